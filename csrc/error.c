@@ -1,0 +1,17 @@
+#include "error.h"
+
+const char *ts_strerror(int code)
+{
+    switch (code) {
+    case TS_OK: return "success";
+    case TS_ERR_NOMEM: return "out of memory";
+    case TS_ERR_IO: return "input/output error";
+    case TS_ERR_SIZE: return "wrong size";
+    case TS_ERR_CHECKSUM: return "checksum mismatch";
+    case TS_ERR_LAYOUT: return "inner chunks are not one contiguous slab";
+    case TS_ERR_RANGE: return "value does not fit the output type";
+    case TS_ERR_BOUNDS: return "offset out of bounds";
+    case TS_ERR_DTYPE: return "element type not handled";
+    default: return "unknown error";
+    }
+}

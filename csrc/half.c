@@ -1,0 +1,180 @@
+#include "half.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "error.h"
+
+size_t ts_dtype_bytes(enum ts_dtype dtype)
+{
+    switch (dtype) {
+    case TS_F16: case TS_BF16: return 2;
+    case TS_F32: return 4;
+    case TS_F64: return 8;
+    }
+    return 0;
+}
+
+static uint32_t float_bits(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
+static float bits_float(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
+
+float ts_f16_to_f32_portable(uint16_t h)
+{
+    uint32_t sign = (uint32_t)(h & 0x8000u) << 16;
+    uint32_t exponent = (h >> 10) & 31u, mantissa = h & 1023u;
+    if (exponent == 31)
+        return bits_float(sign | 0x7f800000u | mantissa << 13 | (mantissa ? 0x400000u : 0));
+    if (exponent == 0) {
+        float magnitude = (float)mantissa * 0x1p-24f;
+        return bits_float(sign | float_bits(magnitude));
+    }
+    return bits_float(sign | (exponent + 112) << 23 | mantissa << 13);
+}
+
+uint16_t ts_f32_to_f16_portable(float f)
+{
+    uint32_t u = float_bits(f), sign = (u >> 16) & 0x8000u, a = u & 0x7fffffffu;
+    if (a > 0x7f800000u)
+        return (uint16_t)(sign | 0x7e00u | ((a >> 13) & 0x3ffu));
+    if (a >= 0x477ff000u) /* 65520 and above round to infinity */
+        return (uint16_t)(sign | 0x7c00u);
+    if (a < 0x38800000u) {
+        /* Subnormal or zero: adding 0.5 puts the rounding at 2^-24, where the
+         * spacing of float32 is that of float16 subnormals. */
+        float shifted = bits_float(a) + 0.5f;
+        return (uint16_t)(sign | (float_bits(shifted) - 0x3f000000u));
+    }
+    uint32_t rounded = a + 0xfffu + ((a >> 13) & 1u);
+    return (uint16_t)(sign | ((rounded - 0x38000000u) >> 13));
+}
+
+uint16_t ts_f64_to_f16(double value)
+{
+    uint64_t u;
+    memcpy(&u, &value, 8);
+    uint32_t exponent = (uint32_t)(u >> 52) & 2047u;
+    /* Outside float32's normal range the plain conversion already decides:
+     * those values become zero, infinity or NaN in float16. */
+    if (exponent <= 1023 - 126 || exponent >= 1023 + 127)
+        return ts_f32_to_f16_portable((float)value);
+    uint32_t sign = (uint32_t)(u >> 63) << 31;
+    uint64_t mantissa = u & 0xfffffffffffffull;
+    uint32_t odd = (uint32_t)(mantissa >> 29) | ((mantissa & 0x1fffffffull) != 0);
+    return ts_f32_to_f16_portable(bits_float(sign | (exponent - 1023 + 127) << 23 | odd));
+}
+
+void ts_bf16_to_f32(const uint16_t *in, float *out, size_t n)
+{
+    for (size_t i = 0; i < n; i++)
+        out[i] = bits_float((uint32_t)in[i] << 16);
+}
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+__attribute__((target("avx,f16c")))
+static size_t f16_to_f32_f16c(const uint16_t *in, float *out, size_t n)
+{
+    size_t i = 0;
+    for (; i + 8 <= n; i += 8)
+        _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(in + i))));
+    return i;
+}
+
+__attribute__((target("avx,f16c")))
+static size_t f32_to_f16_f16c(const float *in, uint16_t *out, size_t n)
+{
+    size_t i = 0;
+    for (; i + 8 <= n; i += 8)
+        _mm_storeu_si128((__m128i *)(out + i), _mm256_cvtps_ph(_mm256_loadu_ps(in + i), 0));
+    return i;
+}
+
+static int has_f16c(void)
+{
+    return __builtin_cpu_supports("avx") && __builtin_cpu_supports("f16c");
+}
+#else
+static size_t f16_to_f32_f16c(const uint16_t *in, float *out, size_t n) { (void)in; (void)out; (void)n; return 0; }
+static size_t f32_to_f16_f16c(const float *in, uint16_t *out, size_t n) { (void)in; (void)out; (void)n; return 0; }
+static int has_f16c(void) { return 0; }
+#endif
+
+void ts_f16_to_f32(const uint16_t *in, float *out, size_t n)
+{
+    size_t i = has_f16c() ? f16_to_f32_f16c(in, out, n) : 0;
+    for (; i < n; i++)
+        out[i] = ts_f16_to_f32_portable(in[i]);
+}
+
+void ts_f32_to_f16(const float *in, uint16_t *out, size_t n)
+{
+    size_t i = has_f16c() ? f32_to_f16_f16c(in, out, n) : 0;
+    for (; i < n; i++)
+        out[i] = ts_f32_to_f16_portable(in[i]);
+}
+
+#define BLOCK 512
+
+int ts_to_f16(const void *in, enum ts_dtype dtype, uint16_t *out, size_t n, size_t *where)
+{
+    float buffer[BLOCK];
+    if (dtype == TS_F16) {
+        memcpy(out, in, n * 2);
+        return TS_OK;
+    }
+    if (dtype == TS_F64) {
+        const double *values = in;
+        for (size_t i = 0; i < n; i++) {
+            out[i] = ts_f64_to_f16(values[i]);
+            if ((out[i] & 0x7fffu) == 0x7c00u && isfinite(values[i])) {
+                *where = i;
+                return TS_ERR_RANGE;
+            }
+        }
+        return TS_OK;
+    }
+    if (dtype != TS_F32 && dtype != TS_BF16)
+        return TS_ERR_DTYPE;
+    for (size_t begin = 0; begin < n; begin += BLOCK) {
+        size_t count = n - begin < BLOCK ? n - begin : BLOCK;
+        const float *values = (const float *)in + begin;
+        if (dtype == TS_BF16) {
+            ts_bf16_to_f32((const uint16_t *)in + begin, buffer, count);
+            values = buffer;
+        }
+        ts_f32_to_f16(values, out + begin, count);
+        int overflow = 0;
+        for (size_t i = 0; i < count; i++)
+            overflow |= (out[begin + i] & 0x7fffu) == 0x7c00u;
+        for (size_t i = 0; overflow && i < count; i++)
+            if ((out[begin + i] & 0x7fffu) == 0x7c00u && isfinite(values[i])) {
+                *where = begin + i;
+                return TS_ERR_RANGE;
+            }
+    }
+    return TS_OK;
+}
+
+size_t ts_count_nonfinite(const void *in, enum ts_dtype dtype, size_t n)
+{
+    size_t count = 0;
+    if (dtype == TS_F16) {
+        const uint16_t *v = in;
+        for (size_t i = 0; i < n; i++)
+            count += (v[i] & 0x7c00u) == 0x7c00u;
+    } else if (dtype == TS_BF16) {
+        const uint16_t *v = in;
+        for (size_t i = 0; i < n; i++)
+            count += (v[i] & 0x7f80u) == 0x7f80u;
+    } else if (dtype == TS_F32) {
+        const uint32_t *v = in;
+        for (size_t i = 0; i < n; i++)
+            count += (v[i] & 0x7f800000u) == 0x7f800000u;
+    } else {
+        const uint64_t *v = in;
+        for (size_t i = 0; i < n; i++)
+            count += (v[i] & 0x7ff0000000000000ull) == 0x7ff0000000000000ull;
+    }
+    return count;
+}

@@ -1,0 +1,85 @@
+#define _GNU_SOURCE
+#include "map.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "crc32c.h"
+#include "error.h"
+
+int ts_map_open(struct ts_map *map, const char *path, int64_t expected_size)
+{
+    int ret = TS_OK, saved;
+    struct stat st;
+    map->base = NULL;
+    map->size = 0;
+    /* O_NONBLOCK: opening a FIFO in place of a file must not hang. */
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (fd < 0)
+        return TS_ERR_IO;
+    if (fstat(fd, &st) != 0) {
+        ret = TS_ERR_IO;
+        goto out;
+    }
+    if (!S_ISREG(st.st_mode)) {
+        errno = EINVAL;
+        ret = TS_ERR_IO;
+        goto out;
+    }
+    if (expected_size >= 0 && st.st_size != expected_size) {
+        ret = TS_ERR_SIZE;
+        goto out;
+    }
+    if (st.st_size == 0)
+        goto out;
+    void *base = mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_SHARED, fd, 0);
+    if (base == MAP_FAILED) {
+        ret = TS_ERR_IO;
+        goto out;
+    }
+    map->base = base;
+    map->size = (size_t)st.st_size;
+out:
+    saved = errno;
+    close(fd);
+    errno = saved;
+    return ret;
+}
+
+void ts_map_close(struct ts_map *map)
+{
+    if (map->base != NULL)
+        munmap((void *)map->base, map->size);
+    map->base = NULL;
+    map->size = 0;
+}
+
+static uint64_t little64(const unsigned char *p)
+{
+    uint64_t v = 0;
+    for (int i = 7; i >= 0; i--)
+        v = v << 8 | p[i];
+    return v;
+}
+
+int ts_shard_check(const unsigned char *base, size_t size, uint64_t num_chunks, uint64_t chunk_bytes)
+{
+    uint64_t data_bytes, index_bytes, total;
+    if (__builtin_mul_overflow(num_chunks, chunk_bytes, &data_bytes)
+        || __builtin_mul_overflow(num_chunks, (uint64_t)16, &index_bytes)
+        || __builtin_add_overflow(data_bytes, index_bytes, &total)
+        || __builtin_add_overflow(total, (uint64_t)4, &total) || total != size)
+        return TS_ERR_SIZE;
+    const unsigned char *index = base + data_bytes, *stored = index + index_bytes;
+    uint32_t crc = (uint32_t)stored[0] | (uint32_t)stored[1] << 8 | (uint32_t)stored[2] << 16 | (uint32_t)stored[3] << 24;
+    if (ts_crc32c(0, index, index_bytes) != crc)
+        return TS_ERR_CHECKSUM;
+    for (uint64_t k = 0; k < num_chunks; k++)
+        if (little64(index + 16 * k) != k * chunk_bytes || little64(index + 16 * k + 8) != chunk_bytes)
+            return TS_ERR_LAYOUT;
+    return TS_OK;
+}

@@ -1,0 +1,24 @@
+/* Read-only file maps and the check of a Zarr shard. */
+#ifndef TS_MAP_H
+#define TS_MAP_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+struct ts_map {
+    const unsigned char *base; /* page aligned; NULL for an empty file; lives until ts_map_close */
+    size_t size;
+};
+
+/* Maps the regular file at `path` whole. expected_size < 0 accepts any size,
+ * otherwise another size is TS_ERR_SIZE. TS_ERR_IO leaves errno. The file
+ * descriptor is closed before the function returns. */
+int ts_map_open(struct ts_map *map, const char *path, int64_t expected_size);
+void ts_map_close(struct ts_map *map);
+
+/* Checks an uncompressed shard (Zarr v3 sharding codec, index at the end with
+ * crc32c): num_chunks inner chunks of chunk_bytes each must lie one behind the
+ * other from offset 0. TS_ERR_SIZE, TS_ERR_CHECKSUM or TS_ERR_LAYOUT. */
+int ts_shard_check(const unsigned char *base, size_t size, uint64_t num_chunks, uint64_t chunk_bytes);
+
+#endif

@@ -1,0 +1,33 @@
+"""The extension modules over csrc/; everything else is in pyproject.toml."""
+
+from Cython.Build import cythonize
+from setuptools import Extension, setup
+
+CFLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O3", "-fvisibility=hidden", "-pthread"]
+MODULES = {
+    "kernels": ["crc32c", "half", "attention", "gather", "parallel"],
+    "mapping": ["map", "crc32c"],
+    "index": ["index"],
+    "gine": ["gine", "half", "parallel"],
+}
+
+
+def extension(name: str, units: list[str]) -> Extension:
+    sources = [f"tracestore/_core/{name}.pyx"] + [f"csrc/{unit}.c" for unit in [*units, "error"]]
+    return Extension(
+        f"tracestore._core.{name}",
+        sources=sources,
+        include_dirs=["csrc"],
+        depends=[f"csrc/{unit}.h" for unit in units] + ["csrc/gine_kernels.h", "csrc/error.h"],
+        extra_compile_args=CFLAGS,
+        extra_link_args=["-pthread"],
+    )
+
+
+setup(
+    ext_modules=cythonize(
+        [extension(name, units) for name, units in MODULES.items()],
+        build_dir="build/cython",
+        compiler_directives={"language_level": 3, "embedsignature": True},
+    )
+)

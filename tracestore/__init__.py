@@ -1,0 +1,75 @@
+"""tracestore: chunked stores of language-model traces, and batches from them at memory speed.
+
+`import tracestore` needs numpy alone; names that need torch are loaded when used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from tracestore import errors
+from tracestore.errors import (
+    InputRefusedError,
+    MissingFieldError,
+    NoSpaceError,
+    StoreDamagedError,
+    StoreLockedError,
+    TracestoreError,
+    UsageError,
+)
+from tracestore.store.reader import TraceStore
+from tracestore.store.reader import open_store as open
+from tracestore.store.trace import Trace
+from tracestore.store.writer import TraceWriter, create
+
+if TYPE_CHECKING:
+    from tracestore.data.collate import collate_graphs, collate_sequences
+    from tracestore.data.datasets import ShuffleBufferSampler, TraceDataset, TraceIterableDataset
+    from tracestore.data.legacy import TraceBatchLoader
+    from tracestore.data.loader import TraceLoader
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "TraceDataset": "tracestore.data.datasets",
+    "TraceIterableDataset": "tracestore.data.datasets",
+    "ShuffleBufferSampler": "tracestore.data.datasets",
+    "TraceLoader": "tracestore.data.loader",
+    "collate_sequences": "tracestore.data.collate",
+    "collate_graphs": "tracestore.data.collate",
+    "TraceBatchLoader": "tracestore.data.legacy",
+}
+
+__all__ = [
+    "InputRefusedError",
+    "MissingFieldError",
+    "NoSpaceError",
+    "ShuffleBufferSampler",
+    "StoreDamagedError",
+    "StoreLockedError",
+    "Trace",
+    "TraceBatchLoader",
+    "TraceDataset",
+    "TraceIterableDataset",
+    "TraceLoader",
+    "TraceStore",
+    "TraceWriter",
+    "TracestoreError",
+    "UsageError",
+    "collate_graphs",
+    "collate_sequences",
+    "create",
+    "errors",
+    "open",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        value = getattr(importlib.import_module(_LAZY[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'tracestore' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -1,0 +1,81 @@
+"""Every exception that tracestore raises on purpose.
+
+A message is one line that says what was found and what was expected. A command
+prints it on standard error and ends with the exception's `exit_code`.
+"""
+
+
+class TracestoreError(Exception):
+    """Base class."""
+
+    exit_code = 1
+
+
+class UsageError(TracestoreError):
+    """Wrong arguments: no such store, id, file or option, an unwritable destination."""
+
+    exit_code = 2
+
+
+class MissingFieldError(UsageError):
+    """The store does not have what was asked for (graphs, sequences, scores)."""
+
+
+class InputRefusedError(TracestoreError):
+    """A source file that cannot be read as traces, or does not fit the store.
+
+    `source` is the file's name, `position` the trace's place in it from 0 (None
+    where it is not known), `field` the field's name (None where none is to blame).
+    """
+
+    exit_code = 3
+
+    def __init__(
+        self, reason: str, *, source: str | None = None, position: int | None = None, field: str | None = None
+    ) -> None:
+        self.reason, self.source, self.position, self.field = reason, source, position, field
+        super().__init__(reason)
+
+    def at(self, source: str | None = None, position: int | None = None) -> "InputRefusedError":
+        """The same error with the place filled in where it was not known."""
+        return InputRefusedError(
+            self.reason,
+            source=self.source if self.source is not None else source,
+            position=self.position if self.position is not None else position,
+            field=self.field,
+        )
+
+    def __str__(self) -> str:
+        where = [] if self.source is None else [self.source]
+        where += [] if self.position is None else [f"trace {self.position}"]
+        where += [] if self.field is None else [self.field]
+        text = ": ".join([", ".join(where), self.reason] if where else [self.reason])
+        return " ".join(text.split())[:600]
+
+
+class StoreDamagedError(TracestoreError):
+    """A file of the store is not what was committed; the message names it."""
+
+    exit_code = 3
+
+
+class NoSpaceError(TracestoreError):
+    """The file system is full; what was committed before stays readable."""
+
+    exit_code = 4
+
+
+class StoreLockedError(TracestoreError):
+    """Another writer holds the store."""
+
+    exit_code = 5
+
+
+class TrainingError(UsageError):
+    """Training cannot start or go on with this data (one class, a NaN, an empty part)."""
+
+
+class DoesNotFitError(TracestoreError):
+    """One trace alone does not fit into memory; a checkpoint was written."""
+
+    exit_code = 75

@@ -1,0 +1,102 @@
+"""Scores, labels and groups: one value a trace, replaceable without touching a trace.
+
+A columns group covers a range of traces. Commits add groups and merge those of
+like size; replacing values rewrites them as one.
+"""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from tracestore.errors import StoreDamagedError
+from tracestore.store import fsio
+from tracestore.store.manifest import ColumnsRef
+from tracestore.store.ragged import concatenate_ragged, decode_string, encode_strings
+from tracestore.store.segment import ArrayWriter, all_sizes
+from tracestore.store.shard import ArrayReader, ChunkCache
+
+
+@dataclass
+class Columns:
+    """scores, labels float64, NaN where missing; groups as ragged utf-8, "" where missing."""
+
+    scores: np.ndarray = field(default_factory=lambda: np.zeros(0, "<f8"))
+    labels: np.ndarray = field(default_factory=lambda: np.zeros(0, "<f8"))
+    groups: np.ndarray = field(default_factory=lambda: np.zeros(0, "u1"))
+    groups_offsets: np.ndarray = field(default_factory=lambda: np.zeros(1, "<i8"))
+
+    @classmethod
+    def from_values(cls, scores: list[float], labels: list[float], groups: list[str]) -> "Columns":
+        return cls(np.array(scores, "<f8"), np.array(labels, "<f8"), *encode_strings(groups))
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    def group(self, index: int) -> str:
+        return decode_string(self.groups, self.groups_offsets, index)
+
+    @property
+    def num_scored(self) -> int:
+        return int((~np.isnan(self.scores)).sum())
+
+    @property
+    def num_labelled(self) -> int:
+        return int((~np.isnan(self.labels)).sum())
+
+    def with_values(self, updates: dict[int, tuple[float, float, str | None]]) -> "Columns":
+        """A copy with (score, label, group) replaced at some indices; NaN and None leave the old value."""
+        scores, labels = self.scores.copy(), self.labels.copy()
+        groups = [self.group(k) for k in range(len(self))]
+        for k, (score, label, group) in updates.items():
+            scores[k] = scores[k] if math.isnan(score) else score
+            labels[k] = labels[k] if math.isnan(label) else label
+            groups[k] = groups[k] if group is None else group
+        return Columns(scores, labels, *encode_strings(groups))
+
+
+def join_columns(parts: list[Columns]) -> Columns:
+    if len(parts) == 1:
+        return parts[0]
+    groups, offsets = concatenate_ragged([(p.groups, p.groups_offsets) for p in parts])
+    scores = np.concatenate([p.scores for p in parts] or [np.zeros(0, "<f8")])
+    labels = np.concatenate([p.labels for p in parts] or [np.zeros(0, "<f8")])
+    return Columns(scores, labels, groups, offsets)
+
+
+_NAMES = ("scores", "labels", "groups", "groups_offsets")
+
+
+def read_columns(store: Path, ref: ColumnsRef) -> Columns:
+    """Maps one columns group; FileNotFoundError where it is gone."""
+    sizes = all_sizes(ref.files)
+    arrays = {}
+    for name in _NAMES:
+        folder = store / ref.path / name
+        if not (folder / "zarr.json").exists():
+            raise FileNotFoundError(folder)
+        reader = ArrayReader(folder, f"{ref.path}/{name}", sizes.get(f"{ref.path}/{name}/c/0"), ChunkCache(0))
+        arrays[name] = reader.flat(0, reader.shape[0])
+    columns = Columns(**arrays)
+    if len(columns) != ref.num_traces or len(columns.labels) != ref.num_traces or (
+        len(columns.groups_offsets) != ref.num_traces + 1
+    ):
+        raise StoreDamagedError(f"{ref.path}: another number of traces than the manifest says")
+    return columns
+
+
+def write_columns(store: Path, generation: int, first_trace: int, columns: Columns) -> ColumnsRef:
+    """Writes columns/<generation> whole or not at all."""
+    path = f"columns/{generation:010d}"
+    temporary = store / "columns" / f"{fsio.TEMPORARY_PREFIX}{generation:010d}"
+    fsio.remove_tree(temporary)
+    temporary.mkdir(parents=True)
+    writer = ArrayWriter(temporary, path)
+    for name in _NAMES:
+        writer.write(name, getattr(columns, name))
+    writer.group({"tracestore": {"first_trace": first_trace, "num_traces": len(columns)}})
+    fsio.remove_tree(store / path)
+    temporary.rename(store / path)
+    fsio.fsync_path(store / "columns")
+    return ColumnsRef(path, first_trace, len(columns), tuple(writer.files))

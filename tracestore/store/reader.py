@@ -1,0 +1,285 @@
+"""Opening a store for reading."""
+
+import math
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+
+from tracestore.errors import MissingFieldError, StoreDamagedError, UsageError
+from tracestore.store import manifest as mf
+from tracestore.store import schema
+from tracestore.store.columns import Columns, join_columns, read_columns
+from tracestore.store.index import StoreIndex
+from tracestore.store.segment import SegmentReader
+from tracestore.store.shard import ChunkCache
+from tracestore.store.trace import Trace
+
+DEFAULT_CACHE_BYTES = 256 << 20
+
+
+class QuestionIds(Sequence[str]):
+    """The question ids of a store, decoded when they are asked for."""
+
+    def __init__(self, index: StoreIndex) -> None:
+        self._index = index
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    @overload
+    def __getitem__(self, item: int) -> str: ...
+    @overload
+    def __getitem__(self, item: slice) -> list[str]: ...
+    def __getitem__(self, item: int | slice) -> str | list[str]:
+        if isinstance(item, slice):
+            return [self._index.question_id(k) for k in range(*item.indices(len(self)))]
+        k = range(len(self))[item]
+        return self._index.question_id(k)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence) or isinstance(other, str | bytes):
+            return NotImplemented
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} question ids>"
+
+
+def _newest_readable(path: Path) -> tuple[mf.Manifest, StoreIndex, Columns]:
+    """The newest generation that reads back whole. A damaged newest one is said in a
+    warning; a generation that a writer removed meanwhile is tried anew."""
+    for _attempt in range(100):
+        numbers = mf.generations(path)
+        if not numbers:
+            if (path / "lock").exists():
+                raise UsageError(f"{path}: the store is empty, nothing has been committed")
+            raise UsageError(f"{path}: not a store")
+        problem: StoreDamagedError | None = None
+        for number in numbers:
+            try:
+                manifest = mf.load_manifest(path, number)
+                index = StoreIndex(path, manifest)
+                columns = join_columns([read_columns(path, ref) for ref in manifest.columns])
+            except StoreDamagedError as error:
+                problem = problem or error
+                continue
+            except FileNotFoundError as error:
+                problem = problem or StoreDamagedError(f"{error.filename or error}: missing")
+                continue
+            if problem is not None and mf.generations(path) == numbers:
+                warnings.warn(f"{path}: {problem}; reading generation {number} instead", stacklevel=4)
+            if problem is None or mf.generations(path) == numbers:
+                return manifest, index, columns
+        if mf.generations(path) == numbers:
+            raise problem or StoreDamagedError(f"{path}: no readable generation")
+    raise StoreDamagedError(f"{path}: generations change faster than they can be read")
+
+
+class TraceStore:
+    """A store opened for reading: one generation, pinned.
+
+    `store[i]` is a Trace, `store.index_of(id)` its index. Opening maps the index
+    and reads no trace; files are mapped when first used, by each process for
+    itself. Safe to use from threads, across fork, and to pickle.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, cache_bytes: int = DEFAULT_CACHE_BYTES) -> None:
+        self.path = Path(path)
+        if not self.path.exists():
+            raise UsageError(f"{self.path}: no such store")
+        if not self.path.is_dir():
+            raise UsageError(f"{self.path}: not a store")
+        self._manifest, self._index, self._columns = _newest_readable(self.path)
+        self._attributes = self._manifest.attributes
+        self._cache = ChunkCache(cache_bytes)
+        self._segments: dict[int, SegmentReader] = {}
+        self._closed = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopen, (str(self.path), self._cache.max_bytes, self._manifest.generation, len(self))
+
+    def __enter__(self) -> "TraceStore":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drops the maps; arrays that were handed out stay valid."""
+        self._segments.clear()
+        self._closed = True
+
+    def __repr__(self) -> str:
+        return f"TraceStore({str(self.path)!r}, {len(self)} traces)"
+
+    # Attributes
+
+    def __len__(self) -> int:
+        return self._manifest.num_traces
+
+    @property
+    def num_layers(self) -> int:
+        return self._attributes.num_layers or 0
+
+    @property
+    def hidden_dim(self) -> int:
+        return self._attributes.hidden_dim or 0
+
+    @property
+    def num_heads(self) -> int | None:
+        """H of the model; None where no source had attention of every head."""
+        return self._attributes.num_heads
+
+    @property
+    def attention(self) -> str:
+        """mean, heads or none: what is stored of the attention."""
+        return self._attributes.attention
+
+    @property
+    def attention_layout(self) -> str | None:
+        return self._attributes.attention_layout
+
+    @property
+    def hidden_dtype(self) -> str:
+        return self._attributes.hidden_dtype or "float16"
+
+    @property
+    def attention_dtype(self) -> str:
+        return self._attributes.attention_dtype or "float16"
+
+    @property
+    def generation(self) -> int:
+        return self._manifest.generation
+
+    @property
+    def codec(self) -> str:
+        return str(self._attributes.options.get("codec", "none"))
+
+    @property
+    def question_ids(self) -> QuestionIds:
+        return QuestionIds(self._index)
+
+    @property
+    def scores(self) -> np.ndarray:
+        """(N,) float64, read-only, NaN where a trace has no score."""
+        return self._columns.scores
+
+    @property
+    def labels(self) -> np.ndarray:
+        """(N,) float64: labels that came with the sources, NaN where missing."""
+        return self._columns.labels
+
+    def group(self, index: int) -> str:
+        return self._columns.group(index)
+
+    @property
+    def num_tokens(self) -> np.ndarray:
+        """(N,) tokens of each trace; 0 where only its last tokens are stored."""
+        return self._index.column("num_tokens")
+
+    def targets(self, score_threshold: float = 0.5) -> np.ndarray:
+        """(N,) float64 labels: the stored one, else 1 where score < threshold, else NaN."""
+        derived = np.where(np.isnan(self.scores), math.nan, (self.scores < score_threshold).astype("<f8"))
+        return np.where(np.isnan(self.labels), derived, self.labels)
+
+    # Traces
+
+    def index_of(self, question_id: str, sample: int = 0) -> int:
+        """Store index of a question's trace; KeyError with the id when absent."""
+        index = self._index.find(str(question_id), sample)
+        if index < 0:
+            raise KeyError(question_id)
+        return index
+
+    def __contains__(self, question_id: object) -> bool:
+        return isinstance(question_id, str) and self._index.find(question_id, 0) >= 0
+
+    def __getitem__(self, index: int) -> Trace:
+        try:
+            k = range(len(self))[index]
+        except IndexError:
+            raise IndexError(f"trace {index} of {len(self)}") from None
+        return Trace(self, k)
+
+    def __iter__(self) -> Iterator[Trace]:
+        return (Trace(self, k) for k in range(len(self)))
+
+    def _segment(self, number: int) -> SegmentReader:
+        if self._closed:
+            raise UsageError(f"{self.path}: the store is closed")
+        segment = self._segments.get(number)
+        if segment is None:
+            if not 0 <= number < self._manifest.num_segments:
+                raise StoreDamagedError(f"{self.path}: the index names segment {number} of {self._manifest.num_segments}")
+            sizes = {f.path: f.size for f in self._index.segment_files(number)}
+            segment = self._segments[number] = SegmentReader(self.path, number, sizes, self._cache)
+        return segment
+
+    # What is there
+
+    def require(self, view: str) -> None:
+        """MissingFieldError, naming what is missing and how to get it, unless every
+        trace can be seen as `view` ("sequence" or "graph")."""
+        if view not in ("sequence", "graph"):
+            raise UsageError(f"found view {view!r}, expected 'sequence' or 'graph'")
+        if len(self) == 0 or view == "sequence":
+            return
+        missing = self._index.column("graph_segment") < 0
+        if missing.any():
+            first = int(np.flatnonzero(missing)[0])
+            raise MissingFieldError(
+                f"{self.path}: no graphs: {int(missing.sum())} of {len(self)} traces (first: trace {first}, "
+                f"{self.question_ids[first]}) hold last tokens only; convert the pickles or gnn/ files of the same questions"
+            )
+        bare = self._index.column("layout") == schema.LAYOUT_NONE
+        if bare.any():
+            raise MissingFieldError(
+                f"{self.path}: no graphs: {int(bare.sum())} of {len(self)} traces have no attention; convert without --attention none"
+            )
+
+    def info(self) -> dict[str, Any]:
+        """What `tracestore info --json` prints."""
+        m = self._manifest
+        return {
+            "path": str(self.path),
+            "format_version": self._attributes.format_version,
+            "generation": m.generation,
+            "num_traces": m.num_traces,
+            "num_tokens": m.num_tokens,
+            "num_layers": self._attributes.num_layers,
+            "hidden_dim": self._attributes.hidden_dim,
+            "num_heads": self._attributes.num_heads,
+            "hidden_dtype": self.hidden_dtype,
+            "attention": self.attention,
+            "attention_layout": self.attention_layout,
+            "attention_dtype": self._attributes.attention_dtype,
+            "codec": self.codec,
+            "fields": list(m.fields),
+            "num_segments": m.num_segments,
+            "num_sources": m.num_sources,
+            "bytes": m.num_bytes,
+            "num_scored": m.num_scored,
+            "num_labelled": m.num_labelled,
+        }
+
+
+def _reopen(path: str, cache_bytes: int, generation: int, num_traces: int) -> TraceStore:
+    store = TraceStore(path, cache_bytes=cache_bytes)
+    if store.generation != generation and len(store) < num_traces:
+        raise StoreDamagedError(f"{path}: generation {generation} is gone")
+    return store
+
+
+def open_store(path: str | os.PathLike[str], *, cache_bytes: int = DEFAULT_CACHE_BYTES) -> TraceStore:
+    """Opens a store for reading (tracestore.open).
+
+    cache_bytes bounds the decoded chunks of compressed stores. UsageError where
+    there is no store, StoreDamagedError where no generation reads back whole.
+    """
+    return TraceStore(path, cache_bytes=cache_bytes)

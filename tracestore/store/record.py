@@ -1,0 +1,442 @@
+"""One trace between its source and its segment: checked fields, then packed arrays."""
+
+import base64
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tracestore._core import kernels
+from tracestore.errors import InputRefusedError
+from tracestore.store import schema
+
+# JSON nodes one trace may carry in fields that have no array of their own; a
+# shared list counts every time it is reached.
+MAX_EXTRA_NODES = 200_000
+MAX_EXTRA_DEPTH = 64
+
+_OWN_FIELDS = frozenset(
+    ("hidden_states", "attentions", "tokens", "tokens_decoded", "question_id", "question", "prompt_length")
+    + schema.ANSWER_FIELDS
+)
+
+
+def refuse(field_name: str, found: str, expected: str) -> InputRefusedError:
+    """The error for a field that is not what the schema says."""
+    return InputRefusedError(f"found {found}, expected {expected}", field=field_name)
+
+
+@dataclass
+class TraceRecord:
+    """A checked trace. Arrays may be views of a mapped file.
+
+    hidden: L arrays (S, D). attention: L arrays (H, S, S). edges: L pairs of
+    source/target (2, E) and weight (E,). last_token: (L, D), where the source
+    gives it instead of hidden states.
+    """
+
+    question_id: str
+    sample: int = 0
+    position: int = 0
+    hidden: Sequence[np.ndarray] | None = None
+    attention: Sequence[np.ndarray] | None = None
+    edges: Sequence[tuple[np.ndarray, np.ndarray]] | None = None
+    last_token: np.ndarray | None = None
+    tokens: np.ndarray | None = None
+    tokens_decoded: Sequence[str] | None = None
+    strings: dict[str, str] = field(default_factory=dict)
+    prompt_length: int | None = None
+    extras: dict[str, Any] = field(default_factory=dict)
+    label: float | None = None
+    has_own_id: bool = True
+
+    @property
+    def num_layers(self) -> int:
+        if self.hidden is not None:
+            return len(self.hidden)
+        assert self.last_token is not None
+        return len(self.last_token)
+
+    @property
+    def hidden_dim(self) -> int:
+        return int((self.hidden[0] if self.hidden is not None else self.last_token).shape[-1])  # type: ignore[union-attr]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.hidden[0]) if self.hidden is not None else 0
+
+
+def as_array(value: Any) -> np.ndarray | None:
+    """A numpy array or a torch tensor as numpy (bfloat16 as schema.BFLOAT16), else None."""
+    if isinstance(value, np.ndarray):
+        return value
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        if value.dtype == torch.bfloat16:
+            return value.contiguous().view(torch.int16).numpy().view(schema.BFLOAT16)
+        return value.numpy()
+    return None
+
+
+def _describe(value: Any) -> str:
+    array = as_array(value)
+    if array is not None:
+        return f"{array.dtype.name if array.dtype != schema.BFLOAT16 else 'bfloat16'} of shape {array.shape}"
+    return type(value).__name__
+
+
+def _layers(value: Any, name: str, ndim: int, shape_text: str) -> list[np.ndarray]:
+    array = as_array(value)
+    if array is not None and array.ndim == ndim + 1:
+        value = list(array)
+    if not isinstance(value, list | tuple):
+        raise refuse(name, _describe(value), f"a list of L arrays {shape_text}")
+    if len(value) == 0:
+        raise refuse(name, "zero layers", "at least one")
+    layers = []
+    for k, item in enumerate(value):
+        layer = as_array(item)
+        if layer is None or layer.ndim != ndim:
+            raise refuse(f"{name}[{k}]", _describe(item), f"an array {shape_text}")
+        try:
+            schema.dtype_name(layer.dtype)
+        except ValueError:
+            raise refuse(f"{name}[{k}]", f"dtype {layer.dtype.name}", "float16, float32 or bfloat16") from None
+        if layer.dtype != layers[0].dtype if layers else False:
+            raise refuse(f"{name}[{k}]", f"dtype {layer.dtype.name}", f"{layers[0].dtype.name} as in layer 0")
+        layers.append(layer if layer.dtype.isnative else layer.astype(layer.dtype.newbyteorder("=")))
+    return layers
+
+
+def _integer(value: Any, name: str) -> int:
+    array = as_array(value)
+    if array is not None and array.ndim == 0 and array.dtype.kind in "iu":
+        return int(array)
+    if isinstance(value, np.integer) or (isinstance(value, int) and not isinstance(value, bool)):
+        return int(value)
+    raise refuse(name, _describe(value), "an integer")
+
+
+def _tokens(value: Any, num_tokens: int) -> np.ndarray:
+    array = as_array(value)
+    if array is None:
+        if not isinstance(value, list | tuple) or not all(
+            isinstance(v, int | np.integer) and not isinstance(v, bool) for v in value
+        ):
+            raise refuse("tokens", _describe(value), "(S,) integers")
+        try:
+            array = np.array(value, "<i8").reshape(-1)
+        except OverflowError:
+            raise refuse("tokens", "an integer beyond 64 bits", "int32") from None
+    if array.dtype.kind not in "iu" or array.ndim != 1:
+        raise refuse("tokens", _describe(array), "(S,) integers")
+    if len(array) != num_tokens:
+        raise refuse("tokens", f"{len(array)} tokens", f"{num_tokens}, the rows of hidden_states")
+    if len(array) and (array.min() < -(2**31) or array.max() >= 2**31):
+        raise refuse("tokens", f"values from {array.min()} to {array.max()}", "int32")
+    return array.astype("<i4")
+
+
+def question_id_text(value: Any, name: str = "question_id") -> str:
+    """An id as text: a str as it is, an integer in decimal."""
+    if isinstance(value, str):
+        if not value:
+            raise refuse(name, "an empty string", "an id")
+        return value
+    return str(_integer(value, name))
+
+
+def record_from_dict(trace: Any, *, source_name: str, position: int, need_attention: bool = True) -> TraceRecord:
+    """Checks one dict of the pickle schema (family 1). InputRefusedError names the field."""
+    if not isinstance(trace, Mapping):
+        raise InputRefusedError(f"found {_describe(trace)}, expected a dict")
+    for key in trace:
+        if not isinstance(key, str):
+            raise InputRefusedError(f"found a key of type {type(key).__name__}, expected str")
+    for key in ("hidden_states", "attentions", "tokens") if need_attention else ("hidden_states", "tokens"):
+        if key not in trace:
+            raise InputRefusedError("missing key", field=key)
+    hidden = _layers(trace["hidden_states"], "hidden_states", 2, "(S, D)")
+    num_tokens, dim = hidden[0].shape
+    if num_tokens == 0 or dim == 0:
+        raise refuse("hidden_states[0]", f"shape {hidden[0].shape}", "at least one token and one column")
+    for k, layer in enumerate(hidden):
+        if layer.shape != (num_tokens, dim):
+            raise refuse(f"hidden_states[{k}]", f"shape {layer.shape}", f"{(num_tokens, dim)} as in layer 0")
+    attention = None
+    if need_attention:
+        attention = _layers(trace["attentions"], "attentions", 3, "(H, S, S)")
+        if len(attention) != len(hidden):
+            raise refuse("attentions", f"{len(attention)} layers", f"{len(hidden)} as in hidden_states")
+        expected = (attention[0].shape[0], num_tokens, num_tokens)
+        if expected[0] == 0:
+            raise refuse("attentions[0]", "zero heads", "at least one")
+        for k, layer in enumerate(attention):
+            if layer.shape != expected:
+                raise refuse(f"attentions[{k}]", f"shape {layer.shape}", f"{expected}")
+    record = TraceRecord(question_id="", position=position, hidden=hidden, attention=attention)
+    record.tokens = _tokens(trace["tokens"], num_tokens)
+    decoded = trace.get("tokens_decoded")
+    if isinstance(decoded, np.ndarray):
+        decoded = decoded.tolist()
+    if decoded is not None:
+        if not isinstance(decoded, list | tuple) or not all(isinstance(s, str) for s in decoded):
+            raise refuse("tokens_decoded", _describe(decoded), "a list of S strings")
+        if len(decoded) != num_tokens:
+            raise refuse("tokens_decoded", f"{len(decoded)} strings", f"{num_tokens}, the rows of hidden_states")
+        record.tokens_decoded = [str(s) for s in decoded]
+    for key in ("question", *schema.ANSWER_FIELDS):
+        value = trace.get(key)
+        if value is not None:
+            if not isinstance(value, str):
+                raise refuse(key, _describe(value), "a string")
+            record.strings[key] = str(value)
+    if trace.get("prompt_length") is not None:
+        record.prompt_length = _integer(trace["prompt_length"], "prompt_length")
+        if not 0 <= record.prompt_length <= 2**31 - 1:
+            raise refuse("prompt_length", str(record.prompt_length), "a count of tokens")
+    record.extras = {key: value for key, value in trace.items() if key not in _OWN_FIELDS}
+    if "sample" in trace:
+        record.sample = _integer(record.extras.pop("sample"), "sample")
+    if trace.get("question_id") is not None:
+        record.question_id = question_id_text(trace["question_id"])
+    else:
+        record.has_own_id = False
+        if trace.get("global_example_id") is not None:
+            record.question_id = question_id_text(trace["global_example_id"], "global_example_id")
+        else:
+            record.question_id = f"{source_name}:{position}"
+    return record
+
+
+def extras_json(extras: Mapping[str, Any]) -> str:
+    """Fields without an array of their own as JSON, keys sorted. Arrays become
+    {"$array": [dtype, shape, base64]}, NaN and infinities {"$float": text}."""
+    budget = [MAX_EXTRA_NODES]
+
+    def plain(value: Any, name: str, depth: int) -> Any:
+        budget[0] -= 1
+        if budget[0] < 0 or depth > MAX_EXTRA_DEPTH:
+            raise refuse(name, "too many or too deeply nested values", f"at most {MAX_EXTRA_NODES:,} a trace")
+        if value is None or isinstance(value, bool | str):
+            return value
+        if isinstance(value, int):
+            return value if abs(value) < 2**63 else {"$int": str(value)}
+        if isinstance(value, float):
+            return value if math.isfinite(value) else {"$float": repr(value)}
+        if isinstance(value, bytes):
+            budget[0] -= len(value) // 16
+            return {"$bytes": base64.b64encode(value).decode()}
+        if isinstance(value, np.generic) and value.dtype.kind in "biufSU":
+            return plain(value.item(), name, depth + 1)
+        array = as_array(value)
+        if array is not None and (array.dtype.kind in "biufcSU" or array.dtype == schema.BFLOAT16):
+            budget[0] -= array.nbytes // 16
+            if budget[0] < 0:
+                raise refuse(name, f"an array of {array.nbytes:,} bytes", "less than 3.2 MB without a field of its own")
+            dtype = "bfloat16" if array.dtype == schema.BFLOAT16 else array.dtype.str
+            data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+            return {"$array": [dtype, list(array.shape), data]}
+        if isinstance(value, list | tuple):
+            return [plain(v, name, depth + 1) for v in value]
+        if isinstance(value, Mapping):
+            if not all(isinstance(k, str) for k in value):
+                return {"$dict": [[plain(k, name, depth + 1), plain(v, name, depth + 1)] for k, v in value.items()]}
+            return {k: plain(v, name, depth + 1) for k, v in value.items()}
+        raise refuse(name, _describe(value), "strings, numbers, lists, dicts or arrays")
+
+    if not extras:
+        return ""
+    return json.dumps({k: plain(v, k, 0) for k, v in extras.items()}, sort_keys=True, separators=(",", ":"))
+
+
+@dataclass
+class PackedTrace:
+    """What a segment appends: buffers for the large arrays, values for the rest."""
+
+    record: TraceRecord
+    layout: int
+    arrays: dict[str, list[np.ndarray]]
+    edge_counts: np.ndarray | None
+    reversed_edges: bool
+    num_nonfinite: int
+    extras: str
+    field_bits: int
+    graph_crc: int
+    sequence_crc: int
+    num_heads: int | None
+    hidden_dtype: str
+    attention_dtype: str | None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(a.nbytes for pieces in self.arrays.values() for a in pieces)
+
+
+def _stored(array: np.ndarray, keep: bool, name: str) -> np.ndarray:
+    """The array as it is stored: C-contiguous, float16 unless `keep`."""
+    dtype = schema.dtype_name(array.dtype)
+    array = np.ascontiguousarray(array)
+    if dtype == "float16":
+        return array
+    if keep:
+        if dtype == "float64":
+            raise refuse(name, "float64", "float16, float32 or bfloat16 with --dtype keep")
+        return array.view("<u2") if dtype == "bfloat16" else array
+    out = np.empty(array.shape, "<f2")
+    flat = kernels.to_float16(array.view("u1").reshape(-1), schema.dtype_code(dtype), out.view("u1").reshape(-1))
+    if flat >= 0:
+        raw = array.reshape(-1)[flat : flat + 1]
+        value = (
+            (raw.view("<u2").astype("<u4") << 16).view("<f4")[0]
+            if dtype == "bfloat16" and raw.dtype == schema.BFLOAT16
+            else raw[0]
+        )
+        raise refuse(
+            name, f"{float(value):g}, which float16 cannot hold", "at most 65504 in size, or the option --dtype keep"
+        )
+    return out
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return array.reshape(-1).view("u1")
+
+
+def _crc(arrays: Sequence[np.ndarray], start: int = 0) -> int:
+    for array in arrays:
+        start = kernels.crc32c(_bytes(array), start)
+    return start
+
+
+def _pack_attention(
+    layers: Sequence[np.ndarray], mode: str, keep: bool, num_tokens: int
+) -> tuple[int, list[np.ndarray], str, int]:
+    """-> layout, one array a layer, dtype name, count of NaN and infinite values."""
+    layers = [np.ascontiguousarray(a) for a in layers]
+    dtype = schema.dtype_name(layers[0].dtype)
+    code = schema.dtype_code(dtype)
+    num_heads = layers[0].shape[0]
+    causal = all(kernels.first_above_diagonal(_bytes(a), code, num_heads, num_tokens) < 0 for a in layers)
+    layout = schema.LAYOUT_CAUSAL if causal else schema.LAYOUT_SQUARE
+    pairs = schema.num_pairs(num_tokens, layout)
+    nonfinite = 0
+    packed = []
+    for k, layer in enumerate(layers):
+        if mode == "mean":
+            out = np.empty(pairs, "<f2")
+            try:
+                kernels.head_mean(_bytes(layer), code, num_heads, num_tokens, causal, _bytes(out))
+            except OverflowError:
+                raise refuse(f"attentions[{k}]", "a head mean that float16 cannot hold", "at most 65504") from None
+            nonfinite += kernels.count_nonfinite(_bytes(out), kernels.F16)
+            packed.append(out)
+            continue
+        stored = _stored(layer, keep, f"attentions[{k}]")
+        if causal:
+            out = np.empty(num_heads * pairs, stored.dtype)
+            kernels.pack_triangle(_bytes(stored), stored.itemsize, num_heads, num_tokens, _bytes(out))
+            stored = out
+        stored_name = "float16" if not keep else dtype
+        nonfinite += kernels.count_nonfinite(_bytes(stored), schema.dtype_code(stored_name))
+        packed.append(stored.reshape(-1))
+    name = "float16" if mode == "mean" or not keep else dtype
+    return layout, packed, name, nonfinite
+
+
+def _pack_edges(record: TraceRecord, keep: bool) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray, str, bool]:
+    """-> edge_index rows (E, 2), weights, edges a layer, dtype name, whether the source had them reversed."""
+    assert record.edges is not None
+    num_tokens = record.num_tokens
+    indexes, weights = [], []
+    backward = forward = False
+    dtype = schema.dtype_name(record.edges[0][1].dtype)
+    for k, (index, weight) in enumerate(record.edges):
+        if schema.dtype_name(weight.dtype) != dtype:
+            raise refuse(f"graphs[{k}].edge_attr", f"dtype {weight.dtype}", f"{dtype} as in layer 0")
+        if index.size and (index.min() < 0 or index.max() >= num_tokens):
+            raise refuse(f"graphs[{k}].edge_index", f"nodes {index.min()} to {index.max()}", f"0 to {num_tokens - 1}")
+        forward |= bool((index[0] < index[1]).any())
+        backward |= bool((index[0] > index[1]).any())
+        indexes.append(index)
+        weights.append(_stored(weight, keep, f"graphs[{k}].edge_attr"))
+    # The oldest files run from the attending token i to the attended j <= i.
+    is_reversed = backward and not forward
+    rows = [np.ascontiguousarray((i[::-1] if is_reversed else i).T, dtype="<i4") for i in indexes]
+    counts = np.array([i.shape[1] for i in indexes], "<i8")
+    return rows, weights, counts, "float16" if not keep else dtype, is_reversed
+
+
+def pack_record(record: TraceRecord, *, attention: str, keep_dtype: bool) -> PackedTrace:
+    """Packs a checked trace for a store with these options. InputRefusedError
+    where a value does not fit."""
+    arrays: dict[str, list[np.ndarray]] = {}
+    bits = schema.FIELD_BITS
+    present = 0
+    nonfinite = 0
+    layout, counts, is_reversed, heads, attention_dtype = schema.LAYOUT_NONE, None, False, None, None
+    graph_crc = sequence_crc = 0
+    if record.hidden is not None:
+        present |= bits["hidden_states"]
+        source_dtype = schema.dtype_name(record.hidden[0].dtype)
+        arrays["hidden_states"] = [_stored(h, keep_dtype, f"hidden_states[{k}]") for k, h in enumerate(record.hidden)]
+        graph_crc = _crc(arrays["hidden_states"])
+    else:
+        assert record.last_token is not None
+        source_dtype = schema.dtype_name(record.last_token.dtype)
+    hidden_dtype = source_dtype if keep_dtype else "float16"
+    code = schema.dtype_code(hidden_dtype)
+    nonfinite += sum(kernels.count_nonfinite(_bytes(a), code) for a in arrays.get("hidden_states", ()))
+    if record.last_token is not None:
+        present |= bits["last_token"]
+        arrays["last_token"] = [_stored(record.last_token, keep_dtype, "sequences")]
+        nonfinite += kernels.count_nonfinite(_bytes(arrays["last_token"][0]), code)
+    elif record.edges is None:
+        arrays["last_token"] = [np.stack([h[-1] for h in arrays["hidden_states"]])]
+    if record.attention is not None and attention != "none":
+        present |= bits["attentions"]
+        heads = int(record.attention[0].shape[0])
+        layout, arrays["attention"], attention_dtype, bad = _pack_attention(
+            record.attention, attention, keep_dtype, record.num_tokens
+        )
+        nonfinite += bad
+        graph_crc = _crc(arrays["attention"], graph_crc)
+    if record.edges is not None:
+        present |= bits["edges"]
+        layout = schema.LAYOUT_EDGES
+        arrays["edge_index"], arrays["edge_weight"], counts, attention_dtype, is_reversed = _pack_edges(
+            record, keep_dtype
+        )
+        code = schema.dtype_code(attention_dtype)
+        nonfinite += sum(kernels.count_nonfinite(_bytes(a), code) for a in arrays["edge_weight"])
+        graph_crc = _crc([*arrays["edge_index"], *arrays["edge_weight"]], graph_crc)
+    if "last_token" in arrays:
+        sequence_crc = _crc(arrays["last_token"])
+    for name, here in (
+        ("tokens", record.tokens is not None),
+        ("tokens_decoded", record.tokens_decoded is not None),
+        ("question_id", record.has_own_id),
+        ("prompt_length", record.prompt_length is not None),
+        ("label", record.label is not None),
+        *((key, True) for key in record.strings),
+    ):
+        present |= bits[name] if here else 0
+    return PackedTrace(
+        record=record,
+        layout=layout,
+        arrays=arrays,
+        edge_counts=counts,
+        reversed_edges=is_reversed,
+        num_nonfinite=nonfinite,
+        extras=extras_json(record.extras),
+        field_bits=present,
+        graph_crc=graph_crc,
+        sequence_crc=sequence_crc,
+        num_heads=heads,
+        hidden_dtype=hidden_dtype,
+        attention_dtype=attention_dtype,
+    )

@@ -1,0 +1,306 @@
+"""One segment: an immutable Zarr group of arrays, written once, then mapped."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tracestore._core.kernels import crc32c
+from tracestore.errors import StoreDamagedError
+from tracestore.store import schema
+from tracestore.store.fsio import fsync_path, write_file
+from tracestore.store.ragged import decode_string, encode_strings
+from tracestore.store.record import PackedTrace
+from tracestore.store.shard import ArrayReader, ChunkCache, ShardStream, array_metadata, group_metadata
+
+
+def segment_name(number: int) -> str:
+    return f"{number:08d}"
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file as the manifest names it: path in the store, size and crc32c of all its bytes."""
+
+    path: str
+    size: int
+    crc32c: int
+
+
+@dataclass(frozen=True)
+class SegmentRow:
+    """Where one trace lies in its segment."""
+
+    num_tokens: int
+    layout: int
+    hidden_row: int
+    attention_start: int
+    last_token_row: int
+
+
+class ArrayWriter:
+    """Writes the arrays of one Zarr group, streamed or at once, and lists its files."""
+
+    def __init__(self, folder: Path, prefix: str) -> None:
+        self.folder, self.prefix = folder, prefix
+        self.files: list[FileEntry] = []
+
+    def stream(self, name: str, dtype: np.dtype, columns: tuple[int, ...], codec: str, chunk_bytes: int) -> ShardStream:
+        path = self.folder / name / "c" / "/".join("0" * (1 + len(columns)))
+        return ShardStream(path, dtype, columns, codec, chunk_bytes)
+
+    def finish(self, name: str, stream: ShardStream, attributes: dict[str, Any] | None = None) -> None:
+        """Closes a stream and writes the array's zarr.json."""
+        shape = (stream.num_rows, *stream.columns)
+        (self.folder / name).mkdir(parents=True, exist_ok=True)
+        if stream.num_rows:
+            size, crc = stream.finish()
+            relative = stream.path.relative_to(self.folder).as_posix()
+            self.files.append(FileEntry(f"{self.prefix}/{relative}", size, crc))
+            for folder in (stream.path.parent, *stream.path.parents):
+                if folder == self.folder / name:
+                    break
+                fsync_path(folder)
+        meta = array_metadata(shape, stream.chunk_rows, stream.dtype, stream.codec, attributes or {})
+        self._file(f"{name}/zarr.json", meta)
+        fsync_path(self.folder / name)
+
+    def write(self, name: str, array: np.ndarray) -> None:
+        """A whole array, uncompressed."""
+        array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+        stream = self.stream(name, array.dtype, array.shape[1:], "none", schema.INNER_CHUNK_BYTES)
+        stream.append(array)
+        self.finish(name, stream)
+
+    def group(self, attributes: dict[str, Any]) -> None:
+        self._file("zarr.json", group_metadata(attributes))
+        fsync_path(self.folder)
+
+    def _file(self, name: str, data: bytes) -> None:
+        write_file(self.folder / name, data)
+        self.files.append(FileEntry(f"{self.prefix}/{name}", len(data), crc32c(data)))
+
+
+class SegmentWriter:
+    """Appends packed traces to a segment under a temporary name."""
+
+    def __init__(self, folder: Path, number: int, attributes: schema.Attributes, codec: str) -> None:
+        self.folder, self.number, self.codec = folder, number, codec
+        self.attributes = attributes
+        self.num_bytes = 0
+        self.rows: list[SegmentRow] = []
+        self._traces: list[PackedTrace] = []
+        self._streams: dict[str, ShardStream] = {}
+        self._hidden_rows = self._attention = self._edge_layers = self._last_rows = 0
+        self._edge_total = 0
+        self._edge_counts: list[np.ndarray] = []
+        folder.mkdir(parents=True)
+        self._writer = ArrayWriter(folder, f"segments/{segment_name(number)}")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def _stream(self, name: str, array: np.ndarray, dtype_text: str | None, trace_bytes: int) -> ShardStream:
+        if name not in self._streams:
+            dtype = array.dtype if dtype_text is None else schema.storage_dtype(dtype_text)
+            chunk_bytes = schema.INNER_CHUNK_BYTES
+            if self.codec != "none":
+                chunk_bytes = min(max(trace_bytes // 2, schema.MIN_CODED_CHUNK_BYTES), schema.INNER_CHUNK_BYTES)
+            columns = tuple(array.shape[1:]) if name != "last_token" else (array.shape[-1],)
+            if name == "last_token":
+                assert self.attributes.num_layers is not None
+                columns = (self.attributes.num_layers, array.shape[-1])
+            self._streams[name] = self._writer.stream(name, dtype, columns, self.codec, chunk_bytes)
+        return self._streams[name]
+
+    def append(self, trace: PackedTrace, attributes: schema.Attributes) -> SegmentRow:
+        self.attributes = attributes
+        record = trace.record
+        dtypes = {
+            "hidden_states": attributes.hidden_dtype,
+            "last_token": attributes.hidden_dtype,
+            "attention": attributes.attention_dtype,
+            "edge_weight": attributes.attention_dtype,
+            "edge_index": None,
+        }
+        assert attributes.num_layers is not None
+        row = SegmentRow(
+            num_tokens=record.num_tokens,
+            layout=trace.layout,
+            hidden_row=self._hidden_rows,
+            attention_start=self._edge_layers if trace.layout == schema.LAYOUT_EDGES else self._attention,
+            last_token_row=self._last_rows if "last_token" in trace.arrays else -1,
+        )
+        for name, pieces in trace.arrays.items():
+            stream = self._stream(name, pieces[0], dtypes[name], sum(p.nbytes for p in pieces))
+            for piece in pieces:
+                stream.append(piece)
+                self.num_bytes += piece.nbytes
+        self._hidden_rows += attributes.num_layers * record.num_tokens
+        if "attention" in trace.arrays:
+            self._attention += sum(a.size for a in trace.arrays["attention"])
+        if trace.edge_counts is not None:
+            self._edge_counts.append(trace.edge_counts)
+            self._edge_layers += len(trace.edge_counts)
+            self._edge_total += int(trace.edge_counts.sum())
+        self._last_rows += "last_token" in trace.arrays
+        text = sum(len(s) for s in record.tokens_decoded or ()) + sum(map(len, record.strings.values()))
+        self.num_bytes += 4 * record.num_tokens + text + len(trace.extras)
+        trace.arrays = {}
+        record.hidden = record.attention = record.edges = record.last_token = None
+        self.rows.append(row)
+        self._traces.append(trace)
+        return row
+
+    def mark(self) -> tuple[Any, ...]:
+        counters = (self._hidden_rows, self._attention, self._edge_layers, self._last_rows, self._edge_total)
+        streams = {name: s.mark() for name, s in self._streams.items()}
+        return len(self.rows), self.num_bytes, counters, len(self._edge_counts), streams, self.attributes
+
+    def rollback(self, mark: tuple[Any, ...]) -> None:
+        count, self.num_bytes, counters, edges, streams, self.attributes = mark
+        self._hidden_rows, self._attention, self._edge_layers, self._last_rows, self._edge_total = counters
+        del self.rows[count:], self._traces[count:], self._edge_counts[edges:]
+        for name in list(self._streams):
+            if name in streams:
+                self._streams[name].rollback(streams[name])
+            else:
+                stream = self._streams.pop(name)
+                stream.suspend()
+                stream.path.unlink(missing_ok=True)
+
+    def suspend(self) -> None:
+        for stream in self._streams.values():
+            stream.suspend()
+
+    def finish(self) -> list[FileEntry]:
+        """Writes what is left and syncs everything; the caller renames the folder."""
+        a, writer = self.attributes, self._writer
+        extra = {"hidden_states": a.hidden_dtype, "last_token": a.hidden_dtype}
+        extra |= {"attention": a.attention_dtype, "edge_weight": a.attention_dtype}
+        for name, stream in sorted(self._streams.items()):
+            tag = {"tracestore": {"dtype": "bfloat16"}} if extra.get(name) == "bfloat16" else {}
+            writer.finish(name, stream, tag)
+        traces, records = self._traces, [t.record for t in self._traces]
+        if self._edge_counts:
+            ptr = np.zeros(self._edge_layers + 1, "<i8")
+            np.cumsum(np.concatenate(self._edge_counts), out=ptr[1:])
+            writer.write("edge_ptr", ptr)
+        starts = [r.attention_start for r in self.rows]
+        scalars = {
+            "num_tokens": ("<i4", [r.num_tokens for r in self.rows]),
+            "sample": ("<i4", [r.sample for r in records]),
+            "source_position": ("<i4", [r.position for r in records]),
+            "prompt_length": ("<i4", [-1 if r.prompt_length is None else r.prompt_length for r in records]),
+            "attention_layout": ("|u1", [t.layout for t in traces]),
+            "attention_start": ("<i8", starts),
+            "last_token_row": ("<i4", [r.last_token_row for r in self.rows]),
+            "num_nonfinite": ("<i8", [t.num_nonfinite for t in traces]),
+            "fields": ("<u4", [t.field_bits for t in traces]),
+            "edges_reversed": ("|u1", [t.reversed_edges for t in traces]),
+        }
+        for name, (dtype, values) in scalars.items():
+            writer.write(name, np.array(values, dtype))
+        for name in schema.STRING_FIELDS:
+            if name == "question_id":
+                data, offsets = encode_strings(r.question_id for r in records)
+            elif name == "extras":
+                data, offsets = encode_strings(t.extras for t in traces)
+            else:
+                data, offsets = encode_strings(r.strings.get(name, "") for r in records)
+            writer.write(name, data)
+            writer.write(f"{name}_offsets", offsets)
+        tokens = [r.tokens if r.tokens is not None else np.zeros(0, "<i4") for r in records]
+        writer.write("tokens", np.concatenate(tokens).astype("<i4"))
+        writer.write("tokens_offsets", np.cumsum([0, *map(len, tokens)]).astype("<i8"))
+        decoded = [r.tokens_decoded or () for r in records]
+        data, offsets = encode_strings(s for d in decoded for s in d)
+        writer.write("tokens_decoded", data)
+        writer.write("tokens_decoded_offsets", offsets)
+        writer.write("tokens_decoded_ptr", np.cumsum([0, *map(len, decoded)]).astype("<i8"))
+        writer.group({"tracestore": {"segment": self.number, "num_traces": len(self.rows)}})
+        return writer.files
+
+
+class SegmentReader:
+    """Lazily opened arrays of a committed segment."""
+
+    def __init__(self, store: Path, number: int, sizes: dict[str, int], cache: ChunkCache) -> None:
+        self.name = f"segments/{segment_name(number)}"
+        self._folder = store / self.name
+        self._sizes, self._cache = sizes, cache
+        self._arrays: dict[str, ArrayReader] = {}
+
+    def array(self, name: str) -> ArrayReader:
+        """The array; StoreDamagedError where its files are not what was committed."""
+        reader = self._arrays.get(name)
+        if reader is None:
+            folder = self._folder / name
+            where = f"{self.name}/{name}"
+            expected_meta = self._sizes.get(f"{where}/zarr.json")
+            try:
+                found = os.stat(folder / "zarr.json").st_size
+            except OSError as error:
+                raise StoreDamagedError(f"{where}/zarr.json: {error.strerror}") from None
+            if expected_meta is None or found != expected_meta:
+                raise StoreDamagedError(f"{where}/zarr.json: {found} bytes where {expected_meta} were committed")
+            shard = self._sizes.get(f"{where}/c/0", self._sizes.get(f"{where}/c/0/0", self._sizes.get(f"{where}/c/0/0/0")))
+            reader = self._arrays[name] = ArrayReader(folder, where, shard, self._cache)
+        return reader
+
+    def has(self, name: str) -> bool:
+        return f"{self.name}/{name}/zarr.json" in self._sizes
+
+    def scalar(self, name: str, row: int) -> int:
+        return int(self.array(name).flat(row, row + 1)[0])
+
+    def string(self, name: str, row: int) -> str:
+        offsets = self.array(f"{name}_offsets").flat(row, row + 2)
+        data = self.array(name)
+        begin, end = int(offsets[0]), int(offsets[1])
+        return self._text(data.flat(begin, end), name)
+
+    def _text(self, data: np.ndarray, name: str) -> str:
+        try:
+            return data.tobytes().decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError as error:
+            raise StoreDamagedError(f"{self.name}/{name}: {error}") from None
+
+    def tokens(self, row: int) -> np.ndarray:
+        begin, end = (int(v) for v in self.array("tokens_offsets").flat(row, row + 2))
+        return self.array("tokens").flat(begin, end)
+
+    def tokens_decoded(self, row: int) -> list[str]:
+        begin, end = (int(v) for v in self.array("tokens_decoded_ptr").flat(row, row + 2))
+        offsets = self.array("tokens_decoded_offsets").flat(begin, end + 1)
+        if len(offsets) == 0:
+            return []
+        first = int(offsets[0])
+        data = self.array("tokens_decoded").flat(first, int(offsets[-1]))
+        try:
+            return [decode_string(data, offsets - first, k) for k in range(end - begin)]
+        except ValueError as error:
+            raise StoreDamagedError(f"{self.name}/tokens_decoded: {error}") from None
+
+    def extras(self, row: int) -> dict[str, Any]:
+        text = self.string("extras", row)
+        result: dict[str, Any] = json.loads(text) if text else {}
+        return result
+
+    def edges(self, first_layer: int, num_layers: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """-> ptr (L + 1) from 0, edge_index (E, 2), weight (E,)."""
+        ptr = self.array("edge_ptr").flat(first_layer, first_layer + num_layers + 1)
+        begin, end = int(ptr[0]), int(ptr[-1])
+        if end == begin:
+            weight = self.array("edge_weight") if self.has("edge_weight") else None
+            empty = np.zeros(0, weight.dtype if weight is not None else "<f2")
+            return ptr - begin, np.zeros((0, 2), "<i4"), empty
+        return ptr - begin, self.array("edge_index").rows(begin, end), self.array("edge_weight").flat(begin, end)
+
+
+def all_sizes(files: Sequence[FileEntry]) -> dict[str, int]:
+    return {f.path: f.size for f in files}

@@ -1,0 +1,293 @@
+"""Zarr v3 arrays of one shard file each: streamed out, mapped in.
+
+zarr-python writes every zarr.json; the shard's bytes are streamed here, because
+through zarr-python a shard is held in memory twice.
+"""
+
+import json
+import os
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tracestore._core.kernels import crc32c
+from tracestore._core.mapping import MappedFile
+from tracestore.errors import StoreDamagedError
+from tracestore.store import schema
+from tracestore.store.fsio import write_all
+
+_BUFFER_BYTES = 1 << 20
+
+
+def _numcodec(name: str, itemsize: int) -> Any:
+    """The numcodecs codec behind --codec NAME."""
+    from numcodecs import Blosc, Zstd, blosc
+
+    blosc.use_threads = False  # also makes the compressed bytes independent of the machine
+    if name == "zstd":
+        return Zstd(level=3)
+    return Blosc(cname=name.removeprefix("blosc-"), clevel=5, shuffle=Blosc.SHUFFLE, blocksize=0, typesize=itemsize)
+
+
+def _zarr_compressors(name: str, itemsize: int) -> Any:
+    from zarr.codecs import BloscCodec, ZstdCodec
+
+    if name == "none":
+        return None
+    if name == "zstd":
+        return ZstdCodec(level=3)
+    return BloscCodec(
+        cname=name.removeprefix("blosc-"), clevel=5, shuffle="shuffle", blocksize=0, typesize=itemsize
+    )
+
+
+def array_metadata(
+    shape: Sequence[int], chunk_rows: int, dtype: np.dtype, codec: str, attributes: dict[str, Any]
+) -> bytes:
+    """zarr.json of an array whose single shard covers axis 0 in inner chunks of chunk_rows."""
+    import zarr
+
+    memory: dict[str, Any] = {}
+    shard_rows = max(1, -(-shape[0] // chunk_rows)) * chunk_rows
+    zarr.create_array(
+        zarr.storage.MemoryStore(memory),
+        shape=tuple(shape),
+        dtype=dtype,
+        chunks=(chunk_rows, *shape[1:]),
+        shards=(shard_rows, *shape[1:]),
+        compressors=_zarr_compressors(codec, dtype.itemsize),
+        filters=None,
+        fill_value=0,
+        attributes=attributes,
+    )
+    return bytes(memory["zarr.json"].to_bytes())
+
+
+def group_metadata(attributes: dict[str, Any]) -> bytes:
+    """zarr.json of a group."""
+    import zarr
+
+    memory: dict[str, Any] = {}
+    zarr.create_group(zarr.storage.MemoryStore(memory), attributes=attributes)
+    return bytes(memory["zarr.json"].to_bytes())
+
+
+class ShardStream:
+    """Appends rows to a shard file; `mark` and `rollback` take appended rows back.
+
+    The file descriptor is opened when bytes are written and may be closed between
+    traces (`suspend`), so that a source split over many segments needs few.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype, columns: tuple[int, ...], codec: str, chunk_bytes: int) -> None:
+        self.path, self.dtype, self.columns, self.codec = path, dtype, columns, codec
+        self.row_bytes = dtype.itemsize * int(np.prod(columns, dtype=np.int64))
+        self.chunk_rows = max(1, chunk_bytes // max(1, self.row_bytes))
+        self.num_bytes = 0
+        self._buffer = bytearray()
+        self._written = 0
+        self._crc = 0
+        self._coder = _numcodec(codec, dtype.itemsize) if codec != "none" else None
+        self._chunks: list[tuple[int, int]] = []
+        self._fd = -1
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_bytes // self.row_bytes
+
+    def _open(self) -> int:
+        if self._fd < 0:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            os.lseek(self._fd, self._written, os.SEEK_SET)
+        return self._fd
+
+    def _emit(self, data: Any) -> None:
+        view = memoryview(data).cast("B")
+        write_all(self._open(), view)
+        self._crc = crc32c(view, self._crc)
+        self._written += len(view)
+
+    def _emit_chunk(self, data: Any) -> None:
+        assert self._coder is not None
+        encoded = bytes(self._coder.encode(np.frombuffer(data, self.dtype)))
+        self._chunks.append((self._written, len(encoded)))
+        self._emit(encoded)
+
+    def append(self, array: np.ndarray) -> None:
+        data = memoryview(array.reshape(-1).view("u1"))
+        self.num_bytes += len(data)
+        if self._coder is None and len(data) >= _BUFFER_BYTES // 4:
+            self._flush()
+            self._emit(data)
+            return
+        self._buffer += data
+        limit = _BUFFER_BYTES if self._coder is None else self.chunk_rows * self.row_bytes
+        if len(self._buffer) >= limit:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._coder is None:
+            if self._buffer:
+                self._emit(self._buffer)
+                self._buffer = bytearray()
+            return
+        chunk_bytes = self.chunk_rows * self.row_bytes
+        whole = len(self._buffer) // chunk_bytes * chunk_bytes
+        for begin in range(0, whole, chunk_bytes):
+            self._emit_chunk(bytes(self._buffer[begin : begin + chunk_bytes]))
+        del self._buffer[:whole]
+
+    def mark(self) -> tuple[Any, ...]:
+        return self.num_bytes, self._written, self._crc, bytes(self._buffer), len(self._chunks)
+
+    def rollback(self, mark: tuple[Any, ...]) -> None:
+        self.num_bytes, written, self._crc, buffer, chunks = mark
+        self._buffer = bytearray(buffer)
+        del self._chunks[chunks:]
+        if written != self._written:
+            os.ftruncate(self._open(), written)
+            self._written = written
+            self.suspend()
+
+    def suspend(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def finish(self) -> tuple[int, int]:
+        """Pads the last inner chunk, writes the index, syncs; -> size and crc32c of the file."""
+        self._flush()
+        if not self._chunks:
+            # One short inner chunk is stored at its own size, not padded.
+            self.chunk_rows = min(self.chunk_rows, self.num_rows)
+        chunk_bytes = self.chunk_rows * self.row_bytes
+        padding = -self.num_bytes % chunk_bytes
+        if self._coder is None:
+            self._emit(bytes(padding))
+            count = (self.num_bytes + padding) // chunk_bytes
+            self._chunks = [(k * chunk_bytes, chunk_bytes) for k in range(count)]
+        elif self._buffer:
+            self._emit_chunk(bytes(self._buffer) + bytes(padding))
+        index = b"".join(struct.pack("<QQ", *c) for c in self._chunks)
+        self._emit(index + struct.pack("<I", crc32c(index)))
+        fd = self._open()
+        os.fchmod(fd, 0o444)
+        os.fsync(fd)
+        self.suspend()
+        return self._written, self._crc
+
+
+class ChunkCache:
+    """Decoded inner chunks of compressed shards, least recently used out, bounded in bytes."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._chunks: OrderedDict[tuple[Path, int], np.ndarray] = OrderedDict()
+
+    def get(self, key: tuple[Path, int], decode: Callable[[], np.ndarray]) -> np.ndarray:
+        chunk = self._chunks.pop(key, None)
+        if chunk is None:
+            chunk = decode()
+            self.num_bytes += chunk.nbytes
+        self._chunks[key] = chunk
+        while self.num_bytes > self.max_bytes and len(self._chunks) > 1:
+            _, dropped = self._chunks.popitem(last=False)
+            self.num_bytes -= dropped.nbytes
+        return chunk
+
+
+class ArrayReader:
+    """Rows of one array. Uncompressed: read-only views of the map, which stays
+    alive with them. Compressed: a copy, assembled from decoded inner chunks.
+
+    The file's size, the shard's index and the metadata are checked when the array
+    is first opened; `name` is the path in the store that errors give.
+    """
+
+    def __init__(self, folder: Path, name: str, expected_size: int | None, cache: ChunkCache) -> None:
+        self.name = name
+        try:
+            meta = json.loads((folder / "zarr.json").read_bytes())
+            self.shape: tuple[int, ...] = tuple(int(n) for n in meta["shape"])
+            sharding = meta["codecs"][0]["configuration"]
+            self.chunk_rows = int(sharding["chunk_shape"][0])
+            inner = [c["name"] for c in sharding["codecs"] if c["name"] != "bytes"]
+            self.dtype = np.dtype(meta["data_type"]).newbyteorder("<")
+            if meta["codecs"][0]["name"] != "sharding_indexed" or self.chunk_rows < 1 or min(self.shape) < 0:
+                raise ValueError("not an array of this format")
+            self._codec = inner[0] if inner else None
+            if self._codec == "blosc":
+                self._codec = "blosc-" + next(c for c in sharding["codecs"] if c["name"] == "blosc")["configuration"]["cname"]
+        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+            raise StoreDamagedError(f"{name}/zarr.json: {error}") from None
+        self.row_items = int(np.prod(self.shape[1:], dtype=np.int64))
+        self._path = folder / "c" / "/".join("0" * len(self.shape))
+        self._cache = cache
+        self._offsets: np.ndarray | None = None
+        self._flat = np.zeros(0, self.dtype)
+        if self.shape[0] == 0:
+            return
+        file_name = f"{name}/c/" + "/".join("0" * len(self.shape))
+        num_chunks = -(-self.shape[0] // self.chunk_rows)
+        try:
+            mapped = MappedFile(self._path, -1 if expected_size is None else expected_size)
+            if self._codec is None:
+                mapped.check_shard(num_chunks, self.chunk_rows * self.row_items * self.dtype.itemsize)
+                self._flat = np.frombuffer(mapped, self.dtype, self.shape[0] * self.row_items)
+            else:
+                self._raw = np.frombuffer(mapped, "u1")
+                self._offsets = self._coded_index(num_chunks)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise StoreDamagedError(f"{file_name}: {reason}") from None
+
+    def _coded_index(self, num_chunks: int) -> np.ndarray:
+        end = len(self._raw) - 4
+        begin = end - 16 * num_chunks
+        if begin < 0:
+            raise ValueError("shorter than its index")
+        index = self._raw[begin:end]
+        if crc32c(index) != int.from_bytes(self._raw[end:].tobytes(), "little"):
+            raise ValueError("shard: checksum mismatch")
+        offsets = index.view("<u8").reshape(num_chunks, 2)
+        if (offsets[:, 0] + offsets[:, 1] > begin).any() or (offsets > begin).any():
+            raise ValueError("shard: offset out of bounds")
+        return offsets
+
+    def _decode(self, chunk: int) -> np.ndarray:
+        assert self._offsets is not None and self._codec is not None
+        offset, size = (int(v) for v in self._offsets[chunk])
+        try:
+            data = _numcodec(self._codec, self.dtype.itemsize).decode(self._raw[offset : offset + size])
+        except RuntimeError as error:
+            raise StoreDamagedError(f"{self.name}: inner chunk {chunk}: {error}") from None
+        items = np.frombuffer(data, self.dtype)
+        if items.size != self.chunk_rows * self.row_items:
+            raise StoreDamagedError(f"{self.name}: inner chunk {chunk} decodes to another size")
+        return items
+
+    def flat(self, begin: int, end: int) -> np.ndarray:
+        """Rows begin .. end as a one-dimensional array."""
+        if not 0 <= begin <= end <= self.shape[0]:
+            raise StoreDamagedError(f"{self.name}: rows {begin} to {end} of {self.shape[0]}")
+        items = self.row_items
+        if self._offsets is None:
+            return self._flat[begin * items : end * items]
+        out = np.empty((end - begin) * items, self.dtype)
+        for chunk in range(begin // self.chunk_rows, -(-end // self.chunk_rows)):
+            data = self._cache.get((self._path, chunk), lambda c=chunk: self._decode(c))  # type: ignore[misc]
+            first = chunk * self.chunk_rows
+            lo, hi = max(begin, first), min(end, first + self.chunk_rows)
+            out[(lo - begin) * items : (hi - begin) * items] = data[(lo - first) * items : (hi - first) * items]
+        out.flags.writeable = False
+        return out
+
+    def rows(self, begin: int, end: int) -> np.ndarray:
+        """Rows begin .. end in the array's shape."""
+        return self.flat(begin, end).reshape(end - begin, *self.shape[1:])
