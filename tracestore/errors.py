@@ -79,3 +79,7 @@ class DoesNotFitError(TracestoreError):
     """One trace alone does not fit into memory; a checkpoint was written."""
 
     exit_code = 75
+
+
+class TracestoreWarning(UserWarning):
+    """Something was found that costs no data but that a person should know."""

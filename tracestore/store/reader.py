@@ -9,7 +9,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from tracestore.errors import MissingFieldError, StoreDamagedError, UsageError
+from tracestore.errors import MissingFieldError, StoreDamagedError, TracestoreWarning, UsageError
 from tracestore.store import manifest as mf
 from tracestore.store import schema
 from tracestore.store.columns import Columns, join_columns, read_columns
@@ -73,7 +73,7 @@ def _newest_readable(path: Path) -> tuple[mf.Manifest, StoreIndex, Columns]:
                 problem = problem or StoreDamagedError(f"{error.filename or error}: missing")
                 continue
             if problem is not None and mf.generations(path) == numbers:
-                warnings.warn(f"{path}: {problem}; reading generation {number} instead", stacklevel=4)
+                warnings.warn(f"{path}: {problem}; reading generation {number} instead", TracestoreWarning, stacklevel=4)
             if problem is None or mf.generations(path) == numbers:
                 return manifest, index, columns
         if mf.generations(path) == numbers:

@@ -1,0 +1,136 @@
+"""The `tracestore` command."""
+
+import argparse
+import math
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import tracestore
+from tracestore import convert
+from tracestore.console import Output, Parser, Progress, format_size, run
+from tracestore.ingest.scores import read_scores
+from tracestore.store.verify import repair_store, verify_store
+from tracestore.store.writer import StoreWriter
+
+
+def _info(args: argparse.Namespace, output: Output) -> int:
+    with tracestore.open(args.store) as store:
+        info = store.info()
+    if args.json:
+        output.document(info)
+        return 0
+    for name, value in info.items():
+        if name == "bytes":
+            value = f"{value:,} ({format_size(value)})"
+        elif isinstance(value, list):
+            value = ", ".join(value)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            value = f"{value:,}"
+        output.say(f"{name:17} {'unknown' if value is None else value}")
+    return 0
+
+
+def _verify(args: argparse.Namespace, output: Output) -> int:
+    progress = Progress(output)
+    if args.repair:
+        report = repair_store(args.store)
+    else:
+        report = verify_store(
+            args.store,
+            quick=args.quick,
+            progress=lambda done, total: progress.update(lambda s: f"{done:,} of {total:,} files"),
+        )
+    progress.clear()
+    output.document(asdict(report))
+    for line in report.repaired:
+        output.say(f"repaired: {line}")
+    if report.damaged:
+        for name, problem in sorted(report.damaged.items()):
+            print(f"damaged: {name}: {problem}", file=sys.stderr)
+        return 3
+    if not args.json:
+        depth = "sizes of" if args.quick else "every byte of"
+        output.say(
+            f"whole: generation {report.generation}, {depth} {report.num_files:,} files, {format_size(report.num_bytes)}"
+        )
+        for name in report.leftovers:
+            output.say(f"leftover of an unfinished write, the next writer removes it: {name}")
+    return 0
+
+
+def _score(args: argparse.Namespace, output: Output) -> int:
+    scores = read_scores(Path(args.scores), args.score_column)
+    # Opened for reading first: a store that is not there is not made.
+    tracestore.open(args.store).close()
+    with StoreWriter(args.store) as writer:
+        columns = writer.read_columns()
+        updates, unknown = {}, 0
+        by_id: dict[str, list[int]] = {}
+        if not scores.has_samples:
+            for index in range(len(columns)):
+                by_id.setdefault(writer.index.question_id(index), []).append(index)
+        for (question_id, sample), (score, group) in scores.values.items():
+            found = writer.index.find(question_id, sample)
+            indices = by_id.get(question_id, []) if not scores.has_samples else [found] if found >= 0 else []
+            unknown += not indices
+            for index in indices:
+                if not (math.isnan(score) and not group):
+                    updates[index] = (score, math.nan, group or None)
+        writer.set_values(updates)
+        writer.commit()
+        result = {
+            "store": str(args.store),
+            "num_updated": len(updates),
+            "num_scored": writer.manifest.num_scored,
+            "num_traces": writer.manifest.num_traces,
+            "num_scores_without_trace": unknown,
+            "generation": writer.manifest.generation,
+        }
+    output.document(result)
+    if not args.json:
+        output.say(
+            f"{result['num_updated']:,} traces updated, {result['num_scored']:,} of {result['num_traces']:,} "
+            f"have a score; {unknown:,} scores belong to no trace"
+        )
+    return 0
+
+
+def make_parser() -> Parser:
+    parser = Parser(prog="tracestore", description="Stores of language-model traces.")
+    parser.add_argument("--version", action="version", version=f"tracestore {tracestore.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
+    commands.add_parser("convert", help="files of traces into a store", add_help=False)
+    info = commands.add_parser("info", help="what a store holds", epilog="Example: tracestore info store.zarr --json")
+    info.set_defaults(function=_info)
+    verify = commands.add_parser(
+        "verify", help="check every byte", description="Exit code 0: whole. 3: damaged, each damaged file named."
+    )
+    verify.add_argument("--quick", action="store_true", help="sizes and manifest only")
+    verify.add_argument("--repair", action="store_true", help="set a damaged newest manifest aside")
+    verify.set_defaults(function=_verify)
+    score = commands.add_parser("score", help="join or replace scores without touching a trace")
+    score.add_argument("--scores", required=True, metavar="CSV", help="question_id and a score")
+    score.add_argument("--score-column", metavar="NAME")
+    score.set_defaults(function=_score)
+    for command in (info, verify, score):
+        command.add_argument("store", metavar="STORE")
+        command.add_argument("--json", action="store_true", help="one JSON document on standard output")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the console script; returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["convert"]:
+        return convert.main(argv[1:])
+
+    def command() -> int:
+        args = make_parser().parse_args(argv)
+        return int(args.function(args, Output(args.json)))
+
+    return run("tracestore", command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

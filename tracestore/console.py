@@ -1,0 +1,141 @@
+"""What every command shares: exit codes, one-line errors, sizes, progress."""
+
+import argparse
+import json
+import os
+import re
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn, TextIO
+
+from tracestore.errors import TracestoreError, TracestoreWarning, UsageError
+
+_UNITS = {"": 1, "B": 1}
+for _k, _letter in enumerate("KMGT", 1):
+    _UNITS |= {f"{_letter}B": 1000**_k, f"{_letter}IB": 1024**_k, _letter: 1024**_k}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of 512MiB, 2GiB, 2GB or a plain number; argparse reports what is not one."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
+    if match is None or match[2].upper() not in _UNITS:
+        raise argparse.ArgumentTypeError(f"found size {text!r}, expected one like 512MiB, 2GiB or 2GB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def positive(text: str) -> int:
+    """An integer of at least 1, for argparse."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a whole number of at least 1")
+    return value
+
+
+def format_size(count: float) -> str:
+    """1.5 GiB and so on."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024 or unit == "GiB":
+            return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"
+        count /= 1024
+    raise AssertionError
+
+
+class Parser(argparse.ArgumentParser):
+    """Wrong usage is one line on standard error and exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+class Output:
+    """Where a command's words go: notes to standard output, or with --json to
+    standard error, where standard output is then one JSON document."""
+
+    def __init__(self, as_json: bool) -> None:
+        self.as_json = as_json
+
+    @property
+    def notes(self) -> TextIO:
+        return sys.stderr if self.as_json else sys.stdout
+
+    def say(self, text: str) -> None:
+        print(text, file=self.notes, flush=True)
+
+    def document(self, value: Any) -> None:
+        if self.as_json:
+            print(json.dumps(value, indent=1), flush=True)
+
+
+class Progress:
+    """A line that is rewritten on a terminal; a plain line now and then in a log."""
+
+    def __init__(self, output: Output, *, log_every_s: float = 30.0) -> None:
+        self._output, self._log_every_s = output, log_every_s
+        self._terminal = sys.stderr.isatty()
+        self._start = self._last = time.monotonic()
+        self._width = 0
+
+    def update(self, text: Callable[[float], str]) -> None:
+        """`text` gets the seconds since the start; it is called only when a line is due."""
+        now = time.monotonic()
+        if now - self._last < (0.2 if self._terminal else self._log_every_s):
+            return
+        self._last = now
+        line = text(now - self._start)
+        if self._terminal:
+            columns = os.get_terminal_size(sys.stderr.fileno()).columns
+            line = line[: max(10, columns - 1)]
+            print("\r" + line.ljust(self._width), end="", file=sys.stderr, flush=True)
+            self._width = len(line)
+        else:
+            self._output.say(line)
+
+    def clear(self) -> None:
+        """Removes the line, so that the next output starts clean."""
+        if self._terminal and self._width:
+            print("\r" + " " * self._width + "\r", end="", file=sys.stderr, flush=True)
+            self._width = 0
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._start
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"warning: {_one_line(str(message))}", file=sys.stderr)
+
+
+def run(prog: str, command: Callable[[], int]) -> int:
+    """Runs a command: errors become one line on standard error and an exit code."""
+    warnings.resetwarnings()
+    warnings.simplefilter("ignore")
+    warnings.simplefilter("always", TracestoreWarning)
+    warnings.showwarning = _show_warning
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        return command()
+    except TracestoreError as error:
+        text, code = str(error), error.exit_code
+    except KeyError as error:
+        text, code = f"no such id: {error.args[0] if error.args else error}", UsageError.exit_code
+    except KeyboardInterrupt as error:
+        text, code = str(error) or "interrupted", 128 + signal.SIGINT
+    except MemoryError:
+        text, code = "out of memory", 1
+    except Exception as error:
+        if os.environ.get("TRACESTORE_DEBUG"):
+            raise
+        text = f"unexpected {type(error).__name__}: {error} (TRACESTORE_DEBUG=1 shows where)"
+        code = 1
+    print(f"{prog}: {_one_line(text)}", file=sys.stderr, flush=True)
+    return code

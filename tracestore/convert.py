@@ -1,0 +1,294 @@
+"""python -m tracestore.convert: files of traces into a store."""
+
+import argparse
+import math
+import sys
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from tracestore.console import Output, Parser, Progress, format_size, parse_size, positive, run
+from tracestore.errors import InputRefusedError, UsageError
+from tracestore.ingest.families import read_traces
+from tracestore.ingest.scores import Scores, read_scores
+from tracestore.ingest.sources import SourceFile, find_scores, find_sources, fingerprint
+from tracestore.store import fsio, schema
+from tracestore.store.record import PackedTrace, TraceRecord
+from tracestore.store.writer import StoreWriter
+
+DEFAULT_MEMORY_BUDGET = 512 << 20
+MIN_MEMORY_BUDGET = 64 << 20
+
+
+@dataclass
+class Summary:
+    """What a conversion did; the JSON document of --json."""
+
+    store: str
+    num_sources: int = 0
+    num_sources_already: int = 0
+    num_sources_skipped: int = 0
+    num_traces_added: int = 0
+    num_duplicates: int = 0
+    num_nonfinite: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    seconds: float = 0.0
+    scores_file: str | None = None
+    num_unscored: int = 0
+    num_scores_without_trace: int = 0
+    num_traces: int = 0
+    num_segments: int = 0
+    generation: int = 0
+    skipped: list[dict[str, str]] = field(default_factory=list)
+
+
+def _record_bytes(record: TraceRecord) -> int:
+    arrays = [*(record.hidden or ()), *(record.attention or ())]
+    return sum(a.nbytes for a in arrays)
+
+
+def _packed(
+    records: Iterator[TraceRecord], writer: StoreWriter, pool: ThreadPoolExecutor | None, workers: int, budget: int
+) -> Iterator[PackedTrace]:
+    """Packs ahead in threads, in order; of several errors the first trace's is raised."""
+    if pool is None:
+        for record in records:
+            yield writer.pack(record)
+        return
+    queue: deque[tuple[Future[PackedTrace], int]] = deque()
+    held = 0
+    failure: BaseException | None = None
+    while True:
+        try:
+            record = next(records, None)
+        except InputRefusedError as error:
+            failure, record = error, None
+        if record is None:
+            break
+        size = 2 * _record_bytes(record)
+        while queue and (len(queue) > workers or held + size > budget):
+            future, done = queue.popleft()
+            held -= done
+            yield future.result()
+        queue.append((pool.submit(writer.pack, record), size))
+        held += size
+        del record
+    while queue:
+        yield queue.popleft()[0].result()
+    if failure is not None:
+        raise failure
+
+
+class Conversion:
+    """One run of convert over a list of sources."""
+
+    def __init__(self, args: argparse.Namespace, output: Output) -> None:
+        self.args, self.output = args, output
+        self.store = Path(args.dst)
+        sources = [Path(s) for s in args.src]
+        self.sources = find_sources(sources, self.store)
+        scores_path = Path(args.scores) if args.scores else find_scores(sources)
+        self.scores: Scores | None = None
+        if scores_path is not None:
+            self.scores = read_scores(scores_path, args.score_column)
+            output.say(f"scores: {scores_path}, column {self.scores.column}, {len(self.scores.values):,} questions")
+        elif args.score_column:
+            raise UsageError("--score-column names a column, but there is no scores file")
+        self.summary = Summary(str(self.store), scores_file=None if scores_path is None else str(scores_path))
+        self.total_bytes = sum(s.path.stat().st_size for s in self.sources if s.path.is_file())
+
+    def run(self) -> Summary:
+        args = self.args
+        self.announce()
+        with StoreWriter(
+            self.store, attention=args.attention, dtype=args.dtype, codec=args.codec, overwrite=args.overwrite
+        ) as writer:
+            progress = Progress(self.output)
+            pool = ThreadPoolExecutor(args.workers) if args.workers > 1 else None
+            try:
+                self._convert_all(writer, pool, progress)
+            except KeyboardInterrupt:
+                progress.clear()
+                raise KeyboardInterrupt(
+                    f"interrupted; {writer.manifest.num_traces:,} traces are committed, the same command continues"
+                ) from None
+            finally:
+                progress.clear()
+                if pool is not None:
+                    pool.shutdown(cancel_futures=True)
+            self._fill_scores(writer)
+            self._finish(writer, progress.elapsed_s)
+        return self.summary
+
+    def announce(self) -> None:
+        free = fsio.free_bytes(self.store)
+        self.output.say(
+            f"{len(self.sources):,} files, {format_size(self.total_bytes)} -> {self.store}: "
+            f"at most about {format_size(self.total_bytes)} if the files are not gzipped, "
+            f"{format_size(free)} free; memory {format_size(self.args.memory_budget)}, {self.args.workers} workers"
+        )
+
+    def _convert_all(self, writer: StoreWriter, pool: ThreadPoolExecutor | None, progress: Progress) -> None:
+        summary = self.summary
+        for source in self.sources:
+            try:
+                self._convert_one(writer, source, pool, progress)
+            except InputRefusedError as error:
+                error = error.at(source=source.name)
+                if not self.args.skip_bad:
+                    # The whole sources before it are good and stay.
+                    writer.commit()
+                    raise error from None
+                progress.clear()
+                self.output.say(f"skipped {error}")
+                summary.num_sources_skipped += 1
+                summary.skipped.append({"source": source.name, "reason": str(error)})
+        writer.commit()
+
+    def _convert_one(
+        self, writer: StoreWriter, source: SourceFile, pool: ThreadPoolExecutor | None, progress: Progress
+    ) -> None:
+        summary, need_attention = self.summary, writer.attributes.options["attention"] != "none"
+        committed = writer.committed_source(source.name)
+        if not source.path.is_file():
+            next(iter(read_traces(source.path, source.name)))  # refuses it with the reason
+        try:
+            size, digest = fingerprint(source.path)
+        except OSError as error:
+            raise InputRefusedError(f"cannot be opened: {error.strerror}", source=source.name) from None
+        if committed is not None:
+            if committed != (size, digest):
+                raise InputRefusedError(
+                    f"changed since it was committed: found {size:,} bytes, expected the {committed[0]:,} bytes in the store",
+                    source=source.name,
+                )
+            summary.num_sources_already += 1
+            summary.bytes_in += size
+            return
+        writer.begin_source(source.name, size, digest)
+        added = duplicates = nonfinite = 0
+        records = read_traces(source.path, source.name, need_attention=need_attention)
+        with closing(records):  # type: ignore[type-var]
+            try:
+                for packed in _packed(records, writer, pool, self.args.workers, self.args.memory_budget // 2):
+                    score, group = math.nan, ""
+                    if self.scores is not None:
+                        score, group = self.scores.of(packed.record.question_id, packed.record.sample)
+                    nonfinite += packed.num_nonfinite > 0
+                    if writer.append_packed(packed, score=score, group=group):
+                        added += 1
+                    else:
+                        duplicates += 1
+                    progress.update(lambda s: self._line(s, summary.num_traces_added + added, summary.bytes_in))
+            except BaseException as error:
+                writer.abort_source()
+                if isinstance(error, InputRefusedError):
+                    raise error.at(source=source.name) from None
+                raise
+        with fsio.translated_errors(self.store, needed_bytes=writer.pending_bytes):
+            writer.end_source()
+        summary.num_sources += 1
+        summary.num_traces_added += added
+        summary.num_duplicates += duplicates
+        summary.num_nonfinite += nonfinite
+        summary.bytes_in += size
+
+    def _line(self, elapsed_s: float, traces: int, done_bytes: int) -> str:
+        share = done_bytes / max(1, self.total_bytes)
+        left = f"{elapsed_s * (1 - share) / share:,.0f} s left" if share > 0.01 else "..."
+        rate = max(elapsed_s, 1e-9)
+        return (
+            f"{traces:,} traces, {traces / rate:,.0f} traces/s, {done_bytes / rate / 1e6:,.0f} MB/s, "
+            f"{100 * share:.0f} %, {left}"
+        )
+
+    def _fill_scores(self, writer: StoreWriter) -> None:
+        """Gives committed traces without a score the one the file has; differing scores
+        are left and counted."""
+        if self.scores is None or writer.manifest.num_scored == writer.manifest.num_traces:
+            return
+        columns = writer.read_columns()
+        updates = {}
+        for index in [int(k) for k in range(len(columns)) if math.isnan(columns.scores[k])]:
+            score, group = self.scores.of(writer.index.question_id(index), writer.index.row(index).sample)
+            if not math.isnan(score):
+                updates[index] = (score, math.nan, group or None)
+        writer.set_values(updates)
+        writer.commit()
+
+    def _finish(self, writer: StoreWriter, elapsed_s: float) -> None:
+        summary, manifest = self.summary, writer.manifest
+        summary.seconds = round(elapsed_s, 3)
+        summary.bytes_out = manifest.num_bytes
+        summary.num_traces, summary.num_segments = manifest.num_traces, manifest.num_segments
+        summary.generation = manifest.generation
+        summary.num_unscored = manifest.num_traces - manifest.num_scored
+        if self.scores is not None:
+            missing = sum(writer.index.find(q, s) < 0 for q, s in self.scores.values)
+            summary.num_scores_without_trace = missing
+        if manifest.num_traces == 0:
+            raise InputRefusedError(f"no file could be converted: {summary.num_sources_skipped} refused")
+        self._say_summary()
+
+    def _say_summary(self) -> None:
+        s, say = self.summary, self.output.say
+        say(
+            f"{s.num_traces_added:,} traces added from {s.num_sources:,} files in {s.seconds:.1f} s "
+            f"({s.num_sources_already:,} files already there, {s.num_duplicates:,} duplicates and "
+            f"{s.num_sources_skipped:,} files skipped)"
+        )
+        say(
+            f"{s.store}: {s.num_traces:,} traces in {s.num_segments:,} segments, "
+            f"{format_size(s.bytes_in)} in, {format_size(s.bytes_out)} out, {s.num_unscored:,} without a score"
+        )
+        if s.num_nonfinite:
+            say(f"{s.num_nonfinite:,} traces hold NaN or infinite values; training on them stops with their name")
+        if s.num_scores_without_trace:
+            say(f"{s.num_scores_without_trace:,} scores belong to no trace")
+
+
+def make_parser(prog: str = "tracestore convert") -> Parser:
+    parser = Parser(
+        prog=prog,
+        description="Convert files of traces (.pkl, .pkl.gz, .pt) into a store. Running it again continues.",
+        epilog="Example: python -m tracestore.convert traces_data/ store.zarr",
+    )
+    parser.add_argument("src", nargs="+", metavar="SRC", help="folders or files of traces")
+    parser.add_argument("dst", metavar="DST", help="the store to make or to add to")
+    parser.add_argument("--scores", metavar="CSV", help="scores by question_id (default: the *scores*.csv in a SRC folder)")
+    parser.add_argument("--score-column", metavar="NAME", help="column of the scores file")
+    parser.add_argument("--attention", choices=schema.ATTENTION_MODES, help="what to store (default: mean over the heads)")
+    parser.add_argument("--codec", choices=schema.CODECS, help="compression (default: none)")
+    parser.add_argument("--dtype", choices=("float16", "keep"), help="default: float16")
+    parser.add_argument("--workers", type=positive, default=2, metavar="N", help="packing threads (default: 2)")
+    parser.add_argument(
+        "--memory-budget", type=parse_size, default=DEFAULT_MEMORY_BUDGET, metavar="SIZE", help="default: 512MiB"
+    )
+    parser.add_argument("--skip-bad", action="store_true", help="go on after a file that is refused")
+    parser.add_argument("--overwrite", action="store_true", help="replace the store")
+    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
+    return parser
+
+
+def main(argv: list[str] | None = None, prog: str = "tracestore convert") -> int:
+    """Entry point; returns the exit code."""
+
+    def command() -> int:
+        args = make_parser(prog).parse_args(argv)
+        if args.memory_budget < MIN_MEMORY_BUDGET:
+            raise UsageError(f"--memory-budget is at least {format_size(MIN_MEMORY_BUDGET)}")
+        output = Output(args.json)
+        with fsio.translated_errors(Path(args.dst)):
+            summary = Conversion(args, output).run()
+        output.document(asdict(summary))
+        return 0
+
+    return run(prog, command)
+
+
+if __name__ == "__main__":
+    sys.exit(main(prog="python -m tracestore.convert"))

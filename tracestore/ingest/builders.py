@@ -1,0 +1,430 @@
+"""What the allowed names of a pickle stand for.
+
+Each builder records plain data and checks it. Nothing here imports or calls what
+a file names; a name that is not in ALLOWED is refused with the name.
+"""
+
+import math
+import re
+from typing import Any
+
+import numpy as np
+
+from tracestore.errors import InputRefusedError
+from tracestore.store.schema import BFLOAT16
+
+MAX_NDIM = 16
+_DTYPE = re.compile(r"([<>|=]?)(?:([biufc])(1|2|4|8|16)|([SU])(\d{1,6}))")
+
+
+def _refuse(reason: str) -> InputRefusedError:
+    return InputRefusedError(reason)
+
+
+class Builder:
+    """Base of what an allowed name stands for; each form of use is refused unless it is overridden."""
+
+    name = "?"
+
+    def call(self, args: tuple[Any, ...]) -> Any:
+        raise _refuse(f"{self.name} is called, which no file of traces does")
+
+    def new(self, args: tuple[Any, ...]) -> Any:
+        raise _refuse(f"{self.name} is instantiated, which no file of traces does")
+
+
+class Draft:
+    """An object that BUILD may complete. `in_memory`: it may hold a payload that is
+    not a range of a mapped file, which `release` gives up."""
+
+    in_memory = False
+
+    def release(self) -> None:
+        return
+
+    def build(self, state: Any) -> None:
+        raise _refuse("an object gets a state that it cannot have")
+
+
+class DtypeDraft(Draft):
+    """numpy.dtype: a string, then a state with the byte order."""
+
+    def __init__(self, text: str) -> None:
+        match = _DTYPE.fullmatch(text)
+        if text == "O" or text == "O8":
+            self.dtype: np.dtype | None = None
+            return
+        if match is None:
+            raise _refuse(f"found dtype {text[:40]!r}, expected numbers or strings")
+        kind = match[2] or match[4]
+        size = int(match[3] or match[5])
+        if (kind, size) not in _SIZES and kind not in "SU":
+            raise _refuse(f"found dtype {text[:40]!r}, which does not exist")
+        self.dtype = np.dtype(f"{match[1] or '<'}{kind}{size}" if kind + str(size) != "b1" else "?")
+
+    def build(self, state: Any) -> None:
+        if not isinstance(state, tuple) or len(state) < 8 or any(part is not None for part in state[2:5]):
+            raise _refuse("found a structured dtype, expected plain numbers")
+        if state[1] not in ("<", ">", "|", "="):
+            raise _refuse(f"found byte order {str(state[1])[:10]!r}")
+        if self.dtype is not None and state[1] == ">":
+            self.dtype = self.dtype.newbyteorder(">")
+
+
+_SIZES = {("b", 1)} | {(k, s) for k in "iu" for s in (1, 2, 4, 8)} | {("f", s) for s in (2, 4, 8, 16)}
+_SIZES |= {("c", 8), ("c", 16)}
+
+
+def _shape(shape: Any) -> tuple[int, ...]:
+    if isinstance(shape, int) and not isinstance(shape, bool):
+        shape = (shape,)
+    if not isinstance(shape, tuple | list) or len(shape) > MAX_NDIM:
+        raise _refuse("found a shape that is not a tuple of integers")
+    if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in shape):
+        raise _refuse("found a shape with a negative or no integer")
+    return tuple(shape)
+
+
+def make_array(data: Any, dtype: np.dtype, shape: tuple[int, ...], order: str) -> np.ndarray:
+    """A read-only array over `data`, whose length must be just what the shape needs."""
+    needed = math.prod(shape) * dtype.itemsize
+    found = memoryview(data).nbytes
+    if needed != found:
+        raise _refuse(f"an array of shape {shape} and dtype {dtype} needs {needed:,} bytes, {found:,} are there")
+    if needed == 0:
+        return np.empty(shape, dtype)
+    array = np.frombuffer(data, dtype).reshape(shape, order=order)  # type: ignore[call-overload]
+    array.flags.writeable = False
+    return array  # type: ignore[no-any-return]
+
+
+class ArrayDraft(Draft):
+    """numpy.ndarray from _reconstruct; its state is (version, shape, dtype, is_fortran, data)."""
+
+    def __init__(self) -> None:
+        self.array: np.ndarray | list[Any] | None = None
+        self.in_memory = True
+
+    def release(self) -> None:
+        if self.in_memory:
+            self.array = None
+
+    def build(self, state: Any) -> None:
+        if not isinstance(state, tuple) or len(state) not in (4, 5):
+            raise _refuse("found an ndarray with another state than (version, shape, dtype, order, data)")
+        shape, dtype, fortran, data = state[-4:]
+        shape = _shape(shape)
+        if not isinstance(dtype, DtypeDraft):
+            raise _refuse("found an ndarray without a dtype")
+        if dtype.dtype is None:
+            self.array = _object_array(shape, data)
+            return
+        if isinstance(data, str):
+            data = _latin1(data)
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise _refuse(f"found ndarray data of type {type(data).__name__}, expected bytes")
+        self.array = make_array(data, dtype.dtype, shape, "F" if fortran else "C")
+        self.in_memory = not isinstance(data, memoryview)
+
+    def resolve(self) -> Any:
+        if self.array is None:
+            raise _refuse("found an ndarray that was never filled")
+        return self.array
+
+
+def _object_array(shape: tuple[int, ...], data: Any) -> list[Any]:
+    flat = isinstance(data, list) and len(shape) == 1 and len(data) == shape[0]
+    if not flat or not all(isinstance(v, str | int | float | Draft | np.generic) for v in data):
+        raise _refuse("found an object array, expected at most a flat list of strings, numbers or arrays")
+    return list(data)
+
+
+def _latin1(text: str) -> bytes:
+    try:
+        return text.encode("latin1")
+    except UnicodeEncodeError:
+        raise _refuse("found bytes written as text beyond latin1") from None
+
+
+class StorageDraft(Draft):
+    """A torch storage: elements of one dtype; `data` comes later in legacy files."""
+
+    def __init__(self, dtype: np.dtype | None, numel: int, data: Any = None) -> None:
+        self.dtype, self.numel, self.data = dtype, numel, data
+
+    def release(self) -> None:
+        if self.in_memory:
+            self.data = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * (self.dtype.itemsize if self.dtype is not None else 1)
+
+
+class TensorDraft(Draft):
+    """A torch tensor: offset, size and stride in elements of a storage."""
+
+    def __init__(self, storage: Any, offset: Any, size: Any, stride: Any, dtype: np.dtype | None = None) -> None:
+        if not isinstance(storage, StorageDraft):
+            raise _refuse("found a tensor without a storage")
+        size, stride = _shape(size), _shape(stride)
+        dtype = dtype or storage.dtype
+        if dtype is None or len(size) != len(stride) or not isinstance(offset, int) or offset < 0:
+            raise _refuse("found a tensor with an inconsistent layout")
+        available = storage.num_bytes // dtype.itemsize
+        numel = math.prod(size)
+        last = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) + 1 if numel else offset
+        if last > available or numel > available:
+            raise _refuse(f"a tensor of size {size} reaches outside its storage of {available:,} elements")
+        self.storage, self.offset, self.size, self.stride, self.dtype = storage, offset, size, stride, dtype
+        self.in_memory = storage.in_memory
+
+    def release(self) -> None:
+        self.storage.release()
+
+    def resolve(self) -> np.ndarray:
+        if self.storage.data is None:
+            raise _refuse("found a tensor whose storage is not in the file")
+        if math.prod(self.size) == 0:
+            return np.empty(self.size, self.dtype)
+        items = np.frombuffer(self.storage.data, self.dtype)
+        strides = tuple(s * self.dtype.itemsize for s in self.stride)
+        return np.lib.stride_tricks.as_strided(items[self.offset :], self.size, strides, writeable=False)
+
+
+class GraphDraft(Draft):
+    """A PyG Data object: its fields, flattened out of its storage."""
+
+    def __init__(self) -> None:
+        self.state: dict[Any, Any] | None = None
+
+    def build(self, state: Any) -> None:
+        if not isinstance(state, dict):
+            raise _refuse("found a PyG object whose state is not a dict")
+        self.state = state
+
+    def fields(self) -> dict[str, Any]:
+        """x, edge_index, edge_attr and the rest, of old (attributes) and new (_store) layouts."""
+        state = self.state or {}
+        store = state.get("_store")
+        if isinstance(store, GraphDraft):
+            mapping = (store.state or {}).get("_mapping")
+            if not isinstance(mapping, dict):
+                raise _refuse("found a PyG Data without its fields")
+            state = mapping
+        return {str(k): v for k, v in state.items() if isinstance(k, str) and not k.startswith("_")}
+
+
+class _Class(Builder):
+    """A class that is only ever passed as a value."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class _Dtype(Builder):
+    name = "numpy.dtype"
+
+    def call(self, args: tuple[Any, ...]) -> DtypeDraft:
+        if not args or not isinstance(args[0], str):
+            raise _refuse("found numpy.dtype of something that is not a string")
+        return DtypeDraft(args[0])
+
+
+class _Reconstruct(Builder):
+    name = "numpy _reconstruct"
+
+    def call(self, args: tuple[Any, ...]) -> ArrayDraft:
+        if len(args) != 3 or not isinstance(args[0], Builder) or args[0].name != "numpy.ndarray":
+            raise _refuse("found _reconstruct of another class than numpy.ndarray")
+        return ArrayDraft()
+
+
+class _Scalar(Builder):
+    name = "numpy scalar"
+
+    def call(self, args: tuple[Any, ...]) -> Any:
+        if len(args) != 2 or not isinstance(args[0], DtypeDraft) or args[0].dtype is None:
+            raise _refuse("found a numpy scalar without a plain dtype")
+        data = _latin1(args[1]) if isinstance(args[1], str) else args[1]
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise _refuse("found a numpy scalar without bytes")
+        return make_array(data, args[0].dtype, (), "C")[()]
+
+
+class _FromBuffer(Builder):
+    name = "numpy _frombuffer"
+
+    def call(self, args: tuple[Any, ...]) -> ArrayDraft:
+        if len(args) != 4 or not isinstance(args[1], DtypeDraft) or args[1].dtype is None or args[3] not in ("C", "F"):
+            raise _refuse("found _frombuffer without (bytes, dtype, shape, order)")
+        if not isinstance(args[0], bytes | bytearray | memoryview):
+            raise _refuse("found an array whose bytes are not in the file")
+        draft = ArrayDraft()
+        draft.array = make_array(args[0], args[1].dtype, _shape(args[2]), args[3])
+        draft.in_memory = not isinstance(args[0], memoryview)
+        return draft
+
+
+class _Encode(Builder):
+    name = "_codecs.encode"
+
+    def call(self, args: tuple[Any, ...]) -> bytes:
+        if len(args) != 2 or not isinstance(args[0], str) or args[1] not in ("latin1", "latin-1"):
+            raise _refuse("found _codecs.encode with another codec than latin1")
+        return _latin1(args[0])
+
+
+class _Bytes(Builder):
+    name = "bytes"
+
+    def call(self, args: tuple[Any, ...]) -> bytes:
+        if args and not (len(args) == 1 and isinstance(args[0], list) and not args[0]):
+            raise _refuse("found bytes() of a value, expected empty bytes")
+        return b""
+
+
+class _OrderedDict(Builder):
+    name = "collections.OrderedDict"
+
+    def call(self, args: tuple[Any, ...]) -> dict[Any, Any]:
+        if args and not (len(args) == 1 and args[0] == []):
+            raise _refuse("found an OrderedDict made from values")
+        return {}
+
+    new = call
+
+
+class StorageType(Builder):
+    """torch.HalfStorage and so on."""
+
+    def __init__(self, name: str, dtype: np.dtype | None) -> None:
+        self.name, self.dtype = name, dtype
+
+
+class _TorchDtype(Builder):
+    def __init__(self, name: str, dtype: np.dtype) -> None:
+        self.name, self.dtype = name, dtype
+
+
+class _RebuildTensor(Builder):
+    def __init__(self, version: int) -> None:
+        self.name = f"torch._utils._rebuild_tensor_v{version}"
+        self.version = version
+
+    def call(self, args: tuple[Any, ...]) -> TensorDraft:
+        if len(args) < 4:
+            raise _refuse(f"found {self.name} with {len(args)} arguments")
+        if len(args) > 5 and args[5]:
+            raise _refuse("found a tensor with hooks")
+        dtype = None
+        if self.version == 3:
+            if len(args) < 7 or not isinstance(args[6], _TorchDtype):
+                raise _refuse("found a tensor without a dtype")
+            dtype = args[6].dtype
+        return TensorDraft(args[0], args[1], args[2], args[3], dtype)
+
+
+class _RebuildParameter(Builder):
+    name = "torch._utils._rebuild_parameter"
+
+    def call(self, args: tuple[Any, ...]) -> TensorDraft:
+        if len(args) != 3 or not isinstance(args[0], TensorDraft) or args[2]:
+            raise _refuse("found a torch parameter without a tensor, or with hooks")
+        return args[0]
+
+
+class _Size(Builder):
+    name = "torch.Size"
+
+    def call(self, args: tuple[Any, ...]) -> tuple[int, ...]:
+        return _shape(args[0] if args else ())
+
+
+class _Device(Builder):
+    name = "torch.device"
+
+    def call(self, args: tuple[Any, ...]) -> str:
+        return "cpu"
+
+
+class _Graph(Builder):
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def new(self, args: tuple[Any, ...]) -> GraphDraft:
+        if args:
+            raise _refuse(f"found {self.name} made with arguments")
+        return GraphDraft()
+
+
+class LoadFromBytes(Builder):
+    """torch.storage._load_from_bytes: a whole legacy torch file inside a pickle.
+    The reader gives `load`, which refuses a second level."""
+
+    name = "torch.storage._load_from_bytes"
+
+
+_TORCH_DTYPES: dict[str, np.dtype] = {
+    "float16": np.dtype("<f2"),
+    "bfloat16": BFLOAT16,
+    "float32": np.dtype("<f4"),
+    "float64": np.dtype("<f8"),
+    "uint8": np.dtype("u1"),
+    "int8": np.dtype("i1"),
+    "int16": np.dtype("<i2"),
+    "int32": np.dtype("<i4"),
+    "int64": np.dtype("<i8"),
+    "bool": np.dtype("?"),
+}
+_STORAGES = {
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "FloatStorage": "float32",
+    "DoubleStorage": "float64",
+    "ByteStorage": "uint8",
+    "CharStorage": "int8",
+    "ShortStorage": "int16",
+    "IntStorage": "int32",
+    "LongStorage": "int64",
+    "BoolStorage": "bool",
+}
+
+ALLOWED: dict[tuple[str, str], Builder] = {
+    ("numpy", "ndarray"): _Class("numpy.ndarray"),
+    ("numpy", "dtype"): _Dtype(),
+    ("_codecs", "encode"): _Encode(),
+    ("builtins", "bytes"): _Bytes(),
+    ("__builtin__", "bytes"): _Bytes(),
+    ("collections", "OrderedDict"): _OrderedDict(),
+    ("torch._utils", "_rebuild_tensor_v2"): _RebuildTensor(2),
+    ("torch._utils", "_rebuild_tensor_v3"): _RebuildTensor(3),
+    ("torch._utils", "_rebuild_parameter"): _RebuildParameter(),
+    ("torch", "Size"): _Size(),
+    ("torch", "device"): _Device(),
+    ("torch", "UntypedStorage"): StorageType("torch.UntypedStorage", None),
+    ("torch.storage", "UntypedStorage"): StorageType("torch.UntypedStorage", None),
+    ("torch.storage", "_load_from_bytes"): LoadFromBytes(),
+    ("torch_geometric.data.data", "Data"): _Graph("torch_geometric.data.data.Data"),
+    ("torch_geometric.data.data", "DataEdgeAttr"): _Class("torch_geometric.data.data.DataEdgeAttr"),
+    ("torch_geometric.data.data", "DataTensorAttr"): _Class("torch_geometric.data.data.DataTensorAttr"),
+    ("torch_geometric.data.storage", "GlobalStorage"): _Graph("torch_geometric.data.storage.GlobalStorage"),
+}
+for _module in ("numpy.core", "numpy._core"):
+    ALLOWED[f"{_module}.multiarray", "_reconstruct"] = _Reconstruct()
+    ALLOWED[f"{_module}.multiarray", "scalar"] = _Scalar()
+    ALLOWED[f"{_module}.numeric", "_frombuffer"] = _FromBuffer()
+for _name, _dtype_name in _STORAGES.items():
+    ALLOWED["torch", _name] = StorageType(f"torch.{_name}", _TORCH_DTYPES[_dtype_name])
+for _name, _dtype in _TORCH_DTYPES.items():
+    ALLOWED["torch", _name] = _TorchDtype(f"torch.{_name}", _dtype)
+
+
+def lookup(module: Any, name: Any) -> Builder:
+    """The builder of an allowed name; anything else is refused with the name."""
+    if not isinstance(module, str) or not isinstance(name, str):
+        raise _refuse("a class is named by something that is not a string")
+    builder = ALLOWED.get((module, name))
+    if builder is None:
+        raise _refuse(f"names {f'{module}.{name}'[:200]!r}, which is not among the classes a file of traces may have")
+    return builder

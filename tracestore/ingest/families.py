@@ -1,0 +1,222 @@
+"""The four families of input files as records, one at a time."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tracestore.errors import InputRefusedError
+from tracestore.ingest import builders, torch_file
+from tracestore.ingest.bytesource import BufferSource, ByteSource, GzipSource, check_regular, map_file
+from tracestore.ingest.pickle_reader import PickleReader
+from tracestore.store import schema
+from tracestore.store.record import TraceRecord, question_id_text, record_from_dict, refuse
+
+_MAX_NODES = 2_000_000
+
+
+def resolve(value: Any, budget: list[int]) -> Any:
+    """Drafts inside containers as arrays; shared references count every time."""
+    budget[0] -= 1
+    if budget[0] < 0:
+        raise InputRefusedError("a trace with more values than a file of traces has")
+    if isinstance(value, builders.ArrayDraft):
+        array = value.resolve()
+        return [resolve(v, budget) for v in array] if isinstance(array, list) else array
+    if isinstance(value, builders.TensorDraft):
+        return value.resolve()
+    kind = type(value)
+    if kind is dict:
+        return {k: resolve(v, budget) for k, v in value.items()}
+    if kind is list or kind is tuple:
+        return [resolve(v, budget) for v in value]
+    if isinstance(value, memoryview | bytearray):
+        return bytes(value)
+    if isinstance(value, builders.Draft | builders.Builder):
+        raise InputRefusedError(f"found a {type(value).__name__.removesuffix('Draft')} object where a value is expected")
+    return value
+
+
+def _resolved(value: Any) -> Any:
+    return resolve(value, [_MAX_NODES])
+
+
+def read_traces(path: Path, name: str, *, need_attention: bool = True) -> Iterator[TraceRecord]:
+    """The traces of one file, in order. `name` is the file's name in errors.
+
+    Raises InputRefusedError naming file, position and field; what it has yielded
+    before then must not be kept. Arrays of the records are views of the mapped
+    file where it is not compressed.
+    """
+    position = 0
+    try:
+        for position, record in enumerate(_records(path, name, need_attention)):
+            yield record
+            position += 1
+        if position == 0:
+            raise InputRefusedError("found no trace in it")
+    except InputRefusedError as error:
+        raise error.at(source=name) from None
+    except RecursionError:
+        raise InputRefusedError("nested deeper than a file of traces", source=name) from None
+
+
+def _records(path: Path, name: str, need_attention: bool) -> Iterator[TraceRecord]:
+    status = check_regular(path)
+    if status.st_size == 0:
+        raise InputRefusedError("an empty file")
+    mapped = map_file(path)
+    view = memoryview(mapped)
+    head = bytes(view[:4])
+    if head[:2] == b"\x1f\x8b":
+        with contextlib.closing(GzipSource(path)) as source:
+            yield from _from_pickle(source, name, need_attention)
+    elif head == b"PK\x03\x04":
+        yield from _from_object(torch_file.read_zip(mapped), name, need_attention)
+    elif torch_file.is_legacy(view):
+        yield from _from_object(torch_file.read_legacy(view, mapped=True), name, need_attention)
+    else:
+        yield from _from_pickle(BufferSource(mapped), name, need_attention)
+
+
+def _from_pickle(source: ByteSource, name: str, need_attention: bool) -> Iterator[TraceRecord]:
+    reader = PickleReader(source, load_bytes=torch_file.load_bytes)
+    for position, item in enumerate(reader.items()):
+        yield _trace(item, name, position, need_attention)
+        item = None
+    if not source.at_end():
+        raise InputRefusedError("trailing bytes after the pickle")
+    if reader.streamed == 0:
+        yield from _from_object(reader.result, name, need_attention)
+
+
+def _trace(item: Any, name: str, position: int, need_attention: bool) -> TraceRecord:
+    try:
+        return record_from_dict(_resolved(item), source_name=name, position=position, need_attention=need_attention)
+    except InputRefusedError as error:
+        raise error.at(position=position) from None
+
+
+def _from_object(root: Any, name: str, need_attention: bool) -> Iterator[TraceRecord]:
+    if isinstance(root, list):
+        for position, item in enumerate(root):
+            yield _trace(item, name, position, need_attention)
+        return
+    if not isinstance(root, dict):
+        found = "a tensor or array" if isinstance(root, builders.Draft) else type(root).__name__
+        raise InputRefusedError(f"found {found}, expected a list of traces or a dict of sequences or graphs")
+    if "graphs" in root:
+        yield from _graphs(root)
+    elif "sequences" in root:
+        yield from _sequences(root)
+    else:
+        yield _trace(root, name, 0, need_attention)
+
+
+def _ids(root: dict[str, Any], count: int, of: str) -> list[str]:
+    if "question_ids" not in root:
+        raise InputRefusedError("missing key", field="question_ids")
+    ids = _resolved(root["question_ids"])
+    if isinstance(ids, np.ndarray) and ids.ndim == 1:
+        ids = ids.tolist()
+    if not isinstance(ids, list):
+        raise refuse("question_ids", type(ids).__name__, "a list of ids")
+    if len(ids) != count:
+        raise refuse("question_ids", f"{len(ids)} ids", f"{count}, one {of} each")
+    texts = []
+    for position, value in enumerate(ids):
+        try:
+            texts.append(question_id_text(value, "question_ids"))
+        except InputRefusedError as error:
+            raise error.at(position=position) from None
+    return texts
+
+
+def _labels(root: dict[str, Any], count: int) -> list[float | None]:
+    labels = _resolved(root["labels"])
+    try:
+        values = np.asarray(labels, dtype="<f8")
+    except (TypeError, ValueError):
+        raise refuse("labels", type(labels).__name__, f"({count},) numbers") from None
+    if values.size != count or max(values.shape, default=0) not in (0, count):
+        raise refuse("labels", f"shape {values.shape}", f"({count},)")
+    return [None if np.isnan(v) else float(v) for v in values.reshape(-1)]
+
+
+def _float_array(value: Any, field: str, ndim: int, text: str) -> np.ndarray:
+    if not isinstance(value, np.ndarray) or value.ndim != ndim:
+        found = f"shape {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
+        raise refuse(field, found, text)
+    try:
+        schema.dtype_name(value.dtype)
+    except ValueError:
+        raise refuse(field, f"dtype {value.dtype.name}", "float16, float32 or bfloat16") from None
+    return value
+
+
+def _sequences(root: dict[str, Any]) -> Iterator[TraceRecord]:
+    """Family 2: the last token of every layer."""
+    sequences = _float_array(_resolved(root["sequences"]), "sequences", 3, "(N, L, D)")
+    if 0 in sequences.shape:
+        raise refuse("sequences", f"shape {sequences.shape}", "(N, L, D) without a zero")
+    if "labels" not in root:
+        raise InputRefusedError("missing key", field="labels")
+    labels = _labels(root, len(sequences))
+    for position, question_id in enumerate(_ids(root, len(sequences), "sequence")):
+        yield TraceRecord(
+            question_id=question_id, position=position, last_token=sequences[position], label=labels[position]
+        )
+
+
+def _graphs(root: dict[str, Any]) -> Iterator[TraceRecord]:
+    """Families 3 (labels) and 4 (none): a PyG Data a layer."""
+    graphs = root["graphs"]
+    if not isinstance(graphs, list | tuple) or len(graphs) == 0:
+        raise refuse("graphs", type(graphs).__name__, "a list over traces of lists over layers")
+    ids = _ids(root, len(graphs), "trace")
+    labels = _labels(root, len(graphs)) if "labels" in root else [None] * len(graphs)
+    for position, layers in enumerate(graphs):
+        try:
+            record = _graph_record(layers)
+        except InputRefusedError as error:
+            raise error.at(position=position) from None
+        record.question_id, record.position, record.label = ids[position], position, labels[position]
+        yield record
+
+
+def _graph_record(layers: Any) -> TraceRecord:
+    if not isinstance(layers, list | tuple) or len(layers) == 0:
+        raise refuse("graphs", type(layers).__name__, "a list of at least one layer")
+    hidden, edges, extras = [], [], {}  # type: ignore[var-annotated]
+    budget = [_MAX_NODES]
+    for k, layer in enumerate(layers):
+        if not isinstance(layer, builders.GraphDraft | dict):
+            raise refuse(f"graphs[{k}]", type(layer).__name__, "a PyG Data")
+        fields = layer.fields() if isinstance(layer, builders.GraphDraft) else layer
+        fields = {name: resolve(v, budget) for name, v in fields.items()}
+        for name in ("x", "edge_index", "edge_attr"):
+            if fields.get(name) is None:
+                raise InputRefusedError("missing key", field=f"graphs[{k}].{name}")
+        x = _float_array(fields.pop("x"), f"graphs[{k}].x", 2, "(S, D)")
+        if 0 in x.shape:
+            raise refuse(f"graphs[{k}].x", f"shape {x.shape}", "at least one token and one column")
+        if hidden and (x.shape != hidden[0].shape or x.dtype != hidden[0].dtype):
+            raise refuse(f"graphs[{k}].x", f"{x.dtype} {x.shape}", f"{hidden[0].dtype} {hidden[0].shape} as in layer 0")
+        index, weight = fields.pop("edge_index"), fields.pop("edge_attr")
+        if not isinstance(index, np.ndarray) or index.ndim != 2 or index.shape[0] != 2 or index.dtype.kind not in "iu":
+            found = f"shape {index.shape}" if isinstance(index, np.ndarray) else type(index).__name__
+            raise refuse(f"graphs[{k}].edge_index", found, "(2, E) integers")
+        if not isinstance(weight, np.ndarray) or weight.shape not in ((index.shape[1], 1), (index.shape[1],)):
+            found = f"shape {weight.shape}" if isinstance(weight, np.ndarray) else type(weight).__name__
+            raise refuse(f"graphs[{k}].edge_attr", found, f"({index.shape[1]}, 1)")
+        _float_array(weight.reshape(-1), f"graphs[{k}].edge_attr", 1, "(E, 1)")
+        nodes = fields.pop("num_nodes", None)
+        if nodes is not None and nodes != len(x):
+            raise refuse(f"graphs[{k}].num_nodes", str(nodes), str(len(x)))
+        hidden.append(x)
+        edges.append((index, weight.reshape(-1)))
+        for name, value in fields.items():
+            extras.setdefault(name, [None] * len(layers))[k] = value
+    return TraceRecord(question_id="", hidden=hidden, edges=edges, extras=extras)

@@ -1,0 +1,86 @@
+"""Finding input files, and knowing them again."""
+
+import hashlib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from tracestore._core.mapping import MappedFile
+from tracestore.errors import UsageError
+
+SUFFIXES = (".pkl", ".pickle", ".pkl.gz", ".pickle.gz", ".pt", ".pth")
+_SAMPLES = 16
+_SAMPLE_BYTES = 64 << 10
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file to read; `name` is its path under SRC with forward slashes."""
+
+    path: Path
+    name: str
+
+
+def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
+    """Sorts batch_2 before batch_10."""
+    pieces = re.split(r"(\d+)", name)
+    return tuple((1, int(p), p) if p.isdigit() else (0, 0, p) for p in pieces)
+
+
+def find_sources(arguments: list[Path], store: Path) -> list[SourceFile]:
+    """The files of SRC..., folders walked, in natural order. UsageError where an
+    argument does not exist, holds no file of traces, or two have one name."""
+    found: list[SourceFile] = []
+    for argument in arguments:
+        if argument.is_dir():
+            inside = []
+            for folder, folders, files in os.walk(argument, followlinks=True):
+                here = Path(folder)
+                folders[:] = sorted(
+                    d for d in folders if not d.startswith(".") and (here / d).resolve() != store.resolve()
+                    and not (here / d / "manifest").is_dir() and (here / d).resolve() not in here.resolve().parents
+                )
+                inside += [here / f for f in files if f.endswith(SUFFIXES) and not f.startswith(".")]
+            names = [SourceFile(p, p.relative_to(argument).as_posix()) for p in inside]
+            if not names:
+                raise UsageError(f"{argument}: no file of traces in this folder ({', '.join(SUFFIXES)})")
+            found += sorted(names, key=lambda s: natural_key(s.name))
+        elif os.path.lexists(argument):
+            found.append(SourceFile(argument, argument.name))
+        else:
+            raise UsageError(f"{argument}: no such file or folder")
+    seen: dict[str, Path] = {}
+    unique = []
+    for source in found:
+        other = seen.setdefault(source.name, source.path)
+        if other is source.path:
+            unique.append(source)
+        elif other.resolve() != source.path.resolve():
+            raise UsageError(
+                f"two files are both named {source.name} under their SRC: {other} and {source.path}; give the folder above"
+            )
+    return unique
+
+
+def find_scores(arguments: list[Path]) -> Path | None:
+    """The one *scores*.csv directly in a SRC folder; several are an error that lists them."""
+    candidates = sorted(
+        p for argument in arguments if argument.is_dir() for p in argument.glob("*scores*.csv") if p.is_file()
+    )
+    if len(candidates) > 1:
+        listing = ", ".join(map(str, candidates))
+        raise UsageError(f"several scores files: {listing}; choose one with --scores")
+    return candidates[0] if candidates else None
+
+
+def fingerprint(path: Path) -> tuple[int, str]:
+    """Size and a digest of the size, the first, the last and some bytes between:
+    the same on every machine, and cheap at any size."""
+    mapped = MappedFile(path)
+    view, size = memoryview(mapped), len(mapped)
+    digest = hashlib.blake2b(str(size).encode(), digest_size=16)
+    step = max(_SAMPLE_BYTES, size // _SAMPLES)
+    for begin in [*range(0, size, step), max(0, size - _SAMPLE_BYTES)]:
+        digest.update(view[begin : begin + _SAMPLE_BYTES])
+    return size, digest.hexdigest()

@@ -1,0 +1,199 @@
+"""torch.save files: the zip archive of today and the legacy stream, as data."""
+
+import io
+import struct
+import zipfile
+from typing import Any
+
+from tracestore._core.mapping import MappedFile
+from tracestore.errors import InputRefusedError
+from tracestore.ingest import builders
+from tracestore.ingest.bytesource import BufferSource
+from tracestore.ingest.pickle_reader import PickleReader
+
+LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+MAX_ENTRIES = 10_000_000
+_LOCAL = struct.Struct("<4s5H3I2H")
+_BIT_DESCRIPTOR = 8
+
+
+class _Window(io.RawIOBase):
+    """A seekable, read-only file over a buffer, for the central directory."""
+
+    def __init__(self, buffer: memoryview) -> None:
+        self._buffer, self._position = buffer, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        base = (0, self._position, len(self._buffer))[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, out: Any) -> int:
+        piece = self._buffer[self._position : self._position + len(out)]
+        out[: len(piece)] = piece
+        self._position += len(piece)
+        return len(piece)
+
+
+def _entries(view: memoryview) -> dict[str, memoryview]:
+    """Name -> bytes of every stored entry, local headers checked against the central ones."""
+    try:
+        infos = zipfile.ZipFile(_Window(view)).infolist()  # type: ignore[arg-type]
+    except (zipfile.BadZipFile, ValueError, struct.error, OSError, NotImplementedError, UnicodeDecodeError) as error:
+        raise InputRefusedError(f"truncated or damaged .pt archive: {error}") from None
+    if len(infos) > MAX_ENTRIES:
+        raise InputRefusedError("the archive has more entries than a file of traces")
+    entries: dict[str, memoryview] = {}
+    for info in infos:
+        if info.filename in entries:
+            raise InputRefusedError(f"entry {info.filename[:100]!r} is there twice")
+        if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+            raise InputRefusedError(f"entry {info.filename[:100]!r} is compressed, torch stores them")
+        begin = info.header_offset
+        if begin + _LOCAL.size > len(view):
+            raise InputRefusedError("an entry lies outside the archive")
+        magic, _, flags, method, _, _, crc, size, full, name_bytes, extra = _LOCAL.unpack_from(view, begin)
+        name = bytes(view[begin + _LOCAL.size : begin + _LOCAL.size + name_bytes])
+        data = begin + _LOCAL.size + name_bytes + extra
+        same = magic == b"PK\x03\x04" and flags == info.flag_bits and method == info.compress_type
+        if not same or name != info.orig_filename.encode("utf-8" if flags & 0x800 else "cp437"):
+            raise InputRefusedError(f"entry {info.filename[:100]!r}: its two headers differ")
+        end = data + info.file_size
+        if end > len(view):
+            raise InputRefusedError(f"truncated: entry {info.filename[:100]!r} ends after the file")
+        if flags & _BIT_DESCRIPTOR:
+            _check_descriptor(view, end, info)
+        elif crc != info.CRC or (size, full) != (info.file_size, info.file_size):
+            if not (size == full == 0xFFFFFFFF and info.file_size >= 0):
+                raise InputRefusedError(f"entry {info.filename[:100]!r}: its two headers differ")
+        entries[info.filename] = view[data:end]
+    return entries
+
+
+def _check_descriptor(view: memoryview, end: int, info: zipfile.ZipInfo) -> None:
+    body = bytes(view[end : end + 24])
+    if body[:4] == b"PK\x07\x08":
+        body = body[4:]
+    wide = body[:20] == struct.pack("<IQQ", info.CRC, info.file_size, info.file_size)
+    narrow = info.file_size < 1 << 32 and body[:12] == struct.pack("<III", info.CRC, info.file_size, info.file_size)
+    if not wide and not narrow:
+        raise InputRefusedError(f"entry {info.filename[:100]!r}: its data descriptor differs from the directory")
+
+
+def _storage_key(key: Any) -> tuple[builders.StorageType, str, int]:
+    """('storage', type, key, location, numel, ...) of a persistent id, checked."""
+    if (
+        not isinstance(key, tuple)
+        or len(key) < 5
+        or key[0] != "storage"
+        or not isinstance(key[1], builders.StorageType)
+        or not isinstance(key[2], str)
+        or not isinstance(key[4], int)
+        or key[4] < 0
+    ):
+        raise InputRefusedError("a persistent id that is not a torch storage")
+    return key[1], key[2], key[4]
+
+
+def read_zip(mapped: MappedFile) -> Any:
+    """The object of a zip archive; its tensors are byte ranges of the map."""
+    entries = _entries(memoryview(mapped))
+    pickles = [name for name in entries if name == "data.pkl" or name.endswith("/data.pkl")]
+    if len(pickles) != 1:
+        raise InputRefusedError("a zip archive that torch.save did not write: no data.pkl")
+    prefix = pickles[0].removesuffix("data.pkl")
+    order = entries.get(f"{prefix}byteorder")
+    if order is not None and bytes(order[:8]) != b"little":
+        raise InputRefusedError(f"byte order {bytes(order[:8])!r}, expected little")
+    storages: dict[str, builders.StorageDraft] = {}
+
+    def load(key: Any) -> builders.StorageDraft:
+        kind, name, numel = _storage_key(key)
+        if name not in storages:
+            data = entries.get(f"{prefix}data/{name}")
+            if data is None:
+                raise InputRefusedError(f"storage {name[:40]!r} is not in the archive")
+            draft = builders.StorageDraft(kind.dtype, numel, data)
+            if draft.num_bytes != len(data):
+                raise InputRefusedError(f"storage {name[:40]!r}: {len(data):,} bytes where {draft.num_bytes:,} are needed")
+            storages[name] = draft
+        if storages[name].dtype != kind.dtype or storages[name].numel != numel:
+            raise InputRefusedError(f"storage {name[:40]!r} is described in two ways")
+        return storages[name]
+
+    source = BufferSource(entries[pickles[0]])
+    reader = PickleReader(source, persistent_load=load, load_bytes=None)
+    result = reader.load()
+    if not source.at_end():
+        raise InputRefusedError("trailing bytes after the pickle")
+    return result
+
+
+def is_legacy(view: memoryview) -> bool:
+    """Whether the bytes start with the magic number of a legacy torch file."""
+    head = bytes(view[:32])
+    magic = LEGACY_MAGIC.to_bytes(10, "little")
+    return b"\x8a\x0a" + magic in head
+
+
+def read_legacy(view: Any, *, mapped: bool) -> Any:
+    """The object of a legacy torch stream: magic, protocol, system, object, keys, storages."""
+    source = BufferSource(view, mapped=mapped)
+    storages: dict[str, builders.StorageDraft] = {}
+
+    def load(key: Any) -> builders.StorageDraft:
+        kind, name, numel = _storage_key(key)
+        if len(key) > 5 and key[5] is not None:
+            raise InputRefusedError("a view of a storage, as only very old torch files have")
+        if kind.dtype is None:
+            raise InputRefusedError("an untyped storage in a legacy torch file")
+        draft = storages.setdefault(name, builders.StorageDraft(kind.dtype, numel))
+        if draft.dtype != kind.dtype or draft.numel != numel:
+            raise InputRefusedError(f"storage {name[:40]!r} is described in two ways")
+        return draft
+
+    if PickleReader(source).load() != LEGACY_MAGIC:
+        raise InputRefusedError("not a legacy torch file")
+    protocol = PickleReader(source).load()
+    if protocol != 1001:
+        raise InputRefusedError(f"torch protocol {str(protocol)[:20]}, expected 1001")
+    system = PickleReader(source).load()
+    if not isinstance(system, dict) or system.get("little_endian") is not True:
+        raise InputRefusedError("a torch file of a big-endian machine")
+    result = PickleReader(source, persistent_load=load).load()
+    keys = PickleReader(source).load()
+    if not isinstance(keys, list) or len(keys) != len(set(map(str, keys))):
+        raise InputRefusedError("a legacy torch file without its storage keys")
+    for name in keys:
+        draft = storages.get(name) if isinstance(name, str) else None
+        if draft is None or draft.data is not None:
+            raise InputRefusedError("a storage that no tensor uses")
+        count = int.from_bytes(source.read(8), "little")
+        if count != draft.numel:
+            raise InputRefusedError(f"storage {name[:40]!r}: {count:,} elements where {draft.numel:,} are named")
+        draft.data = source.read(draft.num_bytes)
+    if any(draft.data is None for draft in storages.values()):
+        raise InputRefusedError("truncated: a tensor's storage is not in the file")
+    if not source.at_end():
+        raise InputRefusedError("trailing bytes after the last storage")
+    return result
+
+
+def load_bytes(data: Any) -> Any:
+    """torch.storage._load_from_bytes, one level deep: the tensor's storage."""
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise InputRefusedError("a torch storage that is not bytes")
+    result = read_legacy(data, mapped=True)
+    if not isinstance(result, builders.StorageDraft):
+        raise InputRefusedError(f"found {type(result).__name__} in place of a torch storage")
+    result.in_memory = not isinstance(data, memoryview)
+    return result
