@@ -1,0 +1,92 @@
+"""A language model answers questions and leaves traces.
+
+    python tools/extract.py --model HuggingFaceTB/SmolLM2-135M-Instruct --questions tools/data/facts.csv --out traces_data
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from tracestore.console import Output, Parser, Progress, positive, run
+from tracestore.errors import UsageError
+from tracestore.extract.questions import make_scorer, read_questions
+
+
+def shard(text: str) -> tuple[int, int]:
+    """I/N with 0 <= I < N."""
+    try:
+        index, count = (int(part) for part in text.split("/"))
+    except ValueError:
+        index, count = 0, 0
+    if not 0 <= index < count:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected I/N with 0 <= I < N")
+    return index, count
+
+
+def make_parser() -> Parser:
+    parser = Parser(prog="extract.py", description="Let a language model answer questions and keep what happens inside.")
+    parser.add_argument("--model", required=True, help="Hugging Face id, folder, .gguf file, or package:NAME")
+    parser.add_argument("--questions", required=True, type=Path, help="CSV: question_id, question, answers (a|b), group")
+    parser.add_argument("--out", required=True, type=Path, help="folder for .pkl files, or a store (ends with .zarr)")
+    parser.add_argument("--limit", type=positive, metavar="N", help="only the first N questions")
+    parser.add_argument("--traces-per-file", type=positive, default=500, metavar="N")
+    parser.add_argument("--shard", type=shard, default=(0, 1), metavar="I/N", help="this machine's share of the files")
+    parser.add_argument("--scorer", choices=("containment", "bleurt"), default="containment")
+    parser.add_argument("--max-new-tokens", type=positive, default=20, metavar="N")
+    parser.add_argument("--instruction", help="system prompt")
+    parser.add_argument("--attention", choices=("mean", "heads", "none"), default="mean", help="for a store: what to keep")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the model")
+    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
+    return parser
+
+
+def command(args: argparse.Namespace) -> int:
+    output = Output(args.json)
+    questions = read_questions(args.questions)[: args.limit]
+    scorer = make_scorer(args.scorer)
+    to_store = args.out.suffix == ".zarr"
+    if to_store and args.shard[1] > 1:
+        raise UsageError("--shard writes files; merge them with tracestore.convert, or give each machine its own store")
+    # Imported here: wrong usage answers at once, and loading a model takes seconds.
+    from tracestore.extract import run as extraction
+    from tracestore.extract.model import answer_question, load_model
+
+    lm = load_model(args.model, device=args.device, dtype=args.dtype)
+    instruction = args.instruction or extraction.INSTRUCTION
+
+    def answer(question):
+        return answer_question(lm, question.text, instruction=instruction, max_new_tokens=args.max_new_tokens)
+
+    if to_store:
+        total = len(questions)
+        steps = extraction.extract_to_store(args.out, questions, answer, scorer, attention=args.attention)
+    else:
+        batches = extraction.plan_batches(questions, args.traces_per_file, args.shard, "traces")
+        total = sum(len(b.questions) for b in batches)
+        steps = extraction.extract_to_folder(args.out, batches, answer, scorer)
+    output.say(f"{total:,} questions to {args.model} -> {args.out}")
+    progress = Progress(output)
+    made = right = there = 0
+    for _, position, scored_right in steps:
+        if scored_right is None:
+            there += 1 if to_store else position
+            continue
+        made += 1
+        right += scored_right
+        progress.update(
+            lambda s: f"{made + there:,} of {total:,} traces, {made / s:.2f} traces/s, "
+            f"{right / made:.0%} right, {(total - there - made) * s / made:,.0f} s left"
+        )
+    progress.clear()
+    output.say(f"{args.out}: {made:,} traces made, {there:,} were there, {right / max(1, made):.0%} of the new answers right")
+    output.document({"out": str(args.out), "made": made, "already_there": there, "right": right})
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run("extract.py", lambda: command(make_parser().parse_args(argv)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""Question files, and scores of answers against the accepted ones."""
+
+import csv
+import json
+import re
+import string
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tracestore.errors import InputRefusedError, UsageError
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question with its accepted answers; `template` says what kind it is."""
+
+    question_id: str
+    text: str
+    answers: tuple[str, ...]
+    template: str = ""
+
+
+def read_questions(path: Path) -> list[Question]:
+    """CSV (question_id, question, answers separated by |, optional group) or JSON lines
+    of the same names (answers a list). InputRefusedError names the line."""
+    if not path.is_file():
+        raise UsageError(f"{path}: no such file of questions")
+    rows: list[dict[str, object]] = []
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            if path.suffix == ".jsonl":
+                rows = [json.loads(line) for line in file if line.strip()]
+            else:
+                rows = list(csv.DictReader(file))
+    except (ValueError, csv.Error) as error:
+        raise InputRefusedError(f"cannot be read: {error}", source=path.name) from None
+    questions = []
+    seen: set[str] = set()
+    for number, row in enumerate(rows):
+        missing = [k for k in ("question_id", "question", "answers") if not row.get(k)]
+        if missing:
+            raise InputRefusedError(f"question {number}: missing {', '.join(missing)}", source=path.name)
+        answers = row["answers"]
+        accepted = answers if isinstance(answers, list) else str(answers).split("|")
+        key = str(row["question_id"])
+        if key in seen:
+            raise InputRefusedError(f"question {number}: question_id {key!r} is there twice", source=path.name)
+        seen.add(key)
+        questions.append(Question(key, str(row["question"]), tuple(map(str, accepted)), str(row.get("group") or "")))
+    if not questions:
+        raise InputRefusedError("found no question in it", source=path.name)
+    return questions
+
+
+def normalise(text: str) -> list[str]:
+    """Words in lower case without accents, punctuation and articles (as SQuAD's evaluation does)."""
+    text = unicodedata.normalize("NFKD", text.lower())
+    text = "".join(c for c in text if not unicodedata.combining(c))
+    text = re.sub(f"[{re.escape(string.punctuation)}’‘“”–—]", " ", text)
+    return [word for word in text.split() if word not in ("a", "an", "the")]
+
+
+def contains(answer: str, accepted: Sequence[str]) -> bool:
+    """Whether the words of an accepted answer stand one behind the other in the answer."""
+    words = normalise(answer)
+    for candidate in accepted:
+        wanted = normalise(candidate)
+        if wanted and any(words[k : k + len(wanted)] == wanted for k in range(len(words) - len(wanted) + 1)):
+            return True
+    return False
+
+
+def token_f1(answer: str, accepted: Sequence[str]) -> float:
+    """The best F1 of shared words over the accepted answers."""
+    words = Counter(normalise(answer))
+    best = 0.0
+    for candidate in accepted:
+        wanted = Counter(normalise(candidate))
+        shared = sum((words & wanted).values())
+        if shared:
+            best = max(best, 2 * shared / (sum(words.values()) + sum(wanted.values())))
+    return best
+
+
+def containment_score(answer: str, accepted: Sequence[str]) -> float:
+    """1 where an accepted answer is contained, else the best token F1."""
+    return 1.0 if contains(answer, accepted) else token_f1(answer, accepted)
+
+
+def make_scorer(name: str) -> Callable[[str, Sequence[str]], float]:
+    """"containment", or "bleurt" for those who have the package bleurt-pytorch and its weights."""
+    if name == "containment":
+        return containment_score
+    try:
+        import torch
+        from bleurt_pytorch import BleurtForSequenceClassification, BleurtTokenizer  # type: ignore[import-not-found]
+    except ImportError:
+        raise UsageError("--scorer bleurt needs the package bleurt-pytorch, which is not installed") from None
+    model = BleurtForSequenceClassification.from_pretrained("lucadiliello/BLEURT-20").eval()
+    tokenizer = BleurtTokenizer.from_pretrained("lucadiliello/BLEURT-20")
+
+    def bleurt(answer: str, accepted: Sequence[str]) -> float:
+        inputs = tokenizer(list(accepted), [answer] * len(accepted), padding="longest", return_tensors="pt")
+        with torch.no_grad():
+            return float(model(**inputs).logits.max())
+
+    return bleurt

@@ -1,0 +1,155 @@
+"""Extraction of many questions into files or a store, continuing after a stop."""
+
+import csv
+import io
+import json
+import os
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tracestore.errors import UsageError
+from tracestore.extract.questions import Question
+from tracestore.store import fsio
+from tracestore.store.reader import open_store
+from tracestore.store.writer import create, is_store
+
+INSTRUCTION = "Give the correct answer in a few words."
+
+Answer = Callable[[Question], dict[str, Any]]
+Scorer = Callable[[str, Sequence[str]], float]
+_PART_FOLDER = ".scores"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The questions of one file."""
+
+    number: int
+    name: str
+    questions: tuple[Question, ...]
+
+
+def plan_batches(questions: Sequence[Question], per_file: int, shard: tuple[int, int], prefix: str) -> list[Batch]:
+    """Consecutive questions a file; shard (i, n) takes files i, i + n, ..., so that the
+    files are the same for any number of machines."""
+    batches = []
+    for number, begin in enumerate(range(0, len(questions), per_file)):
+        if number % shard[1] == shard[0]:
+            name = f"{prefix}_batch_{number:04d}.pkl"
+            batches.append(Batch(number, name, tuple(questions[begin : begin + per_file])))
+    return batches
+
+
+class PickleListWriter:
+    """A pickled list written item by item, in the memory of one item, whole or not at all."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._temporary = path.with_name(fsio.TEMPORARY_PREFIX + path.name)
+        self._file = self._temporary.open("wb")
+        # Protocol 3 has no frames, so that items pickled alone can stand in one
+        # list: each puts its own objects into the memo before it gets them.
+        self._file.write(b"\x80\x03](")
+
+    def append(self, item: dict[str, Any]) -> None:
+        self._file.write(pickle.dumps(item, protocol=3)[2:-1])
+
+    def finish(self) -> None:
+        self._file.write(b"e.")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._temporary.rename(self._path)
+        fsio.fsync_path(self._path.parent)
+
+    def abandon(self) -> None:
+        self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+
+def _write_text(path: Path, text: str) -> None:
+    temporary = path.with_name(fsio.TEMPORARY_PREFIX + path.name)
+    temporary.write_text(text, encoding="utf-8")
+    temporary.rename(path)
+
+
+def _merge_scores(folder: Path) -> None:
+    """scores.csv from the parts of all finished files, whichever machine wrote them."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["question_id", "score", "contained", "token_f1", "template", "answer"])
+    for part in sorted((folder / _PART_FOLDER).glob("*.json")):
+        writer.writerows(json.loads(part.read_text(encoding="utf-8")))
+    _write_text(folder / "scores.csv", out.getvalue())
+
+
+def _score_row(question: Question, answer: str, scorer: Scorer) -> list[Any]:
+    from tracestore.extract.questions import contains, token_f1
+
+    return [
+        question.question_id,
+        round(scorer(answer, question.answers), 6),
+        int(contains(answer, question.answers)),
+        round(token_f1(answer, question.answers), 6),
+        question.template,
+        answer,
+    ]
+
+
+def _trace(question: Question, answer: Answer, position: int, batch: int) -> dict[str, Any]:
+    trace = answer(question)
+    trace |= {"question_id": question.question_id, "example_id": position, "batch_number": batch}
+    return trace
+
+
+def extract_to_folder(
+    folder: Path, batches: Sequence[Batch], answer: Answer, scorer: Scorer
+) -> Iterator[tuple[int, int, bool | None]]:
+    """Writes the files that are not there yet, and scores.csv. Yields after each trace
+    (batch number, position, whether it was scored right); None for a file that was there."""
+    try:
+        (folder / _PART_FOLDER).mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        raise UsageError(f"{folder}: cannot be used as the folder of traces: {error.strerror}") from None
+    with fsio.translated_errors(folder):
+        for batch in batches:
+            path = folder / batch.name
+            part = folder / _PART_FOLDER / f"{batch.name}.json"
+            if path.exists() and part.exists():
+                yield batch.number, len(batch.questions), None
+                continue
+            writer, rows = PickleListWriter(path), []
+            try:
+                for position, question in enumerate(batch.questions):
+                    trace = _trace(question, answer, position, batch.number)
+                    writer.append(trace)
+                    rows.append(_score_row(question, trace["generated_answer_clean"], scorer))
+                    yield batch.number, position, rows[-1][1] >= 0.5
+                _write_text(part, json.dumps(rows))
+                writer.finish()
+            except BaseException:
+                writer.abandon()
+                raise
+        _merge_scores(folder)
+
+
+def extract_to_store(
+    path: Path, questions: Sequence[Question], answer: Answer, scorer: Scorer, *, attention: str
+) -> Iterator[tuple[int, int, bool | None]]:
+    """Appends the traces of questions that the store does not have yet, with their scores."""
+    done: set[str] = set()
+    if is_store(path):
+        with open_store(path) as store:
+            done = {q.question_id for q in questions if q.question_id in store}
+    with create(path, attention=attention, append=True) as writer:
+        for position, question in enumerate(questions):
+            if question.question_id in done:
+                yield 0, position, None
+                continue
+            trace = _trace(question, answer, position, 0)
+            score = scorer(trace["generated_answer_clean"], question.answers)
+            writer.append(trace, score=score)
+            yield 0, position, score >= 0.5
