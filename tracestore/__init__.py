@@ -24,7 +24,6 @@ from tracestore.store.writer import TraceWriter, create
 if TYPE_CHECKING:
     from tracestore.data.collate import collate_graphs, collate_sequences
     from tracestore.data.datasets import ShuffleBufferSampler, TraceDataset, TraceIterableDataset
-    from tracestore.data.legacy import TraceBatchLoader
     from tracestore.data.loader import TraceLoader
 
 __version__ = "0.1.0"
@@ -36,7 +35,6 @@ _LAZY = {
     "TraceLoader": "tracestore.data.loader",
     "collate_sequences": "tracestore.data.collate",
     "collate_graphs": "tracestore.data.collate",
-    "TraceBatchLoader": "tracestore.data.legacy",
 }
 
 __all__ = [
@@ -47,7 +45,6 @@ __all__ = [
     "StoreDamagedError",
     "StoreLockedError",
     "Trace",
-    "TraceBatchLoader",
     "TraceDataset",
     "TraceIterableDataset",
     "TraceLoader",

@@ -1,0 +1,1 @@
+"""Batches for PyTorch and PyTorch Geometric."""
