@@ -1,0 +1,160 @@
+"""Trains the three detectors from a store.
+
+    python tools/train.py --store store.zarr
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from tracestore.console import Output, Parser, parse_size, positive, run
+from tracestore.errors import UsageError
+
+
+def fraction(text: str) -> float:
+    """A number above 0 and at most 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a fraction above 0 and at most 1")
+    return value
+
+
+def workers(text: str) -> int:
+    """auto or a count of DataLoader workers."""
+    if text == "auto":
+        return 0
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected auto or a whole number")
+    return int(text)
+
+
+class OldFlag(argparse.Action):
+    """--preprocessed-dir and --data-pattern of the old scripts: say what to run instead."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        parser.exit(
+            2,
+            f"train.py: {option_string} is gone; run: python -m tracestore.convert "
+            f"{values if option_string == '--preprocessed-dir' else 'traces_data/'} store.zarr; "
+            "then: python tools/train.py --store store.zarr\n",
+        )
+
+
+def make_parser() -> Parser:
+    parser = Parser(prog="train.py", description="Train detectors of hallucinated answers from a store.")
+    add = parser.add_argument
+    add("--store", required=True, type=Path)
+    add("--output-dir", type=Path, default=Path("results"))
+    add("--epochs", type=positive, default=50)
+    add("--batch-size", type=positive, default=16)
+    for flag, name in (("lstm", "lstm_solo"), ("gnn-det", "gnn_det_lstm"), ("gvae", "gvae_lstm")):
+        add(f"--run-{flag}", action=argparse.BooleanOptionalAction, default=True, help=f"train {name}")
+    add("--probe", action=argparse.BooleanOptionalAction, default=True, help="logistic probe beside the models")
+    add("--max-cache-batches", type=positive, default=2, help="decoded batches kept of a compressed store")
+    add("--memory-budget", type=parse_size, metavar="SIZE", help="what training may take above the libraries, e.g. 8GiB")
+    add("--score-threshold", type=float, default=0.5, help="label 1 (hallucination) where score < this")
+    add("--attention-threshold", type=float, default=0.0, help="edges are pairs with attention above this")
+    add("--top-k", type=fraction, metavar="FRACTION", help="instead: this fraction of each layer's pairs")
+    add("--lr", type=float, default=0.001)
+    add("--gnn-hidden", type=positive, default=128)
+    add("--latent-dim", type=positive, default=128)
+    add("--lstm-hidden", type=positive, default=128)
+    add("--num-lstm-layers", type=positive, default=2)
+    add("--dropout", type=float, default=0.3)
+    add("--kl-weight", type=float, default=0.01)
+    add("--standardize", action="store_true", help="per layer and column, statistics of training traces")
+    add("--message-passing", choices=("fused", "pyg"), default="fused", help="pyg is the slow reference")
+    add("--seed", type=int, default=42)
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--num-threads", type=positive, metavar="N", help="threads of torch and of the loader")
+    add("--num-workers", type=workers, default=0, metavar="auto|N", help="0: threads (default); N: DataLoader workers")
+    add("--shuffle", choices=("global", "buffer", "block", "none"), default="global")
+    add("--shuffle-buffer", type=positive, default=1000, metavar="TRACES")
+    add("--resume", action="store_true", help="continue the run in --output-dir")
+    add("--json", action="store_true", help="results as one JSON document on standard output")
+    for flag in ("--preprocessed-dir", "--data-pattern"):
+        add(flag, action=OldFlag, help=argparse.SUPPRESS)
+    return parser
+
+
+def command(args: argparse.Namespace) -> int:
+    names = [
+        name
+        for name, wanted in (
+            ("lstm_solo", args.run_lstm),
+            ("gnn_det_lstm", args.run_gnn_det),
+            ("gvae_lstm", args.run_gvae),
+        )
+        if wanted
+    ]
+    if not names:
+        raise UsageError("every model is switched off")
+    if not 0 <= args.dropout < 1 or args.lr <= 0:
+        raise UsageError(f"found --dropout {args.dropout}, --lr {args.lr}; expected 0 <= dropout < 1 and lr > 0")
+    if not args.store.exists():
+        raise UsageError(f"{args.store}: no such store")
+    # Imported here: wrong usage answers at once, and torch takes seconds.
+    import torch
+
+    from tracestore.train import report
+    from tracestore.train.loop import TrainConfig
+    from tracestore.train.run import pick_device, run_training
+
+    if args.num_threads:
+        torch.set_num_threads(args.num_threads)
+    output = Output(args.json)
+    config = TrainConfig(
+        epochs=args.epochs,
+        batch_size=args.batch_size,
+        lr=args.lr,
+        seed=args.seed,
+        device=pick_device(args.device),
+        shuffle=args.shuffle,
+        shuffle_buffer=args.shuffle_buffer,
+        score_threshold=args.score_threshold,
+        attention_threshold=args.attention_threshold,
+        top_k=args.top_k,
+        max_cache_batches=args.max_cache_batches,
+        num_workers=args.num_workers,
+        loader_threads=args.num_threads or 2,
+        resume=args.resume,
+    )
+    sizes = {
+        name: getattr(args, name)
+        for name in (
+            "gnn_hidden",
+            "latent_dim",
+            "lstm_hidden",
+            "num_lstm_layers",
+            "dropout",
+            "kl_weight",
+            "message_passing",
+            "standardize",
+        )
+    }
+    results = run_training(
+        args.store,
+        args.output_dir,
+        names,
+        config,
+        sizes,
+        memory_budget=args.memory_budget,
+        with_probe=args.probe,
+        log=output.say,
+    )
+    output.say("\n" + report.table(results) + "\n")
+    for name in ("results.json", "curves.png", "roc.png", "report.html"):
+        output.say(str(args.output_dir / name))
+    output.document(report.finite(results))
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run("train.py", lambda: command(make_parser().parse_args(argv)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,16 @@
+"""Three detectors of hallucinated answers, trained in loops that survive running out of memory."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tracestore.train.oom import OOMGuard
+
+__all__ = ["OOMGuard"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "OOMGuard":
+        from tracestore.train.oom import OOMGuard
+
+        return OOMGuard
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,84 @@
+"""Checkpoints: written whole or not at all, loaded as data."""
+
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tracestore.errors import UsageError
+from tracestore.store import fsio
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Temporary file, fsync, rename, fsync of the folder."""
+    temporary = path.with_name(fsio.TEMPORARY_PREFIX + path.name)
+    temporary.unlink(missing_ok=True)
+    fsio.write_file(temporary, data, mode=0o644)
+    os.rename(temporary, path)
+    fsio.fsync_path(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """JSON, replaced atomically."""
+    _replace(path, (json.dumps(value, indent=1) + "\n").encode())
+
+
+def pack_random_state(state: dict[str, Any]) -> dict[str, Any]:
+    """random_state() of train.oom in types that weights_only loading accepts."""
+    version, internal, gauss = state["python"]
+    numpy_state = state["numpy"]
+    packed = {
+        "torch": state["torch"],
+        "python": [version, list(internal), gauss],
+        "numpy": {
+            "key": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
+            "pos": int(numpy_state["state"]["pos"]),
+            "has_gauss": int(numpy_state["has_gauss"]),
+            "gauss": float(numpy_state["gauss"]),
+        },
+    }
+    if "cuda" in state:
+        packed["cuda"] = list(state["cuda"])
+    return packed
+
+
+def unpack_random_state(packed: dict[str, Any]) -> dict[str, Any]:
+    version, internal, gauss = packed["python"]
+    state = {
+        "torch": packed["torch"],
+        "python": (version, tuple(internal), gauss),
+        "numpy": {
+            "bit_generator": "MT19937",
+            "state": {"key": packed["numpy"]["key"].numpy().astype(np.uint32), "pos": packed["numpy"]["pos"]},
+            "has_gauss": packed["numpy"]["has_gauss"],
+            "gauss": packed["numpy"]["gauss"],
+        },
+    }
+    if "cuda" in packed:
+        state["cuda"] = packed["cuda"]
+    return state
+
+
+def save_checkpoint(path: Path, value: dict[str, Any]) -> None:
+    """Saves tensors and plain values, atomically and durably."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    _replace(path, buffer.getvalue())
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """UsageError where the file is not a checkpoint."""
+    try:
+        value = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such checkpoint") from None
+    except Exception as error:
+        raise UsageError(f"{path}: not a checkpoint of this program: {type(error).__name__}") from None
+    if not isinstance(value, dict) or "model" not in value:
+        raise UsageError(f"{path}: not a checkpoint of this program")
+    return value

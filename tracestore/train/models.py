@@ -1,0 +1,193 @@
+"""The three detectors: a trace in, the logit that its answer is a hallucination out.
+
+Sizes: B traces, L layers, D hidden size of the language model, N nodes of all graphs.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tracestore.train.gine import GINE, GraphInputs
+
+MODEL_NAMES = ("lstm_solo", "gnn_det_lstm", "gvae_lstm")
+VIEWS = {"lstm_solo": "sequence", "gnn_det_lstm": "graph", "gvae_lstm": "graph"}
+AUXILIARY_WEIGHT = 0.1
+GNN_DROPOUT = 0.2
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of a detector; the names are tools/train.py's flags."""
+
+    num_layers: int
+    hidden_dim: int
+    gnn_hidden: int = 128
+    latent_dim: int = 128
+    lstm_hidden: int = 128
+    num_lstm_layers: int = 2
+    dropout: float = 0.3
+    kl_weight: float = 0.01
+    message_passing: str = "fused"
+    standardize: bool = False
+
+
+@dataclass
+class Output:
+    """logits (B,); auxiliary: terms of the loss beside the cross-entropy, each a mean
+    over traces and layers."""
+
+    logits: torch.Tensor
+    auxiliary: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class LayerLSTM(nn.Module):
+    """A bidirectional LSTM along the layers and the head: (B, L, in) -> logits (B,)."""
+
+    def __init__(self, in_channels: int, config: ModelConfig) -> None:
+        super().__init__()
+        hidden, dropout = config.lstm_hidden, config.dropout
+        self.lstm = nn.LSTM(
+            in_channels,
+            hidden,
+            num_layers=config.num_lstm_layers,
+            batch_first=True,
+            bidirectional=True,
+            dropout=dropout if config.num_lstm_layers > 1 else 0.0,
+        )
+        self.head = nn.Sequential(
+            nn.Linear(2 * hidden, 128),
+            nn.ReLU(),
+            nn.Dropout(dropout),
+            nn.Linear(128, 64),
+            nn.ReLU(),
+            nn.Dropout(dropout),
+            nn.Linear(64, 1),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _, (h, _) = self.lstm(x)
+        # h: (num_lstm_layers * 2, B, hidden); the last two are the top layer's directions.
+        return self.head(torch.cat([h[-2], h[-1]], dim=1)).squeeze(1)  # type: ignore[no-any-return]
+
+
+class Standardiser(nn.Module):
+    """(x - mean) / std per layer and column, from training traces; the identity until set."""
+
+    mean: torch.Tensor
+    std: torch.Tensor
+
+    def __init__(self, num_layers: int, dim: int, active: bool) -> None:
+        super().__init__()
+        self.active = active
+        if active:
+            self.register_buffer("mean", torch.zeros(num_layers, dim))
+            self.register_buffer("std", torch.ones(num_layers, dim))
+
+    def forward(self, x: torch.Tensor, layer: torch.Tensor | None = None) -> torch.Tensor:
+        """x (B, L, D), or (N, D) with each row's layer (N,)."""
+        if not self.active:
+            return x
+        if layer is None:
+            return (x - self.mean) / self.std
+        return (x - self.mean[layer]) / self.std[layer]
+
+
+class LstmSolo(nn.Module):
+    """The last token of every layer, read by the LSTM."""
+
+    view = "sequence"
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.standardiser = Standardiser(config.num_layers, config.hidden_dim, config.standardize)
+        self.reader = LayerLSTM(config.hidden_dim, config)
+
+    def forward(self, sequences: torch.Tensor) -> Output:
+        """sequences (B, L, D), any float dtype."""
+        x = sequences.to(self.reader.head[0].weight.dtype)  # type: ignore[arg-type]
+        return Output(self.reader(self.standardiser(x)))
+
+
+class GraphEncoder(nn.Module):
+    """Two convolutions shared by all layers, mean over nodes: graphs -> (B, L, gnn_hidden)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.standardiser = Standardiser(config.num_layers, config.hidden_dim, config.standardize)
+        self.conv1 = GINE(config.hidden_dim, config.gnn_hidden, config.message_passing)
+        self.conv2 = GINE(config.gnn_hidden, config.gnn_hidden, config.message_passing)
+        self.dropout = nn.Dropout(GNN_DROPOUT)
+
+    def forward(self, inputs: GraphInputs) -> torch.Tensor:
+        x = inputs.x.to(self.conv1.conv.lin.weight.dtype)
+        lengths = inputs.node_ptr[1:] - inputs.node_ptr[:-1]
+        if self.standardiser.active:
+            layer = torch.arange(len(lengths), device=x.device) % inputs.num_layers
+            x = self.standardiser(x, torch.repeat_interleave(layer, lengths))
+        x = self.dropout(F.relu(self.conv1(x, inputs)))
+        x = self.conv2(x, inputs)
+        pooled = torch.segment_reduce(x, "mean", lengths=lengths, axis=0, unsafe=True)
+        return pooled.reshape(inputs.num_traces, inputs.num_layers, -1)
+
+
+class GnnDetLstm(nn.Module):
+    """Graph encoder, then the LSTM over the layers."""
+
+    view = "graph"
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.encoder = GraphEncoder(config)
+        self.reader = LayerLSTM(config.gnn_hidden, config)
+
+    def forward(self, inputs: GraphInputs) -> Output:
+        return Output(self.reader(self.encoder(inputs)))
+
+
+class GvaeLstm(nn.Module):
+    """A variational bottleneck between the graph encoder and the LSTM."""
+
+    view = "graph"
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden, latent = config.gnn_hidden, config.latent_dim
+        self.kl_weight = config.kl_weight
+        self.encoder = GraphEncoder(config)
+        self.mu = nn.Linear(hidden, latent)
+        self.logvar = nn.Linear(hidden, latent)
+        self.decoder = nn.Sequential(nn.Linear(latent, hidden), nn.ReLU(), nn.Linear(hidden, hidden))
+        self.reader = LayerLSTM(latent, config)
+
+    def forward(self, inputs: GraphInputs, eps: torch.Tensor | None = None) -> Output:
+        """eps (B, L, latent): the noise, drawn where it is not given; none when evaluating."""
+        pooled = self.encoder(inputs)
+        mu, logvar = self.mu(pooled), self.logvar(pooled).clamp(-10, 10)
+        z = mu
+        if self.training or eps is not None:
+            z = mu + torch.exp(logvar / 2) * (torch.randn_like(mu) if eps is None else eps)
+        # Summed over columns, averaged over traces and layers: a batch in two halves
+        # then weighs as much as the whole one.
+        reconstruction = (self.decoder(z) - pooled).square().sum(-1).mean()
+        kl = -0.5 * (1 + logvar - mu.square() - logvar.exp()).sum(-1).mean()
+        return Output(self.reader(z), {"reconstruction": reconstruction, "kl": kl})
+
+
+_CLASSES = {"lstm_solo": LstmSolo, "gnn_det_lstm": GnnDetLstm, "gvae_lstm": GvaeLstm}
+Detector = LstmSolo | GnnDetLstm | GvaeLstm
+
+
+def make_model(name: str, config: ModelConfig) -> Detector:
+    """The detector of a name in MODEL_NAMES."""
+    return _CLASSES[name](config)  # type: ignore[return-value]
+
+
+def detector_loss(output: Output, y: torch.Tensor, kl_weight: float) -> torch.Tensor:
+    """Binary cross-entropy with logits, mean over traces, plus for the VAE
+    0.1 (reconstruction + kl_weight KL)."""
+    loss = F.binary_cross_entropy_with_logits(output.logits, y.to(output.logits.dtype))
+    if output.auxiliary:
+        loss = loss + AUXILIARY_WEIGHT * (output.auxiliary["reconstruction"] + kl_weight * output.auxiliary["kl"])
+    return loss

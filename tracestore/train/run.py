@@ -1,0 +1,95 @@
+"""A whole training run: split, detectors, probe, results and report."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tracestore.data.datasets import mean_trace_bytes
+from tracestore.errors import UsageError
+from tracestore.store.reader import TraceStore
+from tracestore.train import report
+from tracestore.train.checkpoint import write_json
+from tracestore.train.loop import DetectorRun, TrainConfig
+from tracestore.train.memory import MemoryBudget
+from tracestore.train.models import VIEWS, ModelConfig
+from tracestore.train.probe import run_probe
+from tracestore.train.split import Split, make_split, split_from_ids
+
+Log = Callable[[str], None]
+
+
+def pick_device(name: str) -> str:
+    """auto, cpu or cuda -> a torch device."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch sees no GPU here")
+    return name
+
+
+def _split(store: TraceStore, config: TrainConfig, folder: Path) -> Split:
+    """The split of this store and seed; --resume uses the one that is written down."""
+    targets = store.targets(config.score_threshold)
+    path = folder / "split.json"
+    if config.resume and path.exists():
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        return split_from_ids(store, targets, saved)
+    split = make_split(store, targets, config.seed)
+    write_json(path, split.question_ids)
+    return split
+
+
+def run_training(
+    store_path: str | Path,
+    folder: Path,
+    names: list[str],
+    config: TrainConfig,
+    sizes: dict[str, Any],
+    *,
+    memory_budget: int | None = None,
+    with_probe: bool = True,
+    log: Log = print,
+) -> dict[str, Any]:
+    """Trains the named detectors and writes results.json, plots and report.html into
+    `folder`. `sizes` are fields of ModelConfig. Returns what results.json holds."""
+    store = TraceStore(store_path)
+    for view in {VIEWS[name] for name in names}:
+        store.require(view)
+    targets = store.targets(config.score_threshold)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        raise UsageError(f"--output-dir {folder}: {error.strerror}") from None
+    split = _split(store, config, folder)
+    counts = ", ".join(f"{part} {len(ids)}" for part, ids in split.indices.items())
+    log(f"{store.path}: {len(store):,} traces, {len(store) - sum(map(len, split.indices.values())):,} without a label; {counts}")
+    model_config = ModelConfig(store.num_layers, store.hidden_dim, **sizes)
+    results: dict[str, Any] = {
+        "models": {},
+        "config": {**asdict(config), **asdict(model_config), "torch": torch.__version__},
+        "split": split.question_ids,
+        "store": store.info(),
+    }
+    budget = None
+    if memory_budget is not None:
+        view = "graph" if "graph" in {VIEWS[n] for n in names} else "sequence"
+        budget = MemoryBudget(memory_budget, 4 * mean_trace_bytes(store, view))
+    try:
+        for name in names:
+            run = DetectorRun(name, store, split, targets, model_config, config, folder / name, log)
+            run.on_last_resort = budget.release if budget is not None else None
+            results["models"][name] = run.run()
+            write_json(folder / "results.json", report.finite(results))
+    finally:
+        if budget is not None:
+            budget.release()
+    if with_probe:
+        results["probe"] = run_probe(store, split, targets, config.seed)
+    write_json(folder / "results.json", report.finite(results))
+    plots = report.write_plots(results, folder)
+    report.write_page(results, plots, folder / "report.html")
+    return results
