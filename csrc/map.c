@@ -1,4 +1,3 @@
-#define _GNU_SOURCE
 #include "map.h"
 
 #include <errno.h>

@@ -31,7 +31,8 @@ class Summary:
     num_sources: int = 0
     num_sources_already: int = 0
     num_sources_skipped: int = 0
-    num_traces_added: int = 0
+    num_traces_read: int = 0
+    num_traces_new: int = 0
     num_duplicates: int = 0
     num_nonfinite: int = 0
     bytes_in: int = 0
@@ -107,6 +108,7 @@ class Conversion:
         with StoreWriter(
             self.store, attention=args.attention, dtype=args.dtype, codec=args.codec, overwrite=args.overwrite
         ) as writer:
+            before = writer.manifest.num_traces
             progress = Progress(self.output)
             pool = ThreadPoolExecutor(args.workers) if args.workers > 1 else None
             try:
@@ -121,6 +123,7 @@ class Conversion:
                 if pool is not None:
                     pool.shutdown(cancel_futures=True)
             self._fill_scores(writer)
+            self.summary.num_traces_new = writer.manifest.num_traces - before
             self._finish(writer, progress.elapsed_s)
         return self.summary
 
@@ -153,22 +156,22 @@ class Conversion:
         self, writer: StoreWriter, source: SourceFile, pool: ThreadPoolExecutor | None, progress: Progress
     ) -> None:
         summary, need_attention = self.summary, writer.attributes.options["attention"] != "none"
-        committed = writer.committed_source(source.name)
         if not source.path.is_file():
             next(iter(read_traces(source.path, source.name)))  # refuses it with the reason
         try:
             size, digest = fingerprint(source.path)
         except OSError as error:
             raise InputRefusedError(f"cannot be opened: {error.strerror}", source=source.name) from None
-        if committed is not None:
-            if committed != (size, digest):
-                raise InputRefusedError(
-                    f"changed since it was committed: found {size:,} bytes, expected the {committed[0]:,} bytes in the store",
-                    source=source.name,
-                )
+        if writer.has_source(source.name, size, digest):
             summary.num_sources_already += 1
             summary.bytes_in += size
             return
+        if writer.has_source_named(source.name):
+            progress.clear()
+            self.output.say(
+                f"{source.name}: another file of this name was committed before; what is new in this one is added, "
+                f"a trace that differs is refused"
+            )
         writer.begin_source(source.name, size, digest)
         added = duplicates = nonfinite = 0
         records = read_traces(source.path, source.name, need_attention=need_attention)
@@ -183,7 +186,7 @@ class Conversion:
                         added += 1
                     else:
                         duplicates += 1
-                    progress.update(lambda s: self._line(s, summary.num_traces_added + added, summary.bytes_in))
+                    progress.update(lambda s: self._line(s, summary.num_traces_read + added, summary.bytes_in))
             except BaseException as error:
                 writer.abort_source()
                 if isinstance(error, InputRefusedError):
@@ -192,7 +195,7 @@ class Conversion:
         with fsio.translated_errors(self.store, needed_bytes=writer.pending_bytes):
             writer.end_source()
         summary.num_sources += 1
-        summary.num_traces_added += added
+        summary.num_traces_read += added
         summary.num_duplicates += duplicates
         summary.num_nonfinite += nonfinite
         summary.bytes_in += size
@@ -237,7 +240,7 @@ class Conversion:
     def _say_summary(self) -> None:
         s, say = self.summary, self.output.say
         say(
-            f"{s.num_traces_added:,} traces added from {s.num_sources:,} files in {s.seconds:.1f} s "
+            f"{s.num_traces_new:,} traces added from {s.num_sources:,} files in {s.seconds:.1f} s "
             f"({s.num_sources_already:,} files already there, {s.num_duplicates:,} duplicates and "
             f"{s.num_sources_skipped:,} files skipped)"
         )

@@ -14,6 +14,7 @@ from tracestore.errors import InputRefusedError
 from tracestore.store.schema import BFLOAT16
 
 MAX_NDIM = 16
+SHARED = "two traces far apart share one array; save them apart, or as an uncompressed pickle of protocol 4"
 _DTYPE = re.compile(r"([<>|=]?)(?:([biufc])(1|2|4|8|16)|([SU])(\d{1,6}))")
 
 
@@ -34,10 +35,14 @@ class Builder:
 
 
 class Draft:
-    """An object that BUILD may complete. `in_memory`: it may hold a payload that is
-    not a range of a mapped file, which `release` gives up."""
+    """An object that BUILD may complete. `in_memory`: its payload is no range of a
+    mapped file; `release` gives such a payload up."""
 
     in_memory = False
+
+    def payload_bytes(self) -> int:
+        """Bytes of memory it holds, 0 where it is a view of the file."""
+        return 0
 
     def release(self) -> None:
         return
@@ -103,11 +108,16 @@ class ArrayDraft(Draft):
 
     def __init__(self) -> None:
         self.array: np.ndarray | list[Any] | None = None
-        self.in_memory = True
+        self.in_memory = False
+        self.released = False
+
+    def payload_bytes(self) -> int:
+        return self.array.nbytes if self.in_memory and isinstance(self.array, np.ndarray) else 0
 
     def release(self) -> None:
         if self.in_memory:
             self.array = None
+            self.released = True
 
     def build(self, state: Any) -> None:
         if not isinstance(state, tuple) or len(state) not in (4, 5):
@@ -127,6 +137,8 @@ class ArrayDraft(Draft):
         self.in_memory = not isinstance(data, memoryview)
 
     def resolve(self) -> Any:
+        if self.released:
+            raise _refuse(SHARED)
         if self.array is None:
             raise _refuse("found an ndarray that was never filled")
         return self.array
@@ -149,12 +161,18 @@ def _latin1(text: str) -> bytes:
 class StorageDraft(Draft):
     """A torch storage: elements of one dtype; `data` comes later in legacy files."""
 
+    released = False
+
     def __init__(self, dtype: np.dtype | None, numel: int, data: Any = None) -> None:
         self.dtype, self.numel, self.data = dtype, numel, data
+
+    def payload_bytes(self) -> int:
+        return self.num_bytes if self.in_memory else 0
 
     def release(self) -> None:
         if self.in_memory:
             self.data = None
+            self.released = True
 
     @property
     def num_bytes(self) -> int:
@@ -183,6 +201,8 @@ class TensorDraft(Draft):
         self.storage.release()
 
     def resolve(self) -> np.ndarray:
+        if self.storage.released:
+            raise _refuse(SHARED)
         if self.storage.data is None:
             raise _refuse("found a tensor whose storage is not in the file")
         if math.prod(self.size) == 0:

@@ -7,6 +7,7 @@ memory of one trace.
 """
 
 import struct
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,8 +20,10 @@ MAX_DEPTH = 1_000
 MAX_STACK = 10_000_000
 MAX_MEMO = 50_000_000
 MAX_LONG_BYTES = 64
-# In-memory payloads of at least this size are given up once their trace is done.
-_HEAVY_BYTES = 4096
+# Payloads smaller than this stay bytes of their own; larger ones are views where they can.
+_SMALL_BYTES = 4096
+# What finished traces may leave in memory because a later trace could refer to it.
+_RETAINED_BYTES = 64 << 20
 
 PersistentLoad = Callable[[Any], Any]
 
@@ -54,7 +57,9 @@ class PickleReader:
         self._stack: list[Any] = []
         self._marks: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
-        self._heavy: list[int] = []
+        # What could be released: a memo key or a draft, and its bytes, oldest first.
+        self._heavy: deque[tuple[int | builders.Draft, int]] = deque()
+        self._heavy_bytes = 0
         self._root: list[Any] | None = None
         self.streamed = 0
 
@@ -124,12 +129,15 @@ class PickleReader:
             self.streamed += 1
             yield item
             self._stack[k + appending_one] = _GONE
-        for key in self._heavy:
-            value = self._memo[key]
+        while self._heavy_bytes > _RETAINED_BYTES:
+            held, size = self._heavy.popleft()
+            self._heavy_bytes -= size
+            value = held if isinstance(held, builders.Draft) else self._memo[held]
             if isinstance(value, builders.Draft):
                 value.release()
-            self._memo[key] = _RELEASED
-        self._heavy.clear()
+            else:
+                assert isinstance(held, int)
+                self._memo[held] = _RELEASED
 
     # Stack and memo
 
@@ -146,15 +154,19 @@ class PickleReader:
             raise InputRefusedError("the pickle's memo grows beyond what a file of traces needs")
         value = self._stack[-1]
         self._memo[key] = value
-        if _is_heavy(value):
-            self._heavy.append(key)
+        self._hold(key, _memory_bytes(value))
+
+    def _hold(self, held: int | builders.Draft, size: int) -> None:
+        if size:
+            self._heavy.append((held, size))
+            self._heavy_bytes += size
 
     def _get(self, key: int) -> None:
         value = self._memo.get(key, _UNSET)
         if value is _UNSET:
             raise InputRefusedError("the pickle refers to an object that is not there")
         if value is _RELEASED:
-            raise InputRefusedError("two traces share one array; save them apart, or do not compress the file")
+            raise InputRefusedError(builders.SHARED)
         self._stack.append(value)
 
     # Values
@@ -167,7 +179,7 @@ class PickleReader:
 
     def _bytes(self, count: int) -> Any:
         data = self.source.read(count)
-        return bytes(data) if count < _HEAVY_BYTES else data
+        return bytes(data) if count < _SMALL_BYTES else data
 
     def _uint(self, size: int) -> int:
         return int.from_bytes(self.source.read(size), "little")
@@ -392,6 +404,7 @@ class PickleReader:
         if not isinstance(target, builders.Draft):
             raise InputRefusedError(f"the pickle gives a state to a {type(target).__name__}")
         target.build(state)
+        self._hold(target, target.payload_bytes())
 
     def op_binpersid(self) -> None:
         key = self._stack.pop()
@@ -400,14 +413,15 @@ class PickleReader:
         self._push(self._persistent_load(key))
 
 
-def _is_heavy(value: Any) -> bool:
-    """Whether the memo would keep a payload alive that is not a range of a mapped file."""
+def _memory_bytes(value: Any) -> int:
+    """Bytes that the memo keeps alive through `value` and that are no range of a mapped file."""
     kind = type(value)
     if kind in (str, bytes, bytearray):
-        return len(value) >= _HEAVY_BYTES
+        # Short ones, such as the keys of the dicts, are what every trace shares.
+        return len(value) if len(value) >= _SMALL_BYTES else 0
     if kind is tuple:
-        return any(type(v) in (str, bytes, bytearray) and len(v) >= _HEAVY_BYTES for v in value)
-    return isinstance(value, builders.Draft) and value.in_memory
+        return sum(map(_memory_bytes, value)) if len(value) < 8 else 0
+    return value.payload_bytes() if isinstance(value, builders.Draft) else 0
 
 
 def _decimal(line: bytes) -> int:

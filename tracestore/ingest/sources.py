@@ -30,7 +30,7 @@ def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
 
 def find_sources(arguments: list[Path], store: Path) -> list[SourceFile]:
     """The files of SRC..., folders walked, in natural order. UsageError where an
-    argument does not exist, holds no file of traces, or two have one name."""
+    argument does not exist or holds no file of traces."""
     found: list[SourceFile] = []
     for argument in arguments:
         if argument.is_dir():
@@ -50,16 +50,13 @@ def find_sources(arguments: list[Path], store: Path) -> list[SourceFile]:
             found.append(SourceFile(argument, argument.name))
         else:
             raise UsageError(f"{argument}: no such file or folder")
-    seen: dict[str, Path] = {}
+    seen: set[Path] = set()
     unique = []
     for source in found:
-        other = seen.setdefault(source.name, source.path)
-        if other is source.path:
+        place = source.path.absolute()
+        if place not in seen:
             unique.append(source)
-        elif other.resolve() != source.path.resolve():
-            raise UsageError(
-                f"two files are both named {source.name} under their SRC: {other} and {source.path}; give the folder above"
-            )
+        seen.add(place)
     return unique
 
 

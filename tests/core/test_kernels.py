@@ -1,0 +1,160 @@
+"""Each C kernel against its numpy oracle."""
+
+import google_crc32c
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tracestore._core import kernels
+from tracestore._core.index import KeyTable
+from tracestore._core.mapping import MappedFile
+
+CODES = {"f2": kernels.F16, "f4": kernels.F32, "f8": kernels.F64}
+
+
+def raw(array):
+    return np.ascontiguousarray(array).reshape(-1).view("u1")
+
+
+@given(st.binary(max_size=50_000), st.integers(0, 50_000))
+@settings(max_examples=60, deadline=None)
+def test_crc32c_equals_the_reference(data, cut):
+    cut = min(cut, len(data))
+    assert kernels.crc32c(data) == google_crc32c.value(data)
+    assert kernels.crc32c(data[cut:], kernels.crc32c(data[:cut])) == google_crc32c.value(data)
+    combined = kernels.crc32c_combine(kernels.crc32c(data[:cut]), kernels.crc32c(data[cut:]), len(data) - cut)
+    assert combined == google_crc32c.value(data)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 700), st.sampled_from(["f4", "f8"]))
+@settings(max_examples=60, deadline=None)
+def test_to_float16_rounds_as_numpy_does(seed, n, dtype):
+    rng = np.random.default_rng(seed)
+    values = (rng.standard_normal(n) * 10.0 ** rng.integers(-9, 4, n)).astype(dtype)
+    values[::7] = [np.nan, np.inf, -np.inf, -0.0][seed % 4]
+    out = np.empty(n, "f2")
+    assert kernels.to_float16(raw(values), CODES[dtype], raw(out)) == -1
+    np.testing.assert_array_equal(out, values.astype("f2"))
+
+
+def test_to_float16_says_where_a_value_does_not_fit():
+    values = np.ones(1000, "f4")
+    values[777] = -7e4
+    assert kernels.to_float16(raw(values), kernels.F32, raw(np.empty(1000, "f2"))) == 777
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 12), st.integers(1, 5), st.sampled_from(["f2", "f4", "f8"]))
+@settings(max_examples=60, deadline=None)
+def test_triangles_and_head_mean(seed, tokens, heads, dtype):
+    rng = np.random.default_rng(seed)
+    full = np.tril(rng.random((heads, tokens, tokens))).astype(dtype)
+    pairs = tokens * (tokens + 1) // 2
+    rows, columns = np.tril_indices(tokens)
+    packed = np.empty((heads, pairs), dtype)
+    kernels.pack_triangle(raw(full), full.itemsize, heads, tokens, raw(packed))
+    np.testing.assert_array_equal(packed, full[:, rows, columns])
+    back = np.empty_like(full)
+    kernels.unpack_triangle(raw(packed), full.itemsize, heads, tokens, raw(back))
+    np.testing.assert_array_equal(back, full)
+    assert kernels.first_above_diagonal(raw(full), CODES[dtype], heads, tokens) == -1
+    mean = np.empty(pairs, "f2")
+    kernels.head_mean(raw(full), CODES[dtype], heads, tokens, True, raw(mean))
+    exact = full.astype("f8").mean(0)[rows, columns]
+    step = np.spacing(mean.astype("f2")).astype("f8")
+    assert (np.abs(mean.astype("f8") - exact) <= step / 2).all()
+    from_packed = np.empty(pairs, "f2")
+    kernels.mean_rows(raw(packed), CODES[dtype], heads, pairs, raw(from_packed))
+    np.testing.assert_array_equal(from_packed, mean)
+
+
+def test_first_above_diagonal_finds_the_first():
+    full = np.zeros((3, 4, 4), "f2")
+    full[1, 2, 3] = 0.5
+    assert kernels.first_above_diagonal(raw(full), kernels.F16, 3, 4) == 16 + 2 * 4 + 3
+
+
+def oracle_edges(square, causal, threshold, top_k):
+    """(source, target, weight) of one layer in numpy, rows first."""
+    tokens = len(square)
+    target, source = np.tril_indices(tokens) if causal else (i.reshape(-1) for i in np.indices(square.shape))
+    weight = square[target, source]
+    if top_k:
+        k = min(max(1, int(np.ceil(top_k * len(weight) - 1e-9))), len(weight))
+        keep = np.zeros(len(weight), bool)
+        keep[np.argsort(-weight.astype("f8"), kind="stable")[:k]] = True
+    else:
+        keep = weight.astype("f8") > threshold
+    return source[keep], target[keep], weight[keep]
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    st.sampled_from([(0.0, 0.0), (0.3, 0.0), (2.0, 0.0), (0.0, 0.1), (0.0, 0.5), (0.0, 1.0)]),
+    st.booleans(),
+    st.sampled_from(["f2", "f4"]),
+)
+@settings(max_examples=80, deadline=None)
+def test_edges_equal_the_oracle(seed, sizes, rule, causal, dtype):
+    rng = np.random.default_rng(seed)
+    layers, traces, expected, node = 2, [], [[], [], []], 0
+    counts = [0]
+    for tokens in sizes:
+        # Few distinct values, so that top-k meets ties.
+        square = (rng.integers(0, 5, (layers, tokens, tokens)) / 4).astype(dtype)
+        stored = np.stack([s[np.tril_indices(tokens)] if causal else s.reshape(-1) for s in square])
+        traces.append((raw(stored), tokens, causal))
+        for layer in square:
+            source, target, weight = oracle_edges(layer, causal, *rule)
+            for part, values in zip(expected, (source + node, target + node, weight), strict=True):
+                part.append(values)
+            counts.append(counts[-1] + len(source))
+            node += tokens
+    builder = kernels.EdgeBuilder(traces, layers, CODES[dtype], *rule, 2)
+    index, weight = np.empty((2, builder.num_edges), "i8"), np.empty(builder.num_edges, dtype)
+    ptr = np.empty(len(counts), "i8")
+    builder.fill(index, raw(weight), ptr)
+    np.testing.assert_array_equal(index[0], np.concatenate(expected[0]))
+    np.testing.assert_array_equal(index[1], np.concatenate(expected[1]))
+    np.testing.assert_array_equal(weight, np.concatenate(expected[2]))
+    np.testing.assert_array_equal(ptr, counts)
+
+
+def test_gather_fills_exactly():
+    parts = [np.arange(k, dtype="u1") for k in (0, 3, 1, 5)]
+    out = np.empty(9, "u1")
+    kernels.gather(parts, out, 2)
+    np.testing.assert_array_equal(out, np.concatenate(parts))
+    with pytest.raises(ValueError, match="9 bytes are needed|bytes where"):
+        kernels.gather(parts, np.empty(10, "u1"), 1)
+
+
+def test_key_table_refuses_what_does_not_fit_together():
+    ids = np.frombuffer(b"abc", "u1")
+    samples = np.zeros(2, "i4")
+    with pytest.raises(ValueError, match="decrease"):
+        KeyTable(np.zeros(4, "u4"), np.array([0, 4, 3]), ids, samples)
+    with pytest.raises(ValueError, match="fit"):
+        KeyTable(np.zeros(4, "u4"), np.array([0, 1, 9]), ids, samples)
+    with pytest.raises(ValueError, match="size"):
+        KeyTable(np.zeros(3, "u4"), np.array([0, 1, 3]), ids, samples)
+
+
+def test_a_view_keeps_its_map_alive(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"0123456789")
+    view = np.frombuffer(MappedFile(path, 10), "u1")
+    path.unlink()
+    assert view.tobytes() == b"0123456789"
+    with pytest.raises(ValueError):
+        view[0] = 0
+    with pytest.raises(FileNotFoundError):
+        MappedFile(path)
+
+
+def test_a_map_of_another_size_is_refused(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"0123456789")
+    with pytest.raises(ValueError, match="10 bytes where 11"):
+        MappedFile(path, 11)

@@ -1,0 +1,134 @@
+"""Making traces and files of every family."""
+
+import csv
+import gzip
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def make_trace(k, *, tokens=None, layers=3, dim=8, heads=2, dtype="f2", causal=True, seed=0):
+    """One dict of the pickle schema."""
+    rng = np.random.default_rng([seed, k])
+    num_tokens = 1 + k % 5 if tokens is None else tokens
+    attention = rng.random((layers, heads, num_tokens, num_tokens))
+    attention = np.tril(attention) if causal else attention
+    return {
+        "hidden_states": list(rng.standard_normal((layers, num_tokens, dim)).astype(dtype)),
+        "attentions": list(attention.astype(dtype)),
+        "tokens": rng.integers(0, 50_000, num_tokens),
+        "tokens_decoded": [f"t{i}é\n" for i in range(num_tokens)],
+        "generated_answer_clean": f"answer {k} ✓",
+        "question_id": f"q{k}",
+    }
+
+
+def make_traces(count, **options):
+    return [make_trace(k, **options) for k in range(count)]
+
+
+def as_torch(trace, dtype=None):
+    """The same trace with tensors in place of arrays."""
+    import torch
+
+    def convert(array):
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        return tensor if dtype is None else tensor.to(dtype)
+
+    arrays = {name: [convert(a) for a in trace[name]] for name in ("hidden_states", "attentions")}
+    return trace | arrays | {"tokens": torch.from_numpy(trace["tokens"])}
+
+
+def write_pickle(path, value, protocol=4):
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "wb") as file:
+        pickle.dump(value, file, protocol=protocol)
+    return path
+
+
+def write_scores(path, scores, column="score", extra=()):
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["question_id", column, *[name for name, _ in extra]])
+        for question_id, score in scores.items():
+            writer.writerow([question_id, score, *[values[question_id] for _, values in extra]])
+    return path
+
+
+def make_graphs(trace, *, reverse=False, threshold=0.0):
+    """Family 3: a list over layers of PyG Data from a trace's head mean."""
+    import torch
+    from torch_geometric.data import Data
+
+    layers = []
+    for hidden, attention in zip(trace["hidden_states"], trace["attentions"], strict=True):
+        mean = attention.astype("f8").mean(0).astype("f2")
+        target, source = np.nonzero(np.tril(mean) > threshold)
+        pairs = [target, source] if reverse else [source, target]
+        layers.append(
+            Data(
+                x=torch.from_numpy(hidden.copy()),
+                edge_index=torch.from_numpy(np.stack(pairs)),
+                edge_attr=torch.from_numpy(mean[target, source]).unsqueeze(1),
+                num_nodes=len(hidden),
+                num_possible_edges=mean.size,
+                num_filtered_edges=len(source),
+                filter_ratio=len(source) / mean.size,
+            )
+        )
+    return layers
+
+
+def run_cli(*args, check=None, env=None, **options):
+    """Runs python with these arguments; returns the finished process."""
+    process = subprocess.run(
+        [sys.executable, *map(str, args)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **(env or {})},
+        timeout=240,
+        **options,
+    )
+    if check is not None:
+        assert process.returncode == check, f"exit {process.returncode}\n{process.stdout}\n{process.stderr}"
+    return process
+
+
+def convert(*args, check=0, **options):
+    return run_cli("-m", "tracestore.convert", *args, check=check, **options)
+
+
+def read_all(store):
+    """Everything a store says of its traces, as plain values, for comparisons."""
+    out = []
+    for trace in store:
+        out.append(
+            {
+                "question_id": trace.question_id,
+                "hidden": trace.hidden_states.tobytes(),
+                "attention": trace.attention.tobytes(),
+                "last": trace.last_token.tobytes(),
+                "tokens": trace.tokens.tolist(),
+                "decoded": trace.tokens_decoded,
+                "answer": trace.answer,
+                "score": trace.score,
+            }
+        )
+    return out
+
+
+def tree_bytes(store):
+    """Path -> bytes of every file of a store but the lock."""
+    store = Path(store)
+    return {
+        p.relative_to(store).as_posix(): p.read_bytes()
+        for p in sorted(store.rglob("*"))
+        if p.is_file() and p.name != "lock"
+    }

@@ -1,0 +1,186 @@
+"""Every family, protocol and container that real libraries write, bit for bit."""
+
+import gzip
+import io
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+import tracestore
+from tests.helpers import as_torch, convert, make_graphs, make_traces, write_pickle
+from tests.store.second_reader import read_store
+
+
+def check_family_1(store_path, traces, heads):
+    second = read_store(store_path)
+    assert [t["question_id"] for t in second] == [t["question_id"] for t in traces]
+    for theirs, trace in zip(second, traces, strict=True):
+        hidden = np.stack(trace["hidden_states"])
+        assert theirs["hidden_states"].tobytes() == hidden.tobytes()
+        assert theirs["last_token"].tobytes() == hidden[:, -1].tobytes()
+        if heads:
+            assert theirs["attention"].tobytes() == np.stack(trace["attentions"]).tobytes()
+
+
+@pytest.mark.parametrize("suffix", [".pkl", ".pkl.gz"])
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_pickles_bit_for_bit(tmp_path, suffix, protocol, library):
+    traces = make_traces(6)
+    source = traces if library == "numpy" else [as_torch(t) for t in traces]
+    path = write_pickle(tmp_path / f"traces{suffix}", source, protocol)
+    convert(path, tmp_path / "s.zarr", "--attention", "heads")
+    check_family_1(tmp_path / "s.zarr", traces, heads=True)
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_numpy_1_module_names(tmp_path, protocol):
+    traces = make_traces(3)
+    data = pickle.dumps(traces, protocol)
+    # numpy 1 wrote numpy.core where numpy 2 writes numpy._core; lengths are part of the opcodes.
+    if protocol >= 4:
+        for name in (b"numpy._core.multiarray", b"numpy._core.numeric"):
+            old = name.replace(b"_core", b"core")
+            data = data.replace(bytes([0x8C, len(name)]) + name, bytes([0x8C, len(old)]) + old)
+        # A frame's length counts the bytes we took away; without frames it is the same pickle.
+        while (at := data.find(b"\x95")) >= 0 and at < 12:
+            data = data[:at] + data[at + 9 :]
+    else:
+        data = data.replace(b"numpy._core.", b"numpy.core.")
+    assert b"numpy.core." in data
+    (tmp_path / "old.pkl").write_bytes(data)
+    convert(tmp_path / "old.pkl", tmp_path / "s.zarr", "--attention", "heads")
+    check_family_1(tmp_path / "s.zarr", traces, heads=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("suffix", [".pkl", ".pkl.gz"])
+def test_dtype_keep_bit_for_bit(tmp_path, dtype, suffix):
+    traces = [as_torch(t, getattr(torch, dtype)) for t in make_traces(5, dtype="f4")]
+    write_pickle(tmp_path / f"traces{suffix}", traces, 4)
+    convert(tmp_path / f"traces{suffix}", tmp_path / "s.zarr", "--dtype", "keep", "--attention", "heads")
+    store = tracestore.open(tmp_path / "s.zarr")
+    assert store.hidden_dtype == store.attention_dtype == dtype
+    for mine, theirs, trace in zip(store, read_store(tmp_path / "s.zarr"), traces, strict=True):
+        hidden, attention = torch.stack(trace["hidden_states"]), torch.stack(trace["attentions"])
+        bits = torch.int16 if dtype == "bfloat16" else torch.int32
+        for got, expected in ((theirs["hidden_states"], hidden), (theirs["attention"], attention)):
+            assert got.tobytes() == expected.view(bits).numpy().tobytes()
+        assert mine.hidden_states.tobytes() == hidden.view(bits).numpy().tobytes()
+        batch = tracestore.TraceLoader(store, "graph", batch_size=1, indices=[mine.index])
+        graph = next(iter(batch))
+        assert graph.x.dtype == hidden.dtype and torch.equal(graph.x, hidden.reshape(-1, hidden.shape[-1]))
+
+
+@pytest.mark.parametrize("zip_format", [True, False])
+def test_sequences_bit_for_bit(tmp_path, zip_format):
+    sequences = torch.randn(7, 3, 8).half()
+    labels = torch.tensor([0.0, 1, 1, 0, float("nan"), 1, 0])
+    value = {"sequences": sequences, "labels": labels, "question_ids": [f"q{k}" for k in range(7)]}
+    (tmp_path / "lstm_solo").mkdir()
+    torch.save(value, tmp_path / "lstm_solo/preprocessed_0.pt", _use_new_zipfile_serialization=zip_format)
+    convert(tmp_path / "lstm_solo", tmp_path / "s.zarr")
+    store = tracestore.open(tmp_path / "s.zarr")
+    for k, theirs in enumerate(read_store(tmp_path / "s.zarr")):
+        assert theirs["last_token"].tobytes() == sequences[k].numpy().tobytes()
+    np.testing.assert_array_equal(store.labels, labels.numpy())
+    with pytest.raises(tracestore.MissingFieldError, match="last tokens only"):
+        tracestore.TraceDataset(store, view="graph")
+
+
+@pytest.mark.parametrize("zip_format", [True, False])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("labelled", [True, False])
+def test_graphs_bit_for_bit(tmp_path, zip_format, reverse, labelled):
+    traces = make_traces(5)
+    graphs = [make_graphs(t, reverse=reverse) for t in traces]
+    value = {"graphs": graphs, "question_ids": [t["question_id"] for t in traces]}
+    if labelled:
+        value["labels"] = [0.0, 1.0, 0.0, 1.0, 1.0]
+    torch.save(value, tmp_path / "sharded_data_part_0.pt", _use_new_zipfile_serialization=zip_format)
+    convert(tmp_path / "sharded_data_part_0.pt", tmp_path / "s.zarr")
+    store = tracestore.open(tmp_path / "s.zarr")
+    for k, theirs in enumerate(read_store(tmp_path / "s.zarr")):
+        assert theirs["hidden_states"].tobytes() == np.stack(traces[k]["hidden_states"]).tobytes()
+        for (index, weight), layer in zip(theirs["edges"], graphs[k], strict=True):
+            expected = layer.edge_index.flip(0) if reverse else layer.edge_index
+            if len(traces[k]["tokens"]) > 1:
+                np.testing.assert_array_equal(index, expected.numpy())
+            assert weight.tobytes() == layer.edge_attr.numpy().tobytes()
+        assert store[k].extras["filter_ratio"] == [layer.filter_ratio for layer in graphs[k]]
+        np.testing.assert_array_equal(store[k].last_token, np.stack(traces[k]["hidden_states"])[:, -1])
+    assert np.isnan(store.labels).all() != labelled
+    batch = next(iter(tracestore.TraceLoader(store, "graph", batch_size=5, shuffle="none")))
+    assert (batch.edge_index[0] <= batch.edge_index[1]).all() and batch.num_graphs == 15
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_sequences_and_graphs_are_one_trace_each(tmp_path, one_by_one):
+    traces = make_traces(6)
+    ids = [t["question_id"] for t in traces]
+    labels = [0.0, 1.0, 0.0, 1.0, 1.0, 0.0]
+    for name in ("gnn", "lstm_solo"):
+        (tmp_path / "pre" / name).mkdir(parents=True)
+    graphs = {"graphs": [make_graphs(t) for t in traces], "labels": labels, "question_ids": ids}
+    torch.save(graphs, tmp_path / "pre/gnn/preprocessed_0.pt")
+    # Other values than the graphs' last rows, so that it shows which one is read.
+    sequences = torch.stack([torch.from_numpy(np.stack(t["hidden_states"])[:, -1]) for t in traces]) + 1
+    torch.save({"sequences": sequences, "labels": labels, "question_ids": ids}, tmp_path / "pre/lstm_solo/preprocessed_0.pt")
+    if one_by_one:
+        convert(tmp_path / "pre/lstm_solo", tmp_path / "s.zarr")
+        convert(tmp_path / "pre/gnn", tmp_path / "s.zarr")
+    else:
+        convert(tmp_path / "pre", tmp_path / "s.zarr")
+    store = tracestore.open(tmp_path / "s.zarr")
+    assert len(store) == 6 and sorted(store.question_ids) == sorted(ids)
+    for trace in store:
+        k = ids.index(trace.question_id)
+        np.testing.assert_array_equal(trace.last_token, sequences[k].numpy())
+        np.testing.assert_array_equal(trace.hidden_states, np.stack(traces[k]["hidden_states"]))
+        assert trace.label == labels[k]
+    store.require("graph")
+
+
+def test_older_files_without_question_id(tmp_path):
+    traces = make_traces(3)
+    for k, trace in enumerate(traces):
+        del trace["question_id"]
+        trace |= {"question": f"why {k}?", "prompt_length": 1, "batch_number": 4, "cutoff_method": "eos", "example_id": k}
+        if k < 2:
+            trace["global_example_id"] = 100 + k
+        trace["logits"] = np.arange(3, dtype="f4")
+    write_pickle(tmp_path / "llama2_chat_7B_triviaqa_batch_0004.pkl", traces)
+    convert(tmp_path / "llama2_chat_7B_triviaqa_batch_0004.pkl", tmp_path / "s.zarr")
+    store = tracestore.open(tmp_path / "s.zarr")
+    assert store.question_ids == ["100", "101", "llama2_chat_7B_triviaqa_batch_0004.pkl:2"]
+    assert store[1].question == "why 1?" and store[1].prompt_length == 1
+    assert store[1].extras["cutoff_method"] == "eos" and store[1].extras["logits"]["$array"][0] == "<f4"
+    assert store[2].source == ("llama2_chat_7B_triviaqa_batch_0004.pkl", 2)
+
+
+def test_a_bare_dict_and_other_writers(tmp_path):
+    trace = make_traces(4)[3]
+    write_pickle(tmp_path / "bare.pkl", trace)
+    convert(tmp_path / "bare.pkl", tmp_path / "s.zarr", "--attention", "heads")
+    check_family_1(tmp_path / "s.zarr", [trace], heads=True)
+    # Stacked arrays, Fortran order, big-endian, one pickler with an optimised memo.
+    stacked = dict(trace, hidden_states=np.stack(trace["hidden_states"]))
+    stacked["attentions"] = [np.asfortranarray(a).astype(">f2") for a in trace["attentions"]]
+    import pickletools
+
+    (tmp_path / "odd.pkl").write_bytes(pickletools.optimize(pickle.dumps([stacked], 4)))
+    convert(tmp_path / "odd.pkl", tmp_path / "t.zarr", "--attention", "heads")
+    check_family_1(tmp_path / "t.zarr", [trace], heads=True)
+
+
+def test_multi_member_gzip(tmp_path):
+    traces = make_traces(5)
+    data = pickle.dumps(traces)
+    out = io.BytesIO()
+    for begin in range(0, len(data), 1000):
+        out.write(gzip.compress(data[begin : begin + 1000]))
+    (tmp_path / "t.pkl.gz").write_bytes(out.getvalue())
+    convert(tmp_path / "t.pkl.gz", tmp_path / "s.zarr", "--attention", "heads")
+    check_family_1(tmp_path / "s.zarr", traces, heads=True)

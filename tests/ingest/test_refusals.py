@@ -1,0 +1,231 @@
+"""Files that must be refused: one line, exit code 3, nothing of them committed."""
+
+import gzip
+import io
+import os
+import pickle
+import struct
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+
+import tracestore
+from tests.helpers import as_torch, convert, make_trace, make_traces, run_cli, tree_bytes, write_pickle
+from tracestore.errors import InputRefusedError
+from tracestore.ingest.families import read_traces
+
+
+def refused(path, *words):
+    """Reading raises InputRefusedError with the words; returns its text."""
+    with pytest.raises(InputRefusedError) as caught:
+        for _ in read_traces(path, path.name):
+            pass
+    text = str(caught.value)
+    assert "\n" not in text and path.name in text
+    for word in words:
+        assert word in text, text
+    return text
+
+
+def bad_schema():
+    good = make_trace(2, tokens=3)
+    yield "missing hidden_states", {k: v for k, v in good.items() if k != "hidden_states"}, "hidden_states"
+    yield "missing attentions", {k: v for k, v in good.items() if k != "attentions"}, "attentions"
+    yield "missing tokens", {k: v for k, v in good.items() if k != "tokens"}, "tokens"
+    ragged = list(good["hidden_states"])
+    ragged[1] = ragged[1][:2]
+    yield "ragged layers", {**good, "hidden_states": ragged}, "hidden_states[1]"
+    yield "other S", {**good, "attentions": [a[:, :2, :2] for a in good["attentions"]]}, "attentions[0]"
+    yield "fewer layers", {**good, "attentions": good["attentions"][:2]}, "expected 3"
+    yield "zero layers", {**good, "hidden_states": []}, "zero layers"
+    yield "zero tokens", make_trace(0, tokens=0), "at least one token"
+    yield "object in place of array", {**good, "hidden_states": ["a", "b", "c"]}, "hidden_states[0]"
+    yield "integers", {**good, "hidden_states": [h.astype("i4") for h in good["hidden_states"]]}, "int32"
+    yield "mixed dtypes", {**good, "hidden_states": [good["hidden_states"][0], *make_trace(2, tokens=3, dtype="f4")["hidden_states"][1:]]}, "float32"
+    yield "tokens too many", {**good, "tokens": np.arange(9)}, "9 tokens"
+    yield "tokens not integers", {**good, "tokens": [0.5, 1.0, 2.0]}, "integers"
+    yield "answer not text", {**good, "generated_answer_clean": 7}, "generated_answer_clean"
+    yield "id not text", {**good, "question_id": [1]}, "question_id"
+    yield "beyond float16", {**good, "hidden_states": [h.astype("f4") * 1e6 for h in good["hidden_states"]]}, "--dtype keep"
+    yield "not a dict", 17, "dict"
+
+
+@pytest.mark.parametrize("name,trace,word", list(bad_schema()), ids=lambda v: v if isinstance(v, str) else "")
+def test_schema(tmp_path, name, trace, word):
+    path = write_pickle(tmp_path / "bad.pkl", [*make_traces(2), trace])
+    if name == "beyond float16":
+        done = convert(path, tmp_path / "s.zarr", check=3)
+        assert "bad.pkl, trace 2" in done.stderr and word in done.stderr and done.stderr.count("\n") == 1
+        return
+    refused(path, "trace 2", word)
+
+
+class Evil:
+    """Pickles to a call of os.system that leaves a file behind."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_nothing_is_executed(tmp_path, protocol):
+    marker = tmp_path / "executed"
+    trace = {**make_trace(0), "note": Evil(marker)}
+    path = write_pickle(tmp_path / "evil.pkl", [trace], protocol)
+    refused(path, "system")
+    refused(write_pickle(tmp_path / "evil2.pkl", Evil(marker), protocol))
+    torch.save({"graphs": Evil(marker)}, tmp_path / "evil.pt")
+    refused(tmp_path / "evil.pt")
+    assert not marker.exists()
+
+
+def handmade():
+    yield b"", "empty"
+    yield b"hello, this is no pickle", ""
+    yield b"\x80\x06N.", "protocol 6"
+    yield b"cos\nsystem\n(S'true'\ntR.", "os.system"
+    yield b"cbuiltins\neval\n(S'1'\ntR.", "builtins.eval"
+    yield b"\x80\x04\x8c\x05numpy\x8c\x04load\x93.", "numpy.load"
+    yield b"(i__main__\nX\n.", "0x69"
+    yield b"\x80\x02\x82\x01.", "0x82"
+    yield b"\x80\x05\x97.", "0x97"
+    yield b"Pabc\n.", "0x50"
+    yield b"(I1\nI2\nt.trailing", "trailing"
+    yield pickle.dumps([]) + pickle.dumps([]), "trailing"
+    yield pickle.dumps([]), "no trace"
+    yield pickle.dumps(make_traces(2))[:-40], "truncated"
+    yield b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b"x", "truncated"
+    yield b"\x80\x04]r\xff\xff\xff\x7f.", "no trace"
+    yield b"\x80\x02h\x07.", "not there"
+    yield b"\x80\x02e.", "well-formed"
+    yield b"\x80\x02a.", "well-formed"
+    yield b"\x80\x02\x86.", "tuple"
+    yield b"(" * 5000 + b".", "nests"
+    yield b"\x80\x02\x8b" + struct.pack("<i", 1 << 20) + b"\1" * (1 << 20) + b".", "512 bits"
+    yield b"I" + b"9" * 500 + b"\n.", "512 bits"
+    yield b"\x80\x02K\x01}b.", "state"
+    yield b"\x80\x02}Q.", "persistent"
+    # The 199-byte pickle that crashes an interpreter through dtype.__setstate__.
+    yield b"cnumpy\ndtype\n(S'i4'\nI0\nI1\ntR(I3\nS'|'\nNS'x'\nNI-1\nI-1\nI63\ntb.", "structured"
+    yield b"cnumpy\ndtype\n(S'V8'\nI0\nI1\ntR.", "dtype"
+    yield b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\ndtype\n(I0\ntS'b'\ntR.", "numpy.ndarray"
+
+
+@pytest.mark.parametrize("data,word", list(handmade()), ids=range(len(list(handmade()))))
+def test_handmade_pickles(tmp_path, data, word):
+    path = tmp_path / "bad.pkl"
+    path.write_bytes(data)
+    refused(path, word)
+    if data:
+        packed = tmp_path / "bad.pkl.gz"
+        packed.write_bytes(gzip.compress(data))
+        refused(packed, "inside gzip" if word == "truncated" and len(data) < 20 else word)
+
+
+def test_array_lies(tmp_path):
+    array = np.arange(12, dtype="f4").reshape(3, 4)
+    data = pickle.dumps([{"x": array}], 4)
+    assert data.count(b"K\x03K\x04\x86") == 1
+    path = tmp_path / "bad.pkl"
+    for lie in (b"K\x03K\x05\x86", b"K\xffK\xff\x86"):
+        path.write_bytes(data.replace(b"K\x03K\x04\x86", lie))
+        refused(path, "bytes")
+    objects = np.array([{"a": 1}], dtype=object)
+    refused(write_pickle(tmp_path / "objects.pkl", [{"x": objects}]), "object array")
+
+
+def test_gzip_faults(tmp_path):
+    good = gzip.compress(pickle.dumps(make_traces(4)))
+    for name, data, word in (
+        ("cut", good[:-20], "truncated"),
+        ("crc", good[:-8] + bytes([good[-8] ^ 1]) + good[-7:], "gzip"),
+        ("garbage", good + b"garbage", "gzip"),
+        ("bomb", gzip.compress(b"\x80\x04\x8e" + struct.pack("<Q", 900 << 20) + bytes(400 << 20)), "inflates"),
+    ):
+        path = tmp_path / f"{name}.pkl.gz"
+        path.write_bytes(data)
+        refused(path, word)
+
+
+def test_torch_faults(tmp_path):
+    buffer = io.BytesIO()
+    value = {"sequences": torch.randn(3, 2, 4), "labels": torch.zeros(3), "question_ids": ["a", "b", "c"]}
+    torch.save(value, buffer)
+    entries = {i.filename: zipfile.ZipFile(buffer).read(i) for i in zipfile.ZipFile(buffer).infolist()}
+
+    def rewrite(name, change, compression=zipfile.ZIP_STORED):
+        out = tmp_path / name
+        with zipfile.ZipFile(out, "w", compression) as archive:
+            for key, data in entries.items():
+                archive.writestr(key, change(key, data))
+        return out
+
+    list(read_traces(rewrite("same.pt", lambda k, d: d), "same.pt"))
+    refused(rewrite("deflated.pt", lambda k, d: d, zipfile.ZIP_DEFLATED), "compressed")
+    refused(rewrite("short.pt", lambda k, d: d[:-4] if k.endswith("data/0") else d), "storage")
+    refused(rewrite("big.pt", lambda k, d: b"big" if k.endswith("byteorder") else d), "byte order")
+    (tmp_path / "cut.pt").write_bytes(buffer.getvalue()[:-30])
+    refused(tmp_path / "cut.pt", "truncated")
+    with pytest.warns(UserWarning), zipfile.ZipFile(tmp_path / "twice.pt", "w") as archive:
+        for _ in range(2):
+            for key, data in entries.items():
+                archive.writestr(key, data)
+    refused(tmp_path / "twice.pt", "twice")
+    torch.save(value, tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
+    data = (tmp_path / "legacy.pt").read_bytes()
+    (tmp_path / "legacy.pt").write_bytes(data[:-5])
+    refused(tmp_path / "legacy.pt", "truncated")
+    (tmp_path / "legacy.pt").write_bytes(data + b"x")
+    refused(tmp_path / "legacy.pt", "trailing")
+    wrong = {k: v for k, v in value.items() if k != "labels"}
+    torch.save(wrong, tmp_path / "nolabels.pt")
+    refused(tmp_path / "nolabels.pt", "labels")
+
+
+def test_not_regular_files(tmp_path):
+    os.mkfifo(tmp_path / "pipe.pkl")
+    (tmp_path / "dangling.pkl").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "loop.pkl").symlink_to(tmp_path / "loop.pkl")
+    (tmp_path / "folder.pkl").mkdir()
+    for name in ("pipe.pkl", "dangling.pkl", "loop.pkl", "folder.pkl"):
+        refused(tmp_path / name)
+    assert "FIFO" in convert(tmp_path / "pipe.pkl", tmp_path / "s.zarr", check=3).stderr
+
+
+def test_good_files_before_a_bad_one_stay(tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    write_pickle(data / "batch_0.pkl", make_traces(3))
+    broken = make_traces(6)[3:]
+    del broken[2]["hidden_states"]
+    write_pickle(data / "batch_1.pkl", broken)
+    done = convert(data, tmp_path / "s.zarr", check=3)
+    assert done.stderr.strip() == "python -m tracestore.convert: batch_1.pkl, trace 2, hidden_states: missing key"
+    run_cli("-m", "tracestore", "verify", tmp_path / "s.zarr", check=0)
+    assert tracestore.open(tmp_path / "s.zarr").question_ids == ["q0", "q1", "q2"]
+    before = tree_bytes(tmp_path / "s.zarr")
+    convert(data, tmp_path / "s.zarr", check=3)
+    assert tree_bytes(tmp_path / "s.zarr") == before
+    done = convert(data, tmp_path / "s.zarr", "--skip-bad")
+    assert "skipped batch_1.pkl, trace 2" in done.stdout
+    write_pickle(data / "batch_1.pkl", make_traces(6)[3:])
+    convert(data, tmp_path / "s.zarr")
+    assert len(tracestore.open(tmp_path / "s.zarr")) == 6
+
+
+@pytest.mark.parametrize("workers", ["1", "3"])
+def test_shared_arrays_between_traces(tmp_path, workers):
+    """Mapped files may share arrays between traces; the parser counts them again."""
+    traces = [as_torch(t) for t in make_traces(3, tokens=4)]
+    for trace in traces[1:]:
+        trace["attentions"] = traces[0]["attentions"]
+    write_pickle(tmp_path / "shared.pkl", traces)
+    convert(tmp_path / "shared.pkl", tmp_path / "s.zarr", "--attention", "heads", "--workers", workers)
+    store = tracestore.open(tmp_path / "s.zarr")
+    for trace in store:
+        np.testing.assert_array_equal(trace.attention, torch.stack(traces[0]["attentions"]).numpy())
