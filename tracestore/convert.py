@@ -104,27 +104,29 @@ class Conversion:
 
     def run(self) -> Summary:
         args = self.args
-        self.announce()
-        with StoreWriter(
-            self.store, attention=args.attention, dtype=args.dtype, codec=args.codec, overwrite=args.overwrite
-        ) as writer:
-            before = writer.manifest.num_traces
-            progress = Progress(self.output)
-            pool = ThreadPoolExecutor(args.workers) if args.workers > 1 else None
-            try:
-                self._convert_all(writer, pool, progress)
-            except KeyboardInterrupt:
-                progress.clear()
-                raise KeyboardInterrupt(
-                    f"interrupted; {writer.manifest.num_traces:,} traces are committed, the same command continues"
-                ) from None
-            finally:
-                progress.clear()
-                if pool is not None:
-                    pool.shutdown(cancel_futures=True)
-            self._fill_scores(writer)
-            self.summary.num_traces_new = writer.manifest.num_traces - before
-            self._finish(writer, progress.elapsed_s)
+        committed = 0
+        try:
+            self.announce()
+            with StoreWriter(
+                self.store, attention=args.attention, dtype=args.dtype, codec=args.codec, overwrite=args.overwrite
+            ) as writer:
+                before = writer.manifest.num_traces
+                progress = Progress(self.output)
+                pool = ThreadPoolExecutor(args.workers) if args.workers > 1 else None
+                try:
+                    self._convert_all(writer, pool, progress)
+                    self._fill_scores(writer)
+                finally:
+                    committed = writer.manifest.num_traces
+                    progress.clear()
+                    if pool is not None:
+                        pool.shutdown(cancel_futures=True)
+                self.summary.num_traces_new = committed - before
+                self._finish(writer, progress.elapsed_s)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                f"interrupted; {committed:,} traces are committed, the same command continues"
+            ) from None
         return self.summary
 
     def announce(self) -> None:
@@ -175,7 +177,8 @@ class Conversion:
         writer.begin_source(source.name, size, digest)
         added = duplicates = nonfinite = 0
         records = read_traces(source.path, source.name, need_attention=need_attention)
-        with closing(records):  # type: ignore[type-var]
+        needed = lambda: writer.pending_bytes + size  # noqa: E731
+        with closing(records), fsio.translated_errors(self.store, needed):  # type: ignore[type-var]
             try:
                 for packed in _packed(records, writer, pool, self.args.workers, self.args.memory_budget // 2):
                     score, group = math.nan, ""
@@ -192,8 +195,7 @@ class Conversion:
                 if isinstance(error, InputRefusedError):
                     raise error.at(source=source.name) from None
                 raise
-        with fsio.translated_errors(self.store, needed_bytes=writer.pending_bytes):
-            writer.end_source()
+        writer.end_source()
         summary.num_sources += 1
         summary.num_traces_read += added
         summary.num_duplicates += duplicates

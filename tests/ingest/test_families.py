@@ -184,3 +184,21 @@ def test_multi_member_gzip(tmp_path):
     (tmp_path / "t.pkl.gz").write_bytes(out.getvalue())
     convert(tmp_path / "t.pkl.gz", tmp_path / "s.zarr", "--attention", "heads")
     check_family_1(tmp_path / "s.zarr", traces, heads=True)
+
+
+@pytest.mark.parametrize("suffix", [".pkl", ".pkl.gz"])
+@pytest.mark.parametrize("protocol", [0, 2, 4, 5])
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_payloads_of_finished_traces_are_released(tmp_path, monkeypatch, suffix, protocol, library):
+    """With nothing retained, every payload goes with its trace, and reading is still right."""
+    from tracestore.ingest import pickle_reader
+    from tracestore.ingest.families import read_traces
+
+    monkeypatch.setattr(pickle_reader, "_RETAINED_BYTES", 0)
+    monkeypatch.setattr(pickle_reader, "_SMALL_BYTES", 64)
+    traces = make_traces(4, tokens=9, dim=64)
+    source = traces if library == "numpy" else [as_torch(t) for t in traces]
+    path = write_pickle(tmp_path / f"t{suffix}", source, protocol)
+    for record, trace in zip(read_traces(path, "t"), traces, strict=True):
+        np.testing.assert_array_equal(np.stack(record.hidden), np.stack(trace["hidden_states"]))
+        np.testing.assert_array_equal(np.stack(record.attention), np.stack(trace["attentions"]))

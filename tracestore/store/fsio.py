@@ -5,7 +5,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tracestore.errors import NoSpaceError, StoreLockedError, UsageError
@@ -57,14 +57,15 @@ def remove_tree(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def translated_errors(path: Path, needed_bytes: int | None = None) -> Iterator[None]:
-    """ENOSPC and EDQUOT become NoSpaceError, refusals by the file system UsageError."""
+def translated_errors(path: Path, needed_bytes: Callable[[], int] | None = None) -> Iterator[None]:
+    """ENOSPC and EDQUOT become NoSpaceError, which says what needed_bytes() gives;
+    refusals by the file system become UsageError."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             free = free_bytes(path)
-            wanted = f"at least {needed_bytes:,} bytes were needed, " if needed_bytes else ""
+            wanted = f"about {needed_bytes():,} bytes were needed, " if needed_bytes else ""
             raise NoSpaceError(f"no space left on the file system of {path}: {wanted}{free:,} are free") from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
             raise UsageError(f"cannot write {error.filename or path}: {error.strerror}") from error

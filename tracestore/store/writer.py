@@ -395,7 +395,7 @@ class StoreWriter:
         p = self._pending
         if not (p.rows or p.patches or p.updates or p.sources):
             return
-        with fsio.translated_errors(self.path, needed_bytes=self.pending_bytes):
+        with fsio.translated_errors(self.path, lambda: self.pending_bytes):
             self._commit()
 
     def _commit(self) -> None:

@@ -1,0 +1,221 @@
+"""The convert command as a user meets it."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import tracestore
+from tests.helpers import ROOT, convert, make_trace, make_traces, run_cli, tree_bytes, write_pickle, write_scores
+from tracestore.store.verify import verify_store
+
+
+def test_the_command_of_the_readme(folder, tmp_path):
+    done = convert(folder, tmp_path / "s.zarr")
+    assert "ground_truth_scores.csv" in done.stdout and done.stderr == ""
+    store = tracestore.open(tmp_path / "s.zarr")
+    assert len(store) == 12 and not np.isnan(store.scores).any()
+    assert store[8].source == ("trivia_qa_traces_batch_0001.pkl.gz", 1)
+    before = tree_bytes(tmp_path / "s.zarr")
+    again = convert(folder, tmp_path / "s.zarr")
+    assert "2 files already there" in again.stdout and tree_bytes(tmp_path / "s.zarr") == before
+
+
+def test_json_is_one_document(folder, tmp_path):
+    done = convert(folder, tmp_path / "s.zarr", "--json")
+    summary = json.loads(done.stdout)
+    assert summary["num_traces"] == 12 and summary["num_unscored"] == 0 and "12 traces" in done.stderr
+    info = json.loads(run_cli("-m", "tracestore", "info", tmp_path / "s.zarr", "--json", check=0).stdout)
+    wanted = "num_traces num_tokens num_layers hidden_dim num_heads attention attention_layout hidden_dtype num_segments bytes num_scored generation"
+    assert set(wanted.split()) <= set(info) and info["num_heads"] == 2 and info["attention"] == "mean"
+    assert info["bytes"] == sum(map(len, tree_bytes(tmp_path / "s.zarr").values())) - _manifest_bytes(tmp_path / "s.zarr")
+
+
+def _manifest_bytes(store):
+    files = tree_bytes(store)
+    return sum(len(v) for k, v in files.items() if k.startswith("manifest/") or k == "zarr.json")
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_same_bytes_for_any_number_of_workers(folder, tmp_path, workers, codec):
+    convert(folder, tmp_path / "a.zarr", "--workers", 1, "--codec", codec)
+    convert(folder, tmp_path / "b.zarr", "--workers", workers, "--codec", codec)
+    assert tree_bytes(tmp_path / "a.zarr") == tree_bytes(tmp_path / "b.zarr")
+
+
+def test_new_files_are_added_and_scores_filled(folder, tmp_path, traces):
+    (folder / "ground_truth_scores.csv").unlink()
+    convert(folder, tmp_path / "s.zarr")
+    assert np.isnan(tracestore.open(tmp_path / "s.zarr").scores).all()
+    write_pickle(folder / "trivia_qa_traces_batch_0002.pkl", [make_trace(50)])
+    write_scores(folder / "my_scores.csv", {t["question_id"]: 0.25 for t in traces} | {"q50": 0.75})
+    convert(folder, tmp_path / "s.zarr")
+    store = tracestore.open(tmp_path / "s.zarr")
+    assert len(store) == 13 and store[store.index_of("q50")].score == 0.75 and (store.scores[:12] == 0.25).all()
+    assert verify_store(tmp_path / "s.zarr").damaged == {}
+
+
+def test_score_replaces_without_touching_a_trace(folder, tmp_path):
+    convert(folder, tmp_path / "s.zarr")
+    before = {k: v for k, v in tree_bytes(tmp_path / "s.zarr").items() if k.startswith("segments/")}
+    write_scores(tmp_path / "new.csv", {"q0": 0.125, "elsewhere": 1}, "bleurt_score")
+    done = run_cli("-m", "tracestore", "score", tmp_path / "s.zarr", "--scores", tmp_path / "new.csv", "--json", check=0)
+    assert json.loads(done.stdout)["num_scores_without_trace"] == 1
+    assert tracestore.open(tmp_path / "s.zarr").scores[0] == 0.125
+    assert before == {k: v for k, v in tree_bytes(tmp_path / "s.zarr").items() if k.startswith("segments/")}
+
+
+def test_duplicates_are_counted(folder, tmp_path, traces):
+    write_pickle(folder / "z_again.pkl", traces[:4])
+    summary = json.loads(convert(folder, tmp_path / "s.zarr", "--json").stdout)
+    assert summary["num_duplicates"] == 4 and summary["num_traces"] == 12
+
+
+def test_nonfinite_values_are_kept_counted_and_said(folder, tmp_path):
+    trace = make_trace(70, tokens=3)
+    trace["hidden_states"][1][0, 0] = np.nan
+    write_pickle(folder / "nan.pkl", [trace])
+    done = convert(folder, tmp_path / "s.zarr")
+    assert "1 traces hold NaN" in done.stdout
+    store = tracestore.open(tmp_path / "s.zarr")
+    found = store[store.index_of("q70")]
+    assert found.has_nonfinite and np.isnan(found.hidden_states[1, 0, 0]) and not store[1].has_nonfinite
+
+
+def wrong_usage(tmp_path, folder):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (tmp_path / "occupied").mkdir()
+    (tmp_path / "occupied" / "thesis.tex").write_text("all of it")
+    dst = tmp_path / "s.zarr"
+    no_column = write_scores(tmp_path / "no_column.csv", {"q0": 1}, "rating")
+    return [
+        ([tmp_path / "nowhere", dst], 2, "no such file"),
+        ([empty, dst], 2, "no file of traces"),
+        ([folder, tmp_path / "occupied"], 2, "not empty"),
+        ([folder, tmp_path / "no" / "parent" / "s.zarr"], 2, "does not exist"),
+        ([folder, dst, "--scores", tmp_path / "none.csv"], 2, "no such scores file"),
+        ([folder, dst, "--scores", no_column], 3, "no_column.csv: found columns question_id, rating"),
+        ([folder, dst, "--attention", "all"], 2, "invalid choice"),
+        ([folder, dst, "--memory-budget", "lots"], 2, "512MiB"),
+        ([folder, dst, "--memory-budget", "1MiB"], 2, "at least"),
+        ([folder, dst, "--workers", "0"], 2, "at least 1"),
+        ([folder], 2, "DST"),
+        ([folder / "trivia_qa_traces_batch_0000.pkl", folder / "ground_truth_scores.csv" / "x"], 2, ""),
+    ]
+
+
+def test_wrong_usage_is_one_line(tmp_path, folder):
+    for args, code, words in wrong_usage(tmp_path, folder):
+        done = convert(*args, check=code)
+        assert words in done.stderr and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr, done.stderr
+    assert not (tmp_path / "s.zarr").exists()
+    for args in (["info", tmp_path / "none.zarr"], ["verify", tmp_path / "none.zarr"], ["frobnicate"]):
+        done = run_cli("-m", "tracestore", *args, check=2)
+        assert done.stderr.count("\n") == 1
+
+
+def test_several_scores_files_are_listed(folder, tmp_path):
+    write_scores(folder / "other_scores.csv", {"q0": 1})
+    done = convert(folder, tmp_path / "s.zarr", check=2)
+    assert "ground_truth_scores.csv" in done.stderr and "other_scores.csv" in done.stderr
+    convert(folder, tmp_path / "s.zarr", "--scores", folder / "other_scores.csv")
+
+
+def test_other_options_than_the_stores_own(folder, tmp_path):
+    convert(folder, tmp_path / "s.zarr", "--attention", "heads")
+    done = convert(folder, tmp_path / "s.zarr", "--attention", "mean", check=2)
+    assert "--attention heads" in done.stderr
+    convert(folder, tmp_path / "s.zarr")
+    convert(folder, tmp_path / "s.zarr", "--attention", "mean", "--overwrite")
+    assert tracestore.open(tmp_path / "s.zarr").attention == "mean"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_unwritable_destination(folder, tmp_path):
+    (tmp_path / "ro").mkdir(mode=0o555)
+    convert(folder, tmp_path / "ro" / "s.zarr", check=2)
+
+
+def test_full_disk(folder, tmp_path):
+    mount = tmp_path / "small"
+    mount.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", mount], capture_output=True).returncode:
+        pytest.skip("mounting a small tmpfs is not allowed here")
+    try:
+        big = write_pickle(tmp_path / "big.pkl", make_traces(3, tokens=60, dim=300))
+        convert(folder, mount / "s.zarr")
+        before = tree_bytes(mount / "s.zarr")
+        done = convert(big, mount / "s.zarr", check=3)
+        assert "hidden_dim" in done.stderr
+        big = write_pickle(tmp_path / "big.pkl", [make_trace(100 + k, tokens=600, dim=8) for k in range(20)])
+        done = convert(big, mount / "s.zarr", check=4)
+        assert "no space left" in done.stderr and "needed" in done.stderr and done.stderr.count("\n") == 1
+        assert tree_bytes(mount / "s.zarr") == before and verify_store(mount / "s.zarr").damaged == {}
+        subprocess.run(["mount", "-o", "remount,size=200m", mount], check=True)
+        convert(big, mount / "s.zarr")
+        assert len(tracestore.open(mount / "s.zarr")) == 32
+    finally:
+        subprocess.run(["umount", mount], check=True)
+
+
+def test_killed_at_random_and_run_again(tmp_path):
+    """SIGKILL at random moments; the finished store is that of a run never stopped."""
+    data = tmp_path / "data"
+    data.mkdir()
+    for k in range(6):
+        batch = [make_trace(10 * k + i, tokens=40, dim=64, layers=6, heads=4) for i in range(10)]
+        write_pickle(data / f"batch_{k}.pkl", batch)
+    # Small segments, so that there are many commits to be killed in.
+    code = (
+        "import sys; from tracestore.store import schema, writer; from tracestore import convert\n"
+        "writer.StoreWriter.__init__.__kwdefaults__['close_bytes'] = 1 << 20\n"
+        "sys.exit(convert.main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, str(data)]
+    subprocess.run([*command, str(tmp_path / "whole.zarr")], check=True, cwd=ROOT, capture_output=True)
+    started = time.monotonic()
+    subprocess.run([*command, str(tmp_path / "timed.zarr")], check=True, cwd=ROOT, capture_output=True)
+    span = time.monotonic() - started
+    rng = random.Random(0)
+    kills = 0
+    for _ in range(12):
+        process = subprocess.Popen(
+            [*command, str(tmp_path / "killed.zarr")], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        time.sleep(span * (0.3 + 0.7 * rng.random()))
+        process.send_signal(signal.SIGKILL)
+        kills += process.wait() == -signal.SIGKILL
+        if any((tmp_path / "killed.zarr").glob("manifest/0*")):
+            assert verify_store(tmp_path / "killed.zarr").damaged == {}
+            tracestore.open(tmp_path / "killed.zarr")
+    assert kills > 0
+    subprocess.run([*command, str(tmp_path / "killed.zarr")], check=True, cwd=ROOT, capture_output=True)
+    assert tree_bytes(tmp_path / "killed.zarr") == tree_bytes(tmp_path / "whole.zarr")
+
+
+def test_interrupt_says_how_to_go_on(tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    for k in range(3):
+        write_pickle(data / f"b{k}.pkl.gz", [make_trace(20 * k + i, tokens=64, dim=256, layers=12) for i in range(20)])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tracestore.convert", data, tmp_path / "s.zarr"],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )
+    process.stdout.readline()
+    time.sleep(0.15)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode in (0, 130)
+    if process.returncode == 130:
+        assert "continues" in stderr and stderr.count("\n") == 1
+    convert(data, tmp_path / "s.zarr")
+    assert len(tracestore.open(tmp_path / "s.zarr")) == 60
