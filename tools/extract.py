@@ -32,7 +32,7 @@ def make_parser() -> Parser:
     parser.add_argument("--traces-per-file", type=positive, default=500, metavar="N")
     parser.add_argument("--shard", type=shard, default=(0, 1), metavar="I/N", help="this machine's share of the files")
     parser.add_argument("--scorer", choices=("containment", "bleurt"), default="containment")
-    parser.add_argument("--max-new-tokens", type=positive, default=20, metavar="N")
+    parser.add_argument("--max-new-tokens", type=positive, default=32, metavar="N")
     parser.add_argument("--instruction", help="system prompt")
     parser.add_argument("--attention", choices=("mean", "heads", "none"), default="mean", help="for a store: what to keep")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")

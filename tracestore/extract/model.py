@@ -1,11 +1,13 @@
 """A causal language model, its greedy answer, and the trace that the answer leaves."""
 
 import importlib.util
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from tracestore.errors import UsageError
 
@@ -78,18 +80,39 @@ def prompt_ids(lm: LanguageModel, question: str, instruction: str) -> torch.Tens
     return ids.to(lm.device)  # type: ignore[no-any-return]
 
 
+def _ends_sentence(text: str) -> bool:
+    """Whether text ends with a full stop that is not an initial's, an abbreviation's or a number's."""
+    return re.search(r"[^\W\d_]{3,}[\"')\]]*[.!?]$|\d[.!?]$", text) is not None
+
+
 def _cut(lm: LanguageModel, ids: list[int]) -> tuple[list[int], str]:
-    """The answer's tokens up to its end: the end-of-sequence token, the first new line
-    after some text, or the last token generated. -> tokens, how it was cut."""
+    """The answer's tokens up to its end: the end-of-sequence token, the first new line or
+    full stop after some text, or the last token generated. -> tokens, how it was cut."""
     ends = lm.model.generation_config.eos_token_id
     ends = {ends} if isinstance(ends, int) else set(ends or ())
     ends.add(lm.tokenizer.eos_token_id)
     for k, token in enumerate(ids):
         if token in ends:
             return ids[:k], "eos"
-        if k and "\n" in lm.tokenizer.decode([token]) and lm.tokenizer.decode(ids[:k]).strip():
+        text = lm.tokenizer.decode(ids[: k + 1])
+        if k and "\n" in text.lstrip():
             return ids[:k], "newline"
+        following = lm.tokenizer.decode(ids[k + 1 : k + 2])
+        if _ends_sentence(text) and following[:1] in ("", " ", "\n"):
+            return ids[: k + 1], "sentence"
     return ids, "max_tokens"
+
+
+class _StopAtCut(StoppingCriteria):
+    """Stops generating once the answer has been cut and one token has shown it."""
+
+    def __init__(self, lm: LanguageModel, prompt_length: int) -> None:
+        self._lm, self._prompt_length = lm, prompt_length
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        answer = input_ids[0, self._prompt_length :].tolist()
+        done = len(_cut(self._lm, answer)[0]) < len(answer)
+        return torch.full((len(input_ids),), done, device=input_ids.device)
 
 
 @torch.inference_mode()
@@ -108,6 +131,7 @@ def answer_question(lm: LanguageModel, question: str, *, instruction: str, max_n
         temperature=None,
         top_p=None,
         top_k=None,
+        stopping_criteria=StoppingCriteriaList([_StopAtCut(lm, prompt.shape[1])]),
         pad_token_id=lm.tokenizer.pad_token_id or lm.tokenizer.eos_token_id or 0,
     )
     raw = generated[0, prompt.shape[1] :].tolist()

@@ -180,9 +180,7 @@ class OOMGuard:
 
     def step(self, size: int, loss_of: Callable[[int, int], torch.Tensor]) -> float:
         """One step over a batch of `size` items; the mean loss."""
-        before = random_state()
-        buffers = [b.clone() for b in self.model.buffers()]
-        scaler_state = None if self.scaler is None else self.scaler.state_dict()
+        before, buffers, scaler_state = self._prepare()
         micro = min(size, self.micro_batch or size)
         retried = False
         while True:
@@ -236,22 +234,40 @@ class OOMGuard:
             return phase, None, total
         return phase, kind, total
 
+    def _prepare(self) -> tuple[dict[str, Any], list[torch.Tensor], Any]:
+        """Copies of what a failed attempt must give back: random state, buffers, scaler."""
+        for _ in range(3):
+            try:
+                scaler_state = None if self.scaler is None else self.scaler.state_dict()
+                return random_state(), [b.clone() for b in self.model.buffers()], scaler_state
+            except Exception as error:
+                kind = classify(error)
+                if kind is None:
+                    raise
+            self._clean(kind)
+            self._record("forward", 0, 0)
+        raise DoesNotFitError("out of memory before the step: buffers cannot be copied")
+
     def _optimizer_step(self) -> None:
-        for attempt in range(3):
-            self._snapshot.take()
-            kind = self._try_optimizer()
+        """The optimizer's step, at most once, or DoesNotFitError with all as it was."""
+        for _ in range(3):
+            taken, kind = self._try_optimizer()
             if kind is None:
                 return
-            self._snapshot.restore()
+            if taken:
+                self._snapshot.restore()
             self._record("optimizer", 0, 0)
             gc.collect()
             self._empty_cache()
-            if attempt == 2:
-                self.optimizer.zero_grad(set_to_none=True)
-                raise DoesNotFitError("out of memory in the optimizer's step")
+        self.optimizer.zero_grad(set_to_none=True)
+        raise DoesNotFitError("out of memory in the optimizer's step")
 
-    def _try_optimizer(self) -> str | None:
+    def _try_optimizer(self) -> tuple[bool, str | None]:
+        """-> whether the snapshot is whole, and the kind of memory that ran out or None."""
+        taken = False
         try:
+            self._snapshot.take()
+            taken = True
             if self.scaler is None:
                 self.optimizer.step()
             else:
@@ -261,8 +277,8 @@ class OOMGuard:
             kind = classify(error)
             if kind is None:
                 raise
-            return kind
-        return None
+            return taken, kind
+        return taken, None
 
     def evaluate(self, size: int, run: Callable[[int, int], Any]) -> list[Any]:
         """run(begin, end) over a batch without gradients, in micro-batches that fit."""

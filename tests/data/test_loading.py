@@ -1,0 +1,232 @@
+"""Datasets, samplers and the loader: equal values, exact epochs, exact continuation."""
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import tracestore
+from tests.core.test_kernels import oracle_edges
+from tests.helpers import make_trace, make_traces
+from tracestore.errors import UsageError
+from tracestore.store import schema
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+@pytest.fixture(params=["mean", "heads", "square", "zstd", "float32"])
+def variant(request, tmp_path):
+    """(store, traces) in several formats, lengths 1 to 9."""
+    name = request.param
+    options = {"attention": "heads" if name == "heads" else "mean", "codec": "zstd" if name == "zstd" else "none"}
+    options["dtype"] = "keep" if name == "float32" else "float16"
+    traces = [
+        make_trace(k, tokens=1 + k * 5 % 9, causal=name != "square" or k % 2 == 0, dtype="f4" if name == "float32" else "f2")
+        for k in range(11)
+    ]
+    with tracestore.create(tmp_path / "v.zarr", **options) as writer:
+        for k, trace in enumerate(traces):
+            writer.append(trace, score=None if k == 3 else k / 11)
+    return tracestore.open(tmp_path / "v.zarr"), traces
+
+
+def expected_graph(store, index, rule):
+    """x, edge_index, edge_attr of each layer of a trace, in numpy."""
+    trace = store[index]
+    mean = trace.attention_mean
+    causal = trace.attention_layout == "causal"
+    for layer in range(store.num_layers):
+        square = np.zeros((trace.num_tokens, trace.num_tokens), mean.dtype)
+        if causal:
+            square[np.tril_indices(trace.num_tokens)] = mean[layer]
+        else:
+            square[:] = mean[layer].reshape(square.shape)
+        source, target, weight = oracle_edges(square, causal, *rule)
+        yield trace.hidden_states[layer], np.stack([source, target]), weight
+
+
+@pytest.mark.parametrize("threshold,top_k", [(0.0, None), (0.4, None), (0.0, 0.3)])
+@pytest.mark.parametrize("num_threads", [0, 3])
+def test_graph_batches_equal_the_oracle(variant, threshold, top_k, num_threads):
+    store, _ = variant
+    loader = tracestore.TraceLoader(
+        store, "graph", batch_size=4, num_threads=num_threads, attention_threshold=threshold, top_k=top_k
+    )
+    seen = []
+    for batch in loader:
+        assert batch.num_graphs == len(batch.y) * store.num_layers == len(batch.ptr) - 1
+        data = batch.to_data_list()
+        for k, index in enumerate(batch.trace_index.tolist()):
+            seen.append(index)
+            for layer, (x, edges, weight) in enumerate(expected_graph(store, index, (threshold, top_k or 0.0))):
+                got = data[k * store.num_layers + layer]
+                np.testing.assert_array_equal(got.x.numpy(), x)
+                np.testing.assert_array_equal(got.edge_index.numpy(), edges)
+                np.testing.assert_array_equal(got.edge_attr.numpy()[:, 0], weight)
+            assert batch.question_id[k] == store.question_ids[index]
+            y = float(batch.y[k])
+            assert np.isnan(y) if index == 3 else y == float(store.scores[index] < 0.5)
+        copy = pickle.loads(pickle.dumps(batch))
+        assert torch.equal(copy.edge_index, batch.edge_index) and torch.equal(batch.to("cpu").x, batch.x)
+    assert sorted(seen) == list(range(11))
+
+
+@pytest.mark.parametrize("view", ["sequence", "graph"])
+def test_collate_equals_the_loader(variant, view):
+    store, _ = variant
+    collate = tracestore.collate_sequences if view == "sequence" else tracestore.collate_graphs
+    loader = DataLoader(tracestore.TraceDataset(store, view), batch_size=4, collate_fn=collate)
+    for a, b in zip(loader, tracestore.TraceLoader(store, view, batch_size=4, shuffle="none"), strict=True):
+        names = ["sequences"] if view == "sequence" else ["x", "edge_index", "edge_attr", "batch", "ptr"]
+        for name in [*names, "trace_index"]:
+            assert torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype, name
+        for name in ("y", "score"):
+            assert torch.equal(a[name].isnan(), b[name].isnan()) and torch.allclose(a[name].nan_to_num(), b[name].nan_to_num())
+        assert a.question_id == b.question_id
+
+
+def test_items_are_what_the_contract_says(store_path):
+    store = tracestore.open(store_path)
+    sequence, score, question_id = tracestore.TraceDataset(store_path)[4]
+    np.testing.assert_array_equal(sequence.numpy(), store[4].last_token)
+    assert score == store[4].score and question_id == "q4"
+    layers = tracestore.TraceDataset(store, view="graph")[4]
+    assert isinstance(layers, list) and len(layers) == store.num_layers
+    assert layers[0].x.shape == (5, 8) and layers[0].edge_attr.shape == (layers[0].edge_index.shape[1], 1)
+    assert len(tracestore.TraceDataset(store)) == 12
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("view", ["sequence", "graph"])
+def test_workers_fork_and_spawn(store_path, context, view):
+    collate = tracestore.collate_sequences if view == "sequence" else tracestore.collate_graphs
+    store = tracestore.open(store_path)
+    expected = list(tracestore.TraceLoader(store, view, batch_size=5, shuffle="none"))
+    dataset = tracestore.TraceDataset(store, view)
+    _ = dataset[0]  # maps are open before the fork
+    loader = DataLoader(
+        dataset, batch_size=5, collate_fn=collate, num_workers=2, multiprocessing_context=context, persistent_workers=True
+    )
+    name = "sequences" if view == "sequence" else "x"
+    for _epoch in range(2):
+        for a, b in zip(loader, expected, strict=True):
+            assert torch.equal(a[name], b[name])
+
+
+@pytest.mark.parametrize("batch_size", [None, 5])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_iterable_is_exact_over_ranks_and_workers(store_path, batch_size, world_size, workers):
+    for epoch in range(2):
+        seen, by_batch = [], {}
+        for rank in range(world_size):
+            dataset = tracestore.TraceIterableDataset(
+                store_path, buffer_size=6, seed=7, batch_size=batch_size, rank=rank, world_size=world_size
+            )
+            dataset.set_epoch(epoch)
+            loader = DataLoader(dataset, batch_size=None, num_workers=workers)
+            items = list(loader)
+            assert len(items) == len(dataset)
+            for g, item in enumerate(items):
+                ids = item.trace_index.tolist() if batch_size else [int(item[2][1:])]
+                by_batch.setdefault(g, []).extend(ids)
+                seen += ids
+        assert sorted(seen) == list(range(12))
+        if batch_size:
+            whole = tracestore.TraceIterableDataset(store_path, buffer_size=6, seed=7, batch_size=batch_size, rank=0, world_size=1)
+            whole.set_epoch(epoch)
+            assert [by_batch[g] for g in sorted(by_batch)] == [b.trace_index.tolist() for b in whole]
+
+
+def test_sampler(store_path):
+    dataset = tracestore.TraceDataset(store_path)
+    sampler = tracestore.ShuffleBufferSampler(len(dataset), buffer_size=4, seed=1)
+    first = list(sampler)
+    assert sorted(first) == list(range(12)) and list(sampler) == first and len(sampler) == 12
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+    parts = [list(tracestore.ShuffleBufferSampler(12, 4, 1, rank=r, world_size=5)) for r in range(5)]
+    assert sorted(sum(parts, [])) == list(range(12)) and sum(map(len, parts)) == 12
+    loader = DataLoader(dataset, batch_size=5, sampler=sampler, collate_fn=tracestore.collate_sequences)
+    assert sum(len(b) for b in loader) == 12
+
+
+@pytest.mark.parametrize("shuffle", ["global", "buffer", "block", "none"])
+def test_state_continues_with_the_next_batch(store_path, shuffle):
+    def make(threads):
+        return tracestore.TraceLoader(store_path, batch_size=2, shuffle=shuffle, buffer_size=4, seed=3, num_threads=threads)
+
+    loader = make(2)
+    epochs = [[b.trace_index.tolist() for b in loader] for _ in range(2)]
+    assert all(sorted(sum(e, [])) == list(range(12)) for e in epochs)
+    assert (epochs[0] != epochs[1]) or shuffle == "none"
+    for stop in range(6):
+        loader = make(3)
+        _ = list(loader)
+        iterator = iter(loader)
+        got = [next(iterator).trace_index.tolist() for _ in range(stop)]
+        state = json.loads(json.dumps(loader.state_dict()))
+        iterator.close()
+        other = make(stop % 3)
+        other.load_state_dict(state)
+        assert got + [b.trace_index.tolist() for b in other] == epochs[1]
+    with pytest.raises(UsageError, match="another loader"):
+        tracestore.TraceLoader(store_path, batch_size=3, shuffle=shuffle, seed=3).load_state_dict(state)
+
+
+def test_same_batches_for_any_number_of_threads(store_path):
+    runs = [
+        [b.trace_index.tolist() for b in tracestore.TraceLoader(store_path, "graph", batch_size=5, num_threads=t)]
+        for t in (0, 1, 2, 8)
+    ]
+    assert runs[0] == runs[1] == runs[2] == runs[3]
+
+
+def test_a_list_of_batches_keeps_its_values(store_path):
+    loader = tracestore.TraceLoader(store_path, batch_size=3, shuffle="none")
+    for k, batch in enumerate(list(loader)):
+        assert batch.trace_index.tolist() == list(range(3 * k, 3 * k + 3))
+        for row, index in zip(batch.sequences, batch.trace_index.tolist(), strict=True):
+            np.testing.assert_array_equal(row.numpy(), loader.store[index].last_token)
+
+
+def test_early_stop_leaves_no_thread(store_path):
+    import threading
+
+    before = threading.active_count()
+    for _ in tracestore.TraceLoader(store_path, "graph", batch_size=2, num_threads=4):
+        break
+    with pytest.raises(ZeroDivisionError):
+        for _ in tracestore.TraceLoader(store_path, "graph", batch_size=2, num_threads=4):
+            _ = 1 / 0
+    import gc
+
+    gc.collect()
+    assert threading.active_count() == before
+
+
+def test_cache_stays_within_its_bytes(tmp_path):
+    with tracestore.create(tmp_path / "c.zarr", codec="zstd") as writer:
+        for trace in make_traces(30, tokens=40, dim=128, layers=8):
+            writer.append(trace)
+    dataset = tracestore.TraceDataset(tmp_path / "c.zarr", "graph", max_cache_batches=1, batch_size=1)
+    limit = dataset.store._cache.max_bytes
+    for k in (0, 29, 3, 17, 0):
+        _ = dataset[k]
+        assert dataset.store._cache.num_bytes <= max(limit, schema.INNER_CHUNK_BYTES)
+
+
+def test_wrong_arguments_say_what_is_expected(store_path):
+    for kwargs, word in (
+        ({"view": "picture"}, "sequence"),
+        ({"shuffle": "wild"}, "global"),
+        ({"batch_size": 0}, "at least 1"),
+        ({"indices": [99]}, "indices"),
+        ({"view": "graph", "top_k": 2.0}, "top_k"),
+        ({"memory_budget": 10}, "batches"),
+    ):
+        with pytest.raises(UsageError, match=word):
+            tracestore.TraceLoader(store_path, **kwargs)

@@ -1,0 +1,200 @@
+"""The detectors against plain PyG: logits, loss and every gradient."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch_geometric.data import Batch, Data
+from torch_geometric.nn import GINEConv, global_mean_pool
+
+import tracestore
+from tests.helpers import make_graphs, make_trace
+from tracestore.data.loader import TraceLoader
+from tracestore.train.gine import GINE, GraphInputs, _FusedAggregation
+from tracestore.train.models import ModelConfig, detector_loss, make_model
+
+LAYERS, DIM = 4, 24
+
+
+@pytest.fixture(params=["causal", "square"])
+def loader_of(request, tmp_path):
+    """threshold -> a batch, of triangles or, for square attention, of edge lists."""
+    with tracestore.create(tmp_path / "m.zarr") as writer:
+        for k in range(7):
+            causal = request.param == "causal"
+            writer.append(make_trace(k, tokens=1 + 3 * k % 11, layers=LAYERS, dim=DIM, heads=3, causal=causal), score=k % 2)
+    edges = "packed" if request.param == "causal" else "coo"
+    return lambda threshold=0.0: next(
+        iter(TraceLoader(tmp_path / "m.zarr", "graph", batch_size=7, edges=edges, attention_threshold=threshold))
+    )
+
+
+def config(**changes):
+    return ModelConfig(LAYERS, DIM, **({"dropout": 0.0, "gnn_hidden": 16, "latent_dim": 12, "lstm_hidden": 10} | changes))
+
+
+class Reference(nn.Module):
+    """models.md in plain PyG, one Batch a layer; takes the weights of a detector."""
+
+    def __init__(self, name, model, dtype):
+        super().__init__()
+        self.name, self.model = name, model
+        self.convs = nn.ModuleList()
+        for mine in (model.encoder.conv1, model.encoder.conv2):
+            source = mine.conv
+            width = source.nn[0].in_features
+            mlp = nn.Sequential(nn.Linear(width, 16), nn.ReLU(), nn.Linear(16, 16))
+            conv = GINEConv(mlp, edge_dim=1).to(dtype)
+            conv.load_state_dict(source.state_dict())
+            self.convs.append(conv)
+        self.lstm = model.reader.lstm
+        self.head = model.reader.head
+
+    def forward(self, layers, eps=None):
+        pooled = []
+        for batch in layers:
+            x = F.relu(self.convs[0](batch.x, batch.edge_index, batch.edge_attr))
+            x = self.convs[1](x, batch.edge_index, batch.edge_attr)
+            pooled.append(global_mean_pool(x, batch.batch))
+        pooled = torch.stack(pooled, dim=1)
+        extra = 0.0
+        if self.name == "gvae_lstm":
+            m = self.model
+            mu, logvar = m.mu(pooled), m.logvar(pooled).clamp(-10, 10)
+            z = mu + torch.exp(logvar / 2) * eps
+            recon = ((m.decoder(z) - pooled) ** 2).sum(-1).mean()
+            kl = (-0.5 * (1 + logvar - mu**2 - logvar.exp()).sum(-1)).mean()
+            extra, pooled = 0.1 * (recon + 0.01 * kl), z
+        _, (h, _) = self.lstm(pooled)
+        return self.head(torch.cat([h[-2], h[-1]], 1)).squeeze(1), extra
+
+
+def layer_batches(batch, inputs, dtype):
+    """The batch of B * L graphs as L batches of B graphs."""
+    edge_index, weight = inputs.coo()
+    graphs = []
+    owner = batch.batch[edge_index[0]]
+    for g in range(len(batch.ptr) - 1):
+        mine = owner == g
+        graphs.append(
+            Data(
+                x=batch.x[batch.ptr[g] : batch.ptr[g + 1]].to(dtype),
+                edge_index=edge_index[:, mine] - batch.ptr[g],
+                edge_attr=weight[mine].to(dtype).unsqueeze(1),
+            )
+        )
+    return [Batch.from_data_list(graphs[layer::LAYERS]) for layer in range(LAYERS)]
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.45, 5.0])
+@pytest.mark.parametrize("name", ["gnn_det_lstm", "gvae_lstm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_to_pyg(loader_of, name, dtype, threshold):
+    batch = loader_of(threshold)
+    torch.manual_seed(0)
+    model = make_model(name, config()).to(dtype)
+    model.encoder.dropout.p = 0.0
+    inputs = GraphInputs.from_batch(batch, threshold)
+    reference = Reference(name, model, dtype)
+    eps = torch.randn(7, LAYERS, 12, dtype=dtype)
+    arguments = (eps,) if name == "gvae_lstm" else ()
+    output = model(inputs, *arguments)
+    loss = detector_loss(output, batch.y, 0.01)
+    loss.backward()
+    mine = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    logits, extra = reference(layer_batches(batch, inputs, dtype), *arguments)
+    expected = F.binary_cross_entropy_with_logits(logits, batch.y.to(dtype)) + extra
+    expected.backward()
+    shared = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    for k, conv in enumerate(reference.convs, 1):
+        for n, p in conv.named_parameters():
+            shared[f"encoder.conv{k}.conv.{n}"] = p.grad
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-10
+    assert torch.allclose(output.logits, logits, rtol=tolerance, atol=tolerance)
+    assert abs(float((loss - expected).detach())) <= tolerance * max(1, abs(float(expected.detach())))
+    for n, grad in mine.items():
+        scale = float(shared[n].abs().max())
+        difference = float((grad - shared[n]).abs().max())
+        assert difference <= (1e-4 if dtype == torch.float32 else 1e-10) * max(scale, 1e-12), (n, difference, scale)
+
+
+def test_edge_lists_equal_triangles(tmp_path):
+    """The same traces as pickles (triangles) and as PyG graphs (edge lists)."""
+    traces = [make_trace(k, tokens=2 + k, layers=LAYERS, dim=DIM) for k in range(5)]
+    with tracestore.create(tmp_path / "a.zarr") as writer:
+        for trace in traces:
+            writer.append(trace)
+    graphs = {"graphs": [make_graphs(t) for t in traces], "labels": [0.0] * 5, "question_ids": [f"q{k}" for k in range(5)]}
+    torch.save(graphs, tmp_path / "g.pt")
+    from tests.helpers import convert
+
+    convert(tmp_path / "g.pt", tmp_path / "b.zarr")
+    torch.manual_seed(1)
+    model = make_model("gnn_det_lstm", config()).eval()
+    logits = []
+    for name, edges in (("a.zarr", "packed"), ("a.zarr", "coo"), ("b.zarr", "coo")):
+        batch = next(iter(TraceLoader(tmp_path / name, "graph", batch_size=5, shuffle="none", edges=edges)))
+        logits.append(model(GraphInputs.from_batch(batch)).logits)
+    assert torch.allclose(logits[0], logits[1], rtol=1e-5, atol=1e-6) and torch.allclose(logits[0], logits[2], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("edges", ["packed", "coo"])
+def test_top_k_and_micro_batches(tmp_path, edges):
+    with tracestore.create(tmp_path / "m.zarr") as writer:
+        for k in range(6):
+            writer.append(make_trace(k, tokens=1 + 2 * k, layers=LAYERS, dim=DIM))
+    loader = TraceLoader(tmp_path / "m.zarr", "graph", batch_size=6, shuffle="none", top_k=0.4, edges=edges)
+    batch = next(iter(loader))
+    inputs = GraphInputs.from_batch(batch, -float("inf") if edges == "packed" else 0.0)
+    plain = next(iter(TraceLoader(tmp_path / "m.zarr", "graph", batch_size=6, shuffle="none", top_k=0.4)))
+    source, target = inputs.coo()[0]
+    assert torch.equal(torch.stack([source, target]), plain.edge_index)
+    model = make_model("gnn_det_lstm", config()).eval()
+    whole = model(inputs).logits
+    pieces = [model(inputs.traces(a, b)).logits for a, b in ((0, 1), (1, 4), (4, 6))]
+    assert torch.allclose(whole, torch.cat(pieces), rtol=1e-5, atol=1e-6)
+
+
+def test_fused_gradcheck():
+    torch.manual_seed(0)
+    sizes = [1, 4, 0, 3]
+    nodes = torch.tensor([0, *np.cumsum(sizes)])
+    pairs = [s * (s + 1) // 2 for s in sizes]
+    weights = torch.rand(sum(pairs), dtype=torch.float64)
+    inputs = GraphInputs(torch.zeros(8, 3), nodes, weights, torch.tensor([0, *np.cumsum(pairs)]), 1, threshold=0.2)
+    x, w, b = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((8, 3), (3,), (3,)))
+    assert torch.autograd.gradcheck(lambda *a: _FusedAggregation.apply(*a, inputs.graphs()), (x, w, b))
+
+
+def test_fused_and_reference_share_weights():
+    fused, pyg = GINE(DIM, 16, "fused"), GINE(DIM, 16, "pyg")
+    pyg.load_state_dict(fused.state_dict())
+    assert [n for n, _ in fused.named_parameters()] == [n for n, _ in pyg.named_parameters()]
+
+
+def test_fused_is_bitwise_the_same_for_any_number_of_threads(loader_of):
+    inputs = GraphInputs.from_batch(loader_of())
+    x = inputs.x.float().requires_grad_()
+    w, b = torch.randn(DIM, requires_grad=True), torch.randn(DIM, requires_grad=True)
+    results = []
+    before = torch.get_num_threads()
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        out = _FusedAggregation.apply(x, w, b, inputs.graphs())
+        results.append([out.detach(), *torch.autograd.grad(out.square().sum(), (x, w, b))])
+    torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(p, q) for p, q in zip(results[0], other, strict=True))
+
+
+def test_lstm_reads_the_layers():
+    model = make_model("lstm_solo", config()).eval()
+    sequences = torch.randn(5, LAYERS, DIM).half()
+    out = model(sequences).logits
+    assert out.shape == (5,)
+    assert not torch.allclose(out, model(sequences.flip(1)).logits)
+    _, (h, _) = model.reader.lstm(sequences.float())
+    expected = model.reader.head(torch.cat([h[-2], h[-1]], 1)).squeeze(1)
+    assert torch.equal(out, expected)
