@@ -46,12 +46,14 @@ demo-600: install
 	done
 	$(BIN)/python bench/summarize_seeds.py $(DEMO)/results_600_*/results.json
 
+# Two test processes, one thread of torch each: more threads than processors spin.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
 test: install c-tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(PYTEST)
 
 check: install lint types c-tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile
-	$(BIN)/python -m pytest tests/readme_commands.py
+	$(PYTEST)
 
 format:
 	$(BIN)/ruff format .

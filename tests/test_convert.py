@@ -34,7 +34,9 @@ def test_json_is_one_document(folder, tmp_path):
     info = json.loads(run_cli("-m", "tracestore", "info", tmp_path / "s.zarr", "--json", check=0).stdout)
     wanted = "num_traces num_tokens num_layers hidden_dim num_heads attention attention_layout hidden_dtype num_segments bytes num_scored generation"
     assert set(wanted.split()) <= set(info) and info["num_heads"] == 2 and info["attention"] == "mean"
-    assert info["bytes"] == sum(map(len, tree_bytes(tmp_path / "s.zarr").values())) - _manifest_bytes(tmp_path / "s.zarr")
+    assert info["bytes"] == sum(map(len, tree_bytes(tmp_path / "s.zarr").values())) - _manifest_bytes(
+        tmp_path / "s.zarr"
+    )
 
 
 def _manifest_bytes(store):
@@ -66,7 +68,9 @@ def test_score_replaces_without_touching_a_trace(folder, tmp_path):
     convert(folder, tmp_path / "s.zarr")
     before = {k: v for k, v in tree_bytes(tmp_path / "s.zarr").items() if k.startswith("segments/")}
     write_scores(tmp_path / "new.csv", {"q0": 0.125, "elsewhere": 1}, "bleurt_score")
-    done = run_cli("-m", "tracestore", "score", tmp_path / "s.zarr", "--scores", tmp_path / "new.csv", "--json", check=0)
+    done = run_cli(
+        "-m", "tracestore", "score", tmp_path / "s.zarr", "--scores", tmp_path / "new.csv", "--json", check=0
+    )
     assert json.loads(done.stdout)["num_scores_without_trace"] == 1
     assert tracestore.open(tmp_path / "s.zarr").scores[0] == 0.125
     assert before == {k: v for k, v in tree_bytes(tmp_path / "s.zarr").items() if k.startswith("segments/")}
@@ -208,7 +212,10 @@ def test_interrupt_says_how_to_go_on(tmp_path):
         write_pickle(data / f"b{k}.pkl.gz", [make_trace(20 * k + i, tokens=64, dim=256, layers=12) for i in range(20)])
     process = subprocess.Popen(
         [sys.executable, "-m", "tracestore.convert", data, tmp_path / "s.zarr"],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     process.stdout.readline()
     time.sleep(0.15)

@@ -1,6 +1,6 @@
 """A language model answers questions and leaves traces.
 
-    python tools/extract.py --model HuggingFaceTB/SmolLM2-135M-Instruct --questions tools/data/facts.csv --out traces_data
+python tools/extract.py --model HuggingFaceTB/SmolLM2-135M-Instruct --questions tools/data/facts.csv --out traces_data
 """
 
 import argparse
@@ -24,9 +24,13 @@ def shard(text: str) -> tuple[int, int]:
 
 
 def make_parser() -> Parser:
-    parser = Parser(prog="extract.py", description="Let a language model answer questions and keep what happens inside.")
+    parser = Parser(
+        prog="extract.py", description="Let a language model answer questions and keep what happens inside."
+    )
     parser.add_argument("--model", required=True, help="Hugging Face id, folder, .gguf file, or package:NAME")
-    parser.add_argument("--questions", required=True, type=Path, help="CSV: question_id, question, answers (a|b), group")
+    parser.add_argument(
+        "--questions", required=True, type=Path, help="CSV: question_id, question, answers (a|b), group"
+    )
     parser.add_argument("--out", required=True, type=Path, help="folder for .pkl files, or a store (ends with .zarr)")
     parser.add_argument("--limit", type=positive, metavar="N", help="only the first N questions")
     parser.add_argument("--traces-per-file", type=positive, default=500, metavar="N")
@@ -34,7 +38,9 @@ def make_parser() -> Parser:
     parser.add_argument("--scorer", choices=("containment", "bleurt"), default="containment")
     parser.add_argument("--max-new-tokens", type=positive, default=32, metavar="N")
     parser.add_argument("--instruction", help="system prompt")
-    parser.add_argument("--attention", choices=("mean", "heads", "none"), default="mean", help="for a store: what to keep")
+    parser.add_argument(
+        "--attention", choices=("mean", "heads", "none"), default="mean", help="for a store: what to keep"
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the model")
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
@@ -75,11 +81,15 @@ def command(args: argparse.Namespace) -> int:
         made += 1
         right += scored_right
         progress.update(
-            lambda s: f"{made + there:,} of {total:,} traces, {made / s:.2f} traces/s, "
-            f"{right / made:.0%} right, {(total - there - made) * s / made:,.0f} s left"
+            lambda s: (
+                f"{made + there:,} of {total:,} traces, {made / s:.2f} traces/s, "
+                f"{right / made:.0%} right, {(total - there - made) * s / made:,.0f} s left"
+            )
         )
     progress.clear()
-    output.say(f"{args.out}: {made:,} traces made, {there:,} were there, {right / max(1, made):.0%} of the new answers right")
+    output.say(
+        f"{args.out}: {made:,} traces made, {there:,} were there, {right / max(1, made):.0%} of the new answers right"
+    )
     output.document({"out": str(args.out), "made": made, "already_there": there, "right": right})
     return 0
 

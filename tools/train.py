@@ -1,6 +1,6 @@
 """Trains the three detectors from a store.
 
-    python tools/train.py --store store.zarr
+python tools/train.py --store store.zarr
 """
 
 import argparse
@@ -54,7 +54,9 @@ def make_parser() -> Parser:
         add(f"--run-{flag}", action=argparse.BooleanOptionalAction, default=True, help=f"train {name}")
     add("--probe", action=argparse.BooleanOptionalAction, default=True, help="logistic probe beside the models")
     add("--max-cache-batches", type=positive, default=2, help="decoded batches kept of a compressed store")
-    add("--memory-budget", type=parse_size, metavar="SIZE", help="what training may take above the libraries, e.g. 8GiB")
+    add(
+        "--memory-budget", type=parse_size, metavar="SIZE", help="what training may take above the libraries, e.g. 8GiB"
+    )
     add("--score-threshold", type=float, default=0.5, help="label 1 (hallucination) where score < this")
     add("--attention-threshold", type=float, default=0.0, help="edges are pairs with attention above this")
     add("--top-k", type=fraction, metavar="FRACTION", help="instead: this fraction of each layer's pairs")

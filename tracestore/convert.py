@@ -264,9 +264,13 @@ def make_parser(prog: str = "tracestore convert") -> Parser:
     )
     parser.add_argument("src", nargs="+", metavar="SRC", help="folders or files of traces")
     parser.add_argument("dst", metavar="DST", help="the store to make or to add to")
-    parser.add_argument("--scores", metavar="CSV", help="scores by question_id (default: the *scores*.csv in a SRC folder)")
+    parser.add_argument(
+        "--scores", metavar="CSV", help="scores by question_id (default: the *scores*.csv in a SRC folder)"
+    )
     parser.add_argument("--score-column", metavar="NAME", help="column of the scores file")
-    parser.add_argument("--attention", choices=schema.ATTENTION_MODES, help="what to store (default: mean over the heads)")
+    parser.add_argument(
+        "--attention", choices=schema.ATTENTION_MODES, help="what to store (default: mean over the heads)"
+    )
     parser.add_argument("--codec", choices=schema.CODECS, help="compression (default: none)")
     parser.add_argument("--dtype", choices=("float16", "keep"), help="default: float16")
     parser.add_argument("--workers", type=positive, default=2, metavar="N", help="packing threads (default: 2)")

@@ -126,7 +126,7 @@ def test_gather_fills_exactly():
     out = np.empty(9, "u1")
     kernels.gather(parts, out, 2)
     np.testing.assert_array_equal(out, np.concatenate(parts))
-    with pytest.raises(ValueError, match="9 bytes are needed|bytes where"):
+    with pytest.raises(ValueError, match="bytes where"):
         kernels.gather(parts, np.empty(10, "u1"), 1)
 
 

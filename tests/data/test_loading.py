@@ -1,6 +1,8 @@
 """Datasets, samplers and the loader: equal values, exact epochs, exact continuation."""
 
+import functools
 import json
+import operator
 import pickle
 
 import numpy as np
@@ -24,7 +26,9 @@ def variant(request, tmp_path):
     options = {"attention": "heads" if name == "heads" else "mean", "codec": "zstd" if name == "zstd" else "none"}
     options["dtype"] = "keep" if name == "float32" else "float16"
     traces = [
-        make_trace(k, tokens=1 + k * 5 % 9, causal=name != "square" or k % 2 == 0, dtype="f4" if name == "float32" else "f2")
+        make_trace(
+            k, tokens=1 + k * 5 % 9, causal=name != "square" or k % 2 == 0, dtype="f4" if name == "float32" else "f2"
+        )
         for k in range(11)
     ]
     with tracestore.create(tmp_path / "v.zarr", **options) as writer:
@@ -84,7 +88,9 @@ def test_collate_equals_the_loader(variant, view):
         for name in [*names, "trace_index"]:
             assert torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype, name
         for name in ("y", "score"):
-            assert torch.equal(a[name].isnan(), b[name].isnan()) and torch.allclose(a[name].nan_to_num(), b[name].nan_to_num())
+            assert torch.equal(a[name].isnan(), b[name].isnan()) and torch.allclose(
+                a[name].nan_to_num(), b[name].nan_to_num()
+            )
         assert a.question_id == b.question_id
 
 
@@ -108,7 +114,12 @@ def test_workers_fork_and_spawn(store_path, context, view):
     dataset = tracestore.TraceDataset(store, view)
     _ = dataset[0]  # maps are open before the fork
     loader = DataLoader(
-        dataset, batch_size=5, collate_fn=collate, num_workers=2, multiprocessing_context=context, persistent_workers=True
+        dataset,
+        batch_size=5,
+        collate_fn=collate,
+        num_workers=2,
+        multiprocessing_context=context,
+        persistent_workers=True,
     )
     name = "sequences" if view == "sequence" else "x"
     for _epoch in range(2):
@@ -136,7 +147,9 @@ def test_iterable_is_exact_over_ranks_and_workers(store_path, batch_size, world_
                 seen += ids
         assert sorted(seen) == list(range(12))
         if batch_size:
-            whole = tracestore.TraceIterableDataset(store_path, buffer_size=6, seed=7, batch_size=batch_size, rank=0, world_size=1)
+            whole = tracestore.TraceIterableDataset(
+                store_path, buffer_size=6, seed=7, batch_size=batch_size, rank=0, world_size=1
+            )
             whole.set_epoch(epoch)
             assert [by_batch[g] for g in sorted(by_batch)] == [b.trace_index.tolist() for b in whole]
 
@@ -149,7 +162,7 @@ def test_sampler(store_path):
     sampler.set_epoch(1)
     assert list(sampler) != first
     parts = [list(tracestore.ShuffleBufferSampler(12, 4, 1, rank=r, world_size=5)) for r in range(5)]
-    assert sorted(sum(parts, [])) == list(range(12)) and sum(map(len, parts)) == 12
+    assert sorted(functools.reduce(operator.iadd, parts, [])) == list(range(12)) and sum(map(len, parts)) == 12
     loader = DataLoader(dataset, batch_size=5, sampler=sampler, collate_fn=tracestore.collate_sequences)
     assert sum(len(b) for b in loader) == 12
 
@@ -157,11 +170,13 @@ def test_sampler(store_path):
 @pytest.mark.parametrize("shuffle", ["global", "buffer", "block", "none"])
 def test_state_continues_with_the_next_batch(store_path, shuffle):
     def make(threads):
-        return tracestore.TraceLoader(store_path, batch_size=2, shuffle=shuffle, buffer_size=4, seed=3, num_threads=threads)
+        return tracestore.TraceLoader(
+            store_path, batch_size=2, shuffle=shuffle, buffer_size=4, seed=3, num_threads=threads
+        )
 
     loader = make(2)
     epochs = [[b.trace_index.tolist() for b in loader] for _ in range(2)]
-    assert all(sorted(sum(e, [])) == list(range(12)) for e in epochs)
+    assert all(sorted(functools.reduce(operator.iadd, e, [])) == list(range(12)) for e in epochs)
     assert (epochs[0] != epochs[1]) or shuffle == "none"
     for stop in range(6):
         loader = make(3)

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from tracestore.data import order
 
 
-@given(st.integers(0, 3000), st.integers(-5, 2**63), st.integers(0, 50), st.sampled_from(order.MODES), st.integers(1, 400))
+@given(
+    st.integers(0, 3000), st.integers(-5, 2**63), st.integers(0, 50), st.sampled_from(order.MODES), st.integers(1, 400)
+)
 @settings(max_examples=80, deadline=None)
 def test_every_id_once(n, seed, epoch, mode, size):
     plan = order.EpochOrder(n, seed, epoch, mode, size, size)

@@ -127,7 +127,9 @@ def test_sequences_and_graphs_are_one_trace_each(tmp_path, one_by_one):
     torch.save(graphs, tmp_path / "pre/gnn/preprocessed_0.pt")
     # Other values than the graphs' last rows, so that it shows which one is read.
     sequences = torch.stack([torch.from_numpy(np.stack(t["hidden_states"])[:, -1]) for t in traces]) + 1
-    torch.save({"sequences": sequences, "labels": labels, "question_ids": ids}, tmp_path / "pre/lstm_solo/preprocessed_0.pt")
+    torch.save(
+        {"sequences": sequences, "labels": labels, "question_ids": ids}, tmp_path / "pre/lstm_solo/preprocessed_0.pt"
+    )
     if one_by_one:
         convert(tmp_path / "pre/lstm_solo", tmp_path / "s.zarr")
         convert(tmp_path / "pre/gnn", tmp_path / "s.zarr")
@@ -147,7 +149,13 @@ def test_older_files_without_question_id(tmp_path):
     traces = make_traces(3)
     for k, trace in enumerate(traces):
         del trace["question_id"]
-        trace |= {"question": f"why {k}?", "prompt_length": 1, "batch_number": 4, "cutoff_method": "eos", "example_id": k}
+        trace |= {
+            "question": f"why {k}?",
+            "prompt_length": 1,
+            "batch_number": 4,
+            "cutoff_method": "eos",
+            "example_id": k,
+        }
         if k < 2:
             trace["global_example_id"] = 100 + k
         trace["logits"] = np.arange(3, dtype="f4")

@@ -43,12 +43,23 @@ def bad_schema():
     yield "zero tokens", make_trace(0, tokens=0), "at least one token"
     yield "object in place of array", {**good, "hidden_states": ["a", "b", "c"]}, "hidden_states[0]"
     yield "integers", {**good, "hidden_states": [h.astype("i4") for h in good["hidden_states"]]}, "int32"
-    yield "mixed dtypes", {**good, "hidden_states": [good["hidden_states"][0], *make_trace(2, tokens=3, dtype="f4")["hidden_states"][1:]]}, "float32"
+    yield (
+        "mixed dtypes",
+        {
+            **good,
+            "hidden_states": [good["hidden_states"][0], *make_trace(2, tokens=3, dtype="f4")["hidden_states"][1:]],
+        },
+        "float32",
+    )
     yield "tokens too many", {**good, "tokens": np.arange(9)}, "9 tokens"
     yield "tokens not integers", {**good, "tokens": [0.5, 1.0, 2.0]}, "integers"
     yield "answer not text", {**good, "generated_answer_clean": 7}, "generated_answer_clean"
     yield "id not text", {**good, "question_id": [1]}, "question_id"
-    yield "beyond float16", {**good, "hidden_states": [h.astype("f4") * 1e6 for h in good["hidden_states"]]}, "--dtype keep"
+    yield (
+        "beyond float16",
+        {**good, "hidden_states": [h.astype("f4") * 1e6 for h in good["hidden_states"]]},
+        "--dtype keep",
+    )
     yield "not a dict", 17, "dict"
 
 

@@ -41,7 +41,9 @@ def test_round_trip(tmp_path, codec, attention):
             np.testing.assert_array_equal(got.attention, full)
         exact = full.astype("f8").mean(1)
         mean = got.attention.mean(1) if attention == "heads" else got.attention
-        assert np.abs(mean.astype("f8") - exact).max() <= 0.5 * np.spacing(np.float16(1)) + 1e-4 * (attention == "heads")
+        assert np.abs(mean.astype("f8") - exact).max() <= 0.5 * np.spacing(np.float16(1)) + 1e-4 * (
+            attention == "heads"
+        )
     assert verify_store(tmp_path / "s.zarr").damaged == {}
 
 

@@ -23,7 +23,9 @@ def loader_of(request, tmp_path):
     with tracestore.create(tmp_path / "m.zarr") as writer:
         for k in range(7):
             causal = request.param == "causal"
-            writer.append(make_trace(k, tokens=1 + 3 * k % 11, layers=LAYERS, dim=DIM, heads=3, causal=causal), score=k % 2)
+            writer.append(
+                make_trace(k, tokens=1 + 3 * k % 11, layers=LAYERS, dim=DIM, heads=3, causal=causal), score=k % 2
+            )
     edges = "packed" if request.param == "causal" else "coo"
     return lambda threshold=0.0: next(
         iter(TraceLoader(tmp_path / "m.zarr", "graph", batch_size=7, edges=edges, attention_threshold=threshold))
@@ -31,7 +33,9 @@ def loader_of(request, tmp_path):
 
 
 def config(**changes):
-    return ModelConfig(LAYERS, DIM, **({"dropout": 0.0, "gnn_hidden": 16, "latent_dim": 12, "lstm_hidden": 10} | changes))
+    return ModelConfig(
+        LAYERS, DIM, **({"dropout": 0.0, "gnn_hidden": 16, "latent_dim": 12, "lstm_hidden": 10} | changes)
+    )
 
 
 class Reference(nn.Module):
@@ -126,7 +130,11 @@ def test_edge_lists_equal_triangles(tmp_path):
     with tracestore.create(tmp_path / "a.zarr") as writer:
         for trace in traces:
             writer.append(trace)
-    graphs = {"graphs": [make_graphs(t) for t in traces], "labels": [0.0] * 5, "question_ids": [f"q{k}" for k in range(5)]}
+    graphs = {
+        "graphs": [make_graphs(t) for t in traces],
+        "labels": [0.0] * 5,
+        "question_ids": [f"q{k}" for k in range(5)],
+    }
     torch.save(graphs, tmp_path / "g.pt")
     from tests.helpers import convert
 
@@ -137,7 +145,9 @@ def test_edge_lists_equal_triangles(tmp_path):
     for name, edges in (("a.zarr", "packed"), ("a.zarr", "coo"), ("b.zarr", "coo")):
         batch = next(iter(TraceLoader(tmp_path / name, "graph", batch_size=5, shuffle="none", edges=edges)))
         logits.append(model(GraphInputs.from_batch(batch)).logits)
-    assert torch.allclose(logits[0], logits[1], rtol=1e-5, atol=1e-6) and torch.allclose(logits[0], logits[2], rtol=1e-5, atol=1e-6)
+    assert torch.allclose(logits[0], logits[1], rtol=1e-5, atol=1e-6) and torch.allclose(
+        logits[0], logits[2], rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("edges", ["packed", "coo"])

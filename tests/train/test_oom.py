@@ -77,7 +77,9 @@ def test_every_operation_once(optimizer):
         assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True)), operation
         if guard.events:
             (event,) = guard.events
-            assert event["phase"] in ("forward", "backward", "optimizer") and event["size_before"] == event["size_after"]
+            assert (
+                event["phase"] in ("forward", "backward", "optimizer") and event["size_before"] == event["size_after"]
+            )
             assert (event["epoch"], event["step"]) == (0, 1)
 
 
@@ -90,7 +92,9 @@ class FailAbove(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if "addmm" in str(func) and args[1].shape[0] > self.limit:
-            raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes.")
+            raise RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes."
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -138,7 +142,7 @@ def test_optimizer_failures_never_step_twice():
 
 
 def test_failed_tensors_are_gone_before_the_retry():
-    model, guard, loss_of = make()
+    model, guard, _loss_of = make()
     refs, alive = [], []
 
     def leaking(begin, end):

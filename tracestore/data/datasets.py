@@ -29,7 +29,9 @@ def mean_trace_bytes(store: TraceStore, view: str) -> int:
     return int(store.num_layers * (float(tokens.mean()) * store.hidden_dim * item + pairs * 18))
 
 
-def _open(store: StoreLike, view: str, cache_bytes: int | None, max_cache_batches: int | None, batch_size: int) -> TraceStore:
+def _open(
+    store: StoreLike, view: str, cache_bytes: int | None, max_cache_batches: int | None, batch_size: int
+) -> TraceStore:
     """The store with a cache of its own: bounded in bytes, and in batches where that is given."""
     limit = DEFAULT_CACHE_BYTES if cache_bytes is None else cache_bytes
     opened = store if isinstance(store, TraceStore) else TraceStore(store)

@@ -62,8 +62,10 @@ class TraceLoader:
         self.store.require(view)
         self.view, self.batch_size, self.shuffle, self.seed = view, batch_size, shuffle, seed
         self.indices = None if indices is None else np.asarray(indices, np.int64)
-        if self.indices is not None and self.indices.size and not (
-            0 <= self.indices.min() and self.indices.max() < len(self.store)
+        if (
+            self.indices is not None
+            and self.indices.size
+            and not (self.indices.min() >= 0 and self.indices.max() < len(self.store))
         ):
             raise UsageError(f"found indices outside 0 .. {len(self.store) - 1}")
         self.options = GraphOptions(attention_threshold, top_k, edges)
@@ -131,9 +133,7 @@ class TraceLoader:
         return self._indices(plan, batch)
 
     def _plan(self, epoch: int) -> order.EpochOrder:
-        return order.EpochOrder(
-            self.num_samples, self.seed, epoch, self.shuffle, self.buffer_size, self.block_size
-        )
+        return order.EpochOrder(self.num_samples, self.seed, epoch, self.shuffle, self.buffer_size, self.block_size)
 
     def _indices(self, plan: order.EpochOrder, batch: int) -> np.ndarray:
         positions = order.batch_positions(batch, self.num_samples, self.batch_size, self.rank, self.world_size)

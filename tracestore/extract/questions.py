@@ -91,7 +91,7 @@ def containment_score(answer: str, accepted: Sequence[str]) -> float:
 
 
 def make_scorer(name: str) -> Callable[[str, Sequence[str]], float]:
-    """"containment", or "bleurt" for those who have the package bleurt-pytorch and its weights."""
+    """ "containment", or "bleurt" for those who have the package bleurt-pytorch and its weights."""
     if name == "containment":
         return containment_score
     try:

@@ -116,7 +116,7 @@ class GzipSource:
 
     def read(self, count: int) -> bytes | bytearray:
         stop = self._offset + count
-        if 0 <= count and stop <= len(self._buffer):
+        if count >= 0 and stop <= len(self._buffer):
             piece = self._buffer[self._offset : stop]
             self._offset = stop
             return piece

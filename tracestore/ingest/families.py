@@ -35,7 +35,9 @@ def resolve(value: Any, budget: list[int]) -> Any:
     if isinstance(value, memoryview | bytearray):
         return bytes(value)
     if isinstance(value, builders.Draft | builders.Builder):
-        raise InputRefusedError(f"found a {type(value).__name__.removesuffix('Draft')} object where a value is expected")
+        raise InputRefusedError(
+            f"found a {type(value).__name__.removesuffix('Draft')} object where a value is expected"
+        )
     return value
 
 

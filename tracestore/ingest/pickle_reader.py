@@ -89,14 +89,16 @@ class PickleReader:
                 if code == _EMPTY_DICT:
                     if len(self._marks) == 1 and self._stack and type(self._stack[-1]) is dict and self._stack[-1]:
                         yield from self._emit()
-                elif (code == _APPEND or code == _APPENDS) and self._targets_root(code):
+                elif (code in (_APPEND, _APPENDS)) and self._targets_root(code):
                     yield from self._emit()
             try:
                 handler(self)
             except (IndexError, KeyError, TypeError, ValueError, struct.error, OverflowError) as error:
                 if isinstance(error, InputRefusedError):
                     raise
-                raise InputRefusedError(f"not a well-formed pickle: {type(error).__name__} at opcode 0x{code:02x}") from None
+                raise InputRefusedError(
+                    f"not a well-formed pickle: {type(error).__name__} at opcode 0x{code:02x}"
+                ) from None
             if len(self._stack) > stack_limit or len(self._marks) > MAX_DEPTH:
                 raise InputRefusedError("the pickle nests or piles up more than a file of traces does")
         else:

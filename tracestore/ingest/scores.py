@@ -67,14 +67,18 @@ def _parse(path: Path, rows, header: list[str], column: str | None) -> Scores:  
             score = float(text) if text else math.nan
             sample = int(row[place["sample"]]) if scores.has_samples else 0
         except ValueError:
-            raise InputRefusedError(f"{where}: found {text[:40]!r} in {chosen}, expected a number", source=name) from None
+            raise InputRefusedError(
+                f"{where}: found {text[:40]!r} in {chosen}, expected a number", source=name
+            ) from None
         if math.isinf(score):
             raise InputRefusedError(f"{where}: found an infinite {chosen}", source=name)
         group = row[place["group"]].strip() if "group" in place else ""
         key = (question_id, sample)
         before = scores.values.get(key)
-        if before is not None and (before[0], before[1]) != (score, group) and not (
-            math.isnan(before[0]) and math.isnan(score)
+        if (
+            before is not None
+            and (before[0], before[1]) != (score, group)
+            and not (math.isnan(before[0]) and math.isnan(score))
         ):
             raise InputRefusedError(
                 f"{where}: found a second {chosen} {score:g} for question {question_id!r}, expected {before[0]:g} as before",

@@ -38,8 +38,12 @@ def find_sources(arguments: list[Path], store: Path) -> list[SourceFile]:
             for folder, folders, files in os.walk(argument, followlinks=True):
                 here = Path(folder)
                 folders[:] = sorted(
-                    d for d in folders if not d.startswith(".") and (here / d).resolve() != store.resolve()
-                    and not (here / d / "manifest").is_dir() and (here / d).resolve() not in here.resolve().parents
+                    d
+                    for d in folders
+                    if not d.startswith(".")
+                    and (here / d).resolve() != store.resolve()
+                    and not (here / d / "manifest").is_dir()
+                    and (here / d).resolve() not in here.resolve().parents
                 )
                 inside += [here / f for f in files if f.endswith(SUFFIXES) and not f.startswith(".")]
             names = [SourceFile(p, p.relative_to(argument).as_posix()) for p in inside]

@@ -15,6 +15,7 @@ LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 MAX_ENTRIES = 10_000_000
 _LOCAL = struct.Struct("<4s5H3I2H")
 _BIT_DESCRIPTOR = 8
+_ZIP64 = 0xFFFFFFFF  # the size then stands in an extra field
 
 
 class _Window(io.RawIOBase):
@@ -72,9 +73,8 @@ def _entries(view: memoryview) -> dict[str, memoryview]:
             raise InputRefusedError(f"truncated: entry {info.filename[:100]!r} ends after the file")
         if flags & _BIT_DESCRIPTOR:
             _check_descriptor(view, end, info)
-        elif crc != info.CRC or (size, full) != (info.file_size, info.file_size):
-            if not (size == full == 0xFFFFFFFF and info.file_size >= 0):
-                raise InputRefusedError(f"entry {info.filename[:100]!r}: its two headers differ")
+        elif crc != info.CRC or (size, full) not in ((info.file_size, info.file_size), (_ZIP64, _ZIP64)):
+            raise InputRefusedError(f"entry {info.filename[:100]!r}: its two headers differ")
         entries[info.filename] = view[data:end]
     return entries
 
@@ -124,7 +124,9 @@ def read_zip(mapped: MappedFile) -> Any:
                 raise InputRefusedError(f"storage {name[:40]!r} is not in the archive")
             draft = builders.StorageDraft(kind.dtype, numel, data)
             if draft.num_bytes != len(data):
-                raise InputRefusedError(f"storage {name[:40]!r}: {len(data):,} bytes where {draft.num_bytes:,} are needed")
+                raise InputRefusedError(
+                    f"storage {name[:40]!r}: {len(data):,} bytes where {draft.num_bytes:,} are needed"
+                )
             storages[name] = draft
         if storages[name].dtype != kind.dtype or storages[name].numel != numel:
             raise InputRefusedError(f"storage {name[:40]!r} is described in two ways")

@@ -79,8 +79,10 @@ def read_columns(store: Path, ref: ColumnsRef) -> Columns:
         reader = ArrayReader(folder, f"{ref.path}/{name}", sizes.get(f"{ref.path}/{name}/c/0"), ChunkCache(0))
         arrays[name] = reader.flat(0, reader.shape[0])
     columns = Columns(**arrays)
-    if len(columns) != ref.num_traces or len(columns.labels) != ref.num_traces or (
-        len(columns.groups_offsets) != ref.num_traces + 1
+    if (
+        len(columns) != ref.num_traces
+        or len(columns.labels) != ref.num_traces
+        or (len(columns.groups_offsets) != ref.num_traces + 1)
     ):
         raise StoreDamagedError(f"{ref.path}: another number of traces than the manifest says")
     return columns

@@ -1,12 +1,12 @@
 """Named arrays in one mappable file: the form of an index part.
 
-    0   8   magic b"TSPART\\0\\1"
-    8   4   number of arrays
-    12  4   crc32c of the table
-    16  8   size of the file in bytes
-    24  ..  table: a row of 64 bytes an array:
-            name (32, zero padded), numpy dtype string (8), offset (8), count (8), zeros (8)
-    ..  ..  the arrays, little-endian, each at a multiple of 64
+0   8   magic b"TSPART\\0\\1"
+8   4   number of arrays
+12  4   crc32c of the table
+16  8   size of the file in bytes
+24  ..  table: a row of 64 bytes an array:
+        name (32, zero padded), numpy dtype string (8), offset (8), count (8), zeros (8)
+..  ..  the arrays, little-endian, each at a multiple of 64
 """
 
 import struct

@@ -73,7 +73,9 @@ def _newest_readable(path: Path) -> tuple[mf.Manifest, StoreIndex, Columns]:
                 problem = problem or StoreDamagedError(f"{error.filename or error}: missing")
                 continue
             if problem is not None and mf.generations(path) == numbers:
-                warnings.warn(f"{path}: {problem}; reading generation {number} instead", TracestoreWarning, stacklevel=4)
+                warnings.warn(
+                    f"{path}: {problem}; reading generation {number} instead", TracestoreWarning, stacklevel=4
+                )
             if problem is None or mf.generations(path) == numbers:
                 return manifest, index, columns
         if mf.generations(path) == numbers:
@@ -216,7 +218,9 @@ class TraceStore:
         segment = self._segments.get(number)
         if segment is None:
             if not 0 <= number < self._manifest.num_segments:
-                raise StoreDamagedError(f"{self.path}: the index names segment {number} of {self._manifest.num_segments}")
+                raise StoreDamagedError(
+                    f"{self.path}: the index names segment {number} of {self._manifest.num_segments}"
+                )
             sizes = {f.path: f.size for f in self._index.segment_files(number)}
             segment = self._segments[number] = SegmentReader(self.path, number, sizes, self._cache)
         return segment

@@ -20,8 +20,16 @@ MAX_EXTRA_NODES = 200_000
 MAX_EXTRA_DEPTH = 64
 
 _OWN_FIELDS = frozenset(
-    ("hidden_states", "attentions", "tokens", "tokens_decoded", "question_id", "question", "prompt_length")
-    + schema.ANSWER_FIELDS
+    (
+        "hidden_states",
+        "attentions",
+        "tokens",
+        "tokens_decoded",
+        "question_id",
+        "question",
+        "prompt_length",
+        *schema.ANSWER_FIELDS,
+    )
 )
 
 

@@ -248,7 +248,9 @@ class SegmentReader:
                 raise StoreDamagedError(f"{where}/zarr.json: {error.strerror}") from None
             if expected_meta is None or found != expected_meta:
                 raise StoreDamagedError(f"{where}/zarr.json: {found} bytes where {expected_meta} were committed")
-            shard = self._sizes.get(f"{where}/c/0", self._sizes.get(f"{where}/c/0/0", self._sizes.get(f"{where}/c/0/0/0")))
+            shard = self._sizes.get(
+                f"{where}/c/0", self._sizes.get(f"{where}/c/0/0", self._sizes.get(f"{where}/c/0/0/0"))
+            )
             reader = self._arrays[name] = ArrayReader(folder, where, shard, self._cache)
         return reader
 

@@ -17,7 +17,6 @@ import numpy as np
 from tracestore._core.kernels import crc32c
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import StoreDamagedError
-from tracestore.store import schema
 from tracestore.store.fsio import write_all
 
 _BUFFER_BYTES = 1 << 20
@@ -40,9 +39,7 @@ def _zarr_compressors(name: str, itemsize: int) -> Any:
         return None
     if name == "zstd":
         return ZstdCodec(level=3)
-    return BloscCodec(
-        cname=name.removeprefix("blosc-"), clevel=5, shuffle="shuffle", blocksize=0, typesize=itemsize
-    )
+    return BloscCodec(cname=name.removeprefix("blosc-"), clevel=5, shuffle="shuffle", blocksize=0, typesize=itemsize)
 
 
 def array_metadata(
@@ -223,7 +220,9 @@ class ArrayReader:
                 raise ValueError("not an array of this format")
             self._codec = inner[0] if inner else None
             if self._codec == "blosc":
-                self._codec = "blosc-" + next(c for c in sharding["codecs"] if c["name"] == "blosc")["configuration"]["cname"]
+                self._codec = (
+                    "blosc-" + next(c for c in sharding["codecs"] if c["name"] == "blosc")["configuration"]["cname"]
+                )
         except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
             raise StoreDamagedError(f"{name}/zarr.json: {error}") from None
         self.row_items = int(np.prod(self.shape[1:], dtype=np.int64))

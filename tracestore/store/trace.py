@@ -47,7 +47,9 @@ class Trace:
 
     def _graph(self, what: str) -> SegmentReader:
         if self._row.graph_segment < 0:
-            raise MissingFieldError(f"trace {self.index} ({self.question_id}) has no {what}: its source holds last tokens only")
+            raise MissingFieldError(
+                f"trace {self.index} ({self.question_id}) has no {what}: its source holds last tokens only"
+            )
         return self._store._segment(self._row.graph_segment)
 
     def _has(self, name: str) -> bool:

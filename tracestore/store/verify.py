@@ -59,7 +59,9 @@ def verify_store(
     path = Path(store)
     numbers = mf.generations(path) if path.is_dir() else []
     if not numbers:
-        raise UsageError(f"{path}: no such store" if not path.exists() else f"{path}: not a store, or nothing committed")
+        raise UsageError(
+            f"{path}: no such store" if not path.exists() else f"{path}: not a store, or nothing committed"
+        )
     report = Report()
     entries: dict[str, FileEntry] = {}
     good: list[mf.Manifest] = []

@@ -138,7 +138,8 @@ class StoreWriter:
         asked = {"attention": attention, "dtype": dtype, "codec": codec}
         if manifest is None:
             options = {
-                k: asked[k] or default for k, default in (("attention", "mean"), ("dtype", "float16"), ("codec", "none"))
+                k: asked[k] or default
+                for k, default in (("attention", "mean"), ("dtype", "float16"), ("codec", "none"))
             }
             attributes = schema.Attributes(attention=options["attention"], options=options)
             manifest = mf.Manifest(0, attributes)
@@ -270,11 +271,14 @@ class StoreWriter:
                 raise InputRefusedError(f"found {value}, expected {own} as in the rest of the store", field=name)
             found[name] = own if own is not None else value
         layout = schema.LAYOUT_NAMES.get(trace.layout)
-        if layout is not None and a.attention_layout is not None and (layout == "edges") != (
-            a.attention_layout == "edges"
+        if (
+            layout is not None
+            and a.attention_layout is not None
+            and (layout == "edges") != (a.attention_layout == "edges")
         ):
             raise InputRefusedError(
-                f"found {layout} attention, expected {a.attention_layout} as in the rest of the store", field="attention"
+                f"found {layout} attention, expected {a.attention_layout} as in the rest of the store",
+                field="attention",
             )
         if layout is None or a.attention_layout == "square":
             layout = a.attention_layout
@@ -374,7 +378,9 @@ class StoreWriter:
     @staticmethod
     def _one_label(stored: float, label: float) -> float:
         if not math.isnan(stored) and not math.isnan(label) and stored != label:
-            raise InputRefusedError(f"found label {label:g}, expected {stored:g} as stored for this key", field="labels")
+            raise InputRefusedError(
+                f"found label {label:g}, expected {stored:g} as stored for this key", field="labels"
+            )
         return stored if math.isnan(label) else label
 
     # Columns

@@ -46,9 +46,7 @@ class GraphInputs:
     def from_batch(cls, batch: Batch, threshold: float = 0.0) -> "GraphInputs":
         """From a batch of TraceLoader, edges "packed" or "coo"."""
         if "attention" in batch:
-            return cls(
-                batch.x, batch.ptr, batch.attention, batch.attention_ptr, batch.num_layers, threshold=threshold
-            )
+            return cls(batch.x, batch.ptr, batch.attention, batch.attention_ptr, batch.num_layers, threshold=threshold)
         ptr = batch._slice_dict["edge_index"].to(batch.x.device)
         return cls(batch.x, batch.ptr, batch.edge_attr.reshape(-1), ptr, batch.num_layers, batch.edge_index)
 
@@ -114,9 +112,7 @@ class _FusedAggregation(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, graphs: Graphs) -> torch.Tensor:
         x, w, b = x.contiguous(), w.contiguous(), b.contiguous()
         out = torch.empty_like(x)
-        graphs.forward(
-            x.detach().numpy(), w.detach().numpy(), b.detach().numpy(), out.numpy(), torch.get_num_threads()
-        )
+        graphs.forward(x.detach().numpy(), w.detach().numpy(), b.detach().numpy(), out.numpy(), torch.get_num_threads())
         ctx.save_for_backward(x, w, b)
         ctx.graphs = graphs
         return out

@@ -159,7 +159,9 @@ class DetectorRun:
         ids = [batch.question_id[k] for k, i in enumerate(batch.trace_index) if self.store[int(i)].has_nonfinite]
         if ids:
             raise TrainingError(f"the loss is {loss}: the trace of question {ids[0]!r} holds NaN or infinite values")
-        raise TrainingError(f"the loss is {loss}; questions of the batch: {', '.join(batch.question_id[:4])}, ...; lower --lr")
+        raise TrainingError(
+            f"the loss is {loss}; questions of the batch: {', '.join(batch.question_id[:4])}, ...; lower --lr"
+        )
 
     def _train_epoch(self, loader: TraceLoader, progress: Progress) -> None:
         self.model.train()
@@ -176,7 +178,9 @@ class DetectorRun:
             inputs, y = self._inputs(batch), batch.y.to(self.device)
             size = len(y)
 
-            def loss_of(begin: int, end: int, inputs: Any = inputs, y: torch.Tensor = y, size: int = size) -> torch.Tensor:
+            def loss_of(
+                begin: int, end: int, inputs: Any = inputs, y: torch.Tensor = y, size: int = size
+            ) -> torch.Tensor:
                 output = self.model(self._slice(inputs, begin, end, size))
                 return detector_loss(output, y[begin:end], self.model_config.kl_weight)
 
@@ -230,7 +234,9 @@ class DetectorRun:
         score = torch.cat(logits).numpy().astype(np.float64)
         if not np.isfinite(score).all():
             bad = int(self.split.indices[part][int(np.flatnonzero(~np.isfinite(score))[0])])
-            raise TrainingError(f"{self.name} gives no number for the trace of question {self.store.question_ids[bad]!r}")
+            raise TrainingError(
+                f"{self.name} gives no number for the trace of question {self.store.question_ids[bad]!r}"
+            )
         return y_all, score, total / len(y_all)
 
     def _fit_standardiser(self) -> None:
@@ -269,7 +275,9 @@ class DetectorRun:
             f"micro-batch {event['size_before']} -> {event['size_after']}"
         )
 
-    def _save_last(self, progress: Progress, loader_state: dict[str, Any], result: dict[str, Any] | None = None) -> None:
+    def _save_last(
+        self, progress: Progress, loader_state: dict[str, Any], result: dict[str, Any] | None = None
+    ) -> None:
         save_checkpoint(
             self.folder / "last.pt",
             {

@@ -33,7 +33,7 @@ _GROW_AFTER_STEPS = 50
 
 
 def classify(error: BaseException) -> str | None:
-    """"device" (memory of the device that computes, also the CPU's allocator), "host"
+    """ "device" (memory of the device that computes, also the CPU's allocator), "host"
     (MemoryError, a killed worker, full shared memory), or None for anything else."""
     text = str(error).lower()
     if any(t in text for t in _FATAL_TEXTS):

@@ -66,7 +66,9 @@ def run_training(
         raise UsageError(f"--output-dir {folder}: {error.strerror}") from None
     split = _split(store, config, folder)
     counts = ", ".join(f"{part} {len(ids)}" for part, ids in split.indices.items())
-    log(f"{store.path}: {len(store):,} traces, {len(store) - sum(map(len, split.indices.values())):,} without a label; {counts}")
+    log(
+        f"{store.path}: {len(store):,} traces, {len(store) - sum(map(len, split.indices.values())):,} without a label; {counts}"
+    )
     model_config = ModelConfig(store.num_layers, store.hidden_dim, **sizes)
     results: dict[str, Any] = {
         "models": {},

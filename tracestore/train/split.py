@@ -84,7 +84,9 @@ def split_from_ids(store: TraceStore, targets: np.ndarray, question_ids: dict[st
             seen.add(question)
     missing = set(wanted) - seen
     if missing:
-        raise TrainingError(f"{len(missing)} questions of split.json are not in {store.path}, first {sorted(missing)[0]!r}")
+        raise TrainingError(
+            f"{len(missing)} questions of split.json are not in {store.path}, first {sorted(missing)[0]!r}"
+        )
     split = Split({p: np.array(v, np.int64) for p, v in indices.items()}, question_ids)
     check_split(split, targets)
     return split

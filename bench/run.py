@@ -1,0 +1,186 @@
+"""Short benchmarks. Each prints ratios to a limit or a peer measured in the same run.
+
+python bench/run.py [--short]
+"""
+
+import argparse
+import os
+import pickle
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import tracestore
+from tracestore import convert
+from tracestore.data.loader import TraceLoader
+from tracestore.extract.run import PickleListWriter
+from tracestore.train.gine import GraphInputs
+from tracestore.train.models import ModelConfig, detector_loss, make_model
+
+LAYERS, DIM, HEADS = 30, 576, 9
+
+
+def make_file(path: Path, count: int) -> int:
+    """A pickle of synthetic traces of 45 to 65 tokens, written as the extractor does; bytes of its arrays."""
+    rng = np.random.default_rng(0)
+    writer, total = PickleListWriter(path), 0
+    for k in range(count):
+        tokens = int(rng.integers(45, 66))
+        hidden = rng.standard_normal((LAYERS, tokens, DIM), "f4").astype("f2")
+        attention = np.tril(rng.random((LAYERS, HEADS, tokens, tokens), "f4")).astype("f2")
+        total += hidden.nbytes + attention.nbytes
+        writer.append(
+            {
+                "hidden_states": list(hidden),
+                "attentions": list(attention),
+                "tokens": np.arange(tokens),
+                "tokens_decoded": ["t"] * tokens,
+                "generated_answer_clean": "a",
+                "question_id": f"q{k}",
+            }
+        )
+    writer.finish()
+    return total
+
+
+def timed(work) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def bench_convert(folder: Path, source: Path, repeats: int) -> None:
+    store, copy = folder / "store.zarr", folder / "copy"
+    ours, theirs = [], []
+    for _ in range(repeats):
+        shutil.rmtree(store, ignore_errors=True)
+        sys.stdout.flush()
+        saved = os.dup(1)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        ours.append(timed(lambda: convert.main([str(source), str(store), "--attention", "heads"])))
+        os.dup2(saved, 1)
+        os.close(saved)
+        os.close(null)
+
+        def peer() -> None:
+            with source.open("rb") as file:
+                traces = pickle.load(file)
+            with copy.open("wb") as out:
+                for trace in traces:
+                    for array in (*trace["hidden_states"], *trace["attentions"]):
+                        out.write(np.tril(array) if array.ndim == 3 else array)
+                out.flush()
+                os.fsync(out.fileno())
+
+        theirs.append(timed(peer))
+    a, b = statistics.median(ours), statistics.median(theirs)
+    print(f"convert .pkl, every head: {a:.2f} s; pickle.load + np.tril + write + fsync: {b:.2f} s; ratio {b / a:.2f}")
+
+
+def memcpy_seconds(num_bytes: int, threads: int = 2) -> float:
+    """Copying num_bytes with `threads` threads, pages touched before."""
+    part = num_bytes // threads
+    sources = [np.ones(part, "u1") for _ in range(threads)]
+    targets = [np.zeros(part, "u1") for _ in range(threads)]
+
+    def run() -> None:
+        workers = [threading.Thread(target=np.copyto, args=pair) for pair in zip(targets, sources, strict=True)]
+        for w in workers:
+            w.start()
+        for w in workers:
+            w.join()
+
+    return min(timed(run) for _ in range(3))
+
+
+def bench_loader(store_path: Path, repeats: int) -> None:
+    store = tracestore.open(store_path)
+    tokens = np.asarray(store.num_tokens, "f8")
+    input_bytes = int(LAYERS * (tokens.sum() * DIM + (tokens * (tokens + 1) / 2).sum()) * 2)
+    for edges in ("coo", "packed"):
+        loader = TraceLoader(store, "graph", batch_size=16, edges=edges)
+        list(zip(range(2), loader, strict=False))
+        seconds = []
+        for _ in range(repeats):
+
+            def epoch(loader=loader) -> None:
+                for _ in loader:
+                    pass
+
+            seconds.append(timed(epoch))
+        s, limit = statistics.median(seconds), memcpy_seconds(input_bytes)
+        print(
+            f"loader, graph batches of 16, {edges}: {len(store) / s:,.0f} traces/s, {input_bytes / s / 1e9:.2f} GB/s; "
+            f"2-thread memcpy of the same bytes {input_bytes / limit / 1e9:.2f} GB/s; ratio {limit / s:.2f}"
+        )
+
+
+def bench_step(store_path: Path, repeats: int) -> None:
+    batch = next(iter(TraceLoader(store_path, "graph", batch_size=16, edges="packed")))
+    y = (torch.arange(16) % 2).float()
+    seconds = {}
+    for kind in ("fused", "pyg"):
+        model = make_model("gnn_det_lstm", ModelConfig(LAYERS, DIM, message_passing=kind))
+        optimizer = torch.optim.Adam(model.parameters(), fused=True)
+        inputs = GraphInputs.from_batch(batch)
+        if kind == "pyg":  # as the users have it: one layer at a time, edges made beforehand
+            layers = [layer_inputs(inputs, k) for k in range(LAYERS)]
+
+        def step(model=model, optimizer=optimizer, kind=kind, inputs=inputs) -> None:
+            optimizer.zero_grad(set_to_none=True)
+            if kind == "fused":
+                output = model(inputs)
+            else:
+                pooled = [model.encoder(layer) for layer in layers]
+                output = type(model(inputs.traces(0, 1)))(model.reader(torch.cat(pooled, dim=1)))
+            detector_loss(output, y, 0.01).backward()
+            optimizer.step()
+
+        step()
+        seconds[kind] = statistics.median(timed(step) for _ in range(repeats if kind == "fused" else 2))
+    print(
+        f"gnn_det_lstm step, batch of 16: fused {seconds['fused']:.2f} s, PyG layer by layer {seconds['pyg']:.2f} s; "
+        f"ratio {seconds['pyg'] / seconds['fused']:.1f}"
+    )
+
+
+def layer_inputs(inputs: GraphInputs, layer: int) -> GraphInputs:
+    """One layer of every trace, as edge lists."""
+    graphs = range(layer, len(inputs.node_ptr) - 1, inputs.num_layers)
+    picks = [slice(int(inputs.node_ptr[g]), int(inputs.node_ptr[g + 1])) for g in graphs]
+    weights = [slice(int(inputs.weight_ptr[g]), int(inputs.weight_ptr[g + 1])) for g in graphs]
+    nodes = torch.tensor([0, *np.cumsum([p.stop - p.start for p in picks])])
+    pairs = torch.tensor([0, *np.cumsum([w.stop - w.start for w in weights])])
+    alone = GraphInputs(
+        torch.cat([inputs.x[p] for p in picks]), nodes, torch.cat([inputs.weight[w] for w in weights]), pairs, 1
+    )
+    edge_index, weight = alone.coo()
+    return GraphInputs(alone.x, nodes, weight, pairs, 1, edge_index)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--short", action="store_true", help="fewer traces and repeats")
+    args = parser.parse_args()
+    count, repeats = (96, 3) if args.short else (400, 5)
+    print(f"{os.cpu_count()} processors, torch {torch.__version__}, {count} traces of L={LAYERS} D={DIM} H={HEADS}")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_file(folder / "traces.pkl", count)
+        bench_convert(folder, folder / "traces.pkl", repeats)
+        shutil.rmtree(folder / "store.zarr")
+        convert.main([str(folder / "traces.pkl"), str(folder / "store.zarr"), "--json"])
+        bench_loader(folder / "store.zarr", repeats)
+        bench_step(folder / "store.zarr", repeats)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""The extractor on a language model of two layers with random weights."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import tracestore
+from tests.helpers import convert, run_cli
+from tracestore.errors import InputRefusedError
+from tracestore.extract import run as extraction
+from tracestore.extract.questions import Question, containment_score, contains, read_questions, token_f1
+from tracestore.ingest.families import read_traces
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """A Llama of 2 layers and a tokenizer of single characters, saved as a folder."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("model")
+    characters = [chr(c) for c in range(33, 127)] + ["Ġ", "Ċ"]
+    vocabulary = {c: k for k, c in enumerate(["<eos>", "<unk>", *characters])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")
+    fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} {% endfor %}"
+    fast.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=0,
+        bos_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def questions(tmp_path):
+    path = tmp_path / "questions.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["question_id", "question", "answers", "group"])
+        writer.writerows([f"q{k}", f"What is {k}?", f"{k}|number {k}", "numbers"] for k in range(7))
+    return path
+
+
+def extract(model, questions, out, *args, check=0):
+    return run_cli(
+        "tools/extract.py",
+        "--model",
+        model,
+        "--questions",
+        questions,
+        "--out",
+        out,
+        "--max-new-tokens",
+        6,
+        *args,
+        check=check,
+    )
+
+
+def test_files_are_of_the_schema_and_convert(tiny_model, questions, tmp_path):
+    done = extract(tiny_model, questions, tmp_path / "out", "--traces-per-file", 3, "--json")
+    assert json.loads(done.stdout)["made"] == 7
+    files = sorted(p.name for p in (tmp_path / "out").glob("*.pkl"))
+    assert files == [f"traces_batch_000{k}.pkl" for k in range(3)]
+    with (tmp_path / "out/scores.csv").open() as file:
+        assert [row["question_id"] for row in csv.DictReader(file)] == [f"q{k}" for k in range(7)]
+    record = next(read_traces(tmp_path / "out" / files[0], files[0]))
+    assert len(record.hidden) == 2 and record.hidden[0].dtype == np.float16 and record.hidden[0].shape[1] == 16
+    assert record.attention[0].shape == (4, record.num_tokens, record.num_tokens)
+    np.testing.assert_allclose(record.attention[0].astype("f4").sum(-1), 1, atol=0.01)
+    assert len(record.tokens) == len(record.tokens_decoded) == record.num_tokens > record.prompt_length
+    convert(tmp_path / "out", tmp_path / "s.zarr")
+    store = tracestore.open(tmp_path / "s.zarr")
+    assert len(store) == 7 and not np.isnan(store.scores).any() and store.attention_layout == "causal"
+    assert store[0].question == "What is 0?"
+
+
+def test_hidden_states_are_those_of_the_model(tiny_model, questions, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    extract(tiny_model, questions, tmp_path / "out", "--limit", 1)
+    record = next(read_traces(tmp_path / "out/traces_batch_0000.pkl", "t"))
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        out = model(
+            torch.from_numpy(record.tokens.astype("i8"))[None], output_hidden_states=True, output_attentions=True
+        )
+    for layer in range(2):
+        expected = out.hidden_states[layer + 1][0].half().numpy()
+        np.testing.assert_allclose(record.hidden[layer].astype("f4"), expected.astype("f4"), atol=2e-3)
+        np.testing.assert_allclose(record.attention[layer].astype("f4"), out.attentions[layer][0].numpy(), atol=2e-3)
+
+
+def test_continues_and_shards(tiny_model, questions, tmp_path):
+    extract(tiny_model, questions, tmp_path / "whole", "--traces-per-file", 2)
+    for shard in ("1/2", "0/2"):
+        extract(tiny_model, questions, tmp_path / "parts", "--traces-per-file", 2, "--shard", shard)
+    for path in sorted((tmp_path / "whole").iterdir()):
+        if path.is_file():
+            assert path.read_bytes() == (tmp_path / "parts" / path.name).read_bytes(), path.name
+    (tmp_path / "parts/traces_batch_0001.pkl").unlink()
+    untouched = (tmp_path / "parts/traces_batch_0000.pkl").stat().st_mtime_ns
+    done = json.loads(extract(tiny_model, questions, tmp_path / "parts", "--traces-per-file", 2, "--json").stdout)
+    assert done["made"] == 2 and done["already_there"] == 5
+    assert (tmp_path / "parts/traces_batch_0000.pkl").stat().st_mtime_ns == untouched
+
+
+def test_a_file_is_there_whole_or_not_at_all(tmp_path):
+    batches = extraction.plan_batches([Question(f"q{k}", "?", ("a",)) for k in range(4)], 2, (0, 1), "t")
+    calls = []
+
+    def answer(question):
+        calls.append(question.question_id)
+        if len(calls) == 4:
+            raise RuntimeError("power cut")
+        return {"generated_answer_clean": "a", "hidden_states": []}
+
+    with pytest.raises(RuntimeError):
+        list(extraction.extract_to_folder(tmp_path, batches, answer, containment_score))
+    assert sorted(p.name for p in tmp_path.glob("*")) == [".scores", "t_batch_0000.pkl"]
+    list(extraction.extract_to_folder(tmp_path, batches, answer, containment_score))
+    assert calls == ["q0", "q1", "q2", "q3", "q2", "q3"]
+
+
+def test_straight_into_a_store(tiny_model, questions, tmp_path):
+    extract(tiny_model, questions, tmp_path / "run.zarr", "--limit", 3)
+    extract(tiny_model, questions, tmp_path / "run.zarr")
+    store = tracestore.open(tmp_path / "run.zarr")
+    assert store.question_ids == [f"q{k}" for k in range(7)] and not np.isnan(store.scores).any()
+
+
+def test_wrong_usage(tiny_model, questions, tmp_path):
+    (tmp_path / "bad.csv").write_text("question_id,question\nq,what?\n")
+    for args, code, words in (
+        ((tiny_model, tmp_path / "none.csv", tmp_path / "o"), 2, "no such file"),
+        ((tiny_model, tmp_path / "bad.csv", tmp_path / "o"), 3, "answers"),
+        ((tmp_path / "nomodel.gguf", questions, tmp_path / "o"), 2, "no such file"),
+        (("package:not_a_package", questions, tmp_path / "o"), 2, "not installed"),
+        ((tiny_model, questions, tmp_path / "o", "--shard", "3/2"), 2, "I/N"),
+        ((tiny_model, questions, tmp_path / "o", "--scorer", "bleurt"), 2, "bleurt"),
+    ):
+        done = extract(*args, check=code)
+        assert words in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_scores():
+    assert contains("The capital is Paris.", ["Paris"]) and not contains("Parisian life", ["Paris"])
+    assert contains("It is São Paulo!", ["sao paulo"]) and not contains("anything", ["the"])
+    assert token_f1("the red fox", ["red fox jumps"]) == pytest.approx(0.8)
+    assert containment_score("nothing", ["Paris"]) == 0.0
+
+
+def test_the_questions_of_the_demo():
+    from tests.helpers import ROOT
+
+    questions = read_questions(ROOT / "tools/data/facts.csv")
+    assert len(questions) >= 800 and len({q.template for q in questions}) >= 5
+    assert len({q.text for q in questions}) == len(questions)
+    with pytest.raises(InputRefusedError):
+        read_questions(ROOT / "LICENSE")

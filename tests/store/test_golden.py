@@ -1,0 +1,54 @@
+"""What version 1 wrote is read by every later version, by us and by the second reader."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+import tracestore
+from tests.helpers import ROOT, convert, make_graphs, make_traces, tree_bytes
+from tests.store.second_reader import read_store
+from tracestore.store.verify import verify_store
+
+GOLDEN = ROOT / "tests/golden"
+
+
+@pytest.mark.parametrize("name", ["v1_heads.zarr", "v1_edges.zarr", "v1_bfloat16.zarr"])
+def test_golden_stores_are_whole(name):
+    assert verify_store(GOLDEN / name).damaged == {}
+
+
+@pytest.mark.parametrize("read", ["tracestore", "second reader"])
+def test_heads(read):
+    traces = make_traces(5)
+    store = tracestore.open(GOLDEN / "v1_heads.zarr")
+    assert store.question_ids == [t["question_id"] for t in traces]
+    np.testing.assert_array_equal(store.scores, [0.25, np.nan, np.nan, 0.75, np.nan])
+    second = read_store(GOLDEN / "v1_heads.zarr")
+    for k, trace in enumerate(traces):
+        hidden = store[k].hidden_states if read == "tracestore" else second[k]["hidden_states"]
+        attention = store[k].attention if read == "tracestore" else second[k]["attention"]
+        assert hidden.tobytes() == np.stack(trace["hidden_states"]).tobytes()
+        assert attention.tobytes() == np.stack(trace["attentions"]).tobytes()
+
+
+def test_edges():
+    store, second = tracestore.open(GOLDEN / "v1_edges.zarr"), read_store(GOLDEN / "v1_edges.zarr")
+    assert len(store) == 5 and store.labels.tolist() == [0, 1, 1, 0, 1]
+    graphs = [row for row in second if "edges" in row]
+    for k, trace in enumerate(make_traces(5)):
+        for (index, weight), layer in zip(graphs[k]["edges"], make_graphs(trace), strict=True):
+            np.testing.assert_array_equal(index, layer.edge_index.numpy())
+            np.testing.assert_array_equal(weight, layer.edge_attr.numpy()[:, 0])
+        np.testing.assert_array_equal(store[k].last_token, np.stack(trace["hidden_states"])[:, -1])
+
+
+def test_golden_inputs_make_the_golden_store(tmp_path):
+    """The same sources and options give the same bytes, also in later versions."""
+    inputs = tmp_path / "inputs"
+    shutil.copytree(GOLDEN / "inputs", inputs)
+    shutil.rmtree(inputs / "preprocessed")
+    convert(inputs, tmp_path / "s.zarr", "--attention", "heads")
+    mine, golden = tree_bytes(tmp_path / "s.zarr"), tree_bytes(GOLDEN / "v1_heads.zarr")
+    assert mine.keys() == golden.keys()
+    assert [name for name in golden if mine[name] != golden[name]] == []

@@ -1,0 +1,57 @@
+"""What README and docs tell people to run, run in a folder with traces as a user has them."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT, make_traces, write_pickle, write_scores
+
+PAGES = ("docs/tutorial.md", "README.md")
+
+
+def blocks(page):
+    """(language, code) of each fenced block that is to be run, in order."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return re.findall(r"^```(sh|python)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_and_code_of_a_page(tmp_path, page):
+    traces = make_traces(60, tokens=5)
+    data = tmp_path / "traces_data"
+    data.mkdir()
+    write_pickle(data / "trivia_qa_traces_batch_0000.pkl", traces[:40])
+    write_pickle(data / "trivia_qa_traces_batch_0001.pkl.gz", traces[40:])
+    write_scores(
+        data / "ground_truth_scores.csv", {t["question_id"]: k % 2 for k, t in enumerate(traces)}, "bleurt_score"
+    )
+    (tmp_path / "tools").symlink_to(ROOT / "tools")
+    scripts = str(Path(sys.executable).parent)
+    environment = {**os.environ, "PATH": f"{scripts}:{os.environ['PATH']}"}
+    found = blocks(page)
+    assert len(found) >= 2
+    for language, code in found:
+        # What sets up a machine has a test of its own: `make` is how this test came to run.
+        lines = [line for line in code.splitlines() if not line.startswith(("make", "git clone", "cd "))]
+        command = ["bash", "-ec", "\n".join(lines)] if language == "sh" else [sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, f"{page}:\n{code}\n{done.stdout}\n{done.stderr}"
+
+
+def test_links_lead_somewhere():
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        for link in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
+            if not link.startswith("http"):
+                assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_the_format_page_names_every_array():
+    text = (ROOT / "docs/format.md").read_text(encoding="utf-8")
+    from tracestore.store import manifest, schema
+
+    for name in [*schema.FIELD_BITS, *schema.STRING_FIELDS, *manifest.TRACE_COLUMNS]:
+        assert name in text, name

@@ -1,0 +1,236 @@
+"""Whole training runs: results, splits, resuming, errors."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import tracestore
+from tests.helpers import ROOT, make_trace, run_cli
+from tracestore.errors import TrainingError
+from tracestore.train import split as splits
+from tracestore.train.metrics import at_threshold, auroc, auroc_interval, youden_threshold
+
+FAST = ["--lstm-hidden", 8, "--gnn-hidden", 8, "--latent-dim", 8, "--num-threads", 1]
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory):
+    """60 traces whose hidden states tell the label, 4 more without a score."""
+    path = tmp_path_factory.mktemp("labelled") / "store.zarr"
+    with tracestore.create(path) as writer:
+        for k in range(64):
+            trace = make_trace(k, tokens=2 + k % 4, layers=3, dim=8)
+            if k % 2:
+                trace["hidden_states"] = [h + np.float16(1.5) for h in trace["hidden_states"]]
+            writer.append(trace, score=None if k >= 60 else 0.9 - 0.8 * (k % 2))
+    return path
+
+
+def train(store, out, *args, check=0, **options):
+    return run_cli("tools/train.py", "--store", store, "--output-dir", out, *FAST, *args, check=check, **options)
+
+
+def final_weights(out, model):
+    return torch.load(out / model / "last.pt", weights_only=True)["model"]
+
+
+def test_results_are_what_the_contract_says(labelled, tmp_path):
+    done = train(labelled, tmp_path / "r", "--epochs", 6, "--lr", 0.01)
+    results = json.loads((tmp_path / "r/results.json").read_text())
+    assert set(results) >= {"models", "config", "split", "store"}
+    assert set(results["models"]) == {"lstm_solo", "gnn_det_lstm", "gvae_lstm"}
+    for name, entry in results["models"].items():
+        assert set(entry["test"]) >= {"auroc", "accuracy", "precision", "recall", "f1"}
+        assert {"best_val_auroc", "threshold", "history", "oom_events", "seconds_per_epoch"} <= set(entry)
+        assert len(entry["seconds_per_epoch"]) == 6 and entry["oom_events"] == []
+        assert (tmp_path / "r" / name / "best.pt").exists() and (tmp_path / "r" / name / "last.pt").exists()
+    assert results["models"]["lstm_solo"]["test"]["auroc"] > 0.9
+    ids = [set(results["split"][part]) for part in ("train", "val", "test")]
+    assert not (ids[0] & ids[1] or ids[0] & ids[2] or ids[1] & ids[2])
+    assert set.union(*ids) == {f"q{k}" for k in range(60)}, "a trace without a score is in no part"
+    assert json.loads((tmp_path / "r/split.json").read_text()) == results["split"]
+    for name in ("curves.png", "roc.png", "report.html"):
+        assert (tmp_path / "r" / name).stat().st_size > 1000 and name in done.stdout
+    assert "logistic probe" in done.stdout and "http" not in (tmp_path / "r/report.html").read_text().replace(
+        "data:image", ""
+    )
+
+
+def test_same_seed_same_results_and_flags(labelled, tmp_path):
+    only = ["--no-run-gnn-det", "--no-run-gvae", "--epochs", 2, "--no-probe", "--json"]
+    first = json.loads(train(labelled, tmp_path / "a", *only).stdout)
+    second = json.loads(train(labelled, tmp_path / "b", *only, "--num-workers", 2).stdout)
+    assert list(first["models"]) == ["lstm_solo"]
+    for name in ("train_loss", "val_loss", "val_auroc"):
+        assert first["models"]["lstm_solo"]["history"][name] == second["models"]["lstm_solo"]["history"][name]
+    assert first["split"] == second["split"]
+    third = json.loads(train(labelled, tmp_path / "c", *only, "--seed", 1).stdout)
+    assert third["split"] != first["split"]
+
+
+@pytest.mark.parametrize(
+    "options", [["--top-k", 0.5], ["--attention-threshold", 0.4, "--standardize"], ["--message-passing", "pyg"]]
+)
+def test_graph_options(labelled, tmp_path, options):
+    out = train(
+        labelled, tmp_path / "r", "--no-run-lstm", "--no-run-gvae", "--epochs", 1, "--no-probe", "--json", *options
+    )
+    assert json.loads(out.stdout)["models"]["gnn_det_lstm"]["history"]["train_loss"][0] < 5
+
+
+@pytest.mark.parametrize("model", ["lstm_solo", "gvae_lstm"])
+def test_killed_between_epochs_and_resumed(labelled, tmp_path, model):
+    flags = {"lstm_solo": ["--no-run-gnn-det", "--no-run-gvae"], "gvae_lstm": ["--no-run-lstm", "--no-run-gnn-det"]}[
+        model
+    ]
+    flags = [*flags, "--epochs", 8, "--no-probe"]
+    train(labelled, tmp_path / "whole", *flags)
+    command = [sys.executable, "tools/train.py", "--store", labelled, "--output-dir", tmp_path / "cut", *FAST, *flags]
+    process = subprocess.Popen([str(c) for c in command], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if "epoch 3/8" in line:
+            process.send_signal(signal.SIGKILL)
+            break
+    process.wait()
+    done = train(labelled, tmp_path / "cut", *flags, "--resume")
+    assert "continues after epoch" in done.stdout
+    whole, cut = final_weights(tmp_path / "whole", model), final_weights(tmp_path / "cut", model)
+    assert all(torch.equal(whole[k], cut[k]) for k in whole)
+    again = train(labelled, tmp_path / "cut", *flags, "--resume")
+    assert "already finished" in again.stdout
+    other = train(labelled, tmp_path / "cut", *flags, "--resume", "--lr", 0.5, check=2)
+    assert "lr" in other.stderr and other.stderr.count("\n") == 1
+
+
+def test_a_trace_that_does_not_fit_ends_with_75_and_resumes(labelled, tmp_path):
+    """Out of memory from the second epoch's second step on, in the child only."""
+    code = (
+        "import sys, torch; sys.path.insert(0, 'tools'); import train\n"
+        "from tracestore.train import oom\n"
+        "original, calls = oom.OOMGuard._attempt, [0]\n"
+        "def attempt(self, *a):\n"
+        "    if self.num_steps >= 4:\n"
+        "        return 'forward', 'device', 0.0\n"
+        "    return original(self, *a)\n"
+        "oom.OOMGuard._attempt = attempt\n"
+        "sys.exit(train.main(sys.argv[1:]))"
+    )
+    flags = ["--no-run-gnn-det", "--no-run-gvae", "--epochs", 3, "--no-probe", *FAST]
+    train(labelled, tmp_path / "whole", *flags)
+    done = run_cli("-c", code, "--store", labelled, "--output-dir", tmp_path / "cut", *flags, check=75)
+    assert "--resume" in done.stderr and "last.pt" in done.stderr and done.stderr.count("\n") == 1
+    train(labelled, tmp_path / "cut", *flags, "--resume")
+    whole, cut = final_weights(tmp_path / "whole", "lstm_solo"), final_weights(tmp_path / "cut", "lstm_solo")
+    assert all(torch.equal(whole[k], cut[k]) for k in whole)
+    events = json.loads((tmp_path / "cut/results.json").read_text())["models"]["lstm_solo"]["oom_events"]
+    assert {"epoch", "step", "phase", "size_before", "size_after"} <= set(events[0]) and events[0]["epoch"] == 1
+
+
+def test_errors_before_training(labelled, tmp_path, store_path):
+    with tracestore.create(tmp_path / "bare.zarr") as writer:
+        for k in range(12):
+            writer.append(make_trace(k))
+    with tracestore.create(tmp_path / "one.zarr", attention="none") as writer:
+        for k in range(12):
+            writer.append(make_trace(k), score=0.9)
+    for store, args, words in (
+        (tmp_path / "bare.zarr", [], "tracestore score"),
+        (tmp_path / "one.zarr", [], "no graphs"),
+        (tmp_path / "one.zarr", ["--no-run-gnn-det", "--no-run-gvae"], "0 hallucinated"),
+        (tmp_path / "nowhere.zarr", [], "no such store"),
+        (labelled, ["--no-run-gnn-det", "--no-run-gvae", "--no-run-lstm"], "switched off"),
+        (labelled, ["--top-k", 3], "fraction"),
+        (labelled, ["--memory-budget", "1MiB"], "below"),
+        (labelled, ["--preprocessed-dir", "old/"], "tracestore.convert old/"),
+        (labelled, ["--data-pattern", "*.pkl"], "--store store.zarr"),
+    ):
+        done = train(store, tmp_path / "r", *args, check=2)
+        assert words in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_nan_stops_with_the_traces_name(tmp_path):
+    with tracestore.create(tmp_path / "nan.zarr") as writer:
+        for k in range(40):
+            trace = make_trace(k, tokens=3)
+            if k == 17:
+                trace["hidden_states"][1][:] = np.nan
+            writer.append(trace, score=k % 2)
+    done = train(tmp_path / "nan.zarr", tmp_path / "r", "--epochs", 1, "--no-run-gnn-det", "--no-run-gvae", check=2)
+    assert "q17" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_memory_budget_is_kept_or_ends_with_75(labelled, tmp_path):
+    flags = ["--epochs", 1, "--no-run-lstm", "--no-run-gvae", "--no-probe"]
+    train(labelled, tmp_path / "r", *flags, "--memory-budget", "4GiB")
+
+
+def test_split_is_a_pure_function():
+    keys, labels = [f"k{i}" for i in range(200)], [i % 3 == 0 for i in range(200)]
+    first = splits.split_keys(keys, labels, 1)
+    shuffled = np.random.default_rng(0).permutation(200)
+    assert splits.split_keys([keys[i] for i in shuffled], [labels[i] for i in shuffled], 1) == first
+    assert splits.split_keys(keys, labels, 2) != first
+    for positive in (True, False):
+        parts = [first[k] for k, y in zip(keys, labels, strict=True) if y == positive]
+        assert abs(parts.count("train") / len(parts) - 0.7) < 0.02
+
+
+def test_split_keeps_questions_and_groups_together(tmp_path):
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        for k in range(60):
+            for sample in range(2):
+                trace = {**make_trace(k, tokens=2, seed=sample), "sample": sample}
+                writer.append(trace, score=(k // 3) % 2, group=f"g{k // 3}")
+    store = tracestore.open(tmp_path / "s.zarr")
+    split = splits.make_split(store, store.targets(), 0)
+    part_of = {int(i): part for part, indices in split.indices.items() for i in indices}
+    assert len(part_of) == 120
+    for group in range(20):
+        assert len({part_of[6 * group + k] for k in range(6)}) == 1
+    with pytest.raises(TrainingError, match="not in"):
+        splits.split_from_ids(store, store.targets(), {"train": ["nowhere"], "val": [], "test": []})
+
+
+def test_metrics_on_known_values():
+    y, score = np.array([0, 0, 1, 1]), np.array([0.1, 0.4, 0.35, 0.8])
+    assert auroc(y, score) == 0.75 and np.isnan(auroc(y[:2], score[:2]))
+    assert at_threshold(y, score, 0.35) == {"accuracy": 0.75, "precision": 2 / 3, "recall": 1.0, "f1": 0.8}
+    assert youden_threshold(y, score) in (0.35, 0.8)
+    low, high = auroc_interval(np.tile(y, 20), np.tile(score, 20), 0)
+    assert low < 0.75 < high
+
+
+def test_sigint_ends_in_time(labelled, tmp_path):
+    command = [
+        sys.executable,
+        "tools/train.py",
+        "--store",
+        labelled,
+        "--output-dir",
+        tmp_path / "r",
+        *FAST,
+        "--epochs",
+        500,
+    ]
+    process = subprocess.Popen(
+        [str(c) for c in command],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ},
+    )
+    for line in process.stdout:
+        if "epoch 2/" in line:
+            break
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in stderr and time.monotonic() - began < 20
