@@ -66,7 +66,7 @@ lint: install
 types: install
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest tracestore._core.kernels tracestore._core.mapping tracestore._core.index \
-		tracestore._core.gine --ignore-missing-stub --allowlist tests/stubtest_allowlist.txt
+		tracestore._core.gine --mypy-config-file pyproject.toml --ignore-missing-stub --allowlist tests/stubtest_allowlist.txt
 
 # The C part under the address and undefined-behaviour sanitizers.
 CFLAGS_SAN := -std=c11 -D_GNU_SOURCE -O1 -g -Wall -Wextra -Werror -fsanitize=address,undefined \

@@ -65,19 +65,19 @@ def _packed(
     failure: BaseException | None = None
     while True:
         try:
-            record = next(records, None)
+            ahead = next(records, None)
         except InputRefusedError as error:
-            failure, record = error, None
-        if record is None:
+            failure, ahead = error, None
+        if ahead is None:
             break
-        size = 2 * _record_bytes(record)
+        size = 2 * _record_bytes(ahead)
         while queue and (len(queue) > workers or held + size > budget):
             future, done = queue.popleft()
             held -= done
             yield future.result()
-        queue.append((pool.submit(writer.pack, record), size))
+        queue.append((pool.submit(writer.pack, ahead), size))
         held += size
-        del record
+        del ahead
     while queue:
         yield queue.popleft()[0].result()
     if failure is not None:

@@ -114,7 +114,7 @@ def test_a_trace_that_does_not_fit_ends_with_75_and_resumes(labelled, tmp_path):
     code = (
         "import sys, torch; sys.path.insert(0, 'tools'); import train\n"
         "from tracestore.train import oom\n"
-        "original, calls = oom.OOMGuard._attempt, [0]\n"
+        "original = oom.OOMGuard._attempt\n"
         "def attempt(self, *a):\n"
         "    if self.num_steps >= 4:\n"
         "        return 'forward', 'device', 0.0\n"
@@ -122,13 +122,14 @@ def test_a_trace_that_does_not_fit_ends_with_75_and_resumes(labelled, tmp_path):
         "oom.OOMGuard._attempt = attempt\n"
         "sys.exit(train.main(sys.argv[1:]))"
     )
-    flags = ["--no-run-gnn-det", "--no-run-gvae", "--epochs", 3, "--no-probe", *FAST]
+    # Without dropout: the resumed run goes on with the smaller micro-batches that fit.
+    flags = ["--no-run-gnn-det", "--no-run-gvae", "--epochs", 3, "--no-probe", "--dropout", 0, *FAST]
     train(labelled, tmp_path / "whole", *flags)
     done = run_cli("-c", code, "--store", labelled, "--output-dir", tmp_path / "cut", *flags, check=75)
     assert "--resume" in done.stderr and "last.pt" in done.stderr and done.stderr.count("\n") == 1
     train(labelled, tmp_path / "cut", *flags, "--resume")
     whole, cut = final_weights(tmp_path / "whole", "lstm_solo"), final_weights(tmp_path / "cut", "lstm_solo")
-    assert all(torch.equal(whole[k], cut[k]) for k in whole)
+    assert all(torch.allclose(whole[k], cut[k], rtol=1e-4, atol=1e-5) for k in whole)
     events = json.loads((tmp_path / "cut/results.json").read_text())["models"]["lstm_solo"]["oom_events"]
     assert {"epoch", "step", "phase", "size_before", "size_after"} <= set(events[0]) and events[0]["epoch"] == 1
 

@@ -1,10 +1,10 @@
-from typing import Any, final
+from typing import Any, Self, final
 
 @final
 class Graphs:
     num_nodes: int
-    def __init__(
-        self,
+    def __new__(
+        cls,
         node_ptr: Any,
         weight_ptr: Any,
         weights: Any,
@@ -12,7 +12,7 @@ class Graphs:
         threshold: float = 0.0,
         source: Any = None,
         target: Any = None,
-    ) -> None: ...
+    ) -> Self: ...
     def workspace_rows(self) -> int: ...
     def forward(self, x: Any, w: Any, b: Any, out: Any, num_threads: int = 1) -> None: ...
     def backward(

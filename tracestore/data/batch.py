@@ -202,7 +202,8 @@ def gather_graphs(
     x, out = _empty((int(ptr[-1]), store.hidden_dim), store.hidden_dtype)
     kernels.gather([t.hidden_states.reshape(-1).view("u1") for t in traces], out, num_threads)
     batch = Batch(_base_cls=Data, x=x)
-    slices, incs = {"x": ptr}, {"x": None}
+    slices: dict[str, torch.Tensor] = {"x": ptr}
+    incs: dict[str, torch.Tensor | None] = {"x": None}
     if options.edges == "packed":
         batch.attention, batch.attention_ptr = _packed(store, traces, options, num_threads)
     else:

@@ -10,7 +10,7 @@ from torch_geometric.data import Batch, Data
 from tracestore.data.batch import SequenceBatch
 
 
-class SequenceItem(tuple):  # type: ignore[type-arg]
+class SequenceItem(tuple):
     """(sequence (L, D), score, question_id), with `y` and `trace_index` beside."""
 
     y: float
@@ -23,7 +23,7 @@ class SequenceItem(tuple):  # type: ignore[type-arg]
         return item
 
 
-class GraphItem(list):  # type: ignore[type-arg]
+class GraphItem(list):
     """List of L PyG Data, with `score`, `y`, `question_id` and `trace_index` beside."""
 
     score: float

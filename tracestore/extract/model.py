@@ -64,7 +64,8 @@ def load_model(model: str, *, device: str = "auto", dtype: str = "float32") -> L
         )
     except (OSError, ValueError, ImportError) as error:
         raise UsageError(f"--model {model}: cannot be loaded: {str(error).splitlines()[0]}") from None
-    return LanguageModel(network.to(device).eval(), tokenizer, model)
+    network.to(device)  # type: ignore[arg-type]
+    return LanguageModel(network.eval(), tokenizer, model)
 
 
 def prompt_ids(lm: LanguageModel, question: str, instruction: str) -> torch.Tensor:
@@ -77,7 +78,7 @@ def prompt_ids(lm: LanguageModel, question: str, instruction: str) -> torch.Tens
         ids = encoded["input_ids"]
     else:
         ids = lm.tokenizer(f"{instruction}\nQ: {question}\nA:", return_tensors="pt")["input_ids"]
-    return ids.to(lm.device)  # type: ignore[no-any-return]
+    return ids.to(lm.device)
 
 
 def _ends_sentence(text: str) -> bool:

@@ -100,7 +100,7 @@ def make_array(data: Any, dtype: np.dtype, shape: tuple[int, ...], order: str) -
         return np.empty(shape, dtype)
     array = np.frombuffer(data, dtype).reshape(shape, order=order)  # type: ignore[call-overload]
     array.flags.writeable = False
-    return array  # type: ignore[no-any-return]
+    return array
 
 
 class ArrayDraft(Draft):

@@ -44,7 +44,7 @@ def read_scores(path: Path, column: str | None = None) -> Scores:
         raise UsageError(f"{path}: {error.strerror}") from None
 
 
-def _parse(path: Path, rows, header: list[str], column: str | None) -> Scores:  # type: ignore[no-untyped-def]
+def _parse(path: Path, rows, header: list[str], column: str | None) -> Scores:
     name = path.name
     found = ", ".join(header) or "an empty file"
     if "question_id" not in header:

@@ -48,7 +48,7 @@ class _Window(io.RawIOBase):
 def _entries(view: memoryview) -> dict[str, memoryview]:
     """Name -> bytes of every stored entry, local headers checked against the central ones."""
     try:
-        infos = zipfile.ZipFile(_Window(view)).infolist()  # type: ignore[arg-type]
+        infos = zipfile.ZipFile(_Window(view)).infolist()
     except (zipfile.BadZipFile, ValueError, struct.error, OSError, NotImplementedError, UnicodeDecodeError) as error:
         raise InputRefusedError(f"truncated or damaged .pt archive: {error}") from None
     if len(infos) > MAX_ENTRIES:

@@ -58,5 +58,5 @@ def map_arrays(mapped: MappedFile) -> dict[str, np.ndarray[Any, Any]]:
         dtype = np.dtype(dtype_text.rstrip(b"\0").decode())
         if offset % _ALIGN or offset + items * dtype.itemsize > size:
             raise ValueError("an array reaches outside the file")
-        arrays[name.rstrip(b"\0").decode()] = np.frombuffer(mapped, dtype, items, offset)
+        arrays[name.rstrip(b"\0").decode()] = np.frombuffer(view, dtype, items, offset)
     return arrays

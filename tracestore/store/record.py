@@ -106,7 +106,7 @@ def _layers(value: Any, name: str, ndim: int, shape_text: str) -> list[np.ndarra
         raise refuse(name, _describe(value), f"a list of L arrays {shape_text}")
     if len(value) == 0:
         raise refuse(name, "zero layers", "at least one")
-    layers = []
+    layers: list[np.ndarray] = []
     for k, item in enumerate(value):
         layer = as_array(item)
         if layer is None or layer.ndim != ndim:

@@ -39,7 +39,8 @@ def _zarr_compressors(name: str, itemsize: int) -> Any:
         return None
     if name == "zstd":
         return ZstdCodec(level=3)
-    return BloscCodec(cname=name.removeprefix("blosc-"), clevel=5, shuffle="shuffle", blocksize=0, typesize=itemsize)
+    cname: Any = name.removeprefix("blosc-")
+    return BloscCodec(cname=cname, clevel=5, shuffle="shuffle", blocksize=0, typesize=itemsize)
 
 
 def array_metadata(
@@ -116,7 +117,7 @@ class ShardStream:
         self._emit(encoded)
 
     def append(self, array: np.ndarray) -> None:
-        data = memoryview(array.reshape(-1).view("u1"))
+        data = array.reshape(-1).view("u1").data
         self.num_bytes += len(data)
         if self._coder is None and len(data) >= _BUFFER_BYTES // 4:
             self._flush()
@@ -238,9 +239,9 @@ class ArrayReader:
             mapped = MappedFile(self._path, -1 if expected_size is None else expected_size)
             if self._codec is None:
                 mapped.check_shard(num_chunks, self.chunk_rows * self.row_items * self.dtype.itemsize)
-                self._flat = np.frombuffer(mapped, self.dtype, self.shape[0] * self.row_items)
+                self._flat = np.frombuffer(memoryview(mapped), self.dtype, self.shape[0] * self.row_items)
             else:
-                self._raw = np.frombuffer(mapped, "u1")
+                self._raw = np.frombuffer(memoryview(mapped), "u1")
                 self._offsets = self._coded_index(num_chunks)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error

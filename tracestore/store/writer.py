@@ -153,6 +153,7 @@ class StoreWriter:
         self._sources = {(s.path, s.size, s.fingerprint) for s in self.index.sources()}
         self._pending = _Pending()
         self._undo: list[Callable[[], None]] | None = None
+        self._columns: Columns | None = None
         self._clean(manifest)
         expected = root_metadata(self.attributes)
         root = self.path / "zarr.json"
@@ -301,9 +302,9 @@ class StoreWriter:
             has = vars(self.index.row(index)) | {}
             for patch in self._pending.patches:
                 if patch["patch_trace"] == index:
-                    group = "graph" if patch["patch_group"] == mf.GROUP_GRAPH else "sequence"
-                    has |= {f"{group}_segment": patch["patch_segment"], f"{group}_crc32c": patch["patch_crc32c"]}
-        wanted = set()
+                    name = "graph" if patch["patch_group"] == mf.GROUP_GRAPH else "sequence"
+                    has |= {f"{name}_segment": patch["patch_segment"], f"{name}_crc32c": patch["patch_crc32c"]}
+        wanted: set[int] = set()
         for group, crc in brings.items():
             name = "graph" if group == mf.GROUP_GRAPH else "sequence"
             if has[f"{name}_segment"] < 0:
@@ -361,11 +362,11 @@ class StoreWriter:
             patch |= {"patch_trace": index, "patch_group": wanted_group, "patch_segment": places[f"{name}_segment"]}
             patch |= {"patch_row": places[f"{name}_row"], "patch_crc32c": places[f"{name}_crc32c"]}
             pending.patches.append(patch)
-            undo.append(lambda: pending.patches.pop() and None)
+            undo.append(lambda: pending.patches.__delitem__(-1))
         stored = float(self.read_columns().labels[index])
         if math.isnan(stored) and not math.isnan(label):
             pending.updates[index] = (NAN, label, None)
-            undo.append(lambda: pending.updates.pop(index) and None)
+            undo.append(lambda: pending.updates.__delitem__(index))
         self._one_label(stored, label)
 
     @staticmethod
@@ -387,7 +388,9 @@ class StoreWriter:
 
     def read_columns(self) -> Columns:
         """Scores, labels and groups of the committed traces."""
-        return join_columns([read_columns(self.path, ref) for ref in self.manifest.columns])
+        if self._columns is None:
+            self._columns = join_columns([read_columns(self.path, ref) for ref in self.manifest.columns])
+        return self._columns
 
     def set_values(self, updates: Mapping[int, tuple[float, float, str | None]]) -> None:
         """Replaces (score, label, group) of committed traces with the next commit."""
@@ -452,7 +455,7 @@ class StoreWriter:
         if old.generation > 0 and new.attributes != old.attributes:
             fsio.replace_file(self.path / "zarr.json", root)
         self._sources |= {(s.path, s.size, s.fingerprint) for s in p.sources}
-        self.manifest, self._pending = new, _Pending()
+        self.manifest, self._pending, self._columns = new, _Pending(), None
         self.index = StoreIndex(self.path, new)
         self._clean(new)
 
@@ -524,11 +527,11 @@ class StoreWriter:
         """Removes what no kept generation names: unfinished work and generations
         older than the predecessor. The newest manifest is whole when this runs."""
         keep = {manifest.generation, manifest.generation - 1}
-        named = {r.path for r in (*manifest.parts, *manifest.columns)}
+        named = {r.path for r in manifest.parts} | {r.path for r in manifest.columns}
         if manifest.generation - 1 in mf.generations(self.path):
             try:
                 previous = mf.load_manifest(self.path, manifest.generation - 1)
-                named |= {r.path for r in (*previous.parts, *previous.columns)}
+                named |= {r.path for r in previous.parts} | {r.path for r in previous.columns}
             except StoreDamagedError:
                 keep.discard(manifest.generation - 1)
         for generation in mf.generations(self.path):

@@ -56,8 +56,8 @@ class GraphInputs:
 
     def to(self, device: torch.device | str) -> "GraphInputs":
         edge_index = None if self.edge_index is None else self.edge_index.to(device)
-        moved = [t.to(device) for t in (self.x, self.node_ptr, self.weight, self.weight_ptr)]
-        return GraphInputs(*moved, self.num_layers, edge_index, self.threshold)
+        x, node_ptr, weight, weight_ptr = (t.to(device) for t in (self.x, self.node_ptr, self.weight, self.weight_ptr))
+        return GraphInputs(x, node_ptr, weight, weight_ptr, self.num_layers, edge_index, self.threshold)
 
     def traces(self, begin: int, end: int) -> "GraphInputs":
         """The traces begin .. end alone: the micro-batch of a split."""
@@ -118,7 +118,7 @@ class _FusedAggregation(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, None]:
         x, w, b = ctx.saved_tensors
         grad_out = grad_out.contiguous()
         grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
@@ -154,6 +154,6 @@ class GINE(nn.Module):
         if fused and inputs.has_edges():
             lin = self.conv.lin
             summed = _FusedAggregation.apply(x, lin.weight[:, 0], lin.bias, inputs.graphs())
-            return self.conv.nn(summed)  # type: ignore[no-any-return]
+            return self.conv.nn(summed)
         edge_index, weight = inputs.coo()
-        return self.conv(x, edge_index, weight.to(x.dtype).unsqueeze(1))  # type: ignore[no-any-return]
+        return self.conv(x, edge_index, weight.to(x.dtype).unsqueeze(1))

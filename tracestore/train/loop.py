@@ -25,6 +25,7 @@ from tracestore.train.split import Split
 
 CHECKPOINT_VERSION = 1
 WEIGHT_DECAY = 1e-5
+HISTORY = ("train_loss", "val_loss", "val_auroc", "traces_per_s", "data_wait_share")
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,6 @@ class Progress:
     loss_sum: float = 0.0
     loss_count: int = 0
     seconds: float = 0.0
-
-
-HISTORY = ("train_loss", "val_loss", "val_auroc", "traces_per_s", "data_wait_share")
 
 
 class _BatchesOfEpoch(Dataset[Any]):
