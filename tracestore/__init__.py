@@ -16,10 +16,10 @@ from tracestore.errors import (
     TracestoreError,
     UsageError,
 )
+from tracestore.store.create import TraceWriter, create
 from tracestore.store.reader import TraceStore
 from tracestore.store.reader import open_store as open
 from tracestore.store.trace import Trace
-from tracestore.store.writer import TraceWriter, create
 
 if TYPE_CHECKING:
     from tracestore.data.collate import collate_graphs, collate_sequences

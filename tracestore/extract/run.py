@@ -13,8 +13,9 @@ from typing import Any
 from tracestore.errors import UsageError
 from tracestore.extract.questions import Question
 from tracestore.store import fsio
+from tracestore.store.create import create
 from tracestore.store.reader import open_store
-from tracestore.store.writer import create, is_store
+from tracestore.store.writer import is_store
 
 INSTRUCTION = "Give the correct answer in a few words."
 

@@ -173,6 +173,12 @@ class SegmentWriter:
                 stream.suspend()
                 stream.path.unlink(missing_ok=True)
 
+    @property
+    def field_names(self) -> set[str]:
+        """Which of hidden_states, last_token, attention and edges it holds."""
+        names = {n for n in ("hidden_states", "attention", "last_token") if n in self._streams}
+        return names | ({"edges"} if self._edge_layers else set())
+
     def suspend(self) -> None:
         for stream in self._streams.values():
             stream.suspend()

@@ -12,9 +12,9 @@ from tracestore._core.mapping import MappedFile
 from tracestore.errors import StoreDamagedError, UsageError
 from tracestore.store import fsio
 from tracestore.store import manifest as mf
+from tracestore.store.commit import root_metadata
 from tracestore.store.index import StoreIndex
 from tracestore.store.segment import FileEntry
-from tracestore.store.writer import root_metadata
 
 _PIECE_BYTES = 8 << 20
 

@@ -3,64 +3,19 @@
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-
-from tracestore._core.kernels import crc32c
 from tracestore.errors import InputRefusedError, StoreDamagedError, UsageError
 from tracestore.store import fsio, schema
 from tracestore.store import manifest as mf
-from tracestore.store.columns import Columns, join_columns, read_columns, write_columns
-from tracestore.store.container import pack_arrays
+from tracestore.store.columns import Columns, join_columns, read_columns
+from tracestore.store.commit import clean, commit, root_metadata
 from tracestore.store.index import StoreIndex
-from tracestore.store.ragged import encode_strings
-from tracestore.store.record import PackedTrace, TraceRecord, pack_record, record_from_dict
-from tracestore.store.segment import FileEntry, SegmentWriter, segment_name
-from tracestore.store.shard import group_metadata
-
-NAN = math.nan
-
-
-@dataclass
-class _PendingRow:
-    """An index row on its way; values by the names of manifest.TRACE_COLUMNS."""
-
-    question_id: str
-    values: dict[str, int]
-    score: float = NAN
-    label: float = NAN
-    group: str = ""
-
-
-@dataclass
-class _Source:
-    path: str
-    size: int
-    fingerprint: str
-    num_traces: int = 0
-    num_skipped: int = 0
-
-
-@dataclass
-class _Pending:
-    """All that the next commit will add."""
-
-    rows: list[_PendingRow] = field(default_factory=list)
-    keys: dict[tuple[str, int], int] = field(default_factory=dict)
-    patches: list[dict[str, int]] = field(default_factory=list)
-    patched: set[tuple[int, int]] = field(default_factory=set)
-    updates: dict[int, tuple[float, float, str | None]] = field(default_factory=dict)
-    sources: list[_Source] = field(default_factory=list)
-    segments: list[SegmentWriter] = field(default_factory=list)
-
-
-def root_metadata(attributes: schema.Attributes) -> bytes:
-    """The bytes of the store's root zarr.json."""
-    return group_metadata({"tracestore": attributes.to_json()})
+from tracestore.store.pending import NAN, Pending, PendingRow, PendingSource
+from tracestore.store.record import PackedTrace, TraceRecord, pack_record
+from tracestore.store.segment import SegmentWriter, segment_name
 
 
 def is_store(path: Path) -> bool:
@@ -151,10 +106,10 @@ class StoreWriter:
         self.attributes = manifest.attributes
         self.index = StoreIndex(self.path, manifest)
         self._sources = {(s.path, s.size, s.fingerprint) for s in self.index.sources()}
-        self._pending = _Pending()
+        self._pending = Pending()
         self._undo: list[Callable[[], None]] | None = None
         self._columns: Columns | None = None
-        self._clean(manifest)
+        clean(self.path, manifest)
         expected = root_metadata(self.attributes)
         root = self.path / "zarr.json"
         if manifest.generation > 0 and (not root.exists() or root.read_bytes() != expected):
@@ -188,7 +143,7 @@ class StoreWriter:
             pending.sources.pop()
 
         self._undo.append(restore)
-        pending.sources.append(_Source(path, size, fingerprint))
+        pending.sources.append(PendingSource(path, size, fingerprint))
 
     def abort_source(self) -> None:
         """Takes back all that the open source has added."""
@@ -205,6 +160,11 @@ class StoreWriter:
             self.commit()
             return True
         return False
+
+    @property
+    def num_pending(self) -> int:
+        """Traces that the next commit adds."""
+        return len(self._pending.rows)
 
     @property
     def pending_bytes(self) -> int:
@@ -347,7 +307,7 @@ class StoreWriter:
         index = self.index.find(*key)
         if index < 0:
             pending.keys[key] = len(pending.rows)
-            pending.rows.append(_PendingRow(record.question_id, places, score, label, group))
+            pending.rows.append(PendingRow(record.question_id, places, score, label, group))
 
             def forget() -> None:
                 pending.rows.pop()
@@ -405,159 +365,24 @@ class StoreWriter:
         if not (p.rows or p.patches or p.updates or p.sources):
             return
         with fsio.translated_errors(self.path, lambda: self.pending_bytes):
-            self._commit()
-
-    def _commit(self) -> None:
-        old, p = self.manifest, self._pending
-        generation = old.generation + 1
-        for name in ("manifest", "segments", "index", "columns"):
-            if not (self.path / name).exists():
-                (self.path / name).mkdir()
-                fsio.fsync_path(self.path)
-        p.segments = [s for s in p.segments if len(s)]
-        files: list[tuple[int, FileEntry]] = []
-        for segment in p.segments:
-            files += [(segment.number, entry) for entry in segment.finish()]
-            segment.folder.chmod(0o755)
-            segment.folder.rename(self.path / "segments" / segment_name(segment.number))
-        if p.segments:
-            fsio.fsync_path(self.path / "segments")
-        parts, part_bytes = self._write_index(generation, files)
-        columns = self._write_columns(generation)
-        joined = [read_columns(self.path, ref) for ref in columns]
-        fields = set(old.fields) | {
-            name for s in p.segments for name in ("hidden_states", "attention", "last_token") if name in s._streams
-        }
-        fields |= {"edges"} if any(s._edge_layers for s in p.segments) else set()
-        removed = sum(r.size for r in old.parts if r not in parts) + sum(
-            f.size for r in old.columns if r not in columns for f in r.files
-        )
-        added = sum(f.size for _, f in files) + part_bytes
-        added += sum(f.size for r in columns if r not in old.columns for f in r.files)
-        tokens = sum(r.values["num_tokens"] for r in p.rows if r.values["graph_segment"] >= 0)
-        tokens += sum(q["patch_num_tokens"] for q in p.patches if q["patch_group"] == mf.GROUP_GRAPH)
-        new = mf.Manifest(
-            generation=generation,
-            attributes=self.attributes,
-            parts=parts,
-            columns=columns,
-            num_traces=old.num_traces + len(p.rows),
-            num_tokens=old.num_tokens + tokens,
-            num_scored=sum(c.num_scored for c in joined),
-            num_labelled=sum(c.num_labelled for c in joined),
-            num_bytes=old.num_bytes + added - removed,
-            fields=tuple(sorted(fields)),
-        )
-        root = root_metadata(self.attributes)
-        if old.generation == 0:
-            fsio.replace_file(self.path / "zarr.json", root)
-        fsio.replace_file(mf.manifest_path(self.path, generation), new.to_bytes())
-        if old.generation > 0 and new.attributes != old.attributes:
-            fsio.replace_file(self.path / "zarr.json", root)
-        self._sources |= {(s.path, s.size, s.fingerprint) for s in p.sources}
-        self.manifest, self._pending, self._columns = new, _Pending(), None
-        self.index = StoreIndex(self.path, new)
-        self._clean(new)
-
-    def _write_index(self, generation: int, files: list[tuple[int, FileEntry]]) -> tuple[tuple[mf.PartRef, ...], int]:
-        old, p = self.manifest, self._pending
-        arrays = mf.empty_columns()
-        for name, dtype in mf.TRACE_COLUMNS.items():
-            arrays[name] = np.array([r.values[name] for r in p.rows], dtype)
-        patches = sorted(p.patches, key=lambda q: (q["patch_trace"], q["patch_group"]))
-        for name, dtype in mf.PATCH_COLUMNS.items():
-            arrays[name] = np.array([q[name] for q in patches], dtype)
-        arrays["file_segment"] = np.array([n for n, _ in files], "<i4")
-        arrays["file_size"] = np.array([f.size for _, f in files], "<i8")
-        arrays["file_crc32c"] = np.array([f.crc32c for _, f in files], "<u4")
-        arrays["segment_traces"] = np.array([len(s) for s in p.segments], "<i4")
-        arrays["segment_tokens"] = np.array([sum(r.num_tokens for r in s.rows) for s in p.segments], "<i8")
-        for name, attribute in (("size", "size"), ("traces", "num_traces"), ("skipped", "num_skipped")):
-            arrays[f"source_{name}"] = np.array([getattr(s, attribute) for s in p.sources], "<i8")
-        texts = {
-            "id": [r.question_id for r in p.rows],
-            "file_path": [f.path for _, f in files],
-            "source_path": [s.path for s in p.sources],
-            "source_fingerprint": [s.fingerprint for s in p.sources],
-        }
-        for name, strings in texts.items():
-            arrays[name], arrays[f"{name}_offsets"] = encode_strings(strings)
-        parts = list(old.parts)
-        first = {"trace": old.num_traces, "segment": old.num_segments, "source": old.num_sources}
-        count = {"trace": len(p.rows), "segment": len(p.segments), "source": len(p.sources)}
-        # A binary counter: equal sizes carry, so each trace is rewritten O(log N) times.
-        while parts and parts[-1].num_traces + parts[-1].num_sources <= count["trace"] + count["source"]:
-            last = parts.pop()
-            first = {"trace": last.first_trace, "segment": last.first_segment, "source": last.first_source}
-            count = {k: count[k] + getattr(last, f"num_{k}s") for k in count}
-            arrays = mf.merge_parts(self.index.part_arrays(len(parts)), arrays, first["trace"])
-        data = pack_arrays(mf.with_key_table(arrays))
-        folder = self.path / "index" / f"{generation:010d}"
-        fsio.remove_tree(folder)
-        folder.mkdir()
-        fsio.write_file(folder / "part", data)
-        fsio.fsync_path(folder)
-        fsio.fsync_path(folder.parent)
-        ref = mf.PartRef(
-            f"index/{generation:010d}/part",
-            len(data),
-            crc32c(data),
-            **{f"first_{k}": v for k, v in first.items()},
-            **{f"num_{k}s": v for k, v in count.items()},
-        )
-        return (*parts, ref), len(data)
-
-    def _write_columns(self, generation: int) -> tuple[mf.ColumnsRef, ...]:
-        old, p = self.manifest, self._pending
-        refs = list(old.columns)
-        new = Columns.from_values([r.score for r in p.rows], [r.label for r in p.rows], [r.group for r in p.rows])
-        first, pieces = old.num_traces, [new]
-        while refs and (p.updates or refs[-1].num_traces <= sum(map(len, pieces))):
-            last = refs.pop()
-            first = last.first_trace
-            pieces.insert(0, read_columns(self.path, last))
-        joined = join_columns(pieces)
-        if p.updates:
-            joined = joined.with_values(p.updates)
-        if len(joined) == 0:
-            return tuple(refs)
-        return (*refs, write_columns(self.path, generation, first, joined))
-
-    def _clean(self, manifest: mf.Manifest) -> None:
-        """Removes what no kept generation names: unfinished work and generations
-        older than the predecessor. The newest manifest is whole when this runs."""
-        keep = {manifest.generation, manifest.generation - 1}
-        named = {r.path for r in manifest.parts} | {r.path for r in manifest.columns}
-        if manifest.generation - 1 in mf.generations(self.path):
             try:
-                previous = mf.load_manifest(self.path, manifest.generation - 1)
-                named |= {r.path for r in previous.parts} | {r.path for r in previous.columns}
-            except StoreDamagedError:
-                keep.discard(manifest.generation - 1)
-        for generation in mf.generations(self.path):
-            if generation not in keep:
-                mf.manifest_path(self.path, generation).unlink()
-        for name in ("index", "columns"):
-            for folder in (self.path / name).glob("*"):
-                path = f"{name}/{folder.name}"
-                if path not in named and f"{path}/part" not in named:
-                    fsio.remove_tree(folder)
-        for folder in (self.path / "segments").glob("*"):
-            unfinished = folder.name.startswith(fsio.TEMPORARY_PREFIX)
-            if unfinished or (folder.name.isdigit() and int(folder.name) >= manifest.num_segments):
-                fsio.remove_tree(folder)
-        for folder in (self.path, self.path / "manifest"):
-            for leftover in folder.glob(f"{fsio.TEMPORARY_PREFIX}*"):
-                fsio.remove_tree(leftover)
+                self.manifest = commit(self.path, self.index, self.attributes, p)
+            except OSError:
+                clean(self.path, self.manifest)
+                raise
+            self._sources |= {(s.path, s.size, s.fingerprint) for s in p.sources}
+            self._pending, self._columns = Pending(), None
+            self.index = StoreIndex(self.path, self.manifest)
+            clean(self.path, self.manifest)
 
     def close(self) -> None:
         """Drops what is not committed and releases the lock; a store without a commit is removed."""
-        pending: _Pending | None = getattr(self, "_pending", None)
+        pending: Pending | None = getattr(self, "_pending", None)
         if pending is not None:
             for segment in pending.segments:
                 segment.suspend()
                 fsio.remove_tree(segment.folder)
-            self._pending = _Pending()
+            self._pending = Pending()
         self._undo = None
         if self._lock is None:
             return
@@ -576,80 +401,3 @@ class StoreWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-class TraceWriter:
-    """Appends dicts of the pickle schema to a store of its own; see tracestore.create."""
-
-    def __init__(self, writer: StoreWriter) -> None:
-        self._writer = writer
-        self._open = False
-        self._count = 0
-
-    def append(
-        self,
-        trace: Mapping[str, Any],
-        *,
-        score: float | None = None,
-        label: float | None = None,
-        group: str = "",
-    ) -> None:
-        """Adds one trace (numpy arrays or torch tensors). InputRefusedError where it
-        is not of the schema; what was appended before stays."""
-        writer = self._writer
-        start = writer.manifest.num_traces + len(writer._pending.rows)
-        name = f"append-{start:010d}"
-        need = writer.attributes.options["attention"] != "none"
-        record = record_from_dict(trace, source_name=name, position=0, need_attention=need)
-        record.label = label
-        writer.begin_source(name, 0, "")
-        try:
-            packed = writer.pack(record)
-            writer.append_packed(packed, score=NAN if score is None else float(score), group=group)
-        except BaseException:
-            writer.abort_source()
-            raise
-        writer.end_source()
-
-    def flush(self) -> None:
-        """Commits what was appended so far."""
-        self._writer.commit()
-
-    def close(self) -> None:
-        """Commits and releases the store."""
-        try:
-            self._writer.commit()
-        finally:
-            self._writer.close()
-
-    def __enter__(self) -> "TraceWriter":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # Also after an exception: the traces appended before it are whole.
-        self.close()
-
-
-def create(
-    path: str | os.PathLike[str],
-    *,
-    attention: str = "mean",
-    dtype: str = "float16",
-    codec: str = "none",
-    overwrite: bool = False,
-    append: bool = False,
-) -> TraceWriter:
-    """A new store to append traces to, one dict of the pickle schema at a time.
-
-    attention: "mean" stores the mean over the heads, "heads" every head, "none"
-    nothing. dtype: "float16", or "keep" for the source's own. codec: "none",
-    "blosc-zstd", "blosc-lz4" or "zstd". append=True continues an existing store.
-    Raises UsageError where the path cannot be used, StoreLockedError where
-    another writer holds it. Use as a context manager: leaving it commits.
-    """
-    for value, allowed in ((attention, schema.ATTENTION_MODES), (dtype, ("float16", "keep")), (codec, schema.CODECS)):
-        if value not in allowed:
-            raise UsageError(f"found {value!r}, expected one of {', '.join(allowed)}")
-    return TraceWriter(
-        StoreWriter(path, attention=attention, dtype=dtype, codec=codec, overwrite=overwrite, exist_ok=append)
-    )

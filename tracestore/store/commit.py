@@ -1,0 +1,169 @@
+"""The commit protocol (docs/format.md, "Commit"): one generation to the next."""
+
+from pathlib import Path
+
+import numpy as np
+
+from tracestore._core.kernels import crc32c
+from tracestore.errors import StoreDamagedError
+from tracestore.store import fsio, schema
+from tracestore.store import manifest as mf
+from tracestore.store.columns import Columns, join_columns, read_columns, write_columns
+from tracestore.store.container import pack_arrays
+from tracestore.store.index import StoreIndex
+from tracestore.store.pending import Pending
+from tracestore.store.ragged import encode_strings
+from tracestore.store.segment import FileEntry, segment_name
+from tracestore.store.shard import group_metadata
+
+
+def root_metadata(attributes: schema.Attributes) -> bytes:
+    """The bytes of the store's root zarr.json."""
+    return group_metadata({"tracestore": attributes.to_json()})
+
+
+def commit(store: Path, index: StoreIndex, attributes: schema.Attributes, p: Pending) -> mf.Manifest:
+    """Makes `p` durable as the next generation. Until the manifest is in place, readers
+    and the next writer see the old one; what an exception leaves is for clean()."""
+    old = index.manifest
+    for name in ("manifest", "segments", "index", "columns"):
+        if not (store / name).exists():
+            (store / name).mkdir()
+            fsio.fsync_path(store)
+    p.segments = [s for s in p.segments if len(s)]
+    files: list[tuple[int, FileEntry]] = []
+    for segment in p.segments:
+        files += [(segment.number, entry) for entry in segment.finish()]
+        segment.folder.chmod(0o755)
+        segment.folder.rename(store / "segments" / segment_name(segment.number))
+    if p.segments:
+        fsio.fsync_path(store / "segments")
+    parts, part_bytes = _write_index(store, index, p, files)
+    columns, num_scored, num_labelled = _write_columns(store, old, p)
+    added = sum(f.size for _, f in files) + part_bytes
+    added += sum(f.size for r in columns if r not in old.columns for f in r.files)
+    removed = sum(r.size for r in old.parts if r not in parts)
+    removed += sum(f.size for r in old.columns if r not in columns for f in r.files)
+    tokens = sum(r.values["num_tokens"] for r in p.rows if r.values["graph_segment"] >= 0)
+    tokens += sum(q["patch_num_tokens"] for q in p.patches if q["patch_group"] == mf.GROUP_GRAPH)
+    new = mf.Manifest(
+        generation=old.generation + 1,
+        attributes=attributes,
+        parts=parts,
+        columns=columns,
+        num_traces=old.num_traces + len(p.rows),
+        num_tokens=old.num_tokens + tokens,
+        num_scored=num_scored,
+        num_labelled=num_labelled,
+        num_bytes=old.num_bytes + added - removed,
+        fields=tuple(sorted(set(old.fields).union(*(s.field_names for s in p.segments)))),
+    )
+    root = root_metadata(attributes)
+    if old.generation == 0:
+        fsio.replace_file(store / "zarr.json", root)
+    fsio.replace_file(mf.manifest_path(store, new.generation), new.to_bytes())
+    if old.generation > 0 and new.attributes != old.attributes:
+        fsio.replace_file(store / "zarr.json", root)
+    return new
+
+
+def _write_index(
+    store: Path, index: StoreIndex, p: Pending, files: list[tuple[int, FileEntry]]
+) -> tuple[tuple[mf.PartRef, ...], int]:
+    """The index part of the next generation. -> all parts, bytes written."""
+    old, generation = index.manifest, index.manifest.generation + 1
+    arrays = mf.empty_columns()
+    for name, dtype in mf.TRACE_COLUMNS.items():
+        arrays[name] = np.array([r.values[name] for r in p.rows], dtype)
+    patches = sorted(p.patches, key=lambda q: (q["patch_trace"], q["patch_group"]))
+    for name, dtype in mf.PATCH_COLUMNS.items():
+        arrays[name] = np.array([q[name] for q in patches], dtype)
+    arrays["file_segment"] = np.array([n for n, _ in files], "<i4")
+    arrays["file_size"] = np.array([f.size for _, f in files], "<i8")
+    arrays["file_crc32c"] = np.array([f.crc32c for _, f in files], "<u4")
+    arrays["segment_traces"] = np.array([len(s) for s in p.segments], "<i4")
+    arrays["segment_tokens"] = np.array([sum(r.num_tokens for r in s.rows) for s in p.segments], "<i8")
+    for name, attribute in (("size", "size"), ("traces", "num_traces"), ("skipped", "num_skipped")):
+        arrays[f"source_{name}"] = np.array([getattr(s, attribute) for s in p.sources], "<i8")
+    texts = {
+        "id": [r.question_id for r in p.rows],
+        "file_path": [f.path for _, f in files],
+        "source_path": [s.path for s in p.sources],
+        "source_fingerprint": [s.fingerprint for s in p.sources],
+    }
+    for name, strings in texts.items():
+        arrays[name], arrays[f"{name}_offsets"] = encode_strings(strings)
+    parts = list(old.parts)
+    first = {"trace": old.num_traces, "segment": old.num_segments, "source": old.num_sources}
+    count = {"trace": len(p.rows), "segment": len(p.segments), "source": len(p.sources)}
+    # A binary counter: equal sizes carry, so each trace is rewritten O(log N) times.
+    while parts and parts[-1].num_traces + parts[-1].num_sources <= count["trace"] + count["source"]:
+        last = parts.pop()
+        first = {"trace": last.first_trace, "segment": last.first_segment, "source": last.first_source}
+        count = {k: count[k] + getattr(last, f"num_{k}s") for k in count}
+        arrays = mf.merge_parts(index.part_arrays(len(parts)), arrays, first["trace"])
+    data = pack_arrays(mf.with_key_table(arrays))
+    folder = store / "index" / f"{generation:010d}"
+    fsio.remove_tree(folder)
+    folder.mkdir()
+    fsio.write_file(folder / "part", data)
+    fsio.fsync_path(folder)
+    fsio.fsync_path(folder.parent)
+    ref = mf.PartRef(
+        f"index/{generation:010d}/part",
+        len(data),
+        crc32c(data),
+        **{f"first_{k}": v for k, v in first.items()},
+        **{f"num_{k}s": v for k, v in count.items()},
+    )
+    return (*parts, ref), len(data)
+
+
+def _write_columns(store: Path, old: mf.Manifest, p: Pending) -> tuple[tuple[mf.ColumnsRef, ...], int, int]:
+    """The columns of the next generation. -> all groups, traces with a score, with a label."""
+    refs = list(old.columns)
+    new = Columns.from_values([r.score for r in p.rows], [r.label for r in p.rows], [r.group for r in p.rows])
+    first, pieces = old.num_traces, [new]
+    while refs and (p.updates or refs[-1].num_traces <= sum(map(len, pieces))):
+        last = refs.pop()
+        first = last.first_trace
+        pieces.insert(0, read_columns(store, last))
+    joined = join_columns(pieces)
+    if p.updates:
+        joined = joined.with_values(p.updates)
+    if p.updates:
+        scored, labelled = joined.num_scored, joined.num_labelled
+    else:
+        scored, labelled = old.num_scored + new.num_scored, old.num_labelled + new.num_labelled
+    if len(joined) == 0:
+        return tuple(refs), scored, labelled
+    refs.append(write_columns(store, old.generation + 1, first, joined))
+    return tuple(refs), scored, labelled
+
+
+def clean(store: Path, manifest: mf.Manifest) -> None:
+    """Removes what no kept generation names: unfinished work and generations
+    older than the predecessor. The newest manifest is whole when this runs."""
+    keep = {manifest.generation, manifest.generation - 1}
+    named = {r.path for r in manifest.parts} | {r.path for r in manifest.columns}
+    if manifest.generation - 1 in mf.generations(store):
+        try:
+            previous = mf.load_manifest(store, manifest.generation - 1)
+            named |= {r.path for r in previous.parts} | {r.path for r in previous.columns}
+        except StoreDamagedError:
+            keep.discard(manifest.generation - 1)
+    for generation in mf.generations(store):
+        if generation not in keep:
+            mf.manifest_path(store, generation).unlink()
+    for name in ("index", "columns"):
+        for folder in (store / name).glob("*"):
+            path = f"{name}/{folder.name}"
+            if path not in named and f"{path}/part" not in named:
+                fsio.remove_tree(folder)
+    for folder in (store / "segments").glob("*"):
+        unfinished = folder.name.startswith(fsio.TEMPORARY_PREFIX)
+        if unfinished or (folder.name.isdigit() and int(folder.name) >= manifest.num_segments):
+            fsio.remove_tree(folder)
+    for folder in (store, store / "manifest"):
+        for leftover in folder.glob(f"{fsio.TEMPORARY_PREFIX}*"):
+            fsio.remove_tree(leftover)
