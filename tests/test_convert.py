@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -184,23 +185,37 @@ def test_killed_at_random_and_run_again(tmp_path):
         "sys.exit(convert.main(sys.argv[1:]))"
     )
     command = [sys.executable, "-c", code, str(data)]
-    subprocess.run([*command, str(tmp_path / "whole.zarr")], check=True, cwd=ROOT, capture_output=True)
-    started = time.monotonic()
-    subprocess.run([*command, str(tmp_path / "timed.zarr")], check=True, cwd=ROOT, capture_output=True)
-    span = time.monotonic() - started
+    killed = tmp_path / "killed.zarr"
+
+    def start(store):
+        """Starts a conversion and waits until it has begun to write."""
+        process = subprocess.Popen(
+            [*command, str(store)], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        while process.poll() is None and not any((store / "segments").glob("*")):
+            time.sleep(0.001)
+        return process, time.monotonic()
+
+    process, began = start(tmp_path / "whole.zarr")
+    assert process.wait() == 0
+    span = time.monotonic() - began
     rng = random.Random(0)
     kills = 0
-    for _ in range(12):
-        process = subprocess.Popen(
-            [*command, str(tmp_path / "killed.zarr")], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        time.sleep(span * (0.3 + 0.7 * rng.random()))
+    for _ in range(40):
+        process, _ = start(killed)
+        time.sleep(span * 0.4 * rng.random())
         process.send_signal(signal.SIGKILL)
         kills += process.wait() == -signal.SIGKILL
-        if any((tmp_path / "killed.zarr").glob("manifest/0*")):
-            assert verify_store(tmp_path / "killed.zarr").damaged == {}
-            tracestore.open(tmp_path / "killed.zarr")
-    assert kills > 0
+        if any(killed.glob("manifest/0*")):
+            assert verify_store(killed).damaged == {}
+            tracestore.open(killed)
+        if process.returncode == 0:
+            # Finished before the signal: the next one begins anew.
+            assert tree_bytes(killed) == tree_bytes(tmp_path / "whole.zarr")
+            shutil.rmtree(killed)
+        if kills == 8:
+            break
+    assert kills == 8
     subprocess.run([*command, str(tmp_path / "killed.zarr")], check=True, cwd=ROOT, capture_output=True)
     assert tree_bytes(tmp_path / "killed.zarr") == tree_bytes(tmp_path / "whole.zarr")
 

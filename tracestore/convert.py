@@ -16,7 +16,8 @@ from tracestore.ingest.families import read_traces
 from tracestore.ingest.scores import Scores, read_scores
 from tracestore.ingest.sources import SourceFile, find_scores, find_sources, fingerprint
 from tracestore.store import fsio, schema
-from tracestore.store.record import PackedTrace, TraceRecord
+from tracestore.store.pack import PackedTrace
+from tracestore.store.record import TraceRecord
 from tracestore.store.writer import StoreWriter
 
 DEFAULT_MEMORY_BUDGET = 512 << 20

@@ -167,9 +167,11 @@ def test_a_nan_stops_with_the_traces_name(tmp_path):
     assert "q17" in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_memory_budget_is_kept_or_ends_with_75(labelled, tmp_path):
+def test_a_generous_memory_budget_changes_nothing(labelled, tmp_path):
     flags = ["--epochs", 1, "--no-run-lstm", "--no-run-gvae", "--no-probe"]
-    train(labelled, tmp_path / "r", *flags, "--memory-budget", "4GiB")
+    free = json.loads(train(labelled, tmp_path / "a", *flags, "--json").stdout)
+    kept = json.loads(train(labelled, tmp_path / "b", *flags, "--json", "--memory-budget", "4GiB").stdout)
+    assert free["models"]["gnn_det_lstm"]["test"] == kept["models"]["gnn_det_lstm"]["test"]
 
 
 def test_split_is_a_pure_function():
@@ -235,3 +237,25 @@ def test_sigint_ends_in_time(labelled, tmp_path):
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in stderr and time.monotonic() - began < 20
+
+
+def test_host_memory_running_out_while_gathering(labelled, tmp_path):
+    """A batch that cannot be gathered: caches go, the same batch comes again, weights are the same."""
+    code = (
+        "import sys; sys.path.insert(0, 'tools'); import train\n"
+        "from tracestore.data import loader\n"
+        "original, calls = loader.gather_sequences, [0]\n"
+        "def gather(*a, **k):\n"
+        "    calls[0] += 1\n"
+        "    if calls[0] == 2:\n"
+        "        raise MemoryError\n"
+        "    return original(*a, **k)\n"
+        "loader.gather_sequences = gather\n"
+        "sys.exit(train.main(sys.argv[1:]))"
+    )
+    flags = ["--no-run-gnn-det", "--no-run-gvae", "--epochs", 2, "--no-probe", *FAST]
+    train(labelled, tmp_path / "whole", *flags)
+    done = run_cli("-c", code, "--store", labelled, "--output-dir", tmp_path / "short", *flags, check=0)
+    assert "host memory ran out" in done.stdout
+    whole, short = final_weights(tmp_path / "whole", "lstm_solo"), final_weights(tmp_path / "short", "lstm_solo")
+    assert all(torch.equal(whole[k], short[k]) for k in whole)

@@ -1,7 +1,6 @@
 """TraceLoader: collated batches from threads of this process, in an exact order."""
 
 import os
-import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -87,7 +86,6 @@ class TraceLoader:
                 )
             self.max_in_flight = min(self.max_in_flight, fitting)
         self.epoch = 0
-        self.wait_s = 0.0
         self._position = 0
         self._resume_at = 0
 
@@ -140,6 +138,12 @@ class TraceLoader:
         chosen = plan.at(positions)
         return chosen if self.indices is None else self.indices[chosen]
 
+    def shrink(self) -> None:
+        """Takes less memory from the next epoch or continuation on: one batch in flight,
+        no decoded chunks kept. The order stays what it is."""
+        self.max_in_flight = 1
+        self.store.shrink_cache()
+
     def gather(self, indices: Sequence[int] | np.ndarray) -> Any:
         """The collated batch of some traces, now."""
         if self.view == "sequence":
@@ -156,9 +160,7 @@ class TraceLoader:
         total = len(self)
         if self.num_threads == 0:
             for batch in range(start, total):
-                began = time.perf_counter()
                 result = self.gather(self._indices(plan, batch))
-                self.wait_s += time.perf_counter() - began
                 self._position = batch + 1
                 yield result
             self._end_epoch()
@@ -172,9 +174,7 @@ class TraceLoader:
                 while following < total and len(queue) < self.max_in_flight:
                     queue.append(pool.submit(self.gather, self._indices(plan, following)))
                     following += 1
-                began = time.perf_counter()
                 result = queue.popleft().result()
-                self.wait_s += time.perf_counter() - began
                 self._position = batch + 1
                 yield result
                 del result

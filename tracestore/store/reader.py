@@ -225,6 +225,10 @@ class TraceStore:
             segment = self._segments[number] = SegmentReader(self.path, number, sizes, self._cache)
         return segment
 
+    def shrink_cache(self) -> None:
+        """Gives back the decoded chunks of a compressed store and stops keeping them."""
+        self._cache.shrink()
+
     # What is there
 
     def require(self, view: str) -> None:

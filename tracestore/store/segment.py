@@ -13,8 +13,8 @@ from tracestore._core.kernels import crc32c
 from tracestore.errors import StoreDamagedError
 from tracestore.store import schema
 from tracestore.store.fsio import fsync_path, write_file
+from tracestore.store.pack import PackedTrace
 from tracestore.store.ragged import decode_string, encode_strings
-from tracestore.store.record import PackedTrace
 from tracestore.store.shard import ArrayReader, ChunkCache, ShardStream, array_metadata, group_metadata
 
 

@@ -7,6 +7,7 @@ through zarr-python a shard is held in memory twice.
 import json
 import os
 import struct
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -181,23 +182,41 @@ class ShardStream:
 
 
 class ChunkCache:
-    """Decoded inner chunks of compressed shards, least recently used out, bounded in bytes."""
+    """Decoded inner chunks of compressed shards, least recently used out, bounded in bytes.
+    Safe to use from threads; a forked child starts with a lock of its own."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self._chunks: OrderedDict[tuple[Path, int], np.ndarray] = OrderedDict()
+        self._lock, self._pid = threading.Lock(), os.getpid()
 
     def get(self, key: tuple[Path, int], decode: Callable[[], np.ndarray]) -> np.ndarray:
-        chunk = self._chunks.pop(key, None)
-        if chunk is None:
-            chunk = decode()
-            self.num_bytes += chunk.nbytes
-        self._chunks[key] = chunk
+        if self._pid != os.getpid():
+            self._lock, self._pid = threading.Lock(), os.getpid()
+        with self._lock:
+            chunk = self._chunks.get(key)
+            if chunk is not None:
+                self._chunks.move_to_end(key)
+                return chunk
+        # Decoded outside the lock: two threads may do it twice, neither waits.
+        chunk = decode()
+        with self._lock:
+            if key not in self._chunks:
+                self._chunks[key] = chunk
+                self.num_bytes += chunk.nbytes
+            self._trim()
+        return chunk
+
+    def _trim(self) -> None:
         while self.num_bytes > self.max_bytes and len(self._chunks) > 1:
             _, dropped = self._chunks.popitem(last=False)
             self.num_bytes -= dropped.nbytes
-        return chunk
+
+    def shrink(self) -> None:
+        """Gives back what it holds and keeps no more than one chunk from now on."""
+        self.max_bytes = 0
+        self._trim()
 
 
 class ArrayReader:

@@ -13,8 +13,9 @@ from tracestore.store import manifest as mf
 from tracestore.store.columns import Columns, join_columns, read_columns
 from tracestore.store.commit import clean, commit, root_metadata
 from tracestore.store.index import StoreIndex
+from tracestore.store.pack import PackedTrace, pack_record
 from tracestore.store.pending import NAN, Pending, PendingRow, PendingSource
-from tracestore.store.record import PackedTrace, TraceRecord, pack_record
+from tracestore.store.record import TraceRecord
 from tracestore.store.segment import SegmentWriter, segment_name
 
 

@@ -20,7 +20,7 @@ from tracestore.train.checkpoint import load_checkpoint, pack_random_state, save
 from tracestore.train.gine import GraphInputs
 from tracestore.train.metrics import auroc, evaluate_test, youden_threshold
 from tracestore.train.models import VIEWS, Detector, ModelConfig, Standardiser, detector_loss, make_model
-from tracestore.train.oom import OOMGuard, random_state, restore_random_state
+from tracestore.train.oom import OOMGuard, classify, random_state, restore_random_state
 from tracestore.train.split import Split
 
 CHECKPOINT_VERSION = 1
@@ -166,11 +166,20 @@ class DetectorRun:
         start = loader.state_dict()["batch"]
         began, waited = time.perf_counter(), 0.0
         iterator = iter(_batches(loader, self.config.num_workers, start))
-        done = start
+        done, shrunk = start, False
         while True:
             asked = time.perf_counter()
-            batch = next(iterator, None)
+            batch, out_of_memory = self._next(iterator)
             waited += time.perf_counter() - asked
+            if out_of_memory:
+                progress.seconds += time.perf_counter() - began
+                if shrunk:
+                    self._stop(loader, progress, done, DoesNotFitError("one batch does not fit"))
+                self._give_back(loader)
+                loader.load_state_dict(loader.state_dict() | {"epoch": progress.epoch, "batch": done})
+                iterator, shrunk = iter(_batches(loader, self.config.num_workers, done)), True
+                began = time.perf_counter()
+                continue
             if batch is None:
                 break
             inputs, y = self._inputs(batch), batch.y.to(self.device)
@@ -198,6 +207,20 @@ class DetectorRun:
         progress.history["traces_per_s"].append(progress.loss_count / max(seconds, 1e-9))
         progress.history["data_wait_share"].append(waited / max(seconds, 1e-9))
         progress.loss_sum, progress.loss_count, progress.seconds = 0.0, 0, 0.0
+
+    def _next(self, iterator: Iterator[Any]) -> tuple[Any, bool]:
+        """The next batch or None, and whether memory ran out while it was gathered."""
+        try:
+            return next(iterator, None), False
+        except Exception as error:
+            if classify(error) is None:
+                raise
+        return None, True
+
+    def _give_back(self, loader: TraceLoader) -> None:
+        """Host memory ran out: caches and batches in flight go first."""
+        loader.shrink()
+        self.log(f"{self.name}: host memory ran out; one batch in flight from now on, nothing cached")
 
     def _stop(self, loader: TraceLoader, progress: Progress, done: int, error: DoesNotFitError) -> None:
         """One trace does not fit: a checkpoint before the failed step, and the way on."""
@@ -265,7 +288,13 @@ class DetectorRun:
         self.optimizer = torch.optim.Adam(
             self.model.parameters(), lr=self.config.lr, weight_decay=WEIGHT_DECAY, fused=True
         )
-        self.guard = OOMGuard(self.model, self.optimizer, on_event=self._on_event)
+        self.loader = self._loader("train", shuffle=self.config.shuffle)
+        self.guard = OOMGuard(
+            self.model,
+            self.optimizer,
+            on_event=self._on_event,
+            on_host_memory=lambda: self._give_back(self.loader),
+        )
 
     def _on_event(self, event: dict[str, Any]) -> None:
         self.log(
@@ -339,7 +368,7 @@ class DetectorRun:
     def run(self) -> dict[str, Any]:
         """Trains, selects on validation, tests once. -> the entry of results.json."""
         self._setup()
-        loader = self._loader("train", shuffle=self.config.shuffle)
+        loader = self.loader
         progress, result = self._resume(loader)
         if result is not None:
             self.log(f"{self.name}: already finished")
