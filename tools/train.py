@@ -4,11 +4,13 @@ python tools/train.py --store store.zarr
 """
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
 from tracestore.console import Output, Parser, parse_size, positive, run
 from tracestore.errors import UsageError
+from tracestore.store.fsio import translated_errors
 
 
 def fraction(text: str) -> float:
@@ -20,6 +22,13 @@ def fraction(text: str) -> float:
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"found {text!r}, expected a fraction above 0 and at most 1")
     return value
+
+
+def seed(text: str) -> int:
+    """What every random generator in use takes."""
+    if not text.isdecimal() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a whole number from 0 to 2^32 - 1")
+    return int(text)
 
 
 def workers(text: str) -> int:
@@ -69,7 +78,7 @@ def make_parser() -> Parser:
     add("--kl-weight", type=float, default=0.01)
     add("--standardize", action="store_true", help="per layer and column, statistics of training traces")
     add("--message-passing", choices=("fused", "pyg"), default="fused", help="pyg is the slow reference")
-    add("--seed", type=int, default=42)
+    add("--seed", type=seed, default=42)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--num-threads", type=positive, metavar="N", help="threads of torch and of the loader")
     add("--num-workers", type=workers, default=0, metavar="auto|N", help="0: threads (default); N: DataLoader workers")
@@ -137,16 +146,18 @@ def command(args: argparse.Namespace) -> int:
             "standardize",
         )
     }
-    results = run_training(
-        args.store,
-        args.output_dir,
-        names,
-        config,
-        sizes,
-        memory_budget=args.memory_budget,
-        with_probe=args.probe,
-        log=output.say,
-    )
+    with translated_errors(args.output_dir):
+        results = run_training(
+            args.store,
+            args.output_dir,
+            names,
+            config,
+            sizes,
+            memory_budget=args.memory_budget,
+            with_probe=args.probe,
+            resume_command=args.resume_command,
+            log=output.say,
+        )
     output.say("\n" + report.table(results) + "\n")
     for name in ("results.json", "curves.png", "roc.png", "report.html"):
         output.say(str(args.output_dir / name))
@@ -155,7 +166,14 @@ def command(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run("train.py", lambda: command(make_parser().parse_args(argv)))
+    def parse_and_run() -> int:
+        words = sys.argv[1:] if argv is None else argv
+        args = make_parser().parse_args(words)
+        again = [w for w in words if w != "--resume"]
+        args.resume_command = shlex.join(["python", "tools/train.py", *again, "--resume"])
+        return command(args)
+
+    return run("train.py", parse_and_run)
 
 
 if __name__ == "__main__":

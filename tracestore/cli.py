@@ -9,7 +9,9 @@ from pathlib import Path
 import tracestore
 from tracestore import convert
 from tracestore.console import Output, Parser, Progress, format_size, run
+from tracestore.errors import UsageError
 from tracestore.ingest.scores import read_scores
+from tracestore.store.manifest import generations
 from tracestore.store.verify import repair_store, verify_store
 from tracestore.store.writer import StoreWriter
 
@@ -61,8 +63,9 @@ def _verify(args: argparse.Namespace, output: Output) -> int:
 
 def _score(args: argparse.Namespace, output: Output) -> int:
     scores = read_scores(Path(args.scores), args.score_column)
-    # Opened for reading first: a store that is not there is not made.
-    tracestore.open(args.store).close()
+    # Looked for first: a store that is not there is not made.
+    if not generations(Path(args.store)):
+        raise UsageError(f"{args.store}: no such store")
     with StoreWriter(args.store) as writer:
         columns = writer.read_columns()
         updates, unknown = {}, 0

@@ -240,3 +240,67 @@ def test_shared_arrays_between_traces(tmp_path, workers):
     store = tracestore.open(tmp_path / "s.zarr")
     for trace in store:
         np.testing.assert_array_equal(trace.attention, torch.stack(traces[0]["attentions"]).numpy())
+
+
+def found_in_review():
+    """Each of these once crashed, hung, or escaped as another error."""
+    yield b"\x80\x04})" + b"\x85" * 1_000_000 + b"Ns.", "dict key"
+    steps = b"".join(b"h%ch%c\x86q%c" % (k, k, k + 1) for k in range(60))
+    yield b"\x80\x02)q\x00" + steps + b".", ""
+    yield (
+        pickle.dumps([{"hidden_states": np.empty((10**12, 0, 1), "f2"), "attentions": [], "tokens": []}]),
+        "empty array",
+    )
+    yield pickle.dumps([{**make_trace(0), "sample": 2**40}]), "sample"
+    a = np.zeros((8, 4096), "f4")
+    many = {**make_trace(0), "hidden_states": [a] * 20_000, "attentions": []}
+    yield pickle.dumps([many]), "many times"
+
+
+@pytest.mark.parametrize("data,word", list(found_in_review()), ids=range(len(list(found_in_review()))))
+def test_found_in_review(tmp_path, data, word):
+    path = tmp_path / "bad.pkl"
+    path.write_bytes(data)
+    assert refused(path, word)
+
+
+def test_flipped_bytes_inside_gzip(tmp_path):
+    data = bytearray(gzip.compress(pickle.dumps(make_traces(6, tokens=20, dim=64))))
+    rng = np.random.default_rng(0)
+    for k in range(30):
+        broken = bytearray(data)
+        broken[int(rng.integers(20, len(data) - 10))] ^= 1 << int(rng.integers(8))
+        (tmp_path / f"{k}.pkl.gz").write_bytes(broken)
+        assert refused(tmp_path / f"{k}.pkl.gz")
+
+
+def test_link_cycles_are_walked_once(tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    write_pickle(data / "a.pkl", make_traces(2))
+    (data / "self").symlink_to(data)
+    (data / "up").symlink_to(tmp_path)
+    convert(data, tmp_path / "s.zarr")
+    assert tracestore.open(tmp_path / "s.zarr").info()["num_sources"] == 1
+
+
+def test_big_endian_sequences(tmp_path):
+    sequences = np.random.default_rng(0).standard_normal((2, 3, 4)).astype(">f2")
+    value = {"sequences": sequences, "labels": [0.0, 1.0], "question_ids": ["a", "b"]}
+    write_pickle(tmp_path / "preprocessed_0.pt", value)
+    convert(tmp_path / "preprocessed_0.pt", tmp_path / "s.zarr")
+    np.testing.assert_array_equal(tracestore.open(tmp_path / "s.zarr")[1].last_token, sequences[1].astype("f2"))
+
+
+def test_a_label_from_a_second_source_is_kept(tmp_path):
+    traces = make_traces(3)
+    write_pickle(tmp_path / "t.pkl", traces)
+    convert(tmp_path / "t.pkl", tmp_path / "s.zarr")
+    sequences = torch.stack([torch.from_numpy(np.stack(t["hidden_states"])[:, -1]) for t in traces])
+    value = {"sequences": sequences, "labels": torch.tensor([1.0, 0.0, 1.0]), "question_ids": ["q0", "q1", "q2"]}
+    torch.save(value, tmp_path / "preprocessed_0.pt")
+    convert(tmp_path / "preprocessed_0.pt", tmp_path / "s.zarr")
+    store = tracestore.open(tmp_path / "s.zarr")
+    assert len(store) == 3 and store.labels.tolist() == [1, 0, 1]
+    torch.save(value | {"labels": torch.tensor([0.0, 0.0, 1.0])}, tmp_path / "preprocessed_1.pt")
+    assert "label" in convert(tmp_path / "preprocessed_1.pt", tmp_path / "s.zarr", check=3).stderr

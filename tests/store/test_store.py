@@ -239,3 +239,71 @@ def test_read_path_imports_neither_zarr_nor_torch(store_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("where", ["replace_file", "write_file", "fsync_path"])
+def test_a_commit_that_fails_is_not_repeated(tmp_path, monkeypatch, where):
+    """ENOSPC or Ctrl-C at any step of a commit: the last generation stays, the next is sound."""
+    from tracestore.store import fsio
+
+    path = tmp_path / "s.zarr"
+    with tracestore.create(path) as writer:
+        writer.append(make_trace(0))
+    original, calls = getattr(fsio, where), [0]
+    for step in [*range(8), 21, 50, 101, 10_000]:
+        calls[0] = 0
+
+        def fail(*args, _step=step, **kwargs):
+            calls[0] += 1
+            if calls[0] == _step + 1:
+                raise KeyboardInterrupt if _step % 2 else OSError(28, "No space left on device")
+            return original(*args, **kwargs)
+
+        for module in ("fsio", "segment"):
+            target = sys.modules[f"tracestore.store.{module}"]
+            if hasattr(target, where):
+                monkeypatch.setattr(target, where, fail)
+        try:
+            with tracestore.create(path, append=True) as writer:
+                writer.append(make_trace(1, tokens=300, dim=8))
+            finished = True
+        except (KeyboardInterrupt, tracestore.NoSpaceError):
+            finished = False
+        monkeypatch.undo()
+        assert verify_store(path).damaged == {}
+        for trace in tracestore.open(path):
+            assert trace.hidden_states.shape[0] == 3
+        if finished:
+            break
+    assert finished and len(tracestore.open(path)) == 2
+
+
+def test_a_write_that_fails_half_way_is_taken_back(tmp_path, monkeypatch):
+    from tracestore.store import shard
+
+    original = shard.write_all
+
+    def short(fd, data):
+        if len(data) > 500_000:
+            original(fd, data[: len(data) // 2])
+            raise OSError(28, "No space left on device")
+        original(fd, data)
+
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        writer.append(make_trace(1, tokens=40, dim=3000))
+        monkeypatch.setattr(shard, "write_all", short)
+        with pytest.raises(OSError):
+            writer.append(make_trace(2, tokens=400, dim=3000))
+        monkeypatch.undo()
+        writer.append(make_trace(3, tokens=4, dim=3000))
+    store = tracestore.open(tmp_path / "s.zarr")
+    for k, trace in zip((1, 3), store, strict=True):
+        tokens = 40 if k == 1 else 4
+        expected = np.stack(make_trace(k, tokens=tokens, dim=3000)["hidden_states"])
+        np.testing.assert_array_equal(trace.hidden_states, expected)
+
+
+def test_a_missing_file_of_the_index_is_damage(store_path):
+    next((store_path / "index").glob("*/part")).unlink()
+    with pytest.raises(StoreDamagedError):
+        StoreWriter(store_path)

@@ -138,6 +138,9 @@ def _edges_of_dense(
 
 def _edges_of_sets(store: TraceStore, traces: list[Trace]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A store of edges gives all its edges."""
+    if not traces:
+        empty, _ = _empty((0,), store.attention_dtype)
+        return torch.zeros((2, 0), dtype=torch.int64), empty, torch.zeros(1, dtype=torch.int64)
     indexes, weights, counts = [], [], []
     node = 0
     for trace in traces:

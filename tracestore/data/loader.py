@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tracestore._core.kernels import crc32c
 from tracestore.data import order
 from tracestore.data.batch import GraphOptions, gather_graphs, gather_sequences
 from tracestore.data.datasets import StoreLike, mean_trace_bytes, rank_and_world_size
@@ -101,7 +102,7 @@ class TraceLoader:
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch; the one that a loaded state is in keeps its position."""
         if epoch != self.epoch:
-            self._resume_at = 0
+            self._resume_at = self._position = 0
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
@@ -114,12 +115,14 @@ class TraceLoader:
             "batch_size": self.batch_size,
             "num_samples": self.num_samples,
             "shuffle": self.shuffle,
+            "window": {"buffer": self.buffer_size, "block": self.block_size}.get(self.shuffle, 0),
+            "indices_crc32c": 0 if self.indices is None else crc32c(self.indices),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues where the state was taken. UsageError where it is of another order."""
         mine = self.state_dict()
-        for name in ("version", "seed", "batch_size", "num_samples", "shuffle"):
+        for name in ("version", "seed", "batch_size", "num_samples", "shuffle", "window", "indices_crc32c"):
             if state.get(name) != mine[name]:
                 raise UsageError(f"state of another loader: {name} is {state.get(name)!r}, expected {mine[name]!r}")
         self.epoch, self._resume_at = int(state["epoch"]), int(state["batch"])

@@ -87,6 +87,11 @@ def _merge_scores(folder: Path) -> None:
     _write_text(folder / "scores.csv", out.getvalue())
 
 
+def _ids(part: Path) -> list[str]:
+    """The questions of a finished file: a file of fewer (--limit) is made again."""
+    return [row[0] for row in json.loads(part.read_text(encoding="utf-8"))]
+
+
 def _score_row(question: Question, answer: str, scorer: Scorer) -> list[Any]:
     from tracestore.extract.questions import contains, token_f1
 
@@ -119,7 +124,7 @@ def extract_to_folder(
         for batch in batches:
             path = folder / batch.name
             part = folder / _PART_FOLDER / f"{batch.name}.json"
-            if path.exists() and part.exists():
+            if path.exists() and part.exists() and _ids(part) == [q.question_id for q in batch.questions]:
                 yield batch.number, len(batch.questions), None
                 continue
             writer, rows = PickleListWriter(path), []

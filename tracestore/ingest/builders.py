@@ -14,6 +14,8 @@ from tracestore.errors import InputRefusedError
 from tracestore.store.schema import BFLOAT16
 
 MAX_NDIM = 16
+# An array without bytes may claim any length; none that traces hold is longer.
+MAX_EMPTY_AXIS = 1 << 20
 SHARED = "two traces far apart share one array; save them apart, or as an uncompressed pickle of protocol 4"
 _DTYPE = re.compile(r"([<>|=]?)(?:([biufc])(1|2|4|8|16)|([SU])(\d{1,6}))")
 
@@ -70,8 +72,8 @@ class DtypeDraft(Draft):
     def build(self, state: Any) -> None:
         if not isinstance(state, tuple) or len(state) < 8 or any(part is not None for part in state[2:5]):
             raise _refuse("found a structured dtype, expected plain numbers")
-        if state[1] not in ("<", ">", "|", "="):
-            raise _refuse(f"found byte order {str(state[1])[:10]!r}")
+        if not isinstance(state[1], str) or state[1] not in ("<", ">", "|", "="):
+            raise _refuse("found a dtype of no byte order")
         if self.dtype is not None and state[1] == ">":
             self.dtype = self.dtype.newbyteorder(">")
 
@@ -96,6 +98,8 @@ def make_array(data: Any, dtype: np.dtype, shape: tuple[int, ...], order: str) -
     found = memoryview(data).nbytes
     if needed != found:
         raise _refuse(f"an array of shape {shape} and dtype {dtype} needs {needed:,} bytes, {found:,} are there")
+    if needed == 0 and (dtype.itemsize == 0 or max(shape, default=0) > MAX_EMPTY_AXIS):
+        raise _refuse(f"found an empty array of shape {shape}")
     if needed == 0:
         return np.empty(shape, dtype)
     array = np.frombuffer(data, dtype).reshape(shape, order=order)  # type: ignore[call-overload]
@@ -192,6 +196,8 @@ class TensorDraft(Draft):
         available = storage.num_bytes // dtype.itemsize
         numel = math.prod(size)
         last = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) + 1 if numel else offset
+        if (numel == 0 and max(size, default=0) > MAX_EMPTY_AXIS) or any(s >= 1 << 48 for s in stride):
+            raise _refuse(f"found a tensor of size {size} and stride {stride}")
         if last > available or numel > available:
             raise _refuse(f"a tensor of size {size} reaches outside its storage of {available:,} elements")
         self.storage, self.offset, self.size, self.stride, self.dtype = storage, offset, size, stride, dtype
@@ -207,7 +213,7 @@ class TensorDraft(Draft):
             raise _refuse("found a tensor whose storage is not in the file")
         if math.prod(self.size) == 0:
             return np.empty(self.size, self.dtype)
-        items = np.frombuffer(self.storage.data, self.dtype)
+        items = np.frombuffer(self.storage.data, self.dtype, self.storage.num_bytes // self.dtype.itemsize)
         strides = tuple(s * self.dtype.itemsize for s in self.stride)
         return np.lib.stride_tricks.as_strided(items[self.offset :], self.size, strides, writeable=False)
 

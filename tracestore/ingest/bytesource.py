@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from isal import igzip_threaded
+from isal.igzip_lib import IsalError
 
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import InputRefusedError
 
-MAX_LINE_BYTES = 1 << 20
 # Inflated size against compressed size: real traces reach 2 to 5.
 MAX_INFLATE_RATIO = 200
 INFLATE_ALLOWANCE_BYTES = 256 << 20
@@ -56,26 +56,17 @@ class BufferSource:
         return piece
 
     def read_line(self) -> bytes:
-        limit = min(self.end, self.position + MAX_LINE_BYTES)
-        step = 4096
-        begin = self.position
-        found = -1
-        while begin < limit and found < 0:
-            stop = min(limit, begin + step)
+        # Protocol 0 writes whole arrays as one line: looked for piece by piece, copied once.
+        begin, step = self.position, 4096
+        while begin < self.end:
+            stop = min(self.end, begin + step)
             found = bytes(self.view[begin:stop]).find(b"\n")
-            found = found + begin if found >= 0 else -1
-            begin = stop
-        if found < 0:
-            # Protocol 0 writes whole arrays as one line: look on without a copy a step.
-            data = bytes(self.view[self.position : self.end])
-            found = data.find(b"\n")
-            if found < 0:
-                raise truncated()
-            self.position += found + 1
-            return data[:found]
-        line = bytes(self.view[self.position : found])
-        self.position = found + 1
-        return line
+            if found >= 0:
+                line = bytes(self.view[self.position : begin + found])
+                self.position = begin + found + 1
+                return line
+            begin, step = stop, min(2 * step, _PIECE_BYTES)
+        raise truncated()
 
     def at_end(self) -> bool:
         return self.position >= self.end
@@ -100,11 +91,10 @@ class GzipSource:
             return False
         try:
             piece = self._file.read(_PIECE_BYTES)
-        except (EOFError, zlib.error, OSError, ValueError) as error:
-            text = str(error) or type(error).__name__
-            if isinstance(error, EOFError) or "end" in text.lower():
-                raise truncated("the gzip stream ends early") from None
-            raise InputRefusedError(f"damaged gzip: {text}") from None
+        except EOFError:
+            raise truncated("the gzip stream ends early") from None
+        except (zlib.error, IsalError, OSError, ValueError) as error:  # type: ignore[misc]
+            raise InputRefusedError(f"damaged gzip: {error or type(error).__name__}") from None
         self._total += len(piece)
         if self._total > self._limit:
             raise InputRefusedError(

@@ -1,6 +1,7 @@
 """The four families of input files as records, one at a time."""
 
 import contextlib
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,15 @@ import numpy as np
 
 from tracestore.errors import InputRefusedError
 from tracestore.ingest import builders, torch_file
-from tracestore.ingest.bytesource import BufferSource, ByteSource, GzipSource, check_regular, map_file
+from tracestore.ingest.bytesource import (
+    INFLATE_ALLOWANCE_BYTES,
+    MAX_INFLATE_RATIO,
+    BufferSource,
+    ByteSource,
+    GzipSource,
+    check_regular,
+    map_file,
+)
 from tracestore.ingest.pickle_reader import PickleReader
 from tracestore.store import schema
 from tracestore.store.record import TraceRecord, question_id_text, record_from_dict, refuse
@@ -19,14 +28,19 @@ _MAX_NODES = 2_000_000
 
 def resolve(value: Any, budget: list[int]) -> Any:
     """Drafts inside containers as arrays; shared references count every time."""
-    budget[0] -= 1
+    budget[0] -= 1 if not isinstance(value, str | bytes | memoryview) else 1 + len(value) // 64
     if budget[0] < 0:
         raise InputRefusedError("a trace with more values than a file of traces has")
-    if isinstance(value, builders.ArrayDraft):
+    if isinstance(value, builders.ArrayDraft | builders.TensorDraft):
         array = value.resolve()
-        return [resolve(v, budget) for v in array] if isinstance(array, list) else array
-    if isinstance(value, builders.TensorDraft):
-        return value.resolve()
+        if isinstance(array, list):
+            return [resolve(v, budget) for v in array]
+        budget[1] -= array.nbytes
+        if budget[1] < 0:
+            raise InputRefusedError(
+                "a trace whose arrays, counted each time they are named, exceed the file many times"
+            )
+        return array
     kind = type(value)
     if kind is dict:
         return {k: resolve(v, budget) for k, v in value.items()}
@@ -41,8 +55,18 @@ def resolve(value: Any, budget: list[int]) -> Any:
     return value
 
 
-def _resolved(value: Any) -> Any:
-    return resolve(value, [_MAX_NODES])
+class _Limits:
+    """What one trace may come to: values, and bytes of arrays, which a file cannot
+    exceed but by naming one array many times."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+
+    def budget(self) -> list[int]:
+        return [_MAX_NODES, self.max_bytes]
+
+    def resolved(self, value: Any) -> Any:
+        return resolve(value, self.budget())
 
 
 def read_traces(path: Path, name: str, *, need_attention: bool = True) -> Iterator[TraceRecord]:
@@ -63,6 +87,10 @@ def read_traces(path: Path, name: str, *, need_attention: bool = True) -> Iterat
         raise error.at(source=name) from None
     except RecursionError:
         raise InputRefusedError("nested deeper than a file of traces", source=name) from None
+    except (ValueError, TypeError, OverflowError, IndexError, KeyError, struct.error) as error:
+        # What the checks did not foresee is a refusal too, never a traceback.
+        reason = f"not a file of traces: {type(error).__name__}: {error}"
+        raise InputRefusedError(reason, source=name, position=position) from None
 
 
 def _records(path: Path, name: str, need_attention: bool) -> Iterator[TraceRecord]:
@@ -72,55 +100,59 @@ def _records(path: Path, name: str, need_attention: bool) -> Iterator[TraceRecor
     mapped = map_file(path)
     view = memoryview(mapped)
     head = bytes(view[:4])
-    if head[:2] == b"\x1f\x8b":
+    gzipped = head[:2] == b"\x1f\x8b"
+    limits = _Limits(status.st_size * (MAX_INFLATE_RATIO if gzipped else 4) + INFLATE_ALLOWANCE_BYTES)
+    if gzipped:
         with contextlib.closing(GzipSource(path)) as source:
-            yield from _from_pickle(source, name, need_attention)
+            yield from _from_pickle(limits, source, name, need_attention)
     elif head == b"PK\x03\x04":
-        yield from _from_object(torch_file.read_zip(mapped), name, need_attention)
+        yield from _from_object(limits, torch_file.read_zip(mapped), name, need_attention)
     elif torch_file.is_legacy(view):
-        yield from _from_object(torch_file.read_legacy(view, mapped=True), name, need_attention)
+        yield from _from_object(limits, torch_file.read_legacy(view, mapped=True), name, need_attention)
     else:
-        yield from _from_pickle(BufferSource(mapped), name, need_attention)
+        yield from _from_pickle(limits, BufferSource(mapped), name, need_attention)
 
 
-def _from_pickle(source: ByteSource, name: str, need_attention: bool) -> Iterator[TraceRecord]:
+def _from_pickle(limits: _Limits, source: ByteSource, name: str, need_attention: bool) -> Iterator[TraceRecord]:
     reader = PickleReader(source, load_bytes=torch_file.load_bytes)
     for position, item in enumerate(reader.items()):
-        yield _trace(item, name, position, need_attention)
+        yield _trace(limits, item, name, position, need_attention)
         item = None
     if not source.at_end():
         raise InputRefusedError("trailing bytes after the pickle")
     if reader.streamed == 0:
-        yield from _from_object(reader.result, name, need_attention)
+        yield from _from_object(limits, reader.result, name, need_attention)
 
 
-def _trace(item: Any, name: str, position: int, need_attention: bool) -> TraceRecord:
+def _trace(limits: _Limits, item: Any, name: str, position: int, need_attention: bool) -> TraceRecord:
     try:
-        return record_from_dict(_resolved(item), source_name=name, position=position, need_attention=need_attention)
+        return record_from_dict(
+            limits.resolved(item), source_name=name, position=position, need_attention=need_attention
+        )
     except InputRefusedError as error:
         raise error.at(position=position) from None
 
 
-def _from_object(root: Any, name: str, need_attention: bool) -> Iterator[TraceRecord]:
+def _from_object(limits: _Limits, root: Any, name: str, need_attention: bool) -> Iterator[TraceRecord]:
     if isinstance(root, list):
         for position, item in enumerate(root):
-            yield _trace(item, name, position, need_attention)
+            yield _trace(limits, item, name, position, need_attention)
         return
     if not isinstance(root, dict):
         found = "a tensor or array" if isinstance(root, builders.Draft) else type(root).__name__
         raise InputRefusedError(f"found {found}, expected a list of traces or a dict of sequences or graphs")
     if "graphs" in root:
-        yield from _graphs(root)
+        yield from _graphs(limits, root)
     elif "sequences" in root:
-        yield from _sequences(root)
+        yield from _sequences(limits, root)
     else:
-        yield _trace(root, name, 0, need_attention)
+        yield _trace(limits, root, name, 0, need_attention)
 
 
-def _ids(root: dict[str, Any], count: int, of: str) -> list[str]:
+def _ids(limits: _Limits, root: dict[str, Any], count: int, of: str) -> list[str]:
     if "question_ids" not in root:
         raise InputRefusedError("missing key", field="question_ids")
-    ids = _resolved(root["question_ids"])
+    ids = limits.resolved(root["question_ids"])
     if isinstance(ids, np.ndarray) and ids.ndim == 1:
         ids = ids.tolist()
     if not isinstance(ids, list):
@@ -136,8 +168,8 @@ def _ids(root: dict[str, Any], count: int, of: str) -> list[str]:
     return texts
 
 
-def _labels(root: dict[str, Any], count: int) -> list[float | None]:
-    labels = _resolved(root["labels"])
+def _labels(limits: _Limits, root: dict[str, Any], count: int) -> list[float | None]:
+    labels = limits.resolved(root["labels"])
     try:
         values = np.asarray(labels, dtype="<f8")
     except (TypeError, ValueError):
@@ -155,48 +187,50 @@ def _float_array(value: Any, field: str, ndim: int, text: str) -> np.ndarray:
         schema.dtype_name(value.dtype)
     except ValueError:
         raise refuse(field, f"dtype {value.dtype.name}", "float16, float32 or bfloat16") from None
-    return value
+    return value if value.dtype.isnative else value.astype(value.dtype.newbyteorder("="))
 
 
-def _sequences(root: dict[str, Any]) -> Iterator[TraceRecord]:
+def _sequences(limits: _Limits, root: dict[str, Any]) -> Iterator[TraceRecord]:
     """Family 2: the last token of every layer."""
-    sequences = _float_array(_resolved(root["sequences"]), "sequences", 3, "(N, L, D)")
+    sequences = _float_array(limits.resolved(root["sequences"]), "sequences", 3, "(N, L, D)")
     if 0 in sequences.shape:
         raise refuse("sequences", f"shape {sequences.shape}", "(N, L, D) without a zero")
     if "labels" not in root:
         raise InputRefusedError("missing key", field="labels")
-    labels = _labels(root, len(sequences))
-    for position, question_id in enumerate(_ids(root, len(sequences), "sequence")):
+    labels = _labels(limits, root, len(sequences))
+    for position, question_id in enumerate(_ids(limits, root, len(sequences), "sequence")):
         yield TraceRecord(
             question_id=question_id, position=position, last_token=sequences[position], label=labels[position]
         )
 
 
-def _graphs(root: dict[str, Any]) -> Iterator[TraceRecord]:
+def _graphs(limits: _Limits, root: dict[str, Any]) -> Iterator[TraceRecord]:
     """Families 3 (labels) and 4 (none): a PyG Data a layer."""
     graphs = root["graphs"]
     if not isinstance(graphs, list | tuple) or len(graphs) == 0:
         raise refuse("graphs", type(graphs).__name__, "a list over traces of lists over layers")
-    ids = _ids(root, len(graphs), "trace")
-    labels = _labels(root, len(graphs)) if "labels" in root else [None] * len(graphs)
+    ids = _ids(limits, root, len(graphs), "trace")
+    labels = _labels(limits, root, len(graphs)) if "labels" in root else [None] * len(graphs)
     for position, layers in enumerate(graphs):
         try:
-            record = _graph_record(layers)
+            record = _graph_record(limits, layers)
         except InputRefusedError as error:
             raise error.at(position=position) from None
         record.question_id, record.position, record.label = ids[position], position, labels[position]
         yield record
 
 
-def _graph_record(layers: Any) -> TraceRecord:
+def _graph_record(limits: _Limits, layers: Any) -> TraceRecord:
     if not isinstance(layers, list | tuple) or len(layers) == 0:
         raise refuse("graphs", type(layers).__name__, "a list of at least one layer")
     hidden, edges, extras = [], [], {}  # type: ignore[var-annotated]
-    budget = [_MAX_NODES]
+    budget = limits.budget()
     for k, layer in enumerate(layers):
         if not isinstance(layer, builders.GraphDraft | dict):
             raise refuse(f"graphs[{k}]", type(layer).__name__, "a PyG Data")
         fields = layer.fields() if isinstance(layer, builders.GraphDraft) else layer
+        if not all(isinstance(name, str) for name in fields):
+            raise refuse(f"graphs[{k}]", "a key that is not a string", "the fields of a PyG Data")
         fields = {name: resolve(v, budget) for name, v in fields.items()}
         for name in ("x", "edge_index", "edge_attr"):
             if fields.get(name) is None:
@@ -213,12 +247,12 @@ def _graph_record(layers: Any) -> TraceRecord:
         if not isinstance(weight, np.ndarray) or weight.shape not in ((index.shape[1], 1), (index.shape[1],)):
             found = f"shape {weight.shape}" if isinstance(weight, np.ndarray) else type(weight).__name__
             raise refuse(f"graphs[{k}].edge_attr", found, f"({index.shape[1]}, 1)")
-        _float_array(weight.reshape(-1), f"graphs[{k}].edge_attr", 1, "(E, 1)")
+        weight = _float_array(weight.reshape(-1), f"graphs[{k}].edge_attr", 1, "(E, 1)")
         nodes = fields.pop("num_nodes", None)
-        if nodes is not None and nodes != len(x):
-            raise refuse(f"graphs[{k}].num_nodes", str(nodes), str(len(x)))
+        if nodes is not None and (not isinstance(nodes, int | np.integer) or int(nodes) != len(x)):
+            raise refuse(f"graphs[{k}].num_nodes", str(nodes)[:40], str(len(x)))
         hidden.append(x)
-        edges.append((index, weight.reshape(-1)))
+        edges.append((index, weight))
         for name, value in fields.items():
             extras.setdefault(name, [None] * len(layers))[k] = value
     return TraceRecord(question_id="", hidden=hidden, edges=edges, extras=extras)

@@ -311,6 +311,8 @@ class PickleReader:
 
     def op_dict(self) -> None:
         items = self._pop_mark()
+        for key in items[::2]:
+            _check_key(key)
         self._push(dict(zip(items[::2], items[1::2], strict=True)))
 
     def op_tuple(self) -> None:
@@ -348,10 +350,13 @@ class PickleReader:
 
     def op_setitem(self) -> None:
         value, key = self._stack.pop(), self._stack.pop()
+        _check_key(key)
         self._container(dict)[key] = value
 
     def op_setitems(self) -> None:
         items = self._pop_mark()
+        for key in items[::2]:
+            _check_key(key)
         self._container(dict).update(zip(items[::2], items[1::2], strict=True))
 
     def op_get(self) -> None:
@@ -415,6 +420,12 @@ class PickleReader:
         self._push(self._persistent_load(key))
 
 
+def _check_key(key: Any) -> None:
+    # A tuple nested a million deep ends the interpreter when it is hashed.
+    if key is not None and type(key) not in (str, int, float, bool, bytes):
+        raise InputRefusedError(f"found a dict key of type {type(key).__name__}, expected a string or number")
+
+
 def _memory_bytes(value: Any) -> int:
     """Bytes that the memo keeps alive through `value` and that are no range of a mapped file."""
     kind = type(value)
@@ -422,7 +433,9 @@ def _memory_bytes(value: Any) -> int:
         # Short ones, such as the keys of the dicts, are what every trace shares.
         return len(value) if len(value) >= _SMALL_BYTES else 0
     if kind is tuple:
-        return sum(map(_memory_bytes, value)) if len(value) < 8 else 0
+        # Its own members only: what nests deeper could be reached in exponentially many ways.
+        members = (v for v in value if type(v) in (str, bytes, bytearray))
+        return sum(map(_memory_bytes, members)) if len(value) < 8 else 0
     return value.payload_bytes() if isinstance(value, builders.Draft) else 0
 
 

@@ -70,6 +70,8 @@ def _parse(path: Path, rows, header: list[str], column: str | None) -> Scores:
             raise InputRefusedError(
                 f"{where}: found {text[:40]!r} in {chosen}, expected a number", source=name
             ) from None
+        if not 0 <= sample < 2**31:
+            raise InputRefusedError(f"{where}: found sample {sample}, expected 0 or more, below 2^31", source=name)
         if math.isinf(score):
             raise InputRefusedError(f"{where}: found an infinite {chosen}", source=name)
         group = row[place["group"]].strip() if "group" in place else ""

@@ -25,7 +25,7 @@ class SourceFile:
 def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
     """Sorts batch_2 before batch_10."""
     pieces = re.split(r"(\d+)", name)
-    return tuple((1, int(p), p) if p.isdigit() else (0, 0, p) for p in pieces)
+    return tuple((1, int(p), p) if p.isdecimal() else (0, 0, p) for p in pieces)
 
 
 def find_sources(arguments: list[Path], store: Path) -> list[SourceFile]:
@@ -34,18 +34,7 @@ def find_sources(arguments: list[Path], store: Path) -> list[SourceFile]:
     found: list[SourceFile] = []
     for argument in arguments:
         if argument.is_dir():
-            inside = []
-            for folder, folders, files in os.walk(argument, followlinks=True):
-                here = Path(folder)
-                folders[:] = sorted(
-                    d
-                    for d in folders
-                    if not d.startswith(".")
-                    and (here / d).resolve() != store.resolve()
-                    and not (here / d / "manifest").is_dir()
-                    and (here / d).resolve() not in here.resolve().parents
-                )
-                inside += [here / f for f in files if f.endswith(SUFFIXES) and not f.startswith(".")]
+            inside = _walk(argument, store)
             names = [SourceFile(p, p.relative_to(argument).as_posix()) for p in inside]
             if not names:
                 raise UsageError(f"{argument}: no file of traces in this folder ({', '.join(SUFFIXES)})")
@@ -62,6 +51,29 @@ def find_sources(arguments: list[Path], store: Path) -> list[SourceFile]:
             unique.append(source)
         seen.add(place)
     return unique
+
+
+def _walk(top: Path, store: Path) -> list[Path]:
+    """Files of traces below a folder. Links to folders are followed, each folder once;
+    stores and hidden names are left out."""
+
+    def refuse(error: OSError) -> None:
+        raise UsageError(f"{error.filename}: cannot be read: {error.strerror}")
+
+    seen = {top.resolve()}
+    found = []
+    for name, folders, files in os.walk(top, followlinks=True, onerror=refuse):
+        here = Path(name)
+        inside = []
+        for folder in sorted(folders):
+            place = (here / folder).resolve()
+            is_store = place == store.resolve() or (place / "manifest").is_dir()
+            if not folder.startswith(".") and not is_store and place not in seen:
+                seen.add(place)
+                inside.append(folder)
+        folders[:] = inside
+        found += [here / f for f in files if f.endswith(SUFFIXES) and not f.startswith(".")]
+    return found
 
 
 def find_scores(arguments: list[Path]) -> Path | None:

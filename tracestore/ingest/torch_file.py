@@ -60,7 +60,7 @@ def _entries(view: memoryview) -> dict[str, memoryview]:
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
             raise InputRefusedError(f"entry {info.filename[:100]!r} is compressed, torch stores them")
         begin = info.header_offset
-        if begin + _LOCAL.size > len(view):
+        if begin < 0 or begin + _LOCAL.size > len(view):
             raise InputRefusedError("an entry lies outside the archive")
         magic, _, flags, method, _, _, crc, size, full, name_bytes, extra = _LOCAL.unpack_from(view, begin)
         name = bytes(view[begin + _LOCAL.size : begin + _LOCAL.size + name_bytes])
@@ -163,20 +163,21 @@ def read_legacy(view: Any, *, mapped: bool) -> Any:
             raise InputRefusedError(f"storage {name[:40]!r} is described in two ways")
         return draft
 
-    if PickleReader(source).load() != LEGACY_MAGIC:
+    magic = PickleReader(source).load()
+    if type(magic) is not int or magic != LEGACY_MAGIC:
         raise InputRefusedError("not a legacy torch file")
     protocol = PickleReader(source).load()
-    if protocol != 1001:
-        raise InputRefusedError(f"torch protocol {str(protocol)[:20]}, expected 1001")
+    if type(protocol) is not int or protocol != 1001:
+        raise InputRefusedError("another torch protocol than 1001")
     system = PickleReader(source).load()
     if not isinstance(system, dict) or system.get("little_endian") is not True:
         raise InputRefusedError("a torch file of a big-endian machine")
     result = PickleReader(source, persistent_load=load).load()
     keys = PickleReader(source).load()
-    if not isinstance(keys, list) or len(keys) != len(set(map(str, keys))):
+    if not isinstance(keys, list) or not all(type(k) is str for k in keys) or len(keys) != len(set(keys)):
         raise InputRefusedError("a legacy torch file without its storage keys")
     for name in keys:
-        draft = storages.get(name) if isinstance(name, str) else None
+        draft = storages.get(name)
         if draft is None or draft.data is not None:
             raise InputRefusedError("a storage that no tensor uses")
         count = int.from_bytes(source.read(8), "little")

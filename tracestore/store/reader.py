@@ -185,6 +185,11 @@ class TraceStore:
         """(N,) tokens of each trace; 0 where only its last tokens are stored."""
         return self._index.column("num_tokens")
 
+    @property
+    def nonfinite(self) -> np.ndarray:
+        """(N,) bool: traces whose source had NaN or infinite values in its arrays."""
+        return self._index.column("nonfinite").astype(bool)
+
     def targets(self, score_threshold: float = 0.5) -> np.ndarray:
         """(N,) float64 labels: the stored one, else 1 where score < threshold, else NaN."""
         derived = np.where(np.isnan(self.scores), math.nan, (self.scores < score_threshold).astype("<f8"))

@@ -100,6 +100,8 @@ def _describe(value: Any) -> str:
 def _layers(value: Any, name: str, ndim: int, shape_text: str) -> list[np.ndarray]:
     array = as_array(value)
     if array is not None and array.ndim == ndim + 1:
+        if 0 in array.shape:
+            raise refuse(name, f"shape {array.shape}", f"a list of L arrays {shape_text} without a zero")
         value = list(array)
     if not isinstance(value, list | tuple):
         raise refuse(name, _describe(value), f"a list of L arrays {shape_text}")
@@ -191,7 +193,7 @@ def record_from_dict(trace: Any, *, source_name: str, position: int, need_attent
     record = TraceRecord(question_id="", position=position, hidden=hidden, attention=attention)
     record.tokens = _tokens(trace["tokens"], num_tokens)
     decoded = trace.get("tokens_decoded")
-    if isinstance(decoded, np.ndarray):
+    if isinstance(decoded, np.ndarray) and len(decoded) == num_tokens:
         decoded = decoded.tolist()
     if decoded is not None:
         if not isinstance(decoded, list | tuple) or not all(isinstance(s, str) for s in decoded):
@@ -212,6 +214,8 @@ def record_from_dict(trace: Any, *, source_name: str, position: int, need_attent
     record.extras = {key: value for key, value in trace.items() if key not in _OWN_FIELDS}
     if "sample" in trace:
         record.sample = _integer(record.extras.pop("sample"), "sample")
+        if not 0 <= record.sample < 2**31:
+            raise refuse("sample", str(record.sample), "0 or more, below 2^31")
     if trace.get("question_id") is not None:
         record.question_id = question_id_text(trace["question_id"])
     else:
@@ -232,6 +236,8 @@ def extras_json(extras: Mapping[str, Any]) -> str:
         budget[0] -= 1
         if budget[0] < 0 or depth > MAX_EXTRA_DEPTH:
             raise refuse(name, "too many or too deeply nested values", f"at most {MAX_EXTRA_NODES:,} a trace")
+        if isinstance(value, str):
+            budget[0] -= len(value) // 64
         if value is None or isinstance(value, bool | str):
             return value
         if isinstance(value, int):

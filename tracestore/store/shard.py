@@ -93,6 +93,7 @@ class ShardStream:
         self._coder = _numcodec(codec, dtype.itemsize) if codec != "none" else None
         self._chunks: list[tuple[int, int]] = []
         self._fd = -1
+        self._finished = False
 
     @property
     def num_rows(self) -> int:
@@ -148,10 +149,11 @@ class ShardStream:
         self.num_bytes, written, self._crc, buffer, chunks = mark
         self._buffer = bytearray(buffer)
         del self._chunks[chunks:]
-        if written != self._written:
-            os.ftruncate(self._open(), written)
-            self._written = written
-            self.suspend()
+        # Also where the counters agree: a write that failed half-way has left bytes.
+        self.suspend()
+        self._written = written
+        if self.path.exists():
+            os.truncate(self.path, written)
 
     def suspend(self) -> None:
         if self._fd >= 0:
@@ -160,6 +162,8 @@ class ShardStream:
 
     def finish(self) -> tuple[int, int]:
         """Pads the last inner chunk, writes the index, syncs; -> size and crc32c of the file."""
+        assert not self._finished
+        self._finished = True
         self._flush()
         if not self._chunks:
             # One short inner chunk is stored at its own size, not padded.

@@ -12,6 +12,7 @@ from tracestore._core.mapping import MappedFile
 from tracestore.errors import StoreDamagedError, UsageError
 from tracestore.store import fsio
 from tracestore.store import manifest as mf
+from tracestore.store.columns import read_columns
 from tracestore.store.commit import root_metadata
 from tracestore.store.index import StoreIndex
 from tracestore.store.segment import FileEntry
@@ -83,7 +84,8 @@ def verify_store(
         try:
             entries |= {f.path: f for f in StoreIndex(path, manifest).files()}
         except (StoreDamagedError, FileNotFoundError, ValueError) as error:
-            report.damaged.setdefault(manifest.parts[-1].path, str(error))
+            named = next((p.path for p in manifest.parts if p.path in str(error)), f"manifest/{number:010d}")
+            report.damaged.setdefault(named, str(error))
     if good:
         report.generation = good[0].generation
         allowed = {root_metadata(m.attributes) for m in good}
@@ -117,7 +119,8 @@ def repair_store(store: str | os.PathLike[str]) -> Report:
     path = Path(store)
     if not path.is_dir() or not mf.generations(path):
         raise UsageError(f"{path}: no such store")
-    lock = fsio.WriterLock(path)
+    with fsio.translated_errors(path):
+        lock = fsio.WriterLock(path)
     repaired = []
     try:
         numbers = mf.generations(path)
@@ -126,6 +129,8 @@ def repair_store(store: str | os.PathLike[str]) -> Report:
             try:
                 whole = mf.load_manifest(path, number)
                 StoreIndex(path, whole)
+                for ref in whole.columns:
+                    read_columns(path, ref)
                 break
             except (StoreDamagedError, FileNotFoundError) as error:
                 whole = None

@@ -105,11 +105,14 @@ class StoreWriter:
                 raise UsageError(f"{self.path} was made with --{name} {own}, not {value}")
         self.manifest = manifest
         self.attributes = manifest.attributes
-        self.index = StoreIndex(self.path, manifest)
+        try:
+            self.index = StoreIndex(self.path, manifest)
+            self._columns: Columns | None = join_columns([read_columns(self.path, ref) for ref in manifest.columns])
+        except FileNotFoundError as error:
+            raise StoreDamagedError(f"{error.filename or error}: missing") from None
         self._sources = {(s.path, s.size, s.fingerprint) for s in self.index.sources()}
         self._pending = Pending()
         self._undo: list[Callable[[], None]] | None = None
-        self._columns: Columns | None = None
         clean(self.path, manifest)
         expected = root_metadata(self.attributes)
         root = self.path / "zarr.json"
@@ -189,6 +192,8 @@ class StoreWriter:
         try:
             self.attributes = self._fitting_attributes(trace)
             wanted = self._new_places(trace)
+            if not wanted:
+                self._add_label(record)
         except InputRefusedError as error:
             raise error.at(position=record.position) from None
         if not wanted:
@@ -324,11 +329,35 @@ class StoreWriter:
             patch |= {"patch_row": places[f"{name}_row"], "patch_crc32c": places[f"{name}_crc32c"]}
             pending.patches.append(patch)
             undo.append(lambda: pending.patches.__delitem__(-1))
-        stored = float(self.read_columns().labels[index])
-        if math.isnan(stored) and not math.isnan(label):
-            pending.updates[index] = (NAN, label, None)
-            undo.append(lambda: pending.updates.__delitem__(index))
-        self._one_label(stored, label)
+        self._add_label(record)
+
+    def _add_label(self, record: TraceRecord) -> None:
+        """Gives the label of a second source to a key that is there; one that differs is refused."""
+        pending, label = self._pending, record.label
+        assert self._undo is not None
+        if label is None:
+            return
+        key = (record.question_id, record.sample)
+        if key in pending.keys:
+            row = pending.rows[pending.keys[key]]
+            before_label = row.label
+            self._undo.append(lambda: setattr(row, "label", before_label))
+            row.label = self._one_label(row.label, label)
+            return
+        index = self.index.find(*key)
+        earlier = pending.updates.get(index)
+        stored = float(self.read_columns().labels[index]) if earlier is None else earlier[1]
+        if math.isnan(self._one_label(stored, label)) or not math.isnan(stored):
+            return
+
+        def restore() -> None:
+            if earlier is None:
+                del pending.updates[index]
+            else:
+                pending.updates[index] = earlier
+
+        pending.updates[index] = (NAN, label, None) if earlier is None else (earlier[0], label, earlier[2])
+        self._undo.append(restore)
 
     @staticmethod
     def _group_of(name: str) -> int | None:
@@ -368,7 +397,10 @@ class StoreWriter:
         with fsio.translated_errors(self.path, lambda: self.pending_bytes):
             try:
                 self.manifest = commit(self.path, self.index, self.attributes, p)
-            except OSError:
+            except BaseException:
+                # Its streams are closed half-way: nothing of it may be committed later.
+                self._drop_pending()
+                self.attributes = self.manifest.attributes
                 clean(self.path, self.manifest)
                 raise
             self._sources |= {(s.path, s.size, s.fingerprint) for s in p.sources}
@@ -376,14 +408,16 @@ class StoreWriter:
             self.index = StoreIndex(self.path, self.manifest)
             clean(self.path, self.manifest)
 
+    def _drop_pending(self) -> None:
+        for segment in self._pending.segments:
+            segment.suspend()
+            fsio.remove_tree(segment.folder)
+        self._pending = Pending()
+
     def close(self) -> None:
         """Drops what is not committed and releases the lock; a store without a commit is removed."""
-        pending: Pending | None = getattr(self, "_pending", None)
-        if pending is not None:
-            for segment in pending.segments:
-                segment.suspend()
-                fsio.remove_tree(segment.folder)
-            self._pending = Pending()
+        if hasattr(self, "_pending"):
+            self._drop_pending()
         self._undo = None
         if self._lock is None:
             return

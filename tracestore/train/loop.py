@@ -1,5 +1,6 @@
 """Training one detector, read top to bottom."""
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -108,6 +109,7 @@ class DetectorRun:
         self.name, self.store, self.split, self.targets = name, store, split, targets
         self.model_config, self.config, self.folder, self.log = model_config, config, folder, log
         self.device = torch.device(config.device)
+        self.resume_command = f"python tools/train.py --store {store.path} --output-dir {folder.parent} --resume"
         # Called before the checkpoint of a run that cannot go on: gives memory back.
         self.on_last_resort: Callable[[], None] | None = None
         self._process = psutil.Process()
@@ -138,16 +140,16 @@ class DetectorRun:
 
     def _inputs(self, batch: Any) -> Any:
         if VIEWS[self.name] == "sequence":
-            return batch.sequences.to(self.device)
+            return batch.sequences
         # top-k has already marked what it drops as NaN, which is above nothing.
         threshold = self.config.attention_threshold if self.config.top_k is None else -math.inf
-        return GraphInputs.from_batch(batch, threshold).to(self.device)
+        return GraphInputs.from_batch(batch, threshold)
 
-    @staticmethod
-    def _slice(inputs: Any, begin: int, end: int, size: int) -> Any:
-        if begin == 0 and end == size:
-            return inputs
-        return inputs.traces(begin, end) if isinstance(inputs, GraphInputs) else inputs[begin:end]
+    def _slice(self, inputs: Any, begin: int, end: int, size: int) -> Any:
+        """Traces begin .. end on the device: moved here, inside what the guard watches."""
+        if begin > 0 or end < size:
+            inputs = inputs.traces(begin, end) if isinstance(inputs, GraphInputs) else inputs[begin:end]
+        return inputs if self.device.type == "cpu" else inputs.to(self.device)
 
     # Steps
 
@@ -182,14 +184,14 @@ class DetectorRun:
                 continue
             if batch is None:
                 break
-            inputs, y = self._inputs(batch), batch.y.to(self.device)
+            inputs, y = self._inputs(batch), batch.y
             size = len(y)
 
             def loss_of(
                 begin: int, end: int, inputs: Any = inputs, y: torch.Tensor = y, size: int = size
             ) -> torch.Tensor:
                 output = self.model(self._slice(inputs, begin, end, size))
-                return detector_loss(output, y[begin:end], self.model_config.kl_weight)
+                return detector_loss(output, y[begin:end].to(self.device), self.model_config.kl_weight)
 
             try:
                 loss = self.guard.step(size, loss_of)
@@ -207,6 +209,12 @@ class DetectorRun:
         progress.history["traces_per_s"].append(progress.loss_count / max(seconds, 1e-9))
         progress.history["data_wait_share"].append(waited / max(seconds, 1e-9))
         progress.loss_sum, progress.loss_count, progress.seconds = 0.0, 0, 0.0
+
+    def _end_without_validation(self, loader: TraceLoader, progress: Progress, error: BaseException) -> None:
+        progress.history["val_loss"].append(math.nan)
+        progress.history["val_auroc"].append(math.nan)
+        progress.epoch += 1
+        self._stop(loader, progress, 0, DoesNotFitError(f"validation: {error or 'out of memory'}"))
 
     def _next(self, iterator: Iterator[Any]) -> tuple[Any, bool]:
         """The next batch or None, and whether memory ran out while it was gathered."""
@@ -228,10 +236,8 @@ class DetectorRun:
             self.on_last_resort()
         state = loader.state_dict() | {"epoch": progress.epoch, "batch": done}
         self._save_last(progress, state)
-        out = self.folder.parent
         raise DoesNotFitError(
-            f"{self.name}: {error}; saved {self.folder / 'last.pt'}; free memory, then: python tools/train.py "
-            f"--store {self.store.path} --output-dir {out} --resume"
+            f"{self.name}: {error}; saved {self.folder / 'last.pt'}; free memory, then: {self.resume_command}"
         ) from None
 
     @torch.no_grad()
@@ -240,11 +246,11 @@ class DetectorRun:
         self.model.eval()
         labels, logits, total = [], [], 0.0
         for batch in self._loader(part, shuffle="none"):
-            inputs, y = self._inputs(batch), batch.y.to(self.device)
+            inputs, y = self._inputs(batch), batch.y
 
             def run(begin: int, end: int, inputs: Any = inputs, y: torch.Tensor = y) -> tuple[torch.Tensor, float]:
                 output = self.model(self._slice(inputs, begin, end, len(y)))
-                loss = detector_loss(output, y[begin:end], self.model_config.kl_weight)
+                loss = detector_loss(output, y[begin:end].to(self.device), self.model_config.kl_weight)
                 return output.logits, float(loss) * (end - begin)
 
             for piece, loss in self.guard.evaluate(len(y), run):
@@ -326,6 +332,10 @@ class DetectorRun:
         c = asdict(self.config)
         for name in ("epochs", "resume", "num_workers", "loader_threads", "max_cache_batches", "device"):
             c.pop(name)
+        digest = hashlib.blake2b(digest_size=16)
+        for part in ("train", "val", "test"):
+            digest.update(self.split.indices[part].tobytes() + self.targets[self.split.indices[part]].tobytes())
+        c["split_and_labels"] = digest.hexdigest()
         return c | {f"model_{k}": v for k, v in asdict(self.model_config).items()}
 
     def _save_best(self, progress: Progress, threshold: float) -> None:
@@ -379,7 +389,11 @@ class DetectorRun:
             loader.set_epoch(progress.epoch)
             self.guard.epoch = progress.epoch
             self._train_epoch(loader, progress)
-            y, score, val_loss = self._scores("val")
+            try:
+                y, score, val_loss = self._scores("val")
+            except (DoesNotFitError, MemoryError) as error:
+                # The epoch's training is done: a resumed run begins with the next one.
+                self._end_without_validation(loader, progress, error)
             val_auroc = auroc(y, score)
             progress.history["val_loss"].append(val_loss)
             progress.history["val_auroc"].append(val_auroc)
@@ -389,7 +403,10 @@ class DetectorRun:
             progress.epoch += 1
             self._save_last(progress, loader.state_dict() | {"epoch": progress.epoch, "batch": 0})
             self._log_epoch(progress)
+        last = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         result = self._finish(progress)
+        # last.pt keeps the last weights, so that more epochs can follow.
+        self.model.load_state_dict(last)
         self._save_last(progress, loader.state_dict() | {"epoch": progress.epoch, "batch": 0}, result)
         return result
 

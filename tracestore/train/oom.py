@@ -30,6 +30,10 @@ _DEVICE_TEXTS = (
 )
 _FATAL_TEXTS = ("illegal memory access", "device-side assert", "unspecified launch failure")
 _GROW_AFTER_STEPS = 50
+# State that Adam, AdamW, Adamax, RMSprop, Adagrad and SGD begin at zero.
+_ZERO_STATE = frozenset(
+    {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "grad_avg", "momentum_buffer", "sum"}
+)
 
 
 def classify(error: BaseException) -> str | None:
@@ -84,9 +88,11 @@ def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
+    # Only what is known to begin at zero is set back. Optimizers with other state (NAdam's
+    # product, Rprop's step sizes) keep what a step without a gradient made of it.
     for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, torch.Tensor):
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and name in _ZERO_STATE:
                 value.zero_()
 
 
@@ -155,6 +161,7 @@ class OOMGuard:
         self.events: list[dict[str, Any]] = []
         self._good_steps = 0
         self._grow_after = _GROW_AFTER_STEPS
+        self._largest = 0
         if not optimizer.state:
             create_optimizer_state(optimizer)
         self._snapshot = _OptimizerSnapshot(optimizer)
@@ -181,6 +188,8 @@ class OOMGuard:
     def step(self, size: int, loss_of: Callable[[int, int], torch.Tensor]) -> float:
         """One step over a batch of `size` items; the mean loss."""
         before, buffers, scaler_state = self._prepare()
+        # The last batch of an epoch is short and says nothing of what fits.
+        self._largest = max(self._largest, size)
         micro = min(size, self.micro_batch or size)
         retried = False
         while True:
@@ -189,12 +198,7 @@ class OOMGuard:
                 break
             # Outside the except block: no traceback holds the failed tensors.
             self._clean(kind)
-            restore_random_state(before)
-            with torch.no_grad():
-                for buffer, saved in zip(self.model.buffers(), buffers, strict=True):
-                    buffer.copy_(saved)
-            if scaler_state is not None:
-                self.scaler.load_state_dict(scaler_state)
+            self._give_back(before, buffers, scaler_state)
             after = micro if not retried else max(1, micro // 2)
             self._record(phase, micro, after)
             if retried and micro == 1:
@@ -205,10 +209,23 @@ class OOMGuard:
                 micro = self.micro_batch = after
                 self._good_steps = 0
             retried = micro > 1 or not retried
-        self._optimizer_step()
+        try:
+            self._optimizer_step()
+        except DoesNotFitError:
+            self._give_back(before, buffers, scaler_state)
+            raise
         self.num_steps += 1
-        self._grow(size)
+        self._grow()
         return loss
+
+    def _give_back(self, before: dict[str, Any], buffers: list[torch.Tensor], scaler_state: Any) -> None:
+        """Random state, buffers and scaler as _prepare found them."""
+        restore_random_state(before)
+        with torch.no_grad():
+            for buffer, saved in zip(self.model.buffers(), buffers, strict=True):
+                buffer.copy_(saved)
+        if scaler_state is not None:
+            self.scaler.load_state_dict(scaler_state)
 
     def _attempt(
         self, size: int, micro: int, loss_of: Callable[[int, int], torch.Tensor]
@@ -282,7 +299,7 @@ class OOMGuard:
 
     def evaluate(self, size: int, run: Callable[[int, int], Any]) -> list[Any]:
         """run(begin, end) over a batch without gradients, in micro-batches that fit."""
-        micro = min(size, self.micro_batch or size)
+        micro, retried = min(size, self.micro_batch or size), False
         while True:
             results: list[Any] = []
             kind = None
@@ -297,10 +314,11 @@ class OOMGuard:
                 return results
             results.clear()
             self._clean(kind)
-            self._record("evaluation", micro, max(1, micro // 2))
-            if micro == 1:
+            after = micro if not retried else max(1, micro // 2)
+            self._record("evaluation", micro, after)
+            if retried and micro == 1:
                 raise DoesNotFitError("out of memory in evaluation: one item alone does not fit")
-            micro = max(1, micro // 2)
+            micro, retried = after, micro > 1 or not retried
 
     def _clean(self, kind: str) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -326,7 +344,7 @@ class OOMGuard:
         if self.on_event is not None:
             self.on_event(event)
 
-    def _grow(self, size: int) -> None:
+    def _grow(self) -> None:
         if self.micro_batch is None:
             return
         self._good_steps += 1
@@ -335,5 +353,5 @@ class OOMGuard:
             self._good_steps = 0
             # Each try costs a failed step at worst, so they become rarer.
             self._grow_after = min(10_000, 2 * self._grow_after)
-            if self.micro_batch >= size:
+            if self.micro_batch >= self._largest:
                 self.micro_batch = None

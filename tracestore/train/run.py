@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tracestore.data.datasets import mean_trace_bytes
-from tracestore.errors import UsageError
+from tracestore.errors import MissingFieldError, TrainingError, UsageError
 from tracestore.store.reader import TraceStore
 from tracestore.train import report
 from tracestore.train.checkpoint import write_json
@@ -36,11 +36,28 @@ def _split(store: TraceStore, config: TrainConfig, folder: Path) -> Split:
     targets = store.targets(config.score_threshold)
     path = folder / "split.json"
     if config.resume and path.exists():
-        saved = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            saved = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            raise UsageError(f"{path}: not the split of an earlier run") from None
         return split_from_ids(store, targets, saved)
     split = make_split(store, targets, config.seed)
+    # Checkpoints of an earlier run belong to its own split.
+    for old in folder.glob("*/*.pt"):
+        old.unlink()
     write_json(path, split.question_ids)
     return split
+
+
+def _refuse_nonfinite(store: TraceStore, split: Split) -> None:
+    """A NaN attention weight is no edge, so that it would pass in silence: stop before."""
+    nonfinite = store.nonfinite
+    for indices in split.indices.values():
+        for index in indices[nonfinite[indices]]:
+            raise TrainingError(
+                f"the trace of question {store.question_ids[int(index)]!r} holds NaN or infinite values "
+                f"({int(nonfinite.sum())} such traces in the store); convert again without its file"
+            )
 
 
 def run_training(
@@ -52,13 +69,17 @@ def run_training(
     *,
     memory_budget: int | None = None,
     with_probe: bool = True,
+    resume_command: str | None = None,
     log: Log = print,
 ) -> dict[str, Any]:
     """Trains the named detectors and writes results.json, plots and report.html into
     `folder`. `sizes` are fields of ModelConfig. Returns what results.json holds."""
     store = TraceStore(store_path)
-    for view in {VIEWS[name] for name in names}:
-        store.require(view)
+    try:
+        for view in sorted({VIEWS[name] for name in names}):
+            store.require(view)
+    except MissingFieldError as error:
+        raise MissingFieldError(f"{error}; or train without graphs: --no-run-gnn-det --no-run-gvae") from None
     targets = store.targets(config.score_threshold)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -69,6 +90,8 @@ def run_training(
     log(
         f"{store.path}: {len(store):,} traces, {len(store) - sum(map(len, split.indices.values())):,} without a label; {counts}"
     )
+    if "graph" in {VIEWS[name] for name in names}:
+        _refuse_nonfinite(store, split)
     model_config = ModelConfig(store.num_layers, store.hidden_dim, **sizes)
     results: dict[str, Any] = {
         "models": {},
@@ -83,6 +106,8 @@ def run_training(
     try:
         for name in names:
             run = DetectorRun(name, store, split, targets, model_config, config, folder / name, log)
+            if resume_command is not None:
+                run.resume_command = resume_command
             run.on_last_resort = budget.release if budget is not None else None
             results["models"][name] = run.run()
             write_json(folder / "results.json", report.finite(results))
