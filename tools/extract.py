@@ -4,10 +4,9 @@ python tools/extract.py --model HuggingFaceTB/SmolLM2-135M-Instruct --questions 
 """
 
 import argparse
-import sys
 from pathlib import Path
 
-from tracestore.console import Output, Parser, Progress, positive, run
+from tracestore.console import Output, Parser, Progress, leave, positive, run
 from tracestore.errors import UsageError
 from tracestore.extract.questions import make_scorer, read_questions
 
@@ -99,4 +98,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -8,7 +8,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from tracestore.console import Output, Parser, parse_size, positive, run
+from tracestore.console import Output, Parser, leave, parse_size, positive, run
 from tracestore.errors import UsageError
 from tracestore.store.fsio import translated_errors
 
@@ -177,4 +177,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

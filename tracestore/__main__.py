@@ -1,7 +1,6 @@
 """python -m tracestore: the same as the console script."""
 
-import sys
-
 from tracestore.cli import main
+from tracestore.console import leave
 
-sys.exit(main())
+leave(main())

@@ -139,3 +139,9 @@ def run(prog: str, command: Callable[[], int]) -> int:
         code = 1
     print(f"{prog}: {_one_line(text)}", file=sys.stderr, flush=True)
     return code
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process. The work is done: a Ctrl-C that comes now must not change the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(code)

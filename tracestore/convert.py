@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import sys
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,7 +9,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from tracestore.console import Output, Parser, Progress, format_size, parse_size, positive, run
+from tracestore.console import Output, Parser, Progress, format_size, leave, parse_size, positive, run
 from tracestore.errors import InputRefusedError, UsageError
 from tracestore.ingest.families import read_traces
 from tracestore.ingest.scores import Scores, read_scores
@@ -301,4 +300,4 @@ def main(argv: list[str] | None = None, prog: str = "tracestore convert") -> int
 
 
 if __name__ == "__main__":
-    sys.exit(main(prog="python -m tracestore.convert"))
+    leave(main(prog="python -m tracestore.convert"))
