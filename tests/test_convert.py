@@ -236,9 +236,8 @@ def test_interrupt_says_how_to_go_on(tmp_path):
     time.sleep(0.15)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
-    # -2: the signal came while the interpreter itself was ending, with all work done.
-    assert process.returncode in (0, 130, -signal.SIGINT)
+    assert process.returncode in (0, 130)
     if process.returncode == 130:
-        assert "interrupted" in stderr and "Traceback" not in stderr
+        assert "continues" in stderr and stderr.count("\n") == 1
     convert(data, tmp_path / "s.zarr")
     assert len(tracestore.open(tmp_path / "s.zarr")) == 60

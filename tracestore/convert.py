@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import signal
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -89,6 +90,7 @@ class Conversion:
 
     def __init__(self, args: argparse.Namespace, output: Output) -> None:
         self.args, self.output = args, output
+        self._interrupted = False
         self.store = Path(args.dst)
         sources = [Path(s) for s in args.src]
         self.sources = find_sources(sources, self.store)
@@ -105,6 +107,9 @@ class Conversion:
     def run(self) -> Summary:
         args = self.args
         committed = 0
+        # Ctrl-C is looked at between traces: raised anywhere else, Python may print it
+        # from a clean-up, or end by the signal, instead of one line.
+        before_signal = signal.signal(signal.SIGINT, self._interrupt)
         try:
             self.announce()
             with StoreWriter(
@@ -127,7 +132,14 @@ class Conversion:
             raise KeyboardInterrupt(
                 f"interrupted; {committed:,} traces are committed, the same command continues"
             ) from None
+        finally:
+            signal.signal(signal.SIGINT, before_signal)
         return self.summary
+
+    def _interrupt(self, *_: object) -> None:
+        if self._interrupted:
+            raise KeyboardInterrupt  # asked twice: at once
+        self._interrupted = True
 
     def announce(self) -> None:
         free = fsio.free_bytes(self.store)
@@ -185,6 +197,8 @@ class Conversion:
                     if self.scores is not None:
                         score, group = self.scores.of(packed.record.question_id, packed.record.sample)
                     nonfinite += packed.num_nonfinite > 0
+                    if self._interrupted:
+                        raise KeyboardInterrupt
                     if writer.append_packed(packed, score=score, group=group):
                         added += 1
                     else:
