@@ -4,7 +4,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SETUP := pyproject.toml setup.py constraints.txt $(wildcard csrc/*.c csrc/*.h) $(wildcard tracestore/_core/*.pyx)
+CORE := $(wildcard tracestore/_core/*.pyx)
+SETUP := pyproject.toml setup.py constraints.txt $(wildcard csrc/*.c csrc/*.h) $(CORE) $(wildcard tracestore/_core/*.pxi)
 DEMO := demo
 DEMO_TRACES ?= 120
 DEMO_EPOCHS ?= 12
@@ -65,18 +66,24 @@ lint: install
 
 types: install
 	$(BIN)/mypy
-	$(BIN)/python -m mypy.stubtest tracestore._core.kernels tracestore._core.mapping tracestore._core.index \
-		tracestore._core.gine --mypy-config-file pyproject.toml --ignore-missing-stub --allowlist tests/stubtest_allowlist.txt
+	$(BIN)/python -m mypy.stubtest $(CORE:tracestore/_core/%.pyx=tracestore._core.%) \
+		--mypy-config-file pyproject.toml --ignore-missing-stub --allowlist tests/stubtest_allowlist.txt
 
 # The C part under the address and undefined-behaviour sanitizers.
-CFLAGS_SAN := -std=c11 -D_GNU_SOURCE -O1 -g -Wall -Wextra -Werror -fsanitize=address,undefined \
-	-fno-sanitize-recover=all -pthread -Icsrc
-c-tests: build/c/test_core
+CFLAGS_C := -std=c11 -D_GNU_SOURCE -O1 -g -Wall -Wextra -Werror -fno-sanitize-recover=all -pthread -Icsrc
+CFLAGS_SAN := $(CFLAGS_C) -fsanitize=address,undefined
+c-tests: build/c/test_core build/c/test_core_threads
 	./build/c/test_core
+	./build/c/test_core_threads
 
 build/c/test_core: tests/c/test_core.c $(wildcard csrc/*.c csrc/*.h)
 	mkdir -p build/c
 	$(CC) $(CFLAGS_SAN) tests/c/test_core.c $(filter %.c,$(wildcard csrc/*.c)) -o $@ -lm
+
+# The same tests under the thread sanitizer.
+build/c/test_core_threads: tests/c/test_core.c $(wildcard csrc/*.c csrc/*.h)
+	mkdir -p build/c
+	$(CC) $(CFLAGS_C) -fsanitize=thread tests/c/test_core.c $(filter %.c,$(wildcard csrc/*.c)) -o $@ -lm
 
 bench: install
 	$(BIN)/python bench/run.py --short

@@ -5,11 +5,16 @@ from setuptools import Extension, setup
 
 CFLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O3", "-fvisibility=hidden", "-pthread"]
 MODULES = {
-    "kernels": ["crc32c", "half", "attention", "gather", "parallel"],
+    "kernels": ["crc32c", "half", "attention"],
+    "gather": ["gather", "attention", "half", "parallel", "stream", "crew"],
+    "blocks": ["block"],
     "mapping": ["map", "crc32c"],
     "index": ["index"],
+    "shuffle": ["shuffle"],
     "gine": ["gine", "half", "parallel"],
 }
+# Included as text: a change rebuilds what includes them.
+INCLUDED = ["csrc/gine_kernels.h", "csrc/gather_kernels.h", "csrc/error.h", "tracestore/_core/view.pxi"]
 
 
 def extension(name: str, units: list[str]) -> Extension:
@@ -18,7 +23,7 @@ def extension(name: str, units: list[str]) -> Extension:
         f"tracestore._core.{name}",
         sources=sources,
         include_dirs=["csrc"],
-        depends=[f"csrc/{unit}.h" for unit in units] + ["csrc/gine_kernels.h", "csrc/error.h"],
+        depends=[f"csrc/{unit}.h" for unit in units] + INCLUDED,
         extra_compile_args=CFLAGS,
         extra_link_args=["-pthread"],
     )

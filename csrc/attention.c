@@ -148,6 +148,13 @@ static float kth_largest(float *v, size_t n, size_t k)
     return v[target];
 }
 
+size_t ts_top_k_count(size_t n, double fraction)
+{
+    /* A product that is an integer but for its rounding is that integer. */
+    double wanted = ceil(fraction * (double)n - 1e-9);
+    return wanted >= (double)n ? n : wanted < 1 ? 1 : (size_t)wanted;
+}
+
 int64_t ts_select_pairs(const float *weights, size_t n, struct ts_edge_rule rule, unsigned char *keep)
 {
     int64_t kept = 0;
@@ -168,8 +175,7 @@ int64_t ts_select_pairs(const float *weights, size_t n, struct ts_edge_rule rule
     for (size_t p = 0; p < n; p++)
         if (!isnan(weights[p]))
             sorted[valid++] = weights[p];
-    double wanted = ceil(rule.top_k_fraction * (double)n - 1e-9);
-    size_t k = wanted >= (double)valid ? valid : wanted < 1 ? 1 : (size_t)wanted;
+    size_t wanted = ts_top_k_count(n, rule.top_k_fraction), k = wanted < valid ? wanted : valid;
     memset(keep, 0, n);
     if (valid != 0) {
         float limit = kth_largest(sorted, valid, k);

@@ -37,6 +37,9 @@ struct ts_edge_rule {
     double top_k_fraction; /* 0: use the threshold */
 };
 
+/* How many of n pairs a top-k rule keeps where none is NaN. */
+size_t ts_top_k_count(size_t n, double fraction);
+
 /* Marks the pairs of one layer (n weights as float32) that `rule` keeps.
  * keep[n] bytes 0 or 1. Returns how many, or TS_ERR_NOMEM. NaN is never kept. */
 int64_t ts_select_pairs(const float *weights, size_t n, struct ts_edge_rule rule, unsigned char *keep);

@@ -1,103 +1,558 @@
 #include "gather.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "error.h"
 #include "parallel.h"
+#include "stream.h"
+
+#define PIECE_ITEMS ((size_t)1 << 17) /* what one thread takes of a copy at a time */
+#define BLOCK 256                     /* pairs looked at together */
+#define STAGE (4 * BLOCK)             /* edges held back until they are streamed out */
+#define TABLE_TOKENS 1024             /* above it rows are long, and no table is needed */
+
+#define NAME(stem) stem##_v2
+#include "gather_kernels.h"
+#undef NAME
+#if defined(__x86_64__)
+#include <immintrin.h>
+#pragma GCC push_options
+#pragma GCC target("avx2")
+#define NAME(stem) stem##_v3
+#include "gather_kernels.h"
+#undef NAME
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx2,avx512f,avx512vl,avx512dq,avx512bw,prefer-vector-width=512")
+#define NAME(stem) stem##_v4
+#include "gather_kernels.h"
+#undef NAME
+#pragma GCC pop_options
+#endif
+
+struct kernels {
+    size_t (*mark16)(const uint16_t *, size_t, int16_t, int16_t, unsigned char *);
+    size_t (*mark32)(const uint32_t *, size_t, int32_t, int32_t, unsigned char *);
+    void (*shift)(const int32_t *, size_t, int64_t, int64_t *);
+};
+
+static struct kernels choose(void)
+{
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")
+        && __builtin_cpu_supports("avx512bw"))
+        return (struct kernels){mark16_v4, mark32_v4, shift_v4};
+    if (__builtin_cpu_supports("avx2"))
+        return (struct kernels){mark16_v3, mark32_v3, shift_v3};
+#endif
+    return (struct kernels){mark16_v2, mark32_v2, shift_v2};
+}
+
+static int is_pair_of_dtypes(enum ts_dtype in, enum ts_dtype out)
+{
+    return in != TS_F64 && (in == out || (out == TS_F32 && (in == TS_F16 || in == TS_BF16)));
+}
+
+/* Copies, in place of memcpy, items of `in` as `out`. */
+static void copy_items(unsigned char *dst, const unsigned char *src, size_t n, enum ts_dtype in, enum ts_dtype out)
+{
+    float wide[STAGE];
+    if (in == out) {
+        ts_stream_copy(dst, src, n * ts_dtype_bytes(in));
+        return;
+    }
+    for (size_t begin = 0; begin < n; begin += STAGE) {
+        size_t count = n - begin < STAGE ? n - begin : STAGE;
+        const uint16_t *narrow = (const uint16_t *)src + begin;
+        if (in == TS_F16)
+            ts_f16_to_f32(narrow, wide, count);
+        else
+            ts_bf16_to_f32(narrow, wide, count);
+        ts_stream_copy(dst + begin * 4, wide, count * 4);
+    }
+}
+
+struct copy_job {
+    const struct ts_copy *pieces;
+    enum ts_dtype in, out;
+};
 
 static void copy_range(void *context, size_t begin, size_t end)
 {
-    const struct ts_copy *copies = context;
+    const struct copy_job *job = context;
     for (size_t i = begin; i < end; i++)
-        memcpy(copies[i].dst, copies[i].src, copies[i].bytes);
+        copy_items(job->pieces[i].dst, job->pieces[i].src, job->pieces[i].items, job->in, job->out);
+    ts_stream_fence();
 }
 
-void ts_copy_many(const struct ts_copy *copies, size_t n, int num_threads)
+int ts_copy_many(const struct ts_copy *copies, size_t n, enum ts_dtype in, enum ts_dtype out, int num_threads)
 {
-    ts_parallel_for(n, 1, num_threads, copy_range, (void *)copies);
+    if (!is_pair_of_dtypes(in, out))
+        return TS_ERR_DTYPE;
+    struct copy_job job = {copies, in, out};
+    if (num_threads < 2) {
+        copy_range(&job, 0, n);
+        return TS_OK;
+    }
+    size_t count = 0;
+    for (size_t i = 0; i < n; i++)
+        count += copies[i].items / PIECE_ITEMS + 1;
+    struct ts_copy *pieces = malloc((count + 1) * sizeof *pieces);
+    if (pieces == NULL)
+        return TS_ERR_NOMEM;
+    count = 0;
+    for (size_t i = 0; i < n; i++)
+        for (size_t done = 0; done < copies[i].items; done += PIECE_ITEMS) {
+            size_t left = copies[i].items - done;
+            pieces[count++] = (struct ts_copy){copies[i].src + done * ts_dtype_bytes(in),
+                                               copies[i].dst + done * ts_dtype_bytes(out),
+                                               left < PIECE_ITEMS ? left : PIECE_ITEMS};
+        }
+    job.pieces = pieces;
+    ts_parallel_for(count, 1, num_threads, copy_range, &job);
+    free(pieces);
+    return TS_OK;
 }
 
-struct edge_job {
-    struct ts_layer *layers;
-    enum ts_dtype dtype;
-    struct ts_edge_rule rule;
-    int64_t *source, *target; /* NULL: count only */
+size_t ts_num_pairs(const struct ts_graph *graph)
+{
+    size_t S = graph->num_tokens;
+    if (graph->pairs != NULL)
+        return (size_t)graph->num_edges;
+    return graph->causal ? S * (S + 1) / 2 : S * S;
+}
+
+/* The work on the graphs of a batch. Fields that a step does not need are NULL. */
+struct graph_job {
+    struct ts_graph *graphs;
+    const struct ts_edge_form *form;
+    struct kernels kernels;
+    int32_t limit, top;             /* the rule, as ordered integers */
+    const int32_t *row, *column;    /* (i, j) of pair p of any causal graph up to `table_tokens` */
+    size_t table_tokens;
+    int64_t *source, *target;
     unsigned char *weight;
+    const size_t *starts;           /* where a graph's pairs begin in `weight` */
+    size_t num_heads;
     int status;
 };
 
-static size_t num_pairs(const struct ts_layer *layer)
+static void fail(struct graph_job *job, int code)
 {
-    size_t S = layer->num_tokens;
-    return layer->causal ? S * (S + 1) / 2 : S * S;
+    __atomic_store_n(&job->status, code, __ATOMIC_RELAXED);
 }
 
-static void emit(const struct edge_job *job, const struct ts_layer *layer, const unsigned char *keep)
+static void mean_range(void *context, size_t begin, size_t end)
 {
-    size_t itemsize = ts_dtype_bytes(job->dtype), p = 0;
-    int64_t e = layer->first_edge;
-    for (size_t i = 0; i < layer->num_tokens; i++) {
-        size_t row = layer->causal ? i + 1 : layer->num_tokens;
-        for (size_t j = 0; j < row; j++, p++) {
-            if (!keep[p])
-                continue;
-            job->source[e] = layer->first_node + (int64_t)j;
-            job->target[e] = layer->first_node + (int64_t)i;
-            memcpy(job->weight + (size_t)e * itemsize, layer->weights + p * itemsize, itemsize);
-            e++;
+    struct graph_job *job = context;
+    for (size_t g = begin; g < end; g++) {
+        size_t pairs = ts_num_pairs(&job->graphs[g]);
+        uint16_t *out = (uint16_t *)job->weight + job->starts[g];
+        int ret = ts_mean_rows(job->graphs[g].weights, job->form->in, job->num_heads, pairs, pairs, out);
+        if (ret != TS_OK)
+            fail(job, ret);
+        job->graphs[g].weights = (const unsigned char *)out;
+    }
+}
+
+static size_t *pair_starts(const struct ts_graph *graphs, size_t n)
+{
+    size_t *starts = malloc((n + 1) * sizeof *starts);
+    if (starts == NULL)
+        return NULL;
+    starts[0] = 0;
+    for (size_t g = 0; g < n; g++)
+        starts[g + 1] = starts[g] + ts_num_pairs(&graphs[g]);
+    return starts;
+}
+
+int ts_mean_graphs(struct ts_graph *graphs, size_t n, enum ts_dtype dtype, size_t H, uint16_t *out, int num_threads)
+{
+    struct ts_edge_form form = {dtype, TS_F16, {0, 0}};
+    struct graph_job job = {.graphs = graphs, .form = &form, .weight = (unsigned char *)out, .num_heads = H};
+    size_t *starts = pair_starts(graphs, n);
+    if (starts == NULL)
+        return TS_ERR_NOMEM;
+    job.starts = starts;
+    ts_parallel_for(n, 1, num_threads, mean_range, &job);
+    free(starts);
+    return job.status;
+}
+
+/* An integer that orders the floats of a dtype as their values are; its own inverse. */
+static int32_t ordered(uint32_t bits, enum ts_dtype dtype)
+{
+    int32_t s = dtype == TS_F32 ? (int32_t)bits : (int16_t)bits;
+    return s ^ ((s >> 31) & (dtype == TS_F32 ? 0x7fffffff : 0x7fff));
+}
+
+static double value_of(int32_t integer, enum ts_dtype dtype)
+{
+    uint32_t bits = (uint32_t)ordered((uint32_t)integer, dtype);
+    uint16_t narrow = (uint16_t)bits;
+    float wide;
+    if (dtype == TS_F32)
+        memcpy(&wide, &bits, 4);
+    else if (dtype == TS_BF16)
+        ts_bf16_to_f32(&narrow, &wide, 1);
+    else
+        wide = ts_f16_to_f32_portable(narrow);
+    return (double)wide;
+}
+
+static uint32_t infinity_bits(enum ts_dtype dtype)
+{
+    return dtype == TS_F32 ? 0x7f800000u : dtype == TS_BF16 ? 0x7f80u : 0x7c00u;
+}
+
+/* Sets the integers between which a weight is kept: above `limit`, up to `top`, which
+ * is infinity, so that NaN is not. With a top-k rule every number is. */
+static void set_rule(struct graph_job *job)
+{
+    enum ts_dtype dtype = job->form->in;
+    uint32_t infinity = infinity_bits(dtype), sign = dtype == TS_F32 ? 0x80000000u : 0x8000u;
+    int32_t lo = ordered(infinity | sign, dtype);
+    job->kernels = choose();
+    job->top = (int32_t)infinity;
+    job->limit = lo - 1;
+    if (job->form->rule.top_k_fraction > 0)
+        return;
+    int32_t hi = job->top;
+    double threshold = job->form->rule.threshold;
+    if (isnan(threshold))
+        lo = hi;
+    while (lo < hi) { /* the last integer whose value is not above the threshold */
+        int32_t middle = (int32_t)((int64_t)lo + ((int64_t)hi - lo + 1) / 2);
+        if (value_of(middle, dtype) <= threshold)
+            lo = middle;
+        else
+            hi = middle - 1;
+    }
+    job->limit = lo;
+}
+
+static size_t mark(const struct graph_job *job, const unsigned char *weights, size_t first, size_t n, unsigned char *keep)
+{
+    if (job->form->in == TS_F32)
+        return job->kernels.mark32((const uint32_t *)weights + first, n, job->limit, job->top, keep);
+    return job->kernels.mark16((const uint16_t *)weights + first, n, (int16_t)job->limit, (int16_t)job->top, keep);
+}
+
+static void count_range(void *context, size_t begin, size_t end)
+{
+    struct graph_job *job = context;
+    unsigned char keep[BLOCK];
+    for (size_t g = begin; g < end; g++) {
+        struct ts_graph *graph = &job->graphs[g];
+        size_t pairs = ts_num_pairs(graph), kept = 0;
+        if (graph->pairs != NULL)
+            continue;
+        for (size_t p = 0; p < pairs; p += BLOCK)
+            kept += mark(job, graph->weights, p, pairs - p < BLOCK ? pairs - p : BLOCK, keep);
+        if (job->form->rule.top_k_fraction > 0) {
+            size_t wanted = ts_top_k_count(pairs, job->form->rule.top_k_fraction);
+            kept = wanted < kept ? wanted : kept;
+        }
+        graph->num_edges = (int64_t)kept;
+    }
+}
+
+int ts_count_edges(struct ts_graph *graphs, size_t n, const struct ts_edge_form *form, int num_threads)
+{
+    struct graph_job job = {.graphs = graphs, .form = form};
+    if (!is_pair_of_dtypes(form->in, form->out))
+        return TS_ERR_DTYPE;
+    set_rule(&job);
+    ts_parallel_for(n, 4, num_threads, count_range, &job);
+    return job.status;
+}
+
+/* (i, j) of the pairs [first, first + n) of a graph. */
+static void walk_pairs(const struct ts_graph *graph, size_t first, size_t n, int32_t *row, int32_t *column)
+{
+    size_t i, j;
+    if (graph->causal) {
+        i = (size_t)((sqrt(8.0 * (double)first + 1) - 1) / 2);
+        while (i * (i + 1) / 2 > first) i--;
+        while ((i + 1) * (i + 2) / 2 <= first) i++;
+        j = first - i * (i + 1) / 2;
+    } else {
+        i = first / graph->num_tokens;
+        j = first % graph->num_tokens;
+    }
+    for (size_t k = 0; k < n; i++, j = 0) {
+        size_t length = graph->causal ? i + 1 : graph->num_tokens;
+        for (; j < length && k < n; j++, k++) {
+            row[k] = (int32_t)i;
+            column[k] = (int32_t)j;
         }
     }
 }
 
-static void edge_range(void *context, size_t begin, size_t end)
+/* Edges on their way out: gathered in the cache, streamed in whole lines. Source and
+ * target end on lines of their own, as E need not be a multiple of eight. */
+struct lane {
+    size_t n;
+    int64_t *to;
+    int64_t values[STAGE + BLOCK + 8];
+};
+
+struct stage {
+    struct lane source, target;
+    size_t num_weights;
+    unsigned char *weights_to;
+    unsigned char weights[(STAGE + BLOCK) * 4];
+};
+
+static void flush_lane(struct lane *lane, int last)
 {
-    struct edge_job *job = context;
-    for (size_t l = begin; l < end; l++) {
-        struct ts_layer *layer = &job->layers[l];
-        size_t n = num_pairs(layer);
-        float *values = malloc(n * sizeof *values + 1);
-        unsigned char *keep = malloc(n + 1);
-        int64_t kept = TS_ERR_NOMEM;
-        if (values != NULL && keep != NULL) {
-            if (job->dtype == TS_F16)
-                ts_f16_to_f32((const uint16_t *)layer->weights, values, n);
-            else if (job->dtype == TS_BF16)
-                ts_bf16_to_f32((const uint16_t *)layer->weights, values, n);
-            else
-                memcpy(values, layer->weights, n * sizeof *values);
-            kept = ts_select_pairs(values, n, job->rule, keep);
+    size_t over = last ? 0 : ((uintptr_t)(lane->to + lane->n) / 8) & 7, n = lane->n - over;
+    ts_stream_copy(lane->to, lane->values, n * 8);
+    memmove(lane->values, lane->values + n, over * 8);
+    lane->to += n;
+    lane->n = over;
+}
+
+static void flush(const struct graph_job *job, struct stage *stage, int last)
+{
+    enum ts_dtype in = job->form->in, out = job->form->out;
+    size_t n = stage->num_weights;
+    if (in == out)
+        memcpy(stage->weights_to, stage->weights, n * ts_dtype_bytes(in));
+    else if (in == TS_F16)
+        ts_f16_to_f32((const uint16_t *)stage->weights, (float *)stage->weights_to, n);
+    else
+        ts_bf16_to_f32((const uint16_t *)stage->weights, (float *)stage->weights_to, n);
+    stage->weights_to += n * ts_dtype_bytes(out);
+    stage->num_weights = 0;
+    flush_lane(&stage->source, last);
+    flush_lane(&stage->target, last);
+}
+
+/* Appends first + place[k] for all n, streaming whole lines from the registers. */
+static void append_all(const struct graph_job *job, struct lane *lane, const int32_t *place, size_t n, int64_t first)
+{
+    if (lane->n >= 8)
+        flush_lane(lane, 0);
+    size_t head = (size_t)(-(uintptr_t)(lane->to + lane->n) / 8) & 7;
+    head = head < n ? head : n;
+    for (size_t k = 0; k < head; k++)
+        lane->values[lane->n++] = first + place[k];
+    if (head == n && ((uintptr_t)(lane->to + lane->n) & 63) != 0)
+        return;
+    flush_lane(lane, 1);
+    size_t lines = (n - head) & ~(size_t)7;
+    job->kernels.shift(place + head, lines, first, lane->to);
+    lane->to += lines;
+    for (size_t k = head + lines; k < n; k++)
+        lane->values[lane->n++] = first + place[k];
+}
+
+/* Appends the kept ones of n <= BLOCK pairs. */
+static void emit(const struct graph_job *job, struct stage *stage, const struct ts_graph *graph, size_t first, size_t n,
+                 const unsigned char *keep, size_t kept)
+{
+    int32_t row_here[BLOCK], column_here[BLOCK];
+    const int32_t *row = row_here, *column = column_here;
+    size_t itemsize = ts_dtype_bytes(job->form->in);
+    const unsigned char *weights = graph->weights + first * itemsize;
+    if (graph->pairs != NULL) {
+        for (size_t k = 0; k < n; k++) {
+            column_here[k] = graph->pairs[2 * (first + k)];
+            row_here[k] = graph->pairs[2 * (first + k) + 1];
         }
-        if (kept < 0)
-            __atomic_store_n(&job->status, (int)kept, __ATOMIC_RELAXED);
-        else if (job->source == NULL)
-            layer->num_edges = kept;
-        else if (kept != layer->num_edges)
-            __atomic_store_n(&job->status, TS_ERR_BOUNDS, __ATOMIC_RELAXED);
+    } else if (graph->causal && graph->num_tokens <= job->table_tokens) {
+        row = job->row + first;
+        column = job->column + first;
+    } else {
+        walk_pairs(graph, first, n, row_here, column_here);
+    }
+    if (kept == n) {
+        append_all(job, &stage->source, column, n, graph->first_node);
+        append_all(job, &stage->target, row, n, graph->first_node);
+        memcpy(stage->weights + stage->num_weights * itemsize, weights, n * itemsize);
+    } else {
+        int64_t *source = stage->source.values + stage->source.n, *target = stage->target.values + stage->target.n;
+        /* Written for every pair, taken on for the kept ones: no branch to mispredict. */
+        size_t e = 0;
+        if (itemsize == 2) {
+            uint16_t *out = (uint16_t *)stage->weights + stage->num_weights;
+            for (size_t k = 0; k < n; e += keep[k++]) {
+                source[e] = graph->first_node + column[k];
+                target[e] = graph->first_node + row[k];
+                out[e] = ((const uint16_t *)weights)[k];
+            }
+        } else {
+            uint32_t *out = (uint32_t *)stage->weights + stage->num_weights;
+            for (size_t k = 0; k < n; e += keep[k++]) {
+                source[e] = graph->first_node + column[k];
+                target[e] = graph->first_node + row[k];
+                out[e] = ((const uint32_t *)weights)[k];
+            }
+        }
+        stage->source.n += kept;
+        stage->target.n += kept;
+    }
+    stage->num_weights += kept;
+    if (stage->num_weights >= STAGE)
+        flush(job, stage, 0);
+}
+
+/* keep[] of a whole graph by a top-k rule; how many, or a negative error. */
+static int64_t select_top_k(const struct graph_job *job, const struct ts_graph *graph, unsigned char *keep)
+{
+    size_t pairs = ts_num_pairs(graph);
+    const float *values = (const float *)graph->weights;
+    float *wide = NULL;
+    if (job->form->in != TS_F32) {
+        wide = malloc((pairs + 1) * sizeof *wide);
+        if (wide == NULL)
+            return TS_ERR_NOMEM;
+        if (job->form->in == TS_F16)
+            ts_f16_to_f32((const uint16_t *)graph->weights, wide, pairs);
         else
-            emit(job, layer, keep);
-        free(values);
+            ts_bf16_to_f32((const uint16_t *)graph->weights, wide, pairs);
+        values = wide;
+    }
+    int64_t kept = ts_select_pairs(values, pairs, job->form->rule, keep);
+    free(wide);
+    return kept;
+}
+
+static int fill_graph(const struct graph_job *job, const struct ts_graph *graph, struct stage *stage)
+{
+    size_t pairs = ts_num_pairs(graph);
+    unsigned char here[BLOCK], *chosen = NULL;
+    int64_t total = 0;
+    int ret = TS_OK;
+    if (job->form->rule.top_k_fraction > 0 && pairs > 0 && graph->pairs == NULL) {
+        chosen = malloc(pairs);
+        int64_t kept = chosen == NULL ? TS_ERR_NOMEM : select_top_k(job, graph, chosen);
+        if (kept < 0) {
+            ret = (int)kept;
+            goto out;
+        }
+    }
+    for (size_t p = 0; p < pairs; p += BLOCK) {
+        size_t n = pairs - p < BLOCK ? pairs - p : BLOCK, kept = 0;
+        const unsigned char *keep = here;
+        if (graph->pairs != NULL) {
+            kept = n;
+        } else if (chosen == NULL) {
+            kept = mark(job, graph->weights, p, n, here);
+        } else {
+            keep = chosen + p;
+            for (size_t k = 0; k < n; k++)
+                kept += keep[k];
+        }
+        total += (int64_t)kept;
+        if (total > graph->num_edges)
+            break; /* the file changed under the map: never write past what was counted */
+        emit(job, stage, graph, p, n, keep, kept);
+    }
+    if (total != graph->num_edges)
+        ret = TS_ERR_BOUNDS;
+out:
+    free(chosen);
+    return ret;
+}
+
+static void fill_range(void *context, size_t begin, size_t end)
+{
+    struct graph_job *job = context;
+    int64_t first = job->graphs[begin].first_edge;
+    struct stage stage;
+    stage.source.n = stage.target.n = stage.num_weights = 0;
+    stage.source.to = job->source + first;
+    stage.target.to = job->target + first;
+    stage.weights_to = job->weight + (size_t)first * ts_dtype_bytes(job->form->out);
+    for (size_t g = begin; g < end; g++) {
+        int ret = fill_graph(job, &job->graphs[g], &stage);
+        if (ret != TS_OK) {
+            fail(job, ret);
+            return;
+        }
+    }
+    flush(job, &stage, 1);
+    ts_stream_fence();
+}
+
+static int32_t *make_table(struct graph_job *job, size_t n)
+{
+    size_t largest = 0;
+    for (size_t g = 0; g < n; g++)
+        if (job->graphs[g].causal && job->graphs[g].num_tokens <= TABLE_TOKENS && job->graphs[g].num_tokens > largest)
+            largest = job->graphs[g].num_tokens;
+    struct ts_graph graph = {.num_tokens = largest, .causal = 1};
+    size_t pairs = ts_num_pairs(&graph);
+    int32_t *table = malloc((2 * pairs + 1) * sizeof *table);
+    if (table == NULL)
+        return NULL;
+    walk_pairs(&graph, 0, pairs, table, table + pairs);
+    job->row = table;
+    job->column = table + pairs;
+    job->table_tokens = largest;
+    return table;
+}
+
+int ts_fill_edges(const struct ts_graph *graphs, size_t n, const struct ts_edge_form *form, int num_threads,
+                  int64_t *source, int64_t *target, unsigned char *weight)
+{
+    struct graph_job job = {.graphs = (struct ts_graph *)graphs, .form = form,
+                            .source = source, .target = target, .weight = weight};
+    if (!is_pair_of_dtypes(form->in, form->out))
+        return TS_ERR_DTYPE;
+    set_rule(&job);
+    int32_t *table = make_table(&job, n);
+    if (table == NULL)
+        return TS_ERR_NOMEM;
+    /* Some ranges a thread, each long, so that few streamed lines are begun twice. */
+    size_t grain = num_threads < 2 ? n : n / (8 * (size_t)num_threads) + 1;
+    ts_parallel_for(n, grain, num_threads, fill_range, &job);
+    free(table);
+    return job.status;
+}
+
+static void pack_range(void *context, size_t begin, size_t end)
+{
+    struct graph_job *job = context;
+    enum ts_dtype in = job->form->in, out = job->form->out;
+    for (size_t g = begin; g < end; g++) {
+        size_t pairs = ts_num_pairs(&job->graphs[g]);
+        unsigned char *dst = job->weight + job->starts[g] * ts_dtype_bytes(out);
+        if (job->graphs[g].weights != dst)
+            copy_items(dst, job->graphs[g].weights, pairs, in, out);
+        if (!(job->form->rule.top_k_fraction > 0) || pairs == 0)
+            continue;
+        unsigned char *keep = malloc(pairs);
+        int64_t kept = keep == NULL ? TS_ERR_NOMEM : select_top_k(job, &job->graphs[g], keep);
+        if (kept < 0)
+            fail(job, (int)kept);
+        for (size_t p = 0; kept >= 0 && p < pairs; p++)
+            if (!keep[p]) {
+                if (out == TS_F32)
+                    ((float *)dst)[p] = NAN;
+                else
+                    ((uint16_t *)dst)[p] = out == TS_BF16 ? 0x7fc0u : 0x7e00u;
+            }
         free(keep);
     }
+    ts_stream_fence();
 }
 
-static int run_edges(struct edge_job *job, size_t n, int num_threads)
+int ts_pack_graphs(const struct ts_graph *graphs, size_t n, const struct ts_edge_form *form, int num_threads,
+                   unsigned char *out)
 {
-    if (job->dtype == TS_F64)
+    struct graph_job job = {.graphs = (struct ts_graph *)graphs, .form = form, .weight = out};
+    if (!is_pair_of_dtypes(form->in, form->out))
         return TS_ERR_DTYPE;
-    ts_parallel_for(n, 4, num_threads, edge_range, job);
-    return job->status;
-}
-
-int ts_count_edges(struct ts_layer *layers, size_t n, enum ts_dtype dtype, struct ts_edge_rule rule, int num_threads)
-{
-    struct edge_job job = {layers, dtype, rule, NULL, NULL, NULL, TS_OK};
-    return run_edges(&job, n, num_threads);
-}
-
-int ts_fill_edges(const struct ts_layer *layers, size_t n, enum ts_dtype dtype, struct ts_edge_rule rule,
-                  int num_threads, int64_t *source, int64_t *target, unsigned char *weight)
-{
-    struct edge_job job = {(struct ts_layer *)layers, dtype, rule, source, target, weight, TS_OK};
-    return run_edges(&job, n, num_threads);
+    size_t *starts = pair_starts(graphs, n);
+    if (starts == NULL)
+        return TS_ERR_NOMEM;
+    job.starts = starts;
+    ts_parallel_for(n, 4, num_threads, pack_range, &job);
+    free(starts);
+    return job.status;
 }

@@ -21,6 +21,10 @@ class MissingFieldError(UsageError):
     """The store does not have what was asked for (graphs, sequences, scores)."""
 
 
+class MemoryBudgetError(UsageError):
+    """The batches that are held and the next one do not fit into the memory budget."""
+
+
 class InputRefusedError(TracestoreError):
     """A source file that cannot be read as traces, or does not fit the store.
 

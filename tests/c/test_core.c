@@ -9,9 +9,13 @@
 #include <unistd.h>
 
 #include "attention.h"
+#include "block.h"
 #include "crc32c.h"
+#include "crew.h"
 #include "error.h"
 #include "gather.h"
+#include "shuffle.h"
+#include "stream.h"
 #include "gine.h"
 #include "half.h"
 #include "index.h"
@@ -190,19 +194,169 @@ static void test_parallel(void)
 static void test_edges(void)
 {
     uint16_t weights[6] = {0x3c00, 0x0000, 0x3800, 0x3400, 0x3000, 0x2c00};
-    struct ts_layer layers[2] = {{(unsigned char *)weights, 3, 1, 0, 0, 0}, {(unsigned char *)weights, 2, 1, 3, 0, 0}};
-    struct ts_edge_rule rule = {0, 0};
-    assert(ts_count_edges(layers, 2, TS_F16, rule, 2) == TS_OK);
-    assert(layers[0].num_edges == 5 && layers[1].num_edges == 2);
-    layers[1].first_edge = 5;
-    int64_t *source = malloc(7 * 8), *target = malloc(7 * 8);
-    uint16_t *out = malloc(7 * 2);
-    assert(ts_fill_edges(layers, 2, TS_F16, rule, 2, source, target, (unsigned char *)out) == TS_OK);
-    assert(source[1] == 1 && target[1] == 1 && source[2] == 0 && target[2] == 2 && source[5] == 3 && target[6] == 4);
-    assert(out[4] == 0x2c00 && out[6] == 0x3800);
-    free(source);
-    free(target);
-    free(out);
+    int32_t stored[4] = {1, 0, 0, 1};
+    struct ts_graph graphs[3] = {
+        {.weights = (unsigned char *)weights, .num_tokens = 3, .causal = 1},
+        {.weights = (unsigned char *)weights, .num_tokens = 2, .causal = 1, .first_node = 3},
+        {.weights = (unsigned char *)weights, .num_tokens = 2, .pairs = stored, .first_node = 5, .num_edges = 2}};
+    struct ts_edge_form form = {TS_F16, TS_F16, {0, 0}};
+    assert(ts_count_edges(graphs, 3, &form, 2) == TS_OK);
+    assert(graphs[0].num_edges == 5 && graphs[1].num_edges == 2 && graphs[2].num_edges == 2);
+    graphs[1].first_edge = 5;
+    graphs[2].first_edge = 7;
+    for (int threads = 1; threads < 4; threads++) {
+        int64_t *source = malloc(9 * 8), *target = malloc(9 * 8);
+        uint16_t *out = malloc(9 * 2);
+        assert(ts_fill_edges(graphs, 3, &form, threads, source, target, (unsigned char *)out) == TS_OK);
+        assert(source[1] == 1 && target[1] == 1 && source[2] == 0 && target[2] == 2 && source[5] == 3 && target[6] == 4);
+        assert(out[4] == 0x2c00 && out[6] == 0x3800 && source[7] == 6 && target[7] == 5 && target[8] == 6);
+        free(source);
+        free(target);
+        free(out);
+    }
+    graphs[0].num_edges = 4; /* the weights changed: nothing is written past what was counted */
+    int64_t source[9], target[9];
+    uint16_t out[9];
+    assert(ts_fill_edges(graphs, 1, &form, 1, source, target, (unsigned char *)out) == TS_ERR_BOUNDS);
+    form.out = TS_BF16;
+    assert(ts_count_edges(graphs, 3, &form, 1) == TS_ERR_DTYPE);
+}
+
+/* Large enough for several blocks, a table, streamed lines and threads; every start of a line. */
+static void test_many_edges(void)
+{
+    enum { G = 37, S = 61, P = S * (S + 1) / 2 };
+    float *weights = malloc(sizeof(float) * G * P);
+    struct ts_graph graphs[G];
+    for (int p = 0; p < G * P; p++)
+        weights[p] = p % 1000 == 7 ? 0 : 1 + (float)(p % 97);
+    for (int g = 0; g < G; g++)
+        graphs[g] = (struct ts_graph){.weights = (unsigned char *)(weights + g * P), .num_tokens = S - g % 3,
+                                      .causal = g % 5 != 4, .first_node = S * g};
+    for (int g = 4; g < G; g += 5)
+        graphs[g].num_tokens = 30;
+    const struct ts_edge_rule rules[] = {{0, 0}, {50, 0}, {0, 0.25}};
+    for (int r = 0; r < 3; r++) {
+        struct ts_edge_form form = {TS_F32, TS_F32, rules[r]};
+        assert(ts_count_edges(graphs, G, &form, 3) == TS_OK);
+        int64_t total = 0;
+        for (int g = 0; g < G; g++) {
+            graphs[g].first_edge = total;
+            total += graphs[g].num_edges;
+        }
+        int64_t *source = malloc((size_t)total * 8), *target = malloc((size_t)total * 8), *again = malloc((size_t)total * 8);
+        float *out = malloc((size_t)total * 4);
+        assert(ts_fill_edges(graphs, G, &form, 1, source, target, (unsigned char *)out) == TS_OK);
+        for (int64_t e = 0, g = 0; e < total; e++) {
+            while (e >= graphs[g].first_edge + graphs[g].num_edges)
+                g++;
+            int64_t i = target[e] - graphs[g].first_node, j = source[e] - graphs[g].first_node;
+            int64_t at = graphs[g].causal ? i * (i + 1) / 2 + j : i * (int64_t)graphs[g].num_tokens + j;
+            assert(i >= 0 && j >= 0 && (size_t)i < graphs[g].num_tokens && (size_t)j < graphs[g].num_tokens);
+            assert(((const float *)graphs[g].weights)[at] == out[e]);
+        }
+        assert(ts_fill_edges(graphs, G, &form, 4, again, target, (unsigned char *)out) == TS_OK);
+        assert(memcmp(source, again, (size_t)total * 8) == 0);
+        free(source), free(target), free(again), free(out);
+    }
+    free(weights);
+}
+
+static void test_copies(void)
+{
+    enum { N = 300001 };
+    uint16_t *in = malloc(N * 2), *out = malloc(N * 2);
+    float *wide = malloc(N * 4);
+    for (int i = 0; i < N; i++)
+        in[i] = (uint16_t)(i % 0x7c00);
+    for (int threads = 1; threads < 4; threads += 2) {
+        struct ts_copy copies[2] = {{(unsigned char *)in, (unsigned char *)out, 77},
+                                    {(unsigned char *)(in + 77), (unsigned char *)(out + 77), N - 77}};
+        memset(out, 0, N * 2);
+        assert(ts_copy_many(copies, 2, TS_F16, TS_F16, threads) == TS_OK && memcmp(in, out, N * 2) == 0);
+        copies[0].dst = (unsigned char *)wide;
+        copies[1].dst = (unsigned char *)(wide + 77);
+        assert(ts_copy_many(copies, 2, TS_F16, TS_F32, threads) == TS_OK);
+        for (int i = 0; i < N; i++)
+            assert(wide[i] == ts_f16_to_f32_portable(in[i]));
+        assert(ts_copy_many(copies, 2, TS_F32, TS_F16, threads) == TS_ERR_DTYPE);
+    }
+    unsigned char bytes[300], copied[300];
+    for (int i = 0; i < 300; i++)
+        bytes[i] = (unsigned char)i;
+    for (int shift = 0; shift < 64; shift++) {
+        memset(copied, 0xee, sizeof copied);
+        ts_stream_copy(copied + shift, bytes + 3, (size_t)(200 - shift));
+        ts_stream_fence();
+        assert(memcmp(copied + shift, bytes + 3, (size_t)(200 - shift)) == 0 && copied[200] == 0xee);
+        assert(shift == 0 || copied[shift - 1] == 0xee);
+    }
+    free(in), free(out), free(wide);
+}
+
+static void count_up(void *context)
+{
+    __atomic_fetch_add((int *)context, 1, __ATOMIC_RELAXED);
+}
+
+static void test_crew(void)
+{
+    enum { JOBS = 50 };
+    for (int threads = 1; threads < 5; threads++) {
+        struct ts_crew *crew = ts_crew_start(threads);
+        struct ts_job jobs[JOBS] = {{0}};
+        int done[JOBS] = {0}, left = 0;
+        assert(crew != NULL);
+        for (int k = 0; k < JOBS; k++) {
+            jobs[k].run = count_up;
+            jobs[k].context = &done[k];
+            ts_crew_submit(crew, &jobs[k]);
+        }
+        for (int k = 0; k < JOBS; k += 2)
+            while (!ts_crew_wait(crew, &jobs[k], 10))
+                ;
+        for (int k = JOBS - 1; k > JOBS / 2; k -= 2)
+            ts_crew_cancel(crew, &jobs[k]);
+        ts_crew_stop(crew);
+        for (int k = 0; k < JOBS; k++) {
+            assert(done[k] == 1 || (done[k] == 0 && k % 2 == 1));
+            left += done[k];
+        }
+        assert(left >= JOBS / 2);
+    }
+}
+
+static void test_shuffle(void)
+{
+    for (uint64_t n = 1; n < 200; n = n * 3 / 2 + 1) {
+        int64_t positions[400], out[400], window[64];
+        unsigned char seen[400] = {0}, taken[400] = {0};
+        for (uint64_t k = 0; k < n; k++)
+            positions[k] = (int64_t)k;
+        ts_permute(positions, n, n, 42, out);
+        for (uint64_t k = 0; k < n; k++)
+            assert(out[k] >= 0 && (uint64_t)out[k] < n && !seen[out[k]]++);
+        struct ts_shuffle_buffer buffer = {window, n, n < 64 ? n : 64, 7, 0};
+        ts_buffer_start(&buffer);
+        ts_buffer_take(&buffer, n / 2, NULL);
+        ts_buffer_start(&buffer);
+        ts_buffer_take(&buffer, n, out);
+        for (uint64_t k = 0; k < n; k++)
+            assert(out[k] >= 0 && (uint64_t)out[k] < n && !taken[out[k]]++);
+    }
+}
+
+static void test_blocks(void)
+{
+    const size_t sizes[] = {0, 1, 65536, 65537, (2 << 20) - 1, 2 << 20, (5 << 20) + 3};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
+        unsigned char *block = ts_block_alloc(sizes[i]);
+        size_t size = ts_block_size(sizes[i]);
+        assert(block != NULL && size >= sizes[i] && ((uintptr_t)block & (size < (2 << 20) ? 4095 : (2 << 20) - 1)) == 0);
+        block[0] = block[size - 1] = 1;
+        ts_block_free(block, sizes[i]);
+    }
+    ts_block_free(NULL, 1);
 }
 
 /* The dense and the sparse form of one batch against each other, odd sizes. */
@@ -276,7 +430,12 @@ int main(void)
     test_index();
     test_parallel();
     test_edges();
+    test_many_edges();
+    test_copies();
+    test_crew();
+    test_shuffle();
+    test_blocks();
     test_gine();
-    puts("9 passed, 0 failed");
+    puts("14 passed, 0 failed");
     return 0;
 }

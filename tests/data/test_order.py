@@ -50,8 +50,9 @@ def test_buffer_keeps_a_window():
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 @pytest.mark.parametrize("n,batch", [(0, 4), (1, 4), (37, 8), (40, 8), (41, 7)])
 def test_ranks_share_each_batch(n, batch, world_size):
-    for g in range(order.num_batches(n, batch)):
-        whole = order.batch_positions(g, n, batch)
-        slices = [order.batch_positions(g, n, batch, r, world_size) for r in range(world_size)]
+    batches = order.Batches(n, batch)
+    for g in range(len(batches)):
+        whole = batches.positions(g)
+        slices = [batches.positions(g, r, world_size) for r in range(world_size)]
         np.testing.assert_array_equal(np.concatenate(slices), whole)
         assert max(map(len, slices)) - min(map(len, slices)) <= 1

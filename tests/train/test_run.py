@@ -244,13 +244,13 @@ def test_host_memory_running_out_while_gathering(labelled, tmp_path):
     code = (
         "import sys; sys.path.insert(0, 'tools'); import train\n"
         "from tracestore.data import loader\n"
-        "original, calls = loader.gather_sequences, [0]\n"
+        "original, calls = loader.make_job, [0]\n"
         "def gather(*a, **k):\n"
         "    calls[0] += 1\n"
         "    if calls[0] == 2:\n"
         "        raise MemoryError\n"
         "    return original(*a, **k)\n"
-        "loader.gather_sequences = gather\n"
+        "loader.make_job = gather\n"
         "sys.exit(train.main(sys.argv[1:]))"
     )
     flags = ["--no-run-gnn-det", "--no-run-gvae", "--epochs", 2, "--no-probe", *FAST]

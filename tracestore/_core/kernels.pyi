@@ -1,4 +1,4 @@
-from typing import Any, Self, final
+from typing import Any
 
 # Any contiguous buffer: before Python 3.12 numpy cannot say that its arrays are one.
 _Buffer = Any
@@ -18,20 +18,4 @@ def unpack_triangle(source: _Buffer, itemsize: int, num_matrices: int, num_token
 def head_mean(source: _Buffer, dtype: int, num_heads: int, num_tokens: int, causal: bool, out: _Buffer) -> None: ...
 def mean_rows(source: _Buffer, dtype: int, num_rows: int, row_length: int, out: _Buffer) -> None: ...
 def select_pairs(weights: _Buffer, threshold: float, top_k_fraction: float, keep: _Buffer) -> int: ...
-def gather(sources: list[Any], out: _Buffer, num_threads: int = 1) -> None: ...
-
-@final
-class EdgeBuilder:
-    num_edges: int
-    def __new__(
-        cls,
-        traces: list[tuple[Any, int, bool]],
-        layers_per_trace: int,
-        dtype: int,
-        threshold: float,
-        top_k_fraction: float,
-        num_threads: int = 1,
-    ) -> Self: ...
-    def fill(self, edge_index: Any, weights: _Buffer, ptr: Any) -> None: ...
-
 def strerror(code: int) -> str: ...

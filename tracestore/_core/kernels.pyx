@@ -1,17 +1,13 @@
 # cython: language_level=3, binding=True, boundscheck=False, wraparound=False
-"""Checksums, conversions, attention packing and batch building.
+"""Checksums, conversions and attention packing.
 
 Every function takes C-contiguous buffers and releases the GIL while it works.
 Element types are named by the codes F16, BF16, F32 and F64. A wrong size is a
 ValueError raised before anything is written.
 """
-from cpython.buffer cimport PyObject_GetBuffer, PyBuffer_Release, PyBUF_SIMPLE, PyBUF_WRITABLE, Py_buffer
 from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t
-from libc.stdlib cimport calloc, free
 
-cdef extern from "error.h":
-    int TS_ERR_NOMEM, TS_ERR_RANGE
-    const char *ts_strerror(int code)
+include "view.pxi"
 
 cdef extern from "crc32c.h" nogil:
     uint32_t ts_crc32c(uint32_t crc, const void *data, size_t n)
@@ -38,56 +34,10 @@ cdef extern from "attention.h" nogil:
         double top_k_fraction
     int64_t ts_select_pairs(const float *weights, size_t n, ts_edge_rule rule, unsigned char *keep)
 
-cdef extern from "gather.h" nogil:
-    struct ts_copy:
-        const unsigned char *src
-        unsigned char *dst
-        size_t bytes
-    void ts_copy_many(const ts_copy *copies, size_t n, int num_threads)
-    struct ts_layer:
-        const unsigned char *weights
-        size_t num_tokens
-        int causal
-        int64_t first_node
-        int64_t num_edges
-        int64_t first_edge
-    int ts_count_edges(ts_layer *layers, size_t n, ts_dtype dtype, ts_edge_rule rule, int num_threads)
-    int ts_fill_edges(const ts_layer *layers, size_t n, ts_dtype dtype, ts_edge_rule rule, int num_threads,
-                      int64_t *source, int64_t *target, unsigned char *weight)
-
 F16 = <int>TS_F16
 BF16 = <int>TS_BF16
 F32 = <int>TS_F32
 F64 = <int>TS_F64
-
-
-cdef class _View:
-    """Holds one buffer of a Python object for the length of a call."""
-    cdef Py_buffer view
-    cdef bint held
-
-    def __cinit__(self, source, bint writable=False):
-        self.held = False
-        PyObject_GetBuffer(source, &self.view, PyBUF_WRITABLE if writable else PyBUF_SIMPLE)
-        self.held = True
-
-    def __dealloc__(self):
-        if self.held:
-            PyBuffer_Release(&self.view)
-
-    cdef int need(self, size_t n_bytes, str what) except -1:
-        if <size_t>self.view.len != n_bytes:
-            raise ValueError(f"{what}: {self.view.len} bytes where {n_bytes} are needed")
-        return 0
-
-
-cdef int _raise(int code) except -1:
-    message = ts_strerror(code).decode()
-    if code == TS_ERR_NOMEM:
-        raise MemoryError(message)
-    if code == TS_ERR_RANGE:
-        raise OverflowError(message)
-    raise ValueError(message)
 
 
 def crc32c(data, uint32_t value=0) -> int:
@@ -200,111 +150,6 @@ def select_pairs(weights, double threshold, double top_k_fraction, keep) -> int:
     if kept < 0:
         _raise(<int>kept)
     return kept
-
-
-def gather(list sources, out, int num_threads=1) -> None:
-    """Copies the buffers of `sources` one behind the other into `out`, which they fill exactly."""
-    cdef _View o = _View(out, True), v
-    cdef size_t n = len(sources), i, done = 0
-    cdef list views = [_View(s) for s in sources]
-    cdef ts_copy *copies = <ts_copy *>calloc(n + 1, sizeof(ts_copy))
-    if copies == NULL:
-        raise MemoryError()
-    try:
-        for i in range(n):
-            v = <_View>views[i]
-            copies[i].src = <const unsigned char *>v.view.buf
-            copies[i].dst = <unsigned char *>o.view.buf + done
-            copies[i].bytes = <size_t>v.view.len
-            done += <size_t>v.view.len
-            if done > <size_t>o.view.len:
-                break
-        o.need(done, "out")
-        with nogil:
-            ts_copy_many(copies, n, num_threads)
-    finally:
-        free(copies)
-
-
-cdef class EdgeBuilder:
-    """Edges of a batch, in two steps: count, then fill.
-
-    `traces` holds, trace after trace, (weights buffer, S, causal): the L layers'
-    packed triangles (or squares) one behind the other. Graph g = trace * L + layer
-    owns nodes first_node[g] .. of the batch. `num_edges` is the total, `ptr`
-    filled with the (num_graphs + 1) offsets.
-    """
-    cdef list views
-    cdef ts_layer *layers
-    cdef size_t num_layers
-    cdef int dtype, num_threads
-    cdef ts_edge_rule rule
-    cdef readonly int64_t num_edges
-
-    def __cinit__(self, list traces, size_t layers_per_trace, int dtype, double threshold,
-                  double top_k_fraction, int num_threads=1):
-        cdef size_t i = 0, k, S, pairs, itemsize = ts_dtype_bytes(<ts_dtype>dtype)
-        cdef int64_t node = 0
-        cdef _View v
-        cdef int ret
-        self.views = []
-        self.num_layers = len(traces) * layers_per_trace
-        self.dtype = dtype
-        self.num_threads = num_threads
-        self.rule.threshold = threshold
-        self.rule.top_k_fraction = top_k_fraction
-        self.layers = <ts_layer *>calloc(self.num_layers + 1, sizeof(ts_layer))
-        if self.layers == NULL:
-            raise MemoryError()
-        for weights, num_tokens, causal in traces:
-            v = _View(weights)
-            self.views.append(v)
-            S = num_tokens
-            pairs = S * (S + 1) // 2 if causal else S * S
-            v.need(layers_per_trace * pairs * itemsize, "weights")
-            for k in range(layers_per_trace):
-                self.layers[i].weights = <const unsigned char *>v.view.buf + k * pairs * itemsize
-                self.layers[i].num_tokens = S
-                self.layers[i].causal = causal
-                self.layers[i].first_node = node
-                node += <int64_t>S
-                i += 1
-        with nogil:
-            ret = ts_count_edges(self.layers, self.num_layers, <ts_dtype>dtype, self.rule, num_threads)
-        if ret != 0:
-            _raise(ret)
-        self.num_edges = 0
-        for i in range(self.num_layers):
-            self.layers[i].first_edge = self.num_edges
-            self.num_edges += self.layers[i].num_edges
-
-    def __dealloc__(self):
-        free(self.layers)
-
-    def fill(self, int64_t[:, ::1] edge_index, weights, int64_t[::1] ptr) -> None:
-        """Writes edge_index (2, E): sources, targets; weights (E,), bits as stored; ptr (G + 1,)."""
-        cdef _View o = _View(weights, True)
-        cdef size_t i
-        cdef int ret
-        cdef int64_t *source
-        cdef int64_t *target
-        if edge_index.shape[0] != 2 or edge_index.shape[1] != self.num_edges:
-            raise ValueError("edge_index has another shape than (2, num_edges)")
-        if <size_t>ptr.shape[0] != self.num_layers + 1:
-            raise ValueError("ptr has another length than num_graphs + 1")
-        o.need(<size_t>self.num_edges * ts_dtype_bytes(<ts_dtype>self.dtype), "weights")
-        for i in range(self.num_layers):
-            ptr[i] = self.layers[i].first_edge
-        ptr[self.num_layers] = self.num_edges
-        if self.num_edges == 0:
-            return
-        source = &edge_index[0, 0]
-        target = &edge_index[1, 0]
-        with nogil:
-            ret = ts_fill_edges(self.layers, self.num_layers, <ts_dtype>self.dtype, self.rule, self.num_threads,
-                                source, target, <unsigned char *>o.view.buf)
-        if ret != 0:
-            _raise(ret)
 
 
 def strerror(int code) -> str:

@@ -1,20 +1,19 @@
-"""Batches built from a store: one gather a batch, tensors of the stored dtype."""
+"""Batches built from a store: one gather a batch, into one piece of memory."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch_geometric.data import Batch, Data
 
-from tracestore._core import kernels
+from tracestore._core import gather
+from tracestore.data.memory import Allocate, Piece, SeparatePieces, dtype_bytes, padded
 from tracestore.errors import UsageError
 from tracestore.store import schema
+from tracestore.store.places import graph_sources, sequence_sources
 from tracestore.store.reader import TraceStore
-from tracestore.store.trace import PackedEdges, Trace
-
-TORCH_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,45 @@ class GraphOptions:
             raise UsageError(f"found top_k {self.top_k}, expected a fraction above 0 and at most 1")
         if self.edges not in ("coo", "packed"):
             raise UsageError(f"found edges {self.edges!r}, expected 'coo' or 'packed'")
+
+
+@dataclass(frozen=True)
+class BatchFormat:
+    """What a batch looks like: view "sequence" or "graph"; dtype of sequences, x and edge
+    weights: the stored one (None) or "float32", converted while gathering."""
+
+    view: str = "sequence"
+    graph: GraphOptions = field(default_factory=GraphOptions)
+    dtype: str | None = None
+
+    def check(self, store: TraceStore) -> None:
+        """UsageError or MissingFieldError where the store cannot give such batches."""
+        store.require(self.view)
+        stored = {store.hidden_dtype} | ({_weight_dtype(store)} if self.view == "graph" else set())
+        if self.dtype not in (None, "float32") and stored != {self.dtype}:
+            raise UsageError(
+                f"found dtype {self.dtype!r}, expected 'float32' or as stored, {' and '.join(sorted(stored))}"
+            )
+
+    def of(self, stored: str) -> str:
+        """The dtype that stored values have in the batch."""
+        return stored if self.dtype is None else self.dtype
+
+    def bytes(self, store: TraceStore, indices: np.ndarray) -> np.ndarray:
+        """(n,) int64: the most bytes each of some traces takes in a batch, edges counted as
+        if the threshold kept every stored pair."""
+        item = dtype_bytes(self.of(store.hidden_dtype))
+        if self.view == "sequence":
+            return np.full(len(indices), store.num_layers * store.hidden_dim * item, np.int64)
+        tokens, pairs = store.sizes(indices)
+        weight = dtype_bytes(self.of(_weight_dtype(store)))
+        an_edge = weight if self.graph.edges == "packed" else 16 + weight
+        # Of a node x and the number of its graph; of a graph its first node and edge.
+        return store.num_layers * (tokens * (store.hidden_dim * item + 8) + 16) + pairs * an_edge
+
+    def piece_bytes(self, store: TraceStore, indices: np.ndarray) -> int:
+        """The most memory a batch of some traces takes, gaps between its tensors included."""
+        return int(self.bytes(store, indices).sum()) + 1024
 
 
 @dataclass
@@ -69,159 +107,169 @@ class SequenceBatch:
         return self._map(torch.Tensor.pin_memory)
 
 
-def _empty(shape: tuple[int, ...], name: str) -> tuple[torch.Tensor, np.ndarray]:
-    """A new tensor of a dtype name and a numpy view of its bytes."""
-    raw = torch.empty(shape, dtype=torch.float32 if name == "float32" else torch.int16)
-    return raw if name == "float32" else raw.view(TORCH_DTYPES[name]), raw.numpy().reshape(-1).view("u1")
-
-
-def as_tensor(array: np.ndarray, name: str) -> torch.Tensor:
-    """A copy of a stored array as a tensor of its dtype."""
-    tensor, out = _empty(array.shape, name)
-    kernels.gather([np.ascontiguousarray(array).reshape(-1).view("u1")], out, 1)
-    return tensor
-
-
-def gather_sequences(
-    store: TraceStore, indices: Sequence[int] | np.ndarray, targets: np.ndarray, num_threads: int = 1
-) -> SequenceBatch:
-    """The last tokens of some traces in every layer, (B, L, D)."""
-    traces = [store[int(k)] for k in indices]
-    tensor, out = _empty((len(traces), store.num_layers, store.hidden_dim), store.hidden_dtype)
-    kernels.gather([np.ascontiguousarray(t.last_token).reshape(-1).view("u1") for t in traces], out, num_threads)
-    return SequenceBatch(tensor, **_values(store, traces, targets))
-
-
-def _values(store: TraceStore, traces: list[Trace], targets: np.ndarray) -> dict[str, Any]:
-    index = np.array([t.index for t in traces], np.int64)
-    return {
-        "y": torch.from_numpy(targets[index].astype("f4")),
-        "score": torch.from_numpy(np.asarray(store.scores)[index].astype("f4")),
-        "question_id": [t.question_id for t in traces],
-        "trace_index": torch.from_numpy(index),
-    }
-
-
-def _dense_weights(traces: list[Trace]) -> list[tuple[np.ndarray, int, bool]]:
-    return [
-        (
-            np.ascontiguousarray(t.attention_mean).reshape(-1).view("u1"),
-            t.num_tokens,
-            t.attention_layout == "causal",
-        )
-        for t in traces
-    ]
+# What Batch(_base_cls=Data) makes an instance of; that call looks at signatures every time.
+_BATCH_CLASS: Any = type(Batch(_base_cls=Data))
 
 
 def _weight_dtype(store: TraceStore) -> str:
+    """Of one weight an edge: a mean made while gathering is float16."""
     return "float16" if store.attention == "heads" else store.attention_dtype
 
 
-def _edges_of_dense(
-    store: TraceStore, traces: list[Trace], options: GraphOptions, num_threads: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    name = _weight_dtype(store)
-    builder = kernels.EdgeBuilder(
-        _dense_weights(traces),
-        store.num_layers,
-        schema.dtype_code(name),
-        options.attention_threshold,
-        options.top_k or 0.0,
-        num_threads,
-    )
-    edge_index = torch.empty((2, builder.num_edges), dtype=torch.int64)
-    weight, out = _empty((builder.num_edges,), name)
-    ptr = torch.empty(len(traces) * store.num_layers + 1, dtype=torch.int64)
-    builder.fill(edge_index.numpy(), out, ptr.numpy())
-    return edge_index, weight, ptr
+def _code(name: str) -> int:
+    return schema.dtype_code(name)
 
 
-def _edges_of_sets(store: TraceStore, traces: list[Trace]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A store of edges gives all its edges."""
-    if not traces:
-        empty, _ = _empty((0,), store.attention_dtype)
-        return torch.zeros((2, 0), dtype=torch.int64), empty, torch.zeros(1, dtype=torch.int64)
-    indexes, weights, counts = [], [], []
-    node = 0
-    for trace in traces:
-        packed = trace.attention_packed
-        assert isinstance(packed, PackedEdges)
-        per_layer = np.diff(packed.ptr)
-        first = node + np.repeat(np.arange(store.num_layers), per_layer) * trace.num_tokens
-        indexes.append(packed.edge_index.T.astype(np.int64) + first)
-        weights.append(packed.weight)
-        counts.append(per_layer)
-        node += store.num_layers * trace.num_tokens
-    ptr = np.concatenate([[0], np.cumsum(np.concatenate(counts))]).astype(np.int64)
-    edge_index = torch.from_numpy(np.ascontiguousarray(np.concatenate(indexes, axis=1)))
-    return edge_index, as_tensor(np.concatenate(weights), store.attention_dtype), torch.from_numpy(ptr)
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return array.view("u1")
 
 
-def _mask_top_k(values: np.ndarray, num_pairs: list[int], fraction: float, name: str) -> None:
-    """Sets the pairs that top-k drops to NaN, which is above no threshold."""
-    begin = 0
-    for n in num_pairs:
-        layer = values[begin : begin + n]
-        wide = layer.astype("f4") if name != "bfloat16" else (layer.astype("<u4") << 16).view("<f4")
-        keep = np.empty(n, "u1")
-        kernels.select_pairs(wide, 0.0, fraction, keep)
-        layer[keep == 0] = np.nan if name != "bfloat16" else 0x7FC0
-        begin += n
+def _values(store: TraceStore, indices: np.ndarray, targets: np.ndarray) -> dict[str, Any]:
+    return {
+        "y": torch.from_numpy(targets[indices].astype("f4")),
+        "score": torch.from_numpy(store.scores[indices].astype("f4")),
+        "question_id": store.question_ids.at(indices),
+        "trace_index": torch.from_numpy(indices.copy()),
+    }
 
 
-def _packed(
-    store: TraceStore, traces: list[Trace], options: GraphOptions, num_threads: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    name = _weight_dtype(store)
-    weights = _dense_weights(traces)
-    if not all(causal for _, _, causal in weights):
-        raise UsageError("packed edges need causal attention; use edges='coo'")
-    pairs = np.repeat([s * (s + 1) // 2 for _, s, _ in weights], store.num_layers)
-    ptr = np.concatenate([[0], np.cumsum(pairs)]).astype(np.int64)
-    tensor, out = _empty((int(ptr[-1]),), name)
-    kernels.gather([w for w, _, _ in weights], out, num_threads)
-    if options.top_k is not None:
-        values = out.view(schema.storage_dtype(name))
-        _mask_top_k(values, pairs.tolist(), options.top_k, name)
-    return tensor, torch.from_numpy(ptr)
+class SequenceJob:
+    """A SequenceBatch on its way: looked up, then placed, done, and made into tensors."""
+
+    def __init__(self, store: TraceStore, indices: np.ndarray, targets: np.ndarray, form: BatchFormat) -> None:
+        self._store, self._indices, self._targets = store, indices, targets
+        self._dtype = form.of(store.hidden_dtype)
+        sources = [_bytes(s) for s in sequence_sources(store, indices)]
+        self.native = gather.Copies(sources, _code(store.hidden_dtype), _code(self._dtype))
+        self._sequences: torch.Tensor | None = None
+
+    def count(self) -> None:
+        """Nothing to find out: sizes are known."""
+
+    @property
+    def num_bytes(self) -> int:
+        return padded(self.native.out_bytes)
+
+    def place(self, piece: Piece) -> None:
+        """Sets the memory, of num_bytes, that the batch is to lie in."""
+        shape = (len(self._indices), self._store.num_layers, self._store.hidden_dim)
+        self._sequences, out = piece.take(shape, self._dtype)
+        self.native.aim(out)
+
+    def batch(self) -> SequenceBatch:
+        """Once the native job is done."""
+        assert self._sequences is not None
+        return SequenceBatch(self._sequences, **_values(self._store, self._indices, self._targets))
 
 
-def gather_graphs(
+class GraphJob:
+    """A PyG Batch on its way: looked up, then placed, done, and made into tensors."""
+
+    def __init__(self, store: TraceStore, indices: np.ndarray, targets: np.ndarray, form: BatchFormat) -> None:
+        self._store, self._indices, self._targets = store, indices, targets
+        sources = graph_sources(store, indices)
+        causal = sources.layout == schema.LAYOUT_CAUSAL
+        self._packed = form.graph.edges == "packed"
+        if self._packed and not causal.all():
+            raise UsageError("packed edges need causal attention; use edges='coo'")
+        self._dtype, self._weight_dtype = form.of(store.hidden_dtype), form.of(_weight_dtype(store))
+        hidden = gather.Copies([_bytes(h) for h in sources.hidden], _code(store.hidden_dtype), _code(self._dtype))
+        sets = sources.edges
+        self.native = gather.GraphGather(
+            hidden,
+            [_bytes(a) for a in (sources.attention if sets is None else [e.weight for e in sets])],
+            _code(store.attention_dtype),
+            _code(self._weight_dtype),
+            sources.num_tokens,
+            causal.view("u1"),
+            store.num_layers,
+            store.heads_stored,
+            form.graph.attention_threshold,
+            form.graph.top_k or 0.0,
+            self._packed,
+            None if sets is None else [(e.ptr, e.edge_index) for e in sets],
+        )
+        self._room = self.native.num_pairs
+        self._num_graphs = self.native.num_graphs
+        self._x_bytes = hidden.out_bytes
+
+    def count(self) -> None:
+        """Finds out the number of edges, so that num_bytes is exact, not a bound."""
+        self._room = self.native.count()
+
+    @property
+    def num_bytes(self) -> int:
+        per_edge = padded(self._room * dtype_bytes(self._weight_dtype)) + (
+            0 if self._packed else padded(16 * self._room)
+        )
+        return (
+            padded(self._x_bytes) + per_edge + padded(8 * self.native.num_nodes) + 2 * padded(8 * self._num_graphs + 8)
+        )
+
+    def place(self, piece: Piece) -> None:
+        """Sets the memory, of num_bytes, that the batch is to lie in."""
+        num_nodes = self.native.num_nodes
+        self._x, x_bytes = piece.take((num_nodes, self._store.hidden_dim), self._dtype)
+        self._edges = None if self._packed else piece.take((2 * self._room,), "int64")[0]
+        self._weight, weight_bytes = piece.take((self._room,), self._weight_dtype)
+        lengths = (num_nodes, self._num_graphs + 1, self._num_graphs + 1)
+        self._owner, self._ptr, self._edge_ptr = (piece.take((n,), "int64")[0] for n in lengths)
+        edges = None if self._edges is None else self._edges.numpy()
+        self.native.aim(x_bytes, self._owner.numpy(), self._ptr.numpy(), edges, weight_bytes, self._edge_ptr.numpy())
+
+    def batch(self) -> Batch:
+        """Once the native job is done: see gather_batch."""
+        num_edges, ptr, edge_ptr, weight = self.native.num_edges, self._ptr, self._edge_ptr, self._weight
+        if num_edges < self._room:
+            weight = weight[:num_edges]
+        fields: dict[str, Any] = {"x": self._x}
+        slices: dict[str, torch.Tensor] = {"x": ptr}
+        incs: dict[str, torch.Tensor | None] = {"x": None}
+        if self._edges is None:
+            fields |= {"attention": weight, "attention_ptr": edge_ptr}
+        else:
+            fields |= {"edge_index": self._edges[: 2 * num_edges].view(2, num_edges), "edge_attr": weight.unsqueeze(1)}
+            slices |= {"edge_index": edge_ptr, "edge_attr": edge_ptr}
+            incs |= {"edge_index": ptr[:-1], "edge_attr": None}
+        values = _values(self._store, self._indices, self._targets)
+        fields |= {"batch": self._owner, "ptr": ptr, **values, "num_layers": self._store.num_layers}
+        batch = _BATCH_CLASS.__new__(_BATCH_CLASS)
+        Data.__init__(batch, **fields)
+        batch._num_graphs = self._num_graphs
+        batch._slice_dict, batch._inc_dict = slices, incs
+        return batch
+
+
+BatchJob = SequenceJob | GraphJob
+
+
+def make_job(
+    store: TraceStore, indices: Sequence[int] | np.ndarray, targets: np.ndarray, form: BatchFormat
+) -> BatchJob:
+    """The batch of some traces, looked up and nothing more."""
+    kind = SequenceJob if form.view == "sequence" else GraphJob
+    return kind(store, np.asarray(indices, np.int64), targets, form)
+
+
+def gather_batch(
     store: TraceStore,
     indices: Sequence[int] | np.ndarray,
     targets: np.ndarray,
-    options: GraphOptions,
+    form: BatchFormat,
+    *,
     num_threads: int = 1,
-) -> Batch:
-    """One PyG Batch of B * L graphs, trace after trace and layer after layer.
+    allocate: Allocate | None = None,
+) -> Any:
+    """The batch of some traces, now, in memory from `allocate` (None: its own tensors).
 
-    x (N, D); edge_index (2, E), source j to target i, and edge_attr (E, 1), or with
-    edges="packed" attention (sum A,) and attention_ptr (B * L + 1,); batch (N,), ptr
-    (B * L + 1,); y, score (B,), question_id, trace_index (B,), num_layers.
+    View "sequence": a SequenceBatch. View "graph": one PyG Batch of B * L graphs, trace
+    after trace and layer after layer: x (N, D); edge_index (2, E), source j to target i,
+    and edge_attr (E, 1), or with edges="packed" attention (sum A,) and attention_ptr
+    (B * L + 1,); batch (N,), ptr (B * L + 1,); y, score (B,), question_id, trace_index
+    (B,), num_layers.
     """
-    traces = [store[int(k)] for k in indices]
-    tokens = np.repeat([t.num_tokens for t in traces], store.num_layers).astype(np.int64)
-    ptr = torch.from_numpy(np.concatenate([[0], np.cumsum(tokens)]).astype(np.int64))
-    x, out = _empty((int(ptr[-1]), store.hidden_dim), store.hidden_dtype)
-    kernels.gather([t.hidden_states.reshape(-1).view("u1") for t in traces], out, num_threads)
-    batch = Batch(_base_cls=Data, x=x)
-    slices: dict[str, torch.Tensor] = {"x": ptr}
-    incs: dict[str, torch.Tensor | None] = {"x": None}
-    if options.edges == "packed":
-        batch.attention, batch.attention_ptr = _packed(store, traces, options, num_threads)
-    else:
-        if store.attention_layout == "edges":
-            edge_index, weight, edge_ptr = _edges_of_sets(store, traces)
-        else:
-            edge_index, weight, edge_ptr = _edges_of_dense(store, traces, options, num_threads)
-        batch.edge_index, batch.edge_attr = edge_index, weight.unsqueeze(1)
-        slices |= {"edge_index": edge_ptr, "edge_attr": edge_ptr}
-        incs |= {"edge_index": ptr[:-1], "edge_attr": None}
-    batch.batch = torch.repeat_interleave(torch.arange(len(tokens)), torch.from_numpy(tokens))
-    batch.ptr = ptr
-    for name, value in _values(store, traces, targets).items():
-        batch[name] = value
-    batch.num_layers = store.num_layers
-    batch._num_graphs = len(tokens)
-    batch._slice_dict, batch._inc_dict = slices, incs
-    return batch
+    job = make_job(store, indices, targets, form)
+    job.count()
+    job.place(SeparatePieces() if allocate is None else allocate(job.num_bytes))
+    job.native.run(num_threads)
+    return job.batch()

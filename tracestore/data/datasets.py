@@ -5,48 +5,30 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 from torch_geometric.data import Data
 
 from tracestore.data import order
-from tracestore.data.batch import GraphOptions, as_tensor, gather_graphs, gather_sequences
+from tracestore.data.batch import BatchFormat, GraphOptions, gather_batch
 from tracestore.data.collate import GraphItem, SequenceItem
+from tracestore.data.epoch import EpochMaker, mean_trace_bytes, rank_and_world_size
+from tracestore.data.memory import allocate_here, as_tensor
 from tracestore.errors import UsageError
 from tracestore.store.reader import DEFAULT_CACHE_BYTES, TraceStore
 
 StoreLike = TraceStore | str | os.PathLike[str]
 
 
-def mean_trace_bytes(store: TraceStore, view: str) -> int:
-    """Bytes a trace of a view takes in a batch, on average over the store."""
-    item = 4 if store.hidden_dtype == "float32" else 2
-    if view == "sequence" or len(store) == 0:
-        return store.num_layers * store.hidden_dim * item
-    tokens = np.asarray(store.num_tokens, np.float64)
-    pairs = float((tokens * (tokens + 1) / 2).mean())
-    # x, and 16 + 2 bytes an edge of edge_index and edge_attr.
-    return int(store.num_layers * (float(tokens.mean()) * store.hidden_dim * item + pairs * 18))
-
-
 def _open(
-    store: StoreLike, view: str, cache_bytes: int | None, max_cache_batches: int | None, batch_size: int
+    store: StoreLike, form: BatchFormat, cache_bytes: int | None, max_cache_batches: int | None, batch_size: int
 ) -> TraceStore:
     """The store with a cache of its own: bounded in bytes, and in batches where that is given."""
     limit = DEFAULT_CACHE_BYTES if cache_bytes is None else cache_bytes
     opened = store if isinstance(store, TraceStore) else TraceStore(store)
+    form.check(opened)
     if max_cache_batches is not None:
-        limit = min(limit, max_cache_batches * batch_size * mean_trace_bytes(opened, view))
-    own = TraceStore(opened.path, cache_bytes=limit)
-    own.require(view)
-    return own
-
-
-def rank_and_world_size() -> tuple[int, int]:
-    """From torch.distributed where it is initialised, else from RANK and WORLD_SIZE."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        limit = min(limit, max_cache_batches * batch_size * mean_trace_bytes(opened, form))
+    return TraceStore(opened.path, cache_bytes=limit)
 
 
 class TraceDataset(Dataset[Any]):
@@ -71,9 +53,9 @@ class TraceDataset(Dataset[Any]):
         max_cache_batches: int | None = None,
         batch_size: int = 16,
     ) -> None:
-        self.store = _open(store, view, cache_bytes, max_cache_batches, batch_size)
+        self.format = BatchFormat(view, GraphOptions(attention_threshold, top_k))
+        self.store = _open(store, self.format, cache_bytes, max_cache_batches, batch_size)
         self.view = view
-        self.options = GraphOptions(attention_threshold, top_k)
         self.targets = self.store.targets(score_threshold)
 
     def __len__(self) -> int:
@@ -85,7 +67,7 @@ class TraceDataset(Dataset[Any]):
         if self.view == "sequence":
             sequence = as_tensor(trace.last_token, self.store.hidden_dtype)
             return SequenceItem.make(sequence, score, trace.question_id, y, trace.index)
-        batch = gather_graphs(self.store, [trace.index], self.targets, self.options)
+        batch = gather_batch(self.store, [trace.index], self.targets, self.format)
         nodes, edges = batch.ptr.tolist(), batch._slice_dict["edge_index"].tolist()
         item = GraphItem(
             Data(
@@ -165,8 +147,6 @@ class TraceIterableDataset(IterableDataset[Any]):
         top_k: float | None = None,
         cache_bytes: int | None = None,
     ) -> None:
-        if shuffle not in order.MODES:
-            raise UsageError(f"found shuffle {shuffle!r}, expected one of {', '.join(order.MODES)}")
         self.items = TraceDataset(
             store,
             view,
@@ -175,9 +155,17 @@ class TraceIterableDataset(IterableDataset[Any]):
             top_k=top_k,
             cache_bytes=cache_bytes,
         )
-        self.shuffle, self.buffer_size, self.seed, self.epoch = shuffle, buffer_size, seed, 0
-        self.batch_size, self.drop_last = batch_size, drop_last
-        self.block_size = max(1, block_bytes // max(1, mean_trace_bytes(self.items.store, view)))
+        self.epoch, self.batch_size = 0, batch_size
+        self.epochs = EpochMaker(
+            self.items.store,
+            self.items.format,
+            batch_size=1 if batch_size is None else batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            buffer_size=buffer_size,
+            block_bytes=block_bytes,
+            drop_last=drop_last,
+        )
         found = rank_and_world_size()
         self.rank = found[0] if rank is None else rank
         self.world_size = found[1] if world_size is None else world_size
@@ -187,13 +175,9 @@ class TraceIterableDataset(IterableDataset[Any]):
         self.epoch = epoch
 
     def _batches(self) -> list[int]:
-        assert self.batch_size is not None
-        count = order.num_batches(len(self.items), self.batch_size, self.drop_last)
-        return [g for g in range(count) if len(self._positions(g))]
-
-    def _positions(self, batch: int) -> np.ndarray:
-        assert self.batch_size is not None
-        return order.batch_positions(batch, len(self.items), self.batch_size, self.rank, self.world_size)
+        """Numbers of the batches of which this rank has a part."""
+        batches = self.epochs.plan(self.epoch).batches
+        return [g for g in range(len(batches)) if len(batches.positions(g, self.rank, self.world_size))]
 
     def __len__(self) -> int:
         """Items, or batches, that this rank gets from all its workers together."""
@@ -204,18 +188,14 @@ class TraceIterableDataset(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        n = len(self.items)
-        epoch = order.EpochOrder(n, self.seed, self.epoch, self.shuffle, self.buffer_size, self.block_size)
+        n, plan, mine = len(self.items), self.epochs.plan(self.epoch), self._batches()
         self.epoch += 1
         if self.batch_size is None:
             positions = np.arange(self.rank, n, self.world_size)[worker::workers]
             for begin in range(0, len(positions), 1024):
-                for index in epoch.at(positions[begin : begin + 1024]).tolist():
+                for index in plan.at(positions[begin : begin + 1024]).tolist():
                     yield self.items[index]
             return
-        for batch in self._batches()[worker::workers]:
-            indices = epoch.at(self._positions(batch))
-            if self.items.view == "sequence":
-                yield gather_sequences(self.items.store, indices, self.items.targets)
-            else:
-                yield gather_graphs(self.items.store, indices, self.items.targets, self.items.options)
+        for batch in mine[worker::workers]:
+            indices = plan.traces(batch, self.rank, self.world_size)
+            yield gather_batch(self.items.store, indices, self.items.targets, self.items.format, allocate=allocate_here)

@@ -1,34 +1,42 @@
 """TraceLoader: collated batches from threads of this process, in an exact order."""
 
-import os
-from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+from torch.utils.data import get_worker_info
 
-from tracestore._core.kernels import crc32c
-from tracestore.data import order
-from tracestore.data.batch import GraphOptions, gather_graphs, gather_sequences
-from tracestore.data.datasets import StoreLike, mean_trace_bytes, rank_and_world_size
-from tracestore.errors import UsageError
+from tracestore._core.blocks import BlockPool
+from tracestore.data.ahead import AheadByCrew, AheadByThreads
+from tracestore.data.batch import BatchFormat, BatchJob, GraphOptions, gather_batch, make_job
+from tracestore.data.budget import plan_memory
+from tracestore.data.datasets import StoreLike
+from tracestore.data.epoch import EpochMaker, EpochPlan, mean_trace_bytes, rank_and_world_size
+from tracestore.data.memory import Allocate, LeasedPiece, Piece, TorchPiece, allocate_here
+from tracestore.errors import MemoryBudgetError, UsageError
 from tracestore.store.reader import DEFAULT_CACHE_BYTES, TraceStore
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 class TraceLoader:
     """Collated batches of a store, gathered ahead by threads.
 
     Yields SequenceBatch (view "sequence") or a PyG Batch (view "graph"; see
-    data.batch.gather_graphs). `indices` restricts it to some traces; batch_size is the
-    global one, of which each rank gets a slice. Each complete iteration is one epoch;
-    the next has another order. `state_dict()`, taken after batch k, lets another loader
-    over the same traces continue with batch k + 1, whatever its number of threads.
+    data.batch.gather_batch). `indices` restricts it to some traces. batch_size is the
+    global one, of which each rank gets a slice (pad: a short last batch is filled with
+    the epoch's first traces); batch_cost "tokens", "nodes", "edges" or "bytes" makes
+    batches of at most batch_limit of these instead. dtype "float32" converts while
+    gathering; None keeps the stored one. Each complete iteration is one epoch; the next
+    has another order. `state_dict()`, taken after batch k, lets another loader over the
+    same traces continue with batch k + 1, whatever its number of threads and ranks.
 
-    At most num_threads + 1 batches are in flight; memory_budget (bytes) lowers that,
-    and is refused with UsageError where two batches do not fit.
+    A batch lies in memory that is used again once nothing refers to any of its tensors;
+    batches that are kept stay valid. memory_budget (bytes) bounds batches, those the
+    consumer holds included, and decoded chunks; MemoryBudgetError where that cannot be.
+    Decoded chunks of a compressed store take at most cache_bytes, and max_cache_batches
+    batches where that is given.
+    pin_memory takes batches from torch's pinned memory instead, for copies to a GPU.
     """
 
     def __init__(
@@ -37,6 +45,8 @@ class TraceLoader:
         view: str = "sequence",
         *,
         batch_size: int = 16,
+        batch_cost: str | None = None,
+        batch_limit: int | None = None,
         shuffle: str = "global",
         seed: int = 0,
         num_threads: int = 2,
@@ -44,60 +54,83 @@ class TraceLoader:
         buffer_size: int = 1000,
         block_bytes: int = 256 << 20,
         drop_last: bool = False,
+        pad: bool = False,
         score_threshold: float = 0.5,
         attention_threshold: float = 0.0,
         top_k: float | None = None,
         edges: str = "coo",
+        dtype: str | None = None,
         rank: int | None = None,
         world_size: int | None = None,
         cache_bytes: int | None = None,
+        max_cache_batches: int | None = None,
         memory_budget: int | None = None,
+        pin_memory: bool = False,
     ) -> None:
-        if batch_size < 1 or num_threads < 0:
-            raise UsageError(f"found batch_size {batch_size}, num_threads {num_threads}, expected at least 1 and 0")
-        if shuffle not in order.MODES:
-            raise UsageError(f"found shuffle {shuffle!r}, expected one of {', '.join(order.MODES)}")
+        if num_threads < 0:
+            raise UsageError(f"found num_threads {num_threads}, expected at least 0")
         path = store.path if isinstance(store, TraceStore) else store
-        self.store = TraceStore(path, cache_bytes=DEFAULT_CACHE_BYTES if cache_bytes is None else cache_bytes)
-        self.store.require(view)
-        self.view, self.batch_size, self.shuffle, self.seed = view, batch_size, shuffle, seed
-        self.indices = None if indices is None else np.asarray(indices, np.int64)
-        if (
-            self.indices is not None
-            and self.indices.size
-            and not (self.indices.min() >= 0 and self.indices.max() < len(self.store))
-        ):
-            raise UsageError(f"found indices outside 0 .. {len(self.store) - 1}")
-        self.options = GraphOptions(attention_threshold, top_k, edges)
+        self.store = TraceStore(path)
+        self.format = BatchFormat(view, GraphOptions(attention_threshold, top_k, edges), dtype)
+        self.format.check(self.store)
         self.targets = self.store.targets(score_threshold)
-        self.buffer_size, self.drop_last = buffer_size, drop_last
-        trace_bytes = mean_trace_bytes(self.store, view)
-        self.block_size = max(1, block_bytes // max(1, trace_bytes))
+        self.epochs = EpochMaker(
+            self.store,
+            self.format,
+            batch_size=batch_size,
+            batch_cost=batch_cost,
+            batch_limit=batch_limit,
+            shuffle=shuffle,
+            seed=seed,
+            indices=indices,
+            buffer_size=buffer_size,
+            block_bytes=block_bytes,
+            drop_last=drop_last,
+            pad=pad,
+        )
         found = rank_and_world_size()
         self.rank = found[0] if rank is None else rank
         self.world_size = found[1] if world_size is None else world_size
-        self.num_threads = num_threads
-        self.max_in_flight = num_threads + 1
-        if memory_budget is not None:
-            fitting = memory_budget // max(1, trace_bytes * batch_size)
-            if fitting < 2:
-                raise UsageError(
-                    f"memory_budget {memory_budget:,} bytes: two batches of {batch_size} traces need about "
-                    f"{2 * trace_bytes * batch_size:,}; lower batch_size"
-                )
-            self.max_in_flight = min(self.max_in_flight, fitting)
+        if not 0 <= self.rank < self.world_size:
+            raise UsageError(f"found rank {self.rank} of {self.world_size}")
+        self.num_threads, self.pin_memory = num_threads, pin_memory
+        cache_bytes = DEFAULT_CACHE_BYTES if cache_bytes is None else cache_bytes
+        if max_cache_batches is not None:
+            cache_bytes = min(cache_bytes, max_cache_batches * batch_size * mean_trace_bytes(self.store, self.format))
+        self.memory = plan_memory(self.epochs, num_threads, cache_bytes, memory_budget)
+        self.store.limit_cache(self.memory.cache_bytes)
+        self.max_in_flight = self.memory.batches_in_flight
+        self._pool = self._new_pool()
         self.epoch = 0
         self._position = 0
         self._resume_at = 0
 
+    def _new_pool(self) -> BlockPool:
+        return BlockPool(self.memory.ring_bytes, self.max_in_flight + 1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k != "_pool"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._pool = self._new_pool()
+
+    @property
+    def view(self) -> str:
+        return self.format.view
+
+    @property
+    def batch_size(self) -> int:
+        return self.epochs.batch_size
+
     @property
     def num_samples(self) -> int:
         """Traces an epoch visits, over all ranks."""
-        return len(self.store) if self.indices is None else len(self.indices)
+        return self.epochs.num_samples
 
     def __len__(self) -> int:
-        """Batches an epoch, the same on every rank."""
-        return order.num_batches(self.num_samples, self.batch_size, self.drop_last)
+        """Batches of the epoch, the same on every rank; with batch_cost another in every epoch."""
+        return len(self.epochs.plan(self.epoch))
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch; the one that a loaded state is in keeps its position."""
@@ -106,87 +139,94 @@ class TraceLoader:
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """A few integers and a word: what the next batch is."""
-        return {
-            "version": STATE_VERSION,
-            "epoch": self.epoch,
-            "batch": self._position,
-            "seed": self.seed,
-            "batch_size": self.batch_size,
-            "num_samples": self.num_samples,
-            "shuffle": self.shuffle,
-            "window": {"buffer": self.buffer_size, "block": self.block_size}.get(self.shuffle, 0),
-            "indices_crc32c": 0 if self.indices is None else crc32c(self.indices),
-        }
+        """A few integers and words: what the next batch is. Survives JSON."""
+        return {"version": STATE_VERSION, "epoch": self.epoch, "batch": self._position, **self.epochs.signature()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues where the state was taken. UsageError where it is of another order."""
-        mine = self.state_dict()
-        for name in ("version", "seed", "batch_size", "num_samples", "shuffle", "window", "indices_crc32c"):
-            if state.get(name) != mine[name]:
-                raise UsageError(f"state of another loader: {name} is {state.get(name)!r}, expected {mine[name]!r}")
+        for name, mine in {"version": STATE_VERSION, **self.epochs.signature()}.items():
+            if state.get(name) != mine:
+                raise UsageError(f"state of another loader: {name} is {state.get(name)!r}, expected {mine!r}")
         self.epoch, self._resume_at = int(state["epoch"]), int(state["batch"])
         self._position = self._resume_at
 
     def batch_indices(self, batch: int, epoch: int | None = None) -> np.ndarray:
         """Store indices of this rank's slice of a batch: a pure function."""
-        plan = self._plan(self.epoch if epoch is None else epoch)
-        return self._indices(plan, batch)
-
-    def _plan(self, epoch: int) -> order.EpochOrder:
-        return order.EpochOrder(self.num_samples, self.seed, epoch, self.shuffle, self.buffer_size, self.block_size)
-
-    def _indices(self, plan: order.EpochOrder, batch: int) -> np.ndarray:
-        positions = order.batch_positions(batch, self.num_samples, self.batch_size, self.rank, self.world_size)
-        chosen = plan.at(positions)
-        return chosen if self.indices is None else self.indices[chosen]
+        plan = self.epochs.plan(self.epoch if epoch is None else epoch)
+        return plan.traces(batch, self.rank, self.world_size)
 
     def shrink(self) -> None:
         """Takes less memory from the next epoch or continuation on: one batch in flight,
         no decoded chunks kept. The order stays what it is."""
         self.max_in_flight = 1
-        self.store.shrink_cache()
+        self._pool.max_idle = 1
+        self._pool.trim()
+        self.store.limit_cache(0)
+
+    # Gathering
 
     def gather(self, indices: Sequence[int] | np.ndarray) -> Any:
         """The collated batch of some traces, now."""
-        if self.view == "sequence":
-            return gather_sequences(self.store, indices, self.targets)
-        return gather_graphs(self.store, indices, self.targets, self.options)
+        in_worker = get_worker_info() is not None
+        return self._gather(np.asarray(indices, np.int64), allocate_here if in_worker else self._allocate)
+
+    def _gather(self, indices: np.ndarray, allocate: Allocate) -> Any:
+        return gather_batch(self.store, indices, self.targets, self.format, allocate=allocate)
+
+    def _allocate(self, num_bytes: int) -> Piece:
+        if self.pin_memory:
+            return TorchPiece(num_bytes, pinned=True)
+        lease = self._pool.lease(num_bytes)
+        if lease is None:
+            raise self._over_budget(num_bytes)
+        return LeasedPiece(lease)
+
+    def _over_budget(self, num_bytes: int) -> MemoryBudgetError:
+        return MemoryBudgetError(
+            f"the next batch needs {num_bytes:,} bytes, and batches that are still referred to hold "
+            f"{self._pool.leased_bytes:,} of the {self.memory.ring_bytes:,} that the memory budget leaves for batches; "
+            "let go of batches, or lower batch_size"
+        )
 
     def __iter__(self) -> Iterator[Any]:
-        plan = self._plan(self.epoch)
+        plan = self.epochs.plan(self.epoch)
         start, self._resume_at = self._resume_at, 0
         self._position = start
         return self._iterate(plan, start)
 
-    def _iterate(self, plan: order.EpochOrder, start: int) -> Iterator[Any]:
-        total = len(self)
+    def _iterate(self, plan: EpochPlan, start: int) -> Iterator[Any]:
+        total = len(plan)
         if self.num_threads == 0:
             for batch in range(start, total):
-                result = self.gather(self._indices(plan, batch))
-                self._position = batch + 1
-                yield result
-            self._end_epoch()
-            return
-        pid = os.getpid()
-        pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix="tracestore")
-        queue: deque[Future[Any]] = deque()
-        try:
-            following = start
-            for batch in range(start, total):
-                while following < total and len(queue) < self.max_in_flight:
-                    queue.append(pool.submit(self.gather, self._indices(plan, following)))
-                    following += 1
-                result = queue.popleft().result()
+                result = self.gather(plan.traces(batch, self.rank, self.world_size))
                 self._position = batch + 1
                 yield result
                 del result
-            self._end_epoch()
-        finally:
-            # A forked child has no threads of its parent to wait for.
-            if os.getpid() == pid:
-                pool.shutdown(wait=True, cancel_futures=True)
-
-    def _end_epoch(self) -> None:
+        else:
+            yield from self._iterate_ahead(plan, start, total)
         self.epoch += 1
         self._position = 0
+
+    def _iterate_ahead(self, plan: EpochPlan, start: int, total: int) -> Iterator[Any]:
+        ahead: AheadByCrew | AheadByThreads
+        if self.store.codec == "none":
+            ahead = AheadByCrew(self.num_threads, self.max_in_flight, self._make_job, self._allocate)
+        else:
+            ahead = AheadByThreads(self.num_threads, self.max_in_flight, self._bytes, self._gather, self._allocate)
+        with ahead:
+            following = start
+            for batch in range(start, total):
+                while following < total and len(ahead) < self.max_in_flight:
+                    if not ahead.submit(plan.traces(following, self.rank, self.world_size)):
+                        break
+                    following += 1
+                result = ahead.take()
+                self._position = batch + 1
+                yield result
+                del result
+
+    def _make_job(self, indices: np.ndarray) -> BatchJob:
+        return make_job(self.store, indices, self.targets, self.format)
+
+    def _bytes(self, indices: np.ndarray) -> int:
+        return self.format.piece_bytes(self.store, indices)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tracestore._core.index import KeyTable
+from tracestore._core.index import KeyTable, PlaceTable, find_key
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import StoreDamagedError
 from tracestore.store import manifest as mf
@@ -79,6 +79,10 @@ class StoreIndex:
                 raise StoreDamagedError(f"{ref.path}: {error}") from None
             self._parts.append(arrays)
             self._keys.append(keys)
+        try:
+            self._places = PlaceTable(list(zip(self._first_trace, self._parts, strict=True)))
+        except (ValueError, KeyError) as error:
+            raise StoreDamagedError(f"{store}: the index: {error}") from None
 
     def __len__(self) -> int:
         return self.manifest.num_traces
@@ -88,12 +92,14 @@ class StoreIndex:
 
     def find(self, question_id: str, sample: int = 0) -> int:
         """Store index of the key, or -1."""
-        encoded = question_id.encode("utf-8", "surrogatepass")
-        for keys, first in zip(self._keys, self._first_trace, strict=True):
-            row = keys.find(encoded, sample)
-            if row >= 0:
-                return first + row
-        return -1
+        part, row = find_key(self._keys, question_id.encode("utf-8", "surrogatepass"), sample)
+        return -1 if part < 0 else self._first_trace[part] + row
+
+    def places(self, indices: np.ndarray) -> np.ndarray:
+        """(n, 7) int64, see PlaceTable.look_up: where some traces lie, all in one call."""
+        out = np.empty((len(indices), 7), np.int64)
+        self._places.look_up(np.ascontiguousarray(indices, np.int64), out)
+        return out
 
     def _locate(self, index: int) -> tuple[int, int]:
         part = bisect_right(self._first_trace, index) - 1

@@ -14,6 +14,7 @@ from tracestore.store import manifest as mf
 from tracestore.store import schema
 from tracestore.store.columns import Columns, join_columns, read_columns
 from tracestore.store.index import StoreIndex
+from tracestore.store.places import ATTENTION_START, GRAPH_SEGMENT, LAYOUT, NUM_TOKENS
 from tracestore.store.segment import SegmentReader
 from tracestore.store.shard import ChunkCache
 from tracestore.store.trace import Trace
@@ -39,6 +40,10 @@ class QuestionIds(Sequence[str]):
             return [self._index.question_id(k) for k in range(*item.indices(len(self)))]
         k = range(len(self))[item]
         return self._index.question_id(k)
+
+    def at(self, indices: np.ndarray) -> list[str]:
+        """The ids of some traces."""
+        return [self._index.question_id(k) for k in indices.tolist()]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence) or isinstance(other, str | bytes):
@@ -144,6 +149,11 @@ class TraceStore:
         return self._attributes.attention
 
     @property
+    def heads_stored(self) -> int:
+        """Attention values of one pair of tokens in one layer: H, or 1 for the mean."""
+        return self._attributes.attention_rows
+
+    @property
     def attention_layout(self) -> str | None:
         return self._attributes.attention_layout
 
@@ -184,6 +194,21 @@ class TraceStore:
     def num_tokens(self) -> np.ndarray:
         """(N,) tokens of each trace; 0 where only its last tokens are stored."""
         return self._index.column("num_tokens")
+
+    def sizes(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of some traces: S, and the stored pairs (of edge stores: edges) of all layers
+        together, one value a head mean; both (n,) int64."""
+        places = self._index.places(indices)
+        tokens, layout = places[:, NUM_TOKENS], places[:, LAYOUT]
+        pairs = np.where(layout == schema.LAYOUT_SQUARE, tokens * tokens, tokens * (tokens + 1) // 2) * self.num_layers
+        pairs[layout == schema.LAYOUT_NONE] = 0
+        for k in np.flatnonzero(layout == schema.LAYOUT_EDGES):
+            start = int(places[k, ATTENTION_START])
+            ptr = (
+                self._segment(int(places[k, GRAPH_SEGMENT])).array("edge_ptr").flat(start, start + self.num_layers + 1)
+            )
+            pairs[k] = int(ptr[-1]) - int(ptr[0])
+        return tokens, pairs
 
     @property
     def nonfinite(self) -> np.ndarray:
@@ -230,9 +255,9 @@ class TraceStore:
             segment = self._segments[number] = SegmentReader(self.path, number, sizes, self._cache)
         return segment
 
-    def shrink_cache(self) -> None:
-        """Gives back the decoded chunks of a compressed store and stops keeping them."""
-        self._cache.shrink()
+    def limit_cache(self, max_bytes: int) -> None:
+        """Keeps at most max_bytes of decoded chunks from now on (one chunk at least)."""
+        self._cache.limit(max_bytes)
 
     # What is there
 

@@ -217,10 +217,10 @@ class ChunkCache:
             _, dropped = self._chunks.popitem(last=False)
             self.num_bytes -= dropped.nbytes
 
-    def shrink(self) -> None:
-        """Gives back what it holds and keeps no more than one chunk from now on."""
-        self.max_bytes = 0
-        self._trim()
+    def limit(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        with self._lock:
+            self._trim()
 
 
 class ArrayReader:
@@ -295,19 +295,28 @@ class ArrayReader:
             raise StoreDamagedError(f"{self.name}: inner chunk {chunk} decodes to another size")
         return items
 
-    def flat(self, begin: int, end: int) -> np.ndarray:
-        """Rows begin .. end as a one-dimensional array."""
+    def pieces(self, begin: int, end: int) -> list[np.ndarray]:
+        """Rows begin .. end as flat arrays one behind the other, nothing copied: one view
+        of the map, or views of decoded inner chunks."""
         if not 0 <= begin <= end <= self.shape[0]:
             raise StoreDamagedError(f"{self.name}: rows {begin} to {end} of {self.shape[0]}")
         items = self.row_items
         if self._offsets is None:
-            return self._flat[begin * items : end * items]
-        out = np.empty((end - begin) * items, self.dtype)
+            return [self._flat[begin * items : end * items]]
+        found = []
         for chunk in range(begin // self.chunk_rows, -(-end // self.chunk_rows)):
             data = self._cache.get((self._path, chunk), lambda c=chunk: self._decode(c))  # type: ignore[misc]
             first = chunk * self.chunk_rows
             lo, hi = max(begin, first), min(end, first + self.chunk_rows)
-            out[(lo - begin) * items : (hi - begin) * items] = data[(lo - first) * items : (hi - first) * items]
+            found.append(data[(lo - first) * items : (hi - first) * items])
+        return found
+
+    def flat(self, begin: int, end: int) -> np.ndarray:
+        """Rows begin .. end as one read-only array."""
+        pieces = self.pieces(begin, end)
+        if len(pieces) == 1:
+            return pieces[0]
+        out = np.concatenate(pieces) if pieces else np.empty(0, self.dtype)
         out.flags.writeable = False
         return out
 

@@ -13,7 +13,6 @@ import psutil
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from tracestore.data.datasets import mean_trace_bytes
 from tracestore.data.loader import TraceLoader
 from tracestore.errors import DoesNotFitError, TrainingError, UsageError
 from tracestore.store.reader import TraceStore
@@ -133,7 +132,7 @@ class DetectorRun:
             attention_threshold=c.attention_threshold,
             top_k=c.top_k,
             edges="packed" if packed else "coo",
-            cache_bytes=c.max_cache_batches * c.batch_size * mean_trace_bytes(self.store, view),
+            max_cache_batches=c.max_cache_batches,
             rank=0,
             world_size=1,
         )

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from tracestore.data.datasets import mean_trace_bytes
+from tracestore.data.batch import BatchFormat
+from tracestore.data.epoch import mean_trace_bytes
 from tracestore.errors import MissingFieldError, TrainingError, UsageError
 from tracestore.store.reader import TraceStore
 from tracestore.train import report
@@ -102,7 +103,7 @@ def run_training(
     budget = None
     if memory_budget is not None:
         view = "graph" if "graph" in {VIEWS[n] for n in names} else "sequence"
-        budget = MemoryBudget(memory_budget, 4 * mean_trace_bytes(store, view))
+        budget = MemoryBudget(memory_budget, 4 * mean_trace_bytes(store, BatchFormat(view)))
     try:
         for name in names:
             run = DetectorRun(name, store, split, targets, model_config, config, folder / name, log)

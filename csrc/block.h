@@ -1,0 +1,15 @@
+/* Large blocks of private memory for batches. */
+#ifndef TS_BLOCK_H
+#define TS_BLOCK_H
+
+#include <stddef.h>
+
+/* Rounds up to what ts_block_alloc takes from the system. */
+size_t ts_block_size(size_t bytes);
+
+/* Zeroed memory of ts_block_size(bytes), aligned to 2 MiB where it is that large and
+ * asked for in huge pages, else to a page; NULL with errno where there is none. */
+void *ts_block_alloc(size_t bytes);
+void ts_block_free(void *block, size_t bytes);
+
+#endif

@@ -1,0 +1,36 @@
+/* A few threads that take jobs from a queue, for as long as one epoch is read.
+ *
+ * A crew belongs to the process that started it: after fork() the child must not
+ * touch it (its threads are not there), nor free it. */
+#ifndef TS_CREW_H
+#define TS_CREW_H
+
+#include <stdint.h>
+
+struct ts_crew;
+
+/* One job; owned by the caller, who keeps it until it is done. */
+struct ts_job {
+    void (*run)(void *context);
+    void *context;
+    struct ts_job *next;
+    int state; /* read through ts_crew_wait only */
+};
+
+/* Starts up to num_threads threads; NULL where not even one can be had. They have
+ * all signals blocked: signals belong to the interpreter's thread. */
+struct ts_crew *ts_crew_start(int num_threads);
+
+/* Queues a job behind those that are there. */
+void ts_crew_submit(struct ts_crew *crew, struct ts_job *job);
+
+/* Waits up to timeout_ms; 1 if the job is done (or was cancelled), else 0. */
+int ts_crew_wait(struct ts_crew *crew, struct ts_job *job, int64_t timeout_ms);
+
+/* Takes a job out of the queue, or waits for it where it runs. After that it may be freed. */
+void ts_crew_cancel(struct ts_crew *crew, struct ts_job *job);
+
+/* Cancels what is queued, waits for what runs, ends the threads, frees the crew. */
+void ts_crew_stop(struct ts_crew *crew);
+
+#endif

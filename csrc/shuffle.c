@@ -1,0 +1,59 @@
+#include "shuffle.h"
+
+#define ROUNDS 6
+#define GOLDEN 0x9e3779b97f4a7c15ull
+
+uint64_t ts_mix(uint64_t value)
+{
+    value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9ull;
+    value = (value ^ (value >> 27)) * 0x94d049bb133111ebull;
+    return value ^ (value >> 31);
+}
+
+void ts_permute(const int64_t *positions, size_t count, uint64_t n, uint64_t key, int64_t *out)
+{
+    uint64_t keys[ROUNDS];
+    unsigned half = 1;
+    while (half < 31 && (n - 1) >> (2 * half) != 0)
+        half++;
+    uint64_t low = ((uint64_t)1 << half) - 1;
+    for (uint64_t r = 0; r < ROUNDS; r++)
+        keys[r] = ts_mix(key ^ ((r + 1) << 56));
+    for (size_t k = 0; k < count; k++) {
+        uint64_t value = (uint64_t)positions[k];
+        if (n <= 1) {
+            out[k] = 0;
+            continue;
+        }
+        do {
+            uint64_t left = value >> half, right = value & low;
+            for (int r = 0; r < ROUNDS; r++) {
+                uint64_t mixed = left ^ (ts_mix(right ^ keys[r]) & low);
+                left = right;
+                right = mixed;
+            }
+            value = left << half | right;
+        } while (value >= n);
+        out[k] = (int64_t)value;
+    }
+}
+
+void ts_buffer_start(struct ts_shuffle_buffer *buffer)
+{
+    buffer->step = 0;
+    for (uint64_t k = 0; k < buffer->size; k++)
+        buffer->window[k] = (int64_t)k;
+}
+
+void ts_buffer_take(struct ts_shuffle_buffer *buffer, uint64_t count, int64_t *out)
+{
+    for (uint64_t k = 0; k < count; k++) {
+        uint64_t step = buffer->step++, following = buffer->size + step;
+        uint64_t held = following <= buffer->n ? buffer->size : buffer->n - step;
+        int64_t *slot = &buffer->window[ts_mix((step * GOLDEN) ^ buffer->key) % held];
+        if (out != NULL)
+            out[k] = *slot;
+        /* Once no id is left outside, the last of the window takes the place. */
+        *slot = following < buffer->n ? (int64_t)following : buffer->window[held - 1];
+    }
+}

@@ -1,0 +1,301 @@
+"""Batches in C against numpy oracles."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.core.test_kernels import CODES, oracle_edges, raw
+from tracestore._core import gather, kernels
+from tracestore._core.blocks import BlockPool
+
+RULES = [
+    (0.0, 0.0),
+    (0.3, 0.0),
+    (0.25, 0.0),
+    (2.0, 0.0),
+    (-1.0, 0.0),
+    (float("nan"), 0.0),
+    (0.0, 0.1),
+    (0.0, 0.5),
+    (0.0, 1.0),
+]
+
+
+class Weights:
+    """GraphGather without hidden states, in both forms."""
+
+    def __init__(self, weights, tokens, causal, layers, heads, dtype, out_dtype, threshold, top_k, threads=1):
+        def make(packed):
+            return gather.GraphGather(
+                gather.Copies([], kernels.F16, kernels.F16), weights, dtype, out_dtype, tokens, causal, layers, heads,
+                threshold, top_k, packed,
+            )  # fmt: skip
+
+        self.coo, self.packed, self.threads = make(False), make(True), threads
+        self.num_nodes, self.num_pairs = self.coo.num_nodes, self.coo.num_pairs
+        self.itemsize = {kernels.F16: 2, kernels.F32: 4}[out_dtype]
+        self.tokens = np.repeat(tokens, layers)
+
+    def _run(self, job, edges, weights):
+        owner, ptr, edge_ptr = (np.empty(n, "i8") for n in (job.num_nodes, job.num_graphs + 1, job.num_graphs + 1))
+        job.aim(np.empty(0, "u1"), owner, ptr, edges, weights, edge_ptr)
+        crew = gather.Crew(2)
+        job.submit(crew, self.threads)
+        job.wait()
+        np.testing.assert_array_equal(owner, np.repeat(np.arange(len(self.tokens)), self.tokens))
+        np.testing.assert_array_equal(ptr, np.concatenate([[0], np.cumsum(self.tokens)]))
+        return edge_ptr
+
+    def edges(self, counted):
+        """(2, E) and the bytes of (E,), in room that was counted or of all pairs."""
+        room = self.coo.count(self.threads) if counted else self.num_pairs
+        edges, weights = np.full(2 * room, -7), np.empty(room * self.itemsize, "u1")
+        edge_ptr = self._run(self.coo, edges, weights)
+        n = self.coo.num_edges
+        assert (edges[2 * n :] == -7).all()
+        return edges[: 2 * n].reshape(2, n), weights[: n * self.itemsize], edge_ptr
+
+    def pack(self):
+        weights = np.empty(self.num_pairs * self.itemsize, "u1")
+        self._run(self.packed, None, weights)
+        return weights
+
+
+def stored_weights(rng, shape, dtype, special):
+    """Few distinct values, so that top-k meets ties; NaN, infinities and -0 where special."""
+    values = (rng.integers(0, 5, shape) / 4).astype(dtype)
+    if special:
+        flat = values.reshape(-1)
+        flat[rng.integers(0, flat.size, 1 + flat.size // 9)] = rng.choice([np.nan, np.inf, -np.inf, -0.0, 6e-8, -0.5])
+    return values
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    st.sampled_from(RULES),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(["f2", "f4"]),
+    st.booleans(),
+    st.integers(1, 3),
+)
+@settings(max_examples=150, deadline=None)
+def test_edges_equal_the_oracle(seed, sizes, rule, causal, special, dtype, wide, threads):
+    rng = np.random.default_rng(seed)
+    layers, stored, expected, node = 2, [], [[], [], []], 0
+    counts = [0]
+    for tokens in sizes:
+        square = stored_weights(rng, (layers, tokens, tokens), dtype, special)
+        stored.append(np.stack([s[np.tril_indices(tokens)] if causal else s.reshape(-1) for s in square]))
+        for layer in square:
+            source, target, weight = oracle_edges(layer, causal, *rule)
+            for part, values in zip(expected, (source + node, target + node, weight), strict=True):
+                part.append(values)
+            counts.append(counts[-1] + len(source))
+            node += tokens
+    out_dtype = "f4" if wide else dtype
+    weights = Weights(
+        [raw(s) for s in stored], np.array(sizes), np.full(len(sizes), causal, "u1"), layers, 1,
+        CODES[dtype], CODES[out_dtype], *rule, threads,
+    )  # fmt: skip
+    assert weights.num_nodes == node
+    index, weight, ptr = weights.edges(counted=seed % 2 == 0)
+    weight = weight.view(out_dtype)
+    np.testing.assert_array_equal(index[0], np.concatenate(expected[0]))
+    np.testing.assert_array_equal(index[1], np.concatenate(expected[1]))
+    np.testing.assert_array_equal(weight, np.concatenate(expected[2]).astype(out_dtype))
+    np.testing.assert_array_equal(ptr, counts)
+    # The same as packed triangles: dropped pairs are NaN with top-k, all are there without.
+    packed = weights.pack().view(out_dtype)
+    whole = np.concatenate([s.reshape(-1) for s in stored]).astype(out_dtype)
+    if rule[1]:
+        assert (~np.isnan(packed)).sum() == counts[-1]
+        kept = ~np.isnan(packed)
+        np.testing.assert_array_equal(packed[kept], whole[kept])
+    else:
+        np.testing.assert_array_equal(packed, whole)
+
+
+@given(st.integers(0, 2**16), st.sampled_from(["f2", "f4"]), st.floats(-2, 2, width=64))
+@settings(max_examples=60, deadline=None)
+def test_thresholds_are_not_rounded(seed, dtype, threshold):
+    """Any float64 threshold, values next to it included."""
+    rng = np.random.default_rng(seed)
+    near = np.array(threshold).astype(dtype)
+    values = np.concatenate(
+        [[near, np.nextafter(near, near.dtype.type(9)), np.nextafter(near, near.dtype.type(-9))],
+         rng.standard_normal(42).astype(dtype)]
+    ).astype(dtype)  # fmt: skip
+    weights = Weights(
+        [raw(values)], np.array([9]), np.array([1], "u1"), 1, 1, CODES[dtype], CODES[dtype], threshold, 0.0
+    )
+    assert weights.coo.count() == (values.astype("f8") > threshold).sum()
+
+
+@pytest.mark.parametrize("tokens", [1023, 1024, 1025, 1400])
+@pytest.mark.parametrize("threshold", [0.0, 0.5])
+def test_long_traces(tokens, threshold):
+    """Where the table of pairs ends."""
+    rng = np.random.default_rng(tokens)
+    square = rng.random((tokens, tokens)).astype("f2")
+    stored = square[np.tril_indices(tokens)]
+    weights = Weights(
+        [raw(stored), raw(np.ones(1, "f2"))], np.array([tokens, 1]), np.ones(2, "u1"), 1, 1,
+        kernels.F16, kernels.F16, threshold, 0.0, 2,
+    )  # fmt: skip
+    index, weight, _ = weights.edges(counted=threshold == 0)
+    weight = weight.view("f2")
+    source, target, expected = oracle_edges(square, True, threshold, 0.0)
+    np.testing.assert_array_equal(index[:, :-1], [source, target])
+    np.testing.assert_array_equal(weight[:-1], expected)
+    assert index[:, -1].tolist() == [tokens, tokens]
+
+
+def test_head_means_equal_those_of_the_store():
+    rng = np.random.default_rng(3)
+    sizes, layers, heads = [5, 1, 17], 2, 3
+    stored = [rng.random((layers, heads, s * (s + 1) // 2)).astype("f2") for s in sizes]
+    weights = Weights(
+        [raw(s) for s in stored],
+        np.array(sizes),
+        np.ones(3, "u1"),
+        layers,
+        heads,
+        kernels.F16,
+        kernels.F16,
+        0.0,
+        0.0,
+        2,
+    )
+    packed = weights.pack().view("f2")
+    expected = []
+    for trace in stored:
+        for layer in trace:
+            mean = np.empty(layer.shape[1], "f2")
+            kernels.mean_rows(raw(layer), kernels.F16, heads, layer.shape[1], raw(mean))
+            expected.append(mean)
+    np.testing.assert_array_equal(packed, np.concatenate(expected))
+
+
+@given(
+    st.lists(st.integers(0, 700), max_size=6),
+    st.sampled_from(["f2", "f4"]),
+    st.booleans(),
+    st.integers(1, 3),
+    st.integers(0, 63),
+)
+@settings(max_examples=60, deadline=None)
+def test_copies_one_behind_the_other(sizes, dtype, wide, threads, shift):
+    rng = np.random.default_rng(len(sizes))
+    parts = [rng.standard_normal(k).astype(dtype) for k in sizes]
+    out_dtype = np.dtype("f4" if wide else dtype)
+    room = np.zeros(sum(sizes) * out_dtype.itemsize + 64 + shift * out_dtype.itemsize, "u1")
+    out = room[shift * out_dtype.itemsize :][: sum(sizes) * out_dtype.itemsize]
+    copies = gather.Copies([raw(p) for p in parts], CODES[dtype], CODES[out_dtype.str[1:]])
+    copies.aim(out)
+    copies.run(threads)
+    expected = np.concatenate([*parts, np.zeros(0, dtype)]).astype(out_dtype)
+    np.testing.assert_array_equal(out.view(out_dtype), expected)
+    assert not room[out.size + shift * out_dtype.itemsize :].any()  # nothing behind the end
+    with pytest.raises(ValueError, match="bytes where"):
+        copies.aim(np.zeros(out.size + 8, "u1"))
+
+
+def run_copies(sources, dtype, out, out_dtype, threads):
+    copies = gather.Copies(sources, dtype, out_dtype)
+    copies.aim(out)
+    copies.run(threads)
+
+
+def test_large_copies_are_split_over_threads():
+    values = np.random.default_rng(0).standard_normal(700_001).astype("f4")
+    out = np.empty_like(values)
+    run_copies([raw(values[:3]), raw(values[3:])], kernels.F32, raw(out), kernels.F32, 4)
+    np.testing.assert_array_equal(out, values)
+    half = values.astype("f2")
+    run_copies([raw(half)], kernels.F16, raw(out), kernels.F32, 4)
+    np.testing.assert_array_equal(out, half.astype("f4"))
+    with pytest.raises(ValueError, match="does not go"):
+        gather.Copies([raw(values)], kernels.F32, kernels.F16)
+
+
+def test_a_crew_runs_jobs_in_order_and_lets_go():
+    values = np.arange(300_000, dtype="f4")
+    for size in (1, 3):
+        crew = gather.Crew(size)
+        outs = [np.zeros_like(values) for _ in range(20)]
+        jobs = [gather.Copies([raw(values)], kernels.F32, kernels.F32) for _ in outs]
+        with pytest.raises(ValueError, match="no place"):
+            jobs[0].submit(crew)
+        for job, out in zip(jobs, outs, strict=True):
+            job.aim(raw(out))
+            job.submit(crew)
+        for job, out in zip(jobs[:5], outs, strict=False):
+            job.wait()
+            np.testing.assert_array_equal(out, values)
+        with pytest.raises(ValueError, match="not submitted"):
+            jobs[0].wait()
+        del jobs[10:15], job  # queued or running: taken back, or waited for
+        crew.close()
+        crew.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            jobs[-1].submit(crew)
+
+
+def test_stored_edges_are_split():
+    rng = np.random.default_rng(1)
+    sizes, layers = [4, 1, 9], 2
+    edges, weights, source, target, node, counts = [], [], [], [], 0, [0]
+    for tokens in sizes:
+        per_layer = rng.integers(0, 700, layers)
+        index = rng.integers(0, tokens, (per_layer.sum(), 2)).astype("i4")
+        edges.append((np.concatenate([[0], np.cumsum(per_layer)]), index))
+        weights.append(rng.random(len(index)).astype("f4"))
+        for layer, part in enumerate(np.split(index, np.cumsum(per_layer)[:-1])):
+            source.append(part[:, 0] + node + layer * tokens)
+            target.append(part[:, 1] + node + layer * tokens)
+            counts.append(counts[-1] + len(part))
+        node += layers * tokens
+    flat = [raw(w) for w in weights]
+    arguments = (flat, kernels.F32, kernels.F32, np.array(sizes), np.zeros(3, "u1"), layers, 1, 9.0, 0.0)
+    job = gather.GraphGather(gather.Copies([], kernels.F16, kernels.F16), *arguments, False, edges)
+    n = job.num_pairs
+    out, weight, owner = np.empty(2 * n, "i8"), np.empty(n, "f4"), np.empty(node, "i8")
+    ptr, edge_ptr = np.empty(7, "i8"), np.empty(7, "i8")
+    job.aim(np.empty(0, "u1"), owner, ptr, out, raw(weight), edge_ptr)
+    job.run(2)
+    assert job.num_edges == n == counts[-1]
+    np.testing.assert_array_equal(out.reshape(2, n), [np.concatenate(source), np.concatenate(target)])
+    np.testing.assert_array_equal(weight, np.concatenate(weights))
+    np.testing.assert_array_equal(edge_ptr, counts)
+    with pytest.raises(ValueError, match="fit"):
+        gather.GraphGather(gather.Copies([], 0, 0), *arguments, False, [(p + 1, i) for p, i in edges])
+
+
+def test_pool_uses_blocks_again_and_keeps_its_bound():
+    pool = BlockPool(8 << 20, 2)
+    first, second = pool.lease(3 << 20), pool.lease(100)
+    assert pool.leased_bytes == (4 << 20) + (64 << 10) == pool.held_bytes
+    assert pool.lease(5 << 20) is None
+    view = np.frombuffer(first, "u1")
+    view[:] = 7
+    del first
+    assert pool.leased_bytes == pool.held_bytes  # the array still holds it
+    del view
+    assert pool.leased_bytes == 64 << 10
+    again = pool.lease(2 << 20)
+    assert len(again) == 2 << 20 and np.frombuffer(again, "u1")[0] == 7
+    del again, second
+    assert pool.leased_bytes == 0 and pool.held_bytes > 0
+    # Idle blocks that are too small make room for a larger one.
+    large = pool.lease(8 << 20)
+    assert large is not None and pool.held_bytes == 8 << 20
+    del large
+    pool.trim()
+    assert pool.held_bytes == 0
+    unbounded = BlockPool(0, 1)
+    many = [unbounded.lease(1) for _ in range(5)]
+    del many
+    assert unbounded.held_bytes == 64 << 10

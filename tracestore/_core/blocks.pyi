@@ -1,0 +1,16 @@
+from typing import Self, final
+
+@final
+class BlockPool:
+    max_bytes: int
+    leased_bytes: int
+    held_bytes: int
+    max_idle: int
+    def __new__(cls, max_bytes: int = 0, max_idle: int = 4) -> Self: ...
+    def lease(self, num_bytes: int) -> Lease | None: ...
+    def trim(self) -> None: ...
+
+@final
+class Lease:
+    def __len__(self) -> int: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...

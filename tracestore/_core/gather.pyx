@@ -1,0 +1,374 @@
+# cython: language_level=3, binding=True, boundscheck=False, wraparound=False
+"""Building batches in place, now or by a crew of threads.
+
+A job takes C-contiguous buffers, checks their sizes before anything is written
+(`aim`), and then needs no GIL. Element types are the codes of `kernels`; what is
+written has the stored type or F32.
+"""
+cimport cython
+from cpython.exc cimport PyErr_CheckSignals
+from libc.stdint cimport int32_t, int64_t, uint16_t
+from libc.stdlib cimport calloc, free, malloc
+
+import os
+
+include "view.pxi"
+
+cdef extern from "half.h" nogil:
+    ctypedef enum ts_dtype "enum ts_dtype":
+        TS_F16
+        TS_BF16
+        TS_F32
+        TS_F64
+    size_t ts_dtype_bytes(ts_dtype dtype)
+
+cdef extern from "gather.h" nogil:
+    struct ts_edge_rule:
+        double threshold
+        double top_k_fraction
+    struct ts_copy:
+        const unsigned char *src
+        unsigned char *dst
+        size_t items
+    int ts_copy_many(const ts_copy *copies, size_t n, ts_dtype dtype, ts_dtype out, int num_threads)
+    struct ts_graph:
+        const unsigned char *weights
+        size_t num_tokens
+        int causal
+        const int32_t *pairs
+        int64_t first_node
+        int64_t first_edge
+        int64_t num_edges
+    struct ts_edge_form:
+        ts_dtype dtype "in"
+        ts_dtype out
+        ts_edge_rule rule
+    size_t ts_num_pairs(const ts_graph *graph)
+    int ts_mean_graphs(ts_graph *graphs, size_t n, ts_dtype dtype, size_t H, uint16_t *out, int num_threads)
+    int ts_count_edges(ts_graph *graphs, size_t n, const ts_edge_form *form, int num_threads)
+    int ts_fill_edges(const ts_graph *graphs, size_t n, const ts_edge_form *form, int num_threads,
+                      int64_t *source, int64_t *target, unsigned char *weight)
+    int ts_pack_graphs(const ts_graph *graphs, size_t n, const ts_edge_form *form, int num_threads, unsigned char *out)
+
+cdef extern from "crew.h" nogil:
+    struct ts_crew:
+        pass
+    struct ts_job:
+        void (*run)(void *context) noexcept nogil
+        void *context
+    ts_crew *ts_crew_start(int num_threads)
+    void ts_crew_submit(ts_crew *crew, ts_job *job)
+    int ts_crew_wait(ts_crew *crew, ts_job *job, int64_t timeout_ms)
+    void ts_crew_cancel(ts_crew *crew, ts_job *job)
+    void ts_crew_stop(ts_crew *crew)
+
+
+@cython.no_gc
+cdef class Crew:
+    """Threads that run jobs in the order in which they were submitted, until `close`.
+    They belong to the process that made them: in a forked child every use is a
+    RuntimeError, and nothing is freed."""
+    cdef ts_crew *crew
+    cdef long pid
+
+    def __cinit__(self, int num_threads):
+        self.pid = os.getpid()
+        self.crew = ts_crew_start(num_threads)
+        if self.crew == NULL:
+            raise MemoryError("no thread could be started")
+
+    def __dealloc__(self):
+        self._stop()
+
+    cdef void _stop(self) noexcept:
+        cdef ts_crew *crew = self.crew
+        self.crew = NULL
+        if crew != NULL and self.pid == <long>getpid():
+            with nogil:
+                ts_crew_stop(crew)
+
+    def close(self) -> None:
+        """Cancels what is queued, waits for what runs, ends the threads."""
+        self._stop()
+
+    cdef int check(self) except -1:
+        if self.crew == NULL:
+            raise RuntimeError("the crew is closed")
+        if self.pid != <long>getpid():
+            raise RuntimeError("the crew belongs to the process that was forked")
+        return 0
+
+
+cdef extern from "unistd.h":
+    int getpid()
+
+
+@cython.no_gc
+cdef class Job:
+    """Work without the GIL. Runs once: by `run` or, submitted to a crew, until `wait`."""
+    cdef ts_job native
+    cdef Crew crew
+    cdef int status
+    cdef bint aimed
+    cdef int num_threads
+
+    cdef int work(self) noexcept nogil:
+        return 0
+
+    def run(self, int num_threads=1) -> None:
+        """Does the work now."""
+        if not self.aimed:
+            raise ValueError("the job has no place to write to")
+        self.num_threads = num_threads
+        with nogil:
+            self.status = self.work()
+        if self.status != 0:
+            _raise(self.status)
+
+    def submit(self, Crew crew, int num_threads=1) -> None:
+        """Queues the work. The job stays alive until it is done or cancelled."""
+        crew.check()
+        if not self.aimed or self.crew is not None:
+            raise ValueError("the job has no place to write to, or was submitted before")
+        self.num_threads = num_threads
+        self.native.run = _run_job
+        self.native.context = <void *>self
+        self.crew = crew
+        ts_crew_submit(crew.crew, &self.native)
+
+    def wait(self) -> None:
+        """Waits until the work is done; a signal's handler may raise meanwhile."""
+        cdef int over = 0
+        if self.crew is None:
+            raise ValueError("the job was not submitted")
+        while not over:
+            self.crew.check()
+            with nogil:
+                over = ts_crew_wait(self.crew.crew, &self.native, 100)
+            PyErr_CheckSignals()
+        self.crew = None
+        if self.status != 0:
+            _raise(self.status)
+
+    cdef void leave(self) noexcept:
+        """Before its memory goes: out of the queue, or done."""
+        cdef ts_crew *crew
+        if self.crew is not None and self.crew.crew != NULL and self.crew.pid == <long>getpid():
+            crew = self.crew.crew
+            with nogil:
+                ts_crew_cancel(crew, &self.native)
+        self.crew = None
+
+
+cdef void _run_job(void *context) noexcept nogil:
+    (<Job>context).status = (<Job>context).work()
+
+
+cdef _check_dtypes(int dtype, int out_dtype):
+    if dtype == <int>TS_F64 or (out_dtype != dtype and out_dtype != <int>TS_F32):
+        raise ValueError(f"element type {dtype} does not go into {out_dtype}")
+
+
+@cython.no_gc
+cdef class Copies(Job):
+    """Writes the items of `sources` one behind the other into a buffer, which they fill exactly."""
+    cdef list views
+    cdef ts_copy *copies
+    cdef size_t n
+    cdef ts_dtype dtype, out_dtype
+    cdef _View out
+    cdef readonly size_t out_bytes
+
+    def __cinit__(self, list sources, int dtype, int out_dtype):
+        cdef size_t i
+        cdef _View v
+        _check_dtypes(dtype, out_dtype)
+        self.dtype, self.out_dtype = <ts_dtype>dtype, <ts_dtype>out_dtype
+        self.n = len(sources)
+        self.views = [_View(s) for s in sources]
+        self.copies = <ts_copy *>calloc(self.n + 1, sizeof(ts_copy))
+        if self.copies == NULL:
+            raise MemoryError()
+        for i in range(self.n):
+            v = <_View>self.views[i]
+            self.copies[i].src = <const unsigned char *>v.view.buf
+            self.copies[i].items = <size_t>v.view.len // ts_dtype_bytes(self.dtype)
+            self.out_bytes += self.copies[i].items * ts_dtype_bytes(self.out_dtype)
+
+    def __dealloc__(self):
+        self.leave()
+        free(self.copies)
+
+    def aim(self, out) -> None:
+        """Sets the buffer of out_bytes to write to. ValueError where it has another size."""
+        cdef size_t i
+        cdef _View o = _View(out, True)
+        cdef unsigned char *at = <unsigned char *>o.view.buf
+        o.need(self.out_bytes, "out")
+        for i in range(self.n):
+            self.copies[i].dst = at
+            at += self.copies[i].items * ts_dtype_bytes(self.out_dtype)
+        self.out, self.aimed = o, True
+
+    cdef int work(self) noexcept nogil:
+        return ts_copy_many(self.copies, self.n, self.dtype, self.out_dtype, self.num_threads)
+
+
+@cython.no_gc
+cdef class GraphGather(Job):
+    """A graph batch on its way: B traces of L layers, G = B L graphs.
+
+    hidden: Copies of the traces' (L, S, D) items. weights: B buffers of weight_dtype,
+    each the L layers' packed triangles (causal) or squares one behind the other,
+    num_heads of them a layer where that is more than 1: their mean (float16) is then
+    made first. num_tokens int64 (B,), causal uint8 (B,). The pairs above `threshold` are
+    edges, or, where top_k_fraction > 0, that fraction of each graph's pairs with the
+    largest weights. packed: all pairs are written, those that top-k drops as NaN.
+    edges: where only edges are stored, B tuples (ptr int64 (L + 1,), edge_index int32
+    (E, 2) source and target); all of them are written, weights has theirs.
+
+    num_nodes; num_pairs: the stored weights of one head, which num_edges never exceeds;
+    num_edges: known after `count` or when the work is done.
+    """
+    cdef Copies hidden
+    cdef list views
+    cdef ts_graph *graphs
+    cdef uint16_t *means
+    cdef ts_edge_form form
+    cdef size_t heads
+    cdef bint packed, counted
+    cdef _View weights_out
+    cdef int64_t[::1] owner, ptr, edge_index, edge_ptr
+    cdef readonly size_t num_graphs, num_nodes, num_pairs
+    cdef readonly int64_t num_edges
+
+    def __cinit__(self, Copies hidden, list weights, int weight_dtype, int weight_out, const int64_t[::1] num_tokens,
+                  const unsigned char[::1] causal, size_t num_layers, size_t num_heads, double threshold,
+                  double top_k_fraction, bint packed, list edges=None):
+        cdef size_t b, k, g = 0, pairs, itemsize = ts_dtype_bytes(<ts_dtype>weight_dtype), num_traces = len(weights)
+        cdef const int64_t[::1] ptr
+        cdef const int32_t[:, ::1] index
+        cdef _View v
+        self.hidden, self.packed, self.heads = hidden, packed, num_heads
+        if <size_t>num_tokens.shape[0] != num_traces or <size_t>causal.shape[0] != num_traces or num_heads < 1:
+            raise ValueError("another number of traces in weights, num_tokens and causal")
+        if edges is not None and (packed or num_heads != 1 or <size_t>len(edges) != num_traces):
+            raise ValueError("stored edges are neither packed nor of heads")
+        _check_dtypes(weight_dtype if num_heads == 1 else <int>TS_F16, weight_out)
+        self.form.dtype, self.form.out = <ts_dtype>weight_dtype, <ts_dtype>weight_out
+        self.form.rule.threshold, self.form.rule.top_k_fraction = threshold, top_k_fraction
+        self.num_graphs = num_traces * num_layers
+        self.graphs = <ts_graph *>calloc(self.num_graphs + 1, sizeof(ts_graph))
+        if self.graphs == NULL:
+            raise MemoryError()
+        self.views = [_View(w) for w in weights]
+        for b in range(num_traces):
+            v = <_View>self.views[b]
+            if num_tokens[b] < 0:
+                raise ValueError("a negative number of tokens")
+            if edges is not None:
+                ptr, index = edges[b]
+                self.views.append(index)
+                if <size_t>ptr.shape[0] != num_layers + 1 or ptr[0] != 0 or ptr[num_layers] != index.shape[0] or (
+                        index.shape[0] and index.shape[1] != 2):
+                    raise ValueError("edge offsets do not fit the edges")
+                v.need(<size_t>index.shape[0] * itemsize, "weights")
+            for k in range(num_layers):
+                self.graphs[g].num_tokens = <size_t>num_tokens[b]
+                self.graphs[g].causal = causal[b]
+                if edges is not None:
+                    if ptr[k + 1] < ptr[k]:
+                        raise ValueError("edge offsets decrease")
+                    self.graphs[g].pairs = &index[ptr[k], 0] if ptr[k + 1] > ptr[k] else <const int32_t *>v.view.buf
+                    self.graphs[g].num_edges = ptr[k + 1] - ptr[k]
+                    self.graphs[g].weights = <const unsigned char *>v.view.buf + ptr[k] * <int64_t>itemsize
+                    pairs = <size_t>self.graphs[g].num_edges
+                else:
+                    pairs = ts_num_pairs(&self.graphs[g])
+                    if k == 0:
+                        v.need(num_layers * num_heads * pairs * itemsize, "weights")
+                    self.graphs[g].weights = <const unsigned char *>v.view.buf + k * num_heads * pairs * itemsize
+                self.graphs[g].first_node = <int64_t>self.num_nodes
+                self.num_nodes += self.graphs[g].num_tokens
+                self.num_pairs += pairs
+                g += 1
+
+    def __dealloc__(self):
+        self.leave()
+        free(self.graphs)
+        free(self.means)
+
+    def count(self, int num_threads=1) -> int:
+        """num_edges, before there is a place to write to."""
+        cdef int ret
+        self.num_threads = num_threads
+        with nogil:
+            ret = self.find_edges()
+        if ret != 0:
+            _raise(ret)
+        return self.num_edges
+
+    cdef int find_edges(self) noexcept nogil:
+        cdef size_t g
+        cdef int ret = 0
+        if self.counted:
+            return 0
+        if self.heads > 1:
+            self.means = <uint16_t *>malloc(self.num_pairs * 2 + 1)
+            if self.means == NULL:
+                return TS_ERR_NOMEM
+            ret = ts_mean_graphs(self.graphs, self.num_graphs, self.form.dtype, self.heads, self.means, self.num_threads)
+            self.form.dtype = TS_F16
+        if ret == 0 and not self.packed:
+            ret = ts_count_edges(self.graphs, self.num_graphs, &self.form, self.num_threads)
+        if ret != 0:
+            return ret
+        for g in range(self.num_graphs):
+            self.graphs[g].first_edge = self.num_edges
+            self.num_edges += <int64_t>ts_num_pairs(&self.graphs[g]) if self.packed else self.graphs[g].num_edges
+        self.counted = True
+        return 0
+
+    def aim(self, x, int64_t[::1] owner, int64_t[::1] ptr, edge_index, weights, int64_t[::1] edge_ptr) -> None:
+        """Sets where the work goes: x (num_nodes, D); owner (num_nodes,), the graph of each
+        node; ptr (G + 1,), the first node of each graph; edge_ptr (G + 1,), its first edge.
+
+        With room for E edges (num_edges where it was counted, else num_pairs): edge_index
+        flat int64 (2 E,), of which the first 2 num_edges become (2, num_edges), source j and
+        target i (None if packed); weights (E,) in bytes, the first num_edges written."""
+        cdef _View o = _View(weights, True)
+        cdef size_t room = <size_t>self.num_edges if self.counted else self.num_pairs
+        self.hidden.aim(x)
+        if <size_t>owner.shape[0] != self.num_nodes:
+            raise ValueError("owner has another length than num_nodes")
+        if <size_t>ptr.shape[0] != self.num_graphs + 1 or <size_t>edge_ptr.shape[0] != self.num_graphs + 1:
+            raise ValueError("ptr and edge_ptr have another length than num_graphs + 1")
+        o.need(room * ts_dtype_bytes(self.form.out), "weights")
+        if not self.packed:
+            self.edge_index = edge_index
+            if <size_t>self.edge_index.shape[0] != 2 * room:
+                raise ValueError("edge_index has another length than twice its edges")
+        self.owner, self.ptr, self.edge_ptr, self.weights_out = owner, ptr, edge_ptr, o
+        self.aimed = True
+
+    cdef int work(self) noexcept nogil:
+        cdef size_t g, v
+        cdef int64_t node = 0
+        cdef int ret = self.find_edges()
+        if ret != 0:
+            return ret
+        for g in range(self.num_graphs):
+            self.ptr[g], self.edge_ptr[g] = node, self.graphs[g].first_edge
+            for v in range(self.graphs[g].num_tokens):
+                self.owner[node + <int64_t>v] = <int64_t>g
+            node += <int64_t>self.graphs[g].num_tokens
+        self.ptr[self.num_graphs], self.edge_ptr[self.num_graphs] = node, self.num_edges
+        self.hidden.num_threads = self.num_threads
+        ret = self.hidden.work()
+        if ret != 0 or self.num_edges == 0:
+            return ret
+        if self.packed:
+            return ts_pack_graphs(self.graphs, self.num_graphs, &self.form, self.num_threads,
+                                  <unsigned char *>self.weights_out.view.buf)
+        return ts_fill_edges(self.graphs, self.num_graphs, &self.form, self.num_threads, &self.edge_index[0],
+                             &self.edge_index[self.num_edges], <unsigned char *>self.weights_out.view.buf)

@@ -1,0 +1,158 @@
+"""What an epoch is made of: which traces, in which order, in which batches, for which rank."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from tracestore._core.kernels import crc32c
+from tracestore.data import order
+from tracestore.data.batch import BatchFormat
+from tracestore.errors import UsageError
+from tracestore.store.reader import TraceStore
+
+COSTS = ("tokens", "nodes", "edges", "bytes")
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """From torch.distributed where it is initialised, else from RANK and WORLD_SIZE."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def trace_costs(store: TraceStore, form: BatchFormat, cost: str, indices: np.ndarray) -> np.ndarray:
+    """(n,) int64 costs of some traces: tokens S, nodes L S, edges (stored pairs of all
+    layers, before any threshold) or bytes in a batch."""
+    if cost == "bytes":
+        return form.bytes(store, indices)
+    tokens, pairs = store.sizes(indices)
+    return {"tokens": tokens, "nodes": tokens * store.num_layers, "edges": pairs}[cost]
+
+
+def mean_trace_bytes(store: TraceStore, form: BatchFormat, indices: np.ndarray | None = None) -> int:
+    """Bytes a trace takes in a batch, on average over the store or over `indices`; of
+    large stores over 4,096 of them, evenly spaced."""
+    n = len(store) if indices is None else len(indices)
+    if n == 0:
+        return 1
+    some = np.unique(np.linspace(0, n - 1, min(n, 4096)).astype(np.int64))
+    return max(1, int(form.bytes(store, some if indices is None else indices[some]).mean()))
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """The batches of one epoch. `ids` says which id stands at a position, `batches`
+    which positions are a batch, `indices` which trace an id is (None: itself)."""
+
+    ids: order.EpochOrder
+    batches: order.Batches
+    indices: np.ndarray | None
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def traces(self, batch: int, rank: int = 0, world_size: int = 1) -> np.ndarray:
+        """Store indices (int64) of a rank's slice of a batch; may be empty."""
+        return self.at(self.batches.positions(batch, rank, world_size))
+
+    def at(self, positions: np.ndarray) -> np.ndarray:
+        chosen = self.ids.at(positions)
+        return chosen if self.indices is None else self.indices[chosen]
+
+
+class EpochMaker:
+    """Makes the plan of any epoch: a pure function of the store and these arguments.
+
+    batch_size traces a batch, or with batch_cost ("tokens", "nodes", "edges", "bytes")
+    neighbours in the order whose costs add up to at most batch_limit. UsageError for
+    arguments that make no sense.
+    """
+
+    def __init__(
+        self,
+        store: TraceStore,
+        form: BatchFormat,
+        *,
+        batch_size: int,
+        batch_cost: str | None = None,
+        batch_limit: int | None = None,
+        shuffle: str = "global",
+        seed: int = 0,
+        indices: Sequence[int] | np.ndarray | None = None,
+        buffer_size: int = 1000,
+        block_bytes: int = 256 << 20,
+        drop_last: bool = False,
+        pad: bool = False,
+    ) -> None:
+        if batch_size < 1 or buffer_size < 1 or block_bytes < 1:
+            raise UsageError(
+                f"found batch_size {batch_size}, buffer_size {buffer_size}, block_bytes {block_bytes}, expected at least 1"
+            )
+        if shuffle not in order.MODES:
+            raise UsageError(f"found shuffle {shuffle!r}, expected one of {', '.join(order.MODES)}")
+        if batch_cost is not None and (batch_cost not in COSTS or batch_limit is None or batch_limit < 1):
+            raise UsageError(
+                f"found batch_cost {batch_cost!r} and batch_limit {batch_limit}, expected one of {', '.join(COSTS)} "
+                "and at least 1"
+            )
+        if batch_cost is None and batch_limit is not None:
+            raise UsageError("batch_limit is of batch_cost: tokens, nodes, edges or bytes")
+        if pad and (drop_last or batch_cost is not None):
+            raise UsageError("pad goes with batch_size alone")
+        self.store, self.form = store, form
+        self.batch_size, self.batch_cost, self.batch_limit = batch_size, batch_cost, batch_limit
+        self.shuffle, self.seed = shuffle, seed
+        self.indices = None if indices is None else np.asarray(indices, np.int64)
+        if (
+            self.indices is not None
+            and self.indices.size
+            and not (self.indices.min() >= 0 and self.indices.max() < len(store))
+        ):
+            raise UsageError(f"found indices outside 0 .. {len(store) - 1}")
+        self.buffer_size, self.drop_last, self.pad = buffer_size, drop_last, pad
+        self.block_size = 1
+        if shuffle == "block":
+            self.block_size = max(1, block_bytes // mean_trace_bytes(store, form))
+        self._last: tuple[int, EpochPlan] | None = None
+
+    @property
+    def num_samples(self) -> int:
+        """Traces an epoch visits, over all ranks."""
+        return len(self.store) if self.indices is None else len(self.indices)
+
+    def plan(self, epoch: int) -> EpochPlan:
+        """The plan of an epoch; the last one is kept."""
+        if self._last is None or self._last[0] != epoch:
+            self._last = epoch, self._make(epoch)
+        return self._last[1]
+
+    def _make(self, epoch: int) -> EpochPlan:
+        n = self.num_samples
+        positions = order.EpochOrder(n, self.seed, epoch, self.shuffle, self.buffer_size, self.block_size)
+        if self.batch_cost is None:
+            return EpochPlan(positions, order.Batches(n, self.batch_size, self.drop_last, self.pad), self.indices)
+        assert self.batch_limit is not None
+        whole = EpochPlan(positions, order.Batches(n, 1), self.indices)
+        kind = self.batch_cost
+
+        def cost_at(at: np.ndarray) -> np.ndarray:
+            return trace_costs(self.store, self.form, kind, whole.at(at))
+
+        return EpochPlan(positions, order.CostBatches(n, self.batch_limit, cost_at, self.drop_last), self.indices)
+
+    def signature(self) -> dict[str, Any]:
+        """What must agree for a position in one epoch to mean the same in another."""
+        return {
+            "seed": self.seed,
+            "batch_size": self.batch_size if self.batch_cost is None else 0,
+            "batch_cost": self.batch_cost or "",
+            "batch_limit": self.batch_limit or 0,
+            "num_samples": self.num_samples,
+            "shuffle": self.shuffle,
+            "window": {"buffer": self.buffer_size, "block": self.block_size}.get(self.shuffle, 0),
+            "indices_crc32c": 0 if self.indices is None else crc32c(self.indices),
+        }

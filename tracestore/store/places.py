@@ -1,0 +1,69 @@
+"""What a batch is gathered from: the stored bytes of some traces, looked up together."""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from tracestore.errors import MissingFieldError
+from tracestore.store import schema
+from tracestore.store.trace import PackedEdges
+
+if TYPE_CHECKING:
+    from tracestore.store.reader import TraceStore
+
+(GRAPH_SEGMENT, HIDDEN_ROW, ATTENTION_START, NUM_TOKENS, LAYOUT, SEQUENCE_SEGMENT, LAST_TOKEN_ROW) = range(7)
+
+
+class GraphSources(NamedTuple):
+    """Of B traces: `hidden`, flat arrays that one behind the other are every trace's
+    (L, S, D); `attention`, B flat arrays (L, H or 1, A) as stored, or, where only edges
+    are, `edges`, B edge sets."""
+
+    num_tokens: np.ndarray  # (B,) int64
+    layout: np.ndarray  # (B,) int64, schema.LAYOUT_*
+    hidden: list[np.ndarray]
+    attention: list[np.ndarray]
+    edges: list[PackedEdges] | None
+
+
+def _refuse(store: "TraceStore", indices: np.ndarray, missing: np.ndarray, what: str) -> None:
+    if missing.any():
+        index = int(indices[int(np.flatnonzero(missing)[0])])
+        raise MissingFieldError(f"trace {index} ({store.question_ids[index]}) has no {what}")
+
+
+def graph_sources(store: "TraceStore", indices: np.ndarray) -> GraphSources:
+    """Hidden states and attention of some traces, views of the maps where uncompressed."""
+    places = store._index.places(indices)
+    _refuse(
+        store, indices, places[:, GRAPH_SEGMENT] < 0, "hidden states of all tokens: its source holds last tokens only"
+    )
+    _refuse(store, indices, places[:, LAYOUT] == schema.LAYOUT_NONE, "attention: it was not stored")
+    num_layers, heads = store.num_layers, store.heads_stored
+    hidden: list[np.ndarray] = []
+    attention: list[np.ndarray] = []
+    edges: list[PackedEdges] = []
+    for number, row, start, tokens, layout, _, _ in places.tolist():
+        segment = store._segment(number)
+        hidden += segment.array("hidden_states").pieces(row, row + num_layers * tokens)
+        if layout == schema.LAYOUT_EDGES:
+            edges.append(PackedEdges(*segment.edges(start, num_layers)))
+        else:
+            size = num_layers * heads * schema.num_pairs(tokens, layout)
+            attention.append(segment.array("attention").flat(start, start + size))
+    return GraphSources(places[:, NUM_TOKENS].copy(), places[:, LAYOUT].copy(), hidden, attention, edges or None)
+
+
+def sequence_sources(store: "TraceStore", indices: np.ndarray) -> list[np.ndarray]:
+    """Flat arrays that one behind the other are every trace's last tokens, (L, D)."""
+    pieces: list[np.ndarray] = []
+    num_layers = store.num_layers
+    for graph, row, _, tokens, _, sequence, last in store._index.places(indices).tolist():
+        if sequence >= 0:
+            pieces += store._segment(sequence).array("last_token").pieces(last, last + 1)
+            continue
+        hidden = store._segment(graph).array("hidden_states")
+        for layer in range(num_layers):
+            at = row + (layer + 1) * tokens - 1
+            pieces += hidden.pieces(at, at + 1)
+    return pieces
