@@ -1,5 +1,7 @@
 """Batches in C against numpy oracles."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -37,29 +39,33 @@ class Weights:
         self.itemsize = {kernels.F16: 2, kernels.F32: 4}[out_dtype]
         self.tokens = np.repeat(tokens, layers)
 
-    def _run(self, job, edges, weights):
-        owner, ptr, edge_ptr = (np.empty(n, "i8") for n in (job.num_nodes, job.num_graphs + 1, job.num_graphs + 1))
-        job.aim(np.empty(0, "u1"), owner, ptr, edges, weights, edge_ptr)
+    def _run(self, job):
+        """(edge_index, weights, edge_ptr), after checking the rest."""
+        room, graphs, nodes = job.room(), job.num_graphs, job.num_nodes
+        at = np.cumsum([0, 16 * room, -(-room * self.itemsize // 8) * 8, 8 * nodes, 8 * (graphs + 1), 8 * (graphs + 1)])
+        out = np.full(at[-1], 0xEE, "u1")
+        job.aim(out, 0, *at[:-1].tolist())
         crew = gather.Crew(2)
         job.submit(crew, self.threads)
         job.wait()
-        np.testing.assert_array_equal(owner, np.repeat(np.arange(len(self.tokens)), self.tokens))
-        np.testing.assert_array_equal(ptr, np.concatenate([[0], np.cumsum(self.tokens)]))
-        return edge_ptr
+        n = job.num_edges
+        edges, weights, owner, ptr, edge_ptr = (out[a:b] for a, b in itertools.pairwise(at))
+        np.testing.assert_array_equal(owner.view("i8"), np.repeat(np.arange(graphs), self.tokens))
+        np.testing.assert_array_equal(ptr.view("i8"), np.concatenate([[0], np.cumsum(self.tokens)]))
+        assert (weights[n * self.itemsize :] == 0xEE).all()
+        return edges, weights[: n * self.itemsize], edge_ptr.view("i8")
 
     def edges(self, counted):
-        """(2, E) and the bytes of (E,), in room that was counted or of all pairs."""
-        room = self.coo.count(self.threads) if counted else self.num_pairs
-        edges, weights = np.full(2 * room, -7), np.empty(room * self.itemsize, "u1")
-        edge_ptr = self._run(self.coo, edges, weights)
+        """(2, E), the bytes of (E,) and edge_ptr, in room that was counted or of all pairs."""
+        if counted:
+            self.coo.count(self.threads)
+        edges, weights, edge_ptr = self._run(self.coo)
         n = self.coo.num_edges
-        assert (edges[2 * n :] == -7).all()
-        return edges[: 2 * n].reshape(2, n), weights[: n * self.itemsize], edge_ptr
+        assert (edges[16 * n :] == 0xEE).all()
+        return edges[: 16 * n].view("i8").reshape(2, n), weights, edge_ptr
 
     def pack(self):
-        weights = np.empty(self.num_pairs * self.itemsize, "u1")
-        self._run(self.packed, None, weights)
-        return weights
+        return self._run(self.packed)[1]
 
 
 def stored_weights(rng, shape, dtype, special):
@@ -193,14 +199,21 @@ def test_copies_one_behind_the_other(sizes, dtype, wide, threads, shift):
     out_dtype = np.dtype("f4" if wide else dtype)
     room = np.zeros(sum(sizes) * out_dtype.itemsize + 64 + shift * out_dtype.itemsize, "u1")
     out = room[shift * out_dtype.itemsize :][: sum(sizes) * out_dtype.itemsize]
-    copies = gather.Copies([raw(p) for p in parts], CODES[dtype], CODES[out_dtype.str[1:]])
+    slabs = [gather.Slab(raw(np.concatenate([p, p])), 2 * len(p), p.itemsize) for p in parts]
+    sources = [
+        raw(p) if k % 2 else s.span(len(p), 2 * len(p)) for k, (p, s) in enumerate(zip(parts, slabs, strict=True))
+    ]
+    copies = gather.Copies(sources, CODES[dtype], CODES[out_dtype.str[1:]])
     copies.aim(out)
+    for slab in slabs:
+        with pytest.raises(IndexError, match="rows"):
+            slab.span(1, slab.num_rows + 1)
     copies.run(threads)
     expected = np.concatenate([*parts, np.zeros(0, dtype)]).astype(out_dtype)
     np.testing.assert_array_equal(out.view(out_dtype), expected)
     assert not room[out.size + shift * out_dtype.itemsize :].any()  # nothing behind the end
     with pytest.raises(ValueError, match="bytes where"):
-        copies.aim(np.zeros(out.size + 8, "u1"))
+        copies.aim(np.zeros(out.size + 8, "u1"), 16)
 
 
 def run_copies(sources, dtype, out, out_dtype, threads):
@@ -262,10 +275,11 @@ def test_stored_edges_are_split():
     arguments = (flat, kernels.F32, kernels.F32, np.array(sizes), np.zeros(3, "u1"), layers, 1, 9.0, 0.0)
     job = gather.GraphGather(gather.Copies([], kernels.F16, kernels.F16), *arguments, False, edges)
     n = job.num_pairs
-    out, weight, owner = np.empty(2 * n, "i8"), np.empty(n, "f4"), np.empty(node, "i8")
-    ptr, edge_ptr = np.empty(7, "i8"), np.empty(7, "i8")
-    job.aim(np.empty(0, "u1"), owner, ptr, out, raw(weight), edge_ptr)
+    at = np.cumsum([0, 16 * n, 8 * n, 8 * node, 8 * 7, 8 * 7])
+    room = np.empty(at[-1], "u1")
+    job.aim(room, 0, *at[:-1].tolist())
     job.run(2)
+    out, weight, edge_ptr = room[: at[1]].view("i8"), room[at[1] :].view("f4")[:n], room[at[4] :].view("i8")
     assert job.num_edges == n == counts[-1]
     np.testing.assert_array_equal(out.reshape(2, n), [np.concatenate(source), np.concatenate(target)])
     np.testing.assert_array_equal(weight, np.concatenate(weights))

@@ -164,15 +164,73 @@ cdef void _run_job(void *context) noexcept nogil:
     (<Job>context).status = (<Job>context).work()
 
 
+@cython.no_gc
+cdef class Slab:
+    """The bytes of a mapped array of num_rows rows, looked at many times."""
+    cdef _View view
+    cdef readonly size_t num_rows, row_bytes
+
+    def __cinit__(self, source, size_t num_rows, size_t row_bytes):
+        self.view = _View(source)
+        self.num_rows, self.row_bytes = num_rows, row_bytes
+        self.view.need(num_rows * row_bytes, "slab")
+
+    def span(self, size_t begin, size_t end) -> Span:
+        """Rows begin .. end; IndexError where they are not all there."""
+        cdef Span span
+        if begin > end or end > self.num_rows:
+            raise IndexError(f"rows {begin} to {end} of {self.num_rows}")
+        span = Span.__new__(Span)
+        span.slab = self
+        span.data = <const unsigned char *>self.view.view.buf + begin * self.row_bytes
+        span.num_bytes = (end - begin) * self.row_bytes
+        return span
+
+
+@cython.no_gc
+cdef class Span:
+    """Some rows of a slab, which it keeps."""
+    cdef Slab slab
+    cdef const unsigned char *data
+    cdef readonly size_t num_bytes
+
+
+cdef struct _Bytes:
+    const unsigned char *data
+    size_t num_bytes
+
+
+cdef _Bytes _bytes_of(source, list held):
+    """Where the bytes of a Span or of any buffer are; what keeps them goes into `held`."""
+    cdef _Bytes found
+    cdef _View v
+    if type(source) is Span:
+        held.append(source)
+        found.data, found.num_bytes = (<Span>source).data, (<Span>source).num_bytes
+    else:
+        v = _View(source)
+        held.append(v)
+        found.data, found.num_bytes = <const unsigned char *>v.view.buf, <size_t>v.view.len
+    return found
+
+
 cdef _check_dtypes(int dtype, int out_dtype):
     if dtype == <int>TS_F64 or (out_dtype != dtype and out_dtype != <int>TS_F32):
         raise ValueError(f"element type {dtype} does not go into {out_dtype}")
 
 
+cdef unsigned char *_place(_View out, size_t begin, size_t num_bytes) except NULL:
+    """num_bytes of a buffer from byte `begin` on."""
+    if begin % 8 or begin > <size_t>out.view.len or num_bytes > <size_t>out.view.len - begin:
+        raise ValueError(f"out: {out.view.len} bytes where {num_bytes} are needed from byte {begin} on, a multiple of 8")
+    return <unsigned char *>out.view.buf + begin
+
+
 @cython.no_gc
 cdef class Copies(Job):
-    """Writes the items of `sources` one behind the other into a buffer, which they fill exactly."""
-    cdef list views
+    """Writes the items of `sources` (buffers or Spans) one behind the other into a buffer
+    from a byte on; out_bytes in all."""
+    cdef list held
     cdef ts_copy *copies
     cdef size_t n
     cdef ts_dtype dtype, out_dtype
@@ -181,44 +239,52 @@ cdef class Copies(Job):
 
     def __cinit__(self, list sources, int dtype, int out_dtype):
         cdef size_t i
-        cdef _View v
+        cdef _Bytes b
         _check_dtypes(dtype, out_dtype)
+        self.held = []
         self.dtype, self.out_dtype = <ts_dtype>dtype, <ts_dtype>out_dtype
         self.n = len(sources)
-        self.views = [_View(s) for s in sources]
         self.copies = <ts_copy *>calloc(self.n + 1, sizeof(ts_copy))
         if self.copies == NULL:
             raise MemoryError()
         for i in range(self.n):
-            v = <_View>self.views[i]
-            self.copies[i].src = <const unsigned char *>v.view.buf
-            self.copies[i].items = <size_t>v.view.len // ts_dtype_bytes(self.dtype)
+            b = _bytes_of(sources[i], self.held)
+            self.copies[i].src = b.data
+            self.copies[i].items = b.num_bytes // ts_dtype_bytes(self.dtype)
             self.out_bytes += self.copies[i].items * ts_dtype_bytes(self.out_dtype)
 
     def __dealloc__(self):
         self.leave()
         free(self.copies)
 
-    def aim(self, out) -> None:
-        """Sets the buffer of out_bytes to write to. ValueError where it has another size."""
+    def aim(self, out, size_t begin=0) -> None:
+        """Sets where to write: out_bytes of a buffer from byte `begin` on. ValueError where they do not fit."""
+        self.aim_at(_View(out, True), begin)
+
+    cdef int aim_at(self, _View o, size_t begin) except -1:
         cdef size_t i
-        cdef _View o = _View(out, True)
-        cdef unsigned char *at = <unsigned char *>o.view.buf
-        o.need(self.out_bytes, "out")
+        cdef unsigned char *at = _place(o, begin, self.out_bytes)
         for i in range(self.n):
             self.copies[i].dst = at
             at += self.copies[i].items * ts_dtype_bytes(self.out_dtype)
         self.out, self.aimed = o, True
+        return 0
 
     cdef int work(self) noexcept nogil:
         return ts_copy_many(self.copies, self.n, self.dtype, self.out_dtype, self.num_threads)
+
+
+cdef int _need(_Bytes found, size_t num_bytes) except -1:
+    if found.num_bytes != num_bytes:
+        raise ValueError(f"weights: {found.num_bytes} bytes where {num_bytes} are needed")
+    return 0
 
 
 @cython.no_gc
 cdef class GraphGather(Job):
     """A graph batch on its way: B traces of L layers, G = B L graphs.
 
-    hidden: Copies of the traces' (L, S, D) items. weights: B buffers of weight_dtype,
+    hidden: Copies of the traces' (L, S, D) items. weights: B buffers or Spans of weight_dtype,
     each the L layers' packed triangles (causal) or squares one behind the other,
     num_heads of them a layer where that is more than 1: their mean (float16) is then
     made first. num_tokens int64 (B,), causal uint8 (B,). The pairs above `threshold` are
@@ -231,14 +297,18 @@ cdef class GraphGather(Job):
     num_edges: known after `count` or when the work is done.
     """
     cdef Copies hidden
-    cdef list views
+    cdef list held
     cdef ts_graph *graphs
     cdef uint16_t *means
     cdef ts_edge_form form
     cdef size_t heads
     cdef bint packed, counted
-    cdef _View weights_out
-    cdef int64_t[::1] owner, ptr, edge_index, edge_ptr
+    cdef _View out
+    cdef int64_t *owner
+    cdef int64_t *ptr
+    cdef int64_t *edge_ptr
+    cdef int64_t *edge_index
+    cdef unsigned char *weights
     cdef readonly size_t num_graphs, num_nodes, num_pairs
     cdef readonly int64_t num_edges
 
@@ -248,7 +318,7 @@ cdef class GraphGather(Job):
         cdef size_t b, k, g = 0, pairs, itemsize = ts_dtype_bytes(<ts_dtype>weight_dtype), num_traces = len(weights)
         cdef const int64_t[::1] ptr
         cdef const int32_t[:, ::1] index
-        cdef _View v
+        cdef _Bytes bytes_
         self.hidden, self.packed, self.heads = hidden, packed, num_heads
         if <size_t>num_tokens.shape[0] != num_traces or <size_t>causal.shape[0] != num_traces or num_heads < 1:
             raise ValueError("another number of traces in weights, num_tokens and causal")
@@ -261,33 +331,33 @@ cdef class GraphGather(Job):
         self.graphs = <ts_graph *>calloc(self.num_graphs + 1, sizeof(ts_graph))
         if self.graphs == NULL:
             raise MemoryError()
-        self.views = [_View(w) for w in weights]
+        self.held = []
         for b in range(num_traces):
-            v = <_View>self.views[b]
+            bytes_ = _bytes_of(weights[b], self.held)
             if num_tokens[b] < 0:
                 raise ValueError("a negative number of tokens")
             if edges is not None:
                 ptr, index = edges[b]
-                self.views.append(index)
+                self.held.append(index)
                 if <size_t>ptr.shape[0] != num_layers + 1 or ptr[0] != 0 or ptr[num_layers] != index.shape[0] or (
                         index.shape[0] and index.shape[1] != 2):
                     raise ValueError("edge offsets do not fit the edges")
-                v.need(<size_t>index.shape[0] * itemsize, "weights")
+                _need(bytes_, <size_t>index.shape[0] * itemsize)
             for k in range(num_layers):
                 self.graphs[g].num_tokens = <size_t>num_tokens[b]
                 self.graphs[g].causal = causal[b]
                 if edges is not None:
                     if ptr[k + 1] < ptr[k]:
                         raise ValueError("edge offsets decrease")
-                    self.graphs[g].pairs = &index[ptr[k], 0] if ptr[k + 1] > ptr[k] else <const int32_t *>v.view.buf
+                    self.graphs[g].pairs = &index[ptr[k], 0] if ptr[k + 1] > ptr[k] else <const int32_t *>bytes_.data
                     self.graphs[g].num_edges = ptr[k + 1] - ptr[k]
-                    self.graphs[g].weights = <const unsigned char *>v.view.buf + ptr[k] * <int64_t>itemsize
+                    self.graphs[g].weights = bytes_.data + ptr[k] * <int64_t>itemsize
                     pairs = <size_t>self.graphs[g].num_edges
                 else:
                     pairs = ts_num_pairs(&self.graphs[g])
                     if k == 0:
-                        v.need(num_layers * num_heads * pairs * itemsize, "weights")
-                    self.graphs[g].weights = <const unsigned char *>v.view.buf + k * num_heads * pairs * itemsize
+                        _need(bytes_, num_layers * num_heads * pairs * itemsize)
+                    self.graphs[g].weights = bytes_.data + k * num_heads * pairs * itemsize
                 self.graphs[g].first_node = <int64_t>self.num_nodes
                 self.num_nodes += self.graphs[g].num_tokens
                 self.num_pairs += pairs
@@ -329,27 +399,26 @@ cdef class GraphGather(Job):
         self.counted = True
         return 0
 
-    def aim(self, x, int64_t[::1] owner, int64_t[::1] ptr, edge_index, weights, int64_t[::1] edge_ptr) -> None:
-        """Sets where the work goes: x (num_nodes, D); owner (num_nodes,), the graph of each
-        node; ptr (G + 1,), the first node of each graph; edge_ptr (G + 1,), its first edge.
+    def room(self) -> int:
+        """Edges to make room for: num_edges where it was counted, else num_pairs."""
+        return self.num_edges if self.counted else self.num_pairs
 
-        With room for E edges (num_edges where it was counted, else num_pairs): edge_index
-        flat int64 (2 E,), of which the first 2 num_edges become (2, num_edges), source j and
-        target i (None if packed); weights (E,) in bytes, the first num_edges written."""
-        cdef _View o = _View(weights, True)
-        cdef size_t room = <size_t>self.num_edges if self.counted else self.num_pairs
-        self.hidden.aim(x)
-        if <size_t>owner.shape[0] != self.num_nodes:
-            raise ValueError("owner has another length than num_nodes")
-        if <size_t>ptr.shape[0] != self.num_graphs + 1 or <size_t>edge_ptr.shape[0] != self.num_graphs + 1:
-            raise ValueError("ptr and edge_ptr have another length than num_graphs + 1")
-        o.need(room * ts_dtype_bytes(self.form.out), "weights")
-        if not self.packed:
-            self.edge_index = edge_index
-            if <size_t>self.edge_index.shape[0] != 2 * room:
-                raise ValueError("edge_index has another length than twice its edges")
-        self.owner, self.ptr, self.edge_ptr, self.weights_out = owner, ptr, edge_ptr, o
-        self.aimed = True
+    def aim(self, out, size_t x, size_t edge_index, size_t weights, size_t owner, size_t ptr, size_t edge_ptr) -> None:
+        """Sets where the work goes: bytes of `out`, each a multiple of 8, at which begin
+        x (num_nodes, D); edge_index int64, room for (2, E), of which the first 2 num_edges
+        become (2, num_edges), source j and target i (not written if packed); weights, room
+        for (E,), of which the first num_edges are written; owner int64 (num_nodes,), the
+        graph of each node; ptr int64 (G + 1,), the first node of each graph; edge_ptr int64
+        (G + 1,), its first edge. E is `room()`. ValueError where something does not fit."""
+        cdef _View o = _View(out, True)
+        cdef size_t room = self.room()
+        self.hidden.aim_at(o, x)
+        self.weights = _place(o, weights, room * ts_dtype_bytes(self.form.out))
+        self.edge_index = <int64_t *>_place(o, edge_index, 0 if self.packed else 16 * room)
+        self.owner = <int64_t *>_place(o, owner, 8 * self.num_nodes)
+        self.ptr = <int64_t *>_place(o, ptr, 8 * (self.num_graphs + 1))
+        self.edge_ptr = <int64_t *>_place(o, edge_ptr, 8 * (self.num_graphs + 1))
+        self.out, self.aimed = o, True
 
     cdef int work(self) noexcept nogil:
         cdef size_t g, v
@@ -368,7 +437,6 @@ cdef class GraphGather(Job):
         if ret != 0 or self.num_edges == 0:
             return ret
         if self.packed:
-            return ts_pack_graphs(self.graphs, self.num_graphs, &self.form, self.num_threads,
-                                  <unsigned char *>self.weights_out.view.buf)
-        return ts_fill_edges(self.graphs, self.num_graphs, &self.form, self.num_threads, &self.edge_index[0],
-                             &self.edge_index[self.num_edges], <unsigned char *>self.weights_out.view.buf)
+            return ts_pack_graphs(self.graphs, self.num_graphs, &self.form, self.num_threads, self.weights)
+        return ts_fill_edges(self.graphs, self.num_graphs, &self.form, self.num_threads, self.edge_index,
+                             self.edge_index + self.num_edges, self.weights)

@@ -1,5 +1,6 @@
 # cython: language_level=3, binding=True
 """Lookup of trace keys in mapped index parts."""
+from cpython.unicode cimport PyUnicode_DecodeUTF8
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
@@ -85,6 +86,9 @@ cdef struct _Part:
     const uint8_t *layout
     const int32_t *sequence_segment
     const int32_t *last_token_row
+    const int64_t *id_offsets
+    const char *ids
+    int64_t id_bytes
     const int64_t *patch_trace
     const uint8_t *patch_group
     const int32_t *patch_segment
@@ -134,6 +138,9 @@ cdef class PlaceTable:
             p.layout = <const uint8_t *>_column(self.held, arrays, "layout", p.count, 1)
             p.sequence_segment = <const int32_t *>_column(self.held, arrays, "sequence_segment", p.count, 4)
             p.last_token_row = <const int32_t *>_column(self.held, arrays, "last_token_row", p.count, 4)
+            p.id_bytes = len(arrays["id"])
+            p.id_offsets = <const int64_t *>_column(self.held, arrays, "id_offsets", p.count + 1, 8)
+            p.ids = <const char *>_column(self.held, arrays, "id", p.id_bytes, 1)
             p.patch_trace = <const int64_t *>_column(self.held, arrays, "patch_trace", p.patches, 8)
             p.patch_group = <const uint8_t *>_column(self.held, arrays, "patch_group", p.patches, 1)
             p.patch_segment = <const int32_t *>_column(self.held, arrays, "patch_segment", p.patches, 4)
@@ -150,32 +157,52 @@ cdef class PlaceTable:
         """out (n, 7): graph_segment, hidden_row, attention_start, num_tokens, layout,
         sequence_segment, last_token_row of each trace, patches of later parts applied.
         A segment of -1: no such place. IndexError outside the store."""
-        cdef Py_ssize_t k, lo, hi, middle, i
-        cdef int64_t row, index
+        cdef Py_ssize_t k, i, part
+        cdef int64_t row
         cdef _Part *p
         if out.shape[0] != indices.shape[0] or out.shape[1] != 7:
             raise ValueError("out has another shape than (n, 7)")
         for k in range(indices.shape[0]):
-            index, lo, hi = indices[k], 0, self.num_parts
-            while hi - lo > 1:
-                middle = (lo + hi) // 2
-                if self.parts[middle].first <= index:
-                    lo = middle
-                else:
-                    hi = middle
-            # Parts of patches only begin where the traces before them end.
-            while lo > 0 and self.parts[lo].count == 0:
-                lo -= 1
-            p = &self.parts[lo]
-            row = index - p.first
-            if self.num_parts == 0 or row < 0 or row >= p.count:
-                raise IndexError(f"trace {index}")
+            part = self.part_of(indices[k])
+            p = &self.parts[part]
+            row = indices[k] - p.first
             out[k, 0], out[k, 1], out[k, 2] = p.graph_segment[row], p.hidden_row[row], p.attention_start[row]
             out[k, 3], out[k, 4] = p.num_tokens[row], p.layout[row]
             out[k, 5], out[k, 6] = p.sequence_segment[row], p.last_token_row[row]
-            for i in range(lo + 1, self.num_parts):
+            for i in range(part + 1, self.num_parts):
                 if self.parts[i].patches:
-                    _apply(&self.parts[i], index, out, k)
+                    _apply(&self.parts[i], indices[k], out, k)
+
+    def question_ids(self, const int64_t[::1] indices) -> list[str]:
+        """The question ids of some traces. IndexError outside the store, ValueError where
+        the ids are damaged."""
+        cdef list found = []
+        cdef Py_ssize_t k
+        cdef int64_t row, begin, end
+        cdef _Part *p
+        for k in range(indices.shape[0]):
+            p = &self.parts[self.part_of(indices[k])]
+            row = indices[k] - p.first
+            begin, end = p.id_offsets[row], p.id_offsets[row + 1]
+            if not 0 <= begin <= end <= p.id_bytes:
+                raise ValueError("id offsets out of bounds")
+            found.append(PyUnicode_DecodeUTF8(p.ids + begin, <Py_ssize_t>(end - begin), "surrogatepass"))
+        return found
+
+    cdef Py_ssize_t part_of(self, int64_t index) except -1:
+        cdef Py_ssize_t lo = 0, hi = self.num_parts, middle
+        while hi - lo > 1:
+            middle = (lo + hi) // 2
+            if self.parts[middle].first <= index:
+                lo = middle
+            else:
+                hi = middle
+        # Parts of patches only begin where the traces before them end.
+        while lo > 0 and self.parts[lo].count == 0:
+            lo -= 1
+        if self.num_parts == 0 or index < self.parts[lo].first or index - self.parts[lo].first >= self.parts[lo].count:
+            raise IndexError(f"trace {index}")
+        return lo
 
 
 cdef void _apply(_Part *p, int64_t index, int64_t[:, ::1] out, Py_ssize_t k):

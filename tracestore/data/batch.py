@@ -9,7 +9,7 @@ import torch
 from torch_geometric.data import Batch, Data
 
 from tracestore._core import gather
-from tracestore.data.memory import Allocate, Piece, SeparatePieces, dtype_bytes, padded
+from tracestore.data.memory import Allocate, Piece, allocate_here, dtype_bytes, padded
 from tracestore.errors import UsageError
 from tracestore.store import schema
 from tracestore.store.places import graph_sources, sequence_sources
@@ -120,10 +120,6 @@ def _code(name: str) -> int:
     return schema.dtype_code(name)
 
 
-def _bytes(array: np.ndarray) -> np.ndarray:
-    return array.view("u1")
-
-
 def _values(store: TraceStore, indices: np.ndarray, targets: np.ndarray) -> dict[str, Any]:
     return {
         "y": torch.from_numpy(targets[indices].astype("f4")),
@@ -139,9 +135,8 @@ class SequenceJob:
     def __init__(self, store: TraceStore, indices: np.ndarray, targets: np.ndarray, form: BatchFormat) -> None:
         self._store, self._indices, self._targets = store, indices, targets
         self._dtype = form.of(store.hidden_dtype)
-        sources = [_bytes(s) for s in sequence_sources(store, indices)]
+        sources = sequence_sources(store, indices)
         self.native = gather.Copies(sources, _code(store.hidden_dtype), _code(self._dtype))
-        self._sequences: torch.Tensor | None = None
 
     def count(self) -> None:
         """Nothing to find out: sizes are known."""
@@ -152,14 +147,14 @@ class SequenceJob:
 
     def place(self, piece: Piece) -> None:
         """Sets the memory, of num_bytes, that the batch is to lie in."""
-        shape = (len(self._indices), self._store.num_layers, self._store.hidden_dim)
-        self._sequences, out = piece.take(shape, self._dtype)
-        self.native.aim(out)
+        self._piece = piece
+        self.native.aim(piece.buffer)
 
     def batch(self) -> SequenceBatch:
         """Once the native job is done."""
-        assert self._sequences is not None
-        return SequenceBatch(self._sequences, **_values(self._store, self._indices, self._targets))
+        shape = (len(self._indices), self._store.num_layers, self._store.hidden_dim)
+        sequences = self._piece.tensor(0, shape, self._dtype)
+        return SequenceBatch(sequences, **_values(self._store, self._indices, self._targets))
 
 
 class GraphJob:
@@ -173,11 +168,10 @@ class GraphJob:
         if self._packed and not causal.all():
             raise UsageError("packed edges need causal attention; use edges='coo'")
         self._dtype, self._weight_dtype = form.of(store.hidden_dtype), form.of(_weight_dtype(store))
-        hidden = gather.Copies([_bytes(h) for h in sources.hidden], _code(store.hidden_dtype), _code(self._dtype))
-        sets = sources.edges
+        hidden = gather.Copies(sources.hidden, _code(store.hidden_dtype), _code(self._dtype))
         self.native = gather.GraphGather(
             hidden,
-            [_bytes(a) for a in (sources.attention if sets is None else [e.weight for e in sets])],
+            sources.attention,
             _code(store.attention_dtype),
             _code(self._weight_dtype),
             sources.num_tokens,
@@ -187,55 +181,61 @@ class GraphJob:
             form.graph.attention_threshold,
             form.graph.top_k or 0.0,
             self._packed,
-            None if sets is None else [(e.ptr, e.edge_index) for e in sets],
+            sources.edges,
         )
-        self._room = self.native.num_pairs
-        self._num_graphs = self.native.num_graphs
         self._x_bytes = hidden.out_bytes
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Where in the piece each tensor begins: x, edge_index, weights, owner, ptr, edge_ptr."""
+        room, num_ptr = self.native.room(), 8 * (self.native.num_graphs + 1)
+        sizes = (
+            self._x_bytes,
+            0 if self._packed else 16 * room,
+            room * dtype_bytes(self._weight_dtype),
+            8 * self.native.num_nodes,
+            num_ptr,
+            num_ptr,
+        )
+        self._offsets, self.num_bytes = [], 0
+        for size in sizes:
+            self._offsets.append(self.num_bytes)
+            self.num_bytes += padded(size)
 
     def count(self) -> None:
         """Finds out the number of edges, so that num_bytes is exact, not a bound."""
-        self._room = self.native.count()
-
-    @property
-    def num_bytes(self) -> int:
-        per_edge = padded(self._room * dtype_bytes(self._weight_dtype)) + (
-            0 if self._packed else padded(16 * self._room)
-        )
-        return (
-            padded(self._x_bytes) + per_edge + padded(8 * self.native.num_nodes) + 2 * padded(8 * self._num_graphs + 8)
-        )
+        self.native.count()
+        self._lay_out()
 
     def place(self, piece: Piece) -> None:
         """Sets the memory, of num_bytes, that the batch is to lie in."""
-        num_nodes = self.native.num_nodes
-        self._x, x_bytes = piece.take((num_nodes, self._store.hidden_dim), self._dtype)
-        self._edges = None if self._packed else piece.take((2 * self._room,), "int64")[0]
-        self._weight, weight_bytes = piece.take((self._room,), self._weight_dtype)
-        lengths = (num_nodes, self._num_graphs + 1, self._num_graphs + 1)
-        self._owner, self._ptr, self._edge_ptr = (piece.take((n,), "int64")[0] for n in lengths)
-        edges = None if self._edges is None else self._edges.numpy()
-        self.native.aim(x_bytes, self._owner.numpy(), self._ptr.numpy(), edges, weight_bytes, self._edge_ptr.numpy())
+        self._piece = piece
+        self.native.aim(piece.buffer, *self._offsets)
 
     def batch(self) -> Batch:
         """Once the native job is done: see gather_batch."""
-        num_edges, ptr, edge_ptr, weight = self.native.num_edges, self._ptr, self._edge_ptr, self._weight
-        if num_edges < self._room:
-            weight = weight[:num_edges]
-        fields: dict[str, Any] = {"x": self._x}
+        native, tensor, store = self.native, self._piece.tensor, self._store
+        num_edges, num_graphs = native.num_edges, native.num_graphs
+        at_x, at_edges, at_weight, at_owner, at_ptr, at_edge_ptr = self._offsets
+        ptr, edge_ptr = (tensor(at, (num_graphs + 1,), "int64") for at in (at_ptr, at_edge_ptr))
+        x = tensor(at_x, (native.num_nodes, store.hidden_dim), self._dtype)
+        fields: dict[str, Any] = {"x": x}
         slices: dict[str, torch.Tensor] = {"x": ptr}
         incs: dict[str, torch.Tensor | None] = {"x": None}
-        if self._edges is None:
-            fields |= {"attention": weight, "attention_ptr": edge_ptr}
+        if self._packed:
+            fields["attention"], fields["attention_ptr"] = tensor(at_weight, (num_edges,), self._weight_dtype), edge_ptr
         else:
-            fields |= {"edge_index": self._edges[: 2 * num_edges].view(2, num_edges), "edge_attr": weight.unsqueeze(1)}
-            slices |= {"edge_index": edge_ptr, "edge_attr": edge_ptr}
-            incs |= {"edge_index": ptr[:-1], "edge_attr": None}
-        values = _values(self._store, self._indices, self._targets)
-        fields |= {"batch": self._owner, "ptr": ptr, **values, "num_layers": self._store.num_layers}
+            fields["edge_index"] = tensor(at_edges, (2, num_edges), "int64")
+            fields["edge_attr"] = tensor(at_weight, (num_edges, 1), self._weight_dtype)
+            slices["edge_index"] = slices["edge_attr"] = edge_ptr
+            incs["edge_index"], incs["edge_attr"] = ptr[:-1], None
+        fields["batch"], fields["ptr"] = tensor(at_owner, (native.num_nodes,), "int64"), ptr
+        fields.update(_values(store, self._indices, self._targets))
+        fields["num_layers"] = store.num_layers
         batch = _BATCH_CLASS.__new__(_BATCH_CLASS)
-        Data.__init__(batch, **fields)
-        batch._num_graphs = self._num_graphs
+        Data.__init__(batch)
+        batch._store._mapping.update(fields)
+        batch._num_graphs = num_graphs
         batch._slice_dict, batch._inc_dict = slices, incs
         return batch
 
@@ -258,9 +258,9 @@ def gather_batch(
     form: BatchFormat,
     *,
     num_threads: int = 1,
-    allocate: Allocate | None = None,
+    allocate: Allocate = allocate_here,
 ) -> Any:
-    """The batch of some traces, now, in memory from `allocate` (None: its own tensors).
+    """The batch of some traces, now, in memory from `allocate`.
 
     View "sequence": a SequenceBatch. View "graph": one PyG Batch of B * L graphs, trace
     after trace and layer after layer: x (N, D); edge_index (2, E), source j to target i,
@@ -270,6 +270,6 @@ def gather_batch(
     """
     job = make_job(store, indices, targets, form)
     job.count()
-    job.place(SeparatePieces() if allocate is None else allocate(job.num_bytes))
+    job.place(allocate(job.num_bytes))
     job.native.run(num_threads)
     return job.batch()

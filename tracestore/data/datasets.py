@@ -12,7 +12,7 @@ from tracestore.data import order
 from tracestore.data.batch import BatchFormat, GraphOptions, gather_batch
 from tracestore.data.collate import GraphItem, SequenceItem
 from tracestore.data.epoch import EpochMaker, mean_trace_bytes, rank_and_world_size
-from tracestore.data.memory import allocate_here, as_tensor
+from tracestore.data.memory import as_tensor
 from tracestore.errors import UsageError
 from tracestore.store.reader import DEFAULT_CACHE_BYTES, TraceStore
 
@@ -198,4 +198,4 @@ class TraceIterableDataset(IterableDataset[Any]):
             return
         for batch in mine[worker::workers]:
             indices = plan.traces(batch, self.rank, self.world_size)
-            yield gather_batch(self.items.store, indices, self.items.targets, self.items.format, allocate=allocate_here)
+            yield gather_batch(self.items.store, indices, self.items.targets, self.items.format)

@@ -137,6 +137,10 @@ class StoreIndex:
                 values[name][target] = part[column][chosen] | (values[name][target] if name == "nonfinite" else 0)
         return values[name]
 
+    def question_ids(self, indices: np.ndarray) -> list[str]:
+        """Those of some traces, all in one call."""
+        return self._places.question_ids(np.ascontiguousarray(indices, np.int64))
+
     def question_id(self, index: int) -> str:
         part, k = self._locate(index)
         arrays = self._parts[part]

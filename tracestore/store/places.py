@@ -1,12 +1,11 @@
 """What a batch is gathered from: the stored bytes of some traces, looked up together."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from tracestore.errors import MissingFieldError
 from tracestore.store import schema
-from tracestore.store.trace import PackedEdges
 
 if TYPE_CHECKING:
     from tracestore.store.reader import TraceStore
@@ -15,15 +14,15 @@ if TYPE_CHECKING:
 
 
 class GraphSources(NamedTuple):
-    """Of B traces: `hidden`, flat arrays that one behind the other are every trace's
-    (L, S, D); `attention`, B flat arrays (L, H or 1, A) as stored, or, where only edges
-    are, `edges`, B edge sets."""
+    """Of B traces, as sources of a gather: `hidden`, which one behind the other are every
+    trace's (L, S, D); `attention`, B of (L, H or 1, A) as stored; or, where only edges
+    are, `attention` of their weights (E,) and `edges` (ptr, edge_index) as PackedEdges."""
 
     num_tokens: np.ndarray  # (B,) int64
     layout: np.ndarray  # (B,) int64, schema.LAYOUT_*
-    hidden: list[np.ndarray]
-    attention: list[np.ndarray]
-    edges: list[PackedEdges] | None
+    hidden: list[Any]
+    attention: list[Any]
+    edges: list[tuple[np.ndarray, np.ndarray]] | None
 
 
 def _refuse(store: "TraceStore", indices: np.ndarray, missing: np.ndarray, what: str) -> None:
@@ -40,30 +39,34 @@ def graph_sources(store: "TraceStore", indices: np.ndarray) -> GraphSources:
     )
     _refuse(store, indices, places[:, LAYOUT] == schema.LAYOUT_NONE, "attention: it was not stored")
     num_layers, heads = store.num_layers, store.heads_stored
-    hidden: list[np.ndarray] = []
-    attention: list[np.ndarray] = []
-    edges: list[PackedEdges] = []
+    hidden: list[Any] = []
+    attention: list[Any] = []
+    edges: list[tuple[np.ndarray, np.ndarray]] = []
     for number, row, start, tokens, layout, _, _ in places.tolist():
         segment = store._segment(number)
-        hidden += segment.array("hidden_states").pieces(row, row + num_layers * tokens)
+        hidden += segment.array("hidden_states").sources(row, row + num_layers * tokens)
         if layout == schema.LAYOUT_EDGES:
-            edges.append(PackedEdges(*segment.edges(start, num_layers)))
-        else:
-            size = num_layers * heads * schema.num_pairs(tokens, layout)
-            attention.append(segment.array("attention").flat(start, start + size))
-    return GraphSources(places[:, NUM_TOKENS].copy(), places[:, LAYOUT].copy(), hidden, attention, edges or None)
+            ptr, edge_index, weight = segment.edges(start, num_layers)
+            edges.append((ptr, edge_index))
+            attention.append(weight.view("u1"))
+            continue
+        size = num_layers * heads * schema.num_pairs(tokens, layout)
+        found = segment.array("attention").sources(start, start + size)
+        # A graph's weights must lie together; only those of compressed chunks do not.
+        attention.append(found[0] if len(found) == 1 else np.concatenate(found))
+    return GraphSources(places[:, NUM_TOKENS].copy(), places[:, LAYOUT], hidden, attention, edges or None)
 
 
-def sequence_sources(store: "TraceStore", indices: np.ndarray) -> list[np.ndarray]:
-    """Flat arrays that one behind the other are every trace's last tokens, (L, D)."""
-    pieces: list[np.ndarray] = []
+def sequence_sources(store: "TraceStore", indices: np.ndarray) -> list[Any]:
+    """Sources of a gather that one behind the other are every trace's last tokens, (L, D)."""
+    pieces: list[Any] = []
     num_layers = store.num_layers
     for graph, row, _, tokens, _, sequence, last in store._index.places(indices).tolist():
         if sequence >= 0:
-            pieces += store._segment(sequence).array("last_token").pieces(last, last + 1)
+            pieces += store._segment(sequence).array("last_token").sources(last, last + 1)
             continue
         hidden = store._segment(graph).array("hidden_states")
         for layer in range(num_layers):
             at = row + (layer + 1) * tokens - 1
-            pieces += hidden.pieces(at, at + 1)
+            pieces += hidden.sources(at, at + 1)
     return pieces

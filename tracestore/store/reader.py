@@ -43,7 +43,7 @@ class QuestionIds(Sequence[str]):
 
     def at(self, indices: np.ndarray) -> list[str]:
         """The ids of some traces."""
-        return [self._index.question_id(k) for k in indices.tolist()]
+        return self._index.question_ids(indices)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence) or isinstance(other, str | bytes):

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from tracestore._core.gather import Slab
 from tracestore._core.kernels import crc32c
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import StoreDamagedError
@@ -254,6 +255,7 @@ class ArrayReader:
         self._cache = cache
         self._offsets: np.ndarray | None = None
         self._flat = np.zeros(0, self.dtype)
+        self._slab = Slab(self._flat, 0, 1)
         if self.shape[0] == 0:
             return
         file_name = f"{name}/c/" + "/".join("0" * len(self.shape))
@@ -263,6 +265,7 @@ class ArrayReader:
             if self._codec is None:
                 mapped.check_shard(num_chunks, self.chunk_rows * self.row_items * self.dtype.itemsize)
                 self._flat = np.frombuffer(memoryview(mapped), self.dtype, self.shape[0] * self.row_items)
+                self._slab = Slab(self._flat, self.shape[0], self.row_items * self.dtype.itemsize)
             else:
                 self._raw = np.frombuffer(memoryview(mapped), "u1")
                 self._offsets = self._coded_index(num_chunks)
@@ -310,6 +313,12 @@ class ArrayReader:
             lo, hi = max(begin, first), min(end, first + self.chunk_rows)
             found.append(data[(lo - first) * items : (hi - first) * items])
         return found
+
+    def sources(self, begin: int, end: int) -> list[Any]:
+        """The same as sources of a gather: a Span, or flat uint8 arrays."""
+        if self._offsets is not None or end > self.shape[0] or begin < 0:
+            return [piece.view("u1") for piece in self.pieces(begin, end)]
+        return [self._slab.span(begin, end)]
 
     def flat(self, begin: int, end: int) -> np.ndarray:
         """Rows begin .. end as one read-only array."""
