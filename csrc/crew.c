@@ -36,7 +36,8 @@ static void *serve(void *argument)
         job->run(job->context);
         pthread_mutex_lock(&crew->lock);
         job->state = DONE;
-        pthread_cond_broadcast(&crew->done);
+        if (job->awaited) /* nobody is woken for a job that he does not wait for */
+            pthread_cond_broadcast(&crew->done);
     }
     pthread_mutex_unlock(&crew->lock);
     return NULL;
@@ -75,6 +76,7 @@ void ts_crew_submit(struct ts_crew *crew, struct ts_job *job)
     pthread_mutex_lock(&crew->lock);
     job->next = NULL;
     job->state = QUEUED;
+    job->awaited = 0;
     *crew->last = job;
     crew->last = &job->next;
     pthread_cond_signal(&crew->work);
@@ -92,6 +94,7 @@ int ts_crew_wait(struct ts_crew *crew, struct ts_job *job, int64_t timeout_ms)
         until.tv_nsec -= 1000000000;
     }
     pthread_mutex_lock(&crew->lock);
+    job->awaited = 1;
     while (job->state == QUEUED || job->state == RUNNING)
         if (pthread_cond_timedwait(&crew->done, &crew->lock, &until) == ETIMEDOUT)
             break;
@@ -116,6 +119,7 @@ void ts_crew_cancel(struct ts_crew *crew, struct ts_job *job)
     pthread_mutex_lock(&crew->lock);
     if (job->state == QUEUED)
         unqueue(crew, job);
+    job->awaited = 1;
     while (job->state == RUNNING)
         pthread_cond_wait(&crew->done, &crew->lock);
     pthread_mutex_unlock(&crew->lock);

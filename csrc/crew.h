@@ -14,7 +14,7 @@ struct ts_job {
     void (*run)(void *context);
     void *context;
     struct ts_job *next;
-    int state; /* read through ts_crew_wait only */
+    int state, awaited; /* the crew's */
 };
 
 /* Starts up to num_threads threads; NULL where not even one can be had. They have

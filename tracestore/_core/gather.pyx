@@ -378,26 +378,45 @@ cdef class GraphGather(Job):
             _raise(ret)
         return self.num_edges
 
-    cdef int find_edges(self) noexcept nogil:
-        cdef size_t g
+    cdef int make_means(self) noexcept nogil:
         cdef int ret = 0
-        if self.counted:
-            return 0
-        if self.heads > 1:
+        if self.heads > 1 and self.means == NULL:
             self.means = <uint16_t *>malloc(self.num_pairs * 2 + 1)
             if self.means == NULL:
                 return TS_ERR_NOMEM
             ret = ts_mean_graphs(self.graphs, self.num_graphs, self.form.dtype, self.heads, self.means, self.num_threads)
             self.form.dtype = TS_F16
+        return ret
+
+    cdef int find_edges(self) noexcept nogil:
+        cdef int ret
+        if self.counted:
+            return 0
+        ret = self.make_means()
         if ret == 0 and not self.packed:
             ret = ts_count_edges(self.graphs, self.num_graphs, &self.form, self.num_threads)
-        if ret != 0:
-            return ret
+        if ret == 0:
+            self.line_up(self.packed)
+            self.counted = True
+        return ret
+
+    cdef void line_up(self, bint all_pairs) noexcept nogil:
+        """Places the graphs' edges one behind the other, all pairs or those that were counted."""
+        cdef size_t g
+        self.num_edges = 0
         for g in range(self.num_graphs):
+            if all_pairs:
+                self.graphs[g].num_edges = <int64_t>ts_num_pairs(&self.graphs[g])
             self.graphs[g].first_edge = self.num_edges
-            self.num_edges += <int64_t>ts_num_pairs(&self.graphs[g]) if self.packed else self.graphs[g].num_edges
-        self.counted = True
-        return 0
+            self.num_edges += self.graphs[g].num_edges
+
+    cdef int fill_edges(self) noexcept nogil:
+        if self.num_edges == 0:
+            return 0
+        if self.packed:
+            return ts_pack_graphs(self.graphs, self.num_graphs, &self.form, self.num_threads, self.weights)
+        return ts_fill_edges(self.graphs, self.num_graphs, &self.form, self.num_threads, self.edge_index,
+                             self.edge_index + self.num_edges, self.weights)
 
     def room(self) -> int:
         """Edges to make room for: num_edges where it was counted, else num_pairs."""
@@ -423,7 +442,23 @@ cdef class GraphGather(Job):
     cdef int work(self) noexcept nogil:
         cdef size_t g, v
         cdef int64_t node = 0
-        cdef int ret = self.find_edges()
+        cdef int ret = self.make_means()
+        if ret != 0:
+            return ret
+        self.hidden.num_threads = self.num_threads
+        ret = self.hidden.work()
+        if ret != 0:
+            return ret
+        ret = TS_ERR_BOUNDS
+        if not self.counted and self.form.rule.threshold <= 0 and not self.form.rule.top_k_fraction > 0:
+            # Attention is a softmax: that all of it is positive is the rule. The first graph
+            # where it is not ends the attempt, and the edges are counted after all.
+            self.line_up(True)
+            ret = self.fill_edges()
+        if ret == TS_ERR_BOUNDS:
+            ret = self.find_edges()
+            if ret == 0:
+                ret = self.fill_edges()
         if ret != 0:
             return ret
         for g in range(self.num_graphs):
@@ -432,11 +467,4 @@ cdef class GraphGather(Job):
                 self.owner[node + <int64_t>v] = <int64_t>g
             node += <int64_t>self.graphs[g].num_tokens
         self.ptr[self.num_graphs], self.edge_ptr[self.num_graphs] = node, self.num_edges
-        self.hidden.num_threads = self.num_threads
-        ret = self.hidden.work()
-        if ret != 0 or self.num_edges == 0:
-            return ret
-        if self.packed:
-            return ts_pack_graphs(self.graphs, self.num_graphs, &self.form, self.num_threads, self.weights)
-        return ts_fill_edges(self.graphs, self.num_graphs, &self.form, self.num_threads, self.edge_index,
-                             self.edge_index + self.num_edges, self.weights)
+        return 0
