@@ -12,4 +12,12 @@ size_t ts_block_size(size_t bytes);
 void *ts_block_alloc(size_t bytes);
 void ts_block_free(void *block, size_t bytes);
 
+/* Maps size bytes of a file that processes share; NULL with errno. A page at its front
+ * counts the processes that hold what lies behind it. */
+void *ts_shared_map(int fd, size_t size);
+void ts_shared_unmap(void *base, size_t size);
+void ts_shared_hold(void *base);
+void ts_shared_release(void *base);
+int ts_shared_holders(const void *base);
+
 #endif

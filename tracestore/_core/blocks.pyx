@@ -13,6 +13,11 @@ cdef extern from "block.h" nogil:
     size_t ts_block_size(size_t n_bytes)
     void *ts_block_alloc(size_t n_bytes)
     void ts_block_free(void *block, size_t n_bytes)
+    void *ts_shared_map(int fd, size_t size)
+    void ts_shared_unmap(void *base, size_t size)
+    void ts_shared_hold(void *base)
+    void ts_shared_release(void *base)
+    int ts_shared_holders(const void *base)
 
 
 cdef class BlockPool:
@@ -109,3 +114,64 @@ cdef class Lease:
 
     def __getbuffer__(self, Py_buffer *view, int flags):
         PyBuffer_FillInfo(view, self, self.block.base, <Py_ssize_t>self.num_bytes, 0, flags)
+
+
+cdef size_t _PAGE = 4096
+
+
+@cython.no_gc
+cdef class SharedSlot:
+    """num_bytes of memory that processes share, under a file descriptor which the caller
+    owns. It is free while no process uses it: this one by a SlotLease, another one
+    after `hold` here, until its lease there ends."""
+    cdef void *base
+    cdef int leases
+    cdef readonly size_t num_bytes
+
+    def __cinit__(self, int fd, size_t num_bytes):
+        self.base = ts_shared_map(fd, num_bytes + _PAGE)
+        if self.base == NULL:
+            raise MemoryError(f"{num_bytes:,} bytes of shared memory for a batch")
+        self.num_bytes = num_bytes
+
+    @staticmethod
+    def file_bytes(size_t num_bytes) -> int:
+        """The size that the file must have."""
+        return num_bytes + _PAGE
+
+    def __dealloc__(self):
+        ts_shared_unmap(self.base, self.num_bytes + _PAGE)
+
+    def is_free(self) -> bool:
+        return self.leases == 0 and ts_shared_holders(self.base) == 0
+
+    def hold(self) -> None:
+        """Counts a process that the slot is sent to."""
+        ts_shared_hold(self.base)
+
+    def lease(self, bint received=False) -> SlotLease:
+        """Use by this process; `received`: the end of it takes one `hold` back."""
+        self.leases += 1
+        return SlotLease(self, received)
+
+
+@cython.no_gc
+cdef class SlotLease:
+    """A SharedSlot as a writable buffer."""
+    cdef SharedSlot slot
+    cdef bint received
+
+    def __cinit__(self, SharedSlot slot, bint received):
+        self.slot, self.received = slot, received
+
+    def __dealloc__(self):
+        if self.slot is not None:
+            self.slot.leases -= 1
+            if self.received:
+                ts_shared_release(self.slot.base)
+
+    def __len__(self):
+        return self.slot.num_bytes
+
+    def __getbuffer__(self, Py_buffer *view, int flags):
+        PyBuffer_FillInfo(view, self, <char *>self.slot.base + _PAGE, <Py_ssize_t>self.slot.num_bytes, 0, flags)

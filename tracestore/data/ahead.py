@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 
 from tracestore._core.gather import Crew
-from tracestore.data.batch import BatchJob
+from tracestore.data.jobs import BatchJob
 from tracestore.data.memory import Allocate, Piece
 from tracestore.errors import MemoryBudgetError
 

@@ -1,6 +1,6 @@
-"""Batches built from a store: one gather a batch, into one piece of memory."""
+"""Batches: what they look like, and how their tensors lie in one piece of memory."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -8,11 +8,8 @@ import numpy as np
 import torch
 from torch_geometric.data import Batch, Data
 
-from tracestore._core import gather
-from tracestore.data.memory import Allocate, Piece, allocate_here, dtype_bytes, padded
+from tracestore.data.memory import Piece, dtype_bytes
 from tracestore.errors import UsageError
-from tracestore.store import schema
-from tracestore.store.places import graph_sources, sequence_sources
 from tracestore.store.reader import TraceStore
 
 
@@ -45,7 +42,7 @@ class BatchFormat:
     def check(self, store: TraceStore) -> None:
         """UsageError or MissingFieldError where the store cannot give such batches."""
         store.require(self.view)
-        stored = {store.hidden_dtype} | ({_weight_dtype(store)} if self.view == "graph" else set())
+        stored = {store.hidden_dtype} | ({weight_dtype(store)} if self.view == "graph" else set())
         if self.dtype not in (None, "float32") and stored != {self.dtype}:
             raise UsageError(
                 f"found dtype {self.dtype!r}, expected 'float32' or as stored, {' and '.join(sorted(stored))}"
@@ -62,7 +59,7 @@ class BatchFormat:
         if self.view == "sequence":
             return np.full(len(indices), store.num_layers * store.hidden_dim * item, np.int64)
         tokens, pairs = store.sizes(indices)
-        weight = dtype_bytes(self.of(_weight_dtype(store)))
+        weight = dtype_bytes(self.of(weight_dtype(store)))
         an_edge = weight if self.graph.edges == "packed" else 16 + weight
         # Of a node x and the number of its graph; of a graph its first node and edge.
         return store.num_layers * (tokens * (store.hidden_dim * item + 8) + 16) + pairs * an_edge
@@ -108,168 +105,84 @@ class SequenceBatch:
 
 
 # What Batch(_base_cls=Data) makes an instance of; that call looks at signatures every time.
-_BATCH_CLASS: Any = type(Batch(_base_cls=Data))
+GRAPH_BATCH: Any = type(Batch(_base_cls=Data))
 
 
-def _weight_dtype(store: TraceStore) -> str:
+def weight_dtype(store: TraceStore) -> str:
     """Of one weight an edge: a mean made while gathering is float16."""
     return "float16" if store.attention == "heads" else store.attention_dtype
 
 
-def _code(name: str) -> int:
-    return schema.dtype_code(name)
+@dataclass(frozen=True)
+class Values:
+    """What a batch says of its B traces beside their arrays; y and score NaN where missing."""
+
+    y: np.ndarray  # (B,) float32
+    score: np.ndarray  # (B,) float32
+    question_id: list[str]
+    trace_index: np.ndarray  # (B,) int64
+
+    @classmethod
+    def of(cls, store: TraceStore, indices: np.ndarray, targets: np.ndarray) -> "Values":
+        y, score = targets[indices].astype("f4"), store.scores[indices].astype("f4")
+        return cls(y, score, store.question_ids.at(indices), indices.copy())
+
+    def tensors(self) -> dict[str, Any]:
+        y, score, index = (torch.from_numpy(a) for a in (self.y, self.score, self.trace_index))
+        return {"y": y, "score": score, "question_id": self.question_id, "trace_index": index}
 
 
-def _values(store: TraceStore, indices: np.ndarray, targets: np.ndarray) -> dict[str, Any]:
-    return {
-        "y": torch.from_numpy(targets[indices].astype("f4")),
-        "score": torch.from_numpy(store.scores[indices].astype("f4")),
-        "question_id": store.question_ids.at(indices),
-        "trace_index": torch.from_numpy(indices.copy()),
-    }
+@dataclass(frozen=True)
+class SequenceLayout:
+    """A SequenceBatch in a piece of memory."""
+
+    shape: tuple[int, int, int]
+    dtype: str
+
+    def batch(self, piece: Piece, values: Values) -> SequenceBatch:
+        return SequenceBatch(piece.tensor(0, self.shape, self.dtype), **values.tensors())
 
 
-class SequenceJob:
-    """A SequenceBatch on its way: looked up, then placed, done, and made into tensors."""
+@dataclass(frozen=True)
+class GraphLayout:
+    """A graph Batch in a piece of memory. offsets: where x, edge_index, edge weights,
+    batch, ptr and the edges' ptr begin, in bytes."""
 
-    def __init__(self, store: TraceStore, indices: np.ndarray, targets: np.ndarray, form: BatchFormat) -> None:
-        self._store, self._indices, self._targets = store, indices, targets
-        self._dtype = form.of(store.hidden_dtype)
-        sources = sequence_sources(store, indices)
-        self.native = gather.Copies(sources, _code(store.hidden_dtype), _code(self._dtype))
+    offsets: tuple[int, ...]
+    num_layers: int
+    num_graphs: int
+    num_nodes: int
+    num_edges: int
+    hidden_dim: int
+    dtype: str
+    weight_dtype: str
+    packed: bool
 
-    def count(self) -> None:
-        """Nothing to find out: sizes are known."""
-
-    @property
-    def num_bytes(self) -> int:
-        return padded(self.native.out_bytes)
-
-    def place(self, piece: Piece) -> None:
-        """Sets the memory, of num_bytes, that the batch is to lie in."""
-        self._piece = piece
-        self.native.aim(piece.buffer)
-
-    def batch(self) -> SequenceBatch:
-        """Once the native job is done."""
-        shape = (len(self._indices), self._store.num_layers, self._store.hidden_dim)
-        sequences = self._piece.tensor(0, shape, self._dtype)
-        return SequenceBatch(sequences, **_values(self._store, self._indices, self._targets))
-
-
-class GraphJob:
-    """A PyG Batch on its way: looked up, then placed, done, and made into tensors."""
-
-    def __init__(self, store: TraceStore, indices: np.ndarray, targets: np.ndarray, form: BatchFormat) -> None:
-        self._store, self._indices, self._targets = store, indices, targets
-        sources = graph_sources(store, indices)
-        causal = sources.layout == schema.LAYOUT_CAUSAL
-        self._packed = form.graph.edges == "packed"
-        if self._packed and not causal.all():
-            raise UsageError("packed edges need causal attention; use edges='coo'")
-        self._dtype, self._weight_dtype = form.of(store.hidden_dtype), form.of(_weight_dtype(store))
-        hidden = gather.Copies(sources.hidden, _code(store.hidden_dtype), _code(self._dtype))
-        self.native = gather.GraphGather(
-            hidden,
-            sources.attention,
-            _code(store.attention_dtype),
-            _code(self._weight_dtype),
-            sources.num_tokens,
-            causal.view("u1"),
-            store.num_layers,
-            store.heads_stored,
-            form.graph.attention_threshold,
-            form.graph.top_k or 0.0,
-            self._packed,
-            sources.edges,
-        )
-        self._x_bytes = hidden.out_bytes
-        self._lay_out()
-
-    def _lay_out(self) -> None:
-        """Where in the piece each tensor begins: x, edge_index, weights, owner, ptr, edge_ptr."""
-        room, num_ptr = self.native.room(), 8 * (self.native.num_graphs + 1)
-        sizes = (
-            self._x_bytes,
-            0 if self._packed else 16 * room,
-            room * dtype_bytes(self._weight_dtype),
-            8 * self.native.num_nodes,
-            num_ptr,
-            num_ptr,
-        )
-        self._offsets, self.num_bytes = [], 0
-        for size in sizes:
-            self._offsets.append(self.num_bytes)
-            self.num_bytes += padded(size)
-
-    def count(self) -> None:
-        """Finds out the number of edges, so that num_bytes is exact, not a bound."""
-        self.native.count()
-        self._lay_out()
-
-    def place(self, piece: Piece) -> None:
-        """Sets the memory, of num_bytes, that the batch is to lie in."""
-        self._piece = piece
-        self.native.aim(piece.buffer, *self._offsets)
-
-    def batch(self) -> Batch:
-        """Once the native job is done: see gather_batch."""
-        native, tensor, store = self.native, self._piece.tensor, self._store
-        num_edges, num_graphs = native.num_edges, native.num_graphs
-        at_x, at_edges, at_weight, at_owner, at_ptr, at_edge_ptr = self._offsets
-        ptr, edge_ptr = (tensor(at, (num_graphs + 1,), "int64") for at in (at_ptr, at_edge_ptr))
-        x = tensor(at_x, (native.num_nodes, store.hidden_dim), self._dtype)
+    def batch(self, piece: Piece, values: Values) -> Batch:
+        """See jobs.gather_batch; the slices of to_data_list are the ptr tensors themselves."""
+        at_x, at_edges, at_weight, at_owner, at_ptr, at_edge_ptr = self.offsets
+        ptr, edge_ptr = (piece.tensor(at, (self.num_graphs + 1,), "int64") for at in (at_ptr, at_edge_ptr))
+        x = piece.tensor(at_x, (self.num_nodes, self.hidden_dim), self.dtype)
         fields: dict[str, Any] = {"x": x}
         slices: dict[str, torch.Tensor] = {"x": ptr}
         incs: dict[str, torch.Tensor | None] = {"x": None}
-        if self._packed:
-            fields["attention"], fields["attention_ptr"] = tensor(at_weight, (num_edges,), self._weight_dtype), edge_ptr
+        if self.packed:
+            fields["attention"] = piece.tensor(at_weight, (self.num_edges,), self.weight_dtype)
+            fields["attention_ptr"] = edge_ptr
         else:
-            fields["edge_index"] = tensor(at_edges, (2, num_edges), "int64")
-            fields["edge_attr"] = tensor(at_weight, (num_edges, 1), self._weight_dtype)
+            fields["edge_index"] = piece.tensor(at_edges, (2, self.num_edges), "int64")
+            fields["edge_attr"] = piece.tensor(at_weight, (self.num_edges, 1), self.weight_dtype)
             slices["edge_index"] = slices["edge_attr"] = edge_ptr
             incs["edge_index"], incs["edge_attr"] = ptr[:-1], None
-        fields["batch"], fields["ptr"] = tensor(at_owner, (native.num_nodes,), "int64"), ptr
-        fields.update(_values(store, self._indices, self._targets))
-        fields["num_layers"] = store.num_layers
-        batch = _BATCH_CLASS.__new__(_BATCH_CLASS)
+        fields["batch"], fields["ptr"] = piece.tensor(at_owner, (self.num_nodes,), "int64"), ptr
+        fields.update(values.tensors())
+        fields["num_layers"] = self.num_layers
+        batch = GRAPH_BATCH.__new__(GRAPH_BATCH)
         Data.__init__(batch)
         batch._store._mapping.update(fields)
-        batch._num_graphs = num_graphs
+        batch._num_graphs = self.num_graphs
         batch._slice_dict, batch._inc_dict = slices, incs
         return batch
 
 
-BatchJob = SequenceJob | GraphJob
-
-
-def make_job(
-    store: TraceStore, indices: Sequence[int] | np.ndarray, targets: np.ndarray, form: BatchFormat
-) -> BatchJob:
-    """The batch of some traces, looked up and nothing more."""
-    kind = SequenceJob if form.view == "sequence" else GraphJob
-    return kind(store, np.asarray(indices, np.int64), targets, form)
-
-
-def gather_batch(
-    store: TraceStore,
-    indices: Sequence[int] | np.ndarray,
-    targets: np.ndarray,
-    form: BatchFormat,
-    *,
-    num_threads: int = 1,
-    allocate: Allocate = allocate_here,
-) -> Any:
-    """The batch of some traces, now, in memory from `allocate`.
-
-    View "sequence": a SequenceBatch. View "graph": one PyG Batch of B * L graphs, trace
-    after trace and layer after layer: x (N, D); edge_index (2, E), source j to target i,
-    and edge_attr (E, 1), or with edges="packed" attention (sum A,) and attention_ptr
-    (B * L + 1,); batch (N,), ptr (B * L + 1,); y, score (B,), question_id, trace_index
-    (B,), num_layers.
-    """
-    job = make_job(store, indices, targets, form)
-    job.count()
-    job.place(allocate(job.num_bytes))
-    job.native.run(num_threads)
-    return job.batch()
+Layout = SequenceLayout | GraphLayout

@@ -57,7 +57,7 @@ def collate_sequences(items: Sequence[Any], score_threshold: float = 0.5) -> Seq
 
 def collate_graphs(items: Sequence[Sequence[Data]]) -> Batch:
     """Items of view "graph" -> one PyG Batch of B * L graphs with y, score (B,),
-    question_id, trace_index (B,) and num_layers (see data.batch.gather_batch)."""
+    question_id, trace_index (B,) and num_layers (see data.jobs.gather_batch)."""
     batch = Batch.from_data_list([layer for item in items for layer in item])
     batch.num_layers = len(items[0])
     batch.y = torch.tensor([float(getattr(item, "y", math.nan)) for item in items])

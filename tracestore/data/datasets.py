@@ -8,11 +8,13 @@ import numpy as np
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 from torch_geometric.data import Data
 
+from tracestore._core.blocks import BlockPool
 from tracestore.data import order
-from tracestore.data.batch import BatchFormat, GraphOptions, gather_batch
+from tracestore.data.batch import BatchFormat, GraphOptions
 from tracestore.data.collate import GraphItem, SequenceItem
 from tracestore.data.epoch import EpochMaker, mean_trace_bytes, rank_and_world_size
-from tracestore.data.memory import as_tensor
+from tracestore.data.jobs import gather_batch
+from tracestore.data.memory import LeasedPiece, TorchPiece, as_tensor
 from tracestore.errors import UsageError
 from tracestore.store.reader import DEFAULT_CACHE_BYTES, TraceStore
 
@@ -67,7 +69,7 @@ class TraceDataset(Dataset[Any]):
         if self.view == "sequence":
             sequence = as_tensor(trace.last_token, self.store.hidden_dtype)
             return SequenceItem.make(sequence, score, trace.question_id, y, trace.index)
-        batch = gather_batch(self.store, [trace.index], self.targets, self.format)
+        batch = gather_batch(self.store, [trace.index], self.targets, self.format, TorchPiece)
         nodes, edges = batch.ptr.tolist(), batch._slice_dict["edge_index"].tolist()
         item = GraphItem(
             Data(
@@ -156,6 +158,7 @@ class TraceIterableDataset(IterableDataset[Any]):
             cache_bytes=cache_bytes,
         )
         self.epoch, self.batch_size = 0, batch_size
+        self._pool: BlockPool | None = None
         self.epochs = EpochMaker(
             self.items.store,
             self.items.format,
@@ -169,6 +172,16 @@ class TraceIterableDataset(IterableDataset[Any]):
         found = rank_and_world_size()
         self.rank = found[0] if rank is None else rank
         self.world_size = found[1] if world_size is None else world_size
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_pool": None}
+
+    def _allocate(self, num_bytes: int) -> LeasedPiece:
+        if self._pool is None:
+            self._pool = BlockPool()
+        lease = self._pool.lease(num_bytes)
+        assert lease is not None
+        return LeasedPiece(lease)
 
     def set_epoch(self, epoch: int) -> None:
         """Another order. With persistent workers the epoch goes on by itself, one an iteration."""
@@ -198,4 +211,5 @@ class TraceIterableDataset(IterableDataset[Any]):
             return
         for batch in mine[worker::workers]:
             indices = plan.traces(batch, self.rank, self.world_size)
-            yield gather_batch(self.items.store, indices, self.items.targets, self.items.format)
+            allocate = self._allocate if info is None else None
+            yield gather_batch(self.items.store, indices, self.items.targets, self.items.format, allocate)

@@ -8,11 +8,12 @@ from torch.utils.data import get_worker_info
 
 from tracestore._core.blocks import BlockPool
 from tracestore.data.ahead import AheadByCrew, AheadByThreads
-from tracestore.data.batch import BatchFormat, BatchJob, GraphOptions, gather_batch, make_job
+from tracestore.data.batch import BatchFormat, GraphOptions
 from tracestore.data.budget import plan_memory
 from tracestore.data.datasets import StoreLike
 from tracestore.data.epoch import EpochMaker, EpochPlan, mean_trace_bytes, rank_and_world_size
-from tracestore.data.memory import Allocate, LeasedPiece, Piece, TorchPiece, allocate_here
+from tracestore.data.jobs import BatchJob, gather_batch, make_job
+from tracestore.data.memory import Allocate, LeasedPiece, Piece, TorchPiece
 from tracestore.errors import MemoryBudgetError, UsageError
 from tracestore.store.reader import DEFAULT_CACHE_BYTES, TraceStore
 
@@ -23,7 +24,7 @@ class TraceLoader:
     """Collated batches of a store, gathered ahead by threads.
 
     Yields SequenceBatch (view "sequence") or a PyG Batch (view "graph"; see
-    data.batch.gather_batch). `indices` restricts it to some traces. batch_size is the
+    data.jobs.gather_batch). `indices` restricts it to some traces. batch_size is the
     global one, of which each rank gets a slice (pad: a short last batch is filled with
     the epoch's first traces); batch_cost "tokens", "nodes", "edges" or "bytes" makes
     batches of at most batch_limit of these instead. dtype "float32" converts while
@@ -168,10 +169,10 @@ class TraceLoader:
     def gather(self, indices: Sequence[int] | np.ndarray) -> Any:
         """The collated batch of some traces, now."""
         in_worker = get_worker_info() is not None
-        return self._gather(np.asarray(indices, np.int64), allocate_here if in_worker else self._allocate)
+        return self._gather(np.asarray(indices, np.int64), None if in_worker else self._allocate)
 
-    def _gather(self, indices: np.ndarray, allocate: Allocate) -> Any:
-        return gather_batch(self.store, indices, self.targets, self.format, allocate=allocate)
+    def _gather(self, indices: np.ndarray, allocate: Allocate | None) -> Any:
+        return gather_batch(self.store, indices, self.targets, self.format, allocate)
 
     def _allocate(self, num_bytes: int) -> Piece:
         if self.pin_memory:

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import get_worker_info
 
-from tracestore._core.blocks import Lease
+from tracestore._core.blocks import Lease, SlotLease
 
 TORCH_DTYPES = {
     "float16": torch.float16,
@@ -51,10 +50,10 @@ class Piece:
 
 
 class LeasedPiece(Piece):
-    """A block of a BlockPool. Each tensor has a storage of its own over its part, which
+    """A block of a BlockPool, or a slot that processes share. Each tensor has a storage of its own over its part, which
     keeps the lease, so that pickling one does not write the others."""
 
-    def __init__(self, lease: Lease) -> None:
+    def __init__(self, lease: Lease | SlotLease) -> None:
         self.buffer = lease
 
     def _flat(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -62,15 +61,12 @@ class LeasedPiece(Piece):
 
 
 class TorchPiece(Piece):
-    """Memory from torch; pinned (its allocator knows which copies to a GPU are still
-    under way and uses blocks again), or shared between processes."""
+    """Memory from torch; pinned: its allocator knows which copies to a GPU are still
+    under way, and uses blocks again."""
 
-    def __init__(self, num_bytes: int, *, pinned: bool = False, shared: bool = False) -> None:
-        if shared:
-            self._storage = torch.UntypedStorage._new_shared(max(1, num_bytes))
-        else:
-            self._storage = torch.empty(max(1, num_bytes), dtype=torch.uint8, pin_memory=pinned).untyped_storage()
-        self.buffer = self._flat(0, max(1, num_bytes), torch.uint8).numpy()
+    def __init__(self, num_bytes: int, *, pinned: bool = False) -> None:
+        raw = torch.empty(max(1, num_bytes), dtype=torch.uint8, pin_memory=pinned)
+        self._storage, self.buffer = raw.untyped_storage(), raw.numpy()
 
     def _flat(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(0, dtype=dtype).set_(self._storage, offset // dtype.itemsize, (count,), (1,))
@@ -78,12 +74,6 @@ class TorchPiece(Piece):
 
 # From the number of bytes of a batch to its memory.
 Allocate = Callable[[int], Piece]
-
-
-def allocate_here(num_bytes: int) -> Piece:
-    """In a DataLoader's worker process memory that the parent can map, so that the batch
-    is not copied on its way."""
-    return TorchPiece(num_bytes, shared=get_worker_info() is not None)
 
 
 def as_tensor(array: np.ndarray, name: str) -> torch.Tensor:

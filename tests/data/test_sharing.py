@@ -1,0 +1,97 @@
+"""Batches from worker processes: the same values, memory used again, nothing left behind."""
+
+import gc
+import os
+
+import psutil
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import tracestore
+from tests.helpers import make_traces
+from tracestore.data import sharing
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+@pytest.fixture
+def store(tmp_path):
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        for trace in make_traces(40, layers=4, dim=64):
+            writer.append(trace, score=0.3)
+    return tmp_path / "s.zarr"
+
+
+def batches(store, view, **options):
+    dataset = tracestore.TraceIterableDataset(store, view, batch_size=4, shuffle="global", seed=2)
+    return DataLoader(dataset, batch_size=None, **options)
+
+
+def same(a, b, view):
+    names = ["sequences"] if view == "sequence" else ["x", "edge_index", "edge_attr", "batch", "ptr"]
+    return all(torch.equal(a[n], b[n]) for n in [*names, "y", "score", "trace_index"]) and a.question_id == b.question_id
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("view", ["sequence", "graph"])
+def test_batches_of_workers_stay_what_they_are(store, view, context):
+    """All of two epochs are held while the workers go on; a slot that is held is not written."""
+    expected = [list(batches(store, view)) for _ in range(1)]
+    loader = batches(store, view, num_workers=2, multiprocessing_context=context)
+    first = list(loader)
+    second = list(loader)  # new workers, the same epoch number
+    for held in (first, second):
+        assert len(held) == 10
+        assert all(same(a, b, view) for a, b in zip(held, expected[0], strict=True))
+    if view == "graph":
+        assert len(first[0].to_data_list()) == 16
+
+
+def test_slots_are_used_again(store):
+    """A held batch keeps its slot; given back, the next batch lies there."""
+    slots = sharing._Slots()
+    one = slots.free(1000)
+    lease = one.lease()
+    two = slots.free(1000)
+    assert two is not one
+    del lease
+    assert slots.free(500) in (one, two) and len(slots.slots) == 2
+    one.memory.hold()  # sent to another process
+    assert not one.memory.is_free()
+    received = sharing.SharedSlot(one.fd, one.memory.num_bytes).lease(received=True)
+    memoryview(received)[0:1] = b"x"
+    assert not one.memory.is_free()
+    del received
+    assert one.memory.is_free() and bytes(memoryview(one.lease())[0:1]) == b"x"
+
+
+class Changed(torch.utils.data.IterableDataset):
+    """A user's own dataset around ours, which changes batches in the worker."""
+
+    def __init__(self, store):
+        self.inner = tracestore.TraceIterableDataset(store, "graph", batch_size=4, shuffle="none")
+
+    def __iter__(self):
+        for batch in self.inner:
+            batch.x = batch.x.float() * 2
+            yield batch
+
+
+def test_a_batch_that_was_changed_in_the_worker_arrives_changed(store):
+    plain = list(tracestore.TraceLoader(store, "graph", batch_size=4, shuffle="none"))
+    changed = list(DataLoader(Changed(store), batch_size=None, num_workers=1))
+    assert all(torch.equal(a.x, b.x.float() * 2) for a, b in zip(changed, plain, strict=True))
+
+
+def test_nothing_is_left(store):
+    before = set(os.listdir("/proc/self/fd")), set(os.listdir("/dev/shm")), len(psutil.Process().children())
+    loader = batches(store, "graph", num_workers=2)
+    for k, _ in enumerate(loader):
+        if k == 3:
+            break
+    del loader, _
+    gc.collect()
+    assert set(os.listdir("/dev/shm")) <= before[1]
+    assert len(os.listdir("/proc/self/fd")) <= len(before[0]) + 1
+    assert len(psutil.Process().children()) == before[2]
