@@ -6,7 +6,7 @@ from setuptools import Extension, setup
 CFLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O3", "-fvisibility=hidden", "-pthread"]
 MODULES = {
     "kernels": ["crc32c", "half", "attention"],
-    "gather": ["gather", "attention", "half", "parallel", "stream", "crew"],
+    "gather": ["gather", "attention", "half", "parallel", "stream", "crew", "map", "crc32c"],
     "blocks": ["block"],
     "mapping": ["map", "crc32c"],
     "index": ["index"],

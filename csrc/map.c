@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -55,6 +56,37 @@ void ts_map_close(struct ts_map *map)
         munmap((void *)map->base, map->size);
     map->base = NULL;
     map->size = 0;
+}
+
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22
+#endif
+#ifndef MADV_PAGEOUT
+#define MADV_PAGEOUT 21
+#endif
+
+static void advise(const void *from, size_t bytes, int advice, int otherwise)
+{
+    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), begin = (uintptr_t)from & ~(page - 1);
+    size_t length = (uintptr_t)from + bytes - begin;
+    if (bytes != 0 && madvise((void *)begin, length, advice) != 0 && errno == EINVAL)
+        madvise((void *)begin, length, otherwise);
+}
+
+void ts_map_read(const void *from, size_t bytes)
+{
+    advise(from, bytes, MADV_POPULATE_READ, MADV_WILLNEED);
+}
+
+void ts_map_drop(const void *from, size_t bytes)
+{
+    advise(from, bytes, MADV_PAGEOUT, MADV_DONTNEED);
+}
+
+int64_t ts_major_faults(void)
+{
+    struct rusage usage;
+    return getrusage(RUSAGE_THREAD, &usage) == 0 ? (int64_t)usage.ru_majflt : 0;
 }
 
 static uint64_t little64(const unsigned char *p)

@@ -16,6 +16,16 @@ struct ts_map {
 int ts_map_open(struct ts_map *map, const char *path, int64_t expected_size);
 void ts_map_close(struct ts_map *map);
 
+/* Brings a range of a map into memory, waiting for the disk; a hint where the kernel is
+ * older than Linux 5.14. Ranges are widened to pages. */
+void ts_map_read(const void *from, size_t bytes);
+
+/* Lets go of the pages of a range, also in the page cache if no other process maps them. */
+void ts_map_drop(const void *from, size_t bytes);
+
+/* Major faults (those that waited for a disk) of the calling thread so far. */
+int64_t ts_major_faults(void);
+
 /* Checks an uncompressed shard (Zarr v3 sharding codec, index at the end with
  * crc32c): num_chunks inner chunks of chunk_bytes each must lie one behind the
  * other from offset 0. TS_ERR_SIZE, TS_ERR_CHECKSUM or TS_ERR_LAYOUT. */

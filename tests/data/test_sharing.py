@@ -30,7 +30,9 @@ def batches(store, view, **options):
 
 def same(a, b, view):
     names = ["sequences"] if view == "sequence" else ["x", "edge_index", "edge_attr", "batch", "ptr"]
-    return all(torch.equal(a[n], b[n]) for n in [*names, "y", "score", "trace_index"]) and a.question_id == b.question_id
+    return (
+        all(torch.equal(a[n], b[n]) for n in [*names, "y", "score", "trace_index"]) and a.question_id == b.question_id
+    )
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])

@@ -62,6 +62,11 @@ cdef extern from "crew.h" nogil:
     void ts_crew_cancel(ts_crew *crew, ts_job *job)
     void ts_crew_stop(ts_crew *crew)
 
+cdef extern from "map.h" nogil:
+    void ts_map_read(const void *start, size_t num_bytes)
+    void ts_map_drop(const void *start, size_t num_bytes)
+    int64_t ts_major_faults()
+
 
 @cython.no_gc
 cdef class Crew:
@@ -105,12 +110,14 @@ cdef extern from "unistd.h":
 
 @cython.no_gc
 cdef class Job:
-    """Work without the GIL. Runs once: by `run` or, submitted to a crew, until `wait`."""
+    """Work without the GIL. Runs once: by `run` or, submitted to a crew, until `wait`.
+    major_faults: how often it waited for a disk, once it is done by a crew."""
     cdef ts_job native
     cdef Crew crew
     cdef int status
     cdef bint aimed
     cdef int num_threads
+    cdef readonly int64_t major_faults
 
     cdef int work(self) noexcept nogil:
         return 0
@@ -161,7 +168,9 @@ cdef class Job:
 
 
 cdef void _run_job(void *context) noexcept nogil:
+    cdef int64_t before = ts_major_faults()
     (<Job>context).status = (<Job>context).work()
+    (<Job>context).major_faults = ts_major_faults() - before
 
 
 @cython.no_gc
@@ -467,4 +476,41 @@ cdef class GraphGather(Job):
                 self.owner[node + <int64_t>v] = <int64_t>g
             node += <int64_t>self.graphs[g].num_tokens
         self.ptr[self.num_graphs], self.edge_ptr[self.num_graphs] = node, self.num_edges
+        return 0
+
+
+@cython.no_gc
+cdef class Pages(Job):
+    """Brings the pages of some Spans into memory, or, drop, lets go of them. Other sources
+    have no file behind them and are passed over. num_bytes: of the Spans."""
+    cdef list spans
+    cdef _Bytes *ranges
+    cdef size_t n
+    cdef bint drop
+    cdef readonly size_t num_bytes
+
+    def __cinit__(self, list sources, bint drop=False):
+        cdef size_t i
+        self.spans = [s for s in sources if type(s) is Span]
+        self.n = len(self.spans)
+        self.drop, self.aimed = drop, True
+        self.ranges = <_Bytes *>calloc(self.n + 1, sizeof(_Bytes))
+        if self.ranges == NULL:
+            raise MemoryError()
+        for i in range(self.n):
+            self.ranges[i].data = (<Span>self.spans[i]).data
+            self.ranges[i].num_bytes = (<Span>self.spans[i]).num_bytes
+            self.num_bytes += self.ranges[i].num_bytes
+
+    def __dealloc__(self):
+        self.leave()
+        free(self.ranges)
+
+    cdef int work(self) noexcept nogil:
+        cdef size_t i
+        for i in range(self.n):
+            if self.drop:
+                ts_map_drop(self.ranges[i].data, self.ranges[i].num_bytes)
+            else:
+                ts_map_read(self.ranges[i].data, self.ranges[i].num_bytes)
         return 0

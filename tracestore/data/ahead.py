@@ -1,5 +1,6 @@
-"""Batches gathered before they are asked for, in two ways of one shape: `submit` the
-traces of a batch while there is room, `take` the oldest one.
+"""Batches gathered before they are asked for, in two ways of one shape: `submit` batches
+by their numbers, in order, while there is room; `plan` those behind, to be read from a
+cold disk; `take` the oldest one.
 
 Memory is asked for when a batch is submitted, so that no thread ever waits for it: where
 the budget has no room, `submit` says so, or raises if not even one batch is under way.
@@ -13,10 +14,61 @@ from typing import Any, Self
 
 import numpy as np
 
-from tracestore._core.gather import Crew
+from tracestore._core.gather import Crew, Pages
 from tracestore.data.jobs import BatchJob
 from tracestore.data.memory import Allocate, Piece
 from tracestore.errors import MemoryBudgetError
+
+# Threads that wait for the disk, and bytes that they may be ahead of the gathering.
+_READERS = 4
+_READ_AHEAD_BYTES = 128 << 20
+
+
+class _ReadAhead:
+    """Brings the traces of coming batches into memory while the store is cold: from the
+    first batch that had to wait for the disk until several in a row did not.
+
+    drop_behind: what was brought in so is let go after its batch, so that a pass over
+    data larger than the memory leaves the page cache of others as it was."""
+
+    def __init__(self, drop_behind: bool) -> None:
+        self.drop_behind = drop_behind
+        self._crew: Crew | None = None
+        self._warm = 0
+        self._under_way: deque[Pages] = deque()
+
+    @property
+    def is_on(self) -> bool:
+        return self._crew is not None
+
+    def saw(self, job: BatchJob) -> None:
+        """A batch was gathered."""
+        if job.native.major_faults == 0 and not any(p.major_faults for p in self._under_way):
+            self._warm += 1
+        else:
+            self._warm = 0
+            if self._crew is None:
+                self._crew = Crew(_READERS)
+        if self._crew is not None and self.drop_behind:
+            self._submit(Pages(job.sources, drop=True))
+
+    def ask(self, job: BatchJob) -> int:
+        """Starts reading what a batch needs; the bytes of it."""
+        pages = Pages(job.sources)
+        self._submit(pages)
+        return pages.num_bytes
+
+    def _submit(self, pages: Pages) -> None:
+        assert self._crew is not None
+        pages.submit(self._crew)
+        self._under_way.append(pages)
+        while len(self._under_way) > 64:
+            self._under_way.popleft().wait()
+
+    def close(self) -> None:
+        if self._crew is not None:
+            self._crew.close()
+        self._under_way.clear()
 
 
 class AheadByCrew:
@@ -24,25 +76,45 @@ class AheadByCrew:
     of C threads, which never wait for the interpreter, moves the bytes."""
 
     def __init__(
-        self, num_threads: int, max_in_flight: int, make_job: Callable[[np.ndarray], BatchJob], allocate: Allocate
+        self,
+        num_threads: int,
+        max_in_flight: int,
+        make_job: Callable[[int], BatchJob],
+        allocate: Allocate,
+        drop_behind: bool = False,
     ) -> None:
         self._make_job, self._allocate = make_job, allocate
         at_once = max(1, min(num_threads, max_in_flight))
         self._threads_each = max(1, num_threads // at_once)
         self._crew = Crew(at_once)
         self._queue: deque[BatchJob] = deque()
+        self._planned: deque[BatchJob] = deque()  # being read, without memory yet
+        self._planned_bytes = 0
+        self._reading = _ReadAhead(drop_behind)
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    def submit(self, indices: np.ndarray) -> bool:
-        job = self._make_job(indices)
+    def plan(self, batch: int) -> bool:
+        """Offers a batch behind those submitted; False where it is not read ahead."""
+        if not self._reading.is_on or self._planned_bytes > _READ_AHEAD_BYTES:
+            return False
+        job = self._make_job(batch)
+        self._planned.append(job)
+        self._planned_bytes += self._reading.ask(job)
+        return True
+
+    def submit(self, batch: int) -> bool:
+        job = self._planned[0] if self._planned else self._make_job(batch)
         try:
             job.place(self._allocate(job.num_bytes))
         except MemoryBudgetError:
             if not self._queue:
                 raise
             return False
+        if self._planned:
+            self._planned.popleft()
+            self._planned_bytes = max(0, self._planned_bytes - job.num_bytes)
         job.native.submit(self._crew, self._threads_each)
         self._queue.append(job)
         return True
@@ -50,6 +122,7 @@ class AheadByCrew:
     def take(self) -> Any:
         job = self._queue.popleft()
         job.native.wait()
+        self._reading.saw(job)
         return job.batch()
 
     def __enter__(self) -> Self:
@@ -57,7 +130,9 @@ class AheadByCrew:
 
     def __exit__(self, *_: object) -> None:
         self._crew.close()
+        self._reading.close()
         self._queue.clear()
+        self._planned.clear()
 
 
 class AheadByThreads:
@@ -68,11 +143,12 @@ class AheadByThreads:
         self,
         num_threads: int,
         max_in_flight: int,
+        traces: Callable[[int], np.ndarray],
         num_bytes: Callable[[np.ndarray], int],
         gather: Callable[[np.ndarray, Allocate], Any],
         allocate: Allocate,
     ) -> None:
-        self._num_bytes, self._gather, self._allocate = num_bytes, gather, allocate
+        self._traces, self._num_bytes, self._gather, self._allocate = traces, num_bytes, gather, allocate
         self._pid = os.getpid()
         self._workers = ThreadPoolExecutor(max(1, min(num_threads, max_in_flight)), thread_name_prefix="tracestore")
         self._queue: deque[Future[Any]] = deque()
@@ -80,7 +156,11 @@ class AheadByThreads:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def submit(self, indices: np.ndarray) -> bool:
+    def plan(self, batch: int) -> bool:
+        return False
+
+    def submit(self, batch: int) -> bool:
+        indices = self._traces(batch)
         try:
             piece = self._allocate(self._num_bytes(indices))
         except MemoryBudgetError:

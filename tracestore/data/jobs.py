@@ -26,6 +26,7 @@ class _Job:
 
     native: gather.Job
     num_bytes: int
+    sources: list[Any]  # what it reads
     _piece: Piece
 
     def __init__(self, store: TraceStore, indices: np.ndarray, targets: np.ndarray, form: BatchFormat) -> None:
@@ -60,8 +61,8 @@ class SequenceJob(_Job):
     def _look_up(self, form: BatchFormat) -> None:
         store, indices = self._store, self._indices
         self._dtype = form.of(store.hidden_dtype)
-        sources = sequence_sources(store, indices)
-        self.native = gather.Copies(sources, _code(store.hidden_dtype), _code(self._dtype))
+        self.sources = sequence_sources(store, indices)
+        self.native = gather.Copies(self.sources, _code(store.hidden_dtype), _code(self._dtype))
         self.num_bytes = padded(self.native.out_bytes)
 
     def place(self, piece: Piece) -> None:
@@ -99,6 +100,7 @@ class GraphJob(_Job):
             sources.edges,
         )
         self._x_bytes = hidden.out_bytes
+        self.sources = sources.hidden + sources.attention
         self._lay_out()
 
     def _lay_out(self) -> None:

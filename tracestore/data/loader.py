@@ -209,25 +209,30 @@ class TraceLoader:
         self._position = 0
 
     def _iterate_ahead(self, plan: EpochPlan, start: int, total: int) -> Iterator[Any]:
+        def traces(batch: int) -> np.ndarray:
+            return plan.traces(batch, self.rank, self.world_size)
+
+        def job(batch: int) -> BatchJob:
+            return make_job(self.store, traces(batch), self.targets, self.format)
+
         ahead: AheadByCrew | AheadByThreads
+        threads, in_flight = self.num_threads, self.max_in_flight
         if self.store.codec == "none":
-            ahead = AheadByCrew(self.num_threads, self.max_in_flight, self._make_job, self._allocate)
+            ahead = AheadByCrew(threads, in_flight, job, self._allocate, drop_behind=self.memory.ring_bytes > 0)
         else:
-            ahead = AheadByThreads(self.num_threads, self.max_in_flight, self._bytes, self._gather, self._allocate)
+            ahead = AheadByThreads(threads, in_flight, traces, self._bytes, self._gather, self._allocate)
         with ahead:
-            following = start
+            submitted = planned = start
             for batch in range(start, total):
-                while following < total and len(ahead) < self.max_in_flight:
-                    if not ahead.submit(plan.traces(following, self.rank, self.world_size)):
-                        break
-                    following += 1
+                while submitted < total and len(ahead) < self.max_in_flight and ahead.submit(submitted):
+                    submitted += 1
+                planned = max(planned, submitted)
+                while planned < total and ahead.plan(planned):
+                    planned += 1
                 result = ahead.take()
                 self._position = batch + 1
                 yield result
                 del result
-
-    def _make_job(self, indices: np.ndarray) -> BatchJob:
-        return make_job(self.store, indices, self.targets, self.format)
 
     def _bytes(self, indices: np.ndarray) -> int:
         return self.format.piece_bytes(self.store, indices)
