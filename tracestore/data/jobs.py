@@ -171,7 +171,7 @@ def gather_batch(
     """
     job = make_job(store, indices, targets, form)
     job.count()
-    if allocate is None and get_worker_info() is not None:
+    if allocate is None and get_worker_info() is not None and sharing.is_available():
         slot = sharing.free_slot(job.num_bytes)
         job.place(LeasedPiece(slot.lease()))
         job.native.run()

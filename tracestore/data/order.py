@@ -194,7 +194,7 @@ class CostBatches(Batches):
                 at, spent = end, 0
                 if at == len(costs):
                     break
-        if starts[-1] < n and not drop_last:  # the data ended the last batch, not the limit
+        if starts[-1] < n and not (drop_last and spent < limit):
             starts.append(n)
         self._starts = np.array(starts, np.int64)
         self._count = len(starts) - 1

@@ -61,6 +61,11 @@ class _Slots:
 _mine = _Slots()
 
 
+def is_available() -> bool:
+    """Whether this system has what it takes; elsewhere torch's own sharing does it."""
+    return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
+
+
 def free_slot(num_bytes: int) -> Slot:
     """A slot of this process that nobody uses."""
     global _mine
@@ -94,11 +99,16 @@ def _reduce(batch: Any) -> Any:
         del batch.__dict__["_sendable"]
         return batch.__reduce_ex__(2)
     slot.memory.hold()
-    return _receive, (reduction.DupFd(slot.fd), slot.memory.num_bytes, layout, values)
+    return _receive, (os.getpid(), slot.fd, slot.memory.num_bytes, layout, values)
 
 
-def _receive(handle: Any, num_bytes: int, layout: Layout, values: Values) -> Any:
-    fd = handle.detach()
+def _receive(pid: int, number: int, num_bytes: int, layout: Layout, values: Values) -> Any:
+    # Opened through the worker's table of files: no handshake that a dying worker could
+    # leave the parent waiting in.
+    try:
+        fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise RuntimeError(f"DataLoader worker (pid {pid}) is gone, and the batch it sent with it: {error}") from None
     try:
         memory = SharedSlot(fd, num_bytes)
     finally:

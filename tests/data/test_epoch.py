@@ -1,0 +1,225 @@
+"""The same batches whatever reads them, and exact continuation."""
+
+import functools
+import json
+import operator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+import tracestore
+from tests.helpers import make_trace
+from tracestore._core import shuffle
+from tracestore.data import order
+from tracestore.errors import MemoryBudgetError, UsageError
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+MODES = ["global", "buffer", "block", "none"]
+N = 61
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """61 traces of 1 to 9 tokens."""
+    path = tmp_path_factory.mktemp("epoch") / "s.zarr"
+    with tracestore.create(path) as writer:
+        for k in range(N):
+            writer.append(make_trace(k, tokens=1 + k * 5 % 9), score=k / N)
+    return path
+
+
+def ids(batches):
+    return [b.trace_index.tolist() for b in batches]
+
+
+def flat(lists):
+    return functools.reduce(operator.iadd, lists, [])
+
+
+def make(store, **options):
+    return tracestore.TraceLoader(
+        store, **({"batch_size": 7, "seed": 5, "buffer_size": 20, "block_bytes": 4000} | options)
+    )
+
+
+@given(st.integers(0, 5000), st.integers(0, 2**64 - 1), st.integers(1, 300))
+@settings(max_examples=60, deadline=None)
+def test_orders_in_c_equal_those_in_numpy(n, key, size):
+    positions = np.arange(n)
+    out = np.empty(n, np.int64)
+    shuffle.permute(positions, n, key, out)
+    np.testing.assert_array_equal(out, order.permute(positions, n, key))
+    buffer = shuffle.ShuffleBuffer(n, size, key)
+    expected = order.shuffle_buffer(n, size, key)
+    for begin in (0, n // 2, n // 3):  # going on, and starting over
+        out = np.empty(n - begin, np.int64)
+        buffer.read(begin, out)
+        np.testing.assert_array_equal(out, expected[begin:])
+
+
+def test_orders_refuse_what_is_outside():
+    with pytest.raises(ValueError, match="outside"):
+        shuffle.permute(np.array([3]), 3, 0, np.empty(1, np.int64))
+    with pytest.raises(ValueError, match="of 4"):
+        shuffle.ShuffleBuffer(4, 2, 0).read(3, np.empty(2, np.int64))
+
+
+@pytest.mark.parametrize("shuffle", MODES)
+def test_the_same_for_any_number_of_threads_workers_and_ranks(store, shuffle):
+    expected = ids(make(store, shuffle=shuffle, num_threads=0))
+    assert sorted(flat(list(expected))) == list(range(N))
+    for threads in (1, 2, 4, 8):
+        assert ids(make(store, shuffle=shuffle, num_threads=threads)) == expected
+    for world in (2, 3, 5):
+        ranks = [ids(make(store, shuffle=shuffle, rank=r, world_size=world)) for r in range(world)]
+        assert [flat([part[g] for part in ranks]) for g in range(len(expected))] == expected
+    for workers in (0, 1, 2, 4):
+        dataset = tracestore.TraceIterableDataset(
+            store, batch_size=7, seed=5, shuffle=shuffle, buffer_size=20, block_bytes=4000
+        )
+        assert ids(DataLoader(dataset, batch_size=None, num_workers=workers)) == expected
+
+
+@pytest.mark.parametrize("options", [{"shuffle": m} for m in MODES] + [{"batch_cost": "tokens", "batch_limit": 30}])
+def test_continues_after_any_batch_with_other_threads_and_ranks(store, options):
+    """After each of 50 random positions: nothing twice, nothing missing."""
+    rng = np.random.default_rng(1)
+    epochs = {}
+    reference = make(store, **options)
+    for epoch in range(6):
+        reference.set_epoch(epoch)
+        epochs[epoch] = ids(reference)
+    for _ in range(50):
+        epoch = int(rng.integers(6))
+        stop = int(rng.integers(len(epochs[epoch])))
+        first = make(store, num_threads=int(rng.integers(0, 5)), **options)
+        first.set_epoch(epoch)
+        iterator = iter(first)
+        got = [next(iterator).trace_index.tolist() for _ in range(stop)]
+        state = json.loads(json.dumps(first.state_dict()))
+        iterator.close()
+        world = int(rng.integers(1, 4))
+        others = [
+            make(store, num_threads=int(rng.integers(0, 5)), rank=r, world_size=world, **options) for r in range(world)
+        ]
+        for other in others:
+            other.load_state_dict(state)
+        rest = [ids(other) for other in others]
+        assert got + [flat([part[g] for part in rest]) for g in range(len(rest[0]))] == epochs[epoch]
+
+
+@pytest.mark.parametrize("cost", ["tokens", "nodes", "edges", "bytes"])
+def test_batches_by_cost(store, cost):
+    opened = tracestore.open(store)
+    tokens = np.asarray(opened.num_tokens, np.int64)
+    layers = opened.num_layers
+    per_trace = {"tokens": tokens, "nodes": tokens * layers, "edges": layers * tokens * (tokens + 1) // 2}
+    limit = {"tokens": 20, "nodes": 60, "edges": 150, "bytes": 5000}[cost]
+    loader = make(store, view="graph", batch_cost=cost, batch_limit=limit)
+    batches = ids(loader)
+    assert sorted(flat([list(b) for b in batches])) == list(range(N)) and len(batches) == len(make(
+        store, view="graph", batch_cost=cost, batch_limit=limit))  # fmt: skip
+    sizes = per_trace.get(cost, loader.format.bytes(opened, np.arange(N)))
+    costs = [int(sizes[b].sum()) for b in batches]
+    assert all(c <= limit or len(b) == 1 for c, b in zip(costs, batches, strict=True))
+    # Greedy: no batch could have taken the first trace of the next one.
+    assert all(c + sizes[n[0]] > limit for c, n in zip(costs, batches[1:], strict=False))
+
+
+@given(st.lists(st.integers(1, 50), max_size=300), st.integers(1, 120))
+@settings(max_examples=100, deadline=None)
+def test_cost_batches_equal_a_loop(costs, limit):
+    costs = np.array(costs, np.int64)
+    expected, current, spent = [], [], 0
+    for k, cost in enumerate(costs.tolist()):
+        if current and spent + cost > limit:
+            expected.append(current)
+            current, spent = [], 0
+        current.append(k)
+        spent += cost
+    if current:
+        expected.append(current)
+    batches = order.CostBatches(len(costs), limit, lambda at: costs[at])
+    assert [batches.positions(g).tolist() for g in range(len(batches))] == expected
+    whole = order.CostBatches(len(costs), limit, lambda at: costs[at], drop_last=True)
+    short = bool(expected) and int(costs[expected[-1]].sum()) < limit
+    assert len(whole) == len(expected) - short
+
+
+def test_pad_and_drop_last(store):
+    padded = ids(make(store, pad=True))
+    plain = ids(make(store))
+    assert [len(b) for b in padded] == [7] * 9 and padded[-1][5:] == plain[0][:2] and padded[:-1] == plain[:-1]
+    assert ids(make(store, drop_last=True)) == plain[:-1]
+    with pytest.raises(UsageError, match="pad"):
+        make(store, pad=True, drop_last=True)
+    for wrong in ({"batch_cost": "tokens"}, {"batch_cost": "kilos", "batch_limit": 3}, {"batch_limit": 3}):
+        with pytest.raises(UsageError, match="batch_"):
+            make(store, **wrong)
+
+
+def test_an_empty_slice_is_a_batch_of_nothing(store):
+    for view in ("sequence", "graph"):
+        batch = list(make(store, view=view, batch_size=3, rank=3, world_size=4))[-1]
+        assert len(batch.y) == 0 and batch.question_id == []
+        assert (batch.sequences if view == "sequence" else batch.x).shape[-1] == 8
+
+
+def test_batches_that_are_held_are_never_written(tmp_path):
+    """Every batch of an epoch is kept, in parts: a view, a tensor saved for backward, a numpy array."""
+    import torch
+
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        for k in range(60):
+            writer.append(make_trace(k, tokens=20, layers=4, dim=64))
+    loader = tracestore.TraceLoader(tmp_path / "s.zarr", "graph", batch_size=5, dtype="float32", num_threads=3)
+    weight = torch.ones(64, requires_grad=True)
+    held = []
+    for batch in loader:
+        first = batch.x[:3, 1:9]
+        product = (batch.x * weight).sum()  # keeps x for the backward pass
+        held.append(
+            (first, first.clone(), product, batch.x.sum(0).clone(), batch.edge_index.numpy(), batch.edge_index.clone())
+        )
+    assert loader._pool.leased_bytes > 0
+    for view, copy, product, total, array, edges in held:
+        assert torch.equal(view, copy) and np.array_equal(array, edges.numpy())
+        (grad,) = torch.autograd.grad(product, weight)
+        assert torch.allclose(grad, total)
+    del held, view, copy, product, total, array, edges, batch, first, grad
+    assert loader._pool.leased_bytes == 0
+
+
+def test_float32_is_converted_while_gathering(store):
+    plain = list(make(store, view="graph", shuffle="none"))
+    wide = list(make(store, view="graph", shuffle="none", dtype="float32"))
+    import torch
+
+    for a, b in zip(plain, wide, strict=True):
+        assert b.x.dtype == b.edge_attr.dtype == torch.float32
+        assert torch.equal(a.x.float(), b.x) and torch.equal(a.edge_attr.float(), b.edge_attr)
+    assert make(store, dtype="float32").gather([3]).sequences.dtype == torch.float32
+    with pytest.raises(UsageError, match="dtype"):
+        make(store, dtype="bfloat16")
+
+
+def test_a_budget_is_kept_or_said(tmp_path):
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        for k in range(64):
+            writer.append(make_trace(k, tokens=20 + k % 5, layers=8, dim=512))
+    options = {"view": "graph", "batch_size": 8, "num_threads": 2}
+    batch = tracestore.TraceLoader(tmp_path / "s.zarr", **options).memory.batch_bytes
+    loader = tracestore.TraceLoader(tmp_path / "s.zarr", **options, memory_budget=(4 << 20) + int(3.6 * batch))
+    assert loader.memory.batches_in_flight == 2
+    for _ in loader:
+        assert loader._pool.held_bytes <= loader.memory.ring_bytes
+    held = []
+    with pytest.raises(MemoryBudgetError, match="let go of batches"):
+        for batch in loader:
+            held.append(batch)
+    assert 1 <= len(held) <= 3
+    with pytest.raises(MemoryBudgetError, match="lower batch_size"):
+        tracestore.TraceLoader(tmp_path / "s.zarr", **options, memory_budget=5 << 20)

@@ -1,0 +1,186 @@
+"""Nothing outlives its use: threads, processes, memory; and nothing crosses a fork."""
+
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+import tracestore
+from tests.helpers import ROOT, make_trace, make_traces, run_cli
+
+LOOP = """
+import sys, threading
+import tracestore
+from torch.utils.data import DataLoader
+store, workers = sys.argv[1], int(sys.argv[2])
+if workers:
+    # Python loses an interrupt that arrives in the hooks of a fork, whoever forks: after that.
+    data = DataLoader(tracestore.TraceIterableDataset(store, "graph", batch_size=4), batch_size=None,
+                      num_workers=workers, persistent_workers=True)
+    next(iter(data))
+else:
+    data = tracestore.TraceLoader(store, "graph", batch_size=4)
+print("ready", flush=True)
+while True:
+    for batch in data:
+        batch.x.sum()
+"""
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    path = tmp_path_factory.mktemp("life") / "s.zarr"
+    with tracestore.create(path) as writer:
+        for trace in make_traces(48, layers=6, dim=128, tokens=24):
+            writer.append(trace)
+    return path
+
+
+def interrupt(store, workers, delay):
+    """SIGINT to the whole group, as a terminal sends it; -> seconds until the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", LOOP, store, str(workers)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(delay)
+    children = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)
+    began = time.monotonic()
+    process.communicate(timeout=30)
+    took = time.monotonic() - began
+    _, alive = psutil.wait_procs(children, timeout=2)
+    assert not alive, alive
+    assert process.returncode != 0
+    return took
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_interrupt_leaves_nothing(store, workers):
+    """The 50 of `make soak`, shorter."""
+    before = set(os.listdir("/dev/shm"))
+    rng = random.Random(workers)
+    for _ in range(int(os.environ.get("TRACESTORE_INTERRUPTS", "3"))):
+        assert interrupt(store, workers, rng.uniform(0, 0.6)) < 2
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def num_threads():
+    """Of this process, those of C included."""
+    return psutil.Process().num_threads()
+
+
+def test_a_consumer_that_stops_early_or_raises(store):
+    next(iter(tracestore.TraceLoader(store, "graph", batch_size=4)))
+    gc.collect()
+    before = num_threads()
+    for _ in range(5):
+        for _batch in tracestore.TraceLoader(store, "graph", batch_size=4, num_threads=4):
+            break
+        with pytest.raises(ZeroDivisionError):
+            for _batch in tracestore.TraceLoader(store, "graph", batch_size=4, num_threads=4):
+                _ = 1 / 0
+        abandoned = iter(tracestore.TraceLoader(store, "graph", batch_size=4, num_threads=4))
+        next(abandoned)
+        assert num_threads() > before
+        del abandoned
+    gc.collect()
+    assert num_threads() == before
+
+
+def test_fork_in_the_middle_of_an_epoch(store):
+    """The child sees its own loader work, and an iterator of the parent's end in an error."""
+    loader = tracestore.TraceLoader(store, "graph", batch_size=4)
+    iterator = iter(loader)
+    held = next(iterator)
+    copy = held.x.clone()
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            try:
+                next(iterator)
+                answer = b"went on"
+            except RuntimeError as error:
+                answer = b"forked" if "forked" in str(error) else str(error).encode()
+            own = sum(len(b.y) for b in tracestore.TraceLoader(store, "graph", batch_size=4))
+            os.write(write, answer + b" %d" % own)
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    assert status == 0 and os.read(read, 100) == b"forked 48"
+    os.close(read), os.close(write)
+    rest = sum(len(b.y) for b in iterator)
+    assert rest == 44 and (held.x == copy).all()
+
+
+def test_memory_after_many_epochs(tmp_path):
+    """Where it was after 20 epochs (2,000 in `make soak`)."""
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        for trace in make_traces(12, layers=3, dim=32):
+            writer.append(trace)
+    loader = tracestore.TraceLoader(tmp_path / "s.zarr", "graph", batch_size=5)
+    process = psutil.Process()
+
+    def run(epochs):
+        for _ in range(epochs):
+            for _batch in loader:
+                pass
+        gc.collect()
+        return process.memory_full_info().uss
+
+    base = run(20)
+    assert run(int(os.environ.get("TRACESTORE_EPOCHS", "300"))) - base < 2 << 20
+
+
+def test_two_thousand_segments_under_few_descriptors(tmp_path):
+    """4 workers, 256 descriptors, as many segments as TRACESTORE_SEGMENTS says (2,000 in `make soak`)."""
+    count = int(os.environ.get("TRACESTORE_SEGMENTS", "300"))
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        for k in range(count):
+            writer.append(make_trace(k, tokens=2, layers=2, dim=4, heads=1))
+            writer.flush()
+    code = (
+        "import sys, tracestore\nfrom torch.utils.data import DataLoader\n"
+        "if __name__ == '__main__':\n"
+        "    data = tracestore.TraceIterableDataset(sys.argv[1], 'graph', batch_size=8, shuffle='global')\n"
+        "    print(sum(len(b.y) for b in DataLoader(data, batch_size=None, num_workers=4)))\n"
+    )
+    script = tmp_path / "run.py"
+    script.write_text(code)
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit -n 256; exec {sys.executable} {script} {tmp_path / 's.zarr'}"],
+        capture_output=True, text=True, timeout=240, cwd=ROOT,
+    )  # fmt: skip
+    assert done.stdout.split() == [str(count)], done.stderr
+
+
+def test_budget_in_a_process_of_its_own(tmp_path):
+    """Anonymous and shared memory above the imports stay within the budget and 5 %."""
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        for k in range(160):
+            writer.append(make_trace(k, tokens=30 + k % 20, layers=12, dim=512, heads=1))
+    code = (
+        "import sys, threading, time, psutil, tracestore, tracestore.data.loader, gc\n"
+        "path, budget = sys.argv[1], int(sys.argv[2])\n"
+        "p = psutil.Process(); peak = [0]; stop = threading.Event()\n"
+        "def used():\n"
+        "    f = dict(l.split(':') for l in open('/proc/self/status') if l.startswith(('RssAnon', 'RssShmem')))\n"
+        "    return sum(int(v.split()[0]) << 10 for v in f.values())\n"
+        "def watch():\n"
+        "    while not stop.wait(0.002): peak[0] = max(peak[0], used())\n"
+        "base = used(); thread = threading.Thread(target=watch); thread.start()\n"
+        "loader = tracestore.TraceLoader(path, 'graph', batch_size=8, memory_budget=budget, num_threads=2)\n"
+        "for _ in range(4):\n"
+        "    for b in loader: pass\n"
+        "stop.set(); thread.join(); print(peak[0] - base)\n"
+    )
+    budget = 32 << 20
+    used = int(run_cli("-c", code, tmp_path / "s.zarr", budget, check=0).stdout)
+    assert used <= 1.05 * budget, (used, budget)

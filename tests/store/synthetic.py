@@ -1,0 +1,55 @@
+"""Stores that have an index and nothing else: to measure what a million traces cost."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+import tracestore
+from tests.helpers import make_trace
+from tracestore._core.kernels import crc32c
+from tracestore.store import manifest as mf
+from tracestore.store.columns import Columns, write_columns
+from tracestore.store.container import pack_arrays
+from tracestore.store.index import StoreIndex
+from tracestore.store.ragged import encode_strings
+
+
+def make_index_only_store(path: Path, num_traces: int, num_segments: int, num_parts: int) -> None:
+    """num_traces rows with question ids q0, q1, ..., of 30 to 70 tokens, in parts as commits
+    of doubling sizes leave them."""
+    with tracestore.create(path) as writer:
+        writer.append(make_trace(0))
+    old = mf.load_manifest(path, mf.generations(path)[0])
+    index = StoreIndex(path, old)
+    template = index.part_arrays(0)
+    weights = 2.0 ** np.arange(num_parts)[::-1]
+    cuts = np.concatenate([[0], np.cumsum(weights / weights.sum() * num_traces)]).astype(int)
+    per_segment = -(-num_traces // num_segments)
+    parts, generation = [], old.generation + 1
+    for k in range(num_parts):
+        first, end = int(cuts[k]), num_traces if k == num_parts - 1 else int(cuts[k + 1])
+        n, ids = end - first, np.arange(first, end)
+        arrays = mf.empty_columns()
+        for name, dtype in mf.TRACE_COLUMNS.items():
+            arrays[name] = np.full(n, template[name][0], dtype)
+        tokens = 30 + ids * 7919 % 41
+        arrays["num_tokens"] = tokens.astype("<i4")
+        arrays["graph_segment"] = arrays["sequence_segment"] = (ids // per_segment).astype("<i4")
+        arrays["graph_row"] = arrays["sequence_row"] = arrays["last_token_row"] = (ids % per_segment).astype("<i4")
+        arrays["id"], arrays["id_offsets"] = encode_strings(f"q{i}" for i in ids.tolist())
+        data = pack_arrays(mf.with_key_table(arrays))
+        (path / "index" / f"{generation:010d}").mkdir(exist_ok=True)
+        name = f"index/{generation:010d}/part{k}"
+        (path / name).write_bytes(data)
+        first_segment = first // per_segment
+        segments = (end // per_segment if k < num_parts - 1 else num_segments) - first_segment
+        parts.append(mf.PartRef(name, len(data), crc32c(data), first, n, first_segment, segments, 0, 0))
+    scores = np.linspace(0, 1, num_traces)
+    columns = write_columns(
+        path, generation, 0, Columns(scores, np.full(num_traces, np.nan), *encode_strings([""] * num_traces))
+    )
+    manifest = replace(
+        old, generation=generation, parts=tuple(parts), columns=(columns,), num_traces=num_traces, num_scored=num_traces
+    )
+    mf.manifest_path(path, generation).write_bytes(manifest.to_bytes())

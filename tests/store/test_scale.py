@@ -1,0 +1,58 @@
+"""What a million traces cost at open. Times are compared with work of the same run."""
+
+import statistics
+import time
+
+import numpy as np
+import psutil
+
+import tracestore
+from tests.helpers import run_cli
+from tests.store.synthetic import make_index_only_store
+from tracestore.data import order
+
+
+def seconds(work, repeats=5):
+    def once():
+        began = time.perf_counter()
+        work()
+        return time.perf_counter() - began
+
+    return statistics.median(once() for _ in range(repeats))
+
+
+def test_a_million_traces(tmp_path):
+    n = 1_000_000
+    make_index_only_store(tmp_path / "s.zarr", n, num_segments=2000, num_parts=11)
+    store = tracestore.open(tmp_path / "s.zarr")
+    rng = np.random.default_rng(0)
+    some = rng.integers(0, n, 200).tolist()
+    for k in some:
+        assert store.index_of(f"q{k}") == k and store.question_ids[k] == f"q{k}"
+    places = store._index.places(np.array(some))
+    assert places[:, 3].tolist() == [30 + k * 7919 % 41 for k in some]
+    # Opening reads the index by mapping it: far from the time of reading a value a trace in Python.
+    python_loop = seconds(lambda: [int(v) for v in np.asarray(store.num_tokens)], 3)
+    assert seconds(lambda: tracestore.open(tmp_path / "s.zarr")) < python_loop
+    # A lookup by id against one in a dict of the same ids: at most twenty times.
+    table = {f"q{k}": k for k in range(0, n, 100)}
+    keys = list(table)[:1000]
+    assert seconds(lambda: [store.index_of(k) for k in keys]) < 20 * seconds(lambda: [table[k] for k in keys]) + 1e-3
+    # Private memory of an open store, in a process of its own.
+    code = (
+        "import sys, tracestore, psutil\n"
+        "tracestore.open(sys.argv[2])\n"
+        "p = psutil.Process(); before = p.memory_full_info().uss\n"
+        "s = tracestore.open(sys.argv[1]); s.index_of('q77'); s.scores\n"
+        "i = p.memory_full_info(); maps = [m for m in p.memory_maps() if 's.zarr' in m.path]\n"
+        "print(i.uss - before - sum(m.private_clean for m in maps))"
+    )
+    make_index_only_store(tmp_path / "small.zarr", 10, 2, 1)
+    private = int(run_cli("-c", code, tmp_path / "s.zarr", tmp_path / "small.zarr", check=0).stdout)
+    assert private < 64 * n
+    # Order of a million ids, in constant memory.
+    before = psutil.Process().memory_info().rss
+    plan = order.EpochOrder(n, 1, 0)
+    for begin in range(0, n, 4096):
+        plan.at(np.arange(begin, min(n, begin + 4096)))
+    assert psutil.Process().memory_info().rss - before < 4 << 20
