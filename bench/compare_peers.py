@@ -24,9 +24,12 @@ from pathlib import Path
 
 import numpy as np
 
-SHAPES = {"small": (30, 576, 600), "large": (32, 4096, 160)}
+SHAPES = {"small": (30, 576, 600), "large": (32, 4096, 96)}
 BATCH = 16
-PT_TRACES_PER_FILE = 50
+# All copies of the traces together must fit the page cache: warm is what is measured.
+PT_FILES = 6
+# A pass is left early: a loader of its own then starts anew, which is part of its cost.
+MAX_PASS_S = 1e9
 
 
 def trace(k, layers, dim):
@@ -121,16 +124,25 @@ class Memmap(Peer):
 
 
 class Pt(Peer):
-    """Files of traces, two of them kept, as the users' scripts do."""
+    """preprocessed_*.pt of PyG graphs, two files kept, as the users' scripts do."""
 
     def write(self):
         import torch
+        from torch_geometric.data import Data
 
         part = []
+        per_file = self.count // PT_FILES
         for k, (hidden, attention) in enumerate(self.traces()):
-            part.append((torch.from_numpy(hidden), torch.from_numpy(attention)))
-            if len(part) == PT_TRACES_PER_FILE or k == self.count - 1:
-                torch.save(part, self.folder / f"{k // PT_TRACES_PER_FILE}.pt")
+            i, j = _pairs(hidden.shape[1])
+            index = torch.from_numpy(np.stack([j, i]))
+            part.append(
+                [
+                    Data(x=torch.from_numpy(h), edge_index=index.clone(), edge_attr=torch.from_numpy(a).unsqueeze(1))
+                    for h, a in zip(hidden, attention, strict=True)
+                ]
+            )
+            if len(part) == per_file or k == self.count - 1:
+                torch.save({"graphs": part}, self.folder / f"preprocessed_{k // per_file}.pt")
                 part = []
 
     def open(self):
@@ -138,11 +150,18 @@ class Pt(Peer):
 
         import torch
 
-        self.load = lru_cache(2)(lambda n: torch.load(self.folder / f"{n}.pt"))
+        self.load = lru_cache(2)(
+            lambda n: torch.load(self.folder / f"preprocessed_{n}.pt", weights_only=False)["graphs"]
+        )
 
-    def read(self, k):
-        hidden, attention = self.load(k // PT_TRACES_PER_FILE)[k % PT_TRACES_PER_FILE]
-        return hidden.numpy(), attention.numpy()
+    def batches(self, ids):
+        from torch_geometric.data import Batch
+
+        n = self.count // PT_FILES
+        for begin in range(0, len(ids), BATCH):
+            graphs = [self.load(int(k) // n)[int(k) % n] for k in ids[begin : begin + BATCH]]
+            batch = Batch.from_data_list([layer for trace in graphs for layer in trace])
+            yield batch.x, batch.edge_index, batch.edge_attr
 
 
 class Lmdb(Peer):
@@ -426,13 +445,20 @@ def serve(name, folder, layers, dim, count):
             if order["do"] == "check":
                 answer = [digest([np.asarray(a) for a in batch]) for batch in peer.batches(ids)]
             else:
-                began, traces = time.perf_counter(), 0
-                for k, batch in enumerate(peer.batches(ids)):
-                    traces += min(BATCH, len(ids) - k * BATCH)
-                    del batch
-                    if time.perf_counter() - began > order["seconds"]:
-                        break
-                answer = traces / (time.perf_counter() - began)
+                # Whole passes, until the time is over; the first batch of all is not counted.
+                began, traces, over = None, 0, False
+                while not over:
+                    for k, batch in enumerate(peer.batches(ids)):
+                        del batch
+                        now = time.perf_counter()
+                        if began is None:
+                            began = now
+                            continue
+                        traces += min(BATCH, len(ids) - k * BATCH)
+                        over = now - began > order["seconds"]
+                        if over and order["seconds"] < MAX_PASS_S:
+                            break
+                answer = traces / (now - began)
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
@@ -477,6 +503,7 @@ def memcpy_rate(num_bytes):
             t.join()
         return 2 * part / (time.perf_counter() - began)
 
+    run()
     return run
 
 
@@ -511,7 +538,7 @@ def compare(shape, peers_python, names, rounds, seconds):
                 server.close()
         copy, copies = memcpy_rate(int(mean_bytes * count)), []
         for _ in range(rounds):
-            copies.append(copy())
+            copies.append(max(copy() for _ in range(3)))  # the first after a pause is slower
             for server in servers:
                 server.rates.append(server.ask(do="time", ids=ids.tolist(), seconds=seconds))
     finally:

@@ -10,14 +10,13 @@ import shutil
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
+from benchmarks import loading
 
-import tracestore
 from tracestore import convert
 from tracestore.data.loader import TraceLoader
 from tracestore.extract.run import PickleListWriter
@@ -85,42 +84,22 @@ def bench_convert(folder: Path, source: Path, repeats: int) -> None:
     print(f"convert .pkl, every head: {a:.2f} s; pickle.load + np.tril + write + fsync: {b:.2f} s; ratio {b / a:.2f}")
 
 
-def memcpy_seconds(num_bytes: int, threads: int = 2) -> float:
-    """Copying num_bytes with `threads` threads, pages touched before."""
-    part = num_bytes // threads
-    sources = [np.ones(part, "u1") for _ in range(threads)]
-    targets = [np.zeros(part, "u1") for _ in range(threads)]
-
-    def run() -> None:
-        workers = [threading.Thread(target=np.copyto, args=pair) for pair in zip(targets, sources, strict=True)]
-        for w in workers:
-            w.start()
-        for w in workers:
-            w.join()
-
-    return min(timed(run) for _ in range(3))
-
-
-def bench_loader(store_path: Path, repeats: int) -> None:
-    store = tracestore.open(store_path)
-    tokens = np.asarray(store.num_tokens, "f8")
-    input_bytes = int(LAYERS * (tokens.sum() * DIM + (tokens * (tokens + 1) / 2).sum()) * 2)
-    for edges in ("coo", "packed"):
-        loader = TraceLoader(store, "graph", batch_size=16, edges=edges)
-        list(zip(range(2), loader, strict=False))
-        seconds = []
-        for _ in range(repeats):
-
-            def epoch(loader=loader) -> None:
-                for _ in loader:
-                    pass
-
-            seconds.append(timed(epoch))
-        s, limit = statistics.median(seconds), memcpy_seconds(input_bytes)
-        print(
-            f"loader, graph batches of 16, {edges}: {len(store) / s:,.0f} traces/s, {input_bytes / s / 1e9:.2f} GB/s; "
-            f"2-thread memcpy of the same bytes {input_bytes / limit / 1e9:.2f} GB/s; ratio {limit / s:.2f}"
-        )
+def bench_loader(folder: Path, short: bool, repeats: int) -> Path:
+    """Both shapes, both forms of edges; -> the store of the small shape."""
+    for shape, (layers, dim, count) in loading.SHAPES.items():
+        path = folder / f"{shape}.zarr"
+        loading.make_store(path, layers, dim, count // 4 if short else count)
+        for edges in ("coo", "packed"):
+            rates, ratios = loading.memcpy_ratios(path, edges, repeats)
+            print(
+                f"loader, L={layers} D={dim}, graph batches of 16, {edges}: {statistics.median(rates):,.0f} traces/s; "
+                f"of a 2-thread memcpy of the same bytes {statistics.median(ratios):.2f} "
+                f"({', '.join(f'{r:.2f}' for r in sorted(ratios))})",
+                flush=True,
+            )
+        if shape != "small":
+            shutil.rmtree(path)
+    return folder / "small.zarr"
 
 
 def bench_step(store_path: Path, repeats: int) -> None:
@@ -177,9 +156,7 @@ def main() -> None:
         make_file(folder / "traces.pkl", count)
         bench_convert(folder, folder / "traces.pkl", repeats)
         shutil.rmtree(folder / "store.zarr")
-        convert.main([str(folder / "traces.pkl"), str(folder / "store.zarr"), "--json"])
-        bench_loader(folder / "store.zarr", repeats)
-        bench_step(folder / "store.zarr", repeats)
+        bench_step(bench_loader(folder, args.short, 5 if args.short else 9), repeats)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ from tracestore.errors import MemoryBudgetError
 # Threads that wait for the disk, and bytes that they may be ahead of the gathering.
 _READERS = 4
 _READ_AHEAD_BYTES = 128 << 20
+# After so many batches in a row that did not wait for it, the store counts as warm.
+_WARM_BATCHES = 16
 
 
 class _ReadAhead:
@@ -39,7 +41,7 @@ class _ReadAhead:
 
     @property
     def is_on(self) -> bool:
-        return self._crew is not None
+        return self._crew is not None and self._warm < _WARM_BATCHES
 
     def saw(self, job: BatchJob) -> None:
         """A batch was gathered."""
@@ -49,7 +51,7 @@ class _ReadAhead:
             self._warm = 0
             if self._crew is None:
                 self._crew = Crew(_READERS)
-        if self._crew is not None and self.drop_behind:
+        if self.is_on and self.drop_behind:
             self._submit(Pages(job.sources, drop=True))
 
     def ask(self, job: BatchJob) -> int:
@@ -88,8 +90,7 @@ class AheadByCrew:
         self._threads_each = max(1, num_threads // at_once)
         self._crew = Crew(at_once)
         self._queue: deque[BatchJob] = deque()
-        self._planned: deque[BatchJob] = deque()  # being read, without memory yet
-        self._planned_bytes = 0
+        self._planned: deque[tuple[BatchJob, int]] = deque()  # being read, without memory yet; their bytes
         self._reading = _ReadAhead(drop_behind)
 
     def __len__(self) -> int:
@@ -97,15 +98,14 @@ class AheadByCrew:
 
     def plan(self, batch: int) -> bool:
         """Offers a batch behind those submitted; False where it is not read ahead."""
-        if not self._reading.is_on or self._planned_bytes > _READ_AHEAD_BYTES:
+        if not self._reading.is_on or sum(b for _, b in self._planned) > _READ_AHEAD_BYTES:
             return False
         job = self._make_job(batch)
-        self._planned.append(job)
-        self._planned_bytes += self._reading.ask(job)
+        self._planned.append((job, self._reading.ask(job)))
         return True
 
     def submit(self, batch: int) -> bool:
-        job = self._planned[0] if self._planned else self._make_job(batch)
+        job = self._planned[0][0] if self._planned else self._make_job(batch)
         try:
             job.place(self._allocate(job.num_bytes))
         except MemoryBudgetError:
@@ -114,7 +114,6 @@ class AheadByCrew:
             return False
         if self._planned:
             self._planned.popleft()
-            self._planned_bytes = max(0, self._planned_bytes - job.num_bytes)
         job.native.submit(self._crew, self._threads_each)
         self._queue.append(job)
         return True

@@ -133,6 +133,7 @@ class DetectorRun:
             top_k=c.top_k,
             edges="packed" if packed else "coo",
             max_cache_batches=c.max_cache_batches,
+            pin_memory=self.device.type == "cuda",
             rank=0,
             world_size=1,
         )
