@@ -320,7 +320,7 @@ static void flush(const struct graph_job *job, struct stage *stage, int last)
     enum ts_dtype in = job->form->in, out = job->form->out;
     size_t n = stage->num_weights;
     if (in == out)
-        memcpy(stage->weights_to, stage->weights, n * ts_dtype_bytes(in));
+        ts_stream_copy(stage->weights_to, stage->weights, n * ts_dtype_bytes(in));
     else if (in == TS_F16)
         ts_f16_to_f32((const uint16_t *)stage->weights, (float *)stage->weights_to, n);
     else
