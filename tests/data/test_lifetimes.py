@@ -66,7 +66,7 @@ def test_interrupt_leaves_nothing(store, workers):
     """The 50 of `make soak`, shorter."""
     before = set(os.listdir("/dev/shm"))
     rng = random.Random(workers)
-    for _ in range(int(os.environ.get("TRACESTORE_INTERRUPTS", "3"))):
+    for _ in range(int(os.environ.get("TRACESTORE_INTERRUPTS", "2"))):
         assert interrupt(store, workers, rng.uniform(0, 0.6)) < 2
     assert set(os.listdir("/dev/shm")) <= before
 
@@ -141,7 +141,7 @@ def test_memory_after_many_epochs(tmp_path):
 
 def test_two_thousand_segments_under_few_descriptors(tmp_path):
     """4 workers, 256 descriptors, as many segments as TRACESTORE_SEGMENTS says (2,000 in `make soak`)."""
-    count = int(os.environ.get("TRACESTORE_SEGMENTS", "300"))
+    count = int(os.environ.get("TRACESTORE_SEGMENTS", "100"))
     with tracestore.create(tmp_path / "s.zarr") as writer:
         for k in range(count):
             writer.append(make_trace(k, tokens=2, layers=2, dim=4, heads=1))

@@ -134,9 +134,14 @@ class AheadByCrew:
         self._planned.clear()
 
 
+# Batches whose chunks the cache of a compressed store is told of.
+_ANNOUNCED_BATCHES = 32
+
+
 class AheadByThreads:
     """For compressed stores, whose inner chunks are decoded through Python: each thread
-    looks up, decodes and moves one batch."""
+    looks up, decodes and moves one batch. `announce` tells the cache what comes, so that
+    it keeps what is needed soonest, and gives what takes that back."""
 
     def __init__(
         self,
@@ -146,31 +151,45 @@ class AheadByThreads:
         num_bytes: Callable[[np.ndarray], int],
         gather: Callable[[np.ndarray, Allocate], Any],
         allocate: Allocate,
+        announce: Callable[[np.ndarray], Callable[[], None]],
     ) -> None:
         self._traces, self._num_bytes, self._gather, self._allocate = traces, num_bytes, gather, allocate
+        self._announce = announce
         self._pid = os.getpid()
         self._workers = ThreadPoolExecutor(max(1, min(num_threads, max_in_flight)), thread_name_prefix="tracestore")
         self._queue: deque[Future[Any]] = deque()
+        self._planned: deque[np.ndarray] = deque()
+        self._announced: deque[Callable[[], None]] = deque()  # of those in the queue, then of those planned
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def plan(self, batch: int) -> bool:
-        return False
+        if len(self._planned) >= _ANNOUNCED_BATCHES:
+            return False
+        indices = self._traces(batch)
+        self._announced.append(self._announce(indices))
+        self._planned.append(indices)
+        return True
 
     def submit(self, batch: int) -> bool:
-        indices = self._traces(batch)
+        if not self._planned:
+            self.plan(batch)
+        indices = self._planned[0]
         try:
             piece = self._allocate(self._num_bytes(indices))
         except MemoryBudgetError:
             if not self._queue:
                 raise
             return False
+        self._planned.popleft()
         self._queue.append(self._workers.submit(self._gather, indices, _Given(piece)))
         return True
 
     def take(self) -> Any:
-        return self._queue.popleft().result()
+        result = self._queue.popleft().result()
+        self._announced.popleft()()
+        return result
 
     def __enter__(self) -> Self:
         return self
@@ -179,7 +198,10 @@ class AheadByThreads:
         # A forked child has no threads of its parent to wait for.
         if os.getpid() == self._pid:
             self._workers.shutdown(wait=True, cancel_futures=True)
+            while self._announced:
+                self._announced.popleft()()
         self._queue.clear()
+        self._planned.clear()
 
 
 class _Given:

@@ -1,6 +1,7 @@
 """TraceLoader: collated batches from threads of this process, in an exact order."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -220,7 +221,8 @@ class TraceLoader:
         if self.store.codec == "none":
             ahead = AheadByCrew(threads, in_flight, job, self._allocate, drop_behind=self.memory.ring_bytes > 0)
         else:
-            ahead = AheadByThreads(threads, in_flight, traces, self._bytes, self._gather, self._allocate)
+            announce = partial(self.store.announce, view=self.view)
+            ahead = AheadByThreads(threads, in_flight, traces, self._bytes, self._gather, self._allocate, announce)
         with ahead:
             submitted = planned = start
             for batch in range(start, total):

@@ -6,6 +6,7 @@ import numpy as np
 
 from tracestore.errors import MissingFieldError
 from tracestore.store import schema
+from tracestore.store.shard import ChunkKey
 
 if TYPE_CHECKING:
     from tracestore.store.reader import TraceStore
@@ -70,3 +71,19 @@ def sequence_sources(store: "TraceStore", indices: np.ndarray) -> list[Any]:
             at = row + (layer + 1) * tokens - 1
             pieces += hidden.sources(at, at + 1)
     return pieces
+
+
+def chunk_keys(store: "TraceStore", indices: np.ndarray, view: str) -> list[ChunkKey]:
+    """The inner chunks that a batch of some traces is decoded from."""
+    keys: list[ChunkKey] = []
+    num_layers, heads = store.num_layers, store.heads_stored
+    for graph, row, start, tokens, layout, sequence, last in store._index.places(indices).tolist():
+        if view == "sequence" and sequence >= 0:
+            keys += store._segment(sequence).array("last_token").chunk_keys(last, last + 1)
+            continue
+        segment = store._segment(graph)
+        keys += segment.array("hidden_states").chunk_keys(row, row + num_layers * tokens)
+        if view == "graph" and layout != schema.LAYOUT_EDGES:
+            size = num_layers * heads * schema.num_pairs(tokens, layout)
+            keys += segment.array("attention").chunk_keys(start, start + size)
+    return list(dict.fromkeys(keys))

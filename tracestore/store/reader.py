@@ -3,7 +3,8 @@
 import math
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
@@ -14,7 +15,7 @@ from tracestore.store import manifest as mf
 from tracestore.store import schema
 from tracestore.store.columns import Columns, join_columns, read_columns
 from tracestore.store.index import StoreIndex
-from tracestore.store.places import ATTENTION_START, GRAPH_SEGMENT, LAYOUT, NUM_TOKENS
+from tracestore.store.places import ATTENTION_START, GRAPH_SEGMENT, LAYOUT, NUM_TOKENS, chunk_keys
 from tracestore.store.segment import SegmentReader
 from tracestore.store.shard import ChunkCache
 from tracestore.store.trace import Trace
@@ -254,6 +255,13 @@ class TraceStore:
             sizes = {f.path: f.size for f in self._index.segment_files(number)}
             segment = self._segments[number] = SegmentReader(self.path, number, sizes, self._cache)
         return segment
+
+    def announce(self, indices: np.ndarray, view: str) -> Callable[[], None]:
+        """Tells the cache of a compressed store which traces come after all that were
+        announced before; -> to be called when they were read, or will not be."""
+        keys = chunk_keys(self, indices, view)
+        self._cache.announce(keys)
+        return partial(self._cache.done, keys)
 
     def limit_cache(self, max_bytes: int) -> None:
         """Keeps at most max_bytes of decoded chunks from now on (one chunk at least)."""

@@ -8,7 +8,7 @@ import json
 import os
 import struct
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -186,17 +186,25 @@ class ShardStream:
         return self._written, self._crc
 
 
+ChunkKey = tuple[Path, int]
+
+
 class ChunkCache:
-    """Decoded inner chunks of compressed shards, least recently used out, bounded in bytes.
-    Safe to use from threads; a forked child starts with a lock of its own."""
+    """Decoded inner chunks of compressed shards, bounded in bytes.
+
+    Who knows the order of what is to come announces it: then what is not announced goes
+    first, least recently used, and after that what is needed last (Belady 1966). Safe to
+    use from threads; a forked child starts with a lock of its own."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self.num_bytes = 0
-        self._chunks: OrderedDict[tuple[Path, int], np.ndarray] = OrderedDict()
+        self.num_bytes = self.num_decoded = 0
+        self._chunks: OrderedDict[ChunkKey, np.ndarray] = OrderedDict()
+        self._announced: dict[ChunkKey, deque[int]] = {}  # when it will be asked for, in announcements
+        self._clock = 0
         self._lock, self._pid = threading.Lock(), os.getpid()
 
-    def get(self, key: tuple[Path, int], decode: Callable[[], np.ndarray]) -> np.ndarray:
+    def get(self, key: ChunkKey, decode: Callable[[], np.ndarray]) -> np.ndarray:
         if self._pid != os.getpid():
             self._lock, self._pid = threading.Lock(), os.getpid()
         with self._lock:
@@ -207,16 +215,35 @@ class ChunkCache:
         # Decoded outside the lock: two threads may do it twice, neither waits.
         chunk = decode()
         with self._lock:
+            self.num_decoded += 1
             if key not in self._chunks:
                 self._chunks[key] = chunk
                 self.num_bytes += chunk.nbytes
             self._trim()
         return chunk
 
+    def announce(self, keys: Sequence[ChunkKey]) -> None:
+        """These will be asked for, after all that were announced before."""
+        with self._lock:
+            self._clock += 1
+            for key in keys:
+                self._announced.setdefault(key, deque()).append(self._clock)
+
+    def done(self, keys: Sequence[ChunkKey]) -> None:
+        """Takes the oldest announcement of each back: it was asked for, or will not be."""
+        with self._lock:
+            for key in keys:
+                self._announced[key].popleft()
+                if not self._announced[key]:
+                    del self._announced[key]
+
     def _trim(self) -> None:
         while self.num_bytes > self.max_bytes and len(self._chunks) > 1:
-            _, dropped = self._chunks.popitem(last=False)
-            self.num_bytes -= dropped.nbytes
+            newest = next(reversed(self._chunks))
+            found = next((k for k in self._chunks if k not in self._announced and k != newest), None)
+            if found is None:
+                found = max((k for k in self._chunks if k != newest), key=lambda k: self._announced[k][0])
+            self.num_bytes -= self._chunks.pop(found).nbytes
 
     def limit(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -313,6 +340,12 @@ class ArrayReader:
             lo, hi = max(begin, first), min(end, first + self.chunk_rows)
             found.append(data[(lo - first) * items : (hi - first) * items])
         return found
+
+    def chunk_keys(self, begin: int, end: int) -> list[ChunkKey]:
+        """The inner chunks of rows begin .. end as the cache knows them; none if uncompressed."""
+        if self._offsets is None or end <= begin:
+            return []
+        return [(self._path, k) for k in range(begin // self.chunk_rows, -(-end // self.chunk_rows))]
 
     def sources(self, begin: int, end: int) -> list[Any]:
         """The same as sources of a gather: a Span, or flat uint8 arrays."""
