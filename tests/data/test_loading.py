@@ -4,10 +4,14 @@ import functools
 import json
 import operator
 import pickle
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import tracestore
@@ -76,6 +80,67 @@ def test_graph_batches_equal_the_oracle(variant, threshold, top_k, num_threads):
         copy = pickle.loads(pickle.dumps(batch))
         assert torch.equal(copy.edge_index, batch.edge_index) and torch.equal(batch.to("cpu").x, batch.x)
     assert sorted(seen) == list(range(11))
+
+
+@given(
+    st.integers(0, 2**16),
+    st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    st.integers(1, 3),
+    st.sampled_from([1, 3, 8, 33]),
+    st.sampled_from(schema.CODECS),
+    st.sampled_from(["coo", "packed"]),
+    st.sampled_from([(0.0, None), (0.4, None), (0.0, 0.3), (0.0, 1.0)]),
+    st.sampled_from([None, "float32"]),
+)
+@settings(max_examples=40, deadline=None)
+def test_every_field_equals_the_oracle(seed, sizes, layers, dim, codec, edges, rule, dtype):
+    """One trace, one layer, one token, odd sizes; equal weights for ties."""
+    with tempfile.TemporaryDirectory() as name:
+        with tracestore.create(Path(name) / "s.zarr", codec=codec) as writer:
+            for k, tokens in enumerate(sizes):
+                trace = make_trace(k, tokens=tokens, layers=layers, dim=dim, heads=1, seed=seed)
+                trace["attentions"] = [(np.ceil(a * 4) / 4).astype("f2") for a in trace["attentions"]]
+                writer.append(trace, score=k / 5)
+        store = tracestore.open(Path(name) / "s.zarr")
+        threshold, top_k = rule
+        loader = tracestore.TraceLoader(
+            store,
+            "graph",
+            batch_size=3,
+            seed=seed,
+            edges=edges,
+            attention_threshold=threshold,
+            top_k=top_k,
+            dtype=dtype,
+        )
+        for batch in loader:
+            x, source, weight, node = [], [], [], 0
+            for index in batch.trace_index.tolist():
+                for hidden, pairs, values in expected_graph(store, index, (threshold, top_k or 0.0)):
+                    x.append(hidden)
+                    source.append(pairs + node)
+                    weight.append(values)
+                    node += len(hidden)
+            wide = dtype or "float16"
+            np.testing.assert_array_equal(batch.x.numpy(), np.concatenate(x).astype(wide))
+            sizes_here = [len(h) for h in x]
+            assert batch.batch.tolist() == np.repeat(np.arange(len(x)), sizes_here).tolist()
+            assert batch.ptr.tolist() == [0, *np.cumsum(sizes_here).tolist()]
+            assert batch.score.tolist() == store.scores[batch.trace_index.numpy()].astype("f4").tolist()
+            if edges == "coo":
+                np.testing.assert_array_equal(batch.edge_index.numpy(), np.concatenate(source, axis=1))
+                np.testing.assert_array_equal(batch.edge_attr.numpy()[:, 0], np.concatenate(weight).astype(wide))
+                continue
+            stored = np.concatenate([store[k].attention_mean.reshape(-1) for k in batch.trace_index.tolist()]).astype(
+                wide
+            )
+            found = batch.attention.numpy()
+            pairs = [n * (n + 1) // 2 for n in sizes_here]
+            assert batch.attention_ptr.tolist() == [0, *np.cumsum(pairs).tolist()]
+            if top_k is None:
+                np.testing.assert_array_equal(found, stored)
+            else:
+                np.testing.assert_array_equal(found[~np.isnan(found)], np.concatenate(weight).astype(wide))
 
 
 @pytest.mark.parametrize("view", ["sequence", "graph"])
