@@ -24,6 +24,7 @@ from tracestore.train.gine import GraphInputs
 from tracestore.train.models import ModelConfig, detector_loss, make_model
 
 LAYERS, DIM, HEADS = 30, 576, 9
+PICTURE = Path("build/bench-loading.png")
 
 
 def make_file(path: Path, count: int) -> int:
@@ -84,13 +85,34 @@ def bench_convert(folder: Path, source: Path, repeats: int) -> None:
     print(f"convert .pkl, every head: {a:.2f} s; pickle.load + np.tril + write + fsync: {b:.2f} s; ratio {b / a:.2f}")
 
 
+def draw(ratios: dict[str, list[float]], path: Path) -> None:
+    """Shares of memcpy's speed, each round a point, the median a bar."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 3.5))
+    axes.bar(list(ratios), [statistics.median(r) for r in ratios.values()], color="#9ab")
+    for k, rounds in enumerate(ratios.values()):
+        axes.plot([k] * len(rounds), rounds, "k.", alpha=0.5)
+    axes.axhline(1, color="k", linewidth=0.8)
+    axes.set_ylabel("of a 2-thread memcpy")
+    axes.set_title("TraceLoader, graph batches of 16, warm")
+    figure.tight_layout()
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
 def bench_loader(folder: Path, short: bool, repeats: int) -> Path:
     """Both shapes, both forms of edges; -> the store of the small shape."""
+    found = {}
     for shape, (layers, dim, count) in loading.SHAPES.items():
         path = folder / f"{shape}.zarr"
         loading.make_store(path, layers, dim, count // 4 if short else count)
         for edges in ("coo", "packed"):
             rates, ratios = loading.memcpy_ratios(path, edges, repeats)
+            found[f"{shape}, {edges}"] = ratios
             print(
                 f"loader, L={layers} D={dim}, graph batches of 16, {edges}: {statistics.median(rates):,.0f} traces/s; "
                 f"of a 2-thread memcpy of the same bytes {statistics.median(ratios):.2f} "
@@ -99,6 +121,8 @@ def bench_loader(folder: Path, short: bool, repeats: int) -> Path:
             )
         if shape != "small":
             shutil.rmtree(path)
+    draw(found, PICTURE)
+    print(f"drawn: {PICTURE}")
     return folder / "small.zarr"
 
 
