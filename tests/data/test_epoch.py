@@ -206,6 +206,23 @@ def test_float32_is_converted_while_gathering(store):
         make(store, dtype="bfloat16")
 
 
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_every_trace_once_within_a_tight_budget(tmp_path, codec):
+    """Where the next batch has no room yet, it comes later: not twice, not never."""
+    with tracestore.create(tmp_path / "s.zarr", codec=codec) as writer:
+        for k in range(64):
+            writer.append(make_trace(k, tokens=20 + k % 5, layers=8, dim=512))
+    options = {"view": "graph", "batch_size": 8, "num_threads": 2}
+    loose = tracestore.TraceLoader(tmp_path / "s.zarr", **options)
+    chunks = 0 if codec == "none" else 3 << 20
+    for room in (2.2, 3.1, 4.0):
+        budget = int(((4 << 20) + chunks + room * loose.memory.batch_bytes) / (1 if codec == "none" else 0.75))
+        loader = tracestore.TraceLoader(tmp_path / "s.zarr", **options, memory_budget=budget, cache_bytes=1 << 20)
+        loose.set_epoch(0)
+        loader.max_in_flight = 3  # more than there is room for
+        assert ids(loader) == ids(loose)
+
+
 def test_a_budget_is_kept_or_said(tmp_path):
     with tracestore.create(tmp_path / "s.zarr") as writer:
         for k in range(64):

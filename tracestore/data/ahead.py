@@ -173,16 +173,17 @@ class AheadByThreads:
         return True
 
     def submit(self, batch: int) -> bool:
-        if not self._planned:
-            self.plan(batch)
-        indices = self._planned[0]
+        indices = self._planned[0] if self._planned else self._traces(batch)
         try:
             piece = self._allocate(self._num_bytes(indices))
         except MemoryBudgetError:
             if not self._queue:
                 raise
             return False
-        self._planned.popleft()
+        if self._planned:
+            self._planned.popleft()
+        else:
+            self._announced.append(self._announce(indices))
         self._queue.append(self._workers.submit(self._gather, indices, _Given(piece)))
         return True
 
