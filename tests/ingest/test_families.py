@@ -202,9 +202,8 @@ def test_payloads_of_finished_traces_are_released(tmp_path, monkeypatch, suffix,
     from tracestore.ingest import pickle_reader
     from tracestore.ingest.families import read_traces
 
-    monkeypatch.setattr(pickle_reader, "_RETAINED_BYTES", 0)
-    monkeypatch.setattr(pickle_reader, "_SMALL_BYTES", 64)
-    traces = make_traces(4, tokens=9, dim=64)
+    monkeypatch.setattr(pickle_reader, "RETAINED_BYTES", 0)
+    traces = make_traces(4, tokens=9, dim=512)
     source = traces if library == "numpy" else [as_torch(t) for t in traces]
     path = write_pickle(tmp_path / f"t{suffix}", source, protocol)
     for record, trace in zip(read_traces(path, "t"), traces, strict=True):

@@ -244,7 +244,8 @@ def test_shared_arrays_between_traces(tmp_path, workers):
 
 def found_in_review():
     """Each of these once crashed, hung, or escaped as another error."""
-    yield b"\x80\x04})" + b"\x85" * 1_000_000 + b"Ns.", "dict key"
+    yield b"\x80\x04})" + b"\x85" * 1_000_000 + b"Ns.", "piles up"
+    yield b"\x80\x04})" + b"\x85" * 1_000 + b"Ns.", "dict key"
     steps = b"".join(b"h%ch%c\x86q%c" % (k, k, k + 1) for k in range(60))
     yield b"\x80\x02)q\x00" + steps + b".", ""
     yield (

@@ -16,7 +16,6 @@ from tracestore.store.schema import BFLOAT16
 MAX_NDIM = 16
 # An array without bytes may claim any length; none that traces hold is longer.
 MAX_EMPTY_AXIS = 1 << 20
-SHARED = "two traces far apart share one array; save them apart, or as an uncompressed pickle of protocol 4"
 _DTYPE = re.compile(r"([<>|=]?)(?:([biufc])(1|2|4|8|16)|([SU])(\d{1,6}))")
 
 
@@ -37,17 +36,9 @@ class Builder:
 
 
 class Draft:
-    """An object that BUILD may complete. `in_memory`: its payload is no range of a
-    mapped file; `release` gives such a payload up."""
+    """An object that BUILD may complete."""
 
-    in_memory = False
-
-    def payload_bytes(self) -> int:
-        """Bytes of memory it holds, 0 where it is a view of the file."""
-        return 0
-
-    def release(self) -> None:
-        return
+    __slots__ = ()
 
     def build(self, state: Any) -> None:
         raise _refuse("an object gets a state that it cannot have")
@@ -110,18 +101,10 @@ def make_array(data: Any, dtype: np.dtype, shape: tuple[int, ...], order: str) -
 class ArrayDraft(Draft):
     """numpy.ndarray from _reconstruct; its state is (version, shape, dtype, is_fortran, data)."""
 
+    __slots__ = ("array",)
+
     def __init__(self) -> None:
         self.array: np.ndarray | list[Any] | None = None
-        self.in_memory = False
-        self.released = False
-
-    def payload_bytes(self) -> int:
-        return self.array.nbytes if self.in_memory and isinstance(self.array, np.ndarray) else 0
-
-    def release(self) -> None:
-        if self.in_memory:
-            self.array = None
-            self.released = True
 
     def build(self, state: Any) -> None:
         if not isinstance(state, tuple) or len(state) not in (4, 5):
@@ -138,11 +121,8 @@ class ArrayDraft(Draft):
         if not isinstance(data, bytes | bytearray | memoryview):
             raise _refuse(f"found ndarray data of type {type(data).__name__}, expected bytes")
         self.array = make_array(data, dtype.dtype, shape, "F" if fortran else "C")
-        self.in_memory = not isinstance(data, memoryview)
 
     def resolve(self) -> Any:
-        if self.released:
-            raise _refuse(SHARED)
         if self.array is None:
             raise _refuse("found an ndarray that was never filled")
         return self.array
@@ -165,18 +145,10 @@ def _latin1(text: str) -> bytes:
 class StorageDraft(Draft):
     """A torch storage: elements of one dtype; `data` comes later in legacy files."""
 
-    released = False
+    __slots__ = ("data", "dtype", "numel")
 
     def __init__(self, dtype: np.dtype | None, numel: int, data: Any = None) -> None:
         self.dtype, self.numel, self.data = dtype, numel, data
-
-    def payload_bytes(self) -> int:
-        return self.num_bytes if self.in_memory else 0
-
-    def release(self) -> None:
-        if self.in_memory:
-            self.data = None
-            self.released = True
 
     @property
     def num_bytes(self) -> int:
@@ -185,6 +157,8 @@ class StorageDraft(Draft):
 
 class TensorDraft(Draft):
     """A torch tensor: offset, size and stride in elements of a storage."""
+
+    __slots__ = ("dtype", "offset", "size", "storage", "stride")
 
     def __init__(self, storage: Any, offset: Any, size: Any, stride: Any, dtype: np.dtype | None = None) -> None:
         if not isinstance(storage, StorageDraft):
@@ -201,14 +175,8 @@ class TensorDraft(Draft):
         if last > available or numel > available:
             raise _refuse(f"a tensor of size {size} reaches outside its storage of {available:,} elements")
         self.storage, self.offset, self.size, self.stride, self.dtype = storage, offset, size, stride, dtype
-        self.in_memory = storage.in_memory
-
-    def release(self) -> None:
-        self.storage.release()
 
     def resolve(self) -> np.ndarray:
-        if self.storage.released:
-            raise _refuse(SHARED)
         if self.storage.data is None:
             raise _refuse("found a tensor whose storage is not in the file")
         if math.prod(self.size) == 0:
@@ -288,7 +256,6 @@ class _FromBuffer(Builder):
             raise _refuse("found an array whose bytes are not in the file")
         draft = ArrayDraft()
         draft.array = make_array(args[0], args[1].dtype, _shape(args[2]), args[3])
-        draft.in_memory = not isinstance(args[0], memoryview)
         return draft
 
 

@@ -8,20 +8,20 @@ from typing import Any
 
 import numpy as np
 
+from tracestore._core.pickle import BufferReader, ByteReader
 from tracestore.errors import InputRefusedError
 from tracestore.ingest import builders, torch_file
 from tracestore.ingest.bytesource import (
     INFLATE_ALLOWANCE_BYTES,
     MAX_INFLATE_RATIO,
-    BufferSource,
-    ByteSource,
-    GzipSource,
+    GzipPieces,
     check_regular,
     map_file,
 )
-from tracestore.ingest.pickle_reader import PickleReader
+from tracestore.ingest.pickle_reader import pickle_reader
 from tracestore.store import schema
 from tracestore.store.record import TraceRecord, question_id_text, record_from_dict, refuse
+from tracestore.store.scratch import Scratch
 
 _MAX_NODES = 2_000_000
 
@@ -69,16 +69,19 @@ class _Limits:
         return resolve(value, self.budget())
 
 
-def read_traces(path: Path, name: str, *, need_attention: bool = True) -> Iterator[TraceRecord]:
+def read_traces(
+    path: Path, name: str, *, need_attention: bool = True, scratch: Scratch | None = None
+) -> Iterator[TraceRecord]:
     """The traces of one file, in order. `name` is the file's name in errors.
 
     Raises InputRefusedError naming file, position and field; what it has yielded
     before then must not be kept. Arrays of the records are views of the mapped
-    file where it is not compressed.
+    file where it is not compressed; of a compressed one, what is beyond some MiB of a
+    trace lies in `scratch` (by default in the system's folder for temporary files).
     """
     position = 0
     try:
-        for position, record in enumerate(_records(path, name, need_attention)):
+        for position, record in enumerate(_records(path, name, need_attention, scratch or Scratch())):
             yield record
             position += 1
         if position == 0:
@@ -93,7 +96,7 @@ def read_traces(path: Path, name: str, *, need_attention: bool = True) -> Iterat
         raise InputRefusedError(reason, source=name, position=position) from None
 
 
-def _records(path: Path, name: str, need_attention: bool) -> Iterator[TraceRecord]:
+def _records(path: Path, name: str, need_attention: bool, scratch: Scratch) -> Iterator[TraceRecord]:
     status = check_regular(path)
     if status.st_size == 0:
         raise InputRefusedError("an empty file")
@@ -103,24 +106,24 @@ def _records(path: Path, name: str, need_attention: bool) -> Iterator[TraceRecor
     gzipped = head[:2] == b"\x1f\x8b"
     limits = _Limits(status.st_size * (MAX_INFLATE_RATIO if gzipped else 4) + INFLATE_ALLOWANCE_BYTES)
     if gzipped:
-        with contextlib.closing(GzipSource(path)) as source:
-            yield from _from_pickle(limits, source, name, need_attention)
+        with contextlib.closing(GzipPieces(path)) as pieces:
+            yield from _from_pickle(limits, pieces.reader(scratch), name, need_attention)
     elif head == b"PK\x03\x04":
         yield from _from_object(limits, torch_file.read_zip(mapped), name, need_attention)
     elif torch_file.is_legacy(view):
-        yield from _from_object(limits, torch_file.read_legacy(view, mapped=True), name, need_attention)
+        yield from _from_object(limits, torch_file.read_legacy(view), name, need_attention)
     else:
-        yield from _from_pickle(limits, BufferSource(mapped), name, need_attention)
+        yield from _from_pickle(limits, BufferReader(mapped), name, need_attention)
 
 
-def _from_pickle(limits: _Limits, source: ByteSource, name: str, need_attention: bool) -> Iterator[TraceRecord]:
-    reader = PickleReader(source, load_bytes=torch_file.load_bytes)
-    for position, item in enumerate(reader.items()):
+def _from_pickle(limits: _Limits, source: ByteReader, name: str, need_attention: bool) -> Iterator[TraceRecord]:
+    reader = pickle_reader(source, load_bytes=torch_file.load_bytes)
+    for position, item in enumerate(reader):
         yield _trace(limits, item, name, position, need_attention)
         item = None
     if not source.at_end():
         raise InputRefusedError("trailing bytes after the pickle")
-    if reader.streamed == 0:
+    if reader.num_streamed == 0:
         yield from _from_object(limits, reader.result, name, need_attention)
 
 

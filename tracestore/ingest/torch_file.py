@@ -6,10 +6,10 @@ import zipfile
 from typing import Any
 
 from tracestore._core.mapping import MappedFile
+from tracestore._core.pickle import BufferReader
 from tracestore.errors import InputRefusedError
 from tracestore.ingest import builders
-from tracestore.ingest.bytesource import BufferSource
-from tracestore.ingest.pickle_reader import PickleReader
+from tracestore.ingest.pickle_reader import pickle_reader
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 MAX_ENTRIES = 10_000_000
@@ -132,9 +132,8 @@ def read_zip(mapped: MappedFile) -> Any:
             raise InputRefusedError(f"storage {name[:40]!r} is described in two ways")
         return storages[name]
 
-    source = BufferSource(entries[pickles[0]])
-    reader = PickleReader(source, persistent_load=load, load_bytes=None)
-    result = reader.load()
+    source = BufferReader(entries[pickles[0]])
+    result = pickle_reader(source, persistent_load=load).load()
     if not source.at_end():
         raise InputRefusedError("trailing bytes after the pickle")
     return result
@@ -147,9 +146,9 @@ def is_legacy(view: memoryview) -> bool:
     return b"\x8a\x0a" + magic in head
 
 
-def read_legacy(view: Any, *, mapped: bool) -> Any:
+def read_legacy(view: Any) -> Any:
     """The object of a legacy torch stream: magic, protocol, system, object, keys, storages."""
-    source = BufferSource(view, mapped=mapped)
+    source = BufferReader(view)
     storages: dict[str, builders.StorageDraft] = {}
 
     def load(key: Any) -> builders.StorageDraft:
@@ -163,17 +162,17 @@ def read_legacy(view: Any, *, mapped: bool) -> Any:
             raise InputRefusedError(f"storage {name[:40]!r} is described in two ways")
         return draft
 
-    magic = PickleReader(source).load()
+    magic = pickle_reader(source).load()
     if type(magic) is not int or magic != LEGACY_MAGIC:
         raise InputRefusedError("not a legacy torch file")
-    protocol = PickleReader(source).load()
+    protocol = pickle_reader(source).load()
     if type(protocol) is not int or protocol != 1001:
         raise InputRefusedError("another torch protocol than 1001")
-    system = PickleReader(source).load()
+    system = pickle_reader(source).load()
     if not isinstance(system, dict) or system.get("little_endian") is not True:
         raise InputRefusedError("a torch file of a big-endian machine")
-    result = PickleReader(source, persistent_load=load).load()
-    keys = PickleReader(source).load()
+    result = pickle_reader(source, persistent_load=load).load()
+    keys = pickle_reader(source).load()
     if not isinstance(keys, list) or not all(type(k) is str for k in keys) or len(keys) != len(set(keys)):
         raise InputRefusedError("a legacy torch file without its storage keys")
     for name in keys:
@@ -195,8 +194,7 @@ def load_bytes(data: Any) -> Any:
     """torch.storage._load_from_bytes, one level deep: the tensor's storage."""
     if not isinstance(data, bytes | bytearray | memoryview):
         raise InputRefusedError("a torch storage that is not bytes")
-    result = read_legacy(data, mapped=True)
+    result = read_legacy(data)
     if not isinstance(result, builders.StorageDraft):
         raise InputRefusedError(f"found {type(result).__name__} in place of a torch storage")
-    result.in_memory = not isinstance(data, memoryview)
     return result
