@@ -3,23 +3,20 @@
 import argparse
 import math
 import signal
-from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tracestore.console import Output, Parser, Progress, format_size, leave, parse_size, positive, run
 from tracestore.errors import InputRefusedError, UsageError
-from tracestore.ingest.families import read_traces
+from tracestore.ingest.reading import PackOptions, SourceStream, read_sources
 from tracestore.ingest.scores import Scores, read_scores
-from tracestore.ingest.sources import SourceFile, find_scores, find_sources, fingerprint
+from tracestore.ingest.sources import find_scores, find_sources
 from tracestore.store import fsio, schema
-from tracestore.store.pack import PackedTrace
-from tracestore.store.record import TraceRecord
 from tracestore.store.writer import StoreWriter
 
+# What becomes of a trace whose key is there with other content.
+_ON_DUPLICATE = {"error": "refused", "keep-first": "left out", "keep-last": "put in the place of the first"}
 DEFAULT_MEMORY_BUDGET = 512 << 20
 MIN_MEMORY_BUDGET = 64 << 20
 
@@ -32,9 +29,11 @@ class Summary:
     num_sources: int = 0
     num_sources_already: int = 0
     num_sources_skipped: int = 0
+    num_sources_changed: int = 0
     num_traces_read: int = 0
     num_traces_new: int = 0
     num_duplicates: int = 0
+    num_conflicts: int = 0
     num_nonfinite: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
@@ -46,43 +45,6 @@ class Summary:
     num_segments: int = 0
     generation: int = 0
     skipped: list[dict[str, str]] = field(default_factory=list)
-
-
-def _record_bytes(record: TraceRecord) -> int:
-    arrays = [*(record.hidden or ()), *(record.attention or ())]
-    return sum(a.nbytes for a in arrays)
-
-
-def _packed(
-    records: Iterator[TraceRecord], writer: StoreWriter, pool: ThreadPoolExecutor | None, workers: int, budget: int
-) -> Iterator[PackedTrace]:
-    """Packs ahead in threads, in order; of several errors the first trace's is raised."""
-    if pool is None:
-        for record in records:
-            yield writer.pack(record)
-        return
-    queue: deque[tuple[Future[PackedTrace], int]] = deque()
-    held = 0
-    failure: BaseException | None = None
-    while True:
-        try:
-            ahead = next(records, None)
-        except InputRefusedError as error:
-            failure, ahead = error, None
-        if ahead is None:
-            break
-        size = 2 * _record_bytes(ahead)
-        while queue and (len(queue) > workers or held + size > budget):
-            future, done = queue.popleft()
-            held -= done
-            yield future.result()
-        queue.append((pool.submit(writer.pack, ahead), size))
-        held += size
-        del ahead
-    while queue:
-        yield queue.popleft()[0].result()
-    if failure is not None:
-        raise failure
 
 
 class Conversion:
@@ -113,19 +75,21 @@ class Conversion:
         try:
             self.announce()
             with StoreWriter(
-                self.store, attention=args.attention, dtype=args.dtype, codec=args.codec, overwrite=args.overwrite
+                self.store,
+                attention=args.attention,
+                dtype=args.dtype,
+                codec=args.codec,
+                overwrite=args.overwrite,
+                on_duplicate=args.on_duplicate,
             ) as writer:
                 before = writer.manifest.num_traces
                 progress = Progress(self.output)
-                pool = ThreadPoolExecutor(args.workers) if args.workers > 1 else None
                 try:
-                    self._convert_all(writer, pool, progress)
+                    self._convert_all(writer, progress)
                     self._fill_scores(writer)
                 finally:
                     committed = writer.manifest.num_traces
                     progress.clear()
-                    if pool is not None:
-                        pool.shutdown(cancel_futures=True)
                 self.summary.num_traces_new = committed - before
                 self._finish(writer, progress.elapsed_s)
         except KeyboardInterrupt:
@@ -141,6 +105,10 @@ class Conversion:
             raise KeyboardInterrupt  # asked twice: at once
         self._interrupted = True
 
+    def _check_interrupt(self) -> None:
+        if self._interrupted:
+            raise KeyboardInterrupt
+
     def announce(self) -> None:
         free = fsio.free_bytes(self.store)
         self.output.say(
@@ -149,67 +117,72 @@ class Conversion:
             f"{format_size(free)} free; memory {format_size(self.args.memory_budget)}, {self.args.workers} workers"
         )
 
-    def _convert_all(self, writer: StoreWriter, pool: ThreadPoolExecutor | None, progress: Progress) -> None:
-        summary = self.summary
-        for source in self.sources:
-            try:
-                self._convert_one(writer, source, pool, progress)
-            except InputRefusedError as error:
-                error = error.at(source=source.name)
-                if not self.args.skip_bad:
-                    # The whole sources before it are good and stay.
-                    writer.commit()
-                    raise error from None
-                progress.clear()
-                self.output.say(f"skipped {error}")
-                summary.num_sources_skipped += 1
-                summary.skipped.append({"source": source.name, "reason": str(error)})
+    def _convert_all(self, writer: StoreWriter, progress: Progress) -> None:
+        summary, options = self.summary, writer.attributes.options
+        streams = read_sources(
+            self.sources,
+            PackOptions(
+                attention=options["attention"],
+                keep_dtype=options["dtype"] == "keep",
+                max_memory=self.args.memory_budget // (4 * max(4, self.args.workers)),
+                scratch=self.store,
+            ),
+            workers=self.args.workers,
+            is_known=writer.has_source,
+            on_wait=self._check_interrupt,
+        )
+        with closing(streams):  # type: ignore[type-var]
+            for stream in streams:
+                try:
+                    self._convert_one(writer, stream, progress)
+                except InputRefusedError as error:
+                    error = error.at(source=stream.source.name)
+                    if not self.args.skip_bad:
+                        # The whole sources before it are good and stay.
+                        writer.commit()
+                        raise error from None
+                    progress.clear()
+                    self.output.say(f"skipped {error}")
+                    summary.num_sources_skipped += 1
+                    summary.skipped.append({"source": stream.source.name, "reason": str(error)})
         writer.commit()
 
-    def _convert_one(
-        self, writer: StoreWriter, source: SourceFile, pool: ThreadPoolExecutor | None, progress: Progress
-    ) -> None:
-        summary, need_attention = self.summary, writer.attributes.options["attention"] != "none"
-        if not source.path.is_file():
-            next(iter(read_traces(source.path, source.name)))  # refuses it with the reason
-        try:
-            size, digest = fingerprint(source.path)
-        except OSError as error:
-            raise InputRefusedError(f"cannot be opened: {error.strerror}", source=source.name) from None
-        if writer.has_source(source.name, size, digest):
+    def _convert_one(self, writer: StoreWriter, stream: SourceStream, progress: Progress) -> None:
+        summary, name = self.summary, stream.source.name
+        size, digest = stream.identity()
+        if writer.has_source(name, size, digest):
             summary.num_sources_already += 1
             summary.bytes_in += size
             return
-        if writer.has_source_named(source.name):
+        if writer.has_source_named(name):
             progress.clear()
+            summary.num_sources_changed += 1
             self.output.say(
-                f"{source.name}: another file of this name was committed before; what is new in this one is added, "
-                f"a trace that differs is refused"
+                f"{name}: another file of this name was committed before; what is new in this one is added, "
+                f"a trace that differs is {_ON_DUPLICATE[self.args.on_duplicate]}"
             )
-        writer.begin_source(source.name, size, digest)
+        writer.begin_source(name, size, digest)
         added = duplicates = nonfinite = 0
-        records = read_traces(source.path, source.name, need_attention=need_attention)
-        needed = lambda: writer.pending_bytes + size  # noqa: E731
-        with closing(records), fsio.translated_errors(self.store, needed):  # type: ignore[type-var]
+        conflicts = writer.num_conflicts
+        with fsio.translated_errors(self.store, lambda: writer.pending_bytes + size):
             try:
-                for packed in _packed(records, writer, pool, self.args.workers, self.args.memory_budget // 2):
+                for packed in stream:
                     score, group = math.nan, ""
                     if self.scores is not None:
                         score, group = self.scores.of(packed.record.question_id, packed.record.sample)
                     nonfinite += packed.num_nonfinite > 0
-                    if self._interrupted:
-                        raise KeyboardInterrupt
+                    self._check_interrupt()
                     if writer.append_packed(packed, score=score, group=group):
                         added += 1
                     else:
                         duplicates += 1
                     progress.update(lambda s: self._line(s, summary.num_traces_read + added, summary.bytes_in))
-            except BaseException as error:
+            except BaseException:
                 writer.abort_source()
-                if isinstance(error, InputRefusedError):
-                    raise error.at(source=source.name) from None
+                writer.num_conflicts = conflicts
                 raise
         writer.end_source()
+        summary.num_conflicts = writer.num_conflicts
         summary.num_sources += 1
         summary.num_traces_read += added
         summary.num_duplicates += duplicates
@@ -264,6 +237,8 @@ class Conversion:
             f"{s.store}: {s.num_traces:,} traces in {s.num_segments:,} segments, "
             f"{format_size(s.bytes_in)} in, {format_size(s.bytes_out)} out, {s.num_unscored:,} without a score"
         )
+        if s.num_conflicts:
+            say(f"{s.num_conflicts:,} traces had the key of another one: {_ON_DUPLICATE[self.args.on_duplicate]}")
         if s.num_nonfinite:
             say(f"{s.num_nonfinite:,} traces hold NaN or infinite values; training on them stops with their name")
         if s.num_scores_without_trace:
@@ -287,9 +262,15 @@ def make_parser(prog: str = "tracestore convert") -> Parser:
     )
     parser.add_argument("--codec", choices=schema.CODECS, help="compression (default: none)")
     parser.add_argument("--dtype", choices=("float16", "keep"), help="default: float16")
-    parser.add_argument("--workers", type=positive, default=2, metavar="N", help="packing threads (default: 2)")
+    parser.add_argument("--workers", type=positive, default=2, metavar="N", help="files read side by side (default: 2)")
     parser.add_argument(
         "--memory-budget", type=parse_size, default=DEFAULT_MEMORY_BUDGET, metavar="SIZE", help="default: 512MiB"
+    )
+    parser.add_argument(
+        "--on-duplicate",
+        choices=tuple(_ON_DUPLICATE),
+        default="error",
+        help="a trace whose question id and sample are there with other content (default: error)",
     )
     parser.add_argument("--skip-bad", action="store_true", help="go on after a file that is refused")
     parser.add_argument("--overwrite", action="store_true", help="replace the store")

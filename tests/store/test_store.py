@@ -281,17 +281,17 @@ def test_a_commit_that_fails_is_not_repeated(tmp_path, monkeypatch, where):
 def test_a_write_that_fails_half_way_is_taken_back(tmp_path, monkeypatch):
     from tracestore.store import shard
 
-    original = shard.write_all
+    original = shard.write_pieces
 
-    def short(fd, data):
-        if len(data) > 500_000:
-            original(fd, data[: len(data) // 2])
+    def short(fd, pieces, offset):
+        if len(pieces[0]) > 500_000:
+            original(fd, [pieces[0][: len(pieces[0]) // 2]], offset)
             raise OSError(28, "No space left on device")
-        original(fd, data)
+        original(fd, pieces, offset)
 
     with tracestore.create(tmp_path / "s.zarr") as writer:
         writer.append(make_trace(1, tokens=40, dim=3000))
-        monkeypatch.setattr(shard, "write_all", short)
+        monkeypatch.setattr(shard, "write_pieces", short)
         with pytest.raises(OSError):
             writer.append(make_trace(2, tokens=400, dim=3000))
         monkeypatch.undo()

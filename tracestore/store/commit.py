@@ -45,7 +45,10 @@ def commit(store: Path, index: StoreIndex, attributes: schema.Attributes, p: Pen
     removed = sum(r.size for r in old.parts if r not in parts)
     removed += sum(f.size for r in old.columns if r not in columns for f in r.files)
     tokens = sum(r.values["num_tokens"] for r in p.rows if r.values["graph_segment"] >= 0)
-    tokens += sum(q["patch_num_tokens"] for q in p.patches if q["patch_group"] == mf.GROUP_GRAPH)
+    for (trace, group), patch in p.patches.items():
+        if group == mf.GROUP_GRAPH:
+            before = index.row(trace)
+            tokens += patch["patch_num_tokens"] - (before.num_tokens if before.graph_segment >= 0 else 0)
     new = mf.Manifest(
         generation=old.generation + 1,
         attributes=attributes,
@@ -75,7 +78,7 @@ def _write_index(
     arrays = mf.empty_columns()
     for name, dtype in mf.TRACE_COLUMNS.items():
         arrays[name] = np.array([r.values[name] for r in p.rows], dtype)
-    patches = sorted(p.patches, key=lambda q: (q["patch_trace"], q["patch_group"]))
+    patches = [p.patches[place] for place in sorted(p.patches)]
     for name, dtype in mf.PATCH_COLUMNS.items():
         arrays[name] = np.array([q[name] for q in patches], dtype)
     arrays["file_segment"] = np.array([n for n, _ in files], "<i4")

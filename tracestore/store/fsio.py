@@ -5,7 +5,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tracestore.errors import NoSpaceError, StoreLockedError, UsageError
@@ -26,6 +26,19 @@ def write_all(fd: int, data: memoryview) -> None:
     """os.write until everything is written (short writes are legal)."""
     while len(data):
         data = data[os.write(fd, data) :]
+
+
+def write_pieces(fd: int, pieces: Sequence[memoryview], offset: int) -> None:
+    """The pieces one behind the other from `offset` on, without a copy; at most IOV_MAX
+    (1,024) of them. One that failed half-way can be written again."""
+    left = list(pieces)
+    while left:
+        written = os.pwritev(fd, left, offset)
+        offset += written
+        while left and written >= len(left[0]):
+            written -= len(left.pop(0))
+        if written:
+            left[0] = left[0][written:]
 
 
 def write_file(path: Path, data: bytes, *, mode: int = 0o444) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 from tracestore._core import kernels
 from tracestore.store import schema
 from tracestore.store.record import TraceRecord, extras_json, refuse
+from tracestore.store.scratch import Scratch
 
 
 @dataclass
@@ -33,7 +34,7 @@ class PackedTrace:
         return sum(a.nbytes for pieces in self.arrays.values() for a in pieces)
 
 
-def _stored(array: np.ndarray, keep: bool, name: str) -> np.ndarray:
+def _stored(array: np.ndarray, keep: bool, name: str, scratch: Scratch) -> np.ndarray:
     """The array as it is stored: C-contiguous, float16 unless `keep`."""
     dtype = schema.dtype_name(array.dtype)
     array = np.ascontiguousarray(array)
@@ -43,7 +44,7 @@ def _stored(array: np.ndarray, keep: bool, name: str) -> np.ndarray:
         if dtype == "float64":
             raise refuse(name, "float64", "float16, float32 or bfloat16 with --dtype keep")
         return array.view("<u2") if dtype == "bfloat16" else array
-    out = np.empty(array.shape, "<f2")
+    out = scratch.empty(array.shape, "<f2")
     flat = kernels.to_float16(array.view("u1").reshape(-1), schema.dtype_code(dtype), out.view("u1").reshape(-1))
     if flat >= 0:
         raw = array.reshape(-1)[flat : flat + 1]
@@ -69,7 +70,7 @@ def _crc(arrays: Sequence[np.ndarray], start: int = 0) -> int:
 
 
 def _pack_attention(
-    layers: Sequence[np.ndarray], mode: str, keep: bool, num_tokens: int
+    layers: Sequence[np.ndarray], mode: str, keep: bool, num_tokens: int, scratch: Scratch
 ) -> tuple[int, list[np.ndarray], str, int]:
     """-> layout, one array a layer, dtype name, count of NaN and infinite values."""
     layers = [np.ascontiguousarray(a) for a in layers]
@@ -91,9 +92,9 @@ def _pack_attention(
             nonfinite += kernels.count_nonfinite(_bytes(out), kernels.F16)
             packed.append(out)
             continue
-        stored = _stored(layer, keep, f"attentions[{k}]")
+        stored = _stored(layer, keep, f"attentions[{k}]", scratch)
         if causal:
-            out = np.empty(num_heads * pairs, stored.dtype)
+            out = scratch.empty(num_heads * pairs, stored.dtype)
             kernels.pack_triangle(_bytes(stored), stored.itemsize, num_heads, num_tokens, _bytes(out))
             stored = out
         stored_name = "float16" if not keep else dtype
@@ -103,7 +104,9 @@ def _pack_attention(
     return layout, packed, name, nonfinite
 
 
-def _pack_edges(record: TraceRecord, keep: bool) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray, str, bool]:
+def _pack_edges(
+    record: TraceRecord, keep: bool, scratch: Scratch
+) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray, str, bool]:
     """-> edge_index rows (E, 2), weights, edges a layer, dtype name, whether the source had them reversed."""
     assert record.edges is not None
     num_tokens = record.num_tokens
@@ -118,7 +121,7 @@ def _pack_edges(record: TraceRecord, keep: bool) -> tuple[list[np.ndarray], list
         forward |= bool((index[0] < index[1]).any())
         backward |= bool((index[0] > index[1]).any())
         indexes.append(index)
-        weights.append(_stored(weight, keep, f"graphs[{k}].edge_attr"))
+        weights.append(_stored(weight, keep, f"graphs[{k}].edge_attr", scratch))
     # The oldest files run from the attending token i to the attended j <= i.
     is_reversed = backward and not forward
     rows = [np.ascontiguousarray((i[::-1] if is_reversed else i).T, dtype="<i4") for i in indexes]
@@ -126,9 +129,13 @@ def _pack_edges(record: TraceRecord, keep: bool) -> tuple[list[np.ndarray], list
     return rows, weights, counts, "float16" if not keep else dtype, is_reversed
 
 
-def pack_record(record: TraceRecord, *, attention: str, keep_dtype: bool) -> PackedTrace:
-    """Packs a checked trace for a store with these options. InputRefusedError
-    where a value does not fit."""
+def pack_record(
+    record: TraceRecord, *, attention: str, keep_dtype: bool, scratch: Scratch | None = None
+) -> PackedTrace:
+    """Packs a checked trace for a store with these options; what takes much room lies in
+    `scratch` (by default in memory). InputRefusedError where a value does not fit."""
+    scratch = scratch or Scratch(max_memory=1 << 62)
+    scratch.start()
     arrays: dict[str, list[np.ndarray]] = {}
     bits = schema.FIELD_BITS
     present = 0
@@ -138,7 +145,9 @@ def pack_record(record: TraceRecord, *, attention: str, keep_dtype: bool) -> Pac
     if record.hidden is not None:
         present |= bits["hidden_states"]
         source_dtype = schema.dtype_name(record.hidden[0].dtype)
-        arrays["hidden_states"] = [_stored(h, keep_dtype, f"hidden_states[{k}]") for k, h in enumerate(record.hidden)]
+        arrays["hidden_states"] = [
+            _stored(h, keep_dtype, f"hidden_states[{k}]", scratch) for k, h in enumerate(record.hidden)
+        ]
         graph_crc = _crc(arrays["hidden_states"])
     else:
         assert record.last_token is not None
@@ -148,7 +157,7 @@ def pack_record(record: TraceRecord, *, attention: str, keep_dtype: bool) -> Pac
     nonfinite += sum(kernels.count_nonfinite(_bytes(a), code) for a in arrays.get("hidden_states", ()))
     if record.last_token is not None:
         present |= bits["last_token"]
-        arrays["last_token"] = [_stored(record.last_token, keep_dtype, "sequences")]
+        arrays["last_token"] = [_stored(record.last_token, keep_dtype, "sequences", scratch)]
         nonfinite += kernels.count_nonfinite(_bytes(arrays["last_token"][0]), code)
     elif record.edges is None:
         arrays["last_token"] = [np.stack([h[-1] for h in arrays["hidden_states"]])]
@@ -156,7 +165,7 @@ def pack_record(record: TraceRecord, *, attention: str, keep_dtype: bool) -> Pac
         present |= bits["attentions"]
         heads = int(record.attention[0].shape[0])
         layout, arrays["attention"], attention_dtype, bad = _pack_attention(
-            record.attention, attention, keep_dtype, record.num_tokens
+            record.attention, attention, keep_dtype, record.num_tokens, scratch
         )
         nonfinite += bad
         graph_crc = _crc(arrays["attention"], graph_crc)
@@ -164,7 +173,7 @@ def pack_record(record: TraceRecord, *, attention: str, keep_dtype: bool) -> Pac
         present |= bits["edges"]
         layout = schema.LAYOUT_EDGES
         arrays["edge_index"], arrays["edge_weight"], counts, attention_dtype, is_reversed = _pack_edges(
-            record, keep_dtype
+            record, keep_dtype, scratch
         )
         code = schema.dtype_code(attention_dtype)
         nonfinite += sum(kernels.count_nonfinite(_bytes(a), code) for a in arrays["edge_weight"])

@@ -34,8 +34,8 @@ class Pending:
 
     rows: list[PendingRow] = field(default_factory=list)
     keys: dict[tuple[str, int], int] = field(default_factory=dict)
-    patches: list[dict[str, int]] = field(default_factory=list)
-    patched: set[tuple[int, int]] = field(default_factory=set)
+    # Places for committed traces, by (trace, group); values by manifest.PATCH_COLUMNS.
+    patches: dict[tuple[int, int], dict[str, int]] = field(default_factory=dict)
     updates: dict[int, tuple[float, float, str | None]] = field(default_factory=dict)
     sources: list[PendingSource] = field(default_factory=list)
     segments: list[SegmentWriter] = field(default_factory=list)

@@ -19,9 +19,10 @@ from tracestore._core.gather import Slab
 from tracestore._core.kernels import crc32c
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import StoreDamagedError
-from tracestore.store.fsio import write_all
+from tracestore.store.fsio import write_pieces
 
 _BUFFER_BYTES = 1 << 20
+_MAX_PIECES = 512
 
 
 def _numcodec(name: str, itemsize: int) -> Any:
@@ -88,7 +89,9 @@ class ShardStream:
         self.row_bytes = dtype.itemsize * int(np.prod(columns, dtype=np.int64))
         self.chunk_rows = max(1, chunk_bytes // max(1, self.row_bytes))
         self.num_bytes = 0
-        self._buffer = bytearray()
+        self._buffer = bytearray()  # rows of a chunk to be coded
+        self._pieces: list[memoryview] = []  # arrays to be written as they are
+        self._waiting = 0
         self._written = 0
         self._crc = 0
         self._coder = _numcodec(codec, dtype.itemsize) if codec != "none" else None
@@ -104,38 +107,41 @@ class ShardStream:
         if self._fd < 0:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            os.lseek(self._fd, self._written, os.SEEK_SET)
         return self._fd
 
-    def _emit(self, data: Any) -> None:
-        view = memoryview(data).cast("B")
-        write_all(self._open(), view)
-        self._crc = crc32c(view, self._crc)
-        self._written += len(view)
+    def _emit(self, pieces: list[memoryview]) -> None:
+        write_pieces(self._open(), pieces, self._written)
+        for piece in pieces:
+            self._crc = crc32c(piece, self._crc)
+            self._written += len(piece)
 
     def _emit_chunk(self, data: Any) -> None:
         assert self._coder is not None
-        encoded = bytes(self._coder.encode(np.frombuffer(data, self.dtype)))
+        encoded = memoryview(self._coder.encode(np.frombuffer(data, self.dtype))).cast("B")
         self._chunks.append((self._written, len(encoded)))
-        self._emit(encoded)
+        self._emit([encoded])
 
     def append(self, array: np.ndarray) -> None:
+        """Adds rows. The array must not change before the next flush, mark or finish."""
         data = array.reshape(-1).view("u1").data
         self.num_bytes += len(data)
-        if self._coder is None and len(data) >= _BUFFER_BYTES // 4:
-            self._flush()
-            self._emit(data)
+        if self._coder is None:
+            if len(data):
+                self._pieces.append(data)
+                self._waiting += len(data)
+            if self._waiting >= _BUFFER_BYTES or len(self._pieces) >= _MAX_PIECES:
+                self._flush()
             return
         self._buffer += data
-        limit = _BUFFER_BYTES if self._coder is None else self.chunk_rows * self.row_bytes
-        if len(self._buffer) >= limit:
+        if len(self._buffer) >= self.chunk_rows * self.row_bytes:
             self._flush()
 
     def _flush(self) -> None:
+        """Writes what waits, but for a chunk that is not full yet where chunks are coded."""
         if self._coder is None:
-            if self._buffer:
-                self._emit(self._buffer)
-                self._buffer = bytearray()
+            if self._pieces:
+                self._emit(self._pieces)
+                self._pieces, self._waiting = [], 0
             return
         chunk_bytes = self.chunk_rows * self.row_bytes
         whole = len(self._buffer) // chunk_bytes * chunk_bytes
@@ -144,11 +150,13 @@ class ShardStream:
         del self._buffer[:whole]
 
     def mark(self) -> tuple[Any, ...]:
+        self._flush()
         return self.num_bytes, self._written, self._crc, bytes(self._buffer), len(self._chunks)
 
     def rollback(self, mark: tuple[Any, ...]) -> None:
         self.num_bytes, written, self._crc, buffer, chunks = mark
         self._buffer = bytearray(buffer)
+        self._pieces, self._waiting = [], 0
         del self._chunks[chunks:]
         # Also where the counters agree: a write that failed half-way has left bytes.
         self.suspend()
@@ -172,13 +180,13 @@ class ShardStream:
         chunk_bytes = self.chunk_rows * self.row_bytes
         padding = -self.num_bytes % chunk_bytes
         if self._coder is None:
-            self._emit(bytes(padding))
+            self._emit([memoryview(bytes(padding))])
             count = (self.num_bytes + padding) // chunk_bytes
             self._chunks = [(k * chunk_bytes, chunk_bytes) for k in range(count)]
         elif self._buffer:
             self._emit_chunk(bytes(self._buffer) + bytes(padding))
         index = b"".join(struct.pack("<QQ", *c) for c in self._chunks)
-        self._emit(index + struct.pack("<I", crc32c(index)))
+        self._emit([memoryview(index + struct.pack("<I", crc32c(index)))])
         fd = self._open()
         os.fchmod(fd, 0o444)
         os.fsync(fd)

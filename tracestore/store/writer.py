@@ -40,7 +40,10 @@ class StoreWriter:
 
     A source is begun, its traces appended, and ended; end_source() commits when
     enough has gathered. abort_source() takes back everything of the source.
-    The order of calls decides every byte of the store.
+    The order of calls decides every byte of the store. on_duplicate says what becomes of
+    a trace whose key is there with other content: "error" refuses it, "keep-first" leaves
+    it out, "keep-last" puts it in the place of the first, whose bytes stay in their
+    segment and belong to no trace.
     """
 
     def __init__(
@@ -52,11 +55,15 @@ class StoreWriter:
         codec: str | None = None,
         overwrite: bool = False,
         exist_ok: bool = True,
+        on_duplicate: str = "error",
         close_bytes: int = schema.SEGMENT_CLOSE_BYTES,
         split_bytes: int = schema.SEGMENT_SPLIT_BYTES,
     ) -> None:
         self.path = Path(path)
         self._close_bytes, self._split_bytes = close_bytes, split_bytes
+        self._on_duplicate = on_duplicate
+        # Traces whose key was there with other content, so far.
+        self.num_conflicts = 0
         self._lock: fsio.WriterLock | None = None
         self._created = not self.path.exists()
         with fsio.translated_errors(self.path):
@@ -132,9 +139,9 @@ class StoreWriter:
     def begin_source(self, path: str, size: int, fingerprint: str) -> None:
         assert self._undo is None, "a source is open"
         pending = self._pending
-        self._undo = []
         attributes, count = self.attributes, len(pending.segments)
         mark = pending.segments[-1].mark() if count else None
+        self._undo = []
 
         def restore() -> None:
             self.attributes = attributes
@@ -266,21 +273,28 @@ class StoreWriter:
             if index < 0:
                 return set(brings)
             has = vars(self.index.row(index)) | {}
-            for patch in self._pending.patches:
-                if patch["patch_trace"] == index:
-                    name = "graph" if patch["patch_group"] == mf.GROUP_GRAPH else "sequence"
+            for group, name in ((mf.GROUP_GRAPH, "graph"), (mf.GROUP_SEQUENCE, "sequence")):
+                patch = self._pending.patches.get((index, group))
+                if patch is not None:
                     has |= {f"{name}_segment": patch["patch_segment"], f"{name}_crc32c": patch["patch_crc32c"]}
         wanted: set[int] = set()
+        differs = False
         for group, crc in brings.items():
             name = "graph" if group == mf.GROUP_GRAPH else "sequence"
             if has[f"{name}_segment"] < 0:
                 wanted.add(group)
             elif has[f"{name}_crc32c"] != crc:
-                raise InputRefusedError(
-                    f"found a second trace of question id {record.question_id!r} (sample {record.sample}) with other "
-                    f"content, expected one a key"
-                )
-        return wanted
+                differs = True
+        if not differs:
+            return wanted
+        if self._on_duplicate == "error":
+            raise InputRefusedError(
+                f"found a second trace of question id {record.question_id!r} (sample {record.sample}) with other "
+                f"content, expected one a key (see --on-duplicate)"
+            )
+        self.num_conflicts += 1
+        # Half of one trace and half of another would be neither.
+        return set(brings) if self._on_duplicate == "keep-last" else set()
 
     def _segment_for(self, trace: PackedTrace) -> SegmentWriter:
         segments = self._pending.segments
@@ -327,9 +341,20 @@ class StoreWriter:
             patch |= {f"patch_{n}": places[n] for n in ("last_token_row", "nonfinite")}
             patch |= {"patch_trace": index, "patch_group": wanted_group, "patch_segment": places[f"{name}_segment"]}
             patch |= {"patch_row": places[f"{name}_row"], "patch_crc32c": places[f"{name}_crc32c"]}
-            pending.patches.append(patch)
-            undo.append(lambda: pending.patches.__delitem__(-1))
+            self._add_patch((index, wanted_group), patch)
         self._add_label(record)
+
+    def _add_patch(self, place: tuple[int, int], patch: dict[str, int]) -> None:
+        pending, before = self._pending, self._pending.patches.get(place)
+        assert self._undo is not None
+
+        def restore() -> None:
+            del pending.patches[place]
+            if before is not None:
+                pending.patches[place] = before
+
+        pending.patches[place] = patch
+        self._undo.append(restore)
 
     def _add_label(self, record: TraceRecord) -> None:
         """Gives the label of a second source to a key that is there; one that differs is refused."""
@@ -347,7 +372,8 @@ class StoreWriter:
         index = self.index.find(*key)
         earlier = pending.updates.get(index)
         stored = float(self.read_columns().labels[index]) if earlier is None else earlier[1]
-        if math.isnan(self._one_label(stored, label)) or not math.isnan(stored):
+        label = self._one_label(stored, label)
+        if math.isnan(label) or label == stored:
             return
 
         def restore() -> None:
@@ -366,9 +392,10 @@ class StoreWriter:
         graph = ("graph", "hidden_row", "attention_start", "num_tokens", "layout")
         return mf.GROUP_GRAPH if name.startswith(graph) else None
 
-    @staticmethod
-    def _one_label(stored: float, label: float) -> float:
+    def _one_label(self, stored: float, label: float) -> float:
         if not math.isnan(stored) and not math.isnan(label) and stored != label:
+            if self._on_duplicate != "error":
+                return label if self._on_duplicate == "keep-last" else stored
             raise InputRefusedError(
                 f"found label {label:g}, expected {stored:g} as stored for this key", field="labels"
             )

@@ -1,0 +1,81 @@
+"""The same key twice: the same content, another content, another file of the same name."""
+
+import json
+
+import numpy as np
+import pytest
+
+import tracestore
+from tests.helpers import convert, make_trace, make_traces, run_cli, write_pickle
+from tracestore.store.verify import verify_store
+
+
+def changed(trace):
+    return {**trace, "hidden_states": [h + 1 for h in trace["hidden_states"]], "generated_answer_clean": "another"}
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["one run", "two runs"])
+@pytest.mark.parametrize("choice", ["error", "keep-first", "keep-last"])
+def test_on_duplicate(tmp_path, choice, together):
+    data = tmp_path / "data"
+    data.mkdir()
+    traces = make_traces(5)
+    second = [traces[0], changed(traces[1]), changed(changed(traces[1])), make_trace(9), changed(make_trace(9))]
+    if choice == "error":
+        second = second[:2]
+    store = tmp_path / "s.zarr"
+    write_pickle(data / "a.pkl", traces)
+    if not together:
+        convert(data, store)
+    write_pickle(data / "b.pkl", second)
+    done = convert(data, store, "--json", "--on-duplicate", choice, check=3 if choice == "error" else 0)
+    if choice == "error":
+        assert "b.pkl, trace 1" in done.stderr and "'q1'" in done.stderr and "--on-duplicate" in done.stderr
+        assert tracestore.open(store).question_ids == [f"q{k}" for k in range(5)]
+        return
+    summary = json.loads(done.stdout)
+    assert summary["num_conflicts"] == 3 and summary["num_traces"] == 6
+    assert summary["num_duplicates"] == (4 if choice == "keep-first" else 1)
+    opened = tracestore.open(store)
+    trace = opened[opened.index_of("q1")]
+    expected = traces[1] if choice == "keep-first" else changed(changed(traces[1]))
+    np.testing.assert_array_equal(trace.hidden_states, np.stack(expected["hidden_states"]))
+    np.testing.assert_array_equal(trace.last_token, np.stack(expected["hidden_states"])[:, -1])
+    assert trace.answer == expected["generated_answer_clean"]
+    assert opened.info()["num_tokens"] == sum(t.num_tokens for t in opened)
+    assert verify_store(store).damaged == {}
+    # Converted again: nothing is new.
+    again = json.loads(convert(data, store, "--json", "--on-duplicate", choice).stdout)
+    assert again["num_sources_already"] == 2 and again["num_traces_new"] == 0
+    # Later commits merge the index and keep the choice.
+    for k in range(3):
+        write_pickle(data / f"c{k}.pkl", [make_trace(20 + k)])
+        convert(data, store)
+    opened = tracestore.open(store)
+    np.testing.assert_array_equal(opened[1].hidden_states, np.stack(expected["hidden_states"]))
+
+
+def test_a_changed_file_under_a_committed_name_is_said(tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    write_pickle(data / "a.pkl", make_traces(3))
+    convert(data, tmp_path / "s.zarr")
+    write_pickle(data / "a.pkl", make_traces(4))
+    done = convert(data, tmp_path / "s.zarr", "--json")
+    assert "a.pkl: another file of this name was committed before" in done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["num_sources_changed"] == 1 and summary["num_duplicates"] == 3 and summary["num_traces_new"] == 1
+    write_pickle(data / "a.pkl", [changed(make_trace(0))])
+    assert "other content" in convert(data, tmp_path / "s.zarr", check=3).stderr.splitlines()[-1]
+    run_cli("-m", "tracestore", "verify", tmp_path / "s.zarr", check=0)
+
+
+def test_labels_that_differ(tmp_path):
+    value = {"sequences": np.ones((2, 3, 4), "f2"), "labels": [0.0, 1.0], "question_ids": ["a", "b"]}
+    write_pickle(tmp_path / "one.pkl", value)
+    write_pickle(tmp_path / "two.pkl", value | {"labels": [1.0, 1.0]})
+    for choice, label in (("keep-first", 0.0), ("keep-last", 1.0)):
+        store = tmp_path / f"{choice}.zarr"
+        convert(tmp_path / "one.pkl", store)
+        convert(tmp_path / "two.pkl", store, "--on-duplicate", choice)
+        assert tracestore.open(store).labels.tolist() == [label, 1.0]

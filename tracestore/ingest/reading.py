@@ -1,0 +1,177 @@
+"""Sources read and packed side by side in threads, handed over in one order.
+
+What costs time runs outside the interpreter's lock: inflating, checksums, packing.
+Each source has a thread while it is read, and a bound on what waits to be taken.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from tracestore.errors import InputRefusedError
+from tracestore.ingest.families import read_traces
+from tracestore.ingest.sources import SourceFile, fingerprint
+from tracestore.store.pack import PackedTrace, pack_record
+from tracestore.store.scratch import Scratch
+
+# How often a wait for the next trace lets the caller look at Ctrl-C.
+_PATIENCE_S = 0.2
+
+
+@dataclass(frozen=True)
+class PackOptions:
+    """How traces are packed, the same for every source of a store."""
+
+    attention: str
+    keep_dtype: bool
+    # Of one trace, in each of its forms; beyond that it goes through files in `scratch`.
+    max_memory: int = 32 << 20
+    scratch: Path | None = None
+
+
+def packed_traces(source: SourceFile, options: PackOptions) -> Iterator[PackedTrace]:
+    """The traces of one source, packed. InputRefusedError names file, position and field."""
+    scratch = Scratch(options.scratch, max_memory=options.max_memory)
+    records = read_traces(source.path, source.name, need_attention=options.attention != "none", scratch=scratch)
+    with closing(records):  # type: ignore[type-var]
+        for record in records:
+            try:
+                yield pack_record(record, attention=options.attention, keep_dtype=options.keep_dtype, scratch=scratch)
+            except InputRefusedError as error:
+                raise error.at(source=source.name, position=record.position) from None
+            del record
+
+
+def identified(source: SourceFile) -> tuple[int, str]:
+    """Size and fingerprint; InputRefusedError where it is no file that can be read."""
+    if not source.path.is_file():
+        next(iter(read_traces(source.path, source.name)))  # refuses it with the reason
+    try:
+        return fingerprint(source.path)
+    except OSError as error:
+        raise InputRefusedError(f"cannot be opened: {error.strerror}", source=source.name) from None
+
+
+class Cancelled(Exception):
+    """Ends a reading thread whose traces nobody takes any more."""
+
+
+class SourceStream:
+    """The packed traces of one source on their way from its thread.
+
+    identity() waits for (size, fingerprint); iterating then gives the traces, unless
+    `is_known` was true of them. Both raise what reading the source has raised.
+    """
+
+    def __init__(self, source: SourceFile, max_bytes: int, on_wait: Callable[[], None]) -> None:
+        self.source = source
+        self._max_bytes, self._on_wait = max_bytes, on_wait
+        self._changed = threading.Condition()
+        self._identity: tuple[int, str] | None = None
+        self._waiting: deque[PackedTrace] = deque()
+        self._held = 0
+        self._error: BaseException | None = None
+        self._ended = self._cancelled = False
+
+    def fill(self, options: PackOptions, is_known: Callable[[str, int, str], bool]) -> None:
+        """Reads the source; runs in the thread."""
+        try:
+            identity = identified(self.source)
+            with self._changed:
+                self._identity = identity
+                self._changed.notify_all()
+            if not self._cancelled and not is_known(self.source.name, *identity):
+                traces = packed_traces(self.source, options)
+                with closing(traces):  # type: ignore[type-var]
+                    for trace in traces:
+                        self._put(trace)
+                        del trace
+        except Cancelled:
+            return
+        except BaseException as error:
+            self._error = error
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def _put(self, trace: PackedTrace) -> None:
+        size = trace.num_bytes
+        with self._changed:
+            while self._held and self._held + size > self._max_bytes and not self._cancelled:
+                self._changed.wait()
+            if self._cancelled:
+                raise Cancelled
+            self._waiting.append(trace)
+            self._held += size
+            self._changed.notify_all()
+
+    def _wait(self, is_there: Callable[[], bool]) -> None:
+        while True:
+            with self._changed:
+                if not (is_there() or self._ended):
+                    self._changed.wait(_PATIENCE_S)
+                if is_there() or self._ended:
+                    return
+            self._on_wait()
+
+    def identity(self) -> tuple[int, str]:
+        self._wait(lambda: self._identity is not None)
+        if self._identity is None:
+            assert self._error is not None
+            raise self._error
+        return self._identity
+
+    def __iter__(self) -> Iterator[PackedTrace]:
+        while True:
+            self._wait(lambda: bool(self._waiting))
+            with self._changed:
+                if not self._waiting:
+                    break
+                trace = self._waiting.popleft()
+                self._held -= trace.num_bytes
+                self._changed.notify_all()
+            yield trace
+            del trace
+        if self._error is not None:
+            raise self._error
+
+    def cancel(self) -> None:
+        """Lets the thread end; what it has read is dropped."""
+        with self._changed:
+            self._cancelled = True
+            self._waiting.clear()
+            self._changed.notify_all()
+
+
+def read_sources(
+    sources: list[SourceFile],
+    options: PackOptions,
+    *,
+    workers: int,
+    is_known: Callable[[str, int, str], bool],
+    on_wait: Callable[[], None],
+) -> Iterator[SourceStream]:
+    """A stream a source, in order; `workers` sources are read at the same time, at most
+    options.max_memory bytes of each ahead. on_wait() is called now and then while the
+    caller waits, and may raise. Closing the iterator ends the threads."""
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="tracestore-read")
+    ahead: deque[SourceStream] = deque()
+    upcoming = iter(sources)
+    try:
+        while True:
+            while len(ahead) < 2 * workers and (source := next(upcoming, None)) is not None:
+                ahead.append(SourceStream(source, options.max_memory, on_wait))
+                pool.submit(ahead[-1].fill, options, is_known)
+            if not ahead:
+                return
+            yield ahead[0]
+            ahead.popleft().cancel()
+    finally:
+        for stream in ahead:
+            stream.cancel()
+        pool.shutdown(cancel_futures=True)
