@@ -1,0 +1,216 @@
+"""The honest corpus: every family, protocol, kind of array and container, by the installed libraries."""
+
+import gzip
+import io
+import pickle
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from tests.helpers import as_torch, make_graphs, make_trace, make_traces
+
+DTYPES = {"float16": "f2", "float32": "f4", "bfloat16": "f4"}
+
+
+class Honest(NamedTuple):
+    """A file, and the records that it must give (see `plain`)."""
+
+    name: str
+    data: bytes
+    expected: list[dict[str, Any]]
+
+
+def raw(value: Any) -> tuple[str, tuple[int, ...], bytes]:
+    """dtype, shape and bytes of an array or tensor, in C order and the machine's byte order."""
+    if isinstance(value, torch.Tensor):
+        bits = value.contiguous()
+        if value.dtype == torch.bfloat16:
+            return "bfloat16", tuple(value.shape), bits.view(torch.int16).numpy().tobytes()
+        value = bits.numpy()
+    value = np.ascontiguousarray(value, value.dtype.newbyteorder("="))
+    return value.dtype.name, value.shape, value.tobytes()
+
+
+def plain(trace: dict[str, Any]) -> dict[str, Any]:
+    """What a record of this trace of family 1 is compared by."""
+    own = ("hidden_states", "attentions", "tokens", "tokens_decoded", "question_id")
+    return {
+        "question_id": trace["question_id"],
+        "hidden": [raw(h) for h in trace["hidden_states"]],
+        "attention": [raw(a) for a in trace["attentions"]],
+        "tokens": [int(t) for t in trace["tokens"]],
+        "decoded": [str(s) for s in trace["tokens_decoded"]],
+        "rest": {k: v for k, v in trace.items() if k not in own},
+    }
+
+
+def renamed(data: bytes, protocol: int) -> bytes:
+    """The same pickle with numpy 1's module names where numpy 2 wrote its own."""
+    if protocol < 4:
+        return data.replace(b"numpy._core.", b"numpy.core.")
+    for name in (b"numpy._core.multiarray", b"numpy._core.numeric"):
+        old = name.replace(b"_core", b"core")
+        data = data.replace(b"\x8c%c%s" % (len(name), name), b"\x8c%c%s" % (len(old), old))
+    # Frames count bytes; without them it is the same pickle. Small files have one, at the start.
+    return data[:2] + data[11:] if data[2:3] == b"\x95" else data
+
+
+def family_1() -> list[dict[str, Any]]:
+    """Traces with what users keep beside the arrays."""
+    traces = make_traces(3)
+    traces[0] |= {"question": "", "prompt_length": 1, "generated_text": "", "note": None, "flags": [True, False]}
+    traces[1] |= {
+        "generated_answer": "\ud800 alone",
+        "numbers": (1, -(2**40), 2.5, 10**30),
+        "inner": {"a": [1, {"b": ()}]},
+    }
+    traces[2] |= {"tokens_before_cutoff": 7, "text": "é✓🐍\n\t\0\\'\"" * 9, "raw": b"\x00\xff" * 5, "nan_free": -0.0}
+    return traces
+
+
+def variants(dtype: str, kind: str) -> list[dict[str, Any]]:
+    traces = [{**t, **arrays} for t, arrays in zip(family_1(), make_arrays(DTYPES[dtype]), strict=True)]
+    if kind == "fortran":
+        for trace in traces:
+            for name in ("hidden_states", "attentions"):
+                trace[name] = [np.asfortranarray(a) for a in trace[name]]
+    elif kind == "sliced":
+        for trace in traces:
+            trace["hidden_states"] = [np.repeat(h, 2, axis=1)[:, ::2] for h in trace["hidden_states"]]
+    elif kind == "stacked":
+        for trace in traces:
+            trace |= {name: np.stack(trace[name]) for name in ("hidden_states", "attentions")}
+    elif kind == "big_endian":
+        for trace in traces:
+            trace["hidden_states"] = [h.astype(h.dtype.newbyteorder(">")) for h in trace["hidden_states"]]
+    elif kind == "torch":
+        traces = [as_torch(t, getattr(torch, dtype)) for t in traces]
+    elif kind == "torch_views":
+        # Not contiguous, and all layers of a trace in one storage.
+        for k, trace in enumerate(traces):
+            hidden = torch.from_numpy(np.stack(trace["hidden_states"])).to(getattr(torch, dtype))
+            trace["hidden_states"] = list(hidden.transpose(1, 2).contiguous().transpose(1, 2).unbind(0))
+            shared = torch.from_numpy(np.stack(trace["attentions"])).to(getattr(torch, dtype))
+            trace["attentions"] = list(shared.unbind(0))
+            trace["tokens"] = torch.from_numpy(np.repeat(trace["tokens"], 2))[::2]
+            if k == 2:
+                trace["hidden_states"] = [torch.nn.Parameter(h, requires_grad=False) for h in trace["hidden_states"]]
+    return traces
+
+
+def make_arrays(dtype: str) -> Iterator[dict[str, Any]]:
+    for k in range(3):
+        trace = make_trace(k, dtype=dtype)
+        yield {name: trace[name] for name in ("hidden_states", "attentions")}
+
+
+KINDS = [
+    *(
+        (dtype, kind)
+        for dtype in ("float16", "float32")
+        for kind in ("plain", "fortran", "sliced", "stacked", "big_endian")
+    ),
+    *((dtype, kind) for dtype in DTYPES for kind in ("torch", "torch_views")),
+]
+
+
+def saved(value: Any, zip_format: bool, protocol: int) -> bytes:
+    out = io.BytesIO()
+    torch.save(value, out, pickle_protocol=protocol, _use_new_zipfile_serialization=zip_format)
+    return out.getvalue()
+
+
+def packed(data: bytes) -> Iterator[tuple[str, bytes]]:
+    """Plain, gzip, and gzip in three members."""
+    yield "", data
+    yield ".gz", gzip.compress(data, 1)
+    third = len(data) // 3
+    yield ".members.gz", b"".join(gzip.compress(p) for p in (data[:third], data[third : 2 * third], data[2 * third :]))
+
+
+def pickles(dtype: str, kind: str) -> Iterator[Honest]:
+    """Family 1, as a list and as a bare dict, by pickle.dump and torch.save."""
+    traces = variants(dtype, kind)
+    for protocol in range(6):
+        for shape, value, kept in (("list", traces, traces), ("bare", traces[2], traces[2:])):
+            expected = [plain(t) for t in kept]
+            data = pickle.dumps(value, protocol)
+            name = f"{shape}-{dtype}-{kind}-protocol{protocol}"
+            for suffix, content in packed(data):
+                yield Honest(f"{name}.pkl{suffix}", content, expected)
+            if (old := renamed(data, protocol)) != data:
+                for suffix, content in packed(old):
+                    yield Honest(f"{name}-numpy1.pkl{suffix}", content, expected)
+            if kind.startswith("torch") and protocol >= 2:
+                for zip_format in (True, False):
+                    form = "zip" if zip_format else "legacy"
+                    yield Honest(f"{name}-{form}.pt", saved(value, zip_format, protocol), expected)
+
+
+def sequence_files() -> Iterator[Honest]:
+    """Family 2."""
+    rng = np.random.default_rng(3)
+    for dtype in ("float16", "float32", "bfloat16"):
+        sequences = torch.from_numpy(rng.standard_normal((4, 3, 5)).astype("f4")).to(getattr(torch, dtype))
+        for how in ("contiguous", "transposed", "numpy"):
+            if how == "numpy" and dtype == "bfloat16":
+                continue
+            value = sequences
+            if how == "transposed":
+                value = sequences.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+            elif how == "numpy":
+                value = sequences.numpy()
+            for ids, texts in (
+                (["a", "b", "é", "\ud800"], None),
+                ([1, 2, 3, 4], None),
+                (np.array(["w", "x", "y", "z"]), None),
+            ):
+                labels = torch.tensor([0.0, 1.0, float("nan"), 1.0])
+                whole = {"sequences": value, "labels": labels, "question_ids": ids}
+                texts = [str(i) for i in ids]
+                expected = [
+                    {"question_id": texts[k], "last_token": raw(sequences[k]), "label": (0.0, 1.0, None, 1.0)[k]}
+                    for k in range(4)
+                ]
+                name = f"sequences-{dtype}-{how}-{type(ids[0]).__name__}"
+                yield from every_container(name, whole, expected)
+
+
+def graph_files() -> Iterator[Honest]:
+    """Families 3 and 4."""
+    traces = make_traces(3)
+    graphs = [make_graphs(t) for t in traces]
+    texts = [t["question_id"] for t in traces]
+    for labelled in (True, False):
+        whole: dict[str, Any] = {"graphs": graphs, "question_ids": texts}
+        if labelled:
+            whole["labels"] = torch.tensor([1.0, 0.0, 1.0])
+        expected = [
+            {
+                "question_id": texts[k],
+                "hidden": [raw(g.x) for g in layers],
+                "edges": [(raw(g.edge_index), raw(g.edge_attr.reshape(-1))) for g in layers],
+                "label": (1.0, 0.0, 1.0)[k] if labelled else None,
+                "rest": {
+                    name: [g[name] for g in layers]
+                    for name in ("num_possible_edges", "num_filtered_edges", "filter_ratio")
+                },
+            }
+            for k, layers in enumerate(graphs)
+        ]
+        yield from every_container(f"graphs-{'labelled' if labelled else 'unlabelled'}", whole, expected)
+
+
+def every_container(name: str, value: Any, expected: list[dict[str, Any]]) -> Iterator[Honest]:
+    for protocol in range(6):
+        data = pickle.dumps(value, protocol)
+        for suffix, content in packed(data):
+            yield Honest(f"{name}-protocol{protocol}.pkl{suffix}", content, expected)
+        if (old := renamed(data, protocol)) != data:
+            yield Honest(f"{name}-protocol{protocol}-numpy1.pkl", old, expected)
+        if protocol >= 2:
+            for zip_format in (True, False):
+                form = "zip" if zip_format else "legacy"
+                yield Honest(f"{name}-protocol{protocol}-{form}.pt", saved(value, zip_format, protocol), expected)

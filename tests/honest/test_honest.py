@@ -1,0 +1,115 @@
+"""What real libraries write is accepted, and equal to what went in."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tests.golden.library_inputs import expected_traces
+from tests.helpers import ROOT
+from tests.honest.corpus import KINDS, graph_files, pickles, plain, raw, sequence_files
+from tracestore.ingest.families import read_traces
+
+LIBRARIES = sorted((ROOT / "tests/golden/libraries").glob("*.pkl*"))
+
+
+def found(record, keys):
+    """The record by the same names as what is expected of it."""
+    out = {"question_id": record.question_id, "label": record.label}
+    if record.hidden is not None:
+        out["hidden"] = [bits(h) for h in record.hidden]
+    if record.attention is not None:
+        out["attention"] = [bits(a) for a in record.attention]
+    if record.edges is not None:
+        out["edges"] = [(bits(index), bits(weight)) for index, weight in record.edges]
+    if record.last_token is not None:
+        out["last_token"] = bits(record.last_token)
+    if record.tokens is not None:
+        assert record.tokens.dtype == np.dtype("<i4")
+        out["tokens"] = record.tokens.tolist()
+    out["decoded"] = record.tokens_decoded
+    out["rest"] = dict(record.extras) | record.strings
+    if record.prompt_length is not None:
+        out["rest"]["prompt_length"] = record.prompt_length
+    return {k: out[k] for k in keys}
+
+
+def bits(array):
+    """As corpus.raw; bfloat16 is the reader's own dtype."""
+    from tracestore.store.schema import BFLOAT16
+
+    if array.dtype == BFLOAT16:
+        return "bfloat16", array.shape, np.ascontiguousarray(array).tobytes()
+    return raw(array)
+
+
+def same(a, b):
+    """Equal, tuples and lists alike, arrays and scalars by their bytes, NaN equal to itself."""
+    if isinstance(a, np.ndarray | np.generic | torch.Tensor) or isinstance(b, np.ndarray | np.generic | torch.Tensor):
+        if isinstance(a, list) or isinstance(b, list):
+            return same(list(a), list(b))
+        return np.asarray(a).dtype == np.asarray(b).dtype and np.array_equal(np.asarray(a), np.asarray(b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(v, b[k]) for k, v in a.items())
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, float) and isinstance(b, float):
+        return a == b and math.copysign(1, a) == math.copysign(1, b)
+    return type(a) is type(b) and a == b
+
+
+def check(path, honest, faults):
+    path.write_bytes(honest.data)
+    try:
+        records = list(read_traces(path, path.name))
+    except Exception as error:
+        faults.append(f"{honest.name}: {type(error).__name__}: {error}")
+        return
+    if len(records) != len(honest.expected):
+        faults.append(f"{honest.name}: {len(records)} traces")
+        return
+    for record, expected in zip(records, honest.expected, strict=True):
+        got = found(record, expected)
+        for key, value in expected.items():
+            if not same(got[key], value):
+                faults.append(f"{honest.name}, {record.question_id}, {key}: {got[key]!r:.300} != {value!r:.300}")
+
+
+def check_all(folder, files):
+    faults, count = [], 0
+    for honest in files:
+        path = folder / ("file" + honest.name[honest.name.rindex(".p") :])
+        check(path, honest, faults)
+        path.unlink()
+        count += 1
+    assert count and not faults, f"{len(faults)} faults in {count} files:\n" + "\n".join(faults[:20])
+
+
+@pytest.mark.parametrize("dtype,kind", KINDS)
+def test_pickles(tmp_path, dtype, kind):
+    check_all(tmp_path, pickles(dtype, kind))
+
+
+def test_sequences(tmp_path):
+    check_all(tmp_path, sequence_files())
+
+
+def test_graphs(tmp_path):
+    check_all(tmp_path, graph_files())
+
+
+@pytest.mark.parametrize("path", LIBRARIES, ids=lambda p: p.name)
+def test_other_versions(path):
+    records = list(read_traces(path, path.name))
+    traces = expected_traces()[:1] if "bare" in path.name else expected_traces()
+    assert len(records) == len(traces)
+    for record, trace in zip(records, traces, strict=True):
+        expected = plain(trace)
+        got = found(record, expected)
+        assert [k for k, v in expected.items() if not same(got[k], v)] == []
+
+
+def test_versions_are_there():
+    names = {p.name.split("-")[1].split(".")[0] for p in LIBRARIES}
+    assert names == {"1", "2"} and len(LIBRARIES) >= 14

@@ -1,0 +1,241 @@
+"""Every way a pickle has to name and call something. pickle.load of most of these
+leaves the marker file behind; a test says so."""
+
+import pickle
+from collections.abc import Iterator
+
+from tests.hostile.case import (
+    NDARRAY,
+    PROTO,
+    Case,
+    call,
+    dct,
+    fields,
+    glob,
+    lst,
+    named,
+    num,
+    nums,
+    raw,
+    traces,
+    tup,
+    uni,
+    whole,
+)
+from tests.hostile.containers import MAGIC, gz, legacy, pt, pt_entries, sequences
+from tests.hostile.containers import archive as zip_archive
+
+
+def text_calls(marker: str) -> Iterator[tuple[str, str, tuple[bytes, ...]]]:
+    """module, name, arguments: each leaves the marker when it is really called."""
+    touch, python = uni(f"touch {marker}"), uni(f"open({marker!r}, 'w').close()")
+    argv, path, mode = lst(uni("touch"), uni(marker)), uni(marker), uni("w")
+    yield "os", "system", (touch,)
+    yield "posix", "system", (touch,)
+    yield "os", "popen", (touch,)
+    yield "os", "mkdir", (path,)
+    yield "os", "symlink", (uni("target"), path)
+    yield "os", "open", (path, num(0o102))
+    yield "os", "mkfifo", (path,)
+    yield "subprocess", "call", (argv,)
+    yield "subprocess", "run", (argv,)
+    yield "subprocess", "check_call", (argv,)
+    yield "subprocess", "check_output", (argv,)
+    yield "subprocess", "getoutput", (touch,)
+    yield "builtins", "eval", (python,)
+    yield "builtins", "exec", (python,)
+    yield "__builtin__", "eval", (python,)
+    yield "__builtin__", "execfile", (path,)
+    yield "builtins", "open", (path, mode)
+    yield "io", "open", (path, mode)
+    yield "_io", "open", (path, mode)
+    yield "io", "FileIO", (path, mode)
+    yield "codecs", "open", (path, mode)
+    yield "gzip", "open", (path, mode)
+    yield "bz2", "open", (path, mode)
+    yield "lzma", "open", (path, mode)
+    yield "zipfile", "ZipFile", (path, mode)
+    yield "tarfile", "open", (path, mode)
+    yield "sqlite3", "connect", (path,)
+    yield "logging", "FileHandler", (path,)
+    yield "shutil", "copyfile", (uni("/etc/hostname"), path)
+    yield "timeit", "timeit", (python,)
+    yield "cProfile", "run", (python,)
+    yield "profile", "run", (python,)
+    yield "bdb", "Bdb.run", (call(named("bdb", "Bdb")), python)
+    yield "pdb", "run", (python,)
+    yield "pathlib", "Path.touch", (call(glob("pathlib", "Path"), path),)
+    yield "pathlib", "Path.mkdir", (call(glob("pathlib", "Path"), path),)
+    yield "os", "system.__call__", (touch,)
+    yield "builtins", "eval.__call__", (python,)
+    yield "pickle", "loads", (raw(b"cos\nsystem\n(" + touch + b"tR."),)
+    yield "_pickle", "loads", (raw(b"cos\nsystem\n(" + touch + b"tR."),)
+    yield "pickle", "_loads", (raw(b"cos\nsystem\n(" + touch + b"tR."),)
+    yield "numpy", "save", (path, num(1))
+    yield "numpy", "savetxt", (path, lst(num(1)))
+    yield "numpy.testing._private.utils", "runstring", (python, b"}")
+    yield "code", "InteractiveInterpreter.runsource", (call(named("code", "InteractiveInterpreter")), python)
+
+
+def called(marker: str) -> Iterator[Case]:
+    """Directly: by GLOBAL (STACK_GLOBAL for dotted names), in a trace and bare."""
+    for module, name, arguments in text_calls(marker):
+        target = named(module, name) if "." in name else glob(module, name)
+        code = call(target, *arguments)
+        exists = name != "execfile"
+        protocol = b"\x80\x02" if module == "__builtin__" else PROTO
+        runs = exists and module not in ("pdb", "numpy", "numpy.testing._private.utils")
+        yield Case(f"call_{module}.{name}", ".pkl", protocol + code + b".", f"{module}.{name}", runs)
+
+
+def forms(marker: str) -> Iterator[Case]:
+    """One callable, every opcode that can reach it."""
+    touch = uni(f"touch {marker}")
+    system = {"global": glob("os", "system"), "stack_global": named("os", "system")}
+    for form, target in system.items():
+        code = call(target, touch)
+        yield Case(f"{form}_in_a_field", ".pkl", traces(dct(**fields(note=code))), "os.system", True)
+        yield Case(f"{form}_in_place_of_hidden", ".pkl", traces(dct(**fields(hidden_states=code))), "os.system", True)
+        yield Case(f"{form}_second_trace", ".pkl", traces(dct(**fields()), code), "os.system", True)
+        yield Case(f"{form}_popped_before_stop", ".pkl", whole(code + b"0" + lst(dct(**fields()))), "os.system", True)
+        yield Case(f"{form}_as_key", ".pkl", whole(b"}" + code + b"Ns"), "os.system", True)
+        yield Case(f"{form}_in_gzip", ".pkl.gz", gz(traces(dct(**fields(note=code)))), "os.system")
+        yield Case(f"{form}_named_pt", ".pt", whole(code), "os.system", True)
+        yield Case(
+            f"{form}_memo_fetched", ".pkl", whole(target + b"q\x050h\x05" + tup(touch) + b"R"), "os.system", True
+        )
+        yield Case(f"{form}_only_named", ".pkl", traces(dct(**fields(note=target))), "os.system")
+    yield Case(
+        "stack_global_memo_names",
+        ".pkl",
+        whole(uni("os") + b"q\x010" + uni("system") + b"q\x020h\x01h\x02\x93" + tup(touch) + b"R"),
+        "os.system",
+        True,
+    )
+    yield Case("inst", ".pkl", b"(" + touch + b"ios\nsystem\n.", None, True)
+    yield Case("inst_in_a_field", ".pkl", traces(dct(**fields(note=b"(" + touch + b"ios\nsystem\n"))), None, True)
+    yield Case("obj", ".pkl", whole(b"(" + glob("os", "system") + touch + b"o"), "os.system", True)
+    yield Case("obj_allowed_class", ".pkl", whole(b"(" + NDARRAY + nums(1) + b"o"))
+    popen = glob("subprocess", "Popen")
+    yield Case("newobj", ".pkl", whole(popen + tup(lst(uni("touch"), uni(marker))) + b"\x81"), "subprocess.Popen")
+    yield Case("newobj_ex", ".pkl", whole(popen + tup() + dct(args=touch, shell=b"\x88") + b"\x92"), "subprocess.Popen")
+    yield Case("newobj_ex_allowed", ".pkl", whole(NDARRAY + nums(1) + b"}\x92"))
+    for code in (b"\x82\x01", b"\x83\x01\x00", b"\x84\x01\0\0\0", b"\x84\xff\xff\xff\xff"):
+        yield Case(f"extension_{code.hex()}", ".pkl", whole(code + tup(touch) + b"R"))
+    yield Case("persistent_id", ".pkl", b"Pos.system\n.")
+    yield Case("binary_persistent_id", ".pkl", whole(call(glob("os", "system"), touch) + b"Q"), "os.system", True)
+    for protocol in (0, 1, 2, 3, 4, 5):
+        yield Case(f"protocol_{protocol}_writer", ".pkl", pickle.dumps([Touch(marker)], protocol), "system", True)
+
+
+class Touch:
+    """Pickles to the call that leaves the marker."""
+
+    def __init__(self, marker: str) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        import os
+
+        return os.system, (f"touch {self.marker}",)
+
+
+def chains(marker: str) -> Iterator[Case]:
+    """Calls put together from harmless looking pieces."""
+    touch = uni(f"touch {marker}")
+    getattr_ = glob("builtins", "getattr")
+    os_module = call(glob("importlib", "import_module"), uni("os"))
+    values = {
+        "getattr": (call(call(getattr_, os_module, uni("system")), touch), "builtins.getattr"),
+        "import": (
+            call(call(getattr_, call(glob("builtins", "__import__"), uni("os")), uni("system")), touch),
+            "builtins.getattr",
+        ),
+        "import_module": (
+            call(call(call(glob("operator", "attrgetter"), uni("system")), os_module), touch),
+            "operator.attrgetter",
+        ),
+        "partial": (call(call(glob("functools", "partial"), glob("os", "system"), touch)), "functools.partial"),
+        "methodcaller": (
+            call(call(glob("operator", "methodcaller"), uni("system"), touch), os_module),
+            "operator.methodcaller",
+        ),
+        "resolve_name": (call(call(glob("pkgutil", "resolve_name"), uni("os:system")), touch), "pkgutil.resolve_name"),
+        "map": (
+            call(glob("builtins", "list"), call(glob("builtins", "map"), glob("os", "system"), lst(touch))),
+            "builtins.list",
+        ),
+        "compile": (
+            call(
+                glob("builtins", "exec"),
+                call(glob("builtins", "compile"), uni(f"open({marker!r},'w')"), uni("x"), uni("exec")),
+            ),
+            "builtins.exec",
+        ),
+        "reduce": (
+            call(glob("functools", "reduce"), glob("builtins", "getattr"), lst(os_module, uni("system"))),
+            "functools.reduce",
+        ),
+        "thread_pool": (call(glob("concurrent.futures.thread", "_WorkItem.run"), b"N"), "_WorkItem"),
+        "copyreg": (
+            call(glob("copyreg", "_reconstructor"), glob("subprocess", "Popen"), glob("builtins", "object"), b"N"),
+            None,
+        ),
+        "copy_reg": (
+            call(glob("copy_reg", "_reconstructor"), glob("subprocess", "Popen"), glob("__builtin__", "object"), b"N"),
+            None,
+        ),
+        "build_partial": (
+            call(glob("functools", "partial"), glob("builtins", "print"))
+            + tup(glob("os", "system"), tup(touch), b"}", b"}")
+            + b"b)R",
+            "functools.partial",
+        ),
+    }
+    bites = {
+        "getattr",
+        "import",
+        "import_module",
+        "partial",
+        "methodcaller",
+        "resolve_name",
+        "map",
+        "compile",
+        "build_partial",
+    }
+    for name, (code, word) in values.items():
+        yield Case(f"chain_{name}", ".pkl", whole(code), word, name in bites)
+        yield Case(f"chain_{name}_in_a_field", ".pkl", traces(dct(**fields(note=code))), word, name in bites)
+
+
+def in_torch_files(marker: str) -> Iterator[Case]:
+    """The same inside each part of a torch file."""
+    code = call(glob("os", "system"), uni(f"touch {marker}"))
+    yield Case("zip_root", ".pt", pt(code), "os.system")
+    yield Case("zip_field", ".pt", pt(sequences(note=code)), "os.system")
+    yield Case("zip_persistent_id", ".pt", pt(code + b"Q"), "os.system")
+    yield Case(
+        "zip_storage_class",
+        ".pt",
+        pt(sequences(tup(uni("storage"), glob("os", "system"), uni("0"), uni("cpu"), num(4)) + b"Q")),
+        "os.system",
+    )
+    yield Case("zip_second_pickle", ".pt", zip_archive([*pt_entries(code, {}), *pt_entries(code, {}, "other")]), None)
+    yield Case("legacy_object", ".pt", legacy(code, {}), "os.system")
+    yield Case("legacy_keys", ".pt", legacy(sequences(b"N"), {}, keys=whole(code)), "os.system")
+    yield Case("legacy_system", ".pt", legacy(code, {}, system=whole(code)), "os.system", False)
+    head = b"\x80\x02\x8a\x0a" + MAGIC.to_bytes(10, "little") + b"."
+    yield Case("legacy_protocol", ".pt", head + whole(code), "os.system")
+    yield Case("legacy_magic", ".pt", whole(code + b"0\x8a\x0a" + MAGIC.to_bytes(10, "little")), "os.system", True)
+    inner = legacy(code, {})
+    yield Case(
+        "load_from_bytes",
+        ".pkl",
+        traces(dct(**fields(note=call(glob("torch.storage", "_load_from_bytes"), raw(inner))))),
+        "os.system",
+    )
+
+
+def every(marker: str) -> Iterator[Case]:
+    for group in (called, forms, chains, in_torch_files):
+        yield from group(marker)

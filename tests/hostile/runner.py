@@ -1,0 +1,131 @@
+"""Reads files in processes of their own, and says how each one ended.
+
+python -m tests.hostile.runner read|convert|unpickle [STORE]: a path a line on standard
+input (a tab and a folder after it: read there), a JSON document a line on standard output. The package is imported once; each file
+gets a fork of this process, so that a death by signal is seen and costs and memory are its own.
+"""
+
+import hashlib
+import io
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+
+# A stop far beyond the bounds that the tests assert.
+_CPU_LIMIT_S = 60
+_MEMORY_LIMIT_BYTES = 4 << 30
+_STANDARD_ERROR = 2
+
+
+def _read(path: Path, _store: str) -> dict[str, object]:
+    from tracestore.errors import InputRefusedError
+    from tracestore.ingest.families import read_traces
+    from tracestore.store.pack import pack_record
+
+    count = 0
+    try:
+        for record in read_traces(path, path.name):
+            pack_record(record, attention="heads", keep_dtype=False)
+            count += 1
+    except InputRefusedError as error:
+        return {"ended": "refused", "text": str(error.at(source=path.name, position=count))}
+    except BaseException as error:
+        return {"ended": type(error).__name__, "text": str(error)[:500]}
+    return {"ended": "accepted", "text": f"{count} traces"}
+
+
+def _convert(path: Path, store: str) -> dict[str, object]:
+    from tracestore import convert
+
+    # The descriptor, not sys.stderr: whatever a library writes is caught too.
+    caught = os.memfd_create("stderr")
+    os.dup2(caught, _STANDARD_ERROR)
+    sys.stdout = io.StringIO()
+    code = convert.main([str(path), store, "--attention", "heads"])
+    sys.stderr.flush()
+    return {"ended": f"exit {code}", "text": os.pread(caught, 1 << 20, 0).decode()}
+
+
+def _unpickle(path: Path, _store: str) -> dict[str, object]:
+    """What the reader never does: shows that a file would have run its code."""
+    import pickle
+
+    quiet = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(quiet, descriptor)
+    try:
+        pickle.loads(path.read_bytes())
+    except BaseException as error:
+        return {"ended": type(error).__name__, "text": str(error)[:200]}
+    return {"ended": "loaded", "text": ""}
+
+
+def _digest(store: Path) -> str:
+    """Of every file of a store but the lock."""
+    digest = hashlib.blake2b()
+    for path in sorted(store.rglob("*")):
+        if path.is_file() and path.name != "lock":
+            digest.update(f"{path.relative_to(store)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def _child(action, path: Path, store: str, out: int) -> None:  # type: ignore[no-untyped-def]
+    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_LIMIT_S, _CPU_LIMIT_S))
+    resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_LIMIT_BYTES, _MEMORY_LIMIT_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    before_bytes, before_s = _peak_bytes(), time.process_time()
+    result = action(path, store)
+    result |= {"seconds": time.process_time() - before_s, "bytes": _peak_bytes() - before_bytes}
+    os.write(out, json.dumps(result).encode())
+
+
+def run_one(action, path: Path, store: str) -> dict[str, object]:  # type: ignore[no-untyped-def]
+    """How reading `path` in a fork ended."""
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read_end)
+        status = 1
+        try:
+            _child(action, path, store, write_end)
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(write_end)
+    with open(read_end, "rb") as pipe:
+        data = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status) or not data:
+        death = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else f"status {status}"
+        return {"ended": f"death: {death}", "text": "", "seconds": 0.0, "bytes": 0}
+    return json.loads(data)  # type: ignore[no-any-return]
+
+
+def main() -> None:
+    actions = {"read": _read, "convert": _convert, "unpickle": _unpickle}
+    action, store = actions[sys.argv[1]], sys.argv[2] if len(sys.argv) > 2 else ""
+    if sys.argv[1] == "read":
+        import tracestore.ingest.families
+        import tracestore.store.pack
+    elif sys.argv[1] == "convert":
+        import tracestore.convert  # noqa: F401
+    for line in sys.stdin:
+        name, _, folder = line.rstrip("\n").partition("\t")
+        if folder:
+            os.chdir(folder)
+        result = run_one(action, Path(name), store) | {"path": name}
+        if store:
+            result["store"] = _digest(Path(store))
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

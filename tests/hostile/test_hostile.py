@@ -1,0 +1,137 @@
+"""Every file of the hostile corpus: refused in one line, nothing run, no death, little memory, little time."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers import ROOT, convert, make_trace, make_traces, tree_bytes, write_pickle
+from tests.hostile.bombs import families
+from tests.hostile.corpus import MARKER, crash_files, hostile_files
+
+MAX_SECONDS = 1.0
+MAX_BYTES = 64 << 20
+KINDS = ("opcodes", "arrays", "bombs", "archives", "tensors", "callables", "names")
+
+
+@pytest.fixture(scope="module")
+def cases():
+    return list(hostile_files())
+
+
+def run(action, paths, folder, *arguments):
+    """The runner over these paths, with `folder` as its working folder."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.hostile.runner", action, *map(str, arguments)],
+        input="".join(f"{p}\n" for p in paths),
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def write(cases, folder):
+    paths = []
+    for k, case in enumerate(cases):
+        path = folder / f"{k:04}{case.suffix}"
+        path.write_bytes(case.data)
+        paths.append(path)
+    return paths
+
+
+def test_the_corpus_is_large(cases):
+    assert len(cases) >= 300 and len({c.name for c in cases}) == len(cases)
+    assert {c.name.split("/")[0] for c in cases} == set(KINDS)
+
+
+def test_what_the_corpus_is_made_from_is_accepted(tmp_path):
+    """So that each case is refused for what is wrong with it."""
+    paths = []
+    for name, (suffix, data) in families().items():
+        paths.append(tmp_path / f"{name}{suffix}")
+        paths[-1].write_bytes(data)
+    assert {r["path"]: r["ended"] for r in run("read", paths, tmp_path)} == {str(p): "accepted" for p in paths}
+
+
+def test_the_corpus_bites(tmp_path, cases):
+    """pickle.load runs what these files name: the marker would be there."""
+    live = [c for c in cases if c.runs]
+    assert len(live) >= 60
+    lines, folders = [], []
+    for path in write(live, tmp_path):
+        folders.append(tmp_path / path.name.split(".")[0])
+        folders[-1].mkdir()
+        lines.append(f"{path}\t{folders[-1]}")
+    results = zip(live, folders, run("unpickle", lines, tmp_path), strict=True)
+    tame = [(case.name, result) for case, folder, result in results if not os.path.lexists(folder / MARKER)]
+    assert not tame
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_refused(tmp_path, cases, kind):
+    cases = [c for c in cases if c.name.startswith(f"{kind}/")]
+    (tmp_path / "files").mkdir()
+    paths = write(cases, tmp_path / "files")
+    faults = []
+    for case, path, result in zip(cases, paths, run("read", paths, tmp_path), strict=True):
+        text = result["text"]
+        if result["ended"] != "refused":
+            faults.append(f"{case.name}: {result['ended']}: {text}")
+        elif "\n" in text or not text.isprintable() or not text.startswith(path.name):
+            faults.append(f"{case.name}: no line with the file's name: {text!r}")
+        elif case.word is not None and case.word not in text:
+            faults.append(f"{case.name}: no {case.word!r} in {text!r}")
+        if result["seconds"] >= MAX_SECONDS:
+            faults.append(f"{case.name}: {result['seconds']:.2f} s of processor time")
+        if result["bytes"] >= MAX_BYTES:
+            faults.append(f"{case.name}: {result['bytes'] / 2**20:.0f} MiB")
+    left = list(tmp_path.rglob(MARKER))
+    assert not faults and not left, f"{len(faults)} of {len(cases)}:\n" + "\n".join(faults) + f"\nleft: {left}"
+
+
+def test_convert_leaves_the_store(tmp_path, cases):
+    """Exit 3, one line, not one byte of the store changed."""
+    convert(write_pickle(tmp_path / "good.pkl", make_traces(3)), tmp_path / "s.zarr", "--attention", "heads")
+    before = tree_bytes(tmp_path / "s.zarr")
+    step = 1 if os.environ.get("TRACESTORE_HOSTILE") == "all" else 24
+    sample = cases[::step]
+    assert len(sample) >= 40
+    (tmp_path / "files").mkdir()
+    paths = write(sample, tmp_path / "files")
+    # These agree with every rule of a file, and do not fit this store.
+    known = make_traces(3)[1]
+    misfits = {
+        "other_layers": make_trace(9, layers=4),
+        "other_columns": make_trace(9, dim=16),
+        "other_content": {**known, "generated_answer_clean": "another"},
+        "other_values": {**known, "hidden_states": [h * 2 for h in known["hidden_states"]]},
+        "other_heads": make_trace(9, heads=4),
+    }
+    paths += [write_pickle(tmp_path / "files" / f"{name}.pkl", [trace]) for name, trace in misfits.items()]
+    paths.append(
+        write_pickle(tmp_path / "files" / "same_key.pkl", [make_trace(20), {**make_trace(21), "question_id": "q20"}])
+    )
+    first = None
+    for path, result in zip(paths, run("convert", paths, tmp_path, tmp_path / "s.zarr"), strict=True):
+        text = result["text"]
+        assert result["ended"] == "exit 3" and text.count("\n") == 1 and text.endswith("\n"), (path, result)
+        assert path.name in text
+        first = first or result["store"]
+        assert result["store"] == first, path
+    assert tree_bytes(tmp_path / "s.zarr") == before
+    assert not list(tmp_path.rglob(MARKER))
+
+
+def test_what_fuzzing_found(tmp_path):
+    """Inputs that once broke the reader: refused or accepted, as long as nothing else happens."""
+    paths = crash_files()
+    results = run("read", paths, tmp_path) if paths else []
+    for result in results:
+        assert result["ended"] in ("refused", "accepted"), result
+        assert result["seconds"] < MAX_SECONDS and result["bytes"] < MAX_BYTES, result
