@@ -19,7 +19,7 @@ from tracestore._core.gather import Slab
 from tracestore._core.kernels import crc32c
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import StoreDamagedError
-from tracestore.store.fsio import write_all
+from tracestore.store.fsio import again, make_folders, naming, write_all
 
 _BUFFER_BYTES = 1 << 20
 
@@ -102,14 +102,15 @@ class ShardStream:
 
     def _open(self) -> int:
         if self._fd < 0:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_folders(self.path.parent)
             self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
             os.lseek(self._fd, self._written, os.SEEK_SET)
         return self._fd
 
     def _emit(self, data: Any) -> None:
         view = memoryview(data).cast("B")
-        write_all(self._open(), view)
+        with naming(self.path):
+            write_all(self._open(), view)
         self._crc = crc32c(view, self._crc)
         self._written += len(view)
 
@@ -154,7 +155,7 @@ class ShardStream:
         self.suspend()
         self._written = written
         if self.path.exists():
-            os.truncate(self.path, written)
+            again(os.truncate, self.path, written)
 
     def suspend(self) -> None:
         if self._fd >= 0:
@@ -180,8 +181,9 @@ class ShardStream:
         index = b"".join(struct.pack("<QQ", *c) for c in self._chunks)
         self._emit(index + struct.pack("<I", crc32c(index)))
         fd = self._open()
-        os.fchmod(fd, 0o444)
-        os.fsync(fd)
+        with naming(self.path):
+            os.fchmod(fd, 0o444)
+            os.fsync(fd)
         self.suspend()
         return self._written, self._crc
 
