@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,18 @@ def make_data(folder, num_files=4, per_file=2):
         write_pickle(folder / f"batch_{k}.pkl", traces[k * per_file : (k + 1) * per_file])
     write_scores(folder / "scores.csv", {t["question_id"]: k / 10 for k, t in enumerate(traces)})
     return folder
+
+
+@pytest.fixture(scope="module")
+def memory(tmp_path_factory):
+    """A folder in memory where there is one: thousands of small stores are made and removed,
+    and neither the shim nor the model asks a disk to sync anything."""
+    shared = Path("/dev/shm")
+    if not (shared.is_dir() and os.access(shared, os.W_OK)):
+        yield tmp_path_factory.mktemp("memory")
+        return
+    with tempfile.TemporaryDirectory(dir=shared, prefix="tracestore-faults-") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="session")
@@ -63,7 +76,7 @@ class DriverProcess:
 
 
 @pytest.fixture(scope="module")
-def driver(shim, tmp_path_factory):
-    process = DriverProcess(shim, tmp_path_factory.mktemp("driver"))
+def driver(shim, memory):
+    process = DriverProcess(shim, memory / "driver")
     yield process
     process.close()

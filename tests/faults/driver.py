@@ -18,22 +18,23 @@ import time
 import traceback
 from pathlib import Path
 
+import pytest
+
 import tracestore
 from tests.helpers import read_all, tree_bytes
 from tracestore import convert
 from tracestore.errors import UsageError
-from tracestore.store import columns, segment, shard, writer
-from tracestore.store.verify import repair_store, verify_store
+from tracestore.store import columns, commit, segment, shard, writer
+from tracestore.store.verify import verify_store
 
 ACTIONS = {"pass": 0, "kill": 1, "fail": 2, "short": 3, "full": 4}
-# Exit codes of a conversion in which one call failed with this; None: it never ends by itself.
+# Exit codes of a conversion in which one call failed with this.
 CODES = {errno.EIO: {1}, errno.ENOSPC: {4}, errno.EINTR: {0}}
-COMMIT_BYTES = 1
 
 
-def small_commits(close_bytes=COMMIT_BYTES):
+def small_commits(patch, close_bytes=1):
     """Every source leads to a commit; what zarr says of an array is asked once."""
-    writer.StoreWriter.__init__.__kwdefaults__["close_bytes"] = close_bytes
+    patch.setitem(writer.StoreWriter.__init__.__kwdefaults__, "close_bytes", close_bytes)
     for name in ("array_metadata", "group_metadata"):
         original, known = getattr(shard, name), {}
 
@@ -44,9 +45,15 @@ def small_commits(close_bytes=COMMIT_BYTES):
                 _known[key] = _original(*arguments)
             return _known[key]
 
-        for module in (shard, segment, columns, sys.modules["tracestore.store.commit"]):
+        for module in (shard, segment, columns, commit):
             if hasattr(module, name):
-                setattr(module, name, remembered)
+                patch.setattr(module, name, remembered)
+
+
+def run_convert(arguments):
+    """A conversion in this process, its words of success unsaid; -> exit code."""
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        return convert.main([str(a) for a in arguments])
 
 
 class Driver:
@@ -55,7 +62,7 @@ class Driver:
         self.work, self.store = Path(work), Path(work) / "s.zarr"
         self.arguments = [str(data), str(self.store), "--workers", "1"]
         self.kept = Path(work) / "commits"
-        small_commits()
+        small_commits(pytest.MonkeyPatch())
         self.run(None, fork=False)
         self.expected = tree_bytes(self.store)
         with tracestore.open(self.store) as store:
@@ -87,11 +94,11 @@ class Driver:
         original = writer.StoreWriter.commit
         log = os.open(self.kept, os.O_WRONLY | os.O_APPEND)
 
-        def commit(own):
+        def logged(own):
             original(own)
             os.write(log, f"{own.manifest.num_traces}\n".encode())
 
-        writer.StoreWriter.commit = commit
+        writer.StoreWriter.commit = logged
         case = case or {"action": "pass"}
         calls = os.open(self.work / "calls", os.O_WRONLY | os.O_CREAT | os.O_TRUNC) if case.get("log") else -1
         if case["action"] != "random":
@@ -100,8 +107,7 @@ class Driver:
                 os.fsencode(self.store), ctypes.c_long(case.get("at", 0)), what, case.get("error", 0), calls
             )
         try:
-            with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-                return convert.main(self.arguments)
+            return run_convert(self.arguments)
         finally:
             self.library.faults_disarm()
             writer.StoreWriter.commit = original
@@ -166,8 +172,6 @@ class Driver:
             begin = time.perf_counter()
             self.run(case)
             return {"calls": (self.work / "calls").read_text().splitlines(), "span_s": time.perf_counter() - begin}
-        if case["action"] == "repair":
-            return {"wrong": repair_store(self.store).damaged or None}
         return {"wrong": self.try_case(case)}
 
 
