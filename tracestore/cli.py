@@ -41,7 +41,9 @@ def _verify(args: argparse.Namespace, output: Output) -> int:
         report = verify_store(
             args.store,
             quick=args.quick,
-            progress=lambda done, total: progress.update(lambda s: f"{done:,} of {total:,} files"),
+            progress=lambda done, total: progress.update(
+                lambda s: f"{100 * done / max(1, total):.0f} % of {format_size(total)}, {done / s / 1e6:,.0f} MB/s"
+            ),
         )
     progress.clear()
     output.document(asdict(report))

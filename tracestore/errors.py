@@ -69,6 +69,10 @@ class NoSpaceError(TracestoreError):
     exit_code = 4
 
 
+class StorageError(TracestoreError):
+    """The file system failed (EIO and the like); what was committed before stays readable."""
+
+
 class StoreLockedError(TracestoreError):
     """Another writer holds the store."""
 

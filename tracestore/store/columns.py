@@ -5,6 +5,7 @@ like size; replacing values rewrites them as one.
 """
 
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -93,12 +94,12 @@ def write_columns(store: Path, generation: int, first_trace: int, columns: Colum
     path = f"columns/{generation:010d}"
     temporary = store / "columns" / f"{fsio.TEMPORARY_PREFIX}{generation:010d}"
     fsio.remove_tree(temporary)
-    temporary.mkdir(parents=True)
+    fsio.make_folders(temporary)
     writer = ArrayWriter(temporary, path)
     for name in _NAMES:
         writer.write(name, getattr(columns, name))
     writer.group({"tracestore": {"first_trace": first_trace, "num_traces": len(columns)}})
     fsio.remove_tree(store / path)
-    temporary.rename(store / path)
+    fsio.again(os.rename, temporary, store / path)
     fsio.fsync_path(store / "columns")
     return ColumnsRef(path, first_trace, len(columns), tuple(writer.files))

@@ -1,5 +1,7 @@
 """The commit protocol (docs/format.md, "Commit"): one generation to the next."""
 
+import contextlib
+import os
 from pathlib import Path
 
 import numpy as np
@@ -27,15 +29,17 @@ def commit(store: Path, index: StoreIndex, attributes: schema.Attributes, p: Pen
     and the next writer see the old one; what an exception leaves is for clean()."""
     old = index.manifest
     for name in ("manifest", "segments", "index", "columns"):
-        if not (store / name).exists():
-            (store / name).mkdir()
-            fsio.fsync_path(store)
+        fsio.make_folders(store / name)
+    if old.generation == 0:
+        # Whoever made the folders may have been stopped before syncing them.
+        fsio.fsync_path(store)
+        with contextlib.suppress(PermissionError):
+            fsio.fsync_path(store.parent)
     p.segments = [s for s in p.segments if len(s)]
     files: list[tuple[int, FileEntry]] = []
     for segment in p.segments:
         files += [(segment.number, entry) for entry in segment.finish()]
-        segment.folder.chmod(0o755)
-        segment.folder.rename(store / "segments" / segment_name(segment.number))
+        fsio.again(os.rename, segment.folder, store / "segments" / segment_name(segment.number))
     if p.segments:
         fsio.fsync_path(store / "segments")
     parts, part_bytes = _write_index(store, index, p, files)
@@ -65,7 +69,7 @@ def commit(store: Path, index: StoreIndex, attributes: schema.Attributes, p: Pen
     if old.generation == 0:
         fsio.replace_file(store / "zarr.json", root)
     fsio.replace_file(mf.manifest_path(store, new.generation), new.to_bytes())
-    if old.generation > 0 and new.attributes != old.attributes:
+    if (store / "zarr.json").read_bytes() != root:
         fsio.replace_file(store / "zarr.json", root)
     return new
 
@@ -108,7 +112,7 @@ def _write_index(
     data = pack_arrays(mf.with_key_table(arrays))
     folder = store / "index" / f"{generation:010d}"
     fsio.remove_tree(folder)
-    folder.mkdir()
+    fsio.again(os.mkdir, folder)
     fsio.write_file(folder / "part", data)
     fsio.fsync_path(folder)
     fsio.fsync_path(folder.parent)
@@ -145,19 +149,23 @@ def _write_columns(store: Path, old: mf.Manifest, p: Pending) -> tuple[tuple[mf.
 
 
 def clean(store: Path, manifest: mf.Manifest) -> None:
-    """Removes what no kept generation names: unfinished work and generations
-    older than the predecessor. The newest manifest is whole when this runs."""
-    keep = {manifest.generation, manifest.generation - 1}
+    """Removes what no kept generation names: unfinished work, and generations older than
+    the predecessor unless a reader has them pinned. The newest manifest is whole when this runs."""
     named = {r.path for r in manifest.parts} | {r.path for r in manifest.columns}
-    if manifest.generation - 1 in mf.generations(store):
-        try:
-            previous = mf.load_manifest(store, manifest.generation - 1)
-            named |= {r.path for r in previous.parts} | {r.path for r in previous.columns}
-        except StoreDamagedError:
-            keep.discard(manifest.generation - 1)
     for generation in mf.generations(store):
-        if generation not in keep:
-            mf.manifest_path(store, generation).unlink()
+        if generation >= manifest.generation:
+            continue
+        with fsio.unpinned(mf.manifest_path(store, generation)) as free:
+            try:
+                kept = mf.load_manifest(store, generation)
+            except StoreDamagedError:
+                kept = None
+            if free and (kept is None or generation < manifest.generation - 1):
+                fsio.remove_tree(mf.manifest_path(store, generation))
+                continue
+        if kept is None:
+            return  # It was whole when it was pinned: what it names is not known any more.
+        named |= {r.path for r in kept.parts} | {r.path for r in kept.columns}
     for name in ("index", "columns"):
         for folder in (store / name).glob("*"):
             path = f"{name}/{folder.name}"

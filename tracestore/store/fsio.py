@@ -7,17 +7,43 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from tracestore.errors import NoSpaceError, StoreLockedError, UsageError
+from tracestore.errors import NoSpaceError, StorageError, StoreLockedError, UsageError
 
 TEMPORARY_PREFIX = ".tmp-"
+
+_HELD = (errno.EWOULDBLOCK, errno.EACCES)
+
+
+def again(call: Callable[..., Any], *arguments: Any) -> Any:
+    """The call, repeated while a signal interrupts it. os.open, write and fsync do so
+    themselves; mkdir, rename, unlink, rmdir and truncate do not, and network file
+    systems interrupt them."""
+    while True:
+        try:
+            return call(*arguments)
+        except InterruptedError:
+            continue
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError of a call on a descriptor names the file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def fsync_path(path: Path) -> None:
     """fsync of a file or folder. A failure is raised and never retried."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        with naming(path):
+            os.fsync(fd)
     finally:
         os.close(fd)
 
@@ -45,9 +71,10 @@ def write_file(path: Path, data: bytes, *, mode: int = 0o444) -> None:
     """A new file with these bytes, on disk when the function returns. Its folder is not synced."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
-        write_all(fd, memoryview(data))
-        os.fchmod(fd, mode)
-        os.fsync(fd)
+        with naming(path):
+            write_all(fd, memoryview(data))
+            os.fchmod(fd, mode)
+            os.fsync(fd)
     finally:
         os.close(fd)
 
@@ -55,34 +82,47 @@ def write_file(path: Path, data: bytes, *, mode: int = 0o444) -> None:
 def replace_file(path: Path, data: bytes) -> None:
     """Puts a file in place atomically: temporary name, fsync, rename, fsync of the folder."""
     temporary = path.with_name(TEMPORARY_PREFIX + path.name)
-    temporary.unlink(missing_ok=True)
+    remove_tree(temporary)
     write_file(temporary, data)
-    os.rename(temporary, path)
+    again(os.rename, temporary, path)
     fsync_path(path.parent)
+
+
+def make_folders(path: Path) -> None:
+    """Path.mkdir(parents=True, exist_ok=True)."""
+    if not path.is_dir():
+        make_folders(path.parent)
+        again(os.mkdir, path)
 
 
 def remove_tree(path: Path) -> None:
     """Removes a folder or file of ours if it is there."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    if path.is_symlink() or not path.is_dir():
+        with contextlib.suppress(FileNotFoundError):
+            again(os.unlink, path)
+        return
+    for name in os.listdir(path):
+        remove_tree(path / name)
+    again(os.rmdir, path)
 
 
 @contextlib.contextmanager
 def translated_errors(path: Path, needed_bytes: Callable[[], int] | None = None) -> Iterator[None]:
     """ENOSPC and EDQUOT become NoSpaceError, which says what needed_bytes() gives;
-    refusals by the file system become UsageError."""
+    refusals by the file system become UsageError, the rest StorageError."""
     try:
         yield
     except OSError as error:
+        if error.errno is None:
+            raise
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             free = free_bytes(path)
             wanted = f"about {needed_bytes():,} bytes were needed, " if needed_bytes else ""
             raise NoSpaceError(f"no space left on the file system of {path}: {wanted}{free:,} are free") from error
+        where = error.filename or path
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
-            raise UsageError(f"cannot write {error.filename or path}: {error.strerror}") from error
-        raise
+            raise UsageError(f"cannot write {where}: {error.strerror}") from error
+        raise StorageError(f"{where}: {error.strerror}; what was committed before stays") from error
 
 
 def free_bytes(path: Path) -> int:
@@ -98,10 +138,15 @@ class WriterLock:
     def __init__(self, store: Path) -> None:
         self._fd = os.open(store / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with naming(store / "lock"):
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A writer that committed nothing takes its store away with the file: a lock
+            # on that file would keep nobody from making the store anew.
+            if not has_name(self._fd, store / "lock"):
+                raise BlockingIOError(errno.EWOULDBLOCK, "removed")
         except OSError as error:
             os.close(self._fd)
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            if error.errno in _HELD:
                 raise StoreLockedError(f"{store}: another writer holds the store") from None
             raise
 
@@ -109,3 +154,66 @@ class WriterLock:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def has_name(fd: int, path: Path) -> bool:
+    """Whether the open file is still the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+class Pin:
+    """A shared flock on manifest/<g>: generation g and all it names stay as long as this
+    object lives. FileNotFoundError where the manifest is gone or on its way.
+
+    A lock belongs to the open file: a forked child keeps the pin until it ends too, and
+    a writer in the same process as a reader is held off like any other. Where the file
+    system has no locks nothing is pinned; maps of removed files stay readable.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._fd = -1
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if _lock_error(fd, fcntl.LOCK_SH) in _HELD or not has_name(fd, path):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fd = fd
+
+    def read(self) -> bytes:
+        """The bytes of the pinned manifest."""
+        data = b""
+        while piece := os.pread(self._fd, 1 << 20, len(data)):
+            data += piece
+        return data
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+@contextlib.contextmanager
+def unpinned(path: Path) -> Iterator[bool]:
+    """Whether nobody pins this manifest; nobody can while the context lasts."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        # EBADF: locks of files open for writing only, so that shared ones may be held.
+        yield _lock_error(fd, fcntl.LOCK_EX) not in (*_HELD, errno.EBADF)
+    finally:
+        os.close(fd)
+
+
+def _lock_error(fd: int, kind: int) -> int:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno or errno.EIO
+    return 0

@@ -55,6 +55,16 @@ class SourceEntry:
     num_skipped: int
 
 
+def _file(arrays: dict[str, np.ndarray], k: int) -> FileEntry:
+    path = decode_string(arrays["file_path"], arrays["file_path_offsets"], k)
+    return FileEntry(path, int(arrays["file_size"][k]), int(arrays["file_crc32c"][k]))
+
+
+def part_files(arrays: dict[str, np.ndarray]) -> Iterator[FileEntry]:
+    """Every file of the segments of one part."""
+    return (_file(arrays, k) for k in range(len(arrays["file_size"])))
+
+
 class StoreIndex:
     """Maps the index parts of a manifest. Cheap: no Python object a trace."""
 
@@ -149,12 +159,7 @@ class StoreIndex:
     def files(self) -> Iterator[FileEntry]:
         """Every file of every segment."""
         for arrays in self._parts:
-            for k in range(len(arrays["file_size"])):
-                yield self._file(arrays, k)
-
-    def _file(self, arrays: dict[str, np.ndarray], k: int) -> FileEntry:
-        path = decode_string(arrays["file_path"], arrays["file_path_offsets"], k)
-        return FileEntry(path, int(arrays["file_size"][k]), int(arrays["file_crc32c"][k]))
+            yield from part_files(arrays)
 
     def segment_files(self, segment: int) -> list[FileEntry]:
         part = bisect_right(self._first_segment, segment) - 1
@@ -163,7 +168,7 @@ class StoreIndex:
             part -= 1
         arrays = self._parts[part]
         begin, end = np.searchsorted(arrays["file_segment"], [segment, segment + 1])
-        return [self._file(arrays, k) for k in range(int(begin), int(end))]
+        return [_file(arrays, k) for k in range(int(begin), int(end))]
 
     def source(self, number: int) -> SourceEntry:
         part = bisect_right(self._first_source, number) - 1

@@ -166,13 +166,23 @@ def generations(store: Path) -> list[int]:
 
 def load_manifest(store: Path, generation: int) -> Manifest:
     """StoreDamagedError where the file is not whole; FileNotFoundError where it is gone."""
-    path = manifest_path(store, generation)
     try:
-        manifest = Manifest.from_bytes(path.read_bytes())
+        data = manifest_path(store, generation).read_bytes()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise StoreDamagedError(f"manifest/{generation:010d}: {error.strerror}") from None
+    return parse_manifest(data, generation)
+
+
+def parse_manifest(data: bytes, generation: int) -> Manifest:
+    """The manifest in the bytes of manifest/<generation>; StoreDamagedError where they are not whole."""
+    try:
+        manifest = Manifest.from_bytes(data)
         if manifest.generation != generation:
             raise ValueError(f"says it is generation {manifest.generation}")
     except (ValueError, KeyError, TypeError) as error:
-        raise StoreDamagedError(f"{path.relative_to(store)}: {error}") from None
+        raise StoreDamagedError(f"manifest/{generation:010d}: {error}") from None
     return manifest
 
 

@@ -2,7 +2,6 @@
 
 import math
 import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,11 +9,10 @@ from typing import Any, overload
 
 import numpy as np
 
-from tracestore.errors import MissingFieldError, StoreDamagedError, TracestoreWarning, UsageError
-from tracestore.store import manifest as mf
+from tracestore.errors import MissingFieldError, StoreDamagedError, UsageError
 from tracestore.store import schema
-from tracestore.store.columns import Columns, join_columns, read_columns
 from tracestore.store.index import StoreIndex
+from tracestore.store.opening import open_newest
 from tracestore.store.places import ATTENTION_START, GRAPH_SEGMENT, LAYOUT, NUM_TOKENS, chunk_keys
 from tracestore.store.segment import SegmentReader
 from tracestore.store.shard import ChunkCache
@@ -57,53 +55,27 @@ class QuestionIds(Sequence[str]):
         return f"<{len(self)} question ids>"
 
 
-def _newest_readable(path: Path) -> tuple[mf.Manifest, StoreIndex, Columns]:
-    """The newest generation that reads back whole. A damaged newest one is said in a
-    warning; a generation that a writer removed meanwhile is tried anew."""
-    for _attempt in range(100):
-        numbers = mf.generations(path)
-        if not numbers:
-            if (path / "lock").exists():
-                raise UsageError(f"{path}: the store is empty, nothing has been committed")
-            raise UsageError(f"{path}: not a store")
-        problem: StoreDamagedError | None = None
-        for number in numbers:
-            try:
-                manifest = mf.load_manifest(path, number)
-                index = StoreIndex(path, manifest)
-                columns = join_columns([read_columns(path, ref) for ref in manifest.columns])
-            except StoreDamagedError as error:
-                problem = problem or error
-                continue
-            except FileNotFoundError as error:
-                problem = problem or StoreDamagedError(f"{error.filename or error}: missing")
-                continue
-            if problem is not None and mf.generations(path) == numbers:
-                warnings.warn(
-                    f"{path}: {problem}; reading generation {number} instead", TracestoreWarning, stacklevel=4
-                )
-            if problem is None or mf.generations(path) == numbers:
-                return manifest, index, columns
-        if mf.generations(path) == numbers:
-            raise problem or StoreDamagedError(f"{path}: no readable generation")
-    raise StoreDamagedError(f"{path}: generations change faster than they can be read")
-
-
 class TraceStore:
-    """A store opened for reading: one generation, pinned.
+    """A store opened for reading: one generation, pinned until close().
 
     `store[i]` is a Trace, `store.index_of(id)` its index. Opening maps the index
     and reads no trace; files are mapped when first used, by each process for
-    itself. Safe to use from threads, across fork, and to pickle.
+    itself. Safe to use from threads, across fork, and to pickle; a pickled store
+    reopens the same generation where it is still there.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, cache_bytes: int = DEFAULT_CACHE_BYTES) -> None:
-        self.path = Path(path)
+        self._open(Path(path), cache_bytes, None)
+
+    def _open(self, path: Path, cache_bytes: int, generation: int | None) -> None:
+        self.path = path
         if not self.path.exists():
             raise UsageError(f"{self.path}: no such store")
         if not self.path.is_dir():
             raise UsageError(f"{self.path}: not a store")
-        self._manifest, self._index, self._columns = _newest_readable(self.path)
+        found = open_newest(self.path, generation)
+        self._manifest, self._index = found.manifest, found.index
+        self._columns, self._pin = found.columns, found.pin
         self._attributes = self._manifest.attributes
         self._cache = ChunkCache(cache_bytes)
         self._segments: dict[int, SegmentReader] = {}
@@ -119,8 +91,9 @@ class TraceStore:
         self.close()
 
     def close(self) -> None:
-        """Drops the maps; arrays that were handed out stay valid."""
+        """Drops the maps and the pin; arrays that were handed out stay valid."""
         self._segments.clear()
+        self._pin.close()
         self._closed = True
 
     def __repr__(self) -> str:
@@ -316,7 +289,8 @@ class TraceStore:
 
 
 def _reopen(path: str, cache_bytes: int, generation: int, num_traces: int) -> TraceStore:
-    store = TraceStore(path, cache_bytes=cache_bytes)
+    store = TraceStore.__new__(TraceStore)
+    store._open(Path(path), cache_bytes, generation)
     if store.generation != generation and len(store) < num_traces:
         raise StoreDamagedError(f"{path}: generation {generation} is gone")
     return store

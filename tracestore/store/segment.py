@@ -12,7 +12,7 @@ import numpy as np
 from tracestore._core.kernels import crc32c
 from tracestore.errors import StoreDamagedError
 from tracestore.store import schema
-from tracestore.store.fsio import fsync_path, write_file
+from tracestore.store.fsio import fsync_path, make_folders, remove_tree, write_file
 from tracestore.store.pack import PackedTrace
 from tracestore.store.ragged import decode_string, encode_strings
 from tracestore.store.shard import ArrayReader, ChunkCache, ShardStream, array_metadata, group_metadata
@@ -56,7 +56,7 @@ class ArrayWriter:
     def finish(self, name: str, stream: ShardStream, attributes: dict[str, Any] | None = None) -> None:
         """Closes a stream and writes the array's zarr.json."""
         shape = (stream.num_rows, *stream.columns)
-        (self.folder / name).mkdir(parents=True, exist_ok=True)
+        make_folders(self.folder / name)
         if stream.num_rows:
             size, crc = stream.finish()
             relative = stream.path.relative_to(self.folder).as_posix()
@@ -98,7 +98,7 @@ class SegmentWriter:
         self._hidden_rows = self._attention = self._edge_layers = self._last_rows = 0
         self._edge_total = 0
         self._edge_counts: list[np.ndarray] = []
-        folder.mkdir(parents=True)
+        make_folders(folder)
         self._writer = ArrayWriter(folder, f"segments/{segment_name(number)}")
 
     def __len__(self) -> int:
@@ -171,7 +171,7 @@ class SegmentWriter:
             else:
                 stream = self._streams.pop(name)
                 stream.suspend()
-                stream.path.unlink(missing_ok=True)
+                remove_tree(stream.path)
 
     @property
     def field_names(self) -> set[str]:

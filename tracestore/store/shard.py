@@ -19,7 +19,7 @@ from tracestore._core.gather import Slab
 from tracestore._core.kernels import crc32c
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import StoreDamagedError
-from tracestore.store.fsio import write_pieces
+from tracestore.store.fsio import again, make_folders, naming, write_pieces
 
 _BUFFER_BYTES = 1 << 20
 _MAX_PIECES = 512
@@ -105,12 +105,13 @@ class ShardStream:
 
     def _open(self) -> int:
         if self._fd < 0:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_folders(self.path.parent)
             self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         return self._fd
 
     def _emit(self, pieces: list[memoryview]) -> None:
-        write_pieces(self._open(), pieces, self._written)
+        with naming(self.path):
+            write_pieces(self._open(), pieces, self._written)
         for piece in pieces:
             self._crc = crc32c(piece, self._crc)
             self._written += len(piece)
@@ -162,7 +163,7 @@ class ShardStream:
         self.suspend()
         self._written = written
         if self.path.exists():
-            os.truncate(self.path, written)
+            again(os.truncate, self.path, written)
 
     def suspend(self) -> None:
         if self._fd >= 0:
@@ -188,8 +189,9 @@ class ShardStream:
         index = b"".join(struct.pack("<QQ", *c) for c in self._chunks)
         self._emit([memoryview(index + struct.pack("<I", crc32c(index)))])
         fd = self._open()
-        os.fchmod(fd, 0o444)
-        os.fsync(fd)
+        with naming(self.path):
+            os.fchmod(fd, 0o444)
+            os.fsync(fd)
         self.suspend()
         return self._written, self._crc
 

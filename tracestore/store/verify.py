@@ -1,23 +1,29 @@
 """Checking every byte of a store against its manifest, and repairing the newest manifest."""
 
 import os
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tracestore._core.kernels import crc32c
+from tracestore._core.kernels import crc32c, crc32c_combine
 from tracestore._core.mapping import MappedFile
-from tracestore.errors import StoreDamagedError, UsageError
+from tracestore.errors import StoreDamagedError, StoreLockedError, UsageError
 from tracestore.store import fsio
 from tracestore.store import manifest as mf
-from tracestore.store.columns import read_columns
 from tracestore.store.commit import root_metadata
-from tracestore.store.index import StoreIndex
+from tracestore.store.container import map_arrays
+from tracestore.store.index import StoreIndex, part_files
+from tracestore.store.opening import ATTEMPTS, open_generation, pause
 from tracestore.store.segment import FileEntry
 
-_PIECE_BYTES = 8 << 20
+# Files are read in reads of this size, and shared out to threads in pieces of that.
+_READ_BYTES = 1 << 20
+_PIECE_BYTES = 64 << 20
+_SET_ASIDE = "damaged-"
 
 
 @dataclass
@@ -32,20 +38,97 @@ class Report:
     repaired: list[str] = field(default_factory=list)
 
 
-def _check_file(store: Path, entry: FileEntry, quick: bool) -> str | None:
-    try:
-        if quick:
-            found = os.stat(store / entry.path).st_size
-            return None if found == entry.size else f"{found} bytes where {entry.size} were committed"
-        mapped = MappedFile(store / entry.path, entry.size)
-        view, crc = memoryview(mapped), 0
-        for begin in range(0, len(view), _PIECE_BYTES):
-            crc = crc32c(view[begin : begin + _PIECE_BYTES], crc)
-        return None if crc == entry.crc32c else "checksum mismatch"
-    except OSError as error:
-        return error.strerror or str(error)
-    except ValueError as error:
-        return str(error)
+class _Checker:
+    """Compares files with what was committed, in several threads."""
+
+    def __init__(
+        self, store: Path, report: Report, quick: bool, num_threads: int, progress: Callable[[int, int], None] | None
+    ) -> None:
+        self._store, self._report, self._quick = store, report, quick
+        self._num_threads, self._progress = num_threads, progress
+        self._lock, self._local = threading.Lock(), threading.local()
+        self._done = self._total = 0
+
+    def check(self, entries: Iterable[FileEntry]) -> None:
+        """Adds to the report. The largest files first, so that no thread ends alone with one."""
+        report, chosen = self._report, sorted(entries, key=lambda e: (-e.size, e.path))
+        report.num_files += len(chosen)
+        report.num_bytes += sum(e.size for e in chosen)
+        self._total = report.num_bytes
+        with ThreadPoolExecutor(self._num_threads) as pool:
+            pieces = [[pool.submit(self._piece, e, begin) for begin in self._begins(e.size)] for e in chosen]
+            for entry, futures in zip(chosen, pieces, strict=True):
+                problem = self._verdict(entry, [f.result() for f in futures])
+                if problem is not None:
+                    report.damaged[entry.path] = problem
+
+    def _begins(self, size: int) -> range:
+        return range(0, 1 if self._quick else max(1, size), _PIECE_BYTES)
+
+    def _verdict(self, entry: FileEntry, found: list[int | str]) -> str | None:
+        crc = 0
+        for begin, value in zip(self._begins(entry.size), found, strict=True):
+            if isinstance(value, str):
+                return value
+            crc = crc32c_combine(crc, value, min(_PIECE_BYTES, entry.size - begin))
+        return None if self._quick or crc == entry.crc32c else "checksum mismatch"
+
+    def _piece(self, entry: FileEntry, begin: int) -> int | str:
+        """The crc32c of a piece, or what is wrong. Read, not mapped: a bad sector or a
+        file that is cut short meanwhile is an error then, not a signal."""
+        end = min(begin + _PIECE_BYTES, entry.size)
+        try:
+            fd = os.open(self._store / entry.path, os.O_RDONLY | os.O_CLOEXEC)
+        except (OSError, ValueError) as error:
+            return getattr(error, "strerror", None) or str(error)
+        try:
+            size = os.fstat(fd).st_size
+            if size != entry.size:
+                return f"{size} bytes where {entry.size} were committed"
+            return 0 if self._quick else self._crc(fd, begin, end)
+        except OSError as error:
+            return error.strerror or str(error)
+        finally:
+            os.close(fd)
+            self._tell(end - begin)
+
+    def _crc(self, fd: int, begin: int, end: int) -> int | str:
+        buffer = getattr(self._local, "buffer", None)
+        if buffer is None:
+            buffer = self._local.buffer = memoryview(bytearray(_READ_BYTES))
+        crc = 0
+        while begin < end:
+            count = os.preadv(fd, [buffer[: min(_READ_BYTES, end - begin)]], begin)
+            if count == 0:
+                return "cut short while it was read"
+            crc = crc32c(buffer[:count], crc)
+            begin += count
+        return crc
+
+    def _tell(self, num_bytes: int) -> None:
+        if self._progress is not None:
+            with self._lock:
+                self._done += num_bytes
+                self._progress(self._done, self._total)
+
+
+def _pin_newest(store: Path, stack: ExitStack) -> dict[int, fsio.Pin]:
+    """Pins of the newest generation and its predecessor, so that a writer at work beside
+    takes nothing away that is being read."""
+    for attempt in range(ATTEMPTS):
+        numbers = mf.generations(store) if store.is_dir() else []
+        if not numbers:
+            raise UsageError(
+                f"{store}: no such store" if not store.exists() else f"{store}: not a store, or nothing committed"
+            )
+        try:
+            with ExitStack() as held:
+                pins = {n: held.enter_context(closing(fsio.Pin(mf.manifest_path(store, n)))) for n in numbers[:2]}
+                stack.push(held.pop_all())
+                return pins
+        except FileNotFoundError:
+            pause(attempt)
+    raise StoreDamagedError(f"{store}: generations change faster than they can be read")
 
 
 def verify_store(
@@ -56,60 +139,82 @@ def verify_store(
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
     """Reads every file that the newest generation and its predecessor name and compares
-    size and (unless quick) crc32c. Never changes anything. UsageError without a store."""
-    path = Path(store)
-    numbers = mf.generations(path) if path.is_dir() else []
-    if not numbers:
-        raise UsageError(
-            f"{path}: no such store" if not path.exists() else f"{path}: not a store, or nothing committed"
-        )
-    report = Report()
-    entries: dict[str, FileEntry] = {}
+    size and (unless quick) crc32c. Never changes anything; safe beside a writer.
+    `progress` gets bytes done and in all, from any thread. UsageError without a store."""
+    path, report = Path(store), Report()
+    checker = _Checker(path, report, quick, num_threads or min(8, os.cpu_count() or 1), progress)
     good: list[mf.Manifest] = []
-    for number in numbers[:2]:
-        name = f"manifest/{number:010d}"
-        try:
-            manifest = mf.load_manifest(path, number)
-        except StoreDamagedError as error:
-            report.damaged[name] = str(error).split(": ", 1)[-1]
-            continue
-        except FileNotFoundError:
-            continue
-        good.append(manifest)
-        report.num_files += 1
-        for part in manifest.parts:
-            entries[part.path] = FileEntry(part.path, part.size, part.crc32c)
-        for columns in manifest.columns:
-            entries |= {f.path: f for f in columns.files}
-        try:
-            entries |= {f.path: f for f in StoreIndex(path, manifest).files()}
-        except (StoreDamagedError, FileNotFoundError, ValueError) as error:
-            named = next((p.path for p in manifest.parts if p.path in str(error)), f"manifest/{number:010d}")
-            report.damaged.setdefault(named, str(error))
-    if good:
-        report.generation = good[0].generation
-        allowed = {root_metadata(m.attributes) for m in good}
-        found = (path / "zarr.json").read_bytes() if (path / "zarr.json").is_file() else b""
-        if found not in allowed:
-            report.damaged["zarr.json"] = "not what the manifest says" if found else "missing"
-    names = sorted(entries)
-    with ThreadPoolExecutor(num_threads or min(4, os.cpu_count() or 1)) as pool:
-        results = pool.map(lambda name: _check_file(path, entries[name], quick), names)
-        for done, (name, problem) in enumerate(zip(names, results, strict=True), 1):
-            report.num_files += 1
-            report.num_bytes += entries[name].size
-            if problem is not None:
-                report.damaged[name] = problem
-            if progress is not None:
-                progress(done, len(names))
-    known = set(names) | {"zarr.json", "lock"} | {f"manifest/{n:010d}" for n in numbers}
-    for folder, _, files in os.walk(path):
-        for file in files:
-            relative = Path(folder, file).relative_to(path).as_posix()
-            if relative not in known:
-                report.leftovers.append(relative)
-    report.leftovers.sort()
+    with ExitStack() as stack:
+        for number, pin in _pin_newest(path, stack).items():
+            try:
+                good.append(mf.parse_manifest(pin.read(), number))
+                report.num_files += 1
+            except OSError as error:
+                report.damaged[f"manifest/{number:010d}"] = error.strerror or str(error)
+            except StoreDamagedError as error:
+                report.damaged[f"manifest/{number:010d}"] = str(error).split(": ", 1)[-1]
+        report.generation = good[0].generation if good else None
+        parts = {p.path: FileEntry(p.path, p.size, p.crc32c) for m in good for p in m.parts}
+        checker.check(parts.values())
+        # A damaged part gives no list of files to go by.
+        entries = {f.path: f for m in good for columns in m.columns for f in columns.files}
+        for part in parts.values():
+            if part.path not in report.damaged:
+                try:
+                    found = map_arrays(MappedFile(path / part.path, part.size))
+                    entries |= {f.path: f for f in part_files(found)}
+                except (OSError, ValueError, KeyError) as error:
+                    report.damaged[part.path] = str(error)
+        checker.check(entries.values())
+        for manifest in good:
+            if not any(p.path in report.damaged for p in manifest.parts):
+                try:
+                    StoreIndex(path, manifest)
+                except (OSError, StoreDamagedError) as error:
+                    report.damaged[f"manifest/{manifest.generation:010d}"] = str(error)
+        _check_root(path, good, report)
+        report.leftovers = _leftovers(path, {*parts, *entries})
     return report
+
+
+def _check_root(store: Path, good: list[mf.Manifest], report: Report) -> None:
+    try:
+        found = (store / "zarr.json").read_bytes()
+    except OSError as error:
+        report.damaged["zarr.json"] = (
+            "missing" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
+        )
+        return
+    if not good or found in {root_metadata(m.attributes) for m in good}:
+        return
+    for number in mf.generations(store):  # also those that a writer has added meanwhile
+        try:
+            if found == root_metadata(mf.load_manifest(store, number).attributes):
+                return
+        except (StoreDamagedError, FileNotFoundError):
+            continue
+    report.damaged["zarr.json"] = "not what the manifest says"
+
+
+def _leftovers(store: Path, known: set[str]) -> list[str]:
+    """Files that no readable manifest names: those of unfinished writes."""
+    known |= {"zarr.json", "lock"}
+    folders = set()
+    for number in mf.generations(store):
+        known.add(f"manifest/{number:010d}")
+        try:
+            manifest = mf.load_manifest(store, number)
+        except (StoreDamagedError, FileNotFoundError):
+            continue
+        folders |= {str(Path(r.path).parent) for r in manifest.parts} | {r.path for r in manifest.columns}
+    found = []
+    for folder, _, files in os.walk(store):
+        for file in files:
+            name = Path(folder, file).relative_to(store).as_posix()
+            inside = any(name.startswith(f"{f}/") for f in folders)
+            if name not in known and not inside and not name.startswith(f"manifest/{_SET_ASIDE}"):
+                found.append(name)
+    return sorted(found)
 
 
 def repair_store(store: str | os.PathLike[str]) -> Report:
@@ -127,20 +232,21 @@ def repair_store(store: str | os.PathLike[str]) -> Report:
         whole = None
         for number in numbers:
             try:
-                whole = mf.load_manifest(path, number)
-                StoreIndex(path, whole)
-                for ref in whole.columns:
-                    read_columns(path, ref)
+                generation = open_generation(path, number)
+                generation.pin.close()
+                whole = generation.manifest
                 break
             except (StoreDamagedError, FileNotFoundError) as error:
-                whole = None
                 repaired.append(f"manifest/{number:010d} set aside: {str(error).split(': ', 1)[-1]}")
         if whole is None:
             raise StoreDamagedError(f"{path}: no generation reads back whole; nothing was changed")
         for number in numbers:
             if number > whole.generation:
                 name = mf.manifest_path(path, number)
-                name.rename(name.with_name(f"damaged-{name.name}"))
+                with fsio.unpinned(name) as free:
+                    if not free:
+                        raise StoreLockedError(f"{path}: a reader has the damaged generation {number} open")
+                    fsio.again(os.rename, name, name.with_name(f"{_SET_ASIDE}{name.name}"))
                 fsio.fsync_path(name.parent)
         expected = root_metadata(whole.attributes)
         root = path / "zarr.json"

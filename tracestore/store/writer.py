@@ -1,5 +1,6 @@
 """Writing a store: sources go in whole, commits are atomic (docs/format.md, "Commit")."""
 
+import contextlib
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -87,13 +88,17 @@ class StoreWriter:
             raise UsageError(f"{self.path}: exists and is not a folder")
         else:
             try:
-                self.path.mkdir()
+                fsio.again(os.mkdir, self.path)
             except FileNotFoundError:
                 raise UsageError(f"{self.path}: the folder it should lie in does not exist") from None
+            except FileExistsError:
+                pass  # another writer was faster; the lock says who has it
 
     def _clear(self) -> None:
-        # The manifests go first: what is left after a stop is an empty store.
-        for name in ("manifest", "index", "columns", "segments", "zarr.json"):
+        # The manifests go first, and durably: what is left after a stop is an empty store.
+        fsio.remove_tree(self.path / "manifest")
+        fsio.fsync_path(self.path)
+        for name in ("index", "columns", "segments", "zarr.json"):
             fsio.remove_tree(self.path / name)
 
     def _load(self, attention: str | None, dtype: str | None, codec: str | None) -> None:
@@ -106,6 +111,10 @@ class StoreWriter:
             }
             attributes = schema.Attributes(attention=options["attention"], options=options)
             manifest = mf.Manifest(0, attributes)
+        else:
+            # Its writer may have been killed between the rename and the sync: what this
+            # one finds committed, and builds upon, must not go with the power.
+            fsio.fsync_path(self.path / "manifest")
         for name, value in asked.items():
             own = manifest.attributes.options[name]
             if value is not None and value != own:
@@ -158,10 +167,15 @@ class StoreWriter:
 
     def abort_source(self) -> None:
         """Takes back all that the open source has added."""
-        if self._undo is not None:
-            for step in reversed(self._undo):
+        undo, self._undo = self._undo, None
+        try:
+            for step in reversed(undo or ()):
                 step()
-            self._undo = None
+        except BaseException:
+            # Half taken back: none of it may be committed.
+            self.attributes = self.manifest.attributes
+            self._drop_pending()
+            raise
 
     def end_source(self) -> bool:
         """Accepts the open source; True where that led to a commit."""
@@ -425,36 +439,55 @@ class StoreWriter:
             try:
                 self.manifest = commit(self.path, self.index, self.attributes, p)
             except BaseException:
-                # Its streams are closed half-way: nothing of it may be committed later.
-                self._drop_pending()
-                self.attributes = self.manifest.attributes
-                clean(self.path, self.manifest)
+                self._after_failed_commit(p)
                 raise
-            self._sources |= {(s.path, s.size, s.fingerprint) for s in p.sources}
-            self._pending, self._columns = Pending(), None
-            self.index = StoreIndex(self.path, self.manifest)
+            self._go_on(p)
+
+    def _go_on(self, committed: Pending) -> None:
+        self._sources |= {(s.path, s.size, s.fingerprint) for s in committed.sources}
+        self._pending, self._columns = Pending(), None
+        self.index = StoreIndex(self.path, self.manifest)
+        clean(self.path, self.manifest)
+
+    def _after_failed_commit(self, p: Pending) -> None:
+        number = self.manifest.generation + 1
+        if mf.manifest_path(self.path, number).exists():
+            # It failed after the rename: readers may have the generation open, and it
+            # may be on disk. Nothing it names can be taken back.
+            self.manifest = mf.load_manifest(self.path, number)
+            self._go_on(p)
+            return
+        # Its streams are closed half-way: nothing of it may be committed later.
+        self.attributes = self.manifest.attributes
+        self._drop_pending()
+        with contextlib.suppress(OSError):  # the next writer removes what stays
             clean(self.path, self.manifest)
 
     def _drop_pending(self) -> None:
-        for segment in self._pending.segments:
+        pending, self._pending = self._pending, Pending()
+        for segment in pending.segments:
             segment.suspend()
-            fsio.remove_tree(segment.folder)
-        self._pending = Pending()
+            with contextlib.suppress(OSError):
+                fsio.remove_tree(segment.folder)
 
     def close(self) -> None:
         """Drops what is not committed and releases the lock; a store without a commit is removed."""
+        self._undo = None
         if hasattr(self, "_pending"):
             self._drop_pending()
-        self._undo = None
         if self._lock is None:
             return
-        if self._created and not mf.generations(self.path):
-            for name in ("manifest", "segments", "index", "columns", "zarr.json", "lock"):
-                fsio.remove_tree(self.path / name)
-            if not any(self.path.iterdir()):
-                self.path.rmdir()
-        self._lock.release()
-        self._lock = None
+        try:
+            if self._created and not mf.generations(self.path):
+                for name in ("manifest", "segments", "index", "columns", "zarr.json", "lock"):
+                    fsio.remove_tree(self.path / name)
+                if not any(self.path.iterdir()):
+                    fsio.again(os.rmdir, self.path)
+        except OSError:
+            pass  # an empty store stays, which the next writer takes
+        finally:
+            self._lock.release()
+            self._lock = None
 
     def __enter__(self) -> "StoreWriter":
         return self

@@ -1,0 +1,187 @@
+"""Runs conversions under the shim, one forked child a case, and looks at what they leave.
+
+python -m tests.faults.driver SHIM DATA WORK: reads cases as JSON lines, answers each with
+a JSON line: {} where all holds, else {"wrong": what}. Imports happen once, here.
+"""
+
+import contextlib
+import ctypes
+import errno
+import functools
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import pytest
+
+import tracestore
+from tests.helpers import read_all, tree_bytes
+from tracestore import convert
+from tracestore.errors import UsageError
+from tracestore.store import columns, commit, segment, shard, writer
+from tracestore.store.verify import verify_store
+
+ACTIONS = {"pass": 0, "kill": 1, "fail": 2, "short": 3, "full": 4}
+# Exit codes of a conversion in which one call failed with this.
+CODES = {errno.EIO: {1}, errno.ENOSPC: {4}, errno.EINTR: {0}}
+
+
+def small_commits(patch, close_bytes=1):
+    """Every source leads to a commit; what zarr says of an array is asked once."""
+    patch.setitem(writer.StoreWriter.__init__.__kwdefaults__, "close_bytes", close_bytes)
+    for name in ("array_metadata", "group_metadata"):
+        original, known = getattr(shard, name), {}
+
+        @functools.wraps(original)
+        def remembered(*arguments, _original=original, _known=known):
+            key = repr(arguments)
+            if key not in _known:
+                _known[key] = _original(*arguments)
+            return _known[key]
+
+        for module in (shard, segment, columns, commit):
+            if hasattr(module, name):
+                patch.setattr(module, name, remembered)
+
+
+def run_convert(arguments):
+    """A conversion in this process, its words of success unsaid; -> exit code."""
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        return convert.main([str(a) for a in arguments])
+
+
+class Driver:
+    def __init__(self, library, data, work):
+        self.library = ctypes.CDLL(library)
+        self.work, self.store = Path(work), Path(work) / "s.zarr"
+        self.arguments = [str(data), str(self.store), "--workers", "1"]
+        self.kept = Path(work) / "commits"
+        small_commits(pytest.MonkeyPatch())
+        self.run(None, fork=False)
+        self.expected = tree_bytes(self.store)
+        with tracestore.open(self.store) as store:
+            self.truth = {t["question_id"]: t for t in read_all(store)}
+
+    def run(self, case, fork=True, after=None):
+        """-> exit code, or minus the signal; `after`: seconds until SIGKILL."""
+        self.kept.write_bytes(b"")
+        if not fork:
+            return self._convert(case)
+        child = os.fork()
+        if child == 0:
+            code = 70
+            try:
+                out = os.open(self.work / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+                os.dup2(out, 1), os.dup2(out, 2)
+                code = self._convert(case)
+                sys.stdout.flush(), sys.stderr.flush()
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        if after is not None:
+            time.sleep(after)
+            os.kill(child, signal.SIGKILL)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    def _convert(self, case):
+        original = writer.StoreWriter.commit
+        log = os.open(self.kept, os.O_WRONLY | os.O_APPEND)
+
+        def logged(own):
+            original(own)
+            os.write(log, f"{own.manifest.num_traces}\n".encode())
+
+        writer.StoreWriter.commit = logged
+        case = case or {"action": "pass"}
+        calls = os.open(self.work / "calls", os.O_WRONLY | os.O_CREAT | os.O_TRUNC) if case.get("log") else -1
+        if case["action"] != "random":
+            what = ACTIONS[case["action"]]
+            self.library.faults_arm(
+                os.fsencode(self.store), ctypes.c_long(case.get("at", 0)), what, case.get("error", 0), calls
+            )
+        try:
+            return run_convert(self.arguments)
+        finally:
+            self.library.faults_disarm()
+            writer.StoreWriter.commit = original
+            os.close(log)
+
+    def committed(self):
+        """Traces of the last commit that returned."""
+        lines = self.kept.read_text().split()
+        return int(lines[-1]) if lines else 0
+
+    def look(self):
+        """What is wrong with the store as it is; None where it holds all that was committed."""
+        try:
+            store = tracestore.open(self.store)
+        except UsageError as error:
+            return None if self.committed() == 0 else f"does not open: {error}"
+        with store:
+            found = read_all(store)
+            if len(found) < self.committed():
+                return f"{len(found)} traces of {self.committed()}"
+            for trace in found:
+                if trace != self.truth[trace["question_id"]]:
+                    return f"{trace['question_id']} is another trace"
+        damaged = verify_store(self.store, num_threads=1).damaged
+        return f"damaged: {damaged}" if damaged else None
+
+    def try_case(self, case):
+        shutil.rmtree(self.store, ignore_errors=True)
+        if case["action"] == "random":
+            generator = random.Random(case["seed"])
+            code = self.run(case, after=generator.random() * case["span_s"])
+        else:
+            code = self.run(case)
+        said = (self.work / "output").read_text()
+        allowed = {"kill": {-signal.SIGKILL}, "random": {-signal.SIGKILL, 0}, "short": {0}, "full": {0, 4}}.get(
+            case["action"], CODES.get(case.get("error"), {0})
+        )
+        if code not in allowed:
+            return f"exit {code}: {said}"
+        if code > 0 and ("unexpected" in said or said.count("\n") != 1):
+            return f"not one typed line: {said}"
+        if code == 4 and "needed" not in said:
+            return f"does not say how much was needed: {said}"
+        wrong = self.look()
+        if wrong:
+            return wrong
+        if code != 0 and case.get("again", True):
+            code = self.run(None)
+            if code != 0:
+                return f"run again: exit {code}: {(self.work / 'output').read_text()}"
+        elif code != 0:
+            return None
+        found = tree_bytes(self.store)
+        if found != self.expected:
+            names = [n for n in {*found, *self.expected} if found.get(n) != self.expected.get(n)]
+            return f"other bytes than an uninterrupted run: {sorted(names)[:5]}"
+        return None
+
+    def answer(self, case):
+        if case.get("log"):
+            shutil.rmtree(self.store, ignore_errors=True)
+            begin = time.perf_counter()
+            self.run(case)
+            return {"calls": (self.work / "calls").read_text().splitlines(), "span_s": time.perf_counter() - begin}
+        return {"wrong": self.try_case(case)}
+
+
+def main():
+    driver = Driver(*sys.argv[1:])
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        print(json.dumps(driver.answer(json.loads(line))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""A fault at every file system call of a conversion."""
+
+import errno
+import os
+
+import pytest
+
+from tests.faults.conftest import ALL
+
+RANDOM_KILLS = int(os.environ.get("TRACESTORE_KILLS", "100"))
+FAULTS = {
+    "kill": {"action": "kill"},
+    "EIO": {"action": "fail", "error": errno.EIO},
+    "ENOSPC": {"action": "fail", "error": errno.ENOSPC},
+    "EINTR": {"action": "fail", "error": errno.EINTR},
+    "short write": {"action": "short"},
+    "full disk": {"action": "full"},
+}
+
+
+def test_the_shim_sees_the_calls(driver):
+    calls = [line.split()[0] for line in driver.ask(action="pass", log=True)["calls"]]
+    assert {"write", "fsync", "rename", "mkdir", "unlink", "rmdir", "fchmod"} <= set(calls)
+    assert any(name.startswith("open") for name in calls)
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_at_every_call(driver, fault, record_property):
+    """After each the store opens, verifies and holds what was committed; run again it ends
+    in the bytes of a run that was never stopped."""
+    calls = driver.ask(action="pass", log=True)["calls"]
+    numbers = range(1, len(calls) + 1)
+    if fault == "short write":
+        numbers = [n for n in numbers if calls[n - 1].startswith(("write", "pwrite"))]
+    # Shortly: the same share of the calls of every kind and place, and the rare ones all.
+    if not ALL:
+        rare = {n for n in numbers if calls[n - 1].startswith(("rename", "unlink", "rmdir"))}
+        rare |= {n for n in numbers if "/manifest" in calls[n - 1] or calls[n - 1].endswith(".zarr.json")}
+        offset, step = list(FAULTS).index(fault), 61
+        numbers = sorted({*list(numbers)[offset::step], *sorted(rare)[offset % 3 :: 3]})
+    wrong = []
+    for n in numbers:
+        found = driver.ask(at=n, **FAULTS[fault])["wrong"]
+        if found:
+            wrong.append(f"{fault} at call {n} of {len(calls)} ({calls[n - 1]}): {found}")
+    record_property("cases", len(numbers))
+    print(f"{fault}: {len(numbers)} of {len(calls)} calls")
+    assert not wrong, "\n".join([f"{len(wrong)} of {len(numbers)}", *wrong[:10]])
+
+
+@pytest.mark.timeout(7200)
+def test_kills_at_random_moments(driver):
+    span_s = min(driver.ask(action="pass", log=True)["span_s"] for _ in range(3))
+    for seed in range(RANDOM_KILLS):
+        found = driver.ask(action="random", seed=seed, span_s=span_s)["wrong"]
+        assert not found, f"seed {seed}: {found}"

@@ -1,0 +1,89 @@
+"""Which generation a reader sees, and holding it."""
+
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+from tracestore.errors import StoreDamagedError, TracestoreWarning, UsageError
+from tracestore.store import manifest as mf
+from tracestore.store.columns import Columns, join_columns, read_columns
+from tracestore.store.fsio import Pin
+from tracestore.store.index import StoreIndex
+
+# How often a reader looks again where writers remove what it is about to open.
+ATTEMPTS = 100
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A generation as readers hold it: pinned, its index and columns mapped."""
+
+    manifest: mf.Manifest
+    index: StoreIndex
+    columns: Columns
+    pin: Pin
+
+
+def pause(attempt: int) -> None:
+    """Before looking again: a writer may be at work on what was found."""
+    time.sleep(min(0.05, 0.001 * attempt))
+
+
+def open_generation(store: Path, number: int) -> Generation:
+    """FileNotFoundError where a writer has removed it meanwhile, StoreDamagedError
+    where it does not read back whole."""
+    pin = Pin(mf.manifest_path(store, number))
+    try:
+        manifest = mf.parse_manifest(pin.read(), number)
+        try:
+            index = StoreIndex(store, manifest)
+            columns = join_columns([read_columns(store, ref) for ref in manifest.columns])
+        except FileNotFoundError as error:
+            # What a pinned generation names is not removed.
+            raise StoreDamagedError(f"{error.filename or error}: missing") from None
+    except OSError as error:
+        pin.close()
+        raise StoreDamagedError(f"manifest/{number:010d}: {error.strerror}") from None
+    except BaseException:
+        pin.close()
+        raise
+    return Generation(manifest, index, columns, pin)
+
+
+def open_newest(store: Path, preferred: int | None = None) -> Generation:
+    """`preferred` where it is still there, else the newest generation that reads back
+    whole. A damaged newest one is said in a warning."""
+    if preferred is not None:
+        try:
+            return open_generation(store, preferred)
+        except (FileNotFoundError, StoreDamagedError):
+            pass  # said below if it is the newest
+    for attempt in range(ATTEMPTS):
+        numbers = mf.generations(store)
+        if not numbers:
+            if (store / "lock").exists():
+                raise UsageError(f"{store}: the store is empty, nothing has been committed")
+            raise UsageError(f"{store}: not a store")
+        problem: StoreDamagedError | None = None
+        for number in numbers:
+            try:
+                found = open_generation(store, number)
+            except StoreDamagedError as error:
+                problem = problem or error
+                continue
+            except FileNotFoundError:
+                break
+            if problem is None:
+                return found
+            if mf.generations(store)[:1] == numbers[:1]:
+                warnings.warn(
+                    f"{store}: {problem}; reading generation {number} instead", TracestoreWarning, stacklevel=4
+                )
+                return found
+            break
+        else:
+            if mf.generations(store)[:1] == numbers[:1]:
+                raise problem or StoreDamagedError(f"{store}: no readable generation")
+        pause(attempt)
+    raise StoreDamagedError(f"{store}: generations change faster than they can be read")
