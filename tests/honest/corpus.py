@@ -143,7 +143,7 @@ def pickles(dtype: str, kind: str) -> Iterator[Honest]:
             if (old := renamed(data, protocol)) != data:
                 for suffix, content in packed(old):
                     yield Honest(f"{name}-numpy1.pkl{suffix}", content, expected)
-            if kind.startswith("torch") and 2 <= protocol:
+            if kind.startswith("torch") and protocol >= 2:
                 for zip_format in (True, False):
                     form = "zip" if zip_format else "legacy"
                     yield Honest(f"{name}-{form}.pt", saved(value, zip_format, protocol), expected)

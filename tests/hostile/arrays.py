@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from tests.hostile.case import (
     NDARRAY,
-    RECONSTRUCT,
     Case,
     array,
     build,

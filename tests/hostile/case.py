@@ -50,6 +50,11 @@ def glob(module: str, name: str) -> bytes:
     return f"c{module}\n{name}\n".encode()
 
 
+def named(module: str, name: str) -> bytes:
+    """A global by STACK_GLOBAL, which takes dotted names."""
+    return uni(module) + uni(name) + b"\x93"
+
+
 def call(target: bytes, *args: bytes) -> bytes:
     return target + tup(*args) + b"R"
 

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.hostile import archives, arrays, bombs, callables, opcodes
+from tests.hostile import archives, arrays, bombs, callables, names, opcodes, tensors
 from tests.hostile.case import Case
 
 MARKER = "hostile-marker"
@@ -24,7 +24,7 @@ def hostile_files(marker: str = MARKER) -> Iterator[Case]:
 
 
 def _all(marker: str) -> Iterator[Case]:
-    for module in (opcodes, arrays, bombs, archives):
+    for module in (opcodes, arrays, bombs, archives, tensors, names):
         kind = module.__name__.rpartition(".")[2]
         for group in module.GROUPS:
             for case in group():

@@ -114,7 +114,7 @@ def main() -> None:
     action, store = actions[sys.argv[1]], sys.argv[2] if len(sys.argv) > 2 else ""
     if sys.argv[1] == "read":
         import tracestore.ingest.families
-        import tracestore.store.pack  # noqa: F401
+        import tracestore.store.pack
     elif sys.argv[1] == "convert":
         import tracestore.convert  # noqa: F401
     for line in sys.stdin:

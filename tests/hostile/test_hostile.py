@@ -13,7 +13,7 @@ from tests.hostile.corpus import MARKER, crash_files, hostile_files
 
 MAX_SECONDS = 1.0
 MAX_BYTES = 64 << 20
-KINDS = ("opcodes", "arrays", "bombs", "archives", "callables")
+KINDS = ("opcodes", "arrays", "bombs", "archives", "tensors", "callables", "names")
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_refused(tmp_path, cases, kind):
             faults.append(f"{case.name}: {result['seconds']:.2f} s of processor time")
         if result["bytes"] >= MAX_BYTES:
             faults.append(f"{case.name}: {result['bytes'] / 2**20:.0f} MiB")
-    left = [p for p in tmp_path.rglob(MARKER)]
+    left = list(tmp_path.rglob(MARKER))
     assert not faults and not left, f"{len(faults)} of {len(cases)}:\n" + "\n".join(faults) + f"\nleft: {left}"
 
 

@@ -1,0 +1,65 @@
+"""Coverage-guided fuzzing of the border with atheris; see make fuzz.
+
+    harness.py MODE FOLDER SECONDS CRASHES
+
+FOLDER keeps what is worth mutating again, from run to run. It is a script, not a module:
+the checkout's own folder must come after the sanitizer-built package on the path.
+"""
+
+import os
+import random
+import sys
+from pathlib import Path
+
+import atheris
+
+sys.path.append(str(Path(__file__).resolve().parent.parent.parent))
+with atheris.instrument_imports(
+    include=["tracestore.ingest", "tracestore.store.record", "tracestore.store.pack"], enable_loader_override=False
+):
+    from tests.fuzz.target import MODES, read_bytes
+
+from tests.fuzz.mutate import mutate
+from tests.fuzz.seeds import seeds
+
+MAX_BYTES = 1 << 16
+# A share of libFuzzer's own mutations, which use what it saw compared.
+_PLAIN_SHARE = 0.2
+
+
+def main() -> None:
+    mode, folder, seconds, crashes = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    assert mode in MODES
+    folder.mkdir(parents=True, exist_ok=True)
+    crashes.mkdir(parents=True, exist_ok=True)
+    pool = seeds(mode)
+    for k, data in enumerate(pool):
+        (folder / f"seed{k:04}").write_bytes(data)
+
+    def mutator(data: bytes, max_size: int, seed: int) -> bytes:
+        rng = random.Random(seed)
+        if rng.random() < _PLAIN_SHARE:
+            return atheris.Mutate(data, max_size)
+        return mutate(mode, data or rng.choice(pool), rng, rng.choice(pool))[:max_size]
+
+    arguments = [
+        sys.argv[0],
+        str(folder),
+        f"-max_total_time={seconds}",
+        f"-max_len={MAX_BYTES}",
+        f"-artifact_prefix={crashes}/{mode}-",
+        "-timeout=10",
+        "-rss_limit_mb=2048",
+        "-print_final_stats=1",
+        "-verbosity=" + os.environ.get("FUZZ_VERBOSITY", "0"),
+    ]
+    atheris.Setup(arguments, read_bytes_once, custom_mutator=mutator)
+    atheris.Fuzz()
+
+
+def read_bytes_once(data: bytes) -> None:
+    read_bytes(data)
+
+
+if __name__ == "__main__":
+    main()

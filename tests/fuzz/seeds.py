@@ -1,0 +1,36 @@
+"""What fuzzing starts from: small files of every family, honest and hostile."""
+
+from pathlib import Path
+
+from tests.hostile.bombs import families
+from tests.hostile.containers import gz
+from tests.hostile.corpus import crash_files, hostile_files
+
+MAX_SEED_BYTES = 4096
+_GOLDEN = Path(__file__).resolve().parent.parent / "golden"
+_EVERY = 5
+
+
+def _mode(data: bytes) -> str:
+    if data[:2] == b"\x1f\x8b":
+        return "gzip"
+    torch_file = data[:4] == b"PK\x03\x04" or data[:4] == b"\x80\x02\x8a\x0a"
+    return "zip" if torch_file else "pickle"
+
+
+def honest(mode: str) -> list[bytes]:
+    """Files that are accepted."""
+    small = [data for _, data in families().values()]
+    golden = [p.read_bytes() for p in sorted((_GOLDEN / "libraries").glob("*.pkl*"))]
+    golden += [p.read_bytes() for p in sorted((_GOLDEN / "inputs").rglob("*")) if p.is_file() and p.suffix != ".csv"]
+    files = [d for d in [*small, *golden] if len(d) <= 4 * MAX_SEED_BYTES]
+    if mode == "gzip":
+        files += [gz(d) for d in files if _mode(d) == "pickle"]
+    return [d for d in files if _mode(d) == mode]
+
+
+def seeds(mode: str) -> list[bytes]:
+    """Honest files, one in five of the small hostile ones, and what fuzzing found before."""
+    hostile = [c.data for c in hostile_files() if len(c.data) <= MAX_SEED_BYTES]
+    found = [p.read_bytes() for p in crash_files()]
+    return honest(mode) + [d for d in [*hostile[::_EVERY], *found] if _mode(d) == mode]

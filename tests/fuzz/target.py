@@ -1,0 +1,50 @@
+"""What a fuzzer calls with a file: read as the border reads it, every array packed and touched."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from tracestore.errors import InputRefusedError
+from tracestore.ingest.families import read_traces
+from tracestore.store.pack import pack_record
+from tracestore.store.record import TraceRecord
+
+MODES = ("pickle", "zip", "gzip")
+
+
+def _touch(record: TraceRecord) -> None:
+    arrays = [*(record.hidden or ()), *(record.attention or ())]
+    for index, weight in record.edges or ():
+        arrays += [index, weight]
+    arrays += [a for a in (record.last_token, record.tokens) if a is not None]
+    for array in arrays:
+        # Through a copy, so that strides are walked as they are.
+        np.ascontiguousarray(array).view("u1").sum() if array.ndim else None
+
+
+def read(path: Path) -> bool:
+    """Whether the file is accepted. Anything but a refusal in one line is raised."""
+    for need_attention, mode, keep in ((True, "heads", True), (False, "mean", False)):
+        try:
+            for record in read_traces(path, "fuzzed", need_attention=need_attention):
+                _touch(record)
+                pack_record(record, attention=mode if need_attention else "none", keep_dtype=keep)
+        except InputRefusedError as error:
+            text = str(error)
+            if "\n" in text or not text or len(text) > 600:
+                raise RuntimeError(f"a refusal that is no line: {text!r}") from None
+            if need_attention:
+                continue
+            return False
+    return True
+
+
+def read_bytes(data: bytes) -> bool:
+    """The same of a file that lies in memory only."""
+    descriptor = os.memfd_create("fuzzed")
+    try:
+        os.write(descriptor, data)
+        return read(Path(f"/proc/self/fd/{descriptor}"))
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,338 @@
+"""Torch storages and tensors out of bounds, and PyG graphs that go round or do not fit together."""
+
+import struct
+from collections.abc import Iterator
+
+from tests.hostile.case import (
+    Case,
+    call,
+    dct,
+    dtype,
+    fields,
+    glob,
+    halves,
+    lst,
+    num,
+    nums,
+    raw,
+    traces,
+    tup,
+    uni,
+    whole,
+)
+from tests.hostile.containers import (
+    DATA,
+    FOUR_HALVES,
+    GLOBAL_STORAGE,
+    GRAPH_STORAGES,
+    REBUILD,
+    archive,
+    graph,
+    graph_fields,
+    graphs,
+    legacy,
+    legacy_sequences,
+    legacy_storage,
+    new,
+    pt,
+    pt_entries,
+    sequences,
+    storage,
+    tensor,
+)
+
+
+def tensors() -> Iterator[Case]:
+    """Offsets, sizes and strides that reach outside, in both containers and with each rebuild."""
+    layouts = {
+        "offset": ((2, 1, 2), (2, 2, 1), 1),
+        "offset_at_end": ((1, 1, 1), (1, 1, 1), 4),
+        "offset_huge": ((2, 1, 2), (2, 2, 1), 1 << 62),
+        "offset_negative": ((2, 1, 2), (2, 2, 1), -1),
+        "size": ((2, 1, 3), (3, 3, 1), 0),
+        "size_huge": ((1 << 40, 1, 2), (0, 0, 1), 0),
+        "size_negative": ((2, -1, -2), (2, 2, 1), 0),
+        "size_overflow": ((1 << 32, 1 << 32, 4), (0, 0, 0), 0),
+        "size_wraps": ((1 << 62, 4, 1), (1, 1, 1), 0),
+        "expanded": ((4, 4, 4), (0, 0, 0), 0),
+        "stride": ((2, 1, 2), (3, 3, 1), 0),
+        "stride_huge": ((2, 1, 2), (1 << 61, 1, 1), 0),
+        "stride_wraps": ((2, 1, 2), ((1 << 63) - 1, 1, 1), 0),
+        "stride_negative": ((2, 1, 2), (-2, 2, 1), 1),
+        "stride_missing": ((2, 1, 2), (2, 1), 0),
+        "stride_more": ((2, 1, 2), (2, 2, 1, 1), 0),
+        "dims": ((1,) * 70, (1,) * 70, 0),
+        "empty_giant": ((1 << 60, 0, 1 << 60), (1, 1, 1), 0),
+        "zero_rows": ((0, 1, 2), (2, 2, 1), 0),
+        "two_axes": ((2, 2), (2, 1), 0),
+        "no_axes": ((), (), 0),
+    }
+    for name, (size, stride, offset) in layouts.items():
+        value = sequences(tensor(storage("0", 4), size, stride, offset))
+        yield Case(f"tensor_{name}", ".pt", pt(value))
+        value = sequences(tensor(legacy_storage("0", 4), size, stride, offset))
+        yield Case(f"legacy_tensor_{name}", ".pt", legacy(value, {"0": FOUR_HALVES}))
+        store = call(glob("torch.storage", "_load_from_bytes"), raw(legacy(legacy_storage("0", 4), {"0": FOUR_HALVES})))
+        if name != "two_axes":
+            yield Case(
+                f"plain_tensor_{name}",
+                ".pkl",
+                traces(dct(**fields(hidden_states=lst(tensor(store, size, stride, offset))))),
+            )
+    first = storage("0", 4)
+    odd = {
+        "offset_bool": REBUILD + tup(first, b"\x88", nums(1, 1, 2), nums(2, 2, 1), b"\x89", b"}") + b"R",
+        "offset_none": REBUILD + tup(first, b"N", nums(2, 1, 2), nums(2, 2, 1), b"\x89", b"}") + b"R",
+        "offset_float": REBUILD + tup(first, b"G" + bytes(8), nums(2, 1, 2), nums(2, 2, 1), b"\x89", b"}") + b"R",
+        "size_text": REBUILD + tup(first, num(0), uni("212"), nums(2, 2, 1), b"\x89", b"}") + b"R",
+        "size_floats": REBUILD + tup(first, num(0), tup(b"G" + bytes(8)), nums(1), b"\x89", b"}") + b"R",
+        "hooks": REBUILD + tup(first, num(0), nums(2, 1, 2), nums(2, 2, 1), b"\x89", dct(hook=num(1))) + b"R",
+        "three_arguments": REBUILD + tup(first, num(0), nums(2, 1, 2)) + b"R",
+        "storage_is_array": tensor(halves(4), (2, 1, 2), (2, 2, 1)),
+        "storage_is_tensor": tensor(tensor(first, (4,), (1,)), (2, 1, 2), (2, 2, 1)),
+        "storage_is_class": tensor(glob("torch", "HalfStorage"), (2, 1, 2), (2, 2, 1)),
+        "storage_is_bytes": tensor(raw(FOUR_HALVES), (2, 1, 2), (2, 2, 1)),
+        "v3_no_dtype": glob("torch._utils", "_rebuild_tensor_v3")
+        + tup(first, num(0), nums(2, 1, 2), nums(2, 2, 1), b"\x89", b"}")
+        + b"R",
+        "v3_dtype_text": glob("torch._utils", "_rebuild_tensor_v3")
+        + tup(first, num(0), nums(2, 1, 2), nums(2, 2, 1), b"\x89", b"}", uni("float16"))
+        + b"R",
+        "v3_wider_dtype": glob("torch._utils", "_rebuild_tensor_v3")
+        + tup(first, num(0), nums(2, 1, 2), nums(2, 2, 1), b"\x89", b"}", glob("torch", "float64"))
+        + b"R",
+        "parameter_of_list": call(glob("torch._utils", "_rebuild_parameter"), b"]", b"\x88", b"}"),
+        "parameter_hooks": call(
+            glob("torch._utils", "_rebuild_parameter"), tensor(first, (2, 1, 2), (2, 2, 1)), b"\x88", dct(h=num(1))
+        ),
+        "untyped_without_v3": tensor(storage("0", 8, "UntypedStorage", "torch.storage"), (2, 1, 2), (2, 2, 1)),
+        "integers": tensor(storage("0", 1, "LongStorage"), (1, 1, 1), (1, 1, 1)),
+        "only_a_storage": first,
+        "only_a_class": glob("torch", "HalfStorage"),
+        "size_class": call(glob("torch", "Size"), nums(-1)),
+        "device": call(glob("torch", "device"), uni("cuda")),
+    }
+    for name, value in odd.items():
+        if name != "offset_bool":
+            yield Case(f"tensor_{name}", ".pt", pt(sequences(value)))
+        yield Case(f"tensor_{name}_at_the_top", ".pt", pt(value))
+
+
+def storages() -> Iterator[Case]:
+    keys = {
+        "numel_more": storage("0", 5),
+        "numel_less": storage("0", 3),
+        "numel_huge": storage("0", 1 << 62),
+        "numel_negative": storage("0", -4),
+        "numel_overflow": storage("0", (1 << 64) + 4),
+        "numel_text": tup(uni("storage"), glob("torch", "HalfStorage"), uni("0"), uni("cpu"), uni("4")) + b"Q",
+        "type_wider": storage("0", 4, "DoubleStorage"),
+        "type_narrower": storage("0", 4, "ByteStorage"),
+        "type_not_one": tup(uni("storage"), glob("torch", "float16"), uni("0"), uni("cpu"), num(4)) + b"Q",
+        "type_text": tup(uni("storage"), uni("HalfStorage"), uni("0"), uni("cpu"), num(4)) + b"Q",
+        "word": tup(uni("module"), glob("torch", "HalfStorage"), uni("0"), uni("cpu"), num(4)) + b"Q",
+        "short": tup(uni("storage"), glob("torch", "HalfStorage"), uni("0")) + b"Q",
+        "empty": b")Q",
+        "list": b"]Q",
+        "text": uni("0") + b"Q",
+        "key_number": tup(uni("storage"), glob("torch", "HalfStorage"), num(0), uni("cpu"), num(4)) + b"Q",
+        "key_missing": storage("7", 4),
+        "key_empty": storage("", 4),
+    }
+    for name, key in keys.items():
+        yield Case(f"storage_{name}", ".pt", pt(sequences(tensor(key, (2, 1, 2), (2, 2, 1)))))
+        yield Case(
+            f"legacy_storage_{name}",
+            ".pt",
+            legacy(
+                sequences(tensor(key[:-2] + b"NtQ" if key.endswith(b"tQ") else key, (2, 1, 2), (2, 2, 1))),
+                {"0": FOUR_HALVES},
+            ),
+        )
+    again = tensor(storage("0", 4), (2, 1, 2), (2, 2, 1))
+    yield Case(
+        "storage_two_types",
+        ".pt",
+        pt(sequences(again, note=tensor(storage("0", 4, "ShortStorage"), (4,), (1,)))),
+        "two ways",
+    )
+    yield Case("storage_two_sizes", ".pt", pt(sequences(again, note=tensor(storage("0", 2), (2,), (1,)))), "two ways")
+    good = legacy_sequences()
+    cases = {
+        "keys_none": {"keys": whole(b"N")},
+        "keys_numbers": {"keys": whole(lst(num(0)))},
+        "keys_twice": {"keys": whole(lst(uni("0"), uni("0")))},
+        "keys_other": {"keys": whole(lst(uni("1")))},
+        "keys_empty": {"keys": whole(b"]")},
+        "keys_more": {"keys": whole(lst(uni("0"), uni("1")))},
+        "keys_dict": {"keys": whole(dct(a=num(1)))},
+        "count_more": {"counts": {"0": 5}},
+        "count_less": {"counts": {"0": 3}},
+        "count_negative": {"counts": {"0": -4}},
+        "count_huge": {"counts": {"0": 1 << 62}},
+        "protocol": {"protocol": 1000},
+        "system_big": {"system": whole(dct(protocol_version=num(1001), little_endian=b"\x89"))},
+        "system_number": {"system": whole(dct(little_endian=num(1)))},
+        "system_none": {"system": whole(b"N")},
+        "system_without": {"system": whole(b"}")},
+    }
+    for name, change in cases.items():
+        yield Case(f"legacy_{name}", ".pt", legacy(good, {"0": FOUR_HALVES}, **change))
+    view = legacy_storage("0", 4, view=tup(uni("1"), num(0), num(4)))
+    yield Case(
+        "legacy_view_metadata", ".pt", legacy(sequences(tensor(view, (2, 1, 2), (2, 2, 1))), {"0": FOUR_HALVES}), "view"
+    )
+    yield Case(
+        "legacy_untyped",
+        ".pt",
+        legacy(sequences(tensor(legacy_storage("0", 8, "UntypedStorage"), (2, 1, 2), (2, 2, 1))), {"0": FOUR_HALVES}),
+    )
+    yield Case("legacy_no_storage", ".pt", legacy(good, {}))
+    yield Case("legacy_short_storage", ".pt", legacy(good, {"0": FOUR_HALVES[:-1]}, counts={"0": 4}), "truncated")
+    loader = glob("torch.storage", "_load_from_bytes")
+    one = legacy(legacy_storage("0", 4), {"0": FOUR_HALVES})
+    inner = {
+        "of_zip": pt(storage("0", 4)),
+        "of_tensor": legacy(tensor(legacy_storage("0", 4), (4,), (1,)), {"0": FOUR_HALVES}),
+        "of_itself": legacy(call(loader, raw(one)), {}),
+        "of_pickle": whole(b"]"),
+        "of_garbage": b"garbage",
+        "of_nothing": b"",
+        "cut": one[:-3],
+        "trailing": one + b"x",
+        "count": legacy(legacy_storage("0", 4), {"0": FOUR_HALVES}, counts={"0": 1 << 40}),
+    }
+    for name, data in inner.items():
+        store = call(loader, raw(data))
+        yield Case(
+            f"from_bytes_{name}", ".pkl", traces(dct(**fields(hidden_states=lst(tensor(store, (2, 2), (2, 1))))))
+        )
+    for name, argument in {"text": uni("x"), "number": num(1 << 40), "none": b"N", "array": halves(4)}.items():
+        yield Case(f"from_bytes_of_{name}", ".pkl", whole(call(loader, argument)))
+    yield Case("from_bytes_in_zip", ".pt", pt(sequences(call(loader, raw(one)))))
+    yield Case("from_bytes_in_legacy", ".pt", legacy(sequences(call(loader, raw(one))), {}))
+    yield Case(
+        "storage_in_plain_pickle",
+        ".pkl",
+        traces(dct(**fields(hidden_states=lst(tensor(storage("0", 4), (2, 2), (2, 1)))))),
+        "persistent",
+    )
+
+
+def sequence_files() -> Iterator[Case]:
+    """Family 2 against its schema."""
+    changes = {
+        "no_ids": (
+            dct(sequences=tensor(storage("0", 4), (2, 1, 2), (2, 2, 1)), labels=lst(num(0), num(1))),
+            "question_ids",
+        ),
+        "no_labels": (
+            dct(sequences=tensor(storage("0", 4), (2, 1, 2), (2, 2, 1)), question_ids=lst(uni("a"), uni("b"))),
+            "labels",
+        ),
+        "few_ids": (sequences(question_ids=lst(uni("a"))), "question_ids"),
+        "ids_numbers_float": (sequences(question_ids=lst(b"G" + bytes(8), uni("b"))), "question_ids"),
+        "ids_empty_text": (sequences(question_ids=lst(uni(""), uni("b"))), "question_ids"),
+        "ids_text": (sequences(question_ids=uni("ab")), "question_ids"),
+        "ids_dict": (sequences(question_ids=dct(a=num(1), b=num(2))), "question_ids"),
+        "few_labels": (sequences(labels=lst(num(1))), "labels"),
+        "labels_text": (sequences(labels=uni("01")), "labels"),
+        "labels_words": (sequences(labels=lst(uni("yes"), uni("no"))), "labels"),
+        "labels_dict": (sequences(labels=b"}"), "labels"),
+        "labels_nested": (sequences(labels=lst(lst(num(1)), lst(num(1), num(2)))), "labels"),
+        "labels_none": (sequences(labels=b"N"), "labels"),
+        "sequences_list": (sequences(lst(halves(1, 2))), "sequences"),
+        "sequences_none": (sequences(b"N"), "sequences"),
+        "sequences_text_dtype": (sequences(dtype("f2")), None),
+    }
+    for name, (value, word) in changes.items():
+        yield Case(f"sequences_{name}", ".pt", pt(value), word)
+
+
+def graph_files() -> Iterator[Case]:
+    """Families 3 and 4: PyG objects that go round, miss their parts, or do not fit together."""
+    edge = lambda *nodes: struct.pack(f"<{len(nodes)}q", *nodes)  # noqa: E731
+    loop = new(DATA) + b"q\xc8" + dct(_store=b"h\xc8") + b"b"
+    mapping_loop = (
+        new(DATA)
+        + b"q\xc8"
+        + dct(_store=new(GLOBAL_STORAGE) + b"q\xc9" + dct(_mapping=dct(x=b"h\xc8"), _parent=b"h\xc8") + b"b")
+        + b"b"
+    )
+    values = {
+        "store_is_itself": loop,
+        "field_is_the_graph": mapping_loop,
+        "no_state": new(DATA),
+        "state_none": new(DATA) + b"Nb",
+        "state_list": new(DATA) + b"]b",
+        "state_tuple": new(DATA) + tup(b"}", b"}") + b"b",
+        "no_mapping": new(DATA) + dct(_store=new(GLOBAL_STORAGE) + b"}b") + b"b",
+        "mapping_list": new(DATA) + dct(_store=new(GLOBAL_STORAGE) + dct(_mapping=b"]") + b"b") + b"b",
+        "mapping_is_itself": new(DATA)
+        + dct(_store=new(GLOBAL_STORAGE) + b"q\xc9" + dct(_mapping=b"h\xc9") + b"b")
+        + b"b",
+        "store_never_built": new(DATA) + dct(_store=new(GLOBAL_STORAGE)) + b"b",
+        "store_number": new(DATA) + dct(_store=num(1)) + b"b",
+        "made_with_arguments": DATA + nums(1) + b"\x81",
+        "called": call(DATA, num(1)),
+        "only_a_class": DATA,
+        "a_list": b"]",
+        "a_number": num(1),
+        "a_tensor": tensor(storage("x", 4), (2, 2), (2, 1)),
+        "number_keys": b"}K\x01Ns",
+    }
+    for field in ("x", "edge_index", "edge_attr"):
+        values |= {
+            f"{field}_{kind}": graph(graph_fields(**{field: v}))
+            for kind, v in {"none": b"N", "list": lst(num(1)), "text": uni("a"), "graph": b"h\xc8"}.items()
+        }
+    values |= {
+        "x_one_axis": graph(graph_fields(x=tensor(storage("x", 4), (4,), (1,)))),
+        "x_no_rows": graph(graph_fields(x=tensor(storage("x", 4), (0, 2), (2, 1)))),
+        "x_integers": graph(graph_fields(x=tensor(storage("i", 2, "LongStorage"), (1, 2), (2, 1)))),
+        "index_three_rows": graph(graph_fields(edge_index=tensor(storage("i", 2, "LongStorage"), (1, 2), (2, 1)))),
+        "index_floats": graph(graph_fields(edge_index=tensor(storage("x", 4), (2, 1), (1, 1)))),
+        "weights_more": graph(graph_fields(edge_attr=tensor(storage("x", 4), (2, 1), (1, 1)))),
+        "weights_two_columns": graph(graph_fields(edge_attr=tensor(storage("x", 4), (1, 2), (1, 1)))),
+        "weights_integers": graph(graph_fields(edge_attr=tensor(storage("i", 2, "LongStorage"), (1, 1), (1, 1)))),
+        "num_nodes": graph(graph_fields(num_nodes=num(3))),
+        "num_nodes_text": graph(graph_fields(num_nodes=uni("2"))),
+        "num_nodes_huge": graph(graph_fields(num_nodes=num(1 << 60))),
+    }
+    for name, layer in values.items():
+        yield Case(f"graph_{name}", ".pt", archive(pt_entries(graphs(layer), GRAPH_STORAGES)))
+    for name, nodes in {
+        "outside": (0, 2),
+        "negative": (-1, 0),
+        "huge": (0, 1 << 40),
+        "wraps": (0, 1 << 32),
+        "least": (-(1 << 63), 0),
+    }.items():
+        yield Case(
+            f"graph_edge_{name}",
+            ".pt",
+            archive(pt_entries(graphs(), GRAPH_STORAGES | {"i": edge(*nodes)})),
+            "edge_index",
+        )
+    tops = {
+        "no_ids": (dct(graphs=lst(lst(graph()))), "question_ids"),
+        "few_ids": (graphs(question_ids=b"]"), "question_ids"),
+        "more_labels": (graphs(labels=lst(num(1), num(0))), "labels"),
+        "no_traces": (graphs(graphs=b"]"), "graphs"),
+        "no_layers": (graphs(graphs=lst(b"]")), "graphs"),
+        "graphs_dict": (graphs(graphs=b"}"), "graphs"),
+        "graphs_text": (graphs(graphs=uni("abc")), "graphs"),
+        "graphs_flat": (graphs(graphs=lst(graph())), "graphs"),
+        "graphs_none": (graphs(graphs=b"N"), "graphs"),
+        "layers_differ": (
+            graphs(graphs=lst(lst(graph(), graph(graph_fields(x=tensor(storage("x", 4), (4, 1), (1, 1))))))),
+            "graphs[1].x",
+        ),
+        "graph_at_the_top": (graph(), None),
+        "graphs_in_a_list": (lst(graph()), None),
+    }
+    for name, (value, word) in tops.items():
+        yield Case(f"graphs_{name}", ".pt", archive(pt_entries(value, GRAPH_STORAGES)), word)
+
+
+GROUPS = (tensors, storages, sequence_files, graph_files)
