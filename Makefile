@@ -98,10 +98,13 @@ FUZZ_MODES ?= pickle zip gzip
 FUZZ := build/fuzz
 ATHERIS := atheris==3.0.0
 FUZZ_CFLAGS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g
-SANITIZERS := $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libubsan.so)
+FUZZ_SITE := $(CURDIR)/.venv-fuzz/lib/python3.11/site-packages
+# libFuzzer first: the sanitizer's library has empty functions of the same names for coverage.
+PRELOADED = $(CURDIR)/$(FUZZ)/libfuzzer.so $(wildcard $(FUZZ_SITE)/atheris/custom_mutator.*.so) \
+	$(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libubsan.so)
 # PYTHONMALLOC: each object of Python is a block that the sanitizer knows.
-FUZZ_ENV := LD_PRELOAD="$(SANITIZERS)" PYTHONMALLOC=malloc OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1 \
-	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:abort_on_error=0:allocator_release_to_os_interval_ms=500 \
+FUZZ_ENV = LD_PRELOAD="$(PRELOADED)" PYTHONMALLOC=malloc OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1 \
+	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:quarantine_size_mb=16:verify_asan_link_order=0 \
 	UBSAN_OPTIONS=print_stacktrace=1
 
 .venv-fuzz/installed: $(SETUP) $(shell find tracestore -name '*.py')
@@ -111,6 +114,8 @@ FUZZ_ENV := LD_PRELOAD="$(SANITIZERS)" PYTHONMALLOC=malloc OMP_NUM_THREADS=1 PYT
 		| tar -xf - -C $(FUZZ)/source
 	CFLAGS="$(FUZZ_CFLAGS)" LDFLAGS="-fsanitize=address,undefined" .venv-fuzz/bin/pip install --quiet \
 		--disable-pip-version-check --force-reinstall -c constraints.txt $(ATHERIS) ./$(FUZZ)/source
+	$(CXX) -shared -o $(FUZZ)/libfuzzer.so -Wl,--whole-archive $(FUZZ_SITE)/libclang_rt.fuzzer_no_main.a \
+		-Wl,--no-whole-archive -lpthread -lm
 	touch $@
 
 # One mode after the other; a crash ends it, its input lies in tests/hostile/crashes, where the tests replay it.

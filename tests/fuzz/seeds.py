@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.hostile.bombs import families
 from tests.hostile.containers import gz
-from tests.hostile.corpus import crash_files, hostile_files
+from tests.hostile.corpus import crash_files, small_files
 
 MAX_SEED_BYTES = 4096
 _GOLDEN = Path(__file__).resolve().parent.parent / "golden"
@@ -31,6 +31,6 @@ def honest(mode: str) -> list[bytes]:
 
 def seeds(mode: str) -> list[bytes]:
     """Honest files, one in five of the small hostile ones, and what fuzzing found before."""
-    hostile = [c.data for c in hostile_files() if len(c.data) <= MAX_SEED_BYTES]
+    hostile = [c.data for c in small_files() if len(c.data) <= MAX_SEED_BYTES]
     found = [p.read_bytes() for p in crash_files()]
     return honest(mode) + [d for d in [*hostile[::_EVERY], *found] if _mode(d) == mode]

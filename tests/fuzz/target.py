@@ -6,9 +6,14 @@ from pathlib import Path
 import numpy as np
 
 from tracestore.errors import InputRefusedError
+from tracestore.ingest import bytesource
 from tracestore.ingest.families import read_traces
 from tracestore.store.pack import pack_record
 from tracestore.store.record import TraceRecord
+
+# gzip in small pieces: files of kilobytes then cross their borders as large files do, and the
+# sanitizer has no megabytes to clear for each file.
+bytesource._PIECE_BYTES = 1 << 10
 
 MODES = ("pickle", "zip", "gzip")
 

@@ -33,6 +33,16 @@ def _all(marker: str) -> Iterator[Case]:
         yield case._replace(name=f"callables/{case.name}")
 
 
+def small_files() -> Iterator[Case]:
+    """The files that a fuzzer may start from."""
+    for module in (opcodes, arrays, archives, tensors, names):
+        for group in module.GROUPS:
+            yield from group()
+    for group in bombs.SMALL_GROUPS:
+        yield from group()
+    yield from callables.every(MARKER)
+
+
 def crash_files() -> list[Path]:
     """What fuzzing left, oldest first."""
     return sorted(p for p in CRASHES.iterdir() if p.is_file() and p.name != "README") if CRASHES.is_dir() else []
