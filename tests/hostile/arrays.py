@@ -276,6 +276,10 @@ def schema() -> Iterator[Case]:
     for name, (change, word) in changes.items():
         data = traces(trace(), trace(**change))
         yield Case(f"schema_{name}", ".pkl", data, word)
+    for name, key in {"escape": "\x1b[2J\x1b]0;title\x07", "surrogate": "\ud800", "reversed": "\u202eabc"}.items():
+        # What a file names is shown on a terminal.
+        deep = uni(key) + b"]" * 70 + b"a" * 69
+        yield Case(f"schema_field_{name}", ".pkl", traces(trace()[:-1] + deep + b"u"))
     yield Case("schema_key_number", ".pkl", traces(trace()[:-1] + b"K\x01Nu"), "key")
     yield Case("schema_key_bytes", ".pkl", traces(trace()[:-1] + raw(b"a") + b"Nu"), "key")
     yield Case("schema_key_none", ".pkl", traces(trace()[:-1] + b"NNu"), "key")

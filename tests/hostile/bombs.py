@@ -92,6 +92,11 @@ def laughs() -> Iterator[Case]:
     many = lst(*[b"h\x00"] * 100_000)
     yield Case("one_array_a_hundred_thousand_times", ".pkl", whole(array + lst(trace(hidden_states=many))))
     yield Case("one_array_in_a_field", ".pkl", whole(array + lst(trace(note=many))))
+    # Each item is a good trace; only together are they more than the file can mean.
+    few = lst(*[b"h\x01"] * 100)
+    heavy = trace(note=lst(num(1)) + b"q\x010" + few + b"q\x020" + lst(*[b"h\x02"] * 100)) + b"q\x00"
+    yield Case("one_trace_two_thousand_times", ".pkl", whole(lst(heavy, *[b"h\x00"] * 2_000)))
+    yield Case("one_trace_two_thousand_times_in_gzip", ".pkl.gz", gz(whole(lst(heavy, *[b"h\x00"] * 2_000))))
     every = b"".join(uni(f"k{k}") + b"h\x00" for k in range(5_000))
     yield Case("one_array_under_many_names", ".pkl", whole(array + lst(trace()[:-1] + every + b"u")))
 

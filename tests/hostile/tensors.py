@@ -297,6 +297,7 @@ def graph_files() -> Iterator[Case]:
         "weights_integers": graph(graph_fields(edge_attr=tensor(storage("i", 2, "LongStorage"), (1, 1), (1, 1)))),
         "num_nodes": graph(graph_fields(num_nodes=num(3))),
         "num_nodes_text": graph(graph_fields(num_nodes=uni("2"))),
+        "num_nodes_escape": graph(graph_fields(num_nodes=uni("\x1b[2J"))),
         "num_nodes_huge": graph(graph_fields(num_nodes=num(1 << 60))),
     }
     for name, layer in values.items():
