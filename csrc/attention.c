@@ -12,20 +12,20 @@ static int any_nonzero(const unsigned char *row, size_t itemsize, size_t n)
 {
     /* Sign bits are masked: minus zero is zero. */
     if (itemsize == 2) {
-        const uint16_t *v = (const uint16_t *)row;
+        const ts_u16 *v = (const ts_u16 *)row;
         uint16_t any = 0;
         for (size_t i = 0; i < n; i++)
             any |= v[i];
         return (any & 0x7fffu) != 0;
     }
     if (itemsize == 4) {
-        const uint32_t *v = (const uint32_t *)row;
+        const ts_u32 *v = (const ts_u32 *)row;
         uint32_t any = 0;
         for (size_t i = 0; i < n; i++)
             any |= v[i];
         return (any & 0x7fffffffu) != 0;
     }
-    const uint64_t *v = (const uint64_t *)row;
+    const ts_u64 *v = (const ts_u64 *)row;
     uint64_t any = 0;
     for (size_t i = 0; i < n; i++)
         any |= v[i];
@@ -75,9 +75,9 @@ void ts_unpack_triangle(const void *in, size_t itemsize, size_t count, size_t S,
 
 static void add_row(const void *row, enum ts_dtype dtype, size_t n, float *scratch, double *sum)
 {
-    const float *values = scratch;
+    const ts_f32 *values = scratch;
     if (dtype == TS_F64) {
-        const double *wide = row;
+        const ts_f64 *wide = row;
         for (size_t j = 0; j < n; j++)
             sum[j] += wide[j];
         return;

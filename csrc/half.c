@@ -63,7 +63,7 @@ uint16_t ts_f64_to_f16(double value)
     return ts_f32_to_f16_portable(bits_float(sign | (exponent - 1023 + 127) << 23 | odd));
 }
 
-void ts_bf16_to_f32(const uint16_t *in, float *out, size_t n)
+void ts_bf16_to_f32(const ts_u16 *in, float *out, size_t n)
 {
     for (size_t i = 0; i < n; i++)
         out[i] = bits_float((uint32_t)in[i] << 16);
@@ -73,7 +73,7 @@ void ts_bf16_to_f32(const uint16_t *in, float *out, size_t n)
 #include <immintrin.h>
 
 __attribute__((target("avx,f16c")))
-static size_t f16_to_f32_f16c(const uint16_t *in, float *out, size_t n)
+static size_t f16_to_f32_f16c(const ts_u16 *in, float *out, size_t n)
 {
     size_t i = 0;
     for (; i + 8 <= n; i += 8)
@@ -82,7 +82,7 @@ static size_t f16_to_f32_f16c(const uint16_t *in, float *out, size_t n)
 }
 
 __attribute__((target("avx,f16c")))
-static size_t f32_to_f16_f16c(const float *in, uint16_t *out, size_t n)
+static size_t f32_to_f16_f16c(const ts_f32 *in, uint16_t *out, size_t n)
 {
     size_t i = 0;
     for (; i + 8 <= n; i += 8)
@@ -95,19 +95,19 @@ static int has_f16c(void)
     return __builtin_cpu_supports("avx") && __builtin_cpu_supports("f16c");
 }
 #else
-static size_t f16_to_f32_f16c(const uint16_t *in, float *out, size_t n) { (void)in; (void)out; (void)n; return 0; }
-static size_t f32_to_f16_f16c(const float *in, uint16_t *out, size_t n) { (void)in; (void)out; (void)n; return 0; }
+static size_t f16_to_f32_f16c(const ts_u16 *in, float *out, size_t n) { (void)in; (void)out; (void)n; return 0; }
+static size_t f32_to_f16_f16c(const ts_f32 *in, uint16_t *out, size_t n) { (void)in; (void)out; (void)n; return 0; }
 static int has_f16c(void) { return 0; }
 #endif
 
-void ts_f16_to_f32(const uint16_t *in, float *out, size_t n)
+void ts_f16_to_f32(const ts_u16 *in, float *out, size_t n)
 {
     size_t i = has_f16c() ? f16_to_f32_f16c(in, out, n) : 0;
     for (; i < n; i++)
         out[i] = ts_f16_to_f32_portable(in[i]);
 }
 
-void ts_f32_to_f16(const float *in, uint16_t *out, size_t n)
+void ts_f32_to_f16(const ts_f32 *in, uint16_t *out, size_t n)
 {
     size_t i = has_f16c() ? f32_to_f16_f16c(in, out, n) : 0;
     for (; i < n; i++)
@@ -124,7 +124,7 @@ int ts_to_f16(const void *in, enum ts_dtype dtype, uint16_t *out, size_t n, size
         return TS_OK;
     }
     if (dtype == TS_F64) {
-        const double *values = in;
+        const ts_f64 *values = in;
         for (size_t i = 0; i < n; i++) {
             out[i] = ts_f64_to_f16(values[i]);
             if ((out[i] & 0x7fffu) == 0x7c00u && isfinite(values[i])) {
@@ -138,9 +138,9 @@ int ts_to_f16(const void *in, enum ts_dtype dtype, uint16_t *out, size_t n, size
         return TS_ERR_DTYPE;
     for (size_t begin = 0; begin < n; begin += BLOCK) {
         size_t count = n - begin < BLOCK ? n - begin : BLOCK;
-        const float *values = (const float *)in + begin;
+        const ts_f32 *values = (const ts_f32 *)in + begin;
         if (dtype == TS_BF16) {
-            ts_bf16_to_f32((const uint16_t *)in + begin, buffer, count);
+            ts_bf16_to_f32((const ts_u16 *)in + begin, buffer, count);
             values = buffer;
         }
         ts_f32_to_f16(values, out + begin, count);
@@ -160,19 +160,19 @@ size_t ts_count_nonfinite(const void *in, enum ts_dtype dtype, size_t n)
 {
     size_t count = 0;
     if (dtype == TS_F16) {
-        const uint16_t *v = in;
+        const ts_u16 *v = in;
         for (size_t i = 0; i < n; i++)
             count += (v[i] & 0x7c00u) == 0x7c00u;
     } else if (dtype == TS_BF16) {
-        const uint16_t *v = in;
+        const ts_u16 *v = in;
         for (size_t i = 0; i < n; i++)
             count += (v[i] & 0x7f80u) == 0x7f80u;
     } else if (dtype == TS_F32) {
-        const uint32_t *v = in;
+        const ts_u32 *v = in;
         for (size_t i = 0; i < n; i++)
             count += (v[i] & 0x7f800000u) == 0x7f800000u;
     } else {
-        const uint64_t *v = in;
+        const ts_u64 *v = in;
         for (size_t i = 0; i < n; i++)
             count += (v[i] & 0x7ff0000000000000ull) == 0x7ff0000000000000ull;
     }

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn, TextIO
 
-from tracestore.errors import TracestoreError, TracestoreWarning, UsageError
+from tracestore.errors import TracestoreError, TracestoreWarning, UsageError, printable
 
 _UNITS = {"": 1, "B": 1}
 for _k, _letter in enumerate("KMGT", 1):
@@ -107,12 +107,8 @@ class Progress:
         return time.monotonic() - self._start
 
 
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
-
-
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    print(f"warning: {_one_line(str(message))}", file=sys.stderr)
+    print(f"warning: {printable(str(message))}", file=sys.stderr)
 
 
 def run(prog: str, command: Callable[[], int]) -> int:
@@ -137,7 +133,7 @@ def run(prog: str, command: Callable[[], int]) -> int:
             raise
         text = f"unexpected {type(error).__name__}: {error} (TRACESTORE_DEBUG=1 shows where)"
         code = 1
-    print(f"{prog}: {_one_line(text)}", file=sys.stderr, flush=True)
+    print(f"{prog}: {printable(text)}", file=sys.stderr, flush=True)
     return code
 
 

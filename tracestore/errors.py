@@ -5,6 +5,13 @@ prints it on standard error and ends with the exception's `exit_code`.
 """
 
 
+def printable(text: str, max_length: int = 600) -> str:
+    """One line that a terminal shows as it is: what a file brings along (control characters,
+    changes of direction, lone surrogates) is written as escapes."""
+    line = " ".join(text.split())[:max_length]
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in line)
+
+
 class TracestoreError(Exception):
     """Base class."""
 
@@ -54,7 +61,7 @@ class InputRefusedError(TracestoreError):
         where += [] if self.position is None else [f"trace {self.position}"]
         where += [] if self.field is None else [self.field]
         text = ": ".join([", ".join(where), self.reason] if where else [self.reason])
-        return " ".join(text.split())[:600]
+        return printable(text)
 
 
 class StoreDamagedError(TracestoreError):

@@ -55,7 +55,7 @@ def deep() -> Iterator[Case]:
             yield Case(f"deep_{kind}_{depth}", ".pkl", whole(code))
             if depth < 1_000_000:
                 yield Case(f"deep_{kind}_{depth}_in_a_field", ".pkl", traces(dct(**fields(note=code))))
-        yield Case(f"deep_tuple_key_{depth}", ".pkl", whole(b"})" + b"\x85" * depth + b"Ns"), "key")
+        yield Case(f"deep_tuple_key_{depth}", ".pkl", whole(b"})" + b"\x85" * depth + b"Ns"))
         yield Case(f"deep_tuple_shape_{depth}", ".pkl", whole(glob("torch", "Size") + b")" + b"\x85" * depth + b"R"))
     yield Case(
         "deep_ordered_dicts",

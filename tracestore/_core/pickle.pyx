@@ -6,7 +6,7 @@ opcodes that files of traces have. It never imports, calls or makes anything a f
 names: `lookup` turns a name into an object of the caller's, and `reduce`, `new`,
 `build` and `persistent` say what such an object does.
 """
-from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytearray cimport PyByteArray_AS_STRING
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.unicode cimport PyUnicode_DecodeUTF8
@@ -31,6 +31,7 @@ MAX_OPCODES = 1 << 31
 MAX_DEPTH = 1_000
 MAX_STACK = 1_000_000
 MAX_LONG_BYTES = 64
+MUCH_TEXT = "the pickle holds more text than a file of traces does"
 LONG_INTEGER = "found an integer of more than 512 bits"
 MAX_DIGITS = 160
 MAX_FLOAT_DIGITS = 64
@@ -99,10 +100,6 @@ cdef class ByteReader:
     cpdef read(self, uint64_t count):
         """Exactly `count` bytes; InputRefusedError where there are fewer."""
         return self.payload(count)
-
-    def read_line(self):
-        """Up to and without the next newline."""
-        return self.line(1 << 62, "")
 
     cdef bytes line(self, uint64_t max_bytes, str refusal):
         cdef const uint8_t *found
@@ -199,7 +196,8 @@ cdef class PieceReader(ByteReader):
     """Pieces of bytes one behind the other, as next_piece() gives them; b"" ends them.
 
     Payloads are copied out: into memory, up to max_memory of a trace, and beyond that into
-    spill(count), a writable buffer. One of more than max_payload bytes is refused.
+    spill(count), which gives an object with write(piece) and finish() -> memoryview. One of
+    more than max_payload bytes is refused.
     """
     cdef object next_piece, spill
     cdef uint64_t max_memory, max_payload, in_memory
@@ -263,14 +261,17 @@ cdef class PieceReader(ByteReader):
         return whole
 
     cdef object spilled(self, uint64_t count):
-        cdef Py_buffer view
-        target = self.spill(count)
-        PyObject_GetBuffer(target, &view, PyBUF_WRITABLE)
-        try:
-            self.copy(<uint8_t *>view.buf, count)
-        finally:
-            PyBuffer_Release(&view)
-        return memoryview(target).cast("B").toreadonly()
+        cdef uint64_t left = count, take, begin
+        room = self.spill(count)
+        while left:
+            if self.cursor == self.limit and not self.advance():
+                raise _truncated()
+            take = min(left, <uint64_t>(self.limit - self.cursor))
+            begin = self.cursor - <const uint8_t *>PyBytes_AS_STRING(self.window)
+            room.write(memoryview(self.window)[begin:begin + take])
+            self.cursor += take
+            left -= take
+        return room.finish()
 
     cdef int copy(self, uint8_t *out, uint64_t count) except -1:
         cdef uint64_t done = 0, take
@@ -410,6 +411,8 @@ cdef class PickleMachine:
     cdef int get(self, uint64_t key) except -1:
         if key < <uint64_t>len(self.memo):
             value = self.memo[<Py_ssize_t>key]
+            if self.streaming and value is self.root and value is not None:
+                raise _refuse("a trace holds the list that it is in")
             if value is _RELEASED:
                 raise _refuse(SHARED)
             self.used[<Py_ssize_t>key] = 1
@@ -476,7 +479,7 @@ cdef class PickleMachine:
         # Counted before it is made, twice: as utf-8 and as text.
         self.live += 2 * count
         if self.live > self.live_limit:
-            raise _refuse("the pickle holds more text than a file of traces does")
+            raise _refuse(MUCH_TEXT)
         data = self.source.payload(count)
         try:
             return str(data, "utf-8", "surrogatepass")
@@ -516,6 +519,12 @@ cdef class PickleMachine:
             return 0
         return int.from_bytes(PyBytes_FromStringAndSize(<const char *>self.source.need(count), count), "little", signed=True)
 
+    cdef bytes text_line(self):
+        # Counted as pieces, as bytes and as text.
+        cdef bytes line = self.source.line((self.live_limit - self.live) // 4, MUCH_TEXT)
+        self.live += 4 * <uint64_t>len(line)
+        return line
+
     cdef int push_text(self, uint64_t count) except -1:
         cdef str value = self.text(count)
         return self.push(value, 64 + count)
@@ -523,7 +532,7 @@ cdef class PickleMachine:
     cdef int push_latin1(self, uint64_t count) except -1:
         self.live += 2 * count
         if self.live > self.live_limit:
-            raise _refuse("the pickle holds more text than a file of traces does")
+            raise _refuse(MUCH_TEXT)
         return self.push(str(self.source.payload(count), "latin1"), 64)
 
     cdef int push_bytes(self, uint64_t count) except -1:
@@ -703,7 +712,7 @@ cdef class PickleMachine:
             line = self.source.line(MAX_FLOAT_DIGITS, "found a number of more than 64 digits")
             self.push(float(line), 32)
         elif code == STRING:
-            line = self.source.read_line()
+            line = self.text_line()
             if len(line) < 2 or line[:1] != line[len(line) - 1:] or line[:1] not in b"'\"":
                 raise _refuse("found a string without quotes")
             # Escapes of Python 2 strings, bytes above 127 as latin1.
@@ -713,7 +722,7 @@ cdef class PickleMachine:
         elif code == SHORT_BINSTRING:
             self.push_latin1(self.little(1))
         elif code == UNICODE:
-            line = self.source.read_line()
+            line = self.text_line()
             self.push(line.decode("raw_unicode_escape"), 64 + len(line))
         elif code == POP:
             if self.stack and self.mark == len(self.stack) - 1:
@@ -744,7 +753,7 @@ cdef class PickleMachine:
             raise _refuse("not a well-formed pickle: it does not end with one object")
         self.result = self.stack[0]
         self.finished = True
-        if self.streaming and self.result is self.root:
+        if self.streaming and self.root is not None and self.result is self.root:
             # What other opcodes have put into the list.
             self.ready = self.root[::-1]
             self.root.clear()

@@ -93,6 +93,8 @@ def make_array(data: Any, dtype: np.dtype, shape: tuple[int, ...], order: str) -
         raise _refuse(f"found an empty array of shape {shape}")
     if needed == 0:
         return np.empty(shape, dtype)
+    if dtype.kind == "U" and (np.frombuffer(data, dtype.str[0] + "u4") > 0x10FFFF).any():
+        raise _refuse("found text beyond the last letter of Unicode")
     array = np.frombuffer(data, dtype).reshape(shape, order=order)  # type: ignore[call-overload]
     array.flags.writeable = False
     return array
@@ -277,6 +279,17 @@ class _Bytes(Builder):
         return b""
 
 
+class _Reconstructor(Builder):
+    """How protocols 0 and 1 make an object: of a PyG class, of nothing else."""
+
+    name = "copyreg._reconstructor"
+
+    def call(self, args: tuple[Any, ...]) -> "GraphDraft":
+        if len(args) != 3 or not isinstance(args[0], _Graph) or args[1] is not _OBJECT or args[2] is not None:
+            raise _refuse("found an object of a class that a file of traces does not have")
+        return args[0].new(())
+
+
 class _OrderedDict(Builder):
     name = "collections.OrderedDict"
 
@@ -383,7 +396,13 @@ _STORAGES = {
     "BoolStorage": "bool",
 }
 
+_OBJECT = _Class("builtins.object")
+
 ALLOWED: dict[tuple[str, str], Builder] = {
+    ("copyreg", "_reconstructor"): _Reconstructor(),
+    ("copy_reg", "_reconstructor"): _Reconstructor(),
+    ("builtins", "object"): _OBJECT,
+    ("__builtin__", "object"): _OBJECT,
     ("numpy", "ndarray"): _Class("numpy.ndarray"),
     ("numpy", "dtype"): _Dtype(),
     ("_codecs", "encode"): _Encode(),

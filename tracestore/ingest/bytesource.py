@@ -15,7 +15,7 @@ from tracestore.store.scratch import Scratch
 
 # Inflated size against compressed size: real traces reach 2 to 5.
 MAX_INFLATE_RATIO = 200
-INFLATE_ALLOWANCE_BYTES = 128 << 20
+INFLATE_ALLOWANCE_BYTES = 64 << 20
 MAX_INFLATED_BYTES = 1 << 40
 MAX_INFLATED_PAYLOAD_BYTES = 1 << 30
 # What one trace may hold in memory; the rest of it goes through files.
@@ -29,9 +29,9 @@ class GzipPieces:
 
     def __init__(self, path: Path) -> None:
         self.disk_bytes = os.stat(path).st_size
+        self.inflated_bytes = 0
         self._limit = min(MAX_INFLATED_BYTES, self.disk_bytes * MAX_INFLATE_RATIO + INFLATE_ALLOWANCE_BYTES)
         self._file = igzip_threaded.open(str(path), "rb", threads=1, block_size=_PIECE_BYTES)
-        self._total = 0
 
     def __call__(self) -> bytes:
         """The next piece; b"" at the end, where the checksums have been compared."""
@@ -41,8 +41,8 @@ class GzipPieces:
             raise InputRefusedError("truncated: the gzip stream ends early") from None
         except (zlib.error, IsalError, OSError, ValueError) as error:  # type: ignore[misc]
             raise InputRefusedError(f"damaged gzip: {error or type(error).__name__}") from None
-        self._total += len(piece)
-        if self._total > self._limit:
+        self.inflated_bytes += len(piece)
+        if self.inflated_bytes > self._limit:
             raise InputRefusedError(
                 f"inflates to more than {self._limit:,} bytes, over {MAX_INFLATE_RATIO} times its size: not a file of traces"
             )
@@ -52,9 +52,9 @@ class GzipPieces:
         """Reads values from the pieces; large traces go through `scratch`."""
         return PieceReader(
             self,
-            scratch.buffer,
+            scratch.room,
             disk_bytes=self.disk_bytes,
-            max_memory=MAX_INFLATED_MEMORY_BYTES,
+            max_memory=min(scratch.max_memory, MAX_INFLATED_MEMORY_BYTES),
             max_payload=MAX_INFLATED_PAYLOAD_BYTES,
         )
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,6 @@ from tracestore._core.pickle import BufferReader, ByteReader
 from tracestore.errors import InputRefusedError
 from tracestore.ingest import builders, torch_file
 from tracestore.ingest.bytesource import (
-    INFLATE_ALLOWANCE_BYTES,
-    MAX_INFLATE_RATIO,
     GzipPieces,
     check_regular,
     map_file,
@@ -23,30 +21,31 @@ from tracestore.store import schema
 from tracestore.store.record import TraceRecord, question_id_text, record_from_dict, refuse
 from tracestore.store.scratch import Scratch
 
-_MAX_NODES = 2_000_000
+# What a file may come to, counting what it names many times each time: so much, and so
+# much for a byte of it. A value takes at least one byte.
+_FREE_VALUES, _VALUES_PER_BYTE = 20_000, 4
+_FREE_BYTES, _NAMED_TIMES = 16 << 20, 4
+_MAX_BYTES_VALUE = 4 << 20
+_GZIP_RESERVED = 0xE0
 
 
-def resolve(value: Any, budget: list[int]) -> Any:
+def resolve(value: Any, limits: "_Limits") -> Any:
     """Drafts inside containers as arrays; shared references count every time."""
-    budget[0] -= 1 if not isinstance(value, str | bytes | memoryview) else 1 + len(value) // 64
-    if budget[0] < 0:
-        raise InputRefusedError("a trace with more values than a file of traces has")
     if isinstance(value, builders.ArrayDraft | builders.TensorDraft):
         array = value.resolve()
         if isinstance(array, list):
-            return [resolve(v, budget) for v in array]
-        budget[1] -= array.nbytes
-        if budget[1] < 0:
-            raise InputRefusedError(
-                "a trace whose arrays, counted each time they are named, exceed the file many times"
-            )
+            return [resolve(v, limits) for v in array]
+        limits.spend(1, array.nbytes)
         return array
+    limits.spend(1, len(value) if isinstance(value, str | bytes | memoryview) else 0)
     kind = type(value)
     if kind is dict:
-        return {k: resolve(v, budget) for k, v in value.items()}
+        return {k: resolve(v, limits) for k, v in value.items()}
     if kind is list or kind is tuple:
-        return [resolve(v, budget) for v in value]
-    if isinstance(value, memoryview | bytearray):
+        return [resolve(v, limits) for v in value]
+    if isinstance(value, memoryview):
+        if len(value) > _MAX_BYTES_VALUE:
+            raise InputRefusedError(f"found {len(value):,} bytes that are no array")
         return bytes(value)
     if isinstance(value, builders.Draft | builders.Builder):
         raise InputRefusedError(
@@ -56,17 +55,28 @@ def resolve(value: Any, budget: list[int]) -> Any:
 
 
 class _Limits:
-    """What one trace may come to: values, and bytes of arrays, which a file cannot
-    exceed but by naming one array many times."""
+    """What the traces of a file may come to: values, and bytes of them, which a file
+    exceeds only by naming the same ones many times. `read_bytes` says how many bytes of
+    the file have been there so far."""
 
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
+    def __init__(self, read_bytes: Callable[[], int]) -> None:
+        self._read_bytes = read_bytes
+        self._values = self._bytes = 0
+        self._allowed = (0, 0)
 
-    def budget(self) -> list[int]:
-        return [_MAX_NODES, self.max_bytes]
+    def spend(self, values: int, num_bytes: int) -> None:
+        self._values += values
+        self._bytes += num_bytes
+        if self._values > self._allowed[0] or self._bytes > self._allowed[1]:
+            there = self._read_bytes()
+            self._allowed = (_FREE_VALUES + _VALUES_PER_BYTE * there, _FREE_BYTES + _NAMED_TIMES * there)
+            if self._values > self._allowed[0] or self._bytes > self._allowed[1]:
+                raise InputRefusedError(
+                    "traces whose values, counted each time they are named, exceed the file many times"
+                )
 
     def resolved(self, value: Any) -> Any:
-        return resolve(value, self.budget())
+        return resolve(value, self)
 
 
 def read_traces(
@@ -104,9 +114,12 @@ def _records(path: Path, name: str, need_attention: bool, scratch: Scratch) -> I
     view = memoryview(mapped)
     head = bytes(view[:4])
     gzipped = head[:2] == b"\x1f\x8b"
-    limits = _Limits(status.st_size * (MAX_INFLATE_RATIO if gzipped else 4) + INFLATE_ALLOWANCE_BYTES)
+    limits = _Limits(lambda: status.st_size)
     if gzipped:
+        if view[3] & _GZIP_RESERVED:
+            raise InputRefusedError("damaged gzip: reserved flags are set")
         with contextlib.closing(GzipPieces(path)) as pieces:
+            limits = _Limits(lambda: pieces.inflated_bytes)
             yield from _from_pickle(limits, pieces.reader(scratch), name, need_attention)
     elif head == b"PK\x03\x04":
         yield from _from_object(limits, torch_file.read_zip(mapped), name, need_attention)
@@ -227,14 +240,13 @@ def _graph_record(limits: _Limits, layers: Any) -> TraceRecord:
     if not isinstance(layers, list | tuple) or len(layers) == 0:
         raise refuse("graphs", type(layers).__name__, "a list of at least one layer")
     hidden, edges, extras = [], [], {}  # type: ignore[var-annotated]
-    budget = limits.budget()
     for k, layer in enumerate(layers):
         if not isinstance(layer, builders.GraphDraft | dict):
             raise refuse(f"graphs[{k}]", type(layer).__name__, "a PyG Data")
         fields = layer.fields() if isinstance(layer, builders.GraphDraft) else layer
         if not all(isinstance(name, str) for name in fields):
             raise refuse(f"graphs[{k}]", "a key that is not a string", "the fields of a PyG Data")
-        fields = {name: resolve(v, budget) for name, v in fields.items()}
+        fields = {name: resolve(v, limits) for name, v in fields.items()}
         for name in ("x", "edge_index", "edge_attr"):
             if fields.get(name) is None:
                 raise InputRefusedError("missing key", field=f"graphs[{k}].{name}")

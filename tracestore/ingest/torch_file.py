@@ -15,6 +15,11 @@ LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 MAX_ENTRIES = 10_000_000
 _LOCAL = struct.Struct("<4s5H3I2H")
 _BIT_DESCRIPTOR = 8
+_KNOWN_FLAGS = _BIT_DESCRIPTOR | 0x800  # 0x800: names are utf-8
+_END = struct.Struct("<4s4H2IH")
+_LOCATOR = struct.Struct("<4sIQI")
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_ZIP64_COUNT = 0xFFFF  # the number then stands in a record of its own
 _ZIP64 = 0xFFFFFFFF  # the size then stands in an extra field
 
 
@@ -53,10 +58,17 @@ def _entries(view: memoryview) -> dict[str, memoryview]:
         raise InputRefusedError(f"truncated or damaged .pt archive: {error}") from None
     if len(infos) > MAX_ENTRIES:
         raise InputRefusedError("the archive has more entries than a file of traces")
+    if len(infos) != _num_entries(view):
+        raise InputRefusedError("damaged .pt archive: its directory has another number of entries than it says")
     entries: dict[str, memoryview] = {}
-    for info in infos:
+    free = 0  # where the next entry may begin
+    for info in sorted(infos, key=lambda info: info.header_offset):
         if info.filename in entries:
             raise InputRefusedError(f"entry {info.filename[:100]!r} is there twice")
+        if info.flag_bits & ~_KNOWN_FLAGS or info.filename != info.orig_filename:
+            raise InputRefusedError(f"entry {info.filename[:100]!r} is not one that torch writes")
+        if info.header_offset < free or (free == 0 and info.header_offset != 0):
+            raise InputRefusedError(f"entry {info.filename[:100]!r} begins where another one or something else lies")
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
             raise InputRefusedError(f"entry {info.filename[:100]!r} is compressed, torch stores them")
         begin = info.header_offset
@@ -71,12 +83,28 @@ def _entries(view: memoryview) -> dict[str, memoryview]:
         end = data + info.file_size
         if end > len(view):
             raise InputRefusedError(f"truncated: entry {info.filename[:100]!r} ends after the file")
+        free = end
         if flags & _BIT_DESCRIPTOR:
             _check_descriptor(view, end, info)
         elif crc != info.CRC or (size, full) not in ((info.file_size, info.file_size), (_ZIP64, _ZIP64)):
             raise InputRefusedError(f"entry {info.filename[:100]!r}: its two headers differ")
         entries[info.filename] = view[data:end]
     return entries
+
+
+def _num_entries(view: memoryview) -> int:
+    """As the end of the archive says, which torch writes without a comment."""
+    end = bytes(view[-_END.size :])
+    count = _END.unpack(end)[4] if len(end) == _END.size and end[:4] == b"PK\5\6" and end[-2:] == b"\0\0" else -1
+    if count != _ZIP64_COUNT:
+        return int(count)
+    locator = bytes(view[-_END.size - _LOCATOR.size : -_END.size])
+    if len(locator) == _LOCATOR.size and locator[:4] == b"PK\6\7":
+        at = _LOCATOR.unpack(locator)[2]
+        record = bytes(view[at : at + _END64.size])
+        if len(record) == _END64.size and record[:4] == b"PK\6\6":
+            return int(_END64.unpack(record)[7])
+    return count
 
 
 def _check_descriptor(view: memoryview, end: int, info: zipfile.ZipInfo) -> None:

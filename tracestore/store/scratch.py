@@ -24,11 +24,9 @@ class Scratch:
     def start(self) -> None:
         self._used = 0
 
-    def buffer(self, num_bytes: int) -> mmap.mmap:
-        """A file's bytes. All of them are reserved: writing to them cannot run out of space."""
-        with tempfile.TemporaryFile(dir=self.folder) as file:
-            os.posix_fallocate(file.fileno(), 0, num_bytes)
-            return mmap.mmap(file.fileno(), num_bytes)
+    def room(self, num_bytes: int) -> "Room":
+        """To be written once, front to back; what is written takes no memory of the process."""
+        return Room(self.folder, num_bytes)
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> np.ndarray:
         """As numpy.empty."""
@@ -38,4 +36,27 @@ class Scratch:
         self._used += num_bytes
         if self._used <= self.max_memory or num_bytes == 0:
             return np.empty(shape, dtype)
-        return np.frombuffer(self.buffer(num_bytes), dtype, count).reshape(shape)
+        with tempfile.TemporaryFile(dir=self.folder) as file:
+            # Reserved: writing through the map cannot run out of space, which would be a signal.
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+            return np.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype, count).reshape(shape)
+
+
+class Room:
+    """A file without a name: write(piece) until it is full, then finish() maps it."""
+
+    def __init__(self, folder: Path | None, num_bytes: int) -> None:
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - finish() closes it
+        self._num_bytes, self._position = num_bytes, 0
+
+    def write(self, piece: memoryview) -> None:
+        while len(piece):
+            written = os.pwrite(self._file.fileno(), piece, self._position)
+            self._position += written
+            piece = piece[written:]
+
+    def finish(self) -> memoryview:
+        """The bytes, read-only, for as long as a view of them lives."""
+        assert self._position == self._num_bytes
+        with self._file:
+            return memoryview(mmap.mmap(self._file.fileno(), self._num_bytes, access=mmap.ACCESS_READ))

@@ -156,6 +156,10 @@ class SegmentWriter:
         self._traces.append(trace)
         return row
 
+    def packed(self, row: int) -> PackedTrace:
+        """A trace as it was appended, without its arrays."""
+        return self._traces[row]
+
     def mark(self) -> tuple[Any, ...]:
         counters = (self._hidden_rows, self._attention, self._edge_layers, self._last_rows, self._edge_total)
         streams = {name: s.mark() for name, s in self._streams.items()}

@@ -17,7 +17,9 @@ from tracestore.store.index import StoreIndex
 from tracestore.store.pack import PackedTrace, pack_record
 from tracestore.store.pending import NAN, Pending, PendingRow, PendingSource
 from tracestore.store.record import TraceRecord
-from tracestore.store.segment import SegmentWriter, segment_name
+from tracestore.store.segment import SegmentReader, SegmentWriter, all_sizes, segment_name
+from tracestore.store.shard import ChunkCache
+from tracestore.store.texts import Texts, differing_field, packed_texts, stored_texts
 
 
 def is_store(path: Path) -> bool:
@@ -128,6 +130,7 @@ class StoreWriter:
             raise StoreDamagedError(f"{error.filename or error}: missing") from None
         self._sources = {(s.path, s.size, s.fingerprint) for s in self.index.sources()}
         self._pending = Pending()
+        self._sizes: dict[str, int] | None = None  # of the committed segments' files, once they are asked for
         self._undo: list[Callable[[], None]] | None = None
         clean(self.path, manifest)
         expected = root_metadata(self.attributes)
@@ -290,25 +293,38 @@ class StoreWriter:
             for group, name in ((mf.GROUP_GRAPH, "graph"), (mf.GROUP_SEQUENCE, "sequence")):
                 patch = self._pending.patches.get((index, group))
                 if patch is not None:
-                    has |= {f"{name}_segment": patch["patch_segment"], f"{name}_crc32c": patch["patch_crc32c"]}
+                    has |= {f"{name}_{part}": patch[f"patch_{part}"] for part in ("segment", "row", "crc32c")}
         wanted: set[int] = set()
-        differs = False
+        field = None
         for group, crc in brings.items():
             name = "graph" if group == mf.GROUP_GRAPH else "sequence"
             if has[f"{name}_segment"] < 0:
                 wanted.add(group)
             elif has[f"{name}_crc32c"] != crc:
-                differs = True
-        if not differs:
+                field = "arrays"
+        if field is None:
+            field = differing_field(packed_texts(trace), self._texts(has))
+        if field is None:
             return wanted
         if self._on_duplicate == "error":
             raise InputRefusedError(
                 f"found a second trace of question id {record.question_id!r} (sample {record.sample}) with other "
-                f"content, expected one a key (see --on-duplicate)"
+                f"content ({field}), expected one a key (see --on-duplicate)"
             )
         self.num_conflicts += 1
         # Half of one trace and half of another would be neither.
         return set(brings) if self._on_duplicate == "keep-last" else set()
+
+    def _texts(self, places: Mapping[str, int]) -> Texts:
+        """What lies beside the arrays of a trace with these places."""
+        name = "graph" if places["graph_segment"] >= 0 else "sequence"
+        number, row = places[f"{name}_segment"], places[f"{name}_row"]
+        for segment in self._pending.segments:
+            if segment.number == number:
+                return packed_texts(segment.packed(row))
+        if self._sizes is None:
+            self._sizes = all_sizes(list(self.index.files()))
+        return stored_texts(SegmentReader(self.path, number, self._sizes, ChunkCache(0)), row)
 
     def _segment_for(self, trace: PackedTrace) -> SegmentWriter:
         segments = self._pending.segments
@@ -445,7 +461,7 @@ class StoreWriter:
 
     def _go_on(self, committed: Pending) -> None:
         self._sources |= {(s.path, s.size, s.fingerprint) for s in committed.sources}
-        self._pending, self._columns = Pending(), None
+        self._pending, self._columns, self._sizes = Pending(), None, None
         self.index = StoreIndex(self.path, self.manifest)
         clean(self.path, self.manifest)
 
