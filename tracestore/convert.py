@@ -3,12 +3,15 @@
 import argparse
 import math
 import signal
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tracestore.console import Output, Parser, Progress, format_size, leave, parse_size, positive, run
 from tracestore.errors import InputRefusedError, UsageError
+from tracestore.ingest.cluster import ClusterStream, read_sources_on_cluster
 from tracestore.ingest.reading import PackOptions, SourceStream, read_sources
 from tracestore.ingest.scores import Scores, read_scores
 from tracestore.ingest.sources import find_scores, find_sources
@@ -119,18 +122,20 @@ class Conversion:
 
     def _convert_all(self, writer: StoreWriter, progress: Progress) -> None:
         summary, options = self.summary, writer.attributes.options
-        streams = read_sources(
-            self.sources,
-            PackOptions(
-                attention=options["attention"],
-                keep_dtype=options["dtype"] == "keep",
-                max_memory=self.args.memory_budget // (4 * max(4, self.args.workers)),
-                scratch=self.store,
-            ),
-            workers=self.args.workers,
-            is_known=writer.has_source,
-            on_wait=self._check_interrupt,
+        pack_options = PackOptions(
+            attention=options["attention"],
+            keep_dtype=options["dtype"] == "keep",
+            max_memory=self.args.memory_budget // (4 * max(4, self.args.workers)),
+            scratch=self.store,
         )
+        waiting: dict[str, Any] = {"is_known": writer.has_source, "on_wait": self._check_interrupt}
+        streams: Iterator[SourceStream | ClusterStream]
+        if self.args.dask is not None:
+            streams = read_sources_on_cluster(
+                self.sources, pack_options, address=self.args.dask, workers=self.args.workers, **waiting
+            )
+        else:
+            streams = read_sources(self.sources, pack_options, workers=self.args.workers, **waiting)
         with closing(streams):  # type: ignore[type-var]
             for stream in streams:
                 try:
@@ -147,7 +152,7 @@ class Conversion:
                     summary.skipped.append({"source": stream.source.name, "reason": str(error)})
         writer.commit()
 
-    def _convert_one(self, writer: StoreWriter, stream: SourceStream, progress: Progress) -> None:
+    def _convert_one(self, writer: StoreWriter, stream: SourceStream | ClusterStream, progress: Progress) -> None:
         summary, name = self.summary, stream.source.name
         size, digest = stream.identity()
         if writer.has_source(name, size, digest):
@@ -263,6 +268,11 @@ def make_parser(prog: str = "tracestore convert") -> Parser:
     parser.add_argument("--codec", choices=schema.CODECS, help="compression (default: none)")
     parser.add_argument("--dtype", choices=("float16", "keep"), help="default: float16")
     parser.add_argument("--workers", type=positive, default=2, metavar="N", help="files read side by side (default: 2)")
+    parser.add_argument(
+        "--dask",
+        metavar="ADDRESS",
+        help="read on a Dask cluster that shares the file system: a scheduler's address, or local",
+    )
     parser.add_argument(
         "--memory-budget", type=parse_size, default=DEFAULT_MEMORY_BUDGET, metavar="SIZE", help="default: 512MiB"
     )

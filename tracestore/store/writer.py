@@ -19,6 +19,7 @@ from tracestore.store.pending import NAN, Pending, PendingRow, PendingSource
 from tracestore.store.record import TraceRecord
 from tracestore.store.segment import SegmentReader, SegmentWriter, all_sizes, segment_name
 from tracestore.store.shard import ChunkCache
+from tracestore.store.spool import SPOOL_FOLDER
 from tracestore.store.texts import Texts, differing_field, packed_texts, stored_texts
 
 
@@ -73,6 +74,7 @@ class StoreWriter:
             self._prepare_folder(overwrite, exist_ok)
             self._lock = fsio.WriterLock(self.path)
             try:
+                fsio.remove_tree(self.path / SPOOL_FOLDER)
                 if overwrite:
                     self._clear()
                 self._load(attention, dtype, codec)

@@ -1,0 +1,317 @@
+"""Speed and memory of convert on large files, beside what bounds them, measured in the same run.
+
+python bench/ingest.py speed|workers|memory|small DIR [--gigabytes 1] [--rounds 5]
+
+DIR lies on the disk to be measured; tmpfs takes the disk out of the figures.
+"""
+
+import argparse
+import json
+import os
+import pickle
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+from isal import igzip
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = {"layers": 30, "dim": 576, "heads": 9}  # 3.2 MB a trace
+LARGE = {"layers": 32, "dim": 4096, "heads": 32}  # 23 MB a trace of 60 tokens, 640 MB of 500
+PIECE_BYTES = 1 << 20
+
+
+def make_trace(k: int, tokens: int, *, layers: int, dim: int, heads: int) -> dict[str, object]:
+    """Values that look like a model's; rows of attention sum to 1."""
+    rng = np.random.default_rng(k)
+    hidden = rng.standard_normal((tokens, dim), "f4").astype("f2")
+    weights = np.tril(np.exp(rng.standard_normal((tokens, tokens), "f4")))
+    attention = np.tile((weights / weights.sum(-1, keepdims=True)).astype("f2"), (heads, 1, 1))
+    return {
+        "hidden_states": [np.roll(hidden, layer, axis=1) for layer in range(layers)],
+        "attentions": [attention.copy() for _ in range(layers)],
+        "tokens": rng.integers(0, 50_000, tokens),
+        "tokens_decoded": [f" token{t}" for t in range(tokens)],
+        "generated_answer_clean": f"answer {k}",
+        "question_id": f"q{k}",
+    }
+
+
+class _Pickler(pickle._Pickler):  # type: ignore[name-defined]
+    """Protocol 4 as pickle.dump writes it, one trace in memory at a time."""
+
+    def __init__(self, file) -> None:
+        super().__init__(file, 4)
+        self._count = 0
+
+    def memoize(self, value) -> None:
+        self.write(pickle.MEMOIZE)
+        self.memo[id(value)] = self._count, value
+        self._count += 1
+
+    def dump_all(self, traces) -> None:
+        self.write(pickle.PROTO + b"\4" + pickle.EMPTY_LIST)
+        self.memoize(root := [])  # noqa: F841
+        self.write(pickle.MARK)
+        for trace in traces:
+            self.save(trace)
+            self.memo = {
+                k: v for k, v in self.memo.items() if not isinstance(v[1], dict | list | tuple | np.ndarray | bytes)
+            }
+        self.write(pickle.APPENDS + pickle.STOP)
+
+
+def write_file(path: Path, traces) -> None:
+    with igzip.open(path, "wb", compresslevel=1) if path.suffix == ".gz" else path.open("wb") as file:
+        _Pickler(file).dump_all(traces)
+
+
+def traces_of(num_bytes: float, shape: dict[str, int], tokens: tuple[int, int], first: int = 0):
+    k, done, rng = first, 0, np.random.default_rng(first)
+    while done < num_bytes:
+        trace = make_trace(k, int(rng.integers(*tokens)), **shape)
+        done += sum(a.nbytes for name in ("hidden_states", "attentions") for a in trace[name])
+        yield trace
+        k += 1
+
+
+class Peak:
+    """Largest anonymous memory of a process and its children, looked at every 10 ms."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self.anonymous, self.done = pid, 0, False
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self.done:
+            total = 0
+            pids, k = [self.pid], 0
+            while k < len(pids):
+                try:
+                    tasks = os.listdir(f"/proc/{pids[k]}/task")
+                    for task in tasks:
+                        text = Path(f"/proc/{pids[k]}/task/{task}/children").read_text()
+                        pids += map(int, text.split())
+                    rollup = Path(f"/proc/{pids[k]}/smaps_rollup").read_text()
+                    total += int(rollup.split("Anonymous:")[1].split()[0]) << 10
+                except (OSError, IndexError):
+                    pass
+                k += 1
+            self.anonymous = max(self.anonymous, total)
+            time.sleep(0.01)
+
+    def stop(self) -> int:
+        self.done = True
+        self._thread.join()
+        return self.anonymous
+
+
+def convert(source: Path, store: Path, *options: str) -> dict[str, float]:
+    """One conversion in a process of its own: seconds, bytes and peak memory."""
+    shutil.rmtree(store, ignore_errors=True)
+    command = [sys.executable, "-m", "tracestore.convert", source, store, "--json", *options]
+    start = time.perf_counter()
+    process = subprocess.Popen(
+        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT
+    )
+    peak = Peak(process.pid)
+    out, _ = process.communicate()
+    whole = time.perf_counter() - start
+    assert process.returncode == 0, out
+    summary = json.loads(out)
+    return {"seconds": summary["seconds"], "whole": whole, "bytes": summary["bytes_out"], "anonymous": peak.stop()}
+
+
+# pickle.load, then the arrays that end in the store (for the head mean: hidden states and
+# a triangle), written and synced once: the same bytes, nothing else.
+_BASELINE = """
+import os, pickle, sys, time
+start = time.perf_counter()
+left, count = int(sys.argv[3]), 0
+fd = os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+for name in sorted(os.listdir(sys.argv[1])):
+    for trace in pickle.load(open(os.path.join(sys.argv[1], name), "rb")):
+        for array in trace["hidden_states"] + trace["attentions"]:
+            view = memoryview(array).cast("B")[:left]
+            left -= len(view)
+            while len(view):
+                view = view[os.write(fd, view):]
+os.fsync(fd)
+print(time.perf_counter() - start)
+"""
+
+
+def baseline(source: Path, target: Path, num_bytes: int) -> float:
+    done = subprocess.run(
+        [sys.executable, "-c", _BASELINE, source, target, str(num_bytes)], capture_output=True, text=True, check=True
+    )
+    target.unlink()
+    return float(done.stdout)
+
+
+_INFLATE = """
+import sys, time
+from isal import igzip_threaded
+start, total = time.perf_counter(), 0
+for name in sys.argv[1:]:
+    with igzip_threaded.open(name, "rb", threads=1, block_size=1 << 20) as file:
+        while piece := file.read(1 << 20):
+            total += len(piece)
+print(time.perf_counter() - start)
+"""
+
+
+def inflate(source: Path) -> float:
+    names = sorted(map(str, source.iterdir()))
+    return float(
+        subprocess.run([sys.executable, "-c", _INFLATE, *names], capture_output=True, text=True, check=True).stdout
+    )
+
+
+def disk_write(target: Path, num_bytes: int) -> float:
+    piece, start = os.urandom(8 << 20), time.perf_counter()
+    with target.open("wb", buffering=0) as file:
+        for _ in range(-(-num_bytes // len(piece))):
+            file.write(piece)
+        os.fsync(file.fileno())
+    seconds = time.perf_counter() - start
+    target.unlink()
+    return seconds * num_bytes / (-(-num_bytes // len(piece)) * len(piece))
+
+
+def warm(folder: Path) -> None:
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            while file.read(8 << 20):
+                pass
+
+
+def made(folder: Path, suffix: str, files: int, gigabytes: float) -> Path:
+    folder = folder / f"{files}_files_{gigabytes:g}GB{suffix}"
+    if not folder.exists():
+        partial = folder.with_name(f"partial_{folder.name}")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for k in range(files):
+            traces = traces_of(gigabytes * 1e9 / files, SMALL, (30, 71), first=10_000 * k)
+            write_file(partial / f"batch_{k}{suffix}", traces)
+        partial.rename(folder)
+    return folder
+
+
+def speed(args: argparse.Namespace) -> None:
+    store, raw = args.folder / "out.zarr", args.folder / "raw"
+    source = made(args.folder, ".pkl", 1, args.gigabytes)
+    for mode in ("heads", "mean"):
+        ratios = []
+        for _ in range(args.rounds):
+            warm(source)
+            ours = convert(source, store, "--attention", mode, "--workers", "1")
+            warm(source)
+            base = baseline(source, raw, int(ours["bytes"]))
+            ratios.append(base / ours["seconds"])
+            print(f".pkl {mode}: convert {ours['seconds']:.2f} s, pickle.load + write + fsync {base:.2f} s", flush=True)
+        print(f".pkl {mode}: {statistics.median(ratios):.2f} times pickle.load + write + fsync ({ratios})", flush=True)
+    source = made(args.folder, ".pkl.gz", 1, args.gigabytes)
+    for mode in ("heads", "mean"):
+        ratios = []
+        for _ in range(args.rounds):
+            warm(source)
+            ours, base = convert(source, store, "--attention", mode, "--workers", "1")["seconds"], inflate(source)
+            ratios.append(base / ours)
+        print(f".pkl.gz {mode}: {statistics.median(ratios):.2f} of isal's inflate ({ratios})", flush=True)
+    shutil.rmtree(store)
+
+
+def workers(args: argparse.Namespace) -> None:
+    store, raw = args.folder / "out.zarr", args.folder / "raw"
+    for suffix in (".pkl.gz", ".pkl"):
+        source = made(args.folder, suffix, 8, args.gigabytes)
+        gains, shares = [], []
+        for _ in range(args.rounds):
+            warm(source)
+            one = convert(source, store, "--workers", "1")
+            two = convert(source, store, "--workers", "2")
+            gains.append(one["seconds"] / two["seconds"])
+            shares.append(disk_write(raw, int(two["bytes"])) / two["seconds"])
+        print(
+            f"{suffix}: two workers {statistics.median(gains):.2f} times one, "
+            f"{statistics.median(shares):.2f} of the disk's write speed ({gains}, {shares})",
+            flush=True,
+        )
+    shutil.rmtree(store)
+
+
+def memory(args: argparse.Namespace) -> None:
+    store = args.folder / "out.zarr"
+
+    def files(count: int, suffix: str, gigabytes: float, tokens: tuple[int, int]):
+        folder = args.folder / "large"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        for k in range(count):
+            traces = traces_of(gigabytes * 1e9 / count, LARGE, tokens, first=10_000 * k)
+            write_file(folder / f"batch_{k:03}{suffix}", traces)
+        return folder
+
+    total = args.gigabytes
+    for what, make in (
+        (f"one {total:g} GB .pkl", lambda: files(1, ".pkl", total, (50, 70))),
+        (f"one {total:g} GB .pkl.gz", lambda: files(1, ".pkl.gz", total, (50, 70))),
+        (f"{40 * total:.0f} files of 25 MB", lambda: files(round(40 * total), ".pkl", total, (60, 65))),
+        ("traces of 0.64 GB, .pkl", lambda: files(1, ".pkl", 1.5, (500, 501))),
+        ("traces of 0.64 GB, .pkl.gz", lambda: files(1, ".pkl.gz", 1.5, (500, 501))),
+    ):
+        source = make()
+        for mode in ("mean", "heads"):
+            peak = convert(source, store, "--attention", mode, "--workers", "1")["anonymous"]
+            print(f"{what}, {mode}: {peak / 2**20:.0f} MiB anonymous at its peak", flush=True)
+        shutil.rmtree(source)
+    shutil.rmtree(store)
+
+
+def small(args: argparse.Namespace) -> None:
+    """10,000 files of one small trace: a handful of segments, quickly opened."""
+    folder, store = args.folder / "many", args.folder / "out.zarr"
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        for k in range(10_000):
+            trace = make_trace(k, 20, layers=12, dim=128, heads=4)
+            (folder / f"t_{k}.pkl").write_bytes(pickle.dumps([trace], 4))
+    done = convert(folder, store)
+    code = "import time, tracestore\nt = time.perf_counter()\ns = tracestore.open({!r})\nlen(s), s.scores[0]\nprint(time.perf_counter() - t)"
+    opened = [
+        float(
+            subprocess.run(
+                [sys.executable, "-c", code.format(str(store))], capture_output=True, text=True, check=True, cwd=ROOT
+            ).stdout
+        )
+        for _ in range(args.rounds)
+    ]
+    segments = len(list((store / "segments").iterdir()))
+    print(
+        f"10,000 files: {done['seconds']:.1f} s, {done['anonymous'] / 2**20:.0f} MiB anonymous, {segments} segments, "
+        f"opened in {1000 * statistics.median(opened):.1f} ms"
+    )
+    shutil.rmtree(store)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("speed", "workers", "memory", "small"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    globals()[args.what](args)
+
+
+if __name__ == "__main__":
+    main()

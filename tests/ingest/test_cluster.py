@@ -1,0 +1,137 @@
+"""Converting on a Dask cluster: the same bytes, refusals in one line, nothing left behind."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import tracestore
+from tests.helpers import ROOT, convert, make_graphs, make_trace, make_traces, tree_bytes, write_pickle
+from tracestore.store.pack import pack_record
+from tracestore.store.record import record_from_dict
+from tracestore.store.spool import read_spool, write_spool
+from tracestore.store.writer import StoreWriter
+
+pytest.importorskip("distributed")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cluster") / "data"
+    folder.mkdir()
+    for k in range(5):
+        suffix = ".pkl.gz" if k % 2 else ".pkl"
+        write_pickle(folder / f"batch_{k}{suffix}", [make_trace(10 * k + i, tokens=5 + i) for i in range(4)])
+    return folder
+
+
+@contextlib.contextmanager
+def cluster(folder):
+    """A scheduler and two workers, each a process of its own."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "DASK_DISTRIBUTED__WORKER__DAEMON": "False"}
+    processes = []
+
+    def start(*args):
+        log = (folder / f"{args[0]}{len(processes)}.log").open("wb")
+        command = [sys.executable, "-m", "dask", *args]
+        processes.append(subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log))
+
+    try:
+        file = folder / "scheduler.json"
+        start("scheduler", "--port", "0", "--no-dashboard", "--scheduler-file", str(file), "--host", "127.0.0.1")
+        end = time.monotonic() + 60
+        while not file.exists() and time.monotonic() < end:
+            time.sleep(0.1)
+        import json
+
+        address = json.loads(file.read_text())["address"]
+        for _ in range(2):
+            start("worker", address, "--nthreads", "1", "--no-nanny", "--no-dashboard", "--host", "127.0.0.1")
+        yield address
+    finally:
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+        for process in processes:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def test_the_same_bytes_from_processes_that_share_the_files(data, tmp_path):
+    convert(data, tmp_path / "one.zarr", "--workers", 1)
+    with cluster(tmp_path) as address:
+        convert(data, tmp_path / "cluster.zarr", "--dask", address)
+        assert tree_bytes(tmp_path / "cluster.zarr") == tree_bytes(tmp_path / "one.zarr")
+        # A bad file in the middle: those before it are committed, one line says why.
+        bad = tmp_path / "bad"
+        bad.mkdir()
+        write_pickle(bad / "a.pkl", make_traces(3))
+        write_pickle(bad / "b.pkl", [{"hidden_states": 1}])
+        write_pickle(bad / "c.pkl", [make_trace(7)])
+        done = convert(bad, tmp_path / "bad.zarr", "--dask", address, check=3)
+        assert done.stderr.count("\n") == 1 and "b.pkl, trace 0" in done.stderr
+        assert len(tracestore.open(tmp_path / "bad.zarr")) == 3
+        convert(bad, tmp_path / "bad.zarr", "--dask", address, "--skip-bad")
+        assert len(tracestore.open(tmp_path / "bad.zarr")) == 4
+    assert not list(tmp_path.rglob(".spool"))
+
+
+def test_a_local_cluster(data, tmp_path):
+    convert(data, tmp_path / "one.zarr", "--workers", 1, "--attention", "heads")
+    convert(data, tmp_path / "local.zarr", "--dask", "local", "--workers", 2, "--attention", "heads")
+    assert tree_bytes(tmp_path / "local.zarr") == tree_bytes(tmp_path / "one.zarr")
+
+
+def test_no_scheduler_there(data, tmp_path):
+    done = convert(data, tmp_path / "s.zarr", "--dask", "tcp://127.0.0.1:9", check=2)
+    assert done.stderr.count("\n") == 1 and "no Dask scheduler" in done.stderr
+    assert not (tmp_path / "s.zarr").exists()
+
+
+@pytest.mark.parametrize("attention,keep", [("mean", False), ("heads", True), ("none", False)])
+def test_spooled_traces_make_the_same_store(tmp_path, attention, keep):
+    traces = [make_trace(k, dtype="f4" if keep else "f2", causal=k % 2 == 0) for k in range(6)]
+    traces[2] |= {"question": "where? \udcff", "prompt_length": 1, "rare": {"a": [1.5, None]}}
+    stores = []
+    for name in ("plain", "spooled"):
+        packed = (
+            pack_record(
+                record_from_dict(t, source_name="s", position=k, need_attention=attention != "none"),
+                attention=attention,
+                keep_dtype=keep,
+            )
+            for k, t in enumerate(traces)
+        )
+        if name == "spooled":
+            assert write_spool(tmp_path / "spool", packed) == len(traces)
+            packed = read_spool(tmp_path / "spool")
+        path = tmp_path / name
+        with StoreWriter(path, attention=attention, dtype="keep" if keep else "float16") as writer:
+            writer.begin_source("s", 1, "f")
+            for trace in packed:
+                writer.append_packed(trace, score=0.5)
+            writer.end_source()
+            writer.commit()
+        stores.append(tree_bytes(path))
+    assert stores[0] == stores[1]
+
+
+def test_graphs_and_sequences_through_a_cluster(tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    traces = make_traces(3)
+    ids = [t["question_id"] for t in traces]
+    torch.save({"graphs": [make_graphs(t) for t in traces], "question_ids": ids}, data / "sharded_data_part_0.pt")
+    last = torch.from_numpy(np.stack([np.stack(t["hidden_states"])[:, -1] for t in traces]))
+    value = {"sequences": last, "labels": torch.tensor([0.0, 1.0, 1.0]), "question_ids": ids}
+    torch.save(value, data / "preprocessed_0.pt")
+    convert(data, tmp_path / "one.zarr", "--workers", 1)
+    convert(data, tmp_path / "local.zarr", "--dask", "local", "--workers", 1)
+    assert tree_bytes(tmp_path / "local.zarr") == tree_bytes(tmp_path / "one.zarr")

@@ -1,0 +1,146 @@
+"""Sources read by the workers of a Dask cluster that shares a file system with the store.
+
+A worker packs a source into a spool file in the store's folder; the one writer takes the
+files up in order, so that the store is the same bytes as from one process.
+"""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from tracestore.errors import StorageError, TracestoreError, UsageError
+from tracestore.ingest.reading import PackOptions, identified, packed_traces
+from tracestore.ingest.sources import SourceFile
+from tracestore.store import fsio
+from tracestore.store.pack import PackedTrace
+from tracestore.store.spool import SPOOL_FOLDER, read_spool, write_spool
+
+_PATIENCE_S = 0.2
+_CONNECT_S = 10
+
+
+def _pack_source(path: str, name: str, options: PackOptions, target: str) -> int:
+    """What a worker runs. Errors of ours travel as they are."""
+    with closing(packed_traces(SourceFile(Path(path), name), options)) as traces:  # type: ignore[type-var]
+        try:
+            return write_spool(Path(target), traces)
+        except OSError as error:
+            raise StorageError(f"{target}: {error.strerror or error}") from None
+
+
+class ClusterStream:
+    """The traces of one source, as SourceStream; the worker is done before they come."""
+
+    def __init__(self, source: SourceFile, target: Path, on_wait: Callable[[], None]) -> None:
+        self.source, self.target, self._on_wait = source, target, on_wait
+        self._identity: tuple[int, str] | None = None
+        self._error: BaseException | None = None
+        self._future: Any = None
+
+    def start(self, client: Any, options: PackOptions, is_known: Callable[[str, int, str], bool]) -> None:
+        try:
+            self._identity = identified(self.source)
+        except TracestoreError as error:
+            self._error = error
+            return
+        if not is_known(self.source.name, *self._identity):
+            path = os.path.abspath(self.source.path)
+            self._future = client.submit(
+                _pack_source, path, self.source.name, options, str(self.target), pure=False, retries=0
+            )
+
+    def identity(self) -> tuple[int, str]:
+        if self._identity is None:
+            assert self._error is not None
+            raise self._error
+        return self._identity
+
+    def __iter__(self) -> Iterator[PackedTrace]:
+        from distributed import TimeoutError
+
+        if self._future is None:
+            return
+        while True:
+            try:
+                self._future.result(timeout=_PATIENCE_S)
+                break
+            except TimeoutError:
+                self._on_wait()
+            except TracestoreError:
+                raise
+            except CancelledError as error:
+                raise StorageError(f"{self.source.name}: the cluster gave the work up: {error}") from None
+            except Exception as error:
+                # A worker that died, or one without this package.
+                raise StorageError(f"{self.source.name}: a worker failed: {type(error).__name__}: {error}") from None
+        yield from read_spool(self.target)
+
+    def cancel(self) -> None:
+        if self._future is not None:
+            self._future.cancel()
+        fsio.remove_tree(self.target)
+
+
+def read_sources_on_cluster(
+    sources: list[SourceFile],
+    options: PackOptions,
+    *,
+    address: str,
+    workers: int,
+    is_known: Callable[[str, int, str], bool],
+    on_wait: Callable[[], None],
+) -> Iterator[ClusterStream]:
+    """A stream a source, in order. address: of a scheduler, or "local" for `workers`
+    processes of this machine. UsageError where there is no such cluster."""
+    try:
+        from distributed import Client, LocalCluster
+    except ImportError:
+        raise UsageError("--dask needs the packages of: pip install tracestore[dask]") from None
+    assert options.scratch is not None
+    spool = options.scratch.absolute() / SPOOL_FOLDER
+    fsio.remove_tree(spool)
+    spool.mkdir()
+    cluster = None
+    try:
+        if address == "local":
+            cluster = LocalCluster(n_workers=workers, threads_per_worker=1, processes=True, dashboard_address=None)
+        try:
+            client = Client(cluster or address, timeout=_CONNECT_S, set_as_default=False)
+        except (OSError, ValueError, TimeoutError) as error:
+            raise UsageError(f"no Dask scheduler at {address}: {' '.join(str(error).split())[:200]}") from None
+        with client:
+            yield from _in_order(client, sources, options, spool, is_known, on_wait)
+    finally:
+        if cluster is not None:
+            cluster.close()
+        fsio.remove_tree(spool)
+
+
+def _in_order(
+    client: Any,
+    sources: list[SourceFile],
+    options: PackOptions,
+    spool: Path,
+    is_known: Callable[[str, int, str], bool],
+    on_wait: Callable[[], None],
+) -> Iterator[ClusterStream]:
+    ahead: deque[ClusterStream] = deque()
+    upcoming = iter(enumerate(sources))
+    try:
+        while True:
+            # What waits takes room on the disk: two sources a thread of the cluster.
+            wanted = 2 * max(1, sum(client.nthreads().values()))
+            while len(ahead) < wanted and (source := next(upcoming, None)) is not None:
+                ahead.append(ClusterStream(source[1], spool / f"{source[0]:08d}", on_wait))
+                ahead[-1].start(client, options, is_known)
+            if not ahead:
+                return
+            yield ahead[0]
+            ahead.popleft().cancel()
+    finally:
+        for stream in ahead:
+            stream.cancel()
