@@ -1,5 +1,7 @@
 """Eight readers beside a writer that is killed again and again; pins."""
 
+import errno
+import fcntl
 import json
 import os
 import pickle
@@ -11,6 +13,7 @@ import pytest
 import tracestore
 from tests.faults.conftest import ALL
 from tests.helpers import ROOT, make_trace, read_all
+from tracestore.store import fsio
 from tracestore.store.verify import verify_store
 
 KILLS, SECONDS = (200, 600) if ALL else (10, 10)
@@ -97,9 +100,6 @@ def test_a_child_holds_the_pin_it_inherited(tmp_path):
 
 def test_a_file_system_without_locks(tmp_path, monkeypatch):
     """Readers open all the same; a writer refuses, since it could not be alone."""
-    import errno
-    import fcntl
-
     store = tmp_path / "s.zarr"
     append(store, 0, 1)
 
@@ -112,3 +112,33 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     assert verify_store(store).damaged == {}
     with pytest.raises(tracestore.TracestoreError, match="No locks"):
         tracestore.create(store, append=True)
+
+
+@pytest.mark.parametrize("where", ["fsync of the manifest folder", "zarr.json"])
+def test_a_commit_that_fails_after_its_rename_is_kept(tmp_path, monkeypatch, where):
+    """The generation is visible, and a reader may have it: what it names is not taken back."""
+    store = tmp_path / "s.zarr"
+    append(store, 0, 1)
+    original, opened = fsio.fsync_path, []
+
+    def fail(path, *args):
+        committed = (store / "manifest/0000000002").exists()
+        if committed and not opened and (path.name == "manifest") == (where != "zarr.json"):
+            opened.append(tracestore.open(store))
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return original(path, *args)
+
+    with tracestore.create(store, append=True) as writer:
+        # Attention that is not causal changes zarr.json, after the manifest.
+        writer.append(make_trace(1, tokens=3, causal=False))
+        monkeypatch.setattr(fsio, "fsync_path", fail)
+        with pytest.raises(tracestore.errors.StorageError, match="Input/output error"):
+            writer.flush()
+        monkeypatch.undo()
+        assert verify_store(store).damaged == {}
+        writer.append(make_trace(2))
+    (reader,) = opened
+    assert len(read_all(reader)) == 2 and reader.generation == 2
+    with tracestore.open(store) as newest:
+        assert newest.question_ids == ["q0", "q1", "q2"] and newest.attention_layout == "square"
+    assert verify_store(store).damaged == {} and verify_store(store).leftovers == []
