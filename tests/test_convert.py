@@ -2,8 +2,6 @@
 
 import json
 import os
-import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -169,55 +167,6 @@ def test_full_disk(folder, tmp_path):
         assert len(tracestore.open(mount / "s.zarr")) == 32
     finally:
         subprocess.run(["umount", mount], check=True)
-
-
-def test_killed_at_random_and_run_again(tmp_path):
-    """SIGKILL at random moments; the finished store is that of a run never stopped."""
-    data = tmp_path / "data"
-    data.mkdir()
-    for k in range(6):
-        batch = [make_trace(10 * k + i, tokens=40, dim=64, layers=6, heads=4) for i in range(10)]
-        write_pickle(data / f"batch_{k}.pkl", batch)
-    # Small segments, so that there are many commits to be killed in.
-    code = (
-        "import sys; from tracestore.store import schema, writer; from tracestore import convert\n"
-        "writer.StoreWriter.__init__.__kwdefaults__['close_bytes'] = 1 << 20\n"
-        "sys.exit(convert.main(sys.argv[1:]))"
-    )
-    command = [sys.executable, "-c", code, str(data)]
-    killed = tmp_path / "killed.zarr"
-
-    def start(store):
-        """Starts a conversion and waits until it has begun to write."""
-        process = subprocess.Popen(
-            [*command, str(store)], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        while process.poll() is None and not any((store / "segments").glob("*")):
-            time.sleep(0.001)
-        return process, time.monotonic()
-
-    process, began = start(tmp_path / "whole.zarr")
-    assert process.wait() == 0
-    span = time.monotonic() - began
-    rng = random.Random(0)
-    kills = 0
-    for _ in range(40):
-        process, _ = start(killed)
-        time.sleep(span * 0.4 * rng.random())
-        process.send_signal(signal.SIGKILL)
-        kills += process.wait() == -signal.SIGKILL
-        if any(killed.glob("manifest/0*")):
-            assert verify_store(killed).damaged == {}
-            tracestore.open(killed)
-        if process.returncode == 0:
-            # Finished before the signal: the next one begins anew.
-            assert tree_bytes(killed) == tree_bytes(tmp_path / "whole.zarr")
-            shutil.rmtree(killed)
-        if kills == 8:
-            break
-    assert kills == 8
-    subprocess.run([*command, str(tmp_path / "killed.zarr")], check=True, cwd=ROOT, capture_output=True)
-    assert tree_bytes(tmp_path / "killed.zarr") == tree_bytes(tmp_path / "whole.zarr")
 
 
 def test_interrupt_says_how_to_go_on(tmp_path):

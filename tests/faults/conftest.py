@@ -13,6 +13,13 @@ import pytest
 from tests.helpers import ROOT, make_trace, write_pickle, write_scores
 
 ALL = os.environ.get("TRACESTORE_FAULTS") == "all"
+# "2/5": the third of five parts of all cases, to run them in several processes or sittings.
+_PART, _PARTS = map(int, os.environ.get("TRACESTORE_PART", "0/1").split("/"))
+
+
+def part_of(cases):
+    """The part of the cases that this process is to run."""
+    return list(cases)[_PART::_PARTS]
 
 
 def make_data(folder, num_files=4, per_file=2):

@@ -136,7 +136,10 @@ class WriterLock:
     """An exclusive flock on STORE/lock; the kernel drops it when the process dies."""
 
     def __init__(self, store: Path) -> None:
-        self._fd = os.open(store / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            self._fd = os.open(store / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except FileNotFoundError:
+            raise StoreLockedError(f"{store}: another writer has just taken its empty store away") from None
         try:
             with naming(store / "lock"):
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +26,13 @@ from tracestore.store.texts import Texts, differing_field, packed_texts, stored_
 
 def is_store(path: Path) -> bool:
     return (path / "manifest").is_dir() or (path / "lock").is_file()
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return []
 
 
 def newest_manifest(store: Path) -> mf.Manifest | None:
@@ -69,9 +77,8 @@ class StoreWriter:
         # Traces whose key was there with other content, so far.
         self.num_conflicts = 0
         self._lock: fsio.WriterLock | None = None
-        self._created = not self.path.exists()
         with fsio.translated_errors(self.path):
-            self._prepare_folder(overwrite, exist_ok)
+            self._created = self._prepare_folder(overwrite, exist_ok)
             self._lock = fsio.WriterLock(self.path)
             try:
                 fsio.remove_tree(self.path / SPOOL_FOLDER)
@@ -82,21 +89,26 @@ class StoreWriter:
                 self.close()
                 raise
 
-    def _prepare_folder(self, overwrite: bool, exist_ok: bool) -> None:
-        if self.path.is_dir():
-            if not is_store(self.path) and any(self.path.iterdir()):
+    def _prepare_folder(self, overwrite: bool, exist_ok: bool) -> bool:
+        """-> whether the folder was made. Other writers may make and remove it meanwhile."""
+        try:
+            fsio.again(os.mkdir, self.path)
+            return True
+        except FileExistsError:
+            # One look: what is gone by now was another writer's, as the lock will say.
+            with contextlib.suppress(FileNotFoundError):
+                if not stat.S_ISDIR(os.stat(self.path).st_mode):
+                    raise UsageError(f"{self.path}: exists and is not a folder") from None
+        except FileNotFoundError:
+            raise UsageError(f"{self.path}: the folder it should lie in does not exist") from None
+        found, before = _names(self.path), None
+        while found and not is_store(self.path):
+            if found == before:
                 raise UsageError(f"{self.path}: the folder is not empty and not a store")
-            if is_store(self.path) and not exist_ok and not overwrite:
-                raise UsageError(f"{self.path}: the store exists (overwrite=True replaces it)")
-        elif self.path.exists():
-            raise UsageError(f"{self.path}: exists and is not a folder")
-        else:
-            try:
-                fsio.again(os.mkdir, self.path)
-            except FileNotFoundError:
-                raise UsageError(f"{self.path}: the folder it should lie in does not exist") from None
-            except FileExistsError:
-                pass  # another writer was faster; the lock says who has it
+            found, before = _names(self.path), found
+        if found and not exist_ok and not overwrite:
+            raise UsageError(f"{self.path}: the store exists (overwrite=True replaces it)")
+        return False
 
     def _clear(self) -> None:
         # The manifests go first, and durably: what is left after a stop is an empty store.

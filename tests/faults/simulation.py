@@ -1,0 +1,248 @@
+"""Writers, readers, score, merge and verify interleaved at every file system call, from a seed.
+
+Actors are threads of which one runs at a time. At each call that looks at or changes the
+file system the running one hands over to another, chosen by the seed's generator. A killed
+actor makes no further call, whatever its clean-up would do; its files are closed for it,
+as the kernel does.
+"""
+
+import fcntl
+import io
+import os
+import pickle
+import random
+import shutil
+import threading
+import time
+import traceback
+
+import numpy as np
+
+import tracestore
+from tests.helpers import make_trace
+from tracestore.errors import StoreLockedError, UsageError
+from tracestore.store import index, merge, shard, verify
+from tracestore.store.record import record_from_dict
+from tracestore.store.verify import verify_store
+from tracestore.store.writer import StoreWriter
+
+CALLS = "open write fsync rename mkdir unlink rmdir truncate listdir scandir stat fchmod pread preadv"
+NUM_TRACES = 6
+MAX_KILLS = 3
+
+
+class Killed(BaseException):
+    """Not an Exception: nothing but clean-ups may see it."""
+
+
+class Actor:
+    def __init__(self, name, work):
+        self.name, self.work = name, work
+        self.turn = threading.Semaphore(0)
+        self.killed = False
+        self.fds = set()
+
+
+class Simulation:
+    def __init__(self, seed, folder, patch):
+        self.seed, self.rng = seed, random.Random(seed)
+        self.store, self.merged = folder / "s.zarr", folder / "merged.zarr"
+        self.traces = [make_trace(k, layers=2, dim=4) for k in range(NUM_TRACES)]
+        self.actors, self.failures, self.trail = [], [], []
+        self.committed = self.kills = self.steps = 0
+        self.finished = threading.Event()
+        self.local = threading.local()
+        for name in CALLS.split():
+            patch.setattr(os, name, self._stepping(name, getattr(os, name)))
+        patch.setattr(os, "close", self._closing(os.close))
+        patch.setattr(io, "open", self._stepping("io.open", io.open))
+        patch.setattr(fcntl, "flock", self._stepping("flock", fcntl.flock))
+        patch.setattr(time, "sleep", lambda _: self.step("sleep"))
+        for module in (index, shard, verify):
+            patch.setattr(module, "MappedFile", self._stepping("map", module.MappedFile))
+
+    # Calls
+
+    def _stepping(self, name, call):
+        def stepping(*args, **kwargs):
+            self.step(name)
+            if name == "fsync":
+                return None
+            result = call(*args, **kwargs)
+            actor = getattr(self.local, "actor", None)
+            if actor is not None and name == "open" and args[1] & (os.O_WRONLY | os.O_RDWR):
+                actor.fds.add(result)
+            return result
+
+        return stepping
+
+    def _closing(self, call):
+        def closing(fd):
+            actor = getattr(self.local, "actor", None)
+            if actor is not None:
+                actor.fds.discard(fd)
+            call(fd)
+
+        self._close = call
+        return closing
+
+    def step(self, name, chance=0.25):
+        actor = getattr(self.local, "actor", None)
+        if actor is None:
+            return
+        if actor.killed:
+            raise Killed
+        self.steps += 1
+        self.trail.append((actor.name, name))
+        # Mostly the same one goes on: bursts of different lengths meet more.
+        if self.rng.random() < chance:
+            self._hand_over()
+            actor.turn.acquire()
+        if actor.killed:
+            raise Killed
+
+    def _hand_over(self):
+        if not self.actors:
+            self.finished.set()
+            return
+        following = self.rng.choice(self.actors)
+        if following.name.startswith("writer") and self.kills < MAX_KILLS and self.rng.random() < 0.004:
+            following.killed = True
+            self.kills += 1
+        following.turn.release()
+
+    # Actors
+
+    def start(self, name, work):
+        actor = Actor(name, work)
+        self.actors.append(actor)
+        threading.Thread(target=self._live, args=(actor,), daemon=True).start()
+
+    def _live(self, actor):
+        self.local.actor = actor
+        actor.turn.acquire()
+        try:
+            actor.work()
+        except Killed:
+            pass
+        except BaseException:
+            self.failures.append(f"{actor.name}: {traceback.format_exc()}")
+        self.local.actor = None
+        for fd in actor.fds:
+            self._close(fd)
+        self.actors.remove(actor)
+        if actor.killed:
+            self.start(f"writer after kill {self.kills}", self.write)
+        self._hand_over()
+
+    def run(self):
+        self.start("writer", self.write)
+        self.start("score", self.score)
+        for k in range(2):
+            self.start(f"reader {k}", self.read)
+        self.start("verify", self.verify)
+        self.start("merge", self.merge)
+        self._hand_over()
+        ended = self.finished.wait(120)
+        last = "\n".join(f"{who}: {what}" for who, what in self.trail[-15:])
+        assert ended, f"seed {self.seed}: stuck after\n{last}"
+        assert not self.failures, f"seed {self.seed}: " + "\n".join(self.failures) + f"\nlast calls:\n{last}"
+        self.check_end()
+
+    def _writer(self, path):
+        while True:
+            try:
+                return StoreWriter(path)
+            except StoreLockedError:
+                self.step("locked")
+
+    def write(self):
+        """As convert does: what is committed is skipped, every other source is a commit."""
+        for k, trace in enumerate(self.traces):
+            with self._writer(self.store) as writer:
+                name = f"source {k}"
+                if writer.has_source(name, 1, "f"):
+                    continue
+                writer.begin_source(name, 1, "f")
+                writer.append_packed(writer.pack(record_from_dict(trace, source_name=name, position=0)))
+                writer.end_source()
+                writer.commit()
+                self.committed = max(self.committed, writer.manifest.num_traces)
+
+    def score(self):
+        for version in range(1, 4):
+            with self._writer(self.store) as writer:
+                count = writer.manifest.num_traces
+                writer.set_values({k: (version + k / 100, np.nan, f"v{version}") for k in range(count)})
+                writer.commit()
+
+    def _once_there(self, call):
+        """-> what the call gives as soon as there is a store, and the traces committed before it."""
+        while True:
+            expected = self.committed
+            try:
+                return call(), expected
+            except UsageError:
+                assert expected == 0
+                self.step("nothing there", chance=1)
+
+    def check(self, store):
+        versions = set()
+        for trace in store:
+            expected = self.traces[trace.index]
+            assert trace.question_id == expected["question_id"]
+            np.testing.assert_array_equal(trace.hidden_states, np.stack(expected["hidden_states"]))
+            assert trace.tokens_decoded == expected["tokens_decoded"]
+            if not np.isnan(trace.score):
+                assert trace.group == f"v{int(trace.score)}"
+                versions.add(int(trace.score))
+        assert len(versions) <= 1, f"scores of several commits: {versions}"
+
+    def read(self):
+        for _ in range(4):
+            store, expected = self._once_there(lambda: tracestore.open(self.store))
+            with store:
+                assert len(store) >= expected, f"{len(store)} traces of {expected}"
+                self.check(store)
+                for _ in range(self.rng.choice((0, 50, 500))):  # the longest outlast several commits
+                    self.step("hold", chance=1)
+                again = pickle.loads(pickle.dumps(store))
+                assert again.generation == store.generation, "a pinned generation was removed"
+                self.check(again)
+                again.close()
+
+    def verify(self):
+        for _ in range(3):
+            report, _ = self._once_there(lambda: verify_store(self.store, num_threads=1))
+            assert not report.damaged, report.damaged
+
+    def merge(self):
+        for _ in range(2):
+            self._once_there(lambda: merge.merge_stores([self.store], self.merged))
+
+    def check_end(self):
+        with StoreWriter(self.store):
+            pass  # tidies up
+        report = verify_store(self.store, num_threads=1)
+        assert not report.damaged and not report.leftovers, f"seed {self.seed}: {report}"
+        for folder in ("manifest", "index", "columns"):
+            kept = len(list((self.store / folder).iterdir()))
+            assert kept == 2 if folder == "manifest" else kept <= 8, f"seed {self.seed}: {kept} in {folder}"
+        with tracestore.open(self.store) as store:
+            assert len(store) == NUM_TRACES, f"seed {self.seed}: {len(store)} traces"
+            self.check(store)
+            generation = store.generation
+        merge.merge_stores([self.store], self.merged)
+        with tracestore.open(self.merged) as merged:
+            assert sorted(merged.question_ids) == sorted(t["question_id"] for t in self.traces), f"seed {self.seed}"
+        assert not verify_store(self.merged, num_threads=1).damaged, f"seed {self.seed}"
+        self.generations = generation
+
+
+def simulate(seed, folder, patch):
+    """One run; AssertionError that begins with the seed where something does not hold."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    simulation = Simulation(seed, folder, patch)
+    simulation.run()
+    return simulation

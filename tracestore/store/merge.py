@@ -1,0 +1,189 @@
+"""Traces of several stores into one."""
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tracestore.errors import InputRefusedError, UsageError
+from tracestore.store import schema
+from tracestore.store.pack import PackedTrace
+from tracestore.store.reader import TraceStore
+from tracestore.store.record import TraceRecord
+from tracestore.store.segment import SegmentReader
+from tracestore.store.trace import PackedEdges, Trace
+from tracestore.store.writer import StoreWriter
+
+
+@dataclass
+class MergeReport:
+    """What a merge did. `num_scores_differing`: duplicates whose second score was not taken."""
+
+    num_traces_new: int = 0
+    num_duplicates: int = 0
+    num_scores_filled: int = 0
+    num_scores_differing: int = 0
+
+
+def _row(segment: SegmentReader, row: int, question_id: str, label: float) -> tuple[TraceRecord, int]:
+    """The texts of one row of a segment, and its field bits."""
+    bits = segment.scalar("fields", row)
+    record = TraceRecord(
+        question_id,
+        sample=segment.scalar("sample", row),
+        position=segment.scalar("source_position", row),
+        label=None if math.isnan(label) else label,
+        has_own_id=bool(bits & schema.FIELD_BITS["question_id"]),
+    )
+    if bits & schema.FIELD_BITS["tokens"]:
+        record.tokens = segment.tokens(row)
+    if bits & schema.FIELD_BITS["tokens_decoded"]:
+        record.tokens_decoded = segment.tokens_decoded(row)
+    for name in ("question", *schema.ANSWER_FIELDS):
+        if bits & schema.FIELD_BITS[name]:
+            record.strings[name] = segment.string(name, row)
+    prompt_length = segment.scalar("prompt_length", row)
+    record.prompt_length = None if prompt_length < 0 else prompt_length
+    return record, bits
+
+
+def stored_traces(store: TraceStore, index: int) -> Iterator[PackedTrace]:
+    """Trace `index` as a writer takes it, bytes as stored: one packed trace, or two
+    where its graph and its last tokens came from two sources."""
+    trace, attributes = Trace(store, index), store._attributes
+    places, num_layers = trace._row, store.num_layers
+    graph = (places.graph_segment, places.graph_row)
+    sequence = (places.sequence_segment, places.sequence_row)
+    for number, row in dict.fromkeys(place for place in (graph, sequence) if place[0] >= 0):
+        segment = store._segment(number)
+        record, bits = _row(segment, row, trace.question_id, trace.label)
+        packed = PackedTrace(
+            record=record,
+            layout=schema.LAYOUT_NONE,
+            arrays={},
+            edge_counts=None,
+            reversed_edges=bool(segment.scalar("edges_reversed", row)),
+            num_nonfinite=segment.scalar("num_nonfinite", row),
+            extras=segment.string("extras", row),
+            field_bits=bits,
+            graph_crc=0,
+            sequence_crc=0,
+            num_heads=None,
+            hidden_dtype=store.hidden_dtype,
+            attention_dtype=None,
+        )
+        if (number, row) == graph:
+            hidden = trace.hidden_states
+            record.hidden = list(hidden)
+            packed.arrays["hidden_states"] = [hidden.reshape(num_layers * record.num_tokens, -1)]
+            packed.layout, packed.graph_crc = places.layout, places.graph_crc32c
+        if packed.layout != schema.LAYOUT_NONE:
+            attention = trace.attention_packed
+            packed.num_heads, packed.attention_dtype = attributes.num_heads, attributes.attention_dtype
+            if isinstance(attention, PackedEdges):
+                packed.edge_counts = np.diff(attention.ptr)
+                packed.arrays |= {"edge_index": [attention.edge_index], "edge_weight": [attention.weight]}
+            else:
+                packed.arrays["attention"] = [attention.reshape(-1)]
+        if (number, row) == sequence:
+            record.last_token = trace.last_token
+            packed.arrays["last_token"] = [record.last_token]
+            packed.sequence_crc = places.sequence_crc32c
+        yield packed
+
+
+def merge_stores(
+    sources: Sequence[str | os.PathLike[str]],
+    destination: str | os.PathLike[str],
+    *,
+    codec: str | None = None,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> MergeReport:
+    """Adds every trace of `sources`, in their order, to the store `destination`, which is
+    made where it is not there (with the options of the first). A trace that is there
+    already with the same content is a duplicate and gives its score where none was;
+    other content under one key is an InputRefusedError. Run again, it continues.
+    `progress` gets the traces done and in all."""
+    report, opened = MergeReport(), [TraceStore(s) for s in sources]
+    if not opened:
+        raise UsageError("found no store to merge")
+    for store in opened:
+        if Path(destination).exists() and os.path.samefile(store.path, destination):
+            raise UsageError(f"{store.path}: is a source and the destination")
+    options = opened[0]._attributes.options
+    for store in opened:
+        for name in ("attention", "dtype"):
+            if store._attributes.options[name] != options[name]:
+                raise UsageError(
+                    f"{store.path} was made with --{name} {store._attributes.options[name]}, "
+                    f"{opened[0].path} with {options[name]}"
+                )
+    total, done = sum(map(len, opened)), 0
+    with StoreWriter(
+        destination, attention=options["attention"], dtype=options["dtype"], codec=codec, overwrite=overwrite
+    ) as writer:
+        for store in opened:
+            try:
+                for number, indices in _by_source(store):
+                    _merge_source(writer, store, number, indices, report)
+                    done += len(indices)
+                    if progress is not None:
+                        progress(done, total)
+            except InputRefusedError as error:
+                writer.commit()  # the whole sources before it are good and stay
+                raise error.at(source=str(store.path)) from None
+        writer.commit()
+        for store in opened:
+            _fill_scores(writer, store, report)
+    return report
+
+
+def _by_source(store: TraceStore) -> Iterator[tuple[int, np.ndarray]]:
+    """Each source of a store and the traces that it gave first."""
+    owners = store._index.column("source")
+    order = np.argsort(owners, kind="stable")
+    edges = np.searchsorted(owners[order], np.arange(store._manifest.num_sources + 1))
+    for number in range(store._manifest.num_sources):
+        yield number, order[edges[number] : edges[number + 1]]
+
+
+def _merge_source(
+    writer: StoreWriter, store: TraceStore, number: int, indices: np.ndarray, report: MergeReport
+) -> None:
+    source = store._index.source(number)
+    # Traces that a program appended have sources without a fingerprint: their names say nothing.
+    if source.fingerprint and writer.has_source(source.path, source.size, source.fingerprint):
+        report.num_duplicates += len(indices)
+        return
+    added = duplicates = 0
+    writer.begin_source(source.path, source.size, source.fingerprint)
+    try:
+        for index in indices.tolist():
+            score, group = float(store.scores[index]), store.group(index)
+            took = [writer.append_packed(p, score=score, group=group) for p in stored_traces(store, index)]
+            added += any(took)
+            duplicates += not any(took)
+    except BaseException:
+        writer.abort_source()
+        raise
+    writer.end_source()
+    report.num_traces_new += added
+    report.num_duplicates += duplicates
+
+
+def _fill_scores(writer: StoreWriter, store: TraceStore, report: MergeReport) -> None:
+    columns, updates = writer.read_columns(), {}
+    for index in np.flatnonzero(~np.isnan(store.scores)).tolist():
+        row = store._index.row(index)
+        found = writer.index.find(store.question_ids[index], row.sample)
+        if found >= 0 and math.isnan(columns.scores[found]):
+            updates[found] = (float(store.scores[index]), math.nan, store.group(index) or None)
+        elif found >= 0 and columns.scores[found] != store.scores[index]:
+            report.num_scores_differing += 1
+    report.num_scores_filled += len(updates)
+    writer.set_values(updates)
+    writer.commit()
