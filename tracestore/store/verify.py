@@ -37,11 +37,13 @@ def _check_file(store: Path, entry: FileEntry, quick: bool) -> str | None:
         if quick:
             found = os.stat(store / entry.path).st_size
             return None if found == entry.size else f"{found} bytes where {entry.size} were committed"
-        mapped = MappedFile(store / entry.path, entry.size)
+        mapped = MappedFile(store / entry.path, entry.size, entry.path)
         view, crc = memoryview(mapped), 0
         for begin in range(0, len(view), _PIECE_BYTES):
             crc = crc32c(view[begin : begin + _PIECE_BYTES], crc)
         return None if crc == entry.crc32c else "checksum mismatch"
+    except StoreDamagedError as error:
+        return str(error).removeprefix(f"{entry.path}: ")
     except OSError as error:
         return error.strerror or str(error)
     except ValueError as error:
