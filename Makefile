@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CORE := $(wildcard tracestore/_core/*.pyx)
-SETUP := pyproject.toml setup.py constraints.txt $(wildcard csrc/*.c csrc/*.h) $(CORE) $(wildcard tracestore/_core/*.pxi)
+SETUP := pyproject.toml setup.py constraints.txt $(wildcard csrc/*.c csrc/*.h) $(CORE) $(wildcard tracestore/_core/*.pxi tracestore/_core/*.pxd)
 DEMO := demo
 DEMO_TRACES ?= 120
 DEMO_EPOCHS ?= 12
@@ -129,6 +129,7 @@ fuzz: .venv-fuzz/installed
 
 fuzz-short:
 	$(MAKE) fuzz FUZZ_SECONDS=100
+
 torture: install
 	TRACESTORE_FAULTS=all TRACESTORE_KILLS=1000 TRACESTORE_FLIPS=10000 TRACESTORE_SEEDS=2000 \
 		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA tests/faults

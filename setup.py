@@ -5,17 +5,18 @@ from setuptools import Extension, setup
 
 CFLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O3", "-fvisibility=hidden", "-pthread"]
 MODULES = {
-    "kernels": ["crc32c", "half", "attention"],
-    "gather": ["gather", "attention", "half", "parallel", "stream", "crew", "map", "crc32c"],
+    "kernels": ["crc32c", "half", "attention", "guard"],
+    "gather": ["gather", "attention", "half", "parallel", "stream", "crew", "map", "crc32c", "guard"],
     "blocks": ["block"],
-    "mapping": ["map", "crc32c"],
-    "index": ["index"],
+    "mapping": ["map", "crc32c", "guard"],
+    "index": ["index", "map", "crc32c", "guard"],
     "shuffle": ["shuffle"],
-    "pickle": [],
+    "pickle": ["guard"],
     "gine": ["gine", "half", "parallel"],
 }
 # Included as text: a change rebuilds what includes them.
 INCLUDED = ["csrc/gine_kernels.h", "csrc/gather_kernels.h", "csrc/error.h", "tracestore/_core/view.pxi"]
+INCLUDED += ["tracestore/_core/guard.pxi", "tracestore/_core/mapping.pxd", "csrc/map.h"]
 
 
 def extension(name: str, units: list[str]) -> Extension:

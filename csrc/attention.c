@@ -1,7 +1,6 @@
 #include "attention.h"
 
 #include <math.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "error.h"
@@ -155,7 +154,7 @@ size_t ts_top_k_count(size_t n, double fraction)
     return wanted >= (double)n ? n : wanted < 1 ? 1 : (size_t)wanted;
 }
 
-int64_t ts_select_pairs(const float *weights, size_t n, struct ts_edge_rule rule, unsigned char *keep)
+int64_t ts_select_pairs(const float *weights, size_t n, struct ts_edge_rule rule, unsigned char *keep, float *scratch)
 {
     int64_t kept = 0;
     if (n == 0)
@@ -168,17 +167,14 @@ int64_t ts_select_pairs(const float *weights, size_t n, struct ts_edge_rule rule
         }
         return kept;
     }
-    float *sorted = malloc(n * sizeof *sorted);
-    if (sorted == NULL)
-        return TS_ERR_NOMEM;
     size_t valid = 0;
     for (size_t p = 0; p < n; p++)
         if (!isnan(weights[p]))
-            sorted[valid++] = weights[p];
+            scratch[valid++] = weights[p];
     size_t wanted = ts_top_k_count(n, rule.top_k_fraction), k = wanted < valid ? wanted : valid;
     memset(keep, 0, n);
     if (valid != 0) {
-        float limit = kth_largest(sorted, valid, k);
+        float limit = kth_largest(scratch, valid, k);
         size_t above = 0;
         for (size_t p = 0; p < n; p++)
             above += weights[p] > limit;
@@ -193,6 +189,5 @@ int64_t ts_select_pairs(const float *weights, size_t n, struct ts_edge_rule rule
             kept += keep[p];
         }
     }
-    free(sorted);
     return kept;
 }

@@ -41,7 +41,8 @@ struct ts_edge_rule {
 size_t ts_top_k_count(size_t n, double fraction);
 
 /* Marks the pairs of one layer (n weights as float32) that `rule` keeps.
- * keep[n] bytes 0 or 1. Returns how many, or TS_ERR_NOMEM. NaN is never kept. */
-int64_t ts_select_pairs(const float *weights, size_t n, struct ts_edge_rule rule, unsigned char *keep);
+ * keep[n] bytes 0 or 1; scratch[n] is written by a top-k rule only. Returns how many.
+ * NaN is never kept. */
+int64_t ts_select_pairs(const float *weights, size_t n, struct ts_edge_rule rule, unsigned char *keep, float *scratch);
 
 #endif

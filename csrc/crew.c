@@ -58,6 +58,10 @@ struct ts_crew *ts_crew_start(int num_threads)
     crew->last = &crew->first;
     sigset_t all, before;
     sigfillset(&all);
+    /* What the processor raises belongs to the thread itself; blocked, it ends the process. */
+    const int own[] = {SIGBUS, SIGSEGV, SIGFPE, SIGILL};
+    for (size_t i = 0; i < sizeof own / sizeof *own; i++)
+        sigdelset(&all, own[i]);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     int wanted = num_threads < MAX_THREADS ? num_threads : MAX_THREADS;
     while (crew->num_threads < wanted

@@ -18,7 +18,7 @@ struct ts_job {
 };
 
 /* Starts up to num_threads threads; NULL where not even one can be had. They have
- * all signals blocked: signals belong to the interpreter's thread. */
+ * all signals blocked but those of their own faults: signals belong to the interpreter's thread. */
 struct ts_crew *ts_crew_start(int num_threads);
 
 /* Queues a job behind those that are there. */

@@ -12,6 +12,7 @@ const char *ts_strerror(int code)
     case TS_ERR_RANGE: return "value does not fit the output type";
     case TS_ERR_BOUNDS: return "offset out of bounds";
     case TS_ERR_DTYPE: return "element type not handled";
+    case TS_ERR_FAULT: return "mapped file was cut short";
     default: return "unknown error";
     }
 }

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "error.h"
+#include "guard.h"
 #include "parallel.h"
 #include "stream.h"
 
@@ -74,27 +75,90 @@ static void copy_items(unsigned char *dst, const unsigned char *src, size_t n, e
     }
 }
 
+/* How the ranges of a job ended: one of their errors, or TS_OK. */
+struct outcome {
+    int status;
+    const void *fault;
+};
+
+static void fail(struct outcome *outcome, int code)
+{
+    if (code == TS_ERR_FAULT)
+        __atomic_store_n(&outcome->fault, ts_guard_fault(), __ATOMIC_RELAXED);
+    __atomic_store_n(&outcome->status, code, __ATOMIC_RELAXED);
+}
+
+static int end_of(const struct outcome *outcome)
+{
+    /* What other ranges made of zeros, where the file ended, is its consequence. */
+    if (outcome->fault == NULL)
+        return outcome->status;
+    ts_guard_set_fault(outcome->fault);
+    return TS_ERR_FAULT;
+}
+
+/* A range of a job that reads maps. What the work on it allocates hangs here, and is
+ * freed also where a fault ended it. */
+struct range {
+    void *job;
+    size_t begin, end;
+    unsigned char *keep;
+    float *values; /* two for every one of keep */
+    size_t room;
+};
+
+static void run_range(int (*work)(void *), void *job, size_t begin, size_t end, struct outcome *outcome)
+{
+    struct range range = {.job = job, .begin = begin, .end = end};
+    int ret = ts_guard_run(work, &range);
+    if (ret != TS_OK)
+        fail(outcome, ret);
+    free(range.keep);
+    free(range.values);
+    ts_stream_fence();
+}
+
+static int make_room(struct range *range, size_t n)
+{
+    if (n <= range->room)
+        return TS_OK;
+    free(range->keep);
+    free(range->values);
+    range->keep = malloc(n);
+    range->values = malloc(2 * n * sizeof *range->values);
+    range->room = range->keep != NULL && range->values != NULL ? n : 0;
+    return range->room != 0 ? TS_OK : TS_ERR_NOMEM;
+}
+
 struct copy_job {
     const struct ts_copy *pieces;
     enum ts_dtype in, out;
+    struct outcome outcome;
 };
+
+static int do_copies(void *context)
+{
+    const struct range *range = context;
+    const struct copy_job *job = range->job;
+    for (size_t i = range->begin; i < range->end; i++)
+        copy_items(job->pieces[i].dst, job->pieces[i].src, job->pieces[i].items, job->in, job->out);
+    return TS_OK;
+}
 
 static void copy_range(void *context, size_t begin, size_t end)
 {
-    const struct copy_job *job = context;
-    for (size_t i = begin; i < end; i++)
-        copy_items(job->pieces[i].dst, job->pieces[i].src, job->pieces[i].items, job->in, job->out);
-    ts_stream_fence();
+    struct copy_job *job = context;
+    run_range(do_copies, job, begin, end, &job->outcome);
 }
 
 int ts_copy_many(const struct ts_copy *copies, size_t n, enum ts_dtype in, enum ts_dtype out, int num_threads)
 {
     if (!is_pair_of_dtypes(in, out))
         return TS_ERR_DTYPE;
-    struct copy_job job = {copies, in, out};
+    struct copy_job job = {copies, in, out, {TS_OK, NULL}};
     if (num_threads < 2) {
         copy_range(&job, 0, n);
-        return TS_OK;
+        return end_of(&job.outcome);
     }
     size_t count = 0;
     for (size_t i = 0; i < n; i++)
@@ -113,7 +177,7 @@ int ts_copy_many(const struct ts_copy *copies, size_t n, enum ts_dtype in, enum 
     job.pieces = pieces;
     ts_parallel_for(count, 1, num_threads, copy_range, &job);
     free(pieces);
-    return TS_OK;
+    return end_of(&job.outcome);
 }
 
 size_t ts_num_pairs(const struct ts_graph *graph)
@@ -136,25 +200,29 @@ struct graph_job {
     unsigned char *weight;
     const size_t *starts;           /* where a graph's pairs begin in `weight` */
     size_t num_heads;
-    int status;
+    struct outcome outcome;
 };
 
-static void fail(struct graph_job *job, int code)
+static int make_means(void *context)
 {
-    __atomic_store_n(&job->status, code, __ATOMIC_RELAXED);
+    const struct range *range = context;
+    struct graph_job *job = range->job;
+    int status = TS_OK;
+    for (size_t g = range->begin; g < range->end; g++) {
+        size_t pairs = ts_num_pairs(&job->graphs[g]);
+        uint16_t *out = (uint16_t *)job->weight + job->starts[g];
+        int ret = ts_mean_rows(job->graphs[g].weights, job->form->in, job->num_heads, pairs, pairs, out);
+        if (ret != TS_OK)
+            status = ret;
+        job->graphs[g].weights = (const unsigned char *)out;
+    }
+    return status;
 }
 
 static void mean_range(void *context, size_t begin, size_t end)
 {
     struct graph_job *job = context;
-    for (size_t g = begin; g < end; g++) {
-        size_t pairs = ts_num_pairs(&job->graphs[g]);
-        uint16_t *out = (uint16_t *)job->weight + job->starts[g];
-        int ret = ts_mean_rows(job->graphs[g].weights, job->form->in, job->num_heads, pairs, pairs, out);
-        if (ret != TS_OK)
-            fail(job, ret);
-        job->graphs[g].weights = (const unsigned char *)out;
-    }
+    run_range(make_means, job, begin, end, &job->outcome);
 }
 
 static size_t *pair_starts(const struct ts_graph *graphs, size_t n)
@@ -178,7 +246,7 @@ int ts_mean_graphs(struct ts_graph *graphs, size_t n, enum ts_dtype dtype, size_
     job.starts = starts;
     ts_parallel_for(n, 1, num_threads, mean_range, &job);
     free(starts);
-    return job.status;
+    return end_of(&job.outcome);
 }
 
 /* An integer that orders the floats of a dtype as their values are; its own inverse. */
@@ -240,11 +308,12 @@ static size_t mark(const struct graph_job *job, const unsigned char *weights, si
     return job->kernels.mark16((const uint16_t *)weights + first, n, (int16_t)job->limit, (int16_t)job->top, keep);
 }
 
-static void count_range(void *context, size_t begin, size_t end)
+static int count_edges(void *context)
 {
-    struct graph_job *job = context;
+    const struct range *range = context;
+    struct graph_job *job = range->job;
     unsigned char keep[BLOCK];
-    for (size_t g = begin; g < end; g++) {
+    for (size_t g = range->begin; g < range->end; g++) {
         struct ts_graph *graph = &job->graphs[g];
         size_t pairs = ts_num_pairs(graph), kept = 0;
         if (graph->pairs != NULL)
@@ -257,6 +326,13 @@ static void count_range(void *context, size_t begin, size_t end)
         }
         graph->num_edges = (int64_t)kept;
     }
+    return TS_OK;
+}
+
+static void count_range(void *context, size_t begin, size_t end)
+{
+    struct graph_job *job = context;
+    run_range(count_edges, job, begin, end, &job->outcome);
 }
 
 int ts_count_edges(struct ts_graph *graphs, size_t n, const struct ts_edge_form *form, int num_threads)
@@ -266,7 +342,7 @@ int ts_count_edges(struct ts_graph *graphs, size_t n, const struct ts_edge_form 
         return TS_ERR_DTYPE;
     set_rule(&job);
     ts_parallel_for(n, 4, num_threads, count_range, &job);
-    return job.status;
+    return end_of(&job.outcome);
 }
 
 /* (i, j) of the pairs [first, first + n) of a graph. */
@@ -400,40 +476,33 @@ static void emit(const struct graph_job *job, struct stage *stage, const struct 
         flush(job, stage, 0);
 }
 
-/* keep[] of a whole graph by a top-k rule; how many, or a negative error. */
-static int64_t select_top_k(const struct graph_job *job, const struct ts_graph *graph, unsigned char *keep)
+/* range->keep of a whole graph by a top-k rule; how many, or a negative error. */
+static int64_t select_top_k(struct range *range, const struct ts_graph *graph)
 {
+    const struct graph_job *job = range->job;
     size_t pairs = ts_num_pairs(graph);
-    const float *values = (const float *)graph->weights;
-    float *wide = NULL;
-    if (job->form->in != TS_F32) {
-        wide = malloc((pairs + 1) * sizeof *wide);
-        if (wide == NULL)
-            return TS_ERR_NOMEM;
-        if (job->form->in == TS_F16)
-            ts_f16_to_f32((const uint16_t *)graph->weights, wide, pairs);
-        else
-            ts_bf16_to_f32((const uint16_t *)graph->weights, wide, pairs);
-        values = wide;
-    }
-    int64_t kept = ts_select_pairs(values, pairs, job->form->rule, keep);
-    free(wide);
-    return kept;
+    if (make_room(range, pairs) != TS_OK)
+        return TS_ERR_NOMEM;
+    if (job->form->in == TS_F32)
+        memcpy(range->values, graph->weights, pairs * sizeof *range->values);
+    else if (job->form->in == TS_F16)
+        ts_f16_to_f32((const uint16_t *)graph->weights, range->values, pairs);
+    else
+        ts_bf16_to_f32((const uint16_t *)graph->weights, range->values, pairs);
+    return ts_select_pairs(range->values, pairs, job->form->rule, range->keep, range->values + pairs);
 }
 
-static int fill_graph(const struct graph_job *job, const struct ts_graph *graph, struct stage *stage)
+static int fill_graph(struct range *range, const struct ts_graph *graph, struct stage *stage)
 {
+    const struct graph_job *job = range->job;
     size_t pairs = ts_num_pairs(graph);
     unsigned char here[BLOCK], *chosen = NULL;
     int64_t total = 0;
-    int ret = TS_OK;
     if (job->form->rule.top_k_fraction > 0 && pairs > 0 && graph->pairs == NULL) {
-        chosen = malloc(pairs);
-        int64_t kept = chosen == NULL ? TS_ERR_NOMEM : select_top_k(job, graph, chosen);
-        if (kept < 0) {
-            ret = (int)kept;
-            goto out;
-        }
+        int64_t kept = select_top_k(range, graph);
+        if (kept < 0)
+            return (int)kept;
+        chosen = range->keep;
     }
     for (size_t p = 0; p < pairs; p += BLOCK) {
         size_t n = pairs - p < BLOCK ? pairs - p : BLOCK, kept = 0;
@@ -452,31 +521,32 @@ static int fill_graph(const struct graph_job *job, const struct ts_graph *graph,
             break; /* the file changed under the map: never write past what was counted */
         emit(job, stage, graph, p, n, keep, kept);
     }
-    if (total != graph->num_edges)
-        ret = TS_ERR_BOUNDS;
-out:
-    free(chosen);
-    return ret;
+    return total == graph->num_edges ? TS_OK : TS_ERR_BOUNDS;
 }
 
-static void fill_range(void *context, size_t begin, size_t end)
+static int fill_graphs(void *context)
 {
-    struct graph_job *job = context;
-    int64_t first = job->graphs[begin].first_edge;
+    struct range *range = context;
+    struct graph_job *job = range->job;
+    int64_t first = job->graphs[range->begin].first_edge;
     struct stage stage;
     stage.source.n = stage.target.n = stage.num_weights = 0;
     stage.source.to = job->source + first;
     stage.target.to = job->target + first;
     stage.weights_to = job->weight + (size_t)first * ts_dtype_bytes(job->form->out);
-    for (size_t g = begin; g < end; g++) {
-        int ret = fill_graph(job, &job->graphs[g], &stage);
-        if (ret != TS_OK) {
-            fail(job, ret);
-            return;
-        }
+    for (size_t g = range->begin; g < range->end; g++) {
+        int ret = fill_graph(range, &job->graphs[g], &stage);
+        if (ret != TS_OK)
+            return ret;
     }
     flush(job, &stage, 1);
-    ts_stream_fence();
+    return TS_OK;
+}
+
+static void fill_range(void *context, size_t begin, size_t end)
+{
+    struct graph_job *job = context;
+    run_range(fill_graphs, job, begin, end, &job->outcome);
 }
 
 static int32_t *make_table(struct graph_job *job, size_t n)
@@ -512,34 +582,39 @@ int ts_fill_edges(const struct ts_graph *graphs, size_t n, const struct ts_edge_
     size_t grain = num_threads < 2 ? n : n / (8 * (size_t)num_threads) + 1;
     ts_parallel_for(n, grain, num_threads, fill_range, &job);
     free(table);
-    return job.status;
+    return end_of(&job.outcome);
 }
 
-static void pack_range(void *context, size_t begin, size_t end)
+static int pack_graphs(void *context)
 {
-    struct graph_job *job = context;
+    struct range *range = context;
+    struct graph_job *job = range->job;
     enum ts_dtype in = job->form->in, out = job->form->out;
-    for (size_t g = begin; g < end; g++) {
+    for (size_t g = range->begin; g < range->end; g++) {
         size_t pairs = ts_num_pairs(&job->graphs[g]);
         unsigned char *dst = job->weight + job->starts[g] * ts_dtype_bytes(out);
         if (job->graphs[g].weights != dst)
             copy_items(dst, job->graphs[g].weights, pairs, in, out);
         if (!(job->form->rule.top_k_fraction > 0) || pairs == 0)
             continue;
-        unsigned char *keep = malloc(pairs);
-        int64_t kept = keep == NULL ? TS_ERR_NOMEM : select_top_k(job, &job->graphs[g], keep);
+        int64_t kept = select_top_k(range, &job->graphs[g]);
         if (kept < 0)
-            fail(job, (int)kept);
-        for (size_t p = 0; kept >= 0 && p < pairs; p++)
-            if (!keep[p]) {
+            return (int)kept;
+        for (size_t p = 0; p < pairs; p++)
+            if (!range->keep[p]) {
                 if (out == TS_F32)
                     ((float *)dst)[p] = NAN;
                 else
                     ((uint16_t *)dst)[p] = out == TS_BF16 ? 0x7fc0u : 0x7e00u;
             }
-        free(keep);
     }
-    ts_stream_fence();
+    return TS_OK;
+}
+
+static void pack_range(void *context, size_t begin, size_t end)
+{
+    struct graph_job *job = context;
+    run_range(pack_graphs, job, begin, end, &job->outcome);
 }
 
 int ts_pack_graphs(const struct ts_graph *graphs, size_t n, const struct ts_edge_form *form, int num_threads,
@@ -554,5 +629,5 @@ int ts_pack_graphs(const struct ts_graph *graphs, size_t n, const struct ts_edge
     job.starts = starts;
     ts_parallel_for(n, 4, num_threads, pack_range, &job);
     free(starts);
-    return job.status;
+    return end_of(&job.outcome);
 }

@@ -2,7 +2,8 @@
  *
  * Sources and destinations are owned by the caller and do not overlap. Nothing is
  * kept between calls. What is written depends on the arguments alone, never on the
- * number of threads. */
+ * number of threads. Sources may lie in file maps: all end with TS_ERR_FAULT (see guard.h)
+ * where a file was cut short meanwhile; what was written then means nothing. */
 #ifndef TS_GATHER_H
 #define TS_GATHER_H
 

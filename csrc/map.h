@@ -8,6 +8,8 @@
 struct ts_map {
     const unsigned char *base; /* page aligned; NULL for an empty file; lives until ts_map_close */
     size_t size;
+    const unsigned char *tail; /* the last byte of the last page that is not zero; NULL before ts_map_mark */
+    unsigned char tail_byte;
 };
 
 /* Maps the regular file at `path` whole. expected_size < 0 accepts any size,
@@ -15,6 +17,19 @@ struct ts_map {
  * descriptor is closed before the function returns. */
 int ts_map_open(struct ts_map *map, const char *path, int64_t expected_size);
 void ts_map_close(struct ts_map *map);
+
+/* Remembers a byte at the end of the file, for ts_map_is_whole. TS_ERR_FAULT. */
+int ts_map_mark(struct ts_map *map);
+
+/* Whether no byte that was read before this call is other than it was at ts_map_mark for the
+ * file having been cut short. Behind the new end of a file the rest of its page reads as
+ * zeros and the pages after it are gone: either is seen at the marked byte, unless only
+ * zeros were cut off. May fault: under ts_guard_run. */
+int ts_map_is_whole(const struct ts_map *map);
+
+/* Copies bytes out of a map; TS_ERR_FAULT where the file was cut short, whether before
+ * their end or behind it. */
+int ts_map_copy(const struct ts_map *map, size_t from, size_t bytes, void *out);
 
 /* Brings a range of a map into memory, waiting for the disk; a hint where the kernel is
  * older than Linux 5.14. Ranges are widened to pages. */

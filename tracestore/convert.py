@@ -1,6 +1,7 @@
 """python -m tracestore.convert: files of traces into a store."""
 
 import argparse
+import errno
 import math
 import signal
 from collections.abc import Iterator
@@ -10,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from tracestore.console import Output, Parser, Progress, format_size, leave, parse_size, positive, run
-from tracestore.errors import InputRefusedError, UsageError
+from tracestore.errors import InputRefusedError, MapFaultError, UsageError
 from tracestore.ingest.cluster import ClusterStream, read_sources_on_cluster
-from tracestore.ingest.reading import PackOptions, SourceStream, read_sources
+from tracestore.ingest.reading import CUT_SHORT, PackOptions, SourceStream, read_sources
 from tracestore.ingest.scores import Scores, read_scores
-from tracestore.ingest.sources import find_scores, find_sources
+from tracestore.ingest.sources import find_scores, find_sources, state
 from tracestore.store import fsio, schema
 from tracestore.store.writer import StoreWriter
 
@@ -167,6 +168,7 @@ class Conversion:
                 f"a trace that differs is {_ON_DUPLICATE[self.args.on_duplicate]}"
             )
         writer.begin_source(name, size, digest)
+        before = state(stream.source.path)
         added = duplicates = nonfinite = 0
         conflicts = writer.num_conflicts
         with fsio.translated_errors(self.store, lambda: writer.pending_bytes + size):
@@ -182,9 +184,15 @@ class Conversion:
                     else:
                         duplicates += 1
                     progress.update(lambda s: self._line(s, summary.num_traces_read + added, summary.bytes_in))
-            except BaseException:
+                writer.flush_source()
+                if state(stream.source.path) != before or before[0] != size:
+                    raise InputRefusedError("another program wrote to it while it was read", source=name)
+            except BaseException as error:
                 writer.abort_source()
                 writer.num_conflicts = conflicts
+                # What write(2) says of bytes that are gone.
+                if isinstance(error, MapFaultError) or (isinstance(error, OSError) and error.errno == errno.EFAULT):
+                    raise InputRefusedError(CUT_SHORT, source=name) from None
                 raise
         writer.end_source()
         summary.num_conflicts = writer.num_conflicts

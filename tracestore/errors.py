@@ -70,6 +70,11 @@ class StoreDamagedError(TracestoreError):
     exit_code = 3
 
 
+class MapFaultError(OSError):
+    """A file that is no store's was cut short while it was mapped and read; the message names
+    it where it is known."""
+
+
 class NoSpaceError(TracestoreError):
     """The file system is full; what was committed before stays readable."""
 

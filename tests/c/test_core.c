@@ -3,9 +3,13 @@
 #include <assert.h>
 #include <fcntl.h>
 #include <math.h>
+#include <setjmp.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "attention.h"
@@ -17,6 +21,7 @@
 #include "shuffle.h"
 #include "stream.h"
 #include "gine.h"
+#include "guard.h"
 #include "half.h"
 #include "index.h"
 #include "map.h"
@@ -111,10 +116,11 @@ static void test_attention(void)
     }
     float weights[7] = {0.5f, 0.1f, 0.5f, NAN, 0.9f, 0.5f, 0.0f};
     unsigned char keep[7];
+    float scratch[7];
     struct ts_edge_rule above = {0.2, 0}, top = {0, 3.0 / 7}, all = {0, 1};
-    assert(ts_select_pairs(weights, 7, above, keep) == 4 && !keep[1] && !keep[3]);
-    assert(ts_select_pairs(weights, 7, top, keep) == 3 && keep[4] && keep[0] && keep[2] && !keep[5]);
-    assert(ts_select_pairs(weights, 7, all, keep) == 6 && !keep[3]);
+    assert(ts_select_pairs(weights, 7, above, keep, scratch) == 4 && !keep[1] && !keep[3]);
+    assert(ts_select_pairs(weights, 7, top, keep, scratch) == 3 && keep[4] && keep[0] && keep[2] && !keep[5]);
+    assert(ts_select_pairs(weights, 7, all, keep, scratch) == 6 && !keep[3]);
 }
 
 static void test_map(void)
@@ -326,6 +332,203 @@ static void test_crew(void)
     }
 }
 
+/* Four pages of a file, mapped; `left` bytes of it are kept after that. */
+static unsigned char *cut_map(struct ts_map *map, off_t left)
+{
+    char path[] = "/tmp/tracestore_core_XXXXXX";
+    int fd = mkstemp(path);
+    unsigned char page[4096];
+    memset(page, 0x3c, sizeof page);
+    for (int i = 0; i < 4; i++)
+        assert(write(fd, page, sizeof page) == (ssize_t)sizeof page);
+    assert(ts_map_open(map, path, 4 * 4096) == TS_OK && ts_map_mark(map) == TS_OK && ts_map_is_whole(map));
+    assert(ftruncate(fd, left) == 0);
+    close(fd);
+    unlink(path);
+    return (unsigned char *)map->base;
+}
+
+static int read_byte(void *context)
+{
+    return *(volatile unsigned char *)context;
+}
+
+static int read_inside(void *context)
+{
+    int ret = ts_guard_run(read_byte, context);
+    return ret == TS_ERR_FAULT ? read_byte((unsigned char *)context - 2 * 4096) : ret;
+}
+
+static void read_in_crew(void *context)
+{
+    unsigned char **at = context;
+    *at = ts_guard_run(read_byte, *at) == TS_ERR_FAULT && ts_guard_fault() == *at ? NULL : *at;
+}
+
+static void test_guard(void)
+{
+    struct ts_map map;
+    unsigned char *base = cut_map(&map, 5000), out[4 * 4096];
+    assert(ts_guard_run(read_byte, base) == 0x3c && ts_guard_run(read_byte, base + 5000) == 0);
+    for (int i = 0; i < 3; i++)
+        assert(ts_guard_run(read_byte, base + 8192 + i) == TS_ERR_FAULT && ts_guard_fault() == base + 8192 + i);
+    /* An inner guard's fault is not the outer one's, and an outer one's comes after it. */
+    assert(ts_guard_run(read_inside, base + 8192) == 0x3c);
+    assert(ts_guard_run(read_inside, base + 4 * 4096 - 1) == 0);
+    /* What was read is right only if nothing was cut off, also behind it. */
+    assert(ts_map_copy(&map, 0, 10, out) == TS_ERR_FAULT && ts_guard_fault() == map.tail);
+    assert(ts_map_copy(&map, 8192, 10, out) == TS_ERR_FAULT && ts_map_copy(&map, 8192, 0, out) == TS_OK);
+    struct ts_crew *crew = ts_crew_start(2);
+    struct ts_job jobs[20] = {{0}};
+    unsigned char *places[20];
+    for (int k = 0; k < 20; k++) {
+        places[k] = base + (k % 2 ? 8192 + k : k);
+        jobs[k].run = read_in_crew;
+        jobs[k].context = &places[k];
+        ts_crew_submit(crew, &jobs[k]);
+    }
+    for (int k = 0; k < 20; k++) {
+        while (!ts_crew_wait(crew, &jobs[k], 1000))
+            ;
+        assert((places[k] == NULL) == k % 2);
+    }
+    ts_crew_stop(crew);
+    ts_map_close(&map);
+    base = cut_map(&map, 4 * 4096 - 1); /* the marked byte alone */
+    assert(ts_guard_run(read_byte, base + 4 * 4096 - 1) == 0 && !ts_map_is_whole(&map));
+    ts_map_close(&map);
+}
+
+/* Every way to gather from a map that ends early, by one thread and by several. */
+static void test_gather_faults(void)
+{
+    enum { G = 12, S = 36, P = S * (S + 1) / 2 };
+    struct ts_map map;
+    unsigned char *base = cut_map(&map, 8192);
+    struct ts_graph graphs[G], stored[G];
+    static int64_t source[G * P], target[G * P];
+    static float weights[G * P];
+    for (int g = 0; g < G; g++) {
+        graphs[g] = (struct ts_graph){.weights = base + g * 1000, .num_tokens = S, .causal = 1,
+                                      .first_edge = g * P, .num_edges = P};
+        stored[g] = (struct ts_graph){.weights = base, .num_tokens = S, .pairs = (int32_t *)(base + g * 1000),
+                                      .first_edge = g * P, .num_edges = P};
+    }
+    struct ts_copy copies[2] = {{base, (unsigned char *)weights, 2000}, {base + 4000, (unsigned char *)(weights + 2000), 3000}};
+    for (int threads = 1; threads < 4; threads++) {
+        struct ts_edge_form form = {TS_F16, TS_F16, {0, 0}}, wide = {TS_F16, TS_F32, {0, 1}};
+        assert(ts_copy_many(copies, 1, TS_F16, TS_F16, threads) == TS_OK);
+        assert(ts_copy_many(copies, 2, TS_F16, TS_F16, threads) == TS_ERR_FAULT && ts_guard_fault() >= (void *)(base + 8192));
+        assert(ts_copy_many(copies, 2, TS_F16, TS_F32, threads) == TS_ERR_FAULT);
+        assert(ts_fill_edges(graphs, 4, &form, threads, source, target, (unsigned char *)weights) == TS_OK);
+        assert(ts_fill_edges(graphs, G, &form, threads, source, target, (unsigned char *)weights) == TS_ERR_FAULT);
+        assert(ts_fill_edges(graphs, G, &wide, threads, source, target, (unsigned char *)weights) == TS_ERR_FAULT);
+        assert(ts_fill_edges(stored, G, &form, threads, source, target, (unsigned char *)weights) == TS_ERR_FAULT);
+        assert(ts_pack_graphs(graphs, G, &form, threads, (unsigned char *)weights) == TS_ERR_FAULT);
+        assert(ts_pack_graphs(graphs, G, &wide, threads, (unsigned char *)weights) == TS_ERR_FAULT);
+        struct ts_graph counted[G];
+        memcpy(counted, graphs, sizeof counted);
+        assert(ts_count_edges(counted, G, &form, threads) == TS_ERR_FAULT);
+        assert(ts_mean_graphs(counted, G, TS_F16, 1, (uint16_t *)weights, threads) == TS_ERR_FAULT);
+        const unsigned char *at = ts_guard_fault();
+        assert(at >= base + 8192 && at < base + map.size);
+    }
+    ts_map_close(&map);
+}
+
+static unsigned char *stepping_back;
+static volatile sig_atomic_t num_calls;
+static sigjmp_buf way_out;
+
+static void count_and_end(int number)
+{
+    (void)number;
+    num_calls++;
+    _exit(40 + num_calls);
+}
+
+static void jump_out(int number, siginfo_t *info, void *context)
+{
+    (void)number, (void)context;
+    assert(info->si_addr == stepping_back);
+    num_calls++;
+    siglongjmp(way_out, 1);
+}
+
+static void come_back(int number)
+{
+    (void)number;
+    num_calls++;
+}
+
+static struct sigaction before_theirs;
+static void give_back(int number)
+{
+    num_calls++;
+    sigaction(number, &before_theirs, NULL);
+    raise(number);
+}
+
+/* How a child ends that touches a page outside a guard, after `way` of installing handlers. */
+static int end_of_child(int way, unsigned char *at)
+{
+    pid_t child = fork();
+    if (child != 0) {
+        int status = 0;
+        assert(waitpid(child, &status, 0) == child);
+        return status;
+    }
+    stepping_back = at;
+    struct sigaction theirs = {.sa_handler = SIG_DFL};
+    sigaction(SIGBUS, &theirs, NULL); /* also takes the sanitizer's away */
+    if (way == 1 || way == 2)
+        theirs.sa_handler = count_and_end;
+    if (way == 3 || way == 4) {
+        theirs.sa_sigaction = jump_out;
+        theirs.sa_flags = SA_SIGINFO | SA_NODEFER;
+    }
+    if (way == 5)
+        theirs.sa_handler = come_back;
+    if (way == 6) {
+        theirs.sa_handler = give_back;
+        theirs.sa_flags = SA_NODEFER;
+    }
+    if (way == 7)
+        theirs.sa_handler = SIG_IGN;
+    if (way != 1 && way != 3) /* theirs comes over ours, and ours over theirs again */
+        assert(ts_guard_run(read_byte, at) == TS_ERR_FAULT);
+    sigaction(SIGBUS, &theirs, &before_theirs);
+    assert(ts_guard_run(read_byte, at) == TS_ERR_FAULT && num_calls == 0);
+    if (way == 3 || way == 4)
+        for (volatile int i = 0; i < 3; i++)
+            if (sigsetjmp(way_out, 1) == 0)
+                read_byte(at);
+    if (num_calls == 3)
+        _exit(43);
+    read_byte(at);
+    _exit(1);
+}
+
+static void test_other_handlers(void)
+{
+    struct ts_map map;
+    unsigned char *at = cut_map(&map, 0) + 7;
+    for (int way = 0; way < 8; way++) {
+#if defined(__SANITIZE_THREAD__)
+        if (way == 6) /* the thread sanitizer holds back what a handler raises */
+            continue;
+#endif
+        int status = end_of_child(way, at);
+        if (way == 1 || way == 2)
+            assert(WIFEXITED(status) && WEXITSTATUS(status) == 41);
+        else if (way == 3 || way == 4)
+            assert(WIFEXITED(status) && WEXITSTATUS(status) == 43);
+        else
+            assert(WIFSIGNALED(status) && WTERMSIG(status) == SIGBUS);
+    }
+    ts_map_close(&map);
+}
+
 static void test_shuffle(void)
 {
     for (uint64_t n = 1; n < 200; n = n * 3 / 2 + 1) {
@@ -433,9 +636,12 @@ int main(void)
     test_many_edges();
     test_copies();
     test_crew();
+    test_guard();
+    test_gather_faults();
+    test_other_handlers();
     test_shuffle();
     test_blocks();
     test_gine();
-    puts("14 passed, 0 failed");
+    puts("17 passed, 0 failed");
     return 0;
 }

@@ -12,7 +12,10 @@ from libc.stdlib cimport calloc, free, malloc
 
 import os
 
+from tracestore._core.mapping cimport MappedFile, ts_map, ts_map_is_whole
+
 include "view.pxi"
+include "guard.pxi"
 
 cdef extern from "half.h" nogil:
     ctypedef enum ts_dtype "enum ts_dtype":
@@ -115,6 +118,10 @@ cdef class Job:
     cdef ts_job native
     cdef Crew crew
     cdef int status
+    cdef const void *fault
+    cdef list sources  # the MappedFiles that are read, each once
+    cdef const ts_map **maps
+    cdef size_t num_maps
     cdef bint aimed
     cdef int num_threads
     cdef readonly int64_t major_faults
@@ -122,15 +129,48 @@ cdef class Job:
     cdef int work(self) noexcept nogil:
         return 0
 
+    cdef int watch(self, list held) except -1:
+        """Sets the maps that `held` is read from."""
+        cdef Slab slab
+        cdef size_t i
+        found = {}
+        for source in held:
+            if type(source) is Span:
+                slab = (<Span>source).slab
+                if slab.mapped is not None:
+                    found[id(slab.mapped)] = slab.mapped
+        self.sources = list(found.values())
+        self.num_maps = len(self.sources)
+        self.maps = <const ts_map **>malloc((self.num_maps + 1) * sizeof(ts_map *))
+        if self.maps == NULL:
+            raise MemoryError()
+        for i in range(self.num_maps):
+            self.maps[i] = &(<MappedFile>self.sources[i]).map
+        return 0
+
+    cdef int finish(self, int ret) noexcept nogil:
+        """How the work ended: with a fault also where a file was cut short without one, so
+        that zeros were read."""
+        if ret == TS_ERR_FAULT:
+            self.fault = ts_guard_fault()
+        elif ts_guard_run(_check_maps, <void *>self) != 0:
+            ret = TS_ERR_FAULT
+        return ret
+
+    cdef int fail(self, int status) except -1:
+        if status == TS_ERR_FAULT:
+            raise_fault(self.fault)
+        return _raise(status)
+
     def run(self, int num_threads=1) -> None:
-        """Does the work now."""
+        """Does the work now. StoreDamagedError where a file of the sources was cut short."""
         if not self.aimed:
             raise ValueError("the job has no place to write to")
         self.num_threads = num_threads
         with nogil:
-            self.status = self.work()
+            self.status = self.finish(self.work())
         if self.status != 0:
-            _raise(self.status)
+            self.fail(self.status)
 
     def submit(self, Crew crew, int num_threads=1) -> None:
         """Queues the work. The job stays alive until it is done or cancelled."""
@@ -144,7 +184,7 @@ cdef class Job:
         ts_crew_submit(crew.crew, &self.native)
 
     def wait(self) -> None:
-        """Waits until the work is done; a signal's handler may raise meanwhile."""
+        """Waits until the work is done; a signal's handler may raise meanwhile. Raises as `run`."""
         cdef int over = 0
         if self.crew is None:
             raise ValueError("the job was not submitted")
@@ -155,7 +195,7 @@ cdef class Job:
             PyErr_CheckSignals()
         self.crew = None
         if self.status != 0:
-            _raise(self.status)
+            self.fail(self.status)
 
     cdef void leave(self) noexcept:
         """Before its memory goes: out of the queue, or done."""
@@ -165,24 +205,41 @@ cdef class Job:
             with nogil:
                 ts_crew_cancel(crew, &self.native)
         self.crew = None
+        free(self.maps)
+        self.maps = NULL
+
+
+cdef int _check_maps(void *context) noexcept nogil:
+    cdef size_t i
+    for i in range((<Job>context).num_maps):
+        (<Job>context).fault = (<Job>context).maps[i].base
+        if not ts_map_is_whole((<Job>context).maps[i]):
+            return 1
+    (<Job>context).fault = NULL
+    return 0
 
 
 cdef void _run_job(void *context) noexcept nogil:
     cdef int64_t before = ts_major_faults()
-    (<Job>context).status = (<Job>context).work()
+    (<Job>context).status = (<Job>context).finish((<Job>context).work())
     (<Job>context).major_faults = ts_major_faults() - before
 
 
 @cython.no_gc
 cdef class Slab:
-    """The bytes of a mapped array of num_rows rows, looked at many times."""
+    """The bytes of an array of num_rows rows, looked at many times: a buffer, or the
+    beginning of a MappedFile."""
     cdef _View view
+    cdef MappedFile mapped
     cdef readonly size_t num_rows, row_bytes
 
     def __cinit__(self, source, size_t num_rows, size_t row_bytes):
         self.view = _View(source)
         self.num_rows, self.row_bytes = num_rows, row_bytes
-        self.view.need(num_rows * row_bytes, "slab")
+        if type(source) is MappedFile:
+            self.mapped = source
+        if <size_t>self.view.view.len < num_rows * row_bytes or self.mapped is None:
+            self.view.need(num_rows * row_bytes, "slab")
 
     def span(self, size_t begin, size_t end) -> Span:
         """Rows begin .. end; IndexError where they are not all there."""
@@ -261,6 +318,7 @@ cdef class Copies(Job):
             self.copies[i].src = b.data
             self.copies[i].items = b.num_bytes // ts_dtype_bytes(self.dtype)
             self.out_bytes += self.copies[i].items * ts_dtype_bytes(self.out_dtype)
+        self.watch(self.held)
 
     def __dealloc__(self):
         self.leave()
@@ -289,6 +347,9 @@ cdef int _need(_Bytes found, size_t num_bytes) except -1:
     return 0
 
 
+cdef int64_t _no_pairs = 0
+
+
 @cython.no_gc
 cdef class GraphGather(Job):
     """A graph batch on its way: B traces of L layers, G = B L graphs.
@@ -299,8 +360,8 @@ cdef class GraphGather(Job):
     made first. num_tokens int64 (B,), causal uint8 (B,). The pairs above `threshold` are
     edges, or, where top_k_fraction > 0, that fraction of each graph's pairs with the
     largest weights. packed: all pairs are written, those that top-k drops as NaN.
-    edges: where only edges are stored, B tuples (ptr int64 (L + 1,), edge_index int32
-    (E, 2) source and target); all of them are written, weights has theirs.
+    edges: where only edges are stored, B tuples (ptr int64 (L + 1,), edge_index a buffer or
+    Span of int32 (E, 2) source and target); all of them are written, weights has theirs.
 
     num_nodes; num_pairs: the stored weights of one head, which num_edges never exceeds;
     num_edges: known after `count` or when the work is done.
@@ -326,8 +387,7 @@ cdef class GraphGather(Job):
                   double top_k_fraction, bint packed, list edges=None):
         cdef size_t b, k, g = 0, pairs, itemsize = ts_dtype_bytes(<ts_dtype>weight_dtype), num_traces = len(weights)
         cdef const int64_t[::1] ptr
-        cdef const int32_t[:, ::1] index
-        cdef _Bytes bytes_
+        cdef _Bytes bytes_, index
         self.hidden, self.packed, self.heads = hidden, packed, num_heads
         if <size_t>num_tokens.shape[0] != num_traces or <size_t>causal.shape[0] != num_traces or num_heads < 1:
             raise ValueError("another number of traces in weights, num_tokens and causal")
@@ -346,19 +406,22 @@ cdef class GraphGather(Job):
             if num_tokens[b] < 0:
                 raise ValueError("a negative number of tokens")
             if edges is not None:
-                ptr, index = edges[b]
-                self.held.append(index)
-                if <size_t>ptr.shape[0] != num_layers + 1 or ptr[0] != 0 or ptr[num_layers] != index.shape[0] or (
-                        index.shape[0] and index.shape[1] != 2):
+                ptr = edges[b][0]
+                index = _bytes_of(edges[b][1], self.held)
+                if <size_t>ptr.shape[0] != num_layers + 1 or ptr[0] != 0 or ptr[num_layers] < 0 or (
+                        <size_t>ptr[num_layers] != index.num_bytes // 8) or index.num_bytes % 8:
                     raise ValueError("edge offsets do not fit the edges")
-                _need(bytes_, <size_t>index.shape[0] * itemsize)
+                _need(bytes_, index.num_bytes // 8 * itemsize)
             for k in range(num_layers):
                 self.graphs[g].num_tokens = <size_t>num_tokens[b]
                 self.graphs[g].causal = causal[b]
                 if edges is not None:
                     if ptr[k + 1] < ptr[k]:
                         raise ValueError("edge offsets decrease")
-                    self.graphs[g].pairs = &index[ptr[k], 0] if ptr[k + 1] > ptr[k] else <const int32_t *>bytes_.data
+                    # Never NULL, which would say that there are weights of all pairs.
+                    self.graphs[g].pairs = <const int32_t *>&_no_pairs
+                    if ptr[k + 1] > ptr[k]:
+                        self.graphs[g].pairs = <const int32_t *>index.data + 2 * ptr[k]
                     self.graphs[g].num_edges = ptr[k + 1] - ptr[k]
                     self.graphs[g].weights = bytes_.data + ptr[k] * <int64_t>itemsize
                     pairs = <size_t>self.graphs[g].num_edges
@@ -371,6 +434,7 @@ cdef class GraphGather(Job):
                 self.num_nodes += self.graphs[g].num_tokens
                 self.num_pairs += pairs
                 g += 1
+        self.watch(self.held + hidden.held)
 
     def __dealloc__(self):
         self.leave()
@@ -382,9 +446,9 @@ cdef class GraphGather(Job):
         cdef int ret
         self.num_threads = num_threads
         with nogil:
-            ret = self.find_edges()
+            ret = self.finish(self.find_edges())
         if ret != 0:
-            _raise(ret)
+            self.fail(ret)
         return self.num_edges
 
     cdef int make_means(self) noexcept nogil:

@@ -1,8 +1,20 @@
 # cython: language_level=3, binding=True
-"""Lookup of trace keys in mapped index parts."""
+"""Lookup of trace keys in mapped index parts.
+
+The MappedFile under the arrays may be given with them: then StoreDamagedError where it
+was cut short since, also where zeros were read for that.
+"""
 from cpython.unicode cimport PyUnicode_DecodeUTF8
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
-from libc.stdlib cimport calloc, free
+from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memcpy
+
+from tracestore._core.mapping cimport MappedFile, ts_map, ts_map_is_whole
+
+include "guard.pxi"
+
+cdef extern from "error.h":
+    int TS_ERR_BOUNDS, TS_ERR_SIZE
 
 cdef extern from "index.h" nogil:
     struct ts_index_part:
@@ -16,38 +28,87 @@ cdef extern from "index.h" nogil:
     int64_t ts_index_build(const ts_index_part *part, uint32_t *table)
 
 
+cdef struct _Search:
+    const ts_index_part *part
+    const ts_map *map
+    const unsigned char *id
+    size_t id_bytes
+    int32_t sample
+    int64_t row
+
+
+cdef int _search(void *context) noexcept nogil:
+    cdef _Search *s = <_Search *>context
+    s.row = ts_index_find(s.part, s.id, s.id_bytes, s.sample)
+    return s.map == NULL or ts_map_is_whole(s.map)
+
+
+cdef struct _Offsets:
+    const int64_t *offsets
+    int64_t num_items, num_bytes
+
+
+cdef int _check_offsets(void *context) noexcept nogil:
+    cdef _Offsets *o = <_Offsets *>context
+    cdef int64_t i
+    if o.offsets[0] != 0 or o.offsets[o.num_items] != o.num_bytes:
+        return TS_ERR_SIZE
+    for i in range(o.num_items):
+        if o.offsets[i + 1] < o.offsets[i]:
+            return TS_ERR_BOUNDS
+    return 0
+
+
 cdef class KeyTable:
     """The keys (question id, sample) of one index part. Holds its arrays:
     table uint32 (a power of two, or empty), id_offsets int64 (n + 1), ids uint8,
     samples int32 (n). ValueError where their sizes do not fit together."""
     cdef ts_index_part part
+    cdef MappedFile mapped
     cdef const uint32_t[::1] table
     cdef const int64_t[::1] id_offsets
     cdef const unsigned char[::1] ids
     cdef const int32_t[::1] samples
 
     def __cinit__(self, const uint32_t[::1] table, const int64_t[::1] id_offsets,
-                  const unsigned char[::1] ids, const int32_t[::1] samples):
-        cdef Py_ssize_t n = samples.shape[0], i
+                  const unsigned char[::1] ids, const int32_t[::1] samples, MappedFile mapped=None):
+        cdef Py_ssize_t n = samples.shape[0]
+        cdef _Offsets offsets
+        cdef int ret
+        self.mapped = mapped
         self.table, self.id_offsets, self.ids, self.samples = table, id_offsets, ids, samples
-        if id_offsets.shape[0] != n + 1 or id_offsets[0] != 0 or id_offsets[n] != ids.shape[0]:
+        if id_offsets.shape[0] != n + 1:
             raise ValueError("id offsets do not fit the ids")
         if table.shape[0] & (table.shape[0] - 1) or (n > 0 and table.shape[0] < n):
             raise ValueError("hash table of a wrong size")
-        for i in range(n):
-            if id_offsets[i + 1] < id_offsets[i]:
-                raise ValueError("id offsets decrease")
         self.part.num_traces = <uint64_t>n
         self.part.table_size = <uint64_t>table.shape[0]
         self.part.table = &table[0] if table.shape[0] else NULL
         self.part.id_offsets = &id_offsets[0]
         self.part.ids = &ids[0] if ids.shape[0] else NULL
         self.part.samples = &samples[0] if n else NULL
+        offsets.offsets, offsets.num_items, offsets.num_bytes = &id_offsets[0], n, ids.shape[0]
+        ret = ts_guard_run(_check_offsets, &offsets)
+        if ret == TS_ERR_FAULT:
+            raise_fault(ts_guard_fault())
+        if ret != 0:
+            raise ValueError("id offsets decrease" if ret == TS_ERR_BOUNDS else "id offsets do not fit the ids")
+
+    cdef int64_t search(self, const unsigned char *id, size_t id_bytes, int32_t sample) except -2:
+        cdef _Search s
+        cdef int ret
+        s.part, s.id, s.id_bytes, s.sample = &self.part, id, id_bytes, sample
+        s.map = NULL if self.mapped is None else &self.mapped.map
+        ret = ts_guard_run(_search, &s)
+        if ret == TS_ERR_FAULT:
+            raise_fault(ts_guard_fault())
+        if ret != 1:
+            self.mapped.lose()
+        return s.row
 
     def find(self, bytes question_id, int32_t sample=0) -> int:
         """The row of the key, or -1."""
-        cdef const unsigned char *data = question_id
-        return ts_index_find(&self.part, data, <size_t>len(question_id), sample)
+        return self.search(question_id, <size_t>len(question_id), sample)
 
     def build(self, uint32_t[::1] table) -> int:
         """Fills the zeroed `table`; returns -1, or the first row whose key repeats one before it."""
@@ -66,18 +127,18 @@ cdef class KeyTable:
 def find_key(list tables, bytes question_id, int32_t sample=0) -> tuple[int, int]:
     """(number of the KeyTable, row) of a key, or (-1, -1) where none has it."""
     cdef const unsigned char *data = question_id
-    cdef size_t size = len(question_id), part
+    cdef size_t size = len(question_id)
+    cdef Py_ssize_t part
     cdef int64_t row
-    cdef KeyTable table
     for part in range(len(tables)):
-        table = <KeyTable>tables[part]
-        row = ts_index_find(&table.part, data, size, sample)
+        row = (<KeyTable>tables[part]).search(data, size, sample)
         if row >= 0:
             return part, row
     return -1, -1
 
 
 cdef struct _Part:
+    const ts_map *map
     int64_t first, count, patches
     const int32_t *graph_segment
     const int64_t *hidden_row
@@ -112,9 +173,25 @@ cdef const void *_column(list held, dict arrays, str name, Py_ssize_t count, Py_
     return &view[0]
 
 
+cdef enum:
+    _NO_TRACE = 1
+
+
+# A call of PlaceTable that runs under the guard. broken: in a map that was cut short.
+cdef struct _LookUp:
+    _Part *parts
+    Py_ssize_t num_parts, n
+    const int64_t *indices
+    const void *broken
+    int64_t at
+    int64_t *out
+    int64_t *begin
+    char *place
+
+
 cdef class PlaceTable:
     """Where traces lie, over the parts of an index. parts: (first trace, arrays by
-    column name) in order. ValueError where columns do not fit together."""
+    column name, MappedFile or None) in order. ValueError where columns do not fit together."""
     cdef _Part *parts
     cdef Py_ssize_t num_parts
     cdef list held
@@ -129,7 +206,10 @@ cdef class PlaceTable:
             raise MemoryError()
         for k in range(self.num_parts):
             p = &self.parts[k]
-            first, arrays = parts[k]
+            first, arrays, mapped = parts[k]
+            if mapped is not None:
+                self.held.append(mapped)
+                p.map = &(<MappedFile?>mapped).map
             p.first, p.count, p.patches = first, len(arrays["layout"]), len(arrays["patch_trace"])
             p.graph_segment = <const int32_t *>_column(self.held, arrays, "graph_segment", p.count, 4)
             p.hidden_row = <const int64_t *>_column(self.held, arrays, "hidden_row", p.count, 8)
@@ -157,55 +237,141 @@ cdef class PlaceTable:
         """out (n, 7): graph_segment, hidden_row, attention_start, num_tokens, layout,
         sequence_segment, last_token_row of each trace, patches of later parts applied.
         A segment of -1: no such place. IndexError outside the store."""
-        cdef Py_ssize_t k, i, part
-        cdef int64_t row
-        cdef _Part *p
+        cdef _LookUp call
         if out.shape[0] != indices.shape[0] or out.shape[1] != 7:
             raise ValueError("out has another shape than (n, 7)")
-        for k in range(indices.shape[0]):
-            part = self.part_of(indices[k])
-            p = &self.parts[part]
-            row = indices[k] - p.first
-            out[k, 0], out[k, 1], out[k, 2] = p.graph_segment[row], p.hidden_row[row], p.attention_start[row]
-            out[k, 3], out[k, 4] = p.num_tokens[row], p.layout[row]
-            out[k, 5], out[k, 6] = p.sequence_segment[row], p.last_token_row[row]
-            for i in range(part + 1, self.num_parts):
-                if self.parts[i].patches:
-                    _apply(&self.parts[i], indices[k], out, k)
+        if indices.shape[0]:
+            call.out = &out[0, 0]
+            self.run(_look_up, &call, indices)
 
     def question_ids(self, const int64_t[::1] indices) -> list[str]:
         """The question ids of some traces. IndexError outside the store, ValueError where
         the ids are damaged."""
+        cdef _LookUp call
         cdef list found = []
-        cdef Py_ssize_t k
-        cdef int64_t row, begin, end
-        cdef _Part *p
-        for k in range(indices.shape[0]):
-            p = &self.parts[self.part_of(indices[k])]
-            row = indices[k] - p.first
-            begin, end = p.id_offsets[row], p.id_offsets[row + 1]
-            if not 0 <= begin <= end <= p.id_bytes:
-                raise ValueError("id offsets out of bounds")
-            found.append(PyUnicode_DecodeUTF8(p.ids + begin, <Py_ssize_t>(end - begin), "surrogatepass"))
+        cdef Py_ssize_t k, n = indices.shape[0]
+        if n == 0:
+            return found
+        call.begin = <int64_t *>malloc(<size_t>(n + 1) * sizeof(int64_t))
+        call.place = NULL
+        try:
+            if call.begin == NULL:
+                raise MemoryError()
+            self.run(_measure_ids, &call, indices)
+            call.place = <char *>malloc(<size_t>call.begin[n] + 1)
+            if call.place == NULL:
+                raise MemoryError()
+            self.run(_copy_ids, &call, indices)
+            for k in range(n):
+                found.append(PyUnicode_DecodeUTF8(
+                    call.place + call.begin[k], <Py_ssize_t>(call.begin[k + 1] - call.begin[k]), "surrogatepass"))
+        finally:
+            free(call.begin)
+            free(call.place)
         return found
 
-    cdef Py_ssize_t part_of(self, int64_t index) except -1:
-        cdef Py_ssize_t lo = 0, hi = self.num_parts, middle
-        while hi - lo > 1:
-            middle = (lo + hi) // 2
-            if self.parts[middle].first <= index:
-                lo = middle
-            else:
-                hi = middle
-        # Parts of patches only begin where the traces before them end.
-        while lo > 0 and self.parts[lo].count == 0:
-            lo -= 1
-        if self.num_parts == 0 or index < self.parts[lo].first or index - self.parts[lo].first >= self.parts[lo].count:
-            raise IndexError(f"trace {index}")
-        return lo
+    cdef int run(self, int (*work)(void *) noexcept nogil, _LookUp *call, const int64_t[::1] indices) except -1:
+        """One of the functions below on all of `indices`, of which there are some."""
+        cdef int ret
+        call.parts, call.num_parts, call.broken = self.parts, self.num_parts, NULL
+        call.indices, call.n = &indices[0], indices.shape[0]
+        ret = ts_guard_run(work, call)
+        if call.broken == NULL:
+            call.broken = ts_guard_fault() if ret == TS_ERR_FAULT else NULL
+        if call.broken != NULL:
+            raise_fault(call.broken)
+        if ret == _NO_TRACE:
+            raise IndexError(f"trace {call.at}")
+        if ret != 0:
+            raise ValueError("id offsets out of bounds")
+        return 0
 
 
-cdef void _apply(_Part *p, int64_t index, int64_t[:, ::1] out, Py_ssize_t k):
+cdef int _end(_LookUp *call, int ret) noexcept nogil:
+    cdef Py_ssize_t k
+    for k in range(call.num_parts):
+        if call.parts[k].map != NULL:
+            call.broken = call.parts[k].map.base
+            if not ts_map_is_whole(call.parts[k].map):
+                return ret
+    call.broken = NULL
+    return ret
+
+
+cdef int _look_up(void *context) noexcept nogil:
+    cdef _LookUp *call = <_LookUp *>context
+    cdef Py_ssize_t k, i, part
+    cdef int64_t row
+    cdef int64_t *out = call.out
+    cdef _Part *p
+    for k in range(call.n):
+        part = _part_of(call, call.indices[k])
+        if part < 0:
+            return _end(call, _NO_TRACE)
+        p = &call.parts[part]
+        row = call.indices[k] - p.first
+        out[0], out[1], out[2] = p.graph_segment[row], p.hidden_row[row], p.attention_start[row]
+        out[3], out[4] = p.num_tokens[row], p.layout[row]
+        out[5], out[6] = p.sequence_segment[row], p.last_token_row[row]
+        for i in range(part + 1, call.num_parts):
+            if call.parts[i].patches:
+                _apply(&call.parts[i], call.indices[k], out)
+        out += 7
+    return _end(call, 0)
+
+
+cdef int _measure_ids(void *context) noexcept nogil:
+    cdef _LookUp *call = <_LookUp *>context
+    cdef Py_ssize_t k, part
+    cdef int64_t row, begin, end
+    cdef _Part *p
+    call.begin[0] = 0
+    for k in range(call.n):
+        part = _part_of(call, call.indices[k])
+        if part < 0:
+            return _end(call, _NO_TRACE)
+        p = &call.parts[part]
+        row = call.indices[k] - p.first
+        begin, end = p.id_offsets[row], p.id_offsets[row + 1]
+        if not 0 <= begin <= end <= p.id_bytes:
+            return _end(call, TS_ERR_BOUNDS)
+        call.begin[k + 1] = call.begin[k] + end - begin
+    return _end(call, 0)
+
+
+cdef int _copy_ids(void *context) noexcept nogil:
+    cdef _LookUp *call = <_LookUp *>context
+    cdef Py_ssize_t k
+    cdef int64_t begin, length
+    cdef _Part *p
+    for k in range(call.n):
+        p = &call.parts[_part_of(call, call.indices[k])]
+        begin, length = p.id_offsets[call.indices[k] - p.first], call.begin[k + 1] - call.begin[k]
+        if begin < 0 or begin > p.id_bytes - length:
+            return _end(call, TS_ERR_BOUNDS)
+        memcpy(call.place + call.begin[k], p.ids + begin, <size_t>length)
+    return _end(call, 0)
+
+
+cdef Py_ssize_t _part_of(_LookUp *call, int64_t index) noexcept nogil:
+    """The part that has a trace, or -1."""
+    cdef Py_ssize_t lo = 0, hi = call.num_parts, middle
+    while hi - lo > 1:
+        middle = (lo + hi) // 2
+        if call.parts[middle].first <= index:
+            lo = middle
+        else:
+            hi = middle
+    # Parts of patches only begin where the traces before them end.
+    while lo > 0 and call.parts[lo].count == 0:
+        lo -= 1
+    if call.num_parts == 0 or index < call.parts[lo].first or index - call.parts[lo].first >= call.parts[lo].count:
+        call.at = index
+        return -1
+    return lo
+
+
+cdef void _apply(_Part *p, int64_t index, int64_t *out) noexcept nogil:
     cdef int64_t lo = 0, hi = p.patches, middle
     while lo < hi:
         middle = (lo + hi) // 2
@@ -215,9 +381,9 @@ cdef void _apply(_Part *p, int64_t index, int64_t[:, ::1] out, Py_ssize_t k):
             hi = middle
     while lo < p.patches and p.patch_trace[lo] == index:
         if p.patch_group[lo] == 0:
-            out[k, 0], out[k, 1] = p.patch_segment[lo], p.patch_hidden_row[lo]
-            out[k, 2], out[k, 3] = p.patch_attention_start[lo], p.patch_num_tokens[lo]
-            out[k, 4] = p.patch_layout[lo]
+            out[0], out[1] = p.patch_segment[lo], p.patch_hidden_row[lo]
+            out[2], out[3] = p.patch_attention_start[lo], p.patch_num_tokens[lo]
+            out[4] = p.patch_layout[lo]
         else:
-            out[k, 5], out[k, 6] = p.patch_segment[lo], p.patch_last_token_row[lo]
+            out[5], out[6] = p.patch_segment[lo], p.patch_last_token_row[lo]
         lo += 1

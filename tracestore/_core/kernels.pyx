@@ -3,11 +3,15 @@
 
 Every function takes C-contiguous buffers and releases the GIL while it works.
 Element types are named by the codes F16, BF16, F32 and F64. A wrong size is a
-ValueError raised before anything is written.
+ValueError raised before anything is written. Where a source is a view of a MappedFile
+whose file is cut short meanwhile, they raise what the map says: StoreDamagedError for a
+file of a store, else MapFaultError, an OSError.
 """
 from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t
+from libc.stdlib cimport free, malloc
 
 include "view.pxi"
+include "guard.pxi"
 
 cdef extern from "crc32c.h" nogil:
     uint32_t ts_crc32c(uint32_t crc, const void *data, size_t n)
@@ -32,7 +36,8 @@ cdef extern from "attention.h" nogil:
     struct ts_edge_rule:
         double threshold
         double top_k_fraction
-    int64_t ts_select_pairs(const float *weights, size_t n, ts_edge_rule rule, unsigned char *keep)
+    int64_t ts_select_pairs(const float *weights, size_t n, ts_edge_rule rule, unsigned char *keep,
+                            float *scratch)
 
 F16 = <int>TS_F16
 BF16 = <int>TS_BF16
@@ -40,12 +45,65 @@ F32 = <int>TS_F32
 F64 = <int>TS_F64
 
 
+cdef enum:
+    CRC, TO_F16, NONFINITE, CAUSAL, PACK, UNPACK, HEAD_MEAN, MEAN_ROWS, SELECT
+
+
+# A call of the core, so that it can run under the guard.
+cdef struct _Call:
+    int function
+    const void *source
+    void *out
+    ts_dtype dtype
+    size_t n, S, where, itemsize
+    int causal, ret
+    uint32_t crc
+    int64_t kept
+    ts_edge_rule rule
+    float *scratch
+
+
+cdef int _do(void *context) noexcept nogil:
+    cdef _Call *c = <_Call *>context
+    if c.function == CRC:
+        c.crc = ts_crc32c(c.crc, c.source, c.n)
+    elif c.function == TO_F16:
+        c.ret = ts_to_f16(c.source, c.dtype, <uint16_t *>c.out, c.n, &c.where)
+    elif c.function == NONFINITE:
+        c.where = ts_count_nonfinite(c.source, c.dtype, c.n)
+    elif c.function == CAUSAL:
+        c.causal = ts_is_causal(c.source, c.dtype, c.n, c.S, &c.where)
+    elif c.function == PACK:
+        ts_pack_triangle(c.source, c.itemsize, c.n, c.S, c.out)
+    elif c.function == UNPACK:
+        ts_unpack_triangle(c.source, c.itemsize, c.n, c.S, c.out)
+    elif c.function == HEAD_MEAN:
+        c.ret = ts_head_mean(c.source, c.dtype, c.n, c.S, c.causal, <uint16_t *>c.out)
+    elif c.function == MEAN_ROWS:
+        c.ret = ts_mean_rows(c.source, c.dtype, c.n, c.S, c.S, <uint16_t *>c.out)
+    else:
+        c.kept = ts_select_pairs(<const float *>c.source, c.n, c.rule, <unsigned char *>c.out, c.scratch)
+    return 0
+
+
+cdef int _call(_Call *c, int function, _View source, _View out) except -1:
+    cdef int ret
+    c.function, c.source, c.ret = function, source.view.buf, 0
+    c.out = NULL if out is None else out.view.buf
+    with nogil:
+        ret = ts_guard_run(_do, c)
+    if ret == TS_ERR_FAULT:
+        raise_fault(ts_guard_fault())
+    return 0
+
+
 def crc32c(data, uint32_t value=0) -> int:
     """CRC-32C of `data` (any contiguous buffer), continuing from `value`."""
     cdef _View v = _View(data)
-    with nogil:
-        value = ts_crc32c(value, v.view.buf, <size_t>v.view.len)
-    return value
+    cdef _Call c
+    c.n, c.crc = <size_t>v.view.len, value
+    _call(&c, CRC, v, None)
+    return c.crc
 
 
 def crc32c_combine(uint32_t first, uint32_t second, uint64_t second_bytes) -> int:
@@ -57,55 +115,55 @@ def to_float16(source, int dtype, out) -> int:
     """Rounds `source` into `out` (float16); returns -1, or the position of the
     first finite value that float16 cannot hold."""
     cdef _View v = _View(source), o = _View(out, True)
-    cdef size_t where = 0, n = <size_t>v.view.len // ts_dtype_bytes(<ts_dtype>dtype)
-    cdef int ret
-    o.need(n * 2, "out")
-    with nogil:
-        ret = ts_to_f16(v.view.buf, <ts_dtype>dtype, <uint16_t *>o.view.buf, n, &where)
-    if ret == TS_ERR_RANGE:
-        return <int64_t>where
-    if ret != 0:
-        _raise(ret)
+    cdef _Call c
+    c.dtype, c.n, c.where = <ts_dtype>dtype, <size_t>v.view.len // ts_dtype_bytes(<ts_dtype>dtype), 0
+    o.need(c.n * 2, "out")
+    _call(&c, TO_F16, v, o)
+    if c.ret == TS_ERR_RANGE:
+        return <int64_t>c.where
+    if c.ret != 0:
+        _raise(c.ret)
     return -1
 
 
 def count_nonfinite(source, int dtype) -> int:
     """How many values are NaN or infinite."""
     cdef _View v = _View(source)
-    cdef size_t n = <size_t>v.view.len // ts_dtype_bytes(<ts_dtype>dtype), count
-    with nogil:
-        count = ts_count_nonfinite(v.view.buf, <ts_dtype>dtype, n)
-    return count
+    cdef _Call c
+    c.dtype, c.n = <ts_dtype>dtype, <size_t>v.view.len // ts_dtype_bytes(<ts_dtype>dtype)
+    _call(&c, NONFINITE, v, None)
+    return c.where
 
 
 def first_above_diagonal(source, int dtype, size_t num_matrices, size_t num_tokens) -> int:
     """Flat position of the first value other than zero above a diagonal, or -1
     where all matrices (num_matrices, S, S) are causal."""
     cdef _View v = _View(source)
-    cdef size_t where = 0
-    cdef int causal
+    cdef _Call c
     v.need(num_matrices * num_tokens * num_tokens * ts_dtype_bytes(<ts_dtype>dtype), "source")
-    with nogil:
-        causal = ts_is_causal(v.view.buf, <ts_dtype>dtype, num_matrices, num_tokens, &where)
-    return -1 if causal else <int64_t>where
+    c.dtype, c.n, c.S, c.where = <ts_dtype>dtype, num_matrices, num_tokens, 0
+    _call(&c, CAUSAL, v, None)
+    return -1 if c.causal else <int64_t>c.where
 
 
 def pack_triangle(source, size_t itemsize, size_t num_matrices, size_t num_tokens, out) -> None:
     """(num_matrices, S, S) -> (num_matrices, S (S + 1) / 2): lower triangles, row by row."""
     cdef _View v = _View(source), o = _View(out, True)
+    cdef _Call c
     v.need(num_matrices * num_tokens * num_tokens * itemsize, "source")
     o.need(num_matrices * (num_tokens * (num_tokens + 1) // 2) * itemsize, "out")
-    with nogil:
-        ts_pack_triangle(v.view.buf, itemsize, num_matrices, num_tokens, o.view.buf)
+    c.itemsize, c.n, c.S = itemsize, num_matrices, num_tokens
+    _call(&c, PACK, v, o)
 
 
 def unpack_triangle(source, size_t itemsize, size_t num_matrices, size_t num_tokens, out) -> None:
     """The inverse of pack_triangle, zeros above the diagonal."""
     cdef _View v = _View(source), o = _View(out, True)
+    cdef _Call c
     o.need(num_matrices * num_tokens * num_tokens * itemsize, "out")
     v.need(num_matrices * (num_tokens * (num_tokens + 1) // 2) * itemsize, "source")
-    with nogil:
-        ts_unpack_triangle(v.view.buf, itemsize, num_matrices, num_tokens, o.view.buf)
+    c.itemsize, c.n, c.S = itemsize, num_matrices, num_tokens
+    _call(&c, UNPACK, v, o)
 
 
 def head_mean(source, int dtype, size_t num_heads, size_t num_tokens, bint causal, out) -> None:
@@ -113,25 +171,25 @@ def head_mean(source, int dtype, size_t num_heads, size_t num_tokens, bint causa
     triangle if causal, else (S, S). OverflowError where float16 cannot hold it."""
     cdef _View v = _View(source), o = _View(out, True)
     cdef size_t pairs = num_tokens * (num_tokens + 1) // 2 if causal else num_tokens * num_tokens
-    cdef int ret
+    cdef _Call c
     v.need(num_heads * num_tokens * num_tokens * ts_dtype_bytes(<ts_dtype>dtype), "source")
     o.need(pairs * 2, "out")
-    with nogil:
-        ret = ts_head_mean(v.view.buf, <ts_dtype>dtype, num_heads, num_tokens, causal, <uint16_t *>o.view.buf)
-    if ret != 0:
-        _raise(ret)
+    c.dtype, c.n, c.S, c.causal = <ts_dtype>dtype, num_heads, num_tokens, causal
+    _call(&c, HEAD_MEAN, v, o)
+    if c.ret != 0:
+        _raise(c.ret)
 
 
 def mean_rows(source, int dtype, size_t num_rows, size_t row_length, out) -> None:
     """Mean over the rows of (num_rows, row_length) as float16, summed in float64."""
     cdef _View v = _View(source), o = _View(out, True)
-    cdef int ret
+    cdef _Call c
     v.need(num_rows * row_length * ts_dtype_bytes(<ts_dtype>dtype), "source")
     o.need(row_length * 2, "out")
-    with nogil:
-        ret = ts_mean_rows(v.view.buf, <ts_dtype>dtype, num_rows, row_length, row_length, <uint16_t *>o.view.buf)
-    if ret != 0:
-        _raise(ret)
+    c.dtype, c.n, c.S = <ts_dtype>dtype, num_rows, row_length
+    _call(&c, MEAN_ROWS, v, o)
+    if c.ret != 0:
+        _raise(c.ret)
 
 
 def select_pairs(weights, double threshold, double top_k_fraction, keep) -> int:
@@ -139,17 +197,18 @@ def select_pairs(weights, double threshold, double top_k_fraction, keep) -> int:
     edges: those above the threshold, or, where top_k_fraction > 0, that fraction
     with the largest weights, ties by position. Returns how many."""
     cdef _View v = _View(weights), o = _View(keep, True)
-    cdef size_t n = <size_t>v.view.len // 4
-    cdef ts_edge_rule rule
-    cdef int64_t kept
-    o.need(n, "keep")
-    rule.threshold = threshold
-    rule.top_k_fraction = top_k_fraction
-    with nogil:
-        kept = ts_select_pairs(<const float *>v.view.buf, n, rule, <unsigned char *>o.view.buf)
-    if kept < 0:
-        _raise(<int>kept)
-    return kept
+    cdef _Call c
+    c.n = <size_t>v.view.len // 4
+    o.need(c.n, "keep")
+    c.rule.threshold, c.rule.top_k_fraction = threshold, top_k_fraction
+    c.scratch = <float *>malloc((c.n + 1) * sizeof(float))
+    if c.scratch == NULL:
+        raise MemoryError()
+    try:
+        _call(&c, SELECT, v, o)
+    finally:
+        free(c.scratch)
+    return c.kept
 
 
 def strerror(int code) -> str:

@@ -15,6 +15,8 @@ from libc.string cimport memchr, memcpy
 
 from tracestore.errors import InputRefusedError
 
+include "guard.pxi"
+
 # Opcodes, named as in pickletools.
 cdef enum:
     MARK = 40, EMPTY_TUPLE = 41, STOP = 46, POP = 48, POP_MARK = 49
@@ -129,6 +131,18 @@ cdef class ByteReader:
         raise NotImplementedError
 
 
+cdef struct _Copy:
+    void *out
+    const void *source
+    size_t count
+
+
+cdef int do_copy(void *context) noexcept nogil:
+    cdef _Copy *c = <_Copy *>context
+    memcpy(c.out, c.source, c.count)
+    return 0
+
+
 cdef class BufferReader(ByteReader):
     """A buffer read from `begin` to `end`; payloads are views of it."""
     cdef Py_buffer buffer
@@ -158,7 +172,9 @@ cdef class BufferReader(ByteReader):
             self.window = bytearray(count)
         out = <uint8_t *>PyByteArray_AS_STRING(self.window)
         # Copied, not read in place: what is looked at twice cannot change in between.
-        memcpy(out, <const uint8_t *>self.buffer.buf + at, count)
+        cdef _Copy copy = _Copy(out, <const uint8_t *>self.buffer.buf + at, count)
+        if ts_guard_run(do_copy, &copy) == TS_ERR_FAULT:
+            raise_fault(ts_guard_fault())
         self.cursor = out
         self.limit = out + count
         self.position = at + count

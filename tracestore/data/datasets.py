@@ -17,6 +17,7 @@ from tracestore.data.jobs import gather_batch
 from tracestore.data.memory import LeasedPiece, TorchPiece, as_tensor
 from tracestore.errors import UsageError
 from tracestore.store.reader import DEFAULT_CACHE_BYTES, TraceStore
+from tracestore.store.trace import Trace
 
 StoreLike = TraceStore | str | os.PathLike[str]
 
@@ -64,7 +65,7 @@ class TraceDataset(Dataset[Any]):
         return len(self.store)
 
     def __getitem__(self, index: int) -> Any:
-        trace = self.store[index]
+        trace = Trace(self.store, range(len(self.store))[index], private=True)
         y, score = float(self.targets[trace.index]), trace.score
         if self.view == "sequence":
             sequence = as_tensor(trace.last_token, self.store.hidden_dtype)

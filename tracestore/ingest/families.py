@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tracestore._core.pickle import BufferReader, ByteReader
-from tracestore.errors import InputRefusedError
+from tracestore.errors import InputRefusedError, MapFaultError
 from tracestore.ingest import builders, torch_file
 from tracestore.ingest.bytesource import (
     GzipPieces,
@@ -98,6 +98,8 @@ def read_traces(
             raise InputRefusedError("found no trace in it")
     except InputRefusedError as error:
         raise error.at(source=name) from None
+    except MapFaultError:
+        raise InputRefusedError("cut short while it was read", source=name, position=position) from None
     except RecursionError:
         raise InputRefusedError("nested deeper than a file of traces", source=name) from None
     except (ValueError, TypeError, OverflowError, IndexError, KeyError, struct.error) as error:

@@ -12,12 +12,13 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from tracestore.errors import InputRefusedError
+from tracestore.errors import InputRefusedError, MapFaultError
 from tracestore.ingest.families import read_traces
 from tracestore.ingest.sources import SourceFile, fingerprint
 from tracestore.store.pack import PackedTrace, pack_record
 from tracestore.store.scratch import Scratch
 
+CUT_SHORT = "cut short while it was read"
 # How often a wait for the next trace lets the caller look at Ctrl-C.
 _PATIENCE_S = 0.2
 
@@ -43,6 +44,8 @@ def packed_traces(source: SourceFile, options: PackOptions) -> Iterator[PackedTr
                 yield pack_record(record, attention=options.attention, keep_dtype=options.keep_dtype, scratch=scratch)
             except InputRefusedError as error:
                 raise error.at(source=source.name, position=record.position) from None
+            except MapFaultError:
+                raise InputRefusedError(CUT_SHORT, source=source.name, position=record.position) from None
             del record
 
 

@@ -22,6 +22,12 @@ class SourceFile:
     name: str
 
 
+def state(path: Path) -> tuple[int, int]:
+    """Size and time of the last change, for telling whether a file was written meanwhile."""
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns
+
+
 def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
     """Sorts batch_2 before batch_10."""
     pieces = re.split(r"(\d+)", name)
@@ -91,9 +97,9 @@ def fingerprint(path: Path) -> tuple[int, str]:
     """Size and a digest of the size, the first, the last and some bytes between:
     the same on every machine, and cheap at any size."""
     mapped = MappedFile(path)
-    view, size = memoryview(mapped), len(mapped)
+    size = len(mapped)
     digest = hashlib.blake2b(str(size).encode(), digest_size=16)
     step = max(_SAMPLE_BYTES, size // _SAMPLES)
     for begin in [*range(0, size, step), max(0, size - _SAMPLE_BYTES)]:
-        digest.update(view[begin : begin + _SAMPLE_BYTES])
+        digest.update(mapped.read(begin, min(size, begin + _SAMPLE_BYTES)))
     return size, digest.hexdigest()

@@ -24,10 +24,10 @@ _ZIP64 = 0xFFFFFFFF  # the size then stands in an extra field
 
 
 class _Window(io.RawIOBase):
-    """A seekable, read-only file over a buffer, for the central directory."""
+    """A seekable, read-only file over a map, for the central directory."""
 
-    def __init__(self, buffer: memoryview) -> None:
-        self._buffer, self._position = buffer, 0
+    def __init__(self, mapped: MappedFile) -> None:
+        self._mapped, self._position = mapped, 0
 
     def readable(self) -> bool:
         return True
@@ -36,7 +36,7 @@ class _Window(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        base = (0, self._position, len(self._buffer))[whence]
+        base = (0, self._position, len(self._mapped))[whence]
         self._position = max(0, base + offset)
         return self._position
 
@@ -44,16 +44,18 @@ class _Window(io.RawIOBase):
         return self._position
 
     def readinto(self, out: Any) -> int:
-        piece = self._buffer[self._position : self._position + len(out)]
+        size = len(self._mapped)
+        piece = self._mapped.read(min(self._position, size), min(self._position + len(out), size))
         out[: len(piece)] = piece
         self._position += len(piece)
         return len(piece)
 
 
-def _entries(view: memoryview) -> dict[str, memoryview]:
+def _entries(mapped: MappedFile) -> dict[str, memoryview]:
     """Name -> bytes of every stored entry, local headers checked against the central ones."""
+    view = memoryview(mapped)
     try:
-        infos = zipfile.ZipFile(_Window(view)).infolist()
+        infos = zipfile.ZipFile(_Window(mapped)).infolist()
     except (zipfile.BadZipFile, ValueError, struct.error, OSError, NotImplementedError, UnicodeDecodeError) as error:
         raise InputRefusedError(f"truncated or damaged .pt archive: {error}") from None
     if len(infos) > MAX_ENTRIES:
@@ -134,7 +136,7 @@ def _storage_key(key: Any) -> tuple[builders.StorageType, str, int]:
 
 def read_zip(mapped: MappedFile) -> Any:
     """The object of a zip archive; its tensors are byte ranges of the map."""
-    entries = _entries(memoryview(mapped))
+    entries = _entries(mapped)
     pickles = [name for name in entries if name == "data.pkl" or name.endswith("/data.pkl")]
     if len(pickles) != 1:
         raise InputRefusedError("a zip archive that torch.save did not write: no data.pkl")

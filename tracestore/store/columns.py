@@ -70,7 +70,7 @@ _NAMES = ("scores", "labels", "groups", "groups_offsets")
 
 
 def read_columns(store: Path, ref: ColumnsRef) -> Columns:
-    """Maps one columns group; FileNotFoundError where it is gone."""
+    """Reads one columns group; FileNotFoundError where it is gone."""
     sizes = all_sizes(ref.files)
     arrays = {}
     for name in _NAMES:
@@ -78,7 +78,8 @@ def read_columns(store: Path, ref: ColumnsRef) -> Columns:
         if not (folder / "zarr.json").exists():
             raise FileNotFoundError(folder)
         reader = ArrayReader(folder, f"{ref.path}/{name}", sizes.get(f"{ref.path}/{name}/c/0"), ChunkCache(0))
-        arrays[name] = reader.flat(0, reader.shape[0])
+        # Copies: they are read by plain numpy for as long as the store is open.
+        arrays[name] = reader.copy(0, reader.shape[0])
     columns = Columns(**arrays)
     if (
         len(columns) != ref.num_traces

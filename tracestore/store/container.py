@@ -16,6 +16,7 @@ import numpy as np
 
 from tracestore._core.kernels import crc32c
 from tracestore._core.mapping import MappedFile
+from tracestore.store.ragged import decode_string
 
 MAGIC = b"TSPART\0\1"
 _HEADER = struct.Struct("<8sIIQ")
@@ -40,23 +41,53 @@ def pack_arrays(arrays: dict[str, np.ndarray]) -> bytes:
     return b"".join([head, bytes(-len(head) % _ALIGN), *pieces])
 
 
-def map_arrays(mapped: MappedFile) -> dict[str, np.ndarray[Any, Any]]:
-    """Read-only zero-copy views of the arrays, which keep the map alive.
-    ValueError where the header is not sound; the contents are checked by verify."""
-    view = memoryview(mapped)
-    if len(view) < _HEADER.size:
-        raise ValueError("shorter than its header")
-    magic, count, crc, size = _HEADER.unpack_from(view)
-    end = _HEADER.size + _ROW.size * count
-    if magic != MAGIC or size != len(view) or end > size:
-        raise ValueError("not an index part, or cut short")
-    if crc32c(view[_HEADER.size : end]) != crc:
-        raise ValueError("damaged table")
-    arrays = {}
-    for k in range(count):
-        name, dtype_text, offset, items = _ROW.unpack_from(view, _HEADER.size + k * _ROW.size)
-        dtype = np.dtype(dtype_text.rstrip(b"\0").decode())
-        if offset % _ALIGN or offset + items * dtype.itemsize > size:
-            raise ValueError("an array reaches outside the file")
-        arrays[name.rstrip(b"\0").decode()] = np.frombuffer(view, dtype, items, offset)
-    return arrays
+class MappedArrays:
+    """The arrays of a mapped part file. ValueError where the header is not sound; the
+    contents are checked by verify. `views` are read-only and zero-copy, for code that
+    reads them under the guard of the core; `read` and `strings` give copies,
+    StoreDamagedError where the file was cut short since."""
+
+    def __init__(self, mapped: MappedFile) -> None:
+        self.mapped = mapped
+        if len(mapped) < _HEADER.size:
+            raise ValueError("shorter than its header")
+        magic, count, crc, size = _HEADER.unpack(mapped.read(0, _HEADER.size))
+        end = _HEADER.size + _ROW.size * count
+        if magic != MAGIC or size != len(mapped) or end > size:
+            raise ValueError("not an index part, or cut short")
+        view, head = memoryview(mapped), mapped.read(0, end)
+        if crc32c(head[_HEADER.size :]) != crc:
+            raise ValueError("damaged table")
+        self.views: dict[str, np.ndarray[Any, Any]] = {}
+        self._offsets: dict[str, int] = {}
+        for k in range(count):
+            padded, dtype_text, offset, items = _ROW.unpack_from(head, _HEADER.size + k * _ROW.size)
+            dtype = np.dtype(dtype_text.rstrip(b"\0").decode())
+            if offset % _ALIGN or offset + items * dtype.itemsize > size:
+                raise ValueError("an array reaches outside the file")
+            name = padded.rstrip(b"\0").decode()
+            self.views[name], self._offsets[name] = np.frombuffer(view, dtype, items, offset), offset
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.views
+
+    def length(self, name: str) -> int:
+        return len(self.views[name])
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> np.ndarray[Any, Any]:
+        """Items begin .. end of an array; IndexError outside it."""
+        view, offset = self.views[name], self._offsets[name]
+        end = len(view) if end is None else end
+        if not 0 <= begin <= end <= len(view):
+            raise IndexError(f"{name}: items {begin} to {end} of {len(view)}")
+        size = view.itemsize
+        return np.frombuffer(self.mapped.read(offset + begin * size, offset + end * size), view.dtype)
+
+    def strings(self, name: str, begin: int, end: int) -> list[str]:
+        """Strings begin .. end of a ragged array; ValueError where they are not sound."""
+        offsets = self.read(f"{name}_offsets", begin, end + 1)
+        first, last = int(offsets[0]), int(offsets[-1])
+        if not 0 <= first <= last <= self.length(name):
+            raise ValueError("string offsets out of bounds")
+        data = self.read(name, first, last)
+        return [decode_string(data, offsets - first, k) for k in range(end - begin)]

@@ -23,7 +23,7 @@ class GraphSources(NamedTuple):
     layout: np.ndarray  # (B,) int64, schema.LAYOUT_*
     hidden: list[Any]
     attention: list[Any]
-    edges: list[tuple[np.ndarray, np.ndarray]] | None
+    edges: list[tuple[np.ndarray, Any]] | None
 
 
 def _refuse(store: "TraceStore", indices: np.ndarray, missing: np.ndarray, what: str) -> None:
@@ -42,14 +42,14 @@ def graph_sources(store: "TraceStore", indices: np.ndarray) -> GraphSources:
     num_layers, heads = store.num_layers, store.heads_stored
     hidden: list[Any] = []
     attention: list[Any] = []
-    edges: list[tuple[np.ndarray, np.ndarray]] = []
+    edges: list[tuple[np.ndarray, Any]] = []
     for number, row, start, tokens, layout, _, _ in places.tolist():
         segment = store._segment(number)
         hidden += segment.array("hidden_states").sources(row, row + num_layers * tokens)
         if layout == schema.LAYOUT_EDGES:
-            ptr, edge_index, weight = segment.edges(start, num_layers)
+            ptr, edge_index, weight = segment.edge_sources(start, num_layers)
             edges.append((ptr, edge_index))
-            attention.append(weight.view("u1"))
+            attention.append(weight)
             continue
         size = num_layers * heads * schema.num_pairs(tokens, layout)
         found = segment.array("attention").sources(start, start + size)

@@ -178,9 +178,7 @@ class TraceStore:
         pairs[layout == schema.LAYOUT_NONE] = 0
         for k in np.flatnonzero(layout == schema.LAYOUT_EDGES):
             start = int(places[k, ATTENTION_START])
-            ptr = (
-                self._segment(int(places[k, GRAPH_SEGMENT])).array("edge_ptr").flat(start, start + self.num_layers + 1)
-            )
+            ptr = self._segment(int(places[k, GRAPH_SEGMENT])).edge_offsets(start, self.num_layers)
             pairs[k] = int(ptr[-1]) - int(ptr[0])
         return tokens, pairs
 

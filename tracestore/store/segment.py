@@ -156,6 +156,11 @@ class SegmentWriter:
         self._traces.append(trace)
         return row
 
+    def flush(self) -> None:
+        """Writes what waits of the arrays that were appended: they may go then."""
+        for stream in self._streams.values():
+            stream.flush()
+
     def packed(self, row: int) -> PackedTrace:
         """A trace as it was appended, without its arrays."""
         return self._traces[row]
@@ -268,13 +273,11 @@ class SegmentReader:
         return f"{self.name}/{name}/zarr.json" in self._sizes
 
     def scalar(self, name: str, row: int) -> int:
-        return int(self.array(name).flat(row, row + 1)[0])
+        return int(self.array(name).copy(row, row + 1)[0])
 
     def string(self, name: str, row: int) -> str:
-        offsets = self.array(f"{name}_offsets").flat(row, row + 2)
-        data = self.array(name)
-        begin, end = int(offsets[0]), int(offsets[1])
-        return self._text(data.flat(begin, end), name)
+        begin, end = (int(v) for v in self.array(f"{name}_offsets").copy(row, row + 2))
+        return self._text(self.array(name).copy(begin, end), name)
 
     def _text(self, data: np.ndarray, name: str) -> str:
         try:
@@ -282,17 +285,18 @@ class SegmentReader:
         except UnicodeDecodeError as error:
             raise StoreDamagedError(f"{self.name}/{name}: {error}") from None
 
-    def tokens(self, row: int) -> np.ndarray:
-        begin, end = (int(v) for v in self.array("tokens_offsets").flat(row, row + 2))
-        return self.array("tokens").flat(begin, end)
+    def tokens(self, row: int, copy: bool = False) -> np.ndarray:
+        begin, end = (int(v) for v in self.array("tokens_offsets").copy(row, row + 2))
+        tokens = self.array("tokens")
+        return tokens.copy(begin, end) if copy else tokens.flat(begin, end)
 
     def tokens_decoded(self, row: int) -> list[str]:
-        begin, end = (int(v) for v in self.array("tokens_decoded_ptr").flat(row, row + 2))
-        offsets = self.array("tokens_decoded_offsets").flat(begin, end + 1)
+        begin, end = (int(v) for v in self.array("tokens_decoded_ptr").copy(row, row + 2))
+        offsets = self.array("tokens_decoded_offsets").copy(begin, end + 1)
         if len(offsets) == 0:
             return []
         first = int(offsets[0])
-        data = self.array("tokens_decoded").flat(first, int(offsets[-1]))
+        data = self.array("tokens_decoded").copy(first, int(offsets[-1]))
         try:
             return [decode_string(data, offsets - first, k) for k in range(end - begin)]
         except ValueError as error:
@@ -303,15 +307,33 @@ class SegmentReader:
         result: dict[str, Any] = json.loads(text) if text else {}
         return result
 
-    def edges(self, first_layer: int, num_layers: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def edge_offsets(self, first_layer: int, num_layers: int) -> np.ndarray:
+        """Where the edges of each layer begin (L + 1); a copy."""
+        return self.array("edge_ptr").copy(first_layer, first_layer + num_layers + 1)
+
+    def edges(self, first_layer: int, num_layers: int, copy: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """-> ptr (L + 1) from 0, edge_index (E, 2), weight (E,)."""
-        ptr = self.array("edge_ptr").flat(first_layer, first_layer + num_layers + 1)
+        ptr = self.edge_offsets(first_layer, num_layers)
         begin, end = int(ptr[0]), int(ptr[-1])
         if end == begin:
             weight = self.array("edge_weight") if self.has("edge_weight") else None
             empty = np.zeros(0, weight.dtype if weight is not None else "<f2")
             return ptr - begin, np.zeros((0, 2), "<i4"), empty
-        return ptr - begin, self.array("edge_index").rows(begin, end), self.array("edge_weight").flat(begin, end)
+        index, weights = self.array("edge_index"), self.array("edge_weight")
+        if copy:
+            return ptr - begin, index.copy(begin, end), weights.copy(begin, end)
+        return ptr - begin, index.rows(begin, end), weights.rows(begin, end)
+
+    def edge_sources(self, first_layer: int, num_layers: int) -> tuple[np.ndarray, Any, Any]:
+        """The same with edge_index and weight as sources of a gather."""
+        ptr = self.edge_offsets(first_layer, num_layers)
+        begin, end = int(ptr[0]), int(ptr[-1])
+        if end == begin:
+            return ptr - begin, b"", b""
+        index, weight = (self.array(name).sources(begin, end) for name in ("edge_index", "edge_weight"))
+        # A trace's edges must lie together; only those of compressed chunks do not.
+        index, weight = (found if len(found) == 1 else [np.concatenate(found)] for found in (index, weight))
+        return ptr - begin, index[0], weight[0]
 
 
 def all_sizes(files: Sequence[FileEntry]) -> dict[str, int]:

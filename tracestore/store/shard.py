@@ -131,13 +131,13 @@ class ShardStream:
                 self._pieces.append(data)
                 self._waiting += len(data)
             if self._waiting >= _BUFFER_BYTES or len(self._pieces) >= _MAX_PIECES:
-                self._flush()
+                self.flush()
             return
         self._buffer += data
         if len(self._buffer) >= self.chunk_rows * self.row_bytes:
-            self._flush()
+            self.flush()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Writes what waits, but for a chunk that is not full yet where chunks are coded."""
         if self._coder is None:
             if self._pieces:
@@ -151,7 +151,7 @@ class ShardStream:
         del self._buffer[:whole]
 
     def mark(self) -> tuple[Any, ...]:
-        self._flush()
+        self.flush()
         return self.num_bytes, self._written, self._crc, bytes(self._buffer), len(self._chunks)
 
     def rollback(self, mark: tuple[Any, ...]) -> None:
@@ -174,7 +174,7 @@ class ShardStream:
         """Pads the last inner chunk, writes the index, syncs; -> size and crc32c of the file."""
         assert not self._finished
         self._finished = True
-        self._flush()
+        self.flush()
         if not self._chunks:
             # One short inner chunk is stored at its own size, not padded.
             self.chunk_rows = min(self.chunk_rows, self.num_rows)
@@ -263,7 +263,8 @@ class ChunkCache:
 
 class ArrayReader:
     """Rows of one array. Uncompressed: read-only views of the map, which stays
-    alive with them. Compressed: a copy, assembled from decoded inner chunks.
+    alive with them; reading one ends the process where the file was cut short after it
+    was opened. Compressed: a copy, assembled from decoded inner chunks.
 
     The file's size, the shard's index and the metadata are checked when the array
     is first opened; `name` is the path in the store that errors give.
@@ -291,6 +292,7 @@ class ArrayReader:
         self._path = folder / "c" / "/".join("0" * len(self.shape))
         self._cache = cache
         self._offsets: np.ndarray | None = None
+        self._mapped: MappedFile | None = None
         self._flat = np.zeros(0, self.dtype)
         self._slab = Slab(self._flat, 0, 1)
         if self.shape[0] == 0:
@@ -298,36 +300,37 @@ class ArrayReader:
         file_name = f"{name}/c/" + "/".join("0" * len(self.shape))
         num_chunks = -(-self.shape[0] // self.chunk_rows)
         try:
-            mapped = MappedFile(self._path, -1 if expected_size is None else expected_size)
+            mapped = MappedFile(self._path, -1 if expected_size is None else expected_size, file_name)
+            self._mapped = mapped
             if self._codec is None:
                 mapped.check_shard(num_chunks, self.chunk_rows * self.row_items * self.dtype.itemsize)
                 self._flat = np.frombuffer(memoryview(mapped), self.dtype, self.shape[0] * self.row_items)
-                self._slab = Slab(self._flat, self.shape[0], self.row_items * self.dtype.itemsize)
+                self._slab = Slab(mapped, self.shape[0], self.row_items * self.dtype.itemsize)
             else:
-                self._raw = np.frombuffer(memoryview(mapped), "u1")
-                self._offsets = self._coded_index(num_chunks)
+                self._offsets = self._coded_index(mapped, num_chunks)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise StoreDamagedError(f"{file_name}: {reason}") from None
 
-    def _coded_index(self, num_chunks: int) -> np.ndarray:
-        end = len(self._raw) - 4
+    @staticmethod
+    def _coded_index(mapped: MappedFile, num_chunks: int) -> np.ndarray:
+        end = len(mapped) - 4
         begin = end - 16 * num_chunks
         if begin < 0:
             raise ValueError("shorter than its index")
-        index = self._raw[begin:end]
-        if crc32c(index) != int.from_bytes(self._raw[end:].tobytes(), "little"):
+        index = mapped.read(begin, end)
+        if crc32c(index) != int.from_bytes(mapped.read(end, end + 4), "little"):
             raise ValueError("shard: checksum mismatch")
-        offsets = index.view("<u8").reshape(num_chunks, 2)
+        offsets = np.frombuffer(index, "<u8").reshape(num_chunks, 2)
         if (offsets[:, 0] + offsets[:, 1] > begin).any() or (offsets > begin).any():
             raise ValueError("shard: offset out of bounds")
         return offsets
 
     def _decode(self, chunk: int) -> np.ndarray:
-        assert self._offsets is not None and self._codec is not None
+        assert self._offsets is not None and self._codec is not None and self._mapped is not None
         offset, size = (int(v) for v in self._offsets[chunk])
         try:
-            data = _numcodec(self._codec, self.dtype.itemsize).decode(self._raw[offset : offset + size])
+            data = _numcodec(self._codec, self.dtype.itemsize).decode(self._mapped.read(offset, offset + size))
         except RuntimeError as error:
             raise StoreDamagedError(f"{self.name}: inner chunk {chunk}: {error}") from None
         items = np.frombuffer(data, self.dtype)
@@ -375,3 +378,19 @@ class ArrayReader:
     def rows(self, begin: int, end: int) -> np.ndarray:
         """Rows begin .. end in the array's shape."""
         return self.flat(begin, end).reshape(end - begin, *self.shape[1:])
+
+    def copy(self, begin: int, end: int) -> np.ndarray:
+        """As `rows`, in memory of its own: StoreDamagedError, never a signal, where the file
+        was cut short meanwhile."""
+        if self._offsets is None and self._mapped is not None and 0 <= begin <= end <= self.shape[0]:
+            row_bytes = self.row_items * self.dtype.itemsize
+            flat = np.frombuffer(self._mapped.read(begin * row_bytes, end * row_bytes), self.dtype)
+        else:
+            flat = self.flat(begin, end).copy()
+            flat.flags.writeable = False
+        return flat.reshape(end - begin, *self.shape[1:])
+
+    def check(self) -> None:
+        """After views of it were read: StoreDamagedError if the file has been cut short."""
+        if self._mapped is not None:
+            self._mapped.check()

@@ -1,6 +1,7 @@
 """One trace of an open store."""
 
 import math
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -23,18 +24,93 @@ class PackedEdges(NamedTuple):
     weight: np.ndarray  # (E,)
 
 
+def dense_attention(
+    packed: "np.ndarray | PackedEdges", layout: int, num_layers: int, num_tokens: int, where: str
+) -> np.ndarray:
+    """(L, S, S) or (L, H, S, S) of a trace's stored attention."""
+    if isinstance(packed, PackedEdges):
+        out = np.zeros((num_layers, num_tokens, num_tokens), packed.weight.dtype)
+        layer = np.repeat(np.arange(num_layers), np.diff(packed.ptr))
+        if packed.edge_index.size and not 0 <= packed.edge_index.min() <= packed.edge_index.max() < num_tokens:
+            raise StoreDamagedError(f"{where}: an edge leaves the trace")
+        out[layer, packed.edge_index[:, 1], packed.edge_index[:, 0]] = packed.weight
+        return out
+    shape = (*packed.shape[:-1], num_tokens, num_tokens)
+    if layout == schema.LAYOUT_SQUARE:
+        return packed.reshape(shape).copy()
+    out = np.empty(shape, packed.dtype)
+    matrices = int(np.prod(packed.shape[:-1]))
+    kernels.unpack_triangle(
+        packed.reshape(-1).view("u1"), packed.itemsize, matrices, num_tokens, out.reshape(-1).view("u1")
+    )
+    return out
+
+
+@dataclass(frozen=True)
+class TraceCopy:
+    """A trace of a store in memory of its own (Trace.copy). Arrays as Trace gives them,
+    read-only; None for what the trace does not have, NaN for score and label."""
+
+    index: int
+    question_id: str
+    sample: int
+    source: tuple[str, int]
+    score: float
+    label: float
+    group: str
+    num_tokens: int
+    has_nonfinite: bool
+    prompt_length: int | None
+    question: str | None
+    answer: str | None
+    extras: dict[str, Any]
+    tokens: np.ndarray | None
+    tokens_decoded: list[str] | None
+    hidden_states: np.ndarray | None
+    last_token: np.ndarray
+    attention_layout: str | None
+    attention_packed: "np.ndarray | PackedEdges | None"
+
+    @classmethod
+    def of(cls, trace: "Trace") -> "TraceCopy":
+        """Of a trace whose arrays are private."""
+        values = {f.name: getattr(trace, f.name) for f in fields(cls) if f.name not in _MAY_BE_MISSING}
+        for name, is_there in (
+            ("hidden_states", trace.num_tokens > 0),
+            ("attention_packed", trace.attention_layout is not None),
+        ):
+            values[name] = getattr(trace, name) if is_there else None
+        return cls(**values)
+
+    @property
+    def attention(self) -> np.ndarray:
+        """Dense, freshly built, as Trace.attention. MissingFieldError where there is none."""
+        if self.attention_packed is None or self.attention_layout is None:
+            raise MissingFieldError(f"trace {self.index} ({self.question_id}) has no attention")
+        layout = next(code for code, name in schema.LAYOUT_NAMES.items() if name == self.attention_layout)
+        return dense_attention(
+            self.attention_packed, layout, len(self.last_token), self.num_tokens, f"trace {self.index}"
+        )
+
+
+_MAY_BE_MISSING = {"hidden_states", "attention_packed"}
+
+
 class Trace:
     """What one question left in the model. Fields are read when they are asked for.
 
     Arrays of an uncompressed store are read-only views of the mapped file and keep
-    the map alive. bfloat16 arrays (--dtype keep) come as uint16 with the raw bits.
+    the map alive; one that is read after its file was cut short ends the process (SIGBUS),
+    which `copy()` and everything else here survive. bfloat16 arrays (--dtype keep) come as uint16 with the raw bits.
     A field the trace does not have raises MissingFieldError (arrays) or is None,
     NaN for `score` and `label`.
     """
 
-    def __init__(self, store: "TraceStore", index: int) -> None:
+    def __init__(self, store: "TraceStore", index: int, *, private: bool = False) -> None:
+        """private: arrays come in memory of their own."""
         self._store = store
         self.index = index
+        self._private = private
         self._row: TraceRow = store._index.row(index)
 
     def __repr__(self) -> str:
@@ -55,6 +131,15 @@ class Trace:
     def _has(self, name: str) -> bool:
         segment, row = self._home
         return bool(segment.scalar("fields", row) & schema.FIELD_BITS[name])
+
+    def _rows(self, segment: SegmentReader, name: str, begin: int, end: int) -> np.ndarray:
+        array = segment.array(name)
+        return array.copy(begin, end) if self._private else array.rows(begin, end)
+
+    def copy(self) -> "TraceCopy":
+        """Everything the trace has, in memory of its own: it outlives the store, and reading
+        it touches no file. StoreDamagedError where a file was cut short meanwhile."""
+        return TraceCopy.of(Trace(self._store, self.index, private=True))
 
     # Keys and values
 
@@ -104,7 +189,7 @@ class Trace:
         segment = self._graph("hidden states of all tokens")
         num_layers, num_tokens = self._store.num_layers, self._row.num_tokens
         begin = self._row.hidden_row
-        rows = segment.array("hidden_states").rows(begin, begin + num_layers * num_tokens)
+        rows = self._rows(segment, "hidden_states", begin, begin + num_layers * num_tokens)
         return rows.reshape(num_layers, num_tokens, -1)
 
     @property
@@ -113,7 +198,7 @@ class Trace:
         if self._row.sequence_segment < 0:
             return self.hidden_states[:, -1]
         segment = self._store._segment(self._row.sequence_segment)
-        return segment.array("last_token").rows(self._row.last_token_row, self._row.last_token_row + 1)[0]
+        return self._rows(segment, "last_token", self._row.last_token_row, self._row.last_token_row + 1)[0]
 
     @property
     def attention_layout(self) -> str | None:
@@ -130,11 +215,11 @@ class Trace:
         if row.layout == schema.LAYOUT_NONE:
             raise MissingFieldError(f"trace {self.index} ({self.question_id}) has no attention: it was not stored")
         if row.layout == schema.LAYOUT_EDGES:
-            return PackedEdges(*segment.edges(row.attention_start, store.num_layers))
+            return PackedEdges(*segment.edges(row.attention_start, store.num_layers, self._private))
         heads = store._attributes.attention_rows
         pairs = schema.num_pairs(row.num_tokens, row.layout)
         begin = row.attention_start
-        values = segment.array("attention").flat(begin, begin + store.num_layers * heads * pairs)
+        values = self._rows(segment, "attention", begin, begin + store.num_layers * heads * pairs)
         shape = (store.num_layers, heads, pairs) if store.attention == "heads" else (store.num_layers, pairs)
         return values.reshape(shape)
 
@@ -142,24 +227,16 @@ class Trace:
     def attention(self) -> np.ndarray:
         """Dense, freshly built: (L, S, S), or (L, H, S, S) where every head is stored;
         [..., i, j] is how much token i attends to token j."""
-        packed = self.attention_packed
-        num_tokens = self._row.num_tokens
-        if isinstance(packed, PackedEdges):
-            out = np.zeros((self._store.num_layers, num_tokens, num_tokens), packed.weight.dtype)
-            layer = np.repeat(np.arange(self._store.num_layers), np.diff(packed.ptr))
-            if packed.edge_index.size and not 0 <= packed.edge_index.min() <= packed.edge_index.max() < num_tokens:
-                raise StoreDamagedError(f"trace {self.index}: an edge leaves the trace")
-            out[layer, packed.edge_index[:, 1], packed.edge_index[:, 0]] = packed.weight
-            return out
-        shape = (*packed.shape[:-1], num_tokens, num_tokens)
-        if self._row.layout == schema.LAYOUT_SQUARE:
-            return packed.reshape(shape).copy()
-        out = np.empty(shape, packed.dtype)
-        matrices = int(np.prod(packed.shape[:-1]))
-        kernels.unpack_triangle(
-            packed.reshape(-1).view("u1"), packed.itemsize, matrices, num_tokens, out.reshape(-1).view("u1")
+        layout = self._row.layout
+        # What numpy reads must be in memory; the kernel reads the map under the guard.
+        kernel_reads = layout == schema.LAYOUT_CAUSAL and not self._private
+        packed = (
+            self.attention_packed if kernel_reads else Trace(self._store, self.index, private=True).attention_packed
         )
-        return out
+        dense = dense_attention(packed, layout, self._store.num_layers, self._row.num_tokens, f"trace {self.index}")
+        if kernel_reads:
+            self._graph("attention").array("attention").check()
+        return dense
 
     @property
     def attention_mean(self) -> np.ndarray:
@@ -173,8 +250,9 @@ class Trace:
         code = schema.dtype_code(self._store._attributes.attention_dtype or "float16")
         out = np.empty((packed.shape[0], packed.shape[2]), "<f2")
         for layer in range(len(packed)):
-            source = np.ascontiguousarray(packed[layer]).reshape(-1).view("u1")
+            source = packed[layer].reshape(-1).view("u1")
             kernels.mean_rows(source, code, packed.shape[1], packed.shape[2], out[layer].view("u1"))
+        self._graph("attention").array("attention").check()
         return out
 
     # Texts
@@ -183,7 +261,7 @@ class Trace:
     def tokens(self) -> np.ndarray | None:
         """(S,) int32, or None."""
         segment, row = self._home
-        return segment.tokens(row) if self._has("tokens") else None
+        return segment.tokens(row, self._private) if self._has("tokens") else None
 
     @property
     def tokens_decoded(self) -> list[str] | None:

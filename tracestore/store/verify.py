@@ -15,7 +15,7 @@ from tracestore.errors import StoreDamagedError, StoreLockedError, UsageError
 from tracestore.store import fsio
 from tracestore.store import manifest as mf
 from tracestore.store.commit import root_metadata
-from tracestore.store.container import map_arrays
+from tracestore.store.container import MappedArrays
 from tracestore.store.index import StoreIndex, part_files
 from tracestore.store.opening import ATTEMPTS, open_generation, pause
 from tracestore.store.segment import FileEntry
@@ -161,7 +161,7 @@ def verify_store(
         for part in parts.values():
             if part.path not in report.damaged:
                 try:
-                    found = map_arrays(MappedFile(path / part.path, part.size))
+                    found = MappedArrays(MappedFile(path / part.path, part.size, part.path))
                     entries |= {f.path: f for f in part_files(found)}
                 except (OSError, ValueError, KeyError) as error:
                     report.damaged[part.path] = str(error)

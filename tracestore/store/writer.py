@@ -194,9 +194,15 @@ class StoreWriter:
             self._drop_pending()
             raise
 
+    def flush_source(self) -> None:
+        """Writes what waits of the open source; nothing of it is read any more after that."""
+        for segment in self._pending.segments[-1:]:
+            segment.flush()
+
     def end_source(self) -> bool:
         """Accepts the open source; True where that led to a commit."""
         assert self._undo is not None
+        self.flush_source()
         self._undo = None
         if sum(s.num_bytes for s in self._pending.segments) >= self._close_bytes:
             self.commit()

@@ -1,0 +1,381 @@
+"""Files cut short, before they are opened and while they are mapped: every use of the store
+says StoreDamagedError with the file's name, or does not need the file; no process dies."""
+
+import faulthandler
+import os
+import shutil
+import signal
+import traceback
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tracestore
+from tests.helpers import ROOT, make_trace, run_cli
+from tracestore._core import gather, kernels
+from tracestore._core.mapping import MappedFile
+from tracestore.errors import MapFaultError, StoreDamagedError
+from tracestore.store.verify import verify_store
+
+PAGE = 4096
+EVERY = os.environ.get("TRACESTORE_TRUNCATIONS") == "all"
+
+
+def make_store(path, codec="none", attention="mean", causal=True, edges=False, count=6):
+    """Two commits, hence two segments; arrays of several pages and of less than one."""
+    if edges:
+        return Path(shutil.copytree(ROOT / "tests" / "golden" / "v1_edges.zarr", path))
+    with tracestore.create(path, codec=codec, attention=attention) as writer:
+        for k in range(count):
+            trace = make_trace(k, tokens=20 + k % 5, layers=3, dim=32, causal=causal)
+            writer.append(trace | {"question": f"why {k}?", "note": [k]}, score=k / 10)
+            if k == count // 2:
+                writer.flush()
+    return path
+
+
+def files_of(store):
+    return [p.relative_to(store).as_posix() for p in sorted(store.rglob("*")) if p.is_file() and p.name != "lock"]
+
+
+def sizes_to_try(size):
+    """Every 4 KiB boundary and one byte around it, none, and all but one; sampled for `make test`."""
+    around = {b + d for b in range(0, size + 1, PAGE) for d in (-1, 0, 1)} | {size - 1}
+    sizes = sorted(s for s in around if 0 <= s < size)
+    return sizes if EVERY or len(sizes) < 3 else [sizes[len(sizes) // 2] // PAGE * PAGE, size - 1]
+
+
+def in_child(work, timeout_s=60):
+    """Runs work() in a forked child; (wait status, the lines it wrote with its print function)."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read)
+        signal.alarm(timeout_s)
+        faulthandler.disable()
+        try:
+            with os.fdopen(write, "w") as out:
+                work(lambda text: print(" ".join(str(text).split()), file=out, flush=True))
+        except BaseException:
+            traceback.print_exc()
+            os._exit(99)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as lines:
+        text = lines.read().splitlines()
+    return os.waitpid(pid, 0)[1], text
+
+
+def outcome(use, say, damaged):
+    """Says how a use ended: "fine", or "named" for the error that names the file."""
+    try:
+        use()
+        say("fine")
+    except StoreDamagedError as error:
+        say("named" if damaged in str(error) else f"StoreDamagedError without {damaged}: {error}")
+    except Exception as error:
+        say(f"{type(error).__name__}: {error}")
+
+
+def touch(trace):
+    """Everything a trace gives, views left alone."""
+    _ = trace.question_id, trace.answer, trace.question, trace.tokens_decoded, trace.extras, trace.source
+    _ = trace.attention, trace.prompt_length, trace.score
+    if trace.attention_layout != "edges":
+        _ = trace.attention_mean
+
+
+def uses(store):
+    indices, ids = np.arange(len(store)), list(store.question_ids)
+    places = store._index.places
+
+    def batches():
+        hidden = [s for row in places(indices).tolist() for s in hidden_of(store, row)]
+        job = gather.Copies(hidden, kernels.F16, kernels.F16)
+        job.aim(bytearray(job.out_bytes))
+        job.run(2)
+
+    return {
+        "trace": lambda: [touch(t) for t in store],
+        "gather": batches,
+        "copy": lambda: [t.copy() for t in store],
+        "index_of": lambda: [store.index_of(i) for i in ids],
+        "ids": lambda: list(store.question_ids),
+        "columns": lambda: (store.num_tokens, store.nonfinite, store.targets(), store.require("graph")),
+    }
+
+
+def hidden_of(store, row):
+    return store._segment(row[0]).array("hidden_states").sources(row[1], row[1] + store.num_layers * row[3])
+
+
+def loader_uses(path, with_worker):
+    from torch.utils.data import DataLoader
+
+    def loader(view, threads):
+        return tracestore.TraceLoader(path, view, batch_size=4, num_threads=threads)
+
+    made = {f"{v} {n}": loader(v, n) for v in ("sequence", "graph") for n in (0, 1, 2)}
+    for each in made.values():
+        for _ in each:
+            pass
+    found = {name: (lambda each=each: [None for _ in each]) for name, each in made.items()}
+    for view in ("sequence", "graph"):
+        items = tracestore.TraceDataset(path, view)
+        _ = [items[k] for k in range(len(items))]
+        found[f"items {view}"] = lambda items=items: [items[k] for k in range(len(items))]
+    if not with_worker:
+        return found
+    stream = tracestore.TraceIterableDataset(path, "graph", batch_size=4)
+    worker = DataLoader(stream, batch_size=None, num_workers=1)
+    _ = list(stream)
+    found["worker"] = lambda: [None for _ in worker]
+    return found
+
+
+CASES = {
+    "none": {},
+    "zstd": {"codec": "zstd"},
+    "heads": {"attention": "heads"},
+    "square": {"causal": False},
+    "edges": {"edges": True},
+}
+
+
+def cut(path, size):
+    path.chmod(0o644)
+    os.truncate(path, size)
+
+
+@pytest.mark.parametrize("case", ["none", "zstd"])
+def test_cut_before_opening(tmp_path, case):
+    whole = make_store(tmp_path / "whole.zarr", **CASES[case])
+    store = tmp_path / "s.zarr"
+    shutil.copytree(whole, store)
+    names = files_of(whole)
+    if not EVERY:
+        names = [n for n in names if not n.startswith("segments/00000001") or "hidden" in n or "_decoded" in n]
+    if case == "zstd" and not EVERY:
+        names = [n for n in names if n.split("/")[2:3] in (["hidden_states"], ["attention"], ["last_token"])]
+    named = set()
+    for name in names:
+
+        def work(say, name=name):
+            warnings.simplefilter("ignore")
+            for size in sizes_to_try((whole / name).stat().st_size):
+                cut(store / name, size)
+                report = verify_store(store, num_threads=1)
+                say("verified" if name in report.damaged else f"verify, {size} bytes: {report.damaged}")
+                opened = []
+                outcome(lambda: opened.append(tracestore.open(store)), say, name)
+                for use in uses(opened[0]).values() if opened else ():
+                    outcome(use, say, name)
+                (store / name).unlink()
+                shutil.copy2(whole / name, store / name)
+
+        status, lines = in_child(work)
+        assert status == 0, (name, status, lines)
+        assert "verified" in lines and set(lines) <= {"fine", "named", "verified"}, (name, lines)
+        if "named" in lines:
+            named.add(name)
+    # What a reader does not need it does not miss; the rest it must.
+    unused = ("sample", "source_position", "num_nonfinite", "edges_reversed", "attention_start", "last_token_row")
+    unused += ("num_tokens", "attention_layout", "question_id", "question_id_offsets", "tokens", "tokens_offsets")
+    unread = {n for n in names if n not in named and n.split("/")[0] not in ("manifest", "columns", "index")}
+    segments = {n for n in unread if n.startswith("segments/")}
+    assert {n.split("/")[2] for n in segments} <= {*unused, "zarr.json", "generated_answer", "generated_text"} | {
+        "generated_answer_offsets",
+        "generated_text_offsets",
+    }, unread
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cut_while_open(tmp_path, case):
+    whole = make_store(tmp_path / "whole.zarr", **CASES[case])
+    store = tmp_path / "s.zarr"
+    shutil.copytree(whole, store)
+    wanted = (
+        "hidden_states/c/0/0",
+        "attention/c/0",
+        "last_token/c/0/0/0",
+        "question/c/0",
+        "extras_offsets/c/0",
+        "part",
+    )
+    if EVERY:
+        wanted = ("",)
+    elif case == "edges":
+        wanted = ("edge_index/c/0/0", "edge_weight/c/0", "edge_ptr/c/0")
+    elif case != "none":
+        wanted = wanted[:2]
+    names = [n for n in files_of(whole) if n.endswith(wanted) and "00000001" not in n.split("/")[1]]
+    names += [n for n in files_of(whole) if n.endswith("part")]
+    for name in dict.fromkeys(names):
+
+        def work(say, name=name):
+            for size in sizes_to_try((whole / name).stat().st_size):
+                opened = tracestore.open(store, cache_bytes=1)
+                found = uses(opened)
+                for use in found.values():
+                    use()
+                cut(store / name, size)
+                for use in found.values():
+                    outcome(use, say, name)
+                report = verify_store(store, num_threads=1)
+                say("verified" if name in report.damaged else f"verify, {size} bytes: {report.damaged}")
+                (store / name).unlink()
+                shutil.copy2(whole / name, store / name)
+
+        status, lines = in_child(work)
+        assert status == 0, (name, status, lines)
+        assert "verified" in lines and set(lines) <= {"fine", "named", "verified"}, (name, lines)
+        read_again = case != "zstd" and name.endswith(("hidden_states/c/0/0", "attention/c/0", "question/c/0", "part"))
+        assert lines.count("named") >= lines.count("verified") or not read_again, (name, lines)
+
+
+def batches_of_cut_files(folder):
+    """In a process of its own. Loaders and datasets that have read a store, whose file is
+    then cut short, read it again."""
+    kinds = [("hidden_states/c/0/0", "graph"), ("attention/c/0", "graph"), ("last_token/c/0/0/0", "sequence")]
+    for case in ("none", "zstd"):
+        whole, store = make_store(folder / f"{case}.zarr", **CASES[case]), folder / "s.zarr"
+        for kind, view in kinds if EVERY or case == "none" else kinds[:1]:
+            name = f"segments/00000000/{kind}"
+            size = (whole / name).stat().st_size
+            for left in (0, size // 2 // PAGE * PAGE, size - 1) if EVERY or case == "none" else (0,):
+                shutil.copytree(whole, store)
+                found = loader_uses(store, with_worker=view == "graph" and 0 < left < size - 1)
+                cut(store / name, left)
+                for use_name, use in found.items():
+                    said = []
+                    outcome(use, said.append, name)
+                    # Chunks that are decoded already are right, and so are batches of them.
+                    must = case == "none" and (view in use_name or (use_name == "worker" and view == "graph"))
+                    assert said == ["named"] or (not must and said == ["fine"]), (name, left, use_name, said)
+                del found
+                shutil.rmtree(store)
+    print("every use answered")
+
+
+def test_batches_of_a_file_cut_meanwhile(tmp_path):
+    code = "import sys, pathlib; from tests.store import test_truncation as t; t.batches_of_cut_files(pathlib.Path(sys.argv[1]))"
+    done = run_cli("-c", code, tmp_path)
+    assert (done.returncode, done.stdout) == (0, "every use answered\n"), done.stderr
+
+
+def test_kernels_on_views_of_a_file(tmp_path):
+    path = tmp_path / "input.bin"
+    path.write_bytes(np.ones(4 * PAGE // 2, "f2").tobytes())
+    mapped = MappedFile(path)
+    view = np.frombuffer(mapped, "f2")
+    assert kernels.count_nonfinite(view.view("u1"), kernels.F16) == 0
+    os.truncate(path, PAGE)
+    raw = view.view("u1")
+    S = 64
+    square, packed = raw[: 2 * S * S], np.empty(S * (S + 1), "u1")
+    calls = {
+        "crc32c": lambda: kernels.crc32c(raw),
+        "nonfinite": lambda: kernels.count_nonfinite(raw, kernels.F16),
+        "to_float16": lambda: kernels.to_float16(raw, kernels.F16, np.empty(len(raw), "u1")),
+        "causal": lambda: kernels.first_above_diagonal(square, kernels.F16, 1, S),
+        "pack": lambda: kernels.pack_triangle(square, 2, 1, S, packed),
+        "head_mean": lambda: kernels.head_mean(square, kernels.F16, 1, S, True, packed),
+        "mean_rows": lambda: kernels.mean_rows(square, kernels.F16, 1, S * S, np.empty(2 * S * S, "u1")),
+        "read": lambda: mapped.read(2 * PAGE, 3 * PAGE),
+        "read before the end": lambda: mapped.read(0, 10),
+        "check": mapped.check,
+    }
+    for name, call in calls.items():
+        if name in ("causal",):
+            continue  # above the first diagonal value it need not read on
+        with pytest.raises(MapFaultError, match=r"input\.bin: cut short"):
+            call()
+            pytest.fail(name)
+    assert kernels.crc32c(raw[:PAGE]) == kernels.crc32c(raw[:PAGE].tobytes())
+
+
+_OUTSIDE = """
+import ctypes, faulthandler, os, signal, sys
+from pathlib import Path
+way, path = sys.argv[1], Path(sys.argv[2])
+path.write_bytes(b"x" * 8192)
+libc = ctypes.CDLL(None)
+HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
+@HANDLER
+def earlier(number):
+    os.write(1, b"earlier handler\\n")
+    os._exit(42)
+def install():
+    if way == "c":
+        libc.signal(signal.SIGBUS, earlier)
+    elif way.startswith("faulthandler"):
+        faulthandler.enable()
+if way != "faulthandler after":
+    install()
+import numpy as np
+from tracestore._core.mapping import MappedFile
+from tracestore.errors import MapFaultError
+mapped = MappedFile(path)
+if way == "faulthandler after":
+    install()
+os.truncate(path, 0)
+for _ in range(3):
+    try:
+        mapped.read(0, 10)
+    except MapFaultError:
+        os.write(1, b"guarded\\n")
+int(np.frombuffer(mapped, "u1")[5])
+"""
+
+
+@pytest.mark.parametrize("way", ["none", "c", "faulthandler", "faulthandler after"])
+def test_handlers_of_others(tmp_path, way):
+    """Outside the guard a fault goes to the handler that was there, and ends the process."""
+    done = run_cli("-c", _OUTSIDE, way, tmp_path / "f")
+    assert done.stdout.startswith("guarded\nguarded\nguarded\n")
+    if way == "c":
+        assert done.returncode == 42 and done.stdout.endswith("earlier handler\n")
+    else:
+        assert done.returncode == -signal.SIGBUS
+        assert ("Fatal Python error: Bus error" in done.stderr) == (way != "none")
+        assert done.stderr.count("Fatal Python error") <= 1
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_copy_is_the_trace(tmp_path, case):
+    store = tracestore.open(make_store(tmp_path / "s.zarr", **CASES[case]))
+    trace = store[3]
+    copied = trace.copy()
+    for name in (
+        "question_id",
+        "sample",
+        "source",
+        "score",
+        "num_tokens",
+        "question",
+        "answer",
+        "extras",
+        "tokens_decoded",
+    ):
+        assert np.array_equal([getattr(copied, name)], [getattr(trace, name)], equal_nan=name == "score"), name
+    arrays = ["hidden_states", "last_token", "attention", "attention_packed", "tokens"]
+    for name in arrays[:3] if case == "edges" else arrays:
+        mine, theirs = getattr(copied, name), getattr(trace, name)
+        assert mine.dtype == theirs.dtype and np.array_equal(mine, theirs), name
+        assert not np.shares_memory(mine, theirs) or name == "attention" or case == "zstd"
+    before = copied.hidden_states.tobytes()
+    for name in files_of(tmp_path / "s.zarr"):
+        cut(tmp_path / "s.zarr" / name, 0)
+    assert copied.hidden_states.tobytes() == before
+    assert copied.attention.shape[-2:] == (copied.num_tokens, copied.num_tokens)
+
+
+def test_copy_of_what_is_not_there(tmp_path):
+    with tracestore.create(tmp_path / "s.zarr", attention="none") as writer:
+        writer.append(make_trace(0))
+    copied = tracestore.open(tmp_path / "s.zarr")[0].copy()
+    assert copied.attention_packed is None and copied.hidden_states is not None and np.isnan(copied.score)
+    with pytest.raises(tracestore.errors.MissingFieldError):
+        _ = copied.attention

@@ -1,0 +1,26 @@
+# cython: language_level=3
+cdef extern from "map.h" nogil:
+    struct ts_map:
+        const unsigned char *base
+        size_t size
+        const unsigned char *tail
+        unsigned char tail_byte
+    int ts_map_is_whole(const ts_map *map)
+
+
+cdef class MappedFile:
+    cdef ts_map map
+    cdef readonly size_t size
+    cdef readonly str name
+    cdef bint is_of_store
+    cdef bytes path
+    cdef void *next_map
+    cdef void *previous_map
+    cdef void link(self) noexcept
+    cdef int lose(self) except -1
+
+
+# ts_guard_own() of this module, for guard.pxi.
+cdef void *guard_runner() noexcept
+# Raises the exception of a TS_ERR_FAULT; with the GIL.
+cdef int raise_fault(const void *address) except -1
