@@ -79,13 +79,21 @@ def test_a_damaged_newest_manifest(memory, monkeypatch, capsys, damage):
         assert run_convert([data, store]) == 3
         assert f"tracestore verify {store} --repair" in capsys.readouterr().err
         report = repair_store(store)
-        assert report.damaged == {} and any("set aside" in line for line in report.repaired)
-        assert any("generation 2 with 4 traces" in line for line in report.repaired)
-        assert run_convert([data, store]) == 0
-        (aside,) = (store / "manifest").glob("damaged-*")
-        aside.unlink()
+        assert report.damaged == {} and any("written anew from its copy" in line for line in report.repaired)
+        assert any("generation 3 with 6 traces" in line for line in report.repaired)
         assert tree_bytes(store) == expected
         newest.chmod(0o644)
+    # The copy too: the predecessor is kept, and the sources bring the rest again.
+    for path in (newest, store / "index" / newest.name / "manifest"):
+        path.chmod(0o644)
+        os.truncate(path, 10)
+    report = repair_store(store)
+    assert report.damaged == {} and any("set aside" in line for line in report.repaired)
+    assert any("generation 2 with 4 traces" in line for line in report.repaired)
+    assert run_convert([data, store]) == 0
+    (aside,) = (store / "manifest").glob("damaged-*")
+    aside.unlink()
+    assert tree_bytes(store) == expected
 
 
 def test_repair_waits_for_readers(memory):
@@ -101,7 +109,7 @@ def test_repair_waits_for_readers(memory):
 
 def test_nothing_whole_is_not_repaired(memory):
     store = make_store(memory / "hopeless.zarr", "none")
-    for manifest in (store / "manifest").iterdir():
+    for manifest in [*(store / "manifest").iterdir(), *(store / "index").glob("*/manifest")]:
         os.truncate(manifest, 10)
     before = tree_bytes(store)
     with pytest.raises(StoreDamagedError, match="nothing was changed"):

@@ -68,6 +68,10 @@ def commit(store: Path, index: StoreIndex, attributes: schema.Attributes, p: Pen
     root = root_metadata(attributes)
     if old.generation == 0:
         fsio.replace_file(store / "zarr.json", root)
+    # Should the manifest be damaged one day, nothing that it names is lost.
+    copy = mf.copy_path(store, new.generation)
+    fsio.write_file(copy, new.to_bytes())
+    fsio.fsync_path(copy.parent)
     fsio.replace_file(mf.manifest_path(store, new.generation), new.to_bytes())
     if (store / "zarr.json").read_bytes() != root:
         fsio.replace_file(store / "zarr.json", root)

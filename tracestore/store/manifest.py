@@ -155,6 +155,11 @@ def manifest_path(store: Path, generation: int) -> Path:
     return store / "manifest" / f"{generation:010d}"
 
 
+def copy_path(store: Path, generation: int) -> Path:
+    """A second copy of the manifest, for repair; it commits nothing."""
+    return store / "index" / f"{generation:010d}" / "manifest"
+
+
 def generations(store: Path) -> list[int]:
     """The generations that have a manifest file, newest first."""
     try:

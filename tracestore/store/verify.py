@@ -14,6 +14,7 @@ from tracestore._core.mapping import MappedFile
 from tracestore.errors import StoreDamagedError, StoreLockedError, UsageError
 from tracestore.store import fsio
 from tracestore.store import manifest as mf
+from tracestore.store.columns import read_columns
 from tracestore.store.commit import root_metadata
 from tracestore.store.container import MappedArrays
 from tracestore.store.index import StoreIndex, part_files
@@ -158,6 +159,7 @@ def verify_store(
         checker.check(parts.values())
         # A damaged part gives no list of files to go by.
         entries = {f.path: f for m in good for columns in m.columns for f in columns.files}
+        entries |= {f.path: f for m in good for f in _copy_of(path, m)}
         for part in parts.values():
             if part.path not in report.damaged:
                 try:
@@ -175,6 +177,30 @@ def verify_store(
         _check_root(path, good, report)
         report.leftovers = _leftovers(path, {*parts, *entries})
     return report
+
+
+def _copy_of(store: Path, manifest: mf.Manifest) -> list[FileEntry]:
+    """The manifest's copy, which the first stores of this format do not have."""
+    copy, data = mf.copy_path(store, manifest.generation), manifest.to_bytes()
+    return [FileEntry(copy.relative_to(store).as_posix(), len(data), crc32c(data))] if copy.exists() else []
+
+
+def _restore(store: Path, number: int) -> bool:
+    """Puts the copy of a damaged manifest in its place, if all that it names is there."""
+    try:
+        data = mf.copy_path(store, number).read_bytes()
+        manifest = mf.parse_manifest(data, number)
+        StoreIndex(store, manifest)
+        for columns in manifest.columns:
+            read_columns(store, columns)
+    except (OSError, StoreDamagedError):
+        return False
+    path = mf.manifest_path(store, number)
+    with fsio.unpinned(path) as free:
+        if not free:
+            raise StoreLockedError(f"{store}: a reader has the damaged generation {number} open")
+        fsio.replace_file(path, data)
+    return True
 
 
 def _check_root(store: Path, good: list[mf.Manifest], report: Report) -> None:
@@ -217,10 +243,16 @@ def _leftovers(store: Path, known: set[str]) -> list[str]:
     return sorted(found)
 
 
+def _readable(store: Path, number: int) -> mf.Manifest:
+    generation = open_generation(store, number)
+    generation.pin.close()
+    return generation.manifest
+
+
 def repair_store(store: str | os.PathLike[str]) -> Report:
-    """Makes a store writable again whose newest manifest is not whole: sets it aside,
-    so that its predecessor is the newest. Committed traces of the predecessor and all
-    segment files are kept. Damage elsewhere is reported, not repaired."""
+    """Makes a store writable again whose newest manifest is not whole: writes it anew from
+    its copy, or, where that is no better, sets it aside, so that its predecessor is the
+    newest. Damage elsewhere is reported, not repaired."""
     path = Path(store)
     if not path.is_dir() or not mf.generations(path):
         raise UsageError(f"{path}: no such store")
@@ -232,12 +264,15 @@ def repair_store(store: str | os.PathLike[str]) -> Report:
         whole = None
         for number in numbers:
             try:
-                generation = open_generation(path, number)
-                generation.pin.close()
-                whole = generation.manifest
+                whole = _readable(path, number)
                 break
             except (StoreDamagedError, FileNotFoundError) as error:
-                repaired.append(f"manifest/{number:010d} set aside: {str(error).split(': ', 1)[-1]}")
+                reason = str(error).split(": ", 1)[-1]
+            if _restore(path, number):
+                repaired.append(f"manifest/{number:010d} written anew from its copy: {reason}")
+                whole = _readable(path, number)
+                break
+            repaired.append(f"manifest/{number:010d} set aside: {reason}")
         if whole is None:
             raise StoreDamagedError(f"{path}: no generation reads back whole; nothing was changed")
         for number in numbers:
