@@ -109,11 +109,12 @@ static void install(void)
     __atomic_store_n(&installing, 0, __ATOMIC_RELEASE);
 }
 
-static int run_guarded(int (*work)(void *context), void *context, const void **fault)
+static int run_guarded(int (*work)(void *context), void *context, const void **fault, int is_again)
 {
     struct frame frame = {.outer = innermost};
     int ret;
-    install();
+    if (!is_again)
+        install();
     if (sigsetjmp(frame.at, 0) == 0) {
         innermost = &frame;
         ret = work(context);
@@ -132,7 +133,12 @@ void ts_guard_share(ts_guard_runner *shared) { runner = shared; }
 
 int ts_guard_run(int (*work)(void *context), void *context)
 {
-    return runner(work, context, &last_fault);
+    return runner(work, context, &last_fault, 0);
+}
+
+int ts_guard_run_again(int (*work)(void *context), void *context)
+{
+    return runner(work, context, &last_fault, 1);
 }
 
 const void *ts_guard_fault(void) { return last_fault; }

@@ -20,6 +20,10 @@
  * installed over it since, the next call puts it first again, in front of that one. */
 int ts_guard_run(int (*work)(void *context), void *context);
 
+/* The same soon after another ts_guard_run: without looking, which costs a system call,
+ * whether the handler is still the first. */
+int ts_guard_run_again(int (*work)(void *context), void *context);
+
 /* The address of the calling thread's last TS_ERR_FAULT. */
 const void *ts_guard_fault(void);
 
@@ -28,7 +32,7 @@ void ts_guard_set_fault(const void *address);
 
 /* A process has one handler, but each extension module its own copy of this file: all use
  * the copy whose ts_guard_own() was handed to their ts_guard_share(). */
-typedef int ts_guard_runner(int (*work)(void *context), void *context, const void **fault);
+typedef int ts_guard_runner(int (*work)(void *context), void *context, const void **fault, int is_again);
 ts_guard_runner *ts_guard_own(void);
 void ts_guard_share(ts_guard_runner *runner);
 

@@ -11,6 +11,7 @@ from tracestore import convert
 from tracestore.console import Output, Parser, Progress, format_size, run
 from tracestore.errors import UsageError
 from tracestore.ingest.scores import read_scores
+from tracestore.store.lint import lint_store
 from tracestore.store.manifest import generations
 from tracestore.store.verify import repair_store, verify_store
 from tracestore.store.writer import StoreWriter
@@ -60,6 +61,29 @@ def _verify(args: argparse.Namespace, output: Output) -> int:
         )
         for name in report.leftovers:
             output.say(f"leftover of an unfinished write, the next writer removes it: {name}")
+    return 0
+
+
+def _lint(args: argparse.Namespace, output: Output) -> int:
+    progress = Progress(output)
+    report = lint_store(
+        args.store,
+        score_threshold=args.score_threshold,
+        progress=lambda done, total: progress.update(lambda s: f"{done:,} of {total:,} traces"),
+    )
+    progress.clear()
+    output.document(asdict(report))
+    if args.json:
+        return 1 if report.counts else 0
+    for kind, count in report.counts.items():
+        listed = [f for f in report.findings if f.kind == kind]
+        first, names = listed[0], [f"{f.index} ({f.question_id})" for f in listed[:3] if f.index is not None]
+        where = f"trace {names[0]}" if count == 1 else f"{count:,} traces, the first {', '.join(names)}"
+        where = f" {where}:" if names else ""
+        output.say(f"{first.severity}: {kind}:{where} {first.found}. {first.advice[:1].upper()}{first.advice[1:]}.")
+    if report.counts:
+        return 1
+    output.say(f"clean: {report.num_traces:,} traces")
     return 0
 
 
@@ -114,11 +138,18 @@ def make_parser() -> Parser:
     verify.add_argument("--quick", action="store_true", help="sizes and manifest only")
     verify.add_argument("--repair", action="store_true", help="set a damaged newest manifest aside")
     verify.set_defaults(function=_verify)
+    lint = commands.add_parser(
+        "lint",
+        help="look for values that training would stumble over",
+        description="Exit code 0: clean. 1: findings. 3: a damaged store.",
+    )
+    lint.add_argument("--score-threshold", type=float, default=0.5, metavar="T", help="of the class balance (0.5)")
+    lint.set_defaults(function=_lint)
     score = commands.add_parser("score", help="join or replace scores without touching a trace")
     score.add_argument("--scores", required=True, metavar="CSV", help="question_id and a score")
     score.add_argument("--score-column", metavar="NAME")
     score.set_defaults(function=_score)
-    for command in (info, verify, score):
+    for command in (info, verify, lint, score):
         command.add_argument("store", metavar="STORE")
         command.add_argument("--json", action="store_true", help="one JSON document on standard output")
     return parser

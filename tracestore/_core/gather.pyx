@@ -131,15 +131,16 @@ cdef class Job:
 
     cdef int watch(self, list held) except -1:
         """Sets the maps that `held` is read from."""
-        cdef Slab slab
+        cdef MappedFile mapped, last = None
         cdef size_t i
-        found = {}
+        self.sources = []
         for source in held:
             if type(source) is Span:
-                slab = (<Span>source).slab
-                if slab.mapped is not None:
-                    found[id(slab.mapped)] = slab.mapped
-        self.sources = list(found.values())
+                mapped = (<Span>source).slab.mapped
+                # Neighbours in a batch often lie in one file.
+                if mapped is not None and mapped is not last and mapped not in self.sources:
+                    self.sources.append(mapped)
+                last = mapped
         self.num_maps = len(self.sources)
         self.maps = <const ts_map **>malloc((self.num_maps + 1) * sizeof(ts_map *))
         if self.maps == NULL:
@@ -153,7 +154,7 @@ cdef class Job:
         that zeros were read."""
         if ret == TS_ERR_FAULT:
             self.fault = ts_guard_fault()
-        elif ts_guard_run(_check_maps, <void *>self) != 0:
+        elif ts_guard_run_again(_check_maps, <void *>self) != 0:
             ret = TS_ERR_FAULT
         return ret
 

@@ -5,9 +5,10 @@ cdef extern from "error.h":
     int TS_ERR_FAULT
 
 cdef extern from "guard.h" nogil:
-    ctypedef int ts_guard_runner(int (*work)(void *) noexcept, void *context, const void **fault)
+    ctypedef int ts_guard_runner(int (*work)(void *) noexcept, void *context, const void **fault, int is_again)
     void ts_guard_share(ts_guard_runner *runner)
     int ts_guard_run(int (*work)(void *) noexcept, void *context)
+    int ts_guard_run_again(int (*work)(void *) noexcept, void *context)
     const void *ts_guard_fault()
 
 ts_guard_share(<ts_guard_runner *>guard_runner())

@@ -261,7 +261,7 @@ cdef class PlaceTable:
             call.place = <char *>malloc(<size_t>call.begin[n] + 1)
             if call.place == NULL:
                 raise MemoryError()
-            self.run(_copy_ids, &call, indices)
+            self.run(_copy_ids, &call, indices, True)
             for k in range(n):
                 found.append(PyUnicode_DecodeUTF8(
                     call.place + call.begin[k], <Py_ssize_t>(call.begin[k + 1] - call.begin[k]), "surrogatepass"))
@@ -270,12 +270,13 @@ cdef class PlaceTable:
             free(call.place)
         return found
 
-    cdef int run(self, int (*work)(void *) noexcept nogil, _LookUp *call, const int64_t[::1] indices) except -1:
+    cdef int run(self, int (*work)(void *) noexcept nogil, _LookUp *call, const int64_t[::1] indices,
+                 bint is_again=False) except -1:
         """One of the functions below on all of `indices`, of which there are some."""
         cdef int ret
         call.parts, call.num_parts, call.broken = self.parts, self.num_parts, NULL
         call.indices, call.n = &indices[0], indices.shape[0]
-        ret = ts_guard_run(work, call)
+        ret = ts_guard_run_again(work, call) if is_again else ts_guard_run(work, call)
         if call.broken == NULL:
             call.broken = ts_guard_fault() if ret == TS_ERR_FAULT else NULL
         if call.broken != NULL:

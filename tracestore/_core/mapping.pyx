@@ -22,7 +22,7 @@ cdef extern from "error.h":
     const char *ts_strerror(int code)
 
 cdef extern from "guard.h" nogil:
-    ctypedef int ts_guard_runner(int (*work)(void *) noexcept, void *context, const void **fault)
+    ctypedef int ts_guard_runner(int (*work)(void *) noexcept, void *context, const void **fault, int is_again)
     ts_guard_runner *ts_guard_own()
     int ts_guard_run(int (*work)(void *) noexcept, void *context)
     const void *ts_guard_fault()

@@ -1,0 +1,153 @@
+"""tracestore lint: each kind of finding, clean stores, exit codes, --json."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+import tracestore
+from tests.helpers import ROOT, make_trace, run_cli
+from tracestore.store.lint import KINDS, MAX_LISTED, lint_store, row_tolerance
+
+
+def softmax_trace(k, tokens=None, dtype="f2", causal=True, layers=2, heads=3):
+    """A trace whose attention is a softmax's."""
+    trace = make_trace(k, tokens=tokens or 8 + k % 7, layers=layers, heads=heads)
+    rng = np.random.default_rng([9, k])
+    n = len(trace["tokens"])
+    logits = rng.standard_normal((layers, heads, n, n)) * 3
+    if causal:
+        logits = np.where(np.tril(np.ones((n, n), bool)), logits, -np.inf)
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    trace["attentions"] = list((weights / weights.sum(-1, keepdims=True)).astype(dtype))
+    return trace
+
+
+def store_of(path, traces, scores=None, **options):
+    with tracestore.create(path, **options) as writer:
+        for k, trace in enumerate(traces):
+            writer.append(trace, score=k % 2 * 0.9 if scores is None else scores[k])
+    return path
+
+
+def counts(path, **options):
+    return lint_store(path, **options).counts
+
+
+@pytest.mark.parametrize("options", [{}, {"attention": "heads"}, {"codec": "zstd"}, {"dtype": "keep"}])
+def test_a_clean_store(tmp_path, options):
+    dtype = "f4" if "dtype" in options else "f2"
+    store = store_of(tmp_path / "s.zarr", [softmax_trace(k, dtype=dtype) for k in range(20)], **options)
+    assert counts(store) == {}
+    done = run_cli("-m", "tracestore", "lint", store, check=0)
+    assert done.stdout == "clean: 20 traces\n" and done.stderr == ""
+    report = json.loads(run_cli("-m", "tracestore", "lint", store, "--json", check=0).stdout)
+    assert report == {"num_traces": 20, "counts": {}, "findings": []}
+
+
+def test_long_rows_of_small_weights_are_within_the_tolerance(tmp_path):
+    """Uniform rows of 700 tokens, in bfloat16 precision before they are stored as float16."""
+    n = 700
+    trace = softmax_trace(0, tokens=n, layers=1, heads=1)
+    rows = np.tril(np.ones((n, n), "f4")) / np.arange(1, n + 1, dtype="f4")[:, None]
+    coarse = ((rows.view("u4") + 0x8000) & 0xFFFF0000).view("f4")
+    trace["attentions"] = [coarse[None].astype("f2")]
+    store = store_of(tmp_path / "s.zarr", [trace], [0.9])
+    assert set(counts(store)) <= {"rare_class"}
+    off = np.abs(tracestore.open(store)[0].attention.astype("f8").sum(-1) - 1)
+    assert 2.0**-11 < off.max() < row_tolerance(n) < 0.01
+
+
+def spoil(name):
+    """Traces of which number 3 has the fault."""
+    traces = [softmax_trace(k) for k in range(12)]
+    scores = [k % 2 * 0.9 for k in range(12)]
+    bad = traces[3]
+    if name == "nan":
+        bad["hidden_states"][1][2, 3] = np.nan
+    elif name == "infinite":
+        bad["hidden_states"][0][0, 0] = -np.inf
+    elif name == "row_sums":
+        bad["attentions"][1] = bad["attentions"][1] * np.float16(0.5)
+    elif name == "negative_weight":
+        bad["attentions"][0][:, 4, 1] = -0.25
+    elif name == "large_weight":
+        bad["attentions"][0][:, 4, 1] = 1.5
+    elif name == "not_causal":
+        traces[3] = softmax_trace(3, causal=False)
+    elif name == "empty_answer":
+        bad["generated_answer_clean"] = "  \n"
+    elif name == "missing_score":
+        scores[3] = None
+    elif name == "outlier_length":
+        traces[3] = softmax_trace(3, tokens=200)
+    elif name == "one_token":
+        traces[3] = softmax_trace(3, tokens=1)
+    elif name in ("conflicting_scores", "repeated_score"):
+        bad.update(question_id="q2", sample=1)
+        if name == "conflicting_scores":
+            bad["generated_answer_clean"] = traces[2]["generated_answer_clean"]
+        else:
+            scores[2] = scores[3] = 0.625
+    return traces, scores
+
+
+FAULTS = ["nan", "infinite", "row_sums", "negative_weight", "large_weight", "not_causal", "empty_answer"]
+FAULTS += ["missing_score", "outlier_length", "one_token", "conflicting_scores", "repeated_score"]
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_each_finding(tmp_path, kind):
+    traces, scores = spoil(kind)
+    report = lint_store(store_of(tmp_path / "s.zarr", traces, scores))
+    also = {"negative_weight": {"row_sums"}, "large_weight": {"row_sums"}}.get(kind, set())
+    assert set(report.counts) == {kind} | also
+    found = [f for f in report.findings if f.kind == kind]
+    assert [f.index for f in found] == [3] and found[0].question_id == traces[3]["question_id"]
+    assert (found[0].severity, found[0].advice) == KINDS[kind] and found[0].found
+
+
+def test_invalid_scores_and_classes(tmp_path):
+    traces = [softmax_trace(k) for k in range(30)]
+    store = store_of(tmp_path / "s.zarr", traces, [0.9] * 29 + [0.1])
+    assert counts(store) == {"rare_class": 1} and counts(store, score_threshold=0.95) == {"rare_class": 1}
+    alone = lint_store(store, score_threshold=0.05).findings
+    assert [f.index for f in alone] == [None] and "0 of 30" in alone[0].found
+
+
+def test_edges(tmp_path):
+    store = tmp_path / "s.zarr"
+    shutil.copytree(ROOT / "tests" / "golden" / "v1_edges.zarr", store)
+    assert set(counts(store)) <= {"missing_score", "rare_class", "one_token", "empty_answer", "outlier_length"}
+    segment = next((store / "segments").glob("*/edge_index")).parent
+    for name, position, value in (("edge_weight/c/0", 0, np.float16(1.5)), ("edge_index/c/0/0", 8, np.int32(3))):
+        file = segment / name
+        file.chmod(0o644)
+        data = bytearray(file.read_bytes())
+        data[position : position + value.nbytes] = value.tobytes()
+        file.write_bytes(data)
+    found = counts(store)
+    assert found["large_weight"] == 1 and ("not_causal" in found or "edge_outside" in found)
+
+
+def test_many_findings_are_one_line_each_kind(tmp_path):
+    store = store_of(tmp_path / "s.zarr", [make_trace(k) for k in range(MAX_LISTED + 30)])
+    done = run_cli("-m", "tracestore", "lint", store, check=1)
+    lines = done.stdout.splitlines()
+    assert [line.split(":")[1].strip() for line in lines] == list(counts(store))
+    assert len(lines) <= len(KINDS) and "130 traces, the first 0 (q0), 1 (q1)" in done.stdout
+    report = json.loads(run_cli("-m", "tracestore", "lint", store, "--json", check=1).stdout)
+    sums = [f for f in report["findings"] if f["kind"] == "row_sums"]
+    assert report["counts"]["row_sums"] > len(sums) == MAX_LISTED
+    assert set(sums[0]) == {"kind", "severity", "index", "question_id", "found", "advice"}
+
+
+def test_exit_codes(tmp_path):
+    assert "no such store" in run_cli("-m", "tracestore", "lint", tmp_path / "none.zarr", check=2).stderr
+    store = store_of(tmp_path / "s.zarr", [softmax_trace(k) for k in range(4)])
+    file = store / "segments/00000000/attention/c/0"
+    file.chmod(0o644)
+    file.write_bytes(file.read_bytes()[:-1])
+    done = run_cli("-m", "tracestore", "lint", store, check=3)
+    assert "segments/00000000/attention/c/0" in done.stderr and len(done.stderr.splitlines()) == 1
