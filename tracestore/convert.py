@@ -170,7 +170,6 @@ class Conversion:
         writer.begin_source(name, size, digest)
         before = state(stream.source.path)
         added = duplicates = nonfinite = 0
-        conflicts = writer.num_conflicts
         with fsio.translated_errors(self.store, lambda: writer.pending_bytes + size):
             try:
                 for packed in stream:
@@ -189,13 +188,12 @@ class Conversion:
                     raise InputRefusedError("another program wrote to it while it was read", source=name)
             except BaseException as error:
                 writer.abort_source()
-                writer.num_conflicts = conflicts
                 # What write(2) says of bytes that are gone.
                 if isinstance(error, MapFaultError) or (isinstance(error, OSError) and error.errno == errno.EFAULT):
                     raise InputRefusedError(CUT_SHORT, source=name) from None
                 raise
+        summary.num_conflicts += writer.source_conflicts
         writer.end_source()
-        summary.num_conflicts = writer.num_conflicts
         summary.num_sources += 1
         summary.num_traces_read += added
         summary.num_duplicates += duplicates

@@ -1,7 +1,6 @@
 """Writing a store: sources go in whole, commits are atomic (docs/format.md, "Commit")."""
 
 import contextlib
-import math
 import os
 import stat
 from collections.abc import Callable, Mapping
@@ -15,13 +14,12 @@ from tracestore.store import manifest as mf
 from tracestore.store.columns import Columns, join_columns, read_columns
 from tracestore.store.commit import clean, commit, root_metadata
 from tracestore.store.index import StoreIndex
+from tracestore.store.keys import Keys
 from tracestore.store.pack import PackedTrace, pack_record
-from tracestore.store.pending import NAN, Pending, PendingRow, PendingSource
+from tracestore.store.pending import NAN, Pending, PendingSource
 from tracestore.store.record import TraceRecord
-from tracestore.store.segment import SegmentReader, SegmentWriter, all_sizes, segment_name
-from tracestore.store.shard import ChunkCache
+from tracestore.store.segment import SegmentWriter, segment_name
 from tracestore.store.spool import SPOOL_FOLDER
-from tracestore.store.texts import Texts, differing_field, packed_texts, stored_texts
 
 
 def is_store(path: Path) -> bool:
@@ -74,8 +72,6 @@ class StoreWriter:
         self.path = Path(path)
         self._close_bytes, self._split_bytes = close_bytes, split_bytes
         self._on_duplicate = on_duplicate
-        # Traces whose key was there with other content, so far.
-        self.num_conflicts = 0
         self._lock: fsio.WriterLock | None = None
         with fsio.translated_errors(self.path):
             self._created = self._prepare_folder(overwrite, exist_ok)
@@ -143,14 +139,18 @@ class StoreWriter:
         except FileNotFoundError as error:
             raise StoreDamagedError(f"{error.filename or error}: missing") from None
         self._sources = {(s.path, s.size, s.fingerprint) for s in self.index.sources()}
-        self._pending = Pending()
-        self._sizes: dict[str, int] | None = None  # of the committed segments' files, once they are asked for
+        self._begin()
         self._undo: list[Callable[[], None]] | None = None
         clean(self.path, manifest)
         expected = root_metadata(self.attributes)
         root = self.path / "zarr.json"
         if manifest.generation > 0 and (not root.exists() or root.read_bytes() != expected):
             fsio.replace_file(root, expected)
+
+    def _begin(self) -> None:
+        """Nothing is pending upon the generation."""
+        self._pending = Pending()
+        self._keys = Keys(self.path, self.index, self._pending, self._on_duplicate, lambda: self.read_columns().labels)
 
     # Sources
 
@@ -167,7 +167,8 @@ class StoreWriter:
         pending = self._pending
         attributes, count = self.attributes, len(pending.segments)
         mark = pending.segments[-1].mark() if count else None
-        self._undo = []
+        self._keys.undo = self._undo = []
+        self._keys.num_conflicts = 0
 
         def restore() -> None:
             self.attributes = attributes
@@ -218,6 +219,11 @@ class StoreWriter:
     def pending_bytes(self) -> int:
         return sum(s.num_bytes for s in self._pending.segments)
 
+    @property
+    def source_conflicts(self) -> int:
+        """Traces of the open source whose key was there with other content."""
+        return self._keys.num_conflicts
+
     # Traces
 
     def pack(self, record: TraceRecord) -> PackedTrace:
@@ -235,9 +241,9 @@ class StoreWriter:
         record, pending, source = trace.record, self._pending, self._pending.sources[-1]
         try:
             self.attributes = self._fitting_attributes(trace)
-            wanted = self._new_places(trace)
+            wanted = self._keys.new_places(trace)
             if not wanted:
-                self._add_label(record)
+                self._keys.add_label(record)
         except InputRefusedError as error:
             raise error.at(position=record.position) from None
         if not wanted:
@@ -264,7 +270,7 @@ class StoreWriter:
         }
         source.num_traces += 1
         label = NAN if record.label is None else record.label
-        self._add_places(record, places, wanted, score, label, group)
+        self._keys.add_places(record, places, wanted, score, label, group)
         return True
 
     def _fitting_attributes(self, trace: PackedTrace) -> schema.Attributes:
@@ -295,57 +301,6 @@ class StoreWriter:
             layout = a.attention_layout
         return a.with_values(**found, attention_layout=layout)
 
-    def _new_places(self, trace: PackedTrace) -> set[int]:
-        """Which of the two places the trace brings that its key does not have yet."""
-        record = trace.record
-        brings = {mf.GROUP_GRAPH: trace.graph_crc} if record.hidden is not None else {}
-        if "last_token" in trace.arrays:
-            brings[mf.GROUP_SEQUENCE] = trace.sequence_crc
-        key = (record.question_id, record.sample)
-        pending = self._pending.keys.get(key)
-        if pending is not None:
-            has = self._pending.rows[pending].values
-        else:
-            index = self.index.find(*key)
-            if index < 0:
-                return set(brings)
-            has = vars(self.index.row(index)) | {}
-            for group, name in ((mf.GROUP_GRAPH, "graph"), (mf.GROUP_SEQUENCE, "sequence")):
-                patch = self._pending.patches.get((index, group))
-                if patch is not None:
-                    has |= {f"{name}_{part}": patch[f"patch_{part}"] for part in ("segment", "row", "crc32c")}
-        wanted: set[int] = set()
-        field = None
-        for group, crc in brings.items():
-            name = "graph" if group == mf.GROUP_GRAPH else "sequence"
-            if has[f"{name}_segment"] < 0:
-                wanted.add(group)
-            elif has[f"{name}_crc32c"] != crc:
-                field = "arrays"
-        if field is None:
-            field = differing_field(packed_texts(trace), self._texts(has))
-        if field is None:
-            return wanted
-        if self._on_duplicate == "error":
-            raise InputRefusedError(
-                f"found a second trace of question id {record.question_id!r} (sample {record.sample}) with other "
-                f"content ({field}), expected one a key (see --on-duplicate)"
-            )
-        self.num_conflicts += 1
-        # Half of one trace and half of another would be neither.
-        return set(brings) if self._on_duplicate == "keep-last" else set()
-
-    def _texts(self, places: Mapping[str, int]) -> Texts:
-        """What lies beside the arrays of a trace with these places."""
-        name = "graph" if places["graph_segment"] >= 0 else "sequence"
-        number, row = places[f"{name}_segment"], places[f"{name}_row"]
-        for segment in self._pending.segments:
-            if segment.number == number:
-                return packed_texts(segment.packed(row))
-        if self._sizes is None:
-            self._sizes = all_sizes(list(self.index.files()))
-        return stored_texts(SegmentReader(self.path, number, self._sizes, ChunkCache(0)), row)
-
     def _segment_for(self, trace: PackedTrace) -> SegmentWriter:
         segments = self._pending.segments
         if segments and len(segments[-1]) and segments[-1].num_bytes + trace.num_bytes > self._split_bytes:
@@ -357,99 +312,6 @@ class StoreWriter:
         fsio.remove_tree(folder)
         segments.append(SegmentWriter(folder, number, self.attributes, self.attributes.options["codec"]))
         return segments[-1]
-
-    def _add_places(
-        self, record: TraceRecord, places: dict[str, int], wanted: set[int], score: float, label: float, group: str
-    ) -> None:
-        pending, key = self._pending, (record.question_id, record.sample)
-        assert self._undo is not None
-        undo = self._undo
-        if key in pending.keys:
-            row = pending.rows[pending.keys[key]]
-            before = (dict(row.values), row.label)
-            undo.append(lambda: row.__dict__.update(values=before[0], label=before[1]))
-            for name in places:
-                if self._group_of(name) in wanted:
-                    row.values[name] = places[name]
-            row.values["nonfinite"] |= places["nonfinite"]
-            row.label = self._one_label(row.label, label)
-            return
-        index = self.index.find(*key)
-        if index < 0:
-            pending.keys[key] = len(pending.rows)
-            pending.rows.append(PendingRow(record.question_id, places, score, label, group))
-
-            def forget() -> None:
-                pending.rows.pop()
-                del pending.keys[key]
-
-            undo.append(forget)
-            return
-        for wanted_group in sorted(wanted):
-            name = "graph" if wanted_group == mf.GROUP_GRAPH else "sequence"
-            patch = {f"patch_{n}": places[n] for n in ("hidden_row", "attention_start", "num_tokens", "layout")}
-            patch |= {f"patch_{n}": places[n] for n in ("last_token_row", "nonfinite")}
-            patch |= {"patch_trace": index, "patch_group": wanted_group, "patch_segment": places[f"{name}_segment"]}
-            patch |= {"patch_row": places[f"{name}_row"], "patch_crc32c": places[f"{name}_crc32c"]}
-            self._add_patch((index, wanted_group), patch)
-        self._add_label(record)
-
-    def _add_patch(self, place: tuple[int, int], patch: dict[str, int]) -> None:
-        pending, before = self._pending, self._pending.patches.get(place)
-        assert self._undo is not None
-
-        def restore() -> None:
-            del pending.patches[place]
-            if before is not None:
-                pending.patches[place] = before
-
-        pending.patches[place] = patch
-        self._undo.append(restore)
-
-    def _add_label(self, record: TraceRecord) -> None:
-        """Gives the label of a second source to a key that is there; one that differs is refused."""
-        pending, label = self._pending, record.label
-        assert self._undo is not None
-        if label is None:
-            return
-        key = (record.question_id, record.sample)
-        if key in pending.keys:
-            row = pending.rows[pending.keys[key]]
-            before_label = row.label
-            self._undo.append(lambda: setattr(row, "label", before_label))
-            row.label = self._one_label(row.label, label)
-            return
-        index = self.index.find(*key)
-        earlier = pending.updates.get(index)
-        stored = float(self.read_columns().labels[index]) if earlier is None else earlier[1]
-        label = self._one_label(stored, label)
-        if math.isnan(label) or label == stored:
-            return
-
-        def restore() -> None:
-            if earlier is None:
-                del pending.updates[index]
-            else:
-                pending.updates[index] = earlier
-
-        pending.updates[index] = (NAN, label, None) if earlier is None else (earlier[0], label, earlier[2])
-        self._undo.append(restore)
-
-    @staticmethod
-    def _group_of(name: str) -> int | None:
-        if name.startswith("sequence") or name == "last_token_row":
-            return mf.GROUP_SEQUENCE
-        graph = ("graph", "hidden_row", "attention_start", "num_tokens", "layout")
-        return mf.GROUP_GRAPH if name.startswith(graph) else None
-
-    def _one_label(self, stored: float, label: float) -> float:
-        if not math.isnan(stored) and not math.isnan(label) and stored != label:
-            if self._on_duplicate != "error":
-                return label if self._on_duplicate == "keep-last" else stored
-            raise InputRefusedError(
-                f"found label {label:g}, expected {stored:g} as stored for this key", field="labels"
-            )
-        return stored if math.isnan(label) else label
 
     # Columns
 
@@ -481,8 +343,9 @@ class StoreWriter:
 
     def _go_on(self, committed: Pending) -> None:
         self._sources |= {(s.path, s.size, s.fingerprint) for s in committed.sources}
-        self._pending, self._columns, self._sizes = Pending(), None, None
+        self._columns = None
         self.index = StoreIndex(self.path, self.manifest)
+        self._begin()
         clean(self.path, self.manifest)
 
     def _after_failed_commit(self, p: Pending) -> None:
@@ -500,7 +363,8 @@ class StoreWriter:
             clean(self.path, self.manifest)
 
     def _drop_pending(self) -> None:
-        pending, self._pending = self._pending, Pending()
+        pending = self._pending
+        self._begin()
         for segment in pending.segments:
             segment.suspend()
             with contextlib.suppress(OSError):
