@@ -46,6 +46,8 @@ MEMO_PER_BYTES = 256
 # Payloads below this are bytes of their own, larger ones views where they can be.
 cdef enum:
     SMALL_BYTES = 4096
+    # Below this a copy takes less time than another thread needs to take the lock.
+    GIL_BYTES = 1 << 18
     WINDOW_BYTES = 4096
     MAX_WINDOW_BYTES = 1 << 20
 # What the values of one trace may take beside its arrays: so much, and so much for a byte
@@ -297,8 +299,11 @@ cdef class PieceReader(ByteReader):
                 raise _truncated()
             take = min(count - done, <uint64_t>(self.limit - self.cursor))
             piece = self.cursor
-            with nogil:
+            if take < GIL_BYTES:
                 memcpy(out + done, piece, take)
+            else:
+                with nogil:
+                    memcpy(out + done, piece, take)
             self.cursor += take
             done += take
         return 0

@@ -78,8 +78,9 @@ def _shape(shape: Any) -> tuple[int, ...]:
         shape = (shape,)
     if not isinstance(shape, tuple | list) or len(shape) > MAX_NDIM:
         raise _refuse("found a shape that is not a tuple of integers")
-    if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in shape):
-        raise _refuse("found a shape with a negative or no integer")
+    for n in shape:
+        if type(n) is not int or n < 0:
+            raise _refuse("found a shape with a negative or no integer")
     return tuple(shape)
 
 

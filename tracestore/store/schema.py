@@ -1,6 +1,7 @@
 """Names, dtypes and sizes of format version 1. docs/format.md is the same in prose."""
 
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,7 @@ LAYOUT_NONE, LAYOUT_CAUSAL, LAYOUT_SQUARE, LAYOUT_EDGES = range(4)
 LAYOUT_NAMES = {LAYOUT_CAUSAL: "causal", LAYOUT_SQUARE: "square", LAYOUT_EDGES: "edges"}
 
 
+@lru_cache(maxsize=64)  # numpy takes microseconds for a name, and every layer is asked for it
 def dtype_name(dtype: np.dtype) -> str:
     """float16, bfloat16, float32 or float64; ValueError for another dtype."""
     if dtype == BFLOAT16:
