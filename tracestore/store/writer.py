@@ -77,7 +77,8 @@ class StoreWriter:
             self._created = self._prepare_folder(overwrite, exist_ok)
             self._lock = fsio.WriterLock(self.path)
             try:
-                fsio.remove_tree(self.path / SPOOL_FOLDER)
+                if (self.path / SPOOL_FOLDER).exists():  # a cluster's conversion was killed
+                    fsio.remove_tree(self.path / SPOOL_FOLDER)
                 if overwrite:
                     self._clear()
                 self._load(attention, dtype, codec)
