@@ -15,7 +15,7 @@ from tracestore.errors import InputRefusedError, MapFaultError, UsageError
 from tracestore.ingest.cluster import ClusterStream, read_sources_on_cluster
 from tracestore.ingest.reading import CUT_SHORT, PackOptions, SourceStream, read_sources
 from tracestore.ingest.scores import Scores, read_scores
-from tracestore.ingest.sources import find_scores, find_sources, state
+from tracestore.ingest.sources import find_scores, find_sources
 from tracestore.store import fsio, schema
 from tracestore.store.writer import StoreWriter
 
@@ -155,7 +155,8 @@ class Conversion:
 
     def _convert_one(self, writer: StoreWriter, stream: SourceStream | ClusterStream, progress: Progress) -> None:
         summary, name = self.summary, stream.source.name
-        size, digest = stream.identity()
+        identity = stream.identity()
+        size, digest = identity.size, identity.fingerprint
         if writer.has_source(name, size, digest):
             summary.num_sources_already += 1
             summary.bytes_in += size
@@ -168,7 +169,6 @@ class Conversion:
                 f"a trace that differs is {_ON_DUPLICATE[self.args.on_duplicate]}"
             )
         writer.begin_source(name, size, digest)
-        before = state(stream.source.path)
         added = duplicates = nonfinite = 0
         with fsio.translated_errors(self.store, lambda: writer.pending_bytes + size):
             try:
@@ -184,7 +184,7 @@ class Conversion:
                         duplicates += 1
                     progress.update(lambda s: self._line(s, summary.num_traces_read + added, summary.bytes_in))
                 writer.flush_source()
-                if state(stream.source.path) != before or before[0] != size:
+                if not identity.is_of(stream.source.path):
                     raise InputRefusedError("another program wrote to it while it was read", source=name)
             except BaseException as error:
                 writer.abort_source()

@@ -1,6 +1,7 @@
 """The same key twice: the same content, another content, another file of the same name."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -79,3 +80,27 @@ def test_labels_that_differ(tmp_path):
         convert(tmp_path / "one.pkl", store)
         convert(tmp_path / "two.pkl", store, "--on-duplicate", choice)
         assert tracestore.open(store).labels.tolist() == [label, 1.0]
+
+
+@pytest.mark.parametrize("change", ["appended", "touched", "removed"])
+def test_a_source_that_is_written_to_while_it_is_read(tmp_path, monkeypatch, capsys, change):
+    from tracestore import convert as command
+    from tracestore.store.writer import StoreWriter
+
+    path = write_pickle(tmp_path / "a.pkl", make_traces(3))
+    original = StoreWriter.append_packed
+
+    def append(self, *args, **options):
+        if change == "removed":
+            path.unlink(missing_ok=True)
+        else:
+            with path.open("ab") as file:
+                file.write(b"x" if change == "appended" else b"")
+            os.utime(path)
+        return original(self, *args, **options)
+
+    monkeypatch.setattr(StoreWriter, "append_packed", append)
+    assert command.main([str(path), str(tmp_path / "s.zarr")]) == 3
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "a.pkl: another program wrote to it" in error
+    assert not (tmp_path / "s.zarr").exists()

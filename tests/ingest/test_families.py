@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import tracestore
-from tests.helpers import as_torch, convert, make_graphs, make_traces, write_pickle
+from tests.helpers import as_torch, convert, make_graphs, make_trace, make_traces, write_pickle
 from tests.store.second_reader import read_store
+from tracestore.ingest.families import read_traces
 
 
 def check_family_1(store_path, traces, heads):
@@ -200,7 +201,6 @@ def test_multi_member_gzip(tmp_path):
 def test_payloads_of_finished_traces_are_released(tmp_path, monkeypatch, suffix, protocol, library):
     """With nothing retained, every payload goes with its trace, and reading is still right."""
     from tracestore.ingest import pickle_reader
-    from tracestore.ingest.families import read_traces
 
     monkeypatch.setattr(pickle_reader, "RETAINED_BYTES", 0)
     traces = make_traces(4, tokens=9, dim=512)
@@ -209,3 +209,13 @@ def test_payloads_of_finished_traces_are_released(tmp_path, monkeypatch, suffix,
     for record, trace in zip(read_traces(path, "t"), traces, strict=True):
         np.testing.assert_array_equal(np.stack(record.hidden), np.stack(trace["hidden_states"]))
         np.testing.assert_array_equal(np.stack(record.attention), np.stack(trace["attentions"]))
+
+
+def test_one_array_for_all_layers(tmp_path):
+    """What people write by hand: the same array stands for every layer, kept once in the file."""
+    trace = make_trace(0, tokens=300, layers=1, dim=1024, heads=4)
+    many = trace | {name: [trace[name][0]] * 40 for name in ("hidden_states", "attentions")}
+    for suffix in (".pkl", ".pkl.gz"):
+        (record,) = read_traces(write_pickle(tmp_path / f"t{suffix}", [many]), "t")
+        assert len(record.hidden) == 40
+        np.testing.assert_array_equal(record.hidden[39], trace["hidden_states"][0])

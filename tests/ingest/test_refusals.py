@@ -256,6 +256,10 @@ def found_in_review():
     a = np.zeros((8, 4096), "f4")
     many = {**make_trace(0), "hidden_states": [a] * 20_000, "attentions": []}
     yield pickle.dumps([many]), "many times"
+    # Traces are handed on before the end of the file says that their list was not all.
+    one = pickle.dumps([make_trace(0)], 4)
+    yield one[:-1] + b"K\x01\x86.", "around it"
+    yield one[:-1] + b"0" + one[2:], ""
 
 
 @pytest.mark.parametrize("data,word", list(found_in_review()), ids=range(len(list(found_in_review()))))

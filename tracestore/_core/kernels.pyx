@@ -8,7 +8,6 @@ whose file is cut short meanwhile, they raise what the map says: StoreDamagedErr
 file of a store, else MapFaultError, an OSError.
 """
 from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t
-from libc.stdlib cimport free, malloc
 
 include "view.pxi"
 include "guard.pxi"
@@ -33,11 +32,6 @@ cdef extern from "attention.h" nogil:
     void ts_unpack_triangle(const void *src, size_t itemsize, size_t count, size_t S, void *out)
     int ts_mean_rows(const void *src, ts_dtype dtype, size_t H, size_t stride, size_t n, uint16_t *out)
     int ts_head_mean(const void *src, ts_dtype dtype, size_t H, size_t S, int causal, uint16_t *out)
-    struct ts_edge_rule:
-        double threshold
-        double top_k_fraction
-    int64_t ts_select_pairs(const float *weights, size_t n, ts_edge_rule rule, unsigned char *keep,
-                            float *scratch)
 
 F16 = <int>TS_F16
 BF16 = <int>TS_BF16
@@ -46,7 +40,7 @@ F64 = <int>TS_F64
 
 
 cdef enum:
-    CRC, TO_F16, NONFINITE, CAUSAL, PACK, UNPACK, HEAD_MEAN, MEAN_ROWS, SELECT
+    CRC, TO_F16, NONFINITE, CAUSAL, PACK, UNPACK, HEAD_MEAN, MEAN_ROWS
 
 
 # A call of the core, so that it can run under the guard.
@@ -58,9 +52,6 @@ cdef struct _Call:
     size_t n, S, where, itemsize
     int causal, ret
     uint32_t crc
-    int64_t kept
-    ts_edge_rule rule
-    float *scratch
 
 
 cdef int _do(void *context) noexcept nogil:
@@ -79,10 +70,8 @@ cdef int _do(void *context) noexcept nogil:
         ts_unpack_triangle(c.source, c.itemsize, c.n, c.S, c.out)
     elif c.function == HEAD_MEAN:
         c.ret = ts_head_mean(c.source, c.dtype, c.n, c.S, c.causal, <uint16_t *>c.out)
-    elif c.function == MEAN_ROWS:
-        c.ret = ts_mean_rows(c.source, c.dtype, c.n, c.S, c.S, <uint16_t *>c.out)
     else:
-        c.kept = ts_select_pairs(<const float *>c.source, c.n, c.rule, <unsigned char *>c.out, c.scratch)
+        c.ret = ts_mean_rows(c.source, c.dtype, c.n, c.S, c.S, <uint16_t *>c.out)
     return 0
 
 
@@ -190,27 +179,3 @@ def mean_rows(source, int dtype, size_t num_rows, size_t row_length, out) -> Non
     _call(&c, MEAN_ROWS, v, o)
     if c.ret != 0:
         _raise(c.ret)
-
-
-def select_pairs(weights, double threshold, double top_k_fraction, keep) -> int:
-    """Marks in `keep` (uint8) which of the float32 `weights` of one layer become
-    edges: those above the threshold, or, where top_k_fraction > 0, that fraction
-    with the largest weights, ties by position. Returns how many."""
-    cdef _View v = _View(weights), o = _View(keep, True)
-    cdef _Call c
-    c.n = <size_t>v.view.len // 4
-    o.need(c.n, "keep")
-    c.rule.threshold, c.rule.top_k_fraction = threshold, top_k_fraction
-    c.scratch = <float *>malloc((c.n + 1) * sizeof(float))
-    if c.scratch == NULL:
-        raise MemoryError()
-    try:
-        _call(&c, SELECT, v, o)
-    finally:
-        free(c.scratch)
-    return c.kept
-
-
-def strerror(int code) -> str:
-    """The core's description of an error code."""
-    return ts_strerror(code).decode()

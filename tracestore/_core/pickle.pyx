@@ -774,6 +774,8 @@ cdef class PickleMachine:
             raise _refuse("not a well-formed pickle: it does not end with one object")
         self.result = self.stack[0]
         self.finished = True
+        if self.num_streamed and self.result is not self.root:
+            raise _refuse("a list of traces with something around it")
         if self.streaming and self.root is not None and self.result is self.root:
             # What other opcodes have put into the list.
             self.ready = self.root[::-1]

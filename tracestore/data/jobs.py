@@ -1,5 +1,6 @@
 """Batches on their way from the store into memory."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ def _code(name: str) -> int:
     return schema.dtype_code(name)
 
 
-class _Job:
+class _Job(ABC):
     """A batch on its way: looked up when it is made, then placed, then done by `native`,
     then made into tensors. num_bytes: of its piece of memory, at most."""
 
@@ -33,19 +34,19 @@ class _Job:
         self._store, self._indices, self._targets = store, indices, targets
         self._look_up(form)
 
-    def _look_up(self, form: BatchFormat) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _look_up(self, form: BatchFormat) -> None: ...
 
-    def count(self) -> None:
+    def count(self) -> None:  # noqa: B027 - most lookups leave nothing to find out
         """Finds out what the lookup could not, so that num_bytes is exact, not a bound."""
 
+    @abstractmethod
     def place(self, piece: Piece) -> None:
         """Sets the memory that the batch is to lie in."""
-        raise NotImplementedError
 
+    @abstractmethod
     def layout(self) -> Layout:
         """How it lies there; once `native` is done."""
-        raise NotImplementedError
 
     def values(self) -> Values:
         return Values.of(self._store, self._indices, self._targets)

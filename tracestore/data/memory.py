@@ -6,6 +6,7 @@ somebody holds it.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +33,7 @@ def padded(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGN) * _ALIGN
 
 
-class Piece:
+class Piece(ABC):
     """Memory of one batch: `buffer` to write to, and tensors on parts of it."""
 
     buffer: Any
@@ -45,8 +46,8 @@ class Piece:
         flat = self._flat(offset, count, dtype)
         return flat if len(shape) == 1 else flat.view(shape)
 
-    def _flat(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def _flat(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor: ...
 
 
 class LeasedPiece(Piece):

@@ -5,7 +5,7 @@ files up in order, so that the store is the same bytes as from one process.
 """
 
 import os
-from collections import deque
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import closing
@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from tracestore.errors import StorageError, TracestoreError, UsageError
-from tracestore.ingest.reading import PackOptions, identified, packed_traces
-from tracestore.ingest.sources import SourceFile
+from tracestore.ingest.reading import PackOptions, identified, in_order, packed_traces
+from tracestore.ingest.sources import Identity, SourceFile
 from tracestore.store import fsio
 from tracestore.store.pack import PackedTrace
 from tracestore.store.spool import SPOOL_FOLDER, read_spool, write_spool
 
-_PATIENCE_S = 0.2
+_PATIENCE_S = 0.02
 _CONNECT_S = 10
 
 
@@ -37,7 +37,7 @@ class ClusterStream:
 
     def __init__(self, source: SourceFile, target: Path, on_wait: Callable[[], None]) -> None:
         self.source, self.target, self._on_wait = source, target, on_wait
-        self._identity: tuple[int, str] | None = None
+        self._identity: Identity | None = None
         self._error: BaseException | None = None
         self._future: Any = None
 
@@ -47,36 +47,33 @@ class ClusterStream:
         except TracestoreError as error:
             self._error = error
             return
-        if not is_known(self.source.name, *self._identity):
+        if not is_known(self.source.name, self._identity.size, self._identity.fingerprint):
             path = os.path.abspath(self.source.path)
             self._future = client.submit(
                 _pack_source, path, self.source.name, options, str(self.target), pure=False, retries=0
             )
 
-    def identity(self) -> tuple[int, str]:
+    def identity(self) -> Identity:
         if self._identity is None:
             assert self._error is not None
             raise self._error
         return self._identity
 
     def __iter__(self) -> Iterator[PackedTrace]:
-        from distributed import TimeoutError
-
         if self._future is None:
             return
-        while True:
-            try:
-                self._future.result(timeout=_PATIENCE_S)
-                break
-            except TimeoutError:
-                self._on_wait()
-            except TracestoreError:
-                raise
-            except CancelledError as error:
-                raise StorageError(f"{self.source.name}: the cluster gave the work up: {error}") from None
-            except Exception as error:
-                # A worker that died, or one without this package.
-                raise StorageError(f"{self.source.name}: a worker failed: {type(error).__name__}: {error}") from None
+        while not self._future.done():
+            self._on_wait()
+            time.sleep(_PATIENCE_S)
+        try:
+            self._future.result()
+        except TracestoreError:
+            raise
+        except CancelledError as error:
+            raise StorageError(f"{self.source.name}: the cluster gave the work up: {error}") from None
+        except Exception as error:
+            # A worker that died, or one without this package.
+            raise StorageError(f"{self.source.name}: a worker failed: {type(error).__name__}: {error}") from None
         yield from read_spool(self.target)
 
     def cancel(self) -> None:
@@ -112,35 +109,20 @@ def read_sources_on_cluster(
             client = Client(cluster or address, timeout=_CONNECT_S, set_as_default=False)
         except (OSError, ValueError, TimeoutError) as error:
             raise UsageError(f"no Dask scheduler at {address}: {' '.join(str(error).split())[:200]}") from None
-        with client:
-            yield from _in_order(client, sources, options, spool, is_known, on_wait)
+
+        def started() -> Iterator[ClusterStream]:
+            for k, source in enumerate(sources):
+                stream = ClusterStream(source, spool / f"{k:08d}", on_wait)
+                stream.start(client, options, is_known)
+                yield stream
+
+        def wanted() -> int:
+            # What waits takes room on the disk: two sources a thread of the cluster.
+            return 2 * max(1, sum(client.nthreads().values()))
+
+        with client, closing(in_order(started(), wanted)) as streams:  # type: ignore[type-var]
+            yield from streams
     finally:
         if cluster is not None:
             cluster.close()
         fsio.remove_tree(spool)
-
-
-def _in_order(
-    client: Any,
-    sources: list[SourceFile],
-    options: PackOptions,
-    spool: Path,
-    is_known: Callable[[str, int, str], bool],
-    on_wait: Callable[[], None],
-) -> Iterator[ClusterStream]:
-    ahead: deque[ClusterStream] = deque()
-    upcoming = iter(enumerate(sources))
-    try:
-        while True:
-            # What waits takes room on the disk: two sources a thread of the cluster.
-            wanted = 2 * max(1, sum(client.nthreads().values()))
-            while len(ahead) < wanted and (source := next(upcoming, None)) is not None:
-                ahead.append(ClusterStream(source[1], spool / f"{source[0]:08d}", on_wait))
-                ahead[-1].start(client, options, is_known)
-            if not ahead:
-                return
-            yield ahead[0]
-            ahead.popleft().cancel()
-    finally:
-        for stream in ahead:
-            stream.cancel()

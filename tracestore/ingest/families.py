@@ -22,9 +22,12 @@ from tracestore.store.record import TraceRecord, question_id_text, record_from_d
 from tracestore.store.scratch import Scratch
 
 # What a file may come to, counting what it names many times each time: so much, and so
-# much for a byte of it. A value takes at least one byte.
+# much for a byte of it. A value takes at least one byte. Texts become bytes anew each time
+# they are named; arrays do not, and one of them stands for all layers in files that people
+# make by hand: as many times as gzip may inflate.
 _FREE_VALUES, _VALUES_PER_BYTE = 20_000, 4
-_FREE_BYTES, _NAMED_TIMES = 16 << 20, 4
+_FREE_TEXT, _TEXT_TIMES = 16 << 20, 4
+_FREE_BYTES, _ARRAY_TIMES = 64 << 20, 200
 _MAX_BYTES_VALUE = 4 << 20
 _GZIP_RESERVED = 0xE0
 
@@ -35,9 +38,9 @@ def resolve(value: Any, limits: "_Limits") -> Any:
         array = value.resolve()
         if isinstance(array, list):
             return [resolve(v, limits) for v in array]
-        limits.spend(1, array.nbytes)
+        limits.spend(array_bytes=array.nbytes)
         return array
-    limits.spend(1, len(value) if isinstance(value, str | bytes | memoryview) else 0)
+    limits.spend(text_bytes=len(value) if isinstance(value, str | bytes | memoryview) else 0)
     kind = type(value)
     if kind is dict:
         return {k: resolve(v, limits) for k, v in value.items()}
@@ -61,19 +64,26 @@ class _Limits:
 
     def __init__(self, read_bytes: Callable[[], int]) -> None:
         self._read_bytes = read_bytes
-        self._values = self._bytes = 0
-        self._allowed = (0, 0)
+        self._spent = self._allowed = (0, 0, 0)
 
-    def spend(self, values: int, num_bytes: int) -> None:
-        self._values += values
-        self._bytes += num_bytes
-        if self._values > self._allowed[0] or self._bytes > self._allowed[1]:
+    def spend(self, *, text_bytes: int = 0, array_bytes: int = 0) -> None:
+        """One value more, of so many bytes."""
+        values, texts, arrays = self._spent
+        self._spent = (values + 1, texts + text_bytes, arrays + array_bytes)
+        if self._exceeded():
             there = self._read_bytes()
-            self._allowed = (_FREE_VALUES + _VALUES_PER_BYTE * there, _FREE_BYTES + _NAMED_TIMES * there)
-            if self._values > self._allowed[0] or self._bytes > self._allowed[1]:
+            self._allowed = (
+                _FREE_VALUES + _VALUES_PER_BYTE * there,
+                _FREE_TEXT + _TEXT_TIMES * there,
+                _FREE_BYTES + _ARRAY_TIMES * there,
+            )
+            if self._exceeded():
                 raise InputRefusedError(
                     "traces whose values, counted each time they are named, exceed the file many times"
                 )
+
+    def _exceeded(self) -> bool:
+        return any(spent > allowed for spent, allowed in zip(self._spent, self._allowed, strict=True))
 
     def resolved(self, value: Any) -> Any:
         return resolve(value, self)

@@ -4,6 +4,7 @@ What costs time runs outside the interpreter's lock: inflating, checksums, packi
 Each source has a thread while it is read, and a bound on what waits to be taken.
 """
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -11,16 +12,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from tracestore.errors import InputRefusedError, MapFaultError
 from tracestore.ingest.families import read_traces
-from tracestore.ingest.sources import SourceFile, fingerprint
+from tracestore.ingest.sources import Identity, SourceFile, fingerprint
 from tracestore.store.pack import PackedTrace, pack_record
 from tracestore.store.scratch import Scratch
 
 CUT_SHORT = "cut short while it was read"
 # How often a wait for the next trace lets the caller look at Ctrl-C.
 _PATIENCE_S = 0.2
+
+
+AnyStream = TypeVar("AnyStream", bound="Stream")
 
 
 @dataclass(frozen=True)
@@ -49,12 +54,13 @@ def packed_traces(source: SourceFile, options: PackOptions) -> Iterator[PackedTr
             del record
 
 
-def identified(source: SourceFile) -> tuple[int, str]:
-    """Size and fingerprint; InputRefusedError where it is no file that can be read."""
+def identified(source: SourceFile) -> Identity:
+    """InputRefusedError where it is no file that can be read."""
     if not source.path.is_file():
         next(iter(read_traces(source.path, source.name)))  # refuses it with the reason
     try:
-        return fingerprint(source.path)
+        modified_ns = os.stat(source.path).st_mtime_ns
+        return Identity(*fingerprint(source.path), modified_ns)
     except OSError as error:
         raise InputRefusedError(f"cannot be opened: {error.strerror}", source=source.name) from None
 
@@ -66,7 +72,7 @@ class Cancelled(Exception):
 class SourceStream:
     """The packed traces of one source on their way from its thread.
 
-    identity() waits for (size, fingerprint); iterating then gives the traces, unless
+    identity() waits for what the source is known by; iterating then gives the traces, unless
     `is_known` was true of them. Both raise what reading the source has raised.
     """
 
@@ -74,7 +80,7 @@ class SourceStream:
         self.source = source
         self._max_bytes, self._on_wait = max_bytes, on_wait
         self._changed = threading.Condition()
-        self._identity: tuple[int, str] | None = None
+        self._identity: Identity | None = None
         self._waiting: deque[PackedTrace] = deque()
         self._held = 0
         self._error: BaseException | None = None
@@ -87,7 +93,7 @@ class SourceStream:
             with self._changed:
                 self._identity = identity
                 self._changed.notify_all()
-            if not self._cancelled and not is_known(self.source.name, *identity):
+            if not self._cancelled and not is_known(self.source.name, identity.size, identity.fingerprint):
                 traces = packed_traces(self.source, options)
                 with closing(traces):  # type: ignore[type-var]
                     for trace in traces:
@@ -122,7 +128,7 @@ class SourceStream:
                     return
             self._on_wait()
 
-    def identity(self) -> tuple[int, str]:
+    def identity(self) -> Identity:
         self._wait(lambda: self._identity is not None)
         if self._identity is None:
             assert self._error is not None
@@ -151,6 +157,30 @@ class SourceStream:
             self._changed.notify_all()
 
 
+class Stream(Protocol):
+    """The traces of one source on their way."""
+
+    def cancel(self) -> None: ...
+
+
+def in_order(started: Iterator[AnyStream], wanted: Callable[[], int]) -> Iterator[AnyStream]:
+    """The streams one by one, each cancelled when it has been had; `wanted()` of them are
+    started ahead. Closing the iterator cancels all."""
+    ahead: deque[AnyStream] = deque()
+    try:
+        while True:
+            count = wanted()
+            while len(ahead) < count and (stream := next(started, None)) is not None:
+                ahead.append(stream)
+            if not ahead:
+                return
+            yield ahead[0]
+            ahead.popleft().cancel()
+    finally:
+        for stream in ahead:
+            stream.cancel()
+
+
 def read_sources(
     sources: list[SourceFile],
     options: PackOptions,
@@ -163,18 +193,15 @@ def read_sources(
     options.max_memory bytes of each ahead. on_wait() is called now and then while the
     caller waits, and may raise. Closing the iterator ends the threads."""
     pool = ThreadPoolExecutor(workers, thread_name_prefix="tracestore-read")
-    ahead: deque[SourceStream] = deque()
-    upcoming = iter(sources)
+
+    def started() -> Iterator[SourceStream]:
+        for source in sources:
+            stream = SourceStream(source, options.max_memory, on_wait)
+            pool.submit(stream.fill, options, is_known)
+            yield stream
+
     try:
-        while True:
-            while len(ahead) < 2 * workers and (source := next(upcoming, None)) is not None:
-                ahead.append(SourceStream(source, options.max_memory, on_wait))
-                pool.submit(ahead[-1].fill, options, is_known)
-            if not ahead:
-                return
-            yield ahead[0]
-            ahead.popleft().cancel()
+        with closing(in_order(started(), lambda: 2 * workers)) as streams:  # type: ignore[type-var]
+            yield from streams
     finally:
-        for stream in ahead:
-            stream.cancel()
         pool.shutdown(cancel_futures=True)

@@ -5,6 +5,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import UsageError
@@ -20,12 +21,6 @@ class SourceFile:
 
     path: Path
     name: str
-
-
-def state(path: Path) -> tuple[int, int]:
-    """Size and time of the last change, for telling whether a file was written meanwhile."""
-    status = os.stat(path)
-    return status.st_size, status.st_mtime_ns
 
 
 def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
@@ -91,6 +86,22 @@ def find_scores(arguments: list[Path]) -> Path | None:
         listing = ", ".join(map(str, candidates))
         raise UsageError(f"several scores files: {listing}; choose one with --scores")
     return candidates[0] if candidates else None
+
+
+class Identity(NamedTuple):
+    """What a source is known by, and when it was last written."""
+
+    size: int
+    fingerprint: str
+    modified_ns: int
+
+    def is_of(self, path: Path) -> bool:
+        """Whether nobody has written to the file since."""
+        try:
+            status = os.stat(path)
+        except OSError:
+            return False
+        return (status.st_size, status.st_mtime_ns) == (self.size, self.modified_ns)
 
 
 def fingerprint(path: Path) -> tuple[int, str]:
