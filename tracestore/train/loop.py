@@ -172,12 +172,14 @@ class DetectorRun:
         progress.waited_s += time.perf_counter() - began
         first = step.batches[0]
         torch.manual_seed(step_key(self.config.seed, first.epoch, first.number, self.ranks.rank))
-        if self.config.accumulate > 1:
-            # The guard never computes more than one batch at once.
-            share = -(-self.config.batch_size // self.ranks.world_size)
-            self.guard.micro_batch = min(self.guard.micro_batch or share, share)
         try:
-            loss = self.guard.step(step.size, partial(self.forward.step_loss, step), whole=step.whole)
+            loss = self.guard.step(
+                step.size,
+                partial(self.forward.step_loss, step),
+                whole=step.whole,
+                # Batches that are accumulated are computed one after the other.
+                at_most=max(batch.size for batch in step.batches),
+            )
         except DoesNotFitError as error:
             progress.seconds += time.perf_counter() - began
             self._end(progress, error.exit_code, str(error))

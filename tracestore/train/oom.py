@@ -186,13 +186,20 @@ class OOMGuard:
 
     # Steps
 
-    def step(self, size: int, loss_of: Callable[[int, int], torch.Tensor], whole: int | None = None) -> float:
-        """One step over a batch of `size` items; the mean loss. With ranks, `size` of the
-        `whole` batch are this rank's (may be 0), and the result is its share of the mean."""
+    def step(
+        self,
+        size: int,
+        loss_of: Callable[[int, int], torch.Tensor],
+        whole: int | None = None,
+        at_most: int | None = None,
+    ) -> float:
+        """One step over a batch of `size` items, at most `at_most` of them at once; the mean
+        loss. With ranks, `size` of the `whole` batch are this rank's (may be 0), and the
+        result is its share of the mean."""
         before, buffers, scaler_state = self._prepare()
         # The last batch of an epoch is short and says nothing of what fits.
         self._largest = max(self._largest, size)
-        micro = max(1, min(size, self.micro_batch or size))
+        micro = max(1, min(size, self.micro_batch or size, at_most or size))
         retried = False
         while True:
             phase, kind, loss = self._attempt(size, micro, loss_of, whole or size)
