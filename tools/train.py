@@ -31,6 +31,13 @@ def seed(text: str) -> int:
     return int(text)
 
 
+def folds(text: str) -> int:
+    """At least two."""
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a whole number of at least 2")
+    return int(text)
+
+
 def workers(text: str) -> int:
     """auto or a count of DataLoader workers."""
     if text == "auto":
@@ -84,6 +91,8 @@ def make_parser() -> Parser:
     add("--num-workers", type=workers, default=0, metavar="auto|N", help="0: threads (default); N: DataLoader workers")
     add("--shuffle", choices=("global", "buffer", "block", "none"), default="global")
     add("--shuffle-buffer", type=positive, default=1000, metavar="TRACES")
+    add("--folds", type=folds, metavar="K", help="cross-validation by question: each is tested in one of K folds")
+    add("--seeds", type=positive, metavar="N", help="N trainings of each model and split, from --seed on")
     add("--resume", action="store_true", help="continue the run in --output-dir")
     add("--json", action="store_true", help="results as one JSON document on standard output")
     for flag in ("--preprocessed-dir", "--data-pattern"):
@@ -105,6 +114,8 @@ def command(args: argparse.Namespace) -> int:
         raise UsageError("every model is switched off")
     if not 0 <= args.dropout < 1 or args.lr <= 0:
         raise UsageError(f"found --dropout {args.dropout}, --lr {args.lr}; expected 0 <= dropout < 1 and lr > 0")
+    if args.seed + (args.seeds or 1) > 2**32:
+        raise UsageError(f"found --seed {args.seed}, --seeds {args.seeds}; the last seed must be below 2^32")
     if not args.store.exists():
         raise UsageError(f"{args.store}: no such store")
     # Imported here: wrong usage answers at once, and torch takes seconds.
@@ -155,11 +166,13 @@ def command(args: argparse.Namespace) -> int:
             sizes,
             memory_budget=args.memory_budget,
             with_probe=args.probe,
+            num_folds=args.folds,
+            num_seeds=args.seeds,
             resume_command=args.resume_command,
             log=output.say,
         )
     output.say("\n" + report.table(results) + "\n")
-    for name in ("results.json", "curves.png", "roc.png", "report.html"):
+    for name in ("results.json", "predictions.csv", *report.PLOTS, "report.html"):
         output.say(str(args.output_dir / name))
     output.document(report.finite(results))
     return 0

@@ -17,10 +17,12 @@ from tracestore.data.loader import TraceLoader
 from tracestore.errors import DoesNotFitError, TrainingError, UsageError
 from tracestore.store.reader import TraceStore
 from tracestore.train.checkpoint import load_checkpoint, pack_random_state, save_checkpoint, unpack_random_state
+from tracestore.train.evaluate import evaluate_part
 from tracestore.train.gine import GraphInputs
-from tracestore.train.metrics import auroc, evaluate_test, youden_threshold
+from tracestore.train.metrics import auroc, fit_temperature, youden_threshold
 from tracestore.train.models import VIEWS, Detector, ModelConfig, Standardiser, detector_loss, make_model
 from tracestore.train.oom import OOMGuard, classify, random_state, restore_random_state
+from tracestore.train.scoring import detector_checkpoint
 from tracestore.train.split import Split
 
 CHECKPOINT_VERSION = 1
@@ -338,20 +340,18 @@ class DetectorRun:
         c["split_and_labels"] = digest.hexdigest()
         return c | {f"model_{k}": v for k, v in asdict(self.model_config).items()}
 
-    def _save_best(self, progress: Progress, threshold: float) -> None:
+    def _save_best(self, progress: Progress, y: np.ndarray, score: np.ndarray) -> None:
+        """`y` and `score`: labels and logits of the validation part."""
+        about = {
+            "threshold": youden_threshold(y, score),
+            "temperature": fit_temperature(y, score),
+            "epoch": progress.epoch,
+            "val_auroc": progress.best_val_auroc,
+            "attention_threshold": self.config.attention_threshold,
+            "top_k": self.config.top_k,
+        }
         save_checkpoint(
-            self.folder / "best.pt",
-            {
-                "version": CHECKPOINT_VERSION,
-                "name": self.name,
-                "model": self.model.state_dict(),
-                "model_config": asdict(self.model_config),
-                "threshold": threshold,
-                "epoch": progress.epoch,
-                "val_auroc": progress.best_val_auroc,
-                "attention_threshold": self.config.attention_threshold,
-                "top_k": self.config.top_k,
-            },
+            self.folder / "best.pt", detector_checkpoint(self.name, self.model, self.model_config, self.store, about)
         )
 
     def _resume(self, loader: TraceLoader) -> tuple[Progress, dict[str, Any] | None]:
@@ -399,7 +399,7 @@ class DetectorRun:
             progress.history["val_auroc"].append(val_auroc)
             if val_auroc > progress.best_val_auroc:
                 progress.best_val_auroc, progress.best_epoch = val_auroc, progress.epoch
-                self._save_best(progress, youden_threshold(y, score))
+                self._save_best(progress, y, score)
             progress.epoch += 1
             self._save_last(progress, loader.state_dict() | {"epoch": progress.epoch, "batch": 0})
             self._log_epoch(progress)
@@ -425,18 +425,12 @@ class DetectorRun:
         y, score, _ = self._scores("test")
         order = self.split.indices["test"]
         return {
-            "test": evaluate_test(y, score, best["threshold"], self.config.seed),
+            **evaluate_part(self.store, order, y, score, best["threshold"], best["temperature"], self.config.seed),
             "best_val_auroc": progress.best_val_auroc,
             "best_epoch": progress.best_epoch,
-            "threshold": best["threshold"],
             "history": progress.history,
             "oom_events": self.guard.events,
             "seconds_per_epoch": progress.seconds_per_epoch,
-            "test_scores": {
-                "question_id": [self.store.question_ids[int(k)] for k in order],
-                "label": y.tolist(),
-                "logit": score.tolist(),
-            },
         }
 
 
