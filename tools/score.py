@@ -57,7 +57,7 @@ def command(args: argparse.Namespace) -> int:
 
     if args.num_threads:
         torch.set_num_threads(args.num_threads)
-    output = Output(args.json)
+    output, device = Output(args.json), pick_device(args.device)
     detector = load_detector(args.checkpoint)
     store = TraceStore(args.store)
     detector.check(store)
@@ -65,7 +65,7 @@ def command(args: argparse.Namespace) -> int:
         output.say(f"note: {difference}; scores may not carry over")
     budget = None
     if args.memory_budget is not None:
-        trace_bytes = mean_trace_bytes(store, BatchFormat(VIEWS[detector.name])) if len(store) else 0
+        trace_bytes = mean_trace_bytes(store, BatchFormat(VIEWS[detector.name]))
         budget = MemoryBudget(args.memory_budget, 4 * trace_bytes)
     total, without, hallucinated = len(store), 0, 0
     progress = Progress(output)
@@ -77,7 +77,7 @@ def command(args: argparse.Namespace) -> int:
             detector,
             store,
             batch_size=args.batch_size,
-            device=pick_device(args.device),
+            device=device,
             num_threads=args.num_threads or 2,
             memory_budget=None if args.memory_budget is None else args.memory_budget // 2,
             on_event=lambda event: output.say(
@@ -85,18 +85,18 @@ def command(args: argparse.Namespace) -> int:
             ),
         ):
             scored, predicted = probability(logits), logits >= detector.threshold
-            for k, question, score, positive_, there in zip(
+            for k, question, score, hit, there in zip(
                 indices, store.question_ids.at(indices), scored, predicted, ~np.isnan(logits), strict=True
             ):
-                yield question, store[int(k)].sample, *((float(score), int(positive_)) if there else ("", ""))
+                yield question, store[int(k)].sample, *((float(score), int(hit)) if there else ("", ""))
                 without += not there
-                hallucinated += bool(positive_)
+                hallucinated += bool(hit)
             done += len(indices)
             progress.update(lambda s: f"{done:,} of {total:,} traces, {done / s:,.0f} traces/s")
 
     try:
         with translated_errors(args.output):
-            write_rows(args.output, HEADER, rows() if total else ())
+            write_rows(args.output, HEADER, rows())
     finally:
         if budget is not None:
             budget.release()

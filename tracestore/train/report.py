@@ -134,7 +134,7 @@ def _groups(results: dict[str, Any]) -> str:
 
 def _counts(results: dict[str, Any]) -> str:
     rows = [
-        [k if len(results["counts"]) > 1 else "", part, c["hallucinated"], c["right"]]
+        [k, part, c["hallucinated"], c["right"]]
         for k, parts in enumerate(results["counts"])
         for part, c in parts.items()
     ]

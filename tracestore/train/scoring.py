@@ -64,7 +64,7 @@ class TrainedDetector:
             ("layers", self.config.num_layers, store.num_layers),
             ("columns of hidden states", self.config.hidden_dim, store.hidden_dim),
         ):
-            if len(store) and mine != found:
+            if mine != found:
                 raise UsageError(f"{store.path}: {self.name} was trained on {mine} {what}, this store has {found}")
         store.require(VIEWS[self.name])
 
