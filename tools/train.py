@@ -44,6 +44,13 @@ def seconds(text: str) -> float:
     return value
 
 
+def folds(text: str) -> int:
+    """At least two."""
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a whole number of at least 2")
+    return int(text)
+
+
 def workers(text: str) -> int:
     """auto or a count of DataLoader workers."""
     if text == "auto":
@@ -100,6 +107,8 @@ def make_parser() -> Parser:
     add("--num-workers", type=workers, default=0, metavar="auto|N", help="0: threads (default); N: DataLoader workers")
     add("--shuffle", choices=("global", "buffer", "block", "none"), default="global")
     add("--shuffle-buffer", type=positive, default=1000, metavar="TRACES")
+    add("--folds", type=folds, metavar="K", help="cross-validation by question: each is tested in one of K folds")
+    add("--seeds", type=positive, metavar="N", help="N trainings of each model and split, from --seed on")
     add("--resume", action="store_true", help="continue the run in --output-dir")
     add(
         "--checkpoint-every",
@@ -130,6 +139,8 @@ def chosen_models(args: argparse.Namespace) -> list[str]:
         raise UsageError("every model is switched off")
     if not 0 <= args.dropout < 1 or args.lr <= 0:
         raise UsageError(f"found --dropout {args.dropout}, --lr {args.lr}; expected 0 <= dropout < 1 and lr > 0")
+    if args.seed + (args.seeds or 1) > 2**32:
+        raise UsageError(f"found --seed {args.seed}, --seeds {args.seeds}; the last seed must be below 2^32")
     if not args.store.exists():
         raise UsageError(f"{args.store}: no such store")
     return names
@@ -194,6 +205,8 @@ def command(args: argparse.Namespace) -> int:
             sizes,
             memory_budget=args.memory_budget,
             with_probe=args.probe,
+            num_folds=args.folds,
+            num_seeds=args.seeds,
             resume_command=args.resume_command,
             log=output.say,
             line=Progress(output),
@@ -202,7 +215,7 @@ def command(args: argparse.Namespace) -> int:
     if not ranks.is_first:
         return 0
     output.say("\n" + report.table(results) + "\n")
-    for name in ("results.json", "curves.png", "roc.png", "report.html"):
+    for name in ("results.json", "predictions.csv", *report.PLOTS, "report.html"):
         output.say(str(args.output_dir / name))
     output.document(report.finite(results))
     return 0

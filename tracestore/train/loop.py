@@ -17,14 +17,16 @@ from tracestore.errors import DoesNotFitError, StoppedError, TrainingError, Usag
 from tracestore.store.reader import TraceStore
 from tracestore.train.checkpoint import load_checkpoint, pack_random_state, save_checkpoint, unpack_random_state
 from tracestore.train.config import Progress, TrainConfig
+from tracestore.train.evaluate import evaluate_part
 from tracestore.train.feed import FedBatch, Feed, StepBatches, step_key
 from tracestore.train.forward import Forward
-from tracestore.train.metrics import auroc, evaluate_test, youden_threshold
+from tracestore.train.metrics import auroc, fit_temperature, youden_threshold
 from tracestore.train.models import VIEWS, ModelConfig
 from tracestore.train.monitor import Log, Monitor
 from tracestore.train.oom import OOMGuard, classify, random_state, restore_random_state
 from tracestore.train.part_scores import Halted, PartScores, score_part
 from tracestore.train.ranks import Ranks
+from tracestore.train.scoring import detector_checkpoint
 from tracestore.train.split import PARTS, Split
 from tracestore.train.standardise import fit_standardiser
 from tracestore.train.stopping import StopSignals
@@ -239,7 +241,7 @@ class DetectorRun:
         value = auroc(scores.y, scores.logits)
         if value > progress.best_val_auroc:
             progress.best_val_auroc, progress.best_epoch = value, progress.epoch
-            self._save_best(progress, youden_threshold(scores.y, scores.logits))
+            self._save_best(progress, scores)
         progress.end_epoch(scores.loss, value)
 
     def _scores(self, part: str, progress: Progress | None) -> PartScores:
@@ -262,24 +264,21 @@ class DetectorRun:
         # Nothing to save where this ends early: last.pt is whole.
         scores = self._scores("test", None)
         self.model.load_state_dict(last)
-        result = self.ranks.first(lambda: self._result(progress, best["threshold"], scores))
+        result = self.ranks.first(lambda: self._result(progress, best, scores))
         self._save_last(progress, result)
         return result
 
-    def _result(self, progress: Progress, threshold: float, scores: PartScores) -> dict[str, Any]:
+    def _result(self, progress: Progress, best: dict[str, Any], scores: PartScores) -> dict[str, Any]:
+        order = self.split.indices["test"]
         return {
-            "test": evaluate_test(scores.y, scores.logits, threshold, self.config.seed),
+            **evaluate_part(
+                self.store, order, scores.y, scores.logits, best["threshold"], best["temperature"], self.config.seed
+            ),
             "best_val_auroc": progress.best_val_auroc,
             "best_epoch": progress.best_epoch,
-            "threshold": threshold,
             "history": progress.history,
             "oom_events": self.guard.events,
             "seconds_per_epoch": progress.seconds_per_epoch,
-            "test_scores": {
-                "question_id": [self.store.question_ids[int(k)] for k in self.split.indices["test"]],
-                "label": scores.y.tolist(),
-                "logit": scores.logits.tolist(),
-            },
         }
 
     # Checkpoints
@@ -307,22 +306,20 @@ class DetectorRun:
         )
         self._saved_at = time.monotonic()
 
-    def _save_best(self, progress: Progress, threshold: float) -> None:
+    def _save_best(self, progress: Progress, scores: PartScores) -> None:
+        """`scores` of the validation part decide threshold and temperature."""
         if not self.ranks.is_first:
             return
+        about = {
+            "threshold": youden_threshold(scores.y, scores.logits),
+            "temperature": fit_temperature(scores.y, scores.logits),
+            "epoch": progress.epoch,
+            "val_auroc": progress.best_val_auroc,
+            "attention_threshold": self.config.attention_threshold,
+            "top_k": self.config.top_k,
+        }
         save_checkpoint(
-            self.folder / "best.pt",
-            {
-                "version": CHECKPOINT_VERSION,
-                "name": self.name,
-                "model": self.model.state_dict(),
-                "model_config": asdict(self.model_config),
-                "threshold": threshold,
-                "epoch": progress.epoch,
-                "val_auroc": progress.best_val_auroc,
-                "attention_threshold": self.config.attention_threshold,
-                "top_k": self.config.top_k,
-            },
+            self.folder / "best.pt", detector_checkpoint(self.name, self.model, self.model_config, self.store, about)
         )
 
     # Out of memory, and stopping

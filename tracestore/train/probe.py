@@ -9,7 +9,8 @@ from sklearn.preprocessing import StandardScaler
 
 from tracestore.data.loader import TraceLoader
 from tracestore.store.reader import TraceStore
-from tracestore.train.metrics import auroc, evaluate_test, youden_threshold
+from tracestore.train.evaluate import evaluate_part
+from tracestore.train.metrics import auroc, fit_temperature, youden_threshold
 from tracestore.train.split import Split
 
 INVERSE_REGULARISATION = 0.01
@@ -33,16 +34,16 @@ def run_probe(store: TraceStore, split: Split, targets: np.ndarray, seed: int) -
             StandardScaler(), LogisticRegression(C=INVERSE_REGULARISATION, max_iter=1000, random_state=seed)
         )
         model.fit(x["train"][:, layer], y["train"])
-        val = model.predict_proba(x["val"][:, layer])[:, 1]
+        val = model.decision_function(x["val"][:, layer])
         by_layer.append(auroc(y["val"], val))
         if best is None or by_layer[-1] > best[0]:
-            best = (by_layer[-1], layer, val, model.predict_proba(x["test"][:, layer])[:, 1])
+            best = (by_layer[-1], layer, val, model.decision_function(x["test"][:, layer]))
     assert best is not None
-    threshold = youden_threshold(y["val"], best[2])
+    _, layer, val, test = best
+    threshold, temperature = youden_threshold(y["val"], val), fit_temperature(y["val"], val)
     return {
-        "test": evaluate_test(y["test"], best[3], threshold, seed),
+        **evaluate_part(store, split.indices["test"], y["test"], test, threshold, temperature, seed),
         "best_val_auroc": best[0],
-        "threshold": threshold,
-        "layer": best[1],
+        "layer": layer,
         "val_auroc_by_layer": by_layer,
     }

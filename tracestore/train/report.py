@@ -1,24 +1,20 @@
-"""Plots, the table and the page of a training run."""
+"""The table and the page of a training run."""
 
 import base64
 import html
 import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-COLUMNS = ("auroc", "accuracy", "precision", "recall", "f1")
+from tracestore.errors import printable
+from tracestore.train.plots import PLOTS, write_plots
 
+__all__ = ["PLOTS", "finite", "table", "write_page", "write_plots"]
 
-def table(results: dict[str, Any]) -> str:
-    """The closing table: a row a model, the probe below."""
-    header = f"{'model':14} {'AUROC':>6} {'95 % interval':>15} " + " ".join(f"{c:>9}" for c in COLUMNS[1:])
-    lines = [header]
-    for name, entry in _entries(results):
-        test = entry["test"]
-        low, high = test["auroc_interval"]
-        rest = " ".join(f"{test[c]:9.3f}" for c in COLUMNS[1:])
-        lines.append(f"{name:14} {test['auroc']:6.3f} {f'{low:.3f} to {high:.3f}':>15} {rest}")
-    return "\n".join(lines)
+COLUMNS = ("auroc", "auprc", "brier", "ece", "accuracy", "precision", "recall", "f1")
+_TITLES = {"auroc": "AUROC", "auprc": "AUPRC", "brier": "Brier", "ece": "ECE", "f1": "F1"}
+_METHODS = {"delong": "DeLong", "bootstrap": "bootstrap"}
 
 
 def _entries(results: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -28,73 +24,157 @@ def _entries(results: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     return entries
 
 
-def write_plots(results: dict[str, Any], folder: Path) -> list[Path]:
-    """curves.png (loss and AUROC over epochs) and roc.png, as far as there are data."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from sklearn.metrics import roc_curve
-
-    models = results["models"]
-    if not models:
-        return []
-    figure, axes = pyplot.subplots(2, len(models), figsize=(4.2 * len(models), 6), squeeze=False, layout="constrained")
-    for column, (name, entry) in enumerate(models.items()):
-        history = entry["history"]
-        epochs = range(1, len(history["train_loss"]) + 1)
-        top, bottom = axes[0][column], axes[1][column]
-        top.plot(epochs, history["train_loss"], label="train")
-        top.plot(epochs, history["val_loss"], label="validation")
-        top.set(title=name, ylabel="loss")
-        top.legend()
-        bottom.plot(epochs, history["val_auroc"], color="C1", label="validation")
-        bottom.axhline(entry["test"]["auroc"], color="C2", linestyle="--", label="test, best epoch")
-        bottom.set(xlabel="epoch", ylabel="AUROC", ylim=(0, 1.02))
-        bottom.legend(loc="lower right")
-    paths = [folder / "curves.png", folder / "roc.png"]
-    figure.savefig(paths[0], dpi=110)
-    pyplot.close(figure)
-    figure, axis = pyplot.subplots(figsize=(5, 4.6), layout="constrained")
-    for name, entry in models.items():
-        scores = entry["test_scores"]
-        false_positive, true_positive, _ = roc_curve(scores["label"], scores["logit"])
-        axis.plot(false_positive, true_positive, label=f"{name} ({entry['test']['auroc']:.3f})")
-    axis.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
-    axis.set(xlabel="false positive rate", ylabel="true positive rate", title="Test part")
-    axis.legend(loc="lower right")
-    figure.savefig(paths[1], dpi=110)
-    pyplot.close(figure)
-    return paths
+def _pair_name(pair: dict[str, Any]) -> str:
+    return f"{pair['first']} - {pair['second']}".replace("_probe", " probe")
 
 
-def write_page(results: dict[str, Any], plots: list[Path], path: Path) -> None:
-    """report.html: one file that needs no network."""
-    rows = []
+def _p(value: float) -> str:
+    return "< 0.001" if value < 0.001 else f"{value:.3f}"
+
+
+def table(results: dict[str, Any]) -> str:
+    """The closing table: a row a model, the probe below, then a row a pair of them."""
+    pairs = results.get("comparisons") or []
+    width = max([14, *(len(_pair_name(p)) for p in pairs)])
+    rest = " ".join(f"{_TITLES.get(c, c):>9}" for c in COLUMNS[1:])
+    lines = [f"{'model':{width}} {'AUROC':>6} {'95 % interval':>16} {rest}"]
     for name, entry in _entries(results):
         test = entry["test"]
         low, high = test["auroc_interval"]
-        cells = [name, f"{test['auroc']:.3f} ({low:.3f} to {high:.3f})"] + [f"{test[c]:.3f}" for c in COLUMNS[1:]]
-        rows.append("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in cells) + "</tr>")
+        figures = " ".join(f"{test[c]:9.3f}" for c in COLUMNS[1:])
+        lines.append(f"{name:{width}} {test['auroc']:6.3f} {f'{low:.3f} to {high:.3f}':>16} {figures}")
+    if pairs:
+        lines.append(f"{'difference':{width}} {'AUROC':>6} {'95 % interval':>16} {'p':>9} {'Holm':>9}  test")
+    for pair in pairs:
+        low, high = pair["interval"]
+        lines.append(
+            f"{_pair_name(pair):{width}} {pair['difference']:+6.3f} {f'{low:+.3f} to {high:+.3f}':>16} "
+            f"{_p(pair['p']):>9} {_p(pair['p_holm']):>9}  {_METHODS[pair['method']]}"
+        )
+    return "\n".join(lines)
+
+
+# The page
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Everything in it is text: ids, groups and paths come from files of others."""
+    head = "".join(f"<th>{html.escape(h)}</th>" for h in header)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(printable(str(c)))}</td>" for c in row) + "</tr>" for row in rows
+    )
+    return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def _interval(value: float, interval: Sequence[float], sign: str = "") -> str:
+    return f"{value:{sign}.3f} ({interval[0]:{sign}.3f} to {interval[1]:{sign}.3f})"
+
+
+def _models(results: dict[str, Any]) -> str:
+    rows = []
+    for name, entry in _entries(results):
+        test = entry["test"]
+        first = [_interval(test[c], test[f"{c}_interval"]) for c in ("auroc", "auprc")]
+        rows.append([name, *first, *(f"{test[c]:.3f}" for c in COLUMNS[2:])])
+    return _table(["model", "AUROC (95 %)", "AUPRC (95 %)", *(_TITLES.get(c, c) for c in COLUMNS[2:])], rows)
+
+
+def _comparisons(results: dict[str, Any]) -> str:
+    rows = [
+        [
+            _pair_name(p),
+            _interval(p["difference"], p["interval"], "+"),
+            _p(p["p"]),
+            _p(p["p_holm"]),
+            _METHODS[p["method"]],
+        ]
+        for p in results.get("comparisons") or []
+    ]
+    if not rows:
+        return ""
+    return "<h2>Comparisons</h2>" + _table(["pair", "difference in AUROC (95 %)", "p", "p, Holm", "test"], rows)
+
+
+def _spread(results: dict[str, Any]) -> str:
+    if "runs" not in results:
+        return ""
+    rows = []
+    for name, entry in _entries(results):
+        test = entry["test"]
+        sd = test["auroc_sd_of_seeds"]
+        values = ", ".join(f"{v:.3f}" for v in test["auroc_by_run"])
+        rows.append([name, values, "" if sd is None else f"{sd:.3f}", f"{test['auroc_out_of_fold']:.3f}"])
+    header = ["model", "AUROC of each run (folds, in each the seeds)", "sd over seeds", "out of fold, pooled"]
+    return "<h2>Runs</h2>" + _table(header, rows)
+
+
+def _calibration(results: dict[str, Any]) -> str:
+    rows = []
+    for name, entry in _entries(results):
+        c = entry["calibration"]
+        figures = (c["ece"], c["scaled"]["ece"], c["brier"], c["scaled"]["brier"], c["temperature"])
+        rows.append([name, *(f"{v:.3f}" for v in figures)])
+    header = ["model", "ECE", "ECE, scaled", "Brier", "Brier, scaled", "temperature"]
+    return "<h2>Calibration</h2>" + _table(header, rows)
+
+
+def _groups(results: dict[str, Any]) -> str:
+    entries = _entries(results)
+    groups = entries[0][1]["by_group"] if entries else []
+    if not groups:
+        return ""
+    rows = []
+    for k, group in enumerate(groups):
+        values = [entry["by_group"][k]["auroc"] for _, entry in entries]
+        counts = (group["num_traces"], group["num_hallucinated"])
+        rows.append([group["group"], *counts, *("one class" if v is None else f"{v:.3f}" for v in values)])
+    header = ["group", "traces", "hallucinated", *(name for name, _ in entries)]
+    return "<h2>AUROC by group</h2>" + _table(header, rows)
+
+
+def _counts(results: dict[str, Any]) -> str:
+    rows = [
+        [k, part, c["hallucinated"], c["right"]]
+        for k, parts in enumerate(results["counts"])
+        for part, c in parts.items()
+    ]
+    return "<h2>Traces</h2>" + _table(["fold", "part", "hallucinated", "right"], rows)
+
+
+def _events(results: dict[str, Any]) -> str:
+    events = [(name, event) for name, entry in results["models"].items() for event in entry["oom_events"]]
+    if not events:
+        return "<h2>Out of memory</h2><p>No event.</p>"
+    columns = list(dict.fromkeys(key for _, event in events for key in event))
+    rows = [[name, *(event.get(c, "") for c in columns)] for name, event in events]
+    return "<h2>Out of memory</h2>" + _table(["model", *(c.replace("_", " ") for c in columns)], rows)
+
+
+def write_page(results: dict[str, Any], plots: list[Path], path: Path) -> None:
+    """report.html: one file that needs no network and runs no script."""
     images = "".join(
         f'<img alt="{p.stem}" src="data:image/png;base64,{base64.b64encode(p.read_bytes()).decode()}">' for p in plots
     )
-    split = results["split"]
-    counts = ", ".join(f"{part} {len(ids):,}" for part, ids in split.items())
-    events = sum(len(m["oom_events"]) for m in results["models"].values())
-    config = "".join(
-        f"<tr><td>{html.escape(str(k))}</td><td>{html.escape(str(v))}</td></tr>" for k, v in results["config"].items()
+    parts = (
+        _models(results),
+        _comparisons(results),
+        _spread(results),
+        images,
+        _calibration(results),
+        _groups(results),
+        _counts(results),
+        _events(results),
+        "<h2>Configuration</h2>" + _table(["name", "value"], results["config"].items()),
+        "<h2>Store</h2>" + _table(["name", "value"], results["store"].items()),
     )
-    head = "".join(f"<th>{c}</th>" for c in ("model", "AUROC (95 % interval)", *COLUMNS[1:]))
     path.write_text(
         "<!doctype html><html lang='en'><meta charset='utf-8'><title>tracestore: training report</title>"
-        "<style>body{font-family:sans-serif;max-width:64rem;margin:2rem auto;padding:0 1rem}"
-        "table{border-collapse:collapse}td,th{padding:.3rem .7rem;border-bottom:1px solid #ccc;text-align:left}"
-        "img{max-width:100%}</style>"
-        f"<h1>Training report</h1><table><tr>{head}</tr>{''.join(rows)}</table>"
-        f"<p>Questions: {counts}. Out-of-memory events: {events}.</p>{images}"
-        f"<h2>Configuration</h2><table>{config}</table></html>",
+        "<style>body{font-family:sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem}"
+        "table{border-collapse:collapse;font-size:.9rem}"
+        "td,th{padding:.3rem .7rem;border-bottom:1px solid #ccc;text-align:left}img{max-width:100%}</style>"
+        f"<h1>Training report</h1>{''.join(parts)}</html>\n",
         encoding="utf-8",
+        errors="backslashreplace",
     )
 
 

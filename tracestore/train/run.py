@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,21 @@ from tracestore.errors import MissingFieldError, TrainingError, UsageError
 from tracestore.store.reader import TraceStore
 from tracestore.train import report
 from tracestore.train.checkpoint import write_json
+from tracestore.train.compare import compare
 from tracestore.train.config import TrainConfig
+from tracestore.train.evaluate import RunScores
+from tracestore.train.folds import Job, load_or_make_folds, plan_jobs, pool, remove_checkpoints
 from tracestore.train.loop import DetectorRun
 from tracestore.train.memory import MemoryBudget
 from tracestore.train.models import VIEWS, ModelConfig
 from tracestore.train.monitor import Log, check_tensorboard
+from tracestore.train.predictions import write_predictions
 from tracestore.train.probe import run_probe
 from tracestore.train.ranks import Ranks
-from tracestore.train.split import Split, make_split, split_from_ids
+from tracestore.train.split import Split, class_counts, make_split, split_from_ids
 from tracestore.train.stopping import StopSignals
+
+PROBE = "logistic_probe"
 
 
 def pick_device(name: str) -> str:
@@ -79,14 +85,17 @@ def run_training(
     *,
     memory_budget: int | None = None,
     with_probe: bool = True,
+    num_folds: int | None = None,
+    num_seeds: int | None = None,
     resume_command: str | None = None,
     log: Log = print,
     line: console.Progress | None = None,
     ranks: Ranks | None = None,
 ) -> dict[str, Any]:
-    """Trains the named detectors and writes results.json, plots and report.html into
-    `folder`. `sizes` are fields of ModelConfig. Returns what results.json holds. With
-    several ranks all of them call it; rank 0 writes and logs."""
+    """Trains the named detectors and writes results.json, predictions.csv, plots and
+    report.html into `folder`. `sizes` are fields of ModelConfig. num_folds: each question is
+    tested once, in one of so many folds; num_seeds: so many runs of each split. Returns what
+    results.json holds. With several ranks all of them call it; rank 0 writes and logs."""
     ranks = ranks or Ranks()
     if not ranks.is_first:
         log, line = _no_log, None
@@ -103,11 +112,15 @@ def run_training(
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
         raise UsageError(f"--output-dir {folder}: {error.strerror}") from None
-    split = ranks.first(lambda: _split(store, config, folder))
+    jobs = ranks.first(lambda: _jobs(store, config, folder, num_folds, num_seeds))
+    split = jobs[0].split
+    is_repeated = num_folds is not None or num_seeds is not None
     counts = ", ".join(f"{part} {len(ids)}" for part, ids in split.indices.items())
     log(
         f"{store.path}: {len(store):,} traces, {len(store) - sum(map(len, split.indices.values())):,} without a label; {counts}"
     )
+    if is_repeated:
+        log(f"{num_folds or 1} folds x {num_seeds or 1} seeds, {len(jobs) * len(names)} trainings")
     if "graph" in {VIEWS[name] for name in names}:
         _refuse_nonfinite(store, split)
     model_config = ModelConfig(store.num_layers, store.hidden_dim, **sizes)
@@ -120,43 +133,95 @@ def run_training(
             "world_size": ranks.world_size,
             "torch": torch.__version__,
         },
-        "split": split.question_ids,
+        "split": split.question_ids if num_folds is None else None,
+        "counts": [
+            {p: {"hallucinated": h, "right": r} for p, (h, r) in class_counts(s, targets).items()}
+            for s in _splits(jobs).values()
+        ],
         "store": store.info(),
     }
+    runs: list[dict[str, Any]] = [{"fold": job.fold, "seed": job.seed, "models": {}} for job in jobs]
+    if is_repeated:
+        results["config"] |= {"folds": num_folds, "seeds": num_seeds}
+        results["folds"] = [s.question_ids for s in _splits(jobs).values()]
+        results["runs"] = runs
+    else:
+        results["models"] = runs[0]["models"]
     budget = None
     if memory_budget is not None:
         view = "graph" if "graph" in {VIEWS[n] for n in names} else "sequence"
         budget = MemoryBudget(memory_budget, 4 * mean_trace_bytes(store, BatchFormat(view)))
     try:
         with StopSignals() as stop:
-            for name in names:
-                run = DetectorRun(
-                    name,
-                    store,
-                    split,
-                    targets,
-                    model_config,
-                    config,
-                    folder / name,
-                    log,
-                    line=line,
-                    ranks=ranks,
-                    stop=stop,
-                )
-                if resume_command is not None:
-                    run.resume_command = resume_command
-                run.on_last_resort = budget.release if budget is not None else None
-                results["models"][name] = run.run()
-                if ranks.is_first:
-                    write_json(folder / "results.json", report.finite(results))
+            for job, entry in zip(jobs, runs, strict=True):
+                say = (lambda text, job=job: log(f"{job}: {text}")) if is_repeated else log
+                for name in names:
+                    run = DetectorRun(
+                        name,
+                        store,
+                        job.split,
+                        targets,
+                        model_config,
+                        replace(config, seed=job.seed),
+                        job.folder / name,
+                        say,
+                        line=line,
+                        ranks=ranks,
+                        stop=stop,
+                    )
+                    if resume_command is not None:
+                        run.resume_command = resume_command
+                    run.on_last_resort = budget.release if budget is not None else None
+                    entry["models"][name] = run.run()
+                    if ranks.is_first:
+                        write_json(folder / "results.json", report.finite(results))
     finally:
         if budget is not None:
             budget.release()
     if not ranks.is_first:
         return results
+    probes = {}
     if with_probe:
-        results["probe"] = run_probe(store, split, targets, config.seed)
+        probes = {fold: run_probe(store, s, targets, config.seed) for fold, s in _splits(jobs).items()}
+    _complete(results, runs, probes, config.seed, is_repeated=is_repeated)
     write_json(folder / "results.json", report.finite(results))
+    tested = [{**run, "models": run["models"] | ({PROBE: probes[run["fold"]]} if probes else {})} for run in runs]
+    write_predictions(folder / "predictions.csv", tested)
     plots = report.write_plots(results, folder)
     report.write_page(results, plots, folder / "report.html")
     return results
+
+
+def _jobs(
+    store: TraceStore, config: TrainConfig, folder: Path, num_folds: int | None, num_seeds: int | None
+) -> list[Job]:
+    if num_folds is None and num_seeds is None:
+        return [Job(None, config.seed, _split(store, config, folder), folder)]
+    if num_folds is None:
+        if not config.resume:
+            remove_checkpoints(folder)
+        splits = [_split(store, config, folder)]
+    else:
+        targets = store.targets(config.score_threshold)
+        splits = load_or_make_folds(store, targets, num_folds, config.seed, folder, resume=config.resume)
+    return plan_jobs(splits, config.seed, num_seeds or 1, folder, is_folded=num_folds is not None)
+
+
+def _splits(jobs: list[Job]) -> dict[int | None, Split]:
+    """Each fold's split once."""
+    return {job.fold: job.split for job in jobs}
+
+
+def _complete(
+    results: dict[str, Any], runs: list[dict[str, Any]], probes: dict[Any, Any], seed: int, *, is_repeated: bool
+) -> None:
+    """Adds what needs all runs: figures over folds and seeds, the probe, the comparisons."""
+    entries = {name: [(r["fold"] or 0, r["seed"], r["models"][name]) for r in runs] for name in runs[0]["models"]}
+    if probes:
+        entries[PROBE] = [(fold or 0, seed, entry) for fold, entry in probes.items()]
+        results["probe"] = pool(entries[PROBE], seed) if is_repeated else probes[None]
+    if is_repeated:
+        results["models"] = {name: pool(of, seed) for name, of in entries.items() if name != PROBE}
+        results["probes"] = [{"fold": fold, **entry} for fold, entry in probes.items()]
+    scores = {name: [RunScores.from_entry(e, fold) for fold, _, e in of] for name, of in entries.items()}
+    results["comparisons"] = compare(scores, seed)

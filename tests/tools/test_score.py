@@ -1,0 +1,205 @@
+"""tools/score.py: a trained detector on other stores."""
+
+import csv
+import importlib.util
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+from scipy.special import expit
+
+import tracestore
+from tests.helpers import ROOT, make_trace, run_cli
+from tracestore.errors import MissingFieldError, TracestoreError, UsageError
+from tracestore.train import scoring
+from tracestore.train.loop import TrainConfig
+from tracestore.train.models import MODEL_NAMES
+from tracestore.train.run import run_training
+
+spec = importlib.util.spec_from_file_location("score", ROOT / "tools/score.py")
+tool = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tool)
+
+HOSTILE = 'q"1", =cmd|\r\n<b>\x01é\udcff'
+
+
+def make_store(path, count, *, scored=True, layers=3, dim=8, **options):
+    with tracestore.create(path, **options) as writer:
+        for k in range(count):
+            trace = make_trace(k, tokens=2 + k % 4, layers=layers, dim=dim)
+            score = 0.9 - 0.8 * (k % 2) if scored else None
+            writer.append({**trace, "sample": k % 3}, score=score)
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A store, and the three detectors trained on it with every option that scoring must know of."""
+    folder = tmp_path_factory.mktemp("trained")
+    store = make_store(folder / "store.zarr", 60)
+    config = TrainConfig(epochs=1, batch_size=8, attention_threshold=0.3, loader_threads=1)
+    sizes = {"gnn_hidden": 8, "latent_dim": 8, "lstm_hidden": 8, "standardize": True}
+    results = run_training(store, folder / "r", list(MODEL_NAMES), config, sizes, with_probe=False, log=lambda _: None)
+    return store, folder / "r", results
+
+
+def score(checkpoint, store, output, *args):
+    words = ["--checkpoint", checkpoint, "--store", store, "--output", output, "--num-threads", 1, *args]
+    return tool.command(tool.make_parser().parse_args([str(w) for w in words]))
+
+
+def rows_of(path):
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("name", MODEL_NAMES)
+def test_the_test_part_again(trained, tmp_path, name):
+    path, run, results = trained
+    entry = results["models"][name]
+    expected = entry["test_scores"]
+    detector, store = scoring.load_detector(run / name / "best.pt"), tracestore.open(path)
+    indices = np.array(expected["trace_index"])
+    found = list(scoring.score_traces(detector, store, indices=indices, batch_size=8, num_threads=1))
+    assert np.concatenate([logits for _, logits in found]).tolist() == expected["logit"]
+    assert np.concatenate([at for at, _ in found]).tolist() == expected["trace_index"]
+    assert (detector.threshold, detector.temperature) == (entry["threshold"], entry["temperature"])
+    # The whole store in other batches: the same but for rounding.
+    score(run / name / "best.pt", path, tmp_path / "s.csv", "--batch-size", 7)
+    rows = rows_of(tmp_path / "s.csv")
+    assert [(r["question_id"], int(r["sample"])) for r in rows] == [(f"q{k}", k % 3) for k in range(60)]
+    p = np.array([float(r["hallucination_score"]) for r in rows])
+    np.testing.assert_allclose(p[indices], expit(expected["logit"]), atol=1e-6)
+    clear = np.abs(np.array(expected["logit"]) - entry["threshold"]) > 1e-5
+    predicted = np.array([int(r["predicted"]) for r in rows])[indices]
+    assert np.array_equal(predicted[clear], (np.array(expected["logit"]) >= entry["threshold"])[clear])
+
+
+def test_the_command(trained, tmp_path):
+    _, run, _ = trained
+    bare = make_store(tmp_path / "bare.zarr", 9, scored=False)
+    command = ["tools/score.py", "--checkpoint", run / "gnn_det_lstm/best.pt", "--store", bare]
+    done = run_cli(*command, "--output", tmp_path / "s.csv", "--memory-budget", "2GiB", "--json", check=0)
+    summary = json.loads(done.stdout)
+    rows = rows_of(tmp_path / "s.csv")
+    assert summary["num_traces"] == len(rows) == 9 and summary["model"] == "gnn_det_lstm"
+    assert summary["num_predicted"] == sum(int(r["predicted"]) for r in rows)
+    assert list(rows[0]) == ["question_id", "sample", "hallucination_score", "predicted"]
+    refused = run_cli(*command[:2], tmp_path / "none.pt", *command[3:], check=2)
+    assert "no such checkpoint" in refused.stderr and refused.stderr.count("\n") == 1
+
+
+def test_hostile_ids_and_traces_without_a_score(trained, tmp_path):
+    _, run, _ = trained
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        for k in range(4):
+            trace = make_trace(k, tokens=3)
+            if k == 1:
+                trace["question_id"] = HOSTILE
+            if k == 2:
+                trace["attentions"][1][0, 1, 0] = np.nan
+            writer.append(trace)
+    for name in MODEL_NAMES:
+        score(run / name / "best.pt", tmp_path / "s.zarr", tmp_path / "s.csv")
+        rows = rows_of(tmp_path / "s.csv")
+        assert [r["question_id"] for r in rows] == ["q0", HOSTILE.replace("\udcff", "\\udcff"), "q2", "q3"]
+        assert rows[2]["hallucination_score"] == rows[2]["predicted"] == ""
+        assert all(0 < float(rows[k]["hallucination_score"]) < 1 for k in (0, 1, 3))
+
+
+def test_stores_that_it_cannot_read(trained, tmp_path):
+    _, run, _ = trained
+    checkpoint = run / "gnn_det_lstm/best.pt"
+    for store, kind, words in (
+        (make_store(tmp_path / "layers.zarr", 3, layers=4), UsageError, "trained on 3 layers, this store has 4"),
+        (make_store(tmp_path / "dim.zarr", 3, dim=6), UsageError, "trained on 8 columns .* has 6"),
+        (make_store(tmp_path / "none.zarr", 3, attention="none"), MissingFieldError, "no graphs"),
+        (tmp_path / "nowhere.zarr", UsageError, "no such store"),
+    ):
+        with pytest.raises(kind, match=words) as caught:
+            score(checkpoint, store, tmp_path / "s.csv")
+        assert caught.value.exit_code == 2 and not (tmp_path / "s.csv").exists()
+    score(run / "lstm_solo/best.pt", tmp_path / "none.zarr", tmp_path / "s.csv")
+    assert len(rows_of(tmp_path / "s.csv")) == 3
+
+
+def test_checkpoints_that_are_refused(trained, tmp_path):
+    store, run, _ = trained
+    good = torch.load(run / "lstm_solo/best.pt", weights_only=True)
+    assert {
+        "version",
+        "tracestore",
+        "torch",
+        "name",
+        "model",
+        "model_config",
+        "store",
+        "threshold",
+        "temperature",
+    } <= set(good)
+    whole = (run / "lstm_solo/best.pt").read_bytes()
+
+    def saved(**changes):
+        torch.save({**good, **changes}, tmp_path / "c.pt")
+        return (tmp_path / "c.pt").read_bytes()
+
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    weights = dict(good["model"])
+    weights.popitem()
+    for data, words in (
+        (whole[: len(whole) // 2], "not a checkpoint"),
+        (b"", "not a checkpoint"),
+        (saved(extra=Evil()), "not a checkpoint"),
+        ((run / "lstm_solo/last.pt").read_bytes(), "give the best.pt"),
+        (saved(version=scoring.DETECTOR_VERSION + 1), "version 3 .* reads up to 2"),
+        (saved(version=1), "train again"),
+        (saved(name="gnn_det_lstm"), "not a whole detector"),
+        (saved(name="other"), "not a whole detector"),
+        (saved(model=weights), "not a whole detector"),
+        (saved(model_config={**good["model_config"], "lstm_hidden": 10**9}), "not a whole detector"),
+        (saved(model_config={"num_layers": 3}), "not a whole detector"),
+        (saved(threshold="high"), "not a whole detector"),
+    ):
+        (tmp_path / "bad.pt").write_bytes(data)
+        with pytest.raises(UsageError, match=words):
+            score(tmp_path / "bad.pt", store, tmp_path / "s.csv")
+    assert not (tmp_path / "ran").exists() and not (tmp_path / "s.csv").exists()
+
+
+def test_a_failure_leaves_the_old_file(trained, tmp_path, monkeypatch):
+    store, run, _ = trained
+    (tmp_path / "s.csv").write_text("old")
+    monkeypatch.setattr(scoring.OOMGuard, "evaluate", lambda *a: (_ for _ in ()).throw(RuntimeError("broken")))
+    with pytest.raises(RuntimeError, match="broken"):
+        score(run / "lstm_solo/best.pt", store, tmp_path / "s.csv")
+    assert (tmp_path / "s.csv").read_text() == "old" and os.listdir(tmp_path) == ["s.csv"]
+    with pytest.raises(UsageError, match="no such folder"):
+        score(run / "lstm_solo/best.pt", store, tmp_path / "nowhere" / "s.csv")
+
+
+def test_out_of_memory_while_scoring(trained, tmp_path, monkeypatch):
+    """A forward pass of more than two traces does not fit: the same scores, in halves."""
+    path, run, _ = trained
+    detector, store = scoring.load_detector(run / "gnn_det_lstm/best.pt"), tracestore.open(path)
+    some = {"indices": np.arange(8), "batch_size": 8}
+    ((_, whole),) = scoring.score_traces(detector, store, **some)
+    forward, limit, events = type(detector.model).forward, [2], []
+
+    def short(self, inputs):
+        if inputs.num_traces > limit[0]:
+            raise MemoryError
+        return forward(self, inputs)
+
+    monkeypatch.setattr(type(detector.model), "forward", short)
+    ((_, halves),) = scoring.score_traces(detector, store, on_event=events.append, **some)
+    np.testing.assert_allclose(halves, whole, atol=1e-6)
+    assert events[-1]["size_after"] == 2 and all(e["phase"] == "evaluation" for e in events)
+    limit[0] = 0
+    with pytest.raises(TracestoreError) as caught:
+        score(run / "gnn_det_lstm/best.pt", path, tmp_path / "s.csv")
+    assert caught.value.exit_code == 75 and not (tmp_path / "s.csv").exists()

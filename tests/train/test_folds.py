@@ -1,0 +1,217 @@
+"""Folds and seeds: who is tested where, what a run leaves behind, and that nothing leaks."""
+
+import csv
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import tracestore
+from tests.helpers import make_trace, run_cli
+from tracestore.errors import TrainingError, UsageError
+from tracestore.train import run as runs
+from tracestore.train import split as splits
+from tracestore.train.evaluate import RankDraws, RunScores
+from tracestore.train.loop import DetectorRun, TrainConfig
+from tracestore.train.metrics import percentile_interval
+from tracestore.train.models import MODEL_NAMES, ModelConfig
+
+SMALL = {"gnn_hidden": 8, "latent_dim": 8, "lstm_hidden": 8}
+CONFIG = TrainConfig(epochs=2, lr=0.01, loader_threads=1)
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory):
+    """40 questions of 2 samples; some in groups, one question's samples in two groups."""
+    path = tmp_path_factory.mktemp("sampled") / "store.zarr"
+    rng = np.random.default_rng(0)
+    with tracestore.create(path) as writer:
+        for k in range(40):
+            for sample in range(2):
+                group = "" if k >= 30 else f"g{k // 3 + (k == 29 and sample)}"
+                trace = {**make_trace(k, tokens=2, seed=sample), "sample": sample}
+                writer.append(trace, score=float(rng.random()), group=group)
+        writer.append(make_trace(99))
+    return path
+
+
+def test_folds_are_a_pure_function():
+    keys, labels = [f"k{i}" for i in range(203)], [i % 3 == 0 for i in range(203)]
+    first = splits.fold_keys(keys, labels, 5, 1)
+    shuffled = np.random.default_rng(0).permutation(203)
+    assert splits.fold_keys([keys[i] for i in shuffled], [labels[i] for i in shuffled], 5, 1) == first
+    assert splits.fold_keys(keys, labels, 5, 2) != first
+    for key in keys:
+        assert [fold[key] for fold in first].count("test") == 1
+    for positive in (True, False):
+        mine = [k for k, y in zip(keys, labels, strict=True) if y == positive]
+        for fold in first:
+            parts = [fold[k] for k in mine]
+            assert abs(parts.count("test") - len(mine) / 5) <= 1
+            assert abs(parts.count("val") - len(mine) * 0.8 / 6) <= 2
+
+
+def test_groups_of_any_size_are_dealt_evenly():
+    rng = np.random.default_rng(0)
+    keys = np.repeat([f"g{k}" for k in range(60)], rng.integers(1, 40, 60))
+    labels = rng.random(len(keys)) < 0.3
+    for fold in splits.fold_keys(keys.tolist(), labels.tolist(), 4, 0):
+        tested = np.array([fold[k] == "test" for k in keys])
+        assert tested.mean() == pytest.approx(0.25, abs=0.02)
+        assert labels[tested].mean() == pytest.approx(labels.mean(), abs=0.03)
+
+
+def test_what_belongs_together():
+    questions = ["q1", "q1", "q2", "q3", "q3", "q4", "q5"]
+    groups = ["b", "", "a", "a", "b", "", "c"]
+    assert splits.question_keys(questions, groups) == ["a", "a", "a", "a", "a", "q4", "c"]
+    assert splits.question_keys(["q"] * 3, ["", "", ""]) == ["q"] * 3
+
+
+def test_no_question_and_no_group_is_in_two_parts(sampled):
+    store = tracestore.open(sampled)
+    targets = store.targets()
+    for seed in range(25):
+        folds = splits.make_folds(store, targets, 3, seed)
+        tested = np.concatenate([fold.indices["test"] for fold in folds])
+        assert sorted(tested) == list(range(80)), "every labelled trace once, the one without a score never"
+        for split in (splits.make_split(store, targets, seed), *folds):
+            part_of = {int(i): part for part, indices in split.indices.items() for i in indices}
+            assert len(part_of) == 80
+            for of in (lambda i: store.question_ids[i], store.group):
+                parts = {}
+                for i, part in part_of.items():
+                    parts.setdefault(of(i), set()).add(part)
+                parts.pop("", None)
+                assert all(len(p) == 1 for p in parts.values())
+            again = splits.split_from_ids(store, targets, split.question_ids)
+            assert all(np.array_equal(again.indices[p], split.indices[p]) for p in splits.PARTS)
+
+
+def test_too_few_questions_are_refused_by_fold(tmp_path):
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        for k in range(12):
+            writer.append(make_trace(k), score=float(k > 2))
+    store = tracestore.open(tmp_path / "s.zarr")
+    with pytest.raises(TrainingError, match=r"fold \d: every part needs traces of both classes"):
+        splits.make_folds(store, store.targets(), 5, 0)
+
+
+def test_folds_and_seeds_of_the_command(sampled, tmp_path):
+    out = tmp_path / "r"
+    command = ["tools/train.py", "--store", sampled, "--output-dir", out, "--epochs", 2, "--num-threads", 1]
+    command += ["--lstm-hidden", 8, "--no-run-gnn-det", "--no-run-gvae"]
+    plain = TrainConfig(epochs=2)
+    runs.run_training(sampled, out, ["lstm_solo"], plain, {"lstm_hidden": 8}, num_folds=3, log=lambda _: None)
+    before = (out / "fold-1/seed-42/lstm_solo/last.pt").read_bytes()
+    results = json.loads((out / "results.json").read_text())
+    assert [(r["fold"], r["seed"]) for r in results["runs"]] == [(0, 42), (1, 42), (2, 42)]
+    first = [r["models"]["lstm_solo"] for r in results["runs"]]
+    # The second seed is what is missing.
+    done = run_cli(*command, "--folds", 3, "--seeds", 2, "--resume", check=0)
+    assert done.stdout.count("already finished") == 3 and done.stdout.count("epoch 2/2") == 3
+    assert (out / "fold-1/seed-42/lstm_solo/last.pt").read_bytes() == before
+    results = json.loads((out / "results.json").read_text())
+    assert set(results) >= {"models", "config", "split", "store", "folds", "runs", "comparisons", "counts"}
+    assert [r["models"]["lstm_solo"] for r in results["runs"][::2]] == first
+    tested = [q for fold in results["folds"] for q in fold["test"]]
+    assert sorted(tested) == sorted(f"q{k}" for k in range(40))
+    test = results["models"]["lstm_solo"]["test"]
+    assert test["num_traces"] == 80 and test["num_questions"] == 40 and test["auroc_sd_of_seeds"] > 0
+    by_run = [r["models"]["lstm_solo"]["test"]["auroc"] for r in results["runs"]]
+    assert test["auroc_by_run"] == by_run and test["auroc"] == pytest.approx(np.mean(by_run))
+    assert len(results["models"]["lstm_solo"]["history"]["train_loss"]) == 2
+    assert len(results["probes"]) == 3 and results["probe"]["test"]["num_traces"] == 80
+    (pair,) = results["comparisons"]
+    assert pair["method"] == "bootstrap" and pair["interval"][0] <= pair["difference"] <= pair["interval"][1]
+    assert "lstm_solo - logistic probe" in done.stdout and "Holm" in done.stdout
+    with (out / "predictions.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 160 and {(r["question_id"], r["sample"], r["seed"]) for r in rows} == {
+        (f"q{k}", str(s), str(seed)) for k in range(40) for s in (0, 1) for seed in (42, 43)
+    }
+    by_fold = {q: str(k) for k, fold in enumerate(results["folds"]) for q in fold["test"]}
+    assert all(r["part"] == "test" and r["fold"] == by_fold[r["question_id"]] for r in rows)
+    assert all(0 < float(r[name]) < 1 for r in rows for name in ("lstm_solo", "logistic_probe"))
+    with pytest.raises(UsageError, match="3 folds, not 4"):
+        runs.run_training(sampled, out, ["lstm_solo"], replace(plain, resume=True), {"lstm_hidden": 8}, num_folds=4)
+
+
+def test_seeds_alone_share_the_split(sampled, tmp_path):
+    results = runs.run_training(
+        sampled, tmp_path / "r", ["lstm_solo"], CONFIG, SMALL, with_probe=False, num_seeds=2, log=lambda _: None
+    )
+    assert [(r["fold"], r["seed"]) for r in results["runs"]] == [(None, 42), (None, 43)]
+    a, b = (r["models"]["lstm_solo"] for r in results["runs"])
+    assert a["test_scores"]["trace_index"] == b["test_scores"]["trace_index"]
+    assert a["history"]["train_loss"] != b["history"]["train_loss"]
+    assert (tmp_path / "r/split.json").exists() and (tmp_path / "r/seed-43/lstm_solo/best.pt").exists()
+    # The first seed is the run that one has without the flag.
+    plain = runs.run_training(
+        sampled, tmp_path / "p", ["lstm_solo"], CONFIG, SMALL, with_probe=False, log=lambda _: None
+    )
+    for name in ("test", "test_scores", "threshold", "best_val_auroc"):
+        assert plain["models"]["lstm_solo"][name] == a[name]
+    assert "runs" not in plain and plain["split"] == results["split"]
+
+
+def test_folds_of_an_earlier_run_that_cannot_be_read(sampled, tmp_path):
+    (tmp_path / "folds.json").write_text("{")
+    with pytest.raises(UsageError, match="not the folds"):
+        runs.run_training(
+            sampled, tmp_path, ["lstm_solo"], replace(CONFIG, resume=True), SMALL, num_folds=3, log=lambda _: None
+        )
+
+
+# Labels that mean nothing
+
+
+@pytest.fixture(scope="module")
+def meaningless(tmp_path_factory):
+    """120 questions that are easily told apart, each with two samples all but equal; labels
+    by question, at random: only who has seen a question knows its label."""
+    path = tmp_path_factory.mktemp("meaningless") / "store.zarr"
+    labels = np.random.default_rng(0).permutation(120) % 2
+    with tracestore.create(path) as writer:
+        for k in range(120):
+            trace = make_trace(k, tokens=3, layers=2, dim=48)
+            for sample in range(2):
+                near = [h + np.float16(0.01 * sample) for h in trace["hidden_states"]]
+                writer.append({**trace, "hidden_states": near, "sample": sample}, score=float(labels[k]))
+    return path
+
+
+def interval_999(results, name):
+    """Of eight intervals of 95 % one in three times one misses: 99.9 % here."""
+    of = results.get("runs", [results])
+    probes = results.get("probes") or [results.get("probe")]
+    entries = probes if name == "probe" else [r["models"][name] for r in of]
+    scores = [RunScores.from_entry(e, k) for k, e in enumerate(entries)]
+    return percentile_interval(RankDraws(scores, 0).draws()[:, 0], 0.999)
+
+
+@pytest.mark.parametrize("num_folds", [None, 3])
+def test_shuffled_labels_teach_nothing(meaningless, tmp_path, num_folds):
+    config = replace(CONFIG, epochs=4)
+    results = runs.run_training(
+        meaningless, tmp_path / "r", list(MODEL_NAMES), config, SMALL, num_folds=num_folds, log=lambda _: None
+    )
+    entries = {**results["models"], "probe": results["probe"]}
+    assert set(entries) == {*MODEL_NAMES, "probe"}
+    for name, entry in entries.items():
+        low, high = interval_999(results, name)
+        assert low <= 0.5 <= high, f"{name}: {entry['test']['auroc']:.3f}, {low:.3f} to {high:.3f}"
+    assert all(pair["p_holm"] > 0.01 for pair in results["comparisons"])
+
+
+def test_a_leak_would_be_seen(meaningless, tmp_path):
+    """The test above with one sample of each question to learn and the other to be tested."""
+    store = tracestore.open(meaningless)
+    targets, every = store.targets(), np.arange(240)
+    split = splits.Split({"train": every[::2].copy(), "val": every[1::4].copy(), "test": every[3::4].copy()}, {})
+    config, sizes = replace(CONFIG, epochs=25), ModelConfig(2, 48, **SMALL, dropout=0.0)
+    run = DetectorRun("lstm_solo", store, split, targets, sizes, config, tmp_path / "m", lambda _: None)
+    entry = run.run()
+    low, _ = interval_999({"models": {"lstm_solo": entry}}, "lstm_solo")
+    assert low > 0.6

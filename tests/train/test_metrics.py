@@ -1,0 +1,226 @@
+"""Figures against their definitions, sklearn and simulation."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.special import expit
+from scipy.stats import kstest
+from sklearn.metrics import average_precision_score, brier_score_loss, roc_auc_score
+
+from tracestore.train import metrics
+from tracestore.train.compare import bootstrap_p, compare, delong, delong_p, holm
+from tracestore.train.evaluate import RankDraws, RunScores, evaluate_runs
+
+
+def scored(y, logit, *, fold=0, trace=None, question=None, group=None, threshold=0.0, temperature=1.0):
+    n = len(y)
+    trace = np.arange(n) if trace is None else np.asarray(trace)
+    question = [f"q{k}" for k in trace] if question is None else question
+    return RunScores(
+        fold,
+        trace,
+        np.array(question, dtype=object),
+        np.array([""] * n if group is None else group, dtype=object),
+        np.asarray(y),
+        np.asarray(logit, float),
+        threshold,
+        temperature,
+    )
+
+
+def both_classes(draw, n):
+    y = draw(st.lists(st.integers(0, 1), min_size=n, max_size=n))
+    return np.array([0, 0, 1, 1, *y])
+
+
+@st.composite
+def labels_and_scores(draw, sets=1):
+    """Few distinct values, so that ties are common."""
+    y = both_classes(draw, draw(st.integers(0, 12)))
+    values = st.lists(st.integers(-3, 3), min_size=len(y), max_size=len(y))
+    return y, np.array([draw(values) for _ in range(sets)], float)
+
+
+def test_known_values():
+    y, score = np.array([0, 0, 1, 1]), np.array([0.1, 0.4, 0.35, 0.8])
+    assert metrics.auroc(y, score) == 0.75 and np.isnan(metrics.auroc(y[:2], score[:2]))
+    assert metrics.at_threshold(y, score, 0.35) == {"accuracy": 0.75, "precision": 2 / 3, "recall": 1.0, "f1": 0.8}
+    assert metrics.youden_threshold(y, score) in (0.35, 0.8)
+    assert metrics.auprc(y, score) == pytest.approx(0.5 * 1 + 0.5 * 2 / 3) and np.isnan(metrics.auprc(y[:2], score[:2]))
+    p = np.array([0.0, 0.2, 0.2, 1.0])
+    assert metrics.brier(y, p) == pytest.approx(brier_score_loss(y, p)) == pytest.approx((0.04 + 0.64) / 4)
+    bins = metrics.reliability(y, p, 5)
+    assert [(b["low"], b["count"], b["mean_probability"], b["fraction"]) for b in bins] == [
+        (0.0, 1, 0.0, 0.0),
+        (0.2, 2, 0.2, 0.5),
+        (0.8, 1, 1.0, 1.0),
+    ]
+    assert metrics.ece(bins) == pytest.approx(0.5 * 0.3)
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06]) and holm([0.9, 0.8]) == [1.0, 1.0]
+    assert bootstrap_p(np.ones(999)) == 0.002 and bootstrap_p(np.zeros(9)) == 1.0
+
+
+@given(labels_and_scores(), st.integers(0, 2**32 - 1))
+@settings(max_examples=40, deadline=None)
+def test_weighted_figures_are_those_of_sklearn(case, seed):
+    y, (score,) = case
+    weights = np.random.default_rng(seed).integers(0, 4, (5, len(y))).astype(float)
+    weights[:, [0, 2]] += 1  # a trace of each class
+    found = metrics.RankFigures(y, score).of(weights)
+    for w, (auroc, auprc) in zip(weights, found, strict=True):
+        assert auroc == pytest.approx(roc_auc_score(y, score, sample_weight=w), abs=1e-12)
+        assert auprc == pytest.approx(average_precision_score(y, score, sample_weight=w), abs=1e-12)
+
+
+def test_a_resample_takes_whole_questions_of_each_stratum():
+    clusters = np.array([0, 0, 1, 2, 2, 2, 3, 4])
+    strata = np.array([1, 1, 1, 2, 2, 2, 2, 3])
+    draws = metrics.bootstrap(lambda w: w, clusters, strata, 0, 200)
+    assert draws.shape == (200, 8) and np.array_equal(draws, metrics.bootstrap(lambda w: w, clusters, strata, 0, 200))
+    first = draws[:, [0, 2, 3, 6, 7]]
+    assert np.array_equal(first[:, [0, 0, 1, 2, 2, 2, 3, 4]], draws)
+    assert (first[:, :2].sum(1) == 2).all() and (first[:, 2:4].sum(1) == 2).all() and (first[:, 4] == 1).all()
+    assert len(np.unique(first, axis=0)) == 9, "three draws of two questions in each of two strata"
+
+
+def test_samples_of_one_question_do_not_narrow_the_interval():
+    rng = np.random.default_rng(1)
+    y = rng.integers(0, 2, 80)
+    logit = rng.normal(size=80) + y
+    once = scored(y, logit)
+    four = scored(np.repeat(y, 4), np.repeat(logit, 4), question=[f"q{k // 4}" for k in range(320)])
+    apart = scored(np.repeat(y, 4), np.repeat(logit, 4))
+
+    def width(run):
+        low, high = evaluate_runs([run], 0)["test"]["auroc_interval"]
+        return high - low
+
+    assert width(four) == pytest.approx(width(once), rel=0.1)
+    assert width(apart) == pytest.approx(width(once) / 2, rel=0.2)
+
+
+def test_bootstrap_interval_covers_the_truth():
+    """95 % intervals of 200 samples, two normals one apart: AUROC 0.7602."""
+    rng, hits = np.random.default_rng(2), 0
+    for k in range(200):
+        y = np.repeat([0, 1], 40)
+        figures = metrics.RankFigures(y, rng.normal(size=80) + y)
+        draws = metrics.bootstrap(figures.of, np.arange(80), y, k, 300)
+        low, high = metrics.percentile_interval(draws[:, 0])
+        hits += low <= 0.76025 <= high
+    assert 0.89 <= hits / 200 <= 0.99
+
+
+def delong_by_pairs(y, scores):
+    """DeLong et al. 1988, from the m x n kernel."""
+    kernel = [np.sign(s[y == 1][:, None] - s[y == 0][None]) / 2 + 0.5 for s in scores]
+    v10, v01 = np.array([k.mean(1) for k in kernel]), np.array([k.mean(0) for k in kernel])
+    m, n = v10.shape[1], v01.shape[1]
+    theta = v10.mean(1)
+    d10, d01 = v10 - theta[:, None], v01 - theta[:, None]
+    return theta, d10 @ d10.T / (m - 1) / m + d01 @ d01.T / (n - 1) / n
+
+
+@given(labels_and_scores(sets=3))
+@settings(max_examples=50, deadline=None)
+def test_delong_is_its_definition(case):
+    y, scores = case
+    theta, covariance = delong(y, scores)
+    expected_theta, expected_covariance = delong_by_pairs(y, scores)
+    np.testing.assert_allclose(theta, expected_theta, atol=1e-12)
+    np.testing.assert_allclose(covariance, expected_covariance, atol=1e-12)
+    assert theta[0] == pytest.approx(roc_auc_score(y, scores[0]))
+
+
+def test_delong_under_the_null_and_against_the_bootstrap():
+    rng = np.random.default_rng(3)
+    y = np.repeat([0, 1], [50, 30])
+    p = []
+    for _ in range(600):
+        shared = rng.normal(size=80) + y
+        p.append(delong_p(y, shared + rng.normal(size=80), shared + rng.normal(size=80)))
+    assert kstest(p, "uniform").pvalue > 0.01 and 0.03 <= np.mean(np.array(p) < 0.05) <= 0.075
+    assert delong_p(y, shared, np.exp(shared)) == 1.0 and delong_p(y, shared, -shared) < 1e-6
+    assert delong_p(y, 1.0 * y, 1.0 - y) == 0.0 and np.isnan(delong_p(y[:51], shared[:51], -shared[:51]))
+    # The same question asked of the bootstrap.
+    a, b = shared + rng.normal(size=80), 0.6 * shared + rng.normal(size=80)
+    (pair,) = compare({"a": [scored(y, a)], "b": [scored(y, b)]}, 0)
+    assert pair["method"] == "delong" and pair["p"] == pair["delong_p"] == delong_p(y, a, b)
+    assert pair["bootstrap_p"] == pytest.approx(pair["delong_p"], rel=0.5)
+    theta, covariance = delong(y, np.stack([a, b]))
+    se = np.sqrt(covariance[0, 0] + covariance[1, 1] - 2 * covariance[0, 1])
+    low, high = pair["interval"]
+    assert high - low == pytest.approx(2 * 1.96 * se, rel=0.1) and pair["difference"] == pytest.approx(
+        -np.diff(theta)[0]
+    )
+
+
+def test_the_bootstrap_test_has_its_size_where_questions_have_several_traces():
+    """Four samples of one question share their score: a test of traces would find differences."""
+    rng = np.random.default_rng(4)
+    y = np.repeat([0, 1], 30)
+    by_question, by_trace = [], []
+    for _ in range(150):
+        shared = rng.normal(size=60) + y
+        a, b = (np.repeat(shared + rng.normal(size=60), 4) for _ in range(2))
+        yy, question = np.repeat(y, 4), [f"q{k // 4}" for k in range(240)]
+        draws = [RankDraws([scored(yy, s, question=question)], 0).draws(200)[:, 0] for s in (a, b)]
+        by_question.append(bootstrap_p(draws[0] - draws[1]))
+        by_trace.append(delong_p(yy, a, b))
+    assert np.mean(np.array(by_question) < 0.05) < 0.11
+    assert np.mean(np.array(by_trace) < 0.05) > 0.25
+    (pair,) = compare({n: [scored(yy, s, question=question)] for n, s in (("a", a), ("b", b))}, 0)
+    assert pair["method"] == "bootstrap" and "delong_p" not in pair
+
+
+def test_comparisons_of_three_are_adjusted_and_paired():
+    rng = np.random.default_rng(5)
+    y = np.repeat([0, 1], 60)
+    good = rng.normal(size=120) + 2 * y
+    runs = {"good": [scored(y, good)], "same": [scored(y, 3 * good - 1)], "noise": [scored(y, rng.normal(size=120))]}
+    pairs = compare(runs, 0)
+    assert [(p["first"], p["second"]) for p in pairs] == [("good", "same"), ("good", "noise"), ("same", "noise")]
+    assert pairs[0]["difference"] == 0 and pairs[0]["interval"] == [0, 0] and pairs[0]["p_holm"] == 1
+    assert pairs[1]["p"] < 1e-4 and pairs[1]["interval"][0] > 0.1
+    assert [p["p_holm"] for p in pairs] == holm([p["p"] for p in pairs])
+    with pytest.raises(ValueError, match="different traces"):
+        compare({"a": [scored(y, good)], "b": [scored(y, good, trace=np.arange(1, 121))]}, 0)
+
+
+def test_ranks_are_averaged_over_runs_and_decisions_pooled():
+    rng = np.random.default_rng(6)
+    y = rng.integers(0, 2, 60)
+    logit = rng.normal(size=60) + 2 * y
+    a = scored(y[:40], logit[:40], fold=0, trace=np.arange(40))
+    b = scored(y[40:], logit[40:] + 9, fold=1, trace=np.arange(40, 60), threshold=9.0)
+    test = evaluate_runs([a, b], 0)["test"]
+    expected = (metrics.auroc(y[:40], logit[:40]) + metrics.auroc(y[40:], logit[40:])) / 2
+    assert test["auroc"] == pytest.approx(expected) and test["num_traces"] == 60
+    assert test["accuracy"] == pytest.approx(np.mean((logit >= 0) == y))
+    # Another seed's run of the same fold tests the same traces: they count once.
+    again = evaluate_runs([a, b, a, b], 0)["test"]
+    assert again["num_traces"] == 60 and again["auroc_interval"] == pytest.approx(test["auroc_interval"])
+
+
+def test_figures_of_groups():
+    y, logit = [0, 1, 1, 0, 1], [0.0, 1.0, 2.0, 3.0, 0.5]
+    groups = evaluate_runs([scored(y, logit, group=["a", "a", "b", "", "b"])], 0)["by_group"]
+    assert groups == [
+        {"group": "a", "auroc": 1.0, "num_traces": 2, "num_hallucinated": 1},
+        {"group": "b", "auroc": None, "num_traces": 2, "num_hallucinated": 2},
+    ]
+
+
+def test_temperature_makes_up_for_confidence():
+    rng = np.random.default_rng(7)
+    true = rng.normal(size=4000)
+    y = (rng.random(4000) < expit(true)).astype(int)
+    temperature = metrics.fit_temperature(y, 3 * true)
+    assert temperature == pytest.approx(3, rel=0.1)
+    calibration = evaluate_runs([scored(y, 3 * true, temperature=temperature)], 0)["calibration"]
+    assert calibration["ece"] > 0.1 > 0.05 > calibration["scaled"]["ece"]
+    assert calibration["scaled"]["brier"] < calibration["brier"]
+    assert sum(b["count"] for b in calibration["reliability"]) == 4000
+    # Labels that are told apart without an error: the most confident temperature, and no warning.
+    assert metrics.fit_temperature(np.array([0, 1]), np.array([-800.0, 800.0])) > 0
