@@ -13,9 +13,10 @@ from tracestore._core.kernels import crc32c
 from tracestore.errors import StoreDamagedError
 from tracestore.store import schema
 from tracestore.store.fsio import fsync_path, make_folders, remove_tree, write_file
+from tracestore.store.metadata import array_metadata, group_metadata
 from tracestore.store.pack import PackedTrace
 from tracestore.store.ragged import decode_string, encode_strings
-from tracestore.store.shard import ArrayReader, ChunkCache, ShardStream, array_metadata, group_metadata
+from tracestore.store.shard import ArrayReader, ChunkCache, ShardStream
 
 
 def segment_name(number: int) -> str:

@@ -1,7 +1,7 @@
 """Zarr v3 arrays of one shard file each: streamed out, mapped in.
 
-zarr-python writes every zarr.json; the shard's bytes are streamed here, because
-through zarr-python a shard is held in memory twice.
+The shard's bytes are streamed here, because through zarr-python a shard is held in
+memory twice.
 """
 
 import json
@@ -33,48 +33,6 @@ def _numcodec(name: str, itemsize: int) -> Any:
     if name == "zstd":
         return Zstd(level=3)
     return Blosc(cname=name.removeprefix("blosc-"), clevel=5, shuffle=Blosc.SHUFFLE, blocksize=0, typesize=itemsize)
-
-
-def _zarr_compressors(name: str, itemsize: int) -> Any:
-    from zarr.codecs import BloscCodec, ZstdCodec
-
-    if name == "none":
-        return None
-    if name == "zstd":
-        return ZstdCodec(level=3)
-    cname: Any = name.removeprefix("blosc-")
-    return BloscCodec(cname=cname, clevel=5, shuffle="shuffle", blocksize=0, typesize=itemsize)
-
-
-def array_metadata(
-    shape: Sequence[int], chunk_rows: int, dtype: np.dtype, codec: str, attributes: dict[str, Any]
-) -> bytes:
-    """zarr.json of an array whose single shard covers axis 0 in inner chunks of chunk_rows."""
-    import zarr
-
-    memory: dict[str, Any] = {}
-    shard_rows = max(1, -(-shape[0] // chunk_rows)) * chunk_rows
-    zarr.create_array(
-        zarr.storage.MemoryStore(memory),
-        shape=tuple(shape),
-        dtype=dtype,
-        chunks=(chunk_rows, *shape[1:]),
-        shards=(shard_rows, *shape[1:]),
-        compressors=_zarr_compressors(codec, dtype.itemsize),
-        filters=None,
-        fill_value=0,
-        attributes=attributes,
-    )
-    return bytes(memory["zarr.json"].to_bytes())
-
-
-def group_metadata(attributes: dict[str, Any]) -> bytes:
-    """zarr.json of a group."""
-    import zarr
-
-    memory: dict[str, Any] = {}
-    zarr.create_group(zarr.storage.MemoryStore(memory), attributes=attributes)
-    return bytes(memory["zarr.json"].to_bytes())
 
 
 class ShardStream:
