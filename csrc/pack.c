@@ -6,10 +6,15 @@
 #include "crc32c.h"
 #include "error.h"
 
-void ts_scan(struct ts_scan *scan, const void *in, enum ts_dtype dtype, size_t n)
+void ts_scan(struct ts_scan *scan, const void *in, enum ts_dtype dtype, size_t n, void *out)
 {
+    size_t bytes = n * ts_dtype_bytes(dtype);
+    if (out != NULL) {
+        memcpy(out, in, bytes);
+        in = out;
+    }
     scan->nonfinite += ts_count_nonfinite(in, dtype, n);
-    scan->crc = ts_crc32c(scan->crc, in, n * ts_dtype_bytes(dtype));
+    scan->crc = ts_crc32c(scan->crc, in, bytes);
 }
 
 int ts_pack_attention(struct ts_pack *p)
@@ -35,7 +40,7 @@ int ts_pack_attention(struct ts_pack *p)
         } else if (out != NULL) {
             memcpy(out, p->stored[k], bytes);
         }
-        ts_scan(&p->scan, out != NULL ? out : p->stored[k], dtype, values);
+        ts_scan(&p->scan, out != NULL ? out : p->stored[k], dtype, values, NULL);
     }
     return TS_OK;
 }

@@ -13,8 +13,8 @@ struct ts_scan {
     uint32_t crc;     /* crc32c of their bytes */
 };
 
-/* Adds n values. */
-void ts_scan(struct ts_scan *scan, const void *in, enum ts_dtype dtype, size_t n);
+/* Adds n values, and copies them to `out` unless it is NULL. */
+void ts_scan(struct ts_scan *scan, const void *in, enum ts_dtype dtype, size_t n, void *out);
 
 /* Attention of all layers. The caller owns every buffer. */
 struct ts_pack {

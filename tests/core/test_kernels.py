@@ -115,6 +115,9 @@ def test_scan_counts_and_sums(seed, n, count, dtype):
     data = b"".join(a.tobytes() for a in arrays)
     found = sum(int((~np.isfinite(a)).sum()) for a in arrays)
     assert kernels.scan(arrays, CODES[dtype], n) == (found, google_crc32c.value(data))
+    out = np.empty(count * n, dtype)
+    assert kernels.scan(arrays, CODES[dtype], n, out) == (found, google_crc32c.value(data))
+    assert out.tobytes() == data
 
 
 def test_pack_attention_refuses_wrong_sizes():

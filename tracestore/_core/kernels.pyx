@@ -38,7 +38,7 @@ cdef extern from "pack.h" nogil:
     ctypedef struct ts_scan_t "struct ts_scan":
         size_t nonfinite
         uint32_t crc
-    void ts_scan(ts_scan_t *scan, const void *data, ts_dtype dtype, size_t n)
+    void ts_scan(ts_scan_t *scan, const void *data, ts_dtype dtype, size_t n, void *out)
     ctypedef struct ts_pack "struct ts_pack":
         const void *const *sources
         const void *const *stored
@@ -221,6 +221,7 @@ cdef class _Views:
 
 cdef struct _Scan:
     const void **arrays
+    unsigned char *out
     size_t count, n
     ts_dtype dtype
     ts_scan_t scan
@@ -228,9 +229,9 @@ cdef struct _Scan:
 
 cdef int _do_scan(void *context) noexcept nogil:
     cdef _Scan *s = <_Scan *>context
-    cdef size_t k
+    cdef size_t k, n_bytes = s.n * ts_dtype_bytes(s.dtype)
     for k in range(s.count):
-        ts_scan(&s.scan, s.arrays[k], s.dtype, s.n)
+        ts_scan(&s.scan, s.arrays[k], s.dtype, s.n, NULL if s.out == NULL else s.out + k * n_bytes)
     return 0
 
 
@@ -238,12 +239,18 @@ cdef int _do_pack(void *context) noexcept nogil:
     return ts_pack_attention(<ts_pack *>context)
 
 
-def scan(arrays, int dtype, size_t num_values) -> tuple[int, int]:
+def scan(arrays, int dtype, size_t num_values, out=None) -> tuple[int, int]:
     """Arrays of num_values each -> how many values are NaN or infinite, CRC-32C of the
-    arrays one behind the other."""
+    arrays one behind the other. They are copied to `out`, if there is one."""
     cdef _Views views = _Views(arrays, num_values * ts_dtype_bytes(<ts_dtype>dtype))
+    cdef _View o
     cdef _Scan s
     cdef int ret
+    s.out = NULL
+    if out is not None:
+        o = _View(out, True)
+        o.need(views.count * num_values * ts_dtype_bytes(<ts_dtype>dtype), "out")
+        s.out = <unsigned char *>o.view.buf
     s.arrays, s.count, s.n, s.dtype = views.at, views.count, num_values, <ts_dtype>dtype
     s.scan.nonfinite, s.scan.crc = 0, 0
     with nogil:

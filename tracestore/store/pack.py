@@ -64,9 +64,9 @@ def _bytes(array: np.ndarray) -> np.ndarray:
     return array.reshape(-1).view("u1")
 
 
-def _scan(arrays: Sequence[np.ndarray], dtype: str) -> tuple[int, int]:
+def _scan(arrays: Sequence[np.ndarray], dtype: str, out: np.ndarray | None = None) -> tuple[int, int]:
     """-> values that are NaN or infinite, crc32c; of arrays of one shape, stored as `dtype`."""
-    return kernels.scan(arrays, schema.dtype_code(dtype), arrays[0].size)
+    return kernels.scan(arrays, schema.dtype_code(dtype), arrays[0].size, out)
 
 
 def _crc(arrays: Sequence[np.ndarray]) -> int:
@@ -160,8 +160,14 @@ def pack_record(
         assert record.last_token is not None
         source_dtype = schema.dtype_name(record.last_token.dtype)
     hidden_dtype = source_dtype if keep_dtype else "float16"
-    if "hidden_states" in arrays:
-        nonfinite, crcs["hidden_states"] = _scan(arrays["hidden_states"], hidden_dtype)
+    if record.hidden is not None:
+        layers, copy = arrays["hidden_states"], None
+        # A large trace is a load that its bytes tell; and it may lie in files.
+        if record.is_borrowed and len(layers) * layers[0].nbytes <= scratch.max_memory // 2:
+            copy = scratch.empty((len(layers), *layers[0].shape), layers[0].dtype)
+        nonfinite, crcs["hidden_states"] = _scan(layers, hidden_dtype, copy)
+        if copy is not None:
+            arrays["hidden_states"] = list(copy)
     if record.last_token is not None:
         present |= bits["last_token"]
         arrays["last_token"] = [_stored(record.last_token, keep_dtype, "sequences", scratch)]
