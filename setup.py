@@ -5,7 +5,7 @@ from setuptools import Extension, setup
 
 CFLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O3", "-fvisibility=hidden", "-pthread"]
 MODULES = {
-    "kernels": ["crc32c", "half", "attention", "guard"],
+    "kernels": ["crc32c", "half", "attention", "pack", "guard"],
     "gather": ["gather", "attention", "half", "parallel", "stream", "crew", "map", "crc32c", "guard"],
     "blocks": ["block"],
     "mapping": ["map", "crc32c", "guard"],

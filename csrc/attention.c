@@ -91,7 +91,73 @@ static void add_row(const void *row, enum ts_dtype dtype, size_t n, float *scrat
         sum[j] += (double)values[j];
 }
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+/* Four doubles as float32, rounded to odd: rounded once more, to float16, that is one rounding. */
+__attribute__((target("avx2,f16c")))
+static inline __m128 to_odd_floats(__m256d values)
+{
+    const __m256d magnitude = _mm256_castsi256_pd(_mm256_set1_epi64x(0x7fffffffffffffffll));
+    __m128 nearest = _mm256_cvtpd_ps(values);
+    __m256d back = _mm256_cvtps_pd(nearest);
+    __m256d inexact = _mm256_cmp_pd(back, values, _CMP_NEQ_OQ); /* not of NaN */
+    __m256d beyond = _mm256_cmp_pd(_mm256_and_pd(back, magnitude), _mm256_and_pd(values, magnitude), _CMP_GT_OQ);
+    const __m256i even = _mm256_set_epi32(6, 4, 2, 0, 6, 4, 2, 0); /* the low halves of the masks */
+    __m128i is_inexact = _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(_mm256_castpd_si256(inexact), even));
+    __m128i is_beyond = _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(_mm256_castpd_si256(beyond), even));
+    __m128i bits = _mm_add_epi32(_mm_castps_si128(nearest), is_beyond); /* one step towards zero */
+    return _mm_castsi128_ps(_mm_or_si128(bits, _mm_and_si128(is_inexact, _mm_set1_epi32(1))));
+}
+
+/* ts_mean_rows of eight float16 columns, of which a mean of finite ones is finite. 0 where
+ * one is NaN: which of several NaN it keeps is left to the portable path, so that every
+ * processor keeps the same one. */
+__attribute__((target("avx2,f16c")))
+static inline int mean_of_eight(const ts_u16 *in, size_t H, size_t stride, uint16_t *out)
+{
+    __m256d low = _mm256_setzero_pd(), high = low, heads = _mm256_set1_pd((double)H);
+    for (size_t h = 0; h < H; h++) {
+        __m256 row = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(in + h * stride)));
+        low = _mm256_add_pd(_mm256_cvtps_pd(_mm256_castps256_ps128(row)), low);
+        high = _mm256_add_pd(_mm256_cvtps_pd(_mm256_extractf128_ps(row, 1)), high);
+    }
+    __m256 means = _mm256_set_m128(to_odd_floats(_mm256_div_pd(high, heads)), to_odd_floats(_mm256_div_pd(low, heads)));
+    _mm_storeu_si128((__m128i *)out, _mm256_cvtps_ph(means, _MM_FROUND_TO_NEAREST_INT));
+    return _mm256_movemask_ps(_mm256_cmp_ps(means, means, _CMP_UNORD_Q)) == 0;
+}
+
+/* n >= 8; the last eight columns may overlap the ones before. 0 as above. */
+__attribute__((target("avx2,f16c")))
+static int mean_rows_f16_avx2(const ts_u16 *in, size_t H, size_t stride, size_t n, uint16_t *out)
+{
+    int is_done = mean_of_eight(in + n - 8, H, stride, out + n - 8);
+    for (size_t j = 0; j + 8 <= n; j += 8)
+        is_done &= mean_of_eight(in + j, H, stride, out + j);
+    return is_done;
+}
+
+static int has_avx2(void)
+{
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+}
+#else
+static int mean_rows_f16_avx2(const ts_u16 *in, size_t H, size_t stride, size_t n, uint16_t *out)
+{
+    (void)in; (void)H; (void)stride; (void)n; (void)out;
+    return 0;
+}
+static int has_avx2(void) { return 0; }
+#endif
+
 int ts_mean_rows(const void *in, enum ts_dtype dtype, size_t H, size_t stride, size_t n, uint16_t *out)
+{
+    if (dtype == TS_F16 && n >= 8 && has_avx2() && mean_rows_f16_avx2(in, H, stride, n, out))
+        return TS_OK;
+    return ts_mean_rows_portable(in, dtype, H, stride, n, out);
+}
+
+int ts_mean_rows_portable(const void *in, enum ts_dtype dtype, size_t H, size_t stride, size_t n, uint16_t *out)
 {
     size_t itemsize = ts_dtype_bytes(dtype);
     double sum[BLOCK];

@@ -26,6 +26,9 @@ void ts_unpack_triangle(const void *in, size_t itemsize, size_t count, size_t S,
  * once. TS_ERR_RANGE if a finite mean is beyond float16. */
 int ts_mean_rows(const void *in, enum ts_dtype dtype, size_t H, size_t stride, size_t n, uint16_t *out);
 
+/* Its portable twin, for tests. */
+int ts_mean_rows_portable(const void *in, enum ts_dtype dtype, size_t H, size_t stride, size_t n, uint16_t *out);
+
 /* Mean over H heads of one layer (H, S, S), as float16, packed (causal = 1) or
  * square; otherwise as ts_mean_rows. */
 int ts_head_mean(const void *in, enum ts_dtype dtype, size_t H, size_t S, int causal, uint16_t *out);

@@ -25,6 +25,7 @@
 #include "half.h"
 #include "index.h"
 #include "map.h"
+#include "pack.h"
 #include "parallel.h"
 
 #undef assert
@@ -114,6 +115,22 @@ static void test_attention(void)
         free(packed);
         free(back);
     }
+    for (size_t n = 1; n < 40; n++) {
+        size_t H = 1 + n % 13;
+        uint16_t *in = malloc(H * n * 2), *fast = malloc(n * 2), *slow = malloc(n * 2);
+        for (unsigned draw = 0; draw < 400; draw++) {
+            for (size_t i = 0; i < H * n; i++) {
+                in[i] = (uint16_t)((draw * 7919 + i * 104729 + n * 31) * 2654435761u >> 13);
+                if (draw % 4 != 0) /* NaN and infinite values in every fourth; small ones */
+                    in[i] &= draw % 4 == 1 ? 0xbfffu : draw % 4 == 2 ? 0x3fffu : 0x83ffu;
+            }
+            assert(ts_mean_rows(in, TS_F16, H, n, n, fast) == ts_mean_rows_portable(in, TS_F16, H, n, n, slow));
+            assert(memcmp(fast, slow, n * 2) == 0);
+        }
+        free(in);
+        free(fast);
+        free(slow);
+    }
     float weights[7] = {0.5f, 0.1f, 0.5f, NAN, 0.9f, 0.5f, 0.0f};
     unsigned char keep[7];
     float scratch[7];
@@ -121,6 +138,45 @@ static void test_attention(void)
     assert(ts_select_pairs(weights, 7, above, keep, scratch) == 4 && !keep[1] && !keep[3]);
     assert(ts_select_pairs(weights, 7, top, keep, scratch) == 3 && keep[4] && keep[0] && keep[2] && !keep[5]);
     assert(ts_select_pairs(weights, 7, all, keep, scratch) == 6 && !keep[3]);
+}
+
+static void test_pack(void)
+{
+    const size_t S = 11, H = 3, A = S * (S + 1) / 2;
+    uint16_t *layers[2], *mean = malloc(2 * A * 2), *heads = malloc(2 * H * A * 2), *one = malloc(H * A * 2);
+    for (size_t k = 0; k < 2; k++) {
+        layers[k] = calloc(H * S * S, 2);
+        for (size_t m = 0; m < H * S; m++)
+            for (size_t j = 0; j <= m % S; j++)
+                layers[k][m * S + j] = (uint16_t)(0x3000 + 7 * m + j + 31 * k);
+    }
+    layers[1][0] = 0x7c00;
+    const void *const *sources = (const void *const *)layers;
+    struct ts_pack pack = {.sources = sources, .L = 2, .H = H, .S = S, .causal = 1, .mean = 1, .out = mean};
+    assert(ts_pack_attention(&pack) == TS_OK && pack.causal && pack.scan.nonfinite == 1);
+    assert(pack.scan.crc == ts_crc32c(0, mean, 2 * A * 2));
+    assert(ts_head_mean(layers[1], TS_F16, H, S, 1, one) == TS_OK && memcmp(one, mean + A, A * 2) == 0);
+    pack.mean = 0;
+    pack.stored = sources;
+    pack.out = heads;
+    assert(ts_pack_attention(&pack) == TS_OK && pack.causal && pack.scan.nonfinite == 1);
+    assert(pack.scan.crc == ts_crc32c(0, heads, 2 * H * A * 2));
+    ts_pack_triangle(layers[1], 2, H, S, one);
+    assert(memcmp(one, heads + H * A, H * A * 2) == 0);
+    layers[1][S - 1] = 1;
+    assert(ts_pack_attention(&pack) == TS_OK && !pack.causal);
+    pack.out = NULL;
+    assert(ts_pack_attention(&pack) == TS_OK && !pack.causal && pack.scan.nonfinite == 1);
+    assert(pack.scan.crc == ts_crc32c(ts_crc32c(0, layers[0], H * S * S * 2), layers[1], H * S * S * 2));
+    float large[2] = {3e38f, 3e38f};
+    const void *one_large[1] = {large};
+    struct ts_pack beyond = {.sources = one_large, .source_dtype = TS_F32, .L = 1, .H = 2, .S = 1, .mean = 1, .out = mean};
+    assert(ts_pack_attention(&beyond) == TS_ERR_RANGE && beyond.layer == 0);
+    free(layers[0]);
+    free(layers[1]);
+    free(mean);
+    free(heads);
+    free(one);
 }
 
 static void test_map(void)
@@ -629,6 +685,7 @@ int main(void)
     test_crc();
     test_half();
     test_attention();
+    test_pack();
     test_map();
     test_index();
     test_parallel();

@@ -68,6 +68,71 @@ def test_triangles_and_head_mean(seed, tokens, heads, dtype):
     np.testing.assert_array_equal(from_packed, mean)
 
 
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 20),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.sampled_from(["f2", "f4"]),
+    st.sampled_from(["mean", "heads", "keep"]),
+    st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_packed_attention_equals_numpy(seed, tokens, heads, layers, dtype, mode, causal):
+    rng = np.random.default_rng(seed)
+    full = rng.random((layers, heads, tokens, tokens)).astype(dtype)
+    full[rng.random(full.shape) < 0.02] = [np.nan, np.inf, -0.0, 6e-8][seed % 4]
+    if causal:
+        full = np.tril(full)
+    is_causal = not np.triu(full, 1).any()
+    name = dtype if mode == "keep" else "f2"
+    stored = None if mode == "mean" else [layer.astype(name) for layer in full]
+    with np.errstate(invalid="ignore"):
+        wanted = full.astype("f8").mean(1).astype("f2")[:, None] if stored is None else np.stack(stored)
+    rows, columns = np.tril_indices(tokens)
+    for want_causal in (True, False):
+        expected = wanted[..., rows, columns] if want_causal else wanted
+        out = np.empty(expected.size, name)
+        needs_out = want_causal or stored is None or seed % 2
+        packed, nonfinite, crc = kernels.pack_attention(
+            list(full), CODES[dtype], stored, CODES[name], heads, tokens, want_causal, out if needs_out else None
+        )
+        assert packed == (is_causal or not want_causal)
+        if packed:
+            if needs_out:
+                np.testing.assert_array_equal(out, expected.reshape(-1))
+            given = out if needs_out else np.stack(stored)
+            assert nonfinite == (~np.isfinite(given)).sum() and crc == google_crc32c.value(given.tobytes())
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 70_000), st.integers(0, 3), st.sampled_from(["f2", "f4", "f8"]))
+@settings(max_examples=60, deadline=None)
+def test_scan_counts_and_sums(seed, n, count, dtype):
+    rng = np.random.default_rng(seed)
+    arrays = [rng.random(n).astype(dtype) for _ in range(count)]
+    for array in arrays:
+        array[rng.random(n) < [0, 0.001, 1][seed % 3]] = [np.nan, -np.inf][seed % 2]
+    data = b"".join(a.tobytes() for a in arrays)
+    found = sum(int((~np.isfinite(a)).sum()) for a in arrays)
+    assert kernels.scan(arrays, CODES[dtype], n) == (found, google_crc32c.value(data))
+    out = np.empty(count * n, dtype)
+    assert kernels.scan(arrays, CODES[dtype], n, out) == (found, google_crc32c.value(data))
+    assert out.tobytes() == data
+
+
+def test_pack_attention_refuses_wrong_sizes():
+    layer = np.ones((2, 3, 3), "f2")
+    with pytest.raises(ValueError, match="layer 1"):
+        kernels.pack_attention([layer, layer[:1]], kernels.F16, None, kernels.F16, 2, 3, True, np.empty(12, "f2"))
+    with pytest.raises(ValueError, match="out"):
+        kernels.pack_attention([layer], kernels.F16, [layer], kernels.F16, 2, 3, True, np.empty(11, "f2"))
+    with pytest.raises(ValueError, match="out"):
+        kernels.pack_attention([layer], kernels.F16, [layer], kernels.F16, 2, 3, True, None)
+    with pytest.raises(OverflowError, match="1"):
+        large = [np.ones((1, 1, 1), "f4"), np.full((1, 1, 1), 1e5, "f4")]
+        kernels.pack_attention(large, kernels.F32, None, kernels.F16, 1, 1, True, np.empty(2, "f2"))
+
+
 def test_first_above_diagonal_finds_the_first():
     full = np.zeros((3, 4, 4), "f2")
     full[1, 2, 3] = 0.5

@@ -7,7 +7,6 @@ a JSON line: {} where all holds, else {"wrong": what}. Imports happen once, here
 import contextlib
 import ctypes
 import errno
-import functools
 import json
 import os
 import random
@@ -24,7 +23,7 @@ import tracestore
 from tests.helpers import read_all, tree_bytes
 from tracestore import convert
 from tracestore.errors import UsageError
-from tracestore.store import columns, commit, segment, shard, writer
+from tracestore.store import writer
 from tracestore.store.verify import verify_store
 
 ACTIONS = {"pass": 0, "kill": 1, "fail": 2, "short": 3, "full": 4}
@@ -33,21 +32,8 @@ CODES = {errno.EIO: {1}, errno.ENOSPC: {4}, errno.EINTR: {0}}
 
 
 def small_commits(patch, close_bytes=1):
-    """Every source leads to a commit; what zarr says of an array is asked once."""
+    """Every source leads to a commit."""
     patch.setitem(writer.StoreWriter.__init__.__kwdefaults__, "close_bytes", close_bytes)
-    for name in ("array_metadata", "group_metadata"):
-        original, known = getattr(shard, name), {}
-
-        @functools.wraps(original)
-        def remembered(*arguments, _original=original, _known=known):
-            key = repr(arguments)
-            if key not in _known:
-                _known[key] = _original(*arguments)
-            return _known[key]
-
-        for module in (shard, segment, columns, commit):
-            if hasattr(module, name):
-                patch.setattr(module, name, remembered)
 
 
 def run_convert(arguments):

@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from typing import Any
 
 # Any contiguous buffer: before Python 3.12 numpy cannot say that its arrays are one.
@@ -17,3 +18,14 @@ def pack_triangle(source: _Buffer, itemsize: int, num_matrices: int, num_tokens:
 def unpack_triangle(source: _Buffer, itemsize: int, num_matrices: int, num_tokens: int, out: _Buffer) -> None: ...
 def head_mean(source: _Buffer, dtype: int, num_heads: int, num_tokens: int, causal: bool, out: _Buffer) -> None: ...
 def mean_rows(source: _Buffer, dtype: int, num_rows: int, row_length: int, out: _Buffer) -> None: ...
+def scan(arrays: Sequence[_Buffer], dtype: int, num_values: int, out: _Buffer | None = None) -> tuple[int, int]: ...
+def pack_attention(
+    sources: Sequence[_Buffer],
+    source_dtype: int,
+    stored: Sequence[_Buffer] | None,
+    stored_dtype: int,
+    num_heads: int,
+    num_tokens: int,
+    causal: bool,
+    out: _Buffer | None,
+) -> tuple[bool, int, int]: ...

@@ -8,6 +8,7 @@ whose file is cut short meanwhile, they raise what the map says: StoreDamagedErr
 file of a store, else MapFaultError, an OSError.
 """
 from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t
+from libc.stdlib cimport free, malloc
 
 include "view.pxi"
 include "guard.pxi"
@@ -32,6 +33,21 @@ cdef extern from "attention.h" nogil:
     void ts_unpack_triangle(const void *src, size_t itemsize, size_t count, size_t S, void *out)
     int ts_mean_rows(const void *src, ts_dtype dtype, size_t H, size_t stride, size_t n, uint16_t *out)
     int ts_head_mean(const void *src, ts_dtype dtype, size_t H, size_t S, int causal, uint16_t *out)
+
+cdef extern from "pack.h" nogil:
+    ctypedef struct ts_scan_t "struct ts_scan":
+        size_t nonfinite
+        uint32_t crc
+    void ts_scan(ts_scan_t *scan, const void *data, ts_dtype dtype, size_t n, void *out)
+    ctypedef struct ts_pack "struct ts_pack":
+        const void *const *sources
+        const void *const *stored
+        ts_dtype source_dtype, stored_dtype
+        size_t L, H, S, layer
+        int causal, mean
+        void *out
+        ts_scan_t scan
+    int ts_pack_attention(ts_pack *pack)
 
 F16 = <int>TS_F16
 BF16 = <int>TS_BF16
@@ -179,3 +195,109 @@ def mean_rows(source, int dtype, size_t num_rows, size_t row_length, out) -> Non
     _call(&c, MEAN_ROWS, v, o)
     if c.ret != 0:
         _raise(c.ret)
+
+
+cdef class _Views:
+    """Buffers of several objects, all of one size, for the length of a call."""
+    cdef list views
+    cdef const void **at
+    cdef size_t count
+
+    def __cinit__(self, sources, size_t n_bytes):
+        cdef _View view
+        self.views, self.count = [], len(sources)
+        self.at = <const void **>malloc(max(self.count, 1) * sizeof(void *))
+        if self.at == NULL:
+            raise MemoryError()
+        for k, source in enumerate(sources):
+            view = _View(source)
+            view.need(n_bytes, f"layer {k}")
+            self.views.append(view)
+            self.at[<size_t>k] = view.view.buf
+
+    def __dealloc__(self):
+        free(self.at)
+
+
+cdef struct _Scan:
+    const void **arrays
+    unsigned char *out
+    size_t count, n
+    ts_dtype dtype
+    ts_scan_t scan
+
+
+cdef int _do_scan(void *context) noexcept nogil:
+    cdef _Scan *s = <_Scan *>context
+    cdef size_t k, n_bytes = s.n * ts_dtype_bytes(s.dtype)
+    for k in range(s.count):
+        ts_scan(&s.scan, s.arrays[k], s.dtype, s.n, NULL if s.out == NULL else s.out + k * n_bytes)
+    return 0
+
+
+cdef int _do_pack(void *context) noexcept nogil:
+    return ts_pack_attention(<ts_pack *>context)
+
+
+def scan(arrays, int dtype, size_t num_values, out=None) -> tuple[int, int]:
+    """Arrays of num_values each -> how many values are NaN or infinite, CRC-32C of the
+    arrays one behind the other. They are copied to `out`, if there is one."""
+    cdef _Views views = _Views(arrays, num_values * ts_dtype_bytes(<ts_dtype>dtype))
+    cdef _View o
+    cdef _Scan s
+    cdef int ret
+    s.out = NULL
+    if out is not None:
+        o = _View(out, True)
+        o.need(views.count * num_values * ts_dtype_bytes(<ts_dtype>dtype), "out")
+        s.out = <unsigned char *>o.view.buf
+    s.arrays, s.count, s.n, s.dtype = views.at, views.count, num_values, <ts_dtype>dtype
+    s.scan.nonfinite, s.scan.crc = 0, 0
+    with nogil:
+        ret = ts_guard_run(_do_scan, &s)
+    if ret == TS_ERR_FAULT:
+        raise_fault(ts_guard_fault())
+    return s.scan.nonfinite, s.scan.crc
+
+
+def pack_attention(
+    sources, int source_dtype, stored, int stored_dtype, size_t num_heads, size_t num_tokens, bint causal, out
+) -> tuple[bool, int, int]:
+    """Packs L layers (H, S, S) into `out`, layer after layer: lower triangles if `causal`,
+    else squares. Of `stored`, the layers as they are stored, every head; where that is None,
+    the mean over the heads of `sources` as float16. Without `out`, `stored` is packed as it is.
+
+    -> whether it could: False where `causal`, and a layer of `sources` is not; how many packed
+    values are NaN or infinite; their CRC-32C. OverflowError with the layer's number where
+    float16 cannot hold a mean."""
+    cdef size_t square = num_tokens * num_tokens
+    cdef size_t pairs = num_tokens * (num_tokens + 1) // 2 if causal else square
+    cdef _Views given = _Views(sources, num_heads * square * ts_dtype_bytes(<ts_dtype>source_dtype))
+    cdef _Views kept = None
+    cdef _View o = None
+    cdef ts_pack p
+    cdef int ret
+    p.mean = stored is None
+    if stored is not None:
+        kept = _Views(stored, num_heads * square * ts_dtype_bytes(<ts_dtype>stored_dtype))
+        if kept.count != given.count:
+            raise ValueError("stored: another number of layers")
+    p.out = NULL
+    if out is not None:
+        o = _View(out, True)
+        o.need(given.count * pairs * (2 if p.mean else num_heads * ts_dtype_bytes(<ts_dtype>stored_dtype)), "out")
+        p.out = o.view.buf
+    elif p.mean or causal:
+        raise ValueError("out: nothing to pack into")
+    p.sources, p.stored = given.at, NULL if kept is None else kept.at
+    p.source_dtype, p.stored_dtype = <ts_dtype>source_dtype, <ts_dtype>stored_dtype
+    p.L, p.H, p.S, p.causal, p.layer = given.count, num_heads, num_tokens, causal, 0
+    with nogil:
+        ret = ts_guard_run(_do_pack, &p)
+    if ret == TS_ERR_FAULT:
+        raise_fault(ts_guard_fault())
+    if ret == TS_ERR_RANGE:
+        raise OverflowError(p.layer)
+    if ret != 0:
+        _raise(ret)
+    return bool(p.causal) == bool(causal), p.scan.nonfinite, p.scan.crc

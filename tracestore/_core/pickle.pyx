@@ -213,23 +213,24 @@ cdef class BufferReader(ByteReader):
 cdef class PieceReader(ByteReader):
     """Pieces of bytes one behind the other, as next_piece() gives them; b"" ends them.
 
-    Payloads are copied out: into memory, up to max_memory of a trace, and beyond that into
-    spill(count), which gives an object with write(piece) and finish() -> memoryview. One of
-    more than max_payload bytes is refused.
+    A payload that lies in one piece is a view of it, one across pieces is copied out: both up
+    to max_memory of a trace, where a view counts as its whole piece, which it keeps alive.
+    Beyond that they go into spill(count), which gives an object with write(piece) and
+    finish() -> memoryview. One of more than max_payload bytes is refused.
     """
-    cdef object next_piece, spill
+    cdef object next_piece, spill, view
     cdef uint64_t max_memory, max_payload, in_memory
-    cdef bint ended
+    cdef bint ended, is_charged
 
     def __init__(self, next_piece, spill, *, uint64_t disk_bytes, uint64_t max_memory, uint64_t max_payload):
         self.next_piece, self.spill = next_piece, spill
         self.disk_bytes, self.max_memory, self.max_payload = disk_bytes, max_memory, max_payload
-        self.window = b""
-        self.cursor = self.limit = <const uint8_t *>PyBytes_AS_STRING(self.window)
+        self.set_window(b"")
 
     cdef uint64_t start_trace(self) except? 0xFFFFFFFFFFFFFFFF:
         cdef uint64_t held = self.in_memory
         self.in_memory = 0
+        self.is_charged = False
         return held
 
     cdef bint advance(self) except -1:
@@ -239,11 +240,15 @@ cdef class PieceReader(ByteReader):
             return False
         piece = self.next_piece()
         self.ended = len(piece) == 0
-        self.window = piece
-        self.cursor = <const uint8_t *>PyBytes_AS_STRING(piece)
-        self.limit = self.cursor + len(piece)
+        self.set_window(piece)
         self.consumed += len(piece)
         return not self.ended
+
+    cdef int set_window(self, bytes window) except -1:
+        self.window, self.view, self.is_charged = window, None, False
+        self.cursor = <const uint8_t *>PyBytes_AS_STRING(window)
+        self.limit = self.cursor + len(window)
+        return 0
 
     cdef int refill(self, size_t count) except -1:
         cdef bytes head = PyBytes_FromStringAndSize(<const char *>self.cursor, self.limit - self.cursor)
@@ -257,9 +262,7 @@ cdef class PieceReader(ByteReader):
                 head = self.window
                 continue
             joined = head + <bytes>self.window
-            self.window = joined
-            self.cursor = <const uint8_t *>PyBytes_AS_STRING(joined)
-            self.limit = self.cursor + len(joined)
+            self.set_window(joined)
             if <size_t>len(joined) >= count:
                 return 0
             head = joined
@@ -270,6 +273,8 @@ cdef class PieceReader(ByteReader):
             return PyBytes_FromStringAndSize(<const char *>self.need(count), count)
         if count > self.max_payload:
             raise _refuse(f"a value of {count:,} bytes inside gzip, at most {self.max_payload:,}")
+        if count <= <uint64_t>(self.limit - self.cursor) and self.charge():
+            return self.viewed(count)
         if self.in_memory + count > self.max_memory:
             return self.spilled(count)
         # Asked for at once up to max_memory only: no file makes it larger by what it says.
@@ -277,6 +282,21 @@ cdef class PieceReader(ByteReader):
         self.copy(<uint8_t *>PyBytes_AS_STRING(whole), count)
         self.in_memory += count
         return whole
+
+    cdef bint charge(self) except -1:
+        """Whether there is room for a view, and so for the whole window."""
+        cdef uint64_t size = len(<bytes>self.window)
+        if not self.is_charged and self.in_memory + size <= self.max_memory:
+            self.in_memory += size
+            self.is_charged = True
+        return self.is_charged
+
+    cdef object viewed(self, uint64_t count):
+        cdef uint64_t begin = self.cursor - <const uint8_t *>PyBytes_AS_STRING(self.window)
+        if self.view is None:
+            self.view = memoryview(self.window)
+        self.cursor += count
+        return self.view[begin:begin + count]
 
     cdef object spilled(self, uint64_t count):
         cdef uint64_t left = count, take, begin

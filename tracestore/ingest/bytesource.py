@@ -3,9 +3,11 @@
 import os
 import stat
 import zlib
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from isal import igzip_threaded
+from isal import igzip
 from isal.igzip_lib import IsalError
 
 from tracestore._core.mapping import MappedFile
@@ -20,7 +22,8 @@ MAX_INFLATED_BYTES = 1 << 40
 MAX_INFLATED_PAYLOAD_BYTES = 1 << 30
 # What one trace may hold in memory; the rest of it goes through files.
 MAX_INFLATED_MEMORY_BYTES = 32 << 20
-_PIECE_BYTES = 1 << 20
+_PIECE_BYTES = 2 << 20
+_PIECES_AHEAD = 3
 
 
 class GzipPieces:
@@ -31,12 +34,17 @@ class GzipPieces:
         self.disk_bytes = os.stat(path).st_size
         self.inflated_bytes = 0
         self._limit = min(MAX_INFLATED_BYTES, self.disk_bytes * MAX_INFLATE_RATIO + INFLATE_ALLOWANCE_BYTES)
-        self._file = igzip_threaded.open(str(path), "rb", threads=1, block_size=_PIECE_BYTES)
+        self._file = igzip.open(path, "rb")
+        # Not isal's own thread, which copies each piece once more on its way.
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="tracestore-inflate")
+        self._ahead: deque[Future[bytes]] = deque()
 
     def __call__(self) -> bytes:
         """The next piece; b"" at the end, where the checksums have been compared."""
+        while len(self._ahead) < _PIECES_AHEAD:
+            self._ahead.append(self._pool.submit(self._file.read, _PIECE_BYTES))
         try:
-            piece: bytes = self._file.read(_PIECE_BYTES)
+            piece = self._ahead.popleft().result()
         except EOFError:
             raise InputRefusedError("truncated: the gzip stream ends early") from None
         except (zlib.error, IsalError, OSError, ValueError) as error:  # type: ignore[misc]
@@ -59,6 +67,7 @@ class GzipPieces:
         )
 
     def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
         self._file.close()
 
 

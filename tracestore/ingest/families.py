@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tracestore._core.pickle import BufferReader, ByteReader
+from tracestore._core.pickle import BufferReader, ByteReader, PieceReader
 from tracestore.errors import InputRefusedError, MapFaultError
 from tracestore.ingest import builders, torch_file
 from tracestore.ingest.bytesource import (
@@ -144,8 +144,11 @@ def _records(path: Path, name: str, need_attention: bool, scratch: Scratch) -> I
 def _from_pickle(limits: _Limits, source: ByteReader, name: str, need_attention: bool) -> Iterator[TraceRecord]:
     reader = pickle_reader(source, load_bytes=torch_file.load_bytes)
     for position, item in enumerate(reader):
-        yield _trace(limits, item, name, position, need_attention)
+        record = _trace(limits, item, name, position, need_attention)
         item = None
+        record.is_borrowed = isinstance(source, PieceReader)
+        yield record
+        del record
     if not source.at_end():
         raise InputRefusedError("trailing bytes after the pickle")
     if reader.num_streamed == 0:

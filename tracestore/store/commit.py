@@ -13,10 +13,10 @@ from tracestore.store import manifest as mf
 from tracestore.store.columns import Columns, join_columns, read_columns, write_columns
 from tracestore.store.container import pack_arrays
 from tracestore.store.index import StoreIndex
+from tracestore.store.metadata import group_metadata
 from tracestore.store.pending import Pending
 from tracestore.store.ragged import encode_strings
 from tracestore.store.segment import FileEntry, segment_name
-from tracestore.store.shard import group_metadata
 
 
 def root_metadata(attributes: schema.Attributes) -> bytes:

@@ -69,6 +69,7 @@ def stored_traces(store: TraceStore, index: int) -> Iterator[PackedTrace]:
             num_nonfinite=segment.scalar("num_nonfinite", row),
             extras=segment.string("extras", row),
             field_bits=bits,
+            crcs={},
             graph_crc=0,
             sequence_crc=0,
             num_heads=None,

@@ -23,6 +23,7 @@ class PackedTrace:
     num_nonfinite: int
     extras: str
     field_bits: int
+    crcs: dict[str, int]  # of arrays, their pieces one behind the other; what is not there is computed
     graph_crc: int
     sequence_crc: int
     num_heads: int | None
@@ -63,45 +64,52 @@ def _bytes(array: np.ndarray) -> np.ndarray:
     return array.reshape(-1).view("u1")
 
 
-def _crc(arrays: Sequence[np.ndarray], start: int = 0) -> int:
+def _scan(arrays: Sequence[np.ndarray], dtype: str, out: np.ndarray | None = None) -> tuple[int, int]:
+    """-> values that are NaN or infinite, crc32c; of arrays of one shape, stored as `dtype`."""
+    return kernels.scan(arrays, schema.dtype_code(dtype), arrays[0].size, out)
+
+
+def _crc(arrays: Sequence[np.ndarray]) -> int:
+    crc = 0
     for array in arrays:
-        start = kernels.crc32c(_bytes(array), start)
-    return start
+        crc = kernels.crc32c(_bytes(array), crc)
+    return crc
 
 
 def _pack_attention(
     layers: Sequence[np.ndarray], mode: str, keep: bool, num_tokens: int, scratch: Scratch
-) -> tuple[int, list[np.ndarray], str, int]:
-    """-> layout, one array a layer, dtype name, count of NaN and infinite values."""
+) -> tuple[int, list[np.ndarray], str, int, int]:
+    """-> layout, arrays of all layers, dtype name, count of NaN and infinite values, crc32c."""
     layers = [np.ascontiguousarray(a) for a in layers]
     dtype = schema.dtype_name(layers[0].dtype)
-    code = schema.dtype_code(dtype)
     num_heads = layers[0].shape[0]
-    causal = all(kernels.first_above_diagonal(_bytes(a), code, num_heads, num_tokens) < 0 for a in layers)
-    layout = schema.LAYOUT_CAUSAL if causal else schema.LAYOUT_SQUARE
-    pairs = schema.num_pairs(num_tokens, layout)
-    nonfinite = 0
-    packed = []
-    for k, layer in enumerate(layers):
-        if mode == "mean":
-            out = np.empty(pairs, "<f2")
-            try:
-                kernels.head_mean(_bytes(layer), code, num_heads, num_tokens, causal, _bytes(out))
-            except OverflowError:
-                raise refuse(f"attentions[{k}]", "a head mean that float16 cannot hold", "at most 65504") from None
-            nonfinite += kernels.count_nonfinite(_bytes(out), kernels.F16)
-            packed.append(out)
-            continue
-        stored = _stored(layer, keep, f"attentions[{k}]", scratch)
-        if causal:
-            out = scratch.empty(num_heads * pairs, stored.dtype)
-            kernels.pack_triangle(_bytes(stored), stored.itemsize, num_heads, num_tokens, _bytes(out))
-            stored = out
-        stored_name = "float16" if not keep else dtype
-        nonfinite += kernels.count_nonfinite(_bytes(stored), schema.dtype_code(stored_name))
-        packed.append(stored.reshape(-1))
-    name = "float16" if mode == "mean" or not keep else dtype
-    return layout, packed, name, nonfinite
+    stored, name = None, "float16"
+    if mode == "heads":
+        stored = [_stored(a, keep, f"attentions[{k}]", scratch) for k, a in enumerate(layers)]
+        name = dtype if keep else name
+    for layout in (schema.LAYOUT_CAUSAL, schema.LAYOUT_SQUARE):
+        packed = None
+        if stored is None or layout == schema.LAYOUT_CAUSAL:
+            rows = len(layers) * (1 if stored is None else num_heads)
+            packed = scratch.empty(rows * schema.num_pairs(num_tokens, layout), schema.storage_dtype(name))
+        try:
+            is_packed, nonfinite, crc = kernels.pack_attention(
+                layers,
+                schema.dtype_code(dtype),
+                stored,
+                schema.dtype_code(name),
+                num_heads,
+                num_tokens,
+                layout == schema.LAYOUT_CAUSAL,
+                packed,
+            )
+        except OverflowError as error:
+            layer = f"attentions[{error.args[0]}]"
+            raise refuse(layer, "a head mean that float16 cannot hold", "at most 65504") from None
+        if is_packed:
+            break
+    arrays = [packed] if packed is not None else [a.reshape(-1) for a in stored or ()]
+    return layout, arrays, name, nonfinite, crc
 
 
 def _pack_edges(
@@ -141,34 +149,40 @@ def pack_record(
     present = 0
     nonfinite = 0
     layout, counts, is_reversed, heads, attention_dtype = schema.LAYOUT_NONE, None, False, None, None
-    graph_crc = sequence_crc = 0
+    crcs: dict[str, int] = {}
     if record.hidden is not None:
         present |= bits["hidden_states"]
         source_dtype = schema.dtype_name(record.hidden[0].dtype)
         arrays["hidden_states"] = [
             _stored(h, keep_dtype, f"hidden_states[{k}]", scratch) for k, h in enumerate(record.hidden)
         ]
-        graph_crc = _crc(arrays["hidden_states"])
     else:
         assert record.last_token is not None
         source_dtype = schema.dtype_name(record.last_token.dtype)
     hidden_dtype = source_dtype if keep_dtype else "float16"
-    code = schema.dtype_code(hidden_dtype)
-    nonfinite += sum(kernels.count_nonfinite(_bytes(a), code) for a in arrays.get("hidden_states", ()))
+    if record.hidden is not None:
+        layers, copy = arrays["hidden_states"], None
+        # A large trace is a load that its bytes tell; and it may lie in files.
+        if record.is_borrowed and len(layers) * layers[0].nbytes <= scratch.max_memory // 2:
+            copy = scratch.empty((len(layers), *layers[0].shape), layers[0].dtype)
+        nonfinite, crcs["hidden_states"] = _scan(layers, hidden_dtype, copy)
+        if copy is not None:
+            arrays["hidden_states"] = list(copy)
     if record.last_token is not None:
         present |= bits["last_token"]
         arrays["last_token"] = [_stored(record.last_token, keep_dtype, "sequences", scratch)]
-        nonfinite += kernels.count_nonfinite(_bytes(arrays["last_token"][0]), code)
+        bad, crcs["last_token"] = _scan(arrays["last_token"], hidden_dtype)
+        nonfinite += bad
     elif record.edges is None:
         arrays["last_token"] = [np.stack([h[-1] for h in arrays["hidden_states"]])]
+        crcs["last_token"] = _crc(arrays["last_token"])
     if record.attention is not None and attention != "none":
         present |= bits["attentions"]
         heads = int(record.attention[0].shape[0])
-        layout, arrays["attention"], attention_dtype, bad = _pack_attention(
+        layout, arrays["attention"], attention_dtype, bad, crcs["attention"] = _pack_attention(
             record.attention, attention, keep_dtype, record.num_tokens, scratch
         )
         nonfinite += bad
-        graph_crc = _crc(arrays["attention"], graph_crc)
     if record.edges is not None:
         present |= bits["edges"]
         layout = schema.LAYOUT_EDGES
@@ -177,9 +191,11 @@ def pack_record(
         )
         code = schema.dtype_code(attention_dtype)
         nonfinite += sum(kernels.count_nonfinite(_bytes(a), code) for a in arrays["edge_weight"])
-        graph_crc = _crc([*arrays["edge_index"], *arrays["edge_weight"]], graph_crc)
-    if "last_token" in arrays:
-        sequence_crc = _crc(arrays["last_token"])
+        crcs |= {name: _crc(arrays[name]) for name in ("edge_index", "edge_weight")}
+    graph_crc = 0
+    for name in ("hidden_states", "attention", "edge_index", "edge_weight"):
+        if name in arrays:
+            graph_crc = kernels.crc32c_combine(graph_crc, crcs[name], sum(a.nbytes for a in arrays[name]))
     for name, here in (
         ("tokens", record.tokens is not None),
         ("tokens_decoded", record.tokens_decoded is not None),
@@ -198,8 +214,9 @@ def pack_record(
         num_nonfinite=nonfinite,
         extras=extras_json(record.extras),
         field_bits=present,
+        crcs=crcs,
         graph_crc=graph_crc,
-        sequence_crc=sequence_crc,
+        sequence_crc=crcs.get("last_token", 0),
         num_heads=heads,
         hidden_dtype=hidden_dtype,
         attention_dtype=attention_dtype,

@@ -43,7 +43,8 @@ class TraceRecord:
 
     hidden: L arrays (S, D). attention: L arrays (H, S, S). edges: L pairs of
     source/target (2, E) and weight (E,). last_token: (L, D), where the source
-    gives it instead of hidden states.
+    gives it instead of hidden states. is_borrowed: its arrays may be views of buffers much
+    larger than they are, and are not to be kept for long.
     """
 
     question_id: str
@@ -60,6 +61,7 @@ class TraceRecord:
     extras: dict[str, Any] = field(default_factory=dict)
     label: float | None = None
     has_own_id: bool = True
+    is_borrowed: bool = False
 
     @property
     def num_layers(self) -> int:

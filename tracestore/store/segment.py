@@ -13,9 +13,10 @@ from tracestore._core.kernels import crc32c
 from tracestore.errors import StoreDamagedError
 from tracestore.store import schema
 from tracestore.store.fsio import fsync_path, make_folders, remove_tree, write_file
+from tracestore.store.metadata import array_metadata, group_metadata
 from tracestore.store.pack import PackedTrace
 from tracestore.store.ragged import decode_string, encode_strings
-from tracestore.store.shard import ArrayReader, ChunkCache, ShardStream, array_metadata, group_metadata
+from tracestore.store.shard import ArrayReader, ChunkCache, ShardStream
 
 
 def segment_name(number: int) -> str:
@@ -73,7 +74,7 @@ class ArrayWriter:
         """A whole array, uncompressed."""
         array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
         stream = self.stream(name, array.dtype, array.shape[1:], "none", schema.INNER_CHUNK_BYTES)
-        stream.append(array)
+        stream.append([array])
         self.finish(name, stream)
 
     def group(self, attributes: dict[str, Any]) -> None:
@@ -136,10 +137,9 @@ class SegmentWriter:
             last_token_row=self._last_rows if "last_token" in trace.arrays else -1,
         )
         for name, pieces in trace.arrays.items():
-            stream = self._stream(name, pieces[0], dtypes[name], sum(p.nbytes for p in pieces))
-            for piece in pieces:
-                stream.append(piece)
-                self.num_bytes += piece.nbytes
+            num_bytes = sum(p.nbytes for p in pieces)
+            self._stream(name, pieces[0], dtypes[name], num_bytes).append(pieces, trace.crcs.get(name))
+            self.num_bytes += num_bytes
         self._hidden_rows += attributes.num_layers * record.num_tokens
         if "attention" in trace.arrays:
             self._attention += sum(a.size for a in trace.arrays["attention"])

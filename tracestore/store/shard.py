@@ -1,7 +1,7 @@
 """Zarr v3 arrays of one shard file each: streamed out, mapped in.
 
-zarr-python writes every zarr.json; the shard's bytes are streamed here, because
-through zarr-python a shard is held in memory twice.
+The shard's bytes are streamed here, because through zarr-python a shard is held in
+memory twice.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tracestore._core.gather import Slab
-from tracestore._core.kernels import crc32c
+from tracestore._core.kernels import crc32c, crc32c_combine
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import StoreDamagedError
 from tracestore.store.fsio import again, make_folders, naming, write_pieces
@@ -33,48 +33,6 @@ def _numcodec(name: str, itemsize: int) -> Any:
     if name == "zstd":
         return Zstd(level=3)
     return Blosc(cname=name.removeprefix("blosc-"), clevel=5, shuffle=Blosc.SHUFFLE, blocksize=0, typesize=itemsize)
-
-
-def _zarr_compressors(name: str, itemsize: int) -> Any:
-    from zarr.codecs import BloscCodec, ZstdCodec
-
-    if name == "none":
-        return None
-    if name == "zstd":
-        return ZstdCodec(level=3)
-    cname: Any = name.removeprefix("blosc-")
-    return BloscCodec(cname=cname, clevel=5, shuffle="shuffle", blocksize=0, typesize=itemsize)
-
-
-def array_metadata(
-    shape: Sequence[int], chunk_rows: int, dtype: np.dtype, codec: str, attributes: dict[str, Any]
-) -> bytes:
-    """zarr.json of an array whose single shard covers axis 0 in inner chunks of chunk_rows."""
-    import zarr
-
-    memory: dict[str, Any] = {}
-    shard_rows = max(1, -(-shape[0] // chunk_rows)) * chunk_rows
-    zarr.create_array(
-        zarr.storage.MemoryStore(memory),
-        shape=tuple(shape),
-        dtype=dtype,
-        chunks=(chunk_rows, *shape[1:]),
-        shards=(shard_rows, *shape[1:]),
-        compressors=_zarr_compressors(codec, dtype.itemsize),
-        filters=None,
-        fill_value=0,
-        attributes=attributes,
-    )
-    return bytes(memory["zarr.json"].to_bytes())
-
-
-def group_metadata(attributes: dict[str, Any]) -> bytes:
-    """zarr.json of a group."""
-    import zarr
-
-    memory: dict[str, Any] = {}
-    zarr.create_group(zarr.storage.MemoryStore(memory), attributes=attributes)
-    return bytes(memory["zarr.json"].to_bytes())
 
 
 class ShardStream:
@@ -112,30 +70,41 @@ class ShardStream:
     def _emit(self, pieces: list[memoryview]) -> None:
         with naming(self.path):
             write_pieces(self._open(), pieces, self._written)
-        for piece in pieces:
-            self._crc = crc32c(piece, self._crc)
-            self._written += len(piece)
+        self._written += sum(map(len, pieces))
+
+    def _emit_own(self, data: Any) -> None:
+        """Bytes that no caller has the checksum of."""
+        self._crc = crc32c(data, self._crc)
+        self._emit([memoryview(data)])
 
     def _emit_chunk(self, data: Any) -> None:
         assert self._coder is not None
         encoded = memoryview(self._coder.encode(np.frombuffer(data, self.dtype))).cast("B")
         self._chunks.append((self._written, len(encoded)))
-        self._emit([encoded])
+        self._emit_own(encoded)
 
-    def append(self, array: np.ndarray) -> None:
-        """Adds rows. The array must not change before the next flush, mark or finish."""
-        data = array.reshape(-1).view("u1").data
-        self.num_bytes += len(data)
+    def append(self, arrays: Sequence[np.ndarray], crc: int | None = None) -> None:
+        """Adds rows, of which `crc` is the crc32c where the caller has it. The arrays must
+        not change before the next flush, mark or finish."""
+        pieces = [a.reshape(-1).view("u1").data for a in arrays if a.size]
+        num_bytes = sum(map(len, pieces))
+        self.num_bytes += num_bytes
         if self._coder is None:
-            if len(data):
-                self._pieces.append(data)
-                self._waiting += len(data)
-            if self._waiting >= _BUFFER_BYTES or len(self._pieces) >= _MAX_PIECES:
-                self.flush()
-            return
-        self._buffer += data
-        if len(self._buffer) >= self.chunk_rows * self.row_bytes:
-            self.flush()
+            if crc is None:
+                for piece in pieces:
+                    self._crc = crc32c(piece, self._crc)
+            else:
+                self._crc = crc32c_combine(self._crc, crc, num_bytes)
+        for piece in pieces:
+            if self._coder is None:
+                self._pieces.append(piece)
+                self._waiting += len(piece)
+                if self._waiting >= _BUFFER_BYTES or len(self._pieces) >= _MAX_PIECES:
+                    self.flush()
+            else:
+                self._buffer += piece
+                if len(self._buffer) >= self.chunk_rows * self.row_bytes:
+                    self.flush()
 
     def flush(self) -> None:
         """Writes what waits, but for a chunk that is not full yet where chunks are coded."""
@@ -181,13 +150,13 @@ class ShardStream:
         chunk_bytes = self.chunk_rows * self.row_bytes
         padding = -self.num_bytes % chunk_bytes
         if self._coder is None:
-            self._emit([memoryview(bytes(padding))])
+            self._emit_own(bytes(padding))
             count = (self.num_bytes + padding) // chunk_bytes
             self._chunks = [(k * chunk_bytes, chunk_bytes) for k in range(count)]
         elif self._buffer:
             self._emit_chunk(bytes(self._buffer) + bytes(padding))
         index = b"".join(struct.pack("<QQ", *c) for c in self._chunks)
-        self._emit([memoryview(index + struct.pack("<I", crc32c(index)))])
+        self._emit_own(index + struct.pack("<I", crc32c(index)))
         fd = self._open()
         with naming(self.path):
             os.fchmod(fd, 0o444)

@@ -1,0 +1,47 @@
+"""Our zarr.json beside zarr-python's."""
+
+import numpy as np
+import pytest
+import zarr
+from zarr.codecs import BloscCodec, ZstdCodec
+
+from tracestore.store import schema
+from tracestore.store.metadata import array_metadata, group_metadata
+
+ATTRIBUTES = {"tracestore": {"dtype": "bfloat16", "text": 'é " \n', "none": None, "some": [1, 2.5, True, {}]}}
+
+
+def compressors(name, itemsize):
+    if name == "none":
+        return None
+    if name == "zstd":
+        return ZstdCodec(level=3)
+    return BloscCodec(cname=name.removeprefix("blosc-"), clevel=5, shuffle="shuffle", blocksize=0, typesize=itemsize)
+
+
+@pytest.mark.parametrize("codec", schema.CODECS)
+@pytest.mark.parametrize("dtype", ["<f2", "<f4", "<f8", "<u2", "<u4", "<i4", "<i8", "|u1"])
+def test_arrays_are_described_as_zarr_does(dtype, codec):
+    dtype = np.dtype(dtype)
+    cases = [((0,), 7, {}), ((10,), 7, ATTRIBUTES), ((7,), 7, {}), ((1, 3), 1, {}), ((100, 3, 5), 9, ATTRIBUTES)]
+    for shape, rows, attributes in cases:
+        memory = {}
+        zarr.create_array(
+            zarr.storage.MemoryStore(memory),
+            shape=shape,
+            dtype=dtype,
+            chunks=(rows, *shape[1:]),
+            shards=(max(1, -(-shape[0] // rows)) * rows, *shape[1:]),
+            compressors=compressors(codec, dtype.itemsize),
+            filters=None,
+            fill_value=0,
+            attributes=attributes,
+        )
+        assert array_metadata(shape, rows, dtype, codec, attributes) == memory["zarr.json"].to_bytes()
+
+
+@pytest.mark.parametrize("attributes", [{}, ATTRIBUTES])
+def test_groups_are_described_as_zarr_does(attributes):
+    memory = {}
+    zarr.create_group(zarr.storage.MemoryStore(memory), attributes=attributes)
+    assert group_metadata(attributes) == memory["zarr.json"].to_bytes()
