@@ -15,8 +15,8 @@ MODULES = {
     "gine": ["gine", "half", "parallel"],
 }
 # Included as text: a change rebuilds what includes them.
-INCLUDED = ["csrc/gine_kernels.h", "csrc/gather_kernels.h", "csrc/error.h", "tracestore/_core/view.pxi"]
-INCLUDED += ["tracestore/_core/guard.pxi", "tracestore/_core/mapping.pxd", "csrc/map.h"]
+INCLUDED = ["csrc/gine_kernels.h", "csrc/gine_loops.h", "csrc/gather_kernels.h", "csrc/error.h"]
+INCLUDED += ["tracestore/_core/view.pxi", "tracestore/_core/guard.pxi", "tracestore/_core/mapping.pxd", "csrc/map.h"]
 
 
 def extension(name: str, units: list[str]) -> Extension:

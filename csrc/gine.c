@@ -1,29 +1,137 @@
+/* Products and sums in one rounding where the processor has it. */
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("fp-contract=fast")
+#endif
 #include "gine.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 #include "error.h"
 #include "parallel.h"
 
-/* Fixed, so that partial sums do not depend on the number of threads. */
-#define GRAPHS_A_CHUNK 8
+#define MAX_SLOTS 64
+/* Columns of a graph are worked on in blocks of at most four vectors a row: a block stays in
+ * the L1/L2 cache, the accumulators of a row in registers. */
+#define BLOCK_ROW_BYTES 256
 
-size_t ts_gine_chunks(size_t num_graphs)
+static size_t round_up(size_t bytes)
 {
-    return (num_graphs + GRAPHS_A_CHUNK - 1) / GRAPHS_A_CHUNK;
+    return (bytes + 63) / 64 * 64;
 }
 
-#if defined(__x86_64__)
-#define FOR_EACH_TARGET(F) \
-    F(_v2, ) \
-    F(_v3, __attribute__((target("avx2,fma")))) \
-    F(_v4, __attribute__((target("avx512f,avx512vl,avx512dq,avx2,fma,prefer-vector-width=512"))))
-static int simd_level(void)
+static int num_slots(const struct ts_gine *g)
 {
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+    size_t n = g->num_threads < 1 ? 1 : (size_t)g->num_threads;
+    n = n < g->num_graphs ? n : g->num_graphs;
+    return n < MAX_SLOTS ? (int)n : MAX_SLOTS;
+}
+
+int ts_gine_check(const struct ts_gine *g)
+{
+    if (g->node_ptr[0] < 0 || g->weight_ptr[0] < 0)
+        return TS_ERR_BOUNDS;
+    for (size_t k = 0; k < g->num_graphs; k++) {
+        int64_t S = -1, n = -1;
+        if (g->node_ptr[k + 1] >= g->node_ptr[k])
+            S = g->node_ptr[k + 1] - g->node_ptr[k];
+        if (g->weight_ptr[k + 1] >= g->weight_ptr[k])
+            n = g->weight_ptr[k + 1] - g->weight_ptr[k];
+        if (S < 0 || n < 0 || S > INT32_MAX || (g->source == NULL && n < S * (S + 1) / 2))
+            return TS_ERR_BOUNDS;
+    }
+    if ((uint64_t)(g->node_ptr[g->num_graphs] - g->node_ptr[0]) != g->num_rows ||
+        (uint64_t)g->weight_ptr[g->num_graphs] > g->num_weights)
+        return TS_ERR_BOUNDS;
+    return TS_OK;
+}
+
+/* What one thread works with: the edges of a graph, grouped by target (forward) or by source
+ * (backward), and one block of columns of it. */
+struct slot_sizes {
+    size_t ptr, index, value, rows; /* bytes */
+};
+
+static size_t num_pairs(const struct ts_gine *g, size_t k)
+{
+    size_t S = (size_t)(g->node_ptr[k + 1] - g->node_ptr[k]);
+    return g->source ? (size_t)(g->weight_ptr[k + 1] - g->weight_ptr[k]) : S * (S + 1) / 2;
+}
+
+static size_t slot_bytes(const struct ts_gine *g, size_t real_bytes, struct slot_sizes *sizes)
+{
+    size_t tokens = 1, edges = 1;
+    for (size_t k = 0; k < g->num_graphs; k++) {
+        size_t S = (size_t)(g->node_ptr[k + 1] - g->node_ptr[k]), n = num_pairs(g, k);
+        tokens = S > tokens ? S : tokens;
+        edges = n > edges ? n : edges;
+    }
+    *sizes = (struct slot_sizes){
+        round_up((tokens + 1) * sizeof(size_t)), round_up(edges * sizeof(uint32_t)), round_up(edges * real_bytes),
+        round_up(tokens * BLOCK_ROW_BYTES)};
+    return sizes->ptr + sizes->index + sizes->value + sizes->rows;
+}
+
+/* Backward keeps one partial sum of grad_w and grad_b a graph. */
+static size_t partial_bytes(const struct ts_gine *g, size_t real_bytes)
+{
+    return round_up(2 * g->num_graphs * g->dim * real_bytes);
+}
+
+size_t ts_gine_workspace(const struct ts_gine *g, size_t real_bytes, int backward)
+{
+    struct slot_sizes sizes;
+    size_t bytes = (size_t)num_slots(g) * slot_bytes(g, real_bytes, &sizes);
+    return 64 + bytes + (backward ? partial_bytes(g, real_bytes) : 0);
+}
+
+/* Weights first .. first + n as float64, which holds all of them. */
+static void load_weights(const struct ts_gine *g, size_t first, size_t n, double *out)
+{
+    float narrow[64];
+    for (size_t done = 0; done < n; done += 64) {
+        size_t count = n - done < 64 ? n - done : 64, at = first + done;
+        if (g->weight_dtype == TS_F64) {
+            memcpy(out + done, (const double *)g->weights + at, count * sizeof *out);
+            continue;
+        }
+        if (g->weight_dtype == TS_F16)
+            ts_f16_to_f32((const uint16_t *)g->weights + at, narrow, count);
+        else if (g->weight_dtype == TS_BF16)
+            ts_bf16_to_f32((const uint16_t *)g->weights + at, narrow, count);
+        else
+            memcpy(narrow, (const float *)g->weights + at, count * sizeof *narrow);
+        for (size_t c = 0; c < count; c++)
+            out[done + c] = narrow[c];
+    }
+}
+
+#define JOIN_(a, b) a##b
+#define JOIN(a, b) JOIN_(a, b)
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#define TARGET_V3 __attribute__((target("avx2,fma")))
+#define TARGET_V4 __attribute__((target("avx512f,avx512vl,avx512dq,avx2,fma,prefer-vector-width=512")))
+#define INLINE_V4 TARGET_V4 static inline __attribute__((always_inline))
+
+INLINE_V4 __m512 relu_v4_f32(__m512 m) { return _mm512_max_ps(m, _mm512_setzero_ps()); }
+INLINE_V4 __m512d relu_v4_f64(__m512d m) { return _mm512_max_pd(m, _mm512_setzero_pd()); }
+INLINE_V4 __m512 pass_v4_f32(__m512 m, __m512 v)
+{
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(m, _mm512_setzero_ps(), _CMP_GT_OQ), v);
+}
+INLINE_V4 __m512d pass_v4_f64(__m512d m, __m512d v)
+{
+    return _mm512_maskz_mov_pd(_mm512_cmp_pd_mask(m, _mm512_setzero_pd(), _CMP_GT_OQ), v);
+}
+
+static int simd_level(int most)
+{
+    most = most ? most : 4;
+    if (most >= 4 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq"))
         return 4;
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? 3 : 2;
+    return most >= 3 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? 3 : 2;
 }
 #define PICK(level, stem, arguments) \
     do { \
@@ -32,18 +140,13 @@ static int simd_level(void)
         else NAME(stem##_v2) arguments; \
     } while (0)
 #else
-#define FOR_EACH_TARGET(F) F(_v2, )
-static int simd_level(void) { return 2; }
+static int simd_level(int most) { (void)most; return 2; }
 #define PICK(level, stem, arguments) do { (void)(level); NAME(stem##_v2) arguments; } while (0)
 #endif
-#define JOIN_(a, b) a##b
-#define JOIN(a, b) JOIN_(a, b)
 
 #define REAL float
 #define NAME(stem) JOIN(stem, _f32)
 #include "gine_kernels.h"
-#undef REAL
-#undef NAME
 
 #define REAL double
 #define NAME(stem) JOIN(stem, _f64)

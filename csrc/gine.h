@@ -1,14 +1,16 @@
 /* The aggregation of GINE (Hu et al. 2020, eq. as PyG's GINEConv, eps = 0):
  *     out_i = x_i + sum over edges j -> i of relu(x_j + w a_ij + b)
- * straight from the packed attention, without anything of size E x D.
+ * straight from the stored attention, without anything of size E x D.
  *
- * Graph g owns nodes node_ptr[g] .. node_ptr[g+1]. Dense form: its weights are
- * the packed triangle at weights[weight_ptr[g]], pairs with a_ij > threshold
- * (never NaN) are edges. Sparse form: its edges are edge_ptr[g] .. edge_ptr[g+1]
- * of (source, target, weight), node numbers within the graph's own nodes.
+ * Graph g owns nodes node_ptr[g] .. node_ptr[g+1]. Triangles: its weights are the packed
+ * lower triangle at weights[weight_ptr[g]]; pairs with a_ij > threshold (never NaN) are edges.
+ * Edge lists: its edges are weight_ptr[g] .. weight_ptr[g+1] of (source, target, weight),
+ * in any order; all of them count. x, out and their gradients hold the rows
+ * node_ptr[0] .. node_ptr[num_graphs], so that a part of a batch needs no renumbering.
  *
- * Sums run in a fixed order whatever num_threads is: results are bitwise the
- * same. Workspaces come from the caller, so that its memory budget sees them. */
+ * A sum runs over its edges in stored order, and over graphs in theirs, whatever num_threads
+ * is: results are bitwise the same. Nothing is allocated: workspaces come from the caller, so
+ * that its memory budget sees them. Nothing outside the buffers is read whatever they hold. */
 #ifndef TS_GINE_H
 #define TS_GINE_H
 
@@ -18,29 +20,36 @@
 #include "half.h"
 
 struct ts_gine {
-    size_t num_graphs, dim;       /* dim: D, columns of x */
-    const int64_t *node_ptr;      /* num_graphs + 1 */
-    const int64_t *weight_ptr;    /* dense: num_graphs + 1 offsets of triangles; sparse: edge_ptr */
-    const void *weights;          /* dense or sparse weights, of weight_dtype */
-    enum ts_dtype weight_dtype;   /* TS_F16, TS_BF16, TS_F32 or TS_F64 */
-    double threshold;             /* dense only */
-    const int64_t *source;        /* sparse only, else NULL */
+    size_t num_graphs, num_rows, dim; /* dim: D, columns of x */
+    size_t num_weights;
+    const int64_t *node_ptr;   /* num_graphs + 1 */
+    const int64_t *weight_ptr; /* num_graphs + 1: where triangles, or edges, of a graph begin */
+    const void *weights;
+    enum ts_dtype weight_dtype;
+    double threshold;      /* triangles only */
+    const int64_t *source; /* edge lists only, else NULL; the numbering of node_ptr */
     const int64_t *target;
+    const void *x; /* (num_rows, dim) of x_dtype, converted as it is read */
+    enum ts_dtype x_dtype;
     int num_threads;
+    int simd; /* 0: the best that the processor has; 2, 3 (AVX2), 4 (AVX-512): that at most */
 };
 
-/* Graphs a partial sum of the weight gradients covers: the workspace of
- * backward is 2 * dim * ts_gine_chunks() values. */
-size_t ts_gine_chunks(size_t num_graphs);
+/* TS_ERR_BOUNDS unless pointers rise, stay inside the buffers and fit num_rows. To be called
+ * before anything below. Edges are checked where they are read. */
+int ts_gine_check(const struct ts_gine *g);
 
-/* x, out: (num_nodes, dim); w, b: (dim,). TS_ERR_NOMEM. */
-int ts_gine_forward_f32(const struct ts_gine *g, const float *x, const float *w, const float *b, float *out);
-int ts_gine_forward_f64(const struct ts_gine *g, const double *x, const double *w, const double *b, double *out);
+/* Bytes of workspace that forward, or backward, needs; aligned as malloc does. */
+size_t ts_gine_workspace(const struct ts_gine *g, size_t real_bytes, int backward);
 
-/* grad_out (num_nodes, dim) -> grad_x (same shape, NULL if not wanted), grad_w, grad_b (dim,). */
-int ts_gine_backward_f32(const struct ts_gine *g, const float *x, const float *w, const float *b, const float *grad_out,
-                         float *grad_x, float *grad_w, float *grad_b, float *workspace);
-int ts_gine_backward_f64(const struct ts_gine *g, const double *x, const double *w, const double *b,
-                         const double *grad_out, double *grad_x, double *grad_w, double *grad_b, double *workspace);
+/* w, b: (dim,); out (num_rows, dim). TS_ERR_BOUNDS: an edge leaves its graph. */
+int ts_gine_forward_f32(const struct ts_gine *g, const float *w, const float *b, float *out, void *workspace);
+int ts_gine_forward_f64(const struct ts_gine *g, const double *w, const double *b, double *out, void *workspace);
+
+/* grad_out (num_rows, dim) -> grad_x (same shape, NULL if not wanted), grad_w, grad_b (dim,). */
+int ts_gine_backward_f32(const struct ts_gine *g, const float *w, const float *b, const float *grad_out,
+                         float *grad_x, float *grad_w, float *grad_b, void *workspace);
+int ts_gine_backward_f64(const struct ts_gine *g, const double *w, const double *b, const double *grad_out,
+                         double *grad_x, double *grad_w, double *grad_b, void *workspace);
 
 #endif

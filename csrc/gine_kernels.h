@@ -1,236 +1,182 @@
-/* The inner loops of gine.c for one scalar type, included once a type with
+/* gine.c for one scalar type, included once a type with
  *   REAL         float or double
- *   NAME(stem)   the type's name for `stem`
- * The bodies are always_inline, so that each wrapper compiles them anew for its
- * own instruction set. */
+ *   NAME(stem)   the type's name for `stem` */
 
-/* Columns handled at a time: x of a whole graph then stays in the L1/L2 cache
- * and one row's accumulators stay in registers. */
-#define COLUMNS 64
+/* One graph, its edges grouped: group r has the edges ptr[r] .. ptr[r + 1], each with the node
+ * at its other end and its weight. */
+struct NAME(graph) {
+    const struct ts_gine *g;
+    size_t S, first_row;
+    const size_t *ptr;
+    const uint32_t *index;
+    const REAL *value;
+};
 
-/* xb[s][c] = x[s][first + c] + b[first + c], zero padded to COLUMNS. */
-static inline __attribute__((always_inline)) void NAME(load_block)(
-    const REAL *x, const REAL *b, size_t S, size_t D, size_t first, size_t width, REAL *xb)
+/* The best that the processor has is chosen at run time. */
+#if defined(__x86_64__)
+#define TARGET TARGET_V4
+#define VECTOR_BYTES 64
+#define LOOP(stem) NAME(stem##_v4)
+#define RELU(m) NAME(relu_v4)(m)
+#define PASS(m, v) NAME(pass_v4)(m, v)
+#include "gine_loops.h"
+
+#define TARGET TARGET_V3
+#define VECTOR_BYTES 32
+#define LOOP(stem) NAME(stem##_v3)
+#include "gine_loops.h"
+#endif
+
+#define TARGET
+#define VECTOR_BYTES 16
+#define LOOP(stem) NAME(stem##_v2)
+#include "gine_loops.h"
+
+/* The edges of graph k grouped by target, or by source, each group in stored order. `row`:
+ * room for one row of weights. -1: an edge leaves the graph. */
+static int NAME(group_edges)(const struct ts_gine *g, size_t k, int by_source, double *row, size_t *ptr,
+                             uint32_t *index, REAL *value)
 {
-    for (size_t s = 0; s < S; s++)
-        for (size_t c = 0; c < COLUMNS; c++)
-            xb[s * COLUMNS + c] = c < width ? x[s * D + first + c] + b[first + c] : 0;
-}
-
-static inline __attribute__((always_inline)) void NAME(dense_forward_body)(
-    const REAL *x, const REAL *w, const REAL *b, const REAL *a, REAL threshold, size_t S, size_t D, REAL *xb, REAL *out)
-{
-    for (size_t first = 0; first < D; first += COLUMNS) {
-        size_t width = D - first < COLUMNS ? D - first : COLUMNS;
-        REAL wb[COLUMNS] = {0};
-        memcpy(wb, w + first, width * sizeof *w);
-        NAME(load_block)(x, b, S, D, first, width, xb);
-        const REAL *row = a;
+    int64_t base = g->node_ptr[k];
+    size_t S = (size_t)(g->node_ptr[k + 1] - base), first = (size_t)g->weight_ptr[k], n = num_pairs(g, k);
+    memset(ptr, 0, (S + 1) * sizeof *ptr);
+    if (g->source == NULL && !by_source) { /* already in order */
+        size_t kept = 0;
         for (size_t i = 0; i < S; i++) {
-            REAL sum[COLUMNS] = {0};
+            load_weights(g, first + i * (i + 1) / 2, i + 1, row);
             for (size_t j = 0; j <= i; j++) {
-                REAL weight = row[j];
-                if (!(weight > threshold))
-                    continue;
-                const REAL *xj = xb + j * COLUMNS;
-                for (size_t c = 0; c < COLUMNS; c++) {
-                    REAL message = xj[c] + weight * wb[c];
-                    sum[c] += message > 0 ? message : 0;
+                index[kept] = (uint32_t)j;
+                value[kept] = (REAL)row[j];
+                kept += row[j] > g->threshold;
+            }
+            ptr[i + 1] = kept;
+        }
+        return 0;
+    }
+    /* A counting sort: count, then place. Placing moves ptr[r] to where group r ends, which is
+     * where group r + 1 begins, so that counts are kept one group further. */
+    for (int placing = 0; placing < 2; placing++) {
+        if (g->source == NULL) {
+            for (size_t i = 0; i < S; i++) {
+                load_weights(g, first + i * (i + 1) / 2, i + 1, row);
+                for (size_t j = 0; j <= i; j++) {
+                    if (!(row[j] > g->threshold))
+                        continue;
+                    size_t at = ptr[j + 1]++;
+                    if (placing) {
+                        index[at] = (uint32_t)i;
+                        value[at] = (REAL)row[j];
+                    }
                 }
             }
-            row += i + 1;
-            for (size_t c = 0; c < width; c++)
-                out[i * D + first + c] = x[i * D + first + c] + sum[c];
-        }
-    }
-}
-
-static inline __attribute__((always_inline)) void NAME(dense_backward_body)(
-    const REAL *x, const REAL *w, const REAL *b, const REAL *a, REAL threshold, size_t S, size_t D, REAL *xb, REAL *gb,
-    const REAL *grad_out, REAL *grad_x, REAL *grad_w, REAL *grad_b)
-{
-    for (size_t first = 0; first < D; first += COLUMNS) {
-        size_t width = D - first < COLUMNS ? D - first : COLUMNS;
-        REAL wb[COLUMNS] = {0}, sum_w[COLUMNS] = {0}, sum_b[COLUMNS] = {0};
-        memcpy(wb, w + first, width * sizeof *w);
-        NAME(load_block)(x, b, S, D, first, width, xb);
-        for (size_t s = 0; s < S; s++)
-            for (size_t c = 0; c < COLUMNS; c++)
-                gb[s * COLUMNS + c] = c < width ? grad_out[s * D + first + c] : 0;
-        for (size_t j = 0; j < S; j++) {
-            REAL sum[COLUMNS] = {0};
-            const REAL *xj = xb + j * COLUMNS;
-            for (size_t i = j; i < S; i++) {
-                REAL weight = a[i * (i + 1) / 2 + j];
-                if (!(weight > threshold))
-                    continue;
-                const REAL *gi = gb + i * COLUMNS;
-                for (size_t c = 0; c < COLUMNS; c++) {
-                    REAL through = xj[c] + weight * wb[c] > 0 ? gi[c] : 0;
-                    sum[c] += through;
-                    sum_w[c] += weight * through;
+        } else {
+            const int64_t *group = by_source ? g->source : g->target, *other = by_source ? g->target : g->source;
+            for (size_t e = first; e < first + n; e++) {
+                uint64_t r = (uint64_t)group[e] - (uint64_t)base, o = (uint64_t)other[e] - (uint64_t)base;
+                if (r >= S || o >= S)
+                    return -1;
+                size_t at = ptr[r + 1]++;
+                if (placing) {
+                    double weight;
+                    load_weights(g, e, 1, &weight);
+                    index[at] = (uint32_t)o;
+                    value[at] = (REAL)weight;
                 }
             }
-            for (size_t c = 0; c < COLUMNS; c++)
-                sum_b[c] += sum[c];
-            if (grad_x != NULL)
-                for (size_t c = 0; c < width; c++)
-                    grad_x[j * D + first + c] = gb[j * COLUMNS + c] + sum[c];
         }
-        for (size_t c = 0; c < width; c++) {
-            grad_w[first + c] += sum_w[c];
-            grad_b[first + c] += sum_b[c];
-        }
-    }
-}
-
-/* Sparse edges: source and target are numbers in the batch, `base` the graph's first node. */
-static inline __attribute__((always_inline)) void NAME(sparse_forward_body)(
-    const REAL *x, const REAL *w, const REAL *b, const REAL *a, const int64_t *source, const int64_t *target,
-    int64_t base, size_t E, size_t S, size_t D, REAL *out)
-{
-    memcpy(out, x, S * D * sizeof *x);
-    for (size_t e = 0; e < E; e++) {
-        const REAL *xj = x + (size_t)(source[e] - base) * D;
-        REAL *oi = out + (size_t)(target[e] - base) * D;
-        for (size_t c = 0; c < D; c++) {
-            REAL message = xj[c] + b[c] + a[e] * w[c];
-            oi[c] += message > 0 ? message : 0;
+        if (!placing) {
+            size_t before = 0;
+            for (size_t r = 0; r < S; r++) {
+                size_t count = ptr[r + 1];
+                ptr[r + 1] = before;
+                before += count;
+            }
         }
     }
+    return 0;
 }
-
-static inline __attribute__((always_inline)) void NAME(sparse_backward_body)(
-    const REAL *x, const REAL *w, const REAL *b, const REAL *a, const int64_t *source, const int64_t *target,
-    int64_t base, size_t E, size_t S, size_t D, const REAL *grad_out, REAL *grad_x, REAL *grad_w, REAL *grad_b)
-{
-    if (grad_x != NULL)
-        memcpy(grad_x, grad_out, S * D * sizeof *x);
-    for (size_t e = 0; e < E; e++) {
-        size_t j = (size_t)(source[e] - base), i = (size_t)(target[e] - base);
-        for (size_t c = 0; c < D; c++) {
-            REAL through = x[j * D + c] + b[c] + a[e] * w[c] > 0 ? grad_out[i * D + c] : 0;
-            if (grad_x != NULL)
-                grad_x[j * D + c] += through;
-            grad_w[c] += a[e] * through;
-            grad_b[c] += through;
-        }
-    }
-}
-
-/* One wrapper an instruction set; the best that the processor has is chosen at
- * run time. The list of targets is gine.c's. */
-#define WRAP(SUFFIX, TARGET) \
-    TARGET static void NAME(dense_forward##SUFFIX)(const REAL *x, const REAL *w, const REAL *b, const REAL *a, \
-        REAL t, size_t S, size_t D, REAL *xb, REAL *out) \
-    { NAME(dense_forward_body)(x, w, b, a, t, S, D, xb, out); } \
-    TARGET static void NAME(dense_backward##SUFFIX)(const REAL *x, const REAL *w, const REAL *b, const REAL *a, \
-        REAL t, size_t S, size_t D, REAL *xb, REAL *gb, const REAL *go, REAL *gx, REAL *gw, REAL *gbias) \
-    { NAME(dense_backward_body)(x, w, b, a, t, S, D, xb, gb, go, gx, gw, gbias); } \
-    TARGET static void NAME(sparse_forward##SUFFIX)(const REAL *x, const REAL *w, const REAL *b, const REAL *a, \
-        const int64_t *src, const int64_t *dst, int64_t base, size_t E, size_t S, size_t D, REAL *out) \
-    { NAME(sparse_forward_body)(x, w, b, a, src, dst, base, E, S, D, out); } \
-    TARGET static void NAME(sparse_backward##SUFFIX)(const REAL *x, const REAL *w, const REAL *b, const REAL *a, \
-        const int64_t *src, const int64_t *dst, int64_t base, size_t E, size_t S, size_t D, \
-        const REAL *go, REAL *gx, REAL *gw, REAL *gbias) \
-    { NAME(sparse_backward_body)(x, w, b, a, src, dst, base, E, S, D, go, gx, gw, gbias); }
-
-FOR_EACH_TARGET(WRAP)
 
 struct NAME(job) {
     const struct ts_gine *g;
-    const REAL *x, *w, *b, *grad_out;
-    REAL *out, *grad_x, *workspace;
+    const REAL *w, *b, *grad_out;
+    REAL *out, *grad_x, *partial;
+    unsigned char *slots;
+    struct slot_sizes sizes;
+    size_t slot_bytes;
+    int busy[MAX_SLOTS];
     int status;
 };
-
-static void NAME(load_weights)(const struct ts_gine *g, int64_t first, size_t n, float *narrow, REAL *a)
-{
-    if (g->weight_dtype == TS_F64) {
-        for (size_t k = 0; k < n; k++)
-            a[k] = (REAL)((const double *)g->weights)[first + (int64_t)k];
-        return;
-    }
-    if (g->weight_dtype == TS_F16)
-        ts_f16_to_f32((const uint16_t *)g->weights + first, narrow, n);
-    else if (g->weight_dtype == TS_BF16)
-        ts_bf16_to_f32((const uint16_t *)g->weights + first, narrow, n);
-    else
-        memcpy(narrow, (const float *)g->weights + first, n * sizeof *narrow);
-    for (size_t k = 0; k < n; k++)
-        a[k] = (REAL)narrow[k];
-}
 
 static void NAME(range)(void *context, size_t begin, size_t end)
 {
     struct NAME(job) *job = context;
     const struct ts_gine *g = job->g;
-    size_t D = g->dim, max_tokens = 1, max_weights = 1;
+    int slot = 0;
+    /* There is a slot for every thread. */
+    while (__atomic_exchange_n(&job->busy[slot], 1, __ATOMIC_ACQUIRE))
+        slot = (slot + 1) % MAX_SLOTS;
+    unsigned char *memory = job->slots + (size_t)slot * job->slot_bytes;
+    size_t *ptr = (size_t *)memory;
+    uint32_t *index = (uint32_t *)(memory += job->sizes.ptr);
+    REAL *value = (REAL *)(memory += job->sizes.index), *block = (REAL *)(memory += job->sizes.value);
+    int level = simd_level(g->simd);
     for (size_t k = begin; k < end; k++) {
+        size_t first_row = (size_t)(g->node_ptr[k] - g->node_ptr[0]), D = g->dim;
         size_t S = (size_t)(g->node_ptr[k + 1] - g->node_ptr[k]);
-        size_t n = g->source ? (size_t)(g->weight_ptr[k + 1] - g->weight_ptr[k]) : S * (S + 1) / 2;
-        max_tokens = S > max_tokens ? S : max_tokens;
-        max_weights = n > max_weights ? n : max_weights;
+        /* The block of columns is not in use yet: it has room for a row of weights. */
+        if (NAME(group_edges)(g, k, job->out == NULL, (double *)block, ptr, index, value) != 0) {
+            __atomic_store_n(&job->status, TS_ERR_BOUNDS, __ATOMIC_RELAXED);
+            break;
+        }
+        struct NAME(graph) graph = {g, S, first_row, ptr, index, value};
+        if (job->out != NULL) {
+            PICK(level, forward, (&graph, job->w, job->b, block, job->out + first_row * D));
+        } else {
+            REAL *partial = job->partial + k * 2 * D;
+            PICK(level, backward, (&graph, job->w, job->b, block, job->grad_out + first_row * D,
+                 job->grad_x ? job->grad_x + first_row * D : NULL, partial, partial + D));
+        }
     }
-    REAL *a = malloc(max_weights * sizeof *a), *xb = malloc(2 * max_tokens * COLUMNS * sizeof *xb);
-    float *narrow = malloc(max_weights * sizeof *narrow);
-    if (a == NULL || xb == NULL || narrow == NULL) {
-        __atomic_store_n(&job->status, TS_ERR_NOMEM, __ATOMIC_RELAXED);
-        goto out;
-    }
-    REAL *gb = xb + max_tokens * COLUMNS;
-    REAL *grad_w = job->workspace, *grad_b = NULL;
-    if (grad_w != NULL) {
-        grad_w += begin / GRAPHS_A_CHUNK * 2 * D;
-        grad_b = grad_w + D;
-        memset(grad_w, 0, 2 * D * sizeof *grad_w);
-    }
-    int level = simd_level();
-    for (size_t k = begin; k < end; k++) {
-        int64_t base = g->node_ptr[k], first = g->weight_ptr[k];
-        size_t S = (size_t)(g->node_ptr[k + 1] - base);
-        size_t n = g->source ? (size_t)(g->weight_ptr[k + 1] - first) : S * (S + 1) / 2;
-        const REAL *x = job->x + (size_t)base * D;
-        NAME(load_weights)(g, first, n, narrow, a);
-        if (job->out != NULL && g->source == NULL)
-            PICK(level, dense_forward, (x, job->w, job->b, a, (REAL)g->threshold, S, D, xb, job->out + (size_t)base * D));
-        else if (job->out != NULL)
-            PICK(level, sparse_forward, (x, job->w, job->b, a, g->source + first, g->target + first, base, n, S, D,
-                 job->out + (size_t)base * D));
-        else if (g->source == NULL)
-            PICK(level, dense_backward, (x, job->w, job->b, a, (REAL)g->threshold, S, D, xb, gb,
-                 job->grad_out + (size_t)base * D, job->grad_x ? job->grad_x + (size_t)base * D : NULL, grad_w, grad_b));
-        else
-            PICK(level, sparse_backward, (x, job->w, job->b, a, g->source + first, g->target + first, base, n, S, D,
-                 job->grad_out + (size_t)base * D, job->grad_x ? job->grad_x + (size_t)base * D : NULL, grad_w, grad_b));
-    }
-out:
-    free(a);
-    free(xb);
-    free(narrow);
+    __atomic_store_n(&job->busy[slot], 0, __ATOMIC_RELEASE);
 }
 
-int NAME(ts_gine_forward)(const struct ts_gine *g, const REAL *x, const REAL *w, const REAL *b, REAL *out)
+static int NAME(run)(struct NAME(job) *job, void *workspace)
 {
-    struct NAME(job) job = {g, x, w, b, NULL, out, NULL, NULL, TS_OK};
-    ts_parallel_for(g->num_graphs, GRAPHS_A_CHUNK, g->num_threads, NAME(range), &job);
-    return job.status;
+    const struct ts_gine *g = job->g;
+    unsigned char *memory = (unsigned char *)round_up((size_t)(uintptr_t)workspace);
+    if (job->out == NULL) {
+        job->partial = (REAL *)memory;
+        memory += partial_bytes(g, sizeof(REAL));
+    }
+    job->slots = memory;
+    job->slot_bytes = slot_bytes(g, sizeof(REAL), &job->sizes);
+    int slots = num_slots(g);
+    for (int k = slots; k < MAX_SLOTS; k++)
+        job->busy[k] = 1;
+    ts_parallel_for(g->num_graphs, 1, slots, NAME(range), job);
+    return job->status;
 }
 
-int NAME(ts_gine_backward)(const struct ts_gine *g, const REAL *x, const REAL *w, const REAL *b, const REAL *grad_out,
-                           REAL *grad_x, REAL *grad_w, REAL *grad_b, REAL *workspace)
+int NAME(ts_gine_forward)(const struct ts_gine *g, const REAL *w, const REAL *b, REAL *out, void *workspace)
 {
-    struct NAME(job) job = {g, x, w, b, grad_out, NULL, grad_x, workspace, TS_OK};
-    ts_parallel_for(g->num_graphs, GRAPHS_A_CHUNK, g->num_threads, NAME(range), &job);
+    struct NAME(job) job = {.g = g, .w = w, .b = b, .out = out};
+    return NAME(run)(&job, workspace);
+}
+
+int NAME(ts_gine_backward)(const struct ts_gine *g, const REAL *w, const REAL *b, const REAL *grad_out, REAL *grad_x,
+                           REAL *grad_w, REAL *grad_b, void *workspace)
+{
+    struct NAME(job) job = {.g = g, .w = w, .b = b, .grad_out = grad_out, .grad_x = grad_x};
+    int ret = NAME(run)(&job, workspace);
     memset(grad_w, 0, g->dim * sizeof *grad_w);
     memset(grad_b, 0, g->dim * sizeof *grad_b);
-    for (size_t chunk = 0; job.status == TS_OK && chunk < ts_gine_chunks(g->num_graphs); chunk++)
+    for (size_t k = 0; ret == TS_OK && k < g->num_graphs; k++)
         for (size_t c = 0; c < g->dim; c++) {
-            grad_w[c] += workspace[chunk * 2 * g->dim + c];
-            grad_b[c] += workspace[chunk * 2 * g->dim + g->dim + c];
+            grad_w[c] += job.partial[k * 2 * g->dim + c];
+            grad_b[c] += job.partial[k * 2 * g->dim + g->dim + c];
         }
-    return job.status;
+    return ret;
 }
 
-#undef COLUMNS
-#undef WRAP
+#undef REAL
+#undef NAME

@@ -618,7 +618,7 @@ static void test_blocks(void)
     ts_block_free(NULL, 1);
 }
 
-/* The dense and the sparse form of one batch against each other, odd sizes. */
+/* The dense and the sparse form of one batch, and each instruction set, against each other; odd sizes. */
 static void test_gine(void)
 {
     enum { G = 11, D = 67 };
@@ -651,27 +651,52 @@ static void test_gine(void)
                 }
         edges[g + 1] = (int64_t)E;
     }
-    struct ts_gine dense = {G, D, nodes, weights, a, TS_F32, 0, NULL, NULL, 2};
-    struct ts_gine sparse = {G, D, nodes, edges, kept, TS_F32, 0, source, target, 3};
-    float *out[2], *gx[2], gw[2][D], gb[2][D];
-    float *workspace = malloc(2 * D * ts_gine_chunks(G) * 4);
-    for (int k = 0; k < 2; k++) {
-        const struct ts_gine *g = k ? &sparse : &dense;
+    struct ts_gine dense = {G, N, D, A, nodes, weights, a, TS_F32, 0, NULL, NULL, x, TS_F32, 2, 0};
+    struct ts_gine sparse = {G, N, D, E, nodes, edges, kept, TS_F32, 0, source, target, x, TS_F32, 3, 0};
+    enum { FORMS = 4 };
+    float *out[FORMS], *gx[FORMS], gw[FORMS][D], gb[FORMS][D];
+    for (int k = 0; k < FORMS; k++) {
+        struct ts_gine form = k ? sparse : dense, *g = &form;
+        form.simd = k > 1 ? k : 0;
         out[k] = malloc(N * D * 4);
         gx[k] = malloc(N * D * 4);
-        assert(ts_gine_forward_f32(g, x, w, b, out[k]) == TS_OK);
-        assert(ts_gine_backward_f32(g, x, w, b, x, gx[k], gw[k], gb[k], workspace) == TS_OK);
-        assert(ts_gine_backward_f32(g, x, w, b, x, NULL, gw[k], gb[k], workspace) == TS_OK);
+        void *forward = malloc(ts_gine_workspace(g, 4, 0)), *backward = malloc(ts_gine_workspace(g, 4, 1));
+        assert(ts_gine_check(g) == TS_OK);
+        assert(ts_gine_forward_f32(g, w, b, out[k], forward) == TS_OK);
+        assert(ts_gine_backward_f32(g, w, b, x, gx[k], gw[k], gb[k], backward) == TS_OK);
+        assert(ts_gine_backward_f32(g, w, b, x, NULL, gw[k], gb[k], backward) == TS_OK);
+        free(forward);
+        free(backward);
     }
-    for (size_t i = 0; i < N * D; i++)
-        assert(fabsf(out[0][i] - out[1][i]) < 1e-5f && fabsf(gx[0][i] - gx[1][i]) < 1e-5f);
-    for (int d = 0; d < D; d++)
-        assert(fabsf(gw[0][d] - gw[1][d]) < 1e-4f && fabsf(gb[0][d] - gb[1][d]) < 1e-4f);
-    for (int k = 0; k < 2; k++) {
+    /* The second half of the graphs alone, in the numbering of the whole. */
+    struct ts_gine part = sparse;
+    part.num_graphs = G - G / 2;
+    part.node_ptr += G / 2;
+    part.weight_ptr += G / 2;
+    part.num_rows = (size_t)(nodes[G] - nodes[G / 2]);
+    part.x = x + nodes[G / 2] * D;
+    float *alone = malloc(part.num_rows * D * 4);
+    void *workspace = malloc(ts_gine_workspace(&part, 4, 0));
+    assert(ts_gine_check(&part) == TS_OK && ts_gine_forward_f32(&part, w, b, alone, workspace) == TS_OK);
+    assert(memcmp(alone, out[1] + nodes[G / 2] * D, part.num_rows * D * 4) == 0);
+    target[E - 1] = nodes[G];
+    assert(ts_gine_forward_f32(&part, w, b, alone, workspace) == TS_ERR_BOUNDS);
+    part.num_rows++;
+    assert(ts_gine_check(&part) == TS_ERR_BOUNDS);
+    dense.num_weights--;
+    assert(ts_gine_check(&dense) == TS_ERR_BOUNDS);
+    free(alone);
+    free(workspace);
+    for (int k = 1; k < FORMS; k++) {
+        for (size_t i = 0; i < N * D; i++)
+            assert(fabsf(out[0][i] - out[k][i]) < 1e-5f && fabsf(gx[0][i] - gx[k][i]) < 1e-5f);
+        for (int d = 0; d < D; d++)
+            assert(fabsf(gw[0][d] - gw[k][d]) < 1e-4f && fabsf(gb[0][d] - gb[k][d]) < 1e-4f);
+    }
+    for (int k = 0; k < FORMS; k++) {
         free(out[k]);
         free(gx[k]);
     }
-    free(workspace);
     free(a);
     free(x);
     free(source);

@@ -11,7 +11,7 @@ from torch_geometric.nn import GINEConv, global_mean_pool
 import tracestore
 from tests.helpers import make_graphs, make_trace
 from tracestore.data.loader import TraceLoader
-from tracestore.train.gine import GINE, GraphInputs, _FusedAggregation
+from tracestore.train.graph_inputs import GraphInputs
 from tracestore.train.models import ModelConfig, detector_loss, make_model
 
 LAYERS, DIM = 4, 24
@@ -229,38 +229,6 @@ def test_top_k_and_micro_batches(tmp_path, edges):
     whole = model(inputs).logits
     pieces = [model(inputs.traces(a, b)).logits for a, b in ((0, 1), (1, 4), (4, 6))]
     assert torch.allclose(whole, torch.cat(pieces), rtol=1e-5, atol=1e-6)
-
-
-def test_fused_gradcheck():
-    torch.manual_seed(0)
-    sizes = [1, 4, 0, 3]
-    nodes = torch.tensor([0, *np.cumsum(sizes)])
-    pairs = [s * (s + 1) // 2 for s in sizes]
-    weights = torch.rand(sum(pairs), dtype=torch.float64)
-    inputs = GraphInputs(torch.zeros(8, 3), nodes, weights, torch.tensor([0, *np.cumsum(pairs)]), 1, threshold=0.2)
-    x, w, b = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((8, 3), (3,), (3,)))
-    assert torch.autograd.gradcheck(lambda *a: _FusedAggregation.apply(*a, inputs.graphs()), (x, w, b))
-
-
-def test_fused_and_reference_share_weights():
-    fused, pyg = GINE(DIM, 16, "fused"), GINE(DIM, 16, "pyg")
-    pyg.load_state_dict(fused.state_dict())
-    assert [n for n, _ in fused.named_parameters()] == [n for n, _ in pyg.named_parameters()]
-
-
-def test_fused_is_bitwise_the_same_for_any_number_of_threads(loader_of):
-    inputs = GraphInputs.from_batch(loader_of())
-    x = inputs.x.float().requires_grad_()
-    w, b = torch.randn(DIM, requires_grad=True), torch.randn(DIM, requires_grad=True)
-    results = []
-    before = torch.get_num_threads()
-    for threads in (1, 2, 5):
-        torch.set_num_threads(threads)
-        out = _FusedAggregation.apply(x, w, b, inputs.graphs())
-        results.append([out.detach(), *torch.autograd.grad(out.square().sum(), (x, w, b))])
-    torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(torch.equal(p, q) for p, q in zip(results[0], other, strict=True))
 
 
 def test_lstm_reads_the_layers():

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tracestore.train.gine import GINE, GraphInputs
+from tracestore.train.gine import GINE
+from tracestore.train.graph_inputs import GraphInputs
 
 MODEL_NAMES = ("lstm_solo", "gnn_det_lstm", "gvae_lstm")
 VIEWS = {"lstm_solo": "sequence", "gnn_det_lstm": "graph", "gvae_lstm": "graph"}
@@ -121,14 +122,13 @@ class GraphEncoder(nn.Module):
         self.dropout = nn.Dropout(GNN_DROPOUT)
 
     def forward(self, inputs: GraphInputs) -> torch.Tensor:
-        x = inputs.x.to(self.conv1.conv.lin.weight.dtype)
-        lengths = inputs.node_ptr[1:] - inputs.node_ptr[:-1]
+        x = inputs.x
         if self.standardiser.active:
+            lengths = inputs.node_ptr[1:] - inputs.node_ptr[:-1]
             layer = torch.arange(len(lengths), device=x.device) % inputs.num_layers
             x = self.standardiser(x, torch.repeat_interleave(layer, lengths))
-        x = self.dropout(F.relu(self.conv1(x, inputs)))
-        x = self.conv2(x, inputs)
-        pooled = torch.segment_reduce(x, "mean", lengths=lengths, axis=0, unsafe=True)
+        x = self.dropout(F.relu_(self.conv1(x, inputs)))
+        pooled = self.conv2.pooled(x, inputs)
         return pooled.reshape(inputs.num_traces, inputs.num_layers, -1)
 
 

@@ -1,0 +1,297 @@
+"""The GINE operators against plain indexing in float64, and what PyTorch asks of an operator."""
+
+import pytest
+import torch
+from torch import nn
+
+from tracestore.train import gine_op
+from tracestore.train.gine import GINE
+from tracestore.train.gine_op import gine_aggregate, gine_aggregate_backward, gine_linear
+from tracestore.train.graph_inputs import GraphInputs
+
+SIZES = (5, 1, 0, 7, 3)
+
+
+def pointers(counts):
+    return torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()])
+
+
+def triangles(dim, dtype=torch.float64, sizes=SIZES, threshold=0.0, missing=0.0):
+    """Random graphs as packed triangles, a share `missing` of the weights NaN, as top-k marks them."""
+    torch.manual_seed(0)
+    pairs = [s * (s + 1) // 2 for s in sizes]
+    weight = torch.rand(sum(pairs), dtype=torch.float64)
+    weight[torch.rand(len(weight)) < missing] = torch.nan
+    x = torch.randn(sum(sizes), dim, dtype=torch.float64).to(dtype)
+    return GraphInputs(x, pointers(sizes), weight.to(dtype), pointers(pairs), 1, threshold=threshold)
+
+
+def shuffled_lists(inputs):
+    """The same edges as lists, those of each graph in random order."""
+    edge_index, weight = inputs.coo()
+    graph = torch.bucketize(edge_index[0], inputs.node_ptr[1:], right=True)
+    order = torch.argsort(graph * 100 + torch.randint(100, graph.shape))
+    counts = torch.bincount(graph, minlength=len(inputs.node_ptr) - 1).tolist()
+    return GraphInputs(inputs.x, inputs.node_ptr, weight[order], pointers(counts), 1, edge_index[:, order])
+
+
+def plain(x, w, b, edge_index, weight):
+    """The formula, edge by edge."""
+    source, target = edge_index
+    messages = (x[source] + weight.to(x.dtype)[:, None] * w + b).relu()
+    return x.index_add(0, target, messages)
+
+
+def parameters(dim, dtype=torch.float64):
+    torch.manual_seed(1)
+    return [torch.randn(dim, dtype=torch.float64).to(dtype).requires_grad_() for _ in range(2)]
+
+
+FORMS = {
+    "triangles": lambda dim, dtype=torch.float64: triangles(dim, dtype, threshold=0.3),
+    "top-k": lambda dim, dtype=torch.float64: triangles(dim, dtype, threshold=-torch.inf, missing=0.6),
+    "lists": lambda dim, dtype=torch.float64: shuffled_lists(triangles(dim, dtype)),
+    "square": lambda dim, dtype=torch.float64: square(dim, dtype),
+    "no edges": lambda dim, dtype=torch.float64: triangles(dim, dtype, threshold=2.0),
+    "no lists": lambda dim, dtype=torch.float64: shuffled_lists(triangles(dim, dtype, threshold=2.0)),
+    "one token": lambda dim, dtype=torch.float64: triangles(dim, dtype, sizes=(1,)),
+}
+
+
+def square(dim, dtype):
+    """Edges in both directions, and some pairs twice."""
+    inputs = shuffled_lists(triangles(dim, dtype, sizes=(6,)))
+    edge_index = torch.cat([inputs.edge_index, inputs.edge_index.flip(0)], 1)
+    weight = inputs.weight.repeat(2)
+    return GraphInputs(inputs.x, inputs.node_ptr, weight, pointers([len(weight)]), 1, edge_index)
+
+
+@pytest.mark.parametrize("dim", [1, 16, 67, 130])
+@pytest.mark.parametrize("form", FORMS)
+def test_values_and_gradients(form, dim):
+    inputs = FORMS[form](dim)
+    w, b = parameters(dim)
+    x = inputs.x.requires_grad_()
+    cotangent = torch.randn_like(x)
+    found = gine_aggregate(x, w, b, *inputs.edges())
+    expected = plain(x, w, b, *inputs.coo())
+    assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
+    for mine, theirs in zip(
+        torch.autograd.grad(found, (x, w, b), cotangent),
+        torch.autograd.grad(expected, (x, w, b), cotangent),
+        strict=True,
+    ):
+        assert torch.allclose(mine, theirs, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("form", ["triangles", "lists"])
+def test_narrow_inputs_are_read_as_they_are(form, dtype):
+    """As if converted before, bit for bit, with sums in float32."""
+    inputs = FORMS[form](70, dtype)
+    w, b = parameters(70, torch.float32)
+    wide = GraphInputs(
+        inputs.x.float(),
+        inputs.node_ptr,
+        inputs.weight.float(),
+        inputs.weight_ptr,
+        1,
+        inputs.edge_index,
+        inputs.threshold,
+    )
+    results = []
+    for graphs in (inputs, wide):
+        x = graphs.x.requires_grad_()
+        out = gine_aggregate(x, w, b, *graphs.edges())
+        results.append([out, *torch.autograd.grad(out.square().sum(), (x, w, b))])
+    assert results[0][0].dtype == torch.float32 and results[0][1].dtype == dtype
+    assert torch.equal(results[0][1], results[1][1].to(dtype))
+    for k in (0, 2, 3):
+        assert torch.equal(results[0][k], results[1][k])
+
+
+def test_threshold_is_compared_exactly():
+    """A float32 weight next to a threshold that float32 does not have."""
+    weight = torch.tensor([0.1], dtype=torch.float32)
+    inputs = GraphInputs(torch.ones(1, 1), pointers([1]), weight, pointers([1]), 1, threshold=0.1)
+    assert float(weight.double()) > 0.1
+    out = gine_aggregate(inputs.x, torch.ones(1), torch.zeros(1), *inputs.edges())
+    assert float(out) > 2 and inputs.coo()[0].shape[1] == 1
+
+
+@pytest.mark.parametrize("form", ["triangles", "lists"])
+def test_gradcheck(form):
+    inputs = FORMS[form](3)
+    w, b = parameters(3)
+    matrix = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    x = inputs.x.requires_grad_()
+    assert torch.autograd.gradcheck(lambda *a: gine_aggregate(*a, *inputs.edges()), (x, w, b))
+    assert torch.autograd.gradcheck(lambda *a: gine_linear(*a, *inputs.edges()), (x, w, b, matrix, bias))
+    assert torch.autograd.gradcheck(
+        lambda *a: gine_linear(inputs.x.detach(), *a, *inputs.edges()), (w, b, matrix, bias)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+@pytest.mark.parametrize("form", ["triangles", "lists"])
+def test_opcheck(form, dtype):
+    inputs = FORMS[form](5, dtype)
+    kind = torch.float64 if dtype == torch.float64 else torch.float32
+    w, b = parameters(5, kind)
+    x = inputs.x if dtype == torch.float16 else inputs.x.requires_grad_()
+    matrix, bias = torch.randn(4, 5, dtype=kind, requires_grad=True), torch.randn(4, dtype=kind, requires_grad=True)
+    torch.library.opcheck(gine_aggregate, (x, w, b, *inputs.edges()))
+    torch.library.opcheck(gine_linear, (x, w, b, matrix, bias, *inputs.edges()))
+    rest = [t.detach() for t in (x, w, b)]
+    for need in (True, False):
+        grad = torch.randn(x.shape, dtype=kind)
+        torch.library.opcheck(gine_aggregate_backward, (grad, *rest, *inputs.edges(), need))
+        arguments = (grad[:, :4], *rest, matrix.detach(), bias.detach(), *inputs.edges(), need)
+        torch.library.opcheck(gine_op.gine_linear_backward, arguments)
+
+
+@pytest.mark.parametrize("form", ["triangles", "lists", "one token", "no lists"])
+def test_linear_in_chunks_of_graphs(form, monkeypatch):
+    """The product equals the aggregate's, whole or graph by graph."""
+    inputs = FORMS[form](20)
+    w, b = parameters(20)
+    first = nn.Linear(20, 6).double()
+    x = inputs.x.requires_grad_()
+    leaves = (x, w, b, first.weight, first.bias)
+    expected = first(gine_aggregate(x, w, b, *inputs.edges()))
+    cotangent = torch.randn_like(expected)
+    gradients = torch.autograd.grad(expected, leaves, cotangent)
+    for size in (1, 6 * 20 * 8, 1 << 20):
+        monkeypatch.setitem(gine_op.CHUNK_BYTES, "cpu", size)
+        found = gine_linear(*leaves, *inputs.edges())
+        assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
+        for mine, theirs in zip(torch.autograd.grad(found, leaves, cotangent), gradients, strict=True):
+            assert torch.allclose(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_chunks_cover_the_graphs_once():
+    ptr = pointers([3, 0, 900, 4, 5, 0])
+    for bytes_per_row in (1, 1 << 12, 1 << 19, 1 << 30):
+        chunks = list(gine_op._chunks(ptr, bytes_per_row))
+        assert [r for rows, _ in chunks for r in range(rows.start, rows.stop)] == list(range(912))
+        graphs = [g for _, p in chunks for g in range(p.start, p.stop - 1)]
+        assert graphs == list(range(6))
+        limit = gine_op.CHUNK_BYTES["cpu"] // bytes_per_row
+        assert all(rows.stop - rows.start <= limit or p.stop - p.start == 2 for rows, p in chunks)
+
+
+@pytest.mark.parametrize("form", ["triangles", "lists"])
+def test_bitwise_the_same_for_any_number_of_threads(form):
+    inputs = FORMS[form](70, torch.float32)
+    w, b = parameters(70, torch.float32)
+    x = inputs.x.requires_grad_()
+    results = []
+    before = torch.get_num_threads()
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        out = gine_aggregate(x, w, b, *inputs.edges())
+        results.append([out.detach(), *torch.autograd.grad(out.square().sum(), (x, w, b))])
+    torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(p, q) for p, q in zip(results[0], other, strict=True))
+
+
+def _with(edges, **changes):
+    names = ("node_ptr", "weight", "weight_ptr", "source", "target", "threshold")
+    return tuple(changes.get(n, value) for n, value in zip(names, edges, strict=True))
+
+
+def _changed(tensor, at, value):
+    tensor = tensor.clone()
+    tensor[at] = value
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("form", "change"),
+    [
+        ("triangles", lambda n, a, p, s, t, _: {"node_ptr": _changed(n, -1, 10**9)}),
+        ("triangles", lambda n, a, p, s, t, _: {"node_ptr": _changed(n, 1, -5)}),
+        ("triangles", lambda n, a, p, s, t, _: {"node_ptr": _changed(n, 1, 2**62)}),
+        ("triangles", lambda n, a, p, s, t, _: {"node_ptr": n[:0]}),
+        ("triangles", lambda n, a, p, s, t, _: {"node_ptr": n.int()}),
+        ("triangles", lambda n, a, p, s, t, _: {"weight_ptr": p[:-1]}),
+        ("triangles", lambda n, a, p, s, t, _: {"weight_ptr": _changed(p, 1, 3)}),
+        ("triangles", lambda n, a, p, s, t, _: {"weight_ptr": p + 1}),
+        ("triangles", lambda n, a, p, s, t, _: {"weight_ptr": p - 1}),
+        ("triangles", lambda n, a, p, s, t, _: {"weight": a[:-1]}),
+        ("triangles", lambda n, a, p, s, t, _: {"weight": a.long()}),
+        ("triangles", lambda n, a, p, s, t, _: {"source": n}),
+        ("lists", lambda n, a, p, s, t, _: {"source": s[:-1]}),
+        ("lists", lambda n, a, p, s, t, _: {"source": _changed(s, 3, 10**6)}),
+        ("lists", lambda n, a, p, s, t, _: {"target": _changed(t, 3, -1)}),
+        ("lists", lambda n, a, p, s, t, _: {"target": _changed(t, -1, 0)}),
+        ("lists", lambda n, a, p, s, t, _: {"weight_ptr": _changed(p, -1, 10**6)}),
+    ],
+)
+def test_what_leads_outside_is_refused(form, change):
+    inputs = FORMS[form](6)
+    w, b = (p.detach() for p in parameters(6))
+    edges = _with(inputs.edges(), **change(*inputs.edges()))
+    with pytest.raises(ValueError):
+        gine_aggregate(inputs.x, w, b, *edges)
+    with pytest.raises(ValueError):
+        gine_aggregate_backward(inputs.x, inputs.x, w, b, *edges, True)
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    inputs = FORMS["triangles"](6)
+    w, b = (p.detach() for p in parameters(6))
+    for x, left, right in ((inputs.x[:, :5], w, b), (inputs.x, w[:5], b), (inputs.x[:-1], w, b), (inputs.x[0], w, b)):
+        with pytest.raises(ValueError):
+            gine_aggregate(x, left, right, *inputs.edges())
+
+
+@pytest.mark.parametrize("form", ["triangles", "lists"])
+def test_compiled_equals_eager(form):
+    """Two layers, without a break of the graph."""
+    inputs = triangles(8, torch.float32, sizes=(5, 1, 7), threshold=0.3)
+    inputs = shuffled_lists(inputs) if form == "lists" else inputs
+    torch.manual_seed(2)
+    layer = GINE(8, 8)
+
+    def step(x, *parts):
+        graphs = GraphInputs(x, *parts)
+        return layer.pooled(layer(x, graphs), graphs).square().sum()
+
+    parts = inputs.node_ptr, inputs.weight, inputs.weight_ptr, 1, inputs.edge_index, inputs.threshold
+    results = []
+    for run in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        layer.zero_grad()
+        x = inputs.x.detach().requires_grad_()
+        loss = run(x, *parts)
+        loss.backward()
+        results.append([loss.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())])
+    for mine, theirs in zip(*results, strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_autocast_multiplies_in_its_dtype_and_sums_in_float32():
+    inputs = FORMS["triangles"](32, torch.float32)
+    torch.manual_seed(3)
+    layer = GINE(32, 16)
+    exact = layer(inputs.x, inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(inputs.x, inputs)
+    out.float().square().sum().backward()
+    assert out.dtype == torch.bfloat16
+    assert torch.allclose(out.float(), exact, rtol=0.05, atol=0.05)
+    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in layer.parameters())
+
+
+def test_fused_and_reference_share_weights():
+    fused, pyg = GINE(24, 16, "fused"), GINE(24, 16, "pyg")
+    pyg.load_state_dict(fused.state_dict())
+    assert [n for n, _ in fused.named_parameters()] == [n for n, _ in pyg.named_parameters()]
+    inputs = FORMS["lists"](24, torch.float32)
+    assert torch.allclose(fused(inputs.x, inputs), pyg(inputs.x, inputs), rtol=1e-5, atol=1e-5)
+    nonempty = inputs.node_ptr.diff() > 0
+    assert torch.allclose(
+        fused.pooled(inputs.x, inputs)[nonempty], pyg.pooled(inputs.x, inputs)[nonempty], rtol=1e-5, atol=1e-5
+    )

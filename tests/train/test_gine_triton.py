@@ -1,0 +1,134 @@
+"""The Triton kernels against the C core: in Triton's interpreter, and on a GPU where there is one."""
+
+import importlib.util
+import sys
+
+import pytest
+import torch
+
+from tests.train.test_gine import FORMS, parameters, plain
+from tracestore.train import gine_cpu, gine_op
+from tracestore.train.gine_op import gine_aggregate, gine_linear
+from tracestore.train.graph_inputs import GraphInputs
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    """A copy of tracestore.train.gine_triton whose kernels are interpreted, on CPU tensors."""
+    name = "interpreted_gine_triton"
+    found = importlib.util.find_spec("tracestore.train.gine_triton")
+    spec = importlib.util.spec_from_file_location(name, found.origin)
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        # Asked for when a kernel is defined.
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+    return module
+
+
+def run(kernels, inputs, w, b, cotangent, need_x=True):
+    x, out = inputs.x, torch.empty(inputs.x.shape, dtype=w.dtype)
+    kernels.aggregate(out, x, w, b, inputs.edges())
+    grad_x = torch.empty_like(out) if need_x else None
+    grad_w, grad_b = torch.empty_like(w), torch.empty_like(b)
+    kernels.aggregate_backward(cotangent, x, w, b, inputs.edges(), grad_x, grad_w, grad_b)
+    return [out, grad_w, grad_b] + ([grad_x] if need_x else [])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("form", FORMS)
+def test_interpreted_equals_the_c_core(kernels, form, dtype):
+    inputs = FORMS[form](5, dtype)
+    sums = torch.float64 if dtype == torch.float64 else torch.float32
+    w, b = (p.detach() for p in parameters(5, sums))
+    cotangent = torch.randn(inputs.x.shape, dtype=sums)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    for need_x in (True, False):
+        mine, theirs = (run(k, inputs, w, b, cotangent, need_x) for k in (kernels, gine_cpu))
+        for p, q in zip(mine, theirs, strict=True):
+            assert torch.allclose(p, q, rtol=tolerance, atol=tolerance)
+
+
+def test_interpreted_threshold_is_compared_exactly(kernels):
+    """A float32 weight next to a threshold that float32 does not have."""
+    ptr = torch.tensor([0, 1])
+    inputs = GraphInputs(torch.ones(1, 1), ptr, torch.tensor([0.1]), ptr, 1, threshold=0.1)
+    out = torch.empty(1, 1)
+    kernels.aggregate(out, inputs.x, torch.ones(1), torch.zeros(1), inputs.edges())
+    assert float(out) > 2
+
+
+@pytest.mark.parametrize("form", ["triangles", "lists"])
+def test_interpreted_refuses_what_leads_outside(kernels, form):
+    inputs = FORMS[form](4)
+    w, b = (p.detach() for p in parameters(4))
+    out = torch.empty_like(inputs.x)
+    node_ptr, weight, weight_ptr, source, target, threshold = inputs.edges()
+    bad = [(node_ptr - 1, weight, weight_ptr), (node_ptr, weight, weight_ptr + 1), (node_ptr[:-1], weight, weight_ptr)]
+    bad += [(node_ptr.flip(0), weight, weight_ptr), (node_ptr, weight[:-1], weight_ptr)]
+    for begin in bad:
+        with pytest.raises(ValueError):
+            kernels.aggregate(out, inputs.x, w, b, (*begin, source, target, threshold))
+    if source is not None:
+        for ends in ((source + 100, target), (source, target - 100), (source[:-1], target), (source, None)):
+            with pytest.raises(ValueError):
+                kernels.aggregate(out, inputs.x, w, b, (node_ptr, weight, weight_ptr, *ends, threshold))
+
+
+@pytest.mark.parametrize("lists", [False, True])
+def test_compiles_for_a_gpu(lists, tmp_path, monkeypatch):
+    """To the machine code of a Hopper GPU, which needs none."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from tracestore.train import gine_triton
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    types = dict.fromkeys(("out", "w", "b", "grad_out", "grad_x", "partial_w", "partial_b"), "*fp32")
+    types |= dict.fromkeys(("begin", "count", "first"), "*i64") | {"x": "*fp16", "weight": "*fp16"}
+    types |= {"other": "*i64" if lists else "*fp16", "threshold": "*fp64", "N": "i32", "D": "i32"}
+    constants = {"LISTS": lists, "BLOCK": 128}
+    for kernel, more in ((gine_triton._forward, {}), (gine_triton._backward, {"NEED_X": True, "ROWS": 16})):
+        fixed = constants | more
+        signature = {n: "constexpr" if n in fixed else types[n] for n in kernel.arg_names}
+        values = {(kernel.arg_names.index(n),): value for n, value in fixed.items()}
+        compiled = triton.compile(ASTSource(kernel, signature, values), target=GPUTarget("cuda", 90, 32))
+        assert len(compiled.asm["cubin"]) > 0
+
+
+@pytest.mark.gpu
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("form", FORMS)
+def test_gpu_equals_the_formula(form, dtype):
+    host = FORMS[form](150, dtype)
+    inputs = host.to("cuda")
+    sums = torch.float64 if dtype == torch.float64 else torch.float32
+    w, b = (p.detach().cuda().requires_grad_() for p in parameters(150, sums))
+    matrix = torch.randn(7, 150, dtype=sums, device="cuda", requires_grad=True)
+    bias = torch.randn(7, dtype=sums, device="cuda", requires_grad=True)
+    x = inputs.x.to(sums).requires_grad_()
+    exact = plain(x, w, b, *inputs.coo())
+    summed = gine_aggregate(inputs.x, w, b, *inputs.edges())
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-4
+    assert torch.allclose(summed, exact, rtol=tolerance, atol=tolerance)
+    mine = gine_linear(inputs.x, w, b, matrix, bias, *inputs.edges())
+    theirs = exact @ matrix.T + bias
+    leaves = (w, b, matrix, bias)
+    for p, q in zip(torch.autograd.grad(mine.sum(), leaves), torch.autograd.grad(theirs.sum(), leaves), strict=True):
+        assert torch.allclose(p, q, rtol=10 * tolerance, atol=10 * tolerance * float(q.abs().max()))
+
+
+@pytest.mark.gpu
+@gpu
+def test_gpu_opcheck():
+    inputs = FORMS["triangles"](5, torch.float32).to("cuda")
+    w, b = (p.detach().cuda().requires_grad_() for p in parameters(5, torch.float32))
+    x = inputs.x.requires_grad_()
+    torch.library.opcheck(gine_aggregate, (x, w, b, *inputs.edges()))
+    arguments = (x, w, b, torch.randn(4, 5, device="cuda"), torch.randn(4, device="cuda"), *inputs.edges())
+    torch.library.opcheck(gine_op.gine_linear, arguments)

@@ -1,0 +1,81 @@
+"""What the graph models read: the graphs of a batch, as the store keeps them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch_geometric.data import Batch
+
+# node_ptr, weight, weight_ptr, source, target, threshold: how the operators of gine_op take edges.
+Edges = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, float]
+
+
+@dataclass
+class GraphInputs:
+    """The graphs of B traces x L layers, G = B L in all, as the models read them.
+
+    x (N, D) in the stored dtype; node_ptr (G + 1,). Packed: weight (sum A,) with
+    weight_ptr (G + 1,), pairs above `threshold` are edges. Otherwise edge_index
+    (2, E), weight (E,) and weight_ptr the edges of each graph.
+    """
+
+    x: torch.Tensor
+    node_ptr: torch.Tensor
+    weight: torch.Tensor
+    weight_ptr: torch.Tensor
+    num_layers: int
+    edge_index: torch.Tensor | None = None
+    threshold: float = 0.0
+
+    @classmethod
+    def from_batch(cls, batch: Batch, threshold: float = 0.0) -> "GraphInputs":
+        """From a batch of TraceLoader, edges "packed" or "coo"."""
+        if "attention" in batch:
+            return cls(batch.x, batch.ptr, batch.attention, batch.attention_ptr, batch.num_layers, threshold=threshold)
+        ptr = batch._slice_dict["edge_index"].to(batch.x.device)
+        return cls(batch.x, batch.ptr, batch.edge_attr.reshape(-1), ptr, batch.num_layers, batch.edge_index)
+
+    @property
+    def num_traces(self) -> int:
+        return (len(self.node_ptr) - 1) // self.num_layers
+
+    def to(self, device: torch.device | str) -> "GraphInputs":
+        edge_index = None if self.edge_index is None else self.edge_index.to(device)
+        x, node_ptr, weight, weight_ptr = (t.to(device) for t in (self.x, self.node_ptr, self.weight, self.weight_ptr))
+        return GraphInputs(x, node_ptr, weight, weight_ptr, self.num_layers, edge_index, self.threshold)
+
+    def traces(self, begin: int, end: int) -> "GraphInputs":
+        """The traces begin .. end alone: the micro-batch of a split."""
+        first, last = begin * self.num_layers, end * self.num_layers
+        nodes, weights = self.node_ptr[first : last + 1], self.weight_ptr[first : last + 1]
+        edge_index = None
+        if self.edge_index is not None:
+            edge_index = self.edge_index[:, int(weights[0]) : int(weights[-1])] - int(nodes[0])
+        return GraphInputs(
+            self.x[int(nodes[0]) : int(nodes[-1])],
+            nodes - nodes[0],
+            self.weight[int(weights[0]) : int(weights[-1])],
+            weights - weights[0],
+            self.num_layers,
+            edge_index,
+            self.threshold,
+        )
+
+    def edges(self) -> Edges:
+        """The edges as the operators take them."""
+        source, target = (None, None) if self.edge_index is None else (self.edge_index[0], self.edge_index[1])
+        return self.node_ptr, self.weight, self.weight_ptr, source, target, self.threshold
+
+    def coo(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """edge_index (2, E) and weight (E,) of all graphs, for PyG."""
+        if self.edge_index is not None:
+            return self.edge_index, self.weight
+        sources, targets, weights = [], [], []
+        for g in range(len(self.node_ptr) - 1):
+            begin, size = int(self.node_ptr[g]), int(self.node_ptr[g + 1] - self.node_ptr[g])
+            i, j = torch.tril_indices(size, size, device=self.x.device)
+            a = self.weight[int(self.weight_ptr[g]) : int(self.weight_ptr[g + 1])]
+            keep = a.double() > self.threshold
+            sources.append(j[keep] + begin)
+            targets.append(i[keep] + begin)
+            weights.append(a[keep])
+        return torch.stack([torch.cat(sources), torch.cat(targets)]), torch.cat(weights)
