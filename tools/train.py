@@ -4,12 +4,14 @@ python tools/train.py --store store.zarr
 """
 
 import argparse
+import contextlib
+import os
 import shlex
 import sys
 from pathlib import Path
 
-from tracestore.console import Output, Parser, leave, parse_size, positive, run
-from tracestore.errors import UsageError
+from tracestore.console import Output, Parser, Progress, leave, parse_size, positive, run
+from tracestore.errors import RankLostError, UsageError
 from tracestore.store.fsio import translated_errors
 
 
@@ -36,6 +38,17 @@ def folds(text: str) -> int:
     if not text.isdecimal() or int(text) < 2:
         raise argparse.ArgumentTypeError(f"found {text!r}, expected a whole number of at least 2")
     return int(text)
+
+
+def seconds(text: str) -> float:
+    """A number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected seconds, at least 0")
+    return value
 
 
 def workers(text: str) -> int:
@@ -69,6 +82,9 @@ def make_parser() -> Parser:
     for flag, name in (("lstm", "lstm_solo"), ("gnn-det", "gnn_det_lstm"), ("gvae", "gvae_lstm")):
         add(f"--run-{flag}", action=argparse.BooleanOptionalAction, default=True, help=f"train {name}")
     add("--probe", action=argparse.BooleanOptionalAction, default=True, help="logistic probe beside the models")
+    add("--accumulate", type=positive, default=1, metavar="N", help="batches a step: as one batch of N times the size")
+    add("--precision", choices=("float32", "bf16", "fp16"), default="float32", help="fp16: on a GPU only")
+    add("--activation-checkpointing", action="store_true", help="less memory: compute activations again in backward")
     add("--max-cache-batches", type=positive, default=2, help="decoded batches kept of a compressed store")
     add(
         "--memory-budget", type=parse_size, metavar="SIZE", help="what training may take above the libraries, e.g. 8GiB"
@@ -94,13 +110,22 @@ def make_parser() -> Parser:
     add("--folds", type=folds, metavar="K", help="cross-validation by question: each is tested in one of K folds")
     add("--seeds", type=positive, metavar="N", help="N trainings of each model and split, from --seed on")
     add("--resume", action="store_true", help="continue the run in --output-dir")
+    add(
+        "--checkpoint-every",
+        type=seconds,
+        default=300.0,
+        metavar="SECONDS",
+        help="write last.pt this often within an epoch, and after each (default 300; 0: after every step)",
+    )
+    add("--tensorboard", action="store_true", help="events for TensorBoard in OUTPUT_DIR/<model>/events")
     add("--json", action="store_true", help="results as one JSON document on standard output")
     for flag in ("--preprocessed-dir", "--data-pattern"):
         add(flag, action=OldFlag, help=argparse.SUPPRESS)
     return parser
 
 
-def command(args: argparse.Namespace) -> int:
+def chosen_models(args: argparse.Namespace) -> list[str]:
+    """UsageError where the arguments make no sense together."""
     names = [
         name
         for name, wanted in (
@@ -118,22 +143,34 @@ def command(args: argparse.Namespace) -> int:
         raise UsageError(f"found --seed {args.seed}, --seeds {args.seeds}; the last seed must be below 2^32")
     if not args.store.exists():
         raise UsageError(f"{args.store}: no such store")
+    return names
+
+
+def command(args: argparse.Namespace) -> int:
+    names = chosen_models(args)
     # Imported here: wrong usage answers at once, and torch takes seconds.
     import torch
 
     from tracestore.train import report
-    from tracestore.train.loop import TrainConfig
+    from tracestore.train.config import TrainConfig
+    from tracestore.train.ranks import Ranks
     from tracestore.train.run import pick_device, run_training
 
     if args.num_threads:
         torch.set_num_threads(args.num_threads)
+    device = pick_device(args.device)
+    if args.precision == "fp16" and device == "cpu":
+        raise UsageError("--precision fp16 needs a GPU, found none in use; on the CPU: --precision bf16")
     output = Output(args.json)
     config = TrainConfig(
         epochs=args.epochs,
         batch_size=args.batch_size,
         lr=args.lr,
         seed=args.seed,
-        device=pick_device(args.device),
+        device=device,
+        accumulate=args.accumulate,
+        precision=args.precision,
+        activation_checkpointing=args.activation_checkpointing,
         shuffle=args.shuffle,
         shuffle_buffer=args.shuffle_buffer,
         score_threshold=args.score_threshold,
@@ -142,6 +179,8 @@ def command(args: argparse.Namespace) -> int:
         max_cache_batches=args.max_cache_batches,
         num_workers=args.num_workers,
         loader_threads=args.num_threads or 2,
+        checkpoint_every_s=args.checkpoint_every,
+        tensorboard=args.tensorboard,
         resume=args.resume,
     )
     sizes = {
@@ -157,7 +196,7 @@ def command(args: argparse.Namespace) -> int:
             "standardize",
         )
     }
-    with translated_errors(args.output_dir):
+    with translated_errors(args.output_dir), Ranks.connect(device) as ranks:
         results = run_training(
             args.store,
             args.output_dir,
@@ -170,7 +209,11 @@ def command(args: argparse.Namespace) -> int:
             num_seeds=args.seeds,
             resume_command=args.resume_command,
             log=output.say,
+            line=Progress(output),
+            ranks=ranks,
         )
+    if not ranks.is_first:
+        return 0
     output.say("\n" + report.table(results) + "\n")
     for name in ("results.json", "predictions.csv", *report.PLOTS, "report.html"):
         output.say(str(args.output_dir / name))
@@ -179,12 +222,26 @@ def command(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
+    words = sys.argv[1:] if argv is None else argv
+    # With several ranks the first of each machine says what all of them find.
+    speaks = os.environ.get("LOCAL_RANK", "0") == "0"
+    launcher = ["python"]
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        launcher = ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", "1")]
+
     def parse_and_run() -> int:
-        words = sys.argv[1:] if argv is None else argv
-        args = make_parser().parse_args(words)
+        with contextlib.nullcontext() if speaks else contextlib.redirect_stderr(None):
+            args = make_parser().parse_args(words)
         again = [w for w in words if w != "--resume"]
-        args.resume_command = shlex.join(["python", "tools/train.py", *again, "--resume"])
-        return command(args)
+        args.resume_command = shlex.join([*launcher, "tools/train.py", *again, "--resume"])
+        try:
+            return command(args)
+        except UsageError as error:
+            if speaks:
+                raise
+            return error.exit_code
+        except RankLostError as error:
+            raise RankLostError(f"{error}; continue with: {args.resume_command}") from None
 
     return run("train.py", parse_and_run)
 

@@ -101,5 +101,17 @@ class DoesNotFitError(TracestoreError):
     exit_code = 75
 
 
+class RankLostError(TracestoreError):
+    """Another process of a training with several ranks is gone."""
+
+
+class StoppedError(TracestoreError):
+    """A signal ended the run; the message names the command that continues."""
+
+    def __init__(self, message: str, signum: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signum
+
+
 class TracestoreWarning(UserWarning):
     """Something was found that costs no data but that a person should know."""

@@ -67,7 +67,7 @@ def write_pieces(fd: int, pieces: Sequence[memoryview], offset: int) -> None:
             left[0] = left[0][written:]
 
 
-def write_file(path: Path, data: bytes, *, mode: int = 0o444) -> None:
+def write_file(path: Path, data: bytes | memoryview, *, mode: int = 0o444) -> None:
     """A new file with these bytes, on disk when the function returns. Its folder is not synced."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:

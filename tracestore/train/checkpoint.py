@@ -13,12 +13,16 @@ from tracestore.errors import UsageError
 from tracestore.store import fsio
 
 
-def _replace(path: Path, data: bytes) -> None:
-    """Temporary file, fsync, rename, fsync of the folder."""
+def _replace(path: Path, data: bytes | memoryview) -> None:
+    """Temporary file, fsync, rename, fsync of the folder. Where that fails `path` is what it was."""
     temporary = path.with_name(fsio.TEMPORARY_PREFIX + path.name)
     temporary.unlink(missing_ok=True)
-    fsio.write_file(temporary, data, mode=0o644)
-    os.rename(temporary, path)
+    try:
+        fsio.write_file(temporary, data, mode=0o644)
+        os.rename(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     fsio.fsync_path(path.parent)
 
 
@@ -68,7 +72,7 @@ def save_checkpoint(path: Path, value: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()
     torch.save(value, buffer)
-    _replace(path, buffer.getvalue())
+    _replace(path, buffer.getbuffer())
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:

@@ -40,9 +40,9 @@ def plan_jobs(splits: list[Split], seed: int, num_seeds: int, folder: Path, *, i
 
 
 def remove_checkpoints(folder: Path) -> None:
-    """Of all jobs in a folder: they belong to the splits of an earlier run."""
-    for pattern in ("seed-*/*/*.pt", "fold-*/seed-*/*/*.pt"):
-        for old in folder.glob(pattern):
+    """And events, of all jobs in a folder: they belong to the splits of an earlier run."""
+    for pattern in ("*.pt", "events/events.*"):
+        for old in [*folder.glob(f"seed-*/*/{pattern}"), *folder.glob(f"fold-*/seed-*/*/{pattern}")]:
             old.unlink()
 
 
@@ -62,6 +62,8 @@ def load_or_make_folds(
             raise UsageError(f"--resume: {path} has {found} folds, not {num_folds}")
         return [split_from_ids(store, targets, ids) for ids in saved]
     folds = make_folds(store, targets, num_folds, seed)
+    # The file goes first: without it, --resume begins anew.
+    path.unlink(missing_ok=True)
     remove_checkpoints(folder)
     write_json(path, [fold.question_ids for fold in folds])
     return folds

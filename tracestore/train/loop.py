@@ -3,94 +3,36 @@
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Generator
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
-import psutil
 import torch
-from torch.utils.data import DataLoader, Dataset
 
-from tracestore.data.loader import TraceLoader
-from tracestore.errors import DoesNotFitError, TrainingError, UsageError
+from tracestore import console
+from tracestore.errors import DoesNotFitError, StoppedError, TrainingError, UsageError
 from tracestore.store.reader import TraceStore
 from tracestore.train.checkpoint import load_checkpoint, pack_random_state, save_checkpoint, unpack_random_state
+from tracestore.train.config import Progress, TrainConfig
 from tracestore.train.evaluate import evaluate_part
-from tracestore.train.gine import GraphInputs
+from tracestore.train.feed import FedBatch, Feed, StepBatches, step_key
+from tracestore.train.forward import Forward
 from tracestore.train.metrics import auroc, fit_temperature, youden_threshold
-from tracestore.train.models import VIEWS, Detector, ModelConfig, Standardiser, detector_loss, make_model
+from tracestore.train.models import VIEWS, ModelConfig
+from tracestore.train.monitor import Log, Monitor
 from tracestore.train.oom import OOMGuard, classify, random_state, restore_random_state
+from tracestore.train.part_scores import Halted, PartScores, score_part
+from tracestore.train.ranks import Ranks
 from tracestore.train.scoring import detector_checkpoint
-from tracestore.train.split import Split
+from tracestore.train.split import PARTS, Split
+from tracestore.train.standardise import fit_standardiser
+from tracestore.train.stopping import StopSignals
 
-CHECKPOINT_VERSION = 1
+CHECKPOINT_VERSION = 2
 WEIGHT_DECAY = 1e-5
-HISTORY = ("train_loss", "val_loss", "val_auroc", "traces_per_s", "data_wait_share")
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """How a detector is trained; the names are tools/train.py's flags."""
-
-    epochs: int = 50
-    batch_size: int = 16
-    lr: float = 0.001
-    seed: int = 42
-    device: str = "cpu"
-    shuffle: str = "global"
-    shuffle_buffer: int = 1000
-    score_threshold: float = 0.5
-    attention_threshold: float = 0.0
-    top_k: float | None = None
-    max_cache_batches: int = 2
-    num_workers: int = 0
-    loader_threads: int = 2
-    resume: bool = False
-
-
-@dataclass
-class Progress:
-    """What a run has come to; everything a resumed run needs beside weights."""
-
-    epoch: int = 0
-    history: dict[str, list[float]] = field(default_factory=lambda: {k: [] for k in HISTORY})
-    seconds_per_epoch: list[float] = field(default_factory=list)
-    best_val_auroc: float = -math.inf
-    best_epoch: int = -1
-    # Of an epoch that was left in the middle:
-    loss_sum: float = 0.0
-    loss_count: int = 0
-    seconds: float = 0.0
-
-
-class _BatchesOfEpoch(Dataset[Any]):
-    """The batches of one epoch by number, for DataLoader workers."""
-
-    def __init__(self, loader: TraceLoader, epoch: int) -> None:
-        self.loader, self.epoch = loader, epoch
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __getitem__(self, batch: int) -> Any:
-        return self.loader.gather(self.loader.batch_indices(batch, self.epoch))
-
-
-def _batches(loader: TraceLoader, num_workers: int, start: int) -> Iterator[Any]:
-    """The batches from `start` on, by the loader's threads or by worker processes."""
-    if num_workers == 0:
-        yield from loader
-        return
-    # A generator of its own: drawing seeds for workers must not change the training.
-    yield from DataLoader(
-        _BatchesOfEpoch(loader, loader.epoch),
-        batch_size=None,
-        sampler=range(start, len(loader)),
-        num_workers=num_workers,
-        generator=torch.Generator(),
-    )
 
 
 class DetectorRun:
@@ -105,327 +47,238 @@ class DetectorRun:
         model_config: ModelConfig,
         config: TrainConfig,
         folder: Path,
-        log: Callable[[str], None],
+        log: Log,
+        *,
+        line: console.Progress | None = None,
+        ranks: Ranks | None = None,
+        stop: StopSignals | None = None,
     ) -> None:
         self.name, self.store, self.split, self.targets = name, store, split, targets
-        self.model_config, self.config, self.folder, self.log = model_config, config, folder, log
-        self.device = torch.device(config.device)
+        self.model_config, self.config, self.folder = model_config, config, folder
+        self.ranks, self.stop = ranks or Ranks(), stop or StopSignals()
+        self.monitor = Monitor(name, config.epochs, log, line)
         self.resume_command = f"python tools/train.py --store {store.path} --output-dir {folder.parent} --resume"
         # Called before the checkpoint of a run that cannot go on: gives memory back.
         self.on_last_resort: Callable[[], None] | None = None
-        self._process = psutil.Process()
-
-    # Data
-
-    def _loader(self, part: str, *, shuffle: str) -> TraceLoader:
-        c = self.config
-        packed = self.store.attention_layout == "causal" and self.device.type == "cpu"
-        view = VIEWS[self.name]
-        return TraceLoader(
-            self.store,
-            view,
-            batch_size=c.batch_size,
-            shuffle=shuffle,
-            seed=c.seed,
-            num_threads=c.loader_threads,
-            indices=self.split.indices[part],
-            buffer_size=c.shuffle_buffer,
-            score_threshold=c.score_threshold,
-            attention_threshold=c.attention_threshold,
-            top_k=c.top_k,
-            edges="packed" if packed else "coo",
-            max_cache_batches=c.max_cache_batches,
-            pin_memory=self.device.type == "cuda",
-            rank=0,
-            world_size=1,
-        )
-
-    def _inputs(self, batch: Any) -> Any:
-        if VIEWS[self.name] == "sequence":
-            return batch.sequences
-        # top-k has already marked what it drops as NaN, which is above nothing.
-        threshold = self.config.attention_threshold if self.config.top_k is None else -math.inf
-        return GraphInputs.from_batch(batch, threshold)
-
-    def _slice(self, inputs: Any, begin: int, end: int, size: int) -> Any:
-        """Traces begin .. end on the device: moved here, inside what the guard watches."""
-        if begin > 0 or end < size:
-            inputs = inputs.traces(begin, end) if isinstance(inputs, GraphInputs) else inputs[begin:end]
-        return inputs if self.device.type == "cpu" else inputs.to(self.device)
-
-    # Steps
-
-    def _check_finite(self, loss: float, batch: Any) -> None:
-        if math.isfinite(loss):
-            return
-        ids = [batch.question_id[k] for k, i in enumerate(batch.trace_index) if self.store[int(i)].has_nonfinite]
-        if ids:
-            raise TrainingError(f"the loss is {loss}: the trace of question {ids[0]!r} holds NaN or infinite values")
-        raise TrainingError(
-            f"the loss is {loss}; questions of the batch: {', '.join(batch.question_id[:4])}, ...; lower --lr"
-        )
-
-    def _train_epoch(self, loader: TraceLoader, progress: Progress) -> None:
-        self.model.train()
-        start = loader.state_dict()["batch"]
-        began, waited = time.perf_counter(), 0.0
-        iterator = iter(_batches(loader, self.config.num_workers, start))
-        done, shrunk = start, False
-        while True:
-            asked = time.perf_counter()
-            batch, out_of_memory = self._next(iterator)
-            waited += time.perf_counter() - asked
-            if out_of_memory:
-                progress.seconds += time.perf_counter() - began
-                if shrunk:
-                    self._stop(loader, progress, done, DoesNotFitError("one batch does not fit"))
-                self._give_back(loader)
-                loader.load_state_dict(loader.state_dict() | {"epoch": progress.epoch, "batch": done})
-                iterator, shrunk = iter(_batches(loader, self.config.num_workers, done)), True
-                began = time.perf_counter()
-                continue
-            if batch is None:
-                break
-            inputs, y = self._inputs(batch), batch.y
-            size = len(y)
-
-            def loss_of(
-                begin: int, end: int, inputs: Any = inputs, y: torch.Tensor = y, size: int = size
-            ) -> torch.Tensor:
-                output = self.model(self._slice(inputs, begin, end, size))
-                return detector_loss(output, y[begin:end].to(self.device), self.model_config.kl_weight)
-
-            try:
-                loss = self.guard.step(size, loss_of)
-            except DoesNotFitError as error:
-                progress.seconds += time.perf_counter() - began
-                self._stop(loader, progress, done, error)
-            self._check_finite(loss, batch)
-            progress.loss_sum += loss * size
-            progress.loss_count += size
-            done += 1
-            del batch, inputs, y, loss_of
-        seconds = progress.seconds + time.perf_counter() - began
-        progress.seconds_per_epoch.append(seconds)
-        progress.history["train_loss"].append(progress.loss_sum / max(1, progress.loss_count))
-        progress.history["traces_per_s"].append(progress.loss_count / max(seconds, 1e-9))
-        progress.history["data_wait_share"].append(waited / max(seconds, 1e-9))
-        progress.loss_sum, progress.loss_count, progress.seconds = 0.0, 0, 0.0
-
-    def _end_without_validation(self, loader: TraceLoader, progress: Progress, error: BaseException) -> None:
-        progress.history["val_loss"].append(math.nan)
-        progress.history["val_auroc"].append(math.nan)
-        progress.epoch += 1
-        self._stop(loader, progress, 0, DoesNotFitError(f"validation: {error or 'out of memory'}"))
-
-    def _next(self, iterator: Iterator[Any]) -> tuple[Any, bool]:
-        """The next batch or None, and whether memory ran out while it was gathered."""
-        try:
-            return next(iterator, None), False
-        except Exception as error:
-            if classify(error) is None:
-                raise
-        return None, True
-
-    def _give_back(self, loader: TraceLoader) -> None:
-        """Host memory ran out: caches and batches in flight go first."""
-        loader.shrink()
-        self.log(f"{self.name}: host memory ran out; one batch in flight from now on, nothing cached")
-
-    def _stop(self, loader: TraceLoader, progress: Progress, done: int, error: DoesNotFitError) -> None:
-        """One trace does not fit: a checkpoint before the failed step, and the way on."""
-        if self.on_last_resort is not None:
-            self.on_last_resort()
-        state = loader.state_dict() | {"epoch": progress.epoch, "batch": done}
-        self._save_last(progress, state)
-        raise DoesNotFitError(
-            f"{self.name}: {error}; saved {self.folder / 'last.pt'}; free memory, then: {self.resume_command}"
-        ) from None
-
-    @torch.no_grad()
-    def _scores(self, part: str) -> tuple[np.ndarray, np.ndarray, float]:
-        """Labels, logits and mean loss over a part, without padding."""
-        self.model.eval()
-        labels, logits, total = [], [], 0.0
-        for batch in self._loader(part, shuffle="none"):
-            inputs, y = self._inputs(batch), batch.y
-
-            def run(begin: int, end: int, inputs: Any = inputs, y: torch.Tensor = y) -> tuple[torch.Tensor, float]:
-                output = self.model(self._slice(inputs, begin, end, len(y)))
-                loss = detector_loss(output, y[begin:end].to(self.device), self.model_config.kl_weight)
-                return output.logits, float(loss) * (end - begin)
-
-            for piece, loss in self.guard.evaluate(len(y), run):
-                logits.append(piece.float().cpu())
-                total += loss
-            labels.append(batch.y)
-        y_all = (torch.cat(labels).numpy() >= 0.5).astype(int)
-        score = torch.cat(logits).numpy().astype(np.float64)
-        if not np.isfinite(score).all():
-            bad = int(self.split.indices[part][int(np.flatnonzero(~np.isfinite(score))[0])])
-            raise TrainingError(
-                f"{self.name} gives no number for the trace of question {self.store.question_ids[bad]!r}"
-            )
-        return y_all, score, total / len(y_all)
-
-    def _fit_standardiser(self) -> None:
-        """Mean and standard deviation per layer and column over the training traces."""
-        standardiser = next(m for m in self.model.modules() if isinstance(m, Standardiser))
-        if not standardiser.active:
-            return
-        total = torch.zeros(self.store.num_layers, self.store.hidden_dim, dtype=torch.float64)
-        squares, count = torch.zeros_like(total), 0
-        for index in self.split.indices["train"]:
-            trace = self.store[int(index)]
-            rows = trace.last_token[:, None] if VIEWS[self.name] == "sequence" else trace.hidden_states
-            values = _as_float(rows, self.store.hidden_dtype)
-            total += values.sum(1)
-            squares += values.square().sum(1)
-            count += values.shape[1]
-        mean = total / count
-        std = (squares / count - mean.square()).clamp_min(0).sqrt().clamp_min(1e-6)
-        standardiser.mean.copy_(mean)
-        standardiser.std.copy_(std)
-
-    # The run
-
-    def _setup(self) -> None:
-        torch.manual_seed(self.config.seed)
-        self.model: Detector = make_model(self.name, self.model_config)
-        self.model.to(self.device)
-        self.optimizer = torch.optim.Adam(
-            self.model.parameters(), lr=self.config.lr, weight_decay=WEIGHT_DECAY, fused=True
-        )
-        self.loader = self._loader("train", shuffle=self.config.shuffle)
-        self.guard = OOMGuard(
-            self.model,
-            self.optimizer,
-            on_event=self._on_event,
-            on_host_memory=lambda: self._give_back(self.loader),
-        )
-
-    def _on_event(self, event: dict[str, Any]) -> None:
-        self.log(
-            f"{self.name}: out of memory in {event['phase']} of epoch {event['epoch'] + 1}, step {event['step']}: "
-            f"micro-batch {event['size_before']} -> {event['size_after']}"
-        )
-
-    def _save_last(
-        self, progress: Progress, loader_state: dict[str, Any], result: dict[str, Any] | None = None
-    ) -> None:
-        save_checkpoint(
-            self.folder / "last.pt",
-            {
-                "version": CHECKPOINT_VERSION,
-                "name": self.name,
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "progress": asdict(progress),
-                "loader": loader_state,
-                "random": pack_random_state(random_state()),
-                "guard": self.guard.state_dict(),
-                "config": self._identity(),
-                "result": result,
-            },
-        )
-
-    def _identity(self) -> dict[str, Any]:
-        """What a resumed run must share with the one it continues."""
-        c = asdict(self.config)
-        for name in ("epochs", "resume", "num_workers", "loader_threads", "max_cache_batches", "device"):
-            c.pop(name)
-        digest = hashlib.blake2b(digest_size=16)
-        for part in ("train", "val", "test"):
-            digest.update(self.split.indices[part].tobytes() + self.targets[self.split.indices[part]].tobytes())
-        c["split_and_labels"] = digest.hexdigest()
-        return c | {f"model_{k}": v for k, v in asdict(self.model_config).items()}
-
-    def _save_best(self, progress: Progress, y: np.ndarray, score: np.ndarray) -> None:
-        """`y` and `score`: labels and logits of the validation part."""
-        about = {
-            "threshold": youden_threshold(y, score),
-            "temperature": fit_temperature(y, score),
-            "epoch": progress.epoch,
-            "val_auroc": progress.best_val_auroc,
-            "attention_threshold": self.config.attention_threshold,
-            "top_k": self.config.top_k,
-        }
-        save_checkpoint(
-            self.folder / "best.pt", detector_checkpoint(self.name, self.model, self.model_config, self.store, about)
-        )
-
-    def _resume(self, loader: TraceLoader) -> tuple[Progress, dict[str, Any] | None]:
-        path = self.folder / "last.pt"
-        if not self.config.resume or not path.exists():
-            return Progress(), None
-        saved = load_checkpoint(path)
-        mine = self._identity()
-        for key, value in mine.items():
-            if saved["config"].get(key) != value:
-                flag = key.removeprefix("model_").replace("_", "-")
-                raise UsageError(f"--resume: {path} was trained with {flag} {saved['config'].get(key)}, not {value}")
-        self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        self.guard.load_state_dict(saved["guard"])
-        loader.load_state_dict(saved["loader"])
-        restore_random_state(unpack_random_state(saved["random"]))
-        progress = Progress(**saved["progress"])
-        if saved["result"] is not None and progress.epoch >= self.config.epochs:
-            return progress, dict(saved["result"])
-        self.log(f"{self.name}: continues after epoch {progress.epoch} of {self.config.epochs}")
-        return progress, None
+        self._saved_at = time.monotonic()
 
     def run(self) -> dict[str, Any]:
         """Trains, selects on validation, tests once. -> the entry of results.json."""
         self._setup()
-        loader = self.loader
-        progress, result = self._resume(loader)
+        progress, result = self._resume()
         if result is not None:
-            self.log(f"{self.name}: already finished")
+            self.monitor.say("already finished")
             return result
-        if progress.epoch == 0 and progress.loss_count == 0:
-            self._fit_standardiser()
-        while progress.epoch < self.config.epochs:
-            loader.set_epoch(progress.epoch)
-            self.guard.epoch = progress.epoch
-            self._train_epoch(loader, progress)
-            try:
-                y, score, val_loss = self._scores("val")
-            except (DoesNotFitError, MemoryError) as error:
-                # The epoch's training is done: a resumed run begins with the next one.
-                self._end_without_validation(loader, progress, error)
-            val_auroc = auroc(y, score)
-            progress.history["val_loss"].append(val_loss)
-            progress.history["val_auroc"].append(val_auroc)
-            if val_auroc > progress.best_val_auroc:
-                progress.best_val_auroc, progress.best_epoch = val_auroc, progress.epoch
-                self._save_best(progress, y, score)
-            progress.epoch += 1
-            self._save_last(progress, loader.state_dict() | {"epoch": progress.epoch, "batch": 0})
-            self._log_epoch(progress)
-        last = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        result = self._finish(progress)
-        # last.pt keeps the last weights, so that more epochs can follow.
-        self.model.load_state_dict(last)
-        self._save_last(progress, loader.state_dict() | {"epoch": progress.epoch, "batch": 0}, result)
-        return result
+        if self.config.tensorboard and self.ranks.is_first:
+            self.monitor.open_events(self.folder / "events", progress, len(self.feed))
+        try:
+            if progress.epoch == 0 and progress.batch == 0:
+                fit_standardiser(self.model, self.store, self.split.indices["train"], VIEWS[self.name], self.ranks)
+            while progress.epoch < self.config.epochs:
+                self._train_epoch(progress)
+                self._validate(progress)
+                self._save_last(progress)
+                self.monitor.epoch(progress, len(self.feed))
+            return self._finish(progress)
+        finally:
+            self.monitor.close()
 
-    def _log_epoch(self, progress: Progress) -> None:
-        h = {name: values[-1] for name, values in progress.history.items()}
-        memory = self._process.memory_info().rss
-        self.log(
-            f"{self.name} epoch {progress.epoch}/{self.config.epochs}: loss {h['train_loss']:.4f}, "
-            f"val loss {h['val_loss']:.4f}, val AUROC {h['val_auroc']:.3f}, {h['traces_per_s']:,.0f} traces/s, "
-            f"waiting for data {h['data_wait_share']:.0%}, memory {memory / 2**20:,.0f} MiB"
+    # The run's beginning
+
+    def _setup(self) -> None:
+        torch.manual_seed(self.config.seed)
+        self.forward = Forward(self.name, self.model_config, self.config)
+        self.model = self.forward.model
+        self.optimizer = torch.optim.Adam(
+            self.model.parameters(), lr=self.config.lr, weight_decay=WEIGHT_DECAY, fused=True
+        )
+        self.ranks.allocate(list(self.model.parameters()))
+        c = self.config
+        self.feed = Feed(
+            self.name,
+            self.store,
+            self.split.indices["train"],
+            c,
+            self.ranks,
+            shuffle=c.shuffle,
+            num_workers=c.num_workers,
+        )
+        # Small gradients of float16 would be zero.
+        self.scaler = torch.amp.GradScaler(self.forward.device.type) if c.precision == "fp16" else None
+        self.guard = OOMGuard(
+            self.model,
+            self.optimizer,
+            scaler=self.scaler,
+            on_event=self._on_event,
+            on_host_memory=self._give_back,
+            ranks=self.ranks,
         )
 
+    def _resume(self) -> tuple[Progress, dict[str, Any] | None]:
+        """What last.pt says, and the result where nothing is left to train."""
+        path = self.folder / "last.pt"
+        saved = None
+        if self.config.resume:
+            saved = self.ranks.first(lambda: load_checkpoint(path) if path.exists() else None)
+        if saved is None:
+            return Progress(), None
+        for key, value in self._identity().items():
+            if saved["config"].get(key) != value:
+                flag = key.removeprefix("model_").replace("_", "-")
+                self.ranks.fail(
+                    UsageError(f"--resume: {path} was trained with {flag} {saved['config'].get(key)}, not {value}")
+                )
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        if self.scaler is not None:
+            self.scaler.load_state_dict(saved["scaler"])
+        self.guard.load_state_dict(saved["guard"])
+        self.feed.loader.load_state_dict(saved["loader"])
+        restore_random_state(unpack_random_state(saved["random"]))
+        progress = Progress(**saved["progress"])
+        if saved["result"] is not None and progress.epoch >= self.config.epochs:
+            return progress, dict(saved["result"])
+        inside = f", batch {progress.batch} of {len(self.feed)}" if progress.batch else ""
+        self.monitor.say(f"continues after epoch {progress.epoch} of {self.config.epochs}{inside}")
+        return progress, None
+
+    def _identity(self) -> dict[str, Any]:
+        """What a resumed run must share with the one it continues."""
+        digest = hashlib.blake2b(digest_size=16)
+        for part in PARTS:
+            digest.update(self.split.indices[part].tobytes() + self.targets[self.split.indices[part]].tobytes())
+        model = {f"model_{k}": v for k, v in asdict(self.model_config).items()}
+        return self.config.identity() | {"split_and_labels": digest.hexdigest()} | model
+
+    # An epoch
+
+    def _train_epoch(self, progress: Progress) -> None:
+        """Steps from progress.batch to the epoch's end."""
+        self.model.train()
+        self.guard.epoch = progress.epoch
+        self.feed.seek(progress.epoch, progress.batch)
+        self._batches: Generator[FedBatch] = self.feed.batches()
+        self._shrunk = False
+        while progress.batch < len(self.feed):
+            loss = self._step(progress)
+            self.monitor.step(progress, len(self.feed), loss)
+            if time.monotonic() - self._saved_at >= self.config.checkpoint_every_s:
+                self._save_last(progress)
+        # Its threads, and the last batch.
+        self._batches.close()
+
+    def _step(self, progress: Progress) -> float:
+        """One step of the optimizer. -> the mean loss over the traces of all ranks."""
+        began = time.perf_counter()
+        step = self._fetch(progress)
+        progress.waited_s += time.perf_counter() - began
+        first = step.batches[0]
+        torch.manual_seed(step_key(self.config.seed, first.epoch, first.number, self.ranks.rank))
+        try:
+            loss = self.guard.step(
+                step.size,
+                partial(self.forward.step_loss, step),
+                whole=step.whole,
+                # Batches that are accumulated are computed one after the other.
+                at_most=max(batch.size for batch in step.batches),
+            )
+        except DoesNotFitError as error:
+            progress.seconds += time.perf_counter() - began
+            self._end(progress, error.exit_code, str(error))
+        loss = float(self.ranks.sum(torch.tensor([loss], dtype=torch.float64)))
+        if not math.isfinite(loss):
+            self._report_nonfinite(loss, step)
+        progress.batch += len(step.batches)
+        progress.loss_sum += loss * step.whole
+        progress.loss_count += step.whole
+        progress.seconds += time.perf_counter() - began
+        return loss
+
+    def _fetch(self, progress: Progress) -> StepBatches:
+        """The batches of the next step, where no rank has to stop before it."""
+        batches: list[FedBatch] = []
+        failed = False
+        while len(batches) < min(self.config.accumulate, len(self.feed) - progress.batch) and not failed:
+            batch = self._next_batch()
+            if batch is not None:
+                batches.append(batch)
+            elif self._shrunk:
+                failed = True
+            else:
+                batches.clear()
+                self._give_back()
+                self.feed.seek(progress.epoch, progress.batch)
+                self._batches, self._shrunk = self.feed.batches(), True
+        code = self.ranks.agree(DoesNotFitError.exit_code if failed else self.stop.signum)
+        if code:
+            self._end(progress, code, "one batch does not fit")
+        return StepBatches(batches)
+
+    def _next_batch(self) -> FedBatch | None:
+        """None where memory ran out while it was gathered."""
+        try:
+            return next(self._batches)
+        except Exception as error:
+            if classify(error) is None:
+                raise
+        return None
+
+    def _report_nonfinite(self, loss: float, step: StepBatches) -> NoReturn:
+        own = [(i, q) for b in step.batches for i, q in zip(b.trace_index.tolist(), b.question_id, strict=True)]
+        found = self.ranks.gather([q for i, q in own if self.store[i].has_nonfinite])
+        ids = [q for of_rank in found for q in of_rank]
+        if ids:
+            reason = f"the trace of question {ids[0]!r} holds NaN or infinite values"
+        else:
+            reason = f"questions of the step: {', '.join(q for _, q in own[:4])}, ...; lower --lr"
+        self.ranks.fail(TrainingError(f"the loss is {loss}: {reason}"))
+
+    # Validation and test
+
+    def _validate(self, progress: Progress) -> None:
+        """Scores the validation part, keeps the best epoch, begins the next one."""
+        scores = self._scores("val", progress)
+        value = auroc(scores.y, scores.logits)
+        if value > progress.best_val_auroc:
+            progress.best_val_auroc, progress.best_epoch = value, progress.epoch
+            self._save_best(progress, scores)
+        progress.end_epoch(scores.loss, value)
+
+    def _scores(self, part: str, progress: Progress | None) -> PartScores:
+        feed = Feed(self.name, self.store, self.split.indices[part], self.config, self.ranks, shuffle="none")
+        try:
+            scores = score_part(self.forward, self.guard, feed, self.ranks, lambda: self.stop.signum)
+        except Halted as halted:
+            self._end(progress, halted.code, f"out of memory while scoring the {part} part")
+        wrong = np.flatnonzero(~np.isfinite(scores.logits))
+        if len(wrong):
+            question = self.store.question_ids[int(self.split.indices[part][wrong[0]])]
+            self.ranks.fail(TrainingError(f"{self.name} gives no number for the trace of question {question!r}"))
+        return scores
+
     def _finish(self, progress: Progress) -> dict[str, Any]:
-        best = load_checkpoint(self.folder / "best.pt")
+        """Tests the best epoch's weights. last.pt keeps the last ones, so that more epochs can follow."""
+        last = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        best = self.ranks.first(lambda: load_checkpoint(self.folder / "best.pt"))
         self.model.load_state_dict(best["model"])
-        y, score, _ = self._scores("test")
-        order = self.split.indices["test"]
+        # Nothing to save where this ends early: last.pt is whole.
+        scores = self._scores("test", None)
+        self.model.load_state_dict(last)
+        result = self.ranks.first(lambda: self._result(progress, best, scores))
+        self._save_last(progress, result)
+        return result
+
+    def _result(self, progress: Progress, best: dict[str, Any], scores: PartScores) -> dict[str, Any]:
         return {
-            **evaluate_part(self.store, order, y, score, best["threshold"], best["temperature"], self.config.seed),
+            **evaluate_part(
+                self.store,
+                self.split.indices["test"],
+                scores.y,
+                scores.logits,
+                best["threshold"],
+                best["temperature"],
+                self.config.seed,
+            ),
             "best_val_auroc": progress.best_val_auroc,
             "best_epoch": progress.best_epoch,
             "history": progress.history,
@@ -433,8 +286,70 @@ class DetectorRun:
             "seconds_per_epoch": progress.seconds_per_epoch,
         }
 
+    # Checkpoints
 
-def _as_float(rows: np.ndarray, dtype: str) -> torch.Tensor:
-    if dtype == "bfloat16":
-        return torch.from_numpy((rows.astype("<u4") << 16).view("<f4")).double()
-    return torch.from_numpy(rows.astype("<f8"))
+    def _save_last(self, progress: Progress, result: dict[str, Any] | None = None) -> None:
+        """The state between two steps; rank 0's, as weights and progress are those of all."""
+        if not self.ranks.is_first:
+            return
+        self.monitor.flush()
+        save_checkpoint(
+            self.folder / "last.pt",
+            {
+                "version": CHECKPOINT_VERSION,
+                "name": self.name,
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "scaler": None if self.scaler is None else self.scaler.state_dict(),
+                "progress": asdict(progress),
+                "loader": self.feed.state_dict(progress.epoch, progress.batch),
+                "random": pack_random_state(random_state()),
+                "guard": self.guard.state_dict(),
+                "config": self._identity(),
+                "result": result,
+            },
+        )
+        self._saved_at = time.monotonic()
+
+    def _save_best(self, progress: Progress, scores: PartScores) -> None:
+        """`scores` of the validation part."""
+        if not self.ranks.is_first:
+            return
+        about = {
+            "threshold": youden_threshold(scores.y, scores.logits),
+            "temperature": fit_temperature(scores.y, scores.logits),
+            "epoch": progress.epoch,
+            "val_auroc": progress.best_val_auroc,
+            "attention_threshold": self.config.attention_threshold,
+            "top_k": self.config.top_k,
+            "precision": self.config.precision,
+        }
+        save_checkpoint(
+            self.folder / "best.pt", detector_checkpoint(self.name, self.model, self.model_config, self.store, about)
+        )
+
+    # Out of memory, and stopping
+
+    def _on_event(self, event: dict[str, Any]) -> None:
+        self.monitor.say(
+            f"out of memory in {event['phase']} of epoch {event['epoch'] + 1}, step {event['step']}: "
+            f"micro-batch {event['size_before']} -> {event['size_after']}"
+        )
+
+    def _give_back(self) -> None:
+        """Host memory ran out: caches and batches in flight go first."""
+        self.feed.loader.shrink()
+        self.monitor.say("host memory ran out; one batch in flight from now on, nothing cached")
+
+    def _end(self, progress: Progress | None, code: int, reason: str) -> NoReturn:
+        """Ends all ranks: a signal came, or memory is too small. A checkpoint, and the way on."""
+        if code == DoesNotFitError.exit_code and self.on_last_resort is not None:
+            self.on_last_resort()
+        if progress is not None:
+            self._save_last(progress)
+        saved = f"saved {self.folder / 'last.pt'}"
+        if code == DoesNotFitError.exit_code:
+            self.ranks.fail(
+                DoesNotFitError(f"{self.name}: {reason}; {saved}; free memory, then: {self.resume_command}")
+            )
+        self.ranks.fail(StoppedError(f"stopped; {saved}; continue with: {self.resume_command}", code))

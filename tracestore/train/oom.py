@@ -152,9 +152,10 @@ class OOMGuard:
         scaler: Any = None,
         on_event: Callable[[dict[str, Any]], None] | None = None,
         on_host_memory: Callable[[], None] | None = None,
+        ranks: Any = None,
     ) -> None:
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
-        self.on_event, self.on_host_memory = on_event, on_host_memory
+        self.on_event, self.on_host_memory, self.ranks = on_event, on_host_memory, ranks
         self.epoch = 0
         self.num_steps = 0
         self.micro_batch: int | None = None
@@ -185,15 +186,25 @@ class OOMGuard:
 
     # Steps
 
-    def step(self, size: int, loss_of: Callable[[int, int], torch.Tensor]) -> float:
-        """One step over a batch of `size` items; the mean loss."""
+    def step(
+        self,
+        size: int,
+        loss_of: Callable[[int, int], torch.Tensor],
+        whole: int | None = None,
+        at_most: int | None = None,
+    ) -> float:
+        """One step over a batch of `size` items, at most `at_most` of them at once; the mean
+        loss. With ranks, `size` of the `whole` batch are this rank's (may be 0), and the
+        result is its share of the mean."""
         before, buffers, scaler_state = self._prepare()
         # The last batch of an epoch is short and says nothing of what fits.
         self._largest = max(self._largest, size)
-        micro = min(size, self.micro_batch or size)
+        micro = max(1, min(size, self.micro_batch or size, at_most or size))
         retried = False
         while True:
-            phase, kind, loss = self._attempt(size, micro, loss_of)
+            phase, kind, loss = self._attempt(size, micro, loss_of, whole or size)
+            if self.ranks is not None and self.ranks.agree(kind is not None) and kind is None:
+                phase, kind = "another rank", "device"
             if kind is None:
                 break
             # Outside the except block: no traceback holds the failed tensors.
@@ -209,6 +220,8 @@ class OOMGuard:
                 micro = self.micro_batch = after
                 self._good_steps = 0
             retried = micro > 1 or not retried
+        if self.ranks is not None:
+            self.ranks.sum_gradients([p for g in self.optimizer.param_groups for p in g["params"]])
         try:
             self._optimizer_step()
         except DoesNotFitError:
@@ -228,7 +241,7 @@ class OOMGuard:
             self.scaler.load_state_dict(scaler_state)
 
     def _attempt(
-        self, size: int, micro: int, loss_of: Callable[[int, int], torch.Tensor]
+        self, size: int, micro: int, loss_of: Callable[[int, int], torch.Tensor], whole: int
     ) -> tuple[str, str | None, float]:
         """Forward and backward of all micro-batches. -> phase that failed, kind of memory or None, loss."""
         phase, total = "forward", 0.0
@@ -238,7 +251,7 @@ class OOMGuard:
                 end = min(size, begin + micro)
                 phase = "forward"
                 loss = loss_of(begin, end)
-                share = loss * ((end - begin) / size) if end - begin != size else loss
+                share = loss * ((end - begin) / whole) if end - begin != whole else loss
                 total += float(share.detach())
                 phase = "backward"
                 (share if self.scaler is None else self.scaler.scale(share)).backward()

@@ -1,13 +1,15 @@
 """A whole training run: split, detectors, probe, results and report."""
 
 import json
-from collections.abc import Callable
+import os
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tracestore import console
 from tracestore.data.batch import BatchFormat
 from tracestore.data.epoch import mean_trace_bytes
 from tracestore.errors import MissingFieldError, TrainingError, UsageError
@@ -15,26 +17,37 @@ from tracestore.store.reader import TraceStore
 from tracestore.train import report
 from tracestore.train.checkpoint import write_json
 from tracestore.train.compare import compare
+from tracestore.train.config import TrainConfig
 from tracestore.train.evaluate import RunScores
 from tracestore.train.folds import Job, load_or_make_folds, plan_jobs, pool, remove_checkpoints
-from tracestore.train.loop import DetectorRun, TrainConfig
+from tracestore.train.loop import DetectorRun
 from tracestore.train.memory import MemoryBudget
 from tracestore.train.models import VIEWS, ModelConfig
+from tracestore.train.monitor import Log, check_tensorboard
 from tracestore.train.predictions import write_predictions
 from tracestore.train.probe import run_probe
+from tracestore.train.ranks import Ranks
 from tracestore.train.split import Split, class_counts, make_split, split_from_ids
+from tracestore.train.stopping import StopSignals
 
-Log = Callable[[str], None]
 PROBE = "logistic_probe"
 
 
 def pick_device(name: str) -> str:
-    """auto, cpu or cuda -> a torch device."""
+    """auto, cpu or cuda -> a torch device, of several GPUs this rank's."""
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch sees no GPU here")
-    return name
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if name == "cuda" else name
+
+
+def _no_log(_: str) -> None:
+    """Of every rank but the first."""
+
+
+def _say(log: Log, job: Job, text: str) -> None:
+    log(f"{job}: {text}")
 
 
 def _split(store: TraceStore, config: TrainConfig, folder: Path) -> Split:
@@ -48,8 +61,10 @@ def _split(store: TraceStore, config: TrainConfig, folder: Path) -> Split:
             raise UsageError(f"{path}: not the split of an earlier run") from None
         return split_from_ids(store, targets, saved)
     split = make_split(store, targets, config.seed)
-    # Checkpoints of an earlier run belong to its own split.
-    for old in folder.glob("*/*.pt"):
+    # Checkpoints and events of an earlier run belong to its own split, which goes first:
+    # without it, --resume begins anew.
+    path.unlink(missing_ok=True)
+    for old in [*folder.glob("*/*.pt"), *folder.glob("*/events/events.*")]:
         old.unlink()
     write_json(path, split.question_ids)
     return split
@@ -79,11 +94,18 @@ def run_training(
     num_seeds: int | None = None,
     resume_command: str | None = None,
     log: Log = print,
+    line: console.Progress | None = None,
+    ranks: Ranks | None = None,
 ) -> dict[str, Any]:
     """Trains the named detectors and writes results.json, predictions.csv, plots and
     report.html into `folder`. `sizes` are fields of ModelConfig. num_folds: each question is
     tested once, in one of so many folds; num_seeds: so many runs of each split. Returns what
-    results.json holds."""
+    results.json holds. With several ranks all of them call it; rank 0 writes and logs."""
+    ranks = ranks or Ranks()
+    if not ranks.is_first:
+        log, line = _no_log, None
+    if config.tensorboard:
+        check_tensorboard()
     store = TraceStore(store_path)
     try:
         for view in sorted({VIEWS[name] for name in names}):
@@ -95,7 +117,7 @@ def run_training(
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
         raise UsageError(f"--output-dir {folder}: {error.strerror}") from None
-    jobs = _jobs(store, config, folder, num_folds, num_seeds)
+    jobs = ranks.first(lambda: _jobs(store, config, folder, num_folds, num_seeds))
     split = jobs[0].split
     is_repeated = num_folds is not None or num_seeds is not None
     counts = ", ".join(f"{part} {len(ids)}" for part, ids in split.indices.items())
@@ -109,7 +131,13 @@ def run_training(
     model_config = ModelConfig(store.num_layers, store.hidden_dim, **sizes)
     results: dict[str, Any] = {
         "models": {},
-        "config": {**asdict(config), **asdict(model_config), "torch": torch.__version__},
+        "config": {
+            **asdict(config),
+            **asdict(model_config),
+            "num_threads": torch.get_num_threads(),
+            "world_size": ranks.world_size,
+            "torch": torch.__version__,
+        },
         "split": split.question_ids if num_folds is None else None,
         "counts": [
             {p: {"hallucinated": h, "right": r} for p, (h, r) in class_counts(s, targets).items()}
@@ -129,19 +157,34 @@ def run_training(
         view = "graph" if "graph" in {VIEWS[n] for n in names} else "sequence"
         budget = MemoryBudget(memory_budget, 4 * mean_trace_bytes(store, BatchFormat(view)))
     try:
-        for job, entry in zip(jobs, runs, strict=True):
-            say = (lambda text, job=job: log(f"{job}: {text}")) if is_repeated else log
-            for name in names:
-                settings = replace(config, seed=job.seed)
-                run = DetectorRun(name, store, job.split, targets, model_config, settings, job.folder / name, say)
-                if resume_command is not None:
-                    run.resume_command = resume_command
-                run.on_last_resort = budget.release if budget is not None else None
-                entry["models"][name] = run.run()
-                write_json(folder / "results.json", report.finite(results))
+        with StopSignals() as stop:
+            for job, entry in zip(jobs, runs, strict=True):
+                say = partial(_say, log, job) if is_repeated else log
+                for name in names:
+                    run = DetectorRun(
+                        name,
+                        store,
+                        job.split,
+                        targets,
+                        model_config,
+                        replace(config, seed=job.seed),
+                        job.folder / name,
+                        say,
+                        line=line,
+                        ranks=ranks,
+                        stop=stop,
+                    )
+                    if resume_command is not None:
+                        run.resume_command = resume_command
+                    run.on_last_resort = budget.release if budget is not None else None
+                    entry["models"][name] = run.run()
+                    if ranks.is_first:
+                        write_json(folder / "results.json", report.finite(results))
     finally:
         if budget is not None:
             budget.release()
+    if not ranks.is_first:
+        return results
     probes = {}
     if with_probe:
         probes = {fold: run_probe(store, s, targets, config.seed) for fold, s in _splits(jobs).items()}

@@ -1,0 +1,154 @@
+"""Trains in forked processes that are killed, for test_resume.py, which writes one request a
+line and reads one answer a line. Everything is imported once, so that a run costs what
+training costs."""
+
+import contextlib
+import errno
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+sys.path.insert(0, "tools")
+
+import torch
+import train
+
+from tests.train.runs import outcome
+from tracestore.store import fsio
+from tracestore.train import metrics, run
+
+# What is not training costs most of a short run.
+run.report.write_plots = lambda *_: []
+run.report.write_page = lambda *_: None
+metrics.BOOTSTRAP_SAMPLES = 20
+
+
+def start(argv, folder, *more, before=None):
+    """A process that trains with these arguments; its standard error goes to FOLDER.err."""
+    child = os.fork()
+    if child:
+        return child
+    for number, path in ((1, os.devnull), (2, f"{folder}.err")):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    try:
+        if before is not None:
+            before()
+        os._exit(train.main([*argv, "--output-dir", str(folder), *more]))
+    except BaseException:
+        traceback.print_exc()
+        os._exit(99)
+
+
+def wait(child):
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def expect(code, child, folder):
+    found = wait(child)
+    assert found == code, f"exit {found}, expected {code}: {Path(f'{folder}.err').read_text()}"
+
+
+def whole(argv, folder):
+    """What a run that nothing disturbs leaves, and its seconds."""
+    began = time.monotonic()
+    expect(0, start(argv, folder / "whole"), folder / "whole")
+    return outcome(folder / "whole"), time.monotonic() - began
+
+
+def killed_at_random(argv, folder, kills, seed):
+    """Kills and resumes; each time a run reaches its end it must be the reference run."""
+    rng = random.Random(seed)
+    expected, whole_s = whole(argv, folder)
+    done = compared = 0
+    while done < kills or not compared:
+        out = folder / f"cut{compared}"
+        child = start(argv, out, "--resume", "--checkpoint-every", rng.choice(["0", "0.02", "300"]))
+        if done < kills:
+            time.sleep(rng.uniform(0, 0.7 * whole_s))
+            os.kill(child, signal.SIGKILL)
+        code = wait(child)
+        if code == -signal.SIGKILL:
+            done += 1
+            continue
+        assert code == 0, Path(f"{out}.err").read_text()
+        assert outcome(out) == expected, f"after {done} kills: another result"
+        compared += 1
+    return {"kills": done, "compared": compared}
+
+
+def torn(number, end):
+    """Half of the number-th file is written when `end` is called."""
+    original, calls = fsio.write_all, [0]
+
+    def write_all(fd, data):
+        calls[0] += 1
+        if calls[0] == number:
+            original(fd, data[: len(data) // 2])
+            end()
+        original(fd, data)
+
+    def before():
+        fsio.write_all = write_all
+
+    return before
+
+
+def killed_while_writing(argv, folder):
+    """SIGKILL in the middle of some checkpoints: the one before stays whole."""
+    expected, _ = whole(argv, folder)
+    out, found = folder / "torn", 0
+    for number in range(2, 9):
+        before = torn(number, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        child = start(argv, out, "--checkpoint-every", "0", "--resume", before=before)
+        expect(-signal.SIGKILL, child, out)
+        for path in out.glob("*/last.pt"):
+            assert "optimizer" in torch.load(path, weights_only=True)
+            found += 1
+    expect(0, start(argv, out, "--resume"), out)
+    assert outcome(out) == expected
+    return {"whole_checkpoints": found}
+
+
+def disk_full(argv, folder):
+    """split.json and three checkpoints are written, the next one finds the disk full."""
+
+    def full():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    out = folder / "full"
+    expect(4, start(argv, out, "--checkpoint-every", "0", before=torn(5, full)), out)
+    (model,) = out.glob("*/")
+    batch = torch.load(model / "last.pt", weights_only=True)["progress"]["batch"]
+    return {"stderr": Path(f"{out}.err").read_text(), "files": os.listdir(model), "batch": batch}
+
+
+def stopped(argv, folder, signum):
+    """A signal within the second epoch, and the run that goes on from there."""
+    expected, _ = whole(argv, folder)
+    out = folder / "stopped"
+    child = start(argv, out)
+    while not list(out.glob("*/last.pt")):
+        time.sleep(0.001)
+    os.kill(child, signum)
+    expect(128 + signum, child, out)
+    said = Path(f"{out}.err").read_text()
+    expect(0, start(argv, out, "--resume"), out)
+    assert outcome(out) == expected
+    return {"stderr": said}
+
+
+if __name__ == "__main__":
+    answers = os.fdopen(os.dup(1), "w")
+    for line in sys.stdin:
+        name, argv, folder, *more = json.loads(line)
+        try:
+            answer = globals()[name](argv, Path(folder), *more)
+        except Exception:
+            answer = {"error": traceback.format_exc()}
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps(answer), file=answers, flush=True)

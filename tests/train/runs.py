@@ -1,0 +1,54 @@
+"""What tests of whole training runs share."""
+
+import hashlib
+import json
+
+import numpy as np
+import torch
+
+import tracestore
+from tests.helpers import make_trace
+
+FAST = ["--lstm-hidden", 8, "--gnn-hidden", 8, "--latent-dim", 8, "--num-threads", 1]
+ONLY = {
+    "lstm_solo": ["--no-run-gnn-det", "--no-run-gvae"],
+    "gnn_det_lstm": ["--no-run-lstm", "--no-run-gvae"],
+    "gvae_lstm": ["--no-run-lstm", "--no-run-gnn-det"],
+}
+TIMES = ("seconds_per_epoch", "traces_per_s", "data_wait_share")
+
+
+def write_labelled(path):
+    """60 traces whose hidden states tell the label, 4 more without a score."""
+    with tracestore.create(path) as writer:
+        for k in range(64):
+            trace = make_trace(k, tokens=2 + k % 4, layers=3, dim=8)
+            if k % 2:
+                trace["hidden_states"] = [h + np.float16(1.5) for h in trace["hidden_states"]]
+            writer.append(trace, score=None if k >= 60 else 0.9 - 0.8 * (k % 2))
+    return path
+
+
+def timeless(value):
+    """Results without what a clock says."""
+    if isinstance(value, dict):
+        return {k: timeless(v) for k, v in value.items() if k not in TIMES}
+    return value
+
+
+def _digest(value):
+    if isinstance(value, torch.Tensor):
+        return hashlib.blake2b(value.numpy().tobytes()).hexdigest()
+    if isinstance(value, dict):
+        return {str(k): _digest(v) for k, v in value.items()}
+    return value
+
+
+def outcome(folder):
+    """Everything a run leaves that no clock decides: weights and optimizer bit for bit, results."""
+    results = json.loads((folder / "results.json").read_text())
+    found = {"models": timeless(results["models"]), "split": results["split"]}
+    for path in sorted(folder.glob("*/*.pt")):
+        saved = torch.load(path, weights_only=True)
+        found[str(path.relative_to(folder))] = _digest({k: saved[k] for k in ("model", "optimizer") if k in saved})
+    return found

@@ -1,0 +1,71 @@
+"""Runs that are killed, stopped or out of disk go on as if nothing had happened."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers import ROOT
+from tests.train.runs import FAST, ONLY, write_labelled
+
+# `make torture` kills each model's run 30 times.
+KILLS = int(os.environ.get("TRACESTORE_TRAIN_KILLS", "2"))
+SMALL = ["--no-probe", "--epochs", 6, "--batch-size", 4, "--shuffle", "buffer", "--shuffle-buffer", 16, *FAST]
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory):
+    return write_labelled(tmp_path_factory.mktemp("labelled") / "store.zarr")
+
+
+@pytest.fixture(scope="module")
+def driver():
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.train.kills"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    def ask(name, flags, folder, *more):
+        process.stdin.write(json.dumps([name, [str(f) for f in flags], str(folder), *more]) + "\n")
+        process.stdin.flush()
+        answer = json.loads(process.stdout.readline())
+        assert "error" not in answer, answer["error"]
+        return answer
+
+    yield ask
+    process.stdin.close()
+    process.wait(30)
+
+
+@pytest.mark.timeout(3600 if KILLS > 5 else 300)
+@pytest.mark.parametrize("model", ONLY)
+def test_killed_at_random_moments(driver, labelled, tmp_path, model):
+    flags = ["--store", labelled, *SMALL, *ONLY[model]]
+    found = driver("killed_at_random", flags, tmp_path, KILLS, int(os.environ.get("TRACESTORE_SEED", "1")))
+    assert found["kills"] >= KILLS and found["compared"] >= 1
+
+
+def test_killed_while_a_checkpoint_is_written(driver, labelled, tmp_path):
+    flags = ["--store", labelled, *SMALL, "--accumulate", 2, *ONLY["lstm_solo"]]
+    assert driver("killed_while_writing", flags, tmp_path)["whole_checkpoints"] >= 5
+
+
+def test_a_full_disk_keeps_the_checkpoint_before(driver, labelled, tmp_path):
+    found = driver("disk_full", ["--store", labelled, *SMALL, *ONLY["lstm_solo"]], tmp_path)
+    assert found["files"] == ["last.pt"] and found["batch"] == 3
+    assert "no space left" in found["stderr"] and found["stderr"].count("\n") == 1
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_after_the_step_and_the_run_goes_on(driver, labelled, tmp_path, signum):
+    """With bf16 and recomputed activations, which do not keep a run from being exact."""
+    flags = ["--store", labelled, *SMALL, *ONLY["lstm_solo"], "--precision", "bf16", "--activation-checkpointing"]
+    stderr = driver("stopped", flags, tmp_path, int(signum))["stderr"]
+    assert stderr.count("\n") == 1 and "--resume" in stderr and "last.pt" in stderr

@@ -1,0 +1,167 @@
+"""From a part of the split to what a model reads on its device."""
+
+import math
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from tracestore.data.loader import TraceLoader
+from tracestore.data.order import epoch_key
+from tracestore.store.reader import TraceStore
+from tracestore.train.config import TrainConfig
+from tracestore.train.gine import GraphInputs
+from tracestore.train.models import VIEWS
+from tracestore.train.ranks import Ranks
+
+# Streams of order.epoch_key, beside those of the order.
+_MASKS, _NOISE = 2, 3
+
+
+class _BatchesOfEpoch(Dataset[Any]):
+    """The batches of one epoch by number, for DataLoader workers."""
+
+    def __init__(self, loader: TraceLoader, epoch: int) -> None:
+        self.loader, self.epoch = loader, epoch
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getitem__(self, batch: int) -> Any:
+        return self.loader.gather(self.loader.batch_indices(batch, self.epoch))
+
+
+def step_key(seed: int, epoch: int, batch: int, rank: int) -> int:
+    """Seeds the random numbers of a step: a pure function of where it stands."""
+    return epoch_key(epoch_key(seed, epoch, _MASKS), batch, rank)
+
+
+class Feed:
+    """This rank's slices of the batches of some traces, for one model."""
+
+    def __init__(
+        self,
+        name: str,
+        store: TraceStore,
+        indices: np.ndarray,
+        config: TrainConfig,
+        ranks: Ranks,
+        *,
+        shuffle: str,
+        num_workers: int = 0,
+    ) -> None:
+        self.config, self.ranks, self.num_workers = config, ranks, num_workers
+        self.is_graph = VIEWS[name] == "graph"
+        self.device = torch.device(config.device)
+        packed = store.attention_layout == "causal" and self.device.type == "cpu"
+        self.loader = TraceLoader(
+            store,
+            VIEWS[name],
+            batch_size=config.batch_size,
+            shuffle=shuffle,
+            seed=config.seed,
+            num_threads=config.loader_threads,
+            indices=indices,
+            buffer_size=config.shuffle_buffer,
+            score_threshold=config.score_threshold,
+            attention_threshold=config.attention_threshold,
+            top_k=config.top_k,
+            edges="packed" if packed else "coo",
+            max_cache_batches=config.max_cache_batches,
+            pin_memory=self.device.type == "cuda",
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+        )
+
+    def __len__(self) -> int:
+        """Batches of the epoch."""
+        return len(self.loader)
+
+    def seek(self, epoch: int, batch: int) -> None:
+        """The next `batches` begin there."""
+        self.loader.load_state_dict(self.state_dict(epoch, batch))
+
+    def state_dict(self, epoch: int, batch: int) -> dict[str, Any]:
+        """The loader's state in which `batch` is the next one."""
+        return self.loader.state_dict() | {"epoch": epoch, "batch": batch}
+
+    def batches(self) -> Generator["FedBatch"]:
+        """The rest of the epoch, by the loader's threads or by worker processes."""
+        epoch, start = self.loader.epoch, self.loader.state_dict()["batch"]
+        if self.num_workers == 0:
+            source: Iterator[Any] = iter(self.loader)
+        else:
+            # A generator of its own: drawing seeds for workers must not change the training.
+            source = iter(
+                DataLoader(
+                    _BatchesOfEpoch(self.loader, epoch),
+                    batch_size=None,
+                    sampler=range(start, len(self.loader)),
+                    num_workers=self.num_workers,
+                    generator=torch.Generator(),
+                )
+            )
+        for number in range(start, len(self.loader)):
+            batch = FedBatch(self, next(source), epoch, number)
+            yield batch
+            del batch
+
+
+class FedBatch:
+    """One rank's slice of a global batch. `size`: its traces; `whole`: those of all ranks."""
+
+    def __init__(self, feed: Feed, batch: Any, epoch: int, number: int) -> None:
+        self.feed, self.epoch, self.number = feed, epoch, number
+        self.y: torch.Tensor = batch.y
+        self.question_id: list[str] = batch.question_id
+        self.trace_index: torch.Tensor = batch.trace_index
+        self.size = len(batch.y)
+        plan = feed.loader.epochs.plan(epoch).batches
+        begin, end = plan.bounds(number)
+        self.whole = end - begin
+        # Where the slice begins in the global batch.
+        self.first = int(plan.positions(number, feed.ranks.rank, feed.ranks.world_size)[0]) - begin if self.size else 0
+        if not feed.is_graph:
+            self.inputs: Any = batch.sequences
+        elif self.size:
+            # top-k has already marked what it drops as NaN, which is above nothing.
+            threshold = feed.config.attention_threshold if feed.config.top_k is None else -math.inf
+            self.inputs = GraphInputs.from_batch(batch, threshold)
+
+    def traces(self, begin: int, end: int) -> tuple[Any, torch.Tensor]:
+        """Inputs and labels of the traces begin .. end, on the device: moved here, inside
+        what the guard watches."""
+        inputs = self.inputs
+        if begin > 0 or end < self.size:
+            inputs = inputs.traces(begin, end) if isinstance(inputs, GraphInputs) else inputs[begin:end]
+        device = self.feed.device
+        return inputs if device.type == "cpu" else inputs.to(device), self.y[begin:end].to(device)
+
+    def noise(self, begin: int, end: int, num_layers: int, columns: int) -> torch.Tensor:
+        """Standard normal (end - begin, num_layers, columns) on the device: a pure function
+        of seed, epoch, batch and the trace's place in the global batch, so that neither
+        ranks nor micro-batches change it."""
+        key = epoch_key(epoch_key(self.feed.config.seed, self.epoch, _NOISE), self.number)
+        generator = torch.Generator().manual_seed(key)
+        drawn = torch.randn(self.whole, num_layers, columns, generator=generator)
+        return drawn[self.first + begin : self.first + end].to(self.feed.device)
+
+
+class StepBatches:
+    """The batches of one optimizer step behind each other."""
+
+    def __init__(self, batches: list[FedBatch]) -> None:
+        self.batches = batches
+        self.size = sum(b.size for b in batches)
+        self.whole = sum(b.whole for b in batches)
+
+    def pieces(self, begin: int, end: int) -> Iterator[tuple[FedBatch, int, int]]:
+        """The batches that hold the traces begin .. end, and which of theirs."""
+        at = 0
+        for batch in self.batches:
+            first, last = max(begin - at, 0), min(end - at, batch.size)
+            if first < last:
+                yield batch, first, last
+            at += batch.size

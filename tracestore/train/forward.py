@@ -1,0 +1,62 @@
+"""A detector's model on its device: traces in, logits and losses out."""
+
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from tracestore.train.config import TrainConfig
+from tracestore.train.feed import FedBatch, StepBatches
+from tracestore.train.models import Detector, GvaeLstm, LstmSolo, ModelConfig, Output, detector_loss, make_model
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Forward:
+    """The model, and how it is computed: precision, noise, kept activations."""
+
+    def __init__(self, name: str, model_config: ModelConfig, config: TrainConfig) -> None:
+        self.model_config = model_config
+        self.device = torch.device(config.device)
+        self.model: Detector = make_model(name, model_config)
+        self.model.to(self.device)
+        if config.activation_checkpointing:
+            _checkpoint_activations(self.model)
+        self._autocast = AUTOCAST.get(config.precision)
+
+    def batch(self, batch: FedBatch, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32 logits (end - begin,) and mean loss of the traces begin .. end of a batch."""
+        inputs, y = batch.traces(begin, end)
+        c = self.model_config
+        with torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None):
+            if isinstance(self.model, GvaeLstm) and self.model.training:
+                output = self.model(inputs, batch.noise(begin, end, c.num_layers, c.latent_dim))
+            else:
+                output = self.model(inputs)
+        output = Output(output.logits.float(), {name: term.float() for name, term in output.auxiliary.items()})
+        return output.logits, detector_loss(output, y, c.kl_weight)
+
+    def step_loss(self, step: StepBatches, begin: int, end: int) -> torch.Tensor:
+        """The mean loss of the traces begin .. end of a step."""
+        shares = [
+            self.batch(batch, first, last)[1] * ((last - first) / (end - begin))
+            for batch, first, last in step.pieces(begin, end)
+        ]
+        return shares[0] if len(shares) == 1 else torch.stack(shares).sum()
+
+    def scores(self, batch: FedBatch, begin: int, end: int) -> tuple[list[float], float]:
+        """Logits, and the sum of the losses."""
+        logits, loss = self.batch(batch, begin, end)
+        return logits.tolist(), float(loss) * (end - begin)
+
+
+def _checkpoint_activations(model: Detector) -> None:
+    """Computes again in backward what forward need not keep: the graph encoder of the
+    graph models, the LSTM of the other. Dropout draws the same masks."""
+    module = model.reader.lstm if isinstance(model, LstmSolo) else model.encoder
+    forward = module.forward
+
+    def again(*inputs: Any) -> Any:
+        return checkpoint(forward, *inputs, use_reentrant=False) if torch.is_grad_enabled() else forward(*inputs)
+
+    module.forward = again  # type: ignore[assignment]
