@@ -33,6 +33,13 @@ def seed(text: str) -> int:
     return int(text)
 
 
+def folds(text: str) -> int:
+    """At least two."""
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a whole number of at least 2")
+    return int(text)
+
+
 def seconds(text: str) -> float:
     """A number of at least 0."""
     try:
@@ -42,13 +49,6 @@ def seconds(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"found {text!r}, expected seconds, at least 0")
     return value
-
-
-def folds(text: str) -> int:
-    """At least two."""
-    if not text.isdecimal() or int(text) < 2:
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected a whole number of at least 2")
-    return int(text)
 
 
 def workers(text: str) -> int:

@@ -14,7 +14,7 @@ import tracestore
 from tests.helpers import ROOT, make_trace, run_cli
 from tracestore.errors import MissingFieldError, TracestoreError, UsageError
 from tracestore.train import scoring
-from tracestore.train.loop import TrainConfig
+from tracestore.train.config import TrainConfig
 from tracestore.train.models import MODEL_NAMES
 from tracestore.train.run import run_training
 

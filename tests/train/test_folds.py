@@ -12,8 +12,9 @@ from tests.helpers import make_trace, run_cli
 from tracestore.errors import TrainingError, UsageError
 from tracestore.train import run as runs
 from tracestore.train import split as splits
+from tracestore.train.config import TrainConfig
 from tracestore.train.evaluate import RankDraws, RunScores
-from tracestore.train.loop import DetectorRun, TrainConfig
+from tracestore.train.loop import DetectorRun
 from tracestore.train.metrics import percentile_interval
 from tracestore.train.models import MODEL_NAMES, ModelConfig
 

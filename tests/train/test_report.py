@@ -10,7 +10,7 @@ import pytest
 import tracestore
 from tests.helpers import make_trace
 from tracestore.train import report
-from tracestore.train.loop import TrainConfig
+from tracestore.train.config import TrainConfig
 from tracestore.train.run import run_training
 
 HOSTILE = '</td><script src="//evil.example/x.js">alert(1)</script><img src=x onerror=alert(1)>&amp;\u202e'

@@ -40,9 +40,9 @@ def plan_jobs(splits: list[Split], seed: int, num_seeds: int, folder: Path, *, i
 
 
 def remove_checkpoints(folder: Path) -> None:
-    """Checkpoints and events of all jobs in a folder: they belong to the splits of an earlier run."""
-    for job in ("seed-*", "fold-*/seed-*"):
-        for old in [*folder.glob(f"{job}/*/*.pt"), *folder.glob(f"{job}/*/events/events.*")]:
+    """And events, of all jobs in a folder: they belong to the splits of an earlier run."""
+    for pattern in ("*.pt", "events/events.*"):
+        for old in [*folder.glob(f"seed-*/*/{pattern}"), *folder.glob(f"fold-*/seed-*/*/{pattern}")]:
             old.unlink()
 
 
@@ -62,7 +62,7 @@ def load_or_make_folds(
             raise UsageError(f"--resume: {path} has {found} folds, not {num_folds}")
         return [split_from_ids(store, targets, ids) for ids in saved]
     folds = make_folds(store, targets, num_folds, seed)
-    # They go first: without the file, --resume begins anew.
+    # The file goes first: without it, --resume begins anew.
     path.unlink(missing_ok=True)
     remove_checkpoints(folder)
     write_json(path, [fold.question_ids for fold in folds])

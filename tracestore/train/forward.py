@@ -9,7 +9,7 @@ from tracestore.train.config import TrainConfig
 from tracestore.train.feed import FedBatch, StepBatches
 from tracestore.train.models import Detector, GvaeLstm, LstmSolo, ModelConfig, Output, detector_loss, make_model
 
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Forward:
@@ -22,7 +22,7 @@ class Forward:
         self.model.to(self.device)
         if config.activation_checkpointing:
             _checkpoint_activations(self.model)
-        self._autocast = _AUTOCAST.get(config.precision)
+        self._autocast = AUTOCAST.get(config.precision)
 
     def batch(self, batch: FedBatch, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """float32 logits (end - begin,) and mean loss of the traces begin .. end of a batch."""

@@ -269,10 +269,15 @@ class DetectorRun:
         return result
 
     def _result(self, progress: Progress, best: dict[str, Any], scores: PartScores) -> dict[str, Any]:
-        order = self.split.indices["test"]
         return {
             **evaluate_part(
-                self.store, order, scores.y, scores.logits, best["threshold"], best["temperature"], self.config.seed
+                self.store,
+                self.split.indices["test"],
+                scores.y,
+                scores.logits,
+                best["threshold"],
+                best["temperature"],
+                self.config.seed,
             ),
             "best_val_auroc": progress.best_val_auroc,
             "best_epoch": progress.best_epoch,
@@ -307,7 +312,7 @@ class DetectorRun:
         self._saved_at = time.monotonic()
 
     def _save_best(self, progress: Progress, scores: PartScores) -> None:
-        """`scores` of the validation part decide threshold and temperature."""
+        """`scores` of the validation part."""
         if not self.ranks.is_first:
             return
         about = {
@@ -317,6 +322,7 @@ class DetectorRun:
             "val_auroc": progress.best_val_auroc,
             "attention_threshold": self.config.attention_threshold,
             "top_k": self.config.top_k,
+            "precision": self.config.precision,
         }
         save_checkpoint(
             self.folder / "best.pt", detector_checkpoint(self.name, self.model, self.model_config, self.store, about)

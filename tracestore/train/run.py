@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,10 @@ def pick_device(name: str) -> str:
 
 def _no_log(_: str) -> None:
     """Of every rank but the first."""
+
+
+def _say(log: Log, job: Job, text: str) -> None:
+    log(f"{job}: {text}")
 
 
 def _split(store: TraceStore, config: TrainConfig, folder: Path) -> Split:
@@ -154,7 +159,7 @@ def run_training(
     try:
         with StopSignals() as stop:
             for job, entry in zip(jobs, runs, strict=True):
-                say = (lambda text, job=job: log(f"{job}: {text}")) if is_repeated else log
+                say = partial(_say, log, job) if is_repeated else log
                 for name in names:
                     run = DetectorRun(
                         name,

@@ -14,6 +14,7 @@ from tracestore.data.loader import TraceLoader
 from tracestore.errors import DoesNotFitError, UsageError
 from tracestore.store.reader import TraceStore
 from tracestore.train.checkpoint import load_checkpoint
+from tracestore.train.forward import AUTOCAST
 from tracestore.train.gine import GraphInputs
 from tracestore.train.models import VIEWS, Detector, ModelConfig, make_model
 from tracestore.train.oom import OOMGuard, classify
@@ -26,7 +27,7 @@ def detector_checkpoint(
 ) -> dict[str, Any]:
     """What best.pt holds: weights (a standardiser's statistics among them), architecture,
     versions, what the store's traces were like, and `about`: threshold (of the logit),
-    temperature, attention_threshold, top_k and how the epoch was chosen."""
+    temperature, attention_threshold, top_k, precision and how the epoch was chosen."""
     return {
         "version": DETECTOR_VERSION,
         "tracestore": tracestore.__version__,
@@ -56,6 +57,7 @@ class TrainedDetector:
     temperature: float
     attention_threshold: float
     top_k: float | None
+    precision: str
     trained_on: dict[str, Any]
 
     def check(self, store: TraceStore) -> None:
@@ -106,6 +108,7 @@ def load_detector(path: Path) -> TrainedDetector:
             float(saved["temperature"]),
             float(saved["attention_threshold"]),
             None if top_k is None else float(top_k),
+            str(saved["precision"]),
             dict(saved["store"]),
         )
     except Exception as error:
@@ -142,7 +145,7 @@ def score_traces(
         top_k=detector.top_k,
         edges="packed" if packed else "coo",
         memory_budget=memory_budget,
-        pin_memory=device == "cuda",
+        pin_memory=device != "cpu",
         rank=0,
         world_size=1,
     )
@@ -150,6 +153,10 @@ def score_traces(
     guard = OOMGuard(model, torch.optim.SGD(model.parameters(), lr=0.0), on_event=on_event)
     # top-k has already marked what it drops as NaN, which is above nothing.
     threshold = detector.attention_threshold if detector.top_k is None else -math.inf
+    # As it was tested; the CPU computes fp16 in float32.
+    dtype = AUTOCAST.get(detector.precision)
+    half_on_cpu = dtype == torch.float16 and device == "cpu"
+    autocast = torch.autocast(torch.device(device).type, dtype, enabled=dtype is not None and not half_on_cpu)
     nonfinite = store.nonfinite
     batches = iter(loader)
     while True:
@@ -167,7 +174,8 @@ def score_traces(
         def run(begin: int, end: int, inputs: Any = inputs, size: int = size) -> torch.Tensor:
             if end - begin < size:
                 inputs = inputs.traces(begin, end) if view == "graph" else inputs[begin:end]
-            return model(inputs.to(device)).logits.double().cpu()
+            with autocast:
+                return model(inputs.to(device)).logits.double().cpu()
 
         with torch.no_grad():
             logits = torch.cat(guard.evaluate(size, run)).numpy()
