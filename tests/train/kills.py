@@ -8,6 +8,7 @@ import json
 import os
 import random
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -20,7 +21,7 @@ import train
 
 from tests.train.runs import outcome
 from tracestore.store import fsio
-from tracestore.train import metrics, run
+from tracestore.train import metrics, models, run
 
 # What is not training costs most of a short run.
 run.report.write_plots = lambda *_: []
@@ -28,17 +29,19 @@ run.report.write_page = lambda *_: None
 metrics.BOOTSTRAP_SAMPLES = 20
 
 
-def start(argv, folder, *more, before=None):
+def start(argv, folder, *more, before=None, error_file=None):
     """A process that trains with these arguments; its standard error goes to FOLDER.err."""
     child = os.fork()
     if child:
         return child
-    for number, path in ((1, os.devnull), (2, f"{folder}.err")):
+    for number, path in ((1, os.devnull), (2, error_file or f"{folder}.err")):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     try:
         if before is not None:
             before()
         os._exit(train.main([*argv, "--output-dir", str(folder), *more]))
+    except SystemExit as ended:
+        os._exit(ended.code)
     except BaseException:
         traceback.print_exc()
         os._exit(99)
@@ -140,6 +143,47 @@ def stopped(argv, folder, signum):
     expect(0, start(argv, out, "--resume"), out)
     assert outcome(out) == expected
     return {"stderr": said}
+
+
+def start_ranks(count, argv, folder, *more):
+    """Processes as torchrun starts them, and without the dropout that no flag controls:
+    masks differ between numbers of ranks."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+
+    def one(rank):
+        def before():
+            models.GNN_DROPOUT = 0.0
+            own = shared | {"RANK": rank, "LOCAL_RANK": rank}
+            os.environ.update({name: str(value) for name, value in own.items()})
+
+        return start([*argv, "--dropout", "0"], folder, *more, error_file=f"{folder}.{rank}.err", before=before)
+
+    return [one(rank) for rank in range(count)]
+
+
+def by_ranks(argv, folder, count):
+    for rank, child in enumerate(start_ranks(count, argv, folder, "--resume")):
+        expect(0, child, f"{folder}.{rank}")
+    return {}
+
+
+def rank_signalled(argv, folder, signum):
+    """A signal for rank 1 alone within the second epoch, and one process that goes on."""
+    by_ranks(argv, folder / "whole", 1)
+    out = folder / "ranks"
+    children = start_ranks(2, argv, out)
+    while not list(out.glob("*/last.pt")):
+        time.sleep(0.001)
+    os.kill(children[1], signum)
+    codes = [wait(child) for child in children]
+    said = [Path(f"{out}.{rank}.err").read_text() for rank in range(2)]
+    by_ranks(argv, out, 1)
+    results = [json.loads((folder / name / "results.json").read_text())["models"] for name in ("whole", "ranks")]
+    losses = [[entry["history"]["train_loss"] for entry in entries.values()] for entries in results]
+    return {"codes": codes, "stderr": said, "losses": losses}
 
 
 if __name__ == "__main__":

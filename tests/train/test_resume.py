@@ -1,47 +1,15 @@
 """Runs that are killed, stopped or out of disk go on as if nothing had happened."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 
-from tests.helpers import ROOT
-from tests.train.runs import FAST, ONLY, write_labelled
+from tests.train.runs import FAST, ONLY
 
 # `make torture` kills each model's run 30 times.
 KILLS = int(os.environ.get("TRACESTORE_TRAIN_KILLS", "2"))
 SMALL = ["--no-probe", "--epochs", 6, "--batch-size", 4, "--shuffle", "buffer", "--shuffle-buffer", 16, *FAST]
-
-
-@pytest.fixture(scope="module")
-def labelled(tmp_path_factory):
-    return write_labelled(tmp_path_factory.mktemp("labelled") / "store.zarr")
-
-
-@pytest.fixture(scope="module")
-def driver():
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.train.kills"],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-    def ask(name, flags, folder, *more):
-        process.stdin.write(json.dumps([name, [str(f) for f in flags], str(folder), *more]) + "\n")
-        process.stdin.flush()
-        answer = json.loads(process.stdout.readline())
-        assert "error" not in answer, answer["error"]
-        return answer
-
-    yield ask
-    process.stdin.close()
-    process.wait(30)
 
 
 @pytest.mark.timeout(3600 if KILLS > 5 else 300)

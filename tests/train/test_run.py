@@ -13,23 +13,9 @@ import torch
 
 import tracestore
 from tests.helpers import ROOT, make_trace, run_cli
+from tests.train.runs import FAST
 from tracestore.errors import TrainingError
 from tracestore.train import split as splits
-
-FAST = ["--lstm-hidden", 8, "--gnn-hidden", 8, "--latent-dim", 8, "--num-threads", 1]
-
-
-@pytest.fixture(scope="module")
-def labelled(tmp_path_factory):
-    """60 traces whose hidden states tell the label, 4 more without a score."""
-    path = tmp_path_factory.mktemp("labelled") / "store.zarr"
-    with tracestore.create(path) as writer:
-        for k in range(64):
-            trace = make_trace(k, tokens=2 + k % 4, layers=3, dim=8)
-            if k % 2:
-                trace["hidden_states"] = [h + np.float16(1.5) for h in trace["hidden_states"]]
-            writer.append(trace, score=None if k >= 60 else 0.9 - 0.8 * (k % 2))
-    return path
 
 
 def train(store, out, *args, check=0, **options):

@@ -108,11 +108,10 @@ class Ranks:
     # Gradients
 
     def allocate(self, parameters: Sequence[torch.Tensor]) -> None:
-        """The buffer of sum_gradients, so that no rank fails between two collectives."""
-        if self.world_size > 1 and self._flat is None:
-            self._flat = torch.zeros(
-                sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device
-            )
+        """The buffer of sum_gradients, beforehand: no rank fails while the others wait."""
+        size, first = sum(p.numel() for p in parameters), parameters[0]
+        if self.world_size > 1 and (self._flat is None or len(self._flat) != size):
+            self._flat = torch.zeros(size, dtype=first.dtype, device=first.device)
 
     @torch.no_grad()
     def sum_gradients(self, parameters: Sequence[torch.Tensor]) -> None:

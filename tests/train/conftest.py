@@ -1,0 +1,40 @@
+"""What tests of whole training runs share."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers import ROOT
+from tests.train.runs import write_labelled
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory):
+    return write_labelled(tmp_path_factory.mktemp("labelled") / "store.zarr")
+
+
+@pytest.fixture(scope="module")
+def driver():
+    """Asks tests/train/kills.py."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.train.kills"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    def ask(name, flags, folder, *more):
+        process.stdin.write(json.dumps([name, [str(f) for f in flags], str(folder), *more]) + "\n")
+        process.stdin.flush()
+        answer = json.loads(process.stdout.readline())
+        assert "error" not in answer, answer["error"]
+        return answer
+
+    yield ask
+    process.stdin.close()
+    process.wait(30)

@@ -1,0 +1,92 @@
+"""Accumulation, recomputed activations, precision, TensorBoard."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers import run_cli
+from tests.train.runs import FAST, ONLY, outcome
+from tracestore.errors import UsageError
+from tracestore.train import metrics, models, run
+from tracestore.train.config import TrainConfig
+
+SIZES = {"gnn_hidden": 8, "latent_dim": 8, "lstm_hidden": 8}
+
+
+@pytest.fixture
+def train(labelled, tmp_path, monkeypatch):
+    """Trains for two epochs in this process; -> what it leaves and its results."""
+    monkeypatch.setattr(run.report, "write_plots", lambda *_: [])
+    monkeypatch.setattr(run.report, "write_page", lambda *_: None)
+    monkeypatch.setattr(metrics, "BOOTSTRAP_SAMPLES", 20)
+
+    def go(name, out, dropout=0.3, **options):
+        config = TrainConfig(epochs=2, **options)
+        sizes = SIZES | {"dropout": dropout}
+        results = run.run_training(
+            labelled, tmp_path / out, [name], config, sizes, with_probe=False, log=lambda _: None
+        )
+        return outcome(tmp_path / out), results
+
+    return go
+
+
+def weights(folder: Path):
+    (path,) = folder.glob("*/last.pt")
+    return torch.load(path, weights_only=True)["model"]
+
+
+@pytest.mark.parametrize("name", ["lstm_solo", "gnn_det_lstm"])
+def test_accumulated_batches_are_one_large_batch(train, tmp_path, monkeypatch, name):
+    """44 traces: 12, 12, 12, 8 at once, or as batches of 4, three a step."""
+    monkeypatch.setattr(models, "GNN_DROPOUT", 0.0)
+    _, large = train(name, "large", dropout=0.0, batch_size=12)
+    _, small = train(name, "small", dropout=0.0, batch_size=4, accumulate=3)
+    a, b = weights(tmp_path / "large"), weights(tmp_path / "small")
+    assert all(torch.allclose(a[k], b[k], rtol=1e-4, atol=1e-6) for k in a)
+    losses = [r["models"][name]["history"]["train_loss"] for r in (large, small)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    assert small["config"]["accumulate"] == 3 and small["config"]["batch_size"] == 4
+
+
+@pytest.mark.parametrize("name", ONLY)
+def test_recomputed_activations_change_no_bit(train, name):
+    """With dropout, whose masks are drawn again."""
+    kept, _ = train(name, "kept", batch_size=16)
+    again, results = train(name, "again", batch_size=16, activation_checkpointing=True)
+    assert kept == again and results["config"]["activation_checkpointing"]
+
+
+def test_bfloat16_computes_and_keeps_float32_weights(train, tmp_path):
+    _, full = train("lstm_solo", "full", batch_size=16)
+    _, half = train("lstm_solo", "half", batch_size=16, precision="bf16")
+    losses = [r["models"]["lstm_solo"]["history"]["train_loss"] for r in (full, half)]
+    assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=0.02)
+    assert all(w.dtype == torch.float32 for w in weights(tmp_path / "half").values())
+    assert half["config"]["precision"] == "bf16"
+
+
+def test_half_precision_on_the_cpu_is_refused(labelled, tmp_path):
+    flags = ["--store", labelled, "--output-dir", tmp_path / "r", *FAST, "--precision", "fp16", "--device", "cpu"]
+    done = run_cli("tools/train.py", *flags, check=2)
+    assert "bf16" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_tensorboard_shows_each_step_once_after_kills(driver, labelled, tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    flags = ["--store", labelled, *FAST, *ONLY["lstm_solo"], "--no-probe", "--epochs", 6, "--batch-size", 4]
+    found = driver("killed_at_random", [*flags, "--tensorboard"], tmp_path, 2, 3)
+    for attempt in range(found["compared"]):
+        events = EventAccumulator(str(tmp_path / f"cut{attempt}/lstm_solo/events")).Reload()
+        assert [point.step for point in events.Scalars("loss/step")] == list(range(66))
+        assert [point.step for point in events.Scalars("epoch/val_auroc")] == [11, 22, 33, 44, 55, 66]
+
+
+def test_tensorboard_without_its_package(train, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(UsageError, match=r"tracestore\[tensorboard\]"):
+        train("lstm_solo", "r", tensorboard=True)

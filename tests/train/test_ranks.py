@@ -1,0 +1,67 @@
+"""Several processes that train one model: the same batches, the same losses, no hang."""
+
+import json
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers import run_cli
+from tests.train.runs import FAST, ONLY
+from tracestore.train.ranks import Ranks
+
+# Batches of 3 leave the last of four ranks without a trace.
+SMALL = ["--no-probe", "--batch-size", 3, *FAST]
+
+
+def test_the_same_losses_for_1_2_and_4_ranks(driver, labelled, tmp_path):
+    """An epoch by four ranks, the next by two, against one process; the noise of the VAE included."""
+    flags = ["--store", labelled, *SMALL]
+    driver("by_ranks", [*flags, "--epochs", 2], tmp_path / "one", 1)
+    driver("by_ranks", [*flags, "--epochs", 1], tmp_path / "many", 4)
+    driver("by_ranks", [*flags, "--epochs", 2], tmp_path / "many", 2)
+    one, many = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "many"))
+    assert (one["config"]["world_size"], many["config"]["world_size"]) == (1, 2)
+    assert one["split"] == many["split"]
+    for name in ONLY:
+        a, b = one["models"][name], many["models"][name]
+        for key in ("train_loss", "val_loss"):
+            assert np.allclose(a["history"][key], b["history"][key], rtol=0, atol=1e-5), (name, key)
+        assert a["test_scores"]["question_id"] == b["test_scores"]["question_id"]
+        assert np.allclose(a["test_scores"]["logit"], b["test_scores"]["logit"], rtol=0, atol=1e-5)
+
+
+def test_torchrun(labelled, tmp_path):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    flags = ["--store", labelled, *SMALL, *ONLY["lstm_solo"], "--epochs", 1, "--json"]
+    done = run_cli(*launcher, "tools/train.py", *flags, "--output-dir", tmp_path / "r", check=0)
+    results = json.loads(done.stdout)
+    assert results["config"]["world_size"] == 2
+    assert done.stderr.count("lstm_solo epoch 1/1") == 1, "rank 0 alone writes the log"
+    assert results["models"] == json.loads((tmp_path / "r/results.json").read_text())["models"]
+    second = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+    wrong = run_cli("tools/train.py", *flags, "--lr", -1, env=second, check=2)
+    assert wrong.stderr == "", "rank 0 says what all ranks find"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_a_rank_that_is_stopped_or_dies_ends_all(driver, labelled, tmp_path, signum):
+    flags = ["--store", labelled, *SMALL, *ONLY["lstm_solo"], "--epochs", 6]
+    found = driver("rank_signalled", flags, tmp_path, int(signum))
+    first, second = found["stderr"]
+    if signum == signal.SIGTERM:
+        assert found["codes"] == [143, 143] and second == ""
+        assert "saved" in first
+    else:
+        assert found["codes"] == [1, -9]
+        assert "another rank ended" in first
+    assert first.count("\n") == 1 and "torchrun --nproc-per-node 2 tools/train.py" in first and "--resume" in first
+    assert np.allclose(*found["losses"], rtol=0, atol=1e-5)
+
+
+def test_one_rank_is_a_group_of_its_own():
+    ranks, parameter = Ranks(), torch.nn.Parameter(torch.ones(2))
+    parameter.grad = gradient = torch.ones(2)
+    ranks.sum_gradients([parameter])
+    assert parameter.grad is gradient and ranks.agree(7) == 7 and ranks.gather("x") == ["x"]
