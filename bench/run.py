@@ -15,13 +15,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from benchmarks import loading
+from benchmarks import loading, training
 
 from tracestore import convert
-from tracestore.data.loader import TraceLoader
 from tracestore.extract.run import PickleListWriter
-from tracestore.train.gine import GraphInputs
-from tracestore.train.models import ModelConfig, detector_loss, make_model
 
 LAYERS, DIM, HEADS = 30, 576, 9
 PICTURE = Path("build/bench-loading.png")
@@ -126,47 +123,14 @@ def bench_loader(folder: Path, short: bool, repeats: int) -> Path:
     return folder / "small.zarr"
 
 
-def bench_step(store_path: Path, repeats: int) -> None:
-    batch = next(iter(TraceLoader(store_path, "graph", batch_size=16, edges="packed")))
-    y = (torch.arange(16) % 2).float()
-    seconds = {}
-    for kind in ("fused", "pyg"):
-        model = make_model("gnn_det_lstm", ModelConfig(LAYERS, DIM, message_passing=kind))
-        optimizer = torch.optim.Adam(model.parameters(), fused=True)
-        inputs = GraphInputs.from_batch(batch)
-        if kind == "pyg":  # as the users have it: one layer at a time, edges made beforehand
-            layers = [layer_inputs(inputs, k) for k in range(LAYERS)]
-
-        def step(model=model, optimizer=optimizer, kind=kind, inputs=inputs) -> None:
-            optimizer.zero_grad(set_to_none=True)
-            if kind == "fused":
-                output = model(inputs)
-            else:
-                pooled = [model.encoder(layer) for layer in layers]
-                output = type(model(inputs.traces(0, 1)))(model.reader(torch.cat(pooled, dim=1)))
-            detector_loss(output, y, 0.01).backward()
-            optimizer.step()
-
-        step()
-        seconds[kind] = statistics.median(timed(step) for _ in range(repeats if kind == "fused" else 2))
-    print(
-        f"gnn_det_lstm step, batch of 16: fused {seconds['fused']:.2f} s, PyG layer by layer {seconds['pyg']:.2f} s; "
-        f"ratio {seconds['pyg'] / seconds['fused']:.1f}"
-    )
-
-
-def layer_inputs(inputs: GraphInputs, layer: int) -> GraphInputs:
-    """One layer of every trace, as edge lists."""
-    graphs = range(layer, len(inputs.node_ptr) - 1, inputs.num_layers)
-    picks = [slice(int(inputs.node_ptr[g]), int(inputs.node_ptr[g + 1])) for g in graphs]
-    weights = [slice(int(inputs.weight_ptr[g]), int(inputs.weight_ptr[g + 1])) for g in graphs]
-    nodes = torch.tensor([0, *np.cumsum([p.stop - p.start for p in picks])])
-    pairs = torch.tensor([0, *np.cumsum([w.stop - w.start for w in weights])])
-    alone = GraphInputs(
-        torch.cat([inputs.x[p] for p in picks]), nodes, torch.cat([inputs.weight[w] for w in weights]), pairs, 1
-    )
-    edge_index, weight = alone.coo()
-    return GraphInputs(alone.x, nodes, weight, pairs, 1, edge_index)
+def bench_training(store_path: Path, short: bool) -> None:
+    """Steps of the graph models against PyG's, and the LSTM's wait for data."""
+    shapes = list(training.SHAPES)
+    for model in training.GRAPH_MODELS:
+        print(training.compare(model, shapes[0], 5, 1 if short else 3), flush=True)
+    for shape in () if short else shapes[1:]:
+        print(training.compare("gnn_det_lstm", shape, 5, 2), flush=True)
+    print(training.lstm_data_share(store_path))
 
 
 def main() -> None:
@@ -180,7 +144,7 @@ def main() -> None:
         make_file(folder / "traces.pkl", count)
         bench_convert(folder, folder / "traces.pkl", repeats)
         shutil.rmtree(folder / "store.zarr")
-        bench_step(bench_loader(folder, args.short, 5 if args.short else 9), repeats)
+        bench_training(bench_loader(folder, args.short, 5 if args.short else 9), args.short)
 
 
 if __name__ == "__main__":

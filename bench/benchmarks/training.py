@@ -1,0 +1,192 @@
+"""A training step: the fused operators against PyG one layer at a time, and the LSTM's data path.
+
+    python bench/benchmarks/training.py MODEL SHAPE fused|pyg STEPS
+
+is one measurement in a process of its own: it prints `ready` when batch, edges and model are
+there, then the seconds of each step after the first. `measure` runs it and samples, every
+millisecond from outside, the anonymous memory of the process above what it had at `ready`:
+activations, gradients, workspaces and the optimizer's state, not the batch.
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import tracestore
+from tracestore.train.graph_inputs import GraphInputs
+from tracestore.train.models import ModelConfig, detector_loss, make_model
+
+# B traces, L layers, D columns, tokens from .. to, share of the pairs (top-k) or threshold.
+SHAPES = {
+    "L=30 D=576, 45-65 tokens": (16, 30, 576, 45, 65, None, 0.0),
+    "L=32 D=4096, 45-65 tokens": (4, 32, 4096, 45, 65, None, 0.0),
+    "L=30 D=576, 5-15 tokens": (16, 30, 576, 5, 15, None, 0.0),
+    "L=30 D=576, 256-300 tokens": (1, 30, 576, 256, 300, None, 0.0),
+    "L=30 D=576, 45-65 tokens, above 0.05": (16, 30, 576, 45, 65, None, 0.05),
+    "L=30 D=576, 45-65 tokens, top-k 0.1": (16, 30, 576, 45, 65, 0.1, 0.0),
+}
+GRAPH_MODELS = ("gnn_det_lstm", "gvae_lstm")
+THREADS = 2
+
+
+def make_inputs(shape: str) -> GraphInputs:
+    """Random float16 hidden states, rows of attention that sum to 1, as packed triangles."""
+    B, L, D, low, high, top_k, threshold = SHAPES[shape]
+    rng = np.random.default_rng(0)
+    tokens = np.repeat(rng.integers(low, high + 1, B), L)
+    nodes, pairs = (np.concatenate([[0], np.cumsum(n)]) for n in (tokens, tokens * (tokens + 1) // 2))
+    weights = []
+    for size in tokens:
+        square = np.tril(rng.random((size, size), "f4") ** 8 + 1e-4)
+        row = (square / square.sum(1, keepdims=True))[np.tril_indices(size)].astype("f2")
+        if top_k is not None:  # as the loader marks what it drops
+            row[np.argsort(-row, kind="stable")[max(1, int(top_k * len(row))) :]] = np.nan
+        weights.append(row)
+    x = rng.standard_normal((nodes[-1], D), "f4").astype("f2")
+    weight = torch.from_numpy(np.concatenate(weights))
+    limit = threshold if top_k is None else -np.inf
+    return GraphInputs(torch.from_numpy(x), torch.from_numpy(nodes), weight, torch.from_numpy(pairs), L, None, limit)
+
+
+def layer_inputs(inputs: GraphInputs, layer: int) -> GraphInputs:
+    """One layer of every trace, as edge lists."""
+    graphs = range(layer, len(inputs.node_ptr) - 1, inputs.num_layers)
+    picks = [slice(int(inputs.node_ptr[g]), int(inputs.node_ptr[g + 1])) for g in graphs]
+    weights = [slice(int(inputs.weight_ptr[g]), int(inputs.weight_ptr[g + 1])) for g in graphs]
+    nodes, pairs = (torch.tensor([0, *np.cumsum([s.stop - s.start for s in p])]) for p in (picks, weights))
+    x, weight = torch.cat([inputs.x[p] for p in picks]), torch.cat([inputs.weight[w] for w in weights])
+    edge_index, weight = GraphInputs(x, nodes, weight, pairs, 1, threshold=inputs.threshold).coo()
+    return GraphInputs(x, nodes, weight, pairs, 1, edge_index)
+
+
+class Step:
+    """One training step: forward, backward, Adam. `pyg`: layer by layer, as the users' scripts."""
+
+    def __init__(self, model: str, shape: str, kind: str) -> None:
+        B, L, D, *_ = SHAPES[shape]
+        torch.manual_seed(0)
+        self.inputs = make_inputs(shape) if model in GRAPH_MODELS else torch.randn(B, L, D).half()
+        self.model = make_model(model, ModelConfig(L, D, message_passing=kind))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), fused=True)
+        self.y = (torch.arange(B) % 2).float()
+        if kind == "pyg":
+            layers = [layer_inputs(self.inputs, k) for k in range(L)]
+            encode = self.model.encoder.forward
+            self.model.encoder.forward = lambda _: torch.cat([encode(layer) for layer in layers], dim=1)
+
+    def __call__(self) -> float:
+        began = time.perf_counter()
+        self.optimizer.zero_grad(set_to_none=True)
+        detector_loss(self.model(self.inputs), self.y, 0.01).backward()
+        self.optimizer.step()
+        return time.perf_counter() - began
+
+
+def _anonymous_bytes(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def measure(model: str, shape: str, kind: str, steps: int) -> tuple[float, int]:
+    """Median seconds of a step, and the peak of anonymous memory above the baseline in bytes."""
+    command = [sys.executable, __file__, model, shape, kind, str(steps)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        if process.stdout.readline() != "ready\n":
+            raise RuntimeError(f"{command} failed")
+        baseline = peak = _anonymous_bytes(process.pid)
+        process.stdin.write("go\n")
+        process.stdin.flush()
+        while process.poll() is None:
+            peak = max(peak, _anonymous_bytes(process.pid))
+            time.sleep(0.001)
+        seconds = [float(line) for line in process.stdout]
+    if process.returncode != 0:
+        raise RuntimeError(f"{command} failed")
+    return statistics.median(seconds), peak - baseline
+
+
+def compare(model: str, shape: str, fused_steps: int, pyg_steps: int) -> str:
+    """Fused and PyG one after the other, each in its own process."""
+    (fused, small), (pyg, large) = measure(model, shape, "fused", fused_steps), measure(model, shape, "pyg", pyg_steps)
+    return (
+        f"{model} step, {shape}, batch of {SHAPES[shape][0]}: fused {fused:.3f} s and {small / 2**20:,.0f} MiB, PyG layer "
+        f"by layer {pyg:.2f} s and {large / 2**20:,.0f} MiB; {pyg / fused:.1f} times as fast in 1/{large / small:.0f} "
+        "of the memory"
+    )
+
+
+def lstm_data_share(store_path: Path, epochs: int = 3) -> str:
+    """lstm_solo trained from a store: what waiting for batches takes of the time."""
+    with tracestore.open(store_path) as store:
+        config = ModelConfig(store.num_layers, store.hidden_dim)
+        loader = tracestore.TraceLoader(store, "sequence", batch_size=16, num_threads=1)
+        model = make_model("lstm_solo", config)
+        optimizer = torch.optim.Adam(model.parameters(), fused=True)
+        steps, shares = [], []
+        for _ in range(epochs + 1):
+            waited, began, batches = 0.0, time.perf_counter(), iter(loader)
+            while True:
+                asked = time.perf_counter()
+                batch = next(batches, None)
+                got = time.perf_counter()
+                waited += got - asked
+                if batch is None:
+                    break
+                optimizer.zero_grad(set_to_none=True)
+                detector_loss(model(batch.sequences), batch.y, 0.01).backward()
+                optimizer.step()
+                steps.append(time.perf_counter() - got)
+            shares.append(waited / (time.perf_counter() - began))
+    return (
+        f"lstm_solo, L={config.num_layers} D={config.hidden_dim}, batch of 16: step {statistics.median(steps) * 1e3:.1f} ms; "
+        f"waiting for data {statistics.median(shares[1:]):.1%} of an epoch"
+    )
+
+
+class Training:
+    """Steps of the detectors, fused."""
+
+    params = (["lstm_solo", *GRAPH_MODELS], list(SHAPES))
+    param_names = ("model", "shape")
+    timeout = 600
+
+    def setup(self, model, shape):
+        self.step = Step(model, shape, "fused")
+        self.step()
+
+    def time_step(self, model, shape):
+        self.step()
+
+    def track_memory(self, model, shape):
+        return measure(model, shape, "fused", 3)[1]
+
+    track_memory.unit = "bytes above the batch"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=GRAPH_MODELS)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("kind", choices=["fused", "pyg"])
+    parser.add_argument("steps", type=int)
+    args = parser.parse_args()
+    torch.set_num_threads(THREADS)
+    step = Step(args.model, args.shape, args.kind)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    step()
+    for _ in range(args.steps):
+        print(step())
+
+
+if __name__ == "__main__":
+    main()
