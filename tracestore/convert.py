@@ -2,8 +2,10 @@
 
 import argparse
 import errno
+import gc
 import math
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
@@ -23,6 +25,9 @@ from tracestore.store.writer import StoreWriter
 _ON_DUPLICATE = {"error": "refused", "keep-first": "left out", "keep-last": "put in the place of the first"}
 DEFAULT_MEMORY_BUDGET = 512 << 20
 MIN_MEMORY_BUDGET = 64 << 20
+# How long a thread may keep the interpreter from another one that wants it: the one that
+# inflates wants it for an instant each 4 ms, and must not wait longer than that.
+_SWITCH_INTERVAL_S = 0.0005
 
 
 @dataclass
@@ -76,6 +81,9 @@ class Conversion:
         # Ctrl-C is looked at between traces: raised anywhere else, Python may print it
         # from a clean-up, or end by the signal, instead of one line.
         before_signal = signal.signal(signal.SIGINT, self._interrupt)
+        before_interval = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        gc.freeze()  # what was imported stays: no need to look at it with every trace
         try:
             self.announce()
             with StoreWriter(
@@ -102,6 +110,8 @@ class Conversion:
             ) from None
         finally:
             signal.signal(signal.SIGINT, before_signal)
+            sys.setswitchinterval(before_interval)
+            gc.unfreeze()
         return self.summary
 
     def _interrupt(self, *_: object) -> None:
@@ -128,6 +138,7 @@ class Conversion:
             keep_dtype=options["dtype"] == "keep",
             max_memory=self.args.memory_budget // (4 * max(4, self.args.workers)),
             scratch=self.store,
+            max_waiting=self.args.memory_budget // (4 * max(2, self.args.workers)),
         )
         waiting: dict[str, Any] = {"is_known": writer.has_source, "on_wait": self._check_interrupt}
         streams: Iterator[SourceStream | ClusterStream]

@@ -96,7 +96,7 @@ def make_array(data: Any, dtype: np.dtype, shape: tuple[int, ...], order: str) -
         return np.empty(shape, dtype)
     if dtype.kind == "U" and (np.frombuffer(data, dtype.str[0] + "u4") > 0x10FFFF).any():
         raise _refuse("found text beyond the last letter of Unicode")
-    array = np.frombuffer(data, dtype).reshape(shape, order=order)  # type: ignore[call-overload]
+    array = np.ndarray(shape, dtype, data, order=order)  # type: ignore[arg-type]
     array.flags.writeable = False
     return array
 

@@ -34,19 +34,22 @@ _GZIP_RESERVED = 0xE0
 
 def resolve(value: Any, limits: "_Limits") -> Any:
     """Drafts inside containers as arrays; shared references count every time."""
-    if isinstance(value, builders.ArrayDraft | builders.TensorDraft):
+    kind = type(value)
+    if kind is str or kind is bytes:
+        limits.spend(text_bytes=len(value))
+        return value
+    if kind is builders.ArrayDraft or kind is builders.TensorDraft:
         array = value.resolve()
         if isinstance(array, list):
             return [resolve(v, limits) for v in array]
         limits.spend(array_bytes=array.nbytes)
         return array
-    limits.spend(text_bytes=len(value) if isinstance(value, str | bytes | memoryview) else 0)
-    kind = type(value)
+    limits.spend(text_bytes=len(value) if kind is memoryview else 0)
     if kind is dict:
         return {k: resolve(v, limits) for k, v in value.items()}
     if kind is list or kind is tuple:
         return [resolve(v, limits) for v in value]
-    if isinstance(value, memoryview):
+    if kind is memoryview:
         if len(value) > _MAX_BYTES_VALUE:
             raise InputRefusedError(f"found {len(value):,} bytes that are no array")
         return bytes(value)
@@ -64,26 +67,30 @@ class _Limits:
 
     def __init__(self, read_bytes: Callable[[], int]) -> None:
         self._read_bytes = read_bytes
-        self._spent = self._allowed = (0, 0, 0)
+        self._values = self._text_bytes = self._array_bytes = 0
+        self._max_values = self._max_text_bytes = self._max_array_bytes = 0
 
     def spend(self, *, text_bytes: int = 0, array_bytes: int = 0) -> None:
         """One value more, of so many bytes."""
-        values, texts, arrays = self._spent
-        self._spent = (values + 1, texts + text_bytes, arrays + array_bytes)
+        self._values += 1
+        self._text_bytes += text_bytes
+        self._array_bytes += array_bytes
         if self._exceeded():
             there = self._read_bytes()
-            self._allowed = (
-                _FREE_VALUES + _VALUES_PER_BYTE * there,
-                _FREE_TEXT + _TEXT_TIMES * there,
-                _FREE_BYTES + _ARRAY_TIMES * there,
-            )
+            self._max_values = _FREE_VALUES + _VALUES_PER_BYTE * there
+            self._max_text_bytes = _FREE_TEXT + _TEXT_TIMES * there
+            self._max_array_bytes = _FREE_BYTES + _ARRAY_TIMES * there
             if self._exceeded():
                 raise InputRefusedError(
                     "traces whose values, counted each time they are named, exceed the file many times"
                 )
 
     def _exceeded(self) -> bool:
-        return any(spent > allowed for spent, allowed in zip(self._spent, self._allowed, strict=True))
+        return (
+            self._values > self._max_values
+            or self._text_bytes > self._max_text_bytes
+            or self._array_bytes > self._max_array_bytes
+        )
 
     def resolved(self, value: Any) -> Any:
         return resolve(value, self)

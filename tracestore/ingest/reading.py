@@ -37,6 +37,8 @@ class PackOptions:
     # Of one trace, in each of its forms; beyond that it goes through files in `scratch`.
     max_memory: int = 32 << 20
     scratch: Path | None = None
+    # Of the packed traces of one source that wait to be taken.
+    max_waiting: int = 32 << 20
 
 
 def packed_traces(source: SourceFile, options: PackOptions) -> Iterator[PackedTrace]:
@@ -190,13 +192,13 @@ def read_sources(
     on_wait: Callable[[], None],
 ) -> Iterator[SourceStream]:
     """A stream a source, in order; `workers` sources are read at the same time, at most
-    options.max_memory bytes of each ahead. on_wait() is called now and then while the
+    options.max_waiting bytes of each ahead. on_wait() is called now and then while the
     caller waits, and may raise. Closing the iterator ends the threads."""
     pool = ThreadPoolExecutor(workers, thread_name_prefix="tracestore-read")
 
     def started() -> Iterator[SourceStream]:
         for source in sources:
-            stream = SourceStream(source, options.max_memory, on_wait)
+            stream = SourceStream(source, options.max_waiting, on_wait)
             pool.submit(stream.fill, options, is_known)
             yield stream
 

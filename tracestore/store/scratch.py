@@ -44,7 +44,8 @@ class Scratch:
         self._used += num_bytes
         if self._used <= self.max_memory or num_bytes == 0:
             if num_bytes in _BLOCK_BYTES:
-                return np.frombuffer(self._pool.lease(num_bytes), dtype, count).reshape(shape)
+                block: Any = self._pool.lease(num_bytes)
+                return np.frombuffer(block, dtype, count).reshape(shape)
             return np.empty(shape, dtype)
         with tempfile.TemporaryFile(dir=self.folder) as file:
             # Reserved: writing through the map cannot run out of space, which would be a signal.
