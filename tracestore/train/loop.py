@@ -20,7 +20,9 @@ from tracestore.train.checkpoint import load_checkpoint, pack_random_state, save
 from tracestore.train.gine import GraphInputs
 from tracestore.train.metrics import auroc, evaluate_test, youden_threshold
 from tracestore.train.models import VIEWS, Detector, ModelConfig, Standardiser, detector_loss, make_model
-from tracestore.train.oom import OOMGuard, classify, random_state, restore_random_state
+from tracestore.train.oom import OOMGuard
+from tracestore.train.oom_errors import classify
+from tracestore.train.snapshot import random_state, restore_random_state
 from tracestore.train.split import Split
 
 CHECKPOINT_VERSION = 1
@@ -387,7 +389,7 @@ class DetectorRun:
             self._fit_standardiser()
         while progress.epoch < self.config.epochs:
             loader.set_epoch(progress.epoch)
-            self.guard.epoch = progress.epoch
+            self.guard.begin_epoch(progress.epoch)
             self._train_epoch(loader, progress)
             try:
                 y, score, val_loss = self._scores("val")
@@ -402,6 +404,7 @@ class DetectorRun:
                 self._save_best(progress, youden_threshold(y, score))
             progress.epoch += 1
             self._save_last(progress, loader.state_dict() | {"epoch": progress.epoch, "batch": 0})
+            self.guard.cleaner.after_checkpoint()
             self._log_epoch(progress)
         last = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         result = self._finish(progress)
