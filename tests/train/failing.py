@@ -34,7 +34,7 @@ class FailAt(TorchDispatchMode):
         if self.first <= number <= self.last:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         out = func(*args, **(kwargs or {}))
-        if self.watch and number < self.first and isinstance(out, torch.Tensor) and "_" != func._opname[-1]:
+        if self.watch and number < self.first and isinstance(out, torch.Tensor) and func._opname[-1] != "_":
             self.refs.append((func._opname, weakref.ref(out)))
         return out
 

@@ -8,7 +8,7 @@ add up to the whole.
 
 import gc
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -23,6 +23,8 @@ from tracestore.train.snapshot import (
     create_optimizer_state,
     writes_after_allocating,
 )
+
+T = TypeVar("T")
 
 # What ranks tell each other of an attempt; the largest wins.
 _FINE, _DEVICE, _HOST, _OTHER = range(4)
@@ -209,14 +211,15 @@ class OOMGuard:
         """The worst that any rank met; an error that is not of memory ends all of them."""
         if error is not None and self.ranks.world_size == 1:
             raise error
-        code = self.ranks.agree(code)
+        told = code
+        code = self._insist(lambda: self.ranks.agree(told))
         if error is not None:
             raise error
         if code == _OTHER:
             raise TracestoreError("another rank failed; its message says why")
         return code
 
-    def _insist(self, action: Callable[[], None]) -> None:
+    def _insist(self, action: Callable[[], T]) -> T:
         """Something that can be done again from the start and has to be done: putting
         back what was, and a collective in which the others may wait already."""
         for _ in range(_TRIES):
