@@ -1,5 +1,6 @@
 """Training one detector, read top to bottom."""
 
+import gc
 import hashlib
 import math
 import time
@@ -14,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tracestore.data.loader import TraceLoader
-from tracestore.errors import DoesNotFitError, TrainingError, UsageError
+from tracestore.errors import DoesNotFitError, TrainingError, UsageError, printable
 from tracestore.store.reader import TraceStore
 from tracestore.train.checkpoint import load_checkpoint, pack_random_state, save_checkpoint, unpack_random_state
 from tracestore.train.gine import GraphInputs
@@ -113,6 +114,8 @@ class DetectorRun:
         self.resume_command = f"python tools/train.py --store {store.path} --output-dir {folder.parent} --resume"
         # Called before the checkpoint of a run that cannot go on: gives memory back.
         self.on_last_resort: Callable[[], None] | None = None
+        # Where to begin; None: whole batches.
+        self.planned_micro_batch: int | None = None
         self._process = psutil.Process()
 
     # Data
@@ -303,6 +306,7 @@ class DetectorRun:
             on_event=self._on_event,
             on_host_memory=lambda: self._give_back(self.loader),
         )
+        self.guard.sizes.size = self.planned_micro_batch
 
     def _on_event(self, event: dict[str, Any]) -> None:
         self.log(
@@ -378,7 +382,24 @@ class DetectorRun:
         return progress, None
 
     def run(self) -> dict[str, Any]:
-        """Trains, selects on validation, tests once. -> the entry of results.json."""
+        """Trains, selects on validation, tests once. -> the entry of results.json.
+        DoesNotFitError, with a checkpoint, where memory ran out for good."""
+        try:
+            return self._run()
+        except Exception as error:
+            if classify(error) is None:
+                raise
+            reason = f"out of memory: {error}" if str(error) else "out of memory"
+        # Outside what the guard watches, validation, files, logs: on from the last checkpoint.
+        gc.collect()
+        if self.on_last_resort is not None:
+            self.on_last_resort()
+        if not (self.folder / "last.pt").exists():
+            self._setup()
+            self._save_last(Progress(), self.loader.state_dict())
+        raise DoesNotFitError(f"{self.name}: {printable(reason, 200)}; free memory, then: {self.resume_command}")
+
+    def _run(self) -> dict[str, Any]:
         self._setup()
         loader = self.loader
         progress, result = self._resume(loader)

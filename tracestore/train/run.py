@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 
-from tracestore.data.batch import BatchFormat
-from tracestore.data.epoch import mean_trace_bytes
 from tracestore.errors import MissingFieldError, TrainingError, UsageError
 from tracestore.store.reader import TraceStore
 from tracestore.train import report
 from tracestore.train.checkpoint import write_json
 from tracestore.train.loop import DetectorRun, TrainConfig
-from tracestore.train.memory import MemoryBudget
+from tracestore.train.memory import MemoryBudget, available, memory_use
 from tracestore.train.models import VIEWS, ModelConfig
+from tracestore.train.plan import PlanOptions, budget_plan
 from tracestore.train.probe import run_probe
 from tracestore.train.split import Split, make_split, split_from_ids
 
@@ -75,6 +74,7 @@ def run_training(
 ) -> dict[str, Any]:
     """Trains the named detectors and writes results.json, plots and report.html into
     `folder`. `sizes` are fields of ModelConfig. Returns what results.json holds."""
+    start = memory_use()
     store = TraceStore(store_path)
     try:
         for view in sorted({VIEWS[name] for name in names}):
@@ -100,16 +100,21 @@ def run_training(
         "split": split.question_ids,
         "store": store.info(),
     }
+    limit = available(memory_budget, start)
     budget = None
-    if memory_budget is not None:
-        view = "graph" if "graph" in {VIEWS[n] for n in names} else "sequence"
-        budget = MemoryBudget(memory_budget, 4 * mean_trace_bytes(store, BatchFormat(view)))
+    if limit is not None:
+        options = PlanOptions(
+            config.batch_size, config.attention_threshold, config.top_k, config.loader_threads, config.device, sizes
+        )
+        planned = budget_plan(names, store, options, limit, start, len(split.indices["train"]))
+        budget = MemoryBudget(limit, start)
     try:
         for name in names:
             run = DetectorRun(name, store, split, targets, model_config, config, folder / name, log)
             if resume_command is not None:
                 run.resume_command = resume_command
-            run.on_last_resort = budget.release if budget is not None else None
+            if budget is not None:
+                run.on_last_resort, run.planned_micro_batch = budget.release, planned[name]
             results["models"][name] = run.run()
             write_json(folder / "results.json", report.finite(results))
     finally:
