@@ -10,7 +10,7 @@ import pytest
 from tests.helpers import ROOT
 
 # 0: every operation.
-OPERATIONS = 0 if os.environ.get("TRACESTORE_OOM") == "all" else 5
+OPERATIONS = 0 if os.environ.get("TRACESTORE_OOM") == "all" else 4
 SECONDS = 3000 if OPERATIONS == 0 else 200
 
 
