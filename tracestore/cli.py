@@ -5,10 +5,11 @@ import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import tracestore
 from tracestore import convert
-from tracestore.console import Output, Parser, Progress, format_size, run
+from tracestore.console import Output, Parser, Progress, format_size, parse_size, positive, run
 from tracestore.errors import UsageError
 from tracestore.ingest.scores import read_scores
 from tracestore.store.lint import lint_store
@@ -125,6 +126,48 @@ def _score(args: argparse.Namespace, output: Output) -> int:
     return 0
 
 
+def _plan(args: argparse.Namespace, output: Output) -> int:
+    # Imported here: the other commands start without torch.
+    import tracestore.train.run  # what training imports, so that its libraries are counted
+    from tracestore.train.memory import memory_use
+    from tracestore.train.models import MODEL_NAMES
+    from tracestore.train.plan import PlanOptions, plan_training
+
+    if args.model is not None and args.model not in MODEL_NAMES:
+        raise UsageError(f"found --model {args.model}, expected one of {', '.join(MODEL_NAMES)}")
+    sizes = {name: getattr(args, name) for name in ("gnn_hidden", "latent_dim", "lstm_hidden", "message_passing")}
+    options = PlanOptions(
+        args.batch_size,
+        attention_threshold=args.attention_threshold,
+        top_k=args.top_k,
+        num_threads=args.num_threads,
+        sizes=sizes,
+    )
+    start, plans = memory_use(), []
+    with tracestore.open(args.store) as store:
+        for name in [args.model] if args.model else MODEL_NAMES:
+            plan = plan_training(name, store, options, start=start)
+            plans.append(plan.as_json(args.memory))
+            if not args.json:
+                output.say(_plan_lines(plans[-1]))
+    output.document({"store": str(args.store), "models": plans})
+    return 0
+
+
+def _plan_lines(plan: dict[str, Any]) -> str:
+    lines = [
+        f"{plan['model']}: batches of {plan['batch_size']} take {format_size(plan['peak_memory_bytes'])} at the peak, "
+        f"libraries included, and {plan['seconds_per_epoch']:,.1f} s an epoch",
+        f"  and {format_size(plan['file_bytes'])} of mapped files, which the system may take back",
+        f"  smallest --memory-budget: {format_size(plan['floor_bytes'])}",
+    ]
+    if "memory_bytes" in plan:
+        fits = f"largest batch {plan['largest_batch']:,}" if plan["largest_batch"] else "not even a batch of one fits"
+        fits += f", largest micro-batch of batches of {plan['batch_size']}: {plan['largest_micro_batch']:,}"
+        lines.append(f"  in {format_size(plan['memory_bytes'])}: {fits}")
+    return "\n".join(lines)
+
+
 def make_parser() -> Parser:
     parser = Parser(prog="tracestore", description="Stores of language-model traces.")
     parser.add_argument("--version", action="version", version=f"tracestore {tracestore.__version__}")
@@ -149,7 +192,23 @@ def make_parser() -> Parser:
     score.add_argument("--scores", required=True, metavar="CSV", help="question_id and a score")
     score.add_argument("--score-column", metavar="NAME")
     score.set_defaults(function=_score)
-    for command in (info, verify, lint, score):
+    plan = commands.add_parser(
+        "plan",
+        help="what training takes: memory, time an epoch, the batch that fits",
+        description="Measures a few steps on the store's own traces; takes seconds.",
+        epilog="Example: tracestore plan store.zarr --model gnn_det_lstm --memory 8GiB",
+    )
+    plan.add_argument("--model", metavar="NAME", help="lstm_solo, gnn_det_lstm or gvae_lstm (all three)")
+    plan.add_argument("--memory", type=parse_size, metavar="SIZE", help="what the process may take, e.g. 8GiB")
+    plan.add_argument("--batch-size", type=positive, default=16)
+    for flag in ("--gnn-hidden", "--latent-dim", "--lstm-hidden"):
+        plan.add_argument(flag, type=positive, default=128)
+    plan.add_argument("--message-passing", choices=("fused", "pyg"), default="fused")
+    plan.add_argument("--attention-threshold", type=float, default=0.0)
+    plan.add_argument("--top-k", type=float, metavar="FRACTION")
+    plan.add_argument("--num-threads", type=positive, metavar="N", help="threads of torch and of the loader")
+    plan.set_defaults(function=_plan)
+    for command in (info, verify, lint, score, plan):
         command.add_argument("store", metavar="STORE")
         command.add_argument("--json", action="store_true", help="one JSON document on standard output")
     return parser

@@ -1,5 +1,6 @@
 """What tests of whole training runs share."""
 
+import gc
 import json
 import os
 import subprocess
@@ -38,3 +39,12 @@ def driver():
     yield ask
     process.stdin.close()
     process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def young_heap():
+    """The guard collects garbage thousands of times here; what was there before need not be looked at."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()

@@ -1,34 +1,24 @@
-"""Running out of memory at every operation of a step."""
+"""What the guard does, on small models."""
 
 import gc
+import json
+import random
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.train.failing import FailAt
 from tracestore.errors import DoesNotFitError
-from tracestore.train.oom import OOMGuard, classify
+from tracestore.train.cleaning import CHECK_EVERY_STEPS, CacheCleaner
+from tracestore.train.micro_batch import MicroBatches
+from tracestore.train.oom import OOMGuard
+from tracestore.train.oom_errors import classify
 
 SIZE = 8
-
-
-class FailAt(TorchDispatchMode):
-    """Raises a real torch.OutOfMemoryError at operations number `first` .. `last`; counts all."""
-
-    def __init__(self, first=-1, last=None):
-        super().__init__()
-        self.first, self.last = first, first if last is None else last
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "profiler":  # marks on a timeline: they allocate nothing
-            return func(*args, **(kwargs or {}))
-        number = self.count
-        self.count += 1
-        if self.first <= number <= self.last:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return func(*args, **(kwargs or {}))
+pytestmark = pytest.mark.usefixtures("young_heap")
 
 
 def make(optimizer="adam", dropout=0.0, dtype=torch.float64):
@@ -66,23 +56,6 @@ def run(optimizer, dropout, mode, steps=3):
     return weights(model), guard
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "fused", "sgd"])
-def test_every_operation_once(optimizer):
-    """One failure anywhere: the retry at the same size is bitwise a run that never failed."""
-    counter = FailAt()
-    expected, _ = run(optimizer, 0.5, counter)
-    assert counter.count > 40
-    for operation in range(counter.count):
-        got, guard = run(optimizer, 0.5, FailAt(operation))
-        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True)), operation
-        if guard.events:
-            (event,) = guard.events
-            assert (
-                event["phase"] in ("forward", "backward", "optimizer") and event["size_before"] == event["size_after"]
-            )
-            assert (event["epoch"], event["step"]) == (0, 1)
-
-
 class FailAbove(TorchDispatchMode):
     """Out of memory whenever a matrix product sees more than `limit` rows."""
 
@@ -118,7 +91,7 @@ def test_one_item_that_does_not_fit_leaves_all_as_it_was():
     assert all(torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
     assert torch.equal(state, torch.get_rng_state()) and guard.num_steps == 1
     assert [e["size_after"] for e in guard.events] == [8, 4, 2, 1, 1, 1]
-    guard.micro_batch = None
+    guard.sizes.size = None
     guard.step(SIZE, loss_of)
 
 
@@ -177,7 +150,7 @@ def test_buffers_are_restored():
 
 def test_the_size_grows_again():
     _, guard, loss_of = make()
-    guard.micro_batch = 2
+    guard.sizes.size = 2
     for _ in range(60):
         guard.step(SIZE, loss_of)
     assert guard.micro_batch == 4
@@ -229,3 +202,228 @@ def test_host_memory_gives_caches_back_first():
 
     guard.step(SIZE, once)
     assert asked == [1] and len(guard.events) == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("could not create a primitive"),
+        RuntimeError("std::bad_alloc"),
+        RuntimeError("can't start new thread"),
+        RuntimeError("unable to mmap 12 bytes from file </torch_1>: Cannot allocate memory (12)"),
+        RuntimeError("unable to open shared memory object </torch_1> in read-write mode"),
+        OSError(12, "Cannot allocate memory"),
+        ImportError("libx.so: failed to map segment from shared object"),
+    ],
+)
+def test_host_memory_has_many_words(error):
+    assert classify(error) == "host"
+    assert classify(type(error)("something else")) is None
+
+
+OPTIMIZERS = {
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True),
+    "amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "dampened": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.3),
+    "fused_sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "unknown": lambda p: Unknown(p),
+}
+
+
+class Unknown(torch.optim.Optimizer):
+    """Keeps a counter in its group, a number and a tensor a parameter, made when first needed."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1, "calls": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["calls"] += 1
+            for p in group["params"]:
+                state = self.state[p]
+                state["count"] = state.get("count", 0) + 1
+                state.setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.5)
+                p.sub_(state["mean"] * group["lr"] / (1 + group["calls"] + state["count"]))
+
+
+def contents(optimizer):
+    """Weights, state and groups of an optimizer, comparable."""
+    state = optimizer.state_dict()
+    flat = [p.tolist() for g in optimizer.param_groups for p in g["params"]]
+    for key, values in sorted(state["state"].items()):
+        flat += [(key, k, v.tolist() if isinstance(v, torch.Tensor) else v) for k, v in sorted(values.items())]
+    return repr([flat, state["param_groups"]])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_guarded_optimizers_are_as_bare_ones(name):
+    """State made beforehand changes nothing; a failure at any operation of the optimizer's
+    step, first and later ones, leaves weights, state and counters as they were."""
+    torch.manual_seed(0)
+    bare = torch.nn.Linear(3, 2).double()
+    guarded = torch.nn.Linear(3, 2).double()
+    guarded.load_state_dict(bare.state_dict())
+    x = torch.randn(4, 3, dtype=torch.float64)
+    optimizer, other = OPTIMIZERS[name](bare.parameters()), OPTIMIZERS[name](guarded.parameters())
+    guard = OOMGuard(guarded, other)
+    for _ in range(3):
+        optimizer.zero_grad()
+        bare(x).square().mean().backward()
+        optimizer.step()
+        other.zero_grad()
+        guarded(x).square().mean().backward()
+        before, operation = contents(other), 0
+        while True:
+            mode = FailAt(operation)
+            with mode:
+                code = guard._optimizer_step()
+            if code == 0:
+                break
+            assert contents(other) == before, operation
+            operation += 1
+        # Before its first step a bare optimizer may have no state yet; after it they agree.
+        assert contents(other) == contents(optimizer) and operation >= 1
+
+
+@pytest.mark.parametrize("make_fused", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_fused_optimizers_write_nothing_but_counters_before_they_fail(make_fused):
+    model = torch.nn.Linear(3, 2)
+    optimizer = make_fused(model.parameters(), lr=0.1, fused=True)
+    guard = OOMGuard(model, optimizer)
+    assert not guard._optimizer_before._whole
+    failures = 0
+    while True:
+        model(torch.ones(1, 3)).sum().backward()
+        tensors = [p.data for p in model.parameters()]
+        tensors += [v for s in optimizer.state.values() for k, v in s.items() if k != "step" and torch.is_tensor(v)]
+        before = [t.clone() for t in tensors]
+        try:
+            with FailAt(failures):
+                optimizer.step()
+        except torch.OutOfMemoryError:
+            failures += 1
+            assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
+        else:
+            break
+    assert failures >= 1 and not torch.equal(before[0], tensors[0])
+
+
+class Seen:
+    """A metric as torchmetrics keeps one: states are attributes."""
+
+    def __init__(self):
+        self.total, self.count, self.values = torch.zeros(()), 0, []
+
+    def update(self, value):
+        self.total += value
+        self.count += 1
+        self.values.append(value)
+
+
+def test_metrics_count_an_item_once():
+    model, metric = torch.nn.Linear(3, 1), Seen()
+    guard = OOMGuard(model, torch.optim.SGD(model.parameters(), lr=0.0), metrics=[metric])
+    failures = []
+
+    def loss_of(begin, end):
+        metric.update(torch.tensor(float(end - begin)))
+        if len(failures) < 2:
+            failures.append(1)
+            raise torch.OutOfMemoryError("out of memory")
+        return model(torch.ones(end - begin, 3)).mean()
+
+    guard.step(4, loss_of)
+    assert metric.count == 2 and float(metric.total) == 4 and [float(v) for v in metric.values] == [2, 2]
+
+
+def test_random_states_are_restored():
+    model, drawn = torch.nn.Linear(1, 1), []
+    guard = OOMGuard(model, torch.optim.SGD(model.parameters(), lr=0.0))
+
+    def loss_of(begin, end):
+        drawn.append((random.random(), np.random.rand(), float(torch.rand(()))))
+        if len(drawn) == 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return model(torch.ones(1, 1)).mean()
+
+    guard.step(1, loss_of)
+    assert drawn[0] == drawn[1]
+
+
+def test_a_scaler_is_as_if_nothing_had_failed():
+    """The failure comes after the gradients were unscaled: the second attempt does it again."""
+
+    def run(fail):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+        guard = OOMGuard(model, torch.optim.Adam(model.parameters(), lr=0.1), scaler=scaler)
+        step, calls = guard.optimizer.step, []
+
+        def once(*args, **kwargs):
+            calls.append(1)
+            if fail and len(calls) == 2:
+                raise torch.OutOfMemoryError("out of memory")
+            return step(*args, **kwargs)
+
+        guard.optimizer.step = once
+        for k in range(4):
+            guard.step(2, lambda a, b, k=k: (model(torch.full((b - a, 3), k + 1.0)) - 1).square().mean())
+        return [p.detach().clone() for p in model.parameters()], scaler.state_dict(), guard.events
+
+    expected, scale, none = run(False)
+    got, other, events = run(True)
+    assert none == [] and [e["phase"] for e in events] == ["optimizer"] and scale == other
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+def test_cleaning_needs_evidence():
+    stats, emptied = {"num_alloc_retries": 0}, []
+    cleaner = CacheCleaner(lambda: stats, lambda: emptied.append(1))
+
+    def steps():
+        for _ in range(CHECK_EVERY_STEPS):
+            cleaner.after_step()
+        return len(emptied)
+
+    assert steps() == 0
+    stats["num_alloc_retries"] = 3
+    assert steps() == 1 and steps() == 1
+    stats.update({"allocated_bytes.all.peak": 1 << 30, "reserved_bytes.all.current": 5 << 28})
+    assert steps() == 1
+    stats["reserved_bytes.all.current"] = 2 << 30
+    assert steps() == 2
+    cleaner.after_checkpoint()
+    assert cleaner.num_cleanings == len(emptied) == 3
+    if not torch.cuda.is_available():
+        bare = CacheCleaner(empty=lambda: emptied.append(1))
+        bare.after_checkpoint()
+        assert len(emptied) == 3
+
+
+def test_an_epoch_is_planned_from_what_failed():
+    """32 items of which 11 fit: halved to 8, then epoch by epoch between what fits and what
+    does not; the same on every rank, and kept by a checkpoint."""
+    sizes, tried = MicroBatches(), []
+    for epoch in range(8):
+        sizes.begin_epoch(epoch)
+        again = MicroBatches()
+        again.load_state_dict(json.loads(json.dumps(sizes.state_dict())))
+        again.begin_epoch(epoch)
+        assert vars(again) == vars(sizes)
+        micro = sizes.size or 32
+        tried.append(micro)
+        while micro > 11:
+            micro = sizes.failed(micro)
+        for _ in range(5):
+            sizes.worked(micro, 32)
+    assert tried == [32, 12, 10, 11, 11, 11, 11, 11]
+    assert (sizes.fits, sizes.fails) == (11, 12)

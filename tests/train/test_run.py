@@ -102,7 +102,7 @@ def test_a_trace_that_does_not_fit_ends_with_75_and_resumes(labelled, tmp_path):
         "original = oom.OOMGuard._attempt\n"
         "def attempt(self, *a):\n"
         "    if self.num_steps >= 4:\n"
-        "        return 'forward', 'device', 0.0\n"
+        "        return 'forward', 1, False, 0.0\n"
         "    return original(self, *a)\n"
         "oom.OOMGuard._attempt = attempt\n"
         "sys.exit(train.main(sys.argv[1:]))"

@@ -32,7 +32,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def pack_random_state(state: dict[str, Any]) -> dict[str, Any]:
-    """random_state() of train.oom in types that weights_only loading accepts."""
+    """random_state() of train.snapshot in types that weights_only loading accepts."""
     version, internal, gauss = state["python"]
     numpy_state = state["numpy"]
     packed = {

@@ -1,5 +1,6 @@
 """Training one detector, read top to bottom."""
 
+import gc
 import hashlib
 import math
 import time
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 
 from tracestore import console
-from tracestore.errors import DoesNotFitError, StoppedError, TrainingError, UsageError
+from tracestore.errors import DoesNotFitError, StoppedError, TrainingError, UsageError, printable
 from tracestore.store.reader import TraceStore
 from tracestore.train.checkpoint import load_checkpoint, pack_random_state, save_checkpoint, unpack_random_state
 from tracestore.train.config import Progress, TrainConfig
@@ -23,15 +24,17 @@ from tracestore.train.forward import Forward
 from tracestore.train.metrics import auroc, fit_temperature, youden_threshold
 from tracestore.train.models import VIEWS, ModelConfig
 from tracestore.train.monitor import Log, Monitor
-from tracestore.train.oom import OOMGuard, classify, random_state, restore_random_state
+from tracestore.train.oom import OOMGuard
+from tracestore.train.oom_errors import classify
 from tracestore.train.part_scores import Halted, PartScores, score_part
 from tracestore.train.ranks import Ranks
 from tracestore.train.scoring import detector_checkpoint
+from tracestore.train.snapshot import random_state, restore_random_state
 from tracestore.train.split import PARTS, Split
 from tracestore.train.standardise import fit_standardiser
 from tracestore.train.stopping import StopSignals
 
-CHECKPOINT_VERSION = 2
+CHECKPOINT_VERSION = 3
 WEIGHT_DECAY = 1e-5
 
 
@@ -60,10 +63,29 @@ class DetectorRun:
         self.resume_command = f"python tools/train.py --store {store.path} --output-dir {folder.parent} --resume"
         # Called before the checkpoint of a run that cannot go on: gives memory back.
         self.on_last_resort: Callable[[], None] | None = None
+        # Traces of a micro-batch to begin with; None: whole batches.
+        self.planned_micro_batch: int | None = None
         self._saved_at = time.monotonic()
 
     def run(self) -> dict[str, Any]:
-        """Trains, selects on validation, tests once. -> the entry of results.json."""
+        """Trains, selects on validation, tests once. -> the entry of results.json.
+        DoesNotFitError, with a checkpoint, where memory ran out for good."""
+        try:
+            return self._run()
+        except Exception as error:
+            if classify(error) is None:
+                raise
+            reason = f"out of memory: {error}" if str(error) else "out of memory"
+        # Outside what the guard watches, files and logs among them: on from the last checkpoint.
+        gc.collect()
+        if self.on_last_resort is not None:
+            self.on_last_resort()
+        if not (self.folder / "last.pt").exists():
+            self._setup()
+            self._save_last(Progress())
+        raise DoesNotFitError(f"{self.name}: {printable(reason, 200)}; free memory, then: {self.resume_command}")
+
+    def _run(self) -> dict[str, Any]:
         self._setup()
         progress, result = self._resume()
         if result is not None:
@@ -113,6 +135,7 @@ class DetectorRun:
             on_host_memory=self._give_back,
             ranks=self.ranks,
         )
+        self.guard.sizes.size = self.planned_micro_batch
 
     def _resume(self) -> tuple[Progress, dict[str, Any] | None]:
         """What last.pt says, and the result where nothing is left to train."""
@@ -155,7 +178,7 @@ class DetectorRun:
     def _train_epoch(self, progress: Progress) -> None:
         """Steps from progress.batch to the epoch's end."""
         self.model.train()
-        self.guard.epoch = progress.epoch
+        self.guard.begin_epoch(progress.epoch)
         self.feed.seek(progress.epoch, progress.batch)
         self._batches: Generator[FedBatch] = self.feed.batches()
         self._shrunk = False
@@ -310,6 +333,7 @@ class DetectorRun:
             },
         )
         self._saved_at = time.monotonic()
+        self.guard.cleaner.after_checkpoint()
 
     def _save_best(self, progress: Progress, scores: PartScores) -> None:
         """`scores` of the validation part."""

@@ -5,26 +5,89 @@ the data segment makes allocations fail in this process, where the guard sees it
 """
 
 import resource
+import threading
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import psutil
 import torch
 
-from tracestore.console import format_size
-from tracestore.errors import UsageError
+_PAGE = resource.getpagesize()
+# Let go of before the last checkpoint of a run that cannot go on.
+RESERVE_BYTES = 48 << 20
+# Of a memory cgroup: page tables, sockets, shared memory, what others in it take.
+_CGROUP_MARGIN = 64 << 20
 
-_RESERVE_BYTES = 48 << 20
-# Threads, plans and library workspaces that come up during the first steps.
-_SLACK_BYTES = 256 << 20
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes of this process. anonymous: resident and not reclaimable; file: resident pages
+    of libraries and mapped stores; data: VmData, what RLIMIT_DATA counts."""
+
+    anonymous: int
+    file: int
+    data: int
 
 
-def _data_bytes() -> int:
-    """VmData of this process: what RLIMIT_DATA counts."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmData:"):
-            return int(line.split()[1]) * 1024
-    return int(psutil.Process().memory_info().vms)
+def memory_use() -> MemoryUse:
+    """From /proc/self/statm, which is read in microseconds."""
+    _, resident, shared, _, _, data, _ = map(int, Path("/proc/self/statm").read_text().split())
+    return MemoryUse((resident - shared) * _PAGE, shared * _PAGE, data * _PAGE)
+
+
+class MemoryMeter:
+    """The largest use of memory while it is open, looked at every millisecond."""
+
+    def __enter__(self) -> Self:
+        self.peak = memory_use()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def _look(self) -> None:
+        now, peak = memory_use(), self.peak
+        self.peak = MemoryUse(max(now.anonymous, peak.anonymous), max(now.file, peak.file), max(now.data, peak.data))
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.001):
+            self._look()
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+        self._look()
+
+
+def cgroup_limit(proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """The memory limit of this process's cgroup and those above it, version 1 or 2; None
+    where there is none below the machine's memory."""
+    try:
+        lines = proc.read_text().splitlines()
+    except OSError:
+        return None
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        root = mount / "memory" if controllers else mount
+        name = "memory.limit_in_bytes" if controllers else "memory.max"
+        folder = root / path.strip("/")
+        # In a container the path may be the host's; then its root is the container's own.
+        for place in [folder, *folder.parents]:
+            if place == mount.parent:
+                break
+            try:
+                text = (place / name).read_text().strip()
+            except OSError:
+                continue
+            if text.isdigit():
+                found.append(int(text))
+    limit = min(found, default=None)
+    return None if limit is None or limit >= psutil.virtual_memory().total else limit
 
 
 def warm_up() -> None:
@@ -34,24 +97,29 @@ def warm_up() -> None:
     torch.nn.functional.relu(a.requires_grad_()).sum().backward()
 
 
-class MemoryBudget:
-    """A soft RLIMIT_DATA of what the process has now plus `budget` bytes, and a reserve
-    that `release` gives back so that a last checkpoint can be written."""
+def available(budget: int | None, start: MemoryUse) -> int | None:
+    """Bytes above `start` that may be taken: the budget, less where the memory cgroup's
+    limit is nearer; None where there is neither. In the cgroup everything that is mapped
+    counts as if it were used."""
+    limit = cgroup_limit()
+    if limit is None:
+        return budget
+    left = max(0, limit - _CGROUP_MARGIN - start.data)
+    return left if budget is None else min(budget, left)
 
-    def __init__(self, budget: int, trace_bytes: int) -> None:
-        floor = _SLACK_BYTES + _RESERVE_BYTES + 4 * trace_bytes
-        if budget < floor:
-            raise UsageError(
-                f"--memory-budget {format_size(budget)} is below {format_size(floor)}, what one trace of this store needs"
-            )
+
+class MemoryBudget:
+    """A soft RLIMIT_DATA of `start` (the process after its imports) plus `budget` bytes, and
+    a reserve that `release` gives back so that a last checkpoint can be written."""
+
+    def __init__(self, budget: int, start: MemoryUse) -> None:
         warm_up()
-        self._reserve: np.ndarray | None = np.ones(_RESERVE_BYTES, np.uint8)
+        self._reserve: np.ndarray | None = np.ones(RESERVE_BYTES, np.uint8)
         self._before = resource.getrlimit(resource.RLIMIT_DATA)
-        limit = _data_bytes() + budget
-        hard = self._before[1]
-        if hard != resource.RLIM_INFINITY:
-            limit = min(limit, hard)
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+        limit = start.data + budget
+        for bound in self._before:
+            limit = limit if bound == resource.RLIM_INFINITY else min(limit, bound)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, self._before[1]))
 
     def release(self) -> None:
         self._reserve = None

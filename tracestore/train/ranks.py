@@ -6,7 +6,7 @@ wait for it.
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
@@ -42,6 +42,9 @@ class Ranks:
         self.rank = distributed.get_rank() if self._together else 0
         self.world_size = distributed.get_world_size() if self._together else 1
         self._flat: torch.Tensor | None = None
+        # Made beforehand, and read through numpy: nothing that may fail comes after the collective.
+        self._code = torch.zeros(1, dtype=torch.int64)
+        self._code_view = self._code.numpy()
 
     @classmethod
     @contextmanager
@@ -72,10 +75,10 @@ class Ranks:
         """The largest code of all ranks."""
         if self.world_size == 1:
             return code
-        value = torch.tensor([code], dtype=torch.int64)
+        self._code_view[0] = code
         with _reported():
-            distributed.all_reduce(value, distributed.ReduceOp.MAX)
-        return int(value)
+            distributed.all_reduce(self._code, distributed.ReduceOp.MAX)
+        return int(self._code_view[0])
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """The sum of a CPU tensor over the ranks, in place."""
@@ -114,11 +117,12 @@ class Ranks:
             self._flat = torch.zeros(size, dtype=first.dtype, device=first.device)
 
     @torch.no_grad()
-    def sum_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
+    def sum_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         """Sums the gradients of parameters of one dtype and device over the ranks, in one
         buffer, of which they are views afterwards. A parameter without one adds zeros."""
         if self.world_size == 1:
             return
+        parameters = list(parameters)
         self.allocate(parameters)
         assert self._flat is not None
         pieces = [

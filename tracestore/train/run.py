@@ -10,8 +10,6 @@ from typing import Any
 import torch
 
 from tracestore import console
-from tracestore.data.batch import BatchFormat
-from tracestore.data.epoch import mean_trace_bytes
 from tracestore.errors import MissingFieldError, TrainingError, UsageError
 from tracestore.store.reader import TraceStore
 from tracestore.train import report
@@ -21,9 +19,10 @@ from tracestore.train.config import TrainConfig
 from tracestore.train.evaluate import RunScores
 from tracestore.train.folds import Job, load_or_make_folds, plan_jobs, pool, remove_checkpoints
 from tracestore.train.loop import DetectorRun
-from tracestore.train.memory import MemoryBudget
+from tracestore.train.memory import MemoryBudget, available, memory_use
 from tracestore.train.models import VIEWS, ModelConfig
 from tracestore.train.monitor import Log, check_tensorboard
+from tracestore.train.plan import PlanOptions, budget_plan
 from tracestore.train.predictions import write_predictions
 from tracestore.train.probe import run_probe
 from tracestore.train.ranks import Ranks
@@ -106,6 +105,7 @@ def run_training(
         log, line = _no_log, None
     if config.tensorboard:
         check_tensorboard()
+    start = memory_use()
     store = TraceStore(store_path)
     try:
         for view in sorted({VIEWS[name] for name in names}):
@@ -152,10 +152,14 @@ def run_training(
         results["runs"] = runs
     else:
         results["models"] = runs[0]["models"]
+    limit = available(memory_budget, start)
     budget = None
-    if memory_budget is not None:
-        view = "graph" if "graph" in {VIEWS[n] for n in names} else "sequence"
-        budget = MemoryBudget(memory_budget, 4 * mean_trace_bytes(store, BatchFormat(view)))
+    if limit is not None:
+        options = PlanOptions(
+            config.batch_size, config.attention_threshold, config.top_k, config.loader_threads, config.device, sizes
+        )
+        planned = ranks.first(lambda: budget_plan(names, store, options, limit, start, len(split.indices["train"])))
+        budget = MemoryBudget(limit, start)
     try:
         with StopSignals() as stop:
             for job, entry in zip(jobs, runs, strict=True):
@@ -176,7 +180,8 @@ def run_training(
                     )
                     if resume_command is not None:
                         run.resume_command = resume_command
-                    run.on_last_resort = budget.release if budget is not None else None
+                    if budget is not None:
+                        run.on_last_resort, run.planned_micro_batch = budget.release, planned[name]
                     entry["models"][name] = run.run()
                     if ranks.is_first:
                         write_json(folder / "results.json", report.finite(results))

@@ -17,7 +17,8 @@ from tracestore.train.checkpoint import load_checkpoint
 from tracestore.train.forward import AUTOCAST
 from tracestore.train.gine import GraphInputs
 from tracestore.train.models import VIEWS, Detector, ModelConfig, make_model
-from tracestore.train.oom import OOMGuard, classify
+from tracestore.train.oom import OOMGuard
+from tracestore.train.oom_errors import classify
 
 DETECTOR_VERSION = 2
 

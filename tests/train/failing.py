@@ -1,0 +1,96 @@
+"""Running out of memory at chosen operations, and small detectors to try it on."""
+
+import weakref
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tracestore.train.gine import GraphInputs
+from tracestore.train.models import ModelConfig, detector_loss, make_model
+from tracestore.train.oom import OOMGuard
+
+SIZE = 4
+LAYERS, DIM = 3, 8
+# Marks on a timeline; and talk between ranks, which is not a step's operation.
+_NOT_COUNTED = ("profiler", "c10d")
+
+
+class FailAt(TorchDispatchMode):
+    """Raises a real torch.OutOfMemoryError at operations number `first` .. `last` and counts
+    all. With `watch`, keeps weak references to what the operations before made: `leaked`
+    tells which of them a later call, at operation `look_at`, still finds alive."""
+
+    def __init__(self, first=-1, last=None, watch=False):
+        super().__init__()
+        self.first, self.last = first, first if last is None else last
+        self.count = 0
+        self.watch, self.refs, self.leaked = watch, [], None
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in _NOT_COUNTED:
+            return func(*args, **(kwargs or {}))
+        number = self.count
+        self.count += 1
+        if self.first <= number <= self.last:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        out = func(*args, **(kwargs or {}))
+        if self.watch and number < self.first and isinstance(out, torch.Tensor) and func._opname[-1] != "_":
+            self.refs.append((func._opname, weakref.ref(out)))
+        return out
+
+
+def graphs(dtype, seed=0):
+    """A batch of SIZE traces of 1 .. 4 tokens, packed."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.tensor([1 + k for k in range(SIZE)]).repeat_interleave(LAYERS)
+    pairs = tokens * (tokens + 1) // 2
+
+    def pointers(sizes):
+        return torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+
+    x = torch.randn(int(tokens.sum()), DIM, dtype=dtype, generator=generator)
+    weight = torch.rand(int(pairs.sum()), dtype=dtype, generator=generator)
+    return GraphInputs(x, pointers(tokens), weight, pointers(pairs), LAYERS)
+
+
+def make_optimizer(name, parameters):
+    if name == "sgd":
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    return torch.optim.Adam(parameters, lr=0.01, weight_decay=1e-5, fused=name == "fused")
+
+
+def make(name, optimizer="adam", dropout=0.0, dtype=torch.float64, **options):
+    """A detector, its guard, and the loss over items begin .. end of a fixed batch."""
+    torch.manual_seed(0)
+    config = ModelConfig(LAYERS, DIM, gnn_hidden=4, latent_dim=4, lstm_hidden=4, dropout=dropout, standardize=True)
+    model = make_model(name, config).to(dtype)
+    if dropout == 0.0 and hasattr(model, "encoder"):
+        model.encoder.dropout.p = 0.0
+    opt = make_optimizer(optimizer, model.parameters())
+    guard = OOMGuard(model, opt, **options)
+    sequences = torch.randn(SIZE, LAYERS, DIM, dtype=dtype)
+    batch, y = graphs(dtype), torch.tensor([0.0, 1.0, 1.0, 0.0])
+    noise = torch.randn(SIZE, LAYERS, 4, dtype=dtype)
+
+    def loss_of(begin, end):
+        if name == "lstm_solo":
+            output = model(sequences[begin:end])
+        elif name == "gvae_lstm" and dropout == 0.0:
+            output = model(batch.traces(begin, end), noise[begin:end])
+        else:
+            output = model(batch.traces(begin, end))
+        return detector_loss(output, y[begin:end], 0.01)
+
+    return model, guard, loss_of
+
+
+def everything(guard):
+    """Weights, optimizer state and random state, copied."""
+    tensors = [p.detach().clone() for p in guard.model.parameters()]
+    for state in guard.optimizer.state.values():
+        tensors += [v.clone() for _, v in sorted(state.items()) if isinstance(v, torch.Tensor)]
+    return [*tensors, torch.get_rng_state()]
+
+
+def same(a, b):
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

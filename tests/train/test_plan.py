@@ -1,0 +1,84 @@
+"""What `tracestore plan` says."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import tracestore
+from tests.helpers import make_trace, run_cli
+from tracestore.errors import UsageError
+from tracestore.train.memory import memory_use
+from tracestore.train.plan import PlanOptions, TrainingPlan, budget_plan, plan_training
+
+SMALL = {"gnn_hidden": 8, "latent_dim": 8, "lstm_hidden": 8}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("plan") / "store.zarr"
+    with tracestore.create(path) as writer:
+        for k in range(40):
+            writer.append(make_trace(k, tokens=5 + k, layers=3, dim=16), score=k % 2)
+    return path
+
+
+def test_the_command(path):
+    flags = ["--lstm-hidden", 8, "--gnn-hidden", 8, "--latent-dim", 8, "--num-threads", 1]
+    done = run_cli("-m", "tracestore", "plan", path, "--memory", "4GiB", "--json", *flags, check=0)
+    plans = json.loads(done.stdout)["models"]
+    assert [p["model"] for p in plans] == ["lstm_solo", "gnn_det_lstm", "gvae_lstm"]
+    for plan in plans:
+        assert 100 << 20 < plan["libraries_bytes"] <= plan["peak_memory_bytes"] < 2 << 30
+        assert 0 < plan["seconds_per_epoch"] < 60 and 0 < plan["floor_bytes"] < 1 << 30
+        assert plan["largest_batch"] > 16 == plan["largest_micro_batch"]
+    done = run_cli("-m", "tracestore", "plan", path, "--model", "nothing", check=2)
+    assert "lstm_solo" in done.stderr and done.stderr.count("\n") == 1
+
+
+def plan(**changes):
+    values = {
+        "name": "lstm_solo",
+        "batch_size": 16,
+        "num_train": 100,
+        "libraries_bytes": 300,
+        "file_bytes": 0,
+        "loader_bytes_per_trace": 2,
+        "fixed_bytes": 1000,
+        "trace_bytes": 10.0,
+        "largest_batch_factor": 1.5,
+        "seconds_fixed": 0.5,
+        "seconds_per_trace": 0.1,
+        "floor_bytes": 50,
+    }
+    return TrainingPlan(**(values | changes))
+
+
+def test_the_largest_batch_is_the_last_that_fits():
+    p = plan()
+    for memory in (1016, 1017, 1500, 2000, 12345):
+        batch = p.largest_batch(memory)
+        assert p.peak_bytes(batch) <= memory < p.peak_bytes(batch + 1)
+        micro = p.largest_micro_batch(memory, 16)
+        assert micro == 16 or micro == 0 or p.peak_bytes(16, micro) <= memory < p.peak_bytes(16, micro + 1)
+    assert p.largest_batch(900) == 0
+    assert p.seconds_per_epoch(16) == pytest.approx(7 * 0.5 + 100 * 0.1)
+
+
+def test_planning_leaves_the_random_state_alone(path):
+    store = tracestore.open(path)
+    torch.manual_seed(3)
+    np.random.seed(3)
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist()
+    found = plan_training("gvae_lstm", store, PlanOptions(batch_size=4, num_threads=1, sizes=SMALL))
+    assert torch.equal(before[0], torch.get_rng_state()) and before[1] == np.random.get_state()[1].tolist()
+    assert found.num_train == 28 and found.largest_batch_factor > 1
+
+
+def test_a_budget_gives_each_detector_its_micro_batch(path):
+    store, start = tracestore.open(path), memory_use()
+    options = PlanOptions(batch_size=4, num_threads=1, sizes=SMALL)
+    assert budget_plan(["lstm_solo"], store, options, 8 << 30, start, 20) == {"lstm_solo": None}
+    with pytest.raises(UsageError, match="below"):
+        budget_plan(["lstm_solo"], store, options, 1 << 20, start, 20)

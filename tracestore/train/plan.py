@@ -1,0 +1,270 @@
+"""What training a detector will take: peak memory, time an epoch, and the least it needs.
+
+A cost model with few terms, each measured on this machine by real steps on real traces of
+the store: memory = libraries + model and optimizer + batches of the loader + a + b x (what
+the traces of a micro-batch cost). The cost of a trace is its bytes in a batch, which grow
+with its tokens, or for the PyG reference its edges, of which it keeps a row each.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from tracestore.console import format_size
+from tracestore.data.batch import BatchFormat, GraphOptions
+from tracestore.data.epoch import trace_costs
+from tracestore.data.loader import TraceLoader
+from tracestore.errors import UsageError
+from tracestore.store.reader import TraceStore
+from tracestore.train.gine import GraphInputs
+from tracestore.train.memory import RESERVE_BYTES, MemoryMeter, MemoryUse, memory_use
+from tracestore.train.models import VIEWS, ModelConfig, detector_loss, make_model
+from tracestore.train.oom import OOMGuard
+from tracestore.train.snapshot import random_state, restore_random_state
+
+# How long the steps of a measurement may take.
+_SECONDS = 1.5
+_MOST_STEPS = 20
+# Threads' stacks and heaps, plans of libraries, Python objects.
+_SLACK_BYTES = 96 << 20
+_TRAIN_SHARE = 0.7
+# The floor differs by some percent from one measurement to the next: what plan printed is taken.
+_REFUSED_BELOW = 0.8
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """What training one detector on a store takes on this machine. Bytes of the process:
+    anonymous ones (what a machine must have), and file pages beside them, which can be
+    reclaimed. floor_bytes: the least --memory-budget, above what the process has after its
+    imports."""
+
+    name: str
+    batch_size: int
+    num_train: int
+    libraries_bytes: int
+    file_bytes: int
+    loader_bytes_per_trace: int
+    fixed_bytes: int
+    trace_bytes: float
+    largest_batch_factor: float
+    seconds_fixed: float
+    seconds_per_trace: float
+    floor_bytes: int
+
+    def peak_bytes(self, batch_size: int, micro_batch: int | None = None) -> int:
+        """Anonymous memory at its peak: of the batch of most tokens in an epoch."""
+        micro = min(batch_size, micro_batch or batch_size)
+        step = self.trace_bytes * micro * self.largest_batch_factor
+        return int(self.fixed_bytes + self.loader_bytes_per_trace * batch_size + step)
+
+    def seconds_per_epoch(self, batch_size: int) -> float:
+        """Of the training part."""
+        return -(-self.num_train // batch_size) * self.seconds_fixed + self.num_train * self.seconds_per_trace
+
+    def largest_batch(self, memory: int) -> int:
+        """Traces of the largest batch that fits whole; 0 where one alone does not."""
+        room = memory - self.fixed_bytes
+        return max(0, int(room / (self.loader_bytes_per_trace + self.trace_bytes * self.largest_batch_factor)))
+
+    def largest_micro_batch(self, memory: int, batch_size: int) -> int:
+        """Traces of the largest micro-batch of batches of batch_size."""
+        room = memory - self.fixed_bytes - self.loader_bytes_per_trace * batch_size
+        return min(batch_size, max(0, int(room / (self.trace_bytes * self.largest_batch_factor))))
+
+    def as_json(self, memory: int | None) -> dict[str, Any]:
+        out: dict[str, Any] = {
+            "model": self.name,
+            "batch_size": self.batch_size,
+            "peak_memory_bytes": self.peak_bytes(self.batch_size),
+            "file_bytes": self.file_bytes,
+            "libraries_bytes": self.libraries_bytes,
+            "seconds_per_epoch": self.seconds_per_epoch(self.batch_size),
+            "floor_bytes": self.floor_bytes,
+        }
+        if memory is not None:
+            out["memory_bytes"] = memory
+            out["largest_batch"] = self.largest_batch(memory)
+            out["largest_micro_batch"] = self.largest_micro_batch(memory, self.batch_size)
+        return out
+
+
+@dataclass
+class PlanOptions:
+    """What of tools/train.py's flags memory and time depend on."""
+
+    batch_size: int = 16
+    attention_threshold: float = 0.0
+    top_k: float | None = None
+    num_threads: int | None = None
+    device: str = "cpu"
+    sizes: dict[str, Any] = field(default_factory=dict)
+
+
+class _Trial:
+    """A detector that trains on a store for a few steps and is thrown away."""
+
+    def __init__(self, name: str, store: TraceStore, indices: np.ndarray, options: PlanOptions) -> None:
+        self.name, self.device = name, torch.device(options.device)
+        packed = store.attention_layout == "causal" and self.device.type == "cpu"
+        self.threshold = options.attention_threshold if options.top_k is None else -np.inf
+        config = ModelConfig(store.num_layers, store.hidden_dim, **options.sizes)
+        self.model = make_model(name, config).to(self.device)
+        optimizer = torch.optim.Adam(self.model.parameters(), lr=0.0, weight_decay=1e-5, fused=True)
+        self.guard = OOMGuard(self.model, optimizer)
+        self.loader = TraceLoader(
+            store,
+            VIEWS[name],
+            batch_size=min(options.batch_size, len(indices)),
+            num_threads=options.num_threads or 2,
+            indices=indices,
+            attention_threshold=options.attention_threshold,
+            top_k=options.top_k,
+            edges="packed" if packed else "coo",
+            rank=0,
+            world_size=1,
+        )
+        self.cost = "edges" if config.message_passing == "pyg" and VIEWS[name] == "graph" else "bytes"
+        self.kl_weight = config.kl_weight
+
+    def costs(self, indices: np.ndarray) -> np.ndarray:
+        return trace_costs(self.loader.store, self.loader.format, self.cost, indices)
+
+    def step(self, batch: Any, count: int) -> None:
+        """One step on the first `count` traces of a batch."""
+        size = len(batch.y)
+        inputs = batch.sequences if VIEWS[self.name] == "sequence" else GraphInputs.from_batch(batch, self.threshold)
+        if count < size:
+            inputs = inputs.traces(0, count) if isinstance(inputs, GraphInputs) else inputs[:count]
+        if self.device.type != "cpu":
+            inputs = inputs.to(self.device)
+        y = torch.nan_to_num(batch.y[:count]).to(self.device)
+        self.guard.step(count, lambda begin, end: detector_loss(self.model(inputs), y, self.kl_weight))
+
+
+def _timed(trial: _Trial, batches: Iterator[Any], count: int) -> tuple[MemoryUse, float, np.ndarray]:
+    """Steps on `count` traces each, the first to warm up. -> peak, seconds of one with its
+    wait for data, and the traces of the costliest."""
+    seconds: list[float] = []
+    costliest, most = np.zeros(0, np.int64), -1
+    with MemoryMeter() as meter:
+        began = start = time.perf_counter()
+        for batch in islice(batches, _MOST_STEPS):
+            trial.step(batch, count)
+            indices = batch.trace_index[:count].numpy().copy()
+            cost = int(trial.costs(indices).sum())
+            if cost > most:
+                costliest, most = indices, cost
+            now = time.perf_counter()
+            seconds.append(now - start)
+            start = now
+            if len(seconds) > 1 and now - began > _SECONDS:
+                break
+    return meter.peak, float(np.median(seconds[1:] or seconds)), costliest
+
+
+def plan_training(
+    name: str, store: TraceStore, options: PlanOptions, *, start: MemoryUse | None = None, num_train: int | None = None
+) -> TrainingPlan:
+    """Measures a few steps. start: what the process had after its imports; num_train:
+    traces of the training part (the usual share of those with a label). The random state is left as it was."""
+    store.require(VIEWS[name])
+    labelled = np.flatnonzero(np.isfinite(store.targets()))
+    indices = labelled if len(labelled) else np.arange(len(store))
+    if not len(indices):
+        raise UsageError(f"{store.path}: holds no trace")
+    start = memory_use() if start is None else start
+    if options.num_threads:
+        torch.set_num_threads(options.num_threads)
+    before = random_state()
+    try:
+        return _measure(name, store, indices, options, start, num_train or max(1, round(_TRAIN_SHARE * len(labelled))))
+    finally:
+        restore_random_state(before)
+
+
+def budget_plan(
+    names: list[str], store: TraceStore, options: PlanOptions, budget: int, start: MemoryUse, num_train: int
+) -> dict[str, int | None]:
+    """The micro-batch of each detector (None: the whole batch) within a budget above `start`.
+    UsageError where the budget is below the floor of one."""
+    planned: dict[str, int | None] = {}
+    for name in names:
+        plan = plan_training(name, store, options, start=start, num_train=num_train)
+        if budget < _REFUSED_BELOW * plan.floor_bytes:
+            raise UsageError(
+                f"memory budget {format_size(budget)} is below {format_size(plan.floor_bytes)}, the least that "
+                f"{name} needs with batches of {options.batch_size} (tracestore plan says what fits)"
+            )
+        micro = plan.largest_micro_batch(start.anonymous + budget - RESERVE_BYTES, options.batch_size)
+        planned[name] = max(1, micro) if micro < options.batch_size else None
+    return planned
+
+
+def _measure(
+    name: str, store: TraceStore, indices: np.ndarray, options: PlanOptions, start: MemoryUse, num_train: int
+) -> TrainingPlan:
+    trial = _Trial(name, store, indices, options)
+    full = trial.loader.batch_size
+    few = max(1, full // 8)
+    small, small_seconds, small_traces = _timed(trial, iter(trial.loader), few)
+    # The whole batch where it is not too long or too large to try.
+    room = _room() / 2
+    grows = max(1, (small.anonymous - start.anonymous) / few)
+    many = int(min(full, max(few, few * 4 * _SECONDS / small_seconds), max(few, room / grows)))
+    large, large_seconds, large_traces = small, small_seconds, small_traces
+    if many > few:
+        trial.loader.set_epoch(1)
+        large, large_seconds, large_traces = _timed(trial, iter(trial.loader), many)
+    costs = trial.costs(indices)
+    mean = float(costs.mean())
+    small_cost, large_cost = (float(trial.costs(t).sum()) for t in (small_traces, large_traces))
+    loader_bytes = (trial.loader.max_in_flight + 1) * int(trial.loader.format.bytes(store, indices).mean())
+    per_cost = max(0.0, (large.anonymous - small.anonymous) / max(1.0, large_cost - small_cost))
+    if large_cost <= small_cost or per_cost == 0:
+        per_cost = max(1.0, large.anonymous - start.anonymous - loader_bytes * full) / max(1.0, large_cost)
+    fixed = large.anonymous - per_cost * large_cost - loader_bytes * full
+    per_trace = max(0.0, (large_seconds - small_seconds) / max(1, many - few)) or large_seconds / many
+    # One trace, the longest, beside the loader's smallest ring.
+    one = per_cost * max(0.0, float(costs.max()) - small_cost)
+    floor = small.data - start.data + one + RESERVE_BYTES + _SLACK_BYTES
+    return TrainingPlan(
+        name,
+        options.batch_size,
+        num_train,
+        start.anonymous,
+        memory_use().file + _store_bytes(store, VIEWS[name], indices),
+        loader_bytes,
+        int(fixed),
+        per_cost * mean,
+        _largest_batch_factor(trial, costs, indices, full),
+        max(0.0, large_seconds - per_trace * many),
+        per_trace,
+        int(floor),
+    )
+
+
+def _room() -> int:
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
+def _store_bytes(store: TraceStore, view: str, indices: np.ndarray) -> int:
+    """Bytes of the store that an epoch maps."""
+    form = BatchFormat(view, GraphOptions(edges="packed" if store.attention_layout == "causal" else "coo"))
+    return int(form.bytes(store, indices).sum()) if store.codec == "none" else 0
+
+
+def _largest_batch_factor(trial: _Trial, costs: np.ndarray, indices: np.ndarray, batch_size: int) -> float:
+    """The costliest batch of an epoch over the mean one."""
+    by_index = np.zeros(int(indices.max()) + 1)
+    by_index[indices] = costs
+    plan = trial.loader.epochs.plan(0)
+    sums = [by_index[plan.traces(k)].sum() for k in range(min(len(plan), 4096))]
+    return max(1.0, float(max(sums)) / (batch_size * float(costs.mean())))

@@ -1,0 +1,190 @@
+"""What a failed step must not have changed, copied before it and put back after."""
+
+import copy
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+
+def random_state() -> dict[str, Any]:
+    """The random states of torch (CPU and GPUs), Python and numpy."""
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=False),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+class TensorCopies:
+    """Copies of live tensors, in memory that is kept from one take to the next."""
+
+    def __init__(self) -> None:
+        self._live: list[torch.Tensor] = []
+        self._saved: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def take(self, live: list[torch.Tensor]) -> None:
+        same = len(live) == len(self._live) and all(a is b for a, b in zip(live, self._live, strict=True))
+        if not same:
+            self._saved = [torch.empty_like(t) for t in live]
+            self._live = live
+        if live:
+            torch._foreach_copy_(self._saved, self._live)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        if self._live:
+            torch._foreach_copy_(self._live, self._saved)
+
+
+def _metric_state(metric: Any) -> dict[str, Any]:
+    """What a metric counts: its tensors, numbers and lists of them (torchmetrics keeps
+    its states as attributes)."""
+    out: dict[str, Any] = {}
+    for name, value in vars(metric).items():
+        if isinstance(value, torch.Tensor):
+            out[name] = value.detach().clone()
+        elif isinstance(value, list | dict | set):
+            out[name] = value.copy()
+        elif value is None or isinstance(value, bool | int | float | complex | str):
+            out[name] = value
+    return out
+
+
+class StepSnapshot:
+    """Beside gradients, what forward and backward change: random states, the model's
+    buffers (BatchNorm), metrics that the loss function updates, and the scaler."""
+
+    def __init__(self, model: nn.Module, scaler: Any = None, metrics: Sequence[Any] = ()) -> None:
+        self.scaler, self.metrics = scaler, list(metrics)
+        self._modules = list(model.modules())
+        self._buffers = TensorCopies()
+
+    def take(self) -> None:
+        self._buffers.take([b for m in self._modules for b in m._buffers.values() if b is not None])
+        self._metric_states = [_metric_state(m) for m in self.metrics]
+        self._scaler_state = None if self.scaler is None else self.scaler.state_dict()
+        self._random = random_state()
+
+    def restore(self) -> None:
+        restore_random_state(self._random)
+        self._buffers.restore()
+        for metric, state in zip(self.metrics, self._metric_states, strict=True):
+            # Copied again: the same snapshot may have to serve several attempts.
+            vars(metric).update({k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()})
+            vars(metric).update({k: v.copy() for k, v in state.items() if isinstance(v, list | dict | set)})
+        if self._scaler_state:
+            # update() also forgets which optimizers' gradients were unscaled already.
+            self.scaler.update(self._scaler_state["scale"])
+            self.scaler.load_state_dict(self._scaler_state)
+
+
+# Optimizers of torch whose state begins with known values.
+_KNOWN = tuple(
+    getattr(torch.optim, name)
+    for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Adadelta")
+)
+_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+
+
+def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Allocates what the optimizer keeps a parameter now, before training: a step with
+    zero gradients and learning rate, after which the state is set to what it begins with.
+    Others than torch's own (and SGD with dampening, whose first step is another) are left
+    to make it in their first step: a failed one drops it again."""
+    if type(optimizer) not in _KNOWN or any(g.get("dampening") for g in optimizer.param_groups):
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+        # mu_product of NAdam, mu of ASGD; eta of ASGD and step_size of Rprop begin at the rate.
+        begins_with = {"mu_product": 1.0, "mu": 1.0, "eta": float(rate), "step_size": float(rate)}
+        for p in group["params"]:
+            for name, value in optimizer.state.get(p, {}).items():
+                if isinstance(value, torch.Tensor):
+                    value.fill_(begins_with.get(name, 0.0))
+
+
+def writes_after_allocating(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether step() writes weights and state only once it needs no more memory: torch's
+    fused kernels on one device and dtype. Step counters may still be ahead."""
+    kinds = {(p.device, p.dtype) for g in optimizer.param_groups for p in g["params"]}
+    fused = type(optimizer) in _FUSED and all(g.get("fused") for g in optimizer.param_groups)
+    return fused and len(kinds) == len(optimizer.param_groups) == 1
+
+
+class OptimizerSnapshot:
+    """The weights and state that a failed optimizer step may have half written: all of
+    them, or the step counters alone where `writes_after_allocating` (`whole` False)."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, whole: bool) -> None:
+        self._optimizer, self._whole = optimizer, whole
+        self._copies = TensorCopies()
+        self._live: list[torch.Tensor] = []
+        self._listed: tuple[int, int] | None = None
+        self.take()  # the memory is there before training
+
+    def _list(self) -> list[torch.Tensor]:
+        """The live tensors; listed again where loading or a step has made others."""
+        state = self._optimizer.state
+        now = id(state), sum(map(len, state.values()))
+        if now != self._listed:
+            live: list[torch.Tensor] = []
+            for group in self._optimizer.param_groups:
+                for p in group["params"]:
+                    live += [p.data] if self._whole else []
+                    tensors = [(k, v) for k, v in state.get(p, {}).items() if isinstance(v, torch.Tensor)]
+                    live += [v for k, v in tensors if self._whole or k == "step"]
+            self._live, self._listed = live, now
+        return self._live
+
+    def take(self) -> None:
+        self._copies.take(self._list())
+        if not self._whole:
+            return
+        # Small values beside the tensors: counters, None before the first step.
+        self._states = {p: _plain(values) for p, values in self._optimizer.state.items()}
+        self._names = {p: set(values) for p, values in self._optimizer.state.items()}
+        self._groups = [_plain({k: v for k, v in g.items() if k != "params"}) for g in self._optimizer.param_groups]
+
+    def restore(self) -> None:
+        self._copies.restore()
+        if not self._whole:
+            return
+        state = self._optimizer.state
+        for p in list(state):
+            if p not in self._states:
+                del state[p]
+                continue
+            for name in set(state[p]) - self._names[p]:
+                del state[p][name]
+            state[p].update(copy.deepcopy(self._states[p]))
+        for group, values in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group.update(values)
+        self._listed = None
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    return {k: copy.copy(v) for k, v in values.items() if not isinstance(v, torch.Tensor)}
