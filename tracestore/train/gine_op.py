@@ -30,9 +30,10 @@ from torch.library import custom_op
 from tracestore.train import gine_cpu
 from tracestore.train.graph_inputs import Edges
 
-# gine_linear works on this many bytes of the aggregate at a time, which are all that there ever
-# is of it: on a CPU what stays in the cache between the sums and the product.
-CHUNK_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
+# gine_linear works on this many bytes of the aggregate at a time, which are all that there ever is
+# of it. On a CPU the threads of the product spin for a while when it is done, in the way of those
+# of the next sums: much smaller parts stay in the cache and are slower all the same.
+CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 
 
 def _kernels(device: torch.device) -> ModuleType:
