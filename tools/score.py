@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tracestore.console import Output, Parser, Progress, leave, parse_size, positive, run
+from tracestore.console import Output, Parser, Progress, format_size, leave, parse_size, positive, run
 from tracestore.errors import UsageError
 from tracestore.store.fsio import translated_errors
 
@@ -48,7 +48,7 @@ def command(args: argparse.Namespace) -> int:
     from tracestore.data.batch import BatchFormat
     from tracestore.data.epoch import mean_trace_bytes
     from tracestore.store.reader import TraceStore
-    from tracestore.train.memory import MemoryBudget
+    from tracestore.train.memory import RESERVE_BYTES, MemoryBudget, memory_use
     from tracestore.train.metrics import probability
     from tracestore.train.models import VIEWS
     from tracestore.train.run import pick_device
@@ -59,14 +59,20 @@ def command(args: argparse.Namespace) -> int:
         torch.set_num_threads(args.num_threads)
     output, device = Output(args.json), pick_device(args.device)
     detector = load_detector(args.checkpoint)
+    start = memory_use()
     store = TraceStore(args.store)
     detector.check(store)
     for difference in detector.differences(store):
         output.say(f"note: {difference}; scores may not carry over")
     budget = None
     if args.memory_budget is not None:
-        trace_bytes = mean_trace_bytes(store, BatchFormat(VIEWS[detector.name]))
-        budget = MemoryBudget(args.memory_budget, 4 * trace_bytes)
+        # A few traces on their way, one at work, and the threads' own.
+        floor = 2 * RESERVE_BYTES + 8 * mean_trace_bytes(store, BatchFormat(VIEWS[detector.name]))
+        if args.memory_budget < floor:
+            raise UsageError(
+                f"--memory-budget {format_size(args.memory_budget)} is below {format_size(floor)}, what one trace needs"
+            )
+        budget = MemoryBudget(args.memory_budget, start)
     total, without, hallucinated = len(store), 0, 0
     progress = Progress(output)
 

@@ -49,7 +49,7 @@ def test_the_nearer_limit_counts(monkeypatch):
     assert available(None, start) is None and available(5, start) == 5
     monkeypatch.setattr("tracestore.train.memory.cgroup_limit", lambda: total // 2)
     left = available(None, start)
-    assert 0 < left < total // 2 - start.data and available(5, start) == 5 and available(total, start) == left
+    assert 0 < left < total // 2 - start.anonymous and available(5, start) == 5 and available(total, start) == left
 
 
 def test_the_meter_sees_a_peak():

@@ -145,6 +145,8 @@ class DetectorRun:
             saved = self.ranks.first(lambda: load_checkpoint(path) if path.exists() else None)
         if saved is None:
             return Progress(), None
+        if saved.get("version") != CHECKPOINT_VERSION:
+            self.ranks.fail(UsageError(f"--resume: {path} is of another version of tracestore; train without --resume"))
         for key, value in self._identity().items():
             if saved["config"].get(key) != value:
                 flag = key.removeprefix("model_").replace("_", "-")

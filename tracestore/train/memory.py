@@ -17,8 +17,9 @@ import torch
 _PAGE = resource.getpagesize()
 # Let go of before the last checkpoint of a run that cannot go on.
 RESERVE_BYTES = 48 << 20
-# Of a memory cgroup: page tables, sockets, shared memory, what others in it take.
-_CGROUP_MARGIN = 64 << 20
+# Of a memory cgroup: page tables, sockets, shared memory, what others in it take, and what
+# this process has mapped before but not yet touched.
+_CGROUP_MARGIN = 128 << 20
 
 
 @dataclass(frozen=True)
@@ -99,12 +100,11 @@ def warm_up() -> None:
 
 def available(budget: int | None, start: MemoryUse) -> int | None:
     """Bytes above `start` that may be taken: the budget, less where the memory cgroup's
-    limit is nearer; None where there is neither. In the cgroup everything that is mapped
-    counts as if it were used."""
+    limit is nearer; None where there is neither."""
     limit = cgroup_limit()
     if limit is None:
         return budget
-    left = max(0, limit - _CGROUP_MARGIN - start.data)
+    left = max(0, limit - _CGROUP_MARGIN - start.anonymous)
     return left if budget is None else min(budget, left)
 
 

@@ -60,7 +60,8 @@ class _Alone:
 def _forget_failed_backward() -> None:
     """A backward pass on the CPU that failed leaves the nodes it had still to visit in the
     autograd engine's queue, and with them the tensors they saved, until the next pass."""
-    torch.zeros((), requires_grad=True).neg().backward()
+    with torch.enable_grad():
+        torch.zeros((), requires_grad=True).neg().backward()
 
 
 def _code_of(error: BaseException) -> int:
