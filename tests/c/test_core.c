@@ -724,6 +724,6 @@ int main(void)
     test_shuffle();
     test_blocks();
     test_gine();
-    puts("17 passed, 0 failed");
+    puts("18 passed, 0 failed");
     return 0;
 }
