@@ -18,6 +18,9 @@ import traceback
 
 import numpy as np
 
+# Here, not at its first use: an actor that waits for its turn inside an import stops the others.
+from numpy.testing import assert_array_equal
+
 import tracestore
 from tests.helpers import make_trace
 from tracestore.errors import StoreLockedError, UsageError
@@ -191,7 +194,7 @@ class Simulation:
         for trace in store:
             expected = self.traces[trace.index]
             assert trace.question_id == expected["question_id"]
-            np.testing.assert_array_equal(trace.hidden_states, np.stack(expected["hidden_states"]))
+            assert_array_equal(trace.hidden_states, np.stack(expected["hidden_states"]))
             assert trace.tokens_decoded == expected["tokens_decoded"]
             if not np.isnan(trace.score):
                 assert trace.group == f"v{int(trace.score)}"
