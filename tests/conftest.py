@@ -1,9 +1,16 @@
 """Fixtures. Everything is written under tmp_path, nothing is downloaded."""
 
+import signal
+
 import pytest
 
 import tracestore
 from tests.helpers import make_traces, write_pickle, write_scores
+
+# A shell that starts the suite in the background lets it ignore Ctrl-C, and processes
+# inherit that, also those that the tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
