@@ -1,6 +1,5 @@
 """From a part of the split to what a model reads on its device."""
 
-import math
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -12,7 +11,7 @@ from tracestore.data.loader import TraceLoader
 from tracestore.data.order import epoch_key
 from tracestore.store.reader import TraceStore
 from tracestore.train.config import TrainConfig
-from tracestore.train.gine import GraphInputs
+from tracestore.train.graph_inputs import GraphInputs, edge_form, edge_threshold
 from tracestore.train.models import VIEWS
 from tracestore.train.ranks import Ranks
 
@@ -55,7 +54,6 @@ class Feed:
         self.config, self.ranks, self.num_workers = config, ranks, num_workers
         self.is_graph = VIEWS[name] == "graph"
         self.device = torch.device(config.device)
-        packed = store.attention_layout == "causal" and self.device.type == "cpu"
         self.loader = TraceLoader(
             store,
             VIEWS[name],
@@ -68,7 +66,7 @@ class Feed:
             score_threshold=config.score_threshold,
             attention_threshold=config.attention_threshold,
             top_k=config.top_k,
-            edges="packed" if packed else "coo",
+            edges=edge_form(store, self.device),
             max_cache_batches=config.max_cache_batches,
             pin_memory=self.device.type == "cuda",
             rank=ranks.rank,
@@ -126,8 +124,7 @@ class FedBatch:
         if not feed.is_graph:
             self.inputs: Any = batch.sequences
         elif self.size:
-            # top-k has already marked what it drops as NaN, which is above nothing.
-            threshold = feed.config.attention_threshold if feed.config.top_k is None else -math.inf
+            threshold = edge_threshold(feed.config.attention_threshold, feed.config.top_k)
             self.inputs = GraphInputs.from_batch(batch, threshold)
 
     def traces(self, begin: int, end: int) -> tuple[Any, torch.Tensor]:

@@ -1,12 +1,26 @@
 """What the graph models read: the graphs of a batch, as the store keeps them."""
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch_geometric.data import Batch
 
+from tracestore.store.reader import TraceStore
+
 # node_ptr, weight, weight_ptr, source, target, threshold: how the operators of gine_op take edges.
 Edges = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, float]
+
+
+def edge_form(store: TraceStore, device: torch.device) -> str:
+    """The form in which TraceLoader brings edges to a model on `device`: "packed" or "coo"."""
+    return "packed" if store.attention_layout == "causal" and device.type == "cpu" else "coo"
+
+
+def edge_threshold(attention_threshold: float, top_k: float | None) -> float:
+    """Above which packed pairs are edges: with top-k the loader has marked what it drops as
+    NaN, which is above nothing."""
+    return attention_threshold if top_k is None else -math.inf
 
 
 @dataclass

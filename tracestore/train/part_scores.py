@@ -11,6 +11,7 @@ from tracestore.errors import DoesNotFitError
 from tracestore.train.feed import Feed
 from tracestore.train.forward import Forward
 from tracestore.train.oom import OOMGuard
+from tracestore.train.oom_errors import classify
 from tracestore.train.ranks import Ranks
 
 
@@ -43,7 +44,10 @@ def score_part(forward: Forward, guard: OOMGuard, feed: Feed, ranks: Ranks, stop
         try:
             batch = next(batches)
             pieces = guard.evaluate(batch.size, partial(forward.scores, batch)) if batch.size else []
-        except (DoesNotFitError, MemoryError):
+        except Exception as error:
+            # The others wait for this rank's word.
+            if not isinstance(error, DoesNotFitError) and classify(error) is None:
+                raise
             code = DoesNotFitError.exit_code
         code = ranks.agree(code)
         if code:

@@ -21,7 +21,7 @@ from tracestore.data.epoch import trace_costs
 from tracestore.data.loader import TraceLoader
 from tracestore.errors import UsageError
 from tracestore.store.reader import TraceStore
-from tracestore.train.gine import GraphInputs
+from tracestore.train.graph_inputs import GraphInputs, edge_form, edge_threshold
 from tracestore.train.memory import RESERVE_BYTES, MemoryMeter, MemoryUse, memory_use
 from tracestore.train.models import VIEWS, ModelConfig, detector_loss, make_model
 from tracestore.train.oom import OOMGuard
@@ -111,8 +111,7 @@ class _Trial:
 
     def __init__(self, name: str, store: TraceStore, indices: np.ndarray, options: PlanOptions) -> None:
         self.name, self.device = name, torch.device(options.device)
-        packed = store.attention_layout == "causal" and self.device.type == "cpu"
-        self.threshold = options.attention_threshold if options.top_k is None else -np.inf
+        self.threshold = edge_threshold(options.attention_threshold, options.top_k)
         config = ModelConfig(store.num_layers, store.hidden_dim, **options.sizes)
         self.model = make_model(name, config).to(self.device)
         optimizer = torch.optim.Adam(self.model.parameters(), lr=0.0, weight_decay=1e-5, fused=True)
@@ -125,7 +124,7 @@ class _Trial:
             indices=indices,
             attention_threshold=options.attention_threshold,
             top_k=options.top_k,
-            edges="packed" if packed else "coo",
+            edges=edge_form(store, self.device),
             rank=0,
             world_size=1,
         )

@@ -1,6 +1,5 @@
 """A trained detector at work: what its checkpoint holds, and the logits of other traces."""
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from tracestore.errors import DoesNotFitError, UsageError
 from tracestore.store.reader import TraceStore
 from tracestore.train.checkpoint import load_checkpoint
 from tracestore.train.forward import AUTOCAST
-from tracestore.train.gine import GraphInputs
+from tracestore.train.graph_inputs import GraphInputs, edge_form, edge_threshold
 from tracestore.train.models import VIEWS, Detector, ModelConfig, make_model
 from tracestore.train.oom import OOMGuard
 from tracestore.train.oom_errors import classify
@@ -134,7 +133,6 @@ def score_traces(
     where one trace is too much."""
     detector.check(store)
     view = VIEWS[detector.name]
-    packed = store.attention_layout == "causal" and device == "cpu"
     loader = TraceLoader(
         store,
         view,
@@ -144,7 +142,7 @@ def score_traces(
         indices=indices,
         attention_threshold=detector.attention_threshold,
         top_k=detector.top_k,
-        edges="packed" if packed else "coo",
+        edges=edge_form(store, torch.device(device)),
         memory_budget=memory_budget,
         pin_memory=device != "cpu",
         rank=0,
@@ -152,8 +150,7 @@ def score_traces(
     )
     model = detector.model.to(device)
     guard = OOMGuard(model, torch.optim.SGD(model.parameters(), lr=0.0), on_event=on_event)
-    # top-k has already marked what it drops as NaN, which is above nothing.
-    threshold = detector.attention_threshold if detector.top_k is None else -math.inf
+    threshold = edge_threshold(detector.attention_threshold, detector.top_k)
     # As it was tested; the CPU computes fp16 in float32.
     dtype = AUTOCAST.get(detector.precision)
     half_on_cpu = dtype == torch.float16 and device == "cpu"

@@ -143,21 +143,22 @@ class OptimizerSnapshot:
         self._optimizer, self._whole = optimizer, whole
         self._copies = TensorCopies()
         self._live: list[torch.Tensor] = []
-        self._listed: tuple[int, int] | None = None
+        # The state, held so that no other can be taken for it, and its size.
+        self._listed: tuple[Any, int] = (None, 0)
         self.take()  # the memory is there before training
 
     def _list(self) -> list[torch.Tensor]:
         """The live tensors; listed again where loading or a step has made others."""
         state = self._optimizer.state
-        now = id(state), sum(map(len, state.values()))
-        if now != self._listed:
+        size = sum(map(len, state.values()))
+        if self._listed[0] is not state or self._listed[1] != size:
             live: list[torch.Tensor] = []
             for group in self._optimizer.param_groups:
                 for p in group["params"]:
                     live += [p.data] if self._whole else []
                     tensors = [(k, v) for k, v in state.get(p, {}).items() if isinstance(v, torch.Tensor)]
                     live += [v for k, v in tensors if self._whole or k == "step"]
-            self._live, self._listed = live, now
+            self._live, self._listed = live, (state, size)
         return self._live
 
     def take(self) -> None:
@@ -183,7 +184,7 @@ class OptimizerSnapshot:
             state[p].update(copy.deepcopy(self._states[p]))
         for group, values in zip(self._optimizer.param_groups, self._groups, strict=True):
             group.update(values)
-        self._listed = None
+        self._listed = (None, 0)
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
