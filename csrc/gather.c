@@ -185,7 +185,7 @@ size_t ts_num_pairs(const struct ts_graph *graph)
     size_t S = graph->num_tokens;
     if (graph->pairs != NULL)
         return (size_t)graph->num_edges;
-    return graph->causal ? S * (S + 1) / 2 : S * S;
+    return (graph->causal ? S * (S + 1) / 2 : S * S) * (graph->num_heads ? graph->num_heads : 1);
 }
 
 /* The work on the graphs of a batch. Fields that a step does not need are NULL. */

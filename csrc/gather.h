@@ -27,6 +27,7 @@ struct ts_graph {
     const unsigned char *weights; /* packed triangle (causal) or S * S (square) */
     size_t num_tokens;            /* S */
     int causal;
+    size_t num_heads;             /* to be packed, triangles or squares one behind the other; 0: one */
     const int32_t *pairs;         /* (num_edges, 2) source and target where only edges are stored, else NULL */
     int64_t first_node;           /* number of this graph's node 0 in the batch */
     int64_t first_edge;           /* in: ts_fill_edges; the graphs' edges lie one behind the other */
@@ -39,7 +40,7 @@ struct ts_edge_form {
     struct ts_edge_rule rule;
 };
 
-/* Stored weights: S (S + 1) / 2 of a causal graph, S * S of a square one, else its edges. */
+/* Stored weights: S (S + 1) / 2 of a causal graph, S * S of a square one, of each head; else its edges. */
 size_t ts_num_pairs(const struct ts_graph *graph);
 
 /* Means over H heads, stored head after head, one graph behind the other into `out`;

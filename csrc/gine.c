@@ -28,7 +28,7 @@ static int num_slots(const struct ts_gine *g)
 
 int ts_gine_check(const struct ts_gine *g)
 {
-    if (g->node_ptr[0] < 0 || g->weight_ptr[0] < 0)
+    if (g->node_ptr[0] < 0 || g->weight_ptr[0] < 0 || g->num_channels < 1 || (g->source && g->num_channels > 1))
         return TS_ERR_BOUNDS;
     for (size_t k = 0; k < g->num_graphs; k++) {
         int64_t S = -1, n = -1;
@@ -36,7 +36,8 @@ int ts_gine_check(const struct ts_gine *g)
             S = g->node_ptr[k + 1] - g->node_ptr[k];
         if (g->weight_ptr[k + 1] >= g->weight_ptr[k])
             n = g->weight_ptr[k + 1] - g->weight_ptr[k];
-        if (S < 0 || n < 0 || S > INT32_MAX || (g->source == NULL && n < S * (S + 1) / 2))
+        if (S < 0 || n < 0 || S > INT32_MAX ||
+            (g->source == NULL && (uint64_t)n / g->num_channels < (uint64_t)(S * (S + 1) / 2)))
             return TS_ERR_BOUNDS;
     }
     if ((uint64_t)(g->node_ptr[g->num_graphs] - g->node_ptr[0]) != g->num_rows ||
@@ -46,9 +47,10 @@ int ts_gine_check(const struct ts_gine *g)
 }
 
 /* What one thread works with: the edges of a graph, grouped by target (forward) or by source
- * (backward), and one block of columns of it. */
+ * (backward), and one block of columns of it. With several channels the edges of one row at a
+ * time, and blocks of w and its gradient. */
 struct slot_sizes {
-    size_t ptr, index, value, rows; /* bytes */
+    size_t ptr, index, value, rows, sums, columns; /* bytes; the last two with several channels */
 };
 
 static size_t num_pairs(const struct ts_gine *g, size_t k)
@@ -65,16 +67,23 @@ static size_t slot_bytes(const struct ts_gine *g, size_t real_bytes, struct slot
         tokens = S > tokens ? S : tokens;
         edges = n > edges ? n : edges;
     }
-    *sizes = (struct slot_sizes){
-        round_up((tokens + 1) * sizeof(size_t)), round_up(edges * sizeof(uint32_t)), round_up(edges * real_bytes),
-        round_up(tokens * BLOCK_ROW_BYTES)};
-    return sizes->ptr + sizes->index + sizes->value + sizes->rows;
+    size_t C = g->num_channels;
+    if (C > 1)
+        *sizes = (struct slot_sizes){
+            .index = round_up(tokens * sizeof(uint32_t)), .value = round_up(C * tokens * real_bytes),
+            .rows = 3 * tokens * BLOCK_ROW_BYTES, .sums = 2 * round_up(tokens * sizeof(double)),
+            .columns = 2 * C * BLOCK_ROW_BYTES};
+    else
+        *sizes = (struct slot_sizes){
+            .ptr = round_up((tokens + 1) * sizeof(size_t)), .index = round_up(edges * sizeof(uint32_t)),
+            .value = round_up(edges * real_bytes), .rows = round_up(tokens * BLOCK_ROW_BYTES)};
+    return sizes->ptr + sizes->index + sizes->value + sizes->rows + sizes->sums + sizes->columns;
 }
 
 /* Backward keeps one partial sum of grad_w and grad_b a graph. */
 static size_t partial_bytes(const struct ts_gine *g, size_t real_bytes)
 {
-    return round_up(2 * g->num_graphs * g->dim * real_bytes);
+    return round_up((g->num_channels + 1) * g->num_graphs * g->dim * real_bytes);
 }
 
 size_t ts_gine_workspace(const struct ts_gine *g, size_t real_bytes, int backward)

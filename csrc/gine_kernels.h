@@ -12,6 +12,16 @@ struct NAME(graph) {
     const REAL *value;
 };
 
+/* One graph with several channels, and room for the edges of one of its rows: those of target i
+ * are (index[e], i) with the weights value[c * S + e]. */
+struct NAME(rows) {
+    const struct ts_gine *g;
+    size_t S, first_row, first_weight;
+    double *sum, *one; /* S */
+    uint32_t *index;
+    REAL *value;
+};
+
 /* The best that the processor has is chosen at run time. */
 #if defined(__x86_64__)
 #define TARGET TARGET_V4
@@ -119,23 +129,35 @@ static void NAME(range)(void *context, size_t begin, size_t end)
     size_t *ptr = (size_t *)memory;
     uint32_t *index = (uint32_t *)(memory += job->sizes.ptr);
     REAL *value = (REAL *)(memory += job->sizes.index), *block = (REAL *)(memory += job->sizes.value);
+    double *sum = (double *)(memory += job->sizes.rows);
+    REAL *columns = (REAL *)(memory += job->sizes.sums);
     int level = simd_level(g->simd);
     for (size_t k = begin; k < end; k++) {
         size_t first_row = (size_t)(g->node_ptr[k] - g->node_ptr[0]), D = g->dim;
-        size_t S = (size_t)(g->node_ptr[k + 1] - g->node_ptr[k]);
+        size_t S = (size_t)(g->node_ptr[k + 1] - g->node_ptr[k]), C = g->num_channels;
+        REAL *out = job->out ? job->out + first_row * D : NULL;
+        REAL *grad_x = job->grad_x ? job->grad_x + first_row * D : NULL;
+        REAL *partial = out ? NULL : job->partial + k * (C + 1) * D;
+        const REAL *grad_out = out ? NULL : job->grad_out + first_row * D;
+        if (C > 1) {
+            struct NAME(rows) rows = {g, S, first_row, (size_t)g->weight_ptr[k], sum, sum + S, index, value};
+            if (out)
+                PICK(level, forward_many, (&rows, job->w, job->b, block, columns, out));
+            else
+                PICK(level, backward_many,
+                     (&rows, job->w, job->b, block, columns, grad_out, grad_x, partial, partial + C * D));
+            continue;
+        }
         /* The block of columns is not in use yet: it has room for a row of weights. */
-        if (NAME(group_edges)(g, k, job->out == NULL, (double *)block, ptr, index, value) != 0) {
+        if (NAME(group_edges)(g, k, out == NULL, (double *)block, ptr, index, value) != 0) {
             __atomic_store_n(&job->status, TS_ERR_BOUNDS, __ATOMIC_RELAXED);
             break;
         }
         struct NAME(graph) graph = {g, S, first_row, ptr, index, value};
-        if (job->out != NULL) {
-            PICK(level, forward, (&graph, job->w, job->b, block, job->out + first_row * D));
-        } else {
-            REAL *partial = job->partial + k * 2 * D;
-            PICK(level, backward, (&graph, job->w, job->b, block, job->grad_out + first_row * D,
-                 job->grad_x ? job->grad_x + first_row * D : NULL, partial, partial + D));
-        }
+        if (out)
+            PICK(level, forward, (&graph, job->w, job->b, block, out));
+        else
+            PICK(level, backward, (&graph, job->w, job->b, block, grad_out, grad_x, partial, partial + D));
     }
     __atomic_store_n(&job->busy[slot], 0, __ATOMIC_RELEASE);
 }
@@ -168,13 +190,16 @@ int NAME(ts_gine_backward)(const struct ts_gine *g, const REAL *w, const REAL *b
 {
     struct NAME(job) job = {.g = g, .w = w, .b = b, .grad_out = grad_out, .grad_x = grad_x};
     int ret = NAME(run)(&job, workspace);
-    memset(grad_w, 0, g->dim * sizeof *grad_w);
+    size_t num_w = g->num_channels * g->dim;
+    memset(grad_w, 0, num_w * sizeof *grad_w);
     memset(grad_b, 0, g->dim * sizeof *grad_b);
-    for (size_t k = 0; ret == TS_OK && k < g->num_graphs; k++)
-        for (size_t c = 0; c < g->dim; c++) {
-            grad_w[c] += job.partial[k * 2 * g->dim + c];
-            grad_b[c] += job.partial[k * 2 * g->dim + g->dim + c];
-        }
+    for (size_t k = 0; ret == TS_OK && k < g->num_graphs; k++) {
+        const REAL *partial = job.partial + k * (num_w + g->dim);
+        for (size_t c = 0; c < num_w; c++)
+            grad_w[c] += partial[c];
+        for (size_t c = 0; c < g->dim; c++)
+            grad_b[c] += partial[num_w + c];
+    }
     return ret;
 }
 

@@ -13,17 +13,7 @@ from pathlib import Path
 from tracestore.console import Output, Parser, Progress, leave, parse_size, positive, run
 from tracestore.errors import RankLostError, UsageError
 from tracestore.store.fsio import translated_errors
-
-
-def fraction(text: str) -> float:
-    """A number above 0 and at most 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected a fraction above 0 and at most 1")
-    return value
+from tracestore.train.flags import add_flags, model_sizes, step_options
 
 
 def seed(text: str) -> int:
@@ -77,33 +67,19 @@ def make_parser() -> Parser:
     add = parser.add_argument
     add("--store", required=True, type=Path)
     add("--output-dir", type=Path, default=Path("results"))
+    add_flags(parser)
     add("--epochs", type=positive, default=50)
-    add("--batch-size", type=positive, default=16)
     for flag, name in (("lstm", "lstm_solo"), ("gnn-det", "gnn_det_lstm"), ("gvae", "gvae_lstm")):
         add(f"--run-{flag}", action=argparse.BooleanOptionalAction, default=True, help=f"train {name}")
     add("--probe", action=argparse.BooleanOptionalAction, default=True, help="logistic probe beside the models")
     add("--accumulate", type=positive, default=1, metavar="N", help="batches a step: as one batch of N times the size")
-    add("--precision", choices=("float32", "bf16", "fp16"), default="float32", help="fp16: on a GPU only")
-    add("--activation-checkpointing", action="store_true", help="less memory: compute activations again in backward")
-    add("--max-cache-batches", type=positive, default=2, help="decoded batches kept of a compressed store")
     add(
         "--memory-budget", type=parse_size, metavar="SIZE", help="what training may take above the libraries, e.g. 8GiB"
     )
     add("--score-threshold", type=float, default=0.5, help="label 1 (hallucination) where score < this")
-    add("--attention-threshold", type=float, default=0.0, help="edges are pairs with attention above this")
-    add("--top-k", type=fraction, metavar="FRACTION", help="instead: this fraction of each layer's pairs")
     add("--lr", type=float, default=0.001)
-    add("--gnn-hidden", type=positive, default=128)
-    add("--latent-dim", type=positive, default=128)
-    add("--lstm-hidden", type=positive, default=128)
-    add("--num-lstm-layers", type=positive, default=2)
-    add("--dropout", type=float, default=0.3)
-    add("--kl-weight", type=float, default=0.01)
-    add("--standardize", action="store_true", help="per layer and column, statistics of training traces")
-    add("--message-passing", choices=("fused", "pyg"), default="fused", help="pyg is the slow reference")
     add("--seed", type=seed, default=42)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--num-threads", type=positive, metavar="N", help="threads of torch and of the loader")
     add("--num-workers", type=workers, default=0, metavar="auto|N", help="0: threads (default); N: DataLoader workers")
     add("--shuffle", choices=("global", "buffer", "block", "none"), default="global")
     add("--shuffle-buffer", type=positive, default=1000, metavar="TRACES")
@@ -164,45 +140,26 @@ def command(args: argparse.Namespace) -> int:
     output = Output(args.json)
     config = TrainConfig(
         epochs=args.epochs,
-        batch_size=args.batch_size,
         lr=args.lr,
         seed=args.seed,
         device=device,
         accumulate=args.accumulate,
-        precision=args.precision,
-        activation_checkpointing=args.activation_checkpointing,
         shuffle=args.shuffle,
         shuffle_buffer=args.shuffle_buffer,
         score_threshold=args.score_threshold,
-        attention_threshold=args.attention_threshold,
-        top_k=args.top_k,
-        max_cache_batches=args.max_cache_batches,
         num_workers=args.num_workers,
-        loader_threads=args.num_threads or 2,
+        **step_options(args),
         checkpoint_every_s=args.checkpoint_every,
         tensorboard=args.tensorboard,
         resume=args.resume,
     )
-    sizes = {
-        name: getattr(args, name)
-        for name in (
-            "gnn_hidden",
-            "latent_dim",
-            "lstm_hidden",
-            "num_lstm_layers",
-            "dropout",
-            "kl_weight",
-            "message_passing",
-            "standardize",
-        )
-    }
     with translated_errors(args.output_dir), Ranks.connect(device) as ranks:
         results = run_training(
             args.store,
             args.output_dir,
             names,
             config,
-            sizes,
+            model_sizes(args),
             memory_budget=args.memory_budget,
             with_probe=args.probe,
             num_folds=args.folds,

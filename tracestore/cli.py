@@ -9,13 +9,14 @@ from typing import Any
 
 import tracestore
 from tracestore import convert
-from tracestore.console import Output, Parser, Progress, format_size, parse_size, positive, run
+from tracestore.console import Output, Parser, Progress, format_size, parse_size, run
 from tracestore.errors import UsageError
 from tracestore.ingest.scores import read_scores
 from tracestore.store.lint import lint_store
 from tracestore.store.manifest import generations
 from tracestore.store.verify import repair_store, verify_store
 from tracestore.store.writer import StoreWriter
+from tracestore.train.flags import add_flags, model_sizes, step_options
 
 
 def _info(args: argparse.Namespace, output: Output) -> int:
@@ -129,24 +130,20 @@ def _score(args: argparse.Namespace, output: Output) -> int:
 def _plan(args: argparse.Namespace, output: Output) -> int:
     # Imported here: the other commands start without torch.
     import tracestore.train.run  # what training imports, so that its libraries are counted
+    from tracestore.train.config import TrainConfig
     from tracestore.train.memory import memory_use
     from tracestore.train.models import MODEL_NAMES
-    from tracestore.train.plan import PlanOptions, plan_training
+    from tracestore.train.plan import plan_training
 
     if args.model is not None and args.model not in MODEL_NAMES:
         raise UsageError(f"found --model {args.model}, expected one of {', '.join(MODEL_NAMES)}")
-    sizes = {name: getattr(args, name) for name in ("gnn_hidden", "latent_dim", "lstm_hidden", "message_passing")}
-    options = PlanOptions(
-        args.batch_size,
-        attention_threshold=args.attention_threshold,
-        top_k=args.top_k,
-        num_threads=args.num_threads,
-        sizes=sizes,
-    )
+    if args.precision == "fp16":
+        raise UsageError("found --precision fp16, which needs a GPU; plan measures on the CPU")
+    config, sizes = TrainConfig(**step_options(args)), model_sizes(args)
     start, plans = memory_use(), []
     with tracestore.open(args.store) as store:
         for name in [args.model] if args.model else MODEL_NAMES:
-            plan = plan_training(name, store, options, start=start)
+            plan = plan_training(name, store, config, sizes, start=start, num_threads=args.num_threads)
             plans.append(plan.as_json(args.memory))
             if not args.json:
                 output.say(_plan_lines(plans[-1]))
@@ -200,13 +197,7 @@ def make_parser() -> Parser:
     )
     plan.add_argument("--model", metavar="NAME", help="lstm_solo, gnn_det_lstm or gvae_lstm (all three)")
     plan.add_argument("--memory", type=parse_size, metavar="SIZE", help="what the process may take, e.g. 8GiB")
-    plan.add_argument("--batch-size", type=positive, default=16)
-    for flag in ("--gnn-hidden", "--latent-dim", "--lstm-hidden"):
-        plan.add_argument(flag, type=positive, default=128)
-    plan.add_argument("--message-passing", choices=("fused", "pyg"), default="fused")
-    plan.add_argument("--attention-threshold", type=float, default=0.0)
-    plan.add_argument("--top-k", type=float, metavar="FRACTION")
-    plan.add_argument("--num-threads", type=positive, metavar="N", help="threads of torch and of the loader")
+    add_flags(plan)
     plan.set_defaults(function=_plan)
     for command in (info, verify, lint, score, plan):
         command.add_argument("store", metavar="STORE")

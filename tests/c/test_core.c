@@ -651,8 +651,8 @@ static void test_gine(void)
                 }
         edges[g + 1] = (int64_t)E;
     }
-    struct ts_gine dense = {G, N, D, A, nodes, weights, a, TS_F32, 0, NULL, NULL, x, TS_F32, 2, 0};
-    struct ts_gine sparse = {G, N, D, E, nodes, edges, kept, TS_F32, 0, source, target, x, TS_F32, 3, 0};
+    struct ts_gine dense = {G, N, D, A, 1, nodes, weights, a, TS_F32, 0, NULL, NULL, x, TS_F32, 2, 0};
+    struct ts_gine sparse = {G, N, D, E, 1, nodes, edges, kept, TS_F32, 0, source, target, x, TS_F32, 3, 0};
     enum { FORMS = 4 };
     float *out[FORMS], *gx[FORMS], gw[FORMS][D], gb[FORMS][D];
     for (int k = 0; k < FORMS; k++) {
@@ -693,6 +693,40 @@ static void test_gine(void)
         for (int d = 0; d < D; d++)
             assert(fabsf(gw[0][d] - gw[k][d]) < 1e-4f && fabsf(gb[0][d] - gb[k][d]) < 1e-4f);
     }
+    /* As three channels with the same weights, and w in three parts: the sums of the dense form. */
+    enum { C = 3 };
+    float *thrice = malloc(C * A * 4), parts[C * D], grad_w[C * D], grad_b[D];
+    int64_t at[G + 1];
+    for (int g = 0; g <= G; g++)
+        at[g] = C * weights[g];
+    for (int g = 0; g < G; g++)
+        for (int c = 0; c < C; c++)
+            memcpy(thrice + at[g] + c * (weights[g + 1] - weights[g]), a + weights[g],
+                   (size_t)(weights[g + 1] - weights[g]) * 4);
+    for (int d = 0; d < D; d++) {
+        parts[d] = 2 * w[d];
+        parts[D + d] = w[d] / 2;
+        parts[2 * D + d] = -1.5f * w[d];
+    }
+    for (int simd = 2; simd <= 4; simd++) {
+        struct ts_gine many = {G, N, D, C * A, C, nodes, at, thrice, TS_F32, 0, NULL, NULL, x, TS_F32, 2, simd};
+        void *room = malloc(ts_gine_workspace(&many, 4, 1));
+        assert(ts_gine_check(&many) == TS_OK);
+        assert(ts_gine_forward_f32(&many, parts, b, out[1], room) == TS_OK);
+        assert(ts_gine_backward_f32(&many, parts, b, x, gx[1], grad_w, grad_b, room) == TS_OK);
+        assert(ts_gine_backward_f32(&many, parts, b, x, NULL, grad_w, grad_b, room) == TS_OK);
+        for (size_t i = 0; i < N * D; i++)
+            assert(fabsf(out[0][i] - out[1][i]) < 1e-5f && fabsf(gx[0][i] - gx[1][i]) < 1e-5f);
+        for (int d = 0; d < C * D; d++)
+            assert(fabsf(gw[0][d % D] - grad_w[d]) < 1e-4f && fabsf(gb[0][d % D] - grad_b[d % D]) < 1e-4f);
+        free(room);
+        many.num_weights--;
+        assert(ts_gine_check(&many) == TS_ERR_BOUNDS);
+        many.num_weights++;
+        many.source = many.target = nodes;
+        assert(ts_gine_check(&many) == TS_ERR_BOUNDS);
+    }
+    free(thrice);
     for (int k = 0; k < FORMS; k++) {
         free(out[k]);
         free(gx[k]);

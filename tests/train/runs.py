@@ -18,9 +18,9 @@ ONLY = {
 TIMES = ("seconds_per_epoch", "traces_per_s", "data_wait_share")
 
 
-def write_labelled(path):
+def write_labelled(path, attention="mean"):
     """60 traces whose hidden states tell the label, 4 more without a score."""
-    with tracestore.create(path) as writer:
+    with tracestore.create(path, attention=attention) as writer:
         for k in range(64):
             trace = make_trace(k, tokens=2 + k % 4, layers=3, dim=8)
             if k % 2:

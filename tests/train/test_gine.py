@@ -1,5 +1,7 @@
 """The GINE operators against plain indexing in float64, and what PyTorch asks of an operator."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -26,9 +28,21 @@ def triangles(dim, dtype=torch.float64, sizes=SIZES, threshold=0.0, missing=0.0)
     return GraphInputs(x, pointers(sizes), weight.to(dtype), pointers(pairs), 1, threshold=threshold)
 
 
+def heads(dim, dtype=torch.float64, edge_dim=3, sizes=SIZES, threshold=0.0):
+    """Random graphs with the triangles of some heads, a few weights NaN in one of them."""
+    one = triangles(dim, dtype, sizes, threshold, missing=0.1)
+    torch.manual_seed(3)
+    parts = []
+    for g in range(len(sizes)):
+        pairs = slice(int(one.weight_ptr[g]), int(one.weight_ptr[g + 1]))
+        parts += [one.weight[pairs], *(torch.rand_like(one.weight[pairs]) for _ in range(edge_dim - 1))]
+    return replace(one, weight=torch.cat(parts), weight_ptr=one.weight_ptr * edge_dim, edge_dim=edge_dim)
+
+
 def shuffled_lists(inputs):
     """The same edges as lists, those of each graph in random order."""
     edge_index, weight = inputs.coo()
+    weight = weight[:, 0]
     graph = torch.bucketize(edge_index[0], inputs.node_ptr[1:], right=True)
     order = torch.argsort(graph * 100 + torch.randint(100, graph.shape))
     counts = torch.bincount(graph, minlength=len(inputs.node_ptr) - 1).tolist()
@@ -38,13 +52,15 @@ def shuffled_lists(inputs):
 def plain(x, w, b, edge_index, weight):
     """The formula, edge by edge."""
     source, target = edge_index
-    messages = (x[source] + weight.to(x.dtype)[:, None] * w + b).relu()
+    messages = (x[source] + weight.to(x.dtype) @ w + b).relu()
     return x.index_add(0, target, messages)
 
 
-def parameters(dim, dtype=torch.float64):
+def parameters(inputs, dtype=torch.float64):
+    """w and b."""
     torch.manual_seed(1)
-    return [torch.randn(dim, dtype=torch.float64).to(dtype).requires_grad_() for _ in range(2)]
+    shapes = ((inputs.edge_dim, inputs.x.shape[1]), (inputs.x.shape[1],))
+    return [torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
 
 
 FORMS = {
@@ -54,7 +70,10 @@ FORMS = {
     "square": lambda dim, dtype=torch.float64: square(dim, dtype),
     "no edges": lambda dim, dtype=torch.float64: triangles(dim, dtype, threshold=2.0),
     "no lists": lambda dim, dtype=torch.float64: shuffled_lists(triangles(dim, dtype, threshold=2.0)),
+    "heads": lambda dim, dtype=torch.float64: heads(dim, dtype, threshold=0.4),
+    "all heads' edges": lambda dim, dtype=torch.float64: heads(dim, dtype, 12, threshold=-torch.inf),
     "one token": lambda dim, dtype=torch.float64: triangles(dim, dtype, sizes=(1,)),
+    "one token, heads": lambda dim, dtype=torch.float64: heads(dim, dtype, 2, sizes=(1,)),
 }
 
 
@@ -70,7 +89,7 @@ def square(dim, dtype):
 @pytest.mark.parametrize("form", FORMS)
 def test_values_and_gradients(form, dim):
     inputs = FORMS[form](dim)
-    w, b = parameters(dim)
+    w, b = parameters(inputs)
     x = inputs.x.requires_grad_()
     cotangent = torch.randn_like(x)
     found = gine_aggregate(x, w, b, *inputs.edges())
@@ -85,20 +104,12 @@ def test_values_and_gradients(form, dim):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("form", ["triangles", "lists"])
+@pytest.mark.parametrize("form", ["triangles", "lists", "heads"])
 def test_narrow_inputs_are_read_as_they_are(form, dtype):
     """As if converted before, bit for bit, with sums in float32."""
     inputs = FORMS[form](70, dtype)
-    w, b = parameters(70, torch.float32)
-    wide = GraphInputs(
-        inputs.x.float(),
-        inputs.node_ptr,
-        inputs.weight.float(),
-        inputs.weight_ptr,
-        1,
-        inputs.edge_index,
-        inputs.threshold,
-    )
+    w, b = parameters(inputs, torch.float32)
+    wide = replace(inputs, x=inputs.x.float(), weight=inputs.weight.float())
     results = []
     for graphs in (inputs, wide):
         x = graphs.x.requires_grad_()
@@ -115,14 +126,14 @@ def test_threshold_is_compared_exactly():
     weight = torch.tensor([0.1], dtype=torch.float32)
     inputs = GraphInputs(torch.ones(1, 1), pointers([1]), weight, pointers([1]), 1, threshold=0.1)
     assert float(weight.double()) > 0.1
-    out = gine_aggregate(inputs.x, torch.ones(1), torch.zeros(1), *inputs.edges())
+    out = gine_aggregate(inputs.x, torch.ones(1, 1), torch.zeros(1), *inputs.edges())
     assert float(out) > 2 and inputs.coo()[0].shape[1] == 1
 
 
-@pytest.mark.parametrize("form", ["triangles", "lists"])
+@pytest.mark.parametrize("form", ["triangles", "lists", "heads"])
 def test_gradcheck(form):
     inputs = FORMS[form](3)
-    w, b = parameters(3)
+    w, b = parameters(inputs)
     matrix = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(4, dtype=torch.float64, requires_grad=True)
     x = inputs.x.requires_grad_()
@@ -134,11 +145,11 @@ def test_gradcheck(form):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-@pytest.mark.parametrize("form", ["triangles", "lists"])
+@pytest.mark.parametrize("form", ["triangles", "lists", "heads"])
 def test_opcheck(form, dtype):
     inputs = FORMS[form](5, dtype)
     kind = torch.float64 if dtype == torch.float64 else torch.float32
-    w, b = parameters(5, kind)
+    w, b = parameters(inputs, kind)
     x = inputs.x if dtype == torch.float16 else inputs.x.requires_grad_()
     matrix, bias = torch.randn(4, 5, dtype=kind, requires_grad=True), torch.randn(4, dtype=kind, requires_grad=True)
     torch.library.opcheck(gine_aggregate, (x, w, b, *inputs.edges()))
@@ -151,11 +162,11 @@ def test_opcheck(form, dtype):
         torch.library.opcheck(gine_op.gine_linear_backward, arguments)
 
 
-@pytest.mark.parametrize("form", ["triangles", "lists", "one token", "no lists"])
+@pytest.mark.parametrize("form", ["triangles", "lists", "heads", "one token", "no lists"])
 def test_linear_in_chunks_of_graphs(form, monkeypatch):
     """The product equals the aggregate's, whole or graph by graph."""
     inputs = FORMS[form](20)
-    w, b = parameters(20)
+    w, b = parameters(inputs)
     first = nn.Linear(20, 6).double()
     x = inputs.x.requires_grad_()
     leaves = (x, w, b, first.weight, first.bias)
@@ -181,10 +192,10 @@ def test_chunks_cover_the_graphs_once():
         assert all(rows.stop - rows.start <= limit or p.stop - p.start == 2 for rows, p in chunks)
 
 
-@pytest.mark.parametrize("form", ["triangles", "lists"])
+@pytest.mark.parametrize("form", ["triangles", "lists", "heads"])
 def test_bitwise_the_same_for_any_number_of_threads(form):
     inputs = FORMS[form](70, torch.float32)
-    w, b = parameters(70, torch.float32)
+    w, b = parameters(inputs, torch.float32)
     x = inputs.x.requires_grad_()
     results = []
     before = torch.get_num_threads()
@@ -223,6 +234,9 @@ def _changed(tensor, at, value):
         ("triangles", lambda n, a, p, s, t, _: {"weight": a[:-1]}),
         ("triangles", lambda n, a, p, s, t, _: {"weight": a.long()}),
         ("triangles", lambda n, a, p, s, t, _: {"source": n}),
+        ("heads", lambda n, a, p, s, t, _: {"weight": a[:-1]}),
+        ("heads", lambda n, a, p, s, t, _: {"weight_ptr": p // 3}),
+        ("heads", lambda n, a, p, s, t, _: {"source": n.new_zeros(len(a)), "target": n.new_zeros(len(a))}),
         ("lists", lambda n, a, p, s, t, _: {"source": s[:-1]}),
         ("lists", lambda n, a, p, s, t, _: {"source": _changed(s, 3, 10**6)}),
         ("lists", lambda n, a, p, s, t, _: {"target": _changed(t, 3, -1)}),
@@ -232,7 +246,7 @@ def _changed(tensor, at, value):
 )
 def test_what_leads_outside_is_refused(form, change):
     inputs = FORMS[form](6)
-    w, b = (p.detach() for p in parameters(6))
+    w, b = (p.detach() for p in parameters(inputs))
     edges = _with(inputs.edges(), **change(*inputs.edges()))
     with pytest.raises(ValueError):
         gine_aggregate(inputs.x, w, b, *edges)
@@ -242,8 +256,15 @@ def test_what_leads_outside_is_refused(form, change):
 
 def test_shapes_that_do_not_fit_are_refused():
     inputs = FORMS["triangles"](6)
-    w, b = (p.detach() for p in parameters(6))
-    for x, left, right in ((inputs.x[:, :5], w, b), (inputs.x, w[:5], b), (inputs.x[:-1], w, b), (inputs.x[0], w, b)):
+    w, b = (p.detach() for p in parameters(inputs))
+    for x, left, right in (
+        (inputs.x[:, :5], w, b),
+        (inputs.x, w[:, :5], b),
+        (inputs.x, w[0], b),
+        (inputs.x, w[:0], b),
+        (inputs.x[:-1], w, b),
+        (inputs.x[0], w, b),
+    ):
         with pytest.raises(ValueError):
             gine_aggregate(x, left, right, *inputs.edges())
 

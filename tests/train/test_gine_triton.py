@@ -44,7 +44,7 @@ def run(kernels, inputs, w, b, cotangent, need_x=True):
 def test_interpreted_equals_the_c_core(kernels, form, dtype):
     inputs = FORMS[form](5, dtype)
     sums = torch.float64 if dtype == torch.float64 else torch.float32
-    w, b = (p.detach() for p in parameters(5, sums))
+    w, b = (p.detach() for p in parameters(inputs, sums))
     cotangent = torch.randn(inputs.x.shape, dtype=sums)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     for need_x in (True, False):
@@ -58,14 +58,14 @@ def test_interpreted_threshold_is_compared_exactly(kernels):
     ptr = torch.tensor([0, 1])
     inputs = GraphInputs(torch.ones(1, 1), ptr, torch.tensor([0.1]), ptr, 1, threshold=0.1)
     out = torch.empty(1, 1)
-    kernels.aggregate(out, inputs.x, torch.ones(1), torch.zeros(1), inputs.edges())
+    kernels.aggregate(out, inputs.x, torch.ones(1, 1), torch.zeros(1), inputs.edges())
     assert float(out) > 2
 
 
 @pytest.mark.parametrize("form", ["triangles", "lists"])
 def test_interpreted_refuses_what_leads_outside(kernels, form):
     inputs = FORMS[form](4)
-    w, b = (p.detach() for p in parameters(4))
+    w, b = (p.detach() for p in parameters(inputs))
     out = torch.empty_like(inputs.x)
     node_ptr, weight, weight_ptr, source, target, threshold = inputs.edges()
     bad = [(node_ptr - 1, weight, weight_ptr), (node_ptr, weight, weight_ptr + 1), (node_ptr[:-1], weight, weight_ptr)]
@@ -79,8 +79,8 @@ def test_interpreted_refuses_what_leads_outside(kernels, form):
                 kernels.aggregate(out, inputs.x, w, b, (node_ptr, weight, weight_ptr, *ends, threshold))
 
 
-@pytest.mark.parametrize("lists", [False, True])
-def test_compiles_for_a_gpu(lists, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("lists", "channels"), [(False, 1), (False, 16), (True, 1)])
+def test_compiles_for_a_gpu(lists, channels, tmp_path, monkeypatch):
     """To the machine code of a Hopper GPU, which needs none."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -89,9 +89,9 @@ def test_compiles_for_a_gpu(lists, tmp_path, monkeypatch):
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     types = dict.fromkeys(("out", "w", "b", "grad_out", "grad_x", "partial_w", "partial_b"), "*fp32")
-    types |= dict.fromkeys(("begin", "count", "first"), "*i64") | {"x": "*fp16", "weight": "*fp16"}
-    types |= {"other": "*i64" if lists else "*fp16", "threshold": "*fp64", "N": "i32", "D": "i32"}
-    constants = {"LISTS": lists, "BLOCK": 128}
+    types |= dict.fromkeys(("begin", "count", "first", "stride"), "*i64") | {"x": "*fp16", "weight": "*fp16"}
+    types |= {"other": "*i64" if lists else "*fp16", "threshold": "*fp64", "N": "i32", "D": "i32", "C": "i32"}
+    constants = {"LISTS": lists, "CHANNELS": channels, "BLOCK": 128}
     for kernel, more in ((gine_triton._forward, {}), (gine_triton._backward, {"NEED_X": True, "ROWS": 16})):
         fixed = constants | more
         signature = {n: "constexpr" if n in fixed else types[n] for n in kernel.arg_names}
@@ -108,7 +108,7 @@ def test_gpu_equals_the_formula(form, dtype):
     host = FORMS[form](150, dtype)
     inputs = host.to("cuda")
     sums = torch.float64 if dtype == torch.float64 else torch.float32
-    w, b = (p.detach().cuda().requires_grad_() for p in parameters(150, sums))
+    w, b = (p.detach().cuda().requires_grad_() for p in parameters(inputs, sums))
     matrix = torch.randn(7, 150, dtype=sums, device="cuda", requires_grad=True)
     bias = torch.randn(7, dtype=sums, device="cuda", requires_grad=True)
     x = inputs.x.to(sums).requires_grad_()
@@ -127,7 +127,7 @@ def test_gpu_equals_the_formula(form, dtype):
 @gpu
 def test_gpu_opcheck():
     inputs = FORMS["triangles"](5, torch.float32).to("cuda")
-    w, b = (p.detach().cuda().requires_grad_() for p in parameters(5, torch.float32))
+    w, b = (p.detach().cuda().requires_grad_() for p in parameters(inputs, torch.float32))
     x = inputs.x.requires_grad_()
     torch.library.opcheck(gine_aggregate, (x, w, b, *inputs.edges()))
     arguments = (x, w, b, torch.randn(4, 5, device="cuda"), torch.randn(4, device="cuda"), *inputs.edges())

@@ -11,22 +11,24 @@ from torch_geometric.nn import GINEConv, global_mean_pool
 import tracestore
 from tests.helpers import make_graphs, make_trace
 from tracestore.data.loader import TraceLoader
+from tracestore.errors import UsageError
 from tracestore.train.graph_inputs import GraphInputs
 from tracestore.train.models import ModelConfig, detector_loss, make_model
 
 LAYERS, DIM = 4, 24
 
 
-@pytest.fixture(params=["causal", "square"])
+@pytest.fixture(params=["causal", "heads", "square"])
 def loader_of(request, tmp_path):
-    """threshold -> a batch, of triangles or, for square attention, of edge lists."""
-    with tracestore.create(tmp_path / "m.zarr") as writer:
+    """threshold -> a batch, of triangles, also every head's, or for square attention of edge lists."""
+    attention = "heads" if request.param == "heads" else "mean"
+    with tracestore.create(tmp_path / "m.zarr", attention=attention) as writer:
         for k in range(7):
-            causal = request.param == "causal"
+            causal = request.param != "square"
             writer.append(
                 make_trace(k, tokens=1 + 3 * k % 11, layers=LAYERS, dim=DIM, heads=3, causal=causal), score=k % 2
             )
-    edges = "packed" if request.param == "causal" else "coo"
+    edges = {"causal": "packed", "heads": "heads", "square": "coo"}[request.param]
     return lambda threshold=0.0: next(
         iter(TraceLoader(tmp_path / "m.zarr", "graph", batch_size=7, edges=edges, attention_threshold=threshold))
     )
@@ -49,7 +51,7 @@ class Reference(nn.Module):
             source = mine.conv
             width = source.nn[0].in_features
             mlp = nn.Sequential(nn.Linear(width, 16), nn.ReLU(), nn.Linear(16, 16))
-            conv = GINEConv(mlp, edge_dim=1).to(dtype)
+            conv = GINEConv(mlp, edge_dim=source.lin.weight.shape[1]).to(dtype)
             conv.load_state_dict(source.state_dict())
             self.convs.append(conv)
         self.lstm = model.reader.lstm
@@ -85,7 +87,7 @@ def layer_batches(batch, inputs, dtype):
             Data(
                 x=batch.x[batch.ptr[g] : batch.ptr[g + 1]].to(dtype),
                 edge_index=edge_index[:, mine] - batch.ptr[g],
-                edge_attr=weight[mine].to(dtype).unsqueeze(1),
+                edge_attr=weight[mine].to(dtype),
             )
         )
     return [Batch.from_data_list(graphs[layer::LAYERS]) for layer in range(LAYERS)]
@@ -97,9 +99,10 @@ def layer_batches(batch, inputs, dtype):
 def test_equal_to_pyg(loader_of, name, dtype, threshold):
     batch = loader_of(threshold)
     torch.manual_seed(0)
-    model = make_model(name, config()).to(dtype)
-    model.encoder.dropout.p = 0.0
     inputs = GraphInputs.from_batch(batch, threshold)
+    features = {"edge_features": "heads", "num_heads": inputs.edge_dim} if inputs.edge_dim > 1 else {}
+    model = make_model(name, config(**features)).to(dtype)
+    model.encoder.dropout.p = 0.0
     reference = Reference(name, model, dtype)
     eps = torch.randn(7, LAYERS, 12, dtype=dtype)
     arguments = (eps,) if name == "gvae_lstm" else ()
@@ -229,6 +232,75 @@ def test_top_k_and_micro_batches(tmp_path, edges):
     whole = model(inputs).logits
     pieces = [model(inputs.traces(a, b)).logits for a, b in ((0, 1), (1, 4), (4, 6))]
     assert torch.allclose(whole, torch.cat(pieces), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("codec", ["none", "blosc-zstd"])
+def test_heads_and_micro_batches(tmp_path, codec):
+    """Triangles of every head as they are stored; pairs whose mean is not above the threshold are no edges."""
+    with tracestore.create(tmp_path / "m.zarr", attention="heads", codec=codec) as writer:
+        for k in range(6):
+            writer.append(make_trace(k, tokens=1 + 2 * k, layers=LAYERS, dim=DIM, heads=3))
+    loader = TraceLoader(tmp_path / "m.zarr", "graph", batch_size=6, shuffle="none", edges="heads")
+    batch = next(iter(loader))
+    inputs = GraphInputs.from_batch(batch, 0.3)
+    with tracestore.open(tmp_path / "m.zarr") as store:
+        stored = [np.asarray(store[k].attention_packed).reshape(-1) for k in range(6)]
+        dense = np.asarray(store[5].attention)
+    assert np.array_equal(inputs.weight.numpy(), np.concatenate(stored)) and inputs.edge_dim == 3
+    (source, target), weight = inputs.coo()
+    last = (source >= int(inputs.node_ptr[-2])) & (target >= int(inputs.node_ptr[-2]))
+    mean = dense[-1].astype("f8").mean(0)
+    expected = [(j, i) for i in range(11) for j in range(i + 1) if mean[i, j] > 0.3]
+    found = (torch.stack([source, target]).T[last] - inputs.node_ptr[-2]).tolist()
+    assert [tuple(pair) for pair in found] == expected
+    assert torch.equal(weight[last], torch.from_numpy(np.stack([dense[-1][:, i, j] for j, i in expected])))
+    model = make_model("gnn_det_lstm", config(edge_features="heads", num_heads=3)).eval()
+    whole = model(inputs).logits
+    pieces = [model(inputs.traces(a, b)).logits for a, b in ((0, 1), (1, 4), (4, 6))]
+    assert torch.allclose(whole, torch.cat(pieces), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("standardize", [False, True])
+@pytest.mark.parametrize("form", ["packed", "heads", "coo"])
+def test_chosen_layers_are_those_of_a_smaller_store(tmp_path, form, standardize):
+    """A detector of layers 1 and 3 gives what one of all layers gives on a store of these two."""
+    features = {"edge_features": "heads", "num_heads": 2} if form == "heads" else {}
+    outputs = []
+    for name, layers, chosen in (("all", range(LAYERS), (1, 3)), ("two", (1, 3), None)):
+        with tracestore.create(tmp_path / name, attention="heads" if form == "heads" else "mean") as writer:
+            for k in range(5):
+                trace = make_trace(k, tokens=1 + 2 * k, layers=LAYERS, dim=DIM, heads=2)
+                writer.append(trace | {n: [trace[n][j] for j in layers] for n in ("hidden_states", "attentions")})
+        batches = {
+            view: next(iter(TraceLoader(tmp_path / name, view, batch_size=5, shuffle="none", edges=form)))
+            for view in ("graph", "sequence")
+        }
+        sizes = {"dropout": 0.0, "gnn_hidden": 16, "lstm_hidden": 10, "standardize": standardize} | features
+        for detector, inputs in (
+            ("gnn_det_lstm", GraphInputs.from_batch(batches["graph"], 0.2)),
+            ("lstm_solo", batches["sequence"].sequences),
+        ):
+            torch.manual_seed(0)
+            model = make_model(detector, ModelConfig(len(layers), DIM, layers=chosen, **sizes)).eval()
+            if standardize:
+                standardiser = model.standardiser if detector == "lstm_solo" else model.encoder.standardiser
+                scale = torch.arange(LAYERS)[list(layers)][:, None].expand(-1, DIM)
+                standardiser.mean.copy_(scale)
+                standardiser.std.copy_(scale + 1)
+            outputs.append(model(inputs).logits)
+    assert torch.equal(outputs[0], outputs[2]) and torch.equal(outputs[1], outputs[3])
+
+
+def test_what_a_store_lacks_is_refused(tmp_path):
+    with tracestore.create(tmp_path / "m.zarr") as writer:
+        writer.append(make_trace(0, layers=LAYERS, dim=DIM))
+    store = tracestore.open(tmp_path / "m.zarr")
+    with pytest.raises(UsageError, match="expected 0 to 3"):
+        ModelConfig.of_store(store, layers=(0, 4))
+    with pytest.raises(UsageError, match="--attention heads"):
+        ModelConfig.of_store(store, edge_features="heads")
+    with pytest.raises(UsageError, match="top-k"):
+        TraceLoader(tmp_path / "m.zarr", "graph", batch_size=1, edges="heads", top_k=0.5)
 
 
 def test_lstm_reads_the_layers():

@@ -1,5 +1,6 @@
 """Accumulation, recomputed activations, precision, TensorBoard."""
 
+import csv
 import importlib.util
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from tests.helpers import run_cli
-from tests.train.runs import FAST, ONLY, outcome
+from tests.train.runs import FAST, ONLY, outcome, write_labelled
 from tracestore.errors import UsageError
 from tracestore.train import metrics, models, run
 from tracestore.train.config import TrainConfig
@@ -72,6 +73,34 @@ def test_half_precision_on_the_cpu_is_refused(labelled, tmp_path):
     flags = ["--store", labelled, "--output-dir", tmp_path / "r", *FAST, "--precision", "fp16", "--device", "cpu"]
     done = run_cli("tools/train.py", *flags, check=2)
     assert "bf16" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("options", [["--edge-features", "heads", "--standardize"], ["--layers", "0,2"]])
+def test_heads_and_layers_from_training_to_scores(labelled, tmp_path, options):
+    """Trained, planned, and at work on a store; what has no such weights or layers is refused."""
+    heads = write_labelled(tmp_path / "heads.zarr", "heads")
+    more = [*FAST, *options, "--batch-size", 16]
+    results = tmp_path / "r"
+    run = ["--store", heads, "--output-dir", results, *more, "--epochs", 2, "--no-probe"]
+    run_cli("tools/train.py", *run, check=0)
+    run_cli("tools/train.py", *run, "--resume", check=0)
+    for name in ONLY:
+        scores = tmp_path / f"{name}.csv"
+        run_cli(
+            "tools/score.py", "--checkpoint", results / name / "best.pt", "--store", heads, "--output", scores, check=0
+        )
+        scored = {r["question_id"]: r["hallucination_score"] for r in csv.DictReader(scores.open())}
+        tested = list(csv.DictReader((results / "predictions.csv").open()))
+        assert {r["question_id"]: float(r[name]) for r in tested} == pytest.approx(
+            {r["question_id"]: float(scored[r["question_id"]]) for r in tested}, abs=1e-5
+        )
+    run_cli("-m", "tracestore", "plan", heads, *more, check=0)
+    bad = [*more, "--layers", "0,3"] if "--layers" in options else more
+    for done in (
+        run_cli("tools/train.py", "--store", labelled, "--output-dir", tmp_path / "s", *bad, check=2),
+        run_cli("-m", "tracestore", "plan", labelled, *bad, check=2),
+    ):
+        assert done.stderr.count("\n") == 1 and ("--attention heads" in done.stderr or "expected 0 to 2" in done.stderr)
 
 
 def test_tensorboard_shows_each_step_once_after_kills(driver, labelled, tmp_path):

@@ -9,8 +9,9 @@ import torch
 import tracestore
 from tests.helpers import make_trace, run_cli
 from tracestore.errors import UsageError
+from tracestore.train.config import TrainConfig
 from tracestore.train.memory import memory_use
-from tracestore.train.plan import PlanOptions, TrainingPlan, budget_plan, plan_training
+from tracestore.train.plan import TrainingPlan, budget_plan, plan_training
 
 SMALL = {"gnn_hidden": 8, "latent_dim": 8, "lstm_hidden": 8}
 
@@ -48,6 +49,7 @@ def plan(**changes):
         "fixed_bytes": 1000,
         "trace_bytes": 10.0,
         "largest_batch_factor": 1.5,
+        "seconds_start": 0.25,
         "seconds_fixed": 0.5,
         "seconds_per_trace": 0.1,
         "floor_bytes": 50,
@@ -63,7 +65,7 @@ def test_the_largest_batch_is_the_last_that_fits():
         micro = p.largest_micro_batch(memory, 16)
         assert micro == 16 or micro == 0 or p.peak_bytes(16, micro) <= memory < p.peak_bytes(16, micro + 1)
     assert p.largest_batch(900) == 0
-    assert p.seconds_per_epoch(16) == pytest.approx(7 * 0.5 + 100 * 0.1)
+    assert p.seconds_per_epoch(16) == pytest.approx(0.25 + 7 * 0.5 + 100 * 0.1)
 
 
 def test_planning_leaves_the_random_state_alone(path):
@@ -71,14 +73,14 @@ def test_planning_leaves_the_random_state_alone(path):
     torch.manual_seed(3)
     np.random.seed(3)
     before = torch.get_rng_state(), np.random.get_state()[1].tolist()
-    found = plan_training("gvae_lstm", store, PlanOptions(batch_size=4, num_threads=1, sizes=SMALL))
+    found = plan_training("gvae_lstm", store, TrainConfig(batch_size=4), SMALL)
     assert torch.equal(before[0], torch.get_rng_state()) and before[1] == np.random.get_state()[1].tolist()
     assert found.num_train == 28 and found.largest_batch_factor > 1
 
 
 def test_a_budget_gives_each_detector_its_micro_batch(path):
     store, start = tracestore.open(path), memory_use()
-    options = PlanOptions(batch_size=4, num_threads=1, sizes=SMALL)
-    assert budget_plan(["lstm_solo"], store, options, 8 << 30, start, 20) == {"lstm_solo": None}
+    config = TrainConfig(batch_size=4)
+    assert budget_plan(["lstm_solo"], store, config, SMALL, 8 << 30, start, 20) == {"lstm_solo": None}
     with pytest.raises(UsageError, match="below"):
-        budget_plan(["lstm_solo"], store, options, 1 << 20, start, 20)
+        budget_plan(["lstm_solo"], store, config, SMALL, 1 << 20, start, 20)

@@ -38,6 +38,7 @@ cdef extern from "gather.h" nogil:
         const unsigned char *weights
         size_t num_tokens
         int causal
+        size_t num_heads
         const int32_t *pairs
         int64_t first_node
         int64_t first_edge
@@ -358,13 +359,13 @@ cdef class GraphGather(Job):
     hidden: Copies of the traces' (L, S, D) items. weights: B buffers or Spans of weight_dtype,
     each the L layers' packed triangles (causal) or squares one behind the other,
     num_heads of them a layer where that is more than 1: their mean (float16) is then
-    made first. num_tokens int64 (B,), causal uint8 (B,). The pairs above `threshold` are
+    made first, or, every_head, all of them are written, packed. num_tokens int64 (B,), causal uint8 (B,). The pairs above `threshold` are
     edges, or, where top_k_fraction > 0, that fraction of each graph's pairs with the
     largest weights. packed: all pairs are written, those that top-k drops as NaN.
     edges: where only edges are stored, B tuples (ptr int64 (L + 1,), edge_index a buffer or
     Span of int32 (E, 2) source and target); all of them are written, weights has theirs.
 
-    num_nodes; num_pairs: the stored weights of one head, which num_edges never exceeds;
+    num_nodes; num_pairs: the weights of all pairs, once or, every_head, for each, which num_edges never exceeds;
     num_edges: known after `count` or when the work is done.
     """
     cdef Copies hidden
@@ -385,16 +386,18 @@ cdef class GraphGather(Job):
 
     def __cinit__(self, Copies hidden, list weights, int weight_dtype, int weight_out, const int64_t[::1] num_tokens,
                   const unsigned char[::1] causal, size_t num_layers, size_t num_heads, double threshold,
-                  double top_k_fraction, bint packed, list edges=None):
+                  double top_k_fraction, bint packed, list edges=None, bint every_head=False):
         cdef size_t b, k, g = 0, pairs, itemsize = ts_dtype_bytes(<ts_dtype>weight_dtype), num_traces = len(weights)
         cdef const int64_t[::1] ptr
         cdef _Bytes bytes_, index
-        self.hidden, self.packed, self.heads = hidden, packed, num_heads
+        self.hidden, self.packed, self.heads = hidden, packed, 1 if every_head else num_heads
         if <size_t>num_tokens.shape[0] != num_traces or <size_t>causal.shape[0] != num_traces or num_heads < 1:
             raise ValueError("another number of traces in weights, num_tokens and causal")
         if edges is not None and (packed or num_heads != 1 or <size_t>len(edges) != num_traces):
             raise ValueError("stored edges are neither packed nor of heads")
-        _check_dtypes(weight_dtype if num_heads == 1 else <int>TS_F16, weight_out)
+        if every_head and (not packed or top_k_fraction > 0):
+            raise ValueError("every head is packed, without top-k")
+        _check_dtypes(weight_dtype if self.heads == 1 else <int>TS_F16, weight_out)
         self.form.dtype, self.form.out = <ts_dtype>weight_dtype, <ts_dtype>weight_out
         self.form.rule.threshold, self.form.rule.top_k_fraction = threshold, top_k_fraction
         self.num_graphs = num_traces * num_layers
@@ -416,6 +419,7 @@ cdef class GraphGather(Job):
             for k in range(num_layers):
                 self.graphs[g].num_tokens = <size_t>num_tokens[b]
                 self.graphs[g].causal = causal[b]
+                self.graphs[g].num_heads = num_heads if every_head else 1
                 if edges is not None:
                     if ptr[k + 1] < ptr[k]:
                         raise ValueError("edge offsets decrease")
@@ -429,8 +433,8 @@ cdef class GraphGather(Job):
                 else:
                     pairs = ts_num_pairs(&self.graphs[g])
                     if k == 0:
-                        _need(bytes_, num_layers * num_heads * pairs * itemsize)
-                    self.graphs[g].weights = bytes_.data + k * num_heads * pairs * itemsize
+                        _need(bytes_, num_layers * self.heads * pairs * itemsize)
+                    self.graphs[g].weights = bytes_.data + k * self.heads * pairs * itemsize
                 self.graphs[g].first_node = <int64_t>self.num_nodes
                 self.num_nodes += self.graphs[g].num_tokens
                 self.num_pairs += pairs

@@ -22,6 +22,7 @@ cdef extern from "gine.h" nogil:
         size_t num_rows
         size_t dim
         size_t num_weights
+        size_t num_channels
         const int64_t *node_ptr
         const int64_t *weight_ptr
         const void *weights
@@ -48,14 +49,16 @@ cdef class Graphs:
     node_ptr (G + 1): graph g owns nodes node_ptr[g] .. node_ptr[g + 1], rows of x
     from node_ptr[0] on. Triangles: `weights` are packed lower triangles, graph g's at
     weight_ptr[g]. Edge lists: edges weight_ptr[g] .. weight_ptr[g + 1] with source and
-    target numbered as node_ptr does. ValueError where pointers lead outside."""
+    target numbered as node_ptr does. num_channels: triangles that each graph has, one behind
+    the other. ValueError where pointers lead outside."""
     cdef ts_gine g
     cdef const int64_t[::1] node_ptr, weight_ptr, source, target
     cdef Py_buffer weights, x
     cdef int held
 
     def __cinit__(self, x, int x_dtype, const int64_t[::1] node_ptr, weights, int weight_dtype,
-                  const int64_t[::1] weight_ptr, source=None, target=None, double threshold=0.0, int num_threads=1):
+                  const int64_t[::1] weight_ptr, source=None, target=None, double threshold=0.0, int num_threads=1,
+                  size_t num_channels=1):
         self.held = 0
         PyObject_GetBuffer(weights, &self.weights, PyBUF_C_CONTIGUOUS)
         self.held = 1
@@ -83,7 +86,7 @@ cdef class Graphs:
         self.g.node_ptr, self.g.weight_ptr = &node_ptr[0], &weight_ptr[0]
         self.g.weights, self.g.weight_dtype = self.weights.buf, <ts_dtype>weight_dtype
         self.g.x, self.g.x_dtype = self.x.buf, <ts_dtype>x_dtype
-        self.g.threshold, self.g.num_threads = threshold, num_threads
+        self.g.threshold, self.g.num_threads, self.g.num_channels = threshold, num_threads, num_channels
         if ts_gine_check(&self.g) != 0:
             raise ValueError("node_ptr or weight_ptr does not fit x and the weights")
 
@@ -98,10 +101,10 @@ cdef class Graphs:
         return ts_gine_workspace(&self.g, <size_t>real_bytes, backward)
 
     def forward(self, const real[::1] w, const real[::1] b, real[:, ::1] out, uint8_t[::1] workspace) -> None:
-        """out (N, D) = x + sum over edges of relu(x_j + w a_ij + b). ValueError where an edge leaves its graph."""
+        """out (N, D) = x + sum over edges of relu(x_j + w a_ij + b), w (C D,). ValueError where an edge leaves its graph."""
         cdef int ret
-        cdef size_t N = self.g.num_rows, D = self.g.dim
-        if <size_t>out.shape[0] != N or <size_t>out.shape[1] != D or <size_t>w.shape[0] != D or <size_t>b.shape[0] != D \
+        cdef size_t N = self.g.num_rows, D = self.g.dim, W = self.g.num_channels * D
+        if <size_t>out.shape[0] != N or <size_t>out.shape[1] != D or <size_t>w.shape[0] != W or <size_t>b.shape[0] != D \
                 or <size_t>workspace.shape[0] < ts_gine_workspace(&self.g, sizeof(real), 0):
             raise ValueError("x, w, b, out and workspace do not fit together")
         if N == 0 or D == 0:
@@ -120,9 +123,9 @@ cdef class Graphs:
         cdef int ret
         cdef real[:, ::1] gx
         cdef real *gx_ptr = NULL
-        cdef size_t N = self.g.num_rows, D = self.g.dim
-        if <size_t>grad_out.shape[0] != N or <size_t>grad_out.shape[1] != D or <size_t>w.shape[0] != D \
-                or <size_t>b.shape[0] != D or <size_t>grad_w.shape[0] != D or <size_t>grad_b.shape[0] != D \
+        cdef size_t N = self.g.num_rows, D = self.g.dim, W = self.g.num_channels * D
+        if <size_t>grad_out.shape[0] != N or <size_t>grad_out.shape[1] != D or <size_t>w.shape[0] != W \
+                or <size_t>b.shape[0] != D or <size_t>grad_w.shape[0] != W or <size_t>grad_b.shape[0] != D \
                 or <size_t>workspace.shape[0] < ts_gine_workspace(&self.g, sizeof(real), 1):
             raise ValueError("the arguments do not fit together")
         if N == 0 or D == 0:

@@ -17,7 +17,8 @@ from tracestore.store.reader import TraceStore
 class GraphOptions:
     """How attention becomes edges: all pairs with weight > threshold (0 keeps what is
     positive), or, where top_k is given, that fraction of each layer's stored pairs with
-    the largest weights. edges: "coo" (PyG's edge_index) or "packed" (causal triangles)."""
+    the largest weights. edges: "coo" (PyG's edge_index), "packed" (causal triangles) or
+    "heads" (those of every stored head, without top_k)."""
 
     attention_threshold: float = 0.0
     top_k: float | None = None
@@ -26,8 +27,14 @@ class GraphOptions:
     def __post_init__(self) -> None:
         if self.top_k is not None and not 0 < self.top_k <= 1:
             raise UsageError(f"found top_k {self.top_k}, expected a fraction above 0 and at most 1")
-        if self.edges not in ("coo", "packed"):
-            raise UsageError(f"found edges {self.edges!r}, expected 'coo' or 'packed'")
+        if self.edges not in ("coo", "packed", "heads"):
+            raise UsageError(f"found edges {self.edges!r}, expected 'coo', 'packed' or 'heads'")
+        if self.edges == "heads" and self.top_k is not None:
+            raise UsageError("top-k chooses among head means; with weights of every head use a threshold")
+
+    def num_heads(self, store: TraceStore) -> int:
+        """Weights of one pair in a batch."""
+        return store.heads_stored if self.edges == "heads" else 1
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,7 @@ class BatchFormat:
     def check(self, store: TraceStore) -> None:
         """UsageError or MissingFieldError where the store cannot give such batches."""
         store.require(self.view)
-        stored = {store.hidden_dtype} | ({weight_dtype(store)} if self.view == "graph" else set())
+        stored = {store.hidden_dtype} | ({weight_dtype(store, self.graph)} if self.view == "graph" else set())
         if self.dtype not in (None, "float32") and stored != {self.dtype}:
             raise UsageError(
                 f"found dtype {self.dtype!r}, expected 'float32' or as stored, {' and '.join(sorted(stored))}"
@@ -59,8 +66,8 @@ class BatchFormat:
         if self.view == "sequence":
             return np.full(len(indices), store.num_layers * store.hidden_dim * item, np.int64)
         tokens, pairs = store.sizes(indices)
-        weight = dtype_bytes(self.of(weight_dtype(store)))
-        an_edge = weight if self.graph.edges == "packed" else 16 + weight
+        weight = dtype_bytes(self.of(weight_dtype(store, self.graph))) * self.graph.num_heads(store)
+        an_edge = 16 + weight if self.graph.edges == "coo" else weight
         # Of a node x and the number of its graph; of a graph its first node and edge.
         return store.num_layers * (tokens * (store.hidden_dim * item + 8) + 16) + pairs * an_edge
 
@@ -108,9 +115,9 @@ class SequenceBatch:
 GRAPH_BATCH: Any = type(Batch(_base_cls=Data))
 
 
-def weight_dtype(store: TraceStore) -> str:
-    """Of one weight an edge: a mean made while gathering is float16."""
-    return "float16" if store.attention == "heads" else store.attention_dtype
+def weight_dtype(store: TraceStore, graph: GraphOptions) -> str:
+    """Of one weight: a mean made while gathering is float16."""
+    return "float16" if store.attention == "heads" and graph.edges != "heads" else store.attention_dtype
 
 
 @dataclass(frozen=True)
@@ -157,6 +164,7 @@ class GraphLayout:
     dtype: str
     weight_dtype: str
     packed: bool
+    num_heads: int
 
     def batch(self, piece: Piece, values: Values) -> Batch:
         """See jobs.gather_batch; the slices of to_data_list are the ptr tensors themselves."""
@@ -169,6 +177,7 @@ class GraphLayout:
         if self.packed:
             fields["attention"] = piece.tensor(at_weight, (self.num_edges,), self.weight_dtype)
             fields["attention_ptr"] = edge_ptr
+            fields["num_heads"] = self.num_heads
         else:
             fields["edge_index"] = piece.tensor(at_edges, (2, self.num_edges), "int64")
             fields["edge_attr"] = piece.tensor(at_weight, (self.num_edges, 1), self.weight_dtype)

@@ -81,10 +81,10 @@ class GraphJob(_Job):
         store, indices = self._store, self._indices
         sources = graph_sources(store, indices)
         causal = sources.layout == schema.LAYOUT_CAUSAL
-        self._packed = form.graph.edges == "packed"
+        self._packed, self._num_heads = form.graph.edges != "coo", form.graph.num_heads(store)
         if self._packed and not causal.all():
             raise UsageError("packed edges need causal attention; use edges='coo'")
-        self._dtype, self._weight_dtype = form.of(store.hidden_dtype), form.of(weight_dtype(store))
+        self._dtype, self._weight_dtype = form.of(store.hidden_dtype), form.of(weight_dtype(store, form.graph))
         hidden = gather.Copies(sources.hidden, _code(store.hidden_dtype), _code(self._dtype))
         self.native = gather.GraphGather(
             hidden,
@@ -99,6 +99,7 @@ class GraphJob(_Job):
             form.graph.top_k or 0.0,
             self._packed,
             sources.edges,
+            self._num_heads > 1,
         )
         self._x_bytes = hidden.out_bytes
         self.sources = sources.hidden + sources.attention
@@ -140,6 +141,7 @@ class GraphJob(_Job):
             self._dtype,
             self._weight_dtype,
             self._packed,
+            self._num_heads,
         )
 
 
@@ -167,7 +169,8 @@ def gather_batch(
     View "sequence": a SequenceBatch. View "graph": one PyG Batch of B * L graphs, trace
     after trace and layer after layer: x (N, D); edge_index (2, E), source j to target i,
     and edge_attr (E, 1), or with edges="packed" attention (sum A,) and attention_ptr
-    (B * L + 1,); batch (N,), ptr (B * L + 1,); y, score (B,), question_id, trace_index
+    (B * L + 1,), with edges="heads" (sum H A,), the triangles of a graph head after head,
+    and num_heads; batch (N,), ptr (B * L + 1,); y, score (B,), question_id, trace_index
     (B,), num_layers.
     """
     job = make_job(store, indices, targets, form)

@@ -46,11 +46,13 @@ class Feed:
         store: TraceStore,
         indices: np.ndarray,
         config: TrainConfig,
+        edge_dim: int,
         ranks: Ranks,
         *,
         shuffle: str,
         num_workers: int = 0,
     ) -> None:
+        """edge_dim: weights of an edge that the model reads."""
         self.config, self.ranks, self.num_workers = config, ranks, num_workers
         self.is_graph = VIEWS[name] == "graph"
         self.device = torch.device(config.device)
@@ -66,7 +68,7 @@ class Feed:
             score_threshold=config.score_threshold,
             attention_threshold=config.attention_threshold,
             top_k=config.top_k,
-            edges=edge_form(store, self.device),
+            edges=edge_form(store, self.device, edge_dim),
             max_cache_batches=config.max_cache_batches,
             pin_memory=self.device.type == "cuda",
             rank=ranks.rank,

@@ -30,7 +30,7 @@ class Forward:
         c = self.model_config
         with torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None):
             if isinstance(self.model, GvaeLstm) and self.model.training:
-                output = self.model(inputs, batch.noise(begin, end, c.num_layers, c.latent_dim))
+                output = self.model(inputs, batch.noise(begin, end, c.num_layers_read, c.latent_dim))
             else:
                 output = self.model(inputs)
         output = Output(output.logits.float(), {name: term.float() for name, term in output.auxiliary.items()})

@@ -24,13 +24,14 @@ def mean_over_nodes(x: torch.Tensor, inputs: GraphInputs) -> torch.Tensor:
 
 
 class GINE(nn.Module):
-    """GINEConv(MLP(in -> hidden -> hidden), edge_dim=1) with PyG's parameter names, so
-    that weights go from one to the other. message_passing: "fused" or "pyg"."""
+    """GINEConv(MLP(in -> hidden -> hidden), edge_dim) with PyG's parameter names, so
+    that weights go from one to the other. message_passing: "fused" or "pyg"; edge_dim:
+    weights of an edge, 1 or every head's."""
 
-    def __init__(self, in_channels: int, hidden: int, message_passing: str = "fused") -> None:
+    def __init__(self, in_channels: int, hidden: int, message_passing: str = "fused", edge_dim: int = 1) -> None:
         super().__init__()
         mlp = nn.Sequential(nn.Linear(in_channels, hidden), nn.ReLU(), nn.Linear(hidden, hidden))
-        self.conv = GINEConv(mlp, edge_dim=1)
+        self.conv = GINEConv(mlp, edge_dim=edge_dim)
         self.message_passing = message_passing
 
     def _is_fused(self, x: torch.Tensor) -> bool:
@@ -43,12 +44,12 @@ class GINE(nn.Module):
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             matrix, bias = matrix.to(dtype), bias.to(dtype)
-        return F.relu_(gine_linear(x, edge.weight[:, 0], edge.bias, matrix, bias, *inputs.edges()))
+        return F.relu_(gine_linear(x, edge.weight.t(), edge.bias, matrix, bias, *inputs.edges()))
 
     def _reference(self, x: torch.Tensor, inputs: GraphInputs) -> torch.Tensor:
         edge_index, weight = inputs.coo()
         dtype = self.conv.lin.weight.dtype
-        return self.conv(x.to(dtype), edge_index, weight.to(dtype).unsqueeze(1))
+        return self.conv(x.to(dtype), edge_index, weight.to(dtype))
 
     def forward(self, x: torch.Tensor, inputs: GraphInputs) -> torch.Tensor:
         """(N, in), any float dtype -> (N, hidden)."""

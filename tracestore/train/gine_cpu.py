@@ -19,14 +19,14 @@ def _raw(tensor: torch.Tensor) -> tuple[Any, int]:
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy(), code
 
 
-def _graphs(x: torch.Tensor, edges: Edges) -> Graphs:
+def _graphs(x: torch.Tensor, w: torch.Tensor, edges: Edges) -> Graphs:
     node_ptr, weight, weight_ptr, source, target, threshold = edges
     nodes, begins = node_ptr.contiguous().numpy(), weight_ptr.contiguous().numpy()
     sources, targets = (None if t is None else t.contiguous().numpy() for t in (source, target))
     rows, rows_dtype = _raw(x)
     weights, weights_dtype = _raw(weight)
     threads = torch.get_num_threads()
-    return Graphs(rows, rows_dtype, nodes, weights, weights_dtype, begins, sources, targets, threshold, threads)
+    return Graphs(rows, rows_dtype, nodes, weights, weights_dtype, begins, sources, targets, threshold, threads, len(w))
 
 
 def _workspace(graphs: Graphs, dtype: torch.dtype, backward: bool) -> Any:
@@ -36,8 +36,8 @@ def _workspace(graphs: Graphs, dtype: torch.dtype, backward: bool) -> Any:
 
 def aggregate(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, edges: Edges) -> None:
     """Writes gine_aggregate's result into `out`, of w's dtype."""
-    graphs = _graphs(x, edges)
-    graphs.forward(w.numpy(), b.numpy(), out.numpy(), _workspace(graphs, out.dtype, False))
+    graphs = _graphs(x, w, edges)
+    graphs.forward(w.view(-1).numpy(), b.numpy(), out.numpy(), _workspace(graphs, out.dtype, False))
 
 
 def aggregate_backward(
@@ -51,13 +51,13 @@ def aggregate_backward(
     grad_b: torch.Tensor,
 ) -> None:
     """Writes the gradients, all of w's dtype; grad_x None: not wanted."""
-    graphs = _graphs(x, edges)
+    graphs = _graphs(x, w, edges)
     graphs.backward(
-        w.numpy(),
+        w.view(-1).numpy(),
         b.numpy(),
         grad_out.numpy(),
         None if grad_x is None else grad_x.numpy(),
-        grad_w.numpy(),
+        grad_w.view(-1).numpy(),
         grad_b.numpy(),
         _workspace(graphs, w.dtype, True),
     )

@@ -7,11 +7,12 @@
 with eps = 0.) Arguments of both:
 
     x (N, D)            float16, bfloat16, float32 or float64; converted as it is read
-    w, b (D,)           of the edge layer Linear(1 -> D); sums are float64 where w is, else float32
+    w (C, D), b (D,)    of the edge layer Linear(C -> D); sums are float64 where w is, else float32
     node_ptr (G + 1,)   int64: graph g owns rows node_ptr[g] .. node_ptr[g + 1], counted from node_ptr[0]
     weight, weight_ptr  without source and target: packed lower triangles, graph g's at
-                        weight_ptr[g]; pairs above `threshold`, never NaN, are edges.
-                        With them (int64, numbered as node_ptr): the edges of graph g are
+                        weight_ptr[g], of C channels one behind the other; pairs whose mean over
+                        the channels is above `threshold`, never NaN, are edges.
+                        With them (int64, numbered as node_ptr; C = 1): the edges of graph g are
                         weight_ptr[g] .. weight_ptr[g + 1], in any order; all count.
 
 No tensor of E x D values is made, and none is kept for backward, which reads the edges again.
@@ -49,7 +50,7 @@ def _sum_dtype(w: Tensor) -> torch.dtype:
 
 
 def _check(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    if x.ndim != 2 or w.shape != x.shape[1:] or b.shape != x.shape[1:]:
+    if x.ndim != 2 or w.ndim != 2 or len(w) < 1 or w.shape[1:] != x.shape[1:] or b.shape != x.shape[1:]:
         raise ValueError(f"x {tuple(x.shape)}, w {tuple(w.shape)} and b {tuple(b.shape)} do not fit together")
     dtype = _sum_dtype(w)
     return x.contiguous(), w.to(dtype).contiguous(), b.to(dtype).contiguous()

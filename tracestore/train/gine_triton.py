@@ -16,28 +16,37 @@ BLOCK_ROWS = 16
 
 
 @triton.jit
+def _add(p, q):
+    return p + q
+
+
+@triton.jit
 def _forward(
-    out, x, w, b, weight, other, begin, count, first, threshold, D, LISTS: tl.constexpr, BLOCK: tl.constexpr
+    out, x, w, b, weight, other, begin, count, first, stride, threshold, D, C,
+    LISTS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < D
-    wb = tl.load(w + columns, mask=inside, other=0.0)
+    channels = tl.arange(0, CHANNELS)
+    wb = tl.load(
+        w + channels[:, None] * D + columns[None, :], mask=(channels[:, None] < C) & inside[None, :], other=0.0
+    )
     bb = tl.load(b + columns, mask=inside, other=0.0)
     limit = tl.load(threshold)
-    start, base = tl.load(begin + row), tl.load(first + row)
+    start, base, apart = tl.load(begin + row), tl.load(first + row), tl.load(stride + row)
     total = tl.full((BLOCK,), 0.0, wb.dtype)
     for e in range(0, tl.load(count + row)):
-        a = tl.load(weight + start + e)
+        a = tl.load(weight + start + e + channels * apart, mask=channels < C, other=0.0)
         if LISTS:
             node = tl.load(other + start + e)
             is_edge = True
         else:
             node = base + e
-            is_edge = a.to(tl.float64) > limit
+            is_edge = tl.reduce(a.to(tl.float64), 0, _add) / C > limit
         if is_edge:
             xj = tl.load(x + node * D + columns, mask=inside, other=0.0).to(wb.dtype)
-            message = (xj + bb) + a.to(wb.dtype) * wb
+            message = (xj + bb) + tl.reduce(a.to(wb.dtype)[:, None] * wb, 0, _add)
             total += tl.where(message > 0, message, 0.0)
     own = tl.load(x + row * D + columns, mask=inside, other=0.0).to(wb.dtype)
     tl.store(out + row * D + columns, own + total, mask=inside)
@@ -45,51 +54,58 @@ def _forward(
 
 @triton.jit
 def _backward(
-    grad_out, x, w, b, weight, other, begin, count, first, threshold, grad_x, partial_w, partial_b, N, D,
-    LISTS: tl.constexpr, NEED_X: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    grad_out, x, w, b, weight, other, begin, count, first, stride, threshold, grad_x, partial_w, partial_b, N, D, C,
+    LISTS: tl.constexpr, NEED_X: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < D
-    wb = tl.load(w + columns, mask=inside, other=0.0)
+    channels = tl.arange(0, CHANNELS)
+    in_w = (channels[:, None] < C) & inside[None, :]
+    wb = tl.load(w + channels[:, None] * D + columns[None, :], mask=in_w, other=0.0)
     bb = tl.load(b + columns, mask=inside, other=0.0)
     limit = tl.load(threshold)
-    total_w, total_b = tl.full((BLOCK,), 0.0, wb.dtype), tl.full((BLOCK,), 0.0, wb.dtype)
+    total_w, total_b = tl.full((CHANNELS, BLOCK), 0.0, wb.dtype), tl.full((BLOCK,), 0.0, wb.dtype)
     for row in range(block * ROWS, tl.minimum(block * ROWS + ROWS, N)):
-        start, base = tl.load(begin + row), tl.load(first + row)
+        start, base, apart = tl.load(begin + row), tl.load(first + row), tl.load(stride + row)
         xj = tl.load(x + row * D + columns, mask=inside, other=0.0).to(wb.dtype) + bb
         total = tl.full((BLOCK,), 0.0, wb.dtype)
         for e in range(0, tl.load(count + row)):
             if LISTS:
-                a = tl.load(weight + start + e)
-                node = tl.load(other + start + e)
-                is_edge = True
+                at = start + e
+                node = tl.load(other + at)
             else:
                 # The pair (i, j) of j = row, for i from j on.
                 j = row - base
                 i = j + e
-                a = tl.load(weight + start + i * (i + 1) // 2 + j)
+                at = start + i * (i + 1) // 2 + j
                 node = base + i
-                is_edge = a.to(tl.float64) > limit
+            a = tl.load(weight + at + channels * apart, mask=channels < C, other=0.0)
+            is_edge = True
+            if not LISTS:
+                is_edge = tl.reduce(a.to(tl.float64), 0, _add) / C > limit
             if is_edge:
                 a_wide = a.to(wb.dtype)
-                passes = xj + a_wide * wb > 0
+                passes = xj + tl.reduce(a_wide[:, None] * wb, 0, _add) > 0
                 through = tl.load(grad_out + node * D + columns, mask=inside & passes, other=0.0)
                 total += through
-                total_w += a_wide * through
+                total_w += a_wide[:, None] * through[None, :]
         total_b += total
         if NEED_X:
             own = tl.load(grad_out + row * D + columns, mask=inside, other=0.0)
             tl.store(grad_x + row * D + columns, own + total, mask=inside)
-    tl.store(partial_w + block * D + columns, total_w, mask=inside)
+    at_w = (block * C + channels[:, None]) * D + columns[None, :]
+    tl.store(partial_w + at_w, total_w, mask=in_w)
     tl.store(partial_b + block * D + columns, total_b, mask=inside)
 
 
-def _check(x: torch.Tensor, edges: Edges) -> None:
+def _check(x: torch.Tensor, w: torch.Tensor, edges: Edges) -> None:
     """ValueError where pointers or edges lead outside, as the C core's checks; waits for the device once."""
     node_ptr, weight, weight_ptr, source, target, _ = edges
     if (source is None) != (target is None):
         raise ValueError("source and target go together")
+    if source is not None and len(w) > 1:
+        raise ValueError("lists of edges have one weight each")
     pairs = [t for t in (source, target) if t is not None]
     if any(t.dtype != torch.int64 for t in (node_ptr, weight_ptr, *pairs)) or not weight.is_floating_point():
         raise ValueError("pointers and edges must be int64, weights floating point")
@@ -98,7 +114,7 @@ def _check(x: torch.Tensor, edges: Edges) -> None:
     if any(t.shape != weight.shape for t in pairs):
         raise ValueError("source, target and weights must have one entry an edge")
     sizes, room = node_ptr.diff(), weight_ptr.diff()
-    needed = sizes * (sizes + 1) // 2 if source is None else 0 * sizes
+    needed = len(w) * (sizes * (sizes + 1) // 2) if source is None else 0 * sizes
     fits = (node_ptr[0] >= 0) & (weight_ptr[0] >= 0) & (sizes >= 0).all() & (room >= needed).all()
     fits &= (node_ptr[-1] - node_ptr[0] == len(x)) & (weight_ptr[-1] <= len(weight))
     if not bool(fits):
@@ -114,7 +130,8 @@ def _check(x: torch.Tensor, edges: Edges) -> None:
 
 def _rows(x: torch.Tensor, edges: Edges, by_source: bool) -> tuple[torch.Tensor, ...]:
     """weight, the nodes at the other end, and for each row where its edges begin, how many there
-    are, and the first row of its graph. Lists are brought into the order of their rows."""
+    are, the first row of its graph, and how far apart its channels are. Lists are brought into
+    the order of their rows."""
     node_ptr, weight, weight_ptr, source, target, _ = edges
     sizes = node_ptr.diff()
     graph = torch.repeat_interleave(sizes, output_size=len(x))
@@ -123,12 +140,12 @@ def _rows(x: torch.Tensor, edges: Edges, by_source: bool) -> tuple[torch.Tensor,
         local = torch.arange(len(x), device=x.device) - first
         begin = weight_ptr[:-1][graph] + (0 if by_source else local * (local + 1) // 2)
         count = sizes[graph] - local if by_source else local + 1
-        return weight.contiguous(), weight, begin, count, first
+        return weight.contiguous(), weight, begin, count, first, (sizes * (sizes + 1) // 2)[graph]
     span = slice(*weight_ptr[[0, -1]].tolist())
     mine, other = (t[span] - node_ptr[0] for t in ((source, target) if by_source else (target, source)))
     order = torch.argsort(mine, stable=True)
     count = torch.bincount(mine, minlength=len(x))
-    return weight[span][order], other[order], count.cumsum(0) - count, count, first
+    return weight[span][order], other[order], count.cumsum(0) - count, count, first, first
 
 
 def _limit(x: torch.Tensor, edges: Edges) -> torch.Tensor:
@@ -138,12 +155,17 @@ def _limit(x: torch.Tensor, edges: Edges) -> torch.Tensor:
 
 def aggregate(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, edges: Edges) -> None:
     """Writes gine_aggregate's result into `out`, of w's dtype."""
-    _check(x, edges)
+    _check(x, w, edges)
     if x.numel() == 0:
         return
     grid = len(x), triton.cdiv(x.shape[1], BLOCK_COLUMNS)
     rows = _rows(x, edges, False)
-    _forward[grid](out, x, w, b, *rows, _limit(x, edges), x.shape[1], edges[3] is not None, BLOCK_COLUMNS)
+    # fmt: off
+    _forward[grid](
+        out, x, w, b, *rows, _limit(x, edges), x.shape[1], len(w), edges[3] is not None,
+        triton.next_power_of_2(len(w)), BLOCK_COLUMNS,
+    )
+    # fmt: on
 
 
 def aggregate_backward(
@@ -157,15 +179,16 @@ def aggregate_backward(
     grad_b: torch.Tensor,
 ) -> None:
     """Writes the gradients, all of w's dtype; grad_x None: not wanted."""
-    _check(x, edges)
+    _check(x, w, edges)
     N, D = x.shape
     blocks = triton.cdiv(N, BLOCK_ROWS)
-    partial_w, partial_b = w.new_empty((blocks, D)), w.new_empty((blocks, D))
+    partial_w, partial_b = w.new_empty((blocks, *w.shape)), w.new_empty((blocks, D))
     if x.numel() > 0:
         # fmt: off
         _backward[blocks, triton.cdiv(D, BLOCK_COLUMNS)](
             grad_out, x, w, b, *_rows(x, edges, True), _limit(x, edges), grad_out if grad_x is None else grad_x,
-            partial_w, partial_b, N, D, edges[3] is not None, grad_x is not None, BLOCK_ROWS, BLOCK_COLUMNS,
+            partial_w, partial_b, N, D, len(w), edges[3] is not None, grad_x is not None, BLOCK_ROWS,
+            triton.next_power_of_2(len(w)), BLOCK_COLUMNS,
         )
         # fmt: on
     torch.sum(partial_w, 0, out=grad_w)

@@ -34,7 +34,7 @@ from tracestore.train.split import PARTS, Split
 from tracestore.train.standardise import fit_standardiser
 from tracestore.train.stopping import StopSignals
 
-CHECKPOINT_VERSION = 3
+CHECKPOINT_VERSION = 4
 WEIGHT_DECAY = 1e-5
 
 
@@ -121,6 +121,7 @@ class DetectorRun:
             self.store,
             self.split.indices["train"],
             c,
+            self.model_config.edge_dim,
             self.ranks,
             shuffle=c.shuffle,
             num_workers=c.num_workers,
@@ -270,7 +271,8 @@ class DetectorRun:
         progress.end_epoch(scores.loss, value)
 
     def _scores(self, part: str, progress: Progress | None) -> PartScores:
-        feed = Feed(self.name, self.store, self.split.indices[part], self.config, self.ranks, shuffle="none")
+        indices, edge_dim = self.split.indices[part], self.model_config.edge_dim
+        feed = Feed(self.name, self.store, indices, self.config, edge_dim, self.ranks, shuffle="none")
         try:
             scores = score_part(self.forward, self.guard, feed, self.ranks, lambda: self.stop.signum)
         except Halted as halted:

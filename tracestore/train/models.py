@@ -4,11 +4,14 @@ Sizes: B traces, L layers, D hidden size of the language model, N nodes of all g
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tracestore.errors import UsageError
+from tracestore.store.reader import TraceStore
 from tracestore.train.gine import GINE
 from tracestore.train.graph_inputs import GraphInputs
 
@@ -20,7 +23,8 @@ GNN_DROPOUT = 0.2
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of a detector; the names are tools/train.py's flags."""
+    """Sizes of a detector; the names are tools/train.py's flags. num_layers, hidden_dim and
+    num_heads are the language model's; `layers` of it are read, None: all."""
 
     num_layers: int
     hidden_dim: int
@@ -32,6 +36,33 @@ class ModelConfig:
     kl_weight: float = 0.01
     message_passing: str = "fused"
     standardize: bool = False
+    edge_features: str = "mean"
+    num_heads: int = 1
+    layers: tuple[int, ...] | None = None
+
+    @classmethod
+    def of_store(cls, store: TraceStore, **sizes: Any) -> "ModelConfig":
+        """UsageError where the store lacks one of `layers`, or the number of heads."""
+        if sizes.get("edge_features", "mean") == "heads":
+            sizes = {"num_heads": store.heads_stored} | sizes
+        config = cls(store.num_layers, store.hidden_dim, **sizes)
+        missing = [layer for layer in config.layers or () if not 0 <= layer < store.num_layers]
+        if missing:
+            raise UsageError(
+                f"found layer {missing[0]}, expected 0 to {store.num_layers - 1}, the layers of {store.path}"
+            )
+        if config.edge_features == "heads" and store.attention != "heads":
+            raise UsageError(f"{store.path} holds no attention of every head; convert with --attention heads")
+        return config
+
+    @property
+    def num_layers_read(self) -> int:
+        return self.num_layers if self.layers is None else len(self.layers)
+
+    @property
+    def edge_dim(self) -> int:
+        """Weights of an edge."""
+        return self.num_heads if self.edge_features == "heads" else 1
 
 
 @dataclass
@@ -79,12 +110,12 @@ class Standardiser(nn.Module):
     mean: torch.Tensor
     std: torch.Tensor
 
-    def __init__(self, num_layers: int, dim: int, active: bool) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.active = active
-        if active:
-            self.register_buffer("mean", torch.zeros(num_layers, dim))
-            self.register_buffer("std", torch.ones(num_layers, dim))
+        self.active = config.standardize
+        if self.active:
+            self.register_buffer("mean", torch.zeros(config.num_layers, config.hidden_dim))
+            self.register_buffer("std", torch.ones(config.num_layers, config.hidden_dim))
 
     def forward(self, x: torch.Tensor, layer: torch.Tensor | None = None) -> torch.Tensor:
         """x (B, L, D), or (N, D) with each row's layer (N,)."""
@@ -102,31 +133,36 @@ class LstmSolo(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.standardiser = Standardiser(config.num_layers, config.hidden_dim, config.standardize)
+        self.layers = config.layers
+        self.standardiser = Standardiser(config)
         self.reader = LayerLSTM(config.hidden_dim, config)
 
     def forward(self, sequences: torch.Tensor) -> Output:
         """sequences (B, L, D), any float dtype."""
-        x = sequences.to(self.reader.head[0].weight.dtype)  # type: ignore[arg-type]
-        return Output(self.reader(self.standardiser(x)))
+        x = self.standardiser(sequences.to(self.reader.head[0].weight.dtype))  # type: ignore[arg-type]
+        return Output(self.reader(x if self.layers is None else x[:, list(self.layers)]))
 
 
 class GraphEncoder(nn.Module):
-    """Two convolutions shared by all layers, mean over nodes: graphs -> (B, L, gnn_hidden)."""
+    """Two convolutions shared by all layers, mean over nodes: graphs -> (B, layers read, gnn_hidden)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.standardiser = Standardiser(config.num_layers, config.hidden_dim, config.standardize)
-        self.conv1 = GINE(config.hidden_dim, config.gnn_hidden, config.message_passing)
-        self.conv2 = GINE(config.gnn_hidden, config.gnn_hidden, config.message_passing)
+        hidden, passing = config.gnn_hidden, config.message_passing
+        self.layers = range(config.num_layers) if config.layers is None else config.layers
+        self.standardiser = Standardiser(config)
+        self.conv1 = GINE(config.hidden_dim, hidden, passing, config.edge_dim)
+        self.conv2 = GINE(hidden, hidden, passing, config.edge_dim)
         self.dropout = nn.Dropout(GNN_DROPOUT)
 
     def forward(self, inputs: GraphInputs) -> torch.Tensor:
+        layers = torch.tensor(self.layers, device=inputs.x.device)
+        if len(layers) < inputs.num_layers:
+            inputs = inputs.of_layers(layers)
         x = inputs.x
         if self.standardiser.active:
             lengths = inputs.node_ptr[1:] - inputs.node_ptr[:-1]
-            layer = torch.arange(len(lengths), device=x.device) % inputs.num_layers
-            x = self.standardiser(x, torch.repeat_interleave(layer, lengths))
+            x = self.standardiser(x, torch.repeat_interleave(layers.repeat(inputs.num_traces), lengths))
         x = self.dropout(F.relu_(self.conv1(x, inputs)))
         pooled = self.conv2.pooled(x, inputs)
         return pooled.reshape(inputs.num_traces, inputs.num_layers, -1)
@@ -162,7 +198,7 @@ class GvaeLstm(nn.Module):
         self.reader = LayerLSTM(latent, config)
 
     def forward(self, inputs: GraphInputs, eps: torch.Tensor | None = None) -> Output:
-        """eps (B, L, latent): the noise, drawn where it is not given; none when evaluating."""
+        """eps (B, layers read, latent): the noise, drawn where it is not given; none when evaluating."""
         pooled = self.encoder(inputs)
         mu, logvar = self.mu(pooled), self.logvar(pooled).clamp(-10, 10)
         z = mu

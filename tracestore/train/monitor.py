@@ -5,14 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from tracestore import console
 from tracestore.errors import UsageError
 from tracestore.train.config import Progress
+from tracestore.train.memory import memory_use
 
 Log = Callable[[str], None]
-_PROCESS = psutil.Process()
 
 
 def check_tensorboard() -> None:
@@ -66,7 +64,7 @@ class Monitor:
         if self._events is not None:
             number = progress.epoch * num_batches + progress.batch - 1
             self._events.add_scalar("loss/step", loss, number)
-            self._events.add_scalar("memory/rss_mib", _rss_mib(), number)
+            self._events.add_scalar("memory/anonymous_mib", _anonymous_mib(), number)
 
     def epoch(self, progress: Progress, num_batches: int) -> None:
         """After each epoch and its validation."""
@@ -87,9 +85,10 @@ class Monitor:
                     self._events.add_scalar(f"epoch/{name}", values[-1], progress.epoch * num_batches)
 
 
-def _rss_mib() -> float:
-    return _PROCESS.memory_info().rss / 2**20
+def _anonymous_mib() -> float:
+    """Without mapped pages of the store, which the system may take back at any time."""
+    return memory_use().anonymous / 2**20
 
 
 def _speed(traces_per_s: float, data_wait_share: float) -> str:
-    return f"{traces_per_s:,.0f} traces/s, waiting for data {data_wait_share:.0%}, memory {_rss_mib():,.0f} MiB"
+    return f"{traces_per_s:,.0f} traces/s, waiting for data {data_wait_share:.0%}, memory {_anonymous_mib():,.0f} MiB"

@@ -7,8 +7,8 @@ with its tokens, or for the PyG reference its edges, of which it keeps a row eac
 """
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -18,13 +18,15 @@ import torch
 from tracestore.console import format_size
 from tracestore.data.batch import BatchFormat, GraphOptions
 from tracestore.data.epoch import trace_costs
-from tracestore.data.loader import TraceLoader
 from tracestore.errors import UsageError
 from tracestore.store.reader import TraceStore
-from tracestore.train.graph_inputs import GraphInputs, edge_form, edge_threshold
+from tracestore.train.config import TrainConfig
+from tracestore.train.feed import FedBatch, Feed, StepBatches
+from tracestore.train.forward import Forward
 from tracestore.train.memory import RESERVE_BYTES, MemoryMeter, MemoryUse, memory_use
-from tracestore.train.models import VIEWS, ModelConfig, detector_loss, make_model
+from tracestore.train.models import VIEWS, ModelConfig
 from tracestore.train.oom import OOMGuard
+from tracestore.train.ranks import Ranks
 from tracestore.train.snapshot import random_state, restore_random_state
 
 # How long the steps of a measurement may take.
@@ -53,6 +55,7 @@ class TrainingPlan:
     fixed_bytes: int
     trace_bytes: float
     largest_batch_factor: float
+    seconds_start: float
     seconds_fixed: float
     seconds_per_trace: float
     floor_bytes: int
@@ -65,7 +68,8 @@ class TrainingPlan:
 
     def seconds_per_epoch(self, batch_size: int) -> float:
         """Of the training part."""
-        return -(-self.num_train // batch_size) * self.seconds_fixed + self.num_train * self.seconds_per_trace
+        steps = -(-self.num_train // batch_size)
+        return self.seconds_start + steps * self.seconds_fixed + self.num_train * self.seconds_per_trace
 
     def largest_batch(self, memory: int) -> int:
         """Traces of the largest batch that fits whole; 0 where one alone does not."""
@@ -94,66 +98,48 @@ class TrainingPlan:
         return out
 
 
-@dataclass
-class PlanOptions:
-    """What of tools/train.py's flags memory and time depend on."""
-
-    batch_size: int = 16
-    attention_threshold: float = 0.0
-    top_k: float | None = None
-    num_threads: int | None = None
-    device: str = "cpu"
-    sizes: dict[str, Any] = field(default_factory=dict)
-
-
 class _Trial:
     """A detector that trains on a store for a few steps and is thrown away."""
 
-    def __init__(self, name: str, store: TraceStore, indices: np.ndarray, options: PlanOptions) -> None:
-        self.name, self.device = name, torch.device(options.device)
-        self.threshold = edge_threshold(options.attention_threshold, options.top_k)
-        config = ModelConfig(store.num_layers, store.hidden_dim, **options.sizes)
-        self.model = make_model(name, config).to(self.device)
-        optimizer = torch.optim.Adam(self.model.parameters(), lr=0.0, weight_decay=1e-5, fused=True)
-        self.guard = OOMGuard(self.model, optimizer)
-        self.loader = TraceLoader(
-            store,
-            VIEWS[name],
-            batch_size=min(options.batch_size, len(indices)),
-            num_threads=options.num_threads or 2,
-            indices=indices,
-            attention_threshold=options.attention_threshold,
-            top_k=options.top_k,
-            edges=edge_form(store, self.device),
-            rank=0,
-            world_size=1,
-        )
-        self.cost = "edges" if config.message_passing == "pyg" and VIEWS[name] == "graph" else "bytes"
-        self.kl_weight = config.kl_weight
+    def __init__(
+        self, name: str, store: TraceStore, indices: np.ndarray, config: TrainConfig, sizes: dict[str, Any]
+    ) -> None:
+        model_config = ModelConfig.of_store(store, **sizes)
+        self.forward = Forward(name, model_config, config)
+        optimizer = torch.optim.Adam(self.forward.model.parameters(), lr=0.0, weight_decay=1e-5, fused=True)
+        self.guard = OOMGuard(self.forward.model, optimizer)
+        config = replace(config, batch_size=min(config.batch_size, len(indices)))
+        self.feed = Feed(name, store, indices, config, model_config.edge_dim, Ranks(alone=True), shuffle="global")
+        self.loader = self.feed.loader
+        self.cost = "edges" if model_config.message_passing == "pyg" and VIEWS[name] == "graph" else "bytes"
 
     def costs(self, indices: np.ndarray) -> np.ndarray:
         return trace_costs(self.loader.store, self.loader.format, self.cost, indices)
 
-    def step(self, batch: Any, count: int) -> None:
+    def step(self, batch: FedBatch, count: int) -> None:
         """One step on the first `count` traces of a batch."""
-        size = len(batch.y)
-        inputs = batch.sequences if VIEWS[self.name] == "sequence" else GraphInputs.from_batch(batch, self.threshold)
-        if count < size:
-            inputs = inputs.traces(0, count) if isinstance(inputs, GraphInputs) else inputs[:count]
-        if self.device.type != "cpu":
-            inputs = inputs.to(self.device)
-        y = torch.nan_to_num(batch.y[:count]).to(self.device)
-        self.guard.step(count, lambda begin, end: detector_loss(self.model(inputs), y, self.kl_weight))
+        self.guard.step(count, partial(self.forward.step_loss, StepBatches([batch])))
 
 
-def _timed(trial: _Trial, batches: Iterator[Any], count: int) -> tuple[MemoryUse, float, np.ndarray]:
-    """Steps on `count` traces each, the first to warm up. -> peak, seconds of one with its
-    wait for data, and the traces of the costliest."""
+@dataclass
+class _Measured:
+    """Steps on `count` traces each, the first to warm up."""
+
+    peak: MemoryUse
+    seconds: float  # of one, with its wait for data
+    start: float  # until the first batch was there
+    costliest: np.ndarray  # traces
+
+
+def _timed(trial: _Trial, epoch: int, count: int) -> _Measured:
     seconds: list[float] = []
     costliest, most = np.zeros(0, np.int64), -1
     with MemoryMeter() as meter:
         began = start = time.perf_counter()
-        for batch in islice(batches, _MOST_STEPS):
+        trial.feed.seek(epoch, 0)
+        for batch in islice(trial.feed.batches(), _MOST_STEPS):
+            if not seconds:
+                first = time.perf_counter() - began
             trial.step(batch, count)
             indices = batch.trace_index[:count].numpy().copy()
             cost = int(trial.costs(indices).sum())
@@ -164,85 +150,104 @@ def _timed(trial: _Trial, batches: Iterator[Any], count: int) -> tuple[MemoryUse
             start = now
             if len(seconds) > 1 and now - began > _SECONDS:
                 break
-    return meter.peak, float(np.median(seconds[1:] or seconds)), costliest
+    return _Measured(meter.peak, float(np.median(seconds[1:] or seconds)), first, costliest)
 
 
 def plan_training(
-    name: str, store: TraceStore, options: PlanOptions, *, start: MemoryUse | None = None, num_train: int | None = None
+    name: str,
+    store: TraceStore,
+    config: TrainConfig,
+    sizes: dict[str, Any],
+    *,
+    start: MemoryUse | None = None,
+    num_train: int | None = None,
+    num_threads: int | None = None,
 ) -> TrainingPlan:
-    """Measures a few steps. start: what the process had after its imports; num_train:
-    traces of the training part (the usual share of those with a label). The random state is left as it was."""
+    """Measures a few steps. sizes: fields of ModelConfig. start: what the process had after
+    its imports; num_train: traces of the training part (the usual share of those with a
+    label); num_threads: torch's, from now on. The random state is left as it was."""
     store.require(VIEWS[name])
     labelled = np.flatnonzero(np.isfinite(store.targets()))
     indices = labelled if len(labelled) else np.arange(len(store))
     if not len(indices):
         raise UsageError(f"{store.path}: holds no trace")
     start = memory_use() if start is None else start
-    if options.num_threads:
-        torch.set_num_threads(options.num_threads)
+    num_train = num_train or max(1, round(_TRAIN_SHARE * len(labelled)))
+    if num_threads:
+        torch.set_num_threads(num_threads)
     before = random_state()
     try:
-        return _measure(name, store, indices, options, start, num_train or max(1, round(_TRAIN_SHARE * len(labelled))))
+        return _measure(name, store, indices, config, sizes, start, num_train)
     finally:
         restore_random_state(before)
 
 
 def budget_plan(
-    names: list[str], store: TraceStore, options: PlanOptions, budget: int, start: MemoryUse, num_train: int
+    names: list[str],
+    store: TraceStore,
+    config: TrainConfig,
+    sizes: dict[str, Any],
+    budget: int,
+    start: MemoryUse,
+    num_train: int,
 ) -> dict[str, int | None]:
     """The micro-batch of each detector (None: the whole batch) within a budget above `start`.
     UsageError where the budget is below the floor of one."""
     planned: dict[str, int | None] = {}
     for name in names:
-        plan = plan_training(name, store, options, start=start, num_train=num_train)
+        plan = plan_training(name, store, config, sizes, start=start, num_train=num_train)
         if budget < _REFUSED_BELOW * plan.floor_bytes:
             raise UsageError(
                 f"memory budget {format_size(budget)} is below {format_size(plan.floor_bytes)}, the least that "
-                f"{name} needs with batches of {options.batch_size} (tracestore plan says what fits)"
+                f"{name} needs with batches of {config.batch_size} (tracestore plan says what fits)"
             )
-        micro = plan.largest_micro_batch(start.anonymous + budget - RESERVE_BYTES, options.batch_size)
-        planned[name] = max(1, micro) if micro < options.batch_size else None
+        micro = plan.largest_micro_batch(start.anonymous + budget - RESERVE_BYTES, config.batch_size)
+        planned[name] = max(1, micro) if micro < config.batch_size else None
     return planned
 
 
 def _measure(
-    name: str, store: TraceStore, indices: np.ndarray, options: PlanOptions, start: MemoryUse, num_train: int
+    name: str,
+    store: TraceStore,
+    indices: np.ndarray,
+    config: TrainConfig,
+    sizes: dict[str, Any],
+    start: MemoryUse,
+    num_train: int,
 ) -> TrainingPlan:
-    trial = _Trial(name, store, indices, options)
+    trial = _Trial(name, store, indices, config, sizes)
     full = trial.loader.batch_size
     few = max(1, full // 8)
-    small, small_seconds, small_traces = _timed(trial, iter(trial.loader), few)
+    small = _timed(trial, 0, few)
     # The whole batch where it is not too long or too large to try.
     room = _room() / 2
-    grows = max(1, (small.anonymous - start.anonymous) / few)
-    many = int(min(full, max(few, few * 4 * _SECONDS / small_seconds), max(few, room / grows)))
-    large, large_seconds, large_traces = small, small_seconds, small_traces
-    if many > few:
-        trial.loader.set_epoch(1)
-        large, large_seconds, large_traces = _timed(trial, iter(trial.loader), many)
+    grows = max(1, (small.peak.anonymous - start.anonymous) / few)
+    many = int(min(full, max(few, few * 4 * _SECONDS / small.seconds), max(few, room / grows)))
+    large = _timed(trial, 1, many) if many > few else small
     costs = trial.costs(indices)
     mean = float(costs.mean())
-    small_cost, large_cost = (float(trial.costs(t).sum()) for t in (small_traces, large_traces))
+    small_cost, large_cost = (float(trial.costs(m.costliest).sum()) for m in (small, large))
     loader_bytes = (trial.loader.max_in_flight + 1) * int(trial.loader.format.bytes(store, indices).mean())
-    per_cost = max(0.0, (large.anonymous - small.anonymous) / max(1.0, large_cost - small_cost))
+    per_cost = max(0.0, (large.peak.anonymous - small.peak.anonymous) / max(1.0, large_cost - small_cost))
     if large_cost <= small_cost or per_cost == 0:
-        per_cost = max(1.0, large.anonymous - start.anonymous - loader_bytes * full) / max(1.0, large_cost)
-    fixed = large.anonymous - per_cost * large_cost - loader_bytes * full
-    per_trace = max(0.0, (large_seconds - small_seconds) / max(1, many - few)) or large_seconds / many
+        per_cost = max(1.0, large.peak.anonymous - start.anonymous - loader_bytes * full) / max(1.0, large_cost)
+    fixed = large.peak.anonymous - per_cost * large_cost - loader_bytes * full
+    per_trace = max(0.0, (large.seconds - small.seconds) / max(1, many - few)) or large.seconds / many
     # One trace, the longest, beside the loader's smallest ring.
     one = per_cost * max(0.0, float(costs.max()) - small_cost)
-    floor = small.data - start.data + one + RESERVE_BYTES + _SLACK_BYTES
+    floor = small.peak.data - start.data + one + RESERVE_BYTES + _SLACK_BYTES
     return TrainingPlan(
         name,
-        options.batch_size,
+        config.batch_size,
         num_train,
         start.anonymous,
-        memory_use().file + _store_bytes(store, VIEWS[name], indices),
+        memory_use().file + _store_bytes(trial, indices),
         loader_bytes,
         int(fixed),
         per_cost * mean,
         _largest_batch_factor(trial, costs, indices, full),
-        max(0.0, large_seconds - per_trace * many),
+        large.start,
+        max(0.0, large.seconds - per_trace * many),
         per_trace,
         int(floor),
     )
@@ -254,10 +259,11 @@ def _room() -> int:
     return int(psutil.virtual_memory().available)
 
 
-def _store_bytes(store: TraceStore, view: str, indices: np.ndarray) -> int:
+def _store_bytes(trial: _Trial, indices: np.ndarray) -> int:
     """Bytes of the store that an epoch maps."""
-    form = BatchFormat(view, GraphOptions(edges="packed" if store.attention_layout == "causal" else "coo"))
-    return int(form.bytes(store, indices).sum()) if store.codec == "none" else 0
+    store = trial.loader.store
+    stored = GraphOptions(edges="heads" if store.attention_layout == "causal" else "coo")
+    return int(BatchFormat(trial.loader.view, stored).bytes(store, indices).sum()) if store.codec == "none" else 0
 
 
 def _largest_batch_factor(trial: _Trial, costs: np.ndarray, indices: np.ndarray, batch_size: int) -> float:

@@ -37,8 +37,9 @@ class Ranks:
     RankLostError where another rank is gone.
     """
 
-    def __init__(self) -> None:
-        self._together = distributed.is_available() and distributed.is_initialized()
+    def __init__(self, *, alone: bool = False) -> None:
+        """alone: as if there were no others."""
+        self._together = not alone and distributed.is_available() and distributed.is_initialized()
         self.rank = distributed.get_rank() if self._together else 0
         self.world_size = distributed.get_world_size() if self._together else 1
         self._flat: torch.Tensor | None = None

@@ -22,7 +22,7 @@ from tracestore.train.loop import DetectorRun
 from tracestore.train.memory import MemoryBudget, available, memory_use
 from tracestore.train.models import VIEWS, ModelConfig
 from tracestore.train.monitor import Log, check_tensorboard
-from tracestore.train.plan import PlanOptions, budget_plan
+from tracestore.train.plan import budget_plan
 from tracestore.train.predictions import write_predictions
 from tracestore.train.probe import run_probe
 from tracestore.train.ranks import Ranks
@@ -128,7 +128,7 @@ def run_training(
         log(f"{num_folds or 1} folds x {num_seeds or 1} seeds, {len(jobs) * len(names)} trainings")
     if "graph" in {VIEWS[name] for name in names}:
         _refuse_nonfinite(store, split)
-    model_config = ModelConfig(store.num_layers, store.hidden_dim, **sizes)
+    model_config = ModelConfig.of_store(store, **sizes)
     results: dict[str, Any] = {
         "models": {},
         "config": {
@@ -155,10 +155,8 @@ def run_training(
     limit = available(memory_budget, start)
     budget = None
     if limit is not None:
-        options = PlanOptions(
-            config.batch_size, config.attention_threshold, config.top_k, config.loader_threads, config.device, sizes
-        )
-        planned = ranks.first(lambda: budget_plan(names, store, options, limit, start, len(split.indices["train"])))
+        num_train = len(split.indices["train"])
+        planned = ranks.first(lambda: budget_plan(names, store, config, sizes, limit, start, num_train))
         budget = MemoryBudget(limit, start)
     try:
         with StopSignals() as stop:

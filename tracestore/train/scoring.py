@@ -19,7 +19,9 @@ from tracestore.train.models import VIEWS, Detector, ModelConfig, make_model
 from tracestore.train.oom import OOMGuard
 from tracestore.train.oom_errors import classify
 
-DETECTOR_VERSION = 2
+DETECTOR_VERSION = 3
+# Without edge_features, num_heads and layers, which then have their defaults.
+_OLDEST_VERSION = 2
 
 
 def detector_checkpoint(
@@ -91,7 +93,7 @@ def load_detector(path: Path) -> TrainedDetector:
         raise UsageError(
             f"{path}: version {version} of tracestore {saved.get('tracestore')}, this one reads up to {DETECTOR_VERSION}"
         )
-    if version < DETECTOR_VERSION:
+    if version < _OLDEST_VERSION:
         raise UsageError(f"{path}: version {version} lacks what scoring needs; train again")
     try:
         config = ModelConfig(**saved["model_config"])
@@ -142,7 +144,7 @@ def score_traces(
         indices=indices,
         attention_threshold=detector.attention_threshold,
         top_k=detector.top_k,
-        edges=edge_form(store, torch.device(device)),
+        edges=edge_form(store, torch.device(device), detector.config.edge_dim),
         memory_budget=memory_budget,
         pin_memory=device != "cpu",
         rank=0,

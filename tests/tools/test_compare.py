@@ -1,0 +1,52 @@
+"""tools/compare.py: runs with other flags on the same traces."""
+
+import json
+
+import pytest
+
+from tests.helpers import run_cli
+from tests.train.runs import FAST, ONLY, write_labelled
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Output folders: two that differ in a flag, one with another split, and one with folds."""
+    folder = tmp_path_factory.mktemp("compare")
+    store = write_labelled(folder / "store.zarr")
+    flags = ["--store", store, *FAST, *ONLY["lstm_solo"], "--no-probe", "--epochs", 2]
+    for name, more in (
+        ("plain", []),
+        ("layers", ["--layers", "0,2"]),
+        ("other", ["--seed", 7]),
+        ("folds", ["--folds", 2, "--seeds", 2]),
+        ("folds2", ["--folds", 2, "--lr", 0.01]),
+    ):
+        run_cli("tools/train.py", *flags, *more, "--output-dir", folder / name, check=0)
+    return folder
+
+
+@pytest.mark.parametrize(("first", "second", "count"), [("plain", "layers", 1), ("folds", "folds2", 2)])
+def test_the_difference_and_its_test(runs, first, second, count):
+    done = run_cli("tools/compare.py", runs / first, runs / second, "--json", check=0)
+    found = json.loads(done.stdout)["lstm_solo"]
+    (pair,) = found["comparisons"]
+    a, b = (found["models"][str(runs / name)]["test"]["auroc"] for name in (first, second))
+    assert pair["difference"] == pytest.approx(a - b) and 0 < pair["p"] <= 1
+    saved = json.loads((runs / second / "results.json").read_text())
+    assert b == pytest.approx(saved["models"]["lstm_solo"]["test"]["auroc"])
+    done = run_cli("tools/compare.py", runs / first, runs / second, check=0)
+    assert f"lstm_solo, {count} runs each" in done.stdout and f"{runs / first} - {runs / second}" in done.stdout
+
+
+def test_runs_that_cannot_be_compared(runs, tmp_path):
+    (tmp_path / "results.json").write_text("[1, 2")
+    for folders, words in (
+        ([runs / "plain"], "at least two"),
+        ([runs / "plain", runs / "plain"], "at least two"),
+        ([runs / "plain", runs / "nothing"], "No such file"),
+        ([runs / "plain", tmp_path], "not the results"),
+        ([runs / "plain", runs / "other"], "same --seed"),
+        ([runs / "plain", runs / "folds"], "no fold and seed in common"),
+    ):
+        done = run_cli("tools/compare.py", *folders, check=2)
+        assert done.stderr.count("\n") == 1 and words in done.stderr

@@ -1,0 +1,84 @@
+"""The flags that say what a detector is and what a step of its training costs: those of
+tools/train.py that `tracestore plan` takes as well. Imports no torch: wrong usage answers at once."""
+
+import argparse
+from typing import Any
+
+from tracestore.console import positive
+
+# Fields of models.ModelConfig.
+_SIZES = (
+    "gnn_hidden",
+    "latent_dim",
+    "lstm_hidden",
+    "num_lstm_layers",
+    "dropout",
+    "kl_weight",
+    "message_passing",
+    "standardize",
+    "edge_features",
+    "layers",
+)
+# Fields of config.TrainConfig.
+_STEP = ("batch_size", "attention_threshold", "top_k", "precision", "activation_checkpointing", "max_cache_batches")
+
+
+def fraction(text: str) -> float:
+    """A number above 0 and at most 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a fraction above 0 and at most 1")
+    return value
+
+
+def layers(text: str) -> tuple[int, ...]:
+    """Numbers and ranges, 0-9,20,29: in order, each once."""
+    chosen: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
+            raise argparse.ArgumentTypeError(f"found {text!r}, expected layers as 0-9,20,29")
+        if int(last or first) >= 10_000:
+            raise argparse.ArgumentTypeError(f"found layer {last or first}, expected one of the store")
+        chosen.update(range(int(first), int(last or first) + 1))
+    return tuple(sorted(chosen))
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds them."""
+    add = parser.add_argument
+    add("--batch-size", type=positive, default=16)
+    add("--precision", choices=("float32", "bf16", "fp16"), default="float32", help="fp16: on a GPU only")
+    add("--activation-checkpointing", action="store_true", help="less memory: compute activations again in backward")
+    add("--max-cache-batches", type=positive, default=2, help="decoded batches kept of a compressed store")
+    add("--attention-threshold", type=float, default=0.0, help="edges are pairs with attention above this")
+    add("--top-k", type=fraction, metavar="FRACTION", help="instead: this fraction of each layer's pairs")
+    add(
+        "--edge-features",
+        choices=("mean", "heads"),
+        default="mean",
+        help="weights of an edge: the mean over the heads, or every head's (of a store made with --attention heads)",
+    )
+    add("--layers", type=layers, metavar="LIST", help="layers of the language model that are read, e.g. 0-9,20,29")
+    add("--gnn-hidden", type=positive, default=128)
+    add("--latent-dim", type=positive, default=128)
+    add("--lstm-hidden", type=positive, default=128)
+    add("--num-lstm-layers", type=positive, default=2)
+    add("--dropout", type=float, default=0.3)
+    add("--kl-weight", type=float, default=0.01)
+    add("--standardize", action="store_true", help="per layer and column, statistics of training traces")
+    add("--message-passing", choices=("fused", "pyg"), default="fused", help="pyg is the slow reference")
+    add("--num-threads", type=positive, metavar="N", help="threads of torch and of the loader")
+
+
+def model_sizes(args: argparse.Namespace) -> dict[str, Any]:
+    """What they say of models.ModelConfig."""
+    return {name: getattr(args, name) for name in _SIZES}
+
+
+def step_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What they say of config.TrainConfig."""
+    return {name: getattr(args, name) for name in _STEP} | {"loader_threads": args.num_threads or 2}
