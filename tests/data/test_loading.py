@@ -344,3 +344,16 @@ def test_wrong_arguments_say_what_is_expected(store_path):
     ):
         with pytest.raises(UsageError, match=word):
             tracestore.TraceLoader(store_path, **kwargs)
+
+
+def test_a_loader_reads_the_generation_of_its_store(tmp_path):
+    """Not a newer one, whose scores and traces its indices and labels know nothing of."""
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        for k in range(4):
+            writer.append(make_trace(k), score=0.9)
+    store = tracestore.open(tmp_path / "s.zarr")
+    with tracestore.create(tmp_path / "s.zarr", exist_ok=True) as writer:
+        writer.append(make_trace(9), score=0.1)
+    assert len(tracestore.open(tmp_path / "s.zarr")) == 5
+    assert len(tracestore.TraceLoader(store, "sequence", batch_size=2).store) == 4
+    assert len(tracestore.TraceDataset(store)) == 4

@@ -31,7 +31,7 @@ def _open(
     form.check(opened)
     if max_cache_batches is not None:
         limit = min(limit, max_cache_batches * batch_size * mean_trace_bytes(opened, form))
-    return TraceStore(opened.path, cache_bytes=limit)
+    return opened.again(limit)
 
 
 class TraceDataset(Dataset[Any]):

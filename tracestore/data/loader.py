@@ -71,8 +71,7 @@ class TraceLoader:
     ) -> None:
         if num_threads < 0:
             raise UsageError(f"found num_threads {num_threads}, expected at least 0")
-        path = store.path if isinstance(store, TraceStore) else store
-        self.store = TraceStore(path)
+        self.store = store.again() if isinstance(store, TraceStore) else TraceStore(store)
         self.format = BatchFormat(view, GraphOptions(attention_threshold, top_k, edges), dtype)
         self.format.check(self.store)
         self.targets = self.store.targets(score_threshold)

@@ -84,6 +84,10 @@ class TraceStore:
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (str(self.path), self._cache.max_bytes, self._manifest.generation, len(self))
 
+    def again(self, cache_bytes: int = DEFAULT_CACHE_BYTES) -> "TraceStore":
+        """The same generation opened once more, with maps and cache of its own."""
+        return _reopen(str(self.path), cache_bytes, self.generation, len(self))
+
     def __enter__(self) -> "TraceStore":
         return self
 

@@ -1,5 +1,6 @@
 """A whole training run: split, detectors, probe, results and report."""
 
+import gc
 import json
 import os
 from dataclasses import asdict, replace
@@ -163,6 +164,8 @@ def run_training(
             for job, entry in zip(jobs, runs, strict=True):
                 say = partial(_say, log, job) if is_repeated else log
                 for name in names:
+                    # The run before, which refers to itself, and its maps of the store's files.
+                    gc.collect()
                     run = DetectorRun(
                         name,
                         store,
