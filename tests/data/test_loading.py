@@ -352,7 +352,7 @@ def test_a_loader_reads_the_generation_of_its_store(tmp_path):
         for k in range(4):
             writer.append(make_trace(k), score=0.9)
     store = tracestore.open(tmp_path / "s.zarr")
-    with tracestore.create(tmp_path / "s.zarr", exist_ok=True) as writer:
+    with tracestore.create(tmp_path / "s.zarr", append=True) as writer:
         writer.append(make_trace(9), score=0.1)
     assert len(tracestore.open(tmp_path / "s.zarr")) == 5
     assert len(tracestore.TraceLoader(store, "sequence", batch_size=2).store) == 4

@@ -3,7 +3,9 @@
 Sizes: B traces, L layers, D hidden size of the language model, N nodes of all graphs.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -117,13 +119,25 @@ class Standardiser(nn.Module):
             self.register_buffer("mean", torch.zeros(config.num_layers, config.hidden_dim))
             self.register_buffer("std", torch.ones(config.num_layers, config.hidden_dim))
 
-    def forward(self, x: torch.Tensor, layer: torch.Tensor | None = None) -> torch.Tensor:
-        """x (B, L, D), or (N, D) with each row's layer (N,)."""
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (B, L, D)."""
+        return (x - self.mean) / self.std if self.active else x
+
+    def graphs(self, x: torch.Tensor, node_ptr: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
+        """The rows x (N, D) of graphs, graph g of layer layers[g % len(layers)]."""
         if not self.active:
             return x
-        if layer is None:
-            return (x - self.mean) / self.std
-        return (x - self.mean[layer]) / self.std[layer]
+        if x.device.type != "cpu":
+            of_graph = torch.tensor(layers, device=x.device).repeat(len(node_ptr) // len(layers))
+            of_row = torch.repeat_interleave(of_graph, node_ptr.diff(), output_size=len(x))
+            return (x - self.mean[of_row]) / self.std[of_row]
+        # Graph by graph: mean and std of each row, gathered, would be twice the batch.
+        out = torch.empty(x.shape, dtype=self.mean.dtype)
+        mean, std = self.mean.unbind(), self.std.unbind()
+        for g, (begin, end) in enumerate(pairwise(node_ptr.tolist())):
+            layer = layers[g % len(layers)]
+            torch.sub(x[begin:end], mean[layer], out=out[begin:end]).div_(std[layer])
+        return out
 
 
 class LstmSolo(nn.Module):
@@ -156,13 +170,9 @@ class GraphEncoder(nn.Module):
         self.dropout = nn.Dropout(GNN_DROPOUT)
 
     def forward(self, inputs: GraphInputs) -> torch.Tensor:
-        layers = torch.tensor(self.layers, device=inputs.x.device)
-        if len(layers) < inputs.num_layers:
-            inputs = inputs.of_layers(layers)
-        x = inputs.x
-        if self.standardiser.active:
-            lengths = inputs.node_ptr[1:] - inputs.node_ptr[:-1]
-            x = self.standardiser(x, torch.repeat_interleave(layers.repeat(inputs.num_traces), lengths))
+        if len(self.layers) < inputs.num_layers:
+            inputs = inputs.of_layers(torch.tensor(self.layers, device=inputs.x.device))
+        x = self.standardiser.graphs(inputs.x, inputs.node_ptr, self.layers)
         x = self.dropout(F.relu_(self.conv1(x, inputs)))
         pooled = self.conv2.pooled(x, inputs)
         return pooled.reshape(inputs.num_traces, inputs.num_layers, -1)
