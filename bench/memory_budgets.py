@@ -1,0 +1,107 @@
+"""Budgets from generous to tight: what a training with --memory-budget does at each.
+
+python bench/memory_budgets.py STORE WORK_DIR [--batch-size 64] [--num-threads 1] [--cgroup]
+
+Above the floor that `tracestore plan` prints a run finishes, or ends with exit code 75 and a
+checkpoint that --resume finishes; below it also 2. Anything else is said, and ends with exit
+code 1. --cgroup: under a memory cgroup (version 1) as well, a little above budget and libraries.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from ingest import ROOT
+
+FACTORS = (4.0, 2.0, 1.5, 1.25, 1.1, 1.0, 0.9, 0.8, 0.6, 0.3)
+FLAGS = {
+    "lstm_solo": ["--no-run-gnn-det", "--no-run-gvae"],
+    "gnn_det_lstm": ["--no-run-lstm", "--no-run-gvae"],
+    "gvae_lstm": ["--no-run-lstm", "--no-run-gnn-det"],
+}
+CGROUPS = Path("/sys/fs/cgroup/memory")
+# What a process has beside what its budget counts: libraries, its reserve, page tables, pages of files.
+BESIDE_BYTES = 700 << 20
+
+
+def process(*command: object, setup: Callable[[], None] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, preexec_fn=setup
+    )
+
+
+def in_cgroup(limit: int) -> Callable[[], None]:
+    """Moves the process that is about to begin into a cgroup of its own."""
+    group = CGROUPS / f"tracestore-{os.getpid()}"
+    group.mkdir(exist_ok=True)
+    (group / "memory.limit_in_bytes").write_text(str(limit))
+
+    def join() -> None:
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+
+    return join
+
+
+def outcome(name: str, args: argparse.Namespace, budget: int, cgroup: bool) -> str:
+    folder = args.work / "results"
+    shutil.rmtree(folder, ignore_errors=True)
+    train = ["tools/train.py", "--store", args.store, "--output-dir", folder, "--batch-size", args.batch_size]
+    train += ["--epochs", 1, "--no-probe", "--num-threads", args.num_threads, "--num-workers", args.num_workers]
+    train += FLAGS[name]
+    setup = in_cgroup(budget + BESIDE_BYTES) if cgroup else None
+    done = process(*train, "--memory-budget", budget, setup=setup)
+    if done.returncode == 0:
+        events = json.loads((folder / "results.json").read_text())["models"][name]["oom_events"]
+        return f"finished, {len(events)} events"
+    if done.stderr.count("\n") != 1:
+        return f"WRONG: exit {done.returncode}, {done.stderr.count(chr(10))} lines: {done.stderr[-300:]!r}"
+    if done.returncode != 75:
+        return f"exit {done.returncode}: {done.stderr.strip()}"
+    again = process(*train, "--resume")
+    return (
+        "exit 75, resumed"
+        if again.returncode == 0
+        else f"WRONG: not resumed: exit {again.returncode}: {again.stderr[-300:]!r}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("store", type=Path)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--num-threads", type=int, default=1)
+    parser.add_argument("--num-workers", type=int, default=0)
+    parser.add_argument("--cgroup", action="store_true")
+    parser.add_argument("--models", nargs="*", default=list(FLAGS))
+    args = parser.parse_args()
+    args.store, args.work = args.store.absolute(), args.work.absolute()
+    wrong = 0
+    for name in args.models:
+        flags = ["--model", name, "--batch-size", args.batch_size, "--num-threads", args.num_threads, "--json"]
+        (plan,) = json.loads(process("-m", "tracestore", "plan", args.store, *flags).stdout)["models"]
+        floor = plan["floor_bytes"]
+        print(f"{name}: floor {floor / 2**20:.0f} MiB, peak {plan['peak_memory_bytes'] / 2**20:.0f} MiB", flush=True)
+        for factor in FACTORS:
+            for cgroup in (False, True) if args.cgroup else (False,):
+                said = outcome(name, args, int(factor * floor), cgroup)
+                if "WRONG" in said or (
+                    said.startswith("exit ")
+                    and not said.startswith("exit 75")
+                    and not (said.startswith("exit 2:") and factor < 1)
+                ):
+                    wrong += 1
+                print(f"  {factor:4.2f}{' cgroup' if cgroup else ''}: {said}", flush=True)
+    if args.cgroup:
+        (CGROUPS / f"tracestore-{os.getpid()}").rmdir()
+    print(f"{wrong} wrong")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
