@@ -1,11 +1,14 @@
 """Speed and memory of convert on large files, beside what bounds them, measured in the same run.
 
-python bench/ingest.py speed|gzip|workers|memory|small DIR [--gigabytes 1] [--rounds 5]
+python bench/ingest.py speed|gzip|workers|memory|small DIR [--gigabytes 1] [--rounds 5] [--traces FOLDER]
 
-DIR lies on the disk to be measured; tmpfs takes the disk out of the figures.
+DIR lies on the disk to be measured; tmpfs takes the disk out of the figures. speed, gzip and workers take
+the pickles in FOLDER, as tools/extract.py writes them, in place of made-up traces; .pkl.gz of them as
+Python's gzip makes it.
 """
 
 import argparse
+import gzip as gzip_file
 import json
 import os
 import pickle
@@ -211,9 +214,30 @@ def made(folder: Path, suffix: str, files: int, gigabytes: float) -> Path:
     return folder
 
 
+def chosen(args: argparse.Namespace, suffix: str, files: int) -> Path:
+    """The files to convert: made-up ones, or those of --traces."""
+    if args.traces is None:
+        return made(args.folder, suffix, files, args.gigabytes)
+    folder = args.folder / f"real{suffix}"
+    if not folder.exists():
+        partial = folder.with_name(f"partial_{folder.name}")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for path in sorted(args.traces.glob("*.pkl")):
+            with path.open("rb") as source:
+                if suffix == ".pkl":
+                    with (partial / path.name).open("wb") as target:
+                        shutil.copyfileobj(source, target, PIECE_BYTES)
+                else:
+                    with gzip_file.open(partial / f"{path.name}.gz", "wb") as packed:
+                        shutil.copyfileobj(source, packed, PIECE_BYTES)
+        partial.rename(folder)
+    return folder
+
+
 def speed(args: argparse.Namespace) -> None:
     store, raw = args.folder / "out.zarr", args.folder / "raw"
-    source = made(args.folder, ".pkl", 1, args.gigabytes)
+    source = chosen(args, ".pkl", 1)
     for mode in ("heads", "mean"):
         ratios = []
         for _ in range(args.rounds):
@@ -229,7 +253,7 @@ def speed(args: argparse.Namespace) -> None:
 
 def gzip(args: argparse.Namespace) -> None:
     store = args.folder / "out.zarr"
-    source = made(args.folder, ".pkl.gz", 1, args.gigabytes)
+    source = chosen(args, ".pkl.gz", 1)
     for mode in ("heads", "mean"):
         ratios = []
         for _ in range(args.rounds):
@@ -243,7 +267,7 @@ def gzip(args: argparse.Namespace) -> None:
 def workers(args: argparse.Namespace) -> None:
     store, raw = args.folder / "out.zarr", args.folder / "raw"
     for suffix in (".pkl.gz", ".pkl"):
-        source = made(args.folder, suffix, 8, args.gigabytes)
+        source = chosen(args, suffix, 8)
         gains, shares = [], []
         for _ in range(args.rounds):
             warm(source)
@@ -319,6 +343,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--traces", type=Path, metavar="FOLDER")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     globals()[args.what](args)

@@ -62,7 +62,7 @@ def layer_inputs(inputs: GraphInputs, layer: int) -> GraphInputs:
     nodes, pairs = (torch.tensor([0, *np.cumsum([s.stop - s.start for s in p])]) for p in (picks, weights))
     x, weight = torch.cat([inputs.x[p] for p in picks]), torch.cat([inputs.weight[w] for w in weights])
     edge_index, weight = GraphInputs(x, nodes, weight, pairs, 1, threshold=inputs.threshold).coo()
-    return GraphInputs(x, nodes, weight, pairs, 1, edge_index)
+    return GraphInputs(x, nodes, weight[:, 0], pairs, 1, edge_index)
 
 
 class Step:
