@@ -79,6 +79,7 @@ def main() -> int:
     parser.add_argument("--num-workers", type=int, default=0)
     parser.add_argument("--cgroup", action="store_true")
     parser.add_argument("--models", nargs="*", default=list(FLAGS))
+    parser.add_argument("--factors", type=float, nargs="*", default=FACTORS, help="of the floor")
     args = parser.parse_args()
     args.store, args.work = args.store.absolute(), args.work.absolute()
     wrong = 0
@@ -87,7 +88,7 @@ def main() -> int:
         (plan,) = json.loads(process("-m", "tracestore", "plan", args.store, *flags).stdout)["models"]
         floor = plan["floor_bytes"]
         print(f"{name}: floor {floor / 2**20:.0f} MiB, peak {plan['peak_memory_bytes'] / 2**20:.0f} MiB", flush=True)
-        for factor in FACTORS:
+        for factor in args.factors:
             for cgroup in (False, True) if args.cgroup else (False,):
                 said = outcome(name, args, int(factor * floor), cgroup)
                 if "WRONG" in said or (

@@ -162,10 +162,12 @@ def plan_training(
     start: MemoryUse | None = None,
     num_train: int | None = None,
     num_threads: int | None = None,
+    room: int | None = None,
 ) -> TrainingPlan:
     """Measures a few steps. sizes: fields of ModelConfig. start: what the process had after
     its imports; num_train: traces of the training part (the usual share of those with a
-    label); num_threads: torch's, from now on. The random state is left as it was."""
+    label); num_threads: torch's, from now on; room: bytes above `start` that steps larger
+    than the smallest may take (half of what the machine has). The random state is left as it was."""
     store.require(VIEWS[name])
     labelled = np.flatnonzero(np.isfinite(store.targets()))
     indices = labelled if len(labelled) else np.arange(len(store))
@@ -177,7 +179,7 @@ def plan_training(
         torch.set_num_threads(num_threads)
     before = random_state()
     try:
-        return _measure(name, store, indices, config, sizes, start, num_train)
+        return _measure(name, store, indices, config, sizes, start, num_train, room)
     finally:
         restore_random_state(before)
 
@@ -195,7 +197,7 @@ def budget_plan(
     UsageError where the budget is below the floor of one."""
     planned: dict[str, int | None] = {}
     for name in names:
-        plan = plan_training(name, store, config, sizes, start=start, num_train=num_train)
+        plan = plan_training(name, store, config, sizes, start=start, num_train=num_train, room=budget)
         if budget < _REFUSED_BELOW * plan.floor_bytes:
             raise UsageError(
                 f"memory budget {format_size(budget)} is below {format_size(plan.floor_bytes)}, the least that "
@@ -214,13 +216,14 @@ def _measure(
     sizes: dict[str, Any],
     start: MemoryUse,
     num_train: int,
+    room: int | None,
 ) -> TrainingPlan:
     trial = _Trial(name, store, indices, config, sizes)
     full = trial.loader.batch_size
     few = max(1, full // 8)
     small = _timed(trial, 0, few)
     # The whole batch where it is not too long or too large to try.
-    room = _room() / 2
+    room = _room() // 2 if room is None else min(room, _room() // 2)
     grows = max(1, (small.peak.anonymous - start.anonymous) / few)
     many = int(min(full, max(few, few * 4 * _SECONDS / small.seconds), max(few, room / grows)))
     large = _timed(trial, 1, many) if many > few else small
