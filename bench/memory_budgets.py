@@ -1,6 +1,7 @@
 """Budgets from generous to tight: what a training with --memory-budget does at each.
 
-python bench/memory_budgets.py STORE WORK_DIR [--batch-size 64] [--num-threads 1] [--cgroup]
+python bench/memory_budgets.py STORE WORK_DIR [--batch-size 64] [--num-threads 1]
+    [--num-workers 0] [--models NAME ...] [--factors F ...] [--cgroup]
 
 Above the floor that `tracestore plan` prints a run finishes, or ends with exit code 75 and a
 checkpoint that --resume finishes; below it also 2. Anything else is said, and ends with exit
@@ -70,6 +71,21 @@ def outcome(name: str, args: argparse.Namespace, budget: int, cgroup: bool) -> s
     )
 
 
+def sweep(name: str, args: argparse.Namespace) -> int:
+    """The budgets of one model. -> outcomes that must not be."""
+    flags = ["--model", name, "--batch-size", args.batch_size, "--num-threads", args.num_threads, "--json"]
+    (plan,) = json.loads(process("-m", "tracestore", "plan", args.store, *flags).stdout)["models"]
+    floor, wrong = plan["floor_bytes"], 0
+    print(f"{name}: floor {floor / 2**20:.0f} MiB, peak {plan['peak_memory_bytes'] / 2**20:.0f} MiB", flush=True)
+    for factor in args.factors:
+        for cgroup in (False, True) if args.cgroup else (False,):
+            said = outcome(name, args, int(factor * floor), cgroup)
+            refused = said.startswith("exit 2:") and factor < 1
+            wrong += not (refused or said.startswith(("finished", "exit 75")))
+            print(f"  {factor:4.2f}{' cgroup' if cgroup else ''}: {said}", flush=True)
+    return wrong
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("store", type=Path)
@@ -82,24 +98,11 @@ def main() -> int:
     parser.add_argument("--factors", type=float, nargs="*", default=FACTORS, help="of the floor")
     args = parser.parse_args()
     args.store, args.work = args.store.absolute(), args.work.absolute()
-    wrong = 0
-    for name in args.models:
-        flags = ["--model", name, "--batch-size", args.batch_size, "--num-threads", args.num_threads, "--json"]
-        (plan,) = json.loads(process("-m", "tracestore", "plan", args.store, *flags).stdout)["models"]
-        floor = plan["floor_bytes"]
-        print(f"{name}: floor {floor / 2**20:.0f} MiB, peak {plan['peak_memory_bytes'] / 2**20:.0f} MiB", flush=True)
-        for factor in args.factors:
-            for cgroup in (False, True) if args.cgroup else (False,):
-                said = outcome(name, args, int(factor * floor), cgroup)
-                if "WRONG" in said or (
-                    said.startswith("exit ")
-                    and not said.startswith("exit 75")
-                    and not (said.startswith("exit 2:") and factor < 1)
-                ):
-                    wrong += 1
-                print(f"  {factor:4.2f}{' cgroup' if cgroup else ''}: {said}", flush=True)
-    if args.cgroup:
-        (CGROUPS / f"tracestore-{os.getpid()}").rmdir()
+    try:
+        wrong = sum(sweep(name, args) for name in args.models)
+    finally:
+        if (group := CGROUPS / f"tracestore-{os.getpid()}").exists():
+            group.rmdir()
     print(f"{wrong} wrong")
     return 1 if wrong else 0
 

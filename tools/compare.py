@@ -82,7 +82,7 @@ def command(args: argparse.Namespace) -> int:
             "models": {folder: evaluate_runs(runs, seed) for folder, runs in scores.items()},
             "comparisons": pairs,
         }
-        output.say(f"{name}, {len(common)} runs each")
+        output.say(f"{name}, {len(common)} {'run' if len(common) == 1 else 'runs'} each")
         output.say(report.table(document[name]) + "\n")
     output.document(report.finite(document))
     return 0

@@ -45,7 +45,7 @@ def command(args: argparse.Namespace) -> int:
     import numpy as np
     import torch
 
-    from tracestore.data.batch import BatchFormat
+    from tracestore.data.batch import BatchFormat, GraphOptions
     from tracestore.data.epoch import mean_trace_bytes
     from tracestore.store.reader import TraceStore
     from tracestore.train.memory import RESERVE_BYTES, MemoryBudget, memory_use
@@ -67,7 +67,9 @@ def command(args: argparse.Namespace) -> int:
     budget = None
     if args.memory_budget is not None:
         # A few traces on their way, one at work, and the threads' own.
-        floor = 2 * RESERVE_BYTES + 8 * mean_trace_bytes(store, BatchFormat(VIEWS[detector.name]))
+        edges = detector.config.edge_form(store, torch.device("cpu")) if VIEWS[detector.name] == "graph" else "coo"
+        form = BatchFormat(VIEWS[detector.name], GraphOptions(edges=edges))
+        floor = 2 * RESERVE_BYTES + 8 * mean_trace_bytes(store, form)
         if args.memory_budget < floor:
             raise UsageError(
                 f"--memory-budget {format_size(args.memory_budget)} is below {format_size(floor)}, what one trace needs"

@@ -113,8 +113,8 @@ def chosen_models(args: argparse.Namespace) -> list[str]:
     ]
     if not names:
         raise UsageError("every model is switched off")
-    if not 0 <= args.dropout < 1 or args.lr <= 0:
-        raise UsageError(f"found --dropout {args.dropout}, --lr {args.lr}; expected 0 <= dropout < 1 and lr > 0")
+    if args.lr <= 0:
+        raise UsageError(f"found --lr {args.lr}, expected a number above 0")
     if args.seed + (args.seeds or 1) > 2**32:
         raise UsageError(f"found --seed {args.seed}, --seeds {args.seeds}; the last seed must be below 2^32")
     if not args.store.exists():

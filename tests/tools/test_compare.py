@@ -20,6 +20,7 @@ def runs(tmp_path_factory):
         ("other", ["--seed", 7]),
         ("folds", ["--folds", 2, "--seeds", 2]),
         ("folds2", ["--folds", 2, "--lr", 0.01]),
+        ("folds3", ["--folds", 2, "--seed", 43]),
     ):
         run_cli("tools/train.py", *flags, *more, "--output-dir", folder / name, check=0)
     return folder
@@ -35,7 +36,7 @@ def test_the_difference_and_its_test(runs, first, second, count):
     saved = json.loads((runs / second / "results.json").read_text())
     assert b == pytest.approx(saved["models"]["lstm_solo"]["test"]["auroc"])
     done = run_cli("tools/compare.py", runs / first, runs / second, check=0)
-    assert f"lstm_solo, {count} runs each" in done.stdout and f"{runs / first} - {runs / second}" in done.stdout
+    assert f"lstm_solo, {count} run" in done.stdout and f"{runs / first} - {runs / second}" in done.stdout
 
 
 def test_runs_that_cannot_be_compared(runs, tmp_path):
@@ -47,6 +48,7 @@ def test_runs_that_cannot_be_compared(runs, tmp_path):
         ([runs / "plain", tmp_path], "not the results"),
         ([runs / "plain", runs / "other"], "same --seed"),
         ([runs / "plain", runs / "folds"], "no fold and seed in common"),
+        ([runs / "folds", runs / "folds3"], "different traces, labels or folds"),
     ):
         done = run_cli("tools/compare.py", *folders, check=2)
         assert done.stderr.count("\n") == 1 and words in done.stderr

@@ -95,12 +95,25 @@ def test_heads_and_layers_from_training_to_scores(labelled, tmp_path, options):
             {r["question_id"]: float(scored[r["question_id"]]) for r in tested}, abs=1e-5
         )
     run_cli("-m", "tracestore", "plan", heads, *more, check=0)
+    # A detector of last tokens has no edges.
+    run_cli(
+        "tools/score.py",
+        "--checkpoint",
+        results / "lstm_solo/best.pt",
+        "--store",
+        labelled,
+        "--output",
+        scores,
+        check=0,
+    )
     bad = [*more, "--layers", "0,3"] if "--layers" in options else more
+    kept = (results / "gnn_det_lstm/best.pt").read_bytes()
     for done in (
-        run_cli("tools/train.py", "--store", labelled, "--output-dir", tmp_path / "s", *bad, check=2),
+        run_cli("tools/train.py", "--store", labelled, "--output-dir", results, *bad, check=2),
         run_cli("-m", "tracestore", "plan", labelled, *bad, check=2),
     ):
-        assert done.stderr.count("\n") == 1 and ("--attention heads" in done.stderr or "expected 0 to 2" in done.stderr)
+        assert (results / "gnn_det_lstm/best.pt").read_bytes() == kept
+        assert done.stderr.count("\n") == 1 and ("--attention heads" in done.stderr or "some of 0 to 2" in done.stderr)
 
 
 def test_tensorboard_shows_each_step_once_after_kills(driver, labelled, tmp_path):

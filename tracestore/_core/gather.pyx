@@ -359,13 +359,14 @@ cdef class GraphGather(Job):
     hidden: Copies of the traces' (L, S, D) items. weights: B buffers or Spans of weight_dtype,
     each the L layers' packed triangles (causal) or squares one behind the other,
     num_heads of them a layer where that is more than 1: their mean (float16) is then
-    made first, or, every_head, all of them are written, packed. num_tokens int64 (B,), causal uint8 (B,). The pairs above `threshold` are
-    edges, or, where top_k_fraction > 0, that fraction of each graph's pairs with the
-    largest weights. packed: all pairs are written, those that top-k drops as NaN.
+    made first, or, every_head, all of them are written, packed. num_tokens int64 (B,),
+    causal uint8 (B,). The pairs above `threshold` are edges, or, where top_k_fraction > 0,
+    that fraction of each graph's pairs with the largest weights. packed: all pairs are written, those that top-k drops as NaN.
     edges: where only edges are stored, B tuples (ptr int64 (L + 1,), edge_index a buffer or
     Span of int32 (E, 2) source and target); all of them are written, weights has theirs.
 
-    num_nodes; num_pairs: the weights of all pairs, once or, every_head, for each, which num_edges never exceeds;
+    num_nodes; num_pairs: the weights of all pairs, once or, every_head, for each head,
+    which num_edges never exceeds;
     num_edges: known after `count` or when the work is done.
     """
     cdef Copies hidden

@@ -101,11 +101,12 @@ cdef class Graphs:
         return ts_gine_workspace(&self.g, <size_t>real_bytes, backward)
 
     def forward(self, const real[::1] w, const real[::1] b, real[:, ::1] out, uint8_t[::1] workspace) -> None:
-        """out (N, D) = x + sum over edges of relu(x_j + w a_ij + b), w (C D,). ValueError where an edge leaves its graph."""
+        """out (N, D) = x + sum over edges of relu(x_j + w a_ij + b), w (C D,). ValueError where
+        an edge leaves its graph."""
         cdef int ret
         cdef size_t N = self.g.num_rows, D = self.g.dim, W = self.g.num_channels * D
-        if <size_t>out.shape[0] != N or <size_t>out.shape[1] != D or <size_t>w.shape[0] != W or <size_t>b.shape[0] != D \
-                or <size_t>workspace.shape[0] < ts_gine_workspace(&self.g, sizeof(real), 0):
+        if <size_t>out.shape[0] != N or <size_t>out.shape[1] != D or <size_t>w.shape[0] != W \
+                or <size_t>b.shape[0] != D or <size_t>workspace.shape[0] < ts_gine_workspace(&self.g, sizeof(real), 0):
             raise ValueError("x, w, b, out and workspace do not fit together")
         if N == 0 or D == 0:
             return

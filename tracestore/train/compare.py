@@ -55,18 +55,25 @@ def holm(p: Sequence[float]) -> list[float]:
     return adjusted.tolist()
 
 
+def _tested(runs: Sequence[RunScores]) -> dict[int, list[tuple[int, str, int]]]:
+    """Trace, question and label of each fold's test part."""
+    return {
+        run.fold: sorted(zip(run.trace.tolist(), run.question.tolist(), run.y.tolist(), strict=True)) for run in runs
+    }
+
+
 def compare(models: Mapping[str, Sequence[RunScores]], seed: int) -> list[dict[str, Any]]:
     """Every pair of models: the difference in AUROC (first - second), its interval and p value
     from a bootstrap by question, DeLong's p value where it holds (one run, one trace a
     question), and Holm's adjustment over the pairs of DeLong's where it holds, else of the
-    bootstrap's ("method")."""
+    bootstrap's ("method"). ValueError where they were not tested on the same folds and labels."""
     of = {name: RankDraws(runs, seed) for name, runs in models.items()}
     estimates = {name: float(a.estimate()[0]) for name, a in of.items()}
     draws = {name: a.draws()[:, 0] for name, a in of.items()}
     pairs: list[dict[str, Any]] = []
     for a, b in combinations(models, 2):
-        if not np.array_equal(of[a].trace, of[b].trace):
-            raise ValueError(f"{a} and {b} were tested on different traces")
+        if _tested(models[a]) != _tested(models[b]):
+            raise ValueError(f"{a} and {b} were tested on different traces, labels or folds")
         one_run = len(models[a]) == len(models[b]) == 1
         independent = one_run and of[a].num_questions == len(of[a].trace)
         differences = draws[a] - draws[b]

@@ -11,8 +11,8 @@ from tracestore.data.loader import TraceLoader
 from tracestore.data.order import epoch_key
 from tracestore.store.reader import TraceStore
 from tracestore.train.config import TrainConfig
-from tracestore.train.graph_inputs import GraphInputs, edge_form, edge_threshold
-from tracestore.train.models import VIEWS
+from tracestore.train.graph_inputs import GraphInputs, edge_threshold
+from tracestore.train.models import VIEWS, ModelConfig
 from tracestore.train.ranks import Ranks
 
 # Streams of order.epoch_key, beside those of the order.
@@ -46,13 +46,12 @@ class Feed:
         store: TraceStore,
         indices: np.ndarray,
         config: TrainConfig,
-        edge_dim: int,
+        model_config: ModelConfig,
         ranks: Ranks,
         *,
         shuffle: str,
         num_workers: int = 0,
     ) -> None:
-        """edge_dim: weights of an edge that the model reads."""
         self.config, self.ranks, self.num_workers = config, ranks, num_workers
         self.is_graph = VIEWS[name] == "graph"
         self.device = torch.device(config.device)
@@ -68,7 +67,7 @@ class Feed:
             score_threshold=config.score_threshold,
             attention_threshold=config.attention_threshold,
             top_k=config.top_k,
-            edges=edge_form(store, self.device, edge_dim),
+            edges=model_config.edge_form(store, self.device) if self.is_graph else "coo",
             max_cache_batches=config.max_cache_batches,
             pin_memory=self.device.type == "cuda",
             rank=ranks.rank,

@@ -34,6 +34,17 @@ def fraction(text: str) -> float:
     return value
 
 
+def dropout(text: str) -> float:
+    """A number of at least 0 and below 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a number of at least 0 and below 1")
+    return value
+
+
 def layers(text: str) -> tuple[int, ...]:
     """Numbers and ranges, 0-9,20,29: in order, each once."""
     chosen: set[int] = set()
@@ -62,12 +73,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default="mean",
         help="weights of an edge: the mean over the heads, or every head's (of a store made with --attention heads)",
     )
-    add("--layers", type=layers, metavar="LIST", help="layers of the language model that are read, e.g. 0-9,20,29")
+    add("--layers", type=layers, metavar="LIST", help="layers of the language model that are used, e.g. 0-9,20,29")
     add("--gnn-hidden", type=positive, default=128)
     add("--latent-dim", type=positive, default=128)
     add("--lstm-hidden", type=positive, default=128)
     add("--num-lstm-layers", type=positive, default=2)
-    add("--dropout", type=float, default=0.3)
+    add("--dropout", type=dropout, default=0.3)
     add("--kl-weight", type=float, default=0.01)
     add("--standardize", action="store_true", help="per layer and column, statistics of training traces")
     add("--message-passing", choices=("fused", "pyg"), default="fused", help="pyg is the slow reference")

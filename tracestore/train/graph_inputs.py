@@ -1,37 +1,15 @@
 """What the graph models read: the graphs of a batch, as the store keeps them."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch_geometric.data import Batch
 
-from tracestore.errors import MissingFieldError
-from tracestore.store.reader import TraceStore
-
 # node_ptr, weight, weight_ptr, source, target, threshold: how the operators of gine_op take edges.
 Edges = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, float]
-
-
-def edge_form(store: TraceStore, device: torch.device, edge_dim: int = 1) -> str:
-    """The form in which TraceLoader brings edges to a model on `device`: "packed" or "coo", or
-    "heads" where an edge has edge_dim weights. MissingFieldError where the store has not so many."""
-    if edge_dim > 1:
-        if store.heads_stored != edge_dim or store.attention_layout != "causal":
-            raise MissingFieldError(
-                f"{store.path}: the model reads causal attention of {edge_dim} heads, this store has "
-                f"{store.attention_layout} attention, attention {store.attention!r}; convert with --attention heads"
-            )
-        return "heads"
-    return "packed" if store.attention_layout == "causal" and device.type == "cpu" else "coo"
-
-
-def _slices(ptr: torch.Tensor, graphs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What ptr[g] .. ptr[g + 1] of the chosen graphs are, one behind the other, and the pointers then."""
-    sizes = (ptr[1:] - ptr[:-1])[graphs]
-    chosen = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
-    shift = ptr[:-1][graphs] - chosen[:-1]
-    return torch.arange(int(chosen[-1]), device=ptr.device) + torch.repeat_interleave(shift, sizes), chosen
 
 
 def edge_threshold(attention_threshold: float, top_k: float | None) -> float:
@@ -100,22 +78,27 @@ class GraphInputs:
             edge_index=edge_index,
         )
 
-    def of_layers(self, layers: torch.Tensor) -> "GraphInputs":
-        """The graphs of some layers (n,) int64 alone, which are copied."""
-        of_trace = torch.arange(self.num_traces, device=layers.device) * self.num_layers
-        graphs = (of_trace[:, None] + layers).flatten()
-        rows, node_ptr = _slices(self.node_ptr, graphs)
-        entries, weight_ptr = _slices(self.weight_ptr, graphs)
+    def of_layers(self, layers: Sequence[int]) -> "GraphInputs":
+        """The graphs of some layers alone, which are copied."""
+        graphs = [t * self.num_layers + layer for t in range(self.num_traces) for layer in layers]
+        node_ptr, weight_ptr = self.node_ptr.tolist(), self.weight_ptr.tolist()
+        nodes, weights = ([slice(ptr[g], ptr[g + 1]) for g in graphs] for ptr in (node_ptr, weight_ptr))
+
+        def pointers(of: list[slice]) -> torch.Tensor:
+            ends = accumulate((s.stop - s.start for s in of), initial=0)
+            return torch.tensor(list(ends), device=self.x.device)
+
         edge_index = None
+        chosen = pointers(nodes)
         if self.edge_index is not None:
-            moved = self.node_ptr[:-1][graphs] - node_ptr[:-1]
-            edge_index = self.edge_index[:, entries] - torch.repeat_interleave(moved, weight_ptr.diff())
+            begins = zip(weights, nodes, chosen.tolist(), strict=False)
+            edge_index = torch.cat([self.edge_index[:, w] + (at - n.start) for w, n, at in begins], dim=1)
         return replace(
             self,
-            x=self.x[rows],
-            node_ptr=node_ptr,
-            weight=self.weight[entries],
-            weight_ptr=weight_ptr,
+            x=torch.cat([self.x[s] for s in nodes]),
+            node_ptr=chosen,
+            weight=torch.cat([self.weight[s] for s in weights]),
+            weight_ptr=pointers(weights),
             num_layers=len(layers),
             edge_index=edge_index,
         )

@@ -121,7 +121,7 @@ class DetectorRun:
             self.store,
             self.split.indices["train"],
             c,
-            self.model_config.edge_dim,
+            self.model_config,
             self.ranks,
             shuffle=c.shuffle,
             num_workers=c.num_workers,
@@ -271,8 +271,8 @@ class DetectorRun:
         progress.end_epoch(scores.loss, value)
 
     def _scores(self, part: str, progress: Progress | None) -> PartScores:
-        indices, edge_dim = self.split.indices[part], self.model_config.edge_dim
-        feed = Feed(self.name, self.store, indices, self.config, edge_dim, self.ranks, shuffle="none")
+        indices = self.split.indices[part]
+        feed = Feed(self.name, self.store, indices, self.config, self.model_config, self.ranks, shuffle="none")
         try:
             scores = score_part(self.forward, self.guard, feed, self.ranks, lambda: self.stop.signum)
         except Halted as halted:

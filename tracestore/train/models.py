@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tracestore.errors import UsageError
+from tracestore.errors import MissingFieldError, UsageError
 from tracestore.store.reader import TraceStore
 from tracestore.train.gine import GINE
 from tracestore.train.graph_inputs import GraphInputs
@@ -25,8 +25,9 @@ GNN_DROPOUT = 0.2
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of a detector; the names are tools/train.py's flags. num_layers, hidden_dim and
-    num_heads are the language model's; `layers` of it are read, None: all."""
+    """Sizes of a detector; the names are tools/train.py's flags. num_layers and
+    hidden_dim are the language model's; `layers` of it are used, None: all. num_heads: heads
+    whose weights an edge has, with edge_features "heads". UsageError where layers are none of it."""
 
     num_layers: int
     hidden_dim: int
@@ -42,20 +43,34 @@ class ModelConfig:
     num_heads: int = 1
     layers: tuple[int, ...] | None = None
 
+    def __post_init__(self) -> None:
+        layers = self.layers
+        if layers is not None and (not layers or list(layers) != [k for k in range(self.num_layers) if k in layers]):
+            raise UsageError(
+                f"found layers {', '.join(map(str, layers))}, expected some of 0 to {self.num_layers - 1}, in order"
+            )
+
     @classmethod
     def of_store(cls, store: TraceStore, **sizes: Any) -> "ModelConfig":
-        """UsageError where the store lacks one of `layers`, or the number of heads."""
-        if sizes.get("edge_features", "mean") == "heads":
+        """For the traces of a store."""
+        if sizes.get("edge_features") == "heads":
             sizes = {"num_heads": store.heads_stored} | sizes
-        config = cls(store.num_layers, store.hidden_dim, **sizes)
-        missing = [layer for layer in config.layers or () if not 0 <= layer < store.num_layers]
-        if missing:
-            raise UsageError(
-                f"found layer {missing[0]}, expected 0 to {store.num_layers - 1}, the layers of {store.path}"
+        return cls(store.num_layers, store.hidden_dim, **sizes)
+
+    def edge_form(self, store: TraceStore, device: torch.device) -> str:
+        """The form in which TraceLoader brings edges to a graph model on `device`: "packed", "coo"
+        or "heads". MissingFieldError where the store has no such weights."""
+        is_causal = store.attention_layout == "causal"
+        if self.edge_features != "heads":
+            return "packed" if is_causal and device.type == "cpu" else "coo"
+        if store.attention != "heads":
+            raise MissingFieldError(f"{store.path}: no attention of every head; convert with --attention heads")
+        if not is_causal or store.heads_stored != self.num_heads:
+            raise MissingFieldError(
+                f"{store.path}: holds {store.attention_layout} attention of {store.heads_stored} heads; the model's "
+                f"edges are causal attention of {self.num_heads}"
             )
-        if config.edge_features == "heads" and store.attention != "heads":
-            raise UsageError(f"{store.path} holds no attention of every head; convert with --attention heads")
-        return config
+        return "heads"
 
     @property
     def num_layers_read(self) -> int:
@@ -128,7 +143,7 @@ class Standardiser(nn.Module):
         if not self.active:
             return x
         if x.device.type != "cpu":
-            of_graph = torch.tensor(layers, device=x.device).repeat(len(node_ptr) // len(layers))
+            of_graph = torch.tensor(layers, device=x.device).repeat((len(node_ptr) - 1) // len(layers))
             of_row = torch.repeat_interleave(of_graph, node_ptr.diff(), output_size=len(x))
             return (x - self.mean[of_row]) / self.std[of_row]
         # Graph by graph: mean and std of each row, gathered, would be twice the batch.
@@ -171,7 +186,7 @@ class GraphEncoder(nn.Module):
 
     def forward(self, inputs: GraphInputs) -> torch.Tensor:
         if len(self.layers) < inputs.num_layers:
-            inputs = inputs.of_layers(torch.tensor(self.layers, device=inputs.x.device))
+            inputs = inputs.of_layers(self.layers)
         x = self.standardiser.graphs(inputs.x, inputs.node_ptr, self.layers)
         x = self.dropout(F.relu_(self.conv1(x, inputs)))
         pooled = self.conv2.pooled(x, inputs)

@@ -109,7 +109,7 @@ class _Trial:
         optimizer = torch.optim.Adam(self.forward.model.parameters(), lr=0.0, weight_decay=1e-5, fused=True)
         self.guard = OOMGuard(self.forward.model, optimizer)
         config = replace(config, batch_size=min(config.batch_size, len(indices)))
-        self.feed = Feed(name, store, indices, config, model_config.edge_dim, Ranks(alone=True), shuffle="global")
+        self.feed = Feed(name, store, indices, config, model_config, Ranks(alone=True), shuffle="global")
         self.loader = self.feed.loader
         self.cost = "edges" if model_config.message_passing == "pyg" and VIEWS[name] == "graph" else "bytes"
 
@@ -139,7 +139,8 @@ def _timed(trial: _Trial, epoch: int, count: int) -> _Measured:
         trial.feed.seek(epoch, 0)
         for batch in islice(trial.feed.batches(), _MOST_STEPS):
             if not seconds:
-                first = time.perf_counter() - began
+                start = time.perf_counter()
+                first = start - began
             trial.step(batch, count)
             indices = batch.trace_index[:count].numpy().copy()
             cost = int(trial.costs(indices).sum())

@@ -25,7 +25,7 @@ def _entries(results: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _pair_name(pair: dict[str, Any]) -> str:
-    return f"{pair['first']} - {pair['second']}".replace("_probe", " probe")
+    return f"{pair['first']} - {pair['second']}".replace("logistic_probe", "logistic probe")
 
 
 def _p(value: float) -> str:

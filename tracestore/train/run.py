@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tracestore import console
+from tracestore.data.batch import GraphOptions
 from tracestore.errors import MissingFieldError, TrainingError, UsageError
 from tracestore.store.reader import TraceStore
 from tracestore.train import report
@@ -113,6 +114,11 @@ def run_training(
             store.require(view)
     except MissingFieldError as error:
         raise MissingFieldError(f"{error}; or train without graphs: --no-run-gnn-det --no-run-gvae") from None
+    model_config = ModelConfig.of_store(store, **sizes)
+    if "graph" in {VIEWS[name] for name in names}:
+        edges = model_config.edge_form(store, torch.device(config.device))
+        GraphOptions(config.attention_threshold, config.top_k, edges)
+    # Nothing of an earlier run is touched before it is clear that this one makes sense.
     targets = store.targets(config.score_threshold)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -129,7 +135,6 @@ def run_training(
         log(f"{num_folds or 1} folds x {num_seeds or 1} seeds, {len(jobs) * len(names)} trainings")
     if "graph" in {VIEWS[name] for name in names}:
         _refuse_nonfinite(store, split)
-    model_config = ModelConfig.of_store(store, **sizes)
     results: dict[str, Any] = {
         "models": {},
         "config": {

@@ -14,7 +14,7 @@ from tracestore.errors import DoesNotFitError, UsageError
 from tracestore.store.reader import TraceStore
 from tracestore.train.checkpoint import load_checkpoint
 from tracestore.train.forward import AUTOCAST
-from tracestore.train.graph_inputs import GraphInputs, edge_form, edge_threshold
+from tracestore.train.graph_inputs import GraphInputs, edge_threshold
 from tracestore.train.models import VIEWS, Detector, ModelConfig, make_model
 from tracestore.train.oom import OOMGuard
 from tracestore.train.oom_errors import classify
@@ -71,6 +71,8 @@ class TrainedDetector:
             if mine != found:
                 raise UsageError(f"{store.path}: {self.name} was trained on {mine} {what}, this store has {found}")
         store.require(VIEWS[self.name])
+        if VIEWS[self.name] == "graph":
+            self.config.edge_form(store, torch.device("cpu"))
 
     def differences(self, store: TraceStore) -> list[str]:
         """How the store's traces differ from those it was trained on without being refused."""
@@ -144,7 +146,7 @@ def score_traces(
         indices=indices,
         attention_threshold=detector.attention_threshold,
         top_k=detector.top_k,
-        edges=edge_form(store, torch.device(device), detector.config.edge_dim),
+        edges=detector.config.edge_form(store, torch.device(device)) if view == "graph" else "coo",
         memory_budget=memory_budget,
         pin_memory=device != "cpu",
         rank=0,
