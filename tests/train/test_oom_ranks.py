@@ -11,7 +11,7 @@ from tests.helpers import ROOT
 
 # 0: every operation.
 OPERATIONS = 0 if os.environ.get("TRACESTORE_OOM") == "all" else 4
-SECONDS = 3000 if OPERATIONS == 0 else 200
+SECONDS = 7200 if OPERATIONS == 0 else 200
 
 
 @pytest.fixture(scope="module")
