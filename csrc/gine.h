@@ -24,7 +24,7 @@
 struct ts_gine {
     size_t num_graphs, num_rows, dim; /* dim: D, columns of x */
     size_t num_weights;
-    size_t num_channels; /* C: 1, or the heads whose weights an edge has */
+    size_t num_channels;       /* C: 1, or the heads whose weights an edge has */
     const int64_t *node_ptr;   /* num_graphs + 1 */
     const int64_t *weight_ptr; /* num_graphs + 1: where triangles, or edges, of a graph begin */
     const void *weights;

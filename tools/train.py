@@ -5,12 +5,13 @@ python tools/train.py --store store.zarr
 
 import argparse
 import contextlib
+import math
 import os
 import shlex
 import sys
 from pathlib import Path
 
-from tracestore.console import Output, Parser, Progress, leave, parse_size, positive, run
+from tracestore.console import Output, Parser, Progress, leave, number, parse_size, positive, run
 from tracestore.errors import RankLostError, UsageError
 from tracestore.store.fsio import translated_errors
 from tracestore.train.flags import add_flags, model_sizes, step_options
@@ -28,17 +29,6 @@ def folds(text: str) -> int:
     if not text.isdecimal() or int(text) < 2:
         raise argparse.ArgumentTypeError(f"found {text!r}, expected a whole number of at least 2")
     return int(text)
-
-
-def seconds(text: str) -> float:
-    """A number of at least 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected seconds, at least 0")
-    return value
 
 
 def workers(text: str) -> int:
@@ -77,7 +67,7 @@ def make_parser() -> Parser:
         "--memory-budget", type=parse_size, metavar="SIZE", help="what training may take above the libraries, e.g. 8GiB"
     )
     add("--score-threshold", type=float, default=0.5, help="label 1 (hallucination) where score < this")
-    add("--lr", type=float, default=0.001)
+    add("--lr", type=number(lambda r: 0 < r < math.inf, "a number above 0"), default=0.001)
     add("--seed", type=seed, default=42)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--num-workers", type=workers, default=0, metavar="auto|N", help="0: threads (default); N: DataLoader workers")
@@ -88,7 +78,7 @@ def make_parser() -> Parser:
     add("--resume", action="store_true", help="continue the run in --output-dir")
     add(
         "--checkpoint-every",
-        type=seconds,
+        type=number(lambda s: 0 <= s < math.inf, "seconds, at least 0"),
         default=300.0,
         metavar="SECONDS",
         help="write last.pt this often within an epoch, and after each (default 300; 0: after every step)",
@@ -113,8 +103,6 @@ def chosen_models(args: argparse.Namespace) -> list[str]:
     ]
     if not names:
         raise UsageError("every model is switched off")
-    if args.lr <= 0:
-        raise UsageError(f"found --lr {args.lr}, expected a number above 0")
     if args.seed + (args.seeds or 1) > 2**32:
         raise UsageError(f"found --seed {args.seed}, --seeds {args.seeds}; the last seed must be below 2^32")
     if not args.store.exists():

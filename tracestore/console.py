@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import re
 import signal
@@ -35,6 +36,21 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"found {text!r}, expected a whole number of at least 1")
     return value
+
+
+def number(accepts: Callable[[float], bool], expected: str) -> Callable[[str], float]:
+    """For argparse, a number that `accepts` is true of."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if math.isnan(value) or not accepts(value):
+            raise argparse.ArgumentTypeError(f"found {text!r}, expected {expected}")
+        return value
+
+    return parse
 
 
 def format_size(count: float) -> str:

@@ -4,7 +4,7 @@ tools/train.py that `tracestore plan` takes as well. Imports no torch: wrong usa
 import argparse
 from typing import Any
 
-from tracestore.console import positive
+from tracestore.console import number, positive
 
 # Fields of models.ModelConfig.
 _SIZES = (
@@ -21,28 +21,6 @@ _SIZES = (
 )
 # Fields of config.TrainConfig.
 _STEP = ("batch_size", "attention_threshold", "top_k", "precision", "activation_checkpointing", "max_cache_batches")
-
-
-def fraction(text: str) -> float:
-    """A number above 0 and at most 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected a fraction above 0 and at most 1")
-    return value
-
-
-def dropout(text: str) -> float:
-    """A number of at least 0 and below 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected a number of at least 0 and below 1")
-    return value
 
 
 def layers(text: str) -> tuple[int, ...]:
@@ -66,6 +44,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--activation-checkpointing", action="store_true", help="less memory: compute activations again in backward")
     add("--max-cache-batches", type=positive, default=2, help="decoded batches kept of a compressed store")
     add("--attention-threshold", type=float, default=0.0, help="edges are pairs with attention above this")
+    fraction = number(lambda f: 0 < f <= 1, "a fraction above 0 and at most 1")
     add("--top-k", type=fraction, metavar="FRACTION", help="instead: this fraction of each layer's pairs")
     add(
         "--edge-features",
@@ -78,7 +57,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--latent-dim", type=positive, default=128)
     add("--lstm-hidden", type=positive, default=128)
     add("--num-lstm-layers", type=positive, default=2)
-    add("--dropout", type=dropout, default=0.3)
+    add("--dropout", type=number(lambda p: 0 <= p < 1, "a number of at least 0 and below 1"), default=0.3)
     add("--kl-weight", type=float, default=0.01)
     add("--standardize", action="store_true", help="per layer and column, statistics of training traces")
     add("--message-passing", choices=("fused", "pyg"), default="fused", help="pyg is the slow reference")

@@ -115,7 +115,8 @@ def run_training(
     except MissingFieldError as error:
         raise MissingFieldError(f"{error}; or train without graphs: --no-run-gnn-det --no-run-gvae") from None
     model_config = ModelConfig.of_store(store, **sizes)
-    if "graph" in {VIEWS[name] for name in names}:
+    has_graphs = "graph" in {VIEWS[name] for name in names}
+    if has_graphs:
         edges = model_config.edge_form(store, torch.device(config.device))
         GraphOptions(config.attention_threshold, config.top_k, edges)
     # Nothing of an earlier run is touched before it is clear that this one makes sense.
@@ -133,7 +134,7 @@ def run_training(
     )
     if is_repeated:
         log(f"{num_folds or 1} folds x {num_seeds or 1} seeds, {len(jobs) * len(names)} trainings")
-    if "graph" in {VIEWS[name] for name in names}:
+    if has_graphs:
         _refuse_nonfinite(store, split)
     results: dict[str, Any] = {
         "models": {},
