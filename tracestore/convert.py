@@ -1,6 +1,7 @@
 """python -m tracestore.convert: files of traces into a store."""
 
 import argparse
+import ctypes
 import errno
 import gc
 import math
@@ -28,6 +29,18 @@ MIN_MEMORY_BUDGET = 64 << 20
 # How long a thread may keep the interpreter from another one that wants it: the one that
 # inflates wants it for an instant each 4 ms, and must not wait longer than that.
 _SWITCH_INTERVAL_S = 0.0005
+# Of glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+
+
+def _reuse_freed_memory(max_bytes: int) -> None:
+    """Has the allocator keep what one trace gave back for the next one, where the system
+    would hand it out again page by page, cleared: a tenth of the time of reading .pkl.gz."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, 1)
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        mallopt(_M_TRIM_THRESHOLD, min(max_bytes, 1 << 30))
 
 
 @dataclass
@@ -138,7 +151,9 @@ class Conversion:
             keep_dtype=options["dtype"] == "keep",
             max_memory=self.args.memory_budget // (4 * max(4, self.args.workers)),
             scratch=self.store,
-            max_waiting=self.args.memory_budget // (4 * max(2, self.args.workers)),
+            # With one worker it evens out the pace; with more it is how far the others come
+            # while it is not their turn.
+            max_waiting=self.args.memory_budget // (8 if self.args.workers == 1 else 2),
         )
         waiting: dict[str, Any] = {"is_known": writer.has_source, "on_wait": self._check_interrupt}
         streams: Iterator[SourceStream | ClusterStream]
@@ -313,6 +328,7 @@ def main(argv: list[str] | None = None, prog: str = "tracestore convert") -> int
         if args.memory_budget < MIN_MEMORY_BUDGET:
             raise UsageError(f"--memory-budget is at least {format_size(MIN_MEMORY_BUDGET)}")
         output = Output(args.json)
+        _reuse_freed_memory(args.memory_budget)
         with fsio.translated_errors(Path(args.dst)):
             summary = Conversion(args, output).run()
         output.document(asdict(summary))

@@ -1,7 +1,7 @@
 """Sources read and packed side by side in threads, handed over in one order.
 
 What costs time runs outside the interpreter's lock: inflating, checksums, packing.
-Each source has a thread while it is read, and a bound on what waits to be taken.
+Each source has a thread while it is read, and all of them a bound on what waits to be taken.
 """
 
 import os
@@ -37,8 +37,8 @@ class PackOptions:
     # Of one trace, in each of its forms; beyond that it goes through files in `scratch`.
     max_memory: int = 32 << 20
     scratch: Path | None = None
-    # Of the packed traces of one source that wait to be taken.
-    max_waiting: int = 32 << 20
+    # Of the packed traces of all sources that wait to be taken.
+    max_waiting: int = 64 << 20
 
 
 def packed_traces(source: SourceFile, options: PackOptions) -> Iterator[PackedTrace]:
@@ -71,6 +71,23 @@ class Cancelled(Exception):
     """Ends a reading thread whose traces nobody takes any more."""
 
 
+class WaitingRoom:
+    """Counts the packed traces that wait to be taken, of all sources together. A quarter of
+    the room is for the source whose turn it is, so that those behind it never stop it."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.changed = threading.Condition()
+        self._max_bytes, self._max_behind = max_bytes, max_bytes - max_bytes // 4
+        self._held = 0
+
+    def has(self, num_bytes: int, *, in_turn: bool) -> bool:
+        return self._held + num_bytes <= (self._max_bytes if in_turn else self._max_behind)
+
+    def add(self, num_bytes: int) -> None:
+        self._held += num_bytes
+        self.changed.notify_all()
+
+
 class SourceStream:
     """The packed traces of one source on their way from its thread.
 
@@ -78,15 +95,14 @@ class SourceStream:
     `is_known` was true of them. Both raise what reading the source has raised.
     """
 
-    def __init__(self, source: SourceFile, max_bytes: int, on_wait: Callable[[], None]) -> None:
+    def __init__(self, source: SourceFile, room: WaitingRoom, on_wait: Callable[[], None]) -> None:
         self.source = source
-        self._max_bytes, self._on_wait = max_bytes, on_wait
-        self._changed = threading.Condition()
+        self._room, self._on_wait = room, on_wait
+        self._changed = room.changed
         self._identity: Identity | None = None
         self._waiting: deque[PackedTrace] = deque()
-        self._held = 0
         self._error: BaseException | None = None
-        self._ended = self._cancelled = False
+        self._in_turn = self._ended = self._cancelled = False
 
     def fill(self, options: PackOptions, is_known: Callable[[str, int, str], bool]) -> None:
         """Reads the source; runs in the thread."""
@@ -113,13 +129,16 @@ class SourceStream:
     def _put(self, trace: PackedTrace) -> None:
         size = trace.num_bytes
         with self._changed:
-            while self._held and self._held + size > self._max_bytes and not self._cancelled:
+            while not (self._cancelled or self._has_room(size)):
                 self._changed.wait()
             if self._cancelled:
                 raise Cancelled
             self._waiting.append(trace)
-            self._held += size
-            self._changed.notify_all()
+            self._room.add(size)
+
+    def _has_room(self, size: int) -> bool:
+        # A trace larger than the room comes in alone, when it is the next one.
+        return (self._in_turn and not self._waiting) or self._room.has(size, in_turn=self._in_turn)
 
     def _wait(self, is_there: Callable[[], bool]) -> None:
         while True:
@@ -138,14 +157,16 @@ class SourceStream:
         return self._identity
 
     def __iter__(self) -> Iterator[PackedTrace]:
+        with self._changed:
+            self._in_turn = True
+            self._changed.notify_all()
         while True:
             self._wait(lambda: bool(self._waiting))
             with self._changed:
                 if not self._waiting:
                     break
                 trace = self._waiting.popleft()
-                self._held -= trace.num_bytes
-                self._changed.notify_all()
+                self._room.add(-trace.num_bytes)
             yield trace
             del trace
         if self._error is not None:
@@ -155,8 +176,8 @@ class SourceStream:
         """Lets the thread end; what it has read is dropped."""
         with self._changed:
             self._cancelled = True
+            self._room.add(-sum(trace.num_bytes for trace in self._waiting))
             self._waiting.clear()
-            self._changed.notify_all()
 
 
 class Stream(Protocol):
@@ -192,13 +213,14 @@ def read_sources(
     on_wait: Callable[[], None],
 ) -> Iterator[SourceStream]:
     """A stream a source, in order; `workers` sources are read at the same time, at most
-    options.max_waiting bytes of each ahead. on_wait() is called now and then while the
+    options.max_waiting bytes ahead. on_wait() is called now and then while the
     caller waits, and may raise. Closing the iterator ends the threads."""
     pool = ThreadPoolExecutor(workers, thread_name_prefix="tracestore-read")
+    room = WaitingRoom(options.max_waiting)
 
     def started() -> Iterator[SourceStream]:
         for source in sources:
-            stream = SourceStream(source, options.max_waiting, on_wait)
+            stream = SourceStream(source, room, on_wait)
             pool.submit(stream.fill, options, is_known)
             yield stream
 

@@ -205,6 +205,9 @@ def pack_record(
         *((key, True) for key in record.strings),
     ):
         present |= bits[name] if here else 0
+    # While the trace waits it holds what is stored of it, not what that was made from.
+    record.hidden = arrays.get("hidden_states")
+    record.attention = record.edges = None
     return PackedTrace(
         record=record,
         layout=layout,

@@ -8,13 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from tracestore._core.blocks import BlockPool
-
-# Arrays of these sizes lie in blocks that are used again: memory new from the system for
-# each trace costs as much time as packing it. At most so many blocks wait for that.
-_BLOCK_BYTES = range(128 << 10, 4 << 20)
-_IDLE_BLOCKS = 8
-
 
 class Scratch:
     """Writable arrays for what one trace needs on its way into the store.
@@ -27,7 +20,6 @@ class Scratch:
     def __init__(self, folder: Path | None = None, *, max_memory: int = 48 << 20) -> None:
         self.folder, self.max_memory = folder, max_memory
         self._used = 0
-        self._pool = BlockPool(max_idle=_IDLE_BLOCKS)
 
     def start(self) -> None:
         self._used = 0
@@ -43,9 +35,6 @@ class Scratch:
         num_bytes = count * dtype.itemsize
         self._used += num_bytes
         if self._used <= self.max_memory or num_bytes == 0:
-            if num_bytes in _BLOCK_BYTES:
-                block: Any = self._pool.lease(num_bytes)
-                return np.frombuffer(block, dtype, count).reshape(shape)
             return np.empty(shape, dtype)
         with tempfile.TemporaryFile(dir=self.folder) as file:
             # Reserved: writing through the map cannot run out of space, which would be a signal.
