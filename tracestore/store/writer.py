@@ -77,6 +77,10 @@ class StoreWriter:
             self._created = self._prepare_folder(overwrite, exist_ok)
             self._lock = fsio.WriterLock(self.path)
             try:
+                if not (self.path / "manifest").is_dir():
+                    # Until the first commit it is the lock that says whose folder this is: it
+                    # must outlive a crash that anything beside it outlives.
+                    fsio.fsync_path(self.path)
                 if (self.path / SPOOL_FOLDER).exists():  # a cluster's conversion was killed
                     fsio.remove_tree(self.path / SPOOL_FOLDER)
                 if overwrite:
