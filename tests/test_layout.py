@@ -16,14 +16,15 @@ ALLOWED = {
     "store": {"_core"},
     "ingest": {"store", "_core"},
     "convert": {"ingest", "store", "_core"},
+    "export": {"store", "_core"},
     "data": {"store", "_core"},
     "train": {"data", "store", "_core"},
     "extract": {"store", "_core"},
-    "cli": {"convert", "ingest", "store", "train", "_core", "tracestore"},
+    "cli": {"convert", "export", "ingest", "store", "train", "_core", "tracestore"},
     "__main__": {"cli"},
     "__init__": {"store", "data"},
 }
-TORCH = {"data", "train", "extract"}
+TORCH = {"data", "train", "extract", "export"}
 
 
 def imports(path):

@@ -3,17 +3,23 @@
 import argparse
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import tracestore
 from tracestore import convert
-from tracestore.console import Output, Parser, Progress, format_size, parse_size, run
+from tracestore.console import Output, Parser, Progress, format_size, numbers, parse_size, positive, run
 from tracestore.errors import UsageError
+from tracestore.export import FORMATS, SCORES_FILE, TRACES_PER_FILE, export_store
 from tracestore.ingest.scores import read_scores
+from tracestore.store.fsio import translated_errors
 from tracestore.store.lint import lint_store
 from tracestore.store.manifest import generations
+from tracestore.store.merge import MergeReport, merge_stores, subset_store
+from tracestore.store.schema import CODECS
+from tracestore.store.selection import indices_of_ids, indices_of_segments, read_ids
 from tracestore.store.verify import repair_store, verify_store
 from tracestore.store.writer import StoreWriter
 from tracestore.train.flags import add_flags, model_sizes, step_options
@@ -127,6 +133,73 @@ def _score(args: argparse.Namespace, output: Output) -> int:
     return 0
 
 
+def _copied(args: argparse.Namespace, output: Output, report: MergeReport) -> int:
+    """Says what a merge or a subset did."""
+    with tracestore.open(args.dst) as store:
+        num_traces = len(store)
+    output.document({"store": str(args.dst), "num_traces": num_traces, **asdict(report)})
+    if not args.json:
+        output.say(
+            f"{args.dst}: {report.num_traces_new:,} traces added, {num_traces:,} in all; "
+            f"{report.num_duplicates:,} were there already"
+        )
+        if report.num_scores_filled:
+            output.say(f"{report.num_scores_filled:,} of those had no score and got one")
+        if report.num_scores_differing:
+            output.say(f"{report.num_scores_differing:,} of those have another score, which stays")
+    return 0
+
+
+def _traces_done(output: Output) -> tuple[Progress, Callable[[int, int], None]]:
+    progress = Progress(output)
+    return progress, lambda done, total: progress.update(lambda s: f"{done:,} of {total:,} traces")
+
+
+def _merge(args: argparse.Namespace, output: Output) -> int:
+    progress, on_traces = _traces_done(output)
+    with translated_errors(Path(args.dst)):
+        report = merge_stores(args.stores, args.dst, codec=args.codec, overwrite=args.overwrite, progress=on_traces)
+    progress.clear()
+    return _copied(args, output, report)
+
+
+def _subset(args: argparse.Namespace, output: Output) -> int:
+    with tracestore.open(args.store) as store:
+        if args.ids is not None:
+            indices = indices_of_ids(store, read_ids(Path(args.ids)))
+        elif args.split is not None:
+            from tracestore.train.split import make_split
+
+            split = make_split(store, store.targets(args.score_threshold), args.seed)
+            indices = split.indices[args.split]
+        else:
+            indices = indices_of_segments(store, args.segments)
+    progress, on_traces = _traces_done(output)
+    with translated_errors(Path(args.dst)):
+        report = subset_store(
+            args.store, args.dst, indices, codec=args.codec, overwrite=args.overwrite, progress=on_traces
+        )
+    progress.clear()
+    return _copied(args, output, report)
+
+
+def _export(args: argparse.Namespace, output: Output) -> int:
+    progress, on_traces = _traces_done(output)
+    with tracestore.open(args.store) as store:
+        report = export_store(
+            store, args.out_dir, format=args.format, traces_per_file=args.traces_per_file, progress=on_traces
+        )
+    progress.clear()
+    output.document(asdict(report))
+    if not args.json:
+        scores = f", scores in {SCORES_FILE}" if report.scores_file else ""
+        output.say(
+            f"{report.out_dir}: {report.num_traces:,} traces in {report.num_files:,} files, "
+            f"{format_size(report.bytes)}{scores}"
+        )
+    return 0
+
+
 def _plan(args: argparse.Namespace, output: Output) -> int:
     # Imported here: the other commands start without torch.
     import tracestore.train.run  # what training imports, so that its libraries are counted
@@ -189,6 +262,42 @@ def make_parser() -> Parser:
     score.add_argument("--scores", required=True, metavar="CSV", help="question_id and a score")
     score.add_argument("--score-column", metavar="NAME")
     score.set_defaults(function=_score)
+    merge = commands.add_parser(
+        "merge",
+        help="traces of several stores into one",
+        description="Traces that are there already are counted and left out; run again, it continues.",
+        epilog="Example: tracestore merge one.zarr two.zarr all.zarr",
+    )
+    merge.add_argument("stores", nargs="+", metavar="STORE")
+    merge.set_defaults(function=_merge)
+    subset = commands.add_parser(
+        "subset",
+        help="some traces of a store into another one",
+        epilog="Example: tracestore subset store.zarr train.zarr --split train",
+    )
+    subset.add_argument("store", metavar="STORE")
+    chosen = subset.add_mutually_exclusive_group(required=True)
+    chosen.add_argument("--ids", metavar="FILE", help="one question id a line; every sample of it")
+    chosen.add_argument("--split", choices=("train", "val", "test"), help="a part of tools/train.py's split")
+    chosen.add_argument("--segments", type=numbers, metavar="RANGES", help="traces of these segments: 0-3,7")
+    subset.add_argument("--score-threshold", type=float, default=0.5, metavar="T", help="of --split (0.5)")
+    subset.add_argument("--seed", type=int, default=42, help="of --split (42)")
+    subset.set_defaults(function=_subset)
+    for command in (merge, subset):
+        command.add_argument("dst", metavar="DST", help="the store to make or to add to")
+        command.add_argument("--codec", choices=CODECS, help="compression of DST (none)")
+        command.add_argument("--overwrite", action="store_true", help="replace DST")
+    export = commands.add_parser(
+        "export",
+        help="a store into pickles or .pt files",
+        description="Formats: pkl, lists of dicts; pt-lstm, last tokens; pt-gnn, PyG graphs. Scores go into scores.csv.",
+        epilog="Example: tracestore export store.zarr traces_data/ --format pkl",
+    )
+    export.add_argument("store", metavar="STORE")
+    export.add_argument("out_dir", metavar="OUT_DIR", help="a new or empty folder")
+    export.add_argument("--format", choices=FORMATS, default="pkl", help="default: pkl")
+    export.add_argument("--traces-per-file", type=positive, default=TRACES_PER_FILE, metavar="N", help="default: 500")
+    export.set_defaults(function=_export)
     plan = commands.add_parser(
         "plan",
         help="what training takes: memory, time an epoch, the batch that fits",
@@ -201,6 +310,7 @@ def make_parser() -> Parser:
     plan.set_defaults(function=_plan)
     for command in (info, verify, lint, score, plan):
         command.add_argument("store", metavar="STORE")
+    for command in (info, verify, lint, score, merge, subset, export, plan):
         command.add_argument("--json", action="store_true", help="one JSON document on standard output")
     return parser
 

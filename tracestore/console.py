@@ -53,6 +53,19 @@ def number(accepts: Callable[[float], bool], expected: str) -> Callable[[str], f
     return parse
 
 
+def numbers(text: str) -> tuple[int, ...]:
+    """For argparse, numbers and ranges as 0-9,20,29: in order, each once."""
+    chosen: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
+            raise argparse.ArgumentTypeError(f"found {text!r}, expected numbers as 0-9,20,29")
+        if int(last or first) >= 1_000_000:
+            raise argparse.ArgumentTypeError(f"found {last or first}, expected numbers below 1,000,000")
+        chosen.update(range(int(first), int(last or first) + 1))
+    return tuple(sorted(chosen))
+
+
 def format_size(count: float) -> str:
     """1.5 GiB and so on."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):

@@ -1,13 +1,15 @@
-"""Merging stores: every field of every trace, duplicates, scores, refusals."""
+"""Merging stores and taking subsets: every field of every trace, duplicates, scores, refusals."""
+
+import json
 
 import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import ROOT, make_trace, make_traces, tree_bytes
+from tests.helpers import ROOT, convert, make_trace, make_traces, run_cli, tree_bytes, write_pickle
 from tracestore.errors import InputRefusedError, UsageError
 from tracestore.store import schema
-from tracestore.store.merge import merge_stores
+from tracestore.store.merge import merge_stores, subset_store
 from tracestore.store.verify import verify_store
 
 
@@ -93,3 +95,79 @@ def test_what_does_not_fit_is_refused(tmp_path):
     # What came before it stays, and nothing of it that was refused.
     assert tracestore.open(tmp_path / "m.zarr").question_ids == ["q0", "q1", "q2", "q3", "q8"]
     assert verify_store(tmp_path / "m.zarr").damaged == {}
+
+
+def cli(*args, check=0):
+    return run_cli("-m", "tracestore", *args, check=check)
+
+
+@pytest.fixture
+def store(tmp_path):
+    """Three files of five traces, a segment each; the second sample of q4 in the last."""
+    data = tmp_path / "data"
+    data.mkdir()
+    traces = make_traces(15, tokens=3)
+    traces[12] |= {"question_id": "q4", "sample": 1}
+    for k in range(3):
+        write_pickle(data / f"{k}.pkl", traces[5 * k : 5 * k + 5])
+        convert(data, tmp_path / "s.zarr")
+    scores = "".join(f"q{k},{k / 20}\n" for k in range(15))
+    (tmp_path / "scores.csv").write_text(f"question_id,score\n{scores}")
+    cli("score", tmp_path / "s.zarr", "--scores", tmp_path / "scores.csv")
+    return tmp_path / "s.zarr"
+
+
+def test_a_subset_keeps_bytes_scores_order_and_sources(store, tmp_path):
+    (tmp_path / "ids.txt").write_text("q14\nq4\r\n\nq0\n")
+    done = cli("subset", store, tmp_path / "some.zarr", "--ids", tmp_path / "ids.txt", "--json")
+    assert json.loads(done.stdout)["num_traces"] == 4 and "4 traces" not in done.stderr
+    whole, some = tracestore.open(store), tracestore.open(tmp_path / "some.zarr")
+    assert [(t.question_id, t.sample) for t in some] == [("q0", 0), ("q4", 0), ("q4", 1), ("q14", 0)]
+    assert_same(some, whole)
+    assert [t.source for t in some] == [("0.pkl", 0), ("0.pkl", 4), ("2.pkl", 2), ("2.pkl", 4)]
+    assert verify_store(tmp_path / "some.zarr").damaged == {}
+    # The rest of its sources can still come; nothing is taken for there that is not.
+    cli("merge", store, tmp_path / "some.zarr")
+    assert sorted(tracestore.open(tmp_path / "some.zarr").question_ids) == sorted(whole.question_ids)
+    convert(tmp_path / "data", tmp_path / "some.zarr")
+    assert_same(whole, tracestore.open(tmp_path / "some.zarr"))
+
+
+def test_subsets_by_segment_and_by_split(store, tmp_path):
+    # What q4's second sample does not change: sources of their own begin segments of their own.
+    cli("subset", store, tmp_path / "two.zarr", "--segments", "0,2")
+    assert [t.source[0] for t in tracestore.open(tmp_path / "two.zarr")] == ["0.pkl"] * 5 + ["2.pkl"] * 5
+    assert "expected 0 to 2" in cli("subset", store, tmp_path / "x.zarr", "--segments", "1-3", check=2).stderr
+    parts = {}
+    for part in ("train", "val", "test"):
+        cli("subset", store, tmp_path / f"{part}.zarr", "--split", part)
+        parts[part] = tracestore.open(tmp_path / f"{part}.zarr")
+        assert_same(parts[part], tracestore.open(store))
+    ids = {part: set(opened.question_ids) for part, opened in parts.items()}
+    assert sum(map(len, parts.values())) == 15
+    assert not (ids["train"] & ids["val"] or ids["train"] & ids["test"] or ids["val"] & ids["test"])
+
+
+def test_a_whole_subset_is_a_merge(store, tmp_path):
+    subset_store(store, tmp_path / "a.zarr", np.arange(15))
+    merge_stores([store], tmp_path / "b.zarr")
+    assert tree_bytes(tmp_path / "a.zarr") == tree_bytes(tmp_path / "b.zarr")
+    with pytest.raises(IndexError, match="of 15"):
+        subset_store(store, tmp_path / "c.zarr", np.array([3, 15]))
+
+
+def test_wrong_usage_is_one_line(store, tmp_path):
+    (tmp_path / "ids.txt").write_text("q1\nq99\n")
+    (tmp_path / "none.txt").write_text("\n")
+    for args, said in (
+        (("subset", store, tmp_path / "x.zarr", "--ids", tmp_path / "ids.txt"), "no such id: q99"),
+        (("subset", store, tmp_path / "x.zarr", "--ids", tmp_path / "none.txt"), "no question id"),
+        (("subset", store, tmp_path / "x.zarr", "--ids", tmp_path / "nowhere.txt"), "No such file"),
+        (("subset", store, tmp_path / "x.zarr"), "required"),
+        (("subset", store, store, "--segments", "0"), "is a source and the destination"),
+        (("merge", tmp_path / "nowhere.zarr", tmp_path / "x.zarr"), "no such store"),
+        (("merge", store, tmp_path / "nowhere" / "x.zarr"), "does not exist"),
+    ):
+        done = cli(*args, check=2)
+        assert said in done.stderr and done.stderr.count("\n") == 1 and done.stdout == "", args
+    assert not (tmp_path / "x.zarr").exists()

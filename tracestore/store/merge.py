@@ -1,4 +1,4 @@
-"""Traces of several stores into one."""
+"""Traces of one store or of several into another one."""
 
 import math
 import os
@@ -109,9 +109,43 @@ def merge_stores(
     already with the same content is a duplicate and gives its score where none was;
     other content under one key is an InputRefusedError. Run again, it continues.
     `progress` gets the traces done and in all."""
-    report, opened = MergeReport(), [TraceStore(s) for s in sources]
+    opened = [TraceStore(s) for s in sources]
     if not opened:
         raise UsageError("found no store to merge")
+    chosen = [np.arange(len(store)) for store in opened]
+    return _copy(opened, chosen, destination, codec=codec, overwrite=overwrite, progress=progress)
+
+
+def subset_store(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    indices: np.ndarray,
+    *,
+    codec: str | None = None,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> MergeReport:
+    """The traces `indices` (int64) of the store `source`, in the order that they have there, with
+    their scores and what is known of their sources, in the store `destination`; otherwise as
+    merge_stores. IndexError where there is no such trace."""
+    store = TraceStore(source)
+    indices = np.unique(np.asarray(indices, np.int64))
+    if len(indices) and not 0 <= indices[0] <= indices[-1] < len(store):
+        raise IndexError(f"traces {indices[0]} to {indices[-1]} of {len(store)}")
+    return _copy([store], [indices], destination, codec=codec, overwrite=overwrite, progress=progress)
+
+
+def _copy(
+    opened: Sequence[TraceStore],
+    chosen: Sequence[np.ndarray],
+    destination: str | os.PathLike[str],
+    *,
+    codec: str | None,
+    overwrite: bool,
+    progress: Callable[[int, int], None] | None,
+) -> MergeReport:
+    """The `chosen` traces of each store, source by source."""
+    report = MergeReport()
     for store in opened:
         if Path(destination).exists() and os.path.samefile(store.path, destination):
             raise UsageError(f"{store.path}: is a source and the destination")
@@ -123,14 +157,14 @@ def merge_stores(
                     f"{store.path} was made with --{name} {store._attributes.options[name]}, "
                     f"{opened[0].path} with {options[name]}"
                 )
-    total, done = sum(map(len, opened)), 0
+    total, done = sum(map(len, chosen)), 0
     with StoreWriter(
         destination, attention=options["attention"], dtype=options["dtype"], codec=codec, overwrite=overwrite
     ) as writer:
-        for store in opened:
+        for store, wanted in zip(opened, chosen, strict=True):
             try:
-                for number, indices in _by_source(store):
-                    _merge_source(writer, store, number, indices, report)
+                for number, indices, is_whole in _by_source(store, wanted):
+                    _merge_source(writer, store, number, indices, is_whole, report)
                     done += len(indices)
                     if progress is not None:
                         progress(done, total)
@@ -138,30 +172,36 @@ def merge_stores(
                 writer.commit()  # the whole sources before it are good and stay
                 raise error.at(source=str(store.path)) from None
         writer.commit()
-        for store in opened:
-            _fill_scores(writer, store, report)
+        for store, wanted in zip(opened, chosen, strict=True):
+            _fill_scores(writer, store, wanted, report)
     return report
 
 
-def _by_source(store: TraceStore) -> Iterator[tuple[int, np.ndarray]]:
-    """Each source of a store and the traces that it gave first."""
-    owners = store._index.column("source")
-    order = np.argsort(owners, kind="stable")
-    edges = np.searchsorted(owners[order], np.arange(store._manifest.num_sources + 1))
-    for number in range(store._manifest.num_sources):
-        yield number, order[edges[number] : edges[number + 1]]
+def _by_source(store: TraceStore, wanted: np.ndarray) -> Iterator[tuple[int, np.ndarray, bool]]:
+    """Each source of a store, those of the `wanted` traces that it gave first, and whether
+    these are all that it gave first. All sources where all are wanted, else those that give any."""
+    owners = np.asarray(store._index.column("source"))
+    counts = np.bincount(owners, minlength=store._manifest.num_sources)
+    order = wanted[np.argsort(owners[wanted], kind="stable")]
+    edges = np.searchsorted(owners[order], np.arange(len(counts) + 1))
+    for number, count in enumerate(counts.tolist()):
+        indices = order[edges[number] : edges[number + 1]]
+        if len(indices) or len(wanted) == len(store):
+            yield number, indices, len(indices) == count
 
 
 def _merge_source(
-    writer: StoreWriter, store: TraceStore, number: int, indices: np.ndarray, report: MergeReport
+    writer: StoreWriter, store: TraceStore, number: int, indices: np.ndarray, is_whole: bool, report: MergeReport
 ) -> None:
     source = store._index.source(number)
     # Traces that a program appended have sources without a fingerprint: their names say nothing.
-    if source.fingerprint and writer.has_source(source.path, source.size, source.fingerprint):
+    # Nor does a source of which only a part is taken have one: the rest may still be added.
+    fingerprint = source.fingerprint if is_whole else ""
+    if fingerprint and writer.has_source(source.path, source.size, fingerprint):
         report.num_duplicates += len(indices)
         return
     added = duplicates = 0
-    writer.begin_source(source.path, source.size, source.fingerprint)
+    writer.begin_source(source.path, source.size, fingerprint)
     try:
         for index in indices.tolist():
             score, group = float(store.scores[index]), store.group(index)
@@ -176,9 +216,9 @@ def _merge_source(
     report.num_duplicates += duplicates
 
 
-def _fill_scores(writer: StoreWriter, store: TraceStore, report: MergeReport) -> None:
+def _fill_scores(writer: StoreWriter, store: TraceStore, wanted: np.ndarray, report: MergeReport) -> None:
     columns, updates = writer.read_columns(), {}
-    for index in np.flatnonzero(~np.isnan(store.scores)).tolist():
+    for index in wanted[~np.isnan(np.asarray(store.scores)[wanted])].tolist():
         row = store._index.row(index)
         found = writer.index.find(store.question_ids[index], row.sample)
         if found >= 0 and math.isnan(columns.scores[found]):

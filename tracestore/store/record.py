@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tracestore.errors import InputRefusedError
+from tracestore.errors import InputRefusedError, StoreDamagedError
 from tracestore.store import schema
 
 # JSON nodes one trace may carry in fields that have no array of their own; a
@@ -270,3 +270,35 @@ def extras_json(extras: Mapping[str, Any]) -> str:
     if not extras:
         return ""
     return json.dumps({k: plain(v, k, 0) for k, v in extras.items()}, sort_keys=True, separators=(",", ":"))
+
+
+def extras_values(extras: Mapping[str, Any]) -> dict[str, Any]:
+    """What extras_json made JSON of: arrays as arrays (bfloat16 as float32, which holds it), and
+    so on. StoreDamagedError where extras_json has not written it."""
+
+    def value(item: Any) -> Any:
+        if isinstance(item, list):
+            return [value(v) for v in item]
+        if not isinstance(item, dict):
+            return item
+        match item:
+            case {"$int": str(text)} if len(item) == 1:
+                return int(text)
+            case {"$float": str(text)} if len(item) == 1:
+                return float(text)
+            case {"$bytes": str(text)} if len(item) == 1:
+                return base64.b64decode(text)
+            case {"$array": [str(dtype), list(shape), str(text)]} if len(item) == 1:
+                data = base64.b64decode(text)
+                if dtype == "bfloat16":
+                    bits = np.frombuffer(data, "<u2").astype("<u4") << 16
+                    return bits.view("<f4").reshape(shape)
+                return np.frombuffer(data, dtype).reshape(shape).copy()
+            case {"$dict": list(pairs)} if len(item) == 1:
+                return {value(k): value(v) for k, v in pairs}
+        return {k: value(v) for k, v in item.items()}
+
+    try:
+        return {name: value(item) for name, item in extras.items()}
+    except (ValueError, TypeError, RecursionError) as error:
+        raise StoreDamagedError(f"extras that cannot be read: {error}") from None

@@ -206,6 +206,11 @@ class Trace:
         return schema.LAYOUT_NAMES.get(self._row.layout) if self._row.graph_segment >= 0 else None
 
     @property
+    def has_reversed_edges(self) -> bool:
+        """Whether the source had its edges from the attending token i to j; here they run from j to i."""
+        return bool(self._graph("edges").scalar("edges_reversed", self._row.graph_row))
+
+    @property
     def attention_packed(self) -> np.ndarray | PackedEdges:
         """As stored: (L, A) or, per head, (L, H, A); A = S (S + 1) / 2 for causal
         attention (lower triangle with diagonal, row by row), S * S for square;

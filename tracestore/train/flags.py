@@ -4,7 +4,7 @@ tools/train.py that `tracestore plan` takes as well. Imports no torch: wrong usa
 import argparse
 from typing import Any
 
-from tracestore.console import number, positive
+from tracestore.console import number, numbers, positive
 
 # Fields of models.ModelConfig.
 _SIZES = (
@@ -23,19 +23,6 @@ _SIZES = (
 _STEP = ("batch_size", "attention_threshold", "top_k", "precision", "activation_checkpointing", "max_cache_batches")
 
 
-def layers(text: str) -> tuple[int, ...]:
-    """Numbers and ranges, 0-9,20,29: in order, each once."""
-    chosen: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = part.partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
-            raise argparse.ArgumentTypeError(f"found {text!r}, expected layers as 0-9,20,29")
-        if int(last or first) >= 10_000:
-            raise argparse.ArgumentTypeError(f"found layer {last or first}, expected one of the store")
-        chosen.update(range(int(first), int(last or first) + 1))
-    return tuple(sorted(chosen))
-
-
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds them."""
     add = parser.add_argument
@@ -52,7 +39,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default="mean",
         help="weights of an edge: the mean over the heads, or every head's (of a store made with --attention heads)",
     )
-    add("--layers", type=layers, metavar="LIST", help="layers of the language model that are used, e.g. 0-9,20,29")
+    add("--layers", type=numbers, metavar="LIST", help="layers of the language model that are used, e.g. 0-9,20,29")
     add("--gnn-hidden", type=positive, default=128)
     add("--latent-dim", type=positive, default=128)
     add("--lstm-hidden", type=positive, default=128)

@@ -1,0 +1,232 @@
+"""A store into files of the input families, and back: the same, bit for bit."""
+
+import csv
+import json
+import math
+import pickle
+import resource
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import tracestore
+from tests.helpers import (
+    ROOT,
+    as_torch,
+    convert,
+    make_graphs,
+    make_trace,
+    make_traces,
+    run_cli,
+    write_pickle,
+    write_scores,
+)
+from tracestore.errors import UsageError
+from tracestore.export import export_store
+
+OPTIONAL = {
+    "question": "what?",
+    "generated_text": "a text",
+    "prompt_length": 1,
+    "global_example_id": 7,
+    "cutoff_method": None,
+    "temperature": float("inf"),
+    "logprobs": np.arange(4, dtype="f4"),
+    "big": 2**70,
+    "raw": b"\x00\xff",
+    "nested": {"a": [1, 2.5, {"b": "c"}]},
+}
+
+
+def export(*args, check=0):
+    return run_cli("-m", "tracestore", "export", *args, check=check)
+
+
+def files(folder):
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir())}
+
+
+def round_trip(tmp_path, store, format, *options):
+    """store -> files -> store -> files; both sets of files."""
+    export(store, tmp_path / "one", "--format", format, "--traces-per-file", 4)
+    convert(tmp_path / "one", tmp_path / "again.zarr", *options)
+    export(tmp_path / "again.zarr", tmp_path / "two", "--format", format, "--traces-per-file", 4)
+    return files(tmp_path / "one"), files(tmp_path / "two")
+
+
+def assert_same(a, b, where=""):
+    """Deep equality of what pickles hold; arrays and tensors bit for bit."""
+    import torch
+    from torch_geometric.data import Data
+
+    assert type(a) is type(b), where
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype and a.shape == b.shape, where
+        assert a.reshape(-1).view(torch.uint8).tolist() == b.reshape(-1).view(torch.uint8).tolist(), where
+    elif isinstance(a, np.ndarray):
+        assert a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes(), where
+    elif isinstance(a, Data):
+        assert_same(a.to_dict(), b.to_dict(), where)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_same(a[key], b[key], f"{where}.{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), where
+        for k, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same(x, y, f"{where}[{k}]")
+    else:
+        assert a == b or (a != a and b != b), where
+
+
+@pytest.mark.parametrize("mode", ["mean", "heads", "none"])
+@pytest.mark.parametrize("dtype", ["f2", "f4", "bfloat16"])
+def test_pickles_go_around(tmp_path, mode, dtype):
+    import torch
+
+    traces = make_traces(10, dtype="f4" if dtype == "bfloat16" else dtype, causal=dtype != "f4")
+    traces[3] |= OPTIONAL
+    traces[4]["question_id"], traces[4]["sample"] = "q3", 1
+    if dtype == "bfloat16":
+        traces = [as_torch(t, torch.bfloat16) for t in traces]
+    if mode == "none":
+        for trace in traces:
+            del trace["attentions"]
+    data = tmp_path / "data"
+    data.mkdir()
+    write_pickle(data / "a.pkl", traces)
+    write_scores(data / "scores.csv", {f"q{k}": k / 3 for k in range(8)})
+    keep = ("--attention", mode, "--dtype", "keep")
+    convert(data, tmp_path / "s.zarr", *keep)
+    one, two = round_trip(tmp_path, tmp_path / "s.zarr", "pkl", *keep)
+    assert list(one) == ["scores.csv", *(f"traces_batch_{k:04d}.pkl" for k in range(3))]
+    assert list(one) == list(two) and one["scores.csv"] == two["scores.csv"]
+    # What anybody's pickle.load finds is what was saved, and an id.
+    found, again = ([t for name in list(one)[1:] for t in pickle.loads(side[name])] for side in (one, two))
+    assert_same(found, again)
+    # torch writes addresses of its storages into pickles.
+    assert one == two or dtype == "bfloat16"
+    for trace, saved in zip(found, traces, strict=True):
+        if mode == "mean":
+            means = [np.asarray(torch.as_tensor(a).double()).mean(0)[None] for a in saved.pop("attentions")]
+            for a, b in zip(trace.pop("attentions"), means, strict=True):
+                np.testing.assert_allclose(a, b, atol=1e-3)
+        assert_same(trace, saved | {"tokens": np.asarray(saved["tokens"]).astype("i4")})
+    rows = list(csv.DictReader(one["scores.csv"].decode().splitlines()))
+    scores = {(r["question_id"], int(r["sample"])): float(r["score"]) for r in rows}
+    assert scores[("q3", 1)] == 1.0 and scores[("q7", 0)] == 7 / 3 and ("q8", 0) not in scores
+
+
+def test_last_tokens_go_around(tmp_path):
+    import torch
+
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        for k in range(9):
+            score = None if k == 2 else k / 10
+            writer.append(make_trace(k), score=score, label=0.25 if k == 1 else None)
+    one, two = round_trip(tmp_path, tmp_path / "s.zarr", "pt-lstm")
+    assert one == two
+    found = torch.load(tmp_path / "one" / "preprocessed_batch_0000.pt", weights_only=True)
+    assert found["sequences"].shape == (4, 3, 8) and found["sequences"].dtype == torch.float16
+    assert found["question_ids"] == [f"q{k}" for k in range(4)]
+    np.testing.assert_array_equal(found["labels"].numpy(), np.array([1, 0.25, np.nan, 1], "f4"))
+    store = tracestore.open(tmp_path / "s.zarr")
+    for k in range(4):
+        np.testing.assert_array_equal(found["sequences"][k].numpy(), store[k].last_token)
+
+
+@pytest.mark.parametrize("source", ["attention", "square", "heads", "edges", "reversed edges"])
+def test_graphs_go_around(tmp_path, source):
+    import torch
+
+    traces = make_traces(7, causal=source != "square")
+    data = tmp_path / "data"
+    data.mkdir()
+    if source in ("edges", "reversed edges"):
+        graphs = [make_graphs(t, reverse=source == "reversed edges", threshold=0.3) for t in traces]
+        labels = torch.tensor([0.0, 1, 1, 0, 1, float("nan"), 0])
+        ids = [t["question_id"] for t in traces]
+        torch.save({"graphs": graphs, "labels": labels, "question_ids": ids}, data / "preprocessed_0.pt")
+    else:
+        write_pickle(data / "a.pkl", traces)
+    convert(data, tmp_path / "s.zarr", "--attention", "heads" if source == "heads" else "mean")
+    one, two = round_trip(tmp_path, tmp_path / "s.zarr", "pt-gnn")
+    assert list(one) == list(two)
+    for name in one:
+        loaded = [torch.load(tmp_path / side / name, weights_only=False) for side in ("one", "two")]
+        assert_same(*loaded)
+    found = [torch.load(tmp_path / "one" / n, weights_only=False) for n in one]
+    back = [layers for part in found for layers in part["graphs"]]
+    assert [q for part in found for q in part["question_ids"]] == [f"q{k}" for k in range(7)]
+    if source in ("edges", "reversed edges"):
+        assert_same(back, graphs)
+        assert_same(torch.cat([p["labels"] for p in found]), labels)
+    elif source != "square":
+        assert_same(back, [make_graphs(t) for t in traces])
+
+
+def test_what_cannot_be_exported_is_one_line(tmp_path):
+    with tracestore.create(tmp_path / "none.zarr", attention="none") as writer:
+        writer.append({k: v for k, v in make_trace(1).items() if k != "attentions"})
+    assert "--format pt-lstm" in export(tmp_path / "none.zarr", tmp_path / "x", "--format", "pt-gnn", check=2).stderr
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("mine")
+    assert "not empty" in export(tmp_path / "none.zarr", tmp_path / "full", check=2).stderr
+    assert "not a folder" in export(tmp_path / "none.zarr", tmp_path / "full" / "mine.txt", check=2).stderr
+    assert "no such store" in export(tmp_path / "nowhere.zarr", tmp_path / "x", check=2).stderr
+    done = export(ROOT / "tests" / "golden" / "v1_edges.zarr", tmp_path / "edges", check=2)
+    assert "--format pt-gnn" in done.stderr and done.stderr.count("\n") == 1
+    with pytest.raises(UsageError, match="expected one of pkl"):
+        export_store(tracestore.open(tmp_path / "none.zarr"), tmp_path / "y", format="csv")
+
+
+def test_nothing_unfinished_keeps_its_name(tmp_path, monkeypatch):
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        for k in range(6):
+            writer.append(make_trace(k))
+    done = []
+
+    def interrupt(number, total):
+        done.append(number)
+        if number == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export_store(tracestore.open(tmp_path / "s.zarr"), tmp_path / "out", traces_per_file=2, progress=interrupt)
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["traces_batch_0000.pkl", "traces_batch_0001.pkl"]
+    monkeypatch.setattr(pickle, "dumps", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        export_store(tracestore.open(tmp_path / "s.zarr"), tmp_path / "two")
+    assert list((tmp_path / "two").iterdir()) == []
+
+
+def test_a_file_larger_than_memory(tmp_path):
+    """Pickles are written trace by trace: 200 MB of them in a process that may not have 200 MB more."""
+    with tracestore.create(tmp_path / "s.zarr", attention="heads") as writer:
+        for k in range(50):
+            writer.append(make_trace(k, tokens=250, layers=8, dim=512, heads=2))
+    code = f"""
+import resource, tracestore
+from tracestore.export import export_store
+store = tracestore.open({str(tmp_path / "s.zarr")!r})
+list(store[0].hidden_states[0])
+data = next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmData")) * 1024
+resource.setrlimit(resource.RLIMIT_DATA, (data + (64 << 20), resource.RLIM_INFINITY))
+print(export_store(store, {str(tmp_path / "out")!r}).bytes)
+"""
+    if not hasattr(resource, "RLIMIT_DATA"):
+        pytest.skip("no RLIMIT_DATA here")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 180 << 20
+
+
+def test_json(tmp_path):
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        writer.append(make_trace(3), score=math.pi)
+    report = json.loads(export(tmp_path / "s.zarr", tmp_path / "out", "--json").stdout)
+    assert report["num_traces"] == report["num_files"] == 1 and report["format"] == "pkl"
+    assert report["scores_file"] == str(tmp_path / "out" / "scores.csv")
+    assert (tmp_path / "out" / "scores.csv").read_text() == f"question_id,score\nq3,{math.pi!r}\n"
