@@ -106,6 +106,7 @@ class Conversion:
                 codec=args.codec,
                 overwrite=args.overwrite,
                 on_duplicate=args.on_duplicate,
+                expected_bytes=self.total_bytes,
             ) as writer:
                 before = writer.manifest.num_traces
                 progress = Progress(self.output)

@@ -53,7 +53,8 @@ class StoreWriter:
     The order of calls decides every byte of the store. on_duplicate says what becomes of
     a trace whose key is there with other content: "error" refuses it, "keep-first" leaves
     it out, "keep-last" puts it in the place of the first, whose bytes stay in their
-    segment and belong to no trace.
+    segment and belong to no trace. expected_bytes: what the caller means to add, said where there
+    is no room even to begin.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class StoreWriter:
         overwrite: bool = False,
         exist_ok: bool = True,
         on_duplicate: str = "error",
+        expected_bytes: int | None = None,
         close_bytes: int = schema.SEGMENT_CLOSE_BYTES,
         split_bytes: int = schema.SEGMENT_SPLIT_BYTES,
     ) -> None:
@@ -73,7 +75,7 @@ class StoreWriter:
         self._close_bytes, self._split_bytes = close_bytes, split_bytes
         self._on_duplicate = on_duplicate
         self._lock: fsio.WriterLock | None = None
-        with fsio.translated_errors(self.path):
+        with fsio.translated_errors(self.path, None if expected_bytes is None else lambda: expected_bytes):
             self._created = self._prepare_folder(overwrite, exist_ok)
             self._lock = fsio.WriterLock(self.path)
             try:
