@@ -17,12 +17,13 @@ ALLOWED = {
     "ingest": {"store", "_core"},
     "convert": {"ingest", "store", "_core"},
     "export": {"store", "_core"},
+    "batch_loader": {"export", "ingest", "store", "_core"},
     "data": {"store", "_core"},
     "train": {"data", "store", "_core"},
     "extract": {"store", "_core"},
     "cli": {"convert", "export", "ingest", "store", "train", "_core", "tracestore"},
     "__main__": {"cli"},
-    "__init__": {"store", "data"},
+    "__init__": {"batch_loader", "store", "data"},
 }
 TORCH = {"data", "train", "extract", "export"}
 

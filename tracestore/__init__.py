@@ -22,6 +22,7 @@ from tracestore.store.reader import open_store as open
 from tracestore.store.trace import Trace
 
 if TYPE_CHECKING:
+    from tracestore.batch_loader import TraceBatchLoader, extract_batch_subset, merge_batches
     from tracestore.data.collate import collate_graphs, collate_sequences
     from tracestore.data.datasets import ShuffleBufferSampler, TraceDataset, TraceIterableDataset
     from tracestore.data.loader import TraceLoader
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _LAZY = {
+    "TraceBatchLoader": "tracestore.batch_loader",
+    "merge_batches": "tracestore.batch_loader",
+    "extract_batch_subset": "tracestore.batch_loader",
     "TraceDataset": "tracestore.data.datasets",
     "TraceIterableDataset": "tracestore.data.datasets",
     "ShuffleBufferSampler": "tracestore.data.datasets",
@@ -45,6 +49,7 @@ __all__ = [
     "StoreDamagedError",
     "StoreLockedError",
     "Trace",
+    "TraceBatchLoader",
     "TraceDataset",
     "TraceIterableDataset",
     "TraceLoader",
@@ -56,6 +61,8 @@ __all__ = [
     "collate_sequences",
     "create",
     "errors",
+    "extract_batch_subset",
+    "merge_batches",
     "open",
 ]
 

@@ -3,10 +3,8 @@
 import csv
 import math
 import os
-import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,7 +12,8 @@ import numpy as np
 
 from tracestore.errors import UsageError
 from tracestore.store import schema
-from tracestore.store.fsio import translated_errors
+from tracestore.store.fsio import translated_errors, whole_file
+from tracestore.store.pickle_list import PickleListWriter
 from tracestore.store.reader import TraceStore
 from tracestore.store.record import extras_values
 from tracestore.store.trace import PackedEdges, Trace
@@ -74,32 +73,18 @@ def export_store(
         for number, begin in enumerate(range(0, total, traces_per_file)):
             traces = (store[k] for k in range(begin, min(total, begin + traces_per_file)))
             name = f"traces_batch_{number:04d}.pkl" if format == "pkl" else f"preprocessed_batch_{number:04d}.pt"
-            written = _write_whole(out / name, partial(_WRITERS[format], store, traces))
+            with whole_file(out / name) as file:
+                _WRITERS[format](store, traces, file)
+                report.bytes += file.tell()
             report.num_files += 1
-            report.bytes += written
             report.num_traces += min(total, begin + traces_per_file) - begin
             if progress is not None:
                 progress(report.num_traces, total)
         if not np.isnan(store.scores).all():
             report.scores_file = str(out / SCORES_FILE)
-            _write_whole(out / SCORES_FILE, partial(_write_scores, store))
+            with whole_file(out / SCORES_FILE) as file:
+                _write_scores(store, file)
     return report
-
-
-def _write_whole(path: Path, write: Callable[[BinaryIO], None]) -> int:
-    """Bytes of the file, which has its name only when it is whole and on the disk."""
-    unfinished = path.with_name(f"partial_{path.name}")
-    try:
-        with unfinished.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-            size = file.tell()
-        unfinished.rename(path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
-    return size
 
 
 def _write_scores(store: TraceStore, file: BinaryIO) -> None:
@@ -140,22 +125,23 @@ def _check_pickle(trace: Trace) -> None:
         raise UsageError("the store has edges, of which no attention can be made: --format pt-gnn")
 
 
-def _arrays(values: np.ndarray, dtype: str | None) -> list[Any]:
-    """Layer by layer; bfloat16 as torch tensors, which pickles know it by."""
+def layers_of(values: Iterable[np.ndarray], dtype: str | None) -> list[Any]:
+    """Layer by layer; bfloat16, here its raw bits, as torch tensors, which pickles know it by."""
     if dtype != "bfloat16":
         return [np.ascontiguousarray(v) for v in values]
-    return [_tensor(v, dtype) for v in values]
+    return [_tensor(v.view("<u2"), dtype) for v in values]
 
 
-def _trace_dict(store: TraceStore, trace: Trace) -> dict[str, Any]:
-    """A dict of the pickle schema: what the source had, and an id."""
+def trace_dict(store: TraceStore, trace: Trace) -> dict[str, Any]:
+    """A dict of the pickle schema: what the source had, and an id. UsageError where the
+    trace has not what a dict needs."""
     _check_pickle(trace)
-    values: dict[str, Any] = {"hidden_states": _arrays(trace.hidden_states, store.hidden_dtype)}
+    values: dict[str, Any] = {"hidden_states": layers_of(trace.hidden_states, store.hidden_dtype)}
     if trace.attention_layout is not None:
         attention = trace.attention
         # The head mean is a model of one head.
         heads = attention if attention.ndim == 4 else attention[:, None]
-        values["attentions"] = _arrays(heads, store.attention_dtype)
+        values["attentions"] = layers_of(heads, store.attention_dtype)
     for name in ("tokens", "tokens_decoded", "prompt_length"):
         value = getattr(trace, name)
         if value is not None:
@@ -171,18 +157,10 @@ def _trace_dict(store: TraceStore, trace: Trace) -> dict[str, Any]:
 
 
 def _write_pickle(store: TraceStore, traces: Iterator[Trace], file: BinaryIO) -> None:
-    """One list, written as its items come: a batch of traces is larger than memory may be.
-
-    Each item is a pickle of its own without its frame (protocol 3 has none). Its memo slots are
-    numbered from 0 again, which is what BINPUT's explicit numbers allow.
-    """
-    file.write(pickle.PROTO + b"\x03" + pickle.EMPTY_LIST)
+    writer = PickleListWriter(file)
     for trace in traces:
-        body = pickle.dumps(_trace_dict(store, trace), protocol=3)
-        assert body[:2] == pickle.PROTO + b"\x03" and body[-1:] == pickle.STOP
-        file.write(memoryview(body)[2:-1])
-        file.write(pickle.APPEND)
-    file.write(pickle.STOP)
+        writer.append(trace_dict(store, trace))
+    writer.finish()
 
 
 # Families 2 and 3

@@ -3,8 +3,6 @@
 import csv
 import io
 import json
-import os
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +12,7 @@ from tracestore.errors import UsageError
 from tracestore.extract.questions import Question
 from tracestore.store import fsio
 from tracestore.store.create import create
+from tracestore.store.pickle_list import PickleListWriter
 from tracestore.store.reader import open_store
 from tracestore.store.writer import is_store
 
@@ -42,33 +41,6 @@ def plan_batches(questions: Sequence[Question], per_file: int, shard: tuple[int,
             name = f"{prefix}_batch_{number:04d}.pkl"
             batches.append(Batch(number, name, tuple(questions[begin : begin + per_file])))
     return batches
-
-
-class PickleListWriter:
-    """A pickled list written item by item, in the memory of one item, whole or not at all."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._temporary = path.with_name(fsio.TEMPORARY_PREFIX + path.name)
-        self._file = self._temporary.open("wb")
-        # Protocol 3 has no frames, so that items pickled alone can stand in one
-        # list: each puts its own objects into the memo before it gets them.
-        self._file.write(b"\x80\x03](")
-
-    def append(self, item: dict[str, Any]) -> None:
-        self._file.write(pickle.dumps(item, protocol=3)[2:-1])
-
-    def finish(self) -> None:
-        self._file.write(b"e.")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._temporary.rename(self._path)
-        fsio.fsync_path(self._path.parent)
-
-    def abandon(self) -> None:
-        self._file.close()
-        self._temporary.unlink(missing_ok=True)
 
 
 def _write_text(path: Path, text: str) -> None:
@@ -127,18 +99,16 @@ def extract_to_folder(
             if path.exists() and part.exists() and _ids(part) == [q.question_id for q in batch.questions]:
                 yield batch.number, len(batch.questions), None
                 continue
-            writer, rows = PickleListWriter(path), []
-            try:
+            rows = []
+            with fsio.whole_file(path) as file:
+                writer = PickleListWriter(file)
                 for position, question in enumerate(batch.questions):
                     trace = _trace(question, answer, position, batch.number)
                     writer.append(trace)
                     rows.append(_score_row(question, trace["generated_answer_clean"], scorer))
                     yield batch.number, position, rows[-1][1] >= 0.5
-                _write_text(part, json.dumps(rows))
                 writer.finish()
-            except BaseException:
-                writer.abandon()
-                raise
+                _write_text(part, json.dumps(rows))
         _merge_scores(folder)
 
 

@@ -97,7 +97,7 @@ class _Limits:
 
 
 def read_traces(
-    path: Path, name: str, *, need_attention: bool = True, scratch: Scratch | None = None
+    path: Path, name: str, *, need_attention: bool | None = True, scratch: Scratch | None = None
 ) -> Iterator[TraceRecord]:
     """The traces of one file, in order. `name` is the file's name in errors.
 
@@ -125,7 +125,7 @@ def read_traces(
         raise InputRefusedError(reason, source=name, position=position) from None
 
 
-def _records(path: Path, name: str, need_attention: bool, scratch: Scratch) -> Iterator[TraceRecord]:
+def _records(path: Path, name: str, need_attention: bool | None, scratch: Scratch) -> Iterator[TraceRecord]:
     status = check_regular(path)
     if status.st_size == 0:
         raise InputRefusedError("an empty file")
@@ -148,7 +148,7 @@ def _records(path: Path, name: str, need_attention: bool, scratch: Scratch) -> I
         yield from _from_pickle(limits, BufferReader(mapped), name, need_attention)
 
 
-def _from_pickle(limits: _Limits, source: ByteReader, name: str, need_attention: bool) -> Iterator[TraceRecord]:
+def _from_pickle(limits: _Limits, source: ByteReader, name: str, need_attention: bool | None) -> Iterator[TraceRecord]:
     reader = pickle_reader(source, load_bytes=torch_file.load_bytes)
     for position, item in enumerate(reader):
         record = _trace(limits, item, name, position, need_attention)
@@ -162,7 +162,7 @@ def _from_pickle(limits: _Limits, source: ByteReader, name: str, need_attention:
         yield from _from_object(limits, reader.result, name, need_attention)
 
 
-def _trace(limits: _Limits, item: Any, name: str, position: int, need_attention: bool) -> TraceRecord:
+def _trace(limits: _Limits, item: Any, name: str, position: int, need_attention: bool | None) -> TraceRecord:
     try:
         return record_from_dict(
             limits.resolved(item), source_name=name, position=position, need_attention=need_attention
@@ -171,7 +171,7 @@ def _trace(limits: _Limits, item: Any, name: str, position: int, need_attention:
         raise error.at(position=position) from None
 
 
-def _from_object(limits: _Limits, root: Any, name: str, need_attention: bool) -> Iterator[TraceRecord]:
+def _from_object(limits: _Limits, root: Any, name: str, need_attention: bool | None) -> Iterator[TraceRecord]:
     if isinstance(root, list):
         for position, item in enumerate(root):
             yield _trace(limits, item, name, position, need_attention)

@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tracestore.errors import NoSpaceError, StorageError, StoreLockedError, UsageError
 
@@ -123,6 +123,24 @@ def translated_errors(path: Path, needed_bytes: Callable[[], int] | None = None)
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
             raise UsageError(f"cannot write {where}: {error.strerror}") from error
         raise StorageError(f"{where}: {error.strerror}; what was committed before stays") from error
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that has its name when the block has ended, on the disk, or not at all."""
+    temporary = path.with_name(TEMPORARY_PREFIX + path.name)
+    remove_tree(temporary)
+    try:
+        with temporary.open("xb") as file:
+            yield file
+            file.flush()
+            with naming(temporary):
+                os.fsync(file.fileno())
+        again(os.rename, temporary, path)
+    except BaseException:
+        remove_tree(temporary)
+        raise
+    fsync_path(path.parent)
 
 
 def free_bytes(path: Path) -> int:

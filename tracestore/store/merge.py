@@ -14,6 +14,7 @@ from tracestore.store.pack import PackedTrace
 from tracestore.store.reader import TraceStore
 from tracestore.store.record import TraceRecord
 from tracestore.store.segment import SegmentReader
+from tracestore.store.selection import by_source
 from tracestore.store.trace import PackedEdges, Trace
 from tracestore.store.writer import StoreWriter
 
@@ -163,7 +164,7 @@ def _copy(
     ) as writer:
         for store, wanted in zip(opened, chosen, strict=True):
             try:
-                for number, indices, is_whole in _by_source(store, wanted):
+                for number, indices, is_whole in by_source(store, wanted):
                     _merge_source(writer, store, number, indices, is_whole, report)
                     done += len(indices)
                     if progress is not None:
@@ -175,19 +176,6 @@ def _copy(
         for store, wanted in zip(opened, chosen, strict=True):
             _fill_scores(writer, store, wanted, report)
     return report
-
-
-def _by_source(store: TraceStore, wanted: np.ndarray) -> Iterator[tuple[int, np.ndarray, bool]]:
-    """Each source of a store, those of the `wanted` traces that it gave first, and whether
-    these are all that it gave first. All sources where all are wanted, else those that give any."""
-    owners = np.asarray(store._index.column("source"))
-    counts = np.bincount(owners, minlength=store._manifest.num_sources)
-    order = wanted[np.argsort(owners[wanted], kind="stable")]
-    edges = np.searchsorted(owners[order], np.arange(len(counts) + 1))
-    for number, count in enumerate(counts.tolist()):
-        indices = order[edges[number] : edges[number + 1]]
-        if len(indices) or len(wanted) == len(store):
-            yield number, indices, len(indices) == count
 
 
 def _merge_source(

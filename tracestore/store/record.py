@@ -164,13 +164,16 @@ def question_id_text(value: Any, name: str = "question_id") -> str:
     return str(_integer(value, name))
 
 
-def record_from_dict(trace: Any, *, source_name: str, position: int, need_attention: bool = True) -> TraceRecord:
-    """Checks one dict of the pickle schema (family 1). InputRefusedError names the field."""
+def record_from_dict(trace: Any, *, source_name: str, position: int, need_attention: bool | None = True) -> TraceRecord:
+    """Checks one dict of the pickle schema (family 1); need_attention: None takes it where it is
+    there, False leaves it out. InputRefusedError names the field."""
     if not isinstance(trace, Mapping):
         raise InputRefusedError(f"found {_describe(trace)}, expected a dict")
     for key in trace:
         if not isinstance(key, str):
             raise InputRefusedError(f"found a key of type {type(key).__name__}, expected str")
+    if need_attention is None:
+        need_attention = "attentions" in trace
     for key in ("hidden_states", "attentions", "tokens") if need_attention else ("hidden_states", "tokens"):
         if key not in trace:
             raise InputRefusedError("missing key", field=key)

@@ -1,6 +1,6 @@
-"""Choosing traces of a store: by question, by segment."""
+"""Choosing traces of a store: by question, segment or source."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -52,3 +52,16 @@ def indices_of_segments(store: TraceStore, segments: Collection[int]) -> np.ndar
     places = store._index.places(np.arange(len(store)))
     lies = np.isin(places[:, (GRAPH_SEGMENT, SEQUENCE_SEGMENT)], np.array(sorted(segments), np.int64))
     return np.flatnonzero(lies.any(axis=1)).astype(np.int64)
+
+
+def by_source(store: TraceStore, wanted: np.ndarray) -> Iterator[tuple[int, np.ndarray, bool]]:
+    """Each source of a store, those of the `wanted` traces that it gave first, and whether
+    these are all that it gave first. All sources where all are wanted, else those that give any."""
+    owners = np.asarray(store._index.column("source"))
+    counts = np.bincount(owners, minlength=store._manifest.num_sources)
+    order = wanted[np.argsort(owners[wanted], kind="stable")]
+    edges = np.searchsorted(owners[order], np.arange(len(counts) + 1))
+    for number, count in enumerate(counts.tolist()):
+        indices = order[edges[number] : edges[number + 1]]
+        if len(indices) or len(wanted) == len(store):
+            yield number, indices, len(indices) == count

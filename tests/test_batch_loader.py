@@ -1,0 +1,128 @@
+"""TraceBatchLoader: what the old scripts' loader of pickles gives, from a folder and from a store."""
+
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import tracestore
+from tests.helpers import ROOT, as_torch, convert, make_trace, make_traces, write_pickle
+from tracestore.errors import InputRefusedError, UsageError
+
+
+@pytest.fixture
+def traces():
+    found = make_traces(7, dim=2000, tokens=9)
+    for k, trace in enumerate(found):
+        trace |= {"global_example_id": 500 + k, "question": f"question {k}?", "prompt_length": 1 + k % 2}
+    del found[5]["question_id"]
+    return found
+
+
+@pytest.fixture
+def data(tmp_path, traces):
+    folder = tmp_path / "traces_data"
+    folder.mkdir()
+    write_pickle(folder / "trivia_qa_traces_batch_0000.pkl", traces[:3])
+    write_pickle(folder / "trivia_qa_traces_batch_0001.pkl.gz", traces[3:6])
+    write_pickle(folder / "trivia_qa_traces_batch_0002.pkl", traces[6:])
+    return folder
+
+
+def assert_equal(found, saved, *, mean=False):
+    assert set(saved) | {"question_id"} == set(found)
+    for name, value in saved.items():
+        if name in ("hidden_states", "attentions"):
+            if mean and name == "attentions":
+                value = [a.astype("f8").mean(0).astype("f2")[None] for a in value]
+            assert isinstance(found[name], list)
+            for a, b in zip(found[name], value, strict=True):
+                np.testing.assert_array_equal(a, b)
+        elif name == "tokens":
+            np.testing.assert_array_equal(found[name], value)
+        else:
+            assert found[name] == value, name
+
+
+@pytest.mark.parametrize("source", ["folder", "heads", "mean"])
+def test_what_the_old_loader_gives(data, traces, tmp_path, source):
+    path = data
+    if source != "folder":
+        path = tmp_path / "s.zarr"
+        convert(data, path, "--attention", source)
+    loader = tracestore.TraceBatchLoader(str(path))
+    same = {"mean": source == "mean"}
+    assert len(loader) == 3 and loader.get_total_traces() == 7
+    for trace, saved in zip(loader.iter_traces(), traces, strict=True):
+        assert_equal(trace, saved, **same)
+    batches = list(loader.iter_batches())
+    assert [len(b) for b in batches] == [3, 3, 1] == [len(loader.get_batch(k)) for k in range(3)]
+    assert_equal(batches[1][2], traces[5], **same)
+    assert batches[1][2]["question_id"] == "505"
+    assert_equal(loader.get_trace_by_global_id(503), traces[3], **same)
+    assert loader.get_trace_by_global_id(7) is None
+    info = loader.get_batch_info()
+    assert [(i["batch_idx"], i["num_traces"]) for i in info] == [(0, 3), (1, 3), (2, 1)]
+    for i in info:
+        assert i["filename"].startswith("trivia_qa_traces_batch_")
+        assert i["size_mb"] == pytest.approx((data / i["filename"]).stat().st_size / 2**20)
+    for wrong in (3, -1):
+        with pytest.raises(IndexError, match=f"batch {wrong} of 3"):
+            loader.get_batch(wrong)
+
+
+@pytest.mark.parametrize("source", ["folder", "store"])
+def test_batches_into_one_file(data, traces, tmp_path, source):
+    path = data
+    if source == "store":
+        path = tmp_path / "s.zarr"
+        convert(data, path, "--attention", "heads")
+    assert tracestore.merge_batches(tmp_path / "all.pkl", path) == 7
+    for found, saved in zip(pickle.loads((tmp_path / "all.pkl").read_bytes()), traces, strict=True):
+        assert_equal(found, saved)
+    assert tracestore.extract_batch_subset([2, 0], tmp_path / "some.pkl", path) == 4
+    found = pickle.loads((tmp_path / "some.pkl").read_bytes())
+    assert [t["global_example_id"] for t in found] == [506, 500, 501, 502]
+    with pytest.raises(IndexError):
+        tracestore.extract_batch_subset([0, 9], tmp_path / "none.pkl", path)
+    assert not (tmp_path / "none.pkl").exists()
+
+
+def test_traces_a_program_appended_and_bfloat16(tmp_path):
+    import torch
+
+    traces = [as_torch(make_trace(k, dtype="f4"), torch.bfloat16) for k in range(3)]
+    with tracestore.create(tmp_path / "s.zarr", attention="heads", dtype="keep") as writer:
+        for trace in traces:
+            writer.append(trace)
+    write_pickle(tmp_path / "a.pkl", traces)
+    for path in (tmp_path / "s.zarr", tmp_path / "a.pkl"):
+        loader = tracestore.TraceBatchLoader(path)
+        assert len(loader) == 1
+        for found, saved in zip(loader.get_batch(0), traces, strict=True):
+            for name in ("hidden_states", "attentions"):
+                assert all(torch.equal(a, b) for a, b in zip(found[name], saved[name], strict=True))
+
+
+def test_refusals(tmp_path, data):
+    for path in (tmp_path / "nowhere", tmp_path):
+        (tmp_path / "nothing").mkdir(exist_ok=True)
+        with pytest.raises(UsageError):
+            tracestore.TraceBatchLoader(tmp_path / "nothing" if path == tmp_path else path)
+    (data / "evil.pkl").write_bytes(b"cos\nsystem\n(S'touch /tmp/evil'\ntR.")
+    with pytest.raises(InputRefusedError, match="os"):
+        list(tracestore.TraceBatchLoader(data).iter_traces())
+    with pytest.raises(InputRefusedError, match="convert the file"):
+        import torch
+
+        write = {"sequences": torch.zeros(2, 3, 4).half(), "labels": torch.zeros(2), "question_ids": ["a", "b"]}
+        torch.save(write, tmp_path / "preprocessed_0.pt")
+        tracestore.TraceBatchLoader(tmp_path / "preprocessed_0.pt").get_batch(0)
+
+
+def test_iterating_needs_no_torch(data):
+    code = "import sys, tracestore; print(sum(1 for t in tracestore.TraceBatchLoader(sys.argv[1]).iter_traces()), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, data], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.split() == ["7", "False"]
