@@ -23,6 +23,7 @@ from tracestore.store.selection import indices_of_ids, indices_of_segments, read
 from tracestore.store.verify import repair_store, verify_store
 from tracestore.store.writer import StoreWriter
 from tracestore.train.flags import add_flags, model_sizes, step_options
+from tracestore.view import View, as_json, find_trace, save_picture, show
 
 
 def _info(args: argparse.Namespace, output: Output) -> int:
@@ -200,6 +201,20 @@ def _export(args: argparse.Namespace, output: Output) -> int:
     return 0
 
 
+def _view(args: argparse.Namespace, output: Output) -> int:
+    with tracestore.open(args.store) as store:
+        view = View.of(store, find_trace(store, args.trace, args.sample), args.layer, args.head)
+        if args.save is not None:
+            save_picture(view, Path(args.save))
+            output.say(f"{args.save}: attention and hidden states of trace {view.trace.index}")
+        if args.json:
+            output.document(as_json(view))
+        elif args.save is None:
+            for line in show(view):
+                output.say(line)
+    return 0
+
+
 def _plan(args: argparse.Namespace, output: Output) -> int:
     # Imported here: the other commands start without torch.
     import tracestore.train.run  # what training imports, so that its libraries are counted
@@ -262,6 +277,18 @@ def make_parser() -> Parser:
     score.add_argument("--scores", required=True, metavar="CSV", help="question_id and a score")
     score.add_argument("--score-column", metavar="NAME")
     score.set_defaults(function=_score)
+    view = commands.add_parser(
+        "view",
+        help="one trace: texts, attention, norms of hidden states",
+        epilog="Example: tracestore view store.zarr tc_1234 --layer 12 --save trace.png",
+    )
+    view.add_argument("store", metavar="STORE")
+    view.add_argument("trace", metavar="INDEX_OR_ID", help="a question id or, where none is called so, an index")
+    view.add_argument("--sample", type=int, default=0, metavar="N", help="which of several answers (0)")
+    view.add_argument("--layer", type=int, metavar="N", help="of the attention (the middle one)")
+    view.add_argument("--head", type=int, metavar="N", help="of the attention (the mean over the heads)")
+    view.add_argument("--save", metavar="FILE", help="a picture: .png, .pdf or .svg")
+    view.set_defaults(function=_view)
     merge = commands.add_parser(
         "merge",
         help="traces of several stores into one",
@@ -310,7 +337,7 @@ def make_parser() -> Parser:
     plan.set_defaults(function=_plan)
     for command in (info, verify, lint, score, plan):
         command.add_argument("store", metavar="STORE")
-    for command in (info, verify, lint, score, merge, subset, export, plan):
+    for command in (info, verify, lint, score, view, merge, subset, export, plan):
         command.add_argument("--json", action="store_true", help="one JSON document on standard output")
     return parser
 

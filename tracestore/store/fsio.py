@@ -127,7 +127,10 @@ def translated_errors(path: Path, needed_bytes: Callable[[], int] | None = None)
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that has its name when the block has ended, on the disk, or not at all."""
+    """A file to write that has its name when the block has ended, on the disk, or not at all.
+    UsageError where its folder does not exist."""
+    if not path.parent.is_dir():
+        raise UsageError(f"{path}: the folder it should lie in does not exist")
     temporary = path.with_name(TEMPORARY_PREFIX + path.name)
     remove_tree(temporary)
     try:

@@ -1,0 +1,106 @@
+"""tracestore view: what it says of a trace, in text, JSON and pictures."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+import tracestore
+from tests.helpers import ROOT, as_torch, make_trace, run_cli
+from tracestore.view import View, lines
+
+
+def view(*args, check=0, **options):
+    return run_cli("-m", "tracestore", "view", *args, check=check, **options)
+
+
+@pytest.fixture
+def store(tmp_path):
+    with tracestore.create(tmp_path / "s.zarr", attention="heads") as writer:
+        for k in range(5):
+            trace = make_trace(k, tokens=2 + k) | {"question": f"why {k}?", "prompt_length": 1}
+            writer.append(trace, score=0.25 * k, group="g")
+        hostile = {
+            "question": "\x1b[2J\u202eevil\n$x^",
+            "question_id": "7",
+            "tokens_decoded": ["\x1b]0;t\x07", "\ud800"],
+        }
+        writer.append(make_trace(9, tokens=2) | hostile)
+        nan = make_trace(11, tokens=3)
+        nan["hidden_states"][0][1, 1], nan["attentions"][1][0, 1, 0] = np.nan, np.inf
+        writer.append(nan)
+    return tmp_path / "s.zarr"
+
+
+def test_text(store):
+    out = view(store, "q3").stdout
+    assert "trace 3: q3, sample 0" in out and "why 3?" in out and "answer 3 ✓" in out and "score 0.75" in out
+    assert "5, 1 of them the prompt" in out and "mean over the heads" in out and "\x1b" not in out
+    assert view(store, "3").stdout == out
+    # An id that is a number is an id first; another number an index.
+    assert "trace 5: 7, sample 0" in view(store, "7").stdout
+    assert "head 1" in view(store, "q3", "--layer", 0, "--head", 1).stdout
+    assert "NaN or infinite" in view(store, "q11").stdout
+
+
+def test_a_hostile_text_is_text(store, tmp_path):
+    out = view(store, "5").stdout
+    assert "\\x1b[2J\\u202eevil $x^" in out and "\x1b" not in out and "\u202e" not in out
+    view(store, "5", "--save", tmp_path / "t.png")
+    assert (tmp_path / "t.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_json(store):
+    found = json.loads(view(store, "q2", "--json", "--layer", 1, "--head", 0).stdout)
+    trace = tracestore.open(store)[2]
+    np.testing.assert_allclose(found["attention"], trace.attention[1, 0].astype("f4"))
+    norms = np.linalg.norm(trace.hidden_states.astype("f8"), axis=2)
+    np.testing.assert_allclose(found["hidden_norms"], norms, rtol=1e-5)
+    assert found["tokens"] == trace.tokens.tolist() and found["score"] == 0.5 and found["label"] is None
+    # NaN is no JSON.
+    found = json.loads(view(store, "q11", "--json").stdout, parse_constant=lambda c: pytest.fail(c))
+    assert found["hidden_norms"][0][1] is None and found["has_nonfinite"]
+
+
+def test_what_every_kind_of_store_has(tmp_path):
+    import torch
+
+    for name in ("v1_heads", "v1_edges", "v1_bfloat16"):
+        assert "attention, layer 1" in view(ROOT / "tests" / "golden" / f"{name}.zarr", "0").stdout
+    with tracestore.create(tmp_path / "b.zarr", attention="heads", dtype="keep") as writer:
+        writer.append(as_torch(make_trace(3, dtype="f4"), torch.bfloat16))
+    found = View.of(opened := tracestore.open(tmp_path / "b.zarr"), opened[0])
+    assert 0 < found.attention.max() < 1 and 0 < found.norms.max() < 100
+    with tracestore.create(tmp_path / "n.zarr", attention="none") as writer:
+        writer.append({k: v for k, v in make_trace(3).items() if k != "attentions"})
+    assert "attention," not in view(tmp_path / "n.zarr", "0").stdout
+
+
+def test_long_traces_fit_the_screen(tmp_path):
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        writer.append(make_trace(0, tokens=700, layers=60) | {"question": "x" * 5000})
+    store = tracestore.open(tmp_path / "s.zarr")
+    for width in (40, 80, 200):
+        for colours in (False, True):
+            out = lines(View.of(store, store[0]), width=width, colours=colours)
+            assert len(out) < 240
+            assert all(
+                len(line) <= width or "\x1b" in line or line.startswith(("attention,", "norm", "trace")) for line in out
+            )
+
+
+def test_wrong_usage(store, tmp_path):
+    for args, said in (
+        ((store, "q99"), "no such id: q99"),
+        ((store, "99"), "no such id: 99"),
+        ((store, "q1", "--sample", 1), "no such id"),
+        ((store, "q1", "--layer", 3), "expected 0 to 2"),
+        ((store, "q1", "--head", 2), "expected 0 to 1"),
+        ((store, "q1", "--save", tmp_path / "x.gif"), "expected one of .png"),
+        ((store, "q1", "--save", tmp_path / "nowhere" / "x.png"), "does not exist"),
+        ((tmp_path / "nowhere.zarr", "0"), "no such store"),
+    ):
+        done = view(*args, check=2)
+        assert said in done.stderr and done.stderr.count("\n") == 1, (args, done.stderr)
+    assert not math.isnan(tracestore.open(store)[0].score)
