@@ -18,11 +18,12 @@ ALLOWED = {
     "convert": {"ingest", "store", "_core"},
     "export": {"store", "_core"},
     "view": {"store", "_core"},
+    "doctor": {"store", "_core"},
     "batch_loader": {"export", "ingest", "store", "_core"},
     "data": {"store", "_core"},
     "train": {"data", "store", "_core"},
     "extract": {"store", "_core"},
-    "cli": {"convert", "export", "ingest", "store", "train", "view", "_core", "tracestore"},
+    "cli": {"convert", "doctor", "export", "ingest", "store", "train", "view", "_core", "tracestore"},
     "__main__": {"cli"},
     "__init__": {"batch_loader", "store", "data"},
 }

@@ -11,6 +11,7 @@ from typing import Any
 import tracestore
 from tracestore import convert
 from tracestore.console import Output, Parser, Progress, format_size, numbers, parse_size, positive, run
+from tracestore.doctor import examine
 from tracestore.errors import UsageError
 from tracestore.export import FORMATS, SCORES_FILE, TRACES_PER_FILE, export_store
 from tracestore.ingest.scores import read_scores
@@ -215,6 +216,22 @@ def _view(args: argparse.Namespace, output: Output) -> int:
     return 0
 
 
+def _doctor(args: argparse.Namespace, output: Output) -> int:
+    findings = list(examine(Path(args.folder)))
+    output.document([asdict(finding) for finding in findings])
+    if args.json:
+        return 0
+    topic = None
+    for finding in findings:
+        if finding.topic != topic:
+            topic = finding.topic
+            output.say(topic)
+        output.say(f"  {finding.name:18} {finding.value}")
+        if finding.advice:
+            output.say(f"  {'':18} {'problem' if finding.is_problem else 'advice'}: {finding.advice}")
+    return 0
+
+
 def _plan(args: argparse.Namespace, output: Output) -> int:
     # Imported here: the other commands start without torch.
     import tracestore.train.run  # what training imports, so that its libraries are counted
@@ -289,6 +306,9 @@ def make_parser() -> Parser:
     view.add_argument("--head", type=int, metavar="N", help="of the attention (the mean over the heads)")
     view.add_argument("--save", metavar="FILE", help="a picture: .png, .pdf or .svg")
     view.set_defaults(function=_view)
+    doctor = commands.add_parser("doctor", help="versions, processor, memory, limits and disk, with advice")
+    doctor.add_argument("--folder", default=".", metavar="DIR", help="where stores are to lie (.)")
+    doctor.set_defaults(function=_doctor)
     merge = commands.add_parser(
         "merge",
         help="traces of several stores into one",
@@ -337,7 +357,7 @@ def make_parser() -> Parser:
     plan.set_defaults(function=_plan)
     for command in (info, verify, lint, score, plan):
         command.add_argument("store", metavar="STORE")
-    for command in (info, verify, lint, score, view, merge, subset, export, plan):
+    for command in (info, verify, lint, score, view, doctor, merge, subset, export, plan):
         command.add_argument("--json", action="store_true", help="one JSON document on standard output")
     return parser
 

@@ -1,0 +1,34 @@
+"""tracestore doctor: what it looks at, and its advice where something is short."""
+
+import json
+import resource
+import subprocess
+import sys
+
+from tests.helpers import ROOT, run_cli
+
+
+def doctor(*args, check=0):
+    return run_cli("-m", "tracestore", "doctor", *args, check=check)
+
+
+def test_everything_is_named(tmp_path):
+    found = {f["name"]: f for f in json.loads(doctor("--json", "--folder", tmp_path).stdout)}
+    wanted = {"python", "numpy", "zarr", "torch", "processors", "instructions", "memory", "open files", "free", "read"}
+    assert wanted <= set(found)
+    assert not any(f["is_problem"] for f in found.values()) and list(tmp_path.iterdir()) == []
+    out = doctor("--folder", tmp_path).stdout
+    assert all(f"  {name} " in out for name in wanted)
+
+
+def test_advice_where_something_is_short(tmp_path):
+    def few_files():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+    command = [sys.executable, "-m", "tracestore", "doctor", "--folder", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, preexec_fn=few_files, check=True)
+    assert "advice: a store of thousands of segments maps many files: ulimit -n" in done.stdout
+
+
+def test_a_folder_that_is_none(tmp_path):
+    assert doctor("--folder", tmp_path / "nowhere", check=2).stderr.endswith("nowhere: no such folder\n")

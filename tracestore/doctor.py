@@ -1,0 +1,156 @@
+"""What this machine has and allows, and what of it will be in the way."""
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tracestore.console import format_size
+from tracestore.errors import UsageError
+from tracestore.store.fsio import translated_errors
+
+_MIB, _GIB = 1 << 20, 1 << 30
+_CORE = ("blocks", "gather", "gine", "index", "kernels", "mapping", "pickle", "shuffle")
+_LIBRARIES = (
+    "numpy", "zarr", "numcodecs", "isal", "torch", "torch-geometric", "scikit-learn", "matplotlib",
+    "transformers", "distributed", "tensorboard", "triton",
+)  # fmt: skip
+# What the kernels choose among when they run.
+_INSTRUCTIONS = ("avx512f", "avx2", "f16c", "sse4_2", "pclmulqdq")
+_DISK_BYTES = 256 * _MIB
+_PIECE_BYTES = 4 * _MIB
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at. `advice` is empty where nothing is to be done; `is_problem` where
+    something of tracestore will not work before it is."""
+
+    topic: str
+    name: str
+    value: str
+    advice: str = ""
+    is_problem: bool = False
+
+
+def examine(folder: Path) -> Iterator[Finding]:
+    """Everything, `folder` being where stores are to lie. UsageError where nothing can be written
+    there."""
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: no such folder")
+    yield from _versions()
+    yield from _processor()
+    yield from _memory()
+    yield from _limits()
+    yield from _disk(folder)
+
+
+def _versions() -> Iterator[Finding]:
+    version = ".".join(map(str, sys.version_info[:3]))
+    too_old = sys.version_info < (3, 11)
+    yield Finding("versions", "python", version, "Python 3.11 or later is needed" if too_old else "", too_old)
+    yield Finding("versions", "system", f"{platform.system()} {platform.release()} {platform.machine()}")
+    for name in ("tracestore", *_LIBRARIES):
+        try:
+            yield Finding("versions", name, importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding("versions", name, "not installed")
+    for name in _CORE:
+        try:
+            importlib.import_module(f"tracestore._core.{name}")
+        except ImportError as error:
+            advice = "the C core is not built: pip install . with a C compiler"
+            yield Finding("versions", f"core: {name}", f"cannot be loaded: {error}", advice, True)
+
+
+def _processor() -> Iterator[Finding]:
+    usable = len(os.sched_getaffinity(0))
+    yield Finding("processor", "processors", f"{usable} of {os.cpu_count()}")
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return
+    flags = next((line.split(":", 1)[1].split() for line in text.splitlines() if line.startswith("flags")), [])
+    found = [name for name in _INSTRUCTIONS if name in flags]
+    advice = "" if "avx2" in found else "without AVX2 training on the processor takes several times as long"
+    yield Finding("processor", "instructions", " ".join(found) or "none of those that the kernels use", advice)
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if threads is not None:
+        yield Finding("processor", "OMP_NUM_THREADS", threads)
+
+
+def _meminfo() -> dict[str, int]:
+    """Bytes of /proc/meminfo."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return {}
+    pairs = (line.split(":", 1) for line in lines)
+    return {name: int(value.split()[0]) * 1024 for name, value in pairs}
+
+
+def _memory() -> Iterator[Finding]:
+    found = _meminfo()
+    if "MemTotal" in found:
+        available = found.get("MemAvailable", 0)
+        advice = "less than 4 GiB: train with --memory-budget" if available < 4 * _GIB else ""
+        yield Finding(
+            "memory", "memory", f"{format_size(found['MemTotal'])}, {format_size(available)} available", advice
+        )
+        yield Finding("memory", "swap", format_size(found.get("SwapTotal", 0)))
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        free = shutil.disk_usage(shared).free
+        advice = "" if free >= _GIB else (
+            "DataLoader workers hand batches over in it: give the container more (docker run --shm-size=2g) "
+            "or use TraceLoader's threads (--num-workers 0)"
+        )  # fmt: skip
+        yield Finding("memory", "shared memory", f"{format_size(free)} free", advice)
+
+
+def _limits() -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    advice = f"a store of thousands of segments maps many files: ulimit -n {min(hard, 65536)}" if soft < 1024 else ""
+    yield Finding("limits", "open files", f"{soft:,} of at most {hard:,}", advice)
+    for name, limit in (("address space", resource.RLIMIT_AS), ("data", resource.RLIMIT_DATA)):
+        soft = resource.getrlimit(limit)[0]
+        if soft != resource.RLIM_INFINITY:
+            advice = "stores are mapped whole: ulimit -v unlimited" if limit == resource.RLIMIT_AS else ""
+            yield Finding("limits", name, format_size(soft), advice)
+    try:
+        maps = int(Path("/proc/sys/vm/max_map_count").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return
+    advice = "" if maps >= 65530 else "sysctl vm.max_map_count=65530"
+    yield Finding("limits", "maps of a process", f"{maps:,}", advice)
+
+
+def _disk(folder: Path) -> Iterator[Finding]:
+    free = shutil.disk_usage(folder).free
+    advice = "" if free >= 4 * _GIB else "a store takes about what its .pkl.gz files take"
+    yield Finding("disk", "free", f"{format_size(free)} in {folder.resolve()}", advice)
+    if free < 2 * _DISK_BYTES:
+        return
+    piece = os.urandom(_PIECE_BYTES)
+    with translated_errors(folder), tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        start = time.perf_counter()
+        for _ in range(_DISK_BYTES // _PIECE_BYTES):
+            file.write(piece)
+        os.fsync(file.fileno())
+        write = _DISK_BYTES / (time.perf_counter() - start)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        start = time.perf_counter()
+        for begin in range(0, _DISK_BYTES, _PIECE_BYTES):
+            os.pread(file.fileno(), _PIECE_BYTES, begin)
+        read = _DISK_BYTES / (time.perf_counter() - start)
+    yield Finding("disk", "write and sync", f"{write / 1e6:,.0f} MB/s")
+    advice = "" if read >= 100e6 else "batches wait for a disk this slow: copy stores to a local one, or read them once"
+    yield Finding("disk", "read", f"{read / 1e6:,.0f} MB/s (the system's cache let go first, where it does)", advice)
