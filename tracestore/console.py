@@ -1,6 +1,7 @@
 """What every command shares: exit codes, one-line errors, sizes, progress."""
 
 import argparse
+import difflib
 import json
 import math
 import os
@@ -76,10 +77,31 @@ def format_size(count: float) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """Wrong usage is one line on standard error and exit code 2."""
+    """Wrong usage is one line on standard error, with a hint where a word looks misspelt, and
+    exit code 2."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        self.exit(2, f"{self.prog}: {printable(message)}{self._hint(message)} (see {self.prog} --help)\n")
+
+    def _hint(self, message: str) -> str:
+        choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        if choice is not None:
+            word, known = choice[1], re.findall(r"[\w.-]+", choice[2])
+        elif message.startswith("unrecognized arguments: "):
+            word, known = message.split()[2].split("=")[0], sorted(_options(self))
+        else:
+            return ""
+        close = difflib.get_close_matches(word, known, n=1)
+        return f"; did you mean {close[0]}?" if close else ""
+
+
+def _options(parser: argparse.ArgumentParser) -> set[str]:
+    """The options of a parser and of its commands."""
+    found = set(parser._option_string_actions)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found = found.union(*map(_options, action.choices.values()))
+    return found
 
 
 class Output:
