@@ -4,7 +4,20 @@ import pytest
 
 from tests.helpers import ROOT, run_cli
 
-COMMANDS = "convert info verify lint score view doctor merge subset export plan".split()
+COMMANDS = [
+    "convert",
+    "info",
+    "verify",
+    "lint",
+    "score",
+    "view",
+    "report",
+    "doctor",
+    "merge",
+    "subset",
+    "export",
+    "plan",
+]
 WRONG = {
     "inof s.zarr": "did you mean info?",
     "s.zarr": "invalid choice",
@@ -23,6 +36,7 @@ WRONG = {
     "plan s.zarr --model lstm": "expected one of lstm_solo",
     "plan s.zarr --gnn-hiden 64": "did you mean --gnn-hidden?",
     "score s.zarr": "the following arguments are required: --scores",
+    "report s.zarr --otput x.html": "the following arguments are required: --output",
     "view s.zarr": "the following arguments are required: INDEX_OR_ID",
 }
 

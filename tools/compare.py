@@ -84,7 +84,7 @@ def command(args: argparse.Namespace) -> int:
         }
         output.say(f"{name}, {len(common)} {'run' if len(common) == 1 else 'runs'} each")
         output.say(report.table(document[name]) + "\n")
-    output.document(report.finite(document))
+    output.document(document)
     return 0
 
 

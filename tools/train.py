@@ -162,7 +162,7 @@ def command(args: argparse.Namespace) -> int:
     output.say("\n" + report.table(results) + "\n")
     for name in ("results.json", "predictions.csv", *report.PLOTS, "report.html"):
         output.say(str(args.output_dir / name))
-    output.document(report.finite(results))
+    output.document(results)
     return 0
 
 

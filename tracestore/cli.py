@@ -15,6 +15,7 @@ from tracestore.doctor import examine
 from tracestore.errors import UsageError
 from tracestore.export import FORMATS, SCORES_FILE, TRACES_PER_FILE, export_store
 from tracestore.ingest.scores import read_scores
+from tracestore.report import write_report
 from tracestore.store.fsio import translated_errors
 from tracestore.store.lint import lint_store
 from tracestore.store.manifest import generations
@@ -216,6 +217,23 @@ def _view(args: argparse.Namespace, output: Output) -> int:
     return 0
 
 
+def _report(args: argparse.Namespace, output: Output) -> int:
+    progress, on_traces = _traces_done(output)
+    with tracestore.open(args.store) as store:
+        write_report(
+            store,
+            Path(args.output),
+            score_threshold=args.score_threshold,
+            lint=not args.no_lint,
+            progress=on_traces,
+        )
+    progress.clear()
+    output.document({"store": str(args.store), "output": str(args.output)})
+    if not args.json:
+        output.say(f"{args.output}: open it in a browser")
+    return 0
+
+
 def _doctor(args: argparse.Namespace, output: Output) -> int:
     findings = list(examine(Path(args.folder)))
     output.document([asdict(finding) for finding in findings])
@@ -306,6 +324,17 @@ def make_parser() -> Parser:
     view.add_argument("--head", type=int, metavar="N", help="of the attention (the mean over the heads)")
     view.add_argument("--save", metavar="FILE", help="a picture: .png, .pdf or .svg")
     view.set_defaults(function=_view)
+    report = commands.add_parser(
+        "report",
+        help="a store as one HTML page",
+        description="Lengths, scores, classes, sizes, sources, samples and lint's findings; no network, no script.",
+        epilog="Example: tracestore report store.zarr --output store.html",
+    )
+    report.add_argument("store", metavar="STORE")
+    report.add_argument("--output", required=True, metavar="FILE", help="the page, .html")
+    report.add_argument("--score-threshold", type=float, default=0.5, metavar="T", help="of the classes (0.5)")
+    report.add_argument("--no-lint", action="store_true", help="do not read every value")
+    report.set_defaults(function=_report)
     doctor = commands.add_parser("doctor", help="versions, processor, memory, limits and disk, with advice")
     doctor.add_argument("--folder", default=".", metavar="DIR", help="where stores are to lie (.)")
     doctor.set_defaults(function=_doctor)
@@ -357,7 +386,7 @@ def make_parser() -> Parser:
     plan.set_defaults(function=_plan)
     for command in (info, verify, lint, score, plan):
         command.add_argument("store", metavar="STORE")
-    for command in (info, verify, lint, score, view, doctor, merge, subset, export, plan):
+    for command in (info, verify, lint, score, view, report, doctor, merge, subset, export, plan):
         command.add_argument("--json", action="store_true", help="one JSON document on standard output")
     return parser
 

@@ -76,6 +76,15 @@ def format_size(count: float) -> str:
     raise AssertionError
 
 
+def finite(value: Any) -> Any:
+    """The value with NaN and infinities as None, for JSON."""
+    if isinstance(value, dict):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 class Parser(argparse.ArgumentParser):
     """Wrong usage is one line on standard error, with a hint where a word looks misspelt, and
     exit code 2."""
@@ -119,8 +128,9 @@ class Output:
         print(text, file=self.notes, flush=True)
 
     def document(self, value: Any) -> None:
+        """NaN and infinities become null, which is all that JSON has for them."""
         if self.as_json:
-            print(json.dumps(value, indent=1), flush=True)
+            print(json.dumps(finite(value), indent=1), flush=True)
 
 
 class Progress:

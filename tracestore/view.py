@@ -1,6 +1,5 @@
 """One trace in the terminal, or as a picture."""
 
-import math
 import os
 import shutil
 import sys
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import UsageError, printable
+from tracestore.store import schema
 from tracestore.store.fsio import translated_errors, whole_file
 from tracestore.store.reader import TraceStore
 from tracestore.store.trace import Trace
@@ -58,18 +58,20 @@ class View:
         if trace.attention_layout is not None:
             every = trace.attention
             if head is None:
-                attention = _as_float(every[layer], store.attention_dtype)
+                attention = schema.as_float32(every[layer], store.attention_dtype)
                 attention = attention if every.ndim == 3 else attention.mean(axis=0)
             elif every.ndim == 3:
                 raise UsageError(f"found --head {head}, but the store has the mean over the heads only")
             elif not 0 <= head < every.shape[1]:
                 raise UsageError(f"found --head {head}, expected 0 to {every.shape[1] - 1}")
             else:
-                attention = _as_float(every[layer, head], store.attention_dtype)
+                attention = schema.as_float32(every[layer, head], store.attention_dtype)
         elif head is not None:
             raise UsageError("found --head, but the trace has no attention")
         if trace.num_tokens:
-            hidden = _as_float(trace.copy().hidden_states, store.hidden_dtype)
+            hidden = trace.copy().hidden_states
+            assert hidden is not None
+            hidden = schema.as_float32(hidden, store.hidden_dtype)
             norms = np.sqrt(np.einsum("lsd,lsd->ls", hidden, hidden))
         return cls(trace, layer, head, attention, norms)
 
@@ -78,22 +80,16 @@ class View:
         return f"layer {self.layer}, {'mean over the heads' if self.head is None else f'head {self.head}'}"
 
 
-def _as_float(array: Any, dtype: str) -> np.ndarray:
-    if dtype == "bfloat16":
-        return (array.astype("<u4") << 16).view("<f4")
-    return np.asarray(array, "f4")
-
-
 def as_json(view: View) -> dict[str, Any]:
-    """The document of `tracestore view --json`; NaN as null."""
+    """The document of `tracestore view --json`."""
     trace = view.trace
     return {
         "index": trace.index,
         "question_id": trace.question_id,
         "sample": trace.sample,
         "source": {"path": trace.source[0], "position": trace.source[1]},
-        "score": _number(trace.score),
-        "label": _number(trace.label),
+        "score": trace.score,
+        "label": trace.label,
         "group": trace.group,
         "has_nonfinite": trace.has_nonfinite,
         "num_tokens": trace.num_tokens,
@@ -105,17 +101,9 @@ def as_json(view: View) -> dict[str, Any]:
         "attention_layout": trace.attention_layout,
         "layer": view.layer,
         "head": view.head,
-        "attention": _rows(view.attention),
-        "hidden_norms": _rows(view.norms),
+        "attention": None if view.attention is None else view.attention.tolist(),
+        "hidden_norms": None if view.norms is None else view.norms.tolist(),
     }
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _rows(values: np.ndarray | None) -> list[list[float | None]] | None:
-    return None if values is None else [[_number(v) for v in row] for row in values.tolist()]
 
 
 def lines(view: View, *, width: int, colours: bool) -> list[str]:

@@ -9,6 +9,7 @@ import pytest
 
 import tracestore
 from tests.helpers import make_trace
+from tracestore.console import finite
 from tracestore.train import report
 from tracestore.train.config import TrainConfig
 from tracestore.train.run import run_training
@@ -143,4 +144,4 @@ def test_predictions(finished):
         assert row["question_id"] == (QUESTION if trace == 7 else f"q{trace}") and row["label"] == str(1 - trace % 2)
         assert (row["fold"] == "") == ("runs" not in results)
     written = json.loads((folder / "results.json").read_text())
-    assert written == report.finite(json.loads(json.dumps(results)))
+    assert written == finite(json.loads(json.dumps(results)))

@@ -77,13 +77,6 @@ class LintReport:
             self.findings.append(Finding(kind, severity, index, question_id, found, advice))
 
 
-def _wide(array: np.ndarray, dtype: str) -> np.ndarray:
-    """As float32, bfloat16's raw bits included."""
-    if dtype == "bfloat16":
-        return (array.astype("<u4") << 16).view("<f4")
-    return array.astype("<f4", copy=False)
-
-
 def row_tolerance(num_tokens: int) -> float:
     """How far from 1 the sum of a stored row of a softmax, or of a mean of such rows, may be.
 
@@ -110,7 +103,9 @@ class _Linter:
         dtype = self.store.hidden_dtype
         values = np.ascontiguousarray(getattr(trace, name))
         if kernels.count_nonfinite(values.reshape(-1).view("u1"), schema.dtype_code(dtype)):
-            self.count(trace, name, _wide(getattr(Trace(self.store, trace.index, private=True), name), dtype))
+            self.count(
+                trace, name, schema.as_float32(getattr(Trace(self.store, trace.index, private=True), name), dtype)
+            )
 
     def weights(self, trace: Trace, wide: np.ndarray) -> None:
         """Rounding gives nothing above 1, which every dtype holds exactly."""
@@ -125,7 +120,7 @@ class _Linter:
         if isinstance(packed, PackedEdges):
             self.edges(trace, packed)
             return
-        wide = _wide(packed, self.store.attention_dtype).reshape(-1, packed.shape[-1])
+        wide = schema.as_float32(packed, self.store.attention_dtype).reshape(-1, packed.shape[-1])
         self.count(trace, "attention", wide)
         self.weights(trace, wide)
         if trace.attention_layout == "causal":
@@ -144,7 +139,7 @@ class _Linter:
             self.report.add("row_sums", trace, f"{int(wrong.sum()):,} of {wrong.size:,} rows, one of them {worst:.4g}")
 
     def edges(self, trace: Trace, packed: PackedEdges) -> None:
-        wide = _wide(packed.weight, self.store.attention_dtype)
+        wide = schema.as_float32(packed.weight, self.store.attention_dtype)
         self.count(trace, "edge weights", wide)
         self.weights(trace, wide)
         source, target = packed.edge_index[:, 0], packed.edge_index[:, 1]

@@ -77,6 +77,13 @@ def storage_dtype(name: str) -> np.dtype:
     return np.dtype("<u2") if name == "bfloat16" else DTYPE_NAMES[name]
 
 
+def as_float32(array: np.ndarray, name: str) -> np.ndarray:
+    """An array of a store as float32; `name` is its dtype's, bfloat16 being stored as raw bits."""
+    if name == "bfloat16":
+        return (array.astype("<u4") << 16).view("<f4")
+    return array.astype("<f4", copy=False)
+
+
 def num_pairs(num_tokens: int, layout: int) -> int:
     """A: stored attention values of one layer and head."""
     if layout == LAYOUT_CAUSAL:

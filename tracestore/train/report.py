@@ -1,16 +1,13 @@
 """The table and the page of a training run."""
 
-import base64
-import html
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tracestore.errors import printable
+from tracestore.page import page, picture, rows_of
 from tracestore.train.plots import PLOTS, write_plots
 
-__all__ = ["PLOTS", "finite", "table", "write_page", "write_plots"]
+__all__ = ["PLOTS", "table", "write_page", "write_plots"]
 
 COLUMNS = ("auroc", "auprc", "brier", "ece", "accuracy", "precision", "recall", "f1")
 _TITLES = {"auroc": "AUROC", "auprc": "AUPRC", "brier": "Brier", "ece": "ECE", "f1": "F1"}
@@ -57,15 +54,6 @@ def table(results: dict[str, Any]) -> str:
 # The page
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Everything in it is text: ids, groups and paths come from files of others."""
-    head = "".join(f"<th>{html.escape(h)}</th>" for h in header)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(printable(str(c)))}</td>" for c in row) + "</tr>" for row in rows
-    )
-    return f"<table><tr>{head}</tr>{body}</table>"
-
-
 def _interval(value: float, interval: Sequence[float], sign: str = "") -> str:
     return f"{value:{sign}.3f} ({interval[0]:{sign}.3f} to {interval[1]:{sign}.3f})"
 
@@ -76,7 +64,7 @@ def _models(results: dict[str, Any]) -> str:
         test = entry["test"]
         first = [_interval(test[c], test[f"{c}_interval"]) for c in ("auroc", "auprc")]
         rows.append([name, *first, *(f"{test[c]:.3f}" for c in COLUMNS[2:])])
-    return _table(["model", "AUROC (95 %)", "AUPRC (95 %)", *(_TITLES.get(c, c) for c in COLUMNS[2:])], rows)
+    return rows_of(["model", "AUROC (95 %)", "AUPRC (95 %)", *(_TITLES.get(c, c) for c in COLUMNS[2:])], rows)
 
 
 def _comparisons(results: dict[str, Any]) -> str:
@@ -92,7 +80,7 @@ def _comparisons(results: dict[str, Any]) -> str:
     ]
     if not rows:
         return ""
-    return "<h2>Comparisons</h2>" + _table(["pair", "difference in AUROC (95 %)", "p", "p, Holm", "test"], rows)
+    return "<h2>Comparisons</h2>" + rows_of(["pair", "difference in AUROC (95 %)", "p", "p, Holm", "test"], rows)
 
 
 def _spread(results: dict[str, Any]) -> str:
@@ -105,7 +93,7 @@ def _spread(results: dict[str, Any]) -> str:
         values = ", ".join(f"{v:.3f}" for v in test["auroc_by_run"])
         rows.append([name, values, "" if sd is None else f"{sd:.3f}", f"{test['auroc_out_of_fold']:.3f}"])
     header = ["model", "AUROC of each run (folds, in each the seeds)", "sd over seeds", "out of fold, pooled"]
-    return "<h2>Runs</h2>" + _table(header, rows)
+    return "<h2>Runs</h2>" + rows_of(header, rows)
 
 
 def _calibration(results: dict[str, Any]) -> str:
@@ -115,7 +103,7 @@ def _calibration(results: dict[str, Any]) -> str:
         figures = (c["ece"], c["scaled"]["ece"], c["brier"], c["scaled"]["brier"], c["temperature"])
         rows.append([name, *(f"{v:.3f}" for v in figures)])
     header = ["model", "ECE", "ECE, scaled", "Brier", "Brier, scaled", "temperature"]
-    return "<h2>Calibration</h2>" + _table(header, rows)
+    return "<h2>Calibration</h2>" + rows_of(header, rows)
 
 
 def _groups(results: dict[str, Any]) -> str:
@@ -129,7 +117,7 @@ def _groups(results: dict[str, Any]) -> str:
         counts = (group["num_traces"], group["num_hallucinated"])
         rows.append([group["group"], *counts, *("one class" if v is None else f"{v:.3f}" for v in values)])
     header = ["group", "traces", "hallucinated", *(name for name, _ in entries)]
-    return "<h2>AUROC by group</h2>" + _table(header, rows)
+    return "<h2>AUROC by group</h2>" + rows_of(header, rows)
 
 
 def _counts(results: dict[str, Any]) -> str:
@@ -138,7 +126,7 @@ def _counts(results: dict[str, Any]) -> str:
         for k, parts in enumerate(results["counts"])
         for part, c in parts.items()
     ]
-    return "<h2>Traces</h2>" + _table(["fold", "part", "hallucinated", "right"], rows)
+    return "<h2>Traces</h2>" + rows_of(["fold", "part", "hallucinated", "right"], rows)
 
 
 def _events(results: dict[str, Any]) -> str:
@@ -147,41 +135,21 @@ def _events(results: dict[str, Any]) -> str:
         return "<h2>Out of memory</h2><p>No event.</p>"
     columns = list(dict.fromkeys(key for _, event in events for key in event))
     rows = [[name, *(event.get(c, "") for c in columns)] for name, event in events]
-    return "<h2>Out of memory</h2>" + _table(["model", *(c.replace("_", " ") for c in columns)], rows)
+    return "<h2>Out of memory</h2>" + rows_of(["model", *(c.replace("_", " ") for c in columns)], rows)
 
 
 def write_page(results: dict[str, Any], plots: list[Path], path: Path) -> None:
     """report.html: one file that needs no network and runs no script."""
-    images = "".join(
-        f'<img alt="{p.stem}" src="data:image/png;base64,{base64.b64encode(p.read_bytes()).decode()}">' for p in plots
-    )
     parts = (
         _models(results),
         _comparisons(results),
         _spread(results),
-        images,
+        *(picture(p.read_bytes(), p.stem) for p in plots),
         _calibration(results),
         _groups(results),
         _counts(results),
         _events(results),
-        "<h2>Configuration</h2>" + _table(["name", "value"], results["config"].items()),
-        "<h2>Store</h2>" + _table(["name", "value"], results["store"].items()),
+        "<h2>Configuration</h2>" + rows_of(["name", "value"], results["config"].items()),
+        "<h2>Store</h2>" + rows_of(["name", "value"], results["store"].items()),
     )
-    path.write_text(
-        "<!doctype html><html lang='en'><meta charset='utf-8'><title>tracestore: training report</title>"
-        "<style>body{font-family:sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem}"
-        "table{border-collapse:collapse;font-size:.9rem}"
-        "td,th{padding:.3rem .7rem;border-bottom:1px solid #ccc;text-align:left}img{max-width:100%}</style>"
-        f"<h1>Training report</h1>{''.join(parts)}</html>\n",
-        encoding="utf-8",
-        errors="backslashreplace",
-    )
-
-
-def finite(value: Any) -> Any:
-    """The value with NaN and infinities as None, for JSON."""
-    if isinstance(value, dict):
-        return {k: finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    path.write_text(page("Training report", parts), encoding="utf-8", errors="backslashreplace")

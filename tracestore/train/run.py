@@ -191,7 +191,7 @@ def run_training(
                         run.on_last_resort, run.planned_micro_batch = budget.release, planned[name]
                     entry["models"][name] = run.run()
                     if ranks.is_first:
-                        write_json(folder / "results.json", report.finite(results))
+                        write_json(folder / "results.json", console.finite(results))
     finally:
         if budget is not None:
             budget.release()
@@ -201,7 +201,7 @@ def run_training(
     if with_probe:
         probes = {fold: run_probe(store, s, targets, config.seed) for fold, s in _splits(jobs).items()}
     _complete(results, runs, probes, config.seed, is_repeated=is_repeated)
-    write_json(folder / "results.json", report.finite(results))
+    write_json(folder / "results.json", console.finite(results))
     tested = [{**run, "models": run["models"] | ({PROBE: probes[run["fold"]]} if probes else {})} for run in runs]
     write_predictions(folder / "predictions.csv", tested)
     plots = report.write_plots(results, folder)

@@ -1,0 +1,62 @@
+"""tracestore report: a page that shows what is in a store, and runs nothing of it."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+import tracestore
+from tests.helpers import make_trace, run_cli
+
+
+def report(*args, check=0):
+    return run_cli("-m", "tracestore", "report", *args, check=check)
+
+
+@pytest.fixture
+def store(tmp_path):
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        for k in range(30):
+            score = None if k % 10 == 0 else k / 30
+            writer.append(make_trace(k) | {"question": f"question {k}?"}, score=score)
+        evil = "</td><script>alert(1)</script><img src=http://evil.example/x>&"
+        bad = make_trace(40, tokens=4) | {
+            "question": evil,
+            "question_id": evil,
+            "generated_answer_clean": evil + "\ud800",
+        }
+        bad["hidden_states"][1][2, 3] = np.nan
+        writer.append(bad, score=0.9)
+    return tmp_path / "s.zarr"
+
+
+def test_what_the_page_says(store, tmp_path):
+    done = report(store, "--output", tmp_path / "r.html")
+    assert str(tmp_path / "r.html") in done.stdout
+    text = (tmp_path / "r.html").read_text(encoding="utf-8")
+    for part in ("Store", "Labels", "Lengths and scores", "Size", "Sources", "Samples", "Findings"):
+        assert f"<h2>{part}</h2>" in text
+    assert "<td>num traces</td><td>31</td>" in text and "3 (9.7 %)" in text  # without a score
+    assert "<td>hidden_states</td>" in text and "<td>error</td><td>nan</td><td>1</td>" in text
+    shares = [float(s) for s in re.findall(r"<td>([\d.]+) %</td></tr>", text)]
+    assert sum(shares) == pytest.approx(100, abs=1)
+    assert report(store, "--output", tmp_path / "again.html").returncode == 0
+    assert (tmp_path / "again.html").read_bytes() == (tmp_path / "r.html").read_bytes()
+
+
+def test_nothing_of_a_file_runs_and_nothing_is_fetched(store, tmp_path):
+    report(store, "--output", tmp_path / "r.html")
+    text = (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert "<script" not in text and "&lt;script&gt;" in text
+    assert re.findall(r"<(?:img|link|iframe|object)\b[^>]*", text) and all(
+        "data:image/png;base64," in tag for tag in re.findall(r"<(?:img|link|iframe|object)\b[^>]*", text)
+    )
+
+
+def test_options_and_wrong_usage(store, tmp_path):
+    done = report(store, "--output", tmp_path / "r.html", "--no-lint", "--json")
+    assert json.loads(done.stdout)["output"] == str(tmp_path / "r.html")
+    assert "Not looked for." in (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert "does not exist" in report(store, "--output", tmp_path / "no" / "r.html", check=2).stderr
+    assert "no such store" in report(tmp_path / "no.zarr", "--output", tmp_path / "r.html", check=2).stderr

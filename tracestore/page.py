@@ -1,0 +1,37 @@
+"""Pages for a browser: one file, no network, no script. Every value is text: ids, groups and
+paths come from files of others."""
+
+import base64
+import html
+from collections.abc import Iterable, Sequence
+
+from tracestore.errors import printable
+
+_STYLE = (
+    "body{font-family:sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem}"
+    "table{border-collapse:collapse;font-size:.9rem}"
+    "td,th{padding:.3rem .7rem;border-bottom:1px solid #ccc;text-align:left;vertical-align:top}img{max-width:100%}"
+)
+
+
+def rows_of(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table."""
+    head = "".join(f"<th>{html.escape(h)}</th>" for h in header)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(printable(str(c)))}</td>" for c in row) + "</tr>" for row in rows
+    )
+    return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def picture(png: bytes, name: str) -> str:
+    """A picture, its bytes inside the page."""
+    data = base64.b64encode(png).decode()
+    return f'<img alt="{html.escape(name)}" src="data:image/png;base64,{data}">'
+
+
+def page(title: str, parts: Iterable[str]) -> str:
+    """The document of parts that are HTML already."""
+    return (
+        f"<!doctype html><html lang='en'><meta charset='utf-8'><title>tracestore: {html.escape(title.lower())}</title>"
+        f"<style>{_STYLE}</style><h1>{html.escape(title)}</h1>{''.join(parts)}</html>\n"
+    )

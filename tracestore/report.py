@@ -1,0 +1,141 @@
+"""A store as one page: what is in it, how long, how scored, what is wrong with it."""
+
+import io
+import random
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from tracestore.console import format_size
+from tracestore.errors import UsageError, printable
+from tracestore.page import page, picture, rows_of
+from tracestore.store.fsio import translated_errors, whole_file
+from tracestore.store.lint import KINDS, lint_store
+from tracestore.store.reader import TraceStore
+
+_SAMPLES = 8
+_MAX_SOURCES = 50
+_MAX_TEXT = 300
+_QUANTILES = (0, 5, 25, 50, 75, 95, 100)
+
+
+def write_report(
+    store: TraceStore,
+    path: Path,
+    *,
+    score_threshold: float = 0.5,
+    lint: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Writes the page to `path`: one file that needs no network and runs no script. `lint` reads
+    every value of the store; `progress` gets the traces looked at and in all. UsageError where
+    the page cannot be written; errors of reading the store as everywhere."""
+    lengths = np.asarray(store._index.column("num_tokens"))
+    parts = [
+        "<h2>Store</h2>" + rows_of(["", ""], _summary(store)),
+        "<h2>Labels</h2>" + rows_of(["", "traces"], _classes(store, score_threshold)),
+        "<h2>Lengths and scores</h2>" + rows_of(["", *(f"{q} %" for q in _QUANTILES)], _quantiles(store, lengths)),
+        _histograms(store, lengths, score_threshold),
+        "<h2>Size</h2>" + rows_of(["array", "bytes", "share"], _sizes(store)),
+        "<h2>Sources</h2>" + _sources(store),
+        "<h2>Samples</h2>" + rows_of(["trace", "question", "answer", "tokens", "score", "label"], _samples(store)),
+        "<h2>Findings</h2>" + (_findings(store, score_threshold, progress) if lint else "<p>Not looked for.</p>"),
+    ]
+    text = page(f"Store {printable(store.path.name)}", parts)
+    with translated_errors(path), whole_file(path) as file:
+        file.write(text.encode("utf-8", "backslashreplace"))
+
+
+def _summary(store: TraceStore) -> list[tuple[str, Any]]:
+    info = store.info()
+    info["bytes"] = format_size(info["bytes"])
+    info["fields"] = ", ".join(info["fields"])
+    return [(name.replace("_", " "), "unknown" if value is None else value) for name, value in info.items()]
+
+
+def _classes(store: TraceStore, threshold: float) -> list[tuple[str, str]]:
+    targets = store.targets(threshold)
+    counts = (
+        (f"hallucinated (score below {threshold:g}, or label 1)", int((targets >= 0.5).sum())),
+        ("right", int((targets < 0.5).sum())),
+        ("neither score nor label: left out of training", int(np.isnan(targets).sum())),
+    )
+    total = max(1, len(store))
+    return [(name, f"{count:,} ({100 * count / total:.1f} %)") for name, count in counts]
+
+
+def _quantiles(store: TraceStore, lengths: np.ndarray) -> list[list[str]]:
+    rows = []
+    for name, values in (("tokens", lengths[lengths > 0]), ("score", store.scores[np.isfinite(store.scores)])):
+        if len(values):
+            rows.append([name, *(f"{v:,.4g}" for v in np.percentile(values, _QUANTILES))])
+    return rows
+
+
+def _histograms(store: TraceStore, lengths: np.ndarray, threshold: float) -> str:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UsageError("the report's pictures need matplotlib: pip install tracestore[train]") from None
+    figure = Figure(figsize=(11, 3.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.hist(lengths[lengths > 0], bins=40, color="#4477aa")
+    left.set(title="tokens of a trace", ylabel="traces")
+    right.hist(store.scores[np.isfinite(store.scores)], bins=40, color="#4477aa")
+    right.axvline(threshold, color="#ee6677", label=f"threshold {threshold:g}")
+    right.set(title="score", ylabel="traces")
+    right.legend()
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110)
+    return picture(buffer.getvalue(), "histograms of tokens and scores")
+
+
+def _sizes(store: TraceStore) -> list[tuple[str, str, str]]:
+    """Bytes of the segments' arrays by name, and what lies beside them."""
+    sizes: dict[str, int] = {}
+    for number in range(store.info()["num_segments"]):
+        for file in store._index.segment_files(number):
+            # segments/NUMBER/ARRAY/...
+            parts = PurePosixPath(file.path).parts
+            name = next((p for p in parts if p not in ("segments",) and not p.isdecimal()), file.path)
+            sizes[name] = sizes.get(name, 0) + file.size
+    whole = store.info()["bytes"]
+    sizes["columns, index, manifest"] = max(0, whole - sum(sizes.values()))
+    ranked = sorted(sizes.items(), key=lambda item: -item[1])
+    return [(name, format_size(size), f"{100 * size / max(1, whole):.1f} %") for name, size in ranked]
+
+
+def _sources(store: TraceStore) -> str:
+    count = store.info()["num_sources"]
+    rows = []
+    for number in range(min(count, _MAX_SOURCES)):
+        source = store._index.source(number)
+        rows.append((source.path, format_size(source.size) if source.size else "", f"{source.num_traces:,}"))
+    more = f"<p>and {count - len(rows):,} more</p>" if count > len(rows) else ""
+    return rows_of(["file", "size", "traces"], rows) + more
+
+
+def _samples(store: TraceStore) -> list[tuple[object, ...]]:
+    """Some traces, the same ones each time."""
+    chosen = sorted(random.Random(0).sample(range(len(store)), min(_SAMPLES, len(store))))
+    rows = []
+    for trace in map(store.__getitem__, chosen):
+        question, answer = (printable(text or "", _MAX_TEXT) for text in (trace.question, trace.answer))
+        said = [f"{v:g}" if v == v else "" for v in (trace.score, trace.label)]
+        rows.append((f"{trace.index} ({trace.question_id})", question, answer, trace.num_tokens, *said))
+    return rows
+
+
+def _findings(store: TraceStore, threshold: float, progress: Callable[[int, int], None] | None) -> str:
+    report = lint_store(store.path, score_threshold=threshold, progress=progress)
+    if not report.counts:
+        return f"<p>None in {report.num_traces:,} traces.</p>"
+    rows = []
+    for kind, count in report.counts.items():
+        first = next(f for f in report.findings if f.kind == kind)
+        severity, advice = KINDS[kind]
+        where = "" if first.index is None else f"{first.index} ({first.question_id})"
+        rows.append((severity, kind.replace("_", " "), f"{count:,}", where, first.found, advice))
+    return rows_of(["severity", "kind", "traces", "first", "found", "what to do"], rows)
