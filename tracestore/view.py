@@ -180,6 +180,7 @@ def save_picture(view: View, path: Path) -> None:
         raise UsageError(f"{path}: found {path.suffix or 'no suffix'}, expected one of {', '.join(_PICTURES)}")
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError:
         raise UsageError("--save needs matplotlib: pip install tracestore[train]") from None
     panels = [
@@ -200,6 +201,8 @@ def save_picture(view: View, path: Path) -> None:
             values, aspect="auto", cmap="magma", norm="linear" if is_attention else "log", interpolation="nearest"
         )
         axes.set(title=title, xlabel=bottom, ylabel="attending token" if is_attention else "layer")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator(integer=True))
         figure.colorbar(drawn, ax=axes)
     # $ and other signs of mathematics in a question stay what they are.
     figure.suptitle(printable(f"{view.trace.question_id}: {view.trace.question or ''}", 100), parse_math=False)
