@@ -18,7 +18,8 @@ import torch
 from benchmarks import loading, training
 
 from tracestore import convert
-from tracestore.extract.run import PickleListWriter
+from tracestore.store.fsio import whole_file
+from tracestore.store.pickle_list import PickleListWriter
 
 LAYERS, DIM, HEADS = 30, 576, 9
 PICTURE = Path("build/bench-loading.png")
@@ -26,24 +27,25 @@ PICTURE = Path("build/bench-loading.png")
 
 def make_file(path: Path, count: int) -> int:
     """A pickle of synthetic traces of 45 to 65 tokens, written as the extractor does; bytes of its arrays."""
-    rng = np.random.default_rng(0)
-    writer, total = PickleListWriter(path), 0
-    for k in range(count):
-        tokens = int(rng.integers(45, 66))
-        hidden = rng.standard_normal((LAYERS, tokens, DIM), "f4").astype("f2")
-        attention = np.tril(rng.random((LAYERS, HEADS, tokens, tokens), "f4")).astype("f2")
-        total += hidden.nbytes + attention.nbytes
-        writer.append(
-            {
-                "hidden_states": list(hidden),
-                "attentions": list(attention),
-                "tokens": np.arange(tokens),
-                "tokens_decoded": ["t"] * tokens,
-                "generated_answer_clean": "a",
-                "question_id": f"q{k}",
-            }
-        )
-    writer.finish()
+    rng, total = np.random.default_rng(0), 0
+    with whole_file(path) as file:
+        writer = PickleListWriter(file)
+        for k in range(count):
+            tokens = int(rng.integers(45, 66))
+            hidden = rng.standard_normal((LAYERS, tokens, DIM), "f4").astype("f2")
+            attention = np.tril(rng.random((LAYERS, HEADS, tokens, tokens), "f4")).astype("f2")
+            total += hidden.nbytes + attention.nbytes
+            writer.append(
+                {
+                    "hidden_states": list(hidden),
+                    "attentions": list(attention),
+                    "tokens": np.arange(tokens),
+                    "tokens_decoded": ["t"] * tokens,
+                    "generated_answer_clean": "a",
+                    "question_id": f"q{k}",
+                }
+            )
+        writer.finish()
     return total
 
 
@@ -130,6 +132,8 @@ def bench_training(store_path: Path, short: bool) -> None:
         print(training.compare(model, shapes[0], 5, 1 if short else 3), flush=True)
     for shape in () if short else shapes[1:]:
         print(training.compare("gnn_det_lstm", shape, 5, 2), flush=True)
+    for model in ("lstm_solo", *training.GRAPH_MODELS):
+        print(training.guard_share(model, shapes[0], 20), flush=True)
     print(training.lstm_data_share(store_path))
 
 

@@ -9,6 +9,7 @@ activations, gradients, workspaces and the optimizer's state, not the batch.
 """
 
 import argparse
+import functools
 import statistics
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import torch
 import tracestore
 from tracestore.train.graph_inputs import GraphInputs
 from tracestore.train.models import ModelConfig, detector_loss, make_model
+from tracestore.train.oom import OOMGuard
 
 # B traces, L layers, D columns, tokens from .. to, share of the pairs (top-k) or threshold.
 SHAPES = {
@@ -122,6 +124,42 @@ def compare(model: str, shape: str, fused_steps: int, pyg_steps: int) -> str:
         f"by layer {pyg:.2f} s and {large / 2**20:,.0f} MiB; {pyg / fused:.1f} times as fast in 1/{large / small:.0f} "
         "of the memory"
     )
+
+
+def guard_share(model: str, shape: str, steps: int, fused: bool = True) -> str:
+    """What the guard adds to a step: its time less that of the forward and backward pass and of
+    the optimizer inside it. `fused` optimizers need no snapshot, others do."""
+    torch.set_num_threads(THREADS)
+    step = Step(model, shape, "fused")
+    optimizer = torch.optim.Adam(step.model.parameters(), fused=fused)
+    guard, inside = OOMGuard(step.model, optimizer), 0.0
+
+    def clocked(call):
+        @functools.wraps(call)
+        def timed(*args, **options):
+            nonlocal inside
+            began = time.perf_counter()
+            try:
+                return call(*args, **options)
+            finally:
+                inside += time.perf_counter() - began
+
+        return timed
+
+    optimizer.step, optimizer.zero_grad = clocked(optimizer.step), clocked(optimizer.zero_grad)
+    loss_of = clocked(lambda begin, end: detector_loss(step.model(step.inputs), step.y, 0.01))
+    backward, torch.Tensor.backward = torch.Tensor.backward, clocked(torch.Tensor.backward)
+    shares = []
+    try:
+        for _ in range(steps + 1):
+            inside, began = 0.0, time.perf_counter()
+            guard.step(len(step.y), loss_of)
+            whole = time.perf_counter() - began
+            shares.append((whole - inside) / whole)
+    finally:
+        torch.Tensor.backward = backward
+    kind = "fused Adam" if fused else "Adam with a snapshot"
+    return f"{model} step, {shape}, {kind}: the guard takes {statistics.median(shares[1:]):.3%} (at most {max(shares[1:]):.3%})"
 
 
 def lstm_data_share(store_path: Path, epochs: int = 3) -> str:
