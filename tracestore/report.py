@@ -32,7 +32,7 @@ def write_report(
     """Writes the page to `path`: one file that needs no network and runs no script. `lint` reads
     every value of the store; `progress` gets the traces looked at and in all. UsageError where
     the page cannot be written; errors of reading the store as everywhere."""
-    lengths = np.asarray(store._index.column("num_tokens"))
+    lengths = store.num_tokens
     parts = [
         "<h2>Store</h2>" + rows_of(["", ""], _summary(store)),
         "<h2>Labels</h2>" + rows_of(["", "traces"], _classes(store, score_threshold)),
