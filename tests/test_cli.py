@@ -47,6 +47,10 @@ def test_wrong_usage(usage):
     assert WRONG[usage] in done.stderr and done.stderr.count("\n") == 1 and done.stdout == ""
 
 
+def test_an_empty_word():
+    assert "unrecognized arguments" in run_cli("-m", "tracestore", "info", "x", "", check=2).stderr
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help(command):
     out = run_cli("-m", "tracestore", command, "--help", check=0).stdout

@@ -54,9 +54,17 @@ def test_nothing_of_a_file_runs_and_nothing_is_fetched(store, tmp_path):
     )
 
 
+def test_scores_that_no_histogram_divides(tmp_path):
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        writer.append(make_trace(1), score=1e17)
+    report(tmp_path / "s.zarr", "--output", tmp_path / "r.html")
+
+
 def test_options_and_wrong_usage(store, tmp_path):
     done = report(store, "--output", tmp_path / "r.html", "--no-lint", "--json")
     assert json.loads(done.stdout)["output"] == str(tmp_path / "r.html")
     assert "Not looked for." in (tmp_path / "r.html").read_text(encoding="utf-8")
+    for wrong in (tmp_path, "."):
+        assert "a folder, expected" in report(store, "--output", wrong, check=2).stderr
     assert "does not exist" in report(store, "--output", tmp_path / "no" / "r.html", check=2).stderr
     assert "no such store" in report(tmp_path / "no.zarr", "--output", tmp_path / "r.html", check=2).stderr

@@ -90,11 +90,24 @@ def test_long_traces_fit_the_screen(tmp_path):
             )
 
 
+def test_pictures_of_what_has_no_logarithm(tmp_path):
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        trace = make_trace(1, tokens=3)
+        writer.append(trace | {"hidden_states": [h * 0 for h in trace["hidden_states"]]})
+        writer.append(
+            make_trace(2, tokens=3) | {"hidden_states": [h * np.float16("nan") for h in trace["hidden_states"]]}
+        )
+    for k in range(2):
+        view(tmp_path / "s.zarr", k, "--save", tmp_path / f"{k}.svg")
+        assert view(tmp_path / "s.zarr", k).stdout
+
+
 def test_wrong_usage(store, tmp_path):
     for args, said in (
         ((store, "q99"), "no such id: q99"),
         ((store, "99"), "no such id: 99"),
         ((store, "q1", "--sample", 1), "no such id"),
+        ((store, "q1", "--sample", 99999999999), "expected a whole number from 0"),
         ((store, "q1", "--layer", 3), "expected 0 to 2"),
         ((store, "q1", "--head", 2), "expected 0 to 1"),
         ((store, "q1", "--save", tmp_path / "x.gif"), "expected one of .png"),

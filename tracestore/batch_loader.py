@@ -145,7 +145,7 @@ def _parts(store: TraceStore) -> list[_Part]:
     parts, appended = [], []
     for number, indices, _ in by_source(store, np.arange(len(store))):
         source = store._index.source(number)
-        if source.fingerprint:
+        if source.size > 0:
             parts.append(_Part(store, source.path, source.size, indices))
         else:
             appended.append(indices)

@@ -10,7 +10,7 @@ from typing import Any
 
 import tracestore
 from tracestore import convert
-from tracestore.console import Output, Parser, Progress, format_size, numbers, parse_size, positive, run
+from tracestore.console import Output, Parser, Progress, format_size, natural, numbers, parse_size, positive, run
 from tracestore.doctor import examine
 from tracestore.errors import UsageError
 from tracestore.export import FORMATS, SCORES_FILE, TRACES_PER_FILE, export_store
@@ -200,6 +200,11 @@ def _export(args: argparse.Namespace, output: Output) -> int:
             f"{report.out_dir}: {report.num_traces:,} traces in {report.num_files:,} files, "
             f"{format_size(report.bytes)}{scores}"
         )
+        if report.num_labels_left_out:
+            output.say(
+                f"{report.num_labels_left_out:,} traces have a label of their own, for which pickles have no field: "
+                "it is left out"
+            )
     return 0
 
 
@@ -246,7 +251,7 @@ def _doctor(args: argparse.Namespace, output: Output) -> int:
             output.say(topic)
         output.say(f"  {finding.name:18} {finding.value}")
         if finding.advice:
-            output.say(f"  {'':18} {'problem' if finding.is_problem else 'advice'}: {finding.advice}")
+            output.say(f"  {'':18} advice: {finding.advice}")
     return 0
 
 
@@ -319,7 +324,7 @@ def make_parser() -> Parser:
     )
     view.add_argument("store", metavar="STORE")
     view.add_argument("trace", metavar="INDEX_OR_ID", help="a question id or, where none is called so, an index")
-    view.add_argument("--sample", type=int, default=0, metavar="N", help="which of several answers (0)")
+    view.add_argument("--sample", type=natural, default=0, metavar="N", help="which of several answers (0)")
     view.add_argument("--layer", type=int, metavar="N", help="of the attention (the middle one)")
     view.add_argument("--head", type=int, metavar="N", help="of the attention (the mean over the heads)")
     view.add_argument("--save", metavar="FILE", help="a picture: .png, .pdf or .svg")
@@ -372,7 +377,13 @@ def make_parser() -> Parser:
     export.add_argument("store", metavar="STORE")
     export.add_argument("out_dir", metavar="OUT_DIR", help="a new or empty folder")
     export.add_argument("--format", choices=FORMATS, default="pkl", help="default: pkl")
-    export.add_argument("--traces-per-file", type=positive, default=TRACES_PER_FILE, metavar="N", help="default: 500")
+    export.add_argument(
+        "--traces-per-file",
+        type=positive,
+        default=TRACES_PER_FILE,
+        metavar="N",
+        help="at most (default: 500; files of graphs end at 1 GiB)",
+    )
     export.set_defaults(function=_export)
     plan = commands.add_parser(
         "plan",

@@ -39,6 +39,13 @@ def positive(text: str) -> int:
     return value
 
 
+def natural(text: str) -> int:
+    """For argparse, an integer from 0 to 2^31 - 1."""
+    if not text.isdecimal() or int(text[:12]) >= 2**31:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a whole number from 0")
+    return int(text)
+
+
 def number(accepts: Callable[[float], bool], expected: str) -> Callable[[str], float]:
     """For argparse, a number that `accepts` is true of."""
 
@@ -97,7 +104,7 @@ class Parser(argparse.ArgumentParser):
         if choice is not None:
             word, known = choice[1], re.findall(r"[\w.-]+", choice[2])
         elif message.startswith("unrecognized arguments: "):
-            word, known = message.split()[2].split("=")[0], sorted(_options(self))
+            word, known = (message.split()[2:] or [""])[0].split("=")[0], sorted(_options(self))
         else:
             return ""
         close = difflib.get_close_matches(word, known, n=1)

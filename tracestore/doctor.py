@@ -1,6 +1,5 @@
 """What this machine has and allows, and what of it will be in the way."""
 
-import importlib
 import importlib.metadata
 import os
 import platform
@@ -13,12 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tracestore.cgroup import cgroup_limit
 from tracestore.console import format_size
 from tracestore.errors import UsageError
 from tracestore.store.fsio import translated_errors
 
 _MIB, _GIB = 1 << 20, 1 << 30
-_CORE = ("blocks", "gather", "gine", "index", "kernels", "mapping", "pickle", "shuffle")
 _LIBRARIES = (
     "numpy", "zarr", "numcodecs", "isal", "torch", "torch-geometric", "scikit-learn", "matplotlib",
     "transformers", "distributed", "tensorboard", "triton",
@@ -31,14 +30,12 @@ _PIECE_BYTES = 4 * _MIB
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at. `advice` is empty where nothing is to be done; `is_problem` where
-    something of tracestore will not work before it is."""
+    """One thing looked at. `advice` is empty where nothing is to be done."""
 
     topic: str
     name: str
     value: str
     advice: str = ""
-    is_problem: bool = False
 
 
 def examine(folder: Path) -> Iterator[Finding]:
@@ -55,20 +52,13 @@ def examine(folder: Path) -> Iterator[Finding]:
 
 def _versions() -> Iterator[Finding]:
     version = ".".join(map(str, sys.version_info[:3]))
-    too_old = sys.version_info < (3, 11)
-    yield Finding("versions", "python", version, "Python 3.11 or later is needed" if too_old else "", too_old)
+    yield Finding("versions", "python", version)
     yield Finding("versions", "system", f"{platform.system()} {platform.release()} {platform.machine()}")
     for name in ("tracestore", *_LIBRARIES):
         try:
             yield Finding("versions", name, importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
             yield Finding("versions", name, "not installed")
-    for name in _CORE:
-        try:
-            importlib.import_module(f"tracestore._core.{name}")
-        except ImportError as error:
-            advice = "the C core is not built: pip install . with a C compiler"
-            yield Finding("versions", f"core: {name}", f"cannot be loaded: {error}", advice, True)
 
 
 def _processor() -> Iterator[Finding]:
@@ -106,6 +96,10 @@ def _memory() -> Iterator[Finding]:
             "memory", "memory", f"{format_size(found['MemTotal'])}, {format_size(available)} available", advice
         )
         yield Finding("memory", "swap", format_size(found.get("SwapTotal", 0)))
+    limit = cgroup_limit()
+    if limit is not None:
+        advice = "less than 4 GiB: train with --memory-budget" if limit < 4 * _GIB else ""
+        yield Finding("memory", "memory cgroup", f"{format_size(limit)} for this container", advice)
     shared = Path("/dev/shm")
     if shared.is_dir():
         free = shutil.disk_usage(shared).free
@@ -137,10 +131,10 @@ def _disk(folder: Path) -> Iterator[Finding]:
     free = shutil.disk_usage(folder).free
     advice = "" if free >= 4 * _GIB else "a store takes about what its .pkl.gz files take"
     yield Finding("disk", "free", f"{format_size(free)} in {folder.resolve()}", advice)
-    if free < 2 * _DISK_BYTES:
-        return
     piece = os.urandom(_PIECE_BYTES)
     with translated_errors(folder), tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        if free < 2 * _DISK_BYTES:
+            return
         start = time.perf_counter()
         for _ in range(_DISK_BYTES // _PIECE_BYTES):
             file.write(piece)

@@ -22,6 +22,8 @@ FORMATS = ("pkl", "pt-lstm", "pt-gnn")
 TRACES_PER_FILE = 500
 SCORE_THRESHOLD = 0.5
 SCORES_FILE = "scores.csv"
+# Of the arrays of a file of graphs, which is made in memory.
+MAX_GRAPH_BYTES = 1 << 30
 
 
 @dataclass
@@ -35,6 +37,8 @@ class ExportReport:
     num_files: int = 0
     bytes: int = 0
     scores_file: str | None = None
+    # Labels of traces' own, for which dicts of the pickle schema have no field.
+    num_labels_left_out: int = 0
 
 
 def export_store(
@@ -51,9 +55,10 @@ def export_store(
     format: "pkl" is family 1, pickled lists of dicts; "pt-lstm" family 2, the last token of
     each layer; "pt-gnn" family 3, a PyG Data a layer, its edges the pairs with an attention
     above 0. Scores and groups go into scores.csv beside them. A file is there whole or not
-    at all; pickles are written trace by trace. UsageError where a trace does not have what the
-    format needs; NoSpaceError, StorageError from the file system. `progress` gets the
-    traces done and in all.
+    at all. Pickles are written trace by trace; a .pt file is made in memory, and one of graphs
+    ends at MAX_GRAPH_BYTES also where it has fewer traces. UsageError where a trace does not
+    have what the format needs; NoSpaceError, StorageError from the file system. `progress`
+    gets the traces done and in all.
     """
     if format not in FORMATS:
         raise UsageError(f"found format {format!r}, expected one of {', '.join(FORMATS)}")
@@ -68,40 +73,87 @@ def export_store(
             raise UsageError(f"{out}: not a folder") from None
         if not is_empty:
             raise UsageError(f"{out}: not empty; name a folder that is")
-        if total:
-            _CHECKS[format](store[0])
-        for number, begin in enumerate(range(0, total, traces_per_file)):
-            traces = (store[k] for k in range(begin, min(total, begin + traces_per_file)))
+        _check(store, format)
+        for number, (begin, end) in enumerate(_files(store, format, traces_per_file)):
+            traces = (store[k] for k in range(begin, end))
             name = f"traces_batch_{number:04d}.pkl" if format == "pkl" else f"preprocessed_batch_{number:04d}.pt"
             with whole_file(out / name) as file:
                 _WRITERS[format](store, traces, file)
                 report.bytes += file.tell()
             report.num_files += 1
-            report.num_traces += min(total, begin + traces_per_file) - begin
+            report.num_traces += end - begin
             if progress is not None:
                 progress(report.num_traces, total)
-        if not np.isnan(store.scores).all():
+        if format == "pkl":
+            report.num_labels_left_out = int((~np.isnan(store.labels)).sum())
+        rows = _score_rows(store)
+        if rows:
             report.scores_file = str(out / SCORES_FILE)
             with whole_file(out / SCORES_FILE) as file:
-                _write_scores(store, file)
+                _write_scores(rows, file)
     return report
 
 
-def _write_scores(store: TraceStore, file: BinaryIO) -> None:
-    """question_id, sample, score and group, as `convert` and `score` read them."""
+def _check(store: TraceStore, format: str) -> None:
+    """UsageError where a trace lacks what the format needs, before anything is written."""
+    column = store._index.column
+    no_graph, layout = column("graph_segment") < 0, column("layout")
+    if format != "pt-lstm" and no_graph.any():
+        raise UsageError(f"{_which(store, no_graph)} has last tokens only: --format pt-lstm")
+    if format == "pkl" and (edges := layout == schema.LAYOUT_EDGES).any():
+        raise UsageError(f"{_which(store, edges)} has edges, of which no attention can be made: --format pt-gnn")
+    if format == "pt-gnn" and (none := layout == schema.LAYOUT_NONE).any():
+        raise UsageError(f"{_which(store, none)} has no attention: --format pt-lstm")
+    if format != "pkl" and (further := column("sample") > 0).any():
+        raise UsageError(
+            f"{_which(store, further)} is a further answer to its question, which .pt files cannot say: --format pkl"
+        )
+
+
+def _which(store: TraceStore, wanted: np.ndarray) -> str:
+    index = int(np.flatnonzero(wanted)[0])
+    return f"{store.path}: trace {index} ({store.question_ids[index]})"
+
+
+def _files(store: TraceStore, format: str, traces_per_file: int) -> Iterator[tuple[int, int]]:
+    """First trace and the one behind the last of each file."""
+    total = len(store)
+    sizes = np.zeros(total, np.int64)
+    if format == "pt-gnn":
+        tokens, pairs = store.sizes(np.arange(total))
+        itemsize = schema.storage_dtype(store.hidden_dtype).itemsize
+        # x, and of each edge two int64 and a weight.
+        sizes = tokens * (store.num_layers * store.hidden_dim * itemsize) + pairs * (16 + 4)
+    begin, held = 0, 0
+    for k, size in enumerate(sizes.tolist()):
+        if k > begin and (k - begin == traces_per_file or held + size > MAX_GRAPH_BYTES):
+            yield begin, k
+            begin, held = k, 0
+        held += size
+    if total > begin:
+        yield begin, total
+
+
+def _score_rows(store: TraceStore) -> list[tuple[str, int, str, str]]:
+    """question_id, sample, score and group of the traces that have a score or a group."""
     rows = []
-    for trace in store:
-        if not math.isnan(trace.score) or trace.group:
-            score = "" if math.isnan(trace.score) else repr(trace.score)
-            rows.append((trace.question_id, trace.sample, score, trace.group))
-    # Without samples, and groups, the columns that everybody's scripts have.
-    columns = [
-        k for k, is_there in enumerate((True, any(r[1] for r in rows), True, any(r[3] for r in rows))) if is_there
-    ]
-    lines = _Lines(file)
-    writer = csv.writer(lines, lineterminator="\n")
-    header = ("question_id", "sample", "score", "group")
-    for row in (header, *rows):
+    for index in range(len(store)):
+        score, group = float(store.scores[index]), store.group(index)
+        if not math.isnan(score) or group:
+            row = store._index.row(index)
+            rows.append((store.question_ids[index], row.sample, "" if math.isnan(score) else repr(score), group))
+    # A score without a sample is that of every sample.
+    if not store._index.column("sample").any():
+        rows = [(question_id, -1, score, group) for question_id, _, score, group in rows]
+    return rows
+
+
+def _write_scores(rows: list[tuple[str, int, str, str]], file: BinaryIO) -> None:
+    """As `convert` and `score` read them; without samples and groups the columns that
+    everybody's scripts have."""
+    columns = [0, *([1] if rows[0][1] >= 0 else []), 2, *([3] if any(r[3] for r in rows) else [])]
+    writer = csv.writer(_Lines(file))
+    for row in (("question_id", "sample", "score", "group"), *rows):
         writer.writerow([row[k] for k in columns])
 
 
@@ -118,13 +170,6 @@ class _Lines:
 # Family 1
 
 
-def _check_pickle(trace: Trace) -> None:
-    if trace.num_tokens == 0:
-        raise UsageError("the store has last tokens only: --format pt-lstm")
-    if trace.attention_layout == "edges":
-        raise UsageError("the store has edges, of which no attention can be made: --format pt-gnn")
-
-
 def layers_of(values: Iterable[np.ndarray], dtype: str | None) -> list[Any]:
     """Layer by layer; bfloat16, here its raw bits, as torch tensors, which pickles know it by."""
     if dtype != "bfloat16":
@@ -135,7 +180,9 @@ def layers_of(values: Iterable[np.ndarray], dtype: str | None) -> list[Any]:
 def trace_dict(store: TraceStore, trace: Trace) -> dict[str, Any]:
     """A dict of the pickle schema: what the source had, and an id. UsageError where the
     trace has not what a dict needs."""
-    _check_pickle(trace)
+    if trace.num_tokens == 0 or trace.attention_layout == "edges":
+        what = "edges" if trace.num_tokens else "last tokens"
+        raise UsageError(f"trace {trace.index} ({trace.question_id}) has {what} only, no dict of the pickle schema")
     values: dict[str, Any] = {"hidden_states": layers_of(trace.hidden_states, store.hidden_dtype)}
     if trace.attention_layout is not None:
         attention = trace.attention
@@ -194,13 +241,6 @@ def _write_sequences(store: TraceStore, traces: Iterator[Trace], file: BinaryIO)
     torch.save({"sequences": sequences, "labels": _labels(batch), "question_ids": ids}, file)
 
 
-def _check_graphs(trace: Trace) -> None:
-    if trace.num_tokens == 0:
-        raise UsageError("the store has last tokens only: --format pt-lstm")
-    if trace.attention_layout is None:
-        raise UsageError("the store has no attention: --format pt-lstm")
-
-
 def _edges(trace: Trace) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """edge_index (2, E) int64, source j to target i, and edge_attr (E, 1) of each layer."""
     num_tokens = trace.num_tokens
@@ -233,10 +273,10 @@ def _graphs(store: TraceStore, trace: Trace) -> list[Any]:
     """A PyG Data a layer."""
     from torch_geometric.data import Data
 
-    _check_graphs(trace)
     num_tokens, layers = trace.num_tokens, []
     # A mean that is made here is float16.
-    weight_dtype = store.attention_dtype if store.attention != "heads" else None
+    is_made = store.attention == "heads" and trace.attention_layout != "edges"
+    weight_dtype = None if is_made else store.attention_dtype
     extras = _layer_values(trace, store.num_layers)
     for k, (hidden, (index, weight)) in enumerate(zip(trace.hidden_states, _edges(trace), strict=True)):
         possible = num_tokens * num_tokens
@@ -270,9 +310,4 @@ _WRITERS: dict[str, Callable[[TraceStore, Iterator[Trace], BinaryIO], None]] = {
     "pkl": _write_pickle,
     "pt-lstm": _write_sequences,
     "pt-gnn": _write_graphs,
-}
-_CHECKS: dict[str, Callable[[Trace], None]] = {
-    "pkl": _check_pickle,
-    "pt-lstm": lambda trace: None,
-    "pt-gnn": _check_graphs,
 }

@@ -11,7 +11,7 @@ import numpy as np
 from tracestore.console import format_size
 from tracestore.errors import UsageError, printable
 from tracestore.page import page, picture, rows_of
-from tracestore.store.fsio import translated_errors, whole_file
+from tracestore.store.fsio import check_destination, translated_errors, whole_file
 from tracestore.store.lint import KINDS, lint_store
 from tracestore.store.reader import TraceStore
 
@@ -32,6 +32,7 @@ def write_report(
     """Writes the page to `path`: one file that needs no network and runs no script. `lint` reads
     every value of the store; `progress` gets the traces looked at and in all. UsageError where
     the page cannot be written; errors of reading the store as everywhere."""
+    check_destination(path)
     lengths = store.num_tokens
     parts = [
         "<h2>Store</h2>" + rows_of(["", ""], _summary(store)),
@@ -81,11 +82,14 @@ def _histograms(store: TraceStore, lengths: np.ndarray, threshold: float) -> str
         raise UsageError("the report's pictures need matplotlib: pip install tracestore[train]") from None
     figure = Figure(figsize=(11, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
-    left.hist(lengths[lengths > 0], bins=40, color="#4477aa")
-    left.set(title="tokens of a trace", ylabel="traces")
-    right.hist(store.scores[np.isfinite(store.scores)], bins=40, color="#4477aa")
+    scores = store.scores[np.isfinite(store.scores)]
+    for axes, values, title in ((left, lengths[lengths > 0], "tokens of a trace"), (right, scores, "score")):
+        try:
+            axes.hist(values, bins=40, color="#4477aa")
+        except ValueError:  # so large and so close together that there is no number between them
+            axes.text(0.5, 0.5, f"{len(values):,} values about {values[0]:g}", ha="center", transform=axes.transAxes)
+        axes.set(title=title, ylabel="traces")
     right.axvline(threshold, color="#ee6677", label=f"threshold {threshold:g}")
-    right.set(title="score", ylabel="traces")
     right.legend()
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)

@@ -56,23 +56,23 @@ class View:
             raise UsageError(f"found --layer {layer}, expected 0 to {store.num_layers - 1}")
         attention = norms = None
         if trace.attention_layout is not None:
-            every = trace.attention
+            every = trace.attention_of(layer)
             if head is None:
-                attention = schema.as_float32(every[layer], store.attention_dtype)
-                attention = attention if every.ndim == 3 else attention.mean(axis=0)
-            elif every.ndim == 3:
+                attention = schema.as_float32(every, store.attention_dtype)
+                attention = attention if every.ndim == 2 else attention.mean(axis=0)
+            elif every.ndim == 2:
                 raise UsageError(f"found --head {head}, but the store has the mean over the heads only")
-            elif not 0 <= head < every.shape[1]:
-                raise UsageError(f"found --head {head}, expected 0 to {every.shape[1] - 1}")
+            elif not 0 <= head < len(every):
+                raise UsageError(f"found --head {head}, expected 0 to {len(every) - 1}")
             else:
-                attention = schema.as_float32(every[layer, head], store.attention_dtype)
+                attention = schema.as_float32(every[head], store.attention_dtype)
         elif head is not None:
             raise UsageError("found --head, but the trace has no attention")
         if trace.num_tokens:
-            hidden = trace.copy().hidden_states
-            assert hidden is not None
-            hidden = schema.as_float32(hidden, store.hidden_dtype)
-            norms = np.sqrt(np.einsum("lsd,lsd->ls", hidden, hidden))
+            layers = (
+                schema.as_float32(h, store.hidden_dtype) for h in Trace(store, trace.index, private=True).hidden_states
+            )
+            norms = np.stack([np.sqrt(np.einsum("sd,sd->s", h, h)) for h in layers])
         return cls(trace, layer, head, attention, norms)
 
     @property
@@ -197,8 +197,9 @@ def save_picture(view: View, path: Path) -> None:
     for number, (values, title, bottom) in enumerate(panels, 1):
         axes = figure.add_subplot(1, len(panels), number)
         is_attention = values is view.attention
+        is_log = not is_attention and bool((values[np.isfinite(values)] > 0).any())
         drawn = axes.imshow(
-            values, aspect="auto", cmap="magma", norm="linear" if is_attention else "log", interpolation="nearest"
+            values, aspect="auto", cmap="magma", norm="log" if is_log else "linear", interpolation="nearest"
         )
         axes.set(title=title, xlabel=bottom, ylabel="attending token" if is_attention else "layer")
         for axis in (axes.xaxis, axes.yaxis):

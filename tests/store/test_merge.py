@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import ROOT, convert, make_trace, make_traces, run_cli, tree_bytes, write_pickle
+from tests.helpers import ROOT, convert, make_graphs, make_trace, make_traces, run_cli, tree_bytes, write_pickle
 from tracestore.errors import InputRefusedError, UsageError
 from tracestore.store import schema
 from tracestore.store.merge import merge_stores, subset_store
@@ -171,3 +171,46 @@ def test_wrong_usage_is_one_line(store, tmp_path):
         done = cli(*args, check=2)
         assert said in done.stderr and done.stderr.count("\n") == 1 and done.stdout == "", args
     assert not (tmp_path / "x.zarr").exists()
+
+
+def two_families(folder, traces):
+    """Family 2 of these traces, then family 3 of the same: a place each, labels in both."""
+    import torch
+
+    folder.mkdir()
+    ids = [t["question_id"] for t in traces]
+    labels = torch.tensor([float(k % 2) for k in range(len(traces))])
+    sequences = torch.from_numpy(np.stack([[h[-1] for h in t["hidden_states"]] for t in traces]))
+    torch.save({"sequences": sequences[:-1], "labels": labels[:-1], "question_ids": ids[:-1]}, folder / "a.pt")
+    graphs = [make_graphs(t) for t in traces]
+    torch.save({"graphs": graphs, "labels": labels, "question_ids": ids}, folder / "b.pt")
+    return folder
+
+
+def test_what_another_source_added_is_merged_too(tmp_path):
+    data = two_families(tmp_path / "data", make_traces(4, tokens=3))
+    convert(data, tmp_path / "both.zarr")
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "a.pt").write_bytes((data / "a.pt").read_bytes())
+    convert(tmp_path / "one", tmp_path / "m.zarr")
+    for _ in range(2):
+        cli("merge", tmp_path / "both.zarr", tmp_path / "m.zarr")
+        merged = tracestore.open(tmp_path / "m.zarr")
+        assert_same(tracestore.open(tmp_path / "both.zarr"), merged)
+        assert merged.info()["num_sources"] == 3  # a.pt once more, for what it did not bring itself
+
+
+def test_a_subset_does_not_claim_what_its_sources_added_elsewhere(tmp_path):
+    data = two_families(tmp_path / "data", make_traces(4, tokens=3))
+    convert(data, tmp_path / "both.zarr")
+    (tmp_path / "ids.txt").write_text("q3\n")  # the one that only b.pt gives
+    cli("subset", tmp_path / "both.zarr", tmp_path / "some.zarr", "--ids", tmp_path / "ids.txt")
+    convert(data, tmp_path / "some.zarr")
+    assert_same(tracestore.open(tmp_path / "both.zarr"), tracestore.open(tmp_path / "some.zarr"))
+
+
+def test_an_empty_subset_replaces_nothing(tmp_path):
+    one, two = make_store(tmp_path / "one.zarr", range(4)), make_store(tmp_path / "two.zarr", range(2))
+    with pytest.raises(UsageError, match="no trace is chosen"):
+        subset_store(one, two, np.zeros(0, np.int64), overwrite=True)
+    assert len(tracestore.open(two)) == 2

@@ -10,7 +10,8 @@ import pytest
 
 import tracestore
 from tests.helpers import make_trace, run_cli
-from tracestore.train.memory import MemoryMeter, available, cgroup_limit, memory_use
+from tracestore.cgroup import cgroup_limit
+from tracestore.train.memory import MemoryMeter, available, memory_use
 
 FLAGS = ["--no-run-lstm", "--no-run-gvae", "--no-probe", "--epochs", 1, "--num-threads", 1, "--batch-size", 16]
 CGROUPS = Path("/sys/fs/cgroup/memory")

@@ -34,7 +34,7 @@ def read_scores(path: Path, column: str | None = None) -> Scores:
     if not path.is_file():
         raise UsageError(f"{path}: not a file of scores")
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
+        with path.open(newline="", encoding="utf-8-sig", errors="surrogatepass") as file:
             rows = csv.reader(file, strict=True)
             header = [h.strip() for h in next(rows, [])]
             return _parse(path, rows, header, column)

@@ -120,17 +120,26 @@ def translated_errors(path: Path, needed_bytes: Callable[[], int] | None = None)
             wanted = f"about {needed_bytes():,} bytes were needed, " if needed_bytes else ""
             raise NoSpaceError(f"no space left on the file system of {path}: {wanted}{free:,} are free") from error
         where = error.filename or path
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP):
             raise UsageError(f"cannot write {where}: {error.strerror}") from error
         raise StorageError(f"{where}: {error.strerror}; what was committed before stays") from error
+
+
+def check_destination(path: Path) -> None:
+    """UsageError where no file of that name can be made: before the work, not after it."""
+    if not path.name or path.is_dir():
+        raise UsageError(f"{path}: a folder, expected the name of a file")
+    if not path.parent.is_dir():
+        raise UsageError(f"{path}: the folder it should lie in does not exist")
+    if not os.access(path.parent, os.W_OK):
+        raise UsageError(f"cannot write {path}: the folder does not allow it")
 
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """A file to write that has its name when the block has ended, on the disk, or not at all.
-    UsageError where its folder does not exist."""
-    if not path.parent.is_dir():
-        raise UsageError(f"{path}: the folder it should lie in does not exist")
+    UsageError as of check_destination."""
+    check_destination(path)
     temporary = path.with_name(TEMPORARY_PREFIX + path.name)
     remove_tree(temporary)
     try:

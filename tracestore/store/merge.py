@@ -18,6 +18,8 @@ from tracestore.store.selection import by_source
 from tracestore.store.trace import PackedEdges, Trace
 from tracestore.store.writer import StoreWriter
 
+_PLACE_COLUMNS = ("graph_segment", "graph_row", "sequence_segment", "sequence_row")
+
 
 @dataclass
 class MergeReport:
@@ -128,10 +130,12 @@ def subset_store(
 ) -> MergeReport:
     """The traces `indices` (int64) of the store `source`, in the order that they have there, with
     their scores and what is known of their sources, in the store `destination`; otherwise as
-    merge_stores. IndexError where there is no such trace."""
+    merge_stores. IndexError where there is no such trace, UsageError where none is chosen."""
     store = TraceStore(source)
     indices = np.unique(np.asarray(indices, np.int64))
-    if len(indices) and not 0 <= indices[0] <= indices[-1] < len(store):
+    if len(indices) == 0:
+        raise UsageError(f"{store.path}: no trace is chosen")
+    if not 0 <= indices[0] <= indices[-1] < len(store):
         raise IndexError(f"traces {indices[0]} to {indices[-1]} of {len(store)}")
     return _copy([store], [indices], destination, codec=codec, overwrite=overwrite, progress=progress)
 
@@ -185,7 +189,8 @@ def _merge_source(
     # Traces that a program appended have sources without a fingerprint: their names say nothing.
     # Nor does a source of which only a part is taken have one: the rest may still be added.
     fingerprint = source.fingerprint if is_whole else ""
-    if fingerprint and writer.has_source(source.path, source.size, fingerprint):
+    is_known = bool(fingerprint) and writer.has_source(source.path, source.size, fingerprint)
+    if is_known and _is_all_there_is(store, indices):
         report.num_duplicates += len(indices)
         return
     added = duplicates = 0
@@ -199,9 +204,21 @@ def _merge_source(
     except BaseException:
         writer.abort_source()
         raise
-    writer.end_source()
+    if is_known and not writer.source_adds:
+        writer.abort_source()  # it is not to be listed twice
+    else:
+        writer.end_source()
     report.num_traces_new += added
     report.num_duplicates += duplicates
+
+
+def _is_all_there_is(store: TraceStore, indices: np.ndarray) -> bool:
+    """Whether what the store has of these traces came from one source: a graph, last tokens or a
+    label may have been added by another one."""
+    columns = {name: store._index.column(name)[indices] for name in _PLACE_COLUMNS}
+    graph, sequence = (np.stack([columns[f"{g}_{part}"] for part in ("segment", "row")]) for g in ("graph", "sequence"))
+    is_one_place = (graph[0] < 0) | (sequence[0] < 0) | (graph == sequence).all(axis=0)
+    return bool(is_one_place.all() and np.isnan(store.labels[indices]).all())
 
 
 def _fill_scores(writer: StoreWriter, store: TraceStore, wanted: np.ndarray, report: MergeReport) -> None:

@@ -3,6 +3,7 @@
 import base64
 import json
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -265,7 +266,8 @@ def extras_json(extras: Mapping[str, Any]) -> str:
         if isinstance(value, list | tuple):
             return [plain(v, name, depth + 1) for v in value]
         if isinstance(value, Mapping):
-            if not all(isinstance(k, str) for k in value):
+            # Also a dict that would read as one of these forms.
+            if not all(isinstance(k, str) and not k.startswith("$") for k in value):
                 return {"$dict": [[plain(k, name, depth + 1), plain(v, name, depth + 1)] for k, v in value.items()]}
             return {k: plain(v, name, depth + 1) for k, v in value.items()}
         raise refuse(name, _describe(value), "strings, numbers, lists, dicts or arrays")
@@ -293,6 +295,8 @@ def extras_values(extras: Mapping[str, Any]) -> dict[str, Any]:
                 return base64.b64decode(text)
             case {"$array": [str(dtype), list(shape), str(text)]} if len(item) == 1:
                 data = base64.b64decode(text)
+                if dtype != "bfloat16" and re.fullmatch(r"[<>|=]?[biufcSU]\d+", dtype) is None:
+                    raise ValueError(f"dtype {dtype}")
                 if dtype == "bfloat16":
                     bits = np.frombuffer(data, "<u2").astype("<u4") << 16
                     return bits.view("<f4").reshape(shape)

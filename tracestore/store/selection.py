@@ -14,7 +14,8 @@ def read_ids(path: Path) -> list[str]:
     """The question ids of a text file, one a line, empty lines left out. UsageError where
     there is no such file or no id in it."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with path.open(encoding="utf-8-sig", errors="surrogatepass", newline="") as file:
+            text = file.read()
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -56,12 +57,16 @@ def indices_of_segments(store: TraceStore, segments: Collection[int]) -> np.ndar
 
 def by_source(store: TraceStore, wanted: np.ndarray) -> Iterator[tuple[int, np.ndarray, bool]]:
     """Each source of a store, those of the `wanted` traces that it gave first, and whether
-    these are all that it gave first. All sources where all are wanted, else those that give any."""
+    these are all that it gave. All sources where all are wanted, else those that give any."""
     owners = np.asarray(store._index.column("source"))
     counts = np.bincount(owners, minlength=store._manifest.num_sources)
     order = wanted[np.argsort(owners[wanted], kind="stable")]
     edges = np.searchsorted(owners[order], np.arange(len(counts) + 1))
     for number, count in enumerate(counts.tolist()):
         indices = order[edges[number] : edges[number + 1]]
-        if len(indices) or len(wanted) == len(store):
-            yield number, indices, len(indices) == count
+        if len(wanted) == len(store):
+            yield number, indices, True
+        elif len(indices):
+            # What it gave beside what it gave first: to traces that another source had brought.
+            source = store._index.source(number)
+            yield number, indices, len(indices) == count == source.num_traces and source.num_skipped == 0

@@ -243,6 +243,21 @@ class Trace:
             self._graph("attention").array("attention").check()
         return dense
 
+    def attention_of(self, layer: int) -> np.ndarray:
+        """Dense attention of one layer alone, (S, S) or (H, S, S), in memory of its own."""
+        row, store, where = self._row, self._store, f"trace {self.index}"
+        if row.layout in (schema.LAYOUT_EDGES, schema.LAYOUT_NONE):
+            packed = Trace(store, self.index, private=True).attention_packed
+            assert isinstance(packed, PackedEdges)
+            begin, end = packed.ptr[layer : layer + 2]
+            edges = PackedEdges(np.array([0, end - begin]), packed.edge_index[begin:end], packed.weight[begin:end])
+            return dense_attention(edges, row.layout, 1, row.num_tokens, where)[0]
+        heads, pairs = store._attributes.attention_rows, schema.num_pairs(row.num_tokens, row.layout)
+        first = row.attention_start + layer * heads * pairs
+        values = self._graph("attention").array("attention").copy(first, first + heads * pairs)
+        shape = (heads, pairs) if store.attention == "heads" else (pairs,)
+        return dense_attention(values.reshape(shape), row.layout, 1, row.num_tokens, where)
+
     @property
     def attention_mean(self) -> np.ndarray:
         """The head mean as stored or, where every head is stored, made now: (L, A) float16.

@@ -227,6 +227,11 @@ class StoreWriter:
         return sum(s.num_bytes for s in self._pending.segments)
 
     @property
+    def source_adds(self) -> bool:
+        """Whether the open source has added or filled in anything yet."""
+        return self._undo is not None and len(self._undo) > 1  # the first takes back the source itself
+
+    @property
     def source_conflicts(self) -> int:
         """Traces of the open source whose key was there with other content."""
         return self._keys.num_conflicts
