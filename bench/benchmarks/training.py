@@ -23,6 +23,7 @@ import tracestore
 from tracestore.train.graph_inputs import GraphInputs
 from tracestore.train.models import ModelConfig, detector_loss, make_model
 from tracestore.train.oom import OOMGuard
+from tracestore.train.snapshot import seed_step
 
 # B traces, L layers, D columns, tokens from .. to, share of the pairs (top-k) or threshold.
 SHAPES = {
@@ -127,8 +128,10 @@ def compare(model: str, shape: str, fused_steps: int, pyg_steps: int) -> str:
 
 
 def guard_share(model: str, shape: str, steps: int, fused: bool = True) -> str:
-    """What the guard adds to a step: its time less that of the forward and backward pass and of
-    the optimizer inside it. `fused` optimizers need no snapshot, others do."""
+    """What the guard adds to a step. Of steps with it and without it, in turn, the time beside
+    the forward and backward pass and the optimizer is taken; the difference is the guard's. Both
+    seed each step, as training does.
+    `fused` optimizers need no snapshot, others do."""
     torch.set_num_threads(THREADS)
     step = Step(model, shape, "fused")
     optimizer = torch.optim.Adam(step.model.parameters(), fused=fused)
@@ -149,17 +152,34 @@ def guard_share(model: str, shape: str, steps: int, fused: bool = True) -> str:
     optimizer.step, optimizer.zero_grad = clocked(optimizer.step), clocked(optimizer.zero_grad)
     loss_of = clocked(lambda begin, end: detector_loss(step.model(step.inputs), step.y, 0.01))
     backward, torch.Tensor.backward = torch.Tensor.backward, clocked(torch.Tensor.backward)
-    shares = []
+
+    def guarded_step():
+        guard.step(len(step.y), loss_of, seed=functools.partial(seed_step, 1, step.y.device))
+
+    def plain_step():
+        seed_step(1, step.y.device)
+        optimizer.zero_grad(set_to_none=True)
+        loss = loss_of(0, len(step.y))
+        value = float(loss.detach())
+        loss.backward()
+        del loss  # the graph goes here, as in the guard
+        optimizer.step()
+        return value
+
+    beside, whole = {"guard": [], "plain": []}, []
     try:
         for _ in range(steps + 1):
-            inside, began = 0.0, time.perf_counter()
-            guard.step(len(step.y), loss_of)
-            whole = time.perf_counter() - began
-            shares.append((whole - inside) / whole)
+            for name, run in (("guard", guarded_step), ("plain", plain_step)):
+                inside, began = 0.0, time.perf_counter()
+                run()
+                whole.append(time.perf_counter() - began)
+                beside[name].append(whole[-1] - inside)
     finally:
         torch.Tensor.backward = backward
     kind = "fused Adam" if fused else "Adam with a snapshot"
-    return f"{model} step, {shape}, {kind}: the guard takes {statistics.median(shares[1:]):.3%} (at most {max(shares[1:]):.3%})"
+    added = statistics.median(beside["guard"][1:]) - statistics.median(beside["plain"][1:])
+    share = added / statistics.median(whole[2:])
+    return f"{model} step, {shape}, {kind}: the guard adds {added * 1e6:,.0f} us, {share:.3%}"
 
 
 def lstm_data_share(store_path: Path, epochs: int = 3) -> str:

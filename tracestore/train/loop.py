@@ -29,7 +29,7 @@ from tracestore.train.oom_errors import classify
 from tracestore.train.part_scores import Halted, PartScores, score_part
 from tracestore.train.ranks import Ranks
 from tracestore.train.scoring import detector_checkpoint
-from tracestore.train.snapshot import random_state, restore_random_state
+from tracestore.train.snapshot import random_state, restore_random_state, seed_step
 from tracestore.train.split import PARTS, Split
 from tracestore.train.standardise import fit_standardiser
 from tracestore.train.stopping import StopSignals
@@ -199,7 +199,7 @@ class DetectorRun:
         step = self._fetch(progress)
         progress.waited_s += time.perf_counter() - began
         first = step.batches[0]
-        torch.manual_seed(step_key(self.config.seed, first.epoch, first.number, self.ranks.rank))
+        key = step_key(self.config.seed, first.epoch, first.number, self.ranks.rank)
         try:
             loss = self.guard.step(
                 step.size,
@@ -207,6 +207,7 @@ class DetectorRun:
                 whole=step.whole,
                 # Batches that are accumulated are computed one after the other.
                 at_most=max(batch.size for batch in step.batches),
+                seed=partial(seed_step, key, self.forward.device),
             )
         except DoesNotFitError as error:
             progress.seconds += time.perf_counter() - began

@@ -19,6 +19,7 @@ from tracestore.train.micro_batch import MicroBatches
 from tracestore.train.oom_errors import HOST, classify
 from tracestore.train.snapshot import (
     OptimizerSnapshot,
+    StepCounters,
     StepSnapshot,
     create_optimizer_state,
     writes_after_allocating,
@@ -116,8 +117,9 @@ class OOMGuard:
             create_optimizer_state(optimizer)
         self._before = StepSnapshot(model, scaler, metrics)
         # A rank whose own step went well must be able to undo it when another's failed.
-        whole = self.ranks.world_size > 1 or not writes_after_allocating(optimizer)
-        self._optimizer_before = OptimizerSnapshot(optimizer, whole=whole)
+        # With a scaler a counter may go up and down again.
+        few = self.ranks.world_size == 1 and scaler is None and writes_after_allocating(optimizer)
+        self._optimizer_before = StepCounters(optimizer) if few else OptimizerSnapshot(optimizer)
 
     @property
     def micro_batch(self) -> int | None:
@@ -147,8 +149,12 @@ class OOMGuard:
         loss_of: Callable[[int, int], torch.Tensor],
         whole: int | None = None,
         at_most: int | None = None,
+        seed: Callable[[], Any] | None = None,
     ) -> float:
         """One step over a batch of `size` items, at most `at_most` of them at once; the mean loss.
+
+        `seed` sets the random states that the step begins with, and is called before each
+        attempt; without it those of torch, Python and numpy are copied before the first.
 
         With ranks, each gives its own slice: `size` items (may be 0) of `whole`. No rank
         enters a collective before all know that none has failed; if one has, all take the
@@ -161,7 +167,7 @@ class OOMGuard:
         micro = min(share, self.sizes.size or share)
         cleaned, optimizer_failures, taken = False, 0, False
         while True:
-            phase, code, taken, loss = self._attempt(size, whole, micro, loss_of, taken)
+            phase, code, taken, loss = self._attempt(size, whole, micro, loss_of, taken, seed)
             if code == _FINE:
                 break
             # Outside every except block: no traceback holds the failed tensors.
@@ -188,14 +194,20 @@ class OOMGuard:
         return loss
 
     def _attempt(
-        self, size: int, whole: int, micro: int, loss_of: Callable[[int, int], torch.Tensor], taken: bool
+        self,
+        size: int,
+        whole: int,
+        micro: int,
+        loss_of: Callable[[int, int], torch.Tensor],
+        taken: bool,
+        seed: Callable[[], Any] | None,
     ) -> tuple[str, int, bool, float]:
         """Everything from the snapshot to the optimizer's step, once. -> the phase that
         failed, what the ranks agree on, whether the snapshot is whole, and the loss."""
         phase, code, loss, error = "forward", _FINE, 0.0, None
         try:
             if not taken:
-                self._before.take()
+                self._before.take(seed)
                 taken = True
             self.optimizer.zero_grad(set_to_none=True)
             for begin in range(0, size, micro):
@@ -212,14 +224,17 @@ class OOMGuard:
             error = raised if code == _OTHER else None
         code = self._agreed(code, error)
         if code == _FINE:
-            self._insist(lambda: self.ranks.sum_gradients(self._parameters))
+            if self.ranks.world_size > 1:
+                self._insist(lambda: self.ranks.sum_gradients(self._parameters))
             phase, code = "optimizer", self._optimizer_step()
         return phase, code, taken, loss
 
     def _agreed(self, code: int, error: BaseException | None) -> int:
         """The worst that any rank met; an error that is not of memory ends all of them."""
-        if error is not None and self.ranks.world_size == 1:
-            raise error
+        if self.ranks.world_size == 1:
+            if error is not None:
+                raise error
+            return code
         told = code
         code = self._insist(lambda: self.ranks.agree(told))
         if error is not None:
