@@ -1,6 +1,7 @@
 """Stores back into files of the input families, for programs that read those."""
 
 import csv
+import io
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -232,13 +233,20 @@ def _labels(traces: Sequence[Trace]) -> Any:
     return torch.tensor([label(t) for t in traces], dtype=torch.float32)
 
 
-def _write_sequences(store: TraceStore, traces: Iterator[Trace], file: BinaryIO) -> None:
+def _save(values: dict[str, Any], file: BinaryIO) -> None:
+    """torch.save by way of memory: a disk that is full is an OSError here, which says so."""
     import torch
 
+    buffer = io.BytesIO()
+    torch.save(values, buffer)
+    file.write(buffer.getbuffer())
+
+
+def _write_sequences(store: TraceStore, traces: Iterator[Trace], file: BinaryIO) -> None:
     batch = list(traces)
     sequences = _tensor(np.stack([t.last_token for t in batch]), store.hidden_dtype)
     ids = [t.question_id for t in batch]
-    torch.save({"sequences": sequences, "labels": _labels(batch), "question_ids": ids}, file)
+    _save({"sequences": sequences, "labels": _labels(batch), "question_ids": ids}, file)
 
 
 def _edges(trace: Trace) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -261,12 +269,15 @@ def _edges(trace: Trace) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         yield np.stack([source[kept], target[kept]]).astype(np.int64), weight[kept][:, None]
 
 
+_GRAPH_ARRAYS = ("x", "edge_index", "edge_attr")
+
+
 def _layer_values(trace: Trace, num_layers: int) -> dict[str, list[Any]]:
     """Further fields that the source's Data objects had, layer by layer."""
     if trace.attention_layout != "edges":
         return {}
     extras = extras_values(trace.extras)
-    return {name: v for name, v in extras.items() if isinstance(v, list) and len(v) == num_layers}
+    return {n: v for n, v in extras.items() if isinstance(v, list) and len(v) == num_layers and n not in _GRAPH_ARRAYS}
 
 
 def _graphs(store: TraceStore, trace: Trace) -> list[Any]:
@@ -299,11 +310,9 @@ def _graphs(store: TraceStore, trace: Trace) -> list[Any]:
 
 
 def _write_graphs(store: TraceStore, traces: Iterator[Trace], file: BinaryIO) -> None:
-    import torch
-
     batch = list(traces)
     values = {"graphs": [_graphs(store, t) for t in batch], "labels": _labels(batch)}
-    torch.save(values | {"question_ids": [t.question_id for t in batch]}, file)
+    _save(values | {"question_ids": [t.question_id for t in batch]}, file)
 
 
 _WRITERS: dict[str, Callable[[TraceStore, Iterator[Trace], BinaryIO], None]] = {
