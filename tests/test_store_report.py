@@ -58,6 +58,8 @@ def test_scores_that_no_histogram_divides(tmp_path):
     with tracestore.create(tmp_path / "s.zarr") as writer:
         writer.append(make_trace(1), score=1e17)
     report(tmp_path / "s.zarr", "--output", tmp_path / "r.html")
+    text = (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert "<td>score</td><td>1e+17</td>" in text and text.count("data:image/png;base64,") == 1
 
 
 def test_options_and_wrong_usage(store, tmp_path):
