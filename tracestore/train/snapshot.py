@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from tracestore.train.tensor_copies import TensorCopies
+
 
 def random_state() -> dict[str, Any]:
     """The random states of torch (CPU and GPUs), Python and numpy."""
@@ -39,28 +41,6 @@ def restore_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
 
 
-class TensorCopies:
-    """Copies of live tensors, in memory that is kept from one take to the next."""
-
-    def __init__(self) -> None:
-        self._live: list[torch.Tensor] = []
-        self._saved: list[torch.Tensor] = []
-
-    @torch.no_grad()
-    def take(self, live: list[torch.Tensor]) -> None:
-        same = len(live) == len(self._live) and all(a is b for a, b in zip(live, self._live, strict=True))
-        if not same:
-            self._saved = [torch.empty_like(t) for t in live]
-            self._live = live
-        if live:
-            torch._foreach_copy_(self._saved, self._live)
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        if self._live:
-            torch._foreach_copy_(self._live, self._saved)
-
-
 def _metric_state(metric: Any) -> dict[str, Any]:
     """What a metric counts: its tensors, numbers and lists of them (torchmetrics keeps
     its states as attributes)."""
@@ -83,17 +63,23 @@ class StepSnapshot:
         self.scaler, self.metrics = scaler, list(metrics)
         self._modules = [m for m in model.modules() if m._buffers]
         self._buffers = TensorCopies()
+        self._metric_states: list[dict[str, Any]] = []
+        self._scaler_state: dict[str, Any] = {}
 
     def take(self, seed: Callable[[], Any] | None = None) -> None:
         """`seed` sets the random states that the step begins with: then they are not copied,
         which takes a tenth of a millisecond."""
         if self._modules:
             self._buffers.take([b for m in self._modules for b in m._buffers.values() if b is not None])
-        self._metric_states = [_metric_state(m) for m in self.metrics]
-        self._scaler_state = None if self.scaler is None else self.scaler.state_dict()
-        self._reseed = seed if seed is not None else partial(restore_random_state, random_state())
-        if seed is not None:
+        if self.metrics:
+            self._metric_states = [_metric_state(m) for m in self.metrics]
+        if self.scaler is not None:
+            self._scaler_state = self.scaler.state_dict()
+        if seed is None:
+            seed = partial(restore_random_state, random_state())
+        else:
             seed()
+        self._reseed = seed
 
     def restore(self) -> None:
         self._reseed()
@@ -150,35 +136,23 @@ def writes_after_allocating(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class StepCounters:
-    """The step counters of a fused optimizer, which may be ahead of a step that failed. On the
-    CPU their values are read through numpy, in a few microseconds for all."""
+    """The step counters of a fused optimizer, which may be ahead of a step that failed."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._listed: Any = None
         self._counters: list[torch.Tensor] = []
-        self._views: list[np.ndarray] = []
-        self._values: list[float] = []
         self._copies = TensorCopies()
 
     def take(self) -> None:
         state = self._optimizer.state
         if state is not self._listed or len(state) != len(self._counters):
             self._counters = [s["step"] for s in state.values() if "step" in s]
-            self._views = [t.numpy() for t in self._counters if t.device.type == "cpu"]
             self._listed = state
-        if len(self._views) == len(self._counters):
-            self._values = [float(view) for view in self._views]
-        else:
-            self._copies.take(self._counters)
+        self._copies.take(self._counters)
 
-    @torch.no_grad()
     def restore(self) -> None:
-        if len(self._views) < len(self._counters):
-            self._copies.restore()
-            return
-        for view, value in zip(self._views, self._values, strict=True):
-            view[...] = value
+        self._copies.restore()
 
 
 class OptimizerSnapshot:
@@ -187,49 +161,60 @@ class OptimizerSnapshot:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._copies = TensorCopies()
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._live: list[torch.Tensor] = []
-        # The state, held so that no other can be taken for it, and its size.
-        self._listed: tuple[Any, int] = (None, 0)
+        # What was listed: the state, held so that no other can be taken for it, its size, and
+        # where the weights are.
+        self._listed: tuple[Any, int, list[int]] = (None, 0, [])
         self.take()  # the memory is there before training
 
-    def _list(self) -> list[torch.Tensor]:
-        """The live tensors; listed again where loading or a step has made others."""
+    def _list(self) -> None:
+        """Lists the live tensors, and the parameters whose state has other values (counters,
+        None before the first step), again where loading, a step or `p.data = ...` has made others."""
         state = self._optimizer.state
-        size = sum(map(len, state.values()))
-        if self._listed[0] is not state or self._listed[1] != size:
-            live: list[torch.Tensor] = []
-            for group in self._optimizer.param_groups:
-                for p in group["params"]:
-                    live += [p.data, *(v for v in state.get(p, {}).values() if isinstance(v, torch.Tensor))]
-            self._live, self._listed = live, (state, size)
-        return self._live
+        size, where = sum(map(len, state.values())), [p.data_ptr() for p in self._parameters]
+        if self._listed[0] is state and self._listed[1:] == (size, where) and not self._has_new_tensors():
+            return
+        live: list[torch.Tensor] = []
+        for p in self._parameters:
+            live += [p.data, *(v for v in state.get(p, {}).values() if isinstance(v, torch.Tensor))]
+        self._live, self._listed = live, (state, size, where)
+        self._names = {p: set(values) for p, values in state.items()}
+        self._states = {p: plain for p, values in state.items() if (plain := _plain(values))}
+
+    def _has_new_tensors(self) -> bool:
+        """Whether a value that was none is a tensor now."""
+        state = self._optimizer.state
+        return any(isinstance(state[p][name], torch.Tensor) for p, plain in self._states.items() for name in plain)
 
     def take(self) -> None:
-        self._copies.take(self._list())
-        # Small values beside the tensors: counters, None before the first step.
-        self._states = {p: _plain(values) for p, values in self._optimizer.state.items()}
-        self._names = {p: set(values) for p, values in self._optimizer.state.items()}
-        self._groups = [_plain({k: v for k, v in g.items() if k != "params"}) for g in self._optimizer.param_groups]
+        self._list()
+        self._copies.take(self._live)
+        self._states = {p: _plain(self._optimizer.state[p]) for p in self._states}
+        self._groups = [_plain(group) for group in self._optimizer.param_groups]
 
     def restore(self) -> None:
         self._copies.restore()
         state = self._optimizer.state
         for p in list(state):
-            if p not in self._states:
+            if p not in self._names:
                 del state[p]
                 continue
             for name in set(state[p]) - self._names[p]:
                 del state[p][name]
-            state[p].update(copy.deepcopy(self._states[p]))
+            state[p].update(copy.deepcopy(self._states.get(p, {})))
         for group, values in zip(self._optimizer.param_groups, self._groups, strict=True):
             group.update(values)
-        self._listed = (None, 0)
+        self._listed = (None, 0, [])
 
 
 _ATOMS = (int, float, bool, str, type(None))
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Copies of what is no tensor and no list of parameters."""
     return {
-        k: v if isinstance(v, _ATOMS) else copy.copy(v) for k, v in values.items() if not isinstance(v, torch.Tensor)
+        k: v if isinstance(v, _ATOMS) else copy.copy(v)
+        for k, v in values.items()
+        if k != "params" and not isinstance(v, torch.Tensor)
     }
