@@ -10,7 +10,7 @@ from typing import Any
 
 import tracestore
 from tracestore import convert
-from tracestore.console import Output, Parser, Progress, format_size, natural, numbers, parse_size, positive, run
+from tracestore.console import Output, Parser, Progress, format_size, natural, numbers, parse_size, port, positive, run
 from tracestore.doctor import examine
 from tracestore.errors import UsageError
 from tracestore.export import FORMATS, SCORES_FILE, TRACES_PER_FILE, export_store
@@ -239,6 +239,23 @@ def _report(args: argparse.Namespace, output: Output) -> int:
     return 0
 
 
+def _serve(args: argparse.Namespace, output: Output) -> int:
+    from tracestore.serve import make_server
+
+    with tracestore.open(args.store) as store:
+        results = None if args.results is None else Path(args.results)
+        server = make_server(store, results, port=args.port, score_threshold=args.score_threshold)
+        output.document({"store": str(args.store), "url": server.url, "port": server.port})
+        if not args.json:
+            output.say(f"{args.store}: {len(store):,} traces at {server.url}")
+            output.say("The address is for this machine and carries a secret; Ctrl-C ends.")
+        try:
+            server.run()
+        except KeyboardInterrupt:
+            output.say("ended")
+    return 0
+
+
 def _doctor(args: argparse.Namespace, output: Output) -> int:
     findings = list(examine(Path(args.folder)))
     output.document([asdict(finding) for finding in findings])
@@ -340,6 +357,17 @@ def make_parser() -> Parser:
     report.add_argument("--score-threshold", type=float, default=0.5, metavar="T", help="of the classes (0.5)")
     report.add_argument("--no-lint", action="store_true", help="do not read every value")
     report.set_defaults(function=_report)
+    serve = commands.add_parser(
+        "serve",
+        help="a store in the browser of this machine",
+        description="Search traces, look at attention and hidden states, and at what detectors say. Answers 127.0.0.1 only.",
+        epilog="Example: tracestore serve store.zarr --results results",
+    )
+    serve.add_argument("store", metavar="STORE")
+    serve.add_argument("--results", metavar="DIR", help="what tools/train.py wrote: predictions and curves")
+    serve.add_argument("--port", type=port, default=0, metavar="N", help="default: any that is free")
+    serve.add_argument("--score-threshold", type=float, default=0.5, metavar="T", help="of the labels (0.5)")
+    serve.set_defaults(function=_serve)
     doctor = commands.add_parser("doctor", help="versions, processor, memory, limits and disk, with advice")
     doctor.add_argument("--folder", default=".", metavar="DIR", help="where stores are to lie (.)")
     doctor.set_defaults(function=_doctor)
@@ -397,7 +425,7 @@ def make_parser() -> Parser:
     plan.set_defaults(function=_plan)
     for command in (info, verify, lint, score, plan):
         command.add_argument("store", metavar="STORE")
-    for command in (info, verify, lint, score, view, report, doctor, merge, subset, export, plan):
+    for command in (info, verify, lint, score, view, report, serve, doctor, merge, subset, export, plan):
         command.add_argument("--json", action="store_true", help="one JSON document on standard output")
     return parser
 

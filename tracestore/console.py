@@ -46,6 +46,13 @@ def natural(text: str) -> int:
     return int(text)
 
 
+def port(text: str) -> int:
+    """For argparse, a port; 0 means any."""
+    if not text.isdecimal() or int(text[:6]) > 65535:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a port from 0 to 65535")
+    return int(text)
+
+
 def number(accepts: Callable[[float], bool], expected: str) -> Callable[[str], float]:
     """For argparse, a number that `accepts` is true of."""
 

@@ -147,19 +147,19 @@ def _wrapped(name: str, text: str, width: int) -> list[str]:
 def _heat_map(values: np.ndarray, width: int, colours: bool) -> list[str]:
     """Two columns a value where there is room; where not, the largest of each block."""
     values = np.nan_to_num(values.astype("f4"), nan=0.0, posinf=float(np.finfo("f4").max), neginf=0.0)
-    pooled = _pooled(_pooled(values, _MAX_ROWS, 0), max(1, width - 2), 1)
-    low, high = float(pooled.min()), float(pooled.max())
-    levels = np.zeros(pooled.shape, int)
+    shown = pooled(pooled(values, _MAX_ROWS, 0), max(1, width - 2), 1)
+    low, high = float(shown.min()), float(shown.max())
+    levels = np.zeros(shown.shape, int)
     if high > low:
-        levels = np.minimum(((pooled - low) / (high - low) * len(_SHADES)).astype(int), len(_SHADES) - 1)
-    cell = 2 if 2 * pooled.shape[1] <= width - 2 else 1
+        levels = np.minimum(((shown - low) / (high - low) * len(_SHADES)).astype(int), len(_SHADES) - 1)
+    cell = 2 if 2 * shown.shape[1] <= width - 2 else 1
     if colours:
         return ["  " + "".join(f"\x1b[48;5;{_COLOURS[v]}m{' ' * cell}" for v in row) + "\x1b[0m" for row in levels]
     return ["  " + "".join(_SHADES[v] * cell for v in row).rstrip() for row in levels]
 
 
-def _pooled(values: np.ndarray, most: int, axis: int) -> np.ndarray:
-    """At most `most` along an axis: the maximum of blocks."""
+def pooled(values: np.ndarray, most: int, axis: int) -> np.ndarray:
+    """At most `most` values along an axis, each the maximum of a block."""
     size = values.shape[axis]
     if size <= most:
         return values

@@ -1,0 +1,65 @@
+"""The pictures of docs/looking.md, of a store and of what training left beside it.
+
+    python docs/make_pictures.py STORE RESULTS_DIR
+
+needs Chromium. curves.png and roc.png are tools/train.py's own.
+"""
+
+import argparse
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from playwright.sync_api import sync_playwright
+
+PICTURES = Path(__file__).parent / "pictures"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("store", metavar="STORE")
+    parser.add_argument("results", metavar="RESULTS_DIR")
+    args = parser.parse_args()
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        parser.error(f"none of {', '.join(BROWSERS)} is installed")
+    tracestore = [sys.executable, "-m", "tracestore"]
+    subprocess.run([*tracestore, "view", args.store, "0", "--save", PICTURES / "view.png"], check=True)
+    command = [*tracestore, "serve", args.store, "--results", args.results, "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        text = ""
+        while not text.endswith("}\n"):
+            text += server.stdout.readline()
+        try:
+            photograph(json.loads(text)["url"], browser)
+        finally:
+            server.send_signal(signal.SIGINT)
+
+
+def photograph(url: str, browser: str) -> None:
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
+        page = chromium.new_page(viewport={"width": 1110, "height": 1330})
+        page.goto(url)
+        page.locator(".pairs").filter(has_text="pairs").wait_for()
+        page.locator(".order select").select_option("score")
+        page.wait_for_timeout(1_000)
+        page.screenshot(path=PICTURES / "serve.png")
+        page.get_by_text("Projection", exact=True).click()
+        page.locator(".project button").click()
+        page.locator(".projection-note").filter(has_text="of the variance").wait_for()
+        page.wait_for_timeout(1_000)
+        page.screenshot(path=PICTURES / "serve-projection.png")
+        page.get_by_text("Predictions", exact=True).click()
+        page.wait_for_timeout(1_000)
+        page.screenshot(path=PICTURES / "serve-predictions.png")
+        chromium.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Finding traces: against the plain loop over all of them."""
+
+import numpy as np
+import pytest
+
+import tracestore
+from tests.serve.conftest import COUNT, DETECTOR
+from tracestore.errors import UsageError
+from tracestore.serve.catalogue import Catalogue
+from tracestore.serve.results import Results
+
+
+@pytest.fixture(scope="module")
+def store(served_store):
+    with tracestore.open(served_store) as store:
+        yield store
+
+
+@pytest.fixture(scope="module")
+def catalogue(store, results_folder):
+    return Catalogue(store, Results.read(results_folder, store))
+
+
+def test_words_are_found_in_any_case_and_place(catalogue, store):
+    def expected(*words):
+        texts = [f"{t.question_id}\n{t.question}\n{t.answer}".lower() for t in store]
+        return [k for k, text in enumerate(texts) if all(w in text for w in words)]
+
+    for words in (("blue",), ("red", "12"), ("<script>",), ("nowhere",), ("✓", "q7")):
+        assert catalogue.find(" ".join(words).upper()).tolist() == expected(*words)
+    assert catalogue.find("  ").tolist() == list(range(COUNT))
+
+
+def test_labels_and_mistakes(catalogue, store):
+    targets = store.targets(0.5)
+    assert catalogue.find(label="hallucinated").tolist() == np.flatnonzero(targets == 1).tolist()
+    assert catalogue.find(label="right").tolist() == np.flatnonzero(targets == 0).tolist()
+    assert catalogue.find(label="neither").tolist() == np.flatnonzero(np.isnan(targets)).tolist()
+    # lstm_solo is right everywhere; the other one, below its threshold, calls everything right.
+    assert catalogue.find(label="missed by lstm_solo").tolist() == []
+    hallucinated = [k for k in range(4, 100) if targets[k] == 1]
+    assert catalogue.find(label=f"missed by {DETECTOR}").tolist() == hallucinated
+    with pytest.raises(KeyError):
+        catalogue.find(label="other")
+
+
+@pytest.mark.parametrize("descending", [False, True])
+def test_orders_have_missing_values_last(catalogue, store, descending):
+    for order, values in (
+        ("score", store.scores),
+        ("tokens", store.num_tokens.astype(float)),
+        (DETECTOR, catalogue.results.probabilities[DETECTOR]),
+    ):
+        found = catalogue.find(order=order, descending=descending)
+        assert sorted(found.tolist()) == list(range(COUNT))
+        shown = values[found]
+        known = shown[~np.isnan(shown)]
+        assert np.isnan(shown[len(known) :]).all()
+        assert (np.diff(known) * (-1 if descending else 1) >= 0).all()
+    assert catalogue.find(descending=True).tolist() == list(range(COUNT))[::-1]
+
+
+def test_results_are_means_by_question(store, results_folder):
+    results = Results.read(results_folder, store)
+    assert results.probabilities["lstm_solo"][4] == pytest.approx(0.3)
+    assert results.probabilities[DETECTOR][5] == pytest.approx(0.9)
+    assert np.isnan(results.probabilities["lstm_solo"][[0, 100]]).all() and results.num_unknown == 1
+    assert results.thresholds == {"lstm_solo": 0.5, DETECTOR: pytest.approx(0.95)}
+    assert np.isnan(results.history["lstm_solo"]["val_auroc"][1])
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("results.json", "[]"),
+        ("results.json", "{"),
+        ("results.json", '{"models": {"a": {"test": 3}}}'),
+        ("predictions.csv", "question_id,sample,m\nq4,x,1\n"),
+        ("predictions.csv", "question_id,sample,m\nq4,0,high\n"),
+        ("predictions.csv", "m\n1\n"),
+    ],
+)
+def test_other_files_are_refused_in_one_line(store, results_folder, tmp_path, name, text):
+    for file in results_folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UsageError, match=f"{name}: not what tools/train.py writes") as raised:
+        Results.read(tmp_path, store)
+    assert "\n" not in str(raised.value)
+    with pytest.raises(UsageError, match=r"results\.json"):
+        Results.read(tmp_path / "nowhere", store)

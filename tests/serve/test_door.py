@@ -1,0 +1,129 @@
+"""Who is let in, and what they may do; no browser needed."""
+
+import http.client
+import socket
+
+import pytest
+
+from tests.helpers import run_cli
+from tests.serve.conftest import start, stop
+
+
+def ask(served, path, *, method="GET", host=None, cookie=None, headers=()):
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=20)
+    connection.putrequest(method, path, skip_host=True)
+    connection.putheader("Host", host or f"127.0.0.1:{served.port}")
+    if cookie:
+        connection.putheader("Cookie", f"tracestore-{served.port}={cookie}")
+    for name, value in headers:
+        connection.putheader(name, value)
+    connection.endheaders()
+    answer = connection.getresponse()
+    return answer.status, dict(answer.getheaders()), answer.read()
+
+
+def test_the_address_sets_a_cookie_that_opens_the_page(served):
+    status, headers, body = ask(served, f"/?token={served.token}")
+    assert status == 200 and b"url=/store" in body
+    cookie = headers["Set-Cookie"]
+    assert cookie.startswith(f"tracestore-{served.port}={served.token};")
+    assert "HttpOnly" in cookie and "SameSite=Strict" in cookie
+    status, headers, body = ask(served, "/store", cookie=served.token)
+    assert status == 200 and b"bokeh" in body
+    assert "default-src 'self'" in headers["Content-Security-Policy"] and headers["Server"] == "tracestore"
+    assert ask(served, "/", cookie=served.token)[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/", "/store", "/store/ws", "/static/js/bokeh.min.js", "/?token=", "/store/metadata"])
+@pytest.mark.parametrize("cookie", [None, "x", "é" * 8])
+def test_nobody_enters_without_the_token(served, path, cookie):
+    cookie = cookie and cookie.encode().decode("latin-1")
+    assert ask(served, path, cookie=cookie)[0] == 403
+    assert ask(served, path + ("&" if "?" in path else "?") + "token=wrong", cookie=cookie)[0] == 403
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:{port}", "127.0.0.1", "localhost:1", "127.0.0.1.:{port}"]
+)
+def test_other_names_for_this_machine_are_refused(served, host):
+    """What a page does that points a name of its own to 127.0.0.1."""
+    host = host.format(port=served.port)
+    for path in (f"/?token={served.token}", "/store", "/store/ws"):
+        assert ask(served, path, host=host, cookie=served.token)[0] == 421
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "http://127.0.0.1:1", "null", "https://127.0.0.1:{port}"])
+def test_pages_from_elsewhere_are_refused(served, origin):
+    headers = [("Upgrade", "websocket"), ("Connection", "Upgrade"), ("Sec-WebSocket-Version", "13")]
+    headers += [("Sec-WebSocket-Key", "AAAAAAAAAAAAAAAAAAAAAA=="), ("Sec-WebSocket-Protocol", "bokeh, ")]
+    headers += [("Origin", origin.format(port=served.port))]
+    for path in ("/store", "/store/ws", "/static/js/bokeh.min.js"):
+        assert ask(served, path, cookie=served.token, headers=headers)[0] == 403
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_nothing_is_written(served, method):
+    for path in ("/store", "/", "/static/js/bokeh.min.js"):
+        assert ask(served, path, method=method, cookie=served.token)[0] == 405
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/static/../../../../../../etc/passwd",
+        "/static/%2e%2e/%2e%2e/%2e%2e/%2e%2e/%2e%2e/etc/passwd",
+        "/static/..%2f..%2f..%2f..%2f..%2fetc/passwd",
+        "/static//etc/passwd",
+        "/static/js/../../../../../../../etc/passwd",
+        "/etc/passwd",
+        "/store/../manifest",
+        "/static/extensions/../../../etc/passwd",
+    ],
+)
+def test_no_file_but_the_pages_own(served, path):
+    status, _, body = ask(served, path, cookie=served.token)
+    assert status in (403, 404) and b"root:" not in body
+
+
+def test_visitors_who_go_away_in_the_middle_do_no_harm(served):
+    request = f"GET /static/js/bokeh.min.js HTTP/1.1\r\nHost: 127.0.0.1:{served.port}\r\n"
+    request += f"Cookie: tracestore-{served.port}={served.token}\r\n\r\n"
+    for _ in range(20):
+        with socket.create_connection(("127.0.0.1", served.port)) as visitor:
+            # Closing with unread bytes resets the connection.
+            visitor.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            visitor.sendall(3 * request.encode())
+            visitor.recv(100)
+    assert ask(served, "/store", cookie=served.token)[0] == 200
+
+
+def test_other_interfaces_do_not_answer(served):
+    with socket.socket() as probe:
+        probe.settimeout(2)
+        assert probe.connect_ex(("127.0.0.2", served.port)) != 0
+
+
+def test_two_servers_have_ports_and_tokens_of_their_own(served, served_store):
+    other = start(served_store)
+    try:
+        assert other.port != served.port and other.token != served.token
+        assert ask(other, "/store", cookie=served.token)[0] == 403
+        taken = run_cli("-m", "tracestore", "serve", served_store, "--port", served.port, check=2)
+        assert taken.stderr.count("\n") == 1 and "--port" in taken.stderr
+    finally:
+        assert stop(other) == (0, "ended\n")
+
+
+@pytest.mark.parametrize(
+    "options, word",
+    [
+        (("--port", "x"), "port"),
+        (("--port", "70000"), "65535"),
+        (("--results", "nowhere"), "results.json"),
+        (("--prt", "1"), "did you mean --port?"),
+    ],
+)
+def test_wrong_usage(served_store, options, word):
+    done = run_cli("-m", "tracestore", "serve", served_store, *options, check=2)
+    assert word in done.stderr and done.stderr.count("\n") == 1 and not done.stdout
+    run_cli("-m", "tracestore", "serve", "nowhere.zarr", check=2)

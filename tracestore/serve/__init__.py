@@ -1,0 +1,33 @@
+"""`tracestore serve`: a store in the browser of this machine.
+
+catalogue and results know traces and detectors, figures draws, document puts a page together
+and answers its controls, door decides who may come in. Bokeh is the server and draws.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tracestore.errors import UsageError
+from tracestore.store.reader import TraceStore
+
+if TYPE_CHECKING:
+    from tracestore.serve.door import ServeServer
+
+
+def make_server(
+    store: TraceStore, results: Path | None = None, *, port: int = 0, score_threshold: float = 0.5
+) -> "ServeServer":
+    """A ServeServer of the store: `url` is its address with the token, `run()` serves until it is
+    interrupted. results: the folder that tools/train.py wrote. UsageError where Bokeh is not
+    installed, the port is taken or the results are not there."""
+    try:
+        from tracestore.serve.document import Page
+        from tracestore.serve.door import ServeServer
+    except ImportError as error:
+        raise UsageError(f"serve needs {error.name}: pip install tracestore[serve]") from None
+    from tracestore.serve.catalogue import Catalogue
+    from tracestore.serve.results import Results
+
+    read = None if results is None else Results.read(results, store)
+    catalogue = Catalogue(store, read, score_threshold)
+    return ServeServer(lambda document: Page(catalogue).fill(document), port)
