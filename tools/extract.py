@@ -4,9 +4,10 @@ python tools/extract.py --model HuggingFaceTB/SmolLM2-135M-Instruct --questions 
 """
 
 import argparse
+import math
 from pathlib import Path
 
-from tracestore.console import Output, Parser, Progress, leave, positive, run
+from tracestore.console import Output, Parser, Progress, leave, number, positive, run
 from tracestore.errors import UsageError
 from tracestore.extract.questions import make_scorer, read_questions
 
@@ -40,6 +41,12 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--attention", choices=("mean", "heads", "none"), default="mean", help="for a store: what to keep"
     )
+    parser.add_argument(
+        "--commit-every",
+        type=number(lambda s: 0 <= s < math.inf, "seconds, at least 0"),
+        metavar="SECONDS",
+        help="for a store: about this much is lost in a kill (60, or a twentieth of the time so far; 0: nothing)",
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the model")
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
@@ -65,7 +72,10 @@ def command(args: argparse.Namespace) -> int:
 
     if to_store:
         total = len(questions)
-        steps = extraction.extract_to_store(args.out, questions, answer, scorer, attention=args.attention)
+        every = extraction.COMMIT_EVERY_S if args.commit_every is None else args.commit_every
+        steps = extraction.extract_to_store(
+            args.out, questions, answer, scorer, attention=args.attention, commit_every_s=every
+        )
     else:
         batches = extraction.plan_batches(questions, args.traces_per_file, args.shard, "traces")
         total = sum(len(b.questions) for b in batches)

@@ -2,17 +2,23 @@
 
 import csv
 import json
+import os
+import random
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
 import torch
 
 import tracestore
-from tests.helpers import convert, run_cli
+from tests.helpers import ROOT, convert, read_all, run_cli
 from tracestore.errors import InputRefusedError
 from tracestore.extract import run as extraction
 from tracestore.extract.questions import Question, containment_score, contains, read_questions, token_f1
 from tracestore.ingest.families import read_traces
+from tracestore.store.manifest import generations
 
 
 @pytest.fixture(scope="session")
@@ -173,3 +179,32 @@ def test_the_questions_of_the_demo():
     assert len({q.text for q in questions}) == len(questions)
     with pytest.raises(InputRefusedError):
         read_questions(ROOT / "LICENSE")
+
+
+def test_killed_and_resumed_store_is_the_same(tiny_model, tmp_path):
+    """SIGKILL at random moments (20 of them in `make torture`), each time gone on with."""
+    kills = int(os.environ.get("TRACESTORE_EXTRACT_KILLS", "3"))
+    count = 20 + 20 * kills
+    questions, store = tmp_path / "questions.csv", tmp_path / "killed.zarr"
+    with questions.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["question_id", "question", "answers", "group"])
+        writer.writerows([f"q{k}", f"What is {k}?", f"{k}|number {k}", "numbers"] for k in range(count))
+    extract(tiny_model, questions, tmp_path / "whole.zarr")
+    command = [sys.executable, "tools/extract.py", "--model", tiny_model, "--questions", questions, "--out", store]
+    command += ["--max-new-tokens", "6", "--commit-every", "0"]
+    rng, there = random.Random(0), 0
+    for _ in range(kills):
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+            # Loading libraries takes longest: from the first new trace on.
+            while process.poll() is None and generations(store)[:1] <= [there]:
+                time.sleep(0.01)
+            time.sleep(rng.uniform(0, 0.3))
+            assert process.poll() is None, process.stderr.read()
+            process.kill()
+        run_cli("-m", "tracestore", "verify", store, check=0)
+        there = generations(store)[0]
+    assert there < count
+    extract(tiny_model, questions, store)
+    with tracestore.open(tmp_path / "whole.zarr") as whole, tracestore.open(store) as killed:
+        assert len(whole) == count and read_all(whole) == read_all(killed)

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ INSTRUCTION = "Give the correct answer in a few words."
 
 Answer = Callable[[Question], dict[str, Any]]
 Scorer = Callable[[str, Sequence[str]], float]
+COMMIT_EVERY_S = 60.0
 _PART_FOLDER = ".scores"
 
 
@@ -113,13 +115,22 @@ def extract_to_folder(
 
 
 def extract_to_store(
-    path: Path, questions: Sequence[Question], answer: Answer, scorer: Scorer, *, attention: str
+    path: Path,
+    questions: Sequence[Question],
+    answer: Answer,
+    scorer: Scorer,
+    *,
+    attention: str,
+    commit_every_s: float = COMMIT_EVERY_S,
 ) -> Iterator[tuple[int, int, bool | None]]:
-    """Appends the traces of questions that the store does not have yet, with their scores."""
+    """Appends the traces of questions that the store does not have yet, with their scores. A kill
+    loses what came after the last commit: `commit_every_s`, or a twentieth of the time so far
+    where that is more, so that a long run leaves few segments; 0: after each trace."""
     done: set[str] = set()
     if is_store(path):
         with open_store(path) as store:
             done = {q.question_id for q in questions if q.question_id in store}
+    began = committed = time.monotonic()
     with create(path, attention=attention, append=True) as writer:
         for position, question in enumerate(questions):
             if question.question_id in done:
@@ -128,4 +139,8 @@ def extract_to_store(
             trace = _trace(question, answer, position, 0)
             score = scorer(trace["generated_answer_clean"], question.answers)
             writer.append(trace, score=score)
+            now = time.monotonic()
+            if commit_every_s == 0 or now - committed >= max(commit_every_s, (now - began) / 20):
+                writer.flush()
+                committed = now
             yield 0, position, score >= 0.5

