@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers import ROOT, make_traces, write_pickle, write_scores
 
-PAGES = ("docs/tutorial.md", "docs/loading.md", "docs/migration.md", "README.md")
+PAGES = ("docs/tutorial.md", "docs/loading.md", "docs/migration.md", "docs/bridges.md", "README.md")
 
 
 def blocks(page):

@@ -25,6 +25,7 @@ ALLOWED = {
     "report": {"store", "_core"},
     "batch_loader": {"export", "ingest", "store", "_core"},
     "data": {"store", "_core"},
+    "bridges": {"data", "train", "store", "_core"},
     "train": {"data", "store", "_core"},
     "extract": {"store", "_core"},
     "cli": {
@@ -43,7 +44,7 @@ ALLOWED = {
     "__main__": {"cli"},
     "__init__": {"batch_loader", "store", "data"},
 }
-TORCH = {"data", "train", "extract", "export"}
+TORCH = {"data", "train", "extract", "export", "bridges"}
 
 
 def imports(path):

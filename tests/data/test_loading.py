@@ -257,6 +257,30 @@ def test_state_continues_with_the_next_batch(store_path, shuffle):
         tracestore.TraceLoader(store_path, batch_size=3, shuffle=shuffle, seed=3).load_state_dict(state)
 
 
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_who_counts_batches_gets_the_next_epoch_too(store_path, num_threads):
+    """As training frameworks do that know how many there are, and never ask for one more."""
+    order = []
+    loader = tracestore.TraceLoader(store_path, batch_size=5, num_threads=num_threads)
+    for epoch in range(3):
+        loader.set_epoch(epoch)
+        order.append([b.question_id for b in loader])
+    counted = tracestore.TraceLoader(store_path, batch_size=5, num_threads=num_threads)
+    kept = []
+    for epoch in range(3):
+        kept.append(iter(counted))
+        assert [next(kept[-1]).question_id for _ in range(len(counted))] == order[epoch]
+        # An earlier one that is drained after all changes nothing.
+        assert next(kept[0], None) is None or epoch == 0
+    counted.set_epoch(1)
+    for _ in range(2):
+        assert [b.question_id for b, _ in zip(counted, range(len(counted)), strict=False)] == order[1]
+        counted.set_epoch(1)
+    # What was left in the middle begins again.
+    next(iter(counted))
+    assert [b.question_id for b in counted] == order[1]
+
+
 def test_same_batches_for_any_number_of_threads(store_path):
     runs = [
         [b.trace_index.tolist() for b in tracestore.TraceLoader(store_path, "graph", batch_size=5, num_threads=t)]

@@ -105,6 +105,7 @@ class TraceLoader:
         self.epoch = 0
         self._position = 0
         self._resume_at = 0
+        self._is_over = False
 
     def _new_pool(self) -> BlockPool:
         return BlockPool(self.memory.ring_bytes, self.max_in_flight + 1)
@@ -137,7 +138,7 @@ class TraceLoader:
         """Sets the epoch; the one that a loaded state is in keeps its position."""
         if epoch != self.epoch:
             self._resume_at = self._position = 0
-        self.epoch = epoch
+        self.epoch, self._is_over = epoch, False
 
     def state_dict(self) -> dict[str, Any]:
         """A few integers and words: what the next batch is. Survives JSON."""
@@ -149,7 +150,7 @@ class TraceLoader:
             if state.get(name) != mine:
                 raise UsageError(f"state of another loader: {name} is {state.get(name)!r}, expected {mine!r}")
         self.epoch, self._resume_at = int(state["epoch"]), int(state["batch"])
-        self._position = self._resume_at
+        self._position, self._is_over = self._resume_at, False
 
     def batch_indices(self, batch: int, epoch: int | None = None) -> np.ndarray:
         """Store indices of this rank's slice of a batch: a pure function."""
@@ -190,23 +191,33 @@ class TraceLoader:
         )
 
     def __iter__(self) -> Iterator[Any]:
+        if self._is_over:
+            self._next_epoch()
         plan = self.epochs.plan(self.epoch)
         start, self._resume_at = self._resume_at, 0
         self._position = start
-        return self._iterate(plan, start)
+        return self._iterate(plan, start, self.epoch)
 
-    def _iterate(self, plan: EpochPlan, start: int) -> Iterator[Any]:
+    def _iterate(self, plan: EpochPlan, start: int, epoch: int) -> Iterator[Any]:
         total = len(plan)
         if self.num_threads == 0:
             for batch in range(start, total):
                 result = self.gather(plan.traces(batch, self.rank, self.world_size))
-                self._position = batch + 1
+                self._hand_out(batch, total)
                 yield result
                 del result
         else:
             yield from self._iterate_ahead(plan, start, total)
+        if self.epoch == epoch:  # not where the next one has begun already
+            self._next_epoch()
+
+    def _hand_out(self, batch: int, total: int) -> None:
+        # Who counts batches does not ask for one after the last: the epoch is over all the same.
+        self._position, self._is_over = batch + 1, batch + 1 == total
+
+    def _next_epoch(self) -> None:
         self.epoch += 1
-        self._position = 0
+        self._position, self._is_over = 0, False
 
     def _iterate_ahead(self, plan: EpochPlan, start: int, total: int) -> Iterator[Any]:
         def traces(batch: int) -> np.ndarray:
@@ -231,7 +242,7 @@ class TraceLoader:
                 while planned < total and ahead.plan(planned):
                     planned += 1
                 result = ahead.take()
-                self._position = batch + 1
+                self._hand_out(batch, total)
                 yield result
                 del result
 

@@ -10,7 +10,7 @@ from typing import Any, overload
 import numpy as np
 
 from tracestore.errors import MissingFieldError, StoreDamagedError, UsageError
-from tracestore.store import schema
+from tracestore.store import schema, table
 from tracestore.store.index import StoreIndex
 from tracestore.store.opening import open_newest
 from tracestore.store.places import ATTENTION_START, GRAPH_SEGMENT, LAYOUT, NUM_TOKENS, chunk_keys
@@ -195,6 +195,26 @@ class TraceStore:
         """(N,) float64 labels: the stored one, else 1 where score < threshold, else NaN."""
         derived = np.where(np.isnan(self.scores), math.nan, (self.scores < score_threshold).astype("<f8"))
         return np.where(np.isnan(self.labels), derived, self.labels)
+
+    # As a whole
+
+    def features(self, layer: int = -1) -> np.ndarray:
+        """(N, D): the last token's hidden state in one layer, for scikit-learn and the like.
+
+        layer: negative ones count from the last. Of the stored dtype; float32 where that is
+        bfloat16, which numpy lacks. A read-only view of the file where one uncompressed segment
+        holds all traces in order, else a copy. UsageError for a layer that is not there."""
+        return table.features(self, layer)
+
+    def to_pandas(self, *, texts: bool = False) -> Any:
+        """A pandas DataFrame with a row a trace, in the store's order: question_id, sample, score,
+        label, group, num_tokens, has_nonfinite, source, source_position; with `texts` question and
+        answer too. UsageError where pandas is not installed."""
+        try:
+            import pandas
+        except ImportError:
+            raise UsageError("to_pandas needs pandas: pip install tracestore[bridges]") from None
+        return pandas.DataFrame(table.metadata(self, texts=texts))
 
     # Traces
 

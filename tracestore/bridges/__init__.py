@@ -1,0 +1,1 @@
+"""Stores in the terms of other libraries, each imported by itself: lightning, pyg, huggingface."""

@@ -1,0 +1,77 @@
+"""A store as a Lightning DataModule."""
+
+import os
+from typing import Any
+
+import numpy as np
+
+from tracestore.data.loader import TraceLoader
+from tracestore.errors import UsageError
+from tracestore.store.reader import TraceStore
+from tracestore.store.reader import open_store as open
+from tracestore.train.split import make_split
+
+try:
+    from lightning import LightningDataModule
+except ImportError:
+    raise UsageError("tracestore.bridges.lightning needs Lightning: pip install tracestore[bridges]") from None
+
+
+class TraceDataModule(LightningDataModule):
+    """Train, validation and test batches of a store, split by question as tools/train.py does.
+
+        trainer.fit(model, datamodule=TraceDataModule("store.zarr", view="graph", batch_size=16))
+
+    view, batch_size and options (num_threads, edges, attention_threshold, ...) are TraceLoader's,
+    and so are the batches; traces that have neither score nor label are in no part. `split` holds
+    the store indices of each part. Lightning's checkpoints hold the loader's place in
+    the epoch, which it finds by `state_dict`. Under several ranks each gets its slice: set `use_distributed_sampler=False` in the
+    Trainer, whose own sampler these loaders have no place for.
+    """
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str] | TraceStore,
+        view: str = "sequence",
+        *,
+        batch_size: int = 16,
+        seed: int = 42,
+        score_threshold: float = 0.5,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.view, self.batch_size, self.seed, self.score_threshold = view, batch_size, seed, score_threshold
+        self._source, self._options = store, options
+        self.store: TraceStore | None = None
+        self.split: dict[str, np.ndarray] = {}
+
+    def setup(self, stage: str | None = None) -> None:
+        if self.store is None:
+            self.store = self._source if isinstance(self._source, TraceStore) else open(self._source)
+            self.split = make_split(self.store, self.store.targets(self.score_threshold), self.seed).indices
+
+    def _loader(self, part: str, shuffle: str) -> TraceLoader:
+        self.setup()
+        assert self.store is not None
+        return TraceLoader(
+            self.store,
+            self.view,
+            batch_size=self.batch_size,
+            shuffle=shuffle,
+            seed=self.seed,
+            score_threshold=self.score_threshold,
+            indices=self.split[part],
+            **self._options,
+        )
+
+    def train_dataloader(self) -> TraceLoader:
+        return self._loader("train", "global")
+
+    def val_dataloader(self) -> TraceLoader:
+        return self._loader("val", "none")
+
+    def test_dataloader(self) -> TraceLoader:
+        return self._loader("test", "none")
+
+    def predict_dataloader(self) -> TraceLoader:
+        return self._loader("test", "none")

@@ -1,0 +1,75 @@
+"""Traces as rows of a table, and as rows of a matrix."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tracestore.errors import UsageError
+from tracestore.store import schema
+from tracestore.store.places import LAST_TOKEN_ROW, SEQUENCE_SEGMENT
+
+if TYPE_CHECKING:
+    from tracestore.store.reader import TraceStore
+
+# Traces whose rows are looked up at once: of a compressed store, decoded at once.
+_BLOCK = 1024
+
+
+def metadata(store: "TraceStore", *, texts: bool = False) -> dict[str, Any]:
+    """What is known of each trace but its arrays, as named columns of N values. `texts` adds
+    question and answer, which are read trace by trace."""
+    sources = [entry.path for entry in store._index.sources()]
+    columns: dict[str, Any] = {
+        "question_id": store.question_ids[:],
+        "sample": store._index.column("sample"),
+        "score": store.scores,
+        "label": store.labels,
+        "group": [store.group(k) for k in range(len(store))],
+        "num_tokens": store.num_tokens,
+        "has_nonfinite": store.nonfinite,
+        "source": [sources[k] for k in store._index.column("source")],
+        "source_position": store._index.column("source_position"),
+    }
+    if texts:
+        columns["question"] = [trace.question for trace in store]
+        columns["answer"] = [trace.answer for trace in store]
+    return columns
+
+
+def features(store: "TraceStore", layer: int) -> np.ndarray:
+    """See TraceStore.features."""
+    count = store.num_layers
+    if not -count <= layer < count:
+        raise UsageError(f"found layer {layer}, expected {-count} to {count - 1}")
+    layer %= max(1, count)
+    view = _one_view(store, layer)
+    if view is not None:
+        return view
+    is_bits = store.hidden_dtype == "bfloat16"
+    dtype = np.dtype("<f4") if is_bits else schema.DTYPE_NAMES[store.hidden_dtype]
+    out = np.empty((len(store), store.hidden_dim), dtype)
+    for begin in range(0, len(store), _BLOCK):
+        indices = np.arange(begin, min(len(store), begin + _BLOCK))
+        places = store._index.places(indices)
+        segments = places[:, SEQUENCE_SEGMENT]
+        for number in np.unique(segments):
+            chosen = np.flatnonzero(segments == number)
+            if number < 0:  # hidden states of all tokens are all there is
+                rows = np.stack([store[int(k)].last_token[layer] for k in indices[chosen]])
+            else:
+                at = places[chosen, LAST_TOKEN_ROW]
+                first = int(at.min())
+                rows = store._segment(int(number)).array("last_token").rows(first, int(at.max()) + 1)[at - first, layer]
+            out[indices[chosen]] = schema.as_float32(rows, "bfloat16") if is_bits else rows
+    return out
+
+
+def _one_view(store: "TraceStore", layer: int) -> np.ndarray | None:
+    """The rows where they lie, if they do so in one uncompressed array and in the store's order."""
+    if len(store) == 0 or store.codec != "none" or store.hidden_dtype == "bfloat16":
+        return None
+    segments, rows = store._index.column("sequence_segment"), store._index.column("last_token_row")
+    if segments[0] < 0 or (segments != segments[0]).any() or (np.diff(rows) != 1).any():
+        return None
+    array = store._segment(int(segments[0])).array("last_token")
+    return array.rows(int(rows[0]), int(rows[-1]) + 1)[:, layer]
