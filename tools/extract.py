@@ -10,6 +10,7 @@ from pathlib import Path
 from tracestore.console import Output, Parser, Progress, leave, number, positive, run
 from tracestore.errors import UsageError
 from tracestore.extract.questions import make_scorer, read_questions
+from tracestore.store.schema import CODECS
 
 
 def shard(text: str) -> tuple[int, int]:
@@ -41,6 +42,7 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--attention", choices=("mean", "heads", "none"), default="mean", help="for a store: what to keep"
     )
+    parser.add_argument("--codec", choices=CODECS, default="none", help="for a store: compression (none)")
     parser.add_argument(
         "--commit-every",
         type=number(lambda s: 0 <= s < math.inf, "seconds, at least 0"),
@@ -74,7 +76,7 @@ def command(args: argparse.Namespace) -> int:
         total = len(questions)
         every = extraction.COMMIT_EVERY_S if args.commit_every is None else args.commit_every
         steps = extraction.extract_to_store(
-            args.out, questions, answer, scorer, attention=args.attention, commit_every_s=every
+            args.out, questions, answer, scorer, attention=args.attention, codec=args.codec, commit_every_s=every
         )
     else:
         batches = extraction.plan_batches(questions, args.traces_per_file, args.shard, "traces")

@@ -121,6 +121,7 @@ def extract_to_store(
     scorer: Scorer,
     *,
     attention: str,
+    codec: str = "none",
     commit_every_s: float = COMMIT_EVERY_S,
 ) -> Iterator[tuple[int, int, bool | None]]:
     """Appends the traces of questions that the store does not have yet, with their scores. A kill
@@ -131,7 +132,7 @@ def extract_to_store(
         with open_store(path) as store:
             done = {q.question_id for q in questions if q.question_id in store}
     began = committed = time.monotonic()
-    with create(path, attention=attention, append=True) as writer:
+    with create(path, attention=attention, codec=codec, append=True) as writer:
         for position, question in enumerate(questions):
             if question.question_id in done:
                 yield 0, position, None
