@@ -186,6 +186,22 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     print(f"warning: {printable(str(message))}", file=sys.stderr)
 
 
+# Which extra brings a library that not every command needs.
+_EXTRAS = {
+    "torch": "train",
+    "torch_geometric": "train",
+    "sklearn": "train",
+    "scipy": "train",
+    "psutil": "train",
+    "matplotlib": "train",
+    "transformers": "extract",
+    "gguf": "extract",
+    "distributed": "dask",
+    "tensorboard": "tensorboard",
+    "bokeh": "serve",
+}
+
+
 def run(prog: str, command: Callable[[], int]) -> int:
     """Runs a command: errors become one line on standard error and an exit code."""
     warnings.resetwarnings()
@@ -204,10 +220,14 @@ def run(prog: str, command: Callable[[], int]) -> int:
     except MemoryError:
         text, code = "out of memory", 1
     except Exception as error:
-        if os.environ.get("TRACESTORE_DEBUG"):
+        missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        if missing in _EXTRAS:
+            text, code = f"this needs {missing}: pip install tracestore[{_EXTRAS[missing]}]", UsageError.exit_code
+        elif os.environ.get("TRACESTORE_DEBUG"):
             raise
-        text = f"unexpected {type(error).__name__}: {error} (TRACESTORE_DEBUG=1 shows where)"
-        code = 1
+        else:
+            text = f"unexpected {type(error).__name__}: {error} (TRACESTORE_DEBUG=1 shows where)"
+            code = 1
     print(f"{prog}: {printable(text)}", file=sys.stderr, flush=True)
     return code
 
