@@ -1,8 +1,11 @@
 """What every command shares: wrong usage is one line with a hint, exit code 2, help with an example."""
 
+import json
+import subprocess
+
 import pytest
 
-from tests.helpers import ROOT, run_cli
+from tests.helpers import ROOT, make_traces, run_cli, write_pickle, write_scores
 
 COMMANDS = [
     "convert",
@@ -12,6 +15,7 @@ COMMANDS = [
     "score",
     "view",
     "report",
+    "serve",
     "doctor",
     "merge",
     "subset",
@@ -54,7 +58,45 @@ def test_an_empty_word():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help(command):
     out = run_cli("-m", "tracestore", command, "--help", check=0).stdout
-    assert out.startswith(f"usage: tracestore {command}") and "--json" in out
+    assert out.startswith(f"usage: tracestore {command}") and "--json" in out and "Example: " in out
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion(shell, tmp_path):
+    text = run_cli("-m", "tracestore", "completion", shell, check=0).stdout
+    assert all(command in text for command in COMMANDS) and "--memory-budget" in text and "--attention" in text
+    if shell == "bash":
+        (tmp_path / "completion").write_text(text)
+        ask = "COMP_WORDS=(tracestore ver) COMP_CWORD=1; _shtab_tracestore; echo ${COMPREPLY[@]}"
+        done = subprocess.run(
+            ["bash", "-c", f"source {tmp_path}/completion; {ask}"], capture_output=True, text=True, check=True
+        )
+        assert done.stdout == "verify\n"
+
+
+def test_json_of_every_command(store_path, tmp_path):
+    """One JSON document on standard output, whatever else is said."""
+    scores = write_scores(tmp_path / "scores.csv", {"q0": 0.5})
+    write_pickle(tmp_path / "a.pkl", make_traces(3))
+    usages = {
+        "convert": [tmp_path / "a.pkl", tmp_path / "new.zarr"],
+        "info": [store_path],
+        "verify": [store_path],
+        "lint": [store_path],
+        "score": [store_path, "--scores", scores],
+        "view": [store_path, "q3"],
+        "report": [store_path, "--output", tmp_path / "r.html"],
+        "doctor": [],
+        "merge": [store_path, tmp_path / "merged.zarr"],
+        "subset": [store_path, tmp_path / "part.zarr", "--segments", "0"],
+        "export": [store_path, tmp_path / "out"],
+        "plan": [store_path, "--model", "lstm_solo"],
+    }
+    assert sorted({*usages, "serve"}) == sorted(COMMANDS)  # serve goes on: tests/serve
+    for command, words in usages.items():
+        done = run_cli("-m", "tracestore", command, *words, "--json", check=1 if command == "lint" else 0)
+        assert json.loads(done.stdout), command
+        assert "Traceback" not in done.stderr
 
 
 def test_every_command_is_in_the_readme():

@@ -310,15 +310,26 @@ def _plan_lines(plan: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _completion(args: argparse.Namespace, output: Output) -> int:
+    import shtab
+
+    output.say(shtab.complete(make_parser(), args.shell))
+    return 0
+
+
 def make_parser() -> Parser:
     parser = Parser(prog="tracestore", description="Stores of language-model traces.")
     parser.add_argument("--version", action="version", version=f"tracestore {tracestore.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
-    commands.add_parser("convert", help="files of traces into a store", add_help=False)
+    # Here for help and completion; `main` hands its words to convert itself.
+    commands.add_parser("convert", help="files of traces into a store", parents=[convert.make_parser()], add_help=False)
     info = commands.add_parser("info", help="what a store holds", epilog="Example: tracestore info store.zarr --json")
     info.set_defaults(function=_info)
     verify = commands.add_parser(
-        "verify", help="check every byte", description="Exit code 0: whole. 3: damaged, each damaged file named."
+        "verify",
+        help="check every byte",
+        description="Exit code 0: whole. 3: damaged, each damaged file named.",
+        epilog="Example: tracestore verify store.zarr --quick",
     )
     verify.add_argument("--quick", action="store_true", help="sizes and manifest only")
     verify.add_argument("--repair", action="store_true", help="set a damaged newest manifest aside")
@@ -327,10 +338,16 @@ def make_parser() -> Parser:
         "lint",
         help="look for values that training would stumble over",
         description="Exit code 0: clean. 1: findings. 3: a damaged store.",
+        epilog="Example: tracestore lint store.zarr --json",
     )
     lint.add_argument("--score-threshold", type=float, default=0.5, metavar="T", help="of the class balance (0.5)")
     lint.set_defaults(function=_lint)
-    score = commands.add_parser("score", help="join or replace scores without touching a trace")
+    score = commands.add_parser(
+        "score",
+        help="join or replace scores without touching a trace",
+        description="Scores, labels and groups by question_id (and sample, where that is a column).",
+        epilog="Example: tracestore score store.zarr --scores new_scores.csv",
+    )
     score.add_argument("--scores", required=True, metavar="CSV", help="question_id and a score")
     score.add_argument("--score-column", metavar="NAME")
     score.set_defaults(function=_score)
@@ -368,7 +385,11 @@ def make_parser() -> Parser:
     serve.add_argument("--port", type=port, default=0, metavar="N", help="default: any that is free")
     serve.add_argument("--score-threshold", type=float, default=0.5, metavar="T", help="of the labels (0.5)")
     serve.set_defaults(function=_serve)
-    doctor = commands.add_parser("doctor", help="versions, processor, memory, limits and disk, with advice")
+    doctor = commands.add_parser(
+        "doctor",
+        help="versions, processor, memory, limits and disk, with advice",
+        epilog="Example: tracestore doctor --folder /data",
+    )
     doctor.add_argument("--folder", default=".", metavar="DIR", help="where stores are to lie (.)")
     doctor.set_defaults(function=_doctor)
     merge = commands.add_parser(
@@ -423,6 +444,13 @@ def make_parser() -> Parser:
     plan.add_argument("--memory", type=parse_size, metavar="SIZE", help="what the process may take, e.g. 8GiB")
     add_flags(plan)
     plan.set_defaults(function=_plan)
+    completion = commands.add_parser(
+        "completion",
+        help="what a shell needs to complete these words",
+        epilog="Example: tracestore completion bash > ~/.local/share/bash-completion/completions/tracestore",
+    )
+    completion.add_argument("shell", choices=("bash", "zsh"))
+    completion.set_defaults(function=_completion, json=False)
     for command in (info, verify, lint, score, plan):
         command.add_argument("store", metavar="STORE")
     for command in (info, verify, lint, score, view, report, serve, doctor, merge, subset, export, plan):

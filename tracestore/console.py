@@ -199,6 +199,7 @@ _EXTRAS = {
     "distributed": "dask",
     "tensorboard": "tensorboard",
     "bokeh": "serve",
+    "shtab": "completion",
 }
 
 

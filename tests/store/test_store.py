@@ -152,7 +152,7 @@ def test_pickled_store_reopens(store_path):
     assert read_all(pickle.loads(pickle.dumps(store))) == read_all(store) or np.isnan(store.scores).any()
 
 
-def test_numeric_arrays_read_by_zarr_and_tensorstore(store_path):
+def test_numeric_arrays_read_by_zarr_tensorstore_and_zarrs(store_path):
     import tensorstore
 
     arrays = [p.parent for p in store_path.rglob("zarr.json") if '"array"' in p.read_text()]
@@ -163,6 +163,8 @@ def test_numeric_arrays_read_by_zarr_and_tensorstore(store_path):
         with_tensorstore = tensorstore.open(spec, read=True).result().read().result()
         np.testing.assert_array_equal(with_zarr, with_tensorstore)
         assert with_zarr.dtype == with_tensorstore.dtype
+        with zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"}):
+            np.testing.assert_array_equal(with_zarr, zarr.open_array(folder, mode="r")[...])
 
 
 def test_second_reader_agrees(store_path):
