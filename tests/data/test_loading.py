@@ -381,3 +381,28 @@ def test_a_loader_reads_the_generation_of_its_store(tmp_path):
     assert len(tracestore.open(tmp_path / "s.zarr")) == 5
     assert len(tracestore.TraceLoader(store, "sequence", batch_size=2).store) == 4
     assert len(tracestore.TraceDataset(store)) == 4
+
+
+def test_little_is_read_ahead_of_small_batches(store_path, monkeypatch):
+    """Of a cold store, batches are planned up to a number and not only up to their bytes."""
+    from tracestore._core.gather import Crew
+    from tracestore.data import ahead
+
+    def cold(self, drop_behind):
+        begin(self, drop_behind)
+        self._crew = Crew(1)
+
+    begin, plan, most = ahead._ReadAhead.__init__, ahead.AheadByCrew.plan, []
+
+    def counted(self, batch):
+        planned = plan(self, batch)
+        most.append(len(self._planned))
+        assert self._planned_bytes == sum(size for _, size in self._planned)
+        return planned
+
+    monkeypatch.setattr(ahead._ReadAhead, "__init__", cold)
+    monkeypatch.setattr(ahead.AheadByCrew, "plan", counted)
+    monkeypatch.setattr(ahead, "_READ_AHEAD_BATCHES", 3)
+    ids = [b.question_id for b in tracestore.TraceLoader(store_path, batch_size=1, shuffle="none")]
+    assert [i for batch in ids for i in batch] == tracestore.open(store_path).question_ids[:]
+    assert max(most) == 3

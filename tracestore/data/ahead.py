@@ -19,9 +19,10 @@ from tracestore.data.jobs import BatchJob
 from tracestore.data.memory import Allocate, Piece
 from tracestore.errors import MemoryBudgetError
 
-# Threads that wait for the disk, and bytes that they may be ahead of the gathering.
+# Threads that wait for the disk, and bytes and batches that they may be ahead of the gathering.
 _READERS = 4
 _READ_AHEAD_BYTES = 128 << 20
+_READ_AHEAD_BATCHES = 64
 # After so many batches in a row that did not wait for it, the store counts as warm.
 _WARM_BATCHES = 16
 
@@ -64,7 +65,7 @@ class _ReadAhead:
         assert self._crew is not None
         pages.submit(self._crew)
         self._under_way.append(pages)
-        while len(self._under_way) > 64:
+        while len(self._under_way) > _READ_AHEAD_BATCHES:
             self._under_way.popleft().wait()
 
     def close(self) -> None:
@@ -91,6 +92,7 @@ class AheadByCrew:
         self._crew = Crew(at_once)
         self._queue: deque[BatchJob] = deque()
         self._planned: deque[tuple[BatchJob, int]] = deque()  # being read, without memory yet; their bytes
+        self._planned_bytes = 0
         self._reading = _ReadAhead(drop_behind)
 
     def __len__(self) -> int:
@@ -98,10 +100,12 @@ class AheadByCrew:
 
     def plan(self, batch: int) -> bool:
         """Offers a batch behind those submitted; False where it is not read ahead."""
-        if not self._reading.is_on or sum(b for _, b in self._planned) > _READ_AHEAD_BYTES:
+        full = self._planned_bytes > _READ_AHEAD_BYTES or len(self._planned) >= _READ_AHEAD_BATCHES
+        if full or not self._reading.is_on:
             return False
         job = self._make_job(batch)
         self._planned.append((job, self._reading.ask(job)))
+        self._planned_bytes += self._planned[-1][1]
         return True
 
     def submit(self, batch: int) -> bool:
@@ -113,7 +117,7 @@ class AheadByCrew:
                 raise
             return False
         if self._planned:
-            self._planned.popleft()
+            self._planned_bytes -= self._planned.popleft()[1]
         job.native.submit(self._crew, self._threads_each)
         self._queue.append(job)
         return True
@@ -181,7 +185,7 @@ class AheadByThreads:
                 raise
             return False
         if self._planned:
-            self._planned.popleft()
+            self._planned_bytes -= self._planned.popleft()[1]
         else:
             self._announced.append(self._announce(indices))
         self._queue.append(self._workers.submit(self._gather, indices, _Given(piece)))
