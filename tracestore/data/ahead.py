@@ -185,7 +185,7 @@ class AheadByThreads:
                 raise
             return False
         if self._planned:
-            self._planned_bytes -= self._planned.popleft()[1]
+            self._planned.popleft()
         else:
             self._announced.append(self._announce(indices))
         self._queue.append(self._workers.submit(self._gather, indices, _Given(piece)))
