@@ -48,7 +48,7 @@ def natural(text: str) -> int:
 
 def port(text: str) -> int:
     """For argparse, a port; 0 means any."""
-    if not text.isdecimal() or int(text[:6]) > 65535:
+    if not text.isdecimal() or len(text) > 5 or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"found {text!r}, expected a port from 0 to 65535")
     return int(text)
 

@@ -143,6 +143,9 @@ def test_lightning_goes_on_where_a_checkpoint_was_written(path, tmp_path, stop):
             self.seen.append(tuple(batch.question_id))
             return self.layer(batch.sequences[:, -1].float()).square().mean()
 
+        def validation_step(self, batch, _):
+            pass
+
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), 0.01)
 
@@ -160,6 +163,54 @@ def test_lightning_goes_on_where_a_checkpoint_was_written(path, tmp_path, stop):
     assert run(stop) + run(10, tmp_path / f"{stop}.ckpt") == whole
 
 
+@pytest.mark.parametrize("validates", [False, True])
+@pytest.mark.parametrize("options", [{}, {"limit_train_batches": 2}, {"reload_dataloaders_every_n_epochs": 1}])
+def test_lightning_has_another_order_in_each_epoch(path, tmp_path, options, validates):
+    lightning = pytest.importorskip("lightning")
+    from tracestore.bridges.lightning import TraceDataModule
+
+    class Model(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.seen = torch.nn.Linear(8, 1), []
+
+        def on_train_epoch_start(self):
+            self.seen.append([])
+
+        def training_step(self, batch, _):
+            self.seen[-1].append(tuple(batch.question_id))
+            return self.layer(batch.sequences[:, -1].float()).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.01)
+
+    if validates:
+        Model.validation_step = lambda self, batch, _: None
+    model = Model()
+    checkpoint = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}")
+    trainer = lightning.Trainer(
+        max_epochs=3, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[checkpoint], **options,
+    )  # fmt: skip
+    module = TraceDataModule(path, batch_size=4)
+    trainer.fit(model, datamodule=module)
+    orders = []
+    for epoch in range(3):
+        loader = module._loader("train", "global")
+        loader.set_epoch(epoch)
+        orders.append([tuple(b.question_id) for b in loader][: options.get("limit_train_batches")])
+    assert model.seen == orders
+    # What a checkpoint at the end of an epoch goes on with is the next one.
+    resumed = Model()
+    trainer = lightning.Trainer(
+        max_epochs=3, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, **options,
+    )  # fmt: skip
+    module = TraceDataModule(path, batch_size=4)
+    trainer.fit(resumed, datamodule=module, ckpt_path=tmp_path / "epoch=0.ckpt", weights_only=False)
+    assert [seen for seen in resumed.seen if seen] == orders[1:]
+
+
 def test_pyg(path):
     from torch_geometric.loader import DataLoader
 
@@ -172,6 +223,8 @@ def test_pyg(path):
         ours = next(iter(tracestore.TraceLoader(store, "graph", batch_size=2, shuffle="none")))
         assert torch.equal(batch.x, ours.x) and torch.equal(batch.edge_index, ours.edge_index)
         assert torch.equal(batch.edge_attr, ours.edge_attr) and torch.equal(batch.batch, ours.batch)
+        assert batch.trace_index.tolist() == [0] * store.num_layers + [1] * store.num_layers
+        assert batch.layer.tolist() == 2 * list(range(store.num_layers)) and batch.question_id[-1] == "q1"
         last = TraceGraphs(store, layer=-1)
         assert len(last) == 24 and torch.equal(last[5].x, graphs[5 * store.num_layers + store.num_layers - 1].x)
         assert last[5].question_id == store.question_ids[5] and last[5].y.item() == 0 and last[5].score.item() == 1

@@ -104,6 +104,34 @@ def test_rows_that_ended_are_cut(tmp_path):
         assert np.array_equal(store[1].hidden_states, np.stack(traces[1]["hidden_states"]))
 
 
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_without_attention_texts_are_not_mixed(use_cache):
+    model, ids = make_model("llama"), torch.arange(1, 8)[None]
+    with torch.inference_mode(), capture(model, attention=False) as states:
+        answer = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False, use_cache=use_cache
+        )
+        assert states.trace()["tokens"].tolist() == answer[0, :-1].tolist()
+        model(ids, use_cache=use_cache)
+        model(ids + 1, use_cache=use_cache)
+        assert states.trace()["tokens"].tolist() == (ids + 1)[0].tolist()
+
+
+def test_callers_who_want_tuples_get_them():
+    model, ids = make_model("llama"), torch.arange(1, 8)[None]
+    expected = model(ids, return_dict=False, use_cache=False)
+    with capture(model) as states:
+        found = model(ids, return_dict=False, use_cache=False)
+        assert isinstance(found, tuple) and len(found) == len(expected) and torch.equal(found[0], expected[0])
+        assert model(ids).attentions is None and len(model(ids, output_hidden_states=True).hidden_states) == 4
+        states.clear()
+        embedded = model.get_input_embeddings()(ids)
+        model(inputs_embeds=embedded)
+        assert "tokens" not in states.trace()
+    with pytest.raises(UsageError, match="dtype"), capture(model, dtype=torch.bfloat16):
+        pass
+
+
 def test_without_attention():
     model, ids = make_model("llama", attn_implementation="sdpa"), torch.arange(1, 8)[None]
     with torch.inference_mode(), capture(model, attention=False, dtype=torch.float32) as states:

@@ -45,6 +45,102 @@ def test_restores_every_kind_of_tensor():
                 t.fill_(1)
 
 
+def test_keeps_what_has_no_memory_to_look_at():
+    live = [torch.sparse_coo_tensor([[0, 2], [1, 0]], [3.0, 4.0], (3, 3)).coalesce(), torch.ones(2)]
+    copies = TensorCopies()
+    for _ in range(2):
+        copies.take(live)
+        with torch.no_grad():
+            live[0].values().zero_(), live[1].zero_()
+            copies.restore()
+        assert live[0].values().tolist() == [3, 4] and live[1].tolist() == [1, 1]
+
+
+def test_buffers_may_be_resized_and_replaced():
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 1)
+            self.register_buffer("seen", torch.zeros(0))
+            self.register_buffer("mean", torch.zeros(()))
+            self.fail = False
+
+        def forward(self, x):
+            self.seen.resize_(4).fill_(len(x))
+            self.mean = 0.5 * self.mean + 1
+            if self.fail:
+                self.fail = False
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return self.layer(x).mean()
+
+    model = Layer()
+    guard = OOMGuard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(3):
+        model.fail = step == 1
+        guard.step(4, lambda begin, end: model(torch.ones(end - begin, 2)))
+    assert len(guard.events) == 1 and model.mean == 1.75, "each step counted once"
+
+
+class OwnAverage(torch.optim.Optimizer):
+    """Replaces its state in each step, as optimizers of one's own may."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["m"] = 0.9 * state.get("m", torch.zeros_like(p)) + p.grad
+                    p.add_(state["m"], alpha=-group["lr"])
+
+
+def test_state_that_is_replaced_in_each_step_comes_back():
+    model = torch.nn.Linear(3, 2)
+    guard = OOMGuard(model, OwnAverage(model.parameters(), 0.1))
+    for _ in range(3):
+        guard.step(4, lambda begin, end: model(torch.ones(end - begin, 3)).square().mean())
+    before = bytes_of([*model.parameters(), *(s["m"] for s in guard.optimizer.state.values())])
+    model(torch.ones(1, 3)).sum().backward()
+    failed = 0
+    while True:
+        with FailAt(failed):
+            code = guard._optimizer_step()
+        if code == 0:
+            break
+        assert bytes_of([*model.parameters(), *(s["m"] for s in guard.optimizer.state.values())]) == before
+        failed += 1
+    assert failed >= 6
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}])
+def test_parameters_that_come_later_are_kept_too(options):
+    """As when a part of a model is unfrozen."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
+    optimizer = torch.optim.Adam(model[1].parameters(), lr=0.1, **options)
+    guard = OOMGuard(model, optimizer)
+
+    def loss_of(begin, end):
+        return model(torch.ones(end - begin, 3)).square().mean()
+
+    guard.step(4, loss_of)
+    optimizer.add_param_group({"params": model[0].parameters()})
+    guard.step(4, loss_of)
+    before = bytes_of(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    failed = 0
+    while True:
+        with FailAt(failed):
+            code = guard._optimizer_step()
+        if code == 0:
+            break
+        assert bytes_of(model.parameters()) == before
+        failed += 1
+    assert failed >= 1
+
+
 def test_lists_again_what_has_other_memory():
     a, b = torch.ones(4), torch.ones(4)
     copies = TensorCopies()

@@ -1,6 +1,7 @@
 """A store as a Lightning DataModule."""
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,15 @@ try:
     from lightning import LightningDataModule
 except ImportError:
     raise UsageError("tracestore.bridges.lightning needs Lightning: pip install tracestore[bridges]") from None
+
+
+class _TrainingLoader(TraceLoader):
+    """Whatever part of an epoch was taken (`limit_train_batches`), what comes next is another one."""
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._position > 0 and self._resume_at == 0 and not self._is_over:
+            self._next_epoch()
+        return super().__iter__()
 
 
 class TraceDataModule(LightningDataModule):
@@ -44,16 +54,17 @@ class TraceDataModule(LightningDataModule):
         self._source, self._options = store, options
         self.store: TraceStore | None = None
         self.split: dict[str, np.ndarray] = {}
+        self._training: TraceLoader | None = None
 
     def setup(self, stage: str | None = None) -> None:
         if self.store is None:
             self.store = self._source if isinstance(self._source, TraceStore) else open(self._source)
             self.split = make_split(self.store, self.store.targets(self.score_threshold), self.seed).indices
 
-    def _loader(self, part: str, shuffle: str) -> TraceLoader:
+    def _loader(self, part: str, shuffle: str, kind: type[TraceLoader] = TraceLoader) -> TraceLoader:
         self.setup()
         assert self.store is not None
-        return TraceLoader(
+        return kind(
             self.store,
             self.view,
             batch_size=self.batch_size,
@@ -65,7 +76,15 @@ class TraceDataModule(LightningDataModule):
         )
 
     def train_dataloader(self) -> TraceLoader:
-        return self._loader("train", "global")
+        # The same one where Lightning loads anew: it knows which epoch comes.
+        if self._training is None:
+            self._training = self._loader("train", "global", _TrainingLoader)
+            if self.trainer is not None:
+                # A checkpoint of the end of an epoch has no state of the loader that is given back;
+                # trainer.current_epoch still says the old epoch then.
+                progress: Any = self.trainer.fit_loop.epoch_progress.current
+                self._training.set_epoch(progress.processed)
+        return self._training
 
     def val_dataloader(self) -> TraceLoader:
         return self._loader("val", "none")

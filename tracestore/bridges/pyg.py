@@ -11,6 +11,13 @@ from tracestore.errors import UsageError
 from tracestore.store.reader import TraceStore
 
 
+class _Graph(Data):
+    """PyG adds the number of nodes so far to whatever has "index" in its name."""
+
+    def __inc__(self, key: str, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return 0 if key == "trace_index" else super().__inc__(key, value, *args, **kwargs)
+
+
 class TraceGraphs(Dataset):
     """Each layer of each trace as a graph, for code that wants PyG's own Dataset and DataLoader.
 
@@ -35,9 +42,9 @@ class TraceGraphs(Dataset):
             store, "graph", score_threshold=score_threshold, attention_threshold=attention_threshold
         )
         count = self._traces.store.num_layers
-        if layer is not None and not -count <= layer < count:
+        if layer is not None and count and not -count <= layer < count:
             raise UsageError(f"found layer {layer}, expected {-count} to {count - 1}")
-        self._layer = None if layer is None else layer % count
+        self._layer = None if layer is None else layer % max(1, count)
         self._targets = self._traces.store.targets(score_threshold)
 
     def len(self) -> int:
@@ -46,7 +53,7 @@ class TraceGraphs(Dataset):
     def get(self, idx: int) -> Data:
         store = self._traces.store
         trace, layer = divmod(idx, store.num_layers) if self._layer is None else (idx, self._layer)
-        graph = self._traces[trace][layer]
+        graph = _Graph.from_dict(self._traces[trace][layer].to_dict())
         graph.y = torch.tensor([self._targets[trace]], dtype=torch.float32)
         graph.score = torch.tensor([store.scores[trace]], dtype=torch.float32)
         graph.trace_index, graph.layer, graph.question_id = trace, layer, store.question_ids[trace]

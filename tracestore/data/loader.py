@@ -136,7 +136,7 @@ class TraceLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch; the one that a loaded state is in keeps its position."""
-        if epoch != self.epoch:
+        if epoch != self.epoch or self._is_over:
             self._resume_at = self._position = 0
         self.epoch, self._is_over = epoch, False
 
@@ -195,7 +195,8 @@ class TraceLoader:
             self._next_epoch()
         plan = self.epochs.plan(self.epoch)
         start, self._resume_at = self._resume_at, 0
-        self._position = start
+        # A state taken after the last batch: nothing is left of its epoch.
+        self._position, self._is_over = start, start >= len(plan)
         return self._iterate(plan, start, self.epoch)
 
     def _iterate(self, plan: EpochPlan, start: int, epoch: int) -> Iterator[Any]:

@@ -48,7 +48,8 @@ class Capture:
             raise UsageError(f"found {len(lengths)} lengths, expected {rows}, one a row of the batch")
         hidden = [torch.cat(parts, dim=1) for parts in zip(*self._hidden, strict=True)]
         attention = [_square(parts) for parts in zip(*self._attention, strict=True)]
-        tokens = torch.cat(self._tokens, dim=1) if self._tokens else None
+        # Not where some passes were given embeddings in their place.
+        tokens = torch.cat(self._tokens, dim=1) if len(self._tokens) == len(self._hidden) else None
         traces = []
         for row in range(rows):
             kept = self._kept(row)
@@ -84,8 +85,11 @@ class Capture:
         attention: Sequence[torch.Tensor] | None,
         tokens: torch.Tensor | None,
         mask: torch.Tensor | None,
+        cached: int | None,
     ) -> None:
+        """cached: tokens that the model's cache holds after the pass; None: it has none."""
         added = hidden[0].shape[1]
+        seen = added if cached is None else cached
         if self._with_attention:
             if not attention or any(a is None for a in attention):
                 raise UsageError(
@@ -93,13 +97,15 @@ class Capture:
                     "or capture(model, attention=False)"
                 )
             seen = attention[0].shape[-1]
-            if seen == added and self._hidden:
-                self.clear()  # the whole text anew, as generate() does without a cache
-            if seen != self.num_tokens + added:
-                raise UsageError(
-                    f"a pass of {added} tokens attends to {seen}, but {self.num_tokens} were recorded before: "
-                    "begin with the whole prompt, and take traces() before the next text"
-                )
+        if seen == added and self._hidden:
+            self.clear()  # the whole text anew, as generate() does without a cache
+        if seen != self.num_tokens + added:
+            raise UsageError(
+                f"a pass of {added} tokens goes on from {seen - added}, but {self.num_tokens} were recorded before: "
+                "begin with the whole prompt, and take traces() before the next text"
+            )
+        if self._with_attention:
+            assert attention is not None
             # To the CPU now: what a pass leaves behind would fill the device.
             self._attention.append([a.detach().to("cpu", self._dtype) for a in attention])
         if self._hidden and self._hidden[0][0].shape[0] != hidden[0].shape[0]:
@@ -139,17 +145,33 @@ def capture(model: nn.Module, *, attention: bool = True, dtype: torch.dtype = to
     on either side, as the attention mask says. Beam search changes rows between passes and is not
     for this. UsageError where a pass does not continue what was recorded.
     """
+    if dtype not in (torch.float16, torch.float32):
+        raise UsageError(f"found dtype {dtype}, expected torch.float16 or torch.float32: numpy has no other of both")
     states = Capture(dtype, attention)
     wanted = {"output_hidden_states": True, "return_dict": True} | ({"output_attentions": True} if attention else {})
 
+    asked: list[Mapping[str, Any]] = []  # by the caller of the pass that runs
+
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        asked[:] = [kwargs]
         return args, kwargs | wanted
 
-    def after(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+    def after(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
         if getattr(output, "hidden_states", None) is None:
             raise UsageError(f"{type(model).__name__} gives no hidden states: a Hugging Face model is wanted")
         tokens = args[0] if args else kwargs.get("input_ids")
-        states._add(output.hidden_states[1:], getattr(output, "attentions", None), tokens, kwargs.get("attention_mask"))
+        cache = getattr(output, "past_key_values", None)
+        cached = None if cache is None else int(cache.get_seq_length())
+        attentions = getattr(output, "attentions", None)
+        states._add(output.hidden_states[1:], attentions, tokens, kwargs.get("attention_mask"), cached)
+        # What the caller did not ask for goes out again.
+        unasked = {
+            name
+            for name in ("hidden_states", "attentions")
+            if not asked[0].get(f"output_{name}", getattr(model.config, f"output_{name}", False))
+        }
+        output = type(output)(**{name: value for name, value in output.items() if name not in unasked})
+        return output.to_tuple() if asked[0].get("return_dict") is False else output
 
     handles = [
         model.register_forward_pre_hook(before, with_kwargs=True),

@@ -90,4 +90,6 @@ class Catalogue:
                 texts.append("\n".join((trace.question_id, trace.question or "", trace.answer or "")).casefold())
         except TracestoreError as error:
             self._error = error
+        except Exception as error:  # said on the page, and not an empty result
+            self._error = TracestoreError(f"{self.store.path}: texts cannot be read: {type(error).__name__}: {error}")
         self._texts = texts

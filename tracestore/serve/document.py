@@ -1,9 +1,10 @@
 """The page: controls, and what they show.
 
-All that comes from the store is shown as text: PreText and Div with render_as_text make text
-nodes, tables escape their cells, glyphs paint.
+All that comes from a store or from results is shown as text: PreText and Div with render_as_text
+make text nodes, tables escape their cells (not their titles), glyphs paint.
 """
 
+import html
 from collections.abc import Callable
 from typing import Any
 
@@ -93,7 +94,7 @@ class Page:
         self._descending = Toggle(label="largest first", css_classes=["descending"], margin=(24, 5, 5, 5))
         self._earlier = Button(label="earlier", css_classes=["earlier"], margin=(24, 5, 5, 5))
         self._later = Button(label="later", css_classes=["later"], margin=(24, 5, 5, 5))
-        self._message = _text("message", 500)
+        self._message, self._problem = _text("message", 500), _text("problem", 1060)
         for control in (self._words, self._label, self._order):
             _on(control, "value", self._search)
         _on(self._descending, "active", self._search)
@@ -112,14 +113,14 @@ class Page:
             TableColumn(field="label", title="label", width=90, formatter=text),
         ]
         columns += [
-            TableColumn(field=f"model {k}", title=name, width=90, formatter=number)
+            TableColumn(field=f"model {k}", title=html.escape(name), width=90, formatter=number)
             for k, name in enumerate(catalogue.results.probabilities)
         ]
         # Sorting is the catalogue's: over all that was found, not the rows of one page.
         table = DataTable(source=self._rows, columns=columns, width=1060, height=260, index_position=None,
                           sortable=False, reorderable=False, css_classes=["table"])  # fmt: skip
         controls = row(self._words, self._label, self._order, self._descending, self._earlier, self._later)
-        self._search_panel = column(controls, self._message, table)
+        self._search_panel = column(controls, self._message, self._problem, table)
 
     def _search(self) -> None:
         self._found = self._guarded(
@@ -237,8 +238,9 @@ class Page:
     def _draw_graph(self) -> None:
         view = self._view
         attention = None if view is None else view.attention
+        is_causal = view is not None and view.trace.attention_layout == "causal"
         names = None if view is None else self._guarded(lambda: view.trace.tokens_decoded, None)
-        self._pairs.text = self._graph.show(attention, names, float(self._threshold.value))
+        self._pairs.text = self._graph.show(attention, names, float(self._threshold.value), is_causal=is_causal)
 
     # All traces
 
@@ -287,7 +289,10 @@ class Page:
         if len(indices) < 3:
             return np.zeros((0, 2)), 0.0
         states = np.stack(
-            [schema.as_float32(self._store[int(k)].last_token[layer], self._store.hidden_dtype) for k in indices]
+            [
+                schema.as_float32(Trace(self._store, int(k), private=True).last_token[layer], self._store.hidden_dtype)
+                for k in indices
+            ]
         )
         states = StandardScaler().fit_transform(np.nan_to_num(states, posinf=0, neginf=0))
         model = PCA(2, svd_solver="randomized", random_state=0)
@@ -302,10 +307,12 @@ class Page:
     def _guarded(self, work: Callable[[], Any], otherwise: Any) -> Any:
         """An error of the store is said on the page, which goes on."""
         try:
-            return work()
+            found = work()
         except TracestoreError as error:
-            self._message.text = printable(str(error))
+            self._problem.text = printable(str(error))
             return otherwise
+        self._problem.text = ""
+        return found
 
 
 def _on(model: Model, name: str, work: Callable[[], None]) -> None:

@@ -79,7 +79,9 @@ class _Guarded(BokehTornado):
     """Bokeh's application behind the door."""
 
     def __init__(self, applications: dict[str, Application], port: int, token: str) -> None:
-        self._hosts = {f"{name}:{port}" for name in (ADDRESS, "localhost")}
+        names = (ADDRESS, "localhost")
+        # Browsers leave out the port that http has anyway.
+        self._hosts = {f"{name}:{port}" for name in names} | (set(names) if port == 80 else set())
         # By port: browsers give a host's cookies to all of its ports.
         self._cookie, self._token = f"tracestore-{port}", token
         super().__init__(applications, extra_websocket_origins=sorted(self._hosts), use_index=False)

@@ -80,8 +80,8 @@ class AttentionGraph:
         self.plot.yaxis.visible = False
         self.plot.xgrid.visible = self.plot.ygrid.visible = False
 
-    def show(self, attention: np.ndarray | None, tokens: list[str] | None, threshold: float) -> str:
-        """attention (S, S) float32. -> a line that says how many pairs there are."""
+    def show(self, attention: np.ndarray | None, tokens: list[str] | None, threshold: float, *, is_causal: bool) -> str:
+        """attention (S, S) float32; is_causal: to itself and earlier tokens only. -> a line that says how many pairs there are."""
         size = 0 if attention is None else len(attention)
         self._x.update(start=-1, end=max(1, size), reset_start=-1, reset_end=max(1, size))
         self._y.update(start=-0.45 * max(1, size), end=0.75 * max(1, size))
@@ -104,8 +104,8 @@ class AttentionGraph:
         }  # fmt: skip
         self._loops.data = {"x": attending[~between], "size": 3 + 9 * shade[~between]}
         cut = f", the {MAX_PAIRS:,} strongest drawn" if len(values) > MAX_PAIRS else ""
-        pairs = size * (size + 1) // 2
-        return f"{len(values):,} of {pairs:,} pairs (itself and earlier tokens) above {threshold:g}{cut}"
+        pairs, kind = (size * (size + 1) // 2, " (itself and earlier tokens)") if is_causal else (size * size, "")
+        return f"{len(values):,} of {pairs:,} pairs{kind} above {threshold:g}{cut}"
 
 
 def projection(points: ColumnDataSource) -> figure:

@@ -12,6 +12,8 @@ import numpy as np
 from tracestore.errors import UsageError, printable
 from tracestore.store.reader import TraceStore
 
+# The logistic probe's column of predictions.csv; in results.json it stands beside the models.
+PROBE = "logistic_probe"
 # Columns of predictions.csv that are no detector.
 _KEYS = ("question_id", "sample", "trace_index", "part", "fold", "seed", "label")
 
@@ -35,10 +37,13 @@ class Results:
         results = cls()
         path = folder / "results.json"
         try:
-            models = json.loads(path.read_text(encoding="utf-8"))["models"]
+            document = json.loads(path.read_text(encoding="utf-8"))
+            models = dict(document["models"])
+            if document.get("probe"):
+                models[PROBE] = document["probe"]
             for name, entry in models.items():
                 results.test[name] = {k: v for k, v in entry["test"].items() if isinstance(v, int | float)}
-                # Stored as a logit; the probe's may be missing.
+                # Stored as a logit.
                 results.thresholds[name] = 1 / (1 + math.exp(-float(entry.get("threshold") or 0.0)))
                 if "history" in entry:
                     results.history[name] = {k: _floats(v) for k, v in entry["history"].items()}
@@ -53,7 +58,7 @@ class Results:
                     results._read_predictions(csv.DictReader(file, strict=True), store)
             except OSError as error:
                 raise UsageError(f"{path}: {error.strerror}") from None
-            except (ValueError, KeyError, TypeError, csv.Error) as error:
+            except (ValueError, KeyError, TypeError, OverflowError, csv.Error) as error:
                 raise UsageError(f"{path}: not what tools/train.py writes ({printable(str(error), 100)})") from None
         return results
 

@@ -4,15 +4,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tracestore._core.gather import Copies
 from tracestore.errors import UsageError
 from tracestore.store import schema
-from tracestore.store.places import LAST_TOKEN_ROW, SEQUENCE_SEGMENT
+from tracestore.store.places import sequence_sources
 
 if TYPE_CHECKING:
     from tracestore.store.reader import TraceStore
 
-# Traces whose rows are looked up at once: of a compressed store, decoded at once.
-_BLOCK = 1024
+# Traces whose last tokens are gathered at once.
+_BLOCK = 256
 
 
 def metadata(store: "TraceStore", *, texts: bool = False) -> dict[str, Any]:
@@ -38,35 +39,34 @@ def metadata(store: "TraceStore", *, texts: bool = False) -> dict[str, Any]:
 
 def features(store: "TraceStore", layer: int) -> np.ndarray:
     """See TraceStore.features."""
-    count = store.num_layers
-    if not -count <= layer < count:
-        raise UsageError(f"found layer {layer}, expected {-count} to {count - 1}")
-    layer %= max(1, count)
-    view = _one_view(store, layer)
-    if view is not None:
-        return view
     is_bits = store.hidden_dtype == "bfloat16"
     dtype = np.dtype("<f4") if is_bits else schema.DTYPE_NAMES[store.hidden_dtype]
     out = np.empty((len(store), store.hidden_dim), dtype)
+    if len(store) == 0:
+        return out
+    count = store.num_layers
+    if not -count <= layer < count:
+        raise UsageError(f"found layer {layer}, expected {-count} to {count - 1}")
+    layer %= count
+    view = _one_view(store, layer)
+    if view is not None:
+        return view
+    code = schema.dtype_code(store.hidden_dtype)
+    stored = np.empty((_BLOCK, count, store.hidden_dim), "<u2" if is_bits else dtype)
     for begin in range(0, len(store), _BLOCK):
         indices = np.arange(begin, min(len(store), begin + _BLOCK))
-        places = store._index.places(indices)
-        segments = places[:, SEQUENCE_SEGMENT]
-        for number in np.unique(segments):
-            chosen = np.flatnonzero(segments == number)
-            if number < 0:  # hidden states of all tokens are all there is
-                rows = np.stack([store[int(k)].last_token[layer] for k in indices[chosen]])
-            else:
-                at = places[chosen, LAST_TOKEN_ROW]
-                first = int(at.min())
-                rows = store._segment(int(number)).array("last_token").rows(first, int(at.max()) + 1)[at - first, layer]
-            out[indices[chosen]] = schema.as_float32(rows, "bfloat16") if is_bits else rows
+        # By the core, for which a file that is cut short meanwhile is an error and no signal.
+        job = Copies(sequence_sources(store, indices), code, code)
+        job.aim(stored)
+        job.run()
+        rows = stored[: len(indices), layer]
+        out[indices] = schema.as_float32(rows, "bfloat16") if is_bits else rows
     return out
 
 
 def _one_view(store: "TraceStore", layer: int) -> np.ndarray | None:
     """The rows where they lie, if they do so in one uncompressed array and in the store's order."""
-    if len(store) == 0 or store.codec != "none" or store.hidden_dtype == "bfloat16":
+    if store.codec != "none" or store.hidden_dtype == "bfloat16":
         return None
     segments, rows = store._index.column("sequence_segment"), store._index.column("last_token_row")
     if segments[0] < 0 or (segments != segments[0]).any() or (np.diff(rows) != 1).any():

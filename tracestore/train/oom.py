@@ -111,15 +111,23 @@ class OOMGuard:
         self.sizes = MicroBatches()
         self.events: list[dict[str, Any]] = []
         self.cleaner = CacheCleaner()
-        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._on_cpu = all(p.device.type == "cpu" for p in self._parameters)
         if not optimizer.state:
             create_optimizer_state(optimizer)
         self._before = StepSnapshot(model, scaler, metrics)
+        self._look_at_optimizer()
+
+    def _look_at_optimizer(self) -> None:
+        """What must be kept of it; again where it got another group of parameters."""
+        groups = self.optimizer.param_groups
+        self._num_groups = len(groups)
+        self._parameters = [p for group in groups for p in group["params"]]
+        self._on_cpu = all(p.device.type == "cpu" for p in self._parameters)
         # A rank whose own step went well must be able to undo it when another's failed.
         # With a scaler a counter may go up and down again.
-        few = self.ranks.world_size == 1 and scaler is None and writes_after_allocating(optimizer)
-        self._optimizer_before = StepCounters(optimizer) if few else OptimizerSnapshot(optimizer)
+        few = self.ranks.world_size == 1 and self.scaler is None and writes_after_allocating(self.optimizer)
+        self._optimizer_before: StepCounters | OptimizerSnapshot = (
+            StepCounters(self.optimizer) if few else OptimizerSnapshot(self.optimizer)
+        )
 
     @property
     def micro_batch(self) -> int | None:
@@ -160,6 +168,8 @@ class OOMGuard:
         enters a collective before all know that none has failed; if one has, all take the
         same smaller micro-batches. The result is then the rank's share: the mean loss of
         the whole batch is the sum over the ranks."""
+        if len(self.optimizer.param_groups) != self._num_groups:
+            self._look_at_optimizer()
         whole = size if whole is None else whole
         share = -(-whole // self.ranks.world_size)
         # At least one: a rank without items of its own takes part in what is agreed.

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from tracestore.train.tensor_copies import TensorCopies
+from tracestore.train.tensor_copies import TensorCopies, address
 
 
 def random_state() -> dict[str, Any]:
@@ -62,7 +62,8 @@ class StepSnapshot:
     def __init__(self, model: nn.Module, scaler: Any = None, metrics: Sequence[Any] = ()) -> None:
         self.scaler, self.metrics = scaler, list(metrics)
         self._modules = [m for m in model.modules() if m._buffers]
-        self._buffers = TensorCopies()
+        self._buffers = TensorCopies(by_core=False)
+        self._held: list[tuple[nn.Module, str, torch.Tensor]] = []
         self._metric_states: list[dict[str, Any]] = []
         self._scaler_state: dict[str, Any] = {}
 
@@ -70,7 +71,8 @@ class StepSnapshot:
         """`seed` sets the random states that the step begins with: then they are not copied,
         which takes a tenth of a millisecond."""
         if self._modules:
-            self._buffers.take([b for m in self._modules for b in m._buffers.values() if b is not None])
+            self._held = [(m, n, b) for m in self._modules for n, b in m._buffers.items() if b is not None]
+            self._buffers.take([b for _, _, b in self._held])
         if self.metrics:
             self._metric_states = [_metric_state(m) for m in self.metrics]
         if self.scaler is not None:
@@ -83,6 +85,8 @@ class StepSnapshot:
 
     def restore(self) -> None:
         self._reseed()
+        for module, name, buffer in self._held:  # also where forward put another in its place
+            module._buffers[name] = buffer
         self._buffers.restore()
         for metric, state in zip(self.metrics, self._metric_states, strict=True):
             # Copied again: the same snapshot may have to serve several attempts.
@@ -161,31 +165,32 @@ class OptimizerSnapshot:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._copies = TensorCopies()
-        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._live: list[torch.Tensor] = []
-        # What was listed: the state, held so that no other can be taken for it, its size, and
-        # where the weights are.
-        self._listed: tuple[Any, int, list[int]] = (None, 0, [])
+        # What was listed: the state, held so that no other can be taken for it, where the weights
+        # are, and which objects the state's values are.
+        self._listed: tuple[Any, list[int], list[int]] = (None, [], [])
+        self._states: dict[Any, dict[str, Any]] = {}
+        self._tensors: list[tuple[Any, str, torch.Tensor]] = []
         self.take()  # the memory is there before training
 
     def _list(self) -> None:
         """Lists the live tensors, and the parameters whose state has other values (counters,
-        None before the first step), again where loading, a step or `p.data = ...` has made others."""
+        None before the first step), again where loading, a step, a new group of parameters or
+        `p.data = ...` has made others."""
         state = self._optimizer.state
-        size, where = sum(map(len, state.values())), [p.data_ptr() for p in self._parameters]
-        if self._listed[0] is state and self._listed[1:] == (size, where) and not self._has_new_tensors():
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        where = [address(p) for p in parameters]
+        values = [id(v) for of in state.values() for v in of.values() if isinstance(v, torch.Tensor)]
+        if self._listed[0] is state and self._listed[1:] == (where, values):
             return
-        live: list[torch.Tensor] = []
-        for p in self._parameters:
-            live += [p.data, *(v for v in state.get(p, {}).values() if isinstance(v, torch.Tensor))]
-        self._live, self._listed = live, (state, size, where)
-        self._names = {p: set(values) for p, values in state.items()}
-        self._states = {p: plain for p, values in state.items() if (plain := _plain(values))}
-
-    def _has_new_tensors(self) -> bool:
-        """Whether a value that was none is a tensor now."""
-        state = self._optimizer.state
-        return any(isinstance(state[p][name], torch.Tensor) for p, plain in self._states.items() for name in plain)
+        # Held, so that their ids stay theirs.
+        self._tensors = [
+            (p, name, v) for p, of in state.items() for name, v in of.items() if isinstance(v, torch.Tensor)
+        ]
+        self._live = [*(p.data for p in parameters), *(v for _, _, v in self._tensors)]
+        self._listed = (state, where, values)
+        self._names = {p: set(of) for p, of in state.items()}
+        self._states = {p: plain for p, of in state.items() if (plain := _plain(of))}
 
     def take(self) -> None:
         self._list()
@@ -203,9 +208,11 @@ class OptimizerSnapshot:
             for name in set(state[p]) - self._names[p]:
                 del state[p][name]
             state[p].update(copy.deepcopy(self._states.get(p, {})))
+        for p, name, tensor in self._tensors:  # also where the step put another in its place
+            state[p][name] = tensor
         for group, values in zip(self._optimizer.param_groups, self._groups, strict=True):
             group.update(values)
-        self._listed = (None, 0, [])
+        self._listed = (None, [], [])
 
 
 _ATOMS = (int, float, bool, str, type(None))

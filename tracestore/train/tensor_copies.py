@@ -11,8 +11,15 @@ _RAW = schema.dtype_code("float16")
 
 
 def _has_bytes(tensor: torch.Tensor) -> bool:
-    """Whether the core can read the tensor: on the CPU, contiguous, whole elements of 2 bytes."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.nbytes % 2 == 0
+    """Whether the core can read the tensor: dense, on the CPU, contiguous, whole elements of 2 bytes."""
+    # Of torch's own classes: others may be wrappers that have no memory of their own.
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+    return is_plain and tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.nbytes % 2 == 0
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Where its memory is; 0 for one that has none of its own, a sparse one, say."""
+    return tensor.data_ptr() if _has_bytes(tensor) else 0
 
 
 class TensorCopies:
@@ -24,7 +31,10 @@ class TensorCopies:
     would not shorten it. Elsewhere torch copies.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_core: bool = True) -> None:
+        """by_core: the core keeps looking at the tensors' memory, which then cannot be resized in
+        place. False where they are few and small, and not the optimizer's."""
+        self._by_core = by_core
         self._asked: list[torch.Tensor] = []
         self._where: list[int] = []
         self._live: list[torch.Tensor] = []
@@ -44,14 +54,20 @@ class TensorCopies:
 
     def _is_listed(self, live: list[torch.Tensor]) -> bool:
         return len(live) == len(self._asked) and all(
-            a is b and a.data_ptr() == where for a, b, where in zip(live, self._asked, self._where, strict=True)
+            a is b and address(a) == where for a, b, where in zip(live, self._asked, self._where, strict=True)
         )
 
     def _list(self, live: list[torch.Tensor]) -> None:
         self._asked, self._job, self._num_in_job = [], None, 0
+        raw: list[torch.Tensor] = []
+        rest: list[torch.Tensor] = []
+        for t in live:
+            if self._by_core and _has_bytes(t):
+                raw.append(t.detach())
+            else:
+                rest.append(t)
         # The largest elements first: then each copy is aligned to its own.
-        raw = sorted((t.detach() for t in live if _has_bytes(t)), key=torch.Tensor.element_size, reverse=True)
-        rest = [t for t in live if not _has_bytes(t)]
+        raw.sort(key=torch.Tensor.element_size, reverse=True)
         # From numpy, which asks for huge pages: fewer of its pages are looked up than copied.
         flat = torch.from_numpy(np.empty(sum(t.nbytes for t in raw), np.uint8))
         pieces = flat.split([t.nbytes for t in raw])
@@ -62,7 +78,7 @@ class TensorCopies:
             self._job = Copies([t.reshape(-1).view(torch.uint8).numpy() for t in raw], _RAW, _RAW)
             self._job.aim(flat.numpy())
         self._num_in_job = len(raw)
-        self._asked, self._where = live, [t.data_ptr() for t in live]
+        self._asked, self._where = live, [address(t) for t in live]
 
     @torch.no_grad()
     def restore(self) -> None:
