@@ -41,6 +41,7 @@ WRONG = {
     "plan s.zarr --gnn-hiden 64": "did you mean --gnn-hidden?",
     "score s.zarr": "the following arguments are required: --scores",
     "report s.zarr --otput x.html": "the following arguments are required: --output",
+    "-- convert a b": "invalid choice: '--'",
     "view s.zarr": "the following arguments are required: INDEX_OR_ID",
 }
 

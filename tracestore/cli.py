@@ -322,10 +322,7 @@ def make_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"tracestore {tracestore.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
     # Here for help and completion; `main` hands its words to convert itself.
-    stub = commands.add_parser(
-        "convert", help="files of traces into a store", parents=[convert.make_parser()], add_help=False
-    )
-    stub.set_defaults(function=lambda args, output: stub.error("convert is the first word"))
+    commands.add_parser("convert", help="files of traces into a store", parents=[convert.make_parser()], add_help=False)
     info = commands.add_parser("info", help="what a store holds", epilog="Example: tracestore info store.zarr --json")
     info.set_defaults(function=_info)
     verify = commands.add_parser(

@@ -20,7 +20,7 @@ HOSTILE = (
     "$$\\href{javascript:window.hacked=3}{x}$$",
     "\u202etxt.exe @{window.hacked=4} {{7*7}}",
 )
-DETECTOR = "<b>gnn_det_lstm</b>"
+DETECTOR = "<b>gnn</b><img src=x onerror=window.hacked=5>"
 
 
 def make_store(path, attention="heads"):
@@ -44,18 +44,20 @@ def make_results(folder, store):
         "test": {"auroc": 0.75, "accuracy": 0.5},
         "history": {"train_loss": curve, "val_loss": curve, "val_auroc": [0.5, None, 0.7]},
     }
-    # As a logit: 0.95 is where the second one begins to say "hallucinated".
-    results = {"models": {"lstm_solo": entry, DETECTOR: entry | {"threshold": math.log(0.95 / 0.05)}}}
+    # As logits: 0.95 is where the second one begins to say "hallucinated", 0.25 where the probe does.
+    results = {
+        "models": {"lstm_solo": entry, DETECTOR: entry | {"threshold": math.log(0.95 / 0.05)}},
+        "probe": {"test": {"auroc": 0.8}, "threshold": math.log(0.25 / 0.75)},
+    }
     (folder / "results.json").write_text(json.dumps(results))
+    names = ["question_id", "sample", "trace_index", "part", "fold", "seed", "label"]
     with (folder / "predictions.csv").open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(
-            ["question_id", "sample", "trace_index", "part", "fold", "seed", "label", "lstm_solo", DETECTOR]
-        )
+        writer.writerow([*names, "lstm_solo", DETECTOR, "logistic_probe"])
         for k in range(4, 100):
-            writer.writerow([f"q{k}", 0, k, "test", "", 42, "", 0.8 if k % 3 == 0 else 0.2, 0.9])
-        writer.writerow(["q4", 0, 4, "test", "", 43, "", 0.4, 0.7])
-        writer.writerow(["gone", 0, 999, "test", "", 42, "", 0.4, 0.7])
+            writer.writerow([f"q{k}", 0, k, "test", "", 42, "", 0.8 if k % 3 == 0 else 0.2, 0.9, 0.3])
+        writer.writerow(["q4", 0, 4, "test", "", 43, "", 0.4, 0.7, 0.3])
+        writer.writerow(["gone", 0, 999, "test", "", 42, "", 0.4, 0.7, 0.3])
     return folder
 
 

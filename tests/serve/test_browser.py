@@ -83,7 +83,9 @@ def test_searching_filtering_and_turning(visit):
     page.locator(".words input").press("Enter")
     visit.says("message", "1 to 50 of 50 found")
     page.locator(".label select").select_option(f"missed by {DETECTOR}")
-    visit.says("message", "found, 450 traces")
+    # Hallucinated ones with a score among traces 4 to 99, which it calls right.
+    missed = len([k for k in range(4, 100) if k % 3 == 0 and k % 9 != 8])
+    visit.says("message", f"1 to {missed} of {missed} found")
     page.locator(".label select").select_option("any")
     page.locator(".order select").select_option("tokens")
     page.locator(".descending button").click()
@@ -123,10 +125,11 @@ def test_projection_predictions_and_training(visit):
     page.locator(".project button").click()
     visit.says("projection-note", f"{COUNT} of the {COUNT} traces found")
     page.get_by_text("Predictions", exact=True).click()
-    page.wait_for_function("document.title")
-    assert page.locator(".bk-Figure:visible").count() == 2
+    page.locator(".bk-Figure:visible").nth(2).wait_for()
+    assert page.locator(".bk-Figure:visible").count() == 3
     page.get_by_text("Training", exact=True).click()
     visit.says("test-figures", "lstm_solo: auroc 0.750")
+    page.locator(".bk-Figure:visible").nth(3).wait_for()
     assert page.locator(".bk-Figure:visible").count() == 4
 
 
@@ -140,6 +143,8 @@ def test_hostile_texts_stay_text(visit):
         visit.says("question", shown)
         visit.says("answer", shown)
         assert shown[:20] in row.inner_text()
+    assert page.locator(".slick-header").filter(has_text="<b>gnn</b><img").count() == 1
+    assert page.locator(".slick-header b").count() == 0
     assert page.locator("img[src=x]").count() == 0 and page.locator("a[href^=javascript]").count() == 0
     page.get_by_text("Training", exact=True).click()
     visit.says("test-figures", DETECTOR)

@@ -1,11 +1,13 @@
 """Finding traces: against the plain loop over all of them."""
 
+import shutil
+
 import numpy as np
 import pytest
 
 import tracestore
 from tests.serve.conftest import COUNT, DETECTOR
-from tracestore.errors import UsageError
+from tracestore.errors import StoreDamagedError, UsageError
 from tracestore.serve.catalogue import Catalogue
 from tracestore.serve.results import Results
 
@@ -65,7 +67,8 @@ def test_results_are_means_by_question(store, results_folder):
     assert results.probabilities["lstm_solo"][4] == pytest.approx(0.3)
     assert results.probabilities[DETECTOR][5] == pytest.approx(0.9)
     assert np.isnan(results.probabilities["lstm_solo"][[0, 100]]).all() and results.num_unknown == 1
-    assert results.thresholds == {"lstm_solo": 0.5, DETECTOR: pytest.approx(0.95)}
+    assert results.thresholds["lstm_solo"] == 0.5 and results.thresholds[DETECTOR] == pytest.approx(0.95)
+    assert results.thresholds["logistic_probe"] == pytest.approx(0.25) and "logistic_probe" in results.test
     assert np.isnan(results.history["lstm_solo"]["val_auroc"][1])
 
 
@@ -78,6 +81,7 @@ def test_results_are_means_by_question(store, results_folder):
         ("predictions.csv", "question_id,sample,m\nq4,x,1\n"),
         ("predictions.csv", "question_id,sample,m\nq4,0,high\n"),
         ("predictions.csv", "m\n1\n"),
+        ("predictions.csv", "question_id,sample,m\nq4,99999999999,1\n"),
     ],
 )
 def test_other_files_are_refused_in_one_line(store, results_folder, tmp_path, name, text):
@@ -89,3 +93,16 @@ def test_other_files_are_refused_in_one_line(store, results_folder, tmp_path, na
     assert "\n" not in str(raised.value)
     with pytest.raises(UsageError, match=r"results\.json"):
         Results.read(tmp_path / "nowhere", store)
+
+
+def test_texts_that_cannot_be_read_are_an_error_and_no_empty_result(served_store, tmp_path):
+    shutil.copytree(served_store, tmp_path / "s.zarr")
+    (text,) = (tmp_path / "s.zarr").glob("segments/*/question/c/0")
+    text.chmod(0o644)
+    text.write_bytes(b"")
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        catalogue = Catalogue(store)
+        for _ in range(2):
+            with pytest.raises(StoreDamagedError, match="question"):
+                catalogue.find("red")
+        assert len(catalogue.find()) == COUNT

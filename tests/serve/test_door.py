@@ -117,6 +117,7 @@ def test_two_servers_have_ports_and_tokens_of_their_own(served, served_store):
     [
         (("--port", "x"), "port"),
         (("--port", "70000"), "65535"),
+        (("--port", "00000070000"), "65535"),
         (("--results", "nowhere"), "results.json"),
         (("--prt", "1"), "did you mean --port?"),
     ],
