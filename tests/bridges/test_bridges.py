@@ -69,7 +69,9 @@ def test_features_train_scikit_learn(path):
     with tracestore.open(path) as store:
         known = ~np.isnan(store.targets())
         model = make_pipeline(StandardScaler(), LogisticRegression())
-        model.fit(store.features(-1)[known].astype("f4"), store.targets()[known])
+        features = store.features(-1)[known].astype("f4")
+        model.fit(features, store.targets()[known])
+        assert model.n_features_in_ == store.hidden_dim and model.predict_proba(features).shape == (21, 2)
 
 
 def test_pandas(path):
@@ -85,17 +87,26 @@ def test_pandas(path):
         assert set(means.index) == {"g0", "g1", "g2"}
 
 
+def observer(lightning):
+    """A model that keeps what it is shown."""
+
+    class Observer(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.seen = torch.nn.Linear(8, 1), []
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.01)
+
+    return Observer
+
+
 @pytest.mark.parametrize("view", ["sequence", "graph"])
 def test_lightning(path, tmp_path, view):
     lightning = pytest.importorskip("lightning")
     from tracestore.bridges.lightning import TraceDataModule
 
-    class Model(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(8, 1)
-            self.seen = []
-
+    class Model(observer(lightning)):
         def training_step(self, batch, _):
             self.seen += batch.question_id
             x = batch.sequences[:, -1] if view == "sequence" else batch.x
@@ -106,9 +117,6 @@ def test_lightning(path, tmp_path, view):
 
         def test_step(self, batch, _):
             self.seen += batch.question_id
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.01)
 
     module = TraceDataModule(path, view=view, batch_size=4)
     model = Model()
@@ -133,21 +141,13 @@ def test_lightning_goes_on_where_a_checkpoint_was_written(path, tmp_path, stop):
     lightning = pytest.importorskip("lightning")
     from tracestore.bridges.lightning import TraceDataModule
 
-    class Model(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(8, 1)
-            self.seen = []
-
+    class Model(observer(lightning)):
         def training_step(self, batch, _):
             self.seen.append(tuple(batch.question_id))
             return self.layer(batch.sequences[:, -1].float()).square().mean()
 
         def validation_step(self, batch, _):
             pass
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.01)
 
     def run(steps, checkpoint=None):
         model = Model()
@@ -169,20 +169,13 @@ def test_lightning_has_another_order_in_each_epoch(path, tmp_path, options, vali
     lightning = pytest.importorskip("lightning")
     from tracestore.bridges.lightning import TraceDataModule
 
-    class Model(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.seen = torch.nn.Linear(8, 1), []
-
+    class Model(observer(lightning)):
         def on_train_epoch_start(self):
             self.seen.append([])
 
         def training_step(self, batch, _):
             self.seen[-1].append(tuple(batch.question_id))
             return self.layer(batch.sequences[:, -1].float()).square().mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.01)
 
     if validates:
         Model.validation_step = lambda self, batch, _: None

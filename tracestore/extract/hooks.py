@@ -104,12 +104,13 @@ class Capture:
                 f"a pass of {added} tokens goes on from {seen - added}, but {self.num_tokens} were recorded before: "
                 "begin with the whole prompt, and take traces() before the next text"
             )
+        # Before anything is kept of the pass.
+        if self._hidden and self._hidden[0][0].shape[0] != hidden[0].shape[0]:
+            raise UsageError("the batch changed its size between two passes: take traces() before")
         if self._with_attention:
             assert attention is not None
             # To the CPU now: what a pass leaves behind would fill the device.
             self._attention.append([a.detach().to("cpu", self._dtype) for a in attention])
-        if self._hidden and self._hidden[0][0].shape[0] != hidden[0].shape[0]:
-            raise UsageError("the batch changed its size between two passes: take traces() before")
         self._hidden.append([h.detach().to("cpu", self._dtype) for h in hidden])
         if tokens is not None:
             self._tokens.append(tokens.detach().cpu())
