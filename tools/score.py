@@ -10,6 +10,7 @@ from typing import Any
 
 from tracestore.console import Output, Parser, Progress, format_size, leave, parse_size, positive, run
 from tracestore.errors import UsageError
+from tracestore.store.files import place_of
 from tracestore.store.fsio import translated_errors
 
 HEADER = ("question_id", "sample", "hallucination_score", "predicted")
@@ -25,7 +26,7 @@ def make_parser() -> Parser:
     )
     add = parser.add_argument
     add("--checkpoint", required=True, type=Path, metavar="BEST.PT", help="of a run of tools/train.py")
-    add("--store", required=True, type=Path)
+    add("--store", required=True, type=place_of)
     add("--output", type=Path, default=Path("scores.csv"), metavar="CSV", help="replaced when all is scored")
     add("--batch-size", type=positive, default=16)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -37,7 +38,7 @@ def make_parser() -> Parser:
 
 def command(args: argparse.Namespace) -> int:
     for path, what in ((args.checkpoint, "checkpoint"), (args.store, "store")):
-        if not path.exists():
+        if isinstance(path, Path) and not path.exists():
             raise UsageError(f"{path}: no such {what}")
     if not args.output.absolute().parent.is_dir():
         raise UsageError(f"--output {args.output}: no such folder")
@@ -47,7 +48,7 @@ def command(args: argparse.Namespace) -> int:
 
     from tracestore.data.batch import BatchFormat, GraphOptions
     from tracestore.data.epoch import mean_trace_bytes
-    from tracestore.store.reader import TraceStore
+    from tracestore.store.reader import open_store
     from tracestore.train.memory import RESERVE_BYTES, MemoryBudget, memory_use
     from tracestore.train.metrics import probability
     from tracestore.train.models import VIEWS
@@ -60,7 +61,7 @@ def command(args: argparse.Namespace) -> int:
     output, device = Output(args.json), pick_device(args.device)
     detector = load_detector(args.checkpoint)
     start = memory_use()
-    store = TraceStore(args.store)
+    store = open_store(args.store)
     detector.check(store)
     for difference in detector.differences(store):
         output.say(f"note: {difference}; scores may not carry over")

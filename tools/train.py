@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tracestore.console import Output, Parser, Progress, leave, number, parse_size, positive, run
 from tracestore.errors import RankLostError, UsageError
+from tracestore.store.files import place_of
 from tracestore.store.fsio import translated_errors
 from tracestore.train.flags import add_flags, model_sizes, step_options
 
@@ -55,7 +56,7 @@ class OldFlag(argparse.Action):
 def make_parser() -> Parser:
     parser = Parser(prog="train.py", description="Train detectors of hallucinated answers from a store.")
     add = parser.add_argument
-    add("--store", required=True, type=Path)
+    add("--store", required=True, type=place_of)
     add("--output-dir", type=Path, default=Path("results"))
     add_flags(parser)
     add("--epochs", type=positive, default=50)
@@ -105,7 +106,7 @@ def chosen_models(args: argparse.Namespace) -> list[str]:
         raise UsageError("every model is switched off")
     if args.seed + (args.seeds or 1) > 2**32:
         raise UsageError(f"found --seed {args.seed}, --seeds {args.seeds}; the last seed must be below 2^32")
-    if not args.store.exists():
+    if isinstance(args.store, Path) and not args.store.exists():
         raise UsageError(f"{args.store}: no such store")
     return names
 

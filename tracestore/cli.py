@@ -16,9 +16,9 @@ from tracestore.errors import UsageError
 from tracestore.export import FORMATS, SCORES_FILE, TRACES_PER_FILE, export_store
 from tracestore.ingest.scores import read_scores
 from tracestore.report import write_report
+from tracestore.store.files import folder_of
 from tracestore.store.fsio import translated_errors
 from tracestore.store.lint import lint_store
-from tracestore.store.manifest import generations
 from tracestore.store.merge import MergeReport, merge_stores, subset_store
 from tracestore.store.schema import CODECS
 from tracestore.store.selection import indices_of_ids, indices_of_segments, read_ids
@@ -101,8 +101,7 @@ def _lint(args: argparse.Namespace, output: Output) -> int:
 def _score(args: argparse.Namespace, output: Output) -> int:
     scores = read_scores(Path(args.scores), args.score_column)
     # Looked for first: a store that is not there is not made.
-    if not generations(Path(args.store)):
-        raise UsageError(f"{args.store}: no such store")
+    tracestore.open(args.store).close()
     with StoreWriter(args.store) as writer:
         columns = writer.read_columns()
         updates, unknown = {}, 0
@@ -160,7 +159,7 @@ def _traces_done(output: Output) -> tuple[Progress, Callable[[int, int], None]]:
 
 def _merge(args: argparse.Namespace, output: Output) -> int:
     progress, on_traces = _traces_done(output)
-    with translated_errors(Path(args.dst)):
+    with translated_errors(folder_of(args.dst)):
         report = merge_stores(args.stores, args.dst, codec=args.codec, overwrite=args.overwrite, progress=on_traces)
     progress.clear()
     return _copied(args, output, report)
@@ -178,7 +177,7 @@ def _subset(args: argparse.Namespace, output: Output) -> int:
         else:
             indices = indices_of_segments(store, args.segments)
     progress, on_traces = _traces_done(output)
-    with translated_errors(Path(args.dst)):
+    with translated_errors(folder_of(args.dst)):
         report = subset_store(
             args.store, args.dst, indices, codec=args.codec, overwrite=args.overwrite, progress=on_traces
         )

@@ -20,6 +20,7 @@ from tracestore.ingest.reading import CUT_SHORT, PackOptions, SourceStream, read
 from tracestore.ingest.scores import Scores, read_scores
 from tracestore.ingest.sources import find_scores, find_sources
 from tracestore.store import fsio, schema
+from tracestore.store.files import folder_of, place_of
 from tracestore.store.writer import StoreWriter
 
 # What becomes of a trace whose key is there with other content.
@@ -75,9 +76,10 @@ class Conversion:
     def __init__(self, args: argparse.Namespace, output: Output) -> None:
         self.args, self.output = args, output
         self._interrupted = False
-        self.store = Path(args.dst)
+        self.store = place_of(args.dst)
+        self.folder = folder_of(args.dst)
         sources = [Path(s) for s in args.src]
-        self.sources = find_sources(sources, self.store)
+        self.sources = find_sources(sources, self.folder)
         scores_path = Path(args.scores) if args.scores else find_scores(sources)
         self.scores: Scores | None = None
         if scores_path is not None:
@@ -138,7 +140,7 @@ class Conversion:
             raise KeyboardInterrupt
 
     def announce(self) -> None:
-        free = fsio.free_bytes(self.store)
+        free = fsio.free_bytes(self.folder)
         self.output.say(
             f"{len(self.sources):,} files, {format_size(self.total_bytes)} -> {self.store}: "
             f"at most about {format_size(self.total_bytes)} if the files are not gzipped, "
@@ -151,7 +153,7 @@ class Conversion:
             attention=options["attention"],
             keep_dtype=options["dtype"] == "keep",
             max_memory=self.args.memory_budget // (4 * max(4, self.args.workers)),
-            scratch=self.store,
+            scratch=writer.path,
             # With one worker it evens out the pace; with more it is how far the others come
             # while it is not their turn.
             max_waiting=self.args.memory_budget // (8 if self.args.workers == 1 else 2),
@@ -197,7 +199,7 @@ class Conversion:
             )
         writer.begin_source(name, size, digest)
         added = duplicates = nonfinite = 0
-        with fsio.translated_errors(self.store, lambda: writer.pending_bytes + size):
+        with fsio.translated_errors(writer.path, lambda: writer.pending_bytes + size):
             try:
                 for packed in stream:
                     score, group = math.nan, ""
@@ -330,8 +332,9 @@ def main(argv: list[str] | None = None, prog: str = "tracestore convert") -> int
             raise UsageError(f"--memory-budget is at least {format_size(MIN_MEMORY_BUDGET)}")
         output = Output(args.json)
         _reuse_freed_memory(args.memory_budget)
-        with fsio.translated_errors(Path(args.dst)):
-            summary = Conversion(args, output).run()
+        conversion = Conversion(args, output)
+        with fsio.translated_errors(conversion.folder):
+            summary = conversion.run()
         output.document(asdict(summary))
         return 0
 

@@ -85,6 +85,11 @@ class StorageError(TracestoreError):
     """The file system failed (EIO and the like); what was committed before stays readable."""
 
 
+class RemoteError(StorageError):
+    """The server of a remote store failed for longer than is waited for; what was committed before
+    stays."""
+
+
 class StoreLockedError(TracestoreError):
     """Another writer holds the store."""
 

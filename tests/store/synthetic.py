@@ -11,6 +11,7 @@ from tracestore._core.kernels import crc32c
 from tracestore.store import manifest as mf
 from tracestore.store.columns import Columns, write_columns
 from tracestore.store.container import pack_arrays
+from tracestore.store.files import LocalFiles
 from tracestore.store.index import StoreIndex
 from tracestore.store.ragged import encode_strings
 
@@ -21,7 +22,7 @@ def make_index_only_store(path: Path, num_traces: int, num_segments: int, num_pa
     with tracestore.create(path) as writer:
         writer.append(make_trace(0))
     old = mf.load_manifest(path, mf.generations(path)[0])
-    index = StoreIndex(path, old)
+    index = StoreIndex(LocalFiles(path), old)
     template = index.part_arrays(0)
     weights = 2.0 ** np.arange(num_parts)[::-1]
     cuts = np.concatenate([[0], np.cumsum(weights / weights.sum() * num_traces)]).astype(int)

@@ -16,7 +16,7 @@ from tracestore.data.epoch import EpochMaker, mean_trace_bytes, rank_and_world_s
 from tracestore.data.jobs import gather_batch
 from tracestore.data.memory import LeasedPiece, TorchPiece, as_tensor
 from tracestore.errors import UsageError
-from tracestore.store.reader import DEFAULT_CACHE_BYTES, TraceStore
+from tracestore.store.reader import DEFAULT_CACHE_BYTES, TraceStore, open_store
 from tracestore.store.trace import Trace
 
 StoreLike = TraceStore | str | os.PathLike[str]
@@ -27,7 +27,7 @@ def _open(
 ) -> TraceStore:
     """The store with a cache of its own: bounded in bytes, and in batches where that is given."""
     limit = DEFAULT_CACHE_BYTES if cache_bytes is None else cache_bytes
-    opened = store if isinstance(store, TraceStore) else TraceStore(store)
+    opened = store if isinstance(store, TraceStore) else open_store(store)
     form.check(opened)
     if max_cache_batches is not None:
         limit = min(limit, max_cache_batches * batch_size * mean_trace_bytes(opened, form))

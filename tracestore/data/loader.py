@@ -16,7 +16,7 @@ from tracestore.data.epoch import EpochMaker, EpochPlan, mean_trace_bytes, rank_
 from tracestore.data.jobs import BatchJob, gather_batch, make_job
 from tracestore.data.memory import Allocate, LeasedPiece, Piece, TorchPiece
 from tracestore.errors import MemoryBudgetError, UsageError
-from tracestore.store.reader import DEFAULT_CACHE_BYTES, TraceStore
+from tracestore.store.reader import DEFAULT_CACHE_BYTES, TraceStore, open_store
 
 STATE_VERSION = 2
 
@@ -71,7 +71,7 @@ class TraceLoader:
     ) -> None:
         if num_threads < 0:
             raise UsageError(f"found num_threads {num_threads}, expected at least 0")
-        self.store = store.again() if isinstance(store, TraceStore) else TraceStore(store)
+        self.store = store.again() if isinstance(store, TraceStore) else open_store(store)
         self.format = BatchFormat(view, GraphOptions(attention_threshold, top_k, edges), dtype)
         self.format.check(self.store)
         self.targets = self.store.targets(score_threshold)
@@ -234,9 +234,10 @@ class TraceLoader:
         else:
             announce = partial(self.store.announce, view=self.view)
             ahead = AheadByThreads(threads, in_flight, traces, self._bytes, self._gather, self._allocate, announce)
-        with ahead:
+        with self.store.coming(traces, start, total, self.view) as coming, ahead:
             submitted = planned = start
             for batch in range(start, total):
+                coming.at(batch)
                 while submitted < total and len(ahead) < self.max_in_flight and ahead.submit(submitted):
                     submitted += 1
                 planned = max(planned, submitted)

@@ -13,9 +13,10 @@ import numpy as np
 
 from tracestore.errors import StoreDamagedError
 from tracestore.store import fsio
-from tracestore.store.manifest import ColumnsRef
+from tracestore.store.files import StoreFiles
+from tracestore.store.manifest import ColumnsRef, columns_name
 from tracestore.store.ragged import concatenate_ragged, decode_string, encode_strings
-from tracestore.store.segment import ArrayWriter, all_sizes
+from tracestore.store.segment import ArrayWriter
 from tracestore.store.shard import ArrayReader, ChunkCache
 
 
@@ -69,15 +70,12 @@ def join_columns(parts: list[Columns]) -> Columns:
 _NAMES = ("scores", "labels", "groups", "groups_offsets")
 
 
-def read_columns(store: Path, ref: ColumnsRef) -> Columns:
-    """Reads one columns group; FileNotFoundError where it is gone."""
-    sizes = all_sizes(ref.files)
+def read_columns(files: StoreFiles, ref: ColumnsRef) -> Columns:
+    """Reads one columns group."""
+    entries = {f.path: f for f in ref.files}
     arrays = {}
     for name in _NAMES:
-        folder = store / ref.path / name
-        if not (folder / "zarr.json").exists():
-            raise FileNotFoundError(folder)
-        reader = ArrayReader(folder, f"{ref.path}/{name}", sizes.get(f"{ref.path}/{name}/c/0"), ChunkCache(0))
+        reader = ArrayReader(files, entries, f"{ref.path}/{name}", ChunkCache(0))
         # Copies: they are read by plain numpy for as long as the store is open.
         arrays[name] = reader.copy(0, reader.shape[0])
     columns = Columns(**arrays)
@@ -92,7 +90,7 @@ def read_columns(store: Path, ref: ColumnsRef) -> Columns:
 
 def write_columns(store: Path, generation: int, first_trace: int, columns: Columns) -> ColumnsRef:
     """Writes columns/<generation> whole or not at all."""
-    path = f"columns/{generation:010d}"
+    path = columns_name(generation)
     temporary = store / "columns" / f"{fsio.TEMPORARY_PREFIX}{generation:010d}"
     fsio.remove_tree(temporary)
     fsio.make_folders(temporary)

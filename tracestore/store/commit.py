@@ -12,11 +12,12 @@ from tracestore.store import fsio, schema
 from tracestore.store import manifest as mf
 from tracestore.store.columns import Columns, join_columns, read_columns, write_columns
 from tracestore.store.container import pack_arrays
+from tracestore.store.files import FileEntry, LocalFiles
 from tracestore.store.index import StoreIndex
 from tracestore.store.metadata import group_metadata
 from tracestore.store.pending import Pending
 from tracestore.store.ragged import encode_strings
-from tracestore.store.segment import FileEntry, segment_name
+from tracestore.store.segment import segment_name
 
 
 def root_metadata(attributes: schema.Attributes) -> bytes:
@@ -114,14 +115,14 @@ def _write_index(
         count = {k: count[k] + getattr(last, f"num_{k}s") for k in count}
         arrays = mf.merge_parts(index.part_arrays(len(parts)), arrays, first["trace"])
     data = pack_arrays(mf.with_key_table(arrays))
-    folder = store / "index" / f"{generation:010d}"
+    folder = store / mf.index_name(generation)
     fsio.remove_tree(folder)
     fsio.again(os.mkdir, folder)
     fsio.write_file(folder / "part", data)
     fsio.fsync_path(folder)
     fsio.fsync_path(folder.parent)
     ref = mf.PartRef(
-        f"index/{generation:010d}/part",
+        f"{mf.index_name(generation)}/part",
         len(data),
         crc32c(data),
         **{f"first_{k}": v for k, v in first.items()},
@@ -138,7 +139,7 @@ def _write_columns(store: Path, old: mf.Manifest, p: Pending) -> tuple[tuple[mf.
     while refs and (p.updates or refs[-1].num_traces <= sum(map(len, pieces))):
         last = refs.pop()
         first = last.first_trace
-        pieces.insert(0, read_columns(store, last))
+        pieces.insert(0, read_columns(LocalFiles(store), last))
     joined = join_columns(pieces)
     if p.updates:
         joined = joined.with_values(p.updates)

@@ -3,16 +3,14 @@
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from tracestore._core.index import KeyTable, PlaceTable, find_key
-from tracestore._core.mapping import MappedFile
 from tracestore.errors import StoreDamagedError
 from tracestore.store import manifest as mf
 from tracestore.store.container import MappedArrays
-from tracestore.store.segment import FileEntry
+from tracestore.store.files import FileEntry, StoreFiles
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ def part_files(part: MappedArrays, begin: int = 0, end: int | None = None) -> li
 class StoreIndex:
     """Maps the index parts of a manifest. Cheap: no Python object a trace."""
 
-    def __init__(self, store: Path, manifest: mf.Manifest) -> None:
+    def __init__(self, files: StoreFiles, manifest: mf.Manifest) -> None:
         self.manifest = manifest
         self._parts: list[MappedArrays] = []
         self._kept: dict[tuple[int, str], np.ndarray] = {}  # (part, name); -1: over all parts
@@ -75,7 +73,7 @@ class StoreIndex:
         self._first_source = [p.first_source for p in manifest.parts]
         for ref in manifest.parts:
             try:
-                mapped = MappedFile(store / ref.path, ref.size, ref.path)
+                mapped = files.map(FileEntry(ref.path, ref.size, ref.crc32c))
                 part = MappedArrays(mapped)
                 if any(part.length(name) != ref.num_traces for name in mf.TRACE_COLUMNS):
                     raise ValueError("another number of traces than the manifest says")
@@ -91,7 +89,7 @@ class StoreIndex:
             parts = [(first, p.views, p.mapped) for first, p in zip(self._first_trace, self._parts, strict=True)]
             self._places = PlaceTable(parts)
         except (ValueError, KeyError) as error:
-            raise StoreDamagedError(f"{store}: the index: {error}") from None
+            raise StoreDamagedError(f"generation {manifest.generation}: the index: {error}") from None
 
     def __len__(self) -> int:
         return self.manifest.num_traces

@@ -2,17 +2,17 @@
 
 import math
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import numpy as np
 
 from tracestore.errors import InputRefusedError
 from tracestore.store import manifest as mf
+from tracestore.store.files import StoreFiles
 from tracestore.store.index import StoreIndex
 from tracestore.store.pack import PackedTrace
 from tracestore.store.pending import NAN, Pending, PendingRow
 from tracestore.store.record import TraceRecord
-from tracestore.store.segment import SegmentReader, all_sizes
+from tracestore.store.segment import SegmentReader
 from tracestore.store.shard import ChunkCache
 from tracestore.store.texts import Texts, differing_field, packed_texts, stored_texts
 
@@ -27,17 +27,17 @@ class Keys:
 
     def __init__(
         self,
-        store: Path,
+        files: StoreFiles,
         index: StoreIndex,
         pending: Pending,
         on_duplicate: str,
         labels: Callable[[], np.ndarray],
     ) -> None:
-        self._store, self.index, self.pending = store, index, pending
+        self._files, self.index, self.pending = files, index, pending
         self._on_duplicate, self._labels = on_duplicate, labels
         self.num_conflicts = 0
         self.undo: list[Callable[[], None]] = []
-        self._sizes: dict[str, int] | None = None  # of the committed segments' files, once they are asked for
+        self._committed: dict[int, SegmentReader] = {}  # those that were looked into
 
     def new_places(self, trace: PackedTrace) -> set[int]:
         """Which of the two places the trace brings that its key does not have yet."""
@@ -86,9 +86,10 @@ class Keys:
         for segment in self.pending.segments:
             if segment.number == number:
                 return packed_texts(segment.packed(row))
-        if self._sizes is None:
-            self._sizes = all_sizes(list(self.index.files()))
-        return stored_texts(SegmentReader(self._store, number, self._sizes, ChunkCache(0)), row)
+        if number not in self._committed:
+            entries = {f.path: f for f in self.index.segment_files(number)}
+            self._committed[number] = SegmentReader(self._files, number, entries, ChunkCache(0))
+        return stored_texts(self._committed[number], row)
 
     def add_places(
         self, record: TraceRecord, places: dict[str, int], wanted: set[int], score: float, label: float, group: str

@@ -13,7 +13,7 @@ import numpy as np
 from tracestore._core import kernels
 from tracestore.errors import StoreDamagedError
 from tracestore.store import schema
-from tracestore.store.reader import TraceStore
+from tracestore.store.reader import TraceStore, open_store
 from tracestore.store.trace import PackedEdges, Trace
 
 # A kind of finding that many traces have is listed so often, and counted.
@@ -222,7 +222,7 @@ def lint_store(
 ) -> LintReport:
     """Looks at every value of every trace. UsageError where there is no store,
     StoreDamagedError where a file of it is damaged."""
-    with TraceStore(path) as store:
+    with open_store(path) as store:
         linter = _Linter(store)
         for index in range(len(store)):
             try:

@@ -17,8 +17,8 @@ from tracestore._core.index import KeyTable
 from tracestore._core.kernels import crc32c
 from tracestore.errors import StoreDamagedError
 from tracestore.store import schema
+from tracestore.store.files import FileEntry
 from tracestore.store.ragged import concatenate_ragged, encode_strings
-from tracestore.store.segment import FileEntry
 
 _GENERATION = re.compile(r"\d{10}")
 
@@ -151,13 +151,35 @@ class Manifest:
         )
 
 
+def manifest_name(generation: int) -> str:
+    return f"manifest/{generation:010d}"
+
+
+def index_name(generation: int) -> str:
+    """The folder of what a generation's commit writes of the index."""
+    return f"index/{generation:010d}"
+
+
+def columns_name(generation: int) -> str:
+    return f"columns/{generation:010d}"
+
+
+def copy_name(generation: int) -> str:
+    """A second copy of the manifest, for repair; it commits nothing."""
+    return f"{index_name(generation)}/manifest"
+
+
 def manifest_path(store: Path, generation: int) -> Path:
-    return store / "manifest" / f"{generation:010d}"
+    return store / manifest_name(generation)
 
 
 def copy_path(store: Path, generation: int) -> Path:
-    """A second copy of the manifest, for repair; it commits nothing."""
-    return store / "index" / f"{generation:010d}" / "manifest"
+    return store / copy_name(generation)
+
+
+def is_generation(name: str) -> bool:
+    """Whether a file in manifest/ is one of a generation."""
+    return _GENERATION.fullmatch(name) is not None
 
 
 def generations(store: Path) -> list[int]:
@@ -166,7 +188,7 @@ def generations(store: Path) -> list[int]:
         names = [p.name for p in (store / "manifest").iterdir()]
     except FileNotFoundError:
         return []
-    return sorted((int(n) for n in names if _GENERATION.fullmatch(n)), reverse=True)
+    return sorted((int(n) for n in names if is_generation(n)), reverse=True)
 
 
 def load_manifest(store: Path, generation: int) -> Manifest:
@@ -176,7 +198,7 @@ def load_manifest(store: Path, generation: int) -> Manifest:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise StoreDamagedError(f"manifest/{generation:010d}: {error.strerror}") from None
+        raise StoreDamagedError(f"{manifest_name(generation)}: {error.strerror}") from None
     return parse_manifest(data, generation)
 
 
@@ -187,7 +209,7 @@ def parse_manifest(data: bytes, generation: int) -> Manifest:
         if manifest.generation != generation:
             raise ValueError(f"says it is generation {manifest.generation}")
     except (ValueError, KeyError, TypeError) as error:
-        raise StoreDamagedError(f"manifest/{generation:010d}: {error}") from None
+        raise StoreDamagedError(f"{manifest_name(generation)}: {error}") from None
     return manifest
 
 

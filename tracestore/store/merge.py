@@ -10,8 +10,9 @@ import numpy as np
 
 from tracestore.errors import InputRefusedError, UsageError
 from tracestore.store import schema
+from tracestore.store.files import Address, place_of
 from tracestore.store.pack import PackedTrace
-from tracestore.store.reader import TraceStore
+from tracestore.store.reader import TraceStore, open_store
 from tracestore.store.record import TraceRecord
 from tracestore.store.segment import SegmentReader
 from tracestore.store.selection import by_source
@@ -112,7 +113,7 @@ def merge_stores(
     already with the same content is a duplicate and gives its score where none was;
     other content under one key is an InputRefusedError. Run again, it continues.
     `progress` gets the traces done and in all."""
-    opened = [TraceStore(s) for s in sources]
+    opened = [open_store(s) for s in sources]
     if not opened:
         raise UsageError("found no store to merge")
     chosen = [np.arange(len(store)) for store in opened]
@@ -131,7 +132,7 @@ def subset_store(
     """The traces `indices` (int64) of the store `source`, in the order that they have there, with
     their scores and what is known of their sources, in the store `destination`; otherwise as
     merge_stores. IndexError where there is no such trace, UsageError where none is chosen."""
-    store = TraceStore(source)
+    store = open_store(source)
     indices = np.unique(np.asarray(indices, np.int64))
     if len(indices) == 0:
         raise UsageError(f"{store.path}: no trace is chosen")
@@ -152,7 +153,7 @@ def _copy(
     """The `chosen` traces of each store, source by source."""
     report = MergeReport()
     for store in opened:
-        if Path(destination).exists() and os.path.samefile(store.path, destination):
+        if _is_same(store.path, place_of(destination)):
             raise UsageError(f"{store.path}: is a source and the destination")
     options = opened[0]._attributes.options
     for store in opened:
@@ -180,6 +181,12 @@ def _copy(
         for store, wanted in zip(opened, chosen, strict=True):
             _fill_scores(writer, store, wanted, report)
     return report
+
+
+def _is_same(one: Path | Address, other: Path | Address) -> bool:
+    if isinstance(one, Path) and isinstance(other, Path):
+        return other.exists() and os.path.samefile(one, other)
+    return str(one).rstrip("/") == str(other).rstrip("/")
 
 
 def _merge_source(

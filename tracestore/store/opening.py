@@ -4,15 +4,23 @@ import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from tracestore.errors import StoreDamagedError, TracestoreWarning, UsageError
 from tracestore.store import manifest as mf
 from tracestore.store.columns import Columns, join_columns, read_columns
+from tracestore.store.files import LocalFiles
 from tracestore.store.fsio import Pin
 from tracestore.store.index import StoreIndex
 
 # How often a reader looks again where writers remove what it is about to open.
 ATTEMPTS = 100
+
+
+class Holds(Protocol):
+    """What keeps a generation from being removed."""
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -22,7 +30,7 @@ class Generation:
     manifest: mf.Manifest
     index: StoreIndex
     columns: Columns
-    pin: Pin
+    pin: Holds
 
 
 def pause(attempt: int) -> None:
@@ -37,14 +45,14 @@ def open_generation(store: Path, number: int) -> Generation:
     try:
         manifest = mf.parse_manifest(pin.read(), number)
         try:
-            index = StoreIndex(store, manifest)
-            columns = join_columns([read_columns(store, ref) for ref in manifest.columns])
+            index = StoreIndex(LocalFiles(store), manifest)
+            columns = join_columns([read_columns(LocalFiles(store), ref) for ref in manifest.columns])
         except FileNotFoundError as error:
             # What a pinned generation names is not removed.
             raise StoreDamagedError(f"{error.filename or error}: missing") from None
     except OSError as error:
         pin.close()
-        raise StoreDamagedError(f"manifest/{number:010d}: {error.strerror}") from None
+        raise StoreDamagedError(f"{mf.manifest_name(number)}: {error.strerror}") from None
     except BaseException:
         pin.close()
         raise

@@ -5,14 +5,15 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Self, overload
 
 import numpy as np
 
 from tracestore.errors import MissingFieldError, StoreDamagedError, UsageError
 from tracestore.store import schema, table
+from tracestore.store.files import Address, LocalFiles, StoreFiles, place_of
 from tracestore.store.index import StoreIndex
-from tracestore.store.opening import open_newest
+from tracestore.store.opening import Generation, open_newest
 from tracestore.store.places import ATTENTION_START, GRAPH_SEGMENT, LAYOUT, NUM_TOKENS, chunk_keys
 from tracestore.store.segment import SegmentReader
 from tracestore.store.shard import ChunkCache
@@ -55,6 +56,19 @@ class QuestionIds(Sequence[str]):
         return f"<{len(self)} question ids>"
 
 
+class Coming:
+    """What is told of a pass over a store as it goes; of a local one nobody wants to know."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def at(self, batch: int) -> None:
+        """This batch is looked up next; those before it were."""
+
+
 class TraceStore:
     """A store opened for reading: one generation, pinned until close().
 
@@ -65,15 +79,18 @@ class TraceStore:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, cache_bytes: int = DEFAULT_CACHE_BYTES) -> None:
-        self._open(Path(path), cache_bytes, None)
+        self._open(path, cache_bytes, None)
 
-    def _open(self, path: Path, cache_bytes: int, generation: int | None) -> None:
-        self.path = path
-        if not self.path.exists():
-            raise UsageError(f"{self.path}: no such store")
-        if not self.path.is_dir():
-            raise UsageError(f"{self.path}: not a store")
-        found = open_newest(self.path, generation)
+    def _open(self, path: str | os.PathLike[str], cache_bytes: int, generation: int | None) -> None:
+        folder = Path(path)
+        if not folder.exists():
+            raise UsageError(f"{folder}: no such store")
+        if not folder.is_dir():
+            raise UsageError(f"{folder}: not a store")
+        self._hold(folder, open_newest(folder, generation), LocalFiles(folder), cache_bytes)
+
+    def _hold(self, path: Path | Address, found: Generation, files: StoreFiles, cache_bytes: int) -> None:
+        self.path, self._files = path, files
         self._manifest, self._index = found.manifest, found.index
         self._columns, self._pin = found.columns, found.pin
         self._attributes = self._manifest.attributes
@@ -247,8 +264,8 @@ class TraceStore:
                 raise StoreDamagedError(
                     f"{self.path}: the index names segment {number} of {self._manifest.num_segments}"
                 )
-            sizes = {f.path: f.size for f in self._index.segment_files(number)}
-            segment = self._segments[number] = SegmentReader(self.path, number, sizes, self._cache)
+            entries = {f.path: f for f in self._index.segment_files(number)}
+            segment = self._segments[number] = SegmentReader(self._files, number, entries, self._cache)
         return segment
 
     def announce(self, indices: np.ndarray, view: str) -> Callable[[], None]:
@@ -257,6 +274,11 @@ class TraceStore:
         keys = chunk_keys(self, indices, view)
         self._cache.announce(keys)
         return partial(self._cache.done, keys)
+
+    def coming(self, traces: Callable[[int], np.ndarray], start: int, total: int, view: str) -> Coming:
+        """For a pass over batches start .. total - 1, of which `traces` gives the indices: enter it
+        before, tell it of each batch. Where files come from far, they are fetched ahead."""
+        return Coming()
 
     def limit_cache(self, max_bytes: int) -> None:
         """Keeps at most max_bytes of decoded chunks from now on (one chunk at least)."""
@@ -310,18 +332,31 @@ class TraceStore:
         }
 
 
+def _kind_of(path: str | os.PathLike[str]) -> type[TraceStore]:
+    if isinstance(place_of(path), Path):
+        return TraceStore
+    # Imported here: most stores are local, and what fetches others is an extra.
+    from tracestore.store.remote.reader import RemoteStore
+
+    return RemoteStore
+
+
 def _reopen(path: str, cache_bytes: int, generation: int, num_traces: int) -> TraceStore:
-    store = TraceStore.__new__(TraceStore)
-    store._open(Path(path), cache_bytes, generation)
+    kind = _kind_of(path)
+    store = kind.__new__(kind)
+    store._open(path, cache_bytes, generation)
     if store.generation != generation and len(store) < num_traces:
         raise StoreDamagedError(f"{path}: generation {generation} is gone")
     return store
 
 
 def open_store(path: str | os.PathLike[str], *, cache_bytes: int = DEFAULT_CACHE_BYTES) -> TraceStore:
-    """Opens a store for reading (tracestore.open).
+    """Opens a store for reading (tracestore.open): a folder, or an address that begins with
+    s3://, gs://, http:// or https://, whose files are kept on this machine's disk as they are used
+    (docs/remote.md; extra [remote]).
 
     cache_bytes bounds the decoded chunks of compressed stores. UsageError where
-    there is no store, StoreDamagedError where no generation reads back whole.
+    there is no store, StoreDamagedError where no generation reads back whole, RemoteError where a
+    server fails for long.
     """
-    return TraceStore(path, cache_bytes=cache_bytes)
+    return _kind_of(path)(path, cache_bytes=cache_bytes)

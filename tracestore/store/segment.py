@@ -1,8 +1,7 @@
 """One segment: an immutable Zarr group of arrays, written once, then mapped."""
 
 import json
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 from tracestore._core.kernels import crc32c
 from tracestore.errors import StoreDamagedError
 from tracestore.store import schema
+from tracestore.store.files import FileEntry, StoreFiles
 from tracestore.store.fsio import fsync_path, make_folders, remove_tree, write_file
 from tracestore.store.metadata import array_metadata, group_metadata
 from tracestore.store.pack import PackedTrace
@@ -21,15 +21,6 @@ from tracestore.store.shard import ArrayReader, ChunkCache, ShardStream
 
 def segment_name(number: int) -> str:
     return f"{number:08d}"
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    """A file as the manifest names it: path in the store, size and crc32c of all its bytes."""
-
-    path: str
-    size: int
-    crc32c: int
 
 
 @dataclass(frozen=True)
@@ -244,33 +235,25 @@ class SegmentWriter:
 class SegmentReader:
     """Lazily opened arrays of a committed segment."""
 
-    def __init__(self, store: Path, number: int, sizes: dict[str, int], cache: ChunkCache) -> None:
+    def __init__(self, files: StoreFiles, number: int, entries: Mapping[str, FileEntry], cache: ChunkCache) -> None:
         self.name = f"segments/{segment_name(number)}"
-        self._folder = store / self.name
-        self._sizes, self._cache = sizes, cache
+        self._files, self._entries, self._cache = files, entries, cache
         self._arrays: dict[str, ArrayReader] = {}
 
     def array(self, name: str) -> ArrayReader:
         """The array; StoreDamagedError where its files are not what was committed."""
         reader = self._arrays.get(name)
         if reader is None:
-            folder = self._folder / name
             where = f"{self.name}/{name}"
-            expected_meta = self._sizes.get(f"{where}/zarr.json")
-            try:
-                found = os.stat(folder / "zarr.json").st_size
-            except OSError as error:
-                raise StoreDamagedError(f"{where}/zarr.json: {error.strerror}") from None
-            if expected_meta is None or found != expected_meta:
-                raise StoreDamagedError(f"{where}/zarr.json: {found} bytes where {expected_meta} were committed")
-            shard = self._sizes.get(
-                f"{where}/c/0", self._sizes.get(f"{where}/c/0/0", self._sizes.get(f"{where}/c/0/0/0"))
-            )
-            reader = self._arrays[name] = ArrayReader(folder, where, shard, self._cache)
+            reader = self._arrays[name] = ArrayReader(self._files, self._entries, where, self._cache)
         return reader
 
+    def forget(self, name: str) -> None:
+        """Lets go of an array's maps; it is opened anew when it is asked for."""
+        self._arrays.pop(name, None)
+
     def has(self, name: str) -> bool:
-        return f"{self.name}/{name}/zarr.json" in self._sizes
+        return f"{self.name}/{name}/zarr.json" in self._entries
 
     def scalar(self, name: str, row: int) -> int:
         return int(self.array(name).copy(row, row + 1)[0])
@@ -334,7 +317,3 @@ class SegmentReader:
         # A trace's edges must lie together; only those of compressed chunks do not.
         index, weight = (found if len(found) == 1 else [np.concatenate(found)] for found in (index, weight))
         return ptr - begin, index[0], weight[0]
-
-
-def all_sizes(files: Sequence[FileEntry]) -> dict[str, int]:
-    return {f.path: f.size for f in files}

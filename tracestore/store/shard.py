@@ -9,7 +9,7 @@ import os
 import struct
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from tracestore._core.gather import Slab
 from tracestore._core.kernels import crc32c, crc32c_combine
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import StoreDamagedError
+from tracestore.store.files import FileEntry, StoreFiles
 from tracestore.store.fsio import again, make_folders, naming, write_pieces
 
 _BUFFER_BYTES = 1 << 20
@@ -165,7 +166,7 @@ class ShardStream:
         return self._written, self._crc
 
 
-ChunkKey = tuple[Path, int]
+ChunkKey = tuple[str, int]  # the array's name in the store, the number of the inner chunk
 
 
 class ChunkCache:
@@ -230,19 +231,25 @@ class ChunkCache:
             self._trim()
 
 
+def _entry(entries: Mapping[str, FileEntry], path: str) -> FileEntry:
+    if path not in entries:
+        raise StoreDamagedError(f"{path}: not among the files that were committed")
+    return entries[path]
+
+
 class ArrayReader:
     """Rows of one array. Uncompressed: read-only views of the map, which stays
     alive with them; reading one ends the process where the file was cut short after it
     was opened. Compressed: a copy, assembled from decoded inner chunks.
 
     The file's size, the shard's index and the metadata are checked when the array
-    is first opened; `name` is the path in the store that errors give.
+    is first opened; `name` is its path in the store, `entries` the committed files.
     """
 
-    def __init__(self, folder: Path, name: str, expected_size: int | None, cache: ChunkCache) -> None:
+    def __init__(self, files: StoreFiles, entries: Mapping[str, FileEntry], name: str, cache: ChunkCache) -> None:
         self.name = name
         try:
-            meta = json.loads((folder / "zarr.json").read_bytes())
+            meta = json.loads(files.read(_entry(entries, f"{name}/zarr.json")))
             self.shape: tuple[int, ...] = tuple(int(n) for n in meta["shape"])
             sharding = meta["codecs"][0]["configuration"]
             self.chunk_rows = int(sharding["chunk_shape"][0])
@@ -256,9 +263,9 @@ class ArrayReader:
                     "blosc-" + next(c for c in sharding["codecs"] if c["name"] == "blosc")["configuration"]["cname"]
                 )
         except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-            raise StoreDamagedError(f"{name}/zarr.json: {error}") from None
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise StoreDamagedError(f"{name}/zarr.json: {reason}") from None
         self.row_items = int(np.prod(self.shape[1:], dtype=np.int64))
-        self._path = folder / "c" / "/".join("0" * len(self.shape))
         self._cache = cache
         self._offsets: np.ndarray | None = None
         self._mapped: MappedFile | None = None
@@ -269,8 +276,7 @@ class ArrayReader:
         file_name = f"{name}/c/" + "/".join("0" * len(self.shape))
         num_chunks = -(-self.shape[0] // self.chunk_rows)
         try:
-            mapped = MappedFile(self._path, -1 if expected_size is None else expected_size, file_name)
-            self._mapped = mapped
+            mapped = self._mapped = files.map(_entry(entries, file_name))
             if self._codec is None:
                 mapped.check_shard(num_chunks, self.chunk_rows * self.row_items * self.dtype.itemsize)
                 self._flat = np.frombuffer(memoryview(mapped), self.dtype, self.shape[0] * self.row_items)
@@ -317,7 +323,7 @@ class ArrayReader:
             return [self._flat[begin * items : end * items]]
         found = []
         for chunk in range(begin // self.chunk_rows, -(-end // self.chunk_rows)):
-            data = self._cache.get((self._path, chunk), lambda c=chunk: self._decode(c))  # type: ignore[misc]
+            data = self._cache.get((self.name, chunk), lambda c=chunk: self._decode(c))  # type: ignore[misc]
             first = chunk * self.chunk_rows
             lo, hi = max(begin, first), min(end, first + self.chunk_rows)
             found.append(data[(lo - first) * items : (hi - first) * items])
@@ -327,7 +333,7 @@ class ArrayReader:
         """The inner chunks of rows begin .. end as the cache knows them; none if uncompressed."""
         if self._offsets is None or end <= begin:
             return []
-        return [(self._path, k) for k in range(begin // self.chunk_rows, -(-end // self.chunk_rows))]
+        return [(self.name, k) for k in range(begin // self.chunk_rows, -(-end // self.chunk_rows))]
 
     def sources(self, begin: int, end: int) -> list[Any]:
         """The same as sources of a gather: a Span, or flat uint8 arrays."""

@@ -17,9 +17,9 @@ from tracestore.store import manifest as mf
 from tracestore.store.columns import read_columns
 from tracestore.store.commit import root_metadata
 from tracestore.store.container import MappedArrays
+from tracestore.store.files import FileEntry, LocalFiles
 from tracestore.store.index import StoreIndex, part_files
 from tracestore.store.opening import ATTEMPTS, open_generation, pause
-from tracestore.store.segment import FileEntry
 
 # Files are read in reads of this size, and shared out to threads in pieces of that.
 _READ_BYTES = 1 << 20
@@ -151,9 +151,9 @@ def verify_store(
                 good.append(mf.parse_manifest(pin.read(), number))
                 report.num_files += 1
             except OSError as error:
-                report.damaged[f"manifest/{number:010d}"] = error.strerror or str(error)
+                report.damaged[mf.manifest_name(number)] = error.strerror or str(error)
             except StoreDamagedError as error:
-                report.damaged[f"manifest/{number:010d}"] = str(error).split(": ", 1)[-1]
+                report.damaged[mf.manifest_name(number)] = str(error).split(": ", 1)[-1]
         report.generation = good[0].generation if good else None
         parts = {p.path: FileEntry(p.path, p.size, p.crc32c) for m in good for p in m.parts}
         checker.check(parts.values())
@@ -171,9 +171,9 @@ def verify_store(
         for manifest in good:
             if not any(p.path in report.damaged for p in manifest.parts):
                 try:
-                    StoreIndex(path, manifest)
+                    StoreIndex(LocalFiles(path), manifest)
                 except (OSError, StoreDamagedError) as error:
-                    report.damaged[f"manifest/{manifest.generation:010d}"] = str(error)
+                    report.damaged[mf.manifest_name(manifest.generation)] = str(error)
         _check_root(path, good, report)
         report.leftovers = _leftovers(path, {*parts, *entries})
     return report
@@ -190,9 +190,9 @@ def _restore(store: Path, number: int) -> bool:
     try:
         data = mf.copy_path(store, number).read_bytes()
         manifest = mf.parse_manifest(data, number)
-        StoreIndex(store, manifest)
+        StoreIndex(LocalFiles(store), manifest)
         for columns in manifest.columns:
-            read_columns(store, columns)
+            read_columns(LocalFiles(store), columns)
     except (OSError, StoreDamagedError):
         return False
     path = mf.manifest_path(store, number)
@@ -227,7 +227,7 @@ def _leftovers(store: Path, known: set[str]) -> list[str]:
     known |= {"zarr.json", "lock"}
     folders = set()
     for number in mf.generations(store):
-        known.add(f"manifest/{number:010d}")
+        known.add(mf.manifest_name(number))
         try:
             manifest = mf.load_manifest(store, number)
         except (StoreDamagedError, FileNotFoundError):
@@ -269,10 +269,10 @@ def repair_store(store: str | os.PathLike[str]) -> Report:
             except (StoreDamagedError, FileNotFoundError) as error:
                 reason = str(error).split(": ", 1)[-1]
             if _restore(path, number):
-                repaired.append(f"manifest/{number:010d} written anew from its copy: {reason}")
+                repaired.append(f"{mf.manifest_name(number)} written anew from its copy: {reason}")
                 whole = _readable(path, number)
                 break
-            repaired.append(f"manifest/{number:010d} set aside: {reason}")
+            repaired.append(f"{mf.manifest_name(number)} set aside: {reason}")
         if whole is None:
             raise StoreDamagedError(f"{path}: no generation reads back whole; nothing was changed")
         for number in numbers:

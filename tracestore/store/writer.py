@@ -13,6 +13,7 @@ from tracestore.store import fsio, schema
 from tracestore.store import manifest as mf
 from tracestore.store.columns import Columns, join_columns, read_columns
 from tracestore.store.commit import clean, commit, root_metadata
+from tracestore.store.files import Address, LocalFiles, StoreFiles, place_of
 from tracestore.store.index import StoreIndex
 from tracestore.store.keys import Keys
 from tracestore.store.pack import PackedTrace, pack_record
@@ -45,6 +46,13 @@ def newest_manifest(store: Path) -> mf.Manifest | None:
         raise StoreDamagedError(f"{error}; run: tracestore verify {store} --repair") from None
 
 
+def _destination(address: Address, overwrite: bool, exist_ok: bool) -> Any:
+    # Imported here: most stores are local, and what writes others is an extra.
+    from tracestore.store.remote.writing import RemoteDestination
+
+    return RemoteDestination(address, overwrite=overwrite, exist_ok=exist_ok)
+
+
 class StoreWriter:
     """Holds the writer lock of a store from creation to close().
 
@@ -54,7 +62,8 @@ class StoreWriter:
     a trace whose key is there with other content: "error" refuses it, "keep-first" leaves
     it out, "keep-last" puts it in the place of the first, whose bytes stay in their
     segment and belong to no trace. expected_bytes: what the caller means to add, said where there
-    is no room even to begin.
+    is no room even to begin. A store of another machine (s3://, gs://) is worked on in a folder
+    of this one, `path`; `place` is what the caller named.
     """
 
     def __init__(
@@ -71,21 +80,25 @@ class StoreWriter:
         close_bytes: int = schema.SEGMENT_CLOSE_BYTES,
         split_bytes: int = schema.SEGMENT_SPLIT_BYTES,
     ) -> None:
-        self.path = Path(path)
+        self.place = place_of(path)
+        self._elsewhere = None if isinstance(self.place, Path) else _destination(self.place, overwrite, exist_ok)
+        self.path = Path(path) if self._elsewhere is None else self._elsewhere.folder
+        self._files: StoreFiles = LocalFiles(self.path) if self._elsewhere is None else self._elsewhere.files
+        self._is_published = True
         self._close_bytes, self._split_bytes = close_bytes, split_bytes
         self._on_duplicate = on_duplicate
         self._lock: fsio.WriterLock | None = None
         with fsio.translated_errors(self.path, None if expected_bytes is None else lambda: expected_bytes):
-            self._created = self._prepare_folder(overwrite, exist_ok)
-            self._lock = fsio.WriterLock(self.path)
             try:
+                self._created = self._prepare_folder(overwrite, exist_ok)
+                self._lock = fsio.WriterLock(self.path)
                 if not (self.path / "manifest").is_dir():
                     # Until the first commit it is the lock that says whose folder this is: it
                     # must outlive a crash that anything beside it outlives.
                     fsio.fsync_path(self.path)
                 if (self.path / SPOOL_FOLDER).exists():  # a cluster's conversion was killed
                     fsio.remove_tree(self.path / SPOOL_FOLDER)
-                if overwrite:
+                if overwrite and self._elsewhere is None:
                     self._clear()
                 self._load(attention, dtype, codec)
             except BaseException:
@@ -137,12 +150,14 @@ class StoreWriter:
         for name, value in asked.items():
             own = manifest.attributes.options[name]
             if value is not None and value != own:
-                raise UsageError(f"{self.path} was made with --{name} {own}, not {value}")
+                raise UsageError(f"{self.place} was made with --{name} {own}, not {value}")
         self.manifest = manifest
         self.attributes = manifest.attributes
         try:
-            self.index = StoreIndex(self.path, manifest)
-            self._columns: Columns | None = join_columns([read_columns(self.path, ref) for ref in manifest.columns])
+            self.index = StoreIndex(LocalFiles(self.path), manifest)
+            self._columns: Columns | None = join_columns(
+                [read_columns(LocalFiles(self.path), ref) for ref in manifest.columns]
+            )
         except FileNotFoundError as error:
             raise StoreDamagedError(f"{error.filename or error}: missing") from None
         self._sources = {(s.path, s.size, s.fingerprint) for s in self.index.sources()}
@@ -157,7 +172,9 @@ class StoreWriter:
     def _begin(self) -> None:
         """Nothing is pending upon the generation."""
         self._pending = Pending()
-        self._keys = Keys(self.path, self.index, self._pending, self._on_duplicate, lambda: self.read_columns().labels)
+        self._keys = Keys(
+            self._files, self.index, self._pending, self._on_duplicate, lambda: self.read_columns().labels
+        )
 
     # Sources
 
@@ -330,7 +347,7 @@ class StoreWriter:
     def read_columns(self) -> Columns:
         """Scores, labels and groups of the committed traces."""
         if self._columns is None:
-            self._columns = join_columns([read_columns(self.path, ref) for ref in self.manifest.columns])
+            self._columns = join_columns([read_columns(LocalFiles(self.path), ref) for ref in self.manifest.columns])
         return self._columns
 
     def set_values(self, updates: Mapping[int, tuple[float, float, str | None]]) -> None:
@@ -344,6 +361,7 @@ class StoreWriter:
         assert self._undo is None, "a source is open"
         p = self._pending
         if not (p.rows or p.patches or p.updates or p.sources):
+            self._publish()
             return
         with fsio.translated_errors(self.path, lambda: self.pending_bytes):
             try:
@@ -351,12 +369,20 @@ class StoreWriter:
             except BaseException:
                 self._after_failed_commit(p)
                 raise
+            self._is_published = False
             self._go_on(p)
+            self._publish()
+
+    def _publish(self) -> None:
+        """Where the store lies elsewhere, the commit is one when it is there."""
+        if self._elsewhere is not None and not self._is_published:
+            self._elsewhere.publish(self.manifest)
+            self._is_published = True
 
     def _go_on(self, committed: Pending) -> None:
         self._sources |= {(s.path, s.size, s.fingerprint) for s in committed.sources}
         self._columns = None
-        self.index = StoreIndex(self.path, self.manifest)
+        self.index = StoreIndex(LocalFiles(self.path), self.manifest)
         self._begin()
         clean(self.path, self.manifest)
 
@@ -387,6 +413,13 @@ class StoreWriter:
         self._undo = None
         if hasattr(self, "_pending"):
             self._drop_pending()
+        try:
+            self._close_folder()
+        finally:
+            if self._elsewhere is not None:
+                self._elsewhere.close()
+
+    def _close_folder(self) -> None:
         if self._lock is None:
             return
         try:

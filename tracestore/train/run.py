@@ -13,7 +13,7 @@ import torch
 from tracestore import console
 from tracestore.data.batch import GraphOptions
 from tracestore.errors import MissingFieldError, TrainingError, UsageError
-from tracestore.store.reader import TraceStore
+from tracestore.store.reader import TraceStore, open_store
 from tracestore.train import report
 from tracestore.train.checkpoint import write_json
 from tracestore.train.compare import compare
@@ -108,7 +108,7 @@ def run_training(
     if config.tensorboard:
         check_tensorboard()
     start = memory_use()
-    store = TraceStore(store_path)
+    store = open_store(store_path)
     try:
         for view in sorted({VIEWS[name] for name in names}):
             store.require(view)

@@ -1,0 +1,135 @@
+"""A real S3 server in a process of its own, and a proxy before it that fails as it is told."""
+
+import http.client
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections import Counter
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+BUCKET = "bucket"
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def wait_until_it_answers(url, method="GET"):
+    for _ in range(300):
+        try:
+            return urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=5)
+        except OSError:
+            time.sleep(0.1)
+    raise RuntimeError(f"{url} does not answer")
+
+
+@contextmanager
+def s3_server():
+    """-> its URL; the bucket is there."""
+    port = free_port()
+    words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_until_it_answers(f"{url}/{BUCKET}", "PUT")
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+class Proxy:
+    """Hands requests on to a server. `fault(count, method, path)` says what becomes of each, counted
+    from 0: None, "503", "403", "cut" (in the middle of the body), "stall" (no byte any more),
+    "lost" (done, but the answer does not arrive), "flip" (one bit of the body), or seconds to wait.
+    `requests` counts (method, path)."""
+
+    def __init__(self, server):
+        self.fault = lambda count, method, path: None
+        self.requests = Counter()
+        self.count = 0
+        self._lock = threading.Lock()
+        host, port = server.removeprefix("http://").split(":")
+        proxy = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *_):
+                pass
+
+            def handle_one_request(self):
+                try:
+                    super().handle_one_request()
+                except (ConnectionError, TimeoutError):
+                    self.close_connection = True
+
+            def answer(self):
+                fault = proxy.next_fault(self.command, self.path)
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                if isinstance(fault, float):
+                    time.sleep(fault)
+                if fault in ("503", "403"):
+                    self.send_response(int(fault))
+                    self.send_header("Content-Length", "0")
+                    self.end_headers()
+                    return
+                connection = http.client.HTTPConnection(host, int(port), timeout=60)
+                headers = {k: v for k, v in self.headers.items() if k.lower() not in ("connection", "content-length")}
+                connection.request(self.command, self.path, body or None, headers)
+                answer = connection.getresponse()
+                data = bytearray(answer.read())
+                connection.close()
+                if fault == "lost":
+                    self.close_connection = True
+                    return
+                self.send_response(answer.status)
+                for name, value in answer.getheaders():
+                    if name.lower() not in ("connection", "transfer-encoding", "content-length", "server", "date"):
+                        self.send_header(name, value)
+                length = answer.getheader("Content-Length") if self.command == "HEAD" else str(len(data))
+                self.send_header("Content-Length", length or "0")
+                self.end_headers()
+                if fault == "flip" and data:
+                    data[len(data) // 2] ^= 1
+                end = len(data) // 2 if fault in ("cut", "stall") else len(data)
+                self.wfile.write(data[:end])
+                if fault == "stall":
+                    self.wfile.flush()
+                    proxy.ended.wait(30)
+                if fault in ("cut", "stall"):
+                    self.close_connection = True
+
+            do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = answer
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+
+            def handle_error(self, *_):
+                pass
+
+        self.ended = threading.Event()
+        self._server = Server(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def next_fault(self, method, path):
+        with self._lock:
+            self.requests[method, path.split("?")[0]] += 1
+            self.count += 1
+            return self.fault(self.count - 1, method, path)
+
+    def gets(self, ending=""):
+        """GET requests of paths with that ending."""
+        return sum(n for (method, path), n in self.requests.items() if method == "GET" and path.endswith(ending))
+
+    def close(self):
+        self.ended.set()
+        self._server.shutdown()
+        self._server.server_close()

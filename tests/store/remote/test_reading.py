@@ -1,0 +1,392 @@
+"""Stores of other machines give the same as local ones, or a clear error."""
+
+import json
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import tracestore
+from tests.helpers import ROOT, make_traces, run_cli
+from tests.store.remote.server import free_port, wait_until_it_answers
+from tracestore.errors import RemoteError, StoreDamagedError, TracestoreError, UsageError
+from tracestore.store.remote.bucket import Bucket
+from tracestore.store.remote.cache import DiskCache
+from tracestore.store.remote.reader import RemoteStore
+from tracestore.store.writer import StoreWriter
+
+SEGMENTS = 6
+
+
+def make_store(path, **options):
+    """36 traces in six segments."""
+    with tracestore.create(path, **options) as writer:
+        for k, trace in enumerate(make_traces(6 * SEGMENTS, tokens=24, layers=3, dim=32)):
+            writer.append(trace, score=k / 36)
+            if k % 6 == 5:
+                writer.flush()
+
+
+def upload(folder, address):
+    bucket = Bucket(address)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            bucket.put(path.relative_to(folder).as_posix(), path)
+
+
+@pytest.fixture
+def local(tmp_path):
+    make_store(tmp_path / "local.zarr")
+    return tmp_path / "local.zarr"
+
+
+@pytest.fixture
+def there(local, remote):
+    upload(local, remote)
+    return remote
+
+
+def epoch(store, view="graph", **options):
+    """Everything of an epoch's batches, in order."""
+    found = []
+    for batch in tracestore.TraceLoader(store, view=view, batch_size=5, seed=3, **options):
+        if view == "sequence":
+            found.append((batch.question_id, batch.sequences.clone(), batch.score.clone()))
+        else:
+            found.append((batch.question_id, batch.x.clone(), batch.edge_index.clone(), batch.edge_attr.clone()))
+    return found
+
+
+def assert_same(found, expected):
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert one[0] == other[0]
+        assert all(torch.equal(a, b) for a, b in zip(one[1:], other[1:], strict=True))
+
+
+def cached(tmp_path):
+    return {p.name: p.stat().st_size for p in (tmp_path / "cache").glob("[!.]*")}
+
+
+@pytest.mark.parametrize("view", ["graph", "sequence"])
+@pytest.mark.parametrize("shuffle", ["global", "block", "none"])
+def test_an_epoch_is_the_local_one(local, there, proxy, view, shuffle):
+    expected = epoch(local, view, shuffle=shuffle)
+    assert_same(epoch(there, view, shuffle=shuffle), expected)  # cold
+    before = proxy.count
+    assert_same(epoch(there, view, shuffle=shuffle), expected)  # warm
+    assert proxy.count - before <= 3, "a warm cache asks for the newest manifest only"
+
+
+def test_an_epoch_of_a_compressed_store_is_the_local_one(tmp_path, remote):
+    make_store(tmp_path / "coded.zarr", codec="blosc-zstd")
+    upload(tmp_path / "coded.zarr", remote)
+    for view in ("graph", "sequence"):
+        assert_same(epoch(remote, view), epoch(tmp_path / "coded.zarr", view))
+
+
+def test_every_field_is_the_local_one(local, there):
+    with tracestore.open(local) as one, tracestore.open(there) as other:
+        assert repr(other) == f"TraceStore({there!r}, 36 traces)"
+        assert other.question_ids == one.question_ids and np.array_equal(other.scores, one.scores)
+        for a, b in zip(one, other, strict=True):
+            assert (a.question_id, a.answer, a.tokens_decoded, a.source) == (
+                b.question_id,
+                b.answer,
+                b.tokens_decoded,
+                b.source,
+            )
+            assert np.array_equal(a.hidden_states, b.hidden_states) and np.array_equal(a.attention, b.attention)
+            assert np.array_equal(a.last_token, b.last_token) and np.array_equal(a.tokens, b.tokens)
+        assert other.index_of("q7") == one.index_of("q7")
+        assert np.array_equal(other.features(), one.features())
+        assert {k: v for k, v in other.info().items() if k != "path"} == {
+            k: v for k, v in one.info().items() if k != "path"
+        }
+
+
+def test_only_what_is_used_is_fetched(there, proxy, tmp_path):
+    with tracestore.open(there) as store:
+        assert len(store) == 36 and store.num_layers == 3
+        assert proxy.gets("/c/0/0") == proxy.gets("attention/c/0") == 0
+        assert store[0].hidden_states.shape == (3, 24, 32)
+    assert proxy.gets("hidden_states/c/0/0") == 1 and proxy.gets("attention/c/0") == 0
+
+
+def test_errors_of_the_server_are_survived(local, there, proxy):
+    kinds = ["503", "cut", None, None, None, "flip", 0.05]
+    rng = random.Random(5)
+    plan = [rng.choice(kinds) for _ in range(100_000)]
+    plan[20] = "stall"
+
+    flipped = set()
+
+    def fault(count, method, path):
+        if plan[count] != "flip":
+            return plan[count]
+        # What is damaged on its way is asked for once more; a listing has no checksum of its own.
+        is_first = "/segments/" in path and path not in flipped
+        flipped.add(path)
+        return "flip" if is_first else None
+
+    proxy.fault = fault
+    for view in ("graph", "sequence"):
+        assert_same(epoch(there, view), epoch(local, view))
+
+
+def test_a_server_that_stays_away_is_an_error_of_one_line(there, proxy, monkeypatch):
+    monkeypatch.setenv("TRACESTORE_REMOTE_PATIENCE", "1")
+    store = tracestore.open(there)
+    proxy.fault = lambda *_: "503"
+    with pytest.raises(RemoteError, match=r"segments/00000000/hidden_states/\S+: failed for 1 s"):
+        _ = store[0].hidden_states
+    with pytest.raises(RemoteError):
+        epoch(store)
+    done = run_cli("-m", "tracestore", "info", there)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and "failed for 1 s" in done.stderr
+    proxy.fault = lambda *_: None
+    assert store[0].hidden_states.shape == (3, 24, 32)
+
+
+def test_no_permission_is_wrong_usage(there, proxy):
+    proxy.fault = lambda *_: "403"
+    done = run_cli("-m", "tracestore", "info", there)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "no permission" in done.stderr
+
+
+def test_damage_at_the_server_is_named(there, proxy, local, tmp_path):
+    file = "segments/00000002/attention/c/0"
+    data = bytearray((local / file).read_bytes())
+    data[100] ^= 1
+    bucket = Bucket(there)
+    bucket.put(file, bytes(data))
+    with tracestore.open(there) as store:
+        assert store[0].attention.shape == (3, 24, 24)
+        with pytest.raises(StoreDamagedError, match=file):
+            _ = store[13].attention
+    bucket.put(file, bytes(data[:-1]))
+    with tracestore.open(there) as store, pytest.raises(StoreDamagedError, match=file):
+        _ = store[13].attention
+    bucket.delete([file])
+    with tracestore.open(there) as store, pytest.raises(StoreDamagedError, match=file):
+        _ = store[13].attention
+    with tracestore.open(local) as store:
+        damaged = next(DiskCache.name_of(there, f) for f in store._index.files() if f.path == file)
+    assert damaged not in cached(tmp_path)
+
+
+@pytest.mark.parametrize("shuffle", ["global", "block"])
+def test_the_cache_stays_within_its_bound(local, there, tmp_path, shuffle):
+    sizes = [p.stat().st_size for p in local.rglob("segments/*/*/c/*") if p.is_file()]
+    sizes += [p.stat().st_size for p in local.rglob("segments/*/*/c/*/*") if p.is_file()]
+    bound, most = 2 * max(sizes), 0
+    cache = DiskCache(tmp_path / "small", bound)
+    done = threading.Event()
+
+    def watch():
+        nonlocal most
+        while not done.is_set():
+            total = 0
+            for item in os.scandir(tmp_path / "small"):
+                try:
+                    total += item.stat().st_size
+                except FileNotFoundError:
+                    total = 0
+                    break  # looked at while it changed
+            most = max(most, total)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        store = RemoteStore(there, cache=cache)
+        assert_same(epoch(store, shuffle=shuffle), epoch(local, shuffle=shuffle))
+    finally:
+        done.set()
+        watcher.join()
+    assert bound / 2 < most <= bound + max(sizes)
+
+
+def test_the_disk_gets_the_room_of_what_left_the_cache(there, tmp_path):
+    store = RemoteStore(there, cache=DiskCache(tmp_path / "small", 20_000))
+    for index in [*range(0, 36, 6)] * 2:
+        store[index].hidden_states.sum()
+    held = {name for name in os.listdir(tmp_path / "small") if not name.startswith(".")}
+    with open("/proc/self/maps") as maps:
+        mapped = {line.split("/")[-1].strip() for line in maps if "(deleted)" in line and str(tmp_path) in line}
+    # The index, which the open store needs, and what the last two reads pushed out.
+    assert len(mapped) <= 3 and held
+
+
+def test_two_processes_fetch_each_file_once(there, proxy, tmp_path):
+    code = f"""
+import tracestore
+for batch in tracestore.TraceLoader({there!r}, view="graph", batch_size=5, seed=3): pass
+"""
+    both = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) for _ in range(2)]
+    assert [process.wait(120) for process in both] == [0, 0]
+    asked = {path: n for (method, path), n in proxy.requests.items() if method == "GET" and "/segments/" in path}
+    assert len(asked) == 4 * SEGMENTS and set(asked.values()) == {1}
+
+
+def test_a_cache_survives_kills(there, local, tmp_path, proxy):
+    proxy.fault = lambda count, method, path: 0.03
+    code = f"""
+import tracestore
+print("ready", flush=True)
+for batch in tracestore.TraceLoader({there!r}, view="graph", batch_size=5, seed=3): pass
+"""
+    rng = random.Random(2)
+    for _ in range(int(os.environ.get("TRACESTORE_CACHE_KILLS", "5"))):
+        process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
+        process.stdout.readline()
+        time.sleep(rng.random() * 1.5)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        with tracestore.open(local) as store:
+            known = {DiskCache.name_of(there, entry) for entry in store._index.files()}
+            known |= {DiskCache.name_of(there, f) for c in store._manifest.columns for f in c.files}
+        for name, size in cached(tmp_path).items():
+            assert name in known and name.endswith(f"-{size}")
+    proxy.fault = lambda *_: None
+    assert_same(epoch(there), epoch(local))
+    assert not [n for n in os.listdir(tmp_path / "cache") if n.startswith(".part-")]
+
+
+def test_a_disk_without_room_says_so(there, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with tracestore.open(there) as store:
+        monkeypatch.setattr("tracestore.store.fsio.write_pieces", full)
+        with pytest.raises(tracestore.NoSpaceError, match="bytes were needed"):
+            _ = store[0].hidden_states
+    assert not [n for n in os.listdir(tmp_path / "cache") if n.startswith(".part-")]
+
+
+def test_stores_pickle_and_go_to_workers(there, local):
+    with tracestore.open(there) as store:
+        other = pickle.loads(pickle.dumps(store))
+        assert other.generation == store.generation and len(other) == 36
+    dataset = tracestore.TraceDataset(there, view="sequence")
+    loader = torch.utils.data.DataLoader(
+        dataset,
+        batch_size=6,
+        num_workers=2,
+        collate_fn=tracestore.collate_sequences,
+        multiprocessing_context="forkserver",
+    )
+    ids = [i for batch in loader for i in batch.question_id]
+    assert ids == list(tracestore.open(local).question_ids)
+
+
+def test_a_forked_worker_says_what_to_do(there):
+    dataset = tracestore.TraceDataset(there, view="sequence")
+    loader = torch.utils.data.DataLoader(
+        dataset, batch_size=6, num_workers=1, collate_fn=tracestore.collate_sequences, multiprocessing_context="fork"
+    )
+    with pytest.raises(UsageError, match="forkserver"):
+        list(loader)
+
+
+def test_what_is_no_store_is_wrong_usage(remote, monkeypatch):
+    for address, words in (
+        (remote, "no such store"),
+        ("s3://no-such-bucket/x.zarr", "no such store"),
+        ("ftp://host/x.zarr", "ftp://, expected one of s3://"),
+        ("s3://", "s3://"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            tracestore.open(address)
+    Bucket(remote).put("zarr.json", b"{}")
+    with pytest.raises(UsageError, match="not a store"):
+        tracestore.open(remote)
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(UsageError, match=r"pip install tracestore\[remote\]"):
+        tracestore.open(remote)
+
+
+def test_commands_take_addresses(there, local, tmp_path):
+    info = json.loads(run_cli("-m", "tracestore", "info", there, "--json", check=0).stdout)
+    assert info["path"] == there and info["num_traces"] == 36
+    shown = [json.loads(run_cli("-m", "tracestore", "view", s, "q3", "--json", check=0).stdout) for s in (there, local)]
+    assert shown[0] == shown[1]
+    run_cli("-m", "tracestore", "lint", there)
+    run_cli("-m", "tracestore", "report", there, "--output", tmp_path / "page.html", check=0)
+    assert "store.zarr" in (tmp_path / "page.html").read_text()
+    run_cli("-m", "tracestore", "export", there, tmp_path / "out", check=0)
+    run_cli("-m", "tracestore", "merge", there, tmp_path / "merged.zarr", check=0)
+    with tracestore.open(tmp_path / "merged.zarr") as merged:
+        assert len(merged) == 36
+    loader = tracestore.TraceBatchLoader(there)
+    assert len(loader) == 1 or len(loader) > 0
+
+
+@pytest.mark.parametrize("listing", [True, False])
+def test_a_web_server(local, tmp_path, monkeypatch, listing):
+    monkeypatch.setenv("TRACESTORE_CACHE", str(tmp_path / "cache"))
+    (local / "manifest" / "newest").write_text(f"{tracestore.open(local).generation:010d}\n")
+    port = free_port()
+    words = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1", "-d", str(tmp_path)]
+    server = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    if listing:
+        (local / "manifest" / "newest").unlink()
+    else:
+        # A folder with an index.html shows that in place of the list of its files.
+        (local / "manifest" / "index.html").write_text("<p>Nothing to see</p>")
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_until_it_answers(url).close()
+        assert_same(epoch(f"{url}/local.zarr"), epoch(local))
+        with pytest.raises(UsageError, match="no such store"):
+            tracestore.open(f"{url}/other.zarr")
+        with pytest.raises(UsageError, match="cannot be written"):
+            StoreWriter(f"{url}/other.zarr")
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_a_store_that_was_replaced_is_another_one(there, tmp_path):
+    with tracestore.open(there) as store:
+        before = store[0].hidden_states.copy()
+        pickled = pickle.dumps(store)
+    with tracestore.create(there, overwrite=True) as writer:
+        for trace in make_traces(4, tokens=24, layers=3, dim=32, seed=9):
+            writer.append(trace)
+    with tracestore.open(there) as store:
+        assert len(store) == 4 and not np.array_equal(store[0].hidden_states, before)
+    with pytest.raises(TracestoreError):
+        pickle.loads(pickled)
+
+
+def test_generations_that_go_while_a_reader_opens(there):
+    stop = threading.Event()
+
+    def write():
+        k = 0
+        while not stop.is_set():
+            with tracestore.create(there, append=True) as writer:
+                for _ in range(3):
+                    writer.append(make_traces(1, tokens=24, layers=3, dim=32, seed=k)[0] | {"question_id": f"new{k}"})
+                    writer.flush()
+                    k += 1
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        for _ in range(15):
+            with tracestore.open(there) as store:
+                assert len(store) >= 36 and len(store.scores) == len(store)
+    finally:
+        stop.set()
+        thread.join()

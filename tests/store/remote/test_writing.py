@@ -1,0 +1,224 @@
+"""Stores of other machines are written whole, or not at all."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import tracestore
+from tests.helpers import ROOT, convert, make_traces, run_cli, write_pickle
+from tracestore.errors import RemoteError, StoreLockedError, UsageError
+from tracestore.store.remote.bucket import Bucket
+from tracestore.store.writer import StoreWriter
+
+
+def files_of(folder):
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def objects_of(address):
+    bucket = Bucket(address)
+    return {path: bucket.read(path) for path in bucket.walk("")}
+
+
+def assert_same_store(address, folder):
+    """The newest generation there is the one here, byte for byte."""
+    local = files_of(folder)
+    local.pop("lock")
+    newest = sorted(name for name in local if name.startswith("manifest/"))[-1]
+    found = objects_of(address)
+    assert found.pop("manifest/newest").decode().strip() == newest.removeprefix("manifest/")
+    assert found == local
+
+
+def test_convert_puts_the_same_bytes(remote, folder, tmp_path):
+    done = convert(folder, remote, "--json")
+    assert json.loads(done.stdout)["store"] == remote
+    convert(folder, tmp_path / "local.zarr")
+    assert_same_store(remote, tmp_path / "local.zarr")
+    assert not list((tmp_path / "cache" / ".writing").iterdir())
+    again = json.loads(convert(folder, remote, "--json").stdout)
+    assert again["num_sources_already"] == 2 and again["num_traces_new"] == 0
+    assert_same_store(remote, tmp_path / "local.zarr")
+
+
+def test_convert_goes_on_where_it_was(remote, folder, tmp_path):
+    convert(folder, remote)
+    convert(folder, tmp_path / "local.zarr")
+    write_pickle(
+        folder / "more.pkl",
+        make_traces(3, seed=1) and [t | {"question_id": f"m{k}"} for k, t in enumerate(make_traces(3, seed=1))],
+    )
+    for destination in (remote, tmp_path / "local.zarr"):
+        convert(folder, destination)
+    assert_same_store(remote, tmp_path / "local.zarr")
+
+
+def test_a_program_writes_and_continues(remote):
+    traces = make_traces(5)
+    with tracestore.create(remote) as writer:
+        for trace in traces[:3]:
+            writer.append(trace, score=0.25)
+        writer.flush()
+        with tracestore.open(remote) as store:
+            assert len(store) == 3
+        writer.append(traces[3])
+    with pytest.raises(UsageError, match="the store exists"):
+        tracestore.create(remote)
+    with tracestore.create(remote, append=True) as writer:
+        writer.append(traces[4])
+    with tracestore.open(remote) as store:
+        assert store.question_ids == [t["question_id"] for t in traces]
+        assert store[4].answer == traces[4]["generated_answer_clean"] and store.scores[0] == 0.25
+
+
+def test_duplicates_are_known_by_their_content(remote):
+    traces = make_traces(2)
+    with tracestore.create(remote) as writer:
+        for trace in traces:
+            writer.append(trace)
+    with tracestore.create(remote, append=True) as writer:
+        writer.append(traces[0])
+        with pytest.raises(tracestore.InputRefusedError, match="generated_answer_clean"):
+            writer.append(traces[1] | {"generated_answer_clean": "another one"})
+    with tracestore.open(remote) as store:
+        assert len(store) == 2
+
+
+def test_scores_and_merges_and_subsets(remote, store_path, tmp_path):
+    merged, part = f"{remote}/../merged.zarr".replace("/store.zarr/..", ""), remote
+    run_cli("-m", "tracestore", "merge", store_path, merged, check=0)
+    run_cli("-m", "tracestore", "merge", store_path, tmp_path / "merged.zarr", check=0)
+    assert_same_store(merged, tmp_path / "merged.zarr")
+    (tmp_path / "scores.csv").write_text("question_id,score\nq10,0.75\n")
+    for store in (merged, tmp_path / "merged.zarr"):
+        run_cli("-m", "tracestore", "score", store, "--scores", tmp_path / "scores.csv", check=0)
+    assert_same_store(merged, tmp_path / "merged.zarr")
+    (tmp_path / "ids").write_text("q1\nq3\n")
+    done = run_cli("-m", "tracestore", "subset", merged, part, "--ids", tmp_path / "ids", "--json", check=0)
+    assert json.loads(done.stdout)["num_traces"] == 2
+    done = run_cli("-m", "tracestore", "merge", merged, merged)
+    assert done.returncode == 2 and "is a source and the destination" in done.stderr
+    done = run_cli("-m", "tracestore", "score", f"{remote}-not", "--scores", tmp_path / "scores.csv")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "no such store" in done.stderr
+
+
+def test_old_generations_are_removed(remote):
+    with tracestore.create(remote) as writer:
+        for trace in make_traces(9):
+            writer.append(trace)
+            writer.flush()
+    found = objects_of(remote)
+    manifests = sorted(p for p in found if p.startswith("manifest/0"))
+    assert manifests == ["manifest/0000000008", "manifest/0000000009"]
+    with tracestore.open(remote) as store:
+        named = {p.path for p in store._manifest.parts} | {f.path for c in store._manifest.columns for f in c.files}
+        assert named <= set(found)
+        assert sum(f.path in found for f in store._index.files()) == len(list(store._index.files()))
+    assert sum(p.startswith("index/") for p in found) <= 8 and "lock" not in found
+
+
+def test_errors_of_the_server_are_survived(remote, folder, tmp_path, proxy):
+    rng = random.Random(11)
+    plan = [rng.choice(["503", "cut", "lost", None, None, None]) for _ in range(100_000)]
+    proxy.fault = lambda count, method, path: plan[count]
+    convert(folder, remote)
+    proxy.fault = lambda *_: None
+    convert(folder, tmp_path / "local.zarr")
+    assert_same_store(remote, tmp_path / "local.zarr")
+
+
+def test_a_server_that_goes_leaves_what_was_committed(remote, proxy, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRACESTORE_REMOTE_PATIENCE", "0.5")
+    traces = make_traces(4)
+    writer = tracestore.create(remote)
+    writer.append(traces[0])
+    writer.flush()
+    proxy.fault = lambda count, method, path: "503" if method == "PUT" and "/segments/" in path else None
+    writer.append(traces[1])
+    with pytest.raises(RemoteError, match="failed for"):
+        writer.flush()
+    proxy.fault = lambda *_: None
+    with tracestore.open(remote) as store:
+        assert len(store) == 1
+    # The same writer goes on where it was; nothing is lost.
+    writer.append(traces[2])
+    writer.close()
+    with tracestore.open(remote) as store:
+        assert store.question_ids == [t["question_id"] for t in traces[:3]]
+
+
+def test_a_second_writer_is_kept_away(remote):
+    with tracestore.create(remote) as writer:
+        writer.append(make_traces(1)[0])
+        before = time.monotonic()
+        with pytest.raises(StoreLockedError, match="another writer holds"):
+            StoreWriter(remote)
+        assert time.monotonic() - before < 3
+        done = run_cli("-m", "tracestore", "merge", remote, remote)
+        writer.flush()
+        done = run_cli("-m", "tracestore", "score", remote, "--scores", os.devnull)
+        assert done.returncode in (2, 3, 5) and done.stderr.count("\n") == 1
+    with tracestore.open(remote) as store:
+        assert len(store) == 1
+
+
+def test_a_writer_whose_lock_was_taken_commits_nothing(remote):
+    bucket = Bucket(remote)
+    first = tracestore.create(remote)
+    first.append(make_traces(1)[0])
+    first.flush()
+    first.append(make_traces(2)[1])
+    bucket.put("lock", b"somebody else\n")
+    with pytest.raises(StoreLockedError):
+        first.flush()
+    bucket.delete(["lock"])
+    with StoreWriter(remote) as second:
+        assert second.manifest.num_traces == 1
+        with pytest.raises(StoreLockedError):
+            first.close()
+        assert bucket.version("lock") is not None, "it took its own lock away, not another's"
+    with tracestore.open(remote) as store:
+        assert len(store) == 1
+
+
+def test_kills_of_a_conversion(remote, folder, tmp_path, proxy):
+    """Killed at any moment: what is there opens and is whole; run to its end, it is the same store."""
+    for k in range(6):
+        write_pickle(
+            folder / f"more_{k}.pkl", [t | {"question_id": f"m{k}_{t['question_id']}"} for t in make_traces(3)]
+        )
+    words = [sys.executable, "-m", "tracestore.convert", str(folder), remote]
+    proxy.fault = lambda count, method, path: 0.02
+    rng = random.Random(7)
+    for _ in range(int(os.environ.get("TRACESTORE_REMOTE_KILLS", "4"))):
+        process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(1 + 3 * rng.random())
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        with contextlib.suppress(UsageError), tracestore.open(remote) as store:
+            for trace in store:
+                trace.copy()
+    proxy.fault = lambda *_: None
+    convert(folder, remote)
+    convert(folder, tmp_path / "local.zarr")
+    assert_same_store(remote, tmp_path / "local.zarr")
+
+
+def test_what_cannot_be_written_is_wrong_usage(remote, folder, proxy):
+    done = convert(folder, "s3://no-such-bucket/store.zarr", check=2)
+    assert done.stderr.count("\n") == 1 and "no such bucket" in done.stderr
+    Bucket(remote).put("somebody's.txt", b"theirs")
+    done = convert(folder, remote, check=2)
+    assert done.stderr.count("\n") == 1 and "not a store" in done.stderr
+    assert objects_of(remote) == {"somebody's.txt": b"theirs"}
+    proxy.fault = lambda *_: "403"
+    done = convert(folder, remote, check=2)
+    assert done.stderr.count("\n") == 1 and "no permission" in done.stderr

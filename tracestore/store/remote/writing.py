@@ -1,0 +1,231 @@
+"""Writing a store of another machine: commits are made in a folder here, then put there.
+
+Segments go up when their commit is whole, and only then the manifest, under the condition that there
+is none of that number. A lock object that is renewed all the time keeps a second writer away;
+one that is not renewed any more was its writer's end, and is taken over.
+"""
+
+import contextlib
+import hashlib
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tracestore._core.kernels import crc32c
+from tracestore.errors import RemoteError, StoreDamagedError, StoreLockedError, UsageError
+from tracestore.store import fsio
+from tracestore.store import manifest as mf
+from tracestore.store.files import Address, FileEntry, cache_folder
+from tracestore.store.remote.bucket import Bucket, seconds_of
+from tracestore.store.remote.reader import RemoteFiles, cache_of_environment, generations_of
+
+# A lock that is not renewed for so long has nobody who would renew it.
+STALE_S = 30.0
+_RENEWALS_UNTIL_STALE = 5
+_POLLS_UNTIL_STALE = 20
+_UPLOADS = 16
+
+
+class RemoteLock:
+    """The object `lock` of a store: whoever made it, and renews it, writes. StoreLockedError where
+    another one does."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._stale_s = seconds_of("TRACESTORE_REMOTE_STALE", STALE_S)
+        self._token = secrets.token_hex(16)
+        self._count = 0
+        if not bucket.put_new("lock", self._content()):
+            self._take_over()
+        self._is_lost, self._ended = False, threading.Event()
+        self._renewing = threading.Lock()
+        self._version = self._own_version()
+        self._thread = threading.Thread(target=self._renew_always, name="tracestore-lock", daemon=True)
+        self._thread.start()
+
+    def _content(self) -> bytes:
+        self._count += 1
+        return f"{self._token} {self._count}\n".encode()
+
+    def _locked(self) -> StoreLockedError:
+        return StoreLockedError(f"{self._bucket.address}: another writer holds the store")
+
+    def _take_over(self) -> None:
+        before = self._bucket.version("lock")
+        end = time.monotonic() + self._stale_s
+        while before is not None and time.monotonic() < end:
+            time.sleep(self._stale_s / _POLLS_UNTIL_STALE)
+            if self._bucket.version("lock") != before:
+                raise self._locked()
+        if before is None:
+            taken = self._bucket.put_new("lock", self._content())
+        else:
+            taken = self._bucket.replace("lock", before, self._content())
+        if not taken:
+            raise self._locked()
+
+    def _own_version(self) -> str:
+        version, content = self._bucket.version("lock"), b""
+        with contextlib.suppress(FileNotFoundError):
+            content = self._bucket.read("lock")
+        if version is None or not content.startswith(self._token.encode()):
+            raise self._locked()
+        return version
+
+    def renew(self) -> None:
+        """StoreLockedError where another writer has taken it."""
+        with self._renewing:
+            if not self._is_lost and self._bucket.replace("lock", self._version, self._content()):
+                self._version = self._own_version()
+                return
+            self._is_lost = True
+            raise self._locked()
+
+    def _renew_always(self) -> None:
+        while not self._ended.wait(self._stale_s / _RENEWALS_UNTIL_STALE):
+            try:
+                self.renew()
+            except StoreLockedError:
+                return  # said at the next commit
+            except (RemoteError, UsageError):
+                continue  # what is to be written will tell, too
+
+    def release(self) -> None:
+        self._ended.set()
+        with contextlib.suppress(RemoteError, UsageError, StoreLockedError), self._renewing:
+            if not self._is_lost:
+                self._bucket.delete(["lock"])
+
+
+def _remove_abandoned(writing: Path, name: str) -> None:
+    """Takes away what killed writers of a store have left on this machine."""
+    for folder in writing.glob(f"{name}-*"):
+        with contextlib.suppress(StoreLockedError):
+            lock = fsio.WriterLock(folder)
+            fsio.remove_tree(folder)
+            lock.release()
+
+
+class RemoteDestination:
+    """Where a writer of a remote store works: `folder`, on this machine's disk, begins as the newest
+    generation without its segments; publish() makes what was committed there the next one.
+    `files` gives the committed segments."""
+
+    def __init__(self, address: Address, *, overwrite: bool, exist_ok: bool) -> None:
+        self.address = address
+        self._bucket = Bucket(address)
+        self._bucket.require_writable()
+        self.files = RemoteFiles(self._bucket, cache_of_environment())
+        name = hashlib.sha256(str(self._bucket.address).encode()).hexdigest()[:32]
+        self.folder = cache_folder() / ".writing" / f"{name}-{secrets.token_hex(4)}"
+        found = self._bucket.names("")
+        if found and "manifest" not in found and "lock" not in found:
+            raise UsageError(f"{address}: holds other objects and is not a store")
+        if "manifest" in found and not exist_ok and not overwrite:
+            raise UsageError(f"{address}: the store exists (overwrite=True replaces it)")
+        self._lock = RemoteLock(self._bucket)
+        try:
+            with fsio.translated_errors(self.folder):
+                _remove_abandoned(self.folder.parent, name)
+                fsio.make_folders(self.folder)
+            if overwrite:
+                self._clear()
+            self._there: set[str] = set()  # paths of what both sides have
+            self._fetch_newest()
+        except BaseException:
+            self.close()
+            raise
+
+    def _clear(self) -> None:
+        # The manifests go first: what is left after a stop is no store.
+        for folder in ("manifest", "index", "columns", "segments"):
+            self._bucket.delete(self._bucket.walk(folder))
+        self._bucket.delete(["zarr.json"])
+
+    def _fetch_newest(self) -> None:
+        numbers = generations_of(self._bucket)
+        kept = -1
+        if numbers:
+            try:
+                data = self._bucket.read(mf.manifest_name(numbers[0]))
+                manifest = mf.parse_manifest(data, numbers[0])
+            except (StoreDamagedError, FileNotFoundError) as error:
+                raise StoreDamagedError(f"{self.address}: {error}") from None
+            small = [FileEntry(p.path, p.size, p.crc32c) for p in manifest.parts]
+            small += [f for columns in manifest.columns for f in columns.files]
+            with fsio.translated_errors(self.folder), ThreadPoolExecutor(_UPLOADS) as pool:
+                list(pool.map(self._fetch, small))
+                for name, content in ((mf.manifest_name(numbers[0]), data), (mf.copy_name(numbers[0]), data)):
+                    fsio.make_folders((self.folder / name).parent)
+                    fsio.write_file(self.folder / name, content)
+                with contextlib.suppress(FileNotFoundError):
+                    fsio.write_file(self.folder / "zarr.json", self._bucket.read("zarr.json"))
+            self._there = {e.path for e in small} | {mf.manifest_name(numbers[0]), mf.copy_name(numbers[0])}
+            kept = manifest.num_segments - 1
+        # Of a writer that was stopped before its manifest.
+        for name in self._bucket.names("segments"):
+            if not name.isdigit() or int(name) > kept:
+                self._bucket.delete(self._bucket.walk(f"segments/{name}"))
+
+    def _fetch(self, entry: FileEntry) -> None:
+        data = self._bucket.read(entry.path)
+        if len(data) != entry.size or crc32c(data) != entry.crc32c:
+            raise StoreDamagedError(f"{self.address}/{entry.path}: not what was committed")
+        fsio.make_folders((self.folder / entry.path).parent)
+        fsio.write_file(self.folder / entry.path, data)
+
+    def publish(self, manifest: mf.Manifest) -> None:
+        """Puts a generation that was committed in `folder` in place. StoreLockedError where another
+        writer was quicker; RemoteError leaves the old generation, and may be tried again."""
+        named = [p.path for p in manifest.parts] + [f.path for c in manifest.columns for f in c.files]
+        copy = mf.copy_name(manifest.generation)
+        self._lock.renew()
+        segments = {path.split("/")[1] for path in self._local_files("segments")}
+        new = [path for name in sorted(segments) for path in self._local_files(f"segments/{name}")]
+        new += [path for path in (*named, copy) if path not in self._there]
+        self._put_all(new)
+        root = (self.folder / "zarr.json").read_bytes()
+        if "zarr.json" not in self._there:
+            self._bucket.put("zarr.json", root)
+        self._lock.renew()
+        if not self._bucket.put_new(mf.manifest_name(manifest.generation), manifest.to_bytes()):
+            raise StoreLockedError(f"{self.address}: another writer has committed generation {manifest.generation}")
+        self._bucket.put("manifest/newest", f"{manifest.generation:010d}\n".encode())
+        self._bucket.put("zarr.json", root)
+        self._there |= {*named, copy, "zarr.json"}
+        for name in sorted(segments):
+            fsio.remove_tree(self.folder / "segments" / name)
+        self._remove_old(manifest)
+
+    def _local_files(self, folder: str) -> Iterable[str]:
+        found = sorted(p for p in (self.folder / folder).rglob("*") if p.is_file())
+        return [p.relative_to(self.folder).as_posix() for p in found if fsio.TEMPORARY_PREFIX not in p.as_posix()]
+
+    def _put_all(self, paths: list[str]) -> None:
+        put: Callable[[str], None] = lambda path: self._bucket.put(path, self.folder / path)  # noqa: E731
+        with ThreadPoolExecutor(_UPLOADS) as pool:
+            list(pool.map(put, paths))
+
+    def _remove_old(self, manifest: mf.Manifest) -> None:
+        """Generations older than the one before this, and what they alone name."""
+        generations = generations_of(self._bucket)
+        self._bucket.delete([mf.manifest_name(n) for n in generations[2:]])
+        named = set()
+        for number in generations[:2]:
+            data = manifest.to_bytes() if number == manifest.generation else self._bucket.read(mf.manifest_name(number))
+            kept = mf.parse_manifest(data, number)
+            named |= {mf.index_name(number), *(str(Path(p.path).parent) for p in kept.parts)}
+            named |= {c.path for c in kept.columns}
+        for name in ("index", "columns"):
+            for folder in self._bucket.names(name):
+                if f"{name}/{folder}" not in named:
+                    self._bucket.delete(self._bucket.walk(f"{name}/{folder}"))
+
+    def close(self) -> None:
+        """Lets go of the store, and of the folder here."""
+        self._lock.release()
+        with contextlib.suppress(OSError):
+            fsio.remove_tree(self.folder)
