@@ -17,7 +17,7 @@ from tracestore.store import manifest as mf
 from tracestore.store.columns import read_columns
 from tracestore.store.commit import root_metadata
 from tracestore.store.container import MappedArrays
-from tracestore.store.files import FileEntry, LocalFiles
+from tracestore.store.files import FileEntry, LocalFiles, place_of
 from tracestore.store.index import StoreIndex, part_files
 from tracestore.store.opening import ATTEMPTS, open_generation, pause
 
@@ -142,7 +142,13 @@ def verify_store(
     """Reads every file that the newest generation and its predecessor name and compares
     size and (unless quick) crc32c. Never changes anything; safe beside a writer.
     `progress` gets bytes done and in all, from any thread. UsageError without a store."""
-    path, report = Path(store), Report()
+    place = place_of(store)
+    if not isinstance(place, Path):
+        # Imported here: what talks to other machines is an extra.
+        from tracestore.store.remote.verify import verify_remote
+
+        return verify_remote(place, quick=quick, progress=progress)
+    path, report = place, Report()
     checker = _Checker(path, report, quick, num_threads or min(8, os.cpu_count() or 1), progress)
     good: list[mf.Manifest] = []
     with ExitStack() as stack:
@@ -253,7 +259,9 @@ def repair_store(store: str | os.PathLike[str]) -> Report:
     """Makes a store writable again whose newest manifest is not whole: writes it anew from
     its copy, or, where that is no better, sets it aside, so that its predecessor is the
     newest. Damage elsewhere is reported, not repaired."""
-    path = Path(store)
+    path = place_of(store)
+    if not isinstance(path, Path):
+        raise UsageError(f"{path}: --repair is for stores on this machine: merge what is whole into a new store")
     if not path.is_dir() or not mf.generations(path):
         raise UsageError(f"{path}: no such store")
     with fsio.translated_errors(path):

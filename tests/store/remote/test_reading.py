@@ -9,6 +9,8 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from tracestore.errors import RemoteError, StoreDamagedError, TracestoreError, U
 from tracestore.store.remote.bucket import Bucket
 from tracestore.store.remote.cache import DiskCache
 from tracestore.store.remote.reader import RemoteStore
+from tracestore.store.verify import repair_store, verify_store
 from tracestore.store.writer import StoreWriter
 
 SEGMENTS = 6
@@ -37,9 +40,9 @@ def make_store(path, **options):
 
 def upload(folder, address):
     bucket = Bucket(address)
-    for path in folder.rglob("*"):
-        if path.is_file():
-            bucket.put(path.relative_to(folder).as_posix(), path)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda path: bucket.put(path.relative_to(folder).as_posix(), path), files))
 
 
 @pytest.fixture
@@ -273,28 +276,31 @@ def test_a_disk_without_room_says_so(there, tmp_path, monkeypatch):
     assert not [n for n in os.listdir(tmp_path / "cache") if n.startswith(".part-")]
 
 
-def test_stores_pickle_and_go_to_workers(there, local):
+def test_a_pickled_store_is_the_same_generation(there):
     with tracestore.open(there) as store:
         other = pickle.loads(pickle.dumps(store))
         assert other.generation == store.generation and len(other) == 36
+
+
+@pytest.mark.parametrize("context", ["fork", "forkserver", "spawn"])
+def test_workers_fetch_what_they_need(there, local, context):
     dataset = tracestore.TraceDataset(there, view="sequence")
     loader = torch.utils.data.DataLoader(
-        dataset,
-        batch_size=6,
-        num_workers=2,
-        collate_fn=tracestore.collate_sequences,
-        multiprocessing_context="forkserver",
+        dataset, batch_size=6, num_workers=2, collate_fn=tracestore.collate_sequences, multiprocessing_context=context
     )
-    ids = [i for batch in loader for i in batch.question_id]
-    assert ids == list(tracestore.open(local).question_ids)
+    with tracestore.open(local) as store:
+        assert [i for batch in loader for i in batch.question_id] == list(store.question_ids)
+        assert np.array_equal(torch.cat([batch.sequences for batch in loader]).numpy(), [t.last_token for t in store])
 
 
-def test_a_forked_worker_says_what_to_do(there):
+def test_a_forked_worker_says_what_the_server_said(there, proxy, monkeypatch):
+    monkeypatch.setenv("TRACESTORE_REMOTE_PATIENCE", "0.5")
     dataset = tracestore.TraceDataset(there, view="sequence")
+    proxy.fault = lambda *_: "503"
     loader = torch.utils.data.DataLoader(
         dataset, batch_size=6, num_workers=1, collate_fn=tracestore.collate_sequences, multiprocessing_context="fork"
     )
-    with pytest.raises(UsageError, match="forkserver"):
+    with pytest.raises(RemoteError, match="failed for"):
         list(loader)
 
 
@@ -390,3 +396,42 @@ def test_generations_that_go_while_a_reader_opens(there):
     finally:
         stop.set()
         thread.join()
+
+
+def test_verify_reads_every_object(there, local, tmp_path):
+    assert verify_store(there) == replace(verify_store(local), leftovers=[])
+    assert not verify_store(there, quick=True).damaged
+    bucket = Bucket(there)
+    for path in (
+        "segments/00000001/attention/c/0",
+        "segments/00000002/tokens/zarr.json",
+        "zarr.json",
+        "index/0000000006/part",
+    ):
+        data = bucket.read(path)
+        bucket.put(path, data[:-1] + bytes([data[-1] ^ 1]))
+        assert set(verify_store(there).damaged) == {path}
+        bucket.delete([path])
+        assert verify_store(there, quick=True).damaged[path] == "missing"
+        bucket.put(path, data)
+    bucket.put("segments/00000099/x", b"left over")
+    assert "segments/00000099/x" in run_cli("-m", "tracestore", "verify", there, check=0).stdout
+    with pytest.raises(UsageError, match="on this machine"):
+        repair_store(there)
+    with pytest.raises(UsageError, match="no such store"):
+        verify_store(f"{there}-not")
+
+
+def test_what_a_crash_of_the_machine_tore_is_fetched_again(there, local, tmp_path, proxy):
+    expected = epoch(local)
+    assert_same(epoch(there), expected)
+    largest = max(cached(tmp_path), key=cached(tmp_path).get)
+    for path in (tmp_path / "cache").glob("[!.]*"):
+        if path.name == largest:  # as after a power cut: the size is there, the bytes are not
+            path.chmod(0o600)
+            path.write_bytes(bytes(path.stat().st_size))
+        os.utime(path, (1e9, 1e9))
+    before = proxy.gets("/c/0/0") + proxy.gets("attention/c/0")
+    assert_same(epoch(there), expected)
+    assert proxy.gets("/c/0/0") + proxy.gets("attention/c/0") == before + 1
+    assert min(p.stat().st_mtime for p in (tmp_path / "cache").glob("[!.]*")) > 1e9

@@ -19,8 +19,7 @@ TIMEOUT_S = 30.0
 # Without progress for so long, whoever waits gets the error.
 PATIENCE_S = 120.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
-# Small enough to stay in the processor's cache between checksum and file.
-_CHUNK_BYTES = 256 << 10
+_CHUNK_BYTES = 1 << 20
 _ATTEMPTS_OF_ONE_REQUEST = 2
 
 T = TypeVar("T")
@@ -87,14 +86,16 @@ class Bucket:
 
     # Asking
 
+    @property
+    def is_of_parent(self) -> bool:
+        """Whether this process was forked since: the threads that talk to the server did not come along."""
+        return self._pid != os.getpid()
+
     def again(self, what: str, call: Callable[[], T], progress: Callable[[], Any] = lambda: None) -> T:
         """The call, repeated until it succeeds or has failed for patience_s while `progress`
         stayed what it was."""
-        if self._pid != os.getpid():
-            raise UsageError(
-                f"{self.address}: a remote store cannot be read in a forked process: use num_workers=0 "
-                "(TraceLoader's threads), or multiprocessing_context='forkserver'"
-            )
+        if self.is_of_parent:
+            raise UsageError(f"{self.address}: was opened before this process was forked: open it anew")
         errors = self._obstore.exceptions
         since, before, pause = time.monotonic(), progress(), _FIRST_PAUSE_S
         while True:

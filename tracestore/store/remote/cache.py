@@ -1,8 +1,9 @@
 """Files of remote stores on this machine's disk: whole ones only, bounded in bytes, shared by processes.
 
-A file is fetched under a name of its own, checked against size and crc32c, synced and renamed.
-Its name says which store, path and content it is of, so that a store that was replaced is another
-one. Whoever needs room removes what was used longest ago; a file that somebody still maps stays
+A file is fetched under a name of its own, checked against size and crc32c, and renamed. Its name
+says which store, path and content it is of, so that a store that was replaced is another
+one. It is not synced, which would take a disk's time out of the network's: what was used before the
+machine was last started is checked once more when it is used again. Whoever needs room removes what was used longest ago; a file that somebody still maps stays
 readable to them.
 """
 
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tracestore._core.kernels import crc32c
+from tracestore._core.mapping import MappedFile
 from tracestore.errors import StoreDamagedError, UsageError
 from tracestore.store import fsio
 from tracestore.store.files import FileEntry, cache_folder
@@ -32,6 +34,21 @@ _ATTEMPTS = 2
 
 # When a file of the cache is needed next, as a rank: smaller is sooner; None: not known.
 NeededAt = Callable[[str], int | None]
+
+
+def _started_at() -> float | None:
+    """When this machine was started, in seconds since the epoch; None where it does not say."""
+    clock = getattr(time, "CLOCK_BOOTTIME", None)
+    return None if clock is None else time.time() - time.clock_gettime(clock)
+
+
+_STARTED_AT = _started_at()
+
+
+def _may_be_torn(file: Path) -> bool:
+    """Whether a file was last used before the machine was started: a part of it may never have
+    reached the disk."""
+    return _STARTED_AT is not None and file.stat().st_mtime < _STARTED_AT
 
 
 class DiskCache:
@@ -71,23 +88,26 @@ class DiskCache:
         name = self.name_of(bucket.address, entry)
         final, partial = self.folder / name, self.folder / (_PARTIAL + name)
         while True:
-            try:
-                os.utime(final)  # what was used last goes last
-                return final
-            except FileNotFoundError:
-                pass
+            with contextlib.suppress(FileNotFoundError):
+                if not _may_be_torn(final):
+                    os.utime(final)  # what was used last goes last
+                    return final
             with fsio.translated_errors(self.folder, lambda: entry.size):
                 fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX)  # somebody else may be fetching it
-                if not fsio.has_name(fd, partial) or final.exists():
+                if not fsio.has_name(fd, partial):
+                    continue
+                if final.exists():
+                    self._check_again(final, entry)
                     continue
                 try:
                     with fsio.translated_errors(self.folder, lambda: entry.size):
                         self._make_room(fd, entry.size, needed_at, check)
                         self._fetch(bucket, entry, fd, check)
                         os.fchmod(fd, 0o444)
-                        os.fsync(fd)
+                        if _STARTED_AT is None:
+                            os.fsync(fd)
                         os.rename(partial, final)
                     self.num_fetched += 1
                 except BaseException:
@@ -96,6 +116,18 @@ class DiskCache:
                 return final
             finally:
                 os.close(fd)
+
+    @staticmethod
+    def _check_again(final: Path, entry: FileEntry) -> None:
+        """Of a file that lay here when the machine stopped: removed unless it is whole."""
+        try:
+            mapped = MappedFile(final, entry.size, entry.path)
+            if crc32c(memoryview(mapped)) == entry.crc32c:
+                os.utime(final)
+                return
+        except (OSError, ValueError):
+            pass
+        fsio.remove_tree(final)
 
     @staticmethod
     def _fetch(bucket: Bucket, entry: FileEntry, fd: int, check: Callable[[], None]) -> None:

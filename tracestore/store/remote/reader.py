@@ -22,6 +22,7 @@ from tracestore.store.places import GRAPH_SEGMENT, LAYOUT, SEQUENCE_SEGMENT
 from tracestore.store.reader import DEFAULT_CACHE_BYTES, Coming, TraceStore
 from tracestore.store.remote.bucket import Bucket
 from tracestore.store.remote.cache import DiskCache
+from tracestore.store.remote.helper import Helper
 from tracestore.store.segment import SegmentReader, segment_name
 
 # Files that are fetched at once, and how far ahead a pass is looked through.
@@ -48,15 +49,27 @@ class RemoteFiles:
         self._mapped: dict[str, str] = {}  # what was mapped: its name in the cache, its path in the store
         self._num_fetched = 0  # of the cache, when that was last looked through
         self._lock = threading.Lock()
+        self._helper: Helper | None = None
 
     def _use(self, entry: FileEntry, use: Callable[[str | os.PathLike[str]], T]) -> T:
         for _ in range(_TRIES):
-            path = self.cache.get(self.bucket, entry, self.needed_at)
+            path = self._get(entry)
             try:
                 return use(path)
             except FileNotFoundError:
                 continue  # somebody needed its room
         raise StoreDamagedError(f"{self.cache.folder}: files go from the cache faster than they can be opened")
+
+    def _get(self, entry: FileEntry) -> Path:
+        if not self.bucket.is_of_parent:
+            return self.cache.get(self.bucket, entry, self.needed_at)
+        path = self.cache.folder / DiskCache.name_of(self.bucket.address, entry)
+        if not path.exists():
+            with self._lock:
+                if self._helper is None or self._helper.pid != os.getpid():
+                    self._helper = Helper(self.bucket.address, self.cache)
+            self._helper.fetch(entry)
+        return path
 
     def read(self, entry: FileEntry) -> bytes:
         def whole(path: str | os.PathLike[str]) -> bytes:
@@ -224,6 +237,8 @@ class FetchAhead(Coming):
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> Self:
+        if self._files.bucket.is_of_parent:
+            return self
         self._files.needed_at = self._needed_at
         for k in range(_FETCHERS):
             thread = threading.Thread(target=self._run, name=f"tracestore-fetch-{k}", daemon=True)

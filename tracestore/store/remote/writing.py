@@ -174,7 +174,7 @@ class RemoteDestination:
         data = self._bucket.read(entry.path)
         if len(data) != entry.size or crc32c(data) != entry.crc32c:
             raise StoreDamagedError(f"{self.address}/{entry.path}: not what was committed")
-        fsio.make_folders((self.folder / entry.path).parent)
+        (self.folder / entry.path).parent.mkdir(parents=True, exist_ok=True)  # others make it, too
         fsio.write_file(self.folder / entry.path, data)
 
     def publish(self, manifest: mf.Manifest) -> None:

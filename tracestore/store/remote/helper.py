@@ -1,0 +1,63 @@
+"""Fetching for processes that were forked: what talks to a server has threads, which a fork does not
+take along. A forked process starts this module as a process of its own, and asks it over a pipe.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import asdict
+from pathlib import Path
+
+from tracestore import errors
+from tracestore.store.files import FileEntry
+from tracestore.store.remote.bucket import Bucket
+from tracestore.store.remote.cache import DiskCache
+
+
+class Helper:
+    """A process that puts files into a cache; it ends with this one. Safe to use from threads."""
+
+    def __init__(self, address: str, cache: DiskCache) -> None:
+        self.pid = os.getpid()
+        words = [sys.executable, "-m", __name__, address, str(cache.folder), str(cache.max_bytes)]
+        root = str(Path(__file__).resolve().parents[3])
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "PYTHONPATH": path}
+        self._process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=environment
+        )
+        self._lock = threading.Lock()
+
+    def fetch(self, entry: FileEntry) -> None:
+        """As DiskCache.get, and with its errors."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with self._lock:
+            try:
+                self._process.stdin.write(json.dumps(asdict(entry)) + "\n")
+                answer = json.loads(self._process.stdout.readline() or "null")
+            except (OSError, ValueError):
+                answer = None
+        if answer is None:
+            raise errors.RemoteError(f"{entry.path}: the process that fetches for this one has ended")
+        if answer["error"]:
+            raise getattr(errors, answer["error"])(answer["message"])
+
+
+def serve(address: str, folder: str, max_bytes: str) -> None:
+    """Answers requests, a line each, until there are no more."""
+    bucket, cache = Bucket(address), DiskCache(folder, int(max_bytes))
+    for line in sys.stdin:
+        answer = {"error": "", "message": ""}
+        try:
+            cache.get(bucket, FileEntry(**json.loads(line)))
+        except errors.TracestoreError as error:
+            answer = {"error": type(error).__name__, "message": str(error)}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):  # meant for the process that asks
+        serve(*sys.argv[1:])

@@ -1,0 +1,124 @@
+"""Checking every object of a remote store against its manifest."""
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tracestore._core.kernels import crc32c
+from tracestore.errors import StoreDamagedError, UsageError
+from tracestore.store import manifest as mf
+from tracestore.store.commit import root_metadata
+from tracestore.store.files import Address, FileEntry
+from tracestore.store.index import StoreIndex
+from tracestore.store.remote.bucket import Bucket
+from tracestore.store.remote.reader import RemoteFiles, cache_of_environment, generations_of
+from tracestore.store.verify import Report
+
+_REQUESTS = 8
+
+
+class _Checker:
+    """Compares objects with what was committed, several at a time."""
+
+    def __init__(
+        self, bucket: Bucket, report: Report, quick: bool, progress: Callable[[int, int], None] | None
+    ) -> None:
+        self._bucket, self._report, self._quick, self._progress = bucket, report, quick, progress
+        self._lock = threading.Lock()
+        self._done = 0
+
+    def check(self, entries: Iterable[FileEntry]) -> None:
+        chosen = sorted(entries, key=lambda e: (-e.size, e.path))
+        self._report.num_files += len(chosen)
+        self._report.num_bytes += sum(e.size for e in chosen)
+        with ThreadPoolExecutor(_REQUESTS) as pool:
+            for entry, problem in zip(chosen, pool.map(self._problem, chosen), strict=True):
+                if problem is not None:
+                    self._report.damaged[entry.path] = problem
+
+    def _problem(self, entry: FileEntry) -> str | None:
+        if self._quick:
+            size = self._bucket.size(entry.path)
+            self._tell(entry.size)
+            if size is None:
+                return "missing"
+            return None if size == entry.size else f"{size} bytes where {entry.size} were committed"
+        crc = 0
+
+        def take(piece: Any, offset: int) -> None:
+            nonlocal crc
+            crc = crc32c(memoryview(piece), crc)
+            self._tell(len(piece))
+
+        try:
+            self._bucket.stream(entry.path, entry.size, take)
+        except FileNotFoundError:
+            return "missing"
+        except StoreDamagedError as error:
+            return str(error).split(": ", 1)[-1]
+        return None if crc == entry.crc32c else "checksum mismatch"
+
+    def _tell(self, num_bytes: int) -> None:
+        if self._progress is not None:
+            with self._lock:
+                self._done += num_bytes
+                self._progress(self._done, self._report.num_bytes)
+
+
+def verify_remote(address: Address, *, quick: bool, progress: Callable[[int, int], None] | None) -> Report:
+    """As verify_store. Nothing of it is taken from the cache, but the list of files."""
+    bucket, report = Bucket(address), Report()
+    checker = _Checker(bucket, report, quick, progress)
+    numbers = generations_of(bucket)[:2]
+    if not numbers:
+        raise UsageError(f"{address}: no such store")
+    files, good = RemoteFiles(bucket, cache_of_environment()), []
+    for number in numbers:
+        name = mf.manifest_name(number)
+        try:
+            good.append(mf.parse_manifest(bucket.read(name), number))
+            report.num_files += 1
+        except (FileNotFoundError, StoreDamagedError) as error:
+            report.damaged[name] = str(error).split(": ", 1)[-1] if isinstance(error, StoreDamagedError) else "missing"
+    report.generation = good[0].generation if good else None
+    entries = {p.path: FileEntry(p.path, p.size, p.crc32c) for m in good for p in m.parts}
+    entries |= {f.path: f for m in good for columns in m.columns for f in columns.files}
+    for manifest in good:
+        data = manifest.to_bytes()
+        copy = FileEntry(mf.copy_name(manifest.generation), len(data), crc32c(data))
+        entries[copy.path] = copy
+    checker.check(entries.values())
+    segments: dict[str, FileEntry] = {}
+    for manifest in good:
+        if not any(p.path in report.damaged for p in manifest.parts):
+            try:
+                segments |= {f.path: f for f in StoreIndex(files, manifest).files()}
+            except StoreDamagedError as error:
+                report.damaged[mf.manifest_name(manifest.generation)] = str(error)
+    checker.check(segments.values())
+    _check_root(bucket, good, report)
+    known = {
+        *entries,
+        *segments,
+        "zarr.json",
+        "lock",
+        "manifest/newest",
+        *map(mf.manifest_name, generations_of(bucket)),
+    }
+    if bucket.can_list:
+        folders = {str(Path(p.path).parent) for m in good for p in m.parts}
+        found = bucket.walk("")
+        report.leftovers = [p for p in found if p not in known and str(Path(p).parent) not in folders]
+    return report
+
+
+def _check_root(bucket: Bucket, good: list[mf.Manifest], report: Report) -> None:
+    try:
+        found = bucket.read("zarr.json")
+    except FileNotFoundError:
+        report.damaged["zarr.json"] = "missing"
+        return
+    if good and found not in {root_metadata(m.attributes) for m in good}:
+        report.damaged["zarr.json"] = "not what the manifest says"
