@@ -69,7 +69,8 @@ class BatchFormat:
         weight = dtype_bytes(self.of(weight_dtype(store, self.graph))) * self.graph.num_heads(store)
         an_edge = 16 + weight if self.graph.edges == "coo" else weight
         # Of a node x and the number of its graph; of a graph its first node and edge.
-        return store.num_layers * (tokens * (store.hidden_dim * item + 8) + 16) + pairs * an_edge
+        sizes: np.ndarray = store.num_layers * (tokens * (store.hidden_dim * item + 8) + 16) + pairs * an_edge
+        return sizes
 
     def piece_bytes(self, store: TraceStore, indices: np.ndarray) -> int:
         """The most memory a batch of some traces takes, gaps between its tensors included."""

@@ -10,7 +10,7 @@ from torch_geometric.data import Batch, Data
 from tracestore.data.batch import SequenceBatch
 
 
-class SequenceItem(tuple):
+class SequenceItem(tuple[torch.Tensor, float, str]):
     """(sequence (L, D), score, question_id), with `y` and `trace_index` beside."""
 
     y: float
@@ -23,7 +23,7 @@ class SequenceItem(tuple):
         return item
 
 
-class GraphItem(list):
+class GraphItem(list[Data]):
     """List of L PyG Data, with `score`, `y`, `question_id` and `trace_index` beside."""
 
     score: float

@@ -22,7 +22,8 @@ def mix(value: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
         value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return value ^ (value >> np.uint64(31))
+        value = value ^ (value >> np.uint64(31))
+        return value
 
 
 def epoch_key(seed: int, epoch: int, stream: int = 0) -> int:

@@ -75,7 +75,7 @@ def prompt_ids(lm: LanguageModel, question: str, instruction: str) -> torch.Tens
         encoded = lm.tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-        ids = encoded["input_ids"]
+        ids: torch.Tensor = encoded["input_ids"]
     else:
         ids = lm.tokenizer(f"{instruction}\nQ: {question}\nA:", return_tensors="pt")["input_ids"]
     return ids.to(lm.device)

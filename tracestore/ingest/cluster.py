@@ -118,7 +118,8 @@ def read_sources_on_cluster(
 
         def wanted() -> int:
             # What waits takes room on the disk: two sources a thread of the cluster.
-            return 2 * max(1, sum(client.nthreads().values()))
+            num_threads: int = sum(client.nthreads().values())
+            return 2 * max(1, num_threads)
 
         with client, closing(in_order(started(), wanted)) as streams:  # type: ignore[type-var]
             yield from streams

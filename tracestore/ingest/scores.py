@@ -4,8 +4,12 @@ import csv
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tracestore.errors import InputRefusedError, UsageError
+
+if TYPE_CHECKING:
+    from _csv import Reader as CsvReader
 
 SCORE_COLUMNS = ("bleurt_score", "score", "hallucination_score")
 
@@ -44,7 +48,7 @@ def read_scores(path: Path, column: str | None = None) -> Scores:
         raise UsageError(f"{path}: {error.strerror}") from None
 
 
-def _parse(path: Path, rows, header: list[str], column: str | None) -> Scores:
+def _parse(path: Path, rows: "CsvReader", header: list[str], column: str | None) -> Scores:
     name = path.name
     found = ", ".join(header) or "an empty file"
     if "question_id" not in header:

@@ -49,7 +49,8 @@ class Catalogue:
         if wanted:
             texts = self._every_text()
             indices = np.array([k for k in indices if all(w in texts[k] for w in wanted)], np.int64)
-        return indices[self._ranks(order, indices, descending)]
+        ranked: np.ndarray = indices[self._ranks(order, indices, descending)]
+        return ranked
 
     def _has_label(self, label: str) -> np.ndarray:
         right, hallucinated = self.targets < 0.5, self.targets >= 0.5

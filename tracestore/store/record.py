@@ -88,8 +88,11 @@ def as_array(value: Any) -> np.ndarray | None:
     if torch is not None and isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         if value.dtype == torch.bfloat16:
-            return value.contiguous().view(torch.int16).numpy().view(schema.BFLOAT16)
-        return value.numpy()
+            value = value.contiguous().view(torch.int16)
+            bits: np.ndarray = value.numpy().view(schema.BFLOAT16)
+            return bits
+        array: np.ndarray = value.numpy()
+        return array
     return None
 
 

@@ -198,7 +198,9 @@ class Trace:
         if self._row.sequence_segment < 0:
             return self.hidden_states[:, -1]
         segment = self._store._segment(self._row.sequence_segment)
-        return self._rows(segment, "last_token", self._row.last_token_row, self._row.last_token_row + 1)[0]
+        row = self._row.last_token_row
+        found: np.ndarray = self._rows(segment, "last_token", row, row + 1)[0]
+        return found
 
     @property
     def attention_layout(self) -> str | None:
@@ -251,7 +253,8 @@ class Trace:
             assert isinstance(packed, PackedEdges)
             begin, end = packed.ptr[layer : layer + 2]
             edges = PackedEdges(np.array([0, end - begin]), packed.edge_index[begin:end], packed.weight[begin:end])
-            return dense_attention(edges, row.layout, 1, row.num_tokens, where)[0]
+            dense: np.ndarray = dense_attention(edges, row.layout, 1, row.num_tokens, where)[0]
+            return dense
         heads, pairs = store._attributes.attention_rows, schema.num_pairs(row.num_tokens, row.layout)
         first = row.attention_start + layer * heads * pairs
         values = self._graph("attention").array("attention").copy(first, first + heads * pairs)

@@ -64,11 +64,13 @@ class RankDraws:
 
     def _mean_over_runs(self, weights: np.ndarray) -> np.ndarray:
         """(R, n) -> (R, 2): AUROC and average precision."""
-        return np.mean([figures.of(weights[:, places]) for figures, places in self._figures], axis=0)
+        mean: np.ndarray = np.mean([figures.of(weights[:, places]) for figures, places in self._figures], axis=0)
+        return mean
 
     def estimate(self) -> np.ndarray:
         """(2,): AUROC and average precision as measured."""
-        return self._mean_over_runs(np.ones((1, len(self.trace))))[0]
+        both: np.ndarray = self._mean_over_runs(np.ones((1, len(self.trace))))[0]
+        return both
 
     def draws(self, samples: int = metrics.BOOTSTRAP_SAMPLES) -> np.ndarray:
         """(samples, 2); rows of two models on the same traces are paired."""

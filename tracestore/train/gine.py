@@ -49,13 +49,14 @@ class GINE(nn.Module):
     def _reference(self, x: torch.Tensor, inputs: GraphInputs) -> torch.Tensor:
         edge_index, weight = inputs.coo()
         dtype = self.conv.lin.weight.dtype
-        return self.conv(x.to(dtype), edge_index, weight.to(dtype))
+        out: torch.Tensor = self.conv(x.to(dtype), edge_index, weight.to(dtype))
+        return out
 
     def forward(self, x: torch.Tensor, inputs: GraphInputs) -> torch.Tensor:
         """(N, in), any float dtype -> (N, hidden)."""
         if not self._is_fused(x):
             return self._reference(x, inputs)
-        return self.conv.nn[2](self._hidden(x, inputs))
+        return self._last(self._hidden(x, inputs))
 
     def pooled(self, x: torch.Tensor, inputs: GraphInputs) -> torch.Tensor:
         """The mean of forward over each graph's nodes: (N, in) -> (G, hidden).
@@ -64,4 +65,9 @@ class GINE(nn.Module):
         the layer works on G rows instead of N."""
         if not self._is_fused(x):
             return mean_over_nodes(self._reference(x, inputs), inputs)
-        return self.conv.nn[2](mean_over_nodes(self._hidden(x, inputs), inputs))
+        return self._last(mean_over_nodes(self._hidden(x, inputs), inputs))
+
+    def _last(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The last layer of the MLP."""
+        out: torch.Tensor = self.conv.nn[2](hidden)
+        return out

@@ -95,7 +95,8 @@ def class_strata(y: np.ndarray, clusters: np.ndarray) -> np.ndarray:
     within these keeps both classes in every resample."""
     negative = np.bincount(clusters, weights=y == 0) > 0
     positive = np.bincount(clusters, weights=y == 1) > 0
-    return (negative + 2 * positive)[clusters]
+    strata: np.ndarray = (negative + 2 * positive)[clusters]
+    return strata
 
 
 def percentile_interval(values: np.ndarray, level: float = LEVEL) -> tuple[float, float]:
@@ -130,7 +131,8 @@ def decision_figures(y: np.ndarray, predicted: np.ndarray) -> dict[str, float]:
 
 def probability(logit: np.ndarray, temperature: float | np.ndarray = 1.0) -> np.ndarray:
     """sigmoid(logit / temperature)."""
-    return expit(logit / temperature)
+    probabilities: np.ndarray = expit(logit / temperature)
+    return probabilities
 
 
 def brier(y: np.ndarray, p: np.ndarray) -> float:

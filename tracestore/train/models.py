@@ -118,7 +118,8 @@ class LayerLSTM(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         _, (h, _) = self.lstm(x)
         # h: (num_lstm_layers * 2, B, hidden); the last two are the top layer's directions.
-        return self.head(torch.cat([h[-2], h[-1]], dim=1)).squeeze(1)
+        logits: torch.Tensor = self.head(torch.cat([h[-2], h[-1]], dim=1))
+        return logits.squeeze(1)
 
 
 class Standardiser(nn.Module):

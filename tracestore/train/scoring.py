@@ -177,7 +177,8 @@ def score_traces(
             if end - begin < size:
                 inputs = inputs.traces(begin, end) if view == "graph" else inputs[begin:end]
             with autocast:
-                return model(inputs.to(device)).logits.double().cpu()
+                logits: torch.Tensor = model(inputs.to(device)).logits
+                return logits.double().cpu()
 
         with torch.no_grad():
             logits = torch.cat(guard.evaluate(size, run)).numpy()
