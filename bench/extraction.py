@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tracestore.extract import run as extraction
-from tracestore.extract.model import answer_question, load_model
+from tracestore.extract.model import answer_questions, load_model
 from tracestore.extract.questions import containment_score, read_questions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,8 +42,9 @@ def main() -> None:
     lm = load_model(args.model)
     every = read_questions(ROOT / "tools/data/facts.csv")
 
-    def answer(question):
-        return answer_question(lm, question.text, instruction=extraction.INSTRUCTION, max_new_tokens=32)
+    def answer(questions):
+        texts = [question.text for question in questions]
+        return answer_questions(lm, texts, instruction=extraction.INSTRUCTION, max_new_tokens=32)
 
     ratios, sizes = [], []
     for number in range(args.rounds):

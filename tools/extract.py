@@ -49,6 +49,9 @@ def make_parser() -> Parser:
         metavar="SECONDS",
         help="for a store: about this much is lost in a kill (60, or a twentieth of the time so far; 0: nothing)",
     )
+    parser.add_argument(
+        "--batch-size", type=positive, default=1, metavar="N", help="questions answered at once; pays on a GPU (1)"
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the model")
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
@@ -64,24 +67,32 @@ def command(args: argparse.Namespace) -> int:
         raise UsageError("--shard writes files; merge them with tracestore.convert, or give each machine its own store")
     # Imported here: wrong usage answers at once, and loading a model takes seconds.
     from tracestore.extract import run as extraction
-    from tracestore.extract.model import answer_question, load_model
+    from tracestore.extract.model import answer_questions, load_model
 
     lm = load_model(args.model, device=args.device, dtype=args.dtype)
     instruction = args.instruction or extraction.INSTRUCTION
 
-    def answer(question):
-        return answer_question(lm, question.text, instruction=instruction, max_new_tokens=args.max_new_tokens)
+    def answer(asked):
+        texts = [question.text for question in asked]
+        return answer_questions(lm, texts, instruction=instruction, max_new_tokens=args.max_new_tokens)
 
     if to_store:
         total = len(questions)
         every = extraction.COMMIT_EVERY_S if args.commit_every is None else args.commit_every
         steps = extraction.extract_to_store(
-            args.out, questions, answer, scorer, attention=args.attention, codec=args.codec, commit_every_s=every
+            args.out,
+            questions,
+            answer,
+            scorer,
+            attention=args.attention,
+            codec=args.codec,
+            commit_every_s=every,
+            batch_size=args.batch_size,
         )
     else:
         batches = extraction.plan_batches(questions, args.traces_per_file, args.shard, "traces")
         total = sum(len(b.questions) for b in batches)
-        steps = extraction.extract_to_folder(args.out, batches, answer, scorer)
+        steps = extraction.extract_to_folder(args.out, batches, answer, scorer, batch_size=args.batch_size)
     output.say(f"{total:,} questions to {args.model} -> {args.out}")
     progress = Progress(output)
     made = right = there = 0

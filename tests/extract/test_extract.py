@@ -131,17 +131,53 @@ def test_a_file_is_there_whole_or_not_at_all(tmp_path):
     batches = extraction.plan_batches([Question(f"q{k}", "?", ("a",)) for k in range(4)], 2, (0, 1), "t")
     calls = []
 
-    def answer(question):
+    def answer(asked):
+        [question] = asked
         calls.append(question.question_id)
         if len(calls) == 4:
             raise RuntimeError("power cut")
-        return {"generated_answer_clean": "a", "hidden_states": []}
+        return [{"generated_answer_clean": "a", "hidden_states": []}]
 
     with pytest.raises(RuntimeError):
         list(extraction.extract_to_folder(tmp_path, batches, answer, containment_score))
     assert sorted(p.name for p in tmp_path.glob("*")) == [".scores", "t_batch_0000.pkl"]
     list(extraction.extract_to_folder(tmp_path, batches, answer, containment_score))
     assert calls == ["q0", "q1", "q2", "q3", "q2", "q3"]
+
+
+def test_a_batch_gives_what_its_questions_give_alone(tiny_model):
+    from tracestore.extract.model import answer_questions, load_model
+
+    lm = load_model(str(tiny_model), device="cpu")
+    texts = ["?", "What is it that is so very much longer?", "Who?", "What is it that is so very much longer?"]
+    options = {"instruction": "Say it", "max_new_tokens": 12}
+    together = answer_questions(lm, texts, **options)
+    alone = [answer_questions(lm, [text], **options)[0] for text in texts]
+    assert len({len(t["tokens"]) for t in alone}) > 1
+    for one, other in zip(together, alone, strict=True):
+        assert one.keys() == other.keys()
+        for name in one.keys() - {"hidden_states", "attentions", "tokens"}:
+            assert one[name] == other[name], name
+        assert np.array_equal(one["tokens"], other["tokens"])
+        for name in ("hidden_states", "attentions"):
+            for a, b in zip(one[name], other[name], strict=True):
+                assert a.shape == b.shape and a.dtype == b.dtype == np.float16
+                assert np.allclose(a, b, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("out", ["folder", "run.zarr"])
+def test_batches_of_questions(tiny_model, questions, tmp_path, out):
+    extract(tiny_model, questions, tmp_path / "alone.zarr")
+    extract(tiny_model, questions, tmp_path / out, "--limit", 2, "--batch-size", 3)
+    done = json.loads(extract(tiny_model, questions, tmp_path / out, "--batch-size", 3, "--json").stdout)
+    assert done["made"] + done["already_there"] == 7
+    if out == "folder":
+        convert(tmp_path / out, tmp_path / "run.zarr")
+    with tracestore.open(tmp_path / "alone.zarr") as one, tracestore.open(tmp_path / "run.zarr") as other:
+        assert list(one.question_ids) == list(other.question_ids)
+        assert np.array_equal(one.scores, other.scores)
+        for a, b in zip(one, other, strict=True):
+            assert a.answer == b.answer and np.array_equal(a.tokens, b.tokens)
 
 
 def test_straight_into_a_store(tiny_model, questions, tmp_path):

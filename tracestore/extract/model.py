@@ -2,10 +2,12 @@
 
 import importlib.util
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
@@ -105,57 +107,105 @@ def _cut(lm: LanguageModel, ids: list[int]) -> tuple[list[int], str]:
 
 
 class _StopAtCut(StoppingCriteria):
-    """Stops generating once the answer has been cut and one token has shown it."""
+    """Stops a row once its answer has been cut and one token has shown it."""
 
     def __init__(self, lm: LanguageModel, prompt_length: int) -> None:
         self._lm, self._prompt_length = lm, prompt_length
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        answer = input_ids[0, self._prompt_length :].tolist()
-        done = len(_cut(self._lm, answer)[0]) < len(answer)
-        return torch.full((len(input_ids),), done, device=input_ids.device)
+        answers = input_ids[:, self._prompt_length :].tolist()
+        return torch.tensor([_is_cut(self._lm, answer) for answer in answers], device=input_ids.device)
+
+
+def _is_cut(lm: LanguageModel, answer: list[int]) -> bool:
+    return len(_cut(lm, answer)[0]) < len(answer)
+
+
+def _without_padding(lm: LanguageModel, answer: list[int]) -> list[int]:
+    """What was generated of a row before the others of its batch went on alone."""
+    return next((answer[:k] for k in range(1, len(answer)) if _is_cut(lm, answer[:k])), answer)
+
+
+def _padded(rows: Sequence[torch.Tensor], pad: int, *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of token ids as (B, longest), and the attention mask."""
+    longest = max(map(len, rows))
+    ids = torch.full((len(rows), longest), pad, dtype=rows[0].dtype, device=rows[0].device)
+    mask = torch.zeros_like(ids)
+    for k, row in enumerate(rows):
+        place = slice(longest - len(row), None) if left else slice(len(row))
+        ids[k, place], mask[k, place] = row, 1
+    return ids, mask
 
 
 @torch.inference_mode()
-def answer_question(lm: LanguageModel, question: str, *, instruction: str, max_new_tokens: int) -> dict[str, Any]:
-    """One trace as a dict of the pickle schema: hidden states of every layer (S, D) and
+def answer_questions(
+    lm: LanguageModel, questions: Sequence[str], *, instruction: str, max_new_tokens: int
+) -> list[dict[str, Any]]:
+    """A trace a question, as dicts of the pickle schema: hidden states of every layer (S, D) and
     attention of every head (H, S, S) over prompt and answer, float16.
 
-    The answer is generated greedily; one more pass over prompt and answer then
-    gives all states at once."""
-    prompt = prompt_ids(lm, question, instruction)
+    The answers are generated greedily, all in one batch; one more pass over prompts and answers
+    then gives all states at once. Padding is left out. In a batch, sums are rounded in another
+    order than alone: values differ in their last bits, and where two tokens are as good, answers."""
+    pad = lm.tokenizer.pad_token_id or lm.tokenizer.eos_token_id or 0
+    prompts = [prompt_ids(lm, question, instruction)[0] for question in questions]
+    padded, mask = _padded(prompts, pad, left=True)
     generated = lm.model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
+        padded,
+        attention_mask=mask,
         max_new_tokens=max_new_tokens,
         do_sample=False,
         temperature=None,
         top_p=None,
         top_k=None,
-        stopping_criteria=StoppingCriteriaList([_StopAtCut(lm, prompt.shape[1])]),
-        pad_token_id=lm.tokenizer.pad_token_id or lm.tokenizer.eos_token_id or 0,
+        stopping_criteria=StoppingCriteriaList([_StopAtCut(lm, padded.shape[1])]),
+        pad_token_id=pad,
     )
-    raw = generated[0, prompt.shape[1] :].tolist()
-    answer, method = _cut(lm, raw)
-    ids = torch.cat([prompt, torch.tensor([answer], dtype=prompt.dtype, device=prompt.device)], dim=1)
-    out = lm.model(ids, output_hidden_states=True, output_attentions=True, use_cache=False)
-    # hidden_states[0] are the embeddings; entry l + 1 is what layer l puts out.
-    hidden = [h[0].to(torch.float16).cpu().numpy() for h in out.hidden_states[1:]]
-    attention = [a[0].to(torch.float16).cpu().numpy() for a in out.attentions]
-    tokens = ids[0].cpu().numpy().astype("int32")
-    decode = lm.tokenizer.decode
+    raw = [_without_padding(lm, row) for row in generated[:, padded.shape[1] :].tolist()]
+    cuts = [_cut(lm, row) for row in raw]
+    whole = [
+        torch.cat([prompt, torch.tensor(answer, dtype=prompt.dtype, device=prompt.device)])
+        for prompt, (answer, _) in zip(prompts, cuts, strict=True)
+    ]
+    # On the right: positions count from the first token, and no token looks at what follows it.
+    ids, mask = _padded(whole, pad, left=False)
+    out = lm.model(ids, attention_mask=mask, output_hidden_states=True, output_attentions=True, use_cache=False)
+    traces = []
+    for k, (question, tokens) in enumerate(zip(questions, whole, strict=True)):
+        size = len(tokens)
+        # hidden_states[0] are the embeddings; entry l + 1 is what layer l puts out.
+        states: dict[str, Any] = {
+            "hidden_states": [_numpy(h[k, :size]) for h in out.hidden_states[1:]],
+            "attentions": [_numpy(a[k, :, :size, :size]) for a in out.attentions],
+            "num_layers": len(out.attentions),
+        }
+        traces.append(states | _texts(lm, question, tokens, len(prompts[k]), raw[k], *cuts[k]))
+    return traces
+
+
+def _numpy(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.to(torch.float16).cpu().contiguous().numpy()
+
+
+def _texts(
+    lm: LanguageModel,
+    question: str,
+    tokens: torch.Tensor,
+    prompt_length: int,
+    raw: list[int],
+    answer: list[int],
+    method: str,
+) -> dict[str, Any]:
+    decode, ids = lm.tokenizer.decode, tokens.cpu().numpy().astype("int32")
     return {
-        "hidden_states": hidden,
-        "attentions": attention,
-        "tokens": tokens,
-        "tokens_decoded": [decode([int(t)]) for t in tokens],
+        "tokens": ids,
+        "tokens_decoded": [decode([int(t)]) for t in ids],
         "question": question,
-        "generated_text": decode(ids[0], skip_special_tokens=False),
+        "generated_text": decode(tokens, skip_special_tokens=False),
         "generated_answer": decode(raw, skip_special_tokens=True),
         "generated_answer_clean": decode(answer, skip_special_tokens=True).strip(),
-        "prompt_length": int(prompt.shape[1]),
-        "num_layers": len(hidden),
+        "prompt_length": prompt_length,
         "cutoff_method": method,
-        "tokens_before_cutoff": int(prompt.shape[1] + len(raw)),
-        "tokens_after_cutoff": len(tokens),
+        "tokens_before_cutoff": prompt_length + len(raw),
+        "tokens_after_cutoff": len(ids),
     }

@@ -19,7 +19,7 @@ from tracestore.store.writer import is_store
 
 INSTRUCTION = "Give the correct answer in a few words."
 
-Answer = Callable[[Question], dict[str, Any]]
+Answer = Callable[[Sequence[Question]], list[dict[str, Any]]]
 Scorer = Callable[[str, Sequence[str]], float]
 COMMIT_EVERY_S = 60.0
 _PART_FOLDER = ".scores"
@@ -79,16 +79,25 @@ def _score_row(question: Question, answer: str, scorer: Scorer) -> list[Any]:
     ]
 
 
-def _trace(question: Question, answer: Answer, position: int, batch: int) -> dict[str, Any]:
-    trace = answer(question)
-    trace |= {"question_id": question.question_id, "example_id": position, "batch_number": batch}
-    return trace
+def _traces(
+    questions: Sequence[tuple[int, Question]], answer: Answer, batch: int, batch_size: int
+) -> Iterator[tuple[int, Question, dict[str, Any]]]:
+    """(position, question, trace) of each, batch_size of them answered at once."""
+    for begin in range(0, len(questions), batch_size):
+        chosen = questions[begin : begin + batch_size]
+        found = answer([question for _, question in chosen])
+        found.reverse()
+        for position, question in chosen:
+            trace = found.pop()  # what was written is not held
+            trace |= {"question_id": question.question_id, "example_id": position, "batch_number": batch}
+            yield position, question, trace
 
 
 def extract_to_folder(
-    folder: Path, batches: Sequence[Batch], answer: Answer, scorer: Scorer
+    folder: Path, batches: Sequence[Batch], answer: Answer, scorer: Scorer, *, batch_size: int = 1
 ) -> Iterator[tuple[int, int, bool | None]]:
-    """Writes the files that are not there yet, and scores.csv. Yields after each trace
+    """Writes the files that are not there yet, and scores.csv; `answer` gets batch_size questions
+    at once. Yields after each trace
     (batch number, position, whether it was scored right); None for a file that was there."""
     try:
         (folder / _PART_FOLDER).mkdir(parents=True, exist_ok=True)
@@ -104,8 +113,8 @@ def extract_to_folder(
             rows = []
             with fsio.whole_file(path) as file:
                 writer = PickleListWriter(file)
-                for position, question in enumerate(batch.questions):
-                    trace = _trace(question, answer, position, batch.number)
+                questions = list(enumerate(batch.questions))
+                for position, question, trace in _traces(questions, answer, batch.number, batch_size):
                     writer.append(trace)
                     rows.append(_score_row(question, trace["generated_answer_clean"], scorer))
                     yield batch.number, position, rows[-1][1] >= 0.5
@@ -123,6 +132,7 @@ def extract_to_store(
     attention: str,
     codec: str = "none",
     commit_every_s: float = COMMIT_EVERY_S,
+    batch_size: int = 1,
 ) -> Iterator[tuple[int, int, bool | None]]:
     """Appends the traces of questions that the store does not have yet, with their scores. A kill
     loses what came after the last commit: `commit_every_s`, or a twentieth of the time so far
@@ -133,11 +143,13 @@ def extract_to_store(
             done = {q.question_id for q in questions if q.question_id in store}
     began = committed = time.monotonic()
     with create(path, attention=attention, codec=codec, append=True) as writer:
+        wanted = []
         for position, question in enumerate(questions):
             if question.question_id in done:
                 yield 0, position, None
-                continue
-            trace = _trace(question, answer, position, 0)
+            else:
+                wanted.append((position, question))
+        for position, question, trace in _traces(wanted, answer, 0, batch_size):
             score = scorer(trace["generated_answer_clean"], question.answers)
             writer.append(trace, score=score)
             now = time.monotonic()
