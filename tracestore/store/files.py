@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tracestore._core.mapping import MappedFile
-from tracestore.errors import StoreDamagedError
+from tracestore.errors import StoreDamagedError, UsageError
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,10 @@ def cache_folder() -> Path:
     given = os.environ.get("TRACESTORE_CACHE")
     if given:
         return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tracestore"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tracestore"
+    except RuntimeError:
+        raise UsageError("no home folder for files of remote stores: set TRACESTORE_CACHE") from None
 
 
 def folder_of(store: str | os.PathLike[str]) -> Path:

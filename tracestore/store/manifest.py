@@ -109,6 +109,11 @@ class Manifest:
     def num_sources(self) -> int:
         return sum(p.num_sources for p in self.parts)
 
+    def small_files(self) -> list[FileEntry]:
+        """Those of index and columns."""
+        parts = [FileEntry(p.path, p.size, p.crc32c) for p in self.parts]
+        return parts + [file for columns in self.columns for file in columns.files]
+
     def to_bytes(self) -> bytes:
         body = {
             "tracestore_manifest": schema.FORMAT_VERSION,

@@ -1,11 +1,13 @@
 """A folder of an object store or web server: its objects as bytes, asked for again after a failure."""
 
 import contextlib
+import errno
 import os
 import random
 import re
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,9 +22,19 @@ TIMEOUT_S = 30.0
 PATIENCE_S = 120.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _CHUNK_BYTES = 1 << 20
+_ATTEMPTS_TO_GO_ON = 2
+_AT_ONCE = 16
 _ATTEMPTS_OF_ONE_REQUEST = 2
+# Who has no credentials is taken for a machine of the cloud, and asks this address for some.
+_INSTANCE_METADATA = "169.254.169.254"
 
 T = TypeVar("T")
+
+# What a server says of an object's state: an entity tag, a version, or both.
+Version = dict[str, str]
+
+# The process whose threads talk to servers, once there are some: a fork does not take them along.
+_talking: int | None = None
 
 
 def seconds_of(variable: str, default: float) -> float:
@@ -56,18 +68,22 @@ class Bucket:
         self.address = Address(address.rstrip("/"))
         self.patience_s = seconds_of("TRACESTORE_REMOTE_PATIENCE", PATIENCE_S) if patience_s is None else patience_s
         timeout_s = seconds_of("TRACESTORE_REMOTE_TIMEOUT", TIMEOUT_S) if timeout_s is None else timeout_s
-        scheme = address.split("://", 1)[0]
+        scheme, _, rest = address.partition("://")
         if scheme not in SCHEMES:
             raise UsageError(f"{address}: found {scheme}://, expected one of {', '.join(f'{s}://' for s in SCHEMES)}")
+        # What an address parser would take for something else, or leave out.
+        if re.search(r"[?#\s\\]|//|(^|/)\.{1,2}(/|$)", rest.rstrip("/")) or not rest.strip("/"):
+            raise UsageError(f"{address}: found an address with an empty part, '..', a blank, '?' or '#'")
         try:
             import obstore
-            from obstore.store import from_url
+            from obstore.store import HTTPStore, from_url
         except ImportError:
             raise UsageError(
                 f"{address}: stores of other machines need obstore: pip install tracestore[remote]"
             ) from None
         self._obstore = obstore
-        self._pid = os.getpid()
+        # Called before each attempt to change something; may raise.
+        self.fence: Callable[[], None] = lambda: None
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
         options: dict[str, Any] = {
             "timeout": "1h",
@@ -78,7 +94,7 @@ class Bucket:
             options["allow_http"] = True
         retries: Any = {"max_retries": _ATTEMPTS_OF_ONE_REQUEST, "retry_timeout": timedelta(seconds=self.patience_s)}
         try:
-            make: Any = from_url
+            make: Any = from_url if scheme in ("s3", "gs") else HTTPStore.from_url
             self._store: Any = make(str(self.address), client_options=options, retry_config=retries)
         except Exception as error:  # what is wrong with an address, each kind of store says in its own way
             raise UsageError(f"{address}: {one_line(error)}") from None
@@ -89,13 +105,18 @@ class Bucket:
     @property
     def is_of_parent(self) -> bool:
         """Whether this process was forked since: the threads that talk to the server did not come along."""
-        return self._pid != os.getpid()
+        return _talking is not None and _talking != os.getpid()
 
     def again(self, what: str, call: Callable[[], T], progress: Callable[[], Any] = lambda: None) -> T:
         """The call, repeated until it succeeds or has failed for patience_s while `progress`
         stayed what it was."""
         if self.is_of_parent:
-            raise UsageError(f"{self.address}: was opened before this process was forked: open it anew")
+            raise UsageError(
+                f"{self.address}: this process was forked from one that talks to a server: open the store "
+                "before the fork, or start processes by spawn or forkserver"
+            )
+        global _talking
+        _talking = os.getpid()
         errors = self._obstore.exceptions
         since, before, pause = time.monotonic(), progress(), _FIRST_PAUSE_S
         while True:
@@ -103,15 +124,14 @@ class Bucket:
                 return call()
             except FileNotFoundError:
                 raise
-            except (errors.AlreadyExistsError, errors.PreconditionError, errors.InvalidPathError):
+            except (errors.AlreadyExistsError, errors.PreconditionError):
                 raise
             except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
                 raise self._refused(what, error) from None
+            except (errors.NotSupportedError, errors.InvalidPathError) as error:
+                raise UsageError(f"{self.address}/{what}: {one_line(error)}") from None
             except (errors.BaseError, _CutError) as error:
-                if "404 Not Found" in str(error):  # what a listing in a bucket that is not there gives
-                    raise FileNotFoundError(2, os.strerror(2), f"{self.address}/{what}") from None
-                if "403 Forbidden" in str(error):
-                    raise self._refused(what, error) from None
+                self._raise_lasting(what, error)
                 now = progress()
                 if now != before:
                     since, before, pause = time.monotonic(), now, _FIRST_PAUSE_S
@@ -122,6 +142,19 @@ class Bucket:
             # Not all that failed together ask again together.
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _raise_lasting(self, what: str, error: BaseException) -> None:
+        """Raises what asking again would not change."""
+        found = re.search(r"status code: (\d{3})", str(error))
+        status = 0 if found is None else int(found[1])
+        if status == 404:  # what a listing in a bucket that is not there gives
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self.address}/{what}")
+        if status in (401, 403):
+            raise self._refused(what, error)
+        if 300 <= status < 500 and status not in (408, 409, 425, 429):
+            raise UsageError(f"{self.address}/{what}: {one_line(error)}")
+        if _INSTANCE_METADATA in str(error):
+            raise UsageError(f"{self.address}: found no credentials (docs/remote.md)")
 
     def _refused(self, what: str, error: BaseException) -> UsageError:
         return UsageError(f"{self.address}/{what}: no permission: {one_line(error)}")
@@ -134,11 +167,15 @@ class Bucket:
 
     def stream(self, path: str, size: int, take: Callable[[Any, int], None]) -> None:
         """Has `take` have each piece of an object of `size` bytes and the offset of that, in their
-        order. What was cut goes on where it was cut. StoreDamagedError where it has another size."""
-        done = 0
+        order. What was cut goes on where it was cut, or from 0 again where a server has only whole
+        objects. StoreDamagedError where it has another size."""
+        done = furthest = attempts = 0
 
         def go_on() -> None:
-            nonlocal done
+            nonlocal done, furthest, attempts
+            attempts = attempts + 1 if done else 0
+            if attempts > _ATTEMPTS_TO_GO_ON:
+                done = attempts = 0
             options: Any = {"range": {"offset": done}} if done else {}
             result = self._obstore.get(self._store, path, options=options)
             found = int(result.meta["size"])
@@ -146,14 +183,15 @@ class Bucket:
                 raise _AnotherSizeError(found)
             for piece in result.stream(min_chunk_size=_CHUNK_BYTES):
                 take(piece, done)
-                done += len(piece)
+                done, attempts = done + len(piece), 0
+                furthest = max(furthest, done)
             if done < size:
                 raise _CutError(f"cut after {done:,} of {size:,} bytes")
 
         if size == 0:
             return
         try:
-            self.again(path, go_on, lambda: done)
+            self.again(path, go_on, lambda: furthest)
         except _AnotherSizeError as error:
             raise StoreDamagedError(
                 f"{path}: {error.size} bytes at {self.address} where {size} were committed"
@@ -167,10 +205,8 @@ class Bucket:
             return None
 
     def names(self, folder: str) -> list[str]:
-        """Names of the objects right in a folder and of the folders in it, in order.
-
-        Web servers have no common way to say so: of those the page that they show of a
-        folder is read, or the file `newest` in it."""
+        """Names of the objects right in a folder and of the folders in it, in order. Web servers have
+        no common way to say so: of those the page that they show of a folder is read."""
         if self.can_list:
             try:
                 return self.again(folder, lambda: sorted(self._list(folder)))
@@ -178,15 +214,9 @@ class Bucket:
                 return []
         try:
             page = self.read(f"{folder}/").decode("utf-8", "replace")
-            found = sorted({m.rstrip("/") for m in re.findall(r'href="(?:\./)?([^"/?#:]+/?)"', page)})
-            if found:
-                return found
         except (FileNotFoundError, UsageError):
-            pass
-        try:
-            return [self.read(f"{folder}/newest").decode("ascii", "replace").strip()]
-        except FileNotFoundError:
             return []
+        return sorted({m.rstrip("/") for m in re.findall(r'href="(?:\./)?([^"/?#:]+/?)"', page)})
 
     def _list(self, folder: str) -> Iterator[str]:
         result = self._obstore.list_with_delimiter(self._store, folder)
@@ -211,45 +241,67 @@ class Bucket:
         """An object with these bytes, in place of one that may be there."""
         self._put(path, data)
 
-    def _put(self, path: str, data: bytes | Path, **how: Any) -> None:
+    def _put(self, path: str, data: bytes | Path, **how: Any) -> Version:
+        def call() -> Any:
+            self.fence()
+            return self._obstore.put(self._store, path, data, **how)
+
         try:
-            self.again(path, lambda: self._obstore.put(self._store, path, data, **how))
+            return _version(self.again(path, call))
         except FileNotFoundError:
             raise UsageError(f"{self.address}: no such bucket") from None
 
-    def put_new(self, path: str, data: bytes) -> bool:
-        """Makes an object where there is none; False where there is one with other bytes."""
+    def put_new(self, path: str, data: bytes) -> Version | None:
+        """Makes an object where there is none, and gives its version; None where there is one with other
+        bytes."""
         try:
-            self._put(path, data, mode="create", use_multipart=False)
-            return True
+            return self._put(path, data, mode="create", use_multipart=False)
         except self._obstore.exceptions.AlreadyExistsError:
             # It may be this very call that made it, where the answer was lost.
-            return self.read(path) == data
+            return self._version_if(path, data)
 
-    def version(self, path: str) -> str | None:
-        """What changes when the object is written; None where there is none."""
+    def _version_if(self, path: str, data: bytes) -> Version | None:
+        """Of the object, if it has these bytes."""
+        version = self.version(path)
         try:
-            return str(self.again(path, lambda: self._obstore.head(self._store, path))["e_tag"])
+            return version if version is not None and self.read(path) == data else None
         except FileNotFoundError:
             return None
 
-    def replace(self, path: str, version: str, data: bytes) -> bool:
-        """Writes over this version of an object; False where it is another one by now."""
-        mode: Any = {"e_tag": version}
+    def version(self, path: str) -> Version | None:
+        """What changes when the object is written; None where there is none."""
         try:
-            self.again(path, lambda: self._obstore.put(self._store, path, data, mode=mode, use_multipart=False))
-            return True
-        except (self._obstore.exceptions.PreconditionError, FileNotFoundError):
-            try:
-                return self.read(path) == data
-            except FileNotFoundError:
-                return False
+            return _version(self.again(path, lambda: self._obstore.head(self._store, path)))
+        except FileNotFoundError:
+            return None
+
+    def replace(self, path: str, version: Version, data: bytes) -> Version | None:
+        """Writes over this version of an object; None where it is another one by now."""
+        try:
+            return self._put(path, data, mode=version, use_multipart=False)
+        except (self._obstore.exceptions.PreconditionError, UsageError):
+            return self._version_if(path, data)
 
     def delete(self, paths: list[str]) -> None:
         """Removes objects; those that are not there are no error."""
-        for path in paths:
+
+        def remove(path: str) -> None:
+            def call() -> None:
+                self.fence()
+                self._obstore.delete(self._store, path)
+
             with contextlib.suppress(FileNotFoundError):
-                self.again(path, lambda p=path: self._obstore.delete(self._store, p))  # type: ignore[misc]
+                self.again(path, call)
+
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            list(pool.map(remove, paths))
+
+
+def _version(found: Any) -> Version:
+    version = {name: str(found[name]) for name in ("e_tag", "version") if found.get(name) is not None}
+    if not version:
+        raise UsageError("the server gives objects neither entity tags nor versions: it cannot be written to safely")
+    return version
 
 
 class _CutError(Exception):

@@ -8,11 +8,16 @@ readable to them.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
+import math
 import os
+import re
+import stat
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +29,19 @@ from tracestore.store.files import FileEntry, cache_folder
 from tracestore.store.remote.bucket import Bucket
 
 DEFAULT_MAX_BYTES = 64 << 30
-# Of the free space, how much a cache that was told no size may take.
+# Of what the disk would have free without it, how much a cache that was told no size may take.
 _SHARE_OF_FREE = 0.5
 _PARTIAL = ".part-"
 _LOCK = ".lock"
+_NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{8}-\d+")
+# Below half of its bound a cache is counted once in so many seconds: others may add to it meanwhile.
+_COUNT_EVERY_S = 1.0
 _POLL_S = 0.02
 # How often bytes with another checksum are asked for: they may have been damaged on their way.
 _ATTEMPTS = 2
+
+# Name, bytes and time of last use of a file in the cache.
+_File = tuple[str, int, float]
 
 # When a file of the cache is needed next, as a rank: smaller is sooner; None: not known.
 NeededAt = Callable[[str], int | None]
@@ -52,20 +63,22 @@ def _may_be_torn(file: Path) -> bool:
 
 
 class DiskCache:
-    """The files in `folder`, at most max_bytes of them and one more. Safe to use from threads
-    and processes, and to be killed."""
+    """The files in `folder`, at most max_bytes of them and one more. Nothing else in the folder is
+    counted or touched. Safe to use from threads and processes, and to be killed."""
 
     def __init__(self, folder: str | os.PathLike[str] | None = None, max_bytes: int | None = None) -> None:
         self.folder = cache_folder() if folder is None else Path(folder)
         with fsio.translated_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-        if max_bytes is None:
-            held = sum(size for _, size, _ in self._complete())
-            max_bytes = min(DEFAULT_MAX_BYTES, held + int(_SHARE_OF_FREE * fsio.free_bytes(self.folder)))
+            if max_bytes is None:
+                free = sum(size for _, size, _ in self._complete()) + fsio.free_bytes(self.folder)
+                max_bytes = max(1, min(DEFAULT_MAX_BYTES, int(_SHARE_OF_FREE * free)))
         if max_bytes < 1:
             raise UsageError(f"found a cache of {max_bytes} bytes, expected at least 1")
         self.max_bytes = max_bytes
-        self.num_fetched = 0
+        self._counting = threading.Lock()
+        self._counted_at = -math.inf
+        self._count = 0
 
     @staticmethod
     def name_of(address: str, entry: FileEntry) -> str:
@@ -74,6 +87,24 @@ class DiskCache:
 
     def holds(self, name: str) -> bool:
         return (self.folder / name).exists()
+
+    def changed_at(self) -> int:
+        """What is another number after a file has come or gone."""
+        try:
+            return os.stat(self.folder).st_mtime_ns
+        except FileNotFoundError:
+            return -1
+
+    def ready(self, name: str) -> Path | None:
+        """Where the file lies, if it is there and need not be looked at first."""
+        path = self.folder / name
+        try:
+            if _may_be_torn(path):
+                return None
+            os.utime(path)  # what was used last goes last
+        except FileNotFoundError:
+            return None
+        return path
 
     def get(
         self,
@@ -84,50 +115,61 @@ class DiskCache:
     ) -> Path:
         """Where the file lies, fetched if it was not there. It may be gone the next moment,
         for somebody else's room: then ask again. StoreDamagedError where the server's bytes are not those
-        committed, RemoteError where it fails for long, NoSpaceError where the disk is full. `check` is called now and then and may end it."""
+        committed, RemoteError where it fails for long, NoSpaceError where the disk is full. `check` is
+        called now and then and may end it."""
         name = self.name_of(bucket.address, entry)
+        with fsio.translated_errors(self.folder, lambda: entry.size):
+            while True:
+                path = self.ready(name) or self._got(bucket, entry, name, needed_at, check)
+                if path is not None:
+                    return path
+
+    def _got(
+        self, bucket: Bucket, entry: FileEntry, name: str, needed_at: NeededAt, check: Callable[[], None]
+    ) -> Path | None:
+        """None: somebody else was quicker, or there is more room now."""
         final, partial = self.folder / name, self.folder / (_PARTIAL + name)
-        while True:
-            with contextlib.suppress(FileNotFoundError):
-                if not _may_be_torn(final):
-                    os.utime(final)  # what was used last goes last
-                    return final
-            with fsio.translated_errors(self.folder, lambda: entry.size):
-                fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            while not _try_lock(fd):  # somebody else is fetching it
+                check()
+                time.sleep(_POLL_S)
+            if not fsio.has_name(fd, partial):
+                return None
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX)  # somebody else may be fetching it
-                if not fsio.has_name(fd, partial):
-                    continue
                 if final.exists():
-                    self._check_again(final, entry)
-                    continue
-                try:
-                    with fsio.translated_errors(self.folder, lambda: entry.size):
-                        self._make_room(fd, entry.size, needed_at, check)
-                        self._fetch(bucket, entry, fd, check)
-                        os.fchmod(fd, 0o444)
-                        if _STARTED_AT is None:
-                            os.fsync(fd)
-                        os.rename(partial, final)
-                    self.num_fetched += 1
-                except BaseException:
+                    if self.ready(name) is None and not self._is_whole(final, entry):
+                        fsio.remove_tree(final)
                     fsio.remove_tree(partial)
-                    raise
+                    return final if final.exists() else None
+                self._make_room(fd, entry.size, needed_at, check)
+                self._fetch(bucket, entry, fd, check)
+                if _STARTED_AT is None:
+                    os.fsync(fd)
+                os.rename(partial, final)
+                os.fchmod(fd, 0o444)
                 return final
-            finally:
-                os.close(fd)
+            except BaseException as error:
+                fsio.remove_tree(partial)
+                is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+                if is_full and self._free(entry.size, needed_at):
+                    return None
+                raise
+        finally:
+            _unlock(fd)
 
     @staticmethod
-    def _check_again(final: Path, entry: FileEntry) -> None:
-        """Of a file that lay here when the machine stopped: removed unless it is whole."""
+    def _is_whole(final: Path, entry: FileEntry) -> bool:
+        """Of a file that lay here when the machine stopped."""
         try:
             mapped = MappedFile(final, entry.size, entry.path)
-            if crc32c(memoryview(mapped)) == entry.crc32c:
-                os.utime(final)
-                return
+            is_whole = crc32c(memoryview(mapped)) == entry.crc32c
         except (OSError, ValueError):
-            pass
-        fsio.remove_tree(final)
+            return False
+        if is_whole:
+            os.utime(final)
+        return is_whole
 
     @staticmethod
     def _fetch(bucket: Bucket, entry: FileEntry, fd: int, check: Callable[[], None]) -> None:
@@ -144,7 +186,7 @@ class DiskCache:
             nonlocal crc
             check()
             view = memoryview(piece)
-            crc = crc32c(view, crc)
+            crc = crc32c(view, crc if offset else 0)
             fsio.write_pieces(fd, [view], offset)
 
         try:
@@ -155,14 +197,14 @@ class DiskCache:
 
     # Room
 
-    def _complete(self) -> list[tuple[str, int, float]]:
-        """Name, bytes and time of last use of each whole file."""
+    def _complete(self) -> list[_File]:
         found = []
         for item in os.scandir(self.folder):
-            if not item.name.startswith("."):
+            if _NAME.fullmatch(item.name):
                 with contextlib.suppress(FileNotFoundError):
-                    stat = item.stat()
-                    found.append((item.name, stat.st_size, stat.st_mtime))
+                    status = item.stat(follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode):
+                        found.append((item.name, status.st_size, status.st_mtime))
         return found
 
     def _partials(self, own: int) -> int:
@@ -173,20 +215,19 @@ class DiskCache:
                 continue
             try:
                 fd = os.open(item.path, os.O_RDWR | os.O_CLOEXEC)
-            except FileNotFoundError:
-                continue
+            except OSError:
+                continue  # gone meanwhile
             try:
                 if os.path.samestat(os.fstat(fd), os.fstat(own)):
-                    continue
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError:
+                    os.close(fd)
+                    fd = -1
+                elif not _try_lock(fd):
                     total += os.fstat(fd).st_size
-                    continue
-                if fsio.has_name(fd, Path(item.path)):
+                elif fsio.has_name(fd, Path(item.path)):
                     os.unlink(item.path)
             finally:
-                os.close(fd)
+                if fd >= 0:
+                    _unlock(fd)
         return total
 
     @contextlib.contextmanager
@@ -196,32 +237,66 @@ class DiskCache:
             fcntl.flock(fd, fcntl.LOCK_EX)
             yield
         finally:
-            os.close(fd)
+            _unlock(fd)
 
     def _make_room(self, fd: int, size: int, needed_at: NeededAt, check: Callable[[], None]) -> None:
         """Gives the file behind fd its size, which keeps the room for it."""
         os.ftruncate(fd, 0)
+        with self._counting:
+            is_fresh = time.monotonic() - self._counted_at < _COUNT_EVERY_S
+            if is_fresh and self._count + size < self.max_bytes // 2:
+                self._count += size
+                os.ftruncate(fd, size)
+                return
         while True:
             with self._locked():
-                fetching = self._partials(fd)
-                whole = self._complete()
+                fetching, whole = self._partials(fd), self._complete()
                 held = sum(s for _, s, _ in whole)
-                for name, bytes_of_it, _ in sorted(whole, key=lambda f: self._worth(f, needed_at)):
-                    if held + fetching + size <= self.max_bytes:
-                        break
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(self.folder / name)
-                    held -= bytes_of_it
-                # Alone it may be larger than the cache; beside others that come in, it waits for them.
-                if held + fetching + size <= self.max_bytes or fetching == 0:
+                over = held + fetching + size - self.max_bytes
+                # Alone a file may be larger than the cache; beside others that come in, it waits for them.
+                if over <= held or fetching == 0:
+                    held -= self._evict(whole, over, needed_at)
                     os.ftruncate(fd, size)
+                    with self._counting:
+                        self._counted_at, self._count = time.monotonic(), held + fetching + size
                     return
             check()
             time.sleep(_POLL_S)
 
+    def _evict(self, whole: Iterable[_File], num_bytes: int, needed_at: NeededAt) -> int:
+        """Removes files until num_bytes have gone, or all; the bytes that went."""
+        removed = 0
+        for name, size, _ in sorted(whole, key=lambda f: self._worth(f, needed_at)):
+            if removed >= num_bytes:
+                break
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.folder / name)
+            removed += size
+        return removed
+
+    def _free(self, num_bytes: int, needed_at: NeededAt) -> int:
+        """Makes room on a disk that is full, whatever the bound."""
+        with self._locked():
+            return self._evict(self._complete(), num_bytes, needed_at)
+
     @staticmethod
-    def _worth(file: tuple[str, int, float], needed_at: NeededAt) -> tuple[bool, float]:
+    def _worth(file: _File, needed_at: NeededAt) -> tuple[bool, float]:
         """What sorts files so that the first is missed least: not needed soon and used longest
         ago, then those needed last."""
         rank = needed_at(file[0])
         return (False, file[2]) if rank is None else (True, -float(rank))
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _unlock(fd: int) -> None:
+    """Closes the file. Not by closing alone: a process that was forked meanwhile has it open, too."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)

@@ -21,7 +21,7 @@ class Helper:
     """A process that puts files into a cache; it ends with this one. Safe to use from threads."""
 
     def __init__(self, address: str, cache: DiskCache) -> None:
-        self.pid = os.getpid()
+        self._pid = os.getpid()
         words = [sys.executable, "-m", __name__, address, str(cache.folder), str(cache.max_bytes)]
         root = str(Path(__file__).resolve().parents[3])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -30,6 +30,19 @@ class Helper:
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=environment
         )
         self._lock = threading.Lock()
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """False also where it has ended."""
+        return self._pid == os.getpid() and self._process.poll() is None
+
+    def close(self) -> None:
+        if self._pid == os.getpid():
+            assert self._process.stdin is not None and self._process.stdout is not None
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+            self._process.wait()
+            self._process.stdout.close()
 
     def fetch(self, entry: FileEntry) -> None:
         """As DiskCache.get, and with its errors."""
@@ -55,6 +68,8 @@ def serve(address: str, folder: str, max_bytes: str) -> None:
             cache.get(bucket, FileEntry(**json.loads(line)))
         except errors.TracestoreError as error:
             answer = {"error": type(error).__name__, "message": str(error)}
+        except Exception as error:  # who asked says it in one line
+            answer = {"error": "RemoteError", "message": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)
 
 

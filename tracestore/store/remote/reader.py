@@ -1,7 +1,10 @@
 """Reading a store of another machine: its files come onto this disk as they are used, whole."""
 
+import argparse
+import contextlib
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +14,7 @@ import numpy as np
 
 from tracestore._core.mapping import MappedFile
 from tracestore.console import parse_size
-from tracestore.errors import StoreDamagedError, TracestoreError, UsageError
+from tracestore.errors import StorageError, StoreDamagedError, TracestoreError, UsageError
 from tracestore.store import manifest as mf
 from tracestore.store import schema
 from tracestore.store.columns import join_columns, read_columns
@@ -30,6 +33,7 @@ _FETCHERS = 4
 _BATCHES_AHEAD = 1024
 _SHARE_AHEAD = 0.9
 _TRIES = 20
+_CLOSE_S = 1.0
 
 T = TypeVar("T")
 
@@ -37,7 +41,10 @@ T = TypeVar("T")
 def cache_of_environment() -> DiskCache:
     """In $TRACESTORE_CACHE, of $TRACESTORE_CACHE_SIZE (such as 100GiB)."""
     text = os.environ.get("TRACESTORE_CACHE_SIZE")
-    return DiskCache(max_bytes=None if text is None else parse_size(text))
+    try:
+        return DiskCache(max_bytes=None if text is None else parse_size(text))
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"TRACESTORE_CACHE_SIZE: {error}") from None
 
 
 class RemoteFiles:
@@ -47,7 +54,7 @@ class RemoteFiles:
         self.bucket, self.cache = bucket, cache
         self.needed_at: Callable[[str], int | None] = lambda name: None
         self._mapped: dict[str, str] = {}  # what was mapped: its name in the cache, its path in the store
-        self._num_fetched = 0  # of the cache, when that was last looked through
+        self._changed_at = -1  # of the cache, when that was last looked through
         self._lock = threading.Lock()
         self._helper: Helper | None = None
 
@@ -58,18 +65,27 @@ class RemoteFiles:
                 return use(path)
             except FileNotFoundError:
                 continue  # somebody needed its room
-        raise StoreDamagedError(f"{self.cache.folder}: files go from the cache faster than they can be opened")
+        raise StorageError(f"{self.cache.folder}: files go from the cache faster than they can be opened")
 
     def _get(self, entry: FileEntry) -> Path:
         if not self.bucket.is_of_parent:
             return self.cache.get(self.bucket, entry, self.needed_at)
-        path = self.cache.folder / DiskCache.name_of(self.bucket.address, entry)
-        if not path.exists():
-            with self._lock:
-                if self._helper is None or self._helper.pid != os.getpid():
-                    self._helper = Helper(self.bucket.address, self.cache)
-            self._helper.fetch(entry)
-        return path
+        name = DiskCache.name_of(self.bucket.address, entry)
+        path = self.cache.ready(name)
+        if path is not None:
+            return path
+        with self._lock:
+            if self._helper is None or not self._helper.is_of_this_process:
+                self._helper = Helper(self.bucket.address, self.cache)
+            helper = self._helper
+        helper.fetch(entry)
+        return self.cache.folder / name
+
+    def close(self) -> None:
+        with self._lock:
+            if self._helper is not None:
+                self._helper.close()
+            self._helper = None
 
     def read(self, entry: FileEntry) -> bytes:
         def whole(path: str | os.PathLike[str]) -> bytes:
@@ -89,11 +105,12 @@ class RemoteFiles:
 
     def gone(self) -> list[str]:
         """Paths in the store of files that were mapped and have gone from the cache since: who lets
-        go of them gives the disk its room back. Looked for when this process has fetched something."""
-        if self._num_fetched == self.cache.num_fetched:
+        go of them gives the disk its room back."""
+        changed_at = self.cache.changed_at()
+        if self._changed_at == changed_at:
             return []
         with self._lock:
-            self._num_fetched = self.cache.num_fetched
+            self._changed_at = changed_at
             names = [name for name in self._mapped if not self.cache.holds(name)]
             return [self._mapped.pop(name) for name in names]
 
@@ -108,8 +125,12 @@ class _NoPin:
 
 def generations_of(bucket: Bucket) -> list[int]:
     """The generations that have a manifest, newest first."""
-    names = bucket.names("manifest")
-    return sorted((int(n) for n in names if mf.is_generation(n)), reverse=True)
+    names = [n for n in bucket.names("manifest") if mf.is_generation(n)]
+    if not names and not bucket.can_list:
+        with contextlib.suppress(FileNotFoundError):
+            newest = bucket.read("manifest/newest").decode("ascii", "replace").strip()
+            names = [newest] if mf.is_generation(newest) else []
+    return sorted(map(int, names), reverse=True)
 
 
 def _open_generation(bucket: Bucket, files: RemoteFiles, number: int) -> Generation:
@@ -142,7 +163,8 @@ def open_newest_remote(bucket: Bucket, files: RemoteFiles, preferred: int | None
         except (FileNotFoundError, StoreDamagedError) as error:
             # A writer may have taken it away meanwhile: then there is a newer one.
             if numbers == before:
-                reason = f"{error.filename}: missing" if isinstance(error, FileNotFoundError) else str(error)
+                name = mf.manifest_name(numbers[0])
+                reason = f"{name}: missing" if isinstance(error, FileNotFoundError) else str(error)
                 raise StoreDamagedError(f"{bucket.address}: {reason}") from None
         before = numbers
         pause(attempt)
@@ -190,6 +212,10 @@ class RemoteStore(TraceStore):
                 held.forget(name)
         return super()._segment(number)
 
+    def close(self) -> None:
+        super().close()
+        self._files.close()
+
     def coming(self, traces: Callable[[int], np.ndarray], start: int, total: int, view: str) -> Coming:
         return FetchAhead(self, traces, start, total, view)
 
@@ -225,7 +251,10 @@ class FetchAhead(Coming):
     ) -> None:
         self._store, self._traces, self._view, self._total = store, traces, view, total
         self._files = store._files
-        self._room = _SHARE_AHEAD * self._files.cache.max_bytes
+        # The ranks of a machine share the cache, and each fetches ahead for itself.
+        ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+        ranks_here = max(1, int(ranks)) if ranks.isdecimal() else 1
+        self._room = _SHARE_AHEAD * self._files.cache.max_bytes / ranks_here
         self._lock = threading.Condition()
         self._position = self._planned = start
         self._batches: deque[list[str]] = deque()  # names in the cache, of batches position .. planned - 1
@@ -250,8 +279,9 @@ class FetchAhead(Coming):
         with self._lock:
             self._stopped = True
             self._lock.notify_all()
+        end = time.monotonic() + _CLOSE_S
         for thread in self._threads:
-            thread.join(timeout=1)  # what waits for a server ends with the process, or with its answer
+            thread.join(max(0.0, end - time.monotonic()))  # what waits for a server ends with its answer
         self._files.needed_at = lambda name: None
 
     def at(self, batch: int) -> None:
@@ -293,6 +323,11 @@ class FetchAhead(Coming):
             self._planned += 1
 
     def _run(self) -> None:
+        # Whatever fails here fails again for who needs the file, and is said there.
+        with contextlib.suppress(TracestoreError, OSError, _StoppedError):
+            self._fetch_all()
+
+    def _fetch_all(self) -> None:
         while True:
             with self._lock:
                 self._plan()
@@ -304,12 +339,8 @@ class FetchAhead(Coming):
                 entry = self._entries.get(self._queue.popleft())
             if entry is None:
                 continue  # its batch was gathered before it was its turn
-            try:
+            with contextlib.suppress(StoreDamagedError):
                 self._files.cache.get(self._files.bucket, entry, self._needed_at, self._check)
-            except TracestoreError:
-                return  # who needs the file will be told
-            except _StoppedError:
-                return
 
     def _check(self) -> None:
         if self._stopped:

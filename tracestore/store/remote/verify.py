@@ -17,6 +17,8 @@ from tracestore.store.remote.reader import RemoteFiles, cache_of_environment, ge
 from tracestore.store.verify import Report
 
 _REQUESTS = 8
+# How often the store is looked at anew where a writer is at work on it.
+_ATTEMPTS = 5
 
 
 class _Checker:
@@ -69,11 +71,21 @@ class _Checker:
 
 def verify_remote(address: Address, *, quick: bool, progress: Callable[[int, int], None] | None) -> Report:
     """As verify_store. Nothing of it is taken from the cache, but the list of files."""
-    bucket, report = Bucket(address), Report()
+    bucket = Bucket(address)
+    for _ in range(_ATTEMPTS):
+        numbers = generations_of(bucket)[:2]
+        if not numbers:
+            raise UsageError(f"{address}: no such store")
+        report = _verify(bucket, numbers, quick, progress)
+        # A writer may have taken away meanwhile what was looked for.
+        if not report.damaged or generations_of(bucket)[:2] == numbers:
+            break
+    return report
+
+
+def _verify(bucket: Bucket, numbers: list[int], quick: bool, progress: Callable[[int, int], None] | None) -> Report:
+    report = Report()
     checker = _Checker(bucket, report, quick, progress)
-    numbers = generations_of(bucket)[:2]
-    if not numbers:
-        raise UsageError(f"{address}: no such store")
     files, good = RemoteFiles(bucket, cache_of_environment()), []
     for number in numbers:
         name = mf.manifest_name(number)
@@ -83,8 +95,7 @@ def verify_remote(address: Address, *, quick: bool, progress: Callable[[int, int
         except (FileNotFoundError, StoreDamagedError) as error:
             report.damaged[name] = str(error).split(": ", 1)[-1] if isinstance(error, StoreDamagedError) else "missing"
     report.generation = good[0].generation if good else None
-    entries = {p.path: FileEntry(p.path, p.size, p.crc32c) for m in good for p in m.parts}
-    entries |= {f.path: f for m in good for columns in m.columns for f in columns.files}
+    entries = {file.path: file for m in good for file in m.small_files()}
     for manifest in good:
         data = manifest.to_bytes()
         copy = FileEntry(mf.copy_name(manifest.generation), len(data), crc32c(data))

@@ -15,11 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tracestore._core.kernels import crc32c
+from tracestore._core.mapping import MappedFile
 from tracestore.errors import RemoteError, StoreDamagedError, StoreLockedError, UsageError
 from tracestore.store import fsio
 from tracestore.store import manifest as mf
-from tracestore.store.files import Address, FileEntry, cache_folder
-from tracestore.store.remote.bucket import Bucket, seconds_of
+from tracestore.store.files import Address, FileEntry, LocalFiles, cache_folder
+from tracestore.store.remote.bucket import Bucket, Version, seconds_of
 from tracestore.store.remote.reader import RemoteFiles, cache_of_environment, generations_of
 
 # A lock that is not renewed for so long has nobody who would renew it.
@@ -27,62 +28,90 @@ STALE_S = 30.0
 _RENEWALS_UNTIL_STALE = 5
 _POLLS_UNTIL_STALE = 20
 _UPLOADS = 16
+_LONGEST_STALE_S = 3600.0
+_ABANDONED_S = 24 * 3600
+_OWN_NAMES = {"manifest", "lock", "segments", "index", "columns", "zarr.json"}
 
 
 class RemoteLock:
     """The object `lock` of a store: whoever made it, and renews it, writes. StoreLockedError where
-    another one does."""
+    another one does. It says whose it is, how often it was renewed, and after how long without
+    that it may be taken over."""
 
-    def __init__(self, bucket: Bucket) -> None:
-        self._bucket = bucket
+    def __init__(self, address: Address) -> None:
         self._stale_s = seconds_of("TRACESTORE_REMOTE_STALE", STALE_S)
+        # A bucket of its own: it must not wait longer for the server than others wait for it.
+        self._bucket = Bucket(address, timeout_s=self._stale_s / 3, patience_s=self._stale_s / 2)
         self._token = secrets.token_hex(16)
         self._count = 0
-        if not bucket.put_new("lock", self._content()):
-            self._take_over()
+        self._renewed_at = time.monotonic()
+        version = self._bucket.put_new("lock", self._content()) or self._take_over()
+        if version is None:
+            raise self._locked()
+        self._version = version
         self._is_lost, self._ended = False, threading.Event()
         self._renewing = threading.Lock()
-        self._version = self._own_version()
         self._thread = threading.Thread(target=self._renew_always, name="tracestore-lock", daemon=True)
         self._thread.start()
 
     def _content(self) -> bytes:
         self._count += 1
-        return f"{self._token} {self._count}\n".encode()
+        return f"{self._token} {self._count} {self._stale_s:g}\n".encode()
 
     def _locked(self) -> StoreLockedError:
         return StoreLockedError(f"{self._bucket.address}: another writer holds the store")
 
-    def _take_over(self) -> None:
+    def _take_over(self) -> Version | None:
+        """Watches the lock until it is clear that nobody renews it; None where somebody does."""
         before = self._bucket.version("lock")
-        end = time.monotonic() + self._stale_s
-        while before is not None and time.monotonic() < end:
-            time.sleep(self._stale_s / _POLLS_UNTIL_STALE)
-            if self._bucket.version("lock") != before:
-                raise self._locked()
         if before is None:
-            taken = self._bucket.put_new("lock", self._content())
-        else:
-            taken = self._bucket.replace("lock", before, self._content())
-        if not taken:
-            raise self._locked()
+            return self._bucket.put_new("lock", self._content())
+        stale_s = max(self._stale_s, self._interval_of_holder())
+        pause = stale_s / _POLLS_UNTIL_STALE
+        watched, looked_at = 0.0, time.monotonic()
+        while watched < stale_s:
+            time.sleep(pause)
+            if self._bucket.version("lock") != before:
+                return None
+            # A time in which the server did not answer proves nothing of the other writer.
+            now = time.monotonic()
+            watched, looked_at = watched + min(now - looked_at, 2 * pause), now
+        self._renewed_at = time.monotonic()
+        return self._bucket.replace("lock", before, self._content())
 
-    def _own_version(self) -> str:
-        version, content = self._bucket.version("lock"), b""
-        with contextlib.suppress(FileNotFoundError):
-            content = self._bucket.read("lock")
-        if version is None or not content.startswith(self._token.encode()):
-            raise self._locked()
-        return version
+    def _interval_of_holder(self) -> float:
+        try:
+            return min(float(self._bucket.read("lock").split()[2]), _LONGEST_STALE_S)
+        except (FileNotFoundError, IndexError, ValueError):
+            return 0.0
 
     def renew(self) -> None:
         """StoreLockedError where another writer has taken it."""
         with self._renewing:
-            if not self._is_lost and self._bucket.replace("lock", self._version, self._content()):
-                self._version = self._own_version()
-                return
-            self._is_lost = True
-            raise self._locked()
+            began = time.monotonic()
+            if self._is_lost:
+                raise self._locked()
+            version = self._bucket.replace("lock", self._version, self._content())
+            if version is None:
+                version = self._own_version()
+            if version is None:
+                self._is_lost = True
+                raise self._locked()
+            self._version, self._renewed_at = version, began
+
+    def _own_version(self) -> Version | None:
+        """Of the lock where it is this writer's: an answer may have been lost before."""
+        version = self._bucket.version("lock")
+        try:
+            is_own = self._bucket.read("lock").startswith(self._token.encode())
+        except FileNotFoundError:
+            return None
+        return version if is_own else None
+
+    def require_fresh(self) -> None:
+        """Before something is changed: nobody can have taken the lock meanwhile."""
+        if time.monotonic() - self._renewed_at > self._stale_s / 2:
+            self.renew()
 
     def _renew_always(self) -> None:
         while not self._ended.wait(self._stale_s / _RENEWALS_UNTIL_STALE):
@@ -94,15 +123,43 @@ class RemoteLock:
                 continue  # what is to be written will tell, too
 
     def release(self) -> None:
+        """Takes it away, if it is this writer's."""
+        if self._ended.is_set():
+            return
         self._ended.set()
-        with contextlib.suppress(RemoteError, UsageError, StoreLockedError), self._renewing:
-            if not self._is_lost:
-                self._bucket.delete(["lock"])
+        with contextlib.suppress(RemoteError, UsageError, StoreLockedError):
+            self.renew()
+            self._bucket.delete(["lock"])
+
+
+class _Written:
+    """Committed files: those that are not there yet, here."""
+
+    def __init__(self, here: LocalFiles, there: RemoteFiles) -> None:
+        self._here, self._there = here, there
+
+    def read(self, entry: FileEntry) -> bytes:
+        try:
+            return self._here.read(entry)
+        except FileNotFoundError:
+            return self._there.read(entry)
+
+    def map(self, entry: FileEntry) -> MappedFile:
+        try:
+            return self._here.map(entry)
+        except FileNotFoundError:
+            return self._there.map(entry)
 
 
 def _remove_abandoned(writing: Path, name: str) -> None:
-    """Takes away what killed writers of a store have left on this machine."""
-    for folder in writing.glob(f"{name}-*"):
+    """Takes away what killed writers of a store have left on this machine, and old leftovers of others."""
+    for folder in writing.glob("*"):
+        try:
+            is_old = time.time() - folder.stat().st_mtime > _ABANDONED_S
+        except FileNotFoundError:
+            continue
+        if not is_old and not folder.name.startswith(name):
+            continue  # its writer may be about to begin
         with contextlib.suppress(StoreLockedError):
             lock = fsio.WriterLock(folder)
             fsio.remove_tree(folder)
@@ -118,15 +175,17 @@ class RemoteDestination:
         self.address = address
         self._bucket = Bucket(address)
         self._bucket.require_writable()
-        self.files = RemoteFiles(self._bucket, cache_of_environment())
         name = hashlib.sha256(str(self._bucket.address).encode()).hexdigest()[:32]
         self.folder = cache_folder() / ".writing" / f"{name}-{secrets.token_hex(4)}"
+        there = RemoteFiles(self._bucket, cache_of_environment())
+        self.files = _Written(LocalFiles(self.folder), there)
         found = self._bucket.names("")
-        if found and "manifest" not in found and "lock" not in found:
+        if set(found) - _OWN_NAMES:
             raise UsageError(f"{address}: holds other objects and is not a store")
         if "manifest" in found and not exist_ok and not overwrite:
             raise UsageError(f"{address}: the store exists (overwrite=True replaces it)")
-        self._lock = RemoteLock(self._bucket)
+        self._lock = RemoteLock(self._bucket.address)
+        self._bucket.fence = self._lock.require_fresh
         try:
             with fsio.translated_errors(self.folder):
                 _remove_abandoned(self.folder.parent, name)
@@ -154,16 +213,16 @@ class RemoteDestination:
                 manifest = mf.parse_manifest(data, numbers[0])
             except (StoreDamagedError, FileNotFoundError) as error:
                 raise StoreDamagedError(f"{self.address}: {error}") from None
-            small = [FileEntry(p.path, p.size, p.crc32c) for p in manifest.parts]
-            small += [f for columns in manifest.columns for f in columns.files]
+            small = manifest.small_files()
             with fsio.translated_errors(self.folder), ThreadPoolExecutor(_UPLOADS) as pool:
                 list(pool.map(self._fetch, small))
                 for name, content in ((mf.manifest_name(numbers[0]), data), (mf.copy_name(numbers[0]), data)):
                     fsio.make_folders((self.folder / name).parent)
                     fsio.write_file(self.folder / name, content)
+                self._there = {e.path for e in small} | {mf.manifest_name(numbers[0]), mf.copy_name(numbers[0])}
                 with contextlib.suppress(FileNotFoundError):
                     fsio.write_file(self.folder / "zarr.json", self._bucket.read("zarr.json"))
-            self._there = {e.path for e in small} | {mf.manifest_name(numbers[0]), mf.copy_name(numbers[0])}
+                    self._there.add("zarr.json")
             kept = manifest.num_segments - 1
         # Of a writer that was stopped before its manifest.
         for name in self._bucket.names("segments"):
@@ -180,7 +239,7 @@ class RemoteDestination:
     def publish(self, manifest: mf.Manifest) -> None:
         """Puts a generation that was committed in `folder` in place. StoreLockedError where another
         writer was quicker; RemoteError leaves the old generation, and may be tried again."""
-        named = [p.path for p in manifest.parts] + [f.path for c in manifest.columns for f in c.files]
+        named = [file.path for file in manifest.small_files()]
         copy = mf.copy_name(manifest.generation)
         self._lock.renew()
         segments = {path.split("/")[1] for path in self._local_files("segments")}
@@ -191,7 +250,7 @@ class RemoteDestination:
         if "zarr.json" not in self._there:
             self._bucket.put("zarr.json", root)
         self._lock.renew()
-        if not self._bucket.put_new(mf.manifest_name(manifest.generation), manifest.to_bytes()):
+        if self._bucket.put_new(mf.manifest_name(manifest.generation), manifest.to_bytes()) is None:
             raise StoreLockedError(f"{self.address}: another writer has committed generation {manifest.generation}")
         self._bucket.put("manifest/newest", f"{manifest.generation:010d}\n".encode())
         self._bucket.put("zarr.json", root)
@@ -211,17 +270,20 @@ class RemoteDestination:
 
     def _remove_old(self, manifest: mf.Manifest) -> None:
         """Generations older than the one before this, and what they alone name."""
-        generations = generations_of(self._bucket)
+        generations = [n for n in generations_of(self._bucket) if n <= manifest.generation]
         self._bucket.delete([mf.manifest_name(n) for n in generations[2:]])
         named = set()
         for number in generations[:2]:
-            data = manifest.to_bytes() if number == manifest.generation else self._bucket.read(mf.manifest_name(number))
-            kept = mf.parse_manifest(data, number)
+            try:
+                kept = mf.parse_manifest(self._bucket.read(mf.manifest_name(number)), number)
+            except (FileNotFoundError, StoreDamagedError):
+                return  # what it names is not known: nothing is taken away
             named |= {mf.index_name(number), *(str(Path(p.path).parent) for p in kept.parts)}
             named |= {c.path for c in kept.columns}
         for name in ("index", "columns"):
             for folder in self._bucket.names(name):
-                if f"{name}/{folder}" not in named:
+                is_ours = folder.isdigit() and int(folder) <= manifest.generation
+                if is_ours and f"{name}/{folder}" not in named:
                     self._bucket.delete(self._bucket.walk(f"{name}/{folder}"))
 
     def close(self) -> None:
