@@ -46,8 +46,9 @@ def s3_server():
 
 class Proxy:
     """Hands requests on to a server. `fault(count, method, path)` says what becomes of each, counted
-    from 0: None, "503", "403", "cut" (in the middle of the body), "stall" (no byte any more),
-    "lost" (done, but the answer does not arrive), "flip" (one bit of the body), or seconds to wait.
+    from 0: None, "503", "403", "400", "cut" (in the middle of the body), "stall" (no byte any more),
+    "lost" (done, but the answer does not arrive), "flip" (one bit of the body), "no range" (the whole
+    object, whatever was asked for), or seconds to wait.
     `requests` counts (method, path)."""
 
     def __init__(self, server):
@@ -75,13 +76,14 @@ class Proxy:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 if isinstance(fault, float):
                     time.sleep(fault)
-                if fault in ("503", "403"):
+                if fault in ("503", "403", "400"):
                     self.send_response(int(fault))
                     self.send_header("Content-Length", "0")
                     self.end_headers()
                     return
                 connection = http.client.HTTPConnection(host, int(port), timeout=60)
-                headers = {k: v for k, v in self.headers.items() if k.lower() not in ("connection", "content-length")}
+                left_out = ["connection", "content-length"] + ["range"] * (fault == "no range")
+                headers = {k: v for k, v in self.headers.items() if k.lower() not in left_out}
                 connection.request(self.command, self.path, body or None, headers)
                 answer = connection.getresponse()
                 data = bytearray(answer.read())

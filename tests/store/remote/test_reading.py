@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import tracestore
 from tests.helpers import ROOT, make_traces, run_cli
 from tests.store.remote.server import free_port, wait_until_it_answers
 from tracestore.errors import RemoteError, StoreDamagedError, TracestoreError, UsageError
+from tracestore.store import fsio
 from tracestore.store.remote.bucket import Bucket
 from tracestore.store.remote.cache import DiskCache
 from tracestore.store.remote.reader import RemoteStore
@@ -435,3 +437,95 @@ def test_what_a_crash_of_the_machine_tore_is_fetched_again(there, local, tmp_pat
     assert_same(epoch(there), expected)
     assert proxy.gets("/c/0/0") + proxy.gets("attention/c/0") == before + 1
     assert min(p.stat().st_mtime for p in (tmp_path / "cache").glob("[!.]*")) > 1e9
+
+
+def test_nothing_else_in_the_cache_s_folder_is_touched(there, tmp_path):
+    folder = tmp_path / "cache"
+    (folder / "lost+found").mkdir(parents=True)
+    (folder / "thesis.tex").write_bytes(bytes(100_000))
+    store = RemoteStore(there, cache=DiskCache(folder, 30_000))
+    for index in range(0, 36, 6):
+        assert store[index].hidden_states.shape == (3, 24, 32)
+    assert (folder / "thesis.tex").stat().st_size == 100_000 and (folder / "lost+found").is_dir()
+
+
+def test_a_full_disk_gives_up_what_is_not_needed(there, tmp_path, monkeypatch):
+    store = RemoteStore(there, cache=DiskCache(tmp_path / "cache", 1 << 30))
+    for index in range(0, 30, 6):
+        assert store[index].hidden_states.size
+    before, real, failures = set(cached(tmp_path)), fsio.write_pieces, [True]
+
+    def full_once(*args):
+        if failures:
+            failures.pop()
+            raise OSError(28, "No space left on device")
+        return real(*args)
+
+    monkeypatch.setattr("tracestore.store.fsio.write_pieces", full_once)
+    assert store[30].hidden_states.shape == (3, 24, 32)
+    assert before - set(cached(tmp_path)), "something went to make room"
+
+
+def test_a_removed_cache_is_made_again(there, tmp_path):
+    with tracestore.open(there) as store:
+        assert store[0].hidden_states.size
+        shutil.rmtree(tmp_path / "cache")
+        assert store[6].hidden_states.size and store[0].attention.size
+
+
+def test_wrong_settings_are_wrong_usage(there, monkeypatch):
+    for name, value in (
+        ("TRACESTORE_CACHE_SIZE", "much"),
+        ("TRACESTORE_REMOTE_TIMEOUT", "soon"),
+        ("TRACESTORE_REMOTE_PATIENCE", "-1"),
+        ("TRACESTORE_CACHE", "/proc/nowhere"),
+    ):
+        with monkeypatch.context() as context:
+            context.setenv(name, value)
+            done = run_cli("-m", "tracestore", "info", there)
+            assert done.returncode == 2 and done.stderr.count("\n") == 1 and value in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("ending", ["?versions", "#2", "/../other.zarr", "//x", " x"])
+def test_odd_addresses_are_refused(remote, ending):
+    with pytest.raises(UsageError, match="found an address with"):
+        tracestore.open(remote + ending)
+
+
+def test_what_asking_again_does_not_change_is_said_at_once(there, proxy):
+    proxy.fault = lambda *_: "400"
+    began = time.monotonic()
+    with pytest.raises(UsageError, match="400"):
+        tracestore.open(there)
+    assert time.monotonic() - began < 5
+
+
+def test_a_web_server_that_has_whole_files_only(local, there, proxy, tmp_path, monkeypatch):
+    """A cut answer begins anew where the rest cannot be asked for."""
+    cuts = {}
+
+    def fault(count, method, path):
+        cuts[path] = cuts.get(path, 0) + 1
+        if "/c/0" not in path:
+            return None
+        return "cut" if cuts[path] == 1 else "no range"
+
+    proxy.fault = fault
+    assert_same(epoch(there), epoch(local))
+    assert max(cuts.values()) > 2
+
+
+def test_an_order_s_bookkeeping_is_even(there, local):
+    """After the last batch nothing is counted as needed any more."""
+    store = tracestore.open(there)
+    loader = tracestore.TraceLoader(local, view="graph", batch_size=5, seed=3)
+    ahead = store.coming(loader.batch_indices, 0, len(loader), "graph")
+    with ahead:
+        for batch in range(len(loader)):
+            ahead.at(batch)
+            with ahead._lock:
+                ahead._plan()
+                held = sum(ahead._entries[name].size for name in ahead._uses)
+            assert ahead._bytes == held
+        ahead.at(len(loader))
+        assert not ahead._uses and not ahead._entries and ahead._bytes == 0

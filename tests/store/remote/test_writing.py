@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -14,7 +15,9 @@ import pytest
 import tracestore
 from tests.helpers import ROOT, convert, make_traces, run_cli, write_pickle
 from tracestore.errors import RemoteError, StoreLockedError, UsageError
+from tracestore.store.record import record_from_dict
 from tracestore.store.remote.bucket import Bucket
+from tracestore.store.verify import verify_store
 from tracestore.store.writer import StoreWriter
 
 
@@ -222,3 +225,95 @@ def test_what_cannot_be_written_is_wrong_usage(remote, folder, proxy):
     proxy.fault = lambda *_: "403"
     done = convert(folder, remote, check=2)
     assert done.stderr.count("\n") == 1 and "no permission" in done.stderr
+
+
+def test_a_first_commit_that_failed_can_be_made_again(remote, proxy, folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACESTORE_REMOTE_PATIENCE", "0.5")
+    proxy.fault = lambda count, method, path: "503" if method == "PUT" and "/columns/" in path else None
+    done = convert(folder, remote, check=1)
+    assert done.stderr.count("\n") == 1 and "failed for" in done.stderr
+    proxy.fault = lambda *_: None
+    assert objects_of(remote), "something had gone up"
+    convert(folder, remote)
+    convert(folder, tmp_path / "local.zarr")
+    assert_same_store(remote, tmp_path / "local.zarr")
+
+
+def test_a_trace_whose_commit_failed_may_come_again(remote, proxy, monkeypatch):
+    monkeypatch.setenv("TRACESTORE_REMOTE_PATIENCE", "0.5")
+    trace = make_traces(1)[0]
+    writer = tracestore.create(remote)
+    writer.append(trace)
+    proxy.fault = lambda count, method, path: "503" if method == "PUT" and "/segments/" in path else None
+    with pytest.raises(RemoteError):
+        writer.flush()
+    proxy.fault = lambda *_: None
+    writer.append(trace)
+    writer.close()
+    with tracestore.open(remote) as store:
+        assert len(store) == 1
+
+
+def test_a_lock_whose_renewals_lose_their_answers_is_kept(remote, proxy):
+    asked, lost = [], []
+
+    def fault(count, method, path):
+        if not path.endswith("/lock"):
+            return None
+        asked.append(path)
+        if len(asked) % 2:
+            return None
+        lost.append(path)
+        return "lost" if method == "PUT" else "503"
+
+    with tracestore.create(remote) as writer:
+        proxy.fault = fault
+        for trace in make_traces(3):
+            writer.append(trace)
+            writer.flush()
+            time.sleep(0.4)
+    assert len(lost) > 3
+    with tracestore.open(remote) as store:
+        assert len(store) == 3
+
+
+def test_an_outage_is_not_taken_for_the_end_of_a_writer(remote, proxy):
+    """Whoever watches a lock counts only the time in which the server answered."""
+    with tracestore.create(remote) as writer:
+        outcome = []
+
+        def second():
+            try:
+                StoreWriter(remote).close()
+                outcome.append("taken over")
+            except StoreLockedError:
+                outcome.append("kept away")
+
+        thread = threading.Thread(target=second)
+        thread.start()
+        time.sleep(0.1)
+        proxy.fault = lambda count, method, path: "503"
+        time.sleep(3.5)  # longer than TRACESTORE_REMOTE_STALE
+        proxy.fault = lambda *_: None
+        thread.join()
+        assert outcome == ["kept away"]
+        writer.append(make_traces(1)[0])
+    with tracestore.open(remote) as store:
+        assert len(store) == 1
+
+
+def test_a_writer_that_was_taken_over_changes_nothing_more(remote):
+    traces = make_traces(2)
+    first = StoreWriter(remote)
+    first._elsewhere._lock._ended.set()  # as a machine that sleeps: it renews nothing
+    with tracestore.create(remote, append=True) as second:
+        second.append(traces[0])
+    first.begin_source("append", 0, "")
+    first.append_packed(first.pack(record_from_dict(traces[1], source_name="append", position=0, need_attention=True)))
+    with pytest.raises(StoreLockedError):
+        first.end_source()
+        first.commit()
+    first.close()
+    with tracestore.open(remote) as store:
+        assert store.question_ids == [traces[0]["question_id"]]
+    assert not verify_store(remote).damaged

@@ -69,7 +69,10 @@ class DiskCache:
     def __init__(self, folder: str | os.PathLike[str] | None = None, max_bytes: int | None = None) -> None:
         self.folder = cache_folder() if folder is None else Path(folder)
         with fsio.translated_errors(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except (FileExistsError, FileNotFoundError) as error:
+                raise UsageError(f"cannot keep files of remote stores in {self.folder}: {error.strerror}") from None
             if max_bytes is None:
                 free = sum(size for _, size, _ in self._complete()) + fsio.free_bytes(self.folder)
                 max_bytes = max(1, min(DEFAULT_MAX_BYTES, int(_SHARE_OF_FREE * free)))

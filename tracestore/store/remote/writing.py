@@ -40,8 +40,7 @@ class RemoteLock:
 
     def __init__(self, address: Address) -> None:
         self._stale_s = seconds_of("TRACESTORE_REMOTE_STALE", STALE_S)
-        # A bucket of its own: it must not wait longer for the server than others wait for it.
-        self._bucket = Bucket(address, timeout_s=self._stale_s / 3, patience_s=self._stale_s / 2)
+        self._bucket = Bucket(address)
         self._token = secrets.token_hex(16)
         self._count = 0
         self._renewed_at = time.monotonic()
@@ -49,6 +48,8 @@ class RemoteLock:
         if version is None:
             raise self._locked()
         self._version = version
+        # From now on it must not wait longer for the server than others wait for it.
+        self._bucket = Bucket(address, timeout_s=self._stale_s / 3, patience_s=self._stale_s / 2)
         self._is_lost, self._ended = False, threading.Event()
         self._renewing = threading.Lock()
         self._thread = threading.Thread(target=self._renew_always, name="tracestore-lock", daemon=True)
