@@ -1,8 +1,15 @@
-"""What the site has that is written elsewhere: the help of every command, and the figures."""
+"""What the site has that is written elsewhere or made when it is built: the help of every command, the
+figures, and the pictures of the gallery, which are what its code draws."""
 
 import argparse
+import atexit
 import io
 import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +23,20 @@ _MARK = "<!-- the help of every command, put here by docs/site_hooks.py -->"
 def on_files(files: Files, config: Any) -> Files:
     text = (ROOT / "bench" / "RESULTS.md").read_text(encoding="utf-8")
     files.append(File.generated(config, "results.md", content=text))
+    for picture in draw_gallery():
+        files.append(File.generated(config, f"gallery/{picture.name}", abs_src_path=str(picture)))
     return files
+
+
+def draw_gallery() -> list[Path]:
+    """Runs the code of docs/gallery.md, in a folder that lives as long as this process."""
+    folder = Path(tempfile.mkdtemp(prefix="gallery-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/gallery.md").read_text(), re.MULTILINE | re.DOTALL)
+    environment = {**os.environ, "MPLBACKEND": "Agg"}
+    (folder / "gallery.py").write_text("\n".join(blocks))
+    subprocess.run([sys.executable, "gallery.py"], cwd=folder, env=environment, check=True)
+    return sorted(folder.glob("*.png"))
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

@@ -45,7 +45,7 @@ def test_commands_and_code_of_a_page(tmp_path, page):
 def test_links_lead_somewhere():
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
         for link in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
-            if not link.startswith("http"):
+            if not link.startswith(("http", "gallery/")):  # those are drawn when the site is built
                 assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
@@ -56,6 +56,10 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert done.returncode == 0, done.stderr
     pages = {p.stem for p in (ROOT / "docs").glob("*.md")} | {"results"}
     assert pages <= {p.stem for p in (tmp_path / "site").glob("*.html")}
+    drawn = re.findall(r"\(gallery/(\w+\.png)\)", (ROOT / "docs/gallery.md").read_text())
+    assert len(drawn) == 6
+    for name in drawn:
+        assert (tmp_path / "site" / "gallery" / name).stat().st_size > 10_000
     listed = (ROOT / "mkdocs.yml").read_text()
     assert all(f"{page}.md" in listed for page in pages)
     commands = (tmp_path / "site" / "commands.html").read_text()

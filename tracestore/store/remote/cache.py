@@ -37,6 +37,7 @@ _NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{8}-\d+")
 # Below half of its bound a cache is counted once in so many seconds: others may add to it meanwhile.
 _COUNT_EVERY_S = 1.0
 _POLL_S = 0.02
+_WAIT_S = 1.0
 # How often bytes with another checksum are asked for: they may have been damaged on their way.
 _ATTEMPTS = 2
 
@@ -79,6 +80,8 @@ class DiskCache:
         if max_bytes < 1:
             raise UsageError(f"found a cache of {max_bytes} bytes, expected at least 1")
         self.max_bytes = max_bytes
+        self._fetching: dict[str, threading.Event] = {}  # what threads of this process fetch, until they have
+        self._beginning = threading.Lock()
         self._counting = threading.Lock()
         self._counted_at = -math.inf
         self._count = 0
@@ -123,7 +126,22 @@ class DiskCache:
         name = self.name_of(bucket.address, entry)
         with fsio.translated_errors(self.folder, lambda: entry.size):
             while True:
-                path = self.ready(name) or self._got(bucket, entry, name, needed_at, check)
+                path = self.ready(name)
+                if path is not None:
+                    return path
+                with self._beginning:
+                    other = self._fetching.get(name)
+                    if other is None:
+                        mine = self._fetching[name] = threading.Event()
+                if other is not None:
+                    check()
+                    other.wait(_WAIT_S)
+                    continue
+                try:
+                    path = self._got(bucket, entry, name, needed_at, check)
+                finally:
+                    del self._fetching[name]
+                    mine.set()
                 if path is not None:
                     return path
 
@@ -135,7 +153,7 @@ class DiskCache:
         self.folder.mkdir(parents=True, exist_ok=True)
         fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            while not _try_lock(fd):  # somebody else is fetching it
+            while not _try_lock(fd):  # another process is fetching it
                 check()
                 time.sleep(_POLL_S)
             if not fsio.has_name(fd, partial):
