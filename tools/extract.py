@@ -10,6 +10,7 @@ from pathlib import Path
 from tracestore.console import Output, Parser, Progress, leave, number, positive, run
 from tracestore.errors import UsageError
 from tracestore.extract.questions import make_scorer, read_questions
+from tracestore.store.files import place_of
 from tracestore.store.schema import CODECS
 
 
@@ -32,7 +33,9 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--questions", required=True, type=Path, help="CSV: question_id, question, answers (a|b), group"
     )
-    parser.add_argument("--out", required=True, type=Path, help="folder for .pkl files, or a store (ends with .zarr)")
+    parser.add_argument(
+        "--out", required=True, type=place_of, help="folder for .pkl files, or a store (ends with .zarr)"
+    )
     parser.add_argument("--limit", type=positive, metavar="N", help="only the first N questions")
     parser.add_argument("--traces-per-file", type=positive, default=500, metavar="N")
     parser.add_argument("--shard", type=shard, default=(0, 1), metavar="I/N", help="this machine's share of the files")
@@ -62,7 +65,9 @@ def command(args: argparse.Namespace) -> int:
     output = Output(args.json)
     questions = read_questions(args.questions)[: args.limit]
     scorer = make_scorer(args.scorer)
-    to_store = args.out.suffix == ".zarr"
+    to_store = args.out.name.endswith(".zarr")
+    if not to_store and not isinstance(args.out, Path):
+        raise UsageError(f"--out {args.out}: files of traces go into a folder here; a store's name ends with .zarr")
     if to_store and args.shard[1] > 1:
         raise UsageError("--shard writes files; merge them with tracestore.convert, or give each machine its own store")
     # Imported here: wrong usage answers at once, and loading a model takes seconds.

@@ -1,5 +1,6 @@
 """What this machine has and allows, and what of it will be in the way."""
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -15,12 +16,13 @@ from pathlib import Path
 from tracestore.cgroup import cgroup_limit
 from tracestore.console import format_size
 from tracestore.errors import UsageError
+from tracestore.store.files import cache_folder
 from tracestore.store.fsio import translated_errors
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _LIBRARIES = (
     "numpy", "zarr", "numcodecs", "isal", "torch", "torch-geometric", "scikit-learn", "matplotlib",
-    "transformers", "distributed", "tensorboard", "triton",
+    "transformers", "distributed", "tensorboard", "triton", "bokeh", "obstore",
 )  # fmt: skip
 # What the kernels choose among when they run.
 _INSTRUCTIONS = ("avx512f", "avx2", "f16c", "sse4_2", "pclmulqdq")
@@ -48,6 +50,7 @@ def examine(folder: Path) -> Iterator[Finding]:
     yield from _memory()
     yield from _limits()
     yield from _disk(folder)
+    yield from _remote()
 
 
 def _versions() -> Iterator[Finding]:
@@ -148,3 +151,12 @@ def _disk(folder: Path) -> Iterator[Finding]:
     yield Finding("disk", "write and sync", f"{write / 1e6:,.0f} MB/s")
     advice = "" if read >= 100e6 else "batches wait for a disk this slow: copy stores to a local one, or read them once"
     yield Finding("disk", "read", f"{read / 1e6:,.0f} MB/s (the system's cache let go first, where it does)", advice)
+
+
+def _remote() -> Iterator[Finding]:
+    """What lies here of stores on other machines."""
+    folder = cache_folder()
+    held = 0
+    with contextlib.suppress(OSError):  # files come and go
+        held = sum(item.stat().st_size for item in os.scandir(folder) if item.is_file())
+    yield Finding("remote stores", "cache", f"{format_size(held)} in {folder}")

@@ -244,3 +244,16 @@ def test_killed_and_resumed_store_is_the_same(tiny_model, tmp_path):
     extract(tiny_model, questions, store)
     with tracestore.open(tmp_path / "whole.zarr") as whole, tracestore.open(store) as killed:
         assert len(whole) == count and read_all(whole) == read_all(killed)
+
+
+def test_a_run_that_was_killed_before_its_first_commit_goes_on(tiny_model, questions, tmp_path):
+    (tmp_path / "run.zarr").mkdir()
+    (tmp_path / "run.zarr" / "lock").touch()
+    extract(tiny_model, questions, tmp_path / "run.zarr", "--limit", 2)
+    with tracestore.open(tmp_path / "run.zarr") as store:
+        assert len(store) == 2
+
+
+def test_files_of_traces_do_not_go_to_another_machine(tiny_model, questions):
+    done = extract(tiny_model, questions, "s3://bucket/traces", check=2)
+    assert done.stderr.count("\n") == 1 and "ends with .zarr" in done.stderr

@@ -5,6 +5,7 @@ import io
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from tracestore.errors import UsageError
 from tracestore.extract.questions import Question
 from tracestore.store import fsio
 from tracestore.store.create import create
+from tracestore.store.files import Address
 from tracestore.store.pickle_list import PickleListWriter
 from tracestore.store.reader import open_store
-from tracestore.store.writer import is_store
 
 INSTRUCTION = "Give the correct answer in a few words."
 
@@ -124,7 +125,7 @@ def extract_to_folder(
 
 
 def extract_to_store(
-    path: Path,
+    path: Path | Address,
     questions: Sequence[Question],
     answer: Answer,
     scorer: Scorer,
@@ -138,9 +139,9 @@ def extract_to_store(
     loses what came after the last commit: `commit_every_s`, or a twentieth of the time so far
     where that is more, so that a long run leaves few segments; 0: after each trace."""
     done: set[str] = set()
-    if is_store(path):
-        with open_store(path) as store:
-            done = {q.question_id for q in questions if q.question_id in store}
+    # No store yet, or one without a commit: create() makes it, or says what is wrong.
+    with suppress(UsageError), open_store(path) as store:
+        done = {q.question_id for q in questions if q.question_id in store}
     began = committed = time.monotonic()
     with create(path, attention=attention, codec=codec, append=True) as writer:
         wanted = []

@@ -317,3 +317,26 @@ def test_a_writer_that_was_taken_over_changes_nothing_more(remote):
     with tracestore.open(remote) as store:
         assert store.question_ids == [traces[0]["question_id"]]
     assert not verify_store(remote).damaged
+
+
+def test_extraction_goes_straight_there(remote, tmp_path):
+    from tracestore.extract import run as extraction
+    from tracestore.extract.questions import Question, containment_score
+    from tracestore.store.files import Address
+
+    questions = [Question(f"q{k}", "?", ("a",)) for k in range(5)]
+    traces = {t["question_id"]: t for t in make_traces(5)}
+    asked = []
+
+    def answer(chosen):
+        asked.extend(q.question_id for q in chosen)
+        return [dict(traces[q.question_id]) for q in chosen]
+
+    for count in (2, 5):
+        steps = extraction.extract_to_store(
+            Address(remote), questions[:count], answer, containment_score, attention="mean", batch_size=2
+        )
+        assert len(list(steps)) == count
+    assert asked == [f"q{k}" for k in range(5)]
+    with tracestore.open(remote) as store:
+        assert list(store.question_ids) == asked
