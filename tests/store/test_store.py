@@ -310,3 +310,24 @@ def test_a_missing_file_of_the_index_is_damage(store_path):
     next((store_path / "index").glob("*/part")).unlink()
     with pytest.raises(StoreDamagedError):
         StoreWriter(store_path)
+
+
+def test_chunks_are_of_even_size_and_hardly_padded(tmp_path):
+    traces = make_traces(7, tokens=301, layers=10, dim=64)
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        for trace in traces:
+            writer.append(trace)
+    group = zarr.open_group(tmp_path / "s.zarr" / "segments" / "00000000", mode="r")
+    for name, row_bytes in (("hidden_states", 128), ("attention", 2)):
+        array = group[name]
+        chunk_bytes = array.chunks[0] * row_bytes
+        num_chunks = -(-array.shape[0] // array.chunks[0])
+        assert num_chunks > 2 and chunk_bytes <= schema.INNER_CHUNK_BYTES
+        (file,) = (p for p in (tmp_path / "s.zarr/segments/00000000" / name / "c").rglob("*") if p.is_file())
+        index_bytes = 16 * num_chunks + 4
+        assert 0 <= file.stat().st_size - index_bytes - array.nbytes < num_chunks * row_bytes
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        for trace, stored in zip(traces, store, strict=True):
+            assert np.array_equal(stored.hidden_states, trace["hidden_states"])
+    hidden = np.concatenate([np.concatenate(t["hidden_states"]) for t in traces])
+    assert np.array_equal(group["hidden_states"][:], hidden)

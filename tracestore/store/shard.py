@@ -145,8 +145,12 @@ class ShardStream:
         assert not self._finished
         self._finished = True
         self.flush()
-        if not self._chunks:
-            # One short inner chunk is stored at its own size, not padded.
+        if self._coder is None and self.num_rows:
+            # As many chunks as it takes, but of even size: then the last one needs padding of less than
+            # a row a chunk, not of up to a whole chunk, which was a hundredth of real stores.
+            self.chunk_rows = -(-self.num_rows // -(-self.num_rows // self.chunk_rows))
+        elif not self._chunks:
+            # One short inner chunk is stored at its own size.
             self.chunk_rows = min(self.chunk_rows, self.num_rows)
         chunk_bytes = self.chunk_rows * self.row_bytes
         padding = -self.num_bytes % chunk_bytes

@@ -89,16 +89,17 @@ class RemoteLock:
     def renew(self) -> None:
         """StoreLockedError where another writer has taken it."""
         with self._renewing:
-            began = time.monotonic()
-            if self._is_lost:
-                raise self._locked()
-            version = self._bucket.replace("lock", self._version, self._content())
-            if version is None:
-                version = self._own_version()
-            if version is None:
-                self._is_lost = True
-                raise self._locked()
-            self._version, self._renewed_at = version, began
+            self._renew()
+
+    def _renew(self) -> None:
+        began = time.monotonic()
+        if self._is_lost:
+            raise self._locked()
+        version = self._bucket.replace("lock", self._version, self._content()) or self._own_version()
+        if version is None:
+            self._is_lost = True
+            raise self._locked()
+        self._version, self._renewed_at = version, began
 
     def _own_version(self) -> Version | None:
         """Of the lock where it is this writer's: an answer may have been lost before."""
@@ -112,7 +113,9 @@ class RemoteLock:
     def require_fresh(self) -> None:
         """Before something is changed: nobody can have taken the lock meanwhile."""
         if time.monotonic() - self._renewed_at > self._stale_s / 2:
-            self.renew()
+            with self._renewing:
+                if time.monotonic() - self._renewed_at > self._stale_s / 2:  # nobody else has, meanwhile
+                    self._renew()
 
     def _renew_always(self) -> None:
         while not self._ended.wait(self._stale_s / _RENEWALS_UNTIL_STALE):
@@ -161,7 +164,7 @@ def _remove_abandoned(writing: Path, name: str) -> None:
             continue
         if not is_old and not folder.name.startswith(name):
             continue  # its writer may be about to begin
-        with contextlib.suppress(StoreLockedError):
+        with contextlib.suppress(StoreLockedError, OSError):
             lock = fsio.WriterLock(folder)
             fsio.remove_tree(folder)
             lock.release()
