@@ -284,15 +284,41 @@ def test_a_pickled_store_is_the_same_generation(there):
         assert other.generation == store.generation and len(other) == 36
 
 
-@pytest.mark.parametrize("context", ["fork", "forkserver", "spawn"])
-def test_workers_fetch_what_they_need(there, local, context):
-    dataset = tracestore.TraceDataset(there, view="sequence")
+WITH_WORKERS = """
+import sys
+import torch
+import tracestore
+
+if __name__ == "__main__":
+    address, context = sys.argv[1:]
+    dataset = tracestore.TraceDataset(address, view="sequence")
     loader = torch.utils.data.DataLoader(
         dataset, batch_size=6, num_workers=2, collate_fn=tracestore.collate_sequences, multiprocessing_context=context
     )
+    for batch in loader:
+        for question_id, sequence in zip(batch.question_id, batch.sequences, strict=True):
+            print(question_id, float(sequence.double().sum()))
+"""
+
+
+@pytest.mark.parametrize("context", ["fork", "forkserver", "spawn"])
+def test_workers_fetch_what_they_need(there, local, tmp_path, context):
+    # A process of its own: a forkserver keeps the environment that it was started in.
+    (tmp_path / "script.py").write_text(WITH_WORKERS)
+    done = run_cli(tmp_path / "script.py", there, context, check=0, env={"PYTHONPATH": str(ROOT)})
     with tracestore.open(local) as store:
-        assert [i for batch in loader for i in batch.question_id] == list(store.question_ids)
-        assert np.array_equal(torch.cat([batch.sequences for batch in loader]).numpy(), [t.last_token for t in store])
+        expected = [f"{trace.question_id} {float(trace.last_token.astype('f8').sum())}" for trace in store]
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [line.split()[0] for line in expected]
+    found, sums = ([float(line.split()[1]) for line in lines] for lines in (done.stdout.splitlines(), expected))
+    assert np.allclose(found, sums)
+
+
+def test_who_has_no_credentials_is_told(there, monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TRACESTORE_REMOTE_PATIENCE", "1")
+    done = run_cli("-m", "tracestore", "info", there)
+    assert done.returncode in (1, 2) and done.stderr.count("\n") == 1 and len(done.stderr) < 500
 
 
 def test_a_forked_worker_says_what_the_server_said(there, proxy, monkeypatch):

@@ -145,6 +145,8 @@ class Bucket:
 
     def _raise_lasting(self, what: str, error: BaseException) -> None:
         """Raises what asking again would not change."""
+        if _INSTANCE_METADATA in str(error):
+            raise UsageError(f"{self.address}: found no credentials (docs/remote.md)")
         found = re.search(r"status code: (\d{3})", str(error))
         status = 0 if found is None else int(found[1])
         if status == 404:  # what a listing in a bucket that is not there gives
@@ -153,8 +155,6 @@ class Bucket:
             raise self._refused(what, error)
         if 300 <= status < 500 and status not in (408, 409, 425, 429):
             raise UsageError(f"{self.address}/{what}: {one_line(error)}")
-        if _INSTANCE_METADATA in str(error):
-            raise UsageError(f"{self.address}: found no credentials (docs/remote.md)")
 
     def _refused(self, what: str, error: BaseException) -> UsageError:
         return UsageError(f"{self.address}/{what}: no permission: {one_line(error)}")
