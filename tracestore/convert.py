@@ -292,7 +292,7 @@ def make_parser(prog: str = "tracestore convert") -> Parser:
         epilog="Example: python -m tracestore.convert traces_data/ store.zarr",
     )
     parser.add_argument("src", nargs="+", metavar="SRC", help="folders or files of traces")
-    parser.add_argument("dst", metavar="DST", help="the store to make or to add to")
+    parser.add_argument("dst", metavar="DST", help="the store to make or to add to: a folder, s3:// or gs://")
     parser.add_argument(
         "--scores", metavar="CSV", help="scores by question_id (default: the *scores*.csv in a SRC folder)"
     )

@@ -539,6 +539,8 @@ def test_a_web_server_that_has_whole_files_only(local, there, proxy, tmp_path, m
     proxy.fault = fault
     assert_same(epoch(there), epoch(local))
     assert max(cuts.values()) > 2
+    cuts.clear()
+    assert not verify_store(there).damaged
 
 
 def test_an_order_s_bookkeeping_is_even(there, local):

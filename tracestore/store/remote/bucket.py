@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tracestore._core.kernels import crc32c
 from tracestore.errors import RemoteError, StoreDamagedError, UsageError
 from tracestore.store.files import Address
 
@@ -165,17 +166,17 @@ class Bucket:
         """All bytes of an object."""
         return self.again(path, lambda: bytes(self._obstore.get(self._store, path).bytes()))
 
-    def stream(self, path: str, size: int, take: Callable[[Any, int], None]) -> None:
+    def stream(self, path: str, size: int, take: Callable[[Any, int], None]) -> int:
         """Has `take` have each piece of an object of `size` bytes and the offset of that, in their
         order. What was cut goes on where it was cut, or from 0 again where a server has only whole
-        objects. StoreDamagedError where it has another size."""
-        done = furthest = attempts = 0
+        objects. -> crc32c of all of it. StoreDamagedError where it has another size."""
+        done = furthest = attempts = crc = 0
 
         def go_on() -> None:
-            nonlocal done, furthest, attempts
+            nonlocal done, furthest, attempts, crc
             attempts = attempts + 1 if done else 0
             if attempts > _ATTEMPTS_TO_GO_ON:
-                done = attempts = 0
+                done = attempts = crc = 0
             options: Any = {"range": {"offset": done}} if done else {}
             result = self._obstore.get(self._store, path, options=options)
             found = int(result.meta["size"])
@@ -183,15 +184,17 @@ class Bucket:
                 raise _AnotherSizeError(found)
             for piece in result.stream(min_chunk_size=_CHUNK_BYTES):
                 take(piece, done)
+                crc = crc32c(memoryview(piece), crc)
                 done, attempts = done + len(piece), 0
                 furthest = max(furthest, done)
             if done < size:
                 raise _CutError(f"cut after {done:,} of {size:,} bytes")
 
         if size == 0:
-            return
+            return 0
         try:
             self.again(path, go_on, lambda: furthest)
+            return crc
         except _AnotherSizeError as error:
             raise StoreDamagedError(
                 f"{path}: {error.size} bytes at {self.address} where {size} were committed"

@@ -3,8 +3,8 @@
 A file is fetched under a name of its own, checked against size and crc32c, and renamed. Its name
 says which store, path and content it is of, so that a store that was replaced is another
 one. It is not synced, which would take a disk's time out of the network's: what was used before the
-machine was last started is checked once more when it is used again. Whoever needs room removes what was used longest ago; a file that somebody still maps stays
-readable to them.
+machine was last started is checked once more when it is used again. Whoever needs room removes what
+was used longest ago; a file that somebody still maps stays readable to them.
 """
 
 import contextlib
@@ -201,20 +201,14 @@ class DiskCache:
 
     @staticmethod
     def _fetched_crc(bucket: Bucket, entry: FileEntry, fd: int, check: Callable[[], None]) -> int:
-        crc = 0
-
         def take(piece: Any, offset: int) -> None:
-            nonlocal crc
             check()
-            view = memoryview(piece)
-            crc = crc32c(view, crc if offset else 0)
-            fsio.write_pieces(fd, [view], offset)
+            fsio.write_pieces(fd, [memoryview(piece)], offset)
 
         try:
-            bucket.stream(entry.path, entry.size, take)
+            return bucket.stream(entry.path, entry.size, take)
         except FileNotFoundError:
             raise StoreDamagedError(f"{entry.path}: missing at {bucket.address}") from None
-        return crc
 
     # Room
 

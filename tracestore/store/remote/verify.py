@@ -4,7 +4,6 @@ import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from tracestore._core.kernels import crc32c
 from tracestore.errors import StoreDamagedError, UsageError
@@ -47,15 +46,8 @@ class _Checker:
             if size is None:
                 return "missing"
             return None if size == entry.size else f"{size} bytes where {entry.size} were committed"
-        crc = 0
-
-        def take(piece: Any, offset: int) -> None:
-            nonlocal crc
-            crc = crc32c(memoryview(piece), crc)
-            self._tell(len(piece))
-
         try:
-            self._bucket.stream(entry.path, entry.size, take)
+            crc = self._bucket.stream(entry.path, entry.size, lambda piece, offset: self._tell(len(piece)))
         except FileNotFoundError:
             return "missing"
         except StoreDamagedError as error:
