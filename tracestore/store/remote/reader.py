@@ -6,7 +6,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -28,8 +29,9 @@ from tracestore.store.remote.cache import DiskCache
 from tracestore.store.remote.helper import Helper
 from tracestore.store.segment import SegmentReader, segment_name
 
-# Files that are fetched at once, and how far ahead a pass is looked through.
+# Files that are fetched at once, small ones when a store is opened, and how far ahead a pass is looked through.
 _FETCHERS = 4
+_SMALL_AT_ONCE = 16
 _BATCHES_AHEAD = 1024
 _SHARE_AHEAD = 0.9
 _TRIES = 20
@@ -80,6 +82,15 @@ class RemoteFiles:
             helper = self._helper
         helper.fetch(entry)
         return self.cache.folder / name
+
+    def fetch(self, entries: Iterable[FileEntry]) -> None:
+        """Has files in the cache, if it is large enough: each takes a server's answer, and they need not
+        wait for each other."""
+        address = self.bucket.address
+        missing = [e for e in entries if self.cache.ready(DiskCache.name_of(address, e)) is None]
+        if len(missing) > 1 and not self.bucket.is_of_parent:
+            with ThreadPoolExecutor(_SMALL_AT_ONCE) as pool:
+                list(pool.map(self._get, missing))
 
     def close(self) -> None:
         with self._lock:
@@ -135,6 +146,7 @@ def generations_of(bucket: Bucket) -> list[int]:
 
 def _open_generation(bucket: Bucket, files: RemoteFiles, number: int) -> Generation:
     manifest = mf.parse_manifest(bucket.read(mf.manifest_name(number)), number)
+    files.fetch(manifest.small_files())
     index = StoreIndex(files, manifest)
     columns = join_columns([read_columns(files, ref) for ref in manifest.columns])
     return Generation(manifest, index, columns, _NoPin())
