@@ -46,12 +46,12 @@ def command(args: argparse.Namespace) -> int:
     import numpy as np
     import torch
 
-    from tracestore.data.batch import BatchFormat, GraphOptions
+    from tracestore.data.batch_format import BatchFormat, GraphOptions
     from tracestore.data.epoch import mean_trace_bytes
     from tracestore.store.reader import open_store
     from tracestore.train.memory import RESERVE_BYTES, MemoryBudget, memory_use
     from tracestore.train.metrics import probability
-    from tracestore.train.models import VIEWS
+    from tracestore.train.model_config import VIEWS
     from tracestore.train.run import pick_device
     from tracestore.train.scoring import load_detector, score_traces
     from tracestore.train.tables import write_rows
@@ -68,7 +68,7 @@ def command(args: argparse.Namespace) -> int:
     budget = None
     if args.memory_budget is not None:
         # A few traces on their way, one at work, and the threads' own.
-        edges = detector.config.edge_form(store, torch.device("cpu")) if VIEWS[detector.name] == "graph" else "coo"
+        edges = detector.config.edge_form(store, "cpu") if VIEWS[detector.name] == "graph" else "coo"
         form = BatchFormat(VIEWS[detector.name], GraphOptions(edges=edges))
         floor = 2 * RESERVE_BYTES + 8 * mean_trace_bytes(store, form)
         if args.memory_budget < floor:

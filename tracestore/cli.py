@@ -272,23 +272,28 @@ def _doctor(args: argparse.Namespace, output: Output) -> int:
 
 
 def _plan(args: argparse.Namespace, output: Output) -> int:
-    # Imported here: the other commands start without torch.
-    import tracestore.train.run  # what training imports, so that its libraries are counted
+    # Imported here: the other commands start without it.
     from tracestore.train.config import TrainConfig
-    from tracestore.train.memory import memory_use
-    from tracestore.train.models import MODEL_NAMES
-    from tracestore.train.plan import plan_training
+    from tracestore.train.estimate import Estimator, covers
+    from tracestore.train.model_config import MODEL_NAMES
+    from tracestore.train.plan import TrainingPlan
 
     if args.model is not None and args.model not in MODEL_NAMES:
         raise UsageError(f"found --model {args.model}, expected one of {', '.join(MODEL_NAMES)}")
     if args.precision == "fp16":
-        raise UsageError("found --precision fp16, which needs a GPU; plan measures on the CPU")
+        raise UsageError("found --precision fp16, which needs a GPU; plan is for the CPU")
     config, sizes = TrainConfig(**step_options(args)), model_sizes(args)
-    start, plans = memory_use(), []
+    names, plans = [args.model] if args.model else list(MODEL_NAMES), []
     with tracestore.open(args.store) as store:
-        for name in [args.model] if args.model else MODEL_NAMES:
-            plan = plan_training(name, store, config, sizes, start=start, num_threads=args.num_threads)
-            plans.append(plan.as_json(args.memory))
+        planner: Callable[[str], TrainingPlan]
+        if args.measure or not all(covers(name, store, config, sizes) for name in names):
+            from tracestore.train.measure import Measurer  # imports torch, which takes seconds
+
+            planner = Measurer(store, config, sizes, args.num_threads)
+        else:
+            planner = Estimator(store, config, sizes, args.num_threads)
+        for name in names:
+            plans.append(planner(name).as_json(args.memory))
             if not args.json:
                 output.say(_plan_lines(plans[-1]))
     output.document({"store": str(args.store), "models": plans})
@@ -297,8 +302,9 @@ def _plan(args: argparse.Namespace, output: Output) -> int:
 
 def _plan_lines(plan: dict[str, Any]) -> str:
     lines = [
-        f"{plan['model']}: batches of {plan['batch_size']} take {format_size(plan['peak_memory_bytes'])} at the peak, "
-        f"libraries included, and {plan['seconds_per_epoch']:,.1f} s an epoch",
+        f"{plan['model']}, {'measured' if plan['measured'] else 'estimated'}: batches of {plan['batch_size']} take "
+        f"{format_size(plan['peak_memory_bytes'])} at the peak, libraries included, and "
+        f"{plan['seconds_per_epoch']:,.1f} s an epoch",
         f"  and {format_size(plan['file_bytes'])} of mapped files, which the system may take back",
         f"  smallest --memory-budget: {format_size(plan['floor_bytes'])}",
     ]
@@ -441,6 +447,9 @@ def make_parser() -> Parser:
     )
     plan.add_argument("--model", metavar="NAME", help="lstm_solo, gnn_det_lstm or gvae_lstm (all three)")
     plan.add_argument("--memory", type=parse_size, metavar="SIZE", help="what the process may take, e.g. 8GiB")
+    plan.add_argument(
+        "--measure", action="store_true", help="by real steps of training, which take some seconds a model"
+    )
     add_flags(plan)
     plan.set_defaults(function=_plan)
     completion = commands.add_parser(

@@ -193,6 +193,7 @@ _EXTRAS = {
     "sklearn": "train",
     "scipy": "train",
     "psutil": "train",
+    "threadpoolctl": "train",
     "matplotlib": "train",
     "transformers": "extract",
     "gguf": "extract",

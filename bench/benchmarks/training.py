@@ -21,7 +21,8 @@ import torch
 
 import tracestore
 from tracestore.train.graph_inputs import GraphInputs
-from tracestore.train.models import ModelConfig, detector_loss, make_model
+from tracestore.train.model_config import ModelConfig
+from tracestore.train.models import detector_loss, make_model
 from tracestore.train.oom import OOMGuard
 from tracestore.train.snapshot import seed_step
 

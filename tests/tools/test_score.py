@@ -15,7 +15,7 @@ from tests.helpers import ROOT, make_trace, run_cli
 from tracestore.errors import MissingFieldError, TracestoreError, UsageError
 from tracestore.train import scoring
 from tracestore.train.config import TrainConfig
-from tracestore.train.models import MODEL_NAMES
+from tracestore.train.model_config import MODEL_NAMES
 from tracestore.train.run import run_training
 
 spec = importlib.util.spec_from_file_location("score", ROOT / "tools/score.py")

@@ -6,7 +6,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tracestore.train.gine import GraphInputs
-from tracestore.train.models import ModelConfig, detector_loss, make_model
+from tracestore.train.model_config import ModelConfig
+from tracestore.train.models import detector_loss, make_model
 from tracestore.train.oom import OOMGuard
 
 SIZE = 4

@@ -16,7 +16,7 @@ from tracestore.train.config import TrainConfig
 from tracestore.train.evaluate import RankDraws, RunScores
 from tracestore.train.loop import DetectorRun
 from tracestore.train.metrics import percentile_interval
-from tracestore.train.models import MODEL_NAMES, ModelConfig
+from tracestore.train.model_config import MODEL_NAMES, ModelConfig
 
 SMALL = {"gnn_hidden": 8, "latent_dim": 8, "lstm_hidden": 8}
 CONFIG = TrainConfig(epochs=2, lr=0.01, loader_threads=1)

@@ -13,7 +13,8 @@ from tests.helpers import make_graphs, make_trace
 from tracestore.data.loader import TraceLoader
 from tracestore.errors import MissingFieldError, UsageError
 from tracestore.train.graph_inputs import GraphInputs
-from tracestore.train.models import ModelConfig, detector_loss, make_model
+from tracestore.train.model_config import ModelConfig
+from tracestore.train.models import detector_loss, make_model
 
 LAYERS, DIM = 4, 24
 
@@ -298,15 +299,14 @@ def test_what_a_store_lacks_is_refused(tmp_path):
     for layers in ((0, 4), (1, 0), (1, 1), (-1, 2), ()):
         with pytest.raises(UsageError, match="expected some of 0 to 3, in order"):
             ModelConfig.of_store(store, layers=layers)
-    cpu = torch.device("cpu")
     with pytest.raises(MissingFieldError, match="--attention heads"):
-        ModelConfig.of_store(store, edge_features="heads").edge_form(store, cpu)
+        ModelConfig.of_store(store, edge_features="heads").edge_form(store, "cpu")
     for causal, heads, words in ((False, 3, "square attention"), (True, 5, "attention of 5 heads")):
         path = tmp_path / f"{heads}.zarr"
         with tracestore.create(path, attention="heads") as writer:
             writer.append(make_trace(0, tokens=4, layers=LAYERS, dim=DIM, heads=heads, causal=causal))
         with pytest.raises(MissingFieldError, match=words):
-            config(edge_features="heads", num_heads=3).edge_form(tracestore.open(path), cpu)
+            config(edge_features="heads", num_heads=3).edge_form(tracestore.open(path), "cpu")
     with pytest.raises(UsageError, match="top-k"):
         TraceLoader(tmp_path / "m.zarr", "graph", batch_size=1, edges="heads", top_k=0.5)
 

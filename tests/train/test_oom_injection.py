@@ -10,7 +10,7 @@ import torch
 
 from tests.train.failing import SIZE, FailAt, everything, make, same
 from tracestore.errors import DoesNotFitError
-from tracestore.train.models import MODEL_NAMES
+from tracestore.train.model_config import MODEL_NAMES
 
 ALL = os.environ.get("TRACESTORE_OOM") == "all"
 pytestmark = pytest.mark.usefixtures("young_heap")

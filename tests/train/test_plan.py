@@ -8,10 +8,16 @@ import torch
 
 import tracestore
 from tests.helpers import make_trace, run_cli
+from tracestore.data.batch_format import BatchFormat, GraphOptions
+from tracestore.data.epoch import EpochMaker
 from tracestore.errors import UsageError
 from tracestore.train.config import TrainConfig
+from tracestore.train.estimate import num_parameters
+from tracestore.train.measure import budget_plan, plan_training
 from tracestore.train.memory import memory_use
-from tracestore.train.plan import TrainingPlan, budget_plan, plan_training
+from tracestore.train.model_config import MODEL_NAMES, ModelConfig
+from tracestore.train.models import make_model
+from tracestore.train.plan import TrainingPlan, largest_batch_factor
 
 SMALL = {"gnn_hidden": 8, "latent_dim": 8, "lstm_hidden": 8}
 
@@ -25,17 +31,59 @@ def path(tmp_path_factory):
     return path
 
 
-def test_the_command(path):
-    flags = ["--lstm-hidden", 8, "--gnn-hidden", 8, "--latent-dim", 8, "--num-threads", 1]
-    done = run_cli("-m", "tracestore", "plan", path, "--memory", "4GiB", "--json", *flags, check=0)
+FLAGS = ["--lstm-hidden", 64, "--gnn-hidden", 8, "--latent-dim", 8, "--num-threads", 1]
+
+
+def plans_of(path, *flags):
+    done = run_cli("-m", "tracestore", "plan", path, "--memory", "4GiB", "--json", *FLAGS, *flags, check=0)
     plans = json.loads(done.stdout)["models"]
-    assert [p["model"] for p in plans] == ["lstm_solo", "gnn_det_lstm", "gvae_lstm"]
     for plan in plans:
         assert 100 << 20 < plan["libraries_bytes"] <= plan["peak_memory_bytes"] < 2 << 30
         assert 0 < plan["seconds_per_epoch"] < 60 and 0 < plan["floor_bytes"] < 1 << 30
         assert plan["largest_batch"] > 16 == plan["largest_micro_batch"]
+    return {plan["model"]: plan for plan in plans}
+
+
+def test_the_command(path):
+    estimated, measured = plans_of(path), plans_of(path, "--measure")
+    assert list(estimated) == list(measured) == ["lstm_solo", "gnn_det_lstm", "gvae_lstm"]
+    for name, plan in estimated.items():
+        assert not plan["measured"] and measured[name]["measured"]
+        assert 0.85 < plan["peak_memory_bytes"] / measured[name]["peak_memory_bytes"] < 1.15
+        assert plan["floor_bytes"] > 0.9 * measured[name]["floor_bytes"]
     done = run_cli("-m", "tracestore", "plan", path, "--model", "nothing", check=2)
     assert "lstm_solo" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_what_cannot_be_estimated_is_measured(path):
+    for flags in (["--precision", "bf16"], ["--layers", "0,2"], ["--standardize"], ["--lstm-hidden", 8]):
+        assert plans_of(path, "--model", "lstm_solo", *flags)["lstm_solo"]["measured"]
+    for flags in (["--top-k", 0.5], ["--message-passing", "pyg"], ["--attention-threshold", 0.1]):
+        assert plans_of(path, "--model", "gnn_det_lstm", *flags)["gnn_det_lstm"]["measured"]
+        assert not plans_of(path, "--model", "lstm_solo", *flags)["lstm_solo"]["measured"]
+
+
+def test_an_estimate_imports_no_torch(path):
+    code = "import sys; from tracestore.cli import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    done = run_cli("-c", code, "plan", path, check=0)
+    assert done.stdout.count("estimated") == 3
+
+
+@pytest.mark.parametrize("name", MODEL_NAMES)
+def test_the_parameters_are_counted(name):
+    for config in (ModelConfig(3, 16), ModelConfig(5, 24, 7, 9, 11, num_lstm_layers=3)):
+        assert num_parameters(name, config) == sum(p.numel() for p in make_model(name, config).parameters())
+
+
+def test_the_largest_batch_of_an_epoch(path):
+    store = tracestore.open(path)
+    indices = np.arange(1, 40, 2)
+    form = BatchFormat("graph", GraphOptions(edges="packed"))
+    costs = form.bytes(store, indices)
+    epochs = EpochMaker(store, form, batch_size=6, seed=3, indices=indices)
+    plan = epochs.plan(0)
+    largest = max(form.bytes(store, plan.traces(k)).sum() for k in range(len(plan)))
+    assert largest_batch_factor(epochs, costs, indices) == pytest.approx(largest / (6 * costs.mean()))
 
 
 def plan(**changes):

@@ -10,7 +10,7 @@ from torch_geometric.data import Data
 
 from tracestore._core.blocks import BlockPool
 from tracestore.data import order
-from tracestore.data.batch import BatchFormat, GraphOptions
+from tracestore.data.batch_format import BatchFormat, GraphOptions
 from tracestore.data.collate import GraphItem, SequenceItem
 from tracestore.data.epoch import EpochMaker, mean_trace_bytes, rank_and_world_size
 from tracestore.data.jobs import gather_batch

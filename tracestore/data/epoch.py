@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from tracestore._core.kernels import crc32c
 from tracestore.data import order
-from tracestore.data.batch import BatchFormat
+from tracestore.data.batch_format import BatchFormat
 from tracestore.errors import UsageError
 from tracestore.store.reader import TraceStore
 
@@ -19,6 +18,8 @@ COSTS = ("tokens", "nodes", "edges", "bytes")
 
 def rank_and_world_size() -> tuple[int, int]:
     """From torch.distributed where it is initialised, else from RANK and WORLD_SIZE."""
+    import torch.distributed  # here: `tracestore plan` lays out epochs without torch
+
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -9,7 +9,8 @@ from torch.utils.data import get_worker_info
 
 from tracestore._core import gather
 from tracestore.data import sharing
-from tracestore.data.batch import BatchFormat, GraphLayout, Layout, SequenceLayout, Values, weight_dtype
+from tracestore.data.batch import GraphLayout, Layout, SequenceLayout, Values
+from tracestore.data.batch_format import BatchFormat, weight_dtype
 from tracestore.data.memory import Allocate, LeasedPiece, Piece, TorchPiece, dtype_bytes, padded
 from tracestore.errors import UsageError
 from tracestore.store import schema

@@ -9,7 +9,7 @@ from torch.utils.data import get_worker_info
 
 from tracestore._core.blocks import BlockPool
 from tracestore.data.ahead import AheadByCrew, AheadByThreads
-from tracestore.data.batch import BatchFormat, GraphOptions
+from tracestore.data.batch_format import BatchFormat, GraphOptions
 from tracestore.data.budget import plan_memory
 from tracestore.data.datasets import StoreLike
 from tracestore.data.epoch import EpochMaker, EpochPlan, mean_trace_bytes, rank_and_world_size

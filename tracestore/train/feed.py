@@ -12,7 +12,7 @@ from tracestore.data.order import epoch_key
 from tracestore.store.reader import TraceStore
 from tracestore.train.config import TrainConfig
 from tracestore.train.graph_inputs import GraphInputs, edge_threshold
-from tracestore.train.models import VIEWS, ModelConfig
+from tracestore.train.model_config import VIEWS, ModelConfig
 from tracestore.train.ranks import Ranks
 
 # Streams of order.epoch_key, beside those of the order.
@@ -67,7 +67,7 @@ class Feed:
             score_threshold=config.score_threshold,
             attention_threshold=config.attention_threshold,
             top_k=config.top_k,
-            edges=model_config.edge_form(store, self.device) if self.is_graph else "coo",
+            edges=model_config.edge_form(store, self.device.type) if self.is_graph else "coo",
             max_cache_batches=config.max_cache_batches,
             pin_memory=self.device.type == "cuda",
             rank=ranks.rank,

@@ -7,7 +7,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tracestore.train.config import TrainConfig
 from tracestore.train.feed import FedBatch, StepBatches
-from tracestore.train.models import Detector, GvaeLstm, LstmSolo, ModelConfig, Output, detector_loss, make_model
+from tracestore.train.model_config import ModelConfig
+from tracestore.train.models import Detector, GvaeLstm, LstmSolo, Output, detector_loss, make_model
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

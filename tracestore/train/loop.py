@@ -22,7 +22,7 @@ from tracestore.train.evaluate import evaluate_part
 from tracestore.train.feed import FedBatch, Feed, StepBatches, step_key
 from tracestore.train.forward import Forward
 from tracestore.train.metrics import auroc, fit_temperature, youden_threshold
-from tracestore.train.models import VIEWS, ModelConfig
+from tracestore.train.model_config import VIEWS, ModelConfig
 from tracestore.train.monitor import Log, Monitor
 from tracestore.train.oom import OOMGuard
 from tracestore.train.oom_errors import classify

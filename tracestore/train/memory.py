@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Self
 
 import numpy as np
-import torch
 
 from tracestore.cgroup import cgroup_limit
 
@@ -65,6 +64,8 @@ class MemoryMeter:
 
 def warm_up() -> None:
     """Starts the thread pools now: libgomp ends the process when it cannot make a thread."""
+    import torch  # here: `tracestore plan` reads what is above without it
+
     a = torch.ones(256, 256)
     (a @ a).sum().item()
     torch.nn.functional.relu(a.requires_grad_()).sum().backward()

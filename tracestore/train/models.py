@@ -6,80 +6,17 @@ Sizes: B traces, L layers, D hidden size of the language model, N nodes of all g
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tracestore.errors import MissingFieldError, UsageError
-from tracestore.store.reader import TraceStore
 from tracestore.train.gine import GINE
 from tracestore.train.graph_inputs import GraphInputs
+from tracestore.train.model_config import ModelConfig
 
-MODEL_NAMES = ("lstm_solo", "gnn_det_lstm", "gvae_lstm")
-VIEWS = {"lstm_solo": "sequence", "gnn_det_lstm": "graph", "gvae_lstm": "graph"}
 AUXILIARY_WEIGHT = 0.1
 GNN_DROPOUT = 0.2
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Sizes of a detector; the names are tools/train.py's flags. num_layers and
-    hidden_dim are the language model's; `layers` of it are used, None: all. num_heads: heads
-    whose weights an edge has, with edge_features "heads". UsageError where layers are none of it."""
-
-    num_layers: int
-    hidden_dim: int
-    gnn_hidden: int = 128
-    latent_dim: int = 128
-    lstm_hidden: int = 128
-    num_lstm_layers: int = 2
-    dropout: float = 0.3
-    kl_weight: float = 0.01
-    message_passing: str = "fused"
-    standardize: bool = False
-    edge_features: str = "mean"
-    num_heads: int = 1
-    layers: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        layers = self.layers
-        if layers is not None and (not layers or list(layers) != [k for k in range(self.num_layers) if k in layers]):
-            raise UsageError(
-                f"found layers {', '.join(map(str, layers))}, expected some of 0 to {self.num_layers - 1}, in order"
-            )
-
-    @classmethod
-    def of_store(cls, store: TraceStore, **sizes: Any) -> "ModelConfig":
-        """For the traces of a store."""
-        if sizes.get("edge_features") == "heads":
-            sizes = {"num_heads": store.heads_stored} | sizes
-        return cls(store.num_layers, store.hidden_dim, **sizes)
-
-    def edge_form(self, store: TraceStore, device: torch.device) -> str:
-        """The form in which TraceLoader brings edges to a graph model on `device`: "packed", "coo"
-        or "heads". MissingFieldError where the store has no such weights."""
-        is_causal = store.attention_layout == "causal"
-        if self.edge_features != "heads":
-            return "packed" if is_causal and device.type == "cpu" else "coo"
-        if store.attention != "heads":
-            raise MissingFieldError(f"{store.path}: no attention of every head; convert with --attention heads")
-        if not is_causal or store.heads_stored != self.num_heads:
-            raise MissingFieldError(
-                f"{store.path}: holds {store.attention_layout} attention of {store.heads_stored} heads; the model's "
-                f"edges are causal attention of {self.num_heads}"
-            )
-        return "heads"
-
-    @property
-    def num_layers_read(self) -> int:
-        return self.num_layers if self.layers is None else len(self.layers)
-
-    @property
-    def edge_dim(self) -> int:
-        """Weights of an edge."""
-        return self.num_heads if self.edge_features == "heads" else 1
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tracestore import console
-from tracestore.data.batch import GraphOptions
+from tracestore.data.batch_format import GraphOptions
 from tracestore.errors import MissingFieldError, TrainingError, UsageError
 from tracestore.store.reader import TraceStore, open_store
 from tracestore.train import report
@@ -21,10 +21,10 @@ from tracestore.train.config import TrainConfig
 from tracestore.train.evaluate import RunScores
 from tracestore.train.folds import Job, load_or_make_folds, plan_jobs, pool, remove_checkpoints
 from tracestore.train.loop import DetectorRun
+from tracestore.train.measure import budget_plan
 from tracestore.train.memory import MemoryBudget, available, memory_use
-from tracestore.train.models import VIEWS, ModelConfig
+from tracestore.train.model_config import VIEWS, ModelConfig
 from tracestore.train.monitor import Log, check_tensorboard
-from tracestore.train.plan import budget_plan
 from tracestore.train.predictions import write_predictions
 from tracestore.train.probe import run_probe
 from tracestore.train.ranks import Ranks
@@ -117,7 +117,7 @@ def run_training(
     model_config = ModelConfig.of_store(store, **sizes)
     has_graphs = "graph" in {VIEWS[name] for name in names}
     if has_graphs:
-        edges = model_config.edge_form(store, torch.device(config.device))
+        edges = model_config.edge_form(store, torch.device(config.device).type)
         GraphOptions(config.attention_threshold, config.top_k, edges)
     # Nothing of an earlier run is touched before it is clear that this one makes sense.
     targets = store.targets(config.score_threshold)

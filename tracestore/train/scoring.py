@@ -15,7 +15,8 @@ from tracestore.store.reader import TraceStore
 from tracestore.train.checkpoint import load_checkpoint
 from tracestore.train.forward import AUTOCAST
 from tracestore.train.graph_inputs import GraphInputs, edge_threshold
-from tracestore.train.models import VIEWS, Detector, ModelConfig, make_model
+from tracestore.train.model_config import VIEWS, ModelConfig
+from tracestore.train.models import Detector, make_model
 from tracestore.train.oom import OOMGuard
 from tracestore.train.oom_errors import classify
 
@@ -72,7 +73,7 @@ class TrainedDetector:
                 raise UsageError(f"{store.path}: {self.name} was trained on {mine} {what}, this store has {found}")
         store.require(VIEWS[self.name])
         if VIEWS[self.name] == "graph":
-            self.config.edge_form(store, torch.device("cpu"))
+            self.config.edge_form(store, "cpu")
 
     def differences(self, store: TraceStore) -> list[str]:
         """How the store's traces differ from those it was trained on without being refused."""
@@ -146,7 +147,7 @@ def score_traces(
         indices=indices,
         attention_threshold=detector.attention_threshold,
         top_k=detector.top_k,
-        edges=detector.config.edge_form(store, torch.device(device)) if view == "graph" else "coo",
+        edges=detector.config.edge_form(store, torch.device(device).type) if view == "graph" else "coo",
         memory_budget=memory_budget,
         pin_memory=device != "cpu",
         rank=0,

@@ -1,0 +1,82 @@
+"""What a batch is to look like, and the bytes its traces take. Imports no torch."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tracestore.errors import UsageError
+from tracestore.store import schema
+from tracestore.store.reader import TraceStore
+
+
+@dataclass(frozen=True)
+class GraphOptions:
+    """How attention becomes edges: all pairs with weight > threshold (0 keeps what is
+    positive), or, where top_k is given, that fraction of each layer's stored pairs with
+    the largest weights. edges: "coo" (PyG's edge_index), "packed" (causal triangles) or
+    "heads" (those of every stored head, without top_k)."""
+
+    attention_threshold: float = 0.0
+    top_k: float | None = None
+    edges: str = "coo"
+
+    def __post_init__(self) -> None:
+        if self.top_k is not None and not 0 < self.top_k <= 1:
+            raise UsageError(f"found top_k {self.top_k}, expected a fraction above 0 and at most 1")
+        if self.edges not in ("coo", "packed", "heads"):
+            raise UsageError(f"found edges {self.edges!r}, expected 'coo', 'packed' or 'heads'")
+        if self.edges == "heads" and self.top_k is not None:
+            raise UsageError("top-k chooses among head means; with weights of every head use a threshold")
+
+    def num_heads(self, store: TraceStore) -> int:
+        """Weights of one pair in a batch."""
+        return store.heads_stored if self.edges == "heads" else 1
+
+
+@dataclass(frozen=True)
+class BatchFormat:
+    """What a batch looks like: view "sequence" or "graph"; dtype of sequences, x and edge
+    weights: the stored one (None) or "float32", converted while gathering."""
+
+    view: str = "sequence"
+    graph: GraphOptions = field(default_factory=GraphOptions)
+    dtype: str | None = None
+
+    def check(self, store: TraceStore) -> None:
+        """UsageError or MissingFieldError where the store cannot give such batches."""
+        store.require(self.view)
+        stored = {store.hidden_dtype} | ({weight_dtype(store, self.graph)} if self.view == "graph" else set())
+        if self.dtype not in (None, "float32") and stored != {self.dtype}:
+            raise UsageError(
+                f"found dtype {self.dtype!r}, expected 'float32' or as stored, {' and '.join(sorted(stored))}"
+            )
+
+    def of(self, stored: str) -> str:
+        """The dtype that stored values have in the batch."""
+        return stored if self.dtype is None else self.dtype
+
+    def bytes(self, store: TraceStore, indices: np.ndarray) -> np.ndarray:
+        """(n,) int64: the most bytes each of some traces takes in a batch, edges counted as
+        if the threshold kept every stored pair."""
+        return self.bytes_of_sizes(store, *store.sizes(indices))
+
+    def bytes_of_sizes(self, store: TraceStore, tokens: np.ndarray, pairs: np.ndarray) -> np.ndarray:
+        """The same, for what store.sizes gives."""
+        item = schema.storage_dtype(self.of(store.hidden_dtype)).itemsize
+        if self.view == "sequence":
+            return np.full(len(tokens), store.num_layers * store.hidden_dim * item, np.int64)
+        weight = schema.storage_dtype(self.of(weight_dtype(store, self.graph))).itemsize
+        weight *= self.graph.num_heads(store)
+        an_edge = 16 + weight if self.graph.edges == "coo" else weight
+        # Of a node x and the number of its graph; of a graph its first node and edge.
+        sizes: np.ndarray = store.num_layers * (tokens * (store.hidden_dim * item + 8) + 16) + pairs * an_edge
+        return sizes
+
+    def piece_bytes(self, store: TraceStore, indices: np.ndarray) -> int:
+        """The most memory a batch of some traces takes, gaps between its tensors included."""
+        return int(self.bytes(store, indices).sum()) + 1024
+
+
+def weight_dtype(store: TraceStore, graph: GraphOptions) -> str:
+    """Of one weight: a mean made while gathering is float16."""
+    return "float16" if store.attention == "heads" and graph.edges != "heads" else store.attention_dtype
