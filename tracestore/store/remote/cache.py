@@ -256,7 +256,8 @@ class DiskCache:
 
     def _make_room(self, fd: int, size: int, needed_at: NeededAt, check: Callable[[], None]) -> None:
         """Gives the file behind fd its size, which keeps the room for it."""
-        os.ftruncate(fd, 0)
+        if os.fstat(fd).st_size:
+            os.ftruncate(fd, 0)  # not of an empty file: ext4 then writes it to the disk when it is closed
         with self._counting:
             is_fresh = time.monotonic() - self._counted_at < _COUNT_EVERY_S
             if is_fresh and self._count + size < self.max_bytes // 2:

@@ -30,7 +30,7 @@ from tracestore.store.remote.helper import Helper
 from tracestore.store.segment import SegmentReader, segment_name
 
 # Files that are fetched at once, small ones when a store is opened, and how far ahead a pass is looked through.
-_FETCHERS = 4
+_FETCHERS = 6
 _SMALL_AT_ONCE = 16
 _BATCHES_AHEAD = 1024
 _SHARE_AHEAD = 0.9
