@@ -22,7 +22,6 @@ from tests.helpers import ROOT, make_trace
 from tracestore.train import estimate
 from tracestore.train.config import TrainConfig
 from tracestore.train.model_config import MODEL_NAMES
-from tracestore.train.plan import LATER_BATCHES
 
 # Layers, hidden size, mean tokens and number of traces.
 STORES = {
@@ -90,16 +89,13 @@ def measured(name: str, path: Path, batch_size: int, hidden: int, num_threads: i
 
 def terms(name: str, path: Path, batch_size: int, hidden: int, num_threads: int) -> dict[str, Any]:
     """What the factors are for."""
-    from threadpoolctl import threadpool_limits
-
     with tracestore.open(path) as store:
         config = TrainConfig(batch_size=batch_size, loader_threads=num_threads)
         estimator = estimate.Estimator(store, config, hidden_sizes(hidden), num_threads)
-        plan, sizes = estimator(name), estimator.sizes(name)
-        with threadpool_limits(num_threads):
-            seconds = estimator.machine.terms(sizes, estimator.mean_tokens, store.hidden_dtype, batch_size)
-        # Of the batch of most tokens, of as many batches as there are.
-        epoch_batches = min(plan.loader_bytes_per_trace / sizes.batch_bytes - LATER_BATCHES, len(store) / batch_size)
+        sizes = estimator.sizes(name)
+        seconds = estimator.seconds(name, batch_size)
+        # What is under way and the one at work, or as many as there are.
+        epoch_batches = min(num_threads + 2, len(store) / batch_size)
         return {
             "model": sizes.memory_of_model(batch_size).tolist(),
             "trace": (batch_size * sizes.memory_of_trace()).tolist(),

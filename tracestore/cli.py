@@ -275,16 +275,20 @@ def _plan(args: argparse.Namespace, output: Output) -> int:
     # Imported here: the other commands start without it.
     from tracestore.train.config import TrainConfig
     from tracestore.train.estimate import Estimator, covers
-    from tracestore.train.model_config import MODEL_NAMES
-    from tracestore.train.plan import TrainingPlan
+    from tracestore.train.model_config import MODEL_NAMES, VIEWS
+    from tracestore.train.plan import TrainingPlan, detectors_for, training_part
 
     if args.model is not None and args.model not in MODEL_NAMES:
         raise UsageError(f"found --model {args.model}, expected one of {', '.join(MODEL_NAMES)}")
     if args.precision == "fp16":
         raise UsageError("found --precision fp16, which needs a GPU; plan is for the CPU")
     config, sizes = TrainConfig(**step_options(args)), model_sizes(args)
-    names, plans = [args.model] if args.model else list(MODEL_NAMES), []
+    plans = []
     with tracestore.open(args.store) as store:
+        names = [args.model] if args.model else detectors_for(store)
+        for name in names:
+            store.require(VIEWS[name])
+        training_part(store)
         planner: Callable[[str], TrainingPlan]
         if args.measure or not all(covers(name, store, config, sizes) for name in names):
             from tracestore.train.measure import Measurer  # imports torch, which takes seconds
@@ -442,10 +446,12 @@ def make_parser() -> Parser:
     plan = commands.add_parser(
         "plan",
         help="what training takes: memory, time an epoch, the batch that fits",
-        description="Measures a few steps on the store's own traces; takes seconds.",
+        description="Estimates, in under a second; measures where there is no estimate, which takes seconds.",
         epilog="Example: tracestore plan store.zarr --model gnn_det_lstm --memory 8GiB",
     )
-    plan.add_argument("--model", metavar="NAME", help="lstm_solo, gnn_det_lstm or gvae_lstm (all three)")
+    plan.add_argument(
+        "--model", metavar="NAME", help="lstm_solo, gnn_det_lstm or gvae_lstm (all that the store has the data for)"
+    )
     plan.add_argument("--memory", type=parse_size, metavar="SIZE", help="what the process may take, e.g. 8GiB")
     plan.add_argument(
         "--measure", action="store_true", help="by real steps of training, which take some seconds a model"

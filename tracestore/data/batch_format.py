@@ -58,13 +58,18 @@ class BatchFormat:
     def bytes(self, store: TraceStore, indices: np.ndarray) -> np.ndarray:
         """(n,) int64: the most bytes each of some traces takes in a batch, edges counted as
         if the threshold kept every stored pair."""
+        if self.view == "sequence":
+            return np.full(len(indices), self._sequence_bytes(store), np.int64)
         return self.bytes_of_sizes(store, *store.sizes(indices))
+
+    def _sequence_bytes(self, store: TraceStore) -> int:
+        return store.num_layers * store.hidden_dim * schema.storage_dtype(self.of(store.hidden_dtype)).itemsize
 
     def bytes_of_sizes(self, store: TraceStore, tokens: np.ndarray, pairs: np.ndarray) -> np.ndarray:
         """The same, for what store.sizes gives."""
-        item = schema.storage_dtype(self.of(store.hidden_dtype)).itemsize
         if self.view == "sequence":
-            return np.full(len(tokens), store.num_layers * store.hidden_dim * item, np.int64)
+            return np.full(len(tokens), self._sequence_bytes(store), np.int64)
+        item = schema.storage_dtype(self.of(store.hidden_dtype)).itemsize
         weight = schema.storage_dtype(self.of(weight_dtype(store, self.graph))).itemsize
         weight *= self.graph.num_heads(store)
         an_edge = 16 + weight if self.graph.edges == "coo" else weight

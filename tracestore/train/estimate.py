@@ -8,10 +8,12 @@ many of them a step is worth. Both hold for the defaults of a training on the CP
 says where nothing but real steps tell (train.measure).
 """
 
+import math
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,7 @@ from tracestore.train.plan import (
     TrainingPlan,
     largest_batch_factor,
     mapped_bytes,
+    sizes_of,
     training_part,
 )
 
@@ -50,6 +53,8 @@ DATA = np.array([80.5e6, 4.9, 3.4, 68.9, 13.2, 5.9])
 TIME = np.array([19e3, 97, 63e3, 1.45, 1.8, 1.13, 0.33, 0.051, 17.5])
 # The first of them are of a step, whatever its traces.
 _OF_STEP = 3
+# Of the detectors that they were fitted to.
+_LSTM_LAYERS = 2
 _LSTM_SIZES = range(64, 193)
 # A floor is not to be promised too low.
 _FLOOR_MARGIN = 1.1
@@ -125,7 +130,10 @@ class Machine:
     """What operations take here, in seconds, each tried once for some milliseconds."""
 
     def __init__(self, num_threads: int) -> None:
+        from threadpoolctl import ThreadpoolController
+
         self.num_threads = num_threads
+        self._pools = ThreadpoolController()  # BLAS's threads
         self._known: dict[tuple[Any, ...], Any] = {}
 
     def _once(self, key: tuple[Any, ...], measure: Callable[[], Any]) -> Any:
@@ -135,14 +143,30 @@ class Machine:
 
     def product(self, rows: int, inner: int, columns: int) -> float:
         """Of one multiplication and addition in a product of float32 matrices of these sizes."""
-        rows = max(1, min(rows, _ROWS))
-        return float(self._once(("product", rows, inner, columns), lambda: _product(rows, inner, columns)))
+        rows = max(1, min(rows, _ROWS, _PRODUCTS // (inner * columns)))
+
+        def measure(threads: int) -> float:
+            with self._pools.limit(limits=threads):
+                return _product(rows, inner, columns)
+
+        return float(self._once(("product", rows, inner, columns), lambda: self._sensible(measure)))
+
+    def _sensible(self, measure: Callable[[int], float]) -> float:
+        """By several threads, or by one where that is faster: where others are at work, threads wait
+        for each other, and what is short may take a hundred times as long."""
+        return min(map(measure, {self.num_threads, 1}))
 
     def aggregation(self, num_tokens: int, dim: int, dtype: str, *, of_input: bool) -> float:
         """Of one pair and column in a training step's aggregation: forward, again in
         backward, and backward, with the gradient of its input where wanted."""
+        # Of long graphs a part, for the time's sake: a pair of theirs takes as long.
+        num_tokens = max(1, min(num_tokens, int(math.sqrt(2 * _LARGEST_GRAPH / dim))))
         key = ("aggregation", num_tokens, dim, dtype, of_input)
-        return float(self._once(key, lambda: _aggregation(num_tokens, dim, dtype, of_input, self.num_threads)))
+
+        def measure(threads: int) -> float:
+            return _aggregation(num_tokens, dim, dtype, of_input, threads)
+
+        return float(self._once(key, lambda: self._sensible(measure)))
 
     def copying(self) -> float:
         """Of one byte, from one large array into another."""
@@ -153,13 +177,13 @@ class Machine:
         return float(self._once(("interpreting",), _interpreting))
 
     def terms(self, sizes: Sizes, num_tokens: int, dtype: str, batch_size: int) -> np.ndarray:
-        """seconds of the parts of a step on batch_size mean traces of num_tokens tokens: what
+        """(9,) seconds of the parts of a step on batch_size mean traces of num_tokens tokens: what
         TIME weighs."""
         s, rows = sizes, batch_size * sizes.num_layers
         nodes, pairs, hidden, dim = batch_size * s.nodes, batch_size * s.pairs, s.gnn_hidden, s.hidden_dim
         summing = encoding = 0.0
         if s.nodes:
-            # Before the products, whose threads spin for a while in the way of others.
+            # Before its products, whose threads spin for a while in the way of others.
             summing = pairs * dim * self.aggregation(num_tokens, dim, dtype, of_input=False)
             summing += pairs * hidden * self.aggregation(num_tokens, hidden, "float32", of_input=True)
             part = max(1, _CHUNK_BYTES // (_FLOAT * dim))
@@ -187,21 +211,26 @@ class Machine:
         )
 
 
-# Rows of a product, pair-columns of an aggregation and bytes of a copy that are tried.
-_ROWS, _PAIR_COLUMNS, _COPIED = 2048, 4_000_000, 16 << 20
+# What is tried: rows and multiplications of a product, pair-columns of an aggregation (several graphs)
+# and of one graph, bytes of a copy, turns of a loop.
+_ROWS, _PRODUCTS = 1024, 1 << 29
+_PAIR_COLUMNS, _LARGEST_GRAPH = 2_000_000, 20_000_000
+_COPIED = 16 << 20
 _TURNS = 10_000
-_REPEATS = 5
+_LEAST_TIMES, _MOST_TIMES, _LONG_ENOUGH_S = 3, 30, 0.015
 
 
 def _seconds(work: Callable[[], Any]) -> float:
-    """The least of a few times, after one to warm up: what others do on the machine only adds."""
+    """The least of a few times, after one to warm up: what others do on the machine only adds, and to
+    what is short it may add a hundred times as much."""
     work()
-    taken = []
-    for _ in range(_REPEATS):
+    least, taken, times = math.inf, 0.0, 0
+    while times < _LEAST_TIMES or (times < _MOST_TIMES and taken < _LONG_ENOUGH_S):
         began = time.perf_counter()
         work()
-        taken.append(time.perf_counter() - began)
-    return min(taken)
+        last = time.perf_counter() - began
+        least, taken, times = min(least, last), taken + last, times + 1
+    return least
 
 
 def _product(rows: int, inner: int, columns: int) -> float:
@@ -247,14 +276,15 @@ def _interpreting() -> float:
 
 
 def covers(name: str, store: TraceStore, config: TrainConfig, sizes: dict[str, Any]) -> bool:
-    """Whether there is an estimate: float32 on all layers of an uncompressed store; of graphs the
-    fused operators on packed head means, without thresholds; where the LSTM is all there is, of a
-    size whose time is known well enough."""
+    """Whether there is an estimate: float32 on all layers of an uncompressed store, an LSTM of two
+    layers; of graphs the fused operators on packed head means, without thresholds; where the LSTM is
+    all there is, of a size whose time is known well enough."""
     plain = (
         config.precision == "float32"
         and not config.activation_checkpointing
         and not sizes.get("standardize", False)
         and sizes.get("layers") is None
+        and sizes.get("num_lstm_layers", 2) == _LSTM_LAYERS
         and store.codec == "none"
     )
     if VIEWS[name] == "sequence":
@@ -271,9 +301,17 @@ def covers(name: str, store: TraceStore, config: TrainConfig, sizes: dict[str, A
 
 
 def default_threads() -> int:
-    """As many as torch takes."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    return int(given) if given.isdecimal() and int(given) else len(os.sched_getaffinity(0))
+    """As many as torch takes: what the environment says, else one for each core."""
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        given = os.environ.get(variable, "").split(",")[0].strip()
+        if given.isdecimal() and int(given):
+            return int(given)
+    try:
+        # Processors of one core name the same siblings.
+        siblings = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+        return len({Path(siblings.format(cpu)).read_text() for cpu in os.sched_getaffinity(0)})
+    except OSError:
+        return os.cpu_count() or 1
 
 
 class Estimator:
@@ -286,43 +324,52 @@ class Estimator:
         self._store, self._config = store, config
         self._model = ModelConfig.of_store(store, **sizes)
         self._indices, self._num_train = training_part(store)
-        self._tokens, self._pairs = store.sizes(self._indices)
-        self.mean_tokens = max(1, round(float(self._tokens.mean())))
+        self._looked_up: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         self.machine = Machine(num_threads or default_threads())
+
+    def _sizes_of(self, view: str) -> tuple[np.ndarray, np.ndarray]:
+        if view not in self._looked_up:
+            self._looked_up[view] = sizes_of(self._store, view, self._indices)
+        return self._looked_up[view]
 
     def _costs(self, view: str) -> np.ndarray:
         form = BatchFormat(view, GraphOptions(edges="packed"))
-        return form.bytes_of_sizes(self._store, self._tokens, self._pairs)
+        return form.bytes_of_sizes(self._store, *self._sizes_of(view))
 
     def sizes(self, name: str) -> Sizes:
         """Of a detector and a mean trace."""
-        nodes, pairs = self._store.num_layers * float(self._tokens.mean()), float(self._pairs.mean())
-        return Sizes.of(name, self._model, nodes, pairs, float(self._costs(VIEWS[name]).mean()))
+        tokens, pairs = (float(sizes.mean()) for sizes in self._sizes_of(VIEWS[name]))
+        mean_bytes = float(self._costs(VIEWS[name]).mean())
+        return Sizes.of(name, self._model, self._store.num_layers * tokens, pairs, mean_bytes)
+
+    def seconds(self, name: str, batch_size: int) -> np.ndarray:
+        """Machine.terms of a step."""
+        tokens = max(1, round(float(self._sizes_of(VIEWS[name])[0].mean())))
+        return self.machine.terms(self.sizes(name), tokens, self._store.hidden_dtype, batch_size)
 
     def __call__(self, name: str) -> TrainingPlan:
-        from threadpoolctl import threadpool_limits
-
         store, config, view = self._store, self._config, VIEWS[name]
         store.require(view)
         sizes, costs = self.sizes(name), self._costs(view)
         batch_size = min(config.batch_size, len(costs))
         form = BatchFormat(view, GraphOptions(edges="packed"))
         epochs = EpochMaker(store, form, batch_size=batch_size, seed=config.seed, indices=self._indices)
-        loader = (plan_memory(epochs, config.loader_threads, 0, None).batches_in_flight + 1) * int(sizes.batch_bytes)
+        # Where an epoch has no more batches than these, they are all.
+        loaded = plan_memory(epochs, config.loader_threads, 0, None).batches_in_flight + 1
+        loaded, later = (min(n, len(epochs.plan(0))) for n in (loaded, loaded + LATER_BATCHES))
         of_model, of_trace = sizes.memory_of_model(batch_size), sizes.memory_of_trace()
         # The loader's batches, and of the micro-batch the one trace that is the longest.
         longest = float(of_trace @ DATA[3:]) * float(costs.max()) / sizes.batch_bytes
-        floor = float(of_model @ DATA[:3]) + loader * batch_size + longest
-        with threadpool_limits(self.machine.num_threads):
-            seconds = self.machine.terms(sizes, self.mean_tokens, store.hidden_dtype, batch_size) * TIME
+        floor = float(of_model @ DATA[:3]) + loaded * batch_size * sizes.batch_bytes + longest
+        seconds = self.seconds(name, batch_size) * TIME
         of_step = float(seconds[:_OF_STEP].sum())
         return TrainingPlan(
             name,
             config.batch_size,
             self._num_train,
             _LIBRARIES_BYTES,
-            _LIBRARY_FILE_BYTES + mapped_bytes(store, view, self._tokens, self._pairs),
-            loader + LATER_BATCHES * int(sizes.batch_bytes),
+            _LIBRARY_FILE_BYTES + mapped_bytes(store, view, *self._sizes_of(view)),
+            later * int(sizes.batch_bytes),
             LATER_BYTES + int(_LIBRARIES_BYTES + float(of_model @ MEMORY[:3])),
             float(of_trace @ MEMORY[3:]),
             largest_batch_factor(epochs, costs, self._indices),

@@ -6,7 +6,7 @@ from typing import Any
 
 from tracestore.console import number, numbers, positive
 
-# Fields of models.ModelConfig.
+# Fields of model_config.ModelConfig.
 _SIZES = (
     "gnn_hidden",
     "latent_dim",
@@ -52,7 +52,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def model_sizes(args: argparse.Namespace) -> dict[str, Any]:
-    """What they say of models.ModelConfig."""
+    """What they say of model_config.ModelConfig."""
     return {name: getattr(args, name) for name in _SIZES}
 
 

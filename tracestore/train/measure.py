@@ -30,6 +30,7 @@ from tracestore.train.plan import (
     TrainingPlan,
     largest_batch_factor,
     mapped_bytes,
+    sizes_of,
     training_part,
 )
 from tracestore.train.ranks import Ranks
@@ -76,6 +77,7 @@ class _Measured:
 
 
 def timed(trial: Trial, epoch: int, count: int) -> _Measured:
+    """Steps on the first `count` traces of the batches of an epoch."""
     seconds: list[float] = []
     costliest, most = np.zeros(0, np.int64), -1
     with MemoryMeter() as meter:
@@ -203,7 +205,7 @@ def _measure(
         config.batch_size,
         num_train,
         start.anonymous,
-        memory_use().file + mapped_bytes(store, trial.loader.view, *store.sizes(indices)),
+        memory_use().file + mapped_bytes(store, trial.loader.view, *sizes_of(store, trial.loader.view, indices)),
         loader_bytes + LATER_BATCHES * batch_bytes,
         LATER_BYTES + int(fixed),
         per_cost * mean,

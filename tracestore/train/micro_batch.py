@@ -15,7 +15,7 @@ class MicroBatches:
     these are neighbours. A pure function of the events, so that ranks agree and a
     resumed run goes on alike.
 
-    planned: where to begin, from a cost model (train.plan).
+    planned: where to begin, from a cost model (measure.budget_plan).
     """
 
     def __init__(self, planned: int | None = None) -> None:

@@ -12,8 +12,9 @@ import numpy as np
 
 from tracestore.data.batch_format import BatchFormat, GraphOptions
 from tracestore.data.epoch import EpochMaker
-from tracestore.errors import UsageError
+from tracestore.errors import MissingFieldError, UsageError
 from tracestore.store.reader import TraceStore
+from tracestore.train.model_config import MODEL_NAMES, VIEWS
 
 # Threads' stacks and heaps, plans of libraries, Python objects.
 SLACK_BYTES = 96 << 20
@@ -85,6 +86,20 @@ class TrainingPlan:
         return out
 
 
+def detectors_for(store: TraceStore) -> list[str]:
+    """The names of those that the store has what they read for. MissingFieldError where there is none."""
+    found: list[str] = []
+    for name in MODEL_NAMES:
+        try:
+            store.require(VIEWS[name])
+        except MissingFieldError:
+            if name == MODEL_NAMES[-1] and not found:
+                raise
+        else:
+            found.append(name)
+    return found
+
+
 def training_part(store: TraceStore) -> tuple[np.ndarray, int]:
     """The traces to plan for, those with a label, or all where none has one; and how many a
     training takes of them. UsageError where there is none."""
@@ -92,11 +107,16 @@ def training_part(store: TraceStore) -> tuple[np.ndarray, int]:
     indices = labelled if len(labelled) else np.arange(len(store))
     if not len(indices):
         raise UsageError(f"{store.path}: holds no trace")
-    return indices, max(1, round(_TRAIN_SHARE * len(labelled)))
+    return indices, max(1, round(_TRAIN_SHARE * len(indices)))
+
+
+def sizes_of(store: TraceStore, view: str, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """store.sizes, where the view is of graphs; else zeros: of sequences nothing need be looked up."""
+    return store.sizes(indices) if view == "graph" else (np.zeros_like(indices), np.zeros_like(indices))
 
 
 def mapped_bytes(store: TraceStore, view: str, tokens: np.ndarray, pairs: np.ndarray) -> int:
-    """Bytes of the store that an epoch over some traces maps, for what store.sizes gives of them."""
+    """Bytes of the store that an epoch over some traces maps, for what sizes_of gives of them."""
     stored = GraphOptions(edges="heads" if store.attention_layout == "causal" else "coo")
     return int(BatchFormat(view, stored).bytes_of_sizes(store, tokens, pairs).sum()) if store.codec == "none" else 0
 

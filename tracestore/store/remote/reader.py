@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -16,8 +15,8 @@ import numpy as np
 from tracestore._core.mapping import MappedFile
 from tracestore.console import parse_size
 from tracestore.errors import StorageError, StoreDamagedError, TracestoreError, UsageError
+from tracestore.store import fsio, schema
 from tracestore.store import manifest as mf
-from tracestore.store import schema
 from tracestore.store.columns import join_columns, read_columns
 from tracestore.store.files import Address, FileEntry, StoreFiles, wrong_size
 from tracestore.store.index import StoreIndex
@@ -87,10 +86,38 @@ class RemoteFiles:
         """Has files in the cache, if it is large enough: each takes a server's answer, and they need not
         wait for each other."""
         address = self.bucket.address
-        missing = [e for e in entries if self.cache.ready(DiskCache.name_of(address, e)) is None]
-        if len(missing) > 1 and not self.bucket.is_of_parent:
-            with ThreadPoolExecutor(_SMALL_AT_ONCE) as pool:
-                list(pool.map(self._get, missing))
+        with fsio.translated_errors(self.cache.folder):
+            missing = [e for e in entries if self.cache.ready(DiskCache.name_of(address, e)) is None]
+        if len(missing) < 2 or sum(e.size for e in missing) > self.cache.max_bytes or self.bucket.is_of_parent:
+            return
+        errors: list[Exception] = []
+        stopped = threading.Event()
+
+        def check() -> None:
+            if stopped.is_set():
+                raise _StoppedError
+
+        def run() -> None:
+            try:
+                while not stopped.is_set():
+                    self.cache.get(self.bucket, missing.pop(), self.needed_at, check)
+            except (IndexError, _StoppedError):
+                pass  # there is no more to do
+            except Exception as error:
+                errors.append(error)
+                stopped.set()
+
+        # Nobody waits for them when the process ends: a server may take minutes to answer.
+        threads = [threading.Thread(target=run, daemon=True) for _ in range(min(len(missing), _SMALL_AT_ONCE))]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        finally:
+            stopped.set()
+        if errors:
+            raise errors[0]
 
     def close(self) -> None:
         with self._lock:
