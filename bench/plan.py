@@ -114,11 +114,11 @@ def ask(what: str, *case: Any) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def fit(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Non-negative factors of least relative error."""
+def non_negative(rows: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Factors of least squares, none below 0."""
     from scipy.optimize import nnls
 
-    return nnls(rows / wanted[:, None], np.ones(len(wanted)))[0]
+    return nnls(rows, target)[0]
 
 
 def main() -> None:
@@ -175,10 +175,11 @@ def report(found: dict[Any, list[tuple[dict[str, Any], dict[str, Any]]]], fits: 
             # What counts is the error beside everything that the process has.
             weight = np.array(wanted[kind]) + libraries
             target = (np.array(wanted[kind]) - loader) / weight
-            from scipy.optimize import nnls
-
-            factors[kind] = nnls(np.array(rows[kind]) / weight[:, None], target)[0]
-        factors["seconds"] = fit(np.array(rows["seconds"]), np.array(wanted["seconds"]))
+            factors[kind] = non_negative(np.array(rows[kind]) / weight[:, None], target)
+        # Of a time its own error counts, and that of detectors of the default size twice.
+        weight = np.array([1.0 if hidden == 128 else 0.5 for *_, hidden in found])
+        shares = np.array(rows["seconds"]) / np.array(wanted["seconds"])[:, None]
+        factors["seconds"] = non_negative(shares * weight[:, None], weight)
         for kind, values in factors.items():
             print(kind, "[" + ", ".join(f"{v:.3g}" for v in values) + "]")
     print("libraries", f"{np.median(libraries) / 2**20:.0f} MiB")

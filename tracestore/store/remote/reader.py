@@ -100,9 +100,13 @@ class RemoteFiles:
         def run() -> None:
             try:
                 while not stopped.is_set():
-                    self.cache.get(self.bucket, missing.pop(), self.needed_at, check)
-            except (IndexError, _StoppedError):
-                pass  # there is no more to do
+                    try:
+                        entry = missing.pop()
+                    except IndexError:
+                        return
+                    self.cache.get(self.bucket, entry, self.needed_at, check)
+            except _StoppedError:
+                pass
             except Exception as error:
                 errors.append(error)
                 stopped.set()
