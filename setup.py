@@ -5,14 +5,14 @@ from setuptools import Extension, setup
 
 CFLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O3", "-fvisibility=hidden", "-pthread"]
 MODULES = {
-    "kernels": ["crc32c", "half", "attention", "pack", "guard"],
-    "gather": ["gather", "attention", "half", "parallel", "stream", "crew", "map", "crc32c", "guard"],
+    "kernels": ["crc32c", "half", "attention", "pack", "guard", "simd"],
+    "gather": ["gather", "attention", "half", "parallel", "stream", "crew", "map", "crc32c", "guard", "simd"],
     "blocks": ["block"],
-    "mapping": ["map", "crc32c", "guard"],
-    "index": ["index", "map", "crc32c", "guard"],
+    "mapping": ["map", "crc32c", "guard", "simd"],
+    "index": ["index", "map", "crc32c", "guard", "simd"],
     "shuffle": ["shuffle"],
     "pickle": ["guard"],
-    "gine": ["gine", "half", "parallel"],
+    "gine": ["gine", "half", "parallel", "simd"],
 }
 # Included as text: a change rebuilds what includes them.
 INCLUDED = ["csrc/gine_kernels.h", "csrc/gine_loops.h", "csrc/gather_kernels.h", "csrc/error.h"]

@@ -4,8 +4,31 @@
 #include <string.h>
 
 #include "error.h"
+#include "simd.h"
 
 #define BLOCK 256
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#define TARGET_V4 __attribute__((target("avx512f,avx512vl,avx512dq,avx512bw")))
+
+/* Whether one float16 matrix is causal. */
+TARGET_V4 static int is_causal_f16_v4(const ts_u16 *in, size_t S)
+{
+    __m512i any = _mm512_setzero_si512();
+    for (size_t i = 0; i + 1 < S; i++) {
+        const ts_u16 *row = in + i * S + i + 1;
+        size_t n = S - i - 1;
+        for (; n >= 32; row += 32, n -= 32)
+            any = _mm512_or_si512(any, _mm512_loadu_si512(row));
+        any = _mm512_or_si512(any, _mm512_maskz_loadu_epi16((1u << n) - 1, row));
+    }
+    return _mm512_test_epi16_mask(any, _mm512_set1_epi16(0x7fff)) == 0;
+}
+#else
+static int is_causal_f16_v4(const ts_u16 *in, size_t S) { (void)in; (void)S; return 0; }
+#endif
 
 static int any_nonzero(const unsigned char *row, size_t itemsize, size_t n)
 {
@@ -34,7 +57,10 @@ static int any_nonzero(const unsigned char *row, size_t itemsize, size_t n)
 int ts_is_causal(const void *in, enum ts_dtype dtype, size_t count, size_t S, size_t *where)
 {
     size_t itemsize = ts_dtype_bytes(dtype);
-    for (size_t m = 0; m < count; m++)
+    int fast = dtype == TS_F16 && ts_simd_level() >= 4;
+    for (size_t m = 0; m < count; m++) {
+        if (fast && is_causal_f16_v4((const ts_u16 *)in + m * S * S, S))
+            continue;
         for (size_t i = 0; i + 1 < S; i++) {
             size_t first = (m * S + i) * S + i + 1, n = S - i - 1;
             const unsigned char *row = (const unsigned char *)in + first * itemsize;
@@ -46,6 +72,7 @@ int ts_is_causal(const void *in, enum ts_dtype dtype, size_t count, size_t S, si
             *where = first + j;
             return 0;
         }
+    }
     return 1;
 }
 
@@ -92,8 +119,6 @@ static void add_row(const void *row, enum ts_dtype dtype, size_t n, float *scrat
 }
 
 #if defined(__x86_64__)
-#include <immintrin.h>
-
 /* Four doubles as float32, rounded to odd: rounded once more, to float16, that is one rounding. */
 __attribute__((target("avx2,f16c")))
 static inline __m128 to_odd_floats(__m256d values)
@@ -137,9 +162,34 @@ static int mean_rows_f16_avx2(const ts_u16 *in, size_t H, size_t stride, size_t 
     return is_done;
 }
 
-static int has_avx2(void)
+/* Eight doubles as float32, rounded to odd. */
+TARGET_V4 static inline __m256 to_odd_floats_v4(__m512d values)
 {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+    __m256 cut = _mm512_cvt_roundpd_ps(values, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+    __mmask8 inexact = _mm512_cmp_pd_mask(_mm512_cvtps_pd(cut), values, _CMP_NEQ_OQ); /* not of NaN */
+    __m256i bits = _mm256_castps_si256(cut);
+    return _mm256_castsi256_ps(_mm256_mask_or_epi32(bits, inexact, bits, _mm256_set1_epi32(1)));
+}
+
+/* As above, sixteen columns at a time, of any n. */
+TARGET_V4 static int mean_rows_f16_v4(const ts_u16 *in, size_t H, size_t stride, size_t n, uint16_t *out)
+{
+    __m512d heads = _mm512_set1_pd((double)H);
+    __mmask16 nan = 0;
+    for (size_t j = 0; j < n; j += 16) {
+        __mmask16 some = n - j < 16 ? (__mmask16)((1u << (n - j)) - 1) : 0xffff;
+        __m512d low = _mm512_setzero_pd(), high = low;
+        for (size_t h = 0; h < H; h++) {
+            __m512 row = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(some, in + h * stride + j));
+            low = _mm512_add_pd(low, _mm512_cvtps_pd(_mm512_castps512_ps256(row)));
+            high = _mm512_add_pd(high, _mm512_cvtps_pd(_mm512_extractf32x8_ps(row, 1)));
+        }
+        __m256 first = to_odd_floats_v4(_mm512_div_pd(low, heads)), second = to_odd_floats_v4(_mm512_div_pd(high, heads));
+        __m512 means = _mm512_insertf32x8(_mm512_castps256_ps512(first), second, 1);
+        _mm256_mask_storeu_epi16(out + j, some, _mm512_cvtps_ph(means, _MM_FROUND_TO_NEAREST_INT));
+        nan |= _mm512_mask_cmp_ps_mask(some, means, means, _CMP_UNORD_Q);
+    }
+    return nan == 0;
 }
 #else
 static int mean_rows_f16_avx2(const ts_u16 *in, size_t H, size_t stride, size_t n, uint16_t *out)
@@ -147,12 +197,17 @@ static int mean_rows_f16_avx2(const ts_u16 *in, size_t H, size_t stride, size_t 
     (void)in; (void)H; (void)stride; (void)n; (void)out;
     return 0;
 }
-static int has_avx2(void) { return 0; }
+static int mean_rows_f16_v4(const ts_u16 *in, size_t H, size_t stride, size_t n, uint16_t *out)
+{
+    return mean_rows_f16_avx2(in, H, stride, n, out);
+}
 #endif
 
 int ts_mean_rows(const void *in, enum ts_dtype dtype, size_t H, size_t stride, size_t n, uint16_t *out)
 {
-    if (dtype == TS_F16 && n >= 8 && has_avx2() && mean_rows_f16_avx2(in, H, stride, n, out))
+    int level = dtype == TS_F16 ? ts_simd_level() : 1;
+    if (level >= 4 ? mean_rows_f16_v4(in, H, stride, n, out)
+                   : level == 3 && n >= 8 && mean_rows_f16_avx2(in, H, stride, n, out))
         return TS_OK;
     return ts_mean_rows_portable(in, dtype, H, stride, n, out);
 }

@@ -2,14 +2,56 @@
 
 #include <string.h>
 
+#include "simd.h"
+
 #define POLY 0x82f63b78u
 
-/* Slicing-by-8 tables, built once by the compiler's constructor so that no
+/* Multiplication of polynomials modulo the CRC polynomial, bit-reflected. */
+static uint32_t multiply(uint32_t a, uint32_t b)
+{
+    uint32_t product = 0;
+    for (int i = 31; i >= 0; i--) {
+        if ((a >> i) & 1u)
+            product ^= b;
+        b = (b >> 1) ^ (POLY & (0u - (b & 1u)));
+    }
+    return product;
+}
+
+/* x^n modulo the polynomial. */
+static uint32_t power_of_x(uint64_t n)
+{
+    uint32_t power = 0x80000000u; /* x^0 */
+    uint32_t square = 0x40000000u; /* x^1 */
+    while (n) {
+        if (n & 1u)
+            power = multiply(square, power);
+        square = multiply(square, square);
+        n >>= 1;
+    }
+    return power;
+}
+
+uint32_t ts_crc32c_combine(uint32_t crc_a, uint32_t crc_b, uint64_t len_b)
+{
+    return multiply(power_of_x(8 * len_b), crc_a) ^ crc_b;
+}
+
+/* Independent streams of the crc32 instruction hide its latency of three cycles. */
+#define LANE 4096u
+/* Four registers of 512 bits are folded over the bytes behind them; then into one another. */
+#define FOLD_BYTES 256u
+enum { BY_FOLD, BY_REGISTER, BY_LANE, NUM_FOLDS };
+
+/* Slicing-by-8 tables and powers of x, made once by the compiler's constructor so that no
  * lock is needed on the hot path. */
 static uint32_t table[8][256];
+static uint32_t shift_lane, shift_two_lanes;
+static uint64_t folds[NUM_FOLDS][2];
 
 __attribute__((constructor)) static void build_tables(void)
 {
+    static const uint64_t bits[NUM_FOLDS] = {8 * FOLD_BYTES, 512, 128};
     for (uint32_t i = 0; i < 256; i++) {
         uint32_t c = i;
         for (int k = 0; k < 8; k++)
@@ -19,6 +61,14 @@ __attribute__((constructor)) static void build_tables(void)
     for (uint32_t i = 0; i < 256; i++)
         for (int t = 1; t < 8; t++)
             table[t][i] = (table[t - 1][i] >> 8) ^ table[0][table[t - 1][i] & 255u];
+    shift_lane = power_of_x(8 * LANE);
+    shift_two_lanes = power_of_x(16 * LANE);
+    /* 128 bits, least significant first, are L x^64 + H; the carry-less product of two
+     * bit-reflected halves has one x too many. */
+    for (int k = 0; k < NUM_FOLDS; k++) {
+        folds[k][0] = (uint64_t)power_of_x(bits[k] + 63) << 32;
+        folds[k][1] = (uint64_t)power_of_x(bits[k] - 1) << 32;
+    }
 }
 
 uint32_t ts_crc32c_portable(uint32_t crc, const void *data, size_t n)
@@ -38,53 +88,51 @@ uint32_t ts_crc32c_portable(uint32_t crc, const void *data, size_t n)
     return ~crc;
 }
 
-/* Multiplication of polynomials modulo the CRC polynomial, bit-reflected. */
-static uint32_t multiply(uint32_t a, uint32_t b)
-{
-    uint32_t product = 0;
-    for (int i = 31; i >= 0; i--) {
-        if ((a >> i) & 1u)
-            product ^= b;
-        b = (b >> 1) ^ (POLY & (0u - (b & 1u)));
-    }
-    return product;
-}
-
-/* x^(8 n) modulo the polynomial. */
-static uint32_t shift_operator(uint64_t n_bytes)
-{
-    uint32_t power = 0x80000000u; /* x^0 */
-    uint32_t square = 0x00800000u; /* x^8 */
-    while (n_bytes) {
-        if (n_bytes & 1u)
-            power = multiply(square, power);
-        square = multiply(square, square);
-        n_bytes >>= 1;
-    }
-    return power;
-}
-
-uint32_t ts_crc32c_combine(uint32_t crc_a, uint32_t crc_b, uint64_t len_b)
-{
-    return multiply(shift_operator(len_b), crc_a) ^ crc_b;
-}
-
 #if defined(__x86_64__)
-#include <nmmintrin.h>
+#include <immintrin.h>
 
-/* Three independent streams hide the 3-cycle latency of the crc32 instruction. */
-#define LANE 4096u
+#define FOLDING "sse4.2,pclmul,avx512f,avx512vl,vpclmulqdq"
 
-__attribute__((target("sse4.2")))
-static uint32_t crc32c_sse42(uint32_t crc, const unsigned char *p, size_t n)
+__attribute__((target(FOLDING)))
+static inline __m512i fold(__m512i a, __m512i by, __m512i b)
 {
-    static uint32_t shift1, shift2;
-    if (!__atomic_load_n(&shift2, __ATOMIC_ACQUIRE)) {
-        /* Every thread computes the same two values; the race is benign. */
-        __atomic_store_n(&shift1, shift_operator(LANE), __ATOMIC_RELEASE);
-        __atomic_store_n(&shift2, shift_operator(2 * LANE), __ATOMIC_RELEASE);
+    return _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(a, by, 0x00), _mm512_clmulepi64_epi128(a, by, 0x11), b,
+                                     0x96);
+}
+
+/* The state (a checksum that is not inverted yet) behind `c` and n bytes, a multiple of FOLD_BYTES and at least that, by
+ * carry-less products (Gopal et al., Fast CRC Computation for Generic Polynomials Using
+ * PCLMULQDQ, Intel 2009). */
+__attribute__((target(FOLDING)))
+static uint32_t crc32c_folded(uint32_t c, const unsigned char *p, size_t n)
+{
+    __m512i by[NUM_FOLDS], x[4];
+    for (int k = 0; k < NUM_FOLDS; k++)
+        by[k] = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)folds[k]));
+    for (int k = 0; k < 4; k++)
+        x[k] = _mm512_loadu_si512(p + 64 * k);
+    x[0] = _mm512_xor_si512(x[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)c)));
+    for (size_t at = FOLD_BYTES; at < n; at += FOLD_BYTES)
+        for (int k = 0; k < 4; k++)
+            x[k] = fold(x[k], by[BY_FOLD], _mm512_loadu_si512(p + at + 64 * k));
+    for (int k = 1; k < 4; k++)
+        x[k] = fold(x[k - 1], by[BY_REGISTER], x[k]);
+    uint64_t lanes[8];
+    _mm512_storeu_si512(lanes, x[3]);
+    __m128i sum = _mm_loadu_si128((const __m128i *)lanes), one = _mm512_castsi512_si128(by[BY_LANE]);
+    for (int k = 1; k < 4; k++) {
+        __m128i next = _mm_loadu_si128((const __m128i *)(lanes + 2 * k));
+        sum = _mm_xor_si128(_mm_xor_si128(_mm_clmulepi64_si128(sum, one, 0x00), _mm_clmulepi64_si128(sum, one, 0x11)), next);
     }
-    uint64_t c = (uint32_t)~crc;
+    uint64_t state = _mm_crc32_u64(0, (uint64_t)_mm_extract_epi64(sum, 0));
+    return (uint32_t)_mm_crc32_u64(state, (uint64_t)_mm_extract_epi64(sum, 1));
+}
+
+/* The same of any n. */
+__attribute__((target("sse4.2")))
+static uint32_t crc32c_sse42(uint32_t state_before, const unsigned char *p, size_t n)
+{
+    uint64_t c = state_before;
     while (n >= 3 * LANE) {
         uint64_t c1 = 0, c2 = 0, w;
         for (size_t i = 0; i < LANE; i += 8) {
@@ -95,8 +143,7 @@ static uint32_t crc32c_sse42(uint32_t crc, const unsigned char *p, size_t n)
             memcpy(&w, p + 2 * LANE + i, 8);
             c2 = _mm_crc32_u64(c2, w);
         }
-        c = multiply(__atomic_load_n(&shift2, __ATOMIC_RELAXED), (uint32_t)c)
-          ^ multiply(__atomic_load_n(&shift1, __ATOMIC_RELAXED), (uint32_t)c1) ^ (uint32_t)c2;
+        c = multiply(shift_two_lanes, (uint32_t)c) ^ multiply(shift_lane, (uint32_t)c1) ^ (uint32_t)c2;
         p += 3 * LANE;
         n -= 3 * LANE;
     }
@@ -109,14 +156,21 @@ static uint32_t crc32c_sse42(uint32_t crc, const unsigned char *p, size_t n)
     }
     while (n--)
         c = _mm_crc32_u8((uint32_t)c, *p++);
-    return ~(uint32_t)c;
+    return (uint32_t)c;
 }
 
 uint32_t ts_crc32c(uint32_t crc, const void *data, size_t n)
 {
-    if (__builtin_cpu_supports("sse4.2"))
-        return crc32c_sse42(crc, data, n);
-    return ts_crc32c_portable(crc, data, n);
+    int level = ts_simd_level();
+    if (level < 2)
+        return ts_crc32c_portable(crc, data, n);
+    uint32_t state = ~crc;
+    size_t folded = 0;
+    if (level >= 4 && n >= FOLD_BYTES && __builtin_cpu_supports("vpclmulqdq") && __builtin_cpu_supports("pclmul")) {
+        folded = n / FOLD_BYTES * FOLD_BYTES;
+        state = crc32c_folded(state, data, folded);
+    }
+    return ~crc32c_sse42(state, (const unsigned char *)data + folded, n - folded);
 }
 #else
 uint32_t ts_crc32c(uint32_t crc, const void *data, size_t n)

@@ -7,7 +7,8 @@
 #include <stdint.h>
 
 /* The checksum of the bytes behind `crc` followed by data[0..n). Start with 0.
- * Uses SSE4.2 where the processor has it. Reads only; thread safe. */
+ * Uses wide carry-less products (AVX-512) or SSE4.2 where the processor has them. Reads only;
+ * thread safe. */
 uint32_t ts_crc32c(uint32_t crc, const void *data, size_t n);
 
 /* The portable path, public so that a test can hold the two against each other. */

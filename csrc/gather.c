@@ -7,6 +7,7 @@
 #include "error.h"
 #include "guard.h"
 #include "parallel.h"
+#include "simd.h"
 #include "stream.h"
 
 #define PIECE_ITEMS ((size_t)1 << 17) /* what one thread takes of a copy at a time */
@@ -42,10 +43,9 @@ struct kernels {
 static struct kernels choose(void)
 {
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")
-        && __builtin_cpu_supports("avx512bw"))
+    if (ts_simd_level() >= 4)
         return (struct kernels){mark16_v4, mark32_v4, shift_v4};
-    if (__builtin_cpu_supports("avx2"))
+    if (ts_simd_level() >= 3)
         return (struct kernels){mark16_v3, mark32_v3, shift_v3};
 #endif
     return (struct kernels){mark16_v2, mark32_v2, shift_v2};

@@ -8,6 +8,7 @@
 
 #include "error.h"
 #include "parallel.h"
+#include "simd.h"
 
 #define MAX_SLOTS 64
 /* Columns of a graph are worked on in blocks of at most four vectors a row: a block stays in
@@ -136,11 +137,8 @@ INLINE_V4 __m512d pass_v4_f64(__m512d m, __m512d v)
 
 static int simd_level(int most)
 {
-    most = most ? most : 4;
-    if (most >= 4 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq"))
-        return 4;
-    return most >= 3 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? 3 : 2;
+    int level = ts_simd_level();
+    return most && most < level ? most : level;
 }
 #define PICK(level, stem, arguments) \
     do { \

@@ -19,6 +19,7 @@
 #include "error.h"
 #include "gather.h"
 #include "shuffle.h"
+#include "simd.h"
 #include "stream.h"
 #include "gine.h"
 #include "guard.h"
@@ -87,11 +88,21 @@ static void test_half(void)
     assert(ts_to_f16(values, TS_F32, out, 2, &where) == TS_OK);
     assert(ts_to_f16(values, TS_F32, out, 3, &where) == TS_ERR_RANGE && where == 2);
     assert(ts_count_nonfinite(values, TS_F32, 3) == 1);
+    for (size_t n = 0; n < 70000; n = n * 2 + 1) {
+        uint16_t *halves = malloc(n * 2 + 1);
+        size_t wanted = 0;
+        for (size_t i = 0; i < n; i++) {
+            halves[i] = (uint16_t)(i * 2654435761u >> 7);
+            wanted += (halves[i] & 0x7c00u) == 0x7c00u;
+        }
+        assert(ts_count_nonfinite(halves, TS_F16, n) == wanted);
+        free(halves);
+    }
 }
 
 static void test_attention(void)
 {
-    for (size_t S = 1; S < 9; S++) {
+    for (size_t S = 1; S < 80; S = S < 9 ? S + 1 : 2 * S) {
         size_t A = S * (S + 1) / 2, where = 0;
         uint16_t *square = calloc(2 * S * S, 2), *packed = malloc(2 * A * 2), *back = malloc(2 * S * S * 2);
         for (size_t m = 0; m < 2; m++)
@@ -741,10 +752,13 @@ static void test_gine(void)
 int main(void)
 {
     test_errors();
-    test_crc();
-    test_half();
-    test_attention();
-    test_pack();
+    for (int most = 1; most <= 4; most++) {
+        ts_simd_limit(most);
+        test_crc();
+        test_half();
+        test_attention();
+        test_pack();
+    }
     test_map();
     test_index();
     test_parallel();

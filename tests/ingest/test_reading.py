@@ -1,11 +1,14 @@
 """Sources read side by side: their order, and what waits of them."""
 
 import gzip
+import random
 
 import numpy as np
 import pytest
 
 from tests.helpers import make_traces, write_pickle
+from tracestore.errors import InputRefusedError
+from tracestore.ingest import bytesource, reading
 from tracestore.ingest.reading import PackOptions, packed_traces, read_sources
 from tracestore.ingest.sources import find_sources
 
@@ -42,6 +45,45 @@ def test_a_packed_trace_keeps_nothing_of_its_source(sources):
     path.write_bytes(gzip.compress(sources[0].path.read_bytes()))
     [source] = find_sources([path], path.parent / "s.zarr")
     for trace in packed_traces(source, PackOptions(attention="mean", keep_dtype=False)):
-        stored = trace.arrays["hidden_states"]
+        [stored] = trace.arrays["hidden_states"]
         assert all(np.shares_memory(a, b) for a, b in zip(trace.record.hidden, stored, strict=True))
         assert trace.record.attention is None and trace.record.edges is None
+
+
+@pytest.mark.parametrize("share_ahead", [0, 0.5, 1])
+def test_pieces_are_the_same_whether_they_are_inflated_ahead_or_not(tmp_path, monkeypatch, share_ahead):
+    monkeypatch.setattr(bytesource, "_PIECE_BYTES", 1 << 10)
+    data = random.Random(0).randbytes(100_000)
+    packed = gzip.compress(data[:60_000]) + gzip.compress(data[60_000:])
+
+    def inflated(name, content):
+        (tmp_path / name).write_bytes(content)
+        chosen = random.Random(1)
+        pieces = bytesource.GzipPieces(tmp_path / name, lambda: chosen.random() < share_ahead)
+        try:
+            return b"".join(iter(pieces, b""))
+        finally:
+            pieces.close()
+
+    assert inflated("whole", packed) == data
+    with pytest.raises(InputRefusedError, match="truncated"):
+        inflated("short", packed[:-100])
+    with pytest.raises(InputRefusedError, match="damaged gzip"):
+        inflated("damaged", packed[:-5] + bytes(5))
+
+
+@pytest.mark.parametrize("num_processors", [1, 2, 8])
+def test_who_waits_for_room_leaves_a_processor_to_inflating(tmp_path, monkeypatch, num_processors):
+    """Threads that read are counted until they wait, and again when they go on."""
+    monkeypatch.setattr(reading, "_NUM_PROCESSORS", num_processors)
+    traces = make_traces(NUM_FILES * TRACES_A_FILE)
+    for k in range(NUM_FILES):
+        write_pickle(tmp_path / f"{k}.pkl.gz", traces[k * TRACES_A_FILE :][:TRACES_A_FILE])
+    found = find_sources([tmp_path], tmp_path / "s.zarr")
+    options = PackOptions(attention="mean", keep_dtype=False, max_waiting=0)
+    ids = []
+    for stream in read_sources(found, options, workers=3, is_known=lambda *_: False, on_wait=lambda: None):
+        ids += [trace.record.question_id for trace in stream]
+        assert 0 <= stream._room.num_reading <= 3
+    assert ids == [f"q{k}" for k in range(NUM_FILES * TRACES_A_FILE)]
+    assert stream._room.num_reading == 0

@@ -3,12 +3,14 @@
 
 The machine is the one that the standard library's pickletools describes, for the
 opcodes that files of traces have. It never imports, calls or makes anything a file
-names: `lookup` turns a name into an object of the caller's, and `reduce`, `new`,
-`build` and `persistent` say what such an object does.
+names: `lookup` turns a name into a `builder` of the caller's, whose call(args) and new(args)
+say what becomes of it; a `draft` is what build(state) completes, `persistent` what a
+persistent id stands for.
 """
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytearray cimport PyByteArray_AS_STRING
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from cpython.list cimport PyList_AsTuple, PyList_GetSlice, PyList_SetSlice
 from cpython.unicode cimport PyUnicode_DecodeUTF8
 from libc.stdint cimport int32_t, uint8_t, uint64_t
 from libc.string cimport memchr, memcpy
@@ -29,20 +31,22 @@ cdef enum:
     NEWTRUE = 136, NEWFALSE = 137, LONG1 = 138, LONG4 = 139, SHORT_BINUNICODE = 140, BINUNICODE8 = 141
     BINBYTES8 = 142, STACK_GLOBAL = 147, MEMOIZE = 148, FRAME = 149, BYTEARRAY8 = 150
 
-MAX_OPCODES = 1 << 31
-MAX_DEPTH = 1_000
-MAX_STACK = 1_000_000
-MAX_LONG_BYTES = 64
+# The limits are constants of C: looked at with every opcode.
+cdef uint64_t MAX_OPCODES = 1 << 31
+cdef enum:
+    MAX_DEPTH = 1_000
+    MAX_STACK = 1_000_000
+    MAX_LONG_BYTES = 64
+    MAX_DIGITS = 160
+    MAX_FLOAT_DIGITS = 64
+    MAX_NAME_BYTES = 1_000
+    # Memo entries a file may have, and one more for so many of its bytes: real ones hold
+    # one for some thousand bytes.
+    MAX_MEMO = 2_000_000
+    MEMO_PER_BYTES = 256
 MUCH_TEXT = "the pickle holds more text than a file of traces does"
 LONG_INTEGER = "found an integer of more than 512 bits"
-MAX_DIGITS = 160
-MAX_FLOAT_DIGITS = 64
 LONG_NAME = "names a class by more than 1,000 letters"
-MAX_NAME_BYTES = 1_000
-# Memo entries a file may have, and one more for so many of its bytes: real ones hold
-# one for some thousand bytes.
-MAX_MEMO = 2_000_000
-MEMO_PER_BYTES = 256
 # Payloads below this are bytes of their own, larger ones views where they can be.
 cdef enum:
     SMALL_BYTES = 4096
@@ -50,10 +54,10 @@ cdef enum:
     GIL_BYTES = 1 << 18
     WINDOW_BYTES = 4096
     MAX_WINDOW_BYTES = 1 << 20
-# What the values of one trace may take beside its arrays: so much, and so much for a byte
-# of the file. A trace of 100,000 tokens takes 13 MB.
-LIVE_BYTES = 24 << 20
-LIVE_PER_BYTE = 4
+    # What the values of one trace may take beside its arrays: so much, and so much for a byte
+    # of the file. A trace of 100,000 tokens takes 13 MB.
+    LIVE_BYTES = 24 << 20
+    LIVE_PER_BYTE = 4
 SHARED = "two traces far apart share one object; save them apart, or as an uncompressed pickle of protocol 4"
 
 
@@ -342,7 +346,7 @@ cdef class PickleMachine:
     values and those of the types `kept` for ever.
     """
     cdef ByteReader source
-    cdef object lookup, reduce, new, build_, persistent
+    cdef object lookup, builder, draft, persistent
     cdef list stack
     cdef list marks
     cdef Py_ssize_t mark  # index of the innermost mark on the stack, or -1
@@ -360,11 +364,10 @@ cdef class PickleMachine:
     cdef readonly object result
     cdef readonly Py_ssize_t num_streamed
 
-    def __init__(self, ByteReader source, *, lookup, reduce, new, build, persistent,
+    def __init__(self, ByteReader source, *, lookup, type builder, type draft, persistent,
                  uint64_t retained_bytes, tuple kept):
         self.source = source
-        self.lookup, self.reduce, self.new, self.build_ = lookup, reduce, new, build
-        self.persistent = persistent
+        self.lookup, self.builder, self.draft, self.persistent = lookup, builder, draft, persistent
         self.retained_limit, self.kept = retained_bytes, kept
         self.stack, self.marks, self.memo, self.sparse = [], [], [], {}
         self.used = bytearray()
@@ -424,12 +427,16 @@ cdef class PickleMachine:
             raise _refuse("not a well-formed pickle: it takes what is not there")
         return self.stack[len(self.stack) - 1]
 
+    cdef inline int cut(self, Py_ssize_t size) except -1:
+        """Takes all off the stack but the lowest `size`."""
+        return PyList_SetSlice(self.stack, size, len(self.stack), <list>NULL)
+
     cdef list pop_mark(self):
         cdef list items
         if self.mark < 0:
             raise _refuse("not a well-formed pickle: it goes back to a mark that is not there")
-        items = self.stack[self.mark + 1:]
-        del self.stack[self.mark:]
+        items = PyList_GetSlice(self.stack, self.mark + 1, len(self.stack))
+        self.cut(self.mark)
         self.marks.pop()
         self.mark = self.marks[len(self.marks) - 1] if self.marks else -1
         return items
@@ -480,7 +487,7 @@ cdef class PickleMachine:
         cdef list items = self.stack[first:]
         if not items:
             return 0
-        del self.stack[first:]
+        self.cut(first)
         items.reverse()
         self.ready = items
         self.live += self.source.start_trace()
@@ -505,6 +512,8 @@ cdef class PickleMachine:
 
     cdef bint is_small(self, value) except -1:
         kind = type(value)
+        if kind is tuple:  # most of them are
+            return False
         if kind is str or kind is bytes:
             return len(value) < SMALL_BYTES
         return value is None or kind in (int, float, bool) or isinstance(value, self.kept)
@@ -585,8 +594,8 @@ cdef class PickleMachine:
         cdef tuple items
         if size - (self.mark + 1 if self.mark >= 0 else 0) < count:
             raise _refuse("not a well-formed pickle: a tuple of what is not there")
-        items = tuple(self.stack[size - count:])
-        del self.stack[size - count:]
+        items = PyList_AsTuple(PyList_GetSlice(self.stack, size - count, size))
+        self.cut(size - count)
         return self.push(items, 64 + 8 * count)
 
     cdef int push_dict(self, list items) except -1:
@@ -660,15 +669,20 @@ cdef class PickleMachine:
             self.push(_RELEASED, 8)
         elif code == TUPLE:
             items = self.pop_mark()
-            self.push(tuple(items), 64 + 8 * len(items))
+            self.push(PyList_AsTuple(items), 64 + 8 * len(items))
         elif code == REDUCE:
             args = self.pop()
             target = self.pop()
-            value = self.reduce(target, args)
+            if not isinstance(target, self.builder) or type(args) is not tuple:
+                raise _refuse("the pickle calls something that is not a class it may name")
+            value = target.call(args)
             self.push(value, 200 + (len(<bytes>value) if type(value) is bytes else 0))
         elif code == BUILD:
             state = self.pop()
-            self.build_(self.top(), state)
+            target = self.top()
+            if not isinstance(target, self.draft):
+                raise _refuse(f"the pickle gives a state to a {type(target).__name__}")
+            target.build(state)
         elif code == EMPTY_LIST:
             self.push_list([])
         elif code == LIST:
@@ -736,7 +750,9 @@ cdef class PickleMachine:
         elif code == NEWOBJ:
             args = self.pop()
             target = self.pop()
-            self.push(self.new(target, args), 200)
+            if not isinstance(target, self.builder) or type(args) is not tuple:
+                raise _refuse("the pickle makes an object of something that is not a class it may name")
+            self.push(target.new(args), 200)
         elif code == BINPERSID:
             if self.persistent is None:
                 raise _refuse("a persistent id outside a torch file")

@@ -6,6 +6,7 @@ a file names; a name that is not in ALLOWED is refused with the name.
 
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from tracestore.store.schema import BFLOAT16
 MAX_NDIM = 16
 # An array without bytes may claim any length; none that traces hold is longer.
 MAX_EMPTY_AXIS = 1 << 20
+# Tuples: a union would be made anew with every array.
+_BUFFERS, _SEQUENCES = (bytes, bytearray, memoryview), (tuple, list)
 _DTYPE = re.compile(r"([<>|=]?)(?:([biufc])(1|2|4|8|16)|([SU])(\d{1,6}))")
 
 
@@ -76,28 +79,29 @@ _SIZES |= {("c", 8), ("c", 16)}
 def _shape(shape: Any) -> tuple[int, ...]:
     if isinstance(shape, int) and not isinstance(shape, bool):
         shape = (shape,)
-    if not isinstance(shape, tuple | list) or len(shape) > MAX_NDIM:
+    if not isinstance(shape, _SEQUENCES) or len(shape) > MAX_NDIM:
         raise _refuse("found a shape that is not a tuple of integers")
     for n in shape:
         if type(n) is not int or n < 0:
             raise _refuse("found a shape with a negative or no integer")
-    return tuple(shape)
+    return shape if type(shape) is tuple else tuple(shape)
 
 
 def make_array(data: Any, dtype: np.dtype, shape: tuple[int, ...], order: str) -> np.ndarray:
     """A read-only array over `data`, whose length must be just what the shape needs."""
     needed = math.prod(shape) * dtype.itemsize
-    found = memoryview(data).nbytes
-    if needed != found:
-        raise _refuse(f"an array of shape {shape} and dtype {dtype} needs {needed:,} bytes, {found:,} are there")
+    view = memoryview(data)
+    if needed != view.nbytes:
+        raise _refuse(f"an array of shape {shape} and dtype {dtype} needs {needed:,} bytes, {view.nbytes:,} are there")
     if needed == 0 and (dtype.itemsize == 0 or max(shape, default=0) > MAX_EMPTY_AXIS):
         raise _refuse(f"found an empty array of shape {shape}")
     if needed == 0:
         return np.empty(shape, dtype)
     if dtype.kind == "U" and (np.frombuffer(data, dtype.str[0] + "u4") > 0x10FFFF).any():
         raise _refuse("found text beyond the last letter of Unicode")
-    array = np.ndarray(shape, dtype, data, order=order)  # type: ignore[arg-type]
-    array.flags.writeable = False
+    array = np.ndarray(shape, dtype, data, 0, None, order)  # type: ignore[arg-type]
+    if not view.readonly:
+        array.flags.writeable = False
     return array
 
 
@@ -121,7 +125,7 @@ class ArrayDraft(Draft):
             return
         if isinstance(data, str):
             data = _latin1(data)
-        if not isinstance(data, bytes | bytearray | memoryview):
+        if not isinstance(data, _BUFFERS):
             raise _refuse(f"found ndarray data of type {type(data).__name__}, expected bytes")
         self.array = make_array(data, dtype.dtype, shape, "F" if fortran else "C")
 
@@ -232,7 +236,7 @@ class _Reconstruct(Builder):
     name = "numpy _reconstruct"
 
     def call(self, args: tuple[Any, ...]) -> ArrayDraft:
-        if len(args) != 3 or not isinstance(args[0], Builder) or args[0].name != "numpy.ndarray":
+        if len(args) != 3 or args[0] is not _NDARRAY:
             raise _refuse("found _reconstruct of another class than numpy.ndarray")
         return ArrayDraft()
 
@@ -244,7 +248,7 @@ class _Scalar(Builder):
         if len(args) != 2 or not isinstance(args[0], DtypeDraft) or args[0].dtype is None:
             raise _refuse("found a numpy scalar without a plain dtype")
         data = _latin1(args[1]) if isinstance(args[1], str) else args[1]
-        if not isinstance(data, bytes | bytearray | memoryview):
+        if not isinstance(data, _BUFFERS):
             raise _refuse("found a numpy scalar without bytes")
         return make_array(data, args[0].dtype, (), "C")[()]
 
@@ -255,7 +259,7 @@ class _FromBuffer(Builder):
     def call(self, args: tuple[Any, ...]) -> ArrayDraft:
         if len(args) != 4 or not isinstance(args[1], DtypeDraft) or args[1].dtype is None or args[3] not in ("C", "F"):
             raise _refuse("found _frombuffer without (bytes, dtype, shape, order)")
-        if not isinstance(args[0], bytes | bytearray | memoryview):
+        if not isinstance(args[0], _BUFFERS):
             raise _refuse("found an array whose bytes are not in the file")
         draft = ArrayDraft()
         draft.array = make_array(args[0], args[1].dtype, _shape(args[2]), args[3])
@@ -366,10 +370,18 @@ class _Graph(Builder):
 
 
 class LoadFromBytes(Builder):
-    """torch.storage._load_from_bytes: a whole legacy torch file inside a pickle.
-    The reader gives `load`, which refuses a second level."""
+    """torch.storage._load_from_bytes: a whole legacy torch file inside a pickle, which `load`
+    reads; without it, as on a second level, it is refused."""
 
     name = "torch.storage._load_from_bytes"
+
+    def __init__(self, load: Callable[[Any], Any] | None = None) -> None:
+        self._load = load
+
+    def call(self, args: tuple[Any, ...]) -> Any:
+        if self._load is None or len(args) != 1:
+            raise _refuse("a torch file inside a torch file inside a pickle")
+        return self._load(args[0])
 
 
 _TORCH_DTYPES: dict[str, np.dtype] = {
@@ -397,14 +409,14 @@ _STORAGES = {
     "BoolStorage": "bool",
 }
 
-_OBJECT = _Class("builtins.object")
+_OBJECT, _NDARRAY = _Class("builtins.object"), _Class("numpy.ndarray")
 
 ALLOWED: dict[tuple[str, str], Builder] = {
     ("copyreg", "_reconstructor"): _Reconstructor(),
     ("copy_reg", "_reconstructor"): _Reconstructor(),
     ("builtins", "object"): _OBJECT,
     ("__builtin__", "object"): _OBJECT,
-    ("numpy", "ndarray"): _Class("numpy.ndarray"),
+    ("numpy", "ndarray"): _NDARRAY,
     ("numpy", "dtype"): _Dtype(),
     ("_codecs", "encode"): _Encode(),
     ("builtins", "bytes"): _Bytes(),

@@ -4,6 +4,7 @@ import os
 import stat
 import zlib
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,24 +28,26 @@ _PIECES_AHEAD = 3
 
 
 class GzipPieces:
-    """The inflated bytes of a gzip file, piece by piece, from a thread of its own, against
-    a ratio and a cap."""
+    """The inflated bytes of a gzip file, piece by piece, against a ratio and a cap: some pieces
+    ahead, from a thread of its own, while `is_ahead()`; else when they are asked for, which
+    takes less of the processors where all of them are busy."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, is_ahead: Callable[[], bool] = lambda: True) -> None:
         self.disk_bytes = os.stat(path).st_size
         self.inflated_bytes = 0
         self._limit = min(MAX_INFLATED_BYTES, self.disk_bytes * MAX_INFLATE_RATIO + INFLATE_ALLOWANCE_BYTES)
         self._file = igzip.open(path, "rb")
+        self._is_ahead = is_ahead
         # Not isal's own thread, which copies each piece once more on its way.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tracestore-inflate")
         self._ahead: deque[Future[bytes]] = deque()
 
     def __call__(self) -> bytes:
         """The next piece; b"" at the end, where the checksums have been compared."""
-        while len(self._ahead) < _PIECES_AHEAD:
+        while len(self._ahead) < _PIECES_AHEAD and self._is_ahead():
             self._ahead.append(self._pool.submit(self._file.read, _PIECE_BYTES))
         try:
-            piece = self._ahead.popleft().result()
+            piece = self._ahead.popleft().result() if self._ahead else self._file.read(_PIECE_BYTES)
         except EOFError:
             raise InputRefusedError("truncated: the gzip stream ends early") from None
         except (zlib.error, IsalError, OSError, ValueError) as error:  # type: ignore[misc]

@@ -73,9 +73,15 @@ class _Limits:
     def spend(self, *, text_bytes: int = 0, array_bytes: int = 0) -> None:
         """One value more, of so many bytes."""
         self._values += 1
-        self._text_bytes += text_bytes
-        self._array_bytes += array_bytes
-        if self._exceeded():
+        if text_bytes:
+            self._text_bytes += text_bytes
+        if array_bytes:
+            self._array_bytes += array_bytes
+        if (
+            self._values > self._max_values
+            or self._text_bytes > self._max_text_bytes
+            or self._array_bytes > self._max_array_bytes
+        ):
             there = self._read_bytes()
             self._max_values = _FREE_VALUES + _VALUES_PER_BYTE * there
             self._max_text_bytes = _FREE_TEXT + _TEXT_TIMES * there
@@ -97,18 +103,24 @@ class _Limits:
 
 
 def read_traces(
-    path: Path, name: str, *, need_attention: bool | None = True, scratch: Scratch | None = None
+    path: Path,
+    name: str,
+    *,
+    need_attention: bool | None = True,
+    scratch: Scratch | None = None,
+    is_ahead: Callable[[], bool] = lambda: True,
 ) -> Iterator[TraceRecord]:
     """The traces of one file, in order. `name` is the file's name in errors.
 
     Raises InputRefusedError naming file, position and field; what it has yielded
     before then must not be kept. Arrays of the records are views of the mapped
     file where it is not compressed; of a compressed one, what is beyond some MiB of a
-    trace lies in `scratch` (by default in the system's folder for temporary files).
+    trace lies in `scratch` (by default in the system's folder for temporary files), and a
+    thread of its own inflates while `is_ahead()`.
     """
     position = 0
     try:
-        for position, record in enumerate(_records(path, name, need_attention, scratch or Scratch())):
+        for position, record in enumerate(_records(path, name, need_attention, scratch or Scratch(), is_ahead)):
             yield record
             position += 1
         if position == 0:
@@ -125,7 +137,9 @@ def read_traces(
         raise InputRefusedError(reason, source=name, position=position) from None
 
 
-def _records(path: Path, name: str, need_attention: bool | None, scratch: Scratch) -> Iterator[TraceRecord]:
+def _records(
+    path: Path, name: str, need_attention: bool | None, scratch: Scratch, is_ahead: Callable[[], bool]
+) -> Iterator[TraceRecord]:
     status = check_regular(path)
     if status.st_size == 0:
         raise InputRefusedError("an empty file")
@@ -137,7 +151,7 @@ def _records(path: Path, name: str, need_attention: bool | None, scratch: Scratc
     if gzipped:
         if view[3] & _GZIP_RESERVED:
             raise InputRefusedError("damaged gzip: reserved flags are set")
-        with contextlib.closing(GzipPieces(path)) as pieces:
+        with contextlib.closing(GzipPieces(path, is_ahead)) as pieces:
             limits = _Limits(lambda: pieces.inflated_bytes)
             yield from _from_pickle(limits, pieces.reader(scratch), name, need_attention)
     elif head == b"PK\x03\x04":

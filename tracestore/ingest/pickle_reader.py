@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 from tracestore._core.pickle import ByteReader, PickleMachine
-from tracestore.errors import InputRefusedError
 from tracestore.ingest import builders
 
 # What finished traces may leave in memory because a later trace could refer to it.
@@ -25,34 +24,16 @@ def pickle_reader(
     is an InputRefusedError.
     """
 
-    def reduce(target: Any, args: Any) -> Any:
-        if not isinstance(target, builders.Builder) or not isinstance(args, tuple):
-            raise InputRefusedError("the pickle calls something that is not a class it may name")
-        if isinstance(target, builders.LoadFromBytes):
-            if load_bytes is None or len(args) != 1:
-                raise InputRefusedError("a torch file inside a torch file inside a pickle")
-            return load_bytes(args[0])
-        return target.call(args)
+    def lookup(module: Any, name: Any) -> builders.Builder:
+        builder = builders.lookup(module, name)
+        return builders.LoadFromBytes(load_bytes) if isinstance(builder, builders.LoadFromBytes) else builder
 
     return PickleMachine(
         source,
-        lookup=builders.lookup,
-        reduce=reduce,
-        new=_new,
-        build=_build,
+        lookup=lookup,
+        builder=builders.Builder,
+        draft=builders.Draft,
         persistent=persistent_load,
         retained_bytes=RETAINED_BYTES,
         kept=(builders.Builder, builders.DtypeDraft),
     )
-
-
-def _new(target: Any, args: Any) -> Any:
-    if not isinstance(target, builders.Builder) or not isinstance(args, tuple):
-        raise InputRefusedError("the pickle makes an object of something that is not a class it may name")
-    return target.new(args)
-
-
-def _build(target: Any, state: Any) -> None:
-    if not isinstance(target, builders.Draft):
-        raise InputRefusedError(f"the pickle gives a state to a {type(target).__name__}")
-    target.build(state)

@@ -23,6 +23,7 @@ from tracestore.store.scratch import Scratch
 CUT_SHORT = "cut short while it was read"
 # How often a wait for the next trace lets the caller look at Ctrl-C.
 _PATIENCE_S = 0.2
+_NUM_PROCESSORS = len(os.sched_getaffinity(0))
 
 
 AnyStream = TypeVar("AnyStream", bound="Stream")
@@ -41,10 +42,14 @@ class PackOptions:
     max_waiting: int = 64 << 20
 
 
-def packed_traces(source: SourceFile, options: PackOptions) -> Iterator[PackedTrace]:
-    """The traces of one source, packed. InputRefusedError names file, position and field."""
+def packed_traces(
+    source: SourceFile, options: PackOptions, is_ahead: Callable[[], bool] = lambda: True
+) -> Iterator[PackedTrace]:
+    """The traces of one source, packed; inflated ahead while `is_ahead()`. InputRefusedError
+    names file, position and field."""
     scratch = Scratch(options.scratch, max_memory=options.max_memory)
-    records = read_traces(source.path, source.name, need_attention=options.attention != "none", scratch=scratch)
+    need_attention = options.attention != "none"
+    records = read_traces(source.path, source.name, need_attention=need_attention, scratch=scratch, is_ahead=is_ahead)
     with closing(records):  # type: ignore[type-var]
         for record in records:
             try:
@@ -72,13 +77,15 @@ class Cancelled(Exception):
 
 
 class WaitingRoom:
-    """Counts the packed traces that wait to be taken, of all sources together. A quarter of
-    the room is for the source whose turn it is, so that those behind it never stop it."""
+    """Counts the packed traces that wait to be taken, of all sources together, and the threads
+    that read. A quarter of the room is for the source whose turn it is, so that those behind
+    it never stop it."""
 
     def __init__(self, max_bytes: int) -> None:
         self.changed = threading.Condition()
         self._max_bytes, self._max_behind = max_bytes, max_bytes - max_bytes // 4
         self._held = 0
+        self.num_reading = 0  # but for those that wait for room
 
     def has(self, num_bytes: int, *, in_turn: bool) -> bool:
         return self._held + num_bytes <= (self._max_bytes if in_turn else self._max_behind)
@@ -86,6 +93,10 @@ class WaitingRoom:
     def add(self, num_bytes: int) -> None:
         self._held += num_bytes
         self.changed.notify_all()
+
+    def is_idle(self) -> bool:
+        """Whether the reading threads leave a processor to one that inflates for them."""
+        return self.num_reading < _NUM_PROCESSORS
 
 
 class SourceStream:
@@ -107,12 +118,14 @@ class SourceStream:
     def fill(self, options: PackOptions, is_known: Callable[[str, int, str], bool]) -> None:
         """Reads the source; runs in the thread."""
         try:
+            with self._changed:
+                self._room.num_reading += 1
             identity = identified(self.source)
             with self._changed:
                 self._identity = identity
                 self._changed.notify_all()
             if not self._cancelled and not is_known(self.source.name, identity.size, identity.fingerprint):
-                traces = packed_traces(self.source, options)
+                traces = packed_traces(self.source, options, self._room.is_idle)
                 with closing(traces):  # type: ignore[type-var]
                     for trace in traces:
                         self._put(trace)
@@ -123,6 +136,7 @@ class SourceStream:
             self._error = error
         finally:
             with self._changed:
+                self._room.num_reading -= 1
                 self._ended = True
                 self._changed.notify_all()
 
@@ -130,7 +144,9 @@ class SourceStream:
         size = trace.num_bytes
         with self._changed:
             while not (self._cancelled or self._has_room(size)):
+                self._room.num_reading -= 1
                 self._changed.wait()
+                self._room.num_reading += 1
             if self._cancelled:
                 raise Cancelled
             self._waiting.append(trace)

@@ -17,7 +17,7 @@ class PackedTrace:
 
     record: TraceRecord
     layout: int
-    arrays: dict[str, list[np.ndarray]]
+    arrays: dict[str, list[np.ndarray]]  # of hidden_states a layer each (S, D), or all (L, S, D)
     edge_counts: np.ndarray | None
     reversed_edges: bool
     num_nonfinite: int
@@ -166,15 +166,17 @@ def pack_record(
         if record.is_borrowed and len(layers) * layers[0].nbytes <= scratch.max_memory // 2:
             copy = scratch.empty((len(layers), *layers[0].shape), layers[0].dtype)
         nonfinite, crcs["hidden_states"] = _scan(layers, hidden_dtype, copy)
+        record.hidden = layers
         if copy is not None:
-            arrays["hidden_states"] = list(copy)
+            record.hidden, arrays["hidden_states"] = list(copy), [copy]
     if record.last_token is not None:
         present |= bits["last_token"]
         arrays["last_token"] = [_stored(record.last_token, keep_dtype, "sequences", scratch)]
         bad, crcs["last_token"] = _scan(arrays["last_token"], hidden_dtype)
         nonfinite += bad
     elif record.edges is None:
-        arrays["last_token"] = [np.stack([h[-1] for h in arrays["hidden_states"]])]
+        assert record.hidden is not None
+        arrays["last_token"] = [np.array([h[-1] for h in record.hidden])]
         crcs["last_token"] = _crc(arrays["last_token"])
     if record.attention is not None and attention != "none":
         present |= bits["attentions"]
@@ -206,7 +208,6 @@ def pack_record(
     ):
         present |= bits[name] if here else 0
     # While the trace waits it holds what is stored of it, not what that was made from.
-    record.hidden = arrays.get("hidden_states")
     record.attention = record.edges = None
     return PackedTrace(
         record=record,

@@ -118,14 +118,16 @@ def _layers(value: Any, name: str, ndim: int, shape_text: str) -> list[np.ndarra
         layer = as_array(item)
         if layer is None or layer.ndim != ndim:
             raise refuse(f"{name}[{k}]", _describe(item), f"an array {shape_text}")
-        try:
-            schema.dtype_name(layer.dtype)
-        except ValueError:
-            raise refuse(f"{name}[{k}]", f"dtype {layer.dtype.name}", "float16, float32 or bfloat16") from None
-        if not layer.dtype.isnative:
-            layer = layer.astype(layer.dtype.newbyteorder("="))
-        if layers and layer.dtype != layers[0].dtype:
-            raise refuse(f"{name}[{k}]", f"dtype {layer.dtype.name}", f"{layers[0].dtype.name} as in layer 0")
+        # One dtype object, as a pickle makes them of all layers, is looked at once.
+        if not layers or layer.dtype is not layers[0].dtype:
+            try:
+                schema.dtype_name(layer.dtype)
+            except ValueError:
+                raise refuse(f"{name}[{k}]", f"dtype {layer.dtype.name}", "float16, float32 or bfloat16") from None
+            if not layer.dtype.isnative:
+                layer = layer.astype(layer.dtype.newbyteorder("="))
+            if layers and layer.dtype != layers[0].dtype:
+                raise refuse(f"{name}[{k}]", f"dtype {layer.dtype.name}", f"{layers[0].dtype.name} as in layer 0")
         layers.append(layer)
     return layers
 

@@ -102,8 +102,10 @@ class SegmentWriter:
             chunk_bytes = schema.INNER_CHUNK_BYTES
             if self.codec != "none":
                 chunk_bytes = min(max(trace_bytes // 2, schema.MIN_CODED_CHUNK_BYTES), schema.INNER_CHUNK_BYTES)
-            columns = tuple(array.shape[1:]) if name != "last_token" else (array.shape[-1],)
-            if name == "last_token":
+            columns = tuple(array.shape[1:])
+            if name == "hidden_states":
+                columns = (array.shape[-1],)
+            elif name == "last_token":
                 assert self.attributes.num_layers is not None
                 columns = (self.attributes.num_layers, array.shape[-1])
             self._streams[name] = self._writer.stream(name, dtype, columns, self.codec, chunk_bytes)

@@ -108,7 +108,7 @@ def _trace(header: dict[str, Any], data: memoryview) -> PackedTrace:
             beside[name] = array
     record = TraceRecord(**header["record"], tokens=beside.get("tokens"))
     if "hidden_states" in arrays:
-        record.hidden = arrays["hidden_states"]
+        record.hidden = [h for a in arrays["hidden_states"] for h in (a if a.ndim == 3 else [a])]
     else:
         record.last_token = arrays["last_token"][0]
     return PackedTrace(record=record, arrays=arrays, edge_counts=beside.get("edge_counts"), **header["trace"])
