@@ -36,15 +36,15 @@ def resolve(value: Any, limits: "_Limits") -> Any:
     """Drafts inside containers as arrays; shared references count every time."""
     kind = type(value)
     if kind is str or kind is bytes:
-        limits.spend(text_bytes=len(value))
+        limits.spend(len(value))
         return value
     if kind is builders.ArrayDraft or kind is builders.TensorDraft:
         array = value.resolve()
         if isinstance(array, list):
             return [resolve(v, limits) for v in array]
-        limits.spend(array_bytes=array.nbytes)
+        limits.spend(0, array.nbytes)
         return array
-    limits.spend(text_bytes=len(value) if kind is memoryview else 0)
+    limits.spend(len(value) if kind is memoryview else 0)
     if kind is dict:
         return {k: resolve(v, limits) for k, v in value.items()}
     if kind is list or kind is tuple:
@@ -70,7 +70,7 @@ class _Limits:
         self._values = self._text_bytes = self._array_bytes = 0
         self._max_values = self._max_text_bytes = self._max_array_bytes = 0
 
-    def spend(self, *, text_bytes: int = 0, array_bytes: int = 0) -> None:
+    def spend(self, text_bytes: int = 0, array_bytes: int = 0) -> None:
         """One value more, of so many bytes."""
         self._values += 1
         if text_bytes:

@@ -115,7 +115,7 @@ def _layers(value: Any, name: str, ndim: int, shape_text: str) -> list[np.ndarra
         raise refuse(name, "zero layers", "at least one")
     layers: list[np.ndarray] = []
     for k, item in enumerate(value):
-        layer = as_array(item)
+        layer = item if type(item) is np.ndarray else as_array(item)
         if layer is None or layer.ndim != ndim:
             raise refuse(f"{name}[{k}]", _describe(item), f"an array {shape_text}")
         # One dtype object, as a pickle makes them of all layers, is looked at once.
