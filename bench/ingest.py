@@ -275,6 +275,7 @@ def workers(args: argparse.Namespace) -> None:
             two = convert(source, store, "--workers", "2")
             gains.append(one["seconds"] / two["seconds"])
             shares.append(disk_write(raw, int(two["bytes"])) / two["seconds"])
+            print(f"{suffix}: one worker {one['seconds']:.2f} s, two {two['seconds']:.2f} s", flush=True)
         print(
             f"{suffix}: two workers {statistics.median(gains):.2f} times one, "
             f"{statistics.median(shares):.2f} of the disk's write speed ({gains}, {shares})",
