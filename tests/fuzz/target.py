@@ -32,7 +32,9 @@ def read(path: Path) -> bool:
     """Whether the file is accepted, inflated ahead and not. Anything but a refusal in one line is raised."""
     for need_attention, mode, keep in ((True, "heads", True), (False, "mean", False)):
         try:
-            for record in read_traces(path, "fuzzed", need_attention=need_attention, is_ahead=lambda n=need_attention: n):
+            for record in read_traces(
+                path, "fuzzed", need_attention=need_attention, is_ahead=lambda n=need_attention: n
+            ):
                 _touch(record)
                 pack_record(record, attention=mode if need_attention else "none", keep_dtype=keep)
         except InputRefusedError as error:
