@@ -30,15 +30,18 @@ PIECE_BYTES = 1 << 20
 
 
 def make_trace(k: int, tokens: int, *, layers: int, dim: int, heads: int) -> dict[str, object]:
-    """Values that look like a model's: rows of attention sum to 1, and no head repeats another
-    within gzip's window, which would make it quicker to inflate than any real trace."""
+    """Values that look like a model's: rows of attention sum to 1, and no head repeats another,
+    which would make it quicker to inflate than any real trace."""
     rng = np.random.default_rng(k)
     hidden = rng.standard_normal((tokens, dim), "f4").astype("f2")
-    weights = np.tril(np.exp(rng.standard_normal((heads, tokens, tokens), "f4")))
-    attention = (weights / weights.sum(-1, keepdims=True)).astype("f2")
+
+    def attention() -> np.ndarray:
+        weights = np.tril(np.exp(rng.standard_normal((heads, tokens, tokens), "f4")))
+        return (weights / weights.sum(-1, keepdims=True)).astype("f2")
+
     return {
         "hidden_states": [np.roll(hidden, layer, axis=1) for layer in range(layers)],
-        "attentions": [np.roll(attention, layer, axis=0) for layer in range(layers)],
+        "attentions": [attention() for _ in range(layers)],
         "tokens": rng.integers(0, 50_000, tokens),
         "tokens_decoded": [f" token{t}" for t in range(tokens)],
         "generated_answer_clean": f"answer {k}",

@@ -25,7 +25,7 @@ _LIBRARIES = (
     "transformers", "distributed", "tensorboard", "triton", "bokeh", "obstore",
 )  # fmt: skip
 # What the kernels choose among when they run.
-_INSTRUCTIONS = ("avx512f", "avx2", "f16c", "sse4_2", "pclmulqdq")
+_INSTRUCTIONS = ("avx512f", "avx512vl", "avx512dq", "avx512bw", "vpclmulqdq", "avx2", "fma", "f16c", "sse4_2")
 _DISK_BYTES = 256 * _MIB
 _PIECE_BYTES = 4 * _MIB
 

@@ -758,12 +758,12 @@ int main(void)
         test_half();
         test_attention();
         test_pack();
+        test_edges();
+        test_many_edges();
     }
     test_map();
     test_index();
     test_parallel();
-    test_edges();
-    test_many_edges();
     test_copies();
     test_crew();
     test_guard();

@@ -24,9 +24,12 @@ def pickle_reader(
     is an InputRefusedError.
     """
 
+    # One for the whole pickle: however often a file names it, it takes its room once.
+    loader = builders.LoadFromBytes(load_bytes)
+
     def lookup(module: Any, name: Any) -> builders.Builder:
         builder = builders.lookup(module, name)
-        return builders.LoadFromBytes(load_bytes) if isinstance(builder, builders.LoadFromBytes) else builder
+        return loader if isinstance(builder, builders.LoadFromBytes) else builder
 
     return PickleMachine(
         source,

@@ -58,7 +58,7 @@ def stored_traces(store: TraceStore, index: int) -> Iterator[PackedTrace]:
     """Trace `index` as a writer takes it, bytes as stored: one packed trace, or two
     where its graph and its last tokens came from two sources."""
     trace, attributes = Trace(store, index), store._attributes
-    places, num_layers = trace._row, store.num_layers
+    places = trace._row
     graph = (places.graph_segment, places.graph_row)
     sequence = (places.sequence_segment, places.sequence_row)
     for number, row in dict.fromkeys(place for place in (graph, sequence) if place[0] >= 0):
@@ -83,7 +83,7 @@ def stored_traces(store: TraceStore, index: int) -> Iterator[PackedTrace]:
         if (number, row) == graph:
             hidden = trace.hidden_states
             record.hidden = list(hidden)
-            packed.arrays["hidden_states"] = [hidden.reshape(num_layers * record.num_tokens, -1)]
+            packed.arrays["hidden_states"] = [hidden]
             packed.layout, packed.graph_crc = places.layout, places.graph_crc32c
         if packed.layout != schema.LAYOUT_NONE:
             attention = trace.attention_packed
