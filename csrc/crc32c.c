@@ -100,9 +100,9 @@ static inline __m512i fold(__m512i a, __m512i by, __m512i b)
                                      0x96);
 }
 
-/* The state (a checksum that is not inverted yet) behind `c` and n bytes, a multiple of FOLD_BYTES and at least that, by
- * carry-less products (Gopal et al., Fast CRC Computation for Generic Polynomials Using
- * PCLMULQDQ, Intel 2009). */
+/* The state (a checksum that is not inverted yet) behind `c` and n bytes, a multiple of
+ * FOLD_BYTES and at least that, by carry-less products (Gopal et al., Fast CRC Computation
+ * for Generic Polynomials Using PCLMULQDQ, Intel 2009). */
 __attribute__((target(FOLDING)))
 static uint32_t crc32c_folded(uint32_t c, const unsigned char *p, size_t n)
 {

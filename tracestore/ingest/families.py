@@ -73,15 +73,9 @@ class _Limits:
     def spend(self, text_bytes: int = 0, array_bytes: int = 0) -> None:
         """One value more, of so many bytes."""
         self._values += 1
-        if text_bytes:
-            self._text_bytes += text_bytes
-        if array_bytes:
-            self._array_bytes += array_bytes
-        if (
-            self._values > self._max_values
-            or self._text_bytes > self._max_text_bytes
-            or self._array_bytes > self._max_array_bytes
-        ):
+        self._text_bytes += text_bytes
+        self._array_bytes += array_bytes
+        if self._exceeded():
             there = self._read_bytes()
             self._max_values = _FREE_VALUES + _VALUES_PER_BYTE * there
             self._max_text_bytes = _FREE_TEXT + _TEXT_TIMES * there
