@@ -16,7 +16,7 @@ from typing import Any
 from tracestore.console import Output, Parser, Progress, format_size, leave, parse_size, positive, run
 from tracestore.errors import InputRefusedError, MapFaultError, UsageError
 from tracestore.ingest.cluster import ClusterStream, read_sources_on_cluster
-from tracestore.ingest.reading import CUT_SHORT, PackOptions, SourceStream, read_sources
+from tracestore.ingest.reading import CUT_SHORT, AheadOptions, PackOptions, SourceStream, read_sources
 from tracestore.ingest.scores import Scores, read_scores
 from tracestore.ingest.sources import find_scores, find_sources
 from tracestore.store import fsio, schema
@@ -165,7 +165,16 @@ class Conversion:
                 self.sources, pack_options, address=self.args.dask, workers=self.args.workers, **waiting
             )
         else:
-            streams = read_sources(self.sources, pack_options, workers=self.args.workers, **waiting)
+            ahead = None
+            # One worker has nobody to be ahead of, and what is coded is not what a segment has.
+            if self.args.workers > 1 and options["codec"] == "none":
+                ahead = AheadOptions(
+                    writer.path / fsio.SPOOL_FOLDER,
+                    writer.close_bytes,
+                    writer.split_bytes,
+                    lambda: writer.pending_bytes,
+                )
+            streams = read_sources(self.sources, pack_options, workers=self.args.workers, ahead=ahead, **waiting)
         with closing(streams):  # type: ignore[type-var]
             for stream in streams:
                 try:

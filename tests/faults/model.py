@@ -16,6 +16,7 @@ and of unsynced bytes of files, but for the first two, nothing, all, or random s
 
 import os
 import random
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -111,8 +112,13 @@ class Disk:
             parent.change(self.time, "unlink", name)
         elif kind == "rename":
             parent, name = self._parent(path)
-            assert Path(path).parent == Path(rest[0]).parent, "renames stay in their folder"
-            parent.change(self.time, "rename", name, Path(rest[0]).name)
+            target, new_name = self._parent(rest[0])
+            if target is parent:
+                parent.change(self.time, "rename", name, new_name)
+            else:
+                # Of two folders: one may know of it and the other not, but in a journal's order.
+                target.change(self.time, "link", new_name, parent.names[name])
+                parent.change(self.time, "unlink", name)
         elif kind == "write":
             node, (offset, data) = self.node(path), rest
             node.data.extend(bytes(max(0, offset - len(node.data))))
@@ -159,18 +165,21 @@ def take(folder):
 
 
 class Recorder:
-    """Patches os; `log` gets (kind, path under the folder, ...) for each change."""
+    """Patches os; `log` gets (kind, path under the folder, ...) for each change, one at a time."""
 
     def __init__(self, folder, patch):
         self.folder, self.log, self._fds = Path(folder), [], {}
+        self._lock = threading.Lock()
         for name in ("open", "write", "pwritev", "fsync", "close", "mkdir", "rename", "unlink", "rmdir", "truncate"):
             patch.setattr(os, name, self._recorded(getattr(self, f"_{name}"), getattr(os, name)))
-        for name in ("pwrite", "writev", "ftruncate", "replace", "link", "symlink", "removedirs"):
+        patch.setattr(os, "ftruncate", self._recorded(self._ftruncate, os.ftruncate))
+        for name in ("pwrite", "writev", "replace", "link", "symlink", "removedirs"):
             patch.setattr(os, name, self._refused)
 
     def _recorded(self, note, call):
         def recorded(*args, **kwargs):
-            return note(call, *args, **kwargs)
+            with self._lock:
+                return note(call, *args, **kwargs)
 
         return recorded
 
@@ -208,6 +217,11 @@ class Recorder:
             self.log.append(("write", self._fds[fd][0], offset, data))
         return done
 
+    def _ftruncate(self, call, fd, size):
+        call(fd, size)
+        if fd in self._fds:
+            self.log.append(("truncate", self._fds[fd][0], size))
+
     def _fsync(self, call, fd):
         if fd not in self._fds:
             return call(fd)
@@ -226,6 +240,10 @@ class Recorder:
             if inside is not None:
                 rest = [self._inside(args[0])] if kind == "rename" else args if kind == "truncate" else ()
                 self.log.append((kind, inside, *rest))
+                if kind == "rename":  # who has the file open goes on writing to it
+                    for entry in self._fds.values():
+                        if entry[0] == inside:
+                            entry[0] = rest[0]
             return done
 
         return note

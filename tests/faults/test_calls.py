@@ -25,24 +25,27 @@ def test_the_shim_sees_the_calls(driver):
 
 
 @pytest.mark.timeout(7200)
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_at_every_call(driver, fault):
+def test_a_fault_at_every_call(driver, fault, ahead):
     """After each the store opens, verifies and holds what was committed; run again it ends
-    in the bytes of a run that was never stopped."""
-    calls = driver.ask(action="pass", log=True)["calls"]
+    in the bytes of a run that was never stopped. `ahead`: two workers, and all that they pack
+    goes into files that the segments take over."""
+    calls = driver.ask(action="pass", log=True, ahead=ahead)["calls"]
+    assert any("/.spool/" in call for call in calls) == ahead
     numbers = range(1, len(calls) + 1)
     if fault == "short write":
         numbers = [n for n in numbers if calls[n - 1].startswith(("write", "pwrite"))]
     # Shortly: the same share of the calls of every kind and place, and the rare ones all.
     if not ALL:
-        rare = {n for n in numbers if calls[n - 1].startswith(("rename", "unlink", "rmdir"))}
+        rare = {n for n in numbers if calls[n - 1].startswith(("rename", "unlink", "rmdir", "ftruncate"))}
         rare |= {n for n in numbers if "/manifest" in calls[n - 1] or calls[n - 1].endswith(".zarr.json")}
         offset, step = list(FAULTS).index(fault), 97
         numbers = sorted({*list(numbers)[offset::step], *sorted(rare)[offset % 4 :: 4]})
     wrong = []
     numbers = part_of(numbers)
     for n in numbers:
-        found = driver.ask(at=n, **FAULTS[fault])["wrong"]
+        found = driver.ask(at=n, ahead=ahead, **FAULTS[fault])["wrong"]
         if found:
             wrong.append(f"{fault} at call {n} of {len(calls)} ({calls[n - 1]}): {found}")
     print(f"{fault}: {len(numbers)} of {len(calls)} calls")

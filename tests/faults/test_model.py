@@ -10,6 +10,7 @@ from tests.faults.conftest import ALL, make_data, part_of
 from tests.faults.driver import run_convert, small_commits
 from tests.helpers import read_all, tree_bytes
 from tracestore.errors import UsageError
+from tracestore.ingest.forecast import Forecast
 from tracestore.store import writer
 from tracestore.store.verify import verify_store
 
@@ -22,9 +23,11 @@ def work(memory, request, monkeypatch):
     return make_data(folder / "data", num_files=3), folder
 
 
-def record(arguments, folder):
-    """-> operations below `folder` of a conversion, with a mark after each commit that returned."""
+def record(arguments, folder, ahead=False):
+    """-> operations below `folder` of a conversion, with a mark after each commit that returned.
+    `ahead`: two workers, and all that they pack goes into files that the segments take over."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Forecast, "begins_segment", lambda *_: ahead)
         recorder, original = model.Recorder(folder, patch), writer.StoreWriter.commit
 
         def commit(own):
@@ -32,7 +35,8 @@ def record(arguments, folder):
             recorder.log.append(("commit", own.manifest.num_traces))
 
         patch.setattr(writer.StoreWriter, "commit", commit)
-        assert run_convert(arguments) == 0
+        assert run_convert([*arguments, "--workers", 2 if ahead else 1]) == 0
+    assert any(op[0] == "rename" and "/.spool/" in op[1] for op in recorder.log) == ahead
     return recorder.log
 
 
@@ -67,7 +71,7 @@ def crash_everywhere(data, folder, base, log, expected, truth, step, seeds, agai
             else:
                 assert committed[k] == 0
             if cases % again == 0:
-                assert run_convert([data, disk / "s.zarr"]) == 0
+                assert run_convert([data, disk / "s.zarr", "--workers", 1]) == 0
                 assert tree_bytes(disk / "s.zarr") == expected
         except BaseException as error:
             raise AssertionError(f"{where}: {error}") from error
@@ -76,12 +80,13 @@ def crash_everywhere(data, folder, base, log, expected, truth, step, seeds, agai
 
 
 @pytest.mark.timeout(7200)
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("start", ["from nothing", "after a crash"])
-def test_every_crash(work, start):
+def test_every_crash(work, start, ahead):
     data, folder = work
     store = folder / "first" / "s.zarr"
     store.parent.mkdir()
-    log = record([data, store], store.parent)
+    log = record([data, store], store.parent, ahead)
     expected = tree_bytes(store)
     with tracestore.open(store) as opened:
         truth = {t["question_id"]: t for t in read_all(opened)}
@@ -97,20 +102,21 @@ def test_every_crash(work, start):
         again = folder / "second"
         again.mkdir()
         model.put(base, again)
-        log = record([data, again / "s.zarr"], again)
+        log = record([data, again / "s.zarr"], again, ahead)
         log.insert(0, ("commit", 4))
     step, seeds = (1, 2) if ALL else (90, 1)
     cases = crash_everywhere(data, folder, base, log, expected, truth, step, seeds, 3 if ALL else 4)
-    print(f"{start}: {cases} states of {len(log)} operations")
+    print(f"{start}, ahead {ahead}: {cases} states of {len(log)} operations")
     assert cases
 
 
-def test_the_model_forgets_what_was_not_synced(work):
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_model_forgets_what_was_not_synced(work, ahead):
     """Without its syncs the protocol fails in the model: it is the syncs that are tested."""
     data, folder = work
     store = folder / "first" / "s.zarr"
     store.parent.mkdir()
-    log = record([data, store], store.parent)
+    log = record([data, store], store.parent, ahead)
     with tracestore.open(store) as opened:
         truth = {t["question_id"]: t for t in read_all(opened)}
     expected = tree_bytes(store)

@@ -4,6 +4,7 @@ A worker packs a source into a spool file in the store's folder; the one writer 
 files up in order, so that the store is the same bytes as from one process.
 """
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from tracestore.ingest.reading import PackOptions, identified, in_order, packed_
 from tracestore.ingest.sources import Identity, SourceFile
 from tracestore.store import fsio
 from tracestore.store.pack import PackedTrace
-from tracestore.store.spool import SPOOL_FOLDER, read_spool, write_spool
+from tracestore.store.spool import read_spool, write_spool
 
 _PATIENCE_S = 0.02
 _CONNECT_S = 10
@@ -98,7 +99,7 @@ def read_sources_on_cluster(
     except ImportError:
         raise UsageError("--dask needs the packages of: pip install tracestore[dask]") from None
     assert options.scratch is not None
-    spool = options.scratch.absolute() / SPOOL_FOLDER
+    spool = options.scratch.absolute() / fsio.SPOOL_FOLDER
     fsio.remove_tree(spool)
     spool.mkdir()
     cluster = None
@@ -126,4 +127,5 @@ def read_sources_on_cluster(
     finally:
         if cluster is not None:
             cluster.close()
-        fsio.remove_tree(spool)
+        with contextlib.suppress(OSError):  # the next writer removes what stays
+            fsio.remove_tree(spool)

@@ -4,6 +4,7 @@ What costs time runs outside the interpreter's lock: inflating, checksums, packi
 Each source has a thread while it is read, and all of them a bound on what waits to be taken.
 """
 
+import contextlib
 import os
 import threading
 from collections import deque
@@ -16,7 +17,10 @@ from typing import Protocol, TypeVar
 
 from tracestore.errors import InputRefusedError, MapFaultError
 from tracestore.ingest.families import read_traces
+from tracestore.ingest.forecast import Forecast
 from tracestore.ingest.sources import Identity, SourceFile, fingerprint
+from tracestore.store.ahead import AheadArrays
+from tracestore.store.fsio import remove_tree
 from tracestore.store.pack import PackedTrace, pack_record
 from tracestore.store.scratch import Scratch
 
@@ -42,10 +46,25 @@ class PackOptions:
     max_waiting: int = 64 << 20
 
 
+@dataclass(frozen=True)
+class AheadOptions:
+    """Where the rows of sources that will begin a segment are written before their turn; when the
+    writer closes and splits segments, and how much it has in the present one between sources."""
+
+    folder: Path
+    close_bytes: int
+    split_bytes: int
+    pending_bytes: Callable[[], int]
+
+
 def packed_traces(
-    source: SourceFile, options: PackOptions, is_ahead: Callable[[], bool] = lambda: True
+    source: SourceFile,
+    options: PackOptions,
+    is_ahead: Callable[[], bool] = lambda: True,
+    may_borrow: Callable[[], bool] = lambda: False,
 ) -> Iterator[PackedTrace]:
-    """The traces of one source, packed; inflated ahead while `is_ahead()`. InputRefusedError
+    """The traces of one source, packed; inflated ahead while `is_ahead()`. may_borrow() is
+    asked before each: whether it goes before the next one is asked for. InputRefusedError
     names file, position and field."""
     scratch = Scratch(options.scratch, max_memory=options.max_memory)
     need_attention = options.attention != "none"
@@ -53,7 +72,13 @@ def packed_traces(
     with closing(records):  # type: ignore[type-var]
         for record in records:
             try:
-                yield pack_record(record, attention=options.attention, keep_dtype=options.keep_dtype, scratch=scratch)
+                yield pack_record(
+                    record,
+                    attention=options.attention,
+                    keep_dtype=options.keep_dtype,
+                    scratch=scratch,
+                    may_borrow=may_borrow(),
+                )
             except InputRefusedError as error:
                 raise error.at(source=source.name, position=record.position) from None
             except MapFaultError:
@@ -106,14 +131,23 @@ class SourceStream:
     `is_known` was true of them. Both raise what reading the source has raised.
     """
 
-    def __init__(self, source: SourceFile, room: WaitingRoom, on_wait: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        source: SourceFile,
+        room: WaitingRoom,
+        on_wait: Callable[[], None],
+        forecast: Forecast,
+        ahead: AheadArrays | None,
+    ) -> None:
         self.source = source
+        self._forecast, self._extent, self._ahead = forecast, forecast.add(), ahead
+        self._is_ahead = False  # whether traces go into files
         self._room, self._on_wait = room, on_wait
         self._changed = room.changed
         self._identity: Identity | None = None
         self._waiting: deque[PackedTrace] = deque()
         self._error: BaseException | None = None
-        self._in_turn = self._ended = self._cancelled = False
+        self._in_turn = self._is_begun = self._ended = self._cancelled = False
 
     def fill(self, options: PackOptions, is_known: Callable[[str, int, str], bool]) -> None:
         """Reads the source; runs in the thread."""
@@ -122,14 +156,11 @@ class SourceStream:
                 self._room.num_reading += 1
             identity = identified(self.source)
             with self._changed:
-                self._identity = identity
+                self._identity, self._extent.file_bytes = identity, identity.size
                 self._changed.notify_all()
             if not self._cancelled and not is_known(self.source.name, identity.size, identity.fingerprint):
-                traces = packed_traces(self.source, options, self._room.is_idle)
-                with closing(traces):  # type: ignore[type-var]
-                    for trace in traces:
-                        self._put(trace)
-                        del trace
+                with contextlib.nullcontext() if self._ahead is None else closing(self._ahead):
+                    self._read(options)
         except Cancelled:
             return
         except BaseException as error:
@@ -137,18 +168,54 @@ class SourceStream:
         finally:
             with self._changed:
                 self._room.num_reading -= 1
+                self._forecast.end(self._extent, is_refused=self._error is not None)
                 self._ended = True
                 self._changed.notify_all()
 
+    def _read(self, options: PackOptions) -> None:
+        traces = packed_traces(self.source, options, self._room.is_idle, self._is_written_ahead)
+        with closing(traces):  # type: ignore[type-var]
+            for trace in traces:
+                self._put(trace)
+                del trace
+
+    def _is_written_ahead(self) -> bool:
+        """Whether the next trace goes into a file. Once one does, all of the source do: those
+        that wait are written then, if none of them has been taken."""
+        if self._ahead is not None and not self._is_ahead:
+            with self._changed:
+                if self._is_begun or not self._forecast.begins_segment(self._extent):
+                    return False
+                waiting = list(self._waiting)
+                self._drop_waiting()
+                self._extent.packed_bytes = 0
+            self._is_ahead = True
+            for trace in waiting:
+                self._put(trace)
+        return self._is_ahead
+
+    def _drop_waiting(self) -> None:
+        self._room.add(-sum(trace.held_bytes for trace in self._waiting))
+        self._waiting.clear()
+
     def _put(self, trace: PackedTrace) -> None:
-        size = trace.num_bytes
+        segment_bytes = trace.segment_bytes
+        if self._ahead is not None and self._is_ahead:
+            written = self._ahead.write(trace.held, segment_bytes)
+            if written is not None:
+                trace.arrays = written
+            else:
+                # From here on in memory: the writer refuses the trace, or meets the same in its turn.
+                self._ahead, self._is_ahead = None, False
+        size = trace.held_bytes
         with self._changed:
-            while not (self._cancelled or self._has_room(size)):
+            while not (self._cancelled or size == 0 or self._has_room(size)):
                 self._room.num_reading -= 1
                 self._changed.wait()
                 self._room.num_reading += 1
             if self._cancelled:
                 raise Cancelled
+            self._extent.packed_bytes += segment_bytes
             self._waiting.append(trace)
             self._room.add(size)
 
@@ -174,6 +241,7 @@ class SourceStream:
 
     def __iter__(self) -> Iterator[PackedTrace]:
         with self._changed:
+            self._forecast.begin(self._extent)
             self._in_turn = True
             self._changed.notify_all()
         while True:
@@ -182,7 +250,8 @@ class SourceStream:
                 if not self._waiting:
                     break
                 trace = self._waiting.popleft()
-                self._room.add(-trace.num_bytes)
+                self._is_begun = True
+                self._room.add(-trace.held_bytes)
             yield trace
             del trace
         if self._error is not None:
@@ -192,8 +261,7 @@ class SourceStream:
         """Lets the thread end; what it has read is dropped."""
         with self._changed:
             self._cancelled = True
-            self._room.add(-sum(trace.num_bytes for trace in self._waiting))
-            self._waiting.clear()
+            self._drop_waiting()
 
 
 class Stream(Protocol):
@@ -227,16 +295,21 @@ def read_sources(
     workers: int,
     is_known: Callable[[str, int, str], bool],
     on_wait: Callable[[], None],
+    ahead: AheadOptions | None = None,
 ) -> Iterator[SourceStream]:
     """A stream a source, in order; `workers` sources are read at the same time, at most
     options.max_waiting bytes ahead. on_wait() is called now and then while the
-    caller waits, and may raise. Closing the iterator ends the threads."""
+    caller waits, and may raise. Closing the iterator ends the threads, and removes the files
+    that were written ahead and that no segment has taken over."""
     pool = ThreadPoolExecutor(workers, thread_name_prefix="tracestore-read")
     room = WaitingRoom(options.max_waiting)
+    forecast = Forecast(1, lambda: 0) if ahead is None else Forecast(ahead.close_bytes, ahead.pending_bytes)
 
     def started() -> Iterator[SourceStream]:
-        for source in sources:
-            stream = SourceStream(source, room, on_wait)
+        for number, source in enumerate(sources):
+            arrays = None if ahead is None else AheadArrays(ahead.folder / f"{number:08d}", ahead.split_bytes)
+            with room.changed:  # the forecast is the readers' too
+                stream = SourceStream(source, room, on_wait, forecast, arrays)
             pool.submit(stream.fill, options, is_known)
             yield stream
 
@@ -245,3 +318,6 @@ def read_sources(
             yield from streams
     finally:
         pool.shutdown(cancel_futures=True)
+        if ahead is not None:
+            with contextlib.suppress(OSError):  # the next writer removes what stays
+                remove_tree(ahead.folder)

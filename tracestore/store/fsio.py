@@ -12,8 +12,10 @@ from typing import Any, BinaryIO
 from tracestore.errors import NoSpaceError, StorageError, StoreLockedError, UsageError
 
 TEMPORARY_PREFIX = ".tmp-"
+SPOOL_FOLDER = ".spool"  # in the store, of what is packed before its turn
 
 _HELD = (errno.EWOULDBLOCK, errno.EACCES)
+_MAX_PIECES = 512  # of one call; IOV_MAX is 1,024
 
 
 def again(call: Callable[..., Any], *arguments: Any) -> Any:
@@ -55,11 +57,11 @@ def write_all(fd: int, data: memoryview) -> None:
 
 
 def write_pieces(fd: int, pieces: Sequence[memoryview], offset: int) -> None:
-    """The pieces one behind the other from `offset` on, without a copy; at most IOV_MAX
-    (1,024) of them. One that failed half-way can be written again."""
+    """The pieces one behind the other from `offset` on, without a copy. What failed
+    half-way can be written again."""
     left = list(pieces)
     while left:
-        written = os.pwritev(fd, left, offset)
+        written = os.pwritev(fd, left[:_MAX_PIECES], offset)
         offset += written
         while left and written >= len(left[0]):
             written -= len(left.pop(0))
@@ -92,7 +94,8 @@ def make_folders(path: Path) -> None:
     """Path.mkdir(parents=True, exist_ok=True)."""
     if not path.is_dir():
         make_folders(path.parent)
-        again(os.mkdir, path)
+        with contextlib.suppress(FileExistsError):  # another thread made it
+            again(os.mkdir, path)
 
 
 def remove_tree(path: Path) -> None:

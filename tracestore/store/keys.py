@@ -42,7 +42,7 @@ class Keys:
     def new_places(self, trace: PackedTrace) -> set[int]:
         """Which of the two places the trace brings that its key does not have yet."""
         record = trace.record
-        brings = {mf.GROUP_GRAPH: trace.graph_crc} if record.hidden is not None else {}
+        brings = {mf.GROUP_GRAPH: trace.graph_crc} if "hidden_states" in trace.arrays else {}
         if "last_token" in trace.arrays:
             brings[mf.GROUP_SEQUENCE] = trace.sequence_crc
         key = (record.question_id, record.sample)

@@ -64,10 +64,14 @@ def stored_traces(store: TraceStore, index: int) -> Iterator[PackedTrace]:
     for number, row in dict.fromkeys(place for place in (graph, sequence) if place[0] >= 0):
         segment = store._segment(number)
         record, bits = _row(segment, row, trace.question_id, trace.label)
+        arrays: dict[str, list[np.ndarray]] = {}
         packed = PackedTrace(
             record=record,
+            num_layers=store.num_layers,
+            num_tokens=trace.num_tokens if (number, row) == graph else 0,
+            hidden_dim=store.hidden_dim,
             layout=schema.LAYOUT_NONE,
-            arrays={},
+            arrays=arrays,
             edge_counts=None,
             reversed_edges=bool(segment.scalar("edges_reversed", row)),
             num_nonfinite=segment.scalar("num_nonfinite", row),
@@ -81,21 +85,18 @@ def stored_traces(store: TraceStore, index: int) -> Iterator[PackedTrace]:
             attention_dtype=None,
         )
         if (number, row) == graph:
-            hidden = trace.hidden_states
-            record.hidden = list(hidden)
-            packed.arrays["hidden_states"] = [hidden]
+            arrays["hidden_states"] = [trace.hidden_states]
             packed.layout, packed.graph_crc = places.layout, places.graph_crc32c
         if packed.layout != schema.LAYOUT_NONE:
             attention = trace.attention_packed
             packed.num_heads, packed.attention_dtype = attributes.num_heads, attributes.attention_dtype
             if isinstance(attention, PackedEdges):
                 packed.edge_counts = np.diff(attention.ptr)
-                packed.arrays |= {"edge_index": [attention.edge_index], "edge_weight": [attention.weight]}
+                arrays |= {"edge_index": [attention.edge_index], "edge_weight": [attention.weight]}
             else:
-                packed.arrays["attention"] = [attention.reshape(-1)]
+                arrays["attention"] = [attention.reshape(-1)]
         if (number, row) == sequence:
-            record.last_token = trace.last_token
-            packed.arrays["last_token"] = [record.last_token]
+            arrays["last_token"] = [trace.last_token]
             packed.sequence_crc = places.sequence_crc32c
         yield packed
 

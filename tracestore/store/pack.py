@@ -1,23 +1,32 @@
 """Packing a checked trace: the arrays a segment appends."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from tracestore._core import kernels
 from tracestore.store import schema
+from tracestore.store.ahead import WrittenRows
 from tracestore.store.record import TraceRecord, extras_json, refuse
 from tracestore.store.scratch import Scratch
+
+
+def num_bytes_of(rows: Sequence[np.ndarray] | WrittenRows) -> int:
+    return rows.nbytes if isinstance(rows, WrittenRows) else sum(a.nbytes for a in rows)
 
 
 @dataclass
 class PackedTrace:
     """What a segment appends: buffers for the large arrays, values for the rest."""
 
-    record: TraceRecord
+    record: TraceRecord  # without its arrays
+    num_layers: int
+    num_tokens: int  # 0 where there are only last tokens
+    hidden_dim: int
     layout: int
-    arrays: dict[str, list[np.ndarray]]  # of hidden_states a layer each (S, D), or all (L, S, D)
+    # Of hidden_states a layer each (S, D), or all (L, S, D); in memory or in a file.
+    arrays: Mapping[str, Sequence[np.ndarray] | WrittenRows]
     edge_counts: np.ndarray | None
     reversed_edges: bool
     num_nonfinite: int
@@ -32,7 +41,23 @@ class PackedTrace:
 
     @property
     def num_bytes(self) -> int:
-        return sum(a.nbytes for pieces in self.arrays.values() for a in pieces)
+        """Of its arrays, wherever they are."""
+        return sum(map(num_bytes_of, self.arrays.values()))
+
+    @property
+    def held(self) -> dict[str, Sequence[np.ndarray]]:
+        """Its arrays in memory."""
+        return {name: rows for name, rows in self.arrays.items() if not isinstance(rows, WrittenRows)}
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(map(num_bytes_of, self.held.values()))
+
+    @property
+    def segment_bytes(self) -> int:
+        """What a segment grows by with it, as its size is counted."""
+        texts = sum(map(len, self.record.tokens_decoded or ())) + sum(map(len, self.record.strings.values()))
+        return self.num_bytes + 4 * self.num_tokens + texts + len(self.extras)
 
 
 def _stored(array: np.ndarray, keep: bool, name: str, scratch: Scratch) -> np.ndarray:
@@ -138,10 +163,13 @@ def _pack_edges(
 
 
 def pack_record(
-    record: TraceRecord, *, attention: str, keep_dtype: bool, scratch: Scratch | None = None
+    record: TraceRecord, *, attention: str, keep_dtype: bool, scratch: Scratch | None = None, may_borrow: bool = False
 ) -> PackedTrace:
-    """Packs a checked trace for a store with these options; what takes much room lies in
-    `scratch` (by default in memory). InputRefusedError where a value does not fit."""
+    """Packs a checked trace for a store with these options, and takes its arrays from the record;
+    what takes much room lies in `scratch` (by default in memory). may_borrow: the trace goes
+    before the next record is read, so that nothing need be copied of what the record borrows.
+    InputRefusedError where a value does not fit."""
+    num_layers, num_tokens, hidden_dim = record.num_layers, record.num_tokens, record.hidden_dim
     scratch = scratch or Scratch(max_memory=1 << 62)
     scratch.start()
     arrays: dict[str, list[np.ndarray]] = {}
@@ -163,7 +191,7 @@ def pack_record(
     if record.hidden is not None:
         layers, copy = arrays["hidden_states"], None
         # A large trace is a load that its bytes tell; and it may lie in files.
-        if record.is_borrowed and len(layers) * layers[0].nbytes <= scratch.max_memory // 2:
+        if record.is_borrowed and not may_borrow and len(layers) * layers[0].nbytes <= scratch.max_memory // 2:
             copy = scratch.empty((len(layers), *layers[0].shape), layers[0].dtype)
         nonfinite, crcs["hidden_states"] = _scan(layers, hidden_dtype, copy)
         record.hidden = layers
@@ -182,7 +210,7 @@ def pack_record(
         present |= bits["attentions"]
         heads = int(record.attention[0].shape[0])
         layout, arrays["attention"], attention_dtype, bad, crcs["attention"] = _pack_attention(
-            record.attention, attention, keep_dtype, record.num_tokens, scratch
+            record.attention, attention, keep_dtype, num_tokens, scratch
         )
         nonfinite += bad
     if record.edges is not None:
@@ -208,9 +236,12 @@ def pack_record(
     ):
         present |= bits[name] if here else 0
     # While the trace waits it holds what is stored of it, not what that was made from.
-    record.attention = record.edges = None
+    record.hidden = record.attention = record.edges = record.last_token = None
     return PackedTrace(
         record=record,
+        num_layers=num_layers,
+        num_tokens=num_tokens,
+        hidden_dim=hidden_dim,
         layout=layout,
         arrays=arrays,
         edge_counts=counts,

@@ -11,10 +11,11 @@ import numpy as np
 from tracestore._core.kernels import crc32c
 from tracestore.errors import StoreDamagedError
 from tracestore.store import schema
+from tracestore.store.ahead import WrittenRows
 from tracestore.store.files import FileEntry, StoreFiles
 from tracestore.store.fsio import fsync_path, make_folders, remove_tree, write_file
 from tracestore.store.metadata import array_metadata, group_metadata
-from tracestore.store.pack import PackedTrace
+from tracestore.store.pack import PackedTrace, num_bytes_of
 from tracestore.store.ragged import decode_string, encode_strings
 from tracestore.store.shard import ArrayReader, ChunkCache, ShardStream
 
@@ -96,24 +97,25 @@ class SegmentWriter:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def _stream(self, name: str, array: np.ndarray, dtype_text: str | None, trace_bytes: int) -> ShardStream:
+    def _stream(
+        self, name: str, dtype: np.dtype, shape: tuple[int, ...], dtype_text: str | None, trace_bytes: int
+    ) -> ShardStream:
         if name not in self._streams:
-            dtype = array.dtype if dtype_text is None else schema.storage_dtype(dtype_text)
+            dtype = dtype if dtype_text is None else schema.storage_dtype(dtype_text)
             chunk_bytes = schema.INNER_CHUNK_BYTES
             if self.codec != "none":
                 chunk_bytes = min(max(trace_bytes // 2, schema.MIN_CODED_CHUNK_BYTES), schema.INNER_CHUNK_BYTES)
-            columns = tuple(array.shape[1:])
+            columns = tuple(shape[1:])
             if name == "hidden_states":
-                columns = (array.shape[-1],)
+                columns = (shape[-1],)
             elif name == "last_token":
                 assert self.attributes.num_layers is not None
-                columns = (self.attributes.num_layers, array.shape[-1])
+                columns = (self.attributes.num_layers, shape[-1])
             self._streams[name] = self._writer.stream(name, dtype, columns, self.codec, chunk_bytes)
         return self._streams[name]
 
     def append(self, trace: PackedTrace, attributes: schema.Attributes) -> SegmentRow:
         self.attributes = attributes
-        record = trace.record
         dtypes = {
             "hidden_states": attributes.hidden_dtype,
             "last_token": attributes.hidden_dtype,
@@ -123,28 +125,30 @@ class SegmentWriter:
         }
         assert attributes.num_layers is not None
         row = SegmentRow(
-            num_tokens=record.num_tokens,
+            num_tokens=trace.num_tokens,
             layout=trace.layout,
             hidden_row=self._hidden_rows,
             attention_start=self._edge_layers if trace.layout == schema.LAYOUT_EDGES else self._attention,
             last_token_row=self._last_rows if "last_token" in trace.arrays else -1,
         )
-        for name, pieces in trace.arrays.items():
-            num_bytes = sum(p.nbytes for p in pieces)
-            self._stream(name, pieces[0], dtypes[name], num_bytes).append(pieces, trace.crcs.get(name))
-            self.num_bytes += num_bytes
-        self._hidden_rows += attributes.num_layers * record.num_tokens
+        self.num_bytes += trace.segment_bytes
+        for name, rows in trace.arrays.items():
+            first = rows if isinstance(rows, WrittenRows) else rows[0]
+            stream = self._stream(name, first.dtype, first.shape, dtypes[name], num_bytes_of(rows))
+            if isinstance(rows, WrittenRows):
+                stream.append_written(rows, trace.crcs.get(name))
+            else:
+                stream.append(rows, trace.crcs.get(name))
+        self._hidden_rows += attributes.num_layers * trace.num_tokens
         if "attention" in trace.arrays:
-            self._attention += sum(a.size for a in trace.arrays["attention"])
+            rows = trace.arrays["attention"]
+            self._attention += rows.size if isinstance(rows, WrittenRows) else sum(a.size for a in rows)
         if trace.edge_counts is not None:
             self._edge_counts.append(trace.edge_counts)
             self._edge_layers += len(trace.edge_counts)
             self._edge_total += int(trace.edge_counts.sum())
         self._last_rows += "last_token" in trace.arrays
-        text = sum(len(s) for s in record.tokens_decoded or ()) + sum(map(len, record.strings.values()))
-        self.num_bytes += 4 * record.num_tokens + text + len(trace.extras)
         trace.arrays = {}
-        record.hidden = record.attention = record.edges = record.last_token = None
         self.rows.append(row)
         self._traces.append(trace)
         return row

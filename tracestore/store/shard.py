@@ -19,11 +19,12 @@ from tracestore._core.gather import Slab
 from tracestore._core.kernels import crc32c, crc32c_combine
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import StoreDamagedError
+from tracestore.store.ahead import AheadFile, WrittenRows
 from tracestore.store.files import FileEntry, StoreFiles
-from tracestore.store.fsio import again, make_folders, naming, write_pieces
+from tracestore.store.fsio import again, make_folders, naming, remove_tree, write_pieces
 
 _BUFFER_BYTES = 1 << 20
-_MAX_PIECES = 512
+_MAX_PIECES = 512  # that wait to be written
 
 
 def _numcodec(name: str, itemsize: int) -> Any:
@@ -53,6 +54,7 @@ class ShardStream:
         self._waiting = 0
         self._written = 0
         self._crc = 0
+        self._taken: AheadFile | None = None  # the file that became this one's
         self._coder = _numcodec(codec, dtype.itemsize) if codec != "none" else None
         self._chunks: list[tuple[int, int]] = []
         self._fd = -1
@@ -107,6 +109,27 @@ class ShardStream:
                 if len(self._buffer) >= self.chunk_rows * self.row_bytes:
                     self.flush()
 
+    def append_written(self, rows: WrittenRows, crc: int | None = None) -> None:
+        """As append, of rows that lie in a file. It becomes this one's if it begins with the first rows of all;
+        then nothing is to be written of it, as long as none of its rows is left out. From there
+        on its rows move towards its beginning, never over rows that are still to come."""
+        if not rows.nbytes:
+            return
+        self.flush()
+        if self._coder is None and crc is not None:
+            if self._written == rows.begin == 0 and not rows.file.is_taken:
+                self.suspend()
+                rows.file.take(self.path)
+                self._taken = rows.file
+            if self._taken is rows.file and self._written == rows.begin:
+                self._crc = crc32c_combine(self._crc, crc, rows.nbytes)
+                self._written += rows.nbytes
+                self.num_bytes += rows.nbytes
+                return
+        for piece in rows.pieces():
+            self.append([piece])
+            self.flush()
+
     def flush(self) -> None:
         """Writes what waits, but for a chunk that is not full yet where chunks are coded."""
         if self._coder is None:
@@ -132,7 +155,11 @@ class ShardStream:
         # Also where the counters agree: a write that failed half-way has left bytes.
         self.suspend()
         self._written = written
-        if self.path.exists():
+        if written == 0:
+            # Not cut: its writer may still be at work on a file that was taken over.
+            remove_tree(self.path)
+            self._taken = None
+        elif self.path.exists():
             again(os.truncate, self.path, written)
 
     def suspend(self) -> None:
@@ -145,6 +172,9 @@ class ShardStream:
         assert not self._finished
         self._finished = True
         self.flush()
+        if self._taken is not None:  # beyond these it has rows of traces that were left out
+            with naming(self.path):
+                again(os.ftruncate, self._open(), self._written)
         if self._coder is None and self.num_rows:
             # As many chunks as it takes, but of even size: then the last one needs padding of less than
             # a row a chunk, not of up to a whole chunk, which was a hundredth of real stores.

@@ -21,9 +21,7 @@ from tracestore.store.fsio import naming, write_pieces
 from tracestore.store.pack import PackedTrace
 from tracestore.store.record import TraceRecord
 
-SPOOL_FOLDER = ".spool"  # in the store while a cluster works for it
 _LENGTH = struct.Struct("<QQ")  # of the header, of the arrays
-_MAX_PIECES = 512
 _RECORD_VALUES = (
     "question_id",
     "sample",
@@ -48,7 +46,7 @@ def write_spool(path: Path, traces: Iterable[PackedTrace]) -> int:
     try:
         with naming(path):
             for trace in traces:
-                arrays: list[tuple[str, np.ndarray]] = [(n, a) for n, pieces in trace.arrays.items() for a in pieces]
+                arrays: list[tuple[str, np.ndarray]] = [(n, a) for n, pieces in trace.held.items() for a in pieces]
                 if trace.record.tokens is not None:
                     arrays.append(("tokens", trace.record.tokens))
                 if trace.edge_counts is not None:
@@ -64,9 +62,8 @@ def write_spool(path: Path, traces: Iterable[PackedTrace]) -> int:
                 num_bytes = sum(a.nbytes for _, a in arrays)
                 pieces = [memoryview(_LENGTH.pack(len(header), num_bytes) + header)]
                 pieces += [_plain(a) for _, a in arrays if a.nbytes]
-                for k in range(0, len(pieces), _MAX_PIECES):
-                    write_pieces(fd, pieces[k : k + _MAX_PIECES], position)
-                    position += sum(map(len, pieces[k : k + _MAX_PIECES]))
+                write_pieces(fd, pieces, position)
+                position += sum(map(len, pieces))
                 count += 1
     finally:
         os.close(fd)
@@ -107,8 +104,4 @@ def _trace(header: dict[str, Any], data: memoryview) -> PackedTrace:
         else:
             beside[name] = array
     record = TraceRecord(**header["record"], tokens=beside.get("tokens"))
-    if "hidden_states" in arrays:
-        record.hidden = [h for a in arrays["hidden_states"] for h in (a if a.ndim == 3 else [a])]
-    else:
-        record.last_token = arrays["last_token"][0]
     return PackedTrace(record=record, arrays=arrays, edge_counts=beside.get("edge_counts"), **header["trace"])

@@ -20,7 +20,6 @@ from tracestore.store.pack import PackedTrace, pack_record
 from tracestore.store.pending import NAN, Pending, PendingSource
 from tracestore.store.record import TraceRecord
 from tracestore.store.segment import SegmentWriter, segment_name
-from tracestore.store.spool import SPOOL_FOLDER
 
 
 def is_store(path: Path) -> bool:
@@ -85,7 +84,7 @@ class StoreWriter:
         self.path = Path(path) if self._elsewhere is None else self._elsewhere.folder
         self._files: StoreFiles = LocalFiles(self.path) if self._elsewhere is None else self._elsewhere.files
         self._is_published = True
-        self._close_bytes, self._split_bytes = close_bytes, split_bytes
+        self.close_bytes, self.split_bytes = close_bytes, split_bytes
         self._on_duplicate = on_duplicate
         self._lock: fsio.WriterLock | None = None
         with fsio.translated_errors(self.path, None if expected_bytes is None else lambda: expected_bytes):
@@ -96,8 +95,8 @@ class StoreWriter:
                     # Until the first commit it is the lock that says whose folder this is: it
                     # must outlive a crash that anything beside it outlives.
                     fsio.fsync_path(self.path)
-                if (self.path / SPOOL_FOLDER).exists():  # a cluster's conversion was killed
-                    fsio.remove_tree(self.path / SPOOL_FOLDER)
+                if (self.path / fsio.SPOOL_FOLDER).exists():  # a conversion was killed
+                    fsio.remove_tree(self.path / fsio.SPOOL_FOLDER)
                 if overwrite and self._elsewhere is None:
                     self._clear()
                 self._load(attention, dtype, codec)
@@ -229,7 +228,7 @@ class StoreWriter:
         assert self._undo is not None
         self.flush_source()
         self._undo = None
-        if sum(s.num_bytes for s in self._pending.segments) >= self._close_bytes:
+        if sum(s.num_bytes for s in self._pending.segments) >= self.close_bytes:
             self.commit()
             return True
         return False
@@ -303,10 +302,10 @@ class StoreWriter:
         return True
 
     def _fitting_attributes(self, trace: PackedTrace) -> schema.Attributes:
-        a, record = self.attributes, trace.record
+        a = self.attributes
         found: dict[str, Any] = {
-            "num_layers": record.num_layers,
-            "hidden_dim": record.hidden_dim,
+            "num_layers": trace.num_layers,
+            "hidden_dim": trace.hidden_dim,
             "num_heads": trace.num_heads,
             "hidden_dtype": trace.hidden_dtype,
             "attention_dtype": trace.attention_dtype,
@@ -332,7 +331,7 @@ class StoreWriter:
 
     def _segment_for(self, trace: PackedTrace) -> SegmentWriter:
         segments = self._pending.segments
-        if segments and len(segments[-1]) and segments[-1].num_bytes + trace.num_bytes > self._split_bytes:
+        if segments and len(segments[-1]) and segments[-1].num_bytes + trace.num_bytes > self.split_bytes:
             segments[-1].suspend()
         elif segments:
             return segments[-1]
