@@ -87,7 +87,8 @@ def test_what_begins_a_segment_is_taken_over_and_not_copied(tmp_path, monkeypatc
 
 
 def test_what_is_written_ahead_takes_no_room(tmp_path):
-    """A source of any length is read to its end before its turn, with no memory to wait in."""
+    """A source of any length is read to its end before its turn, with no memory to wait in;
+    files that nothing took over are gone when it has been had."""
     for k in range(3):
         write_pickle(tmp_path / f"{k}.pkl", [make_trace(10 * k + i, tokens=9) for i in range(8)])
     sources = find_sources([tmp_path], tmp_path / "s.zarr")
@@ -96,6 +97,7 @@ def test_what_is_written_ahead_takes_no_room(tmp_path):
     streams = read_sources(sources, options, workers=3, is_known=lambda *_: False, on_wait=lambda: None, ahead=ahead)
     ids = []
     for k, stream in enumerate(streams):
+        assert not (tmp_path / "ahead" / f"{k - 1:08d}").exists()
         if k == 0:
             stream._is_begun = True
         for trace in stream:

@@ -4,7 +4,6 @@ A worker packs a source into a spool file in the store's folder; the one writer 
 files up in order, so that the store is the same bytes as from one process.
 """
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -80,7 +79,7 @@ class ClusterStream:
     def cancel(self) -> None:
         if self._future is not None:
             self._future.cancel()
-        fsio.remove_tree(self.target)
+        fsio.remove_if_possible(self.target)
 
 
 def read_sources_on_cluster(
@@ -127,5 +126,4 @@ def read_sources_on_cluster(
     finally:
         if cluster is not None:
             cluster.close()
-        with contextlib.suppress(OSError):  # the next writer removes what stays
-            fsio.remove_tree(spool)
+        fsio.remove_if_possible(spool)

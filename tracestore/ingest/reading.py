@@ -20,7 +20,7 @@ from tracestore.ingest.families import read_traces
 from tracestore.ingest.forecast import Forecast
 from tracestore.ingest.sources import Identity, SourceFile, fingerprint
 from tracestore.store.ahead import AheadArrays
-from tracestore.store.fsio import remove_tree
+from tracestore.store.fsio import remove_if_possible
 from tracestore.store.pack import PackedTrace, pack_record
 from tracestore.store.scratch import Scratch
 
@@ -141,7 +141,7 @@ class SourceStream:
     ) -> None:
         self.source = source
         self._forecast, self._extent, self._ahead = forecast, forecast.add(), ahead
-        self._is_ahead = False  # whether traces go into files
+        self._may_be_ahead, self._is_ahead = ahead is not None, False  # whether traces go into files
         self._room, self._on_wait = room, on_wait
         self._changed = room.changed
         self._identity: Identity | None = None
@@ -182,7 +182,7 @@ class SourceStream:
     def _is_written_ahead(self) -> bool:
         """Whether the next trace goes into a file. Once one does, all of the source do: those
         that wait are written then, if none of them has been taken."""
-        if self._ahead is not None and not self._is_ahead:
+        if self._may_be_ahead and not self._is_ahead:
             with self._changed:
                 if self._is_begun or not self._forecast.begins_segment(self._extent):
                     return False
@@ -206,7 +206,7 @@ class SourceStream:
                 trace.arrays = written
             else:
                 # From here on in memory: the writer refuses the trace, or meets the same in its turn.
-                self._ahead, self._is_ahead = None, False
+                self._may_be_ahead = self._is_ahead = False
         size = trace.held_bytes
         with self._changed:
             while not (self._cancelled or size == 0 or self._has_room(size)):
@@ -217,7 +217,9 @@ class SourceStream:
                 raise Cancelled
             self._extent.packed_bytes += segment_bytes
             self._waiting.append(trace)
-            self._room.add(size)
+            # For one that takes no room nobody is woken: it may wait for those behind it.
+            if size:
+                self._room.add(size)
 
     def _has_room(self, size: int) -> bool:
         # A trace larger than the room comes in alone, when it is the next one.
@@ -262,6 +264,8 @@ class SourceStream:
         with self._changed:
             self._cancelled = True
             self._drop_waiting()
+        if self._ahead is not None:
+            self._ahead.remove()
 
 
 class Stream(Protocol):
@@ -299,8 +303,7 @@ def read_sources(
 ) -> Iterator[SourceStream]:
     """A stream a source, in order; `workers` sources are read at the same time, at most
     options.max_waiting bytes ahead. on_wait() is called now and then while the
-    caller waits, and may raise. Closing the iterator ends the threads, and removes the files
-    that were written ahead and that no segment has taken over."""
+    caller waits, and may raise. Closing the iterator ends the threads."""
     pool = ThreadPoolExecutor(workers, thread_name_prefix="tracestore-read")
     room = WaitingRoom(options.max_waiting)
     forecast = Forecast(1, lambda: 0) if ahead is None else Forecast(ahead.close_bytes, ahead.pending_bytes)
@@ -319,5 +322,4 @@ def read_sources(
     finally:
         pool.shutdown(cancel_futures=True)
         if ahead is not None:
-            with contextlib.suppress(OSError):  # the next writer removes what stays
-                remove_tree(ahead.folder)
+            remove_if_possible(ahead.folder)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tracestore.store.fsio import again, make_folders, naming, write_pieces
+from tracestore.store.fsio import again, make_folders, naming, remove_if_possible, write_pieces
 
 _COPIED_AT_ONCE = 1 << 20
 
@@ -112,9 +112,13 @@ class AheadArrays:
         return self._files[name]
 
     def close(self) -> None:
-        """Nothing is written any more. OSError as of close(2), which may be the first to know that
+        """Nothing more is written. OSError as of close(2), which may be the first to know that
         what was written is lost."""
         with contextlib.ExitStack() as stack:
             for file in self._files.values():
                 stack.callback(file.close)
             self._files = {}
+
+    def remove(self) -> None:
+        """Gives the room back of what no segment has taken over."""
+        remove_if_possible(self._folder)

@@ -109,6 +109,12 @@ def remove_tree(path: Path) -> None:
     again(os.rmdir, path)
 
 
+def remove_if_possible(path: Path) -> None:
+    """remove_tree of what lies in SPOOL_FOLDER: the next writer removes what stays."""
+    with contextlib.suppress(OSError):
+        remove_tree(path)
+
+
 @contextlib.contextmanager
 def translated_errors(path: Path, needed_bytes: Callable[[], int] | None = None) -> Iterator[None]:
     """ENOSPC and EDQUOT become NoSpaceError, which says what needed_bytes() gives;
