@@ -3,8 +3,8 @@
 python bench/ingest.py speed|gzip|workers|memory|small DIR [--gigabytes 1] [--rounds 5] [--traces FOLDER]
 
 DIR lies on the disk to be measured; tmpfs takes the disk out of the figures. speed, gzip and workers take
-the pickles in FOLDER, as tools/extract.py writes them, in place of made-up traces; .pkl.gz of them as
-Python's gzip makes it.
+the pickles in FOLDER, as tools/extract.py writes them, in place of made-up traces. .pkl.gz is made by
+Python's gzip, as those who record traces do: what isal packs is inflated a tenth faster.
 """
 
 import argparse
@@ -21,7 +21,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-from isal import igzip
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = {"layers": 30, "dim": 576, "heads": 9}  # 3.2 MB a trace
@@ -74,7 +73,7 @@ class _Pickler(pickle._Pickler):  # type: ignore[name-defined]
 
 
 def write_file(path: Path, traces) -> None:
-    with igzip.open(path, "wb", compresslevel=1) if path.suffix == ".gz" else path.open("wb") as file:
+    with gzip_file.open(path, "wb") if path.suffix == ".gz" else path.open("wb") as file:
         _Pickler(file).dump_all(traces)
 
 
