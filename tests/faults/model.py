@@ -172,7 +172,8 @@ class Recorder:
         self._lock = threading.Lock()
         for name in ("open", "write", "pwritev", "fsync", "close", "mkdir", "rename", "unlink", "rmdir", "truncate"):
             patch.setattr(os, name, self._recorded(getattr(self, f"_{name}"), getattr(os, name)))
-        patch.setattr(os, "ftruncate", self._recorded(self._ftruncate, os.ftruncate))
+        for name in ("ftruncate", "dup"):
+            patch.setattr(os, name, self._recorded(getattr(self, f"_{name}"), getattr(os, name)))
         for name in ("pwrite", "writev", "replace", "link", "symlink", "removedirs"):
             patch.setattr(os, name, self._refused)
 
@@ -221,6 +222,12 @@ class Recorder:
         call(fd, size)
         if fd in self._fds:
             self.log.append(("truncate", self._fds[fd][0], size))
+
+    def _dup(self, call, fd):
+        other = call(fd)
+        if fd in self._fds:
+            self._fds[other] = list(self._fds[fd])
+        return other
 
     def _fsync(self, call, fd):
         if fd not in self._fds:

@@ -1,7 +1,12 @@
 """Rows written before their turn: the same store, whatever was expected of the sources."""
 
+import contextlib
+import errno
+import gc
 import math
+import os
 import random
+import time
 
 import numpy as np
 import pytest
@@ -10,9 +15,11 @@ import torch
 import tracestore
 from tests.faults.driver import run_convert
 from tests.helpers import make_graphs, make_trace, read_all, tree_bytes, write_pickle
+from tracestore.ingest import reading
 from tracestore.ingest.forecast import Forecast
-from tracestore.ingest.reading import AheadOptions, PackOptions, read_sources
+from tracestore.ingest.reading import AheadOptions, PackOptions, SourceStream, read_sources
 from tracestore.ingest.sources import find_sources
+from tracestore.store import ahead
 from tracestore.store.ahead import AheadArrays, AheadFile, WrittenRows
 from tracestore.store.shard import ShardStream
 from tracestore.store.verify import verify_store
@@ -86,26 +93,164 @@ def test_what_begins_a_segment_is_taken_over_and_not_copied(tmp_path, monkeypatc
         assert len(read_all(store)) == 24
 
 
+def many_traces(folder, num_files=3, per_file=8):
+    for k in range(num_files):
+        write_pickle(folder / f"{k}.pkl", [make_trace(10 * k + i, tokens=9, dim=512) for i in range(per_file)])
+    return find_sources([folder], folder / "s.zarr"), [
+        f"q{10 * k + i}" for k in range(num_files) for i in range(per_file)
+    ]
+
+
+def streams_of(sources, folder, workers=3, max_waiting=20_000):
+    options = PackOptions(attention="mean", keep_dtype=False, max_waiting=max_waiting)
+    ahead = AheadOptions(folder / "ahead", close_bytes=1, split_bytes=1 << 30, pending_bytes=lambda: 0)
+    return read_sources(sources, options, workers=workers, is_known=lambda *_: False, on_wait=lambda: None, ahead=ahead)
+
+
+def wait_until(is_so):
+    end = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < end, "it never came to that"
+        time.sleep(0.01)
+
+
 def test_what_is_written_ahead_takes_no_room(tmp_path):
-    """A source of any length is read to its end before its turn, with no memory to wait in;
-    files that nothing took over are gone when it has been had."""
-    for k in range(3):
-        write_pickle(tmp_path / f"{k}.pkl", [make_trace(10 * k + i, tokens=9) for i in range(8)])
-    sources = find_sources([tmp_path], tmp_path / "s.zarr")
-    options = PackOptions(attention="mean", keep_dtype=False, max_waiting=0)
-    ahead = AheadOptions(tmp_path / "ahead", close_bytes=1, split_bytes=1 << 30, pending_bytes=lambda: 0)
-    streams = read_sources(sources, options, workers=3, is_known=lambda *_: False, on_wait=lambda: None, ahead=ahead)
+    """Sources of any length are read to their ends before their turn, with memory for less than
+    a trace; files that nothing took over are gone when the source has been had."""
+    sources, expected = many_traces(tmp_path)
     ids = []
-    for k, stream in enumerate(streams):
+    for k, stream in enumerate(streams_of(sources, tmp_path)):
         assert not (tmp_path / "ahead" / f"{k - 1:08d}").exists()
         if k == 0:
-            stream._is_begun = True
-        for trace in stream:
-            ids.append(trace.record.question_id)
-            assert k == 0 or trace.held_bytes == 0 or not stream._is_ahead
-            assert stream._room._held <= max(trace.num_bytes, trace.held_bytes)
-    assert ids == [f"q{10 * k + i}" for k in range(3) for i in range(8)]
-    assert not (tmp_path / "ahead").exists()
+            wait_until(lambda s=stream: s._ended)
+            assert 0 < stream._room._held < 20_000 < sum(t.num_bytes for t in stream._waiting)
+        ids += [trace.record.question_id for trace in stream]
+    assert ids == expected and stream._room._held == 0
+    assert not (tmp_path / "ahead").exists() and open_files(tmp_path) == []
+
+
+def open_files(folder):
+    names = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            names.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return [name for name in names if name.startswith(str(folder))]
+
+
+@pytest.mark.parametrize("had", [0, 1, 2])
+def test_nothing_stays_of_sources_that_nobody_takes(tmp_path, had):
+    sources, _ = many_traces(tmp_path)
+    streams = streams_of(sources, tmp_path)
+    for stream, _ in zip(streams, range(had), strict=False):
+        next(iter(stream))
+    streams.close()
+    assert not (tmp_path / "ahead").exists() and open_files(tmp_path) == []
+    assert ahead._free_files._value == 256
+
+
+def test_a_trace_that_goes_between_two_looks(tmp_path, monkeypatch):
+    """The reader takes the waiting traces to write them, just after one was seen to be there."""
+    sources, expected = many_traces(tmp_path, num_files=1)
+    monkeypatch.setattr(Forecast, "begins_segment", lambda *_: is_seen)
+    is_seen, original, ids = False, SourceStream._wait, []
+
+    def seen(self, is_there):
+        nonlocal is_seen
+        original(self, is_there)
+        if self._waiting and not is_seen and self._in_turn:
+            is_seen = True
+            time.sleep(0.3)  # the reader goes on, and writes what waits
+
+    def slow(*args, **kwargs):
+        time.sleep(0.1)
+        return pack(*args, **kwargs)
+
+    pack = reading.pack_record
+    monkeypatch.setattr(reading, "pack_record", slow)
+    monkeypatch.setattr(SourceStream, "_wait", seen)
+    for stream in streams_of(sources, tmp_path, max_waiting=1 << 30):
+        ids += [trace.record.question_id for trace in stream]
+    assert ids == expected
+
+
+def test_a_blocked_reader_begins_to_write_when_it_may(tmp_path, monkeypatch):
+    sources, expected = many_traces(tmp_path, num_files=2)
+    monkeypatch.setattr(Forecast, "begins_segment", lambda *_: may)
+    may, ids = False, []
+    for k, stream in enumerate(streams_of(sources, tmp_path, workers=2)):
+        if k == 0:
+            second = next(o for o in gc.get_objects() if isinstance(o, SourceStream) and o is not stream)
+            wait_until(lambda: second._room.num_reading == 0)
+            assert not second._is_writing and not second._ended
+            may = True
+            with second._changed:
+                second._changed.notify_all()
+            wait_until(lambda: second._ended)
+            assert second._is_writing and len(second._waiting) == 8
+        ids += [trace.record.question_id for trace in stream]
+    assert ids == expected
+
+
+@pytest.mark.parametrize("suffix", [".pkl", ".pkl.gz"])
+def test_a_source_cut_short_while_it_is_written_ahead(tmp_path, monkeypatch, capfd, suffix):
+    data = tmp_path / "data"
+    data.mkdir()
+    for k in range(3):
+        write_pickle(data / f"{k}{suffix}", [make_trace(10 * k + i, tokens=40, dim=512) for i in range(8)])
+    monkeypatch.setitem(StoreWriter.__init__.__kwdefaults__, "close_bytes", 1)
+    write, cut = AheadArrays.write, []
+
+    def cuts(self, arrays, segment_bytes):
+        if not cut and self._folder.name.endswith("1"):
+            cut.append(os.truncate(data / f"1{suffix}", 100))
+        return write(self, arrays, segment_bytes)
+
+    monkeypatch.setattr(AheadArrays, "write", cuts)
+    monkeypatch.setattr(Forecast, "begins_segment", lambda *_: True)
+    assert run_convert([data, tmp_path / "s.zarr", "--workers", 2]) == 3
+    assert cut and f"1{suffix}" in capfd.readouterr().err
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        assert len(store) == 8
+    assert verify_store(tmp_path / "s.zarr").damaged == {}
+
+
+def test_segments_on_another_file_system_are_copied_to(tmp_path, monkeypatch):
+    data = tmp_path / "data"
+    data.mkdir()
+    many_traces(data)
+    monkeypatch.setitem(StoreWriter.__init__.__kwdefaults__, "close_bytes", 1)
+    monkeypatch.setattr(Forecast, "begins_segment", lambda *_: True)
+    assert run_convert([data, tmp_path / "one.zarr", "--workers", 1]) == 0
+
+    def take(self, path):
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    monkeypatch.setattr(AheadFile, "take", take)
+    monkeypatch.setattr(ahead, "_COPIED_AT_ONCE", 1000)
+    assert run_convert([data, tmp_path / "two.zarr", "--workers", 2]) == 0
+    assert tree_bytes(tmp_path / "two.zarr") == tree_bytes(tmp_path / "one.zarr")
+
+
+def test_what_was_lost_is_an_error_and_no_commit(tmp_path, monkeypatch, capfd):
+    """close(2) may be the first to say so, and rows that are copied may not be what was written."""
+    data = tmp_path / "data"
+    data.mkdir()
+    many_traces(data)
+    monkeypatch.setitem(StoreWriter.__init__.__kwdefaults__, "close_bytes", 1)
+    monkeypatch.setattr(Forecast, "begins_segment", lambda *_: True)
+
+    def lost(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AheadFile, "end", lost)
+        assert run_convert([data, tmp_path / "a.zarr", "--workers", 2]) == 1
+    assert capfd.readouterr().err.count("\n") == 1 and not (tmp_path / "a.zarr").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(AheadFile, "take", lost)
+        patch.setattr(WrittenRows, "pieces", lambda self: [np.zeros(self.nbytes, "u1")])
+        assert run_convert([data, tmp_path / "b.zarr", "--workers", 2]) == 1
+    assert "other bytes" in capfd.readouterr().err and not (tmp_path / "b.zarr").exists()
 
 
 def test_forecast():
@@ -143,30 +288,29 @@ def rows_of(rng, count):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_a_stream_takes_written_rows_in_any_company(tmp_path, seed):
+def test_a_stream_takes_written_rows_in_any_company(tmp_path, monkeypatch, seed):
     """Rows from memory, from files, left out, taken back: the bytes are those of plain rows."""
     rng = random.Random(seed)
-    codec = rng.choice(["none", "none", "zstd"])
-    plain = ShardStream(tmp_path / "plain", np.dtype("<f2"), (3,), codec, 64)
-    mixed = ShardStream(tmp_path / "mixed", np.dtype("<f2"), (3,), codec, 64)
+    monkeypatch.setattr(ahead, "_COPIED_AT_ONCE", 7)
+    plain = ShardStream(tmp_path / "plain", np.dtype("<f2"), (3,), "none", 64)
+    mixed = ShardStream(tmp_path / "mixed", np.dtype("<f2"), (3,), "none", 64)
     for source in range(rng.randint(1, 6)):
         marks = plain.mark(), mixed.mark()
         is_ahead, is_refused = rng.random() < 0.6, rng.random() < 0.2
-        ahead = AheadArrays(tmp_path / str(source), rng.choice([30, 1 << 30]))
+        files = AheadArrays(tmp_path / str(source), rng.choice([30, 1 << 30]))
         share_kept = rng.choice([0.5, 1])
         for k, rows in enumerate(rows_of(rng, rng.randint(1, 6))):
             if is_ahead and rng.random() < 0.1:
                 is_ahead = False  # no space is left: from here on in memory
-            written = ahead.write({"a": [rows]}, rows.nbytes)["a"] if is_ahead else None
+            written = files.write({"a": [rows]}, rows.nbytes)["a"] if is_ahead else None
             if rng.random() < share_kept or k == 0:
                 plain.append([rows])
-                mixed.append([rows]) if written is None else mixed.append_written(
-                    written, rng.choice([None, crc(rows)])
-                )
+                mixed.append([rows]) if written is None else mixed.append_written(written, crc(rows))
         plain.flush(), mixed.flush()
-        ahead.close()
+        files.end()
         if is_refused:
             plain.rollback(marks[0]), mixed.rollback(marks[1])
+        files.remove()
     if plain.num_rows:
         assert plain.finish() == mixed.finish()
         assert (tmp_path / "plain").read_bytes() == (tmp_path / "mixed").read_bytes()
@@ -180,9 +324,9 @@ def crc(rows):
 
 
 def test_a_file_that_lost_its_end_is_an_error(tmp_path):
-    ahead = AheadArrays(tmp_path, 1 << 30)
-    rows = ahead.write({"a": [np.arange(6, dtype="<f2").reshape(2, 3)]}, 12)["a"]
-    ahead.close()
+    files = AheadArrays(tmp_path, 1 << 30)
+    rows = files.write({"a": [np.arange(6, dtype="<f2").reshape(2, 3)]}, 12)["a"]
+    files.end()
     assert b"".join(p.tobytes() for p in rows.pieces()) == np.arange(6, dtype="<f2").tobytes()
     rows.file.path.write_bytes(b"short")
     with pytest.raises(OSError, match="shorter"):

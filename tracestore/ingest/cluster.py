@@ -79,6 +79,8 @@ class ClusterStream:
     def cancel(self) -> None:
         if self._future is not None:
             self._future.cancel()
+
+    def discard(self) -> None:
         fsio.remove_if_possible(self.target)
 
 

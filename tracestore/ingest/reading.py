@@ -4,7 +4,6 @@ What costs time runs outside the interpreter's lock: inflating, checksums, packi
 Each source has a thread while it is read, and all of them a bound on what waits to be taken.
 """
 
-import contextlib
 import os
 import threading
 from collections import deque
@@ -27,6 +26,8 @@ from tracestore.store.scratch import Scratch
 CUT_SHORT = "cut short while it was read"
 # How often a wait for the next trace lets the caller look at Ctrl-C.
 _PATIENCE_S = 0.2
+# Free space that a source needs to be written ahead, in sizes of its file.
+_ROOM_AHEAD = 8
 _NUM_PROCESSORS = len(os.sched_getaffinity(0))
 
 
@@ -115,9 +116,10 @@ class WaitingRoom:
     def has(self, num_bytes: int, *, in_turn: bool) -> bool:
         return self._held + num_bytes <= (self._max_bytes if in_turn else self._max_behind)
 
-    def add(self, num_bytes: int) -> None:
+    def add(self, num_bytes: int, *, is_news: bool = True) -> None:
         self._held += num_bytes
-        self.changed.notify_all()
+        if is_news:
+            self.changed.notify_all()
 
     def is_idle(self) -> bool:
         """Whether the reading threads leave a processor to one that inflates for them."""
@@ -128,7 +130,9 @@ class SourceStream:
     """The packed traces of one source on their way from its thread.
 
     identity() waits for what the source is known by; iterating then gives the traces, unless
-    `is_known` was true of them. Both raise what reading the source has raised.
+    `is_known` was true of them. Both raise what reading the source has raised. Where `ahead`
+    is given, a source that is to begin a segment is written there; the lock of `room` guards
+    `forecast` too.
     """
 
     def __init__(
@@ -140,14 +144,16 @@ class SourceStream:
         ahead: AheadArrays | None,
     ) -> None:
         self.source = source
-        self._forecast, self._extent, self._ahead = forecast, forecast.add(), ahead
-        self._may_be_ahead, self._is_ahead = ahead is not None, False  # whether traces go into files
         self._room, self._on_wait = room, on_wait
         self._changed = room.changed
+        with self._changed:
+            self._forecast, self._extent = forecast, forecast.add()
+        self._ahead = ahead
+        self._may_write, self._is_writing = ahead is not None, False
         self._identity: Identity | None = None
         self._waiting: deque[PackedTrace] = deque()
         self._error: BaseException | None = None
-        self._in_turn = self._is_begun = self._ended = self._cancelled = False
+        self._in_turn = self._is_begun = self._is_moving = self._ended = self._cancelled = self._is_done_with = False
 
     def fill(self, options: PackOptions, is_known: Callable[[str, int, str], bool]) -> None:
         """Reads the source; runs in the thread."""
@@ -159,8 +165,11 @@ class SourceStream:
                 self._identity, self._extent.file_bytes = identity, identity.size
                 self._changed.notify_all()
             if not self._cancelled and not is_known(self.source.name, identity.size, identity.fingerprint):
-                with contextlib.nullcontext() if self._ahead is None else closing(self._ahead):
+                try:
                     self._read(options)
+                finally:
+                    if self._ahead is not None:
+                        self._ahead.end()
         except Cancelled:
             return
         except BaseException as error:
@@ -171,55 +180,79 @@ class SourceStream:
                 self._forecast.end(self._extent, is_refused=self._error is not None)
                 self._ended = True
                 self._changed.notify_all()
+                is_done_with = self._is_done_with
+            if is_done_with and self._ahead is not None:
+                self._ahead.remove()
 
     def _read(self, options: PackOptions) -> None:
-        traces = packed_traces(self.source, options, self._room.is_idle, self._is_written_ahead)
+        traces = packed_traces(self.source, options, self._room.is_idle, self._begin_to_write)
         with closing(traces):  # type: ignore[type-var]
             for trace in traces:
+                if self._is_writing:
+                    self._write(trace)
                 self._put(trace)
                 del trace
 
-    def _is_written_ahead(self) -> bool:
-        """Whether the next trace goes into a file. Once one does, all of the source do: those
-        that wait are written then, if none of them has been taken."""
-        if self._may_be_ahead and not self._is_ahead:
-            with self._changed:
-                if self._is_begun or not self._forecast.begins_segment(self._extent):
-                    return False
-                waiting = list(self._waiting)
-                self._drop_waiting()
-                self._extent.packed_bytes = 0
-            self._is_ahead = True
+    def _begin_to_write(self) -> bool:
+        """Whether the next trace goes into files. Once one does, all of the source do: those that
+        wait are written first, where none of them has been taken."""
+        with self._changed:
+            if not self._may_begin_to_write():
+                return self._is_writing
+            self._is_moving = self._is_writing = True
+            waiting = list(self._waiting)
+        try:
             for trace in waiting:
-                self._put(trace)
-        return self._is_ahead
+                if self._is_writing:
+                    self._write(trace)
+        finally:
+            with self._changed:
+                self._is_moving = False
+                self._changed.notify_all()
+        return self._is_writing
 
-    def _drop_waiting(self) -> None:
-        self._room.add(-sum(trace.held_bytes for trace in self._waiting))
-        self._waiting.clear()
+    def _may_begin_to_write(self) -> bool:
+        if not self._may_write or self._is_writing or self._is_begun or not self._forecast.begins_segment(self._extent):
+            return False
+        assert self._ahead is not None
+        # What is copied after all takes its room twice, and others are ahead as well.
+        self._may_write = self._ahead.has_room(_ROOM_AHEAD * self._extent.file_bytes)
+        return self._may_write
+
+    def _write(self, trace: PackedTrace) -> None:
+        assert self._ahead is not None
+        written = self._ahead.write(trace.held, trace.segment_bytes)
+        with self._changed:
+            if self._cancelled:
+                raise Cancelled
+            if written is None:
+                # From here on in memory: the writer refuses the trace, or meets the same in its turn.
+                self._may_write = self._is_writing = False
+                return
+            before, trace.arrays = trace.held_bytes, written
+            if self._is_moving:
+                self._room.add(trace.held_bytes - before)
 
     def _put(self, trace: PackedTrace) -> None:
-        segment_bytes = trace.segment_bytes
-        if self._ahead is not None and self._is_ahead:
-            written = self._ahead.write(trace.held, segment_bytes)
-            if written is not None:
-                trace.arrays = written
-            else:
-                # From here on in memory: the writer refuses the trace, or meets the same in its turn.
-                self._may_be_ahead = self._is_ahead = False
         size = trace.held_bytes
         with self._changed:
-            while not (self._cancelled or size == 0 or self._has_room(size)):
+            if not self._has_room(size):
+                self._changed.notify_all()  # who takes traces may not know of those that are written
+            while not (self._cancelled or self._has_room(size) or self._may_begin_to_write()):
                 self._room.num_reading -= 1
                 self._changed.wait()
                 self._room.num_reading += 1
             if self._cancelled:
                 raise Cancelled
-            self._extent.packed_bytes += segment_bytes
+            is_stuck = not self._has_room(size)
+        if is_stuck and self._begin_to_write():
+            self._write(trace)
+            size = trace.held_bytes
+        with self._changed:
+            self._extent.packed_bytes += trace.segment_bytes
             self._waiting.append(trace)
-            # For one that takes no room nobody is woken: it may wait for those behind it.
-            if size:
-                self._room.add(size)
+            # Nobody is woken for one that is written: it may wait for those behind it.
+            self._room.add(size, is_news=not self._is_writing)
 
     def _has_room(self, size: int) -> bool:
         # A trace larger than the room comes in alone, when it is the next one.
@@ -247,10 +280,14 @@ class SourceStream:
             self._in_turn = True
             self._changed.notify_all()
         while True:
-            self._wait(lambda: bool(self._waiting))
+            self._wait(lambda: bool(self._waiting) and not self._is_moving)
             with self._changed:
+                if self._is_moving:
+                    continue
                 if not self._waiting:
-                    break
+                    if self._ended:
+                        break
+                    continue
                 trace = self._waiting.popleft()
                 self._is_begun = True
                 self._room.add(-trace.held_bytes)
@@ -263,8 +300,14 @@ class SourceStream:
         """Lets the thread end; what it has read is dropped."""
         with self._changed:
             self._cancelled = True
-            self._drop_waiting()
-        if self._ahead is not None:
+            self._room.add(-sum(trace.held_bytes for trace in self._waiting))
+            self._waiting.clear()
+
+    def discard(self) -> None:
+        """After cancel(): gives back the room of what no segment has taken over."""
+        with self._changed:
+            self._is_done_with, is_ended = True, self._ended
+        if is_ended and self._ahead is not None:
             self._ahead.remove()
 
 
@@ -273,10 +316,12 @@ class Stream(Protocol):
 
     def cancel(self) -> None: ...
 
+    def discard(self) -> None: ...
+
 
 def in_order(started: Iterator[AnyStream], wanted: Callable[[], int]) -> Iterator[AnyStream]:
-    """The streams one by one, each cancelled when it has been had; `wanted()` of them are
-    started ahead. Closing the iterator cancels all."""
+    """The streams one by one, each discarded when it has been had; `wanted()` of them are
+    started ahead. Closing the iterator discards all."""
     ahead: deque[AnyStream] = deque()
     try:
         while True:
@@ -286,10 +331,15 @@ def in_order(started: Iterator[AnyStream], wanted: Callable[[], int]) -> Iterato
             if not ahead:
                 return
             yield ahead[0]
-            ahead.popleft().cancel()
+            stream = ahead.popleft()
+            stream.cancel()
+            stream.discard()
     finally:
+        # All are told before anything takes its time, in which Ctrl-C may come again.
         for stream in ahead:
             stream.cancel()
+        for stream in ahead:
+            stream.discard()
 
 
 def read_sources(
@@ -311,8 +361,7 @@ def read_sources(
     def started() -> Iterator[SourceStream]:
         for number, source in enumerate(sources):
             arrays = None if ahead is None else AheadArrays(ahead.folder / f"{number:08d}", ahead.split_bytes)
-            with room.changed:  # the forecast is the readers' too
-                stream = SourceStream(source, room, on_wait, forecast, arrays)
+            stream = SourceStream(source, room, on_wait, forecast, arrays)
             pool.submit(stream.fill, options, is_known)
             yield stream
 

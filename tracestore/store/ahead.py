@@ -8,15 +8,18 @@ segment its rows go into files at once, and the arrays of the segment take these
 import contextlib
 import errno
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from tracestore.store.fsio import again, make_folders, naming, remove_if_possible, write_pieces
+from tracestore.store.fsio import again, free_bytes, make_folders, naming, remove_if_possible, write_pieces
 
 _COPIED_AT_ONCE = 1 << 20
+# Files that may be open for all sources ahead together, of the 1,024 that a process usually has.
+_free_files = threading.BoundedSemaphore(256)
 
 
 class AheadFile:
@@ -24,8 +27,15 @@ class AheadFile:
     another may take the file over or read what is there."""
 
     def __init__(self, path: Path) -> None:
+        if not _free_files.acquire(blocking=False):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
         self.path, self.num_bytes, self.is_taken = path, 0, False
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._fd, self._is_whole, self._lock = -1, False, threading.Lock()
+        try:
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        finally:
+            if self._fd < 0:
+                _free_files.release()
 
     def append(self, arrays: Sequence[np.ndarray]) -> "WrittenRows":
         begin = self.num_bytes
@@ -34,16 +44,39 @@ class AheadFile:
         self.num_bytes += sum(a.nbytes for a in arrays)
         return WrittenRows(self, begin, arrays[0].dtype, (sum(map(len, arrays)), *arrays[0].shape[1:]))
 
-    def take(self, path: Path) -> None:
-        """Gives the file its name in the segment, where it goes on growing."""
+    def take(self, path: Path) -> int:
+        """Gives the file its name in the segment, where it goes on growing. -> a descriptor for
+        the one who takes it: what the disk fails to keep is told to those who had the file open."""
         make_folders(path.parent)
-        again(os.rename, self.path, path)
-        self.path, self.is_taken = path, True
+        with self._lock:
+            fd = os.dup(self._fd)
+            try:
+                again(os.rename, self.path, path)
+            except BaseException:
+                os.close(fd)
+                raise
+            self.path, self.is_taken = path, True
+            if self._is_whole:
+                self._close()
+        return fd
+
+    def end(self) -> None:
+        """Nothing more is appended. OSError as of close(2), which may be the first to know that
+        what was written is lost."""
+        with self._lock:
+            self._is_whole = True
+            if self.is_taken:
+                self._close()
 
     def close(self) -> None:
-        """Nothing is appended any more."""
+        """It has been ended, and nobody takes it any more."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
+            _free_files.release()
             os.close(fd)
 
 
@@ -88,21 +121,25 @@ class AheadArrays:
     def __init__(self, folder: Path, split_bytes: int) -> None:
         self._folder, self._split_bytes = folder, split_bytes
         self._files: dict[str, AheadFile] = {}
+        self._ended: list[AheadFile] = []
         self._num_bytes = self._num_splits = 0
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether the file system has so much."""
+        return free_bytes(self._folder) >= num_bytes
 
     def write(self, arrays: Mapping[str, Sequence[np.ndarray]], segment_bytes: int) -> dict[str, WrittenRows] | None:
         """The arrays of the next trace, with which a segment grows by segment_bytes. -> where they
-        lie; None where they could not be written, the last word of this object. OSError where what
-        was written before is lost."""
+        lie; None where they could not be written: nothing more is to be written then. OSError where
+        what was written before is lost."""
         num_bytes = sum(a.nbytes for rows in arrays.values() for a in rows)
         if self._num_bytes and self._num_bytes + num_bytes > self._split_bytes:
-            self.close()
+            self.end()
             self._num_bytes, self._num_splits = 0, self._num_splits + 1
         self._num_bytes += segment_bytes
         try:
             return {name: self._file(name).append(pieces) for name, pieces in arrays.items()}
         except OSError:
-            self.close()
             return None
 
     def _file(self, name: str) -> AheadFile:
@@ -111,14 +148,17 @@ class AheadArrays:
             self._files[name] = AheadFile(self._folder / f"{self._num_splits:04d}-{name}")
         return self._files[name]
 
-    def close(self) -> None:
-        """Nothing more is written. OSError as of close(2), which may be the first to know that
-        what was written is lost."""
+    def end(self) -> None:
+        """Nothing more is written; OSError as of AheadFile.end."""
+        files, self._files = self._files, {}
+        self._ended += files.values()
         with contextlib.ExitStack() as stack:
-            for file in self._files.values():
-                stack.callback(file.close)
-            self._files = {}
+            for file in files.values():
+                stack.callback(file.end)
 
     def remove(self) -> None:
-        """Gives the room back of what no segment has taken over."""
+        """After end(): gives back what no segment has taken over."""
+        for file in self._ended:
+            with contextlib.suppress(OSError):
+                file.close()
         remove_if_possible(self._folder)

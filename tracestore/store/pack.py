@@ -51,7 +51,8 @@ class PackedTrace:
 
     @property
     def held_bytes(self) -> int:
-        return sum(map(num_bytes_of, self.held.values()))
+        """Of what is in memory."""
+        return self.segment_bytes - self.num_bytes + sum(map(num_bytes_of, self.held.values()))
 
     @property
     def segment_bytes(self) -> int:
@@ -237,6 +238,7 @@ def pack_record(
         present |= bits[name] if here else 0
     # While the trace waits it holds what is stored of it, not what that was made from.
     record.hidden = record.attention = record.edges = record.last_token = None
+    extras, record.extras = extras_json(record.extras), {}
     return PackedTrace(
         record=record,
         num_layers=num_layers,
@@ -247,7 +249,7 @@ def pack_record(
         edge_counts=counts,
         reversed_edges=is_reversed,
         num_nonfinite=nonfinite,
-        extras=extras_json(record.extras),
+        extras=extras,
         field_bits=present,
         crcs=crcs,
         graph_crc=graph_crc,

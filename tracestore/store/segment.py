@@ -136,7 +136,7 @@ class SegmentWriter:
             first = rows if isinstance(rows, WrittenRows) else rows[0]
             stream = self._stream(name, first.dtype, first.shape, dtypes[name], num_bytes_of(rows))
             if isinstance(rows, WrittenRows):
-                stream.append_written(rows, trace.crcs.get(name))
+                stream.append_written(rows, trace.crcs[name])
             else:
                 stream.append(rows, trace.crcs.get(name))
         self._hidden_rows += attributes.num_layers * trace.num_tokens

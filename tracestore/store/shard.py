@@ -4,6 +4,8 @@ The shard's bytes are streamed here, because through zarr-python a shard is held
 memory twice.
 """
 
+import contextlib
+import errno
 import json
 import os
 import struct
@@ -109,26 +111,30 @@ class ShardStream:
                 if len(self._buffer) >= self.chunk_rows * self.row_bytes:
                     self.flush()
 
-    def append_written(self, rows: WrittenRows, crc: int | None = None) -> None:
+    def append_written(self, rows: WrittenRows, crc: int) -> None:
         """As append, of rows that lie in a file. It becomes this one's if it begins with the first rows of all;
         then nothing is to be written of it, as long as none of its rows is left out. From there
         on its rows move towards its beginning, never over rows that are still to come."""
+        assert self._coder is None
         if not rows.nbytes:
             return
         self.flush()
-        if self._coder is None and crc is not None:
-            if self._written == rows.begin == 0 and not rows.file.is_taken:
+        if self._written == rows.begin == 0 and not rows.file.is_taken:
+            with contextlib.suppress(OSError):  # it may lie on another file system
                 self.suspend()
-                rows.file.take(self.path)
-                self._taken = rows.file
-            if self._taken is rows.file and self._written == rows.begin:
-                self._crc = crc32c_combine(self._crc, crc, rows.nbytes)
-                self._written += rows.nbytes
-                self.num_bytes += rows.nbytes
-                return
+                self._fd, self._taken = rows.file.take(self.path), rows.file
+        if self._taken is rows.file and self._written == rows.begin:
+            self._crc = crc32c_combine(self._crc, crc, rows.nbytes)
+            self._written += rows.nbytes
+            self.num_bytes += rows.nbytes
+            return
+        found = 0
         for piece in rows.pieces():
+            found = crc32c(piece, found)
             self.append([piece])
             self.flush()
+        if found != crc:
+            raise OSError(errno.EIO, "other bytes than were written", str(rows.file.path))
 
     def flush(self) -> None:
         """Writes what waits, but for a chunk that is not full yet where chunks are coded."""

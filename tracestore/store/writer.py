@@ -255,7 +255,7 @@ class StoreWriter:
     # Traces
 
     def pack(self, record: TraceRecord) -> PackedTrace:
-        """The part of append that may run ahead, in any thread."""
+        """The part of append that may run ahead, in any thread; takes the record's arrays."""
         options = self.attributes.options
         try:
             return pack_record(record, attention=options["attention"], keep_dtype=options["dtype"] == "keep")
