@@ -12,6 +12,7 @@ MODULES = {
     "index": ["index", "map", "crc32c", "guard", "simd"],
     "shuffle": ["shuffle"],
     "pickle": ["guard"],
+    "arrays": [],
     "gine": ["gine", "half", "parallel", "simd"],
 }
 # Included as text: a change rebuilds what includes them.

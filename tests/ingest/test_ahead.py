@@ -200,10 +200,10 @@ def test_a_source_cut_short_while_it_is_written_ahead(tmp_path, monkeypatch, cap
     monkeypatch.setitem(StoreWriter.__init__.__kwdefaults__, "close_bytes", 1)
     write, cut = AheadArrays.write, []
 
-    def cuts(self, arrays, segment_bytes):
+    def cuts(self, *args):
         if not cut and self._folder.name.endswith("1"):
             cut.append(os.truncate(data / f"1{suffix}", 100))
-        return write(self, arrays, segment_bytes)
+        return write(self, *args)
 
     monkeypatch.setattr(AheadArrays, "write", cuts)
     monkeypatch.setattr(Forecast, "begins_segment", lambda *_: True)
@@ -302,7 +302,7 @@ def test_a_stream_takes_written_rows_in_any_company(tmp_path, monkeypatch, seed)
         for k, rows in enumerate(rows_of(rng, rng.randint(1, 6))):
             if is_ahead and rng.random() < 0.1:
                 is_ahead = False  # no space is left: from here on in memory
-            written = files.write({"a": [rows]}, rows.nbytes)["a"] if is_ahead else None
+            written = files.write({"a": [rows]}, rows.nbytes, rows.nbytes)["a"] if is_ahead else None
             if rng.random() < share_kept or k == 0:
                 plain.append([rows])
                 mixed.append([rows]) if written is None else mixed.append_written(written, crc(rows))
@@ -325,7 +325,7 @@ def crc(rows):
 
 def test_a_file_that_lost_its_end_is_an_error(tmp_path):
     files = AheadArrays(tmp_path, 1 << 30)
-    rows = files.write({"a": [np.arange(6, dtype="<f2").reshape(2, 3)]}, 12)["a"]
+    rows = files.write({"a": [np.arange(6, dtype="<f2").reshape(2, 3)]}, 12, 12)["a"]
     files.end()
     assert b"".join(p.tobytes() for p in rows.pieces()) == np.arange(6, dtype="<f2").tobytes()
     rows.file.path.write_bytes(b"short")

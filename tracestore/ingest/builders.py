@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from tracestore._core.arrays import plain_array
 from tracestore.errors import InputRefusedError
 from tracestore.store.schema import BFLOAT16
 
@@ -52,6 +53,7 @@ class DtypeDraft(Draft):
 
     def __init__(self, text: str) -> None:
         match = _DTYPE.fullmatch(text)
+        self.plain_itemsize = 0  # where any bytes are values
         if text == "O" or text == "O8":
             self.dtype: np.dtype | None = None
             return
@@ -62,6 +64,8 @@ class DtypeDraft(Draft):
         if (kind, size) not in _SIZES and kind not in "SU":
             raise _refuse(f"found dtype {text[:40]!r}, which does not exist")
         self.dtype = np.dtype(f"{match[1] or '<'}{kind}{size}" if kind + str(size) != "b1" else "?")
+        if kind in "iufc":
+            self.plain_itemsize = size
 
     def build(self, state: Any) -> None:
         if not isinstance(state, tuple) or len(state) < 8 or any(part is not None for part in state[2:5]):
@@ -116,6 +120,12 @@ class ArrayDraft(Draft):
     def build(self, state: Any) -> None:
         if not isinstance(state, tuple) or len(state) not in (4, 5):
             raise _refuse("found an ndarray with another state than (version, shape, dtype, order, data)")
+        if type(state) is tuple and type(state[-3]) is DtypeDraft:
+            draft = state[-3]
+            if draft.plain_itemsize and draft.dtype is not None:
+                self.array = plain_array(state, draft.dtype, draft.plain_itemsize)
+                if self.array is not None:
+                    return
         shape, dtype, fortran, data = state[-4:]
         shape = _shape(shape)
         if not isinstance(dtype, DtypeDraft):

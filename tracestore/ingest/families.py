@@ -2,7 +2,7 @@
 
 import contextlib
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def resolve(value: Any, limits: "_Limits") -> Any:
     if kind is dict:
         return {k: resolve(v, limits) for k, v in value.items()}
     if kind is list or kind is tuple:
-        return [resolve(v, limits) for v in value]
+        return _resolve_all(value, limits)
     if kind is memoryview:
         if len(value) > _MAX_BYTES_VALUE:
             raise InputRefusedError(f"found {len(value):,} bytes that are no array")
@@ -58,6 +58,20 @@ def resolve(value: Any, limits: "_Limits") -> Any:
             f"found a {type(value).__name__.removesuffix('Draft')} object where a value is expected"
         )
     return value
+
+
+def _resolve_all(values: Sequence[Any], limits: "_Limits") -> list[Any]:
+    """Texts, or arrays, at once: most of what a trace has."""
+    kinds = set(map(type, values))
+    if kinds == {str}:
+        limits.spend(sum(map(len, values)), count=len(values))
+        return list(values)
+    if kinds == {builders.ArrayDraft}:
+        arrays = [v.array for v in values]
+        if set(map(type, arrays)) == {np.ndarray}:
+            limits.spend(0, sum(a.nbytes for a in arrays), count=len(arrays))
+            return arrays
+    return [resolve(v, limits) for v in values]
 
 
 class _Limits:
@@ -70,9 +84,9 @@ class _Limits:
         self._values = self._text_bytes = self._array_bytes = 0
         self._max_values = self._max_text_bytes = self._max_array_bytes = 0
 
-    def spend(self, text_bytes: int = 0, array_bytes: int = 0) -> None:
-        """One value more, of so many bytes."""
-        self._values += 1
+    def spend(self, text_bytes: int = 0, array_bytes: int = 0, count: int = 1) -> None:
+        """So many values more, of so many bytes."""
+        self._values += count
         self._text_bytes += text_bytes
         self._array_bytes += array_bytes
         if self._exceeded():

@@ -221,7 +221,8 @@ class SourceStream:
 
     def _write(self, trace: PackedTrace) -> None:
         assert self._ahead is not None
-        written = self._ahead.write(trace.held, trace.segment_bytes)
+        num_bytes = trace.num_bytes
+        written = self._ahead.write(trace.held, num_bytes, num_bytes + trace.beside_bytes)
         with self._changed:
             if self._cancelled:
                 raise Cancelled
@@ -229,9 +230,9 @@ class SourceStream:
                 # From here on in memory: the writer refuses the trace, or meets the same in its turn.
                 self._may_write = self._is_writing = False
                 return
-            before, trace.arrays = trace.held_bytes, written
+            trace.arrays = written
             if self._is_moving:
-                self._room.add(trace.held_bytes - before)
+                self._room.add(-num_bytes)
 
     def _put(self, trace: PackedTrace) -> None:
         size = trace.held_bytes

@@ -39,10 +39,12 @@ class AheadFile:
 
     def append(self, arrays: Sequence[np.ndarray]) -> "WrittenRows":
         begin = self.num_bytes
+        pieces = [a.data.cast("B") for a in arrays if a.size]
         with naming(self.path):
-            write_pieces(self._fd, [a.reshape(-1).view("u1").data for a in arrays if a.size], begin)
-        self.num_bytes += sum(a.nbytes for a in arrays)
-        return WrittenRows(self, begin, arrays[0].dtype, (sum(map(len, arrays)), *arrays[0].shape[1:]))
+            write_pieces(self._fd, pieces, begin)
+        first, num_bytes = arrays[0], sum(map(len, pieces))
+        self.num_bytes += num_bytes
+        return WrittenRows(self, begin, num_bytes, first.dtype, (sum(map(len, arrays)), *first.shape[1:]))
 
     def take(self, path: Path) -> int:
         """Gives the file its name in the segment, where it goes on growing. -> a descriptor for
@@ -86,16 +88,13 @@ class WrittenRows:
 
     file: AheadFile
     begin: int
+    nbytes: int
     dtype: np.dtype
     shape: tuple[int, ...]
 
     @property
     def size(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64))
-
-    @property
-    def nbytes(self) -> int:
-        return self.size * self.dtype.itemsize
+        return self.nbytes // self.dtype.itemsize
 
     def pieces(self) -> Iterator[np.ndarray]:
         """The bytes, some at a time."""
@@ -128,11 +127,12 @@ class AheadArrays:
         """Whether the file system has so much."""
         return free_bytes(self._folder) >= num_bytes
 
-    def write(self, arrays: Mapping[str, Sequence[np.ndarray]], segment_bytes: int) -> dict[str, WrittenRows] | None:
-        """The arrays of the next trace, with which a segment grows by segment_bytes. -> where they
-        lie; None where they could not be written: nothing more is to be written then. OSError where
-        what was written before is lost."""
-        num_bytes = sum(a.nbytes for rows in arrays.values() for a in rows)
+    def write(
+        self, arrays: Mapping[str, Sequence[np.ndarray]], num_bytes: int, segment_bytes: int
+    ) -> dict[str, WrittenRows] | None:
+        """The arrays of the next trace, num_bytes in all; a segment grows by segment_bytes with it.
+        -> where they lie; None where they could not be written: nothing more is to be written
+        then. OSError where what was written before is lost."""
         if self._num_bytes and self._num_bytes + num_bytes > self._split_bytes:
             self.end()
             self._num_bytes, self._num_splits = 0, self._num_splits + 1

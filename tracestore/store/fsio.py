@@ -63,6 +63,9 @@ def write_pieces(fd: int, pieces: Sequence[memoryview], offset: int) -> None:
     while left:
         written = os.pwritev(fd, left[:_MAX_PIECES], offset)
         offset += written
+        if written == sum(map(len, left[:_MAX_PIECES])):
+            del left[:_MAX_PIECES]
+            continue
         while left and written >= len(left[0]):
             written -= len(left.pop(0))
         if written:

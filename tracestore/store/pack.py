@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -49,16 +50,21 @@ class PackedTrace:
         """Its arrays in memory."""
         return {name: rows for name, rows in self.arrays.items() if not isinstance(rows, WrittenRows)}
 
+    @cached_property
+    def beside_bytes(self) -> int:
+        """Of what there is beside its arrays, as the size of a segment is counted."""
+        texts = sum(map(len, self.record.tokens_decoded or ())) + sum(map(len, self.record.strings.values()))
+        return 4 * self.num_tokens + texts + len(self.extras)
+
     @property
     def held_bytes(self) -> int:
         """Of what is in memory."""
-        return self.segment_bytes - self.num_bytes + sum(map(num_bytes_of, self.held.values()))
+        return self.beside_bytes + sum(map(num_bytes_of, self.held.values()))
 
     @property
     def segment_bytes(self) -> int:
-        """What a segment grows by with it, as its size is counted."""
-        texts = sum(map(len, self.record.tokens_decoded or ())) + sum(map(len, self.record.strings.values()))
-        return self.num_bytes + 4 * self.num_tokens + texts + len(self.extras)
+        """What a segment grows by with it."""
+        return self.beside_bytes + self.num_bytes
 
 
 def _stored(array: np.ndarray, keep: bool, name: str, scratch: Scratch) -> np.ndarray:
