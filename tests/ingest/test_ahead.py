@@ -101,7 +101,7 @@ def many_traces(folder, num_files=3, per_file=8):
     ]
 
 
-def streams_of(sources, folder, workers=3, max_waiting=20_000):
+def streams_of(sources, folder, workers=3, max_waiting=100_000):
     options = PackOptions(attention="mean", keep_dtype=False, max_waiting=max_waiting)
     ahead = AheadOptions(folder / "ahead", close_bytes=1, split_bytes=1 << 30, pending_bytes=lambda: 0)
     return read_sources(sources, options, workers=workers, is_known=lambda *_: False, on_wait=lambda: None, ahead=ahead)
@@ -123,7 +123,7 @@ def test_what_is_written_ahead_takes_no_room(tmp_path):
         assert not (tmp_path / "ahead" / f"{k - 1:08d}").exists()
         if k == 0:
             wait_until(lambda s=stream: s._ended)
-            assert 0 < stream._room._held < 20_000 < sum(t.num_bytes for t in stream._waiting)
+            assert 0 < stream._room._held < 100_000 < sum(t.num_bytes for t in stream._waiting)
         ids += [trace.record.question_id for trace in stream]
     assert ids == expected and stream._room._held == 0
     assert not (tmp_path / "ahead").exists() and open_files(tmp_path) == []
@@ -191,6 +191,30 @@ def test_a_blocked_reader_begins_to_write_when_it_may(tmp_path, monkeypatch):
     assert ids == expected
 
 
+def test_a_trace_put_while_its_source_is_cancelled_leaves_no_room_taken(tmp_path):
+    """The writer refuses a trace while the reader is on its way with the next ones."""
+    sources, _ = many_traces(tmp_path, num_files=6)
+    streams = streams_of(sources, tmp_path, workers=4, max_waiting=1 << 30)
+    for k, stream in enumerate(streams):
+        if k % 2:
+            next(iter(stream))  # the rest is left
+            continue
+        assert len(list(stream)) == 8
+    assert stream._room._held == stream._room.reserved_on_disk == stream._room.num_reading == 0
+
+
+def test_who_waits_for_room_ends_when_nobody_tells_it(tmp_path, monkeypatch):
+    """As where Ctrl-C came a second time, in the middle of telling the readers."""
+    sources, _ = many_traces(tmp_path)
+    monkeypatch.setattr(Forecast, "begins_segment", lambda *_: False)
+    streams = streams_of(sources, tmp_path, max_waiting=0)
+    stream = next(streams)
+    wait_until(lambda: stream._room.num_reading == 0)
+    monkeypatch.setattr(SourceStream, "cancel", lambda self: None)
+    streams.close()
+    assert stream._room.num_reading == 0 and not (tmp_path / "ahead").exists()
+
+
 @pytest.mark.parametrize("suffix", [".pkl", ".pkl.gz"])
 def test_a_source_cut_short_while_it_is_written_ahead(tmp_path, monkeypatch, capfd, suffix):
     data = tmp_path / "data"
@@ -243,7 +267,7 @@ def test_what_was_lost_is_an_error_and_no_commit(tmp_path, monkeypatch, capfd):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
-        patch.setattr(AheadFile, "end", lost)
+        patch.setattr(AheadFile, "close_if_done", lost)
         assert run_convert([data, tmp_path / "a.zarr", "--workers", 2]) == 1
     assert capfd.readouterr().err.count("\n") == 1 and not (tmp_path / "a.zarr").exists()
     with monkeypatch.context() as patch:

@@ -26,8 +26,9 @@ from tracestore.store.scratch import Scratch
 CUT_SHORT = "cut short while it was read"
 # How often a wait for the next trace lets the caller look at Ctrl-C.
 _PATIENCE_S = 0.2
-# Free space that a source needs to be written ahead, in sizes of its file.
-_ROOM_AHEAD = 8
+# Free space that a source needs to be written ahead, in sizes of its file: what is copied
+# after all takes it twice.
+_ROOM_AHEAD = 2
 _NUM_PROCESSORS = len(os.sched_getaffinity(0))
 
 
@@ -112,6 +113,8 @@ class WaitingRoom:
         self._max_bytes, self._max_behind = max_bytes, max_bytes - max_bytes // 4
         self._held = 0
         self.num_reading = 0  # but for those that wait for room
+        self.reserved_on_disk = 0  # by sources that are written ahead
+        self.is_closed = False  # nobody takes traces any more; set without the lock
 
     def has(self, num_bytes: int, *, in_turn: bool) -> bool:
         return self._held + num_bytes <= (self._max_bytes if in_turn else self._max_behind)
@@ -149,7 +152,7 @@ class SourceStream:
         with self._changed:
             self._forecast, self._extent = forecast, forecast.add()
         self._ahead = ahead
-        self._may_write, self._is_writing = ahead is not None, False
+        self._may_write, self._is_writing, self._reserved = ahead is not None, False, 0
         self._identity: Identity | None = None
         self._waiting: deque[PackedTrace] = deque()
         self._error: BaseException | None = None
@@ -164,7 +167,7 @@ class SourceStream:
             with self._changed:
                 self._identity, self._extent.file_bytes = identity, identity.size
                 self._changed.notify_all()
-            if not self._cancelled and not is_known(self.source.name, identity.size, identity.fingerprint):
+            if not self._is_cancelled and not is_known(self.source.name, identity.size, identity.fingerprint):
                 try:
                     self._read(options)
                 finally:
@@ -215,8 +218,11 @@ class SourceStream:
         if not self._may_write or self._is_writing or self._is_begun or not self._forecast.begins_segment(self._extent):
             return False
         assert self._ahead is not None
-        # What is copied after all takes its room twice, and others are ahead as well.
-        self._may_write = self._ahead.has_room(_ROOM_AHEAD * self._extent.file_bytes)
+        needed = _ROOM_AHEAD * self._extent.file_bytes
+        self._may_write = self._ahead.has_room(self._room.reserved_on_disk + needed)
+        if self._may_write:
+            self._room.reserved_on_disk += needed - self._reserved
+            self._reserved = needed
         return self._may_write
 
     def _write(self, trace: PackedTrace) -> None:
@@ -224,7 +230,7 @@ class SourceStream:
         num_bytes = trace.num_bytes
         written = self._ahead.write(trace.held, num_bytes, num_bytes + trace.beside_bytes)
         with self._changed:
-            if self._cancelled:
+            if self._is_cancelled:
                 raise Cancelled
             if written is None:
                 # From here on in memory: the writer refuses the trace, or meets the same in its turn.
@@ -235,25 +241,29 @@ class SourceStream:
                 self._room.add(-num_bytes)
 
     def _put(self, trace: PackedTrace) -> None:
-        size = trace.held_bytes
-        with self._changed:
-            if not self._has_room(size):
-                self._changed.notify_all()  # who takes traces may not know of those that are written
-            while not (self._cancelled or self._has_room(size) or self._may_begin_to_write()):
-                self._room.num_reading -= 1
-                self._changed.wait()
-                self._room.num_reading += 1
-            if self._cancelled:
-                raise Cancelled
-            is_stuck = not self._has_room(size)
-        if is_stuck and self._begin_to_write():
-            self._write(trace)
-            size = trace.held_bytes
-        with self._changed:
-            self._extent.packed_bytes += trace.segment_bytes
-            self._waiting.append(trace)
-            # Nobody is woken for one that is written: it may wait for those behind it.
-            self._room.add(size, is_news=not self._is_writing)
+        while True:
+            with self._changed:
+                size = trace.held_bytes
+                if not self._has_room(size):
+                    self._changed.notify_all()  # who takes traces may not know of those that are written
+                while not (self._is_cancelled or self._has_room(size) or self._may_begin_to_write()):
+                    self._room.num_reading -= 1
+                    self._changed.wait(_PATIENCE_S)
+                    self._room.num_reading += 1
+                if self._is_cancelled:
+                    raise Cancelled
+                if self._has_room(size):
+                    self._extent.packed_bytes += trace.segment_bytes
+                    self._waiting.append(trace)
+                    # Nobody is woken for one that is written: it may wait for those behind it.
+                    self._room.add(size, is_news=not self._is_writing)
+                    return
+            if self._begin_to_write():
+                self._write(trace)
+
+    @property
+    def _is_cancelled(self) -> bool:
+        return self._cancelled or self._room.is_closed
 
     def _has_room(self, size: int) -> bool:
         # A trace larger than the room comes in alone, when it is the next one.
@@ -308,6 +318,8 @@ class SourceStream:
         """After cancel(): gives back the room of what no segment has taken over."""
         with self._changed:
             self._is_done_with, is_ended = True, self._ended
+            self._room.reserved_on_disk -= self._reserved
+            self._reserved = 0
         if is_ended and self._ahead is not None:
             self._ahead.remove()
 
@@ -332,9 +344,8 @@ def in_order(started: Iterator[AnyStream], wanted: Callable[[], int]) -> Iterato
             if not ahead:
                 return
             yield ahead[0]
-            stream = ahead.popleft()
-            stream.cancel()
-            stream.discard()
+            ahead[0].cancel()
+            ahead.popleft().discard()
     finally:
         # All are told before anything takes its time, in which Ctrl-C may come again.
         for stream in ahead:
@@ -370,6 +381,7 @@ def read_sources(
         with closing(in_order(started(), lambda: 2 * workers)) as streams:  # type: ignore[type-var]
             yield from streams
     finally:
+        room.is_closed = True
         pool.shutdown(cancel_futures=True)
         if ahead is not None:
             remove_if_possible(ahead.folder)

@@ -58,16 +58,18 @@ class AheadFile:
                 os.close(fd)
                 raise
             self.path, self.is_taken = path, True
-            if self._is_whole:
-                self._close()
         return fd
 
     def end(self) -> None:
-        """Nothing more is appended. OSError as of close(2), which may be the first to know that
-        what was written is lost."""
+        """Nothing more is appended."""
         with self._lock:
             self._is_whole = True
-            if self.is_taken:
+
+    def close_if_done(self) -> None:
+        """Where nothing more is appended and the file was taken. OSError as of close(2), which
+        may be the first to know that what was written is lost."""
+        with self._lock:
+            if self._is_whole and self.is_taken:
                 self._close()
 
     def close(self) -> None:
@@ -149,12 +151,13 @@ class AheadArrays:
         return self._files[name]
 
     def end(self) -> None:
-        """Nothing more is written; OSError as of AheadFile.end."""
+        """Nothing more is written; OSError as of AheadFile.close_if_done."""
         files, self._files = self._files, {}
         self._ended += files.values()
         with contextlib.ExitStack() as stack:
             for file in files.values():
-                stack.callback(file.end)
+                file.end()
+                stack.callback(file.close_if_done)
 
     def remove(self) -> None:
         """After end(): gives back what no segment has taken over."""

@@ -12,6 +12,9 @@ from tracestore.store.ahead import WrittenRows
 from tracestore.store.record import TraceRecord, extras_json, refuse
 from tracestore.store.scratch import Scratch
 
+# Python's own bytes of a trace without arrays, and of each of its texts.
+_TRACE_OBJECTS, _TEXT_OBJECT = 2048, 64
+
 
 def num_bytes_of(rows: Sequence[np.ndarray] | WrittenRows) -> int:
     return rows.nbytes if isinstance(rows, WrittenRows) else sum(a.nbytes for a in rows)
@@ -58,8 +61,9 @@ class PackedTrace:
 
     @property
     def held_bytes(self) -> int:
-        """Of what is in memory."""
-        return self.beside_bytes + sum(map(num_bytes_of, self.held.values()))
+        """About what it takes in memory."""
+        objects = _TRACE_OBJECTS + _TEXT_OBJECT * len(self.record.tokens_decoded or ())
+        return objects + self.beside_bytes + sum(map(num_bytes_of, self.held.values()))
 
     @property
     def segment_bytes(self) -> int:

@@ -120,9 +120,10 @@ class ShardStream:
             return
         self.flush()
         if self._written == rows.begin == 0 and not rows.file.is_taken:
+            self.suspend()
             with contextlib.suppress(OSError):  # it may lie on another file system
-                self.suspend()
                 self._fd, self._taken = rows.file.take(self.path), rows.file
+            rows.file.close_if_done()
         if self._taken is rows.file and self._written == rows.begin:
             self._crc = crc32c_combine(self._crc, crc, rows.nbytes)
             self._written += rows.nbytes
