@@ -48,12 +48,15 @@ def shared_by(pids):
 
 
 def interrupt(store, workers, delay):
-    """SIGINT to the whole group, as a terminal sends it; -> seconds until the end."""
+    """SIGINT to the whole group, as a terminal sends it; -> seconds until the end, and those
+    that the process needed to start."""
+    began = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-c", LOOP, store, str(workers)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True,
     )  # fmt: skip
     assert process.stdout.readline() == "ready\n"
+    start_up = time.monotonic() - began
     time.sleep(delay)
     children = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, signal.SIGINT)
@@ -64,7 +67,7 @@ def interrupt(store, workers, delay):
     assert not alive, alive
     assert process.returncode != 0
     assert not shared_by([process.pid, *(c.pid for c in children)])
-    return took
+    return took, start_up
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -72,7 +75,9 @@ def test_interrupt_leaves_nothing(store, workers):
     """The 50 of `make soak`, shorter."""
     rng = random.Random(workers)
     for _ in range(int(os.environ.get("TRACESTORE_INTERRUPTS", "2"))):
-        assert interrupt(store, workers, rng.uniform(0, 0.6)) < 2
+        took, start_up = interrupt(store, workers, rng.uniform(0, 0.6))
+        # 2 s of 3.3 where this is developed; a busy machine shows in the start as in the end.
+        assert took < 0.6 * start_up, (took, start_up)
 
 
 def num_threads():

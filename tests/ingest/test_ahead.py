@@ -121,7 +121,7 @@ def test_what_is_written_ahead_takes_no_room(tmp_path):
     ids = []
     for k, stream in enumerate(streams_of(sources, tmp_path)):
         assert not (tmp_path / "ahead" / f"{k - 1:08d}").exists()
-        if k == 0:
+        if k == 1:  # the first may have to wait for its turn, where those behind it were faster
             wait_until(lambda s=stream: s._ended)
             assert 0 < stream._room._held < 100_000 < sum(t.num_bytes for t in stream._waiting)
         ids += [trace.record.question_id for trace in stream]
@@ -179,7 +179,11 @@ def test_a_blocked_reader_begins_to_write_when_it_may(tmp_path, monkeypatch):
     may, ids = False, []
     for k, stream in enumerate(streams_of(sources, tmp_path, workers=2)):
         if k == 0:
-            second = next(o for o in gc.get_objects() if isinstance(o, SourceStream) and o is not stream)
+            second = next(
+                o
+                for o in gc.get_objects()
+                if isinstance(o, SourceStream) and o is not stream and o._room is stream._room
+            )
             wait_until(lambda: second._room.num_reading == 0)
             assert not second._is_writing and not second._ended
             may = True
@@ -345,6 +349,30 @@ def crc(rows):
     from tracestore._core.kernels import crc32c
 
     return crc32c(rows.reshape(-1).view("u1"))
+
+
+def test_a_close_that_fails_is_told_to_who_takes_the_file(tmp_path, monkeypatch):
+    """The file is taken all the same: its rows are not copied onto themselves."""
+    values = np.arange(6, dtype="<f2").reshape(2, 3)
+    files = AheadArrays(tmp_path / "ahead", 1 << 30)
+    rows = files.write({"a": [values]}, values.nbytes, values.nbytes)["a"]
+    files.end()
+    close, free = os.close, ahead._free_files._value
+
+    def fails(fd):
+        close(fd)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    stream = ShardStream(tmp_path / "taken", values.dtype, (3,), "none", 64)
+    with monkeypatch.context() as patch:
+        patch.setattr(ahead.os, "close", fails)
+        with pytest.raises(OSError, match="Input/output"):
+            stream.append_written(rows, crc(values))
+    assert rows.file.is_taken and stream._taken is rows.file and stream.num_rows == 0
+    stream.rollback((0, 0, 0, b"", 0))
+    files.remove()
+    assert ahead._free_files._value == free + 1
+    assert not (tmp_path / "taken").exists() and open_files(tmp_path) == []
 
 
 def test_a_file_that_lost_its_end_is_an_error(tmp_path):

@@ -228,7 +228,7 @@ class StoreWriter:
         assert self._undo is not None
         self.flush_source()
         self._undo = None
-        if sum(s.num_bytes for s in self._pending.segments) >= self.close_bytes:
+        if self.pending_bytes >= self.close_bytes:
             self.commit()
             return True
         return False
