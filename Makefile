@@ -81,12 +81,12 @@ c-tests: build/c/test_core build/c/test_core_threads
 
 build/c/test_core: tests/c/test_core.c $(wildcard csrc/*.c csrc/*.h)
 	mkdir -p build/c
-	$(CC) $(CFLAGS_SAN) tests/c/test_core.c $(filter %.c,$(wildcard csrc/*.c)) -o $@ -lm
+	$(CC) $(CFLAGS_SAN) tests/c/test_core.c $(filter %.c,$(wildcard csrc/*.c)) -o $@ -rdynamic -lm -ldl
 
 # The same tests under the thread sanitizer.
 build/c/test_core_threads: tests/c/test_core.c $(wildcard csrc/*.c csrc/*.h)
 	mkdir -p build/c
-	$(CC) $(CFLAGS_C) -fsanitize=thread tests/c/test_core.c $(filter %.c,$(wildcard csrc/*.c)) -o $@ -lm
+	$(CC) $(CFLAGS_C) -fsanitize=thread tests/c/test_core.c $(filter %.c,$(wildcard csrc/*.c)) -o $@ -rdynamic -lm -ldl
 
 # The long versions of what the suite does shortly.
 soak: install

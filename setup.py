@@ -13,6 +13,7 @@ MODULES = {
     "shuffle": ["shuffle"],
     "pickle": ["guard"],
     "arrays": [],
+    "spans": ["spans", "team", "stream"],
     "gine": ["gine", "half", "parallel", "simd"],
 }
 # Included as text: a change rebuilds what includes them.
@@ -28,7 +29,7 @@ def extension(name: str, units: list[str]) -> Extension:
         include_dirs=["csrc"],
         depends=[f"csrc/{unit}.h" for unit in units] + INCLUDED,
         extra_compile_args=CFLAGS,
-        extra_link_args=["-pthread"],
+        extra_link_args=["-pthread", "-ldl"],
     )
 
 

@@ -10,6 +10,18 @@
 /* Bytes that reads run ahead. "Non-temporal" keeps what is read once out of the caches
  * that other threads, the interpreter's among them, live in. */
 #define AHEAD 1024
+/* Where ts_stream_copy_spread copies at the same time. */
+#define PLACES 4
+
+static inline void copy_line(unsigned char *d, const unsigned char *s)
+{
+    __m128i a = _mm_loadu_si128((const __m128i *)s), b = _mm_loadu_si128((const __m128i *)(s + 16));
+    __m128i c = _mm_loadu_si128((const __m128i *)(s + 32)), e = _mm_loadu_si128((const __m128i *)(s + 48));
+    _mm_stream_si128((__m128i *)d, a);
+    _mm_stream_si128((__m128i *)(d + 16), b);
+    _mm_stream_si128((__m128i *)(d + 32), c);
+    _mm_stream_si128((__m128i *)(d + 48), e);
+}
 
 void ts_stream_copy(void *dst, const void *src, size_t n)
 {
@@ -24,18 +36,31 @@ void ts_stream_copy(void *dst, const void *src, size_t n)
     d += head, s += head, n -= head;
     for (; n >= LINE; d += LINE, s += LINE, n -= LINE) {
         _mm_prefetch((const char *)s + AHEAD, _MM_HINT_NTA);
-        __m128i a = _mm_loadu_si128((const __m128i *)s), b = _mm_loadu_si128((const __m128i *)(s + 16));
-        __m128i c = _mm_loadu_si128((const __m128i *)(s + 32)), e = _mm_loadu_si128((const __m128i *)(s + 48));
-        _mm_stream_si128((__m128i *)d, a);
-        _mm_stream_si128((__m128i *)(d + 16), b);
-        _mm_stream_si128((__m128i *)(d + 32), c);
-        _mm_stream_si128((__m128i *)(d + 48), e);
+        copy_line(d, s);
     }
     memcpy(d, s, n);
+}
+
+void ts_stream_copy_spread(void *dst, const void *src, size_t n)
+{
+    unsigned char *d = dst;
+    const unsigned char *s = src;
+    size_t head = (size_t)(-(uintptr_t)d & (LINE - 1));
+    size_t each = n < head ? 0 : (n - head) / PLACES / LINE * LINE;
+    if (each != 0) {
+        memcpy(d, s, head);
+        d += head, s += head, n -= head;
+        for (size_t i = 0; i < each; i += LINE)
+            for (size_t place = 0; place < PLACES * each; place += each)
+                copy_line(d + place + i, s + place + i);
+        d += PLACES * each, s += PLACES * each, n -= PLACES * each;
+    }
+    ts_stream_copy(d, s, n);
 }
 
 void ts_stream_fence(void) { _mm_sfence(); }
 #else
 void ts_stream_copy(void *dst, const void *src, size_t n) { memcpy(dst, src, n); }
+void ts_stream_copy_spread(void *dst, const void *src, size_t n) { memcpy(dst, src, n); }
 void ts_stream_fence(void) {}
 #endif

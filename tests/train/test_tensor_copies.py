@@ -163,3 +163,35 @@ def test_weights_that_were_replaced_between_steps_come_back(make):
         assert (model.weight.tolist() == [[5.0] * 3] * 2) == (code != 0)
         failed += 1
     assert failed >= 2
+
+
+def test_other_views_of_the_same_memory_come_back():
+    """Weights that begin where those before them did, and state that was moved."""
+    base = torch.rand(10, 10)
+    model = torch.nn.Linear(5, 10)
+    model.weight.data = base.view(-1)[:50].view(10, 5)
+    guard = OOMGuard(model, torch.optim.Adam(model.parameters(), lr=0.1))
+    guard.step(4, lambda begin, end: model(torch.ones(end - begin, 5)).square().mean())
+    for change in (
+        lambda: setattr(model.weight, "data", base[:, :5]),
+        lambda: guard.optimizer.state[model.weight]["exp_avg"].share_memory_(),
+    ):
+        change()
+        model(torch.ones(1, 5)).sum().backward()
+        values = [p.detach() for p in model.parameters()]
+        values += [v for s in guard.optimizer.state.values() for v in s.values()]
+        before, failed = bytes_of(values), 0
+        while failed < 12:
+            with FailAt(guard_operations(guard) - 1 - failed):
+                assert guard._optimizer_step() != 0
+            assert bytes_of(values) == before
+            failed += 1
+
+
+def guard_operations(guard):
+    """Of a step that goes through, which is then undone."""
+    counter = FailAt()
+    with counter:
+        assert guard._optimizer_step() == 0
+    guard._optimizer_before.restore()
+    return counter.count

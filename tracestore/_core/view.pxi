@@ -7,7 +7,7 @@ cdef extern from "error.h":
 
 
 cdef class _View:
-    """Holds one buffer of a Python object for the length of a call."""
+    """Holds one buffer of a Python object."""
     cdef Py_buffer view
     cdef bint held
 
@@ -26,7 +26,7 @@ cdef class _View:
         return 0
 
 
-cdef int _raise(int code) except -1:
+cdef inline int _raise(int code) except -1:
     message = ts_strerror(code).decode()
     if code == TS_ERR_NOMEM:
         raise MemoryError(message)

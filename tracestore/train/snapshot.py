@@ -1,16 +1,18 @@
 """What a failed step must not have changed, copied before it and put back after."""
 
 import copy
+import operator
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from tracestore.train.tensor_copies import TensorCopies, address
+from tracestore.train.tensor_copies import TensorCopies, has_memory
 
 
 def random_state() -> dict[str, Any]:
@@ -166,34 +168,54 @@ class OptimizerSnapshot:
         self._optimizer = optimizer
         self._copies = TensorCopies()
         self._live: list[torch.Tensor] = []
-        # What was listed: the state, held so that no other can be taken for it, where the weights
-        # are, and which objects the state's values are.
-        self._listed: tuple[Any, list[int], list[int]] = (None, [], [])
+        # What was listed, to see whether it still is all: the state and its values, held so that no
+        # others can be taken for them, the parameters, and where all their memory is.
+        self._state: Any = None
+        self._values: list[torch.Tensor] = []
+        self._parameters: list[nn.Parameter] = []
+        self._with_memory: list[torch.Tensor] = []
+        self._addresses: list[int] = []
+        self._strided: list[nn.Parameter] = []
+        self._forms: list[tuple[torch.Size, tuple[int, ...]]] = []
         self._states: dict[Any, dict[str, Any]] = {}
         self._tensors: list[tuple[Any, str, torch.Tensor]] = []
         self.take()  # the memory is there before training
 
+    def _is_listed(self) -> bool:
+        """Whether what was listed is all there is, where it was. Asked in each step, when little of
+        Python's is left in the caches: no more is looked at than has to be."""
+        state = self._optimizer.state
+        return (
+            self._state is state
+            and _are(self._parameters, (p for group in self._optimizer.param_groups for p in group["params"]))
+            and _are(self._values, (v for of in state.values() for v in of.values() if isinstance(v, torch.Tensor)))
+            and [t.data_ptr() for t in self._with_memory] == self._addresses
+            and [(p.shape, p.stride()) for p in self._strided] == self._forms
+        )
+
     def _list(self) -> None:
         """Lists the live tensors, and the parameters whose state has other values (counters,
-        None before the first step), again where loading, a step, a new group of parameters or
+        None before the first step): again where loading, a step, a new group of parameters or
         `p.data = ...` has made others."""
         state = self._optimizer.state
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        where = [address(p) for p in parameters]
-        values = [id(v) for of in state.values() for v in of.values() if isinstance(v, torch.Tensor)]
-        if self._listed[0] is state and self._listed[1:] == (where, values):
-            return
-        # Held, so that their ids stay theirs.
+        self._state = None  # nothing is listed where it ends half-way
+        self._parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         self._tensors = [
             (p, name, v) for p, of in state.items() for name, v in of.items() if isinstance(v, torch.Tensor)
         ]
-        self._live = [*(p.data for p in parameters), *(v for _, _, v in self._tensors)]
-        self._listed = (state, where, values)
+        self._values = [v for _, _, v in self._tensors]
+        self._with_memory = [t for t in (*self._parameters, *self._values) if has_memory(t)]
+        self._addresses = [t.data_ptr() for t in self._with_memory]
+        self._strided = [p for p in self._parameters if has_memory(p)]
+        self._forms = [(p.shape, p.stride()) for p in self._strided]
+        self._live = [*(p.data for p in self._parameters), *self._values]
         self._names = {p: set(of) for p, of in state.items()}
         self._states = {p: plain for p, of in state.items() if (plain := _plain(of))}
+        self._state = state
 
     def take(self) -> None:
-        self._list()
+        if not self._is_listed():
+            self._list()
         self._copies.take(self._live)
         self._states = {p: _plain(self._optimizer.state[p]) for p in self._states}
         self._groups = [_plain(group) for group in self._optimizer.param_groups]
@@ -212,16 +234,22 @@ class OptimizerSnapshot:
             state[p][name] = tensor
         for group, values in zip(self._optimizer.param_groups, self._groups, strict=True):
             group.update(values)
-        self._listed = (None, [], [])
+        self._state = None
 
 
-_ATOMS = (int, float, bool, str, type(None))
+def _are(known: list[Any], found: Iterable[Any]) -> bool:
+    """Whether these objects are found, in this order, and no others."""
+    return all(map(operator.is_, chain(known, (None,)), chain(found, (None,))))
+
+
+# What copy.copy() gives back as it is.
+_ATOMS = (int, float, bool, str, tuple, type(None))
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
     """Copies of what is no tensor and no list of parameters."""
     return {
-        k: v if isinstance(v, _ATOMS) else copy.copy(v)
+        k: v if type(v) in _ATOMS else copy.copy(v)
         for k, v in values.items()
         if k != "params" and not isinstance(v, torch.Tensor)
     }
