@@ -204,9 +204,9 @@ class OptimizerSnapshot:
             (p, name, v) for p, of in state.items() for name, v in of.items() if isinstance(v, torch.Tensor)
         ]
         self._values = [v for _, _, v in self._tensors]
-        self._with_memory = [t for t in (*self._parameters, *self._values) if has_memory(t)]
-        self._addresses = [t.data_ptr() for t in self._with_memory]
         self._strided = [p for p in self._parameters if has_memory(p)]
+        self._with_memory = [*self._strided, *(v for v in self._values if has_memory(v))]
+        self._addresses = [t.data_ptr() for t in self._with_memory]
         self._forms = [(p.shape, p.stride()) for p in self._strided]
         self._live = [*(p.data for p in self._parameters), *self._values]
         self._names = {p: set(of) for p, of in state.items()}

@@ -59,7 +59,9 @@ class TensorCopies:
         )
 
     def _list(self, live: list[torch.Tensor]) -> None:
+        # Nothing is listed where it ends half-way.
         self._asked, self._where, self._live, self._saved = [], [], [], []
+        self._job, self._num_in_job = None, 0
         raw: list[torch.Tensor] = []
         rest: list[torch.Tensor] = []
         for t in live:
