@@ -96,6 +96,12 @@ class StoreLockedError(TracestoreError):
     exit_code = 5
 
 
+class RunLockedError(TracestoreError):
+    """Another training writes into the output folder."""
+
+    exit_code = 5
+
+
 class TrainingError(UsageError):
     """Training cannot start or go on with this data (one class, a NaN, an empty part)."""
 

@@ -5,6 +5,7 @@ import weakref
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tracestore.train.dropout import TraceMasks
 from tracestore.train.gine import GraphInputs
 from tracestore.train.model_config import ModelConfig
 from tracestore.train.models import detector_loss, make_model
@@ -60,13 +61,12 @@ def make_optimizer(name, parameters):
     return torch.optim.Adam(parameters, lr=0.01, weight_decay=1e-5, fused=name == "fused")
 
 
-def make(name, optimizer="adam", dropout=0.0, dtype=torch.float64, **options):
-    """A detector, its guard, and the loss over items begin .. end of a fixed batch."""
+def make(name, optimizer="adam", drawn="by trace", dtype=torch.float64, **options):
+    """A detector, its guard, and the loss over items begin .. end of a fixed batch. Masks of dropout
+    and the noise of the VAE are drawn "by trace", as in training, or "by torch"."""
     torch.manual_seed(0)
-    config = ModelConfig(LAYERS, DIM, gnn_hidden=4, latent_dim=4, lstm_hidden=4, dropout=dropout, standardize=True)
+    config = ModelConfig(LAYERS, DIM, gnn_hidden=4, latent_dim=4, lstm_hidden=4, dropout=0.5, standardize=True)
     model = make_model(name, config).to(dtype)
-    if dropout == 0.0 and hasattr(model, "encoder"):
-        model.encoder.dropout.p = 0.0
     opt = make_optimizer(optimizer, model.parameters())
     guard = OOMGuard(model, opt, **options)
     sequences = torch.randn(SIZE, LAYERS, DIM, dtype=dtype)
@@ -74,12 +74,12 @@ def make(name, optimizer="adam", dropout=0.0, dtype=torch.float64, **options):
     noise = torch.randn(SIZE, LAYERS, 4, dtype=dtype)
 
     def loss_of(begin, end):
-        if name == "lstm_solo":
-            output = model(sequences[begin:end])
-        elif name == "gvae_lstm" and dropout == 0.0:
-            output = model(batch.traces(begin, end), noise[begin:end])
+        inputs = sequences[begin:end] if name == "lstm_solo" else batch.traces(begin, end)
+        if drawn == "by torch":
+            output = model(inputs)
         else:
-            output = model(batch.traces(begin, end))
+            masks = TraceMasks(7, begin, end - begin)
+            output = model(inputs, masks, noise[begin:end]) if name == "gvae_lstm" else model(inputs, masks)
         return detector_loss(output, y[begin:end], 0.01)
 
     return model, guard, loss_of

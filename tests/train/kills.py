@@ -21,7 +21,7 @@ import train
 
 from tests.train.runs import outcome
 from tracestore.store import fsio
-from tracestore.train import metrics, models, run
+from tracestore.train import metrics, run
 
 # What is not training costs most of a short run.
 run.report.write_plots = lambda *_: []
@@ -146,8 +146,7 @@ def stopped(argv, folder, signum):
 
 
 def start_ranks(count, argv, folder, *more):
-    """Processes as torchrun starts them, and without the dropout that no flag controls:
-    masks differ between numbers of ranks."""
+    """Processes as torchrun starts them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -155,11 +154,10 @@ def start_ranks(count, argv, folder, *more):
 
     def one(rank):
         def before():
-            models.GNN_DROPOUT = 0.0
             own = shared | {"RANK": rank, "LOCAL_RANK": rank}
             os.environ.update({name: str(value) for name, value in own.items()})
 
-        return start([*argv, "--dropout", "0"], folder, *more, error_file=f"{folder}.{rank}.err", before=before)
+        return start(argv, folder, *more, error_file=f"{folder}.{rank}.err", before=before)
 
     return [one(rank) for rank in range(count)]
 

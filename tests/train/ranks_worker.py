@@ -13,32 +13,13 @@ import torch.distributed as dist
 
 from tests.train.failing import SIZE, FailAt, everything, make, same
 from tracestore.errors import DoesNotFitError, TracestoreError
-
-
-class Ranks:
-    """What a guard needs, of torch.distributed: all that allocates comes before the collective."""
-
-    def __init__(self):
-        self.world_size = dist.get_world_size()
-        self._code = torch.zeros(1, dtype=torch.int64)
-        self._value = self._code.numpy()
-
-    def agree(self, code):
-        self._value[0] = code
-        dist.all_reduce(self._code, op=dist.ReduceOp.MAX)
-        return int(self._value[0])
-
-    def sum_gradients(self, parameters):
-        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters])
-        views = [v.view_as(p) for v, p in zip(flat.split([p.numel() for p in parameters]), parameters, strict=True)]
-        dist.all_reduce(flat)
-        for p, view in zip(parameters, views, strict=True):
-            p.grad = view
+from tracestore.train.ranks import Ranks
 
 
 def second_step(ranks, case, rank, failing, operation, times, error=None):
     """Three steps of slices of 3 items and 1; in the second an operation fails on rank `failing`."""
-    _, guard, loss_of = make(*case, ranks=ranks)
+    model, guard, loss_of = make(*case, ranks=ranks)
+    ranks.allocate(list(model.parameters()))
     begin, size = (0, 3) if rank == 0 else (3, 1)
     attempt, calls = guard._attempt, []
     mode = FailAt()
@@ -82,7 +63,7 @@ def main():
         dist.broadcast(other, 0)
         return ranks.agree(int(not torch.equal(tensors, other))) == 0
 
-    for case in (("lstm_solo", "adam", 0.0, torch.float64), ("gnn_det_lstm", "fused", 0.0, torch.float64)):
+    for case in (("lstm_solo", "adam"), ("gnn_det_lstm", "fused")):
         guard, _, _, count = second_step(ranks, case, rank, -1, 0, 0)
         expected = everything(guard)
         count = ranks.agree(count)
@@ -109,15 +90,15 @@ def main():
                         }
                     )
     # An error that is not of memory ends both.
-    _, guard, loss_of = make("lstm_solo", "adam", 0.0, torch.float64, ranks=ranks)
+    _, guard, loss_of = make("lstm_solo", "adam", ranks=ranks)
     try:
         guard.step(2, loss_of if rank == 0 else lambda a, b: [][1], SIZE)
     except (IndexError, TracestoreError) as raised:
         out.append({"other": type(raised).__name__})
     # A rank without an item of the batch takes part.
-    _, guard, loss_of = make("lstm_solo", "adam", 0.0, torch.float64, ranks=ranks)
+    _, guard, loss_of = make("lstm_solo", "adam", ranks=ranks)
     loss = guard.step(SIZE if rank == 0 else 0, loss_of, SIZE)
-    _, alone, loss_of = make("lstm_solo", "adam", 0.0, torch.float64)
+    _, alone, loss_of = make("lstm_solo", "adam")
     alone_loss = alone.step(SIZE, loss_of)
     out.append(
         {

@@ -320,6 +320,27 @@ def test_autocast_multiplies_in_its_dtype_and_sums_in_float32():
     assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in layer.parameters())
 
 
+def test_autocast_sums_many_nodes_and_graphs_in_float32(monkeypatch):
+    """A thousand like nodes, in chunks of one graph: in bfloat16 a sum of ones ends at 256."""
+    monkeypatch.setitem(gine_op.CHUNK_BYTES, "cpu", 1)
+    ptr = torch.tensor([0, 1000, 1001, 1401])
+    none = torch.zeros(4, dtype=torch.int64)
+    inputs = GraphInputs(torch.ones(1401, 32), ptr, torch.zeros(0), none, 1, torch.zeros(2, 0, dtype=torch.int64))
+    torch.manual_seed(3)
+    layer = GINE(32, 16)
+    gradients = []
+    for enabled in (False, True):
+        layer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = layer.pooled(inputs.x, inputs)
+        gradients.append(out.float())
+        out.float().square().sum().backward()
+        gradients += [p.grad.clone() for p in layer.conv.nn.parameters()]
+    half = len(gradients) // 2
+    for exact, mine in zip(gradients[:half], gradients[half:], strict=True):
+        assert (exact - mine).abs().max() <= 0.02 * exact.abs().max()
+
+
 def test_fused_and_reference_share_weights():
     fused, pyg = GINE(24, 16, "fused"), GINE(24, 16, "pyg")
     pyg.load_state_dict(fused.state_dict())

@@ -51,6 +51,8 @@ def test_the_nearer_limit_counts(monkeypatch):
     monkeypatch.setattr("tracestore.train.memory.cgroup_limit", lambda: total // 2)
     left = available(None, start)
     assert 0 < left < total // 2 - start.anonymous and available(5, start) == 5 and available(total, start) == left
+    each = available(None, start, 4)
+    assert 4 * (each + start.anonymous) <= total // 2 and available(1000, start, 4) == 250
 
 
 def test_the_meter_sees_a_peak():

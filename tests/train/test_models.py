@@ -41,6 +41,16 @@ def config(**changes):
     )
 
 
+def plain_lstm(model):
+    """The LSTM of a detector as torch's own of several layers, with the same Parameters."""
+    first, *_ = layers = model.reader.lstm.layers
+    lstm = nn.LSTM(first.input_size, first.hidden_size, len(layers), batch_first=True, bidirectional=True)
+    for k, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters():
+            setattr(lstm, name.replace("_l0", f"_l{k}"), parameter)
+    return lstm
+
+
 class Reference(nn.Module):
     """models.md in plain PyG, one Batch a layer; takes the weights of a detector."""
 
@@ -55,7 +65,7 @@ class Reference(nn.Module):
             conv = GINEConv(mlp, edge_dim=source.lin.weight.shape[1]).to(dtype)
             conv.load_state_dict(source.state_dict())
             self.convs.append(conv)
-        self.lstm = model.reader.lstm
+        self.lstm = plain_lstm(model)
         self.head = model.reader.head
 
     def forward(self, layers, eps=None):
@@ -107,7 +117,7 @@ def test_equal_to_pyg(loader_of, name, dtype, threshold):
     reference = Reference(name, model, dtype)
     eps = torch.randn(7, LAYERS, 12, dtype=dtype)
     arguments = (eps,) if name == "gvae_lstm" else ()
-    output = model(inputs, *arguments)
+    output = model(inputs, None, *arguments)
     loss = detector_loss(output, batch.y, 0.01)
     loss.backward()
     mine = {n: p.grad.clone() for n, p in model.named_parameters()}
@@ -168,7 +178,7 @@ def test_error_in_float32_is_pygs_own(tmp_path, name, seed):
         arguments = (eps,) if name == "gvae_lstm" else ()
         inputs = GraphInputs.from_batch(batch)
         if kind == "fused":
-            output = model(inputs, *arguments)
+            output = model(inputs, None, *arguments)
             loss = detector_loss(output, batch.y, 0.01)
             loss.backward()
             values = {"logits": output.logits.detach().double(), "loss": loss.detach().double().reshape(1)}
@@ -317,6 +327,6 @@ def test_lstm_reads_the_layers():
     out = model(sequences).logits
     assert out.shape == (5,)
     assert not torch.allclose(out, model(sequences.flip(1)).logits)
-    _, (h, _) = model.reader.lstm(sequences.float())
+    _, (h, _) = plain_lstm(model)(sequences.float())
     expected = model.reader.head(torch.cat([h[-2], h[-1]], 1)).squeeze(1)
     assert torch.equal(out, expected)

@@ -359,31 +359,31 @@ def test_random_states_are_restored():
     assert drawn[0] == drawn[1]
 
 
-def test_a_scaler_is_as_if_nothing_had_failed():
-    """The failure comes after the gradients were unscaled: the second attempt does it again."""
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_is_as_if_nothing_had_failed(fused):
+    """Wherever memory runs out: in the first forward as well, after gradients were unscaled, and in
+    a fused step, which finds the scale on the optimizer."""
 
-    def run(fail):
+    def run(mode):
         torch.manual_seed(0)
         model = torch.nn.Linear(3, 1)
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
-        guard = OOMGuard(model, torch.optim.Adam(model.parameters(), lr=0.1), scaler=scaler)
-        step, calls = guard.optimizer.step, []
+        guard = OOMGuard(model, torch.optim.Adam(model.parameters(), lr=0.1, fused=fused), scaler=scaler)
+        with mode:
+            for k in range(4):
+                guard.step(2, lambda a, b, k=k: (model(torch.full((b - a, 3), k + 1.0)) - 1).square().mean())
+        return weights(model), scaler.state_dict(), guard.events
 
-        def once(*args, **kwargs):
-            calls.append(1)
-            if fail and len(calls) == 2:
-                raise torch.OutOfMemoryError("out of memory")
-            return step(*args, **kwargs)
-
-        guard.optimizer.step = once
-        for k in range(4):
-            guard.step(2, lambda a, b, k=k: (model(torch.full((b - a, 3), k + 1.0)) - 1).square().mean())
-        return [p.detach().clone() for p in model.parameters()], scaler.state_dict(), guard.events
-
-    expected, scale, none = run(False)
-    got, other, events = run(True)
-    assert none == [] and [e["phase"] for e in events] == ["optimizer"] and scale == other
-    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    whole = FailAt()
+    expected, scale, none = run(whole)
+    assert none == []
+    phases = set()
+    for operation in range(whole.count):
+        got, other, events = run(FailAt(operation))
+        assert len(events) <= 1 and scale == other, operation
+        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True)), operation
+        phases |= {event["phase"] for event in events}
+    assert phases == {"forward", "backward", "optimizer"}
 
 
 def test_cleaning_needs_evidence():

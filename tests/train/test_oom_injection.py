@@ -47,7 +47,7 @@ def phases():
 @pytest.mark.parametrize("name", MODEL_NAMES)
 def test_once_anywhere_is_as_if_never(name, optimizer, phases):
     """With dropout: the retry at the same size is bitwise a run that never failed."""
-    case, counter = (name, optimizer, 0.5, torch.float32), FailAt()
+    case, counter = (name, optimizer, "by torch", torch.float32), FailAt()
     expected = everything(steps(case, counter))
     met = Counter()
     for operation in sample(counter.count, 12):
@@ -101,8 +101,8 @@ def second_step(case, operation, times, copying):
 @pytest.mark.parametrize("name", MODEL_NAMES)
 def test_twice_anywhere_splits_to_the_same_result(name, optimizer):
     """An operation that fails in both attempts at full size: the batch is split (or the
-    optimizer tried a third time) and comes to what the whole one does within 1e-12."""
-    case = (name, optimizer, 0.0, torch.float64)
+    optimizer tried a third time) and comes to what the whole one does within 1e-12, dropout and all."""
+    case = (name, optimizer, "by trace", torch.float64)
     count, copying = operations(case)
     expected = everything(second_step(case, 0, 0, copying)[0])
     for operation in sample(count, 8):
@@ -119,7 +119,7 @@ def test_twice_anywhere_splits_to_the_same_result(name, optimizer):
 def test_for_good_leaves_all_as_it_was(name, optimizer):
     """An operation that fails whatever the size: weights, optimizer and random state are
     those before the step, to be saved."""
-    case = (name, optimizer, 0.5, torch.float32)
+    case = (name, optimizer, "by torch", torch.float32)
     count, copying = operations(case)
     for operation in sample(count, 6):
         guard, before, finished = second_step(case, operation, 99, copying)
@@ -130,7 +130,7 @@ def test_for_good_leaves_all_as_it_was(name, optimizer):
 @pytest.mark.parametrize("name", MODEL_NAMES)
 def test_failed_tensors_are_gone_before_the_retry(name):
     """Also what a failed backward pass leaves in the autograd engine's queue."""
-    case = (name, "adam", 0.5, torch.float32)
+    case = (name, "adam", "by trace", torch.float32)
     watched = 0
     for operation in sample(operations(case)[0], 24):
         _, guard, loss_of = make(*case)

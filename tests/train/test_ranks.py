@@ -16,7 +16,7 @@ SMALL = ["--no-probe", "--batch-size", 3, *FAST]
 
 
 def test_the_same_losses_for_1_2_and_4_ranks(driver, labelled, tmp_path):
-    """An epoch by four ranks, the next by two, against one process; the noise of the VAE included."""
+    """An epoch by four ranks, the next by two, against one process; dropout and the noise of the VAE included."""
     flags = ["--store", labelled, *SMALL]
     driver("by_ranks", [*flags, "--epochs", 2], tmp_path / "one", 1)
     driver("by_ranks", [*flags, "--epochs", 1], tmp_path / "many", 4)

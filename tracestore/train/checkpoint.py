@@ -1,16 +1,41 @@
 """Checkpoints: written whole or not at all, loaded as data."""
 
+import errno
+import fcntl
 import io
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from tracestore.errors import UsageError
+from tracestore.errors import RunLockedError, UsageError
 from tracestore.store import fsio
+from tracestore.train.oom_errors import classify
+
+BEST, LAST = CHECKPOINTS = ("best.pt", "last.pt")
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """RunLockedError where another process trains into this folder: each would test, and go on
+    from, what the other wrote. A lock of the process, which its workers do not inherit."""
+    path = folder / ".lock"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise RunLockedError(f"{folder}: another training writes there; give another --output-dir") from None
+            # A file system without locks.
+        yield
+    finally:
+        os.close(fd)
 
 
 def _replace(path: Path, data: bytes | memoryview) -> None:
@@ -76,12 +101,14 @@ def save_checkpoint(path: Path, value: dict[str, Any]) -> None:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """UsageError where the file is not a checkpoint."""
+    """UsageError where the file is not a checkpoint; what ran out of memory is raised as it is."""
     try:
         value = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UsageError(f"{path}: no such checkpoint") from None
     except Exception as error:
+        if classify(error) is not None:
+            raise
         raise UsageError(f"{path}: not a checkpoint of this program: {type(error).__name__}") from None
     if not isinstance(value, dict) or "model" not in value:
         raise UsageError(f"{path}: not a checkpoint of this program")

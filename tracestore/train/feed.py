@@ -11,12 +11,14 @@ from tracestore.data.loader import TraceLoader
 from tracestore.data.order import epoch_key
 from tracestore.store.reader import TraceStore
 from tracestore.train.config import TrainConfig
+from tracestore.train.dropout import TraceMasks
 from tracestore.train.graph_inputs import GraphInputs, edge_threshold
 from tracestore.train.model_config import VIEWS, ModelConfig
+from tracestore.train.oom_errors import classify
 from tracestore.train.ranks import Ranks
 
 # Streams of order.epoch_key, beside those of the order.
-_MASKS, _NOISE = 2, 3
+_STEP, _NOISE, _DROPOUT = 2, 3, 4
 
 
 class _BatchesOfEpoch(Dataset[Any]):
@@ -34,7 +36,7 @@ class _BatchesOfEpoch(Dataset[Any]):
 
 def step_key(seed: int, epoch: int, batch: int, rank: int) -> int:
     """Seeds the random numbers of a step: a pure function of where it stands."""
-    return epoch_key(epoch_key(seed, epoch, _MASKS), batch, rank)
+    return epoch_key(epoch_key(seed, epoch, _STEP), batch, rank)
 
 
 class Feed:
@@ -78,6 +80,12 @@ class Feed:
         """Batches of the epoch."""
         return len(self.loader)
 
+    def shrink(self) -> None:
+        """Takes less memory from the next `batches` on: one batch in flight, no decoded chunks
+        kept, no worker processes with batches of their own."""
+        self.loader.shrink()
+        self.num_workers = 0
+
     def seek(self, epoch: int, batch: int) -> None:
         """The next `batches` begin there."""
         self.loader.load_state_dict(self.state_dict(epoch, batch))
@@ -108,6 +116,16 @@ class Feed:
             del batch
 
 
+def next_batch(batches: Iterator["FedBatch"]) -> "FedBatch | None":
+    """None where memory ran out while it was gathered."""
+    try:
+        return next(batches)
+    except Exception as error:
+        if classify(error) is None:
+            raise
+    return None
+
+
 class FedBatch:
     """One rank's slice of a global batch. `size`: its traces; `whole`: those of all ranks."""
 
@@ -136,6 +154,12 @@ class FedBatch:
             inputs = inputs.traces(begin, end) if isinstance(inputs, GraphInputs) else inputs[begin:end]
         device = self.feed.device
         return inputs if device.type == "cpu" else inputs.to(device), self.y[begin:end].to(device)
+
+    def masks(self, begin: int, end: int) -> TraceMasks:
+        """Of dropout, for the traces begin .. end: as with noise, neither ranks nor micro-batches
+        change them."""
+        key = epoch_key(epoch_key(self.feed.config.seed, self.epoch, _DROPOUT), self.number)
+        return TraceMasks(key, self.first + begin, end - begin)
 
     def noise(self, begin: int, end: int, num_layers: int, columns: int) -> torch.Tensor:
         """Standard normal (end - begin, num_layers, columns) on the device: a pure function

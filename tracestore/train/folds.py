@@ -9,10 +9,13 @@ import numpy as np
 
 from tracestore.errors import UsageError
 from tracestore.store.reader import TraceStore
-from tracestore.train.checkpoint import write_json
+from tracestore.train.checkpoint import CHECKPOINTS
 from tracestore.train.evaluate import RunScores, evaluate_runs
 from tracestore.train.metrics import auroc
-from tracestore.train.split import Split, make_folds, split_from_ids
+from tracestore.train.model_config import MODEL_NAMES
+from tracestore.train.split import PARTS, Split, split_from_ids
+
+SPLIT_FILE, FOLDS_FILE = "split.json", "folds.json"
 
 
 @dataclass(frozen=True)
@@ -29,44 +32,52 @@ class Job:
         return f"seed {self.seed}" if self.fold is None else f"fold {self.fold}, seed {self.seed}"
 
 
-def plan_jobs(splits: list[Split], seed: int, num_seeds: int, folder: Path, *, is_folded: bool) -> list[Job]:
-    """folder/fold-<k>/seed-<s>, without folds folder/seed-<s>; seeds from `seed` on. A seed
-    decides weights and order; the splits are the same for all seeds."""
+def plan_jobs(splits: list[Split], seed: int, num_seeds: int | None, folder: Path, *, is_folded: bool) -> list[Job]:
+    """folder/fold-<k>/seed-<s>, without folds folder/seed-<s>, and without num_seeds either the
+    folder itself; seeds from `seed` on. A seed decides weights and order; the splits are the same
+    for all seeds."""
+    if not is_folded and num_seeds is None:
+        return [Job(None, seed, splits[0], folder)]
     return [
         Job(k if is_folded else None, s, split, (folder / f"fold-{k}" if is_folded else folder) / f"seed-{s}")
         for k, split in enumerate(splits)
-        for s in range(seed, seed + num_seeds)
+        for s in range(seed, seed + (num_seeds or 1))
     ]
 
 
-def remove_checkpoints(folder: Path) -> None:
-    """And events, of all jobs in a folder: they belong to the splits of an earlier run."""
-    for pattern in ("*.pt", "events/events.*"):
-        for old in [*folder.glob(f"seed-*/*/{pattern}"), *folder.glob(f"fold-*/seed-*/*/{pattern}")]:
-            old.unlink()
+def remove_checkpoints(folder: Path, *, is_folded: bool, is_repeated: bool) -> None:
+    """And events, of all jobs of folds or else of one split: files of tracestore's own names only,
+    as sources have such folders as well (lstm_solo/preprocessed_0.pt)."""
+    places = [] if is_folded else [folder]
+    if is_repeated:
+        places += folder.glob("fold-*/seed-*" if is_folded else "seed-*")
+    for place in places:
+        for name in MODEL_NAMES:
+            for old in (
+                *(place / name / of for of in CHECKPOINTS),
+                *place.glob(f"{name}/events/events.out.tfevents.*"),
+            ):
+                old.unlink(missing_ok=True)
 
 
-def load_or_make_folds(
-    store: TraceStore, targets: np.ndarray, num_folds: int, seed: int, folder: Path, *, resume: bool
-) -> list[Split]:
-    """The folds of this store and seed, written to folder/folds.json; with `resume` those
-    that are written there. UsageError where that file holds another number of folds."""
-    path = folder / "folds.json"
-    if resume and path.exists():
-        try:
-            saved = json.loads(path.read_text(encoding="utf-8"))
-            found = len(saved)
-        except (ValueError, TypeError):
-            raise UsageError(f"{path}: not the folds of an earlier run") from None
-        if found != num_folds:
-            raise UsageError(f"--resume: {path} has {found} folds, not {num_folds}")
-        return [split_from_ids(store, targets, ids) for ids in saved]
-    folds = make_folds(store, targets, num_folds, seed)
-    # The file goes first: without it, --resume begins anew.
-    path.unlink(missing_ok=True)
-    remove_checkpoints(folder)
-    write_json(path, [fold.question_ids for fold in folds])
-    return folds
+def read_splits(path: Path, store: TraceStore, targets: np.ndarray, num_folds: int | None) -> list[Split]:
+    """The split, or folds, of an earlier run. UsageError where the file is no such thing or
+    holds another number of folds."""
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        folds = [saved] if num_folds is None else list(saved)
+        if not all(set(fold) == set(PARTS) and all(map(_are_texts, fold.values())) for fold in folds):
+            raise ValueError
+    except (ValueError, TypeError, AttributeError):
+        what = "split" if num_folds is None else "folds"
+        raise UsageError(f"{path}: not the {what} of an earlier run") from None
+    if num_folds is not None and len(folds) != num_folds:
+        raise UsageError(f"--resume: {path} has {len(folds)} folds, not {num_folds}")
+    return [split_from_ids(store, targets, ids) for ids in folds]
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)
 
 
 def pool(entries: list[tuple[int, int, dict[str, Any]]], seed: int) -> dict[str, Any]:
@@ -97,9 +108,15 @@ def pool(entries: list[tuple[int, int, dict[str, Any]]], seed: int) -> dict[str,
     pooled |= {name: mean(name) for name in ("best_val_auroc", "threshold", "temperature")}
     if "history" in entries[0][2]:
         histories = [entry["history"] for _, _, entry in entries]
-        pooled["history"] = {k: np.mean([h[k] for h in histories], axis=0).tolist() for k in histories[0]}
-        pooled["seconds_per_epoch"] = np.mean([entry["seconds_per_epoch"] for _, _, entry in entries], axis=0).tolist()
+        pooled["history"] = {k: _mean_by_epoch([h[k] for h in histories]) for k in histories[0]}
+        pooled["seconds_per_epoch"] = _mean_by_epoch([entry["seconds_per_epoch"] for _, _, entry in entries])
         pooled["oom_events"] = [
             {"fold": fold, "seed": s, **event} for fold, s, entry in entries for event in entry["oom_events"]
         ]
     return pooled
+
+
+def _mean_by_epoch(curves: list[list[float]]) -> list[float]:
+    """Over the epochs that all runs have: some may have finished with more of them before --resume."""
+    epochs = min(map(len, curves))
+    return np.mean([curve[:epochs] for curve in curves], axis=0).tolist()  # type: ignore[no-any-return]

@@ -30,10 +30,13 @@ class Forward:
         inputs, y = batch.traces(begin, end)
         c = self.model_config
         with torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None):
-            if isinstance(self.model, GvaeLstm) and self.model.training:
-                output = self.model(inputs, batch.noise(begin, end, c.num_layers_read, c.latent_dim))
-            else:
+            if not self.model.training:
                 output = self.model(inputs)
+            elif isinstance(self.model, GvaeLstm):
+                noise = batch.noise(begin, end, c.num_layers_read, c.latent_dim)
+                output = self.model(inputs, batch.masks(begin, end), noise)
+            else:
+                output = self.model(inputs, batch.masks(begin, end))
         output = Output(output.logits.float(), {name: term.float() for name, term in output.auxiliary.items()})
         return output.logits, detector_loss(output, y, c.kl_weight)
 

@@ -20,7 +20,9 @@ _FUSED_DEVICES = ("cpu", "cuda") if importlib.util.find_spec("triton") else ("cp
 def mean_over_nodes(x: torch.Tensor, inputs: GraphInputs) -> torch.Tensor:
     """(N, C) -> (G, C): the mean over each graph's nodes."""
     lengths = inputs.node_ptr[1:] - inputs.node_ptr[:-1]
-    return torch.segment_reduce(x, "mean", lengths=lengths, axis=0, unsafe=True)
+    # It sums in the dtype of x: in bfloat16 a sum of like numbers stops growing at 256 of them.
+    wide = x.float() if x.dtype.itemsize < 4 else x
+    return torch.segment_reduce(wide, "mean", lengths=lengths, axis=0, unsafe=True).to(x.dtype)
 
 
 class GINE(nn.Module):

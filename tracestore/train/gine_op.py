@@ -242,22 +242,28 @@ def gine_linear_backward(
     edges = (node_ptr, weight, weight_ptr, source, target, threshold)
     kernels, chunks = _kernels(x.device), list(_chunks(node_ptr, x.shape[1] * w.itemsize))
     grad_x = torch.empty((len(x) if need_grad_x else 0, x.shape[1]), dtype=w.dtype, device=x.device)
-    grad_w, grad_b, grad_matrix = torch.zeros_like(w), torch.zeros_like(b), torch.zeros_like(matrix)
+    grad_w, grad_b, grad_matrix = (
+        torch.zeros_like(w),
+        torch.zeros_like(b),
+        matrix.new_zeros(matrix.shape, dtype=w.dtype),
+    )
     part_w, part_b, buffer = torch.empty_like(w), torch.empty_like(b), _buffer(chunks, x.shape[1], w)
     with torch.autocast(x.device.type, enabled=False):
         for rows, pointers in chunks:
             summed, part, grad = buffer[: rows.stop - rows.start], _part(edges, pointers), grad_out[rows]
             kernels.aggregate(summed, x[rows], w, b, part)
-            grad_matrix.addmm_(grad.t(), summed.to(matrix.dtype))
             if matrix.dtype == w.dtype:
+                grad_matrix.addmm_(grad.t(), summed)
                 torch.mm(grad, matrix, out=summed)
             else:
+                # Chunks are added in the dtype of sums: 16 bits would lose the small ones.
+                grad_matrix += torch.mm(grad.t(), summed.to(matrix.dtype))
                 summed.copy_(torch.mm(grad, matrix))
             grad_rows = grad_x[rows] if need_grad_x else None
             kernels.aggregate_backward(summed, x[rows], w, b, part, grad_rows, part_w, part_b)
             grad_w += part_w
             grad_b += part_b
-    return grad_x.to(kinds[0]), grad_w.to(kinds[1]), grad_b.to(kinds[2]), grad_matrix, grad_out.sum(0)
+    return grad_x.to(kinds[0]), grad_w.to(kinds[1]), grad_b.to(kinds[2]), grad_matrix.to(matrix.dtype), grad_out.sum(0)
 
 
 @gine_linear_backward.register_fake

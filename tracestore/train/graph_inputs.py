@@ -57,6 +57,10 @@ class GraphInputs:
     def num_traces(self) -> int:
         return (len(self.node_ptr) - 1) // self.num_layers
 
+    def nodes_of_traces(self) -> list[int]:
+        """Nodes of each trace, over its layers."""
+        return self.node_ptr[:: self.num_layers].diff().tolist()
+
     def to(self, device: torch.device | str) -> "GraphInputs":
         edge_index = None if self.edge_index is None else self.edge_index.to(device)
         x, node_ptr, weight, weight_ptr = (t.to(device) for t in (self.x, self.node_ptr, self.weight, self.weight_ptr))

@@ -16,12 +16,20 @@ import torch
 from tracestore import console
 from tracestore.errors import DoesNotFitError, StoppedError, TrainingError, UsageError, printable
 from tracestore.store.reader import TraceStore
-from tracestore.train.checkpoint import load_checkpoint, pack_random_state, save_checkpoint, unpack_random_state
+from tracestore.train.checkpoint import (
+    BEST,
+    LAST,
+    load_checkpoint,
+    pack_random_state,
+    save_checkpoint,
+    unpack_random_state,
+)
 from tracestore.train.config import Progress, TrainConfig
 from tracestore.train.evaluate import evaluate_part
-from tracestore.train.feed import FedBatch, Feed, StepBatches, step_key
+from tracestore.train.feed import FedBatch, Feed, StepBatches, next_batch, step_key
 from tracestore.train.forward import Forward
 from tracestore.train.metrics import auroc, fit_temperature, youden_threshold
+from tracestore.train.micro_batch import MicroBatches
 from tracestore.train.model_config import VIEWS, ModelConfig
 from tracestore.train.monitor import Log, Monitor
 from tracestore.train.oom import OOMGuard
@@ -34,8 +42,9 @@ from tracestore.train.split import PARTS, Split
 from tracestore.train.standardise import fit_standardiser
 from tracestore.train.stopping import StopSignals
 
-CHECKPOINT_VERSION = 4
+CHECKPOINT_VERSION = 5
 WEIGHT_DECAY = 1e-5
+_MADE_BY_SETUP = ("forward", "model", "optimizer", "feed", "scaler", "guard", "_batches")
 
 
 class DetectorRun:
@@ -66,6 +75,8 @@ class DetectorRun:
         # Traces of a micro-batch to begin with; None: whole batches.
         self.planned_micro_batch: int | None = None
         self._saved_at = time.monotonic()
+        # Whether host memory ran out once.
+        self._is_short = False
 
     def run(self) -> dict[str, Any]:
         """Trains, selects on validation, tests once. -> the entry of results.json.
@@ -77,12 +88,19 @@ class DetectorRun:
                 raise
             reason = f"out of memory: {error}" if str(error) else "out of memory"
         # Outside what the guard watches, files and logs among them: on from the last checkpoint.
+        for made in _MADE_BY_SETUP:
+            vars(self).pop(made, None)
         gc.collect()
         if self.on_last_resort is not None:
             self.on_last_resort()
-        if not (self.folder / "last.pt").exists():
-            self._setup()
-            self._save_last(Progress())
+        try:
+            if not (self.folder / LAST).exists():
+                self._setup()
+                self._save_last(Progress())
+        except Exception as error:
+            if classify(error) is None:
+                raise
+            # Nor does the model alone fit: there is nothing to save.
         raise DoesNotFitError(f"{self.name}: {printable(reason, 200)}; free memory, then: {self.resume_command}")
 
     def _run(self) -> dict[str, Any]:
@@ -140,7 +158,7 @@ class DetectorRun:
 
     def _resume(self) -> tuple[Progress, dict[str, Any] | None]:
         """What last.pt says, and the result where nothing is left to train."""
-        path = self.folder / "last.pt"
+        path = self.folder / LAST
         saved = None
         if self.config.resume:
             saved = self.ranks.first(lambda: load_checkpoint(path) if path.exists() else None)
@@ -159,6 +177,9 @@ class DetectorRun:
         if self.scaler is not None:
             self.scaler.load_state_dict(saved["scaler"])
         self.guard.load_state_dict(saved["guard"])
+        if saved["did_not_fit"]:
+            # Memory has been freed since: what was learned of sizes holds no longer.
+            self.guard.sizes = MicroBatches(self.planned_micro_batch)
         self.feed.loader.load_state_dict(saved["loader"])
         restore_random_state(unpack_random_state(saved["random"]))
         progress = Progress(**saved["progress"])
@@ -205,8 +226,9 @@ class DetectorRun:
                 step.size,
                 partial(self.forward.step_loss, step),
                 whole=step.whole,
-                # Batches that are accumulated are computed one after the other.
-                at_most=max(batch.size for batch in step.batches),
+                # Batches that are accumulated are computed one after the other. Of this rank's
+                # slices, but the same on all ranks: they have to try the same sizes.
+                at_most=max(-(-batch.whole // self.ranks.world_size) for batch in step.batches),
                 seed=partial(seed_step, key, self.forward.device),
             )
         except DoesNotFitError as error:
@@ -226,7 +248,7 @@ class DetectorRun:
         batches: list[FedBatch] = []
         failed = False
         while len(batches) < min(self.config.accumulate, len(self.feed) - progress.batch) and not failed:
-            batch = self._next_batch()
+            batch = next_batch(self._batches)
             if batch is not None:
                 batches.append(batch)
             elif self._shrunk:
@@ -241,15 +263,6 @@ class DetectorRun:
             self._end(progress, code, "one batch does not fit")
         return StepBatches(batches)
 
-    def _next_batch(self) -> FedBatch | None:
-        """None where memory ran out while it was gathered."""
-        try:
-            return next(self._batches)
-        except Exception as error:
-            if classify(error) is None:
-                raise
-        return None
-
     def _report_nonfinite(self, loss: float, step: StepBatches) -> NoReturn:
         own = [(i, q) for b in step.batches for i, q in zip(b.trace_index.tolist(), b.question_id, strict=True)]
         found = self.ranks.gather([q for i, q in own if self.store[i].has_nonfinite])
@@ -258,6 +271,8 @@ class DetectorRun:
             reason = f"the trace of question {ids[0]!r} holds NaN or infinite values"
         else:
             reason = f"questions of the step: {', '.join(q for _, q in own[:4])}, ...; lower --lr"
+            if self.scaler is not None:
+                reason += ", or, as float16 ends at 65,504, --standardize or --precision bf16"
         self.ranks.fail(TrainingError(f"the loss is {loss}: {reason}"))
 
     # Validation and test
@@ -274,6 +289,8 @@ class DetectorRun:
     def _scores(self, part: str, progress: Progress | None) -> PartScores:
         indices = self.split.indices[part]
         feed = Feed(self.name, self.store, indices, self.config, self.model_config, self.ranks, shuffle="none")
+        if self._is_short:
+            feed.shrink()
         try:
             scores = score_part(self.forward, self.guard, feed, self.ranks, lambda: self.stop.signum)
         except Halted as halted:
@@ -287,7 +304,7 @@ class DetectorRun:
     def _finish(self, progress: Progress) -> dict[str, Any]:
         """Tests the best epoch's weights. last.pt keeps the last ones, so that more epochs can follow."""
         last = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        best = self.ranks.first(lambda: load_checkpoint(self.folder / "best.pt"))
+        best = self.ranks.first(lambda: load_checkpoint(self.folder / BEST))
         self.model.load_state_dict(best["model"])
         # Nothing to save where this ends early: last.pt is whole.
         scores = self._scores("test", None)
@@ -307,8 +324,10 @@ class DetectorRun:
                 best["temperature"],
                 self.config.seed,
             ),
-            "best_val_auroc": progress.best_val_auroc,
-            "best_epoch": progress.best_epoch,
+            # Of the weights that were tested: a run that was killed right after they were written
+            # may, on another device or number of ranks, not have come to them again.
+            "best_val_auroc": best["val_auroc"],
+            "best_epoch": best["epoch"],
             "history": progress.history,
             "oom_events": self.guard.events,
             "seconds_per_epoch": progress.seconds_per_epoch,
@@ -316,13 +335,16 @@ class DetectorRun:
 
     # Checkpoints
 
-    def _save_last(self, progress: Progress, result: dict[str, Any] | None = None) -> None:
-        """The state between two steps; rank 0's, as weights and progress are those of all."""
+    def _save_last(
+        self, progress: Progress, result: dict[str, Any] | None = None, *, did_not_fit: bool = False
+    ) -> None:
+        """The state between two steps; rank 0's, as weights and progress are those of all.
+        did_not_fit: one trace alone was too much."""
         if not self.ranks.is_first:
             return
         self.monitor.flush()
         save_checkpoint(
-            self.folder / "last.pt",
+            self.folder / LAST,
             {
                 "version": CHECKPOINT_VERSION,
                 "name": self.name,
@@ -333,6 +355,7 @@ class DetectorRun:
                 "loader": self.feed.state_dict(progress.epoch, progress.batch),
                 "random": pack_random_state(random_state()),
                 "guard": self.guard.state_dict(),
+                "did_not_fit": did_not_fit,
                 "config": self._identity(),
                 "result": result,
             },
@@ -354,7 +377,7 @@ class DetectorRun:
             "precision": self.config.precision,
         }
         save_checkpoint(
-            self.folder / "best.pt", detector_checkpoint(self.name, self.model, self.model_config, self.store, about)
+            self.folder / BEST, detector_checkpoint(self.name, self.model, self.model_config, self.store, about)
         )
 
     # Out of memory, and stopping
@@ -366,8 +389,9 @@ class DetectorRun:
         )
 
     def _give_back(self) -> None:
-        """Host memory ran out: caches and batches in flight go first."""
-        self.feed.loader.shrink()
+        """Host memory ran out: caches, batches in flight and workers go first."""
+        self.feed.shrink()
+        self._is_short = True
         self.monitor.say("host memory ran out; one batch in flight from now on, nothing cached")
 
     def _end(self, progress: Progress | None, code: int, reason: str) -> NoReturn:
@@ -375,8 +399,8 @@ class DetectorRun:
         if code == DoesNotFitError.exit_code and self.on_last_resort is not None:
             self.on_last_resort()
         if progress is not None:
-            self._save_last(progress)
-        saved = f"saved {self.folder / 'last.pt'}"
+            self._save_last(progress, did_not_fit=code == DoesNotFitError.exit_code)
+        saved = f"saved {self.folder / LAST}"
         if code == DoesNotFitError.exit_code:
             self.ranks.fail(
                 DoesNotFitError(f"{self.name}: {reason}; {saved}; free memory, then: {self.resume_command}")

@@ -71,14 +71,14 @@ def warm_up() -> None:
     torch.nn.functional.relu(a.requires_grad_()).sum().backward()
 
 
-def available(budget: int | None, start: MemoryUse) -> int | None:
-    """Bytes above `start` that may be taken: the budget, less where the memory cgroup's
-    limit is nearer; None where there is neither."""
+def available(budget: int | None, start: MemoryUse, processes: int = 1) -> int | None:
+    """Bytes above `start` that each of some like processes may take: its part of the budget, less
+    where the memory cgroup's limit is nearer; None where there is neither."""
+    shares = [] if budget is None else [budget // processes]
     limit = cgroup_limit()
-    if limit is None:
-        return budget
-    left = max(0, limit - _CGROUP_MARGIN - start.anonymous)
-    return left if budget is None else min(budget, left)
+    if limit is not None:
+        shares.append(max(0, (limit - _CGROUP_MARGIN) // processes - start.anonymous))
+    return min(shares, default=None)
 
 
 class MemoryBudget:

@@ -11,12 +11,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tracestore.train.dropout import TraceDropout, TraceMasks
 from tracestore.train.gine import GINE
 from tracestore.train.graph_inputs import GraphInputs
 from tracestore.train.model_config import ModelConfig
 
 AUXILIARY_WEIGHT = 0.1
 GNN_DROPOUT = 0.2
+# The layers that drop out, numbered; those between layers of the LSTM from _LSTM on.
+_ENCODER, _HEAD, _LSTM = 0, 1, 3
 
 
 @dataclass
@@ -28,35 +31,46 @@ class Output:
     auxiliary: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
+class StackedLSTM(nn.Module):
+    """Bidirectional LSTMs, each over the outputs of the one before, with dropout between them:
+    nn.LSTM(num_layers, dropout) with masks that belong to traces."""
+
+    def __init__(self, in_channels: int, hidden: int, num_layers: int, dropout: float) -> None:
+        super().__init__()
+        widths = [in_channels] + [2 * hidden] * (num_layers - 1)
+        self.layers = nn.ModuleList(nn.LSTM(n, hidden, batch_first=True, bidirectional=True) for n in widths)
+        self.dropouts = nn.ModuleList(TraceDropout(dropout, _LSTM + k) for k in range(num_layers - 1))
+
+    def forward(self, x: torch.Tensor, masks: TraceMasks | None = None) -> torch.Tensor:
+        """(B, L, in) -> (B, 2 * hidden): the last states of the top layer's two directions."""
+        x, (final, _) = self.layers[0](x)
+        for dropout, layer in zip(self.dropouts, self.layers[1:], strict=True):
+            x, (final, _) = layer(dropout(x, masks))
+        return torch.cat([final[0], final[1]], dim=1)
+
+
 class LayerLSTM(nn.Module):
     """A bidirectional LSTM along the layers and the head: (B, L, in) -> logits (B,)."""
 
     def __init__(self, in_channels: int, config: ModelConfig) -> None:
         super().__init__()
         hidden, dropout = config.lstm_hidden, config.dropout
-        self.lstm = nn.LSTM(
-            in_channels,
-            hidden,
-            num_layers=config.num_lstm_layers,
-            batch_first=True,
-            bidirectional=True,
-            dropout=dropout if config.num_lstm_layers > 1 else 0.0,
-        )
+        self.lstm = StackedLSTM(in_channels, hidden, config.num_lstm_layers, dropout)
         self.head = nn.Sequential(
             nn.Linear(2 * hidden, 128),
             nn.ReLU(),
-            nn.Dropout(dropout),
+            TraceDropout(dropout, _HEAD),
             nn.Linear(128, 64),
             nn.ReLU(),
-            nn.Dropout(dropout),
+            TraceDropout(dropout, _HEAD + 1),
             nn.Linear(64, 1),
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        _, (h, _) = self.lstm(x)
-        # h: (num_lstm_layers * 2, B, hidden); the last two are the top layer's directions.
-        logits: torch.Tensor = self.head(torch.cat([h[-2], h[-1]], dim=1))
-        return logits.squeeze(1)
+    def forward(self, x: torch.Tensor, masks: TraceMasks | None = None) -> torch.Tensor:
+        x = self.lstm(x, masks)
+        for layer in self.head:
+            x = layer(x, masks) if isinstance(layer, TraceDropout) else layer(x)
+        return x.squeeze(1)
 
 
 class Standardiser(nn.Module):
@@ -104,10 +118,10 @@ class LstmSolo(nn.Module):
         self.standardiser = Standardiser(config)
         self.reader = LayerLSTM(config.hidden_dim, config)
 
-    def forward(self, sequences: torch.Tensor) -> Output:
-        """sequences (B, L, D), any float dtype."""
+    def forward(self, sequences: torch.Tensor, masks: TraceMasks | None = None) -> Output:
+        """sequences (B, L, D), any float dtype. masks: of dropout, drawn by torch where not given."""
         x = self.standardiser(sequences.to(self.reader.head[0].weight.dtype))  # type: ignore[arg-type]
-        return Output(self.reader(x if self.layers is None else x[:, list(self.layers)]))
+        return Output(self.reader(x if self.layers is None else x[:, list(self.layers)], masks))
 
 
 class GraphEncoder(nn.Module):
@@ -120,13 +134,13 @@ class GraphEncoder(nn.Module):
         self.standardiser = Standardiser(config)
         self.conv1 = GINE(config.hidden_dim, hidden, passing, config.edge_dim)
         self.conv2 = GINE(hidden, hidden, passing, config.edge_dim)
-        self.dropout = nn.Dropout(GNN_DROPOUT)
+        self.dropout = TraceDropout(GNN_DROPOUT, _ENCODER)
 
-    def forward(self, inputs: GraphInputs) -> torch.Tensor:
+    def forward(self, inputs: GraphInputs, masks: TraceMasks | None = None) -> torch.Tensor:
         if len(self.layers) < inputs.num_layers:
             inputs = inputs.of_layers(self.layers)
         x = self.standardiser.graphs(inputs.x, inputs.node_ptr, self.layers)
-        x = self.dropout(F.relu_(self.conv1(x, inputs)))
+        x = self.dropout(F.relu_(self.conv1(x, inputs)), masks, inputs.nodes_of_traces())
         pooled = self.conv2.pooled(x, inputs)
         return pooled.reshape(inputs.num_traces, inputs.num_layers, -1)
 
@@ -141,8 +155,9 @@ class GnnDetLstm(nn.Module):
         self.encoder = GraphEncoder(config)
         self.reader = LayerLSTM(config.gnn_hidden, config)
 
-    def forward(self, inputs: GraphInputs) -> Output:
-        return Output(self.reader(self.encoder(inputs)))
+    def forward(self, inputs: GraphInputs, masks: TraceMasks | None = None) -> Output:
+        """masks: of dropout, drawn by torch where not given."""
+        return Output(self.reader(self.encoder(inputs, masks), masks))
 
 
 class GvaeLstm(nn.Module):
@@ -160,9 +175,10 @@ class GvaeLstm(nn.Module):
         self.decoder = nn.Sequential(nn.Linear(latent, hidden), nn.ReLU(), nn.Linear(hidden, hidden))
         self.reader = LayerLSTM(latent, config)
 
-    def forward(self, inputs: GraphInputs, eps: torch.Tensor | None = None) -> Output:
-        """eps (B, layers read, latent): the noise, drawn where it is not given; none when evaluating."""
-        pooled = self.encoder(inputs)
+    def forward(self, inputs: GraphInputs, masks: TraceMasks | None = None, eps: torch.Tensor | None = None) -> Output:
+        """masks: of dropout; eps (B, layers read, latent): the noise, none when evaluating. Drawn by
+        torch where not given."""
+        pooled = self.encoder(inputs, masks)
         mu, logvar = self.mu(pooled), self.logvar(pooled).clamp(-10, 10)
         z = mu
         if self.training or eps is not None:
@@ -171,7 +187,7 @@ class GvaeLstm(nn.Module):
         # then weighs as much as the whole one.
         reconstruction = (self.decoder(z) - pooled).square().sum(-1).mean()
         kl = -0.5 * (1 + logvar - mu.square() - logvar.exp()).sum(-1).mean()
-        return Output(self.reader(z), {"reconstruction": reconstruction, "kl": kl})
+        return Output(self.reader(z, masks), {"reconstruction": reconstruction, "kl": kl})
 
 
 _CLASSES = {"lstm_solo": LstmSolo, "gnn_det_lstm": GnnDetLstm, "gvae_lstm": GvaeLstm}

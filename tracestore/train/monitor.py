@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tracestore import console
 from tracestore.errors import UsageError
 from tracestore.train.config import Progress
@@ -64,7 +66,8 @@ class Monitor:
         if self._events is not None:
             number = progress.epoch * num_batches + progress.batch - 1
             self._events.add_scalar("loss/step", loss, number)
-            self._events.add_scalar("memory/anonymous_mib", _anonymous_mib(), number)
+            for kind, mib in _memory_mib().items():
+                self._events.add_scalar(f"memory/{kind}_mib", mib, number)
 
     def epoch(self, progress: Progress, num_batches: int) -> None:
         """After each epoch and its validation."""
@@ -85,10 +88,20 @@ class Monitor:
                     self._events.add_scalar(f"epoch/{name}", values[-1], progress.epoch * num_batches)
 
 
-def _anonymous_mib() -> float:
-    """Without mapped pages of the store, which the system may take back at any time."""
-    return memory_use().anonymous / 2**20
+def _memory_mib() -> dict[str, float]:
+    """The process's own memory; apart from it pages of files, the store's among them, which the
+    system may take back at any time; the most that tensors have taken of a GPU."""
+    use = memory_use()
+    found = {"anonymous": use.anonymous / 2**20, "file": use.file / 2**20}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found["gpu"] = torch.cuda.max_memory_allocated() / 2**20
+    return found
 
 
 def _speed(traces_per_s: float, data_wait_share: float) -> str:
-    return f"{traces_per_s:,.0f} traces/s, waiting for data {data_wait_share:.0%}, memory {_anonymous_mib():,.0f} MiB"
+    mib = _memory_mib()
+    gpu = f", of the GPU {mib['gpu']:,.0f} MiB" if "gpu" in mib else ""
+    return (
+        f"{traces_per_s:,.0f} traces/s, waiting for data {data_wait_share:.0%}, memory {mib['anonymous']:,.0f} MiB "
+        f"and {mib['file']:,.0f} MiB of files{gpu}"
+    )

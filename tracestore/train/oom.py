@@ -79,8 +79,8 @@ class OOMGuard:
     The function computes the mean loss of items begin .. end of the batch; step() runs
     forward, backward and the optimizer, and returns the mean loss of the whole batch.
     After a failure it tries once more at the same size, then halves the micro-batch. The
-    gradient is that of the whole batch (to rounding; BatchNorm statistics and dropout
-    masks are those of the micro-batches). The size that worked is kept, and doubled
+    gradient is that of the whole batch (to rounding; BatchNorm statistics and masks of torch's
+    dropout are those of the micro-batches). The size that worked is kept, and doubled
     again after a while; begin_epoch() plans it anew from what was learned. Where one item
     does not fit, DoesNotFitError is raised with model, optimizer, metrics and random
     state as they were before the step.
@@ -113,6 +113,9 @@ class OOMGuard:
         self.cleaner = CacheCleaner()
         if not optimizer.state:
             create_optimizer_state(optimizer)
+        if scaler is not None:
+            # Makes its state as well, without which it cannot be put back.
+            scaler.scale(torch.zeros((), device=optimizer.param_groups[0]["params"][0].device))
         self._before = StepSnapshot(model, scaler, metrics)
         self._look_at_optimizer()
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tracestore.errors import DoesNotFitError
-from tracestore.train.feed import Feed
+from tracestore.train.feed import Feed, next_batch
 from tracestore.train.forward import Forward
 from tracestore.train.oom import OOMGuard
 from tracestore.train.oom_errors import classify
@@ -39,18 +39,25 @@ def score_part(forward: Forward, guard: OOMGuard, feed: Feed, ranks: Ranks, stop
     batches = feed.batches()
     scored: list[tuple[int, list[float], list[float]]] = []  # place in the part, labels, logits
     total = 0.0
-    for _ in range(len(feed)):
+    for number in range(len(feed)):
         code = stop()
+        pieces: list[tuple[list[float], float]] = []
+        batch = next_batch(batches)
+        if batch is None:
+            feed.shrink()
+            feed.seek(feed.loader.epoch, number)
+            batches = feed.batches()
+            batch = next_batch(batches)
         try:
-            batch = next(batches)
-            pieces = guard.evaluate(batch.size, partial(forward.scores, batch)) if batch.size else []
+            if batch is not None and batch.size:
+                pieces = guard.evaluate(batch.size, partial(forward.scores, batch))
         except Exception as error:
             # The others wait for this rank's word.
             if not isinstance(error, DoesNotFitError) and classify(error) is None:
                 raise
             code = DoesNotFitError.exit_code
-        code = ranks.agree(code)
-        if code:
+        code = ranks.agree(DoesNotFitError.exit_code if batch is None else code)
+        if code or batch is None:
             raise Halted(code)
         place = batch.number * feed.config.batch_size + batch.first
         scored.append((place, batch.y.tolist(), [logit for logits, _ in pieces for logit in logits]))

@@ -1,5 +1,7 @@
 """The honest baseline: logistic regression on the last token of one layer."""
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -8,6 +10,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from tracestore.data.loader import TraceLoader
+from tracestore.errors import TrainingError
 from tracestore.store.reader import TraceStore
 from tracestore.train.evaluate import evaluate_part
 from tracestore.train.metrics import auroc, fit_temperature, youden_threshold
@@ -16,29 +19,52 @@ from tracestore.train.split import Split
 INVERSE_REGULARISATION = 0.01
 
 
-def _features(store: TraceStore, indices: np.ndarray) -> np.ndarray:
-    """(n, L, D) float32 last tokens."""
-    loader = TraceLoader(store, "sequence", batch_size=256, shuffle="none", indices=indices, num_threads=1)
-    return np.concatenate([batch.sequences.float().numpy() for batch in loader])
+# Of the features that are held at once: those of some layers.
+_FEATURE_BYTES = 1 << 30
+
+
+def _features(store: TraceStore, indices: np.ndarray, layers: range) -> np.ndarray:
+    """(n, len(layers), D) float32 last tokens."""
+    # All of them here: with several ranks it is the first one alone that asks.
+    loader = TraceLoader(
+        store, "sequence", batch_size=256, shuffle="none", indices=indices, num_threads=1, rank=0, world_size=1
+    )
+    return np.concatenate([batch.sequences[:, layers.start : layers.stop].float().numpy() for batch in loader])
+
+
+def _by_layer(store: TraceStore, split: Split) -> Iterator[dict[str, np.ndarray]]:
+    """(n, D) float32 of each part, layer after layer."""
+    count = sum(map(len, split.indices.values()))
+    step = max(1, _FEATURE_BYTES // (4 * store.hidden_dim * count))
+    for first in range(0, store.num_layers, step):
+        layers = range(first, min(first + step, store.num_layers))
+        x = {part: _features(store, indices, layers) for part, indices in split.indices.items()}
+        for k in range(len(layers)):
+            yield {part: of_part[:, k] for part, of_part in x.items()}
 
 
 def run_probe(store: TraceStore, split: Split, targets: np.ndarray, seed: int) -> dict[str, Any]:
     """Fits one probe a layer on the training part, chooses the layer on validation, and
-    tests it once. The same keys as a model's entry in results.json, and `layer`."""
-    x = {part: _features(store, indices) for part, indices in split.indices.items()}
+    tests it once. The same keys as a model's entry in results.json, `layer`, and the validation
+    AUROC of every layer; NaN for layers with values that are not finite, of which none is
+    chosen. TrainingError where there is no other."""
     y = {part: (targets[indices] >= 0.5).astype(int) for part, indices in split.indices.items()}
     best: tuple[float, int, np.ndarray, np.ndarray] | None = None
     by_layer = []
-    for layer in range(store.num_layers):
+    for layer, x in enumerate(_by_layer(store, split)):
+        if not all(np.isfinite(of_part).all() for of_part in x.values()):
+            by_layer.append(math.nan)
+            continue
         model = make_pipeline(
             StandardScaler(), LogisticRegression(C=INVERSE_REGULARISATION, max_iter=1000, random_state=seed)
         )
-        model.fit(x["train"][:, layer], y["train"])
-        val = model.decision_function(x["val"][:, layer])
+        model.fit(x["train"], y["train"])
+        val = model.decision_function(x["val"])
         by_layer.append(auroc(y["val"], val))
         if best is None or by_layer[-1] > best[0]:
-            best = (by_layer[-1], layer, val, model.decision_function(x["test"][:, layer]))
-    assert best is not None
+            best = (by_layer[-1], layer, val, model.decision_function(x["test"]))
+    if best is None:
+        raise TrainingError("the probe found no layer without NaN or infinite values; --no-probe leaves it out")
     _, layer, val, test = best
     threshold, temperature = youden_threshold(y["val"], val), fit_temperature(y["val"], val)
     return {

@@ -1,13 +1,14 @@
 """A whole training run: split, detectors, probe, results and report."""
 
 import gc
-import json
 import os
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from tracestore import console
@@ -15,20 +16,20 @@ from tracestore.data.batch_format import GraphOptions
 from tracestore.errors import MissingFieldError, TrainingError, UsageError
 from tracestore.store.reader import TraceStore, open_store
 from tracestore.train import report
-from tracestore.train.checkpoint import write_json
+from tracestore.train.checkpoint import alone_in, write_json
 from tracestore.train.compare import compare
 from tracestore.train.config import TrainConfig
 from tracestore.train.evaluate import RunScores
-from tracestore.train.folds import Job, load_or_make_folds, plan_jobs, pool, remove_checkpoints
+from tracestore.train.folds import FOLDS_FILE, SPLIT_FILE, Job, plan_jobs, pool, read_splits, remove_checkpoints
 from tracestore.train.loop import DetectorRun
 from tracestore.train.measure import budget_plan
-from tracestore.train.memory import MemoryBudget, available, memory_use
+from tracestore.train.memory import MemoryBudget, MemoryUse, available, memory_use
 from tracestore.train.model_config import VIEWS, ModelConfig
 from tracestore.train.monitor import Log, check_tensorboard
 from tracestore.train.predictions import write_predictions
 from tracestore.train.probe import run_probe
 from tracestore.train.ranks import Ranks
-from tracestore.train.split import Split, class_counts, make_split, split_from_ids
+from tracestore.train.split import Split, class_counts, make_folds, make_split
 from tracestore.train.stopping import StopSignals
 
 PROBE = "logistic_probe"
@@ -49,26 +50,6 @@ def _no_log(_: str) -> None:
 
 def _say(log: Log, job: Job, text: str) -> None:
     log(f"{job}: {text}")
-
-
-def _split(store: TraceStore, config: TrainConfig, folder: Path) -> Split:
-    """The split of this store and seed; --resume uses the one that is written down."""
-    targets = store.targets(config.score_threshold)
-    path = folder / "split.json"
-    if config.resume and path.exists():
-        try:
-            saved = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
-            raise UsageError(f"{path}: not the split of an earlier run") from None
-        return split_from_ids(store, targets, saved)
-    split = make_split(store, targets, config.seed)
-    # Checkpoints and events of an earlier run belong to its own split, which goes first:
-    # without it, --resume begins anew.
-    path.unlink(missing_ok=True)
-    for old in [*folder.glob("*/*.pt"), *folder.glob("*/events/events.*")]:
-        old.unlink()
-    write_json(path, split.question_ids)
-    return split
 
 
 def _refuse_nonfinite(store: TraceStore, split: Split) -> None:
@@ -115,26 +96,66 @@ def run_training(
     except MissingFieldError as error:
         raise MissingFieldError(f"{error}; or train without graphs: --no-run-gnn-det --no-run-gvae") from None
     model_config = ModelConfig.of_store(store, **sizes)
-    has_graphs = "graph" in {VIEWS[name] for name in names}
-    if has_graphs:
+    if "graph" in {VIEWS[name] for name in names}:
         edges = model_config.edge_form(store, torch.device(config.device).type)
         GraphOptions(config.attention_threshold, config.top_k, edges)
-    # Nothing of an earlier run is touched before it is clear that this one makes sense.
-    targets = store.targets(config.score_threshold)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
         raise UsageError(f"--output-dir {folder}: {error.strerror}") from None
-    jobs = ranks.first(lambda: _jobs(store, config, folder, num_folds, num_seeds))
-    split = jobs[0].split
+    with ExitStack() as held:
+        ranks.first(lambda: held.enter_context(alone_in(folder)))
+        return _run_jobs(
+            store,
+            folder,
+            names,
+            config,
+            sizes,
+            model_config,
+            memory_budget=memory_budget,
+            with_probe=with_probe,
+            num_folds=num_folds,
+            num_seeds=num_seeds,
+            resume_command=resume_command,
+            log=log,
+            line=line,
+            ranks=ranks,
+            start=start,
+        )
+
+
+def _run_jobs(
+    store: TraceStore,
+    folder: Path,
+    names: list[str],
+    config: TrainConfig,
+    sizes: dict[str, Any],
+    model_config: ModelConfig,
+    *,
+    memory_budget: int | None,
+    with_probe: bool,
+    num_folds: int | None,
+    num_seeds: int | None,
+    resume_command: str | None,
+    log: Log,
+    line: console.Progress | None,
+    ranks: Ranks,
+    start: MemoryUse,
+) -> dict[str, Any]:
+    """run_training, once the arguments make sense and the folder is this run's. start: memory
+    in use before the store was opened."""
+    targets = store.targets(config.score_threshold)
     is_repeated = num_folds is not None or num_seeds is not None
+    splits = ranks.first(lambda: _splits(store, targets, config, folder, num_folds))
+    jobs = plan_jobs(splits, config.seed, num_seeds, folder, is_folded=num_folds is not None)
+    split = splits[0]
     counts = ", ".join(f"{part} {len(ids)}" for part, ids in split.indices.items())
     log(
         f"{store.path}: {len(store):,} traces, {len(store) - sum(map(len, split.indices.values())):,} without a label; {counts}"
     )
     if is_repeated:
         log(f"{num_folds or 1} folds x {num_seeds or 1} seeds, {len(jobs) * len(names)} trainings")
-    if has_graphs:
+    if "graph" in {VIEWS[name] for name in names}:
         _refuse_nonfinite(store, split)
     results: dict[str, Any] = {
         "models": {},
@@ -147,24 +168,25 @@ def run_training(
         },
         "split": split.question_ids if num_folds is None else None,
         "counts": [
-            {p: {"hallucinated": h, "right": r} for p, (h, r) in class_counts(s, targets).items()}
-            for s in _splits(jobs).values()
+            {p: {"hallucinated": h, "right": r} for p, (h, r) in class_counts(s, targets).items()} for s in splits
         ],
         "store": store.info(),
     }
     runs: list[dict[str, Any]] = [{"fold": job.fold, "seed": job.seed, "models": {}} for job in jobs]
     if is_repeated:
         results["config"] |= {"folds": num_folds, "seeds": num_seeds}
-        results["folds"] = [s.question_ids for s in _splits(jobs).values()]
+        results["folds"] = [s.question_ids for s in splits]
         results["runs"] = runs
     else:
         results["models"] = runs[0]["models"]
-    limit = available(memory_budget, start)
+    limit = available(memory_budget, start, int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)))
     budget = None
     if limit is not None:
         num_train = len(split.indices["train"])
         planned = ranks.first(lambda: budget_plan(names, store, config, sizes, limit, start, num_train))
         budget = MemoryBudget(limit, start)
+    # Nothing of an earlier run is touched before it is clear that this one makes sense.
+    ranks.first(lambda: _begin(splits, config, folder, is_folded=num_folds is not None, is_repeated=is_repeated))
     try:
         with StopSignals() as stop:
             for job, entry in zip(jobs, runs, strict=True):
@@ -199,7 +221,9 @@ def run_training(
         return results
     probes = {}
     if with_probe:
-        probes = {fold: run_probe(store, s, targets, config.seed) for fold, s in _splits(jobs).items()}
+        probes = {
+            job.fold: run_probe(store, job.split, targets, config.seed) for job in jobs if job.seed == config.seed
+        }
     _complete(results, runs, probes, config.seed, is_repeated=is_repeated)
     write_json(folder / "results.json", console.finite(results))
     tested = [{**run, "models": run["models"] | ({PROBE: probes[run["fold"]]} if probes else {})} for run in runs]
@@ -209,24 +233,29 @@ def run_training(
     return results
 
 
-def _jobs(
-    store: TraceStore, config: TrainConfig, folder: Path, num_folds: int | None, num_seeds: int | None
-) -> list[Job]:
-    if num_folds is None and num_seeds is None:
-        return [Job(None, config.seed, _split(store, config, folder), folder)]
+def _splits(
+    store: TraceStore, targets: np.ndarray, config: TrainConfig, folder: Path, num_folds: int | None
+) -> list[Split]:
+    """The split of this store and seed, or its folds; --resume uses what is written down."""
+    path = folder / (SPLIT_FILE if num_folds is None else FOLDS_FILE)
+    if config.resume and path.exists():
+        return read_splits(path, store, targets, num_folds)
     if num_folds is None:
-        if not config.resume:
-            remove_checkpoints(folder)
-        splits = [_split(store, config, folder)]
-    else:
-        targets = store.targets(config.score_threshold)
-        splits = load_or_make_folds(store, targets, num_folds, config.seed, folder, resume=config.resume)
-    return plan_jobs(splits, config.seed, num_seeds or 1, folder, is_folded=num_folds is not None)
+        return [make_split(store, targets, config.seed)]
+    return make_folds(store, targets, num_folds, config.seed)
 
 
-def _splits(jobs: list[Job]) -> dict[int | None, Split]:
-    """Each fold's split once."""
-    return {job.fold: job.split for job in jobs}
+def _begin(splits: list[Split], config: TrainConfig, folder: Path, *, is_folded: bool, is_repeated: bool) -> None:
+    """Makes the folder that of these splits, where it is not already."""
+    path = folder / (FOLDS_FILE if is_folded else SPLIT_FILE)
+    if config.resume and path.exists():
+        return
+    # Checkpoints and events of an earlier run belong to its own splits, which go first:
+    # without them, --resume begins anew.
+    path.unlink(missing_ok=True)
+    remove_checkpoints(folder, is_folded=is_folded, is_repeated=is_repeated)
+    ids = [split.question_ids for split in splits]
+    write_json(path, ids if is_folded else ids[0])
 
 
 def _complete(

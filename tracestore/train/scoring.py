@@ -1,5 +1,6 @@
 """A trained detector at work: what its checkpoint holds, and the logits of other traces."""
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,9 +21,11 @@ from tracestore.train.models import Detector, make_model
 from tracestore.train.oom import OOMGuard
 from tracestore.train.oom_errors import classify
 
-DETECTOR_VERSION = 3
-# Without edge_features, num_heads and layers, which then have their defaults.
-_OLDEST_VERSION = 2
+DETECTOR_VERSION = 4
+# Without edge_features, num_heads and layers, which then have their defaults; up to version 3
+# the layers of the LSTM are one module.
+_OLDEST_VERSION, _ONE_LSTM_VERSION = 2, 3
+_OF_ONE_LSTM = re.compile(r"reader\.lstm\.(\w+_l)(\d+)(_reverse)?")
 
 
 def detector_checkpoint(
@@ -103,7 +106,10 @@ def load_detector(path: Path) -> TrainedDetector:
         # On no device: sizes in a file cost nothing before they are compared with its tensors.
         with torch.device("meta"):
             model = make_model(saved["name"], config)
-        model.load_state_dict(saved["model"], assign=True)
+        weights = saved["model"]
+        if version <= _ONE_LSTM_VERSION:
+            weights = {_OF_ONE_LSTM.sub(r"reader.lstm.layers.\2.\g<1>0\3", name): w for name, w in weights.items()}
+        model.load_state_dict(weights, assign=True)
         top_k = saved["top_k"]
         return TrainedDetector(
             saved["name"],
@@ -117,6 +123,8 @@ def load_detector(path: Path) -> TrainedDetector:
             dict(saved["store"]),
         )
     except Exception as error:
+        if classify(error) is not None:
+            raise
         raise UsageError(f"{path}: not a whole detector: {type(error).__name__}") from None
 
 

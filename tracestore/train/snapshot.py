@@ -40,7 +40,9 @@ def restore_random_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     if "cuda" in state:
-        torch.cuda.set_rng_state_all(state["cuda"])
+        # A run may go on with fewer GPUs.
+        for device, of_device in enumerate(state["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(of_device, device)
 
 
 def _metric_state(metric: Any) -> dict[str, Any]:
@@ -161,6 +163,11 @@ class StepCounters:
         self._copies.restore()
 
 
+# What GradScaler.step() hangs on a fused optimizer, and leaves there where its step fails: the next
+# one would divide the gradients by the scale twice.
+_OF_SCALER = ("grad_scale", "found_inf")
+
+
 class OptimizerSnapshot:
     """The weights and state that a failed optimizer step may have half written."""
 
@@ -218,10 +225,14 @@ class OptimizerSnapshot:
             self._list()
         self._copies.take(self._live)
         self._states = {p: _plain(self._optimizer.state[p]) for p in self._states}
+        self._of_scaler = {n: vars(self._optimizer)[n] for n in _OF_SCALER if n in vars(self._optimizer)}
         self._groups = [_plain(group) for group in self._optimizer.param_groups]
 
     def restore(self) -> None:
         self._copies.restore()
+        for name in _OF_SCALER:
+            vars(self._optimizer).pop(name, None)
+        vars(self._optimizer).update(self._of_scaler)
         state = self._optimizer.state
         for p in list(state):
             if p not in self._names:

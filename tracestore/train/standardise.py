@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from tracestore.errors import TrainingError
 from tracestore.store.reader import TraceStore
 from tracestore.train.models import Standardiser
 from tracestore.train.ranks import Ranks
@@ -11,19 +12,31 @@ from tracestore.train.ranks import Ranks
 
 def fit_standardiser(model: nn.Module, store: TraceStore, indices: np.ndarray, view: str, ranks: Ranks) -> None:
     """Sets the model's standardiser, where it is active, per layer and column over the
-    traces `indices`: their last tokens (view "sequence") or all tokens. Each rank reads a part."""
+    traces `indices`: their last tokens (view "sequence") or all tokens. Each rank reads a part.
+    TrainingError where one of these is not finite: all statistics would not be."""
     standardiser = next(m for m in model.modules() if isinstance(m, Standardiser))
     if not standardiser.active:
         return
     # Sum, sum of squares, and in the third row the count.
     sums = torch.zeros(3, store.num_layers, store.hidden_dim, dtype=torch.float64)
+    nonfinite: list[str] = []
     for index in indices[ranks.rank :: ranks.world_size]:
         trace = store[int(index)]
         rows = trace.last_token[:, None] if view == "sequence" else trace.hidden_states
         values = _as_float(rows, store.hidden_dtype)
+        if trace.has_nonfinite and not values.isfinite().all():
+            nonfinite.append(trace.question_id)
         sums[0] += values.sum(1)
         sums[1] += values.square().sum(1)
         sums[2] += values.shape[1]
+    wrong = [question for of_rank in ranks.gather(nonfinite) for question in of_rank]
+    if wrong:
+        ranks.fail(
+            TrainingError(
+                f"the trace of question {wrong[0]!r} holds NaN or infinite values ({len(wrong)} such training traces): "
+                "without its file, or without --standardize"
+            )
+        )
     total, squares, count = ranks.sum(sums)
     mean = total / count
     standardiser.mean.copy_(mean)

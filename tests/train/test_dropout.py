@@ -1,0 +1,67 @@
+"""Dropout whose masks belong to traces."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.train.failing import SIZE, make
+from tracestore.train import dropout
+from tracestore.train.dropout import TraceDropout, TraceMasks
+
+LIKE = torch.zeros((), dtype=torch.float32)
+
+
+@given(st.integers(0, 2**64 - 1), st.lists(st.integers(0, 9), min_size=1, max_size=6), st.data())
+def test_a_part_of_a_batch_has_the_masks_of_the_whole(key, rows, data):
+    begin = data.draw(st.integers(0, len(rows) - 1))
+    end = data.draw(st.integers(begin + 1, len(rows)))
+    whole = TraceMasks(key, 3, len(rows)).draw(1, rows, (5,), 0.6, LIKE)
+    part = TraceMasks(key, 3 + begin, end - begin).draw(1, rows[begin:end], (5,), 0.6, LIKE)
+    assert torch.equal(whole[sum(rows[:begin]) : sum(rows[:end])], part)
+
+
+@pytest.mark.parametrize("draw", [dropout._draw_on_cpu, dropout._draw])
+@pytest.mark.parametrize("kept", [0.001, 0.3, 0.8, 1.0])
+def test_as_many_are_kept_as_asked(draw, kept):
+    """On average over a million, within 5 standard deviations."""
+    mask, share = draw([1, 2**64 - 1], [600_000, 400_000], kept, torch.device("cpu"))
+    assert mask.dtype == torch.bool and abs(share - kept) < 1e-5
+    assert abs(mask.double().mean() - share) <= 5 * (kept * (1 - kept) / 1e6) ** 0.5
+
+
+def test_masks_of_other_traces_uses_and_batches_are_others():
+    masks = [
+        TraceMasks(key, place, 1).draw(use, [1], (4096,), 0.5, LIKE).numpy().ravel() > 0
+        for key in (7, 8)
+        for place in (0, 1)
+        for use in (0, 1, 2)
+    ]
+    agree = np.corrcoef(np.array(masks, float)) - np.eye(len(masks))
+    assert np.abs(agree).max() < 6 / 64
+
+
+def test_the_mean_is_kept_and_evaluation_untouched():
+    layer, x = TraceDropout(0.25, 0), torch.ones(1000, 300, dtype=torch.float64)
+    out = layer(x, TraceMasks(1, 0, 2), [400, 600])
+    assert set(out.unique().tolist()) == {0.0, 1 / 0.75} and abs(out.mean() - 1) < 0.01
+    assert layer.eval()(x, TraceMasks(1, 0, 2), [400, 600]) is x
+    assert TraceDropout(0.0, 0)(x) is x
+    torch.manual_seed(0)
+    drawn = TraceDropout(0.25, 0)(x)
+    torch.manual_seed(0)
+    assert torch.equal(drawn, torch.nn.functional.dropout(x, 0.25))
+
+
+@pytest.mark.parametrize("name", ["lstm_solo", "gnn_det_lstm", "gvae_lstm"])
+def test_a_split_batch_is_the_whole_one(name):
+    model, _, loss_of = make(name)
+    loss_of(0, SIZE).backward()
+    whole = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    for begin, end in ((0, 1), (1, SIZE)):
+        (loss_of(begin, end) * ((end - begin) / SIZE)).backward()
+    assert all(
+        torch.allclose(a, p.grad, rtol=1e-12, atol=1e-12) for a, p in zip(whole, model.parameters(), strict=True)
+    )
