@@ -4,6 +4,7 @@ import csv
 import importlib.util
 import json
 import os
+import re
 
 import numpy as np
 import pytest
@@ -151,6 +152,13 @@ def test_checkpoints_that_are_refused(trained, tmp_path):
 
     weights = dict(good["model"])
     weights.popitem()
+    # Until version 3 the LSTM was one module of several layers.
+    names = {name: re.sub(r"lstm\.layers\.(\d)\.(\w+_l)0", r"lstm.\2\1", name) for name in good["model"]}
+    assert "reader.lstm.weight_ih_l1_reverse" in names.values()
+    saved(version=3, model={names[name]: w for name, w in good["model"].items()})
+    score(tmp_path / "c.pt", store, tmp_path / "old.csv")
+    score(run / "lstm_solo/best.pt", store, tmp_path / "new.csv")
+    assert (tmp_path / "old.csv").read_bytes() == (tmp_path / "new.csv").read_bytes()
     for data, words in (
         (whole[: len(whole) // 2], "not a checkpoint"),
         (b"", "not a checkpoint"),

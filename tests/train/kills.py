@@ -22,6 +22,7 @@ import train
 from tests.train.runs import outcome
 from tracestore.store import fsio
 from tracestore.train import metrics, run
+from tracestore.train.forward import Forward
 
 # What is not training costs most of a short run.
 run.report.write_plots = lambda *_: []
@@ -145,7 +146,7 @@ def stopped(argv, folder, signum):
     return {"stderr": said}
 
 
-def start_ranks(count, argv, folder, *more):
+def start_ranks(count, argv, folder, *more, before=None):
     """Processes as torchrun starts them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -153,11 +154,13 @@ def start_ranks(count, argv, folder, *more):
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
 
     def one(rank):
-        def before():
+        def begin():
+            if before is not None:
+                before()
             own = shared | {"RANK": rank, "LOCAL_RANK": rank}
             os.environ.update({name: str(value) for name, value in own.items()})
 
-        return start(argv, folder, *more, error_file=f"{folder}.{rank}.err", before=before)
+        return start(argv, folder, *more, error_file=f"{folder}.{rank}.err", before=begin)
 
     return [one(rank) for rank in range(count)]
 
@@ -166,6 +169,37 @@ def by_ranks(argv, folder, count):
     for rank, child in enumerate(start_ranks(count, argv, folder, "--resume")):
         expect(0, child, f"{folder}.{rank}")
     return {}
+
+
+def ranks_out_of_memory(argv, folder, count, steps):
+    """All ranks find, after some steps, that no trace fits; one process then goes on."""
+
+    def before():
+        original = Forward.step_loss
+
+        def step_loss(self, step, begin, end):
+            if step.batches[0].number >= steps:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return original(self, step, begin, end)
+
+        Forward.step_loss = step_loss
+
+    by_ranks(argv, folder / "whole", 1)
+    out = folder / "ranks"
+    codes = [wait(child) for child in start_ranks(count, argv, out, before=before)]
+    said = [Path(f"{out}.{rank}.err").read_text() for rank in range(count)]
+    by_ranks(argv, out, 1)
+    (path,) = out.glob("*/last.pt")
+    size = torch.load(path, weights_only=True)["guard"]["sizes"]["size"]
+    losses = [results(folder / name)["history"]["train_loss"] for name in ("whole", "ranks")]
+    events = [(e["size_before"], e["size_after"]) for e in results(out)["oom_events"]]
+    return {"codes": codes, "stderr": said, "size": size, "losses": losses, "events": events}
+
+
+def results(folder):
+    """The entry of the one model."""
+    (entry,) = json.loads((folder / "results.json").read_text())["models"].values()
+    return entry
 
 
 def rank_signalled(argv, folder, signum):

@@ -60,6 +60,28 @@ def test_a_rank_that_is_stopped_or_dies_ends_all(driver, labelled, tmp_path, sig
     assert np.allclose(*found["losses"], rtol=0, atol=1e-5)
 
 
+def test_ranks_try_the_same_sizes_where_a_batch_does_not_divide(driver, labelled, tmp_path):
+    """Slices of 3, 2 and 2 traces: all give up after the same attempts, and the checkpoint is
+    there; a run that goes on does so with whole batches."""
+    flags = ["--store", labelled, "--no-probe", *FAST, "--batch-size", 7, *ONLY["lstm_solo"], "--epochs", 1]
+    found = driver("ranks_out_of_memory", flags, tmp_path, 3, 2)
+    assert found["codes"] == [75, 75, 75]
+    assert found["events"] == [[3, 3], [3, 1], [1, 1], [1, 1]] and found["size"] is None
+    first, *others = found["stderr"]
+    assert "one item alone does not fit" in first and first.count("\n") == 1 and others == ["", ""]
+    assert np.allclose(*found["losses"], rtol=0, atol=1e-5)
+
+
+def test_several_ranks_with_the_probe(labelled, tmp_path):
+    """Which rank 0 fits alone, on all traces."""
+    flags = ["--store", labelled, *FAST, *ONLY["lstm_solo"], "--epochs", 1, "--json"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    many = run_cli(*launcher, "tools/train.py", *flags, "--output-dir", tmp_path / "many", check=0)
+    one = run_cli("tools/train.py", *flags, "--output-dir", tmp_path / "one", check=0)
+    probes = [json.loads(done.stdout)["probe"] for done in (many, one)]
+    assert probes[0] == probes[1] and (tmp_path / "many/predictions.csv").exists()
+
+
 def test_one_rank_is_a_group_of_its_own():
     ranks, parameter = Ranks(), torch.nn.Parameter(torch.ones(2))
     parameter.grad = gradient = torch.ones(2)

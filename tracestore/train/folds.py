@@ -106,6 +106,8 @@ def pool(entries: list[tuple[int, int, dict[str, Any]]], seed: int) -> dict[str,
         return float(np.mean([entry[name] for _, _, entry in entries]))
 
     pooled |= {name: mean(name) for name in ("best_val_auroc", "threshold", "temperature")}
+    if "val_auroc_by_layer" in entries[0][2]:
+        pooled["val_auroc_by_layer"] = np.mean([e["val_auroc_by_layer"] for _, _, e in entries], axis=0).tolist()
     if "history" in entries[0][2]:
         histories = [entry["history"] for _, _, entry in entries]
         pooled["history"] = {k: _mean_by_epoch([h[k] for h in histories]) for k in histories[0]}

@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from tracestore.store.fsio import whole_file
+
 PLOTS = ("curves.png", "roc.png", "precision_recall.png", "reliability.png")
 
 
@@ -38,7 +40,8 @@ def write_plots(results: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def _save(pyplot: Any, figure: Any, path: Path) -> None:
-    figure.savefig(path, dpi=110)
+    with whole_file(path) as file:
+        figure.savefig(file, dpi=110, format="png")
     pyplot.close(figure)
 
 

@@ -1,10 +1,12 @@
 """The table and the page of a training run."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tracestore.page import page, picture, rows_of
+from tracestore.store.fsio import whole_file
 from tracestore.train.plots import PLOTS, write_plots
 
 __all__ = ["PLOTS", "table", "write_page", "write_plots"]
@@ -120,6 +122,15 @@ def _groups(results: dict[str, Any]) -> str:
     return "<h2>AUROC by group</h2>" + rows_of(header, rows)
 
 
+def _layers(results: dict[str, Any]) -> str:
+    """Which layer knows: the probe of each alone."""
+    values = results.get("probe", {}).get("val_auroc_by_layer", [])
+    if not values:
+        return ""
+    rows = [[k, "not finite" if v is None or math.isnan(v) else f"{v:.3f}"] for k, v in enumerate(values)]
+    return "<h2>Logistic probe by layer</h2>" + rows_of(["layer", "AUROC on validation"], rows)
+
+
 def _counts(results: dict[str, Any]) -> str:
     rows = [
         [k, part, c["hallucinated"], c["right"]]
@@ -147,9 +158,11 @@ def write_page(results: dict[str, Any], plots: list[Path], path: Path) -> None:
         *(picture(p.read_bytes(), p.stem) for p in plots),
         _calibration(results),
         _groups(results),
+        _layers(results),
         _counts(results),
         _events(results),
         "<h2>Configuration</h2>" + rows_of(["name", "value"], results["config"].items()),
         "<h2>Store</h2>" + rows_of(["name", "value"], results["store"].items()),
     )
-    path.write_text(page("Training report", parts), encoding="utf-8", errors="backslashreplace")
+    with whole_file(path) as file:
+        file.write(page("Training report", parts).encode("utf-8", "backslashreplace"))

@@ -1,0 +1,223 @@
+"""What a run may touch in its output folder, when, and with whom."""
+
+import json
+import math
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import tracestore
+from tests.helpers import make_trace
+from tests.train.runs import outcome
+from tracestore.errors import DoesNotFitError, RunLockedError, TrainingError, UsageError
+from tracestore.train import loop, metrics, probe, run
+from tracestore.train.checkpoint import alone_in
+from tracestore.train.config import TrainConfig
+from tracestore.train.feed import Feed
+from tracestore.train.run import run_training
+from tracestore.train.split import make_split
+
+CONFIG = TrainConfig(epochs=1, loader_threads=1)
+SMALL = {"lstm_hidden": 4, "gnn_hidden": 4, "latent_dim": 4}
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    monkeypatch.setattr(run.report, "write_plots", lambda *_: [])
+    monkeypatch.setattr(metrics, "BOOTSTRAP_SAMPLES", 20)
+
+
+def train(store, folder, config=CONFIG, names=("lstm_solo",), sizes=SMALL, **options):
+    options = {"with_probe": False, "log": lambda _: None} | options
+    return run_training(store, folder, list(names), config, sizes, **options)
+
+
+def files(folder):
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_what_others_wrote_stays(labelled, tmp_path):
+    """Sources have folders of the detectors' names."""
+    theirs = ("lstm_solo/preprocessed_0.pt", "gnn/preprocessed_0.pt", "seed-1/x/a.pt", "lstm_solo/events/events.log")
+    for name in theirs:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"theirs")
+    for options in ({}, {"num_seeds": 1}, {"num_folds": 2}):
+        train(labelled, tmp_path, **options)
+        train(labelled, tmp_path, replace(CONFIG, resume=True), **options)
+    assert all((tmp_path / name).read_bytes() == b"theirs" for name in theirs)
+
+
+def test_a_new_run_replaces_an_earlier_one(labelled, tmp_path):
+    train(labelled, tmp_path, replace(CONFIG, seed=1), names=("lstm_solo", "gnn_det_lstm"))
+    train(labelled, tmp_path)
+    assert (tmp_path / "lstm_solo/last.pt").exists() and not (tmp_path / "gnn_det_lstm/last.pt").exists()
+
+
+@pytest.mark.parametrize("options", [{}, {"num_seeds": 2}, {"num_folds": 2}])
+def test_a_run_that_is_refused_leaves_an_earlier_one(labelled, tmp_path, options):
+    out, one_class, holed = tmp_path / "r", tmp_path / "one.zarr", tmp_path / "nan.zarr"
+    for path in (one_class, holed):
+        with tracestore.create(path) as writer:
+            for k in range(40):
+                trace = make_trace(k, tokens=3)
+                if path == holed:
+                    trace["hidden_states"][0][0, 0] = np.nan
+                writer.append(trace, score=0.9 if path == one_class else k % 2)
+    train(labelled, out, **options)
+    before = files(out)
+    for store, refused in (
+        (labelled, {"memory_budget": 1 << 20}),
+        (one_class, {}),
+        (holed, {"names": ["gnn_det_lstm"]}),
+    ):
+        with pytest.raises(UsageError):
+            train(store, out, **options, **refused)
+        assert files(out) == before
+
+
+def test_one_training_at_a_time(labelled, tmp_path):
+    """A lock of a process: another one is needed to meet it."""
+    child, (said, say) = 0, os.pipe()
+    with alone_in(tmp_path):
+        child = os.fork()
+        if not child:
+            try:
+                train(labelled, tmp_path)
+            except RunLockedError as error:
+                os.write(say, f"{error.exit_code} {error}".encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+    os.close(say)
+    with os.fdopen(said) as pipe:
+        assert pipe.read() == f"5 {tmp_path}: another training writes there; give another --output-dir"
+    train(labelled, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", "3", '{"train": []}', '{"train": 1, "val": 2, "test": 3}', '{"train": [[]], "val": [], "test": []}'],
+)
+def test_a_split_that_is_none(labelled, tmp_path, text):
+    for name, words, options in (("split", "the split", {}), ("folds", "the folds", {"num_folds": 2})):
+        (tmp_path / f"{name}.json").write_text(text if name == "split" else f"[{text}, {text}]")
+        with pytest.raises(UsageError, match=f"not {words}"):
+            train(labelled, tmp_path, replace(CONFIG, resume=True), **options)
+
+
+def test_folds_that_finished_with_more_epochs(labelled, tmp_path):
+    train(labelled, tmp_path, replace(CONFIG, epochs=3), num_folds=2)
+    (tmp_path / "fold-1/seed-42/lstm_solo/last.pt").unlink()
+    results = train(labelled, tmp_path, replace(CONFIG, resume=True), num_folds=2)
+    assert len(results["models"]["lstm_solo"]["history"]["train_loss"]) == 1
+
+
+# Memory
+
+
+def test_a_checkpoint_for_which_there_is_no_memory(labelled, tmp_path, monkeypatch):
+    """Is none that is damaged: the way on is said, and it is still there."""
+    train(labelled, tmp_path)
+    before = files(tmp_path)
+
+    def load(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(DoesNotFitError, match="--resume"):
+        train(labelled, tmp_path, replace(CONFIG, resume=True, epochs=2))
+    assert files(tmp_path)["lstm_solo/last.pt"] == before["lstm_solo/last.pt"]
+
+
+def test_not_even_the_model_fits(labelled, tmp_path, monkeypatch):
+    def forward(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(loop, "Forward", forward)
+    with pytest.raises(DoesNotFitError, match=r"free memory, then: .*--resume"):
+        train(labelled, tmp_path)
+    monkeypatch.undo()
+    train(labelled, tmp_path, replace(CONFIG, resume=True))
+
+
+def test_scoring_goes_on_with_less(labelled, tmp_path, monkeypatch):
+    """Host memory runs out once in each batch of validation and test, of a run with workers."""
+    expected = train(labelled, tmp_path / "whole", replace(CONFIG, batch_size=4))
+    original, tried, shrunk = Feed.batches, set(), []
+
+    def batches(self):
+        shrunk.append(self.num_workers)
+        for batch in original(self):
+            if self.loader.epochs.shuffle == "none" and batch.number not in tried:
+                tried.add(batch.number)
+                raise MemoryError
+            yield batch
+
+    monkeypatch.setattr(Feed, "batches", batches)
+    results = train(labelled, tmp_path / "short", replace(CONFIG, batch_size=4, num_workers=1))
+    assert len(tried) > 1 and results["models"]["lstm_solo"]["test"] == expected["models"]["lstm_solo"]["test"]
+    assert shrunk[0] == 1
+    found = [outcome(tmp_path / name)["models"] for name in ("whole", "short")]
+    assert found[0] == found[1]
+
+
+def test_without_memory_workers_are_given_up(labelled, tmp_path, monkeypatch):
+    expected = train(labelled, tmp_path / "whole", replace(CONFIG, batch_size=4))
+    original, calls = Feed.batches, []
+
+    def batches(self):
+        calls.append(self.num_workers)
+        for batch in original(self):
+            if self.num_workers and batch.number == 2:
+                raise RuntimeError("DataLoader worker (pid(s) 17) exited unexpectedly")
+            yield batch
+
+    monkeypatch.setattr(Feed, "batches", batches)
+    results = train(labelled, tmp_path / "short", replace(CONFIG, batch_size=4, num_workers=2))
+    assert calls[:2] == [2, 0]
+    assert results["models"]["lstm_solo"]["test_scores"] == expected["models"]["lstm_solo"]["test_scores"]
+
+
+# Values that are not finite
+
+
+@pytest.fixture
+def holed(tmp_path):
+    """A layer of the language model of which one training trace holds an infinite value."""
+    path = tmp_path / "holed.zarr"
+    with tracestore.create(path) as writer:
+        for k in range(40):
+            trace = make_trace(k, tokens=3, layers=3)
+            writer.append(trace, score=k % 2)
+    with tracestore.open(path) as store:
+        wrong = int(make_split(store, store.targets(), CONFIG.seed).indices["train"][3])
+    tracestore_again = tmp_path / "again.zarr"
+    with tracestore.create(tracestore_again) as writer:
+        for k in range(40):
+            trace = make_trace(k, tokens=3, layers=3)
+            if k == wrong:
+                trace["hidden_states"][1][-1, 2] = np.inf
+            writer.append(trace, score=k % 2)
+    return tracestore_again, f"q{wrong}"
+
+
+def test_statistics_of_values_that_are_not_finite(holed, tmp_path):
+    path, question = holed
+    with pytest.raises(TrainingError, match=f"question '{question}' holds NaN or infinite values"):
+        train(path, tmp_path / "r", sizes=SMALL | {"standardize": True})
+
+
+def test_the_probe_leaves_out_a_layer_that_is_not_finite(holed, tmp_path, monkeypatch):
+    path, _ = holed
+    results = train(path, tmp_path / "r", sizes=SMALL | {"layers": (0, 2)}, with_probe=True)
+    values = results["probe"]["val_auroc_by_layer"]
+    assert math.isnan(values[1]) and results["probe"]["layer"] in (0, 2)
+    assert json.loads((tmp_path / "r/results.json").read_text())["probe"]["val_auroc_by_layer"][1] is None
+    assert "not finite" in (tmp_path / "r/report.html").read_text()
+    # A layer at a time.
+    monkeypatch.setattr(probe, "_FEATURE_BYTES", 1)
+    again = train(path, tmp_path / "again", sizes=SMALL | {"layers": (0, 2)}, with_probe=True)["probe"]
+    assert again["val_auroc_by_layer"][::2] == values[::2] and again["test"] == results["probe"]["test"]
