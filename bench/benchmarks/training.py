@@ -73,13 +73,14 @@ def layer_inputs(inputs: GraphInputs, layer: int) -> GraphInputs:
 class Step:
     """One training step: forward, backward, Adam. `pyg`: layer by layer, as the users' scripts."""
 
-    def __init__(self, model: str, shape: str, kind: str) -> None:
+    def __init__(self, model: str, shape: str, kind: str, device: str | torch.device = "cpu") -> None:
         B, L, D, *_ = SHAPES[shape]
         torch.manual_seed(0)
-        self.inputs = make_inputs(shape) if model in GRAPH_MODELS else torch.randn(B, L, D).half()
-        self.model = make_model(model, ModelConfig(L, D, message_passing=kind))
+        inputs = make_inputs(shape) if model in GRAPH_MODELS else torch.randn(B, L, D).half()
+        self.inputs = inputs.to(device)
+        self.model = make_model(model, ModelConfig(L, D, message_passing=kind)).to(device)
         self.optimizer = torch.optim.Adam(self.model.parameters(), fused=True)
-        self.y = (torch.arange(B) % 2).float()
+        self.y = (torch.arange(B) % 2).float().to(device)
         if kind == "pyg":
             layers = [layer_inputs(self.inputs, k) for k in range(L)]
             encode = self.model.encoder.forward

@@ -302,6 +302,19 @@ def test_chosen_layers_are_those_of_a_smaller_store(tmp_path, form, standardize)
     assert torch.equal(outputs[0], outputs[2]) and torch.equal(outputs[1], outputs[3])
 
 
+def test_edges_come_as_the_device_and_the_operators_read_them(tmp_path):
+    with tracestore.create(tmp_path / "m.zarr") as writer:
+        writer.append(make_trace(0, layers=LAYERS, dim=DIM))
+    store = tracestore.open(tmp_path / "m.zarr")
+    forms = {(d, k): config(message_passing=k).edge_form(store, d) for d in ("cpu", "cuda") for k in ("fused", "pyg")}
+    assert forms == {
+        ("cpu", "fused"): "packed",
+        ("cpu", "pyg"): "packed",
+        ("cuda", "fused"): "packed",
+        ("cuda", "pyg"): "coo",
+    }
+
+
 def test_what_a_store_lacks_is_refused(tmp_path):
     with tracestore.create(tmp_path / "m.zarr") as writer:
         writer.append(make_trace(0, layers=LAYERS, dim=DIM))

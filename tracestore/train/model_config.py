@@ -49,7 +49,8 @@ class ModelConfig:
         or "heads". MissingFieldError where the store has no such weights."""
         is_causal = store.attention_layout == "causal"
         if self.edge_features != "heads":
-            return "packed" if is_causal and device == "cpu" else "coo"
+            # PyG wants lists; on a CPU they are made of triangles layer by layer, on a GPU by the loader.
+            return "packed" if is_causal and (device == "cpu" or self.message_passing == "fused") else "coo"
         if store.attention != "heads":
             raise MissingFieldError(f"{store.path}: no attention of every head; convert with --attention heads")
         if not is_causal or store.heads_stored != self.num_heads:
