@@ -75,6 +75,27 @@ def test_score_replaces_without_touching_a_trace(folder, tmp_path):
     assert before == {k: v for k, v in tree_bytes(tmp_path / "s.zarr").items() if k.startswith("segments/")}
 
 
+def test_the_column_of_groups(folder, tmp_path):
+    """`group` where nothing is said; a template stays with its question and is no group unless asked."""
+    rows = "question_id,score,template,group\n" + "".join(f"q{k},0.5,t{k % 2},g{k % 3}\n" for k in range(12))
+    (tmp_path / "both.csv").write_text(rows)
+    given = ["--scores", tmp_path / "both.csv"]
+    for name, words, expected in (
+        ("plain", [], ["g0", "g1", "g2"]),
+        ("chosen", ["--group-column", "template"], ["t0", "t1", "t0"]),
+    ):
+        convert(folder, tmp_path / name, *given, *words)
+        assert [tracestore.open(tmp_path / name)[k].group for k in range(3)] == expected
+    run_cli("-m", "tracestore", "score", tmp_path / "plain", *given, "--group-column", "template", check=0)
+    assert [tracestore.open(tmp_path / "plain")[k].group for k in range(3)] == ["t0", "t1", "t0"]
+    before = tree_bytes(tmp_path / "plain")
+    done = run_cli("-m", "tracestore", "score", tmp_path / "plain", *given, "--group-column", "subject", check=3)
+    assert "expected subject among them" in done.stderr and tree_bytes(tmp_path / "plain") == before
+    (folder / "ground_truth_scores.csv").unlink()
+    done = convert(folder, tmp_path / "none", "--group-column", "template", check=2)
+    assert "--group-column names a column" in done.stderr
+
+
 def test_duplicates_are_counted(folder, tmp_path, traces):
     write_pickle(folder / "z_again.pkl", traces[:4])
     summary = json.loads(convert(folder, tmp_path / "s.zarr", "--json").stdout)

@@ -99,7 +99,7 @@ def _lint(args: argparse.Namespace, output: Output) -> int:
 
 
 def _score(args: argparse.Namespace, output: Output) -> int:
-    scores = read_scores(Path(args.scores), args.score_column)
+    scores = read_scores(Path(args.scores), args.score_column, args.group_column)
     # Looked for first: a store that is not there is not made.
     tracestore.open(args.store).close()
     with StoreWriter(args.store) as writer:
@@ -359,6 +359,7 @@ def make_parser() -> Parser:
     )
     score.add_argument("--scores", required=True, metavar="CSV", help="question_id and a score")
     score.add_argument("--score-column", metavar="NAME")
+    score.add_argument("--group-column", metavar="NAME", help="what questions stay together by when split (group)")
     score.set_defaults(function=_score)
     view = commands.add_parser(
         "view",

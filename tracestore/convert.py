@@ -83,10 +83,11 @@ class Conversion:
         scores_path = Path(args.scores) if args.scores else find_scores(sources)
         self.scores: Scores | None = None
         if scores_path is not None:
-            self.scores = read_scores(scores_path, args.score_column)
+            self.scores = read_scores(scores_path, args.score_column, args.group_column)
             output.say(f"scores: {scores_path}, column {self.scores.column}, {len(self.scores.values):,} questions")
-        elif args.score_column:
-            raise UsageError("--score-column names a column, but there is no scores file")
+        elif args.score_column or args.group_column:
+            flag = "--score-column" if args.score_column else "--group-column"
+            raise UsageError(f"{flag} names a column, but there is no scores file")
         self.summary = Summary(str(self.store), scores_file=None if scores_path is None else str(scores_path))
         self.total_bytes = sum(s.path.stat().st_size for s in self.sources if s.path.is_file())
 
@@ -306,6 +307,9 @@ def make_parser(prog: str = "tracestore convert") -> Parser:
         "--scores", metavar="CSV", help="scores by question_id (default: the *scores*.csv in a SRC folder)"
     )
     parser.add_argument("--score-column", metavar="NAME", help="column of the scores file")
+    parser.add_argument(
+        "--group-column", metavar="NAME", help="its column that questions stay together by when split (group)"
+    )
     parser.add_argument(
         "--attention", choices=schema.ATTENTION_MODES, help="what to store (default: mean over the heads)"
     )

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from _csv import Reader as CsvReader
 
 SCORE_COLUMNS = ("bleurt_score", "score", "hallucination_score")
+GROUP_COLUMN = "group"
 
 
 @dataclass
@@ -29,8 +30,9 @@ class Scores:
         return self.values.get((question_id, sample if self.has_samples else 0), (math.nan, ""))
 
 
-def read_scores(path: Path, column: str | None = None) -> Scores:
-    """Reads a scores file. UsageError where there is none, InputRefusedError where it
+def read_scores(path: Path, column: str | None = None, group_column: str | None = None) -> Scores:
+    """Reads a scores file: the score from `column`, by default the first of SCORE_COLUMNS, the group
+    from `group_column`, by default GROUP_COLUMN where there is one. UsageError where there is none, InputRefusedError where it
     does not hold what it must, naming file, line and column."""
     name = path.name
     if not path.exists():
@@ -41,14 +43,14 @@ def read_scores(path: Path, column: str | None = None) -> Scores:
         with path.open(newline="", encoding="utf-8-sig", errors="surrogatepass") as file:
             rows = csv.reader(file, strict=True)
             header = [h.strip() for h in next(rows, [])]
-            return _parse(path, rows, header, column)
+            return _parse(path, rows, header, column, group_column)
     except (UnicodeDecodeError, csv.Error) as error:
         raise InputRefusedError(f"not a CSV file: {error}", source=name) from None
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
 
 
-def _parse(path: Path, rows: "CsvReader", header: list[str], column: str | None) -> Scores:
+def _parse(path: Path, rows: "CsvReader", header: list[str], column: str | None, group_column: str | None) -> Scores:
     name = path.name
     found = ", ".join(header) or "an empty file"
     if "question_id" not in header:
@@ -57,7 +59,10 @@ def _parse(path: Path, rows: "CsvReader", header: list[str], column: str | None)
     chosen = next((c for c in wanted if c in header), None)
     if chosen is None:
         raise InputRefusedError(f"found columns {found}, expected {' or '.join(wanted)} among them", source=name)
+    if group_column is not None and group_column not in header:
+        raise InputRefusedError(f"found columns {found}, expected {group_column} among them", source=name)
     place = {h: k for k, h in enumerate(header)}
+    group_at = place.get(group_column or GROUP_COLUMN)
     scores = Scores(path, chosen, "sample" in place)
     for row in rows:
         if not row or not any(cell.strip() for cell in row):
@@ -78,7 +83,7 @@ def _parse(path: Path, rows: "CsvReader", header: list[str], column: str | None)
             raise InputRefusedError(f"{where}: found sample {sample}, expected 0 or more, below 2^31", source=name)
         if math.isinf(score):
             raise InputRefusedError(f"{where}: found an infinite {chosen}", source=name)
-        group = row[place["group"]].strip() if "group" in place else ""
+        group = "" if group_at is None else row[group_at].strip()
         key = (question_id, sample)
         before = scores.values.get(key)
         if (
