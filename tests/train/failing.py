@@ -36,8 +36,9 @@ class FailAt(TorchDispatchMode):
         if self.first <= number <= self.last:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         out = func(*args, **(kwargs or {}))
-        if self.watch and number < self.first and isinstance(out, torch.Tensor) and func._opname[-1] != "_":
-            self.refs.append((func._opname, weakref.ref(out)))
+        if self.watch and number < self.first and func._opname[-1] != "_":
+            made = out if isinstance(out, tuple | list) else (out,)
+            self.refs += [(func._opname, weakref.ref(t)) for t in made if isinstance(t, torch.Tensor)]
         return out
 
 
