@@ -91,6 +91,9 @@ def test_the_column_of_groups(folder, tmp_path):
     before = tree_bytes(tmp_path / "plain")
     done = run_cli("-m", "tracestore", "score", tmp_path / "plain", *given, "--group-column", "subject", check=3)
     assert "expected subject among them" in done.stderr and tree_bytes(tmp_path / "plain") == before
+    (tmp_path / "both.csv").write_text(rows + "q3,0.5,t0,g0\n")
+    done = run_cli("-m", "tracestore", "score", tmp_path / "plain", *given, "--group-column", "template", check=3)
+    assert "found a second template 't0' for question 'q3', expected 't1' as before" in done.stderr
     (folder / "ground_truth_scores.csv").unlink()
     done = convert(folder, tmp_path / "none", "--group-column", "template", check=2)
     assert "--group-column names a column" in done.stderr

@@ -82,7 +82,7 @@ class Step:
         self.optimizer = torch.optim.Adam(self.model.parameters(), fused=True)
         self.y = (torch.arange(B) % 2).float().to(device)
         if kind == "pyg":
-            layers = [layer_inputs(self.inputs, k) for k in range(L)]
+            layers = [layer_inputs(inputs, k).to(device) for k in range(L)]
             encode = self.model.encoder.forward
             self.model.encoder.forward = lambda *_: torch.cat([encode(layer) for layer in layers], dim=1)
         # Training draws the masks of dropout by trace, today's way leaves them to torch.

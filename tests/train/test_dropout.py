@@ -10,15 +10,15 @@ from tests.train.failing import SIZE, make
 from tracestore.train import dropout
 from tracestore.train.dropout import TraceDropout, TraceMasks
 
-LIKE = torch.zeros((), dtype=torch.float32)
+CPU = torch.device("cpu")
 
 
 @given(st.integers(0, 2**64 - 1), st.lists(st.integers(0, 9), min_size=1, max_size=6), st.data())
 def test_a_part_of_a_batch_has_the_masks_of_the_whole(key, rows, data):
     begin = data.draw(st.integers(0, len(rows) - 1))
     end = data.draw(st.integers(begin + 1, len(rows)))
-    whole = TraceMasks(key, 3, len(rows)).draw(1, rows, (5,), 0.6, LIKE)
-    part = TraceMasks(key, 3 + begin, end - begin).draw(1, rows[begin:end], (5,), 0.6, LIKE)
+    whole = TraceMasks(key, 3, len(rows)).draw(1, rows, (5,), 0.6, CPU)[0]
+    part = TraceMasks(key, 3 + begin, end - begin).draw(1, rows[begin:end], (5,), 0.6, CPU)[0]
     assert torch.equal(whole[sum(rows[:begin]) : sum(rows[:end])], part)
 
 
@@ -33,7 +33,7 @@ def test_as_many_are_kept_as_asked(draw, kept):
 
 def test_masks_of_other_traces_uses_and_batches_are_others():
     masks = [
-        TraceMasks(key, place, 1).draw(use, [1], (4096,), 0.5, LIKE).numpy().ravel() > 0
+        TraceMasks(key, place, 1).draw(use, [1], (4096,), 0.5, CPU)[0].numpy().ravel()
         for key in (7, 8)
         for place in (0, 1)
         for use in (0, 1, 2)
@@ -47,7 +47,9 @@ def test_the_mean_is_kept_and_evaluation_untouched():
     out = layer(x, TraceMasks(1, 0, 2), [400, 600])
     assert set(out.unique().tolist()) == {0.0, 1 / 0.75} and abs(out.mean() - 1) < 0.01
     assert layer.eval()(x, TraceMasks(1, 0, 2), [400, 600]) is x
-    assert TraceDropout(0.0, 0)(x) is x
+    assert TraceDropout(0.0, 0)(x) is x and not TraceDropout(1.0, 0)(x, TraceMasks(1, 0, 1000)).any()
+    half = TraceDropout(0.3, 0)(torch.ones(1000, 300, dtype=torch.bfloat16), TraceMasks(1, 0, 1000))
+    assert half.dtype == torch.bfloat16 and half.max() == torch.tensor(1 / 0.7, dtype=torch.bfloat16)
     torch.manual_seed(0)
     drawn = TraceDropout(0.25, 0)(x)
     torch.manual_seed(0)

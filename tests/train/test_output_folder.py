@@ -17,6 +17,7 @@ from tracestore.train import loop, metrics, probe, run
 from tracestore.train.checkpoint import alone_in
 from tracestore.train.config import TrainConfig
 from tracestore.train.feed import Feed
+from tracestore.train.forward import Forward
 from tracestore.train.run import run_training
 from tracestore.train.split import make_split
 
@@ -181,6 +182,28 @@ def test_without_memory_workers_are_given_up(labelled, tmp_path, monkeypatch):
     assert results["models"]["lstm_solo"]["test_scores"] == expected["models"]["lstm_solo"]["test_scores"]
 
 
+def test_a_step_without_memory_gives_up_workers_at_once(labelled, tmp_path, monkeypatch):
+    expected = train(labelled, tmp_path / "whole", replace(CONFIG, batch_size=4))
+    original, calls, failed = Feed.batches, [], []
+
+    def batches(self):
+        calls.append(self.num_workers)
+        return original(self)
+
+    def step_loss(self, step, begin, end):
+        if step.batches[0].number == 2 and not failed:
+            failed.append(1)
+            raise MemoryError
+        return step_loss.original(self, step, begin, end)
+
+    step_loss.original = Forward.step_loss
+    monkeypatch.setattr(Feed, "batches", batches)
+    monkeypatch.setattr(Forward, "step_loss", step_loss)
+    results = train(labelled, tmp_path / "short", replace(CONFIG, batch_size=4, num_workers=2))
+    assert calls[:2] == [2, 0] and len(results["models"]["lstm_solo"]["oom_events"]) == 1
+    assert results["models"]["lstm_solo"]["test_scores"] == expected["models"]["lstm_solo"]["test_scores"]
+
+
 # Values that are not finite
 
 
@@ -206,6 +229,7 @@ def holed(tmp_path):
 
 def test_statistics_of_values_that_are_not_finite(holed, tmp_path):
     path, question = holed
+    train(path, tmp_path / "others", sizes=SMALL | {"standardize": True, "layers": (0, 2)})
     with pytest.raises(TrainingError, match=f"question '{question}' holds NaN or infinite values"):
         train(path, tmp_path / "r", sizes=SMALL | {"standardize": True})
 

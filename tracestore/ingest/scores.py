@@ -91,8 +91,11 @@ def _parse(path: Path, rows: "CsvReader", header: list[str], column: str | None,
             and (before[0], before[1]) != (score, group)
             and not (math.isnan(before[0]) and math.isnan(score))
         ):
+            second = f"{chosen} {score:g}", f"{before[0]:g}"
+            if before[0] == score:
+                second = f"{group_column or GROUP_COLUMN} {group!r}", repr(before[1])
             raise InputRefusedError(
-                f"{where}: found a second {chosen} {score:g} for question {question_id!r}, expected {before[0]:g} as before",
+                f"{where}: found a second {second[0]} for question {question_id!r}, expected {second[1]} as before",
                 source=name,
             )
         scores.values[key] = (score, group)

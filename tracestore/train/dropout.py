@@ -2,7 +2,7 @@
 
 torch draws masks for the rows that it is given, one after the other: other ranks or smaller
 micro-batches, other masks. Here the mask of a trace is a pure function of the batch, the trace's
-place in it and the layer, so that a batch that is split is the same batch.
+place in it, the layer and the kind of device, so that a batch that is split is the same batch.
 """
 
 from collections.abc import Sequence
@@ -27,16 +27,16 @@ class TraceMasks:
             self._keys = mix(np.uint64(key) + places * np.uint64(0x9E3779B97F4A7C15))
 
     def draw(
-        self, use: int, rows: Sequence[int], shape: Sequence[int], kept: float, like: torch.Tensor
-    ) -> torch.Tensor:
-        """(sum of rows, *shape) with the dtype and device of `like`: 1 / kept with probability
-        `kept`, else 0. rows: of each trace. use: of several draws for a trace, which one."""
+        self, use: int, rows: Sequence[int], shape: Sequence[int], kept: float, device: torch.device
+    ) -> tuple[torch.Tensor, float]:
+        """A mask (sum of rows, *shape), bool, and the probability that it is true: `kept`, or what
+        comes next to it. rows: of each trace. use: of several draws for a trace, which one."""
         with np.errstate(over="ignore"):
             keys = mix(self._keys + np.uint64(use + 1))
         columns = int(np.prod(shape))
-        draw = _draw_on_cpu if like.device.type == "cpu" else _draw
-        mask, kept = draw(keys.tolist(), [n * columns for n in rows], kept, like.device)
-        return mask.to(like.dtype).mul_(1 / kept).view(sum(rows), *shape)
+        draw = _draw_on_cpu if device.type == "cpu" else _draw
+        mask, kept = draw(keys.tolist(), [n * columns for n in rows], kept, device)
+        return mask.view(sum(rows), *shape), kept
 
 
 def _draw_on_cpu(keys: list[int], sizes: list[int], kept: float, device: torch.device) -> tuple[torch.Tensor, float]:
@@ -77,7 +77,12 @@ class TraceDropout(nn.Module):
             return x
         if masks is None:
             return F.dropout(x, self.p)
-        return x * masks.draw(self.use, [1] * len(x) if rows is None else rows, x.shape[1:], 1 - self.p, x)
+        if self.p == 1:
+            return x * 0
+        mask, kept = masks.draw(self.use, [1] * len(x) if rows is None else rows, x.shape[1:], 1 - self.p, x.device)
+        factors = mask.to(x.dtype)
+        # 16 bits would round the scale: there the product is scaled, which is computed in float32.
+        return x * factors.mul_(1 / kept) if x.dtype.itemsize >= 4 else x * factors * (1 / kept)
 
     def extra_repr(self) -> str:
         return f"p={self.p}, use={self.use}"

@@ -4,8 +4,6 @@ x_i' = MLP(x_i + sum over edges j -> i of relu(x_j + W a_ij + b)): Hu et al. 202
 "Strategies for Pre-training Graph Neural Networks", as PyG's GINEConv with eps = 0.
 """
 
-import importlib.util
-
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -13,8 +11,7 @@ from torch_geometric.nn import GINEConv
 
 from tracestore.train.gine_op import gine_linear
 from tracestore.train.graph_inputs import GraphInputs
-
-_FUSED_DEVICES = ("cpu", "cuda") if importlib.util.find_spec("triton") else ("cpu",)
+from tracestore.train.model_config import FUSED_DEVICES
 
 
 def mean_over_nodes(x: torch.Tensor, inputs: GraphInputs) -> torch.Tensor:
@@ -37,7 +34,7 @@ class GINE(nn.Module):
         self.message_passing = message_passing
 
     def _is_fused(self, x: torch.Tensor) -> bool:
-        return self.message_passing == "fused" and x.device.type in _FUSED_DEVICES
+        return self.message_passing == "fused" and x.device.type in FUSED_DEVICES
 
     def _hidden(self, x: torch.Tensor, inputs: GraphInputs) -> torch.Tensor:
         """(N, hidden): the MLP up to its ReLU."""

@@ -75,8 +75,8 @@ class DetectorRun:
         # Traces of a micro-batch to begin with; None: whole batches.
         self.planned_micro_batch: int | None = None
         self._saved_at = time.monotonic()
-        # Whether host memory ran out once.
-        self._is_short = False
+        # Whether host memory ran out once, and workers were given up with the batches they held.
+        self._is_short = self._is_cut = False
 
     def run(self) -> dict[str, Any]:
         """Trains, selects on validation, tests once. -> the entry of results.json.
@@ -205,7 +205,7 @@ class DetectorRun:
         self.guard.begin_epoch(progress.epoch)
         self.feed.seek(progress.epoch, progress.batch)
         self._batches: Generator[FedBatch] = self.feed.batches()
-        self._shrunk = False
+        self._shrunk = self._is_cut = False
         while progress.batch < len(self.feed):
             loss = self._step(progress)
             self.monitor.step(progress, len(self.feed), loss)
@@ -247,6 +247,9 @@ class DetectorRun:
         """The batches of the next step, where no rank has to stop before it."""
         batches: list[FedBatch] = []
         failed = False
+        if self._is_cut:
+            self.feed.seek(progress.epoch, progress.batch)
+            self._batches, self._is_cut = self.feed.batches(), False
         while len(batches) < min(self.config.accumulate, len(self.feed) - progress.batch) and not failed:
             batch = next_batch(self._batches)
             if batch is not None:
@@ -257,7 +260,7 @@ class DetectorRun:
                 batches.clear()
                 self._give_back()
                 self.feed.seek(progress.epoch, progress.batch)
-                self._batches, self._shrunk = self.feed.batches(), True
+                self._batches, self._shrunk, self._is_cut = self.feed.batches(), True, False
         code = self.ranks.agree(DoesNotFitError.exit_code if failed else self.stop.signum)
         if code:
             self._end(progress, code, "one batch does not fit")
@@ -390,6 +393,9 @@ class DetectorRun:
 
     def _give_back(self) -> None:
         """Host memory ran out: caches, batches in flight and workers go first."""
+        if self.feed.num_workers:
+            self._batches.close()
+            self._is_cut = True
         self.feed.shrink()
         self._is_short = True
         self.monitor.say("host memory ran out; one batch in flight from now on, nothing cached")

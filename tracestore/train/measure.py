@@ -152,15 +152,18 @@ def budget_plan(
     budget: int,
     start: MemoryUse,
     num_train: int,
+    num_ranks: int = 1,
 ) -> dict[str, int | None]:
-    """The micro-batch of each detector (None: the whole batch) within a budget above `start`.
-    UsageError where the budget is below the floor of one."""
+    """The micro-batch of each detector (None: the whole batch) of one of some ranks, each of
+    which has its part of a batch and a budget above `start`. UsageError where the budget is
+    below the floor of one."""
     planned: dict[str, int | None] = {}
+    config = replace(config, batch_size=-(-config.batch_size // num_ranks))
     for name in names:
         plan = plan_training(name, store, config, sizes, start=start, num_train=num_train, room=budget)
         if budget < _REFUSED_BELOW * plan.floor_bytes:
             raise UsageError(
-                f"memory budget {format_size(budget)} is below {format_size(plan.floor_bytes)}, the least that "
+                f"memory budget {format_size(budget)}{' a rank' if num_ranks > 1 else ''} is below {format_size(plan.floor_bytes)}, the least that "
                 f"{name} needs with batches of {config.batch_size} (tracestore plan says what fits)"
             )
         micro = plan.largest_micro_batch(start.anonymous + budget - RESERVE_BYTES, config.batch_size)

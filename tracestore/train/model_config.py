@@ -1,5 +1,7 @@
 """The detectors' names and sizes. Imports no torch."""
 
+import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,6 +9,8 @@ from tracestore.errors import MissingFieldError, UsageError
 from tracestore.store.reader import TraceStore
 
 MODEL_NAMES = ("lstm_solo", "gnn_det_lstm", "gvae_lstm")
+# Where the fused operators run: on GPUs by Triton.
+FUSED_DEVICES = ("cpu", "cuda") if importlib.util.find_spec("triton") else ("cpu",)
 VIEWS = {"lstm_solo": "sequence", "gnn_det_lstm": "graph", "gvae_lstm": "graph"}
 
 
@@ -49,8 +53,9 @@ class ModelConfig:
         or "heads". MissingFieldError where the store has no such weights."""
         is_causal = store.attention_layout == "causal"
         if self.edge_features != "heads":
-            # PyG wants lists; on a CPU they are made of triangles layer by layer, on a GPU by the loader.
-            return "packed" if is_causal and (device == "cpu" or self.message_passing == "fused") else "coo"
+            # PyG wants lists; on a CPU they are made of triangles graph by graph, on a GPU by the loader.
+            is_fused = self.message_passing == "fused" and device in FUSED_DEVICES
+            return "packed" if is_causal and (device == "cpu" or is_fused) else "coo"
         if store.attention != "heads":
             raise MissingFieldError(f"{store.path}: no attention of every head; convert with --attention heads")
         if not is_causal or store.heads_stored != self.num_heads:
@@ -61,8 +66,12 @@ class ModelConfig:
         return "heads"
 
     @property
+    def layers_read(self) -> Sequence[int]:
+        return range(self.num_layers) if self.layers is None else self.layers
+
+    @property
     def num_layers_read(self) -> int:
-        return self.num_layers if self.layers is None else len(self.layers)
+        return len(self.layers_read)
 
     @property
     def edge_dim(self) -> int:

@@ -114,14 +114,14 @@ class LstmSolo(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.layers = config.layers
+        self.layers_read = config.layers_read
         self.standardiser = Standardiser(config)
         self.reader = LayerLSTM(config.hidden_dim, config)
 
     def forward(self, sequences: torch.Tensor, masks: TraceMasks | None = None) -> Output:
         """sequences (B, L, D), any float dtype. masks: of dropout, drawn by torch where not given."""
         x = self.standardiser(sequences.to(self.reader.head[0].weight.dtype))  # type: ignore[arg-type]
-        return Output(self.reader(x if self.layers is None else x[:, list(self.layers)], masks))
+        return Output(self.reader(x if len(self.layers_read) == x.shape[1] else x[:, list(self.layers_read)], masks))
 
 
 class GraphEncoder(nn.Module):
@@ -130,7 +130,7 @@ class GraphEncoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         hidden, passing = config.gnn_hidden, config.message_passing
-        self.layers = range(config.num_layers) if config.layers is None else config.layers
+        self.layers = config.layers_read
         self.standardiser = Standardiser(config)
         self.conv1 = GINE(config.hidden_dim, hidden, passing, config.edge_dim)
         self.conv2 = GINE(hidden, hidden, passing, config.edge_dim)
@@ -152,6 +152,7 @@ class GnnDetLstm(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.layers_read = config.layers_read
         self.encoder = GraphEncoder(config)
         self.reader = LayerLSTM(config.gnn_hidden, config)
 
@@ -169,6 +170,7 @@ class GvaeLstm(nn.Module):
         super().__init__()
         hidden, latent = config.gnn_hidden, config.latent_dim
         self.kl_weight = config.kl_weight
+        self.layers_read = config.layers_read
         self.encoder = GraphEncoder(config)
         self.mu = nn.Linear(hidden, latent)
         self.logvar = nn.Linear(hidden, latent)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import torch
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -29,7 +30,13 @@ def _features(store: TraceStore, indices: np.ndarray, layers: range) -> np.ndarr
     loader = TraceLoader(
         store, "sequence", batch_size=256, shuffle="none", indices=indices, num_threads=1, rank=0, world_size=1
     )
-    return np.concatenate([batch.sequences[:, layers.start : layers.stop].float().numpy() for batch in loader])
+    out = np.empty((len(indices), len(layers), store.hidden_dim), np.float32)
+    begin = 0
+    for batch in loader:
+        chosen = batch.sequences[:, layers.start : layers.stop]
+        torch.from_numpy(out[begin : begin + len(chosen)]).copy_(chosen)
+        begin += len(chosen)
+    return out
 
 
 def _by_layer(store: TraceStore, split: Split) -> Iterator[dict[str, np.ndarray]]:
@@ -41,6 +48,7 @@ def _by_layer(store: TraceStore, split: Split) -> Iterator[dict[str, np.ndarray]
         x = {part: _features(store, indices, layers) for part, indices in split.indices.items()}
         for k in range(len(layers)):
             yield {part: of_part[:, k] for part, of_part in x.items()}
+        del x  # before those of the next layers
 
 
 def run_probe(store: TraceStore, split: Split, targets: np.ndarray, seed: int) -> dict[str, Any]:

@@ -183,11 +183,13 @@ def _run_jobs(
     budget = None
     if limit is not None:
         num_train = len(split.indices["train"])
-        planned = ranks.first(lambda: budget_plan(names, store, config, sizes, limit, start, num_train))
+        planned = ranks.first(
+            lambda: budget_plan(names, store, config, sizes, limit, start, num_train, ranks.world_size)
+        )
         budget = MemoryBudget(limit, start)
-    # Nothing of an earlier run is touched before it is clear that this one makes sense.
-    ranks.first(lambda: _begin(splits, config, folder, is_folded=num_folds is not None, is_repeated=is_repeated))
     try:
+        # Nothing of an earlier run is touched before it is clear that this one makes sense.
+        ranks.first(lambda: _begin(splits, config, folder, is_folded=num_folds is not None, is_repeated=is_repeated))
         with StopSignals() as stop:
             for job, entry in zip(jobs, runs, strict=True):
                 say = partial(_say, log, job) if is_repeated else log

@@ -2,29 +2,28 @@
 
 import numpy as np
 import torch
-from torch import nn
 
 from tracestore.errors import TrainingError
 from tracestore.store.reader import TraceStore
-from tracestore.train.models import Standardiser
+from tracestore.train.models import Detector, Standardiser
 from tracestore.train.ranks import Ranks
 
 
-def fit_standardiser(model: nn.Module, store: TraceStore, indices: np.ndarray, view: str, ranks: Ranks) -> None:
+def fit_standardiser(model: Detector, store: TraceStore, indices: np.ndarray, view: str, ranks: Ranks) -> None:
     """Sets the model's standardiser, where it is active, per layer and column over the
     traces `indices`: their last tokens (view "sequence") or all tokens. Each rank reads a part.
-    TrainingError where one of these is not finite: all statistics would not be."""
+    TrainingError where one of these is not finite in a layer that the model reads."""
     standardiser = next(m for m in model.modules() if isinstance(m, Standardiser))
     if not standardiser.active:
         return
     # Sum, sum of squares, and in the third row the count.
     sums = torch.zeros(3, store.num_layers, store.hidden_dim, dtype=torch.float64)
-    nonfinite: list[str] = []
+    layers, nonfinite = model.layers_read, list[str]()
     for index in indices[ranks.rank :: ranks.world_size]:
         trace = store[int(index)]
         rows = trace.last_token[:, None] if view == "sequence" else trace.hidden_states
         values = _as_float(rows, store.hidden_dtype)
-        if trace.has_nonfinite and not values.isfinite().all():
+        if trace.has_nonfinite and not values[list(layers)].isfinite().all():
             nonfinite.append(trace.question_id)
         sums[0] += values.sum(1)
         sums[1] += values.square().sum(1)
