@@ -1,5 +1,6 @@
 """Budgets of host memory: read, refused below the floor, and survived above it."""
 
+import json
 import os
 import uuid
 from pathlib import Path
@@ -113,3 +114,20 @@ def test_in_a_cgroup_the_limit_is_kept_and_nothing_is_killed(wide, tmp_path, gro
     peak = int((group / "memory.max_usage_in_bytes").read_text())
     assert peak <= 900 << 20 and "oom_kill 0" in (group / "memory.oom_control").read_text()
     assert os.path.exists(tmp_path / "r/gnn_det_lstm/last.pt")
+
+
+def test_ranks_share_the_limit_of_a_cgroup(wide, tmp_path, group):
+    """Two of them, whose plans together stay within it: none is killed."""
+    limit = 1500 << 20
+    (group / "memory.limit_in_bytes").write_text(str(limit))
+    code = (
+        f"import os, runpy, sys; open({str(group / 'cgroup.procs')!r}, 'w').write(str(os.getpid())); "
+        "runpy.run_module('torch.distributed.run', run_name='__main__', alter_sys=True)"
+    )
+    launcher = ["-c", code, "--standalone", "--nproc-per-node", 2, "tools/train.py"]
+    done = run_cli(*launcher, "--store", wide, "--output-dir", tmp_path / "r", *FLAGS, env={"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    peak = int((group / "memory.max_usage_in_bytes").read_text())
+    assert peak <= limit and "oom_kill 0" in (group / "memory.oom_control").read_text()
+    results = json.loads((tmp_path / "r/results.json").read_text())
+    assert results["config"]["world_size"] == 2
