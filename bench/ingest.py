@@ -3,7 +3,7 @@
 python bench/ingest.py speed|gzip|workers|memory|small DIR [--gigabytes 1] [--rounds 5] [--traces FOLDER]
 
 DIR lies on the disk to be measured; tmpfs takes the disk out of the figures. speed, gzip and workers take
-the pickles in FOLDER, as tools/extract.py writes them, in place of made-up traces. .pkl.gz is made by
+the pickles in FOLDER, as tracestore extract writes them, in place of made-up traces. .pkl.gz is made by
 Python's gzip, as those who record traces do: what isal packs is inflated a tenth faster.
 """
 

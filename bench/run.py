@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from benchmarks import loading, training
 
-from tracestore import convert
+from tracestore import cli
 from tracestore.store.fsio import whole_file
 from tracestore.store.pickle_list import PickleListWriter
 
@@ -64,7 +64,7 @@ def bench_convert(folder: Path, source: Path, repeats: int) -> None:
         saved = os.dup(1)
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)
-        ours.append(timed(lambda: convert.main([str(source), str(store), "--attention", "heads"])))
+        ours.append(timed(lambda: cli.main(["convert", str(source), str(store), "--attention", "heads"])))
         os.dup2(saved, 1)
         os.close(saved)
         os.close(null)

@@ -3,7 +3,7 @@ seconds, peak anonymous memory of the process tree, and the test AUROC of the th
 
 python bench/whole_job.py TRACES_DIR WORK_DIR [--traces 200] [--epochs 3] [--traces-per-file 40]
 
-TRACES_DIR: pickles and one *scores*.csv, as tools/extract.py writes them.
+TRACES_DIR: pickles and one *scores*.csv, as tracestore extract writes them.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def cut(source: Path, folder: Path, count: int, per_file: int) -> Path:
     left, number = count, 0
     for path in sorted(source.glob("*.pkl")):
         with path.open("rb") as file:
-            traces = pickle.load(file)[:left]  # made by tools/extract.py on this machine
+            traces = pickle.load(file)[:left]  # made by tracestore extract on this machine
         left -= len(traces)
         waiting += traces
         while len(waiting) >= per_file or (waiting and left == 0):

@@ -2,7 +2,7 @@
 
     python docs/make_pictures.py STORE RESULTS_DIR
 
-needs Chromium. curves.png and roc.png are tools/train.py's own.
+needs Chromium. curves.png and roc.png are tracestore train's own.
 """
 
 import argparse

@@ -1,16 +1,13 @@
 """What the site has that is written elsewhere or made when it is built: the help of every command, the
 figures, and the pictures of the gallery, which are what its code draws."""
 
-import argparse
 import atexit
-import io
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,19 +44,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def _commands() -> str:
     os.environ["COLUMNS"] = "100"
-    from tracestore import convert
-    from tracestore.cli import make_parser
+    from tracestore.cli import COMMANDS, command_parser
 
-    texts = {"convert": _help_of(convert.main)}
-    for action in make_parser()._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            # convert's own parser is elsewhere.
-            texts |= {name: parser.format_help() for name, parser in action.choices.items() if name != "convert"}
-    return "\n".join(f"## tracestore {name}\n\n```text\n{text}```\n" for name, text in texts.items())
-
-
-def _help_of(main: Any) -> str:
-    out = io.StringIO()
-    with redirect_stdout(out), suppress(SystemExit):
-        main(["--help"])
-    return out.getvalue()
+    return "\n".join(f"## tracestore {name}\n\n```text\n{command_parser(name).format_help()}```\n" for name in COMMANDS)

@@ -1,7 +1,9 @@
 """Making traces and files of every family."""
 
+import contextlib
 import csv
 import gzip
+import io
 import os
 import pickle
 import subprocess
@@ -99,6 +101,19 @@ def run_cli(*args, check=None, env=None, **options):
     if check is not None:
         assert process.returncode == check, f"exit {process.returncode}\n{process.stdout}\n{process.stderr}"
     return process
+
+
+def command(*words, check=None):
+    """Run `tracestore` with these words in this process; return what run_cli returns."""
+    from tracestore.cli import main
+
+    argv, out, err = [str(word) for word in words], io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(argv)
+    done = subprocess.CompletedProcess(argv, code, out.getvalue(), err.getvalue())
+    if check is not None:
+        assert code == check, f"exit {code}\n{done.stdout}\n{done.stderr}"
+    return done
 
 
 def convert(*args, check=0, **options):

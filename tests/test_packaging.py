@@ -43,7 +43,12 @@ def test_sdist_and_wheel_hold_what_they_should(dist):
     assert {"setup.py", "csrc/gather.c", "csrc/gather.h", "tracestore/_core/gather.pyx", "LICENSE"} <= names
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    assert {"tracestore/py.typed", "tracestore/cli.py", "tracestore/_core/gather.pyi"} <= names
+    assert {
+        "tracestore/py.typed",
+        "tracestore/cli/train.py",
+        "tracestore/extract/facts.csv",
+        "tracestore/_core/gather.pyi",
+    } <= names
     extensions = {n for n in names if n.endswith(".so")}
     assert {re.sub(r".*/(\w+)\..*", r"\1", n) for n in extensions} == {
         p.stem for p in ROOT.glob("tracestore/_core/*.pyx")
@@ -69,10 +74,15 @@ def test_installs_and_runs_where_nothing_else_is(dist, tmp_path):
     assert any(f["name"] == "torch" for f in findings)
     # What needs more says what to install, in one line.
     options = run | {"check": False}
-    for command, extra in ((["serve", "s.zarr"], "serve"), (["plan", "s.zarr"], "train")):
+    for command, extra in (
+        (["serve", "s.zarr"], "serve"),
+        (["plan", "s.zarr"], "train"),
+        (["train", "--store", "s.zarr"], "train"),
+        (["extract", "--model", "m", "--questions", "package:facts", "--out", "t"], "extract"),
+    ):
         done = subprocess.run([tracestore, *command], **options)
-        assert done.returncode == 2 and f"pip install tracestore[{extra}]" in done.stderr, done.stderr
+        assert done.returncode == 2 and f"pip install 'tracestore[{extra}]'" in done.stderr, done.stderr
         assert done.stderr.count("\n") == 1
     code = "import tracestore; print(tracestore.open('s.zarr').to_pandas())"
     done = subprocess.run([scripts / "python", "-c", code], **options)
-    assert "pip install tracestore[bridges]" in done.stderr
+    assert "pip install 'tracestore[bridges]'" in done.stderr

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tracestore import errors
 from tracestore.errors import (
     InputRefusedError,
+    MissingExtraError,
     MissingFieldError,
     NoSpaceError,
     StoreDamagedError,
@@ -16,6 +17,7 @@ from tracestore.errors import (
     TracestoreError,
     UsageError,
 )
+from tracestore.extras import needs
 from tracestore.store.create import TraceWriter, create
 from tracestore.store.reader import TraceStore
 from tracestore.store.reader import open_store as open
@@ -43,6 +45,7 @@ _LAZY = {
 
 __all__ = [
     "InputRefusedError",
+    "MissingExtraError",
     "MissingFieldError",
     "NoSpaceError",
     "ShuffleBufferSampler",
@@ -69,7 +72,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        value = getattr(importlib.import_module(_LAZY[name]), name)
+        with needs():
+            value = getattr(importlib.import_module(_LAZY[name]), name)
         globals()[name] = value
         return value
     raise AttributeError(f"module 'tracestore' has no attribute {name!r}")

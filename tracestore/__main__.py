@@ -3,4 +3,5 @@
 from tracestore.cli import main
 from tracestore.console import leave
 
-leave(main())
+if __name__ == "__main__":
+    leave(main())

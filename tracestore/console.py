@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn, TextIO
 
 from tracestore.errors import TracestoreError, TracestoreWarning, UsageError, printable
+from tracestore.extras import needs
 
 _UNITS = {"": 1, "B": 1}
 for _k, _letter in enumerate("KMGT", 1):
@@ -182,56 +183,49 @@ class Progress:
         return time.monotonic() - self._start
 
 
+def traces_done(output: Output) -> tuple[Progress, Callable[[int, int], None]]:
+    """Return a progress line and the function that sets it to "done of total traces"."""
+    progress = Progress(output)
+    return progress, lambda done, total: progress.update(lambda s: f"{done:,} of {total:,} traces")
+
+
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     print(f"warning: {printable(str(message))}", file=sys.stderr)
 
 
-# Which extra brings a library that not every command needs.
-_EXTRAS = {
-    "torch": "train",
-    "torch_geometric": "train",
-    "sklearn": "train",
-    "scipy": "train",
-    "psutil": "train",
-    "threadpoolctl": "train",
-    "matplotlib": "train",
-    "transformers": "extract",
-    "gguf": "extract",
-    "distributed": "dask",
-    "tensorboard": "tensorboard",
-    "bokeh": "serve",
-    "shtab": "completion",
-}
-
-
 def run(prog: str, command: Callable[[], int]) -> int:
-    """Runs a command: errors become one line on standard error and an exit code."""
-    warnings.resetwarnings()
-    warnings.simplefilter("ignore")
-    warnings.simplefilter("always", TracestoreWarning)
-    warnings.showwarning = _show_warning
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    try:
-        return command()
-    except TracestoreError as error:
-        text, code = str(error), error.exit_code
-    except KeyError as error:
-        text, code = f"no such id: {error.args[0] if error.args else error}", UsageError.exit_code
-    except KeyboardInterrupt as error:
-        text, code = str(error) or "interrupted", 128 + signal.SIGINT
-    except MemoryError:
-        text, code = "out of memory", 1
-    except Exception as error:
-        missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-        if missing in _EXTRAS:
-            text, code = f"this needs {missing}: pip install tracestore[{_EXTRAS[missing]}]", UsageError.exit_code
-        elif os.environ.get("TRACESTORE_DEBUG"):
-            raise
-        else:
-            text = f"unexpected {type(error).__name__}: {error} (TRACESTORE_DEBUG=1 shows where)"
-            code = 1
+    """Run a command and return its exit code. An error becomes one line on standard error."""
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", TracestoreWarning)
+        warnings.showwarning = _show_warning
+        try:
+            with needs():
+                return command()
+        except SystemExit as ended:  # argparse: help, version, wrong usage
+            if not isinstance(ended.code, int | None):
+                raise
+            return ended.code or 0
+        except TracestoreError as error:
+            text, code = str(error), error.exit_code
+        except KeyError as error:
+            text, code = f"no such id: {error.args[0] if error.args else error}", UsageError.exit_code
+        except KeyboardInterrupt as error:
+            text, code = str(error) or "interrupted", 128 + signal.SIGINT
+        except MemoryError:
+            text, code = "out of memory", 1
+        except Exception as error:
+            if os.environ.get("TRACESTORE_DEBUG"):
+                raise
+            text, code = f"unexpected {type(error).__name__}: {error} (TRACESTORE_DEBUG=1 shows where)", 1
     print(f"{prog}: {printable(text)}", file=sys.stderr, flush=True)
     return code
+
+
+def own_process() -> None:
+    """Set what only a process of its own may set: a reader of standard output that goes away ends it silently."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
 def leave(code: int) -> NoReturn:

@@ -28,6 +28,10 @@ class MissingFieldError(UsageError):
     """The store does not have what was asked for (graphs, sequences, scores)."""
 
 
+class MissingExtraError(UsageError, ImportError):
+    """A library of an extra is not installed; the message names the extra."""
+
+
 class MemoryBudgetError(UsageError):
     """The batches that are held and the next one do not fit into the memory budget."""
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from tracestore.console import format_size
-from tracestore.errors import UsageError, printable
+from tracestore.errors import printable
+from tracestore.extras import needs
 from tracestore.page import page, picture, rows_of
 from tracestore.store.fsio import check_destination, translated_errors, whole_file
 from tracestore.store.lint import KINDS, lint_store
@@ -76,10 +77,8 @@ def _quantiles(store: TraceStore, lengths: np.ndarray) -> list[list[str]]:
 
 
 def _histograms(store: TraceStore, lengths: np.ndarray, threshold: float) -> str:
-    try:
+    with needs("train"):
         from matplotlib.figure import Figure
-    except ImportError:
-        raise UsageError("the report's pictures need matplotlib: pip install tracestore[train]") from None
     figure = Figure(figsize=(11, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     scores = store.scores[np.isfinite(store.scores)]

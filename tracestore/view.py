@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import UsageError, printable
+from tracestore.extras import needs
 from tracestore.store import schema
 from tracestore.store.fsio import translated_errors, whole_file
 from tracestore.store.reader import TraceStore
@@ -178,11 +179,9 @@ def save_picture(view: View, path: Path) -> None:
     """The two heat maps as a .png, .pdf or .svg. UsageError for another suffix."""
     if path.suffix.lower() not in _PICTURES:
         raise UsageError(f"{path}: found {path.suffix or 'no suffix'}, expected one of {', '.join(_PICTURES)}")
-    try:
+    with needs("train"):
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
-    except ImportError:
-        raise UsageError("--save needs matplotlib: pip install tracestore[train]") from None
     panels = [
         (values, title, bottom)
         for values, title, bottom in (

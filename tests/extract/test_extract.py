@@ -17,40 +17,17 @@ import tracestore
 from tests.helpers import ROOT, convert, read_all, run_cli
 from tracestore.errors import InputRefusedError
 from tracestore.extract import run as extraction
-from tracestore.extract.questions import Question, containment_score, contains, read_questions, token_f1
+from tracestore.extract.questions import (
+    FACTS,
+    Question,
+    containment_score,
+    contains,
+    questions_file,
+    read_questions,
+    token_f1,
+)
 from tracestore.ingest.families import read_traces
 from tracestore.store.manifest import generations
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory):
-    """A Llama of 2 layers and a tokenizer of single characters, saved as a folder."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("model")
-    characters = [chr(c) for c in range(33, 127)] + ["Ġ", "Ċ"]
-    vocabulary = {c: k for k, c in enumerate(["<eos>", "<unk>", *characters])}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")
-    fast.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} {% endfor %}"
-    fast.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        eos_token_id=0,
-        bos_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture
@@ -209,9 +186,7 @@ def test_scores():
 
 
 def test_the_questions_of_the_demo():
-    from tests.helpers import ROOT
-
-    questions = read_questions(ROOT / "tools/data/facts.csv")
+    questions = read_questions(questions_file(FACTS))
     assert len(questions) >= 800 and len({q.template for q in questions}) >= 5
     assert len({q.text for q in questions}) == len(questions)
     with pytest.raises(InputRefusedError):

@@ -21,7 +21,8 @@ import pytest
 
 import tracestore
 from tests.helpers import read_all, tree_bytes
-from tracestore import convert
+from tracestore import cli
+from tracestore.cli import convert  # noqa: F401 - imported before the forks
 from tracestore.errors import UsageError
 from tracestore.ingest.forecast import Forecast
 from tracestore.store import writer
@@ -41,7 +42,7 @@ def small_commits(patch, close_bytes=1):
 def run_convert(arguments):
     """A conversion in this process, its words of success unsaid; -> exit code."""
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        return convert.main([str(a) for a in arguments])
+        return cli.main(["convert", *map(str, arguments)])
 
 
 class Driver:

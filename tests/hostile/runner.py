@@ -39,13 +39,13 @@ def _read(path: Path, _store: str) -> dict[str, object]:
 
 
 def _convert(path: Path, store: str) -> dict[str, object]:
-    from tracestore import convert
+    from tracestore import cli
 
     # The descriptor, not sys.stderr: whatever a library writes is caught too.
     caught = os.memfd_create("stderr")
     os.dup2(caught, _STANDARD_ERROR)
     sys.stdout = io.StringIO()
-    code = convert.main([str(path), store, "--attention", "heads"])
+    code = cli.main(["convert", str(path), store, "--attention", "heads"])
     sys.stderr.flush()
     return {"ended": f"exit {code}", "text": os.pread(caught, 1 << 20, 0).decode()}
 

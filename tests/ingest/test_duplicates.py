@@ -84,7 +84,7 @@ def test_labels_that_differ(tmp_path):
 
 @pytest.mark.parametrize("change", ["appended", "touched", "removed"])
 def test_a_source_that_is_written_to_while_it_is_read(tmp_path, monkeypatch, capsys, change):
-    from tracestore import convert as command
+    from tracestore.cli import main
     from tracestore.store.writer import StoreWriter
 
     path = write_pickle(tmp_path / "a.pkl", make_traces(3))
@@ -100,7 +100,7 @@ def test_a_source_that_is_written_to_while_it_is_read(tmp_path, monkeypatch, cap
         return original(self, *args, **options)
 
     monkeypatch.setattr(StoreWriter, "append_packed", append)
-    assert command.main([str(path), str(tmp_path / "s.zarr")]) == 3
+    assert main(["convert", str(path), str(tmp_path / "s.zarr")]) == 3
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "a.pkl: another program wrote to it" in error
     assert not (tmp_path / "s.zarr").exists()

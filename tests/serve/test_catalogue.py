@@ -88,7 +88,7 @@ def test_other_files_are_refused_in_one_line(store, results_folder, tmp_path, na
     for file in results_folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / name).write_text(text)
-    with pytest.raises(UsageError, match=f"{name}: not what tools/train.py writes") as raised:
+    with pytest.raises(UsageError, match=f"{name}: not what tracestore train writes") as raised:
         Results.read(tmp_path, store)
     assert "\n" not in str(raised.value)
     with pytest.raises(UsageError, match=r"results\.json"):

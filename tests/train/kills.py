@@ -14,12 +14,10 @@ import time
 import traceback
 from pathlib import Path
 
-sys.path.insert(0, "tools")
-
 import torch
-import train
 
 from tests.train.runs import outcome
+from tracestore.cli import main
 from tracestore.store import fsio
 from tracestore.train import metrics, run
 from tracestore.train.forward import Forward
@@ -40,7 +38,7 @@ def start(argv, folder, *more, before=None, error_file=None):
     try:
         if before is not None:
             before()
-        os._exit(train.main([*argv, "--output-dir", str(folder), *more]))
+        os._exit(main(["train", *argv, "--output-dir", str(folder), *more]))
     except SystemExit as ended:
         os._exit(ended.code)
     except BaseException:

@@ -69,10 +69,10 @@ def test_the_meter_sees_a_peak():
 def limited(bytes_, store, out, *args, before="", check=None):
     """A run in which the floor is not asked for, so that the limit is met in the middle."""
     code = (
-        f"import sys; {before}sys.path.insert(0, 'tools'); import train\n"
+        f"import sys; {before}from tracestore.cli import main\n"
         "from tracestore.train import run\n"
         "run.budget_plan = lambda names, *a: dict.fromkeys(names)\n"
-        "sys.exit(train.main(sys.argv[1:]))"
+        "sys.exit(main(['train', *sys.argv[1:]]))"
     )
     words = ["--store", store, "--output-dir", out, "--memory-budget", bytes_, *FLAGS, *args]
     return run_cli("-c", code, *words, check=check, env={"OMP_NUM_THREADS": "1"})

@@ -87,7 +87,14 @@ def test_heads_and_layers_from_training_to_scores(labelled, tmp_path, options):
     for name in ONLY:
         scores = tmp_path / f"{name}.csv"
         run_cli(
-            "tools/score.py", "--checkpoint", results / name / "best.pt", "--store", heads, "--output", scores, check=0
+            "tools/predict.py",
+            "--checkpoint",
+            results / name / "best.pt",
+            "--store",
+            heads,
+            "--output",
+            scores,
+            check=0,
         )
         scored = {r["question_id"]: r["hallucination_score"] for r in csv.DictReader(scores.open())}
         tested = list(csv.DictReader((results / "predictions.csv").open()))
@@ -97,7 +104,7 @@ def test_heads_and_layers_from_training_to_scores(labelled, tmp_path, options):
     run_cli("-m", "tracestore", "plan", heads, *more, check=0)
     # A detector of last tokens has no edges.
     run_cli(
-        "tools/score.py",
+        "tools/predict.py",
         "--checkpoint",
         results / "lstm_solo/best.pt",
         "--store",

@@ -107,4 +107,4 @@ def test_bfloat16_trains_and_scores_on_every_processor(labelled, tmp_path, monke
     if isa:
         assert "no LSTM kernel" in done.stdout
     best = tmp_path / "r/lstm_solo/best.pt"
-    run_cli("tools/score.py", "--checkpoint", best, "--store", labelled, "--output", tmp_path / "s.csv", check=0)
+    run_cli("tools/predict.py", "--checkpoint", best, "--store", labelled, "--output", tmp_path / "s.csv", check=0)

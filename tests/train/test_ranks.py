@@ -56,7 +56,7 @@ def test_a_rank_that_is_stopped_or_dies_ends_all(driver, labelled, tmp_path, sig
     else:
         assert found["codes"] == [1, -9]
         assert "another rank ended" in first
-    assert first.count("\n") == 1 and "torchrun --nproc-per-node 2 tools/train.py" in first and "--resume" in first
+    assert first.count("\n") == 1 and "torchrun --nproc-per-node 2 -m tracestore train" in first and "--resume" in first
     assert np.allclose(*found["losses"], rtol=0, atol=1e-5)
 
 

@@ -93,7 +93,7 @@ def test_killed_between_epochs_and_resumed(labelled, tmp_path):
 def test_a_trace_that_does_not_fit_ends_with_75_and_resumes(labelled, tmp_path):
     """Out of memory from the second epoch's second step on, in the child only."""
     code = (
-        "import sys, torch; sys.path.insert(0, 'tools'); import train\n"
+        "import sys, torch; from tracestore.cli import main\n"
         "from tracestore.train import oom\n"
         "original = oom.OOMGuard._attempt\n"
         "def attempt(self, *a):\n"
@@ -101,7 +101,7 @@ def test_a_trace_that_does_not_fit_ends_with_75_and_resumes(labelled, tmp_path):
         "        return 'forward', 1, False, 0.0\n"
         "    return original(self, *a)\n"
         "oom.OOMGuard._attempt = attempt\n"
-        "sys.exit(train.main(sys.argv[1:]))"
+        "sys.exit(main(['train', *sys.argv[1:]]))"
     )
     flags = ["--no-run-gnn-det", "--no-run-gvae", "--epochs", 3, "--no-probe", *FAST]
     train(labelled, tmp_path / "whole", *flags)
@@ -213,7 +213,7 @@ def test_sigint_ends_in_time(labelled, tmp_path):
 def test_host_memory_running_out_while_gathering(labelled, tmp_path):
     """A batch that cannot be gathered: caches go, the same batch comes again, weights are the same."""
     code = (
-        "import sys; sys.path.insert(0, 'tools'); import train\n"
+        "import sys; from tracestore.cli import main\n"
         "from tracestore.data import loader\n"
         "original, calls = loader.make_job, [0]\n"
         "def gather(*a, **k):\n"
@@ -222,7 +222,7 @@ def test_host_memory_running_out_while_gathering(labelled, tmp_path):
         "        raise MemoryError\n"
         "    return original(*a, **k)\n"
         "loader.make_job = gather\n"
-        "sys.exit(train.main(sys.argv[1:]))"
+        "sys.exit(main(['train', *sys.argv[1:]]))"
     )
     flags = ["--no-run-gnn-det", "--no-run-gvae", "--epochs", 2, "--no-probe", *FAST]
     train(labelled, tmp_path / "whole", *flags)

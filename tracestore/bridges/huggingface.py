@@ -8,15 +8,14 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import MissingFieldError, UsageError
+from tracestore.extras import needs
 from tracestore.store import schema
 from tracestore.store.create import create
 from tracestore.store.reader import TraceStore
 from tracestore.store.table import metadata
 
-try:
+with needs("bridges"):
     import datasets
-except ImportError:
-    raise UsageError("tracestore.bridges.huggingface needs datasets: pip install tracestore[bridges]") from None
 
 ARRAYS = ("last_token", "hidden_states", "attention")
 # Fields of the pickle schema, which from_datasets takes from columns of the same names.

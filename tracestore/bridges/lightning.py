@@ -6,16 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from tracestore.data.loader import TraceLoader
-from tracestore.errors import UsageError
+from tracestore.extras import needs
 from tracestore.store.reader import TraceStore
 from tracestore.store.reader import open_store as open
 from tracestore.train.split import make_split
 
-try:
+with needs("bridges"):
     from lightning import LightningDataModule
-except ImportError:
-    raise UsageError("tracestore.bridges.lightning needs Lightning: pip install tracestore[bridges]") from None
+
+    from tracestore.data.loader import TraceLoader
 
 
 class _TrainingLoader(TraceLoader):
@@ -28,7 +27,7 @@ class _TrainingLoader(TraceLoader):
 
 
 class TraceDataModule(LightningDataModule):
-    """Train, validation and test batches of a store, split by question as tools/train.py does.
+    """Train, validation and test batches of a store, split by question as tracestore train does.
 
         trainer.fit(model, datamodule=TraceDataModule("store.zarr", view="graph", batch_size=16))
 

@@ -3,12 +3,15 @@
 import os
 from typing import Any
 
-import torch
-from torch_geometric.data import Data, Dataset
-
-from tracestore.data.datasets import TraceDataset
 from tracestore.errors import UsageError
+from tracestore.extras import needs
 from tracestore.store.reader import TraceStore
+
+with needs("bridges"):
+    import torch
+    from torch_geometric.data import Data, Dataset
+
+    from tracestore.data.datasets import TraceDataset
 
 
 class _Graph(Data):

@@ -1,10 +1,12 @@
 """A language model answers questions; what it leaves inside becomes traces.
 
-`capture` records a model in one's own loop; tools/extract.py is a loop.
+`capture` records a model in one's own loop; `tracestore extract` is such a loop.
 """
 
 import os
 from typing import TYPE_CHECKING, Any
+
+from tracestore.extras import needs
 
 if TYPE_CHECKING:
     from tracestore.extract.hooks import Capture, capture
@@ -20,6 +22,7 @@ def __getattr__(name: str) -> Any:
     # On first use: reading questions needs no torch.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from tracestore.extract import hooks
+    with needs("extract"):
+        from tracestore.extract import hooks
 
     return getattr(hooks, name)

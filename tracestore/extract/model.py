@@ -12,6 +12,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from tracestore.errors import UsageError
+from tracestore.extras import needs
 
 
 @dataclass
@@ -56,6 +57,9 @@ def load_model(model: str, *, device: str = "auto", dtype: str = "float32") -> L
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     location, gguf = _locate(model)
+    if gguf:
+        with needs("extract"):
+            import gguf as _  # noqa: F401 - transformers says several lines where it is missing
     extra = {"gguf_file": gguf} if gguf else {}
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

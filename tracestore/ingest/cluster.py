@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tracestore.errors import StorageError, TracestoreError, UsageError
+from tracestore.extras import needs
 from tracestore.ingest.reading import PackOptions, identified, in_order, packed_traces
 from tracestore.ingest.sources import Identity, SourceFile
 from tracestore.store import fsio
@@ -95,10 +96,8 @@ def read_sources_on_cluster(
 ) -> Iterator[ClusterStream]:
     """A stream a source, in order. address: of a scheduler, or "local" for `workers`
     processes of this machine. UsageError where there is no such cluster."""
-    try:
+    with needs("dask"):
         from distributed import Client, LocalCluster
-    except ImportError:
-        raise UsageError("--dask needs the packages of: pip install tracestore[dask]") from None
     assert options.scratch is not None
     spool = options.scratch.absolute() / fsio.SPOOL_FOLDER
     fsio.remove_tree(spool)

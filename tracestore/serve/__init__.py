@@ -7,7 +7,7 @@ and answers its controls, door decides who may come in. Bokeh is the server and 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tracestore.errors import UsageError
+from tracestore.extras import needs
 from tracestore.store.reader import TraceStore
 
 if TYPE_CHECKING:
@@ -18,13 +18,11 @@ def make_server(
     store: TraceStore, results: Path | None = None, *, port: int = 0, score_threshold: float = 0.5
 ) -> "ServeServer":
     """A ServeServer of the store: `url` is its address with the token, `run()` serves until it is
-    interrupted. results: the folder that tools/train.py wrote. UsageError where Bokeh is not
-    installed, the port is taken or the results are not there."""
-    try:
+    interrupted. results: the folder that tracestore train wrote. MissingExtraError where Bokeh is not
+    installed, UsageError where the port is taken or the results are not there."""
+    with needs("serve"):
         from tracestore.serve.document import Page
         from tracestore.serve.door import ServeServer
-    except ImportError as error:
-        raise UsageError(f"serve needs {error.name}: pip install tracestore[serve]") from None
     from tracestore.serve.catalogue import Catalogue
     from tracestore.serve.results import Results
 

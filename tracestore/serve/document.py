@@ -22,6 +22,7 @@ from bokeh.models.widgets.sliders import Slider
 from bokeh.models.widgets.tables import DataTable, NumberFormatter, StringFormatter, TableColumn
 
 from tracestore.errors import TracestoreError, printable
+from tracestore.extras import needs
 from tracestore.serve import figures
 from tracestore.serve.catalogue import Catalogue
 from tracestore.store import schema
@@ -63,7 +64,7 @@ class Page:
         figures_of_test = "\n".join(
             f"{name}: " + ", ".join(f"{k} {v:.3f}" for k, v in test.items()) for name, test in results.test.items()
         )
-        none = PreText(text="Give the folder that tools/train.py wrote: tracestore serve STORE --results DIR")
+        none = PreText(text="Give the folder that tracestore train wrote: tracestore serve STORE --results DIR")
         tabs = Tabs(
             tabs=[
                 TabPanel(title="Trace", child=self._trace_panel),
@@ -283,8 +284,9 @@ class Page:
 
     def _principal(self, indices: np.ndarray, layer: int) -> tuple[np.ndarray, float]:
         """-> (n, 2) and the share of the variance that they hold."""
-        from sklearn.decomposition import PCA
-        from sklearn.preprocessing import StandardScaler
+        with needs("serve"):
+            from sklearn.decomposition import PCA
+            from sklearn.preprocessing import StandardScaler
 
         if len(indices) < 3:
             return np.zeros((0, 2)), 0.0

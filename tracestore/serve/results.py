@@ -1,4 +1,4 @@
-"""What tools/train.py left in a folder, as far as a page shows it."""
+"""What tracestore train left in a folder, as far as a page shows it."""
 
 import csv
 import json
@@ -50,7 +50,7 @@ class Results:
         except OSError as error:
             raise UsageError(f"{path}: {error.strerror}") from None
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-            raise UsageError(f"{path}: not what tools/train.py writes ({printable(str(error), 100)})") from None
+            raise UsageError(f"{path}: not what tracestore train writes ({printable(str(error), 100)})") from None
         path = folder / "predictions.csv"
         if path.exists():
             try:
@@ -59,7 +59,7 @@ class Results:
             except OSError as error:
                 raise UsageError(f"{path}: {error.strerror}") from None
             except (ValueError, KeyError, TypeError, OverflowError, csv.Error) as error:
-                raise UsageError(f"{path}: not what tools/train.py writes ({printable(str(error), 100)})") from None
+                raise UsageError(f"{path}: not what tracestore train writes ({printable(str(error), 100)})") from None
         return results
 
     def _read_predictions(self, rows: "csv.DictReader[str]", store: TraceStore) -> None:

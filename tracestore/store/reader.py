@@ -10,6 +10,7 @@ from typing import Any, Self, overload
 import numpy as np
 
 from tracestore.errors import MissingFieldError, StoreDamagedError, UsageError
+from tracestore.extras import needs
 from tracestore.store import schema, table
 from tracestore.store.files import Address, LocalFiles, StoreFiles, place_of
 from tracestore.store.index import StoreIndex
@@ -226,11 +227,9 @@ class TraceStore:
     def to_pandas(self, *, texts: bool = False) -> Any:
         """A pandas DataFrame with a row a trace, in the store's order: question_id, sample, score,
         label, group, num_tokens, has_nonfinite, source, source_position; with `texts` question and
-        answer too. UsageError where pandas is not installed."""
-        try:
+        answer too. MissingExtraError where pandas is not installed."""
+        with needs("bridges"):
             import pandas
-        except ImportError:
-            raise UsageError("to_pandas needs pandas: pip install tracestore[bridges]") from None
         return pandas.DataFrame(table.metadata(self, texts=texts))
 
     # Traces

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from tracestore.extras import needs
+
 if TYPE_CHECKING:
     from tracestore.train.oom import OOMGuard
 
@@ -10,7 +12,8 @@ __all__ = ["OOMGuard"]
 
 def __getattr__(name: str) -> Any:
     if name == "OOMGuard":
-        from tracestore.train.oom import OOMGuard
+        with needs("train"):
+            from tracestore.train.oom import OOMGuard
 
         return OOMGuard
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -22,7 +22,7 @@ _FREE = (
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How a detector is trained; the names are tools/train.py's flags."""
+    """How a detector is trained; the names are tracestore train's flags."""
 
     epochs: int = 50
     batch_size: int = 16

@@ -1,5 +1,5 @@
 """The flags that say what a detector is and what a step of its training costs: those of
-tools/train.py that `tracestore plan` takes as well. Imports no torch: wrong usage answers at once."""
+tracestore train that `tracestore plan` takes as well. Imports no torch: wrong usage answers at once."""
 
 import argparse
 from typing import Any

@@ -70,7 +70,7 @@ class DetectorRun:
         self.model_config, self.config, self.folder = model_config, config, folder
         self.ranks, self.stop = ranks or Ranks(), stop or StopSignals()
         self.monitor = Monitor(name, config.epochs, log, line)
-        self.resume_command = f"python tools/train.py --store {store.path} --output-dir {folder.parent} --resume"
+        self.resume_command = f"tracestore train --store {store.path} --output-dir {folder.parent} --resume"
         # Called before the checkpoint of a run that cannot go on: gives memory back.
         self.on_last_resort: Callable[[], None] | None = None
         # Traces of a micro-batch to begin with; None: whole batches.

@@ -16,7 +16,7 @@ VIEWS = {"lstm_solo": "sequence", "gnn_det_lstm": "graph", "gvae_lstm": "graph"}
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of a detector; the names are tools/train.py's flags. num_layers and
+    """Sizes of a detector; the names are tracestore train's flags. num_layers and
     hidden_dim are the language model's; `layers` of it are used, None: all. num_heads: heads
     whose weights an edge has, with edge_features "heads". UsageError where layers are none of it."""
 

@@ -1,6 +1,6 @@
 """What a person sees of a run: log lines, a progress line, TensorBoard."""
 
-import importlib.util
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tracestore import console
-from tracestore.errors import UsageError
+from tracestore.extras import needs
 from tracestore.train.config import Progress
 from tracestore.train.memory import memory_use
 
@@ -16,9 +16,9 @@ Log = Callable[[str], None]
 
 
 def check_tensorboard() -> None:
-    """UsageError where its package is missing."""
-    if importlib.util.find_spec("tensorboard") is None:
-        raise UsageError("--tensorboard needs the package tensorboard: pip install 'tracestore[tensorboard]'")
+    """MissingExtraError where its package is missing."""
+    with needs("tensorboard"):
+        importlib.import_module("tensorboard")
 
 
 class Monitor:

@@ -94,7 +94,7 @@ def load_detector(path: Path) -> TrainedDetector:
     saved = load_checkpoint(path)
     version = saved.get("version")
     if "model_config" not in saved or not isinstance(version, int):
-        raise UsageError(f"{path}: not a detector; give the best.pt of a run of tools/train.py")
+        raise UsageError(f"{path}: not a detector; give the best.pt of a run of tracestore train")
     if version > DETECTOR_VERSION:
         raise UsageError(
             f"{path}: version {version} of tracestore {saved.get('tracestore')}, this one reads up to {DETECTOR_VERSION}"

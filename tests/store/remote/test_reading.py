@@ -345,7 +345,7 @@ def test_what_is_no_store_is_wrong_usage(remote, monkeypatch):
     with pytest.raises(UsageError, match="not a store"):
         tracestore.open(remote)
     monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(UsageError, match=r"pip install tracestore\[remote\]"):
+    with pytest.raises(UsageError, match=r"obstore is not installed; run: pip install 'tracestore\[remote\]'"):
         tracestore.open(remote)
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from tracestore._core.kernels import crc32c
 from tracestore.errors import RemoteError, StoreDamagedError, UsageError
+from tracestore.extras import needs
 from tracestore.store.files import Address
 
 SCHEMES = ("s3", "gs", "http", "https")
@@ -75,13 +76,9 @@ class Bucket:
         # What an address parser would take for something else, or leave out.
         if re.search(r"[?#\s\\]|//|(^|/)\.{1,2}(/|$)", rest.rstrip("/")) or not rest.strip("/"):
             raise UsageError(f"{address}: found an address with an empty part, '..', a blank, '?' or '#'")
-        try:
+        with needs("remote"):
             import obstore
             from obstore.store import HTTPStore, from_url
-        except ImportError:
-            raise UsageError(
-                f"{address}: stores of other machines need obstore: pip install tracestore[remote]"
-            ) from None
         self._obstore = obstore
         # Called before each attempt to change something; may raise.
         self.fence: Callable[[], None] = lambda: None

@@ -1,7 +1,6 @@
-"""tools/score.py: a trained detector on other stores."""
+"""tracestore predict: a trained detector on other stores."""
 
 import csv
-import importlib.util
 import json
 import os
 import re
@@ -12,16 +11,14 @@ import torch
 from scipy.special import expit
 
 import tracestore
-from tests.helpers import ROOT, make_trace, run_cli
+from tests.helpers import command, make_trace
+from tracestore.cli import command_parser, predict
+from tracestore.console import Output
 from tracestore.errors import MissingFieldError, TracestoreError, UsageError
 from tracestore.train import scoring
 from tracestore.train.config import TrainConfig
 from tracestore.train.model_config import MODEL_NAMES
 from tracestore.train.run import run_training
-
-spec = importlib.util.spec_from_file_location("score", ROOT / "tools/score.py")
-tool = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(tool)
 
 HOSTILE = 'q"1", =cmd|\r\n<b>\x01é\udcff'
 
@@ -48,7 +45,7 @@ def trained(tmp_path_factory):
 
 def score(checkpoint, store, output, *args):
     words = ["--checkpoint", checkpoint, "--store", store, "--output", output, "--num-threads", 1, *args]
-    return tool.command(tool.make_parser().parse_args([str(w) for w in words]))
+    return predict.run(command_parser("predict").parse_args([str(w) for w in words]), Output(False))
 
 
 def rows_of(path):
@@ -81,14 +78,14 @@ def test_the_test_part_again(trained, tmp_path, name):
 def test_the_command(trained, tmp_path):
     _, run, _ = trained
     bare = make_store(tmp_path / "bare.zarr", 9, scored=False)
-    command = ["tools/score.py", "--checkpoint", run / "gnn_det_lstm/best.pt", "--store", bare]
-    done = run_cli(*command, "--output", tmp_path / "s.csv", "--memory-budget", "2GiB", "--json", check=0)
+    words = ["predict", "--checkpoint", run / "gnn_det_lstm/best.pt", "--store", bare]
+    done = command(*words, "--output", tmp_path / "s.csv", "--memory-budget", "2GiB", "--json", check=0)
     summary = json.loads(done.stdout)
     rows = rows_of(tmp_path / "s.csv")
     assert summary["num_traces"] == len(rows) == 9 and summary["model"] == "gnn_det_lstm"
     assert summary["num_predicted"] == sum(int(r["predicted"]) for r in rows)
     assert list(rows[0]) == ["question_id", "sample", "hallucination_score", "predicted"]
-    refused = run_cli(*command[:2], tmp_path / "none.pt", *command[3:], check=2)
+    refused = command(*words[:2], tmp_path / "none.pt", *words[3:], check=2)
     assert "no such checkpoint" in refused.stderr and refused.stderr.count("\n") == 1
 
 

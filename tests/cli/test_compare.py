@@ -1,10 +1,10 @@
-"""tools/compare.py: runs with other flags on the same traces."""
+"""tracestore compare: runs with other flags on the same traces."""
 
 import json
 
 import pytest
 
-from tests.helpers import run_cli
+from tests.helpers import command
 from tests.train.runs import FAST, ONLY, write_labelled
 
 
@@ -22,20 +22,20 @@ def runs(tmp_path_factory):
         ("folds2", ["--folds", 2, "--lr", 0.01]),
         ("folds3", ["--folds", 2, "--seed", 43]),
     ):
-        run_cli("tools/train.py", *flags, *more, "--output-dir", folder / name, check=0)
+        command("train", *flags, *more, "--output-dir", folder / name, check=0)
     return folder
 
 
 @pytest.mark.parametrize(("first", "second", "count"), [("plain", "layers", 1), ("folds", "folds2", 2)])
 def test_the_difference_and_its_test(runs, first, second, count):
-    done = run_cli("tools/compare.py", runs / first, runs / second, "--json", check=0)
+    done = command("compare", runs / first, runs / second, "--json", check=0)
     found = json.loads(done.stdout)["lstm_solo"]
     (pair,) = found["comparisons"]
     a, b = (found["models"][str(runs / name)]["test"]["auroc"] for name in (first, second))
     assert pair["difference"] == pytest.approx(a - b) and 0 < pair["p"] <= 1
     saved = json.loads((runs / second / "results.json").read_text())
     assert b == pytest.approx(saved["models"]["lstm_solo"]["test"]["auroc"])
-    done = run_cli("tools/compare.py", runs / first, runs / second, check=0)
+    done = command("compare", runs / first, runs / second, check=0)
     assert f"lstm_solo, {count} run" in done.stdout and f"{runs / first} - {runs / second}" in done.stdout
 
 
@@ -50,5 +50,5 @@ def test_runs_that_cannot_be_compared(runs, tmp_path):
         ([runs / "plain", runs / "folds"], "no fold and seed in common"),
         ([runs / "folds", runs / "folds3"], "different traces, labels or folds"),
     ):
-        done = run_cli("tools/compare.py", *folders, check=2)
+        done = command("compare", *folders, check=2)
         assert done.stderr.count("\n") == 1 and words in done.stderr

@@ -1,4 +1,4 @@
-"""python -m tracestore.convert: files of traces into a store."""
+"""Files of traces into a store."""
 
 import argparse
 import ctypes
@@ -9,24 +9,22 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tracestore.console import Output, Parser, Progress, format_size, leave, parse_size, positive, run
+from tracestore.console import Output, Progress, format_size
 from tracestore.errors import InputRefusedError, MapFaultError, UsageError
 from tracestore.ingest.cluster import ClusterStream, read_sources_on_cluster
 from tracestore.ingest.reading import CUT_SHORT, AheadOptions, PackOptions, SourceStream, read_sources
 from tracestore.ingest.scores import Scores, read_scores
 from tracestore.ingest.sources import find_scores, find_sources
-from tracestore.store import fsio, schema
+from tracestore.store import fsio
 from tracestore.store.files import folder_of, place_of
 from tracestore.store.writer import StoreWriter
 
 # What becomes of a trace whose key is there with other content.
-_ON_DUPLICATE = {"error": "refused", "keep-first": "left out", "keep-last": "put in the place of the first"}
-DEFAULT_MEMORY_BUDGET = 512 << 20
-MIN_MEMORY_BUDGET = 64 << 20
+ON_DUPLICATE = {"error": "refused", "keep-first": "left out", "keep-last": "put in the place of the first"}
 # How long a thread may keep the interpreter from another one that wants it: the one that
 # inflates wants it for an instant each 4 ms, and must not wait longer than that.
 _SWITCH_INTERVAL_S = 0.0005
@@ -34,8 +32,8 @@ _SWITCH_INTERVAL_S = 0.0005
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
-def _reuse_freed_memory(max_bytes: int) -> None:
-    """Has the allocator keep what one trace gave back for the next one, where the system
+def reuse_freed_memory(max_bytes: int) -> None:
+    """For a process of its own. Has the allocator keep what one trace gave back for the next one, where the system
     would hand it out again page by page, cleared: a tenth of the time of reading .pkl.gz."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it
     if mallopt is not None:
@@ -205,7 +203,7 @@ class Conversion:
             summary.num_sources_changed += 1
             self.output.say(
                 f"{name}: another file of this name was committed before; what is new in this one is added, "
-                f"a trace that differs is {_ON_DUPLICATE[self.args.on_duplicate]}"
+                f"a trace that differs is {ON_DUPLICATE[self.args.on_duplicate]}"
             )
         writer.begin_source(name, size, digest)
         added = duplicates = nonfinite = 0
@@ -288,71 +286,8 @@ class Conversion:
             f"{format_size(s.bytes_in)} in, {format_size(s.bytes_out)} out, {s.num_unscored:,} without a score"
         )
         if s.num_conflicts:
-            say(f"{s.num_conflicts:,} traces had the key of another one: {_ON_DUPLICATE[self.args.on_duplicate]}")
+            say(f"{s.num_conflicts:,} traces had the key of another one: {ON_DUPLICATE[self.args.on_duplicate]}")
         if s.num_nonfinite:
             say(f"{s.num_nonfinite:,} traces hold NaN or infinite values; training on them stops with their name")
         if s.num_scores_without_trace:
             say(f"{s.num_scores_without_trace:,} scores belong to no trace")
-
-
-def make_parser(prog: str = "tracestore convert") -> Parser:
-    parser = Parser(
-        prog=prog,
-        description="Convert files of traces (.pkl, .pkl.gz, .pt) into a store. Running it again continues.",
-        epilog="Example: python -m tracestore.convert traces_data/ store.zarr",
-    )
-    parser.add_argument("src", nargs="+", metavar="SRC", help="folders or files of traces")
-    parser.add_argument("dst", metavar="DST", help="the store to make or to add to: a folder, s3:// or gs://")
-    parser.add_argument(
-        "--scores", metavar="CSV", help="scores by question_id (default: the *scores*.csv in a SRC folder)"
-    )
-    parser.add_argument("--score-column", metavar="NAME", help="column of the scores file")
-    parser.add_argument(
-        "--group-column", metavar="NAME", help="its column that questions stay together by when split (group)"
-    )
-    parser.add_argument(
-        "--attention", choices=schema.ATTENTION_MODES, help="what to store (default: mean over the heads)"
-    )
-    parser.add_argument("--codec", choices=schema.CODECS, help="compression (default: none)")
-    parser.add_argument("--dtype", choices=("float16", "keep"), help="default: float16")
-    parser.add_argument("--workers", type=positive, default=2, metavar="N", help="files read side by side (default: 2)")
-    parser.add_argument(
-        "--dask",
-        metavar="ADDRESS",
-        help="read on a Dask cluster that shares the file system: a scheduler's address, or local",
-    )
-    parser.add_argument(
-        "--memory-budget", type=parse_size, default=DEFAULT_MEMORY_BUDGET, metavar="SIZE", help="default: 512MiB"
-    )
-    parser.add_argument(
-        "--on-duplicate",
-        choices=tuple(_ON_DUPLICATE),
-        default="error",
-        help="a trace whose question id and sample are there with other content (default: error)",
-    )
-    parser.add_argument("--skip-bad", action="store_true", help="go on after a file that is refused")
-    parser.add_argument("--overwrite", action="store_true", help="replace the store")
-    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
-    return parser
-
-
-def main(argv: list[str] | None = None, prog: str = "tracestore convert") -> int:
-    """Entry point; returns the exit code."""
-
-    def command() -> int:
-        args = make_parser(prog).parse_args(argv)
-        if args.memory_budget < MIN_MEMORY_BUDGET:
-            raise UsageError(f"--memory-budget is at least {format_size(MIN_MEMORY_BUDGET)}")
-        output = Output(args.json)
-        _reuse_freed_memory(args.memory_budget)
-        conversion = Conversion(args, output)
-        with fsio.translated_errors(conversion.folder):
-            summary = conversion.run()
-        output.document(asdict(summary))
-        return 0
-
-    return run(prog, command)
-
-
-if __name__ == "__main__":
-    leave(main(prog="python -m tracestore.convert"))

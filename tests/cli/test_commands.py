@@ -1,0 +1,145 @@
+"""What every command shares: wrong usage is one line with a hint, exit code 2, help with an example."""
+
+import json
+import re
+import subprocess
+
+import pytest
+
+import tracestore
+from tests.helpers import ROOT, command, make_traces, run_cli, write_pickle, write_scores
+from tests.train.runs import FAST, ONLY, write_labelled
+from tracestore.cli import COMMANDS
+from tracestore.extract.questions import FACTS
+
+# The last prints a script for a shell: no --json.
+WITH_JSON = [name for name in COMMANDS if name != "completion"]
+WRONG = {
+    "inof s.zarr": "did you mean info?",
+    "s.zarr": "invalid choice",
+    "info": "the following arguments are required: STORE",
+    "info s.zarr --jsno": "did you mean --json?",
+    "info nowhere.zarr": "nowhere.zarr: no such store",
+    "info tests": "tests: not a store",
+    "verify s.zarr --quik": "did you mean --quick?",
+    "convert": "the following arguments are required: SRC, DST",
+    "convert nowhere s.zarr": "nowhere: no such file or folder",
+    "convert . s.zarr --memory-budget much": "expected one like 512MiB",
+    "convert . s.zarr --workers 0": "expected a whole number of at least 1",
+    "export s.zarr out --format pk": "did you mean pkl?",
+    "subset s.zarr d.zarr": "one of the arguments --ids --split --segments is required",
+    "subset s.zarr d.zarr --segments 3-1": "expected numbers as 0-9,20,29",
+    "plan s.zarr --model lstm": "expected one of lstm_solo",
+    "plan s.zarr --gnn-hiden 64": "did you mean --gnn-hidden?",
+    "score s.zarr": "the following arguments are required: --scores",
+    "report s.zarr --otput x.html": "the following arguments are required: --output",
+    "-- convert a b": "COMMAND",
+    "": "the following arguments are required: COMMAND",
+    "train --store s.zarr --eposh 3": "did you mean --epochs?",
+    "train --store nowhere.zarr": "nowhere.zarr: no such store",
+    "train --store tests --no-run-lstm --no-run-gnn-det --no-run-gvae": "every model is switched off",
+    "train --preprocessed-dir old": "python -m tracestore.convert old store.zarr; then: tracestore train --store store.zarr",
+    "predict --store s.zarr": "the following arguments are required: --checkpoint",
+    "predict --store s.zarr --checkpoint nowhere.pt": "nowhere.pt: no such checkpoint",
+    "compare results": "at least two runs",
+    "extract --model m --questions nowhere.csv --out t": "nowhere.csv: no such file",
+    "view s.zarr": "the following arguments are required: INDEX_OR_ID",
+}
+
+
+@pytest.mark.parametrize("usage", WRONG)
+def test_wrong_usage(usage):
+    done = command(*usage.split(), check=2)
+    assert WRONG[usage] in done.stderr and done.stderr.count("\n") == 1 and done.stdout == ""
+
+
+def test_an_empty_word():
+    assert "unrecognized arguments" in command("info", "x", "", check=2).stderr
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help(name):
+    out = command(name, "--help", check=0).stdout
+    assert out.startswith(f"usage: tracestore {name}") and "Example: " in out
+    assert ("--json" in out) == (name in WITH_JSON)
+
+
+def test_help_lists_every_command():
+    out = command("--help", check=0).stdout
+    assert all(f"    {name}" in out for name in COMMANDS)
+    assert command("--version", check=0).stdout == f"tracestore {tracestore.__version__}\n"
+
+
+@pytest.mark.parametrize("name", ["train", "predict", "compare", "extract"])
+def test_scripts_of_a_checkout_are_the_commands(name):
+    script = ROOT / "tools" / f"{name}.py"
+    assert len(script.read_text().splitlines()) < 10
+    done = run_cli(f"tools/{name}.py", "--help", check=0)
+    assert done.stdout.startswith(f"usage: python tools/{name}.py ")
+    expected = command(name, "--help").stdout
+    assert re.findall(r"--[\w-]+", done.stdout.partition("options:")[2]) == re.findall(
+        r"--[\w-]+", expected.partition("options:")[2]
+    )
+
+
+@pytest.mark.parametrize("program", [["-m", "tracestore"], ["-m", "tracestore.convert"], ["tools/train.py"]])
+def test_wrong_usage_of_a_program(program):
+    done = run_cli(*program, "--no-such-flag", check=2)
+    assert done.stderr.count("\n") == 1 and done.stdout == ""
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion(shell, tmp_path):
+    text = command("completion", shell, check=0).stdout
+    assert all(name in text for name in COMMANDS)
+    assert all(flag in text for flag in ("--memory-budget", "--attention", "--checkpoint", "--questions"))
+    if shell == "bash":
+        (tmp_path / "completion").write_text(text)
+        ask = "COMP_WORDS=(tracestore ver) COMP_CWORD=1; _shtab_tracestore; echo ${COMPREPLY[@]}"
+        done = subprocess.run(
+            ["bash", "-c", f"source {tmp_path}/completion; {ask}"], capture_output=True, text=True, check=True
+        )
+        assert done.stdout == "verify\n"
+
+
+def test_json_of_every_command(store_path, tiny_model, tmp_path):
+    """One JSON document on standard output, whatever else is said."""
+    scores = write_scores(tmp_path / "scores.csv", {"q0": 0.5})
+    write_pickle(tmp_path / "a.pkl", make_traces(3))
+    labelled = write_labelled(tmp_path / "labelled.zarr")
+    run = ["--store", labelled, *FAST, *ONLY["lstm_solo"], "--epochs", 1, "--no-probe"]
+    command("train", *run, "--output-dir", tmp_path / "other", check=0)
+    usages = {
+        "train": [*run, "--output-dir", tmp_path / "run"],
+        "predict": [
+            *("--checkpoint", tmp_path / "run/lstm_solo/best.pt", "--store", labelled),
+            *("--output", tmp_path / "predicted.csv"),
+        ],
+        "compare": [tmp_path / "run", tmp_path / "other"],
+        "extract": [
+            *("--model", tiny_model, "--questions", FACTS, "--limit", 1, "--max-new-tokens", 2),
+            *("--out", tmp_path / "extracted"),
+        ],
+        "convert": [tmp_path / "a.pkl", tmp_path / "new.zarr"],
+        "info": [store_path],
+        "verify": [store_path],
+        "lint": [store_path],
+        "score": [store_path, "--scores", scores],
+        "view": [store_path, "q3"],
+        "report": [store_path, "--output", tmp_path / "r.html"],
+        "doctor": [],
+        "merge": [store_path, tmp_path / "merged.zarr"],
+        "subset": [store_path, tmp_path / "part.zarr", "--segments", "0"],
+        "export": [store_path, tmp_path / "out"],
+        "plan": [store_path, "--model", "lstm_solo"],
+    }
+    assert sorted({*usages, "serve"}) == sorted(WITH_JSON)  # serve goes on: tests/serve
+    for name, words in usages.items():
+        done = command(name, *words, "--json", check=1 if name == "lint" else 0)
+        assert json.loads(done.stdout), name
+        assert "Traceback" not in done.stderr
+
+
+def test_every_command_is_in_the_readme():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert all(f"`{name}`" in text or f"`tracestore {name}`" in text for name in COMMANDS)

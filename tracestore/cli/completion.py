@@ -1,0 +1,19 @@
+"""tracestore completion."""
+
+import argparse
+
+from tracestore.console import Output, Parser
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.epilog = "Example: tracestore completion bash > ~/.local/share/bash-completion/completions/tracestore"
+    parser.add_argument("shell", choices=("bash", "zsh"))
+
+
+def run(args: argparse.Namespace, output: Output) -> int:
+    import shtab
+
+    from tracestore.cli import make_parser
+
+    output.say(shtab.complete(make_parser(with_arguments=True), args.shell))
+    return 0

@@ -1,0 +1,32 @@
+"""tracestore view."""
+
+import argparse
+from pathlib import Path
+
+import tracestore
+from tracestore.console import Output, Parser, natural
+from tracestore.view import View, as_json, find_trace, save_picture, show
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.epilog = "Example: tracestore view store.zarr tc_1234 --layer 12 --save trace.png"
+    parser.add_argument("store", metavar="STORE")
+    parser.add_argument("trace", metavar="INDEX_OR_ID", help="a question id or, where none is called so, an index")
+    parser.add_argument("--sample", type=natural, default=0, metavar="N", help="which of several answers (0)")
+    parser.add_argument("--layer", type=int, metavar="N", help="of the attention (the middle one)")
+    parser.add_argument("--head", type=int, metavar="N", help="of the attention (the mean over the heads)")
+    parser.add_argument("--save", metavar="FILE", help="a picture: .png, .pdf or .svg")
+
+
+def run(args: argparse.Namespace, output: Output) -> int:
+    with tracestore.open(args.store) as store:
+        view = View.of(store, find_trace(store, args.trace, args.sample), args.layer, args.head)
+        if args.save is not None:
+            save_picture(view, Path(args.save))
+            output.say(f"{args.save}: attention and hidden states of trace {view.trace.index}")
+        if args.json:
+            output.document(as_json(view))
+        elif args.save is None:
+            for line in show(view):
+                output.say(line)
+    return 0

@@ -1,0 +1,54 @@
+"""New scores for the traces of a store."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from tracestore.ingest.scores import Scores
+from tracestore.store.reader import open_store
+from tracestore.store.writer import StoreWriter
+
+
+@dataclass(frozen=True)
+class ScoreReport:
+    """What an update of scores did; the JSON document of `tracestore score --json`."""
+
+    store: str
+    num_updated: int
+    num_scored: int
+    num_traces: int
+    num_scores_without_trace: int
+    generation: int
+
+
+def update_scores(path: str | Path, scores: Scores) -> ScoreReport:
+    """Give the traces of a store the scores and groups of a file, and commit.
+
+    A score without a sample goes to every sample of its question. UsageError where there is no store.
+    """
+    # Looked for first: a store that is not there is not made.
+    open_store(path).close()
+    with StoreWriter(path) as writer:
+        columns = writer.read_columns()
+        updates, unknown = {}, 0
+        by_id: dict[str, list[int]] = {}
+        if not scores.has_samples:
+            for index in range(len(columns)):
+                by_id.setdefault(writer.index.question_id(index), []).append(index)
+        for (question_id, sample), (score, group) in scores.values.items():
+            found = writer.index.find(question_id, sample)
+            indices = by_id.get(question_id, []) if not scores.has_samples else [found] if found >= 0 else []
+            unknown += not indices
+            for index in indices:
+                if not (math.isnan(score) and not group):
+                    updates[index] = (score, math.nan, group or None)
+        writer.set_values(updates)
+        writer.commit()
+        return ScoreReport(
+            store=str(path),
+            num_updated=len(updates),
+            num_scored=writer.manifest.num_scored,
+            num_traces=writer.manifest.num_traces,
+            num_scores_without_trace=unknown,
+            generation=writer.manifest.generation,
+        )
