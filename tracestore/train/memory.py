@@ -86,7 +86,7 @@ def allocatable_bytes() -> int:
     memory cgroup and the machine leave, whichever is least."""
     import psutil  # here: `tracestore plan` reads what is above without it
 
-    free = [psutil.virtual_memory().available]
+    free: list[int] = [psutil.virtual_memory().available]
     used = {resource.RLIMIT_DATA: memory_use().data, resource.RLIMIT_AS: psutil.Process().memory_info().vms}
     for kind, bytes_used in used.items():
         soft, _ = resource.getrlimit(kind)

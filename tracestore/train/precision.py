@@ -1,6 +1,7 @@
 """Reduced precision on processors and GPUs that lack some of its kernels."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from tracestore.errors import UsageError
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 # The layers of the detectors that autocast computes in reduced precision.
-_PROBES = {
+_PROBES: dict[str, Callable[[], nn.Module]] = {
     "LSTM": lambda: nn.LSTM(8, 8, batch_first=True, bidirectional=True),
     "Linear": lambda: nn.Linear(8, 8),
 }
@@ -120,4 +121,4 @@ def _run_in_float32(module: nn.Module) -> None:
         with torch.autocast(x.device.type, enabled=False):
             return forward(x.float())
 
-    module.forward = in_float32  # type: ignore[method-assign]
+    module.forward = in_float32
