@@ -117,7 +117,7 @@ def command(*words, check=None):
 
 
 def convert(*args, check=0, **options):
-    return run_cli("-m", "tracestore.convert", *args, check=check, **options)
+    return command("convert", *args, check=check)
 
 
 def read_all(store):

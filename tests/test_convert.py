@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import ROOT, convert, make_trace, make_traces, run_cli, tree_bytes, write_pickle, write_scores
+from tests.helpers import ROOT, command, convert, make_trace, make_traces, tree_bytes, write_pickle, write_scores
 from tracestore.store.verify import verify_store
 
 
@@ -30,7 +30,7 @@ def test_json_is_one_document(folder, tmp_path):
     done = convert(folder, tmp_path / "s.zarr", "--json")
     summary = json.loads(done.stdout)
     assert summary["num_traces"] == 12 and summary["num_unscored"] == 0 and "12 traces" in done.stderr
-    info = json.loads(run_cli("-m", "tracestore", "info", tmp_path / "s.zarr", "--json", check=0).stdout)
+    info = json.loads(command("info", tmp_path / "s.zarr", "--json", check=0).stdout)
     wanted = "num_traces num_tokens num_layers hidden_dim num_heads attention attention_layout hidden_dtype num_segments bytes num_scored generation"
     assert set(wanted.split()) <= set(info) and info["num_heads"] == 2 and info["attention"] == "mean"
     assert info["bytes"] == sum(map(len, tree_bytes(tmp_path / "s.zarr").values())) - _manifest_bytes(
@@ -67,9 +67,7 @@ def test_score_replaces_without_touching_a_trace(folder, tmp_path):
     convert(folder, tmp_path / "s.zarr")
     before = {k: v for k, v in tree_bytes(tmp_path / "s.zarr").items() if k.startswith("segments/")}
     write_scores(tmp_path / "new.csv", {"q0": 0.125, "elsewhere": 1}, "bleurt_score")
-    done = run_cli(
-        "-m", "tracestore", "score", tmp_path / "s.zarr", "--scores", tmp_path / "new.csv", "--json", check=0
-    )
+    done = command("score", tmp_path / "s.zarr", "--scores", tmp_path / "new.csv", "--json", check=0)
     assert json.loads(done.stdout)["num_scores_without_trace"] == 1
     assert tracestore.open(tmp_path / "s.zarr").scores[0] == 0.125
     assert before == {k: v for k, v in tree_bytes(tmp_path / "s.zarr").items() if k.startswith("segments/")}
@@ -86,13 +84,13 @@ def test_the_column_of_groups(folder, tmp_path):
     ):
         convert(folder, tmp_path / name, *given, *words)
         assert [tracestore.open(tmp_path / name)[k].group for k in range(3)] == expected
-    run_cli("-m", "tracestore", "score", tmp_path / "plain", *given, "--group-column", "template", check=0)
+    command("score", tmp_path / "plain", *given, "--group-column", "template", check=0)
     assert [tracestore.open(tmp_path / "plain")[k].group for k in range(3)] == ["t0", "t1", "t0"]
     before = tree_bytes(tmp_path / "plain")
-    done = run_cli("-m", "tracestore", "score", tmp_path / "plain", *given, "--group-column", "subject", check=3)
+    done = command("score", tmp_path / "plain", *given, "--group-column", "subject", check=3)
     assert "expected subject among them" in done.stderr and tree_bytes(tmp_path / "plain") == before
     (tmp_path / "both.csv").write_text(rows + "q3,0.5,t0,g0\n")
-    done = run_cli("-m", "tracestore", "score", tmp_path / "plain", *given, "--group-column", "template", check=3)
+    done = command("score", tmp_path / "plain", *given, "--group-column", "template", check=3)
     assert "found a second template 't0' for question 'q3', expected 't1' as before" in done.stderr
     (folder / "ground_truth_scores.csv").unlink()
     done = convert(folder, tmp_path / "none", "--group-column", "template", check=2)
@@ -145,7 +143,7 @@ def test_wrong_usage_is_one_line(tmp_path, folder):
         assert words in done.stderr and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr, done.stderr
     assert not (tmp_path / "s.zarr").exists()
     for args in (["info", tmp_path / "none.zarr"], ["verify", tmp_path / "none.zarr"], ["frobnicate"]):
-        done = run_cli("-m", "tracestore", *args, check=2)
+        done = command(*args, check=2)
         assert done.stderr.count("\n") == 1
 
 

@@ -5,11 +5,11 @@ import resource
 import subprocess
 import sys
 
-from tests.helpers import ROOT, run_cli
+from tests.helpers import ROOT, command
 
 
 def doctor(*args, check=0):
-    return run_cli("-m", "tracestore", "doctor", *args, check=check)
+    return command("doctor", *args, check=check)
 
 
 def test_everything_is_named(tmp_path):

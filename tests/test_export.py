@@ -15,11 +15,11 @@ import tracestore
 from tests.helpers import (
     ROOT,
     as_torch,
+    command,
     convert,
     make_graphs,
     make_trace,
     make_traces,
-    run_cli,
     write_pickle,
     write_scores,
 )
@@ -41,7 +41,7 @@ OPTIONAL = {
 
 
 def export(*args, check=0):
-    return run_cli("-m", "tracestore", "export", *args, check=check)
+    return command("export", *args, check=check)
 
 
 def files(folder):

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import make_trace, run_cli
+from tests.helpers import command, make_trace
 
 
 def report(*args, check=0):
-    return run_cli("-m", "tracestore", "report", *args, check=check)
+    return command("report", *args, check=check)
 
 
 @pytest.fixture

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import ROOT, as_torch, make_trace, run_cli
+from tests.helpers import ROOT, as_torch, command, make_trace
 from tracestore.view import View, lines
 
 
 def view(*args, check=0, **options):
-    return run_cli("-m", "tracestore", "view", *args, check=check, **options)
+    return command("view", *args, check=check, **options)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import tracestore
-from tests.helpers import ROOT, convert, read_all, run_cli
+from tests.helpers import ROOT, command, convert, read_all
 from tracestore.errors import InputRefusedError
 from tracestore.extract import run as extraction
 from tracestore.extract.questions import (
@@ -41,8 +41,8 @@ def questions(tmp_path):
 
 
 def extract(model, questions, out, *args, check=0):
-    return run_cli(
-        "tools/extract.py",
+    return command(
+        "extract",
         "--model",
         model,
         "--questions",
@@ -214,7 +214,7 @@ def test_killed_and_resumed_store_is_the_same(tiny_model, tmp_path):
             time.sleep(rng.uniform(0, 0.3))
             process.kill()
             assert process.wait() in (0, -signal.SIGKILL), process.stderr.read()
-        run_cli("-m", "tracestore", "verify", store, check=0)
+        command("verify", store, check=0)
         there = generations(store)[0]
     extract(tiny_model, questions, store)
     with tracestore.open(tmp_path / "whole.zarr") as whole, tracestore.open(store) as killed:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import convert, make_trace, make_traces, run_cli, write_pickle
+from tests.helpers import command, convert, make_trace, make_traces, write_pickle
 from tracestore.store.verify import verify_store
 
 
@@ -68,7 +68,7 @@ def test_a_changed_file_under_a_committed_name_is_said(tmp_path):
     assert summary["num_sources_changed"] == 1 and summary["num_duplicates"] == 3 and summary["num_traces_new"] == 1
     write_pickle(data / "a.pkl", [changed(make_trace(0))])
     assert "other content" in convert(data, tmp_path / "s.zarr", check=3).stderr.splitlines()[-1]
-    run_cli("-m", "tracestore", "verify", tmp_path / "s.zarr", check=0)
+    command("verify", tmp_path / "s.zarr", check=0)
 
 
 def test_labels_that_differ(tmp_path):

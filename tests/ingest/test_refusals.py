@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tracestore
-from tests.helpers import as_torch, convert, make_trace, make_traces, run_cli, tree_bytes, write_pickle
+from tests.helpers import as_torch, command, convert, make_trace, make_traces, tree_bytes, write_pickle
 from tracestore.errors import InputRefusedError
 from tracestore.ingest.families import read_traces
 
@@ -217,7 +217,7 @@ def test_good_files_before_a_bad_one_stay(tmp_path):
     write_pickle(data / "batch_1.pkl", broken)
     done = convert(data, tmp_path / "s.zarr", check=3)
     assert done.stderr.strip() == "python -m tracestore.convert: batch_1.pkl, trace 2, hidden_states: missing key"
-    run_cli("-m", "tracestore", "verify", tmp_path / "s.zarr", check=0)
+    command("verify", tmp_path / "s.zarr", check=0)
     assert tracestore.open(tmp_path / "s.zarr").question_ids == ["q0", "q1", "q2"]
     before = tree_bytes(tmp_path / "s.zarr")
     convert(data, tmp_path / "s.zarr", check=3)

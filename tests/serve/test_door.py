@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from tests.helpers import run_cli
+from tests.helpers import command
 from tests.serve.conftest import start, stop
 
 
@@ -106,7 +106,7 @@ def test_two_servers_have_ports_and_tokens_of_their_own(served, served_store):
     try:
         assert other.port != served.port and other.token != served.token
         assert ask(other, "/store", cookie=served.token)[0] == 403
-        taken = run_cli("-m", "tracestore", "serve", served_store, "--port", served.port, check=2)
+        taken = command("serve", served_store, "--port", served.port, check=2)
         assert taken.stderr.count("\n") == 1 and "--port" in taken.stderr
     finally:
         assert stop(other) == (0, "ended\n")
@@ -123,6 +123,6 @@ def test_two_servers_have_ports_and_tokens_of_their_own(served, served_store):
     ],
 )
 def test_wrong_usage(served_store, options, word):
-    done = run_cli("-m", "tracestore", "serve", served_store, *options, check=2)
+    done = command("serve", served_store, *options, check=2)
     assert word in done.stderr and done.stderr.count("\n") == 1 and not done.stdout
-    run_cli("-m", "tracestore", "serve", "nowhere.zarr", check=2)
+    command("serve", "nowhere.zarr", check=2)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import ROOT, make_trace, run_cli
+from tests.helpers import ROOT, command, make_trace
 from tracestore.store.lint import KINDS, MAX_LISTED, lint_store, row_tolerance
 
 
@@ -40,9 +40,9 @@ def test_a_clean_store(tmp_path, options):
     dtype = "f4" if "dtype" in options else "f2"
     store = store_of(tmp_path / "s.zarr", [softmax_trace(k, dtype=dtype) for k in range(20)], **options)
     assert counts(store) == {}
-    done = run_cli("-m", "tracestore", "lint", store, check=0)
+    done = command("lint", store, check=0)
     assert done.stdout == "clean: 20 traces\n" and done.stderr == ""
-    report = json.loads(run_cli("-m", "tracestore", "lint", store, "--json", check=0).stdout)
+    report = json.loads(command("lint", store, "--json", check=0).stdout)
     assert report == {"num_traces": 20, "counts": {}, "findings": []}
 
 
@@ -133,21 +133,21 @@ def test_edges(tmp_path):
 
 def test_many_findings_are_one_line_each_kind(tmp_path):
     store = store_of(tmp_path / "s.zarr", [make_trace(k) for k in range(MAX_LISTED + 30)])
-    done = run_cli("-m", "tracestore", "lint", store, check=1)
+    done = command("lint", store, check=1)
     lines = done.stdout.splitlines()
     assert [line.split(":")[1].strip() for line in lines] == list(counts(store))
     assert len(lines) <= len(KINDS) and "130 traces, the first 0 (q0), 1 (q1)" in done.stdout
-    report = json.loads(run_cli("-m", "tracestore", "lint", store, "--json", check=1).stdout)
+    report = json.loads(command("lint", store, "--json", check=1).stdout)
     sums = [f for f in report["findings"] if f["kind"] == "row_sums"]
     assert report["counts"]["row_sums"] > len(sums) == MAX_LISTED
     assert set(sums[0]) == {"kind", "severity", "index", "question_id", "found", "advice"}
 
 
 def test_exit_codes(tmp_path):
-    assert "no such store" in run_cli("-m", "tracestore", "lint", tmp_path / "none.zarr", check=2).stderr
+    assert "no such store" in command("lint", tmp_path / "none.zarr", check=2).stderr
     store = store_of(tmp_path / "s.zarr", [softmax_trace(k) for k in range(4)])
     file = store / "segments/00000000/attention/c/0"
     file.chmod(0o644)
     file.write_bytes(file.read_bytes()[:-1])
-    done = run_cli("-m", "tracestore", "lint", store, check=3)
+    done = command("lint", store, check=3)
     assert "segments/00000000/attention/c/0" in done.stderr and len(done.stderr.splitlines()) == 1

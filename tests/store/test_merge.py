@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import ROOT, convert, make_graphs, make_trace, make_traces, run_cli, tree_bytes, write_pickle
+from tests.helpers import ROOT, command, convert, make_graphs, make_trace, make_traces, tree_bytes, write_pickle
 from tracestore.errors import InputRefusedError, UsageError
 from tracestore.store import schema
 from tracestore.store.merge import merge_stores, subset_store
@@ -98,7 +98,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
 
 
 def cli(*args, check=0):
-    return run_cli("-m", "tracestore", *args, check=check)
+    return command(*args, check=check)
 
 
 @pytest.fixture

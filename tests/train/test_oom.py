@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers import run_cli
 from tests.train.failing import FailAt
 from tracestore.errors import DoesNotFitError
+from tracestore.train import oom, oom_errors
 from tracestore.train.cleaning import CHECK_EVERY_STEPS, CacheCleaner
 from tracestore.train.micro_batch import MicroBatches
 from tracestore.train.oom import OOMGuard
-from tracestore.train.oom_errors import classify
+from tracestore.train.oom_errors import classify, is_out_of_memory
 from tracestore.train.snapshot import StepCounters
 
 SIZE = 8
@@ -161,6 +163,9 @@ def test_the_size_grows_again():
     assert other.micro_batch == 4 and other.num_steps == 60
 
 
+NO_KERNEL = "could not create a primitive descriptor for the LSTM forward propagation primitive. Run workload with environment variable ONEDNN_VERBOSE=all to get additional diagnostic information."
+
+
 @pytest.mark.parametrize(
     "error,kind",
     [
@@ -174,15 +179,137 @@ def test_the_size_grows_again():
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "device"),
         (RuntimeError("DefaultCPUAllocator: not enough memory: you tried"), "device"),
         (MemoryError(), "host"),
+        (RuntimeError("std::bad_alloc"), "host"),
+        # Workers: SIGKILL and SIGBUS are memory, SIGSEGV is not, an exit may be.
         (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), "host"),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that"), "host"),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Segmentation fault."), None),
+        (RuntimeError("DataLoader worker (pid(s) 7, 8) exited unexpectedly"), "ambiguous"),
+        # Shared memory: the error number tells, where there is one.
+        (RuntimeError("unable to mmap 12 bytes from file </torch_1>: Cannot allocate memory (12)"), "host"),
+        (RuntimeError("unable to write to file </torch_1>: No space left on device (28)"), "host"),
+        (RuntimeError("unable to open shared memory object </torch_1> in read-write mode"), "ambiguous"),
+        (
+            RuntimeError("unable to open shared memory object </torch_1> in read-write mode: Too many open files (24)"),
+            None,
+        ),
+        (
+            RuntimeError("unable to open shared memory object </torch_1> in read-write mode: Permission denied (13)"),
+            None,
+        ),
+        (OSError(28, "No space left on device", "/dev/shm/x"), "host"),
+        (OSError(28, "No space left on device", "/data/x"), None),
+        (RuntimeError("file write failed: No space left on device"), None),
+        # oneDNN: memory, a missing kernel, or code that could not be generated.
+        (RuntimeError(NO_KERNEL), "ambiguous"),
+        (RuntimeError("could not create a primitive"), "ambiguous"),
+        (RuntimeError("could not create a memory object"), "ambiguous"),
+        (RuntimeError("could not execute a primitive"), "ambiguous"),
+        # Threads: memory, or a limit of processes. Mappings: memory, or their number.
+        (RuntimeError("can't start new thread"), "ambiguous"),
+        (RuntimeError("thread constructor failed: Resource temporarily unavailable"), "ambiguous"),
+        (OSError(11, "Resource temporarily unavailable"), "ambiguous"),
+        (OSError(12, "Cannot allocate memory"), "ambiguous"),
+        (OSError(2, "No such file or directory"), None),
+        # Libraries: no memory to map them, a folder mounted noexec, a full static TLS block.
+        (ImportError("libx.so: failed to map segment from shared object"), "ambiguous"),
+        (ImportError("libx.so: failed to map segment from shared object: Operation not permitted"), None),
+        (ImportError("libx.so: cannot allocate memory in static TLS block"), None),
+        (ImportError("No module named x"), None),
+        # CUDA libraries: no memory for their workspace, or a driver that does not match.
+        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"), "ambiguous"),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), None),
         (RuntimeError("CUDA error: device-side assert triggered"), None),
         (RuntimeError("shape mismatch"), None),
         (ValueError("out of memory"), None),
     ],
 )
-def test_classification(error, kind):
+def test_classification(error, kind, monkeypatch):
     assert classify(error) == kind
+    for is_short in (False, True):
+        monkeypatch.setattr(oom_errors, "memory_is_short", lambda is_short=is_short: is_short)
+        assert is_out_of_memory(error) == (is_short if kind == "ambiguous" else kind is not None)
+
+
+def test_a_missing_kernel_is_not_out_of_memory():
+    """It is raised unchanged after the smallest case failed as well; no event, no halving."""
+    model, guard, loss_of = make()
+    sizes = []
+
+    def no_kernel(begin, end):
+        sizes.append(end - begin)
+        loss_of(begin, end)
+        raise RuntimeError(NO_KERNEL)
+
+    for attempt in (lambda: guard.step(SIZE, no_kernel), lambda: guard.evaluate(SIZE, no_kernel)):
+        sizes.clear()
+        with pytest.raises(RuntimeError, match="primitive descriptor"):
+            attempt()
+        assert sizes == [SIZE, 1] and guard.events == []
+    assert guard.micro_batch is None and all(p.grad is None for p in model.parameters())
+
+
+def test_an_ambiguous_error_that_smaller_batches_avoid_is_out_of_memory():
+    def above(limit):
+        model, guard, loss_of = make()
+        calls = []
+
+        def limited(begin, end):
+            calls.append(end - begin)
+            if end - begin > limit:
+                raise RuntimeError("could not create a primitive")
+            return loss_of(begin, end)
+
+        torch.manual_seed(5)
+        guard.step(SIZE, limited)
+        assert guard.evaluate(SIZE, limited)
+        return weights(model), guard
+
+    (whole, none), (split, guard) = above(SIZE), above(2)
+    assert none.events == [] and guard.micro_batch == 2
+    assert [e["size_after"] for e in guard.events if e["phase"] == "forward"] == [8, 4, 2]
+    for a, b in zip(whole, split, strict=True):
+        assert torch.allclose(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_an_ambiguous_error_while_memory_is_short_is_out_of_memory(monkeypatch):
+    monkeypatch.setattr(oom, "memory_is_short", lambda needed: True)
+    _, guard, _ = make()
+
+    def fail(begin, end):
+        raise RuntimeError("could not create a primitive")
+
+    with pytest.raises(DoesNotFitError, match="one item alone"):
+        guard.step(SIZE, fail)
+    with pytest.raises(DoesNotFitError, match="one item alone"):
+        guard.evaluate(SIZE, fail)
+
+
+@pytest.mark.parametrize("is_short", [False, True])
+def test_ambiguous_errors_of_the_optimizer(monkeypatch, is_short):
+    monkeypatch.setattr(oom, "memory_is_short", lambda needed: is_short)
+    _, guard, loss_of = make()
+
+    def fail():
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(guard.optimizer, "step", fail)
+    with pytest.raises(DoesNotFitError if is_short else RuntimeError, match="optimizer" if is_short else "thread"):
+        guard.step(SIZE, loss_of)
+
+
+def test_memory_is_short_under_a_limit():
+    """A limit of the data segment that leaves 100 MiB."""
+    code = """
+import resource
+from tracestore.train.memory import allocatable_bytes, memory_use
+from tracestore.train.oom_errors import memory_is_short
+assert allocatable_bytes() > 200 << 20
+resource.setrlimit(resource.RLIMIT_DATA, (memory_use().data + (100 << 20), resource.RLIM_INFINITY))
+assert 50 << 20 < allocatable_bytes() <= 100 << 20
+print(memory_is_short(40 << 20), memory_is_short(120 << 20))
+"""
+    assert run_cli("-c", code, check=0).stdout == "False True\n"
 
 
 def test_other_errors_pass_through():
@@ -203,23 +330,6 @@ def test_host_memory_gives_caches_back_first():
 
     guard.step(SIZE, once)
     assert asked == [1] and len(guard.events) == 1
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("could not create a primitive"),
-        RuntimeError("std::bad_alloc"),
-        RuntimeError("can't start new thread"),
-        RuntimeError("unable to mmap 12 bytes from file </torch_1>: Cannot allocate memory (12)"),
-        RuntimeError("unable to open shared memory object </torch_1> in read-write mode"),
-        OSError(12, "Cannot allocate memory"),
-        ImportError("libx.so: failed to map segment from shared object"),
-    ],
-)
-def test_host_memory_has_many_words(error):
-    assert classify(error) == "host"
-    assert classify(type(error)("something else")) is None
 
 
 OPTIMIZERS = {

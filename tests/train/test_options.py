@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers import run_cli
+from tests.helpers import command
 from tests.train.runs import FAST, ONLY, outcome, write_labelled
 from tracestore.errors import UsageError
 from tracestore.train import metrics, models, run
@@ -71,7 +71,7 @@ def test_bfloat16_computes_and_keeps_float32_weights(train, tmp_path):
 
 def test_half_precision_on_the_cpu_is_refused(labelled, tmp_path):
     flags = ["--store", labelled, "--output-dir", tmp_path / "r", *FAST, "--precision", "fp16", "--device", "cpu"]
-    done = run_cli("tools/train.py", *flags, check=2)
+    done = command("train", *flags, check=2)
     assert "bf16" in done.stderr and done.stderr.count("\n") == 1
 
 
@@ -82,12 +82,12 @@ def test_heads_and_layers_from_training_to_scores(labelled, tmp_path, options):
     more = [*FAST, *options, "--batch-size", 16]
     results = tmp_path / "r"
     run = ["--store", heads, "--output-dir", results, *more, "--epochs", 2, "--no-probe"]
-    run_cli("tools/train.py", *run, check=0)
-    run_cli("tools/train.py", *run, "--resume", check=0)
+    command("train", *run, check=0)
+    command("train", *run, "--resume", check=0)
     for name in ONLY:
         scores = tmp_path / f"{name}.csv"
-        run_cli(
-            "tools/predict.py",
+        command(
+            "predict",
             "--checkpoint",
             results / name / "best.pt",
             "--store",
@@ -101,10 +101,10 @@ def test_heads_and_layers_from_training_to_scores(labelled, tmp_path, options):
         assert {r["question_id"]: float(r[name]) for r in tested} == pytest.approx(
             {r["question_id"]: float(scored[r["question_id"]]) for r in tested}, abs=1e-5
         )
-    run_cli("-m", "tracestore", "plan", heads, *more, check=0)
+    command("plan", heads, *more, check=0)
     # A detector of last tokens has no edges.
-    run_cli(
-        "tools/predict.py",
+    command(
+        "predict",
         "--checkpoint",
         results / "lstm_solo/best.pt",
         "--store",
@@ -116,8 +116,8 @@ def test_heads_and_layers_from_training_to_scores(labelled, tmp_path, options):
     bad = [*more, "--layers", "0,3"] if "--layers" in options else more
     kept = (results / "gnn_det_lstm/best.pt").read_bytes()
     for done in (
-        run_cli("tools/train.py", "--store", labelled, "--output-dir", results, *bad, check=2),
-        run_cli("-m", "tracestore", "plan", labelled, *bad, check=2),
+        command("train", "--store", labelled, "--output-dir", results, *bad, check=2),
+        command("plan", labelled, *bad, check=2),
     ):
         assert (results / "gnn_det_lstm/best.pt").read_bytes() == kept
         assert done.stderr.count("\n") == 1 and ("--attention heads" in done.stderr or "some of 0 to 2" in done.stderr)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tracestore
-from tests.helpers import make_trace, run_cli
+from tests.helpers import command, make_trace, run_cli
 from tracestore.data.batch_format import BatchFormat, GraphOptions
 from tracestore.data.epoch import EpochMaker
 from tracestore.errors import UsageError
@@ -36,7 +36,7 @@ FLAGS = ["--lstm-hidden", 64, "--gnn-hidden", 8, "--latent-dim", 8, "--num-threa
 
 
 def plans_of(path, *flags):
-    done = run_cli("-m", "tracestore", "plan", path, "--memory", "4GiB", "--json", *FLAGS, *flags, check=0)
+    done = command("plan", path, "--memory", "4GiB", "--json", *FLAGS, *flags, check=0)
     plans = json.loads(done.stdout)["models"]
     for plan in plans:
         assert 100 << 20 < plan["libraries_bytes"] <= plan["peak_memory_bytes"] < 2 << 30
@@ -53,7 +53,7 @@ def test_the_command(path):
         if torch.version.cuda is None:  # whose libraries the estimate knows
             assert 0.85 < plan["peak_memory_bytes"] / measured[name]["peak_memory_bytes"] < 1.15
             assert plan["floor_bytes"] > 0.9 * measured[name]["floor_bytes"]
-    done = run_cli("-m", "tracestore", "plan", path, "--model", "nothing", check=2)
+    done = command("plan", path, "--model", "nothing", check=2)
     assert "lstm_solo" in done.stderr and done.stderr.count("\n") == 1
 
 
@@ -87,7 +87,7 @@ def test_odd_stores(tmp_path, monkeypatch):
             del trace["attentions"]
             writer.append(trace)
     assert list(plans_of(tmp_path / "last")) == ["lstm_solo"]
-    done = run_cli("-m", "tracestore", "plan", tmp_path / "last", "--model", "gvae_lstm", check=2)
+    done = command("plan", tmp_path / "last", "--model", "gvae_lstm", check=2)
     assert done.stderr.count("\n") == 1
 
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 import tracestore
-from tests.helpers import ROOT, make_trace, run_cli
+from tests.helpers import ROOT, command, make_trace, run_cli
 from tests.train.runs import FAST
 from tracestore.errors import TrainingError
 from tracestore.train import split as splits
 
 
 def train(store, out, *args, check=0, **options):
-    return run_cli("tools/train.py", "--store", store, "--output-dir", out, *FAST, *args, check=check, **options)
+    return command("train", "--store", store, "--output-dir", out, *FAST, *args, check=check, **options)
 
 
 def final_weights(out, model):

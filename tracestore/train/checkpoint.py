@@ -15,7 +15,7 @@ import torch
 
 from tracestore.errors import RunLockedError, UsageError
 from tracestore.store import fsio
-from tracestore.train.oom_errors import classify
+from tracestore.train.oom_errors import is_out_of_memory
 
 BEST, LAST = CHECKPOINTS = ("best.pt", "last.pt")
 
@@ -107,7 +107,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise UsageError(f"{path}: no such checkpoint") from None
     except Exception as error:
-        if classify(error) is not None:
+        if is_out_of_memory(error):
             raise
         raise UsageError(f"{path}: not a checkpoint of this program: {type(error).__name__}") from None
     if not isinstance(value, dict) or "model" not in value:

@@ -14,7 +14,7 @@ from tracestore.train.config import TrainConfig
 from tracestore.train.dropout import TraceMasks
 from tracestore.train.graph_inputs import GraphInputs, edge_threshold
 from tracestore.train.model_config import VIEWS, ModelConfig
-from tracestore.train.oom_errors import classify
+from tracestore.train.oom_errors import is_out_of_memory
 from tracestore.train.ranks import Ranks
 
 # Streams of order.epoch_key, beside those of the order.
@@ -121,7 +121,7 @@ def next_batch(batches: Iterator["FedBatch"]) -> "FedBatch | None":
     try:
         return next(batches)
     except Exception as error:
-        if classify(error) is None:
+        if not is_out_of_memory(error):
             raise
     return None
 

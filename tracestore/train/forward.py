@@ -9,8 +9,7 @@ from tracestore.train.config import TrainConfig
 from tracestore.train.feed import FedBatch, StepBatches
 from tracestore.train.model_config import ModelConfig
 from tracestore.train.models import Detector, GvaeLstm, LstmSolo, Output, detector_loss, make_model
-
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+from tracestore.train.precision import autocast_for
 
 
 class Forward:
@@ -23,13 +22,13 @@ class Forward:
         self.model.to(self.device)
         if config.activation_checkpointing:
             _checkpoint_activations(self.model)
-        self._autocast = AUTOCAST.get(config.precision)
+        self._autocast = autocast_for(self.model, config.precision, self.device)
 
     def batch(self, batch: FedBatch, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """float32 logits (end - begin,) and mean loss of the traces begin .. end of a batch."""
         inputs, y = batch.traces(begin, end)
         c = self.model_config
-        with torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None):
+        with self._autocast:
             if not self.model.training:
                 output = self.model(inputs)
             elif isinstance(self.model, GvaeLstm):

@@ -33,8 +33,9 @@ from tracestore.train.micro_batch import MicroBatches
 from tracestore.train.model_config import VIEWS, ModelConfig
 from tracestore.train.monitor import Log, Monitor
 from tracestore.train.oom import OOMGuard
-from tracestore.train.oom_errors import classify
+from tracestore.train.oom_errors import is_out_of_memory
 from tracestore.train.part_scores import Halted, PartScores, score_part
+from tracestore.train.precision import float32_layers
 from tracestore.train.ranks import Ranks
 from tracestore.train.scoring import detector_checkpoint
 from tracestore.train.snapshot import random_state, restore_random_state, seed_step
@@ -84,7 +85,7 @@ class DetectorRun:
         try:
             return self._run()
         except Exception as error:
-            if classify(error) is None:
+            if not is_out_of_memory(error):
                 raise
             reason = f"out of memory: {error}" if str(error) else "out of memory"
         # Outside what the guard watches, files and logs among them: on from the last checkpoint.
@@ -98,7 +99,7 @@ class DetectorRun:
                 self._setup()
                 self._save_last(Progress())
         except Exception as error:
-            if classify(error) is None:
+            if not is_out_of_memory(error):
                 raise
             # Nor does the model alone fit: there is nothing to save.
         raise DoesNotFitError(f"{self.name}: {printable(reason, 200)}; free memory, then: {self.resume_command}")
@@ -129,6 +130,8 @@ class DetectorRun:
         torch.manual_seed(self.config.seed)
         self.forward = Forward(self.name, self.model_config, self.config)
         self.model = self.forward.model
+        for layer in float32_layers(self.config.precision, self.forward.device.type):
+            self.monitor.say(f"{self.config.precision}: no {layer} kernel on this processor; it runs in float32")
         self.optimizer = torch.optim.Adam(
             self.model.parameters(), lr=self.config.lr, weight_decay=WEIGHT_DECAY, fused=True
         )

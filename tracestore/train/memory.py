@@ -12,7 +12,7 @@ from typing import Self
 
 import numpy as np
 
-from tracestore.cgroup import cgroup_limit
+from tracestore.cgroup import cgroup_free, cgroup_limit
 
 _PAGE = resource.getpagesize()
 # Let go of before the last checkpoint of a run that cannot go on.
@@ -79,6 +79,21 @@ def available(budget: int | None, start: MemoryUse, processes: int = 1) -> int |
     if limit is not None:
         shares.append(max(0, (limit - _CGROUP_MARGIN) // processes - start.anonymous))
     return min(shares, default=None)
+
+
+def allocatable_bytes() -> int:
+    """Return the bytes that this process can still allocate: what RLIMIT_DATA, RLIMIT_AS, the
+    memory cgroup and the machine leave, whichever is least."""
+    import psutil  # here: `tracestore plan` reads what is above without it
+
+    free = [psutil.virtual_memory().available]
+    used = {resource.RLIMIT_DATA: memory_use().data, resource.RLIMIT_AS: psutil.Process().memory_info().vms}
+    for kind, bytes_used in used.items():
+        soft, _ = resource.getrlimit(kind)
+        if soft != resource.RLIM_INFINITY:
+            free.append(max(0, soft - bytes_used))
+    in_cgroup = cgroup_free()
+    return min(free) if in_cgroup is None else min(*free, in_cgroup)
 
 
 class MemoryBudget:

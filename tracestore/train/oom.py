@@ -16,7 +16,7 @@ from torch import nn
 from tracestore.errors import DoesNotFitError, TracestoreError
 from tracestore.train.cleaning import CacheCleaner, empty_cache
 from tracestore.train.micro_batch import MicroBatches
-from tracestore.train.oom_errors import HOST, classify
+from tracestore.train.oom_errors import AMBIGUOUS, HOST, SHORT_BYTES, classify, memory_is_short
 from tracestore.train.snapshot import (
     OptimizerSnapshot,
     StepCounters,
@@ -27,8 +27,9 @@ from tracestore.train.snapshot import (
 
 T = TypeVar("T")
 
-# What ranks tell each other of an attempt; the largest wins.
-_FINE, _DEVICE, _HOST, _OTHER = range(4)
+# What ranks tell each other of an attempt; the largest wins. An ambiguous error is resolved
+# before, by its own rank.
+_FINE, _DEVICE, _HOST, _OTHER, _AMBIGUOUS = range(5)
 _TRIES = 3
 
 
@@ -67,7 +68,9 @@ def _forget_failed_backward() -> None:
 
 def _code_of(error: BaseException) -> int:
     kind = classify(error)
-    return _OTHER if kind is None else _HOST if kind == HOST else _DEVICE
+    if kind is None:
+        return _OTHER
+    return _AMBIGUOUS if kind == AMBIGUOUS else _HOST if kind == HOST else _DEVICE
 
 
 class OOMGuard:
@@ -218,6 +221,7 @@ class OOMGuard:
         """Everything from the snapshot to the optimizer's step, once. -> the phase that
         failed, what the ranks agree on, whether the snapshot is whole, and the loss."""
         phase, code, loss, error = "forward", _FINE, 0.0, None
+        value = part = None
         try:
             if not taken:
                 self._before.take(seed)
@@ -231,16 +235,44 @@ class OOMGuard:
                 loss += float(part.detach())
                 phase = "backward"
                 (part if self.scaler is None else self.scaler.scale(part)).backward()
-                del value, part
+                value = part = None
         except Exception as raised:
             code = _code_of(raised)
             error = raised if code == _OTHER else None
+        value = part = None
+        if code == _AMBIGUOUS:
+            code, error = self._resolve(lambda: self._one_item(loss_of))
         code = self._agreed(code, error)
         if code == _FINE:
             if self.ranks.world_size > 1:
                 self._insist(lambda: self.ranks.sum_gradients(self._parameters))
             phase, code = "optimizer", self._optimizer_step()
         return phase, code, taken, loss
+
+    def _one_item(self, loss_of: Callable[[int, int], torch.Tensor]) -> None:
+        loss = loss_of(0, 1)
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def _resolve(self, smallest_case: Callable[[], Any]) -> tuple[int, Exception | None]:
+        """Decide whether an ambiguous error was out of memory, by the smallest case.
+
+        A missing kernel fails for one item as well, while memory is not short. -> the
+        code, and the error of the smallest case where it is not of memory."""
+        self._clean(_HOST)
+        code, error = _HOST, None
+        try:
+            smallest_case()
+        except Exception as raised:
+            code = _code_of(raised)
+            if code == _AMBIGUOUS:
+                code = _HOST if memory_is_short(self._needed_bytes()) else _OTHER
+            error = raised if code == _OTHER else None
+        self.optimizer.zero_grad(set_to_none=True)
+        return code, error
+
+    def _needed_bytes(self) -> int:
+        """Bytes that one item needs at least: packed copies of the weights, and scratch."""
+        return SHORT_BYTES + 2 * sum(p.nbytes for p in self._parameters)
 
     def _agreed(self, code: int, error: BaseException | None) -> int:
         """The worst that any rank met; an error that is not of memory ends all of them."""
@@ -263,7 +295,8 @@ class OOMGuard:
             try:
                 return action()
             except Exception as error:
-                if _code_of(error) == _OTHER:
+                code = _code_of(error)
+                if code == _OTHER or (code == _AMBIGUOUS and not memory_is_short(self._needed_bytes())):
                     raise
             gc.collect()
             empty_cache()
@@ -282,6 +315,8 @@ class OOMGuard:
                 self.scaler.update()
         except Exception as raised:
             code = _code_of(raised)
+            if code == _AMBIGUOUS:
+                code = _HOST if memory_is_short(self._needed_bytes()) else _OTHER
             error = raised if code == _OTHER else None
         code = self._agreed(code, error)
         if code != _FINE and taken:
@@ -305,6 +340,10 @@ class OOMGuard:
             if code == _FINE:
                 return results
             results.clear()
+            if code == _AMBIGUOUS:
+                code, error_of_one = self._resolve(lambda: run(0, 1))
+                if error_of_one is not None:
+                    raise error_of_one
             self._clean(code)
             after = max(1, micro // 2) if cleaned else micro
             self._record("evaluation", micro, after)

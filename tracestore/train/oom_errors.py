@@ -1,12 +1,29 @@
-"""Which errors mean that memory ran out, and whose."""
+"""Tell out-of-memory errors from others."""
 
 import errno
+import os
 
 import torch
 
-DEVICE, HOST = "device", "host"
+from tracestore.train.memory import allocatable_bytes
 
-_FATAL_TEXTS = ("illegal memory access", "device-side assert", "unspecified launch failure")
+DEVICE, HOST, AMBIGUOUS = "device", "host", "ambiguous"
+
+# Below this, an ambiguous error counts as out of memory. Thread stacks, packed weights and
+# scratch buffers of oneDNN are of this order.
+SHORT_BYTES = 64 << 20
+
+# Never memory, whatever else the text says. The static TLS block has a fixed size that is
+# set when the process starts; a file descriptor limit and file permissions are no memory.
+_OTHER_TEXTS = (
+    "illegal memory access",
+    "device-side assert",
+    "unspecified launch failure",
+    "static tls block",
+    "too many open files",
+    "operation not permitted",
+    "permission denied",
+)
 _DEVICE_TEXTS = (
     "cuda out of memory",
     "cuda error: out of memory",
@@ -20,48 +37,103 @@ _DEVICE_TEXTS = (
     "defaultcpuallocator: can't allocate memory",
     "defaultcpuallocator: not enough memory",
 )
-# What C++ below Python says when malloc, mmap or pthread_create found nothing. oneDNN has
-# one text for every cause; that of a wrong argument is not among them.
-_HOST_TEXTS = (
-    "std::bad_alloc",
-    "cannot allocate memory",
+_HOST_TEXTS = ("std::bad_alloc", "out of host memory")
+# Texts with several causes. oneDNN reports with the first four that memory ran out, that
+# the processor has no kernel for a dtype, and that code could not be generated. Threads
+# fail at process limits, mappings at vm.max_map_count. A CUDA library that could not
+# initialize had no memory for its workspace, or does not match the driver.
+_AMBIGUOUS_TEXTS = (
     "could not create a primitive",
-    "could not create a memory object",
     "could not create a memory",
-    "out of host memory",
+    "could not execute a primitive",
+    "could not initialize a primitive",
+    "cannot allocate memory",
+    "resource temporarily unavailable",
     "can't start new thread",
     "thread constructor failed",
-    "resource temporarily unavailable",
-    "no space left on device",
+    "failed to map segment",
+    "cublas_status_not_initialized",
+    "cudnn_status_not_initialized",
 )
-_HOST_ERRNO = frozenset({errno.ENOMEM, errno.EAGAIN})
-
-
-def _is_worker_killed(text: str) -> bool:
-    return "dataloader worker" in text and ("killed" in text or "exited unexpectedly" in text)
 
 
 def classify(error: BaseException) -> str | None:
-    """ "device" (memory of the device that computes, also the CPU's allocator), "host"
-    (MemoryError, a killed worker, full shared memory, no memory for a thread), or None
-    for anything else: illegal access and device asserts are never retried."""
+    """Return the kind of an out-of-memory error, as far as type and text tell.
+
+    Parameters
+    ----------
+    error : BaseException
+
+    Returns
+    -------
+    str or None
+        ``"device"``: memory of the device that computes, the CPU's allocator included.
+        ``"host"``: MemoryError, a worker that was killed, full shared memory.
+        ``"ambiguous"``: the text has several causes, of which memory is one; a second
+        sign decides (`is_out_of_memory`, and a smaller case in ``OOMGuard``).
+        None: anything else. Illegal memory access and device asserts are never retried.
+    """
     text = str(error).lower()
-    if any(t in text for t in _FATAL_TEXTS):
+    if any(t in text for t in _OTHER_TEXTS):
         return None
     if isinstance(error, torch.OutOfMemoryError):
         return DEVICE
     if isinstance(error, MemoryError):
         return HOST
     if isinstance(error, OSError):
-        full_shared_memory = error.errno == errno.ENOSPC and "/dev/shm" in text
-        return HOST if error.errno in _HOST_ERRNO or full_shared_memory else None
+        if error.errno == errno.ENOSPC:
+            return HOST if "/dev/shm" in text else None
+        return AMBIGUOUS if error.errno in (errno.ENOMEM, errno.EAGAIN) else None
     if isinstance(error, ImportError):
-        # A library that is loaded late: "failed to map segment", "cannot allocate memory in static TLS block".
-        return HOST if "failed to map segment" in text or "cannot allocate memory" in text else None
+        # A library that is loaded late.
+        return AMBIGUOUS if "failed to map segment" in text or "cannot allocate memory" in text else None
     if not isinstance(error, RuntimeError):
         return None
     if any(t in text for t in _DEVICE_TEXTS):
         return DEVICE
-    if any(t in text for t in _HOST_TEXTS) or _is_worker_killed(text):
+    if any(t in text for t in _HOST_TEXTS):
         return HOST
-    return HOST if "unable to" in text and "shared memory" in text else None
+    if "dataloader worker" in text:
+        return _classify_worker(text)
+    if "shared memory" in text or "</torch_" in text:
+        return _classify_shared_memory(text)
+    return AMBIGUOUS if any(t in text for t in _AMBIGUOUS_TEXTS) else None
+
+
+def _classify_worker(text: str) -> str | None:
+    """SIGKILL is the kernel's out-of-memory killer as a rule, SIGBUS a full /dev/shm. The
+    text "exited unexpectedly" stands for every exit, SIGSEGV for an error in the program."""
+    if "signal: killed" in text or "signal: bus error" in text:
+        return HOST
+    return AMBIGUOUS if "exited unexpectedly" in text else None
+
+
+def _classify_shared_memory(text: str) -> str | None:
+    if "unable to" not in text:
+        return None
+    certain = ("(12)", "(28)", "cannot allocate memory", "no space left on device")
+    return HOST if any(t in text for t in certain) else AMBIGUOUS
+
+
+def memory_is_short(needed_bytes: int = SHORT_BYTES) -> bool:
+    """Whether less memory than `needed_bytes` can be allocated: on the host, in /dev/shm or on a GPU in use."""
+    if allocatable_bytes() < needed_bytes:
+        return True
+    try:
+        shared = os.statvfs("/dev/shm")
+    except OSError:
+        pass
+    else:
+        if shared.f_bavail * shared.f_frsize < SHORT_BYTES:
+            return True
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return False
+    return any(torch.cuda.mem_get_info(k)[0] < needed_bytes for k in range(torch.cuda.device_count()))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out: `classify` is certain, or ambiguous while memory is short.
+
+    Call it while the objects of the failed work are still referenced."""
+    kind = classify(error)
+    return memory_is_short() if kind == AMBIGUOUS else kind is not None

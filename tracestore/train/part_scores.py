@@ -11,7 +11,7 @@ from tracestore.errors import DoesNotFitError
 from tracestore.train.feed import Feed, next_batch
 from tracestore.train.forward import Forward
 from tracestore.train.oom import OOMGuard
-from tracestore.train.oom_errors import classify
+from tracestore.train.oom_errors import is_out_of_memory
 from tracestore.train.ranks import Ranks
 
 
@@ -53,7 +53,7 @@ def score_part(forward: Forward, guard: OOMGuard, feed: Feed, ranks: Ranks, stop
                 pieces = guard.evaluate(batch.size, partial(forward.scores, batch))
         except Exception as error:
             # The others wait for this rank's word.
-            if not isinstance(error, DoesNotFitError) and classify(error) is None:
+            if not isinstance(error, DoesNotFitError) and not is_out_of_memory(error):
                 raise
             code = DoesNotFitError.exit_code
         code = ranks.agree(DoesNotFitError.exit_code if batch is None else code)

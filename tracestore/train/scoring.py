@@ -14,12 +14,12 @@ from tracestore.data.loader import TraceLoader
 from tracestore.errors import DoesNotFitError, UsageError
 from tracestore.store.reader import TraceStore
 from tracestore.train.checkpoint import load_checkpoint
-from tracestore.train.forward import AUTOCAST
 from tracestore.train.graph_inputs import GraphInputs, edge_threshold
 from tracestore.train.model_config import VIEWS, ModelConfig
 from tracestore.train.models import Detector, make_model
 from tracestore.train.oom import OOMGuard
-from tracestore.train.oom_errors import classify
+from tracestore.train.oom_errors import is_out_of_memory
+from tracestore.train.precision import autocast_for
 
 DETECTOR_VERSION = 4
 # Without edge_features, num_heads and layers, which then have their defaults; up to version 3
@@ -123,7 +123,7 @@ def load_detector(path: Path) -> TrainedDetector:
             dict(saved["store"]),
         )
     except Exception as error:
-        if classify(error) is not None:
+        if is_out_of_memory(error):
             raise
         raise UsageError(f"{path}: not a whole detector: {type(error).__name__}") from None
 
@@ -164,17 +164,15 @@ def score_traces(
     model = detector.model.to(device)
     guard = OOMGuard(model, torch.optim.SGD(model.parameters(), lr=0.0), on_event=on_event)
     threshold = edge_threshold(detector.attention_threshold, detector.top_k)
-    # As it was tested; the CPU computes fp16 in float32.
-    dtype = AUTOCAST.get(detector.precision)
-    half_on_cpu = dtype == torch.float16 and device == "cpu"
-    autocast = torch.autocast(torch.device(device).type, dtype, enabled=dtype is not None and not half_on_cpu)
+    # The precision that the detector was tested in.
+    autocast = autocast_for(model, detector.precision, torch.device(device))
     nonfinite = store.nonfinite
     batches = iter(loader)
     while True:
         try:
             batch = next(batches, None)
         except Exception as error:
-            if classify(error) is None:
+            if not is_out_of_memory(error):
                 raise
             raise DoesNotFitError("a batch does not fit into memory; lower --batch-size") from None
         if batch is None:

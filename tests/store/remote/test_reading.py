@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import tracestore
-from tests.helpers import ROOT, make_traces, run_cli
+from tests.helpers import ROOT, command, make_traces, run_cli
 from tests.store.remote.server import free_port, wait_until_it_answers
 from tracestore.errors import RemoteError, StoreDamagedError, TracestoreError, UsageError
 from tracestore.store import fsio
@@ -155,7 +155,7 @@ def test_a_server_that_stays_away_is_an_error_of_one_line(there, proxy, monkeypa
         _ = store[0].hidden_states
     with pytest.raises(RemoteError):
         epoch(store)
-    done = run_cli("-m", "tracestore", "info", there)
+    done = command("info", there)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and "failed for 1 s" in done.stderr
     proxy.fault = lambda *_: None
@@ -164,7 +164,7 @@ def test_a_server_that_stays_away_is_an_error_of_one_line(there, proxy, monkeypa
 
 def test_no_permission_is_wrong_usage(there, proxy):
     proxy.fault = lambda *_: "403"
-    done = run_cli("-m", "tracestore", "info", there)
+    done = command("info", there)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "no permission" in done.stderr
 
 
@@ -317,7 +317,7 @@ def test_who_has_no_credentials_is_told(there, monkeypatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("TRACESTORE_REMOTE_PATIENCE", "1")
-    done = run_cli("-m", "tracestore", "info", there)
+    done = command("info", there)
     assert done.returncode in (1, 2) and done.stderr.count("\n") == 1 and len(done.stderr) < 500
 
 
@@ -350,15 +350,15 @@ def test_what_is_no_store_is_wrong_usage(remote, monkeypatch):
 
 
 def test_commands_take_addresses(there, local, tmp_path):
-    info = json.loads(run_cli("-m", "tracestore", "info", there, "--json", check=0).stdout)
+    info = json.loads(command("info", there, "--json", check=0).stdout)
     assert info["path"] == there and info["num_traces"] == 36
-    shown = [json.loads(run_cli("-m", "tracestore", "view", s, "q3", "--json", check=0).stdout) for s in (there, local)]
+    shown = [json.loads(command("view", s, "q3", "--json", check=0).stdout) for s in (there, local)]
     assert shown[0] == shown[1]
-    run_cli("-m", "tracestore", "lint", there)
-    run_cli("-m", "tracestore", "report", there, "--output", tmp_path / "page.html", check=0)
+    command("lint", there)
+    command("report", there, "--output", tmp_path / "page.html", check=0)
     assert "store.zarr" in (tmp_path / "page.html").read_text()
-    run_cli("-m", "tracestore", "export", there, tmp_path / "out", check=0)
-    run_cli("-m", "tracestore", "merge", there, tmp_path / "merged.zarr", check=0)
+    command("export", there, tmp_path / "out", check=0)
+    command("merge", there, tmp_path / "merged.zarr", check=0)
     with tracestore.open(tmp_path / "merged.zarr") as merged:
         assert len(merged) == 36
     loader = tracestore.TraceBatchLoader(there)
@@ -443,7 +443,7 @@ def test_verify_reads_every_object(there, local, tmp_path):
         assert verify_store(there, quick=True).damaged[path] == "missing"
         bucket.put(path, data)
     bucket.put("segments/00000099/x", b"left over")
-    assert "segments/00000099/x" in run_cli("-m", "tracestore", "verify", there, check=0).stdout
+    assert "segments/00000099/x" in command("verify", there, check=0).stdout
     with pytest.raises(UsageError, match="on this machine"):
         repair_store(there)
     with pytest.raises(UsageError, match="no such store"):
@@ -508,7 +508,7 @@ def test_wrong_settings_are_wrong_usage(there, monkeypatch):
     ):
         with monkeypatch.context() as context:
             context.setenv(name, value)
-            done = run_cli("-m", "tracestore", "info", there)
+            done = command("info", there)
             assert done.returncode == 2 and done.stderr.count("\n") == 1 and value in done.stderr, done.stderr
 
 

@@ -13,7 +13,7 @@ import time
 import pytest
 
 import tracestore
-from tests.helpers import ROOT, convert, make_traces, run_cli, write_pickle
+from tests.helpers import ROOT, command, convert, make_traces, write_pickle
 from tracestore.errors import RemoteError, StoreLockedError, UsageError
 from tracestore.store.record import record_from_dict
 from tracestore.store.remote.bucket import Bucket
@@ -96,19 +96,19 @@ def test_duplicates_are_known_by_their_content(remote):
 
 def test_scores_and_merges_and_subsets(remote, store_path, tmp_path):
     merged, part = f"{remote}/../merged.zarr".replace("/store.zarr/..", ""), remote
-    run_cli("-m", "tracestore", "merge", store_path, merged, check=0)
-    run_cli("-m", "tracestore", "merge", store_path, tmp_path / "merged.zarr", check=0)
+    command("merge", store_path, merged, check=0)
+    command("merge", store_path, tmp_path / "merged.zarr", check=0)
     assert_same_store(merged, tmp_path / "merged.zarr")
     (tmp_path / "scores.csv").write_text("question_id,score\nq10,0.75\n")
     for store in (merged, tmp_path / "merged.zarr"):
-        run_cli("-m", "tracestore", "score", store, "--scores", tmp_path / "scores.csv", check=0)
+        command("score", store, "--scores", tmp_path / "scores.csv", check=0)
     assert_same_store(merged, tmp_path / "merged.zarr")
     (tmp_path / "ids").write_text("q1\nq3\n")
-    done = run_cli("-m", "tracestore", "subset", merged, part, "--ids", tmp_path / "ids", "--json", check=0)
+    done = command("subset", merged, part, "--ids", tmp_path / "ids", "--json", check=0)
     assert json.loads(done.stdout)["num_traces"] == 2
-    done = run_cli("-m", "tracestore", "merge", merged, merged)
+    done = command("merge", merged, merged)
     assert done.returncode == 2 and "is a source and the destination" in done.stderr
-    done = run_cli("-m", "tracestore", "score", f"{remote}-not", "--scores", tmp_path / "scores.csv")
+    done = command("score", f"{remote}-not", "--scores", tmp_path / "scores.csv")
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "no such store" in done.stderr
 
 
@@ -164,9 +164,9 @@ def test_a_second_writer_is_kept_away(remote):
         with pytest.raises(StoreLockedError, match="another writer holds"):
             StoreWriter(remote)
         assert time.monotonic() - before < 3
-        done = run_cli("-m", "tracestore", "merge", remote, remote)
+        done = command("merge", remote, remote)
         writer.flush()
-        done = run_cli("-m", "tracestore", "score", remote, "--scores", os.devnull)
+        done = command("score", remote, "--scores", os.devnull)
         assert done.returncode in (2, 3, 5) and done.stderr.count("\n") == 1
     with tracestore.open(remote) as store:
         assert len(store) == 1
