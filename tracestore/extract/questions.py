@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tracestore.errors import InputRefusedError, UsageError
 
-# 1,653 questions with short answers, in eight groups: what the demo asks.
+# 1,653 questions with short answers, in 28 groups. The demo asks them.
 FACTS = "package:facts"
 
 

@@ -35,6 +35,7 @@ from tracestore.train.plan import (
 )
 from tracestore.train.ranks import Ranks
 from tracestore.train.snapshot import random_state, restore_random_state
+from tracestore.train.threads import torch_threads
 
 # How long the steps of a measurement may take.
 _SECONDS = 1.5
@@ -113,17 +114,16 @@ def plan_training(
 ) -> TrainingPlan:
     """Measures a few steps. sizes: fields of ModelConfig. start: what the process had after
     its imports; num_train: traces of the training part (the usual share of those with a
-    label); num_threads: torch's, from now on; room: bytes above `start` that steps larger
+    label); num_threads: torch's for these steps; room: bytes above `start` that steps larger
     than the smallest may take (half of what the machine has). The random state is left as it was."""
     store.require(VIEWS[name])
     indices, usual = training_part(store)
     start = memory_use() if start is None else start
     num_train = num_train or usual
-    if num_threads:
-        torch.set_num_threads(num_threads)
     before = random_state()
     try:
-        return _measure(name, store, indices, config, sizes, start, num_train, room)
+        with torch_threads(num_threads):
+            return _measure(name, store, indices, config, sizes, start, num_train, room)
     finally:
         restore_random_state(before)
 

@@ -1,0 +1,141 @@
+"""A library that is not installed: one line that names the extra."""
+
+import json
+import tomllib
+
+import pytest
+
+from tests.helpers import ROOT, make_trace, run_cli, write_pickle
+from tests.train.runs import FAST, write_labelled
+from tracestore.extras import EXTRAS, PACKAGES
+
+# Runs usages, words of `tracestore` or statements of Python, one after the other, without some modules.
+WITHOUT = """
+import contextlib, io, json, sys
+blocked, usages = json.loads(sys.argv[1])
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in blocked:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Blocker())
+from tracestore.cli import main
+answers = []
+for usage in usages:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        if isinstance(usage, list):
+            answers.append([main(usage), None])
+        else:
+            try:
+                answers.append([exec(usage), None])
+            except ImportError as error:
+                answers.append([type(error).__name__, str(error)])
+    if isinstance(usage, list):
+        answers[-1][1] = err.getvalue()
+print(json.dumps(answers))
+"""
+
+
+def without(modules, usages):
+    """Return [exit code, standard error] of each command, [type, message] of each statement's ImportError."""
+    usages = [usage if isinstance(usage, str) else [str(word) for word in usage] for usage in usages]
+    return json.loads(run_cli("-c", WITHOUT, json.dumps([list(modules), usages]), check=0).stdout)
+
+
+@pytest.fixture
+def usages(tmp_path):
+    """What needs each extra."""
+    store = write_labelled(tmp_path / "store.zarr")
+    run = ["train", "--store", store, *FAST, "--output-dir", tmp_path / "run"]
+    (tmp_path / "best.pt").touch()
+    write_pickle(tmp_path / "a.pkl", [make_trace(0)])
+    folders = [tmp_path / "one", tmp_path / "two"]
+    questions = ("--questions", "package:facts", "--limit", 1, "--out", tmp_path / "traces")
+    return {
+        "train": [
+            run,
+            ["predict", "--checkpoint", tmp_path / "best.pt", "--store", store],
+            ["compare", *folders],
+            ["plan", store, "--measure"],
+            ["export", store, tmp_path / "out", "--format", "pt-gnn"],
+            ["view", store, "q0", "--save", tmp_path / "q0.png"],
+            ["report", store, "--output", tmp_path / "report.html"],
+            "import tracestore; tracestore.TraceLoader",
+            "from tracestore import TraceDataset",
+            "from tracestore.train import OOMGuard",
+        ],
+        "extract": [
+            ["extract", "--model", "package:json", *questions],
+            "from tracestore.extract import capture",
+        ],
+        "remote": [["info", "s3://bucket/store.zarr"], "import tracestore; tracestore.open('s3://bucket/store.zarr')"],
+        "serve": [["serve", store], "import tracestore.serve as s; s.make_server(None)"],
+        "dask": [["convert", tmp_path / "a.pkl", tmp_path / "new.zarr", "--dask", "local"]],
+        "tensorboard": [[*run, "--tensorboard"]],
+        "completion": [["completion", "bash"]],
+        "bridges": [
+            f"import tracestore; tracestore.open({str(store)!r}).to_pandas()",
+            "import tracestore.bridges.lightning",
+            "import tracestore.bridges.pyg",
+            "import tracestore.bridges.huggingface",
+        ],
+    }
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_a_missing_extra_is_one_line_that_names_it(usages, extra):
+    for usage, (code, text) in zip(usages[extra], without(EXTRAS[extra], usages[extra]), strict=True):
+        line = f" is not installed; run: pip install 'tracestore[{extra}]'"
+        if isinstance(usage, str):
+            assert code == "MissingExtraError" and text.endswith(line), (usage, text)
+        else:
+            assert code == 2 and text.endswith(f"{line}\n") and text.count("\n") == 1, (usage, text)
+            assert text.startswith(f"tracestore {usage[0]}: ")
+
+
+@pytest.mark.parametrize("module", EXTRAS["train"])
+def test_training_starts_with_every_library_it_will_need(usages, module, tmp_path):
+    train = usages["train"][0]
+    ((code, text),) = without([module], [train])
+    assert code == 2 and text.startswith(f"tracestore train: {PACKAGES.get(module, module)} is not installed")
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_needs_no_extra(usages, tmp_path):
+    every = sorted({module for modules in EXTRAS.values() for module in modules})
+    store = tmp_path / "store.zarr"
+    plain = [
+        ["--help"],
+        *([name, "--help"] for name in ("train", "predict", "compare", "extract", "plan", "serve")),
+        ["convert", tmp_path / "a.pkl", tmp_path / "new.zarr"],
+        ["info", store],
+        ["verify", store],
+        ["view", store, "q0"],
+        ["doctor", "--folder", tmp_path],
+        ["merge", store, tmp_path / "merged.zarr"],
+        ["subset", store, tmp_path / "part.zarr", "--split", "train"],
+        ["export", store, tmp_path / "out"],
+    ]
+    assert [[0, ""]] * len(plain) == without(every, plain)
+
+
+def test_the_extras_are_those_of_the_package():
+    """Every library of an extra in pyproject.toml has its module in EXTRAS, and the other way round."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        extras = tomllib.load(file)["project"]["optional-dependencies"]
+
+    def packages(extra):
+        found = set()
+        for requirement in extras[extra]:
+            name = requirement.partition(";")[0].strip()
+            if name.startswith("tracestore["):
+                for inner in name.removeprefix("tracestore[").rstrip("]").split(","):
+                    found |= packages(inner)
+            else:
+                found.add(name.split(">")[0].split("=")[0].split("<")[0].split("!")[0].strip())
+        return found
+
+    for extra, modules in EXTRAS.items():
+        assert packages(extra) == {PACKAGES.get(module, module) for module in modules}, extra
+    for_developers = {"all", "docs", "dev", "test", "demo"}
+    assert set(extras) - for_developers == set(EXTRAS)

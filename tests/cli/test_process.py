@@ -1,0 +1,86 @@
+"""A command that runs in a process of somebody else leaves it as it was; a program may set what it likes."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+from tests.helpers import ROOT, command, run_cli
+from tests.train.runs import FAST, ONLY, write_labelled
+from tracestore import cli
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)
+
+
+def state():
+    return {
+        "signals": [signal.getsignal(number) for number in SIGNALS],
+        "filters": list(warnings.filters),
+        "showwarning": warnings.showwarning,
+        "frozen": gc.get_freeze_count(),
+        "switch interval": sys.getswitchinterval(),
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "streams": (sys.stdout, sys.stderr),
+    }
+
+
+def test_a_command_leaves_the_process_as_it_was(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("tracestore.cli.convert.reuse_freed_memory", lambda _: pytest.fail("changes the allocator"))
+    store = write_labelled(tmp_path / "labelled.zarr")
+    train = ["train", "--store", store, *FAST, *ONLY["lstm_solo"], "--epochs", 1, "--output-dir", tmp_path / "r"]
+    train[train.index("--num-threads") + 1] = torch.get_num_threads() + 1
+    command("train", "--help")  # imports may change the environment, once
+    import tracestore.extract
+    import tracestore.train.run  # noqa: F401
+
+    before = state()
+    for code, words in (
+        (0, ["convert", folder, tmp_path / "s.zarr"]),
+        (0, ["info", tmp_path / "s.zarr"]),
+        (2, ["info", tmp_path / "nowhere.zarr"]),
+        (2, ["convert"]),
+        (0, train),
+        (0, ["predict", "--checkpoint", tmp_path / "r/lstm_solo/best.pt", "--store", store, "--num-threads", 1,
+             "--output", tmp_path / "s.csv"]),
+        (0, ["plan", store, "--measure", "--model", "lstm_solo", "--num-threads", torch.get_num_threads() + 1]),
+    ):  # fmt: skip
+        command(*words, check=code)
+        assert state() == before, words
+
+
+def test_a_program_sets_the_allocator(folder, tmp_path, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr("tracestore.cli.convert.reuse_freed_memory", asked.append)
+    monkeypatch.setattr(sys, "argv", ["tracestore", "convert", str(folder), str(tmp_path / "s.zarr")])
+    before = signal.getsignal(signal.SIGPIPE)
+    try:
+        assert cli.main() == 0
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+    assert asked == [512 << 20]
+
+
+def test_a_short_command_imports_little(store_path):
+    code = (
+        "import sys; from tracestore.cli import main; assert main(sys.argv[1:]) == 0\n"
+        "heavy = {'torch', 'zarr', 'sklearn', 'scipy', 'matplotlib', 'transformers', 'bokeh', 'distributed'}\n"
+        "print(sorted(m for m in sys.modules if m in heavy or m.startswith(('tracestore.cli.', 'tracestore.train'))),"
+        " file=sys.stderr)"
+    )
+    assert run_cli("-c", code, "--help", check=0).stderr == "[]\n"
+    assert run_cli("-c", code, "info", store_path, check=0).stderr == "['tracestore.cli.info']\n"
+
+
+def test_a_reader_that_goes_away_ends_a_program_silently(store_path):
+    script = f"{sys.executable} -m tracestore info {store_path}; echo $? >&2"
+    process = subprocess.Popen(["bash", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
+    process.stdout.close()
+    assert process.stderr.read() == b"141\n" and process.wait() == 0
