@@ -34,6 +34,7 @@ from tracestore.train.model_config import VIEWS, ModelConfig
 from tracestore.train.monitor import Log, Monitor
 from tracestore.train.oom import OOMGuard
 from tracestore.train.oom_errors import classify
+from tracestore.train.optimizers import Adam
 from tracestore.train.part_scores import Halted, PartScores, score_part
 from tracestore.train.ranks import Ranks
 from tracestore.train.scoring import detector_checkpoint
@@ -129,9 +130,7 @@ class DetectorRun:
         torch.manual_seed(self.config.seed)
         self.forward = Forward(self.name, self.model_config, self.config)
         self.model = self.forward.model
-        self.optimizer = torch.optim.Adam(
-            self.model.parameters(), lr=self.config.lr, weight_decay=WEIGHT_DECAY, fused=True
-        )
+        self.optimizer = Adam(self.model.parameters(), lr=self.config.lr, weight_decay=WEIGHT_DECAY, fused=True)
         self.ranks.allocate(list(self.model.parameters()))
         c = self.config
         self.feed = Feed(

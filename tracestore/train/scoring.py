@@ -20,6 +20,7 @@ from tracestore.train.model_config import VIEWS, ModelConfig
 from tracestore.train.models import Detector, make_model
 from tracestore.train.oom import OOMGuard
 from tracestore.train.oom_errors import classify
+from tracestore.train.optimizers import SGD
 
 DETECTOR_VERSION = 4
 # Without edge_features, num_heads and layers, which then have their defaults; up to version 3
@@ -160,9 +161,10 @@ def score_traces(
         pin_memory=device != "cpu",
         rank=0,
         world_size=1,
+        as_pyg=False,
     )
     model = detector.model.to(device)
-    guard = OOMGuard(model, torch.optim.SGD(model.parameters(), lr=0.0), on_event=on_event)
+    guard = OOMGuard(model, SGD(model.parameters(), lr=0.0), on_event=on_event)
     threshold = edge_threshold(detector.attention_threshold, detector.top_k)
     # As it was tested; the CPU computes fp16 in float32.
     dtype = AUTOCAST.get(detector.precision)
