@@ -184,7 +184,7 @@ def test_budget_in_a_process_of_its_own(tmp_path):
         for k in range(160):
             writer.append(make_trace(k, tokens=30 + k % 20, layers=12, dim=512, heads=1))
     code = (
-        "import sys, threading, time, psutil, tracestore, tracestore.data.loader, gc\n"
+        "import sys, threading, time, psutil, tracestore, tracestore.data.loader, torch_geometric.data, gc\n"
         "path, budget = sys.argv[1], int(sys.argv[2])\n"
         "p = psutil.Process(); peak = [0]; stop = threading.Event()\n"
         "def used():\n"

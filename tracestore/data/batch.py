@@ -1,14 +1,15 @@
 """Batches: what they look like, and how their tensors lie in one piece of memory."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from torch_geometric.data import Batch, Data
 
 from tracestore.data.memory import Piece
+from tracestore.errors import UsageError
 from tracestore.store.reader import TraceStore
 
 
@@ -47,8 +48,67 @@ class SequenceBatch:
         return self._map(torch.Tensor.pin_memory)
 
 
-# What Batch(_base_cls=Data) makes an instance of; that call looks at signatures every time.
-GRAPH_BATCH: Any = type(Batch(_base_cls=Data))
+@dataclass
+class GraphBatch:
+    """The graphs of B traces x L layers, trace after trace and layer after layer, with the names of
+    the PyG Batch that as_pyg makes of it; itself it needs no PyG. N nodes, E edges in all."""
+
+    x: torch.Tensor  # (N, D)
+    batch: torch.Tensor  # (N,) int64, the graph of each node
+    ptr: torch.Tensor  # (B * L + 1,) int64, where the nodes of each graph begin
+    edge_ptr: torch.Tensor  # (B * L + 1,) int64, where the edges or packed weights of each graph begin
+    num_layers: int
+    y: torch.Tensor  # (B,) float32, NaN without a label or score
+    score: torch.Tensor  # (B,) float32, NaN where missing
+    question_id: list[str]
+    trace_index: torch.Tensor  # (B,) int64
+    edge_index: torch.Tensor | None = None  # (2, E) int64, source j to target i; of edges "coo", as edge_attr
+    edge_attr: torch.Tensor | None = None  # (E, 1)
+    attention: torch.Tensor | None = None  # (sum A,) or (sum H A,); of edges "packed" and "heads", as num_heads
+    num_heads: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.question_id)
+
+    def to(self, *args: Any, **kwargs: Any) -> "GraphBatch":
+        """The batch on a device."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved = {name: v.to(*args, **kwargs) for name, v in values.items() if isinstance(v, torch.Tensor)}
+        return replace(self, **moved)
+
+    def as_pyg(self) -> Any:
+        """The PyG Batch of the same tensors; its slices are the ptr tensors themselves."""
+        values: dict[str, Any] = {"x": self.x}
+        slices: dict[str, torch.Tensor] = {"x": self.ptr}
+        incs: dict[str, torch.Tensor | None] = {"x": None}
+        if self.edge_index is None:
+            values |= {"attention": self.attention, "attention_ptr": self.edge_ptr, "num_heads": self.num_heads}
+        else:
+            values |= {"edge_index": self.edge_index, "edge_attr": self.edge_attr}
+            slices["edge_index"] = slices["edge_attr"] = self.edge_ptr
+            incs["edge_index"], incs["edge_attr"] = self.ptr[:-1], None
+        for name in ("batch", "ptr", "y", "score", "question_id", "trace_index", "num_layers"):
+            values[name] = getattr(self, name)
+        kind, base = pyg_kinds()
+        made = kind.__new__(kind)
+        base.__init__(made)
+        made._store._mapping.update(values)
+        made._num_graphs = len(self.ptr) - 1
+        made._slice_dict, made._inc_dict = slices, incs
+        return made
+
+
+@cache
+def pyg_kinds() -> tuple[Any, Any]:
+    """Return the class of PyG's batches of graphs, which Batch(_base_cls=Data) makes anew at every call,
+    and Data. The first call imports PyG, which takes seconds. UsageError where it is not installed."""
+    try:
+        from torch_geometric.data import Batch, Data
+    except ImportError:
+        raise UsageError(
+            "batches of graphs need torch_geometric: pip install tracestore[train], or as_pyg=False"
+        ) from None
+    return type(Batch(_base_cls=Data)), Data
 
 
 @dataclass(frozen=True)
@@ -83,8 +143,8 @@ class SequenceLayout:
 
 @dataclass(frozen=True)
 class GraphLayout:
-    """A graph Batch in a piece of memory. offsets: where x, edge_index, edge weights,
-    batch, ptr and the edges' ptr begin, in bytes."""
+    """A GraphBatch in a piece of memory, or with as_pyg a PyG Batch. offsets: where x, edge_index,
+    edge weights, batch, ptr and the edges' ptr begin, in bytes."""
 
     offsets: tuple[int, ...]
     num_layers: int
@@ -96,33 +156,22 @@ class GraphLayout:
     weight_dtype: str
     packed: bool
     num_heads: int
+    as_pyg: bool
 
-    def batch(self, piece: Piece, values: Values) -> Batch:
-        """See jobs.gather_batch; the slices of to_data_list are the ptr tensors themselves."""
+    def batch(self, piece: Piece, values: Values) -> Any:
+        """See jobs.gather_batch."""
         at_x, at_edges, at_weight, at_owner, at_ptr, at_edge_ptr = self.offsets
         ptr, edge_ptr = (piece.tensor(at, (self.num_graphs + 1,), "int64") for at in (at_ptr, at_edge_ptr))
         x = piece.tensor(at_x, (self.num_nodes, self.hidden_dim), self.dtype)
-        fields: dict[str, Any] = {"x": x}
-        slices: dict[str, torch.Tensor] = {"x": ptr}
-        incs: dict[str, torch.Tensor | None] = {"x": None}
         if self.packed:
-            fields["attention"] = piece.tensor(at_weight, (self.num_edges,), self.weight_dtype)
-            fields["attention_ptr"] = edge_ptr
-            fields["num_heads"] = self.num_heads
+            weights = piece.tensor(at_weight, (self.num_edges,), self.weight_dtype)
+            edges: dict[str, Any] = {"attention": weights, "num_heads": self.num_heads}
         else:
-            fields["edge_index"] = piece.tensor(at_edges, (2, self.num_edges), "int64")
-            fields["edge_attr"] = piece.tensor(at_weight, (self.num_edges, 1), self.weight_dtype)
-            slices["edge_index"] = slices["edge_attr"] = edge_ptr
-            incs["edge_index"], incs["edge_attr"] = ptr[:-1], None
-        fields["batch"], fields["ptr"] = piece.tensor(at_owner, (self.num_nodes,), "int64"), ptr
-        fields.update(values.tensors())
-        fields["num_layers"] = self.num_layers
-        batch = GRAPH_BATCH.__new__(GRAPH_BATCH)
-        Data.__init__(batch)
-        batch._store._mapping.update(fields)
-        batch._num_graphs = self.num_graphs
-        batch._slice_dict, batch._inc_dict = slices, incs
-        return batch
+            index = piece.tensor(at_edges, (2, self.num_edges), "int64")
+            edges = {"edge_index": index, "edge_attr": piece.tensor(at_weight, (self.num_edges, 1), self.weight_dtype)}
+        owner = piece.tensor(at_owner, (self.num_nodes,), "int64")
+        batch = GraphBatch(x, owner, ptr, edge_ptr, self.num_layers, **values.tensors(), **edges)
+        return batch.as_pyg() if self.as_pyg else batch
 
 
 Layout = SequenceLayout | GraphLayout

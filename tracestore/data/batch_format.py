@@ -36,11 +36,13 @@ class GraphOptions:
 @dataclass(frozen=True)
 class BatchFormat:
     """What a batch looks like: view "sequence" or "graph"; dtype of sequences, x and edge
-    weights: the stored one (None) or "float32", converted while gathering."""
+    weights: the stored one (None) or "float32", converted while gathering. as_pyg: graphs as
+    PyG's Batch, else as a GraphBatch."""
 
     view: str = "sequence"
     graph: GraphOptions = field(default_factory=GraphOptions)
     dtype: str | None = None
+    as_pyg: bool = True
 
     def check(self, store: TraceStore) -> None:
         """UsageError or MissingFieldError where the store cannot give such batches."""

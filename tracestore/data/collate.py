@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch_geometric.data import Batch, Data
 
 from tracestore.data.batch import SequenceBatch
+
+if TYPE_CHECKING:
+    from torch_geometric.data import Batch, Data
 
 
 class SequenceItem(tuple[torch.Tensor, float, str]):
@@ -23,7 +25,7 @@ class SequenceItem(tuple[torch.Tensor, float, str]):
         return item
 
 
-class GraphItem(list[Data]):
+class GraphItem(list["Data"]):
     """List of L PyG Data, with `score`, `y`, `question_id` and `trace_index` beside."""
 
     score: float
@@ -35,7 +37,7 @@ class GraphItem(list[Data]):
         return _graph_item, (list(self), dict(self.__dict__))
 
 
-def _graph_item(layers: list[Data], values: dict[str, Any]) -> GraphItem:
+def _graph_item(layers: "list[Data]", values: dict[str, Any]) -> GraphItem:
     item = GraphItem(layers)
     item.__dict__.update(values)
     return item
@@ -55,9 +57,11 @@ def collate_sequences(items: Sequence[Any], score_threshold: float = 0.5) -> Seq
     )
 
 
-def collate_graphs(items: Sequence[Sequence[Data]]) -> Batch:
+def collate_graphs(items: "Sequence[Sequence[Data]]") -> "Batch":
     """Items of view "graph" -> one PyG Batch of B * L graphs with y, score (B,),
     question_id, trace_index (B,) and num_layers (see data.jobs.gather_batch)."""
+    from torch_geometric.data import Batch
+
     batch = Batch.from_data_list([layer for item in items for layer in item])
     batch.num_layers = len(items[0])
     batch.y = torch.tensor([float(getattr(item, "y", math.nan)) for item in items])

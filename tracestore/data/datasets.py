@@ -2,14 +2,15 @@
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
-from torch_geometric.data import Data
 
 from tracestore._core.blocks import BlockPool
 from tracestore.data import order
+from tracestore.data.batch import pyg_kinds
 from tracestore.data.batch_format import BatchFormat, GraphOptions
 from tracestore.data.collate import GraphItem, SequenceItem
 from tracestore.data.epoch import EpochMaker, mean_trace_bytes, rank_and_world_size
@@ -58,6 +59,8 @@ class TraceDataset(Dataset[Any]):
     ) -> None:
         self.format = BatchFormat(view, GraphOptions(attention_threshold, top_k))
         self.store = _open(store, self.format, cache_bytes, max_cache_batches, batch_size)
+        if view == "graph":
+            pyg_kinds()  # now, so that workers that are forked from this process have it
         self.view = view
         self.targets = self.store.targets(score_threshold)
 
@@ -70,10 +73,12 @@ class TraceDataset(Dataset[Any]):
         if self.view == "sequence":
             sequence = as_tensor(trace.last_token, self.store.hidden_dtype)
             return SequenceItem.make(sequence, score, trace.question_id, y, trace.index)
-        batch = gather_batch(self.store, [trace.index], self.targets, self.format, TorchPiece)
-        nodes, edges = batch.ptr.tolist(), batch._slice_dict["edge_index"].tolist()
+        form = replace(self.format, as_pyg=False)
+        batch = gather_batch(self.store, [trace.index], self.targets, form, TorchPiece)
+        nodes, edges = batch.ptr.tolist(), batch.edge_ptr.tolist()
+        _, graph = pyg_kinds()
         item = GraphItem(
-            Data(
+            graph(
                 x=batch.x[nodes[k] : nodes[k + 1]],
                 edge_index=batch.edge_index[:, edges[k] : edges[k + 1]] - nodes[k],
                 edge_attr=batch.edge_attr[edges[k] : edges[k + 1]],

@@ -53,7 +53,7 @@ class _Job(ABC):
         return Values.of(self._store, self._indices, self._targets)
 
     def batch(self) -> Any:
-        """A SequenceBatch or a PyG Batch; once `native` is done."""
+        """A SequenceBatch, PyG Batch or GraphBatch; once `native` is done."""
         return self.layout().batch(self._piece, self.values())
 
 
@@ -82,6 +82,7 @@ class GraphJob(_Job):
         store, indices = self._store, self._indices
         sources = graph_sources(store, indices)
         causal = sources.layout == schema.LAYOUT_CAUSAL
+        self._as_pyg = form.as_pyg
         self._packed, self._num_heads = form.graph.edges != "coo", form.graph.num_heads(store)
         if self._packed and not causal.all():
             raise UsageError("packed edges need causal attention; use edges='coo'")
@@ -143,6 +144,7 @@ class GraphJob(_Job):
             self._weight_dtype,
             self._packed,
             self._num_heads,
+            self._as_pyg,
         )
 
 
@@ -172,7 +174,8 @@ def gather_batch(
     and edge_attr (E, 1), or with edges="packed" attention (sum A,) and attention_ptr
     (B * L + 1,), with edges="heads" (sum H A,), the triangles of a graph head after head,
     and num_heads; batch (N,), ptr (B * L + 1,); y, score (B,), question_id, trace_index
-    (B,), num_layers.
+    (B,), num_layers. Without form.as_pyg the same as a GraphBatch, whose edge_ptr (B * L + 1,)
+    is attention_ptr, or where the edges of each graph begin.
     """
     job = make_job(store, indices, targets, form)
     job.count()

@@ -9,6 +9,7 @@ from torch.utils.data import get_worker_info
 
 from tracestore._core.blocks import BlockPool
 from tracestore.data.ahead import AheadByCrew, AheadByThreads
+from tracestore.data.batch import pyg_kinds
 from tracestore.data.batch_format import BatchFormat, GraphOptions
 from tracestore.data.budget import plan_memory
 from tracestore.data.datasets import StoreLike
@@ -39,6 +40,7 @@ class TraceLoader:
     Decoded chunks of a compressed store take at most cache_bytes, and max_cache_batches
     batches where that is given.
     pin_memory takes batches from torch's pinned memory instead, for copies to a GPU.
+    as_pyg=False yields a GraphBatch in place of a PyG Batch, and never imports PyG.
     """
 
     def __init__(
@@ -68,12 +70,15 @@ class TraceLoader:
         max_cache_batches: int | None = None,
         memory_budget: int | None = None,
         pin_memory: bool = False,
+        as_pyg: bool = True,
     ) -> None:
         if num_threads < 0:
             raise UsageError(f"found num_threads {num_threads}, expected at least 0")
         self.store = store.again() if isinstance(store, TraceStore) else open_store(store)
-        self.format = BatchFormat(view, GraphOptions(attention_threshold, top_k, edges), dtype)
+        self.format = BatchFormat(view, GraphOptions(attention_threshold, top_k, edges), dtype, as_pyg)
         self.format.check(self.store)
+        if view == "graph" and as_pyg:
+            pyg_kinds()  # now, so that workers that are forked from this process have it
         self.targets = self.store.targets(score_threshold)
         self.epochs = EpochMaker(
             self.store,

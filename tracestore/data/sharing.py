@@ -11,7 +11,7 @@ from multiprocessing import reduction
 from typing import Any
 
 from tracestore._core.blocks import SharedSlot
-from tracestore.data.batch import GRAPH_BATCH, Layout, SequenceBatch, Values
+from tracestore.data.batch import GraphBatch, Layout, SequenceBatch, Values
 from tracestore.data.memory import LeasedPiece
 
 _ROUND = 4 << 20
@@ -78,12 +78,13 @@ def sendable(slot: Slot, layout: Layout, values: Values) -> Any:
     """The batch in a slot. It is an ordinary one; between processes it goes by its slot,
     unless a field of it was replaced meanwhile."""
     batch = layout.batch(LeasedPiece(slot.lease()), values)
+    reduction.ForkingPickler.register(type(batch), _reduce)
     batch.__dict__["_sendable"] = (slot, layout, values, dict(_fields(batch)))
     return batch
 
 
 def _fields(batch: Any) -> dict[str, Any]:
-    if isinstance(batch, SequenceBatch):
+    if isinstance(batch, SequenceBatch | GraphBatch):
         return {k: v for k, v in batch.__dict__.items() if k != "_sendable"}
     mapping: dict[str, Any] = batch._store._mapping
     return mapping
@@ -114,7 +115,3 @@ def _receive(pid: int, number: int, num_bytes: int, layout: Layout, values: Valu
     finally:
         os.close(fd)
     return layout.batch(LeasedPiece(memory.lease(received=True)), values)
-
-
-for _kind in (GRAPH_BATCH, SequenceBatch):
-    reduction.ForkingPickler.register(_kind, _reduce)

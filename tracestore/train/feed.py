@@ -74,6 +74,7 @@ class Feed:
             pin_memory=self.device.type == "cuda",
             rank=ranks.rank,
             world_size=ranks.world_size,
+            as_pyg=False,
         )
 
     def __len__(self) -> int:

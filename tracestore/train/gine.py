@@ -7,7 +7,6 @@ x_i' = MLP(x_i + sum over edges j -> i of relu(x_j + W a_ij + b)): Hu et al. 202
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch_geometric.nn import GINEConv
 
 from tracestore.train.gine_op import gine_linear
 from tracestore.train.graph_inputs import GraphInputs
@@ -22,6 +21,27 @@ def mean_over_nodes(x: torch.Tensor, inputs: GraphInputs) -> torch.Tensor:
     return torch.segment_reduce(wide, "mean", lengths=lengths, axis=0, unsafe=True).to(x.dtype)
 
 
+class PlainGINEConv(nn.Module):
+    """PyG's GINEConv without the import of PyG, which takes seconds: the same parameter names, and
+    the same values drawn for a seed. Its forward is for devices that have no fused operators."""
+
+    def __init__(self, mlp: nn.Sequential, in_channels: int, edge_dim: int) -> None:
+        super().__init__()
+        self.nn = mlp
+        self.register_buffer("eps", torch.zeros(1))
+        self.lin = nn.Linear(edge_dim, in_channels)
+        # GINEConv draws all of them again when it is whole.
+        for layer in mlp:
+            if isinstance(layer, nn.Linear):
+                layer.reset_parameters()
+        self.lin.reset_parameters()
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor, edge_attr: torch.Tensor) -> torch.Tensor:
+        source, target = edge_index
+        out: torch.Tensor = self.nn(x.index_add(0, target, F.relu(x[source] + self.lin(edge_attr))))
+        return out
+
+
 class GINE(nn.Module):
     """GINEConv(MLP(in -> hidden -> hidden), edge_dim) with PyG's parameter names, so
     that weights go from one to the other. message_passing: "fused" or "pyg"; edge_dim:
@@ -30,7 +50,13 @@ class GINE(nn.Module):
     def __init__(self, in_channels: int, hidden: int, message_passing: str = "fused", edge_dim: int = 1) -> None:
         super().__init__()
         mlp = nn.Sequential(nn.Linear(in_channels, hidden), nn.ReLU(), nn.Linear(hidden, hidden))
-        self.conv = GINEConv(mlp, edge_dim=edge_dim)
+        self.conv: nn.Module
+        if message_passing == "pyg":
+            from torch_geometric.nn import GINEConv
+
+            self.conv = GINEConv(mlp, edge_dim=edge_dim)
+        else:
+            self.conv = PlainGINEConv(mlp, in_channels, edge_dim)
         self.message_passing = message_passing
 
     def _is_fused(self, x: torch.Tensor) -> bool:

@@ -20,13 +20,12 @@ Gradients go to x, w, b and the linear layer; attention weights are data. On a C
 a fixed order, whatever the number of threads. ValueError where pointers or edges lead outside.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from tracestore.train import gine_cpu
 from tracestore.train.graph_inputs import Edges
@@ -56,7 +55,16 @@ def _check(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return x.contiguous(), w.to(dtype).contiguous(), b.to(dtype).contiguous()
 
 
-@custom_op("tracestore::gine_aggregate", mutates_args=())
+def _operator(function: Callable[..., Any]) -> Any:
+    """Make a function an operator of torch, of the same name. torch.library.custom_op does so too, but
+    imports torch._dynamo with the first call, which takes seconds."""
+    name = f"tracestore::{function.__name__}"
+    torch.library.define(name, torch.library.infer_schema(function, mutates_args=()))
+    torch.library.impl(name, "default", function)
+    return getattr(torch.ops.tracestore, function.__name__).default
+
+
+@_operator
 def gine_aggregate(
     x: Tensor,
     w: Tensor,
@@ -75,7 +83,7 @@ def gine_aggregate(
     return out
 
 
-@gine_aggregate.register_fake
+@torch.library.register_fake("tracestore::gine_aggregate")
 def _(
     x: Tensor,
     w: Tensor,
@@ -90,7 +98,7 @@ def _(
     return torch.empty(x.shape, dtype=_sum_dtype(w), device=x.device)
 
 
-@custom_op("tracestore::gine_aggregate_backward", mutates_args=())
+@_operator
 def gine_aggregate_backward(
     grad_out: Tensor,
     x: Tensor,
@@ -122,7 +130,7 @@ def gine_aggregate_backward(
     return grad_x.to(kinds[0]), grad_w.to(kinds[1]), grad_b.to(kinds[2])
 
 
-@gine_aggregate_backward.register_fake
+@torch.library.register_fake("tracestore::gine_aggregate_backward")
 def _(
     grad_out: Tensor,
     x: Tensor,
@@ -151,7 +159,7 @@ def _aggregate_gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...
     return grad_x if need else None, *rest, None, None, None, None, None, None
 
 
-gine_aggregate.register_autograd(_aggregate_gradients, setup_context=_save)
+torch.library.register_autograd("tracestore::gine_aggregate", _aggregate_gradients, setup_context=_save)
 
 
 def _chunks(node_ptr: Tensor, bytes_per_row: int) -> Iterator[tuple[slice, slice]]:
@@ -174,7 +182,7 @@ def _buffer(rows: list[tuple[slice, slice]], dim: int, like: Tensor) -> Tensor:
     return like.new_empty((max((r.stop - r.start for r, _ in rows), default=0), dim))
 
 
-@custom_op("tracestore::gine_linear", mutates_args=())
+@_operator
 def gine_linear(
     x: Tensor,
     w: Tensor,
@@ -202,7 +210,7 @@ def gine_linear(
     return out
 
 
-@gine_linear.register_fake
+@torch.library.register_fake("tracestore::gine_linear")
 def _(
     x: Tensor,
     w: Tensor,
@@ -219,7 +227,7 @@ def _(
     return matrix.new_empty((x.shape[0], matrix.shape[0]))
 
 
-@custom_op("tracestore::gine_linear_backward", mutates_args=())
+@_operator
 def gine_linear_backward(
     grad_out: Tensor,
     x: Tensor,
@@ -266,7 +274,7 @@ def gine_linear_backward(
     return grad_x.to(kinds[0]), grad_w.to(kinds[1]), grad_b.to(kinds[2]), grad_matrix.to(matrix.dtype), grad_out.sum(0)
 
 
-@gine_linear_backward.register_fake
+@torch.library.register_fake("tracestore::gine_linear_backward")
 def _(
     grad_out: Tensor,
     x: Tensor,
@@ -298,4 +306,4 @@ def _linear_gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     return grad_x if need else None, *rest, None, None, None, None, None, None
 
 
-gine_linear.register_autograd(_linear_gradients, setup_context=_save)
+torch.library.register_autograd("tracestore::gine_linear", _linear_gradients, setup_context=_save)

@@ -4,9 +4,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
-from torch_geometric.data import Batch
+
+from tracestore.data.batch import GraphBatch
 
 # node_ptr, weight, weight_ptr, source, target, threshold: how the operators of gine_op take edges.
 Edges = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, float]
@@ -38,19 +40,20 @@ class GraphInputs:
     edge_dim: int = 1
 
     @classmethod
-    def from_batch(cls, batch: Batch, threshold: float = 0.0) -> "GraphInputs":
-        """From a batch of TraceLoader, edges "packed", "heads" or "coo"."""
-        if "attention" in batch:
+    def from_batch(cls, batch: Any, threshold: float = 0.0) -> "GraphInputs":
+        """From a GraphBatch or PyG Batch of TraceLoader, edges "packed", "heads" or "coo"."""
+        is_plain = isinstance(batch, GraphBatch)
+        if getattr(batch, "attention", None) is not None:
             return cls(
                 batch.x,
                 batch.ptr,
                 batch.attention,
-                batch.attention_ptr,
+                batch.edge_ptr if is_plain else batch.attention_ptr,
                 batch.num_layers,
                 threshold=threshold,
                 edge_dim=batch.num_heads,
             )
-        ptr = batch._slice_dict["edge_index"].to(batch.x.device)
+        ptr = (batch.edge_ptr if is_plain else batch._slice_dict["edge_index"]).to(batch.x.device)
         return cls(batch.x, batch.ptr, batch.edge_attr.reshape(-1), ptr, batch.num_layers, batch.edge_index)
 
     @property

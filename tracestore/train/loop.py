@@ -34,6 +34,7 @@ from tracestore.train.model_config import VIEWS, ModelConfig
 from tracestore.train.monitor import Log, Monitor
 from tracestore.train.oom import OOMGuard
 from tracestore.train.oom_errors import is_out_of_memory
+from tracestore.train.optimizers import Adam
 from tracestore.train.part_scores import Halted, PartScores, score_part
 from tracestore.train.precision import float32_layers
 from tracestore.train.ranks import Ranks
@@ -132,9 +133,7 @@ class DetectorRun:
         self.model = self.forward.model
         for layer in float32_layers(self.config.precision, self.forward.device.type):
             self.monitor.say(f"{self.config.precision}: no {layer} kernel on this processor; it runs in float32")
-        self.optimizer = torch.optim.Adam(
-            self.model.parameters(), lr=self.config.lr, weight_decay=WEIGHT_DECAY, fused=True
-        )
+        self.optimizer = Adam(self.model.parameters(), lr=self.config.lr, weight_decay=WEIGHT_DECAY, fused=True)
         self.ranks.allocate(list(self.model.parameters()))
         c = self.config
         self.feed = Feed(

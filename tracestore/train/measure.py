@@ -23,6 +23,7 @@ from tracestore.train.forward import Forward
 from tracestore.train.memory import RESERVE_BYTES, MemoryMeter, MemoryUse, memory_use
 from tracestore.train.model_config import VIEWS, ModelConfig
 from tracestore.train.oom import OOMGuard
+from tracestore.train.optimizers import Adam
 from tracestore.train.plan import (
     LATER_BATCHES,
     LATER_BYTES,
@@ -52,7 +53,7 @@ class Trial:
     ) -> None:
         model_config = ModelConfig.of_store(store, **sizes)
         self.forward = Forward(name, model_config, config)
-        optimizer = torch.optim.Adam(self.forward.model.parameters(), lr=0.0, weight_decay=1e-5, fused=True)
+        optimizer = Adam(self.forward.model.parameters(), lr=0.0, weight_decay=1e-5, fused=True)
         self.guard = OOMGuard(self.forward.model, optimizer)
         config = replace(config, batch_size=min(config.batch_size, len(indices)))
         self.feed = Feed(name, store, indices, config, model_config, Ranks(alone=True), shuffle="global")

@@ -6,15 +6,6 @@ Sizes: n traces, R resamples. Everything here is a pure function of arrays.
 from collections.abc import Callable
 
 import numpy as np
-from scipy.optimize import minimize_scalar
-from scipy.special import expit, xlogy
-from sklearn.metrics import (
-    accuracy_score,
-    average_precision_score,
-    precision_recall_fscore_support,
-    roc_auc_score,
-    roc_curve,
-)
 
 BOOTSTRAP_SAMPLES = 2000
 LEVEL = 0.95
@@ -25,12 +16,17 @@ _CHUNK_VALUES = 4 << 20
 
 def auroc(y: np.ndarray, score: np.ndarray) -> float:
     """Area under the ROC curve; NaN where there is one class only."""
-    return float(roc_auc_score(y, score)) if 0 < y.sum() < len(y) else float("nan")
+    return float(_rank_figures(y, score)[0]) if 0 < y.sum() < len(y) else float("nan")
 
 
 def auprc(y: np.ndarray, score: np.ndarray) -> float:
     """Average precision: sum over thresholds of (R_k - R_k-1) P_k; NaN where there is one class only."""
-    return float(average_precision_score(y, score)) if 0 < y.sum() < len(y) else float("nan")
+    return float(_rank_figures(y, score)[1]) if 0 < y.sum() < len(y) else float("nan")
+
+
+def _rank_figures(y: np.ndarray, score: np.ndarray) -> np.ndarray:
+    figures: np.ndarray = RankFigures(y, score).of(np.ones((1, len(y))))[0]
+    return figures
 
 
 class RankFigures:
@@ -107,10 +103,25 @@ def percentile_interval(values: np.ndarray, level: float = LEVEL) -> tuple[float
 
 def youden_threshold(y: np.ndarray, score: np.ndarray) -> float:
     """The threshold with the largest sensitivity + specificity - 1 (Youden 1950)."""
-    false_positive, true_positive, thresholds = roc_curve(y, score)
-    best = int(np.argmax(true_positive - false_positive))
+    true, false, thresholds = counts_above(y, score)
+    best = int(np.argmax(true / true[-1] - false / false[-1]))
     finite = thresholds[best]
     return float(finite if np.isfinite(finite) else np.max(score))
+
+
+def counts_above(y: np.ndarray, score: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return how many traces of each class score at least as high as each distinct score.
+
+    Returns
+    -------
+    positive, negative : (K + 1,) int64, rising from 0
+    thresholds : (K + 1,) falling, the first infinite
+    """
+    order = np.argsort(-score, kind="stable")
+    ordered, positive = score[order], np.cumsum(y[order] == 1)
+    last = np.flatnonzero(np.r_[ordered[1:] != ordered[:-1], True])
+    negative = last + 1 - positive[last]
+    return np.r_[0, positive[last]], np.r_[0, negative], np.r_[np.inf, ordered[last]]
 
 
 def at_threshold(y: np.ndarray, score: np.ndarray, threshold: float) -> dict[str, float]:
@@ -120,18 +131,19 @@ def at_threshold(y: np.ndarray, score: np.ndarray, threshold: float) -> dict[str
 
 def decision_figures(y: np.ndarray, predicted: np.ndarray) -> dict[str, float]:
     """accuracy, precision, recall and F1 of decisions (n,) bool."""
-    precision, recall, f1, _ = precision_recall_fscore_support(y, predicted, average="binary", zero_division=0)
+    hits = int((predicted & (y == 1)).sum())
+    found, wanted = int(predicted.sum()), int((y == 1).sum())
     return {
-        "accuracy": float(accuracy_score(y, predicted)),
-        "precision": float(precision),
-        "recall": float(recall),
-        "f1": float(f1),
+        "accuracy": float(np.mean(predicted == (y == 1))),
+        "precision": hits / max(1, found),
+        "recall": hits / max(1, wanted),
+        "f1": 2 * hits / max(1, found + wanted),
     }
 
 
 def probability(logit: np.ndarray, temperature: float | np.ndarray = 1.0) -> np.ndarray:
     """sigmoid(logit / temperature)."""
-    probabilities: np.ndarray = expit(logit / temperature)
+    probabilities: np.ndarray = np.exp(-np.logaddexp(0, -logit / temperature))
     return probabilities
 
 
@@ -166,9 +178,12 @@ def ece(bins: list[dict[str, float]]) -> float:
 def fit_temperature(y: np.ndarray, logit: np.ndarray) -> float:
     """The T in [0.05, 20] for which sigmoid(logit / T) has the smallest cross-entropy (Guo et
     al. 2017, section 4.2)."""
-
-    def cross_entropy(log_t: float) -> float:
-        p = np.clip(probability(logit, np.exp(log_t)), 1e-15, 1 - 1e-15)
-        return -float((xlogy(y, p) + xlogy(1 - y, 1 - p)).mean())
-
-    return float(np.exp(minimize_scalar(cross_entropy, bounds=(np.log(0.05), np.log(20)), method="bounded").x))
+    # Convex in 1 / T: the derivative with respect to it changes its sign once.
+    low, high = np.log(0.05), np.log(20)
+    for _ in range(50):
+        middle = (low + high) / 2
+        if np.mean((probability(logit, np.exp(middle)) - y) * logit) > 0:
+            low = middle
+        else:
+            high = middle
+    return float(np.exp((low + high) / 2))

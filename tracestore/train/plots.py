@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.store.fsio import whole_file
+from tracestore.train.metrics import counts_above
 
 PLOTS = ("curves.png", "roc.png", "precision_recall.png", "reliability.png")
 
@@ -59,10 +60,9 @@ def _plot_history(name: str, entry: dict[str, Any], top: Any, bottom: Any) -> No
 
 
 def _plot_roc(results: dict[str, Any], axis: Any) -> None:
-    from sklearn.metrics import roc_curve
-
     for name, entry in results["models"].items():
-        curves = [roc_curve(y, logit)[:2] for y, logit in test_scores_of(results, name)]
+        counts = [counts_above(y, logit) for y, logit in test_scores_of(results, name)]
+        curves = [(negative / negative[-1], positive / positive[-1]) for positive, negative, _ in counts]
         x, y = curves[0] if len(curves) == 1 else _mean_curve(curves)
         axis.plot(x, y, label=f"{name} ({entry['test']['auroc']:.3f})")
     axis.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
@@ -71,16 +71,18 @@ def _plot_roc(results: dict[str, Any], axis: Any) -> None:
 
 
 def _plot_precision_recall(results: dict[str, Any], axis: Any) -> None:
-    from sklearn.metrics import precision_recall_curve
-
     for name, entry in results["models"].items():
-        curves = [precision_recall_curve(y, logit)[1::-1] for y, logit in test_scores_of(results, name)]
+        curves = []
+        for y, logit in test_scores_of(results, name):
+            positive, negative, _ = counts_above(y, logit)
+            # Of no trace the precision is 1.
+            precision = np.r_[1, positive[1:] / (positive + negative)[1:]]
+            curves.append((positive / positive[-1], precision))
         if len(curves) == 1:
-            axis.step(*curves[0], where="post", label=f"{name} ({entry['test']['auprc']:.3f})")
+            # A precision holds from its recall down to the next lower one.
+            axis.step(*curves[0], where="pre", label=f"{name} ({entry['test']['auprc']:.3f})")
         else:
-            # Recall falls along the curve; the mean needs it rising.
-            mean = _mean_curve([(recall[::-1], precision[::-1]) for recall, precision in curves])
-            axis.plot(*mean, label=f"{name} ({entry['test']['auprc']:.3f})")
+            axis.plot(*_mean_curve(curves), label=f"{name} ({entry['test']['auprc']:.3f})")
     share = np.mean(np.concatenate([y for y, _ in test_scores_of(results, name)]))
     axis.axhline(share, color="grey", linewidth=0.8)
     axis.set(xlabel="recall", ylabel="precision", title="Test part", ylim=(0, 1.02))

@@ -6,14 +6,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn.linear_model import LogisticRegression
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
 
 from tracestore.data.loader import TraceLoader
 from tracestore.errors import TrainingError
 from tracestore.store.reader import TraceStore
 from tracestore.train.evaluate import evaluate_part
+from tracestore.train.logistic import fit_logistic
 from tracestore.train.metrics import auroc, fit_temperature, youden_threshold
 from tracestore.train.split import Split
 
@@ -63,14 +61,11 @@ def run_probe(store: TraceStore, split: Split, targets: np.ndarray, seed: int) -
         if not all(np.isfinite(of_part).all() for of_part in x.values()):
             by_layer.append(math.nan)
             continue
-        model = make_pipeline(
-            StandardScaler(), LogisticRegression(C=INVERSE_REGULARISATION, max_iter=1000, random_state=seed)
-        )
-        model.fit(x["train"], y["train"])
-        val = model.decision_function(x["val"])
+        model = fit_logistic(x["train"], y["train"], INVERSE_REGULARISATION)
+        val = model.logits(x["val"])
         by_layer.append(auroc(y["val"], val))
         if best is None or by_layer[-1] > best[0]:
-            best = (by_layer[-1], layer, val, model.decision_function(x["test"]))
+            best = (by_layer[-1], layer, val, model.logits(x["test"]))
     if best is None:
         raise TrainingError("the probe found no layer without NaN or infinite values; --no-probe leaves it out")
     _, layer, val, test = best

@@ -19,6 +19,7 @@ from tracestore.train.model_config import VIEWS, ModelConfig
 from tracestore.train.models import Detector, make_model
 from tracestore.train.oom import OOMGuard
 from tracestore.train.oom_errors import is_out_of_memory
+from tracestore.train.optimizers import SGD
 from tracestore.train.precision import autocast_for
 
 DETECTOR_VERSION = 4
@@ -160,9 +161,10 @@ def score_traces(
         pin_memory=device != "cpu",
         rank=0,
         world_size=1,
+        as_pyg=False,
     )
     model = detector.model.to(device)
-    guard = OOMGuard(model, torch.optim.SGD(model.parameters(), lr=0.0), on_event=on_event)
+    guard = OOMGuard(model, SGD(model.parameters(), lr=0.0), on_event=on_event)
     threshold = edge_threshold(detector.attention_threshold, detector.top_k)
     # The precision that the detector was tested in.
     autocast = autocast_for(model, detector.precision, torch.device(device))

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from tracestore.train.optimizers import SGD, Adam
 from tracestore.train.tensor_copies import TensorCopies, has_memory
 
 
@@ -103,11 +104,15 @@ class StepSnapshot:
 
 
 # Optimizers of torch whose state begins with known values.
-_KNOWN = tuple(
-    getattr(torch.optim, name)
-    for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Adadelta")
+_KNOWN = (
+    Adam,
+    SGD,
+    *(
+        getattr(torch.optim, name)
+        for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Adadelta")
+    ),
 )
-_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+_FUSED = (Adam, SGD, torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
 
 def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:

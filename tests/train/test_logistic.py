@@ -1,0 +1,30 @@
+"""The probe's logistic regression against scikit-learn's."""
+
+import numpy as np
+import pytest
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+from tracestore.train.logistic import fit_logistic
+
+
+@pytest.mark.parametrize(("n", "d", "offset"), [(70, 576, 0), (70, 576, 3000), (4500, 64, 1), (5, 3, 0), (2, 1, 0)])
+def test_its_logits_are_those_of_scikit_learn(n, d, offset):
+    rng = np.random.default_rng(n + d)
+    x = (rng.normal(size=(n, d)) * rng.lognormal(0, 2, d) + offset * rng.normal(size=d)).astype("f4")
+    x[:, -1] = 7 if d > 1 else x[:, -1]
+    y = (x[:, 0] + rng.normal(size=n) * x[:, 0].std() > np.median(x[:, 0])).astype(int)
+    y[:2] = 0, 1
+    reference = make_pipeline(StandardScaler(), LogisticRegression(C=0.01, max_iter=10_000, tol=1e-9))
+    reference.fit(x.astype("f8"), y)
+    held_out = x + rng.normal(size=x.shape).astype("f4")
+    found = fit_logistic(x, y, 0.01).logits(held_out)
+    expected = reference.decision_function(held_out.astype("f8"))
+    np.testing.assert_allclose(found, expected, atol=1e-4 * max(1, np.abs(expected).max()))
+
+
+def test_classes_that_are_told_apart_and_columns_that_are_constant():
+    x = np.array([[-1, 5], [-2, 5], [1, 5], [2, 5]], "f4")
+    found = fit_logistic(x, np.array([0, 0, 1, 1]), 1e6)
+    assert (found.logits(x) * [-1, -1, 1, 1] > 5).all() and found.weight[1] == 0

@@ -1,0 +1,19 @@
+"""Optimizers of torch that are ready at once."""
+
+import inspect
+from typing import Any
+
+import torch
+
+
+def _without_dynamo(kind: type[torch.optim.Optimizer]) -> Any:
+    """Return a subclass whose methods do not import torch._dynamo, which takes seconds: they do it to
+    tell torch.compile to leave them alone, and nothing is compiled here."""
+    names = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
+    methods = {name: inspect.unwrap(getattr(kind, name)) for name in names}
+    step = torch.no_grad()(inspect.unwrap(kind.step))
+    return type(kind.__name__, (kind,), {**methods, "step": step, "__doc__": f"torch.optim.{kind.__name__}."})
+
+
+Adam = _without_dynamo(torch.optim.Adam)
+SGD = _without_dynamo(torch.optim.SGD)
