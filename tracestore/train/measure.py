@@ -11,7 +11,6 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-import torch
 
 from tracestore.console import format_size
 from tracestore.data.epoch import trace_costs
