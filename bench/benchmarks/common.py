@@ -26,7 +26,7 @@ MILLION = 1_000_000
 SMALL = {"layers": 30, "dim": 576, "heads": 9}  # 3.2 MB a trace with every head
 LARGE = {"layers": 32, "dim": 4096, "heads": 32}  # 23 MB a trace of 60 tokens, 640 MB of 500
 # The fixtures. Pickles: traces of SMALL by suffix. Stores: layers, hidden size, traces.
-PICKLED = {".pkl": 128, ".pkl.gz": 16}
+PICKLED = {".pkl": 128, ".pkl.gz": 48}
 STORES = {"small": (30, 576, 400), "large": (32, 4096, 60)}
 
 

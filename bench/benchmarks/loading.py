@@ -27,6 +27,12 @@ def run_epoch(loader):
         del batch
 
 
+def warm_up(loader):
+    """Run epochs until the loader's buffers have their pages."""
+    for _ in range(3):
+        run_epoch(loader)
+
+
 def graph_loader(path, edges):
     return tracestore.TraceLoader(tracestore.open(path), "graph", batch_size=BATCH_SIZE, edges=edges)
 
@@ -34,8 +40,9 @@ def graph_loader(path, edges):
 def memcpy_ratios(path, edges, rounds):
     """Return the time of an epoch as a multiple of that of a memory copy, one after the other in each round."""
     loader, copy = graph_loader(path, edges), Memcpy(input_bytes(tracestore.open(path)))
-    rounds_s = [(timed(lambda: run_epoch(loader)), timed(copy)) for _ in range(rounds + 2)]
-    return [epoch / limit for epoch, limit in rounds_s[2:]]
+    warm_up(loader)
+    copy()
+    return [timed(lambda: run_epoch(loader)) / timed(copy) for _ in range(rounds)]
 
 
 class Loading(Fixtures):
@@ -47,13 +54,13 @@ class Loading(Fixtures):
     def setup(self, folder, shape, edges):
         self.path = Path(folder) / shape
         self.loader = graph_loader(self.path, edges)
-        run_epoch(self.loader)
+        warm_up(self.loader)
 
     def time_epoch(self, folder, shape, edges):
         run_epoch(self.loader)
 
     def track_limit(self, folder, shape, edges):
-        return statistics.median(memcpy_ratios(self.path, edges, 9))
+        return statistics.median(memcpy_ratios(self.path, edges, 5))
 
     track_limit.unit = "of a 2-thread memcpy's time"
 
@@ -63,7 +70,7 @@ class Sequences(Fixtures):
 
     def setup(self, folder):
         self.loader = tracestore.TraceLoader(Path(folder) / "small", "sequence", batch_size=BATCH_SIZE)
-        run_epoch(self.loader)
+        warm_up(self.loader)
 
     def time_epoch(self, folder):
         run_epoch(self.loader)
