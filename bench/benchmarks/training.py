@@ -235,7 +235,7 @@ class Shares(Fixtures):
     track_waiting_for_data.unit = "% of an epoch"
 
     def track_guard(self, folder):
-        return 100 * guard_share("lstm_solo", next(iter(SHAPES)), 50)[1]
+        return 100 * guard_share("lstm_solo", next(iter(SHAPES)), 20)[1]
 
     track_guard.unit = "% of a step"
 
