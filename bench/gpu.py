@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 
 import torch
+from benchmarks.common import ROOT
 from benchmarks.training import GRAPH_MODELS, SHAPES, Step
-from ingest import ROOT
 
 from tracestore.train.model_config import MODEL_NAMES
 

@@ -9,43 +9,19 @@ Python's gzip, as those who record traces do: what isal packs is inflated a tent
 
 import argparse
 import gzip as gzip_file
-import json
 import os
 import pickle
 import shutil
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import numpy as np
+from benchmarks.common import LARGE, ROOT, SMALL, baseline, convert, inflate, make_trace, open_source, warm
 
-ROOT = Path(__file__).resolve().parent.parent
-SMALL = {"layers": 30, "dim": 576, "heads": 9}  # 3.2 MB a trace
-LARGE = {"layers": 32, "dim": 4096, "heads": 32}  # 23 MB a trace of 60 tokens, 640 MB of 500
 PIECE_BYTES = 1 << 20
-
-
-def make_trace(k: int, tokens: int, *, layers: int, dim: int, heads: int) -> dict[str, object]:
-    """Values that look like a model's: rows of attention sum to 1, and no head repeats another,
-    which would make it quicker to inflate than any real trace."""
-    rng = np.random.default_rng(k)
-    hidden = rng.standard_normal((tokens, dim), "f4").astype("f2")
-
-    def attention() -> np.ndarray:
-        weights = np.tril(np.exp(rng.standard_normal((heads, tokens, tokens), "f4")))
-        return (weights / weights.sum(-1, keepdims=True)).astype("f2")
-
-    return {
-        "hidden_states": [np.roll(hidden, layer, axis=1) for layer in range(layers)],
-        "attentions": [attention() for _ in range(layers)],
-        "tokens": rng.integers(0, 50_000, tokens),
-        "tokens_decoded": [f" token{t}" for t in range(tokens)],
-        "generated_answer_clean": f"answer {k}",
-        "question_id": f"q{k}",
-    }
 
 
 class _Pickler(pickle._Pickler):  # type: ignore[name-defined]
@@ -73,7 +49,7 @@ class _Pickler(pickle._Pickler):  # type: ignore[name-defined]
 
 
 def write_file(path: Path, traces) -> None:
-    with gzip_file.open(path, "wb") if path.suffix == ".gz" else path.open("wb") as file:
+    with open_source(path, "wb") as file:
         _Pickler(file).dump_all(traces)
 
 
@@ -86,106 +62,6 @@ def traces_of(num_bytes: float, shape: dict[str, int], tokens: tuple[int, int], 
         k += 1
 
 
-class Peak:
-    """Largest anonymous memory of a process and its children, looked at every 10 ms."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid, self.anonymous, self.done = pid, 0, False
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-
-    def _watch(self) -> None:
-        while not self.done:
-            total = 0
-            pids, k = [self.pid], 0
-            while k < len(pids):
-                try:
-                    tasks = os.listdir(f"/proc/{pids[k]}/task")
-                    for task in tasks:
-                        text = Path(f"/proc/{pids[k]}/task/{task}/children").read_text()
-                        pids += map(int, text.split())
-                    rollup = Path(f"/proc/{pids[k]}/smaps_rollup").read_text()
-                    total += int(rollup.split("Anonymous:")[1].split()[0]) << 10
-                except (OSError, IndexError):
-                    pass
-                k += 1
-            self.anonymous = max(self.anonymous, total)
-            time.sleep(0.01)
-
-    def stop(self) -> int:
-        self.done = True
-        self._thread.join()
-        return self.anonymous
-
-
-def convert(source: Path, store: Path, *options: str, watch: bool = False) -> dict[str, float]:
-    """One conversion in a process of its own: seconds, bytes and, where it is watched (which
-    costs it time), peak memory."""
-    shutil.rmtree(store, ignore_errors=True)
-    command = [sys.executable, "-m", "tracestore.convert", source, store, "--json", *options]
-    start = time.perf_counter()
-    process = subprocess.Popen(
-        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT
-    )
-    peak = Peak(process.pid) if watch else None
-    out, _ = process.communicate()
-    whole = time.perf_counter() - start
-    assert process.returncode == 0, out
-    summary = json.loads(out)
-    return {
-        "seconds": summary["seconds"],
-        "whole": whole,
-        "bytes": summary["bytes_out"],
-        "anonymous": peak.stop() if peak else 0,
-    }
-
-
-# pickle.load, then the arrays that end in the store (for the head mean: hidden states and
-# a triangle), written and synced once: the same bytes, nothing else.
-_BASELINE = """
-import os, pickle, sys, time
-start = time.perf_counter()
-left, count = int(sys.argv[3]), 0
-fd = os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-for name in sorted(os.listdir(sys.argv[1])):
-    for trace in pickle.load(open(os.path.join(sys.argv[1], name), "rb")):
-        for array in trace["hidden_states"] + trace["attentions"]:
-            view = memoryview(array).cast("B")[:left]
-            left -= len(view)
-            while len(view):
-                view = view[os.write(fd, view):]
-os.fsync(fd)
-print(time.perf_counter() - start)
-"""
-
-
-def baseline(source: Path, target: Path, num_bytes: int) -> float:
-    done = subprocess.run(
-        [sys.executable, "-c", _BASELINE, source, target, str(num_bytes)], capture_output=True, text=True, check=True
-    )
-    target.unlink()
-    return float(done.stdout)
-
-
-_INFLATE = """
-import sys, time
-from isal import igzip_threaded
-start, total = time.perf_counter(), 0
-for name in sys.argv[1:]:
-    with igzip_threaded.open(name, "rb", threads=1, block_size=1 << 20) as file:
-        while piece := file.read(1 << 20):
-            total += len(piece)
-print(time.perf_counter() - start)
-"""
-
-
-def inflate(source: Path) -> float:
-    names = sorted(map(str, source.iterdir()))
-    return float(
-        subprocess.run([sys.executable, "-c", _INFLATE, *names], capture_output=True, text=True, check=True).stdout
-    )
-
-
 def disk_write(target: Path, num_bytes: int) -> float:
     piece, start = os.urandom(8 << 20), time.perf_counter()
     with target.open("wb", buffering=0) as file:
@@ -195,13 +71,6 @@ def disk_write(target: Path, num_bytes: int) -> float:
     seconds = time.perf_counter() - start
     target.unlink()
     return seconds * num_bytes / (-(-num_bytes // len(piece)) * len(piece))
-
-
-def warm(folder: Path) -> None:
-    for path in folder.iterdir():
-        with path.open("rb") as file:
-            while file.read(8 << 20):
-                pass
 
 
 def made(folder: Path, suffix: str, files: int, gigabytes: float) -> Path:

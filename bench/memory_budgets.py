@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from ingest import ROOT
+from benchmarks.common import ROOT
 
 FACTORS = (4.0, 2.0, 1.5, 1.25, 1.1, 1.0, 0.9, 0.8, 0.6, 0.3)
 FLAGS = {

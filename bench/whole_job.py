@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from ingest import ROOT, Peak
+from benchmarks.common import ROOT, Peak
 
 from tracestore.train.metrics import auroc
 

@@ -1,1 +1,1 @@
-"""Benchmarks in asv's form: `asv run --config bench/asv.conf.json`, or by bench/run.py."""
+"""Benchmarks for asv: `make asv`, bench/README.md. Less is better in every one of them."""

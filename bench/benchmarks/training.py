@@ -1,18 +1,15 @@
 """A training step: the fused operators against PyG one layer at a time, and the LSTM's data path.
 
-    python bench/benchmarks/training.py MODEL SHAPE fused|pyg STEPS
+    python -m benchmarks.training MODEL SHAPE fused|pyg STEPS (in bench/)
 
-is one measurement in a process of its own: it prints `ready` when batch, edges and model are
-there, then the seconds of each step after the first. `measure` runs it and samples, every
-millisecond from outside, the anonymous memory of the process above what it had at `ready`:
-activations, gradients, workspaces and the optimizer's state, not the batch.
+waits for `common.run_measured` when batch, edges and model are there, then prints the seconds of
+each step after the first. What is added to memory is activations, gradients, workspaces and the
+optimizer's state, not the batch.
 """
 
 import argparse
 import functools
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -26,6 +23,8 @@ from tracestore.train.model_config import ModelConfig
 from tracestore.train.models import detector_loss, make_model
 from tracestore.train.oom import OOMGuard
 from tracestore.train.snapshot import seed_step
+
+from .common import Fixtures, run_measured, wait_for_start
 
 # B traces, L layers, D columns, tokens from .. to, share of the pairs (top-k) or threshold.
 SHAPES = {
@@ -99,47 +98,19 @@ class Step:
         return time.perf_counter() - began
 
 
-def _anonymous_bytes(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
 def measure(model: str, shape: str, kind: str, steps: int) -> tuple[float, int]:
-    """Median seconds of a step, and the peak of anonymous memory above the baseline in bytes."""
-    command = [sys.executable, __file__, model, shape, kind, str(steps)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None and process.stdout is not None
-        if process.stdout.readline() != "ready\n":
-            raise RuntimeError(f"{command} failed")
-        baseline = peak = _anonymous_bytes(process.pid)
-        process.stdin.write("go\n")
-        process.stdin.flush()
-        while process.poll() is None:
-            peak = max(peak, _anonymous_bytes(process.pid))
-            time.sleep(0.001)
-        seconds = [float(line) for line in process.stdout]
-    if process.returncode != 0:
-        raise RuntimeError(f"{command} failed")
-    return statistics.median(seconds), peak - baseline
+    """Return the median seconds of a step, and the peak of anonymous memory above the batch in bytes."""
+    lines, peak = run_measured("training", model, shape, kind, steps)
+    return statistics.median(map(float, lines)), peak
 
 
-def compare(model: str, shape: str, fused_steps: int, pyg_steps: int) -> str:
-    """Fused and PyG one after the other, each in its own process."""
-    (fused, small), (pyg, large) = measure(model, shape, "fused", fused_steps), measure(model, shape, "pyg", pyg_steps)
-    return (
-        f"{model} step, {shape}, batch of {SHAPES[shape][0]}: fused {fused:.3f} s and {small / 2**20:,.0f} MiB, PyG layer "
-        f"by layer {pyg:.2f} s and {large / 2**20:,.0f} MiB; {pyg / fused:.1f} times as fast in 1/{large / small:.0f} "
-        "of the memory"
-    )
+def guard_share(model: str, shape: str, steps: int, fused: bool = True) -> tuple[float, float]:
+    """Return what the guard adds to a step, in seconds and as a share of the step.
 
-
-def guard_share(model: str, shape: str, steps: int, fused: bool = True) -> str:
-    """What the guard adds to a step. Of steps with it and without it, in turn, the time beside
-    the forward and backward pass and the optimizer is taken; the difference is the guard's. Both
-    seed each step, as training does.
-    `fused` optimizers need no snapshot, others do."""
+    Of steps with it and without it, in turn, the time beside the forward and backward pass and the
+    optimizer is taken; the difference is the guard's. Both seed each step, as training does.
+    `fused` optimizers need no snapshot, others do.
+    """
     torch.set_num_threads(THREADS)
     step = Step(model, shape, "fused")
     optimizer = torch.optim.Adam(step.model.parameters(), fused=fused)
@@ -184,59 +155,89 @@ def guard_share(model: str, shape: str, steps: int, fused: bool = True) -> str:
                 beside[name].append(whole[-1] - inside)
     finally:
         torch.Tensor.backward = backward
-    kind = "fused Adam" if fused else "Adam with a snapshot"
     added = statistics.median(beside["guard"][1:]) - statistics.median(beside["plain"][1:])
-    share = added / statistics.median(whole[2:])
-    return f"{model} step, {shape}, {kind}: the guard adds {added * 1e6:,.0f} us, {share:.3%}"
+    return added, added / statistics.median(whole[2:])
 
 
-def lstm_data_share(store_path: Path, epochs: int = 3) -> str:
-    """lstm_solo trained from a store: what waiting for batches takes of the time."""
+def lstm_data_share(store_path: Path, epochs: int = 3) -> float:
+    """Train lstm_solo from a store. Return the share of an epoch that waits for batches."""
+    torch.set_num_threads(THREADS)
     with tracestore.open(store_path) as store:
-        config = ModelConfig(store.num_layers, store.hidden_dim)
         loader = tracestore.TraceLoader(store, "sequence", batch_size=16, num_threads=1)
-        model = make_model("lstm_solo", config)
+        model = make_model("lstm_solo", ModelConfig(store.num_layers, store.hidden_dim))
         optimizer = torch.optim.Adam(model.parameters(), fused=True)
-        steps, shares = [], []
+        shares, step = [], 0
         for _ in range(epochs + 1):
             waited, began, batches = 0.0, time.perf_counter(), iter(loader)
             while True:
                 asked = time.perf_counter()
                 batch = next(batches, None)
-                got = time.perf_counter()
-                waited += got - asked
+                waited += time.perf_counter() - asked
                 if batch is None:
                     break
                 optimizer.zero_grad(set_to_none=True)
-                masks = TraceMasks(len(steps), 0, len(batch.y))
+                masks = TraceMasks(step, 0, len(batch.y))
                 detector_loss(model(batch.sequences, masks), batch.y, 0.01).backward()
                 optimizer.step()
-                steps.append(time.perf_counter() - got)
+                step += 1
             shares.append(waited / (time.perf_counter() - began))
-    return (
-        f"lstm_solo, L={config.num_layers} D={config.hidden_dim}, batch of 16: step {statistics.median(steps) * 1e3:.1f} ms; "
-        f"waiting for data {statistics.median(shares[1:]):.1%} of an epoch"
-    )
+    return statistics.median(shares[1:])
 
 
-class Training:
-    """Steps of the detectors, fused."""
+class Steps:
+    """Training steps of the detectors with the fused operators."""
 
-    params = (["lstm_solo", *GRAPH_MODELS], list(SHAPES))
+    params = (["lstm_solo", *GRAPH_MODELS], list(SHAPES)[:2])
     param_names = ("model", "shape")
     timeout = 600
 
     def setup(self, model, shape):
+        torch.set_num_threads(THREADS)
         self.step = Step(model, shape, "fused")
         self.step()
 
     def time_step(self, model, shape):
         self.step()
 
-    def track_memory(self, model, shape):
-        return measure(model, shape, "fused", 3)[1]
 
-    track_memory.unit = "bytes above the batch"
+class StepsLimit:
+    """The same mathematics by PyG, one layer at a time."""
+
+    params = (list(GRAPH_MODELS), list(SHAPES)[:1])
+    param_names = ("model", "shape")
+    timeout = 600
+
+    def track_limit(self, model, shape):
+        fused, pyg = measure(model, shape, "fused", 5)[0], measure(model, shape, "pyg", 1)[0]
+        return 100 * fused / pyg
+
+    track_limit.unit = "% of PyG's time"
+
+
+class OtherShapes(StepsLimit):
+    """Takes minutes: `make asv` leaves it out."""
+
+    params = (["gnn_det_lstm"], list(SHAPES)[1:])
+
+    def track_memory_limit(self, model, shape):
+        fused, pyg = measure(model, shape, "fused", 5)[1], measure(model, shape, "pyg", 1)[1]
+        return 100 * fused / pyg
+
+    track_memory_limit.unit = "% of PyG's memory"
+
+
+class Shares(Fixtures):
+    """What a step of lstm_solo, the shortest there is, spends on other things than the step."""
+
+    def track_waiting_for_data(self, folder):
+        return 100 * lstm_data_share(Path(folder) / "small")
+
+    track_waiting_for_data.unit = "% of an epoch"
+
+    def track_guard(self, folder):
+        return 100 * guard_share("lstm_solo", next(iter(SHAPES)), 20)[1]
+
+    track_guard.unit = "% of a step"
 
 
 def main() -> None:
@@ -248,8 +249,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(THREADS)
     step = Step(args.model, args.shape, args.kind)
-    print("ready", flush=True)
-    sys.stdin.readline()
+    wait_for_start()
     step()
     for _ in range(args.steps):
         print(step())

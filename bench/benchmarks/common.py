@@ -1,0 +1,289 @@
+"""Clocks, memory sampling, limits and fixtures that the benchmarks and the scripts in bench/ share."""
+
+import gzip
+import json
+import os
+import pickle
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+import tracestore
+
+BENCH = Path(__file__).resolve().parent.parent
+ROOT = BENCH.parent
+BATCH_SIZE = 16
+MILLION = 1_000_000
+# Layers, hidden size, heads.
+SMALL = {"layers": 30, "dim": 576, "heads": 9}  # 3.2 MB a trace with every head
+LARGE = {"layers": 32, "dim": 4096, "heads": 32}  # 23 MB a trace of 60 tokens, 640 MB of 500
+# The fixtures. Pickles: traces of SMALL by suffix. Stores: layers, hidden size, traces.
+PICKLED = {".pkl": 128, ".pkl.gz": 48}
+STORES = {"small": (30, 576, 400), "large": (32, 4096, 60)}
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Return the seconds that one call of `work` takes."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def median_seconds(work: Callable[[], object], repeats: int = 9) -> float:
+    """Return the median of the seconds that `repeats` calls of `work` take."""
+    return statistics.median(timed(work) for _ in range(repeats))
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Return the resident anonymous memory of a process. A process that has ended has none."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("RssAnon:")), 0)
+
+
+def process_tree(pid: int) -> Iterator[int]:
+    """Yield `pid` and the ids of its descendants."""
+    yield pid
+    try:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
+                yield from process_tree(int(child))
+    except OSError:
+        return
+
+
+class Peak:
+    """Sample the anonymous memory of a process and its descendants from outside, until `stop`."""
+
+    def __init__(self, pid: int, interval_s: float = 0.01) -> None:
+        self.pid, self.interval_s = pid, interval_s
+        self.anonymous = 0
+        self._sample()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+
+    def _sample(self) -> None:
+        self.anonymous = max(self.anonymous, sum(map(anonymous_bytes, process_tree(self.pid))))
+
+    def _watch(self) -> None:
+        while not self._done.wait(self.interval_s):
+            self._sample()
+
+    def stop(self) -> int:
+        """Return the largest sample in bytes."""
+        self._done.set()
+        self._thread.join()
+        return self.anonymous
+
+
+def run_measured(module: str, *args: object) -> tuple[list[str], int]:
+    """Run a module of this package in a process of its own.
+
+    The module prepares what is not measured and calls `wait_for_start`.
+
+    Returns
+    -------
+    lines : list of str
+        What the module printed afterwards.
+    peak_bytes : int
+        Largest anonymous memory of the process and its children, above what the process had at
+        `wait_for_start`. Sampled every millisecond.
+    """
+    command = [sys.executable, "-m", f"benchmarks.{module}", *map(str, args)]
+    # Not in the checkout: `python -m` would import its tracestore in place of the installed one.
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=BENCH) as process:
+        assert process.stdout is not None
+        if process.stdout.readline() != "ready\n":
+            raise RuntimeError(f"{command} failed")
+        baseline = anonymous_bytes(process.pid)
+        peak = Peak(process.pid, 0.001)
+        out, _ = process.communicate("go\n")
+        peak_bytes = peak.stop() - baseline
+    if process.returncode != 0:
+        raise RuntimeError(f"{command} failed")
+    return out.splitlines(), peak_bytes
+
+
+def wait_for_start() -> None:
+    """Tell `run_measured` that everything is prepared, and wait for it to begin measuring."""
+    print("ready", flush=True)
+    sys.stdin.readline()
+
+
+class Memcpy:
+    """Two threads that copy num_bytes; the pages were touched before."""
+
+    def __init__(self, num_bytes: int, threads: int = 2) -> None:
+        part = num_bytes // threads
+        self.pairs = [(np.ones(part, "u1"), np.ones(part, "u1")) for _ in range(threads)]
+
+    def __call__(self) -> None:
+        threads = [threading.Thread(target=np.copyto, args=p) for p in self.pairs]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+
+
+def make_trace(k: int, tokens: int, *, layers: int, dim: int, heads: int) -> dict[str, object]:
+    """Return trace k with values like a model's: rows of attention sum to 1, and no head repeats
+    another, which would make it faster to inflate than any real trace."""
+    rng = np.random.default_rng(k)
+    hidden = rng.standard_normal((tokens, dim), "f4").astype("f2")
+
+    def attention() -> np.ndarray:
+        weights = np.tril(np.exp(rng.standard_normal((heads, tokens, tokens), "f4")))
+        return (weights / weights.sum(-1, keepdims=True)).astype("f2")
+
+    return {
+        "hidden_states": [np.roll(hidden, layer, axis=1) for layer in range(layers)],
+        "attentions": [attention() for _ in range(layers)],
+        "tokens": rng.integers(0, 50_000, tokens),
+        "tokens_decoded": [f" token{t}" for t in range(tokens)],
+        "generated_answer_clean": f"answer {k}",
+        "question_id": f"q{k}",
+    }
+
+
+def open_source(path: Path, mode: str) -> IO[bytes]:
+    """Open a pickle, packed by Python's gzip where it ends with .gz."""
+    return gzip.open(path, mode) if path.suffix == ".gz" else path.open(mode)
+
+
+def convert(source: Path, store: Path, *options: str, watch: bool = False) -> dict[str, float]:
+    """Run one conversion in a process of its own.
+
+    Returns
+    -------
+    dict
+        `seconds` of the conversion, `bytes` of the store and, with `watch` (which takes processor
+        time), `anonymous`, the peak of anonymous memory in bytes.
+    """
+    shutil.rmtree(store, ignore_errors=True)
+    command = [sys.executable, "-m", "tracestore.convert", str(source), str(store), "--json", *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    peak = Peak(process.pid) if watch else None
+    out, _ = process.communicate()
+    anonymous = peak.stop() if peak else 0
+    if process.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)}: exit {process.returncode}")
+    summary = json.loads(out)
+    return {"seconds": summary["seconds"], "bytes": summary["bytes_out"], "anonymous": anonymous}
+
+
+# pickle.load, then the arrays that end in the store (for the head mean: hidden states and
+# a triangle), written and synced once: the same bytes, nothing else.
+_BASELINE = """
+import os, pickle, sys, time
+start = time.perf_counter()
+left, count = int(sys.argv[3]), 0
+fd = os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+for name in sorted(os.listdir(sys.argv[1])):
+    for trace in pickle.load(open(os.path.join(sys.argv[1], name), "rb")):
+        for array in trace["hidden_states"] + trace["attentions"]:
+            view = memoryview(array).cast("B")[:left]
+            left -= len(view)
+            while len(view):
+                view = view[os.write(fd, view):]
+os.fsync(fd)
+print(time.perf_counter() - start)
+"""
+
+
+def baseline(source: Path, target: Path, num_bytes: int) -> float:
+    done = subprocess.run(
+        [sys.executable, "-c", _BASELINE, source, target, str(num_bytes)], capture_output=True, text=True, check=True
+    )
+    target.unlink()
+    return float(done.stdout)
+
+
+_INFLATE = """
+import sys, time
+from isal import igzip_threaded
+start, total = time.perf_counter(), 0
+for name in sys.argv[1:]:
+    with igzip_threaded.open(name, "rb", threads=1, block_size=1 << 20) as file:
+        while piece := file.read(1 << 20):
+            total += len(piece)
+print(time.perf_counter() - start)
+"""
+
+
+def inflate(source: Path) -> float:
+    names = sorted(map(str, source.iterdir()))
+    return float(
+        subprocess.run([sys.executable, "-c", _INFLATE, *names], capture_output=True, text=True, check=True).stdout
+    )
+
+
+def warm(folder: Path) -> None:
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            while file.read(8 << 20):
+                pass
+
+
+def make_store(path: Path, layers: int, dim: int, count: int) -> None:
+    """Write a store of traces of 30 to 70 tokens in float16: one head, every causal weight positive."""
+    rng = np.random.default_rng(0)
+    base = rng.standard_normal((layers, 70, dim), "f4").astype("f2")
+    with tracestore.create(path) as writer:
+        for k in range(count):
+            tokens = int(rng.integers(30, 71))
+            square = np.tril(rng.random((layers, 1, tokens, tokens), "f4") + 1e-3)
+            writer.append(
+                {
+                    "hidden_states": list(np.roll(base[:, :tokens], k, axis=2)),
+                    "attentions": list((square / square.sum(-1, keepdims=True)).astype("f2")),
+                    "tokens": np.arange(tokens),
+                    "tokens_decoded": [""] * tokens,
+                    "generated_answer_clean": "",
+                    "question_id": f"q{k}",
+                },
+                score=k % 2,
+            )
+
+
+def pickle_dir(folder: str | Path, suffix: str) -> Path:
+    """Return where the fixtures have the pickles of one suffix."""
+    return Path(folder) / f"pickles{suffix}"
+
+
+def make_million(path: Path) -> None:
+    """Write the index of a million traces in 2,000 segments, without their data."""
+    sys.path.insert(0, str(ROOT))  # tracestore itself has been imported
+    from tests.store.synthetic import make_index_only_store
+
+    make_index_only_store(path, MILLION, num_segments=2000, num_parts=11)
+
+
+class Fixtures:
+    """What asv makes once for all benchmarks. asv calls `setup_cache` in an empty folder, gives each
+    benchmark the folder's path, and removes the folder after the last benchmark."""
+
+    timeout = 600
+
+    def setup_cache(self) -> str:
+        folder = Path.cwd()
+        rng = np.random.default_rng(0)
+        traces = [make_trace(k, int(rng.integers(30, 71)), **SMALL) for k in range(max(PICKLED.values()))]
+        for suffix, count in PICKLED.items():
+            pickle_dir(folder, suffix).mkdir()
+            with open_source(pickle_dir(folder, suffix) / f"traces{suffix}", "wb") as file:
+                pickle.dump(traces[:count], file, 4)
+        for name, shape in STORES.items():
+            make_store(folder / name, *shape)
+        make_million(folder / "million")
+        return str(folder)

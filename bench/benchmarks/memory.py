@@ -1,0 +1,42 @@
+"""Peaks of anonymous memory, each in a process of its own, above what the process had after its imports."""
+
+from pathlib import Path
+
+from .common import PICKLED, Fixtures, convert, pickle_dir, run_measured
+from .training import GRAPH_MODELS, SHAPES, measure
+
+MODELS = ("lstm_solo", *GRAPH_MODELS)
+
+
+class Memory(Fixtures):
+    """What tracestore takes next to what loading the pickles takes: 128 traces of L=30 D=576 H=9, and
+    steps on a batch of 16 of that shape, above the batch. Mapped files are not counted."""
+
+    params = (
+        [
+            *(f"pickle.load of {count} traces, {suffix}" for suffix, count in PICKLED.items()),
+            *(f"conversion, {suffix}" for suffix in PICKLED),
+            "loading, coo",
+            "loading, packed",
+            *(f"step, {model}" for model in MODELS),
+            "step, gnn_det_lstm by PyG",
+        ],
+    )
+    param_names = ("what",)
+
+    def track_peak(self, folder, what):
+        kind, _, case = what.partition(", ")
+        store = Path(folder) / "out.zarr"
+        if kind == "step":
+            model, _, pyg = case.partition(" by ")
+            peak = measure(model, next(iter(SHAPES)), "pyg" if pyg else "fused", 1)[1]
+        elif kind == "loading":
+            convert(pickle_dir(folder, ".pkl"), store)
+            peak = run_measured("loading", store, case)[1]
+        elif kind == "conversion":
+            peak = run_measured("conversion", "convert", pickle_dir(folder, case), store)[1]
+        else:
+            peak = run_measured("conversion", "load", pickle_dir(folder, case))[1]
+        return peak / 2**20
+
+    track_peak.unit = "MiB"

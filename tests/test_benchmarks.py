@@ -1,0 +1,61 @@
+"""The benchmarks are found by asv, have units, and measure anonymous memory. They run in `make asv`."""
+
+import importlib
+import inspect
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers import ROOT
+
+BENCH = ROOT / "bench"
+MODULES = ("conversion", "loading", "memory", "scale", "training")
+
+
+@pytest.fixture
+def benchmarks(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    return [importlib.import_module(f"benchmarks.{name}") for name in MODULES]
+
+
+def test_every_tracked_value_has_a_unit(benchmarks):
+    found = 0
+    for module in benchmarks:
+        for _, cls in inspect.getmembers(module, inspect.isclass):
+            for name, function in inspect.getmembers(cls, inspect.isfunction):
+                if name.startswith("track_"):
+                    assert function.unit, f"{module.__name__}.{cls.__name__}.{name}"
+                    found += 1
+                assert not name.startswith(("peakmem_", "mem_")), "counts mapped files"
+    assert found > 8
+
+
+def test_peak_counts_touched_memory_of_children(benchmarks):
+    from benchmarks.common import Peak
+
+    code = "import sys; a = bytearray(b'x') * (64 << 20); print('there', flush=True); sys.stdin.readline()"
+    shell = ["sh", "-c", f'"{sys.executable}" -c "{code}"; true']
+    with subprocess.Popen(shell, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "there\n"
+        peak = Peak(process.pid)
+        process.communicate("\n")
+        assert 64 << 20 <= peak.stop() < 128 << 20
+
+
+def test_asv_leaves_everything_in_build():
+    config = json.loads((BENCH / "asv.conf.json").read_text())
+    assert config["benchmark_dir"] == "benchmarks"
+    for name in ("env_dir", "results_dir", "html_dir"):
+        assert config[name].startswith("../build/asv/")
+
+
+def test_the_readme_lists_every_script_and_benchmark(benchmarks):
+    text = (BENCH / "README.md").read_text(encoding="utf-8")
+    for path in sorted(BENCH.glob("*.py")):
+        assert f"| {path.name} |" in text
+    for module in benchmarks:
+        for cls_name, cls in inspect.getmembers(module, inspect.isclass):
+            if cls.__module__ == module.__name__ and any(n.startswith(("track_", "time_")) for n in dir(cls)):
+                assert cls_name in text
