@@ -1,4 +1,4 @@
-"""What `pip install` gives somebody: built from the sdist, in an environment with nothing else in it."""
+"""The sdist and the wheel: what they hold, and that the wheel works in an empty environment without a compiler."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What a release and the workflows rest on: one version, make targets that exist, Pythons named alike."""
+"""Releases and workflows: one version, existing make targets, the same Python versions everywhere."""
 
 import re
 import shutil
