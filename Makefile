@@ -190,7 +190,7 @@ $(WHEEL)/built: sdist
 	tar -xzf dist/*.tar.gz --strip-components=1 -C $(WHEEL)/source
 	$(WHEEL_VENV)/bin/python -m build --wheel --outdir $(WHEEL) $(WHEEL)/source
 ifeq ($(shell uname -s),Linux)
-	PATH="$(CURDIR)/$(WHEEL_VENV)/bin:$$PATH" $(WHEEL_VENV)/bin/auditwheel repair --wheel-dir dist $(WHEEL)/*.whl
+	PATH="$(CURDIR)/$(WHEEL_VENV)/bin:$$PATH" $(WHEEL_VENV)/bin/auditwheel repair --strip --wheel-dir dist $(WHEEL)/*.whl
 else
 	cp $(WHEEL)/*.whl dist
 endif
