@@ -134,8 +134,7 @@ static inline __m128 to_odd_floats(__m256d values)
 }
 
 /* ts_mean_rows of eight float16 columns, of which a mean of finite ones is finite. 0 where
- * one is NaN: which of several NaN it keeps is left to the portable path, so that every
- * processor keeps the same one. */
+ * one is NaN, which is left to the portable path. */
 TS_TARGET_V3
 static inline int mean_of_eight(const ts_u16 *in, size_t H, size_t stride, uint16_t *out)
 {
@@ -225,7 +224,8 @@ int ts_mean_rows_portable(const void *in, enum ts_dtype dtype, size_t H, size_t 
             uint16_t half = ts_f64_to_f16(mean);
             if ((half & 0x7fffu) == 0x7c00u && isfinite(mean))
                 return TS_ERR_RANGE;
-            out[begin + j] = half;
+            /* One NaN: its sign and payload are the processor's own. */
+            out[begin + j] = isnan(mean) ? 0x7e00u : half;
         }
     }
     return TS_OK;
