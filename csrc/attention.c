@@ -11,10 +11,8 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#define TARGET_V4 __attribute__((target("avx512f,avx512vl,avx512dq,avx512bw")))
-
 /* Whether one float16 matrix is causal. */
-TARGET_V4 static int is_causal_f16_v4(const ts_u16 *in, size_t S)
+TS_TARGET_V4 static int is_causal_f16_v4(const ts_u16 *in, size_t S)
 {
     __m512i any = _mm512_setzero_si512();
     for (size_t i = 0; i + 1 < S; i++) {
@@ -120,7 +118,7 @@ static void add_row(const void *row, enum ts_dtype dtype, size_t n, float *scrat
 
 #if defined(__x86_64__)
 /* Four doubles as float32, rounded to odd: rounded once more, to float16, that is one rounding. */
-__attribute__((target("avx2,f16c")))
+TS_TARGET_V3
 static inline __m128 to_odd_floats(__m256d values)
 {
     const __m256d magnitude = _mm256_castsi256_pd(_mm256_set1_epi64x(0x7fffffffffffffffll));
@@ -136,9 +134,8 @@ static inline __m128 to_odd_floats(__m256d values)
 }
 
 /* ts_mean_rows of eight float16 columns, of which a mean of finite ones is finite. 0 where
- * one is NaN: which of several NaN it keeps is left to the portable path, so that every
- * processor keeps the same one. */
-__attribute__((target("avx2,f16c")))
+ * one is NaN, which is left to the portable path. */
+TS_TARGET_V3
 static inline int mean_of_eight(const ts_u16 *in, size_t H, size_t stride, uint16_t *out)
 {
     __m256d low = _mm256_setzero_pd(), high = low, heads = _mm256_set1_pd((double)H);
@@ -153,7 +150,7 @@ static inline int mean_of_eight(const ts_u16 *in, size_t H, size_t stride, uint1
 }
 
 /* n >= 8; the last eight columns may overlap the ones before. 0 as above. */
-__attribute__((target("avx2,f16c")))
+TS_TARGET_V3
 static int mean_rows_f16_avx2(const ts_u16 *in, size_t H, size_t stride, size_t n, uint16_t *out)
 {
     int is_done = mean_of_eight(in + n - 8, H, stride, out + n - 8);
@@ -163,7 +160,7 @@ static int mean_rows_f16_avx2(const ts_u16 *in, size_t H, size_t stride, size_t 
 }
 
 /* Eight doubles as float32, rounded to odd. */
-TARGET_V4 static inline __m256 to_odd_floats_v4(__m512d values)
+TS_TARGET_V4 static inline __m256 to_odd_floats_v4(__m512d values)
 {
     __m256 cut = _mm512_cvt_roundpd_ps(values, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
     __mmask8 inexact = _mm512_cmp_pd_mask(_mm512_cvtps_pd(cut), values, _CMP_NEQ_OQ); /* not of NaN */
@@ -172,7 +169,7 @@ TARGET_V4 static inline __m256 to_odd_floats_v4(__m512d values)
 }
 
 /* As above, sixteen columns at a time, of any n. */
-TARGET_V4 static int mean_rows_f16_v4(const ts_u16 *in, size_t H, size_t stride, size_t n, uint16_t *out)
+TS_TARGET_V4 static int mean_rows_f16_v4(const ts_u16 *in, size_t H, size_t stride, size_t n, uint16_t *out)
 {
     __m512d heads = _mm512_set1_pd((double)H);
     __mmask16 nan = 0;
@@ -227,7 +224,8 @@ int ts_mean_rows_portable(const void *in, enum ts_dtype dtype, size_t H, size_t 
             uint16_t half = ts_f64_to_f16(mean);
             if ((half & 0x7fffu) == 0x7c00u && isfinite(mean))
                 return TS_ERR_RANGE;
-            out[begin + j] = half;
+            /* One NaN: its sign and payload are the processor's own. */
+            out[begin + j] = isnan(mean) ? 0x7e00u : half;
         }
     }
     return TS_OK;

@@ -23,7 +23,7 @@ void ts_unpack_triangle(const void *in, size_t itemsize, size_t count, size_t S,
 
 /* Mean over H rows of n values, row h starting at element h * stride, as float16.
  * Sums are taken in float64 (exact for float16 input in [0, 1]) and rounded
- * once. TS_ERR_RANGE if a finite mean is beyond float16. */
+ * once. A mean that is NaN is 0x7e00. TS_ERR_RANGE if a finite mean is beyond float16. */
 int ts_mean_rows(const void *in, enum ts_dtype dtype, size_t H, size_t stride, size_t n, uint16_t *out);
 
 /* Its portable twin, for tests. */

@@ -3,6 +3,8 @@
 #include <stdint.h>
 #include <sys/mman.h>
 
+#include "platform.h"
+
 #define SMALL ((size_t)64 << 10)
 #define HUGE_PAGE ((size_t)2 << 20)
 
@@ -25,9 +27,7 @@ void *ts_block_alloc(size_t bytes)
         munmap(base, head);
     if (slack != head)
         munmap(base + head + size, slack - head);
-#ifdef MADV_HUGEPAGE
-    madvise(base + head, size, MADV_HUGEPAGE); /* a wish: without it only more faults */
-#endif
+    ts_advise_huge(base + head, size);
     return base + head;
 }
 

@@ -91,7 +91,9 @@ uint32_t ts_crc32c_portable(uint32_t crc, const void *data, size_t n)
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#define FOLDING "sse4.2,pclmul,avx512f,avx512vl,vpclmulqdq"
+/* Clang does not take crc32 for a part of SSE4.2. */
+#define WITH_CRC32 "sse4.2,crc32"
+#define FOLDING WITH_CRC32 ",pclmul,avx512f,avx512vl,vpclmulqdq"
 
 __attribute__((target(FOLDING)))
 static inline __m512i fold(__m512i a, __m512i by, __m512i b)
@@ -129,7 +131,7 @@ static uint32_t crc32c_folded(uint32_t c, const unsigned char *p, size_t n)
 }
 
 /* The same of any n. */
-__attribute__((target("sse4.2")))
+__attribute__((target(WITH_CRC32)))
 static uint32_t crc32c_sse42(uint32_t state_before, const unsigned char *p, size_t n)
 {
     uint64_t c = state_before;

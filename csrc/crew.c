@@ -6,6 +6,8 @@
 #include <stdlib.h>
 #include <time.h>
 
+#include "platform.h"
+
 #define MAX_THREADS 256
 
 enum { IDLE, QUEUED, RUNNING, DONE };
@@ -48,13 +50,9 @@ struct ts_crew *ts_crew_start(int num_threads)
     struct ts_crew *crew = calloc(1, sizeof *crew);
     if (crew == NULL)
         return NULL;
-    pthread_condattr_t monotonic;
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
     pthread_mutex_init(&crew->lock, NULL);
     pthread_cond_init(&crew->work, NULL);
-    pthread_cond_init(&crew->done, &monotonic);
-    pthread_condattr_destroy(&monotonic);
+    ts_condition_init(&crew->done);
     crew->last = &crew->first;
     sigset_t all, before;
     sigfillset(&all);
@@ -90,7 +88,7 @@ void ts_crew_submit(struct ts_crew *crew, struct ts_job *job)
 int ts_crew_wait(struct ts_crew *crew, struct ts_job *job, int64_t timeout_ms)
 {
     struct timespec until;
-    clock_gettime(CLOCK_MONOTONIC, &until);
+    clock_gettime(TS_CONDITION_CLOCK, &until);
     until.tv_sec += timeout_ms / 1000;
     until.tv_nsec += timeout_ms % 1000 * 1000000;
     if (until.tv_nsec >= 1000000000) {

@@ -15,23 +15,20 @@
 #define STAGE (4 * BLOCK)             /* edges held back until they are streamed out */
 #define TABLE_TOKENS 1024             /* above it rows are long, and no table is needed */
 
+#define TARGET
+#define LEVEL 2
 #define NAME(stem) stem##_v2
 #include "gather_kernels.h"
-#undef NAME
 #if defined(__x86_64__)
 #include <immintrin.h>
-#pragma GCC push_options
-#pragma GCC target("avx2")
+#define TARGET TS_TARGET_V3
+#define LEVEL 3
 #define NAME(stem) stem##_v3
 #include "gather_kernels.h"
-#undef NAME
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx2,avx512f,avx512vl,avx512dq,avx512bw,prefer-vector-width=512")
+#define TARGET TS_TARGET_V4
+#define LEVEL 4
 #define NAME(stem) stem##_v4
 #include "gather_kernels.h"
-#undef NAME
-#pragma GCC pop_options
 #endif
 
 struct kernels {

@@ -1,7 +1,3 @@
-/* Products and sums in one rounding where the processor has it. */
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC optimize("fp-contract=fast")
-#endif
 #include "gine.h"
 
 #include <string.h>
@@ -117,13 +113,60 @@ static void load_weights(const struct ts_gine *g, size_t first, size_t n, double
 
 #define JOIN_(a, b) a##b
 #define JOIN(a, b) JOIN_(a, b)
+#define INLINE static inline __attribute__((always_inline))
 #if defined(__x86_64__)
 #include <immintrin.h>
+#endif
 
-#define TARGET_V3 __attribute__((target("avx2,fma")))
-#define TARGET_V4 __attribute__((target("avx512f,avx512vl,avx512dq,avx2,fma,prefer-vector-width=512")))
-#define INLINE_V4 TARGET_V4 static inline __attribute__((always_inline))
+/* A product and a sum are rounded once, together, at every level: so all of them, and all
+ * compilers, give the same bits. */
+typedef float vector_v2_f32 __attribute__((vector_size(16)));
+typedef double vector_v2_f64 __attribute__((vector_size(16)));
 
+#if defined(__x86_64__) && !defined(__FMA__)
+/* Two lanes. The product is exact in float64. The sum is rounded to odd there: one step towards
+ * zero where it was rounded away from it, and odd unless it is exact. Then the rounding to float32
+ * is the only one (Boldo and Melquiond, Emulation of FMA and Correctly Rounded Sums, 2008). */
+INLINE __m128 fma_wide(__m128 a, __m128 b, __m128 c)
+{
+    __m128d product = _mm_mul_pd(_mm_cvtps_pd(a), _mm_cvtps_pd(b)), term = _mm_cvtps_pd(c);
+    __m128d sum = product + term, part = sum - product;
+    __m128d error = (product - (sum - part)) + (term - part); /* exact; NaN of a sum that is not finite */
+    __m128d outward = _mm_xor_pd(error, _mm_and_pd(sum, _mm_set1_pd(-0.0)));
+    __m128i beyond = _mm_castpd_si128(_mm_cmplt_pd(outward, _mm_setzero_pd()));
+    __m128i within = _mm_castpd_si128(_mm_cmpgt_pd(outward, _mm_setzero_pd()));
+    __m128i odd = _mm_and_si128(_mm_or_si128(beyond, within), _mm_set1_epi64x(1));
+    return _mm_cvtpd_ps(_mm_castsi128_pd(_mm_or_si128(_mm_add_epi64(_mm_castpd_si128(sum), beyond), odd)));
+}
+
+INLINE vector_v2_f32 fma_v2_f32(vector_v2_f32 a, vector_v2_f32 b, vector_v2_f32 c)
+{
+    return _mm_movelh_ps(fma_wide(a, b, c), fma_wide(_mm_movehl_ps(a, a), _mm_movehl_ps(b, b), _mm_movehl_ps(c, c)));
+}
+#else
+INLINE vector_v2_f32 fma_v2_f32(vector_v2_f32 a, vector_v2_f32 b, vector_v2_f32 c)
+{
+    for (int i = 0; i < 4; i++)
+        c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+}
+#endif
+
+INLINE vector_v2_f64 fma_v2_f64(vector_v2_f64 a, vector_v2_f64 b, vector_v2_f64 c)
+{
+    for (int i = 0; i < 2; i++)
+        c[i] = __builtin_fma(a[i], b[i], c[i]);
+    return c;
+}
+
+#if defined(__x86_64__)
+#define INLINE_V3 TS_TARGET_V3 INLINE
+#define INLINE_V4 TS_TARGET_V4 INLINE
+
+INLINE_V3 __m256 fma_v3_f32(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE_V3 __m256d fma_v3_f64(__m256d a, __m256d b, __m256d c) { return _mm256_fmadd_pd(a, b, c); }
+INLINE_V4 __m512 fma_v4_f32(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE_V4 __m512d fma_v4_f64(__m512d a, __m512d b, __m512d c) { return _mm512_fmadd_pd(a, b, c); }
 INLINE_V4 __m512 relu_v4_f32(__m512 m) { return _mm512_max_ps(m, _mm512_setzero_ps()); }
 INLINE_V4 __m512d relu_v4_f64(__m512d m) { return _mm512_max_pd(m, _mm512_setzero_pd()); }
 INLINE_V4 __m512 pass_v4_f32(__m512 m, __m512 v)

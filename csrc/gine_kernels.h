@@ -24,22 +24,25 @@ struct NAME(rows) {
 
 /* The best that the processor has is chosen at run time. */
 #if defined(__x86_64__)
-#define TARGET TARGET_V4
+#define TARGET TS_TARGET_V4
 #define VECTOR_BYTES 64
 #define LOOP(stem) NAME(stem##_v4)
+#define FMA(a, b, c) NAME(fma_v4)(a, b, c)
 #define RELU(m) NAME(relu_v4)(m)
 #define PASS(m, v) NAME(pass_v4)(m, v)
 #include "gine_loops.h"
 
-#define TARGET TARGET_V3
+#define TARGET TS_TARGET_V3
 #define VECTOR_BYTES 32
 #define LOOP(stem) NAME(stem##_v3)
+#define FMA(a, b, c) NAME(fma_v3)(a, b, c)
 #include "gine_loops.h"
 #endif
 
 #define TARGET
 #define VECTOR_BYTES 16
 #define LOOP(stem) NAME(stem##_v2)
+#define FMA(a, b, c) NAME(fma_v2)(a, b, c)
 #include "gine_loops.h"
 
 /* The edges of graph k grouped by target, or by source, each group in stored order. `row`:

@@ -3,6 +3,7 @@
  *   VECTOR_BYTES  of the registers; 4 of them are the columns worked on at a time
  *   TARGET        the attribute that allows the instruction set
  *   LOOP(stem)    the name for `stem`
+ *   FMA(a, b, c)  a b + c, rounded once
  *   RELU(m), PASS(m, v)   optional: max(m, 0), and v where m > 0, else 0; a NaN is not above 0
  * Four accumulators of their own: an array of them would be kept in memory. */
 
@@ -13,6 +14,8 @@ typedef REAL LOOP(stored) __attribute__((vector_size(VECTOR_BYTES), aligned(4), 
 #define V LOOP(vector)
 #define AT(p, k) (((const LOOP(stored) *)(p))[k])
 #define PUT(p, k) (((LOOP(stored) *)(p))[k])
+/* A vector of one value; subtracting keeps the sign of a zero. */
+#define SPREAD(value) ((value) - (V){0})
 #define LANES (VECTOR_BYTES / sizeof(REAL))
 #define COLUMNS (4 * LANES)
 #ifndef PASS
@@ -61,9 +64,9 @@ TARGET static void LOOP(forward)(
             V s0 = {0}, s1 = {0}, s2 = {0}, s3 = {0};
             for (size_t e = graph->ptr[i]; e < graph->ptr[i + 1]; e++) {
                 const REAL *xj = xb + (size_t)graph->index[e] * COLUMNS;
-                REAL weight = graph->value[e];
-                V m0 = AT(xj, 0) + weight * w0, m1 = AT(xj, 1) + weight * w1;
-                V m2 = AT(xj, 2) + weight * w2, m3 = AT(xj, 3) + weight * w3;
+                V weight = SPREAD(graph->value[e]);
+                V m0 = FMA(weight, w0, AT(xj, 0)), m1 = FMA(weight, w1, AT(xj, 1));
+                V m2 = FMA(weight, w2, AT(xj, 2)), m3 = FMA(weight, w3, AT(xj, 3));
                 s0 += RELU(m0), s1 += RELU(m1), s2 += RELU(m2), s3 += RELU(m3);
             }
             const V sums[4] = {s0, s1, s2, s3};
@@ -95,12 +98,14 @@ TARGET static void LOOP(backward)(
             V x0 = AT(xj, 0), x1 = AT(xj, 1), x2 = AT(xj, 2), x3 = AT(xj, 3);
             for (size_t e = graph->ptr[j]; e < graph->ptr[j + 1]; e++) {
                 const REAL *gi = gb + (size_t)graph->index[e] * COLUMNS;
-                REAL weight = graph->value[e];
-                V m0 = x0 + weight * w0, m1 = x1 + weight * w1, m2 = x2 + weight * w2, m3 = x3 + weight * w3;
+                V weight = SPREAD(graph->value[e]);
+                V m0 = FMA(weight, w0, x0), m1 = FMA(weight, w1, x1);
+                V m2 = FMA(weight, w2, x2), m3 = FMA(weight, w3, x3);
                 V t0 = PASS(m0, AT(gi, 0)), t1 = PASS(m1, AT(gi, 1));
                 V t2 = PASS(m2, AT(gi, 2)), t3 = PASS(m3, AT(gi, 3));
                 s0 += t0, s1 += t1, s2 += t2, s3 += t3;
-                a0 += weight * t0, a1 += weight * t1, a2 += weight * t2, a3 += weight * t3;
+                a0 = FMA(weight, t0, a0), a1 = FMA(weight, t1, a1);
+                a2 = FMA(weight, t2, a2), a3 = FMA(weight, t3, a3);
             }
             const V sums[4] = {s0, s1, s2, s3};
             const REAL *sum = (const REAL *)sums;
@@ -150,9 +155,9 @@ LOOP(message)(const REAL *xb, const REAL *w, const REAL *value, size_t S, size_t
     struct LOOP(block) m = {AT(xb, 0), AT(xb, 1), AT(xb, 2), AT(xb, 3)};
     for (size_t c = 0; c < C; c++) {
         const REAL *wc = w + c * COLUMNS;
-        REAL weight = value[c * S];
-        m.a += weight * AT(wc, 0), m.b += weight * AT(wc, 1);
-        m.c += weight * AT(wc, 2), m.d += weight * AT(wc, 3);
+        V weight = SPREAD(value[c * S]);
+        m.a = FMA(weight, AT(wc, 0), m.a), m.b = FMA(weight, AT(wc, 1), m.b);
+        m.c = FMA(weight, AT(wc, 2), m.c), m.d = FMA(weight, AT(wc, 3), m.d);
     }
     return m;
 }
@@ -231,8 +236,9 @@ TARGET static void LOOP(backward_many)(
                 V a0 = AT(sum, 0), a1 = AT(sum, 1), a2 = AT(sum, 2), a3 = AT(sum, 3);
                 for (size_t e = 0; e < n; e++) {
                     const REAL *t = passed + e * COLUMNS;
-                    a0 += value[e] * AT(t, 0), a1 += value[e] * AT(t, 1);
-                    a2 += value[e] * AT(t, 2), a3 += value[e] * AT(t, 3);
+                    V weight = SPREAD(value[e]);
+                    a0 = FMA(weight, AT(t, 0), a0), a1 = FMA(weight, AT(t, 1), a1);
+                    a2 = FMA(weight, AT(t, 2), a2), a3 = FMA(weight, AT(t, 3), a3);
                 }
                 PUT(sum, 0) = a0, PUT(sum, 1) = a1, PUT(sum, 2) = a2, PUT(sum, 3) = a3;
             }
@@ -250,10 +256,12 @@ TARGET static void LOOP(backward_many)(
 #undef V
 #undef AT
 #undef PUT
+#undef SPREAD
 #undef LANES
 #undef COLUMNS
 #undef TARGET
 #undef VECTOR_BYTES
 #undef LOOP
+#undef FMA
 #undef RELU
 #undef PASS

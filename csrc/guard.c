@@ -4,10 +4,10 @@
 #include <setjmp.h>
 #include <signal.h>
 #include <stddef.h>
-#include <ucontext.h>
 #include <unistd.h>
 
 #include "error.h"
+#include "platform.h"
 
 struct frame {
     sigjmp_buf at;

@@ -73,7 +73,7 @@ void ts_bf16_to_f32(const ts_u16 *in, float *out, size_t n)
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-__attribute__((target("avx,f16c")))
+TS_TARGET_V3
 static size_t f16_to_f32_f16c(const ts_u16 *in, float *out, size_t n)
 {
     size_t i = 0;
@@ -82,12 +82,12 @@ static size_t f16_to_f32_f16c(const ts_u16 *in, float *out, size_t n)
     return i;
 }
 
-__attribute__((target("avx,f16c")))
+TS_TARGET_V3
 static size_t f32_to_f16_f16c(const ts_f32 *in, uint16_t *out, size_t n)
 {
     size_t i = 0;
     for (; i + 8 <= n; i += 8)
-        _mm_storeu_si128((__m128i *)(out + i), _mm256_cvtps_ph(_mm256_loadu_ps(in + i), 0));
+        _mm_storeu_si128((__m128i *)(out + i), _mm256_cvtps_ph(_mm256_loadu_ps((const float *)(const void *)(in + i)), 0));
     return i;
 }
 #else
@@ -167,7 +167,7 @@ static inline __attribute__((always_inline)) size_t count_exponent(const ts_u16 
 }
 
 #if defined(__x86_64__)
-__attribute__((target("avx2")))
+TS_TARGET_V3
 static size_t count_exponent_avx2(const ts_u16 *v, uint16_t exponent, size_t n)
 {
     return count_exponent(v, exponent, n);

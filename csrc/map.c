@@ -4,13 +4,13 @@
 #include <fcntl.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include "crc32c.h"
 #include "error.h"
 #include "guard.h"
+#include "platform.h"
 
 int ts_map_open(struct ts_map *map, const char *path, int64_t expected_size)
 {
@@ -106,35 +106,26 @@ int ts_map_copy(const struct ts_map *map, size_t from, size_t bytes, void *out)
     return bytes == 0 ? TS_OK : ts_guard_run(copy, &c);
 }
 
-#ifndef MADV_POPULATE_READ
-#define MADV_POPULATE_READ 22
-#endif
-#ifndef MADV_PAGEOUT
-#define MADV_PAGEOUT 21
-#endif
-
-static void advise(const void *from, size_t bytes, int advice, int otherwise)
+static void advise(void (*give)(void *, size_t), const void *from, size_t bytes)
 {
     uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), begin = (uintptr_t)from & ~(page - 1);
-    size_t length = (uintptr_t)from + bytes - begin;
-    if (bytes != 0 && madvise((void *)begin, length, advice) != 0 && errno == EINVAL)
-        madvise((void *)begin, length, otherwise);
+    if (bytes != 0)
+        give((void *)begin, (uintptr_t)from + bytes - begin);
 }
 
 void ts_map_read(const void *from, size_t bytes)
 {
-    advise(from, bytes, MADV_POPULATE_READ, MADV_WILLNEED);
+    advise(ts_advise_read, from, bytes);
 }
 
 void ts_map_drop(const void *from, size_t bytes)
 {
-    advise(from, bytes, MADV_PAGEOUT, MADV_DONTNEED);
+    advise(ts_advise_drop, from, bytes);
 }
 
 int64_t ts_major_faults(void)
 {
-    struct rusage usage;
-    return getrusage(RUSAGE_THREAD, &usage) == 0 ? (int64_t)usage.ru_majflt : 0;
+    return ts_faults();
 }
 
 static uint64_t little64(const unsigned char *p)

@@ -38,7 +38,7 @@ void ts_map_read(const void *from, size_t bytes);
 /* Lets go of the pages of a range, also in the page cache if no other process maps them. */
 void ts_map_drop(const void *from, size_t bytes);
 
-/* Major faults (those that waited for a disk) of the calling thread so far. */
+/* Major faults (those that waited for a disk) of the calling thread so far; see platform.h. */
 int64_t ts_major_faults(void);
 
 /* Checks an uncompressed shard (Zarr v3 sharding codec, index at the end with

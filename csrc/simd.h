@@ -10,4 +10,17 @@ int ts_simd_level(void);
 /* For tests: holds the paths of lesser processors against one another on this one. */
 void ts_simd_limit(int most);
 
+/* Attributes of the functions that need level 3 or 4. An attribute holds for its function with
+ * every compiler; a pragma for a region holds with GCC only. Level 4 prefers vectors of 512 bits,
+ * which Clang has to be told by their smallest width. */
+#if defined(__x86_64__)
+#define TS_TARGET_V3 __attribute__((target("avx2,fma,f16c")))
+#define TS_FEATURES_V4 "avx512f,avx512vl,avx512dq,avx512bw,avx2,fma,f16c"
+#if defined(__clang__)
+#define TS_TARGET_V4 __attribute__((target(TS_FEATURES_V4), min_vector_width(512)))
+#else
+#define TS_TARGET_V4 __attribute__((target(TS_FEATURES_V4 ",prefer-vector-width=512")))
+#endif
+#endif
+
 #endif

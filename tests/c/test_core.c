@@ -307,7 +307,7 @@ static void test_many_edges(void)
     for (int p = 0; p < G * P; p++)
         weights[p] = p % 1000 == 7 ? 0 : 1 + (float)(p % 97);
     for (int g = 0; g < G; g++)
-        graphs[g] = (struct ts_graph){.weights = (unsigned char *)(weights + g * P), .num_tokens = S - g % 3,
+        graphs[g] = (struct ts_graph){.weights = (unsigned char *)(weights + g * P), .num_tokens = (size_t)(S - g % 3),
                                       .causal = g % 5 != 4, .first_node = S * g};
     for (int g = 4; g < G; g += 5)
         graphs[g].num_tokens = 30;
