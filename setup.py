@@ -1,7 +1,11 @@
 """The extension modules over csrc/; everything else is in pyproject.toml."""
 
+import copy
+import os
+
 from Cython.Build import cythonize
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 CFLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O3", "-fvisibility=hidden", "-pthread"]
 MODULES = {
@@ -33,10 +37,25 @@ def extension(name: str, units: list[str]) -> Extension:
     )
 
 
+class BuildExtensions(build_ext):
+    """Build extensions side by side, each in a folder of its own: they share units of csrc/."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        self.parallel = self.parallel or os.cpu_count()
+
+    def build_extension(self, ext: Extension) -> None:
+        own = copy.copy(self)
+        own.build_temp = os.path.join(self.build_temp, ext.name)
+        super(BuildExtensions, own).build_extension(ext)
+
+
 setup(
+    cmdclass={"build_ext": BuildExtensions},
     ext_modules=cythonize(
         [extension(name, units) for name, units in MODULES.items()],
         build_dir="build/cython",
         compiler_directives={"language_level": 3, "embedsignature": True},
-    )
+        nthreads=os.cpu_count() or 1,
+    ),
 )

@@ -1,0 +1,248 @@
+"""Install this checkout into the virtual environment whose Python runs this, with a PyTorch that fits.
+
+    .venv/bin/python build_tools/install.py --extras train,extract
+
+Where there is no GPU, a PyTorch wheel for the CPU is looked for: in the sources that pip is configured
+with, then in PyTorch's own index of such wheels. uv installs, from the same sources; where uv cannot be
+had or fails, pip does. Needs nothing but Python and its pip.
+"""
+
+import argparse
+import ast
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+# pip has it; it is there before anything is installed.
+from pip._vendor.packaging.requirements import Requirement
+from pip._vendor.packaging.specifiers import SpecifierSet
+
+ROOT = Path(__file__).resolve().parent.parent
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+UV = "uv>=0.8,<1"
+TRITON = "triton>=3.2,<4"
+# Settings of pip that change nothing of what is installed.
+IGNORED_SETTINGS = {
+    "cache-dir", "disable-pip-version-check", "exists-action", "log", "no-color", "no-input",
+    "no-python-version-warning", "no-warn-script-location", "prefer-binary", "progress-bar", "quiet",
+    "require-virtualenv", "retries", "root-user-action", "verbose",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TorchChoice:
+    """Which PyTorch is installed.
+
+    requirements : what the installer is given, empty for the one that is there already.
+    index : a source besides those that pip is configured with.
+    reason : a line for people.
+    """
+
+    requirements: tuple[str, ...]
+    reason: str
+    index: str | None = None
+
+
+def pip_settings(python: Path) -> dict[str, str]:
+    """Return pip's settings for `pip install`, from its files and the environment."""
+    listed = subprocess.run([python, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
+    return parse_pip_settings(listed.stdout)
+
+
+def parse_pip_settings(listed: str) -> dict[str, str]:
+    """Return what `pip config list` printed as a dict; the environment wins over [install] over [global]."""
+    levels: dict[str, dict[str, str]] = {"global": {}, "install": {}, ":env:": {}}
+    for line in listed.splitlines():
+        name, _, value = line.partition("=")
+        section, _, key = name.rpartition(".")
+        if section in levels:
+            levels[section][key] = ast.literal_eval(value)
+    return levels["global"] | levels["install"] | levels[":env:"]
+
+
+def uv_settings(settings: dict[str, str]) -> tuple[list[str], dict[str, str]]:
+    """Return the options and environment variables of uv that do what pip's settings do.
+
+    ValueError, naming it, for a setting that uv has no counterpart of.
+    """
+    options, environment = [], {}
+    for key, value in settings.items():
+        if key == "index-url":
+            options += ["--default-index", value]
+        elif key in ("extra-index-url", "find-links", "trusted-host", "constraint"):
+            flag = {"extra-index-url": "--index", "trusted-host": "--allow-insecure-host"}.get(key, f"--{key}")
+            options += [item for word in value.split() for item in (flag.replace("--constraint", "-c"), word)]
+        elif key in ("no-index", "pre", "no-cache-dir"):
+            flag = {"pre": "--prerelease=allow", "no-cache-dir": "--no-cache"}.get(key, f"--{key}")
+            options += [flag] if value.lower() in ("1", "y", "yes", "t", "true", "on") else []
+        elif key == "cert":
+            environment["SSL_CERT_FILE"] = value
+        elif key == "proxy":
+            environment |= dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY"), value)
+        elif key in ("timeout", "default-timeout"):
+            environment["UV_HTTP_TIMEOUT"] = str(round(float(value)))
+        elif key not in IGNORED_SETTINGS:
+            raise ValueError(key)
+    # As pip does: the newest of all sources.
+    return [*options, "--index-strategy", "unsafe-best-match"], environment
+
+
+def has_gpu() -> bool:
+    """Whether this machine has a GPU that PyTorch knows: NVIDIA's driver, AMD's, or Apple's processor."""
+    return any(Path(p).exists() for p in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")) or sys.platform == "darwin"
+
+
+def supported_torch(project: Path) -> SpecifierSet:
+    """Return the versions of PyTorch that the extras allow on this Python."""
+    extras = tomllib.loads((project / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    found = [Requirement(text) for text in extras["train"]]
+    return next(r.specifier for r in found if r.name == "torch" and (r.marker is None or r.marker.evaluate()))
+
+
+def versions(python: Path, package: str, *options: str) -> list[str]:
+    """Return the versions of a package that pip could install here, newest first."""
+    command = [python, "-m", "pip", "index", "versions", package, "--retries", "1", *options]
+    listed = subprocess.run(command, capture_output=True, text=True)
+    found = re.search(r"^Available versions: (.*)$", listed.stdout, re.MULTILINE)
+    return found[1].split(", ") if found else []
+
+
+def cpu_version(python: Path, supported: SpecifierSet, *options: str) -> str | None:
+    """Return the newest version for the CPU (2.13.0+cpu) that pip finds."""
+    cpu = [v for v in versions(python, "torch", *options) if v.endswith("+cpu")]
+    return next((v for v in cpu if v in supported), None)
+
+
+def installed_torch(python: Path) -> str | None:
+    code = "import importlib.metadata as m; print(m.version('torch'))"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True)
+    return done.stdout.strip() or None
+
+
+def local_cpu_wheel(python: Path, supported: SpecifierSet, settings: dict[str, str]) -> str | None:
+    """Return the address of a wheel in the folders of find-links that needs none of NVIDIA's packages."""
+    folders = []
+    for link in settings.get("find-links", "").split():
+        path = Path(url2pathname(urlsplit(link).path)) if link.startswith("file:") else Path(link).expanduser()
+        if any(path.glob("torch-*.whl")):
+            folders += ["--find-links", str(path)]
+    if not folders:
+        return None
+    command = [python, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--no-deps"]
+    command += ["--no-index", *folders, "--report", "-", f"torch{supported}"]
+    environment = {k: v for k, v in os.environ.items() if k != "PIP_FIND_LINKS"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        return None
+    (wheel,) = json.loads(done.stdout)["install"]
+    if any(re.match("nvidia|cuda|triton|pytorch-triton", r) for r in wheel["metadata"].get("requires_dist", [])):
+        return None
+    url: str = wheel["download_info"]["url"]
+    return url
+
+
+def choose_torch(python: Path, supported: SpecifierSet, wanted: str, cpu_index: str) -> TorchChoice:
+    """Return which PyTorch to install.
+
+    wanted : "auto", "cpu", "default" (what the index has, with CUDA on Linux) or a requirement of one's own.
+    """
+    if wanted not in ("auto", "cpu", "default"):
+        return TorchChoice((wanted,), f"{wanted}, as asked for")
+    plain = (f"torch{supported}",)
+    there = installed_torch(python)
+    if there is not None and there in supported:
+        return TorchChoice((), f"{there}, which is installed")
+    if wanted == "default":
+        return TorchChoice(plain, "the index's own wheel, as asked for")
+    if wanted == "auto" and has_gpu():
+        return TorchChoice(plain, "the index's own wheel, for this machine's GPU")
+    version = cpu_version(python, supported)
+    if version is not None:
+        return TorchChoice((f"torch=={version}",), f"{version}, a CPU wheel of pip's configured sources")
+    wheel = local_cpu_wheel(python, supported, pip_settings(python))
+    if wheel is not None:
+        return TorchChoice((f"torch @ {wheel}",), f"{wheel.rpartition('/')[2]}, a CPU wheel of pip's find-links")
+    version = cpu_version(python, supported, "--index-url", cpu_index, "--timeout", "10")
+    if version is not None:
+        return TorchChoice((f"torch=={version}",), f"{version}, a CPU wheel of {cpu_index}", cpu_index)
+    if wanted == "cpu":
+        raise SystemExit(f"install: no CPU wheel of torch{supported} in pip's sources, and none at {cpu_index}")
+    reason = "the index's own wheel: no CPU wheel found in pip's sources, and none at " + cpu_index
+    if platform.system() == "Linux":
+        reason += "; with CUDA, about 2 GiB to download and 5 GiB on the disk"
+    return TorchChoice(plain, reason)
+
+
+def uv_of(python: Path) -> str | None:
+    """Return the path of uv in the environment, installed by pip where it is not there yet, or None."""
+    uv = python.with_name("uv")
+    if not uv.exists():
+        subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", UV])
+    return str(uv) if uv.exists() else None
+
+
+def install(python: Path, arguments: list[str], index: str | None = None, installer: str = "auto") -> bool:
+    """Install what the arguments of `pip install` name, by uv, or by pip where uv cannot. Return success.
+
+    index : one more index, besides pip's settings.
+    """
+    if installer != "pip":
+        try:
+            options, environment = uv_settings(pip_settings(python))
+            uv = uv_of(python)
+        except ValueError as error:
+            uv = None
+            print(f"install: pip is used: uv has no counterpart of pip's setting {error}", flush=True)
+        if uv is not None:
+            command = [uv, "pip", "install", "--quiet", "--python", str(python), *options]
+            command += ["--index", index] if index else []
+            if subprocess.run([*command, *arguments], env=os.environ | environment).returncode == 0:
+                return True
+            print("install: uv failed; pip is tried", flush=True)
+    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    command += ["--extra-index-url", index] if index else []
+    # uv's flag, which pip does without: it installs an editable package anew each time.
+    arguments = [a for a in arguments if not a.startswith("--reinstall-package")]
+    return subprocess.run([*command, *arguments]).returncode == 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Install this checkout into the environment of this Python.")
+    add = parser.add_argument
+    add("--extras", default="train,extract", help="extras of the package (default: %(default)s)")
+    add("--no-deps", action="append", default=[], metavar="REQUIREMENT", help="install this without what it requires")
+    add("--triton", action="store_true", help="with a CPU wheel of torch also Triton, whose interpreter tests use")
+    add("--torch", default="auto", help="auto, cpu, default or a requirement (default: %(default)s)")
+    add("--cpu-index", default=CPU_INDEX, help="index of CPU wheels of torch (default: %(default)s)")
+    add("--installer", choices=("auto", "pip"), default="auto")
+    args = parser.parse_args(argv)
+
+    if sys.prefix == sys.base_prefix:
+        parser.error("run this with the Python of a virtual environment: python3 -m venv .venv")
+    python = Path(sys.executable)
+    choice = choose_torch(python, supported_torch(ROOT), args.torch, args.cpu_index)
+    print(f"install: PyTorch is {choice.reason}", flush=True)
+    package = f"{ROOT}[{args.extras}]" if args.extras else str(ROOT)
+    arguments = ["--constraint", str(ROOT / "constraints.txt"), "--reinstall-package=tracestore"]
+    if not install(python, [*arguments, *choice.requirements, "-e", package], choice.index, args.installer):
+        return 1
+    if args.no_deps and not install(python, ["--no-deps", *args.no_deps], installer=args.installer):
+        return 1
+    # Nothing on other machines; with CUDA, torch has brought its own.
+    is_linux = (platform.system(), platform.machine()) == ("Linux", "x86_64")
+    if args.triton and is_linux and (installed_torch(python) or "").endswith("+cpu"):
+        if not install(python, ["--no-deps", TRITON], installer=args.installer):
+            print("install: no Triton; tests of the GPU kernels will be skipped", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
