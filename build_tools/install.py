@@ -238,9 +238,9 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     # Nothing on other machines; with CUDA, torch has brought its own.
     is_linux = (platform.system(), platform.machine()) == ("Linux", "x86_64")
-    if args.triton and is_linux and (installed_torch(python) or "").endswith("+cpu"):
-        if not install(python, ["--no-deps", TRITON], installer=args.installer):
-            print("install: no Triton; tests of the GPU kernels will be skipped", flush=True)
+    is_wanted = args.triton and is_linux and (installed_torch(python) or "").endswith("+cpu")
+    if is_wanted and not install(python, ["--no-deps", TRITON], installer=args.installer):
+        print("install: no Triton; tests of the GPU kernels will be skipped", flush=True)
     return 0
 
 
