@@ -212,16 +212,12 @@ else
 endif
 	touch $@
 
-# An environment with nothing but the wheel and what it requires, no compiler in reach, another folder. The
-# release of torch is that of .venv.
+# An environment with nothing but the wheel and what it requires, no compiler in reach, another folder.
+EMPTY = env -u PYTHONPATH PATH="$(CURDIR)/$(WHEEL)/venv/bin" CC=/bin/false CXX=/bin/false
 wheel: install $(WHEEL)/built
 	$(PYTHON) -m venv --clear $(WHEEL)/venv
-	torch=$$($(BIN)/python -c 'from importlib.metadata import version; print(version("torch").split("+")[0])') && \
-	cd $(WHEEL) && env -u PYTHONPATH PATH="$(CURDIR)/$(WHEEL)/venv/bin" CC=/bin/false CXX=/bin/false \
-		python -m pip install --quiet --disable-pip-version-check --only-binary :all: -c $(CURDIR)/constraints.txt \
-		"torch==$$torch" "$$(echo $(CURDIR)/dist/*.whl)[train]"
-	cd $(WHEEL) && env -u PYTHONPATH PATH="$(CURDIR)/$(WHEEL)/venv/bin" CC=/bin/false CXX=/bin/false \
-		python -I $(CURDIR)/tests/smoke.py
+	$(EMPTY) python build_tools/install.py --wheel dist/*.whl --extras train --torch '$(TORCH)' --installer pip
+	cd $(WHEEL) && $(EMPTY) python -I $(CURDIR)/tests/smoke.py
 	TRACESTORE_DIST=$(CURDIR)/dist $(BIN)/python -m pytest tests/test_packaging.py
 	cd $(WHEEL)/source && $(CURDIR)/$(BIN)/python -m zipfile -e $(CURDIR)/$(WHEEL)/*.whl . && \
 		PYTHONPATH=$$PWD OMP_NUM_THREADS=1 $(CURDIR)/$(BIN)/python -m pytest -n 2 $(SDIST_TESTS)

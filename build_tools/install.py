@@ -2,6 +2,8 @@
 
     .venv/bin/python build_tools/install.py --extras train,extract
 
+With --wheel, a wheel of tracestore is installed instead, and everything else from wheels as well.
+
 Where there is no GPU, a PyTorch wheel for the CPU is looked for: in the sources that pip is configured
 with, then in PyTorch's own index of such wheels. uv installs, from the same sources; where uv cannot be
 had or fails, pip does. Needs nothing but Python and its pip.
@@ -218,6 +220,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Install this checkout into the environment of this Python.")
     add = parser.add_argument
     add("--extras", default="train,extract", help="extras of the package (default: %(default)s)")
+    add("--wheel", type=Path, help="install this wheel instead of the checkout, and nothing that must be compiled")
     add("--no-deps", action="append", default=[], metavar="REQUIREMENT", help="install this without what it requires")
     add("--triton", action="store_true", help="with a CPU wheel of torch also Triton, whose interpreter tests use")
     add("--torch", default="auto", help="auto, cpu, default or a requirement (default: %(default)s)")
@@ -230,9 +233,13 @@ def main(argv: list[str] | None = None) -> int:
     python = Path(sys.executable)
     choice = choose_torch(python, supported_torch(ROOT), args.torch, args.cpu_index)
     print(f"install: PyTorch is {choice.reason}", flush=True)
-    package = f"{ROOT}[{args.extras}]" if args.extras else str(ROOT)
+    extras = f"[{args.extras}]" if args.extras else ""
+    if args.wheel is None:
+        package = ["-e", f"{ROOT}{extras}"]
+    else:
+        package = ["--only-binary", ":all:", f"tracestore{extras} @ {args.wheel.resolve().as_uri()}"]
     arguments = ["--constraint", str(ROOT / "constraints.txt"), "--reinstall-package=tracestore"]
-    if not install(python, [*arguments, *choice.requirements, "-e", package], choice.index, args.installer):
+    if not install(python, [*arguments, *choice.requirements, *package], choice.index, args.installer):
         return 1
     if args.no_deps and not install(python, ["--no-deps", *args.no_deps], installer=args.installer):
         return 1
