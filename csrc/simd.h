@@ -4,7 +4,7 @@
 
 /* The level of the x86-64 psABI that the processor has, as far as the kernels use it:
  * 4 (AVX-512 F, VL, DQ and BW), 3 (AVX2, FMA, F16C), 2 (SSE4.2), 1; 1 on other processors.
- * At most what ts_simd_limit was given last. */
+ * At most what ts_simd_limit was given last, and before that TRACESTORE_SIMD_LEVEL when the process began. */
 int ts_simd_level(void);
 
 /* For tests: holds the paths of lesser processors against one another on this one. */

@@ -5,7 +5,7 @@ import resource
 import subprocess
 import sys
 
-from tests.helpers import ROOT, command
+from tests.helpers import ROOT, command, run_cli
 
 
 def doctor(*args, check=0):
@@ -32,3 +32,13 @@ def test_advice_where_something_is_short(tmp_path):
 
 def test_a_folder_that_is_none(tmp_path):
     assert doctor("--folder", tmp_path / "nowhere", check=2).stderr.endswith("nowhere: no such folder\n")
+
+
+def test_the_level_of_the_kernels_can_be_limited(monkeypatch):
+    """As `make check-processors` does; what is no level changes nothing."""
+    levels = []
+    for value in ("1", "4", "9", "two"):
+        monkeypatch.setenv("TRACESTORE_SIMD_LEVEL", value)
+        done = run_cli("-c", "from tracestore._core.kernels import simd_level; print(simd_level())", check=0)
+        levels.append(int(done.stdout))
+    assert levels[0] == 1 and len(set(levels[1:])) == 1

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tracestore._core.kernels import simd_level
 from tracestore.cgroup import cgroup_limit
 from tracestore.console import format_size
 from tracestore.errors import UsageError
@@ -75,6 +76,7 @@ def _processor() -> Iterator[Finding]:
     found = [name for name in _INSTRUCTIONS if name in flags]
     advice = "" if "avx2" in found else "without AVX2 training on the processor takes several times as long"
     yield Finding("processor", "instructions", " ".join(found) or "none of those that the kernels use", advice)
+    yield Finding("processor", "kernels", f"level {simd_level()} of 4")
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads is not None:
         yield Finding("processor", "OMP_NUM_THREADS", threads)

@@ -17,6 +17,9 @@ cdef extern from "crc32c.h" nogil:
     uint32_t ts_crc32c(uint32_t crc, const void *data, size_t n)
     uint32_t ts_crc32c_combine(uint32_t crc_a, uint32_t crc_b, uint64_t len_b)
 
+cdef extern from "simd.h" nogil:
+    int ts_simd_level()
+
 cdef extern from "half.h" nogil:
     ctypedef enum ts_dtype "enum ts_dtype":
         TS_F16
@@ -100,6 +103,18 @@ cdef int _call(_Call *c, int function, _View source, _View out) except -1:
     if ret == TS_ERR_FAULT:
         raise_fault(ts_guard_fault())
     return 0
+
+
+def simd_level():
+    """Return the level of vector instructions in use.
+
+    Returns
+    -------
+    int
+        The level of the x86-64 psABI: 4 (AVX-512), 3 (AVX2), 2 (SSE4.2) or 1, which is also
+        that of other processors. The environment variable TRACESTORE_SIMD_LEVEL limits it.
+    """
+    return ts_simd_level()
 
 
 def crc32c(data, uint32_t value=0) -> int:
