@@ -60,7 +60,7 @@ def _save(figure: Any, path: Path) -> None:
 
     # figure.savefig draws twice.
     with whole_file(path) as file:
-        FigureCanvasAgg(figure).print_png(file)
+        FigureCanvasAgg(figure).print_png(file)  # type: ignore[no-untyped-call]
 
 
 def _plot_history(name: str, entry: dict[str, Any], top: Any, bottom: Any) -> None:
