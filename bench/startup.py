@@ -3,15 +3,16 @@
 python bench/startup.py STORE [--repeats 5] [--epochs 3]
 python bench/startup.py --make STORE     # 100 traces of L=30, D=576, H=9, 30 to 70 tokens
 
-Every figure is the median over processes of their own. Outside of its epochs: the process from its
-start to its end, without the training epochs and their validation passes.
+Seconds by the clock and of the processors, each the median over processes of their own: beside other
+work the second column is the one to read. Outside of its epochs: the process from its start to its
+end, without the training epochs and their validation passes.
 """
 
 import argparse
 import json
 import os
 import pickle
-import statistics
+import resource
 import subprocess
 import sys
 import tempfile
@@ -63,11 +64,13 @@ def make(path: Path, count: int = 100) -> None:
         subprocess.run([sys.executable, "-m", "tracestore.convert", folder, path], check=True, env=ENVIRONMENT)
 
 
-def seconds(*command: object) -> float:
-    """Of a process, from its start to its end."""
-    began = time.perf_counter()
+def seconds(*command: object) -> np.ndarray:
+    """(2,): by the clock and of the processors, of a process from its start to its end."""
+    began, used = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, *map(str, command)], check=True, stdout=subprocess.DEVNULL, env=ENVIRONMENT)
-    return time.perf_counter() - began
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    of_processors = after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime
+    return np.array([time.perf_counter() - began, of_processors])
 
 
 def train(phases_path: Path, arguments: list[str]) -> None:
@@ -75,20 +78,23 @@ def train(phases_path: Path, arguments: list[str]) -> None:
     import importlib
     import runpy
 
-    began = time.perf_counter()
-    spent: dict[str, float] = {}
-    running: list[float] = []
+    def now() -> np.ndarray:
+        return np.array([time.perf_counter(), time.process_time()])
+
+    began = now()
+    spent: dict[str, np.ndarray] = {}
+    running: list[np.ndarray] = []
 
     def timed(function, phase):
         def run(*args, **kwargs):
-            start = time.perf_counter()
-            running.append(0.0)
+            start = now()
+            running.append(np.zeros(2))
             try:
                 return function(*args, **kwargs)
             finally:
-                whole = time.perf_counter() - start
-                # Of a phase within another one, once.
-                spent[phase] = spent.get(phase, 0.0) + whole - running.pop()
+                whole = now() - start
+                # What a phase within another one takes counts once.
+                spent[phase] = spent.get(phase, 0) + whole - running.pop()
                 if running:
                     running[-1] += whole
 
@@ -100,23 +106,28 @@ def train(phases_path: Path, arguments: list[str]) -> None:
         for part in outer:
             owner = getattr(owner, part)
         setattr(owner, name, timed(getattr(owner, name), phase))
-    spent["imports"] = time.perf_counter() - began
+    spent["imports"] = now() - began
     sys.argv = ["train.py", *arguments]
     try:
         runpy.run_path(str(ROOT / "tools" / "train.py"), run_name="__main__")
     finally:
-        phases_path.write_text(json.dumps(spent))
+        phases_path.write_text(json.dumps({phase: of.tolist() for phase, of in spent.items()}))
 
 
-def training(store: Path, epochs: int) -> dict[str, float]:
-    """Seconds of each phase of one training, `outside` of its epochs in all."""
+def training(store: Path, epochs: int) -> dict[str, np.ndarray]:
+    """Seconds (2,) of each phase of one training, `outside` of its epochs in all."""
     with tempfile.TemporaryDirectory() as folder:
         phases = Path(folder) / "phases.json"
         arguments = ["--store", store, "--output-dir", Path(folder) / "results", "--epochs", epochs]
         whole = seconds(__file__, "--phases", phases, *arguments)
-        spent = json.loads(phases.read_text())
+        spent = {phase: np.array(of) for phase, of in json.loads(phases.read_text()).items()}
     rest = whole - sum(spent.values())
     return {**spent, "rest": rest, "outside": whole - spent["epochs"], "whole": whole}
+
+
+def report(name: str, values: list[np.ndarray]) -> None:
+    clock, processors = np.median(values, axis=0)
+    print(f"{name:22} {clock:6.2f}s {processors:11.2f}s", flush=True)
 
 
 def main() -> None:
@@ -136,15 +147,13 @@ def main() -> None:
     for _ in range(args.repeats):
         for name, code in IMPORTS.items():
             found[name].append(seconds("-c", code))
-    median = {name: statistics.median(values) for name, values in found.items()}
-    print(
-        f"import: torch {median['torch']:.2f} s, TraceLoader {median['TraceLoader']:.2f} s, "
-        f"difference {median['TraceLoader'] - median['torch']:+.2f} s",
-        flush=True,
-    )
+    print(f"{'':22} {'clock':>7} {'processors':>12}")
+    found["difference"] = [own - torch for own, torch in zip(found["TraceLoader"], found["torch"], strict=True)]
+    for name, values in found.items():
+        report(f"import {name}", values)
     runs = [training(args.store, args.epochs) for _ in range(args.repeats)]
-    for phase in sorted(runs[0], key=lambda p: statistics.median(r[p] for r in runs)):
-        print(f"{phase:12} {statistics.median(r[phase] for r in runs):6.2f} s")
+    for phase in runs[0]:
+        report(phase, [run[phase] for run in runs])
 
 
 if __name__ == "__main__":

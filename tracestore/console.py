@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import gc
 import json
 import math
 import os
@@ -231,4 +232,6 @@ def own_process() -> None:
 def leave(code: int) -> NoReturn:
     """Ends the process. The work is done: a Ctrl-C that comes now must not change the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The interpreter looks for garbage several times while it ends, half a second with torch; none is left to matter.
+    gc.freeze()
     sys.exit(code)

@@ -73,7 +73,9 @@ class GraphBatch:
     def to(self, *args: Any, **kwargs: Any) -> "GraphBatch":
         """The batch on a device."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved = {name: v.to(*args, **kwargs) for name, v in values.items() if isinstance(v, torch.Tensor)}
+        moved: dict[str, Any] = {
+            name: v.to(*args, **kwargs) for name, v in values.items() if isinstance(v, torch.Tensor)
+        }
         return replace(self, **moved)
 
     def as_pyg(self) -> Any:

@@ -39,8 +39,8 @@ from tracestore.train.plan import (
 )
 
 # Of a process that has imported what training imports: anonymous memory, and pages of files.
-_LIBRARIES_BYTES = 343 << 20
-_LIBRARY_FILE_BYTES = 232 << 20
+_LIBRARIES_BYTES = 148 << 20
+_LIBRARY_FILE_BYTES = 100 << 20
 _FLOAT = 4
 # What gine_op.CHUNK_BYTES is on the CPU.
 _CHUNK_BYTES = 16 << 20

@@ -4,6 +4,8 @@ x_i' = MLP(x_i + sum over edges j -> i of relu(x_j + W a_ij + b)): Hu et al. 202
 "Strategies for Pre-training Graph Neural Networks", as PyG's GINEConv with eps = 0.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -50,7 +52,7 @@ class GINE(nn.Module):
     def __init__(self, in_channels: int, hidden: int, message_passing: str = "fused", edge_dim: int = 1) -> None:
         super().__init__()
         mlp = nn.Sequential(nn.Linear(in_channels, hidden), nn.ReLU(), nn.Linear(hidden, hidden))
-        self.conv: nn.Module
+        self.conv: Any
         if message_passing == "pyg":
             from torch_geometric.nn import GINEConv
 

@@ -83,7 +83,7 @@ def gine_aggregate(
     return out
 
 
-@torch.library.register_fake("tracestore::gine_aggregate")
+@torch.library.register_fake("tracestore::gine_aggregate")  # type: ignore[untyped-decorator]
 def _(
     x: Tensor,
     w: Tensor,
@@ -130,7 +130,7 @@ def gine_aggregate_backward(
     return grad_x.to(kinds[0]), grad_w.to(kinds[1]), grad_b.to(kinds[2])
 
 
-@torch.library.register_fake("tracestore::gine_aggregate_backward")
+@torch.library.register_fake("tracestore::gine_aggregate_backward")  # type: ignore[untyped-decorator]
 def _(
     grad_out: Tensor,
     x: Tensor,
@@ -210,7 +210,7 @@ def gine_linear(
     return out
 
 
-@torch.library.register_fake("tracestore::gine_linear")
+@torch.library.register_fake("tracestore::gine_linear")  # type: ignore[untyped-decorator]
 def _(
     x: Tensor,
     w: Tensor,
@@ -274,7 +274,7 @@ def gine_linear_backward(
     return grad_x.to(kinds[0]), grad_w.to(kinds[1]), grad_b.to(kinds[2]), grad_matrix.to(matrix.dtype), grad_out.sum(0)
 
 
-@torch.library.register_fake("tracestore::gine_linear_backward")
+@torch.library.register_fake("tracestore::gine_linear_backward")  # type: ignore[untyped-decorator]
 def _(
     grad_out: Tensor,
     x: Tensor,

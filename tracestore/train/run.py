@@ -190,12 +190,15 @@ def _run_jobs(
     try:
         # Nothing of an earlier run is touched before it is clear that this one makes sense.
         ranks.first(lambda: _begin(splits, config, folder, is_folded=num_folds is not None, is_repeated=is_repeated))
+        run: DetectorRun | None = None
         with StopSignals() as stop:
             for job, entry in zip(jobs, runs, strict=True):
                 say = partial(_say, log, job) if is_repeated else log
                 for name in names:
-                    # The run before, which refers to itself, and its maps of the store's files.
-                    gc.collect()
+                    if run is not None:
+                        # The run before, which refers to itself, and its maps of the store's files.
+                        run = None
+                        gc.collect()
                     run = DetectorRun(
                         name,
                         store,

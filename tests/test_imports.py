@@ -1,0 +1,45 @@
+"""What an import brings with it. In processes of their own, as this one has imported everything."""
+
+import pytest
+
+from tests.helpers import convert, make_traces, run_cli, write_pickle, write_scores
+
+HEAVY = {"matplotlib", "pandas", "scipy", "sklearn", "sympy", "torch._dynamo", "torch_geometric", "zarr"}
+REPORT = f"; import sys; print(sorted({HEAVY} & set(sys.modules)))"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("imports")
+    (folder / "traces").mkdir()
+    write_pickle(folder / "traces/a.pkl", make_traces(40))
+    write_scores(folder / "traces/scores.csv", {f"q{k}": k % 2 for k in range(40)})
+    convert(folder / "traces", folder / "s.zarr")
+    return folder / "s.zarr"
+
+
+@pytest.mark.parametrize("name", ["TraceLoader", "TraceDataset", "collate_graphs"])
+def test_a_loader_imports_torch_and_little_else(name):
+    assert run_cli("-c", f"import tracestore; tracestore.{name}" + REPORT, check=0).stdout.split() == ["[]"]
+
+
+def test_a_loader_of_sequences_needs_no_pyg(store):
+    code = f"import tracestore; list(tracestore.TraceLoader({str(store)!r}, 'sequence'))" + REPORT
+    assert run_cli("-c", code, check=0).stdout.split() == ["[]"]
+
+
+def test_training_all_models_imports_neither_pyg_nor_scikit_learn(store, tmp_path):
+    """matplotlib draws the pictures at its end."""
+    code = (
+        "import runpy, sys\n"
+        f"sys.argv = ['train.py', '--store', {str(store)!r}, '--output-dir', {str(tmp_path / 'r')!r}, '--epochs', '1',\n"
+        "    '--gnn-hidden', '8', '--latent-dim', '4', '--lstm-hidden', '8', '--num-threads', '1']\n"
+        "try:\n"
+        "    runpy.run_path('tools/train.py', run_name='__main__')\n"
+        "except SystemExit as end:\n"
+        "    assert not end.code\n"
+        f"print(sorted({HEAVY} & set(sys.modules)))"
+    )
+    done = run_cli("-c", code, check=0)
+    assert done.stdout.splitlines()[-1] == "['matplotlib']"
+    assert (tmp_path / "r/report.html").exists()
