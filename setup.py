@@ -2,12 +2,21 @@
 
 import copy
 import os
+import sys
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-CFLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O3", "-fvisibility=hidden", "-pthread"]
+# -ffp-contract=off: products and sums are fused where the source says so, so that every compiler
+# makes the same bits.
+CFLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-pthread"]
+# glibc before 2.34 has dlsym and threads in libraries of their own; macOS has no such libraries.
+LINK_FLAGS = ["-pthread", "-ldl", "-lm"] if sys.platform == "linux" else []
+# In a free-threaded interpreter kernels, gine and arrays declare themselves compatible in their first
+# line: they work on their arguments alone. The others do not, and Python then turns the
+# GIL on: it is the lock of the block pools, of the list of maps, of jobs, shuffle buffers and
+# readers, or it has not been checked that they need none.
 MODULES = {
     "kernels": ["crc32c", "half", "attention", "pack", "guard", "simd"],
     "gather": ["gather", "attention", "half", "parallel", "stream", "crew", "map", "crc32c", "guard", "simd"],
@@ -22,6 +31,7 @@ MODULES = {
 }
 # Included as text: a change rebuilds what includes them.
 INCLUDED = ["csrc/gine_kernels.h", "csrc/gine_loops.h", "csrc/gather_kernels.h", "csrc/error.h"]
+INCLUDED += ["csrc/platform.h", "csrc/simd.h"]
 INCLUDED += ["tracestore/_core/view.pxi", "tracestore/_core/guard.pxi", "tracestore/_core/mapping.pxd", "csrc/map.h"]
 
 
@@ -33,7 +43,7 @@ def extension(name: str, units: list[str]) -> Extension:
         include_dirs=["csrc"],
         depends=[f"csrc/{unit}.h" for unit in units] + INCLUDED,
         extra_compile_args=CFLAGS,
-        extra_link_args=["-pthread", "-ldl"],
+        extra_link_args=LINK_FLAGS,
     )
 
 

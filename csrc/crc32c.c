@@ -96,7 +96,7 @@ uint32_t ts_crc32c_portable(uint32_t crc, const void *data, size_t n)
 #define FOLDING WITH_CRC32 ",pclmul,avx512f,avx512vl,vpclmulqdq"
 
 __attribute__((target(FOLDING)))
-static inline __m512i fold(__m512i a, __m512i by, __m512i b)
+static inline __m512i fold_v4(__m512i a, __m512i by, __m512i b)
 {
     return _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(a, by, 0x00), _mm512_clmulepi64_epi128(a, by, 0x11), b,
                                      0x96);
@@ -106,7 +106,7 @@ static inline __m512i fold(__m512i a, __m512i by, __m512i b)
  * FOLD_BYTES and at least that, by carry-less products (Gopal et al., Fast CRC Computation
  * for Generic Polynomials Using PCLMULQDQ, Intel 2009). */
 __attribute__((target(FOLDING)))
-static uint32_t crc32c_folded(uint32_t c, const unsigned char *p, size_t n)
+static uint32_t crc32c_v4(uint32_t c, const unsigned char *p, size_t n)
 {
     __m512i by[NUM_FOLDS], x[4];
     for (int k = 0; k < NUM_FOLDS; k++)
@@ -116,9 +116,9 @@ static uint32_t crc32c_folded(uint32_t c, const unsigned char *p, size_t n)
     x[0] = _mm512_xor_si512(x[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)c)));
     for (size_t at = FOLD_BYTES; at < n; at += FOLD_BYTES)
         for (int k = 0; k < 4; k++)
-            x[k] = fold(x[k], by[BY_FOLD], _mm512_loadu_si512(p + at + 64 * k));
+            x[k] = fold_v4(x[k], by[BY_FOLD], _mm512_loadu_si512(p + at + 64 * k));
     for (int k = 1; k < 4; k++)
-        x[k] = fold(x[k - 1], by[BY_REGISTER], x[k]);
+        x[k] = fold_v4(x[k - 1], by[BY_REGISTER], x[k]);
     uint64_t lanes[8];
     _mm512_storeu_si512(lanes, x[3]);
     __m128i sum = _mm_loadu_si128((const __m128i *)lanes), one = _mm512_castsi512_si128(by[BY_LANE]);
@@ -170,7 +170,7 @@ uint32_t ts_crc32c(uint32_t crc, const void *data, size_t n)
     size_t folded = 0;
     if (level >= 4 && n >= FOLD_BYTES && __builtin_cpu_supports("vpclmulqdq") && __builtin_cpu_supports("pclmul")) {
         folded = n / FOLD_BYTES * FOLD_BYTES;
-        state = crc32c_folded(state, data, folded);
+        state = crc32c_v4(state, data, folded);
     }
     return ~crc32c_sse42(state, (const unsigned char *)data + folded, n - folded);
 }

@@ -17,6 +17,14 @@ from tracestore._core.kernels import simd_level
 from tracestore.cgroup import cgroup_limit
 from tracestore.console import format_size
 from tracestore.errors import UsageError
+from tracestore.platform_support import (
+    drop_cached,
+    max_maps,
+    memory_info,
+    num_processors,
+    processor_features,
+    shared_memory_folder,
+)
 from tracestore.store.files import cache_folder
 from tracestore.store.fsio import translated_errors
 
@@ -66,34 +74,20 @@ def _versions() -> Iterator[Finding]:
 
 
 def _processor() -> Iterator[Finding]:
-    usable = len(os.sched_getaffinity(0))
-    yield Finding("processor", "processors", f"{usable} of {os.cpu_count()}")
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return
-    flags = next((line.split(":", 1)[1].split() for line in text.splitlines() if line.startswith("flags")), [])
-    found = [name for name in _INSTRUCTIONS if name in flags]
-    advice = "" if "avx2" in found else "without AVX2 training on the processor takes several times as long"
-    yield Finding("processor", "instructions", " ".join(found) or "none of those that the kernels use", advice)
+    yield Finding("processor", "processors", f"{num_processors()} of {os.cpu_count()}")
+    features = processor_features()
+    if features is not None and platform.machine() == "x86_64":
+        found = [name for name in _INSTRUCTIONS if name in features]
+        advice = "" if "avx2" in found else "without AVX2 training on the processor takes several times as long"
+        yield Finding("processor", "instructions", " ".join(found) or "none of those that the kernels use", advice)
     yield Finding("processor", "kernels", f"level {simd_level()} of 4")
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads is not None:
         yield Finding("processor", "OMP_NUM_THREADS", threads)
 
 
-def _meminfo() -> dict[str, int]:
-    """Bytes of /proc/meminfo."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return {}
-    pairs = (line.split(":", 1) for line in lines)
-    return {name: int(value.split()[0]) * 1024 for name, value in pairs}
-
-
 def _memory() -> Iterator[Finding]:
-    found = _meminfo()
+    found = memory_info()
     if "MemTotal" in found:
         available = found.get("MemAvailable", 0)
         advice = "less than 4 GiB: train with --memory-budget" if available < 4 * _GIB else ""
@@ -105,8 +99,8 @@ def _memory() -> Iterator[Finding]:
     if limit is not None:
         advice = "less than 4 GiB: train with --memory-budget" if limit < 4 * _GIB else ""
         yield Finding("memory", "memory cgroup", f"{format_size(limit)} for this container", advice)
-    shared = Path("/dev/shm")
-    if shared.is_dir():
+    shared = shared_memory_folder()
+    if shared is not None:
         free = shutil.disk_usage(shared).free
         advice = "" if free >= _GIB else (
             "DataLoader workers hand batches over in it: give the container more (docker run --shm-size=2g) "
@@ -124,12 +118,10 @@ def _limits() -> Iterator[Finding]:
         if soft != resource.RLIM_INFINITY:
             advice = "stores are mapped whole: ulimit -v unlimited" if limit == resource.RLIMIT_AS else ""
             yield Finding("limits", name, format_size(soft), advice)
-    try:
-        maps = int(Path("/proc/sys/vm/max_map_count").read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return
-    advice = "" if maps >= 65530 else "sysctl vm.max_map_count=65530"
-    yield Finding("limits", "maps of a process", f"{maps:,}", advice)
+    maps = max_maps()
+    if maps is not None:
+        advice = "" if maps >= 65530 else "sysctl vm.max_map_count=65530"
+        yield Finding("limits", "maps of a process", f"{maps:,}", advice)
 
 
 def _disk(folder: Path) -> Iterator[Finding]:
@@ -145,7 +137,7 @@ def _disk(folder: Path) -> Iterator[Finding]:
             file.write(piece)
         os.fsync(file.fileno())
         write = _DISK_BYTES / (time.perf_counter() - start)
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        drop_cached(file.fileno())
         start = time.perf_counter()
         for begin in range(0, _DISK_BYTES, _PIECE_BYTES):
             os.pread(file.fileno(), _PIECE_BYTES, begin)

@@ -11,6 +11,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "attention.h"
@@ -595,10 +596,19 @@ static unsigned char *stepping_back;
 static volatile sig_atomic_t num_calls;
 static sigjmp_buf way_out;
 
+/* What a child ran counts in `make coverage-c`. */
+#if defined(TS_COVERAGE)
+extern void __gcov_dump(void);
+static void keep_counts(void) { __gcov_dump(); }
+#else
+static void keep_counts(void) {}
+#endif
+
 static void count_and_end(int number)
 {
     (void)number;
     num_calls++;
+    keep_counts();
     _exit(40 + num_calls);
 }
 
@@ -658,8 +668,10 @@ static int end_of_child(int way, unsigned char *at)
         for (volatile int i = 0; i < 3; i++)
             if (sigsetjmp(way_out, 1) == 0)
                 read_byte(at);
-    if (num_calls == 3)
+    if (num_calls == 3) {
+        keep_counts();
         _exit(43);
+    }
     read_byte(at);
     _exit(1);
 }
@@ -715,6 +727,84 @@ static void test_blocks(void)
         ts_block_free(block, sizes[i]);
     }
     ts_block_free(NULL, 1);
+}
+
+/* What platform.h decides, and its users: hints about maps, waiting with a limit, counts of faults. */
+static void test_platform(void)
+{
+    struct ts_map map;
+    unsigned char *base = cut_map(&map, 4 * 4096);
+    ts_map_read(base + 100, 0);
+    ts_map_read(base + 5000, 3000);
+    ts_map_drop(base, 4 * 4096);
+    for (int i = 0; i < 4; i++)
+        assert(base[i * 4096] == 0x3c);
+    int64_t faults = ts_major_faults();
+    assert(faults >= 0 && ts_major_faults() >= faults);
+    ts_map_close(&map);
+
+    char path[] = "/tmp/tracestore_core_XXXXXX";
+    int fd = mkstemp(path);
+    assert(fd >= 0 && unlink(path) == 0 && ftruncate(fd, 8192) == 0);
+    int *one = ts_shared_map(fd, 8192), *other = ts_shared_map(fd, 8192);
+    assert(one != NULL && other != NULL && ts_shared_map(-1, 8192) == NULL);
+    ts_shared_hold(one);
+    ts_shared_hold(other);
+    assert(ts_shared_holders(one) == 2);
+    ts_shared_release(one);
+    assert(ts_shared_holders(other) == 1);
+    ts_shared_unmap(one, 8192);
+    ts_shared_unmap(other, 8192);
+    ts_shared_unmap(NULL, 8192);
+    close(fd);
+    assert(ts_block_alloc(SIZE_MAX / 2) == NULL);
+}
+
+static int gate_is_open;
+
+static void wait_at_gate(void *context)
+{
+    __atomic_store_n((int *)context, 1, __ATOMIC_RELEASE);
+    while (!__atomic_load_n(&gate_is_open, __ATOMIC_ACQUIRE))
+        usleep(1000);
+}
+
+static void open_gate(void *context)
+{
+    (void)context;
+    usleep(20000);
+    __atomic_store_n(&gate_is_open, 1, __ATOMIC_RELEASE);
+}
+
+/* Waits that end by time, jobs that are cancelled in the queue and while they run. */
+static void test_waiting(void)
+{
+    struct ts_crew *crew = ts_crew_start(1), *helper = ts_crew_start(1);
+    int has_begun = 0;
+    struct ts_job first = {.run = wait_at_gate, .context = &has_begun}, jobs[3] = {{0}}, opening = {.run = open_gate};
+    for (int i = 0; i < 3; i++)
+        jobs[i] = (struct ts_job){.run = open_gate};
+    ts_crew_submit(crew, &first);
+    while (!__atomic_load_n(&has_begun, __ATOMIC_ACQUIRE))
+        usleep(1000);
+    for (int i = 0; i < 3; i++)
+        ts_crew_submit(crew, &jobs[i]);
+    struct timespec before, after;
+    clock_gettime(CLOCK_MONOTONIC, &before);
+    assert(!ts_crew_wait(crew, &first, 999));
+    clock_gettime(CLOCK_MONOTONIC, &after);
+    assert(after.tv_sec - before.tv_sec >= 1 || after.tv_nsec - before.tv_nsec >= 900000000);
+    assert(!ts_crew_wait(crew, &jobs[0], 0));
+    ts_crew_cancel(crew, &jobs[1]);
+    ts_crew_cancel(crew, &jobs[2]);
+    assert(ts_crew_wait(crew, &jobs[1], 0) && ts_crew_wait(crew, &jobs[2], 0));
+    assert(!__atomic_load_n(&gate_is_open, __ATOMIC_ACQUIRE));
+    ts_crew_submit(helper, &opening);
+    ts_crew_cancel(crew, &first);
+    assert(__atomic_load_n(&gate_is_open, __ATOMIC_ACQUIRE));
+    ts_crew_stop(crew);
+    ts_crew_stop(helper);
+    assert(ts_crew_start(0) == NULL);
 }
 
 /* The dense and the sparse form of one batch, and each instruction set, against each other; odd sizes. */
@@ -861,6 +951,8 @@ int main(void)
     test_shuffle();
     test_blocks();
     test_gine();
-    puts("19 passed, 0 failed");
+    test_platform();
+    test_waiting();
+    puts("21 passed, 0 failed");
     return 0;
 }

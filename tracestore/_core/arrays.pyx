@@ -1,3 +1,4 @@
+# cython: freethreading_compatible=True
 """Arrays over bytes of a pickle that are there already: the plain case of what
 ingest.builders checks, made without its words for what is wrong."""
 

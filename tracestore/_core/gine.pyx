@@ -1,4 +1,4 @@
-# cython: language_level=3, binding=True, boundscheck=False, wraparound=False
+# cython: language_level=3, binding=True, boundscheck=False, wraparound=False, freethreading_compatible=True
 """The fused aggregation of GINE over a batch of graphs (see csrc/gine.h)."""
 from libc.stdint cimport int64_t, uint8_t
 

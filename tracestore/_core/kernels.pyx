@@ -1,4 +1,4 @@
-# cython: language_level=3, binding=True, boundscheck=False, wraparound=False
+# cython: language_level=3, binding=True, boundscheck=False, wraparound=False, freethreading_compatible=True
 """Checksums, conversions and attention packing.
 
 Every function takes C-contiguous buffers and releases the GIL while it works.

@@ -18,6 +18,7 @@ from tracestore.errors import InputRefusedError, MapFaultError
 from tracestore.ingest.families import read_traces
 from tracestore.ingest.forecast import Forecast
 from tracestore.ingest.sources import Identity, SourceFile, fingerprint
+from tracestore.platform_support import num_processors
 from tracestore.store.ahead import AheadArrays
 from tracestore.store.fsio import remove_if_possible
 from tracestore.store.pack import PackedTrace, pack_record
@@ -29,7 +30,7 @@ _PATIENCE_S = 0.2
 # Free space that a source needs to be written ahead, in sizes of its file: what is copied
 # after all takes it twice.
 _ROOM_AHEAD = 2
-_NUM_PROCESSORS = len(os.sched_getaffinity(0))
+_NUM_PROCESSORS = num_processors()
 
 
 AnyStream = TypeVar("AnyStream", bound="Stream")

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from tracestore.platform_support import reserve
+
 
 class Scratch:
     """Writable arrays for what one trace needs on its way into the store.
@@ -38,7 +40,7 @@ class Scratch:
             return np.empty(shape, dtype)
         with tempfile.TemporaryFile(dir=self.folder) as file:
             # Reserved: writing through the map cannot run out of space, which would be a signal.
-            os.posix_fallocate(file.fileno(), 0, num_bytes)
+            reserve(file.fileno(), num_bytes)
             return np.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype, count).reshape(shape)
 
 

@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from tracestore._core.gine import Graphs
 from tracestore.data.batch_format import BatchFormat, GraphOptions
 from tracestore.data.budget import plan_memory
 from tracestore.data.epoch import EpochMaker
+from tracestore.platform_support import num_cores
 from tracestore.store import schema
 from tracestore.store.reader import TraceStore
 from tracestore.train.config import TrainConfig
@@ -306,12 +306,7 @@ def default_threads() -> int:
         given = os.environ.get(variable, "").split(",")[0].strip()
         if given.isdecimal() and int(given):
             return int(given)
-    try:
-        # Processors of one core name the same siblings.
-        siblings = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
-        return len({Path(siblings.format(cpu)).read_text() for cpu in os.sched_getaffinity(0)})
-    except OSError:
-        return os.cpu_count() or 1
+    return num_cores()
 
 
 class Estimator:

@@ -7,14 +7,13 @@ the data segment makes allocations fail in this process, where the guard sees it
 import resource
 import threading
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 
 import numpy as np
 
 from tracestore.cgroup import cgroup_free, cgroup_limit
+from tracestore.platform_support import process_memory
 
-_PAGE = resource.getpagesize()
 # Let go of before the last checkpoint of a run that cannot go on.
 RESERVE_BYTES = 48 << 20
 # Of a memory cgroup: page tables, sockets, shared memory, what others in it take, and what
@@ -33,9 +32,9 @@ class MemoryUse:
 
 
 def memory_use() -> MemoryUse:
-    """From /proc/self/statm, which is read in microseconds."""
-    _, resident, shared, _, _, data, _ = map(int, Path("/proc/self/statm").read_text().split())
-    return MemoryUse((resident - shared) * _PAGE, shared * _PAGE, data * _PAGE)
+    """Return the use of memory of this process; see `platform_support.process_memory`."""
+    found = process_memory()
+    return MemoryUse(found.resident - found.shared, found.shared, found.data)
 
 
 class MemoryMeter:

@@ -1,10 +1,11 @@
 """Tell out-of-memory errors from others."""
 
 import errno
-import os
+import shutil
 
 import torch
 
+from tracestore.platform_support import shared_memory_folder
 from tracestore.train.memory import allocatable_bytes
 
 DEVICE, HOST, AMBIGUOUS = "device", "host", "ambiguous"
@@ -119,13 +120,9 @@ def memory_is_short(needed_bytes: int = SHORT_BYTES) -> bool:
     """Whether less memory than `needed_bytes` can be allocated: on the host, in /dev/shm or on a GPU in use."""
     if allocatable_bytes() < needed_bytes:
         return True
-    try:
-        shared = os.statvfs("/dev/shm")
-    except OSError:
-        pass
-    else:
-        if shared.f_bavail * shared.f_frsize < SHORT_BYTES:
-            return True
+    shared = shared_memory_folder()
+    if shared is not None and shutil.disk_usage(shared).free < SHORT_BYTES:
+        return True
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return False
     return any(torch.cuda.mem_get_info(k)[0] < needed_bytes for k in range(torch.cuda.device_count()))

@@ -1,0 +1,81 @@
+"""What Linux alone offers, and what stands in for it: each fallback runs here with the real one taken away."""
+
+import errno
+import os
+import sys
+
+import numpy as np
+import pytest
+
+from tests.helpers import ROOT
+from tracestore import doctor, platform_support
+from tracestore.data import sharing
+from tracestore.store.scratch import Scratch
+
+
+@pytest.fixture
+def no_linux(monkeypatch, tmp_path):
+    """A system without /proc, /sys and the calls that only Linux has."""
+    for name in ("sched_getaffinity", "posix_fallocate", "posix_fadvise", "memfd_create"):
+        monkeypatch.delattr(os, name, raising=False)
+    monkeypatch.setattr(platform_support, "_PROC", tmp_path / "no-proc")
+    monkeypatch.setattr(platform_support, "_SIBLINGS", str(tmp_path / "cpu{}"))
+    monkeypatch.setattr(platform_support, "_SHARED_MEMORY", tmp_path / "no-shm")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux has")
+def test_linux():
+    assert platform_support.num_processors() == len(os.sched_getaffinity(0))
+    assert 1 <= platform_support.num_cores() <= platform_support.num_processors()
+    assert platform_support.memory_info()["MemTotal"] > 0
+    assert platform_support.processor_features()
+    found = platform_support.process_memory()
+    assert found.resident > found.shared > 0 and found.data > 0
+    assert platform_support.has_sendable_files()
+
+
+def test_without_linux(no_linux):
+    assert platform_support.num_processors() == platform_support.num_cores() == os.cpu_count()
+    assert platform_support.processor_features() is None and platform_support.memory_info() == {}
+    assert platform_support.max_maps() is None and platform_support.shared_memory_folder() is None
+    found = platform_support.process_memory()
+    assert found.resident == found.data > 1 << 20 and found.shared == 0
+    assert not sharing.is_available()
+
+
+@pytest.mark.parametrize("num_bytes", [1, 5_000_000])
+def test_files_without_linux(no_linux, tmp_path, num_bytes):
+    with open(tmp_path / "file", "w+b") as file:
+        platform_support.reserve(file.fileno(), num_bytes)
+        platform_support.drop_cached(file.fileno())
+        assert os.fstat(file.fileno()).st_size == num_bytes
+    array = Scratch(tmp_path, max_memory=0).empty(num_bytes, np.uint8)
+    array[:] = 7
+    assert array.sum() == 7 * num_bytes
+
+
+def test_a_full_disk_without_linux(no_linux, monkeypatch, tmp_path):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with open(tmp_path / "file", "w+b") as file, pytest.raises(OSError, match="no space"):
+        platform_support.reserve(file.fileno(), 10)
+
+
+def test_doctor_without_linux(no_linux, tmp_path):
+    names = {finding.name for finding in doctor.examine(tmp_path)}
+    assert {"processors", "open files", "free"} <= names
+    assert not names & {"instructions", "memory", "shared memory", "maps of a process"}
+
+
+def test_one_module_has_these_calls():
+    calls = ("sched_getaffinity", "posix_fadvise", "posix_fallocate", "memfd_create", '"/proc', '/dev/shm")', "RUSAGE_")
+    allowed = {"platform_support.py", "cgroup.py"}
+    for path in sorted((ROOT / "tracestore").rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        assert path.name in allowed or not [c for c in calls if c in text], path
+    for path in sorted((ROOT / "csrc").glob("*.[ch]")):
+        text = path.read_text(encoding="utf-8")
+        calls = ("pthread_condattr", "RUSAGE_", "MADV_", "sched_getaffinity")
+        assert path.name == "platform.h" or not [c for c in calls if c in text], path
