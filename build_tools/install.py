@@ -33,7 +33,7 @@ UV = "uv>=0.8,<1"
 TRITON = "triton>=3.2,<4"
 # Settings of pip that change nothing of what is installed.
 IGNORED_SETTINGS = {
-    "cache-dir", "disable-pip-version-check", "exists-action", "log", "no-color", "no-input",
+    "cache-dir", "config-file", "disable-pip-version-check", "exists-action", "log", "no-color", "no-input",
     "no-python-version-warning", "no-warn-script-location", "prefer-binary", "progress-bar", "quiet",
     "require-virtualenv", "retries", "root-user-action", "verbose",
 }  # fmt: skip
@@ -105,8 +105,8 @@ def has_gpu() -> bool:
 def supported_torch(project: Path) -> SpecifierSet:
     """Return the versions of PyTorch that the extras allow on this Python."""
     extras = tomllib.loads((project / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    found = [Requirement(text) for text in extras["train"]]
-    return next(r.specifier for r in found if r.name == "torch" and (r.marker is None or r.marker.evaluate()))
+    found = [r for r in map(Requirement, extras["train"]) if r.name == "torch"]
+    return SpecifierSet(",".join(str(r.specifier) for r in found if r.marker is None or r.marker.evaluate()))
 
 
 def versions(python: Path, package: str, *options: str) -> list[str]:
@@ -154,8 +154,11 @@ def local_cpu_wheel(python: Path, supported: SpecifierSet, settings: dict[str, s
 def choose_torch(python: Path, supported: SpecifierSet, wanted: str, cpu_index: str) -> TorchChoice:
     """Return which PyTorch to install.
 
-    wanted : "auto", "cpu", "default" (what the index has, with CUDA on Linux) or a requirement of one's own.
+    wanted : "auto", "cpu", "default" (what the index has, with CUDA on Linux), "none" or a requirement of
+        one's own.
     """
+    if wanted == "none":
+        return TorchChoice((), "left out, as asked for")
     if wanted not in ("auto", "cpu", "default"):
         return TorchChoice((wanted,), f"{wanted}, as asked for")
     plain = (f"torch{supported}",)
@@ -223,7 +226,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--wheel", type=Path, help="install this wheel instead of the checkout, and nothing that must be compiled")
     add("--no-deps", action="append", default=[], metavar="REQUIREMENT", help="install this without what it requires")
     add("--triton", action="store_true", help="with a CPU wheel of torch also Triton, whose interpreter tests use")
-    add("--torch", default="auto", help="auto, cpu, default or a requirement (default: %(default)s)")
+    add("--torch", default="auto", help="auto, cpu, default, none or a requirement (default: %(default)s)")
+    add("--newest", action="store_true", help="the newest versions instead of those of constraints.txt")
     add("--cpu-index", default=CPU_INDEX, help="index of CPU wheels of torch (default: %(default)s)")
     add("--installer", choices=("auto", "pip"), default="auto")
     args = parser.parse_args(argv)
@@ -238,7 +242,8 @@ def main(argv: list[str] | None = None) -> int:
         package = ["-e", f"{ROOT}{extras}"]
     else:
         package = ["--only-binary", ":all:", f"tracestore{extras} @ {args.wheel.resolve().as_uri()}"]
-    arguments = ["--constraint", str(ROOT / "constraints.txt"), "--reinstall-package=tracestore"]
+    arguments = ["--reinstall-package=tracestore"]
+    arguments += [] if args.newest else ["--constraint", str(ROOT / "constraints.txt")]
     if not install(python, [*arguments, *choice.requirements, *package], choice.index, args.installer):
         return 1
     if args.no_deps and not install(python, ["--no-deps", *args.no_deps], installer=args.installer):

@@ -1,5 +1,6 @@
 """Fixtures. Everything is written under tmp_path, nothing is downloaded."""
 
+import importlib.util
 import signal
 
 import pytest
@@ -11,6 +12,49 @@ from tests.helpers import make_traces, write_pickle, write_scores
 # inherit that, also those that the tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# What the suites of store, ingest and conversion do without, for instance on a Python that torch has
+# no wheel for. With torch there, a missing library is a failure.
+WITHOUT_TORCH = importlib.util.find_spec("torch") is None
+OPTIONAL = {"torch", "torch_geometric", "sklearn", "scipy", "matplotlib", "distributed", "obstore", "moto", "pandas"}
+
+
+def _skip_where_optional(error):
+    if WITHOUT_TORCH and error.name is not None and error.name.partition(".")[0] in OPTIONAL:
+        pytest.skip(f"{error.name} is not installed", allow_module_level=True)
+    raise error
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item):
+    try:
+        return (yield)
+    except ModuleNotFoundError as error:
+        _skip_where_optional(error)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    try:
+        return (yield)
+    except ModuleNotFoundError as error:
+        _skip_where_optional(error)
+
+
+class _Module(pytest.Module):
+    """A module of tests that is skipped where it imports what is not there."""
+
+    def _getobj(self):
+        try:
+            return super()._getobj()
+        except self.CollectError as error:
+            if isinstance(error.__cause__, ModuleNotFoundError):
+                _skip_where_optional(error.__cause__)
+            raise
+
+
+def pytest_pycollect_makemodule(module_path, parent):
+    return _Module.from_parent(parent, path=module_path) if WITHOUT_TORCH else None
 
 
 @pytest.fixture
