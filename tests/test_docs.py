@@ -10,6 +10,8 @@ import pytest
 
 from tests.helpers import ROOT, make_traces, write_pickle, write_scores
 
+pytestmark = pytest.mark.long
+
 PAGES = ("docs/tutorial.md", "docs/loading.md", "docs/migration.md", "docs/bridges.md", "docs/reading.md", "README.md")
 
 

@@ -15,6 +15,8 @@ import pytest
 import tracestore
 from tests.helpers import ROOT, make_trace
 
+pytestmark = pytest.mark.long
+
 # What git ignores: building and testing leave it in a checkout.
 IGNORED = (".git", ".venv*", "build", "dist", "demo", "results", "*.egg-info", "*.so", "*.o", "__pycache__", ".*_cache")
 IGNORED += (".hypothesis", ".nox")

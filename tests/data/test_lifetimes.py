@@ -70,6 +70,7 @@ def interrupt(store, workers, delay):
     return took, start_up
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 2])
 def test_interrupt_leaves_nothing(store, workers):
     """The 50 of `make soak`, shorter."""
@@ -129,6 +130,7 @@ def test_fork_in_the_middle_of_an_epoch(store):
     assert rest == 44 and (held.x == copy).all()
 
 
+@pytest.mark.long
 def test_memory_after_many_epochs(tmp_path):
     """Where it was after 20 epochs (2,000 in `make soak`).
 
@@ -156,6 +158,7 @@ def test_memory_after_many_epochs(tmp_path):
     assert int(done.stdout) < 2 << 20
 
 
+@pytest.mark.long
 def test_two_thousand_segments_under_few_descriptors(tmp_path):
     """4 workers, 256 descriptors, as many segments as TRACESTORE_SEGMENTS says (2,000 in `make soak`)."""
     count = int(os.environ.get("TRACESTORE_SEGMENTS", "100"))
@@ -178,6 +181,7 @@ def test_two_thousand_segments_under_few_descriptors(tmp_path):
     assert done.stdout.split() == [str(count)], done.stderr
 
 
+@pytest.mark.long
 def test_budget_in_a_process_of_its_own(tmp_path):
     """Anonymous and shared memory above the imports stay within the budget and 5 %."""
     with tracestore.create(tmp_path / "s.zarr") as writer:

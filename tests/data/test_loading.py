@@ -170,8 +170,15 @@ def test_items_are_what_the_contract_says(store_path):
     assert len(tracestore.TraceDataset(store)) == 12
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-@pytest.mark.parametrize("view", ["sequence", "graph"])
+@pytest.mark.parametrize(
+    "view,context",
+    [
+        ("sequence", "fork"),
+        ("graph", "fork"),
+        ("sequence", "spawn"),
+        pytest.param("graph", "spawn", marks=pytest.mark.long),
+    ],
+)
 def test_workers_fork_and_spawn(store_path, context, view):
     collate = tracestore.collate_sequences if view == "sequence" else tracestore.collate_graphs
     store = tracestore.open(store_path)

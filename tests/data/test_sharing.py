@@ -37,7 +37,10 @@ def same(a, b, view):
     )
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "context",
+    ["fork", pytest.param("spawn", marks=pytest.mark.long), pytest.param("forkserver", marks=pytest.mark.long)],
+)
 @pytest.mark.parametrize("view", ["sequence", "graph"])
 def test_batches_of_workers_stay_what_they_are(store, view, context):
     """All of two epochs are held while the workers go on; a slot that is held is not written."""

@@ -193,6 +193,7 @@ def test_the_questions_of_the_demo():
         read_questions(ROOT / "LICENSE")
 
 
+@pytest.mark.long
 def test_killed_and_resumed_store_is_the_same(tiny_model, tmp_path):
     """SIGKILL at random moments (20 of them in `make torture`), each time gone on with."""
     kills = int(os.environ.get("TRACESTORE_EXTRACT_KILLS", "3"))

@@ -149,6 +149,7 @@ def cut(path, size):
     os.truncate(path, size)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", ["none", "zstd"])
 def test_cut_before_opening(tmp_path, case):
     whole = make_store(tmp_path / "whole.zarr", **CASES[case])
@@ -260,6 +261,7 @@ def batches_of_cut_files(folder):
     print("every use answered")
 
 
+@pytest.mark.long
 def test_batches_of_a_file_cut_meanwhile(tmp_path):
     code = "import sys, pathlib; from tests.store import test_truncation as t; t.batches_of_cut_files(pathlib.Path(sys.argv[1]))"
     done = run_cli("-c", code, tmp_path)
