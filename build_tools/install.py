@@ -182,7 +182,7 @@ def choose_torch(python: Path, supported: SpecifierSet, wanted: str, cpu_index: 
         raise SystemExit(f"install: no CPU wheel of torch{supported} in pip's sources, and none at {cpu_index}")
     reason = "the index's own wheel: no CPU wheel found in pip's sources, and none at " + cpu_index
     if platform.system() == "Linux":
-        reason += "; with CUDA, about 2 GiB to download and 5 GiB on the disk"
+        reason += "; with CUDA, about 3 GB to download and 6 GB on the disk"
     return TorchChoice(plain, reason)
 
 
