@@ -8,7 +8,9 @@ import pytest
 
 from tests.helpers import ROOT
 
-# A part may import itself, the parts listed, `errors`, `extras`, `console`, `page` and `cgroup`.
+# Every part may import these.
+FOR_ALL = ("errors", "extras", "console", "page", "cgroup", "platform_support")
+# A part may import itself, the parts listed, and FOR_ALL.
 ALLOWED = {
     "errors": set(),
     "console": set(),
@@ -29,6 +31,7 @@ ALLOWED = {
     "train": {"data", "store", "_core"},
     "extract": {"store", "_core"},
     "extras": set(),
+    "platform_support": set(),
     "cli": {
         "convert",
         "doctor",
@@ -83,7 +86,7 @@ def test_arrows(path):
         if head[0] == "tracestore" and len(head) > 1:
             target = head[1]
             inside = {p.stem for p in (ROOT / "tracestore").iterdir()}
-            if target in inside and target not in (part, "errors", "extras", "console", "page", "cgroup"):
+            if target in inside and target not in (part, *FOR_ALL):
                 assert target in ALLOWED[part], f"{path} imports {name}"
 
 

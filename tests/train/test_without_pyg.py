@@ -10,7 +10,7 @@ from torch_geometric.nn import GINEConv
 import tracestore
 from tests.helpers import make_trace
 from tracestore.data.batch import GraphBatch, pyg_kinds
-from tracestore.errors import UsageError
+from tracestore.errors import MissingExtraError
 from tracestore.train import optimizers
 from tracestore.train.gine import PlainGINEConv
 from tracestore.train.graph_inputs import GraphInputs
@@ -48,7 +48,9 @@ def test_without_pyg_graphs_come_as_graph_batches_only(store, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_geometric", None)
     monkeypatch.setitem(sys.modules, "torch_geometric.data", None)
     for kind in (tracestore.TraceLoader, tracestore.TraceDataset):
-        with pytest.raises(UsageError, match=r"need torch_geometric: pip install tracestore\[train\]"):
+        with pytest.raises(
+            MissingExtraError, match=r"torch-geometric is not installed; run: pip install 'tracestore\[train\]'"
+        ):
             kind(store, "graph")
     (batch,) = tracestore.TraceLoader(store, "graph", as_pyg=False)
     assert len(batch) == 7

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tracestore.data.memory import Piece
-from tracestore.errors import UsageError
+from tracestore.extras import needs
 from tracestore.store.reader import TraceStore
 
 
@@ -103,13 +103,9 @@ class GraphBatch:
 @cache
 def pyg_kinds() -> tuple[Any, Any]:
     """Return the class of PyG's batches of graphs, which Batch(_base_cls=Data) makes anew at every call,
-    and Data. The first call imports PyG, which takes seconds. UsageError where it is not installed."""
-    try:
+    and Data. The first call imports PyG, which takes seconds. MissingExtraError where it is not installed."""
+    with needs("train"):
         from torch_geometric.data import Batch, Data
-    except ImportError:
-        raise UsageError(
-            "batches of graphs need torch_geometric: pip install tracestore[train], or as_pyg=False"
-        ) from None
     return type(Batch(_base_cls=Data)), Data
 
 

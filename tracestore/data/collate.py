@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tracestore.data.batch import SequenceBatch
+from tracestore.extras import needs
 
 if TYPE_CHECKING:
     from torch_geometric.data import Batch, Data
@@ -60,7 +61,8 @@ def collate_sequences(items: Sequence[Any], score_threshold: float = 0.5) -> Seq
 def collate_graphs(items: "Sequence[Sequence[Data]]") -> "Batch":
     """Items of view "graph" -> one PyG Batch of B * L graphs with y, score (B,),
     question_id, trace_index (B,) and num_layers (see data.jobs.gather_batch)."""
-    from torch_geometric.data import Batch
+    with needs("train"):
+        from torch_geometric.data import Batch
 
     batch = Batch.from_data_list([layer for item in items for layer in item])
     batch.num_layers = len(items[0])

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tracestore.extras import needs
 from tracestore.train.gine_op import gine_linear
 from tracestore.train.graph_inputs import GraphInputs
 from tracestore.train.model_config import FUSED_DEVICES
@@ -54,7 +55,8 @@ class GINE(nn.Module):
         mlp = nn.Sequential(nn.Linear(in_channels, hidden), nn.ReLU(), nn.Linear(hidden, hidden))
         self.conv: Any
         if message_passing == "pyg":
-            from torch_geometric.nn import GINEConv
+            with needs("train"):
+                from torch_geometric.nn import GINEConv
 
             self.conv = GINEConv(mlp, edge_dim=edge_dim)
         else:
