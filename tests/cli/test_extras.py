@@ -49,13 +49,11 @@ def usages(tmp_path):
     run = ["train", "--store", store, *FAST, "--output-dir", tmp_path / "run"]
     (tmp_path / "best.pt").touch()
     write_pickle(tmp_path / "a.pkl", [make_trace(0)])
-    folders = [tmp_path / "one", tmp_path / "two"]
     questions = ("--questions", "package:facts", "--limit", 1, "--out", tmp_path / "traces")
     return {
         "train": [
             run,
             ["predict", "--checkpoint", tmp_path / "best.pt", "--store", store],
-            ["compare", *folders],
             ["plan", store, "--measure"],
             ["export", store, tmp_path / "out", "--format", "pt-gnn"],
             ["view", store, "q0", "--save", tmp_path / "q0.png"],
