@@ -272,7 +272,8 @@ class OOMGuard:
 
     def _needed_bytes(self) -> int:
         """Bytes that one item needs at least: packed copies of the weights, and scratch."""
-        return SHORT_BYTES + 2 * sum(p.numel() * p.element_size() for p in self._parameters)
+        weights_bytes: int = sum(p.numel() * p.element_size() for p in self._parameters)
+        return SHORT_BYTES + 2 * weights_bytes
 
     def _agreed(self, code: int, error: BaseException | None) -> int:
         """The worst that any rank met; an error that is not of memory ends all of them."""
