@@ -8,12 +8,13 @@ import pytest
 
 from tests.helpers import ROOT
 
-# A part may import itself, the parts listed, `errors`, `console`, `page` and `cgroup`.
+# A part may import itself, the parts listed, `errors`, `console`, `page`, `cgroup` and `platform_support`.
 ALLOWED = {
     "errors": set(),
     "console": set(),
     "page": set(),
     "cgroup": set(),
+    "platform_support": set(),
     "_core": set(),
     "store": {"_core"},
     "ingest": {"store", "_core"},
@@ -44,6 +45,7 @@ ALLOWED = {
     "__main__": {"cli"},
     "__init__": {"batch_loader", "store", "data"},
 }
+COMMON = ("errors", "console", "page", "cgroup", "platform_support")
 TORCH = {"data", "train", "extract", "export", "bridges"}
 
 
@@ -78,7 +80,7 @@ def test_arrows(path):
         if head[0] == "tracestore" and len(head) > 1:
             target = head[1]
             inside = {p.stem for p in (ROOT / "tracestore").iterdir()}
-            if target in inside and target not in (part, "errors", "console", "page", "cgroup"):
+            if target in inside and target not in (part, *COMMON):
                 assert target in ALLOWED[part], f"{path} imports {name}"
 
 
