@@ -160,8 +160,9 @@ check-ports:
 	-@$(MAKE) --no-print-directory .venv-ports/installed
 	tests/c/check_ports.sh build/ports .venv-ports/bin/python
 
-# Lines of csrc/ that the C tests run, a file; GCOV=llvm-cov\ gcov with Clang. The extension modules count
-# theirs when they are built with CFLAGS="--coverage -O1" LDFLAGS=--coverage.
+# Lines of csrc/ that the C tests run, a file. The extension modules count theirs when they are built with
+# CFLAGS="--coverage -frandom-seed=1" LDFLAGS=--coverage: without the seed, modules that compile the same
+# file overwrite one another's counts. tests/c/coverage.py takes several folders.
 GCOV ?= gcov
 coverage-c: $(C_SOURCES) $(C_HEADERS)
 	rm -rf build/coverage-c && mkdir -p build/coverage-c

@@ -174,7 +174,7 @@ TS_TARGET_V4 static int mean_rows_f16_v4(const ts_u16 *in, size_t H, size_t stri
     __m512d heads = _mm512_set1_pd((double)H);
     __mmask16 nan = 0;
     for (size_t j = 0; j < n; j += 16) {
-        __mmask16 some = n - j < 16 ? (__mmask16)((1u << (n - j)) - 1) : 0xffff;
+        __mmask16 some = (__mmask16)((1u << (n - j < 16 ? n - j : 16)) - 1);
         __m512d low = _mm512_setzero_pd(), high = low;
         for (size_t h = 0; h < H; h++) {
             __m512 row = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(some, in + h * stride + j));

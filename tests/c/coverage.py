@@ -2,7 +2,7 @@
 
 Lines are counted once, however many modules compile their file. Give the folders that hold the
 .gcno and .gcda files: build/coverage-c of ``make coverage-c``, and the build folder of extension
-modules that were built with ``CFLAGS=--coverage LDFLAGS=--coverage``.
+modules that were built with ``CFLAGS="--coverage -frandom-seed=1" LDFLAGS=--coverage``.
 """
 
 import argparse
