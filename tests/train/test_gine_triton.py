@@ -27,6 +27,15 @@ def kernels():
         patch.setenv("TRITON_INTERPRET", "1")
         patch.setitem(sys.modules, name, module)
         spec.loader.exec_module(module)
+    ptr = torch.tensor([0, 1])
+    inputs = GraphInputs(torch.ones(1, 1), ptr, torch.ones(1), ptr, 1)
+    try:
+        module.aggregate(torch.empty(1, 1), inputs.x, torch.ones(1, 1), torch.zeros(1), inputs.edges())
+    except triton.runtime.errors.InterpreterError as error:
+        # int(array) of one element, which numpy 2.4 refuses.
+        if "0-dimensional" in str(error):
+            pytest.skip("this Triton's interpreter needs an older numpy")
+        raise
     return module
 
 
