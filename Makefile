@@ -18,7 +18,7 @@ help:
 	@echo "make demo      from nothing to three trained detectors on $(DEMO_TRACES) real traces"
 	@echo "make test      the whole test suite"
 	@echo "make check     what CI runs: format, lint, types, stubs, tests, sanitizers, README, five minutes of fuzzing"
-	@echo "make asv       every benchmark once, in less than 5 minutes (also: make bench); see bench/README.md"
+	@echo "make asv       every benchmark once under asv (also: make bench); see bench/README.md"
 	@echo "make bench-peers  the loader beside other libraries' (an environment of its own)"
 	@echo "make soak      interrupts, epochs and segments in their full numbers (about 15 minutes)"
 	@echo "make fuzz      fuzzing of the readers under sanitizers, FUZZ_SECONDS=3600 for each of FUZZ_MODES='pickle zip gzip'"
