@@ -7,6 +7,8 @@ import pytest
 
 from tests.faults.conftest import ALL, part_of
 
+pytestmark = pytest.mark.long
+
 RANDOM_KILLS = int(os.environ.get("TRACESTORE_KILLS", "100"))
 FAULTS = {
     "kill": {"action": "kill"},

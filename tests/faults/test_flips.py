@@ -36,6 +36,7 @@ def flip(path, position, bit):
         file.write(bytes([byte ^ 1 << bit]))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("codec", ["none", "zstd"])
 def test_every_flip_is_found(memory, codec):

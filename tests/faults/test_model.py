@@ -14,6 +14,8 @@ from tracestore.ingest.forecast import Forecast
 from tracestore.store import writer
 from tracestore.store.verify import verify_store
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def work(memory, request, monkeypatch):

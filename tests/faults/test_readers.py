@@ -19,6 +19,7 @@ from tracestore.store.verify import verify_store
 KILLS, SECONDS = (200, 600) if ALL else (10, 10)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_eight_readers_and_a_killed_writer(memory):
     store = memory / "shared.zarr"

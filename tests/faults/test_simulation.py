@@ -8,6 +8,8 @@ from tests.faults.conftest import part_of
 from tests.faults.driver import small_commits
 from tests.faults.simulation import simulate
 
+pytestmark = pytest.mark.long
+
 SEEDS = os.environ.get("TRACESTORE_SEEDS", "30")
 
 

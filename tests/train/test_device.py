@@ -69,6 +69,7 @@ def test_half_precision(train, precision):
         assert np.allclose(*losses, rtol=0.1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
 def test_memory_runs_out_for_real(device):
     """A batch that does not fit beside a ballast is split, comes to the same gradient, and what

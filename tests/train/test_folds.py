@@ -192,6 +192,7 @@ def interval_999(results, name):
     return percentile_interval(RankDraws(scores, 0).draws()[:, 0], 0.999)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_folds", [None, 3])
 def test_shuffled_labels_teach_nothing(meaningless, tmp_path, num_folds):
     config = replace(CONFIG, epochs=4)

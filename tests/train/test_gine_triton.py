@@ -11,6 +11,8 @@ from tracestore.train import gine_cpu, gine_op
 from tracestore.train.gine_op import gine_aggregate, gine_linear
 from tracestore.train.graph_inputs import GraphInputs
 
+pytestmark = pytest.mark.long
+
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -9,6 +9,8 @@ import pytest
 
 from tests.helpers import ROOT
 
+pytestmark = pytest.mark.long
+
 # 0: every operation.
 OPERATIONS = 0 if os.environ.get("TRACESTORE_OOM") == "all" else 4
 SECONDS = 7200 if OPERATIONS == 0 else 200

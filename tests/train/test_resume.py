@@ -12,6 +12,7 @@ KILLS = int(os.environ.get("TRACESTORE_TRAIN_KILLS", "2"))
 SMALL = ["--no-probe", "--epochs", 6, "--batch-size", 4, "--shuffle", "buffer", "--shuffle-buffer", 16, *FAST]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(3600 if KILLS > 5 else 300)
 @pytest.mark.parametrize("model", ONLY)
 def test_killed_at_random_moments(driver, labelled, tmp_path, model):
@@ -20,6 +21,7 @@ def test_killed_at_random_moments(driver, labelled, tmp_path, model):
     assert found["kills"] >= KILLS and found["compared"] >= 1
 
 
+@pytest.mark.long
 def test_killed_while_a_checkpoint_is_written(driver, labelled, tmp_path):
     flags = ["--store", labelled, *SMALL, "--accumulate", 2, *ONLY["lstm_solo"]]
     assert driver("killed_while_writing", flags, tmp_path)["whole_checkpoints"] >= 5
