@@ -59,6 +59,7 @@ def test_what_the_corpus_is_made_from_is_accepted(tmp_path):
     assert {r["path"]: r["ended"] for r in run("read", paths, tmp_path)} == {str(p): "accepted" for p in paths}
 
 
+@pytest.mark.long
 def test_the_corpus_bites(tmp_path, cases):
     """pickle.load runs what these files name: the marker would be there."""
     live = [c for c in cases if c.runs]
@@ -95,6 +96,7 @@ def test_refused(tmp_path, cases, kind):
     assert not faults and not left, f"{len(faults)} of {len(cases)}:\n" + "\n".join(faults) + f"\nleft: {left}"
 
 
+@pytest.mark.long
 def test_convert_leaves_the_store(tmp_path, cases):
     """Exit 3, one line, not one byte of the store changed."""
     convert(write_pickle(tmp_path / "good.pkl", make_traces(3)), tmp_path / "s.zarr", "--attention", "heads")

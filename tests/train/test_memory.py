@@ -116,6 +116,7 @@ def test_in_a_cgroup_the_limit_is_kept_and_nothing_is_killed(wide, tmp_path, gro
     assert os.path.exists(tmp_path / "r/gnn_det_lstm/last.pt")
 
 
+@pytest.mark.long
 def test_ranks_share_the_limit_of_a_cgroup(wide, tmp_path, group):
     """Two of them, whose plans together stay within it: none is killed."""
     limit = 1500 << 20

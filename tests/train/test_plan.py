@@ -58,6 +58,7 @@ def test_the_command(path):
     assert "lstm_solo" in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.mark.long
 def test_what_cannot_be_estimated_is_measured(path):
     for flags in (["--precision", "bf16"], ["--layers", "0,2"], ["--standardize"], ["--lstm-hidden", 8]):
         assert plans_of(path, "--model", "lstm_solo", *flags)["lstm_solo"]["measured"]

@@ -231,6 +231,7 @@ def test_the_disk_gets_the_room_of_what_left_the_cache(there, tmp_path):
     assert len(mapped) <= 3 and held
 
 
+@pytest.mark.long
 def test_two_processes_fetch_each_file_once(there, proxy, tmp_path):
     code = f"""
 import tracestore

@@ -5,8 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.helpers import ROOT
 from tests.test_docs import blocks
+
+pytestmark = pytest.mark.long
 
 
 def test_commands_and_code_of_the_page(folder, tmp_path, remote):
