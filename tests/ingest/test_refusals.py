@@ -216,7 +216,7 @@ def test_good_files_before_a_bad_one_stay(tmp_path):
     del broken[2]["hidden_states"]
     write_pickle(data / "batch_1.pkl", broken)
     done = convert(data, tmp_path / "s.zarr", check=3)
-    assert done.stderr.strip() == "python -m tracestore.convert: batch_1.pkl, trace 2, hidden_states: missing key"
+    assert done.stderr.strip() == "tracestore convert: batch_1.pkl, trace 2, hidden_states: missing key"
     command("verify", tmp_path / "s.zarr", check=0)
     assert tracestore.open(tmp_path / "s.zarr").question_ids == ["q0", "q1", "q2"]
     before = tree_bytes(tmp_path / "s.zarr")

@@ -231,6 +231,13 @@ def test_classification(error, kind, monkeypatch):
         assert is_out_of_memory(error) == (is_short if kind == "ambiguous" else kind is not None)
 
 
+@pytest.mark.parametrize("signal,kind", [("Killed", "host"), ("Segmentation fault", None)])
+def test_the_cause_says_how_a_worker_ended(signal, kind):
+    error = RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
+    error.__cause__ = RuntimeError(f"DataLoader worker (pid 7) is killed by signal: {signal}.")
+    assert classify(error) == kind
+
+
 def test_a_missing_kernel_is_not_out_of_memory():
     """It is raised unchanged after the smallest case failed as well; no event, no halving."""
     model, guard, loss_of = make()

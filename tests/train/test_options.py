@@ -1,7 +1,7 @@
 """Accumulation, recomputed activations, precision, TensorBoard."""
 
 import csv
-import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -136,6 +136,6 @@ def test_tensorboard_shows_each_step_once_after_kills(driver, labelled, tmp_path
 
 
 def test_tensorboard_without_its_package(train, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(UsageError, match=r"tracestore\[tensorboard\]"):
         train("lstm_solo", "r", tensorboard=True)

@@ -173,7 +173,7 @@ def test_without_memory_workers_are_given_up(labelled, tmp_path, monkeypatch):
         calls.append(self.num_workers)
         for batch in original(self):
             if self.num_workers and batch.number == 2:
-                raise RuntimeError("DataLoader worker (pid(s) 17) exited unexpectedly")
+                raise RuntimeError("DataLoader worker (pid 17) is killed by signal: Killed.")
             yield batch
 
     monkeypatch.setattr(Feed, "batches", batches)

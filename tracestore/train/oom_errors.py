@@ -95,17 +95,18 @@ def classify(error: BaseException) -> str | None:
     if any(t in text for t in _HOST_TEXTS):
         return HOST
     if "dataloader worker" in text:
-        return _classify_worker(text)
+        return _classify_worker(f"{text} {str(error.__cause__).lower()}")
     if "shared memory" in text or "</torch_" in text:
         return _classify_shared_memory(text)
     return AMBIGUOUS if any(t in text for t in _AMBIGUOUS_TEXTS) else None
 
 
 def _classify_worker(text: str) -> str | None:
-    """SIGKILL is the kernel's out-of-memory killer as a rule, SIGBUS a full /dev/shm. The
-    text "exited unexpectedly" stands for every exit, SIGSEGV for an error in the program."""
-    if "signal: killed" in text or "signal: bus error" in text:
-        return HOST
+    """SIGKILL is the kernel's out-of-memory killer as a rule, SIGBUS a full /dev/shm; other
+    signals are errors in the program. "exited unexpectedly" stands for every exit: the
+    signal is in the text of the error's cause, if it is known."""
+    if "killed by signal" in text:
+        return HOST if "signal: killed" in text or "signal: bus error" in text else None
     return AMBIGUOUS if "exited unexpectedly" in text else None
 
 
