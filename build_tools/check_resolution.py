@@ -66,7 +66,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Answer:
-    """What uv said. problem is "" for a case that is solved."""
+    """The result of uv for a case; `problem` is "" where it is solved."""
 
     case: Case
     problem: str
@@ -100,7 +100,7 @@ def one_line(text: str) -> str:
 
 
 def is_unreachable(answer: Answer) -> bool:
-    """Whether uv could not reach the index."""
+    """Return whether uv could not reach the index."""
     return re.search(r"Failed to fetch|[Cc]onnection|error sending request|dns error", answer.problem) is not None
 
 

@@ -98,7 +98,7 @@ def uv_settings(settings: dict[str, str]) -> tuple[list[str], dict[str, str]]:
 
 
 def has_gpu() -> bool:
-    """Whether this machine has a GPU that PyTorch knows: NVIDIA's driver, AMD's, or Apple's processor."""
+    """Return whether this machine has a GPU that PyTorch knows: NVIDIA's driver, AMD's, or Apple's processor."""
     return any(Path(p).exists() for p in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")) or sys.platform == "darwin"
 
 

@@ -1,4 +1,4 @@
-"""What only Linux offers, each with what other systems get instead.
+"""System interfaces of Linux, each with its fallback for other systems.
 
 Nothing else in the package calls these system interfaces, cgroup.py aside.
 """

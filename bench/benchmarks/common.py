@@ -270,7 +270,7 @@ def make_million(path: Path) -> None:
 
 
 class Fixtures:
-    """What asv makes once for all benchmarks. asv calls `setup_cache` in an empty folder, gives each
+    """Fixtures that asv makes once for all benchmarks. asv calls `setup_cache` in an empty folder, gives each
     benchmark the folder's path, and removes the folder after the last benchmark."""
 
     timeout = 600

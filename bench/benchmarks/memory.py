@@ -9,7 +9,7 @@ MODELS = ("lstm_solo", *GRAPH_MODELS)
 
 
 class Memory(Fixtures):
-    """What tracestore takes next to what loading the pickles takes: 128 traces of L=30 D=576 H=9, and
+    """Memory of tracestore next to that of loading the pickles: 128 traces of L=30 D=576 H=9, and
     steps on a batch of 16 of that shape, above the batch. Mapped files are not counted."""
 
     params = (

@@ -1,4 +1,4 @@
-"""What a million traces in 2,000 segments cost before any data is read."""
+"""Cost of a million traces in 2,000 segments before any data is read."""
 
 from pathlib import Path
 

@@ -227,7 +227,7 @@ class OtherShapes(StepsLimit):
 
 
 class Shares(Fixtures):
-    """What a step of lstm_solo, the shortest there is, spends on other things than the step."""
+    """Time of lstm_solo, whose steps are the shortest, outside the step itself."""
 
     def track_waiting_for_data(self, folder):
         return 100 * lstm_data_share(Path(folder) / "small")

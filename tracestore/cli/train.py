@@ -110,7 +110,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
 
 
 def _seed(text: str) -> int:
-    """What every random generator in use takes."""
+    """Parse a seed that every random generator in use accepts."""
     if not text.isdecimal() or int(text) >= 2**32:
         raise argparse.ArgumentTypeError(f"found {text!r}, expected a whole number from 0 to 2^32 - 1")
     return int(text)

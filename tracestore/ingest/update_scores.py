@@ -11,7 +11,7 @@ from tracestore.store.writer import StoreWriter
 
 @dataclass(frozen=True)
 class ScoreReport:
-    """What an update of scores did; the JSON document of `tracestore score --json`."""
+    """Counts of an update of scores; the JSON document of `tracestore score --json`."""
 
     store: str
     num_updated: int

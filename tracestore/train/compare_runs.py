@@ -46,7 +46,7 @@ def compare_runs(folders: Sequence[Path]) -> dict[str, dict[str, Any]]:
 
 
 def _load_results(folder: Path) -> dict[str, Any]:
-    """What results.json says. UsageError where it is none of a finished run."""
+    """Read results.json. UsageError where it is not that of a finished run."""
     path = folder / "results.json"
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
@@ -60,7 +60,7 @@ def _load_results(folder: Path) -> dict[str, Any]:
 
 
 def _entries(results: dict[str, Any]) -> dict[str, dict[tuple[int, int], dict[str, Any]]]:
-    """Of each detector the entries of its runs, by fold and seed."""
+    """Return the entries of each detector's runs, by fold and seed."""
     runs = results.get("runs") or [{"fold": None, "seed": results["config"]["seed"], "models": results["models"]}]
     found: dict[str, dict[tuple[int, int], dict[str, Any]]] = {}
     for of in runs:

@@ -241,7 +241,8 @@ class OOMGuard:
             error = raised if code == _OTHER else None
         value = part = None
         if code == _AMBIGUOUS:
-            code, error = self._resolve(lambda: self._one_item(loss_of))
+            # A rank without items has no smaller case: its snapshot failed.
+            code, error = self._resolve(lambda: self._one_item(loss_of) if size else None)
         code = self._agreed(code, error)
         if code == _FINE:
             if self.ranks.world_size > 1:

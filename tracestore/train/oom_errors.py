@@ -118,7 +118,7 @@ def _classify_shared_memory(text: str) -> str | None:
 
 
 def memory_is_short(needed_bytes: int = SHORT_BYTES) -> bool:
-    """Whether less memory than `needed_bytes` can be allocated: on the host, in /dev/shm or on a GPU in use."""
+    """Return whether less memory than `needed_bytes` can be allocated: on the host, in /dev/shm or on a GPU in use."""
     if allocatable_bytes() < needed_bytes:
         return True
     shared = shared_memory_folder()
@@ -130,7 +130,7 @@ def memory_is_short(needed_bytes: int = SHORT_BYTES) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out: `classify` is certain, or ambiguous while memory is short.
+    """Return whether memory ran out: `classify` is certain, or ambiguous while memory is short.
 
     Call it while the objects of the failed work are still referenced."""
     kind = classify(error)

@@ -20,7 +20,7 @@ _PROBES: dict[str, Callable[[], nn.Module]] = {
 
 @functools.cache
 def has_kernel(layer: str, device_type: str, dtype: torch.dtype) -> bool:
-    """Whether a layer runs forward and backward under autocast, found by trying a tiny case.
+    """Return whether a layer runs forward and backward under autocast, found by trying a tiny case.
 
     oneDNN has no bfloat16 LSTM for x86-64 processors without AVX-512, for example, and
     reports it only when the layer runs.

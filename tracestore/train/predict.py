@@ -27,7 +27,7 @@ HEADER = ("question_id", "sample", "hallucination_score", "predicted")
 
 @dataclass
 class PredictReport:
-    """What predict_store did; the JSON document of `tracestore predict --json`."""
+    """Counts of predict_store; the JSON document of `tracestore predict --json`."""
 
     output: str
     checkpoint: str
