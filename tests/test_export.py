@@ -202,6 +202,7 @@ def test_nothing_unfinished_keeps_its_name(tmp_path, monkeypatch):
     assert list((tmp_path / "two").iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_file_larger_than_memory(tmp_path):
     """Pickles are written trace by trace: 200 MB of them in a process that may not have 200 MB more."""
     with tracestore.create(tmp_path / "s.zarr", attention="heads") as writer:

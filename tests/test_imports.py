@@ -3,6 +3,7 @@
 import pytest
 
 from tests.helpers import convert, make_traces, run_cli, write_pickle, write_scores
+from tests.tiers import long
 
 HEAVY = {"matplotlib", "pandas", "scipy", "sklearn", "sympy", "torch._dynamo", "torch_geometric", "zarr"}
 REPORT = f"; import sys; print(sorted({HEAVY} & set(sys.modules)))"
@@ -18,7 +19,7 @@ def store(tmp_path_factory):
     return folder / "s.zarr"
 
 
-@pytest.mark.parametrize("name", ["TraceLoader", "TraceDataset", "collate_graphs"])
+@pytest.mark.parametrize("name", ["TraceLoader", *long("TraceDataset", "collate_graphs")])
 def test_a_loader_imports_torch_and_little_else(name):
     assert run_cli("-c", f"import tracestore; tracestore.{name}" + REPORT, check=0).stdout.split() == ["[]"]
 
@@ -28,6 +29,7 @@ def test_a_loader_of_sequences_needs_no_pyg(store):
     assert run_cli("-c", code, check=0).stdout.split() == ["[]"]
 
 
+@pytest.mark.long
 def test_training_all_models_imports_neither_pyg_nor_scikit_learn(store, tmp_path):
     """matplotlib draws the pictures at its end."""
     code = (

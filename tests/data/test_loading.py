@@ -175,8 +175,7 @@ def test_items_are_what_the_contract_says(store_path):
     [
         ("sequence", "fork"),
         ("graph", "fork"),
-        ("sequence", "spawn"),
-        pytest.param("graph", "spawn", marks=pytest.mark.long),
+        *(pytest.param(view, "spawn", marks=pytest.mark.long) for view in ("sequence", "graph")),
     ],
 )
 def test_workers_fork_and_spawn(store_path, context, view):

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 import tracestore
 from tests.helpers import make_traces
+from tests.tiers import long
 from tracestore.data import sharing
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -39,7 +40,7 @@ def same(a, b, view):
 
 @pytest.mark.parametrize(
     "context",
-    ["fork", pytest.param("spawn", marks=pytest.mark.long), pytest.param("forkserver", marks=pytest.mark.long)],
+    ["fork", *long("spawn", "forkserver")],
 )
 @pytest.mark.parametrize("view", ["sequence", "graph"])
 def test_batches_of_workers_stay_what_they_are(store, view, context):

@@ -11,6 +11,7 @@ from tests.helpers import ROOT
 COUNTS = {"pickle": 4_000, "zip": 4_000, "gzip": 2_000}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 def test_mutated_files_are_read_or_refused(tmp_path, mode):
     case = tmp_path / "case"

@@ -15,6 +15,7 @@ import torch
 import tracestore
 from tests.faults.driver import run_convert
 from tests.helpers import make_graphs, make_trace, read_all, tree_bytes, write_pickle
+from tests.tiers import long
 from tracestore.ingest import reading
 from tracestore.ingest.forecast import Forecast
 from tracestore.ingest.reading import AheadOptions, PackOptions, SourceStream, read_sources
@@ -42,7 +43,7 @@ def write_sources(folder, rng, num_files):
     return folder
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [*range(8), *long(*range(8, 40))])
 def test_the_store_is_the_same_bytes(tmp_path, monkeypatch, seed):
     """Whatever is thought to begin a segment, and wherever writing ahead fails."""
     rng = random.Random(seed)
@@ -315,7 +316,7 @@ def rows_of(rng, count):
     return [np.frombuffer(rng.randbytes(2 * 3 * rng.randint(0, 5)), "<f2").reshape(-1, 3) for _ in range(count)]
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", [*range(20), *long(*range(20, 60))])
 def test_a_stream_takes_written_rows_in_any_company(tmp_path, monkeypatch, seed):
     """Rows from memory, from files, left out, taken back: the bytes are those of plain rows."""
     rng = random.Random(seed)

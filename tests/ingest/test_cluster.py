@@ -89,6 +89,7 @@ def test_a_local_cluster(data, tmp_path):
     assert tree_bytes(tmp_path / "local.zarr") == tree_bytes(tmp_path / "one.zarr")
 
 
+@pytest.mark.long
 def test_no_scheduler_there(data, tmp_path):
     done = convert(data, tmp_path / "s.zarr", "--dask", "tcp://127.0.0.1:9", check=2)
     assert done.stderr.count("\n") == 1 and "no Dask scheduler" in done.stderr

@@ -134,6 +134,7 @@ def test_the_range_of_torch_is_that_of_the_package(script):
     assert "2.13.0" in supported and "2.13.0+cpu" in supported and "3.0.0" not in supported
 
 
+@pytest.mark.long
 def test_a_cpu_wheel_of_pips_sources_comes_first(
     script, python, supported, on_cpu, plain_index, cpu_index, tmp_path, monkeypatch
 ):
@@ -144,6 +145,7 @@ def test_a_cpu_wheel_of_pips_sources_comes_first(
     assert "pip's configured sources" in choice.reason
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("requires, is_taken", [(["sympy"], True), (["nvidia-runtime"], False)])
 def test_a_wheel_without_a_label(
     script, python, supported, on_cpu, plain_index, tmp_path, monkeypatch, requires, is_taken
@@ -154,11 +156,13 @@ def test_a_wheel_without_a_label(
     assert requirement == (f"torch @ {wheel.as_uri()}" if is_taken else "torch<3,>=2.6")
 
 
+@pytest.mark.long
 def test_then_pytorchs_own_index(script, python, supported, on_cpu, plain_index, cpu_index):
     choice = script.choose_torch(python, supported, "auto", cpu_index)
     assert choice.requirements == ("torch==2.14.0+cpu",) and choice.index == cpu_index
 
 
+@pytest.mark.long
 def test_then_what_the_index_has(script, python, supported, on_cpu, plain_index):
     choice = script.choose_torch(python, supported, "auto", NOWHERE)
     assert choice.requirements == ("torch<3,>=2.6",) and choice.index is None and NOWHERE in choice.reason
@@ -166,6 +170,7 @@ def test_then_what_the_index_has(script, python, supported, on_cpu, plain_index)
         script.choose_torch(python, supported, "cpu", NOWHERE)
 
 
+@pytest.mark.long
 def test_with_a_gpu_the_index_is_taken(script, python, supported, plain_index, cpu_index, monkeypatch):
     monkeypatch.setattr(script, "has_gpu", lambda: True)
     assert script.choose_torch(python, supported, "auto", cpu_index).requirements == ("torch<3,>=2.6",)
@@ -178,6 +183,7 @@ def test_what_is_installed_is_kept(script, supported, plain_index, cpu_index, mo
     assert script.choose_torch(Path(sys.executable), supported, "auto", cpu_index).requirements == ()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("installer", ["uv", "pip", "uv that fails"])
 def test_installs_from_both_indexes(script, python, plain_index, cpu_index, monkeypatch, tmp_path, capfd, installer):
     uv = tmp_path / "uv"

@@ -99,6 +99,7 @@ def test_too_few_questions_are_refused_by_fold(tmp_path):
         splits.make_folds(store, store.targets(), 5, 0)
 
 
+@pytest.mark.long
 def test_folds_and_seeds_of_the_command(sampled, tmp_path):
     out = tmp_path / "r"
     command = ["tools/train.py", "--store", sampled, "--output-dir", out, "--epochs", 2, "--num-threads", 1]

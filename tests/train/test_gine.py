@@ -145,6 +145,7 @@ def test_gradcheck(form):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 @pytest.mark.parametrize("form", ["triangles", "lists", "heads"])
 def test_opcheck(form, dtype):
@@ -273,6 +274,7 @@ def test_shapes_that_do_not_fit_are_refused():
 no_cxx = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("form", "backend"),
     [

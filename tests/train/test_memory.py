@@ -78,6 +78,7 @@ def limited(bytes_, store, out, *args, before="", check=None):
     return run_cli("-c", code, *words, check=check, env={"OMP_NUM_THREADS": "1"})
 
 
+@pytest.mark.long
 def test_far_too_little_is_a_checkpoint_and_75(wide, tmp_path):
     done = limited("24MiB", wide, tmp_path / "r", check=75)
     assert done.stderr.count("\n") == 1 and "--resume" in done.stderr

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.helpers import command
+from tests.tiers import long
 from tests.train.runs import FAST, ONLY, outcome, write_labelled
 from tracestore.errors import UsageError
 from tracestore.train import metrics, models, run
@@ -75,7 +76,7 @@ def test_half_precision_on_the_cpu_is_refused(labelled, tmp_path):
     assert "bf16" in done.stderr and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("options", [["--edge-features", "heads", "--standardize"], ["--layers", "0,2"]])
+@pytest.mark.parametrize("options", [["--edge-features", "heads", "--standardize"], *long(["--layers", "0,2"])])
 def test_heads_and_layers_from_training_to_scores(labelled, tmp_path, options):
     """Trained, planned, and at work on a store; what has no such weights or layers is refused."""
     heads = write_labelled(tmp_path / "heads.zarr", "heads")
@@ -123,6 +124,7 @@ def test_heads_and_layers_from_training_to_scores(labelled, tmp_path, options):
         assert done.stderr.count("\n") == 1 and ("--attention heads" in done.stderr or "some of 0 to 2" in done.stderr)
 
 
+@pytest.mark.long
 def test_tensorboard_shows_each_step_once_after_kills(driver, labelled, tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

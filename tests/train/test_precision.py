@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.helpers import run_cli
+from tests.tiers import long
 from tests.train.runs import FAST, ONLY
 from tracestore.errors import UsageError
 from tracestore.train import precision
@@ -88,7 +89,7 @@ def test_tiny_cases_draw_no_random_numbers():
     assert torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("isa", [{}, {"ONEDNN_MAX_CPU_ISA": "SSE41", "ATEN_CPU_CAPABILITY": "default"}])
+@pytest.mark.parametrize("isa", [{"ONEDNN_MAX_CPU_ISA": "SSE41", "ATEN_CPU_CAPABILITY": "default"}, *long({})])
 def test_bfloat16_trains_and_scores_on_every_processor(labelled, tmp_path, monkeypatch, isa):
     for name, value in isa.items():
         monkeypatch.setenv(name, value)

@@ -32,6 +32,7 @@ def test_the_same_losses_for_1_2_and_4_ranks(driver, labelled, tmp_path):
         assert np.allclose(a["test_scores"]["logit"], b["test_scores"]["logit"], rtol=0, atol=1e-5)
 
 
+@pytest.mark.long
 def test_torchrun(labelled, tmp_path):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
     flags = ["--store", labelled, *SMALL, *ONLY["lstm_solo"], "--epochs", 1, "--json"]
@@ -72,6 +73,7 @@ def test_ranks_try_the_same_sizes_where_a_batch_does_not_divide(driver, labelled
     assert np.allclose(*found["losses"], rtol=0, atol=1e-5)
 
 
+@pytest.mark.long
 def test_several_ranks_with_the_probe(labelled, tmp_path):
     """Which rank 0 fits alone, on all traces."""
     flags = ["--store", labelled, *FAST, *ONLY["lstm_solo"], "--epochs", 1, "--json"]

@@ -5,6 +5,7 @@ import signal
 
 import pytest
 
+from tests.tiers import long
 from tests.train.runs import FAST, ONLY
 
 # `make torture` kills each model's run 30 times.
@@ -33,7 +34,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(driver, labelled, tmp_path):
     assert "no space left" in found["stderr"] and found["stderr"].count("\n") == 1
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGINT, *long(signal.SIGTERM)])
 def test_a_signal_ends_after_the_step_and_the_run_goes_on(driver, labelled, tmp_path, signum):
     """With bf16 and recomputed activations, which do not keep a run from being exact."""
     flags = ["--store", labelled, *SMALL, *ONLY["lstm_solo"], "--precision", "bf16", "--activation-checkpointing"]

@@ -70,6 +70,7 @@ def test_graph_options(labelled, tmp_path, options):
     assert json.loads(out.stdout)["models"]["gnn_det_lstm"]["history"]["train_loss"][0] < 5
 
 
+@pytest.mark.long
 def test_killed_between_epochs_and_resumed(labelled, tmp_path):
     model, flags = "gvae_lstm", ["--no-run-lstm", "--no-run-gnn-det", "--epochs", 5, "--no-probe"]
     train(labelled, tmp_path / "whole", *flags)

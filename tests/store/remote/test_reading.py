@@ -20,6 +20,7 @@ import torch
 import tracestore
 from tests.helpers import ROOT, command, make_traces, run_cli
 from tests.store.remote.server import free_port, wait_until_it_answers
+from tests.tiers import long
 from tracestore.errors import RemoteError, StoreDamagedError, TracestoreError, UsageError
 from tracestore.store import fsio
 from tracestore.store.remote.bucket import Bucket
@@ -82,7 +83,7 @@ def cached(tmp_path):
 
 
 @pytest.mark.parametrize("view", ["graph", "sequence"])
-@pytest.mark.parametrize("shuffle", ["global", "block", "none"])
+@pytest.mark.parametrize("shuffle", ["global", *long("block", "none")])
 def test_an_epoch_is_the_local_one(local, there, proxy, view, shuffle):
     expected = epoch(local, view, shuffle=shuffle)
     assert_same(epoch(there, view, shuffle=shuffle), expected)  # cold
@@ -147,6 +148,7 @@ def test_errors_of_the_server_are_survived(local, there, proxy):
         assert_same(epoch(there, view), epoch(local, view))
 
 
+@pytest.mark.long
 def test_a_server_that_stays_away_is_an_error_of_one_line(there, proxy, monkeypatch):
     monkeypatch.setenv("TRACESTORE_REMOTE_PATIENCE", "1")
     store = tracestore.open(there)
@@ -189,6 +191,7 @@ def test_damage_at_the_server_is_named(there, proxy, local, tmp_path):
     assert damaged not in cached(tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shuffle", ["global", "block"])
 def test_the_cache_stays_within_its_bound(local, there, tmp_path, shuffle):
     sizes = [p.stat().st_size for p in local.rglob("segments/*/*/c/*") if p.is_file()]
@@ -243,6 +246,7 @@ for batch in tracestore.TraceLoader({there!r}, view="graph", batch_size=5, seed=
     assert len(asked) == 4 * SEGMENTS and set(asked.values()) == {1}
 
 
+@pytest.mark.long
 def test_a_cache_survives_kills(there, local, tmp_path, proxy):
     proxy.fault = lambda count, method, path: 0.03
     code = f"""
@@ -302,7 +306,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("context", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("context", ["fork", *long("forkserver", "spawn")])
 def test_workers_fetch_what_they_need(there, local, tmp_path, context):
     # A process of its own: a forkserver keeps the environment that it was started in.
     (tmp_path / "script.py").write_text(WITH_WORKERS)
@@ -350,6 +354,7 @@ def test_what_is_no_store_is_wrong_usage(remote, monkeypatch):
         tracestore.open(remote)
 
 
+@pytest.mark.long
 def test_commands_take_addresses(there, local, tmp_path):
     info = json.loads(command("info", there, "--json", check=0).stdout)
     assert info["path"] == there and info["num_traces"] == 36
@@ -391,6 +396,7 @@ def test_a_web_server(local, tmp_path, monkeypatch, listing):
         server.wait()
 
 
+@pytest.mark.long
 def test_a_store_that_was_replaced_is_another_one(there, tmp_path):
     with tracestore.open(there) as store:
         before = store[0].hidden_states.copy()
@@ -404,6 +410,7 @@ def test_a_store_that_was_replaced_is_another_one(there, tmp_path):
         pickle.loads(pickled)
 
 
+@pytest.mark.long
 def test_generations_that_go_while_a_reader_opens(there):
     stop = threading.Event()
 
@@ -427,6 +434,7 @@ def test_generations_that_go_while_a_reader_opens(there):
         thread.join()
 
 
+@pytest.mark.long
 def test_verify_reads_every_object(there, local, tmp_path):
     assert verify_store(there) == replace(verify_store(local), leftovers=[])
     assert not verify_store(there, quick=True).damaged
@@ -451,6 +459,7 @@ def test_verify_reads_every_object(there, local, tmp_path):
         verify_store(f"{there}-not")
 
 
+@pytest.mark.long
 def test_what_a_crash_of_the_machine_tore_is_fetched_again(there, local, tmp_path, proxy):
     expected = epoch(local)
     assert_same(epoch(there), expected)
@@ -466,6 +475,7 @@ def test_what_a_crash_of_the_machine_tore_is_fetched_again(there, local, tmp_pat
     assert min(p.stat().st_mtime for p in (tmp_path / "cache").glob("[!.]*")) > 1e9
 
 
+@pytest.mark.long
 def test_nothing_else_in_the_cache_s_folder_is_touched(there, tmp_path):
     folder = tmp_path / "cache"
     (folder / "lost+found").mkdir(parents=True)
@@ -527,6 +537,7 @@ def test_what_asking_again_does_not_change_is_said_at_once(there, proxy):
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.long
 def test_a_web_server_that_has_whole_files_only(local, there, proxy, tmp_path, monkeypatch):
     """A cut answer begins anew where the rest cannot be asked for."""
     cuts = {}

@@ -112,6 +112,7 @@ def test_scores_and_merges_and_subsets(remote, store_path, tmp_path):
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "no such store" in done.stderr
 
 
+@pytest.mark.long
 def test_old_generations_are_removed(remote):
     with tracestore.create(remote) as writer:
         for trace in make_traces(9):
@@ -191,6 +192,7 @@ def test_a_writer_whose_lock_was_taken_commits_nothing(remote):
         assert len(store) == 1
 
 
+@pytest.mark.long
 def test_kills_of_a_conversion(remote, folder, tmp_path, proxy):
     """Killed at any moment: what is there opens and is whole; run to its end, it is the same store."""
     for k in range(6):
@@ -227,6 +229,7 @@ def test_what_cannot_be_written_is_wrong_usage(remote, folder, proxy):
     assert done.stderr.count("\n") == 1 and "no permission" in done.stderr
 
 
+@pytest.mark.long
 def test_a_first_commit_that_failed_can_be_made_again(remote, proxy, folder, tmp_path, monkeypatch):
     monkeypatch.setenv("TRACESTORE_REMOTE_PATIENCE", "0.5")
     proxy.fault = lambda count, method, path: "503" if method == "PUT" and "/columns/" in path else None
@@ -254,6 +257,7 @@ def test_a_trace_whose_commit_failed_may_come_again(remote, proxy, monkeypatch):
         assert len(store) == 1
 
 
+@pytest.mark.long
 def test_a_lock_whose_renewals_lose_their_answers_is_kept(remote, proxy):
     asked, lost = [], []
 
@@ -277,6 +281,7 @@ def test_a_lock_whose_renewals_lose_their_answers_is_kept(remote, proxy):
         assert len(store) == 3
 
 
+@pytest.mark.long
 def test_an_outage_is_not_taken_for_the_end_of_a_writer(remote, proxy):
     """Whoever watches a lock counts only the time in which the server answered."""
     with tracestore.create(remote) as writer:
@@ -302,6 +307,7 @@ def test_an_outage_is_not_taken_for_the_end_of_a_writer(remote, proxy):
         assert len(store) == 1
 
 
+@pytest.mark.long
 def test_a_writer_that_was_taken_over_changes_nothing_more(remote):
     traces = make_traces(2)
     first = StoreWriter(remote)
