@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -56,12 +55,9 @@ def cluster(folder):
         yield address
     finally:
         for process in processes:
-            process.send_signal(signal.SIGTERM)
+            process.kill()  # a worker whose scheduler went first would wait for it
         for process in processes:
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            process.wait()
 
 
 def test_the_same_bytes_from_processes_that_share_the_files(data, tmp_path):
