@@ -13,6 +13,7 @@ const char *ts_strerror(int code)
     case TS_ERR_BOUNDS: return "offset out of bounds";
     case TS_ERR_DTYPE: return "element type not handled";
     case TS_ERR_FAULT: return "mapped file was cut short";
+    case TS_ERR_NODE: return "an edge leaves its graph";
     default: return "unknown error";
     }
 }

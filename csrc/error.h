@@ -14,7 +14,8 @@ enum ts_error {
     TS_ERR_BOUNDS = -7,    /* an offset or count points outside its buffer */
     TS_ERR_DTYPE = -8,     /* an element type this function does not handle */
     TS_ERR_FAULT = -9,     /* a mapped file was cut short while it was read; see guard.h */
-    TS_ERR_LAST = -10
+    TS_ERR_NODE = -10,     /* an edge joins nodes that its graph does not have */
+    TS_ERR_LAST = -11
 };
 
 /* A static, never NULL, English description of `code`. */

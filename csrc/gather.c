@@ -423,8 +423,8 @@ static void append_all(const struct graph_job *job, struct lane *lane, const int
         lane->values[lane->n++] = first + place[k];
 }
 
-/* Appends the kept ones of n <= BLOCK pairs. */
-static void emit(const struct graph_job *job, struct stage *stage, const struct ts_graph *graph, size_t first, size_t n,
+/* Appends the kept ones of n <= BLOCK pairs. TS_ERR_NODE. */
+static int emit(const struct graph_job *job, struct stage *stage, const struct ts_graph *graph, size_t first, size_t n,
                  const unsigned char *keep, size_t kept)
 {
     int32_t row_here[BLOCK], column_here[BLOCK];
@@ -432,10 +432,14 @@ static void emit(const struct graph_job *job, struct stage *stage, const struct 
     size_t itemsize = ts_dtype_bytes(job->form->in);
     const unsigned char *weights = graph->weights + first * itemsize;
     if (graph->pairs != NULL) {
+        int is_outside = 0;
         for (size_t k = 0; k < n; k++) {
             column_here[k] = graph->pairs[2 * (first + k)];
             row_here[k] = graph->pairs[2 * (first + k) + 1];
+            is_outside |= (uint32_t)column_here[k] >= graph->num_tokens || (uint32_t)row_here[k] >= graph->num_tokens;
         }
+        if (is_outside)
+            return TS_ERR_NODE;
     } else if (graph->causal && graph->num_tokens <= job->table_tokens) {
         row = job->row + first;
         column = job->column + first;
@@ -471,6 +475,7 @@ static void emit(const struct graph_job *job, struct stage *stage, const struct 
     stage->num_weights += kept;
     if (stage->num_weights >= STAGE)
         flush(job, stage, 0);
+    return TS_OK;
 }
 
 /* range->keep of a whole graph by a top-k rule; how many, or a negative error. */
@@ -516,7 +521,9 @@ static int fill_graph(struct range *range, const struct ts_graph *graph, struct 
         total += (int64_t)kept;
         if (total > graph->num_edges)
             break; /* the file changed under the map: never write past what was counted */
-        emit(job, stage, graph, p, n, keep, kept);
+        int ret = emit(job, stage, graph, p, n, keep, kept);
+        if (ret != TS_OK)
+            return ret;
     }
     return total == graph->num_edges ? TS_OK : TS_ERR_BOUNDS;
 }

@@ -52,7 +52,7 @@ int ts_count_edges(struct ts_graph *graphs, size_t n, const struct ts_edge_form 
 
 /* Writes the edges of every graph at first_edge: source[] the attended token j,
  * target[] the attending token i, row after row, and its weight. TS_ERR_BOUNDS where
- * the weights are not those that were counted, TS_ERR_NOMEM, TS_ERR_DTYPE. */
+ * the weights are not those that were counted, TS_ERR_NODE, TS_ERR_NOMEM, TS_ERR_DTYPE. */
 int ts_fill_edges(const struct ts_graph *graphs, size_t n, const struct ts_edge_form *form, int num_threads,
                   int64_t *source, int64_t *target, unsigned char *weight);
 

@@ -14,6 +14,12 @@ uint64_t ts_key_hash(const unsigned char *id, size_t id_bytes, int32_t sample)
     return hash * 0x9e3779b97f4a7c15ull ^ hash >> 29;
 }
 
+static int id_is_inside(const struct ts_index_part *part, uint64_t row)
+{
+    int64_t begin = part->id_offsets[row], end = part->id_offsets[row + 1];
+    return begin >= 0 && begin <= end && (uint64_t)end <= part->id_bytes;
+}
+
 static int same_key(const struct ts_index_part *part, uint64_t row, const unsigned char *id, size_t id_bytes, int32_t sample)
 {
     int64_t begin = part->id_offsets[row], end = part->id_offsets[row + 1];
@@ -24,16 +30,18 @@ static int same_key(const struct ts_index_part *part, uint64_t row, const unsign
 int64_t ts_index_find(const struct ts_index_part *part, const unsigned char *id, size_t id_bytes, int32_t sample)
 {
     if (part->table_size == 0)
-        return -1;
+        return TS_INDEX_ABSENT;
     uint64_t mask = part->table_size - 1, slot = ts_key_hash(id, id_bytes, sample) & mask;
     for (uint64_t probes = 0; probes < part->table_size; probes++, slot = (slot + 1) & mask) {
         uint32_t entry = part->table[slot];
         if (entry == 0)
-            return -1;
-        if (entry <= part->num_traces && same_key(part, entry - 1, id, id_bytes, sample))
+            return TS_INDEX_ABSENT;
+        if (entry > part->num_traces || !id_is_inside(part, entry - 1))
+            return TS_INDEX_DAMAGED;
+        if (same_key(part, entry - 1, id, id_bytes, sample))
             return (int64_t)entry - 1;
     }
-    return -1;
+    return TS_INDEX_DAMAGED; /* a table has free slots */
 }
 
 int64_t ts_index_build(const struct ts_index_part *part, uint32_t *table)

@@ -10,8 +10,9 @@ struct ts_index_part {
     uint64_t num_traces;
     uint64_t table_size;        /* a power of two, at least 2 * num_traces */
     const uint32_t *table;      /* 0: free, else row + 1; linear probing */
-    const int64_t *id_offsets;  /* num_traces + 1, checked to be non-decreasing and within id_bytes at open */
+    const int64_t *id_offsets;  /* num_traces + 1 */
     const unsigned char *ids;
+    uint64_t id_bytes;
     const int32_t *samples;     /* num_traces */
 };
 
@@ -19,8 +20,10 @@ struct ts_index_part {
  * mixed once so that the low bits depend on all of them. */
 uint64_t ts_key_hash(const unsigned char *id, size_t id_bytes, int32_t sample);
 
-/* The row of the key, or -1. Rows read from the table are checked against
- * num_traces, so that a damaged table ends in "not found", never in a fault. */
+enum { TS_INDEX_ABSENT = -1, TS_INDEX_DAMAGED = -2 };
+
+/* The row of the key, TS_INDEX_ABSENT, or TS_INDEX_DAMAGED where a row of the table or the offsets
+ * of an id on the way are out of bounds. */
 int64_t ts_index_find(const struct ts_index_part *part, const unsigned char *id, size_t id_bytes, int32_t sample);
 
 /* Fills table (zeroed by the caller) with every row. Returns the first row whose

@@ -12,39 +12,37 @@
 #include "guard.h"
 #include "platform.h"
 
-int ts_map_open(struct ts_map *map, const char *path, int64_t expected_size)
+int ts_map_descriptor(struct ts_map *map, int fd, int64_t expected_size)
 {
-    int ret = TS_OK, saved;
     struct stat st;
     *map = (struct ts_map){0};
-    /* O_NONBLOCK: opening a FIFO in place of a file must not hang. */
-    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-    if (fd < 0)
+    if (fstat(fd, &st) != 0)
         return TS_ERR_IO;
-    if (fstat(fd, &st) != 0) {
-        ret = TS_ERR_IO;
-        goto out;
-    }
     if (!S_ISREG(st.st_mode)) {
         errno = EINVAL;
-        ret = TS_ERR_IO;
-        goto out;
+        return TS_ERR_IO;
     }
-    if (expected_size >= 0 && st.st_size != expected_size) {
-        ret = TS_ERR_SIZE;
-        goto out;
-    }
+    if (expected_size >= 0 && st.st_size != expected_size)
+        return TS_ERR_SIZE;
     if (st.st_size == 0)
-        goto out;
+        return TS_OK;
     void *base = mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_SHARED, fd, 0);
-    if (base == MAP_FAILED) {
-        ret = TS_ERR_IO;
-        goto out;
-    }
+    if (base == MAP_FAILED)
+        return TS_ERR_IO;
     map->base = base;
     map->size = (size_t)st.st_size;
-out:
-    saved = errno;
+    return TS_OK;
+}
+
+int ts_map_open(struct ts_map *map, const char *path, int64_t expected_size)
+{
+    /* O_NONBLOCK: opening a FIFO in place of a file must not hang. */
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (fd < 0) {
+        *map = (struct ts_map){0};
+        return TS_ERR_IO;
+    }
+    int ret = ts_map_descriptor(map, fd, expected_size), saved = errno;
     close(fd);
     errno = saved;
     return ret;

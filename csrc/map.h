@@ -16,6 +16,8 @@ struct ts_map {
  * otherwise another size is TS_ERR_SIZE. TS_ERR_IO leaves errno. The file
  * descriptor is closed before the function returns. */
 int ts_map_open(struct ts_map *map, const char *path, int64_t expected_size);
+/* The same of a file that is open for reading, which stays open. */
+int ts_map_descriptor(struct ts_map *map, int fd, int64_t expected_size);
 void ts_map_close(struct ts_map *map);
 
 /* Remembers a byte at the end of the file, for ts_map_is_whole. TS_ERR_FAULT. */

@@ -12,7 +12,7 @@ from tracestore.export import TRACES_PER_FILE, layers_of, trace_dict
 from tracestore.ingest.families import read_traces
 from tracestore.ingest.sources import SourceFile, find_sources
 from tracestore.store import schema
-from tracestore.store.files import place_of
+from tracestore.store.files import LocalFiles, place_of
 from tracestore.store.fsio import translated_errors, whole_file
 from tracestore.store.manifest import generations
 from tracestore.store.pickle_list import PickleListWriter
@@ -40,7 +40,7 @@ class TraceBatchLoader:
     def __init__(self, path: str | os.PathLike[str] = "traces_data") -> None:
         self.path = place_of(path)
         self._batches: Sequence[_File | _Part]
-        if not isinstance(self.path, Path) or (self.path.is_dir() and generations(self.path)):
+        if not isinstance(self.path, Path) or (self.path.is_dir() and generations(LocalFiles(self.path))):
             self._batches = _parts(open_store(self.path))
         else:
             self._batches = [_File(source) for source in find_sources([self.path], self.path)]

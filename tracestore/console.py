@@ -225,8 +225,13 @@ def run(prog: str, command: Callable[[], int]) -> int:
 
 
 def own_process() -> None:
-    """Set what only a process of its own may set: a reader of standard output that goes away ends it silently."""
+    """Set what only a process of its own may set: a reader of standard output that goes away ends it
+    silently; and, before torch is loaded, how long its OpenMP threads spin at a barrier."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    # libgomp's 300,000 rounds are lost where another program has one of the processors: beside a busy
+    # one extraction took 5.2 times as long, with 10,000 1.6 times, and alone the same (bench/RESULTS.md).
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 def leave(code: int) -> NoReturn:

@@ -3,6 +3,8 @@
 Nothing else in the package calls these system interfaces, cgroup.py aside.
 """
 
+import ctypes
+import errno
 import os
 import resource
 import sys
@@ -121,3 +123,33 @@ def unnamed_file(name: str) -> int:
 def open_of_process(pid: int, number: int) -> int:
     """Open a file that another process has open as `number`. Requires `has_sendable_files`."""
     return os.open(_PROC / str(pid) / "fd" / str(number), os.O_RDWR | os.O_CLOEXEC)
+
+
+_EXCHANGE = {"linux": ("renameat2", -100, 2), "darwin": ("renameatx_np", -2, 2)}
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Give two files or folders each other's names at once.
+
+    Returns
+    -------
+    bool
+        False, and nothing is changed, where the system or the file system cannot do so.
+
+    Raises
+    ------
+    OSError
+        Where one of them cannot be renamed.
+    """
+    name, here, flag = _EXCHANGE.get(sys.platform, ("", 0, 0))
+    function = getattr(ctypes.CDLL(None, use_errno=True), name, None) if name else None
+    if function is None:
+        return False
+    function.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
+    while function(here, os.fsencode(one), here, os.fsencode(other), flag) != 0:
+        code = ctypes.get_errno()
+        if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            return False
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code), str(one), None, str(other))
+    return True

@@ -345,7 +345,7 @@ static uint64_t indexing(void)
         offsets[i + 1] = offsets[i] + (int64_t)n;
         samples[i] = i % 3 - 1;
     }
-    struct ts_index_part part = {N, SLOTS, table, offsets, ids, samples};
+    struct ts_index_part part = {N, SLOTS, table, offsets, ids, (uint64_t)offsets[N], samples};
     hash = add_number(hash, ts_index_build(&part, table));
     hash = add(hash, table, SLOTS * 4);
     for (int i = 0; i < N; i++)

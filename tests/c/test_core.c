@@ -237,14 +237,23 @@ static void test_index(void)
         samples[i] = i % 2;
     }
     uint32_t table[512] = {0};
-    struct ts_index_part part = {N, 512, table, offsets, ids, samples};
+    struct ts_index_part part = {N, 512, table, offsets, ids, sizeof ids, samples};
     assert(ts_index_build(&part, table) == -1);
     for (int i = 0; i < N; i++)
         assert(ts_index_find(&part, ids + offsets[i], (size_t)(offsets[i + 1] - offsets[i]), samples[i]) == i);
-    assert(ts_index_find(&part, (const unsigned char *)"q1", 2, 7) == -1);
+    assert(ts_index_find(&part, (const unsigned char *)"q1", 2, 7) == TS_INDEX_ABSENT);
     for (int i = 0; i < 512; i++)
-        table[i] = 0xffffffffu; /* a damaged table ends in "not found" */
-    assert(ts_index_find(&part, ids, 2, 0) == -1);
+        table[i] = 0xffffffffu;
+    assert(ts_index_find(&part, ids, 2, 0) == TS_INDEX_DAMAGED);
+    for (int i = 0; i < 512; i++)
+        table[i] = 1; /* without a free slot */
+    assert(ts_index_find(&part, ids, 1, 5) == TS_INDEX_DAMAGED);
+    for (int64_t at = 0; at < 2; at++) { /* an id that begins, then one that ends, outside of the ids */
+        int64_t before = offsets[at];
+        offsets[at] = at == 0 ? -1 : (int64_t)sizeof ids + 1;
+        assert(ts_index_find(&part, ids, 2, 0) == TS_INDEX_DAMAGED);
+        offsets[at] = before;
+    }
     samples[1] = 0;
     memset(table, 0, sizeof table);
     assert(ts_index_build(&part, table) == 1);
@@ -555,6 +564,25 @@ static void test_guard(void)
     ts_map_close(&map);
 }
 
+/* Stored edges between nodes that their graph does not have, in a whole and in a part of a block. */
+static void test_edges_outside(void)
+{
+    enum { S = 5, E = 300 };
+    static int32_t pairs[2 * E];
+    static uint16_t weights[E], out[E];
+    static int64_t source[E], target[E];
+    struct ts_graph graph = {.weights = (unsigned char *)weights, .num_tokens = S, .pairs = pairs, .num_edges = E};
+    struct ts_edge_form form = {TS_F16, TS_F16, {0, 0}};
+    assert(ts_fill_edges(&graph, 1, &form, 1, source, target, (unsigned char *)out) == TS_OK);
+    int32_t outside[] = {S, -1, INT32_MAX, INT32_MIN};
+    for (int at = 0; at < 2 * E; at += 299)
+        for (int k = 0; k < 4; k++) {
+            pairs[at] = outside[k];
+            assert(ts_fill_edges(&graph, 1, &form, 1, source, target, (unsigned char *)out) == TS_ERR_NODE);
+            pairs[at] = S - 1;
+        }
+}
+
 /* Every way to gather from a map that ends early, by one thread and by several. */
 static void test_gather_faults(void)
 {
@@ -567,7 +595,8 @@ static void test_gather_faults(void)
     for (int g = 0; g < G; g++) {
         graphs[g] = (struct ts_graph){.weights = base + g * 1000, .num_tokens = S, .causal = 1,
                                       .first_edge = g * P, .num_edges = P};
-        stored[g] = (struct ts_graph){.weights = base, .num_tokens = S, .pairs = (int32_t *)(base + g * 1000),
+        /* Of so many tokens that whatever lies in the map is one of them. */
+        stored[g] = (struct ts_graph){.weights = base, .num_tokens = (size_t)1 << 40, .pairs = (int32_t *)(base + g * 1000),
                                       .first_edge = g * P, .num_edges = P};
     }
     struct ts_copy copies[2] = {{base, (unsigned char *)weights, 2000}, {base + 4000, (unsigned char *)(weights + 2000), 3000}};
@@ -946,6 +975,7 @@ int main(void)
     test_spans();
     test_crew();
     test_guard();
+    test_edges_outside();
     test_gather_faults();
     test_other_handlers();
     test_shuffle();

@@ -157,10 +157,13 @@ def oracle_edges(square, causal, threshold, top_k):
 def test_key_table_refuses_what_does_not_fit_together():
     ids = np.frombuffer(b"abc", "u1")
     samples = np.zeros(2, "i4")
-    with pytest.raises(ValueError, match="decrease"):
-        KeyTable(np.zeros(4, "u4"), np.array([0, 4, 3]), ids, samples)
     with pytest.raises(ValueError, match="fit"):
-        KeyTable(np.zeros(4, "u4"), np.array([0, 1, 9]), ids, samples)
+        KeyTable(np.zeros(4, "u4"), np.array([0, 1]), ids, samples)
+    for offsets in ([0, 4, 3], [0, 1, 9], [-1, 1, 3]):
+        with pytest.raises(ValueError, match="out of bounds"):
+            KeyTable(np.zeros(4, "u4"), np.array(offsets), ids, samples).build(np.zeros(4, "u4"))
+        with pytest.raises(ValueError, match="damaged"):
+            KeyTable(np.full(4, 1 if offsets[0] else 2, "u4"), np.array(offsets), ids, samples).find(b"x")
     with pytest.raises(ValueError, match="size"):
         KeyTable(np.zeros(3, "u4"), np.array([0, 1, 3]), ids, samples)
 

@@ -26,7 +26,7 @@ from tracestore.cli import convert  # noqa: F401 - imported before the forks
 from tracestore.errors import UsageError
 from tracestore.ingest.forecast import Forecast
 from tracestore.store import writer
-from tracestore.store.fsio import SPOOL_FOLDER
+from tracestore.store.paths import SPOOL_FOLDER
 from tracestore.store.verify import verify_store
 
 ACTIONS = {"pass": 0, "kill": 1, "fail": 2, "short": 3, "full": 4}

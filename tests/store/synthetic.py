@@ -9,6 +9,7 @@ import tracestore
 from tests.helpers import make_trace
 from tracestore._core.kernels import crc32c
 from tracestore.store import manifest as mf
+from tracestore.store import paths
 from tracestore.store.columns import Columns, write_columns
 from tracestore.store.container import pack_arrays
 from tracestore.store.files import LocalFiles
@@ -21,13 +22,14 @@ def make_index_only_store(path: Path, num_traces: int, num_segments: int, num_pa
     of doubling sizes leave them."""
     with tracestore.create(path) as writer:
         writer.append(make_trace(0))
-    old = mf.load_manifest(path, mf.generations(path)[0])
-    index = StoreIndex(LocalFiles(path), old)
+    files = LocalFiles(path)
+    old = mf.load_manifest(files, mf.generations(files)[0])
+    index = StoreIndex(files, old)
     template = index.part_arrays(0)
     weights = 2.0 ** np.arange(num_parts)[::-1]
     cuts = np.concatenate([[0], np.cumsum(weights / weights.sum() * num_traces)]).astype(int)
     per_segment = -(-num_traces // num_segments)
-    parts, generation = [], old.generation + 1
+    parts, generation = [], old.generation
     for k in range(num_parts):
         first, end = int(cuts[k]), num_traces if k == num_parts - 1 else int(cuts[k + 1])
         n, ids = end - first, np.arange(first, end)
@@ -39,12 +41,15 @@ def make_index_only_store(path: Path, num_traces: int, num_segments: int, num_pa
         arrays["graph_segment"] = arrays["sequence_segment"] = (ids // per_segment).astype("<i4")
         arrays["graph_row"] = arrays["sequence_row"] = arrays["last_token_row"] = (ids % per_segment).astype("<i4")
         arrays["id"], arrays["id_offsets"] = encode_strings(f"q{i}" for i in ids.tolist())
-        data = pack_arrays(mf.with_key_table(arrays))
-        (path / "index" / f"{generation:010d}").mkdir(exist_ok=True)
-        name = f"index/{generation:010d}/part{k}"
-        (path / name).write_bytes(data)
         first_segment = first // per_segment
         segments = (end // per_segment if k < num_parts - 1 else num_segments) - first_segment
+        arrays["segment_traces"] = np.full(segments, per_segment, "<i4")
+        arrays["segment_tokens"] = np.full(segments, int(tokens.sum()) // max(1, segments), "<i8")
+        data = pack_arrays(mf.with_key_table(arrays))
+        generation += 1
+        name = f"{paths.index(generation)}/part"
+        (path / name).parent.mkdir()
+        (path / name).write_bytes(data)
         parts.append(mf.PartRef(name, len(data), crc32c(data), first, n, first_segment, segments, 0, 0))
     scores = np.linspace(0, 1, num_traces)
     columns = write_columns(
@@ -53,4 +58,4 @@ def make_index_only_store(path: Path, num_traces: int, num_segments: int, num_pa
     manifest = replace(
         old, generation=generation, parts=tuple(parts), columns=(columns,), num_traces=num_traces, num_scored=num_traces
     )
-    mf.manifest_path(path, generation).write_bytes(manifest.to_bytes())
+    (path / paths.manifest(generation)).write_bytes(manifest.to_bytes())

@@ -44,4 +44,6 @@ def test_arrays_are_described_as_zarr_does(dtype, codec):
 def test_groups_are_described_as_zarr_does(attributes):
     memory = {}
     zarr.create_group(zarr.storage.MemoryStore(memory), attributes=attributes)
-    assert group_metadata(attributes) == memory["zarr.json"].to_bytes()
+    # Older releases of zarr say that nothing is consolidated.
+    expected = memory["zarr.json"].to_bytes().replace(b'  "consolidated_metadata": null,\n', b"")
+    assert group_metadata(attributes) == expected

@@ -263,6 +263,7 @@ def batches_of_cut_files(folder):
 
 @pytest.mark.long
 def test_batches_of_a_file_cut_meanwhile(tmp_path):
+    pytest.importorskip("torch")
     code = "import sys, pathlib; from tests.store import test_truncation as t; t.batches_of_cut_files(pathlib.Path(sys.argv[1]))"
     done = run_cli("-c", code, tmp_path)
     assert (done.returncode, done.stdout) == (0, "every use answered\n"), done.stderr

@@ -14,6 +14,8 @@ import os
 
 from tracestore._core.mapping cimport MappedFile, ts_map, ts_map_is_whole
 
+from tracestore.errors import StoreDamagedError
+
 include "view.pxi"
 include "guard.pxi"
 
@@ -162,6 +164,8 @@ cdef class Job:
     cdef int fail(self, int status) except -1:
         if status == TS_ERR_FAULT:
             raise_fault(self.fault)
+        if status == TS_ERR_NODE:
+            raise StoreDamagedError("edge_index: an edge leaves its graph; tracestore verify names the file")
         return _raise(status)
 
     def run(self, int num_threads=1) -> None:

@@ -23,7 +23,9 @@ cdef extern from "index.h" nogil:
         const uint32_t *table
         const int64_t *id_offsets
         const unsigned char *ids
+        uint64_t id_bytes
         const int32_t *samples
+    int TS_INDEX_DAMAGED
     int64_t ts_index_find(const ts_index_part *part, const unsigned char *id, size_t id_bytes, int32_t sample)
     int64_t ts_index_build(const ts_index_part *part, uint32_t *table)
 
@@ -43,26 +45,11 @@ cdef int _search(void *context) noexcept nogil:
     return s.map == NULL or ts_map_is_whole(s.map)
 
 
-cdef struct _Offsets:
-    const int64_t *offsets
-    int64_t num_items, num_bytes
-
-
-cdef int _check_offsets(void *context) noexcept nogil:
-    cdef _Offsets *o = <_Offsets *>context
-    cdef int64_t i
-    if o.offsets[0] != 0 or o.offsets[o.num_items] != o.num_bytes:
-        return TS_ERR_SIZE
-    for i in range(o.num_items):
-        if o.offsets[i + 1] < o.offsets[i]:
-            return TS_ERR_BOUNDS
-    return 0
-
-
 cdef class KeyTable:
     """The keys (question id, sample) of one index part. Holds its arrays:
     table uint32 (a power of two, or empty), id_offsets int64 (n + 1), ids uint8,
-    samples int32 (n). ValueError where their sizes do not fit together."""
+    samples int32 (n). ValueError where their sizes do not fit together, and where what a lookup
+    reads of them is out of bounds."""
     cdef ts_index_part part
     cdef MappedFile mapped
     cdef const uint32_t[::1] table
@@ -73,8 +60,6 @@ cdef class KeyTable:
     def __cinit__(self, const uint32_t[::1] table, const int64_t[::1] id_offsets,
                   const unsigned char[::1] ids, const int32_t[::1] samples, MappedFile mapped=None):
         cdef Py_ssize_t n = samples.shape[0]
-        cdef _Offsets offsets
-        cdef int ret
         self.mapped = mapped
         self.table, self.id_offsets, self.ids, self.samples = table, id_offsets, ids, samples
         if id_offsets.shape[0] != n + 1:
@@ -86,15 +71,10 @@ cdef class KeyTable:
         self.part.table = &table[0] if table.shape[0] else NULL
         self.part.id_offsets = &id_offsets[0]
         self.part.ids = &ids[0] if ids.shape[0] else NULL
+        self.part.id_bytes = <uint64_t>ids.shape[0]
         self.part.samples = &samples[0] if n else NULL
-        offsets.offsets, offsets.num_items, offsets.num_bytes = &id_offsets[0], n, ids.shape[0]
-        ret = ts_guard_run(_check_offsets, &offsets)
-        if ret == TS_ERR_FAULT:
-            raise_fault(ts_guard_fault())
-        if ret != 0:
-            raise ValueError("id offsets decrease" if ret == TS_ERR_BOUNDS else "id offsets do not fit the ids")
 
-    cdef int64_t search(self, const unsigned char *id, size_t id_bytes, int32_t sample) except -2:
+    cdef int64_t search(self, const unsigned char *id, size_t id_bytes, int32_t sample) except -3:
         cdef _Search s
         cdef int ret
         s.part, s.id, s.id_bytes, s.sample = &self.part, id, id_bytes, sample
@@ -104,6 +84,8 @@ cdef class KeyTable:
             raise_fault(ts_guard_fault())
         if ret != 1:
             self.mapped.lose()
+        if s.row == TS_INDEX_DAMAGED:
+            raise ValueError("the table of keys is damaged")
         return s.row
 
     def find(self, bytes question_id, int32_t sample=0) -> int:
@@ -113,6 +95,10 @@ cdef class KeyTable:
     def build(self, uint32_t[::1] table) -> int:
         """Fills the zeroed `table`; returns -1, or the first row whose key repeats one before it."""
         cdef int64_t duplicate
+        cdef Py_ssize_t k
+        for k in range(self.samples.shape[0]):
+            if not 0 <= self.id_offsets[k] <= self.id_offsets[k + 1] <= self.ids.shape[0]:
+                raise ValueError("id offsets out of bounds")
         self.part.table_size = <uint64_t>table.shape[0]
         if table.shape[0] == 0 or table.shape[0] & (table.shape[0] - 1) or table.shape[0] < self.samples.shape[0] + 1:
             raise ValueError("hash table of a wrong size")
@@ -175,10 +161,15 @@ cdef const void *_column(list held, dict arrays, str name, Py_ssize_t count, Py_
 
 cdef enum:
     _NO_TRACE = 1
+    _DAMAGED = 2
+    # Of a trace: what it takes as edges of 1,000,000 layers is a number of 64 bits then.
+    _MAX_TOKENS = 1 << 20
 
 
 # A call of PlaceTable that runs under the guard. broken: in a map that was cut short.
 cdef struct _LookUp:
+    int64_t num_segments
+    uint32_t layouts
     _Part *parts
     Py_ssize_t num_parts, n
     const int64_t *indices
@@ -191,15 +182,18 @@ cdef struct _LookUp:
 
 cdef class PlaceTable:
     """Where traces lie, over the parts of an index. parts: (first trace, arrays by
-    column name, MappedFile or None) in order. ValueError where columns do not fit together."""
+    column name, MappedFile or None) in order; num_segments of the store; layouts: bit k is set
+    where a trace may have attention of layout k. ValueError where columns do not fit together."""
     cdef _Part *parts
     cdef Py_ssize_t num_parts
+    cdef int64_t num_segments
+    cdef uint32_t layouts
     cdef list held
 
-    def __cinit__(self, list parts):
+    def __cinit__(self, list parts, int64_t num_segments=1 << 31, uint32_t layouts=~<uint32_t>0):
         cdef _Part *p
         cdef Py_ssize_t k
-        self.held = []
+        self.held, self.num_segments, self.layouts = [], num_segments, layouts
         self.num_parts = len(parts)
         self.parts = <_Part *>calloc(self.num_parts + 1, sizeof(_Part))
         if self.parts == NULL:
@@ -236,7 +230,8 @@ cdef class PlaceTable:
     def look_up(self, const int64_t[::1] indices, int64_t[:, ::1] out) -> None:
         """out (n, 7): graph_segment, hidden_row, attention_start, num_tokens, layout,
         sequence_segment, last_token_row of each trace, patches of later parts applied.
-        A segment of -1: no such place. IndexError outside the store."""
+        A segment of -1: no such place. IndexError outside the store, ValueError where a place
+        cannot be."""
         cdef _LookUp call
         if out.shape[0] != indices.shape[0] or out.shape[1] != 7:
             raise ValueError("out has another shape than (n, 7)")
@@ -275,6 +270,7 @@ cdef class PlaceTable:
         """One of the functions below on all of `indices`, of which there are some."""
         cdef int ret
         call.parts, call.num_parts, call.broken = self.parts, self.num_parts, NULL
+        call.num_segments, call.layouts = self.num_segments, self.layouts
         call.indices, call.n = &indices[0], indices.shape[0]
         ret = ts_guard_run_again(work, call) if is_again else ts_guard_run(work, call)
         if call.broken == NULL:
@@ -283,6 +279,8 @@ cdef class PlaceTable:
             raise_fault(call.broken)
         if ret == _NO_TRACE:
             raise IndexError(f"trace {call.at}")
+        if ret == _DAMAGED:
+            raise ValueError(f"trace {call.at}: a place that cannot be")
         if ret != 0:
             raise ValueError("id offsets out of bounds")
         return 0
@@ -317,8 +315,24 @@ cdef int _look_up(void *context) noexcept nogil:
         for i in range(part + 1, call.num_parts):
             if call.parts[i].patches:
                 _apply(&call.parts[i], call.indices[k], out)
+        if not _can_be(call, out):
+            call.at = call.indices[k]
+            return _end(call, _DAMAGED)
         out += 7
     return _end(call, 0)
+
+
+cdef bint _can_be(_LookUp *call, const int64_t *place) noexcept nogil:
+    """Whether the numbers of a place are in their ranges; those of rows are checked where these are read."""
+    if not (-1 <= place[0] < call.num_segments and -1 <= place[5] < call.num_segments):
+        return False
+    if place[1] < 0 or place[2] < 0 or not 0 <= place[3] <= _MAX_TOKENS or place[6] < -1:
+        return False
+    if place[0] >= 0 and place[3] == 0:
+        return False
+    if place[0] < 0 and place[5] < 0 or place[5] >= 0 and place[6] < 0:
+        return False
+    return place[4] < 32 and call.layouts >> place[4] & 1
 
 
 cdef int _measure_ids(void *context) noexcept nogil:

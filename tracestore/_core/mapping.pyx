@@ -29,6 +29,7 @@ cdef extern from "guard.h" nogil:
 
 cdef extern from "map.h" nogil:
     int ts_map_open(ts_map *map, const char *path, int64_t expected_size)
+    int ts_map_descriptor(ts_map *map, int fd, int64_t expected_size)
     void ts_map_close(ts_map *map)
     int ts_map_mark(ts_map *map)
     int ts_map_copy(const ts_map *map, size_t start, size_t num_bytes, void *out)
@@ -77,20 +78,24 @@ cdef class MappedFile:
     """A whole file mapped read-only, for as long as this object or a buffer of it
     lives. OSError where it cannot be opened, ValueError where its size is not
     expected_size (-1 takes any). name: the path in its store that errors give; without
-    it the file is of no store."""
+    it the file is of no store. fd: the file, open to be read, which stays open; without it
+    the one at `path` is opened."""
 
-    def __cinit__(self, path, int64_t expected_size=-1, str name=None):
+    def __cinit__(self, path, int64_t expected_size=-1, str name=None, int fd=-1):
         cdef bytes encoded = os.fsencode(path)
         cdef const char *file = encoded
         cdef int ret
         self.path, self.is_of_store = encoded, name is not None
         self.name = os.fsdecode(encoded) if name is None else name
         with nogil:
-            ret = ts_map_open(&self.map, file, expected_size)
+            if fd >= 0:
+                ret = ts_map_descriptor(&self.map, fd, expected_size)
+            else:
+                ret = ts_map_open(&self.map, file, expected_size)
         if ret == TS_ERR_IO:
             raise OSError(errno, os.strerror(errno), os.fsdecode(encoded))
         if ret == TS_ERR_SIZE:
-            found = os.stat(encoded).st_size
+            found = (os.fstat(fd) if fd >= 0 else os.stat(encoded)).st_size
             raise ValueError(f"{found} bytes where {expected_size} are expected")
         self.size = self.map.size
         self.link()

@@ -2,7 +2,7 @@
 from cpython.buffer cimport PyObject_GetBuffer, PyBuffer_Release, PyBUF_SIMPLE, PyBUF_WRITABLE, Py_buffer
 
 cdef extern from "error.h":
-    int TS_ERR_NOMEM, TS_ERR_RANGE, TS_ERR_BOUNDS
+    int TS_ERR_NOMEM, TS_ERR_RANGE, TS_ERR_BOUNDS, TS_ERR_NODE
     const char *ts_strerror(int code)
 
 

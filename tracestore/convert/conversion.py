@@ -18,9 +18,10 @@ from tracestore.errors import InputRefusedError, MapFaultError, UsageError
 from tracestore.ingest.cluster import ClusterStream, read_sources_on_cluster
 from tracestore.ingest.reading import CUT_SHORT, AheadOptions, PackOptions, SourceStream, read_sources
 from tracestore.ingest.scores import Scores, read_scores
-from tracestore.ingest.sources import find_scores, find_sources
-from tracestore.store import fsio
+from tracestore.ingest.sources import find_scores, find_sources, fingerprint
+from tracestore.store import fsio, paths
 from tracestore.store.files import folder_of, place_of
+from tracestore.store.index import SourceEntry
 from tracestore.store.writer import StoreWriter
 
 # What becomes of a trace whose key is there with other content.
@@ -106,6 +107,7 @@ class Conversion:
                 dtype=args.dtype,
                 codec=args.codec,
                 overwrite=args.overwrite,
+                continues=self._is_source,
                 on_duplicate=args.on_duplicate,
                 expected_bytes=self.total_bytes,
             ) as writer:
@@ -119,6 +121,7 @@ class Conversion:
                     progress.clear()
                 self.summary.num_traces_new = committed - before
                 self._finish(writer, progress.elapsed_s)
+                writer.put_in_place()
         except KeyboardInterrupt:
             raise KeyboardInterrupt(
                 f"interrupted; {committed:,} traces are committed, the same command continues"
@@ -128,6 +131,13 @@ class Conversion:
             sys.setswitchinterval(before_interval)
             gc.unfreeze()
         return self.summary
+
+    def _is_source(self, source: SourceEntry) -> bool:
+        """Whether a committed source is one of these files as they are now."""
+        for own in self.sources:
+            if own.name == source.path:
+                return fingerprint(own.path) == (source.size, source.fingerprint)
+        return False
 
     def _interrupt(self, *_: object) -> None:
         if self._interrupted:
@@ -168,7 +178,7 @@ class Conversion:
             # One worker has nobody to be ahead of, and what is coded is not what a segment has.
             if self.args.workers > 1 and options["codec"] == "none":
                 ahead = AheadOptions(
-                    writer.path / fsio.SPOOL_FOLDER,
+                    writer.path / paths.SPOOL_FOLDER,
                     writer.close_bytes,
                     writer.split_bytes,
                     lambda: writer.pending_bytes,

@@ -12,7 +12,7 @@ from tracestore.data import sharing
 from tracestore.data.batch import GraphLayout, Layout, SequenceLayout, Values
 from tracestore.data.batch_format import BatchFormat, weight_dtype
 from tracestore.data.memory import Allocate, LeasedPiece, Piece, TorchPiece, dtype_bytes, padded
-from tracestore.errors import UsageError
+from tracestore.errors import StoreDamagedError, UsageError
 from tracestore.store import schema
 from tracestore.store.places import graph_sources, sequence_sources
 from tracestore.store.reader import TraceStore
@@ -156,7 +156,10 @@ def make_job(
 ) -> BatchJob:
     """The batch of some traces, looked up and nothing more."""
     kind = SequenceJob if form.view == "sequence" else GraphJob
-    return kind(store, np.asarray(indices, np.int64), targets, form)
+    try:
+        return kind(store, np.asarray(indices, np.int64), targets, form)
+    except ValueError as error:  # arrays of the store that do not fit together
+        raise StoreDamagedError(f"{store.path}: {error}") from None
 
 
 def gather_batch(

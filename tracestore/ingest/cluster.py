@@ -16,7 +16,7 @@ from tracestore.errors import StorageError, TracestoreError, UsageError
 from tracestore.extras import needs
 from tracestore.ingest.reading import PackOptions, identified, in_order, packed_traces
 from tracestore.ingest.sources import Identity, SourceFile
-from tracestore.store import fsio
+from tracestore.store import fsio, paths
 from tracestore.store.pack import PackedTrace
 from tracestore.store.spool import read_spool, write_spool
 
@@ -99,7 +99,7 @@ def read_sources_on_cluster(
     with needs("dask"):
         from distributed import Client, LocalCluster
     assert options.scratch is not None
-    spool = options.scratch.absolute() / fsio.SPOOL_FOLDER
+    spool = options.scratch.absolute() / paths.SPOOL_FOLDER
     fsio.remove_tree(spool)
     spool.mkdir()
     cluster = None

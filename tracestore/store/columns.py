@@ -12,12 +12,13 @@ from pathlib import Path
 import numpy as np
 
 from tracestore.errors import StoreDamagedError
-from tracestore.store import fsio
+from tracestore.store import fsio, paths, schema
 from tracestore.store.files import StoreFiles
-from tracestore.store.manifest import ColumnsRef, columns_name
+from tracestore.store.manifest import ColumnsRef
+from tracestore.store.ownership import require_removed
 from tracestore.store.ragged import concatenate_ragged, decode_string, encode_strings
 from tracestore.store.segment import ArrayWriter
-from tracestore.store.shard import ArrayReader, ChunkCache
+from tracestore.store.shard import ArrayReader, ArraySpec, ChunkCache
 
 
 @dataclass
@@ -67,38 +68,37 @@ def join_columns(parts: list[Columns]) -> Columns:
     return Columns(scores, labels, groups, offsets)
 
 
-_NAMES = ("scores", "labels", "groups", "groups_offsets")
-
-
 def read_columns(files: StoreFiles, ref: ColumnsRef) -> Columns:
     """Reads one columns group."""
     entries = {f.path: f for f in ref.files}
     arrays = {}
-    for name in _NAMES:
-        reader = ArrayReader(files, entries, f"{ref.path}/{name}", ChunkCache(0))
+    for name, (kind, dtype) in schema.COLUMN_ARRAYS.items():
+        count = {schema.ROWS: ref.num_traces, schema.OFFSETS: ref.num_traces + 1}.get(kind)
+        spec = ArraySpec(np.dtype(dtype), num_rows=count)
+        reader = ArrayReader(files, entries, f"{ref.path}/{name}", ChunkCache(0), spec)
         # Copies: they are read by plain numpy for as long as the store is open.
         arrays[name] = reader.copy(0, reader.shape[0])
-    columns = Columns(**arrays)
-    if (
-        len(columns) != ref.num_traces
-        or len(columns.labels) != ref.num_traces
-        or (len(columns.groups_offsets) != ref.num_traces + 1)
-    ):
-        raise StoreDamagedError(f"{ref.path}: another number of traces than the manifest says")
-    return columns
+    offsets = arrays["groups_offsets"]
+    if offsets[0] != 0 or offsets[-1] != len(arrays["groups"]) or (offsets[1:] < offsets[:-1]).any():
+        raise StoreDamagedError(f"{ref.path}/groups_offsets: not the offsets of the groups")
+    try:
+        arrays["groups"].tobytes().decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError as error:
+        raise StoreDamagedError(f"{ref.path}/groups: {error}") from None
+    return Columns(**arrays)
 
 
 def write_columns(store: Path, generation: int, first_trace: int, columns: Columns) -> ColumnsRef:
     """Writes columns/<generation> whole or not at all."""
-    path = columns_name(generation)
-    temporary = store / "columns" / f"{fsio.TEMPORARY_PREFIX}{generation:010d}"
-    fsio.remove_tree(temporary)
+    path = paths.columns(generation)
+    require_removed(store, paths.temporary(path))
+    temporary = store / paths.temporary(path)
     fsio.make_folders(temporary)
     writer = ArrayWriter(temporary, path)
-    for name in _NAMES:
+    for name in schema.COLUMN_ARRAYS:
         writer.write(name, getattr(columns, name))
     writer.group({"tracestore": {"first_trace": first_trace, "num_traces": len(columns)}})
-    fsio.remove_tree(store / path)
+    require_removed(store, path)
     fsio.again(os.rename, temporary, store / path)
     fsio.fsync_path(store / "columns")
     return ColumnsRef(path, first_trace, len(columns), tuple(writer.files))

@@ -8,21 +8,32 @@ import numpy as np
 
 from tracestore._core.kernels import crc32c
 from tracestore.errors import StoreDamagedError
-from tracestore.store import fsio, schema
+from tracestore.store import fsio, paths, schema
 from tracestore.store import manifest as mf
 from tracestore.store.columns import Columns, join_columns, read_columns, write_columns
 from tracestore.store.container import pack_arrays
 from tracestore.store.files import FileEntry, LocalFiles
 from tracestore.store.index import StoreIndex
 from tracestore.store.metadata import group_metadata
+from tracestore.store.ownership import remove_own, require_removed
 from tracestore.store.pending import Pending
 from tracestore.store.ragged import encode_strings
-from tracestore.store.segment import segment_name
 
 
 def root_metadata(attributes: schema.Attributes) -> bytes:
     """The bytes of the store's root zarr.json."""
     return group_metadata({"tracestore": attributes.to_json()})
+
+
+def write_root(store: Path, attributes: schema.Attributes) -> None:
+    """Has the root zarr.json say so."""
+    root, expected = store / "zarr.json", root_metadata(attributes)
+    try:
+        if root.read_bytes() == expected:
+            return
+    except FileNotFoundError:
+        pass
+    fsio.replace_file(root, expected)
 
 
 def commit(store: Path, index: StoreIndex, attributes: schema.Attributes, p: Pending) -> mf.Manifest:
@@ -40,7 +51,7 @@ def commit(store: Path, index: StoreIndex, attributes: schema.Attributes, p: Pen
     files: list[tuple[int, FileEntry]] = []
     for segment in p.segments:
         files += [(segment.number, entry) for entry in segment.finish()]
-        fsio.again(os.rename, segment.folder, store / "segments" / segment_name(segment.number))
+        fsio.again(os.rename, segment.folder, store / paths.segment(segment.number))
     if p.segments:
         fsio.fsync_path(store / "segments")
     parts, part_bytes = _write_index(store, index, p, files)
@@ -66,16 +77,14 @@ def commit(store: Path, index: StoreIndex, attributes: schema.Attributes, p: Pen
         num_bytes=old.num_bytes + added - removed,
         fields=tuple(sorted(set(old.fields).union(*(s.field_names for s in p.segments)))),
     )
-    root = root_metadata(attributes)
     if old.generation == 0:
-        fsio.replace_file(store / "zarr.json", root)
+        write_root(store, attributes)
     # Should the manifest be damaged one day, nothing that it names is lost.
-    copy = mf.copy_path(store, new.generation)
+    copy = store / paths.manifest_copy(new.generation)
     fsio.write_file(copy, new.to_bytes())
     fsio.fsync_path(copy.parent)
-    fsio.replace_file(mf.manifest_path(store, new.generation), new.to_bytes())
-    if (store / "zarr.json").read_bytes() != root:
-        fsio.replace_file(store / "zarr.json", root)
+    fsio.replace_file(store / paths.manifest(new.generation), new.to_bytes())
+    write_root(store, attributes)
     return new
 
 
@@ -115,14 +124,14 @@ def _write_index(
         count = {k: count[k] + getattr(last, f"num_{k}s") for k in count}
         arrays = mf.merge_parts(index.part_arrays(len(parts)), arrays, first["trace"])
     data = pack_arrays(mf.with_key_table(arrays))
-    folder = store / mf.index_name(generation)
-    fsio.remove_tree(folder)
+    folder = store / paths.index(generation)
+    require_removed(store, paths.index(generation))
     fsio.again(os.mkdir, folder)
     fsio.write_file(folder / "part", data)
     fsio.fsync_path(folder)
     fsio.fsync_path(folder.parent)
     ref = mf.PartRef(
-        f"{mf.index_name(generation)}/part",
+        f"{paths.index(generation)}/part",
         len(data),
         crc32c(data),
         **{f"first_{k}": v for k, v in first.items()},
@@ -157,29 +166,32 @@ def clean(store: Path, manifest: mf.Manifest) -> None:
     """Removes what no kept generation names: unfinished work, and generations older than
     the predecessor unless a reader has them pinned. The newest manifest is whole when this runs."""
     named = {r.path for r in manifest.parts} | {r.path for r in manifest.columns}
-    for generation in mf.generations(store):
+    files = LocalFiles(store)
+    for generation in mf.generations(files):
         if generation >= manifest.generation:
             continue
-        with fsio.unpinned(mf.manifest_path(store, generation)) as free:
+        path = paths.manifest(generation)
+        with fsio.unpinned(files.open(path)) as free:
             try:
-                kept = mf.load_manifest(store, generation)
+                kept = mf.load_manifest(files, generation)
             except StoreDamagedError:
                 kept = None
             if free and (kept is None or generation < manifest.generation - 1):
-                fsio.remove_tree(mf.manifest_path(store, generation))
+                remove_own(store, path)
                 continue
         if kept is None:
             return  # It was whole when it was pinned: what it names is not known any more.
         named |= {r.path for r in kept.parts} | {r.path for r in kept.columns}
-    for name in ("index", "columns"):
-        for folder in (store / name).glob("*"):
-            path = f"{name}/{folder.name}"
+    for folder in ("index", "columns"):
+        for name in files.names(folder):
+            path = f"{folder}/{name}"
             if path not in named and f"{path}/part" not in named:
-                fsio.remove_tree(folder)
-    for folder in (store / "segments").glob("*"):
-        unfinished = folder.name.startswith(fsio.TEMPORARY_PREFIX)
-        if unfinished or (folder.name.isdigit() and int(folder.name) >= manifest.num_segments):
-            fsio.remove_tree(folder)
-    for folder in (store, store / "manifest"):
-        for leftover in folder.glob(f"{fsio.TEMPORARY_PREFIX}*"):
-            fsio.remove_tree(leftover)
+                remove_own(store, path)
+    for name in files.names("segments"):
+        unfinished = name.startswith(fsio.TEMPORARY_PREFIX)
+        if unfinished or (name.isdigit() and int(name) >= manifest.num_segments):
+            remove_own(store, f"segments/{name}")
+    for name in files.names("manifest"):
+        if name.startswith(fsio.TEMPORARY_PREFIX):
+            remove_own(store, f"manifest/{name}")
+    remove_own(store, f"{fsio.TEMPORARY_PREFIX}zarr.json")

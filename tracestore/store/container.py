@@ -10,6 +10,7 @@
 """
 
 import struct
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -42,12 +43,12 @@ def pack_arrays(arrays: dict[str, np.ndarray]) -> bytes:
 
 
 class MappedArrays:
-    """The arrays of a mapped part file. ValueError where the header is not sound; the
-    contents are checked by verify. `views` are read-only and zero-copy, for code that
+    """The arrays of a mapped part file, which are those of `dtypes` (dtype strings by name).
+    ValueError where the header is not sound; the contents are checked where they are used. `views` are read-only and zero-copy, for code that
     reads them under the guard of the core; `read` and `strings` give copies,
     StoreDamagedError where the file was cut short since."""
 
-    def __init__(self, mapped: MappedFile) -> None:
+    def __init__(self, mapped: MappedFile, dtypes: Mapping[str, str]) -> None:
         self.mapped = mapped
         if len(mapped) < _HEADER.size:
             raise ValueError("shorter than its header")
@@ -55,6 +56,8 @@ class MappedArrays:
         end = _HEADER.size + _ROW.size * count
         if magic != MAGIC or size != len(mapped) or end > size:
             raise ValueError("not an index part, or cut short")
+        if count != len(dtypes):
+            raise ValueError(f"{count} arrays, expected {len(dtypes)}")
         view, head = memoryview(mapped), mapped.read(0, end)
         if crc32c(head[_HEADER.size :]) != crc:
             raise ValueError("damaged table")
@@ -62,10 +65,12 @@ class MappedArrays:
         self._offsets: dict[str, int] = {}
         for k in range(count):
             padded, dtype_text, offset, items = _ROW.unpack_from(head, _HEADER.size + k * _ROW.size)
-            dtype = np.dtype(dtype_text.rstrip(b"\0").decode())
-            if offset % _ALIGN or offset + items * dtype.itemsize > size:
+            name = padded.rstrip(b"\0").decode("ascii", "replace")
+            if name in self.views or dtypes.get(name, "").encode() != dtype_text.rstrip(b"\0"):
+                raise ValueError(f"found an array {name!r} of {dtype_text!r}")
+            dtype = np.dtype(dtypes[name])
+            if offset % _ALIGN or offset < end or offset + items * dtype.itemsize > size:
                 raise ValueError("an array reaches outside the file")
-            name = padded.rstrip(b"\0").decode()
             self.views[name], self._offsets[name] = np.frombuffer(view, dtype, items, offset), offset
 
     def __contains__(self, name: str) -> bool:
@@ -75,11 +80,11 @@ class MappedArrays:
         return len(self.views[name])
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> np.ndarray[Any, Any]:
-        """Items begin .. end of an array; IndexError outside it."""
+        """Items begin .. end of an array; ValueError outside it."""
         view, offset = self.views[name], self._offsets[name]
         end = len(view) if end is None else end
         if not 0 <= begin <= end <= len(view):
-            raise IndexError(f"{name}: items {begin} to {end} of {len(view)}")
+            raise ValueError(f"{name}: items {begin} to {end} of {len(view)}")
         size = view.itemsize
         return np.frombuffer(self.mapped.read(offset + begin * size, offset + end * size), view.dtype)
 

@@ -49,18 +49,24 @@ class TraceWriter:
         self._writer.commit()
 
     def close(self) -> None:
-        """Commits and releases the store."""
+        """Commits and releases the store; with overwrite=True it takes the place of the old one."""
+        self._close(is_done=True)
+
+    def _close(self, *, is_done: bool) -> None:
         try:
             self._writer.commit()
+            if is_done:
+                self._writer.put_in_place()
         finally:
             self._writer.close()
 
     def __enter__(self) -> "TraceWriter":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        # Also after an exception: the traces appended before it are whole.
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # Also after an exception: the traces appended before it are whole. They do not replace a
+        # store that is.
+        self._close(is_done=kind is None)
 
 
 def create(

@@ -1,21 +1,37 @@
 """The committed files of a store, wherever they lie."""
 
+import errno
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import StoreDamagedError, UsageError
+from tracestore.store import paths
+
+# No file of a store is larger: a segment holds one trace or SEGMENT_SPLIT_BYTES.
+MAX_FILE_BYTES = 1 << 50
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file as the manifest names it: path in the store, size and crc32c of all its bytes."""
+    """A file as the manifest names it: path in the store, size and crc32c of all its bytes.
+
+    StoreDamagedError where the format has no such path, size or checksum.
+    """
 
     path: str
     size: int
     crc32c: int
+
+    def __post_init__(self) -> None:
+        paths.committed(self.path)
+        if type(self.size) is not int or not 0 <= self.size <= MAX_FILE_BYTES:
+            raise StoreDamagedError(f"{self.path}: found {self.size!r:.40} as its size")
+        if type(self.crc32c) is not int or not 0 <= self.crc32c < 1 << 32:
+            raise StoreDamagedError(f"{self.path}: found {self.crc32c!r:.40} as its checksum")
 
 
 class Address(str):
@@ -66,16 +82,114 @@ class StoreFiles(Protocol):
 
 
 class LocalFiles:
-    """Those of a store in a folder."""
+    """Those of a store in a folder. The folder itself may be a link; inside it none is followed,
+    and nothing but regular files is opened."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def read(self, entry: FileEntry) -> bytes:
-        data = (self.root / entry.path).read_bytes()
-        if len(data) != entry.size:
-            raise wrong_size(entry, len(data))
-        return data
+        fd = self.open(entry.path)
+        try:
+            size = os.fstat(fd).st_size
+            if size != entry.size:
+                raise wrong_size(entry, size)
+            return _read_all(fd, size)
+        finally:
+            os.close(fd)
+
+    def read_small(self, path: str, max_bytes: int) -> bytes:
+        """All bytes of a file that no manifest names. StoreDamagedError where it is larger than
+        max_bytes or not a file, OSError as of `read`."""
+        fd = self.open(path)
+        try:
+            size = os.fstat(fd).st_size
+            if size > max_bytes:
+                raise StoreDamagedError(f"{path}: {size} bytes, expected at most {max_bytes}")
+            return _read_all(fd, size)
+        finally:
+            os.close(fd)
 
     def map(self, entry: FileEntry) -> MappedFile:
-        return MappedFile(self.root / entry.path, entry.size, entry.path)
+        fd = self.open(entry.path)
+        try:
+            return MappedFile(self.root / entry.path, entry.size, entry.path, fd)
+        finally:
+            os.close(fd)
+
+    def open(self, path: str) -> int:
+        """Return a descriptor to read a file of the store, path relative to its folder.
+
+        Raises
+        ------
+        StoreDamagedError
+            Where a link is on the way or it is no regular file.
+        OSError
+            Where it cannot be opened; FileNotFoundError where it is not there.
+        """
+        *folders, name = path.split("/")
+        parent = self._open_folder(folders)
+        try:
+            if not stat.S_ISREG(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
+                raise not_a_file(self.root, path)
+            # O_NONBLOCK: it may have become a FIFO since.
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=parent)
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                os.close(fd)
+                raise not_a_file(self.root, path)
+            return fd
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise not_a_file(self.root, path) from None
+            error.filename = str(self.root / path)
+            raise
+        finally:
+            os.close(parent)
+
+    def names(self, folder: str) -> list[str]:
+        """Return the names in a folder of the store; none where it is not there. StoreDamagedError
+        where it is a link or no folder."""
+        try:
+            fd = self._open_folder(folder.split("/"))
+        except FileNotFoundError:
+            return []
+        try:
+            return os.listdir(fd)
+        finally:
+            os.close(fd)
+
+    def _open_folder(self, parts: list[str]) -> int:
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        fd = os.open(self.root, flags)
+        for k, part in enumerate(parts):
+            try:
+                inner = os.open(part, flags | os.O_NOFOLLOW, dir_fd=fd)
+            except OSError as error:
+                path = "/".join(parts[: k + 1])
+                if error.errno in (errno.ELOOP, errno.ENOTDIR):
+                    raise not_a_file(self.root, path) from None
+                error.filename = str(self.root / path)
+                raise
+            finally:
+                os.close(fd)
+            fd = inner
+        return fd
+
+
+def not_a_file(store: Path, path: str) -> StoreDamagedError:
+    """The error for what is no regular file or folder where a store has one."""
+    if (store / path).is_symlink():
+        return StoreDamagedError(
+            f"{path}: a link, which is not followed inside a store; for a copy without links run: "
+            f"cp -rL {store} NEW_STORE"
+        )
+    return StoreDamagedError(f"{path}: not a regular file or folder")
+
+
+def _read_all(fd: int, size: int) -> bytes:
+    """Read at most `size` bytes; fewer where the file was cut short meanwhile."""
+    pieces = []
+    while size and (piece := os.read(fd, size)):
+        pieces.append(piece)
+        size -= len(piece)
+    return b"".join(pieces)

@@ -12,7 +12,6 @@ from typing import Any, BinaryIO
 from tracestore.errors import NoSpaceError, StorageError, StoreLockedError, UsageError
 
 TEMPORARY_PREFIX = ".tmp-"
-SPOOL_FOLDER = ".spool"  # in the store, of what is packed before its turn
 
 _HELD = (errno.EWOULDBLOCK, errno.EACCES)
 _MAX_PIECES = 512  # of one call; IOV_MAX is 1,024
@@ -179,7 +178,8 @@ class WriterLock:
 
     def __init__(self, store: Path) -> None:
         try:
-            self._fd = os.open(store / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            self._fd = os.open(store / "lock", flags, 0o644)
         except FileNotFoundError:
             raise StoreLockedError(f"{store}: another writer has just taken its empty store away") from None
         try:
@@ -195,6 +195,16 @@ class WriterLock:
                 raise StoreLockedError(f"{store}: another writer holds the store") from None
             raise
 
+    def text(self) -> bytes:
+        """What the file says, at most 64 bytes of it."""
+        return os.pread(self._fd, 64, 0)
+
+    def write(self, text: bytes) -> None:
+        """Has the file say this and nothing else, durably."""
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, text, 0)
+        os.fsync(self._fd)
+
     def release(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
@@ -204,7 +214,7 @@ class WriterLock:
 def has_name(fd: int, path: Path) -> bool:
     """Whether the open file is still the one at `path`."""
     try:
-        return os.path.samestat(os.fstat(fd), os.stat(path))
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
     except FileNotFoundError:
         return False
 
@@ -218,9 +228,9 @@ class Pin:
     system has no locks nothing is pinned; maps of removed files stay readable.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, fd: int, path: Path) -> None:
+        """fd: the manifest, open for reading; closed with the pin. path: where it lies."""
         self._fd = -1
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             if _lock_error(fd, fcntl.LOCK_SH) in _HELD or not has_name(fd, path):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
@@ -229,11 +239,13 @@ class Pin:
             raise
         self._fd = fd
 
-    def read(self) -> bytes:
-        """The bytes of the pinned manifest."""
+    def read(self, max_bytes: int) -> bytes:
+        """The bytes of the pinned manifest; ValueError where they are more than max_bytes."""
         data = b""
         while piece := os.pread(self._fd, 1 << 20, len(data)):
             data += piece
+            if len(data) > max_bytes:
+                raise ValueError(f"more than {max_bytes} bytes")
         return data
 
     def close(self) -> None:
@@ -241,14 +253,17 @@ class Pin:
         if fd >= 0:
             os.close(fd)
 
-    def __del__(self) -> None:
-        self.close()
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # At the end of the interpreter the names of this module may be gone.
+        if self._fd >= 0:
+            close(self._fd)
+            self._fd = -1
 
 
 @contextlib.contextmanager
-def unpinned(path: Path) -> Iterator[bool]:
-    """Whether nobody pins this manifest; nobody can while the context lasts."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+def unpinned(fd: int) -> Iterator[bool]:
+    """Whether nobody pins the manifest that is open as fd; nobody can while the context lasts, at the
+    end of which it is closed."""
     try:
         # EBADF: locks of files open for writing only, so that shared ones may be held.
         yield _lock_error(fd, fcntl.LOCK_EX) not in (*_HELD, errno.EBADF)

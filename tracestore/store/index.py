@@ -1,14 +1,17 @@
 """The index of one generation: from a key to a trace, from a trace to its places."""
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from tracestore._core.index import KeyTable, PlaceTable, find_key
-from tracestore.errors import StoreDamagedError
+from tracestore.errors import StoreDamagedError, printable
 from tracestore.store import manifest as mf
+from tracestore.store import paths, schema
 from tracestore.store.container import MappedArrays
 from tracestore.store.files import FileEntry, StoreFiles
 
@@ -53,11 +56,38 @@ class SourceEntry:
 
 
 def part_files(part: MappedArrays, begin: int = 0, end: int | None = None) -> list[FileEntry]:
-    """Files of the segments of one part, in its order."""
+    """Files of the segments of one part, in its order. StoreDamagedError for what the format does
+    not name, ValueError where the part's arrays are not sound."""
     end = part.length("file_size") if end is None else end
+    segments = part.read("file_segment", begin, end)
     sizes, sums = part.read("file_size", begin, end), part.read("file_crc32c", begin, end)
-    paths = part.strings("file_path", begin, end)
-    return [FileEntry(*file) for file in zip(paths, sizes.tolist(), sums.tolist(), strict=True)]
+    names = part.strings("file_path", begin, end)
+    entries = [FileEntry(*file) for file in zip(names, sizes.tolist(), sums.tolist(), strict=True)]
+    for entry, segment in zip(entries, segments.tolist(), strict=True):
+        if not entry.path.startswith(f"{paths.segment(segment)}/"):
+            raise ValueError(f"{entry.path}: among the files of segment {segment}")
+    return entries
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _checked(method: Method) -> Method:
+    """What a method of StoreIndex finds out of bounds in the parts is damage of the store."""
+
+    @wraps(method)
+    def call(self: "StoreIndex", *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except ValueError as error:
+            raise StoreDamagedError(f"{self.name}: {printable(str(error), 300)}") from None
+
+    return cast(Method, call)
+
+
+# The least value of a column of the index; the largest where the store's counts do not give it.
+_LEAST = dict.fromkeys(("graph_segment", "sequence_segment", "last_token_row"), -1)
+_MOST = {"layout": max(schema.LAYOUT_NAMES), "nonfinite": 1}
 
 
 class StoreIndex:
@@ -71,12 +101,12 @@ class StoreIndex:
         self._first_trace = [p.first_trace for p in manifest.parts]
         self._first_segment = [p.first_segment for p in manifest.parts]
         self._first_source = [p.first_source for p in manifest.parts]
+        self.name = "index/" + ",".join(p.path.split("/")[1] for p in manifest.parts)
         for ref in manifest.parts:
             try:
                 mapped = files.map(FileEntry(ref.path, ref.size, ref.crc32c))
-                part = MappedArrays(mapped)
-                if any(part.length(name) != ref.num_traces for name in mf.TRACE_COLUMNS):
-                    raise ValueError("another number of traces than the manifest says")
+                part = MappedArrays(mapped, mf.PART_DTYPES)
+                mf.check_part(ref, {name: len(array) for name, array in part.views.items()})
                 arrays = part.views
                 keys = KeyTable(arrays["key_table"], arrays["id_offsets"], arrays["id"], arrays["sample"], mapped)
             except FileNotFoundError:
@@ -87,7 +117,7 @@ class StoreIndex:
             self._keys.append(keys)
         try:
             parts = [(first, p.views, p.mapped) for first, p in zip(self._first_trace, self._parts, strict=True)]
-            self._places = PlaceTable(parts)
+            self._places = PlaceTable(parts, manifest.num_segments, manifest.attributes.layouts)
         except (ValueError, KeyError) as error:
             raise StoreDamagedError(f"generation {manifest.generation}: the index: {error}") from None
 
@@ -105,11 +135,13 @@ class StoreIndex:
             self._kept[part, name] = self._parts[part].read(name)
         return self._kept[part, name]
 
+    @_checked
     def find(self, question_id: str, sample: int = 0) -> int:
         """Store index of the key, or -1."""
         part, row = find_key(self._keys, question_id.encode("utf-8", "surrogatepass"), sample)
         return -1 if part < 0 else self._first_trace[part] + row
 
+    @_checked
     def places(self, indices: np.ndarray) -> np.ndarray:
         """(n, 7) int64, see PlaceTable.look_up: where some traces lie, all in one call."""
         out = np.empty((len(indices), 7), np.int64)
@@ -120,10 +152,12 @@ class StoreIndex:
         part = bisect_right(self._first_trace, index) - 1
         return part, index - self._first_trace[part]
 
+    @_checked
     def row(self, index: int) -> TraceRow:
         """The places of trace `index` (0 <= index < N), patches of later parts applied."""
         part, k = self._locate(index)
         arrays = self._parts[part]
+        self.places(np.array([index]))  # checks what rows of segments are read by
         values = {name: [int(arrays.read(name, k, k + 1)[0])] for name in mf.TRACE_COLUMNS}
         for number in range(part + 1, len(self._parts)):
             later = self._parts[number]
@@ -135,13 +169,28 @@ class StoreIndex:
                 mf.apply_patch(values, 0, patch)
         return TraceRow(**{name: v[0] for name, v in values.items()})
 
+    @_checked
     def column(self, name: str) -> np.ndarray:
         """One of manifest.TRACE_COLUMNS for all traces, patches applied; read once, read-only."""
         values = self._kept.get((-1, name))
         if values is None:
-            values = self._kept[-1, name] = self._read_column(name)
+            values = self._read_column(name)
+            self._check_column(name, values)
             values.flags.writeable = False
+            self._kept[-1, name] = values
         return values
+
+    def _check_column(self, name: str, values: np.ndarray) -> None:
+        if name.endswith("crc32c") or len(values) == 0:
+            return
+        most = _MOST.get(name)
+        if name.endswith("_segment"):
+            most = self.manifest.num_segments - 1
+        elif name == "source":
+            most = self.manifest.num_sources - 1
+        least = _LEAST.get(name, 0)
+        if values.min() < least or (most is not None and values.max() > most):
+            raise ValueError(f"{name}: values from {values.min()} to {values.max()}, expected {least} to {most}")
 
     def _read_column(self, name: str) -> np.ndarray:
         pieces = [part.read(name) for part in self._parts]
@@ -157,39 +206,72 @@ class StoreIndex:
             patch = part.read(column)
             chosen = part.read("patch_group") == group if name != "nonfinite" else np.ones(len(patch), bool)
             target = part.read("patch_trace")[chosen]
+            if len(target) and not 0 <= target.min() <= target.max() < len(values):
+                raise ValueError(f"patch_trace: values from {target.min()} to {target.max()}")
             values[target] = patch[chosen] | (values[target] if name == "nonfinite" else 0)
         return values
 
+    @_checked
     def question_ids(self, indices: np.ndarray) -> list[str]:
         """Those of some traces, all in one call."""
         return self._places.question_ids(np.ascontiguousarray(indices, np.int64))
 
+    @_checked
     def question_id(self, index: int) -> str:
         return self._places.question_ids(np.array([index], np.int64))[0]
 
     def files(self) -> Iterator[FileEntry]:
         """Every file of every segment."""
-        for part in self._parts:
-            yield from part_files(part)
+        for number in range(len(self._parts)):
+            yield from self._part_files(number)
 
-    def segment_files(self, segment: int) -> list[FileEntry]:
+    @_checked
+    def _part_files(self, number: int) -> list[FileEntry]:
+        return part_files(self._parts[number])
+
+    def _part_of_segment(self, segment: int) -> int:
         part = bisect_right(self._first_segment, segment) - 1
         # Two parts may begin at one segment number where a commit had patches only.
         while part > 0 and self.manifest.parts[part].num_segments == 0:
             part -= 1
+        return part
+
+    @_checked
+    def segment_rows(self, segment: int) -> int:
+        """How many rows a segment holds."""
+        part = self._part_of_segment(segment)
+        k = segment - self._first_segment[part]
+        rows = int(self._parts[part].read("segment_traces", k, k + 1)[0])
+        if rows < 0:
+            raise ValueError(f"segment {segment}: {rows} rows")
+        return rows
+
+    @_checked
+    def segment_files(self, segment: int) -> list[FileEntry]:
+        part = self._part_of_segment(segment)
         begin, end = np.searchsorted(self._keep(part, "file_segment"), [segment, segment + 1])
         return part_files(self._parts[part], int(begin), int(end))
 
+    @_checked
     def source(self, number: int) -> SourceEntry:
         part = bisect_right(self._first_source, number) - 1
         k = number - self._first_source[part]
         return self._sources(self._parts[part], k, k + 1)[0]
 
-    @staticmethod
-    def _sources(part: MappedArrays, begin: int, end: int) -> list[SourceEntry]:
+    @_checked
+    def _sources(self, part: MappedArrays, begin: int, end: int) -> list[SourceEntry]:
         path, fingerprint = (part.strings(f"source_{name}", begin, end) for name in ("path", "fingerprint"))
         size, traces, skipped = (part.read(f"source_{n}", begin, end).tolist() for n in ("size", "traces", "skipped"))
         return [SourceEntry(*source) for source in zip(path, size, fingerprint, traces, skipped, strict=True)]
+
+    @_checked
+    def check_key_tables(self) -> None:
+        """StoreDamagedError unless the table of each part has every row of it once, and free slots."""
+        for part in self._parts:
+            rows = part.read("key_table")
+            rows = np.sort(rows[rows > 0])
+            if not np.array_equal(rows, np.arange(1, part.length("sample") + 1)):
+                raise ValueError("key_table: not every row once")
 
     def sources(self) -> Iterator[SourceEntry]:
         for part in self._parts:

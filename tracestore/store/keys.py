@@ -88,7 +88,8 @@ class Keys:
                 return packed_texts(segment.packed(row))
         if number not in self._committed:
             entries = {f.path: f for f in self.index.segment_files(number)}
-            self._committed[number] = SegmentReader(self._files, number, entries, ChunkCache(0))
+            attributes, num_rows = self.index.manifest.attributes, self.index.segment_rows(number)
+            self._committed[number] = SegmentReader(self._files, number, entries, ChunkCache(0), attributes, num_rows)
         return stored_texts(self._committed[number], row)
 
     def add_places(

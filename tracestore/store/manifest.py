@@ -6,21 +6,24 @@ index over time and a reader maps a handful of files.
 """
 
 import json
-import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tracestore._core.index import KeyTable
 from tracestore._core.kernels import crc32c
-from tracestore.errors import StoreDamagedError
-from tracestore.store import schema
-from tracestore.store.files import FileEntry
+from tracestore.errors import StoreDamagedError, printable
+from tracestore.store import paths, schema
+from tracestore.store.files import FileEntry, LocalFiles
 from tracestore.store.ragged import concatenate_ragged, encode_strings
 
-_GENERATION = re.compile(r"\d{10}")
+# A manifest names some tens of parts: their number grows with the logarithm of the commits.
+MAX_MANIFEST_BYTES = 4 << 20
+# The largest counts of the format: what numbers and offsets of 32 and 64 bits hold.
+_MAX_TRACES = (1 << 31) - 1
+_MAX_COUNT = 1 << 62
 
 # One value a trace. *_segment is -1 where the trace has no such place.
 TRACE_COLUMNS: dict[str, str] = {
@@ -59,6 +62,16 @@ FILE_COLUMNS = {"file_segment": "<i4", "file_size": "<i8", "file_crc32c": "<u4"}
 SEGMENT_COLUMNS = {"segment_traces": "<i4", "segment_tokens": "<i8"}
 SOURCE_COLUMNS = {"source_size": "<i8", "source_traces": "<i8", "source_skipped": "<i8"}
 STRINGS = ("id", "file_path", "source_path", "source_fingerprint")
+# Every array of an index part, by name.
+PART_DTYPES: dict[str, str] = {
+    **TRACE_COLUMNS,
+    **PATCH_COLUMNS,
+    **FILE_COLUMNS,
+    **SEGMENT_COLUMNS,
+    **SOURCE_COLUMNS,
+    **{f"{name}{suffix}": dtype for name in STRINGS for suffix, dtype in (("", "|u1"), ("_offsets", "<i8"))},
+    "key_table": "<u4",
+}
 
 
 @dataclass(frozen=True)
@@ -140,70 +153,98 @@ class Manifest:
         if f"{crc32c(text):08x}".encode() != data[-9:-1]:
             raise ValueError("checksum mismatch")
         body = json.loads(text)
-        if body["tracestore_manifest"] != schema.FORMAT_VERSION:
-            raise ValueError(f"format version {body['tracestore_manifest']}, this is {schema.FORMAT_VERSION}")
-        columns = tuple(
-            ColumnsRef(c["path"], c["first_trace"], c["num_traces"], tuple(FileEntry(**f) for f in c["files"]))
-            for c in body["columns"]
-        )
-        return cls(
-            generation=body["generation"],
+        if not isinstance(body, dict) or body.get("tracestore_manifest") != schema.FORMAT_VERSION:
+            found = body.get("tracestore_manifest") if isinstance(body, dict) else body
+            raise ValueError(f"format version {found!r:.40}, this is {schema.FORMAT_VERSION}")
+        if body.keys() != _KEYS:
+            raise ValueError("not the keys of this format")
+        fields = body["fields"]
+        if not isinstance(fields, list) or not all(isinstance(f, str) and f in schema.STORED_FIELDS for f in fields):
+            raise ValueError(f"fields: found {fields!r:.60}")
+        counts = {name: _count(name, body[name]) for name in _COUNTS}
+        manifest = cls(
+            generation=_count("generation", body["generation"]),
             attributes=schema.Attributes.from_json(body["attributes"]),
-            parts=tuple(PartRef(**p) for p in body["index"]),
-            columns=columns,
-            fields=tuple(body["fields"]),
-            **{k: body[k] for k in ("num_traces", "num_tokens", "num_scored", "num_labelled", "num_bytes")},
+            parts=tuple(_part_ref(p) for p in _list("index", body["index"])),
+            columns=tuple(_columns_ref(c) for c in _list("columns", body["columns"])),
+            fields=tuple(fields),
+            **counts,
         )
+        manifest._check()
+        return manifest
+
+    def _check(self) -> None:
+        """ValueError unless parts and columns cover all traces, segments and sources in order."""
+        for what in ("trace", "segment", "source"):
+            _cover(f"{what}s of the index", self.parts, f"first_{what}", f"num_{what}s")
+        _cover("traces of the columns", self.columns, "first_trace", "num_traces")
+        for what, refs in (("index", self.parts), ("columns", self.columns)):
+            if sum(r.num_traces for r in refs) != self.num_traces:
+                raise ValueError(f"{what}: another number of traces than {self.num_traces}")
+        if self.num_traces > _MAX_TRACES:
+            raise ValueError(f"num_traces: found {self.num_traces}")
+        if max(self.num_scored, self.num_labelled) > self.num_traces:
+            raise ValueError("more scores or labels than traces")
 
 
-def manifest_name(generation: int) -> str:
-    return f"manifest/{generation:010d}"
+_COUNTS = ("num_traces", "num_tokens", "num_scored", "num_labelled", "num_bytes")
+_KEYS = {"tracestore_manifest", "generation", "attributes", "index", "columns", "fields", *_COUNTS}
 
 
-def index_name(generation: int) -> str:
-    """The folder of what a generation's commit writes of the index."""
-    return f"index/{generation:010d}"
+def _count(name: str, value: object) -> int:
+    if type(value) is not int or not 0 <= value <= _MAX_COUNT:
+        raise ValueError(f"{name}: found {value!r:.40}, expected a count")
+    return value
 
 
-def columns_name(generation: int) -> str:
-    return f"columns/{generation:010d}"
+def _list(name: str, value: object) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise ValueError(f"{name}: found {value!r:.40}, expected a list of objects")
+    return value
 
 
-def copy_name(generation: int) -> str:
-    """A second copy of the manifest, for repair; it commits nothing."""
-    return f"{index_name(generation)}/manifest"
+def _part_ref(data: dict[str, Any]) -> PartRef:
+    ref = PartRef(**data)
+    FileEntry(ref.path, ref.size, ref.crc32c)
+    if not ref.path.startswith("index/") or not ref.path.endswith("/part"):
+        raise ValueError(f"index: found {ref.path!r:.60}")
+    for name in ("first_trace", "num_traces", "first_segment", "num_segments", "first_source", "num_sources"):
+        _count(name, getattr(ref, name))
+    return ref
 
 
-def manifest_path(store: Path, generation: int) -> Path:
-    return store / manifest_name(generation)
+def _columns_ref(data: dict[str, Any]) -> ColumnsRef:
+    files = tuple(FileEntry(**f) for f in _list("files", data["files"]))
+    ref = ColumnsRef(**data | {"files": files})
+    if any(not f.path.startswith(f"{ref.path}/") or not f.path.startswith("columns/") for f in files) or not files:
+        raise ValueError(f"columns: files outside of {ref.path!r:.60}")
+    _count("first_trace", ref.first_trace)
+    _count("num_traces", ref.num_traces)
+    return ref
 
 
-def copy_path(store: Path, generation: int) -> Path:
-    return store / copy_name(generation)
+def _cover(what: str, refs: Sequence[Any], first: str, count: str) -> None:
+    at = 0
+    for ref in refs:
+        if getattr(ref, first) != at:
+            raise ValueError(f"{what}: one begins at {getattr(ref, first)}, expected {at}")
+        at += getattr(ref, count)
 
 
-def is_generation(name: str) -> bool:
-    """Whether a file in manifest/ is one of a generation."""
-    return _GENERATION.fullmatch(name) is not None
-
-
-def generations(store: Path) -> list[int]:
+def generations(files: LocalFiles) -> list[int]:
     """The generations that have a manifest file, newest first."""
-    try:
-        names = [p.name for p in (store / "manifest").iterdir()]
-    except FileNotFoundError:
-        return []
-    return sorted((int(n) for n in names if is_generation(n)), reverse=True)
+    return sorted((int(n) for n in files.names("manifest") if paths.is_generation(n)), reverse=True)
 
 
-def load_manifest(store: Path, generation: int) -> Manifest:
+def load_manifest(files: LocalFiles, generation: int) -> Manifest:
     """StoreDamagedError where the file is not whole; FileNotFoundError where it is gone."""
+    path = paths.manifest(generation)
     try:
-        data = manifest_path(store, generation).read_bytes()
+        data = files.read_small(path, MAX_MANIFEST_BYTES)
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise StoreDamagedError(f"{manifest_name(generation)}: {error.strerror}") from None
+        raise StoreDamagedError(f"{path}: {error.strerror}") from None
     return parse_manifest(data, generation)
 
 
@@ -213,18 +254,41 @@ def parse_manifest(data: bytes, generation: int) -> Manifest:
         manifest = Manifest.from_bytes(data)
         if manifest.generation != generation:
             raise ValueError(f"says it is generation {manifest.generation}")
-    except (ValueError, KeyError, TypeError) as error:
-        raise StoreDamagedError(f"{manifest_name(generation)}: {error}") from None
+    except (ValueError, KeyError, TypeError, RecursionError, StoreDamagedError) as error:
+        raise StoreDamagedError(f"{paths.manifest(generation)}: {printable(str(error), 300)}") from None
     return manifest
 
 
 def empty_columns() -> dict[str, np.ndarray]:
     """The arrays of a part without rows."""
-    dtypes = TRACE_COLUMNS | PATCH_COLUMNS | FILE_COLUMNS | SEGMENT_COLUMNS | SOURCE_COLUMNS
-    arrays = {name: np.zeros(0, dtype) for name, dtype in dtypes.items()}
+    arrays = {name: np.zeros(0, dtype) for name, dtype in PART_DTYPES.items()}
     for name in STRINGS:
         arrays[name], arrays[f"{name}_offsets"] = encode_strings([])
+    del arrays["key_table"]  # with_key_table
     return arrays
+
+
+def check_part(ref: PartRef, lengths: Mapping[str, int]) -> None:
+    """ValueError unless the arrays of an index part, by their lengths, are those that the manifest
+    says."""
+    num_files = lengths["file_size"]
+    expected = dict.fromkeys(TRACE_COLUMNS, ref.num_traces)
+    expected |= dict.fromkeys(PATCH_COLUMNS, lengths["patch_trace"])
+    expected |= dict.fromkeys(FILE_COLUMNS, num_files)
+    expected |= dict.fromkeys(SEGMENT_COLUMNS, ref.num_segments)
+    expected |= dict.fromkeys(SOURCE_COLUMNS, ref.num_sources)
+    counts = {"id": ref.num_traces, "file_path": num_files, "source_path": ref.num_sources}
+    counts["source_fingerprint"] = ref.num_sources
+    expected |= {f"{name}_offsets": count + 1 for name, count in counts.items()}
+    expected["key_table"] = key_table_size(ref.num_traces)
+    for name, length in expected.items():
+        if lengths[name] != length:
+            raise ValueError(f"{name}: {lengths[name]} values, expected {length}")
+
+
+def key_table_size(num_traces: int) -> int:
+    """Slots of the hash table of a part's keys."""
+    return 0 if num_traces == 0 else 1 << (2 * num_traces - 1).bit_length()
 
 
 def merge_parts(older: dict[str, np.ndarray], newer: dict[str, np.ndarray], first_trace: int) -> dict[str, np.ndarray]:
@@ -264,8 +328,7 @@ def apply_patch(arrays: dict[str, Any], row: int, patch: dict[str, Any]) -> None
 def with_key_table(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Adds the hash table of the part's keys."""
     n = len(arrays["sample"])
-    size = 0 if n == 0 else 1 << (2 * n - 1).bit_length()
-    table = np.zeros(size, "<u4")
+    table = np.zeros(key_table_size(n), "<u4")
     if n:
         keys = KeyTable(np.zeros(0, "<u4") if n == 0 else table, arrays["id_offsets"], arrays["id"], arrays["sample"])
         duplicate = keys.build(table)

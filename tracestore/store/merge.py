@@ -181,6 +181,7 @@ def _copy(
         writer.commit()
         for store, wanted in zip(opened, chosen, strict=True):
             _fill_scores(writer, store, wanted, report)
+        writer.put_in_place()
     return report
 
 

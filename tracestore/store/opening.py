@@ -8,6 +8,7 @@ from typing import Protocol
 
 from tracestore.errors import StoreDamagedError, TracestoreWarning, UsageError
 from tracestore.store import manifest as mf
+from tracestore.store import paths
 from tracestore.store.columns import Columns, join_columns, read_columns
 from tracestore.store.files import LocalFiles
 from tracestore.store.fsio import Pin
@@ -41,18 +42,23 @@ def pause(attempt: int) -> None:
 def open_generation(store: Path, number: int) -> Generation:
     """FileNotFoundError where a writer has removed it meanwhile, StoreDamagedError
     where it does not read back whole."""
-    pin = Pin(mf.manifest_path(store, number))
+    files = LocalFiles(store)
+    path = paths.manifest(number)
+    pin = Pin(files.open(path), store / path)
     try:
-        manifest = mf.parse_manifest(pin.read(), number)
+        manifest = mf.parse_manifest(pin.read(mf.MAX_MANIFEST_BYTES), number)
         try:
-            index = StoreIndex(LocalFiles(store), manifest)
-            columns = join_columns([read_columns(LocalFiles(store), ref) for ref in manifest.columns])
+            index = StoreIndex(files, manifest)
+            columns = join_columns([read_columns(files, ref) for ref in manifest.columns])
         except FileNotFoundError as error:
             # What a pinned generation names is not removed.
             raise StoreDamagedError(f"{error.filename or error}: missing") from None
     except OSError as error:
         pin.close()
-        raise StoreDamagedError(f"{mf.manifest_name(number)}: {error.strerror}") from None
+        raise StoreDamagedError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        pin.close()
+        raise StoreDamagedError(f"{path}: {error}") from None
     except BaseException:
         pin.close()
         raise
@@ -68,7 +74,7 @@ def open_newest(store: Path, preferred: int | None = None) -> Generation:
         except (FileNotFoundError, StoreDamagedError):
             pass  # said below if it is the newest
     for attempt in range(ATTEMPTS):
-        numbers = mf.generations(store)
+        numbers = mf.generations(LocalFiles(store))
         if not numbers:
             if (store / "lock").exists():
                 raise UsageError(f"{store}: the store is empty, nothing has been committed")
@@ -84,14 +90,14 @@ def open_newest(store: Path, preferred: int | None = None) -> Generation:
                 break
             if problem is None:
                 return found
-            if mf.generations(store)[:1] == numbers[:1]:
+            if mf.generations(LocalFiles(store))[:1] == numbers[:1]:
                 warnings.warn(
                     f"{store}: {problem}; reading generation {number} instead", TracestoreWarning, stacklevel=4
                 )
                 return found
             break
         else:
-            if mf.generations(store)[:1] == numbers[:1]:
+            if mf.generations(LocalFiles(store))[:1] == numbers[:1]:
                 raise problem or StoreDamagedError(f"{store}: no readable generation")
         pause(attempt)
     raise StoreDamagedError(f"{store}: generations change faster than they can be read")

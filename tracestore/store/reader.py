@@ -264,7 +264,9 @@ class TraceStore:
                     f"{self.path}: the index names segment {number} of {self._manifest.num_segments}"
                 )
             entries = {f.path: f for f in self._index.segment_files(number)}
-            segment = self._segments[number] = SegmentReader(self._files, number, entries, self._cache)
+            segment = self._segments[number] = SegmentReader(
+                self._files, number, entries, self._cache, self._attributes, self._index.segment_rows(number)
+            )
         return segment
 
     def announce(self, indices: np.ndarray, view: str) -> Callable[[], None]:

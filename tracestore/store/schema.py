@@ -25,6 +25,41 @@ _CODES = {"float16": kernels.F16, "bfloat16": kernels.BF16, "float32": kernels.F
 
 STRING_FIELDS = ("question_id", "question", "generated_answer_clean", "generated_answer", "generated_text", "extras")
 ANSWER_FIELDS = ("generated_answer_clean", "generated_answer", "generated_text")
+# The arrays of a segment: shape behind axis 0 and dtype; None: as the store's attributes say.
+ROWS, OFFSETS, VALUES = "rows", "offsets", "values"
+SEGMENT_ARRAYS: dict[str, tuple[str, str | None]] = {
+    "hidden_states": (VALUES, None),
+    "last_token": (VALUES, None),
+    "attention": (VALUES, None),
+    "edge_ptr": (VALUES, "<i8"),
+    "edge_index": (VALUES, "<i4"),
+    "edge_weight": (VALUES, None),
+    "num_tokens": (ROWS, "<i4"),
+    "attention_layout": (ROWS, "|u1"),
+    "attention_start": (ROWS, "<i8"),
+    "last_token_row": (ROWS, "<i4"),
+    "sample": (ROWS, "<i4"),
+    "source_position": (ROWS, "<i4"),
+    "prompt_length": (ROWS, "<i4"),
+    "num_nonfinite": (ROWS, "<i8"),
+    "fields": (ROWS, "<u4"),
+    "edges_reversed": (ROWS, "|u1"),
+    "tokens": (VALUES, "<i4"),
+    "tokens_offsets": (OFFSETS, "<i8"),
+    "tokens_decoded": (VALUES, "|u1"),
+    "tokens_decoded_offsets": (VALUES, "<i8"),
+    "tokens_decoded_ptr": (OFFSETS, "<i8"),
+    **dict.fromkeys(STRING_FIELDS, (VALUES, "|u1")),
+    **{f"{name}_offsets": (OFFSETS, "<i8") for name in STRING_FIELDS},
+}
+# Those that a segment has where a row of it needs them.
+OPTIONAL_ARRAYS = frozenset({"hidden_states", "last_token", "attention", "edge_ptr", "edge_index", "edge_weight"})
+COLUMN_ARRAYS: dict[str, tuple[str, str]] = {
+    "scores": (ROWS, "<f8"),
+    "labels": (ROWS, "<f8"),
+    "groups": (VALUES, "|u1"),
+    "groups_offsets": (OFFSETS, "<i8"),
+}
 # Arrays large enough that --codec pays; everything else is always uncompressed.
 CODED_ARRAYS = frozenset({"hidden_states", "attention", "last_token", "edge_index", "edge_weight"})
 CODECS = ("none", "blosc-zstd", "blosc-lz4", "zstd")
@@ -53,6 +88,8 @@ FIELD_BITS = {
 }
 
 LAYOUT_NONE, LAYOUT_CAUSAL, LAYOUT_SQUARE, LAYOUT_EDGES = range(4)
+# The fields that a manifest lists.
+STORED_FIELDS = frozenset({"hidden_states", "last_token", "attention", "edges"})
 LAYOUT_NAMES = {LAYOUT_CAUSAL: "causal", LAYOUT_SQUARE: "square", LAYOUT_EDGES: "edges"}
 
 
@@ -91,6 +128,22 @@ def num_pairs(num_tokens: int, layout: int) -> int:
     return num_tokens * num_tokens if layout == LAYOUT_SQUARE else 0
 
 
+# No model is larger in any of L, D and H.
+MAX_EXTENT = 1 << 20
+_ATTRIBUTE_VALUES: dict[str, tuple[Any, ...]] = {
+    "hidden_dtype": (None, *DTYPE_NAMES),
+    "attention_dtype": (None, *DTYPE_NAMES),
+    "attention": ATTENTION_MODES,
+    "attention_layout": (None, *LAYOUT_NAMES.values()),
+    "format_version": (FORMAT_VERSION,),
+}
+_OPTION_VALUES: dict[str, tuple[str, ...]] = {
+    "attention": ATTENTION_MODES,
+    "dtype": ("float16", "keep"),
+    "codec": CODECS,
+}
+
+
 @dataclass(frozen=True)
 class Attributes:
     """`attributes.tracestore` of the root zarr.json. None: not known yet, because no
@@ -112,11 +165,39 @@ class Attributes:
         return values | {"options": dict(sorted(self.options.items()))}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "Attributes":
-        return cls(**{f.name: data[f.name] for f in fields(cls)})
+    def from_json(cls, data: object) -> "Attributes":
+        """Return the attributes in a JSON document; ValueError where they are not of this format."""
+        if not isinstance(data, dict) or data.keys() != {f.name for f in fields(cls)}:
+            raise ValueError("attributes: not those of this format")
+        for name, allowed in _ATTRIBUTE_VALUES.items():
+            if data[name] not in allowed or isinstance(data[name], bool | float):
+                raise ValueError(f"attributes: {name}: found {data[name]!r:.40}")
+        for name in ("num_layers", "hidden_dim", "num_heads"):
+            if data[name] is not None and (type(data[name]) is not int or not 0 < data[name] <= MAX_EXTENT):
+                raise ValueError(f"attributes: {name}: found {data[name]!r:.40}")
+        options = data["options"]
+        if not isinstance(options, dict) or options.keys() != _OPTION_VALUES.keys():
+            raise ValueError("attributes: options: not those of this format")
+        for name, allowed in _OPTION_VALUES.items():
+            if options[name] not in allowed:
+                raise ValueError(f"attributes: options: {name}: found {options[name]!r:.40}")
+        if options["attention"] != data["attention"]:
+            raise ValueError("attributes: options: another attention than the store's")
+        return cls(**data)
 
     def with_values(self, **values: Any) -> "Attributes":
         return replace(self, **values)
+
+    @property
+    def layouts(self) -> int:
+        """Which layouts a trace's attention may have: bit k for layout k."""
+        found = {
+            None: (),
+            "causal": (LAYOUT_CAUSAL,),
+            "square": (LAYOUT_CAUSAL, LAYOUT_SQUARE),
+            "edges": (LAYOUT_EDGES,),
+        }
+        return sum(1 << layout for layout in (LAYOUT_NONE, *found[self.attention_layout]))
 
     @property
     def attention_rows(self) -> int:

@@ -4,24 +4,23 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tracestore._core.kernels import crc32c
-from tracestore.errors import StoreDamagedError
-from tracestore.store import schema
+from tracestore.errors import StoreDamagedError, printable
+from tracestore.store import paths, schema
 from tracestore.store.ahead import WrittenRows
 from tracestore.store.files import FileEntry, StoreFiles
 from tracestore.store.fsio import fsync_path, make_folders, remove_tree, write_file
 from tracestore.store.metadata import array_metadata, group_metadata
 from tracestore.store.pack import PackedTrace, num_bytes_of
 from tracestore.store.ragged import decode_string, encode_strings
-from tracestore.store.shard import ArrayReader, ChunkCache, ShardStream
+from tracestore.store.shard import ArrayReader, ArraySpec, ChunkCache, ShardStream
 
-
-def segment_name(number: int) -> str:
-    return f"{number:08d}"
+if TYPE_CHECKING:
+    from tracestore.store.index import TraceRow
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ class SegmentWriter:
         self._edge_total = 0
         self._edge_counts: list[np.ndarray] = []
         make_folders(folder)
-        self._writer = ArrayWriter(folder, f"segments/{segment_name(number)}")
+        self._writer = ArrayWriter(folder, paths.segment(number))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -241,9 +240,18 @@ class SegmentWriter:
 class SegmentReader:
     """Lazily opened arrays of a committed segment."""
 
-    def __init__(self, files: StoreFiles, number: int, entries: Mapping[str, FileEntry], cache: ChunkCache) -> None:
-        self.name = f"segments/{segment_name(number)}"
+    def __init__(
+        self,
+        files: StoreFiles,
+        number: int,
+        entries: Mapping[str, FileEntry],
+        cache: ChunkCache,
+        attributes: schema.Attributes,
+        num_rows: int,
+    ) -> None:
+        self.name = paths.segment(number)
         self._files, self._entries, self._cache = files, entries, cache
+        self._attributes, self._num_rows = attributes, num_rows
         self._arrays: dict[str, ArrayReader] = {}
 
     def array(self, name: str) -> ArrayReader:
@@ -251,8 +259,30 @@ class SegmentReader:
         reader = self._arrays.get(name)
         if reader is None:
             where = f"{self.name}/{name}"
-            reader = self._arrays[name] = ArrayReader(self._files, self._entries, where, self._cache)
+            spec = self._spec(name)
+            reader = self._arrays[name] = ArrayReader(self._files, self._entries, where, self._cache, spec)
         return reader
+
+    def _spec(self, name: str) -> ArraySpec:
+        kind, dtype = schema.SEGMENT_ARRAYS[name]
+        a, count = self._attributes, None
+        if kind == schema.ROWS:
+            count = self._num_rows
+        elif kind == schema.OFFSETS:
+            count = self._num_rows + 1
+        codec = a.options["codec"] if name in schema.CODED_ARRAYS else "none"
+        if dtype is not None:
+            return ArraySpec(np.dtype(dtype), (2,) if name == "edge_index" else (), codec, count)
+        stored = a.hidden_dtype if name in ("hidden_states", "last_token") else a.attention_dtype
+        columns: tuple[int | None, ...] = ()
+        if name == "hidden_states":
+            columns = (a.hidden_dim,)
+        elif name == "last_token":
+            columns = (a.num_layers, a.hidden_dim)
+        if stored is None or None in columns:
+            raise StoreDamagedError(f"{self.name}/{name}: the store's attributes know of no such array")
+        shape = tuple(n for n in columns if n is not None)
+        return ArraySpec(schema.storage_dtype(stored), shape, codec, count, stored == "bfloat16")
 
     def forget(self, name: str) -> None:
         """Lets go of an array's maps; it is opened anew when it is asked for."""
@@ -263,6 +293,13 @@ class SegmentReader:
 
     def scalar(self, name: str, row: int) -> int:
         return int(self.array(name).copy(row, row + 1)[0])
+
+    def require_place(self, row: "TraceRow") -> None:
+        """StoreDamagedError unless the hidden states that a row of the index places here are here."""
+        num_layers = self._attributes.num_layers or 0
+        end, stored = row.hidden_row + num_layers * row.num_tokens, self.array("hidden_states").shape[0]
+        if end > stored:
+            raise StoreDamagedError(f"{self.name}/hidden_states: rows {row.hidden_row} to {end} of {stored}")
 
     def string(self, name: str, row: int) -> str:
         begin, end = (int(v) for v in self.array(f"{name}_offsets").copy(row, row + 2))
@@ -293,12 +330,20 @@ class SegmentReader:
 
     def extras(self, row: int) -> dict[str, Any]:
         text = self.string("extras", row)
-        result: dict[str, Any] = json.loads(text) if text else {}
+        try:
+            result = json.loads(text) if text else {}
+        except (ValueError, RecursionError) as error:
+            raise StoreDamagedError(f"{self.name}/extras: {printable(str(error), 100)}") from None
+        if not isinstance(result, dict):
+            raise StoreDamagedError(f"{self.name}/extras: not an object")
         return result
 
     def edge_offsets(self, first_layer: int, num_layers: int) -> np.ndarray:
         """Where the edges of each layer begin (L + 1); a copy."""
-        return self.array("edge_ptr").copy(first_layer, first_layer + num_layers + 1)
+        ptr = self.array("edge_ptr").copy(first_layer, first_layer + num_layers + 1)
+        if ptr[0] < 0 or (ptr[1:] < ptr[:-1]).any():
+            raise StoreDamagedError(f"{self.name}/edge_ptr: not offsets")
+        return ptr
 
     def edges(self, first_layer: int, num_layers: int, copy: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """-> ptr (L + 1) from 0, edge_index (E, 2), weight (E,)."""

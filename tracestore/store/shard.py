@@ -7,11 +7,13 @@ memory twice.
 import contextlib
 import errno
 import json
+import math
 import os
 import struct
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +22,16 @@ import numpy as np
 from tracestore._core.gather import Slab
 from tracestore._core.kernels import crc32c, crc32c_combine
 from tracestore._core.mapping import MappedFile
-from tracestore.errors import StoreDamagedError
+from tracestore.errors import StoreDamagedError, printable
+from tracestore.store import schema
 from tracestore.store.ahead import AheadFile, WrittenRows
+from tracestore.store.codecs import ChunkCodec
 from tracestore.store.files import FileEntry, StoreFiles
 from tracestore.store.fsio import again, make_folders, naming, remove_tree, write_pieces
+from tracestore.store.metadata import array_metadata
 
 _BUFFER_BYTES = 1 << 20
 _MAX_PIECES = 512  # that wait to be written
-
-
-def _numcodec(name: str, itemsize: int) -> Any:
-    """The numcodecs codec behind --codec NAME."""
-    from numcodecs import Blosc, Zstd, blosc
-
-    blosc.use_threads = False  # also makes the compressed bytes independent of the machine
-    if name == "zstd":
-        return Zstd(level=3)
-    return Blosc(cname=name.removeprefix("blosc-"), clevel=5, shuffle=Blosc.SHUFFLE, blocksize=0, typesize=itemsize)
 
 
 class ShardStream:
@@ -57,7 +52,7 @@ class ShardStream:
         self._written = 0
         self._crc = 0
         self._taken: AheadFile | None = None  # the file that became this one's
-        self._coder = _numcodec(codec, dtype.itemsize) if codec != "none" else None
+        self._coder = ChunkCodec(codec, dtype.itemsize) if codec != "none" else None
         self._chunks: list[tuple[int, int]] = []
         self._fd = -1
         self._finished = False
@@ -84,7 +79,7 @@ class ShardStream:
 
     def _emit_chunk(self, data: Any) -> None:
         assert self._coder is not None
-        encoded = memoryview(self._coder.encode(np.frombuffer(data, self.dtype))).cast("B")
+        encoded = self._coder.encode(data)
         self._chunks.append((self._written, len(encoded)))
         self._emit_own(encoded)
 
@@ -272,10 +267,53 @@ class ChunkCache:
             self._trim()
 
 
+# Of an array's zarr.json.
+_MAX_METADATA_BYTES = 1 << 16
+# A chunk holds at most so much, or one row.
+_MAX_CHUNK_BYTES = schema.INNER_CHUNK_BYTES
+
+
+def _check_metadata(data: bytes, spec: "ArraySpec") -> tuple[int, int]:
+    """-> the rows of an array and of an inner chunk; ValueError unless its zarr.json says what this
+    format says, in whatever order and with whatever blanks."""
+    meta = json.loads(data)
+    num_rows, chunk_rows = meta["shape"][0], meta["codecs"][0]["configuration"]["chunk_shape"][0]
+    if type(num_rows) is not int or type(chunk_rows) is not int or not 0 <= num_rows < 1 << 48 or chunk_rows < 1:
+        raise ValueError(f"{num_rows!r:.40} rows in chunks of {chunk_rows!r:.40}")
+    if chunk_rows > 1 and chunk_rows * spec.row_items * spec.dtype.itemsize > max(
+        _MAX_CHUNK_BYTES, schema.MIN_CODED_CHUNK_BYTES
+    ):
+        raise ValueError(f"inner chunks of {chunk_rows} rows")
+    if spec.num_rows is not None and num_rows != spec.num_rows:
+        raise ValueError(f"{num_rows} rows, expected {spec.num_rows}")
+    attributes = {"tracestore": {"dtype": "bfloat16"}} if spec.is_bfloat16 else {}
+    expected = array_metadata((num_rows, *spec.columns), chunk_rows, spec.dtype, spec.codec, attributes)
+    if meta != json.loads(expected):
+        raise ValueError("not the metadata of this array")
+    return num_rows, chunk_rows
+
+
 def _entry(entries: Mapping[str, FileEntry], path: str) -> FileEntry:
     if path not in entries:
         raise StoreDamagedError(f"{path}: not among the files that were committed")
     return entries[path]
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """What the format says of an array: dtype as stored, shape behind axis 0, codec ("none" where
+    it is not compressed), its number of rows where that is known, and whether its values are
+    bfloat16."""
+
+    dtype: np.dtype
+    columns: tuple[int, ...] = ()
+    codec: str = "none"
+    num_rows: int | None = None
+    is_bfloat16: bool = False
+
+    @property
+    def row_items(self) -> int:
+        return math.prod(self.columns)
 
 
 class ArrayReader:
@@ -287,72 +325,70 @@ class ArrayReader:
     is first opened; `name` is its path in the store, `entries` the committed files.
     """
 
-    def __init__(self, files: StoreFiles, entries: Mapping[str, FileEntry], name: str, cache: ChunkCache) -> None:
-        self.name = name
+    def __init__(
+        self, files: StoreFiles, entries: Mapping[str, FileEntry], name: str, cache: ChunkCache, spec: ArraySpec
+    ) -> None:
+        self.name, self.dtype, self.row_items = name, spec.dtype, spec.row_items
+        self._cache, self._codec = cache, None if spec.codec == "none" else ChunkCodec(spec.codec, spec.dtype.itemsize)
         try:
-            meta = json.loads(files.read(_entry(entries, f"{name}/zarr.json")))
-            self.shape: tuple[int, ...] = tuple(int(n) for n in meta["shape"])
-            sharding = meta["codecs"][0]["configuration"]
-            self.chunk_rows = int(sharding["chunk_shape"][0])
-            inner = [c["name"] for c in sharding["codecs"] if c["name"] != "bytes"]
-            self.dtype = np.dtype(meta["data_type"]).newbyteorder("<")
-            if meta["codecs"][0]["name"] != "sharding_indexed" or self.chunk_rows < 1 or min(self.shape) < 0:
-                raise ValueError("not an array of this format")
-            self._codec = inner[0] if inner else None
-            if self._codec == "blosc":
-                self._codec = (
-                    "blosc-" + next(c for c in sharding["codecs"] if c["name"] == "blosc")["configuration"]["cname"]
-                )
-        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
+            entry = _entry(entries, f"{name}/zarr.json")
+            if entry.size > _MAX_METADATA_BYTES:
+                raise ValueError(f"{entry.size} bytes")
+            num_rows, self.chunk_rows = _check_metadata(files.read(entry), spec)
+        except (OSError, ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
+            reason = error.strerror if isinstance(error, OSError) else printable(str(error), 200)
             raise StoreDamagedError(f"{name}/zarr.json: {reason}") from None
-        self.row_items = int(np.prod(self.shape[1:], dtype=np.int64))
-        self._cache = cache
+        self.shape = (num_rows, *spec.columns)
         self._offsets: np.ndarray | None = None
         self._mapped: MappedFile | None = None
         self._flat = np.zeros(0, self.dtype)
         self._slab = Slab(self._flat, 0, 1)
-        if self.shape[0] == 0:
+        if num_rows == 0:
             return
         file_name = f"{name}/c/" + "/".join("0" * len(self.shape))
-        num_chunks = -(-self.shape[0] // self.chunk_rows)
+        num_chunks = -(-num_rows // self.chunk_rows)
+        chunk_bytes = self.chunk_rows * self.row_items * self.dtype.itemsize
+        entry = _entry(entries, file_name)
         try:
-            mapped = self._mapped = files.map(_entry(entries, file_name))
+            if self._codec is None and entry.size != num_chunks * (chunk_bytes + 16) + 4:
+                raise ValueError(f"{entry.size} bytes for {num_chunks} inner chunks of {chunk_bytes}")
+            if entry.size < 16 * num_chunks + 4:
+                raise ValueError("shorter than its index")
+            mapped = self._mapped = files.map(entry)
             if self._codec is None:
-                mapped.check_shard(num_chunks, self.chunk_rows * self.row_items * self.dtype.itemsize)
-                self._flat = np.frombuffer(memoryview(mapped), self.dtype, self.shape[0] * self.row_items)
-                self._slab = Slab(mapped, self.shape[0], self.row_items * self.dtype.itemsize)
+                mapped.check_shard(num_chunks, chunk_bytes)
+                self._flat = np.frombuffer(memoryview(mapped), self.dtype, num_rows * self.row_items)
+                self._slab = Slab(mapped, num_rows, self.row_items * self.dtype.itemsize)
             else:
-                self._offsets = self._coded_index(mapped, num_chunks)
+                self._offsets = self._coded_index(mapped, num_chunks, chunk_bytes)
         except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
+            reason = error.strerror if isinstance(error, OSError) else str(error)
             raise StoreDamagedError(f"{file_name}: {reason}") from None
 
     @staticmethod
-    def _coded_index(mapped: MappedFile, num_chunks: int) -> np.ndarray:
+    def _coded_index(mapped: MappedFile, num_chunks: int, chunk_bytes: int) -> np.ndarray:
         end = len(mapped) - 4
         begin = end - 16 * num_chunks
-        if begin < 0:
-            raise ValueError("shorter than its index")
         index = mapped.read(begin, end)
         if crc32c(index) != int.from_bytes(mapped.read(end, end + 4), "little"):
             raise ValueError("shard: checksum mismatch")
         offsets = np.frombuffer(index, "<u8").reshape(num_chunks, 2)
-        if (offsets[:, 0] + offsets[:, 1] > begin).any() or (offsets > begin).any():
+        # One behind the other, and none larger than a codec makes what it cannot compress.
+        if (offsets > begin).any() or (offsets[:, 1] > chunk_bytes + chunk_bytes // 8 + 1024).any():
             raise ValueError("shard: offset out of bounds")
+        ends = offsets[:, 0] + offsets[:, 1]
+        if offsets[0, 0] != 0 or (offsets[1:, 0] != ends[:-1]).any() or ends[-1] != begin:
+            raise ValueError("shard: inner chunks that do not lie one behind the other")
         return offsets
 
     def _decode(self, chunk: int) -> np.ndarray:
         assert self._offsets is not None and self._codec is not None and self._mapped is not None
         offset, size = (int(v) for v in self._offsets[chunk])
         try:
-            data = _numcodec(self._codec, self.dtype.itemsize).decode(self._mapped.read(offset, offset + size))
-        except RuntimeError as error:
+            data = self._mapped.read(offset, offset + size)
+            return self._codec.decode(data, self.chunk_rows * self.row_items * self.dtype.itemsize).view(self.dtype)
+        except ValueError as error:
             raise StoreDamagedError(f"{self.name}: inner chunk {chunk}: {error}") from None
-        items = np.frombuffer(data, self.dtype)
-        if items.size != self.chunk_rows * self.row_items:
-            raise StoreDamagedError(f"{self.name}: inner chunk {chunk} decodes to another size")
-        return items
 
     def pieces(self, begin: int, end: int) -> list[np.ndarray]:
         """Rows begin .. end as flat arrays one behind the other, nothing copied: one view
@@ -378,7 +414,7 @@ class ArrayReader:
 
     def sources(self, begin: int, end: int) -> list[Any]:
         """The same as sources of a gather: a Span, or flat uint8 arrays."""
-        if self._offsets is not None or end > self.shape[0] or begin < 0:
+        if self._offsets is not None or not 0 <= begin <= end <= self.shape[0]:
             return [piece.view("u1") for piece in self.pieces(begin, end)]
         return [self._slab.span(begin, end)]
 
@@ -405,6 +441,12 @@ class ArrayReader:
             flat = self.flat(begin, end).copy()
             flat.flags.writeable = False
         return flat.reshape(end - begin, *self.shape[1:])
+
+    def check_chunks(self) -> None:
+        """Decode every inner chunk of a compressed array. StoreDamagedError names the first that is damaged."""
+        if self._offsets is not None:
+            for chunk in range(len(self._offsets)):
+                self._decode(chunk)
 
     def check(self) -> None:
         """After views of it were read: StoreDamagedError if the file has been cut short."""

@@ -126,7 +126,9 @@ class Trace:
             raise MissingFieldError(
                 f"trace {self.index} ({self.question_id}) has no {what}: its source holds last tokens only"
             )
-        return self._store._segment(self._row.graph_segment)
+        segment = self._store._segment(self._row.graph_segment)
+        segment.require_place(self._row)
+        return segment
 
     def _has(self, name: str) -> bool:
         segment, row = self._home

@@ -10,21 +10,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tracestore._core.kernels import crc32c, crc32c_combine
-from tracestore._core.mapping import MappedFile
 from tracestore.errors import StoreDamagedError, StoreLockedError, UsageError
-from tracestore.store import fsio
+from tracestore.store import fsio, paths
 from tracestore.store import manifest as mf
 from tracestore.store.columns import read_columns
 from tracestore.store.commit import root_metadata
+from tracestore.store.consistency import find_inconsistencies
 from tracestore.store.container import MappedArrays
 from tracestore.store.files import FileEntry, LocalFiles, place_of
 from tracestore.store.index import StoreIndex, part_files
 from tracestore.store.opening import ATTEMPTS, open_generation, pause
+from tracestore.store.ownership import MAX_ROOT_BYTES
 
 # Files are read in reads of this size, and shared out to threads in pieces of that.
 _READ_BYTES = 1 << 20
 _PIECE_BYTES = 64 << 20
-_SET_ASIDE = "damaged-"
 
 
 @dataclass
@@ -45,7 +45,7 @@ class _Checker:
     def __init__(
         self, store: Path, report: Report, quick: bool, num_threads: int, progress: Callable[[int, int], None] | None
     ) -> None:
-        self._store, self._report, self._quick = store, report, quick
+        self._files, self._report, self._quick = LocalFiles(store), report, quick
         self._num_threads, self._progress = num_threads, progress
         self._lock, self._local = threading.Lock(), threading.local()
         self._done = self._total = 0
@@ -79,9 +79,11 @@ class _Checker:
         file that is cut short meanwhile is an error then, not a signal."""
         end = min(begin + _PIECE_BYTES, entry.size)
         try:
-            fd = os.open(self._store / entry.path, os.O_RDONLY | os.O_CLOEXEC)
-        except (OSError, ValueError) as error:
-            return getattr(error, "strerror", None) or str(error)
+            fd = self._files.open(entry.path)
+        except StoreDamagedError as error:
+            return str(error).split(": ", 1)[-1]
+        except OSError as error:
+            return error.strerror or str(error)
         try:
             size = os.fstat(fd).st_size
             if size != entry.size:
@@ -117,14 +119,18 @@ def _pin_newest(store: Path, stack: ExitStack) -> dict[int, fsio.Pin]:
     """Pins of the newest generation and its predecessor, so that a writer at work beside
     takes nothing away that is being read."""
     for attempt in range(ATTEMPTS):
-        numbers = mf.generations(store) if store.is_dir() else []
+        files = LocalFiles(store)
+        numbers = mf.generations(files) if store.is_dir() else []
         if not numbers:
             raise UsageError(
                 f"{store}: no such store" if not store.exists() else f"{store}: not a store, or nothing committed"
             )
         try:
             with ExitStack() as held:
-                pins = {n: held.enter_context(closing(fsio.Pin(mf.manifest_path(store, n)))) for n in numbers[:2]}
+                pins = {}
+                for number in numbers[:2]:
+                    name = paths.manifest(number)
+                    pins[number] = held.enter_context(closing(fsio.Pin(files.open(name), store / name)))
                 stack.push(held.pop_all())
                 return pins
         except FileNotFoundError:
@@ -154,12 +160,14 @@ def verify_store(
     with ExitStack() as stack:
         for number, pin in _pin_newest(path, stack).items():
             try:
-                good.append(mf.parse_manifest(pin.read(), number))
+                good.append(mf.parse_manifest(pin.read(mf.MAX_MANIFEST_BYTES), number))
                 report.num_files += 1
             except OSError as error:
-                report.damaged[mf.manifest_name(number)] = error.strerror or str(error)
+                report.damaged[paths.manifest(number)] = error.strerror or str(error)
+            except ValueError as error:
+                report.damaged[paths.manifest(number)] = str(error)
             except StoreDamagedError as error:
-                report.damaged[mf.manifest_name(number)] = str(error).split(": ", 1)[-1]
+                report.damaged[paths.manifest(number)] = str(error).split(": ", 1)[-1]
         report.generation = good[0].generation if good else None
         parts = {p.path: FileEntry(p.path, p.size, p.crc32c) for m in good for p in m.parts}
         checker.check(parts.values())
@@ -169,49 +177,61 @@ def verify_store(
         for part in parts.values():
             if part.path not in report.damaged:
                 try:
-                    found = MappedArrays(MappedFile(path / part.path, part.size, part.path))
+                    found = MappedArrays(LocalFiles(path).map(part), mf.PART_DTYPES)
                     entries |= {f.path: f for f in part_files(found)}
-                except (OSError, ValueError, KeyError) as error:
+                except (OSError, ValueError, KeyError, StoreDamagedError) as error:
                     report.damaged[part.path] = str(error)
         checker.check(entries.values())
         for manifest in good:
-            if not any(p.path in report.damaged for p in manifest.parts):
-                try:
-                    StoreIndex(LocalFiles(path), manifest)
-                except (OSError, StoreDamagedError) as error:
-                    report.damaged[mf.manifest_name(manifest.generation)] = str(error)
+            if not report.damaged:
+                # Checksums tell what has changed since it was written, not what was written.
+                report.damaged |= _inconsistencies(path, manifest, quick)
         _check_root(path, good, report)
         report.leftovers = _leftovers(path, {*parts, *entries})
     return report
 
 
+def _inconsistencies(store: Path, manifest: mf.Manifest, quick: bool) -> dict[str, str]:
+    if not quick:
+        return find_inconsistencies(LocalFiles(store), manifest)
+    try:
+        StoreIndex(LocalFiles(store), manifest)
+    except (OSError, StoreDamagedError) as error:
+        return {paths.manifest(manifest.generation): str(error)}
+    return {}
+
+
 def _copy_of(store: Path, manifest: mf.Manifest) -> list[FileEntry]:
     """The manifest's copy, which the first stores of this format do not have."""
-    copy, data = mf.copy_path(store, manifest.generation), manifest.to_bytes()
-    return [FileEntry(copy.relative_to(store).as_posix(), len(data), crc32c(data))] if copy.exists() else []
+    copy, data = paths.manifest_copy(manifest.generation), manifest.to_bytes()
+    return [FileEntry(copy, len(data), crc32c(data))] if os.path.lexists(store / copy) else []
 
 
 def _restore(store: Path, number: int) -> bool:
     """Puts the copy of a damaged manifest in its place, if all that it names is there."""
+    files = LocalFiles(store)
     try:
-        data = mf.copy_path(store, number).read_bytes()
+        data = files.read_small(paths.manifest_copy(number), mf.MAX_MANIFEST_BYTES)
         manifest = mf.parse_manifest(data, number)
-        StoreIndex(LocalFiles(store), manifest)
+        StoreIndex(files, manifest)
         for columns in manifest.columns:
-            read_columns(LocalFiles(store), columns)
+            read_columns(files, columns)
     except (OSError, StoreDamagedError):
         return False
-    path = mf.manifest_path(store, number)
-    with fsio.unpinned(path) as free:
+    path = paths.manifest(number)
+    with fsio.unpinned(files.open(path)) as free:
         if not free:
             raise StoreLockedError(f"{store}: a reader has the damaged generation {number} open")
-        fsio.replace_file(path, data)
+        fsio.replace_file(store / path, data)
     return True
 
 
 def _check_root(store: Path, good: list[mf.Manifest], report: Report) -> None:
     try:
-        found = (store / "zarr.json").read_bytes()
+        found = LocalFiles(store).read_small("zarr.json", MAX_ROOT_BYTES)
+    except StoreDamagedError as error:
+        report.damaged["zarr.json"] = str(error).split(": ", 1)[-1]
+        return
     except OSError as error:
         report.damaged["zarr.json"] = (
             "missing" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
@@ -219,9 +239,9 @@ def _check_root(store: Path, good: list[mf.Manifest], report: Report) -> None:
         return
     if not good or found in {root_metadata(m.attributes) for m in good}:
         return
-    for number in mf.generations(store):  # also those that a writer has added meanwhile
+    for number in mf.generations(LocalFiles(store)):  # also those that a writer has added meanwhile
         try:
-            if found == root_metadata(mf.load_manifest(store, number).attributes):
+            if found == root_metadata(mf.load_manifest(LocalFiles(store), number).attributes):
                 return
         except (StoreDamagedError, FileNotFoundError):
             continue
@@ -232,10 +252,10 @@ def _leftovers(store: Path, known: set[str]) -> list[str]:
     """Files that no readable manifest names: those of unfinished writes."""
     known |= {"zarr.json", "lock"}
     folders = set()
-    for number in mf.generations(store):
-        known.add(mf.manifest_name(number))
+    for number in mf.generations(LocalFiles(store)):
+        known.add(paths.manifest(number))
         try:
-            manifest = mf.load_manifest(store, number)
+            manifest = mf.load_manifest(LocalFiles(store), number)
         except (StoreDamagedError, FileNotFoundError):
             continue
         folders |= {str(Path(r.path).parent) for r in manifest.parts} | {r.path for r in manifest.columns}
@@ -244,9 +264,16 @@ def _leftovers(store: Path, known: set[str]) -> list[str]:
         for file in files:
             name = Path(folder, file).relative_to(store).as_posix()
             inside = any(name.startswith(f"{f}/") for f in folders)
-            if name not in known and not inside and not name.startswith(f"manifest/{_SET_ASIDE}"):
+            if name not in known and not inside and not name.startswith(f"manifest/{paths.DAMAGED_PREFIX}"):
                 found.append(name)
     return sorted(found)
+
+
+def _is_root(files: LocalFiles, expected: bytes) -> bool:
+    try:
+        return files.read_small("zarr.json", MAX_ROOT_BYTES) == expected
+    except (OSError, StoreDamagedError):
+        return False
 
 
 def _readable(store: Path, number: int) -> mf.Manifest:
@@ -262,13 +289,14 @@ def repair_store(store: str | os.PathLike[str]) -> Report:
     path = place_of(store)
     if not isinstance(path, Path):
         raise UsageError(f"{path}: --repair is for stores on this machine: merge what is whole into a new store")
-    if not path.is_dir() or not mf.generations(path):
+    files = LocalFiles(path)
+    if not path.is_dir() or not mf.generations(files):
         raise UsageError(f"{path}: no such store")
     with fsio.translated_errors(path):
         lock = fsio.WriterLock(path)
     repaired = []
     try:
-        numbers = mf.generations(path)
+        numbers = mf.generations(files)
         whole = None
         for number in numbers:
             try:
@@ -277,24 +305,23 @@ def repair_store(store: str | os.PathLike[str]) -> Report:
             except (StoreDamagedError, FileNotFoundError) as error:
                 reason = str(error).split(": ", 1)[-1]
             if _restore(path, number):
-                repaired.append(f"{mf.manifest_name(number)} written anew from its copy: {reason}")
+                repaired.append(f"{paths.manifest(number)} written anew from its copy: {reason}")
                 whole = _readable(path, number)
                 break
-            repaired.append(f"{mf.manifest_name(number)} set aside: {reason}")
+            repaired.append(f"{paths.manifest(number)} set aside: {reason}")
         if whole is None:
             raise StoreDamagedError(f"{path}: no generation reads back whole; nothing was changed")
         for number in numbers:
             if number > whole.generation:
-                name = mf.manifest_path(path, number)
-                with fsio.unpinned(name) as free:
+                name = path / paths.manifest(number)
+                with fsio.unpinned(files.open(paths.manifest(number))) as free:
                     if not free:
                         raise StoreLockedError(f"{path}: a reader has the damaged generation {number} open")
-                    fsio.again(os.rename, name, name.with_name(f"{_SET_ASIDE}{name.name}"))
+                    fsio.again(os.rename, name, name.with_name(f"{paths.DAMAGED_PREFIX}{name.name}"))
                 fsio.fsync_path(name.parent)
         expected = root_metadata(whole.attributes)
-        root = path / "zarr.json"
-        if not root.is_file() or root.read_bytes() != expected:
-            fsio.replace_file(root, expected)
+        if not _is_root(files, expected):
+            fsio.replace_file(path / "zarr.json", expected)
             repaired.append("zarr.json written anew from the manifest")
         if repaired:
             repaired.append(f"generation {whole.generation} with {whole.num_traces} traces is kept")

@@ -2,45 +2,36 @@
 
 import contextlib
 import os
-import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from tracestore.errors import InputRefusedError, StoreDamagedError, UsageError
-from tracestore.store import fsio, schema
+from tracestore.store import fsio, paths, schema
 from tracestore.store import manifest as mf
 from tracestore.store.columns import Columns, join_columns, read_columns
-from tracestore.store.commit import clean, commit, root_metadata
+from tracestore.store.commit import clean, commit, write_root
 from tracestore.store.files import Address, LocalFiles, StoreFiles, place_of
-from tracestore.store.index import StoreIndex
+from tracestore.store.index import SourceEntry, StoreIndex
 from tracestore.store.keys import Keys
+from tracestore.store.ownership import Kind, examine, remove_contents, remove_own, require_removed
 from tracestore.store.pack import PackedTrace, pack_record
 from tracestore.store.pending import NAN, Pending, PendingSource
 from tracestore.store.record import TraceRecord
-from tracestore.store.segment import SegmentWriter, segment_name
-
-
-def is_store(path: Path) -> bool:
-    return (path / "manifest").is_dir() or (path / "lock").is_file()
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return sorted(os.listdir(folder))
-    except FileNotFoundError:
-        return []
+from tracestore.store.replacement import Replacement, replacement_of
+from tracestore.store.segment import SegmentWriter
 
 
 def newest_manifest(store: Path) -> mf.Manifest | None:
     """The committed state a writer continues from; None in a store without commits.
     StoreDamagedError where the newest manifest is not whole."""
-    numbers = mf.generations(store)
+    files = LocalFiles(store)
+    numbers = mf.generations(files)
     if not numbers:
         return None
     try:
-        return mf.load_manifest(store, numbers[0])
+        return mf.load_manifest(files, numbers[0])
     except StoreDamagedError as error:
         raise StoreDamagedError(f"{error}; run: tracestore verify {store} --repair") from None
 
@@ -60,7 +51,9 @@ class StoreWriter:
     The order of calls decides every byte of the store. on_duplicate says what becomes of
     a trace whose key is there with other content: "error" refuses it, "keep-first" leaves
     it out, "keep-last" puts it in the place of the first, whose bytes stay in their
-    segment and belong to no trace. expected_bytes: what the caller means to add, said where there
+    segment and belong to no trace. overwrite makes a store beside the one that is there, which
+    put_in_place() gives its name; what a stopped writer had committed of it is kept if `continues`
+    is true of all its sources. expected_bytes: what the caller means to add, said where there
     is no room even to begin. A store of another machine (s3://, gs://) is worked on in a folder
     of this one, `path`; `place` is what the caller named.
     """
@@ -75,6 +68,7 @@ class StoreWriter:
         overwrite: bool = False,
         exist_ok: bool = True,
         on_duplicate: str = "error",
+        continues: Callable[[SourceEntry], bool] | None = None,
         expected_bytes: int | None = None,
         close_bytes: int = schema.SEGMENT_CLOSE_BYTES,
         split_bytes: int = schema.SEGMENT_SPLIT_BYTES,
@@ -87,54 +81,56 @@ class StoreWriter:
         self.close_bytes, self.split_bytes = close_bytes, split_bytes
         self._on_duplicate = on_duplicate
         self._lock: fsio.WriterLock | None = None
+        self._replacement: Replacement | None = None
+        self._continues = continues
         with fsio.translated_errors(self.path, None if expected_bytes is None else lambda: expected_bytes):
             try:
-                self._created = self._prepare_folder(overwrite, exist_ok)
-                self._lock = fsio.WriterLock(self.path)
-                if not (self.path / "manifest").is_dir():
-                    # Until the first commit it is the lock that says whose folder this is: it
-                    # must outlive a crash that anything beside it outlives.
-                    fsio.fsync_path(self.path)
-                if (self.path / fsio.SPOOL_FOLDER).exists():  # a conversion was killed
-                    fsio.remove_tree(self.path / fsio.SPOOL_FOLDER)
                 if overwrite and self._elsewhere is None:
-                    self._clear()
-                self._load(attention, dtype, codec)
+                    self._replacement = replacement_of(self.path)
+                    if self._replacement is not None:
+                        self.path = self._replacement.folder
+                        self._files = LocalFiles(self.path)
+                self._created = self._prepare_folder(exist_ok or overwrite)
+                self._lock = fsio.WriterLock(self.path)
+                if examine(self.path) is not Kind.STORE:
+                    # Until the first commit these two say whose folder this is: they must outlive a
+                    # crash that anything beside them outlives.
+                    fsio.fsync_path(self.path)
+                remove_own(self.path, paths.SPOOL_FOLDER)  # a conversion was killed
+                asked = {"attention": attention, "dtype": dtype, "codec": codec}
+                if self._replacement is not None and self._replacement.begin(self._lock):
+                    self._load_replacement(asked)
+                else:
+                    self._load(asked)
             except BaseException:
                 self.close()
                 raise
 
-    def _prepare_folder(self, overwrite: bool, exist_ok: bool) -> bool:
+    def _prepare_folder(self, exist_ok: bool) -> bool:
         """-> whether the folder was made. Other writers may make and remove it meanwhile."""
-        try:
-            fsio.again(os.mkdir, self.path)
-            return True
-        except FileExistsError:
-            # One look: what is gone by now was another writer's, as the lock will say.
-            with contextlib.suppress(FileNotFoundError):
-                if not stat.S_ISDIR(os.stat(self.path).st_mode):
-                    raise UsageError(f"{self.path}: exists and is not a folder") from None
-        except FileNotFoundError:
-            raise UsageError(f"{self.path}: the folder it should lie in does not exist") from None
-        found, before = _names(self.path), None
-        while found and not is_store(self.path):
-            if found == before:
-                raise UsageError(f"{self.path}: the folder is not empty and not a store")
-            found, before = _names(self.path), found
-        if found and not exist_ok and not overwrite:
+        with contextlib.suppress(FileExistsError):
+            try:
+                fsio.again(os.mkdir, self.path)
+                return True
+            except FileNotFoundError:
+                raise UsageError(f"{self.path}: the folder it should lie in does not exist") from None
+        if examine(self.path) is Kind.STORE and not exist_ok:
             raise UsageError(f"{self.path}: the store exists (overwrite=True replaces it)")
         return False
 
-    def _clear(self) -> None:
-        # The manifests go first, and durably: what is left after a stop is an empty store.
-        fsio.remove_tree(self.path / "manifest")
-        fsio.fsync_path(self.path)
-        for name in ("index", "columns", "segments", "zarr.json"):
-            fsio.remove_tree(self.path / name)
+    def _load_replacement(self, asked: dict[str, str | None]) -> None:
+        """What a stopped writer has left of it, or nothing where that is of other sources or options."""
+        try:
+            self._load(asked)
+            if self._continues is not None and all(map(self._continues, self.index.sources())):
+                return
+        except (UsageError, StoreDamagedError):
+            pass
+        remove_contents(self.path, keep_lock=True)
+        self._load(asked)
 
-    def _load(self, attention: str | None, dtype: str | None, codec: str | None) -> None:
+    def _load(self, asked: dict[str, str | None]) -> None:
         manifest = newest_manifest(self.path)
-        asked = {"attention": attention, "dtype": dtype, "codec": codec}
         if manifest is None:
             options = {
                 k: asked[k] or default
@@ -162,11 +158,8 @@ class StoreWriter:
         self._sources = {(s.path, s.size, s.fingerprint) for s in self.index.sources()}
         self._begin()
         self._undo: list[Callable[[], None]] | None = None
+        write_root(self.path, self.attributes)
         clean(self.path, manifest)
-        expected = root_metadata(self.attributes)
-        root = self.path / "zarr.json"
-        if manifest.generation > 0 and (not root.exists() or root.read_bytes() != expected):
-            fsio.replace_file(root, expected)
 
     def _begin(self) -> None:
         """Nothing is pending upon the generation."""
@@ -336,9 +329,9 @@ class StoreWriter:
         elif segments:
             return segments[-1]
         number = self.manifest.num_segments + len(segments)
-        folder = self.path / "segments" / f"{fsio.TEMPORARY_PREFIX}{segment_name(number)}"
-        fsio.remove_tree(folder)
-        segments.append(SegmentWriter(folder, number, self.attributes, self.attributes.options["codec"]))
+        path = paths.temporary(paths.segment(number))
+        require_removed(self.path, path)
+        segments.append(SegmentWriter(self.path / path, number, self.attributes, self.attributes.options["codec"]))
         return segments[-1]
 
     # Columns
@@ -387,10 +380,10 @@ class StoreWriter:
 
     def _after_failed_commit(self, p: Pending) -> None:
         number = self.manifest.generation + 1
-        if mf.manifest_path(self.path, number).exists():
+        if (self.path / paths.manifest(number)).exists():
             # It failed after the rename: readers may have the generation open, and it
             # may be on disk. Nothing it names can be taken back.
-            self.manifest = mf.load_manifest(self.path, number)
+            self.manifest = mf.load_manifest(LocalFiles(self.path), number)
             self._go_on(p)
             return
         # Its streams are closed half-way: nothing of it may be committed later.
@@ -398,6 +391,19 @@ class StoreWriter:
         self._drop_pending()
         with contextlib.suppress(OSError):  # the next writer removes what stays
             clean(self.path, self.manifest)
+
+    def put_in_place(self) -> None:
+        """With overwrite: what was committed becomes the store, and the one before is removed. To be
+        called once, when all that the store shall hold was accepted; without it the old one stays."""
+        if self._replacement is None:
+            return
+        assert self._lock is not None
+        with fsio.translated_errors(self.path):
+            self._replacement.put_in_place(self._lock)
+        self.path, self._replacement = self._replacement.target, None
+        self._files = LocalFiles(self.path)
+        self.index = StoreIndex(LocalFiles(self.path), self.manifest)
+        self._begin()
 
     def _drop_pending(self) -> None:
         pending = self._pending
@@ -415,6 +421,8 @@ class StoreWriter:
         try:
             self._close_folder()
         finally:
+            if self._replacement is not None:
+                self._replacement.close()
             if self._elsewhere is not None:
                 self._elsewhere.close()
 
@@ -422,9 +430,11 @@ class StoreWriter:
         if self._lock is None:
             return
         try:
-            if self._created and not mf.generations(self.path):
-                for name in ("manifest", "segments", "index", "columns", "zarr.json", "lock"):
-                    fsio.remove_tree(self.path / name)
+            is_empty = not mf.generations(LocalFiles(self.path))
+            # What nobody continues, nobody is to find beside the store that stays.
+            is_dropped = self._replacement is not None and (is_empty or self._continues is None)
+            if (self._created and is_empty) or is_dropped:
+                remove_contents(self.path)
                 if not any(self.path.iterdir()):
                     fsio.again(os.rmdir, self.path)
         except OSError:

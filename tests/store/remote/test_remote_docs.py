@@ -14,6 +14,7 @@ pytestmark = pytest.mark.long
 
 
 def test_commands_and_code_of_the_page(folder, tmp_path, remote):
+    pytest.importorskip("torch")
     (folder / "ground_truth_scores.csv").rename(folder / "scores.csv")
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     prefix = remote.removesuffix("/store.zarr")

@@ -15,7 +15,7 @@ import numpy as np
 from tracestore._core.mapping import MappedFile
 from tracestore.console import parse_size
 from tracestore.errors import StorageError, StoreDamagedError, TracestoreError, UsageError
-from tracestore.store import fsio, schema
+from tracestore.store import fsio, paths, schema
 from tracestore.store import manifest as mf
 from tracestore.store.columns import join_columns, read_columns
 from tracestore.store.files import Address, FileEntry, StoreFiles, wrong_size
@@ -26,7 +26,7 @@ from tracestore.store.reader import DEFAULT_CACHE_BYTES, Coming, TraceStore
 from tracestore.store.remote.bucket import Bucket
 from tracestore.store.remote.cache import DiskCache
 from tracestore.store.remote.helper import Helper
-from tracestore.store.segment import SegmentReader, segment_name
+from tracestore.store.segment import SegmentReader
 
 # Files that are fetched at once, small ones when a store is opened, and how far ahead a pass is looked through.
 _FETCHERS = 6
@@ -167,16 +167,16 @@ class _NoPin:
 
 def generations_of(bucket: Bucket) -> list[int]:
     """The generations that have a manifest, newest first."""
-    names = [n for n in bucket.names("manifest") if mf.is_generation(n)]
+    names = [n for n in bucket.names("manifest") if paths.is_generation(n)]
     if not names and not bucket.can_list:
         with contextlib.suppress(FileNotFoundError):
             newest = bucket.read("manifest/newest").decode("ascii", "replace").strip()
-            names = [newest] if mf.is_generation(newest) else []
+            names = [newest] if paths.is_generation(newest) else []
     return sorted(map(int, names), reverse=True)
 
 
 def _open_generation(bucket: Bucket, files: RemoteFiles, number: int) -> Generation:
-    manifest = mf.parse_manifest(bucket.read(mf.manifest_name(number)), number)
+    manifest = mf.parse_manifest(bucket.read(paths.manifest(number)), number)
     files.fetch(manifest.small_files())
     index = StoreIndex(files, manifest)
     columns = join_columns([read_columns(files, ref) for ref in manifest.columns])
@@ -206,7 +206,7 @@ def open_newest_remote(bucket: Bucket, files: RemoteFiles, preferred: int | None
         except (FileNotFoundError, StoreDamagedError) as error:
             # A writer may have taken it away meanwhile: then there is a newer one.
             if numbers == before:
-                name = mf.manifest_name(numbers[0])
+                name = paths.manifest(numbers[0])
                 reason = f"{name}: missing" if isinstance(error, FileNotFoundError) else str(error)
                 raise StoreDamagedError(f"{bucket.address}: {reason}") from None
         before = numbers
@@ -279,7 +279,7 @@ class RemoteStore(TraceStore):
     def _array_files(self, segment: int, name: str) -> list[tuple[str, FileEntry]]:
         found = self._array_entries.get((segment, name))
         if found is None:
-            prefix, address = f"segments/{segment_name(segment)}/{name}/", self._files.bucket.address
+            prefix, address = f"{paths.segment(segment)}/{name}/", self._files.bucket.address
             files = [f for f in self._index.segment_files(segment) if f.path.startswith(prefix)]
             found = self._array_entries[segment, name] = [(DiskCache.name_of(address, f), f) for f in files]
         return found

@@ -8,6 +8,7 @@ from pathlib import Path
 from tracestore._core.kernels import crc32c
 from tracestore.errors import StoreDamagedError, UsageError
 from tracestore.store import manifest as mf
+from tracestore.store import paths
 from tracestore.store.commit import root_metadata
 from tracestore.store.files import Address, FileEntry
 from tracestore.store.index import StoreIndex
@@ -80,7 +81,7 @@ def _verify(bucket: Bucket, numbers: list[int], quick: bool, progress: Callable[
     checker = _Checker(bucket, report, quick, progress)
     files, good = RemoteFiles(bucket, cache_of_environment()), []
     for number in numbers:
-        name = mf.manifest_name(number)
+        name = paths.manifest(number)
         try:
             good.append(mf.parse_manifest(bucket.read(name), number))
             report.num_files += 1
@@ -90,7 +91,7 @@ def _verify(bucket: Bucket, numbers: list[int], quick: bool, progress: Callable[
     entries = {file.path: file for m in good for file in m.small_files()}
     for manifest in good:
         data = manifest.to_bytes()
-        copy = FileEntry(mf.copy_name(manifest.generation), len(data), crc32c(data))
+        copy = FileEntry(paths.manifest_copy(manifest.generation), len(data), crc32c(data))
         entries[copy.path] = copy
     checker.check(entries.values())
     segments: dict[str, FileEntry] = {}
@@ -99,7 +100,7 @@ def _verify(bucket: Bucket, numbers: list[int], quick: bool, progress: Callable[
             try:
                 segments |= {f.path: f for f in StoreIndex(files, manifest).files()}
             except StoreDamagedError as error:
-                report.damaged[mf.manifest_name(manifest.generation)] = str(error)
+                report.damaged[paths.manifest(manifest.generation)] = str(error)
     checker.check(segments.values())
     _check_root(bucket, good, report)
     known = {
@@ -108,7 +109,7 @@ def _verify(bucket: Bucket, numbers: list[int], quick: bool, progress: Callable[
         "zarr.json",
         "lock",
         "manifest/newest",
-        *map(mf.manifest_name, generations_of(bucket)),
+        *map(paths.manifest, generations_of(bucket)),
     }
     if bucket.can_list:
         folders = {str(Path(p.path).parent) for m in good for p in m.parts}

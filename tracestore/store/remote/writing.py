@@ -17,7 +17,7 @@ from pathlib import Path
 from tracestore._core.kernels import crc32c
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import RemoteError, StoreDamagedError, StoreLockedError, UsageError
-from tracestore.store import fsio
+from tracestore.store import fsio, paths
 from tracestore.store import manifest as mf
 from tracestore.store.files import Address, FileEntry, LocalFiles, cache_folder
 from tracestore.store.remote.bucket import Bucket, Version, seconds_of
@@ -213,17 +213,17 @@ class RemoteDestination:
         kept = -1
         if numbers:
             try:
-                data = self._bucket.read(mf.manifest_name(numbers[0]))
+                data = self._bucket.read(paths.manifest(numbers[0]))
                 manifest = mf.parse_manifest(data, numbers[0])
             except (StoreDamagedError, FileNotFoundError) as error:
                 raise StoreDamagedError(f"{self.address}: {error}") from None
             small = manifest.small_files()
             with fsio.translated_errors(self.folder), ThreadPoolExecutor(_UPLOADS) as pool:
                 list(pool.map(self._fetch, small))
-                for name, content in ((mf.manifest_name(numbers[0]), data), (mf.copy_name(numbers[0]), data)):
+                for name, content in ((paths.manifest(numbers[0]), data), (paths.manifest_copy(numbers[0]), data)):
                     fsio.make_folders((self.folder / name).parent)
                     fsio.write_file(self.folder / name, content)
-                self._there = {e.path for e in small} | {mf.manifest_name(numbers[0]), mf.copy_name(numbers[0])}
+                self._there = {e.path for e in small} | {paths.manifest(numbers[0]), paths.manifest_copy(numbers[0])}
                 with contextlib.suppress(FileNotFoundError):
                     fsio.write_file(self.folder / "zarr.json", self._bucket.read("zarr.json"))
                     self._there.add("zarr.json")
@@ -244,7 +244,7 @@ class RemoteDestination:
         """Puts a generation that was committed in `folder` in place. StoreLockedError where another
         writer was quicker; RemoteError leaves the old generation, and may be tried again."""
         named = [file.path for file in manifest.small_files()]
-        copy = mf.copy_name(manifest.generation)
+        copy = paths.manifest_copy(manifest.generation)
         self._lock.renew()
         segments = {path.split("/")[1] for path in self._local_files("segments")}
         new = [path for name in sorted(segments) for path in self._local_files(f"segments/{name}")]
@@ -254,7 +254,7 @@ class RemoteDestination:
         if "zarr.json" not in self._there:
             self._bucket.put("zarr.json", root)
         self._lock.renew()
-        if self._bucket.put_new(mf.manifest_name(manifest.generation), manifest.to_bytes()) is None:
+        if self._bucket.put_new(paths.manifest(manifest.generation), manifest.to_bytes()) is None:
             raise StoreLockedError(f"{self.address}: another writer has committed generation {manifest.generation}")
         self._bucket.put("manifest/newest", f"{manifest.generation:010d}\n".encode())
         self._bucket.put("zarr.json", root)
@@ -275,14 +275,14 @@ class RemoteDestination:
     def _remove_old(self, manifest: mf.Manifest) -> None:
         """Generations older than the one before this, and what they alone name."""
         generations = [n for n in generations_of(self._bucket) if n <= manifest.generation]
-        self._bucket.delete([mf.manifest_name(n) for n in generations[2:]])
+        self._bucket.delete([paths.manifest(n) for n in generations[2:]])
         named = set()
         for number in generations[:2]:
             try:
-                kept = mf.parse_manifest(self._bucket.read(mf.manifest_name(number)), number)
+                kept = mf.parse_manifest(self._bucket.read(paths.manifest(number)), number)
             except (FileNotFoundError, StoreDamagedError):
                 return  # what it names is not known: nothing is taken away
-            named |= {mf.index_name(number), *(str(Path(p.path).parent) for p in kept.parts)}
+            named |= {paths.index(number), *(str(Path(p.path).parent) for p in kept.parts)}
             named |= {c.path for c in kept.columns}
         for name in ("index", "columns"):
             for folder in self._bucket.names(name):

@@ -1,0 +1,261 @@
+"""Every operation on hostile stores, each in a fork of one warmed process.
+
+python -m tests.hostile.store_campaign FOLDER FIRST COUNT: stores FIRST .. FIRST + COUNT - 1, a JSON
+document a fault on standard output, then a line with what was done.
+"""
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.hostile.stores import honest_stores, hostile_store
+
+MAX_SECONDS = 5.0
+MAX_BYTES = 64 << 20
+_CANARY_BYTES = b"nobody writes here\n"
+
+
+def _cli(*words: object) -> tuple[int, str]:
+    from tracestore import cli
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = cli.main([str(word) for word in words])
+    return code, err.getvalue()
+
+
+def _library(use: Callable[[], object]) -> tuple[int, str]:
+    """As a command would end that does this."""
+    from tracestore.errors import TracestoreError
+
+    try:
+        use()
+    except TracestoreError as error:
+        return error.exit_code, f"{error}\n"
+    return 0, ""
+
+
+def _batches(store: Path, view: str, **options: object) -> tuple[int, str]:
+    import tracestore
+
+    def use() -> None:
+        with tracestore.open(store) as opened:
+            for batch in tracestore.TraceLoader(opened, view=view, batch_size=3, **options):
+                if view == "graph" and options.get("edges", "coo") == "coo":
+                    index, count = batch.edge_index, batch.x.shape[0]
+                    assert index.numel() == 0 or (int(index.min()) >= 0 and int(index.max()) < count)
+
+    return _library(use)
+
+
+def _fields(store: Path) -> tuple[int, str]:
+    """Everything that a trace has, one after the other; one trace's damage hides no other's."""
+    import tracestore
+    from tracestore.errors import MissingFieldError, TracestoreError
+
+    def use() -> None:
+        first: TracestoreError | None = None
+        with tracestore.open(store) as opened:
+            for trace in opened:
+                for name in ("hidden_states", "last_token", "attention", "tokens", "tokens_decoded", "question", "answer",
+                             "extras", "score", "label", "group", "source", "question_id"):  # fmt: skip
+                    try:
+                        getattr(trace, name)
+                    except MissingFieldError:
+                        pass
+                    except TracestoreError as error:
+                        first = first or error
+            for index in range(len(opened)):
+                with contextlib.suppress(KeyError):
+                    opened.index_of(f"q{index}")
+        if first is not None:
+            raise first
+
+    return _library(use)
+
+
+def _serve(store: Path) -> tuple[int, str]:
+    import tracestore
+    from tracestore.serve.catalogue import Catalogue
+
+    def use() -> None:
+        with tracestore.open(store) as opened:
+            Catalogue(opened).find("why")
+
+    return _library(use)
+
+
+def operations(more: Path) -> dict[str, Callable[[Path, Path], tuple[int, str]]]:
+    """Name -> what is done with a store and a folder for what comes out."""
+    return {
+        "info": lambda s, out: _cli("info", s),
+        "verify": lambda s, out: _cli("verify", s),
+        "verify --quick": lambda s, out: _cli("verify", s, "--quick"),
+        "lint": lambda s, out: _cli("lint", s),
+        "view": lambda s, out: _cli("view", s, "0"),
+        "fields": lambda s, out: _fields(s),
+        "sequences": lambda s, out: _batches(s, "sequence"),
+        "graphs": lambda s, out: _batches(s, "graph"),
+        "packed": lambda s, out: _batches(s, "graph", edges="packed"),
+        "export": lambda s, out: _cli("export", s, out / "pkl"),
+        "export pt-gnn": lambda s, out: _cli("export", s, out / "gnn", "--format", "pt-gnn"),
+        "merge": lambda s, out: _cli("merge", s, out / "merged.zarr"),
+        "serve": lambda s, out: _serve(s),
+        "verify --repair": lambda s, out: _cli("verify", s, "--repair"),
+        "score": lambda s, out: _cli("score", s, "--scores", out / "scores.csv"),
+        "convert": lambda s, out: _cli("convert", more, s),
+        "convert --overwrite": lambda s, out: _cli("convert", more, s, "--overwrite"),
+    }
+
+
+READERS = ("fields", "sequences", "graphs", "serve", "merge")
+# These write to the store, and are done on what is left of it, in this order.
+WRITERS = ("verify --repair", "score", "convert", "convert --overwrite")
+ALLOWED = {0, 2, 3}
+
+
+def forked(action: Callable[[], tuple[int, str]], limit_bytes: int) -> dict[str, object]:
+    """How an action ended in a fork of this process; at most MAX_SECONDS and a little are waited for."""
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read_end)
+        try:
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            signal.alarm(int(MAX_SECONDS) + 5)
+            before, began = _peak(), time.monotonic()
+            try:
+                code, text = action()
+            except BaseException as error:
+                code, text = -1, f"{type(error).__name__}: {error}"
+            result = {"code": code, "text": text, "seconds": time.monotonic() - began, "bytes": _peak() - before}
+            os.write(write_end, json.dumps(result).encode()[:60_000])
+        finally:
+            os._exit(0)
+    os.close(write_end)
+    with open(read_end, "rb") as pipe:
+        data = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status) or not data:
+        name = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else f"status {status}"
+        return {"code": None, "text": f"death: {name}", "seconds": 0.0, "bytes": 0}
+    return json.loads(data)  # type: ignore[no-any-return]
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
+def _digest(folder: Path) -> str:
+    digest = hashlib.blake2b()
+    for path in sorted(folder.rglob("*")):
+        digest.update(f"{path.relative_to(folder)}\0{path.lstat().st_mode}\0".encode())
+        if path.is_file():
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def fault_of(name: str, result: dict[str, object], expected_bytes: int) -> str | None:
+    """What is wrong with how an operation ended."""
+    code, text = result["code"], str(result["text"])
+    allowed = ALLOWED | ({1} if name == "lint" else set())
+    if code not in allowed:
+        return f"ended with {code}"
+    lines = [line for line in text.splitlines() if not line.startswith("warning: ")]
+    # verify names each damaged file on a line of its own.
+    is_list = bool(lines) and all(line.startswith("damaged: ") for line in lines)
+    if code not in (0, 1) and ((len(lines) != 1 and not is_list) or not all(map(str.isprintable, lines))):
+        return "not one printable line"
+    if float(result["seconds"]) > MAX_SECONDS:  # type: ignore[arg-type]
+        return f"{result['seconds']:.1f} s"
+    if int(result["bytes"]) > expected_bytes + MAX_BYTES:  # type: ignore[call-overload]
+        return f"{int(result['bytes']) >> 20} MiB where {expected_bytes >> 20} are usual"  # type: ignore[call-overload]
+    return None
+
+
+def campaign(folder: Path, first: int, count: int) -> tuple[list[dict[str, object]], Counter[str]]:
+    """Faults that were found, and how the operations ended."""
+    honest = honest_stores(folder)
+    actions = operations(folder / "more.pkl")
+    work = folder / "work"
+
+    def fresh() -> tuple[Path, Path]:
+        shutil.rmtree(work, ignore_errors=True)
+        (work / "canary").mkdir(parents=True)
+        (work / "canary" / "file.txt").write_bytes(_CANARY_BYTES)
+        out = work / "out"
+        out.mkdir()
+        (out / "scores.csv").write_text("question_id,score\nq1,0.25\n")
+        return work / "store.zarr", out
+
+    usual: dict[tuple[str, str], int] = {}
+    for store in honest:
+        for name, action in actions.items():
+            path, out = fresh()
+            shutil.copytree(store, path)
+            result = forked(lambda a=action, p=path, o=out: a(p, o), 0)  # type: ignore[misc]
+            usual[store.name, name] = int(result["bytes"])  # type: ignore[call-overload]
+            # What does not fit a kind of store: graphs without attention, a pickle in a store of edges.
+            assert result["code"] in (0, 1, 2, 3), (store.name, name, result)
+    faults: list[dict[str, object]] = []
+    endings: Counter[str] = Counter()
+    for seed in range(first, first + count):
+        path, out = fresh()
+        what = hostile_store(honest, seed, path)
+        canary = _digest(work / "canary")
+        elsewhere = _digest(work / "elsewhere") if (work / "elsewhere").exists() else ""
+        codes: dict[str, object] = {}
+        for name, action in actions.items():
+            expected = usual[honest[seed % len(honest)].name, name]
+            result = forked(lambda a=action: a(path, out), expected)  # type: ignore[misc]
+            endings[f"{name}: {result['code']}"] += 1
+            codes[name] = result["code"]
+            fault = fault_of(name, result, expected)
+            if fault is None and name in READERS and result["code"] == 3 and codes["verify"] == 0:
+                fault = "verify says that the store is whole"
+            if fault is None and _digest(work / "canary") != canary:
+                fault = "the canary was touched"
+            if fault is None and elsewhere and _digest(work / "elsewhere") != elsewhere:
+                fault = "what a link points to was touched"
+            if fault is None and set(os.listdir(work)) - {
+                "canary",
+                "elsewhere",
+                "out",
+                "store.zarr",
+                ".tmp-store.zarr",
+            }:
+                fault = f"left {sorted(os.listdir(work))}"
+            if fault is not None:
+                faults.append(
+                    {"seed": seed, "change": what, "operation": name, "fault": fault, "text": str(result["text"])[:300]}
+                )
+    return faults, endings
+
+
+def main() -> None:
+    folder, first, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    import torch
+
+    import tracestore.convert
+    import tracestore.export  # noqa: F401
+
+    torch.set_num_threads(1)
+    faults, endings = campaign(folder, first, count)
+    for fault in faults:
+        print(json.dumps(fault))
+    print(f"{count} stores, {sum(endings.values())} operations, {len(faults)} faults", file=sys.stderr)
+    print(json.dumps(dict(sorted(endings.items()))), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

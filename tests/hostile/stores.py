@@ -1,0 +1,383 @@
+"""Stores with one thing changed in them and every checksum made right again.
+
+The generator goes by the tables of the format (`tracestore.store.manifest`, `schema`), so that a
+change of the format changes what it makes. A change is told by a number: the same one always makes
+the same store of the same honest one.
+"""
+
+import itertools
+import json
+import os
+import random
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+import tracestore
+from tests.helpers import make_graphs, make_traces, write_pickle
+from tracestore._core.kernels import crc32c
+from tracestore._core.mapping import MappedFile
+from tracestore.store import manifest as mf
+from tracestore.store import schema
+from tracestore.store.container import MappedArrays, pack_arrays
+from tracestore.store.merge import merge_stores
+from tracestore.store.ragged import encode_strings
+
+NUMBERS = [
+    -(2**63),
+    -(2**31),
+    -2,
+    -1,
+    0,
+    1,
+    2,
+    3,
+    7,
+    255,
+    2**15,
+    2**31 - 1,
+    2**31,
+    2**32,
+    2**40,
+    2**62,
+    2**63,
+    2**64,
+    10**400,
+]
+VALUES = [
+    *NUMBERS,
+    0.5,
+    -1.0,
+    1e308,
+    True,
+    None,
+    "",
+    "x",
+    "../../../etc/passwd",
+    "/etc/passwd",
+    "\0",
+    [],
+    [[]],
+    {},
+    {"a": 1},
+]
+PATHS = ["../escape", "/etc/passwd", "segments/../../../escape", "zarr.json", "lock", "segments/00000000/evil.pth", "",
+         "segments/00000000/hidden_states/c/0/../../../../x", "a\nb", "manifest/0000000001"]  # fmt: skip
+
+
+def honest_stores(folder: Path) -> list[Path]:
+    """Write the stores that are changed, one of each kind."""
+    made = []
+
+    def new(name: str, **options: str) -> Path:
+        made.append(folder / f"{name}.zarr")
+        with tracestore.create(made[-1], **options) as writer:
+            for k, trace in enumerate(make_traces(8, layers=2, dim=8, tokens=4)):
+                writer.append(
+                    trace | {"question": f"why {k}?", "rare": {"a": [1.5, None]}}, score=k / 8, group=f"g{k % 3}"
+                )
+                if k % 4 == 3:
+                    writer.flush()
+        return made[-1]
+
+    new("mean")
+    new("heads", attention="heads")
+    for codec in ("blosc-zstd", "blosc-lz4", "zstd"):
+        new(codec, codec=codec, dtype="keep")
+    new("none", attention="none")
+    many = new("generations")
+    for k in range(3):
+        with tracestore.create(many, append=True) as writer:
+            writer.append(make_traces(20, layers=2, dim=8)[10 + k], label=float(k % 2))
+    edges = folder / "graphs.pt"
+    import torch
+
+    traces = make_traces(6, layers=2, dim=8, tokens=4)
+    torch.save({"graphs": [make_graphs(t) for t in traces], "question_ids": [t["question_id"] for t in traces]}, edges)
+    from tests.helpers import convert
+
+    made.append(folder / "edges.zarr")
+    convert(edges, made[-1])
+    made.append(folder / "merged.zarr")
+    merge_stores([many, folder / "mean.zarr"], made[-1])
+    write_pickle(
+        folder / "more.pkl", [t | {"question_id": f"more {k}"} for k, t in enumerate(make_traces(3, layers=2, dim=8))]
+    )
+    return made
+
+
+class Store:
+    """A store whose files are changed, and its checksums with them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.generation = max(int(n) for n in os.listdir(path / "manifest"))
+        text = (path / f"manifest/{self.generation:010d}").read_bytes()[:-10]
+        self.manifest = json.loads(text)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Replace a file, read-only as it may be."""
+        path = self.path / name
+        if path.is_file() or path.is_symlink():
+            path.unlink()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+    def part(self, k: int) -> dict[str, np.ndarray]:
+        """The arrays of an index part, writable."""
+        ref = self.manifest["index"][k]
+        mapped = MappedArrays(MappedFile(self.path / ref["path"]), mf.PART_DTYPES)
+        return {name: np.array(view) for name, view in mapped.views.items()}
+
+    def set_part(self, k: int, data: bytes) -> None:
+        """Write an index part and have the manifest say so."""
+        ref = self.manifest["index"][k]
+        self.write(ref["path"], data)
+        ref["size"], ref["crc32c"] = len(data), crc32c(data)
+
+    def files(self) -> list[str]:
+        """Every file that the manifest or an index part names."""
+        found = [p["path"] for p in self.manifest["index"]]
+        found += [f["path"] for c in self.manifest["columns"] for f in c["files"]]
+        for k in range(len(self.manifest["index"])):
+            arrays = self.part(k)
+            found += strings(arrays, "file_path")
+        return found
+
+    def reseal(self) -> None:
+        """Make every size and checksum right again, up to the manifest."""
+        for k in range(len(self.manifest["index"])):
+            arrays = self.part(k)
+            for row, name in enumerate(strings(arrays, "file_path")):
+                path = self.path / name
+                if path.is_file() and not path.is_symlink():
+                    data = path.read_bytes()
+                    arrays["file_size"][row], arrays["file_crc32c"][row] = len(data), crc32c(data)
+            self.set_part(k, pack_arrays(arrays))
+        for columns in self.manifest["columns"]:
+            for file in columns["files"]:
+                path = self.path / file["path"]
+                if path.is_file() and not path.is_symlink():
+                    data = path.read_bytes()
+                    file["size"], file["crc32c"] = len(data), crc32c(data)
+
+    def seal(self) -> None:
+        """Write the manifest, its copy too."""
+        text = json.dumps(self.manifest, sort_keys=True, separators=(",", ":")).encode()
+        data = text + b"\n%08x\n" % crc32c(text)
+        self.write(f"manifest/{self.generation:010d}", data)
+        self.write(f"index/{self.generation:010d}/manifest", data)
+
+
+def strings(arrays: dict[str, np.ndarray], name: str) -> list[str]:
+    data, offsets = arrays[name].tobytes(), arrays[f"{name}_offsets"]
+    return [data[a:b].decode("utf-8", "replace") for a, b in itertools.pairwise(offsets)]
+
+
+def changed_value(rng: random.Random, value: object) -> object:
+    """Another value for a place in a JSON document."""
+    if isinstance(value, int) and rng.random() < 0.5:
+        return value + rng.choice([-1, 1, 2, 1000, -value, value])
+    if isinstance(value, str) and rng.random() < 0.4:
+        return rng.choice([value + "x", value[:-1], value.upper(), *PATHS])
+    if isinstance(value, list) and value and rng.random() < 0.5:
+        return rng.choice([value[:-1], value + value[-1:], value[::-1], []])
+    return rng.choice(VALUES)
+
+
+def change_json(rng: random.Random, document: object) -> None:
+    """Change one place of a JSON document."""
+    places: list[tuple[object, object]] = []
+
+    def walk(item: object) -> None:
+        pairs = item.items() if isinstance(item, dict) else enumerate(item) if isinstance(item, list) else ()
+        for key, value in pairs:
+            places.append((item, key))
+            walk(value)
+
+    walk(document)
+    item, key = rng.choice(places)
+    if isinstance(item, dict) and rng.random() < 0.1:
+        item[f"{key}x"] = item.pop(key)
+    elif rng.random() < 0.1:
+        del item[key]
+    else:
+        item[key] = changed_value(rng, item[key])
+
+
+def change_array(rng: random.Random, array: np.ndarray) -> None:
+    """Change one value, or some, of a writable array."""
+    if array.size == 0:
+        return
+    flat = array.reshape(-1)
+    for _ in range(rng.choice([1, 1, 1, 3, len(flat)])):
+        k = rng.randrange(len(flat))
+        if flat.dtype.kind == "f":
+            flat[k] = rng.choice([np.nan, np.inf, -1.0, 1e300])
+            continue
+        info = np.iinfo(flat.dtype)
+        value = rng.choice([int(flat[k]) + rng.choice([-1, 1, 100]), *NUMBERS])
+        flat[k] = min(max(value, info.min), info.max)
+
+
+# Each changes a store; what is left is sealed again afterwards.
+
+
+def change_manifest(rng: random.Random, store: Store) -> None:
+    change_json(rng, store.manifest)
+
+
+def change_index_value(rng: random.Random, store: Store) -> None:
+    k = rng.randrange(len(store.manifest["index"]))
+    arrays = store.part(k)
+    change_array(rng, arrays[rng.choice([n for n in arrays if arrays[n].size])])
+    store.set_part(k, pack_arrays(arrays))
+
+
+def change_index_length(rng: random.Random, store: Store) -> None:
+    k = rng.randrange(len(store.manifest["index"]))
+    arrays = store.part(k)
+    name = rng.choice(list(arrays))
+    array = arrays.pop(name)
+    if rng.random() < 0.8:
+        arrays[rng.choice([name, name, f"{name}x"])] = rng.choice(
+            [array[:-1], np.concatenate([array, array]), array[:0]]
+        )
+    store.set_part(k, pack_arrays(arrays))
+
+
+def change_index_header(rng: random.Random, store: Store) -> None:
+    k = rng.randrange(len(store.manifest["index"]))
+    path = store.path / store.manifest["index"][k]["path"]
+    data = bytearray(path.read_bytes())
+    count = struct.unpack_from("<I", data, 8)[0]
+    row = 24 + 64 * rng.randrange(count)
+    at, size = rng.choice([(8, 4), (16, 8), (row, 32), (row + 32, 8), (row + 40, 8), (row + 48, 8)])
+    data[at : at + size] = rng.choice(
+        [rng.randbytes(size), b"\xff" * size, bytes(size), b"|O".ljust(size, b"\0")[:size]]
+    )
+    struct.pack_into("<I", data, 12, crc32c(bytes(data[24 : 24 + 64 * count])))
+    store.set_part(k, bytes(data))
+
+
+def change_path(rng: random.Random, store: Store) -> None:
+    k = rng.randrange(len(store.manifest["index"]))
+    arrays = store.part(k)
+    names = strings(arrays, "file_path")
+    if not names:
+        return change_manifest(rng, store)
+    names[rng.randrange(len(names))] = rng.choice([*PATHS, rng.choice(names)])
+    arrays["file_path"], arrays["file_path_offsets"] = encode_strings(names)
+    store.set_part(k, pack_arrays(arrays))
+    return None
+
+
+def change_metadata(rng: random.Random, store: Store) -> None:
+    name = rng.choice(["zarr.json", *(f for f in store.files() if f.endswith("zarr.json"))])
+    document = json.loads((store.path / name).read_text())
+    change_json(rng, document)
+    store.write(name, json.dumps(document).encode())
+    store.reseal()
+
+
+def _shards(store: Store) -> list[str]:
+    return [f for f in store.files() if "/c/" in f]
+
+
+def change_values(rng: random.Random, store: Store) -> None:
+    """Of an array: offsets, rows, numbers of nodes, scores, texts."""
+    name = rng.choice(_shards(store))
+    path = store.path / name
+    meta = json.loads((store.path / name.split("/c/")[0] / "zarr.json").read_text())
+    data = bytearray(path.read_bytes())
+    dtype = np.dtype(meta["data_type"])
+    count = min(int(np.prod(meta["shape"])), len(data) // dtype.itemsize)
+    change_array(rng, np.frombuffer(data, dtype, count))
+    store.write(name, bytes(data))
+    store.reseal()
+
+
+def change_shard_index(rng: random.Random, store: Store) -> None:
+    name = rng.choice(_shards(store))
+    data = bytearray((store.path / name).read_bytes())
+    entries = max(1, min(rng.choice([1, 1, 2]), (len(data) - 4) // 16))
+    at = len(data) - 4 - 16 * entries
+    struct.pack_into("<Q", data, at + rng.choice([0, 8]), rng.choice([0, 1, 17, len(data), 2**31, 2**63, 2**64 - 1]))
+    meta = json.loads((store.path / name.split("/c/")[0] / "zarr.json").read_text())
+    chunk = meta["codecs"][0]["configuration"]["chunk_shape"][0]
+    index = data[-4 - 16 * max(1, -(-meta["shape"][0] // chunk)) : -4]
+    data[-4:] = struct.pack("<I", crc32c(bytes(index)))
+    store.write(name, bytes(data))
+    store.reseal()
+
+
+def change_chunk(rng: random.Random, store: Store) -> None:
+    """Of a compressed chunk, its header above all."""
+    name = rng.choice(
+        [f for f in _shards(store) if f.split("/")[-3] in schema.CODED_ARRAYS or "hidden" in f] or _shards(store)
+    )
+    data = bytearray((store.path / name).read_bytes())
+    for _ in range(rng.choice([1, 1, 2, 5])):
+        at = rng.randrange(min(len(data), rng.choice([8, 20, 64, len(data)])))
+        width = min(rng.choice([1, 1, 4]), len(data) - at)
+        data[at : at + width] = rng.choice([rng.randbytes(width), b"\xff" * width, bytes(width), b"\x7f" * width])
+    store.write(name, bytes(data))
+    store.reseal()
+
+
+def change_file(rng: random.Random, store: Store) -> None:
+    """A link, FIFO, device, folder or nothing in place of a file or folder; or a file of another length."""
+    name = rng.choice(["zarr.json", "lock", f"manifest/{store.generation:010d}", *store.files(),
+                       "segments", "columns", "index", "manifest", "segments/00000000"])  # fmt: skip
+    path = store.path / name
+    store.seal()
+    if rng.random() < 0.25 and path.is_file():
+        data = path.read_bytes()
+        store.write(name, rng.choice([b"", data[:-1], data[: len(data) // 2], data + b"\0" * 5, data * 2]))
+        if rng.random() < 0.5:
+            store.reseal()
+            store.seal()
+        return
+    kept = store.path.parent / "elsewhere" / path.name
+    kept.parent.mkdir(exist_ok=True)
+    if path.exists():
+        shutil.move(path, kept)
+    kind = rng.choice(["link", "link outside", "fifo", "device", "folder", "nothing", "loop"])
+    if kind == "link":
+        path.symlink_to(kept)
+    elif kind == "link outside":
+        path.symlink_to(store.path.parent / "canary")
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device" and os.geteuid() == 0:
+        os.mknod(path, 0o20666, os.makedev(1, 5))  # /dev/zero
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "loop":
+        path.symlink_to(path.name)
+
+
+CHANGES: list[tuple[int, Callable[[random.Random, Store], None]]] = [
+    (4, change_manifest), (5, change_index_value), (1, change_index_length), (2, change_index_header), (1, change_path),
+    (4, change_metadata), (6, change_values), (2, change_shard_index), (4, change_chunk), (3, change_file),
+]  # fmt: skip
+
+
+def hostile_store(honest: list[Path], seed: int, path: Path) -> str:
+    """Make the store of a number at `path`; return what was changed."""
+    rng = random.Random(seed)
+    source = honest[seed % len(honest)]
+    shutil.copytree(source, path)
+    change = rng.choices([c for _, c in CHANGES], [w for w, _ in CHANGES])[0]
+    store = Store(path)
+    if change is not change_file and rng.random() < 0.9:
+        # One generation, so that a reader has nothing to fall back to.
+        for name in sorted(os.listdir(path / "manifest"))[:-1]:
+            (path / "manifest" / name).unlink()
+    change(rng, store)
+    if change is not change_file:
+        store.seal()
+    return f"{source.stem}: {change.__name__}"
