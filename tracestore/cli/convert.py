@@ -7,6 +7,7 @@ from tracestore.console import Output, Parser, format_size, parse_size, positive
 from tracestore.convert.conversion import ON_DUPLICATE, Conversion, reuse_freed_memory
 from tracestore.errors import UsageError
 from tracestore.store.fsio import translated_errors
+from tracestore.store.labels import DIRECTIONS
 from tracestore.store.schema import ATTENTION_MODES, CODECS
 
 _DEFAULT_MEMORY_BUDGET = 512 << 20
@@ -22,6 +23,9 @@ def add_arguments(parser: Parser) -> None:
         "--scores", metavar="CSV", help="scores by question_id (default: the *scores*.csv in a SRC folder)"
     )
     parser.add_argument("--score-column", metavar="NAME", help="column of the scores file")
+    parser.add_argument(
+        "--score-direction", choices=DIRECTIONS, help="what a high score says (default: what the column's name says)"
+    )
     parser.add_argument(
         "--group-column", metavar="NAME", help="its column that questions stay together by when split (group)"
     )

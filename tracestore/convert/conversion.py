@@ -22,6 +22,7 @@ from tracestore.ingest.sources import find_scores, find_sources, fingerprint
 from tracestore.store import fsio, paths
 from tracestore.store.files import folder_of, place_of
 from tracestore.store.index import SourceEntry
+from tracestore.store.labels import CORRECT, DEFAULT_THRESHOLD, describe
 from tracestore.store.writer import StoreWriter
 
 # What becomes of a trace whose key is there with other content.
@@ -62,6 +63,7 @@ class Summary:
     seconds: float = 0.0
     scores_file: str | None = None
     num_unscored: int = 0
+    labels: str | None = None
     num_scores_without_trace: int = 0
     num_traces: int = 0
     num_segments: int = 0
@@ -82,10 +84,11 @@ class Conversion:
         scores_path = Path(args.scores) if args.scores else find_scores(sources)
         self.scores: Scores | None = None
         if scores_path is not None:
-            self.scores = read_scores(scores_path, args.score_column, args.group_column)
+            self.scores = read_scores(scores_path, args.score_column, args.group_column, args.score_direction)
             output.say(f"scores: {scores_path}, column {self.scores.column}, {len(self.scores.values):,} questions")
-        elif args.score_column or args.group_column:
-            flag = "--score-column" if args.score_column else "--group-column"
+        elif args.score_column or args.group_column or args.score_direction:
+            flags = {"--score-column": args.score_column, "--group-column": args.group_column}
+            flag = next((flag for flag, value in flags.items() if value), "--score-direction")
             raise UsageError(f"{flag} names a column, but there is no scores file")
         self.summary = Summary(str(self.store), scores_file=None if scores_path is None else str(scores_path))
         self.total_bytes = sum(s.path.stat().st_size for s in self.sources if s.path.is_file())
@@ -112,6 +115,8 @@ class Conversion:
                 expected_bytes=self.total_bytes,
             ) as writer:
                 before = writer.manifest.num_traces
+                if self.scores is not None:
+                    writer.set_score_direction(self.scores.direction)
                 progress = Progress(self.output)
                 try:
                     self._convert_all(writer, progress)
@@ -280,6 +285,9 @@ class Conversion:
         if self.scores is not None:
             missing = sum(writer.index.find(q, s) < 0 for q, s in self.scores.values)
             summary.num_scores_without_trace = missing
+        if manifest.num_scored:
+            direction = writer.attributes.score_direction or CORRECT
+            summary.labels = describe(writer.read_columns().scores, DEFAULT_THRESHOLD, direction)
         if manifest.num_traces == 0:
             raise InputRefusedError(f"no file could be converted: {summary.num_sources_skipped} refused")
         self._say_summary()
@@ -295,6 +303,8 @@ class Conversion:
             f"{s.store}: {s.num_traces:,} traces in {s.num_segments:,} segments, "
             f"{format_size(s.bytes_in)} in, {format_size(s.bytes_out)} out, {s.num_unscored:,} without a score"
         )
+        if s.labels is not None:
+            say(s.labels)
         if s.num_conflicts:
             say(f"{s.num_conflicts:,} traces had the key of another one: {ON_DUPLICATE[self.args.on_duplicate]}")
         if s.num_nonfinite:

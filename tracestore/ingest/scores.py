@@ -7,11 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tracestore.errors import InputRefusedError, UsageError
+from tracestore.store.labels import CORRECT, HALLUCINATION, PREDICTION_COLUMNS
 
 if TYPE_CHECKING:
     from _csv import Reader as CsvReader
 
-SCORE_COLUMNS = ("bleurt_score", "score", "hallucination_score")
+# What a high value of a column says of an answer. A bare "label" may say either.
+SCORE_COLUMNS = {
+    **dict.fromkeys(("bleurt_score", "score", "correctness", "is_correct", "correct"), CORRECT),
+    **dict.fromkeys(("hallucination_score", "p_hallucination", "hallucination", "is_hallucination"), HALLUCINATION),
+}
 GROUP_COLUMN = "group"
 
 
@@ -22,6 +27,7 @@ class Scores:
 
     path: Path
     column: str
+    direction: str
     has_samples: bool
     values: dict[tuple[str, int], tuple[float, str]] = field(default_factory=dict)
 
@@ -30,10 +36,29 @@ class Scores:
         return self.values.get((question_id, sample if self.has_samples else 0), (math.nan, ""))
 
 
-def read_scores(path: Path, column: str | None = None, group_column: str | None = None) -> Scores:
-    """Reads a scores file: the score from `column`, by default the first of SCORE_COLUMNS, the group
-    from `group_column`, by default GROUP_COLUMN where there is one. UsageError where there is none, InputRefusedError where it
-    does not hold what it must, naming file, line and column."""
+def read_scores(
+    path: Path, column: str | None = None, group_column: str | None = None, direction: str | None = None
+) -> Scores:
+    """Read a scores file.
+
+    Parameters
+    ----------
+    path
+        A CSV file with a header.
+    column
+        Of the score; by default the one of SCORE_COLUMNS that is there.
+    group_column
+        By default GROUP_COLUMN, where there is one.
+    direction
+        What a high score says, CORRECT or HALLUCINATION; by default what SCORE_COLUMNS says.
+
+    Raises
+    ------
+    UsageError
+        Where there is no such file, or several columns may be meant, or either direction.
+    InputRefusedError
+        Where it does not hold what it must, naming file, line and column.
+    """
     name = path.name
     if not path.exists():
         raise UsageError(f"{path}: no such scores file")
@@ -43,27 +68,32 @@ def read_scores(path: Path, column: str | None = None, group_column: str | None 
         with path.open(newline="", encoding="utf-8-sig", errors="surrogatepass") as file:
             rows = csv.reader(file, strict=True)
             header = [h.strip() for h in next(rows, [])]
-            return _parse(path, rows, header, column, group_column)
+            return _parse(path, rows, header, column, group_column, direction)
     except (UnicodeDecodeError, csv.Error) as error:
         raise InputRefusedError(f"not a CSV file: {error}", source=name) from None
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
 
 
-def _parse(path: Path, rows: "CsvReader", header: list[str], column: str | None, group_column: str | None) -> Scores:
+def _parse(
+    path: Path,
+    rows: "CsvReader",
+    header: list[str],
+    column: str | None,
+    group_column: str | None,
+    direction: str | None,
+) -> Scores:
     name = path.name
     found = ", ".join(header) or "an empty file"
     if "question_id" not in header:
         raise InputRefusedError(f"found columns {found}, expected question_id among them", source=name)
-    wanted = (column,) if column is not None else SCORE_COLUMNS
-    chosen = next((c for c in wanted if c in header), None)
-    if chosen is None:
-        raise InputRefusedError(f"found columns {found}, expected {' or '.join(wanted)} among them", source=name)
+    chosen = _column(name, header, column)
+    direction = direction or _direction(name, header, chosen)
     if group_column is not None and group_column not in header:
         raise InputRefusedError(f"found columns {found}, expected {group_column} among them", source=name)
     place = {h: k for k, h in enumerate(header)}
     group_at = place.get(group_column or GROUP_COLUMN)
-    scores = Scores(path, chosen, "sample" in place)
+    scores = Scores(path, chosen, direction, "sample" in place)
     for row in rows:
         if not row or not any(cell.strip() for cell in row):
             continue
@@ -100,3 +130,30 @@ def _parse(path: Path, rows: "CsvReader", header: list[str], column: str | None,
             )
         scores.values[key] = (score, group)
     return scores
+
+
+def _column(name: str, header: list[str], column: str | None) -> str:
+    """The column of the scores."""
+    found = ", ".join(header)
+    if column is not None:
+        if column not in header:
+            raise InputRefusedError(f"found columns {found}, expected {column} among them", source=name)
+        return column
+    candidates = [c for c in SCORE_COLUMNS if c in header] or [c for c in ("label",) if c in header]
+    if not candidates:
+        raise InputRefusedError(f"found columns {found}, expected {' or '.join(SCORE_COLUMNS)} among them", source=name)
+    if len(candidates) > 1:
+        raise UsageError(f"{name}: found columns {' and '.join(candidates)}: choose one with --score-column")
+    return candidates[0]
+
+
+def _direction(name: str, header: list[str], column: str) -> str:
+    """What a high value of the column says."""
+    if column in SCORE_COLUMNS:
+        return SCORE_COLUMNS[column]
+    if column == "label" and tuple(header[: len(PREDICTION_COLUMNS)]) == PREDICTION_COLUMNS:
+        return HALLUCINATION
+    raise UsageError(
+        f"{name}: a high {column} may say that an answer is right or that it is hallucinated: "
+        "give --score-direction correct or hallucination"
+    )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tracestore.ingest.scores import Scores
+from tracestore.store.labels import CORRECT, DEFAULT_THRESHOLD, describe
 from tracestore.store.reader import open_store
 from tracestore.store.writer import StoreWriter
 
@@ -19,6 +20,8 @@ class ScoreReport:
     num_traces: int
     num_scores_without_trace: int
     generation: int
+    score_direction: str
+    labels: str
 
 
 def update_scores(path: str | Path, scores: Scores) -> ScoreReport:
@@ -42,8 +45,12 @@ def update_scores(path: str | Path, scores: Scores) -> ScoreReport:
             for index in indices:
                 if not (math.isnan(score) and not group):
                     updates[index] = (score, math.nan, group or None)
+        replaced = {index for index, (score, _, _) in updates.items() if not math.isnan(score)}
+        if replaced:
+            writer.set_score_direction(scores.direction, replaced)
         writer.set_values(updates)
         writer.commit()
+        stored, direction = writer.read_columns().scores, writer.attributes.score_direction or CORRECT
         return ScoreReport(
             store=str(path),
             num_updated=len(updates),
@@ -51,4 +58,6 @@ def update_scores(path: str | Path, scores: Scores) -> ScoreReport:
             num_traces=writer.manifest.num_traces,
             num_scores_without_trace=unknown,
             generation=writer.manifest.generation,
+            score_direction=direction,
+            labels=describe(stored, DEFAULT_THRESHOLD, direction),
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tracestore.errors import UsageError
-from tracestore.store import schema
+from tracestore.store import labels, schema
 from tracestore.store.record import record_from_dict
 from tracestore.store.writer import StoreWriter
 
@@ -14,8 +14,8 @@ from tracestore.store.writer import StoreWriter
 class TraceWriter:
     """Appends dicts of the pickle schema to a store of its own; see tracestore.create."""
 
-    def __init__(self, writer: StoreWriter) -> None:
-        self._writer = writer
+    def __init__(self, writer: StoreWriter, score_direction: str = labels.CORRECT) -> None:
+        self._writer, self._score_direction = writer, score_direction
         self._open = False
         self._count = 0
 
@@ -35,6 +35,8 @@ class TraceWriter:
         need = writer.attributes.options["attention"] != "none"
         record = record_from_dict(trace, source_name=name, position=0, need_attention=need)
         record.label = label
+        if score is not None:
+            writer.set_score_direction(self._score_direction)
         writer.begin_source(name, 0, "")
         try:
             packed = writer.pack(record)
@@ -77,18 +79,26 @@ def create(
     codec: str = "none",
     overwrite: bool = False,
     append: bool = False,
+    score_direction: str = labels.CORRECT,
 ) -> TraceWriter:
     """A new store to append traces to, one dict of the pickle schema at a time.
 
     attention: "mean" stores the mean over the heads, "heads" every head, "none"
     nothing. dtype: "float16", or "keep" for the source's own. codec: "none",
-    "blosc-zstd", "blosc-lz4" or "zstd". append=True continues an existing store.
+    "blosc-zstd", "blosc-lz4" or "zstd". append=True continues an existing store. score_direction:
+    what a high score says of an answer, "correct" or "hallucination".
     Raises UsageError where the path cannot be used, StoreLockedError where
     another writer holds it. Use as a context manager: leaving it commits.
     """
-    for value, allowed in ((attention, schema.ATTENTION_MODES), (dtype, ("float16", "keep")), (codec, schema.CODECS)):
+    for value, allowed in (
+        (attention, schema.ATTENTION_MODES),
+        (dtype, ("float16", "keep")),
+        (codec, schema.CODECS),
+        (score_direction, labels.DIRECTIONS),
+    ):
         if value not in allowed:
             raise UsageError(f"found {value!r}, expected one of {', '.join(allowed)}")
     return TraceWriter(
-        StoreWriter(path, attention=attention, dtype=dtype, codec=codec, overwrite=overwrite, exist_ok=append)
+        StoreWriter(path, attention=attention, dtype=dtype, codec=codec, overwrite=overwrite, exist_ok=append),
+        score_direction,
     )

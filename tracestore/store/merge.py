@@ -164,10 +164,16 @@ def _copy(
                     f"{store.path} was made with --{name} {store._attributes.options[name]}, "
                     f"{opened[0].path} with {options[name]}"
                 )
+    directions = {str(s.path): s.score_direction for s in opened if not np.isnan(s.scores).all()}
+    if len(set(directions.values())) > 1:
+        listing = ", ".join(f"{path} for {direction}" for path, direction in directions.items())
+        raise UsageError(f"scores that are high for different things: {listing}; tracestore score replaces them")
     total, done = sum(map(len, chosen)), 0
     with StoreWriter(
         destination, attention=options["attention"], dtype=options["dtype"], codec=codec, overwrite=overwrite
     ) as writer:
+        for direction in set(directions.values()):
+            writer.set_score_direction(direction)
         for store, wanted in zip(opened, chosen, strict=True):
             try:
                 for number, indices, is_whole in by_source(store, wanted):

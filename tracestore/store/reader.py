@@ -1,6 +1,5 @@
 """Opening a store for reading."""
 
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -14,6 +13,7 @@ from tracestore.extras import needs
 from tracestore.store import schema, table
 from tracestore.store.files import Address, LocalFiles, StoreFiles, place_of
 from tracestore.store.index import StoreIndex
+from tracestore.store.labels import CORRECT, DEFAULT_THRESHOLD, derive, describe
 from tracestore.store.opening import Generation, open_newest
 from tracestore.store.places import ATTENTION_START, GRAPH_SEGMENT, LAYOUT, NUM_TOKENS, chunk_keys
 from tracestore.store.segment import SegmentReader
@@ -209,10 +209,18 @@ class TraceStore:
         """(N,) bool: traces whose source had NaN or infinite values in its arrays."""
         return self._index.column("nonfinite").astype(bool)
 
-    def targets(self, score_threshold: float = 0.5) -> np.ndarray:
-        """(N,) float64 labels: the stored one, else 1 where score < threshold, else NaN."""
-        derived = np.where(np.isnan(self.scores), math.nan, (self.scores < score_threshold).astype("<f8"))
-        return np.where(np.isnan(self.labels), derived, self.labels)
+    @property
+    def score_direction(self) -> str:
+        """What a high score says of an answer: "correct" or "hallucination"."""
+        return self._attributes.score_direction or CORRECT
+
+    def targets(self, score_threshold: float = DEFAULT_THRESHOLD) -> np.ndarray:
+        """(N,) float64 labels: the stored one, else by the score (see labels.derive), else NaN."""
+        return derive(self.scores, self.labels, score_threshold, self.score_direction)
+
+    def describe_scores(self, score_threshold: float = DEFAULT_THRESHOLD) -> str:
+        """How many scores become which label, as a line for people."""
+        return describe(self.scores, score_threshold, self.score_direction)
 
     # As a whole
 
@@ -330,6 +338,7 @@ class TraceStore:
             "bytes": m.num_bytes,
             "num_scored": m.num_scored,
             "num_labelled": m.num_labelled,
+            "score_direction": self._attributes.score_direction,
         }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from tracestore._core import kernels
+from tracestore.store.labels import DIRECTIONS
 
 FORMAT_VERSION = 1
 MIB = 1 << 20
@@ -136,6 +137,7 @@ _ATTRIBUTE_VALUES: dict[str, tuple[Any, ...]] = {
     "attention": ATTENTION_MODES,
     "attention_layout": (None, *LAYOUT_NAMES.values()),
     "format_version": (FORMAT_VERSION,),
+    "score_direction": (None, *DIRECTIONS),
 }
 _OPTION_VALUES: dict[str, tuple[str, ...]] = {
     "attention": ATTENTION_MODES,
@@ -147,8 +149,9 @@ _OPTION_VALUES: dict[str, tuple[str, ...]] = {
 @dataclass(frozen=True)
 class Attributes:
     """`attributes.tracestore` of the root zarr.json. None: not known yet, because no
-    source with that field has been committed; it is filled in later, never changed
-    (attention_layout may go from causal to square once)."""
+    source with that field has been committed; it is filled in later, never changed, but that
+    attention_layout may go from causal to square, and that score_direction is that of the scores
+    which replace all others."""
 
     num_layers: int | None = None
     hidden_dim: int | None = None
@@ -157,6 +160,7 @@ class Attributes:
     attention_dtype: str | None = None
     attention: str = "mean"
     attention_layout: str | None = None
+    score_direction: str | None = None
     format_version: int = FORMAT_VERSION
     options: dict[str, Any] = field(default_factory=dict)
 

@@ -2,13 +2,15 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from tracestore.errors import InputRefusedError, StoreDamagedError, UsageError
-from tracestore.store import fsio, paths, schema
+from tracestore.store import fsio, labels, paths, schema
 from tracestore.store import manifest as mf
 from tracestore.store.columns import Columns, join_columns, read_columns
 from tracestore.store.commit import clean, commit, write_root
@@ -21,6 +23,8 @@ from tracestore.store.pending import NAN, Pending, PendingSource
 from tracestore.store.record import TraceRecord
 from tracestore.store.replacement import Replacement, replacement_of
 from tracestore.store.segment import SegmentWriter
+
+_MEANING = {labels.CORRECT: "right answers", labels.HALLUCINATION: "hallucinated ones"}
 
 
 def newest_manifest(store: Path) -> mf.Manifest | None:
@@ -341,6 +345,19 @@ class StoreWriter:
         if self._columns is None:
             self._columns = join_columns([read_columns(LocalFiles(self.path), ref) for ref in self.manifest.columns])
         return self._columns
+
+    def set_score_direction(self, direction: str, replaced: Collection[int] = ()) -> None:
+        """Says what the scores mean that are added from now on, one of labels.DIRECTIONS. UsageError where
+        the store has scores of the other meaning, other than those of the traces `replaced`."""
+        own = self.attributes.score_direction
+        if own not in (None, direction):
+            scored = np.flatnonzero(~np.isnan(self.read_columns().scores))
+            if not np.isin(scored, np.fromiter(replaced, np.int64)).all():
+                raise UsageError(
+                    f"{self.place}: its scores are high for {_MEANING[str(own)]}, these for {_MEANING[direction]}: "
+                    "scores of both kinds cannot be in one store (tracestore score replaces all of them)"
+                )
+        self.attributes = self.attributes.with_values(score_direction=direction)
 
     def set_values(self, updates: Mapping[int, tuple[float, float, str | None]]) -> None:
         """Replaces (score, label, group) of committed traces with the next commit."""

@@ -6,18 +6,17 @@ from typing import Any
 
 import numpy as np
 
+from tracestore.store.labels import PREDICTION_COLUMNS
 from tracestore.train.metrics import probability
 from tracestore.train.tables import write_rows
 
-COLUMNS = ("question_id", "sample", "trace_index", "part", "fold", "seed", "label")
-
 
 def write_predictions(path: Path, runs: list[dict[str, Any]]) -> None:
-    """One row a tested trace and run, by seed and trace; after COLUMNS one column a model, its
+    """One row a tested trace and run, by seed and trace; after PREDICTION_COLUMNS one column a model, its
     probability that the answer is a hallucination. `runs`: {"fold", "seed", "models"}, models
     with their entries (the probe under its own name). fold is empty where there are none."""
     names = list(runs[0]["models"]) if runs else []
-    write_rows(path, (*COLUMNS, *names), _rows(runs, names))
+    write_rows(path, (*PREDICTION_COLUMNS, *names), _rows(runs, names))
 
 
 def _rows(runs: list[dict[str, Any]], names: list[str]) -> Iterator[tuple[Any, ...]]:

@@ -153,6 +153,8 @@ def _run_jobs(
     log(
         f"{store.path}: {len(store):,} traces, {len(store) - sum(map(len, split.indices.values())):,} without a label; {counts}"
     )
+    if not np.isnan(store.scores).all():
+        log(store.describe_scores(config.score_threshold))
     if is_repeated:
         log(f"{num_folds or 1} folds x {num_seeds or 1} seeds, {len(jobs) * len(names)} trainings")
     if "graph" in {VIEWS[name] for name in names}:
