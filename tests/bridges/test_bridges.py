@@ -6,6 +6,7 @@ import torch
 
 import tracestore
 from tests.helpers import make_trace, make_traces, read_all
+from tracestore.data import datasets as own_datasets
 from tracestore.errors import InputRefusedError, MissingFieldError, UsageError
 
 
@@ -226,7 +227,7 @@ def test_pyg(path):
             TraceGraphs(store, layer=3)
 
 
-def test_torchdata(path):
+def test_torchdata(path, monkeypatch):
     """StatefulDataLoader goes on where its state says."""
     loader_of = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
 
@@ -234,6 +235,9 @@ def test_torchdata(path):
         data = tracestore.TraceIterableDataset(path, "sequence", batch_size=4, shuffle="buffer", seed=3)
         return loader_of(data, batch_size=None, num_workers=workers)
 
+    read = []
+    gather = own_datasets.gather_batch
+    monkeypatch.setattr(own_datasets, "gather_batch", lambda *args: read.append(1) or gather(*args))
     for workers in (0, 2):
         whole = [b.question_id for b in make(workers)]
         loader = make(workers)
@@ -242,7 +246,12 @@ def test_torchdata(path):
         state = loader.state_dict()
         resumed = make(workers)
         resumed.load_state_dict(state)
-        assert first + [b.question_id for b in resumed] == whole
+        read.clear()
+        rest = [b.question_id for b in resumed]
+        assert first + rest == whole
+        assert workers or len(read) == len(rest), "what was read before was read again"
+        # The next epoch has an order of its own.
+        assert workers or [b.question_id for b in resumed] != whole
 
 
 def test_hugging_face_both_ways(path, tmp_path, monkeypatch):

@@ -32,7 +32,7 @@ def no_pictures(monkeypatch):
 
 
 def train(store, folder, config=CONFIG, names=("lstm_solo",), sizes=SMALL, **options):
-    options = {"with_probe": False, "log": lambda _: None} | options
+    options = {"with_probe": False, "overwrite": True, "log": lambda _: None} | options
     return run_training(store, folder, list(names), config, sizes, **options)
 
 

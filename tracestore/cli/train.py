@@ -40,7 +40,9 @@ def add_arguments(parser: Parser) -> None:
     add("--shuffle-buffer", type=positive, default=1000, metavar="TRACES")
     add("--folds", type=_folds, metavar="K", help="cross-validation by question: each is tested in one of K folds")
     add("--seeds", type=positive, metavar="N", help="N trainings of each model and split, from --seed on")
-    add("--resume", action="store_true", help="continue the run in --output-dir")
+    earlier = parser.add_mutually_exclusive_group()
+    earlier.add_argument("--resume", action="store_true", help="continue the run in --output-dir")
+    earlier.add_argument("--overwrite", action="store_true", help="replace the run in --output-dir")
     add(
         "--checkpoint-every",
         type=number(lambda s: 0 <= s < math.inf, "seconds, at least 0"),
@@ -94,6 +96,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
                 num_folds=args.folds,
                 num_seeds=args.seeds,
                 resume_command=resume_command,
+                overwrite=args.overwrite,
                 log=output.say,
                 line=Progress(output),
                 ranks=ranks,
@@ -159,7 +162,7 @@ def _resume_command(prog: str, words: Sequence[str]) -> str:
     if world_size > 1:
         launcher = ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", "1")]
         command = command[1:] if command[0] == "python" else ["-m", *command]
-    again = [word for word in words if word != "--resume"]
+    again = [word for word in words if word not in ("--resume", "--overwrite")]
     return shlex.join([*launcher, *command, *again, "--resume"])
 
 

@@ -193,29 +193,55 @@ class TraceIterableDataset(IterableDataset[Any]):
         """Another order. With persistent workers the epoch goes on by itself, one an iteration."""
         self.epoch = epoch
 
-    def _batches(self) -> list[int]:
+    def _batches(self, epoch: int) -> list[int]:
         """Numbers of the batches of which this rank has a part."""
-        batches = self.epochs.plan(self.epoch).batches
+        batches = self.epochs.plan(epoch).batches
         return [g for g in range(len(batches)) if len(batches.positions(g, self.rank, self.world_size))]
 
     def __len__(self) -> int:
         """Items, or batches, that this rank gets from all its workers together."""
         if self.batch_size is None:
             return len(range(self.rank, len(self.items), self.world_size))
-        return len(self._batches())
+        return len(self._batches(self.epoch))
 
     def __iter__(self) -> Iterator[Any]:
+        return _Pass(self)
+
+    def _items_of(self, epoch: int, first: int) -> Iterator[Any]:
+        """What this process has of an epoch, from its item or batch number `first` on."""
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        n, plan, mine = len(self.items), self.epochs.plan(self.epoch), self._batches()
-        self.epoch += 1
+        n, plan, mine = len(self.items), self.epochs.plan(epoch), self._batches(epoch)
         if self.batch_size is None:
-            positions = np.arange(self.rank, n, self.world_size)[worker::workers]
+            positions = np.arange(self.rank, n, self.world_size)[worker::workers][first:]
             for begin in range(0, len(positions), 1024):
                 for index in plan.at(positions[begin : begin + 1024]).tolist():
                     yield self.items[index]
             return
-        for batch in mine[worker::workers]:
+        for batch in mine[worker::workers][first:]:
             indices = plan.traces(batch, self.rank, self.world_size)
             allocate = self._allocate if info is None else None
             yield gather_batch(self.items.store, indices, self.items.targets, self.items.format, allocate)
+
+
+class _Pass(Iterator[Any]):
+    """One pass of a process over a TraceIterableDataset; torchdata's StatefulDataLoader keeps its
+    state and goes on from there, without reading again what was read."""
+
+    def __init__(self, data: TraceIterableDataset) -> None:
+        self._data, self._epoch, self._done = data, data.epoch, 0
+        data.epoch += 1
+        self._rest = data._items_of(self._epoch, 0)
+
+    def __next__(self) -> Any:
+        item = next(self._rest)
+        self._done += 1
+        return item
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self._epoch, "done": self._done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._epoch, self._done = state["epoch"], state["done"]
+        self._data.epoch = self._epoch + 1
+        self._rest = self._data._items_of(self._epoch, self._done)

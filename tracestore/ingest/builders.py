@@ -175,9 +175,17 @@ class StorageDraft(Draft):
 class TensorDraft(Draft):
     """A torch tensor: offset, size and stride in elements of a storage."""
 
-    __slots__ = ("dtype", "offset", "size", "storage", "stride")
+    __slots__ = ("dtype", "is_negated", "offset", "size", "storage", "stride")
 
-    def __init__(self, storage: Any, offset: Any, size: Any, stride: Any, dtype: np.dtype | None = None) -> None:
+    def __init__(
+        self,
+        storage: Any,
+        offset: Any,
+        size: Any,
+        stride: Any,
+        dtype: np.dtype | None = None,
+        is_negated: bool = False,
+    ) -> None:
         if not isinstance(storage, StorageDraft):
             raise _refuse("found a tensor without a storage")
         size, stride = _shape(size), _shape(stride)
@@ -192,6 +200,7 @@ class TensorDraft(Draft):
         if last > available or numel > available:
             raise _refuse(f"a tensor of size {size} reaches outside its storage of {available:,} elements")
         self.storage, self.offset, self.size, self.stride, self.dtype = storage, offset, size, stride, dtype
+        self.is_negated = is_negated
 
     def resolve(self) -> np.ndarray:
         if self.storage.data is None:
@@ -200,7 +209,12 @@ class TensorDraft(Draft):
             return np.empty(self.size, self.dtype)
         items = np.frombuffer(self.storage.data, self.dtype, self.storage.num_bytes // self.dtype.itemsize)
         strides = tuple(s * self.dtype.itemsize for s in self.stride)
-        return np.lib.stride_tricks.as_strided(items[self.offset :], self.size, strides, writeable=False)
+        values = np.lib.stride_tricks.as_strided(items[self.offset :], self.size, strides, writeable=False)
+        if not self.is_negated:
+            return values
+        if self.dtype == BFLOAT16:
+            return (np.ascontiguousarray(values).view("<u2") ^ 0x8000).astype("<u2").view(BFLOAT16)
+        return np.negative(values)
 
 
 class GraphDraft(Draft):
@@ -343,7 +357,12 @@ class _RebuildTensor(Builder):
             if len(args) < 7 or not isinstance(args[6], _TorchDtype):
                 raise _refuse("found a tensor without a dtype")
             dtype = args[6].dtype
-        return TensorDraft(args[0], args[1], args[2], args[3], dtype)
+        # What torch has not done yet to the values: changing their sign, or conjugating them.
+        metadata = args[self.version + 4] if len(args) > self.version + 4 else None
+        metadata = {} if metadata is None else metadata
+        if not isinstance(metadata, dict) or not metadata.keys() <= {"neg", "conj"} or metadata.get("conj"):
+            raise _refuse("found a tensor with attributes of its own, such as torch's conjugate bit")
+        return TensorDraft(args[0], args[1], args[2], args[3], dtype, bool(metadata.get("neg")))
 
 
 class _RebuildParameter(Builder):

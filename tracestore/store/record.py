@@ -86,7 +86,7 @@ def as_array(value: Any) -> np.ndarray | None:
         return value
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
+        value = value.detach().cpu().resolve_conj().resolve_neg()
         if value.dtype == torch.bfloat16:
             value = value.contiguous().view(torch.int16)
             bits: np.ndarray = value.numpy().view(schema.BFLOAT16)

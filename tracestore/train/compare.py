@@ -75,14 +75,21 @@ def compare(models: Mapping[str, Sequence[RunScores]], seed: int) -> list[dict[s
     """Every pair of models: the difference in AUROC (first - second), its interval and p value
     from a bootstrap by question, DeLong's p value where it holds (one run, one trace a
     question), and Holm's adjustment over the pairs of DeLong's where it holds, else of the
-    bootstrap's ("method"). ValueError where they were not tested on the same folds and labels."""
+    bootstrap's ("method"). Where too few questions were tested, none of these, and "too_few" says so.
+    ValueError where they were not tested on the same folds and labels."""
     of = {name: RankDraws(runs, seed) for name, runs in models.items()}
     estimates = {name: float(a.estimate()[0]) for name, a in of.items()}
-    draws = {name: a.draws()[:, 0] for name, a in of.items()}
+    reasons = {name: a.too_few for name, a in of.items()}
+    draws = {name: a.draws()[:, 0] for name, a in of.items() if reasons[name] is None}
     pairs: list[dict[str, Any]] = []
     for a, b in combinations(models, 2):
         if _tested(models[a]) != _tested(models[b]):
             raise ValueError(f"{a} and {b} were tested on different traces, labels or folds")
+        pair: dict[str, Any] = {"first": a, "second": b, "difference": estimates[a] - estimates[b]}
+        if reasons[a] is not None:
+            pair |= dict.fromkeys(("interval", "method", "p", "p_holm")) | {"too_few": reasons[a]}
+            pairs.append(pair)
+            continue
         one_run = len(models[a]) == len(models[b]) == 1
         independent = one_run and of[a].num_questions == len(of[a].trace)
         differences = draws[a] - draws[b]
@@ -91,17 +98,9 @@ def compare(models: Mapping[str, Sequence[RunScores]], seed: int) -> list[dict[s
             first, second = models[a][0], models[b][0]
             p["delong_p"] = delong_p(first.y, first.logit, second.logit)
         method = "delong" if independent and not np.isnan(p["delong_p"]) else "bootstrap"
-        pairs.append(
-            {
-                "first": a,
-                "second": b,
-                "difference": estimates[a] - estimates[b],
-                "interval": list(percentile_interval(differences)),
-                "method": method,
-                "p": p[f"{method}_p"],
-                **p,
-            }
-        )
-    for pair, adjusted in zip(pairs, holm([pair["p"] for pair in pairs]), strict=True):
+        interval = list(percentile_interval(differences))
+        pairs.append(pair | {"interval": interval, "method": method, "p": p[f"{method}_p"], **p})
+    tested = [pair for pair in pairs if pair["p"] is not None]
+    for pair, adjusted in zip(tested, holm([pair["p"] for pair in tested]), strict=True):
         pair["p_holm"] = adjusted
     return pairs

@@ -51,7 +51,7 @@ class RankDraws:
         # Of each trace once, whatever the number of runs that score it.
         self.trace, first = np.unique(np.concatenate([r.trace for r in runs]), return_index=True)
         fold = np.concatenate([np.full(len(r.trace), r.fold) for r in runs])[first]
-        y = np.concatenate([r.y for r in runs])[first]
+        self.y = y = np.concatenate([r.y for r in runs])[first]
         question = np.concatenate([r.question for r in runs])[first]
         numbers: dict[str, int] = {}
         self.clusters = np.array([numbers.setdefault(q, len(numbers)) for q in question])
@@ -72,6 +72,11 @@ class RankDraws:
         both: np.ndarray = self._mean_over_runs(np.ones((1, len(self.trace))))[0]
         return both
 
+    @property
+    def too_few(self) -> str | None:
+        """Why no interval and no test is given, or None where they are."""
+        return metrics.too_few(self.y, self.clusters)
+
     def draws(self, samples: int = metrics.BOOTSTRAP_SAMPLES) -> np.ndarray:
         """(samples, 2); rows of two models on the same traces are paired."""
         return metrics.bootstrap(self._mean_over_runs, self.clusters, self.strata, self.seed, samples)
@@ -83,7 +88,11 @@ def evaluate_runs(runs: Sequence[RunScores], seed: int) -> dict[str, Any]:
     Figures of ranks are means over runs; decisions and probabilities are pooled, for these
     mean the same in every run."""
     ranks = RankDraws(runs, seed)
-    estimate, draws = ranks.estimate(), ranks.draws()
+    estimate, reason = ranks.estimate(), ranks.too_few
+    intervals: list[list[float] | None] = [None, None]
+    if reason is None:
+        draws = ranks.draws()
+        intervals = [list(metrics.percentile_interval(draws[:, k])) for k in (0, 1)]
     y = np.concatenate([r.y for r in runs])
     p = np.concatenate([metrics.probability(r.logit) for r in runs])
     scaled = np.concatenate([metrics.probability(r.logit, r.temperature) for r in runs])
@@ -91,9 +100,10 @@ def evaluate_runs(runs: Sequence[RunScores], seed: int) -> dict[str, Any]:
     bins, scaled_bins = metrics.reliability(y, p), metrics.reliability(y, scaled)
     test = {
         "auroc": float(estimate[0]),
-        "auroc_interval": list(metrics.percentile_interval(draws[:, 0])),
+        "auroc_interval": intervals[0],
         "auprc": float(estimate[1]),
-        "auprc_interval": list(metrics.percentile_interval(draws[:, 1])),
+        "auprc_interval": intervals[1],
+        "too_few": reason,
         **metrics.decision_figures(y, predicted),
         "brier": metrics.brier(y, p),
         "ece": metrics.ece(bins),

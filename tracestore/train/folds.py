@@ -15,7 +15,7 @@ from tracestore.train.metrics import auroc
 from tracestore.train.model_config import MODEL_NAMES
 from tracestore.train.split import PARTS, Split, split_from_ids
 
-SPLIT_FILE, FOLDS_FILE = "split.json", "folds.json"
+SPLIT_FILE, FOLDS_FILE, RESULTS_FILE = "split.json", "folds.json", "results.json"
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,18 @@ def plan_jobs(splits: list[Split], seed: int, num_seeds: int | None, folder: Pat
         for k, split in enumerate(splits)
         for s in range(seed, seed + (num_seeds or 1))
     ]
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a training has written into the folder, folds and seeds included."""
+    if any((folder / name).exists() for name in (RESULTS_FILE, SPLIT_FILE, FOLDS_FILE)):
+        return True
+    return any(
+        (place / name / of).exists()
+        for place in (folder, *folder.glob("seed-*"), *folder.glob("fold-*/seed-*"))
+        for name in MODEL_NAMES
+        for of in CHECKPOINTS
+    )
 
 
 def remove_checkpoints(folder: Path, *, is_folded: bool, is_repeated: bool) -> None:

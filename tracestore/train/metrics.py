@@ -10,6 +10,8 @@ import numpy as np
 BOOTSTRAP_SAMPLES = 2000
 LEVEL = 0.95
 CALIBRATION_BINS = 15
+# Fewer questions of a class have too few resamples for an interval or a test: of 5 there are 126.
+MIN_QUESTIONS_OF_A_CLASS = 5
 # Of the weights that are looked at together: 32 MiB as float64.
 _CHUNK_VALUES = 4 << 20
 
@@ -93,6 +95,19 @@ def class_strata(y: np.ndarray, clusters: np.ndarray) -> np.ndarray:
     positive = np.bincount(clusters, weights=y == 1) > 0
     strata: np.ndarray = (negative + 2 * positive)[clusters]
     return strata
+
+
+def too_few(y: np.ndarray, clusters: np.ndarray) -> str | None:
+    """Return why traces are too few for an interval or a test, or None where they are not.
+
+    y (n,) 0 or 1; clusters (n,) the question of each trace."""
+    right, hallucinated = (len(np.unique(clusters[y == label])) for label in (0, 1))
+    if min(right, hallucinated) >= MIN_QUESTIONS_OF_A_CLASS:
+        return None
+    return (
+        f"{hallucinated} hallucinated and {right} right questions were tested, fewer than "
+        f"{MIN_QUESTIONS_OF_A_CLASS} of a class: no interval and no test"
+    )
 
 
 def percentile_interval(values: np.ndarray, level: float = LEVEL) -> tuple[float, float]:

@@ -27,7 +27,9 @@ def _pair_name(pair: dict[str, Any]) -> str:
     return f"{pair['first']} - {pair['second']}".replace("logistic_probe", "logistic probe")
 
 
-def _p(value: float) -> str:
+def _p(value: float | None) -> str:
+    if value is None:
+        return "-"
     return "< 0.001" if value < 0.001 else f"{value:.3f}"
 
 
@@ -36,28 +38,36 @@ def table(results: dict[str, Any]) -> str:
     pairs = results.get("comparisons") or []
     width = max([14, *(len(_pair_name(p)) for p in pairs)])
     rest = " ".join(f"{_TITLES.get(c, c):>9}" for c in COLUMNS[1:])
-    lines = [f"{'model':{width}} {'AUROC':>6} {'95 % interval':>16} {rest}"]
+    lines = [f"{'model':{width}} {'n':>6} {'AUROC':>6} {'95 % interval':>16} {rest}"]
     for name, entry in _entries(results):
         test = entry["test"]
-        low, high = test["auroc_interval"]
         figures = " ".join(f"{test[c]:9.3f}" for c in COLUMNS[1:])
-        lines.append(f"{name:{width}} {test['auroc']:6.3f} {f'{low:.3f} to {high:.3f}':>16} {figures}")
+        interval = _limits(test["auroc_interval"])
+        lines.append(f"{name:{width}} {test['num_traces']:6,} {test['auroc']:6.3f} {interval:>16} {figures}")
     if pairs:
-        lines.append(f"{'difference':{width}} {'AUROC':>6} {'95 % interval':>16} {'p':>9} {'Holm':>9}  test")
+        lines.append(f"{'difference':{width}} {'':6} {'AUROC':>6} {'95 % interval':>16} {'p':>9} {'Holm':>9}  test")
     for pair in pairs:
-        low, high = pair["interval"]
         lines.append(
-            f"{_pair_name(pair):{width}} {pair['difference']:+6.3f} {f'{low:+.3f} to {high:+.3f}':>16} "
-            f"{_p(pair['p']):>9} {_p(pair['p_holm']):>9}  {_METHODS[pair['method']]}"
+            f"{_pair_name(pair):{width}} {'':6} {pair['difference']:+6.3f} {_limits(pair['interval'], '+'):>16} "
+            f"{_p(pair['p']):>9} {_p(pair['p_holm']):>9}  {_METHODS.get(pair['method'], '-')}"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *_too_few(results)])
+
+
+def _limits(interval: Sequence[float] | None, sign: str = "") -> str:
+    return "-" if interval is None else f"{interval[0]:{sign}.3f} to {interval[1]:{sign}.3f}"
+
+
+def _too_few(results: dict[str, Any]) -> list[str]:
+    """Why there are no intervals, each reason once."""
+    return list(dict.fromkeys(e["test"]["too_few"] for _, e in _entries(results) if e["test"]["too_few"] is not None))
 
 
 # The page
 
 
-def _interval(value: float, interval: Sequence[float], sign: str = "") -> str:
-    return f"{value:{sign}.3f} ({interval[0]:{sign}.3f} to {interval[1]:{sign}.3f})"
+def _interval(value: float, interval: Sequence[float] | None, sign: str = "") -> str:
+    return f"{value:{sign}.3f}" + ("" if interval is None else f" ({_limits(interval, sign)})")
 
 
 def _models(results: dict[str, Any]) -> str:
@@ -65,8 +75,11 @@ def _models(results: dict[str, Any]) -> str:
     for name, entry in _entries(results):
         test = entry["test"]
         first = [_interval(test[c], test[f"{c}_interval"]) for c in ("auroc", "auprc")]
-        rows.append([name, *first, *(f"{test[c]:.3f}" for c in COLUMNS[2:])])
-    return rows_of(["model", "AUROC (95 %)", "AUPRC (95 %)", *(_TITLES.get(c, c) for c in COLUMNS[2:])], rows)
+        rows.append([name, f"{test['num_traces']:,}", *first, *(f"{test[c]:.3f}" for c in COLUMNS[2:])])
+    reasons = "".join(f"<p>{reason}</p>" for reason in _too_few(results))
+    return reasons + rows_of(
+        ["model", "n", "AUROC (95 %)", "AUPRC (95 %)", *(_TITLES.get(c, c) for c in COLUMNS[2:])], rows
+    )
 
 
 def _comparisons(results: dict[str, Any]) -> str:
@@ -76,7 +89,7 @@ def _comparisons(results: dict[str, Any]) -> str:
             _interval(p["difference"], p["interval"], "+"),
             _p(p["p"]),
             _p(p["p_holm"]),
-            _METHODS[p["method"]],
+            _METHODS.get(p["method"], "-"),
         ]
         for p in results.get("comparisons") or []
     ]

@@ -20,7 +20,17 @@ from tracestore.train.checkpoint import alone_in, write_json
 from tracestore.train.compare import compare
 from tracestore.train.config import TrainConfig
 from tracestore.train.evaluate import RunScores
-from tracestore.train.folds import FOLDS_FILE, SPLIT_FILE, Job, plan_jobs, pool, read_splits, remove_checkpoints
+from tracestore.train.folds import (
+    FOLDS_FILE,
+    RESULTS_FILE,
+    SPLIT_FILE,
+    Job,
+    holds_run,
+    plan_jobs,
+    pool,
+    read_splits,
+    remove_checkpoints,
+)
 from tracestore.train.loop import DetectorRun
 from tracestore.train.measure import budget_plan
 from tracestore.train.memory import MemoryBudget, MemoryUse, available, memory_use
@@ -75,6 +85,7 @@ def run_training(
     num_folds: int | None = None,
     num_seeds: int | None = None,
     resume_command: str | None = None,
+    overwrite: bool = False,
     log: Log = print,
     line: console.Progress | None = None,
     ranks: Ranks | None = None,
@@ -82,7 +93,8 @@ def run_training(
     """Trains the named detectors and writes results.json, predictions.csv, plots and
     report.html into `folder`. `sizes` are fields of ModelConfig. num_folds: each question is
     tested once, in one of so many folds; num_seeds: so many runs of each split. Returns what
-    results.json holds. With several ranks all of them call it; rank 0 writes and logs."""
+    results.json holds. UsageError where the folder holds an earlier run, unless that is resumed or
+    overwrite is true. With several ranks all of them call it; rank 0 writes and logs."""
     ranks = ranks or Ranks()
     if not ranks.is_first:
         log, line = _no_log, None
@@ -105,6 +117,7 @@ def run_training(
         raise UsageError(f"--output-dir {folder}: {error.strerror}") from None
     with ExitStack() as held:
         ranks.first(lambda: held.enter_context(alone_in(folder)))
+        ranks.first(lambda: _keep_earlier_run(folder, config.resume or overwrite))
         return _run_jobs(
             store,
             folder,
@@ -122,6 +135,11 @@ def run_training(
             ranks=ranks,
             start=start,
         )
+
+
+def _keep_earlier_run(folder: Path, is_meant: bool) -> None:
+    if not is_meant and holds_run(folder):
+        raise UsageError(f"{folder} holds an earlier run: continue it with --resume, or replace it with --overwrite")
 
 
 def _run_jobs(
@@ -220,7 +238,7 @@ def _run_jobs(
                         run.on_last_resort, run.planned_micro_batch = budget.release, planned[name]
                     entry["models"][name] = run.run()
                     if ranks.is_first:
-                        write_json(folder / "results.json", console.finite(results))
+                        write_json(folder / RESULTS_FILE, console.finite(results))
     finally:
         if budget is not None:
             budget.release()
@@ -232,7 +250,7 @@ def _run_jobs(
             job.fold: run_probe(store, job.split, targets, config.seed) for job in jobs if job.seed == config.seed
         }
     _complete(results, runs, probes, config.seed, is_repeated=is_repeated)
-    write_json(folder / "results.json", console.finite(results))
+    write_json(folder / RESULTS_FILE, console.finite(results))
     tested = [{**run, "models": run["models"] | ({PROBE: probes[run["fold"]]} if probes else {})} for run in runs]
     write_predictions(folder / "predictions.csv", tested)
     plots = report.write_plots(results, folder)
