@@ -90,8 +90,8 @@ def test_what_the_page_says(finished):
     assert list(models) == ["lstm_solo", "gnn_det_lstm", "logistic probe"]
     test = results["models"]["lstm_solo"]["test"]
     low, high = test["auroc_interval"]
-    assert models["lstm_solo"][0] == f"{test['auroc']:.3f} ({low:.3f} to {high:.3f})"
-    assert models["lstm_solo"][2:4] == [f"{test['brier']:.3f}", f"{test['ece']:.3f}"]
+    assert models["lstm_solo"][:2] == [str(test["num_traces"]), f"{test['auroc']:.3f} ({low:.3f} to {high:.3f})"]
+    assert models["lstm_solo"][3:5] == [f"{test['brier']:.3f}", f"{test['ece']:.3f}"]
     assert [row[0] for row in tables["Comparisons"][1:]] == [
         "lstm_solo - gnn_det_lstm",
         "lstm_solo - logistic probe",

@@ -214,7 +214,8 @@ class TensorDraft(Draft):
             return values
         if self.dtype == BFLOAT16:
             return (np.ascontiguousarray(values).view("<u2") ^ 0x8000).astype("<u2").view(BFLOAT16)
-        return np.negative(values)
+        negated: np.ndarray = np.negative(values)
+        return negated
 
 
 class GraphDraft(Draft):

@@ -13,6 +13,7 @@ from tracestore.store.columns import Columns, join_columns, read_columns
 from tracestore.store.files import LocalFiles
 from tracestore.store.fsio import Pin
 from tracestore.store.index import StoreIndex
+from tracestore.store.ownership import has_root
 
 # How often a reader looks again where writers remove what it is about to open.
 ATTEMPTS = 100
@@ -65,6 +66,12 @@ def open_generation(store: Path, number: int) -> Generation:
     return Generation(manifest, index, columns, pin)
 
 
+def _require_root(store: Path) -> None:
+    """UsageError where what cannot be read is no store at all."""
+    if not has_root(store):
+        raise UsageError(f"{store}: not a store, or one without its zarr.json (tracestore verify {store} --repair)")
+
+
 def open_newest(store: Path, preferred: int | None = None) -> Generation:
     """`preferred` where it is still there, else the newest generation that reads back
     whole. A damaged newest one is said in a warning."""
@@ -74,7 +81,11 @@ def open_newest(store: Path, preferred: int | None = None) -> Generation:
         except (FileNotFoundError, StoreDamagedError):
             pass  # said below if it is the newest
     for attempt in range(ATTEMPTS):
-        numbers = mf.generations(LocalFiles(store))
+        try:
+            numbers = mf.generations(LocalFiles(store))
+        except StoreDamagedError:
+            _require_root(store)
+            raise
         if not numbers:
             if (store / "lock").exists():
                 raise UsageError(f"{store}: the store is empty, nothing has been committed")
@@ -98,6 +109,7 @@ def open_newest(store: Path, preferred: int | None = None) -> Generation:
             break
         else:
             if mf.generations(LocalFiles(store))[:1] == numbers[:1]:
+                _require_root(store)
                 raise problem or StoreDamagedError(f"{store}: no readable generation")
         pause(attempt)
     raise StoreDamagedError(f"{store}: generations change faster than they can be read")

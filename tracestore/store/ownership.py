@@ -71,7 +71,7 @@ def _examine(store: Path, found: list[str] | None) -> Kind:
     if not found or _is_beginning(store, found):
         return Kind.EMPTY
     if not has_root(store):
-        if _has_manifest(store):
+        if has_manifest(store):
             raise StoreDamagedError(
                 f"{store}: zarr.json is missing or not a store's; run: tracestore verify {store} --repair"
             )
@@ -119,7 +119,8 @@ def has_root(store: Path) -> bool:
     return bool(data.get("node_type") == "group")
 
 
-def _has_manifest(store: Path) -> bool:
+def has_manifest(store: Path) -> bool:
+    """Return whether one of the two newest manifests is whole."""
     files = LocalFiles(store)
     try:
         for number in mf.generations(files)[:2]:

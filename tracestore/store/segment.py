@@ -345,8 +345,11 @@ class SegmentReader:
             raise StoreDamagedError(f"{self.name}/edge_ptr: not offsets")
         return ptr
 
-    def edges(self, first_layer: int, num_layers: int, copy: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """-> ptr (L + 1) from 0, edge_index (E, 2), weight (E,)."""
+    def edges(
+        self, first_layer: int, num_layers: int, num_tokens: int, copy: bool = False
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """-> ptr (L + 1) from 0, edge_index (E, 2), weight (E,). StoreDamagedError where an edge joins others
+        than num_tokens nodes."""
         ptr = self.edge_offsets(first_layer, num_layers)
         begin, end = int(ptr[0]), int(ptr[-1])
         if end == begin:
@@ -354,6 +357,9 @@ class SegmentReader:
             empty = np.zeros(0, weight.dtype if weight is not None else "<f2")
             return ptr - begin, np.zeros((0, 2), "<i4"), empty
         index, weights = self.array("edge_index"), self.array("edge_weight")
+        nodes = index.copy(begin, end)
+        if nodes.min() < 0 or nodes.max() >= num_tokens:
+            raise StoreDamagedError(f"{self.name}/edge_index: an edge leaves its graph")
         if copy:
             return ptr - begin, index.copy(begin, end), weights.copy(begin, end)
         return ptr - begin, index.rows(begin, end), weights.rows(begin, end)

@@ -224,7 +224,7 @@ class Trace:
         if row.layout == schema.LAYOUT_NONE:
             raise MissingFieldError(f"trace {self.index} ({self.question_id}) has no attention: it was not stored")
         if row.layout == schema.LAYOUT_EDGES:
-            return PackedEdges(*segment.edges(row.attention_start, store.num_layers, self._private))
+            return PackedEdges(*segment.edges(row.attention_start, store.num_layers, row.num_tokens, self._private))
         heads = store._attributes.attention_rows
         pairs = schema.num_pairs(row.num_tokens, row.layout)
         begin = row.attention_start

@@ -20,7 +20,7 @@ from tracestore.store.container import MappedArrays
 from tracestore.store.files import FileEntry, LocalFiles, place_of
 from tracestore.store.index import StoreIndex, part_files
 from tracestore.store.opening import ATTEMPTS, open_generation, pause
-from tracestore.store.ownership import MAX_ROOT_BYTES
+from tracestore.store.ownership import MAX_ROOT_BYTES, has_manifest, has_root
 
 # Files are read in reads of this size, and shared out to threads in pieces of that.
 _READ_BYTES = 1 << 20
@@ -290,7 +290,7 @@ def repair_store(store: str | os.PathLike[str]) -> Report:
     if not isinstance(path, Path):
         raise UsageError(f"{path}: --repair is for stores on this machine: merge what is whole into a new store")
     files = LocalFiles(path)
-    if not path.is_dir() or not mf.generations(files):
+    if not path.is_dir() or not (has_root(path) or has_manifest(path)) or not mf.generations(files):
         raise UsageError(f"{path}: no such store")
     with fsio.translated_errors(path):
         lock = fsio.WriterLock(path)

@@ -412,7 +412,7 @@ class StoreWriter:
     def put_in_place(self) -> None:
         """With overwrite: what was committed becomes the store, and the one before is removed. To be
         called once, when all that the store shall hold was accepted; without it the old one stays."""
-        if self._replacement is None:
+        if self._replacement is None or self.manifest.generation == 0:
             return
         assert self._lock is not None
         with fsio.translated_errors(self.path):
