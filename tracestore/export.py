@@ -14,6 +14,7 @@ import numpy as np
 from tracestore.errors import UsageError
 from tracestore.store import schema
 from tracestore.store.fsio import translated_errors, whole_file
+from tracestore.store.labels import COLUMN_OF
 from tracestore.store.pickle_list import PickleListWriter
 from tracestore.store.reader import TraceStore
 from tracestore.store.record import extras_values
@@ -91,7 +92,7 @@ def export_store(
         if rows:
             report.scores_file = str(out / SCORES_FILE)
             with whole_file(out / SCORES_FILE) as file:
-                _write_scores(rows, file)
+                _write_scores(rows, store.score_direction, file)
     return report
 
 
@@ -149,12 +150,12 @@ def _score_rows(store: TraceStore) -> list[tuple[str, int, str, str]]:
     return rows
 
 
-def _write_scores(rows: list[tuple[str, int, str, str]], file: BinaryIO) -> None:
+def _write_scores(rows: list[tuple[str, int, str, str]], direction: str, file: BinaryIO) -> None:
     """As `convert` and `score` read them; without samples and groups the columns that
     everybody's scripts have."""
     columns = [0, *([1] if rows[0][1] >= 0 else []), 2, *([3] if any(r[3] for r in rows) else [])]
     writer = csv.writer(_Lines(file))
-    for row in (("question_id", "sample", "score", "group"), *rows):
+    for row in (("question_id", "sample", COLUMN_OF[direction], "group"), *rows):
         writer.writerow([row[k] for k in columns])
 
 

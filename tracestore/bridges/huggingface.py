@@ -11,6 +11,7 @@ from tracestore.errors import MissingFieldError, UsageError
 from tracestore.extras import needs
 from tracestore.store import schema
 from tracestore.store.create import create
+from tracestore.store.labels import COLUMN_OF, CORRECT
 from tracestore.store.reader import TraceStore
 from tracestore.store.table import metadata
 
@@ -39,7 +40,8 @@ def to_datasets(store: TraceStore, arrays: Sequence[str] = ("last_token",)) -> "
     value, sequence = datasets.Value, datasets.Sequence
     kinds = {name: value("string") for name in ("question_id", "group", "source", "question", "answer")}
     kinds |= {name: value("int64") for name in ("sample", "num_tokens", "source_position")}
-    kinds |= {"score": value("float64"), "label": value("float64"), "has_nonfinite": value("bool")}
+    score = COLUMN_OF[store.score_direction]
+    kinds |= {score: value("float64"), "label": value("float64"), "has_nonfinite": value("bool")}
     kinds |= {"tokens": sequence(value("int32")), "tokens_decoded": sequence(value("string"))}
     heads = (store.heads_stored,) if store.attention == "heads" else ()
     for name in arrays:
@@ -54,6 +56,7 @@ def to_datasets(store: TraceStore, arrays: Sequence[str] = ("last_token",)) -> "
     def rows() -> Iterator[dict[str, Any]]:
         for k, trace in enumerate(store):
             row = {name: _plain(values[k]) for name, values in columns.items()}
+            row[score] = row.pop("score")
             tokens = trace.tokens
             row["tokens"] = [] if tokens is None else tokens.tolist()
             row["tokens_decoded"] = trace.tokens_decoded or []
@@ -79,21 +82,28 @@ def from_datasets(
 ) -> int:
     """Writes a store from rows with the fields of the pickle schema as columns: question_id,
     hidden_states (L, S, D), tokens (S,), attentions (L, H, S, S) unless `attention` is "none", and
-    where they are there tokens_decoded, question, answers, score, label, group and others. Streamed
+    where they are there tokens_decoded, question, answers, score or hallucination_score, label, group and others. Streamed
     datasets are read once, row by row. -> the number of traces. UsageError for missing columns;
     InputRefusedError where a row is not of the schema: what was appended before it stays."""
     required = _REQUIRED if attention == "none" else (*_REQUIRED, "attentions")
     count = 0
-    with create(path, attention=attention) as writer:
+    names = list(COLUMN_OF.values())
+    found = [name for name in names if name in (rows.column_names or ())]
+    direction = next((d for d, name in COLUMN_OF.items() if name in found), CORRECT)
+    if len(found) > 1:
+        raise UsageError(f"found columns {' and '.join(found)}: keep one of them")
+    with create(path, attention=attention, score_direction=direction) as writer:
         for row in rows:
             missing = [name for name in required if row.get(name) is None]
             if missing:
                 raise UsageError(f"row {count}: no {', '.join(missing)}; columns are {', '.join(map(str, row))}")
-            trace = {k: v for k, v in row.items() if v is not None and k not in ("score", "label", "group")}
+            trace = {k: v for k, v in row.items() if v is not None and k not in (*names, "label", "group")}
             for name in ("hidden_states", "attentions"):
                 if name in trace:
                     trace[name] = [np.asarray(layer, "f4") for layer in trace[name]]
             trace["tokens"] = np.asarray(trace["tokens"])
-            writer.append(trace, score=row.get("score"), label=row.get("label"), group=row.get("group") or "")
+            writer.append(
+                trace, score=row.get(COLUMN_OF[direction]), label=row.get("label"), group=row.get("group") or ""
+            )
             count += 1
     return count

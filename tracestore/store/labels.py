@@ -5,6 +5,8 @@ import numpy as np
 # What a high score says of the answer.
 CORRECT, HALLUCINATION = "correct", "hallucination"
 DIRECTIONS = (CORRECT, HALLUCINATION)
+# How tracestore names a column of scores, for files that it writes.
+COLUMN_OF = {CORRECT: "score", HALLUCINATION: "hallucination_score"}
 DEFAULT_THRESHOLD = 0.5
 # The first columns of predictions.csv of a training, whose label is 1 for a hallucination.
 PREDICTION_COLUMNS = ("question_id", "sample", "trace_index", "part", "fold", "seed", "label")

@@ -1,0 +1,136 @@
+"""What a score says of an answer stays the same from file to file and command to command."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+
+import tracestore
+from tests.helpers import command, convert, make_traces, write_pickle
+from tests.train.runs import FAST, write_labelled
+from tracestore.errors import UsageError
+
+SCORES = [0.1, 0.6, 0.9, 0.5]
+CORRECT, HALLUCINATION = [1, 0, 0, 0], [0, 1, 1, 1]
+
+
+def write_csv(path, header, rows=None):
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerows([header, *(rows or ([f"q{k}", score] for k, score in enumerate(SCORES)))])
+    return path
+
+
+@pytest.fixture
+def source(tmp_path):
+    return write_pickle(tmp_path / "a.pkl", make_traces(4))
+
+
+@pytest.mark.parametrize(
+    ("column", "labels"),
+    [("score", CORRECT), ("bleurt_score", CORRECT), ("correctness", CORRECT), ("is_correct", CORRECT), ("correct", CORRECT),
+     ("hallucination_score", HALLUCINATION), ("p_hallucination", HALLUCINATION), ("hallucination", HALLUCINATION),
+     ("is_hallucination", HALLUCINATION)],
+)  # fmt: skip
+def test_names_say_the_direction(tmp_path, source, column, labels):
+    scores = write_csv(tmp_path / "scores.csv", ["question_id", column])
+    said = "1 of 4 below 0.5" if labels == CORRECT else "3 of 4 at or above 0.5"
+    done = convert(source, tmp_path / "s.zarr", "--scores", scores)
+    assert f"{said}: labelled hallucination" in done.stdout
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        assert store.scores.tolist() == SCORES, "values are stored as they were"
+        assert store.targets().tolist() == labels
+        assert [b.y.tolist() for b in tracestore.TraceLoader(store, batch_size=4, shuffle="none")] == [labels]
+        info = store.info()
+    assert info["score_direction"] == ("correct" if labels == CORRECT else "hallucination")
+    # Out and in again, by files and by joining them.
+    command("export", tmp_path / "s.zarr", tmp_path / "out", check=0)
+    convert(tmp_path / "out", tmp_path / "again.zarr")
+    convert(source, tmp_path / "bare.zarr")
+    command("score", tmp_path / "bare.zarr", "--scores", tmp_path / "out/scores.csv", check=0)
+    command("merge", tmp_path / "s.zarr", tmp_path / "merged.zarr", check=0)
+    for name in ("again", "bare", "merged"):
+        assert tracestore.open(tmp_path / f"{name}.zarr").targets().tolist() == labels, name
+
+
+@pytest.mark.parametrize("words", [["convert"], ["score"]])
+def test_what_may_mean_either_is_asked_for(tmp_path, source, words):
+    convert(source, tmp_path / "s.zarr")
+
+    def run(path, *flags):
+        into = [source, tmp_path / "t.zarr"] if words == ["convert"] else [tmp_path / "s.zarr"]
+        return command(*words, *into, "--scores", path, *flags)
+
+    for header, flags in ((["question_id", "label"], []), (["question_id", "mine"], ["--score-column", "mine"])):
+        path = write_csv(tmp_path / "x.csv", header)
+        done = run(path, *flags)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--score-direction" in done.stderr
+        assert run(path, *flags, "--score-direction", "hallucination").returncode == 0
+    path = write_csv(tmp_path / "x.csv", ["question_id", "score", "hallucination_score"], [["q0", 0.1, 0.9]])
+    done = run(path)
+    assert done.returncode == 2 and "score and hallucination_score" in done.stderr
+
+
+def test_scores_of_two_directions_do_not_mix(tmp_path, source):
+    right = write_csv(tmp_path / "r.csv", ["question_id", "score"])
+    wrong = write_csv(tmp_path / "w.csv", ["question_id", "p_hallucination"])
+    part = write_csv(tmp_path / "p.csv", ["question_id", "p_hallucination"], [["q0", 0.5]])
+    convert(source, tmp_path / "s.zarr", "--scores", right)
+    more = write_pickle(tmp_path / "b.pkl", [t | {"question_id": "b"} for t in make_traces(1)])
+    for done in (
+        command("score", tmp_path / "s.zarr", "--scores", part),
+        command("convert", more, tmp_path / "s.zarr", "--scores", wrong),
+    ):
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and "cannot be in one store" in done.stderr
+    assert tracestore.open(tmp_path / "s.zarr").targets().tolist() == CORRECT
+    done = command("score", tmp_path / "s.zarr", "--scores", wrong, check=0)
+    assert "3 of 4 at or above 0.5" in done.stdout
+    assert tracestore.open(tmp_path / "s.zarr").targets().tolist() == HALLUCINATION
+    convert(more, tmp_path / "t.zarr", "--scores", write_csv(tmp_path / "m.csv", ["question_id", "score"], [["b", 1]]))
+    done = command("merge", tmp_path / "s.zarr", tmp_path / "t.zarr", tmp_path / "m.zarr")
+    assert done.returncode == 2 and "high for different things" in done.stderr
+
+
+def test_what_tracestore_writes_can_be_joined(tmp_path):
+    """predictions.csv of a training, and the scores of a checkpoint."""
+    store = write_labelled(tmp_path / "s.zarr")
+    run = ["--store", store, "--output-dir", tmp_path / "r", *FAST, "--epochs", 1, "--no-run-gnn-det", "--no-run-gvae"]
+    command("train", *run, check=0)
+    predictions = tmp_path / "r/predictions.csv"
+    expected = {r["question_id"]: float(r["label"]) for r in csv.DictReader(predictions.open())}
+    command(
+        "predict",
+        "--checkpoint",
+        tmp_path / "r/lstm_solo/best.pt",
+        "--store",
+        store,
+        "--output",
+        tmp_path / "p.csv",
+        check=0,
+    )
+    scored = {r["question_id"]: float(r["hallucination_score"]) for r in csv.DictReader((tmp_path / "p.csv").open())}
+    traces = [t | {"question_id": q} for t, q in zip(make_traces(len(scored)), scored, strict=True)]
+    with tracestore.create(tmp_path / "bare.zarr") as writer:
+        for trace in traces:
+            writer.append(trace)
+    command("score", tmp_path / "bare.zarr", "--scores", predictions, check=0)
+    with tracestore.open(tmp_path / "bare.zarr") as bare:
+        targets = dict(zip(bare.question_ids, bare.targets(), strict=True))
+        assert {q: targets[q] for q in expected} == expected
+    command("score", tmp_path / "bare.zarr", "--scores", tmp_path / "p.csv", check=0)
+    with tracestore.open(tmp_path / "bare.zarr") as bare:
+        assert bare.targets().tolist() == [float(scored[q] >= 0.5) for q in bare.question_ids]
+
+
+def test_programs_say_it_too(tmp_path):
+    with tracestore.create(tmp_path / "s.zarr", score_direction="hallucination") as writer:
+        for trace, score in zip(make_traces(4), SCORES, strict=True):
+            writer.append(trace, score=score)
+    assert tracestore.open(tmp_path / "s.zarr").targets().tolist() == HALLUCINATION
+    with pytest.raises(UsageError, match="expected one of"):
+        tracestore.create(tmp_path / "t.zarr", score_direction="up")
+    assert np.isnan(tracestore.open(tmp_path / "s.zarr").labels).all()
+    assert (
+        json.loads(command("info", tmp_path / "s.zarr", "--json", check=0).stdout)["score_direction"] == "hallucination"
+    )
