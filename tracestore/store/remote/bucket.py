@@ -22,6 +22,12 @@ SCHEMES = ("s3", "gs", "http", "https")
 TIMEOUT_S = 30.0
 # Without progress for so long, whoever waits gets the error.
 PATIENCE_S = 120.0
+# Slower than this for so long as it is waited for is no progress: a server may send a byte now and then.
+_LEAST_BYTES_PER_S = 1024
+# Of an object that is read as a whole, and of a page that lists a folder.
+_MAX_SMALL_BYTES = 64 << 20
+# No store has so many objects.
+_MAX_NAMES = 4_000_000
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _CHUNK_BYTES = 1 << 20
 _ATTEMPTS_TO_GO_ON = 2
@@ -84,7 +90,8 @@ class Bucket:
         self.fence: Callable[[], None] = lambda: None
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
         options: dict[str, Any] = {
-            "timeout": "1h",
+            # Of one request; what is larger goes on where it was cut.
+            "timeout": timedelta(seconds=max(self.patience_s, timeout_s)),
             "read_timeout": timedelta(seconds=timeout_s),
             "connect_timeout": timedelta(seconds=min(10.0, timeout_s)),
         }
@@ -105,9 +112,9 @@ class Bucket:
         """Whether this process was forked since: the threads that talk to the server did not come along."""
         return _talking is not None and _talking != os.getpid()
 
-    def again(self, what: str, call: Callable[[], T], progress: Callable[[], Any] = lambda: None) -> T:
-        """The call, repeated until it succeeds or has failed for patience_s while `progress`
-        stayed what it was."""
+    def again(self, what: str, call: Callable[[], T], progress: Callable[[], int] = lambda: 0) -> T:
+        """The call, repeated until it succeeds or has failed for patience_s while `progress`, a number
+        of bytes, grew by less than _LEAST_BYTES_PER_S."""
         if self.is_of_parent:
             raise UsageError(
                 f"{self.address}: this process was forked from one that talks to a server: open the store "
@@ -131,7 +138,7 @@ class Bucket:
             except (errors.BaseError, _CutError) as error:
                 self._raise_lasting(what, error)
                 now = progress()
-                if now != before:
+                if now - before > _LEAST_BYTES_PER_S * (time.monotonic() - since):
                     since, before, pause = time.monotonic(), now, _FIRST_PAUSE_S
                 if time.monotonic() - since > self.patience_s:
                     raise RemoteError(
@@ -159,9 +166,17 @@ class Bucket:
 
     # Reading
 
-    def read(self, path: str) -> bytes:
-        """All bytes of an object."""
-        return self.again(path, lambda: bytes(self._obstore.get(self._store, path).bytes()))
+    def read(self, path: str, max_bytes: int = _MAX_SMALL_BYTES) -> bytes:
+        """All bytes of an object. StoreDamagedError where it has more than max_bytes."""
+
+        def whole() -> bytes:
+            found = self._obstore.get(self._store, path)
+            size = int(found.meta["size"])
+            if size > max_bytes:
+                raise StoreDamagedError(f"{path}: {size} bytes at {self.address}, expected at most {max_bytes}")
+            return bytes(found.bytes())
+
+        return self.again(path, whole)
 
     def stream(self, path: str, size: int, take: Callable[[Any, int], None]) -> int:
         """Has `take` have each piece of an object of `size` bytes and the offset of that, in their
@@ -218,6 +233,13 @@ class Bucket:
             return []
         return sorted({m.rstrip("/") for m in re.findall(r'href="(?:\./)?([^"/?#:]+/?)"', page)})
 
+    def file_names(self, folder: str) -> list[str]:
+        """Names of the objects right in a folder that has no folders, in order; as `names`, but a list
+        without an end is a RemoteError."""
+        if not self.can_list:
+            return self.names(folder)
+        return sorted(path.rsplit("/", 1)[-1] for path in self.walk(folder) if path.count("/") == folder.count("/") + 1)
+
     def _list(self, folder: str) -> Iterator[str]:
         result = self._obstore.list_with_delimiter(self._store, folder)
         for found in result["objects"]:
@@ -227,9 +249,22 @@ class Bucket:
 
     def walk(self, folder: str) -> list[str]:
         """Paths of all objects below a folder, in order."""
-        return self.again(
-            folder, lambda: sorted(o["path"] for found in self._obstore.list(self._store, folder) for o in found)
-        )
+        began = time.monotonic()
+
+        def listed() -> list[str]:
+            paths: list[str] = []
+            for found in self._obstore.list(self._store, folder):
+                paths += (str(o["path"]) for o in found)
+                # 1,000 names a request: a list that goes on for so long has no end.
+                is_slow = time.monotonic() - began > self.patience_s * (1 + len(paths) / 10_000)
+                if len(paths) > _MAX_NAMES or is_slow:
+                    raise RemoteError(f"{self.address}/{folder}: a list of more than {len(paths):,} objects")
+            return sorted(paths)
+
+        try:
+            return self.again(folder, listed)
+        except FileNotFoundError:
+            return []
 
     # Writing
 

@@ -167,16 +167,16 @@ class _NoPin:
 
 def generations_of(bucket: Bucket) -> list[int]:
     """The generations that have a manifest, newest first."""
-    names = [n for n in bucket.names("manifest") if paths.is_generation(n)]
+    names = [n for n in bucket.file_names("manifest") if paths.is_generation(n)]
     if not names and not bucket.can_list:
         with contextlib.suppress(FileNotFoundError):
-            newest = bucket.read("manifest/newest").decode("ascii", "replace").strip()
+            newest = bucket.read("manifest/newest", 64).decode("ascii", "replace").strip()
             names = [newest] if paths.is_generation(newest) else []
     return sorted(map(int, names), reverse=True)
 
 
 def _open_generation(bucket: Bucket, files: RemoteFiles, number: int) -> Generation:
-    manifest = mf.parse_manifest(bucket.read(paths.manifest(number)), number)
+    manifest = mf.parse_manifest(bucket.read(paths.manifest(number), mf.MAX_MANIFEST_BYTES), number)
     files.fetch(manifest.small_files())
     index = StoreIndex(files, manifest)
     columns = join_columns([read_columns(files, ref) for ref in manifest.columns])

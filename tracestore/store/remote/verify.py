@@ -83,7 +83,7 @@ def _verify(bucket: Bucket, numbers: list[int], quick: bool, progress: Callable[
     for number in numbers:
         name = paths.manifest(number)
         try:
-            good.append(mf.parse_manifest(bucket.read(name), number))
+            good.append(mf.parse_manifest(bucket.read(name, mf.MAX_MANIFEST_BYTES), number))
             report.num_files += 1
         except (FileNotFoundError, StoreDamagedError) as error:
             report.damaged[name] = str(error).split(": ", 1)[-1] if isinstance(error, StoreDamagedError) else "missing"

@@ -205,15 +205,19 @@ class RemoteDestination:
     def _clear(self) -> None:
         # The manifests go first: what is left after a stop is no store.
         for folder in ("manifest", "index", "columns", "segments"):
-            self._bucket.delete(self._bucket.walk(folder))
+            self._delete_own(folder)
         self._bucket.delete(["zarr.json"])
+
+    def _delete_own(self, folder: str) -> None:
+        """Removes what lies in a folder of the store and has a name of the format."""
+        self._bucket.delete([p for p in self._bucket.walk(folder) if paths.is_own(p, is_folder=False)])
 
     def _fetch_newest(self) -> None:
         numbers = generations_of(self._bucket)
         kept = -1
         if numbers:
             try:
-                data = self._bucket.read(paths.manifest(numbers[0]))
+                data = self._bucket.read(paths.manifest(numbers[0]), mf.MAX_MANIFEST_BYTES)
                 manifest = mf.parse_manifest(data, numbers[0])
             except (StoreDamagedError, FileNotFoundError) as error:
                 raise StoreDamagedError(f"{self.address}: {error}") from None
@@ -231,10 +235,10 @@ class RemoteDestination:
         # Of a writer that was stopped before its manifest.
         for name in self._bucket.names("segments"):
             if not name.isdigit() or int(name) > kept:
-                self._bucket.delete(self._bucket.walk(f"segments/{name}"))
+                self._delete_own(f"segments/{name}")
 
     def _fetch(self, entry: FileEntry) -> None:
-        data = self._bucket.read(entry.path)
+        data = self._bucket.read(entry.path, entry.size)
         if len(data) != entry.size or crc32c(data) != entry.crc32c:
             raise StoreDamagedError(f"{self.address}/{entry.path}: not what was committed")
         (self.folder / entry.path).parent.mkdir(parents=True, exist_ok=True)  # others make it, too
@@ -288,7 +292,7 @@ class RemoteDestination:
             for folder in self._bucket.names(name):
                 is_ours = folder.isdigit() and int(folder) <= manifest.generation
                 if is_ours and f"{name}/{folder}" not in named:
-                    self._bucket.delete(self._bucket.walk(f"{name}/{folder}"))
+                    self._delete_own(f"{name}/{folder}")
 
     def close(self) -> None:
         """Lets go of the store, and of the folder here."""

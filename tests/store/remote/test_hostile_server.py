@@ -1,0 +1,175 @@
+"""Servers that lie: nothing outside the cache, bounded time and memory, one line."""
+
+import os
+import resource
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+
+import tracestore
+from tests.helpers import command, make_traces, write_pickle
+from tests.hostile.stores import Store
+from tests.store.remote.test_reading import upload
+from tracestore.store.container import pack_arrays
+from tracestore.store.ragged import encode_strings
+
+
+@pytest.fixture
+def local(tmp_path):
+    """A store of one generation."""
+    path = tmp_path / "local.zarr"
+    with tracestore.create(path) as writer:
+        for trace in make_traces(4, layers=2):
+            writer.append(trace)
+    return path
+
+
+class Server:
+    """Serves a folder as a web server does; `answer(handler, data)` sends what is asked for."""
+
+    def __init__(self, root, answer):
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *_):
+                pass
+
+            def do_GET(self):
+                path = root / self.path.lstrip("/").split("/", 1)[-1]
+                if path.is_dir():
+                    names = "".join(f'<a href="{name}">' for name in sorted(os.listdir(path)))
+                    data = names.encode()
+                elif path.is_file():
+                    data = path.read_bytes()
+                else:
+                    self.send_error(404)
+                    return
+                try:
+                    answer(self, data)
+                except OSError:
+                    self.close_connection = True
+
+            def do_HEAD(self):
+                self.send_response(200 if (root / self.path.lstrip("/").split("/", 1)[-1]).is_file() else 404)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/store.zarr"
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def close(self):
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def serve(local, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACESTORE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TRACESTORE_REMOTE_TIMEOUT", "0.5")
+    monkeypatch.setenv("TRACESTORE_REMOTE_PATIENCE", "1.5")
+    servers = []
+
+    def start(answer):
+        servers.append(Server(local, answer))
+        return servers[-1].url
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def whole(handler, data, length=None):
+    handler.send_response(200)
+    handler.send_header("Content-Length", str(len(data) if length is None else length))
+    handler.end_headers()
+    handler.wfile.write(data)
+
+
+def test_the_server_of_these_tests_serves(serve):
+    assert "4" in command("info", serve(whole), check=0).stdout
+
+
+@pytest.mark.parametrize("part", ["manifest", "part", "everything"])
+def test_a_drip_ends(serve, part):
+    """A byte now and then is no progress, wherever it drips."""
+
+    def answer(handler, data):
+        if part != "everything" and f"/{part}" not in handler.path:
+            return whole(handler, data)
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(len(data)))
+        handler.end_headers()
+        for k in range(len(data)):
+            handler.wfile.write(data[k : k + 1])
+            handler.wfile.flush()
+            time.sleep(0.2)
+        return None
+
+    began = time.monotonic()
+    done = command("info", serve(answer))
+    assert done.returncode in (1, 2) and done.stderr.count("\n") == 1
+    assert time.monotonic() - began < 20
+
+
+def test_a_manifest_without_an_end(serve):
+    def answer(handler, data):
+        if "/manifest/0" not in handler.path:
+            return whole(handler, data)
+        whole(handler, b"", 1 << 40)
+        while True:
+            handler.wfile.write(bytes(1 << 16))
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    done = command("info", serve(answer))
+    assert done.returncode == 3 and "expected at most" in done.stderr and done.stderr.count("\n") == 1
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
+
+
+def test_a_page_with_other_names(serve):
+    """A listing names what it likes: only names of manifests are asked for."""
+
+    def answer(handler, data):
+        if handler.path.rstrip("/").endswith("manifest"):
+            data = b'<a href="../../../etc/passwd"><a href="/etc/passwd"><a href="x"><a href="00000000001">' + data
+        whole(handler, data)
+
+    assert command("info", serve(answer)).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["/tmp/evil.pth", "../../../evil.pth", "segments/00000000/../../../evil.pth"])
+def test_names_of_a_server_lead_nowhere(local, remote, tmp_path, name):
+    """Row 1: a converter fetches what the manifest names."""
+    target = tmp_path / "evil.pth"
+    name = str(target) if name.startswith("/") else name
+    store = Store(local)
+    store.manifest["columns"][0]["files"][0]["path"] = name
+    store.seal()
+    upload(local, remote)
+    source = write_pickle(tmp_path / "a.pkl", make_traces(1))
+    for words in (
+        ["convert", source, remote],
+        ["info", remote],
+        ["verify", remote],
+        ["score", remote, "--scores", source],
+    ):
+        done = command(*words)
+        assert done.returncode in (2, 3) and not target.exists(), words
+    assert not list(tmp_path.rglob("evil*"))
+
+
+def test_files_of_the_index_lead_nowhere(local, remote, tmp_path):
+    store = Store(local)
+    arrays = store.part(0)
+    names = [str(tmp_path / "evil.pth")] * len(arrays["file_size"])
+    arrays["file_path"], arrays["file_path_offsets"] = encode_strings(names)
+    store.set_part(0, pack_arrays(arrays))
+    store.seal()
+    upload(local, remote)
+    with tracestore.open(remote) as opened, pytest.raises(tracestore.errors.StoreDamagedError, match="not the name"):
+        np.asarray(opened[0].hidden_states)
+    assert not list(tmp_path.rglob("evil*"))
