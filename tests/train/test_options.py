@@ -1,7 +1,10 @@
 """Accumulation, recomputed activations, precision, TensorBoard."""
 
 import csv
+import os
+import resource
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -141,3 +144,44 @@ def test_tensorboard_without_its_package(train, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(UsageError, match=r"tracestore\[tensorboard\]"):
         train("lstm_solo", "r", tensorboard=True)
+
+
+def test_checkpoints_of_strangers(labelled, tmp_path):
+    """Sizes that no detector has, compression, FIFOs and tensors that claim more than they hold: one line, at once."""
+    command(
+        "train", "--store", labelled, "--output-dir", tmp_path / "r", *FAST, *ONLY["lstm_solo"], "--epochs", 1, check=0
+    )
+    best = tmp_path / "r/lstm_solo/best.pt"
+    saved = torch.load(best, weights_only=True)
+    bad = {}
+    for name, value in (
+        ("lstm_hidden", 1 << 40),
+        ("num_lstm_layers", 10**9),
+        ("num_layers", 10**12),
+        ("hidden_dim", -1),
+    ):
+        bad[name] = {**saved, "model_config": {**saved["model_config"], name: value}}
+    weight = next(iter(saved["model"]))
+    huge = torch.zeros(1).expand(1 << 40)
+    bad["a tensor without its values"] = {**saved, "model": {**saved["model"], weight: huge}}
+    paths = []
+    for k, value in enumerate(bad.values()):
+        paths.append(tmp_path / f"{k}.pt")
+        torch.save(value, paths[-1])
+    paths.append(tmp_path / "bomb.pt")
+    with zipfile.ZipFile(best) as archive, zipfile.ZipFile(paths[-1], "w", zipfile.ZIP_DEFLATED) as bomb:
+        for entry in archive.infolist():
+            bomb.writestr(entry.filename, bytes(1 << 26) if "/data/" in entry.filename else archive.read(entry))
+    paths.append(tmp_path / "fifo.pt")
+    os.mkfifo(paths[-1])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for path in paths:
+        done = command("predict", "--checkpoint", path, "--store", labelled, "--output", tmp_path / "p.csv")
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, (path, done.stderr)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
+    for path in (tmp_path / "r/results.json", tmp_path / "r/split.json"):
+        path.unlink()
+        os.mkfifo(path)
+    command("compare", tmp_path / "r", tmp_path, check=2)
+    again = ["--store", labelled, "--output-dir", tmp_path / "r", *FAST, *ONLY["lstm_solo"], "--epochs", 2, "--resume"]
+    assert "not a regular file" in command("train", *again, check=2).stderr

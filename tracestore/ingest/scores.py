@@ -1,12 +1,14 @@
 """Scores files: CSV with question_id and a score."""
 
 import csv
+import io
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tracestore.errors import InputRefusedError, UsageError
+from tracestore.store.fsio import open_regular
 from tracestore.store.labels import CORRECT, HALLUCINATION, PREDICTION_COLUMNS
 
 if TYPE_CHECKING:
@@ -65,7 +67,7 @@ def read_scores(
     if not path.is_file():
         raise UsageError(f"{path}: not a file of scores")
     try:
-        with path.open(newline="", encoding="utf-8-sig", errors="surrogatepass") as file:
+        with io.TextIOWrapper(open_regular(path), "utf-8-sig", "surrogatepass", newline="") as file:
             rows = csv.reader(file, strict=True)
             header = [h.strip() for h in next(rows, [])]
             return _parse(path, rows, header, column, group_column, direction)

@@ -1,7 +1,7 @@
 """What tracestore train left in a folder, as far as a page shows it."""
 
 import csv
-import json
+import io
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import UsageError, printable
+from tracestore.store.fsio import open_regular, read_json
 from tracestore.store.reader import TraceStore
 
 # The logistic probe's column of predictions.csv; in results.json it stands beside the models.
@@ -37,7 +38,7 @@ class Results:
         results = cls()
         path = folder / "results.json"
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
+            document = read_json(path)
             models = dict(document["models"])
             if document.get("probe"):
                 models[PROBE] = document["probe"]
@@ -54,7 +55,7 @@ class Results:
         path = folder / "predictions.csv"
         if path.exists():
             try:
-                with path.open(newline="", encoding="utf-8") as file:
+                with io.TextIOWrapper(open_regular(path), encoding="utf-8", newline="") as file:
                     results._read_predictions(csv.DictReader(file, strict=True), store)
             except OSError as error:
                 raise UsageError(f"{path}: {error.strerror}") from None

@@ -5,10 +5,11 @@ import fcntl
 import io
 import json
 import os
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -100,12 +101,28 @@ def save_checkpoint(path: Path, value: dict[str, Any]) -> None:
     _replace(path, buffer.getbuffer())
 
 
+def _require_uncompressed(file: BinaryIO) -> None:
+    """ValueError unless the file is an archive as torch.save writes it: what is compressed may be of any size."""
+    size = os.fstat(file.fileno()).st_size
+    with zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+    stored = sum(entry.file_size for entry in entries)
+    if stored > size or any(e.compress_type != zipfile.ZIP_STORED or e.compress_size != e.file_size for e in entries):
+        raise ValueError("compressed")
+    file.seek(0)
+
+
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """UsageError where the file is not a checkpoint; what ran out of memory is raised as it is."""
+    """UsageError where the file is not a checkpoint; what ran out of memory is raised as it is. Loading
+    takes no more memory than the file has bytes."""
     try:
-        value = torch.load(path, map_location="cpu", weights_only=True)
+        with fsio.open_regular(path) as file:
+            _require_uncompressed(file)
+            value = torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UsageError(f"{path}: no such checkpoint") from None
+    except UsageError:
+        raise
     except Exception as error:
         if is_out_of_memory(error):
             raise

@@ -1,11 +1,11 @@
 """The detectors of several trainings, tested against each other."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tracestore.errors import UsageError
+from tracestore.store.fsio import read_json
 from tracestore.train.compare import compare
 from tracestore.train.evaluate import RunScores, evaluate_runs
 
@@ -19,6 +19,15 @@ def compare_runs(folders: Sequence[Path]) -> dict[str, dict[str, Any]]:
     UsageError where a folder holds no finished run or the runs cannot be compared.
     """
     loaded = {str(folder): _load_results(folder) for folder in folders}
+    try:
+        return _compare(folders, loaded)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise UsageError(
+            f"results.json: not the results of a run of tracestore train: {type(error).__name__}"
+        ) from None
+
+
+def _compare(folders: Sequence[Path], loaded: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     by_folder = {folder: _entries(results) for folder, results in loaded.items()}
     first = by_folder[str(folders[0])]
     names = [name for name in first if all(name in of for of in by_folder.values())]
@@ -49,7 +58,7 @@ def _load_results(folder: Path) -> dict[str, Any]:
     """Read results.json. UsageError where it is not that of a finished run."""
     path = folder / "results.json"
     try:
-        results = json.loads(path.read_text(encoding="utf-8"))
+        results = read_json(path)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
     except ValueError:

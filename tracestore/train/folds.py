@@ -1,6 +1,5 @@
 """Cross-validation: which runs there are, where each lies, and their figures together."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import UsageError
+from tracestore.store.fsio import read_json
 from tracestore.store.reader import TraceStore
 from tracestore.train.checkpoint import CHECKPOINTS
 from tracestore.train.evaluate import RunScores, evaluate_runs
@@ -76,10 +76,12 @@ def read_splits(path: Path, store: TraceStore, targets: np.ndarray, num_folds: i
     """The split, or folds, of an earlier run. UsageError where the file is no such thing or
     holds another number of folds."""
     try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
+        saved = read_json(path)
         folds = [saved] if num_folds is None else list(saved)
         if not all(set(fold) == set(PARTS) and all(map(_are_texts, fold.values())) for fold in folds):
             raise ValueError
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
     except (ValueError, TypeError, AttributeError):
         what = "split" if num_folds is None else "folds"
         raise UsageError(f"{path}: not the {what} of an earlier run") from None

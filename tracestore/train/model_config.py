@@ -14,6 +14,18 @@ FUSED_DEVICES = ("cpu", "cuda") if importlib.util.find_spec("triton") else ("cpu
 VIEWS = {"lstm_solo": "sequence", "gnn_det_lstm": "graph", "gvae_lstm": "graph"}
 
 
+# The largest sizes of a detector: a checkpoint from elsewhere may say any.
+_MOST = {
+    "num_layers": 4096,
+    "hidden_dim": 1 << 20,
+    "gnn_hidden": 1 << 16,
+    "latent_dim": 1 << 16,
+    "lstm_hidden": 1 << 16,
+    "num_lstm_layers": 64,
+    "num_heads": 4096,
+}
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Sizes of a detector; the names are tracestore train's flags. num_layers and
@@ -35,6 +47,10 @@ class ModelConfig:
     layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        for name, most in _MOST.items():
+            value = getattr(self, name)
+            if type(value) is not int or not 0 < value <= most:
+                raise UsageError(f"found {name} {value!r:.40}, expected 1 to {most:,}")
         layers = self.layers
         if layers is not None and (not layers or list(layers) != [k for k in range(self.num_layers) if k in layers]):
             raise UsageError(
