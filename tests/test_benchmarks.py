@@ -1,6 +1,8 @@
 """The benchmarks are found by asv, have units, and measure anonymous memory. They run in `make asv`."""
 
+import ast
 import importlib
+import importlib.util
 import inspect
 import json
 import subprocess
@@ -42,6 +44,17 @@ def test_peak_counts_touched_memory_of_children(benchmarks):
         peak = Peak(process.pid)
         process.communicate("\n")
         assert 64 << 20 <= peak.stop() < 128 << 20
+
+
+def test_what_the_benchmarks_import_is_there():
+    """Also within functions, which only a run would reach."""
+    for path in BENCH.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tracestore"):
+                module = importlib.import_module(node.module)
+                for alias in node.names:
+                    where = f"{path.name}: from {node.module} import {alias.name}"
+                    assert hasattr(module, alias.name) or importlib.util.find_spec(f"{node.module}.{alias.name}"), where
 
 
 def test_asv_leaves_everything_in_build():

@@ -48,11 +48,11 @@ class Conversion(Fixtures):
 
 
 def main(what, source, store=None):
-    from tracestore.convert import main as convert_main
+    from tracestore.cli import main as command
 
     wait_for_start()
     if what == "convert":
-        raise SystemExit(convert_main([source, store, "--workers", "1", "--overwrite"]))
+        raise SystemExit(command(["convert", source, store, "--workers", "1", "--overwrite"]))
     for path in Path(source).iterdir():
         with open_source(path, "rb") as file:
             traces = pickle.load(file)  # of common.Fixtures
