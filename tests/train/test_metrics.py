@@ -224,3 +224,25 @@ def test_temperature_makes_up_for_confidence():
     assert sum(b["count"] for b in calibration["reliability"]) == 4000
     # Labels that are told apart without an error: the most confident temperature, and no warning.
     assert metrics.fit_temperature(np.array([0, 1]), np.array([-800.0, 800.0])) > 0
+
+
+@pytest.mark.parametrize(
+    ("right", "hallucinated", "is_enough"), [(1, 1, False), (4, 50, False), (50, 4, False), (5, 5, True)]
+)
+def test_too_few_questions_give_no_interval_and_no_test(right, hallucinated, is_enough):
+    """Two traces in the right order had AUROC 1.000 (1.000 to 1.000) and p < 0.001."""
+    y = np.repeat([0, 1], [right, hallucinated])
+    n = len(y)
+    names = np.array([f"q{k}" for k in range(n)], dtype=object)
+    runs = [RunScores(0, np.arange(n), names, names, y, logit, 0.0, 1.0) for logit in (y + 0.0, 1.0 - y)]
+    test = evaluate_runs(runs[:1], 0)["test"]
+    (pair,) = compare({"a": runs[:1], "b": runs[1:]}, 0)
+    assert test["auroc"] == 1 and pair["difference"] == 1
+    assert (test["auroc_interval"] is not None) == (test["auprc_interval"] is not None) == is_enough
+    assert (pair["p"] is not None) == (pair["interval"] is not None) == (pair["p_holm"] is not None) == is_enough
+    if not is_enough:
+        assert f"{hallucinated} hallucinated and {right} right" in test["too_few"] == pair["too_few"]
+    # Several answers to one question are one question.
+    if is_enough:
+        runs = [RunScores(0, np.arange(n), np.where(names == "q1", "q0", names), names, y, y + 0.0, 0.0, 1.0)]
+        assert evaluate_runs(runs, 0)["test"]["auroc_interval"] is None

@@ -245,3 +245,19 @@ def test_the_probe_leaves_out_a_layer_that_is_not_finite(holed, tmp_path, monkey
     monkeypatch.setattr(probe, "_FEATURE_BYTES", 1)
     again = train(path, tmp_path / "again", sizes=SMALL | {"layers": (0, 2)}, with_probe=True)["probe"]
     assert again["val_auroc_by_layer"][::2] == values[::2] and again["test"] == results["probe"]["test"]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_seeds": 2}, {"num_folds": 2}])
+def test_an_earlier_run_is_kept(labelled, tmp_path, options):
+    """Also one that was stopped at its beginning, whose checkpoint is all there is."""
+    train(labelled, tmp_path, **options)
+    before = files(tmp_path)
+    with pytest.raises(UsageError, match="continue it with --resume, or replace it with --overwrite"):
+        train(labelled, tmp_path, overwrite=False, **options)
+    assert files(tmp_path) == before
+    for path in tmp_path.iterdir():
+        if path.is_file():
+            path.unlink()
+    with pytest.raises(UsageError, match="earlier run"):
+        train(labelled, tmp_path, overwrite=False)
+    train(labelled, tmp_path / "new", overwrite=False)

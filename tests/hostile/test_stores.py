@@ -1,0 +1,19 @@
+"""Hostile stores, every operation on each; `make hostile-stores` has them in their full number."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers import ROOT
+
+pytestmark = pytest.mark.long
+
+
+def test_every_operation_on_hostile_stores(tmp_path):
+    pytest.importorskip("torch")
+    words = [sys.executable, "-m", "tests.hostile.store_campaign", tmp_path, "0", "90"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "", done.stdout
