@@ -27,6 +27,7 @@ from tracestore.extract.questions import (
     token_f1,
 )
 from tracestore.ingest.families import read_traces
+from tracestore.store.files import LocalFiles
 from tracestore.store.manifest import generations
 
 
@@ -210,13 +211,13 @@ def test_killed_and_resumed_store_is_the_same(tiny_model, tmp_path):
     for _ in range(kills):
         with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
             # Loading libraries takes longest: from the first new trace on.
-            while process.poll() is None and generations(store)[:1] <= [there]:
+            while process.poll() is None and generations(LocalFiles(store))[:1] <= [there]:
                 time.sleep(0.01)
             time.sleep(rng.uniform(0, 0.3))
             process.kill()
             assert process.wait() in (0, -signal.SIGKILL), process.stderr.read()
         command("verify", store, check=0)
-        there = generations(store)[0]
+        there = generations(LocalFiles(store))[0]
     extract(tiny_model, questions, store)
     with tracestore.open(tmp_path / "whole.zarr") as whole, tracestore.open(store) as killed:
         assert len(whole) == count and read_all(whole) == read_all(killed)

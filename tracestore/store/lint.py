@@ -34,7 +34,6 @@ KINDS: dict[str, tuple[str, str]] = {
         "warning",
         "if the model is a decoder, check that its mask was on; the store keeps such traces square",
     ),
-    "edge_outside": ("error", "convert the source again: an edge names a token that the trace does not have"),
     "empty_answer": ("warning", "look at the generation, or leave the trace out"),
     "missing_score": (
         "warning",
@@ -143,9 +142,6 @@ class _Linter:
         self.count(trace, "edge weights", wide)
         self.weights(trace, wide)
         source, target = packed.edge_index[:, 0], packed.edge_index[:, 1]
-        outside = int(((packed.edge_index < 0) | (packed.edge_index >= trace.num_tokens)).any(axis=1).sum())
-        if outside:
-            self.report.add("edge_outside", trace, f"{outside:,} edges to tokens outside 0 .. {trace.num_tokens - 1}")
         later = int((source > target).sum())
         if later:
             self.report.add("not_causal", trace, f"{later:,} edges from tokens that come later")
