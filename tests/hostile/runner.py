@@ -13,6 +13,7 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 # A stop far beyond the bounds that the tests assert.
@@ -73,29 +74,20 @@ def _digest(store: Path) -> str:
     return digest.hexdigest()
 
 
-def _peak_bytes() -> int:
+def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
-def _child(action, path: Path, store: str, out: int) -> None:  # type: ignore[no-untyped-def]
-    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_LIMIT_S, _CPU_LIMIT_S + 5))
-    resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_LIMIT_BYTES, _MEMORY_LIMIT_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    before_bytes, before_s = _peak_bytes(), time.process_time()
-    result = action(path, store)
-    result |= {"seconds": time.process_time() - before_s, "bytes": _peak_bytes() - before_bytes}
-    os.write(out, json.dumps(result).encode())
-
-
-def run_one(action, path: Path, store: str) -> dict[str, object]:  # type: ignore[no-untyped-def]
-    """How reading `path` in a fork ended."""
+def in_fork(work: Callable[[], dict[str, object]]) -> dict[str, object] | str:
+    """What `work` returns in a fork of this process, or how that died."""
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(read_end)
         status = 1
         try:
-            _child(action, path, store, write_end)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            os.write(write_end, json.dumps(work()).encode())
             status = 0
         finally:
             os._exit(status)
@@ -104,9 +96,22 @@ def run_one(action, path: Path, store: str) -> dict[str, object]:  # type: ignor
         data = pipe.read()
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status) or not data:
-        death = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else f"status {status}"
-        return {"ended": f"death: {death}", "text": "", "seconds": 0.0, "bytes": 0}
+        return "death: " + (signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else f"status {status}")
     return json.loads(data)  # type: ignore[no-any-return]
+
+
+def _child(action, path: Path, store: str) -> dict[str, object]:  # type: ignore[no-untyped-def]
+    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_LIMIT_S, _CPU_LIMIT_S + 5))
+    resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_LIMIT_BYTES, _MEMORY_LIMIT_BYTES))
+    before_bytes, before_s = peak_bytes(), time.process_time()
+    result = action(path, store)
+    return result | {"seconds": time.process_time() - before_s, "bytes": peak_bytes() - before_bytes}
+
+
+def run_one(action, path: Path, store: str) -> dict[str, object]:  # type: ignore[no-untyped-def]
+    """How reading `path` in a fork ended."""
+    found = in_fork(lambda: _child(action, path, store))
+    return {"ended": found, "text": "", "seconds": 0.0, "bytes": 0} if isinstance(found, str) else found
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ import hashlib
 import io
 import json
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -18,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.hostile.runner import in_fork, peak_bytes
 from tests.hostile.stores import honest_stores, hostile_store
 
 MAX_SECONDS = 5.0
@@ -124,36 +124,25 @@ WRITERS = ("verify --repair", "score", "convert", "convert --overwrite")
 ALLOWED = {0, 2, 3}
 
 
-def forked(action: Callable[[], tuple[int, str]], limit_bytes: int) -> dict[str, object]:
-    """How an action ended in a fork of this process; at most MAX_SECONDS and a little are waited for."""
-    read_end, write_end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(read_end)
+def forked(action: Callable[[], tuple[int, str]]) -> dict[str, object]:
+    """How an action ended in a fork of this process; MAX_SECONDS and a little are waited for."""
+
+    def work() -> dict[str, object]:
+        signal.alarm(int(MAX_SECONDS) + 5)
+        before, began = peak_bytes(), time.monotonic()
         try:
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            signal.alarm(int(MAX_SECONDS) + 5)
-            before, began = _peak(), time.monotonic()
-            try:
-                code, text = action()
-            except BaseException as error:
-                code, text = -1, f"{type(error).__name__}: {error}"
-            result = {"code": code, "text": text, "seconds": time.monotonic() - began, "bytes": _peak() - before}
-            os.write(write_end, json.dumps(result).encode()[:60_000])
-        finally:
-            os._exit(0)
-    os.close(write_end)
-    with open(read_end, "rb") as pipe:
-        data = pipe.read()
-    _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status) or not data:
-        name = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else f"status {status}"
-        return {"code": None, "text": f"death: {name}", "seconds": 0.0, "bytes": 0}
-    return json.loads(data)  # type: ignore[no-any-return]
+            code, text = action()
+        except BaseException as error:
+            code, text = -1, f"{type(error).__name__}: {error}"
+        return {
+            "code": code,
+            "text": text[:10_000],
+            "seconds": time.monotonic() - began,
+            "bytes": peak_bytes() - before,
+        }
 
-
-def _peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    found = in_fork(work)
+    return {"code": None, "text": found, "seconds": 0.0, "bytes": 0} if isinstance(found, str) else found
 
 
 def _digest(folder: Path) -> str:
@@ -203,7 +192,7 @@ def campaign(folder: Path, first: int, count: int) -> tuple[list[dict[str, objec
         for name, action in actions.items():
             path, out = fresh()
             shutil.copytree(store, path)
-            result = forked(lambda a=action, p=path, o=out: a(p, o), 0)  # type: ignore[misc]
+            result = forked(lambda a=action, p=path, o=out: a(p, o))  # type: ignore[misc]
             usual[store.name, name] = int(result["bytes"])  # type: ignore[call-overload]
             # What does not fit a kind of store: graphs without attention, a pickle in a store of edges.
             assert result["code"] in (0, 1, 2, 3), (store.name, name, result)
@@ -217,7 +206,7 @@ def campaign(folder: Path, first: int, count: int) -> tuple[list[dict[str, objec
         codes: dict[str, object] = {}
         for name, action in actions.items():
             expected = usual[honest[seed % len(honest)].name, name]
-            result = forked(lambda a=action: a(path, out), expected)  # type: ignore[misc]
+            result = forked(lambda a=action: a(path, out))  # type: ignore[misc]
             endings[f"{name}: {result['code']}"] += 1
             codes[name] = result["code"]
             fault = fault_of(name, result, expected)
