@@ -9,6 +9,11 @@ from tracestore.store import fsio
 from tracestore.store.ownership import REPLACEMENT, Kind, examine, remove_contents
 
 
+def folder_beside(store: Path) -> Path:
+    """Return where a store that is to replace another one is written."""
+    return store.parent / f"{fsio.TEMPORARY_PREFIX}{store.name}"
+
+
 class Replacement:
     """A folder beside a store, of which a writer makes what shall take the store's place.
 
@@ -17,8 +22,7 @@ class Replacement:
     """
 
     def __init__(self, target: Path) -> None:
-        self.target = target
-        self.folder = target.parent / f"{fsio.TEMPORARY_PREFIX}{target.name}"
+        self.target, self.folder = target, folder_beside(target)
         self._old_lock = fsio.WriterLock(target)
 
     def begin(self, lock: fsio.WriterLock) -> bool:
@@ -62,6 +66,5 @@ def replacement_of(path: Path) -> Replacement | None:
     Errors as of ownership.examine."""
     if examine(path) is not Kind.STORE:
         return None
-    found = Replacement(path)
-    examine(found.folder)
-    return found
+    examine(folder_beside(path))
+    return Replacement(path)
