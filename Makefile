@@ -22,7 +22,7 @@ help:
 	@echo "make check-resolution  whether every extra can be installed on every platform and Python"
 	@echo "make test-pythons  the suites on Python 3.11 to 3.14, those that this machine has"
 	@echo "make coverage  lines and branches that the tests reach; make coverage-c: lines of csrc/ that the C tests run"
-	@echo "make asv       every benchmark once, in less than 5 minutes (also: make bench); see bench/README.md"
+	@echo "make asv       every benchmark once (also: make bench); see bench/README.md"
 	@echo "make bench-peers  the loader beside other libraries' (an environment of its own)"
 	@echo "make soak      interrupts, epochs and segments in their full numbers (about 15 minutes)"
 	@echo "make fuzz      fuzzing of the readers under sanitizers, FUZZ_SECONDS=3600 for each of FUZZ_MODES='pickle zip gzip'"
