@@ -131,6 +131,8 @@ def num_pairs(num_tokens: int, layout: int) -> int:
 
 # No model is larger in any of L, D and H.
 MAX_EXTENT = 1 << 20
+# L D: a compressed inner chunk holds at least one row of last_token, decoded at once.
+MAX_ROW_VALUES = 1 << 24
 _ATTRIBUTE_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_dtype": (None, *DTYPE_NAMES),
     "attention_dtype": (None, *DTYPE_NAMES),
@@ -179,6 +181,8 @@ class Attributes:
         for name in ("num_layers", "hidden_dim", "num_heads"):
             if data[name] is not None and (type(data[name]) is not int or not 0 < data[name] <= MAX_EXTENT):
                 raise ValueError(f"attributes: {name}: found {data[name]!r:.40}")
+        if (data["num_layers"] or 0) * (data["hidden_dim"] or 0) > MAX_ROW_VALUES:
+            raise ValueError("attributes: num_layers times hidden_dim: more than a model has")
         options = data["options"]
         if not isinstance(options, dict) or options.keys() != _OPTION_VALUES.keys():
             raise ValueError("attributes: options: not those of this format")
