@@ -11,12 +11,11 @@ import numpy as np
 
 from tracestore.errors import UsageError, printable
 from tracestore.store.fsio import open_regular, read_json
+from tracestore.store.labels import PREDICTION_COLUMNS
 from tracestore.store.reader import TraceStore
 
 # The logistic probe's column of predictions.csv; in results.json it stands beside the models.
 PROBE = "logistic_probe"
-# Columns of predictions.csv that are no detector.
-_KEYS = ("question_id", "sample", "trace_index", "part", "fold", "seed", "label")
 
 
 @dataclass
@@ -68,7 +67,7 @@ class Results:
         columns = rows.fieldnames or ()
         if not {"question_id", "sample"} <= set(columns):
             raise ValueError("no columns question_id and sample")
-        names = [name for name in columns if name not in _KEYS]
+        names = [name for name in columns if name not in PREDICTION_COLUMNS]
         sums = {name: np.zeros(len(store)) for name in names}
         counts = {name: np.zeros(len(store), int) for name in names}
         for row in rows:
