@@ -25,7 +25,7 @@ help:
 	@echo "make asv       every benchmark once (also: make bench); see bench/README.md"
 	@echo "make bench-peers  the loader beside other libraries' (an environment of its own)"
 	@echo "make soak      interrupts, epochs and segments in their full numbers (about 15 minutes)"
-	@echo "make fuzz      fuzzing of the readers under sanitizers, FUZZ_SECONDS=3600 for each of FUZZ_MODES='pickle zip gzip'"
+	@echo "make fuzz      fuzzing of readers and stores under sanitizers, FUZZ_SECONDS=3600 for each of FUZZ_MODES='pickle zip gzip store'"
 	@echo "make hostile-stores  every operation on HOSTILE_STORES=3000 stores with one change in them (about an hour)"
 	@echo "make torture   kills, I/O errors, crashes, flipped bits, readers and simulations in their full numbers (about an hour)"
 	@echo "make torture-training  out of memory at every operation of a training step (about an hour)"
@@ -191,7 +191,7 @@ soak: install
 # Fuzzing needs an environment of its own: the extension modules are built under the address and
 # undefined-behaviour sanitizers from a copy of the sources, so that the checkout's stay as they are.
 FUZZ_SECONDS ?= 3600
-FUZZ_MODES ?= pickle zip gzip
+FUZZ_MODES ?= pickle zip gzip store
 FUZZ := build/fuzz
 FUZZ_LOG := build/fuzz.log
 ATHERIS := atheris==3.0.0
@@ -205,13 +205,15 @@ FUZZ_ENV = LD_PRELOAD="$(PRELOADED)" PYTHONMALLOC=malloc OMP_NUM_THREADS=1 PYTHO
 	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:quarantine_size_mb=16:verify_asan_link_order=0 \
 	UBSAN_OPTIONS=print_stacktrace=1
 
-.venv-fuzz/installed: $(SETUP) $(shell find tracestore -name '*.py')
+# The packages of .venv, and before them tracestore as the sanitizers' compiler makes it.
+.venv-fuzz/installed: $(VENV)/installed $(shell find tracestore -name '*.py')
 	$(PYTHON) -m venv .venv-fuzz
+	echo $(CURDIR)/$(VENV)/lib/python3.11/site-packages > $(FUZZ_SITE)/venv.pth
 	rm -rf $(FUZZ)/source && mkdir -p $(FUZZ)/source
 	tar --exclude='*.so' --exclude=__pycache__ -cf - setup.py pyproject.toml README.md LICENSE MANIFEST.in csrc tracestore \
 		| tar -xf - -C $(FUZZ)/source
 	CFLAGS="$(FUZZ_CFLAGS)" LDFLAGS="-fsanitize=address,undefined" .venv-fuzz/bin/pip install --quiet \
-		--disable-pip-version-check --force-reinstall -c constraints.txt $(ATHERIS) ./$(FUZZ)/source
+		--disable-pip-version-check --force-reinstall --no-deps $(ATHERIS) ./$(FUZZ)/source
 	$(CXX) -shared -o $(FUZZ)/libfuzzer.so -Wl,--whole-archive $(FUZZ_SITE)/libclang_rt.fuzzer_no_main.a \
 		-Wl,--no-whole-archive -lpthread -lm
 	touch $@
@@ -219,8 +221,8 @@ FUZZ_ENV = LD_PRELOAD="$(PRELOADED)" PYTHONMALLOC=malloc OMP_NUM_THREADS=1 PYTHO
 # One mode after the other; a crash ends it, its input lies in tests/hostile/crashes, where the tests replay it.
 fuzz: .venv-fuzz/installed
 	for mode in $(FUZZ_MODES); do \
-		echo "fuzzing $$mode for $(FUZZ_SECONDS) s"; \
-		env $(FUZZ_ENV) .venv-fuzz/bin/python tests/fuzz/harness.py $$mode $(FUZZ)/corpus/$$mode $(FUZZ_SECONDS) \
+		echo "fuzzing $$mode for $(FUZZ_SECONDS) s"; rm -rf $(FUZZ)/tmp; mkdir -p $(FUZZ)/tmp; \
+		env $(FUZZ_ENV) TMPDIR=$(CURDIR)/$(FUZZ)/tmp .venv-fuzz/bin/python tests/fuzz/harness.py $$mode $(FUZZ)/corpus/$$mode $(FUZZ_SECONDS) \
 			tests/hostile/crashes || exit 1; \
 	done
 
@@ -228,7 +230,7 @@ fuzz: .venv-fuzz/installed
 # only), it says so and is left out; the tests run the same mutators without it.
 fuzz-short:
 	@mkdir -p build; if $(MAKE) --no-print-directory .venv-fuzz/installed >$(FUZZ_LOG) 2>&1; then \
-		$(MAKE) --no-print-directory fuzz FUZZ_SECONDS=100; \
+		$(MAKE) --no-print-directory fuzz FUZZ_SECONDS=75; \
 	else \
 		tail -n 3 $(FUZZ_LOG); echo "fuzzing is left out: atheris or the sanitizers cannot be installed here"; \
 	fi

@@ -59,6 +59,8 @@ SNIPPETS = [
 
 def mutate(mode: str, data: bytes, rng: random.Random, other: bytes = b"") -> bytes:
     """A relative of `data`, with pieces of `other`."""
+    if mode == "store":
+        return _bytes(data, rng)
     if mode == "gzip":
         return _gzip(data, rng, other)
     if mode == "zip":

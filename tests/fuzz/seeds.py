@@ -1,5 +1,6 @@
 """What fuzzing starts from: small files of every family, honest and hostile."""
 
+import random
 from pathlib import Path
 
 from tests.hostile.bombs import families
@@ -9,6 +10,9 @@ from tests.hostile.corpus import crash_files, small_files
 MAX_SEED_BYTES = 4096
 _GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 _EVERY = 5
+# Enough for two changes.
+_STORE_SEED_BYTES = 40
+_STORE_SEEDS = 300
 
 
 def _mode(data: bytes) -> str:
@@ -19,7 +23,9 @@ def _mode(data: bytes) -> str:
 
 
 def honest(mode: str) -> list[bytes]:
-    """Files that are accepted."""
+    """Files that are accepted; for stores, inputs that choose different changes."""
+    if mode == "store":
+        return [random.Random(k).randbytes(_STORE_SEED_BYTES) for k in range(_STORE_SEEDS)]
     small = [data for _, data in families().values()]
     golden = [p.read_bytes() for p in sorted((_GOLDEN / "libraries").glob("*.pkl*"))]
     golden += [p.read_bytes() for p in sorted((_GOLDEN / "inputs").rglob("*")) if p.is_file() and p.suffix != ".csv"]
@@ -31,6 +37,8 @@ def honest(mode: str) -> list[bytes]:
 
 def seeds(mode: str) -> list[bytes]:
     """Honest files, one in five of the small hostile ones, and what fuzzing found before."""
+    if mode == "store":
+        return honest(mode) + [p.read_bytes() for p in crash_files() if p.name.startswith("store-")]
     hostile = [c.data for c in small_files() if len(c.data) <= MAX_SEED_BYTES]
-    found = [p.read_bytes() for p in crash_files()]
+    found = [p.read_bytes() for p in crash_files() if not p.name.startswith("store-")]
     return honest(mode) + [d for d in [*hostile[::_EVERY], *found] if _mode(d) == mode]

@@ -15,8 +15,6 @@ from tracestore.store.record import TraceRecord
 # sanitizer has no megabytes to clear for each file.
 bytesource._PIECE_BYTES = 1 << 10
 
-MODES = ("pickle", "zip", "gzip")
-
 
 def _touch(record: TraceRecord) -> None:
     arrays = [*(record.hidden or ()), *(record.attention or ())]
@@ -47,11 +45,21 @@ def read(path: Path) -> bool:
     return True
 
 
-def read_bytes(data: bytes) -> bool:
-    """The same of a file that lies in memory only."""
+def _read_bytes(data: bytes) -> bool:
+    """Read a file that lies in memory only."""
     descriptor = os.memfd_create("fuzzed")
     try:
         os.write(descriptor, data)
         return read(Path(f"/proc/self/fd/{descriptor}"))
     finally:
         os.close(descriptor)
+
+
+def _read_store(data: bytes) -> bool:
+    from tests.fuzz.stores import read_store  # needs PyTorch, which the readers of files do without
+
+    return read_store(data)
+
+
+# Mode -> what is called with an input. It returns whether the input is accepted.
+TARGETS = {"pickle": _read_bytes, "zip": _read_bytes, "gzip": _read_bytes, "store": _read_store}

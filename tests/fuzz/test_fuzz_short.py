@@ -5,15 +5,17 @@ import sys
 
 import pytest
 
-from tests.fuzz.target import MODES
+from tests.fuzz.target import TARGETS
 from tests.helpers import ROOT
 
-COUNTS = {"pickle": 4_000, "zip": 4_000, "gzip": 2_000}
+COUNTS = {"pickle": 4_000, "zip": 4_000, "gzip": 2_000, "store": 600}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mode", MODES)
-def test_mutated_files_are_read_or_refused(tmp_path, mode):
+@pytest.mark.parametrize("mode", TARGETS)
+def test_mutated_inputs_are_read_or_refused(tmp_path, mode):
+    if mode == "store":
+        pytest.importorskip("torch")
     case = tmp_path / "case"
     done = subprocess.run(
         [sys.executable, "-m", "tests.fuzz.loop", mode, str(COUNTS[mode]), "1", str(case)],

@@ -366,18 +366,21 @@ CHANGES: list[tuple[int, Callable[[random.Random, Store], None]]] = [
 ]  # fmt: skip
 
 
-def hostile_store(honest: list[Path], seed: int, path: Path) -> str:
-    """Make the store of a number at `path`; return what was changed."""
-    rng = random.Random(seed)
-    source = honest[seed % len(honest)]
-    shutil.copytree(source, path)
+def change_store(rng: random.Random, store: Store) -> str:
+    """Make one change and seal the store again; return what was changed."""
     change = rng.choices([c for _, c in CHANGES], [w for w, _ in CHANGES])[0]
-    store = Store(path)
     if change is not change_file and rng.random() < 0.9:
         # One generation, so that a reader has nothing to fall back to.
-        for name in sorted(os.listdir(path / "manifest"))[:-1]:
-            (path / "manifest" / name).unlink()
+        for name in sorted(os.listdir(store.path / "manifest"))[:-1]:
+            (store.path / "manifest" / name).unlink()
     change(rng, store)
     if change is not change_file:
         store.seal()
-    return f"{source.stem}: {change.__name__}"
+    return change.__name__
+
+
+def hostile_store(honest: list[Path], seed: int, path: Path) -> str:
+    """Make the store of a number at `path`; return what was changed."""
+    source = honest[seed % len(honest)]
+    shutil.copytree(source, path)
+    return f"{source.stem}: {change_store(random.Random(seed), Store(path))}"

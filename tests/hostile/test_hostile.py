@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.fuzz.target import TARGETS
 from tests.helpers import ROOT, convert, make_trace, make_traces, tree_bytes, write_pickle
 from tests.hostile.bombs import families
 from tests.hostile.corpus import MARKER, crash_files, hostile_files
@@ -132,8 +133,16 @@ def test_convert_leaves_the_store(tmp_path, cases):
 
 def test_what_fuzzing_found(tmp_path):
     """Inputs that once broke the reader: refused or accepted, as long as nothing else happens."""
-    paths = crash_files()
+    paths = [path for path in crash_files() if not path.name.startswith("store-")]
     results = run("read", paths, tmp_path) if paths else []
     for result in results:
         assert result["ended"] in ("refused", "accepted"), result
         assert result["seconds"] < MAX_SECONDS and result["bytes"] < MAX_BYTES, result
+
+
+def test_what_fuzzing_found_in_stores():
+    paths = [path for path in crash_files() if path.name.startswith("store-")]
+    if paths:
+        pytest.importorskip("torch")
+    for path in paths:
+        TARGETS["store"](path.read_bytes())

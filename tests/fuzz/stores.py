@@ -1,0 +1,128 @@
+"""Fuzzing of store opening and batching: the input chooses what is changed in an honest store.
+
+The first byte chooses the store, the others answer every question that the generator of
+`tests.hostile.stores` asks, so that a fuzzer that changes one byte changes one decision.
+"""
+
+import atexit
+import contextlib
+import functools
+import os
+import random
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import tracestore
+from tests.hostile.stores import Store, change_store, honest_stores
+from tracestore.errors import MissingFieldError, TracestoreError, UsageError
+from tracestore.store import verify
+
+MAX_CHANGES = 4
+# verify reads every file, which takes as long as everything else: one input in four.
+_VERIFIED_FROM = b"\xc0"
+_FIELDS = ("hidden_states", "last_token", "attention", "tokens", "tokens_decoded", "question", "answer", "extras",
+           "score", "label", "group", "source", "question_id")  # fmt: skip
+_VIEWS = (("sequence", {}), ("graph", {"as_pyg": False}), ("graph", {"as_pyg": False, "edges": "packed"}))
+
+
+class ByteRandom(random.Random):
+    """A random number generator that takes its bits from `data`, then from zeros."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(0)
+        self._data, self._position = data, 0
+
+    @property
+    def is_exhausted(self) -> bool:
+        return self._position >= len(self._data)
+
+    def getrandbits(self, k: int, /) -> int:
+        size = -(-k // 8)
+        taken = self._data[self._position : self._position + size].ljust(size, b"\0")
+        self._position += size
+        return int.from_bytes(taken, "little") & ((1 << k) - 1)
+
+    def random(self) -> float:
+        return self.getrandbits(16) / (1 << 16)
+
+
+@functools.cache
+def _folder() -> tuple[Path, list[Path]]:
+    """Return a temporary folder and the honest stores in it. libFuzzer leaves it behind, in TMPDIR."""
+    folder = Path(tempfile.mkdtemp(prefix="fuzz-stores-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    torch.set_num_threads(1)
+    return folder, honest_stores(folder)
+
+
+def _attempt(use: object, *args: object, **options: object) -> bool:
+    """Call `use`. Return whether it succeeded; raise what is not an error in one line."""
+    try:
+        use(*args, **options)  # type: ignore[operator]
+    except TracestoreError as error:
+        text = str(error)
+        if not text or "\n" in text or len(text) > 1500 or not text.isprintable():
+            raise RuntimeError(f"not one printable line: {text!r}") from None
+        if error.exit_code not in (2, 3):
+            raise
+        return False
+    return True
+
+
+def _batches(store: tracestore.TraceStore, view: str, options: dict[str, object]) -> None:
+    for batch in tracestore.TraceLoader(store, view, batch_size=3, num_threads=1, **options):  # type: ignore[arg-type]
+        tensors = [value for value in vars(batch).values() if isinstance(value, torch.Tensor)]
+        # Every byte is read, so that a sanitizer sees memory that is not the batch's.
+        for tensor in tensors:
+            tensor.contiguous().view(torch.uint8).sum() if tensor.numel() else None
+        if view == "graph" and options.get("edges", "coo") == "coo" and batch.edge_index.numel():
+            assert 0 <= int(batch.edge_index.min()) <= int(batch.edge_index.max()) < len(batch.x)
+
+
+def _fields(trace: object) -> None:
+    for name in _FIELDS:
+        try:
+            value = getattr(trace, name)
+        except (MissingFieldError, UsageError):
+            continue
+        if isinstance(value, np.ndarray) and value.size:
+            np.ascontiguousarray(value).view("u1").sum()
+
+
+def _use(path: Path) -> bool:
+    with tracestore.open(path) as store:
+        sound = [_attempt(_fields, trace) for trace in store]
+        sound += [_attempt(_batches, store, view, options) for view, options in _VIEWS]
+        for k in range(len(store)):
+            with contextlib.suppress(KeyError):
+                store.index_of(f"q{k}")
+        return all(sound)
+
+
+def read_store(data: bytes) -> bool:
+    """Make the store that `data` describes; open, verify and batch it. Return whether it could be opened."""
+    folder, honest = _folder()
+    work = Path(tempfile.mkdtemp(dir=folder))
+    try:
+        rng = ByteRandom(data[1:])
+        path = work / "store.zarr"
+        (work / "canary").mkdir()
+        source = honest[(data[0] if data else 0) % len(honest)]
+        # Files are replaced, never written to, so links to the honest store's files do.
+        shutil.copytree(source, path, copy_function=os.link)
+        store = Store(path)
+        for _ in range(MAX_CHANGES):
+            with contextlib.suppress(Exception):  # of the generator, on a store that an earlier change made unreadable
+                change_store(rng, store)
+            if rng.is_exhausted:
+                break
+        opened = _attempt(_use, path)
+        if data[:1] >= _VERIFIED_FROM:
+            _attempt(verify.verify_store, path)
+        return opened
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
