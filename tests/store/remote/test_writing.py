@@ -128,6 +128,18 @@ def test_old_generations_are_removed(remote):
     assert sum(p.startswith("index/") for p in found) <= 8 and "lock" not in found
 
 
+def test_a_replaced_store_stays_until_its_sources_are_accepted(remote, folder, tmp_path):
+    convert(folder, remote)
+    before = objects_of(remote)
+    write_pickle(tmp_path / "bad.pkl", [{"question_id": "no arrays"}])
+    command("convert", tmp_path / "bad.pkl", remote, "--overwrite", check=3)
+    assert objects_of(remote) == before
+    write_pickle(tmp_path / "good.pkl", make_traces(3, seed=1))
+    convert(tmp_path / "good.pkl", remote, "--overwrite")
+    convert(tmp_path / "good.pkl", tmp_path / "local.zarr")
+    assert_same_store(remote, tmp_path / "local.zarr")
+
+
 def test_errors_of_the_server_are_survived(remote, folder, tmp_path, proxy):
     rng = random.Random(11)
     plan = [rng.choice(["503", "cut", "lost", None, None, None]) for _ in range(100_000)]

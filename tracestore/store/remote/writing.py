@@ -194,10 +194,11 @@ class RemoteDestination:
             with fsio.translated_errors(self.folder):
                 _remove_abandoned(self.folder.parent, name)
                 fsio.make_folders(self.folder)
-            if overwrite:
-                self._clear()
             self._there: set[str] = set()  # paths of what both sides have
-            self._fetch_newest()
+            # A store that is replaced stays until something of the new one is ready.
+            self._is_replaced = overwrite
+            if not overwrite:
+                self._fetch_newest()
         except BaseException:
             self.close()
             raise
@@ -253,6 +254,9 @@ class RemoteDestination:
         segments = {path.split("/")[1] for path in self._local_files("segments")}
         new = [path for name in sorted(segments) for path in self._local_files(f"segments/{name}")]
         new += [path for path in (*named, copy) if path not in self._there]
+        if self._is_replaced:
+            self._clear()
+            self._is_replaced = False
         self._put_all(new)
         root = (self.folder / "zarr.json").read_bytes()
         if "zarr.json" not in self._there:
