@@ -15,7 +15,7 @@ import torch
 
 import tracestore
 from tests.helpers import ROOT, command, convert, read_all
-from tracestore.errors import InputRefusedError
+from tracestore.errors import InputRefusedError, UsageError
 from tracestore.extract import run as extraction
 from tracestore.extract.questions import (
     FACTS,
@@ -121,6 +121,16 @@ def test_a_file_is_there_whole_or_not_at_all(tmp_path):
     assert sorted(p.name for p in tmp_path.glob("*")) == [".scores", "t_batch_0000.pkl"]
     list(extraction.extract_to_folder(tmp_path, batches, answer, containment_score))
     assert calls == ["q0", "q1", "q2", "q3", "q2", "q3"]
+
+
+@pytest.mark.parametrize("name", ["scores.csv", "traces_batch_0001.pkl"])
+def test_files_of_the_user_are_not_replaced(tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    batches = extraction.plan_batches([Question(f"q{k}", "?", ("a",)) for k in range(4)], 2, (0, 1), "traces")
+    with pytest.raises(UsageError, match=name):
+        list(extraction.extract_to_folder(tmp_path, batches, lambda asked: [], containment_score))
+    assert (tmp_path / name).read_text() == "mine"
+    assert [p.name for p in tmp_path.iterdir()] == [name]
 
 
 def test_a_batch_gives_what_its_questions_give_alone(tiny_model):

@@ -15,7 +15,9 @@ import pytest
 import tracestore
 from tests.helpers import ROOT, command, convert, make_traces, write_pickle, write_scores
 from tests.hostile.stores import Store, honest_stores
-from tracestore.errors import StoreDamagedError, TracestoreError
+from tracestore.errors import StoreDamagedError, TracestoreError, UsageError
+from tracestore.extract.questions import Question, containment_score
+from tracestore.extract.run import extract_to_store
 from tracestore.store import replacement
 from tracestore.store.codecs import ChunkCodec
 from tracestore.store.container import pack_arrays
@@ -255,6 +257,10 @@ NOT_STORES = {
 }
 
 
+def _no_answer(questions):
+    raise AssertionError("a model was asked before the folder was examined")
+
+
 @pytest.mark.parametrize("kind", NOT_STORES)
 def test_what_is_no_store_is_left_alone(store_path, source, tmp_path, kind):
     folder = tmp_path / "theirs"
@@ -276,6 +282,9 @@ def test_what_is_no_store_is_left_alone(store_path, source, tmp_path, kind):
         assert done.returncode in ((2, 3) if words[0] == "verify" else (2,)), (words, done.stderr)
         assert digest(folder) == before, words
         assert done.stderr.count("\n") == 1 or words[0] == "verify"
+    with pytest.raises(UsageError):
+        list(extract_to_store(folder, [Question("q", "?", ("a",))], _no_answer, containment_score, attention="mean"))
+    assert digest(folder) == before, "extract"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["more.pkl", "s.csv", "store.zarr", "theirs"]
 
 

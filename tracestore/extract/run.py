@@ -62,6 +62,17 @@ def _merge_scores(folder: Path) -> None:
     _write_text(folder / "scores.csv", out.getvalue())
 
 
+def _require_own_files(folder: Path, batches: Sequence[Batch]) -> None:
+    """Raise UsageError where a file that would be replaced has no part in `.scores`: somebody else wrote it."""
+    parts = folder / _PART_FOLDER
+    foreign = [folder / b.name for b in batches if not (parts / f"{b.name}.json").exists()]
+    if not any(parts.glob("*.json")):
+        foreign.append(folder / "scores.csv")
+    for path in foreign:
+        if path.exists():
+            raise UsageError(f"{path}: exists and was not written by tracestore extract; choose another --out")
+
+
 def _ids(part: Path) -> list[str]:
     """The questions of a finished file: a file of fewer (--limit) is made again."""
     return [row[0] for row in json.loads(part.read_text(encoding="utf-8"))]
@@ -100,6 +111,7 @@ def extract_to_folder(
     """Writes the files that are not there yet, and scores.csv; `answer` gets batch_size questions
     at once. Yields after each trace
     (batch number, position, whether it was scored right); None for a file that was there."""
+    _require_own_files(folder, batches)
     try:
         (folder / _PART_FOLDER).mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
