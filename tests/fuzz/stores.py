@@ -117,7 +117,8 @@ def read_store(data: bytes) -> bool:
         store = Store(path)
         for _ in range(MAX_CHANGES):
             with contextlib.suppress(Exception):  # of the generator, on a store that an earlier change made unreadable
-                change_store(rng, store)
+                if change_store(rng, store) == "change_file":
+                    break  # a later change would read the device or FIFO
             if rng.is_exhausted:
                 break
         opened = _attempt(_use, path)

@@ -1,9 +1,11 @@
 """Every operation on hostile stores, each in a fork of one warmed process.
 
-python -m tests.hostile.store_campaign FOLDER FIRST COUNT: stores FIRST .. FIRST + COUNT - 1, a JSON
-document a fault on standard output, then a line with what was done.
+python -m tests.hostile.store_campaign FOLDER FIRST COUNT [--remote]: stores FIRST .. FIRST + COUNT - 1, a
+JSON document a fault on standard output, then a line with what was done. --remote: each store lies on
+an object server, which has what a folder's regular files hold.
 """
 
+import argparse
 import contextlib
 import hashlib
 import io
@@ -13,6 +15,7 @@ import shutil
 import signal
 import sys
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -45,7 +48,7 @@ def _library(use: Callable[[], object]) -> tuple[int, str]:
     return 0, ""
 
 
-def _batches(store: Path, view: str, **options: object) -> tuple[int, str]:
+def _batches(store: Path | str, view: str, **options: object) -> tuple[int, str]:
     import tracestore
 
     def use() -> None:
@@ -124,11 +127,11 @@ WRITERS = ("verify --repair", "score", "convert", "convert --overwrite")
 ALLOWED = {0, 2, 3}
 
 
-def forked(action: Callable[[], tuple[int, str]]) -> dict[str, object]:
-    """How an action ended in a fork of this process; MAX_SECONDS and a little are waited for."""
+def forked(action: Callable[[], tuple[int, str]], max_seconds: float = MAX_SECONDS) -> dict[str, object]:
+    """Return how an action ended in a fork of this process, which is killed a little after `max_seconds`."""
 
     def work() -> dict[str, object]:
-        signal.alarm(int(MAX_SECONDS) + 5)
+        signal.alarm(int(max_seconds) + 5)
         before, began = peak_bytes(), time.monotonic()
         try:
             code, text = action()
@@ -154,7 +157,7 @@ def _digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def fault_of(name: str, result: dict[str, object], expected_bytes: int) -> str | None:
+def fault_of(name: str, result: dict[str, object], expected_bytes: int, max_seconds: float) -> str | None:
     """What is wrong with how an operation ended."""
     code, text = result["code"], str(result["text"])
     allowed = ALLOWED | ({1} if name == "lint" else set())
@@ -165,15 +168,51 @@ def fault_of(name: str, result: dict[str, object], expected_bytes: int) -> str |
     is_list = bool(lines) and all(line.startswith("damaged: ") for line in lines)
     if code not in (0, 1) and ((len(lines) != 1 and not is_list) or not all(map(str.isprintable, lines))):
         return "not one printable line"
-    if float(result["seconds"]) > MAX_SECONDS:  # type: ignore[arg-type]
+    if float(result["seconds"]) > max_seconds:  # type: ignore[arg-type]
         return f"{result['seconds']:.1f} s"
     if int(result["bytes"]) > expected_bytes + MAX_BYTES:  # type: ignore[call-overload]
         return f"{int(result['bytes']) >> 20} MiB where {expected_bytes >> 20} are usual"  # type: ignore[call-overload]
     return None
 
 
-def campaign(folder: Path, first: int, count: int) -> tuple[list[dict[str, object]], Counter[str]]:
-    """Faults that were found, and how the operations ended."""
+class ObjectServer:
+    """An S3 server that is filled by plain requests, so that no client lives in the process that is forked."""
+
+    # A server in Python takes a millisecond or more for each of the hundred objects of a store.
+    max_seconds = 20.0
+
+    def __init__(self, url: str, cache: Path) -> None:
+        from tests.store.remote.server import BUCKET
+
+        self._bucket, self._url, self._cache, self._count = BUCKET, f"{url}/{BUCKET}", cache, 0
+        os.environ |= {
+            "AWS_ENDPOINT_URL": url,
+            "AWS_ACCESS_KEY_ID": "somebody",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_REGION": "us-east-1",
+            "TRACESTORE_CACHE": str(cache),
+            "TRACESTORE_REMOTE_TIMEOUT": "2",
+            "TRACESTORE_REMOTE_PATIENCE": "4",
+            "TRACESTORE_REMOTE_STALE": "3",
+        }
+
+    def put(self, store: Path) -> str:
+        """Upload a store without its lock, links, FIFOs and devices. Return its address."""
+        shutil.rmtree(self._cache, ignore_errors=True)
+        self._count += 1
+        for path in store.rglob("*"):
+            if path.is_file() and not path.is_symlink() and path.name != "lock":
+                name = f"{self._url}/{self._count}/store.zarr/{path.relative_to(store).as_posix()}"
+                headers = {"Content-Type": "application/octet-stream"}  # otherwise the server waits for a form
+                urllib.request.urlopen(urllib.request.Request(name, path.read_bytes(), headers, method="PUT")).close()
+        return f"s3://{self._bucket}/{self._count}/store.zarr"
+
+
+def campaign(
+    folder: Path, first: int, count: int, server: ObjectServer | None = None
+) -> tuple[list[dict[str, object]], Counter[str]]:
+    """Return the faults that were found, and how the operations ended."""
+    max_seconds = MAX_SECONDS if server is None else server.max_seconds
     honest = honest_stores(folder)
     actions = operations(folder / "more.pkl")
     work = folder / "work"
@@ -192,7 +231,8 @@ def campaign(folder: Path, first: int, count: int) -> tuple[list[dict[str, objec
         for name, action in actions.items():
             path, out = fresh()
             shutil.copytree(store, path)
-            result = forked(lambda a=action, p=path, o=out: a(p, o))  # type: ignore[misc]
+            place = path if server is None else server.put(path)
+            result = forked(lambda a=action, p=place, o=out: a(p, o), max_seconds)  # type: ignore[misc]
             usual[store.name, name] = int(result["bytes"])  # type: ignore[call-overload]
             # What does not fit a kind of store: graphs without attention, a pickle in a store of edges.
             assert result["code"] in (0, 1, 2, 3), (store.name, name, result)
@@ -204,12 +244,13 @@ def campaign(folder: Path, first: int, count: int) -> tuple[list[dict[str, objec
         canary = _digest(work / "canary")
         elsewhere = _digest(work / "elsewhere") if (work / "elsewhere").exists() else ""
         codes: dict[str, object] = {}
+        place = path if server is None else server.put(path)
         for name, action in actions.items():
             expected = usual[honest[seed % len(honest)].name, name]
-            result = forked(lambda a=action: a(path, out))  # type: ignore[misc]
+            result = forked(lambda a=action: a(place, out), max_seconds)  # type: ignore[misc]
             endings[f"{name}: {result['code']}"] += 1
             codes[name] = result["code"]
-            fault = fault_of(name, result, expected)
+            fault = fault_of(name, result, expected, max_seconds)
             if fault is None and name in READERS and result["code"] == 3 and codes["verify"] == 0:
                 fault = "verify says that the store is whole"
             if fault is None and _digest(work / "canary") != canary:
@@ -222,6 +263,7 @@ def campaign(folder: Path, first: int, count: int) -> tuple[list[dict[str, objec
                 "out",
                 "store.zarr",
                 ".tmp-store.zarr",
+                "cache",
             }:
                 fault = f"left {sorted(os.listdir(work))}"
             if fault is not None:
@@ -232,17 +274,30 @@ def campaign(folder: Path, first: int, count: int) -> tuple[list[dict[str, objec
 
 
 def main() -> None:
-    folder, first, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("first", type=int)
+    parser.add_argument("count", type=int)
+    parser.add_argument("--remote", action="store_true")
+    args = parser.parse_args()
     import torch
 
     import tracestore.convert
-    import tracestore.export  # noqa: F401
+    import tracestore.export
 
     torch.set_num_threads(1)
-    faults, endings = campaign(folder, first, count)
+    if args.remote:
+        import tracestore.store.remote.writing  # noqa: F401
+        from tests.store.remote.server import s3_server
+
+        with s3_server() as url:
+            server = ObjectServer(url, args.folder / "work" / "cache")
+            faults, endings = campaign(args.folder, args.first, args.count, server)
+    else:
+        faults, endings = campaign(args.folder, args.first, args.count)
     for fault in faults:
         print(json.dumps(fault))
-    print(f"{count} stores, {sum(endings.values())} operations, {len(faults)} faults", file=sys.stderr)
+    print(f"{args.count} stores, {sum(endings.values())} operations, {len(faults)} faults", file=sys.stderr)
     print(json.dumps(dict(sorted(endings.items()))), file=sys.stderr)
 
 
