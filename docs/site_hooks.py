@@ -14,12 +14,15 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
+# Pages of the site that are files elsewhere in the repository.
+_PAGES = {"results.md": "bench/RESULTS.md", "security.md": "SECURITY.md"}
 _MARK = "<!-- the help of every command, put here by docs/site_hooks.py -->"
 
 
 def on_files(files: Files, config: Any) -> Files:
-    text = (ROOT / "bench" / "RESULTS.md").read_text(encoding="utf-8")
-    files.append(File.generated(config, "results.md", content=text))
+    for name, path in _PAGES.items():
+        text = (ROOT / path).read_text(encoding="utf-8").replace("(docs/", "(")
+        files.append(File.generated(config, name, content=text))
     for picture in draw_gallery():
         files.append(File.generated(config, f"gallery/{picture.name}", abs_src_path=str(picture)))
     return files
@@ -39,7 +42,7 @@ def draw_gallery() -> list[Path]:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_path == "commands.md":
         return markdown.replace(_MARK, _commands())
-    return markdown.replace("(../bench/RESULTS.md)", "(results.md)")
+    return markdown.replace("(../bench/RESULTS.md)", "(results.md)").replace("(../SECURITY.md", "(security.md")
 
 
 def _commands() -> str:
