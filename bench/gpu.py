@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 
 import torch
-from benchmarks.common import ROOT
-from benchmarks.training import GRAPH_MODELS, SHAPES, Step
+from benchmarks.common import GRAPH_MODELS, ROOT, STEP_SHAPES
+from benchmarks.training import Step
 
 from tracestore.train.model_config import MODEL_NAMES
 
@@ -44,7 +44,7 @@ def compare(model: str, shape: str, count: int, device: torch.device) -> str:
     """Fused against PyG, the LSTM alone."""
     kinds = ("fused", "pyg") if model in GRAPH_MODELS else ("fused",)
     found = [clocked(Step(model, shape, kind, device), count, device) for kind in kinds]
-    said = f"{model}, {shape}, batch of {SHAPES[shape][0]}: " + ", ".join(
+    said = f"{model}, {shape}, batch of {STEP_SHAPES[shape][0]}: " + ", ".join(
         f"{kind} {seconds * 1e3:.1f} ms and {memory / 2**20:,.0f} MiB"
         for kind, (seconds, memory) in zip(kinds, found, strict=True)
     )
@@ -72,12 +72,12 @@ def main() -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="only the first N")
+    parser.add_argument("--shapes", type=int, default=len(STEP_SHAPES), help="only the first N")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         sys.exit("no CUDA device; --device cpu shows that it runs")
     print(torch.cuda.get_device_name() if args.device == "cuda" else "the CPU")
-    for shape in list(SHAPES)[: args.shapes]:
+    for shape in list(STEP_SHAPES)[: args.shapes]:
         for model in MODEL_NAMES:
             print(compare(model, shape, args.steps, torch.device(args.device)), flush=True)
     for said in waits(args.store, args.work, args.device):

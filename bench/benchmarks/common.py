@@ -25,9 +25,19 @@ MILLION = 1_000_000
 # Layers, hidden size, heads.
 SMALL = {"layers": 30, "dim": 576, "heads": 9}  # 3.2 MB a trace with every head
 LARGE = {"layers": 32, "dim": 4096, "heads": 32}  # 23 MB a trace of 60 tokens, 640 MB of 500
+# Batches of the training steps: B traces, L layers, D columns, tokens from .. to, share of the pairs (top-k) or threshold.
+STEP_SHAPES = {
+    "L=30 D=576, 45-65 tokens": (16, 30, 576, 45, 65, None, 0.0),
+    "L=32 D=4096, 45-65 tokens": (4, 32, 4096, 45, 65, None, 0.0),
+    "L=30 D=576, 5-15 tokens": (16, 30, 576, 5, 15, None, 0.0),
+    "L=30 D=576, 256-300 tokens": (1, 30, 576, 256, 300, None, 0.0),
+    "L=30 D=576, 45-65 tokens, above 0.05": (16, 30, 576, 45, 65, None, 0.05),
+    "L=30 D=576, 45-65 tokens, top-k 0.1": (16, 30, 576, 45, 65, 0.1, 0.0),
+}
+GRAPH_MODELS = ("gnn_det_lstm", "gvae_lstm")
 # The fixtures. Pickles: traces of SMALL by suffix. Stores: layers, hidden size, traces.
 PICKLED = {".pkl": 128, ".pkl.gz": 48}
-STORES = {"small": (30, 576, 400), "large": (32, 4096, 60)}
+STORES = {"small": (30, 576, 400), "large": (32, 4096, 40)}
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -113,6 +123,12 @@ def run_measured(module: str, *args: object) -> tuple[list[str], int]:
     if process.returncode != 0:
         raise RuntimeError(f"{command} failed")
     return out.splitlines(), peak_bytes
+
+
+def measure_steps(model: str, shape: str, kind: str, steps: int) -> tuple[float, int]:
+    """Return the median seconds of a step, and the peak of anonymous memory above the batch in bytes."""
+    lines, peak = run_measured("training", model, shape, kind, steps)
+    return statistics.median(map(float, lines)), peak
 
 
 def wait_for_start() -> None:

@@ -46,7 +46,7 @@ def memcpy_ratios(path, edges, rounds):
 
 
 class Loading(Fixtures):
-    """Epochs of graph batches of 16: 400 traces of the small shape, 60 of the large one."""
+    """Epochs of graph batches of 16: 400 traces of the small shape, 40 of the large one."""
 
     params = (list(STORES), ["coo", "packed"])
     param_names = ("shape", "edges")
@@ -60,7 +60,7 @@ class Loading(Fixtures):
         run_epoch(self.loader)
 
     def track_limit(self, folder, shape, edges):
-        return statistics.median(memcpy_ratios(self.path, edges, 5))
+        return statistics.median(memcpy_ratios(self.path, edges, 3))
 
     track_limit.unit = "of a 2-thread memcpy's time"
 

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from .common import PICKLED, Fixtures, convert, pickle_dir, run_measured
-from .training import GRAPH_MODELS, SHAPES, measure
+from .common import GRAPH_MODELS, PICKLED, STEP_SHAPES, Fixtures, convert, measure_steps, pickle_dir, run_measured
 
 MODELS = ("lstm_solo", *GRAPH_MODELS)
 
@@ -19,7 +18,6 @@ class Memory(Fixtures):
             "loading, coo",
             "loading, packed",
             *(f"step, {model}" for model in MODELS),
-            "step, gnn_det_lstm by PyG",
         ],
     )
     param_names = ("what",)
@@ -28,8 +26,7 @@ class Memory(Fixtures):
         kind, _, case = what.partition(", ")
         store = Path(folder) / "out.zarr"
         if kind == "step":
-            model, _, pyg = case.partition(" by ")
-            peak = measure(model, next(iter(SHAPES)), "pyg" if pyg else "fused", 1)[1]
+            peak = measure_steps(case, next(iter(STEP_SHAPES)), "fused", 1)[1]
         elif kind == "loading":
             convert(pickle_dir(folder, ".pkl"), store)
             peak = run_measured("loading", store, case)[1]

@@ -24,24 +24,14 @@ from tracestore.train.models import detector_loss, make_model
 from tracestore.train.oom import OOMGuard
 from tracestore.train.snapshot import seed_step
 
-from .common import Fixtures, run_measured, wait_for_start
+from .common import GRAPH_MODELS, STEP_SHAPES, Fixtures, measure_steps, wait_for_start
 
-# B traces, L layers, D columns, tokens from .. to, share of the pairs (top-k) or threshold.
-SHAPES = {
-    "L=30 D=576, 45-65 tokens": (16, 30, 576, 45, 65, None, 0.0),
-    "L=32 D=4096, 45-65 tokens": (4, 32, 4096, 45, 65, None, 0.0),
-    "L=30 D=576, 5-15 tokens": (16, 30, 576, 5, 15, None, 0.0),
-    "L=30 D=576, 256-300 tokens": (1, 30, 576, 256, 300, None, 0.0),
-    "L=30 D=576, 45-65 tokens, above 0.05": (16, 30, 576, 45, 65, None, 0.05),
-    "L=30 D=576, 45-65 tokens, top-k 0.1": (16, 30, 576, 45, 65, 0.1, 0.0),
-}
-GRAPH_MODELS = ("gnn_det_lstm", "gvae_lstm")
 THREADS = 2
 
 
 def make_inputs(shape: str) -> GraphInputs:
     """Random float16 hidden states, rows of attention that sum to 1, as packed triangles."""
-    B, L, D, low, high, top_k, threshold = SHAPES[shape]
+    B, L, D, low, high, top_k, threshold = STEP_SHAPES[shape]
     rng = np.random.default_rng(0)
     tokens = np.repeat(rng.integers(low, high + 1, B), L)
     nodes, pairs = (np.concatenate([[0], np.cumsum(n)]) for n in (tokens, tokens * (tokens + 1) // 2))
@@ -73,7 +63,7 @@ class Step:
     """One training step: forward, backward, Adam. `pyg`: layer by layer, as the users' scripts."""
 
     def __init__(self, model: str, shape: str, kind: str, device: str | torch.device = "cpu") -> None:
-        B, L, D, *_ = SHAPES[shape]
+        B, L, D, *_ = STEP_SHAPES[shape]
         torch.manual_seed(0)
         inputs = make_inputs(shape) if model in GRAPH_MODELS else torch.randn(B, L, D).half()
         self.inputs = inputs.to(device)
@@ -96,12 +86,6 @@ class Step:
         self.loss().backward()
         self.optimizer.step()
         return time.perf_counter() - began
-
-
-def measure(model: str, shape: str, kind: str, steps: int) -> tuple[float, int]:
-    """Return the median seconds of a step, and the peak of anonymous memory above the batch in bytes."""
-    lines, peak = run_measured("training", model, shape, kind, steps)
-    return statistics.median(map(float, lines)), peak
 
 
 def guard_share(model: str, shape: str, steps: int, fused: bool = True) -> tuple[float, float]:
@@ -187,7 +171,7 @@ def lstm_data_share(store_path: Path, epochs: int = 3) -> float:
 class Steps:
     """Training steps of the detectors with the fused operators."""
 
-    params = (["lstm_solo", *GRAPH_MODELS], list(SHAPES)[:2])
+    params = (["lstm_solo", *GRAPH_MODELS], list(STEP_SHAPES)[:2])
     param_names = ("model", "shape")
     timeout = 600
 
@@ -203,12 +187,12 @@ class Steps:
 class StepsLimit:
     """The same mathematics by PyG, one layer at a time."""
 
-    params = (list(GRAPH_MODELS), list(SHAPES)[:1])
+    params = (list(GRAPH_MODELS), list(STEP_SHAPES)[:1])
     param_names = ("model", "shape")
     timeout = 600
 
     def track_limit(self, model, shape):
-        fused, pyg = measure(model, shape, "fused", 5)[0], measure(model, shape, "pyg", 1)[0]
+        fused, pyg = measure_steps(model, shape, "fused", 5)[0], measure_steps(model, shape, "pyg", 1)[0]
         return 100 * fused / pyg
 
     track_limit.unit = "% of PyG's time"
@@ -217,10 +201,10 @@ class StepsLimit:
 class OtherShapes(StepsLimit):
     """Takes minutes: `make asv` leaves it out."""
 
-    params = (["gnn_det_lstm"], list(SHAPES)[1:])
+    params = (["gnn_det_lstm"], list(STEP_SHAPES)[1:])
 
     def track_memory_limit(self, model, shape):
-        fused, pyg = measure(model, shape, "fused", 5)[1], measure(model, shape, "pyg", 1)[1]
+        fused, pyg = measure_steps(model, shape, "fused", 5)[1], measure_steps(model, shape, "pyg", 1)[1]
         return 100 * fused / pyg
 
     track_memory_limit.unit = "% of PyG's memory"
@@ -235,7 +219,7 @@ class Shares(Fixtures):
     track_waiting_for_data.unit = "% of an epoch"
 
     def track_guard(self, folder):
-        return 100 * guard_share("lstm_solo", next(iter(SHAPES)), 20)[1]
+        return 100 * guard_share("lstm_solo", next(iter(STEP_SHAPES)), 20)[1]
 
     track_guard.unit = "% of a step"
 
@@ -243,7 +227,7 @@ class Shares(Fixtures):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=["lstm_solo", *GRAPH_MODELS])
-    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("shape", choices=STEP_SHAPES)
     parser.add_argument("kind", choices=["fused", "pyg"])
     parser.add_argument("steps", type=int)
     args = parser.parse_args()
