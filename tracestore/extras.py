@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from tracestore.errors import MissingExtraError
 
-_TRAIN = ("torch", "torch_geometric", "matplotlib", "psutil", "threadpoolctl")
+_TRAIN = ("torch", "torch_geometric", "matplotlib", "psutil")
 # Modules by extra. Of several extras that install a module the first is named, unless the caller knows better.
 EXTRAS: dict[str, tuple[str, ...]] = {
     "train": _TRAIN,

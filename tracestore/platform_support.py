@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 _PROC = Path("/proc")
-_SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 _SHARED_MEMORY = Path("/dev/shm")
 _ZEROS = bytes(1 << 20)
 
@@ -22,15 +21,6 @@ def num_processors() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def num_cores() -> int:
-    """Return how many cores this process may run on; elsewhere, how many processors."""
-    try:
-        # Processors of one core name the same siblings.
-        return len({Path(_SIBLINGS.format(cpu)).read_text() for cpu in os.sched_getaffinity(0)})
-    except (AttributeError, OSError):
-        return os.cpu_count() or 1
 
 
 def processor_features() -> list[str] | None:

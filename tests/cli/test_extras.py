@@ -54,7 +54,7 @@ def usages(tmp_path):
         "train": [
             run,
             ["predict", "--checkpoint", tmp_path / "best.pt", "--store", store],
-            ["plan", store, "--measure"],
+            ["plan", store],
             ["export", store, tmp_path / "out", "--format", "pt-gnn"],
             ["view", store, "q0", "--save", tmp_path / "q0.png"],
             ["report", store, "--output", tmp_path / "report.html"],

@@ -50,7 +50,7 @@ def test_a_command_leaves_the_process_as_it_was(folder, tmp_path, monkeypatch):
         (0, train),
         (0, ["predict", "--checkpoint", tmp_path / "r/lstm_solo/best.pt", "--store", store, "--num-threads", 1,
              "--output", tmp_path / "s.csv"]),
-        (0, ["plan", store, "--measure", "--model", "lstm_solo", "--num-threads", torch.get_num_threads() + 1]),
+        (0, ["plan", store, "--model", "lstm_solo", "--num-threads", torch.get_num_threads() + 1]),
     ):  # fmt: skip
         command(*words, check=code)
         assert state() == before, words

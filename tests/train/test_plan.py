@@ -1,7 +1,6 @@
 """What `tracestore plan` says."""
 
 import json
-import time
 
 import numpy as np
 import pytest
@@ -13,11 +12,8 @@ from tracestore.data.batch_format import BatchFormat, GraphOptions
 from tracestore.data.epoch import EpochMaker
 from tracestore.errors import UsageError
 from tracestore.train.config import TrainConfig
-from tracestore.train.estimate import default_threads, num_parameters
 from tracestore.train.measure import budget_plan, plan_training
 from tracestore.train.memory import memory_use
-from tracestore.train.model_config import MODEL_NAMES, ModelConfig
-from tracestore.train.models import make_model
 from tracestore.train.plan import TrainingPlan, largest_batch_factor
 
 SMALL = {"gnn_hidden": 8, "latent_dim": 8, "lstm_hidden": 8}
@@ -47,42 +43,31 @@ def plans_of(path, *flags):
 
 
 def test_the_command(path):
-    estimated, measured = plans_of(path), plans_of(path, "--measure")
-    assert list(estimated) == list(measured) == ["lstm_solo", "gnn_det_lstm", "gvae_lstm"]
-    for name, plan in estimated.items():
-        assert not plan["measured"] and measured[name]["measured"]
-        if torch.version.cuda is None:  # whose libraries the estimate knows
-            assert 0.85 < plan["peak_memory_bytes"] / measured[name]["peak_memory_bytes"] < 1.15
-            assert plan["floor_bytes"] > 0.9 * measured[name]["floor_bytes"]
+    assert list(plans_of(path)) == ["lstm_solo", "gnn_det_lstm", "gvae_lstm"]
     done = command("plan", path, "--model", "nothing", check=2)
     assert "lstm_solo" in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.long
-def test_what_cannot_be_estimated_is_measured(path):
-    for flags in (["--precision", "bf16"], ["--layers", "0,2"], ["--standardize"], ["--lstm-hidden", 8]):
-        assert plans_of(path, "--model", "lstm_solo", *flags)["lstm_solo"]["measured"]
-    for flags in (["--top-k", 0.5], ["--message-passing", "pyg"], ["--attention-threshold", 0.1]):
-        assert plans_of(path, "--model", "gnn_det_lstm", *flags)["gnn_det_lstm"]["measured"]
-        assert not plans_of(path, "--model", "lstm_solo", *flags)["lstm_solo"]["measured"]
+@pytest.mark.parametrize(
+    ("model", "flags"),
+    [
+        ("lstm_solo", ["--precision", "bf16"]),
+        ("lstm_solo", ["--layers", "0,2", "--standardize", "--lstm-hidden", 8]),
+        ("gnn_det_lstm", ["--top-k", 0.5]),
+        ("gnn_det_lstm", ["--message-passing", "pyg", "--attention-threshold", 0.1]),
+    ],
+)
+def test_options_of_training_are_measured(path, model, flags):
+    assert plans_of(path, "--model", model, *flags)[model]["seconds_per_epoch"] > 0
 
 
-def test_an_estimate_imports_no_torch(path):
-    code = "import sys; from tracestore.cli import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
-    done = run_cli("-c", code, "plan", path, check=0)
-    assert done.stdout.count("estimated") == 3
-
-
-def test_odd_stores(tmp_path, monkeypatch):
+def test_odd_stores(tmp_path):
     """One trace; long ones; no label; without what the graph detectors read."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "2,1")
-    assert default_threads() == 2
     for name, tokens, dim in (("one", 3, 8), ("long", 1500, 64)):
         with tracestore.create(tmp_path / name) as writer:
             writer.append(make_trace(0, tokens=tokens, layers=1, dim=dim))
-        began = time.perf_counter()
         assert plans_of(tmp_path / name, "--model", "gnn_det_lstm")["gnn_det_lstm"]["seconds_per_epoch"] > 0
-        assert time.perf_counter() - began < 30  # it tries a part of what a long trace takes
     with tracestore.create(tmp_path / "last", attention="none") as writer:
         for k in range(6):
             trace = make_trace(k, tokens=3)
@@ -91,12 +76,6 @@ def test_odd_stores(tmp_path, monkeypatch):
     assert list(plans_of(tmp_path / "last")) == ["lstm_solo"]
     done = command("plan", tmp_path / "last", "--model", "gvae_lstm", check=2)
     assert done.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize("name", MODEL_NAMES)
-def test_the_parameters_are_counted(name):
-    for config in (ModelConfig(3, 16), ModelConfig(5, 24, 7, 9, 11, num_lstm_layers=3)):
-        assert num_parameters(name, config) == sum(p.numel() for p in make_model(name, config).parameters())
 
 
 def test_the_largest_batch_of_an_epoch(path):

@@ -1,7 +1,6 @@
 """tracestore plan."""
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
 import tracestore
@@ -11,15 +10,12 @@ from tracestore.train.flags import add_flags, model_sizes, step_options
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.description = "Estimates, in under a second; measures where there is no estimate, which takes seconds."
+    parser.description = "Runs real training steps for a few seconds a model, and throws the result away."
     parser.epilog = "Example: tracestore plan store.zarr --model gnn_det_lstm --memory 8GiB"
     parser.add_argument(
         "--model", metavar="NAME", help="lstm_solo, gnn_det_lstm or gvae_lstm (all that the store has the data for)"
     )
     parser.add_argument("--memory", type=parse_size, metavar="SIZE", help="what the process may take, e.g. 8GiB")
-    parser.add_argument(
-        "--measure", action="store_true", help="by real steps of training, which take some seconds a model"
-    )
     add_flags(parser)
     parser.add_argument("store", metavar="STORE")
 
@@ -27,9 +23,9 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace, output: Output) -> int:
     # Imported here: help needs none of it.
     from tracestore.train.config import TrainConfig
-    from tracestore.train.estimate import Estimator, covers
+    from tracestore.train.measure import Measurer
     from tracestore.train.model_config import MODEL_NAMES, VIEWS
-    from tracestore.train.plan import TrainingPlan, detectors_for, training_part
+    from tracestore.train.plan import detectors_for, training_part
 
     if args.model is not None and args.model not in MODEL_NAMES:
         raise UsageError(f"found --model {args.model}, expected one of {', '.join(MODEL_NAMES)}")
@@ -42,15 +38,9 @@ def run(args: argparse.Namespace, output: Output) -> int:
         for name in names:
             store.require(VIEWS[name])
         training_part(store)
-        planner: Callable[[str], TrainingPlan]
-        if args.measure or not all(covers(name, store, config, sizes) for name in names):
-            from tracestore.train.measure import Measurer  # imports torch, which takes seconds
-
-            planner = Measurer(store, config, sizes, args.num_threads)
-        else:
-            planner = Estimator(store, config, sizes, args.num_threads)
+        measure = Measurer(store, config, sizes, args.num_threads)
         for name in names:
-            plans.append(planner(name).as_json(args.memory))
+            plans.append(measure(name).as_json(args.memory))
             if not args.json:
                 output.say(_plan_lines(plans[-1]))
     output.document({"store": str(args.store), "models": plans})
@@ -59,7 +49,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
 
 def _plan_lines(plan: dict[str, Any]) -> str:
     lines = [
-        f"{plan['model']}, {'measured' if plan['measured'] else 'estimated'}: batches of {plan['batch_size']} take "
+        f"{plan['model']}: batches of {plan['batch_size']} take "
         f"{format_size(plan['peak_memory_bytes'])} at the peak, libraries included, and "
         f"{plan['seconds_per_epoch']:,.1f} s an epoch",
         f"  and {format_size(plan['file_bytes'])} of mapped files, which the system may take back",

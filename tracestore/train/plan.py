@@ -2,7 +2,7 @@
 
 A cost model with few terms: memory = libraries + model and optimizer + batches of the loader +
 what a step keeps of its traces, which grows with their bytes in a batch; time = steps, and traces
-beside them. train.estimate knows the terms, train.measure finds them by real steps.
+beside them. train.measure finds the terms by real steps.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class TrainingPlan:
     """What training one detector on a store takes on this machine. Bytes of the process:
     anonymous ones (what a machine must have), and file pages beside them, which can be
     reclaimed. floor_bytes: the least --memory-budget, above what the process has after its
-    imports; measured: by real steps, not estimated."""
+    imports."""
 
     name: str
     batch_size: int
@@ -45,7 +45,6 @@ class TrainingPlan:
     seconds_fixed: float
     seconds_per_trace: float
     floor_bytes: int
-    measured: bool = True
 
     def peak_bytes(self, batch_size: int, micro_batch: int | None = None) -> int:
         """Anonymous memory at its peak: of the batch of most tokens in an epoch."""
@@ -77,7 +76,6 @@ class TrainingPlan:
             "libraries_bytes": self.libraries_bytes,
             "seconds_per_epoch": self.seconds_per_epoch(self.batch_size),
             "floor_bytes": self.floor_bytes,
-            "measured": self.measured,
         }
         if memory is not None:
             out["memory_bytes"] = memory
