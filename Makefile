@@ -134,7 +134,7 @@ C_SOURCES := $(wildcard csrc/*.c)
 C_HEADERS := $(wildcard csrc/*.h)
 CFLAGS_C := -std=c11 -D_GNU_SOURCE -g -Wall -Wextra -Wconversion -Werror -ffp-contract=off -pthread -Icsrc
 CFLAGS_SAN := -O1 -fno-sanitize-recover=all -fsanitize=address,undefined
-LINK_C := -rdynamic -lm -ldl
+LINK_C := -lm
 C_TESTS := test_core kernel_hashes test_core_threads test_core_portable
 c-tests: $(C_TESTS:%=build/c/%)
 	set -e; for program in $^; do ./$$program; done

@@ -11,8 +11,8 @@ from setuptools.command.build_ext import build_ext
 # -ffp-contract=off: products and sums are fused where the source says so, so that every compiler
 # makes the same bits.
 CFLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-pthread"]
-# glibc before 2.34 has dlsym and threads in libraries of their own; macOS has no such libraries.
-LINK_FLAGS = ["-pthread", "-ldl", "-lm"] if sys.platform == "linux" else []
+# glibc before 2.34 has threads in a library of its own; macOS has no such libraries.
+LINK_FLAGS = ["-pthread", "-lm"] if sys.platform == "linux" else []
 # In a free-threaded interpreter kernels, gine and arrays declare themselves compatible in their first
 # line: they work on their arguments alone. The others do not, and Python then turns the
 # GIL on: it is the lock of the block pools, of the list of maps, of jobs, shuffle buffers and
@@ -26,7 +26,6 @@ MODULES = {
     "shuffle": ["shuffle"],
     "pickle": ["guard"],
     "arrays": [],
-    "spans": ["spans", "team", "stream"],
     "gine": ["gine", "half", "parallel", "simd"],
 }
 # Included as text: a change rebuilds what includes them.

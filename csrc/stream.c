@@ -10,8 +10,6 @@
 /* Bytes that reads run ahead. "Non-temporal" keeps what is read once out of the caches
  * that other threads, the interpreter's among them, live in. */
 #define AHEAD 1024
-/* Where ts_stream_copy_spread copies at the same time. */
-#define PLACES 4
 
 static inline void copy_line(unsigned char *d, const unsigned char *s)
 {
@@ -41,26 +39,8 @@ void ts_stream_copy(void *dst, const void *src, size_t n)
     memcpy(d, s, n);
 }
 
-void ts_stream_copy_spread(void *dst, const void *src, size_t n)
-{
-    unsigned char *d = dst;
-    const unsigned char *s = src;
-    size_t head = (size_t)(-(uintptr_t)d & (LINE - 1));
-    size_t each = n < head ? 0 : (n - head) / PLACES / LINE * LINE;
-    if (each != 0) {
-        memcpy(d, s, head);
-        d += head, s += head, n -= head;
-        for (size_t i = 0; i < each; i += LINE)
-            for (size_t place = 0; place < PLACES * each; place += each)
-                copy_line(d + place + i, s + place + i);
-        d += PLACES * each, s += PLACES * each, n -= PLACES * each;
-    }
-    ts_stream_copy(d, s, n);
-}
-
 void ts_stream_fence(void) { _mm_sfence(); }
 #else
 void ts_stream_copy(void *dst, const void *src, size_t n) { memcpy(dst, src, n); }
-void ts_stream_copy_spread(void *dst, const void *src, size_t n) { memcpy(dst, src, n); }
 void ts_stream_fence(void) {}
 #endif

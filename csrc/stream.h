@@ -9,11 +9,6 @@
  * before another thread reads dst. */
 void ts_stream_copy(void *dst, const void *src, size_t n);
 
-/* The same, at several places of the source at a time: what a processor reads ahead by itself ends
- * with each page, and where pages are small it waits for the next one. It takes more of
- * the memory's time from other threads. */
-void ts_stream_copy_spread(void *dst, const void *src, size_t n);
-
 /* Makes streamed bytes visible to threads that synchronise with the caller. */
 void ts_stream_fence(void);
 

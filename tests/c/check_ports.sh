@@ -30,7 +30,7 @@ run_tests() {
     for program in test_core kernel_hashes; do
         others=$(ls "$folder"/*.o | grep -v -e /test_core.o -e /kernel_hashes.o)
         # shellcheck disable=SC2086
-        $2 -pthread "$folder/$program.o" $others -o "$folder/$program" -rdynamic -lm -ldl
+        $2 -pthread "$folder/$program.o" $others -o "$folder/$program" -lm
         printf '%s: ' "$1"
         # qemu reports each signal that ends a child, which the tests want.
         # shellcheck disable=SC2086

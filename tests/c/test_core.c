@@ -30,8 +30,6 @@
 #include "map.h"
 #include "pack.h"
 #include "parallel.h"
-#include "spans.h"
-#include "team.h"
 
 #undef assert
 #define assert(condition) \
@@ -376,93 +374,8 @@ static void test_copies(void)
         ts_stream_fence();
         assert(memcmp(copied + shift, bytes + 3, (size_t)(200 - shift)) == 0 && copied[200] == 0xee);
         assert(shift == 0 || copied[shift - 1] == 0xee);
-        memset(copied, 0xee, sizeof copied);
-        ts_stream_copy_spread(copied + shift, bytes + 3, (size_t)(297 - shift));
-        ts_stream_fence();
-        assert(memcmp(copied + shift, bytes + 3, (size_t)(297 - shift)) == 0 && copied[297] == 0xee);
-        assert(shift == 0 || copied[shift - 1] == 0xee);
     }
     free(in), free(out), free(wide);
-}
-
-/* An OpenMP runtime of three threads, where the one that is looked for in the process is found. */
-static _Thread_local int own_number, team_size = 1;
-
-struct teammate {
-    void (*fn)(void *);
-    void *data;
-    int number, size;
-};
-
-static void *work_along(void *context)
-{
-    struct teammate *mate = context;
-    own_number = mate->number, team_size = mate->size;
-    mate->fn(mate->data);
-    return NULL;
-}
-
-void GOMP_parallel(void (*fn)(void *), void *data, unsigned num_threads, unsigned flags)
-{
-    int size = num_threads < 3 ? (int)num_threads : 3;
-    struct teammate mates[3];
-    pthread_t threads[3];
-    (void)flags;
-    for (int i = 1; i < size; i++) {
-        mates[i] = (struct teammate){fn, data, i, size};
-        assert(pthread_create(&threads[i], NULL, work_along, &mates[i]) == 0);
-    }
-    team_size = size;
-    fn(data);
-    team_size = 1;
-    for (int i = 1; i < size; i++)
-        pthread_join(threads[i], NULL);
-}
-
-int omp_get_thread_num(void) { return own_number; }
-int omp_get_num_threads(void) { return team_size; }
-
-static void mark_part(void *context, int part, int num_parts)
-{
-    int *seen = context;
-    __atomic_fetch_add(&seen[part], 1, __ATOMIC_RELAXED);
-    assert(num_parts >= 1 && part < num_parts);
-}
-
-/* Every start and end of a line, spans of one part and of several. */
-static void test_spans(void)
-{
-    static const size_t sizes[] = {0,      1,      63,     64,     65,     255,    256,           257,
-                                   319,    4095,   131071, 131072, 131073, 131137, 262144 + 1,    262144 + 63,
-                                   393216, 393217, 500000, 524288, 524289, 999999, (1 << 20) + 7, 5};
-    enum { N = sizeof sizes / sizeof *sizes };
-    int seen[4] = {0};
-    ts_team_run(1, mark_part, seen);
-    ts_team_run(2, mark_part, seen);
-    ts_team_run(7, mark_part, seen);
-    assert(seen[0] == 3 && seen[1] == 2 && seen[2] == 1 && seen[3] == 0);
-    for (int threads = 0; threads < 6; threads++)
-        for (size_t shift = 0; shift < 64; shift += 21) {
-            struct ts_span spans[N];
-            unsigned char *from[N], *to[N];
-            for (size_t i = 0; i < N; i++) {
-                from[i] = malloc(sizes[i] + 3), to[i] = malloc(sizes[i] + shift);
-                size_t item = sizes[i] % 4 == 0 ? 4 : sizes[i] % 7 == 0 ? 7 : 1;
-                for (size_t k = 0; k < sizes[i]; k++)
-                    from[i][3 + k] = (unsigned char)(k * 31 + k / 251 + i);
-                memset(to[i], 0xee, sizes[i] + shift);
-                spans[i] = (struct ts_span){from[i] + 3, to[i] + shift, sizes[i] / item, item};
-            }
-            assert(ts_copy_spans(spans, N, threads) == (threads < 1 ? 1 : threads < 3 ? threads : 3));
-            assert(ts_copy_spans(spans, 6, threads) == 1);
-            for (size_t i = 0; i < N; i++) {
-                assert(memcmp(from[i] + 3, to[i] + shift, sizes[i]) == 0);
-                for (size_t k = 0; k < shift; k++)
-                    assert(to[i][k] == 0xee);
-                free(from[i]), free(to[i]);
-            }
-        }
-    assert(ts_copy_spans(NULL, 0, 2) == 1);
 }
 
 static void count_up(void *context)
@@ -972,7 +885,6 @@ int main(void)
     test_index();
     test_parallel();
     test_copies();
-    test_spans();
     test_crew();
     test_guard();
     test_edges_outside();

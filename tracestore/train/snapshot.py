@@ -1,11 +1,9 @@
 """What a failed step must not have changed, copied before it and put back after."""
 
 import copy
-import operator
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,6 @@ import torch
 from torch import nn
 
 from tracestore.train.optimizers import SGD, Adam
-from tracestore.train.tensor_copies import TensorCopies, has_memory
 
 
 def random_state() -> dict[str, Any]:
@@ -60,6 +57,34 @@ def _metric_state(metric: Any) -> dict[str, Any]:
     return out
 
 
+class TensorCopies:
+    """Copies of live tensors, in memory that is kept from one call of `take` to the next."""
+
+    def __init__(self) -> None:
+        self._live: list[torch.Tensor] = []
+        self._saved: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def take(self, live: list[torch.Tensor]) -> None:
+        if not self._fits(live):
+            self._live = []  # where allocating fails, there is nothing to restore
+            self._saved = [torch.empty_like(t) for t in live]
+        self._live = live
+        if live:
+            torch._foreach_copy_(self._saved, live)
+
+    def _fits(self, live: list[torch.Tensor]) -> bool:
+        return len(live) == len(self._saved) and all(
+            s.shape == t.shape and s.dtype == t.dtype and s.device == t.device
+            for s, t in zip(self._saved, live, strict=True)
+        )
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        if self._live:
+            torch._foreach_copy_(self._live, self._saved)
+
+
 class StepSnapshot:
     """Beside gradients, what forward and backward change: random states, the model's
     buffers (BatchNorm), metrics that the loss function updates, and the scaler."""
@@ -67,7 +92,7 @@ class StepSnapshot:
     def __init__(self, model: nn.Module, scaler: Any = None, metrics: Sequence[Any] = ()) -> None:
         self.scaler, self.metrics = scaler, list(metrics)
         self._modules = [m for m in model.modules() if m._buffers]
-        self._buffers = TensorCopies(by_core=False)
+        self._buffers = TensorCopies()
         self._held: list[tuple[nn.Module, str, torch.Tensor]] = []
         self._metric_states: list[dict[str, Any]] = []
         self._scaler_state: dict[str, Any] = {}
@@ -179,57 +204,20 @@ class OptimizerSnapshot:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._copies = TensorCopies()
-        self._live: list[torch.Tensor] = []
-        # What was listed, to see whether it still is all: the state and its values, held so that no
-        # others can be taken for them, the parameters, and where all their memory is.
-        self._state: Any = None
-        self._values: list[torch.Tensor] = []
-        self._parameters: list[nn.Parameter] = []
-        self._with_memory: list[torch.Tensor] = []
-        self._addresses: list[int] = []
-        self._strided: list[nn.Parameter] = []
-        self._forms: list[tuple[torch.Size, tuple[int, ...]]] = []
-        self._states: dict[Any, dict[str, Any]] = {}
         self._tensors: list[tuple[Any, str, torch.Tensor]] = []
+        self._names: dict[Any, set[str]] = {}
+        self._states: dict[Any, dict[str, Any]] = {}
         self.take()  # the memory is there before training
 
-    def _is_listed(self) -> bool:
-        """Whether what was listed is all there is, where it was. Asked in each step, when little of
-        Python's is left in the caches: no more is looked at than has to be."""
+    def take(self) -> None:
         state = self._optimizer.state
-        return (
-            self._state is state
-            and _are(self._parameters, (p for group in self._optimizer.param_groups for p in group["params"]))
-            and _are(self._values, (v for of in state.values() for v in of.values() if isinstance(v, torch.Tensor)))
-            and [t.data_ptr() for t in self._with_memory] == self._addresses
-            and [(p.shape, p.stride()) for p in self._strided] == self._forms
-        )
-
-    def _list(self) -> None:
-        """Lists the live tensors, and the parameters whose state has other values (counters,
-        None before the first step): again where loading, a step, a new group of parameters or
-        `p.data = ...` has made others."""
-        state = self._optimizer.state
-        self._state = None  # nothing is listed where it ends half-way
-        self._parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         self._tensors = [
             (p, name, v) for p, of in state.items() for name, v in of.items() if isinstance(v, torch.Tensor)
         ]
-        self._values = [v for _, _, v in self._tensors]
-        self._strided = [p for p in self._parameters if has_memory(p)]
-        self._with_memory = [*self._strided, *(v for v in self._values if has_memory(v))]
-        self._addresses = [t.data_ptr() for t in self._with_memory]
-        self._forms = [(p.shape, p.stride()) for p in self._strided]
-        self._live = [*(p.data for p in self._parameters), *self._values]
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        self._copies.take([*parameters, *(v for _, _, v in self._tensors)])
         self._names = {p: set(of) for p, of in state.items()}
-        self._states = {p: plain for p, of in state.items() if (plain := _plain(of))}
-        self._state = state
-
-    def take(self) -> None:
-        if not self._is_listed():
-            self._list()
-        self._copies.take(self._live)
-        self._states = {p: _plain(self._optimizer.state[p]) for p in self._states}
+        self._states = {p: _plain(of) for p, of in state.items()}
         self._of_scaler = {n: vars(self._optimizer)[n] for n in _OF_SCALER if n in vars(self._optimizer)}
         self._groups = [_plain(group) for group in self._optimizer.param_groups]
 
@@ -250,12 +238,6 @@ class OptimizerSnapshot:
             state[p][name] = tensor
         for group, values in zip(self._optimizer.param_groups, self._groups, strict=True):
             group.update(values)
-        self._state = None
-
-
-def _are(known: list[Any], found: Iterable[Any]) -> bool:
-    """Whether these objects are found, in this order, and no others."""
-    return all(map(operator.is_, chain(known, (None,)), chain(found, (None,))))
 
 
 # What copy.copy() gives back as it is.

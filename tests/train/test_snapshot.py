@@ -5,7 +5,7 @@ import torch
 
 from tests.train.failing import FailAt
 from tracestore.train.oom import OOMGuard
-from tracestore.train.tensor_copies import TensorCopies
+from tracestore.train.snapshot import TensorCopies
 
 
 def bytes_of(tensors):
