@@ -1,7 +1,5 @@
 """The pictures of a training run."""
 
-import contextlib
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +9,6 @@ from tracestore.store.fsio import whole_file
 from tracestore.train.metrics import counts_above
 
 PLOTS = ("curves.png", "roc.png", "precision_recall.png", "reliability.png")
-
-
-def import_ahead() -> None:
-    """Import what draws in a thread of its own: it takes a second, which the training does not wait for then."""
-
-    def load() -> None:
-        # Where it is missing, write_plots says so.
-        with contextlib.suppress(ImportError):
-            import matplotlib.backends.backend_agg
-            import matplotlib.figure  # noqa: F401
-
-    threading.Thread(target=load, name="tracestore-import", daemon=True).start()
 
 
 def test_scores_of(results: dict[str, Any], name: str) -> list[tuple[np.ndarray, np.ndarray]]:

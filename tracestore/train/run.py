@@ -36,7 +36,6 @@ from tracestore.train.measure import budget_plan
 from tracestore.train.memory import MemoryBudget, MemoryUse, available, memory_use
 from tracestore.train.model_config import VIEWS, ModelConfig
 from tracestore.train.monitor import Log, check_tensorboard
-from tracestore.train.plots import import_ahead
 from tracestore.train.predictions import write_predictions
 from tracestore.train.probe import run_probe
 from tracestore.train.ranks import Ranks
@@ -178,8 +177,6 @@ def _run_jobs(
         log(f"{num_folds or 1} folds x {num_seeds or 1} seeds, {len(jobs) * len(names)} trainings")
     if "graph" in {VIEWS[name] for name in names}:
         _refuse_nonfinite(store, split)
-    if memory_budget is None and ranks.is_first:  # with a budget, its memory would count as the training's
-        import_ahead()
     results: dict[str, Any] = {
         "models": {},
         "config": {
