@@ -18,7 +18,7 @@ import torch
 from benchmarks.common import GRAPH_MODELS, ROOT, STEP_SHAPES
 from benchmarks.training import Step
 
-from tracestore.train.model_config import MODEL_NAMES
+from tracestore.detectors.config import MODEL_NAMES
 
 
 def clocked(step: Step, count: int, device: torch.device) -> tuple[float, int]:

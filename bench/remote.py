@@ -21,18 +21,18 @@ import torch_geometric  # noqa: F401 - before the clock runs
 
 import tracestore
 from tests.store.remote.server import BUCKET, s3_server
-from tracestore.store.remote.bucket import Bucket
+from tracestore.store.remote.object_store import ObjectStore
 
 ADDRESS = f"s3://{BUCKET}/store.zarr"
 
 
-def upload(store: Path, bucket: Bucket) -> None:
+def upload(store: Path, bucket: ObjectStore) -> None:
     for path in sorted(store.rglob("*")):
         if path.is_file():
             bucket.put(path.relative_to(store).as_posix(), path)
 
 
-def stream(bucket: Bucket, files: list[tuple[str, int]], at_once: int) -> float:
+def stream(bucket: ObjectStore, files: list[tuple[str, int]], at_once: int) -> float:
     """Seconds to read the files and throw them away."""
     began = time.perf_counter()
     with ThreadPoolExecutor(at_once) as pool:
@@ -59,8 +59,8 @@ def main() -> None:
         os.environ.update(
             AWS_ENDPOINT_URL=url, AWS_ACCESS_KEY_ID="a", AWS_SECRET_ACCESS_KEY="b", AWS_REGION="us-east-1"
         )
-        os.environ["TRACESTORE_CACHE"] = cache
-        bucket = Bucket(ADDRESS)
+        os.environ["TRACESTORE_CACHE_DIR"] = cache
+        bucket = ObjectStore(ADDRESS)
         upload(args.store, bucket)
         with tracestore.open(args.store) as store:
             wanted = ("/hidden_states/c/", "/attention/c/")

@@ -26,15 +26,15 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ
 IMPORTS = {"torch": "import torch", "TraceLoader": "import tracestore; tracestore.TraceLoader"}
 # Method or function of a module -> the phase that its time counts to.
 PHASES = (
-    ("tracestore.train.loop", "DetectorRun._train_epoch", "epochs"),
-    ("tracestore.train.loop", "DetectorRun._validate", "epochs"),
-    ("tracestore.train.loop", "DetectorRun._setup", "setup"),
-    ("tracestore.train.loop", "DetectorRun._finish", "test part"),
-    ("tracestore.train.loop", "DetectorRun._save_last", "checkpoints"),
-    ("tracestore.train.run", "run_probe", "probe"),
-    ("tracestore.train.run", "_complete", "comparisons"),
-    ("tracestore.train.report", "write_plots", "plots"),
-    ("tracestore.train.report", "write_page", "page"),
+    ("tracestore.train.trainer", "Trainer._train_epoch", "epochs"),
+    ("tracestore.train.trainer", "Trainer._validate", "epochs"),
+    ("tracestore.train.trainer", "Trainer._setup", "setup"),
+    ("tracestore.train.trainer", "Trainer._finish", "test part"),
+    ("tracestore.train.trainer", "Trainer._save_last", "checkpoints"),
+    ("tracestore.experiment.run", "run_probe", "probe"),
+    ("tracestore.experiment.run", "_complete", "comparisons"),
+    ("tracestore.evaluation.report", "write_plots", "plots"),
+    ("tracestore.evaluation.report", "write_page", "page"),
 )
 
 

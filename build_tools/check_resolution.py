@@ -90,10 +90,10 @@ def solve(uv: str, project: Path, case: Case) -> Answer:
     # The interpreter that runs uv is not asked about anything.
     command += ["--python", sys.executable, *MODES[case.mode]]
     done = subprocess.run(command, cwd=project, env=environment(), capture_output=True, text=True)
-    return Answer(case, "" if done.returncode == 0 else one_line(done.stderr))
+    return Answer(case, "" if done.returncode == 0 else summarize_error(done.stderr))
 
 
-def one_line(text: str) -> str:
+def summarize_error(text: str) -> str:
     """Return uv's message in one line, without its frame and hints."""
     text = re.split(r"\n\s*hint:", re.sub(r"[×╰│─▶]+", "", text))[0]
     return " ".join(text.split()) or "uv failed and said nothing"

@@ -1,6 +1,6 @@
 """Count lines of code by part: without docstrings, comments and blank lines.
 
-    python build_tools/count_lines.py [ROOT]
+python build_tools/count_lines.py [ROOT]
 """
 
 import ast
@@ -21,7 +21,11 @@ def docstring_lines(text: str) -> set[int]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             first = node.body[0] if node.body else None
-            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and isinstance(first.value.value, str)
+            ):
                 lines.update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
     return lines
 

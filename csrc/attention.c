@@ -12,11 +12,11 @@
 #include <immintrin.h>
 
 /* Whether one float16 matrix is causal. */
-TS_TARGET_V4 static int is_causal_f16_v4(const ts_u16 *in, size_t S)
+TS_TARGET_V4 static int is_causal_f16_v4(const ts_u16_unaligned *in, size_t S)
 {
     __m512i any = _mm512_setzero_si512();
     for (size_t i = 0; i + 1 < S; i++) {
-        const ts_u16 *row = in + i * S + i + 1;
+        const ts_u16_unaligned *row = in + i * S + i + 1;
         size_t n = S - i - 1;
         for (; n >= 32; row += 32, n -= 32)
             any = _mm512_or_si512(any, _mm512_loadu_si512(row));
@@ -25,14 +25,14 @@ TS_TARGET_V4 static int is_causal_f16_v4(const ts_u16 *in, size_t S)
     return _mm512_test_epi16_mask(any, _mm512_set1_epi16(0x7fff)) == 0;
 }
 #else
-static int is_causal_f16_v4(const ts_u16 *in, size_t S) { (void)in; (void)S; return 0; }
+static int is_causal_f16_v4(const ts_u16_unaligned *in, size_t S) { (void)in; (void)S; return 0; }
 #endif
 
 static int any_nonzero(const unsigned char *row, size_t itemsize, size_t n)
 {
     /* Sign bits are masked: minus zero is zero. */
     if (itemsize == 2) {
-        const ts_u16 *v = (const ts_u16 *)row;
+        const ts_u16_unaligned *v = (const ts_u16_unaligned *)row;
         uint16_t any = 0;
         for (size_t i = 0; i < n; i++)
             any |= v[i];
@@ -57,7 +57,7 @@ int ts_is_causal(const void *in, enum ts_dtype dtype, size_t count, size_t S, si
     size_t itemsize = ts_dtype_bytes(dtype);
     int fast = dtype == TS_F16 && ts_simd_level() >= 4;
     for (size_t m = 0; m < count; m++) {
-        if (fast && is_causal_f16_v4((const ts_u16 *)in + m * S * S, S))
+        if (fast && is_causal_f16_v4((const ts_u16_unaligned *)in + m * S * S, S))
             continue;
         for (size_t i = 0; i + 1 < S; i++) {
             size_t first = (m * S + i) * S + i + 1, n = S - i - 1;
@@ -136,7 +136,7 @@ static inline __m128 to_odd_floats(__m256d values)
 /* ts_mean_rows of eight float16 columns, of which a mean of finite ones is finite. 0 where
  * one is NaN, which is left to the portable path. */
 TS_TARGET_V3
-static inline int mean_of_eight(const ts_u16 *in, size_t H, size_t stride, uint16_t *out)
+static inline int mean_of_eight(const ts_u16_unaligned *in, size_t H, size_t stride, uint16_t *out)
 {
     __m256d low = _mm256_setzero_pd(), high = low, heads = _mm256_set1_pd((double)H);
     for (size_t h = 0; h < H; h++) {
@@ -151,7 +151,7 @@ static inline int mean_of_eight(const ts_u16 *in, size_t H, size_t stride, uint1
 
 /* n >= 8; the last eight columns may overlap the ones before. 0 as above. */
 TS_TARGET_V3
-static int mean_rows_f16_avx2(const ts_u16 *in, size_t H, size_t stride, size_t n, uint16_t *out)
+static int mean_rows_f16_avx2(const ts_u16_unaligned *in, size_t H, size_t stride, size_t n, uint16_t *out)
 {
     int is_done = mean_of_eight(in + n - 8, H, stride, out + n - 8);
     for (size_t j = 0; j + 8 <= n; j += 8)
@@ -169,7 +169,7 @@ TS_TARGET_V4 static inline __m256 to_odd_floats_v4(__m512d values)
 }
 
 /* As above, sixteen columns at a time, of any n. */
-TS_TARGET_V4 static int mean_rows_f16_v4(const ts_u16 *in, size_t H, size_t stride, size_t n, uint16_t *out)
+TS_TARGET_V4 static int mean_rows_f16_v4(const ts_u16_unaligned *in, size_t H, size_t stride, size_t n, uint16_t *out)
 {
     __m512d heads = _mm512_set1_pd((double)H);
     __mmask16 nan = 0;
@@ -189,12 +189,12 @@ TS_TARGET_V4 static int mean_rows_f16_v4(const ts_u16 *in, size_t H, size_t stri
     return nan == 0;
 }
 #else
-static int mean_rows_f16_avx2(const ts_u16 *in, size_t H, size_t stride, size_t n, uint16_t *out)
+static int mean_rows_f16_avx2(const ts_u16_unaligned *in, size_t H, size_t stride, size_t n, uint16_t *out)
 {
     (void)in; (void)H; (void)stride; (void)n; (void)out;
     return 0;
 }
-static int mean_rows_f16_v4(const ts_u16 *in, size_t H, size_t stride, size_t n, uint16_t *out)
+static int mean_rows_f16_v4(const ts_u16_unaligned *in, size_t H, size_t stride, size_t n, uint16_t *out)
 {
     return mean_rows_f16_avx2(in, H, stride, n, out);
 }

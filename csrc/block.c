@@ -49,6 +49,6 @@ void ts_shared_unmap(void *base, size_t size)
         munmap(base, size);
 }
 
-void ts_shared_hold(void *base) { __atomic_fetch_add((int *)base, 1, __ATOMIC_ACQ_REL); }
-void ts_shared_release(void *base) { __atomic_fetch_sub((int *)base, 1, __ATOMIC_ACQ_REL); }
-int ts_shared_holders(const void *base) { return __atomic_load_n((const int *)base, __ATOMIC_ACQUIRE); }
+void ts_shared_incref(void *base) { __atomic_fetch_add((int *)base, 1, __ATOMIC_ACQ_REL); }
+void ts_shared_decref(void *base) { __atomic_fetch_sub((int *)base, 1, __ATOMIC_ACQ_REL); }
+int ts_shared_refcount(const void *base) { return __atomic_load_n((const int *)base, __ATOMIC_ACQUIRE); }

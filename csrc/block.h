@@ -16,8 +16,8 @@ void ts_block_free(void *block, size_t bytes);
  * counts the processes that hold what lies behind it. */
 void *ts_shared_map(int fd, size_t size);
 void ts_shared_unmap(void *base, size_t size);
-void ts_shared_hold(void *base);
-void ts_shared_release(void *base);
-int ts_shared_holders(const void *base);
+void ts_shared_incref(void *base);
+void ts_shared_decref(void *base);
+int ts_shared_refcount(const void *base);
 
 #endif

@@ -12,7 +12,7 @@
 
 enum { IDLE, QUEUED, RUNNING, DONE };
 
-struct ts_crew {
+struct ts_thread_pool {
     pthread_mutex_t lock;
     pthread_cond_t work, done;
     struct ts_job *first, **last;
@@ -22,7 +22,7 @@ struct ts_crew {
 
 static void *serve(void *argument)
 {
-    struct ts_crew *crew = argument;
+    struct ts_thread_pool *crew = argument;
     pthread_mutex_lock(&crew->lock);
     for (;;) {
         while (crew->first == NULL && !crew->stopping)
@@ -45,9 +45,9 @@ static void *serve(void *argument)
     return NULL;
 }
 
-struct ts_crew *ts_crew_start(int num_threads)
+struct ts_thread_pool *ts_thread_pool_start(int num_threads)
 {
-    struct ts_crew *crew = calloc(1, sizeof *crew);
+    struct ts_thread_pool *crew = calloc(1, sizeof *crew);
     if (crew == NULL)
         return NULL;
     pthread_mutex_init(&crew->lock, NULL);
@@ -67,13 +67,13 @@ struct ts_crew *ts_crew_start(int num_threads)
         crew->num_threads++;
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (crew->num_threads == 0) {
-        ts_crew_stop(crew);
+        ts_thread_pool_stop(crew);
         return NULL;
     }
     return crew;
 }
 
-void ts_crew_submit(struct ts_crew *crew, struct ts_job *job)
+void ts_thread_pool_submit(struct ts_thread_pool *crew, struct ts_job *job)
 {
     pthread_mutex_lock(&crew->lock);
     job->next = NULL;
@@ -85,7 +85,7 @@ void ts_crew_submit(struct ts_crew *crew, struct ts_job *job)
     pthread_mutex_unlock(&crew->lock);
 }
 
-int ts_crew_wait(struct ts_crew *crew, struct ts_job *job, int64_t timeout_ms)
+int ts_thread_pool_wait(struct ts_thread_pool *crew, struct ts_job *job, int64_t timeout_ms)
 {
     struct timespec until;
     clock_gettime(TS_CONDITION_CLOCK, &until);
@@ -105,7 +105,7 @@ int ts_crew_wait(struct ts_crew *crew, struct ts_job *job, int64_t timeout_ms)
     return over;
 }
 
-static void unqueue(struct ts_crew *crew, struct ts_job *job)
+static void unqueue(struct ts_thread_pool *crew, struct ts_job *job)
 {
     struct ts_job **at = &crew->first;
     while (*at != job)
@@ -116,7 +116,7 @@ static void unqueue(struct ts_crew *crew, struct ts_job *job)
     job->state = DONE;
 }
 
-void ts_crew_cancel(struct ts_crew *crew, struct ts_job *job)
+void ts_thread_pool_cancel(struct ts_thread_pool *crew, struct ts_job *job)
 {
     pthread_mutex_lock(&crew->lock);
     if (job->state == QUEUED)
@@ -127,7 +127,7 @@ void ts_crew_cancel(struct ts_crew *crew, struct ts_job *job)
     pthread_mutex_unlock(&crew->lock);
 }
 
-void ts_crew_stop(struct ts_crew *crew)
+void ts_thread_pool_stop(struct ts_thread_pool *crew)
 {
     pthread_mutex_lock(&crew->lock);
     crew->stopping = 1;

@@ -107,7 +107,7 @@ struct range {
 static void run_range(int (*work)(void *), void *job, size_t begin, size_t end, struct outcome *outcome)
 {
     struct range range = {.job = job, .begin = begin, .end = end};
-    int ret = ts_guard_run(work, &range);
+    int ret = ts_sigbus_guard(work, &range);
     if (ret != TS_OK)
         fail(outcome, ret);
     free(range.keep);
@@ -188,7 +188,7 @@ size_t ts_num_pairs(const struct ts_graph *graph)
 /* The work on the graphs of a batch. Fields that a step does not need are NULL. */
 struct graph_job {
     struct ts_graph *graphs;
-    const struct ts_edge_form *form;
+    const struct ts_edge_options *form;
     struct kernels kernels;
     int32_t limit, top;             /* the rule, as ordered integers */
     const int32_t *row, *column;    /* (i, j) of pair p of any causal graph up to `table_tokens` */
@@ -235,7 +235,7 @@ static size_t *pair_starts(const struct ts_graph *graphs, size_t n)
 
 int ts_mean_graphs(struct ts_graph *graphs, size_t n, enum ts_dtype dtype, size_t H, uint16_t *out, int num_threads)
 {
-    struct ts_edge_form form = {dtype, TS_F16, {0, 0}};
+    struct ts_edge_options form = {dtype, TS_F16, {0, 0}};
     struct graph_job job = {.graphs = graphs, .form = &form, .weight = (unsigned char *)out, .num_heads = H};
     size_t *starts = pair_starts(graphs, n);
     if (starts == NULL)
@@ -332,7 +332,7 @@ static void count_range(void *context, size_t begin, size_t end)
     run_range(count_edges, job, begin, end, &job->outcome);
 }
 
-int ts_count_edges(struct ts_graph *graphs, size_t n, const struct ts_edge_form *form, int num_threads)
+int ts_count_edges(struct ts_graph *graphs, size_t n, const struct ts_edge_options *form, int num_threads)
 {
     struct graph_job job = {.graphs = graphs, .form = form};
     if (!is_pair_of_dtypes(form->in, form->out))
@@ -571,7 +571,7 @@ static int32_t *make_table(struct graph_job *job, size_t n)
     return table;
 }
 
-int ts_fill_edges(const struct ts_graph *graphs, size_t n, const struct ts_edge_form *form, int num_threads,
+int ts_fill_edges(const struct ts_graph *graphs, size_t n, const struct ts_edge_options *form, int num_threads,
                   int64_t *source, int64_t *target, unsigned char *weight)
 {
     struct graph_job job = {.graphs = (struct ts_graph *)graphs, .form = form,
@@ -621,7 +621,7 @@ static void pack_range(void *context, size_t begin, size_t end)
     run_range(pack_graphs, job, begin, end, &job->outcome);
 }
 
-int ts_pack_graphs(const struct ts_graph *graphs, size_t n, const struct ts_edge_form *form, int num_threads,
+int ts_pack_graphs(const struct ts_graph *graphs, size_t n, const struct ts_edge_options *form, int num_threads,
                    unsigned char *out)
 {
     struct graph_job job = {.graphs = (struct ts_graph *)graphs, .form = form, .weight = out};

@@ -35,7 +35,7 @@ struct ts_graph {
 };
 
 /* How stored weights become edges: `in` as stored, `out` as ts_copy_many says. */
-struct ts_edge_form {
+struct ts_edge_options {
     enum ts_dtype in, out;
     struct ts_edge_rule rule;
 };
@@ -48,17 +48,17 @@ size_t ts_num_pairs(const struct ts_graph *graph);
 int ts_mean_graphs(struct ts_graph *graphs, size_t n, enum ts_dtype dtype, size_t H, uint16_t *out, int num_threads);
 
 /* Sets num_edges of every graph by the rule, which stored edges are not subject to. TS_ERR_DTYPE. */
-int ts_count_edges(struct ts_graph *graphs, size_t n, const struct ts_edge_form *form, int num_threads);
+int ts_count_edges(struct ts_graph *graphs, size_t n, const struct ts_edge_options *form, int num_threads);
 
 /* Writes the edges of every graph at first_edge: source[] the attended token j,
  * target[] the attending token i, row after row, and its weight. TS_ERR_BOUNDS where
  * the weights are not those that were counted, TS_ERR_NODE, TS_ERR_NOMEM, TS_ERR_DTYPE. */
-int ts_fill_edges(const struct ts_graph *graphs, size_t n, const struct ts_edge_form *form, int num_threads,
+int ts_fill_edges(const struct ts_graph *graphs, size_t n, const struct ts_edge_options *form, int num_threads,
                   int64_t *source, int64_t *target, unsigned char *weight);
 
 /* Writes all pairs of every graph, one graph behind the other; those that a top-k
  * rule drops as NaN, which is above no threshold. TS_ERR_NOMEM, TS_ERR_DTYPE. */
-int ts_pack_graphs(const struct ts_graph *graphs, size_t n, const struct ts_edge_form *form, int num_threads,
+int ts_pack_graphs(const struct ts_graph *graphs, size_t n, const struct ts_edge_options *form, int num_threads,
                    unsigned char *out);
 
 #endif

@@ -16,8 +16,8 @@ struct frame {
 };
 
 /* Read by the handler: never allocated lazily, as thread-local data of a library else is. */
-#define OF_HANDLER static _Thread_local __attribute__((tls_model("initial-exec")))
-OF_HANDLER struct frame *volatile innermost;
+#define SIGNAL_SAFE_TLS static _Thread_local __attribute__((tls_model("initial-exec")))
+SIGNAL_SAFE_TLS struct frame *volatile innermost;
 static _Thread_local const void *last_fault;
 
 /* The handlers that were there before ours, the newest last. An earlier one may hold ours as
@@ -26,9 +26,9 @@ static _Thread_local const void *last_fault;
 #define MAX_EARLIER 16
 static struct sigaction earlier[MAX_EARLIER];
 static int num_earlier;
-OF_HANDLER int passed;               /* how many of them the last signal was passed by */
-OF_HANDLER int is_passing;
-OF_HANDLER const void *came_back_at; /* where the last one had a fault from which it returned */
+SIGNAL_SAFE_TLS int passed;               /* how many of them the last signal was passed by */
+SIGNAL_SAFE_TLS int is_passing;
+SIGNAL_SAFE_TLS const void *came_back_at; /* where the last one had a fault from which it returned */
 
 /* The process that is installing, or 0: after fork() the lock of the parent means nothing. */
 static pid_t installing;
@@ -131,7 +131,7 @@ static ts_guard_runner *runner = run_guarded;
 ts_guard_runner *ts_guard_own(void) { return run_guarded; }
 void ts_guard_share(ts_guard_runner *shared) { runner = shared; }
 
-int ts_guard_run(int (*work)(void *context), void *context)
+int ts_sigbus_guard(int (*work)(void *context), void *context)
 {
     return runner(work, context, &last_fault, 0);
 }

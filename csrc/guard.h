@@ -1,9 +1,9 @@
 /* Reading file maps whose file may be cut short meanwhile.
  *
  * A page of a map that lies behind the end of its file raises SIGBUS when it is
- * touched, which ends the process. Work that runs under ts_guard_run ends with
+ * touched, which ends the process. Work that runs under ts_sigbus_guard ends with
  * TS_ERR_FAULT instead. Pages that hold the new end of the file are not covered: the
- * kernel fills them with zeros (see ts_map_is_whole). */
+ * kernel fills them with zeros (see ts_map_is_intact). */
 #ifndef TS_GUARD_H
 #define TS_GUARD_H
 
@@ -18,9 +18,9 @@
  * The handler is installed by the first call. One that was there before gets every
  * SIGBUS that comes from elsewhere, with its own flags and mask. Where another one was
  * installed over it since, the next call puts it first again, in front of that one. */
-int ts_guard_run(int (*work)(void *context), void *context);
+int ts_sigbus_guard(int (*work)(void *context), void *context);
 
-/* The same soon after another ts_guard_run: without looking, which costs a system call,
+/* The same soon after another ts_sigbus_guard: without looking, which costs a system call,
  * whether the handler is still the first. */
 int ts_guard_run_again(int (*work)(void *context), void *context);
 

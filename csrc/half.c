@@ -64,7 +64,7 @@ uint16_t ts_f64_to_f16(double value)
     return ts_f32_to_f16_portable(bits_float(sign | (exponent - 1023 + 127) << 23 | odd));
 }
 
-void ts_bf16_to_f32(const ts_u16 *in, float *out, size_t n)
+void ts_bf16_to_f32(const ts_u16_unaligned *in, float *out, size_t n)
 {
     for (size_t i = 0; i < n; i++)
         out[i] = bits_float((uint32_t)in[i] << 16);
@@ -74,7 +74,7 @@ void ts_bf16_to_f32(const ts_u16 *in, float *out, size_t n)
 #include <immintrin.h>
 
 TS_TARGET_V3
-static size_t f16_to_f32_f16c(const ts_u16 *in, float *out, size_t n)
+static size_t f16_to_f32_f16c(const ts_u16_unaligned *in, float *out, size_t n)
 {
     size_t i = 0;
     for (; i + 8 <= n; i += 8)
@@ -91,11 +91,11 @@ static size_t f32_to_f16_f16c(const ts_f32 *in, uint16_t *out, size_t n)
     return i;
 }
 #else
-static size_t f16_to_f32_f16c(const ts_u16 *in, float *out, size_t n) { (void)in; (void)out; (void)n; return 0; }
+static size_t f16_to_f32_f16c(const ts_u16_unaligned *in, float *out, size_t n) { (void)in; (void)out; (void)n; return 0; }
 static size_t f32_to_f16_f16c(const ts_f32 *in, uint16_t *out, size_t n) { (void)in; (void)out; (void)n; return 0; }
 #endif
 
-void ts_f16_to_f32(const ts_u16 *in, float *out, size_t n)
+void ts_f16_to_f32(const ts_u16_unaligned *in, float *out, size_t n)
 {
     size_t i = ts_simd_level() >= 3 ? f16_to_f32_f16c(in, out, n) : 0;
     for (; i < n; i++)
@@ -136,7 +136,7 @@ int ts_to_f16(const void *in, enum ts_dtype dtype, uint16_t *out, size_t n, size
         size_t count = n - begin < BLOCK ? n - begin : BLOCK;
         const ts_f32 *values = (const ts_f32 *)in + begin;
         if (dtype == TS_BF16) {
-            ts_bf16_to_f32((const ts_u16 *)in + begin, buffer, count);
+            ts_bf16_to_f32((const ts_u16_unaligned *)in + begin, buffer, count);
             values = buffer;
         }
         ts_f32_to_f16(values, out + begin, count);
@@ -153,7 +153,7 @@ int ts_to_f16(const void *in, enum ts_dtype dtype, uint16_t *out, size_t n, size
 }
 
 /* Counted in the width of the values, which takes a third of the time. */
-static inline __attribute__((always_inline)) size_t count_exponent(const ts_u16 *v, uint16_t exponent, size_t n)
+static inline __attribute__((always_inline)) size_t count_exponent(const ts_u16_unaligned *v, uint16_t exponent, size_t n)
 {
     size_t count = 0;
     for (size_t begin = 0; begin < n; begin += COUNTED) {
@@ -168,7 +168,7 @@ static inline __attribute__((always_inline)) size_t count_exponent(const ts_u16 
 
 #if defined(__x86_64__)
 TS_TARGET_V3
-static size_t count_exponent_avx2(const ts_u16 *v, uint16_t exponent, size_t n)
+static size_t count_exponent_avx2(const ts_u16_unaligned *v, uint16_t exponent, size_t n)
 {
     return count_exponent(v, exponent, n);
 }

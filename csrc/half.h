@@ -7,7 +7,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-typedef uint16_t ts_u16 __attribute__((aligned(1)));
+typedef uint16_t ts_u16_unaligned __attribute__((aligned(1)));
 typedef uint32_t ts_u32 __attribute__((aligned(1)));
 typedef uint64_t ts_u64 __attribute__((aligned(1)));
 typedef float ts_f32 __attribute__((aligned(1)));
@@ -17,9 +17,9 @@ enum ts_dtype { TS_F16 = 0, TS_BF16 = 1, TS_F32 = 2, TS_F64 = 3 };
 
 size_t ts_dtype_bytes(enum ts_dtype dtype); /* 0 for an unknown one */
 
-void ts_f16_to_f32(const ts_u16 *in, float *out, size_t n);
+void ts_f16_to_f32(const ts_u16_unaligned *in, float *out, size_t n);
 void ts_f32_to_f16(const ts_f32 *in, uint16_t *out, size_t n);
-void ts_bf16_to_f32(const ts_u16 *in, float *out, size_t n);
+void ts_bf16_to_f32(const ts_u16_unaligned *in, float *out, size_t n);
 
 /* float64 to float16 in one rounding (through float32 rounded to odd). */
 uint16_t ts_f64_to_f16(double value);

@@ -66,12 +66,12 @@ static int mark(void *context)
     return TS_OK;
 }
 
-int ts_map_mark(struct ts_map *map)
+int ts_map_record_tail(struct ts_map *map)
 {
-    return map->base == NULL ? TS_OK : ts_guard_run(mark, map);
+    return map->base == NULL ? TS_OK : ts_sigbus_guard(mark, map);
 }
 
-int ts_map_is_whole(const struct ts_map *map)
+int ts_map_is_intact(const struct ts_map *map)
 {
     /* What was read stays before this: the fence that the thread sanitizer has no word for. */
 #if defined(__aarch64__)
@@ -92,7 +92,7 @@ static int copy(void *context)
 {
     const struct copying *c = context;
     memcpy(c->out, c->map->base + c->from, c->bytes);
-    if (ts_map_is_whole(c->map))
+    if (ts_map_is_intact(c->map))
         return TS_OK;
     ts_guard_set_fault(c->map->tail);
     return TS_ERR_FAULT;
@@ -101,7 +101,7 @@ static int copy(void *context)
 int ts_map_copy(const struct ts_map *map, size_t from, size_t bytes, void *out)
 {
     struct copying c = {map, from, bytes, out};
-    return bytes == 0 ? TS_OK : ts_guard_run(copy, &c);
+    return bytes == 0 ? TS_OK : ts_sigbus_guard(copy, &c);
 }
 
 static void advise(void (*give)(void *, size_t), const void *from, size_t bytes)
@@ -111,12 +111,12 @@ static void advise(void (*give)(void *, size_t), const void *from, size_t bytes)
         give((void *)begin, (uintptr_t)from + bytes - begin);
 }
 
-void ts_map_read(const void *from, size_t bytes)
+void ts_map_prefetch(const void *from, size_t bytes)
 {
     advise(ts_advise_read, from, bytes);
 }
 
-void ts_map_drop(const void *from, size_t bytes)
+void ts_map_evict(const void *from, size_t bytes)
 {
     advise(ts_advise_drop, from, bytes);
 }

@@ -6,7 +6,7 @@
 #include "crc32c.h"
 #include "error.h"
 
-void ts_scan(struct ts_scan *scan, const void *in, enum ts_dtype dtype, size_t n, void *out)
+void ts_checksum_scan(struct ts_checksum_scan *scan, const void *in, enum ts_dtype dtype, size_t n, void *out)
 {
     size_t bytes = n * ts_dtype_bytes(dtype);
     if (out != NULL) {
@@ -22,7 +22,7 @@ int ts_pack_attention(struct ts_pack *p)
     enum ts_dtype dtype = p->mean ? TS_F16 : p->stored_dtype;
     size_t H = p->mean ? 1 : p->H, S = p->S;
     size_t values = H * (p->causal ? S * (S + 1) / 2 : S * S), bytes = values * ts_dtype_bytes(dtype), where;
-    p->scan = (struct ts_scan){0, 0};
+    p->scan = (struct ts_checksum_scan){0, 0};
     for (size_t k = 0; k < p->L; k++) {
         unsigned char *out = p->out == NULL ? NULL : (unsigned char *)p->out + k * bytes;
         if (p->causal && !ts_is_causal(p->sources[k], p->source_dtype, p->H, S, &where)) {
@@ -40,7 +40,7 @@ int ts_pack_attention(struct ts_pack *p)
         } else if (out != NULL) {
             memcpy(out, p->stored[k], bytes);
         }
-        ts_scan(&p->scan, out != NULL ? out : p->stored[k], dtype, values, NULL);
+        ts_checksum_scan(&p->scan, out != NULL ? out : p->stored[k], dtype, values, NULL);
     }
     return TS_OK;
 }

@@ -8,13 +8,13 @@
 
 #include "half.h"
 
-struct ts_scan {
+struct ts_checksum_scan {
     size_t nonfinite; /* values so far that are NaN or infinite */
     uint32_t crc;     /* crc32c of their bytes */
 };
 
 /* Adds n values, and copies them to `out` unless it is NULL. */
-void ts_scan(struct ts_scan *scan, const void *in, enum ts_dtype dtype, size_t n, void *out);
+void ts_checksum_scan(struct ts_checksum_scan *scan, const void *in, enum ts_dtype dtype, size_t n, void *out);
 
 /* Attention of all layers. The caller owns every buffer. */
 struct ts_pack {
@@ -26,7 +26,7 @@ struct ts_pack {
     int mean;   /* the mean over the heads, as float16, instead of `stored` */
     void *out;  /* L layers of 1 or H triangles or squares; NULL: `stored` is as wanted, and scanned only */
     size_t layer; /* where TS_ERR_RANGE was found */
-    struct ts_scan scan; /* of what is packed */
+    struct ts_checksum_scan scan; /* of what is packed */
 };
 
 /* TS_ERR_RANGE where a head mean is beyond float16. Where `causal` has become 0, what was

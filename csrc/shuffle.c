@@ -3,7 +3,7 @@
 #define ROUNDS 6
 #define GOLDEN 0x9e3779b97f4a7c15ull
 
-uint64_t ts_mix(uint64_t value)
+uint64_t ts_splitmix64(uint64_t value)
 {
     value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9ull;
     value = (value ^ (value >> 27)) * 0x94d049bb133111ebull;
@@ -18,7 +18,7 @@ void ts_permute(const int64_t *positions, size_t count, uint64_t n, uint64_t key
         half++;
     uint64_t low = ((uint64_t)1 << half) - 1;
     for (uint64_t r = 0; r < ROUNDS; r++)
-        keys[r] = ts_mix(key ^ ((r + 1) << 56));
+        keys[r] = ts_splitmix64(key ^ ((r + 1) << 56));
     for (size_t k = 0; k < count; k++) {
         uint64_t value = (uint64_t)positions[k];
         if (n <= 1) {
@@ -28,7 +28,7 @@ void ts_permute(const int64_t *positions, size_t count, uint64_t n, uint64_t key
         do {
             uint64_t left = value >> half, right = value & low;
             for (int r = 0; r < ROUNDS; r++) {
-                uint64_t mixed = left ^ (ts_mix(right ^ keys[r]) & low);
+                uint64_t mixed = left ^ (ts_splitmix64(right ^ keys[r]) & low);
                 left = right;
                 right = mixed;
             }
@@ -38,19 +38,19 @@ void ts_permute(const int64_t *positions, size_t count, uint64_t n, uint64_t key
     }
 }
 
-void ts_buffer_start(struct ts_shuffle_buffer *buffer)
+void ts_shuffle_buffer_init(struct ts_shuffle_buffer *buffer)
 {
     buffer->step = 0;
     for (uint64_t k = 0; k < buffer->size; k++)
         buffer->window[k] = (int64_t)k;
 }
 
-void ts_buffer_take(struct ts_shuffle_buffer *buffer, uint64_t count, int64_t *out)
+void ts_shuffle_buffer_next(struct ts_shuffle_buffer *buffer, uint64_t count, int64_t *out)
 {
     for (uint64_t k = 0; k < count; k++) {
         uint64_t step = buffer->step++, following = buffer->size + step;
         uint64_t held = following <= buffer->n ? buffer->size : buffer->n - step;
-        int64_t *slot = &buffer->window[ts_mix((step * GOLDEN) ^ buffer->key) % held];
+        int64_t *slot = &buffer->window[ts_splitmix64((step * GOLDEN) ^ buffer->key) % held];
         if (out != NULL)
             out[k] = *slot;
         /* Once no id is left outside, the last of the window takes the place. */

@@ -7,7 +7,7 @@
 #include <stdint.h>
 
 /* SplitMix64's finaliser: a bijection of 64 bits. */
-uint64_t ts_mix(uint64_t value);
+uint64_t ts_splitmix64(uint64_t value);
 
 /* out[k] = permutation of [0, n) by `key` at positions[k], which are below n. */
 void ts_permute(const int64_t *positions, size_t count, uint64_t n, uint64_t key, int64_t *out);
@@ -21,9 +21,9 @@ struct ts_shuffle_buffer {
 };
 
 /* Starts over; size is at least 1 and at most n, unless n is 0. */
-void ts_buffer_start(struct ts_shuffle_buffer *buffer);
+void ts_shuffle_buffer_init(struct ts_shuffle_buffer *buffer);
 
 /* The next `count` ids into out (NULL: they are passed over). step + count <= n. */
-void ts_buffer_take(struct ts_shuffle_buffer *buffer, uint64_t count, int64_t *out);
+void ts_shuffle_buffer_next(struct ts_shuffle_buffer *buffer, uint64_t count, int64_t *out);
 
 #endif

@@ -9,7 +9,7 @@ import pytest
 
 import tracestore
 from tests.helpers import ROOT, as_torch, convert, make_trace, make_traces, write_pickle
-from tracestore.errors import InputRefusedError, UsageError
+from tracestore.errors import InvalidInputError, UsageError
 
 
 @pytest.fixture
@@ -112,9 +112,9 @@ def test_refusals(tmp_path, data):
         with pytest.raises(UsageError):
             tracestore.TraceBatchLoader(tmp_path / "nothing" if path == tmp_path else path)
     (data / "evil.pkl").write_bytes(b"cos\nsystem\n(S'touch /tmp/evil'\ntR.")
-    with pytest.raises(InputRefusedError, match="os"):
+    with pytest.raises(InvalidInputError, match="os"):
         list(tracestore.TraceBatchLoader(data).iter_traces())
-    with pytest.raises(InputRefusedError, match="convert the file"):
+    with pytest.raises(InvalidInputError, match="convert the file"):
         import torch
 
         write = {"sequences": torch.zeros(2, 3, 4).half(), "labels": torch.zeros(2), "question_ids": ["a", "b"]}

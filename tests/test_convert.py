@@ -13,7 +13,7 @@ import pytest
 
 import tracestore
 from tests.helpers import ROOT, command, convert, make_trace, make_traces, tree_bytes, write_pickle, write_scores
-from tracestore.store.verify import verify_store
+from tracestore.store.maintain.verify import verify_store
 
 
 def test_the_command_of_the_readme(folder, tmp_path):

@@ -89,7 +89,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
 
 def test_the_format_page_names_every_array():
     text = (ROOT / "docs/format.md").read_text(encoding="utf-8")
-    from tracestore.store import manifest, schema
+    from tracestore.store.format import manifest, schema
 
     for name in [*schema.FIELD_BITS, *schema.STRING_FIELDS, *manifest.TRACE_COLUMNS]:
         assert name in text, name

@@ -24,7 +24,7 @@ from tests.helpers import (
     write_scores,
 )
 from tracestore.errors import UsageError
-from tracestore.export import export_store
+from tracestore.export.exporter import export_store
 
 OPTIONAL = {
     "question": "what?",
@@ -196,7 +196,7 @@ def test_nothing_unfinished_keeps_its_name(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         export_store(tracestore.open(tmp_path / "s.zarr"), tmp_path / "out", traces_per_file=2, progress=interrupt)
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["traces_batch_0000.pkl", "traces_batch_0001.pkl"]
-    monkeypatch.setattr(tracestore.store.pickle_list.pickle, "dumps", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(tracestore.export.pickle_list.pickle, "dumps", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         export_store(tracestore.open(tmp_path / "s.zarr"), tmp_path / "two")
     assert list((tmp_path / "two").iterdir()) == []
@@ -210,7 +210,7 @@ def test_a_file_larger_than_memory(tmp_path):
             writer.append(make_trace(k, tokens=250, layers=8, dim=512, heads=2))
     code = f"""
 import resource, tracestore
-from tracestore.export import export_store
+from tracestore.export.exporter import export_store
 store = tracestore.open({str(tmp_path / "s.zarr")!r})
 list(store[0].hidden_states[0])
 data = next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmData")) * 1024
@@ -272,7 +272,7 @@ def test_files_of_graphs_end_where_memory_would(tmp_path, monkeypatch):
     with tracestore.create(tmp_path / "s.zarr") as writer:
         for k in range(6):
             writer.append(make_trace(k, tokens=20))
-    monkeypatch.setattr(tracestore.export, "MAX_GRAPH_BYTES", 2 * (20 * 3 * 8 * 2 + 3 * 210 * 20))
+    monkeypatch.setattr(tracestore.export.exporter, "MAX_GRAPH_BYTES", 2 * (20 * 3 * 8 * 2 + 3 * 210 * 20))
     export_store(tracestore.open(tmp_path / "s.zarr"), tmp_path / "out", format="pt-gnn")
     assert len(list((tmp_path / "out").iterdir())) == 3
 

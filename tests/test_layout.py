@@ -1,6 +1,8 @@
-"""Which parts of the package may import which."""
+"""Which packages may import which, and how large they may grow."""
 
 import ast
+import functools
+import graphlib
 import subprocess
 import sys
 
@@ -8,52 +10,100 @@ import pytest
 
 from tests.helpers import ROOT
 
-# Every part may import these.
-FOR_ALL = ("errors", "extras", "console", "page", "cgroup", "platform_support")
-# A part may import itself, the parts listed, and FOR_ALL.
-ALLOWED = {
-    "errors": set(),
-    "console": set(),
-    "page": set(),
-    "cgroup": set(),
-    "platform_support": set(),
+PACKAGE = ROOT / "tracestore"
+# Every package may import these modules.
+BASE = {"errors", "extras", "console", "page", "cgroup", "platform_support"}
+STORE = {"_core", "store.format", "store.io", "store.remote", "store.read", "store.write", "store.maintain"}
+TRAIN = {"data", "oom", "detectors", "evaluation", "train"}
+# A package may import itself, BASE and what is listed here.
+ALLOWED: dict[str, set[str]] = {
+    **dict.fromkeys(BASE, BASE),
     "_core": set(),
-    "store": {"_core"},
-    "ingest": {"store", "_core"},
-    "convert": {"ingest", "store", "_core"},
-    "export": {"store", "_core"},
-    "view": {"store", "_core"},
-    "doctor": {"store", "_core"},
-    "serve": {"view", "store", "_core"},
-    "report": {"store", "_core"},
-    "batch_loader": {"export", "ingest", "store", "_core"},
-    "data": {"store", "_core"},
-    "bridges": {"data", "train", "store", "_core"},
-    "train": {"data", "store", "_core"},
-    "extract": {"store", "_core"},
-    "extras": set(),
-    "cli": {
+    "store": set(),
+    "store.format": {"_core"},
+    "store.io": {"_core", "store.format"},
+    "store.remote": {"_core", "store.format", "store.io"},
+    "store.read": {"_core", "store.format", "store.io", "store.remote"},
+    "store.write": STORE - {"store.maintain"},
+    "store.maintain": STORE,
+    "ingest": STORE,
+    "convert": {*STORE, "ingest"},
+    "export": {*STORE, "ingest"},
+    "extract": {*STORE, "export"},
+    "data": STORE,
+    "oom": {"_core"},
+    "detectors": {*STORE, "data", "detectors.graph", "__init__"},
+    "detectors.graph": {*STORE, "data", "detectors"},
+    "evaluation": {*STORE, "data", "detectors"},
+    "train": {*STORE, *TRAIN, "detectors.graph"},
+    "inference": {*STORE, *TRAIN, "detectors.graph"},
+    "planning": {*STORE, *TRAIN},
+    "experiment": {*STORE, *TRAIN, "planning"},
+    "bridges": {*STORE, "data", "evaluation"},
+    "view": STORE,
+    "doctor": STORE,
+    "report": STORE,
+    "serve": {*STORE, "view"},
+    "cli": {"cli.commands", "__init__"},
+    "cli.commands": {
+        *STORE,
+        *TRAIN,
+        "cli",
         "convert",
         "doctor",
+        "experiment",
         "export",
         "extract",
+        "inference",
         "ingest",
+        "planning",
         "report",
         "serve",
-        "store",
-        "train",
         "view",
-        "_core",
-        "tracestore",
+        "__init__",
     },
     "__main__": {"cli"},
-    "__init__": {"batch_loader", "store", "data"},
+    "__init__": {*STORE, "data", "export"},
 }
-TORCH = {"data", "train", "extract", "export", "bridges"}
+TORCH = {*TRAIN, "detectors.graph", "inference", "planning", "experiment", "extract", "export", "bridges"}
+MAX_MODULES = 12
+MAX_LINES = 400
+# A folder may hold more modules for a reason.
+LARGE_FOLDERS = {"cli/commands": "one module a command", "_core": "one extension module a concern, with its stub"}
+
+FILES = sorted(PACKAGE.rglob("*.py"))
 
 
+def module_name(path):
+    """The dotted name below tracestore, "__init__" for the package itself."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    if parts[-1] == "__init__":
+        parts = parts[:-1]
+    return ".".join(parts) or "__init__"
+
+
+MODULES = {module_name(path) for path in FILES}
+
+
+def package_of(module):
+    """The longest name in ALLOWED that the module belongs to. A __main__ is a program: it stands above the commands."""
+    if module.endswith("__main__"):
+        return "__main__"
+    names = [name for name in ALLOWED if module == name or module.startswith(name + ".")]
+    return max(names, key=len)
+
+
+def resolve(name):
+    """The module of this package that a dotted name, which may end in names of the module, begins with."""
+    parts = name.split(".")[1:]
+    while parts and ".".join(parts) not in MODULES:
+        parts.pop()
+    return ".".join(parts) or "__init__"
+
+
+@functools.cache
 def imports(path):
-    """Names of modules that a file imports, those under TYPE_CHECKING left out."""
+    """(absolute name, whether only type checkers import it) of everything that a file imports."""
     tree = ast.parse(path.read_text())
     guarded = {
         id(inner)
@@ -61,36 +111,50 @@ def imports(path):
         if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
         for inner in ast.walk(node)
     }
+    found = []
     for node in ast.walk(tree):
-        if id(node) in guarded:
-            continue
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [(alias.name, id(node) in guarded) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names if node.module == "tracestore")
+            found += [(f"{node.module}.{alias.name}", id(node) in guarded) for alias in node.names]
+    return found
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "tracestore").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_arrows(path):
-    # The __main__.py of a part is a program: it stands above the commands.
-    part = (
-        "__main__" if path.name == "__main__.py" else path.relative_to(ROOT / "tracestore").parts[0].removesuffix(".py")
-    )
-    for name in imports(path):
-        head = name.split(".")
-        if head[0] in ("torch", "torch_geometric"):
-            assert part in TORCH, f"{path} imports {name}"
-        if head[0] in ("zarr", "numcodecs"):
-            assert part == "store", f"{path} imports {name}"
-        if head[0] == "tracestore" and len(head) > 1:
-            target = head[1]
-            inside = {p.stem for p in (ROOT / "tracestore").iterdir()}
-            if target in inside and target not in (part, *FOR_ALL):
-                assert target in ALLOWED[part], f"{path} imports {name}"
+    package = package_of(module_name(path))
+    for name, for_types in imports(path):
+        head = name.split(".")[0]
+        if head in ("torch", "torch_geometric") and not for_types:
+            assert package in TORCH, f"{path} imports {name}"
+        if head in ("zarr", "numcodecs"):
+            assert package.startswith("store"), f"{path} imports {name}"
+        if head == "tracestore":
+            target = package_of(resolve(name)) if not name.startswith("tracestore._core") else "_core"
+            assert target in {package, *BASE, *ALLOWED[package]}, f"{path} imports {name}"
 
 
-@pytest.mark.parametrize("module", ["tracestore", "tracestore.convert.conversion", "tracestore.cli"])
+def test_no_circle_of_files():
+    graph = {}
+    for path in FILES:
+        targets = {resolve(name) for name, _ in imports(path) if name.split(".")[0] == "tracestore"}
+        graph[module_name(path)] = targets - {module_name(path)}
+    tuple(graphlib.TopologicalSorter(graph).static_order())  # CycleError names the circle
+
+
+def test_sizes():
+    for folder in {path.parent for path in FILES}:
+        name = str(folder.relative_to(PACKAGE))
+        count = len([p for p in folder.iterdir() if p.suffix in (".py", ".pyx") and p.stem != "__init__"])
+        assert count <= MAX_MODULES or name in LARGE_FOLDERS, f"{name}: {count} modules"
+    for path in [*FILES, *PACKAGE.rglob("*.pyx"), *(ROOT / "csrc").glob("*.[ch]")]:
+        lines = path.read_text().splitlines()
+        assert len(lines) <= MAX_LINES or "One module" in "\n".join(lines[:12]), (
+            f"{path}: {len(lines)} lines, and no reason"
+        )
+
+
+@pytest.mark.parametrize("module", ["tracestore", "tracestore.convert.runner", "tracestore.cli"])
 def test_torch_is_not_imported(module):
     code = f"import sys, {module}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)

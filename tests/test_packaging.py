@@ -60,7 +60,7 @@ def test_wheel_holds_the_package_and_nothing_else(dist):
     assert {
         "tracestore/py.typed",
         "tracestore/__main__.py",
-        "tracestore/cli/train.py",
+        "tracestore/cli/commands/train.py",
         "tracestore/extract/facts.csv",
         "tracestore/_core/gather.pyi",
     } <= names

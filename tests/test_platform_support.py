@@ -9,8 +9,8 @@ import pytest
 
 from tests.helpers import ROOT
 from tracestore import doctor, platform_support
-from tracestore.data import sharing
-from tracestore.store.scratch import Scratch
+from tracestore.data import shared_memory
+from tracestore.store.io.scratch import Scratch
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_without_linux(no_linux):
     assert platform_support.max_maps() is None and platform_support.shared_memory_folder() is None
     found = platform_support.process_memory()
     assert found.resident == found.data > 1 << 20 and found.shared == 0
-    assert not sharing.is_available()
+    assert not shared_memory.is_available()
 
 
 @pytest.mark.parametrize("num_bytes", [1, 5_000_000])

@@ -8,33 +8,33 @@ from typing import TYPE_CHECKING, Any
 
 from tracestore import errors
 from tracestore.errors import (
-    InputRefusedError,
+    CorruptStoreError,
+    DiskFullError,
+    InvalidInputError,
     MissingExtraError,
     MissingFieldError,
-    NoSpaceError,
-    StoreDamagedError,
     StoreLockedError,
     TracestoreError,
     UsageError,
 )
 from tracestore.extras import needs
-from tracestore.store.create import TraceWriter, create
-from tracestore.store.reader import TraceStore
-from tracestore.store.reader import open_store as open
-from tracestore.store.trace import Trace
+from tracestore.store.read.store import TraceStore
+from tracestore.store.read.store import open_store as open
+from tracestore.store.read.trace import Trace
+from tracestore.store.write.create import TraceWriter, create
 
 if TYPE_CHECKING:
-    from tracestore.batch_loader import TraceBatchLoader, extract_batch_subset, merge_batches
     from tracestore.data.collate import collate_graphs, collate_sequences
     from tracestore.data.datasets import ShuffleBufferSampler, TraceDataset, TraceIterableDataset
     from tracestore.data.loader import TraceLoader
+    from tracestore.export.batch_loader import TraceBatchLoader, extract_batch_subset, merge_batches
 
 __version__ = "0.1.0"
 
 _LAZY = {
-    "TraceBatchLoader": "tracestore.batch_loader",
-    "merge_batches": "tracestore.batch_loader",
-    "extract_batch_subset": "tracestore.batch_loader",
+    "TraceBatchLoader": "tracestore.export.batch_loader",
+    "merge_batches": "tracestore.export.batch_loader",
+    "extract_batch_subset": "tracestore.export.batch_loader",
     "TraceDataset": "tracestore.data.datasets",
     "TraceIterableDataset": "tracestore.data.datasets",
     "ShuffleBufferSampler": "tracestore.data.datasets",
@@ -44,12 +44,12 @@ _LAZY = {
 }
 
 __all__ = [
-    "InputRefusedError",
+    "CorruptStoreError",
+    "DiskFullError",
+    "InvalidInputError",
     "MissingExtraError",
     "MissingFieldError",
-    "NoSpaceError",
     "ShuffleBufferSampler",
-    "StoreDamagedError",
     "StoreLockedError",
     "Trace",
     "TraceBatchLoader",

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn, TextIO
 
-from tracestore.errors import TracestoreError, TracestoreWarning, UsageError, printable
+from tracestore.errors import TracestoreError, TracestoreWarning, UsageError, escape_unprintable
 from tracestore.extras import needs
 
 _UNITS = {"": 1, "B": 1}
@@ -106,7 +106,7 @@ class Parser(argparse.ArgumentParser):
     exit code 2."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {printable(message)}{self._hint(message)} (see {self.prog} --help)\n")
+        self.exit(2, f"{self.prog}: {escape_unprintable(message)}{self._hint(message)} (see {self.prog} --help)\n")
 
     def _hint(self, message: str) -> str:
         choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
@@ -191,7 +191,7 @@ def traces_done(output: Output) -> tuple[Progress, Callable[[int, int], None]]:
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    print(f"warning: {printable(str(message))}", file=sys.stderr)
+    print(f"warning: {escape_unprintable(str(message))}", file=sys.stderr)
 
 
 def run(prog: str, command: Callable[[], int]) -> int:
@@ -220,7 +220,7 @@ def run(prog: str, command: Callable[[], int]) -> int:
             if os.environ.get("TRACESTORE_DEBUG"):
                 raise
             text, code = f"unexpected {type(error).__name__}: {error} (TRACESTORE_DEBUG=1 shows where)", 1
-    print(f"{prog}: {printable(text)}", file=sys.stderr, flush=True)
+    print(f"{prog}: {escape_unprintable(text)}", file=sys.stderr, flush=True)
     return code
 
 

@@ -25,8 +25,8 @@ from tracestore.platform_support import (
     processor_features,
     shared_memory_folder,
 )
-from tracestore.store.files import cache_folder
-from tracestore.store.fsio import translated_errors
+from tracestore.store.io.files import cache_dir
+from tracestore.store.io.fsio import map_os_errors
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _LIBRARIES = (
@@ -129,7 +129,7 @@ def _disk(folder: Path) -> Iterator[Finding]:
     advice = "" if free >= 4 * _GIB else "a store takes about what its .pkl.gz files take"
     yield Finding("disk", "free", f"{format_size(free)} in {folder.resolve()}", advice)
     piece = os.urandom(_PIECE_BYTES)
-    with translated_errors(folder), tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+    with map_os_errors(folder), tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         if free < 2 * _DISK_BYTES:
             return
         start = time.perf_counter()
@@ -149,7 +149,7 @@ def _disk(folder: Path) -> Iterator[Finding]:
 
 def _remote() -> Iterator[Finding]:
     """What lies here of stores on other machines."""
-    folder = cache_folder()
+    folder = cache_dir()
     held = 0
     with contextlib.suppress(OSError):  # files come and go
         held = sum(item.stat().st_size for item in os.scandir(folder) if item.is_file())

@@ -5,7 +5,7 @@ prints it on standard error and ends with the exception's `exit_code`.
 """
 
 
-def printable(text: str, max_length: int = 600) -> str:
+def escape_unprintable(text: str, max_length: int = 600) -> str:
     """One line that a terminal shows as it is: what a file brings along (control characters,
     changes of direction, lone surrogates) is written as escapes."""
     line = " ".join(text.split())[:max_length]
@@ -36,7 +36,7 @@ class MemoryBudgetError(UsageError):
     """The batches that are held and the next one do not fit into the memory budget."""
 
 
-class InputRefusedError(TracestoreError):
+class InvalidInputError(TracestoreError):
     """A source file that cannot be read as traces, or does not fit the store.
 
     `source` is the file's name, `position` the trace's place in it from 0 (None
@@ -51,9 +51,9 @@ class InputRefusedError(TracestoreError):
         self.reason, self.source, self.position, self.field = reason, source, position, field
         super().__init__(reason)
 
-    def at(self, source: str | None = None, position: int | None = None) -> "InputRefusedError":
+    def at(self, source: str | None = None, position: int | None = None) -> "InvalidInputError":
         """The same error with the place filled in where it was not known."""
-        return InputRefusedError(
+        return InvalidInputError(
             self.reason,
             source=self.source if self.source is not None else source,
             position=self.position if self.position is not None else position,
@@ -65,21 +65,21 @@ class InputRefusedError(TracestoreError):
         where += [] if self.position is None else [f"trace {self.position}"]
         where += [] if self.field is None else [self.field]
         text = ": ".join([", ".join(where), self.reason] if where else [self.reason])
-        return printable(text)
+        return escape_unprintable(text)
 
 
-class StoreDamagedError(TracestoreError):
+class CorruptStoreError(TracestoreError):
     """A file of the store is not what was committed; the message names it."""
 
     exit_code = 3
 
 
-class MapFaultError(OSError):
+class TruncatedFileError(OSError):
     """A file that is no store's was cut short while it was mapped and read; the message names
     it where it is known."""
 
 
-class NoSpaceError(TracestoreError):
+class DiskFullError(TracestoreError):
     """The file system is full; what was committed before stays readable."""
 
     exit_code = 4
@@ -100,7 +100,7 @@ class StoreLockedError(TracestoreError):
     exit_code = 5
 
 
-class RunLockedError(TracestoreError):
+class OutputDirLockedError(TracestoreError):
     """Another training writes into the output folder."""
 
     exit_code = 5
@@ -110,17 +110,17 @@ class TrainingError(UsageError):
     """Training cannot start or go on with this data (one class, a NaN, an empty part)."""
 
 
-class DoesNotFitError(TracestoreError):
+class InsufficientMemoryError(TracestoreError):
     """One trace alone does not fit into memory; a checkpoint was written."""
 
     exit_code = 75
 
 
-class RankLostError(TracestoreError):
+class RankFailedError(TracestoreError):
     """Another process of a training with several ranks is gone."""
 
 
-class StoppedError(TracestoreError):
+class RunInterruptedError(TracestoreError):
     """A signal ended the run; the message names the command that continues."""
 
     def __init__(self, message: str, signum: int) -> None:

@@ -5,7 +5,7 @@ import base64
 import html
 from collections.abc import Iterable, Sequence
 
-from tracestore.errors import printable
+from tracestore.errors import escape_unprintable
 
 _STYLE = (
     "body{font-family:sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem}"
@@ -18,7 +18,7 @@ def rows_of(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A table."""
     head = "".join(f"<th>{html.escape(h)}</th>" for h in header)
     body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(printable(str(c)))}</td>" for c in row) + "</tr>" for row in rows
+        "<tr>" + "".join(f"<td>{html.escape(escape_unprintable(str(c)))}</td>" for c in row) + "</tr>" for row in rows
     )
     return f"<table><tr>{head}</tr>{body}</table>"
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from tracestore.console import format_size
-from tracestore.errors import printable
+from tracestore.errors import escape_unprintable
 from tracestore.extras import needs
 from tracestore.page import page, picture, rows_of
-from tracestore.store.fsio import check_destination, translated_errors, whole_file
-from tracestore.store.lint import KINDS, lint_store
-from tracestore.store.reader import TraceStore
+from tracestore.store.io.fsio import atomic_write, check_destination, map_os_errors
+from tracestore.store.maintain.lint import KINDS, lint_store
+from tracestore.store.read.store import TraceStore
 
 _SAMPLES = 8
 _MAX_SOURCES = 50
@@ -45,8 +45,8 @@ def write_report(
         "<h2>Samples</h2>" + rows_of(["trace", "question", "answer", "tokens", "score", "label"], _samples(store)),
         "<h2>Findings</h2>" + (_findings(store, score_threshold, progress) if lint else "<p>Not looked for.</p>"),
     ]
-    text = page(f"Store {printable(store.path.name)}", parts)
-    with translated_errors(path), whole_file(path) as file:
+    text = page(f"Store {escape_unprintable(store.path.name)}", parts)
+    with map_os_errors(path), atomic_write(path) as file:
         file.write(text.encode("utf-8", "backslashreplace"))
 
 
@@ -125,7 +125,7 @@ def _samples(store: TraceStore) -> list[tuple[object, ...]]:
     chosen = sorted(random.Random(0).sample(range(len(store)), min(_SAMPLES, len(store))))
     rows = []
     for trace in map(store.__getitem__, chosen):
-        question, answer = (printable(text or "", _MAX_TEXT) for text in (trace.question, trace.answer))
+        question, answer = (escape_unprintable(text or "", _MAX_TEXT) for text in (trace.question, trace.answer))
         said = [f"{v:g}" if v == v else "" for v in (trace.score, trace.label)]
         rows.append((f"{trace.index} ({trace.question_id})", question, answer, trace.num_tokens, *said))
     return rows

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from tracestore.errors import UsageError, printable
+from tracestore.errors import UsageError, escape_unprintable
 from tracestore.extras import needs
-from tracestore.store import schema
-from tracestore.store.fsio import translated_errors, whole_file
-from tracestore.store.reader import TraceStore
-from tracestore.store.trace import Trace
+from tracestore.store.format import schema
+from tracestore.store.io.fsio import atomic_write, map_os_errors
+from tracestore.store.read.store import TraceStore
+from tracestore.store.read.trace import Trace
 
 # From nothing to most; on a terminal with colours the background says it.
 _SHADES = " .:-=+*#%@"
@@ -111,7 +111,7 @@ def lines(view: View, *, width: int, colours: bool) -> list[str]:
     """The trace as text, `width` columns wide."""
     trace, (source, position) = view.trace, view.trace.source
     out = [
-        f"trace {trace.index}: {printable(trace.question_id)}, sample {trace.sample}, from {printable(source)} {position}"
+        f"trace {trace.index}: {escape_unprintable(trace.question_id)}, sample {trace.sample}, from {escape_unprintable(source)} {position}"
     ]
     for name, text in (("question", trace.question), ("answer", trace.answer), ("group", trace.group)):
         if text:
@@ -140,7 +140,7 @@ def lines(view: View, *, width: int, colours: bool) -> list[str]:
 def _wrapped(name: str, text: str, width: int) -> list[str]:
     """A field with its name in a column of its own. Lines are cut, not broken at words: text has no
     spaces in many languages."""
-    text, room = printable(text, _MAX_TEXT), max(20, width - 10)
+    text, room = escape_unprintable(text, _MAX_TEXT), max(20, width - 10)
     pieces = [text[k : k + room] for k in range(0, len(text), room)] or [""]
     return [f"{name if k == 0 else '':9} {piece}" for k, piece in enumerate(pieces)]
 
@@ -205,6 +205,6 @@ def save_picture(view: View, path: Path) -> None:
             axis.set_major_locator(MaxNLocator(integer=True))
         figure.colorbar(drawn, ax=axes)
     # $ and other signs of mathematics in a question stay what they are.
-    figure.suptitle(printable(f"{view.trace.question_id}: {view.trace.question or ''}", 100), parse_math=False)
-    with translated_errors(path), whole_file(path) as file:
+    figure.suptitle(escape_unprintable(f"{view.trace.question_id}: {view.trace.question or ''}", 100), parse_math=False)
+    with map_os_errors(path), atomic_write(path) as file:
         figure.savefig(file, format=path.suffix[1:].lower(), dpi=120)

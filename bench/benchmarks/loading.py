@@ -27,7 +27,7 @@ def run_epoch(loader):
         del batch
 
 
-def warm_up(loader):
+def start_thread_pools(loader):
     """Run epochs until the loader's buffers have their pages."""
     for _ in range(3):
         run_epoch(loader)
@@ -40,7 +40,7 @@ def graph_loader(path, edges):
 def memcpy_ratios(path, edges, rounds):
     """Return the time of an epoch as a multiple of that of a memory copy, one after the other in each round."""
     loader, copy = graph_loader(path, edges), Memcpy(input_bytes(tracestore.open(path)))
-    warm_up(loader)
+    start_thread_pools(loader)
     copy()
     return [timed(lambda: run_epoch(loader)) / timed(copy) for _ in range(rounds)]
 
@@ -54,7 +54,7 @@ class Loading(Fixtures):
     def setup(self, folder, shape, edges):
         self.path = Path(folder) / shape
         self.loader = graph_loader(self.path, edges)
-        warm_up(self.loader)
+        start_thread_pools(self.loader)
 
     def time_epoch(self, folder, shape, edges):
         run_epoch(self.loader)
@@ -70,7 +70,7 @@ class Sequences(Fixtures):
 
     def setup(self, folder):
         self.loader = tracestore.TraceLoader(Path(folder) / "small", "sequence", batch_size=BATCH_SIZE)
-        warm_up(self.loader)
+        start_thread_pools(self.loader)
 
     def time_epoch(self, folder):
         run_epoch(self.loader)

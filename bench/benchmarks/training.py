@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 import tracestore
-from tracestore.train.dropout import TraceMasks
-from tracestore.train.graph_inputs import GraphInputs
-from tracestore.train.model_config import ModelConfig
-from tracestore.train.models import detector_loss, make_model
-from tracestore.train.oom import OOMGuard
-from tracestore.train.snapshot import seed_step
+from tracestore.detectors.config import ModelConfig
+from tracestore.detectors.dropout import TraceMasks
+from tracestore.detectors.graph.inputs import GraphInputs
+from tracestore.detectors.models import detector_loss, make_model
+from tracestore.oom.guard import OOMGuard
+from tracestore.oom.snapshot import seed_step
 
 from .common import GRAPH_MODELS, STEP_SHAPES, Fixtures, measure_steps, wait_for_start
 

@@ -7,7 +7,7 @@ import torch
 import tracestore
 from tests.helpers import make_trace, make_traces, read_all
 from tracestore.data import datasets as own_datasets
-from tracestore.errors import InputRefusedError, MissingFieldError, UsageError
+from tracestore.errors import InvalidInputError, MissingFieldError, UsageError
 
 
 def make_store(path, count=24, segments=1, **options):
@@ -287,7 +287,7 @@ def test_hugging_face_both_ways(path, tmp_path, monkeypatch):
         from_datasets(
             datasets.Dataset.from_list([{k: v for k, v in plain[0].items() if k != "tokens"}]), tmp_path / "x"
         )
-    with pytest.raises(InputRefusedError):
+    with pytest.raises(InvalidInputError):
         from_datasets(datasets.Dataset.from_list([plain[0] | {"tokens": [1, 2, 3]}]), tmp_path / "y")
 
 

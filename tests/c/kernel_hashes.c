@@ -278,7 +278,7 @@ static uint64_t graphs_of(enum ts_dtype dtype, enum ts_dtype wide)
     unsigned char *out = room(ROOM * 4);
     for (size_t r = 0; r < NUM_RULES; r++)
         for (int threads = 1; threads < 4; threads += 2) {
-            struct ts_edge_form form = {dtype, r % 2 ? wide : dtype, rules[r]};
+            struct ts_edge_options form = {dtype, r % 2 ? wide : dtype, rules[r]};
             size_t at = 0, pairs = 0;
             int64_t edges = 0, nodes = 0;
             for (size_t g = 0; g < G; g++) {
@@ -364,8 +364,8 @@ static uint64_t orders(void)
     ts_permute(positions, N, (uint64_t)1 << 60, 7, out);
     hash = add(hash, out, sizeof out);
     struct ts_shuffle_buffer buffer = {window, N, 100, 9, 0};
-    ts_buffer_start(&buffer);
-    ts_buffer_take(&buffer, N, out);
+    ts_shuffle_buffer_init(&buffer);
+    ts_shuffle_buffer_next(&buffer, N, out);
     return add(hash, out, sizeof out);
 }
 

@@ -283,7 +283,7 @@ static void test_edges(void)
         {.weights = (unsigned char *)weights, .num_tokens = 3, .causal = 1},
         {.weights = (unsigned char *)weights, .num_tokens = 2, .causal = 1, .first_node = 3},
         {.weights = (unsigned char *)weights, .num_tokens = 2, .pairs = stored, .first_node = 5, .num_edges = 2}};
-    struct ts_edge_form form = {TS_F16, TS_F16, {0, 0}};
+    struct ts_edge_options form = {TS_F16, TS_F16, {0, 0}};
     assert(ts_count_edges(graphs, 3, &form, 2) == TS_OK);
     assert(graphs[0].num_edges == 5 && graphs[1].num_edges == 2 && graphs[2].num_edges == 2);
     graphs[1].first_edge = 5;
@@ -321,7 +321,7 @@ static void test_many_edges(void)
         graphs[g].num_tokens = 30;
     const struct ts_edge_rule rules[] = {{0, 0}, {50, 0}, {0, 0.25}};
     for (int r = 0; r < 3; r++) {
-        struct ts_edge_form form = {TS_F32, TS_F32, rules[r]};
+        struct ts_edge_options form = {TS_F32, TS_F32, rules[r]};
         assert(ts_count_edges(graphs, G, &form, 3) == TS_OK);
         int64_t total = 0;
         for (int g = 0; g < G; g++) {
@@ -387,21 +387,21 @@ static void test_crew(void)
 {
     enum { JOBS = 50 };
     for (int threads = 1; threads < 5; threads++) {
-        struct ts_crew *crew = ts_crew_start(threads);
+        struct ts_thread_pool *crew = ts_thread_pool_start(threads);
         struct ts_job jobs[JOBS] = {{0}};
         int done[JOBS] = {0}, left = 0;
         assert(crew != NULL);
         for (int k = 0; k < JOBS; k++) {
             jobs[k].run = count_up;
             jobs[k].context = &done[k];
-            ts_crew_submit(crew, &jobs[k]);
+            ts_thread_pool_submit(crew, &jobs[k]);
         }
         for (int k = 0; k < JOBS; k += 2)
-            while (!ts_crew_wait(crew, &jobs[k], 10))
+            while (!ts_thread_pool_wait(crew, &jobs[k], 10))
                 ;
         for (int k = JOBS - 1; k > JOBS / 2; k -= 2)
-            ts_crew_cancel(crew, &jobs[k]);
-        ts_crew_stop(crew);
+            ts_thread_pool_cancel(crew, &jobs[k]);
+        ts_thread_pool_stop(crew);
         for (int k = 0; k < JOBS; k++) {
             assert(done[k] == 1 || (done[k] == 0 && k % 2 == 1));
             left += done[k];
@@ -419,7 +419,7 @@ static unsigned char *cut_map(struct ts_map *map, off_t left)
     memset(page, 0x3c, sizeof page);
     for (int i = 0; i < 4; i++)
         assert(write(fd, page, sizeof page) == (ssize_t)sizeof page);
-    assert(ts_map_open(map, path, 4 * 4096) == TS_OK && ts_map_mark(map) == TS_OK && ts_map_is_whole(map));
+    assert(ts_map_open(map, path, 4 * 4096) == TS_OK && ts_map_record_tail(map) == TS_OK && ts_map_is_intact(map));
     assert(ftruncate(fd, left) == 0);
     close(fd);
     unlink(path);
@@ -433,47 +433,47 @@ static int read_byte(void *context)
 
 static int read_inside(void *context)
 {
-    int ret = ts_guard_run(read_byte, context);
+    int ret = ts_sigbus_guard(read_byte, context);
     return ret == TS_ERR_FAULT ? read_byte((unsigned char *)context - 2 * 4096) : ret;
 }
 
 static void read_in_crew(void *context)
 {
     unsigned char **at = context;
-    *at = ts_guard_run(read_byte, *at) == TS_ERR_FAULT && ts_guard_fault() == *at ? NULL : *at;
+    *at = ts_sigbus_guard(read_byte, *at) == TS_ERR_FAULT && ts_guard_fault() == *at ? NULL : *at;
 }
 
 static void test_guard(void)
 {
     struct ts_map map;
     unsigned char *base = cut_map(&map, 5000), out[4 * 4096];
-    assert(ts_guard_run(read_byte, base) == 0x3c && ts_guard_run(read_byte, base + 5000) == 0);
+    assert(ts_sigbus_guard(read_byte, base) == 0x3c && ts_sigbus_guard(read_byte, base + 5000) == 0);
     for (int i = 0; i < 3; i++)
-        assert(ts_guard_run(read_byte, base + 8192 + i) == TS_ERR_FAULT && ts_guard_fault() == base + 8192 + i);
+        assert(ts_sigbus_guard(read_byte, base + 8192 + i) == TS_ERR_FAULT && ts_guard_fault() == base + 8192 + i);
     /* An inner guard's fault is not the outer one's, and an outer one's comes after it. */
-    assert(ts_guard_run(read_inside, base + 8192) == 0x3c);
-    assert(ts_guard_run(read_inside, base + 4 * 4096 - 1) == 0);
+    assert(ts_sigbus_guard(read_inside, base + 8192) == 0x3c);
+    assert(ts_sigbus_guard(read_inside, base + 4 * 4096 - 1) == 0);
     /* What was read is right only if nothing was cut off, also behind it. */
     assert(ts_map_copy(&map, 0, 10, out) == TS_ERR_FAULT && ts_guard_fault() == map.tail);
     assert(ts_map_copy(&map, 8192, 10, out) == TS_ERR_FAULT && ts_map_copy(&map, 8192, 0, out) == TS_OK);
-    struct ts_crew *crew = ts_crew_start(2);
+    struct ts_thread_pool *crew = ts_thread_pool_start(2);
     struct ts_job jobs[20] = {{0}};
     unsigned char *places[20];
     for (int k = 0; k < 20; k++) {
         places[k] = base + (k % 2 ? 8192 + k : k);
         jobs[k].run = read_in_crew;
         jobs[k].context = &places[k];
-        ts_crew_submit(crew, &jobs[k]);
+        ts_thread_pool_submit(crew, &jobs[k]);
     }
     for (int k = 0; k < 20; k++) {
-        while (!ts_crew_wait(crew, &jobs[k], 1000))
+        while (!ts_thread_pool_wait(crew, &jobs[k], 1000))
             ;
         assert((places[k] == NULL) == k % 2);
     }
-    ts_crew_stop(crew);
+    ts_thread_pool_stop(crew);
     ts_map_close(&map);
     base = cut_map(&map, 4 * 4096 - 1); /* the marked byte alone */
-    assert(ts_guard_run(read_byte, base + 4 * 4096 - 1) == 0 && !ts_map_is_whole(&map));
+    assert(ts_sigbus_guard(read_byte, base + 4 * 4096 - 1) == 0 && !ts_map_is_intact(&map));
     ts_map_close(&map);
 }
 
@@ -485,7 +485,7 @@ static void test_edges_outside(void)
     static uint16_t weights[E], out[E];
     static int64_t source[E], target[E];
     struct ts_graph graph = {.weights = (unsigned char *)weights, .num_tokens = S, .pairs = pairs, .num_edges = E};
-    struct ts_edge_form form = {TS_F16, TS_F16, {0, 0}};
+    struct ts_edge_options form = {TS_F16, TS_F16, {0, 0}};
     assert(ts_fill_edges(&graph, 1, &form, 1, source, target, (unsigned char *)out) == TS_OK);
     int32_t outside[] = {S, -1, INT32_MAX, INT32_MIN};
     for (int at = 0; at < 2 * E; at += 299)
@@ -514,7 +514,7 @@ static void test_gather_faults(void)
     }
     struct ts_copy copies[2] = {{base, (unsigned char *)weights, 2000}, {base + 4000, (unsigned char *)(weights + 2000), 3000}};
     for (int threads = 1; threads < 4; threads++) {
-        struct ts_edge_form form = {TS_F16, TS_F16, {0, 0}}, wide = {TS_F16, TS_F32, {0, 1}};
+        struct ts_edge_options form = {TS_F16, TS_F16, {0, 0}}, wide = {TS_F16, TS_F32, {0, 1}};
         assert(ts_copy_many(copies, 1, TS_F16, TS_F16, threads) == TS_OK);
         assert(ts_copy_many(copies, 2, TS_F16, TS_F16, threads) == TS_ERR_FAULT && ts_guard_fault() >= (void *)(base + 8192));
         assert(ts_copy_many(copies, 2, TS_F16, TS_F32, threads) == TS_ERR_FAULT);
@@ -603,9 +603,9 @@ static int end_of_child(int way, unsigned char *at)
     if (way == 7)
         theirs.sa_handler = SIG_IGN;
     if (way != 1 && way != 3) /* theirs comes over ours, and ours over theirs again */
-        assert(ts_guard_run(read_byte, at) == TS_ERR_FAULT);
+        assert(ts_sigbus_guard(read_byte, at) == TS_ERR_FAULT);
     sigaction(SIGBUS, &theirs, &before_theirs);
-    assert(ts_guard_run(read_byte, at) == TS_ERR_FAULT && num_calls == 0);
+    assert(ts_sigbus_guard(read_byte, at) == TS_ERR_FAULT && num_calls == 0);
     if (way == 3 || way == 4)
         for (volatile int i = 0; i < 3; i++)
             if (sigsetjmp(way_out, 1) == 0)
@@ -649,10 +649,10 @@ static void test_shuffle(void)
         for (uint64_t k = 0; k < n; k++)
             assert(out[k] >= 0 && (uint64_t)out[k] < n && !seen[out[k]]++);
         struct ts_shuffle_buffer buffer = {window, n, n < 64 ? n : 64, 7, 0};
-        ts_buffer_start(&buffer);
-        ts_buffer_take(&buffer, n / 2, NULL);
-        ts_buffer_start(&buffer);
-        ts_buffer_take(&buffer, n, out);
+        ts_shuffle_buffer_init(&buffer);
+        ts_shuffle_buffer_next(&buffer, n / 2, NULL);
+        ts_shuffle_buffer_init(&buffer);
+        ts_shuffle_buffer_next(&buffer, n, out);
         for (uint64_t k = 0; k < n; k++)
             assert(out[k] >= 0 && (uint64_t)out[k] < n && !taken[out[k]]++);
     }
@@ -676,9 +676,9 @@ static void test_platform(void)
 {
     struct ts_map map;
     unsigned char *base = cut_map(&map, 4 * 4096);
-    ts_map_read(base + 100, 0);
-    ts_map_read(base + 5000, 3000);
-    ts_map_drop(base, 4 * 4096);
+    ts_map_prefetch(base + 100, 0);
+    ts_map_prefetch(base + 5000, 3000);
+    ts_map_evict(base, 4 * 4096);
     for (int i = 0; i < 4; i++)
         assert(base[i * 4096] == 0x3c);
     int64_t faults = ts_major_faults();
@@ -690,11 +690,11 @@ static void test_platform(void)
     assert(fd >= 0 && unlink(path) == 0 && ftruncate(fd, 8192) == 0);
     int *one = ts_shared_map(fd, 8192), *other = ts_shared_map(fd, 8192);
     assert(one != NULL && other != NULL && ts_shared_map(-1, 8192) == NULL);
-    ts_shared_hold(one);
-    ts_shared_hold(other);
-    assert(ts_shared_holders(one) == 2);
-    ts_shared_release(one);
-    assert(ts_shared_holders(other) == 1);
+    ts_shared_incref(one);
+    ts_shared_incref(other);
+    assert(ts_shared_refcount(one) == 2);
+    ts_shared_decref(one);
+    assert(ts_shared_refcount(other) == 1);
     ts_shared_unmap(one, 8192);
     ts_shared_unmap(other, 8192);
     ts_shared_unmap(NULL, 8192);
@@ -721,32 +721,32 @@ static void open_gate(void *context)
 /* Waits that end by time, jobs that are cancelled in the queue and while they run. */
 static void test_waiting(void)
 {
-    struct ts_crew *crew = ts_crew_start(1), *helper = ts_crew_start(1);
+    struct ts_thread_pool *crew = ts_thread_pool_start(1), *helper = ts_thread_pool_start(1);
     int has_begun = 0;
     struct ts_job first = {.run = wait_at_gate, .context = &has_begun}, jobs[3] = {{0}}, opening = {.run = open_gate};
     for (int i = 0; i < 3; i++)
         jobs[i] = (struct ts_job){.run = open_gate};
-    ts_crew_submit(crew, &first);
+    ts_thread_pool_submit(crew, &first);
     while (!__atomic_load_n(&has_begun, __ATOMIC_ACQUIRE))
         usleep(1000);
     for (int i = 0; i < 3; i++)
-        ts_crew_submit(crew, &jobs[i]);
+        ts_thread_pool_submit(crew, &jobs[i]);
     struct timespec before, after;
     clock_gettime(CLOCK_MONOTONIC, &before);
-    assert(!ts_crew_wait(crew, &first, 999));
+    assert(!ts_thread_pool_wait(crew, &first, 999));
     clock_gettime(CLOCK_MONOTONIC, &after);
     assert(after.tv_sec - before.tv_sec >= 1 || after.tv_nsec - before.tv_nsec >= 900000000);
-    assert(!ts_crew_wait(crew, &jobs[0], 0));
-    ts_crew_cancel(crew, &jobs[1]);
-    ts_crew_cancel(crew, &jobs[2]);
-    assert(ts_crew_wait(crew, &jobs[1], 0) && ts_crew_wait(crew, &jobs[2], 0));
+    assert(!ts_thread_pool_wait(crew, &jobs[0], 0));
+    ts_thread_pool_cancel(crew, &jobs[1]);
+    ts_thread_pool_cancel(crew, &jobs[2]);
+    assert(ts_thread_pool_wait(crew, &jobs[1], 0) && ts_thread_pool_wait(crew, &jobs[2], 0));
     assert(!__atomic_load_n(&gate_is_open, __ATOMIC_ACQUIRE));
-    ts_crew_submit(helper, &opening);
-    ts_crew_cancel(crew, &first);
+    ts_thread_pool_submit(helper, &opening);
+    ts_thread_pool_cancel(crew, &first);
     assert(__atomic_load_n(&gate_is_open, __ATOMIC_ACQUIRE));
-    ts_crew_stop(crew);
-    ts_crew_stop(helper);
-    assert(ts_crew_start(0) == NULL);
+    ts_thread_pool_stop(crew);
+    ts_thread_pool_stop(helper);
+    assert(ts_thread_pool_start(0) == NULL);
 }
 
 /* The dense and the sparse form of one batch, and each instruction set, against each other; odd sizes. */

@@ -3,7 +3,6 @@
 import csv
 import json
 import os
-import re
 
 import numpy as np
 import pytest
@@ -12,13 +11,15 @@ from scipy.special import expit
 
 import tracestore
 from tests.helpers import command, make_trace
-from tracestore.cli import command_parser, predict
+from tracestore.cli import command_parser
+from tracestore.cli.commands import predict
 from tracestore.console import Output
+from tracestore.detectors.checkpoint import DETECTOR_VERSION
+from tracestore.detectors.config import MODEL_NAMES
 from tracestore.errors import MissingFieldError, TracestoreError, UsageError
-from tracestore.train import scoring
+from tracestore.experiment.run import run_experiment
+from tracestore.inference import scoring
 from tracestore.train.config import TrainConfig
-from tracestore.train.model_config import MODEL_NAMES
-from tracestore.train.run import run_training
 
 HOSTILE = 'q"1", =cmd|\r\n<b>\x01é\udcff'
 
@@ -39,7 +40,9 @@ def trained(tmp_path_factory):
     store = make_store(folder / "store.zarr", 60)
     config = TrainConfig(epochs=1, batch_size=8, attention_threshold=0.3, loader_threads=1)
     sizes = {"gnn_hidden": 8, "latent_dim": 8, "lstm_hidden": 8, "standardize": True}
-    results = run_training(store, folder / "r", list(MODEL_NAMES), config, sizes, with_probe=False, log=lambda _: None)
+    results = run_experiment(
+        store, folder / "r", list(MODEL_NAMES), config, sizes, with_probe=False, log=lambda _: None
+    )
     return store, folder / "r", results
 
 
@@ -149,21 +152,14 @@ def test_checkpoints_that_are_refused(trained, tmp_path):
 
     weights = dict(good["model"])
     weights.popitem()
-    # Until version 3 the LSTM was one module of several layers.
-    names = {name: re.sub(r"lstm\.layers\.(\d)\.(\w+_l)0", r"lstm.\2\1", name) for name in good["model"]}
-    assert "reader.lstm.weight_ih_l1_reverse" in names.values()
-    saved(version=3, model={names[name]: w for name, w in good["model"].items()})
-    score(tmp_path / "c.pt", store, tmp_path / "old.csv")
-    score(run / "lstm_solo/best.pt", store, tmp_path / "new.csv")
-    assert (tmp_path / "old.csv").read_bytes() == (tmp_path / "new.csv").read_bytes()
     for data, words in (
         (whole[: len(whole) // 2], "not a checkpoint"),
         (b"", "not a checkpoint"),
         (saved(extra=Evil()), "not a checkpoint"),
         ((run / "lstm_solo/last.pt").read_bytes(), "give the best.pt"),
         (
-            saved(version=scoring.DETECTOR_VERSION + 1),
-            f"version {scoring.DETECTOR_VERSION + 1} .* reads up to {scoring.DETECTOR_VERSION}",
+            saved(version=DETECTOR_VERSION + 1),
+            f"version {DETECTOR_VERSION + 1} .* reads {DETECTOR_VERSION}; train again",
         ),
         (saved(version=1), "train again"),
         (saved(name="gnn_det_lstm"), "not a whole detector"),

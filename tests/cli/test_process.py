@@ -33,13 +33,13 @@ def state():
 
 
 def test_a_command_leaves_the_process_as_it_was(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("tracestore.cli.convert.reuse_freed_memory", lambda _: pytest.fail("changes the allocator"))
+    monkeypatch.setattr(
+        "tracestore.cli.commands.convert.reuse_freed_memory", lambda _: pytest.fail("changes the allocator")
+    )
     store = write_labelled(tmp_path / "labelled.zarr")
     train = ["train", "--store", store, *FAST, *ONLY["lstm_solo"], "--epochs", 1, "--output-dir", tmp_path / "r"]
     train[train.index("--num-threads") + 1] = torch.get_num_threads() + 1
     command("train", "--help")  # imports may change the environment, once
-    import tracestore.extract
-    import tracestore.train.run  # noqa: F401
 
     before = state()
     for code, words in (
@@ -58,7 +58,7 @@ def test_a_command_leaves_the_process_as_it_was(folder, tmp_path, monkeypatch):
 
 def test_a_program_sets_the_allocator(folder, tmp_path, monkeypatch, capsys):
     asked = []
-    monkeypatch.setattr("tracestore.cli.convert.reuse_freed_memory", asked.append)
+    monkeypatch.setattr("tracestore.cli.commands.convert.reuse_freed_memory", asked.append)
     monkeypatch.setattr(sys, "argv", ["tracestore", "convert", str(folder), str(tmp_path / "s.zarr")])
     before = signal.getsignal(signal.SIGPIPE)
     try:
@@ -72,11 +72,11 @@ def test_a_short_command_imports_little(store_path):
     code = (
         "import sys; from tracestore.cli import main; assert main(sys.argv[1:]) == 0\n"
         "heavy = {'torch', 'zarr', 'sklearn', 'scipy', 'matplotlib', 'transformers', 'bokeh', 'distributed'}\n"
-        "print(sorted(m for m in sys.modules if m in heavy or m.startswith(('tracestore.cli.', 'tracestore.train'))),"
+        "print(sorted(m for m in sys.modules if m in heavy or m.startswith(('tracestore.cli.commands.', 'tracestore.train'))),"
         " file=sys.stderr)"
     )
     assert run_cli("-c", code, "--help", check=0).stderr == "[]\n"
-    assert run_cli("-c", code, "info", store_path, check=0).stderr == "['tracestore.cli.info']\n"
+    assert run_cli("-c", code, "info", store_path, check=0).stderr == "['tracestore.cli.commands.info']\n"
 
 
 def test_a_reader_that_goes_away_ends_a_program_silently(store_path):

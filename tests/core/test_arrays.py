@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tracestore._core.arrays import plain_array
-from tracestore.errors import InputRefusedError
-from tracestore.ingest.builders import ArrayDraft, DtypeDraft, make_array
+from tracestore.errors import InvalidInputError
+from tracestore.ingest.pickled_values import DtypeDraft, PickledArray, make_array
 
 TEXTS = ["f2", "f4", "f8", "f16", "i1", "i8", "u2", "c8", "c16", "b1", "U3", "S5", "O"]
 
@@ -25,11 +25,11 @@ def by_words(state):
 
 
 def outcome(state):
-    draft = ArrayDraft()
+    draft = PickledArray()
     try:
         draft.build(state)
         return draft.array
-    except (InputRefusedError, TypeError, ValueError, OverflowError) as error:
+    except (InvalidInputError, TypeError, ValueError, OverflowError) as error:
         return type(error).__name__, str(error)
 
 

@@ -45,7 +45,7 @@ class Weights:
         at = np.cumsum([0, 16 * room, -(-room * self.itemsize // 8) * 8, 8 * nodes, 8 * (graphs + 1), 8 * (graphs + 1)])
         out = np.full(at[-1], 0xEE, "u1")
         job.aim(out, 0, *at[:-1].tolist())
-        crew = gather.Crew(2)
+        crew = gather.ThreadPool(2)
         job.submit(crew, self.threads)
         job.wait()
         n = job.num_edges
@@ -235,7 +235,7 @@ def test_large_copies_are_split_over_threads():
 def test_a_crew_runs_jobs_in_order_and_lets_go():
     values = np.arange(300_000, dtype="f4")
     for size in (1, 3):
-        crew = gather.Crew(size)
+        crew = gather.ThreadPool(size)
         outs = [np.zeros_like(values) for _ in range(20)]
         jobs = [gather.Copies([raw(values)], kernels.F32, kernels.F32) for _ in outs]
         with pytest.raises(ValueError, match="no place"):

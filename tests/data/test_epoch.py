@@ -142,9 +142,9 @@ def test_cost_batches_equal_a_loop(costs, limit):
         spent += cost
     if current:
         expected.append(current)
-    batches = order.CostBatches(len(costs), limit, lambda at: costs[at])
+    batches = order.CostBoundedBatches(len(costs), limit, lambda at: costs[at])
     assert [batches.positions(g).tolist() for g in range(len(batches))] == expected
-    whole = order.CostBatches(len(costs), limit, lambda at: costs[at], drop_last=True)
+    whole = order.CostBoundedBatches(len(costs), limit, lambda at: costs[at], drop_last=True)
     short = bool(expected) and int(costs[expected[-1]].sum()) < limit
     assert len(whole) == len(expected) - short
 

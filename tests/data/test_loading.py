@@ -18,7 +18,7 @@ import tracestore
 from tests.core.test_kernels import oracle_edges
 from tests.helpers import make_trace, make_traces
 from tracestore.errors import UsageError
-from tracestore.store import schema
+from tracestore.store.format import schema
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -346,7 +346,7 @@ def test_cache_stays_within_its_bytes(tmp_path):
 
 def test_the_cache_keeps_what_is_needed_soonest(tmp_path):
     """With the order announced, fewer chunks are decoded than least-recently-used would."""
-    from tracestore.store.shard import ChunkCache
+    from tracestore.store.read.chunk_cache import ChunkCache
 
     def decoded(sequence, announced):
         cache = ChunkCache(3 * 800)
@@ -406,14 +406,14 @@ def test_a_loader_reads_the_generation_of_its_store(tmp_path):
 
 def test_little_is_read_ahead_of_small_batches(store_path, monkeypatch):
     """Of a cold store, batches are planned up to a number and not only up to their bytes."""
-    from tracestore._core.gather import Crew
-    from tracestore.data import ahead
+    from tracestore._core.gather import ThreadPool
+    from tracestore.data import prefetch
 
     def cold(self, drop_behind):
         begin(self, drop_behind)
-        self._crew = Crew(1)
+        self._crew = ThreadPool(1)
 
-    begin, plan, most = ahead._ReadAhead.__init__, ahead.AheadByCrew.plan, []
+    begin, plan, most = prefetch._ReadAhead.__init__, prefetch.NativePrefetcher.plan, []
 
     def counted(self, batch):
         planned = plan(self, batch)
@@ -421,9 +421,9 @@ def test_little_is_read_ahead_of_small_batches(store_path, monkeypatch):
         assert self._planned_bytes == sum(size for _, size in self._planned)
         return planned
 
-    monkeypatch.setattr(ahead._ReadAhead, "__init__", cold)
-    monkeypatch.setattr(ahead.AheadByCrew, "plan", counted)
-    monkeypatch.setattr(ahead, "_READ_AHEAD_BATCHES", 3)
+    monkeypatch.setattr(prefetch._ReadAhead, "__init__", cold)
+    monkeypatch.setattr(prefetch.NativePrefetcher, "plan", counted)
+    monkeypatch.setattr(prefetch, "_READ_AHEAD_BATCHES", 3)
     ids = [b.question_id for b in tracestore.TraceLoader(store_path, batch_size=1, shuffle="none")]
     assert [i for batch in ids for i in batch] == tracestore.open(store_path).question_ids[:]
     assert max(most) == 3

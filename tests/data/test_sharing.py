@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 import tracestore
 from tests.helpers import make_traces
 from tests.tiers import long
-from tracestore.data import sharing
+from tracestore.data import shared_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -58,7 +58,7 @@ def test_batches_of_workers_stay_what_they_are(store, view, context):
 
 def test_slots_are_used_again(store):
     """A held batch keeps its slot; given back, the next batch lies there."""
-    slots = sharing._Slots()
+    slots = shared_memory._Slots()
     one = slots.free(1000)
     lease = one.lease()
     two = slots.free(1000)
@@ -67,7 +67,7 @@ def test_slots_are_used_again(store):
     assert slots.free(500) in (one, two) and len(slots.slots) == 2
     one.memory.hold()  # sent to another process
     assert not one.memory.is_free()
-    received = sharing.SharedSlot(one.fd, one.memory.num_bytes).lease(received=True)
+    received = shared_memory.SharedSlot(one.fd, one.memory.num_bytes).lease(received=True)
     memoryview(received)[0:1] = b"x"
     assert not one.memory.is_free()
     del received

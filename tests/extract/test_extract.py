@@ -15,7 +15,7 @@ import torch
 
 import tracestore
 from tests.helpers import ROOT, command, convert, read_all
-from tracestore.errors import InputRefusedError, UsageError
+from tracestore.errors import InvalidInputError, UsageError
 from tracestore.extract import run as extraction
 from tracestore.extract.questions import (
     FACTS,
@@ -26,9 +26,9 @@ from tracestore.extract.questions import (
     read_questions,
     token_f1,
 )
-from tracestore.ingest.families import read_traces
-from tracestore.store.files import LocalFiles
-from tracestore.store.manifest import generations
+from tracestore.ingest.formats import read_traces
+from tracestore.store.io.files import LocalFiles
+from tracestore.store.io.manifests import list_generations
 
 
 @pytest.fixture
@@ -200,7 +200,7 @@ def test_the_questions_of_the_demo():
     questions = read_questions(questions_file(FACTS))
     assert len(questions) >= 800 and len({q.template for q in questions}) >= 5
     assert len({q.text for q in questions}) == len(questions)
-    with pytest.raises(InputRefusedError):
+    with pytest.raises(InvalidInputError):
         read_questions(ROOT / "LICENSE")
 
 
@@ -221,13 +221,13 @@ def test_killed_and_resumed_store_is_the_same(tiny_model, tmp_path):
     for _ in range(kills):
         with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
             # Loading libraries takes longest: from the first new trace on.
-            while process.poll() is None and generations(LocalFiles(store))[:1] <= [there]:
+            while process.poll() is None and list_generations(LocalFiles(store))[:1] <= [there]:
                 time.sleep(0.01)
             time.sleep(rng.uniform(0, 0.3))
             process.kill()
             assert process.wait() in (0, -signal.SIGKILL), process.stderr.read()
         command("verify", store, check=0)
-        there = generations(LocalFiles(store))[0]
+        there = list_generations(LocalFiles(store))[0]
     extract(tiny_model, questions, store)
     with tracestore.open(tmp_path / "whole.zarr") as whole, tracestore.open(store) as killed:
         assert len(whole) == count and read_all(whole) == read_all(killed)

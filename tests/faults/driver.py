@@ -22,12 +22,12 @@ import pytest
 import tracestore
 from tests.helpers import read_all, tree_bytes
 from tracestore import cli
-from tracestore.cli import convert  # noqa: F401 - imported before the forks
+from tracestore.cli.commands import convert  # noqa: F401 - imported before the forks
 from tracestore.errors import UsageError
-from tracestore.ingest.forecast import Forecast
-from tracestore.store import writer
-from tracestore.store.paths import SPOOL_FOLDER
-from tracestore.store.verify import verify_store
+from tracestore.ingest.forecast import SegmentPredictor
+from tracestore.store.format.paths import SPOOL_FOLDER
+from tracestore.store.maintain.verify import verify_store
+from tracestore.store.write import writer
 
 ACTIONS = {"pass": 0, "kill": 1, "fail": 2, "short": 3, "full": 4}
 # Exit codes of a conversion in which one call failed with this.
@@ -99,7 +99,7 @@ class Driver:
             workers = 2 if case["action"] == "random" or case.get("ahead") else 1
             with pytest.MonkeyPatch.context() as patch:
                 if case.get("ahead"):
-                    patch.setattr(Forecast, "begins_segment", lambda *_: True)
+                    patch.setattr(SegmentPredictor, "begins_segment", lambda *_: True)
                 return run_convert([*self.arguments, "--workers", workers])
         finally:
             self.library.faults_disarm()

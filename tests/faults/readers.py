@@ -21,9 +21,9 @@ import tracestore
 from tests.faults.driver import small_commits
 from tests.helpers import make_trace
 from tracestore.errors import TracestoreWarning
-from tracestore.store.record import record_from_dict
-from tracestore.store.verify import verify_store
-from tracestore.store.writer import StoreWriter
+from tracestore.store.maintain.verify import verify_store
+from tracestore.store.write.record import record_from_dict
+from tracestore.store.write.writer import StoreWriter
 
 MAX_TRACES = 300
 

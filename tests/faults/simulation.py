@@ -24,10 +24,11 @@ from numpy.testing import assert_array_equal
 import tracestore
 from tests.helpers import make_trace
 from tracestore.errors import StoreLockedError, UsageError
-from tracestore.store import files, merge
-from tracestore.store.record import record_from_dict
-from tracestore.store.verify import verify_store
-from tracestore.store.writer import StoreWriter
+from tracestore.store.io import files
+from tracestore.store.maintain import merge
+from tracestore.store.maintain.verify import verify_store
+from tracestore.store.write.record import record_from_dict
+from tracestore.store.write.writer import StoreWriter
 
 CALLS = "open write fsync rename mkdir unlink rmdir truncate listdir scandir stat fchmod pread preadv"
 NUM_TRACES = 6

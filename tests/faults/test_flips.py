@@ -10,8 +10,8 @@ import tracestore
 from tests.faults.conftest import make_data, part_of
 from tests.faults.driver import run_convert, small_commits
 from tests.helpers import make_trace, read_all, tree_bytes
-from tracestore.errors import StoreDamagedError, TracestoreWarning
-from tracestore.store.verify import repair_store, verify_store
+from tracestore.errors import CorruptStoreError, TracestoreWarning
+from tracestore.store.maintain.verify import repair_store, verify_store
 
 FLIPS = int(os.environ.get("TRACESTORE_FLIPS", "300"))
 
@@ -113,6 +113,6 @@ def test_nothing_whole_is_not_repaired(memory):
     for manifest in [*(store / "manifest").iterdir(), *(store / "index").glob("*/manifest")]:
         os.truncate(manifest, 10)
     before = tree_bytes(store)
-    with pytest.raises(StoreDamagedError, match="nothing was changed"):
+    with pytest.raises(CorruptStoreError, match="nothing was changed"):
         repair_store(store)
     assert tree_bytes(store) == before

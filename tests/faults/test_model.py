@@ -10,9 +10,9 @@ from tests.faults.conftest import ALL, make_data, part_of
 from tests.faults.driver import run_convert, small_commits
 from tests.helpers import read_all, tree_bytes
 from tracestore.errors import UsageError
-from tracestore.ingest.forecast import Forecast
-from tracestore.store import writer
-from tracestore.store.verify import verify_store
+from tracestore.ingest.forecast import SegmentPredictor
+from tracestore.store.maintain.verify import verify_store
+from tracestore.store.write import writer
 
 pytestmark = pytest.mark.long
 
@@ -29,7 +29,7 @@ def record(arguments, folder, ahead=False):
     """-> operations below `folder` of a conversion, with a mark after each commit that returned.
     `ahead`: two workers, and all that they pack goes into files that the segments take over."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Forecast, "begins_segment", lambda *_: ahead)
+        patch.setattr(SegmentPredictor, "begins_segment", lambda *_: ahead)
         recorder, original = model.Recorder(folder, patch), writer.StoreWriter.commit
 
         def commit(own):

@@ -13,8 +13,8 @@ import pytest
 import tracestore
 from tests.faults.conftest import ALL
 from tests.helpers import ROOT, make_trace, read_all
-from tracestore.store import fsio
-from tracestore.store.verify import verify_store
+from tracestore.store.io import fsio
+from tracestore.store.maintain.verify import verify_store
 
 KILLS, SECONDS = (200, 600) if ALL else (10, 10)
 

@@ -19,7 +19,7 @@ import torch
 import tracestore
 from tests.hostile.stores import Store, change_store, honest_stores
 from tracestore.errors import MissingFieldError, TracestoreError, UsageError
-from tracestore.store import verify
+from tracestore.store.maintain import verify
 
 MAX_CHANGES = 4
 # verify reads every file, which takes as long as everything else: one input in four.

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import numpy as np
 
-from tracestore.errors import InputRefusedError
-from tracestore.ingest import bytesource
-from tracestore.ingest.families import read_traces
-from tracestore.store.pack import pack_record
-from tracestore.store.record import TraceRecord
+from tracestore.errors import InvalidInputError
+from tracestore.ingest import byte_source
+from tracestore.ingest.formats import read_traces
+from tracestore.store.write.pack import pack_record
+from tracestore.store.write.record import TraceRecord
 
 # gzip in small pieces: files of kilobytes then cross their borders as large files do, and the
 # sanitizer has no megabytes to clear for each file.
-bytesource._PIECE_BYTES = 1 << 10
+byte_source._PIECE_BYTES = 1 << 10
 
 
 def _touch(record: TraceRecord) -> None:
@@ -35,7 +35,7 @@ def read(path: Path) -> bool:
             ):
                 _touch(record)
                 pack_record(record, attention=mode if need_attention else "none", keep_dtype=keep)
-        except InputRefusedError as error:
+        except InvalidInputError as error:
             text = str(error)
             if "\n" in text or not text or len(text) > 600:
                 raise RuntimeError(f"a refusal that is no line: {text!r}") from None

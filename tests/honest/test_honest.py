@@ -9,7 +9,7 @@ import torch
 from tests.golden.library_inputs import expected_traces
 from tests.helpers import ROOT
 from tests.honest.corpus import KINDS, graph_files, pickles, plain, raw, sequence_files
-from tracestore.ingest.families import read_traces
+from tracestore.ingest.formats import read_traces
 
 LIBRARIES = sorted((ROOT / "tests/golden/libraries").glob("*.pkl*"))
 
@@ -37,7 +37,7 @@ def found(record, keys):
 
 def bits(array):
     """As corpus.raw; bfloat16 is the reader's own dtype."""
-    from tracestore.store.schema import BFLOAT16
+    from tracestore.store.format.schema import BFLOAT16
 
     if array.dtype == BFLOAT16:
         return "bfloat16", array.shape, np.ascontiguousarray(array).tobytes()

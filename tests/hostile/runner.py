@@ -23,16 +23,16 @@ _STANDARD_ERROR = 2
 
 
 def _read(path: Path, _store: str) -> dict[str, object]:
-    from tracestore.errors import InputRefusedError
-    from tracestore.ingest.families import read_traces
-    from tracestore.store.pack import pack_record
+    from tracestore.errors import InvalidInputError
+    from tracestore.ingest.formats import read_traces
+    from tracestore.store.write.pack import pack_record
 
     count = 0
     try:
         for record in read_traces(path, path.name):
             pack_record(record, attention="heads", keep_dtype=False)
             count += 1
-    except InputRefusedError as error:
+    except InvalidInputError as error:
         return {"ended": "refused", "text": str(error.at(source=path.name, position=count))}
     except BaseException as error:
         return {"ended": type(error).__name__, "text": str(error)[:500]}
@@ -118,8 +118,8 @@ def main() -> None:
     actions = {"read": _read, "convert": _convert, "unpickle": _unpickle}
     action, store = actions[sys.argv[1]], sys.argv[2] if len(sys.argv) > 2 else ""
     if sys.argv[1] == "read":
-        import tracestore.ingest.families
-        import tracestore.store.pack
+        import tracestore.ingest.formats
+        import tracestore.store.write.pack
     elif sys.argv[1] == "convert":
         import tracestore.convert  # noqa: F401
     for line in sys.stdin:

@@ -89,11 +89,11 @@ def _fields(store: Path) -> tuple[int, str]:
 
 def _serve(store: Path) -> tuple[int, str]:
     import tracestore
-    from tracestore.serve.catalogue import Catalogue
+    from tracestore.serve.search import TraceSearch
 
     def use() -> None:
         with tracestore.open(store) as opened:
-            Catalogue(opened).find("why")
+            TraceSearch(opened).find("why")
 
     return _library(use)
 
@@ -190,10 +190,10 @@ class ObjectServer:
             "AWS_ACCESS_KEY_ID": "somebody",
             "AWS_SECRET_ACCESS_KEY": "secret",
             "AWS_REGION": "us-east-1",
-            "TRACESTORE_CACHE": str(cache),
+            "TRACESTORE_CACHE_DIR": str(cache),
             "TRACESTORE_REMOTE_TIMEOUT": "2",
-            "TRACESTORE_REMOTE_PATIENCE": "4",
-            "TRACESTORE_REMOTE_STALE": "3",
+            "TRACESTORE_REMOTE_RETRY_TIMEOUT": "4",
+            "TRACESTORE_REMOTE_LOCK_TTL": "3",
         }
 
     def put(self, store: Path) -> str:
@@ -283,11 +283,11 @@ def main() -> None:
     import torch
 
     import tracestore.convert
-    import tracestore.export
+    import tracestore.export.exporter
 
     torch.set_num_threads(1)
     if args.remote:
-        import tracestore.store.remote.writing  # noqa: F401
+        import tracestore.store.remote.publish  # noqa: F401
         from tests.store.remote.server import s3_server
 
         with s3_server() as url:

@@ -1,6 +1,6 @@
 """Stores with one thing changed in them and every checksum made right again.
 
-The generator goes by the tables of the format (`tracestore.store.manifest`, `schema`), so that a
+The generator goes by the tables of the format (`tracestore.store.format.manifest`, `schema`), so that a
 change of the format changes what it makes. A change is told by a number: the same one always makes
 the same store of the same honest one.
 """
@@ -20,11 +20,11 @@ import tracestore
 from tests.helpers import make_graphs, make_traces, write_pickle
 from tracestore._core.kernels import crc32c
 from tracestore._core.mapping import MappedFile
-from tracestore.store import manifest as mf
-from tracestore.store import schema
-from tracestore.store.container import MappedArrays, pack_arrays
-from tracestore.store.merge import merge_stores
-from tracestore.store.ragged import encode_strings
+from tracestore.store.format import manifest as mf
+from tracestore.store.format import schema
+from tracestore.store.format.mapped_arrays import MappedArrays, pack_arrays
+from tracestore.store.format.ragged import encode_strings
+from tracestore.store.maintain.merge import merge_stores
 
 NUMBERS = [
     -(2**63),

@@ -17,14 +17,14 @@ from tests.faults.driver import run_convert
 from tests.helpers import make_graphs, make_trace, read_all, tree_bytes, write_pickle
 from tests.tiers import long
 from tracestore.ingest import reading
-from tracestore.ingest.forecast import Forecast
+from tracestore.ingest.forecast import SegmentPredictor
 from tracestore.ingest.reading import AheadOptions, PackOptions, SourceStream, read_sources
 from tracestore.ingest.sources import find_sources
-from tracestore.store import ahead
-from tracestore.store.ahead import AheadArrays, AheadFile, WrittenRows
-from tracestore.store.shard import ShardStream
-from tracestore.store.verify import verify_store
-from tracestore.store.writer import StoreWriter
+from tracestore.store.io import read_ahead
+from tracestore.store.io.read_ahead import AheadArrays, AheadFile, WrittenRows
+from tracestore.store.maintain.verify import verify_store
+from tracestore.store.write.shard_writer import ShardWriter
+from tracestore.store.write.writer import StoreWriter
 
 
 def write_sources(folder, rng, num_files):
@@ -54,7 +54,7 @@ def test_the_store_is_the_same_bytes(tmp_path, monkeypatch, seed):
     options += ["--attention", rng.choice(["mean", "heads"])]
     codes = [run_convert([data, tmp_path / "one.zarr", "--workers", 1, *options])]
     share_ahead, share_failed = rng.choice([0.1, 0.5, 1]), rng.choice([0, 0, 0.1])
-    monkeypatch.setattr(Forecast, "begins_segment", lambda *_: rng.random() < share_ahead)
+    monkeypatch.setattr(SegmentPredictor, "begins_segment", lambda *_: rng.random() < share_ahead)
     append = AheadFile.append
 
     def fails_now_and_then(self, arrays):
@@ -146,13 +146,13 @@ def test_nothing_stays_of_sources_that_nobody_takes(tmp_path, had):
         next(iter(stream))
     streams.close()
     assert not (tmp_path / "ahead").exists() and open_files(tmp_path) == []
-    assert ahead._free_files._value == 256
+    assert read_ahead._free_files._value == 256
 
 
 def test_a_trace_that_goes_between_two_looks(tmp_path, monkeypatch):
     """The reader takes the waiting traces to write them, just after one was seen to be there."""
     sources, expected = many_traces(tmp_path, num_files=1)
-    monkeypatch.setattr(Forecast, "begins_segment", lambda *_: is_seen)
+    monkeypatch.setattr(SegmentPredictor, "begins_segment", lambda *_: is_seen)
     is_seen, original, ids = False, SourceStream._wait, []
 
     def seen(self, is_there):
@@ -176,7 +176,7 @@ def test_a_trace_that_goes_between_two_looks(tmp_path, monkeypatch):
 
 def test_a_blocked_reader_begins_to_write_when_it_may(tmp_path, monkeypatch):
     sources, expected = many_traces(tmp_path, num_files=2)
-    monkeypatch.setattr(Forecast, "begins_segment", lambda *_: may)
+    monkeypatch.setattr(SegmentPredictor, "begins_segment", lambda *_: may)
     may, ids = False, []
     for k, stream in enumerate(streams_of(sources, tmp_path, workers=2)):
         if k == 0:
@@ -211,7 +211,7 @@ def test_a_trace_put_while_its_source_is_cancelled_leaves_no_room_taken(tmp_path
 def test_who_waits_for_room_ends_when_nobody_tells_it(tmp_path, monkeypatch):
     """As where Ctrl-C came a second time, in the middle of telling the readers."""
     sources, _ = many_traces(tmp_path)
-    monkeypatch.setattr(Forecast, "begins_segment", lambda *_: False)
+    monkeypatch.setattr(SegmentPredictor, "begins_segment", lambda *_: False)
     streams = streams_of(sources, tmp_path, max_waiting=0)
     stream = next(streams)
     wait_until(lambda: stream._room.num_reading == 0)
@@ -235,7 +235,7 @@ def test_a_source_cut_short_while_it_is_written_ahead(tmp_path, monkeypatch, cap
         return write(self, *args)
 
     monkeypatch.setattr(AheadArrays, "write", cuts)
-    monkeypatch.setattr(Forecast, "begins_segment", lambda *_: True)
+    monkeypatch.setattr(SegmentPredictor, "begins_segment", lambda *_: True)
     assert run_convert([data, tmp_path / "s.zarr", "--workers", 2]) == 3
     assert cut and f"1{suffix}" in capfd.readouterr().err
     with tracestore.open(tmp_path / "s.zarr") as store:
@@ -248,14 +248,14 @@ def test_segments_on_another_file_system_are_copied_to(tmp_path, monkeypatch):
     data.mkdir()
     many_traces(data)
     monkeypatch.setitem(StoreWriter.__init__.__kwdefaults__, "close_bytes", 1)
-    monkeypatch.setattr(Forecast, "begins_segment", lambda *_: True)
+    monkeypatch.setattr(SegmentPredictor, "begins_segment", lambda *_: True)
     assert run_convert([data, tmp_path / "one.zarr", "--workers", 1]) == 0
 
     def take(self, path):
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
 
     monkeypatch.setattr(AheadFile, "take", take)
-    monkeypatch.setattr(ahead, "_COPIED_AT_ONCE", 1000)
+    monkeypatch.setattr(read_ahead, "_COPIED_AT_ONCE", 1000)
     assert run_convert([data, tmp_path / "two.zarr", "--workers", 2]) == 0
     assert tree_bytes(tmp_path / "two.zarr") == tree_bytes(tmp_path / "one.zarr")
 
@@ -266,7 +266,7 @@ def test_what_was_lost_is_an_error_and_no_commit(tmp_path, monkeypatch, capfd):
     data.mkdir()
     many_traces(data)
     monkeypatch.setitem(StoreWriter.__init__.__kwdefaults__, "close_bytes", 1)
-    monkeypatch.setattr(Forecast, "begins_segment", lambda *_: True)
+    monkeypatch.setattr(SegmentPredictor, "begins_segment", lambda *_: True)
 
     def lost(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -284,7 +284,7 @@ def test_what_was_lost_is_an_error_and_no_commit(tmp_path, monkeypatch, capfd):
 
 def test_forecast():
     pending = 0
-    forecast = Forecast(100, lambda: pending)
+    forecast = SegmentPredictor(100, lambda: pending)
     one, two, three, four = (forecast.add() for _ in range(4))
     for extent, size in ((one, 1000), (two, 2000), (three, 300), (four, 1000)):
         extent.file_bytes = size
@@ -320,9 +320,9 @@ def rows_of(rng, count):
 def test_a_stream_takes_written_rows_in_any_company(tmp_path, monkeypatch, seed):
     """Rows from memory, from files, left out, taken back: the bytes are those of plain rows."""
     rng = random.Random(seed)
-    monkeypatch.setattr(ahead, "_COPIED_AT_ONCE", 7)
-    plain = ShardStream(tmp_path / "plain", np.dtype("<f2"), (3,), "none", 64)
-    mixed = ShardStream(tmp_path / "mixed", np.dtype("<f2"), (3,), "none", 64)
+    monkeypatch.setattr(read_ahead, "_COPIED_AT_ONCE", 7)
+    plain = ShardWriter(tmp_path / "plain", np.dtype("<f2"), (3,), "none", 64)
+    mixed = ShardWriter(tmp_path / "mixed", np.dtype("<f2"), (3,), "none", 64)
     for source in range(rng.randint(1, 6)):
         marks = plain.mark(), mixed.mark()
         is_ahead, is_refused = rng.random() < 0.6, rng.random() < 0.2
@@ -358,21 +358,21 @@ def test_a_close_that_fails_is_told_to_who_takes_the_file(tmp_path, monkeypatch)
     files = AheadArrays(tmp_path / "ahead", 1 << 30)
     rows = files.write({"a": [values]}, values.nbytes, values.nbytes)["a"]
     files.end()
-    close, free = os.close, ahead._free_files._value
+    close, free = os.close, read_ahead._free_files._value
 
     def fails(fd):
         close(fd)
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    stream = ShardStream(tmp_path / "taken", values.dtype, (3,), "none", 64)
+    stream = ShardWriter(tmp_path / "taken", values.dtype, (3,), "none", 64)
     with monkeypatch.context() as patch:
-        patch.setattr(ahead.os, "close", fails)
+        patch.setattr(read_ahead.os, "close", fails)
         with pytest.raises(OSError, match="Input/output"):
             stream.append_written(rows, crc(values))
     assert rows.file.is_taken and stream._taken is rows.file and stream.num_rows == 0
     stream.rollback((0, 0, 0, b"", 0))
     files.remove()
-    assert ahead._free_files._value == free + 1
+    assert read_ahead._free_files._value == free + 1
     assert not (tmp_path / "taken").exists() and open_files(tmp_path) == []
 
 

@@ -12,10 +12,10 @@ import torch
 
 import tracestore
 from tests.helpers import ROOT, convert, make_graphs, make_trace, make_traces, tree_bytes, write_pickle
-from tracestore.store.pack import pack_record
-from tracestore.store.record import record_from_dict
-from tracestore.store.spool import read_spool, write_spool
-from tracestore.store.writer import StoreWriter
+from tracestore.store.write.pack import pack_record
+from tracestore.store.write.record import record_from_dict
+from tracestore.store.write.spool import read_spool, write_spool
+from tracestore.store.write.writer import StoreWriter
 
 pytest.importorskip("distributed")
 

@@ -8,7 +8,7 @@ import pytest
 
 import tracestore
 from tests.helpers import command, convert, make_trace, make_traces, write_pickle
-from tracestore.store.verify import verify_store
+from tracestore.store.maintain.verify import verify_store
 
 
 def changed(trace):
@@ -47,7 +47,7 @@ def test_on_duplicate(tmp_path, choice, together):
     assert verify_store(store).damaged == {}
     # Converted again: nothing is new.
     again = json.loads(convert(data, store, "--json", "--on-duplicate", choice).stdout)
-    assert again["num_sources_already"] == 2 and again["num_traces_new"] == 0
+    assert again["num_sources_skipped_existing"] == 2 and again["num_traces_new"] == 0
     # Later commits merge the index and keep the choice.
     for k in range(3):
         write_pickle(data / f"c{k}.pkl", [make_trace(20 + k)])
@@ -65,7 +65,7 @@ def test_a_changed_file_under_a_committed_name_is_said(tmp_path):
     done = convert(data, tmp_path / "s.zarr", "--json")
     assert "a.pkl: another file of this name was committed before" in done.stderr
     summary = json.loads(done.stdout)
-    assert summary["num_sources_changed"] == 1 and summary["num_duplicates"] == 3 and summary["num_traces_new"] == 1
+    assert summary["num_sources_modified"] == 1 and summary["num_duplicates"] == 3 and summary["num_traces_new"] == 1
     write_pickle(data / "a.pkl", [changed(make_trace(0))])
     assert "other content" in convert(data, tmp_path / "s.zarr", check=3).stderr.splitlines()[-1]
     command("verify", tmp_path / "s.zarr", check=0)
@@ -85,7 +85,7 @@ def test_labels_that_differ(tmp_path):
 @pytest.mark.parametrize("change", ["appended", "touched", "removed"])
 def test_a_source_that_is_written_to_while_it_is_read(tmp_path, monkeypatch, capsys, change):
     from tracestore.cli import main
-    from tracestore.store.writer import StoreWriter
+    from tracestore.store.write.writer import StoreWriter
 
     path = write_pickle(tmp_path / "a.pkl", make_traces(3))
     original = StoreWriter.append_packed

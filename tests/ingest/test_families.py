@@ -11,7 +11,7 @@ import torch
 import tracestore
 from tests.helpers import as_torch, convert, make_graphs, make_trace, make_traces, write_pickle
 from tests.store.second_reader import read_store
-from tracestore.ingest.families import read_traces
+from tracestore.ingest.formats import read_traces
 
 
 def check_family_1(store_path, traces, heads):

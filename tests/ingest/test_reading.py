@@ -6,8 +6,8 @@ import random
 import pytest
 
 from tests.helpers import make_traces, write_pickle
-from tracestore.errors import InputRefusedError
-from tracestore.ingest import bytesource, reading
+from tracestore.errors import InvalidInputError
+from tracestore.ingest import byte_source, reading
 from tracestore.ingest.reading import PackOptions, packed_traces, read_sources
 from tracestore.ingest.sources import find_sources
 
@@ -51,23 +51,23 @@ def test_a_packed_trace_keeps_nothing_of_its_source(sources):
 
 @pytest.mark.parametrize("share_ahead", [0, 0.5, 1])
 def test_pieces_are_the_same_whether_they_are_inflated_ahead_or_not(tmp_path, monkeypatch, share_ahead):
-    monkeypatch.setattr(bytesource, "_PIECE_BYTES", 1 << 10)
+    monkeypatch.setattr(byte_source, "_PIECE_BYTES", 1 << 10)
     data = random.Random(0).randbytes(100_000)
     packed = gzip.compress(data[:60_000]) + gzip.compress(data[60_000:])
 
     def inflated(name, content):
         (tmp_path / name).write_bytes(content)
         chosen = random.Random(1)
-        pieces = bytesource.GzipPieces(tmp_path / name, lambda: chosen.random() < share_ahead)
+        pieces = byte_source.GzipChunks(tmp_path / name, lambda: chosen.random() < share_ahead)
         try:
             return b"".join(iter(pieces, b""))
         finally:
             pieces.close()
 
     assert inflated("whole", packed) == data
-    with pytest.raises(InputRefusedError, match="truncated"):
+    with pytest.raises(InvalidInputError, match="truncated"):
         inflated("short", packed[:-100])
-    with pytest.raises(InputRefusedError, match="damaged gzip"):
+    with pytest.raises(InvalidInputError, match="damaged gzip"):
         inflated("damaged", packed[:-5] + bytes(5))
 
 

@@ -13,13 +13,13 @@ import torch
 
 import tracestore
 from tests.helpers import as_torch, command, convert, make_trace, make_traces, tree_bytes, write_pickle
-from tracestore.errors import InputRefusedError
-from tracestore.ingest.families import read_traces
+from tracestore.errors import InvalidInputError
+from tracestore.ingest.formats import read_traces
 
 
 def refused(path, *words):
-    """Reading raises InputRefusedError with the words; returns its text."""
-    with pytest.raises(InputRefusedError) as caught:
+    """Reading raises InvalidInputError with the words; returns its text."""
+    with pytest.raises(InvalidInputError) as caught:
         for _ in read_traces(path, path.name):
             pass
     text = str(caught.value)

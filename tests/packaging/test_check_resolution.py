@@ -96,7 +96,7 @@ def test_all_platforms_and_pythons(script):
 
 def test_a_message_in_one_line(script):
     text = "  × No solution found\n  ╰─▶ Because a\n      and b.\n\n      hint: try c"
-    assert script.one_line(text) == "No solution found Because a and b."
+    assert script.summarize_error(text) == "No solution found Because a and b."
 
 
 def test_settings_of_the_machine_are_left_out(script, monkeypatch):

@@ -7,9 +7,9 @@ import pytest
 
 import tracestore
 from tests.serve.conftest import COUNT, DETECTOR
-from tracestore.errors import StoreDamagedError, UsageError
-from tracestore.serve.catalogue import Catalogue
+from tracestore.errors import CorruptStoreError, UsageError
 from tracestore.serve.results import Results
+from tracestore.serve.search import TraceSearch
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def store(served_store):
 
 @pytest.fixture(scope="module")
 def catalogue(store, results_folder):
-    return Catalogue(store, Results.read(results_folder, store))
+    return TraceSearch(store, Results.read(results_folder, store))
 
 
 def test_words_are_found_in_any_case_and_place(catalogue, store):
@@ -101,8 +101,8 @@ def test_texts_that_cannot_be_read_are_an_error_and_no_empty_result(served_store
     text.chmod(0o644)
     text.write_bytes(b"")
     with tracestore.open(tmp_path / "s.zarr") as store:
-        catalogue = Catalogue(store)
+        catalogue = TraceSearch(store)
         for _ in range(2):
-            with pytest.raises(StoreDamagedError, match="question"):
+            with pytest.raises(CorruptStoreError, match="question"):
                 catalogue.find("red")
         assert len(catalogue.find()) == COUNT

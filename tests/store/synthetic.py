@@ -8,13 +8,15 @@ import numpy as np
 import tracestore
 from tests.helpers import make_trace
 from tracestore._core.kernels import crc32c
-from tracestore.store import manifest as mf
-from tracestore.store import paths
-from tracestore.store.columns import Columns, write_columns
-from tracestore.store.container import pack_arrays
-from tracestore.store.files import LocalFiles
-from tracestore.store.index import StoreIndex
-from tracestore.store.ragged import encode_strings
+from tracestore.store.format import manifest as mf
+from tracestore.store.format import paths
+from tracestore.store.format.mapped_arrays import pack_arrays
+from tracestore.store.format.ragged import encode_strings
+from tracestore.store.io.files import LocalFiles
+from tracestore.store.io.manifests import list_generations, load_manifest
+from tracestore.store.read.columns import Columns
+from tracestore.store.read.index import StoreIndex
+from tracestore.store.write.columns_writer import write_columns
 
 
 def make_index_only_store(path: Path, num_traces: int, num_segments: int, num_parts: int) -> None:
@@ -23,7 +25,7 @@ def make_index_only_store(path: Path, num_traces: int, num_segments: int, num_pa
     with tracestore.create(path) as writer:
         writer.append(make_trace(0))
     files = LocalFiles(path)
-    old = mf.load_manifest(files, mf.generations(files)[0])
+    old = load_manifest(files, list_generations(files)[0])
     index = StoreIndex(files, old)
     template = index.part_arrays(0)
     weights = 2.0 ** np.arange(num_parts)[::-1]

@@ -8,7 +8,7 @@ import pytest
 import tracestore
 from tests.helpers import ROOT, convert, make_graphs, make_traces, tree_bytes
 from tests.store.second_reader import read_store
-from tracestore.store.verify import verify_store
+from tracestore.store.maintain.verify import verify_store
 
 GOLDEN = ROOT / "tests/golden"
 

@@ -8,7 +8,7 @@ import pytest
 
 import tracestore
 from tests.helpers import ROOT, command, make_trace
-from tracestore.store.lint import KINDS, MAX_LISTED, lint_store, row_tolerance
+from tracestore.store.maintain.lint import KINDS, MAX_EXAMPLES, lint_store, row_tolerance
 
 
 def softmax_trace(k, tokens=None, dtype="f2", causal=True, layers=2, heads=3):
@@ -132,14 +132,14 @@ def test_edges(tmp_path):
 
 
 def test_many_findings_are_one_line_each_kind(tmp_path):
-    store = store_of(tmp_path / "s.zarr", [make_trace(k) for k in range(MAX_LISTED + 30)])
+    store = store_of(tmp_path / "s.zarr", [make_trace(k) for k in range(MAX_EXAMPLES + 30)])
     done = command("lint", store, check=1)
     lines = done.stdout.splitlines()
     assert [line.split(":")[1].strip() for line in lines] == list(counts(store))
     assert len(lines) <= len(KINDS) and "130 traces, the first 0 (q0), 1 (q1)" in done.stdout
     report = json.loads(command("lint", store, "--json", check=1).stdout)
     sums = [f for f in report["findings"] if f["kind"] == "row_sums"]
-    assert report["counts"]["row_sums"] > len(sums) == MAX_LISTED
+    assert report["counts"]["row_sums"] > len(sums) == MAX_EXAMPLES
     assert set(sums[0]) == {"kind", "severity", "index", "question_id", "found", "advice"}
 
 

@@ -5,8 +5,8 @@ import pytest
 import zarr
 from zarr.codecs import BloscCodec, ZstdCodec
 
-from tracestore.store import schema
-from tracestore.store.metadata import array_metadata, group_metadata
+from tracestore.store.format import schema
+from tracestore.store.format.zarr_json import array_metadata, group_metadata
 
 ATTRIBUTES = {"tracestore": {"dtype": "bfloat16", "text": 'é " \n', "none": None, "some": [1, 2.5, True, {}]}}
 

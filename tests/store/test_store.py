@@ -12,10 +12,10 @@ import zarr
 import tracestore
 from tests.helpers import make_trace, make_traces, read_all, tree_bytes
 from tests.store.second_reader import read_store
-from tracestore.errors import InputRefusedError, MissingFieldError, StoreDamagedError, StoreLockedError, UsageError
-from tracestore.store import schema
-from tracestore.store.verify import repair_store, verify_store
-from tracestore.store.writer import StoreWriter
+from tracestore.errors import CorruptStoreError, InvalidInputError, MissingFieldError, StoreLockedError, UsageError
+from tracestore.store.format import schema
+from tracestore.store.maintain.verify import repair_store, verify_store
+from tracestore.store.write.writer import StoreWriter
 
 
 @pytest.mark.parametrize("codec", schema.CODECS)
@@ -116,7 +116,7 @@ def test_refusals_leave_the_store_as_it_was(tmp_path):
             if words == "tokens":
                 bad["hidden_states"] = make_trace(3)["hidden_states"]
                 bad["attentions"] = make_trace(3)["attentions"]
-            with pytest.raises(InputRefusedError, match=words):
+            with pytest.raises(InvalidInputError, match=words):
                 writer.append(bad)
         writer.append(make_trace(1))
         writer.append(make_trace(1))  # the same again: counted and skipped
@@ -199,7 +199,7 @@ def test_truncated_shard_is_named(store_path):
     path = store_path / "segments/00000000/hidden_states/c/0/0"
     path.chmod(0o644)
     os.truncate(path, path.stat().st_size - 1)
-    with pytest.raises(StoreDamagedError, match="segments/00000000/hidden_states/c/0/0"):
+    with pytest.raises(CorruptStoreError, match="segments/00000000/hidden_states/c/0/0"):
         _ = store[0].hidden_states
 
 
@@ -210,7 +210,7 @@ def test_damaged_newest_manifest_costs_nothing(store_path):
     newest.write_bytes(b"")
     with pytest.warns(tracestore.errors.TracestoreWarning, match="reading generation 1"):
         assert len(tracestore.open(store_path)) == 7
-    with pytest.raises(StoreDamagedError, match="--repair"):
+    with pytest.raises(CorruptStoreError, match="--repair"):
         StoreWriter(store_path)
     report = repair_store(store_path)
     assert any("written anew from its copy" in line for line in report.repaired)
@@ -247,7 +247,7 @@ def test_read_path_imports_neither_zarr_nor_torch(store_path):
 @pytest.mark.parametrize("where", ["replace_file", "write_file", "fsync_path"])
 def test_a_commit_that_fails_is_not_repeated(tmp_path, monkeypatch, where):
     """ENOSPC or Ctrl-C at any step of a commit: the last generation stays, the next is sound."""
-    from tracestore.store import fsio
+    from tracestore.store.io import fsio
 
     path = tmp_path / "s.zarr"
     with tracestore.create(path) as writer:
@@ -262,7 +262,7 @@ def test_a_commit_that_fails_is_not_repeated(tmp_path, monkeypatch, where):
                 raise KeyboardInterrupt if _step % 2 else OSError(28, "No space left on device")
             return original(*args, **kwargs)
 
-        for module in ("fsio", "segment"):
+        for module in ("io.fsio", "write.segment_writer"):
             target = sys.modules[f"tracestore.store.{module}"]
             if hasattr(target, where):
                 monkeypatch.setattr(target, where, fail)
@@ -270,7 +270,7 @@ def test_a_commit_that_fails_is_not_repeated(tmp_path, monkeypatch, where):
             with tracestore.create(path, append=True) as writer:
                 writer.append(make_trace(1, tokens=300, dim=8))
             finished = True
-        except (KeyboardInterrupt, tracestore.NoSpaceError):
+        except (KeyboardInterrupt, tracestore.DiskFullError):
             finished = False
         monkeypatch.undo()
         assert verify_store(path).damaged == {}
@@ -282,9 +282,9 @@ def test_a_commit_that_fails_is_not_repeated(tmp_path, monkeypatch, where):
 
 
 def test_a_write_that_fails_half_way_is_taken_back(tmp_path, monkeypatch):
-    from tracestore.store import shard
+    from tracestore.store.write import shard_writer
 
-    original = shard.write_pieces
+    original = shard_writer.write_pieces
 
     def short(fd, pieces, offset):
         if len(pieces[0]) > 500_000:
@@ -294,7 +294,7 @@ def test_a_write_that_fails_half_way_is_taken_back(tmp_path, monkeypatch):
 
     with tracestore.create(tmp_path / "s.zarr") as writer:
         writer.append(make_trace(1, tokens=40, dim=3000))
-        monkeypatch.setattr(shard, "write_pieces", short)
+        monkeypatch.setattr(shard_writer, "write_pieces", short)
         with pytest.raises(OSError):
             writer.append(make_trace(2, tokens=400, dim=3000))
         monkeypatch.undo()
@@ -308,7 +308,7 @@ def test_a_write_that_fails_half_way_is_taken_back(tmp_path, monkeypatch):
 
 def test_a_missing_file_of_the_index_is_damage(store_path):
     next((store_path / "index").glob("*/part")).unlink()
-    with pytest.raises(StoreDamagedError):
+    with pytest.raises(CorruptStoreError):
         StoreWriter(store_path)
 
 

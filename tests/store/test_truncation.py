@@ -1,5 +1,5 @@
 """Files cut short, before they are opened and while they are mapped: every use of the store
-says StoreDamagedError with the file's name, or does not need the file; no process dies."""
+says CorruptStoreError with the file's name, or does not need the file; no process dies."""
 
 import faulthandler
 import os
@@ -16,8 +16,8 @@ import tracestore
 from tests.helpers import ROOT, make_trace, run_cli
 from tracestore._core import gather, kernels
 from tracestore._core.mapping import MappedFile
-from tracestore.errors import MapFaultError, StoreDamagedError
-from tracestore.store.verify import verify_store
+from tracestore.errors import CorruptStoreError, TruncatedFileError
+from tracestore.store.maintain.verify import verify_store
 
 PAGE = 4096
 EVERY = os.environ.get("TRACESTORE_TRUNCATIONS") == "all"
@@ -73,8 +73,8 @@ def outcome(use, say, damaged):
     try:
         use()
         say("fine")
-    except StoreDamagedError as error:
-        say("named" if damaged in str(error) else f"StoreDamagedError without {damaged}: {error}")
+    except CorruptStoreError as error:
+        say("named" if damaged in str(error) else f"CorruptStoreError without {damaged}: {error}")
     except Exception as error:
         say(f"{type(error).__name__}: {error}")
 
@@ -103,7 +103,7 @@ def uses(store):
         "copy": lambda: [t.copy() for t in store],
         "index_of": lambda: [store.index_of(i) for i in ids],
         "ids": lambda: list(store.question_ids),
-        "columns": lambda: (store.num_tokens, store.nonfinite, store.targets(), store.require("graph")),
+        "columns": lambda: (store.num_tokens, store.has_nonfinite, store.targets(), store.require("graph")),
     }
 
 
@@ -294,7 +294,7 @@ def test_kernels_on_views_of_a_file(tmp_path):
     for name, call in calls.items():
         if name in ("causal",):
             continue  # above the first diagonal value it need not read on
-        with pytest.raises(MapFaultError, match=r"input\.bin: cut short"):
+        with pytest.raises(TruncatedFileError, match=r"input\.bin: cut short"):
             call()
             pytest.fail(name)
     assert kernels.crc32c(raw[:PAGE]) == kernels.crc32c(raw[:PAGE].tobytes())
@@ -320,7 +320,7 @@ if way != "faulthandler after":
     install()
 import numpy as np
 from tracestore._core.mapping import MappedFile
-from tracestore.errors import MapFaultError
+from tracestore.errors import TruncatedFileError
 mapped = MappedFile(path)
 if way == "faulthandler after":
     install()
@@ -328,7 +328,7 @@ os.truncate(path, 0)
 for _ in range(3):
     try:
         mapped.read(0, 10)
-    except MapFaultError:
+    except TruncatedFileError:
         os.write(1, b"guarded\\n")
 int(np.frombuffer(mapped, "u1")[5])
 """

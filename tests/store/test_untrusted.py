@@ -15,15 +15,16 @@ import pytest
 import tracestore
 from tests.helpers import ROOT, command, convert, make_traces, write_pickle, write_scores
 from tests.hostile.stores import Store, honest_stores
-from tracestore.errors import StoreDamagedError, TracestoreError, UsageError
+from tracestore.errors import CorruptStoreError, TracestoreError, UsageError
 from tracestore.extract.questions import Question, containment_score
 from tracestore.extract.run import extract_to_store
-from tracestore.store import replacement
-from tracestore.store.codecs import ChunkCodec
-from tracestore.store.container import pack_arrays
-from tracestore.store.files import FileEntry, LocalFiles
-from tracestore.store.ragged import encode_strings
-from tracestore.store.verify import verify_store
+from tracestore.store.format.codecs import ChunkCodec
+from tracestore.store.format.entries import FileEntry
+from tracestore.store.format.mapped_arrays import pack_arrays
+from tracestore.store.format.ragged import encode_strings
+from tracestore.store.io import replacement
+from tracestore.store.io.files import LocalFiles
+from tracestore.store.maintain.verify import verify_store
 
 
 def digest(folder):
@@ -67,7 +68,7 @@ def source(tmp_path):
      "segments/00000000/hidden_states/c/0/0/0/0", "segments/0/num_tokens/c/0", None, 7],
 )  # fmt: skip
 def test_no_entry_has_another_name(path):
-    with pytest.raises(StoreDamagedError, match="not the name of a file"):
+    with pytest.raises(CorruptStoreError, match="not the name of a file"):
         FileEntry(path, 1, 1)
 
 
@@ -80,7 +81,7 @@ def test_a_name_in_the_index_leads_nowhere_else(store_path, tmp_path):
     arrays["file_path"], arrays["file_path_offsets"] = encode_strings([str(outside)] * count)
     store.set_part(0, pack_arrays(arrays))
     store.seal()
-    with tracestore.open(store_path) as opened, pytest.raises(StoreDamagedError, match="not the name"):
+    with tracestore.open(store_path) as opened, pytest.raises(CorruptStoreError, match="not the name"):
         _ = opened[0].hidden_states
     assert "not the name" in command("verify", store_path, check=3).stderr
 
@@ -166,9 +167,9 @@ def test_edges_stay_in_their_graphs(tmp_path):
     store.reseal()
     store.seal()
     with tracestore.open(edges) as opened:
-        with pytest.raises(StoreDamagedError, match="edge leaves its graph"):
+        with pytest.raises(CorruptStoreError, match="edge leaves its graph"):
             list(tracestore.TraceLoader(opened, view="graph", batch_size=2))
-        with pytest.raises(StoreDamagedError):
+        with pytest.raises(CorruptStoreError):
             _ = opened[0].attention
     assert "edge_index: row 0: an edge leaves its graph" in command("verify", edges, check=3).stderr
     refused("export", edges, tmp_path / "out", "--format", "pt-gnn", code=3)
@@ -187,7 +188,7 @@ def test_values_of_manifest_and_index_out_of_range(store_path):
             with pytest.raises(TracestoreError):
                 tracestore.open(store_path).close()
                 assert verify_store(store_path).damaged
-                raise StoreDamagedError("said by verify")
+                raise CorruptStoreError("said by verify")
     store.manifest = original
     store.seal()
     assert not verify_store(store_path).damaged
@@ -205,7 +206,7 @@ def test_metadata_says_what_the_format_says(store_path):
         store.write(name, json.dumps(document | change).encode())
         store.reseal()
         store.seal()
-        with tracestore.open(store_path) as opened, pytest.raises(StoreDamagedError, match=r"hidden_states/zarr\.json"):
+        with tracestore.open(store_path) as opened, pytest.raises(CorruptStoreError, match=r"hidden_states/zarr\.json"):
             _ = opened[0].hidden_states
         assert list(verify_store(store_path).damaged) == ["segments/00000000/hidden_states/zarr.json"]
 
@@ -399,7 +400,7 @@ def test_a_pickled_store_still_opens(store_path):
 
 def test_local_files_read_no_more_than_they_should(store_path):
     files = LocalFiles(store_path)
-    with pytest.raises(StoreDamagedError, match="expected at most 10"):
+    with pytest.raises(CorruptStoreError, match="expected at most 10"):
         files.read_small("zarr.json", 10)
     with pytest.raises(FileNotFoundError):
         files.read_small("manifest/0000000099", 10)

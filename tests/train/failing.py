@@ -5,11 +5,11 @@ import weakref
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tracestore.train.dropout import TraceMasks
-from tracestore.train.gine import GraphInputs
-from tracestore.train.model_config import ModelConfig
-from tracestore.train.models import detector_loss, make_model
-from tracestore.train.oom import OOMGuard
+from tracestore.detectors.config import ModelConfig
+from tracestore.detectors.dropout import TraceMasks
+from tracestore.detectors.graph.gine import GraphInputs
+from tracestore.detectors.models import detector_loss, make_model
+from tracestore.oom.guard import OOMGuard
 
 SIZE = 4
 LAYERS, DIM = 3, 8

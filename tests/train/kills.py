@@ -18,9 +18,10 @@ import torch
 
 from tests.train.runs import outcome
 from tracestore.cli import main
-from tracestore.store import fsio
-from tracestore.train import metrics, run
-from tracestore.train.forward import Forward
+from tracestore.evaluation import metrics
+from tracestore.experiment import run
+from tracestore.store.io import fsio
+from tracestore.train.model_runner import Forward
 
 # What is not training costs most of a short run.
 run.report.write_plots = lambda *_: []

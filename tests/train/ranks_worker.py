@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from tests.train.failing import SIZE, FailAt, everything, make, same
-from tracestore.errors import DoesNotFitError, TracestoreError
-from tracestore.train.ranks import Ranks
+from tracestore.errors import InsufficientMemoryError, TracestoreError
+from tracestore.train.distributed import Ranks
 
 
 def second_step(ranks, case, rank, failing, operation, times, error=None):
@@ -39,7 +39,7 @@ def second_step(ranks, case, rank, failing, operation, times, error=None):
     try:
         with mode:
             step()
-    except (DoesNotFitError, TracestoreError) as raised:
+    except (InsufficientMemoryError, TracestoreError) as raised:
         return guard, before, type(raised).__name__, mode.count
     finally:
         guard._attempt = attempt

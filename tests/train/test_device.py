@@ -8,9 +8,10 @@ import torch
 
 from tests.helpers import run_cli
 from tests.train.runs import FAST, ONLY
-from tracestore.train import metrics, run
+from tracestore.detectors.config import MODEL_NAMES
+from tracestore.evaluation import metrics
+from tracestore.experiment import run
 from tracestore.train.config import TrainConfig
-from tracestore.train.model_config import MODEL_NAMES
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
@@ -24,7 +25,7 @@ def train(labelled, tmp_path, monkeypatch):
 
     def go(out, device, names=MODEL_NAMES, sizes=SMALL, **options):
         config = TrainConfig(**({"epochs": 2, "loader_threads": 1, "device": device} | options))
-        return run.run_training(
+        return run.run_experiment(
             labelled, tmp_path / out, list(names), config, sizes, with_probe=False, log=lambda _: None
         )
 
@@ -36,7 +37,7 @@ def test_trains_resumes_and_comes_to_what_the_cpu_comes_to(train, device):
     """Without dropout, whose masks differ between kinds of device."""
     sizes = SMALL | {"dropout": 0.0}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tracestore.train.models.GNN_DROPOUT", 0.0)
+        patch.setattr("tracestore.detectors.models.GNN_DROPOUT", 0.0)
         here = train("here", device, sizes=sizes)
         cpu = train("cpu", "cpu", sizes=sizes)
         train("cut", device, sizes=sizes, epochs=1)
@@ -51,7 +52,7 @@ def test_trains_resumes_and_comes_to_what_the_cpu_comes_to(train, device):
 def test_fused_and_pyg_learn_the_same(train, device, name):
     sizes = SMALL | {"dropout": 0.0, "layers": (0, 2)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tracestore.train.models.GNN_DROPOUT", 0.0)
+        patch.setattr("tracestore.detectors.models.GNN_DROPOUT", 0.0)
         losses = [
             train(kind, device, [name], sizes | {"message_passing": kind})["models"][name]["history"]["train_loss"]
             for kind in ("fused", "pyg")
@@ -77,7 +78,7 @@ def test_memory_runs_out_for_real(device):
     code = (
         "import gc, resource, sys, torch\n"
         "from tracestore.train import OOMGuard\n"
-        "from tracestore.train.memory import memory_use, warm_up\n"
+        "from tracestore.oom.limits import memory_use, start_thread_pools\n"
         "device = torch.device(sys.argv[1])\n"
         "torch.manual_seed(0)\n"
         "x = torch.randn(64, 1 << 18, device=device)\n"
@@ -99,7 +100,7 @@ def test_memory_runs_out_for_real(device):
         "    ballast = torch.empty(total // 2 - torch.cuda.memory_reserved() - room, dtype=torch.uint8, device=device)\n"
         "    baseline = torch.cuda.memory_allocated()\n"
         "else:\n"
-        "    warm_up()\n"
+        "    start_thread_pools()\n"
         "    resource.setrlimit(resource.RLIMIT_DATA, (memory_use().data + room, -1))\n"
         "guard.step(64, loss_of)\n"
         "assert guard.events[0]['size_before'] == 64 and guard.micro_batch < 64, guard.events\n"

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.train.failing import SIZE, make
-from tracestore.train import dropout
-from tracestore.train.dropout import TraceDropout, TraceMasks
+from tracestore.detectors import dropout
+from tracestore.detectors.dropout import TraceDropout, TraceMasks
 
 CPU = torch.device("cpu")
 

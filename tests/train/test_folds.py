@@ -9,14 +9,14 @@ import pytest
 
 import tracestore
 from tests.helpers import make_trace, run_cli
+from tracestore.detectors.config import MODEL_NAMES, ModelConfig
 from tracestore.errors import TrainingError, UsageError
-from tracestore.train import run as runs
-from tracestore.train import split as splits
+from tracestore.evaluation import split as splits
+from tracestore.evaluation.evaluate import BootstrapResampler, RunScores
+from tracestore.evaluation.metrics import percentile_interval
+from tracestore.experiment import run as runs
 from tracestore.train.config import TrainConfig
-from tracestore.train.evaluate import RankDraws, RunScores
-from tracestore.train.loop import DetectorRun
-from tracestore.train.metrics import percentile_interval
-from tracestore.train.model_config import MODEL_NAMES, ModelConfig
+from tracestore.train.trainer import Trainer
 
 SMALL = {"gnn_hidden": 8, "latent_dim": 8, "lstm_hidden": 8}
 CONFIG = TrainConfig(epochs=2, lr=0.01, loader_threads=1)
@@ -105,7 +105,7 @@ def test_folds_and_seeds_of_the_command(sampled, tmp_path):
     command = ["tools/train.py", "--store", sampled, "--output-dir", out, "--epochs", 2, "--num-threads", 1]
     command += ["--lstm-hidden", 8, "--no-run-gnn-det", "--no-run-gvae"]
     plain = TrainConfig(epochs=2)
-    runs.run_training(sampled, out, ["lstm_solo"], plain, {"lstm_hidden": 8}, num_folds=3, log=lambda _: None)
+    runs.run_experiment(sampled, out, ["lstm_solo"], plain, {"lstm_hidden": 8}, num_folds=3, log=lambda _: None)
     before = (out / "fold-1/seed-42/lstm_solo/last.pt").read_bytes()
     results = json.loads((out / "results.json").read_text())
     assert [(r["fold"], r["seed"]) for r in results["runs"]] == [(0, 42), (1, 42), (2, 42)]
@@ -120,7 +120,7 @@ def test_folds_and_seeds_of_the_command(sampled, tmp_path):
     tested = [q for fold in results["folds"] for q in fold["test"]]
     assert sorted(tested) == sorted(f"q{k}" for k in range(40))
     test = results["models"]["lstm_solo"]["test"]
-    assert test["num_traces"] == 80 and test["num_questions"] == 40 and test["auroc_sd_of_seeds"] > 0
+    assert test["num_traces"] == 80 and test["num_questions"] == 40 and test["auroc_std_over_seeds"] > 0
     by_run = [r["models"]["lstm_solo"]["test"]["auroc"] for r in results["runs"]]
     assert test["auroc_by_run"] == by_run and test["auroc"] == pytest.approx(np.mean(by_run))
     assert len(results["models"]["lstm_solo"]["history"]["train_loss"]) == 2
@@ -137,11 +137,11 @@ def test_folds_and_seeds_of_the_command(sampled, tmp_path):
     assert all(r["part"] == "test" and r["fold"] == by_fold[r["question_id"]] for r in rows)
     assert all(0 < float(r[name]) < 1 for r in rows for name in ("lstm_solo", "logistic_probe"))
     with pytest.raises(UsageError, match="3 folds, not 4"):
-        runs.run_training(sampled, out, ["lstm_solo"], replace(plain, resume=True), {"lstm_hidden": 8}, num_folds=4)
+        runs.run_experiment(sampled, out, ["lstm_solo"], replace(plain, resume=True), {"lstm_hidden": 8}, num_folds=4)
 
 
 def test_seeds_alone_share_the_split(sampled, tmp_path):
-    results = runs.run_training(
+    results = runs.run_experiment(
         sampled, tmp_path / "r", ["lstm_solo"], CONFIG, SMALL, with_probe=False, num_seeds=2, log=lambda _: None
     )
     assert [(r["fold"], r["seed"]) for r in results["runs"]] == [(None, 42), (None, 43)]
@@ -150,7 +150,7 @@ def test_seeds_alone_share_the_split(sampled, tmp_path):
     assert a["history"]["train_loss"] != b["history"]["train_loss"]
     assert (tmp_path / "r/split.json").exists() and (tmp_path / "r/seed-43/lstm_solo/best.pt").exists()
     # The first seed is the run that one has without the flag.
-    plain = runs.run_training(
+    plain = runs.run_experiment(
         sampled, tmp_path / "p", ["lstm_solo"], CONFIG, SMALL, with_probe=False, log=lambda _: None
     )
     for name in ("test", "test_scores", "threshold", "best_val_auroc"):
@@ -161,7 +161,7 @@ def test_seeds_alone_share_the_split(sampled, tmp_path):
 def test_folds_of_an_earlier_run_that_cannot_be_read(sampled, tmp_path):
     (tmp_path / "folds.json").write_text("{")
     with pytest.raises(UsageError, match="not the folds"):
-        runs.run_training(
+        runs.run_experiment(
             sampled, tmp_path, ["lstm_solo"], replace(CONFIG, resume=True), SMALL, num_folds=3, log=lambda _: None
         )
 
@@ -190,14 +190,14 @@ def interval_999(results, name):
     probes = results.get("probes") or [results.get("probe")]
     entries = probes if name == "probe" else [r["models"][name] for r in of]
     scores = [RunScores.from_entry(e, k) for k, e in enumerate(entries)]
-    return percentile_interval(RankDraws(scores, 0).draws()[:, 0], 0.999)
+    return percentile_interval(BootstrapResampler(scores, 0).draws()[:, 0], 0.999)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_folds", [None, 3])
 def test_shuffled_labels_teach_nothing(meaningless, tmp_path, num_folds):
     config = replace(CONFIG, epochs=4)
-    results = runs.run_training(
+    results = runs.run_experiment(
         meaningless, tmp_path / "r", list(MODEL_NAMES), config, SMALL, num_folds=num_folds, log=lambda _: None
     )
     entries = {**results["models"], "probe": results["probe"]}
@@ -214,7 +214,7 @@ def test_a_leak_would_be_seen(meaningless, tmp_path):
     targets, every = store.targets(), np.arange(240)
     split = splits.Split({"train": every[::2].copy(), "val": every[1::4].copy(), "test": every[3::4].copy()}, {})
     config, sizes = replace(CONFIG, epochs=25), ModelConfig(2, 48, **SMALL, dropout=0.0)
-    run = DetectorRun("lstm_solo", store, split, targets, sizes, config, tmp_path / "m", lambda _: None)
+    run = Trainer("lstm_solo", store, split, targets, sizes, config, tmp_path / "m", lambda _: None)
     entry = run.run()
     low, _ = interval_999({"models": {"lstm_solo": entry}}, "lstm_solo")
     assert low > 0.6

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from tracestore.train import gine_op
-from tracestore.train.gine import GINE
-from tracestore.train.gine_op import gine_aggregate, gine_aggregate_backward, gine_linear
-from tracestore.train.graph_inputs import GraphInputs
+from tracestore.detectors.graph import gine_op
+from tracestore.detectors.graph.gine import GINE
+from tracestore.detectors.graph.gine_op import gine_aggregate, gine_aggregate_backward, gine_linear
+from tracestore.detectors.graph.inputs import GraphInputs
 
 SIZES = (5, 1, 0, 7, 3)
 

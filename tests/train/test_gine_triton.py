@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tests.train.test_gine import FORMS, parameters, plain
-from tracestore.train import gine_cpu, gine_op
-from tracestore.train.gine_op import gine_aggregate, gine_linear
-from tracestore.train.graph_inputs import GraphInputs
+from tracestore.detectors.graph import gine_cpu, gine_op
+from tracestore.detectors.graph.gine_op import gine_aggregate, gine_linear
+from tracestore.detectors.graph.inputs import GraphInputs
 
 pytestmark = pytest.mark.long
 
@@ -19,9 +19,9 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 @pytest.fixture(scope="module")
 def kernels():
-    """A copy of tracestore.train.gine_triton whose kernels are interpreted, on CPU tensors."""
+    """A copy of tracestore.detectors.graph.gine_triton whose kernels are interpreted, on CPU tensors."""
     name = "interpreted_gine_triton"
-    found = importlib.util.find_spec("tracestore.train.gine_triton")
+    found = importlib.util.find_spec("tracestore.detectors.graph.gine_triton")
     spec = importlib.util.spec_from_file_location(name, found.origin)
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
@@ -99,7 +99,7 @@ def test_compiles_for_a_gpu(lists, channels, tmp_path, monkeypatch):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from tracestore.train import gine_triton
+    from tracestore.detectors.graph import gine_triton
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     types = dict.fromkeys(("out", "w", "b", "grad_out", "grad_x", "partial_w", "partial_b"), "*fp32")

@@ -6,7 +6,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from tracestore.train.logistic import fit_logistic
+from tracestore.detectors.logistic import fit_logistic
 
 
 @pytest.mark.parametrize(("n", "d", "offset"), [(70, 576, 0), (70, 576, 3000), (4500, 64, 1), (5, 3, 0), (2, 1, 0)])

@@ -12,7 +12,7 @@ import pytest
 import tracestore
 from tests.helpers import make_trace, run_cli
 from tracestore.cgroup import cgroup_limit
-from tracestore.train.memory import MemoryMeter, available, memory_use
+from tracestore.oom.limits import PeakMemoryMonitor, available, memory_use
 
 FLAGS = ["--no-run-lstm", "--no-run-gvae", "--no-probe", "--epochs", 1, "--num-threads", 1, "--batch-size", 16]
 CGROUPS = Path("/sys/fs/cgroup/memory")
@@ -47,9 +47,9 @@ def test_limits_of_both_versions(tmp_path):
 
 def test_the_nearer_limit_counts(monkeypatch):
     start, total = memory_use(), psutil.virtual_memory().total
-    monkeypatch.setattr("tracestore.train.memory.cgroup_limit", lambda: None)
+    monkeypatch.setattr("tracestore.oom.limits.cgroup_limit", lambda: None)
     assert available(None, start) is None and available(5, start) == 5
-    monkeypatch.setattr("tracestore.train.memory.cgroup_limit", lambda: total // 2)
+    monkeypatch.setattr("tracestore.oom.limits.cgroup_limit", lambda: total // 2)
     left = available(None, start)
     assert 0 < left < total // 2 - start.anonymous and available(5, start) == 5 and available(total, start) == left
     each = available(None, start, 4)
@@ -57,7 +57,7 @@ def test_the_nearer_limit_counts(monkeypatch):
 
 
 def test_the_meter_sees_a_peak():
-    with MemoryMeter() as meter:
+    with PeakMemoryMonitor() as meter:
         before = memory_use()
         block = np.ones(96 << 20, np.uint8)
         assert block[-1] == 1
@@ -70,7 +70,7 @@ def limited(bytes_, store, out, *args, before="", check=None):
     """A run in which the floor is not asked for, so that the limit is met in the middle."""
     code = (
         f"import sys; {before}from tracestore.cli import main\n"
-        "from tracestore.train import run\n"
+        "from tracestore.experiment import run\n"
         "run.budget_plan = lambda names, *a: dict.fromkeys(names)\n"
         "sys.exit(main(['train', *sys.argv[1:]]))"
     )

@@ -8,9 +8,9 @@ from scipy.special import expit
 from scipy.stats import kstest
 from sklearn.metrics import average_precision_score, brier_score_loss, roc_auc_score
 
-from tracestore.train import metrics
-from tracestore.train.compare import bootstrap_p, compare, delong, delong_p, holm
-from tracestore.train.evaluate import RankDraws, RunScores, evaluate_runs
+from tracestore.evaluation import metrics
+from tracestore.evaluation.evaluate import BootstrapResampler, RunScores, evaluate_runs
+from tracestore.evaluation.significance import bootstrap_p, compare, delong, delong_p, holm
 
 
 def scored(y, logit, *, fold=0, trace=None, question=None, group=None, threshold=0.0, temperature=1.0):
@@ -67,7 +67,7 @@ def test_weighted_figures_are_those_of_sklearn(case, seed):
     y, (score,) = case
     weights = np.random.default_rng(seed).integers(0, 4, (5, len(y))).astype(float)
     weights[:, [0, 2]] += 1  # a trace of each class
-    found = metrics.RankFigures(y, score).of(weights)
+    found = metrics.RankMetrics(y, score).of(weights)
     for w, (auroc, auprc) in zip(weights, found, strict=True):
         assert auroc == pytest.approx(roc_auc_score(y, score, sample_weight=w), abs=1e-12)
         assert auprc == pytest.approx(average_precision_score(y, score, sample_weight=w), abs=1e-12)
@@ -105,7 +105,7 @@ def test_bootstrap_interval_covers_the_truth():
     rng, hits = np.random.default_rng(2), 0
     for k in range(200):
         y = np.repeat([0, 1], 40)
-        figures = metrics.RankFigures(y, rng.normal(size=80) + y)
+        figures = metrics.RankMetrics(y, rng.normal(size=80) + y)
         draws = metrics.bootstrap(figures.of, np.arange(80), y, k, 300)
         low, high = metrics.percentile_interval(draws[:, 0])
         hits += low <= 0.76025 <= high
@@ -165,7 +165,7 @@ def test_the_bootstrap_test_has_its_size_where_questions_have_several_traces():
         shared = rng.normal(size=60) + y
         a, b = (np.repeat(shared + rng.normal(size=60), 4) for _ in range(2))
         yy, question = np.repeat(y, 4), [f"q{k // 4}" for k in range(240)]
-        draws = [RankDraws([scored(yy, s, question=question)], 0).draws(200)[:, 0] for s in (a, b)]
+        draws = [BootstrapResampler([scored(yy, s, question=question)], 0).draws(200)[:, 0] for s in (a, b)]
         by_question.append(bootstrap_p(draws[0] - draws[1]))
         by_trace.append(delong_p(yy, a, b))
     assert np.mean(np.array(by_question) < 0.05) < 0.11

@@ -11,10 +11,10 @@ from torch_geometric.nn import GINEConv, global_mean_pool
 import tracestore
 from tests.helpers import make_graphs, make_trace
 from tracestore.data.loader import TraceLoader
+from tracestore.detectors.config import ModelConfig
+from tracestore.detectors.graph.inputs import GraphInputs
+from tracestore.detectors.models import detector_loss, make_model
 from tracestore.errors import MissingFieldError, UsageError
-from tracestore.train.graph_inputs import GraphInputs
-from tracestore.train.model_config import ModelConfig
-from tracestore.train.models import detector_loss, make_model
 
 LAYERS, DIM = 4, 24
 

@@ -12,13 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers import run_cli
 from tests.train.failing import FailAt
-from tracestore.errors import DoesNotFitError
-from tracestore.train import oom, oom_errors
-from tracestore.train.cleaning import CHECK_EVERY_STEPS, CacheCleaner
-from tracestore.train.micro_batch import MicroBatches
-from tracestore.train.oom import OOMGuard
-from tracestore.train.oom_errors import classify, is_out_of_memory
-from tracestore.train.snapshot import StepCounters
+from tracestore.errors import InsufficientMemoryError
+from tracestore.oom import errors
+from tracestore.oom import guard as guard_module
+from tracestore.oom.cuda_cache import CHECK_EVERY_STEPS, CudaCacheManager
+from tracestore.oom.errors import classify, is_out_of_memory
+from tracestore.oom.guard import OOMGuard
+from tracestore.oom.micro_batch import MicroBatchPolicy
+from tracestore.oom.snapshot import StepCounters
 
 SIZE = 8
 pytestmark = pytest.mark.usefixtures("young_heap")
@@ -89,7 +90,7 @@ def test_one_item_that_does_not_fit_leaves_all_as_it_was():
     model, guard, loss_of = make()
     guard.step(SIZE, loss_of)
     before, state = weights(model), torch.get_rng_state()
-    with pytest.raises(DoesNotFitError), FailAbove(0):
+    with pytest.raises(InsufficientMemoryError), FailAbove(0):
         guard.step(SIZE, loss_of)
     assert all(torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
     assert torch.equal(state, torch.get_rng_state()) and guard.num_steps == 1
@@ -110,7 +111,7 @@ def test_optimizer_failures_never_step_twice():
         raise torch.OutOfMemoryError("out of memory")
 
     original, guard.optimizer.step = guard.optimizer.step, fail
-    with pytest.raises(DoesNotFitError, match="optimizer"):
+    with pytest.raises(InsufficientMemoryError, match="optimizer"):
         guard.step(SIZE, loss_of)
     guard.optimizer.step = original
     assert all(torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
@@ -227,7 +228,7 @@ NO_KERNEL = "could not create a primitive descriptor for the LSTM forward propag
 def test_classification(error, kind, monkeypatch):
     assert classify(error) == kind
     for is_short in (False, True):
-        monkeypatch.setattr(oom_errors, "memory_is_short", lambda is_short=is_short: is_short)
+        monkeypatch.setattr(errors, "memory_is_short", lambda is_short=is_short: is_short)
         assert is_out_of_memory(error) == (is_short if kind == "ambiguous" else kind is not None)
 
 
@@ -280,28 +281,30 @@ def test_an_ambiguous_error_that_smaller_batches_avoid_is_out_of_memory():
 
 
 def test_an_ambiguous_error_while_memory_is_short_is_out_of_memory(monkeypatch):
-    monkeypatch.setattr(oom, "memory_is_short", lambda needed: True)
+    monkeypatch.setattr(guard_module, "memory_is_short", lambda needed: True)
     _, guard, _ = make()
 
     def fail(begin, end):
         raise RuntimeError("could not create a primitive")
 
-    with pytest.raises(DoesNotFitError, match="one item alone"):
+    with pytest.raises(InsufficientMemoryError, match="one item alone"):
         guard.step(SIZE, fail)
-    with pytest.raises(DoesNotFitError, match="one item alone"):
+    with pytest.raises(InsufficientMemoryError, match="one item alone"):
         guard.evaluate(SIZE, fail)
 
 
 @pytest.mark.parametrize("is_short", [False, True])
 def test_ambiguous_errors_of_the_optimizer(monkeypatch, is_short):
-    monkeypatch.setattr(oom, "memory_is_short", lambda needed: is_short)
+    monkeypatch.setattr(guard_module, "memory_is_short", lambda needed: is_short)
     _, guard, loss_of = make()
 
     def fail():
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(guard.optimizer, "step", fail)
-    with pytest.raises(DoesNotFitError if is_short else RuntimeError, match="optimizer" if is_short else "thread"):
+    with pytest.raises(
+        InsufficientMemoryError if is_short else RuntimeError, match="optimizer" if is_short else "thread"
+    ):
         guard.step(SIZE, loss_of)
 
 
@@ -309,8 +312,8 @@ def test_memory_is_short_under_a_limit():
     """A limit of the data segment that leaves 100 MiB."""
     code = """
 import resource
-from tracestore.train.memory import allocatable_bytes, memory_use
-from tracestore.train.oom_errors import memory_is_short
+from tracestore.oom.limits import allocatable_bytes, memory_use
+from tracestore.oom.errors import memory_is_short
 assert allocatable_bytes() > 200 << 20
 resource.setrlimit(resource.RLIMIT_DATA, (memory_use().data + (100 << 20), resource.RLIM_INFINITY))
 assert 50 << 20 < allocatable_bytes() <= 100 << 20
@@ -505,7 +508,7 @@ def test_a_scaler_is_as_if_nothing_had_failed(fused):
 
 def test_cleaning_needs_evidence():
     stats, emptied = {"num_alloc_retries": 0}, []
-    cleaner = CacheCleaner(lambda: stats, lambda: emptied.append(1))
+    cleaner = CudaCacheManager(lambda: stats, lambda: emptied.append(1))
 
     def steps():
         for _ in range(CHECK_EVERY_STEPS):
@@ -522,7 +525,7 @@ def test_cleaning_needs_evidence():
     cleaner.after_checkpoint()
     assert cleaner.num_cleanings == len(emptied) == 3
     if not torch.cuda.is_available():
-        bare = CacheCleaner(empty=lambda: emptied.append(1))
+        bare = CudaCacheManager(empty=lambda: emptied.append(1))
         bare.after_checkpoint()
         assert len(emptied) == 3
 
@@ -530,10 +533,10 @@ def test_cleaning_needs_evidence():
 def test_an_epoch_is_planned_from_what_failed():
     """32 items of which 11 fit: halved to 8, then epoch by epoch between what fits and what
     does not; the same on every rank, and kept by a checkpoint."""
-    sizes, tried = MicroBatches(), []
+    sizes, tried = MicroBatchPolicy(), []
     for epoch in range(8):
         sizes.begin_epoch(epoch)
-        again = MicroBatches()
+        again = MicroBatchPolicy()
         again.load_state_dict(json.loads(json.dumps(sizes.state_dict())))
         again.begin_epoch(epoch)
         assert vars(again) == vars(sizes)

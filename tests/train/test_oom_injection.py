@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.train.failing import SIZE, FailAt, everything, make, same
-from tracestore.errors import DoesNotFitError
-from tracestore.train.model_config import MODEL_NAMES
+from tracestore.detectors.config import MODEL_NAMES
+from tracestore.errors import InsufficientMemoryError
 
 ALL = os.environ.get("TRACESTORE_OOM") == "all"
 pytestmark = pytest.mark.usefixtures("young_heap")
@@ -92,7 +92,7 @@ def second_step(case, operation, times, copying):
     try:
         with mode:
             guard.step(SIZE, loss_of)
-    except DoesNotFitError:
+    except InsufficientMemoryError:
         return guard, before, False
     return guard, before, True
 

@@ -13,8 +13,10 @@ import torch
 from tests.helpers import command
 from tests.tiers import long
 from tests.train.runs import FAST, ONLY, outcome, write_labelled
+from tracestore.detectors import models
 from tracestore.errors import UsageError
-from tracestore.train import metrics, models, run
+from tracestore.evaluation import metrics
+from tracestore.experiment import run
 from tracestore.train.config import TrainConfig
 
 SIZES = {"gnn_hidden": 8, "latent_dim": 8, "lstm_hidden": 8}
@@ -30,7 +32,7 @@ def train(labelled, tmp_path, monkeypatch):
     def go(name, out, dropout=0.3, **options):
         config = TrainConfig(epochs=2, **options)
         sizes = SIZES | {"dropout": dropout}
-        results = run.run_training(
+        results = run.run_experiment(
             labelled, tmp_path / out, [name], config, sizes, with_probe=False, log=lambda _: None
         )
         return outcome(tmp_path / out), results

@@ -12,14 +12,16 @@ import torch
 import tracestore
 from tests.helpers import make_trace
 from tests.train.runs import outcome
-from tracestore.errors import DoesNotFitError, RunLockedError, TrainingError, UsageError
-from tracestore.train import loop, metrics, probe, run
-from tracestore.train.checkpoint import alone_in
+from tracestore.errors import InsufficientMemoryError, OutputDirLockedError, TrainingError, UsageError
+from tracestore.evaluation import metrics, probe
+from tracestore.evaluation.split import make_split
+from tracestore.experiment import run
+from tracestore.experiment.run import run_experiment
+from tracestore.train import trainer
+from tracestore.train.batches import Feed
+from tracestore.train.checkpoint import lock_output_dir
 from tracestore.train.config import TrainConfig
-from tracestore.train.feed import Feed
-from tracestore.train.forward import Forward
-from tracestore.train.run import run_training
-from tracestore.train.split import make_split
+from tracestore.train.model_runner import Forward
 
 CONFIG = TrainConfig(epochs=1, loader_threads=1)
 SMALL = {"lstm_hidden": 4, "gnn_hidden": 4, "latent_dim": 4}
@@ -33,7 +35,7 @@ def no_pictures(monkeypatch):
 
 def train(store, folder, config=CONFIG, names=("lstm_solo",), sizes=SMALL, **options):
     options = {"with_probe": False, "overwrite": True, "log": lambda _: None} | options
-    return run_training(store, folder, list(names), config, sizes, **options)
+    return run_experiment(store, folder, list(names), config, sizes, **options)
 
 
 def files(folder):
@@ -83,12 +85,12 @@ def test_a_run_that_is_refused_leaves_an_earlier_one(labelled, tmp_path, options
 def test_one_training_at_a_time(labelled, tmp_path):
     """A lock of a process: another one is needed to meet it."""
     child, (said, say) = 0, os.pipe()
-    with alone_in(tmp_path):
+    with lock_output_dir(tmp_path):
         child = os.fork()
         if not child:
             try:
                 train(labelled, tmp_path)
-            except RunLockedError as error:
+            except OutputDirLockedError as error:
                 os.write(say, f"{error.exit_code} {error}".encode())
             os._exit(0)
         os.waitpid(child, 0)
@@ -128,7 +130,7 @@ def test_a_checkpoint_for_which_there_is_no_memory(labelled, tmp_path, monkeypat
         raise MemoryError
 
     monkeypatch.setattr(torch, "load", load)
-    with pytest.raises(DoesNotFitError, match="--resume"):
+    with pytest.raises(InsufficientMemoryError, match="--resume"):
         train(labelled, tmp_path, replace(CONFIG, resume=True, epochs=2))
     assert files(tmp_path)["lstm_solo/last.pt"] == before["lstm_solo/last.pt"]
 
@@ -137,8 +139,8 @@ def test_not_even_the_model_fits(labelled, tmp_path, monkeypatch):
     def forward(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr(loop, "Forward", forward)
-    with pytest.raises(DoesNotFitError, match=r"free memory, then: .*--resume"):
+    monkeypatch.setattr(trainer, "Forward", forward)
+    with pytest.raises(InsufficientMemoryError, match=r"free memory, then: .*--resume"):
         train(labelled, tmp_path)
     monkeypatch.undo()
     train(labelled, tmp_path, replace(CONFIG, resume=True))

@@ -9,12 +9,12 @@ import torch
 import tracestore
 from tests.helpers import command, make_trace, run_cli
 from tracestore.data.batch_format import BatchFormat, GraphOptions
-from tracestore.data.epoch import EpochMaker
+from tracestore.data.epoch import EpochPlanner
 from tracestore.errors import UsageError
+from tracestore.oom.limits import memory_use
+from tracestore.planning.measure import budget_plan, plan_training
+from tracestore.planning.plan import TrainingPlan, largest_batch_factor
 from tracestore.train.config import TrainConfig
-from tracestore.train.measure import budget_plan, plan_training
-from tracestore.train.memory import memory_use
-from tracestore.train.plan import TrainingPlan, largest_batch_factor
 
 SMALL = {"gnn_hidden": 8, "latent_dim": 8, "lstm_hidden": 8}
 
@@ -83,7 +83,7 @@ def test_the_largest_batch_of_an_epoch(path):
     indices = np.arange(1, 40, 2)
     form = BatchFormat("graph", GraphOptions(edges="packed"))
     costs = form.bytes(store, indices)
-    epochs = EpochMaker(store, form, batch_size=6, seed=3, indices=indices)
+    epochs = EpochPlanner(store, form, batch_size=6, seed=3, indices=indices)
     plan = epochs.plan(0)
     largest = max(form.bytes(store, plan.traces(k)).sum() for k in range(len(plan)))
     assert largest_batch_factor(epochs, costs, indices) == pytest.approx(largest / (6 * costs.mean()))

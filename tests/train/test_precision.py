@@ -6,10 +6,10 @@ import torch
 from tests.helpers import run_cli
 from tests.tiers import long
 from tests.train.runs import FAST, ONLY
+from tracestore.detectors import precision
+from tracestore.detectors.config import ModelConfig
+from tracestore.detectors.models import make_model
 from tracestore.errors import UsageError
-from tracestore.train import precision
-from tracestore.train.model_config import ModelConfig
-from tracestore.train.models import make_model
 
 CPU = torch.device("cpu")
 CONFIG = ModelConfig(3, 16, lstm_hidden=8, dropout=0.0)

@@ -9,7 +9,7 @@ import torch
 
 from tests.helpers import run_cli
 from tests.train.runs import FAST, ONLY
-from tracestore.train.ranks import Ranks
+from tracestore.train.distributed import Ranks
 
 # Batches of 3 leave the last of four ranks without a trace.
 SMALL = ["--no-probe", "--batch-size", 3, *FAST]

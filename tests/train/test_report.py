@@ -10,9 +10,9 @@ import pytest
 import tracestore
 from tests.helpers import make_trace
 from tracestore.console import finite
-from tracestore.train import report
+from tracestore.evaluation import report
+from tracestore.experiment.run import run_experiment
 from tracestore.train.config import TrainConfig
-from tracestore.train.run import run_training
 
 HOSTILE = '</td><script src="//evil.example/x.js">alert(1)</script><img src=x onerror=alert(1)>&amp;\u202e'
 QUESTION = '=HYPERLINK("//evil.example"),\r\n"quoted"'
@@ -57,7 +57,7 @@ def finished(request, tmp_path_factory):
     config = TrainConfig(epochs=2, loader_threads=1, seed=3)
     folds = {"num_folds": 2, "num_seeds": 2} if request.param == "folds" else {}
     sizes = {"lstm_hidden": 4, "gnn_hidden": 4}
-    results = run_training(
+    results = run_experiment(
         folder / "store.zarr", folder / "r", ["lstm_solo", "gnn_det_lstm"], config, sizes, log=lambda _: None, **folds
     )
     return folder / "r", results

@@ -15,7 +15,7 @@ import tracestore
 from tests.helpers import ROOT, command, make_trace, run_cli
 from tests.train.runs import FAST
 from tracestore.errors import TrainingError
-from tracestore.train import split as splits
+from tracestore.evaluation import split as splits
 
 
 def train(store, out, *args, check=0, **options):
@@ -95,13 +95,13 @@ def test_a_trace_that_does_not_fit_ends_with_75_and_resumes(labelled, tmp_path):
     """Out of memory from the second epoch's second step on, in the child only."""
     code = (
         "import sys, torch; from tracestore.cli import main\n"
-        "from tracestore.train import oom\n"
-        "original = oom.OOMGuard._attempt\n"
+        "from tracestore.oom import guard\n"
+        "original = guard.OOMGuard._attempt\n"
         "def attempt(self, *a):\n"
         "    if self.num_steps >= 4:\n"
         "        return 'forward', 1, False, 0.0\n"
         "    return original(self, *a)\n"
-        "oom.OOMGuard._attempt = attempt\n"
+        "guard.OOMGuard._attempt = attempt\n"
         "sys.exit(main(['train', *sys.argv[1:]]))"
     )
     flags = ["--no-run-gnn-det", "--no-run-gvae", "--epochs", 3, "--no-probe", *FAST]

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.train.failing import FailAt
-from tracestore.train.oom import OOMGuard
-from tracestore.train.snapshot import TensorCopies
+from tracestore.oom.guard import OOMGuard
+from tracestore.oom.snapshot import TensorCopies
 
 
 def bytes_of(tensors):

@@ -10,10 +10,10 @@ from torch_geometric.nn import GINEConv
 import tracestore
 from tests.helpers import make_trace
 from tracestore.data.batch import GraphBatch, pyg_kinds
+from tracestore.detectors.graph.gine import PlainGINEConv
+from tracestore.detectors.graph.inputs import GraphInputs
 from tracestore.errors import MissingExtraError
-from tracestore.train import optimizers
-from tracestore.train.gine import PlainGINEConv
-from tracestore.train.graph_inputs import GraphInputs
+from tracestore.oom import optimizers
 
 
 @pytest.fixture

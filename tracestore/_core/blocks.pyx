@@ -15,9 +15,9 @@ cdef extern from "block.h" nogil:
     void ts_block_free(void *block, size_t n_bytes)
     void *ts_shared_map(int fd, size_t size)
     void ts_shared_unmap(void *base, size_t size)
-    void ts_shared_hold(void *base)
-    void ts_shared_release(void *base)
-    int ts_shared_holders(const void *base)
+    void ts_shared_incref(void *base)
+    void ts_shared_decref(void *base)
+    int ts_shared_refcount(const void *base)
 
 
 cdef class BlockPool:
@@ -143,11 +143,11 @@ cdef class SharedSlot:
         ts_shared_unmap(self.base, self.num_bytes + _PAGE)
 
     def is_free(self) -> bool:
-        return self.leases == 0 and ts_shared_holders(self.base) == 0
+        return self.leases == 0 and ts_shared_refcount(self.base) == 0
 
     def hold(self) -> None:
         """Counts a process that the slot is sent to."""
-        ts_shared_hold(self.base)
+        ts_shared_incref(self.base)
 
     def lease(self, bint received=False) -> SlotLease:
         """Use by this process; `received`: the end of it takes one `hold` back."""
@@ -168,7 +168,7 @@ cdef class SlotLease:
         if self.slot is not None:
             self.slot.leases -= 1
             if self.received:
-                ts_shared_release(self.slot.base)
+                ts_shared_decref(self.slot.base)
 
     def __len__(self):
         return self.slot.num_bytes

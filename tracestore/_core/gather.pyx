@@ -12,9 +12,9 @@ from libc.stdlib cimport calloc, free, malloc
 
 import os
 
-from tracestore._core.mapping cimport MappedFile, ts_map, ts_map_is_whole
+from tracestore._core.mapping cimport MappedFile, ts_map, ts_map_is_intact
 
-from tracestore.errors import StoreDamagedError
+from tracestore.errors import CorruptStoreError
 
 include "view.pxi"
 include "guard.pxi"
@@ -45,46 +45,46 @@ cdef extern from "gather.h" nogil:
         int64_t first_node
         int64_t first_edge
         int64_t num_edges
-    struct ts_edge_form:
+    struct ts_edge_options:
         ts_dtype dtype "in"
         ts_dtype out
         ts_edge_rule rule
     size_t ts_num_pairs(const ts_graph *graph)
     int ts_mean_graphs(ts_graph *graphs, size_t n, ts_dtype dtype, size_t H, uint16_t *out, int num_threads)
-    int ts_count_edges(ts_graph *graphs, size_t n, const ts_edge_form *form, int num_threads)
-    int ts_fill_edges(const ts_graph *graphs, size_t n, const ts_edge_form *form, int num_threads,
+    int ts_count_edges(ts_graph *graphs, size_t n, const ts_edge_options *form, int num_threads)
+    int ts_fill_edges(const ts_graph *graphs, size_t n, const ts_edge_options *form, int num_threads,
                       int64_t *source, int64_t *target, unsigned char *weight)
-    int ts_pack_graphs(const ts_graph *graphs, size_t n, const ts_edge_form *form, int num_threads, unsigned char *out)
+    int ts_pack_graphs(const ts_graph *graphs, size_t n, const ts_edge_options *form, int num_threads, unsigned char *out)
 
 cdef extern from "crew.h" nogil:
-    struct ts_crew:
+    struct ts_thread_pool:
         pass
     struct ts_job:
         void (*run)(void *context) noexcept nogil
         void *context
-    ts_crew *ts_crew_start(int num_threads)
-    void ts_crew_submit(ts_crew *crew, ts_job *job)
-    int ts_crew_wait(ts_crew *crew, ts_job *job, int64_t timeout_ms)
-    void ts_crew_cancel(ts_crew *crew, ts_job *job)
-    void ts_crew_stop(ts_crew *crew)
+    ts_thread_pool *ts_thread_pool_start(int num_threads)
+    void ts_thread_pool_submit(ts_thread_pool *crew, ts_job *job)
+    int ts_thread_pool_wait(ts_thread_pool *crew, ts_job *job, int64_t timeout_ms)
+    void ts_thread_pool_cancel(ts_thread_pool *crew, ts_job *job)
+    void ts_thread_pool_stop(ts_thread_pool *crew)
 
 cdef extern from "map.h" nogil:
-    void ts_map_read(const void *start, size_t num_bytes)
-    void ts_map_drop(const void *start, size_t num_bytes)
+    void ts_map_prefetch(const void *start, size_t num_bytes)
+    void ts_map_evict(const void *start, size_t num_bytes)
     int64_t ts_major_faults()
 
 
 @cython.no_gc
-cdef class Crew:
+cdef class ThreadPool:
     """Threads that run jobs in the order in which they were submitted, until `close`.
     They belong to the process that made them: in a forked child every use is a
     RuntimeError, and nothing is freed."""
-    cdef ts_crew *crew
+    cdef ts_thread_pool *crew
     cdef long pid
 
     def __cinit__(self, int num_threads):
         self.pid = os.getpid()
-        self.crew = ts_crew_start(num_threads)
+        self.crew = ts_thread_pool_start(num_threads)
         if self.crew == NULL:
             raise MemoryError("no thread could be started")
 
@@ -92,11 +92,11 @@ cdef class Crew:
         self._stop()
 
     cdef void _stop(self) noexcept:
-        cdef ts_crew *crew = self.crew
+        cdef ts_thread_pool *crew = self.crew
         self.crew = NULL
         if crew != NULL and self.pid == <long>getpid():
             with nogil:
-                ts_crew_stop(crew)
+                ts_thread_pool_stop(crew)
 
     def close(self) -> None:
         """Cancels what is queued, waits for what runs, ends the threads."""
@@ -119,7 +119,7 @@ cdef class Job:
     """Work without the GIL. Runs once: by `run` or, submitted to a crew, until `wait`.
     major_faults: how often it waited for a disk, once it is done by a crew."""
     cdef ts_job native
-    cdef Crew crew
+    cdef ThreadPool crew
     cdef int status
     cdef const void *fault
     cdef list sources  # the MappedFiles that are read, each once
@@ -165,11 +165,11 @@ cdef class Job:
         if status == TS_ERR_FAULT:
             raise_fault(self.fault)
         if status == TS_ERR_NODE:
-            raise StoreDamagedError("edge_index: an edge leaves its graph; tracestore verify names the file")
+            raise CorruptStoreError("edge_index: an edge leaves its graph; tracestore verify names the file")
         return _raise(status)
 
     def run(self, int num_threads=1) -> None:
-        """Does the work now. StoreDamagedError where a file of the sources was cut short."""
+        """Does the work now. CorruptStoreError where a file of the sources was cut short."""
         if not self.aimed:
             raise ValueError("the job has no place to write to")
         self.num_threads = num_threads
@@ -178,7 +178,7 @@ cdef class Job:
         if self.status != 0:
             self.fail(self.status)
 
-    def submit(self, Crew crew, int num_threads=1) -> None:
+    def submit(self, ThreadPool crew, int num_threads=1) -> None:
         """Queues the work. The job stays alive until it is done or cancelled."""
         crew.check()
         if not self.aimed or self.crew is not None:
@@ -187,7 +187,7 @@ cdef class Job:
         self.native.run = _run_job
         self.native.context = <void *>self
         self.crew = crew
-        ts_crew_submit(crew.crew, &self.native)
+        ts_thread_pool_submit(crew.crew, &self.native)
 
     def wait(self) -> None:
         """Waits until the work is done; a signal's handler may raise meanwhile. Raises as `run`."""
@@ -197,7 +197,7 @@ cdef class Job:
         while not over:
             self.crew.check()
             with nogil:
-                over = ts_crew_wait(self.crew.crew, &self.native, 100)
+                over = ts_thread_pool_wait(self.crew.crew, &self.native, 100)
             PyErr_CheckSignals()
         self.crew = None
         if self.status != 0:
@@ -205,11 +205,11 @@ cdef class Job:
 
     cdef void leave(self) noexcept:
         """Before its memory goes: out of the queue, or done."""
-        cdef ts_crew *crew
+        cdef ts_thread_pool *crew
         if self.crew is not None and self.crew.crew != NULL and self.crew.pid == <long>getpid():
             crew = self.crew.crew
             with nogil:
-                ts_crew_cancel(crew, &self.native)
+                ts_thread_pool_cancel(crew, &self.native)
         self.crew = None
         free(self.maps)
         self.maps = NULL
@@ -219,7 +219,7 @@ cdef int _check_maps(void *context) noexcept nogil:
     cdef size_t i
     for i in range((<Job>context).num_maps):
         (<Job>context).fault = (<Job>context).maps[i].base
-        if not ts_map_is_whole((<Job>context).maps[i]):
+        if not ts_map_is_intact((<Job>context).maps[i]):
             return 1
     (<Job>context).fault = NULL
     return 0
@@ -377,7 +377,7 @@ cdef class GraphGather(Job):
     cdef list held
     cdef ts_graph *graphs
     cdef uint16_t *means
-    cdef ts_edge_form form
+    cdef ts_edge_options form
     cdef size_t heads
     cdef bint packed, counted
     cdef _View out
@@ -584,7 +584,7 @@ cdef class Pages(Job):
         cdef size_t i
         for i in range(self.n):
             if self.drop:
-                ts_map_drop(self.ranges[i].data, self.ranges[i].num_bytes)
+                ts_map_evict(self.ranges[i].data, self.ranges[i].num_bytes)
             else:
-                ts_map_read(self.ranges[i].data, self.ranges[i].num_bytes)
+                ts_map_prefetch(self.ranges[i].data, self.ranges[i].num_bytes)
         return 0

@@ -7,7 +7,7 @@ cdef extern from "error.h":
 cdef extern from "guard.h" nogil:
     ctypedef int ts_guard_runner(int (*work)(void *) noexcept, void *context, const void **fault, int is_again)
     void ts_guard_share(ts_guard_runner *runner)
-    int ts_guard_run(int (*work)(void *) noexcept, void *context)
+    int ts_sigbus_guard(int (*work)(void *) noexcept, void *context)
     int ts_guard_run_again(int (*work)(void *) noexcept, void *context)
     const void *ts_guard_fault()
 

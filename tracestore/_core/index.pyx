@@ -1,7 +1,7 @@
 # cython: language_level=3, binding=True
 """Lookup of trace keys in mapped index parts.
 
-The MappedFile under the arrays may be given with them: then StoreDamagedError where it
+The MappedFile under the arrays may be given with them: then CorruptStoreError where it
 was cut short since, also where zeros were read for that.
 """
 from cpython.unicode cimport PyUnicode_DecodeUTF8
@@ -9,7 +9,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
 
-from tracestore._core.mapping cimport MappedFile, ts_map, ts_map_is_whole
+from tracestore._core.mapping cimport MappedFile, ts_map, ts_map_is_intact
 
 include "guard.pxi"
 
@@ -42,7 +42,7 @@ cdef struct _Search:
 cdef int _search(void *context) noexcept nogil:
     cdef _Search *s = <_Search *>context
     s.row = ts_index_find(s.part, s.id, s.id_bytes, s.sample)
-    return s.map == NULL or ts_map_is_whole(s.map)
+    return s.map == NULL or ts_map_is_intact(s.map)
 
 
 cdef class KeyTable:
@@ -79,7 +79,7 @@ cdef class KeyTable:
         cdef int ret
         s.part, s.id, s.id_bytes, s.sample = &self.part, id, id_bytes, sample
         s.map = NULL if self.mapped is None else &self.mapped.map
-        ret = ts_guard_run(_search, &s)
+        ret = ts_sigbus_guard(_search, &s)
         if ret == TS_ERR_FAULT:
             raise_fault(ts_guard_fault())
         if ret != 1:
@@ -166,7 +166,7 @@ cdef enum:
     _MAX_TOKENS = 1 << 20
 
 
-# A call of PlaceTable that runs under the guard. broken: in a map that was cut short.
+# A call of LocationTable that runs under the guard. broken: in a map that was cut short.
 cdef struct _LookUp:
     int64_t num_segments
     uint32_t layouts
@@ -180,7 +180,7 @@ cdef struct _LookUp:
     char *place
 
 
-cdef class PlaceTable:
+cdef class LocationTable:
     """Where traces lie, over the parts of an index. parts: (first trace, arrays by
     column name, MappedFile or None) in order; num_segments of the store; layouts: bit k is set
     where a trace may have attention of layout k. ValueError where columns do not fit together."""
@@ -272,7 +272,7 @@ cdef class PlaceTable:
         call.parts, call.num_parts, call.broken = self.parts, self.num_parts, NULL
         call.num_segments, call.layouts = self.num_segments, self.layouts
         call.indices, call.n = &indices[0], indices.shape[0]
-        ret = ts_guard_run_again(work, call) if is_again else ts_guard_run(work, call)
+        ret = ts_guard_run_again(work, call) if is_again else ts_sigbus_guard(work, call)
         if call.broken == NULL:
             call.broken = ts_guard_fault() if ret == TS_ERR_FAULT else NULL
         if call.broken != NULL:
@@ -291,7 +291,7 @@ cdef int _end(_LookUp *call, int ret) noexcept nogil:
     for k in range(call.num_parts):
         if call.parts[k].map != NULL:
             call.broken = call.parts[k].map.base
-            if not ts_map_is_whole(call.parts[k].map):
+            if not ts_map_is_intact(call.parts[k].map):
                 return ret
     call.broken = NULL
     return ret

@@ -4,8 +4,8 @@
 Every function takes C-contiguous buffers and releases the GIL while it works.
 Element types are named by the codes F16, BF16, F32 and F64. A wrong size is a
 ValueError raised before anything is written. Where a source is a view of a MappedFile
-whose file is cut short meanwhile, they raise what the map says: StoreDamagedError for a
-file of a store, else MapFaultError, an OSError.
+whose file is cut short meanwhile, they raise what the map says: CorruptStoreError for a
+file of a store, else TruncatedFileError, an OSError.
 """
 from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
@@ -38,10 +38,10 @@ cdef extern from "attention.h" nogil:
     int ts_head_mean(const void *src, ts_dtype dtype, size_t H, size_t S, int causal, uint16_t *out)
 
 cdef extern from "pack.h" nogil:
-    ctypedef struct ts_scan_t "struct ts_scan":
+    ctypedef struct ts_scan_t "struct ts_checksum_scan":
         size_t nonfinite
         uint32_t crc
-    void ts_scan(ts_scan_t *scan, const void *data, ts_dtype dtype, size_t n, void *out)
+    void ts_checksum_scan(ts_scan_t *scan, const void *data, ts_dtype dtype, size_t n, void *out)
     ctypedef struct ts_pack "struct ts_pack":
         const void *const *sources
         const void *const *stored
@@ -99,7 +99,7 @@ cdef int _call(_Call *c, int function, _View source, _View out) except -1:
     c.function, c.source, c.ret = function, source.view.buf, 0
     c.out = NULL if out is None else out.view.buf
     with nogil:
-        ret = ts_guard_run(_do, c)
+        ret = ts_sigbus_guard(_do, c)
     if ret == TS_ERR_FAULT:
         raise_fault(ts_guard_fault())
     return 0
@@ -246,7 +246,7 @@ cdef int _do_scan(void *context) noexcept nogil:
     cdef _Scan *s = <_Scan *>context
     cdef size_t k, n_bytes = s.n * ts_dtype_bytes(s.dtype)
     for k in range(s.count):
-        ts_scan(&s.scan, s.arrays[k], s.dtype, s.n, NULL if s.out == NULL else s.out + k * n_bytes)
+        ts_checksum_scan(&s.scan, s.arrays[k], s.dtype, s.n, NULL if s.out == NULL else s.out + k * n_bytes)
     return 0
 
 
@@ -269,7 +269,7 @@ def scan(arrays, int dtype, size_t num_values, out=None) -> tuple[int, int]:
     s.arrays, s.count, s.n, s.dtype = views.at, views.count, num_values, <ts_dtype>dtype
     s.scan.nonfinite, s.scan.crc = 0, 0
     with nogil:
-        ret = ts_guard_run(_do_scan, &s)
+        ret = ts_sigbus_guard(_do_scan, &s)
     if ret == TS_ERR_FAULT:
         raise_fault(ts_guard_fault())
     return s.scan.nonfinite, s.scan.crc
@@ -308,7 +308,7 @@ def pack_attention(
     p.source_dtype, p.stored_dtype = <ts_dtype>source_dtype, <ts_dtype>stored_dtype
     p.L, p.H, p.S, p.causal, p.layer = given.count, num_heads, num_tokens, causal, 0
     with nogil:
-        ret = ts_guard_run(_do_pack, &p)
+        ret = ts_sigbus_guard(_do_pack, &p)
     if ret == TS_ERR_FAULT:
         raise_fault(ts_guard_fault())
     if ret == TS_ERR_RANGE:

@@ -5,7 +5,7 @@ cdef extern from "map.h" nogil:
         size_t size
         const unsigned char *tail
         unsigned char tail_byte
-    int ts_map_is_whole(const ts_map *map)
+    int ts_map_is_intact(const ts_map *map)
 
 
 cdef class MappedFile:

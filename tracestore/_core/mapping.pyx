@@ -3,8 +3,8 @@
 
 A file that is cut short while it is mapped ends the process where its lost pages are
 touched. What reads maps here and in the other modules of the core runs under a guard
-(csrc/guard.h) and raises instead: StoreDamagedError for a file of a store, else
-MapFaultError, with the file's name. A buffer of a map that Python code reads itself has
+(csrc/guard.h) and raises instead: CorruptStoreError for a file of a store, else
+TruncatedFileError, with the file's name. A buffer of a map that Python code reads itself has
 no such guard.
 """
 cimport cython
@@ -15,7 +15,7 @@ from libc.stdint cimport int64_t, uint64_t
 
 import os
 
-from tracestore.errors import MapFaultError, StoreDamagedError
+from tracestore.errors import TruncatedFileError, CorruptStoreError
 
 cdef extern from "error.h":
     int TS_ERR_IO, TS_ERR_SIZE, TS_ERR_FAULT
@@ -24,14 +24,14 @@ cdef extern from "error.h":
 cdef extern from "guard.h" nogil:
     ctypedef int ts_guard_runner(int (*work)(void *) noexcept, void *context, const void **fault, int is_again)
     ts_guard_runner *ts_guard_own()
-    int ts_guard_run(int (*work)(void *) noexcept, void *context)
+    int ts_sigbus_guard(int (*work)(void *) noexcept, void *context)
     const void *ts_guard_fault()
 
 cdef extern from "map.h" nogil:
     int ts_map_open(ts_map *map, const char *path, int64_t expected_size)
     int ts_map_descriptor(ts_map *map, int fd, int64_t expected_size)
     void ts_map_close(ts_map *map)
-    int ts_map_mark(ts_map *map)
+    int ts_map_record_tail(ts_map *map)
     int ts_map_copy(const ts_map *map, size_t start, size_t num_bytes, void *out)
     int ts_shard_check(const unsigned char *base, size_t size, uint64_t num_chunks, uint64_t chunk_bytes)
 
@@ -54,7 +54,7 @@ cdef int raise_fault(const void *address) except -1:
                 <size_t>(<const unsigned char *>address - mapped.map.base) < mapped.map.size):
             mapped.lose()
         at = mapped.next_map
-    raise MapFaultError("memory that was read is gone: the file behind it was cut short")
+    raise TruncatedFileError("memory that was read is gone: the file behind it was cut short")
 
 
 cdef struct _Shard:
@@ -69,7 +69,7 @@ cdef int _check_shard(void *context) noexcept nogil:
 
 
 cdef int _check_tail(void *context) noexcept nogil:
-    return ts_map_is_whole(<ts_map *>context)
+    return ts_map_is_intact(<ts_map *>context)
 
 
 # Without garbage collection: it cannot be part of a cycle, and __dealloc__ reads the fields.
@@ -100,7 +100,7 @@ cdef class MappedFile:
         self.size = self.map.size
         self.link()
         with nogil:
-            ret = ts_map_mark(&self.map)
+            ret = ts_map_record_tail(&self.map)
         if ret != 0:
             self.lose()
 
@@ -136,12 +136,12 @@ cdef class MappedFile:
             found = error.strerror
         text = f"{self.name}: cut short while it was read ({found})"
         if self.is_of_store:
-            raise StoreDamagedError(text)
-        raise MapFaultError(text)
+            raise CorruptStoreError(text)
+        raise TruncatedFileError(text)
 
     def read(self, size_t begin, size_t end) -> bytes:
         """Bytes begin .. end as a copy, right also if the file is cut short during the call:
-        then StoreDamagedError or MapFaultError. IndexError outside the file."""
+        then CorruptStoreError or TruncatedFileError. IndexError outside the file."""
         cdef bytes out
         cdef char *to
         cdef int ret
@@ -161,7 +161,7 @@ cdef class MappedFile:
     def check(self) -> None:
         """After views of it were read: raises as `read` does if the file has been cut
         short, so that what was read may be zeros."""
-        if self.map.base != NULL and ts_guard_run(_check_tail, &self.map) != 1:
+        if self.map.base != NULL and ts_sigbus_guard(_check_tail, &self.map) != 1:
             self.lose()
 
     def check_shard(self, uint64_t num_chunks, uint64_t chunk_bytes) -> None:
@@ -172,7 +172,7 @@ cdef class MappedFile:
         shard.base, shard.size, shard.num_chunks, shard.chunk_bytes = (
             self.map.base, self.map.size, num_chunks, chunk_bytes)
         with nogil:
-            ret = ts_guard_run(_check_shard, &shard)
+            ret = ts_sigbus_guard(_check_shard, &shard)
         if ret == TS_ERR_FAULT:
             self.lose()
         if ret != 0:

@@ -15,7 +15,7 @@ class BufferReader(ByteReader):
     def __new__(cls, buffer: Any, begin: int = 0, end: int | None = None) -> Self: ...
 
 @final
-class PieceReader(ByteReader):
+class ChunkReader(ByteReader):
     def __init__(
         self,
         next_piece: Callable[[], bytes],
@@ -27,7 +27,7 @@ class PieceReader(ByteReader):
     ) -> None: ...
 
 @final
-class PickleMachine:
+class SafeUnpickler:
     result: Any
     num_streamed: int
     def __init__(

@@ -15,7 +15,7 @@ from cpython.unicode cimport PyUnicode_DecodeUTF8
 from libc.stdint cimport int32_t, uint8_t, uint64_t
 from libc.string cimport memchr, memcpy
 
-from tracestore.errors import InputRefusedError
+from tracestore.errors import InvalidInputError
 
 include "guard.pxi"
 
@@ -61,19 +61,19 @@ cdef enum:
 SHARED = "two traces far apart share one object; save them apart, or as an uncompressed pickle of protocol 4"
 
 
-cdef class _Gone:
+cdef class EvictedMemo:
     """Stands where an object was that went with its trace."""
 
-cdef _Gone _RELEASED = _Gone()
+cdef EvictedMemo _RELEASED = EvictedMemo()
 cdef object _UNSET = object()
 
 
 def _refuse(reason):
-    return InputRefusedError(reason)
+    return InvalidInputError(reason)
 
 
 cdef object _truncated():
-    return InputRefusedError("truncated: the file ends inside a value")
+    return InvalidInputError("truncated: the file ends inside a value")
 
 
 cdef class ByteReader:
@@ -106,7 +106,7 @@ cdef class ByteReader:
         return 0
 
     cpdef read(self, uint64_t count):
-        """Exactly `count` bytes; InputRefusedError where there are fewer."""
+        """Exactly `count` bytes; InvalidInputError where there are fewer."""
         return self.payload(count)
 
     cdef bytes line(self, uint64_t max_bytes, str refusal):
@@ -179,7 +179,7 @@ cdef class BufferReader(ByteReader):
         out = <uint8_t *>PyByteArray_AS_STRING(self.window)
         # Copied, not read in place: what is looked at twice cannot change in between.
         cdef _Copy copy = _Copy(out, <const uint8_t *>self.buffer.buf + at, count)
-        if ts_guard_run(do_copy, &copy) == TS_ERR_FAULT:
+        if ts_sigbus_guard(do_copy, &copy) == TS_ERR_FAULT:
             raise_fault(ts_guard_fault())
         self.cursor = out
         self.limit = out + count
@@ -214,7 +214,7 @@ cdef class BufferReader(ByteReader):
         return self.cursor == self.limit and self.position >= self.end
 
 
-cdef class PieceReader(ByteReader):
+cdef class ChunkReader(ByteReader):
     """Pieces of bytes one behind the other, as next_piece() gives them; b"" ends them.
 
     A payload that lies in one piece is a view of it, one across pieces is copied out: both up
@@ -336,8 +336,8 @@ cdef class PieceReader(ByteReader):
         return self.cursor == self.limit and not self.advance()
 
 
-cdef class PickleMachine:
-    """Reads one pickle; refuses by InputRefusedError.
+cdef class SafeUnpickler:
+    """Reads one pickle; refuses by InvalidInputError.
 
     Iterating gives the items of a list at the top one by one as they become complete;
     afterwards `result` is the object (a list whose
@@ -402,7 +402,7 @@ cdef class PickleMachine:
                 code = self.source.need(1)[0]
                 if self.step(code):
                     return
-        except InputRefusedError:
+        except InvalidInputError:
             raise
         except (IndexError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise _refuse(f"not a well-formed pickle: {type(error).__name__} at opcode 0x{code:02x}") from None

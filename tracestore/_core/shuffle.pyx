@@ -9,8 +9,8 @@ cdef extern from "shuffle.h" nogil:
     struct ts_shuffle_buffer:
         int64_t *window
         uint64_t n, size, key, step
-    void ts_buffer_start(ts_shuffle_buffer *buffer)
-    void ts_buffer_take(ts_shuffle_buffer *buffer, uint64_t count, int64_t *out)
+    void ts_shuffle_buffer_init(ts_shuffle_buffer *buffer)
+    void ts_shuffle_buffer_next(ts_shuffle_buffer *buffer, uint64_t count, int64_t *out)
 
 
 def permute(const int64_t[::1] positions, uint64_t n, uint64_t key, int64_t[::1] out) -> None:
@@ -40,7 +40,7 @@ cdef class ShuffleBuffer:
         if self.buffer.window == NULL:
             raise MemoryError()
         self.buffer.n, self.buffer.size, self.buffer.key = n, size, key
-        ts_buffer_start(&self.buffer)
+        ts_shuffle_buffer_init(&self.buffer)
 
     def __dealloc__(self):
         free(self.buffer.window)
@@ -54,9 +54,9 @@ cdef class ShuffleBuffer:
         if count == 0:
             return
         if begin < self.buffer.step:
-            ts_buffer_start(&self.buffer)
+            ts_shuffle_buffer_init(&self.buffer)
         while begin > self.buffer.step:
             passed = min(begin - self.buffer.step, <uint64_t>1 << 22)
-            ts_buffer_take(&self.buffer, passed, NULL)
+            ts_shuffle_buffer_next(&self.buffer, passed, NULL)
             PyErr_CheckSignals()
-        ts_buffer_take(&self.buffer, count, &out[0])
+        ts_shuffle_buffer_next(&self.buffer, count, &out[0])

@@ -9,11 +9,11 @@ import numpy as np
 
 from tracestore.errors import MissingFieldError, UsageError
 from tracestore.extras import needs
-from tracestore.store import schema
-from tracestore.store.create import create
-from tracestore.store.labels import COLUMN_OF, CORRECT
-from tracestore.store.reader import TraceStore
-from tracestore.store.table import metadata
+from tracestore.store.format import schema
+from tracestore.store.format.labels import COLUMN_OF, CORRECT
+from tracestore.store.read.store import TraceStore
+from tracestore.store.read.table import metadata
+from tracestore.store.write.create import create
 
 with needs("bridges"):
     import datasets
@@ -43,7 +43,7 @@ def to_datasets(store: TraceStore, arrays: Sequence[str] = ("last_token",)) -> "
     score = COLUMN_OF[store.score_direction]
     kinds |= {score: value("float64"), "label": value("float64"), "has_nonfinite": value("bool")}
     kinds |= {"tokens": sequence(value("int32")), "tokens_decoded": sequence(value("string"))}
-    heads = (store.heads_stored,) if store.attention == "heads" else ()
+    heads = (store.num_stored_heads,) if store.attention == "heads" else ()
     for name in arrays:
         if name == "last_token":
             kinds[name] = datasets.Array2D((store.num_layers, store.hidden_dim), "float32")
@@ -84,7 +84,7 @@ def from_datasets(
     hidden_states (L, S, D), tokens (S,), attentions (L, H, S, S) unless `attention` is "none", and
     where they are there tokens_decoded, question, answers, score or hallucination_score, label, group and others. Streamed
     datasets are read once, row by row. -> the number of traces. UsageError for missing columns;
-    InputRefusedError where a row is not of the schema: what was appended before it stays."""
+    InvalidInputError where a row is not of the schema: what was appended before it stays."""
     required = _REQUIRED if attention == "none" else (*_REQUIRED, "attentions")
     count = 0
     names = list(COLUMN_OF.values())

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from tracestore.evaluation.split import make_split
 from tracestore.extras import needs
-from tracestore.store.reader import TraceStore
-from tracestore.store.reader import open_store as open
-from tracestore.train.split import make_split
+from tracestore.store.read.store import TraceStore
+from tracestore.store.read.store import open_store as open
 
 with needs("bridges"):
     from lightning import LightningDataModule
@@ -21,7 +21,7 @@ class _TrainingLoader(TraceLoader):
     """Whatever part of an epoch was taken (`limit_train_batches`), what comes next is another one."""
 
     def __iter__(self) -> Iterator[Any]:
-        if self._position > 0 and self._resume_at == 0 and not self._is_over:
+        if self._position > 0 and self._resume_at == 0 and not self._epoch_done:
             self._next_epoch()
         return super().__iter__()
 

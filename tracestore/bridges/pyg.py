@@ -5,7 +5,7 @@ from typing import Any
 
 from tracestore.errors import UsageError
 from tracestore.extras import needs
-from tracestore.store.reader import TraceStore
+from tracestore.store.read.store import TraceStore
 
 with needs("bridges"):
     import torch

@@ -88,7 +88,7 @@ def _run(name: str, prog: str, words: list[str], *, is_program: bool) -> int:
 
 def _command(name: str, parser: Parser) -> tuple[ModuleType, Parser]:
     """Return the module of a command, and `parser` with the command's arguments."""
-    module = importlib.import_module(f"tracestore.cli.{name}")
+    module = importlib.import_module(f"tracestore.cli.commands.{name}")
     module.add_arguments(parser)
     if name == "completion":
         parser.set_defaults(json=False)

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from tracestore.data.memory import Piece
+from tracestore.data.buffers import Piece
 from tracestore.extras import needs
-from tracestore.store.reader import TraceStore
+from tracestore.store.read.store import TraceStore
 
 
 @dataclass

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tracestore.errors import UsageError
-from tracestore.store import schema
-from tracestore.store.reader import TraceStore
+from tracestore.store.format import schema
+from tracestore.store.read.store import TraceStore
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class GraphOptions:
 
     def num_heads(self, store: TraceStore) -> int:
         """Weights of one pair in a batch."""
-        return store.heads_stored if self.edges == "heads" else 1
+        return store.num_stored_heads if self.edges == "heads" else 1
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class BatchFormat:
         sizes: np.ndarray = store.num_layers * (tokens * (store.hidden_dim * item + 8) + 16) + pairs * an_edge
         return sizes
 
-    def piece_bytes(self, store: TraceStore, indices: np.ndarray) -> int:
+    def max_batch_bytes(self, store: TraceStore, indices: np.ndarray) -> int:
         """The most memory a batch of some traces takes, gaps between its tensors included."""
         return int(self.bytes(store, indices).sum()) + 1024
 

@@ -12,13 +12,13 @@ from tracestore._core.blocks import BlockPool
 from tracestore.data import order
 from tracestore.data.batch import pyg_kinds
 from tracestore.data.batch_format import BatchFormat, GraphOptions
+from tracestore.data.batch_jobs import gather_batch
+from tracestore.data.buffers import PooledBuffer, TorchPiece, as_tensor
 from tracestore.data.collate import GraphItem, SequenceItem
-from tracestore.data.epoch import EpochMaker, mean_trace_bytes, rank_and_world_size
-from tracestore.data.jobs import gather_batch
-from tracestore.data.memory import LeasedPiece, TorchPiece, as_tensor
+from tracestore.data.epoch import EpochPlanner, mean_trace_bytes, rank_and_world_size
 from tracestore.errors import UsageError
-from tracestore.store.reader import DEFAULT_CACHE_BYTES, TraceStore, open_store
-from tracestore.store.trace import Trace
+from tracestore.store.read.store import DEFAULT_CACHE_BYTES, TraceStore, open_store
+from tracestore.store.read.trace import Trace
 
 StoreLike = TraceStore | str | os.PathLike[str]
 
@@ -165,7 +165,7 @@ class TraceIterableDataset(IterableDataset[Any]):
         )
         self.epoch, self.batch_size = 0, batch_size
         self._pool: BlockPool | None = None
-        self.epochs = EpochMaker(
+        self.epochs = EpochPlanner(
             self.items.store,
             self.items.format,
             batch_size=1 if batch_size is None else batch_size,
@@ -182,12 +182,12 @@ class TraceIterableDataset(IterableDataset[Any]):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_pool": None}
 
-    def _allocate(self, num_bytes: int) -> LeasedPiece:
+    def _allocate(self, num_bytes: int) -> PooledBuffer:
         if self._pool is None:
             self._pool = BlockPool()
         lease = self._pool.lease(num_bytes)
         assert lease is not None
-        return LeasedPiece(lease)
+        return PooledBuffer(lease)
 
     def set_epoch(self, epoch: int) -> None:
         """Another order. With persistent workers the epoch goes on by itself, one an iteration."""

@@ -11,7 +11,7 @@ from tracestore._core.kernels import crc32c
 from tracestore.data import order
 from tracestore.data.batch_format import BatchFormat
 from tracestore.errors import UsageError
-from tracestore.store.reader import TraceStore
+from tracestore.store.read.store import TraceStore
 
 COSTS = ("tokens", "nodes", "edges", "bytes")
 
@@ -65,7 +65,7 @@ class EpochPlan:
         return chosen if self.indices is None else self.indices[chosen]
 
 
-class EpochMaker:
+class EpochPlanner:
     """Makes the plan of any epoch: a pure function of the store and these arguments.
 
     batch_size traces a batch, or with batch_cost ("tokens", "nodes", "edges", "bytes")
@@ -143,7 +143,9 @@ class EpochMaker:
         def cost_at(at: np.ndarray) -> np.ndarray:
             return trace_costs(self.store, self.form, kind, whole.at(at))
 
-        return EpochPlan(positions, order.CostBatches(n, self.batch_limit, cost_at, self.drop_last), self.indices)
+        return EpochPlan(
+            positions, order.CostBoundedBatches(n, self.batch_limit, cost_at, self.drop_last), self.indices
+        )
 
     def signature(self) -> dict[str, Any]:
         """What must agree for a position in one epoch to mean the same in another."""

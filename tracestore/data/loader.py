@@ -8,16 +8,16 @@ import numpy as np
 from torch.utils.data import get_worker_info
 
 from tracestore._core.blocks import BlockPool
-from tracestore.data.ahead import AheadByCrew, AheadByThreads
 from tracestore.data.batch import pyg_kinds
 from tracestore.data.batch_format import BatchFormat, GraphOptions
-from tracestore.data.budget import plan_memory
+from tracestore.data.batch_jobs import BatchJob, gather_batch, make_job
+from tracestore.data.buffers import Allocate, Piece, PooledBuffer, TorchPiece
 from tracestore.data.datasets import StoreLike
-from tracestore.data.epoch import EpochMaker, EpochPlan, mean_trace_bytes, rank_and_world_size
-from tracestore.data.jobs import BatchJob, gather_batch, make_job
-from tracestore.data.memory import Allocate, LeasedPiece, Piece, TorchPiece
+from tracestore.data.epoch import EpochPlan, EpochPlanner, mean_trace_bytes, rank_and_world_size
+from tracestore.data.memory_plan import plan_memory
+from tracestore.data.prefetch import NativePrefetcher, ThreadPrefetcher
 from tracestore.errors import MemoryBudgetError, UsageError
-from tracestore.store.reader import DEFAULT_CACHE_BYTES, TraceStore, open_store
+from tracestore.store.read.store import DEFAULT_CACHE_BYTES, TraceStore, open_store
 
 STATE_VERSION = 2
 
@@ -80,7 +80,7 @@ class TraceLoader:
         if view == "graph" and as_pyg:
             pyg_kinds()  # now, so that workers that are forked from this process have it
         self.targets = self.store.targets(score_threshold)
-        self.epochs = EpochMaker(
+        self.epochs = EpochPlanner(
             self.store,
             self.format,
             batch_size=batch_size,
@@ -104,13 +104,13 @@ class TraceLoader:
         if max_cache_batches is not None:
             cache_bytes = min(cache_bytes, max_cache_batches * batch_size * mean_trace_bytes(self.store, self.format))
         self.memory = plan_memory(self.epochs, num_threads, cache_bytes, memory_budget)
-        self.store.limit_cache(self.memory.cache_bytes)
+        self.store.set_cache_limit(self.memory.cache_bytes)
         self.max_in_flight = self.memory.batches_in_flight
         self._pool = self._new_pool()
         self.epoch = 0
         self._position = 0
         self._resume_at = 0
-        self._is_over = False
+        self._epoch_done = False
 
     def _new_pool(self) -> BlockPool:
         return BlockPool(self.memory.ring_bytes, self.max_in_flight + 1)
@@ -141,9 +141,9 @@ class TraceLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch; the one that a loaded state is in keeps its position."""
-        if epoch != self.epoch or self._is_over:
+        if epoch != self.epoch or self._epoch_done:
             self._resume_at = self._position = 0
-        self.epoch, self._is_over = epoch, False
+        self.epoch, self._epoch_done = epoch, False
 
     def state_dict(self) -> dict[str, Any]:
         """A few integers and words: what the next batch is. Survives JSON."""
@@ -155,7 +155,7 @@ class TraceLoader:
             if state.get(name) != mine:
                 raise UsageError(f"state of another loader: {name} is {state.get(name)!r}, expected {mine!r}")
         self.epoch, self._resume_at = int(state["epoch"]), int(state["batch"])
-        self._position, self._is_over = self._resume_at, False
+        self._position, self._epoch_done = self._resume_at, False
 
     def batch_indices(self, batch: int, epoch: int | None = None) -> np.ndarray:
         """Store indices of this rank's slice of a batch: a pure function."""
@@ -168,7 +168,7 @@ class TraceLoader:
         self.max_in_flight = 1
         self._pool.max_idle = 1
         self._pool.trim()
-        self.store.limit_cache(0)
+        self.store.set_cache_limit(0)
 
     # Gathering
 
@@ -186,7 +186,7 @@ class TraceLoader:
         lease = self._pool.lease(num_bytes)
         if lease is None:
             raise self._over_budget(num_bytes)
-        return LeasedPiece(lease)
+        return PooledBuffer(lease)
 
     def _over_budget(self, num_bytes: int) -> MemoryBudgetError:
         return MemoryBudgetError(
@@ -196,12 +196,12 @@ class TraceLoader:
         )
 
     def __iter__(self) -> Iterator[Any]:
-        if self._is_over:
+        if self._epoch_done:
             self._next_epoch()
         plan = self.epochs.plan(self.epoch)
         start, self._resume_at = self._resume_at, 0
         # A state taken after the last batch: nothing is left of its epoch.
-        self._position, self._is_over = start, start >= len(plan)
+        self._position, self._epoch_done = start, start >= len(plan)
         return self._iterate(plan, start, self.epoch)
 
     def _iterate(self, plan: EpochPlan, start: int, epoch: int) -> Iterator[Any]:
@@ -209,7 +209,7 @@ class TraceLoader:
         if self.num_threads == 0:
             for batch in range(start, total):
                 result = self.gather(plan.traces(batch, self.rank, self.world_size))
-                self._hand_out(batch, total)
+                self._mark_yielded(batch, total)
                 yield result
                 del result
         else:
@@ -217,13 +217,13 @@ class TraceLoader:
         if self.epoch == epoch:  # not where the next one has begun already
             self._next_epoch()
 
-    def _hand_out(self, batch: int, total: int) -> None:
+    def _mark_yielded(self, batch: int, total: int) -> None:
         # Who counts batches does not ask for one after the last: the epoch is over all the same.
-        self._position, self._is_over = batch + 1, batch + 1 == total
+        self._position, self._epoch_done = batch + 1, batch + 1 == total
 
     def _next_epoch(self) -> None:
         self.epoch += 1
-        self._position, self._is_over = 0, False
+        self._position, self._epoch_done = 0, False
 
     def _iterate_ahead(self, plan: EpochPlan, start: int, total: int) -> Iterator[Any]:
         def traces(batch: int) -> np.ndarray:
@@ -232,13 +232,13 @@ class TraceLoader:
         def job(batch: int) -> BatchJob:
             return make_job(self.store, traces(batch), self.targets, self.format)
 
-        ahead: AheadByCrew | AheadByThreads
+        ahead: NativePrefetcher | ThreadPrefetcher
         threads, in_flight = self.num_threads, self.max_in_flight
         if self.store.codec == "none":
-            ahead = AheadByCrew(threads, in_flight, job, self._allocate, drop_behind=self.memory.ring_bytes > 0)
+            ahead = NativePrefetcher(threads, in_flight, job, self._allocate, drop_behind=self.memory.ring_bytes > 0)
         else:
             announce = partial(self.store.announce, view=self.view)
-            ahead = AheadByThreads(threads, in_flight, traces, self._bytes, self._gather, self._allocate, announce)
+            ahead = ThreadPrefetcher(threads, in_flight, traces, self._bytes, self._gather, self._allocate, announce)
         with self.store.coming(traces, start, total, self.view) as coming, ahead:
             submitted = planned = start
             for batch in range(start, total):
@@ -249,9 +249,9 @@ class TraceLoader:
                 while planned < total and ahead.plan(planned):
                     planned += 1
                 result = ahead.take()
-                self._hand_out(batch, total)
+                self._mark_yielded(batch, total)
                 yield result
                 del result
 
     def _bytes(self, indices: np.ndarray) -> int:
-        return self.format.piece_bytes(self.store, indices)
+        return self.format.max_batch_bytes(self.store, indices)

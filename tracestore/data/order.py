@@ -167,7 +167,7 @@ class Batches:
         return found % self.n if self.pad else found
 
 
-class CostBatches(Batches):
+class CostBoundedBatches(Batches):
     """Batches of neighbouring positions whose costs add up to at most `limit`; a trace
     that costs more is a batch by itself. cost_at(positions) -> int64 costs.
 

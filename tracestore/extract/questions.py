@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tracestore.errors import InputRefusedError, UsageError
+from tracestore.errors import InvalidInputError, UsageError
 
 # 1,653 questions with short answers, in 28 groups. The demo asks them.
 FACTS = "package:facts"
@@ -33,7 +33,7 @@ def questions_file(name: str) -> Path:
 
 def read_questions(path: Path) -> list[Question]:
     """CSV (question_id, question, answers separated by |, optional group) or JSON lines
-    of the same names (answers a list). InputRefusedError names the line."""
+    of the same names (answers a list). InvalidInputError names the line."""
     if not path.is_file():
         raise UsageError(f"{path}: no such file of questions")
     rows: list[dict[str, object]] = []
@@ -44,22 +44,22 @@ def read_questions(path: Path) -> list[Question]:
             else:
                 rows = list(csv.DictReader(file))
     except (ValueError, csv.Error) as error:
-        raise InputRefusedError(f"cannot be read: {error}", source=path.name) from None
+        raise InvalidInputError(f"cannot be read: {error}", source=path.name) from None
     questions = []
     seen: set[str] = set()
     for number, row in enumerate(rows):
         missing = [k for k in ("question_id", "question", "answers") if not row.get(k)]
         if missing:
-            raise InputRefusedError(f"question {number}: missing {', '.join(missing)}", source=path.name)
+            raise InvalidInputError(f"question {number}: missing {', '.join(missing)}", source=path.name)
         answers = row["answers"]
         accepted = answers if isinstance(answers, list) else str(answers).split("|")
         key = str(row["question_id"])
         if key in seen:
-            raise InputRefusedError(f"question {number}: question_id {key!r} is there twice", source=path.name)
+            raise InvalidInputError(f"question {number}: question_id {key!r} is there twice", source=path.name)
         seen.add(key)
         questions.append(Question(key, str(row["question"]), tuple(map(str, accepted)), str(row.get("group") or "")))
     if not questions:
-        raise InputRefusedError("found no question in it", source=path.name)
+        raise InvalidInputError("found no question in it", source=path.name)
     return questions
 
 

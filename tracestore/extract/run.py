@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from tracestore.errors import UsageError
+from tracestore.export.pickle_list import PickleListWriter
 from tracestore.extract.questions import Question
-from tracestore.store import fsio
-from tracestore.store.create import create
-from tracestore.store.files import Address
-from tracestore.store.pickle_list import PickleListWriter
-from tracestore.store.reader import open_store
+from tracestore.store.format.paths import TEMPORARY_PREFIX
+from tracestore.store.io import fsio
+from tracestore.store.io.files import RemoteURL
+from tracestore.store.read.store import open_store
+from tracestore.store.write.create import create
 
 INSTRUCTION = "Give the correct answer in a few words."
 
@@ -47,7 +48,7 @@ def plan_batches(questions: Sequence[Question], per_file: int, shard: tuple[int,
 
 
 def _write_text(path: Path, text: str) -> None:
-    temporary = path.with_name(fsio.TEMPORARY_PREFIX + path.name)
+    temporary = path.with_name(TEMPORARY_PREFIX + path.name)
     temporary.write_text(text, encoding="utf-8")
     temporary.rename(path)
 
@@ -116,7 +117,7 @@ def extract_to_folder(
         (folder / _PART_FOLDER).mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
         raise UsageError(f"{folder}: cannot be used as the folder of traces: {error.strerror}") from None
-    with fsio.translated_errors(folder):
+    with fsio.map_os_errors(folder):
         for batch in batches:
             path = folder / batch.name
             part = folder / _PART_FOLDER / f"{batch.name}.json"
@@ -124,7 +125,7 @@ def extract_to_folder(
                 yield batch.number, len(batch.questions), None
                 continue
             rows = []
-            with fsio.whole_file(path) as file:
+            with fsio.atomic_write(path) as file:
                 writer = PickleListWriter(file)
                 questions = list(enumerate(batch.questions))
                 for position, question, trace in _traces(questions, answer, batch.number, batch_size):
@@ -137,7 +138,7 @@ def extract_to_folder(
 
 
 def extract_to_store(
-    path: Path | Address,
+    path: Path | RemoteURL,
     questions: Sequence[Question],
     answer: Answer,
     scorer: Scorer,

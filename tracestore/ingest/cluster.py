@@ -16,9 +16,10 @@ from tracestore.errors import StorageError, TracestoreError, UsageError
 from tracestore.extras import needs
 from tracestore.ingest.reading import PackOptions, identified, in_order, packed_traces
 from tracestore.ingest.sources import Identity, SourceFile
-from tracestore.store import fsio, paths
-from tracestore.store.pack import PackedTrace
-from tracestore.store.spool import read_spool, write_spool
+from tracestore.store.format import paths
+from tracestore.store.io import fsio
+from tracestore.store.write.pack import PackedTrace
+from tracestore.store.write.spool import read_spool, write_spool
 
 _PATIENCE_S = 0.02
 _CONNECT_S = 10

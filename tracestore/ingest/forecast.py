@@ -17,7 +17,7 @@ class Extent:
     is_whole: bool = False
 
 
-class Forecast:
+class SegmentPredictor:
     """Follows the sources of a conversion in their order. Segments are closed after a source
     with which they hold close_bytes or more (StoreWriter.end_source); pending_bytes() says
     between two sources how much there is. Who uses it from several threads holds a lock."""

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from tracestore._core.pickle import ByteReader, PickleMachine
-from tracestore.ingest import builders
+from tracestore._core.pickle import ByteReader, SafeUnpickler
+from tracestore.ingest import pickled_values
 
 # What finished traces may leave in memory because a later trace could refer to it.
 RETAINED_BYTES = 32 << 20
@@ -15,28 +15,28 @@ def pickle_reader(
     *,
     persistent_load: Callable[[Any], Any] | None = None,
     load_bytes: Callable[[Any], Any] | None = None,
-) -> PickleMachine:
+) -> SafeUnpickler:
     """Reads one pickle from a byte source. Iterating gives the items of a list at the
     top as they become complete; afterwards, or from load(), `result` is the object.
 
     persistent_load turns a persistent id (torch storages) into an object; load_bytes
     reads a legacy torch file held in bytes. Both are refused when None. Every refusal
-    is an InputRefusedError.
+    is an InvalidInputError.
     """
 
     # One for the whole pickle: however often a file names it, it takes its room once.
-    loader = builders.LoadFromBytes(load_bytes)
+    loader = pickled_values.NestedTorchLoader(load_bytes)
 
-    def lookup(module: Any, name: Any) -> builders.Builder:
-        builder = builders.lookup(module, name)
-        return loader if isinstance(builder, builders.LoadFromBytes) else builder
+    def lookup(module: Any, name: Any) -> pickled_values.Builder:
+        builder = pickled_values.lookup(module, name)
+        return loader if isinstance(builder, pickled_values.NestedTorchLoader) else builder
 
-    return PickleMachine(
+    return SafeUnpickler(
         source,
         lookup=lookup,
-        builder=builders.Builder,
-        draft=builders.Draft,
+        builder=pickled_values.Builder,
+        draft=pickled_values.Draft,
         persistent=persistent_load,
         retained_bytes=RETAINED_BYTES,
-        kept=(builders.Builder, builders.DtypeDraft),
+        kept=(pickled_values.Builder, pickled_values.DtypeDraft),
     )

@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from tracestore.errors import InputRefusedError, MapFaultError
-from tracestore.ingest.families import read_traces
-from tracestore.ingest.forecast import Forecast
+from tracestore.errors import InvalidInputError, TruncatedFileError
+from tracestore.ingest.forecast import SegmentPredictor
+from tracestore.ingest.formats import read_traces
 from tracestore.ingest.sources import Identity, SourceFile, fingerprint
 from tracestore.platform_support import num_processors
-from tracestore.store.ahead import AheadArrays
-from tracestore.store.fsio import remove_if_possible
-from tracestore.store.pack import PackedTrace, pack_record
-from tracestore.store.scratch import Scratch
+from tracestore.store.io.fsio import remove_if_possible
+from tracestore.store.io.read_ahead import AheadArrays
+from tracestore.store.io.scratch import Scratch
+from tracestore.store.write.pack import PackedTrace, pack_record
 
-CUT_SHORT = "cut short while it was read"
+TRUNCATED_WHILE_READING = "cut short while it was read"
 # How often a wait for the next trace lets the caller look at Ctrl-C.
 _PATIENCE_S = 0.2
 # Free space that a source needs to be written ahead, in sizes of its file: what is copied
@@ -64,10 +64,10 @@ def packed_traces(
     source: SourceFile,
     options: PackOptions,
     is_ahead: Callable[[], bool] = lambda: True,
-    may_borrow: Callable[[], bool] = lambda: False,
+    can_alias: Callable[[], bool] = lambda: False,
 ) -> Iterator[PackedTrace]:
-    """The traces of one source, packed; inflated ahead while `is_ahead()`. may_borrow() is
-    asked before each: whether it goes before the next one is asked for. InputRefusedError
+    """The traces of one source, packed; inflated ahead while `is_ahead()`. can_alias() is
+    asked before each: whether it goes before the next one is asked for. InvalidInputError
     names file, position and field."""
     scratch = Scratch(options.scratch, max_memory=options.max_memory)
     need_attention = options.attention != "none"
@@ -80,31 +80,31 @@ def packed_traces(
                     attention=options.attention,
                     keep_dtype=options.keep_dtype,
                     scratch=scratch,
-                    may_borrow=may_borrow(),
+                    can_alias=can_alias(),
                 )
-            except InputRefusedError as error:
+            except InvalidInputError as error:
                 raise error.at(source=source.name, position=record.position) from None
-            except MapFaultError:
-                raise InputRefusedError(CUT_SHORT, source=source.name, position=record.position) from None
+            except TruncatedFileError:
+                raise InvalidInputError(TRUNCATED_WHILE_READING, source=source.name, position=record.position) from None
             del record
 
 
 def identified(source: SourceFile) -> Identity:
-    """InputRefusedError where it is no file that can be read."""
+    """InvalidInputError where it is no file that can be read."""
     if not source.path.is_file():
         next(iter(read_traces(source.path, source.name)))  # refuses it with the reason
     try:
         modified_ns = os.stat(source.path).st_mtime_ns
         return Identity(*fingerprint(source.path), modified_ns)
     except OSError as error:
-        raise InputRefusedError(f"cannot be opened: {error.strerror}", source=source.name) from None
+        raise InvalidInputError(f"cannot be opened: {error.strerror}", source=source.name) from None
 
 
 class Cancelled(Exception):
     """Ends a reading thread whose traces nobody takes any more."""
 
 
-class WaitingRoom:
+class MemoryGate:
     """Counts the packed traces that wait to be taken, of all sources together, and the threads
     that read. A quarter of the room is for the source whose turn it is, so that those behind
     it never stop it."""
@@ -142,9 +142,9 @@ class SourceStream:
     def __init__(
         self,
         source: SourceFile,
-        room: WaitingRoom,
+        room: MemoryGate,
         on_wait: Callable[[], None],
-        forecast: Forecast,
+        forecast: SegmentPredictor,
         ahead: AheadArrays | None,
     ) -> None:
         self.source = source
@@ -229,7 +229,7 @@ class SourceStream:
     def _write(self, trace: PackedTrace) -> None:
         assert self._ahead is not None
         num_bytes = trace.num_bytes
-        written = self._ahead.write(trace.held, num_bytes, num_bytes + trace.beside_bytes)
+        written = self._ahead.write(trace.held, num_bytes, num_bytes + trace.metadata_bytes)
         with self._changed:
             if self._is_cancelled:
                 raise Cancelled
@@ -368,8 +368,10 @@ def read_sources(
     options.max_waiting bytes ahead. on_wait() is called now and then while the
     caller waits, and may raise. Closing the iterator ends the threads."""
     pool = ThreadPoolExecutor(workers, thread_name_prefix="tracestore-read")
-    room = WaitingRoom(options.max_waiting)
-    forecast = Forecast(1, lambda: 0) if ahead is None else Forecast(ahead.close_bytes, ahead.pending_bytes)
+    room = MemoryGate(options.max_waiting)
+    forecast = (
+        SegmentPredictor(1, lambda: 0) if ahead is None else SegmentPredictor(ahead.close_bytes, ahead.pending_bytes)
+    )
 
     def started() -> Iterator[SourceStream]:
         for number, source in enumerate(sources):

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tracestore.errors import InputRefusedError, UsageError
-from tracestore.store.fsio import open_regular
-from tracestore.store.labels import CORRECT, HALLUCINATION, PREDICTION_COLUMNS
+from tracestore.errors import InvalidInputError, UsageError
+from tracestore.store.format.labels import CORRECT, HALLUCINATION, PREDICTION_COLUMNS
+from tracestore.store.io.fsio import open_regular
 
 if TYPE_CHECKING:
     from _csv import Reader as CsvReader
@@ -58,7 +58,7 @@ def read_scores(
     ------
     UsageError
         Where there is no such file, or several columns may be meant, or either direction.
-    InputRefusedError
+    InvalidInputError
         Where it does not hold what it must, naming file, line and column.
     """
     name = path.name
@@ -72,7 +72,7 @@ def read_scores(
             header = [h.strip() for h in next(rows, [])]
             return _parse(path, rows, header, column, group_column, direction)
     except (UnicodeDecodeError, csv.Error) as error:
-        raise InputRefusedError(f"not a CSV file: {error}", source=name) from None
+        raise InvalidInputError(f"not a CSV file: {error}", source=name) from None
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
 
@@ -88,11 +88,11 @@ def _parse(
     name = path.name
     found = ", ".join(header) or "an empty file"
     if "question_id" not in header:
-        raise InputRefusedError(f"found columns {found}, expected question_id among them", source=name)
+        raise InvalidInputError(f"found columns {found}, expected question_id among them", source=name)
     chosen = _column(name, header, column)
     direction = direction or _direction(name, header, chosen)
     if group_column is not None and group_column not in header:
-        raise InputRefusedError(f"found columns {found}, expected {group_column} among them", source=name)
+        raise InvalidInputError(f"found columns {found}, expected {group_column} among them", source=name)
     place = {h: k for k, h in enumerate(header)}
     group_at = place.get(group_column or GROUP_COLUMN)
     scores = Scores(path, chosen, direction, "sample" in place)
@@ -101,20 +101,20 @@ def _parse(
             continue
         where = f"line {rows.line_num}"
         if len(row) != len(header):
-            raise InputRefusedError(f"{where}: found {len(row)} cells, expected {len(header)}", source=name)
+            raise InvalidInputError(f"{where}: found {len(row)} cells, expected {len(header)}", source=name)
         question_id = row[place["question_id"]]
         text = row[place[chosen]].strip()
         try:
             score = float(text) if text else math.nan
             sample = int(row[place["sample"]]) if scores.has_samples else 0
         except ValueError:
-            raise InputRefusedError(
+            raise InvalidInputError(
                 f"{where}: found {text[:40]!r} in {chosen}, expected a number", source=name
             ) from None
         if not 0 <= sample < 2**31:
-            raise InputRefusedError(f"{where}: found sample {sample}, expected 0 or more, below 2^31", source=name)
+            raise InvalidInputError(f"{where}: found sample {sample}, expected 0 or more, below 2^31", source=name)
         if math.isinf(score):
-            raise InputRefusedError(f"{where}: found an infinite {chosen}", source=name)
+            raise InvalidInputError(f"{where}: found an infinite {chosen}", source=name)
         group = "" if group_at is None else row[group_at].strip()
         key = (question_id, sample)
         before = scores.values.get(key)
@@ -126,7 +126,7 @@ def _parse(
             second = f"{chosen} {score:g}", f"{before[0]:g}"
             if before[0] == score:
                 second = f"{group_column or GROUP_COLUMN} {group!r}", repr(before[1])
-            raise InputRefusedError(
+            raise InvalidInputError(
                 f"{where}: found a second {second[0]} for question {question_id!r}, expected {second[1]} as before",
                 source=name,
             )
@@ -139,11 +139,11 @@ def _column(name: str, header: list[str], column: str | None) -> str:
     found = ", ".join(header)
     if column is not None:
         if column not in header:
-            raise InputRefusedError(f"found columns {found}, expected {column} among them", source=name)
+            raise InvalidInputError(f"found columns {found}, expected {column} among them", source=name)
         return column
     candidates = [c for c in SCORE_COLUMNS if c in header] or [c for c in ("label",) if c in header]
     if not candidates:
-        raise InputRefusedError(f"found columns {found}, expected {' or '.join(SCORE_COLUMNS)} among them", source=name)
+        raise InvalidInputError(f"found columns {found}, expected {' or '.join(SCORE_COLUMNS)} among them", source=name)
     if len(candidates) > 1:
         raise UsageError(f"{name}: found columns {' and '.join(candidates)}: choose one with --score-column")
     return candidates[0]

@@ -7,8 +7,8 @@ from typing import Any
 
 from tracestore._core.mapping import MappedFile
 from tracestore._core.pickle import BufferReader
-from tracestore.errors import InputRefusedError
-from tracestore.ingest import builders
+from tracestore.errors import InvalidInputError
+from tracestore.ingest import pickled_values
 from tracestore.ingest.pickle_reader import pickle_reader
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
@@ -57,39 +57,39 @@ def _entries(mapped: MappedFile) -> dict[str, memoryview]:
     try:
         infos = zipfile.ZipFile(_Window(mapped)).infolist()
     except (zipfile.BadZipFile, ValueError, struct.error, OSError, NotImplementedError, UnicodeDecodeError) as error:
-        raise InputRefusedError(f"truncated or damaged .pt archive: {error}") from None
+        raise InvalidInputError(f"truncated or damaged .pt archive: {error}") from None
     if len(infos) > MAX_ENTRIES:
-        raise InputRefusedError("the archive has more entries than a file of traces")
+        raise InvalidInputError("the archive has more entries than a file of traces")
     if len(infos) != _num_entries(view):
-        raise InputRefusedError("damaged .pt archive: its directory has another number of entries than it says")
+        raise InvalidInputError("damaged .pt archive: its directory has another number of entries than it says")
     entries: dict[str, memoryview] = {}
     free = 0  # where the next entry may begin
     for info in sorted(infos, key=lambda info: info.header_offset):
         if info.filename in entries:
-            raise InputRefusedError(f"entry {info.filename[:100]!r} is there twice")
+            raise InvalidInputError(f"entry {info.filename[:100]!r} is there twice")
         if info.flag_bits & ~_KNOWN_FLAGS or info.filename != info.orig_filename:
-            raise InputRefusedError(f"entry {info.filename[:100]!r} is not one that torch writes")
+            raise InvalidInputError(f"entry {info.filename[:100]!r} is not one that torch writes")
         if info.header_offset < free or (free == 0 and info.header_offset != 0):
-            raise InputRefusedError(f"entry {info.filename[:100]!r} begins where another one or something else lies")
+            raise InvalidInputError(f"entry {info.filename[:100]!r} begins where another one or something else lies")
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
-            raise InputRefusedError(f"entry {info.filename[:100]!r} is compressed, torch stores them")
+            raise InvalidInputError(f"entry {info.filename[:100]!r} is compressed, torch stores them")
         begin = info.header_offset
         if begin < 0 or begin + _LOCAL.size > len(view):
-            raise InputRefusedError("an entry lies outside the archive")
+            raise InvalidInputError("an entry lies outside the archive")
         magic, _, flags, method, _, _, crc, size, full, name_bytes, extra = _LOCAL.unpack_from(view, begin)
         name = bytes(view[begin + _LOCAL.size : begin + _LOCAL.size + name_bytes])
         data = begin + _LOCAL.size + name_bytes + extra
         same = magic == b"PK\x03\x04" and flags == info.flag_bits and method == info.compress_type
         if not same or name != info.orig_filename.encode("utf-8" if flags & 0x800 else "cp437"):
-            raise InputRefusedError(f"entry {info.filename[:100]!r}: its two headers differ")
+            raise InvalidInputError(f"entry {info.filename[:100]!r}: its two headers differ")
         end = data + info.file_size
         if end > len(view):
-            raise InputRefusedError(f"truncated: entry {info.filename[:100]!r} ends after the file")
+            raise InvalidInputError(f"truncated: entry {info.filename[:100]!r} ends after the file")
         free = end
         if flags & _BIT_DESCRIPTOR:
             _check_descriptor(view, end, info)
         elif crc != info.CRC or (size, full) not in ((info.file_size, info.file_size), (_ZIP64, _ZIP64)):
-            raise InputRefusedError(f"entry {info.filename[:100]!r}: its two headers differ")
+            raise InvalidInputError(f"entry {info.filename[:100]!r}: its two headers differ")
         entries[info.filename] = view[data:end]
     return entries
 
@@ -116,21 +116,21 @@ def _check_descriptor(view: memoryview, end: int, info: zipfile.ZipInfo) -> None
     wide = body[:20] == struct.pack("<IQQ", info.CRC, info.file_size, info.file_size)
     narrow = info.file_size < 1 << 32 and body[:12] == struct.pack("<III", info.CRC, info.file_size, info.file_size)
     if not wide and not narrow:
-        raise InputRefusedError(f"entry {info.filename[:100]!r}: its data descriptor differs from the directory")
+        raise InvalidInputError(f"entry {info.filename[:100]!r}: its data descriptor differs from the directory")
 
 
-def _storage_key(key: Any) -> tuple[builders.StorageType, str, int]:
+def _storage_key(key: Any) -> tuple[pickled_values.StorageType, str, int]:
     """('storage', type, key, location, numel, ...) of a persistent id, checked."""
     if (
         not isinstance(key, tuple)
         or len(key) < 5
         or key[0] != "storage"
-        or not isinstance(key[1], builders.StorageType)
+        or not isinstance(key[1], pickled_values.StorageType)
         or not isinstance(key[2], str)
         or not isinstance(key[4], int)
         or key[4] < 0
     ):
-        raise InputRefusedError("a persistent id that is not a torch storage")
+        raise InvalidInputError("a persistent id that is not a torch storage")
     return key[1], key[2], key[4]
 
 
@@ -139,33 +139,33 @@ def read_zip(mapped: MappedFile) -> Any:
     entries = _entries(mapped)
     pickles = [name for name in entries if name == "data.pkl" or name.endswith("/data.pkl")]
     if len(pickles) != 1:
-        raise InputRefusedError("a zip archive that torch.save did not write: no data.pkl")
+        raise InvalidInputError("a zip archive that torch.save did not write: no data.pkl")
     prefix = pickles[0].removesuffix("data.pkl")
     order = entries.get(f"{prefix}byteorder")
     if order is not None and bytes(order[:8]) != b"little":
-        raise InputRefusedError(f"byte order {bytes(order[:8])!r}, expected little")
-    storages: dict[str, builders.StorageDraft] = {}
+        raise InvalidInputError(f"byte order {bytes(order[:8])!r}, expected little")
+    storages: dict[str, pickled_values.StorageDraft] = {}
 
-    def load(key: Any) -> builders.StorageDraft:
+    def load(key: Any) -> pickled_values.StorageDraft:
         kind, name, numel = _storage_key(key)
         if name not in storages:
             data = entries.get(f"{prefix}data/{name}")
             if data is None:
-                raise InputRefusedError(f"storage {name[:40]!r} is not in the archive")
-            draft = builders.StorageDraft(kind.dtype, numel, data)
+                raise InvalidInputError(f"storage {name[:40]!r} is not in the archive")
+            draft = pickled_values.StorageDraft(kind.dtype, numel, data)
             if draft.num_bytes != len(data):
-                raise InputRefusedError(
+                raise InvalidInputError(
                     f"storage {name[:40]!r}: {len(data):,} bytes where {draft.num_bytes:,} are needed"
                 )
             storages[name] = draft
         if storages[name].dtype != kind.dtype or storages[name].numel != numel:
-            raise InputRefusedError(f"storage {name[:40]!r} is described in two ways")
+            raise InvalidInputError(f"storage {name[:40]!r} is described in two ways")
         return storages[name]
 
     source = BufferReader(entries[pickles[0]])
     result = pickle_reader(source, persistent_load=load).load()
     if not source.at_end():
-        raise InputRefusedError("trailing bytes after the pickle")
+        raise InvalidInputError("trailing bytes after the pickle")
     return result
 
 
@@ -179,52 +179,52 @@ def is_legacy(view: memoryview) -> bool:
 def read_legacy(view: Any) -> Any:
     """The object of a legacy torch stream: magic, protocol, system, object, keys, storages."""
     source = BufferReader(view)
-    storages: dict[str, builders.StorageDraft] = {}
+    storages: dict[str, pickled_values.StorageDraft] = {}
 
-    def load(key: Any) -> builders.StorageDraft:
+    def load(key: Any) -> pickled_values.StorageDraft:
         kind, name, numel = _storage_key(key)
         if len(key) > 5 and key[5] is not None:
-            raise InputRefusedError("a view of a storage, as only very old torch files have")
+            raise InvalidInputError("a view of a storage, as only very old torch files have")
         if kind.dtype is None:
-            raise InputRefusedError("an untyped storage in a legacy torch file")
-        draft = storages.setdefault(name, builders.StorageDraft(kind.dtype, numel))
+            raise InvalidInputError("an untyped storage in a legacy torch file")
+        draft = storages.setdefault(name, pickled_values.StorageDraft(kind.dtype, numel))
         if draft.dtype != kind.dtype or draft.numel != numel:
-            raise InputRefusedError(f"storage {name[:40]!r} is described in two ways")
+            raise InvalidInputError(f"storage {name[:40]!r} is described in two ways")
         return draft
 
     magic = pickle_reader(source).load()
     if type(magic) is not int or magic != LEGACY_MAGIC:
-        raise InputRefusedError("not a legacy torch file")
+        raise InvalidInputError("not a legacy torch file")
     protocol = pickle_reader(source).load()
     if type(protocol) is not int or protocol != 1001:
-        raise InputRefusedError("another torch protocol than 1001")
+        raise InvalidInputError("another torch protocol than 1001")
     system = pickle_reader(source).load()
     if not isinstance(system, dict) or system.get("little_endian") is not True:
-        raise InputRefusedError("a torch file of a big-endian machine")
+        raise InvalidInputError("a torch file of a big-endian machine")
     result = pickle_reader(source, persistent_load=load).load()
     keys = pickle_reader(source).load()
     if not isinstance(keys, list) or not all(type(k) is str for k in keys) or len(keys) != len(set(keys)):
-        raise InputRefusedError("a legacy torch file without its storage keys")
+        raise InvalidInputError("a legacy torch file without its storage keys")
     for name in keys:
         draft = storages.get(name)
         if draft is None or draft.data is not None:
-            raise InputRefusedError("a storage that no tensor uses")
+            raise InvalidInputError("a storage that no tensor uses")
         count = int.from_bytes(source.read(8), "little")
         if count != draft.numel:
-            raise InputRefusedError(f"storage {name[:40]!r}: {count:,} elements where {draft.numel:,} are named")
+            raise InvalidInputError(f"storage {name[:40]!r}: {count:,} elements where {draft.numel:,} are named")
         draft.data = source.read(draft.num_bytes)
     if any(draft.data is None for draft in storages.values()):
-        raise InputRefusedError("truncated: a tensor's storage is not in the file")
+        raise InvalidInputError("truncated: a tensor's storage is not in the file")
     if not source.at_end():
-        raise InputRefusedError("trailing bytes after the last storage")
+        raise InvalidInputError("trailing bytes after the last storage")
     return result
 
 
 def load_bytes(data: Any) -> Any:
     """torch.storage._load_from_bytes, one level deep: the tensor's storage."""
     if not isinstance(data, bytes | bytearray | memoryview):
-        raise InputRefusedError("a torch storage that is not bytes")
+        raise InvalidInputError("a torch storage that is not bytes")
     result = read_legacy(data)
-    if not isinstance(result, builders.StorageDraft):
-        raise InputRefusedError(f"found {type(result).__name__} in place of a torch storage")
+    if not isinstance(result, pickled_values.StorageDraft):
+        raise InvalidInputError(f"found {type(result).__name__} in place of a torch storage")
     return result

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tracestore.ingest.scores import Scores
-from tracestore.store.labels import CORRECT, DEFAULT_THRESHOLD, describe
-from tracestore.store.reader import open_store
-from tracestore.store.writer import StoreWriter
+from tracestore.store.format.labels import CORRECT, DEFAULT_THRESHOLD, describe
+from tracestore.store.read.store import open_store
+from tracestore.store.write.writer import StoreWriter
 
 
 @dataclass(frozen=True)

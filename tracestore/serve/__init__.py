@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tracestore.extras import needs
-from tracestore.store.reader import TraceStore
+from tracestore.store.read.store import TraceStore
 
 if TYPE_CHECKING:
-    from tracestore.serve.door import ServeServer
+    from tracestore.serve.auth import ServeServer
 
 
 def make_server(
@@ -21,11 +21,11 @@ def make_server(
     interrupted. results: the folder that tracestore train wrote. MissingExtraError where Bokeh is not
     installed, UsageError where the port is taken or the results are not there."""
     with needs("serve"):
-        from tracestore.serve.document import Page
-        from tracestore.serve.door import ServeServer
-    from tracestore.serve.catalogue import Catalogue
+        from tracestore.serve.auth import ServeServer
+        from tracestore.serve.page import Page
     from tracestore.serve.results import Results
+    from tracestore.serve.search import TraceSearch
 
     read = None if results is None else Results.read(results, store)
-    catalogue = Catalogue(store, read, score_threshold)
+    catalogue = TraceSearch(store, read, score_threshold)
     return ServeServer(lambda document: Page(catalogue).fill(document), port)

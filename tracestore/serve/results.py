@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from tracestore.errors import UsageError, printable
-from tracestore.store.fsio import open_regular, read_json
-from tracestore.store.labels import PREDICTION_COLUMNS
-from tracestore.store.reader import TraceStore
+from tracestore.errors import UsageError, escape_unprintable
+from tracestore.store.format.labels import PREDICTION_COLUMNS
+from tracestore.store.io.fsio import open_regular, read_json
+from tracestore.store.read.store import TraceStore
 
 # The logistic probe's column of predictions.csv; in results.json it stands beside the models.
 PROBE = "logistic_probe"
@@ -50,7 +50,9 @@ class Results:
         except OSError as error:
             raise UsageError(f"{path}: {error.strerror}") from None
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-            raise UsageError(f"{path}: not what tracestore train writes ({printable(str(error), 100)})") from None
+            raise UsageError(
+                f"{path}: not what tracestore train writes ({escape_unprintable(str(error), 100)})"
+            ) from None
         path = folder / "predictions.csv"
         if path.exists():
             try:
@@ -59,7 +61,9 @@ class Results:
             except OSError as error:
                 raise UsageError(f"{path}: {error.strerror}") from None
             except (ValueError, KeyError, TypeError, OverflowError, csv.Error) as error:
-                raise UsageError(f"{path}: not what tracestore train writes ({printable(str(error), 100)})") from None
+                raise UsageError(
+                    f"{path}: not what tracestore train writes ({escape_unprintable(str(error), 100)})"
+                ) from None
         return results
 
     def _read_predictions(self, rows: "csv.DictReader[str]", store: TraceStore) -> None:

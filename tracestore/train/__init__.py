@@ -1,11 +1,11 @@
-"""Three detectors of hallucinated answers, trained in loops that survive running out of memory."""
+"""Training loops that survive running out of memory."""
 
 from typing import TYPE_CHECKING, Any
 
 from tracestore.extras import needs
 
 if TYPE_CHECKING:
-    from tracestore.train.oom import OOMGuard
+    from tracestore.oom.guard import OOMGuard
 
 __all__ = ["OOMGuard"]
 
@@ -13,7 +13,7 @@ __all__ = ["OOMGuard"]
 def __getattr__(name: str) -> Any:
     if name == "OOMGuard":
         with needs("train"):
-            from tracestore.train.oom import OOMGuard
+            from tracestore.oom.guard import OOMGuard
 
         return OOMGuard
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

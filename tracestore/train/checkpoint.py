@@ -14,16 +14,17 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from tracestore.errors import RunLockedError, UsageError
-from tracestore.store import fsio
-from tracestore.train.oom_errors import is_out_of_memory
+from tracestore.errors import OutputDirLockedError, UsageError
+from tracestore.oom.errors import is_out_of_memory
+from tracestore.store.format.paths import TEMPORARY_PREFIX
+from tracestore.store.io import fsio
 
 BEST, LAST = CHECKPOINTS = ("best.pt", "last.pt")
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """RunLockedError where another process trains into this folder: each would test, and go on
+def lock_output_dir(folder: Path) -> Iterator[None]:
+    """OutputDirLockedError where another process trains into this folder: each would test, and go on
     from, what the other wrote. A lock of the process, which its workers do not inherit."""
     path = folder / ".lock"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -32,7 +33,9 @@ def alone_in(folder: Path) -> Iterator[None]:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise RunLockedError(f"{folder}: another training writes there; give another --output-dir") from None
+                raise OutputDirLockedError(
+                    f"{folder}: another training writes there; give another --output-dir"
+                ) from None
             # A file system without locks.
         yield
     finally:
@@ -41,7 +44,7 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 def _replace(path: Path, data: bytes | memoryview) -> None:
     """Temporary file, fsync, rename, fsync of the folder. Where that fails `path` is what it was."""
-    temporary = path.with_name(fsio.TEMPORARY_PREFIX + path.name)
+    temporary = path.with_name(TEMPORARY_PREFIX + path.name)
     temporary.unlink(missing_ok=True)
     try:
         fsio.write_file(temporary, data, mode=0o644)

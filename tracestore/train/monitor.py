@@ -9,8 +9,8 @@ import torch
 
 from tracestore import console
 from tracestore.extras import needs
+from tracestore.oom.limits import memory_use
 from tracestore.train.config import Progress
-from tracestore.train.memory import memory_use
 
 Log = Callable[[str], None]
 

@@ -24,10 +24,10 @@ def remote(server, tmp_path, monkeypatch):
         "AWS_ACCESS_KEY_ID": "somebody",
         "AWS_SECRET_ACCESS_KEY": "secret",
         "AWS_REGION": "us-east-1",
-        "TRACESTORE_CACHE": str(tmp_path / "cache"),
+        "TRACESTORE_CACHE_DIR": str(tmp_path / "cache"),
         "TRACESTORE_REMOTE_TIMEOUT": "2",
-        "TRACESTORE_REMOTE_PATIENCE": "30",
-        "TRACESTORE_REMOTE_STALE": "3",
+        "TRACESTORE_REMOTE_RETRY_TIMEOUT": "30",
+        "TRACESTORE_REMOTE_LOCK_TTL": "3",
     }
     for name, value in settings.items():
         monkeypatch.setenv(name, value)

@@ -13,8 +13,8 @@ import tracestore
 from tests.helpers import command, make_traces, write_pickle
 from tests.hostile.stores import Store
 from tests.store.remote.test_reading import upload
-from tracestore.store.container import pack_arrays
-from tracestore.store.ragged import encode_strings
+from tracestore.store.format.mapped_arrays import pack_arrays
+from tracestore.store.format.ragged import encode_strings
 
 
 @pytest.fixture
@@ -69,9 +69,9 @@ class Server:
 
 @pytest.fixture
 def serve(local, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRACESTORE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TRACESTORE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("TRACESTORE_REMOTE_TIMEOUT", "0.5")
-    monkeypatch.setenv("TRACESTORE_REMOTE_PATIENCE", "1.5")
+    monkeypatch.setenv("TRACESTORE_REMOTE_RETRY_TIMEOUT", "1.5")
     servers = []
 
     def start(answer):
@@ -170,6 +170,6 @@ def test_files_of_the_index_lead_nowhere(local, remote, tmp_path):
     store.set_part(0, pack_arrays(arrays))
     store.seal()
     upload(local, remote)
-    with tracestore.open(remote) as opened, pytest.raises(tracestore.errors.StoreDamagedError, match="not the name"):
+    with tracestore.open(remote) as opened, pytest.raises(tracestore.errors.CorruptStoreError, match="not the name"):
         np.asarray(opened[0].hidden_states)
     assert not list(tmp_path.rglob("evil*"))

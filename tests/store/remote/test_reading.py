@@ -21,13 +21,13 @@ import tracestore
 from tests.helpers import ROOT, command, make_traces, run_cli
 from tests.store.remote.server import free_port, wait_until_it_answers
 from tests.tiers import long
-from tracestore.errors import RemoteError, StoreDamagedError, TracestoreError, UsageError
-from tracestore.store import fsio
-from tracestore.store.remote.bucket import Bucket
-from tracestore.store.remote.cache import DiskCache
-from tracestore.store.remote.reader import RemoteStore
-from tracestore.store.verify import repair_store, verify_store
-from tracestore.store.writer import StoreWriter
+from tracestore.errors import CorruptStoreError, RemoteError, TracestoreError, UsageError
+from tracestore.store.io import fsio
+from tracestore.store.maintain.verify import repair_store, verify_store
+from tracestore.store.remote.disk_cache import DiskCache
+from tracestore.store.remote.files import RemoteStore
+from tracestore.store.remote.object_store import ObjectStore
+from tracestore.store.write.writer import StoreWriter
 
 SEGMENTS = 6
 
@@ -42,7 +42,7 @@ def make_store(path, **options):
 
 
 def upload(folder, address):
-    bucket = Bucket(address)
+    bucket = ObjectStore(address)
     files = [path for path in folder.rglob("*") if path.is_file()]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda path: bucket.put(path.relative_to(folder).as_posix(), path), files))
@@ -150,7 +150,7 @@ def test_errors_of_the_server_are_survived(local, there, proxy):
 
 @pytest.mark.long
 def test_a_server_that_stays_away_is_an_error_of_one_line(there, proxy, monkeypatch):
-    monkeypatch.setenv("TRACESTORE_REMOTE_PATIENCE", "1")
+    monkeypatch.setenv("TRACESTORE_REMOTE_RETRY_TIMEOUT", "1")
     store = tracestore.open(there)
     proxy.fault = lambda *_: "503"
     with pytest.raises(RemoteError, match=r"segments/00000000/hidden_states/\S+: failed for 1 s"):
@@ -174,17 +174,17 @@ def test_damage_at_the_server_is_named(there, proxy, local, tmp_path):
     file = "segments/00000002/attention/c/0"
     data = bytearray((local / file).read_bytes())
     data[100] ^= 1
-    bucket = Bucket(there)
+    bucket = ObjectStore(there)
     bucket.put(file, bytes(data))
     with tracestore.open(there) as store:
         assert store[0].attention.shape == (3, 24, 24)
-        with pytest.raises(StoreDamagedError, match=file):
+        with pytest.raises(CorruptStoreError, match=file):
             _ = store[13].attention
     bucket.put(file, bytes(data[:-1]))
-    with tracestore.open(there) as store, pytest.raises(StoreDamagedError, match=file):
+    with tracestore.open(there) as store, pytest.raises(CorruptStoreError, match=file):
         _ = store[13].attention
     bucket.delete([file])
-    with tracestore.open(there) as store, pytest.raises(StoreDamagedError, match=file):
+    with tracestore.open(there) as store, pytest.raises(CorruptStoreError, match=file):
         _ = store[13].attention
     with tracestore.open(local) as store:
         damaged = next(DiskCache.name_of(there, f) for f in store._index.files() if f.path == file)
@@ -277,8 +277,8 @@ def test_a_disk_without_room_says_so(there, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with tracestore.open(there) as store:
-        monkeypatch.setattr("tracestore.store.fsio.write_pieces", full)
-        with pytest.raises(tracestore.NoSpaceError, match="bytes were needed"):
+        monkeypatch.setattr("tracestore.store.io.fsio.write_pieces", full)
+        with pytest.raises(tracestore.DiskFullError, match="bytes were needed"):
             _ = store[0].hidden_states
     assert not [n for n in os.listdir(tmp_path / "cache") if n.startswith(".part-")]
 
@@ -321,13 +321,13 @@ def test_workers_fetch_what_they_need(there, local, tmp_path, context):
 def test_who_has_no_credentials_is_told(there, monkeypatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
-    monkeypatch.setenv("TRACESTORE_REMOTE_PATIENCE", "1")
+    monkeypatch.setenv("TRACESTORE_REMOTE_RETRY_TIMEOUT", "1")
     done = command("info", there)
     assert done.returncode in (1, 2) and done.stderr.count("\n") == 1 and len(done.stderr) < 500
 
 
 def test_a_forked_worker_says_what_the_server_said(there, proxy, monkeypatch):
-    monkeypatch.setenv("TRACESTORE_REMOTE_PATIENCE", "0.5")
+    monkeypatch.setenv("TRACESTORE_REMOTE_RETRY_TIMEOUT", "0.5")
     dataset = tracestore.TraceDataset(there, view="sequence")
     proxy.fault = lambda *_: "503"
     loader = torch.utils.data.DataLoader(
@@ -346,7 +346,7 @@ def test_what_is_no_store_is_wrong_usage(remote, monkeypatch):
     ):
         with pytest.raises(UsageError, match=words):
             tracestore.open(address)
-    Bucket(remote).put("zarr.json", b"{}")
+    ObjectStore(remote).put("zarr.json", b"{}")
     with pytest.raises(UsageError, match="not a store"):
         tracestore.open(remote)
     monkeypatch.setitem(sys.modules, "obstore", None)
@@ -373,7 +373,7 @@ def test_commands_take_addresses(there, local, tmp_path):
 
 @pytest.mark.parametrize("listing", [True, False])
 def test_a_web_server(local, tmp_path, monkeypatch, listing):
-    monkeypatch.setenv("TRACESTORE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TRACESTORE_CACHE_DIR", str(tmp_path / "cache"))
     (local / "manifest" / "newest").write_text(f"{tracestore.open(local).generation:010d}\n")
     port = free_port()
     words = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1", "-d", str(tmp_path)]
@@ -438,7 +438,7 @@ def test_generations_that_go_while_a_reader_opens(there):
 def test_verify_reads_every_object(there, local, tmp_path):
     assert verify_store(there) == replace(verify_store(local), leftovers=[])
     assert not verify_store(there, quick=True).damaged
-    bucket = Bucket(there)
+    bucket = ObjectStore(there)
     for path in (
         "segments/00000001/attention/c/0",
         "segments/00000002/tokens/zarr.json",
@@ -498,7 +498,7 @@ def test_a_full_disk_gives_up_what_is_not_needed(there, tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
         return real(*args)
 
-    monkeypatch.setattr("tracestore.store.fsio.write_pieces", full_once)
+    monkeypatch.setattr("tracestore.store.io.fsio.write_pieces", full_once)
     assert store[30].hidden_states.shape == (3, 24, 32)
     assert before - set(cached(tmp_path)), "something went to make room"
 
@@ -514,8 +514,8 @@ def test_wrong_settings_are_wrong_usage(there, monkeypatch):
     for name, value in (
         ("TRACESTORE_CACHE_SIZE", "much"),
         ("TRACESTORE_REMOTE_TIMEOUT", "soon"),
-        ("TRACESTORE_REMOTE_PATIENCE", "-1"),
-        ("TRACESTORE_CACHE", "/proc/nowhere"),
+        ("TRACESTORE_REMOTE_RETRY_TIMEOUT", "-1"),
+        ("TRACESTORE_CACHE_DIR", "/proc/nowhere"),
     ):
         with monkeypatch.context() as context:
             context.setenv(name, value)

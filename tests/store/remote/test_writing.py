@@ -15,10 +15,10 @@ import pytest
 import tracestore
 from tests.helpers import ROOT, command, convert, make_traces, write_pickle
 from tracestore.errors import RemoteError, StoreLockedError, UsageError
-from tracestore.store.record import record_from_dict
-from tracestore.store.remote.bucket import Bucket
-from tracestore.store.verify import verify_store
-from tracestore.store.writer import StoreWriter
+from tracestore.store.maintain.verify import verify_store
+from tracestore.store.remote.object_store import ObjectStore
+from tracestore.store.write.record import record_from_dict
+from tracestore.store.write.writer import StoreWriter
 
 
 def files_of(folder):
@@ -26,7 +26,7 @@ def files_of(folder):
 
 
 def objects_of(address):
-    bucket = Bucket(address)
+    bucket = ObjectStore(address)
     return {path: bucket.read(path) for path in bucket.walk("")}
 
 
@@ -47,7 +47,7 @@ def test_convert_puts_the_same_bytes(remote, folder, tmp_path):
     assert_same_store(remote, tmp_path / "local.zarr")
     assert not list((tmp_path / "cache" / ".writing").iterdir())
     again = json.loads(convert(folder, remote, "--json").stdout)
-    assert again["num_sources_already"] == 2 and again["num_traces_new"] == 0
+    assert again["num_sources_skipped_existing"] == 2 and again["num_traces_new"] == 0
     assert_same_store(remote, tmp_path / "local.zarr")
 
 
@@ -88,7 +88,7 @@ def test_duplicates_are_known_by_their_content(remote):
             writer.append(trace)
     with tracestore.create(remote, append=True) as writer:
         writer.append(traces[0])
-        with pytest.raises(tracestore.InputRefusedError, match="generated_answer_clean"):
+        with pytest.raises(tracestore.InvalidInputError, match="generated_answer_clean"):
             writer.append(traces[1] | {"generated_answer_clean": "another one"})
     with tracestore.open(remote) as store:
         assert len(store) == 2
@@ -151,7 +151,7 @@ def test_errors_of_the_server_are_survived(remote, folder, tmp_path, proxy):
 
 
 def test_a_server_that_goes_leaves_what_was_committed(remote, proxy, monkeypatch, tmp_path):
-    monkeypatch.setenv("TRACESTORE_REMOTE_PATIENCE", "0.5")
+    monkeypatch.setenv("TRACESTORE_REMOTE_RETRY_TIMEOUT", "0.5")
     traces = make_traces(4)
     writer = tracestore.create(remote)
     writer.append(traces[0])
@@ -186,7 +186,7 @@ def test_a_second_writer_is_kept_away(remote):
 
 
 def test_a_writer_whose_lock_was_taken_commits_nothing(remote):
-    bucket = Bucket(remote)
+    bucket = ObjectStore(remote)
     first = tracestore.create(remote)
     first.append(make_traces(1)[0])
     first.flush()
@@ -232,7 +232,7 @@ def test_kills_of_a_conversion(remote, folder, tmp_path, proxy):
 def test_what_cannot_be_written_is_wrong_usage(remote, folder, proxy):
     done = convert(folder, "s3://no-such-bucket/store.zarr", check=2)
     assert done.stderr.count("\n") == 1 and "no such bucket" in done.stderr
-    Bucket(remote).put("somebody's.txt", b"theirs")
+    ObjectStore(remote).put("somebody's.txt", b"theirs")
     done = convert(folder, remote, check=2)
     assert done.stderr.count("\n") == 1 and "not a store" in done.stderr
     assert objects_of(remote) == {"somebody's.txt": b"theirs"}
@@ -243,7 +243,7 @@ def test_what_cannot_be_written_is_wrong_usage(remote, folder, proxy):
 
 @pytest.mark.long
 def test_a_first_commit_that_failed_can_be_made_again(remote, proxy, folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRACESTORE_REMOTE_PATIENCE", "0.5")
+    monkeypatch.setenv("TRACESTORE_REMOTE_RETRY_TIMEOUT", "0.5")
     proxy.fault = lambda count, method, path: "503" if method == "PUT" and "/columns/" in path else None
     done = convert(folder, remote, check=1)
     assert done.stderr.count("\n") == 1 and "failed for" in done.stderr
@@ -255,7 +255,7 @@ def test_a_first_commit_that_failed_can_be_made_again(remote, proxy, folder, tmp
 
 
 def test_a_trace_whose_commit_failed_may_come_again(remote, proxy, monkeypatch):
-    monkeypatch.setenv("TRACESTORE_REMOTE_PATIENCE", "0.5")
+    monkeypatch.setenv("TRACESTORE_REMOTE_RETRY_TIMEOUT", "0.5")
     trace = make_traces(1)[0]
     writer = tracestore.create(remote)
     writer.append(trace)
@@ -310,7 +310,7 @@ def test_an_outage_is_not_taken_for_the_end_of_a_writer(remote, proxy):
         thread.start()
         time.sleep(0.1)
         proxy.fault = lambda count, method, path: "503"
-        time.sleep(3.5)  # longer than TRACESTORE_REMOTE_STALE
+        time.sleep(3.5)  # longer than TRACESTORE_REMOTE_LOCK_TTL
         proxy.fault = lambda *_: None
         thread.join()
         assert outcome == ["kept away"]
@@ -340,7 +340,7 @@ def test_a_writer_that_was_taken_over_changes_nothing_more(remote):
 def test_extraction_goes_straight_there(remote, tmp_path):
     from tracestore.extract import run as extraction
     from tracestore.extract.questions import Question, containment_score
-    from tracestore.store.files import Address
+    from tracestore.store.io.files import RemoteURL
 
     questions = [Question(f"q{k}", "?", ("a",)) for k in range(5)]
     traces = {t["question_id"]: t for t in make_traces(5)}
@@ -352,7 +352,7 @@ def test_extraction_goes_straight_there(remote, tmp_path):
 
     for count in (2, 5):
         steps = extraction.extract_to_store(
-            Address(remote), questions[:count], answer, containment_score, attention="mean", batch_size=2
+            RemoteURL(remote), questions[:count], answer, containment_score, attention="mean", batch_size=2
         )
         assert len(list(steps)) == count
     assert asked == [f"q{k}" for k in range(5)]

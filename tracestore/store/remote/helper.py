@@ -12,9 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tracestore import errors
-from tracestore.store.files import FileEntry
-from tracestore.store.remote.bucket import Bucket
-from tracestore.store.remote.cache import DiskCache
+from tracestore.store.format.entries import FileEntry
+from tracestore.store.remote.disk_cache import DiskCache
+from tracestore.store.remote.object_store import ObjectStore
 
 
 class Helper:
@@ -61,7 +61,7 @@ class Helper:
 
 def serve(address: str, folder: str, max_bytes: str) -> None:
     """Answers requests, a line each, until there are no more."""
-    bucket, cache = Bucket(address), DiskCache(folder, int(max_bytes))
+    bucket, cache = ObjectStore(address), DiskCache(folder, int(max_bytes))
     for line in sys.stdin:
         answer = {"error": "", "message": ""}
         try:

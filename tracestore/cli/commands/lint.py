@@ -1,0 +1,37 @@
+"""tracestore lint."""
+
+import argparse
+from dataclasses import asdict
+
+from tracestore.console import Output, Parser, Progress
+from tracestore.store.maintain.lint import lint_store
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.description = "Exit code 0: clean. 1: findings. 3: a damaged store."
+    parser.epilog = "Example: tracestore lint store.zarr --json"
+    parser.add_argument("store", metavar="STORE")
+    parser.add_argument("--score-threshold", type=float, default=0.5, metavar="T", help="of the class balance (0.5)")
+
+
+def run(args: argparse.Namespace, output: Output) -> int:
+    progress = Progress(output)
+    report = lint_store(
+        args.store,
+        score_threshold=args.score_threshold,
+        progress=lambda done, total: progress.update(lambda s: f"{done:,} of {total:,} traces"),
+    )
+    progress.clear()
+    output.document(asdict(report))
+    if args.json:
+        return 1 if report.counts else 0
+    for kind, count in report.counts.items():
+        listed = [f for f in report.findings if f.kind == kind]
+        first, names = listed[0], [f"{f.index} ({f.question_id})" for f in listed[:3] if f.index is not None]
+        where = f"trace {names[0]}" if count == 1 else f"{count:,} traces, the first {', '.join(names)}"
+        where = f" {where}:" if names else ""
+        output.say(f"{first.severity}: {kind}:{where} {first.found}. {first.advice[:1].upper()}{first.advice[1:]}.")
+    if report.counts:
+        return 1
+    output.say(f"clean: {report.num_traces:,} traces")
+    return 0

@@ -1,0 +1,63 @@
+"""tracestore predict."""
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+
+from tracestore.console import Output, Parser, Progress, parse_size, positive
+from tracestore.errors import UsageError
+from tracestore.store.io.files import parse_location
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.description = (
+        "Write a hallucination score for every trace of a store. Labels are not needed. hallucination_score: the "
+        "detector's probability that the answer is a hallucination. predicted: 1 where its logit is at or above the "
+        "threshold that was chosen on validation. Both are empty where a trace holds NaN or infinite values."
+    )
+    parser.epilog = "Example: tracestore predict --checkpoint results/gnn_det_lstm/best.pt --store other.zarr"
+    add = parser.add_argument
+    add("--checkpoint", required=True, type=Path, metavar="BEST.PT", help="of a run of tracestore train")
+    add("--store", required=True, type=parse_location)
+    add("--output", type=Path, default=Path("scores.csv"), metavar="CSV", help="replaced when all is scored")
+    add("--batch-size", type=positive, default=16)
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--num-threads", type=positive, metavar="N", help="threads of torch and of the loader")
+    add("--memory-budget", type=parse_size, metavar="SIZE", help="what scoring may take above the libraries, e.g. 8GiB")
+
+
+def run(args: argparse.Namespace, output: Output) -> int:
+    for path, what in ((args.checkpoint, "checkpoint"), (args.store, "store")):
+        if isinstance(path, Path) and not path.exists():
+            raise UsageError(f"{path}: no such {what}")
+    if not args.output.absolute().parent.is_dir():
+        raise UsageError(f"--output {args.output}: no such folder")
+    # Imported here: wrong usage answers at once, and torch takes seconds.
+    from tracestore.inference.predict import predict_store
+
+    progress = Progress(output)
+    report = predict_store(
+        args.checkpoint,
+        args.store,
+        args.output,
+        batch_size=args.batch_size,
+        device=args.device,
+        num_threads=args.num_threads,
+        memory_budget=args.memory_budget,
+        log=output.say,
+        progress=lambda done, total: progress.update(
+            lambda s: f"{done:,} of {total:,} traces, {done / s:,.0f} traces/s"
+        ),
+    )
+    progress.clear()
+    if report.num_without_score:
+        output.say(
+            f"{report.num_without_score:,} traces hold NaN or infinite values and have no score; "
+            "tracestore lint names them"
+        )
+    output.say(
+        f"{args.output}: {report.num_traces:,} traces, {report.num_predicted:,} predicted hallucinations "
+        f"by {report.model}"
+    )
+    output.document(asdict(report))
+    return 0

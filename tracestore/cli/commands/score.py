@@ -1,0 +1,35 @@
+"""tracestore score."""
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+
+from tracestore.console import Output, Parser
+from tracestore.ingest.scores import read_scores
+from tracestore.ingest.update_scores import update_scores
+from tracestore.store.format.labels import DIRECTIONS
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.description = "Scores, labels and groups by question_id (and sample, where that is a column)."
+    parser.epilog = "Example: tracestore score store.zarr --scores new_scores.csv"
+    parser.add_argument("--scores", required=True, metavar="CSV", help="question_id and a score")
+    parser.add_argument("--score-column", metavar="NAME")
+    parser.add_argument(
+        "--score-direction", choices=DIRECTIONS, help="what a high score says (default: what the column's name says)"
+    )
+    parser.add_argument("--group-column", metavar="NAME", help="what questions stay together by when split (group)")
+    parser.add_argument("store", metavar="STORE")
+
+
+def run(args: argparse.Namespace, output: Output) -> int:
+    scores = read_scores(Path(args.scores), args.score_column, args.group_column, args.score_direction)
+    report = update_scores(args.store, scores)
+    output.document(asdict(report))
+    if not args.json:
+        output.say(
+            f"{report.num_updated:,} traces updated, {report.num_scored:,} of {report.num_traces:,} "
+            f"have a score; {report.num_scores_without_trace:,} scores belong to no trace"
+        )
+        output.say(report.labels)
+    return 0

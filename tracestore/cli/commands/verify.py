@@ -1,0 +1,46 @@
+"""tracestore verify."""
+
+import argparse
+import sys
+from dataclasses import asdict
+
+from tracestore.console import Output, Parser, Progress, format_size
+from tracestore.store.maintain.verify import repair_store, verify_store
+
+
+def add_arguments(parser: Parser) -> None:
+    parser.description = "Exit code 0: whole. 3: damaged, each damaged file named."
+    parser.epilog = "Example: tracestore verify store.zarr --quick"
+    parser.add_argument("store", metavar="STORE")
+    parser.add_argument("--quick", action="store_true", help="sizes and manifest only")
+    parser.add_argument("--repair", action="store_true", help="set a damaged newest manifest aside")
+
+
+def run(args: argparse.Namespace, output: Output) -> int:
+    progress = Progress(output)
+    if args.repair:
+        report = repair_store(args.store)
+    else:
+        report = verify_store(
+            args.store,
+            quick=args.quick,
+            progress=lambda done, total: progress.update(
+                lambda s: f"{100 * done / max(1, total):.0f} % of {format_size(total)}, {done / s / 1e6:,.0f} MB/s"
+            ),
+        )
+    progress.clear()
+    output.document(asdict(report))
+    for line in report.repaired:
+        output.say(f"repaired: {line}")
+    if report.damaged:
+        for name, problem in sorted(report.damaged.items()):
+            print(f"damaged: {name}: {problem}", file=sys.stderr)
+        return 3
+    if not args.json:
+        depth = "sizes of" if args.quick else "every byte of"
+        output.say(
+            f"whole: generation {report.generation}, {depth} {report.num_files:,} files, {format_size(report.num_bytes)}"
+        )
+        for name in report.leftovers:
+            output.say(f"leftover of an unfinished write, the next writer removes it: {name}")
+    return 0

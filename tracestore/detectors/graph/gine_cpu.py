@@ -1,0 +1,63 @@
+"""The kernels of gine_op on the CPU: the C core over the tensors' memory."""
+
+from typing import Any
+
+import torch
+
+from tracestore._core.gine import Graphs
+from tracestore.detectors.graph.inputs import Edges
+from tracestore.store.format import schema
+
+_NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
+
+
+def _raw(tensor: torch.Tensor) -> tuple[Any, int]:
+    """A numpy array over the tensor's bytes, which C reads by the dtype's code."""
+    if tensor.dtype not in _NAMES:
+        raise ValueError(f"a tensor of float16, bfloat16, float32 or float64 is wanted, not {tensor.dtype}")
+    tensor, code = tensor.contiguous(), schema.dtype_code(_NAMES[tensor.dtype])
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy(), code
+
+
+def _graphs(x: torch.Tensor, w: torch.Tensor, edges: Edges) -> Graphs:
+    node_ptr, weight, weight_ptr, source, target, threshold = edges
+    nodes, begins = node_ptr.contiguous().numpy(), weight_ptr.contiguous().numpy()
+    sources, targets = (None if t is None else t.contiguous().numpy() for t in (source, target))
+    rows, rows_dtype = _raw(x)
+    weights, weights_dtype = _raw(weight)
+    threads = torch.get_num_threads()
+    return Graphs(rows, rows_dtype, nodes, weights, weights_dtype, begins, sources, targets, threshold, threads, len(w))
+
+
+def _workspace(graphs: Graphs, dtype: torch.dtype, backward: bool) -> Any:
+    """A torch tensor, so that memory budgets and guards see it."""
+    return torch.empty(graphs.workspace_bytes(dtype.itemsize, backward), dtype=torch.uint8).numpy()
+
+
+def aggregate(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, edges: Edges) -> None:
+    """Writes gine_aggregate's result into `out`, of w's dtype."""
+    graphs = _graphs(x, w, edges)
+    graphs.forward(w.view(-1).numpy(), b.numpy(), out.numpy(), _workspace(graphs, out.dtype, False))
+
+
+def aggregate_backward(
+    grad_out: torch.Tensor,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    b: torch.Tensor,
+    edges: Edges,
+    grad_x: torch.Tensor | None,
+    grad_w: torch.Tensor,
+    grad_b: torch.Tensor,
+) -> None:
+    """Writes the gradients, all of w's dtype; grad_x None: not wanted."""
+    graphs = _graphs(x, w, edges)
+    graphs.backward(
+        w.view(-1).numpy(),
+        b.numpy(),
+        grad_out.numpy(),
+        None if grad_x is None else grad_x.numpy(),
+        grad_w.view(-1).numpy(),
+        grad_b.numpy(),
+        _workspace(graphs, w.dtype, True),
+    )

@@ -1,0 +1,181 @@
+"""The table and the page of a training run."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tracestore.evaluation.plots import PLOTS, write_plots
+from tracestore.page import page, picture, rows_of
+from tracestore.store.io.fsio import atomic_write
+
+__all__ = ["PLOTS", "table", "write_page", "write_plots"]
+
+COLUMNS = ("auroc", "auprc", "brier", "ece", "accuracy", "precision", "recall", "f1")
+_TITLES = {"auroc": "AUROC", "auprc": "AUPRC", "brier": "Brier", "ece": "ECE", "f1": "F1"}
+_METHODS = {"delong": "DeLong", "bootstrap": "bootstrap"}
+
+
+def _entries(results: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    entries = list(results["models"].items())
+    if results.get("probe"):
+        entries.append(("logistic probe", results["probe"]))
+    return entries
+
+
+def _pair_name(pair: dict[str, Any]) -> str:
+    return f"{pair['first']} - {pair['second']}".replace("logistic_probe", "logistic probe")
+
+
+def _p(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return "< 0.001" if value < 0.001 else f"{value:.3f}"
+
+
+def table(results: dict[str, Any]) -> str:
+    """The closing table: a row a model, the probe below, then a row a pair of them."""
+    pairs = results.get("comparisons") or []
+    width = max([14, *(len(_pair_name(p)) for p in pairs)])
+    rest = " ".join(f"{_TITLES.get(c, c):>9}" for c in COLUMNS[1:])
+    lines = [f"{'model':{width}} {'n':>6} {'AUROC':>6} {'95 % interval':>16} {rest}"]
+    for name, entry in _entries(results):
+        test = entry["test"]
+        figures = " ".join(f"{test[c]:9.3f}" for c in COLUMNS[1:])
+        interval = _limits(test["auroc_interval"])
+        lines.append(f"{name:{width}} {test['num_traces']:6,} {test['auroc']:6.3f} {interval:>16} {figures}")
+    if pairs:
+        lines.append(f"{'difference':{width}} {'':6} {'AUROC':>6} {'95 % interval':>16} {'p':>9} {'Holm':>9}  test")
+    for pair in pairs:
+        lines.append(
+            f"{_pair_name(pair):{width}} {'':6} {pair['difference']:+6.3f} {_limits(pair['interval'], '+'):>16} "
+            f"{_p(pair['p']):>9} {_p(pair['p_holm']):>9}  {_METHODS.get(pair['method'], '-')}"
+        )
+    return "\n".join([*lines, *_too_few(results)])
+
+
+def _limits(interval: Sequence[float] | None, sign: str = "") -> str:
+    return "-" if interval is None else f"{interval[0]:{sign}.3f} to {interval[1]:{sign}.3f}"
+
+
+def _too_few(results: dict[str, Any]) -> list[str]:
+    """Why there are no intervals, each reason once."""
+    return list(dict.fromkeys(e["test"]["too_few"] for _, e in _entries(results) if e["test"]["too_few"] is not None))
+
+
+# The page
+
+
+def _interval(value: float, interval: Sequence[float] | None, sign: str = "") -> str:
+    return f"{value:{sign}.3f}" + ("" if interval is None else f" ({_limits(interval, sign)})")
+
+
+def _models(results: dict[str, Any]) -> str:
+    rows = []
+    for name, entry in _entries(results):
+        test = entry["test"]
+        first = [_interval(test[c], test[f"{c}_interval"]) for c in ("auroc", "auprc")]
+        rows.append([name, f"{test['num_traces']:,}", *first, *(f"{test[c]:.3f}" for c in COLUMNS[2:])])
+    reasons = "".join(f"<p>{reason}</p>" for reason in _too_few(results))
+    return reasons + rows_of(
+        ["model", "n", "AUROC (95 %)", "AUPRC (95 %)", *(_TITLES.get(c, c) for c in COLUMNS[2:])], rows
+    )
+
+
+def _comparisons(results: dict[str, Any]) -> str:
+    rows = [
+        [
+            _pair_name(p),
+            _interval(p["difference"], p["interval"], "+"),
+            _p(p["p"]),
+            _p(p["p_holm"]),
+            _METHODS.get(p["method"], "-"),
+        ]
+        for p in results.get("comparisons") or []
+    ]
+    if not rows:
+        return ""
+    return "<h2>Comparisons</h2>" + rows_of(["pair", "difference in AUROC (95 %)", "p", "p, Holm", "test"], rows)
+
+
+def _spread(results: dict[str, Any]) -> str:
+    if "runs" not in results:
+        return ""
+    rows = []
+    for name, entry in _entries(results):
+        test = entry["test"]
+        sd = test["auroc_std_over_seeds"]
+        values = ", ".join(f"{v:.3f}" for v in test["auroc_by_run"])
+        rows.append([name, values, "" if sd is None else f"{sd:.3f}", f"{test['auroc_out_of_fold']:.3f}"])
+    header = ["model", "AUROC of each run (folds, in each the seeds)", "sd over seeds", "out of fold, pooled"]
+    return "<h2>Runs</h2>" + rows_of(header, rows)
+
+
+def _calibration(results: dict[str, Any]) -> str:
+    rows = []
+    for name, entry in _entries(results):
+        c = entry["calibration"]
+        figures = (c["ece"], c["scaled"]["ece"], c["brier"], c["scaled"]["brier"], c["temperature"])
+        rows.append([name, *(f"{v:.3f}" for v in figures)])
+    header = ["model", "ECE", "ECE, scaled", "Brier", "Brier, scaled", "temperature"]
+    return "<h2>Calibration</h2>" + rows_of(header, rows)
+
+
+def _groups(results: dict[str, Any]) -> str:
+    entries = _entries(results)
+    groups = entries[0][1]["by_group"] if entries else []
+    if not groups:
+        return ""
+    rows = []
+    for k, group in enumerate(groups):
+        values = [entry["by_group"][k]["auroc"] for _, entry in entries]
+        counts = (group["num_traces"], group["num_hallucinated"])
+        rows.append([group["group"], *counts, *("one class" if v is None else f"{v:.3f}" for v in values)])
+    header = ["group", "traces", "hallucinated", *(name for name, _ in entries)]
+    return "<h2>AUROC by group</h2>" + rows_of(header, rows)
+
+
+def _layers(results: dict[str, Any]) -> str:
+    """Which layer knows: the probe of each alone."""
+    values = results.get("probe", {}).get("val_auroc_by_layer", [])
+    if not values:
+        return ""
+    rows = [[k, "not finite" if v is None or math.isnan(v) else f"{v:.3f}"] for k, v in enumerate(values)]
+    return "<h2>Logistic probe by layer</h2>" + rows_of(["layer", "AUROC on validation"], rows)
+
+
+def _counts(results: dict[str, Any]) -> str:
+    rows = [
+        [k, part, c["hallucinated"], c["right"]]
+        for k, parts in enumerate(results["counts"])
+        for part, c in parts.items()
+    ]
+    return "<h2>Traces</h2>" + rows_of(["fold", "part", "hallucinated", "right"], rows)
+
+
+def _events(results: dict[str, Any]) -> str:
+    events = [(name, event) for name, entry in results["models"].items() for event in entry["oom_events"]]
+    if not events:
+        return "<h2>Out of memory</h2><p>No event.</p>"
+    columns = list(dict.fromkeys(key for _, event in events for key in event))
+    rows = [[name, *(event.get(c, "") for c in columns)] for name, event in events]
+    return "<h2>Out of memory</h2>" + rows_of(["model", *(c.replace("_", " ") for c in columns)], rows)
+
+
+def write_page(results: dict[str, Any], plots: list[Path], path: Path) -> None:
+    """report.html: one file that needs no network and runs no script."""
+    parts = (
+        _models(results),
+        _comparisons(results),
+        _spread(results),
+        *(picture(p.read_bytes(), p.stem) for p in plots),
+        _calibration(results),
+        _groups(results),
+        _layers(results),
+        _counts(results),
+        _events(results),
+        "<h2>Configuration</h2>" + rows_of(["name", "value"], results["config"].items()),
+        "<h2>Store</h2>" + rows_of(["name", "value"], results["store"].items()),
+    )
+    with atomic_write(path) as file:
+        file.write(page("Training report", parts).encode("utf-8", "backslashreplace"))

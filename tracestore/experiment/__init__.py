@@ -1,0 +1,1 @@
+"""A training run as a whole: detectors, folds and seeds, results and comparisons."""

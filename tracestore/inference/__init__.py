@@ -1,0 +1,1 @@
+"""Trained detectors applied to stores."""

@@ -1,0 +1,117 @@
+"""Scores of a trained detector for every trace of a store, as a CSV file."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tracestore.console import format_size
+from tracestore.data.batch_format import BatchFormat, GraphOptions
+from tracestore.data.epoch import mean_trace_bytes
+from tracestore.detectors.config import VIEWS
+from tracestore.errors import UsageError
+from tracestore.evaluation.metrics import probability
+from tracestore.evaluation.tables import write_rows
+from tracestore.inference.scoring import TrainedDetector, load_detector, score_traces
+from tracestore.oom.limits import RESERVE_BYTES, MemoryBudget, MemoryUse, memory_use
+from tracestore.store.io.fsio import map_os_errors
+from tracestore.store.read.store import TraceStore, open_store
+from tracestore.train.monitor import Log
+from tracestore.train.threads import pick_device, torch_threads
+
+HEADER = ("question_id", "sample", "hallucination_score", "predicted")
+
+
+@dataclass
+class PredictReport:
+    """Counts of predict_store; the JSON document of `tracestore predict --json`."""
+
+    output: str
+    checkpoint: str
+    store: str
+    model: str
+    threshold: float
+    num_traces: int
+    num_predicted: int = 0
+    num_without_score: int = 0
+
+
+def predict_store(
+    checkpoint: Path,
+    store_path: Any,
+    output: Path,
+    *,
+    batch_size: int = 16,
+    device: str = "auto",
+    num_threads: int | None = None,
+    memory_budget: int | None = None,
+    log: Log = print,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> PredictReport:
+    """Write `output`, a CSV file with the columns HEADER and a row for each trace of a store.
+
+    `output` is replaced when all traces are scored. memory_budget: bytes above what the libraries
+    take. UsageError where the detector cannot read the store or the budget is too small.
+    """
+    with torch_threads(num_threads):
+        device = pick_device(device)
+        detector = load_detector(checkpoint)
+        start = memory_use()
+        store = open_store(store_path)
+        detector.check(store)
+        for difference in detector.differences(store):
+            log(f"note: {difference}; scores may not carry over")
+        budget = _budget(detector, store, memory_budget, start)
+        report = PredictReport(
+            str(output), str(checkpoint), str(store_path), detector.name, detector.threshold, len(store)
+        )
+
+        def rows() -> Iterator[tuple[Any, ...]]:
+            done = 0
+            for indices, logits in score_traces(
+                detector,
+                store,
+                batch_size=batch_size,
+                device=device,
+                num_threads=num_threads or 2,
+                memory_budget=None if memory_budget is None else memory_budget // 2,
+                on_event=lambda event: log(
+                    f"out of memory: {event['size_before']} traces at once -> {event['size_after']}"
+                ),
+            ):
+                scored, predicted = probability(logits), logits >= detector.threshold
+                for k, question, score, hit, there in zip(
+                    indices, store.question_ids.at(indices), scored, predicted, ~np.isnan(logits), strict=True
+                ):
+                    yield question, store[int(k)].sample, *((float(score), int(hit)) if there else ("", ""))
+                    report.num_without_score += not there
+                    report.num_predicted += bool(hit)
+                done += len(indices)
+                progress(done, report.num_traces)
+
+        try:
+            with map_os_errors(output):
+                write_rows(output, HEADER, rows())
+        finally:
+            if budget is not None:
+                budget.release()
+    return report
+
+
+def _budget(
+    detector: TrainedDetector, store: TraceStore, memory_budget: int | None, start: MemoryUse
+) -> MemoryBudget | None:
+    """Limit the process to `memory_budget` bytes above `start`. UsageError where one trace needs more."""
+    if memory_budget is None:
+        return None
+    # A few traces on their way, one at work, and the threads' own.
+    edges = detector.config.edge_form(store, "cpu") if VIEWS[detector.name] == "graph" else "coo"
+    form = BatchFormat(VIEWS[detector.name], GraphOptions(edges=edges))
+    floor = 2 * RESERVE_BYTES + 8 * mean_trace_bytes(store, form)
+    if memory_budget < floor:
+        raise UsageError(
+            f"--memory-budget {format_size(memory_budget)} is below {format_size(floor)}, what one trace needs"
+        )
+    return MemoryBudget(memory_budget, start)

@@ -1,0 +1,98 @@
+"""Bytes of an input file: mapped, or inflated piece by piece."""
+
+import os
+import stat
+import zlib
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from isal import igzip
+from isal.igzip_lib import IsalError
+
+from tracestore._core.mapping import MappedFile
+from tracestore._core.pickle import ChunkReader
+from tracestore.errors import InvalidInputError
+from tracestore.store.io.scratch import Scratch
+
+# Inflated size against compressed size: real traces reach 2 to 5.
+MAX_INFLATE_RATIO = 200
+INFLATE_ALLOWANCE_BYTES = 64 << 20
+MAX_INFLATED_BYTES = 1 << 40
+MAX_INFLATED_PAYLOAD_BYTES = 1 << 30
+# What one trace may hold in memory; the rest of it goes through files.
+MAX_INFLATED_MEMORY_BYTES = 32 << 20
+_PIECE_BYTES = 2 << 20
+_PIECES_AHEAD = 3
+
+
+class GzipChunks:
+    """The inflated bytes of a gzip file, piece by piece, against a ratio and a cap: some pieces
+    ahead, from a thread of its own, while `is_ahead()`; else when they are asked for, which
+    takes less of the processors where all of them are busy."""
+
+    def __init__(self, path: Path, is_ahead: Callable[[], bool] = lambda: True) -> None:
+        self.disk_bytes = os.stat(path).st_size
+        self.inflated_bytes = 0
+        self._limit = min(MAX_INFLATED_BYTES, self.disk_bytes * MAX_INFLATE_RATIO + INFLATE_ALLOWANCE_BYTES)
+        self._file = igzip.open(path, "rb")
+        self._is_ahead = is_ahead
+        # Not isal's own thread, which copies each piece once more on its way.
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="tracestore-inflate")
+        self._ahead: deque[Future[bytes]] = deque()
+
+    def __call__(self) -> bytes:
+        """The next piece; b"" at the end, where the checksums have been compared."""
+        while len(self._ahead) < _PIECES_AHEAD and self._is_ahead():
+            self._ahead.append(self._pool.submit(self._file.read, _PIECE_BYTES))
+        try:
+            piece = self._ahead.popleft().result() if self._ahead else self._file.read(_PIECE_BYTES)
+        except EOFError:
+            raise InvalidInputError("truncated: the gzip stream ends early") from None
+        except (zlib.error, IsalError, OSError, ValueError) as error:  # type: ignore[misc]
+            raise InvalidInputError(f"damaged gzip: {error or type(error).__name__}") from None
+        self.inflated_bytes += len(piece)
+        if self.inflated_bytes > self._limit:
+            raise InvalidInputError(
+                f"inflates to more than {self._limit:,} bytes, over {MAX_INFLATE_RATIO} times its size: not a file of traces"
+            )
+        return piece
+
+    def reader(self, scratch: Scratch) -> ChunkReader:
+        """Reads values from the pieces; large traces go through `scratch`."""
+        return ChunkReader(
+            self,
+            scratch.room,
+            disk_bytes=self.disk_bytes,
+            max_memory=min(scratch.max_memory, MAX_INFLATED_MEMORY_BYTES),
+            max_payload=MAX_INFLATED_PAYLOAD_BYTES,
+        )
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        self._file.close()
+
+
+def check_regular(path: Path) -> os.stat_result:
+    """InvalidInputError unless `path` is a regular file (links are followed)."""
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        kind = "a dangling link" if path.is_symlink() else "nothing"
+        raise InvalidInputError(f"found {kind}, expected a regular file") from None
+    except OSError as error:
+        raise InvalidInputError(f"cannot be opened: {error.strerror}") from None
+    if not stat.S_ISREG(status.st_mode):
+        kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder"}
+        kind = kinds.get(stat.S_IFMT(status.st_mode), "a device")
+        raise InvalidInputError(f"found {kind}, expected a regular file")
+    return status
+
+
+def map_file(path: Path) -> MappedFile:
+    """The file mapped; InvalidInputError where it cannot be read."""
+    try:
+        return MappedFile(path)
+    except OSError as error:
+        raise InvalidInputError(f"cannot be opened: {error.strerror}") from None

@@ -1,0 +1,317 @@
+"""The four families of input files as records, one at a time."""
+
+import contextlib
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tracestore._core.pickle import BufferReader, ByteReader, ChunkReader
+from tracestore.errors import InvalidInputError, TruncatedFileError
+from tracestore.ingest import pickled_values, torch_file
+from tracestore.ingest.byte_source import (
+    GzipChunks,
+    check_regular,
+    map_file,
+)
+from tracestore.ingest.pickle_reader import pickle_reader
+from tracestore.store.format import schema
+from tracestore.store.io.scratch import Scratch
+from tracestore.store.write.record import TraceRecord, question_id_text, record_from_dict, refuse
+
+# What a file may come to, counting what it names many times each time: so much, and so
+# much for a byte of it. A value takes at least one byte. TextFields become bytes anew each time
+# they are named; arrays do not, and one of them stands for all layers in files that people
+# make by hand: as many times as gzip may inflate.
+_FREE_VALUES, _VALUES_PER_BYTE = 20_000, 4
+_FREE_TEXT, _TEXT_TIMES = 16 << 20, 4
+_FREE_BYTES, _ARRAY_TIMES = 64 << 20, 200
+_MAX_BYTES_VALUE = 4 << 20
+_GZIP_RESERVED = 0xE0
+
+
+def resolve(value: Any, limits: "_Limits") -> Any:
+    """Drafts inside containers as arrays; shared references count every time."""
+    kind = type(value)
+    if kind is str or kind is bytes:
+        limits.spend(len(value))
+        return value
+    if kind is pickled_values.PickledArray or kind is pickled_values.TensorDraft:
+        array = value.resolve()
+        if isinstance(array, list):
+            return [resolve(v, limits) for v in array]
+        limits.spend(0, array.nbytes)
+        return array
+    limits.spend(len(value) if kind is memoryview else 0)
+    if kind is dict:
+        return {k: resolve(v, limits) for k, v in value.items()}
+    if kind is list or kind is tuple:
+        return _resolve_all(value, limits)
+    if kind is memoryview:
+        if len(value) > _MAX_BYTES_VALUE:
+            raise InvalidInputError(f"found {len(value):,} bytes that are no array")
+        return bytes(value)
+    if isinstance(value, pickled_values.Draft | pickled_values.Builder):
+        raise InvalidInputError(
+            f"found a {type(value).__name__.removesuffix('Draft')} object where a value is expected"
+        )
+    return value
+
+
+def _resolve_all(values: Sequence[Any], limits: "_Limits") -> list[Any]:
+    """TextFields, or arrays, at once: most of what a trace has."""
+    kinds = set(map(type, values))
+    if kinds == {str}:
+        limits.spend(sum(map(len, values)), count=len(values))
+        return list(values)
+    if kinds == {pickled_values.PickledArray}:
+        arrays = [v.array for v in values]
+        if set(map(type, arrays)) == {np.ndarray}:
+            limits.spend(0, sum(a.nbytes for a in arrays), count=len(arrays))
+            return arrays
+    return [resolve(v, limits) for v in values]
+
+
+class _Limits:
+    """What the traces of a file may come to: values, and bytes of them, which a file
+    exceeds only by naming the same ones many times. `read_bytes` says how many bytes of
+    the file have been there so far."""
+
+    def __init__(self, read_bytes: Callable[[], int]) -> None:
+        self._read_bytes = read_bytes
+        self._values = self._text_bytes = self._array_bytes = 0
+        self._max_values = self._max_text_bytes = self._max_array_bytes = 0
+
+    def spend(self, text_bytes: int = 0, array_bytes: int = 0, count: int = 1) -> None:
+        """So many values more, of so many bytes."""
+        self._values += count
+        self._text_bytes += text_bytes
+        self._array_bytes += array_bytes
+        if self._exceeded():
+            there = self._read_bytes()
+            self._max_values = _FREE_VALUES + _VALUES_PER_BYTE * there
+            self._max_text_bytes = _FREE_TEXT + _TEXT_TIMES * there
+            self._max_array_bytes = _FREE_BYTES + _ARRAY_TIMES * there
+            if self._exceeded():
+                raise InvalidInputError(
+                    "traces whose values, counted each time they are named, exceed the file many times"
+                )
+
+    def _exceeded(self) -> bool:
+        return (
+            self._values > self._max_values
+            or self._text_bytes > self._max_text_bytes
+            or self._array_bytes > self._max_array_bytes
+        )
+
+    def resolved(self, value: Any) -> Any:
+        return resolve(value, self)
+
+
+def read_traces(
+    path: Path,
+    name: str,
+    *,
+    need_attention: bool | None = True,
+    scratch: Scratch | None = None,
+    is_ahead: Callable[[], bool] = lambda: True,
+) -> Iterator[TraceRecord]:
+    """The traces of one file, in order. `name` is the file's name in errors.
+
+    Raises InvalidInputError naming file, position and field; what it has yielded
+    before then must not be kept. Arrays of the records are views of the mapped
+    file where it is not compressed; of a compressed one, what is beyond some MiB of a
+    trace lies in `scratch` (by default in the system's folder for temporary files), and a
+    thread of its own inflates while `is_ahead()`.
+    """
+    position = 0
+    try:
+        for position, record in enumerate(_records(path, name, need_attention, scratch or Scratch(), is_ahead)):
+            yield record
+            position += 1
+        if position == 0:
+            raise InvalidInputError("found no trace in it")
+    except InvalidInputError as error:
+        raise error.at(source=name) from None
+    except TruncatedFileError:
+        raise InvalidInputError("cut short while it was read", source=name, position=position) from None
+    except RecursionError:
+        raise InvalidInputError("nested deeper than a file of traces", source=name) from None
+    except (ValueError, TypeError, OverflowError, IndexError, KeyError, struct.error) as error:
+        # What the checks did not foresee is a refusal too, never a traceback.
+        reason = f"not a file of traces: {type(error).__name__}: {error}"
+        raise InvalidInputError(reason, source=name, position=position) from None
+
+
+def _records(
+    path: Path, name: str, need_attention: bool | None, scratch: Scratch, is_ahead: Callable[[], bool]
+) -> Iterator[TraceRecord]:
+    status = check_regular(path)
+    if status.st_size == 0:
+        raise InvalidInputError("an empty file")
+    mapped = map_file(path)
+    view = memoryview(mapped)
+    head = bytes(view[:4])
+    gzipped = head[:2] == b"\x1f\x8b"
+    limits = _Limits(lambda: status.st_size)
+    if gzipped:
+        if view[3] & _GZIP_RESERVED:
+            raise InvalidInputError("damaged gzip: reserved flags are set")
+        with contextlib.closing(GzipChunks(path, is_ahead)) as pieces:
+            limits = _Limits(lambda: pieces.inflated_bytes)
+            yield from _from_pickle(limits, pieces.reader(scratch), name, need_attention)
+    elif head == b"PK\x03\x04":
+        yield from _from_object(limits, torch_file.read_zip(mapped), name, need_attention)
+    elif torch_file.is_legacy(view):
+        yield from _from_object(limits, torch_file.read_legacy(view), name, need_attention)
+    else:
+        yield from _from_pickle(limits, BufferReader(mapped), name, need_attention)
+
+
+def _from_pickle(limits: _Limits, source: ByteReader, name: str, need_attention: bool | None) -> Iterator[TraceRecord]:
+    reader = pickle_reader(source, load_bytes=torch_file.load_bytes)
+    for position, item in enumerate(reader):
+        record = _trace(limits, item, name, position, need_attention)
+        item = None
+        record.is_borrowed = isinstance(source, ChunkReader)
+        yield record
+        del record
+    if not source.at_end():
+        raise InvalidInputError("trailing bytes after the pickle")
+    if reader.num_streamed == 0:
+        yield from _from_object(limits, reader.result, name, need_attention)
+
+
+def _trace(limits: _Limits, item: Any, name: str, position: int, need_attention: bool | None) -> TraceRecord:
+    try:
+        return record_from_dict(
+            limits.resolved(item), source_name=name, position=position, need_attention=need_attention
+        )
+    except InvalidInputError as error:
+        raise error.at(position=position) from None
+
+
+def _from_object(limits: _Limits, root: Any, name: str, need_attention: bool | None) -> Iterator[TraceRecord]:
+    if isinstance(root, list):
+        for position, item in enumerate(root):
+            yield _trace(limits, item, name, position, need_attention)
+        return
+    if not isinstance(root, dict):
+        found = "a tensor or array" if isinstance(root, pickled_values.Draft) else type(root).__name__
+        raise InvalidInputError(f"found {found}, expected a list of traces or a dict of sequences or graphs")
+    if "graphs" in root:
+        yield from _graphs(limits, root)
+    elif "sequences" in root:
+        yield from _sequences(limits, root)
+    else:
+        yield _trace(limits, root, name, 0, need_attention)
+
+
+def _ids(limits: _Limits, root: dict[str, Any], count: int, of: str) -> list[str]:
+    if "question_ids" not in root:
+        raise InvalidInputError("missing key", field="question_ids")
+    ids = limits.resolved(root["question_ids"])
+    if isinstance(ids, np.ndarray) and ids.ndim == 1:
+        ids = ids.tolist()
+    if not isinstance(ids, list):
+        raise refuse("question_ids", type(ids).__name__, "a list of ids")
+    if len(ids) != count:
+        raise refuse("question_ids", f"{len(ids)} ids", f"{count}, one {of} each")
+    texts = []
+    for position, value in enumerate(ids):
+        try:
+            texts.append(question_id_text(value, "question_ids"))
+        except InvalidInputError as error:
+            raise error.at(position=position) from None
+    return texts
+
+
+def _labels(limits: _Limits, root: dict[str, Any], count: int) -> list[float | None]:
+    labels = limits.resolved(root["labels"])
+    try:
+        values = np.asarray(labels, dtype="<f8")
+    except (TypeError, ValueError):
+        raise refuse("labels", type(labels).__name__, f"({count},) numbers") from None
+    if values.size != count or max(values.shape, default=0) not in (0, count):
+        raise refuse("labels", f"shape {values.shape}", f"({count},)")
+    return [None if np.isnan(v) else float(v) for v in values.reshape(-1)]
+
+
+def _float_array(value: Any, field: str, ndim: int, text: str) -> np.ndarray:
+    if not isinstance(value, np.ndarray) or value.ndim != ndim:
+        found = f"shape {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
+        raise refuse(field, found, text)
+    try:
+        schema.dtype_name(value.dtype)
+    except ValueError:
+        raise refuse(field, f"dtype {value.dtype.name}", "float16, float32 or bfloat16") from None
+    return value if value.dtype.isnative else value.astype(value.dtype.newbyteorder("="))
+
+
+def _sequences(limits: _Limits, root: dict[str, Any]) -> Iterator[TraceRecord]:
+    """Family 2: the last token of every layer."""
+    sequences = _float_array(limits.resolved(root["sequences"]), "sequences", 3, "(N, L, D)")
+    if 0 in sequences.shape:
+        raise refuse("sequences", f"shape {sequences.shape}", "(N, L, D) without a zero")
+    if "labels" not in root:
+        raise InvalidInputError("missing key", field="labels")
+    labels = _labels(limits, root, len(sequences))
+    for position, question_id in enumerate(_ids(limits, root, len(sequences), "sequence")):
+        yield TraceRecord(
+            question_id=question_id, position=position, last_token=sequences[position], label=labels[position]
+        )
+
+
+def _graphs(limits: _Limits, root: dict[str, Any]) -> Iterator[TraceRecord]:
+    """Families 3 (labels) and 4 (none): a PyG Data a layer."""
+    graphs = root["graphs"]
+    if not isinstance(graphs, list | tuple) or len(graphs) == 0:
+        raise refuse("graphs", type(graphs).__name__, "a list over traces of lists over layers")
+    ids = _ids(limits, root, len(graphs), "trace")
+    labels = _labels(limits, root, len(graphs)) if "labels" in root else [None] * len(graphs)
+    for position, layers in enumerate(graphs):
+        try:
+            record = _graph_record(limits, layers)
+        except InvalidInputError as error:
+            raise error.at(position=position) from None
+        record.question_id, record.position, record.label = ids[position], position, labels[position]
+        yield record
+
+
+def _graph_record(limits: _Limits, layers: Any) -> TraceRecord:
+    if not isinstance(layers, list | tuple) or len(layers) == 0:
+        raise refuse("graphs", type(layers).__name__, "a list of at least one layer")
+    hidden, edges, extras = [], [], {}  # type: ignore[var-annotated]
+    for k, layer in enumerate(layers):
+        if not isinstance(layer, pickled_values.GraphDraft | dict):
+            raise refuse(f"graphs[{k}]", type(layer).__name__, "a PyG Data")
+        fields = layer.fields() if isinstance(layer, pickled_values.GraphDraft) else layer
+        if not all(isinstance(name, str) for name in fields):
+            raise refuse(f"graphs[{k}]", "a key that is not a string", "the fields of a PyG Data")
+        fields = {name: resolve(v, limits) for name, v in fields.items()}
+        for name in ("x", "edge_index", "edge_attr"):
+            if fields.get(name) is None:
+                raise InvalidInputError("missing key", field=f"graphs[{k}].{name}")
+        x = _float_array(fields.pop("x"), f"graphs[{k}].x", 2, "(S, D)")
+        if 0 in x.shape:
+            raise refuse(f"graphs[{k}].x", f"shape {x.shape}", "at least one token and one column")
+        if hidden and (x.shape != hidden[0].shape or x.dtype != hidden[0].dtype):
+            raise refuse(f"graphs[{k}].x", f"{x.dtype} {x.shape}", f"{hidden[0].dtype} {hidden[0].shape} as in layer 0")
+        index, weight = fields.pop("edge_index"), fields.pop("edge_attr")
+        if not isinstance(index, np.ndarray) or index.ndim != 2 or index.shape[0] != 2 or index.dtype.kind not in "iu":
+            found = f"shape {index.shape}" if isinstance(index, np.ndarray) else type(index).__name__
+            raise refuse(f"graphs[{k}].edge_index", found, "(2, E) integers")
+        if not isinstance(weight, np.ndarray) or weight.shape not in ((index.shape[1], 1), (index.shape[1],)):
+            found = f"shape {weight.shape}" if isinstance(weight, np.ndarray) else type(weight).__name__
+            raise refuse(f"graphs[{k}].edge_attr", found, f"({index.shape[1]}, 1)")
+        weight = _float_array(weight.reshape(-1), f"graphs[{k}].edge_attr", 1, "(E, 1)")
+        nodes = fields.pop("num_nodes", None)
+        if nodes is not None and (not isinstance(nodes, int | np.integer) or int(nodes) != len(x)):
+            raise refuse(f"graphs[{k}].num_nodes", str(nodes)[:40], str(len(x)))
+        hidden.append(x)
+        edges.append((index, weight))
+        for name, value in fields.items():
+            extras.setdefault(name, [None] * len(layers))[k] = value
+    return TraceRecord(question_id="", hidden=hidden, edges=edges, extras=extras)

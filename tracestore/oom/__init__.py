@@ -1,0 +1,1 @@
+"""Training steps that survive running out of memory: the guard, its snapshots and its limits."""

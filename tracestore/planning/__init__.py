@@ -1,0 +1,1 @@
+"""What a training takes: measured memory, time and the batch that fits."""

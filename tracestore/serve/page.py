@@ -1,0 +1,333 @@
+"""The page: controls, and what they show.
+
+All that comes from a store or from results is shown as text: PreText and Div with render_as_text
+make text nodes, tables escape their cells (not their titles), glyphs paint.
+"""
+
+import html
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from bokeh.document import Document
+from bokeh.events import Tap
+from bokeh.layouts import column, row
+from bokeh.model import Model
+from bokeh.models.layouts import TabPanel, Tabs
+from bokeh.models.sources import ColumnDataSource
+from bokeh.models.widgets.buttons import Button, Toggle
+from bokeh.models.widgets.inputs import Select, TextInput
+from bokeh.models.widgets.markups import Div, PreText
+from bokeh.models.widgets.sliders import Slider
+from bokeh.models.widgets.tables import DataTable, NumberFormatter, StringFormatter, TableColumn
+
+from tracestore.errors import TracestoreError, escape_unprintable
+from tracestore.extras import needs
+from tracestore.serve import figures
+from tracestore.serve.search import TraceSearch
+from tracestore.store.format import schema
+from tracestore.store.read.trace import Trace
+from tracestore.view import View
+
+_PAGE_ROWS = 200
+_MAX_TEXT = 4_000
+_MAX_CELL = 120
+# Traces of the projection: enough to see what separates, read in a second or two.
+_MAX_POINTS = 1_000
+_MEAN = "mean over the heads"
+
+
+def _text(name: str, width: int) -> Div:
+    return Div(css_classes=[name], width=width, render_as_text=True, disable_math=True,
+               styles={"white-space": "pre-wrap", "overflow-wrap": "anywhere"})  # fmt: skip
+
+
+class Page:
+    """One visitor's page. The catalogue and its store are everybody's."""
+
+    def __init__(self, catalogue: TraceSearch) -> None:
+        self._catalogue, self._store = catalogue, catalogue.store
+        self._found = np.zeros(0, np.int64)
+        self._begin = 0
+        self._trace: Trace | None = None
+        self._make_search()
+        self._make_trace()
+        self._make_projection()
+        self._search()
+        if len(self._found):
+            self._open(int(self._found[0]))
+
+    def fill(self, document: Document) -> None:
+        results = self._catalogue.results
+        probabilities = figures.probability_plots(results, self._catalogue.targets)
+        training = figures.training_plots(results.history)
+        figures_of_test = "\n".join(
+            f"{name}: " + ", ".join(f"{k} {v:.3f}" for k, v in test.items()) for name, test in results.test.items()
+        )
+        none = PreText(text="Give the folder that tracestore train wrote: tracestore serve STORE --results DIR")
+        tabs = Tabs(
+            tabs=[
+                TabPanel(title="Trace", child=self._trace_panel),
+                TabPanel(title="Projection", child=self._projection_panel),
+                TabPanel(title="Predictions", child=column(*_rows(probabilities)) if probabilities else none),
+                TabPanel(
+                    title="Training",
+                    child=column(PreText(text=figures_of_test, css_classes=["test-figures"]), *_rows(training))
+                    if results.test
+                    else none,
+                ),
+            ],
+            css_classes=["tabs"],
+        )
+        document.title = "tracestore"
+        document.add_root(column(self._search_panel, tabs, margin=10))
+        self._catalogue.read_texts()  # the first search for words finds them read, or waits
+
+    # Searching
+
+    def _make_search(self) -> None:
+        catalogue = self._catalogue
+        filters: list[Any] = [*catalogue.filters]
+        orders: list[Any] = [*catalogue.orders]
+        self._words = TextInput(title="words in id, question or answer", css_classes=["words"], width=300)
+        self._label = Select(title="traces", options=filters, value=filters[0], css_classes=["label"])
+        self._order = Select(title="order by", options=orders, value=orders[0], css_classes=["order"])
+        self._descending = Toggle(label="largest first", css_classes=["descending"], margin=(24, 5, 5, 5))
+        self._earlier = Button(label="earlier", css_classes=["earlier"], margin=(24, 5, 5, 5))
+        self._later = Button(label="later", css_classes=["later"], margin=(24, 5, 5, 5))
+        self._message, self._problem = _text("message", 500), _text("problem", 1060)
+        for control in (self._words, self._label, self._order):
+            _on(control, "value", self._search)
+        _on(self._descending, "active", self._search)
+        self._earlier.on_click(lambda _: self._turn(-_PAGE_ROWS))
+        self._later.on_click(lambda _: self._turn(_PAGE_ROWS))
+        self._rows = ColumnDataSource({})
+        self._rows.selected.on_change("indices", self._picked)
+        text, number = StringFormatter(nan_format=""), NumberFormatter(format="0.000", nan_format="")
+        columns = [
+            TableColumn(field="index", title="trace", width=60),
+            TableColumn(field="question_id", title="question id", width=160, formatter=text),
+            TableColumn(field="question", title="question", width=330, formatter=text),
+            TableColumn(field="answer", title="answer", width=260, formatter=text),
+            TableColumn(field="tokens", title="tokens", width=60),
+            TableColumn(field="score", title="score", width=60, formatter=number),
+            TableColumn(field="label", title="label", width=90, formatter=text),
+        ]
+        columns += [
+            TableColumn(field=f"model {k}", title=html.escape(name), width=90, formatter=number)
+            for k, name in enumerate(catalogue.results.probabilities)
+        ]
+        # Sorting is the catalogue's: over all that was found, not the rows of one page.
+        table = DataTable(source=self._rows, columns=columns, width=1060, height=260, index_position=None,
+                          sortable=False, reorderable=False, css_classes=["table"])  # fmt: skip
+        controls = row(self._words, self._label, self._order, self._descending, self._earlier, self._later)
+        self._search_panel = column(controls, self._message, self._problem, table)
+
+    def _search(self) -> None:
+        self._found = self._guarded(
+            lambda: self._catalogue.find(
+                self._words.value, self._label.value, self._order.value, descending=self._descending.active
+            ),
+            np.zeros(0, np.int64),
+        )
+        self._begin = 0
+        self._list()
+
+    def _turn(self, by: int) -> None:
+        if 0 <= self._begin + by < len(self._found):
+            self._begin += by
+            self._list()
+
+    def _list(self) -> None:
+        shown = self._found[self._begin : self._begin + _PAGE_ROWS]
+        self._rows.selected.indices = []
+        self._rows.data = self._guarded(lambda: self._columns(shown), {})
+        first = min(self._begin + 1, len(self._found))
+        self._message.text = f"{first:,} to {self._begin + len(shown):,} of {len(self._found):,} found, {len(self._store):,} traces in all"
+        self._earlier.disabled = self._begin == 0
+        self._later.disabled = self._begin + _PAGE_ROWS >= len(self._found)
+
+    def _columns(self, indices: np.ndarray) -> dict[str, Any]:
+        traces = [self._store[int(k)] for k in indices]
+        catalogue = self._catalogue
+        columns: dict[str, Any] = {
+            "index": indices,
+            "question_id": [escape_unprintable(t.question_id, _MAX_CELL) for t in traces],
+            "question": [escape_unprintable(t.question or "", _MAX_CELL) for t in traces],
+            "answer": [escape_unprintable(t.answer or "", _MAX_CELL) for t in traces],
+            "tokens": [t.num_tokens for t in traces],
+            "score": self._store.scores[indices],
+            "label": [_label(v) for v in catalogue.targets[indices]],
+        }
+        for k, values in enumerate(catalogue.results.probabilities.values()):
+            columns[f"model {k}"] = values[indices]
+        return columns
+
+    def _picked(self, _name: str, _old: list[int], new: list[int]) -> None:
+        shown = self._found[self._begin : self._begin + _PAGE_ROWS]
+        if new and new[0] < len(shown):
+            self._open(int(shown[new[0]]))
+
+    # One trace
+
+    def _make_trace(self) -> None:
+        layers = max(1, self._store.num_layers)
+        heads: list[Any] = [
+            _MEAN,
+            *map(str, range(self._store.num_stored_heads if self._store.attention == "heads" else 0)),
+        ]
+        self._about, self._question, self._answer = (_text(n, 1060) for n in ("about", "question", "answer"))
+        self._layer = Slider(
+            title="layer", start=0, end=max(1, layers - 1), step=1, value=layers // 2, css_classes=["layer"]
+        )
+        self._head = Select(title="head", options=heads, value=_MEAN, css_classes=["head"])
+        self._threshold = Slider(
+            title="attention above", start=0, end=1, step=0.01, value=0.05, css_classes=["threshold"]
+        )
+        self._pairs = _text("pairs", 700)
+        self._heat = figures.HeatMap("attention, square root", "attended token", "attending token")
+        self._norms = figures.HeatMap("norm of hidden states, logarithm", "token", "layer")
+        self._graph = figures.AttentionGraph()
+        _on(self._layer, "value_throttled", self._draw)
+        _on(self._head, "value", self._draw)
+        _on(self._threshold, "value_throttled", self._draw_graph)
+        self._view: View | None = None
+        self._trace_panel = column(
+            self._about,
+            self._question,
+            self._answer,
+            row(self._layer, self._head, self._threshold),
+            row(self._heat.plot, self._norms.plot),
+            self._pairs,
+            self._graph.plot,
+        )
+
+    def _open(self, index: int) -> None:
+        self._trace = trace = self._store[index]
+        self._question.text = self._guarded(
+            lambda: "Question: " + escape_unprintable(trace.question or "", _MAX_TEXT), ""
+        )
+        self._answer.text = self._guarded(lambda: "Answer: " + escape_unprintable(trace.answer or "", _MAX_TEXT), "")
+        self._about.text = self._guarded(lambda: self._values(trace), "")
+        self._draw()
+
+    def _values(self, trace: Trace) -> str:
+        source, position = trace.source
+        said = [f"trace {trace.index}: {escape_unprintable(trace.question_id)}, sample {trace.sample}"]
+        said.append(f"{trace.num_tokens} tokens" if trace.num_tokens else "last tokens only")
+        if not np.isnan(trace.score):
+            said.append(f"score {trace.score:g}")
+        truth = _label(self._catalogue.targets[trace.index])
+        said.append(f"truth: {truth or 'unknown'}")
+        for name, values in self._catalogue.results.probabilities.items():
+            if not np.isnan(values[trace.index]):
+                said.append(f"{name} {values[trace.index]:.3f}")
+        said.append(f"from {escape_unprintable(source)} {position}")
+        return "; ".join(said)
+
+    def _draw(self) -> None:
+        if self._trace is None:
+            return
+        head = None if self._head.value == _MEAN else int(self._head.value)
+        layer = min(int(self._layer.value), max(0, self._store.num_layers - 1))
+        trace = self._trace
+        self._view = self._guarded(lambda: View.of(self._store, trace, layer, head), None)
+        attention = None if self._view is None else self._view.attention
+        norms = None if self._view is None else self._view.norms
+        self._heat.show(None if attention is None else np.sqrt(np.maximum(attention, 0)))
+        self._norms.show(None if norms is None else np.log1p(norms))
+        self._draw_graph()
+
+    def _draw_graph(self) -> None:
+        view = self._view
+        attention = None if view is None else view.attention
+        is_causal = view is not None and view.trace.attention_layout == "causal"
+        names = None if view is None else self._guarded(lambda: view.trace.tokens_decoded, None)
+        self._pairs.text = self._graph.show(attention, names, float(self._threshold.value), is_causal=is_causal)
+
+    # All traces
+
+    def _make_projection(self) -> None:
+        layers = max(1, self._store.num_layers)
+        self._depth = Slider(
+            title="layer", start=0, end=max(1, layers - 1), step=1, value=layers - 1, css_classes=["depth"]
+        )
+        self._points = ColumnDataSource({k: [] for k in ("x", "y", "colour", "size")})
+        self._project_button = Button(
+            label="draw", css_classes=["project"], button_type="primary", margin=(24, 5, 5, 5)
+        )
+        self._projected = np.zeros(0, np.int64)
+        self._projection_note = _text("projection-note", 700)
+        plot = figures.projection(self._points)
+        # The tap selects a point first, then asks which one.
+        plot.on_event(Tap, lambda _: self._tapped())
+        self._project_button.on_click(lambda _: self._project())
+        _on(self._depth, "value_throttled", self._project)
+        self._projection_panel = column(row(self._depth, self._project_button), self._projection_note, plot)
+
+    def _project(self) -> None:
+        layer = min(int(self._depth.value), max(0, self._store.num_layers - 1))
+        chosen = self._found
+        if len(chosen) > _MAX_POINTS:
+            chosen = np.sort(np.random.default_rng(0).choice(chosen, _MAX_POINTS, replace=False))
+        points, share = self._guarded(lambda: self._principal(chosen, layer), (np.zeros((0, 2)), 0.0))
+        self._projected = chosen[: len(points)]
+        self._points.selected.indices = []
+        self._points.data = {
+            "x": points[:, 0],
+            "y": points[:, 1],
+            "colour": figures.label_colours(self._catalogue.targets[self._projected]),
+            "size": np.full(len(points), 7),
+        }
+        self._projection_note.text = (
+            f"layer {layer}, {len(points):,} of the {len(self._found):,} traces found, columns standardised; "
+            f"{share:.0%} of the variance; red hallucinated, blue right, grey neither; a click opens the trace"
+        )
+
+    def _principal(self, indices: np.ndarray, layer: int) -> tuple[np.ndarray, float]:
+        """-> (n, 2) and the share of the variance that they hold."""
+        with needs("serve"):
+            from sklearn.decomposition import PCA
+            from sklearn.preprocessing import StandardScaler
+
+        if len(indices) < 3:
+            return np.zeros((0, 2)), 0.0
+        states = np.stack(
+            [
+                schema.as_float32(Trace(self._store, int(k), private=True).last_token[layer], self._store.hidden_dtype)
+                for k in indices
+            ]
+        )
+        states = StandardScaler().fit_transform(np.nan_to_num(states, posinf=0, neginf=0))
+        model = PCA(2, svd_solver="randomized", random_state=0)
+        points = model.fit_transform(states)
+        return points, float(np.nan_to_num(model.explained_variance_ratio_).sum())
+
+    def _tapped(self) -> None:
+        picked = self._points.selected.indices
+        if picked and picked[0] < len(self._projected):
+            self._open(int(self._projected[picked[0]]))
+
+    def _guarded(self, work: Callable[[], Any], otherwise: Any) -> Any:
+        """An error of the store is said on the page, which goes on."""
+        try:
+            found = work()
+        except TracestoreError as error:
+            self._problem.text = escape_unprintable(str(error))
+            return otherwise
+        self._problem.text = ""
+        return found
+
+
+def _on(model: Model, name: str, work: Callable[[], None]) -> None:
+    """Calls `work` when a property of a control was changed."""
+    model.on_change(name, lambda attr, old, new: work())
+
+
+def _label(target: float) -> str:
+    return "hallucinated" if target >= 0.5 else "right" if target < 0.5 else ""
+
+
+def _rows(plots: list[Any]) -> list[Any]:
+    """Two beside each other."""
+    return [row(*plots[k : k + 2]) for k in range(0, len(plots), 2)]

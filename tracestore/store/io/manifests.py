@@ -1,0 +1,23 @@
+"""The manifests of a store in a folder."""
+
+from tracestore.errors import CorruptStoreError
+from tracestore.store.format import paths
+from tracestore.store.format.manifest import MAX_MANIFEST_BYTES, Manifest, parse_manifest
+from tracestore.store.io.files import LocalFiles
+
+
+def list_generations(files: LocalFiles) -> list[int]:
+    """The generations that have a manifest file, newest first."""
+    return sorted((int(n) for n in files.names("manifest") if paths.is_generation(n)), reverse=True)
+
+
+def load_manifest(files: LocalFiles, generation: int) -> Manifest:
+    """CorruptStoreError where the file is not whole; FileNotFoundError where it is gone."""
+    path = paths.manifest(generation)
+    try:
+        data = files.read_small(path, MAX_MANIFEST_BYTES)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CorruptStoreError(f"{path}: {error.strerror}") from None
+    return parse_manifest(data, generation)

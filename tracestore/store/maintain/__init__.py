@@ -1,0 +1,1 @@
+"""Work on a store as a whole: verify, lint, merge."""

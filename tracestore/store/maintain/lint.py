@@ -1,0 +1,233 @@
+"""Looking for what training on a store would stumble over.
+
+`verify` asks whether the bytes are those that were committed, `lint` whether the values
+make sense. One trace is looked at at a time, in memory of its own.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tracestore._core import kernels
+from tracestore.errors import CorruptStoreError
+from tracestore.store.format import schema
+from tracestore.store.read.store import TraceStore, open_store
+from tracestore.store.read.trace import PackedEdges, Trace
+
+# A kind of finding that many traces have is listed so often, and counted.
+MAX_EXAMPLES = 100
+RARE_CLASS = 0.05
+# A length is far out beyond so many times the spread of the lengths (the median absolute
+# deviation times 1.4826, which is the standard deviation of a normal distribution), and
+# beyond so many times the median: lengths of real answers spread widely.
+OUTLIER_SPREADS, OUTLIER_TIMES = 8.0, 3.0
+
+KINDS: dict[str, tuple[str, str]] = {
+    "nan": ("error", "leave the trace out of training, or extract it again"),
+    "infinite": ("error", "extract it again, or convert with --dtype keep if float16 was too small"),
+    "row_sums": ("warning", "check that the attention is the softmax's output, not its input or a thresholded copy"),
+    "negative_weight": ("error", "check the extraction: a softmax gives no weight below 0"),
+    "large_weight": ("error", "check the extraction: a softmax gives no weight above 1"),
+    "not_causal": (
+        "warning",
+        "if the model is a decoder, check that its mask was on; the store keeps such traces square",
+    ),
+    "empty_answer": ("warning", "look at the generation, or leave the trace out"),
+    "missing_score": (
+        "warning",
+        "add it with `tracestore score STORE --scores CSV`; without it training leaves the trace out",
+    ),
+    "invalid_score": ("error", "scores are finite numbers; replace it with `tracestore score`"),
+    "conflicting_scores": ("warning", "check the scores file: the same answer to the same question was scored twice"),
+    "repeated_score": ("warning", "check the scores file: with a column `sample` each answer gets a score of its own"),
+    "rare_class": ("warning", "choose another score threshold, or collect more of that class"),
+    "outlier_length": ("warning", "check that generation stopped; one long trace decides the memory of its batch"),
+    "one_token": ("warning", "check the source: a graph of one token has no structure"),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """index and question_id are None for what concerns the whole store."""
+
+    kind: str
+    severity: str
+    index: int | None
+    question_id: str | None
+    found: str
+    advice: str
+
+
+@dataclass
+class LintReport:
+    """findings: at most MAX_EXAMPLES a kind, in the order of the store; counts: all of a kind."""
+
+    num_traces: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+
+    def add(self, kind: str, trace: Trace | None, found: str) -> None:
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        if self.counts[kind] <= MAX_EXAMPLES:
+            severity, advice = KINDS[kind]
+            index, question_id = (None, None) if trace is None else (trace.index, trace.question_id)
+            self.findings.append(Finding(kind, severity, index, question_id, found, advice))
+
+
+def row_tolerance(num_tokens: int) -> float:
+    """How far from 1 the sum of a stored row of a softmax, or of a mean of such rows, may be.
+
+    The weights w of a row are not below 0 and sum to 1, so that roundings with a relative
+    error of at most u change the sum by at most u, however long the row is. The coarsest that
+    models give is bfloat16, u = 2**-8; the mean is stored as float16, u = 2**-11, and
+    where a weight is below float16's normal range it is off by up to 2**-25 in itself.
+    Twice that allows for a softmax that was rounded before it was normalised."""
+    return 2 * (2.0**-8 + 2.0**-11 + num_tokens * 2.0**-25)
+
+
+class _Linter:
+    def __init__(self, store: TraceStore) -> None:
+        self.store, self.report = store, LintReport(len(store))
+
+    def count(self, trace: Trace, name: str, array: np.ndarray) -> None:
+        """NaN and infinite values among weights that are in memory."""
+        for kind, count in (("nan", int(np.isnan(array).sum())), ("infinite", int(np.isinf(array).sum()))):
+            if count:
+                self.report.add(kind, trace, f"{count:,} of {array.size:,} values of {name}")
+
+    def hidden(self, trace: Trace, name: str) -> None:
+        """The same among hidden states, which are counted where they lie; few have any."""
+        dtype = self.store.hidden_dtype
+        values = np.ascontiguousarray(getattr(trace, name))
+        if kernels.count_nonfinite(values.reshape(-1).view("u1"), schema.dtype_code(dtype)):
+            self.count(
+                trace, name, schema.as_float32(getattr(Trace(self.store, trace.index, private=True), name), dtype)
+            )
+
+    def weights(self, trace: Trace, wide: np.ndarray) -> None:
+        """Rounding gives nothing above 1, which every dtype holds exactly."""
+        below, above = int((wide < 0).sum()), int(((wide > 1) & np.isfinite(wide)).sum())
+        if below:
+            self.report.add("negative_weight", trace, f"{below:,} attention weights below 0")
+        if above:
+            self.report.add("large_weight", trace, f"{above:,} attention weights above 1, the largest {wide.max():.4g}")
+
+    def attention(self, trace: Trace) -> None:
+        packed, num_tokens = Trace(self.store, trace.index, private=True).attention_packed, trace.num_tokens
+        if isinstance(packed, PackedEdges):
+            self.edges(trace, packed)
+            return
+        wide = schema.as_float32(packed, self.store.attention_dtype).reshape(-1, packed.shape[-1])
+        self.count(trace, "attention", wide)
+        self.weights(trace, wide)
+        if trace.attention_layout == "causal":
+            starts = np.arange(num_tokens) * np.arange(1, num_tokens + 1) // 2
+        else:
+            starts = np.arange(num_tokens) * num_tokens
+            upper = wide.reshape(-1, num_tokens, num_tokens)[:, *np.triu_indices(num_tokens, 1)]
+            if upper.any():
+                count = int(np.count_nonzero(upper))
+                self.report.add("not_causal", trace, f"{count:,} weights on tokens that come later")
+        sums = np.add.reduceat(wide, starts, axis=1, dtype=np.float64)
+        off = np.abs(sums - 1)
+        wrong = off > row_tolerance(num_tokens)
+        if wrong.any():
+            worst = float(sums.flat[int(np.argmax(np.where(wrong, off, 0)))])
+            self.report.add("row_sums", trace, f"{int(wrong.sum()):,} of {wrong.size:,} rows, one of them {worst:.4g}")
+
+    def edges(self, trace: Trace, packed: PackedEdges) -> None:
+        wide = schema.as_float32(packed.weight, self.store.attention_dtype)
+        self.count(trace, "edge weights", wide)
+        self.weights(trace, wide)
+        source, target = packed.edge_index[:, 0], packed.edge_index[:, 1]
+        later = int((source > target).sum())
+        if later:
+            self.report.add("not_causal", trace, f"{later:,} edges from tokens that come later")
+
+    def trace(self, trace: Trace) -> None:
+        # A last token is one of the hidden states where there are any.
+        self.hidden(trace, "hidden_states" if trace.num_tokens else "last_token")
+        if trace.attention_layout is not None:
+            self.attention(trace)
+        answer = trace.answer
+        if answer is not None and not answer.strip():
+            self.report.add(
+                "empty_answer", trace, "an answer of no characters" if not answer else "an answer of blanks"
+            )
+
+    def scores(self) -> None:
+        """Missing ones, and those that a question has twice, which only several samples of it
+        can: the same answer with two scores; or different answers with one score that is
+        no whole number, as when a file without samples scored all of them at once."""
+        store, scores = self.store, self.store.scores
+        for index in np.flatnonzero(np.isnan(scores) & np.isnan(store.labels)):
+            self.report.add("missing_score", store[int(index)], "neither a score nor a label")
+        for index in np.flatnonzero(np.isinf(scores)):
+            self.report.add("invalid_score", store[int(index)], f"score {scores[index]}")
+        for index in np.flatnonzero(store._index.column("sample") > 0):
+            trace = store[int(index)]
+            first = self._first_sample(trace.question_id)
+            if first is None or trace.answer is None or first.answer is None:
+                continue
+            same_score = np.array_equal((first.score, first.label), (trace.score, trace.label), equal_nan=True)
+            if trace.answer == first.answer and not same_score:
+                found = f"the answer of trace {first.index}, sample {first.sample}, has another score or label"
+                self.report.add("conflicting_scores", trace, found)
+            elif trace.answer != first.answer and trace.score == first.score and not trace.score.is_integer():
+                found = f"score {trace.score:g}, as trace {first.index}, sample {first.sample}, whose answer is another"
+                self.report.add("repeated_score", trace, found)
+
+    def _first_sample(self, question_id: str) -> Trace | None:
+        try:
+            return self.store[self.store.index_of(question_id, 0)]
+        except KeyError:
+            return None
+
+    def classes(self, score_threshold: float) -> None:
+        targets = self.store.targets(score_threshold)
+        targets = targets[~np.isnan(targets)]
+        for value, name in ((0.0, "0 (right)"), (1.0, "1 (hallucination)")):
+            count = int((targets == value).sum())
+            if len(targets) and count < RARE_CLASS * len(targets):
+                found = f"class {name}: {count:,} of {len(targets):,} at threshold {score_threshold}"
+                self.report.add("rare_class", None, found)
+
+    def lengths(self) -> None:
+        lengths = self.store.num_tokens
+        known = lengths[lengths > 0]
+        if not len(known):
+            return
+        middle = float(np.median(known))
+        spread = 1.4826 * float(np.median(np.abs(known - middle)))
+        limit = max(middle + OUTLIER_SPREADS * spread, OUTLIER_TIMES * middle)
+        for index in np.flatnonzero(lengths > limit):
+            self.report.add(
+                "outlier_length", self.store[int(index)], f"{lengths[index]:,} tokens, the median is {middle:,.0f}"
+            )
+        for index in np.flatnonzero(lengths == 1):
+            self.report.add("one_token", self.store[int(index)], "a trace of one token")
+
+
+def lint_store(
+    path: str | os.PathLike[str],
+    *,
+    score_threshold: float = 0.5,
+    progress: Callable[[int, int], None] | None = None,
+) -> LintReport:
+    """Looks at every value of every trace. UsageError where there is no store,
+    CorruptStoreError where a file of it is damaged."""
+    with open_store(path) as store:
+        linter = _Linter(store)
+        for index in range(len(store)):
+            try:
+                linter.trace(store[index])
+            except (ValueError, IndexError) as error:
+                raise CorruptStoreError(f"{store.path}: trace {index}: {error}") from error
+            if progress is not None:
+                progress(index + 1, len(store))
+        linter.scores()
+        linter.classes(score_threshold)
+        linter.lengths()
+        return linter.report

@@ -1,0 +1,250 @@
+"""Traces of one store or of several into another one."""
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tracestore.errors import InvalidInputError, UsageError
+from tracestore.store.format import schema
+from tracestore.store.io.files import RemoteURL, parse_location
+from tracestore.store.read.segment import SegmentReader
+from tracestore.store.read.selection import by_source
+from tracestore.store.read.store import TraceStore, open_store
+from tracestore.store.read.trace import PackedEdges, Trace
+from tracestore.store.write.pack import PackedTrace
+from tracestore.store.write.record import TraceRecord
+from tracestore.store.write.writer import StoreWriter
+
+_PLACE_COLUMNS = ("graph_segment", "graph_row", "sequence_segment", "sequence_row")
+
+
+@dataclass
+class MergeReport:
+    """What a merge did. `num_scores_differing`: duplicates whose second score was not taken."""
+
+    num_traces_new: int = 0
+    num_duplicates: int = 0
+    num_scores_filled: int = 0
+    num_scores_differing: int = 0
+
+
+def _row(segment: SegmentReader, row: int, question_id: str, label: float) -> tuple[TraceRecord, int]:
+    """The texts of one row of a segment, and its field bits."""
+    bits = segment.scalar("fields", row)
+    record = TraceRecord(
+        question_id,
+        sample=segment.scalar("sample", row),
+        position=segment.scalar("source_position", row),
+        label=None if math.isnan(label) else label,
+        has_own_id=bool(bits & schema.FIELD_BITS["question_id"]),
+    )
+    if bits & schema.FIELD_BITS["tokens"]:
+        record.tokens = segment.tokens(row)
+    if bits & schema.FIELD_BITS["tokens_decoded"]:
+        record.tokens_decoded = segment.tokens_decoded(row)
+    for name in ("question", *schema.ANSWER_FIELDS):
+        if bits & schema.FIELD_BITS[name]:
+            record.strings[name] = segment.string(name, row)
+    prompt_length = segment.scalar("prompt_length", row)
+    record.prompt_length = None if prompt_length < 0 else prompt_length
+    return record, bits
+
+
+def stored_traces(store: TraceStore, index: int) -> Iterator[PackedTrace]:
+    """Trace `index` as a writer takes it, bytes as stored: one packed trace, or two
+    where its graph and its last tokens came from two sources."""
+    trace, attributes = Trace(store, index), store._attributes
+    places = trace._row
+    graph = (places.graph_segment, places.graph_row)
+    sequence = (places.sequence_segment, places.sequence_row)
+    for number, row in dict.fromkeys(place for place in (graph, sequence) if place[0] >= 0):
+        segment = store._segment(number)
+        record, bits = _row(segment, row, trace.question_id, trace.label)
+        arrays: dict[str, list[np.ndarray]] = {}
+        packed = PackedTrace(
+            record=record,
+            num_layers=store.num_layers,
+            num_tokens=trace.num_tokens if (number, row) == graph else 0,
+            hidden_dim=store.hidden_dim,
+            layout=schema.LAYOUT_NONE,
+            arrays=arrays,
+            edge_counts=None,
+            reversed_edges=bool(segment.scalar("edges_reversed", row)),
+            num_nonfinite=segment.scalar("num_nonfinite", row),
+            extras=segment.string("extras", row),
+            field_bits=bits,
+            crcs={},
+            graph_crc=0,
+            sequence_crc=0,
+            num_heads=None,
+            hidden_dtype=store.hidden_dtype,
+            attention_dtype=None,
+        )
+        if (number, row) == graph:
+            arrays["hidden_states"] = [trace.hidden_states]
+            packed.layout, packed.graph_crc = places.layout, places.graph_crc32c
+        if packed.layout != schema.LAYOUT_NONE:
+            attention = trace.attention_packed
+            packed.num_heads, packed.attention_dtype = attributes.num_heads, attributes.attention_dtype
+            if isinstance(attention, PackedEdges):
+                packed.edge_counts = np.diff(attention.ptr)
+                arrays |= {"edge_index": [attention.edge_index], "edge_weight": [attention.weight]}
+            else:
+                arrays["attention"] = [attention.reshape(-1)]
+        if (number, row) == sequence:
+            arrays["last_token"] = [trace.last_token]
+            packed.sequence_crc = places.sequence_crc32c
+        yield packed
+
+
+def merge_stores(
+    sources: Sequence[str | os.PathLike[str]],
+    destination: str | os.PathLike[str],
+    *,
+    codec: str | None = None,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> MergeReport:
+    """Adds every trace of `sources`, in their order, to the store `destination`, which is
+    made where it is not there (with the options of the first). A trace that is there
+    already with the same content is a duplicate and gives its score where none was;
+    other content under one key is an InvalidInputError. Run again, it continues.
+    `progress` gets the traces done and in all."""
+    opened = [open_store(s) for s in sources]
+    if not opened:
+        raise UsageError("found no store to merge")
+    chosen = [np.arange(len(store)) for store in opened]
+    return _copy(opened, chosen, destination, codec=codec, overwrite=overwrite, progress=progress)
+
+
+def subset_store(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    indices: np.ndarray,
+    *,
+    codec: str | None = None,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> MergeReport:
+    """The traces `indices` (int64) of the store `source`, in the order that they have there, with
+    their scores and what is known of their sources, in the store `destination`; otherwise as
+    merge_stores. IndexError where there is no such trace, UsageError where none is chosen."""
+    store = open_store(source)
+    indices = np.unique(np.asarray(indices, np.int64))
+    if len(indices) == 0:
+        raise UsageError(f"{store.path}: no trace is chosen")
+    if not 0 <= indices[0] <= indices[-1] < len(store):
+        raise IndexError(f"traces {indices[0]} to {indices[-1]} of {len(store)}")
+    return _copy([store], [indices], destination, codec=codec, overwrite=overwrite, progress=progress)
+
+
+def _copy(
+    opened: Sequence[TraceStore],
+    chosen: Sequence[np.ndarray],
+    destination: str | os.PathLike[str],
+    *,
+    codec: str | None,
+    overwrite: bool,
+    progress: Callable[[int, int], None] | None,
+) -> MergeReport:
+    """The `chosen` traces of each store, source by source."""
+    report = MergeReport()
+    for store in opened:
+        if _is_same(store.path, parse_location(destination)):
+            raise UsageError(f"{store.path}: is a source and the destination")
+    options = opened[0]._attributes.options
+    for store in opened:
+        for name in ("attention", "dtype"):
+            if store._attributes.options[name] != options[name]:
+                raise UsageError(
+                    f"{store.path} was made with --{name} {store._attributes.options[name]}, "
+                    f"{opened[0].path} with {options[name]}"
+                )
+    directions = {str(s.path): s.score_direction for s in opened if not np.isnan(s.scores).all()}
+    if len(set(directions.values())) > 1:
+        listing = ", ".join(f"{path} for {direction}" for path, direction in directions.items())
+        raise UsageError(f"scores that are high for different things: {listing}; tracestore score replaces them")
+    total, done = sum(map(len, chosen)), 0
+    with StoreWriter(
+        destination, attention=options["attention"], dtype=options["dtype"], codec=codec, overwrite=overwrite
+    ) as writer:
+        for direction in set(directions.values()):
+            writer.set_score_direction(direction)
+        for store, wanted in zip(opened, chosen, strict=True):
+            try:
+                for number, indices, is_whole in by_source(store, wanted):
+                    _merge_source(writer, store, number, indices, is_whole, report)
+                    done += len(indices)
+                    if progress is not None:
+                        progress(done, total)
+            except InvalidInputError as error:
+                writer.commit()  # the whole sources before it are good and stay
+                raise error.at(source=str(store.path)) from None
+        writer.commit()
+        for store, wanted in zip(opened, chosen, strict=True):
+            _fill_scores(writer, store, wanted, report)
+        writer.put_in_place()
+    return report
+
+
+def _is_same(one: Path | RemoteURL, other: Path | RemoteURL) -> bool:
+    if isinstance(one, Path) and isinstance(other, Path):
+        return other.exists() and os.path.samefile(one, other)
+    return str(one).rstrip("/") == str(other).rstrip("/")
+
+
+def _merge_source(
+    writer: StoreWriter, store: TraceStore, number: int, indices: np.ndarray, is_whole: bool, report: MergeReport
+) -> None:
+    source = store._index.source(number)
+    # Traces that a program appended have sources without a fingerprint: their names say nothing.
+    # Nor does a source of which only a part is taken have one: the rest may still be added.
+    fingerprint = source.fingerprint if is_whole else ""
+    is_known = bool(fingerprint) and writer.has_source(source.path, source.size, fingerprint)
+    if is_known and _is_all_there_is(store, indices):
+        report.num_duplicates += len(indices)
+        return
+    added = duplicates = 0
+    writer.begin_source(source.path, source.size, fingerprint)
+    try:
+        for index in indices.tolist():
+            score, group = float(store.scores[index]), store.group(index)
+            took = [writer.append_packed(p, score=score, group=group) for p in stored_traces(store, index)]
+            added += any(took)
+            duplicates += not any(took)
+    except BaseException:
+        writer.abort_source()
+        raise
+    if is_known and not writer.source_adds:
+        writer.abort_source()  # it is not to be listed twice
+    else:
+        writer.end_source()
+    report.num_traces_new += added
+    report.num_duplicates += duplicates
+
+
+def _is_all_there_is(store: TraceStore, indices: np.ndarray) -> bool:
+    """Whether what the store has of these traces came from one source: a graph, last tokens or a
+    label may have been added by another one."""
+    columns = {name: store._index.column(name)[indices] for name in _PLACE_COLUMNS}
+    graph, sequence = (np.stack([columns[f"{g}_{part}"] for part in ("segment", "row")]) for g in ("graph", "sequence"))
+    is_one_place = (graph[0] < 0) | (sequence[0] < 0) | (graph == sequence).all(axis=0)
+    return bool(is_one_place.all() and np.isnan(store.labels[indices]).all())
+
+
+def _fill_scores(writer: StoreWriter, store: TraceStore, wanted: np.ndarray, report: MergeReport) -> None:
+    columns, updates = writer.read_columns(), {}
+    for index in wanted[~np.isnan(np.asarray(store.scores)[wanted])].tolist():
+        row = store._index.row(index)
+        found = writer.index.find(store.question_ids[index], row.sample)
+        if found >= 0 and math.isnan(columns.scores[found]):
+            updates[found] = (float(store.scores[index]), math.nan, store.group(index) or None)
+        elif found >= 0 and columns.scores[found] != store.scores[index]:
+            report.num_scores_differing += 1
+    report.num_scores_filled += len(updates)
+    writer.set_values(updates)
+    writer.commit()

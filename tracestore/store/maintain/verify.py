@@ -1,0 +1,337 @@
+"""Checking every byte of a store against its manifest, and repairing the newest manifest."""
+
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tracestore._core.kernels import crc32c, crc32c_combine
+from tracestore.errors import CorruptStoreError, StoreLockedError, UsageError
+from tracestore.store.format import manifest as mf
+from tracestore.store.format import paths
+from tracestore.store.format.entries import FileEntry
+from tracestore.store.format.mapped_arrays import MappedArrays
+from tracestore.store.io import fsio
+from tracestore.store.io.files import LocalFiles, parse_location
+from tracestore.store.io.manifests import list_generations, load_manifest
+from tracestore.store.io.ownership import MAX_ROOT_BYTES, has_manifest, has_root
+from tracestore.store.maintain.consistency import find_inconsistencies
+from tracestore.store.read.columns import read_columns
+from tracestore.store.read.generation import ATTEMPTS, open_generation, pause
+from tracestore.store.read.index import StoreIndex, part_files
+from tracestore.store.write.commit import root_metadata
+
+# Files are read in reads of this size, and shared out to threads in pieces of that.
+_READ_BYTES = 1 << 20
+_PIECE_BYTES = 64 << 20
+
+
+@dataclass
+class Report:
+    """What verify found. `damaged` maps a path in the store to what is wrong with it."""
+
+    generation: int | None = None
+    num_files: int = 0
+    num_bytes: int = 0
+    damaged: dict[str, str] = field(default_factory=dict)
+    leftovers: list[str] = field(default_factory=list)
+    repaired: list[str] = field(default_factory=list)
+
+
+class _Checker:
+    """Compares files with what was committed, in several threads."""
+
+    def __init__(
+        self, store: Path, report: Report, quick: bool, num_threads: int, progress: Callable[[int, int], None] | None
+    ) -> None:
+        self._files, self._report, self._quick = LocalFiles(store), report, quick
+        self._num_threads, self._progress = num_threads, progress
+        self._lock, self._local = threading.Lock(), threading.local()
+        self._done = self._total = 0
+
+    def check(self, entries: Iterable[FileEntry]) -> None:
+        """Adds to the report. The largest files first, so that no thread ends alone with one."""
+        report, chosen = self._report, sorted(entries, key=lambda e: (-e.size, e.path))
+        report.num_files += len(chosen)
+        report.num_bytes += sum(e.size for e in chosen)
+        self._total = report.num_bytes
+        with ThreadPoolExecutor(self._num_threads) as pool:
+            pieces = [[pool.submit(self._piece, e, begin) for begin in self._begins(e.size)] for e in chosen]
+            for entry, futures in zip(chosen, pieces, strict=True):
+                problem = self._verdict(entry, [f.result() for f in futures])
+                if problem is not None:
+                    report.damaged[entry.path] = problem
+
+    def _begins(self, size: int) -> range:
+        return range(0, 1 if self._quick else max(1, size), _PIECE_BYTES)
+
+    def _verdict(self, entry: FileEntry, found: list[int | str]) -> str | None:
+        crc = 0
+        for begin, value in zip(self._begins(entry.size), found, strict=True):
+            if isinstance(value, str):
+                return value
+            crc = crc32c_combine(crc, value, min(_PIECE_BYTES, entry.size - begin))
+        return None if self._quick or crc == entry.crc32c else "checksum mismatch"
+
+    def _piece(self, entry: FileEntry, begin: int) -> int | str:
+        """The crc32c of a piece, or what is wrong. Read, not mapped: a bad sector or a
+        file that is cut short meanwhile is an error then, not a signal."""
+        end = min(begin + _PIECE_BYTES, entry.size)
+        try:
+            fd = self._files.open(entry.path)
+        except CorruptStoreError as error:
+            return str(error).split(": ", 1)[-1]
+        except OSError as error:
+            return error.strerror or str(error)
+        try:
+            size = os.fstat(fd).st_size
+            if size != entry.size:
+                return f"{size} bytes where {entry.size} were committed"
+            return 0 if self._quick else self._crc(fd, begin, end)
+        except OSError as error:
+            return error.strerror or str(error)
+        finally:
+            os.close(fd)
+            self._tell(end - begin)
+
+    def _crc(self, fd: int, begin: int, end: int) -> int | str:
+        buffer = getattr(self._local, "buffer", None)
+        if buffer is None:
+            buffer = self._local.buffer = memoryview(bytearray(_READ_BYTES))
+        crc = 0
+        while begin < end:
+            count = os.preadv(fd, [buffer[: min(_READ_BYTES, end - begin)]], begin)
+            if count == 0:
+                return "cut short while it was read"
+            crc = crc32c(buffer[:count], crc)
+            begin += count
+        return crc
+
+    def _tell(self, num_bytes: int) -> None:
+        if self._progress is not None:
+            with self._lock:
+                self._done += num_bytes
+                self._progress(self._done, self._total)
+
+
+def _pin_newest(store: Path, stack: ExitStack) -> dict[int, fsio.Pin]:
+    """Pins of the newest generation and its predecessor, so that a writer at work beside
+    takes nothing away that is being read."""
+    for attempt in range(ATTEMPTS):
+        files = LocalFiles(store)
+        numbers = list_generations(files) if store.is_dir() else []
+        if not numbers:
+            raise UsageError(
+                f"{store}: no such store" if not store.exists() else f"{store}: not a store, or nothing committed"
+            )
+        try:
+            with ExitStack() as held:
+                pins = {}
+                for number in numbers[:2]:
+                    name = paths.manifest(number)
+                    pins[number] = held.enter_context(closing(fsio.Pin(files.open(name), store / name)))
+                stack.push(held.pop_all())
+                return pins
+        except FileNotFoundError:
+            pause(attempt)
+    raise CorruptStoreError(f"{store}: generations change faster than they can be read")
+
+
+def verify_store(
+    store: str | os.PathLike[str],
+    *,
+    quick: bool = False,
+    num_threads: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Report:
+    """Reads every file that the newest generation and its predecessor name and compares
+    size and (unless quick) crc32c. Never changes anything; safe beside a writer.
+    `progress` gets bytes done and in all, from any thread. UsageError without a store."""
+    place = parse_location(store)
+    if not isinstance(place, Path):
+        # Imported here: what talks to other machines is an extra.
+        from tracestore.store.maintain.verify_remote import verify_remote
+
+        return verify_remote(place, quick=quick, progress=progress)
+    path, report = place, Report()
+    checker = _Checker(path, report, quick, num_threads or min(8, os.cpu_count() or 1), progress)
+    good: list[mf.Manifest] = []
+    with ExitStack() as stack:
+        for number, pin in _pin_newest(path, stack).items():
+            try:
+                good.append(mf.parse_manifest(pin.read(mf.MAX_MANIFEST_BYTES), number))
+                report.num_files += 1
+            except OSError as error:
+                report.damaged[paths.manifest(number)] = error.strerror or str(error)
+            except ValueError as error:
+                report.damaged[paths.manifest(number)] = str(error)
+            except CorruptStoreError as error:
+                report.damaged[paths.manifest(number)] = str(error).split(": ", 1)[-1]
+        report.generation = good[0].generation if good else None
+        parts = {p.path: FileEntry(p.path, p.size, p.crc32c) for m in good for p in m.parts}
+        checker.check(parts.values())
+        # A damaged part gives no list of files to go by.
+        entries = {f.path: f for m in good for columns in m.columns for f in columns.files}
+        entries |= {f.path: f for m in good for f in _copy_of(path, m)}
+        for part in parts.values():
+            if part.path not in report.damaged:
+                try:
+                    found = MappedArrays(LocalFiles(path).map(part), mf.PART_DTYPES)
+                    entries |= {f.path: f for f in part_files(found)}
+                except (OSError, ValueError, KeyError, CorruptStoreError) as error:
+                    report.damaged[part.path] = str(error)
+        checker.check(entries.values())
+        for manifest in good:
+            if not report.damaged:
+                # Checksums tell what has changed since it was written, not what was written.
+                report.damaged |= _inconsistencies(path, manifest, quick)
+        _check_root(path, good, report)
+        report.leftovers = _leftovers(path, {*parts, *entries})
+    return report
+
+
+def _inconsistencies(store: Path, manifest: mf.Manifest, quick: bool) -> dict[str, str]:
+    if not quick:
+        return find_inconsistencies(LocalFiles(store), manifest)
+    try:
+        StoreIndex(LocalFiles(store), manifest)
+    except (OSError, CorruptStoreError) as error:
+        return {paths.manifest(manifest.generation): str(error)}
+    return {}
+
+
+def _copy_of(store: Path, manifest: mf.Manifest) -> list[FileEntry]:
+    """The manifest's copy, which the first stores of this format do not have."""
+    copy, data = paths.manifest_copy(manifest.generation), manifest.to_bytes()
+    return [FileEntry(copy, len(data), crc32c(data))] if os.path.lexists(store / copy) else []
+
+
+def _restore(store: Path, number: int) -> bool:
+    """Puts the copy of a damaged manifest in its place, if all that it names is there."""
+    files = LocalFiles(store)
+    try:
+        data = files.read_small(paths.manifest_copy(number), mf.MAX_MANIFEST_BYTES)
+        manifest = mf.parse_manifest(data, number)
+        StoreIndex(files, manifest)
+        for columns in manifest.columns:
+            read_columns(files, columns)
+    except (OSError, CorruptStoreError):
+        return False
+    path = paths.manifest(number)
+    with fsio.try_exclusive(files.open(path)) as free:
+        if not free:
+            raise StoreLockedError(f"{store}: a reader has the damaged generation {number} open")
+        fsio.replace_file(store / path, data)
+    return True
+
+
+def _check_root(store: Path, good: list[mf.Manifest], report: Report) -> None:
+    try:
+        found = LocalFiles(store).read_small("zarr.json", MAX_ROOT_BYTES)
+    except CorruptStoreError as error:
+        report.damaged["zarr.json"] = str(error).split(": ", 1)[-1]
+        return
+    except OSError as error:
+        report.damaged["zarr.json"] = (
+            "missing" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
+        )
+        return
+    if not good or found in {root_metadata(m.attributes) for m in good}:
+        return
+    for number in list_generations(LocalFiles(store)):  # also those that a writer has added meanwhile
+        try:
+            if found == root_metadata(load_manifest(LocalFiles(store), number).attributes):
+                return
+        except (CorruptStoreError, FileNotFoundError):
+            continue
+    report.damaged["zarr.json"] = "not what the manifest says"
+
+
+def _leftovers(store: Path, known: set[str]) -> list[str]:
+    """Files that no readable manifest names: those of unfinished writes."""
+    known |= {"zarr.json", "lock"}
+    folders = set()
+    for number in list_generations(LocalFiles(store)):
+        known.add(paths.manifest(number))
+        try:
+            manifest = load_manifest(LocalFiles(store), number)
+        except (CorruptStoreError, FileNotFoundError):
+            continue
+        folders |= {str(Path(r.path).parent) for r in manifest.parts} | {r.path for r in manifest.columns}
+    found = []
+    for folder, _, files in os.walk(store):
+        for file in files:
+            name = Path(folder, file).relative_to(store).as_posix()
+            inside = any(name.startswith(f"{f}/") for f in folders)
+            if name not in known and not inside and not name.startswith(f"manifest/{paths.DAMAGED_PREFIX}"):
+                found.append(name)
+    return sorted(found)
+
+
+def _is_root(files: LocalFiles, expected: bytes) -> bool:
+    try:
+        return files.read_small("zarr.json", MAX_ROOT_BYTES) == expected
+    except (OSError, CorruptStoreError):
+        return False
+
+
+def _readable(store: Path, number: int) -> mf.Manifest:
+    generation = open_generation(store, number)
+    generation.pin.close()
+    return generation.manifest
+
+
+def repair_store(store: str | os.PathLike[str]) -> Report:
+    """Makes a store writable again whose newest manifest is not whole: writes it anew from
+    its copy, or, where that is no better, sets it aside, so that its predecessor is the
+    newest. Damage elsewhere is reported, not repaired."""
+    path = parse_location(store)
+    if not isinstance(path, Path):
+        raise UsageError(f"{path}: --repair is for stores on this machine: merge what is whole into a new store")
+    files = LocalFiles(path)
+    if not path.is_dir() or not (has_root(path) or has_manifest(path)) or not list_generations(files):
+        raise UsageError(f"{path}: no such store")
+    with fsio.map_os_errors(path):
+        lock = fsio.WriterLock(path)
+    repaired = []
+    try:
+        numbers = list_generations(files)
+        whole = None
+        for number in numbers:
+            try:
+                whole = _readable(path, number)
+                break
+            except (CorruptStoreError, FileNotFoundError) as error:
+                reason = str(error).split(": ", 1)[-1]
+            if _restore(path, number):
+                repaired.append(f"{paths.manifest(number)} written anew from its copy: {reason}")
+                whole = _readable(path, number)
+                break
+            repaired.append(f"{paths.manifest(number)} set aside: {reason}")
+        if whole is None:
+            raise CorruptStoreError(f"{path}: no generation reads back whole; nothing was changed")
+        for number in numbers:
+            if number > whole.generation:
+                name = path / paths.manifest(number)
+                with fsio.try_exclusive(files.open(paths.manifest(number))) as free:
+                    if not free:
+                        raise StoreLockedError(f"{path}: a reader has the damaged generation {number} open")
+                    fsio.again(os.rename, name, name.with_name(f"{paths.DAMAGED_PREFIX}{name.name}"))
+                fsio.fsync_path(name.parent)
+        expected = root_metadata(whole.attributes)
+        if not _is_root(files, expected):
+            fsio.replace_file(path / "zarr.json", expected)
+            repaired.append("zarr.json written anew from the manifest")
+        if repaired:
+            repaired.append(f"generation {whole.generation} with {whole.num_traces} traces is kept")
+    finally:
+        lock.release()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = verify_store(path)
+    report.repaired = repaired
+    return report

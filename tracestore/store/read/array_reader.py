@@ -1,0 +1,210 @@
+"""Zarr v3 arrays of one shard file each: streamed out, mapped in.
+
+The shard's bytes are streamed here, because through zarr-python a shard is held in
+memory twice.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tracestore._core.gather import Slab
+from tracestore._core.kernels import crc32c
+from tracestore._core.mapping import MappedFile
+from tracestore.errors import CorruptStoreError, escape_unprintable
+from tracestore.store.format import schema
+from tracestore.store.format.codecs import ChunkCodec
+from tracestore.store.format.entries import FileEntry
+from tracestore.store.format.zarr_json import array_metadata
+from tracestore.store.io.files import StoreFiles
+from tracestore.store.read.chunk_cache import ChunkCache, ChunkKey
+
+# Of an array's zarr.json.
+_MAX_METADATA_BYTES = 1 << 16
+# A chunk holds at most so much, or one row.
+_MAX_CHUNK_BYTES = schema.INNER_CHUNK_BYTES
+
+
+def _check_metadata(data: bytes, spec: "ArraySpec") -> tuple[int, int]:
+    """-> the rows of an array and of an inner chunk; ValueError unless its zarr.json says what this
+    format says, in whatever order and with whatever blanks."""
+    meta = json.loads(data)
+    num_rows, chunk_rows = meta["shape"][0], meta["codecs"][0]["configuration"]["chunk_shape"][0]
+    if type(num_rows) is not int or type(chunk_rows) is not int or not 0 <= num_rows < 1 << 48 or chunk_rows < 1:
+        raise ValueError(f"{num_rows!r:.40} rows in chunks of {chunk_rows!r:.40}")
+    if chunk_rows > 1 and chunk_rows * spec.row_items * spec.dtype.itemsize > max(
+        _MAX_CHUNK_BYTES, schema.MIN_CODED_CHUNK_BYTES
+    ):
+        raise ValueError(f"inner chunks of {chunk_rows} rows")
+    if spec.num_rows is not None and num_rows != spec.num_rows:
+        raise ValueError(f"{num_rows} rows, expected {spec.num_rows}")
+    attributes = {"tracestore": {"dtype": "bfloat16"}} if spec.is_bfloat16 else {}
+    expected = array_metadata((num_rows, *spec.columns), chunk_rows, spec.dtype, spec.codec, attributes)
+    if meta != json.loads(expected):
+        raise ValueError("not the metadata of this array")
+    return num_rows, chunk_rows
+
+
+def _entry(entries: Mapping[str, FileEntry], path: str) -> FileEntry:
+    if path not in entries:
+        raise CorruptStoreError(f"{path}: not among the files that were committed")
+    return entries[path]
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """What the format says of an array: dtype as stored, shape behind axis 0, codec ("none" where
+    it is not compressed), its number of rows where that is known, and whether its values are
+    bfloat16."""
+
+    dtype: np.dtype
+    columns: tuple[int, ...] = ()
+    codec: str = "none"
+    num_rows: int | None = None
+    is_bfloat16: bool = False
+
+    @property
+    def row_items(self) -> int:
+        return math.prod(self.columns)
+
+
+class ArrayReader:
+    """Rows of one array. Uncompressed: read-only views of the map, which stays
+    alive with them; reading one ends the process where the file was cut short after it
+    was opened. Compressed: a copy, assembled from decoded inner chunks.
+
+    The file's size, the shard's index and the metadata are checked when the array
+    is first opened; `name` is its path in the store, `entries` the committed files.
+    """
+
+    def __init__(
+        self, files: StoreFiles, entries: Mapping[str, FileEntry], name: str, cache: ChunkCache, spec: ArraySpec
+    ) -> None:
+        self.name, self.dtype, self.row_items = name, spec.dtype, spec.row_items
+        self._cache, self._codec = cache, None if spec.codec == "none" else ChunkCodec(spec.codec, spec.dtype.itemsize)
+        try:
+            entry = _entry(entries, f"{name}/zarr.json")
+            if entry.size > _MAX_METADATA_BYTES:
+                raise ValueError(f"{entry.size} bytes")
+            num_rows, self.chunk_rows = _check_metadata(files.read(entry), spec)
+        except (OSError, ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
+            reason = error.strerror if isinstance(error, OSError) else escape_unprintable(str(error), 200)
+            raise CorruptStoreError(f"{name}/zarr.json: {reason}") from None
+        self.shape = (num_rows, *spec.columns)
+        self._offsets: np.ndarray | None = None
+        self._mapped: MappedFile | None = None
+        self._flat = np.zeros(0, self.dtype)
+        self._slab = Slab(self._flat, 0, 1)
+        if num_rows == 0:
+            return
+        file_name = f"{name}/c/" + "/".join("0" * len(self.shape))
+        num_chunks = -(-num_rows // self.chunk_rows)
+        chunk_bytes = self.chunk_rows * self.row_items * self.dtype.itemsize
+        entry = _entry(entries, file_name)
+        try:
+            if self._codec is None and entry.size != num_chunks * (chunk_bytes + 16) + 4:
+                raise ValueError(f"{entry.size} bytes for {num_chunks} inner chunks of {chunk_bytes}")
+            if entry.size < 16 * num_chunks + 4:
+                raise ValueError("shorter than its index")
+            mapped = self._mapped = files.map(entry)
+            if self._codec is None:
+                mapped.check_shard(num_chunks, chunk_bytes)
+                self._flat = np.frombuffer(memoryview(mapped), self.dtype, num_rows * self.row_items)
+                self._slab = Slab(mapped, num_rows, self.row_items * self.dtype.itemsize)
+            else:
+                self._offsets = self._coded_index(mapped, num_chunks, chunk_bytes)
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise CorruptStoreError(f"{file_name}: {reason}") from None
+
+    @staticmethod
+    def _coded_index(mapped: MappedFile, num_chunks: int, chunk_bytes: int) -> np.ndarray:
+        end = len(mapped) - 4
+        begin = end - 16 * num_chunks
+        index = mapped.read(begin, end)
+        if crc32c(index) != int.from_bytes(mapped.read(end, end + 4), "little"):
+            raise ValueError("shard: checksum mismatch")
+        offsets = np.frombuffer(index, "<u8").reshape(num_chunks, 2)
+        # One behind the other, and none larger than a codec makes what it cannot compress.
+        if (offsets > begin).any() or (offsets[:, 1] > chunk_bytes + chunk_bytes // 8 + 1024).any():
+            raise ValueError("shard: offset out of bounds")
+        ends = offsets[:, 0] + offsets[:, 1]
+        if offsets[0, 0] != 0 or (offsets[1:, 0] != ends[:-1]).any() or ends[-1] != begin:
+            raise ValueError("shard: inner chunks that do not lie one behind the other")
+        return offsets
+
+    def _decode(self, chunk: int) -> np.ndarray:
+        assert self._offsets is not None and self._codec is not None and self._mapped is not None
+        offset, size = (int(v) for v in self._offsets[chunk])
+        try:
+            data = self._mapped.read(offset, offset + size)
+            return self._codec.decode(data, self.chunk_rows * self.row_items * self.dtype.itemsize).view(self.dtype)
+        except ValueError as error:
+            raise CorruptStoreError(f"{self.name}: inner chunk {chunk}: {error}") from None
+
+    def pieces(self, begin: int, end: int) -> list[np.ndarray]:
+        """Rows begin .. end as flat arrays one behind the other, nothing copied: one view
+        of the map, or views of decoded inner chunks."""
+        if not 0 <= begin <= end <= self.shape[0]:
+            raise CorruptStoreError(f"{self.name}: rows {begin} to {end} of {self.shape[0]}")
+        items = self.row_items
+        if self._offsets is None:
+            return [self._flat[begin * items : end * items]]
+        found = []
+        for chunk in range(begin // self.chunk_rows, -(-end // self.chunk_rows)):
+            data = self._cache.get((self.name, chunk), lambda c=chunk: self._decode(c))  # type: ignore[misc]
+            first = chunk * self.chunk_rows
+            lo, hi = max(begin, first), min(end, first + self.chunk_rows)
+            found.append(data[(lo - first) * items : (hi - first) * items])
+        return found
+
+    def chunk_keys(self, begin: int, end: int) -> list[ChunkKey]:
+        """The inner chunks of rows begin .. end as the cache knows them; none if uncompressed."""
+        if self._offsets is None or end <= begin:
+            return []
+        return [(self.name, k) for k in range(begin // self.chunk_rows, -(-end // self.chunk_rows))]
+
+    def sources(self, begin: int, end: int) -> list[Any]:
+        """The same as sources of a gather: a Span, or flat uint8 arrays."""
+        if self._offsets is not None or not 0 <= begin <= end <= self.shape[0]:
+            return [piece.view("u1") for piece in self.pieces(begin, end)]
+        return [self._slab.span(begin, end)]
+
+    def flat(self, begin: int, end: int) -> np.ndarray:
+        """Rows begin .. end as one read-only array."""
+        pieces = self.pieces(begin, end)
+        if len(pieces) == 1:
+            return pieces[0]
+        out = np.concatenate(pieces) if pieces else np.empty(0, self.dtype)
+        out.flags.writeable = False
+        return out
+
+    def rows(self, begin: int, end: int) -> np.ndarray:
+        """Rows begin .. end in the array's shape."""
+        return self.flat(begin, end).reshape(end - begin, *self.shape[1:])
+
+    def copy(self, begin: int, end: int) -> np.ndarray:
+        """As `rows`, in memory of its own: CorruptStoreError, never a signal, where the file
+        was cut short meanwhile."""
+        if self._offsets is None and self._mapped is not None and 0 <= begin <= end <= self.shape[0]:
+            row_bytes = self.row_items * self.dtype.itemsize
+            flat = np.frombuffer(self._mapped.read(begin * row_bytes, end * row_bytes), self.dtype)
+        else:
+            flat = self.flat(begin, end).copy()
+            flat.flags.writeable = False
+        return flat.reshape(end - begin, *self.shape[1:])
+
+    def check_chunks(self) -> None:
+        """Decode every inner chunk of a compressed array. CorruptStoreError names the first that is damaged."""
+        if self._offsets is not None:
+            for chunk in range(len(self._offsets)):
+                self._decode(chunk)
+
+    def check(self) -> None:
+        """After views of it were read: CorruptStoreError if the file has been cut short."""
+        if self._mapped is not None:
+            self._mapped.check()

@@ -1,0 +1,279 @@
+"""The index of one generation: from a key to a trace, from a trace to its places."""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from tracestore._core.index import KeyTable, LocationTable, find_key
+from tracestore.errors import CorruptStoreError, escape_unprintable
+from tracestore.store.format import manifest as mf
+from tracestore.store.format import paths, schema
+from tracestore.store.format.entries import FileEntry
+from tracestore.store.format.mapped_arrays import MappedArrays
+from tracestore.store.io.files import StoreFiles
+
+
+@dataclass(frozen=True)
+class TraceRow:
+    """Where the parts of one trace lie. A segment of -1: the trace has no such place."""
+
+    graph_segment: int
+    graph_row: int
+    hidden_row: int
+    attention_start: int
+    num_tokens: int
+    layout: int
+    sequence_segment: int
+    sequence_row: int
+    last_token_row: int
+    nonfinite: int
+    sample: int
+    source: int
+    source_position: int
+    graph_crc32c: int
+    sequence_crc32c: int
+
+    @property
+    def home(self) -> tuple[int, int]:
+        """Segment and row that hold the trace's texts."""
+        if self.graph_segment >= 0:
+            return self.graph_segment, self.graph_row
+        return self.sequence_segment, self.sequence_row
+
+
+@dataclass(frozen=True)
+class SourceEntry:
+    """A committed input file: its path under SRC, its size, and a digest of samples of it."""
+
+    path: str
+    size: int
+    fingerprint: str
+    num_traces: int
+    num_skipped: int
+
+
+def part_files(part: MappedArrays, begin: int = 0, end: int | None = None) -> list[FileEntry]:
+    """Files of the segments of one part, in its order. CorruptStoreError for what the format does
+    not name, ValueError where the part's arrays are not sound."""
+    end = part.length("file_size") if end is None else end
+    segments = part.read("file_segment", begin, end)
+    sizes, sums = part.read("file_size", begin, end), part.read("file_crc32c", begin, end)
+    names = part.strings("file_path", begin, end)
+    entries = [FileEntry(*file) for file in zip(names, sizes.tolist(), sums.tolist(), strict=True)]
+    for entry, segment in zip(entries, segments.tolist(), strict=True):
+        if not entry.path.startswith(f"{paths.segment(segment)}/"):
+            raise ValueError(f"{entry.path}: among the files of segment {segment}")
+    return entries
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _checked(method: Method) -> Method:
+    """What a method of StoreIndex finds out of bounds in the parts is damage of the store."""
+
+    @wraps(method)
+    def call(self: "StoreIndex", *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except ValueError as error:
+            raise CorruptStoreError(f"{self.name}: {escape_unprintable(str(error), 300)}") from None
+
+    return cast(Method, call)
+
+
+# The least value of a column of the index; the largest where the store's counts do not give it.
+_LEAST = dict.fromkeys(("graph_segment", "sequence_segment", "last_token_row"), -1)
+_MOST = {"layout": max(schema.LAYOUT_NAMES), "nonfinite": 1}
+
+
+class StoreIndex:
+    """Maps the index parts of a manifest. Cheap: no Python object a trace."""
+
+    def __init__(self, files: StoreFiles, manifest: mf.Manifest) -> None:
+        self.manifest = manifest
+        self._parts: list[MappedArrays] = []
+        self._kept: dict[tuple[int, str], np.ndarray] = {}  # (part, name); -1: over all parts
+        self._keys: list[KeyTable] = []
+        self._first_trace = [p.first_trace for p in manifest.parts]
+        self._first_segment = [p.first_segment for p in manifest.parts]
+        self._first_source = [p.first_source for p in manifest.parts]
+        self.name = "index/" + ",".join(p.path.split("/")[1] for p in manifest.parts)
+        for ref in manifest.parts:
+            try:
+                mapped = files.map(FileEntry(ref.path, ref.size, ref.crc32c))
+                part = MappedArrays(mapped, mf.PART_DTYPES)
+                mf.check_part(ref, {name: len(array) for name, array in part.views.items()})
+                arrays = part.views
+                keys = KeyTable(arrays["key_table"], arrays["id_offsets"], arrays["id"], arrays["sample"], mapped)
+            except FileNotFoundError:
+                raise
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise CorruptStoreError(f"{ref.path}: {error}") from None
+            self._parts.append(part)
+            self._keys.append(keys)
+        try:
+            parts = [(first, p.views, p.mapped) for first, p in zip(self._first_trace, self._parts, strict=True)]
+            self._places = LocationTable(parts, manifest.num_segments, manifest.attributes.layouts)
+        except (ValueError, KeyError) as error:
+            raise CorruptStoreError(f"generation {manifest.generation}: the index: {error}") from None
+
+    def __len__(self) -> int:
+        return self.manifest.num_traces
+
+    def part_arrays(self, number: int) -> dict[str, np.ndarray]:
+        """A part as a whole, in memory."""
+        part = self._parts[number]
+        return {name: part.read(name) for name in part.views}
+
+    def _keep(self, part: int, name: str) -> np.ndarray:
+        """An array of a part in memory, read once."""
+        if (part, name) not in self._kept:
+            self._kept[part, name] = self._parts[part].read(name)
+        return self._kept[part, name]
+
+    @_checked
+    def find(self, question_id: str, sample: int = 0) -> int:
+        """Store index of the key, or -1."""
+        part, row = find_key(self._keys, question_id.encode("utf-8", "surrogatepass"), sample)
+        return -1 if part < 0 else self._first_trace[part] + row
+
+    @_checked
+    def places(self, indices: np.ndarray) -> np.ndarray:
+        """(n, 7) int64, see LocationTable.look_up: where some traces lie, all in one call."""
+        out = np.empty((len(indices), 7), np.int64)
+        self._places.look_up(np.ascontiguousarray(indices, np.int64), out)
+        return out
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        part = bisect_right(self._first_trace, index) - 1
+        return part, index - self._first_trace[part]
+
+    @_checked
+    def row(self, index: int) -> TraceRow:
+        """The places of trace `index` (0 <= index < N), patches of later parts applied."""
+        part, k = self._locate(index)
+        arrays = self._parts[part]
+        self.places(np.array([index]))  # checks what rows of segments are read by
+        values = {name: [int(arrays.read(name, k, k + 1)[0])] for name in mf.TRACE_COLUMNS}
+        for number in range(part + 1, len(self._parts)):
+            later = self._parts[number]
+            if later.length("patch_trace") == 0:
+                continue
+            begin, end = np.searchsorted(self._keep(number, "patch_trace"), [index, index + 1])
+            for p in range(int(begin), int(end)):
+                patch = {name: int(later.read(name, p, p + 1)[0]) for name in mf.PATCH_COLUMNS}
+                mf.apply_patch(values, 0, patch)
+        return TraceRow(**{name: v[0] for name, v in values.items()})
+
+    @_checked
+    def column(self, name: str) -> np.ndarray:
+        """One of manifest.TRACE_COLUMNS for all traces, patches applied; read once, read-only."""
+        values = self._kept.get((-1, name))
+        if values is None:
+            values = self._read_column(name)
+            self._check_column(name, values)
+            values.flags.writeable = False
+            self._kept[-1, name] = values
+        return values
+
+    def _check_column(self, name: str, values: np.ndarray) -> None:
+        if name.endswith("crc32c") or len(values) == 0:
+            return
+        most = _MOST.get(name)
+        if name.endswith("_segment"):
+            most = self.manifest.num_segments - 1
+        elif name == "source":
+            most = self.manifest.num_sources - 1
+        least = _LEAST.get(name, 0)
+        if values.min() < least or (most is not None and values.max() > most):
+            raise ValueError(f"{name}: values from {values.min()} to {values.max()}, expected {least} to {most}")
+
+    def _read_column(self, name: str) -> np.ndarray:
+        pieces = [part.read(name) for part in self._parts]
+        patched = [part for part in self._parts if part.length("patch_trace")]
+        if len(pieces) == 1 and not patched:
+            return pieces[0]
+        values = np.concatenate(pieces) if pieces else np.zeros(0, mf.TRACE_COLUMNS[name])
+        group = mf.GROUP_SEQUENCE if name.startswith(("sequence", "last_token")) else mf.GROUP_GRAPH
+        column = "patch_" + name.removeprefix("graph_").removeprefix("sequence_")
+        for part in patched:
+            if column not in part:
+                continue
+            patch = part.read(column)
+            chosen = part.read("patch_group") == group if name != "nonfinite" else np.ones(len(patch), bool)
+            target = part.read("patch_trace")[chosen]
+            if len(target) and not 0 <= target.min() <= target.max() < len(values):
+                raise ValueError(f"patch_trace: values from {target.min()} to {target.max()}")
+            values[target] = patch[chosen] | (values[target] if name == "nonfinite" else 0)
+        return values
+
+    @_checked
+    def question_ids(self, indices: np.ndarray) -> list[str]:
+        """Those of some traces, all in one call."""
+        return self._places.question_ids(np.ascontiguousarray(indices, np.int64))
+
+    @_checked
+    def question_id(self, index: int) -> str:
+        return self._places.question_ids(np.array([index], np.int64))[0]
+
+    def files(self) -> Iterator[FileEntry]:
+        """Every file of every segment."""
+        for number in range(len(self._parts)):
+            yield from self._part_files(number)
+
+    @_checked
+    def _part_files(self, number: int) -> list[FileEntry]:
+        return part_files(self._parts[number])
+
+    def _part_of_segment(self, segment: int) -> int:
+        part = bisect_right(self._first_segment, segment) - 1
+        # Two parts may begin at one segment number where a commit had patches only.
+        while part > 0 and self.manifest.parts[part].num_segments == 0:
+            part -= 1
+        return part
+
+    @_checked
+    def segment_rows(self, segment: int) -> int:
+        """How many rows a segment holds."""
+        part = self._part_of_segment(segment)
+        k = segment - self._first_segment[part]
+        rows = int(self._parts[part].read("segment_traces", k, k + 1)[0])
+        if rows < 0:
+            raise ValueError(f"segment {segment}: {rows} rows")
+        return rows
+
+    @_checked
+    def segment_files(self, segment: int) -> list[FileEntry]:
+        part = self._part_of_segment(segment)
+        begin, end = np.searchsorted(self._keep(part, "file_segment"), [segment, segment + 1])
+        return part_files(self._parts[part], int(begin), int(end))
+
+    @_checked
+    def source(self, number: int) -> SourceEntry:
+        part = bisect_right(self._first_source, number) - 1
+        k = number - self._first_source[part]
+        return self._sources(self._parts[part], k, k + 1)[0]
+
+    @_checked
+    def _sources(self, part: MappedArrays, begin: int, end: int) -> list[SourceEntry]:
+        path, fingerprint = (part.strings(f"source_{name}", begin, end) for name in ("path", "fingerprint"))
+        size, traces, skipped = (part.read(f"source_{n}", begin, end).tolist() for n in ("size", "traces", "skipped"))
+        return [SourceEntry(*source) for source in zip(path, size, fingerprint, traces, skipped, strict=True)]
+
+    @_checked
+    def check_key_tables(self) -> None:
+        """CorruptStoreError unless the table of each part has every row of it once, and free slots."""
+        for part in self._parts:
+            rows = part.read("key_table")
+            rows = np.sort(rows[rows > 0])
+            if not np.array_equal(rows, np.arange(1, part.length("sample") + 1)):
+                raise ValueError("key_table: not every row once")
+
+    def sources(self) -> Iterator[SourceEntry]:
+        for part in self._parts:
+            yield from self._sources(part, 0, part.length("source_size"))

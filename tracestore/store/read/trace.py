@@ -1,0 +1,323 @@
+"""One trace of an open store."""
+
+import math
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from tracestore._core import kernels
+from tracestore.errors import CorruptStoreError, MissingFieldError
+from tracestore.store.format import schema
+from tracestore.store.read.index import TraceRow
+from tracestore.store.read.segment import SegmentReader
+
+if TYPE_CHECKING:
+    from tracestore.store.read.store import TraceStore
+
+
+class PackedEdges(NamedTuple):
+    """A thresholded edge set as stored: layer l owns edges ptr[l] .. ptr[l + 1]."""
+
+    ptr: np.ndarray  # (L + 1,) int64
+    edge_index: np.ndarray  # (E, 2) int32: source j, target i
+    weight: np.ndarray  # (E,)
+
+
+def dense_attention(
+    packed: "np.ndarray | PackedEdges", layout: int, num_layers: int, num_tokens: int, where: str
+) -> np.ndarray:
+    """(L, S, S) or (L, H, S, S) of a trace's stored attention."""
+    if isinstance(packed, PackedEdges):
+        out = np.zeros((num_layers, num_tokens, num_tokens), packed.weight.dtype)
+        layer = np.repeat(np.arange(num_layers), np.diff(packed.ptr))
+        if packed.edge_index.size and not 0 <= packed.edge_index.min() <= packed.edge_index.max() < num_tokens:
+            raise CorruptStoreError(f"{where}: an edge leaves the trace")
+        out[layer, packed.edge_index[:, 1], packed.edge_index[:, 0]] = packed.weight
+        return out
+    shape = (*packed.shape[:-1], num_tokens, num_tokens)
+    if layout == schema.LAYOUT_SQUARE:
+        return packed.reshape(shape).copy()
+    out = np.empty(shape, packed.dtype)
+    matrices = int(np.prod(packed.shape[:-1]))
+    kernels.unpack_triangle(
+        packed.reshape(-1).view("u1"), packed.itemsize, matrices, num_tokens, out.reshape(-1).view("u1")
+    )
+    return out
+
+
+@dataclass(frozen=True)
+class DetachedTrace:
+    """A trace of a store in memory of its own (Trace.copy). Arrays as Trace gives them,
+    read-only; None for what the trace does not have, NaN for score and label."""
+
+    index: int
+    question_id: str
+    sample: int
+    source: tuple[str, int]
+    score: float
+    label: float
+    group: str
+    num_tokens: int
+    has_nonfinite: bool
+    prompt_length: int | None
+    question: str | None
+    answer: str | None
+    extras: dict[str, Any]
+    tokens: np.ndarray | None
+    tokens_decoded: list[str] | None
+    hidden_states: np.ndarray | None
+    last_token: np.ndarray
+    attention_layout: str | None
+    attention_packed: "np.ndarray | PackedEdges | None"
+
+    @classmethod
+    def of(cls, trace: "Trace") -> "DetachedTrace":
+        """Of a trace whose arrays are private."""
+        values = {f.name: getattr(trace, f.name) for f in fields(cls) if f.name not in _MAY_BE_MISSING}
+        for name, is_there in (
+            ("hidden_states", trace.num_tokens > 0),
+            ("attention_packed", trace.attention_layout is not None),
+        ):
+            values[name] = getattr(trace, name) if is_there else None
+        return cls(**values)
+
+    @property
+    def attention(self) -> np.ndarray:
+        """Dense, freshly built, as Trace.attention. MissingFieldError where there is none."""
+        if self.attention_packed is None or self.attention_layout is None:
+            raise MissingFieldError(f"trace {self.index} ({self.question_id}) has no attention")
+        layout = next(code for code, name in schema.LAYOUT_NAMES.items() if name == self.attention_layout)
+        return dense_attention(
+            self.attention_packed, layout, len(self.last_token), self.num_tokens, f"trace {self.index}"
+        )
+
+
+_MAY_BE_MISSING = {"hidden_states", "attention_packed"}
+
+
+class Trace:
+    """What one question left in the model. Fields are read when they are asked for.
+
+    Arrays of an uncompressed store are read-only views of the mapped file and keep
+    the map alive; one that is read after its file was cut short ends the process (SIGBUS),
+    which `copy()` and everything else here survive. bfloat16 arrays (--dtype keep) come as uint16 with the raw bits.
+    A field the trace does not have raises MissingFieldError (arrays) or is None,
+    NaN for `score` and `label`.
+    """
+
+    def __init__(self, store: "TraceStore", index: int, *, private: bool = False) -> None:
+        """private: arrays come in memory of their own."""
+        self._store = store
+        self.index = index
+        self._private = private
+        self._row: TraceRow = store._index.row(index)
+
+    def __repr__(self) -> str:
+        return f"Trace({self.index}, question_id={self.question_id!r}, num_tokens={self.num_tokens})"
+
+    @property
+    def _home(self) -> tuple[SegmentReader, int]:
+        segment, row = self._row.home
+        return self._store._segment(segment), row
+
+    def _graph(self, what: str) -> SegmentReader:
+        if self._row.graph_segment < 0:
+            raise MissingFieldError(
+                f"trace {self.index} ({self.question_id}) has no {what}: its source holds last tokens only"
+            )
+        segment = self._store._segment(self._row.graph_segment)
+        segment.require_place(self._row)
+        return segment
+
+    def _has(self, name: str) -> bool:
+        segment, row = self._home
+        return bool(segment.scalar("fields", row) & schema.FIELD_BITS[name])
+
+    def _rows(self, segment: SegmentReader, name: str, begin: int, end: int) -> np.ndarray:
+        array = segment.array(name)
+        return array.copy(begin, end) if self._private else array.rows(begin, end)
+
+    def copy(self) -> "DetachedTrace":
+        """Everything the trace has, in memory of its own: it outlives the store, and reading
+        it touches no file. CorruptStoreError where a file was cut short meanwhile."""
+        return DetachedTrace.of(Trace(self._store, self.index, private=True))
+
+    # Keys and values
+
+    @property
+    def question_id(self) -> str:
+        return self._store._index.question_id(self.index)
+
+    @property
+    def sample(self) -> int:
+        """Which of several answers to the question this is, from 0."""
+        return self._row.sample
+
+    @property
+    def score(self) -> float:
+        """NaN where missing; a missing score is never a label."""
+        return float(self._store.scores[self.index])
+
+    @property
+    def label(self) -> float:
+        """The label stored with the source, NaN where missing."""
+        return float(self._store.labels[self.index])
+
+    @property
+    def group(self) -> str:
+        return self._store.group(self.index)
+
+    @property
+    def source(self) -> tuple[str, int]:
+        """Path of the source file under SRC, and the trace's position in it from 0."""
+        return self._store._index.source(self._row.source).path, self._row.source_position
+
+    @property
+    def num_tokens(self) -> int:
+        """S; 0 where the source holds last tokens only."""
+        return self._row.num_tokens if self._row.graph_segment >= 0 else 0
+
+    @property
+    def has_nonfinite(self) -> bool:
+        """Whether the source had NaN or infinite values in its arrays."""
+        return bool(self._row.nonfinite)
+
+    # Arrays
+
+    @property
+    def hidden_states(self) -> np.ndarray:
+        """(L, S, D), read-only, zero-copy where the shard is uncompressed."""
+        segment = self._graph("hidden states of all tokens")
+        num_layers, num_tokens = self._store.num_layers, self._row.num_tokens
+        begin = self._row.hidden_row
+        rows = self._rows(segment, "hidden_states", begin, begin + num_layers * num_tokens)
+        return rows.reshape(num_layers, num_tokens, -1)
+
+    @property
+    def last_token(self) -> np.ndarray:
+        """(L, D): the last token's hidden state in every layer."""
+        if self._row.sequence_segment < 0:
+            return self.hidden_states[:, -1]
+        segment = self._store._segment(self._row.sequence_segment)
+        row = self._row.last_token_row
+        found: np.ndarray = self._rows(segment, "last_token", row, row + 1)[0]
+        return found
+
+    @property
+    def attention_layout(self) -> str | None:
+        """causal, square or edges; None where no attention is stored."""
+        return schema.LAYOUT_NAMES.get(self._row.layout) if self._row.graph_segment >= 0 else None
+
+    @property
+    def has_reversed_edges(self) -> bool:
+        """Whether the source had its edges from the attending token i to j; here they run from j to i."""
+        return bool(self._graph("edges").scalar("edges_reversed", self._row.graph_row))
+
+    @property
+    def attention_packed(self) -> np.ndarray | PackedEdges:
+        """As stored: (L, A) or, per head, (L, H, A); A = S (S + 1) / 2 for causal
+        attention (lower triangle with diagonal, row by row), S * S for square;
+        PackedEdges where only edges are known."""
+        segment = self._graph("attention")
+        row, store = self._row, self._store
+        if row.layout == schema.LAYOUT_NONE:
+            raise MissingFieldError(f"trace {self.index} ({self.question_id}) has no attention: it was not stored")
+        if row.layout == schema.LAYOUT_EDGES:
+            return PackedEdges(*segment.edges(row.attention_start, store.num_layers, row.num_tokens, self._private))
+        heads = store._attributes.attention_rows
+        pairs = schema.num_pairs(row.num_tokens, row.layout)
+        begin = row.attention_start
+        values = self._rows(segment, "attention", begin, begin + store.num_layers * heads * pairs)
+        shape = (store.num_layers, heads, pairs) if store.attention == "heads" else (store.num_layers, pairs)
+        return values.reshape(shape)
+
+    @property
+    def attention(self) -> np.ndarray:
+        """Dense, freshly built: (L, S, S), or (L, H, S, S) where every head is stored;
+        [..., i, j] is how much token i attends to token j."""
+        layout = self._row.layout
+        # What numpy reads must be in memory; the kernel reads the map under the guard.
+        kernel_reads = layout == schema.LAYOUT_CAUSAL and not self._private
+        packed = (
+            self.attention_packed if kernel_reads else Trace(self._store, self.index, private=True).attention_packed
+        )
+        dense = dense_attention(packed, layout, self._store.num_layers, self._row.num_tokens, f"trace {self.index}")
+        if kernel_reads:
+            self._graph("attention").array("attention").check()
+        return dense
+
+    def attention_of(self, layer: int) -> np.ndarray:
+        """Dense attention of one layer alone, (S, S) or (H, S, S), in memory of its own."""
+        row, store, where = self._row, self._store, f"trace {self.index}"
+        if row.layout in (schema.LAYOUT_EDGES, schema.LAYOUT_NONE):
+            packed = Trace(store, self.index, private=True).attention_packed
+            assert isinstance(packed, PackedEdges)
+            begin, end = packed.ptr[layer : layer + 2]
+            edges = PackedEdges(np.array([0, end - begin]), packed.edge_index[begin:end], packed.weight[begin:end])
+            dense: np.ndarray = dense_attention(edges, row.layout, 1, row.num_tokens, where)[0]
+            return dense
+        heads, pairs = store._attributes.attention_rows, schema.num_pairs(row.num_tokens, row.layout)
+        first = row.attention_start + layer * heads * pairs
+        values = self._graph("attention").array("attention").copy(first, first + heads * pairs)
+        shape = (heads, pairs) if store.attention == "heads" else (pairs,)
+        return dense_attention(values.reshape(shape), row.layout, 1, row.num_tokens, where)
+
+    @property
+    def attention_mean(self) -> np.ndarray:
+        """The head mean as stored or, where every head is stored, made now: (L, A) float16.
+        MissingFieldError for a store of edges."""
+        packed = self.attention_packed
+        if isinstance(packed, PackedEdges):
+            raise MissingFieldError(f"trace {self.index} ({self.question_id}) has edges, no dense attention")
+        if packed.ndim == 2:
+            return packed
+        code = schema.dtype_code(self._store._attributes.attention_dtype or "float16")
+        out = np.empty((packed.shape[0], packed.shape[2]), "<f2")
+        for layer in range(len(packed)):
+            source = packed[layer].reshape(-1).view("u1")
+            kernels.mean_rows(source, code, packed.shape[1], packed.shape[2], out[layer].view("u1"))
+        self._graph("attention").array("attention").check()
+        return out
+
+    # TextFields
+
+    @property
+    def tokens(self) -> np.ndarray | None:
+        """(S,) int32, or None."""
+        segment, row = self._home
+        return segment.tokens(row, self._private) if self._has("tokens") else None
+
+    @property
+    def tokens_decoded(self) -> list[str] | None:
+        segment, row = self._home
+        return segment.tokens_decoded(row) if self._has("tokens_decoded") else None
+
+    def text(self, name: str) -> str | None:
+        """One of schema.STRING_FIELDS as the source had it, or None."""
+        segment, row = self._home
+        return segment.string(name, row) if self._has(name) else None
+
+    @property
+    def question(self) -> str | None:
+        return self.text("question")
+
+    @property
+    def answer(self) -> str | None:
+        """generated_answer_clean, else generated_answer, else generated_text."""
+        return next((t for t in map(self.text, schema.ANSWER_FIELDS) if t is not None), None)
+
+    @property
+    def prompt_length(self) -> int | None:
+        segment, row = self._home
+        value = segment.scalar("prompt_length", row)
+        return None if value < 0 else value
+
+    @property
+    def extras(self) -> dict[str, Any]:
+        """Fields of the source that have no array of their own, as JSON values."""
+        segment, row = self._home
+        return segment.extras(row)
+
+    def is_scored(self) -> bool:
+        return not math.isnan(self.score)

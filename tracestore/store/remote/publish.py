@@ -1,0 +1,308 @@
+"""Writing a store of another machine: commits are made in a folder here, then put there.
+
+Segments go up when their commit is whole, and only then the manifest, under the condition that there
+is none of that number. A lock object that is renewed all the time keeps a second writer away;
+one that is not renewed any more was its writer's end, and is taken over.
+"""
+
+import contextlib
+import hashlib
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tracestore._core.kernels import crc32c
+from tracestore._core.mapping import MappedFile
+from tracestore.errors import CorruptStoreError, RemoteError, StoreLockedError, UsageError
+from tracestore.store.format import manifest as mf
+from tracestore.store.format import paths
+from tracestore.store.format.entries import FileEntry
+from tracestore.store.format.paths import TEMPORARY_PREFIX
+from tracestore.store.io import fsio
+from tracestore.store.io.files import LocalFiles, RemoteURL, cache_dir
+from tracestore.store.remote.files import RemoteFiles, cache_of_environment, generations_of
+from tracestore.store.remote.object_store import ObjectStore, Version, seconds_of
+
+# A lock that is not renewed for so long has nobody who would renew it.
+STALE_S = 30.0
+_RENEWALS_UNTIL_STALE = 5
+_POLLS_UNTIL_STALE = 20
+_UPLOADS = 16
+_LONGEST_STALE_S = 3600.0
+_ABANDONED_S = 24 * 3600
+_OWN_NAMES = {"manifest", "lock", "segments", "index", "columns", "zarr.json"}
+
+
+class RemoteLock:
+    """The object `lock` of a store: whoever made it, and renews it, writes. StoreLockedError where
+    another one does. It says whose it is, how often it was renewed, and after how long without
+    that it may be taken over."""
+
+    def __init__(self, address: RemoteURL) -> None:
+        self._stale_s = seconds_of("TRACESTORE_REMOTE_LOCK_TTL", STALE_S)
+        self._bucket = ObjectStore(address)
+        self._token = secrets.token_hex(16)
+        self._count = 0
+        self._renewed_at = time.monotonic()
+        version = self._bucket.put_if_absent("lock", self._content()) or self._take_over()
+        if version is None:
+            raise self._locked()
+        self._version = version
+        # From now on it must not wait longer for the server than others wait for it.
+        self._bucket = ObjectStore(address, timeout_s=self._stale_s / 3, patience_s=self._stale_s / 2)
+        self._is_lost, self._ended = False, threading.Event()
+        self._renewing = threading.Lock()
+        self._thread = threading.Thread(target=self._renew_always, name="tracestore-lock", daemon=True)
+        self._thread.start()
+
+    def _content(self) -> bytes:
+        self._count += 1
+        return f"{self._token} {self._count} {self._stale_s:g}\n".encode()
+
+    def _locked(self) -> StoreLockedError:
+        return StoreLockedError(f"{self._bucket.address}: another writer holds the store")
+
+    def _take_over(self) -> Version | None:
+        """Watches the lock until it is clear that nobody renews it; None where somebody does."""
+        before = self._bucket.version("lock")
+        if before is None:
+            return self._bucket.put_if_absent("lock", self._content())
+        stale_s = max(self._stale_s, self._interval_of_holder())
+        pause = stale_s / _POLLS_UNTIL_STALE
+        watched, looked_at = 0.0, time.monotonic()
+        while watched < stale_s:
+            time.sleep(pause)
+            if self._bucket.version("lock") != before:
+                return None
+            # A time in which the server did not answer proves nothing of the other writer.
+            now = time.monotonic()
+            watched, looked_at = watched + min(now - looked_at, 2 * pause), now
+        self._renewed_at = time.monotonic()
+        return self._bucket.replace("lock", before, self._content())
+
+    def _interval_of_holder(self) -> float:
+        try:
+            return min(float(self._bucket.read("lock").split()[2]), _LONGEST_STALE_S)
+        except (FileNotFoundError, IndexError, ValueError):
+            return 0.0
+
+    def renew(self) -> None:
+        """StoreLockedError where another writer has taken it."""
+        with self._renewing:
+            self._renew()
+
+    def _renew(self) -> None:
+        began = time.monotonic()
+        if self._is_lost:
+            raise self._locked()
+        version = self._bucket.replace("lock", self._version, self._content()) or self._own_version()
+        if version is None:
+            self._is_lost = True
+            raise self._locked()
+        self._version, self._renewed_at = version, began
+
+    def _own_version(self) -> Version | None:
+        """Of the lock where it is this writer's: an answer may have been lost before."""
+        version = self._bucket.version("lock")
+        try:
+            is_own = self._bucket.read("lock").startswith(self._token.encode())
+        except FileNotFoundError:
+            return None
+        return version if is_own else None
+
+    def renew_if_stale(self) -> None:
+        """Before something is changed: nobody can have taken the lock meanwhile."""
+        if time.monotonic() - self._renewed_at > self._stale_s / 2:
+            with self._renewing:
+                if time.monotonic() - self._renewed_at > self._stale_s / 2:  # nobody else has, meanwhile
+                    self._renew()
+
+    def _renew_always(self) -> None:
+        while not self._ended.wait(self._stale_s / _RENEWALS_UNTIL_STALE):
+            try:
+                self.renew()
+            except StoreLockedError:
+                return  # said at the next commit
+            except (RemoteError, UsageError):
+                continue  # what is to be written will tell, too
+
+    def release(self) -> None:
+        """Takes it away, if it is this writer's."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        with contextlib.suppress(RemoteError, UsageError, StoreLockedError):
+            self.renew()
+            self._bucket.delete(["lock"])
+
+
+class _Written:
+    """Committed files: those that are not there yet, here."""
+
+    def __init__(self, here: LocalFiles, there: RemoteFiles) -> None:
+        self._here, self._there = here, there
+
+    def read(self, entry: FileEntry) -> bytes:
+        try:
+            return self._here.read(entry)
+        except FileNotFoundError:
+            return self._there.read(entry)
+
+    def map(self, entry: FileEntry) -> MappedFile:
+        try:
+            return self._here.map(entry)
+        except FileNotFoundError:
+            return self._there.map(entry)
+
+
+def _remove_abandoned(writing: Path, name: str) -> None:
+    """Takes away what killed writers of a store have left on this machine, and old leftovers of others."""
+    for folder in writing.glob("*"):
+        try:
+            is_old = time.time() - folder.stat().st_mtime > _ABANDONED_S
+        except FileNotFoundError:
+            continue
+        if not is_old and not folder.name.startswith(name):
+            continue  # its writer may be about to begin
+        with contextlib.suppress(StoreLockedError, OSError):
+            lock = fsio.WriterLock(folder)
+            fsio.remove_tree(folder)
+            lock.release()
+
+
+class RemotePublisher:
+    """Where a writer of a remote store works: `folder`, on this machine's disk, begins as the newest
+    generation without its segments; publish() makes what was committed there the next one.
+    `files` gives the committed segments."""
+
+    def __init__(self, address: RemoteURL, *, overwrite: bool, exist_ok: bool) -> None:
+        self.address = address
+        self._bucket = ObjectStore(address)
+        self._bucket.require_writable()
+        name = hashlib.sha256(str(self._bucket.address).encode()).hexdigest()[:32]
+        self.folder = cache_dir() / ".writing" / f"{name}-{secrets.token_hex(4)}"
+        there = RemoteFiles(self._bucket, cache_of_environment())
+        self.files = _Written(LocalFiles(self.folder), there)
+        found = self._bucket.names("")
+        if set(found) - _OWN_NAMES:
+            raise UsageError(f"{address}: holds other objects and is not a store")
+        if "manifest" in found and not exist_ok and not overwrite:
+            raise UsageError(f"{address}: the store exists (overwrite=True replaces it)")
+        self._lock = RemoteLock(self._bucket.address)
+        self._bucket.fence = self._lock.renew_if_stale
+        try:
+            with fsio.map_os_errors(self.folder):
+                _remove_abandoned(self.folder.parent, name)
+                fsio.makedirs(self.folder)
+            self._there: set[str] = set()  # paths of what both sides have
+            # A store that is replaced stays until something of the new one is ready.
+            self._is_replaced = overwrite
+            if not overwrite:
+                self._fetch_newest()
+        except BaseException:
+            self.close()
+            raise
+
+    def _clear(self) -> None:
+        # The manifests go first: what is left after a stop is no store.
+        for folder in ("manifest", "index", "columns", "segments"):
+            self._delete_own(folder)
+        self._bucket.delete(["zarr.json"])
+
+    def _delete_own(self, folder: str) -> None:
+        """Removes what lies in a folder of the store and has a name of the format."""
+        self._bucket.delete([p for p in self._bucket.walk(folder) if paths.is_own(p, is_folder=False)])
+
+    def _fetch_newest(self) -> None:
+        numbers = generations_of(self._bucket)
+        kept = -1
+        if numbers:
+            try:
+                data = self._bucket.read(paths.manifest(numbers[0]), mf.MAX_MANIFEST_BYTES)
+                manifest = mf.parse_manifest(data, numbers[0])
+            except (CorruptStoreError, FileNotFoundError) as error:
+                raise CorruptStoreError(f"{self.address}: {error}") from None
+            small = manifest.small_files()
+            with fsio.map_os_errors(self.folder), ThreadPoolExecutor(_UPLOADS) as pool:
+                list(pool.map(self._fetch, small))
+                for name, content in ((paths.manifest(numbers[0]), data), (paths.manifest_copy(numbers[0]), data)):
+                    fsio.makedirs((self.folder / name).parent)
+                    fsio.write_file(self.folder / name, content)
+                self._there = {e.path for e in small} | {paths.manifest(numbers[0]), paths.manifest_copy(numbers[0])}
+                with contextlib.suppress(FileNotFoundError):
+                    fsio.write_file(self.folder / "zarr.json", self._bucket.read("zarr.json"))
+                    self._there.add("zarr.json")
+            kept = manifest.num_segments - 1
+        # Of a writer that was stopped before its manifest.
+        for name in self._bucket.names("segments"):
+            if not name.isdigit() or int(name) > kept:
+                self._delete_own(f"segments/{name}")
+
+    def _fetch(self, entry: FileEntry) -> None:
+        data = self._bucket.read(entry.path, entry.size)
+        if len(data) != entry.size or crc32c(data) != entry.crc32c:
+            raise CorruptStoreError(f"{self.address}/{entry.path}: not what was committed")
+        (self.folder / entry.path).parent.mkdir(parents=True, exist_ok=True)  # others make it, too
+        fsio.write_file(self.folder / entry.path, data)
+
+    def publish(self, manifest: mf.Manifest) -> None:
+        """Puts a generation that was committed in `folder` in place. StoreLockedError where another
+        writer was quicker; RemoteError leaves the old generation, and may be tried again."""
+        named = [file.path for file in manifest.small_files()]
+        copy = paths.manifest_copy(manifest.generation)
+        self._lock.renew()
+        segments = {path.split("/")[1] for path in self._local_files("segments")}
+        new = [path for name in sorted(segments) for path in self._local_files(f"segments/{name}")]
+        new += [path for path in (*named, copy) if path not in self._there]
+        if self._is_replaced:
+            self._clear()
+            self._is_replaced = False
+        self._put_all(new)
+        root = (self.folder / "zarr.json").read_bytes()
+        if "zarr.json" not in self._there:
+            self._bucket.put("zarr.json", root)
+        self._lock.renew()
+        if self._bucket.put_if_absent(paths.manifest(manifest.generation), manifest.to_bytes()) is None:
+            raise StoreLockedError(f"{self.address}: another writer has committed generation {manifest.generation}")
+        self._bucket.put("manifest/newest", f"{manifest.generation:010d}\n".encode())
+        self._bucket.put("zarr.json", root)
+        self._there |= {*named, copy, "zarr.json"}
+        for name in sorted(segments):
+            fsio.remove_tree(self.folder / "segments" / name)
+        self._remove_old(manifest)
+
+    def _local_files(self, folder: str) -> Iterable[str]:
+        found = sorted(p for p in (self.folder / folder).rglob("*") if p.is_file())
+        return [p.relative_to(self.folder).as_posix() for p in found if TEMPORARY_PREFIX not in p.as_posix()]
+
+    def _put_all(self, paths: list[str]) -> None:
+        put: Callable[[str], None] = lambda path: self._bucket.put(path, self.folder / path)  # noqa: E731
+        with ThreadPoolExecutor(_UPLOADS) as pool:
+            list(pool.map(put, paths))
+
+    def _remove_old(self, manifest: mf.Manifest) -> None:
+        """Generations older than the one before this, and what they alone name."""
+        generations = [n for n in generations_of(self._bucket) if n <= manifest.generation]
+        self._bucket.delete([paths.manifest(n) for n in generations[2:]])
+        named = set()
+        for number in generations[:2]:
+            try:
+                kept = mf.parse_manifest(self._bucket.read(paths.manifest(number)), number)
+            except (FileNotFoundError, CorruptStoreError):
+                return  # what it names is not known: nothing is taken away
+            named |= {paths.index(number), *(str(Path(p.path).parent) for p in kept.parts)}
+            named |= {c.path for c in kept.columns}
+        for name in ("index", "columns"):
+            for folder in self._bucket.names(name):
+                is_ours = folder.isdigit() and int(folder) <= manifest.generation
+                if is_ours and f"{name}/{folder}" not in named:
+                    self._delete_own(f"{name}/{folder}")
+
+    def close(self) -> None:
+        """Lets go of the store, and of the folder here."""
+        self._lock.release()
+        with contextlib.suppress(OSError):
+            fsio.remove_tree(self.folder)

@@ -1,0 +1,1 @@
+"""Writing a store: packing traces, segments, commits."""

@@ -1,0 +1,202 @@
+"""The commit protocol (docs/format.md, "Commit"): one generation to the next."""
+
+import contextlib
+import os
+from pathlib import Path
+
+import numpy as np
+
+from tracestore._core.kernels import crc32c
+from tracestore.errors import CorruptStoreError
+from tracestore.store.format import manifest as mf
+from tracestore.store.format import paths, schema
+from tracestore.store.format.entries import FileEntry
+from tracestore.store.format.mapped_arrays import pack_arrays
+from tracestore.store.format.paths import TEMPORARY_PREFIX
+from tracestore.store.format.ragged import encode_strings
+from tracestore.store.format.zarr_json import group_metadata
+from tracestore.store.io import fsio
+from tracestore.store.io.files import LocalFiles
+from tracestore.store.io.manifests import list_generations, load_manifest
+from tracestore.store.io.ownership import remove_own, require_removed
+from tracestore.store.read.columns import Columns, join_columns, read_columns
+from tracestore.store.read.index import StoreIndex
+from tracestore.store.write.columns_writer import write_columns
+from tracestore.store.write.pending import Pending
+
+
+def root_metadata(attributes: schema.Attributes) -> bytes:
+    """The bytes of the store's root zarr.json."""
+    return group_metadata({"tracestore": attributes.to_json()})
+
+
+def write_root(store: Path, attributes: schema.Attributes) -> None:
+    """Has the root zarr.json say so."""
+    root, expected = store / "zarr.json", root_metadata(attributes)
+    try:
+        if root.read_bytes() == expected:
+            return
+    except FileNotFoundError:
+        pass
+    fsio.replace_file(root, expected)
+
+
+def commit(store: Path, index: StoreIndex, attributes: schema.Attributes, p: Pending) -> mf.Manifest:
+    """Makes `p` durable as the next generation. Until the manifest is in place, readers
+    and the next writer see the old one; what an exception leaves is for clean()."""
+    old = index.manifest
+    for name in ("manifest", "segments", "index", "columns"):
+        fsio.makedirs(store / name)
+    if old.generation == 0:
+        # Whoever made the folders may have been stopped before syncing them.
+        fsio.fsync_path(store)
+        with contextlib.suppress(PermissionError):
+            fsio.fsync_path(store.parent)
+    p.segments = [s for s in p.segments if len(s)]
+    files: list[tuple[int, FileEntry]] = []
+    for segment in p.segments:
+        files += [(segment.number, entry) for entry in segment.finish()]
+        fsio.again(os.rename, segment.folder, store / paths.segment(segment.number))
+    if p.segments:
+        fsio.fsync_path(store / "segments")
+    parts, part_bytes = _write_index(store, index, p, files)
+    columns, num_scored, num_labelled = _write_columns(store, old, p)
+    added = sum(f.size for _, f in files) + part_bytes
+    added += sum(f.size for r in columns if r not in old.columns for f in r.files)
+    removed = sum(r.size for r in old.parts if r not in parts)
+    removed += sum(f.size for r in old.columns if r not in columns for f in r.files)
+    tokens = sum(r.values["num_tokens"] for r in p.rows if r.values["graph_segment"] >= 0)
+    for (trace, group), patch in p.patches.items():
+        if group == mf.GROUP_GRAPH:
+            before = index.row(trace)
+            tokens += patch["patch_num_tokens"] - (before.num_tokens if before.graph_segment >= 0 else 0)
+    new = mf.Manifest(
+        generation=old.generation + 1,
+        attributes=attributes,
+        parts=parts,
+        columns=columns,
+        num_traces=old.num_traces + len(p.rows),
+        num_tokens=old.num_tokens + tokens,
+        num_scored=num_scored,
+        num_labelled=num_labelled,
+        num_bytes=old.num_bytes + added - removed,
+        fields=tuple(sorted(set(old.fields).union(*(s.field_names for s in p.segments)))),
+    )
+    if old.generation == 0:
+        write_root(store, attributes)
+    # Should the manifest be damaged one day, nothing that it names is lost.
+    copy = store / paths.manifest_copy(new.generation)
+    fsio.write_file(copy, new.to_bytes())
+    fsio.fsync_path(copy.parent)
+    fsio.replace_file(store / paths.manifest(new.generation), new.to_bytes())
+    write_root(store, attributes)
+    return new
+
+
+def _write_index(
+    store: Path, index: StoreIndex, p: Pending, files: list[tuple[int, FileEntry]]
+) -> tuple[tuple[mf.PartRef, ...], int]:
+    """The index part of the next generation. -> all parts, bytes written."""
+    old, generation = index.manifest, index.manifest.generation + 1
+    arrays = mf.empty_columns()
+    for name, dtype in mf.TRACE_COLUMNS.items():
+        arrays[name] = np.array([r.values[name] for r in p.rows], dtype)
+    patches = [p.patches[place] for place in sorted(p.patches)]
+    for name, dtype in mf.PATCH_COLUMNS.items():
+        arrays[name] = np.array([q[name] for q in patches], dtype)
+    arrays["file_segment"] = np.array([n for n, _ in files], "<i4")
+    arrays["file_size"] = np.array([f.size for _, f in files], "<i8")
+    arrays["file_crc32c"] = np.array([f.crc32c for _, f in files], "<u4")
+    arrays["segment_traces"] = np.array([len(s) for s in p.segments], "<i4")
+    arrays["segment_tokens"] = np.array([sum(r.num_tokens for r in s.rows) for s in p.segments], "<i8")
+    for name, attribute in (("size", "size"), ("traces", "num_traces"), ("skipped", "num_skipped")):
+        arrays[f"source_{name}"] = np.array([getattr(s, attribute) for s in p.sources], "<i8")
+    texts = {
+        "id": [r.question_id for r in p.rows],
+        "file_path": [f.path for _, f in files],
+        "source_path": [s.path for s in p.sources],
+        "source_fingerprint": [s.fingerprint for s in p.sources],
+    }
+    for name, strings in texts.items():
+        arrays[name], arrays[f"{name}_offsets"] = encode_strings(strings)
+    parts = list(old.parts)
+    first = {"trace": old.num_traces, "segment": old.num_segments, "source": old.num_sources}
+    count = {"trace": len(p.rows), "segment": len(p.segments), "source": len(p.sources)}
+    # A binary counter: equal sizes carry, so each trace is rewritten O(log N) times.
+    while parts and parts[-1].num_traces + parts[-1].num_sources <= count["trace"] + count["source"]:
+        last = parts.pop()
+        first = {"trace": last.first_trace, "segment": last.first_segment, "source": last.first_source}
+        count = {k: count[k] + getattr(last, f"num_{k}s") for k in count}
+        arrays = mf.merge_parts(index.part_arrays(len(parts)), arrays, first["trace"])
+    data = pack_arrays(mf.with_key_table(arrays))
+    folder = store / paths.index(generation)
+    require_removed(store, paths.index(generation))
+    fsio.again(os.mkdir, folder)
+    fsio.write_file(folder / "part", data)
+    fsio.fsync_path(folder)
+    fsio.fsync_path(folder.parent)
+    ref = mf.PartRef(
+        f"{paths.index(generation)}/part",
+        len(data),
+        crc32c(data),
+        **{f"first_{k}": v for k, v in first.items()},
+        **{f"num_{k}s": v for k, v in count.items()},
+    )
+    return (*parts, ref), len(data)
+
+
+def _write_columns(store: Path, old: mf.Manifest, p: Pending) -> tuple[tuple[mf.ColumnsRef, ...], int, int]:
+    """The columns of the next generation. -> all groups, traces with a score, with a label."""
+    refs = list(old.columns)
+    new = Columns.from_values([r.score for r in p.rows], [r.label for r in p.rows], [r.group for r in p.rows])
+    first, pieces = old.num_traces, [new]
+    while refs and (p.updates or refs[-1].num_traces <= sum(map(len, pieces))):
+        last = refs.pop()
+        first = last.first_trace
+        pieces.insert(0, read_columns(LocalFiles(store), last))
+    joined = join_columns(pieces)
+    if p.updates:
+        joined = joined.with_values(p.updates)
+    if p.updates:
+        scored, labelled = joined.num_scored, joined.num_labelled
+    else:
+        scored, labelled = old.num_scored + new.num_scored, old.num_labelled + new.num_labelled
+    if len(joined) == 0:
+        return tuple(refs), scored, labelled
+    refs.append(write_columns(store, old.generation + 1, first, joined))
+    return tuple(refs), scored, labelled
+
+
+def clean(store: Path, manifest: mf.Manifest) -> None:
+    """Removes what no kept generation names: unfinished work, and generations older than
+    the predecessor unless a reader has them pinned. The newest manifest is whole when this runs."""
+    named = {r.path for r in manifest.parts} | {r.path for r in manifest.columns}
+    files = LocalFiles(store)
+    for generation in list_generations(files):
+        if generation >= manifest.generation:
+            continue
+        path = paths.manifest(generation)
+        with fsio.try_exclusive(files.open(path)) as free:
+            try:
+                kept = load_manifest(files, generation)
+            except CorruptStoreError:
+                kept = None
+            if free and (kept is None or generation < manifest.generation - 1):
+                remove_own(store, path)
+                continue
+        if kept is None:
+            return  # It was whole when it was pinned: what it names is not known any more.
+        named |= {r.path for r in kept.parts} | {r.path for r in kept.columns}
+    for folder in ("index", "columns"):
+        for name in files.names(folder):
+            path = f"{folder}/{name}"
+            if path not in named and f"{path}/part" not in named:
+                remove_own(store, path)
+    for name in files.names("segments"):
+        unfinished = name.startswith(TEMPORARY_PREFIX)
+        if unfinished or (name.isdigit() and int(name) >= manifest.num_segments):
+            remove_own(store, f"segments/{name}")
+    for name in files.names("manifest"):
+        if name.startswith(TEMPORARY_PREFIX):
+            remove_own(store, f"manifest/{name}")
+    remove_own(store, f"{TEMPORARY_PREFIX}zarr.json")

@@ -1,0 +1,107 @@
+"""Packed traces in a file, on their way from one machine to the writer on another.
+
+Every trace is a length, a JSON header and its arrays as they lie in memory. What is read
+was written by a process of the same user, in the folder of the store; a header that is
+not whole is damage all the same.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tracestore._core.mapping import MappedFile
+from tracestore.errors import CorruptStoreError
+from tracestore.store.io.fsio import naming, write_pieces
+from tracestore.store.write.pack import PackedTrace
+from tracestore.store.write.record import TraceRecord
+
+_LENGTH = struct.Struct("<QQ")  # of the header, of the arrays
+_RECORD_VALUES = (
+    "question_id",
+    "sample",
+    "position",
+    "tokens_decoded",
+    "strings",
+    "prompt_length",
+    "label",
+    "has_own_id",
+)
+_TRACE_VALUES = tuple(f.name for f in fields(PackedTrace) if f.name not in ("record", "arrays", "edge_counts"))
+
+
+def _plain(array: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view("u1").data
+
+
+def write_spool(path: Path, traces: Iterable[PackedTrace]) -> int:
+    """A new file with these traces; -> how many."""
+    count = position = 0
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        with naming(path):
+            for trace in traces:
+                arrays: list[tuple[str, np.ndarray]] = [(n, a) for n, pieces in trace.held.items() for a in pieces]
+                if trace.record.tokens is not None:
+                    arrays.append(("tokens", trace.record.tokens))
+                if trace.edge_counts is not None:
+                    arrays.append(("edge_counts", trace.edge_counts))
+                header = json.dumps(
+                    {
+                        "record": {name: getattr(trace.record, name) for name in _RECORD_VALUES},
+                        "trace": {name: getattr(trace, name) for name in _TRACE_VALUES},
+                        "names": list(trace.arrays),
+                        "arrays": [(name, a.dtype.str, a.shape) for name, a in arrays],
+                    }
+                ).encode()
+                num_bytes = sum(a.nbytes for _, a in arrays)
+                pieces = [memoryview(_LENGTH.pack(len(header), num_bytes) + header)]
+                pieces += [_plain(a) for _, a in arrays if a.nbytes]
+                write_pieces(fd, pieces, position)
+                position += sum(map(len, pieces))
+                count += 1
+    finally:
+        os.close(fd)
+    return count
+
+
+def read_spool(path: Path) -> Iterator[PackedTrace]:
+    """The traces of a file; their arrays are views of it. CorruptStoreError where it is not whole."""
+    try:
+        view = memoryview(MappedFile(path))
+    except OSError as error:
+        raise CorruptStoreError(f"{path.name}: {error.strerror}") from None
+    position = 0
+    while position < len(view):
+        if position + _LENGTH.size > len(view):
+            raise CorruptStoreError(f"{path.name}: truncated")
+        header_bytes, num_bytes = _LENGTH.unpack_from(view, position)
+        begin = position + _LENGTH.size
+        position = begin + header_bytes + num_bytes
+        if position > len(view):
+            raise CorruptStoreError(f"{path.name}: truncated")
+        header = json.loads(bytes(view[begin : begin + header_bytes]))
+        yield _trace(header, view[begin + header_bytes : position])
+
+
+def _trace(header: dict[str, Any], data: memoryview) -> PackedTrace:
+    arrays: dict[str, list[np.ndarray]] = {name: [] for name in header["names"]}
+    beside: dict[str, np.ndarray] = {}
+    begin = 0
+    for name, dtype, shape in header["arrays"]:
+        count = int(np.prod(shape, dtype=np.int64))
+        # Also where it is empty: a trace of no edges has its arrays.
+        array = np.frombuffer(data, dtype, count, begin) if count else np.empty(0, dtype)
+        begin += array.nbytes
+        array = array.reshape(shape)
+        if name in arrays:
+            arrays[name].append(array)
+        else:
+            beside[name] = array
+    record = TraceRecord(**header["record"], tokens=beside.get("tokens"))
+    return PackedTrace(record=record, arrays=arrays, edge_counts=beside.get("edge_counts"), **header["trace"])
