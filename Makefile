@@ -95,10 +95,10 @@ check: install lint types c-tests check-resolution-short
 # code for vectors that ATEN_CPU_CAPABILITY=default has taken out of ATen's headers.
 PROCESSORS := ONEDNN_MAX_CPU_ISA=SSE41,ATEN_CPU_CAPABILITY=default,TRACESTORE_SIMD_LEVEL=1 \
 	ONEDNN_MAX_CPU_ISA=AVX2,ATEN_CPU_CAPABILITY=avx2,TRACESTORE_SIMD_LEVEL=3
-PROCESSOR_TESTS := tests/core tests/train/test_precision.py tests/train/test_options.py tests/train/test_models.py \
-	tests/train/test_gine.py tests/train/test_plan.py::test_options_of_training_are_measured \
+PROCESSOR_TESTS := tests/core tests/detectors/test_precision.py tests/experiment/test_options.py \
+	tests/detectors/test_models.py tests/detectors/test_gine.py tests/planning/test_plan.py::test_options_of_training_are_measured \
 	tests/train/test_resume.py::test_a_signal_ends_after_the_step_and_the_run_goes_on \
-	--deselect tests/train/test_gine.py::test_compiled_equals_eager
+	--deselect tests/detectors/test_gine.py::test_compiled_equals_eager
 comma := ,
 check-processors: install
 	set -e; $(foreach limits,$(PROCESSORS),echo "$(limits)"; $(subst $(comma), ,$(limits)) $(PYTEST) $(PROCESSOR_TESTS);) \

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from tests.train.test_gine import FORMS, parameters, plain
+from tests.detectors.test_gine import FORMS, parameters, plain
 from tracestore.detectors.graph import gine_cpu, gine_op
 from tracestore.detectors.graph.gine_op import gine_aggregate, gine_linear
 from tracestore.detectors.graph.inputs import GraphInputs
