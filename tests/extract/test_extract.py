@@ -216,7 +216,7 @@ def test_killed_and_resumed_store_is_the_same(tiny_model, tmp_path):
         writer.writerows([f"q{k}", f"What is {k}?", f"{k}|number {k}", "numbers"] for k in range(count))
     extract(tiny_model, questions, tmp_path / "whole.zarr")
     words = [sys.executable, "tools/extract.py", "--model", tiny_model, "--questions", questions, "--out", store]
-    words += ["--max-new-tokens", "6", "--commit-every", "0"]
+    words += ["--max-new-tokens", "6", "--commit-interval", "0"]
     rng, there = random.Random(0), 0
     for _ in range(kills):
         with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:

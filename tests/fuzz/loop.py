@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 
 from tests.fuzz.mutate import mutate
-from tests.fuzz.seeds import honest
+from tests.fuzz.seeds import valid
 from tests.fuzz.target import TARGETS
 
 
 def main() -> None:
     mode, count, seed, path = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
     rng = random.Random(f"{mode} {seed}")
-    pool = honest(mode)
+    pool = valid(mode)
     kept = list(pool)
     accepted = 0
     for k in range(count):

@@ -1,11 +1,11 @@
-"""What fuzzing starts from: small files of every family, honest and hostile."""
+"""What fuzzing starts from: small files of every family, valid and malicious."""
 
 import random
 from pathlib import Path
 
-from tests.hostile.bombs import families
-from tests.hostile.containers import gz
-from tests.hostile.corpus import crash_files, small_files
+from tests.malicious_inputs.bombs import families
+from tests.malicious_inputs.containers import gz
+from tests.malicious_inputs.corpus import crash_files, small_files
 
 MAX_SEED_BYTES = 4096
 _GOLDEN = Path(__file__).resolve().parent.parent / "golden"
@@ -22,7 +22,7 @@ def _mode(data: bytes) -> str:
     return "zip" if torch_file else "pickle"
 
 
-def honest(mode: str) -> list[bytes]:
+def valid(mode: str) -> list[bytes]:
     """Files that are accepted; for stores, inputs that choose different changes."""
     if mode == "store":
         return [random.Random(k).randbytes(_STORE_SEED_BYTES) for k in range(_STORE_SEEDS)]
@@ -36,9 +36,9 @@ def honest(mode: str) -> list[bytes]:
 
 
 def seeds(mode: str) -> list[bytes]:
-    """Honest files, one in five of the small hostile ones, and what fuzzing found before."""
+    """Valid files, one in five of the small malicious ones, and what fuzzing found before."""
     if mode == "store":
-        return honest(mode) + [p.read_bytes() for p in crash_files() if p.name.startswith("store-")]
-    hostile = [c.data for c in small_files() if len(c.data) <= MAX_SEED_BYTES]
+        return valid(mode) + [p.read_bytes() for p in crash_files() if p.name.startswith("store-")]
+    malicious = [c.data for c in small_files() if len(c.data) <= MAX_SEED_BYTES]
     found = [p.read_bytes() for p in crash_files() if not p.name.startswith("store-")]
-    return honest(mode) + [d for d in [*hostile[::_EVERY], *found] if _mode(d) == mode]
+    return valid(mode) + [d for d in [*malicious[::_EVERY], *found] if _mode(d) == mode]

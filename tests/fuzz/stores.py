@@ -1,7 +1,7 @@
-"""Fuzzing of store opening and batching: the input chooses what is changed in an honest store.
+"""Fuzzing of store opening and batching: the input chooses what is changed in a valid store.
 
 The first byte chooses the store, the others answer every question that the generator of
-`tests.hostile.stores` asks, so that a fuzzer that changes one byte changes one decision.
+`tests.malicious_inputs.stores` asks, so that a fuzzer that changes one byte changes one decision.
 """
 
 import atexit
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import tracestore
-from tests.hostile.stores import Store, change_store, honest_stores
+from tests.malicious_inputs.stores import Store, change_store, valid_stores
 from tracestore.errors import MissingFieldError, TracestoreError, UsageError
 from tracestore.store.maintain import verify
 
@@ -52,11 +52,11 @@ class ByteRandom(random.Random):
 
 @functools.cache
 def _folder() -> tuple[Path, list[Path]]:
-    """Return a temporary folder and the honest stores in it. libFuzzer leaves it behind, in TMPDIR."""
+    """Return a temporary folder and the valid stores in it. libFuzzer leaves it behind, in TMPDIR."""
     folder = Path(tempfile.mkdtemp(prefix="fuzz-stores-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     torch.set_num_threads(1)
-    return folder, honest_stores(folder)
+    return folder, valid_stores(folder)
 
 
 def _attempt(use: object, *args: object, **options: object) -> bool:
@@ -105,14 +105,14 @@ def _use(path: Path) -> bool:
 
 def read_store(data: bytes) -> bool:
     """Make the store that `data` describes; open, verify and batch it. Return whether it could be opened."""
-    folder, honest = _folder()
+    folder, valid = _folder()
     work = Path(tempfile.mkdtemp(dir=folder))
     try:
         rng = ByteRandom(data[1:])
         path = work / "store.zarr"
         (work / "canary").mkdir()
-        source = honest[(data[0] if data else 0) % len(honest)]
-        # Files are replaced, never written to, so links to the honest store's files do.
+        source = valid[(data[0] if data else 0) % len(valid)]
+        # Files are replaced, never written to, so links to the valid store's files do.
         shutil.copytree(source, path, copy_function=os.link)
         store = Store(path)
         for _ in range(MAX_CHANGES):

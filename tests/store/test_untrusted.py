@@ -14,7 +14,7 @@ import pytest
 
 import tracestore
 from tests.helpers import ROOT, command, convert, make_traces, write_pickle, write_scores
-from tests.hostile.stores import Store, honest_stores
+from tests.malicious_inputs.stores import Store, valid_stores
 from tracestore.errors import CorruptStoreError, TracestoreError, UsageError
 from tracestore.extract.questions import Question, containment_score
 from tracestore.extract.run import extract_to_store
@@ -158,7 +158,7 @@ def test_a_zstd_bomb_takes_no_memory():
 
 
 def test_edges_stay_in_their_graphs(tmp_path):
-    (edges,) = (p for p in honest_stores(tmp_path) if p.stem == "edges")
+    (edges,) = (p for p in valid_stores(tmp_path) if p.stem == "edges")
     store = Store(edges)
     name = "segments/00000000/edge_index/c/0/0"
     data = bytearray((edges / name).read_bytes())

@@ -27,7 +27,7 @@ from tracestore.store.read.index import SourceEntry
 from tracestore.store.write.writer import StoreWriter
 
 # What becomes of a trace whose key is there with other content.
-ON_DUPLICATE = {"error": "refused", "keep-first": "left out", "keep-last": "put in the place of the first"}
+ON_CONFLICT = {"error": "refused", "keep-first": "left out", "keep-last": "put in the place of the first"}
 # How long a thread may keep the interpreter from another one that wants it: the one that
 # inflates wants it for an instant each 4 ms, and must not wait longer than that.
 _SWITCH_INTERVAL_S = 0.0005
@@ -112,7 +112,7 @@ class Conversion:
                 codec=args.codec,
                 overwrite=args.overwrite,
                 continues=self._is_source,
-                on_duplicate=args.on_duplicate,
+                on_conflict=args.on_conflict,
                 expected_bytes=self.total_bytes,
             ) as writer:
                 before = writer.manifest.num_traces
@@ -219,7 +219,7 @@ class Conversion:
             summary.num_sources_modified += 1
             self.output.say(
                 f"{name}: another file of this name was committed before; what is new in this one is added, "
-                f"a trace that differs is {ON_DUPLICATE[self.args.on_duplicate]}"
+                f"a trace that differs is {ON_CONFLICT[self.args.on_conflict]}"
             )
         writer.begin_source(name, size, digest)
         added = duplicates = nonfinite = 0
@@ -309,7 +309,7 @@ class Conversion:
         if s.labels is not None:
             say(s.labels)
         if s.num_conflicts:
-            say(f"{s.num_conflicts:,} traces had the key of another one: {ON_DUPLICATE[self.args.on_duplicate]}")
+            say(f"{s.num_conflicts:,} traces had the key of another one: {ON_CONFLICT[self.args.on_conflict]}")
         if s.num_nonfinite:
             say(f"{s.num_nonfinite:,} traces hold NaN or infinite values; training on them stops with their name")
         if s.num_scores_without_trace:

@@ -23,7 +23,7 @@ INSTRUCTION = "Give the correct answer in a few words."
 
 Answer = Callable[[Sequence[Question]], list[dict[str, Any]]]
 Scorer = Callable[[str, Sequence[str]], float]
-COMMIT_EVERY_S = 60.0
+COMMIT_INTERVAL_S = 60.0
 _PART_FOLDER = ".scores"
 
 
@@ -145,11 +145,11 @@ def extract_to_store(
     *,
     attention: str,
     codec: str = "none",
-    commit_every_s: float = COMMIT_EVERY_S,
+    commit_interval_s: float = COMMIT_INTERVAL_S,
     batch_size: int = 1,
 ) -> Iterator[tuple[int, int, bool | None]]:
     """Appends the traces of questions that the store does not have yet, with their scores. A kill
-    loses what came after the last commit: `commit_every_s`, or a twentieth of the time so far
+    loses what came after the last commit: `commit_interval_s`, or a twentieth of the time so far
     where that is more, so that a long run leaves few segments; 0: after each trace."""
     done: set[str] = set()
     # No store yet, or one without a commit: create() makes it, or says what is wrong.
@@ -167,7 +167,7 @@ def extract_to_store(
             score = scorer(trace["generated_answer_clean"], question.answers)
             writer.append(trace, score=score)
             now = time.monotonic()
-            if commit_every_s == 0 or now - committed >= max(commit_every_s, (now - began) / 20):
+            if commit_interval_s == 0 or now - committed >= max(commit_interval_s, (now - began) / 20):
                 writer.flush()
                 committed = now
             yield 0, position, score >= 0.5

@@ -38,7 +38,7 @@ def resolve(value: Any, limits: "_Limits") -> Any:
     if kind is str or kind is bytes:
         limits.spend(len(value))
         return value
-    if kind is pickled_values.PickledArray or kind is pickled_values.TensorDraft:
+    if kind is pickled_values.PickledArray or kind is pickled_values.PickledTensor:
         array = value.resolve()
         if isinstance(array, list):
             return [resolve(v, limits) for v in array]
@@ -53,9 +53,9 @@ def resolve(value: Any, limits: "_Limits") -> Any:
         if len(value) > _MAX_BYTES_VALUE:
             raise InvalidInputError(f"found {len(value):,} bytes that are no array")
         return bytes(value)
-    if isinstance(value, pickled_values.Draft | pickled_values.Builder):
+    if isinstance(value, pickled_values.PickledValue | pickled_values.SafeGlobal):
         raise InvalidInputError(
-            f"found a {type(value).__name__.removesuffix('Draft')} object where a value is expected"
+            f"found a {type(value).__name__.removeprefix('Pickled')} object where a value is expected"
         )
     return value
 
@@ -199,7 +199,7 @@ def _from_object(limits: _Limits, root: Any, name: str, need_attention: bool | N
             yield _trace(limits, item, name, position, need_attention)
         return
     if not isinstance(root, dict):
-        found = "a tensor or array" if isinstance(root, pickled_values.Draft) else type(root).__name__
+        found = "a tensor or array" if isinstance(root, pickled_values.PickledValue) else type(root).__name__
         raise InvalidInputError(f"found {found}, expected a list of traces or a dict of sequences or graphs")
     if "graphs" in root:
         yield from _graphs(limits, root)
@@ -285,9 +285,9 @@ def _graph_record(limits: _Limits, layers: Any) -> TraceRecord:
         raise refuse("graphs", type(layers).__name__, "a list of at least one layer")
     hidden, edges, extras = [], [], {}  # type: ignore[var-annotated]
     for k, layer in enumerate(layers):
-        if not isinstance(layer, pickled_values.GraphDraft | dict):
+        if not isinstance(layer, pickled_values.PickledGraph | dict):
             raise refuse(f"graphs[{k}]", type(layer).__name__, "a PyG Data")
-        fields = layer.fields() if isinstance(layer, pickled_values.GraphDraft) else layer
+        fields = layer.fields() if isinstance(layer, pickled_values.PickledGraph) else layer
         if not all(isinstance(name, str) for name in fields):
             raise refuse(f"graphs[{k}]", "a key that is not a string", "the fields of a PyG Data")
         fields = {name: resolve(v, limits) for name, v in fields.items()}

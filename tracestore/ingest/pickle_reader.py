@@ -27,16 +27,16 @@ def pickle_reader(
     # One for the whole pickle: however often a file names it, it takes its room once.
     loader = pickled_values.NestedTorchLoader(load_bytes)
 
-    def lookup(module: Any, name: Any) -> pickled_values.Builder:
+    def lookup(module: Any, name: Any) -> pickled_values.SafeGlobal:
         builder = pickled_values.lookup(module, name)
         return loader if isinstance(builder, pickled_values.NestedTorchLoader) else builder
 
     return SafeUnpickler(
         source,
         lookup=lookup,
-        builder=pickled_values.Builder,
-        draft=pickled_values.Draft,
+        builder=pickled_values.SafeGlobal,
+        draft=pickled_values.PickledValue,
         persistent=persistent_load,
         retained_bytes=RETAINED_BYTES,
-        kept=(pickled_values.Builder, pickled_values.DtypeDraft),
+        kept=(pickled_values.SafeGlobal, pickled_values.PickledDtype),
     )

@@ -27,7 +27,7 @@ def _refuse(reason: str) -> InvalidInputError:
     return InvalidInputError(reason)
 
 
-class Builder:
+class SafeGlobal:
     """Base of what an allowed name stands for; each form of use is refused unless it is overridden."""
 
     name = "?"
@@ -39,7 +39,7 @@ class Builder:
         raise _refuse(f"{self.name} is instantiated, which no file of traces does")
 
 
-class Draft:
+class PickledValue:
     """An object that BUILD may complete."""
 
     __slots__ = ()
@@ -48,7 +48,7 @@ class Draft:
         raise _refuse("an object gets a state that it cannot have")
 
 
-class DtypeDraft(Draft):
+class PickledDtype(PickledValue):
     """numpy.dtype: a string, then a state with the byte order."""
 
     def __init__(self, text: str) -> None:
@@ -109,7 +109,7 @@ def make_array(data: Any, dtype: np.dtype, shape: tuple[int, ...], order: str) -
     return array
 
 
-class PickledArray(Draft):
+class PickledArray(PickledValue):
     """numpy.ndarray from _reconstruct; its state is (version, shape, dtype, is_fortran, data)."""
 
     __slots__ = ("array",)
@@ -120,7 +120,7 @@ class PickledArray(Draft):
     def build(self, state: Any) -> None:
         if not isinstance(state, tuple) or len(state) not in (4, 5):
             raise _refuse("found an ndarray with another state than (version, shape, dtype, order, data)")
-        if type(state) is tuple and type(state[-3]) is DtypeDraft:
+        if type(state) is tuple and type(state[-3]) is PickledDtype:
             draft = state[-3]
             if draft.plain_itemsize and draft.dtype is not None:
                 self.array = plain_array(state, draft.dtype, draft.plain_itemsize)
@@ -128,7 +128,7 @@ class PickledArray(Draft):
                     return
         shape, dtype, fortran, data = state[-4:]
         shape = _shape(shape)
-        if not isinstance(dtype, DtypeDraft):
+        if not isinstance(dtype, PickledDtype):
             raise _refuse("found an ndarray without a dtype")
         if dtype.dtype is None:
             self.array = _object_array(shape, data)
@@ -147,7 +147,7 @@ class PickledArray(Draft):
 
 def _object_array(shape: tuple[int, ...], data: Any) -> list[Any]:
     flat = isinstance(data, list) and len(shape) == 1 and len(data) == shape[0]
-    if not flat or not all(isinstance(v, str | int | float | Draft | np.generic) for v in data):
+    if not flat or not all(isinstance(v, str | int | float | PickledValue | np.generic) for v in data):
         raise _refuse("found an object array, expected at most a flat list of strings, numbers or arrays")
     return list(data)
 
@@ -159,7 +159,7 @@ def _latin1(text: str) -> bytes:
         raise _refuse("found bytes written as text beyond latin1") from None
 
 
-class StorageDraft(Draft):
+class PickledStorage(PickledValue):
     """A torch storage: elements of one dtype; `data` comes later in legacy files."""
 
     __slots__ = ("data", "dtype", "numel")
@@ -172,7 +172,7 @@ class StorageDraft(Draft):
         return self.numel * (self.dtype.itemsize if self.dtype is not None else 1)
 
 
-class TensorDraft(Draft):
+class PickledTensor(PickledValue):
     """A torch tensor: offset, size and stride in elements of a storage."""
 
     __slots__ = ("dtype", "is_negated", "offset", "size", "storage", "stride")
@@ -186,7 +186,7 @@ class TensorDraft(Draft):
         dtype: np.dtype | None = None,
         is_negated: bool = False,
     ) -> None:
-        if not isinstance(storage, StorageDraft):
+        if not isinstance(storage, PickledStorage):
             raise _refuse("found a tensor without a storage")
         size, stride = _shape(size), _shape(stride)
         dtype = dtype or storage.dtype
@@ -218,7 +218,7 @@ class TensorDraft(Draft):
         return negated
 
 
-class GraphDraft(Draft):
+class PickledGraph(PickledValue):
     """A PyG Data object: its fields, flattened out of its storage."""
 
     def __init__(self) -> None:
@@ -233,7 +233,7 @@ class GraphDraft(Draft):
         """x, edge_index, edge_attr and the rest, of old (attributes) and new (_store) layouts."""
         state = self.state or {}
         store = state.get("_store")
-        if isinstance(store, GraphDraft):
+        if isinstance(store, PickledGraph):
             mapping = (store.state or {}).get("_mapping")
             if not isinstance(mapping, dict):
                 raise _refuse("found a PyG Data without its fields")
@@ -241,23 +241,23 @@ class GraphDraft(Draft):
         return {str(k): v for k, v in state.items() if isinstance(k, str) and not k.startswith("_")}
 
 
-class _Class(Builder):
+class _Class(SafeGlobal):
     """A class that is only ever passed as a value."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
-class _Dtype(Builder):
+class _Dtype(SafeGlobal):
     name = "numpy.dtype"
 
-    def call(self, args: tuple[Any, ...]) -> DtypeDraft:
+    def call(self, args: tuple[Any, ...]) -> PickledDtype:
         if not args or not isinstance(args[0], str):
             raise _refuse("found numpy.dtype of something that is not a string")
-        return DtypeDraft(args[0])
+        return PickledDtype(args[0])
 
 
-class _Reconstruct(Builder):
+class _Reconstruct(SafeGlobal):
     name = "numpy _reconstruct"
 
     def call(self, args: tuple[Any, ...]) -> PickledArray:
@@ -266,11 +266,11 @@ class _Reconstruct(Builder):
         return PickledArray()
 
 
-class _Scalar(Builder):
+class _Scalar(SafeGlobal):
     name = "numpy scalar"
 
     def call(self, args: tuple[Any, ...]) -> Any:
-        if len(args) != 2 or not isinstance(args[0], DtypeDraft) or args[0].dtype is None:
+        if len(args) != 2 or not isinstance(args[0], PickledDtype) or args[0].dtype is None:
             raise _refuse("found a numpy scalar without a plain dtype")
         data = _latin1(args[1]) if isinstance(args[1], str) else args[1]
         if not isinstance(data, _BUFFERS):
@@ -278,11 +278,16 @@ class _Scalar(Builder):
         return make_array(data, args[0].dtype, (), "C")[()]
 
 
-class _FromBuffer(Builder):
+class _FromBuffer(SafeGlobal):
     name = "numpy _frombuffer"
 
     def call(self, args: tuple[Any, ...]) -> PickledArray:
-        if len(args) != 4 or not isinstance(args[1], DtypeDraft) or args[1].dtype is None or args[3] not in ("C", "F"):
+        if (
+            len(args) != 4
+            or not isinstance(args[1], PickledDtype)
+            or args[1].dtype is None
+            or args[3] not in ("C", "F")
+        ):
             raise _refuse("found _frombuffer without (bytes, dtype, shape, order)")
         if not isinstance(args[0], _BUFFERS):
             raise _refuse("found an array whose bytes are not in the file")
@@ -291,7 +296,7 @@ class _FromBuffer(Builder):
         return draft
 
 
-class _Encode(Builder):
+class _Encode(SafeGlobal):
     name = "_codecs.encode"
 
     def call(self, args: tuple[Any, ...]) -> bytes:
@@ -300,7 +305,7 @@ class _Encode(Builder):
         return _latin1(args[0])
 
 
-class _Bytes(Builder):
+class _Bytes(SafeGlobal):
     name = "bytes"
 
     def call(self, args: tuple[Any, ...]) -> bytes:
@@ -309,18 +314,18 @@ class _Bytes(Builder):
         return b""
 
 
-class _Reconstructor(Builder):
+class _Reconstructor(SafeGlobal):
     """How protocols 0 and 1 make an object: of a PyG class, of nothing else."""
 
     name = "copyreg._reconstructor"
 
-    def call(self, args: tuple[Any, ...]) -> "GraphDraft":
+    def call(self, args: tuple[Any, ...]) -> "PickledGraph":
         if len(args) != 3 or not isinstance(args[0], _Graph) or args[1] is not _OBJECT or args[2] is not None:
             raise _refuse("found an object of a class that a file of traces does not have")
         return args[0].new(())
 
 
-class _OrderedDict(Builder):
+class _OrderedDict(SafeGlobal):
     name = "collections.OrderedDict"
 
     def call(self, args: tuple[Any, ...]) -> dict[Any, Any]:
@@ -331,24 +336,24 @@ class _OrderedDict(Builder):
     new = call
 
 
-class StorageType(Builder):
+class StorageType(SafeGlobal):
     """torch.HalfStorage and so on."""
 
     def __init__(self, name: str, dtype: np.dtype | None) -> None:
         self.name, self.dtype = name, dtype
 
 
-class _TorchDtype(Builder):
+class _TorchDtype(SafeGlobal):
     def __init__(self, name: str, dtype: np.dtype) -> None:
         self.name, self.dtype = name, dtype
 
 
-class _RebuildTensor(Builder):
+class _RebuildTensor(SafeGlobal):
     def __init__(self, version: int) -> None:
         self.name = f"torch._utils._rebuild_tensor_v{version}"
         self.version = version
 
-    def call(self, args: tuple[Any, ...]) -> TensorDraft:
+    def call(self, args: tuple[Any, ...]) -> PickledTensor:
         if len(args) < 4:
             raise _refuse(f"found {self.name} with {len(args)} arguments")
         if len(args) > 5 and args[5]:
@@ -363,43 +368,43 @@ class _RebuildTensor(Builder):
         metadata = {} if metadata is None else metadata
         if not isinstance(metadata, dict) or not metadata.keys() <= {"neg", "conj"} or metadata.get("conj"):
             raise _refuse("found a tensor with attributes of its own, such as torch's conjugate bit")
-        return TensorDraft(args[0], args[1], args[2], args[3], dtype, bool(metadata.get("neg")))
+        return PickledTensor(args[0], args[1], args[2], args[3], dtype, bool(metadata.get("neg")))
 
 
-class _RebuildParameter(Builder):
+class _RebuildParameter(SafeGlobal):
     name = "torch._utils._rebuild_parameter"
 
-    def call(self, args: tuple[Any, ...]) -> TensorDraft:
-        if len(args) != 3 or not isinstance(args[0], TensorDraft) or args[2]:
+    def call(self, args: tuple[Any, ...]) -> PickledTensor:
+        if len(args) != 3 or not isinstance(args[0], PickledTensor) or args[2]:
             raise _refuse("found a torch parameter without a tensor, or with hooks")
         return args[0]
 
 
-class _Size(Builder):
+class _Size(SafeGlobal):
     name = "torch.Size"
 
     def call(self, args: tuple[Any, ...]) -> tuple[int, ...]:
         return _shape(args[0] if args else ())
 
 
-class _Device(Builder):
+class _Device(SafeGlobal):
     name = "torch.device"
 
     def call(self, args: tuple[Any, ...]) -> str:
         return "cpu"
 
 
-class _Graph(Builder):
+class _Graph(SafeGlobal):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def new(self, args: tuple[Any, ...]) -> GraphDraft:
+    def new(self, args: tuple[Any, ...]) -> PickledGraph:
         if args:
             raise _refuse(f"found {self.name} made with arguments")
-        return GraphDraft()
+        return PickledGraph()
 
 
-class NestedTorchLoader(Builder):
+class NestedTorchLoader(SafeGlobal):
     """torch.storage._load_from_bytes: a whole legacy torch file inside a pickle, which `load`
     reads; without it, as on a second level, it is refused."""
 
@@ -441,7 +446,7 @@ _STORAGES = {
 
 _OBJECT, _NDARRAY = _Class("builtins.object"), _Class("numpy.ndarray")
 
-ALLOWED: dict[tuple[str, str], Builder] = {
+ALLOWED: dict[tuple[str, str], SafeGlobal] = {
     ("copyreg", "_reconstructor"): _Reconstructor(),
     ("copy_reg", "_reconstructor"): _Reconstructor(),
     ("builtins", "object"): _OBJECT,
@@ -475,7 +480,7 @@ for _name, _dtype in _TORCH_DTYPES.items():
     ALLOWED["torch", _name] = _TorchDtype(f"torch.{_name}", _dtype)
 
 
-def lookup(module: Any, name: Any) -> Builder:
+def lookup(module: Any, name: Any) -> SafeGlobal:
     """The builder of an allowed name; anything else is refused with the name."""
     if not isinstance(module, str) or not isinstance(name, str):
         raise _refuse("a class is named by something that is not a string")

@@ -144,15 +144,15 @@ def read_zip(mapped: MappedFile) -> Any:
     order = entries.get(f"{prefix}byteorder")
     if order is not None and bytes(order[:8]) != b"little":
         raise InvalidInputError(f"byte order {bytes(order[:8])!r}, expected little")
-    storages: dict[str, pickled_values.StorageDraft] = {}
+    storages: dict[str, pickled_values.PickledStorage] = {}
 
-    def load(key: Any) -> pickled_values.StorageDraft:
+    def load(key: Any) -> pickled_values.PickledStorage:
         kind, name, numel = _storage_key(key)
         if name not in storages:
             data = entries.get(f"{prefix}data/{name}")
             if data is None:
                 raise InvalidInputError(f"storage {name[:40]!r} is not in the archive")
-            draft = pickled_values.StorageDraft(kind.dtype, numel, data)
+            draft = pickled_values.PickledStorage(kind.dtype, numel, data)
             if draft.num_bytes != len(data):
                 raise InvalidInputError(
                     f"storage {name[:40]!r}: {len(data):,} bytes where {draft.num_bytes:,} are needed"
@@ -179,15 +179,15 @@ def is_legacy(view: memoryview) -> bool:
 def read_legacy(view: Any) -> Any:
     """The object of a legacy torch stream: magic, protocol, system, object, keys, storages."""
     source = BufferReader(view)
-    storages: dict[str, pickled_values.StorageDraft] = {}
+    storages: dict[str, pickled_values.PickledStorage] = {}
 
-    def load(key: Any) -> pickled_values.StorageDraft:
+    def load(key: Any) -> pickled_values.PickledStorage:
         kind, name, numel = _storage_key(key)
         if len(key) > 5 and key[5] is not None:
             raise InvalidInputError("a view of a storage, as only very old torch files have")
         if kind.dtype is None:
             raise InvalidInputError("an untyped storage in a legacy torch file")
-        draft = storages.setdefault(name, pickled_values.StorageDraft(kind.dtype, numel))
+        draft = storages.setdefault(name, pickled_values.PickledStorage(kind.dtype, numel))
         if draft.dtype != kind.dtype or draft.numel != numel:
             raise InvalidInputError(f"storage {name[:40]!r} is described in two ways")
         return draft
@@ -225,6 +225,6 @@ def load_bytes(data: Any) -> Any:
     if not isinstance(data, bytes | bytearray | memoryview):
         raise InvalidInputError("a torch storage that is not bytes")
     result = read_legacy(data)
-    if not isinstance(result, pickled_values.StorageDraft):
+    if not isinstance(result, pickled_values.PickledStorage):
         raise InvalidInputError(f"found {type(result).__name__} in place of a torch storage")
     return result

@@ -11,7 +11,7 @@ import pytest
 
 import tracestore
 from tests.helpers import command, make_traces, write_pickle
-from tests.hostile.stores import Store
+from tests.malicious_inputs.stores import Store
 from tests.store.remote.test_reading import upload
 from tracestore.store.format.mapped_arrays import pack_arrays
 from tracestore.store.format.ragged import encode_strings

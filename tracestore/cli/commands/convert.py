@@ -4,7 +4,7 @@ import argparse
 from dataclasses import asdict
 
 from tracestore.console import Output, Parser, format_size, parse_size, positive
-from tracestore.convert.runner import ON_DUPLICATE, Conversion, reuse_freed_memory
+from tracestore.convert.runner import ON_CONFLICT, Conversion, reuse_freed_memory
 from tracestore.errors import UsageError
 from tracestore.store.format.labels import DIRECTIONS
 from tracestore.store.format.schema import ATTENTION_MODES, CODECS
@@ -42,8 +42,8 @@ def add_arguments(parser: Parser) -> None:
         "--memory-budget", type=parse_size, default=_DEFAULT_MEMORY_BUDGET, metavar="SIZE", help="default: 512MiB"
     )
     parser.add_argument(
-        "--on-duplicate",
-        choices=tuple(ON_DUPLICATE),
+        "--on-conflict",
+        choices=tuple(ON_CONFLICT),
         default="error",
         help="a trace whose question id and sample are there with other content (default: error)",
     )

@@ -42,7 +42,7 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--codec", choices=CODECS, default="none", help="for a store: compression (none)")
     parser.add_argument(
-        "--commit-every",
+        "--commit-interval",
         type=number(lambda s: 0 <= s < math.inf, "seconds, at least 0"),
         metavar="SECONDS",
         help="for a store: about this much is lost in a kill (60, or a twentieth of the time so far; 0: nothing)",
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
 
     if to_store:
         total = len(questions)
-        every = extraction.COMMIT_EVERY_S if args.commit_every is None else args.commit_every
+        every = extraction.COMMIT_INTERVAL_S if args.commit_interval is None else args.commit_interval
         steps = extraction.extract_to_store(
             args.out,
             questions,
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
             scorer,
             attention=args.attention,
             codec=args.codec,
-            commit_every_s=every,
+            commit_interval_s=every,
             batch_size=args.batch_size,
         )
     else:

@@ -22,7 +22,7 @@ class Keys:
 
     `undo` takes back, last step first, what was added since the writer emptied it;
     `num_conflicts` counts since then the traces whose key was there with other content.
-    See StoreWriter for on_duplicate.
+    See StoreWriter for on_conflict.
     """
 
     def __init__(
@@ -30,11 +30,11 @@ class Keys:
         files: StoreFiles,
         index: StoreIndex,
         pending: Pending,
-        on_duplicate: str,
+        on_conflict: str,
         labels: Callable[[], np.ndarray],
     ) -> None:
         self._files, self.index, self.pending = files, index, pending
-        self._on_duplicate, self._labels = on_duplicate, labels
+        self._on_conflict, self._labels = on_conflict, labels
         self.num_conflicts = 0
         self.undo: list[Callable[[], None]] = []
         self._committed: dict[int, SegmentReader] = {}  # those that were looked into
@@ -70,14 +70,14 @@ class Keys:
             field = first_difference(packed_texts(trace), self._texts(has))
         if field is None:
             return wanted
-        if self._on_duplicate == "error":
+        if self._on_conflict == "error":
             raise InvalidInputError(
                 f"found a second trace of question id {record.question_id!r} (sample {record.sample}) with other "
-                f"content ({field}), expected one a key (see --on-duplicate)"
+                f"content ({field}), expected one a key (see --on-conflict)"
             )
         self.num_conflicts += 1
         # Half of one trace and half of another would be neither.
-        return set(brings) if self._on_duplicate == "keep-last" else set()
+        return set(brings) if self._on_conflict == "keep-last" else set()
 
     def _texts(self, places: Mapping[str, int]) -> TextFields:
         """What lies beside the arrays of a trace with these places."""
@@ -174,8 +174,8 @@ class Keys:
 
     def _one_label(self, stored: float, label: float) -> float:
         if not math.isnan(stored) and not math.isnan(label) and stored != label:
-            if self._on_duplicate != "error":
-                return label if self._on_duplicate == "keep-last" else stored
+            if self._on_conflict != "error":
+                return label if self._on_conflict == "keep-last" else stored
             raise InvalidInputError(
                 f"found label {label:g}, expected {stored:g} as stored for this key", field="labels"
             )

@@ -54,7 +54,7 @@ class StoreWriter:
 
     A source is begun, its traces appended, and ended; end_source() commits when
     enough has gathered. abort_source() takes back everything of the source.
-    The order of calls decides every byte of the store. on_duplicate says what becomes of
+    The order of calls decides every byte of the store. on_conflict says what becomes of
     a trace whose key is there with other content: "error" refuses it, "keep-first" leaves
     it out, "keep-last" puts it in the place of the first, whose bytes stay in their
     segment and belong to no trace. overwrite makes a store beside the one that is there, which
@@ -73,7 +73,7 @@ class StoreWriter:
         codec: str | None = None,
         overwrite: bool = False,
         exist_ok: bool = True,
-        on_duplicate: str = "error",
+        on_conflict: str = "error",
         continues: Callable[[SourceEntry], bool] | None = None,
         expected_bytes: int | None = None,
         close_bytes: int = schema.SEGMENT_CLOSE_BYTES,
@@ -85,7 +85,7 @@ class StoreWriter:
         self._files: StoreFiles = LocalFiles(self.path) if self._elsewhere is None else self._elsewhere.files
         self._is_published = True
         self.close_bytes, self.split_bytes = close_bytes, split_bytes
-        self._on_duplicate = on_duplicate
+        self._on_conflict = on_conflict
         self._lock: fsio.WriterLock | None = None
         self._replacement: Replacement | None = None
         self._continues = continues
@@ -170,9 +170,7 @@ class StoreWriter:
     def _begin(self) -> None:
         """Nothing is pending upon the generation."""
         self._pending = Pending()
-        self._keys = Keys(
-            self._files, self.index, self._pending, self._on_duplicate, lambda: self.read_columns().labels
-        )
+        self._keys = Keys(self._files, self.index, self._pending, self._on_conflict, lambda: self.read_columns().labels)
 
     # Sources
 

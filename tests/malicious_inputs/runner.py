@@ -1,6 +1,6 @@
 """Reads files in processes of their own, and says how each one ended.
 
-python -m tests.hostile.runner read|convert|unpickle [STORE]: a path a line on standard
+python -m tests.malicious_inputs.runner read|convert|unpickle [STORE]: a path a line on standard
 input (a tab and a folder after it: read there), a JSON document a line on standard output. The package is imported once; each file
 gets a fork of this process, so that a death by signal is seen and costs and memory are its own.
 """

@@ -3,7 +3,7 @@
 import struct
 from collections.abc import Iterator
 
-from tests.hostile.case import (
+from tests.malicious_inputs.case import (
     Case,
     call,
     dct,
@@ -20,7 +20,7 @@ from tests.hostile.case import (
     uni,
     whole,
 )
-from tests.hostile.containers import (
+from tests.malicious_inputs.containers import (
     DATA,
     FOUR_HALVES,
     GLOBAL_STORAGE,

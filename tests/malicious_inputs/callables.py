@@ -4,7 +4,7 @@ leaves the marker file behind; a test says so."""
 import pickle
 from collections.abc import Iterator
 
-from tests.hostile.case import (
+from tests.malicious_inputs.case import (
     NDARRAY,
     PROTO,
     Case,
@@ -22,8 +22,8 @@ from tests.hostile.case import (
     uni,
     whole,
 )
-from tests.hostile.containers import MAGIC, gz, legacy, pt, pt_entries, sequences
-from tests.hostile.containers import archive as zip_archive
+from tests.malicious_inputs.containers import MAGIC, gz, legacy, pt, pt_entries, sequences
+from tests.malicious_inputs.containers import archive as zip_archive
 
 
 def text_calls(marker: str) -> Iterator[tuple[str, str, tuple[bytes, ...]]]:

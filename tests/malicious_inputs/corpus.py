@@ -1,18 +1,18 @@
-"""The hostile corpus: every file that the border must refuse, by kind."""
+"""The malicious corpus: every file that the border must refuse, by kind."""
 
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.hostile import archives, arrays, bombs, callables, names, opcodes, tensors
-from tests.hostile.case import Case
+from tests.malicious_inputs import archives, arrays, bombs, callables, names, opcodes, tensors
+from tests.malicious_inputs.case import Case
 
-MARKER = "hostile-marker"
+MARKER = "malicious-marker"
 # Inputs that a fuzzer found; each is replayed for ever.
 CRASHES = Path(__file__).resolve().parent / "crashes"
 
 
-def hostile_files(marker: str = MARKER) -> Iterator[Case]:
+def malicious_files(marker: str = MARKER) -> Iterator[Case]:
     """Every case, names unique, no two alike. Unpickled, many of them leave a file named
     `marker` in the working folder."""
     seen = set()

@@ -2,7 +2,7 @@
 
 The generator goes by the tables of the format (`tracestore.store.format.manifest`, `schema`), so that a
 change of the format changes what it makes. A change is told by a number: the same one always makes
-the same store of the same honest one.
+the same store of the same valid one.
 """
 
 import itertools
@@ -68,7 +68,7 @@ PATHS = ["../escape", "/etc/passwd", "segments/../../../escape", "zarr.json", "l
          "segments/00000000/hidden_states/c/0/../../../../x", "a\nb", "manifest/0000000001"]  # fmt: skip
 
 
-def honest_stores(folder: Path) -> list[Path]:
+def valid_stores(folder: Path) -> list[Path]:
     """Write the stores that are changed, one of each kind."""
     made = []
 
@@ -379,8 +379,8 @@ def change_store(rng: random.Random, store: Store) -> str:
     return change.__name__
 
 
-def hostile_store(honest: list[Path], seed: int, path: Path) -> str:
+def malicious_store(valid: list[Path], seed: int, path: Path) -> str:
     """Make the store of a number at `path`; return what was changed."""
-    source = honest[seed % len(honest)]
+    source = valid[seed % len(valid)]
     shutil.copytree(source, path)
     return f"{source.stem}: {change_store(random.Random(seed), Store(path))}"

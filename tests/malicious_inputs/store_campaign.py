@@ -1,6 +1,6 @@
-"""Every operation on hostile stores, each in a fork of one warmed process.
+"""Every operation on malicious stores, each in a fork of one warmed process.
 
-python -m tests.hostile.store_campaign FOLDER FIRST COUNT [--remote]: stores FIRST .. FIRST + COUNT - 1, a
+python -m tests.malicious_inputs.store_campaign FOLDER FIRST COUNT [--remote]: stores FIRST .. FIRST + COUNT - 1, a
 JSON document a fault on standard output, then a line with what was done. --remote: each store lies on
 an object server, which has what a folder's regular files hold.
 """
@@ -20,8 +20,8 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.hostile.runner import in_fork, peak_bytes
-from tests.hostile.stores import honest_stores, hostile_store
+from tests.malicious_inputs.runner import in_fork, peak_bytes
+from tests.malicious_inputs.stores import malicious_store, valid_stores
 
 MAX_SECONDS = 5.0
 MAX_BYTES = 64 << 20
@@ -213,7 +213,7 @@ def campaign(
 ) -> tuple[list[dict[str, object]], Counter[str]]:
     """Return the faults that were found, and how the operations ended."""
     max_seconds = MAX_SECONDS if server is None else server.max_seconds
-    honest = honest_stores(folder)
+    valid = valid_stores(folder)
     actions = operations(folder / "more.pkl")
     work = folder / "work"
 
@@ -227,7 +227,7 @@ def campaign(
         return work / "store.zarr", out
 
     usual: dict[tuple[str, str], int] = {}
-    for store in honest:
+    for store in valid:
         for name, action in actions.items():
             path, out = fresh()
             shutil.copytree(store, path)
@@ -240,13 +240,13 @@ def campaign(
     endings: Counter[str] = Counter()
     for seed in range(first, first + count):
         path, out = fresh()
-        what = hostile_store(honest, seed, path)
+        what = malicious_store(valid, seed, path)
         canary = _digest(work / "canary")
         elsewhere = _digest(work / "elsewhere") if (work / "elsewhere").exists() else ""
         codes: dict[str, object] = {}
         place = path if server is None else server.put(path)
         for name, action in actions.items():
-            expected = usual[honest[seed % len(honest)].name, name]
+            expected = usual[valid[seed % len(valid)].name, name]
             result = forked(lambda a=action: a(place, out), max_seconds)  # type: ignore[misc]
             endings[f"{name}: {result['code']}"] += 1
             codes[name] = result["code"]

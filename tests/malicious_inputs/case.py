@@ -7,7 +7,7 @@ PROTO = b"\x80\x04"
 
 
 class Case(NamedTuple):
-    """A hostile file: `word` stands in the refusal; `runs`: pickle.load of it leaves the marker file."""
+    """A malicious file: `word` stands in the refusal; `runs`: pickle.load of it leaves the marker file."""
 
     name: str
     suffix: str

@@ -3,7 +3,7 @@
 import struct
 from collections.abc import Iterator
 
-from tests.hostile.case import (
+from tests.malicious_inputs.case import (
     PROTO,
     Case,
     call,
@@ -22,7 +22,7 @@ from tests.hostile.case import (
     uni,
     whole,
 )
-from tests.hostile.containers import (
+from tests.malicious_inputs.containers import (
     FOUR_HALVES,
     GRAPH_STORAGES,
     archive,
@@ -217,7 +217,7 @@ def gzip_damage() -> Iterator[Case]:
 
 
 def families() -> dict[str, tuple[str, bytes]]:
-    """A small honest file of each kind, which the tests read before they damage it."""
+    """A small valid file of each kind, which the tests read before they damage it."""
     list_of_two = traces(trace(), trace(question_id=uni("q1")))
     old = b"\x80\x02" + list_of_two[2:]
     return {
@@ -272,7 +272,7 @@ def cuts() -> Iterator[Case]:
         "tar": b"data.pkl" + bytes(249) + b"ustar\x0000" + bytes(300),
         "safetensors": struct.pack("<Q", 1 << 60) + b'{"a":{}}',
         "elf": b"\x7fELF" + bytes(100),
-        "script": b"#!/bin/sh\ntouch hostile-marker\n",
+        "script": b"#!/bin/sh\ntouch malicious-marker\n",
         "random": bytes((k * 73 + k // 7) % 256 for k in range(4096)),
     }.items():
         for suffix in (".pkl", ".pt"):

@@ -8,7 +8,7 @@ import torch
 
 from tests.golden.library_inputs import expected_traces
 from tests.helpers import ROOT
-from tests.honest.corpus import KINDS, graph_files, pickles, plain, raw, sequence_files
+from tests.valid_inputs.corpus import KINDS, graph_files, pickles, plain, raw, sequence_files
 from tracestore.ingest.formats import read_traces
 
 LIBRARIES = sorted((ROOT / "tests/golden/libraries").glob("*.pkl*"))
@@ -59,28 +59,28 @@ def same(a, b):
     return type(a) is type(b) and a == b
 
 
-def check(path, honest, faults):
-    path.write_bytes(honest.data)
+def check(path, valid, faults):
+    path.write_bytes(valid.data)
     try:
         records = list(read_traces(path, path.name))
     except Exception as error:
-        faults.append(f"{honest.name}: {type(error).__name__}: {error}")
+        faults.append(f"{valid.name}: {type(error).__name__}: {error}")
         return
-    if len(records) != len(honest.expected):
-        faults.append(f"{honest.name}: {len(records)} traces")
+    if len(records) != len(valid.expected):
+        faults.append(f"{valid.name}: {len(records)} traces")
         return
-    for record, expected in zip(records, honest.expected, strict=True):
+    for record, expected in zip(records, valid.expected, strict=True):
         got = found(record, expected)
         for key, value in expected.items():
             if not same(got[key], value):
-                faults.append(f"{honest.name}, {record.question_id}, {key}: {got[key]!r:.300} != {value!r:.300}")
+                faults.append(f"{valid.name}, {record.question_id}, {key}: {got[key]!r:.300} != {value!r:.300}")
 
 
 def check_all(folder, files):
     faults, count = [], 0
-    for honest in files:
-        path = folder / ("file" + honest.name[honest.name.rindex(".p") :])
-        check(path, honest, faults)
+    for valid in files:
+        path = folder / ("file" + valid.name[valid.name.rindex(".p") :])
+        check(path, valid, faults)
         path.unlink()
         count += 1
     assert count and not faults, f"{len(faults)} faults in {count} files:\n" + "\n".join(faults[:20])

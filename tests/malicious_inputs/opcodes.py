@@ -4,8 +4,23 @@ import pickletools
 import struct
 from collections.abc import Iterator
 
-from tests.hostile.case import PROTO, Case, dct, dtype, fields, glob, halves, lst, num, raw, traces, tup, uni, whole
-from tests.hostile.containers import gz
+from tests.malicious_inputs.case import (
+    PROTO,
+    Case,
+    dct,
+    dtype,
+    fields,
+    glob,
+    halves,
+    lst,
+    num,
+    raw,
+    traces,
+    tup,
+    uni,
+    whole,
+)
+from tests.malicious_inputs.containers import gz
 
 CODES = {op.code.encode("latin1"): op for op in pickletools.opcodes}
 REFUSED = {

@@ -1,4 +1,4 @@
-"""Every file of the hostile corpus: refused in one line, nothing run, no death, little memory, little time."""
+"""Every file of the malicious corpus: refused in one line, nothing run, no death, little memory, little time."""
 
 import json
 import os
@@ -9,8 +9,8 @@ import pytest
 
 from tests.fuzz.target import TARGETS
 from tests.helpers import ROOT, convert, make_trace, make_traces, tree_bytes, write_pickle
-from tests.hostile.bombs import families
-from tests.hostile.corpus import MARKER, crash_files, hostile_files
+from tests.malicious_inputs.bombs import families
+from tests.malicious_inputs.corpus import MARKER, crash_files, malicious_files
 
 MAX_SECONDS = 1.0
 MAX_BYTES = 64 << 20
@@ -19,13 +19,13 @@ KINDS = ("opcodes", "arrays", "bombs", "archives", "tensors", "callables", "name
 
 @pytest.fixture(scope="module")
 def cases():
-    return list(hostile_files())
+    return list(malicious_files())
 
 
 def run(action, paths, folder, *arguments):
     """The runner over these paths, with `folder` as its working folder."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.hostile.runner", action, *map(str, arguments)],
+        [sys.executable, "-m", "tests.malicious_inputs.runner", action, *map(str, arguments)],
         input="".join(f"{p}\n" for p in paths),
         capture_output=True,
         text=True,
@@ -102,7 +102,7 @@ def test_convert_leaves_the_store(tmp_path, cases):
     """Exit 3, one line, not one byte of the store changed."""
     convert(write_pickle(tmp_path / "good.pkl", make_traces(3)), tmp_path / "s.zarr", "--attention", "heads")
     before = tree_bytes(tmp_path / "s.zarr")
-    step = 1 if os.environ.get("TRACESTORE_HOSTILE") == "all" else 24
+    step = 1 if os.environ.get("TRACESTORE_MALICIOUS") == "all" else 24
     sample = cases[::step]
     assert len(sample) >= 40
     (tmp_path / "files").mkdir()

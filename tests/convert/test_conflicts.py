@@ -17,7 +17,7 @@ def changed(trace):
 
 @pytest.mark.parametrize("together", [True, False], ids=["one run", "two runs"])
 @pytest.mark.parametrize("choice", ["error", "keep-first", "keep-last"])
-def test_on_duplicate(tmp_path, choice, together):
+def test_on_conflict(tmp_path, choice, together):
     data = tmp_path / "data"
     data.mkdir()
     traces = make_traces(5)
@@ -29,9 +29,9 @@ def test_on_duplicate(tmp_path, choice, together):
     if not together:
         convert(data, store)
     write_pickle(data / "b.pkl", second)
-    done = convert(data, store, "--json", "--on-duplicate", choice, check=3 if choice == "error" else 0)
+    done = convert(data, store, "--json", "--on-conflict", choice, check=3 if choice == "error" else 0)
     if choice == "error":
-        assert "b.pkl, trace 1" in done.stderr and "'q1'" in done.stderr and "--on-duplicate" in done.stderr
+        assert "b.pkl, trace 1" in done.stderr and "'q1'" in done.stderr and "--on-conflict" in done.stderr
         assert tracestore.open(store).question_ids == [f"q{k}" for k in range(5)]
         return
     summary = json.loads(done.stdout)
@@ -46,7 +46,7 @@ def test_on_duplicate(tmp_path, choice, together):
     assert opened.info()["num_tokens"] == sum(t.num_tokens for t in opened)
     assert verify_store(store).damaged == {}
     # Converted again: nothing is new.
-    again = json.loads(convert(data, store, "--json", "--on-duplicate", choice).stdout)
+    again = json.loads(convert(data, store, "--json", "--on-conflict", choice).stdout)
     assert again["num_sources_skipped_existing"] == 2 and again["num_traces_new"] == 0
     # Later commits merge the index and keep the choice.
     for k in range(3):
@@ -78,7 +78,7 @@ def test_labels_that_differ(tmp_path):
     for choice, label in (("keep-first", 0.0), ("keep-last", 1.0)):
         store = tmp_path / f"{choice}.zarr"
         convert(tmp_path / "one.pkl", store)
-        convert(tmp_path / "two.pkl", store, "--on-duplicate", choice)
+        convert(tmp_path / "two.pkl", store, "--on-conflict", choice)
         assert tracestore.open(store).labels.tolist() == [label, 1.0]
 
 

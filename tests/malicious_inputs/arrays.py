@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from tests.hostile.case import (
+from tests.malicious_inputs.case import (
     NDARRAY,
     Case,
     array,

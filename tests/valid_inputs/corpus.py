@@ -1,4 +1,4 @@
-"""The honest corpus: every family, protocol, kind of array and container, by the installed libraries."""
+"""The valid corpus: every family, protocol, kind of array and container, by the installed libraries."""
 
 import gzip
 import io
@@ -14,7 +14,7 @@ from tests.helpers import as_torch, make_graphs, make_trace, make_traces
 DTYPES = {"float16": "f2", "float32": "f4", "bfloat16": "f4"}
 
 
-class Honest(NamedTuple):
+class ValidFile(NamedTuple):
     """A file, and the records that it must give (see `plain`)."""
 
     name: str
@@ -130,7 +130,7 @@ def packed(data: bytes) -> Iterator[tuple[str, bytes]]:
     yield ".members.gz", b"".join(gzip.compress(p) for p in (data[:third], data[third : 2 * third], data[2 * third :]))
 
 
-def pickles(dtype: str, kind: str) -> Iterator[Honest]:
+def pickles(dtype: str, kind: str) -> Iterator[ValidFile]:
     """Family 1, as a list and as a bare dict, by pickle.dump and torch.save."""
     traces = variants(dtype, kind)
     for protocol in range(6):
@@ -139,17 +139,17 @@ def pickles(dtype: str, kind: str) -> Iterator[Honest]:
             data = pickle.dumps(value, protocol)
             name = f"{shape}-{dtype}-{kind}-protocol{protocol}"
             for suffix, content in packed(data):
-                yield Honest(f"{name}.pkl{suffix}", content, expected)
+                yield ValidFile(f"{name}.pkl{suffix}", content, expected)
             if (old := renamed(data, protocol)) != data:
                 for suffix, content in packed(old):
-                    yield Honest(f"{name}-numpy1.pkl{suffix}", content, expected)
+                    yield ValidFile(f"{name}-numpy1.pkl{suffix}", content, expected)
             if kind.startswith("torch") and protocol >= 2:
                 for zip_format in (True, False):
                     form = "zip" if zip_format else "legacy"
-                    yield Honest(f"{name}-{form}.pt", saved(value, zip_format, protocol), expected)
+                    yield ValidFile(f"{name}-{form}.pt", saved(value, zip_format, protocol), expected)
 
 
-def sequence_files() -> Iterator[Honest]:
+def sequence_files() -> Iterator[ValidFile]:
     """Family 2."""
     rng = np.random.default_rng(3)
     for dtype in ("float16", "float32", "bfloat16"):
@@ -178,7 +178,7 @@ def sequence_files() -> Iterator[Honest]:
                 yield from every_container(name, whole, expected)
 
 
-def graph_files() -> Iterator[Honest]:
+def graph_files() -> Iterator[ValidFile]:
     """Families 3 and 4."""
     traces = make_traces(3)
     graphs = [make_graphs(t) for t in traces]
@@ -203,14 +203,14 @@ def graph_files() -> Iterator[Honest]:
         yield from every_container(f"graphs-{'labelled' if labelled else 'unlabelled'}", whole, expected)
 
 
-def every_container(name: str, value: Any, expected: list[dict[str, Any]]) -> Iterator[Honest]:
+def every_container(name: str, value: Any, expected: list[dict[str, Any]]) -> Iterator[ValidFile]:
     for protocol in range(6):
         data = pickle.dumps(value, protocol)
         for suffix, content in packed(data):
-            yield Honest(f"{name}-protocol{protocol}.pkl{suffix}", content, expected)
+            yield ValidFile(f"{name}-protocol{protocol}.pkl{suffix}", content, expected)
         if (old := renamed(data, protocol)) != data:
-            yield Honest(f"{name}-protocol{protocol}-numpy1.pkl", old, expected)
+            yield ValidFile(f"{name}-protocol{protocol}-numpy1.pkl", old, expected)
         if protocol >= 2:
             for zip_format in (True, False):
                 form = "zip" if zip_format else "legacy"
-                yield Honest(f"{name}-protocol{protocol}-{form}.pt", saved(value, zip_format, protocol), expected)
+                yield ValidFile(f"{name}-protocol{protocol}-{form}.pt", saved(value, zip_format, protocol), expected)

@@ -50,7 +50,7 @@ def test_the_store_is_the_same_bytes(tmp_path, monkeypatch, seed):
     data = write_sources(tmp_path / "data", rng, rng.randint(1, 9))
     for name in ("close_bytes", "split_bytes"):
         monkeypatch.setitem(StoreWriter.__init__.__kwdefaults__, name, rng.choice([1, 500, 2_000, 10_000]))
-    options = ["--skip-bad", "--on-duplicate", rng.choice(["keep-first", "keep-last"])]
+    options = ["--skip-bad", "--on-conflict", rng.choice(["keep-first", "keep-last"])]
     options += ["--attention", rng.choice(["mean", "heads"])]
     codes = [run_convert([data, tmp_path / "one.zarr", "--workers", 1, *options])]
     share_ahead, share_failed = rng.choice([0.1, 0.5, 1]), rng.choice([0, 0, 0.1])

@@ -1,4 +1,4 @@
-"""Hostile stores, every operation on each; `make hostile-stores` has them in their full number."""
+"""Malicious stores, every operation on each; `make malicious-stores` has them in their full number."""
 
 import os
 import subprocess
@@ -11,9 +11,9 @@ from tests.helpers import ROOT
 pytestmark = pytest.mark.long
 
 
-def test_every_operation_on_hostile_stores(tmp_path):
+def test_every_operation_on_malicious_stores(tmp_path):
     pytest.importorskip("torch")
-    words = [sys.executable, "-m", "tests.hostile.store_campaign", tmp_path, "0", "90"]
+    words = [sys.executable, "-m", "tests.malicious_inputs.store_campaign", tmp_path, "0", "90"]
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
     assert done.stdout == "", done.stdout
