@@ -12,7 +12,7 @@ from tests.helpers import ROOT
 
 PACKAGE = ROOT / "tracestore"
 # Every package may import these modules.
-BASE = {"errors", "extras", "console", "page", "cgroup", "platform_support"}
+BASE = {"errors", "extras", "console", "page", "process", "cgroup", "platform_support"}
 STORE = {"_core", "store.format", "store.io", "store.remote", "store.read", "store.write", "store.maintain"}
 TRAIN = {"data", "oom", "detectors", "evaluation", "train"}
 # A package may import itself, BASE and what is listed here.

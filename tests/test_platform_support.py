@@ -62,7 +62,7 @@ def test_a_full_disk_without_linux(no_linux, monkeypatch, tmp_path):
 
 
 def test_doctor_without_linux(no_linux, tmp_path):
-    names = {finding.name for finding in doctor.examine(tmp_path)}
+    names = {finding.name for finding in doctor.run_checks(tmp_path)}
     assert {"processors", "open files", "free"} <= names
     assert not names & {"instructions", "memory", "shared memory", "maps of a process"}
 

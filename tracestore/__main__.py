@@ -1,7 +1,7 @@
 """python -m tracestore: the same as the console script."""
 
 from tracestore.cli import main
-from tracestore.console import leave
+from tracestore.process import exit_ignoring_sigint
 
 if __name__ == "__main__":
-    leave(main())
+    exit_ignoring_sigint(main())

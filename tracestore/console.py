@@ -2,7 +2,6 @@
 
 import argparse
 import difflib
-import gc
 import json
 import math
 import os
@@ -30,7 +29,7 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def positive(text: str) -> int:
+def positive_int(text: str) -> int:
     """An integer of at least 1, for argparse."""
     try:
         value = int(text)
@@ -41,7 +40,7 @@ def positive(text: str) -> int:
     return value
 
 
-def natural(text: str) -> int:
+def non_negative_int(text: str) -> int:
     """For argparse, an integer from 0 to 2^31 - 1."""
     if not text.isdecimal() or int(text[:12]) >= 2**31:
         raise argparse.ArgumentTypeError(f"found {text!r}, expected a whole number from 0")
@@ -55,7 +54,7 @@ def port(text: str) -> int:
     return int(text)
 
 
-def number(accepts: Callable[[float], bool], expected: str) -> Callable[[str], float]:
+def float_where(accepts: Callable[[float], bool], expected: str) -> Callable[[str], float]:
     """For argparse, a number that `accepts` is true of."""
 
     def parse(text: str) -> float:
@@ -70,7 +69,7 @@ def number(accepts: Callable[[float], bool], expected: str) -> Callable[[str], f
     return parse
 
 
-def numbers(text: str) -> tuple[int, ...]:
+def int_ranges(text: str) -> tuple[int, ...]:
     """For argparse, numbers and ranges as 0-9,20,29: in order, each once."""
     chosen: set[int] = set()
     for part in text.split(","):
@@ -92,12 +91,12 @@ def format_size(count: float) -> str:
     raise AssertionError
 
 
-def finite(value: Any) -> Any:
+def nan_to_none(value: Any) -> Any:
     """The value with NaN and infinities as None, for JSON."""
     if isinstance(value, dict):
-        return {k: finite(v) for k, v in value.items()}
+        return {k: nan_to_none(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(v) for v in value]
+        return [nan_to_none(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -140,13 +139,13 @@ class Output:
     def notes(self) -> TextIO:
         return sys.stderr if self.as_json else sys.stdout
 
-    def say(self, text: str) -> None:
+    def info(self, text: str) -> None:
         print(text, file=self.notes, flush=True)
 
-    def document(self, value: Any) -> None:
+    def print_json(self, value: Any) -> None:
         """NaN and infinities become null, which is all that JSON has for them."""
         if self.as_json:
-            print(json.dumps(finite(value), indent=1), flush=True)
+            print(json.dumps(nan_to_none(value), indent=1), flush=True)
 
 
 class Progress:
@@ -171,7 +170,7 @@ class Progress:
             print("\r" + line.ljust(self._width), end="", file=sys.stderr, flush=True)
             self._width = len(line)
         else:
-            self._output.say(line)
+            self._output.info(line)
 
     def clear(self) -> None:
         """Removes the line, so that the next output starts clean."""
@@ -194,7 +193,7 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     print(f"warning: {escape_unprintable(str(message))}", file=sys.stderr)
 
 
-def run(prog: str, command: Callable[[], int]) -> int:
+def run_command(prog: str, command: Callable[[], int]) -> int:
     """Run a command and return its exit code. An error becomes one line on standard error."""
     with warnings.catch_warnings():
         warnings.resetwarnings()
@@ -222,21 +221,3 @@ def run(prog: str, command: Callable[[], int]) -> int:
             text, code = f"unexpected {type(error).__name__}: {error} (TRACESTORE_DEBUG=1 shows where)", 1
     print(f"{prog}: {escape_unprintable(text)}", file=sys.stderr, flush=True)
     return code
-
-
-def own_process() -> None:
-    """Set what only a process of its own may set: a reader of standard output that goes away ends it
-    silently; and, before torch is loaded, how long its OpenMP threads spin at a barrier."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    # libgomp's 300,000 rounds are lost where another program has one of the processors: beside a busy
-    # one extraction took 5.2 times as long, with 10,000 1.6 times, and alone the same (bench/RESULTS.md).
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-
-
-def leave(code: int) -> NoReturn:
-    """Ends the process. The work is done: a Ctrl-C that comes now must not change the exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The interpreter looks for garbage several times while it ends, half a second with torch; none is left to matter.
-    gc.freeze()
-    sys.exit(code)

@@ -40,7 +40,7 @@ _PIECE_BYTES = 4 * _MIB
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """One thing looked at. `advice` is empty where nothing is to be done."""
 
     topic: str
@@ -49,7 +49,7 @@ class Finding:
     advice: str = ""
 
 
-def examine(folder: Path) -> Iterator[Finding]:
+def run_checks(folder: Path) -> Iterator[CheckResult]:
     """Everything, `folder` being where stores are to lie. UsageError where nothing can be written
     there."""
     if not folder.is_dir():
@@ -62,43 +62,43 @@ def examine(folder: Path) -> Iterator[Finding]:
     yield from _remote()
 
 
-def _versions() -> Iterator[Finding]:
+def _versions() -> Iterator[CheckResult]:
     version = ".".join(map(str, sys.version_info[:3]))
-    yield Finding("versions", "python", version)
-    yield Finding("versions", "system", f"{platform.system()} {platform.release()} {platform.machine()}")
+    yield CheckResult("versions", "python", version)
+    yield CheckResult("versions", "system", f"{platform.system()} {platform.release()} {platform.machine()}")
     for name in ("tracestore", *_LIBRARIES):
         try:
-            yield Finding("versions", name, importlib.metadata.version(name))
+            yield CheckResult("versions", name, importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
-            yield Finding("versions", name, "not installed")
+            yield CheckResult("versions", name, "not installed")
 
 
-def _processor() -> Iterator[Finding]:
-    yield Finding("processor", "processors", f"{num_processors()} of {os.cpu_count()}")
+def _processor() -> Iterator[CheckResult]:
+    yield CheckResult("processor", "processors", f"{num_processors()} of {os.cpu_count()}")
     features = processor_features()
     if features is not None and platform.machine() == "x86_64":
         found = [name for name in _INSTRUCTIONS if name in features]
         advice = "" if "avx2" in found else "without AVX2 training on the processor takes several times as long"
-        yield Finding("processor", "instructions", " ".join(found) or "none of those that the kernels use", advice)
-    yield Finding("processor", "kernels", f"level {simd_level()} of 4")
+        yield CheckResult("processor", "instructions", " ".join(found) or "none of those that the kernels use", advice)
+    yield CheckResult("processor", "kernels", f"level {simd_level()} of 4")
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads is not None:
-        yield Finding("processor", "OMP_NUM_THREADS", threads)
+        yield CheckResult("processor", "OMP_NUM_THREADS", threads)
 
 
-def _memory() -> Iterator[Finding]:
+def _memory() -> Iterator[CheckResult]:
     found = memory_info()
     if "MemTotal" in found:
         available = found.get("MemAvailable", 0)
         advice = "less than 4 GiB: train with --memory-budget" if available < 4 * _GIB else ""
-        yield Finding(
+        yield CheckResult(
             "memory", "memory", f"{format_size(found['MemTotal'])}, {format_size(available)} available", advice
         )
-        yield Finding("memory", "swap", format_size(found.get("SwapTotal", 0)))
+        yield CheckResult("memory", "swap", format_size(found.get("SwapTotal", 0)))
     limit = cgroup_limit()
     if limit is not None:
         advice = "less than 4 GiB: train with --memory-budget" if limit < 4 * _GIB else ""
-        yield Finding("memory", "memory cgroup", f"{format_size(limit)} for this container", advice)
+        yield CheckResult("memory", "memory cgroup", f"{format_size(limit)} for this container", advice)
     shared = shared_memory_folder()
     if shared is not None:
         free = shutil.disk_usage(shared).free
@@ -106,28 +106,28 @@ def _memory() -> Iterator[Finding]:
             "DataLoader workers hand batches over in it: give the container more (docker run --shm-size=2g) "
             "or use TraceLoader's threads (--num-workers 0)"
         )  # fmt: skip
-        yield Finding("memory", "shared memory", f"{format_size(free)} free", advice)
+        yield CheckResult("memory", "shared memory", f"{format_size(free)} free", advice)
 
 
-def _limits() -> Iterator[Finding]:
+def _limits() -> Iterator[CheckResult]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     advice = f"a store of thousands of segments maps many files: ulimit -n {min(hard, 65536)}" if soft < 1024 else ""
-    yield Finding("limits", "open files", f"{soft:,} of at most {hard:,}", advice)
+    yield CheckResult("limits", "open files", f"{soft:,} of at most {hard:,}", advice)
     for name, limit in (("address space", resource.RLIMIT_AS), ("data", resource.RLIMIT_DATA)):
         soft = resource.getrlimit(limit)[0]
         if soft != resource.RLIM_INFINITY:
             advice = "stores are mapped whole: ulimit -v unlimited" if limit == resource.RLIMIT_AS else ""
-            yield Finding("limits", name, format_size(soft), advice)
+            yield CheckResult("limits", name, format_size(soft), advice)
     maps = max_maps()
     if maps is not None:
         advice = "" if maps >= 65530 else "sysctl vm.max_map_count=65530"
-        yield Finding("limits", "maps of a process", f"{maps:,}", advice)
+        yield CheckResult("limits", "maps of a process", f"{maps:,}", advice)
 
 
-def _disk(folder: Path) -> Iterator[Finding]:
+def _disk(folder: Path) -> Iterator[CheckResult]:
     free = shutil.disk_usage(folder).free
     advice = "" if free >= 4 * _GIB else "a store takes about what its .pkl.gz files take"
-    yield Finding("disk", "free", f"{format_size(free)} in {folder.resolve()}", advice)
+    yield CheckResult("disk", "free", f"{format_size(free)} in {folder.resolve()}", advice)
     piece = os.urandom(_PIECE_BYTES)
     with map_os_errors(folder), tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         if free < 2 * _DISK_BYTES:
@@ -142,15 +142,17 @@ def _disk(folder: Path) -> Iterator[Finding]:
         for begin in range(0, _DISK_BYTES, _PIECE_BYTES):
             os.pread(file.fileno(), _PIECE_BYTES, begin)
         read = _DISK_BYTES / (time.perf_counter() - start)
-    yield Finding("disk", "write and sync", f"{write / 1e6:,.0f} MB/s")
+    yield CheckResult("disk", "write and sync", f"{write / 1e6:,.0f} MB/s")
     advice = "" if read >= 100e6 else "batches wait for a disk this slow: copy stores to a local one, or read them once"
-    yield Finding("disk", "read", f"{read / 1e6:,.0f} MB/s (the system's cache let go first, where it does)", advice)
+    yield CheckResult(
+        "disk", "read", f"{read / 1e6:,.0f} MB/s (the system's cache let go first, where it does)", advice
+    )
 
 
-def _remote() -> Iterator[Finding]:
+def _remote() -> Iterator[CheckResult]:
     """What lies here of stores on other machines."""
     folder = cache_dir()
     held = 0
     with contextlib.suppress(OSError):  # files come and go
         held = sum(item.stat().st_size for item in os.scandir(folder) if item.is_file())
-    yield Finding("remote stores", "cache", f"{format_size(held)} in {folder}")
+    yield CheckResult("remote stores", "cache", f"{format_size(held)} in {folder}")

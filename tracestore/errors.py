@@ -51,7 +51,7 @@ class InvalidInputError(TracestoreError):
         self.reason, self.source, self.position, self.field = reason, source, position, field
         super().__init__(reason)
 
-    def at(self, source: str | None = None, position: int | None = None) -> "InvalidInputError":
+    def with_location(self, source: str | None = None, position: int | None = None) -> "InvalidInputError":
         """The same error with the place filled in where it was not known."""
         return InvalidInputError(
             self.reason,

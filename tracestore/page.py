@@ -14,7 +14,7 @@ _STYLE = (
 )
 
 
-def rows_of(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+def html_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A table."""
     head = "".join(f"<th>{html.escape(h)}</th>" for h in header)
     body = "".join(
@@ -23,7 +23,7 @@ def rows_of(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return f"<table><tr>{head}</tr>{body}</table>"
 
 
-def picture(png: bytes, name: str) -> str:
+def inline_image(png: bytes, name: str) -> str:
     """A picture, its bytes inside the page."""
     data = base64.b64encode(png).decode()
     return f'<img alt="{html.escape(name)}" src="data:image/png;base64,{data}">'

@@ -11,7 +11,7 @@ import numpy as np
 from tracestore.console import format_size
 from tracestore.errors import escape_unprintable
 from tracestore.extras import needs
-from tracestore.page import page, picture, rows_of
+from tracestore.page import html_table, inline_image, page
 from tracestore.store.io.fsio import atomic_write, check_destination, map_os_errors
 from tracestore.store.maintain.lint import KINDS, lint_store
 from tracestore.store.read.store import TraceStore
@@ -36,13 +36,13 @@ def write_report(
     check_destination(path)
     lengths = store.num_tokens
     parts = [
-        "<h2>Store</h2>" + rows_of(["", ""], _summary(store)),
-        "<h2>Labels</h2>" + rows_of(["", "traces"], _classes(store, score_threshold)),
-        "<h2>Lengths and scores</h2>" + rows_of(["", *(f"{q} %" for q in _QUANTILES)], _quantiles(store, lengths)),
+        "<h2>Store</h2>" + html_table(["", ""], _summary(store)),
+        "<h2>Labels</h2>" + html_table(["", "traces"], _classes(store, score_threshold)),
+        "<h2>Lengths and scores</h2>" + html_table(["", *(f"{q} %" for q in _QUANTILES)], _quantiles(store, lengths)),
         _histograms(store, lengths, score_threshold),
-        "<h2>Size</h2>" + rows_of(["array", "bytes", "share"], _sizes(store)),
+        "<h2>Size</h2>" + html_table(["array", "bytes", "share"], _sizes(store)),
         "<h2>Sources</h2>" + _sources(store),
-        "<h2>Samples</h2>" + rows_of(["trace", "question", "answer", "tokens", "score", "label"], _samples(store)),
+        "<h2>Samples</h2>" + html_table(["trace", "question", "answer", "tokens", "score", "label"], _samples(store)),
         "<h2>Findings</h2>" + (_findings(store, score_threshold, progress) if lint else "<p>Not looked for.</p>"),
     ]
     text = page(f"Store {escape_unprintable(store.path.name)}", parts)
@@ -92,7 +92,7 @@ def _histograms(store: TraceStore, lengths: np.ndarray, threshold: float) -> str
     right.legend()
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)
-    return picture(buffer.getvalue(), "histograms of tokens and scores")
+    return inline_image(buffer.getvalue(), "histograms of tokens and scores")
 
 
 def _sizes(store: TraceStore) -> list[tuple[str, str, str]]:
@@ -117,7 +117,7 @@ def _sources(store: TraceStore) -> str:
         source = store._index.source(number)
         rows.append((source.path, format_size(source.size) if source.size else "", f"{source.num_traces:,}"))
     more = f"<p>and {count - len(rows):,} more</p>" if count > len(rows) else ""
-    return rows_of(["file", "size", "traces"], rows) + more
+    return html_table(["file", "size", "traces"], rows) + more
 
 
 def _samples(store: TraceStore) -> list[tuple[object, ...]]:
@@ -141,4 +141,4 @@ def _findings(store: TraceStore, threshold: float, progress: Callable[[int, int]
         severity, advice = KINDS[kind]
         where = "" if first.index is None else f"{first.index} ({first.question_id})"
         rows.append((severity, kind.replace("_", " "), f"{count:,}", where, first.found, advice))
-    return rows_of(["severity", "kind", "traces", "first", "found", "what to do"], rows)
+    return html_table(["severity", "kind", "traces", "first", "found", "what to do"], rows)

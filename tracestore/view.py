@@ -148,7 +148,7 @@ def _wrapped(name: str, text: str, width: int) -> list[str]:
 def _heat_map(values: np.ndarray, width: int, colours: bool) -> list[str]:
     """Two columns a value where there is room; where not, the largest of each block."""
     values = np.nan_to_num(values.astype("f4"), nan=0.0, posinf=float(np.finfo("f4").max), neginf=0.0)
-    shown = pooled(pooled(values, _MAX_ROWS, 0), max(1, width - 2), 1)
+    shown = downsample(downsample(values, _MAX_ROWS, 0), max(1, width - 2), 1)
     low, high = float(shown.min()), float(shown.max())
     levels = np.zeros(shown.shape, int)
     if high > low:
@@ -159,7 +159,7 @@ def _heat_map(values: np.ndarray, width: int, colours: bool) -> list[str]:
     return ["  " + "".join(_SHADES[v] * cell for v in row).rstrip() for row in levels]
 
 
-def pooled(values: np.ndarray, most: int, axis: int) -> np.ndarray:
+def downsample(values: np.ndarray, most: int, axis: int) -> np.ndarray:
     """At most `most` values along an axis, each the maximum of a block."""
     size = values.shape[axis]
     if size <= most:
@@ -168,7 +168,7 @@ def pooled(values: np.ndarray, most: int, axis: int) -> np.ndarray:
     return np.maximum.reduceat(values, begins, axis=axis)
 
 
-def show(view: View) -> list[str]:
+def render_terminal(view: View) -> list[str]:
     """Lines for standard output as it is."""
     is_terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size((100, 40)).columns if is_terminal else 100

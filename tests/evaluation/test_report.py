@@ -9,7 +9,7 @@ import pytest
 
 import tracestore
 from tests.helpers import make_trace
-from tracestore.console import finite
+from tracestore.console import nan_to_none
 from tracestore.evaluation import report
 from tracestore.experiment.run import run_experiment
 from tracestore.train.config import TrainConfig
@@ -144,4 +144,4 @@ def test_predictions(finished):
         assert row["question_id"] == (QUESTION if trace == 7 else f"q{trace}") and row["label"] == str(1 - trace % 2)
         assert (row["fold"] == "") == ("runs" not in results)
     written = json.loads((folder / "results.json").read_text())
-    assert written == finite(json.loads(json.dumps(results)))
+    assert written == nan_to_none(json.loads(json.dumps(results)))

@@ -33,7 +33,7 @@ def _read(path: Path, _store: str) -> dict[str, object]:
             pack_record(record, attention="heads", keep_dtype=False)
             count += 1
     except InvalidInputError as error:
-        return {"ended": "refused", "text": str(error.at(source=path.name, position=count))}
+        return {"ended": "refused", "text": str(error.with_location(source=path.name, position=count))}
     except BaseException as error:
         return {"ended": type(error).__name__, "text": str(error)[:500]}
     return {"ended": "accepted", "text": f"{count} traces"}

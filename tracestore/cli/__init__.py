@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import NoReturn
 
 import tracestore
-from tracestore import console
+from tracestore import console, process
 from tracestore.console import Output, Parser
 from tracestore.errors import UsageError
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
-        console.own_process()
+        process.configure_program()
     if words and words[0] in COMMANDS:
         return _run(words[0], f"tracestore {words[0]}", words[1:], is_program=argv is None)
 
@@ -58,13 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.parse_args(words[:1])  # help, version or an unknown command: ends here
         parser.error("the first word must be a COMMAND")
 
-    return console.run("tracestore", command)
+    return console.run_command("tracestore", command)
 
 
 def run_script(name: str, prog: str) -> NoReturn:
     """End the process with the exit code of one command, run with the words of the process."""
-    console.own_process()
-    console.leave(_run(name, prog, sys.argv[1:], is_program=True))
+    process.configure_program()
+    process.exit_ignoring_sigint(_run(name, prog, sys.argv[1:], is_program=True))
 
 
 def _run(name: str, prog: str, words: list[str], *, is_program: bool) -> int:
@@ -83,7 +83,7 @@ def _run(name: str, prog: str, words: list[str], *, is_program: bool) -> int:
                 raise
             return error.exit_code
 
-    return console.run(prog, command)
+    return console.run_command(prog, command)
 
 
 def _command(name: str, parser: Parser) -> tuple[ModuleType, Parser]:

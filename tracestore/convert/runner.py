@@ -1,18 +1,16 @@
 """Files of traces into a store."""
 
 import argparse
-import ctypes
 import errno
-import gc
 import math
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tracestore import process
 from tracestore.console import Output, Progress, format_size
 from tracestore.errors import InvalidInputError, TruncatedFileError, UsageError
 from tracestore.ingest.cluster import ClusterStream, read_sources_on_cluster
@@ -31,18 +29,6 @@ ON_CONFLICT = {"error": "refused", "keep-first": "left out", "keep-last": "put i
 # How long a thread may keep the interpreter from another one that wants it: the one that
 # inflates wants it for an instant each 4 ms, and must not wait longer than that.
 _SWITCH_INTERVAL_S = 0.0005
-# Of glibc's malloc.h.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-
-
-def reuse_freed_memory(max_bytes: int) -> None:
-    """For a process of its own. Has the allocator keep what one trace gave back for the next one, where the system
-    would hand it out again page by page, cleared: a tenth of the time of reading .pkl.gz."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it
-    if mallopt is not None:
-        mallopt(_M_ARENA_MAX, 1)
-        mallopt(_M_MMAP_THRESHOLD, 32 << 20)
-        mallopt(_M_TRIM_THRESHOLD, min(max_bytes, 1 << 30))
 
 
 @dataclass
@@ -86,7 +72,7 @@ class Conversion:
         self.scores: Scores | None = None
         if scores_path is not None:
             self.scores = read_scores(scores_path, args.score_column, args.group_column, args.score_direction)
-            output.say(f"scores: {scores_path}, column {self.scores.column}, {len(self.scores.values):,} questions")
+            output.info(f"scores: {scores_path}, column {self.scores.column}, {len(self.scores.values):,} questions")
         elif args.score_column or args.group_column or args.score_direction:
             flags = {"--score-column": args.score_column, "--group-column": args.group_column}
             flag = next((flag for flag, value in flags.items() if value), "--score-direction")
@@ -95,14 +81,19 @@ class Conversion:
         self.total_bytes = sum(s.path.stat().st_size for s in self.sources if s.path.is_file())
 
     def run(self) -> Summary:
+        """Convert the sources, and return what was done."""
+        # SIGINT is checked between traces. Raised anywhere else, Python may print a traceback from a
+        # clean-up, or end by the signal.
+        with (
+            process.signal_handler(signal.SIGINT, self._interrupt),
+            process.switch_interval(_SWITCH_INTERVAL_S),
+            process.frozen_garbage(),  # imported modules need not be scanned again with every trace
+        ):
+            return self._run()
+
+    def _run(self) -> Summary:
         args = self.args
         committed = 0
-        # Ctrl-C is looked at between traces: raised anywhere else, Python may print it
-        # from a clean-up, or end by the signal, instead of one line.
-        before_signal = signal.signal(signal.SIGINT, self._interrupt)
-        before_interval = sys.getswitchinterval()
-        sys.setswitchinterval(_SWITCH_INTERVAL_S)
-        gc.freeze()  # what was imported stays: no need to look at it with every trace
         try:
             self.announce()
             with StoreWriter(
@@ -132,10 +123,6 @@ class Conversion:
             raise KeyboardInterrupt(
                 f"interrupted; {committed:,} traces are committed, the same command continues"
             ) from None
-        finally:
-            signal.signal(signal.SIGINT, before_signal)
-            sys.setswitchinterval(before_interval)
-            gc.unfreeze()
         return self.summary
 
     def _is_source(self, source: SourceEntry) -> bool:
@@ -156,7 +143,7 @@ class Conversion:
 
     def announce(self) -> None:
         free = fsio.free_bytes(self.folder)
-        self.output.say(
+        self.output.info(
             f"{len(self.sources):,} files, {format_size(self.total_bytes)} -> {self.store}: "
             f"at most about {format_size(self.total_bytes)} if the files are not gzipped, "
             f"{format_size(free)} free; memory {format_size(self.args.memory_budget)}, {self.args.workers} workers"
@@ -195,13 +182,13 @@ class Conversion:
                 try:
                     self._convert_one(writer, stream, progress)
                 except InvalidInputError as error:
-                    error = error.at(source=stream.source.name)
+                    error = error.with_location(source=stream.source.name)
                     if not self.args.skip_bad:
                         # The whole sources before it are good and stay.
                         writer.commit()
                         raise error from None
                     progress.clear()
-                    self.output.say(f"skipped {error}")
+                    self.output.info(f"skipped {error}")
                     summary.num_sources_skipped += 1
                     summary.skipped.append({"source": stream.source.name, "reason": str(error)})
         writer.commit()
@@ -217,7 +204,7 @@ class Conversion:
         if writer.has_source_named(name):
             progress.clear()
             summary.num_sources_modified += 1
-            self.output.say(
+            self.output.info(
                 f"{name}: another file of this name was committed before; what is new in this one is added, "
                 f"a trace that differs is {ON_CONFLICT[self.args.on_conflict]}"
             )
@@ -296,7 +283,7 @@ class Conversion:
         self._say_summary()
 
     def _say_summary(self) -> None:
-        s, say = self.summary, self.output.say
+        s, say = self.summary, self.output.info
         say(
             f"{s.num_traces_new:,} traces added from {s.num_sources:,} files in {s.seconds:.1f} s "
             f"({s.num_sources_skipped_existing:,} files already there, {s.num_duplicates:,} duplicates and "

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tracestore.evaluation.plots import PLOTS, write_plots
-from tracestore.page import page, picture, rows_of
+from tracestore.page import html_table, inline_image, page
 from tracestore.store.io.fsio import atomic_write
 
 __all__ = ["PLOTS", "table", "write_page", "write_plots"]
@@ -77,7 +77,7 @@ def _models(results: dict[str, Any]) -> str:
         first = [_interval(test[c], test[f"{c}_interval"]) for c in ("auroc", "auprc")]
         rows.append([name, f"{test['num_traces']:,}", *first, *(f"{test[c]:.3f}" for c in COLUMNS[2:])])
     reasons = "".join(f"<p>{reason}</p>" for reason in _too_few(results))
-    return reasons + rows_of(
+    return reasons + html_table(
         ["model", "n", "AUROC (95 %)", "AUPRC (95 %)", *(_TITLES.get(c, c) for c in COLUMNS[2:])], rows
     )
 
@@ -95,7 +95,7 @@ def _comparisons(results: dict[str, Any]) -> str:
     ]
     if not rows:
         return ""
-    return "<h2>Comparisons</h2>" + rows_of(["pair", "difference in AUROC (95 %)", "p", "p, Holm", "test"], rows)
+    return "<h2>Comparisons</h2>" + html_table(["pair", "difference in AUROC (95 %)", "p", "p, Holm", "test"], rows)
 
 
 def _spread(results: dict[str, Any]) -> str:
@@ -108,7 +108,7 @@ def _spread(results: dict[str, Any]) -> str:
         values = ", ".join(f"{v:.3f}" for v in test["auroc_by_run"])
         rows.append([name, values, "" if sd is None else f"{sd:.3f}", f"{test['auroc_out_of_fold']:.3f}"])
     header = ["model", "AUROC of each run (folds, in each the seeds)", "sd over seeds", "out of fold, pooled"]
-    return "<h2>Runs</h2>" + rows_of(header, rows)
+    return "<h2>Runs</h2>" + html_table(header, rows)
 
 
 def _calibration(results: dict[str, Any]) -> str:
@@ -118,7 +118,7 @@ def _calibration(results: dict[str, Any]) -> str:
         figures = (c["ece"], c["scaled"]["ece"], c["brier"], c["scaled"]["brier"], c["temperature"])
         rows.append([name, *(f"{v:.3f}" for v in figures)])
     header = ["model", "ECE", "ECE, scaled", "Brier", "Brier, scaled", "temperature"]
-    return "<h2>Calibration</h2>" + rows_of(header, rows)
+    return "<h2>Calibration</h2>" + html_table(header, rows)
 
 
 def _groups(results: dict[str, Any]) -> str:
@@ -132,7 +132,7 @@ def _groups(results: dict[str, Any]) -> str:
         counts = (group["num_traces"], group["num_hallucinated"])
         rows.append([group["group"], *counts, *("one class" if v is None else f"{v:.3f}" for v in values)])
     header = ["group", "traces", "hallucinated", *(name for name, _ in entries)]
-    return "<h2>AUROC by group</h2>" + rows_of(header, rows)
+    return "<h2>AUROC by group</h2>" + html_table(header, rows)
 
 
 def _layers(results: dict[str, Any]) -> str:
@@ -141,7 +141,7 @@ def _layers(results: dict[str, Any]) -> str:
     if not values:
         return ""
     rows = [[k, "not finite" if v is None or math.isnan(v) else f"{v:.3f}"] for k, v in enumerate(values)]
-    return "<h2>Logistic probe by layer</h2>" + rows_of(["layer", "AUROC on validation"], rows)
+    return "<h2>Logistic probe by layer</h2>" + html_table(["layer", "AUROC on validation"], rows)
 
 
 def _counts(results: dict[str, Any]) -> str:
@@ -150,7 +150,7 @@ def _counts(results: dict[str, Any]) -> str:
         for k, parts in enumerate(results["counts"])
         for part, c in parts.items()
     ]
-    return "<h2>Traces</h2>" + rows_of(["fold", "part", "hallucinated", "right"], rows)
+    return "<h2>Traces</h2>" + html_table(["fold", "part", "hallucinated", "right"], rows)
 
 
 def _events(results: dict[str, Any]) -> str:
@@ -159,7 +159,7 @@ def _events(results: dict[str, Any]) -> str:
         return "<h2>Out of memory</h2><p>No event.</p>"
     columns = list(dict.fromkeys(key for _, event in events for key in event))
     rows = [[name, *(event.get(c, "") for c in columns)] for name, event in events]
-    return "<h2>Out of memory</h2>" + rows_of(["model", *(c.replace("_", " ") for c in columns)], rows)
+    return "<h2>Out of memory</h2>" + html_table(["model", *(c.replace("_", " ") for c in columns)], rows)
 
 
 def write_page(results: dict[str, Any], plots: list[Path], path: Path) -> None:
@@ -168,14 +168,14 @@ def write_page(results: dict[str, Any], plots: list[Path], path: Path) -> None:
         _models(results),
         _comparisons(results),
         _spread(results),
-        *(picture(p.read_bytes(), p.stem) for p in plots),
+        *(inline_image(p.read_bytes(), p.stem) for p in plots),
         _calibration(results),
         _groups(results),
         _layers(results),
         _counts(results),
         _events(results),
-        "<h2>Configuration</h2>" + rows_of(["name", "value"], results["config"].items()),
-        "<h2>Store</h2>" + rows_of(["name", "value"], results["store"].items()),
+        "<h2>Configuration</h2>" + html_table(["name", "value"], results["config"].items()),
+        "<h2>Store</h2>" + html_table(["name", "value"], results["store"].items()),
     )
     with atomic_write(path) as file:
         file.write(page("Training report", parts).encode("utf-8", "backslashreplace"))

@@ -229,7 +229,7 @@ def _run_jobs(
                         run.on_fatal_oom, run.planned_micro_batch = budget.release, planned[name]
                     entry["models"][name] = run.run()
                     if ranks.is_first:
-                        write_json(folder / RESULTS_FILE, console.finite(results))
+                        write_json(folder / RESULTS_FILE, console.nan_to_none(results))
     finally:
         if budget is not None:
             budget.release()
@@ -241,7 +241,7 @@ def _run_jobs(
             job.fold: run_probe(store, job.split, targets, config.seed) for job in jobs if job.seed == config.seed
         }
     _complete(results, runs, probes, config.seed, is_repeated=is_repeated)
-    write_json(folder / RESULTS_FILE, console.finite(results))
+    write_json(folder / RESULTS_FILE, console.nan_to_none(results))
     tested = [{**run, "models": run["models"] | ({PROBE: probes[run["fold"]]} if probes else {})} for run in runs]
     write_predictions(folder / "predictions.csv", tested)
     plots = report.write_plots(results, folder)

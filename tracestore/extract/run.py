@@ -21,14 +21,14 @@ from tracestore.store.write.create import create
 
 INSTRUCTION = "Give the correct answer in a few words."
 
-Answer = Callable[[Sequence[Question]], list[dict[str, Any]]]
+AnswerFn = Callable[[Sequence[Question]], list[dict[str, Any]]]
 Scorer = Callable[[str, Sequence[str]], float]
 COMMIT_INTERVAL_S = 60.0
 _PART_FOLDER = ".scores"
 
 
 @dataclass(frozen=True)
-class Batch:
+class QuestionBatch:
     """The questions of one file."""
 
     number: int
@@ -36,14 +36,16 @@ class Batch:
     questions: tuple[Question, ...]
 
 
-def plan_batches(questions: Sequence[Question], per_file: int, shard: tuple[int, int], prefix: str) -> list[Batch]:
+def plan_batches(
+    questions: Sequence[Question], per_file: int, shard: tuple[int, int], prefix: str
+) -> list[QuestionBatch]:
     """Consecutive questions a file; shard (i, n) takes files i, i + n, ..., so that the
     files are the same for any number of machines."""
     batches = []
     for number, begin in enumerate(range(0, len(questions), per_file)):
         if number % shard[1] == shard[0]:
             name = f"{prefix}_batch_{number:04d}.pkl"
-            batches.append(Batch(number, name, tuple(questions[begin : begin + per_file])))
+            batches.append(QuestionBatch(number, name, tuple(questions[begin : begin + per_file])))
     return batches
 
 
@@ -63,7 +65,7 @@ def _merge_scores(folder: Path) -> None:
     _write_text(folder / "scores.csv", out.getvalue())
 
 
-def _require_own_files(folder: Path, batches: Sequence[Batch]) -> None:
+def _require_own_files(folder: Path, batches: Sequence[QuestionBatch]) -> None:
     """Raise UsageError where a file that would be replaced has no part in `.scores`: somebody else wrote it."""
     parts = folder / _PART_FOLDER
     foreign = [folder / b.name for b in batches if not (parts / f"{b.name}.json").exists()]
@@ -93,7 +95,7 @@ def _score_row(question: Question, answer: str, scorer: Scorer) -> list[Any]:
 
 
 def _traces(
-    questions: Sequence[tuple[int, Question]], answer: Answer, batch: int, batch_size: int
+    questions: Sequence[tuple[int, Question]], answer: AnswerFn, batch: int, batch_size: int
 ) -> Iterator[tuple[int, Question, dict[str, Any]]]:
     """(position, question, trace) of each, batch_size of them answered at once."""
     for begin in range(0, len(questions), batch_size):
@@ -107,7 +109,7 @@ def _traces(
 
 
 def extract_to_folder(
-    folder: Path, batches: Sequence[Batch], answer: Answer, scorer: Scorer, *, batch_size: int = 1
+    folder: Path, batches: Sequence[QuestionBatch], answer: AnswerFn, scorer: Scorer, *, batch_size: int = 1
 ) -> Iterator[tuple[int, int, bool | None]]:
     """Writes the files that are not there yet, and scores.csv; `answer` gets batch_size questions
     at once. Yields after each trace
@@ -140,7 +142,7 @@ def extract_to_folder(
 def extract_to_store(
     path: Path | RemoteURL,
     questions: Sequence[Question],
-    answer: Answer,
+    answer: AnswerFn,
     scorer: Scorer,
     *,
     attention: str,

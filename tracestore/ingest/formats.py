@@ -134,7 +134,7 @@ def read_traces(
         if position == 0:
             raise InvalidInputError("found no trace in it")
     except InvalidInputError as error:
-        raise error.at(source=name) from None
+        raise error.with_location(source=name) from None
     except TruncatedFileError:
         raise InvalidInputError("cut short while it was read", source=name, position=position) from None
     except RecursionError:
@@ -190,7 +190,7 @@ def _trace(limits: _Limits, item: Any, name: str, position: int, need_attention:
             limits.resolved(item), source_name=name, position=position, need_attention=need_attention
         )
     except InvalidInputError as error:
-        raise error.at(position=position) from None
+        raise error.with_location(position=position) from None
 
 
 def _from_object(limits: _Limits, root: Any, name: str, need_attention: bool | None) -> Iterator[TraceRecord]:
@@ -224,7 +224,7 @@ def _ids(limits: _Limits, root: dict[str, Any], count: int, of: str) -> list[str
         try:
             texts.append(question_id_text(value, "question_ids"))
         except InvalidInputError as error:
-            raise error.at(position=position) from None
+            raise error.with_location(position=position) from None
     return texts
 
 
@@ -275,7 +275,7 @@ def _graphs(limits: _Limits, root: dict[str, Any]) -> Iterator[TraceRecord]:
         try:
             record = _graph_record(limits, layers)
         except InvalidInputError as error:
-            raise error.at(position=position) from None
+            raise error.with_location(position=position) from None
         record.question_id, record.position, record.label = ids[position], position, labels[position]
         yield record
 

@@ -83,7 +83,7 @@ def packed_traces(
                     can_alias=can_alias(),
                 )
             except InvalidInputError as error:
-                raise error.at(source=source.name, position=record.position) from None
+                raise error.with_location(source=source.name, position=record.position) from None
             except TruncatedFileError:
                 raise InvalidInputError(TRUNCATED_WHILE_READING, source=source.name, position=record.position) from None
             del record

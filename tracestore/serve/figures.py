@@ -9,7 +9,7 @@ from bokeh.models.annotations import Span
 from bokeh.plotting import figure
 
 from tracestore.serve.results import Results
-from tracestore.view import pooled
+from tracestore.view import downsample
 
 HALLUCINATED_COLOUR, RIGHT_COLOUR, NEITHER_COLOUR = "#cc3311", "#0077bb", "#999999"
 _LINE_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44")
@@ -49,7 +49,7 @@ class HeatMap:
         """values (rows, columns) float32; None: nothing."""
         shape = (1, 1) if values is None else values.shape
         values = np.full((1, 1), np.nan, "f4") if values is None else np.where(np.isfinite(values), values, np.nan)
-        values = pooled(pooled(values, _MAX_SIDE, 0), _MAX_SIDE, 1).astype("f4")
+        values = downsample(downsample(values, _MAX_SIDE, 0), _MAX_SIDE, 1).astype("f4")
         known = values[np.isfinite(values)]
         low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
         self._mapper.update(low=low, high=high if high > low else low + 1)

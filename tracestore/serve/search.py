@@ -8,8 +8,8 @@ from tracestore.errors import TracestoreError
 from tracestore.serve.results import Results
 from tracestore.store.read.store import TraceStore
 
-ANY, HALLUCINATED, RIGHT, UNLABELLED = "any", "hallucinated", "right", "neither"
-LABELS = (ANY, HALLUCINATED, RIGHT, UNLABELLED)
+ANY, HALLUCINATED, CORRECT, UNLABELLED = "any", "hallucinated", "right", "neither"
+LABELS = (ANY, HALLUCINATED, CORRECT, UNLABELLED)
 ORDERS = ("as stored", "score", "tokens")
 
 
@@ -54,7 +54,7 @@ class TraceSearch:
 
     def _has_label(self, label: str) -> np.ndarray:
         right, hallucinated = self.targets < 0.5, self.targets >= 0.5
-        kinds = {ANY: np.ones(len(self.store), bool), HALLUCINATED: hallucinated, RIGHT: right}
+        kinds = {ANY: np.ones(len(self.store), bool), HALLUCINATED: hallucinated, CORRECT: right}
         kinds[UNLABELLED] = np.isnan(self.targets)
         for name, values in self.results.probabilities.items():
             threshold = self.results.thresholds.get(name, 0.5)

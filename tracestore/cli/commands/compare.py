@@ -28,7 +28,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     document = compare_runs(folders)
     for name, found in document.items():
         count = found.pop("num_runs")
-        output.say(f"{name}, {count} {'run' if count == 1 else 'runs'} each")
-        output.say(report.table(found) + "\n")
-    output.document(document)
+        output.info(f"{name}, {count} {'run' if count == 1 else 'runs'} each")
+        output.info(report.table(found) + "\n")
+    output.print_json(document)
     return 0

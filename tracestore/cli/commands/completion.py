@@ -15,5 +15,5 @@ def run(args: argparse.Namespace, output: Output) -> int:
 
     from tracestore.cli import make_parser
 
-    output.say(shtab.complete(make_parser(with_arguments=True), args.shell))
+    output.info(shtab.complete(make_parser(with_arguments=True), args.shell))
     return 0

@@ -3,9 +3,10 @@
 import argparse
 from dataclasses import asdict
 
-from tracestore.console import Output, Parser, format_size, parse_size, positive
-from tracestore.convert.runner import ON_CONFLICT, Conversion, reuse_freed_memory
+from tracestore.console import Output, Parser, format_size, parse_size, positive_int
+from tracestore.convert.runner import ON_CONFLICT, Conversion
 from tracestore.errors import UsageError
+from tracestore.process import reuse_freed_memory
 from tracestore.store.format.labels import DIRECTIONS
 from tracestore.store.format.schema import ATTENTION_MODES, CODECS
 from tracestore.store.io.fsio import map_os_errors
@@ -32,7 +33,9 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--attention", choices=ATTENTION_MODES, help="what to store (default: mean over the heads)")
     parser.add_argument("--codec", choices=CODECS, help="compression (default: none)")
     parser.add_argument("--dtype", choices=("float16", "keep"), help="default: float16")
-    parser.add_argument("--workers", type=positive, default=2, metavar="N", help="files read side by side (default: 2)")
+    parser.add_argument(
+        "--workers", type=positive_int, default=2, metavar="N", help="files read side by side (default: 2)"
+    )
     parser.add_argument(
         "--dask",
         metavar="ADDRESS",
@@ -59,5 +62,5 @@ def run(args: argparse.Namespace, output: Output) -> int:
     conversion = Conversion(args, output)
     with map_os_errors(conversion.folder):
         summary = conversion.run()
-    output.document(asdict(summary))
+    output.print_json(asdict(summary))
     return 0

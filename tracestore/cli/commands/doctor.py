@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tracestore.console import Output, Parser
-from tracestore.doctor import examine
+from tracestore.doctor import run_checks
 
 
 def add_arguments(parser: Parser) -> None:
@@ -14,16 +14,16 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
-    findings = list(examine(Path(args.folder)))
-    output.document([asdict(finding) for finding in findings])
+    findings = list(run_checks(Path(args.folder)))
+    output.print_json([asdict(finding) for finding in findings])
     if args.json:
         return 0
     topic = None
     for finding in findings:
         if finding.topic != topic:
             topic = finding.topic
-            output.say(topic)
-        output.say(f"  {finding.name:18} {finding.value}")
+            output.info(topic)
+        output.info(f"  {finding.name:18} {finding.value}")
         if finding.advice:
-            output.say(f"  {'':18} advice: {finding.advice}")
+            output.info(f"  {'':18} advice: {finding.advice}")
     return 0

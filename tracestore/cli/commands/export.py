@@ -4,7 +4,7 @@ import argparse
 from dataclasses import asdict
 
 import tracestore
-from tracestore.console import Output, Parser, format_size, positive, traces_done
+from tracestore.console import Output, Parser, format_size, positive_int, traces_done
 from tracestore.export.exporter import FORMATS, SCORES_FILE, TRACES_PER_FILE, export_store
 
 
@@ -18,7 +18,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--format", choices=FORMATS, default="pkl", help="default: pkl")
     parser.add_argument(
         "--traces-per-file",
-        type=positive,
+        type=positive_int,
         default=TRACES_PER_FILE,
         metavar="N",
         help="at most (default: 500; files of graphs end at 1 GiB)",
@@ -32,15 +32,15 @@ def run(args: argparse.Namespace, output: Output) -> int:
             store, args.out_dir, format=args.format, traces_per_file=args.traces_per_file, progress=on_traces
         )
     progress.clear()
-    output.document(asdict(report))
+    output.print_json(asdict(report))
     if not args.json:
         scores = f", scores in {SCORES_FILE}" if report.scores_file else ""
-        output.say(
+        output.info(
             f"{report.out_dir}: {report.num_traces:,} traces in {report.num_files:,} files, "
             f"{format_size(report.bytes)}{scores}"
         )
         if report.num_labels_left_out:
-            output.say(
+            output.info(
                 f"{report.num_labels_left_out:,} traces have a label of their own, for which pickles have no field: "
                 "it is left out"
             )

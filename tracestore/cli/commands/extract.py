@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tracestore.console import Output, Parser, Progress, number, positive
+from tracestore.console import Output, Parser, Progress, float_where, positive_int
 from tracestore.errors import UsageError
 from tracestore.extract.questions import FACTS, Question, make_scorer, questions_file, read_questions
 from tracestore.extras import needs
@@ -31,11 +31,11 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--out", required=True, type=parse_location, help="folder for .pkl files, or a store (ends with .zarr)"
     )
-    parser.add_argument("--limit", type=positive, metavar="N", help="only the first N questions")
-    parser.add_argument("--traces-per-file", type=positive, default=500, metavar="N")
+    parser.add_argument("--limit", type=positive_int, metavar="N", help="only the first N questions")
+    parser.add_argument("--traces-per-file", type=positive_int, default=500, metavar="N")
     parser.add_argument("--shard", type=_shard, default=(0, 1), metavar="I/N", help="this machine's share of the files")
     parser.add_argument("--scorer", choices=("containment", "bleurt"), default="containment")
-    parser.add_argument("--max-new-tokens", type=positive, default=32, metavar="N")
+    parser.add_argument("--max-new-tokens", type=positive_int, default=32, metavar="N")
     parser.add_argument("--instruction", help="system prompt")
     parser.add_argument(
         "--attention", choices=("mean", "heads", "none"), default="mean", help="for a store: what to keep"
@@ -43,12 +43,12 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--codec", choices=CODECS, default="none", help="for a store: compression (none)")
     parser.add_argument(
         "--commit-interval",
-        type=number(lambda s: 0 <= s < math.inf, "seconds, at least 0"),
+        type=float_where(lambda s: 0 <= s < math.inf, "seconds, at least 0"),
         metavar="SECONDS",
         help="for a store: about this much is lost in a kill (60, or a twentieth of the time so far; 0: nothing)",
     )
     parser.add_argument(
-        "--batch-size", type=positive, default=1, metavar="N", help="questions answered at once; pays on a GPU (1)"
+        "--batch-size", type=positive_int, default=1, metavar="N", help="questions answered at once; pays on a GPU (1)"
     )
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the model")
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
         batches = extraction.plan_batches(questions, args.traces_per_file, args.shard, "traces")
         total = sum(len(b.questions) for b in batches)
         steps = extraction.extract_to_folder(args.out, batches, answer, scorer, batch_size=args.batch_size)
-    output.say(f"{total:,} questions to {args.model} -> {args.out}")
+    output.info(f"{total:,} questions to {args.model} -> {args.out}")
     progress = Progress(output)
     made = right = there = 0
     for _, position, scored_right in steps:
@@ -107,10 +107,10 @@ def run(args: argparse.Namespace, output: Output) -> int:
             )
         )
     progress.clear()
-    output.say(
+    output.info(
         f"{args.out}: {made:,} traces made, {there:,} were there, {right / max(1, made):.0%} of the new answers right"
     )
-    output.document({"out": str(args.out), "made": made, "already_there": there, "right": right})
+    output.print_json({"out": str(args.out), "made": made, "already_there": there, "right": right})
     return 0
 
 

@@ -15,7 +15,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     with tracestore.open(args.store) as store:
         info = store.info()
     if args.json:
-        output.document(info)
+        output.print_json(info)
         return 0
     for name, value in info.items():
         if name == "bytes":
@@ -24,5 +24,5 @@ def run(args: argparse.Namespace, output: Output) -> int:
             value = ", ".join(value)
         elif isinstance(value, int) and not isinstance(value, bool):
             value = f"{value:,}"
-        output.say(f"{name:17} {'unknown' if value is None else value}")
+        output.info(f"{name:17} {'unknown' if value is None else value}")
     return 0

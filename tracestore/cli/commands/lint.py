@@ -22,7 +22,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
         progress=lambda done, total: progress.update(lambda s: f"{done:,} of {total:,} traces"),
     )
     progress.clear()
-    output.document(asdict(report))
+    output.print_json(asdict(report))
     if args.json:
         return 1 if report.counts else 0
     for kind, count in report.counts.items():
@@ -30,8 +30,8 @@ def run(args: argparse.Namespace, output: Output) -> int:
         first, names = listed[0], [f"{f.index} ({f.question_id})" for f in listed[:3] if f.index is not None]
         where = f"trace {names[0]}" if count == 1 else f"{count:,} traces, the first {', '.join(names)}"
         where = f" {where}:" if names else ""
-        output.say(f"{first.severity}: {kind}:{where} {first.found}. {first.advice[:1].upper()}{first.advice[1:]}.")
+        output.info(f"{first.severity}: {kind}:{where} {first.found}. {first.advice[:1].upper()}{first.advice[1:]}.")
     if report.counts:
         return 1
-    output.say(f"clean: {report.num_traces:,} traces")
+    output.info(f"clean: {report.num_traces:,} traces")
     return 0

@@ -37,14 +37,14 @@ def say_copied(args: argparse.Namespace, output: Output, report: MergeReport) ->
     """Says what a merge or a subset did."""
     with tracestore.open(args.dst) as store:
         num_traces = len(store)
-    output.document({"store": str(args.dst), "num_traces": num_traces, **asdict(report)})
+    output.print_json({"store": str(args.dst), "num_traces": num_traces, **asdict(report)})
     if not args.json:
-        output.say(
+        output.info(
             f"{args.dst}: {report.num_traces_new:,} traces added, {num_traces:,} in all; "
             f"{report.num_duplicates:,} were there already"
         )
         if report.num_scores_filled:
-            output.say(f"{report.num_scores_filled:,} of those had no score and got one")
+            output.info(f"{report.num_scores_filled:,} of those had no score and got one")
         if report.num_scores_differing:
-            output.say(f"{report.num_scores_differing:,} of those have another score, which stays")
+            output.info(f"{report.num_scores_differing:,} of those have another score, which stays")
     return 0

@@ -42,8 +42,8 @@ def run(args: argparse.Namespace, output: Output) -> int:
         for name in names:
             plans.append(measure(name).as_json(args.memory))
             if not args.json:
-                output.say(_plan_lines(plans[-1]))
-    output.document({"store": str(args.store), "models": plans})
+                output.info(_plan_lines(plans[-1]))
+    output.print_json({"store": str(args.store), "models": plans})
     return 0
 
 

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from tracestore.console import Output, Parser, Progress, parse_size, positive
+from tracestore.console import Output, Parser, Progress, parse_size, positive_int
 from tracestore.errors import UsageError
 from tracestore.store.io.files import parse_location
 
@@ -20,9 +20,9 @@ def add_arguments(parser: Parser) -> None:
     add("--checkpoint", required=True, type=Path, metavar="BEST.PT", help="of a run of tracestore train")
     add("--store", required=True, type=parse_location)
     add("--output", type=Path, default=Path("scores.csv"), metavar="CSV", help="replaced when all is scored")
-    add("--batch-size", type=positive, default=16)
+    add("--batch-size", type=positive_int, default=16)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--num-threads", type=positive, metavar="N", help="threads of torch and of the loader")
+    add("--num-threads", type=positive_int, metavar="N", help="threads of torch and of the loader")
     add("--memory-budget", type=parse_size, metavar="SIZE", help="what scoring may take above the libraries, e.g. 8GiB")
 
 
@@ -44,20 +44,20 @@ def run(args: argparse.Namespace, output: Output) -> int:
         device=args.device,
         num_threads=args.num_threads,
         memory_budget=args.memory_budget,
-        log=output.say,
+        log=output.info,
         progress=lambda done, total: progress.update(
             lambda s: f"{done:,} of {total:,} traces, {done / s:,.0f} traces/s"
         ),
     )
     progress.clear()
     if report.num_without_score:
-        output.say(
+        output.info(
             f"{report.num_without_score:,} traces hold NaN or infinite values and have no score; "
             "tracestore lint names them"
         )
-    output.say(
+    output.info(
         f"{args.output}: {report.num_traces:,} traces, {report.num_predicted:,} predicted hallucinations "
         f"by {report.model}"
     )
-    output.document(asdict(report))
+    output.print_json(asdict(report))
     return 0

@@ -28,7 +28,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
             progress=on_traces,
         )
     progress.clear()
-    output.document({"store": str(args.store), "output": str(args.output)})
+    output.print_json({"store": str(args.store), "output": str(args.output)})
     if not args.json:
-        output.say(f"{args.output}: open it in a browser")
+        output.info(f"{args.output}: open it in a browser")
     return 0

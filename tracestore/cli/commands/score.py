@@ -25,11 +25,11 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace, output: Output) -> int:
     scores = read_scores(Path(args.scores), args.score_column, args.group_column, args.score_direction)
     report = update_scores(args.store, scores)
-    output.document(asdict(report))
+    output.print_json(asdict(report))
     if not args.json:
-        output.say(
+        output.info(
             f"{report.num_updated:,} traces updated, {report.num_scored:,} of {report.num_traces:,} "
             f"have a score; {report.num_scores_without_trace:,} scores belong to no trace"
         )
-        output.say(report.labels)
+        output.info(report.labels)
     return 0

@@ -23,12 +23,12 @@ def run(args: argparse.Namespace, output: Output) -> int:
     with tracestore.open(args.store) as store:
         results = None if args.results is None else Path(args.results)
         server = make_server(store, results, port=args.port, score_threshold=args.score_threshold)
-        output.document({"store": str(args.store), "url": server.url, "port": server.port})
+        output.print_json({"store": str(args.store), "url": server.url, "port": server.port})
         if not args.json:
-            output.say(f"{args.store}: {len(store):,} traces at {server.url}")
-            output.say("The address is for this machine and carries a secret; Ctrl-C ends.")
+            output.info(f"{args.store}: {len(store):,} traces at {server.url}")
+            output.info("The address is for this machine and carries a secret; Ctrl-C ends.")
         try:
             server.run()
         except KeyboardInterrupt:
-            output.say("ended")
+            output.info("ended")
     return 0

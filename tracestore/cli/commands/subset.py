@@ -5,7 +5,7 @@ from pathlib import Path
 
 import tracestore
 from tracestore.cli.commands.merge import add_destination, say_copied
-from tracestore.console import Output, Parser, numbers, traces_done
+from tracestore.console import Output, Parser, int_ranges, traces_done
 from tracestore.store.io.files import local_dir
 from tracestore.store.io.fsio import map_os_errors
 from tracestore.store.maintain.merge import subset_store
@@ -18,7 +18,7 @@ def add_arguments(parser: Parser) -> None:
     chosen = parser.add_mutually_exclusive_group(required=True)
     chosen.add_argument("--ids", metavar="FILE", help="one question id a line; every sample of it")
     chosen.add_argument("--split", choices=("train", "val", "test"), help="a part of the split of tracestore train")
-    chosen.add_argument("--segments", type=numbers, metavar="RANGES", help="traces of these segments: 0-3,7")
+    chosen.add_argument("--segments", type=int_ranges, metavar="RANGES", help="traces of these segments: 0-3,7")
     parser.add_argument("--score-threshold", type=float, default=0.5, metavar="T", help="of --split (0.5)")
     parser.add_argument("--seed", type=int, default=42, help="of --split (42)")
     add_destination(parser)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tracestore.cli.training_flags import add_flags, model_sizes, step_options
-from tracestore.console import Output, Parser, Progress, number, parse_size, positive
+from tracestore.console import Output, Parser, Progress, float_where, parse_size, positive_int
 from tracestore.errors import RankFailedError, UsageError
 from tracestore.extras import require
 from tracestore.store.io.files import parse_location
@@ -23,29 +23,35 @@ def add_arguments(parser: Parser) -> None:
     add("--store", required=True, type=parse_location)
     add("--output-dir", type=Path, default=Path("results"))
     add_flags(parser)
-    add("--epochs", type=positive, default=50)
+    add("--epochs", type=positive_int, default=50)
     for flag, name in (("lstm", "lstm_solo"), ("gnn-det", "gnn_det_lstm"), ("gvae", "gvae_lstm")):
         add(f"--run-{flag}", action=argparse.BooleanOptionalAction, default=True, help=f"train {name}")
     add("--probe", action=argparse.BooleanOptionalAction, default=True, help="logistic probe beside the models")
-    add("--accumulate", type=positive, default=1, metavar="N", help="batches a step: as one batch of N times the size")
+    add(
+        "--accumulate",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="batches a step: as one batch of N times the size",
+    )
     add(
         "--memory-budget", type=parse_size, metavar="SIZE", help="what training may take above the libraries, e.g. 8GiB"
     )
     add("--score-threshold", type=float, default=0.5, help="label 1 (hallucination) where score < this")
-    add("--lr", type=number(lambda r: 0 < r < math.inf, "a number above 0"), default=0.001)
+    add("--lr", type=float_where(lambda r: 0 < r < math.inf, "a number above 0"), default=0.001)
     add("--seed", type=_seed, default=42)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--num-workers", type=_workers, default=0, metavar="auto|N", help="0: threads (default); N: DataLoader workers")
     add("--shuffle", choices=("global", "buffer", "block", "none"), default="global")
-    add("--shuffle-buffer", type=positive, default=1000, metavar="TRACES")
+    add("--shuffle-buffer", type=positive_int, default=1000, metavar="TRACES")
     add("--folds", type=_folds, metavar="K", help="cross-validation by question: each is tested in one of K folds")
-    add("--seeds", type=positive, metavar="N", help="N trainings of each model and split, from --seed on")
+    add("--seeds", type=positive_int, metavar="N", help="N trainings of each model and split, from --seed on")
     earlier = parser.add_mutually_exclusive_group()
     earlier.add_argument("--resume", action="store_true", help="continue the run in --output-dir")
     earlier.add_argument("--overwrite", action="store_true", help="replace the run in --output-dir")
     add(
         "--checkpoint-every",
-        type=number(lambda s: 0 <= s < math.inf, "seconds, at least 0"),
+        type=float_where(lambda s: 0 <= s < math.inf, "seconds, at least 0"),
         default=300.0,
         metavar="SECONDS",
         help="write last.pt this often within an epoch, and after each (default 300; 0: after every step)",
@@ -97,7 +103,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
                 num_seeds=args.seeds,
                 resume_command=resume_command,
                 overwrite=args.overwrite,
-                log=output.say,
+                log=output.info,
                 line=Progress(output),
                 ranks=ranks,
             )
@@ -105,10 +111,10 @@ def run(args: argparse.Namespace, output: Output) -> int:
         raise RankFailedError(f"{error}; continue with: {resume_command}") from None
     if not ranks.is_first:
         return 0
-    output.say("\n" + report.table(results) + "\n")
+    output.info("\n" + report.table(results) + "\n")
     for name in ("results.json", "predictions.csv", *report.PLOTS, "report.html"):
-        output.say(str(args.output_dir / name))
-    output.document(results)
+        output.info(str(args.output_dir / name))
+    output.print_json(results)
     return 0
 
 

@@ -29,18 +29,18 @@ def run(args: argparse.Namespace, output: Output) -> int:
             ),
         )
     progress.clear()
-    output.document(asdict(report))
+    output.print_json(asdict(report))
     for line in report.repaired:
-        output.say(f"repaired: {line}")
+        output.info(f"repaired: {line}")
     if report.damaged:
         for name, problem in sorted(report.damaged.items()):
             print(f"damaged: {name}: {problem}", file=sys.stderr)
         return 3
     if not args.json:
         depth = "sizes of" if args.quick else "every byte of"
-        output.say(
+        output.info(
             f"whole: generation {report.generation}, {depth} {report.num_files:,} files, {format_size(report.num_bytes)}"
         )
         for name in report.leftovers:
-            output.say(f"leftover of an unfinished write, the next writer removes it: {name}")
+            output.info(f"leftover of an unfinished write, the next writer removes it: {name}")
     return 0

@@ -4,15 +4,15 @@ import argparse
 from pathlib import Path
 
 import tracestore
-from tracestore.console import Output, Parser, natural
-from tracestore.view import View, as_json, find_trace, save_picture, show
+from tracestore.console import Output, Parser, non_negative_int
+from tracestore.view import View, as_json, find_trace, render_terminal, save_picture
 
 
 def add_arguments(parser: Parser) -> None:
     parser.epilog = "Example: tracestore view store.zarr tc_1234 --layer 12 --save trace.png"
     parser.add_argument("store", metavar="STORE")
     parser.add_argument("trace", metavar="INDEX_OR_ID", help="a question id or, where none is called so, an index")
-    parser.add_argument("--sample", type=natural, default=0, metavar="N", help="which of several answers (0)")
+    parser.add_argument("--sample", type=non_negative_int, default=0, metavar="N", help="which of several answers (0)")
     parser.add_argument("--layer", type=int, metavar="N", help="of the attention (the middle one)")
     parser.add_argument("--head", type=int, metavar="N", help="of the attention (the mean over the heads)")
     parser.add_argument("--save", metavar="FILE", help="a picture: .png, .pdf or .svg")
@@ -23,10 +23,10 @@ def run(args: argparse.Namespace, output: Output) -> int:
         view = View.of(store, find_trace(store, args.trace, args.sample), args.layer, args.head)
         if args.save is not None:
             save_picture(view, Path(args.save))
-            output.say(f"{args.save}: attention and hidden states of trace {view.trace.index}")
+            output.info(f"{args.save}: attention and hidden states of trace {view.trace.index}")
         if args.json:
-            output.document(as_json(view))
+            output.print_json(as_json(view))
         elif args.save is None:
-            for line in show(view):
-                output.say(line)
+            for line in render_terminal(view):
+                output.info(line)
     return 0

@@ -183,7 +183,7 @@ def _copy(
                         progress(done, total)
             except InvalidInputError as error:
                 writer.commit()  # the whole sources before it are good and stay
-                raise error.at(source=str(store.path)) from None
+                raise error.with_location(source=str(store.path)) from None
         writer.commit()
         for store, wanted in zip(opened, chosen, strict=True):
             _fill_scores(writer, store, wanted, report)

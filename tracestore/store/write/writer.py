@@ -257,7 +257,7 @@ class StoreWriter:
         try:
             return pack_record(record, attention=options["attention"], keep_dtype=options["dtype"] == "keep")
         except InvalidInputError as error:
-            raise error.at(position=record.position) from None
+            raise error.with_location(position=record.position) from None
 
     def append_packed(self, trace: PackedTrace, *, score: float = NAN, group: str = "") -> bool:
         """Adds a trace to the open source; False where the store already has it with
@@ -270,7 +270,7 @@ class StoreWriter:
             if not wanted:
                 self._keys.add_label(record)
         except InvalidInputError as error:
-            raise error.at(position=record.position) from None
+            raise error.with_location(position=record.position) from None
         if not wanted:
             source.num_skipped += 1
             return False
