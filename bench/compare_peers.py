@@ -356,7 +356,7 @@ class Ours(Peer):
         if key not in self.loaders:
             self.loaders = {
                 key: tracestore.TraceLoader(
-                    self.store, "graph", batch_size=BATCH, shuffle="none", indices=ids, edges=self.edges
+                    self.store, "graph", batch_size=BATCH, shuffle="none", indices=ids, edge_format=self.edges
                 )
             }
         for batch in self.loaders[key]:

@@ -15,7 +15,7 @@ def measure(mode: str, size: int) -> tuple[float, float, float, float]:
     """Spearman's rank correlation of position and id; mean distance of neighbours in the
     epoch; mean length of runs of one label; share of pairs that are in one batch of 16 in
     two epochs, over what chance gives."""
-    epochs = [EpochOrder(N, 7, e, mode, size, size).at(np.arange(N)) for e in range(2)]
+    epochs = [EpochOrder(N, 7, e, mode, size, size).ids_at(np.arange(N)) for e in range(2)]
     ids = epochs[0]
     correlation = abs(float(np.corrcoef(ids, np.arange(N))[0, 1]))  # ids are ranks
     distance = float(np.abs(np.diff(ids)).mean())

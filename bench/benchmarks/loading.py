@@ -34,7 +34,7 @@ def start_thread_pools(loader):
 
 
 def graph_loader(path, edges):
-    return tracestore.TraceLoader(tracestore.open(path), "graph", batch_size=BATCH_SIZE, edges=edges)
+    return tracestore.TraceLoader(tracestore.open(path), "graph", batch_size=BATCH_SIZE, edge_format=edges)
 
 
 def memcpy_ratios(path, edges, rounds):

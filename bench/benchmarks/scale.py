@@ -32,12 +32,12 @@ class Scale(Fixtures):
             self.store.index_of(key)
 
     def time_shuffle_of_a_million(self, folder):
-        self.order.at(self.ids)
+        self.order.ids_at(self.ids)
 
     def track_limit(self, folder):
         """Order and lookup of a batch, as a share of the memory copy of the batch."""
         batches = self.ids[: BATCHES * BATCH_SIZE].reshape(BATCHES, BATCH_SIZE)
-        seconds = median_seconds(lambda: [self.store._index.places(self.order.at(b)) for b in batches], 5) / BATCHES
+        seconds = median_seconds(lambda: [self.store._index.places(self.order.ids_at(b)) for b in batches], 5) / BATCHES
         return 100 * seconds / median_seconds(Memcpy(BATCH_SIZE * TRACE_BYTES))
 
     track_limit.unit = "% of the batch's 2-thread memcpy"

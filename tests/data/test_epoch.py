@@ -83,7 +83,7 @@ def test_the_same_for_any_number_of_threads_workers_and_ranks(store, shuffle):
         assert ids(DataLoader(dataset, batch_size=None, num_workers=workers)) == expected
 
 
-@pytest.mark.parametrize("options", [{"shuffle": m} for m in MODES] + [{"batch_cost": "tokens", "batch_limit": 30}])
+@pytest.mark.parametrize("options", [{"shuffle": m} for m in MODES] + [{"batch_by": "tokens", "max_batch_cost": 30}])
 def test_continues_after_any_batch_with_other_threads_and_ranks(store, options):
     """After each of 50 random positions: nothing twice, nothing missing."""
     rng = np.random.default_rng(1)
@@ -118,11 +118,11 @@ def test_batches_by_cost(store, cost):
     layers = opened.num_layers
     per_trace = {"tokens": tokens, "nodes": tokens * layers, "edges": layers * tokens * (tokens + 1) // 2}
     limit = {"tokens": 20, "nodes": 60, "edges": 150, "bytes": 5000}[cost]
-    loader = make(store, view="graph", batch_cost=cost, batch_limit=limit)
+    loader = make(store, view="graph", batch_by=cost, max_batch_cost=limit)
     batches = ids(loader)
     assert sorted(flat([list(b) for b in batches])) == list(range(N)) and len(batches) == len(make(
-        store, view="graph", batch_cost=cost, batch_limit=limit))  # fmt: skip
-    sizes = per_trace.get(cost, loader.format.bytes(opened, np.arange(N)))
+        store, view="graph", batch_by=cost, max_batch_cost=limit))  # fmt: skip
+    sizes = per_trace.get(cost, loader.format.bytes_per_trace(opened, np.arange(N)))
     costs = [int(sizes[b].sum()) for b in batches]
     assert all(c <= limit or len(b) == 1 for c, b in zip(costs, batches, strict=True))
     # Greedy: no batch could have taken the first trace of the next one.
@@ -150,13 +150,13 @@ def test_cost_batches_equal_a_loop(costs, limit):
 
 
 def test_pad_and_drop_last(store):
-    padded = ids(make(store, pad=True))
+    padded = ids(make(store, pad_last=True))
     plain = ids(make(store))
     assert [len(b) for b in padded] == [7] * 9 and padded[-1][5:] == plain[0][:2] and padded[:-1] == plain[:-1]
     assert ids(make(store, drop_last=True)) == plain[:-1]
-    with pytest.raises(UsageError, match="pad"):
-        make(store, pad=True, drop_last=True)
-    for wrong in ({"batch_cost": "tokens"}, {"batch_cost": "kilos", "batch_limit": 3}, {"batch_limit": 3}):
+    with pytest.raises(UsageError, match="pad_last"):
+        make(store, pad_last=True, drop_last=True)
+    for wrong in ({"batch_by": "tokens"}, {"batch_by": "kilos", "max_batch_cost": 3}, {"max_batch_cost": 3}):
         with pytest.raises(UsageError, match="batch_"):
             make(store, **wrong)
 
@@ -232,7 +232,7 @@ def test_a_budget_is_kept_or_said(tmp_path):
     loader = tracestore.TraceLoader(tmp_path / "s.zarr", **options, memory_budget=(4 << 20) + int(3.6 * batch))
     assert loader.memory.batches_in_flight == 2
     for _ in loader:
-        assert loader._pool.held_bytes <= loader.memory.ring_bytes
+        assert loader._pool.held_bytes <= loader.memory.buffer_bytes
     held = []
     with pytest.raises(MemoryBudgetError, match="let go of batches"):
         for batch in loader:

@@ -108,7 +108,7 @@ def test_every_field_equals_the_oracle(seed, sizes, layers, dim, codec, edges, r
             "graph",
             batch_size=3,
             seed=seed,
-            edges=edges,
+            edge_format=edges,
             attention_threshold=threshold,
             top_k=top_k,
             dtype=dtype,

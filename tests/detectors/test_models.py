@@ -31,7 +31,7 @@ def loader_of(request, tmp_path):
             )
     edges = {"causal": "packed", "heads": "heads", "square": "coo"}[request.param]
     return lambda threshold=0.0: next(
-        iter(TraceLoader(tmp_path / "m.zarr", "graph", batch_size=7, edges=edges, attention_threshold=threshold))
+        iter(TraceLoader(tmp_path / "m.zarr", "graph", batch_size=7, edge_format=edges, attention_threshold=threshold))
     )
 
 
@@ -168,7 +168,7 @@ def test_error_in_float32_is_pygs_own(tmp_path, name, seed):
             for layer in trace["attentions"]:
                 layer /= layer.sum(-1, keepdims=True)
             writer.append(trace, score=k % 2)
-    batch = next(iter(TraceLoader(tmp_path / "m.zarr", "graph", batch_size=6, edges="packed")))
+    batch = next(iter(TraceLoader(tmp_path / "m.zarr", "graph", batch_size=6, edge_format="packed")))
 
     def run(kind, dtype, order):
         torch.manual_seed(seed)
@@ -221,7 +221,7 @@ def test_edge_lists_equal_triangles(tmp_path):
     model = make_model("gnn_det_lstm", config()).eval()
     logits = []
     for name, edges in (("a.zarr", "packed"), ("a.zarr", "coo"), ("b.zarr", "coo")):
-        batch = next(iter(TraceLoader(tmp_path / name, "graph", batch_size=5, shuffle="none", edges=edges)))
+        batch = next(iter(TraceLoader(tmp_path / name, "graph", batch_size=5, shuffle="none", edge_format=edges)))
         logits.append(model(GraphInputs.from_batch(batch)).logits)
     assert torch.allclose(logits[0], logits[1], rtol=1e-5, atol=1e-6) and torch.allclose(
         logits[0], logits[2], rtol=1e-5, atol=1e-6
@@ -233,7 +233,7 @@ def test_top_k_and_micro_batches(tmp_path, edges):
     with tracestore.create(tmp_path / "m.zarr") as writer:
         for k in range(6):
             writer.append(make_trace(k, tokens=1 + 2 * k, layers=LAYERS, dim=DIM))
-    loader = TraceLoader(tmp_path / "m.zarr", "graph", batch_size=6, shuffle="none", top_k=0.4, edges=edges)
+    loader = TraceLoader(tmp_path / "m.zarr", "graph", batch_size=6, shuffle="none", top_k=0.4, edge_format=edges)
     batch = next(iter(loader))
     inputs = GraphInputs.from_batch(batch, -float("inf") if edges == "packed" else 0.0)
     plain = next(iter(TraceLoader(tmp_path / "m.zarr", "graph", batch_size=6, shuffle="none", top_k=0.4)))
@@ -251,7 +251,7 @@ def test_heads_and_micro_batches(tmp_path, codec):
     with tracestore.create(tmp_path / "m.zarr", attention="heads", codec=codec) as writer:
         for k in range(6):
             writer.append(make_trace(k, tokens=1 + 2 * k, layers=LAYERS, dim=DIM, heads=3))
-    loader = TraceLoader(tmp_path / "m.zarr", "graph", batch_size=6, shuffle="none", edges="heads")
+    loader = TraceLoader(tmp_path / "m.zarr", "graph", batch_size=6, shuffle="none", edge_format="heads")
     batch = next(iter(loader))
     inputs = GraphInputs.from_batch(batch, 0.3)
     with tracestore.open(tmp_path / "m.zarr") as store:
@@ -283,7 +283,7 @@ def test_chosen_layers_are_those_of_a_smaller_store(tmp_path, form, standardize)
                 trace = make_trace(k, tokens=1 + 2 * k, layers=LAYERS, dim=DIM, heads=2)
                 writer.append(trace | {n: [trace[n][j] for j in layers] for n in ("hidden_states", "attentions")})
         batches = {
-            view: next(iter(TraceLoader(tmp_path / name, view, batch_size=5, shuffle="none", edges=form)))
+            view: next(iter(TraceLoader(tmp_path / name, view, batch_size=5, shuffle="none", edge_format=form)))
             for view in ("graph", "sequence")
         }
         sizes = {"dropout": 0.0, "gnn_hidden": 16, "lstm_hidden": 10, "standardize": standardize} | features
@@ -306,7 +306,7 @@ def test_edges_come_as_the_device_and_the_operators_read_them(tmp_path):
     with tracestore.create(tmp_path / "m.zarr") as writer:
         writer.append(make_trace(0, layers=LAYERS, dim=DIM))
     store = tracestore.open(tmp_path / "m.zarr")
-    forms = {(d, k): config(message_passing=k).edge_form(store, d) for d in ("cpu", "cuda") for k in ("fused", "pyg")}
+    forms = {(d, k): config(message_passing=k).edge_format(store, d) for d in ("cpu", "cuda") for k in ("fused", "pyg")}
     assert forms == {
         ("cpu", "fused"): "packed",
         ("cpu", "pyg"): "packed",
@@ -323,15 +323,15 @@ def test_what_a_store_lacks_is_refused(tmp_path):
         with pytest.raises(UsageError, match="expected some of 0 to 3, in order"):
             ModelConfig.of_store(store, layers=layers)
     with pytest.raises(MissingFieldError, match="--attention heads"):
-        ModelConfig.of_store(store, edge_features="heads").edge_form(store, "cpu")
+        ModelConfig.of_store(store, edge_features="heads").edge_format(store, "cpu")
     for causal, heads, words in ((False, 3, "square attention"), (True, 5, "attention of 5 heads")):
         path = tmp_path / f"{heads}.zarr"
         with tracestore.create(path, attention="heads") as writer:
             writer.append(make_trace(0, tokens=4, layers=LAYERS, dim=DIM, heads=heads, causal=causal))
         with pytest.raises(MissingFieldError, match=words):
-            config(edge_features="heads", num_heads=3).edge_form(tracestore.open(path), "cpu")
+            config(edge_features="heads", num_heads=3).edge_format(tracestore.open(path), "cpu")
     with pytest.raises(UsageError, match="top-k"):
-        TraceLoader(tmp_path / "m.zarr", "graph", batch_size=1, edges="heads", top_k=0.5)
+        TraceLoader(tmp_path / "m.zarr", "graph", batch_size=1, edge_format="heads", top_k=0.5)
 
 
 def test_lstm_reads_the_layers():

@@ -9,7 +9,7 @@ from torch_geometric.nn import GINEConv
 
 import tracestore
 from tests.helpers import make_trace
-from tracestore.data.batch import GraphBatch, pyg_kinds
+from tracestore.data.batch import GraphBatch, pyg_classes
 from tracestore.detectors.graph.gine import PlainGINEConv
 from tracestore.detectors.graph.inputs import GraphInputs
 from tracestore.errors import MissingExtraError
@@ -28,7 +28,11 @@ def store(tmp_path):
 @pytest.mark.parametrize("num_threads", [0, 2])
 def test_a_graph_batch_holds_what_the_pyg_batch_holds(store, edges, num_threads):
     both = [
-        list(tracestore.TraceLoader(store, "graph", batch_size=3, edges=edges, num_threads=num_threads, as_pyg=as_pyg))
+        list(
+            tracestore.TraceLoader(
+                store, "graph", batch_size=3, edge_format=edges, num_threads=num_threads, as_pyg=as_pyg
+            )
+        )
         for as_pyg in (True, False)
     ]
     for pyg, plain in zip(*both, strict=True):
@@ -44,7 +48,7 @@ def test_a_graph_batch_holds_what_the_pyg_batch_holds(store, edges, num_threads)
 
 
 def test_without_pyg_graphs_come_as_graph_batches_only(store, monkeypatch):
-    pyg_kinds.cache_clear()
+    pyg_classes.cache_clear()
     monkeypatch.setitem(sys.modules, "torch_geometric", None)
     monkeypatch.setitem(sys.modules, "torch_geometric.data", None)
     for kind in (tracestore.TraceLoader, tracestore.TraceDataset):

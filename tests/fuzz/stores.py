@@ -26,7 +26,7 @@ MAX_CHANGES = 4
 _VERIFIED_FROM = b"\xc0"
 _FIELDS = ("hidden_states", "last_token", "attention", "tokens", "tokens_decoded", "question", "answer", "extras",
            "score", "label", "group", "source", "question_id")  # fmt: skip
-_VIEWS = (("sequence", {}), ("graph", {"as_pyg": False}), ("graph", {"as_pyg": False, "edges": "packed"}))
+_VIEWS = (("sequence", {}), ("graph", {"as_pyg": False}), ("graph", {"as_pyg": False, "edge_format": "packed"}))
 
 
 class ByteRandom(random.Random):
@@ -79,7 +79,7 @@ def _batches(store: tracestore.TraceStore, view: str, options: dict[str, object]
         # Every byte is read, so that a sanitizer sees memory that is not the batch's.
         for tensor in tensors:
             tensor.contiguous().view(torch.uint8).sum() if tensor.numel() else None
-        if view == "graph" and options.get("edges", "coo") == "coo" and batch.edge_index.numel():
+        if view == "graph" and options.get("edge_format", "coo") == "coo" and batch.edge_index.numel():
             assert 0 <= int(batch.edge_index.min()) <= int(batch.edge_index.max()) < len(batch.x)
 
 

@@ -54,7 +54,7 @@ def _batches(store: Path | str, view: str, **options: object) -> tuple[int, str]
     def use() -> None:
         with tracestore.open(store) as opened:
             for batch in tracestore.TraceLoader(opened, view=view, batch_size=3, **options):
-                if view == "graph" and options.get("edges", "coo") == "coo":
+                if view == "graph" and options.get("edge_format", "coo") == "coo":
                     index, count = batch.edge_index, batch.x.shape[0]
                     assert index.numel() == 0 or (int(index.min()) >= 0 and int(index.max()) < count)
 
@@ -109,7 +109,7 @@ def operations(more: Path) -> dict[str, Callable[[Path, Path], tuple[int, str]]]
         "fields": lambda s, out: _fields(s),
         "sequences": lambda s, out: _batches(s, "sequence"),
         "graphs": lambda s, out: _batches(s, "graph"),
-        "packed": lambda s, out: _batches(s, "graph", edges="packed"),
+        "packed": lambda s, out: _batches(s, "graph", edge_format="packed"),
         "export": lambda s, out: _cli("export", s, out / "pkl"),
         "export pt-gnn": lambda s, out: _cli("export", s, out / "gnn", "--format", "pt-gnn"),
         "merge": lambda s, out: _cli("merge", s, out / "merged.zarr"),

@@ -1,4 +1,4 @@
-"""Batches: what they look like, and how their tensors lie in one piece of memory."""
+"""Batches: what they look like, and how their tensors lie in one buffer of memory."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tracestore.data.buffers import Piece
+from tracestore.data.buffers import BatchBuffer
 from tracestore.extras import needs
 from tracestore.store.read.store import TraceStore
 
@@ -91,7 +91,7 @@ class GraphBatch:
             incs["edge_index"], incs["edge_attr"] = self.ptr[:-1], None
         for name in ("batch", "ptr", "y", "score", "question_id", "trace_index", "num_layers"):
             values[name] = getattr(self, name)
-        kind, base = pyg_kinds()
+        kind, base = pyg_classes()
         made = kind.__new__(kind)
         base.__init__(made)
         made._store._mapping.update(values)
@@ -101,7 +101,7 @@ class GraphBatch:
 
 
 @cache
-def pyg_kinds() -> tuple[Any, Any]:
+def pyg_classes() -> tuple[Any, Any]:
     """Return the class of PyG's batches of graphs, which Batch(_base_cls=Data) makes anew at every call,
     and Data. The first call imports PyG, which takes seconds. MissingExtraError where it is not installed."""
     with needs("train"):
@@ -110,7 +110,7 @@ def pyg_kinds() -> tuple[Any, Any]:
 
 
 @dataclass(frozen=True)
-class Values:
+class BatchMetadata:
     """What a batch says of its B traces beside their arrays; y and score NaN where missing."""
 
     y: np.ndarray  # (B,) float32
@@ -119,7 +119,7 @@ class Values:
     trace_index: np.ndarray  # (B,) int64
 
     @classmethod
-    def of(cls, store: TraceStore, indices: np.ndarray, targets: np.ndarray) -> "Values":
+    def of(cls, store: TraceStore, indices: np.ndarray, targets: np.ndarray) -> "BatchMetadata":
         y, score = targets[indices].astype("f4"), store.scores[indices].astype("f4")
         return cls(y, score, store.question_ids.at(indices), indices.copy())
 
@@ -130,18 +130,18 @@ class Values:
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """A SequenceBatch in a piece of memory."""
+    """A SequenceBatch in a buffer of memory."""
 
     shape: tuple[int, int, int]
     dtype: str
 
-    def batch(self, piece: Piece, values: Values) -> SequenceBatch:
-        return SequenceBatch(piece.tensor(0, self.shape, self.dtype), **values.tensors())
+    def batch(self, buffer: BatchBuffer, values: BatchMetadata) -> SequenceBatch:
+        return SequenceBatch(buffer.tensor(0, self.shape, self.dtype), **values.tensors())
 
 
 @dataclass(frozen=True)
 class GraphLayout:
-    """A GraphBatch in a piece of memory, or with as_pyg a PyG Batch. offsets: where x, edge_index,
+    """A GraphBatch in a buffer of memory, or with as_pyg a PyG Batch. offsets: where x, edge_index,
     edge weights, batch, ptr and the edges' ptr begin, in bytes."""
 
     offsets: tuple[int, ...]
@@ -156,18 +156,18 @@ class GraphLayout:
     num_heads: int
     as_pyg: bool
 
-    def batch(self, piece: Piece, values: Values) -> Any:
+    def batch(self, buffer: BatchBuffer, values: BatchMetadata) -> Any:
         """See jobs.gather_batch."""
         at_x, at_edges, at_weight, at_owner, at_ptr, at_edge_ptr = self.offsets
-        ptr, edge_ptr = (piece.tensor(at, (self.num_graphs + 1,), "int64") for at in (at_ptr, at_edge_ptr))
-        x = piece.tensor(at_x, (self.num_nodes, self.hidden_dim), self.dtype)
+        ptr, edge_ptr = (buffer.tensor(at, (self.num_graphs + 1,), "int64") for at in (at_ptr, at_edge_ptr))
+        x = buffer.tensor(at_x, (self.num_nodes, self.hidden_dim), self.dtype)
         if self.packed:
-            weights = piece.tensor(at_weight, (self.num_edges,), self.weight_dtype)
+            weights = buffer.tensor(at_weight, (self.num_edges,), self.weight_dtype)
             edges: dict[str, Any] = {"attention": weights, "num_heads": self.num_heads}
         else:
-            index = piece.tensor(at_edges, (2, self.num_edges), "int64")
-            edges = {"edge_index": index, "edge_attr": piece.tensor(at_weight, (self.num_edges, 1), self.weight_dtype)}
-        owner = piece.tensor(at_owner, (self.num_nodes,), "int64")
+            index = buffer.tensor(at_edges, (2, self.num_edges), "int64")
+            edges = {"edge_index": index, "edge_attr": buffer.tensor(at_weight, (self.num_edges, 1), self.weight_dtype)}
+        owner = buffer.tensor(at_owner, (self.num_nodes,), "int64")
         batch = GraphBatch(x, owner, ptr, edge_ptr, self.num_layers, **values.tensors(), **edges)
         return batch.as_pyg() if self.as_pyg else batch
 

@@ -9,9 +9,9 @@ from torch.utils.data import get_worker_info
 
 from tracestore._core import gather
 from tracestore.data import shared_memory
-from tracestore.data.batch import GraphLayout, Layout, SequenceLayout, Values
+from tracestore.data.batch import BatchMetadata, GraphLayout, Layout, SequenceLayout
 from tracestore.data.batch_format import BatchFormat, weight_dtype
-from tracestore.data.buffers import Allocate, Piece, PooledBuffer, TorchPiece, dtype_bytes, padded
+from tracestore.data.buffers import Allocate, BatchBuffer, PooledBuffer, TorchBuffer, align_up, dtype_bytes
 from tracestore.errors import CorruptStoreError, UsageError
 from tracestore.store.format import schema
 from tracestore.store.read.batch_sources import graph_sources, sequence_sources
@@ -24,12 +24,12 @@ def _code(name: str) -> int:
 
 class _Job(ABC):
     """A batch on its way: looked up when it is made, then placed, then done by `native`,
-    then made into tensors. num_bytes: of its piece of memory, at most."""
+    then made into tensors. num_bytes: of its buffer of memory, at most."""
 
     native: gather.Job
     num_bytes: int
     sources: list[Any]  # what it reads
-    _piece: Piece
+    _buffer: BatchBuffer
 
     def __init__(self, store: TraceStore, indices: np.ndarray, targets: np.ndarray, form: BatchFormat) -> None:
         self._store, self._indices, self._targets = store, indices, targets
@@ -38,23 +38,23 @@ class _Job(ABC):
     @abstractmethod
     def _look_up(self, form: BatchFormat) -> None: ...
 
-    def count(self) -> None:  # noqa: B027 - most lookups leave nothing to find out
+    def finalize_size(self) -> None:  # noqa: B027 - most lookups leave nothing to find out
         """Finds out what the lookup could not, so that num_bytes is exact, not a bound."""
 
     @abstractmethod
-    def place(self, piece: Piece) -> None:
+    def set_buffer(self, buffer: BatchBuffer) -> None:
         """Sets the memory that the batch is to lie in."""
 
     @abstractmethod
     def layout(self) -> Layout:
         """How it lies there; once `native` is done."""
 
-    def values(self) -> Values:
-        return Values.of(self._store, self._indices, self._targets)
+    def values(self) -> BatchMetadata:
+        return BatchMetadata.of(self._store, self._indices, self._targets)
 
     def batch(self) -> Any:
         """A SequenceBatch, PyG Batch or GraphBatch; once `native` is done."""
-        return self.layout().batch(self._piece, self.values())
+        return self.layout().batch(self._buffer, self.values())
 
 
 class SequenceJob(_Job):
@@ -65,11 +65,11 @@ class SequenceJob(_Job):
         self._dtype = form.of(store.hidden_dtype)
         self.sources = sequence_sources(store, indices)
         self.native = gather.Copies(self.sources, _code(store.hidden_dtype), _code(self._dtype))
-        self.num_bytes = padded(self.native.out_bytes)
+        self.num_bytes = align_up(self.native.out_bytes)
 
-    def place(self, piece: Piece) -> None:
-        self._piece = piece
-        self.native.aim(piece.buffer)
+    def set_buffer(self, buffer: BatchBuffer) -> None:
+        self._buffer = buffer
+        self.native.aim(buffer.buffer)
 
     def layout(self) -> SequenceLayout:
         return SequenceLayout((len(self._indices), self._store.num_layers, self._store.hidden_dim), self._dtype)
@@ -83,9 +83,9 @@ class GraphJob(_Job):
         sources = graph_sources(store, indices)
         causal = sources.layout == schema.LAYOUT_CAUSAL
         self._as_pyg = form.as_pyg
-        self._packed, self._num_heads = form.graph.edges != "coo", form.graph.num_heads(store)
+        self._packed, self._num_heads = form.graph.edge_format != "coo", form.graph.num_heads(store)
         if self._packed and not causal.all():
-            raise UsageError("packed edges need causal attention; use edges='coo'")
+            raise UsageError("packed edges need causal attention; use edge_format='coo'")
         self._dtype, self._weight_dtype = form.of(store.hidden_dtype), form.of(weight_dtype(store, form.graph))
         hidden = gather.Copies(sources.hidden, _code(store.hidden_dtype), _code(self._dtype))
         self.native = gather.GraphGather(
@@ -108,7 +108,7 @@ class GraphJob(_Job):
         self._lay_out()
 
     def _lay_out(self) -> None:
-        """Where in the piece each tensor begins: x, edge_index, weights, owner, ptr, edge_ptr."""
+        """Where in the buffer each tensor begins: x, edge_index, weights, owner, ptr, edge_ptr."""
         room, num_ptr = self.native.room(), 8 * (self.native.num_graphs + 1)
         sizes = (
             self._x_bytes,
@@ -121,15 +121,15 @@ class GraphJob(_Job):
         self._offsets, self.num_bytes = [], 0
         for size in sizes:
             self._offsets.append(self.num_bytes)
-            self.num_bytes += padded(size)
+            self.num_bytes += align_up(size)
 
-    def count(self) -> None:
+    def finalize_size(self) -> None:
         self.native.count()
         self._lay_out()
 
-    def place(self, piece: Piece) -> None:
-        self._piece = piece
-        self.native.aim(piece.buffer, *self._offsets)
+    def set_buffer(self, buffer: BatchBuffer) -> None:
+        self._buffer = buffer
+        self.native.aim(buffer.buffer, *self._offsets)
 
     def layout(self) -> GraphLayout:
         native, store = self.native, self._store
@@ -181,12 +181,12 @@ def gather_batch(
     is attention_ptr, or where the edges of each graph begin.
     """
     job = make_job(store, indices, targets, form)
-    job.count()
+    job.finalize_size()
     if allocate is None and get_worker_info() is not None and shared_memory.is_available():
         slot = shared_memory.free_slot(job.num_bytes)
-        job.place(PooledBuffer(slot.lease()))
+        job.set_buffer(PooledBuffer(slot.lease()))
         job.native.run()
-        return shared_memory.sendable(slot, job.layout(), job.values())
-    job.place(TorchPiece(job.num_bytes) if allocate is None else allocate(job.num_bytes))
+        return shared_memory.shared_batch(slot, job.layout(), job.values())
+    job.set_buffer(TorchBuffer(job.num_bytes) if allocate is None else allocate(job.num_bytes))
     job.native.run()
     return job.batch()

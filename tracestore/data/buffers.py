@@ -1,6 +1,6 @@
-"""Where a batch lies: one piece of memory for all its tensors.
+"""Where a batch lies: one buffer of memory for all its tensors.
 
-A piece goes back to where it came from when the last tensor on it dies, views and
+A buffer goes back to where it came from when the last tensor on it dies, views and
 tensors saved for a backward pass included, so that no batch is overwritten while
 somebody holds it.
 """
@@ -28,12 +28,12 @@ def dtype_bytes(name: str) -> int:
     return TORCH_DTYPES[name].itemsize
 
 
-def padded(num_bytes: int) -> int:
-    """Bytes that an array of num_bytes takes in a piece."""
+def align_up(num_bytes: int) -> int:
+    """Bytes that an array of num_bytes takes in a buffer."""
     return -(-num_bytes // _ALIGN) * _ALIGN
 
 
-class Piece(ABC):
+class BatchBuffer(ABC):
     """Memory of one batch: `buffer` to write to, and tensors on parts of it."""
 
     buffer: Any
@@ -50,7 +50,7 @@ class Piece(ABC):
     def _flat(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor: ...
 
 
-class PooledBuffer(Piece):
+class PooledBuffer(BatchBuffer):
     """A block of a BlockPool, or a slot that processes share. Each tensor has a storage of its own over its part, which
     keeps the lease, so that pickling one does not write the others."""
 
@@ -61,7 +61,7 @@ class PooledBuffer(Piece):
         return torch.frombuffer(self.buffer, dtype=dtype, count=count, offset=offset)
 
 
-class TorchPiece(Piece):
+class TorchBuffer(BatchBuffer):
     """Memory from torch; pinned: its allocator knows which copies to a GPU are still
     under way, and uses blocks again."""
 
@@ -74,7 +74,7 @@ class TorchPiece(Piece):
 
 
 # From the number of bytes of a batch to its memory.
-Allocate = Callable[[int], Piece]
+Allocate = Callable[[int], BatchBuffer]
 
 
 def as_tensor(array: np.ndarray, name: str) -> torch.Tensor:

@@ -10,10 +10,10 @@ from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 from tracestore._core.blocks import BlockPool
 from tracestore.data import order
-from tracestore.data.batch import pyg_kinds
-from tracestore.data.batch_format import BatchFormat, GraphOptions
+from tracestore.data.batch import pyg_classes
+from tracestore.data.batch_format import BatchFormat, EdgeOptions
 from tracestore.data.batch_jobs import gather_batch
-from tracestore.data.buffers import PooledBuffer, TorchPiece, as_tensor
+from tracestore.data.buffers import PooledBuffer, TorchBuffer, as_tensor
 from tracestore.data.collate import GraphItem, SequenceItem
 from tracestore.data.epoch import EpochPlanner, mean_trace_bytes, rank_and_world_size
 from tracestore.errors import UsageError
@@ -57,10 +57,10 @@ class TraceDataset(Dataset[Any]):
         max_cache_batches: int | None = None,
         batch_size: int = 16,
     ) -> None:
-        self.format = BatchFormat(view, GraphOptions(attention_threshold, top_k))
+        self.format = BatchFormat(view, EdgeOptions(attention_threshold, top_k))
         self.store = _open(store, self.format, cache_bytes, max_cache_batches, batch_size)
         if view == "graph":
-            pyg_kinds()  # now, so that workers that are forked from this process have it
+            pyg_classes()  # now, so that workers that are forked from this process have it
         self.view = view
         self.targets = self.store.targets(score_threshold)
 
@@ -74,9 +74,9 @@ class TraceDataset(Dataset[Any]):
             sequence = as_tensor(trace.last_token, self.store.hidden_dtype)
             return SequenceItem.make(sequence, score, trace.question_id, y, trace.index)
         form = replace(self.format, as_pyg=False)
-        batch = gather_batch(self.store, [trace.index], self.targets, form, TorchPiece)
+        batch = gather_batch(self.store, [trace.index], self.targets, form, TorchBuffer)
         nodes, edges = batch.ptr.tolist(), batch.edge_ptr.tolist()
-        _, graph = pyg_kinds()
+        _, graph = pyg_classes()
         item = GraphItem(
             graph(
                 x=batch.x[nodes[k] : nodes[k + 1]],
@@ -123,7 +123,7 @@ class ShuffleBufferSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         epoch = order.EpochOrder(self.n, self.seed, self.epoch, "buffer", self.buffer_size)
         positions = np.arange(self.rank, self.n, self.world_size)
-        return iter(epoch.at(positions).tolist())
+        return iter(epoch.ids_at(positions).tolist())
 
 
 class TraceIterableDataset(IterableDataset[Any]):
@@ -215,7 +215,7 @@ class TraceIterableDataset(IterableDataset[Any]):
         if self.batch_size is None:
             positions = np.arange(self.rank, n, self.world_size)[worker::workers][first:]
             for begin in range(0, len(positions), 1024):
-                for index in plan.at(positions[begin : begin + 1024]).tolist():
+                for index in plan.indices_at(positions[begin : begin + 1024]).tolist():
                     yield self.items[index]
             return
         for batch in mine[worker::workers][first:]:

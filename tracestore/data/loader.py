@@ -8,10 +8,10 @@ import numpy as np
 from torch.utils.data import get_worker_info
 
 from tracestore._core.blocks import BlockPool
-from tracestore.data.batch import pyg_kinds
-from tracestore.data.batch_format import BatchFormat, GraphOptions
+from tracestore.data.batch import pyg_classes
+from tracestore.data.batch_format import BatchFormat, EdgeOptions
 from tracestore.data.batch_jobs import BatchJob, gather_batch, make_job
-from tracestore.data.buffers import Allocate, Piece, PooledBuffer, TorchPiece
+from tracestore.data.buffers import Allocate, BatchBuffer, PooledBuffer, TorchBuffer
 from tracestore.data.datasets import StoreLike
 from tracestore.data.epoch import EpochPlan, EpochPlanner, mean_trace_bytes, rank_and_world_size
 from tracestore.data.memory_plan import plan_memory
@@ -28,8 +28,8 @@ class TraceLoader:
     Yields SequenceBatch (view "sequence") or a PyG Batch (view "graph"; see
     data.jobs.gather_batch). `indices` restricts it to some traces. batch_size is the
     global one, of which each rank gets a slice (pad: a short last batch is filled with
-    the epoch's first traces); batch_cost "tokens", "nodes", "edges" or "bytes" makes
-    batches of at most batch_limit of these instead. dtype "float32" converts while
+    the epoch's first traces); batch_by "tokens", "nodes", "edges" or "bytes" makes
+    batches of at most max_batch_cost of these instead. dtype "float32" converts while
     gathering; None keeps the stored one. Each complete iteration is one epoch; the next
     has another order. `state_dict()`, taken after batch k, lets another loader over the
     same traces continue with batch k + 1, whatever its number of threads and ranks.
@@ -49,8 +49,8 @@ class TraceLoader:
         view: str = "sequence",
         *,
         batch_size: int = 16,
-        batch_cost: str | None = None,
-        batch_limit: int | None = None,
+        batch_by: str | None = None,
+        max_batch_cost: int | None = None,
         shuffle: str = "global",
         seed: int = 0,
         num_threads: int = 2,
@@ -58,11 +58,11 @@ class TraceLoader:
         buffer_size: int = 1000,
         block_bytes: int = 256 << 20,
         drop_last: bool = False,
-        pad: bool = False,
+        pad_last: bool = False,
         score_threshold: float = 0.5,
         attention_threshold: float = 0.0,
         top_k: float | None = None,
-        edges: str = "coo",
+        edge_format: str = "coo",
         dtype: str | None = None,
         rank: int | None = None,
         world_size: int | None = None,
@@ -75,24 +75,24 @@ class TraceLoader:
         if num_threads < 0:
             raise UsageError(f"found num_threads {num_threads}, expected at least 0")
         self.store = store.again() if isinstance(store, TraceStore) else open_store(store)
-        self.format = BatchFormat(view, GraphOptions(attention_threshold, top_k, edges), dtype, as_pyg)
+        self.format = BatchFormat(view, EdgeOptions(attention_threshold, top_k, edge_format), dtype, as_pyg)
         self.format.check(self.store)
         if view == "graph" and as_pyg:
-            pyg_kinds()  # now, so that workers that are forked from this process have it
+            pyg_classes()  # now, so that workers that are forked from this process have it
         self.targets = self.store.targets(score_threshold)
         self.epochs = EpochPlanner(
             self.store,
             self.format,
             batch_size=batch_size,
-            batch_cost=batch_cost,
-            batch_limit=batch_limit,
+            batch_by=batch_by,
+            max_batch_cost=max_batch_cost,
             shuffle=shuffle,
             seed=seed,
             indices=indices,
             buffer_size=buffer_size,
             block_bytes=block_bytes,
             drop_last=drop_last,
-            pad=pad,
+            pad_last=pad_last,
         )
         found = rank_and_world_size()
         self.rank = found[0] if rank is None else rank
@@ -113,7 +113,7 @@ class TraceLoader:
         self._epoch_done = False
 
     def _new_pool(self) -> BlockPool:
-        return BlockPool(self.memory.ring_bytes, self.max_in_flight + 1)
+        return BlockPool(self.memory.buffer_bytes, self.max_in_flight + 1)
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k != "_pool"}
@@ -136,7 +136,7 @@ class TraceLoader:
         return self.epochs.num_samples
 
     def __len__(self) -> int:
-        """Batches of the epoch, the same on every rank; with batch_cost another in every epoch."""
+        """Batches of the epoch, the same on every rank; with batch_by another in every epoch."""
         return len(self.epochs.plan(self.epoch))
 
     def set_epoch(self, epoch: int) -> None:
@@ -162,7 +162,7 @@ class TraceLoader:
         plan = self.epochs.plan(self.epoch if epoch is None else epoch)
         return plan.traces(batch, self.rank, self.world_size)
 
-    def shrink(self) -> None:
+    def reduce_memory(self) -> None:
         """Takes less memory from the next epoch or continuation on: one batch in flight,
         no decoded chunks kept. The order stays what it is."""
         self.max_in_flight = 1
@@ -180,9 +180,9 @@ class TraceLoader:
     def _gather(self, indices: np.ndarray, allocate: Allocate | None) -> Any:
         return gather_batch(self.store, indices, self.targets, self.format, allocate)
 
-    def _allocate(self, num_bytes: int) -> Piece:
+    def _allocate(self, num_bytes: int) -> BatchBuffer:
         if self.pin_memory:
-            return TorchPiece(num_bytes, pinned=True)
+            return TorchBuffer(num_bytes, pinned=True)
         lease = self._pool.lease(num_bytes)
         if lease is None:
             raise self._over_budget(num_bytes)
@@ -191,7 +191,7 @@ class TraceLoader:
     def _over_budget(self, num_bytes: int) -> MemoryBudgetError:
         return MemoryBudgetError(
             f"the next batch needs {num_bytes:,} bytes, and batches that are still referred to hold "
-            f"{self._pool.leased_bytes:,} of the {self.memory.ring_bytes:,} that the memory budget leaves for batches; "
+            f"{self._pool.leased_bytes:,} of the {self.memory.buffer_bytes:,} that the memory budget leaves for batches; "
             "let go of batches, or lower batch_size"
         )
 
@@ -235,7 +235,7 @@ class TraceLoader:
         ahead: NativePrefetcher | ThreadPrefetcher
         threads, in_flight = self.num_threads, self.max_in_flight
         if self.store.codec == "none":
-            ahead = NativePrefetcher(threads, in_flight, job, self._allocate, drop_behind=self.memory.ring_bytes > 0)
+            ahead = NativePrefetcher(threads, in_flight, job, self._allocate, drop_behind=self.memory.buffer_bytes > 0)
         else:
             announce = partial(self.store.announce, view=self.view)
             ahead = ThreadPrefetcher(threads, in_flight, traces, self._bytes, self._gather, self._allocate, announce)

@@ -15,12 +15,12 @@ class MemoryPlan:
     """Bytes of loading, above what the process has after its imports.
 
     batch_bytes: a batch of mean traces. batches_in_flight: gathered ahead at most, the
-    consumer's own comes on top. ring_bytes: all batches together, 0 for no limit.
+    consumer's own comes on top. buffer_bytes: all batches together, 0 for no limit.
     cache_bytes: decoded inner chunks of a compressed store."""
 
     batch_bytes: int
     batches_in_flight: int
-    ring_bytes: int
+    buffer_bytes: int
     cache_bytes: int
 
     @property
@@ -33,9 +33,9 @@ def plan_memory(maker: EpochPlanner, num_threads: int, cache_bytes: int, memory_
     """Divides a budget over decoded chunks (a quarter of it at most) and batches.
     MemoryBudgetError where not even two batches of mean traces fit: the consumer's and the next."""
     batch = mean_trace_bytes(maker.store, maker.form, maker.indices) * maker.batch_size
-    if maker.batch_cost == "bytes":
-        batch = maker.batch_limit or batch
-    elif maker.batch_cost is not None:
+    if maker.batch_by == "bytes":
+        batch = maker.max_batch_cost or batch
+    elif maker.batch_by is not None:
         batch = 0  # not known before an epoch is laid out
     compressed = maker.store.codec != "none"
     in_flight = max(1, num_threads + 1)

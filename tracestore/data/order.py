@@ -12,12 +12,12 @@ import numpy as np
 
 from tracestore._core import shuffle
 
-MODES = ("global", "buffer", "block", "none")
+SHUFFLES = ("global", "buffer", "block", "none")
 _ROUNDS = 6
 _MASK = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
-def mix(value: np.ndarray) -> np.ndarray:
+def splitmix64(value: np.ndarray) -> np.ndarray:
     """SplitMix64's finaliser (Steele, Lea and Flood 2014): uint64 -> uint64, a bijection."""
     with np.errstate(over="ignore"):
         value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -31,7 +31,7 @@ def epoch_key(seed: int, epoch: int, stream: int = 0) -> int:
     key = np.zeros(1, np.uint64)
     for part in (seed, epoch, stream):
         with np.errstate(over="ignore"):
-            key = mix(key + np.uint64(0x9E3779B97F4A7C15) + np.uint64(part & 0xFFFFFFFFFFFFFFFF))
+            key = splitmix64(key + np.uint64(0x9E3779B97F4A7C15) + np.uint64(part & 0xFFFFFFFFFFFFFFFF))
     return int(key[0])
 
 
@@ -45,12 +45,12 @@ def permute(positions: np.ndarray, n: int, key: int) -> np.ndarray:
         return np.zeros(len(positions), np.int64)
     half = np.uint64(max(1, (int(n - 1).bit_length() + 1) // 2))
     low = (np.uint64(1) << half) - np.uint64(1)
-    keys = mix(np.uint64(key) ^ (np.arange(1, _ROUNDS + 1, dtype=np.uint64) << np.uint64(56)))
+    keys = splitmix64(np.uint64(key) ^ (np.arange(1, _ROUNDS + 1, dtype=np.uint64) << np.uint64(56)))
 
     def once(value: np.ndarray) -> np.ndarray:
         left, right = value >> half, value & low
         for round_key in keys:
-            left, right = right, left ^ (mix(right ^ round_key) & low)
+            left, right = right, left ^ (splitmix64(right ^ round_key) & low)
         return (left << half) | right
 
     result = once(np.asarray(positions, dtype=np.uint64))
@@ -64,7 +64,7 @@ def permute(positions: np.ndarray, n: int, key: int) -> np.ndarray:
 def shuffle_buffer(n: int, size: int, key: int) -> np.ndarray:
     """Every id once: a window of `size` ids, filled in store order, emits one at random a step."""
     size = max(1, min(size, n))
-    draws = mix(np.arange(n, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(key))
+    draws = splitmix64(np.arange(n, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) ^ np.uint64(key))
     window = list(range(size))
     out = np.empty(n, np.int64)
     following = size
@@ -92,8 +92,8 @@ class EpochOrder:
     def __init__(
         self, n: int, seed: int, epoch: int, mode: str = "global", buffer_size: int = 1000, block_size: int = 1
     ) -> None:
-        if mode not in MODES:
-            raise ValueError(f"found shuffle {mode!r}, expected one of {', '.join(MODES)}")
+        if mode not in SHUFFLES:
+            raise ValueError(f"found shuffle {mode!r}, expected one of {', '.join(SHUFFLES)}")
         self.n, self.mode = n, mode
         self._key = epoch_key(seed, epoch)
         if mode == "buffer":
@@ -104,7 +104,7 @@ class EpochOrder:
             self._blocks = _permute(np.arange(count), count, self._key)
             self._starts = np.concatenate([[0], np.cumsum(np.minimum(size, n - self._blocks * size))])
 
-    def at(self, positions: np.ndarray) -> np.ndarray:
+    def ids_at(self, positions: np.ndarray) -> np.ndarray:
         """Ids at some positions, each in range(n). "buffer" reads forward at no cost;
         a position before the last one read starts its window over."""
         positions = np.ascontiguousarray(positions, np.int64)
@@ -146,8 +146,8 @@ class Batches:
     """Batches of batch_size positions: batch g is [g B, (g + 1) B). drop_last leaves a
     short last one out; pad fills it with positions from the front of the epoch."""
 
-    def __init__(self, n: int, batch_size: int, drop_last: bool = False, pad: bool = False) -> None:
-        self.n, self.batch_size, self.pad = n, batch_size, pad and not drop_last
+    def __init__(self, n: int, batch_size: int, drop_last: bool = False, pad_last: bool = False) -> None:
+        self.n, self.batch_size, self.pad_last = n, batch_size, pad_last and not drop_last
         self._count = n // batch_size if drop_last else -(-n // batch_size)
 
     def __len__(self) -> int:
@@ -155,7 +155,7 @@ class Batches:
 
     def bounds(self, batch: int) -> tuple[int, int]:
         begin = batch * self.batch_size
-        return begin, begin + self.batch_size if self.pad else min(self.n, begin + self.batch_size)
+        return begin, begin + self.batch_size if self.pad_last else min(self.n, begin + self.batch_size)
 
     def positions(self, batch: int, rank: int = 0, world_size: int = 1) -> np.ndarray:
         """The positions of a batch that a rank takes: a contiguous slice, the first ranks
@@ -164,7 +164,7 @@ class Batches:
         share, rest = divmod(max(0, end - begin), world_size)
         first = begin + rank * share + min(rank, rest)
         found = np.arange(first, first + share + (rank < rest), dtype=np.int64)
-        return found % self.n if self.pad else found
+        return found % self.n if self.pad_last else found
 
 
 class CostBoundedBatches(Batches):
@@ -177,7 +177,7 @@ class CostBoundedBatches(Batches):
     def __init__(
         self, n: int, limit: int, cost_at: Callable[[np.ndarray], np.ndarray], drop_last: bool = False
     ) -> None:
-        self.n, self.pad = n, False
+        self.n, self.pad_last = n, False
         starts, spent = [0], 0
         for begin in range(0, n, 1 << 16):
             costs = cost_at(np.arange(begin, min(n, begin + (1 << 16)))).astype(np.int64)

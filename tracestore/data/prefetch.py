@@ -16,7 +16,7 @@ import numpy as np
 
 from tracestore._core.gather import Pages, ThreadPool
 from tracestore.data.batch_jobs import BatchJob
-from tracestore.data.buffers import Allocate, Piece
+from tracestore.data.buffers import Allocate, BatchBuffer
 from tracestore.errors import MemoryBudgetError
 
 # Threads that wait for the disk, and bytes and batches that they may be ahead of the gathering.
@@ -44,7 +44,7 @@ class _ReadAhead:
     def is_on(self) -> bool:
         return self._crew is not None and self._warm < _WARM_BATCHES
 
-    def saw(self, job: BatchJob) -> None:
+    def on_batch(self, job: BatchJob) -> None:
         """A batch was gathered."""
         if job.native.major_faults == 0 and not any(p.major_faults for p in self._under_way):
             self._warm += 1
@@ -55,7 +55,7 @@ class _ReadAhead:
         if self.is_on and self.drop_behind:
             self._submit(Pages(job.sources, drop=True))
 
-    def ask(self, job: BatchJob) -> int:
+    def request(self, job: BatchJob) -> int:
         """Starts reading what a batch needs; the bytes of it."""
         pages = Pages(job.sources)
         self._submit(pages)
@@ -104,14 +104,14 @@ class NativePrefetcher:
         if full or not self._reading.is_on:
             return False
         job = self._make_job(batch)
-        self._planned.append((job, self._reading.ask(job)))
+        self._planned.append((job, self._reading.request(job)))
         self._planned_bytes += self._planned[-1][1]
         return True
 
     def submit(self, batch: int) -> bool:
         job = self._planned[0][0] if self._planned else self._make_job(batch)
         try:
-            job.place(self._allocate(job.num_bytes))
+            job.set_buffer(self._allocate(job.num_bytes))
         except MemoryBudgetError:
             if not self._queue:
                 raise
@@ -125,7 +125,7 @@ class NativePrefetcher:
     def take(self) -> Any:
         job = self._queue.popleft()
         job.native.wait()
-        self._reading.saw(job)
+        self._reading.on_batch(job)
         return job.batch()
 
     def __enter__(self) -> Self:
@@ -179,7 +179,7 @@ class ThreadPrefetcher:
     def submit(self, batch: int) -> bool:
         indices = self._planned[0] if self._planned else self._traces(batch)
         try:
-            piece = self._allocate(self._num_bytes(indices))
+            buffer = self._allocate(self._num_bytes(indices))
         except MemoryBudgetError:
             if not self._queue:
                 raise
@@ -188,7 +188,7 @@ class ThreadPrefetcher:
             self._planned.popleft()
         else:
             self._announced.append(self._announce(indices))
-        self._queue.append(self._workers.submit(self._gather, indices, _SingleUse(piece)))
+        self._queue.append(self._workers.submit(self._gather, indices, _SingleUse(buffer)))
         return True
 
     def take(self) -> Any:
@@ -210,10 +210,10 @@ class ThreadPrefetcher:
 
 
 class _SingleUse:
-    """An Allocate that gives one piece, once, and keeps nothing of it."""
+    """An Allocate that gives one buffer, once, and keeps nothing of it."""
 
-    def __init__(self, piece: Piece) -> None:
-        self._pieces = [piece]
+    def __init__(self, buffer: BatchBuffer) -> None:
+        self._pieces = [buffer]
 
-    def __call__(self, num_bytes: int) -> Piece:
+    def __call__(self, num_bytes: int) -> BatchBuffer:
         return self._pieces.pop()

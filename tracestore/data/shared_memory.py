@@ -11,7 +11,7 @@ from multiprocessing import reduction
 from typing import Any
 
 from tracestore._core.blocks import SharedSlot
-from tracestore.data.batch import GraphBatch, Layout, SequenceBatch, Values
+from tracestore.data.batch import BatchMetadata, GraphBatch, Layout, SequenceBatch
 from tracestore.data.buffers import PooledBuffer
 from tracestore.platform_support import has_sendable_files, open_of_process, unnamed_file
 
@@ -75,7 +75,7 @@ def free_slot(num_bytes: int) -> Slot:
     return _mine.free(num_bytes)
 
 
-def sendable(slot: Slot, layout: Layout, values: Values) -> Any:
+def shared_batch(slot: Slot, layout: Layout, values: BatchMetadata) -> Any:
     """The batch in a slot. It is an ordinary one; between processes it goes by its slot,
     unless a field of it was replaced meanwhile."""
     batch = layout.batch(PooledBuffer(slot.lease()), values)
@@ -104,7 +104,7 @@ def _reduce(batch: Any) -> Any:
     return _receive, (os.getpid(), slot.fd, slot.memory.num_bytes, layout, values)
 
 
-def _receive(pid: int, number: int, num_bytes: int, layout: Layout, values: Values) -> Any:
+def _receive(pid: int, number: int, num_bytes: int, layout: Layout, values: BatchMetadata) -> Any:
     # Opened through the worker's table of files: no handshake that a dying worker could
     # leave the parent waiting in.
     try:

@@ -64,7 +64,7 @@ class ModelConfig:
             sizes = {"num_heads": store.num_stored_heads} | sizes
         return cls(store.num_layers, store.hidden_dim, **sizes)
 
-    def edge_form(self, store: TraceStore, device: str) -> str:
+    def edge_format(self, store: TraceStore, device: str) -> str:
         """The form in which TraceLoader brings edges to a graph model on a type of `device`: "packed", "coo"
         or "heads". MissingFieldError where the store has no such weights."""
         is_causal = store.attention_layout == "causal"

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tracestore.data.order import mix
+from tracestore.data.order import splitmix64
 
 # Masks on a CPU compare 16 random bits: a probability is a multiple of 2**-16.
 _STEPS = 1 << 16
@@ -24,7 +24,7 @@ class TraceMasks:
     def __init__(self, key: int, first: int, count: int) -> None:
         places = np.arange(first, first + count, dtype=np.uint64)
         with np.errstate(over="ignore"):
-            self._keys = mix(np.uint64(key) + places * np.uint64(0x9E3779B97F4A7C15))
+            self._keys = splitmix64(np.uint64(key) + places * np.uint64(0x9E3779B97F4A7C15))
 
     def draw(
         self, use: int, rows: Sequence[int], shape: Sequence[int], kept: float, device: torch.device
@@ -32,7 +32,7 @@ class TraceMasks:
         """A mask (sum of rows, *shape), bool, and the probability that it is true: `kept`, or what
         comes next to it. rows: of each trace. use: of several draws for a trace, which one."""
         with np.errstate(over="ignore"):
-            keys = mix(self._keys + np.uint64(use + 1))
+            keys = splitmix64(self._keys + np.uint64(use + 1))
         columns = int(np.prod(shape))
         draw = _draw_on_cpu if device.type == "cpu" else _draw
         mask, kept = draw(keys.tolist(), [n * columns for n in rows], kept, device)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tracestore import console
-from tracestore.data.batch_format import GraphOptions
+from tracestore.data.batch_format import EdgeOptions
 from tracestore.detectors.config import VIEWS, ModelConfig
 from tracestore.errors import MissingFieldError, TrainingError, UsageError
 from tracestore.evaluation import report
@@ -100,8 +100,8 @@ def run_experiment(
         raise MissingFieldError(f"{error}; or train without graphs: --no-run-gnn-det --no-run-gvae") from None
     model_config = ModelConfig.of_store(store, **sizes)
     if "graph" in {VIEWS[name] for name in names}:
-        edges = model_config.edge_form(store, torch.device(config.device).type)
-        GraphOptions(config.attention_threshold, config.top_k, edges)
+        edges = model_config.edge_format(store, torch.device(config.device).type)
+        EdgeOptions(config.attention_threshold, config.top_k, edges)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError, PermissionError) as error:

@@ -46,7 +46,7 @@ class TrainedDetector:
                 raise UsageError(f"{store.path}: {self.name} was trained on {mine} {what}, this store has {found}")
         store.require(VIEWS[self.name])
         if VIEWS[self.name] == "graph":
-            self.config.edge_form(store, "cpu")
+            self.config.edge_format(store, "cpu")
 
     def differences(self, store: TraceStore) -> list[str]:
         """How the store's traces differ from those it was trained on without being refused."""
@@ -120,7 +120,7 @@ def score_traces(
         indices=indices,
         attention_threshold=detector.attention_threshold,
         top_k=detector.top_k,
-        edges=detector.config.edge_form(store, torch.device(device).type) if view == "graph" else "coo",
+        edge_format=detector.config.edge_format(store, torch.device(device).type) if view == "graph" else "coo",
         memory_budget=memory_budget,
         pin_memory=device != "cpu",
         rank=0,

@@ -191,7 +191,7 @@ def _measure(
     costs = trial.costs(indices)
     mean = float(costs.mean())
     small_cost, large_cost = (float(trial.costs(m.costliest).sum()) for m in (small, large))
-    batch_bytes = int(trial.loader.format.bytes(store, indices).mean())  # of a trace
+    batch_bytes = int(trial.loader.format.bytes_per_trace(store, indices).mean())  # of a trace
     loader_bytes = (trial.loader.max_in_flight + 1) * batch_bytes
     per_cost = max(0.0, (large.peak.anonymous - small.peak.anonymous) / max(1.0, large_cost - small_cost))
     if large_cost <= small_cost or per_cost == 0:

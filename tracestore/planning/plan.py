@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tracestore.data.batch_format import BatchFormat, GraphOptions
+from tracestore.data.batch_format import BatchFormat, EdgeOptions
 from tracestore.data.epoch import EpochPlanner
 from tracestore.detectors.config import MODEL_NAMES, VIEWS
 from tracestore.errors import MissingFieldError, UsageError
@@ -115,14 +115,18 @@ def sizes_of(store: TraceStore, view: str, indices: np.ndarray) -> tuple[np.ndar
 
 def mapped_bytes(store: TraceStore, view: str, tokens: np.ndarray, pairs: np.ndarray) -> int:
     """Bytes of the store that an epoch over some traces maps, for what sizes_of gives of them."""
-    stored = GraphOptions(edges="heads" if store.attention_layout == "causal" else "coo")
-    return int(BatchFormat(view, stored).bytes_of_sizes(store, tokens, pairs).sum()) if store.codec == "none" else 0
+    stored = EdgeOptions(edge_format="heads" if store.attention_layout == "causal" else "coo")
+    return (
+        int(BatchFormat(view, stored).bytes_per_trace_of_sizes(store, tokens, pairs).sum())
+        if store.codec == "none"
+        else 0
+    )
 
 
 def largest_batch_factor(epochs: EpochPlanner, costs: np.ndarray, indices: np.ndarray) -> float:
     """The costliest batch of an epoch over a mean one; costs: of the traces `indices`."""
     plan = epochs.plan(0)
     batches = min(len(plan), _BATCHES)
-    at = np.searchsorted(indices, plan.at(np.arange(min(batches * epochs.batch_size, epochs.num_samples))))
+    at = np.searchsorted(indices, plan.indices_at(np.arange(min(batches * epochs.batch_size, epochs.num_samples))))
     sums = np.add.reduceat(costs[at], np.arange(0, len(at), epochs.batch_size))
     return max(1.0, float(sums.max()) / (epochs.batch_size * float(costs.mean())))

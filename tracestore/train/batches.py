@@ -69,7 +69,7 @@ class Feed:
             score_threshold=config.score_threshold,
             attention_threshold=config.attention_threshold,
             top_k=config.top_k,
-            edges=model_config.edge_form(store, self.device.type) if self.is_graph else "coo",
+            edge_format=model_config.edge_format(store, self.device.type) if self.is_graph else "coo",
             max_cache_batches=config.max_cache_batches,
             pin_memory=self.device.type == "cuda",
             rank=ranks.rank,
@@ -84,7 +84,7 @@ class Feed:
     def shrink(self) -> None:
         """Takes less memory from the next `batches` on: one batch in flight, no decoded chunks
         kept, no worker processes with batches of their own."""
-        self.loader.shrink()
+        self.loader.reduce_memory()
         self.num_workers = 0
 
     def seek(self, epoch: int, batch: int) -> None:
