@@ -243,7 +243,7 @@ torture: install
 
 # Out of memory at every operation of a step, for every detector and optimizer, alone and on two ranks.
 torture-training: install
-	TRACESTORE_OOM=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA -o timeout=0 tests/train/test_oom_injection.py tests/train/test_oom_ranks.py
+	TRACESTORE_OOM=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA -o timeout=0 tests/oom/test_oom_injection.py tests/oom/test_oom_ranks.py
 
 # The site in build/site, warnings being errors.
 docs: install

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.train.failing import SIZE, make
+from tests.oom.failing import SIZE, make
 from tracestore.detectors import dropout
 from tracestore.detectors.dropout import TraceDropout, TraceMasks
 

@@ -18,10 +18,10 @@ from tracestore.evaluation.split import make_split
 from tracestore.experiment import run
 from tracestore.experiment.run import run_experiment
 from tracestore.train import trainer
-from tracestore.train.batches import Feed
-from tracestore.train.checkpoint import lock_output_dir
+from tracestore.train.batches import BatchFeed
 from tracestore.train.config import TrainConfig
-from tracestore.train.model_runner import Forward
+from tracestore.train.model_runner import ModelRunner
+from tracestore.train.output_dir import lock_output_dir
 
 CONFIG = TrainConfig(epochs=1, loader_threads=1)
 SMALL = {"lstm_hidden": 4, "gnn_hidden": 4, "latent_dim": 4}
@@ -96,7 +96,7 @@ def test_one_training_at_a_time(labelled, tmp_path):
         os.waitpid(child, 0)
     os.close(say)
     with os.fdopen(said) as pipe:
-        assert pipe.read() == f"5 {tmp_path}: another training writes there; give another --output-dir"
+        assert pipe.read() == f"5 {tmp_path}: another training run writes there; pass another --output-dir"
     train(labelled, tmp_path)
 
 
@@ -139,7 +139,7 @@ def test_not_even_the_model_fits(labelled, tmp_path, monkeypatch):
     def forward(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
-    monkeypatch.setattr(trainer, "Forward", forward)
+    monkeypatch.setattr(trainer, "ModelRunner", forward)
     with pytest.raises(InsufficientMemoryError, match=r"free memory, then: .*--resume"):
         train(labelled, tmp_path)
     monkeypatch.undo()
@@ -149,7 +149,7 @@ def test_not_even_the_model_fits(labelled, tmp_path, monkeypatch):
 def test_scoring_goes_on_with_less(labelled, tmp_path, monkeypatch):
     """Host memory runs out once in each batch of validation and test, of a run with workers."""
     expected = train(labelled, tmp_path / "whole", replace(CONFIG, batch_size=4))
-    original, tried, shrunk = Feed.batches, set(), []
+    original, tried, shrunk = BatchFeed.batches, set(), []
 
     def batches(self):
         shrunk.append(self.num_workers)
@@ -159,7 +159,7 @@ def test_scoring_goes_on_with_less(labelled, tmp_path, monkeypatch):
                 raise MemoryError
             yield batch
 
-    monkeypatch.setattr(Feed, "batches", batches)
+    monkeypatch.setattr(BatchFeed, "batches", batches)
     results = train(labelled, tmp_path / "short", replace(CONFIG, batch_size=4, num_workers=1))
     assert len(tried) > 1 and results["models"]["lstm_solo"]["test"] == expected["models"]["lstm_solo"]["test"]
     assert shrunk[0] == 1
@@ -169,7 +169,7 @@ def test_scoring_goes_on_with_less(labelled, tmp_path, monkeypatch):
 
 def test_without_memory_workers_are_given_up(labelled, tmp_path, monkeypatch):
     expected = train(labelled, tmp_path / "whole", replace(CONFIG, batch_size=4))
-    original, calls = Feed.batches, []
+    original, calls = BatchFeed.batches, []
 
     def batches(self):
         calls.append(self.num_workers)
@@ -178,7 +178,7 @@ def test_without_memory_workers_are_given_up(labelled, tmp_path, monkeypatch):
                 raise RuntimeError("DataLoader worker (pid 17) is killed by signal: Killed.")
             yield batch
 
-    monkeypatch.setattr(Feed, "batches", batches)
+    monkeypatch.setattr(BatchFeed, "batches", batches)
     results = train(labelled, tmp_path / "short", replace(CONFIG, batch_size=4, num_workers=2))
     assert calls[:2] == [2, 0]
     assert results["models"]["lstm_solo"]["test_scores"] == expected["models"]["lstm_solo"]["test_scores"]
@@ -186,7 +186,7 @@ def test_without_memory_workers_are_given_up(labelled, tmp_path, monkeypatch):
 
 def test_a_step_without_memory_gives_up_workers_at_once(labelled, tmp_path, monkeypatch):
     expected = train(labelled, tmp_path / "whole", replace(CONFIG, batch_size=4))
-    original, calls, failed = Feed.batches, [], []
+    original, calls, failed = BatchFeed.batches, [], []
 
     def batches(self):
         calls.append(self.num_workers)
@@ -198,9 +198,9 @@ def test_a_step_without_memory_gives_up_workers_at_once(labelled, tmp_path, monk
             raise MemoryError
         return step_loss.original(self, step, begin, end)
 
-    step_loss.original = Forward.step_loss
-    monkeypatch.setattr(Feed, "batches", batches)
-    monkeypatch.setattr(Forward, "step_loss", step_loss)
+    step_loss.original = ModelRunner.step_loss
+    monkeypatch.setattr(BatchFeed, "batches", batches)
+    monkeypatch.setattr(ModelRunner, "step_loss", step_loss)
     results = train(labelled, tmp_path / "short", replace(CONFIG, batch_size=4, num_workers=2))
     assert calls[:2] == [2, 0] and len(results["models"]["lstm_solo"]["oom_events"]) == 1
     assert results["models"]["lstm_solo"]["test_scores"] == expected["models"]["lstm_solo"]["test_scores"]

@@ -1,6 +1,5 @@
 """What tests of whole training runs share."""
 
-import gc
 import json
 import os
 import subprocess
@@ -19,9 +18,9 @@ def labelled(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def driver():
-    """Asks tests/train/kills.py."""
+    """Asks tests/train/crash_tests.py."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.train.kills"],
+        [sys.executable, "-m", "tests.train.crash_tests"],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,
@@ -39,12 +38,3 @@ def driver():
     yield ask
     process.stdin.close()
     process.wait(30)
-
-
-@pytest.fixture(scope="module")
-def young_heap():
-    """The guard collects garbage thousands of times here; what was there before need not be looked at."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()

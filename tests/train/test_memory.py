@@ -12,7 +12,7 @@ import pytest
 import tracestore
 from tests.helpers import make_trace, run_cli
 from tracestore.cgroup import cgroup_limit
-from tracestore.oom.limits import PeakMemoryMonitor, available, memory_use
+from tracestore.oom.limits import PeakMemoryMonitor, memory_limit, memory_use
 
 FLAGS = ["--no-run-lstm", "--no-run-gvae", "--no-probe", "--epochs", 1, "--num-threads", 1, "--batch-size", 16]
 CGROUPS = Path("/sys/fs/cgroup/memory")
@@ -48,12 +48,14 @@ def test_limits_of_both_versions(tmp_path):
 def test_the_nearer_limit_counts(monkeypatch):
     start, total = memory_use(), psutil.virtual_memory().total
     monkeypatch.setattr("tracestore.oom.limits.cgroup_limit", lambda: None)
-    assert available(None, start) is None and available(5, start) == 5
+    assert memory_limit(None, start) is None and memory_limit(5, start) == 5
     monkeypatch.setattr("tracestore.oom.limits.cgroup_limit", lambda: total // 2)
-    left = available(None, start)
-    assert 0 < left < total // 2 - start.anonymous and available(5, start) == 5 and available(total, start) == left
-    each = available(None, start, 4)
-    assert 4 * (each + start.anonymous) <= total // 2 and available(1000, start, 4) == 250
+    left = memory_limit(None, start)
+    assert (
+        0 < left < total // 2 - start.anonymous and memory_limit(5, start) == 5 and memory_limit(total, start) == left
+    )
+    each = memory_limit(None, start, 4)
+    assert 4 * (each + start.anonymous) <= total // 2 and memory_limit(1000, start, 4) == 250
 
 
 def test_the_meter_sees_a_peak():

@@ -9,7 +9,7 @@ import torch
 
 from tests.helpers import run_cli
 from tests.train.runs import FAST, ONLY
-from tracestore.train.distributed import Ranks
+from tracestore.train.distributed import DistributedContext
 
 # Batches of 3 leave the last of four ranks without a trace.
 SMALL = ["--no-probe", "--batch-size", 3, *FAST]
@@ -85,7 +85,7 @@ def test_several_ranks_with_the_probe(labelled, tmp_path):
 
 
 def test_one_rank_is_a_group_of_its_own():
-    ranks, parameter = Ranks(), torch.nn.Parameter(torch.ones(2))
+    ranks, parameter = DistributedContext(), torch.nn.Parameter(torch.ones(2))
     parameter.grad = gradient = torch.ones(2)
     ranks.sum_gradients([parameter])
-    assert parameter.grad is gradient and ranks.agree(7) == 7 and ranks.gather("x") == ["x"]
+    assert parameter.grad is gradient and ranks.all_reduce_max(7) == 7 and ranks.gather("x") == ["x"]

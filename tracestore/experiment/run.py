@@ -32,13 +32,13 @@ from tracestore.experiment.folds import (
     read_splits,
     remove_checkpoints,
 )
-from tracestore.oom.limits import MemoryBudget, MemoryUse, available, memory_use
+from tracestore.oom.limits import MemoryBudget, MemoryUse, memory_limit, memory_use
 from tracestore.planning.measure import budget_plan
 from tracestore.store.read.store import TraceStore, open_store
-from tracestore.train.checkpoint import lock_output_dir, write_json
 from tracestore.train.config import TrainConfig
-from tracestore.train.distributed import Ranks
+from tracestore.train.distributed import DistributedContext
 from tracestore.train.monitor import Log, check_tensorboard
+from tracestore.train.output_dir import lock_output_dir, write_json
 from tracestore.train.signals import StopSignals
 from tracestore.train.trainer import Trainer
 
@@ -79,15 +79,15 @@ def run_experiment(
     overwrite: bool = False,
     log: Log = print,
     line: console.Progress | None = None,
-    ranks: Ranks | None = None,
+    ranks: DistributedContext | None = None,
 ) -> dict[str, Any]:
     """Trains the named detectors and writes results.json, predictions.csv, plots and
     report.html into `folder`. `sizes` are fields of ModelConfig. num_folds: each question is
     tested once, in one of so many folds; num_seeds: so many runs of each split. Returns what
     results.json holds. UsageError where the folder holds an earlier run, unless that is resumed or
     overwrite is true. With several ranks all of them call it; rank 0 writes and logs."""
-    ranks = ranks or Ranks()
-    if not ranks.is_first:
+    ranks = ranks or DistributedContext()
+    if not ranks.is_rank_zero:
         log, line = _no_log, None
     if config.tensorboard:
         check_tensorboard()
@@ -107,8 +107,8 @@ def run_experiment(
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
         raise UsageError(f"--output-dir {folder}: {error.strerror}") from None
     with ExitStack() as held:
-        ranks.first(lambda: held.enter_context(lock_output_dir(folder)))
-        ranks.first(lambda: _keep_earlier_run(folder, config.resume or overwrite))
+        ranks.on_rank_zero(lambda: held.enter_context(lock_output_dir(folder)))
+        ranks.on_rank_zero(lambda: _keep_earlier_run(folder, config.resume or overwrite))
         return _run_jobs(
             store,
             folder,
@@ -148,14 +148,14 @@ def _run_jobs(
     resume_command: str | None,
     log: Log,
     line: console.Progress | None,
-    ranks: Ranks,
+    ranks: DistributedContext,
     start: MemoryUse,
 ) -> dict[str, Any]:
     """run_experiment, once the arguments make sense and the folder is this run's. start: memory
     in use before the store was opened."""
     targets = store.targets(config.score_threshold)
     is_repeated = num_folds is not None or num_seeds is not None
-    splits = ranks.first(lambda: _splits(store, targets, config, folder, num_folds))
+    splits = ranks.on_rank_zero(lambda: _splits(store, targets, config, folder, num_folds))
     jobs = plan_jobs(splits, config.seed, num_seeds, folder, is_folded=num_folds is not None)
     split = splits[0]
     counts = ", ".join(f"{part} {len(ids)}" for part, ids in split.indices.items())
@@ -190,17 +190,19 @@ def _run_jobs(
         results["runs"] = runs
     else:
         results["models"] = runs[0]["models"]
-    limit = available(memory_budget, start, int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)))
+    limit = memory_limit(memory_budget, start, int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size)))
     budget = None
     if limit is not None:
         num_train = len(split.indices["train"])
-        planned = ranks.first(
+        planned = ranks.on_rank_zero(
             lambda: budget_plan(names, store, config, sizes, limit, start, num_train, ranks.world_size)
         )
         budget = MemoryBudget(limit, start)
     try:
         # Nothing of an earlier run is touched before it is clear that this one makes sense.
-        ranks.first(lambda: _begin(splits, config, folder, is_folded=num_folds is not None, is_repeated=is_repeated))
+        ranks.on_rank_zero(
+            lambda: _begin(splits, config, folder, is_folded=num_folds is not None, is_repeated=is_repeated)
+        )
         run: Trainer | None = None
         with StopSignals() as stop:
             for job, entry in zip(jobs, runs, strict=True):
@@ -228,12 +230,12 @@ def _run_jobs(
                     if budget is not None:
                         run.on_fatal_oom, run.planned_micro_batch = budget.release, planned[name]
                     entry["models"][name] = run.run()
-                    if ranks.is_first:
+                    if ranks.is_rank_zero:
                         write_json(folder / RESULTS_FILE, console.nan_to_none(results))
     finally:
         if budget is not None:
             budget.release()
-    if not ranks.is_first:
+    if not ranks.is_rank_zero:
         return results
     probes = {}
     if with_probe:

@@ -18,8 +18,8 @@ from tracestore.inference.scoring import TrainedDetector, load_detector, score_t
 from tracestore.oom.limits import RESERVE_BYTES, MemoryBudget, MemoryUse, memory_use
 from tracestore.store.io.fsio import map_os_errors
 from tracestore.store.read.store import TraceStore, open_store
+from tracestore.train.devices import pick_device, torch_threads
 from tracestore.train.monitor import Log
-from tracestore.train.threads import pick_device, torch_threads
 
 HEADER = ("question_id", "sample", "hallucination_score", "predicted")
 

@@ -40,7 +40,7 @@ class RankGroup(Protocol):
 
     world_size: int
 
-    def agree(self, code: int) -> int:
+    def all_reduce_max(self, code: int) -> int:
         """The maximum of an int over the ranks."""
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -52,7 +52,7 @@ class SingleRank:
 
     world_size = 1
 
-    def agree(self, code: int) -> int:
+    def all_reduce_max(self, code: int) -> int:
         return code
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -283,7 +283,7 @@ class OOMGuard:
                 raise error
             return code
         told = code
-        code = self._retry_on_oom(lambda: self.ranks.agree(told))
+        code = self._retry_on_oom(lambda: self.ranks.all_reduce_max(told))
         if error is not None:
             raise error
         if code == _OTHER:

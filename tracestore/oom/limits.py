@@ -70,7 +70,7 @@ def start_thread_pools() -> None:
     torch.nn.functional.relu(a.requires_grad_()).sum().backward()
 
 
-def available(budget: int | None, start: MemoryUse, processes: int = 1) -> int | None:
+def memory_limit(budget: int | None, start: MemoryUse, processes: int = 1) -> int | None:
     """Bytes above `start` that each of some like processes may take: its part of the budget, less
     where the memory cgroup's limit is nearer; None where there is neither."""
     shares = [] if budget is None else [budget // processes]

@@ -13,7 +13,7 @@ from torch import nn
 from tracestore.oom.optimizers import SGD, Adam
 
 
-def random_state() -> dict[str, Any]:
+def get_random_state() -> dict[str, Any]:
     """The random states of torch (CPU and GPUs), Python and numpy."""
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -108,7 +108,7 @@ class StepSnapshot:
         if self.scaler is not None:
             self._scaler_state = self.scaler.state_dict()
         if seed is None:
-            seed = partial(restore_random_state, random_state())
+            seed = partial(restore_random_state, get_random_state())
         else:
             seed()
         self._reseed = seed

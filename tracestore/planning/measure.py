@@ -19,7 +19,7 @@ from tracestore.errors import UsageError
 from tracestore.oom.guard import OOMGuard
 from tracestore.oom.limits import RESERVE_BYTES, MemoryUse, PeakMemoryMonitor, memory_use
 from tracestore.oom.optimizers import Adam
-from tracestore.oom.snapshot import random_state, restore_random_state
+from tracestore.oom.snapshot import get_random_state, restore_random_state
 from tracestore.planning.plan import (
     LATER_BATCHES,
     LATER_BYTES,
@@ -31,11 +31,11 @@ from tracestore.planning.plan import (
     training_part,
 )
 from tracestore.store.read.store import TraceStore
-from tracestore.train.batches import AccumulatedBatch, DeviceBatch, Feed
+from tracestore.train.batches import AccumulatedBatch, BatchFeed, DeviceBatch
 from tracestore.train.config import TrainConfig
-from tracestore.train.distributed import Ranks
-from tracestore.train.model_runner import Forward
-from tracestore.train.threads import torch_threads
+from tracestore.train.devices import torch_threads
+from tracestore.train.distributed import DistributedContext
+from tracestore.train.model_runner import ModelRunner
 
 # How long the steps of a measurement may take.
 _SECONDS = 1.5
@@ -51,11 +51,13 @@ class Trial:
         self, name: str, store: TraceStore, indices: np.ndarray, config: TrainConfig, sizes: dict[str, Any]
     ) -> None:
         model_config = ModelConfig.of_store(store, **sizes)
-        self.forward = Forward(name, model_config, config)
+        self.forward = ModelRunner(name, model_config, config)
         optimizer = Adam(self.forward.model.parameters(), lr=0.0, weight_decay=1e-5, fused=True)
         self.guard = OOMGuard(self.forward.model, optimizer)
         config = replace(config, batch_size=min(config.batch_size, len(indices)))
-        self.feed = Feed(name, store, indices, config, model_config, Ranks(alone=True), shuffle="global")
+        self.feed = BatchFeed(
+            name, store, indices, config, model_config, DistributedContext(alone=True), shuffle="global"
+        )
         self.loader = self.feed.loader
         self.cost = "edges" if model_config.message_passing == "pyg" and VIEWS[name] == "graph" else "bytes"
 
@@ -120,7 +122,7 @@ def plan_training(
     indices, usual = training_part(store)
     start = memory_use() if start is None else start
     num_train = num_train or usual
-    before = random_state()
+    before = get_random_state()
     try:
         with torch_threads(num_threads):
             return _measure(name, store, indices, config, sizes, start, num_train, room)

@@ -15,7 +15,7 @@ from tracestore.detectors.graph.inputs import GraphInputs, edge_threshold
 from tracestore.oom.errors import is_out_of_memory
 from tracestore.store.read.store import TraceStore
 from tracestore.train.config import TrainConfig
-from tracestore.train.distributed import Ranks
+from tracestore.train.distributed import DistributedContext
 
 # Streams of order.epoch_key, beside those of the order.
 _STEP, _NOISE, _DROPOUT = 2, 3, 4
@@ -39,7 +39,7 @@ def step_key(seed: int, epoch: int, batch: int, rank: int) -> int:
     return epoch_key(epoch_key(seed, epoch, _STEP), batch, rank)
 
 
-class Feed:
+class BatchFeed:
     """This rank's slices of the batches of some traces, for one model."""
 
     def __init__(
@@ -49,7 +49,7 @@ class Feed:
         indices: np.ndarray,
         config: TrainConfig,
         model_config: ModelConfig,
-        ranks: Ranks,
+        ranks: DistributedContext,
         *,
         shuffle: str,
         num_workers: int = 0,
@@ -130,7 +130,7 @@ def next_batch(batches: Iterator["DeviceBatch"]) -> "DeviceBatch | None":
 class DeviceBatch:
     """One rank's slice of a global batch. `size`: its traces; `whole`: those of all ranks."""
 
-    def __init__(self, feed: Feed, batch: Any, epoch: int, number: int) -> None:
+    def __init__(self, feed: BatchFeed, batch: Any, epoch: int, number: int) -> None:
         self.feed, self.epoch, self.number = feed, epoch, number
         self.y: torch.Tensor = batch.y
         self.question_id: list[str] = batch.question_id

@@ -1,67 +1,23 @@
 """Checkpoints: written whole or not at all, loaded as data."""
 
-import errno
-import fcntl
 import io
-import json
 import os
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
-from tracestore.errors import OutputDirLockedError, UsageError
+from tracestore.errors import UsageError
 from tracestore.oom.errors import is_out_of_memory
-from tracestore.store.format.paths import TEMPORARY_PREFIX
 from tracestore.store.io import fsio
 
 BEST, LAST = CHECKPOINTS = ("best.pt", "last.pt")
 
 
-@contextmanager
-def lock_output_dir(folder: Path) -> Iterator[None]:
-    """OutputDirLockedError where another process trains into this folder: each would test, and go on
-    from, what the other wrote. A lock of the process, which its workers do not inherit."""
-    path = folder / ".lock"
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        try:
-            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise OutputDirLockedError(
-                    f"{folder}: another training writes there; give another --output-dir"
-                ) from None
-            # A file system without locks.
-        yield
-    finally:
-        os.close(fd)
-
-
-def _replace(path: Path, data: bytes | memoryview) -> None:
-    """Temporary file, fsync, rename, fsync of the folder. Where that fails `path` is what it was."""
-    temporary = path.with_name(TEMPORARY_PREFIX + path.name)
-    temporary.unlink(missing_ok=True)
-    try:
-        fsio.write_file(temporary, data, mode=0o644)
-        os.rename(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    fsio.fsync_path(path.parent)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """JSON, replaced atomically."""
-    _replace(path, (json.dumps(value, indent=1) + "\n").encode())
-
-
 def pack_random_state(state: dict[str, Any]) -> dict[str, Any]:
-    """random_state() of train.snapshot in types that weights_only loading accepts."""
+    """Return the state of `get_random_state` in types that ``torch.load(weights_only=True)`` accepts."""
     version, internal, gauss = state["python"]
     numpy_state = state["numpy"]
     packed = {
@@ -101,7 +57,8 @@ def save_checkpoint(path: Path, value: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()
     torch.save(value, buffer)
-    _replace(path, buffer.getbuffer())
+    with fsio.atomic_write(path) as file:
+        file.write(buffer.getbuffer())
 
 
 def _require_uncompressed(file: BinaryIO) -> None:

@@ -30,7 +30,7 @@ def _reported() -> Iterator[None]:
         raise RankFailedError(f"another rank ended or does not answer ({reason})") from None
 
 
-class Ranks:
+class DistributedContext:
     """This process among those that train together; alone where there are no others.
 
     Every method but `allocate` is collective: all ranks call it, in the same order.
@@ -49,7 +49,7 @@ class Ranks:
 
     @classmethod
     @contextmanager
-    def connect(cls, device: str) -> "Iterator[Ranks]":
+    def connect(cls, device: str) -> "Iterator[DistributedContext]":
         """Joins the ranks that torchrun started (RANK and WORLD_SIZE): gloo, and NCCL for
         tensors on GPUs."""
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -66,13 +66,13 @@ class Ranks:
             distributed.destroy_process_group()
 
     @property
-    def is_first(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """Whether this rank writes the files and the log."""
         return self.rank == 0
 
     # Small values: on the CPU, so that they need no memory of the device.
 
-    def agree(self, code: int) -> int:
+    def all_reduce_max(self, code: int) -> int:
         """The largest code of all ranks."""
         if self.world_size == 1:
             return code
@@ -107,7 +107,7 @@ class Ranks:
         return values[0]
 
     def barrier(self) -> None:
-        self.agree(0)
+        self.all_reduce_max(0)
 
     # Gradients
 
@@ -142,18 +142,18 @@ class Ranks:
 
     # Errors
 
-    def fail(self, error: TracestoreError) -> NoReturn:
+    def abort_all(self, error: TracestoreError) -> NoReturn:
         """Ends all ranks with an error that all of them have: rank 0 says it."""
-        if self.is_first:
+        if self.is_rank_zero:
             raise error
         raise SystemExit(error.exit_code)
 
-    def first(self, call: Callable[[], T]) -> T:
+    def on_rank_zero(self, call: Callable[[], T]) -> T:
         """What rank 0's call gives, on all ranks; its error ends them all."""
         if self.world_size == 1:
             return call()
         value, error = None, None
-        if self.is_first:
+        if self.is_rank_zero:
             try:
                 value = call()
             except TracestoreError as raised:

@@ -12,7 +12,7 @@ from tracestore.train.batches import AccumulatedBatch, DeviceBatch
 from tracestore.train.config import TrainConfig
 
 
-class Forward:
+class ModelRunner:
     """The model, and how it is computed: precision, noise, kept activations."""
 
     def __init__(self, name: str, model_config: ModelConfig, config: TrainConfig) -> None:

@@ -10,9 +10,9 @@ import torch
 from tracestore.errors import InsufficientMemoryError
 from tracestore.oom.errors import is_out_of_memory
 from tracestore.oom.guard import OOMGuard
-from tracestore.train.batches import Feed, next_batch
-from tracestore.train.distributed import Ranks
-from tracestore.train.model_runner import Forward
+from tracestore.train.batches import BatchFeed, next_batch
+from tracestore.train.distributed import DistributedContext
+from tracestore.train.model_runner import ModelRunner
 
 
 class EvaluationStopped(Exception):
@@ -33,7 +33,9 @@ class SplitScores:
 
 
 @torch.no_grad()
-def score_part(forward: Forward, guard: OOMGuard, feed: Feed, ranks: Ranks, stop: Callable[[], int]) -> SplitScores:
+def score_split(
+    forward: ModelRunner, guard: OOMGuard, feed: BatchFeed, ranks: DistributedContext, stop: Callable[[], int]
+) -> SplitScores:
     """Exact and without padding; the same on every rank. `stop` gives the signal that came, or 0."""
     forward.model.eval()
     batches = feed.batches()
@@ -56,7 +58,7 @@ def score_part(forward: Forward, guard: OOMGuard, feed: Feed, ranks: Ranks, stop
             if not isinstance(error, InsufficientMemoryError) and not is_out_of_memory(error):
                 raise
             code = InsufficientMemoryError.exit_code
-        code = ranks.agree(InsufficientMemoryError.exit_code if batch is None else code)
+        code = ranks.all_reduce_max(InsufficientMemoryError.exit_code if batch is None else code)
         if code or batch is None:
             raise EvaluationStopped(code)
         place = batch.number * feed.config.batch_size + batch.first

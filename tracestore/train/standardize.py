@@ -6,10 +6,12 @@ import torch
 from tracestore.detectors.models import Detector, Standardizer
 from tracestore.errors import TrainingError
 from tracestore.store.read.store import TraceStore
-from tracestore.train.distributed import Ranks
+from tracestore.train.distributed import DistributedContext
 
 
-def fit_standardizer(model: Detector, store: TraceStore, indices: np.ndarray, view: str, ranks: Ranks) -> None:
+def fit_standardizer(
+    model: Detector, store: TraceStore, indices: np.ndarray, view: str, ranks: DistributedContext
+) -> None:
     """Sets the model's standardiser, where it is active, per layer and column over the
     traces `indices`: their last tokens (view "sequence") or all tokens. Each rank reads a part.
     TrainingError where one of these is not finite in a layer that the model reads."""
@@ -30,7 +32,7 @@ def fit_standardizer(model: Detector, store: TraceStore, indices: np.ndarray, vi
         sums[2] += values.shape[1]
     wrong = [question for of_rank in ranks.gather(nonfinite) for question in of_rank]
     if wrong:
-        ranks.fail(
+        ranks.abort_all(
             TrainingError(
                 f"the trace of question {wrong[0]!r} holds NaN or infinite values ({len(wrong)} such training traces): "
                 "without its file, or without --standardize"

@@ -31,9 +31,9 @@ from tracestore.oom.errors import is_out_of_memory
 from tracestore.oom.guard import OOMGuard
 from tracestore.oom.micro_batch import MicroBatchPolicy
 from tracestore.oom.optimizers import Adam
-from tracestore.oom.snapshot import random_state, restore_random_state, seed_step
+from tracestore.oom.snapshot import get_random_state, restore_random_state, seed_step
 from tracestore.store.read.store import TraceStore
-from tracestore.train.batches import AccumulatedBatch, DeviceBatch, Feed, next_batch, step_key
+from tracestore.train.batches import AccumulatedBatch, BatchFeed, DeviceBatch, next_batch, step_key
 from tracestore.train.checkpoint import (
     BEST,
     LAST,
@@ -43,11 +43,11 @@ from tracestore.train.checkpoint import (
     unpack_random_state,
 )
 from tracestore.train.config import Progress, TrainConfig
-from tracestore.train.distributed import Ranks
-from tracestore.train.model_runner import Forward
+from tracestore.train.distributed import DistributedContext
+from tracestore.train.model_runner import ModelRunner
 from tracestore.train.monitor import Log, Monitor
 from tracestore.train.signals import StopSignals
-from tracestore.train.split_scores import EvaluationStopped, SplitScores, score_part
+from tracestore.train.split_scores import EvaluationStopped, SplitScores, score_split
 from tracestore.train.standardize import fit_standardizer
 
 CHECKPOINT_VERSION = 5
@@ -70,12 +70,12 @@ class Trainer:
         log: Log,
         *,
         line: console.Progress | None = None,
-        ranks: Ranks | None = None,
+        ranks: DistributedContext | None = None,
         stop: StopSignals | None = None,
     ) -> None:
         self.name, self.store, self.split, self.targets = name, store, split, targets
         self.model_config, self.config, self.folder = model_config, config, folder
-        self.ranks, self.stop = ranks or Ranks(), stop or StopSignals()
+        self.ranks, self.stop = ranks or DistributedContext(), stop or StopSignals()
         self.monitor = Monitor(name, config.epochs, log, line)
         self.resume_command = f"tracestore train --store {store.path} --output-dir {folder.parent} --resume"
         # Called before the checkpoint of a run that cannot go on: gives memory back.
@@ -119,7 +119,7 @@ class Trainer:
         if result is not None:
             self.monitor.say("already finished")
             return result
-        if self.config.tensorboard and self.ranks.is_first:
+        if self.config.tensorboard and self.ranks.is_rank_zero:
             self.monitor.open_events(self.folder / "events", progress, len(self.feed))
         try:
             if progress.epoch == 0 and progress.batch == 0:
@@ -137,14 +137,14 @@ class Trainer:
 
     def _setup(self) -> None:
         torch.manual_seed(self.config.seed)
-        self.forward = Forward(self.name, self.model_config, self.config)
+        self.forward = ModelRunner(self.name, self.model_config, self.config)
         self.model = self.forward.model
         for layer in float32_layers(self.config.precision, self.forward.device.type):
             self.monitor.say(f"{self.config.precision}: no {layer} kernel on this processor; it runs in float32")
         self.optimizer = Adam(self.model.parameters(), lr=self.config.lr, weight_decay=WEIGHT_DECAY, fused=True)
         self.ranks.allocate(list(self.model.parameters()))
         c = self.config
-        self.feed = Feed(
+        self.feed = BatchFeed(
             self.name,
             self.store,
             self.split.indices["train"],
@@ -171,15 +171,17 @@ class Trainer:
         path = self.folder / LAST
         saved = None
         if self.config.resume:
-            saved = self.ranks.first(lambda: load_checkpoint(path) if path.exists() else None)
+            saved = self.ranks.on_rank_zero(lambda: load_checkpoint(path) if path.exists() else None)
         if saved is None:
             return Progress(), None
         if saved.get("version") != CHECKPOINT_VERSION:
-            self.ranks.fail(UsageError(f"--resume: {path} is of another version of tracestore; train without --resume"))
+            self.ranks.abort_all(
+                UsageError(f"--resume: {path} is of another version of tracestore; train without --resume")
+            )
         for key, value in self._identity().items():
             if saved["config"].get(key) != value:
                 flag = key.removeprefix("model_").replace("_", "-")
-                self.ranks.fail(
+                self.ranks.abort_all(
                     UsageError(f"--resume: {path} was trained with {flag} {saved['config'].get(key)}, not {value}")
                 )
         self.model.load_state_dict(saved["model"])
@@ -271,7 +273,7 @@ class Trainer:
                 self._give_back()
                 self.feed.seek(progress.epoch, progress.batch)
                 self._batches, self._shrunk, self._is_cut = self.feed.batches(), True, False
-        code = self.ranks.agree(InsufficientMemoryError.exit_code if failed else self.stop.signum)
+        code = self.ranks.all_reduce_max(InsufficientMemoryError.exit_code if failed else self.stop.signum)
         if code:
             self._end(progress, code, "one batch does not fit")
         return AccumulatedBatch(batches)
@@ -286,7 +288,7 @@ class Trainer:
             reason = f"questions of the step: {', '.join(q for _, q in own[:4])}, ...; lower --lr"
             if self.scaler is not None:
                 reason += ", or, as float16 ends at 65,504, --standardize or --precision bf16"
-        self.ranks.fail(TrainingError(f"the loss is {loss}: {reason}"))
+        self.ranks.abort_all(TrainingError(f"the loss is {loss}: {reason}"))
 
     # Validation and test
 
@@ -301,28 +303,28 @@ class Trainer:
 
     def _scores(self, part: str, progress: Progress | None) -> SplitScores:
         indices = self.split.indices[part]
-        feed = Feed(self.name, self.store, indices, self.config, self.model_config, self.ranks, shuffle="none")
+        feed = BatchFeed(self.name, self.store, indices, self.config, self.model_config, self.ranks, shuffle="none")
         if self._is_short:
             feed.shrink()
         try:
-            scores = score_part(self.forward, self.guard, feed, self.ranks, lambda: self.stop.signum)
+            scores = score_split(self.forward, self.guard, feed, self.ranks, lambda: self.stop.signum)
         except EvaluationStopped as halted:
             self._end(progress, halted.code, f"out of memory while scoring the {part} part")
         wrong = np.flatnonzero(~np.isfinite(scores.logits))
         if len(wrong):
             question = self.store.question_ids[int(self.split.indices[part][wrong[0]])]
-            self.ranks.fail(TrainingError(f"{self.name} gives no number for the trace of question {question!r}"))
+            self.ranks.abort_all(TrainingError(f"{self.name} gives no number for the trace of question {question!r}"))
         return scores
 
     def _finish(self, progress: Progress) -> dict[str, Any]:
         """Tests the best epoch's weights. last.pt keeps the last ones, so that more epochs can follow."""
         last = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        best = self.ranks.first(lambda: load_checkpoint(self.folder / BEST))
+        best = self.ranks.on_rank_zero(lambda: load_checkpoint(self.folder / BEST))
         self.model.load_state_dict(best["model"])
         # Nothing to save where this ends early: last.pt is whole.
         scores = self._scores("test", None)
         self.model.load_state_dict(last)
-        result = self.ranks.first(lambda: self._result(progress, best, scores))
+        result = self.ranks.on_rank_zero(lambda: self._result(progress, best, scores))
         self._save_last(progress, result)
         return result
 
@@ -353,7 +355,7 @@ class Trainer:
     ) -> None:
         """The state between two steps; rank 0's, as weights and progress are those of all.
         did_not_fit: one trace alone was too much."""
-        if not self.ranks.is_first:
+        if not self.ranks.is_rank_zero:
             return
         self.monitor.flush()
         save_checkpoint(
@@ -366,7 +368,7 @@ class Trainer:
                 "scaler": None if self.scaler is None else self.scaler.state_dict(),
                 "progress": asdict(progress),
                 "loader": self.feed.state_dict(progress.epoch, progress.batch),
-                "random": pack_random_state(random_state()),
+                "random": pack_random_state(get_random_state()),
                 "guard": self.guard.state_dict(),
                 "did_not_fit": did_not_fit,
                 "config": self._identity(),
@@ -378,7 +380,7 @@ class Trainer:
 
     def _save_best(self, progress: Progress, scores: SplitScores) -> None:
         """`scores` of the validation part."""
-        if not self.ranks.is_first:
+        if not self.ranks.is_rank_zero:
             return
         about = {
             "threshold": youden_threshold(scores.y, scores.logits),
@@ -418,7 +420,7 @@ class Trainer:
             self._save_last(progress, did_not_fit=code == InsufficientMemoryError.exit_code)
         saved = f"saved {self.folder / LAST}"
         if code == InsufficientMemoryError.exit_code:
-            self.ranks.fail(
+            self.ranks.abort_all(
                 InsufficientMemoryError(f"{self.name}: {reason}; {saved}; free memory, then: {self.resume_command}")
             )
-        self.ranks.fail(RunInterruptedError(f"stopped; {saved}; continue with: {self.resume_command}", code))
+        self.ranks.abort_all(RunInterruptedError(f"stopped; {saved}; continue with: {self.resume_command}", code))

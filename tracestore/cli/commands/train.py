@@ -68,8 +68,8 @@ def run(args: argparse.Namespace, output: Output) -> int:
     from tracestore.evaluation import report
     from tracestore.experiment.run import run_experiment
     from tracestore.train.config import TrainConfig
-    from tracestore.train.distributed import Ranks
-    from tracestore.train.threads import pick_device, torch_threads
+    from tracestore.train.devices import pick_device, torch_threads
+    from tracestore.train.distributed import DistributedContext
 
     device = pick_device(args.device)
     if args.precision == "fp16" and device == "cpu":
@@ -90,7 +90,11 @@ def run(args: argparse.Namespace, output: Output) -> int:
         resume=args.resume,
     )
     try:
-        with torch_threads(args.num_threads), map_os_errors(args.output_dir), Ranks.connect(device) as ranks:
+        with (
+            torch_threads(args.num_threads),
+            map_os_errors(args.output_dir),
+            DistributedContext.connect(device) as ranks,
+        ):
             results = run_experiment(
                 args.store,
                 args.output_dir,
@@ -109,7 +113,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
             )
     except RankFailedError as error:
         raise RankFailedError(f"{error}; continue with: {resume_command}") from None
-    if not ranks.is_first:
+    if not ranks.is_rank_zero:
         return 0
     output.info("\n" + report.table(results) + "\n")
     for name in ("results.json", "predictions.csv", *report.PLOTS, "report.html"):

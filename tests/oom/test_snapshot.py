@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.train.failing import FailAt
+from tests.oom.failing import FailAt
 from tracestore.oom.guard import OOMGuard
 from tracestore.oom.snapshot import TensorCopies
 

@@ -11,9 +11,9 @@ import sys
 import torch
 import torch.distributed as dist
 
-from tests.train.failing import SIZE, FailAt, everything, make, same
+from tests.oom.failing import SIZE, FailAt, everything, make, same
 from tracestore.errors import InsufficientMemoryError, TracestoreError
-from tracestore.train.distributed import Ranks
+from tracestore.train.distributed import DistributedContext
 
 
 def second_step(ranks, case, rank, failing, operation, times, error=None):
@@ -53,7 +53,7 @@ def main():
     dist.init_process_group(
         "gloo", init_method=f"file://{where}", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60)
     )
-    ranks, out = Ranks(), []
+    ranks, out = DistributedContext(), []
     gc.collect()
     gc.freeze()
 
@@ -61,12 +61,12 @@ def main():
         tensors = torch.cat([t.reshape(-1).double() for t in everything(guard)[:-1]])
         other = tensors.clone()
         dist.broadcast(other, 0)
-        return ranks.agree(int(not torch.equal(tensors, other))) == 0
+        return ranks.all_reduce_max(int(not torch.equal(tensors, other))) == 0
 
     for case in (("lstm_solo", "adam"), ("gnn_det_lstm", "fused")):
         guard, _, _, count = second_step(ranks, case, rank, -1, 0, 0)
         expected = everything(guard)
-        count = ranks.agree(count)
+        count = ranks.all_reduce_max(count)
         operations = sorted({round(k * (count - 1) / (wanted - 1)) for k in range(min(wanted, count))})
         for operation in range(count) if wanted == 0 else operations:
             for failing in (0, 1):

@@ -20,7 +20,7 @@ SECONDS = 7200 if OPERATIONS == 0 else 200
 def reports(tmp_path_factory):
     """What both ranks say."""
     where = tmp_path_factory.mktemp("ranks") / "meet"
-    command = [sys.executable, "-m", "tests.train.ranks_worker"]
+    command = [sys.executable, "-m", "tests.oom.ranks_worker"]
     ranks = [
         subprocess.Popen(
             [*command, str(rank), str(where), str(OPERATIONS)],

@@ -21,7 +21,7 @@ from tracestore.cli import main
 from tracestore.evaluation import metrics
 from tracestore.experiment import run
 from tracestore.store.io import fsio
-from tracestore.train.model_runner import Forward
+from tracestore.train.model_runner import ModelRunner
 
 # What is not training costs most of a short run.
 run.report.write_plots = lambda *_: []
@@ -84,19 +84,30 @@ def killed_at_random(argv, folder, kills, seed):
     return {"kills": done, "compared": compared}
 
 
-def torn(number, end):
-    """Half of the number-th file is written when `end` is called."""
-    original, calls = fsio.write_all, [0]
+class TornFile:
+    """A file of which only the first half is written before `end` is called."""
 
-    def write_all(fd, data):
+    def __init__(self, file, end):
+        self.file, self.end = file, end
+
+    def write(self, data):
+        self.file.write(data[: len(data) // 2])
+        self.file.flush()
+        self.end()
+
+
+def torn(number, end):
+    """Return a hook that cuts the write of the number-th file in half and then calls `end`."""
+    original, calls = fsio.atomic_write, [0]
+
+    @contextlib.contextmanager
+    def atomic_write(path):
         calls[0] += 1
-        if calls[0] == number:
-            original(fd, data[: len(data) // 2])
-            end()
-        original(fd, data)
+        with original(path) as file:
+            yield TornFile(file, end) if calls[0] == number else file
 
     def before():
-        fsio.write_all = write_all
+        fsio.atomic_write = atomic_write
 
     return before
 
@@ -174,14 +185,14 @@ def ranks_out_of_memory(argv, folder, count, steps):
     """All ranks find, after some steps, that no trace fits; one process then goes on."""
 
     def before():
-        original = Forward.step_loss
+        original = ModelRunner.step_loss
 
         def step_loss(self, step, begin, end):
             if step.batches[0].number >= steps:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
             return original(self, step, begin, end)
 
-        Forward.step_loss = step_loss
+        ModelRunner.step_loss = step_loss
 
     by_ranks(argv, folder / "whole", 1)
     out = folder / "ranks"

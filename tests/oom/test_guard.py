@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers import run_cli
-from tests.train.failing import FailAt
+from tests.oom.failing import FailAt
 from tracestore.errors import InsufficientMemoryError
 from tracestore.oom import errors
 from tracestore.oom import guard as guard_module

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.train.failing import SIZE, FailAt, everything, make, same
+from tests.oom.failing import SIZE, FailAt, everything, make, same
 from tracestore.detectors.config import MODEL_NAMES
 from tracestore.errors import InsufficientMemoryError
 
