@@ -176,8 +176,7 @@ coverage-c: $(C_SOURCES) $(C_HEADERS)
 	done
 	$(PYTHON) tests/c/coverage.py build/coverage-c --gcov "$(GCOV)"
 
-# The long versions of what the suite does shortly.
-# Half of them by each of two processes.
+# Full-size versions of tests that the suite samples. Two processes share the stores.
 MALICIOUS_STORES ?= 3000
 malicious-stores: install
 	rm -rf build/malicious && mkdir -p build/malicious/a build/malicious/b
@@ -237,7 +236,7 @@ fuzz-short:
 
 torture: install
 	TRACESTORE_FAULTS=all TRACESTORE_KILLS=1000 TRACESTORE_FLIPS=10000 TRACESTORE_SEEDS=2000 \
-		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA tests/faults
+		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA tests/fault_injection
 	TRACESTORE_EXTRACT_KILLS=20 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA -k killed tests/extract
 	TRACESTORE_TRAIN_KILLS=30 $(BIN)/python -m pytest -q -rA tests/train/test_resume.py
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tracestore
-from tests.faults.driver import run_convert
+from tests.fault_injection.driver import run_convert
 from tests.helpers import make_graphs, make_trace, read_all, tree_bytes, write_pickle
 from tests.tiers import long
 from tracestore.ingest import reading

@@ -1,9 +1,8 @@
-/* Faults at chosen file system calls, for LD_PRELOAD.
+/* An LD_PRELOAD library that injects faults into file system calls.
  *
- * Calls that change something under a prefix are counted; at call number `at` the
- * armed action happens. fsync counts and succeeds without waiting for a disk: what
- * a crash of the machine does to unsynced bytes is the business of tests/faults/model.py,
- * and a killed process does not need it.
+ * It counts the calls that modify files under a prefix and performs the armed action at call number `at`.
+ * fsync is counted and succeeds without waiting for a disk: a killed process loses no written data, and
+ * tests/fault_injection/disk_model.py covers crashes of the machine.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -29,8 +28,8 @@ static int armed, action, fault, log_fd = -1;
 static long at;
 static atomic_long calls;
 
-/* Counts calls under `path` from now on. action FAIL: call `at` fails with `error`, once.
- * FULL: from call `at` on whatever needs space fails with ENOSPC. log >= 0: a line a call. */
+/* Count the calls under `path` from now on. FAIL: call `at` fails with `error`, once. FULL: from call `at`
+ * on, every call that allocates space fails with ENOSPC. log >= 0: write one line per call to it. */
 void faults_arm(const char *path, long call, int what, int error, int log)
 {
     snprintf(prefix, sizeof prefix, "%s", path);
@@ -60,8 +59,8 @@ static int path_of(int fd, char *out)
     return n > 0;
 }
 
-/* 0: go on. -1: fail, errno is set. 1: write a part. */
-static int strike(int kind, const char *name, const char *path)
+/* Return 0 to continue, -1 to fail with errno set, 1 for a short write. */
+static int inject(int kind, const char *name, const char *path)
 {
     if (!inside(path))
         return 0;
@@ -79,23 +78,23 @@ static int strike(int kind, const char *name, const char *path)
     return kind == WRITE && (action == KILL || action == SHORT);
 }
 
-static int strike_fd(int kind, const char *name, int fd)
+static int inject_fd(int kind, const char *name, int fd)
 {
     char path[PATH_MAX];
-    return armed && path_of(fd, path) ? strike(kind, name, path) : 0;
+    return armed && path_of(fd, path) ? inject(kind, name, path) : 0;
 }
 
-static int strike_at(int kind, const char *name, int folder, const char *path)
+static int inject_at(int kind, const char *name, int folder, const char *path)
 {
     char full[PATH_MAX * 2];
     if (!armed)
         return 0;
     if (path[0] == '/' || folder == AT_FDCWD)
-        return strike(kind, name, path);
+        return inject(kind, name, path);
     if (!path_of(folder, full))
         return 0;
     strcat(strcat(full, "/"), path);
-    return strike(kind, name, full);
+    return inject(kind, name, full);
 }
 
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
@@ -103,7 +102,7 @@ static int strike_at(int kind, const char *name, int folder, const char *path)
 #define WRITER(name, arguments, full, half)                                                                            \
     ssize_t name arguments                                                                                             \
     {                                                                                                                  \
-        int hit = strike_fd(WRITE, #name, fd);                                                                         \
+        int hit = inject_fd(WRITE, #name, fd);                                                                         \
         if (hit < 0)                                                                                                   \
             return -1;                                                                                                 \
         ssize_t done = hit ? half : full;                                                                              \
@@ -123,7 +122,7 @@ WRITER(pwritev64, (int fd, const struct iovec *v, int n, off64_t o), REAL(pwrite
        REAL(pwrite64)(fd, v->iov_base, (v->iov_len + 1) / 2, o))
 
 #define ON_FD(name, arguments, kind, call)                                                                             \
-    int name arguments { return strike_fd(kind, #name, fd) ? -1 : call; }
+    int name arguments { return inject_fd(kind, #name, fd) ? -1 : call; }
 ON_FD(fsync, (int fd), OTHER, armed ? 0 : REAL(fsync)(fd))
 ON_FD(fdatasync, (int fd), OTHER, armed ? 0 : REAL(fdatasync)(fd))
 ON_FD(fchmod, (int fd, mode_t mode), OTHER, REAL(fchmod)(fd, mode))
@@ -131,7 +130,7 @@ ON_FD(ftruncate, (int fd, off_t size), OTHER, REAL(ftruncate)(fd, size))
 ON_FD(ftruncate64, (int fd, off64_t size), OTHER, REAL(ftruncate64)(fd, size))
 
 #define ON_PATH(name, arguments, kind, folder, path, call)                                                             \
-    int name arguments { return strike_at(kind, #name, folder, path) ? -1 : call; }
+    int name arguments { return inject_at(kind, #name, folder, path) ? -1 : call; }
 ON_PATH(rename, (const char *a, const char *b), OTHER, AT_FDCWD, b, REAL(rename)(a, b))
 ON_PATH(renameat, (int f, const char *a, int g, const char *b), OTHER, g, b, REAL(renameat)(f, a, g, b))
 ON_PATH(renameat2, (int f, const char *a, int g, const char *b, unsigned int flags), OTHER, g, b,
@@ -146,7 +145,7 @@ ON_PATH(truncate64, (const char *a, off64_t size), OTHER, AT_FDCWD, a, REAL(trun
 ON_PATH(chmod, (const char *a, mode_t mode), OTHER, AT_FDCWD, a, REAL(chmod)(a, mode))
 ON_PATH(fchmodat, (int f, const char *a, mode_t mode, int flags), OTHER, f, a, REAL(fchmodat)(f, a, mode, flags))
 
-/* Opens that may make a file. */
+/* Calls that open and may create a file. */
 #define OPENER(name, first, folder, pass)                                                                              \
     int name(first const char *path, int flags, ...)                                                                   \
     {                                                                                                                  \
@@ -154,7 +153,7 @@ ON_PATH(fchmodat, (int f, const char *a, mode_t mode, int flags), OTHER, f, a, R
         va_start(list, flags);                                                                                         \
         mode_t mode = flags & (O_CREAT | O_TMPFILE) ? va_arg(list, mode_t) : 0;                                        \
         va_end(list);                                                                                                  \
-        if (flags & O_CREAT && strike_at(ALLOCATE, #name, folder, path))                                               \
+        if (flags & O_CREAT && inject_at(ALLOCATE, #name, folder, path))                                               \
             return -1;                                                                                                 \
         return REAL(name)(pass path, flags, mode);                                                                     \
     }

@@ -1,17 +1,17 @@
-"""A file system that forgets: every state a crash may leave of a recorded run.
+"""A model of a file system: the states that a crash of the machine may leave of a recorded run.
 
-Recorded are creations, writes, truncations, renames, removals and syncs below a folder.
-What is on disk for certain is what was synced: the bytes of a file by its last fsync, the
-names in a folder by the folder's last fsync (a file's fsync does not make its name
-durable). Of the rest a crash keeps, by mode:
+`Recorder` records creations, writes, truncations, renames, removals and syncs below a folder. Only
+synced data is durable: the bytes of a file as of its last fsync, the names in a folder as of the
+folder's last fsync. The fsync of a file does not make its name durable. The mode decides which
+unsynced changes of names survive:
 
-all        everything: the process was killed, not the machine
-synced     nothing
-journal    the changes of names up to some point in time, as journals keep them
-folders    of every folder its own changes up to some point
-any        any subset of the changes of names, in their order
+all        all of them: the process was killed, not the machine
+synced     none
+journal    those before a random point in time, as in a journaling file system
+folders    in each folder, those before a random point
+any        a random subset, in order
 
-and of unsynced bytes of files, but for the first two, nothing, all, or random sectors.
+In the last three modes a file keeps none, all or random sectors of its unsynced bytes.
 """
 
 import os
@@ -26,10 +26,13 @@ MODES = ("all", "synced", "journal", "folders", "any")
 
 @dataclass(eq=False)
 class File:
+    """A file: its current and its durable bytes."""
+
     data: bytearray = field(default_factory=bytearray)
     durable: bytes = b""
 
     def after_crash(self, mode, rng):
+        """Return the bytes after a crash."""
         if mode == "all" or bytes(self.data) == self.durable:
             return bytes(self.data)
         fate = "none" if mode == "synced" else rng.choice(("none", "all", "torn"))
@@ -46,11 +49,14 @@ class File:
 
 @dataclass(eq=False)
 class Folder:
+    """A folder: its current and its durable names, and the changes between them."""
+
     names: dict = field(default_factory=dict)
     durable: dict = field(default_factory=dict)
     pending: list = field(default_factory=list)  # (time, change, name, new name or node)
 
     def change(self, time, kind, name, value=None):
+        """Change a name, not yet durably."""
         _apply(self.names, kind, name, value)
         self.pending.append((time, kind, name, value))
 
@@ -65,7 +71,7 @@ def _apply(names, kind, name, value):
 
 
 class Disk:
-    """Replays operations one by one; `after_crash` gives what may be found at this point."""
+    """Replay operations one by one. `after_crash` returns a state that a crash may leave now."""
 
     def __init__(self, files=()):
         self.root, self.time, self.forced = Folder(), 0, 0
@@ -85,6 +91,7 @@ class Disk:
                 yield from self._folders(node)
 
     def node(self, path):
+        """Return the file or folder at a path."""
         node = self.root
         for part in Path(path).parts:
             node = node.names[part]
@@ -102,6 +109,7 @@ class Disk:
             node.pending = []
 
     def do(self, kind, path, *rest):
+        """Apply one operation of a recorded log."""
         self.time += 1
         if kind in ("mkdir", "create"):
             parent, name = self._parent(path)
@@ -116,7 +124,7 @@ class Disk:
             if target is parent:
                 parent.change(self.time, "rename", name, new_name)
             else:
-                # Of two folders: one may know of it and the other not, but in a journal's order.
+                # A rename between two folders may be durable in one of them only, except in mode "journal".
                 target.change(self.time, "link", new_name, parent.names[name])
                 parent.change(self.time, "unlink", name)
         elif kind == "write":
@@ -130,7 +138,7 @@ class Disk:
             self._sync(self.node(path))
 
     def after_crash(self, mode, rng):
-        """path -> bytes, None for a folder."""
+        """Return the tree after a crash: path -> bytes, None for a folder."""
         cut, found = rng.randint(self.forced, self.time), {}
 
         def visit(folder, path):
@@ -150,8 +158,8 @@ class Disk:
         return found
 
 
-def put(files, folder):
-    """Writes such a state out."""
+def write_tree(files, folder):
+    """Write a state that `after_crash` returned into a folder."""
     for path, data in sorted(files.items()):
         if data is None:
             (folder / path).mkdir(parents=True)
@@ -159,13 +167,8 @@ def put(files, folder):
             (folder / path).write_bytes(data)
 
 
-def take(folder):
-    """The state of a real folder."""
-    return {p.relative_to(folder).as_posix(): None if p.is_dir() else p.read_bytes() for p in sorted(folder.rglob("*"))}
-
-
 class Recorder:
-    """Patches os; `log` gets (kind, path under the folder, ...) for each change, one at a time."""
+    """Patch `os` and record each change as (kind, path below the folder, ...) in `log`."""
 
     def __init__(self, folder, patch):
         self.folder, self.log, self._fds = Path(folder), [], {}
@@ -185,7 +188,7 @@ class Recorder:
         return recorded
 
     def _refused(self, *_, **__):
-        raise AssertionError("a call that the model does not know")
+        raise AssertionError("this call is not modeled")
 
     def _inside(self, path):
         path = Path(os.fspath(path)) if not isinstance(path, int) else None
@@ -232,7 +235,7 @@ class Recorder:
     def _fsync(self, call, fd):
         if fd not in self._fds:
             return call(fd)
-        self.log.append(("fsync", self._fds[fd][0]))  # no disk needs to be waited for
+        self.log.append(("fsync", self._fds[fd][0]))  # skip the real fsync
         return None
 
     def _close(self, call, fd):
@@ -241,13 +244,13 @@ class Recorder:
 
     def _path_call(kind):
         def note(self, call, path, *args, **kwargs):
-            assert not kwargs, f"{kind} by a folder's descriptor"
+            assert not kwargs, f"{kind} relative to a folder descriptor"
             done = call(path, *args)
             inside = self._inside(path)
             if inside is not None:
                 rest = [self._inside(args[0])] if kind == "rename" else args if kind == "truncate" else ()
                 self.log.append((kind, inside, *rest))
-                if kind == "rename":  # who has the file open goes on writing to it
+                if kind == "rename":  # open descriptors follow the file
                     for entry in self._fds.values():
                         if entry[0] == inside:
                             entry[0] = rest[0]
@@ -259,7 +262,7 @@ class Recorder:
 
 
 def sample(log, step, rng):
-    """Positions in a log: every step-th, and around each rename and removal."""
+    """Return positions in a log: every step-th one, and some at or after renames, removals and commits."""
     if step == 1:
         return range(len(log) + 1)
     rare = [k + rng.randint(0, 1) for k, op in enumerate(log) if op[0] in ("rename", "unlink", "commit")]
@@ -267,7 +270,7 @@ def sample(log, step, rng):
 
 
 def crash_states(base, log, positions, seeds):
-    """-> (position, mode, seed, state) for each different state; `commit` entries are no operations."""
+    """Yield (position, mode, seed, state) for each distinct state. `commit` entries are no operations."""
     disk, wanted, seen, at = Disk(base), set(positions), set(), 0
     for k in range(len(log) + 1):
         if k in wanted:

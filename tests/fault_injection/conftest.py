@@ -1,4 +1,4 @@
-"""What the tests of faults share: the shim, the files to convert, the driver."""
+"""Fixtures of the fault injection tests: the shim, the input files and the driver process."""
 
 import json
 import os
@@ -13,17 +13,17 @@ import pytest
 from tests.helpers import ROOT, make_trace, write_pickle, write_scores
 
 ALL = os.environ.get("TRACESTORE_FAULTS") == "all"
-# "2/5": the third of five parts of all cases, to run them in several processes or sittings.
-_PART, _PARTS = map(int, os.environ.get("TRACESTORE_PART", "0/1").split("/"))
+# "2/5" selects the third of five shards, so that several processes can divide the cases.
+_SHARD, _SHARDS = map(int, os.environ.get("TRACESTORE_SHARD", "0/1").split("/"))
 
 
-def part_of(cases):
-    """The part of the cases that this process is to run."""
-    return list(cases)[_PART::_PARTS]
+def select_shard(cases):
+    """Return the cases that this process runs."""
+    return list(cases)[_SHARD::_SHARDS]
 
 
 def make_data(folder, num_files=4, per_file=2):
-    """Files to convert, each a commit of its own in the driver."""
+    """Write the input files and return their folder. The driver commits after each file."""
     folder.mkdir()
     traces = [make_trace(k, tokens=2 + k % 3) for k in range(num_files * per_file)]
     for k in range(num_files):
@@ -33,19 +33,23 @@ def make_data(folder, num_files=4, per_file=2):
 
 
 @pytest.fixture(scope="module")
-def memory(tmp_path_factory):
-    """A folder in memory where there is one: thousands of small stores are made and removed,
-    and neither the shim nor the model asks a disk to sync anything."""
+def memory_folder(tmp_path_factory):
+    """Yield a folder, on tmpfs where there is one.
+
+    The tests create and remove thousands of small stores, and neither the shim nor the disk model
+    needs a real fsync.
+    """
     shared = Path("/dev/shm")
     if not (shared.is_dir() and os.access(shared, os.W_OK)):
         yield tmp_path_factory.mktemp("memory")
         return
-    with tempfile.TemporaryDirectory(dir=shared, prefix="tracestore-faults-") as folder:
+    with tempfile.TemporaryDirectory(dir=shared, prefix="tracestore-fault-injection-") as folder:
         yield Path(folder)
 
 
 @pytest.fixture(scope="session")
 def shim(tmp_path_factory):
+    """Compile the shim and return its path."""
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler to build the shim with")
@@ -57,13 +61,13 @@ def shim(tmp_path_factory):
 
 
 class DriverProcess:
-    """Cases in, answers out."""
+    """A driver process: sends it cases and returns its results."""
 
     def __init__(self, shim, folder):
         folder.mkdir(exist_ok=True)
         data = make_data(folder / "data")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.driver", shim, data, folder],
+            [sys.executable, "-m", "tests.fault_injection.driver", shim, data, folder],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -71,19 +75,22 @@ class DriverProcess:
             env={**os.environ, "LD_PRELOAD": str(shim)},
         )
 
-    def ask(self, **case):
+    def run(self, **case):
+        """Run one case in the driver and return its result."""
         print(json.dumps(case), file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
         assert line, f"the driver died in {case}"
         return json.loads(line)
 
     def close(self):
+        """End the driver process."""
         self._process.stdin.close()
         assert self._process.wait(timeout=60) == 0
 
 
 @pytest.fixture(scope="module")
-def driver(shim, memory):
-    process = DriverProcess(shim, memory / "driver")
+def driver(shim, memory_folder):
+    """Yield a driver process."""
+    process = DriverProcess(shim, memory_folder / "driver")
     yield process
     process.close()

@@ -1,4 +1,4 @@
-"""Eight readers beside a writer that is killed again and again; pins."""
+"""Readers while writers are killed, and pinned generations."""
 
 import errno
 import fcntl
@@ -11,7 +11,7 @@ import sys
 import pytest
 
 import tracestore
-from tests.faults.conftest import ALL
+from tests.fault_injection.conftest import ALL
 from tests.helpers import ROOT, make_trace, read_all
 from tracestore.store.io import fsio
 from tracestore.store.maintain.verify import verify_store
@@ -21,12 +21,12 @@ KILLS, SECONDS = (200, 600) if ALL else (10, 10)
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_eight_readers_and_a_killed_writer(memory):
-    store = memory / "shared.zarr"
+def test_eight_readers_while_writers_are_killed(memory_folder):
+    store = memory_folder / "shared.zarr"
 
     def start(*args, **options):
         return subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.readers", *map(str, args)],
+            [sys.executable, "-m", "tests.fault_injection.reader_writer", *map(str, args)],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -39,17 +39,18 @@ def test_eight_readers_and_a_killed_writer(memory):
         writer.append(make_trace(0, tokens=2, dim=32))
     readers = [start("read", store, seed, stdin=subprocess.PIPE) for seed in range(8)]
     writing = start("write", store, KILLS, SECONDS, "0")
-    words, errors = writing.communicate()
+    output, errors = writing.communicate()
     done = [r.communicate() for r in readers]
     assert writing.returncode == 0, errors
     assert [r.returncode for r in readers] == [0] * 8, "\n".join(e for _, e in done if e)
     counts = [json.loads(out) for out, _ in done]
-    print(words.strip(), {name: sum(c[name] for c in counts) for name in ("opened", "reopened", "verified")})
+    print(output.strip(), {name: sum(c[name] for c in counts) for name in ("opened", "reopened", "verified")})
     assert all(c["opened"] > 0 for c in counts) and sum(c["reopened"] for c in counts) > 0
     assert verify_store(store).damaged == {}
 
 
 def append(store, first, count):
+    """Append traces, one commit each."""
     with tracestore.create(store, append=True) as writer:
         for k in range(first, first + count):
             writer.append(make_trace(k))
@@ -57,11 +58,12 @@ def append(store, first, count):
 
 
 def files_of(store, generation):
+    """Return whether manifest, index and columns of a generation exist."""
     names = [f"{folder}/{generation:010d}" for folder in ("manifest", "index", "columns")]
     return [(store / name).exists() for name in names]
 
 
-def test_a_pinned_generation_stays_until_it_is_let_go(tmp_path):
+def test_a_pinned_generation_stays_until_it_is_released(tmp_path):
     store = tmp_path / "s.zarr"
     append(store, 0, 1)
     pinned = tracestore.open(store)
@@ -73,13 +75,13 @@ def test_a_pinned_generation_stays_until_it_is_let_go(tmp_path):
     assert again.generation == 1 and read_all(again)[0]["hidden"] == read_all(pinned)[0]["hidden"]
     pinned.close()
     append(store, 8, 1)
-    assert files_of(store, 1)[0]  # the second reader has it too
+    assert files_of(store, 1)[0]  # the second reader pins it as well
     del again
     append(store, 9, 1)
     assert files_of(store, 1) == [False] * 3
 
 
-def test_a_child_holds_the_pin_it_inherited(tmp_path):
+def test_a_forked_child_keeps_its_pin(tmp_path):
     store = tmp_path / "s.zarr"
     append(store, 0, 1)
     pinned = tracestore.open(store)
@@ -100,7 +102,7 @@ def test_a_child_holds_the_pin_it_inherited(tmp_path):
 
 
 def test_a_file_system_without_locks(tmp_path, monkeypatch):
-    """Readers open all the same; a writer refuses, since it could not be alone."""
+    """Readers open the store; a writer refuses, because it cannot exclude other writers."""
     store = tmp_path / "s.zarr"
     append(store, 0, 1)
 
@@ -117,7 +119,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("where", ["fsync of the manifest folder", "zarr.json"])
 def test_a_commit_that_fails_after_its_rename_is_kept(tmp_path, monkeypatch, where):
-    """The generation is visible, and a reader may have it: what it names is not taken back."""
+    """The generation is visible and may be in use, so its files must stay."""
     store = tmp_path / "s.zarr"
     append(store, 0, 1)
     original, opened = fsio.fsync_path, []
@@ -130,7 +132,7 @@ def test_a_commit_that_fails_after_its_rename_is_kept(tmp_path, monkeypatch, whe
         return original(path, *args)
 
     with tracestore.create(store, append=True) as writer:
-        # Attention that is not causal changes zarr.json, after the manifest.
+        # Attention that is not causal changes zarr.json, which is written after the manifest.
         writer.append(make_trace(1, tokens=3, causal=False))
         monkeypatch.setattr(fsio, "fsync_path", fail)
         with pytest.raises(tracestore.errors.StorageError, match="Input/output error"):

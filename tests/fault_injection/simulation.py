@@ -1,9 +1,8 @@
-"""Writers, readers, score, merge and verify interleaved at every file system call, from a seed.
+"""Deterministic simulation of concurrent writers, readers, score, merge and verify.
 
-Actors are threads of which one runs at a time. At each call that looks at or changes the
-file system the running one hands over to another, chosen by the seed's generator. A killed
-actor makes no further call, whatever its clean-up would do; its files are closed for it,
-as the kernel does.
+Each actor is a thread, and one runs at a time. At a file system call the running actor may yield to
+another one, which the seed's random generator chooses. A killed actor makes no further call, not even
+in its cleanup; the simulation closes its files, as the kernel would.
 """
 
 import fcntl
@@ -18,7 +17,7 @@ import traceback
 
 import numpy as np
 
-# Here, not at its first use: an actor that waits for its turn inside an import stops the others.
+# Imported here: an actor that yields inside an import would block the others.
 from numpy.testing import assert_array_equal
 
 import tracestore
@@ -36,10 +35,12 @@ MAX_KILLS = 3
 
 
 class Killed(BaseException):
-    """Not an Exception: nothing but clean-ups may see it."""
+    """Raised in a killed actor. A BaseException, so that no handler of exceptions catches it."""
 
 
 class Actor:
+    """A thread of the simulation and the descriptors that it has open for writing."""
+
     def __init__(self, name, work):
         self.name, self.work = name, work
         self.turn = threading.Semaphore(0)
@@ -48,6 +49,8 @@ class Actor:
 
 
 class Simulation:
+    """One run: the actors, the patched system calls and the checks."""
+
     def __init__(self, seed, folder, patch):
         self.seed, self.rng = seed, random.Random(seed)
         self.store, self.merged = folder / "s.zarr", folder / "merged.zarr"
@@ -90,6 +93,7 @@ class Simulation:
         return closing
 
     def step(self, name, chance=0.25):
+        """Count a call of the running actor, which yields with probability `chance`."""
         actor = getattr(self.local, "actor", None)
         if actor is None:
             return
@@ -97,14 +101,14 @@ class Simulation:
             raise Killed
         self.steps += 1
         self.trail.append((actor.name, name))
-        # Mostly the same one goes on: bursts of different lengths meet more.
+        # A low probability gives bursts of different lengths, which cover more interleavings.
         if self.rng.random() < chance:
-            self._hand_over()
+            self._yield_turn()
             actor.turn.acquire()
         if actor.killed:
             raise Killed
 
-    def _hand_over(self):
+    def _yield_turn(self):
         if not self.actors:
             self.finished.set()
             return
@@ -117,11 +121,12 @@ class Simulation:
     # Actors
 
     def start(self, name, work):
+        """Start an actor, which waits for its turn."""
         actor = Actor(name, work)
         self.actors.append(actor)
-        threading.Thread(target=self._live, args=(actor,), daemon=True).start()
+        threading.Thread(target=self._run_actor, args=(actor,), daemon=True).start()
 
-    def _live(self, actor):
+    def _run_actor(self, actor):
         self.local.actor = actor
         actor.turn.acquire()
         try:
@@ -136,18 +141,19 @@ class Simulation:
         self.actors.remove(actor)
         if actor.killed:
             self.start(f"writer after kill {self.kills}", self.write)
-        self._hand_over()
+        self._yield_turn()
 
     def run(self):
+        """Run all actors to their end and check the store."""
         self.start("writer", self.write)
         self.start("score", self.score)
         for k in range(2):
             self.start(f"reader {k}", self.read)
         self.start("verify", self.verify)
         self.start("merge", self.merge)
-        self._hand_over()
+        self._yield_turn()
         ended = self.finished.wait(120)
-        last = "\n".join(f"{who}: {what}" for who, what in self.trail[-15:])
+        last = "\n".join(f"{actor}: {call}" for actor, call in self.trail[-15:])
         assert ended, f"seed {self.seed}: stuck after\n{last}"
         assert not self.failures, f"seed {self.seed}: " + "\n".join(self.failures) + f"\nlast calls:\n{last}"
         self.check_end()
@@ -160,7 +166,7 @@ class Simulation:
                 self.step("locked")
 
     def write(self):
-        """As convert does: what is committed is skipped, every other source is a commit."""
+        """Write like convert: skip committed sources, commit every other one by itself."""
         for k, trace in enumerate(self.traces):
             with self._writer(self.store) as writer:
                 name = f"source {k}"
@@ -173,23 +179,25 @@ class Simulation:
                 self.committed = max(self.committed, writer.manifest.num_traces)
 
     def score(self):
+        """Replace the scores three times."""
         for version in range(1, 4):
             with self._writer(self.store) as writer:
                 count = writer.manifest.num_traces
                 writer.set_values({k: (version + k / 100, np.nan, f"v{version}") for k in range(count)})
                 writer.commit()
 
-    def _once_there(self, call):
-        """-> what the call gives as soon as there is a store, and the traces committed before it."""
+    def _when_created(self, call):
+        """Retry a call until the store exists. Return its result and the traces committed before it."""
         while True:
             expected = self.committed
             try:
                 return call(), expected
             except UsageError:
                 assert expected == 0
-                self.step("nothing there", chance=1)
+                self.step("no store yet", chance=1)
 
     def check(self, store):
+        """Assert that the traces have their values, and scores of one commit."""
         versions = set()
         for trace in store:
             expected = self.traces[trace.index]
@@ -202,12 +210,13 @@ class Simulation:
         assert len(versions) <= 1, f"scores of several commits: {versions}"
 
     def read(self):
+        """Open, read and reopen the store several times."""
         for _ in range(4):
-            store, expected = self._once_there(lambda: tracestore.open(self.store))
+            store, expected = self._when_created(lambda: tracestore.open(self.store))
             with store:
                 assert len(store) >= expected, f"{len(store)} traces of {expected}"
                 self.check(store)
-                for _ in range(self.rng.choice((0, 50, 500))):  # the longest outlast several commits
+                for _ in range(self.rng.choice((0, 50, 500))):  # the longest outlive several commits
                     self.step("hold", chance=1)
                 again = pickle.loads(pickle.dumps(store))
                 assert again.generation == store.generation, "a pinned generation was removed"
@@ -215,17 +224,20 @@ class Simulation:
                 again.close()
 
     def verify(self):
+        """Verify the store several times."""
         for _ in range(3):
-            report, _ = self._once_there(lambda: verify_store(self.store, num_threads=1))
+            report, _ = self._when_created(lambda: verify_store(self.store, num_threads=1))
             assert not report.damaged, report.damaged
 
     def merge(self):
+        """Merge the store into another one, twice."""
         for _ in range(2):
-            self._once_there(lambda: merge.merge_stores([self.store], self.merged))
+            self._when_created(lambda: merge.merge_stores([self.store], self.merged))
 
     def check_end(self):
+        """Assert that the final store is intact, complete and free of leftovers."""
         with StoreWriter(self.store):
-            pass  # tidies up
+            pass  # removes leftovers
         report = verify_store(self.store, num_threads=1)
         assert not report.damaged and not report.leftovers, f"seed {self.seed}: {report}"
         for folder in ("manifest", "index", "columns"):
@@ -243,7 +255,7 @@ class Simulation:
 
 
 def simulate(seed, folder, patch):
-    """One run; AssertionError that begins with the seed where something does not hold."""
+    """Run one simulation and return it. The message of an AssertionError begins with the seed."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     simulation = Simulation(seed, folder, patch)

@@ -1,5 +1,7 @@
-"""One flipped bit anywhere in a store is found and its file named; a damaged newest
-manifest costs nothing that its sources or the predecessor hold."""
+"""Verification finds every flipped bit and names its file, and repair replaces a damaged manifest.
+
+A damaged manifest loses no trace that the sources or the previous manifest hold.
+"""
 
 import os
 import random
@@ -7,8 +9,8 @@ import random
 import pytest
 
 import tracestore
-from tests.faults.conftest import make_data, part_of
-from tests.faults.driver import run_convert, small_commits
+from tests.fault_injection.conftest import make_data, select_shard
+from tests.fault_injection.driver import run_convert, small_commits
 from tests.helpers import make_trace, read_all, tree_bytes
 from tracestore.errors import CorruptStoreError, TracestoreWarning
 from tracestore.store.maintain.verify import repair_store, verify_store
@@ -39,13 +41,13 @@ def flip(path, position, bit):
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("codec", ["none", "zstd"])
-def test_every_flip_is_found(memory, codec):
-    store = make_store(memory / f"flips_{codec}.zarr", codec)
+def test_verify_finds_every_flipped_bit(memory_folder, codec):
+    store = make_store(memory_folder / f"flips_{codec}.zarr", codec)
     files = [p for p in sorted(store.rglob("*")) if p.is_file() and p.name != "lock"]
     sizes = [p.stat().st_size for p in files]
-    for number in part_of(range(FLIPS // 2)):
+    for number in select_shard(range(FLIPS // 2)):
         rng = random.Random(f"{codec} {number}")
-        # Half of them by the byte, half by the file: small files are met as well.
+        # Half of the flips are uniform over bytes, half over files, so that small files are covered.
         (path,) = rng.choices(files, sizes) if number % 2 else rng.choices(files)
         position, bit = rng.randrange(path.stat().st_size), rng.randrange(8)
         flip(path, position, bit)
@@ -58,9 +60,9 @@ def test_every_flip_is_found(memory, codec):
 
 
 @pytest.mark.parametrize("damage", ["flip", "empty", "half"])
-def test_a_damaged_newest_manifest(memory, monkeypatch, capsys, damage):
+def test_repair_of_a_damaged_newest_manifest(memory_folder, monkeypatch, capsys, damage):
     small_commits(monkeypatch)
-    folder = memory / f"manifest_{damage}"
+    folder = memory_folder / f"manifest_{damage}"
     folder.mkdir()
     data, store = make_data(folder / "data", num_files=3), folder / "s.zarr"
     assert run_convert([data, store]) == 0
@@ -84,7 +86,7 @@ def test_a_damaged_newest_manifest(memory, monkeypatch, capsys, damage):
         assert any("generation 3 with 6 traces" in line for line in report.repaired)
         assert tree_bytes(store) == expected
         newest.chmod(0o644)
-    # The copy too: the predecessor is kept, and the sources bring the rest again.
+    # With the copy damaged as well, repair keeps the previous manifest; converting again adds the rest.
     for path in (newest, store / "index" / newest.name / "manifest"):
         path.chmod(0o644)
         os.truncate(path, 10)
@@ -97,8 +99,8 @@ def test_a_damaged_newest_manifest(memory, monkeypatch, capsys, damage):
     assert tree_bytes(store) == expected
 
 
-def test_repair_waits_for_readers(memory):
-    store = make_store(memory / "pinned.zarr", "none")
+def test_repair_waits_for_readers(memory_folder):
+    store = make_store(memory_folder / "pinned.zarr", "none")
     newest = max((store / "manifest").iterdir())
     with tracestore.open(store) as opened:
         os.truncate(newest, 10)
@@ -108,8 +110,8 @@ def test_repair_waits_for_readers(memory):
     assert repair_store(store).damaged == {}
 
 
-def test_nothing_whole_is_not_repaired(memory):
-    store = make_store(memory / "hopeless.zarr", "none")
+def test_repair_refuses_when_no_manifest_is_intact(memory_folder):
+    store = make_store(memory_folder / "hopeless.zarr", "none")
     for manifest in [*(store / "manifest").iterdir(), *(store / "index").glob("*/manifest")]:
         os.truncate(manifest, 10)
     before = tree_bytes(store)

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from tests.faults.conftest import ALL, part_of
+from tests.fault_injection.conftest import ALL, select_shard
 
 pytestmark = pytest.mark.long
 
@@ -20,8 +20,8 @@ FAULTS = {
 }
 
 
-def test_the_shim_sees_the_calls(driver):
-    calls = [line.split()[0] for line in driver.ask(action="pass", log=True)["calls"]]
+def test_the_shim_intercepts_the_calls(driver):
+    calls = [line.split()[0] for line in driver.run(action="pass", log=True)["calls"]]
     assert {"write", "fsync", "rename", "mkdir", "unlink", "rmdir", "fchmod"} <= set(calls)
     assert any(name.startswith("open") for name in calls)
 
@@ -30,24 +30,26 @@ def test_the_shim_sees_the_calls(driver):
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_at_every_call(driver, fault, ahead):
-    """After each the store opens, verifies and holds what was committed; run again it ends
-    in the bytes of a run that was never stopped. `ahead`: two workers, and all that they pack
-    goes into files that the segments take over."""
-    calls = driver.ask(action="pass", log=True, ahead=ahead)["calls"]
+    """After each fault the store opens, verifies and holds all committed traces.
+
+    A second run ends with the bytes of an uninterrupted one. With `ahead`, two workers write every
+    source to spool files before its turn.
+    """
+    calls = driver.run(action="pass", log=True, ahead=ahead)["calls"]
     assert any("/.spool/" in call for call in calls) == ahead
     numbers = range(1, len(calls) + 1)
     if fault == "short write":
         numbers = [n for n in numbers if calls[n - 1].startswith(("write", "pwrite"))]
-    # Shortly: the same share of the calls of every kind and place, and the rare ones all.
+    # The short version samples all calls evenly, and the rare kinds more densely.
     if not ALL:
         rare = {n for n in numbers if calls[n - 1].startswith(("rename", "unlink", "rmdir", "ftruncate"))}
         rare |= {n for n in numbers if "/manifest" in calls[n - 1] or calls[n - 1].endswith(".zarr.json")}
         offset, step = list(FAULTS).index(fault), 97
         numbers = sorted({*list(numbers)[offset::step], *sorted(rare)[offset % 4 :: 4]})
     wrong = []
-    numbers = part_of(numbers)
+    numbers = select_shard(numbers)
     for n in numbers:
-        found = driver.ask(at=n, ahead=ahead, **FAULTS[fault])["wrong"]
+        found = driver.run(at=n, ahead=ahead, **FAULTS[fault])["wrong"]
         if found:
             wrong.append(f"{fault} at call {n} of {len(calls)} ({calls[n - 1]}): {found}")
     print(f"{fault}: {len(numbers)} of {len(calls)} calls")
@@ -56,7 +58,7 @@ def test_a_fault_at_every_call(driver, fault, ahead):
 
 @pytest.mark.timeout(7200)
 def test_kills_at_random_moments(driver):
-    span_s = min(driver.ask(action="pass", log=True)["span_s"] for _ in range(3))
-    for seed in part_of(range(RANDOM_KILLS)):
-        found = driver.ask(action="random", seed=seed, span_s=span_s)["wrong"]
+    span_s = min(driver.run(action="pass", log=True)["span_s"] for _ in range(3))
+    for seed in select_shard(range(RANDOM_KILLS)):
+        found = driver.run(action="random", seed=seed, span_s=span_s)["wrong"]
         assert not found, f"seed {seed}: {found}"

@@ -1,12 +1,12 @@
-"""Runs of the simulation. TRACESTORE_SEEDS: how many, or with "=n" the one to look at."""
+"""Simulations. TRACESTORE_SEEDS is their number, or "=n" to run seed n only."""
 
 import os
 
 import pytest
 
-from tests.faults.conftest import part_of
-from tests.faults.driver import small_commits
-from tests.faults.simulation import simulate
+from tests.fault_injection.conftest import select_shard
+from tests.fault_injection.driver import small_commits
+from tests.fault_injection.simulation import simulate
 
 pytestmark = pytest.mark.long
 
@@ -14,24 +14,25 @@ SEEDS = os.environ.get("TRACESTORE_SEEDS", "30")
 
 
 def seeds():
-    return [int(SEEDS[1:])] if SEEDS.startswith("=") else part_of(range(int(SEEDS)))
+    """Return the seeds that this process runs."""
+    return [int(SEEDS[1:])] if SEEDS.startswith("=") else select_shard(range(int(SEEDS)))
 
 
 @pytest.mark.timeout(7200)
-def test_simulation(memory, monkeypatch):
+def test_no_interleaving_breaks_the_store(memory_folder, monkeypatch):
     small_commits(monkeypatch)
     steps = kills = generations = 0
     for seed in seeds():
         with pytest.MonkeyPatch.context() as patch:
-            found = simulate(seed, memory / "simulation", patch)
+            found = simulate(seed, memory_folder / "simulation", patch)
         steps, kills, generations = steps + found.steps, kills + found.kills, generations + found.generations
     print(f"{len(seeds())} seeds: {steps:,} calls, {kills} kills, {generations} generations")
 
 
-def test_a_seed_gives_the_same_run_again(memory, monkeypatch):
+def test_a_seed_reproduces_its_run(memory_folder, monkeypatch):
     small_commits(monkeypatch)
     runs = []
     for _ in range(3):
         with pytest.MonkeyPatch.context() as patch:
-            runs.append(simulate(7, memory / "again", patch).trail)
+            runs.append(simulate(7, memory_folder / "again", patch).trail)
     assert runs[1] == runs[2] and len(runs[0]) > 1000

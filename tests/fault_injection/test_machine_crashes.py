@@ -1,13 +1,13 @@
-"""Crashes of the machine: every prefix of a conversion's writes, the unsynced dropped or torn."""
+"""Crashes of the machine after every operation of a conversion, with unsynced data dropped or torn."""
 
 import shutil
 
 import pytest
 
 import tracestore
-from tests.faults import model
-from tests.faults.conftest import ALL, make_data, part_of
-from tests.faults.driver import run_convert, small_commits
+from tests.fault_injection import disk_model
+from tests.fault_injection.conftest import ALL, make_data, select_shard
+from tests.fault_injection.driver import run_convert, small_commits
 from tests.helpers import read_all, tree_bytes
 from tracestore.errors import UsageError
 from tracestore.ingest.forecast import SegmentPredictor
@@ -18,19 +18,22 @@ pytestmark = pytest.mark.long
 
 
 @pytest.fixture
-def work(memory, request, monkeypatch):
+def work(memory_folder, request, monkeypatch):
+    """Return the input folder and an empty working folder."""
     small_commits(monkeypatch)
-    folder = memory / f"{request.node.name}"
+    folder = memory_folder / f"{request.node.name}"
     folder.mkdir()
     return make_data(folder / "data", num_files=3), folder
 
 
 def record(arguments, folder, ahead=False):
-    """-> operations below `folder` of a conversion, with a mark after each commit that returned.
-    `ahead`: two workers, and all that they pack goes into files that the segments take over."""
+    """Return the operations of a conversion below `folder`, with an entry after each completed commit.
+
+    With `ahead`, two workers write every source to spool files before its turn.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SegmentPredictor, "begins_segment", lambda *_: ahead)
-        recorder, original = model.Recorder(folder, patch), writer.StoreWriter.commit
+        recorder, original = disk_model.Recorder(folder, patch), writer.StoreWriter.commit
 
         def commit(own):
             original(own)
@@ -42,8 +45,8 @@ def record(arguments, folder, ahead=False):
     return recorder.log
 
 
-def look(store, committed, truth):
-    """Whatever was committed is there and every byte is right."""
+def check_store(store, committed, truth):
+    """Assert that the store holds all committed traces with their values."""
     try:
         opened = tracestore.open(store)
     except UsageError:
@@ -56,23 +59,26 @@ def look(store, committed, truth):
     assert verify_store(store, num_threads=1).damaged == {}
 
 
-def crash_everywhere(data, folder, base, log, expected, truth, step, seeds, again):
+def check_crashes(data, folder, base, log, expected, truth, step, seeds, rerun_every):
+    """Check the store after crashes at the sampled operations of a log. Return the number of states."""
     disk, cases = folder / "disk", 0
-    rng = model.random.Random(0)
+    rng = disk_model.random.Random(0)
     committed = [0]
     for op in log:
         committed.append(op[1] if op[0] == "commit" else committed[-1])
-    for k, mode, seed, state in model.crash_states(base, log, part_of(model.sample(log, step, rng)), seeds):
+    for k, mode, seed, state in disk_model.crash_states(
+        base, log, select_shard(disk_model.sample(log, step, rng)), seeds
+    ):
         shutil.rmtree(disk, ignore_errors=True)
         disk.mkdir()
-        model.put(state, disk)
+        disk_model.write_tree(state, disk)
         where = f"after operation {k} of {len(log)} ({log[k - 1][:2]}), mode {mode}, seed {seed}"
         try:
             if (disk / "s.zarr").exists():
-                look(disk / "s.zarr", committed[k], truth)
+                check_store(disk / "s.zarr", committed[k], truth)
             else:
                 assert committed[k] == 0
-            if cases % again == 0:
+            if cases % rerun_every == 0:
                 assert run_convert([data, disk / "s.zarr", "--workers", 1]) == 0
                 assert tree_bytes(disk / "s.zarr") == expected
         except BaseException as error:
@@ -84,7 +90,7 @@ def crash_everywhere(data, folder, base, log, expected, truth, step, seeds, agai
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("start", ["from nothing", "after a crash"])
-def test_every_crash(work, start, ahead):
+def test_no_crash_loses_a_commit(work, start, ahead):
     data, folder = work
     store = folder / "first" / "s.zarr"
     store.parent.mkdir()
@@ -94,27 +100,27 @@ def test_every_crash(work, start, ahead):
         truth = {t["question_id"]: t for t in read_all(opened)}
     base = {}
     if start == "after a crash":
-        # As a kill in the middle of the third commit leaves it: the next run tidies up first.
+        # A kill in the middle of the third commit leaves this state; the next run first removes leftovers.
         half = next(k for k, op in enumerate(log) if op == ("rename", "s.zarr/columns/.tmp-0000000003", *op[2:]))
-        disk = model.Disk()
+        disk = disk_model.Disk()
         for op in log[: half + 1]:
             if op[0] != "commit":
                 disk.do(*op)
-        base = disk.after_crash("all", model.random.Random(0))
+        base = disk.after_crash("all", disk_model.random.Random(0))
         again = folder / "second"
         again.mkdir()
-        model.put(base, again)
+        disk_model.write_tree(base, again)
         log = record([data, again / "s.zarr"], again, ahead)
         log.insert(0, ("commit", 4))
     step, seeds = (1, 2) if ALL else (90, 1)
-    cases = crash_everywhere(data, folder, base, log, expected, truth, step, seeds, 3 if ALL else 4)
+    cases = check_crashes(data, folder, base, log, expected, truth, step, seeds, 3 if ALL else 4)
     print(f"{start}, ahead {ahead}: {cases} states of {len(log)} operations")
     assert cases
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_the_model_forgets_what_was_not_synced(work, ahead):
-    """Without its syncs the protocol fails in the model: it is the syncs that are tested."""
+def test_the_commit_protocol_fails_without_its_syncs(work, ahead):
+    """The disk model detects each missing fsync of the commit protocol."""
     data, folder = work
     store = folder / "first" / "s.zarr"
     store.parent.mkdir()
@@ -126,7 +132,7 @@ def test_the_model_forgets_what_was_not_synced(work, ahead):
     def without(match):
         return [op for op in log if not (op[0] == "fsync" and match(op[1]))]
 
-    crash_everywhere(data, folder, {}, log, expected, truth, 200, 1, 1000)
+    check_crashes(data, folder, {}, log, expected, truth, 200, 1, 1000)
     for match in (
         lambda path: path.endswith("/manifest"),
         lambda path: path == "s.zarr/segments",
@@ -135,4 +141,4 @@ def test_the_model_forgets_what_was_not_synced(work, ahead):
         lambda path: path.endswith("/part"),
     ):
         with pytest.raises(AssertionError):
-            crash_everywhere(data, folder, {}, without(match), expected, truth, 10, 2, 10**9)
+            check_crashes(data, folder, {}, without(match), expected, truth, 10, 2, 10**9)

@@ -1,7 +1,7 @@
-"""Runs conversions under the shim, one forked child a case, and looks at what they leave.
+"""Run conversions under the shim, each case in a forked child, and check the store that each leaves.
 
-python -m tests.faults.driver SHIM DATA WORK: reads cases as JSON lines, answers each with
-a JSON line: {} where all holds, else {"wrong": what}. Imports happen once, here.
+python -m tests.fault_injection.driver SHIM DATA WORK reads cases as JSON lines and writes one JSON line
+for each: {"wrong": message}, or {"wrong": null} if the case passed. The children inherit all imports.
 """
 
 import contextlib
@@ -30,27 +30,29 @@ from tracestore.store.maintain.verify import verify_store
 from tracestore.store.write import writer
 
 ACTIONS = {"pass": 0, "kill": 1, "fail": 2, "short": 3, "full": 4}
-# Exit codes of a conversion in which one call failed with this.
+# Expected exit codes of a conversion by the error that one of its calls returned.
 CODES = {errno.EIO: {1}, errno.ENOSPC: {4}, errno.EINTR: {0}}
 
 
 def small_commits(patch, close_bytes=1):
-    """Every source leads to a commit."""
+    """Make the writer commit after every source."""
     patch.setitem(writer.StoreWriter.__init__.__kwdefaults__, "close_bytes", close_bytes)
 
 
 def run_convert(arguments):
-    """A conversion in this process, its words of success unsaid; -> exit code."""
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+    """Run a conversion in this process with its output discarded. Return the exit code."""
+    with open(os.devnull, "w") as devnull, contextlib.redirect_stdout(devnull):
         return cli.main(["convert", *map(str, arguments)])
 
 
 class Driver:
+    """Conversions of one folder under the shim, compared with one that was not interrupted."""
+
     def __init__(self, library, data, work):
         self.library = ctypes.CDLL(library)
         self.work, self.store = Path(work), Path(work) / "s.zarr"
         self.arguments = [data, self.store]
-        self.kept = Path(work) / "commits"
+        self.commit_log = Path(work) / "commits"
         small_commits(pytest.MonkeyPatch())
         self.run(None, fork=False)
         self.expected = tree_bytes(self.store)
@@ -58,8 +60,11 @@ class Driver:
             self.truth = {t["question_id"]: t for t in read_all(store)}
 
     def run(self, case, fork=True, after=None):
-        """-> exit code, or minus the signal; `after`: seconds until SIGKILL."""
-        self.kept.write_bytes(b"")
+        """Convert. Return the exit code, or minus the signal number.
+
+        `after` is the number of seconds until SIGKILL. None sends no signal.
+        """
+        self.commit_log.write_bytes(b"")
         if not fork:
             return self._convert(case)
         child = os.fork()
@@ -81,7 +86,7 @@ class Driver:
 
     def _convert(self, case):
         original = writer.StoreWriter.commit
-        log = os.open(self.kept, os.O_WRONLY | os.O_APPEND)
+        log = os.open(self.commit_log, os.O_WRONLY | os.O_APPEND)
 
         def logged(own):
             original(own)
@@ -107,12 +112,12 @@ class Driver:
             os.close(log)
 
     def committed(self):
-        """Traces of the last commit that returned."""
-        lines = self.kept.read_text().split()
+        """Return the number of traces of the last commit that returned."""
+        lines = self.commit_log.read_text().split()
         return int(lines[-1]) if lines else 0
 
-    def look(self):
-        """What is wrong with the store as it is; None where it holds all that was committed."""
+    def check_store(self):
+        """Return a description of the first error in the store, or None if it holds all committed traces."""
         try:
             store = tracestore.open(self.store)
         except UsageError as error:
@@ -123,56 +128,59 @@ class Driver:
                 return f"{len(found)} traces of {self.committed()}"
             for trace in found:
                 if trace != self.truth[trace["question_id"]]:
-                    return f"{trace['question_id']} is another trace"
+                    return f"{trace['question_id']} has other values"
         damaged = verify_store(self.store, num_threads=1).damaged
         return f"damaged: {damaged}" if damaged else None
 
-    def try_case(self, case):
+    def run_case(self, case):
+        """Run a case in an empty store. Return a description of the first error, or None."""
         shutil.rmtree(self.store, ignore_errors=True)
         if case["action"] == "random":
             generator = random.Random(case["seed"])
             code = self.run(case, after=generator.random() * case["span_s"])
         else:
             code = self.run(case)
-        said = (self.work / "output").read_text()
+        output = (self.work / "output").read_text()
         allowed = {"kill": {-signal.SIGKILL}, "random": {-signal.SIGKILL, 0}, "short": {0}, "full": {0, 4}}.get(
             case["action"], CODES.get(case.get("error"), {0})
         )
         if case.get("ahead") and case["action"] != "pass":
-            # Where rows cannot be written ahead they wait in memory; and which call is the last
-            # one depends on two threads.
+            # Rows that cannot be written ahead stay in memory, and two threads decide which call is
+            # the last one. So a conversion may succeed in spite of the fault.
             allowed = allowed | {0}
         if code not in allowed:
-            return f"exit {code}: {said}"
-        if code > 0 and ("unexpected" in said or said.count("\n") != 1):
-            return f"not one typed line: {said}"
-        if code == 4 and "needed" not in said:
-            return f"does not say how much was needed: {said}"
-        wrong = self.look()
+            return f"exit {code}: {output}"
+        if code > 0 and ("unexpected" in output or output.count("\n") != 1):
+            return f"expected one line of a known error: {output}"
+        if code == 4 and "needed" not in output:
+            return f"the message lacks the space needed: {output}"
+        wrong = self.check_store()
         if wrong:
             return wrong
-        if code != 0 and case.get("again", True):
+        if code != 0 and case.get("rerun", True):
             code = self.run(None)
             if code != 0:
-                return f"run again: exit {code}: {(self.work / 'output').read_text()}"
+                return f"rerun: exit {code}: {(self.work / 'output').read_text()}"
         elif code != 0:
             return None
         found = {n: data for n, data in tree_bytes(self.store).items() if not n.startswith(SPOOL_FOLDER)}
         if found != self.expected:
             names = [n for n in {*found, *self.expected} if found.get(n) != self.expected.get(n)]
-            return f"other bytes than an uninterrupted run: {sorted(names)[:5]}"
+            return f"files differ from those of an uninterrupted run: {sorted(names)[:5]}"
         return None
 
     def answer(self, case):
+        """Run a case and return the JSON object that describes its result."""
         if case.get("log"):
             shutil.rmtree(self.store, ignore_errors=True)
             begin = time.perf_counter()
             self.run(case)
             return {"calls": (self.work / "calls").read_text().splitlines(), "span_s": time.perf_counter() - begin}
-        return {"wrong": self.try_case(case)}
+        return {"wrong": self.run_case(case)}
 
 
 def main():
+    """Answer cases from standard input until it ends."""
     driver = Driver(*sys.argv[1:])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

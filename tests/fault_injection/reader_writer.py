@@ -1,8 +1,9 @@
-"""Readers beside a writer that is killed.
+"""Processes that read a store while its writers are killed.
 
-python -m tests.faults.readers read STORE SEED: opens, reads and checks until standard
-input ends, then prints what it did. ... write STORE KILLS SECONDS SEED: forks writers,
-kills each at a random moment, and looks at the store after each.
+python -m tests.fault_injection.reader_writer read STORE SEED
+    opens, reads and checks the store until standard input ends, then prints its counts
+python -m tests.fault_injection.reader_writer write STORE KILLS SECONDS SEED
+    forks writers, kills each at a random time, and checks the store after each
 """
 
 import json
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.faults.driver import small_commits
+from tests.fault_injection.driver import small_commits
 from tests.helpers import make_trace
 from tracestore.errors import TracestoreWarning
 from tracestore.store.maintain.verify import verify_store
@@ -29,11 +30,12 @@ MAX_TRACES = 300
 
 
 def trace(k):
+    """Return trace k."""
     return make_trace(k, tokens=2 + k % 7, dim=32)
 
 
 def check(store, rng):
-    """Random traces against the truth, and the scores: those of one commit, never of two."""
+    """Assert that random traces have their values and that all scores are of one commit."""
     for k in rng.sample(range(len(store)), min(6, len(store))):
         expected, found = trace(k), store[k]
         assert store.index_of(f"q{k}") == k and found.question_id == f"q{k}"
@@ -45,6 +47,7 @@ def check(store, rng):
 
 
 def read(path, seed):
+    """Read the store until standard input ends and print the counts."""
     warnings.simplefilter("error", TracestoreWarning)
     rng, done = random.Random(seed), {"opened": 0, "reopened": 0, "verified": 0, "newest": 0}
     os.set_blocking(0, False)
@@ -75,6 +78,7 @@ def _ended():
 
 
 def write_until_killed(path, seed):
+    """Append traces and replace scores, one commit after the other."""
     rng = random.Random(seed)
     with StoreWriter(path) as writer:
         while True:
@@ -92,6 +96,7 @@ def write_until_killed(path, seed):
 
 
 def write(path, kills, seconds, seed):
+    """Kill writers at random times and check the store after each."""
     small_commits(pytest.MonkeyPatch(), close_bytes=1 << 30)
     with tracestore.create(path, append=True) as writer:
         writer.append(trace(0))
@@ -105,11 +110,11 @@ def write(path, kills, seconds, seed):
                 os._exit(1)
         time.sleep(seconds / kills * (0.5 + rng.random()))
         os.kill(child, signal.SIGKILL)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, f"writer {number} ended by itself"
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, f"writer {number} was not killed"
         report = verify_store(path, num_threads=1)
         assert not report.damaged, f"seed {seed}, kill {number}: {report.damaged}"
         with tracestore.open(path) as store:
-            assert len(store) >= traces, f"seed {seed}, kill {number}: traces are gone"
+            assert len(store) >= traces, f"seed {seed}, kill {number}: traces were lost"
             traces = len(store)
     print(json.dumps({"kills": kills, "traces": traces, "generation": report.generation}))
 
