@@ -1,4 +1,4 @@
-"""The four families of input files as records, one at a time."""
+"""Read the four formats of input files as records, one at a time."""
 
 import contextlib
 import struct
@@ -10,104 +10,100 @@ import numpy as np
 
 from tracestore._core.pickle import BufferReader, ByteReader, ChunkReader
 from tracestore.errors import InvalidInputError, TruncatedFileError
-from tracestore.ingest import pickled_values, torch_file
-from tracestore.ingest.byte_source import (
-    GzipChunks,
-    check_regular,
-    map_file,
-)
+from tracestore.ingest import torch_file
+from tracestore.ingest.byte_source import GzipChunks, check_regular, map_file
 from tracestore.ingest.pickle_reader import pickle_reader
+from tracestore.ingest.pickled_torch import PickledGraph, PickledTensor
+from tracestore.ingest.pickled_values import PickledArray, PickledValue, SafeGlobal
 from tracestore.store.format import schema
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord, question_id_text, record_from_dict, refuse
 
-# What a file may come to, counting what it names many times each time: so much, and so
-# much for a byte of it. A value takes at least one byte. TextFields become bytes anew each time
-# they are named; arrays do not, and one of them stands for all layers in files that people
-# make by hand: as many times as gzip may inflate.
+# Limits of the values that a file's traces hold, where a value counts each time it is named: a fixed
+# allowance and a multiple of the bytes read. A value takes at least one byte. Text is encoded anew
+# each time it is named. Arrays are not: in files made by hand one array may stand for all layers, so
+# arrays may be repeated as often as gzip may inflate.
 _FREE_VALUES, _VALUES_PER_BYTE = 20_000, 4
-_FREE_TEXT, _TEXT_TIMES = 16 << 20, 4
-_FREE_BYTES, _ARRAY_TIMES = 64 << 20, 200
+_FREE_TEXT_BYTES, _TEXT_RATIO = 16 << 20, 4
+_FREE_ARRAY_BYTES, _ARRAY_RATIO = 64 << 20, 200
 _MAX_BYTES_VALUE = 4 << 20
 _GZIP_RESERVED = 0xE0
 
 
 def resolve(value: Any, limits: "_Limits") -> Any:
-    """Drafts inside containers as arrays; shared references count every time."""
+    """Return the value with arrays in place of pickled values, and charge it to the limits."""
     kind = type(value)
     if kind is str or kind is bytes:
-        limits.spend(len(value))
+        limits.charge(len(value))
         return value
-    if kind is pickled_values.PickledArray or kind is pickled_values.PickledTensor:
+    if kind is PickledArray or kind is PickledTensor:
         array = value.resolve()
         if isinstance(array, list):
             return [resolve(v, limits) for v in array]
-        limits.spend(0, array.nbytes)
+        limits.charge(0, array.nbytes)
         return array
-    limits.spend(len(value) if kind is memoryview else 0)
+    limits.charge(len(value) if kind is memoryview else 0)
     if kind is dict:
         return {k: resolve(v, limits) for k, v in value.items()}
     if kind is list or kind is tuple:
         return _resolve_all(value, limits)
     if kind is memoryview:
         if len(value) > _MAX_BYTES_VALUE:
-            raise InvalidInputError(f"found {len(value):,} bytes that are no array")
+            raise InvalidInputError(f"found {len(value):,} bytes that are not an array")
         return bytes(value)
-    if isinstance(value, pickled_values.PickledValue | pickled_values.SafeGlobal):
-        raise InvalidInputError(
-            f"found a {type(value).__name__.removeprefix('Pickled')} object where a value is expected"
-        )
+    if isinstance(value, PickledValue | SafeGlobal):
+        kind_name = type(value).__name__.removeprefix("Pickled")
+        raise InvalidInputError(f"found a {kind_name} object, expected a value")
     return value
 
 
 def _resolve_all(values: Sequence[Any], limits: "_Limits") -> list[Any]:
-    """TextFields, or arrays, at once: most of what a trace has."""
+    """Resolve a sequence, with shortcuts for the common cases of only texts or only arrays."""
     kinds = set(map(type, values))
     if kinds == {str}:
-        limits.spend(sum(map(len, values)), count=len(values))
+        limits.charge(sum(map(len, values)), count=len(values))
         return list(values)
-    if kinds == {pickled_values.PickledArray}:
+    if kinds == {PickledArray}:
         arrays = [v.array for v in values]
         if set(map(type, arrays)) == {np.ndarray}:
-            limits.spend(0, sum(a.nbytes for a in arrays), count=len(arrays))
+            limits.charge(0, sum(a.nbytes for a in arrays), count=len(arrays))
             return arrays
     return [resolve(v, limits) for v in values]
 
 
 class _Limits:
-    """What the traces of a file may come to: values, and bytes of them, which a file
-    exceeds only by naming the same ones many times. `read_bytes` says how many bytes of
-    the file have been there so far."""
+    """Limits on values and bytes of the traces of one file.
+
+    A file exceeds them only by naming the same values many times. `read_bytes` returns the
+    number of bytes of the file that have been read so far.
+    """
 
     def __init__(self, read_bytes: Callable[[], int]) -> None:
         self._read_bytes = read_bytes
         self._values = self._text_bytes = self._array_bytes = 0
         self._max_values = self._max_text_bytes = self._max_array_bytes = 0
 
-    def spend(self, text_bytes: int = 0, array_bytes: int = 0, count: int = 1) -> None:
-        """So many values more, of so many bytes."""
+    def charge(self, text_bytes: int = 0, array_bytes: int = 0, count: int = 1) -> None:
+        """Add values and their bytes; raise InvalidInputError beyond a limit."""
         self._values += count
         self._text_bytes += text_bytes
         self._array_bytes += array_bytes
-        if self._exceeded():
-            there = self._read_bytes()
-            self._max_values = _FREE_VALUES + _VALUES_PER_BYTE * there
-            self._max_text_bytes = _FREE_TEXT + _TEXT_TIMES * there
-            self._max_array_bytes = _FREE_BYTES + _ARRAY_TIMES * there
-            if self._exceeded():
+        if self._is_exceeded():
+            read_bytes = self._read_bytes()
+            self._max_values = _FREE_VALUES + _VALUES_PER_BYTE * read_bytes
+            self._max_text_bytes = _FREE_TEXT_BYTES + _TEXT_RATIO * read_bytes
+            self._max_array_bytes = _FREE_ARRAY_BYTES + _ARRAY_RATIO * read_bytes
+            if self._is_exceeded():
                 raise InvalidInputError(
                     "traces whose values, counted each time they are named, exceed the file many times"
                 )
 
-    def _exceeded(self) -> bool:
+    def _is_exceeded(self) -> bool:
         return (
             self._values > self._max_values
             or self._text_bytes > self._max_text_bytes
             or self._array_bytes > self._max_array_bytes
         )
-
-    def resolved(self, value: Any) -> Any:
-        return resolve(value, self)
 
 
 def read_traces(
@@ -118,13 +114,31 @@ def read_traces(
     scratch: Scratch | None = None,
     is_ahead: Callable[[], bool] = lambda: True,
 ) -> Iterator[TraceRecord]:
-    """The traces of one file, in order. `name` is the file's name in errors.
+    """Read the traces of one file in order.
 
-    Raises InvalidInputError naming file, position and field; what it has yielded
-    before then must not be kept. Arrays of the records are views of the mapped
-    file where it is not compressed; of a compressed one, what is beyond some MiB of a
-    trace lies in `scratch` (by default in the system's folder for temporary files), and a
-    thread of its own inflates while `is_ahead()`.
+    Parameters
+    ----------
+    path : Path
+        A regular file in one of the formats of docs/ingest.md.
+    name : str
+        Name of the file in error messages.
+    need_attention : bool or None
+        Whether a trace without attention is refused; None accepts both.
+    scratch : Scratch, optional
+        Files for what exceeds some MiB of a trace of a compressed file. By default they are
+        in the system's temporary folder.
+    is_ahead : callable, optional
+        Return whether a thread inflates ahead; called before each chunk.
+
+    Yields
+    ------
+    TraceRecord
+        If the file is not compressed, the arrays are views of the mapped file.
+
+    Raises
+    ------
+    InvalidInputError
+        Names file, position and field. The caller must discard the traces it got before.
     """
     position = 0
     try:
@@ -132,16 +146,16 @@ def read_traces(
             yield record
             position += 1
         if position == 0:
-            raise InvalidInputError("found no trace in it")
+            raise InvalidInputError("found no trace")
     except InvalidInputError as error:
         raise error.with_location(source=name) from None
     except TruncatedFileError:
         raise InvalidInputError("cut short while it was read", source=name, position=position) from None
     except RecursionError:
-        raise InvalidInputError("nested deeper than a file of traces", source=name) from None
+        raise InvalidInputError("nested deeper than a trace file", source=name) from None
     except (ValueError, TypeError, OverflowError, IndexError, KeyError, struct.error) as error:
-        # What the checks did not foresee is a refusal too, never a traceback.
-        reason = f"not a file of traces: {type(error).__name__}: {error}"
+        # A fault that the checks above missed must end as a refusal too, never as a traceback.
+        reason = f"not a trace file: {type(error).__name__}: {error}"
         raise InvalidInputError(reason, source=name, position=position) from None
 
 
@@ -150,7 +164,7 @@ def _records(
 ) -> Iterator[TraceRecord]:
     status = check_regular(path)
     if status.st_size == 0:
-        raise InvalidInputError("an empty file")
+        raise InvalidInputError("the file is empty")
     mapped = map_file(path)
     view = memoryview(mapped)
     head = bytes(view[:4])
@@ -159,9 +173,9 @@ def _records(
     if gzipped:
         if view[3] & _GZIP_RESERVED:
             raise InvalidInputError("damaged gzip: reserved flags are set")
-        with contextlib.closing(GzipChunks(path, is_ahead)) as pieces:
-            limits = _Limits(lambda: pieces.inflated_bytes)
-            yield from _from_pickle(limits, pieces.reader(scratch), name, need_attention)
+        with contextlib.closing(GzipChunks(path, is_ahead)) as chunks:
+            limits = _Limits(lambda: chunks.inflated_bytes)
+            yield from _from_pickle(limits, chunks.reader(scratch), name, need_attention)
     elif head == b"PK\x03\x04":
         yield from _from_object(limits, torch_file.read_zip(mapped), name, need_attention)
     elif torch_file.is_legacy(view):
@@ -187,7 +201,7 @@ def _from_pickle(limits: _Limits, source: ByteReader, name: str, need_attention:
 def _trace(limits: _Limits, item: Any, name: str, position: int, need_attention: bool | None) -> TraceRecord:
     try:
         return record_from_dict(
-            limits.resolved(item), source_name=name, position=position, need_attention=need_attention
+            resolve(item, limits), source_name=name, position=position, need_attention=need_attention
         )
     except InvalidInputError as error:
         raise error.with_location(position=position) from None
@@ -199,7 +213,7 @@ def _from_object(limits: _Limits, root: Any, name: str, need_attention: bool | N
             yield _trace(limits, item, name, position, need_attention)
         return
     if not isinstance(root, dict):
-        found = "a tensor or array" if isinstance(root, pickled_values.PickledValue) else type(root).__name__
+        found = "a tensor or array" if isinstance(root, PickledValue) else type(root).__name__
         raise InvalidInputError(f"found {found}, expected a list of traces or a dict of sequences or graphs")
     if "graphs" in root:
         yield from _graphs(limits, root)
@@ -209,16 +223,16 @@ def _from_object(limits: _Limits, root: Any, name: str, need_attention: bool | N
         yield _trace(limits, root, name, 0, need_attention)
 
 
-def _ids(limits: _Limits, root: dict[str, Any], count: int, of: str) -> list[str]:
+def _ids(limits: _Limits, root: dict[str, Any], count: int, unit: str) -> list[str]:
     if "question_ids" not in root:
         raise InvalidInputError("missing key", field="question_ids")
-    ids = limits.resolved(root["question_ids"])
+    ids = resolve(root["question_ids"], limits)
     if isinstance(ids, np.ndarray) and ids.ndim == 1:
         ids = ids.tolist()
     if not isinstance(ids, list):
         raise refuse("question_ids", type(ids).__name__, "a list of ids")
     if len(ids) != count:
-        raise refuse("question_ids", f"{len(ids)} ids", f"{count}, one {of} each")
+        raise refuse("question_ids", f"{len(ids)} ids", f"{count}, one per {unit}")
     texts = []
     for position, value in enumerate(ids):
         try:
@@ -229,7 +243,7 @@ def _ids(limits: _Limits, root: dict[str, Any], count: int, of: str) -> list[str
 
 
 def _labels(limits: _Limits, root: dict[str, Any], count: int) -> list[float | None]:
-    labels = limits.resolved(root["labels"])
+    labels = resolve(root["labels"], limits)
     try:
         values = np.asarray(labels, dtype="<f8")
     except (TypeError, ValueError):
@@ -251,10 +265,10 @@ def _float_array(value: Any, field: str, ndim: int, text: str) -> np.ndarray:
 
 
 def _sequences(limits: _Limits, root: dict[str, Any]) -> Iterator[TraceRecord]:
-    """Family 2: the last token of every layer."""
-    sequences = _float_array(limits.resolved(root["sequences"]), "sequences", 3, "(N, L, D)")
+    """Read a dict of `sequences`, the last token of every layer."""
+    sequences = _float_array(resolve(root["sequences"], limits), "sequences", 3, "(N, L, D)")
     if 0 in sequences.shape:
-        raise refuse("sequences", f"shape {sequences.shape}", "(N, L, D) without a zero")
+        raise refuse("sequences", f"shape {sequences.shape}", "(N, L, D) with no axis of length 0")
     if "labels" not in root:
         raise InvalidInputError("missing key", field="labels")
     labels = _labels(limits, root, len(sequences))
@@ -265,10 +279,10 @@ def _sequences(limits: _Limits, root: dict[str, Any]) -> Iterator[TraceRecord]:
 
 
 def _graphs(limits: _Limits, root: dict[str, Any]) -> Iterator[TraceRecord]:
-    """Families 3 (labels) and 4 (none): a PyG Data a layer."""
+    """Read a dict of `graphs`, one PyG Data per layer, with or without labels."""
     graphs = root["graphs"]
     if not isinstance(graphs, list | tuple) or len(graphs) == 0:
-        raise refuse("graphs", type(graphs).__name__, "a list over traces of lists over layers")
+        raise refuse("graphs", type(graphs).__name__, "a list with one list of layers per trace")
     ids = _ids(limits, root, len(graphs), "trace")
     labels = _labels(limits, root, len(graphs)) if "labels" in root else [None] * len(graphs)
     for position, layers in enumerate(graphs):
@@ -281,13 +295,14 @@ def _graphs(limits: _Limits, root: dict[str, Any]) -> Iterator[TraceRecord]:
 
 
 def _graph_record(limits: _Limits, layers: Any) -> TraceRecord:
+    """Return the record of one trace, without its id, position and label."""
     if not isinstance(layers, list | tuple) or len(layers) == 0:
         raise refuse("graphs", type(layers).__name__, "a list of at least one layer")
     hidden, edges, extras = [], [], {}  # type: ignore[var-annotated]
     for k, layer in enumerate(layers):
-        if not isinstance(layer, pickled_values.PickledGraph | dict):
+        if not isinstance(layer, PickledGraph | dict):
             raise refuse(f"graphs[{k}]", type(layer).__name__, "a PyG Data")
-        fields = layer.fields() if isinstance(layer, pickled_values.PickledGraph) else layer
+        fields = layer.fields() if isinstance(layer, PickledGraph) else layer
         if not all(isinstance(name, str) for name in fields):
             raise refuse(f"graphs[{k}]", "a key that is not a string", "the fields of a PyG Data")
         fields = {name: resolve(v, limits) for name, v in fields.items()}

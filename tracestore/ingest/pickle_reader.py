@@ -1,13 +1,18 @@
-"""A pickle read as data: the machine of _core.pickle with the builders' policy."""
+"""Read a pickle as data: the unpickler of _core.pickle with the names that are accepted."""
 
 from collections.abc import Callable
 from typing import Any
 
 from tracestore._core.pickle import ByteReader, SafeUnpickler
-from tracestore.ingest import pickled_values
+from tracestore.errors import InvalidInputError
+from tracestore.ingest import pickled_torch, pickled_values
+from tracestore.ingest.pickled_torch import NestedTorchLoader
+from tracestore.ingest.pickled_values import PickledDtype, PickledValue, SafeGlobal
 
-# What finished traces may leave in memory because a later trace could refer to it.
+# Memory for objects of finished traces that a later trace could refer to.
 RETAINED_BYTES = 32 << 20
+# (module, name) -> stand-in. Every other name is refused.
+ALLOWED: dict[tuple[str, str], SafeGlobal] = pickled_values.GLOBALS | pickled_torch.GLOBALS
 
 
 def pickle_reader(
@@ -16,27 +21,49 @@ def pickle_reader(
     persistent_load: Callable[[Any], Any] | None = None,
     load_bytes: Callable[[Any], Any] | None = None,
 ) -> SafeUnpickler:
-    """Reads one pickle from a byte source. Iterating gives the items of a list at the
-    top as they become complete; afterwards, or from load(), `result` is the object.
+    """Return a reader of one pickle.
 
-    persistent_load turns a persistent id (torch storages) into an object; load_bytes
-    reads a legacy torch file held in bytes. Both are refused when None. Every refusal
-    is an InvalidInputError.
+    Iterating yields the items of a top-level list as they become complete; afterwards, or
+    from load(), `result` is the object.
+
+    Parameters
+    ----------
+    source : ByteReader
+        The bytes of the pickle.
+    persistent_load : callable, optional
+        Turns a persistent id (a torch storage) into an object. Refused by default.
+    load_bytes : callable, optional
+        Reads a legacy torch file held in bytes. Refused by default.
+
+    Returns
+    -------
+    SafeUnpickler
+        It raises InvalidInputError for whatever it refuses.
     """
+    # One object for the whole pickle, however often a file names it.
+    loader = NestedTorchLoader(load_bytes)
 
-    # One for the whole pickle: however often a file names it, it takes its room once.
-    loader = pickled_values.NestedTorchLoader(load_bytes)
-
-    def lookup(module: Any, name: Any) -> pickled_values.SafeGlobal:
-        builder = pickled_values.lookup(module, name)
-        return loader if isinstance(builder, pickled_values.NestedTorchLoader) else builder
+    def lookup(module: Any, name: Any) -> SafeGlobal:
+        stand_in = _lookup(module, name)
+        return loader if isinstance(stand_in, NestedTorchLoader) else stand_in
 
     return SafeUnpickler(
         source,
         lookup=lookup,
-        builder=pickled_values.SafeGlobal,
-        draft=pickled_values.PickledValue,
+        builder=SafeGlobal,
+        draft=PickledValue,
         persistent=persistent_load,
         retained_bytes=RETAINED_BYTES,
-        kept=(pickled_values.SafeGlobal, pickled_values.PickledDtype),
+        kept=(SafeGlobal, PickledDtype),
     )
+
+
+def _lookup(module: Any, name: Any) -> SafeGlobal:
+    if not isinstance(module, str) or not isinstance(name, str):
+        raise InvalidInputError("a class is named by a value that is not a string")
+    stand_in = ALLOWED.get((module, name))
+    if stand_in is None:
+        raise InvalidInputError(
+            f"names {f'{module}.{name}'[:200]!r}, which is not among the classes that a trace file may have"
+        )
+    return stand_in

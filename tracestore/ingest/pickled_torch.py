@@ -1,0 +1,235 @@
+"""Values of PyTorch and PyTorch Geometric that a pickle may hold: storages, tensors, graphs."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tracestore.errors import InvalidInputError
+from tracestore.ingest.pickled_values import (
+    MAX_EMPTY_AXIS,
+    OBJECT,
+    PickledValue,
+    SafeClass,
+    SafeFunction,
+    SafeGlobal,
+    checked_shape,
+)
+from tracestore.store.format.schema import BFLOAT16
+
+_DTYPES: dict[str, np.dtype] = {
+    "float16": np.dtype("<f2"),
+    "bfloat16": BFLOAT16,
+    "float32": np.dtype("<f4"),
+    "float64": np.dtype("<f8"),
+    "uint8": np.dtype("u1"),
+    "int8": np.dtype("i1"),
+    "int16": np.dtype("<i2"),
+    "int32": np.dtype("<i4"),
+    "int64": np.dtype("<i8"),
+    "bool": np.dtype("?"),
+}
+_STORAGES = {
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "FloatStorage": "float32",
+    "DoubleStorage": "float64",
+    "ByteStorage": "uint8",
+    "CharStorage": "int8",
+    "ShortStorage": "int16",
+    "IntStorage": "int32",
+    "LongStorage": "int64",
+    "BoolStorage": "bool",
+}
+
+
+class PickledStorage(PickledValue):
+    """A torch storage: elements of one dtype. Legacy files set `data` later."""
+
+    __slots__ = ("data", "dtype", "numel")
+
+    def __init__(self, dtype: np.dtype | None, numel: int, data: Any = None) -> None:
+        self.dtype, self.numel, self.data = dtype, numel, data
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size in bytes."""
+        return self.numel * (self.dtype.itemsize if self.dtype is not None else 1)
+
+
+class PickledTensor(PickledValue):
+    """A torch tensor: offset, size and stride in elements of a storage."""
+
+    __slots__ = ("dtype", "is_negated", "offset", "size", "storage", "stride")
+
+    def __init__(
+        self,
+        storage: Any,
+        offset: Any,
+        size: Any,
+        stride: Any,
+        dtype: np.dtype | None = None,
+        is_negated: bool = False,
+    ) -> None:
+        if not isinstance(storage, PickledStorage):
+            raise InvalidInputError("found a tensor without a storage")
+        size, stride = checked_shape(size), checked_shape(stride)
+        dtype = dtype or storage.dtype
+        if dtype is None or len(size) != len(stride) or not isinstance(offset, int) or offset < 0:
+            raise InvalidInputError("found a tensor with an inconsistent layout")
+        available = storage.num_bytes // dtype.itemsize
+        numel = math.prod(size)
+        last = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) + 1 if numel else offset
+        if (numel == 0 and max(size, default=0) > MAX_EMPTY_AXIS) or any(s >= 1 << 48 for s in stride):
+            raise InvalidInputError(f"found a tensor of size {size} and stride {stride}")
+        if last > available or numel > available:
+            raise InvalidInputError(f"a tensor of size {size} reaches outside its storage of {available:,} elements")
+        self.storage, self.offset, self.size, self.stride, self.dtype = storage, offset, size, stride, dtype
+        self.is_negated = is_negated
+
+    def resolve(self) -> np.ndarray:
+        """Return the values as a read-only array, a view of the storage unless the sign changes."""
+        if self.storage.data is None:
+            raise InvalidInputError("found a tensor whose storage is not in the file")
+        if math.prod(self.size) == 0:
+            return np.empty(self.size, self.dtype)
+        items = np.frombuffer(self.storage.data, self.dtype, self.storage.num_bytes // self.dtype.itemsize)
+        strides = tuple(s * self.dtype.itemsize for s in self.stride)
+        values = np.lib.stride_tricks.as_strided(items[self.offset :], self.size, strides, writeable=False)
+        if not self.is_negated:
+            return values
+        if self.dtype == BFLOAT16:
+            return (np.ascontiguousarray(values).view("<u2") ^ 0x8000).astype("<u2").view(BFLOAT16)
+        negated: np.ndarray = np.negative(values)
+        return negated
+
+
+class PickledGraph(PickledValue):
+    """A PyG Data object, or the storage object inside it."""
+
+    def __init__(self) -> None:
+        self.state: dict[Any, Any] | None = None
+
+    def build(self, state: Any) -> None:
+        """Set the attributes of the object."""
+        if not isinstance(state, dict):
+            raise InvalidInputError("found a PyG object whose state is not a dict")
+        self.state = state
+
+    def fields(self) -> dict[str, Any]:
+        """Return x, edge_index, edge_attr and the rest, from the old layout (attributes) or the new (_store)."""
+        state = self.state or {}
+        store = state.get("_store")
+        if isinstance(store, PickledGraph):
+            mapping = (store.state or {}).get("_mapping")
+            if not isinstance(mapping, dict):
+                raise InvalidInputError("found a PyG Data without its fields")
+            state = mapping
+        return {str(k): v for k, v in state.items() if isinstance(k, str) and not k.startswith("_")}
+
+
+class StorageType(SafeClass):
+    """A storage class such as torch.HalfStorage; dtype is None for untyped storages."""
+
+    def __init__(self, name: str, dtype: np.dtype | None) -> None:
+        super().__init__(name)
+        self.dtype = dtype
+
+
+class _TorchDtype(SafeClass):
+    """A dtype object such as torch.float16."""
+
+    def __init__(self, name: str, dtype: np.dtype) -> None:
+        super().__init__(name)
+        self.dtype = dtype
+
+
+class _GraphClass(SafeClass):
+    """A PyG class whose objects hold a graph."""
+
+    def new(self, args: tuple[Any, ...]) -> PickledGraph:
+        if args:
+            raise InvalidInputError(f"found {self.name} made with arguments")
+        return PickledGraph()
+
+
+class _RebuildTensor(SafeGlobal):
+    """Either version of torch's function that makes a tensor over a storage."""
+
+    def __init__(self, version: int) -> None:
+        self.name = f"torch._utils._rebuild_tensor_v{version}"
+        self._version = version
+
+    def call(self, args: tuple[Any, ...]) -> PickledTensor:
+        if len(args) < 4:
+            raise InvalidInputError(f"found {self.name} with {len(args)} arguments")
+        if len(args) > 5 and args[5]:
+            raise InvalidInputError("found a tensor with hooks")
+        dtype = None
+        if self._version == 3:
+            if len(args) < 7 or not isinstance(args[6], _TorchDtype):
+                raise InvalidInputError("found a tensor without a dtype")
+            dtype = args[6].dtype
+        # torch negates and conjugates lazily: the metadata say what is pending for the values.
+        metadata = args[self._version + 4] if len(args) > self._version + 4 else None
+        metadata = {} if metadata is None else metadata
+        if not isinstance(metadata, dict) or not metadata.keys() <= {"neg", "conj"} or metadata.get("conj"):
+            raise InvalidInputError("found a tensor with attributes of its own, such as torch's conjugate bit")
+        return PickledTensor(args[0], args[1], args[2], args[3], dtype, bool(metadata.get("neg")))
+
+
+class NestedTorchLoader(SafeGlobal):
+    """torch.storage._load_from_bytes: a whole legacy torch file inside a pickle.
+
+    `load` reads the file. Without it the call is refused, as on a second level.
+    """
+
+    name = "torch.storage._load_from_bytes"
+
+    def __init__(self, load: Callable[[Any], Any] | None = None) -> None:
+        self._load = load
+
+    def call(self, args: tuple[Any, ...]) -> Any:
+        """Return the storage in the file."""
+        if self._load is None or len(args) != 1:
+            raise InvalidInputError("found a torch file inside a torch file inside a pickle")
+        return self._load(args[0])
+
+
+def _rebuild_parameter(args: tuple[Any, ...]) -> PickledTensor:
+    if len(args) != 3 or not isinstance(args[0], PickledTensor) or args[2]:
+        raise InvalidInputError("found a torch parameter without a tensor, or with hooks")
+    return args[0]
+
+
+def _reconstructor(args: tuple[Any, ...]) -> PickledGraph:
+    """Make an object as protocols 0 and 1 do; only PyG classes are accepted."""
+    if len(args) != 3 or not isinstance(args[0], _GraphClass) or args[1] is not OBJECT or args[2] is not None:
+        raise InvalidInputError("found an object of a class that no trace file has")
+    return args[0].new(())
+
+
+_PYG_DATA = "torch_geometric.data.data"
+_PYG_STORAGE = "torch_geometric.data.storage"
+
+GLOBALS: dict[tuple[str, str], SafeGlobal] = {
+    ("torch._utils", "_rebuild_tensor_v2"): _RebuildTensor(2),
+    ("torch._utils", "_rebuild_tensor_v3"): _RebuildTensor(3),
+    ("torch._utils", "_rebuild_parameter"): SafeFunction("torch._utils._rebuild_parameter", _rebuild_parameter),
+    ("torch", "Size"): SafeFunction("torch.Size", lambda args: checked_shape(args[0] if args else ())),
+    ("torch", "device"): SafeFunction("torch.device", lambda args: "cpu"),
+    ("torch", "UntypedStorage"): StorageType("torch.UntypedStorage", None),
+    ("torch.storage", "UntypedStorage"): StorageType("torch.UntypedStorage", None),
+    ("torch.storage", "_load_from_bytes"): NestedTorchLoader(),
+    (_PYG_DATA, "Data"): _GraphClass(f"{_PYG_DATA}.Data"),
+    (_PYG_DATA, "DataEdgeAttr"): SafeClass(f"{_PYG_DATA}.DataEdgeAttr"),
+    (_PYG_DATA, "DataTensorAttr"): SafeClass(f"{_PYG_DATA}.DataTensorAttr"),
+    (_PYG_STORAGE, "GlobalStorage"): _GraphClass(f"{_PYG_STORAGE}.GlobalStorage"),
+}
+for _module in ("copyreg", "copy_reg"):  # Python 3 and 2
+    GLOBALS[_module, "_reconstructor"] = SafeFunction("copyreg._reconstructor", _reconstructor)
+for _name, _dtype_name in _STORAGES.items():
+    GLOBALS["torch", _name] = StorageType(f"torch.{_name}", _DTYPES[_dtype_name])
+for _name, _dtype in _DTYPES.items():
+    GLOBALS["torch", _name] = _TorchDtype(f"torch.{_name}", _dtype)
