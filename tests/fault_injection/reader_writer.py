@@ -90,7 +90,7 @@ def write_until_killed(path, seed):
                     writer.end_source()
             else:
                 version = writer.manifest.generation
-                writer.set_values({k: (version + k * 1e-6, np.nan, None) for k in range(count)})
+                writer.update_values({k: (version + k * 1e-6, np.nan, None) for k in range(count)})
             writer.commit()
             time.sleep(rng.random() * 0.02)
 

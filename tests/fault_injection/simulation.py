@@ -183,7 +183,7 @@ class Simulation:
         for version in range(1, 4):
             with self._writer(self.store) as writer:
                 count = writer.manifest.num_traces
-                writer.set_values({k: (version + k / 100, np.nan, f"v{version}") for k in range(count)})
+                writer.update_values({k: (version + k / 100, np.nan, f"v{version}") for k in range(count)})
                 writer.commit()
 
     def _when_created(self, call):

@@ -20,8 +20,8 @@ from tracestore.ingest import reading
 from tracestore.ingest.forecast import SegmentPredictor
 from tracestore.ingest.reading import AheadOptions, PackOptions, SourceStream, read_sources
 from tracestore.ingest.sources import find_sources
-from tracestore.store.io import read_ahead
-from tracestore.store.io.read_ahead import AheadArrays, AheadFile, WrittenRows
+from tracestore.store.io import spool_files
+from tracestore.store.io.spool_files import SpoolArrays, SpooledRows, SpoolFile
 from tracestore.store.maintain.verify import verify_store
 from tracestore.store.write.shard_writer import ShardWriter
 from tracestore.store.write.writer import StoreWriter
@@ -55,7 +55,7 @@ def test_the_store_is_the_same_bytes(tmp_path, monkeypatch, seed):
     codes = [run_convert([data, tmp_path / "one.zarr", "--workers", 1, *options])]
     share_ahead, share_failed = rng.choice([0.1, 0.5, 1]), rng.choice([0, 0, 0.1])
     monkeypatch.setattr(SegmentPredictor, "begins_segment", lambda *_: rng.random() < share_ahead)
-    append = AheadFile.append
+    append = SpoolFile.append
 
     def fails_now_and_then(self, arrays):
         if rng.random() < share_failed:
@@ -66,7 +66,7 @@ def test_the_store_is_the_same_bytes(tmp_path, monkeypatch, seed):
                 self._fd = closed
         return append(self, arrays)
 
-    monkeypatch.setattr(AheadFile, "append", fails_now_and_then)
+    monkeypatch.setattr(SpoolFile, "append", fails_now_and_then)
     codes.append(run_convert([data, tmp_path / "ahead.zarr", "--workers", rng.choice([2, 3]), *options]))
     assert codes[0] == codes[1] and codes[0] in (0, 3)
     assert (tmp_path / "ahead.zarr").exists() == (tmp_path / "one.zarr").exists()
@@ -83,9 +83,9 @@ def test_what_begins_a_segment_is_taken_over_and_not_copied(tmp_path, monkeypatc
         write_pickle(data / f"{k}.pkl", [make_trace(10 * k + i, tokens=9) for i in range(4)])
     monkeypatch.setitem(StoreWriter.__init__.__kwdefaults__, "close_bytes", 1)
     copied, taken = [], []
-    pieces, take = WrittenRows.pieces, AheadFile.take
-    monkeypatch.setattr(WrittenRows, "pieces", lambda self: copied.append(self) or pieces(self))
-    monkeypatch.setattr(AheadFile, "take", lambda self, path: taken.append(path.as_posix()) or take(self, path))
+    pieces, take = SpooledRows.pieces, SpoolFile.take
+    monkeypatch.setattr(SpooledRows, "pieces", lambda self: copied.append(self) or pieces(self))
+    monkeypatch.setattr(SpoolFile, "take", lambda self, path: taken.append(path.as_posix()) or take(self, path))
     assert run_convert([data, tmp_path / "s.zarr", "--workers", 3]) == 0
     assert not copied
     # The first source at least: which of the others are far enough depends on the threads.
@@ -146,7 +146,7 @@ def test_nothing_stays_of_sources_that_nobody_takes(tmp_path, had):
         next(iter(stream))
     streams.close()
     assert not (tmp_path / "ahead").exists() and open_files(tmp_path) == []
-    assert read_ahead._free_files._value == 256
+    assert spool_files._free_files._value == 256
 
 
 def test_a_trace_that_goes_between_two_looks(tmp_path, monkeypatch):
@@ -227,14 +227,14 @@ def test_a_source_cut_short_while_it_is_written_ahead(tmp_path, monkeypatch, cap
     for k in range(3):
         write_pickle(data / f"{k}{suffix}", [make_trace(10 * k + i, tokens=40, dim=512) for i in range(8)])
     monkeypatch.setitem(StoreWriter.__init__.__kwdefaults__, "close_bytes", 1)
-    write, cut = AheadArrays.write, []
+    write, cut = SpoolArrays.write, []
 
     def cuts(self, *args):
         if not cut and self._folder.name.endswith("1"):
             cut.append(os.truncate(data / f"1{suffix}", 100))
         return write(self, *args)
 
-    monkeypatch.setattr(AheadArrays, "write", cuts)
+    monkeypatch.setattr(SpoolArrays, "write", cuts)
     monkeypatch.setattr(SegmentPredictor, "begins_segment", lambda *_: True)
     assert run_convert([data, tmp_path / "s.zarr", "--workers", 2]) == 3
     assert cut and f"1{suffix}" in capfd.readouterr().err
@@ -254,8 +254,8 @@ def test_segments_on_another_file_system_are_copied_to(tmp_path, monkeypatch):
     def take(self, path):
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
 
-    monkeypatch.setattr(AheadFile, "take", take)
-    monkeypatch.setattr(read_ahead, "_COPIED_AT_ONCE", 1000)
+    monkeypatch.setattr(SpoolFile, "take", take)
+    monkeypatch.setattr(spool_files, "_COPIED_AT_ONCE", 1000)
     assert run_convert([data, tmp_path / "two.zarr", "--workers", 2]) == 0
     assert tree_bytes(tmp_path / "two.zarr") == tree_bytes(tmp_path / "one.zarr")
 
@@ -272,12 +272,12 @@ def test_what_was_lost_is_an_error_and_no_commit(tmp_path, monkeypatch, capfd):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
-        patch.setattr(AheadFile, "close_if_done", lost)
+        patch.setattr(SpoolFile, "close_if_done", lost)
         assert run_convert([data, tmp_path / "a.zarr", "--workers", 2]) == 1
     assert capfd.readouterr().err.count("\n") == 1 and not (tmp_path / "a.zarr").exists()
     with monkeypatch.context() as patch:
-        patch.setattr(AheadFile, "take", lost)
-        patch.setattr(WrittenRows, "pieces", lambda self: [np.zeros(self.nbytes, "u1")])
+        patch.setattr(SpoolFile, "take", lost)
+        patch.setattr(SpooledRows, "pieces", lambda self: [np.zeros(self.nbytes, "u1")])
         assert run_convert([data, tmp_path / "b.zarr", "--workers", 2]) == 1
     assert "other bytes" in capfd.readouterr().err and not (tmp_path / "b.zarr").exists()
 
@@ -320,13 +320,13 @@ def rows_of(rng, count):
 def test_a_stream_takes_written_rows_in_any_company(tmp_path, monkeypatch, seed):
     """Rows from memory, from files, left out, taken back: the bytes are those of plain rows."""
     rng = random.Random(seed)
-    monkeypatch.setattr(read_ahead, "_COPIED_AT_ONCE", 7)
+    monkeypatch.setattr(spool_files, "_COPIED_AT_ONCE", 7)
     plain = ShardWriter(tmp_path / "plain", np.dtype("<f2"), (3,), "none", 64)
     mixed = ShardWriter(tmp_path / "mixed", np.dtype("<f2"), (3,), "none", 64)
     for source in range(rng.randint(1, 6)):
-        marks = plain.mark(), mixed.mark()
+        marks = plain.savepoint(), mixed.savepoint()
         is_ahead, is_refused = rng.random() < 0.6, rng.random() < 0.2
-        files = AheadArrays(tmp_path / str(source), rng.choice([30, 1 << 30]))
+        files = SpoolArrays(tmp_path / str(source), rng.choice([30, 1 << 30]))
         share_kept = rng.choice([0.5, 1])
         for k, rows in enumerate(rows_of(rng, rng.randint(1, 6))):
             if is_ahead and rng.random() < 0.1:
@@ -334,7 +334,7 @@ def test_a_stream_takes_written_rows_in_any_company(tmp_path, monkeypatch, seed)
             written = files.write({"a": [rows]}, rows.nbytes, rows.nbytes)["a"] if is_ahead else None
             if rng.random() < share_kept or k == 0:
                 plain.append([rows])
-                mixed.append([rows]) if written is None else mixed.append_written(written, crc(rows))
+                mixed.append([rows]) if written is None else mixed.append_spooled(written, crc(rows))
         plain.flush(), mixed.flush()
         files.end()
         if is_refused:
@@ -355,10 +355,10 @@ def crc(rows):
 def test_a_close_that_fails_is_told_to_who_takes_the_file(tmp_path, monkeypatch):
     """The file is taken all the same: its rows are not copied onto themselves."""
     values = np.arange(6, dtype="<f2").reshape(2, 3)
-    files = AheadArrays(tmp_path / "ahead", 1 << 30)
+    files = SpoolArrays(tmp_path / "ahead", 1 << 30)
     rows = files.write({"a": [values]}, values.nbytes, values.nbytes)["a"]
     files.end()
-    close, free = os.close, read_ahead._free_files._value
+    close, free = os.close, spool_files._free_files._value
 
     def fails(fd):
         close(fd)
@@ -366,18 +366,18 @@ def test_a_close_that_fails_is_told_to_who_takes_the_file(tmp_path, monkeypatch)
 
     stream = ShardWriter(tmp_path / "taken", values.dtype, (3,), "none", 64)
     with monkeypatch.context() as patch:
-        patch.setattr(read_ahead.os, "close", fails)
+        patch.setattr(spool_files.os, "close", fails)
         with pytest.raises(OSError, match="Input/output"):
-            stream.append_written(rows, crc(values))
+            stream.append_spooled(rows, crc(values))
     assert rows.file.is_taken and stream._taken is rows.file and stream.num_rows == 0
     stream.rollback((0, 0, 0, b"", 0))
     files.remove()
-    assert read_ahead._free_files._value == free + 1
+    assert spool_files._free_files._value == free + 1
     assert not (tmp_path / "taken").exists() and open_files(tmp_path) == []
 
 
 def test_a_file_that_lost_its_end_is_an_error(tmp_path):
-    files = AheadArrays(tmp_path, 1 << 30)
+    files = SpoolArrays(tmp_path, 1 << 30)
     rows = files.write({"a": [np.arange(6, dtype="<f2").reshape(2, 3)]}, 12, 12)["a"]
     files.end()
     assert b"".join(p.tobytes() for p in rows.pieces()) == np.arange(6, dtype="<f2").tobytes()

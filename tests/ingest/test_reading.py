@@ -25,7 +25,7 @@ def sources(tmp_path):
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_all_come_in_order_and_no_more_wait_than_there_is_room_for(sources, workers, room_traces):
     options = PackOptions(attention="mean", keep_dtype=False)
-    largest = max(t.held_bytes for s in sources for t in packed_traces(s, options))
+    largest = max(t.memory_bytes for s in sources for t in packed_traces(s, options))
     options = PackOptions(attention="mean", keep_dtype=False, max_waiting=int(room_traces * largest))
     ids, most = [], 0
     for stream in read_sources(sources, options, workers=workers, is_known=lambda *_: False, on_wait=lambda: None):

@@ -284,7 +284,7 @@ def test_a_commit_that_fails_is_not_repeated(tmp_path, monkeypatch, where):
 def test_a_write_that_fails_half_way_is_taken_back(tmp_path, monkeypatch):
     from tracestore.store.write import shard_writer
 
-    original = shard_writer.write_pieces
+    original = shard_writer.pwritev_all
 
     def short(fd, pieces, offset):
         if len(pieces[0]) > 500_000:
@@ -294,7 +294,7 @@ def test_a_write_that_fails_half_way_is_taken_back(tmp_path, monkeypatch):
 
     with tracestore.create(tmp_path / "s.zarr") as writer:
         writer.append(make_trace(1, tokens=40, dim=3000))
-        monkeypatch.setattr(shard_writer, "write_pieces", short)
+        monkeypatch.setattr(shard_writer, "pwritev_all", short)
         with pytest.raises(OSError):
             writer.append(make_trace(2, tokens=400, dim=3000))
         monkeypatch.undo()

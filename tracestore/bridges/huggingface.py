@@ -10,7 +10,7 @@ import numpy as np
 from tracestore.errors import MissingFieldError, UsageError
 from tracestore.extras import needs
 from tracestore.store.format import schema
-from tracestore.store.format.labels import COLUMN_OF, CORRECT
+from tracestore.store.format.labels import CORRECT, SCORE_COLUMNS
 from tracestore.store.read.store import TraceStore
 from tracestore.store.read.table import metadata
 from tracestore.store.write.create import create
@@ -40,7 +40,7 @@ def to_datasets(store: TraceStore, arrays: Sequence[str] = ("last_token",)) -> "
     value, sequence = datasets.Value, datasets.Sequence
     kinds = {name: value("string") for name in ("question_id", "group", "source", "question", "answer")}
     kinds |= {name: value("int64") for name in ("sample", "num_tokens", "source_position")}
-    score = COLUMN_OF[store.score_direction]
+    score = SCORE_COLUMNS[store.score_direction]
     kinds |= {score: value("float64"), "label": value("float64"), "has_nonfinite": value("bool")}
     kinds |= {"tokens": sequence(value("int32")), "tokens_decoded": sequence(value("string"))}
     heads = (store.num_stored_heads,) if store.attention == "heads" else ()
@@ -87,9 +87,9 @@ def from_datasets(
     InvalidInputError where a row is not of the schema: what was appended before it stays."""
     required = _REQUIRED if attention == "none" else (*_REQUIRED, "attentions")
     count = 0
-    names = list(COLUMN_OF.values())
+    names = list(SCORE_COLUMNS.values())
     found = [name for name in names if name in (rows.column_names or ())]
-    direction = next((d for d, name in COLUMN_OF.items() if name in found), CORRECT)
+    direction = next((d for d, name in SCORE_COLUMNS.items() if name in found), CORRECT)
     if len(found) > 1:
         raise UsageError(f"found columns {' and '.join(found)}: keep one of them")
     with create(path, attention=attention, score_direction=direction) as writer:
@@ -103,7 +103,7 @@ def from_datasets(
                     trace[name] = [np.asarray(layer, "f4") for layer in trace[name]]
             trace["tokens"] = np.asarray(trace["tokens"])
             writer.append(
-                trace, score=row.get(COLUMN_OF[direction]), label=row.get("label"), group=row.get("group") or ""
+                trace, score=row.get(SCORE_COLUMNS[direction]), label=row.get("label"), group=row.get("group") or ""
             )
             count += 1
     return count

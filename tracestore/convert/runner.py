@@ -102,7 +102,7 @@ class Conversion:
                 dtype=args.dtype,
                 codec=args.codec,
                 overwrite=args.overwrite,
-                continues=self._is_source,
+                can_resume=self._is_source,
                 on_conflict=args.on_conflict,
                 expected_bytes=self.total_bytes,
             ) as writer:
@@ -118,7 +118,7 @@ class Conversion:
                     progress.clear()
                 self.summary.num_traces_new = committed - before
                 self._finish(writer, progress.elapsed_s)
-                writer.put_in_place()
+                writer.replace_existing()
         except KeyboardInterrupt:
             raise KeyboardInterrupt(
                 f"interrupted; {committed:,} traces are committed, the same command continues"
@@ -234,7 +234,7 @@ class Conversion:
                 ):
                     raise InvalidInputError(TRUNCATED_WHILE_READING, source=name) from None
                 raise
-        summary.num_conflicts += writer.source_conflicts
+        summary.num_conflicts += writer.num_source_conflicts
         writer.end_source()
         summary.num_sources += 1
         summary.num_traces_read += added
@@ -262,7 +262,7 @@ class Conversion:
             score, group = self.scores.of(writer.index.question_id(index), writer.index.row(index).sample)
             if not math.isnan(score):
                 updates[index] = (score, math.nan, group or None)
-        writer.set_values(updates)
+        writer.update_values(updates)
         writer.commit()
 
     def _finish(self, writer: StoreWriter, elapsed_s: float) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from tracestore.errors import UsageError
 from tracestore.export.pickle_list import PickleListWriter
 from tracestore.store.format import schema
-from tracestore.store.format.labels import COLUMN_OF
+from tracestore.store.format.labels import SCORE_COLUMNS
 from tracestore.store.io.fsio import atomic_write, map_os_errors
 from tracestore.store.read.store import TraceStore
 from tracestore.store.read.trace import PackedEdges, Trace
@@ -155,7 +155,7 @@ def _write_scores(rows: list[tuple[str, int, str, str]], direction: str, file: B
     everybody's scripts have."""
     columns = [0, *([1] if rows[0][1] >= 0 else []), 2, *([3] if any(r[3] for r in rows) else [])]
     writer = csv.writer(_Lines(file))
-    for row in (("question_id", "sample", COLUMN_OF[direction], "group"), *rows):
+    for row in (("question_id", "sample", SCORE_COLUMNS[direction], "group"), *rows):
         writer.writerow([row[k] for k in columns])
 
 

@@ -63,7 +63,7 @@ class GzipChunks:
         """Reads values from the pieces; large traces go through `scratch`."""
         return ChunkReader(
             self,
-            scratch.room,
+            scratch.new_file,
             disk_bytes=self.disk_bytes,
             max_memory=min(scratch.max_memory, MAX_INFLATED_MEMORY_BYTES),
             max_payload=MAX_INFLATED_PAYLOAD_BYTES,

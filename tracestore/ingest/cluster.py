@@ -83,7 +83,7 @@ class ClusterStream:
             self._future.cancel()
 
     def discard(self) -> None:
-        fsio.remove_if_possible(self.target)
+        fsio.try_remove_tree(self.target)
 
 
 def read_sources_on_cluster(
@@ -128,4 +128,4 @@ def read_sources_on_cluster(
     finally:
         if cluster is not None:
             cluster.close()
-        fsio.remove_if_possible(spool)
+        fsio.try_remove_tree(spool)

@@ -17,7 +17,7 @@ from tracestore.ingest.pickled_torch import PickledGraph, PickledTensor
 from tracestore.ingest.pickled_values import PickledArray, PickledValue, SafeGlobal
 from tracestore.store.format import schema
 from tracestore.store.io.scratch import Scratch
-from tracestore.store.write.record import TraceRecord, question_id_text, record_from_dict, refuse
+from tracestore.store.write.record import TraceRecord, field_error, question_id_text, record_from_dict
 
 # Limits of the values that a file's traces hold, where a value counts each time it is named: a fixed
 # allowance and a multiple of the bytes read. A value takes at least one byte. Text is encoded anew
@@ -230,9 +230,9 @@ def _ids(limits: _Limits, root: dict[str, Any], count: int, unit: str) -> list[s
     if isinstance(ids, np.ndarray) and ids.ndim == 1:
         ids = ids.tolist()
     if not isinstance(ids, list):
-        raise refuse("question_ids", type(ids).__name__, "a list of ids")
+        raise field_error("question_ids", type(ids).__name__, "a list of ids")
     if len(ids) != count:
-        raise refuse("question_ids", f"{len(ids)} ids", f"{count}, one per {unit}")
+        raise field_error("question_ids", f"{len(ids)} ids", f"{count}, one per {unit}")
     texts = []
     for position, value in enumerate(ids):
         try:
@@ -247,20 +247,20 @@ def _labels(limits: _Limits, root: dict[str, Any], count: int) -> list[float | N
     try:
         values = np.asarray(labels, dtype="<f8")
     except (TypeError, ValueError):
-        raise refuse("labels", type(labels).__name__, f"({count},) numbers") from None
+        raise field_error("labels", type(labels).__name__, f"({count},) numbers") from None
     if values.size != count or max(values.shape, default=0) not in (0, count):
-        raise refuse("labels", f"shape {values.shape}", f"({count},)")
+        raise field_error("labels", f"shape {values.shape}", f"({count},)")
     return [None if np.isnan(v) else float(v) for v in values.reshape(-1)]
 
 
 def _float_array(value: Any, field: str, ndim: int, text: str) -> np.ndarray:
     if not isinstance(value, np.ndarray) or value.ndim != ndim:
         found = f"shape {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
-        raise refuse(field, found, text)
+        raise field_error(field, found, text)
     try:
         schema.dtype_name(value.dtype)
     except ValueError:
-        raise refuse(field, f"dtype {value.dtype.name}", "float16, float32 or bfloat16") from None
+        raise field_error(field, f"dtype {value.dtype.name}", "float16, float32 or bfloat16") from None
     return value if value.dtype.isnative else value.astype(value.dtype.newbyteorder("="))
 
 
@@ -268,7 +268,7 @@ def _sequences(limits: _Limits, root: dict[str, Any]) -> Iterator[TraceRecord]:
     """Read a dict of `sequences`, the last token of every layer."""
     sequences = _float_array(resolve(root["sequences"], limits), "sequences", 3, "(N, L, D)")
     if 0 in sequences.shape:
-        raise refuse("sequences", f"shape {sequences.shape}", "(N, L, D) with no axis of length 0")
+        raise field_error("sequences", f"shape {sequences.shape}", "(N, L, D) with no axis of length 0")
     if "labels" not in root:
         raise InvalidInputError("missing key", field="labels")
     labels = _labels(limits, root, len(sequences))
@@ -282,7 +282,7 @@ def _graphs(limits: _Limits, root: dict[str, Any]) -> Iterator[TraceRecord]:
     """Read a dict of `graphs`, one PyG Data per layer, with or without labels."""
     graphs = root["graphs"]
     if not isinstance(graphs, list | tuple) or len(graphs) == 0:
-        raise refuse("graphs", type(graphs).__name__, "a list with one list of layers per trace")
+        raise field_error("graphs", type(graphs).__name__, "a list with one list of layers per trace")
     ids = _ids(limits, root, len(graphs), "trace")
     labels = _labels(limits, root, len(graphs)) if "labels" in root else [None] * len(graphs)
     for position, layers in enumerate(graphs):
@@ -297,34 +297,36 @@ def _graphs(limits: _Limits, root: dict[str, Any]) -> Iterator[TraceRecord]:
 def _graph_record(limits: _Limits, layers: Any) -> TraceRecord:
     """Return the record of one trace, without its id, position and label."""
     if not isinstance(layers, list | tuple) or len(layers) == 0:
-        raise refuse("graphs", type(layers).__name__, "a list of at least one layer")
+        raise field_error("graphs", type(layers).__name__, "a list of at least one layer")
     hidden, edges, extras = [], [], {}  # type: ignore[var-annotated]
     for k, layer in enumerate(layers):
         if not isinstance(layer, PickledGraph | dict):
-            raise refuse(f"graphs[{k}]", type(layer).__name__, "a PyG Data")
+            raise field_error(f"graphs[{k}]", type(layer).__name__, "a PyG Data")
         fields = layer.fields() if isinstance(layer, PickledGraph) else layer
         if not all(isinstance(name, str) for name in fields):
-            raise refuse(f"graphs[{k}]", "a key that is not a string", "the fields of a PyG Data")
+            raise field_error(f"graphs[{k}]", "a key that is not a string", "the fields of a PyG Data")
         fields = {name: resolve(v, limits) for name, v in fields.items()}
         for name in ("x", "edge_index", "edge_attr"):
             if fields.get(name) is None:
                 raise InvalidInputError("missing key", field=f"graphs[{k}].{name}")
         x = _float_array(fields.pop("x"), f"graphs[{k}].x", 2, "(S, D)")
         if 0 in x.shape:
-            raise refuse(f"graphs[{k}].x", f"shape {x.shape}", "at least one token and one column")
+            raise field_error(f"graphs[{k}].x", f"shape {x.shape}", "at least one token and one column")
         if hidden and (x.shape != hidden[0].shape or x.dtype != hidden[0].dtype):
-            raise refuse(f"graphs[{k}].x", f"{x.dtype} {x.shape}", f"{hidden[0].dtype} {hidden[0].shape} as in layer 0")
+            raise field_error(
+                f"graphs[{k}].x", f"{x.dtype} {x.shape}", f"{hidden[0].dtype} {hidden[0].shape} as in layer 0"
+            )
         index, weight = fields.pop("edge_index"), fields.pop("edge_attr")
         if not isinstance(index, np.ndarray) or index.ndim != 2 or index.shape[0] != 2 or index.dtype.kind not in "iu":
             found = f"shape {index.shape}" if isinstance(index, np.ndarray) else type(index).__name__
-            raise refuse(f"graphs[{k}].edge_index", found, "(2, E) integers")
+            raise field_error(f"graphs[{k}].edge_index", found, "(2, E) integers")
         if not isinstance(weight, np.ndarray) or weight.shape not in ((index.shape[1], 1), (index.shape[1],)):
             found = f"shape {weight.shape}" if isinstance(weight, np.ndarray) else type(weight).__name__
-            raise refuse(f"graphs[{k}].edge_attr", found, f"({index.shape[1]}, 1)")
+            raise field_error(f"graphs[{k}].edge_attr", found, f"({index.shape[1]}, 1)")
         weight = _float_array(weight.reshape(-1), f"graphs[{k}].edge_attr", 1, "(E, 1)")
         nodes = fields.pop("num_nodes", None)
         if nodes is not None and (not isinstance(nodes, int | np.integer) or int(nodes) != len(x)):
-            raise refuse(f"graphs[{k}].num_nodes", str(nodes)[:40], str(len(x)))
+            raise field_error(f"graphs[{k}].num_nodes", str(nodes)[:40], str(len(x)))
         hidden.append(x)
         edges.append((index, weight))
         for name, value in fields.items():

@@ -19,9 +19,9 @@ from tracestore.ingest.forecast import SegmentPredictor
 from tracestore.ingest.formats import read_traces
 from tracestore.ingest.sources import Identity, SourceFile, fingerprint
 from tracestore.platform_support import num_processors
-from tracestore.store.io.fsio import remove_if_possible
-from tracestore.store.io.read_ahead import AheadArrays
+from tracestore.store.io.fsio import try_remove_tree
 from tracestore.store.io.scratch import Scratch
+from tracestore.store.io.spool_files import SpoolArrays
 from tracestore.store.write.pack import PackedTrace, pack_record
 
 TRUNCATED_WHILE_READING = "cut short while it was read"
@@ -145,7 +145,7 @@ class SourceStream:
         room: MemoryGate,
         on_wait: Callable[[], None],
         forecast: SegmentPredictor,
-        ahead: AheadArrays | None,
+        ahead: SpoolArrays | None,
     ) -> None:
         self.source = source
         self._room, self._on_wait = room, on_wait
@@ -229,7 +229,7 @@ class SourceStream:
     def _write(self, trace: PackedTrace) -> None:
         assert self._ahead is not None
         num_bytes = trace.num_bytes
-        written = self._ahead.write(trace.held, num_bytes, num_bytes + trace.metadata_bytes)
+        written = self._ahead.write(trace.in_memory_arrays, num_bytes, num_bytes + trace.metadata_bytes)
         with self._changed:
             if self._is_cancelled:
                 raise Cancelled
@@ -244,7 +244,7 @@ class SourceStream:
     def _put(self, trace: PackedTrace) -> None:
         while True:
             with self._changed:
-                size = trace.held_bytes
+                size = trace.memory_bytes
                 if not self._has_room(size):
                     self._changed.notify_all()  # who takes traces may not know of those that are written
                 while not (self._is_cancelled or self._has_room(size) or self._may_begin_to_write()):
@@ -302,7 +302,7 @@ class SourceStream:
                     continue
                 trace = self._waiting.popleft()
                 self._is_begun = True
-                self._room.add(-trace.held_bytes)
+                self._room.add(-trace.memory_bytes)
             yield trace
             del trace
         if self._error is not None:
@@ -312,7 +312,7 @@ class SourceStream:
         """Lets the thread end; what it has read is dropped."""
         with self._changed:
             self._cancelled = True
-            self._room.add(-sum(trace.held_bytes for trace in self._waiting))
+            self._room.add(-sum(trace.memory_bytes for trace in self._waiting))
             self._waiting.clear()
 
     def discard(self) -> None:
@@ -375,7 +375,7 @@ def read_sources(
 
     def started() -> Iterator[SourceStream]:
         for number, source in enumerate(sources):
-            arrays = None if ahead is None else AheadArrays(ahead.folder / f"{number:08d}", ahead.split_bytes)
+            arrays = None if ahead is None else SpoolArrays(ahead.folder / f"{number:08d}", ahead.split_bytes)
             stream = SourceStream(source, room, on_wait, forecast, arrays)
             pool.submit(stream.fill, options, is_known)
             yield stream
@@ -387,4 +387,4 @@ def read_sources(
         room.is_closed = True
         pool.shutdown(cancel_futures=True)
         if ahead is not None:
-            remove_if_possible(ahead.folder)
+            try_remove_tree(ahead.folder)

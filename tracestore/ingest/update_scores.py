@@ -48,7 +48,7 @@ def update_scores(path: str | Path, scores: Scores) -> ScoreReport:
         replaced = {index for index, (score, _, _) in updates.items() if not math.isnan(score)}
         if replaced:
             writer.set_score_direction(scores.direction, replaced)
-        writer.set_values(updates)
+        writer.update_values(updates)
         writer.commit()
         stored, direction = writer.read_columns().scores, writer.attributes.score_direction or CORRECT
         return ScoreReport(

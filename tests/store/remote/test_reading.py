@@ -277,7 +277,7 @@ def test_a_disk_without_room_says_so(there, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with tracestore.open(there) as store:
-        monkeypatch.setattr("tracestore.store.io.fsio.write_pieces", full)
+        monkeypatch.setattr("tracestore.store.io.fsio.pwritev_all", full)
         with pytest.raises(tracestore.DiskFullError, match="bytes were needed"):
             _ = store[0].hidden_states
     assert not [n for n in os.listdir(tmp_path / "cache") if n.startswith(".part-")]
@@ -490,7 +490,7 @@ def test_a_full_disk_gives_up_what_is_not_needed(there, tmp_path, monkeypatch):
     store = RemoteStore(there, cache=DiskCache(tmp_path / "cache", 1 << 30))
     for index in range(0, 30, 6):
         assert store[index].hidden_states.size
-    before, real, failures = set(cached(tmp_path)), fsio.write_pieces, [True]
+    before, real, failures = set(cached(tmp_path)), fsio.pwritev_all, [True]
 
     def full_once(*args):
         if failures:
@@ -498,7 +498,7 @@ def test_a_full_disk_gives_up_what_is_not_needed(there, tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
         return real(*args)
 
-    monkeypatch.setattr("tracestore.store.io.fsio.write_pieces", full_once)
+    monkeypatch.setattr("tracestore.store.io.fsio.pwritev_all", full_once)
     assert store[30].hidden_states.shape == (3, 24, 32)
     assert before - set(cached(tmp_path)), "something went to make room"
 

@@ -6,7 +6,7 @@ import numpy as np
 CORRECT, HALLUCINATION = "correct", "hallucination"
 DIRECTIONS = (CORRECT, HALLUCINATION)
 # How tracestore names a column of scores, for files that it writes.
-COLUMN_OF = {CORRECT: "score", HALLUCINATION: "hallucination_score"}
+SCORE_COLUMNS = {CORRECT: "score", HALLUCINATION: "hallucination_score"}
 DEFAULT_THRESHOLD = 0.5
 # The first columns of predictions.csv of a training, whose label is 1 for a hallucination.
 PREDICTION_COLUMNS = ("question_id", "sample", "trace_index", "part", "fold", "seed", "label")

@@ -130,7 +130,7 @@ def num_pairs(num_tokens: int, layout: int) -> int:
 
 
 # No model is larger in any of L, D and H.
-MAX_EXTENT = 1 << 20
+MAX_DIMENSION = 1 << 20
 # L D: a compressed inner chunk holds at least one row of last_token, decoded at once.
 MAX_ROW_VALUES = 1 << 24
 _ATTRIBUTE_VALUES: dict[str, tuple[Any, ...]] = {
@@ -179,7 +179,7 @@ class Attributes:
             if data[name] not in allowed or isinstance(data[name], bool | float):
                 raise ValueError(f"attributes: {name}: found {data[name]!r:.40}")
         for name in ("num_layers", "hidden_dim", "num_heads"):
-            if data[name] is not None and (type(data[name]) is not int or not 0 < data[name] <= MAX_EXTENT):
+            if data[name] is not None and (type(data[name]) is not int or not 0 < data[name] <= MAX_DIMENSION):
                 raise ValueError(f"attributes: {name}: found {data[name]!r:.40}")
         if (data["num_layers"] or 0) * (data["hidden_dim"] or 0) > MAX_ROW_VALUES:
             raise ValueError("attributes: num_layers times hidden_dim: more than a model has")
@@ -197,7 +197,7 @@ class Attributes:
         return replace(self, **values)
 
     @property
-    def layouts(self) -> int:
+    def allowed_layouts(self) -> int:
         """Which layouts a trace's attention may have: bit k for layout k."""
         found = {
             None: (),
@@ -208,6 +208,6 @@ class Attributes:
         return sum(1 << layout for layout in (LAYOUT_NONE, *found[self.attention_layout]))
 
     @property
-    def attention_rows(self) -> int:
+    def num_stored_heads(self) -> int:
         """H where every head is stored, else 1: rows of A values a layer."""
         return (self.num_heads or 1) if self.attention == "heads" else 1

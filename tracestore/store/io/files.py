@@ -104,22 +104,22 @@ class LocalFiles:
         parent = self._open_folder(folders)
         try:
             if not stat.S_ISREG(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
-                raise not_a_file(self.root, path)
+                raise not_regular_error(self.root, path)
             # O_NONBLOCK: it may have become a FIFO since.
             fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=parent)
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 os.close(fd)
-                raise not_a_file(self.root, path)
+                raise not_regular_error(self.root, path)
             return fd
         except OSError as error:
             if error.errno == errno.ELOOP:
-                raise not_a_file(self.root, path) from None
+                raise not_regular_error(self.root, path) from None
             error.filename = str(self.root / path)
             raise
         finally:
             os.close(parent)
 
-    def names(self, folder: str) -> list[str]:
+    def list_dir(self, folder: str) -> list[str]:
         """Return the names in a folder of the store; none where it is not there. CorruptStoreError
         where it is a link or no folder."""
         try:
@@ -140,7 +140,7 @@ class LocalFiles:
             except OSError as error:
                 path = "/".join(parts[: k + 1])
                 if error.errno in (errno.ELOOP, errno.ENOTDIR):
-                    raise not_a_file(self.root, path) from None
+                    raise not_regular_error(self.root, path) from None
                 error.filename = str(self.root / path)
                 raise
             finally:
@@ -149,7 +149,7 @@ class LocalFiles:
         return fd
 
 
-def not_a_file(store: Path, path: str) -> CorruptStoreError:
+def not_regular_error(store: Path, path: str) -> CorruptStoreError:
     """The error for what is no regular file or folder where a store has one."""
     if (store / path).is_symlink():
         return CorruptStoreError(

@@ -21,7 +21,7 @@ _HELD = (errno.EWOULDBLOCK, errno.EACCES)
 _MAX_PIECES = 512  # of one call; IOV_MAX is 1,024
 
 
-def again(call: Callable[..., Any], *arguments: Any) -> Any:
+def retry_eintr(call: Callable[..., Any], *arguments: Any) -> Any:
     """The call, repeated while a signal interrupts it. os.open, write and fsync do so
     themselves; mkdir, rename, unlink, rmdir and truncate do not, and network file
     systems interrupt them."""
@@ -33,7 +33,7 @@ def again(call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
+def with_filename(path: Path) -> Iterator[None]:
     """An OSError of a call on a descriptor names the file."""
     try:
         yield
@@ -47,7 +47,7 @@ def fsync_path(path: Path) -> None:
     """fsync of a file or folder. A failure is raised and never retried."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        with naming(path):
+        with with_filename(path):
             os.fsync(fd)
     finally:
         os.close(fd)
@@ -59,7 +59,7 @@ def write_all(fd: int, data: memoryview) -> None:
         data = data[os.write(fd, data) :]
 
 
-def write_pieces(fd: int, pieces: Sequence[memoryview], offset: int) -> None:
+def pwritev_all(fd: int, pieces: Sequence[memoryview], offset: int) -> None:
     """The pieces one behind the other from `offset` on, without a copy. What failed
     half-way can be written again."""
     left = list(pieces)
@@ -79,7 +79,7 @@ def write_file(path: Path, data: bytes | memoryview, *, mode: int = 0o444) -> No
     """A new file with these bytes, on disk when the function returns. Its folder is not synced."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
-        with naming(path):
+        with with_filename(path):
             write_all(fd, memoryview(data))
             os.fchmod(fd, mode)
             os.fsync(fd)
@@ -92,7 +92,7 @@ def replace_file(path: Path, data: bytes) -> None:
     temporary = path.with_name(TEMPORARY_PREFIX + path.name)
     remove_tree(temporary)
     write_file(temporary, data)
-    again(os.rename, temporary, path)
+    retry_eintr(os.rename, temporary, path)
     fsync_path(path.parent)
 
 
@@ -123,21 +123,21 @@ def makedirs(path: Path) -> None:
     if not path.is_dir():
         makedirs(path.parent)
         with contextlib.suppress(FileExistsError):  # another thread made it
-            again(os.mkdir, path)
+            retry_eintr(os.mkdir, path)
 
 
 def remove_tree(path: Path) -> None:
     """Removes a folder or file of ours if it is there."""
     if path.is_symlink() or not path.is_dir():
         with contextlib.suppress(FileNotFoundError):
-            again(os.unlink, path)
+            retry_eintr(os.unlink, path)
         return
     for name in os.listdir(path):
         remove_tree(path / name)
-    again(os.rmdir, path)
+    retry_eintr(os.rmdir, path)
 
 
-def remove_if_possible(path: Path) -> None:
+def try_remove_tree(path: Path) -> None:
     """remove_tree of what lies in SPOOL_FOLDER: the next writer removes what stays."""
     with contextlib.suppress(OSError):
         remove_tree(path)
@@ -183,9 +183,9 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         with temporary.open("xb") as file:
             yield file
             file.flush()
-            with naming(temporary):
+            with with_filename(temporary):
                 os.fsync(file.fileno())
-        again(os.rename, temporary, path)
+        retry_eintr(os.rename, temporary, path)
     except BaseException:
         remove_tree(temporary)
         raise
@@ -209,7 +209,7 @@ class WriterLock:
         except FileNotFoundError:
             raise StoreLockedError(f"{store}: another writer has just taken its empty store away") from None
         try:
-            with naming(store / "lock"):
+            with with_filename(store / "lock"):
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # A writer that committed nothing takes its store away with the file: a lock
             # on that file would keep nobody from making the store anew.

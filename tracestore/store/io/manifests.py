@@ -8,7 +8,7 @@ from tracestore.store.io.files import LocalFiles
 
 def list_generations(files: LocalFiles) -> list[int]:
     """The generations that have a manifest file, newest first."""
-    return sorted((int(n) for n in files.names("manifest") if paths.is_generation(n)), reverse=True)
+    return sorted((int(n) for n in files.list_dir("manifest") if paths.is_generation(n)), reverse=True)
 
 
 def load_manifest(files: LocalFiles, generation: int) -> Manifest:

@@ -10,8 +10,8 @@ from pathlib import Path
 from tracestore.errors import CorruptStoreError, UsageError, escape_unprintable
 from tracestore.store.format import paths, schema
 from tracestore.store.format.paths import TEMPORARY_PREFIX
-from tracestore.store.io.files import LocalFiles, not_a_file
-from tracestore.store.io.fsio import again
+from tracestore.store.io.files import LocalFiles, not_regular_error
+from tracestore.store.io.fsio import retry_eintr
 from tracestore.store.io.manifests import list_generations, load_manifest
 
 MAX_ROOT_BYTES = 1 << 16
@@ -22,7 +22,7 @@ REPLACEMENT = b"replacement\n"
 _ATTEMPTS = 20
 
 
-class Kind(enum.Enum):
+class FolderKind(enum.Enum):
     """What a folder is to a writer."""
 
     ABSENT = enum.auto()
@@ -30,7 +30,7 @@ class Kind(enum.Enum):
     STORE = enum.auto()
 
 
-def examine(store: Path) -> Kind:
+def classify_folder(store: Path) -> FolderKind:
     """Return what lies at a path. Nothing is changed.
 
     Raises
@@ -66,11 +66,11 @@ def _is_of_file_system(name: str) -> bool:
     return name == ".DS_Store" or name.startswith(".nfs")
 
 
-def _examine(store: Path, found: list[str] | None) -> Kind:
+def _examine(store: Path, found: list[str] | None) -> FolderKind:
     if found is None:
-        return Kind.ABSENT
+        return FolderKind.ABSENT
     if not found or _is_beginning(store, found):
-        return Kind.EMPTY
+        return FolderKind.EMPTY
     if not has_root(store):
         if has_manifest(store):
             raise CorruptStoreError(
@@ -80,10 +80,10 @@ def _examine(store: Path, found: list[str] | None) -> Kind:
     for name in found:
         _require_own(store, name)
         if name in paths.TOP_FOLDERS:
-            for inner in LocalFiles(store).names(name):
+            for inner in LocalFiles(store).list_dir(name):
                 if not _is_of_file_system(inner):
                     _require_own(store, f"{name}/{inner}")
-    return Kind.STORE
+    return FolderKind.STORE
 
 
 def _require_own(store: Path, path: str) -> None:
@@ -92,7 +92,7 @@ def _require_own(store: Path, path: str) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
-        raise not_a_file(store, path)
+        raise not_regular_error(store, path)
     if not paths.is_own(path, is_folder=stat.S_ISDIR(mode)):
         raise UsageError(f"{store}: holds {escape_unprintable(path, 100)}, which is not a store's: move it elsewhere")
 
@@ -153,11 +153,11 @@ def remove_own(store: Path, path: str) -> bool:
     if not (is_folder or stat.S_ISREG(mode)) or not paths.is_own(path, is_folder=is_folder):
         return False
     if not is_folder:
-        again(os.unlink, store / path)
+        retry_eintr(os.unlink, store / path)
         return True
     kept = [name for name in os.listdir(store / path) if not remove_own(store, f"{path}/{name}")]
     if not kept:
-        again(os.rmdir, store / path)
+        retry_eintr(os.rmdir, store / path)
     return not kept
 
 

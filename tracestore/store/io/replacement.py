@@ -7,10 +7,10 @@ from pathlib import Path
 from tracestore.platform_support import exchange
 from tracestore.store.format.paths import TEMPORARY_PREFIX
 from tracestore.store.io import fsio
-from tracestore.store.io.ownership import REPLACEMENT, Kind, examine, remove_contents
+from tracestore.store.io.ownership import REPLACEMENT, FolderKind, classify_folder, remove_contents
 
 
-def folder_beside(store: Path) -> Path:
+def replacement_dir(store: Path) -> Path:
     """Return where a store that is to replace another one is written."""
     return store.parent / f"{TEMPORARY_PREFIX}{store.name}"
 
@@ -19,11 +19,11 @@ class Replacement:
     """A folder beside a store, of which a writer makes what shall take the store's place.
 
     Holds the lock of the store that is to be replaced, which readers and nobody else use until
-    put_in_place(); a stop at any time leaves one of the two under the store's name.
+    replace_existing(); a stop at any time leaves one of the two under the store's name.
     """
 
     def __init__(self, target: Path) -> None:
-        self.target, self.folder = target, folder_beside(target)
+        self.target, self.folder = target, replacement_dir(target)
         self._old_lock = fsio.WriterLock(target)
 
     def begin(self, lock: fsio.WriterLock) -> bool:
@@ -42,19 +42,19 @@ class Replacement:
         fsio.fsync_path(self.folder)
         return False
 
-    def put_in_place(self, lock: fsio.WriterLock) -> None:
+    def replace_existing(self, lock: fsio.WriterLock) -> None:
         """Give the folder the store's name, and remove the store that had it."""
         old = self.folder
         if not exchange(self.folder, self.target):
             # Here a stop between the two calls leaves both stores whole, neither under the name.
             old = self.target.parent / f"{TEMPORARY_PREFIX}old-{self.target.name}"
-            fsio.again(os.rename, self.target, old)
-            fsio.again(os.rename, self.folder, self.target)
+            fsio.retry_eintr(os.rename, self.target, old)
+            fsio.retry_eintr(os.rename, self.folder, self.target)
         fsio.fsync_path(self.target.parent)
         lock.write(b"")
         remove_contents(old)
         with contextlib.suppress(OSError):  # what is no store's stays
-            fsio.again(os.rmdir, old)
+            fsio.retry_eintr(os.rmdir, old)
         self.close()
 
     def close(self) -> None:
@@ -62,10 +62,10 @@ class Replacement:
         self._old_lock.release()
 
 
-def replacement_of(path: Path) -> Replacement | None:
+def open_replacement(path: Path) -> Replacement | None:
     """Return where to write what shall replace the store at `path`; None where there is none.
     Errors as of ownership.examine."""
-    if examine(path) is not Kind.STORE:
+    if classify_folder(path) is not FolderKind.STORE:
         return None
-    examine(folder_beside(path))
+    classify_folder(replacement_dir(path))
     return Replacement(path)

@@ -1,4 +1,4 @@
-"""Room beside the memory: arrays of one large trace, in files without a name."""
+"""ScratchFile beside the memory: arrays of one large trace, in files without a name."""
 
 import mmap
 import os
@@ -26,9 +26,9 @@ class Scratch:
     def start(self) -> None:
         self._used = 0
 
-    def room(self, num_bytes: int) -> "Room":
+    def new_file(self, num_bytes: int) -> "ScratchFile":
         """To be written once, front to back; what is written takes no memory of the process."""
-        return Room(self.folder, num_bytes)
+        return ScratchFile(self.folder, num_bytes)
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> np.ndarray:
         """As numpy.empty."""
@@ -44,7 +44,7 @@ class Scratch:
             return np.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype, count).reshape(shape)
 
 
-class Room:
+class ScratchFile:
     """A file without a name: write(piece) until it is full, then finish() maps it."""
 
     def __init__(self, folder: Path | None, num_bytes: int) -> None:

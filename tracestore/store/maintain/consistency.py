@@ -108,7 +108,7 @@ def _length(segment: SegmentReader, name: str) -> int:
 
 
 def _check_rows(segment: SegmentReader, attributes: schema.Attributes, rows: dict[str, np.ndarray]) -> None:
-    layers, heads = attributes.num_layers or 0, attributes.attention_rows
+    layers, heads = attributes.num_layers or 0, attributes.num_stored_heads
     tokens, layout = rows["num_tokens"].astype("<i8"), rows["attention_layout"]
     _require(bool((tokens >= 0).all()), f"{segment.name}/num_tokens", "negative")
     _require(
@@ -116,7 +116,7 @@ def _check_rows(segment: SegmentReader, attributes: schema.Attributes, rows: dic
         f"{segment.name}/num_tokens",
         "not the tokens of hidden_states",
     )
-    allowed = np.array([bool(attributes.layouts >> k & 1) for k in range(256)])
+    allowed = np.array([bool(attributes.allowed_layouts >> k & 1) for k in range(256)])
     _require(bool(allowed[layout].all()), f"{segment.name}/attention_layout", "not a layout of the store")
     pairs = np.where(layout == schema.LAYOUT_CAUSAL, tokens * (tokens + 1) // 2, tokens * tokens)
     sizes = np.where((layout == schema.LAYOUT_CAUSAL) | (layout == schema.LAYOUT_SQUARE), pairs * layers * heads, 0)

@@ -49,7 +49,7 @@ KINDS: dict[str, tuple[str, str]] = {
 
 
 @dataclass(frozen=True)
-class Finding:
+class LintIssue:
     """index and question_id are None for what concerns the whole store."""
 
     kind: str
@@ -66,14 +66,14 @@ class LintReport:
 
     num_traces: int = 0
     counts: dict[str, int] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[LintIssue] = field(default_factory=list)
 
     def add(self, kind: str, trace: Trace | None, found: str) -> None:
         self.counts[kind] = self.counts.get(kind, 0) + 1
         if self.counts[kind] <= MAX_EXAMPLES:
             severity, advice = KINDS[kind]
             index, question_id = (None, None) if trace is None else (trace.index, trace.question_id)
-            self.findings.append(Finding(kind, severity, index, question_id, found, advice))
+            self.findings.append(LintIssue(kind, severity, index, question_id, found, advice))
 
 
 def row_tolerance(num_tokens: int) -> float:

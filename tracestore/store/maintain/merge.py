@@ -187,7 +187,7 @@ def _copy(
         writer.commit()
         for store, wanted in zip(opened, chosen, strict=True):
             _fill_scores(writer, store, wanted, report)
-        writer.put_in_place()
+        writer.replace_existing()
     return report
 
 
@@ -219,7 +219,7 @@ def _merge_source(
     except BaseException:
         writer.abort_source()
         raise
-    if is_known and not writer.source_adds:
+    if is_known and not writer.source_has_changes:
         writer.abort_source()  # it is not to be listed twice
     else:
         writer.end_source()
@@ -246,5 +246,5 @@ def _fill_scores(writer: StoreWriter, store: TraceStore, wanted: np.ndarray, rep
         elif found >= 0 and columns.scores[found] != store.scores[index]:
             report.num_scores_differing += 1
     report.num_scores_filled += len(updates)
-    writer.set_values(updates)
+    writer.update_values(updates)
     writer.commit()

@@ -31,7 +31,7 @@ _PIECE_BYTES = 64 << 20
 
 
 @dataclass
-class Report:
+class VerifyReport:
     """What verify found. `damaged` maps a path in the store to what is wrong with it."""
 
     generation: int | None = None
@@ -42,11 +42,16 @@ class Report:
     repaired: list[str] = field(default_factory=list)
 
 
-class _Checker:
+class _FileVerifier:
     """Compares files with what was committed, in several threads."""
 
     def __init__(
-        self, store: Path, report: Report, quick: bool, num_threads: int, progress: Callable[[int, int], None] | None
+        self,
+        store: Path,
+        report: VerifyReport,
+        quick: bool,
+        num_threads: int,
+        progress: Callable[[int, int], None] | None,
     ) -> None:
         self._files, self._report, self._quick = LocalFiles(store), report, quick
         self._num_threads, self._progress = num_threads, progress
@@ -147,7 +152,7 @@ def verify_store(
     quick: bool = False,
     num_threads: int | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Report:
+) -> VerifyReport:
     """Reads every file that the newest generation and its predecessor name and compares
     size and (unless quick) crc32c. Never changes anything; safe beside a writer.
     `progress` gets bytes done and in all, from any thread. UsageError without a store."""
@@ -157,8 +162,8 @@ def verify_store(
         from tracestore.store.maintain.verify_remote import verify_remote
 
         return verify_remote(place, quick=quick, progress=progress)
-    path, report = place, Report()
-    checker = _Checker(path, report, quick, num_threads or min(8, os.cpu_count() or 1), progress)
+    path, report = place, VerifyReport()
+    checker = _FileVerifier(path, report, quick, num_threads or min(8, os.cpu_count() or 1), progress)
     good: list[mf.Manifest] = []
     with ExitStack() as stack:
         for number, pin in _pin_newest(path, stack).items():
@@ -229,7 +234,7 @@ def _restore(store: Path, number: int) -> bool:
     return True
 
 
-def _check_root(store: Path, good: list[mf.Manifest], report: Report) -> None:
+def _check_root(store: Path, good: list[mf.Manifest], report: VerifyReport) -> None:
     try:
         found = LocalFiles(store).read_small("zarr.json", MAX_ROOT_BYTES)
     except CorruptStoreError as error:
@@ -285,7 +290,7 @@ def _readable(store: Path, number: int) -> mf.Manifest:
     return generation.manifest
 
 
-def repair_store(store: str | os.PathLike[str]) -> Report:
+def repair_store(store: str | os.PathLike[str]) -> VerifyReport:
     """Makes a store writable again whose newest manifest is not whole: writes it anew from
     its copy, or, where that is no better, sets it aside, so that its predecessor is the
     newest. Damage elsewhere is reported, not repaired."""
@@ -320,7 +325,7 @@ def repair_store(store: str | os.PathLike[str]) -> Report:
                 with fsio.try_exclusive(files.open(paths.manifest(number))) as free:
                     if not free:
                         raise StoreLockedError(f"{path}: a reader has the damaged generation {number} open")
-                    fsio.again(os.rename, name, name.with_name(f"{paths.DAMAGED_PREFIX}{name.name}"))
+                    fsio.retry_eintr(os.rename, name, name.with_name(f"{paths.DAMAGED_PREFIX}{name.name}"))
                 fsio.fsync_path(name.parent)
         expected = root_metadata(whole.attributes)
         if not _is_root(files, expected):

@@ -11,7 +11,7 @@ from tracestore.store.format import manifest as mf
 from tracestore.store.format import paths
 from tracestore.store.format.entries import FileEntry
 from tracestore.store.io.files import RemoteURL
-from tracestore.store.maintain.verify import Report
+from tracestore.store.maintain.verify import VerifyReport
 from tracestore.store.read.index import StoreIndex
 from tracestore.store.remote.files import RemoteFiles, cache_of_environment, generations_of
 from tracestore.store.remote.object_store import ObjectStore
@@ -22,11 +22,11 @@ _REQUESTS = 8
 _ATTEMPTS = 5
 
 
-class _Checker:
+class _ObjectVerifier:
     """Compares objects with what was committed, several at a time."""
 
     def __init__(
-        self, bucket: ObjectStore, report: Report, quick: bool, progress: Callable[[int, int], None] | None
+        self, bucket: ObjectStore, report: VerifyReport, quick: bool, progress: Callable[[int, int], None] | None
     ) -> None:
         self._bucket, self._report, self._quick, self._progress = bucket, report, quick, progress
         self._lock = threading.Lock()
@@ -63,7 +63,7 @@ class _Checker:
                 self._progress(self._done, self._report.num_bytes)
 
 
-def verify_remote(address: RemoteURL, *, quick: bool, progress: Callable[[int, int], None] | None) -> Report:
+def verify_remote(address: RemoteURL, *, quick: bool, progress: Callable[[int, int], None] | None) -> VerifyReport:
     """As verify_store. Nothing of it is taken from the cache, but the list of files."""
     bucket = ObjectStore(address)
     for _ in range(_ATTEMPTS):
@@ -79,9 +79,9 @@ def verify_remote(address: RemoteURL, *, quick: bool, progress: Callable[[int, i
 
 def _verify(
     bucket: ObjectStore, numbers: list[int], quick: bool, progress: Callable[[int, int], None] | None
-) -> Report:
-    report = Report()
-    checker = _Checker(bucket, report, quick, progress)
+) -> VerifyReport:
+    report = VerifyReport()
+    checker = _ObjectVerifier(bucket, report, quick, progress)
     files, good = RemoteFiles(bucket, cache_of_environment()), []
     for number in numbers:
         name = paths.manifest(number)
@@ -121,7 +121,7 @@ def _verify(
     return report
 
 
-def _check_root(bucket: ObjectStore, good: list[mf.Manifest], report: Report) -> None:
+def _check_root(bucket: ObjectStore, good: list[mf.Manifest], report: VerifyReport) -> None:
     try:
         found = bucket.read("zarr.json")
     except FileNotFoundError:

@@ -118,7 +118,7 @@ class StoreIndex:
             self._keys.append(keys)
         try:
             parts = [(first, p.views, p.mapped) for first, p in zip(self._first_trace, self._parts, strict=True)]
-            self._places = LocationTable(parts, manifest.num_segments, manifest.attributes.layouts)
+            self._places = LocationTable(parts, manifest.num_segments, manifest.attributes.allowed_layouts)
         except (ValueError, KeyError) as error:
             raise CorruptStoreError(f"generation {manifest.generation}: the index: {error}") from None
 

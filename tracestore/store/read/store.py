@@ -148,7 +148,7 @@ class TraceStore:
     @property
     def num_stored_heads(self) -> int:
         """Attention values of one pair of tokens in one layer: H, or 1 for the mean."""
-        return self._attributes.attention_rows
+        return self._attributes.num_stored_heads
 
     @property
     def attention_layout(self) -> str | None:

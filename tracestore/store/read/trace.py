@@ -225,7 +225,7 @@ class Trace:
             raise MissingFieldError(f"trace {self.index} ({self.question_id}) has no attention: it was not stored")
         if row.layout == schema.LAYOUT_EDGES:
             return PackedEdges(*segment.edges(row.attention_start, store.num_layers, row.num_tokens, self._private))
-        heads = store._attributes.attention_rows
+        heads = store._attributes.num_stored_heads
         pairs = schema.num_pairs(row.num_tokens, row.layout)
         begin = row.attention_start
         values = self._rows(segment, "attention", begin, begin + store.num_layers * heads * pairs)
@@ -257,7 +257,7 @@ class Trace:
             edges = PackedEdges(np.array([0, end - begin]), packed.edge_index[begin:end], packed.weight[begin:end])
             dense: np.ndarray = dense_attention(edges, row.layout, 1, row.num_tokens, where)[0]
             return dense
-        heads, pairs = store._attributes.attention_rows, schema.num_pairs(row.num_tokens, row.layout)
+        heads, pairs = store._attributes.num_stored_heads, schema.num_pairs(row.num_tokens, row.layout)
         first = row.attention_start + layer * heads * pairs
         values = self._graph("attention").array("attention").copy(first, first + heads * pairs)
         shape = (heads, pairs) if store.attention == "heads" else (pairs,)

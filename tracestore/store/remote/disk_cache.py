@@ -204,7 +204,7 @@ class DiskCache:
     def _fetched_crc(bucket: ObjectStore, entry: FileEntry, fd: int, check: Callable[[], None]) -> int:
         def take(piece: Any, offset: int) -> None:
             check()
-            fsio.write_pieces(fd, [memoryview(piece)], offset)
+            fsio.pwritev_all(fd, [memoryview(piece)], offset)
 
         try:
             return bucket.stream(entry.path, entry.size, take)

@@ -22,6 +22,6 @@ def write_columns(store: Path, generation: int, first_trace: int, columns: Colum
         writer.write(name, getattr(columns, name))
     writer.group({"tracestore": {"first_trace": first_trace, "num_traces": len(columns)}})
     require_removed(store, path)
-    fsio.again(os.rename, temporary, store / path)
+    fsio.retry_eintr(os.rename, temporary, store / path)
     fsio.fsync_path(store / "columns")
     return ColumnsRef(path, first_trace, len(columns), tuple(writer.files))

@@ -43,7 +43,7 @@ def write_root(store: Path, attributes: schema.Attributes) -> None:
 
 def commit(store: Path, index: StoreIndex, attributes: schema.Attributes, p: Pending) -> mf.Manifest:
     """Makes `p` durable as the next generation. Until the manifest is in place, readers
-    and the next writer see the old one; what an exception leaves is for clean()."""
+    and the next writer see the old one; what an exception leaves is for remove_unreferenced()."""
     old = index.manifest
     for name in ("manifest", "segments", "index", "columns"):
         fsio.makedirs(store / name)
@@ -56,7 +56,7 @@ def commit(store: Path, index: StoreIndex, attributes: schema.Attributes, p: Pen
     files: list[tuple[int, FileEntry]] = []
     for segment in p.segments:
         files += [(segment.number, entry) for entry in segment.finish()]
-        fsio.again(os.rename, segment.folder, store / paths.segment(segment.number))
+        fsio.retry_eintr(os.rename, segment.folder, store / paths.segment(segment.number))
     if p.segments:
         fsio.fsync_path(store / "segments")
     parts, part_bytes = _write_index(store, index, p, files)
@@ -131,7 +131,7 @@ def _write_index(
     data = pack_arrays(mf.with_key_table(arrays))
     folder = store / paths.index(generation)
     require_removed(store, paths.index(generation))
-    fsio.again(os.mkdir, folder)
+    fsio.retry_eintr(os.mkdir, folder)
     fsio.write_file(folder / "part", data)
     fsio.fsync_path(folder)
     fsio.fsync_path(folder.parent)
@@ -167,7 +167,7 @@ def _write_columns(store: Path, old: mf.Manifest, p: Pending) -> tuple[tuple[mf.
     return tuple(refs), scored, labelled
 
 
-def clean(store: Path, manifest: mf.Manifest) -> None:
+def remove_unreferenced(store: Path, manifest: mf.Manifest) -> None:
     """Removes what no kept generation names: unfinished work, and generations older than
     the predecessor unless a reader has them pinned. The newest manifest is whole when this runs."""
     named = {r.path for r in manifest.parts} | {r.path for r in manifest.columns}
@@ -188,15 +188,15 @@ def clean(store: Path, manifest: mf.Manifest) -> None:
             return  # It was whole when it was pinned: what it names is not known any more.
         named |= {r.path for r in kept.parts} | {r.path for r in kept.columns}
     for folder in ("index", "columns"):
-        for name in files.names(folder):
+        for name in files.list_dir(folder):
             path = f"{folder}/{name}"
             if path not in named and f"{path}/part" not in named:
                 remove_own(store, path)
-    for name in files.names("segments"):
+    for name in files.list_dir("segments"):
         unfinished = name.startswith(TEMPORARY_PREFIX)
         if unfinished or (name.isdigit() and int(name) >= manifest.num_segments):
             remove_own(store, f"segments/{name}")
-    for name in files.names("manifest"):
+    for name in files.list_dir("manifest"):
         if name.startswith(TEMPORARY_PREFIX):
             remove_own(store, f"manifest/{name}")
     remove_own(store, f"{TEMPORARY_PREFIX}zarr.json")

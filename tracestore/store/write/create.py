@@ -58,7 +58,7 @@ class TraceWriter:
         try:
             self._writer.commit()
             if is_done:
-                self._writer.put_in_place()
+                self._writer.replace_existing()
         finally:
             self._writer.close()
 

@@ -17,7 +17,7 @@ from tracestore.store.write.record import TraceRecord
 from tracestore.store.write.texts import TextFields, first_difference, packed_texts, stored_texts
 
 
-class Keys:
+class KeyResolver:
     """The keys of one generation and of what is pending upon it.
 
     `undo` takes back, last step first, what was added since the writer emptied it;
@@ -39,7 +39,7 @@ class Keys:
         self.undo: list[Callable[[], None]] = []
         self._committed: dict[int, SegmentReader] = {}  # those that were looked into
 
-    def new_places(self, trace: PackedTrace) -> set[int]:
+    def resolve_new(self, trace: PackedTrace) -> set[int]:
         """Which of the two places the trace brings that its key does not have yet."""
         record = trace.record
         brings = {mf.GROUP_GRAPH: trace.graph_crc} if "hidden_states" in trace.arrays else {}

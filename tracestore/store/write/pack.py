@@ -8,16 +8,16 @@ import numpy as np
 
 from tracestore._core import kernels
 from tracestore.store.format import schema
-from tracestore.store.io.read_ahead import WrittenRows
 from tracestore.store.io.scratch import Scratch
-from tracestore.store.write.record import TraceRecord, extras_json, refuse
+from tracestore.store.io.spool_files import SpooledRows
+from tracestore.store.write.record import TraceRecord, extras_json, field_error
 
 # Python's own bytes of a trace without arrays, and of each of its texts.
 _TRACE_OBJECTS, _TEXT_OBJECT = 2048, 64
 
 
-def num_bytes_of(rows: Sequence[np.ndarray] | WrittenRows) -> int:
-    return rows.nbytes if isinstance(rows, WrittenRows) else sum(a.nbytes for a in rows)
+def num_bytes_of(rows: Sequence[np.ndarray] | SpooledRows) -> int:
+    return rows.nbytes if isinstance(rows, SpooledRows) else sum(a.nbytes for a in rows)
 
 
 @dataclass
@@ -30,7 +30,7 @@ class PackedTrace:
     hidden_dim: int
     layout: int
     # Of hidden_states a layer each (S, D), or all (L, S, D); in memory or in a file.
-    arrays: Mapping[str, Sequence[np.ndarray] | WrittenRows]
+    arrays: Mapping[str, Sequence[np.ndarray] | SpooledRows]
     edge_counts: np.ndarray | None
     reversed_edges: bool
     num_nonfinite: int
@@ -49,9 +49,9 @@ class PackedTrace:
         return sum(map(num_bytes_of, self.arrays.values()))
 
     @property
-    def held(self) -> dict[str, Sequence[np.ndarray]]:
+    def in_memory_arrays(self) -> dict[str, Sequence[np.ndarray]]:
         """Its arrays in memory."""
-        return {name: rows for name, rows in self.arrays.items() if not isinstance(rows, WrittenRows)}
+        return {name: rows for name, rows in self.arrays.items() if not isinstance(rows, SpooledRows)}
 
     @cached_property
     def metadata_bytes(self) -> int:
@@ -60,10 +60,10 @@ class PackedTrace:
         return 4 * self.num_tokens + texts + len(self.extras)
 
     @property
-    def held_bytes(self) -> int:
+    def memory_bytes(self) -> int:
         """About what it takes in memory."""
         objects = _TRACE_OBJECTS + _TEXT_OBJECT * len(self.record.tokens_decoded or ())
-        return objects + self.metadata_bytes + sum(map(num_bytes_of, self.held.values()))
+        return objects + self.metadata_bytes + sum(map(num_bytes_of, self.in_memory_arrays.values()))
 
     @property
     def segment_bytes(self) -> int:
@@ -79,7 +79,7 @@ def _stored(array: np.ndarray, keep: bool, name: str, scratch: Scratch) -> np.nd
         return array
     if keep:
         if dtype == "float64":
-            raise refuse(name, "float64", "float16, float32 or bfloat16 with --dtype keep")
+            raise field_error(name, "float64", "float16, float32 or bfloat16 with --dtype keep")
         return array.view("<u2") if dtype == "bfloat16" else array
     out = scratch.empty(array.shape, "<f2")
     flat = kernels.to_float16(array.view("u1").reshape(-1), schema.dtype_code(dtype), out.view("u1").reshape(-1))
@@ -90,7 +90,7 @@ def _stored(array: np.ndarray, keep: bool, name: str, scratch: Scratch) -> np.nd
             if dtype == "bfloat16" and raw.dtype == schema.BFLOAT16
             else raw[0]
         )
-        raise refuse(
+        raise field_error(
             name, f"{float(value):g}, which float16 cannot hold", "at most 65504 in size, or the option --dtype keep"
         )
     return out
@@ -141,7 +141,7 @@ def _pack_attention(
             )
         except OverflowError as error:
             layer = f"attentions[{error.args[0]}]"
-            raise refuse(layer, "a head mean that float16 cannot hold", "at most 65504") from None
+            raise field_error(layer, "a head mean that float16 cannot hold", "at most 65504") from None
         if is_packed:
             break
     arrays = [packed] if packed is not None else [a.reshape(-1) for a in stored or ()]
@@ -159,9 +159,11 @@ def _pack_edges(
     dtype = schema.dtype_name(record.edges[0][1].dtype)
     for k, (index, weight) in enumerate(record.edges):
         if schema.dtype_name(weight.dtype) != dtype:
-            raise refuse(f"graphs[{k}].edge_attr", f"dtype {weight.dtype}", f"{dtype} as in layer 0")
+            raise field_error(f"graphs[{k}].edge_attr", f"dtype {weight.dtype}", f"{dtype} as in layer 0")
         if index.size and (index.min() < 0 or index.max() >= num_tokens):
-            raise refuse(f"graphs[{k}].edge_index", f"nodes {index.min()} to {index.max()}", f"0 to {num_tokens - 1}")
+            raise field_error(
+                f"graphs[{k}].edge_index", f"nodes {index.min()} to {index.max()}", f"0 to {num_tokens - 1}"
+            )
         forward |= bool((index[0] < index[1]).any())
         backward |= bool((index[0] > index[1]).any())
         indexes.append(index)

@@ -33,7 +33,7 @@ _OWN_FIELDS = frozenset(
 )
 
 
-def refuse(field_name: str, found: str, expected: str) -> InvalidInputError:
+def field_error(field_name: str, found: str, expected: str) -> InvalidInputError:
     """The error for a field that is not what the schema says."""
     return InvalidInputError(f"found {found}, expected {expected}", field=field_name)
 
@@ -107,27 +107,27 @@ def _layers(value: Any, name: str, ndim: int, shape_text: str) -> list[np.ndarra
     array = as_array(value)
     if array is not None and array.ndim == ndim + 1:
         if 0 in array.shape:
-            raise refuse(name, f"shape {array.shape}", f"a list of L arrays {shape_text} without a zero")
+            raise field_error(name, f"shape {array.shape}", f"a list of L arrays {shape_text} without a zero")
         value = list(array)
     if not isinstance(value, list | tuple):
-        raise refuse(name, _describe(value), f"a list of L arrays {shape_text}")
+        raise field_error(name, _describe(value), f"a list of L arrays {shape_text}")
     if len(value) == 0:
-        raise refuse(name, "zero layers", "at least one")
+        raise field_error(name, "zero layers", "at least one")
     layers: list[np.ndarray] = []
     for k, item in enumerate(value):
         layer = item if type(item) is np.ndarray else as_array(item)
         if layer is None or layer.ndim != ndim:
-            raise refuse(f"{name}[{k}]", _describe(item), f"an array {shape_text}")
+            raise field_error(f"{name}[{k}]", _describe(item), f"an array {shape_text}")
         # One dtype object, as a pickle makes them of all layers, is looked at once.
         if not layers or layer.dtype is not layers[0].dtype:
             try:
                 schema.dtype_name(layer.dtype)
             except ValueError:
-                raise refuse(f"{name}[{k}]", f"dtype {layer.dtype.name}", "float16, float32 or bfloat16") from None
+                raise field_error(f"{name}[{k}]", f"dtype {layer.dtype.name}", "float16, float32 or bfloat16") from None
             if not layer.dtype.isnative:
                 layer = layer.astype(layer.dtype.newbyteorder("="))
             if layers and layer.dtype != layers[0].dtype:
-                raise refuse(f"{name}[{k}]", f"dtype {layer.dtype.name}", f"{layers[0].dtype.name} as in layer 0")
+                raise field_error(f"{name}[{k}]", f"dtype {layer.dtype.name}", f"{layers[0].dtype.name} as in layer 0")
         layers.append(layer)
     return layers
 
@@ -138,7 +138,7 @@ def _integer(value: Any, name: str) -> int:
         return int(array)
     if isinstance(value, np.integer) or (isinstance(value, int) and not isinstance(value, bool)):
         return int(value)
-    raise refuse(name, _describe(value), "an integer")
+    raise field_error(name, _describe(value), "an integer")
 
 
 def _tokens(value: Any, num_tokens: int) -> np.ndarray:
@@ -147,17 +147,17 @@ def _tokens(value: Any, num_tokens: int) -> np.ndarray:
         if not isinstance(value, list | tuple) or not all(
             isinstance(v, int | np.integer) and not isinstance(v, bool) for v in value
         ):
-            raise refuse("tokens", _describe(value), "(S,) integers")
+            raise field_error("tokens", _describe(value), "(S,) integers")
         try:
             array = np.array(value, "<i8").reshape(-1)
         except OverflowError:
-            raise refuse("tokens", "an integer beyond 64 bits", "int32") from None
+            raise field_error("tokens", "an integer beyond 64 bits", "int32") from None
     if array.dtype.kind not in "iu" or array.ndim != 1:
-        raise refuse("tokens", _describe(array), "(S,) integers")
+        raise field_error("tokens", _describe(array), "(S,) integers")
     if len(array) != num_tokens:
-        raise refuse("tokens", f"{len(array)} tokens", f"{num_tokens}, the rows of hidden_states")
+        raise field_error("tokens", f"{len(array)} tokens", f"{num_tokens}, the rows of hidden_states")
     if len(array) and (array.min() < -(2**31) or array.max() >= 2**31):
-        raise refuse("tokens", f"values from {array.min()} to {array.max()}", "int32")
+        raise field_error("tokens", f"values from {array.min()} to {array.max()}", "int32")
     return array.astype("<i4")
 
 
@@ -165,7 +165,7 @@ def question_id_text(value: Any, name: str = "question_id") -> str:
     """An id as text: a str as it is, an integer in decimal."""
     if isinstance(value, str):
         if not value:
-            raise refuse(name, "an empty string", "an id")
+            raise field_error(name, "an empty string", "an id")
         return value
     return str(_integer(value, name))
 
@@ -186,21 +186,21 @@ def record_from_dict(trace: Any, *, source_name: str, position: int, need_attent
     hidden = _layers(trace["hidden_states"], "hidden_states", 2, "(S, D)")
     num_tokens, dim = hidden[0].shape
     if num_tokens == 0 or dim == 0:
-        raise refuse("hidden_states[0]", f"shape {hidden[0].shape}", "at least one token and one column")
+        raise field_error("hidden_states[0]", f"shape {hidden[0].shape}", "at least one token and one column")
     for k, layer in enumerate(hidden):
         if layer.shape != (num_tokens, dim):
-            raise refuse(f"hidden_states[{k}]", f"shape {layer.shape}", f"{(num_tokens, dim)} as in layer 0")
+            raise field_error(f"hidden_states[{k}]", f"shape {layer.shape}", f"{(num_tokens, dim)} as in layer 0")
     attention = None
     if need_attention:
         attention = _layers(trace["attentions"], "attentions", 3, "(H, S, S)")
         if len(attention) != len(hidden):
-            raise refuse("attentions", f"{len(attention)} layers", f"{len(hidden)} as in hidden_states")
+            raise field_error("attentions", f"{len(attention)} layers", f"{len(hidden)} as in hidden_states")
         expected = (attention[0].shape[0], num_tokens, num_tokens)
         if expected[0] == 0:
-            raise refuse("attentions[0]", "zero heads", "at least one")
+            raise field_error("attentions[0]", "zero heads", "at least one")
         for k, layer in enumerate(attention):
             if layer.shape != expected:
-                raise refuse(f"attentions[{k}]", f"shape {layer.shape}", f"{expected}")
+                raise field_error(f"attentions[{k}]", f"shape {layer.shape}", f"{expected}")
     record = TraceRecord(question_id="", position=position, hidden=hidden, attention=attention)
     record.tokens = _tokens(trace["tokens"], num_tokens)
     decoded = trace.get("tokens_decoded")
@@ -208,25 +208,25 @@ def record_from_dict(trace: Any, *, source_name: str, position: int, need_attent
         decoded = decoded.tolist()
     if decoded is not None:
         if not isinstance(decoded, list | tuple) or not all(isinstance(s, str) for s in decoded):
-            raise refuse("tokens_decoded", _describe(decoded), "a list of S strings")
+            raise field_error("tokens_decoded", _describe(decoded), "a list of S strings")
         if len(decoded) != num_tokens:
-            raise refuse("tokens_decoded", f"{len(decoded)} strings", f"{num_tokens}, the rows of hidden_states")
+            raise field_error("tokens_decoded", f"{len(decoded)} strings", f"{num_tokens}, the rows of hidden_states")
         record.tokens_decoded = [str(s) for s in decoded]
     for key in ("question", *schema.ANSWER_FIELDS):
         value = trace.get(key)
         if value is not None:
             if not isinstance(value, str):
-                raise refuse(key, _describe(value), "a string")
+                raise field_error(key, _describe(value), "a string")
             record.strings[key] = str(value)
     if trace.get("prompt_length") is not None:
         record.prompt_length = _integer(trace["prompt_length"], "prompt_length")
         if not 0 <= record.prompt_length <= 2**31 - 1:
-            raise refuse("prompt_length", str(record.prompt_length), "a count of tokens")
+            raise field_error("prompt_length", str(record.prompt_length), "a count of tokens")
     record.extras = {key: value for key, value in trace.items() if key not in _OWN_FIELDS}
     if "sample" in trace:
         record.sample = _integer(record.extras.pop("sample"), "sample")
         if not 0 <= record.sample < 2**31:
-            raise refuse("sample", str(record.sample), "0 or more, below 2^31")
+            raise field_error("sample", str(record.sample), "0 or more, below 2^31")
     if trace.get("question_id") is not None:
         record.question_id = question_id_text(trace["question_id"])
     else:
@@ -246,7 +246,7 @@ def extras_json(extras: Mapping[str, Any]) -> str:
     def plain(value: Any, name: str, depth: int) -> Any:
         budget[0] -= 1
         if budget[0] < 0 or depth > MAX_EXTRA_DEPTH:
-            raise refuse(name, "too many or too deeply nested values", f"at most {MAX_EXTRA_NODES:,} a trace")
+            raise field_error(name, "too many or too deeply nested values", f"at most {MAX_EXTRA_NODES:,} a trace")
         if isinstance(value, str):
             budget[0] -= len(value) // 64
         if value is None or isinstance(value, bool | str):
@@ -264,7 +264,9 @@ def extras_json(extras: Mapping[str, Any]) -> str:
         if array is not None and (array.dtype.kind in "biufcSU" or array.dtype == schema.BFLOAT16):
             budget[0] -= array.nbytes // 16
             if budget[0] < 0:
-                raise refuse(name, f"an array of {array.nbytes:,} bytes", "less than 3.2 MB without a field of its own")
+                raise field_error(
+                    name, f"an array of {array.nbytes:,} bytes", "less than 3.2 MB without a field of its own"
+                )
             dtype = "bfloat16" if array.dtype == schema.BFLOAT16 else array.dtype.str
             data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
             return {"$array": [dtype, list(array.shape), data]}
@@ -275,7 +277,7 @@ def extras_json(extras: Mapping[str, Any]) -> str:
             if not all(isinstance(k, str) and not k.startswith("$") for k in value):
                 return {"$dict": [[plain(k, name, depth + 1), plain(v, name, depth + 1)] for k, v in value.items()]}
             return {k: plain(v, name, depth + 1) for k, v in value.items()}
-        raise refuse(name, _describe(value), "strings, numbers, lists, dicts or arrays")
+        raise field_error(name, _describe(value), "strings, numbers, lists, dicts or arrays")
 
     if not extras:
         return ""

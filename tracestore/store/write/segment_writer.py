@@ -12,7 +12,7 @@ from tracestore.store.format.entries import FileEntry
 from tracestore.store.format.ragged import encode_strings
 from tracestore.store.format.zarr_json import array_metadata, group_metadata
 from tracestore.store.io.fsio import fsync_path, makedirs, remove_tree, write_file
-from tracestore.store.io.read_ahead import WrittenRows
+from tracestore.store.io.spool_files import SpooledRows
 from tracestore.store.write.pack import PackedTrace, num_bytes_of
 from tracestore.store.write.shard_writer import ShardWriter
 
@@ -129,16 +129,16 @@ class SegmentWriter:
         )
         self.num_bytes += trace.segment_bytes
         for name, rows in trace.arrays.items():
-            first = rows if isinstance(rows, WrittenRows) else rows[0]
+            first = rows if isinstance(rows, SpooledRows) else rows[0]
             stream = self._stream(name, first.dtype, first.shape, dtypes[name], num_bytes_of(rows))
-            if isinstance(rows, WrittenRows):
-                stream.append_written(rows, trace.crcs[name])
+            if isinstance(rows, SpooledRows):
+                stream.append_spooled(rows, trace.crcs[name])
             else:
                 stream.append(rows, trace.crcs.get(name))
         self._hidden_rows += attributes.num_layers * trace.num_tokens
         if "attention" in trace.arrays:
             rows = trace.arrays["attention"]
-            self._attention += rows.size if isinstance(rows, WrittenRows) else sum(a.size for a in rows)
+            self._attention += rows.size if isinstance(rows, SpooledRows) else sum(a.size for a in rows)
         if trace.edge_counts is not None:
             self._edge_counts.append(trace.edge_counts)
             self._edge_layers += len(trace.edge_counts)
@@ -158,9 +158,9 @@ class SegmentWriter:
         """A trace as it was appended, without its arrays."""
         return self._traces[row]
 
-    def mark(self) -> tuple[Any, ...]:
+    def savepoint(self) -> tuple[Any, ...]:
         counters = (self._hidden_rows, self._attention, self._edge_layers, self._last_rows, self._edge_total)
-        streams = {name: s.mark() for name, s in self._streams.items()}
+        streams = {name: s.savepoint() for name, s in self._streams.items()}
         return len(self.rows), self.num_bytes, counters, len(self._edge_counts), streams, self.attributes
 
     def rollback(self, mark: tuple[Any, ...]) -> None:
@@ -172,7 +172,7 @@ class SegmentWriter:
                 self._streams[name].rollback(streams[name])
             else:
                 stream = self._streams.pop(name)
-                stream.suspend()
+                stream.close_fd()
                 remove_tree(stream.path)
 
     @property
@@ -181,9 +181,9 @@ class SegmentWriter:
         names = {n for n in ("hidden_states", "attention", "last_token") if n in self._streams}
         return names | ({"edges"} if self._edge_layers else set())
 
-    def suspend(self) -> None:
+    def close_fd(self) -> None:
         for stream in self._streams.values():
-            stream.suspend()
+            stream.close_fd()
 
     def finish(self) -> list[FileEntry]:
         """Writes what is left and syncs everything; the caller renames the folder."""

@@ -15,8 +15,8 @@ import numpy as np
 
 from tracestore._core.kernels import crc32c, crc32c_combine
 from tracestore.store.format.codecs import ChunkCodec
-from tracestore.store.io.fsio import again, makedirs, naming, remove_tree, write_pieces
-from tracestore.store.io.read_ahead import AheadFile, WrittenRows
+from tracestore.store.io.fsio import makedirs, pwritev_all, remove_tree, retry_eintr, with_filename
+from tracestore.store.io.spool_files import SpooledRows, SpoolFile
 
 _BUFFER_BYTES = 1 << 20
 
@@ -41,7 +41,7 @@ class ShardWriter:
         self._waiting = 0
         self._written = 0
         self._crc = 0
-        self._taken: AheadFile | None = None  # the file that became this one's
+        self._taken: SpoolFile | None = None  # the file that became this one's
         self._coder = ChunkCodec(codec, dtype.itemsize) if codec != "none" else None
         self._chunks: list[tuple[int, int]] = []
         self._fd = -1
@@ -58,8 +58,8 @@ class ShardWriter:
         return self._fd
 
     def _emit(self, pieces: list[memoryview]) -> None:
-        with naming(self.path):
-            write_pieces(self._open(), pieces, self._written)
+        with with_filename(self.path):
+            pwritev_all(self._open(), pieces, self._written)
         self._written += sum(map(len, pieces))
 
     def _emit_own(self, data: Any) -> None:
@@ -96,7 +96,7 @@ class ShardWriter:
                 if len(self._buffer) >= self.chunk_rows * self.row_bytes:
                     self.flush()
 
-    def append_written(self, rows: WrittenRows, crc: int) -> None:
+    def append_spooled(self, rows: SpooledRows, crc: int) -> None:
         """As append, of rows that lie in a file. It becomes this one's if it begins with the first rows of all;
         then nothing is to be written of it, as long as none of its rows is left out. From there
         on its rows move towards its beginning, never over rows that are still to come."""
@@ -105,7 +105,7 @@ class ShardWriter:
             return
         self.flush()
         if self._written == rows.begin == 0 and not rows.file.is_taken:
-            self.suspend()
+            self.close_fd()
             with contextlib.suppress(OSError):  # it may lie on another file system
                 self._fd, self._taken = rows.file.take(self.path), rows.file
             rows.file.close_if_done()
@@ -135,7 +135,7 @@ class ShardWriter:
             self._emit_chunk(bytes(self._buffer[begin : begin + chunk_bytes]))
         del self._buffer[:whole]
 
-    def mark(self) -> tuple[Any, ...]:
+    def savepoint(self) -> tuple[Any, ...]:
         self.flush()
         return self.num_bytes, self._written, self._crc, bytes(self._buffer), len(self._chunks)
 
@@ -145,16 +145,16 @@ class ShardWriter:
         self._pieces, self._waiting = [], 0
         del self._chunks[chunks:]
         # Also where the counters agree: a write that failed half-way has left bytes.
-        self.suspend()
+        self.close_fd()
         self._written = written
         if written == 0:
             # Not cut: its writer may still be at work on a file that was taken over.
             remove_tree(self.path)
             self._taken = None
         elif self.path.exists():
-            again(os.truncate, self.path, written)
+            retry_eintr(os.truncate, self.path, written)
 
-    def suspend(self) -> None:
+    def close_fd(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -165,8 +165,8 @@ class ShardWriter:
         self._finished = True
         self.flush()
         if self._taken is not None:  # beyond these it has rows of traces that were left out
-            with naming(self.path):
-                again(os.ftruncate, self._open(), self._written)
+            with with_filename(self.path):
+                retry_eintr(os.ftruncate, self._open(), self._written)
         if self._coder is None and self.num_rows:
             # As many chunks as it takes, but of even size: then the last one needs padding of less than
             # a row a chunk, not of up to a whole chunk, which was a hundredth of real stores.
@@ -185,8 +185,8 @@ class ShardWriter:
         index = b"".join(struct.pack("<QQ", *c) for c in self._chunks)
         self._emit_own(index + struct.pack("<I", crc32c(index)))
         fd = self._open()
-        with naming(self.path):
+        with with_filename(self.path):
             os.fchmod(fd, 0o444)
             os.fsync(fd)
-        self.suspend()
+        self.close_fd()
         return self._written, self._crc

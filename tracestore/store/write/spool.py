@@ -17,7 +17,7 @@ import numpy as np
 
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import CorruptStoreError
-from tracestore.store.io.fsio import naming, write_pieces
+from tracestore.store.io.fsio import pwritev_all, with_filename
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.record import TraceRecord
 
@@ -44,9 +44,11 @@ def write_spool(path: Path, traces: Iterable[PackedTrace]) -> int:
     count = position = 0
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
-        with naming(path):
+        with with_filename(path):
             for trace in traces:
-                arrays: list[tuple[str, np.ndarray]] = [(n, a) for n, pieces in trace.held.items() for a in pieces]
+                arrays: list[tuple[str, np.ndarray]] = [
+                    (n, a) for n, pieces in trace.in_memory_arrays.items() for a in pieces
+                ]
                 if trace.record.tokens is not None:
                     arrays.append(("tokens", trace.record.tokens))
                 if trace.edge_counts is not None:
@@ -62,7 +64,7 @@ def write_spool(path: Path, traces: Iterable[PackedTrace]) -> int:
                 num_bytes = sum(a.nbytes for _, a in arrays)
                 pieces = [memoryview(_LENGTH.pack(len(header), num_bytes) + header)]
                 pieces += [_plain(a) for _, a in arrays if a.nbytes]
-                write_pieces(fd, pieces, position)
+                pwritev_all(fd, pieces, position)
                 position += sum(map(len, pieces))
                 count += 1
     finally:

@@ -15,12 +15,12 @@ from tracestore.store.format import manifest as mf
 from tracestore.store.io import fsio
 from tracestore.store.io.files import LocalFiles, RemoteURL, StoreFiles, parse_location
 from tracestore.store.io.manifests import list_generations, load_manifest
-from tracestore.store.io.ownership import Kind, examine, remove_contents, remove_own, require_removed
-from tracestore.store.io.replacement import Replacement, replacement_of
+from tracestore.store.io.ownership import FolderKind, classify_folder, remove_contents, remove_own, require_removed
+from tracestore.store.io.replacement import Replacement, open_replacement
 from tracestore.store.read.columns import Columns, join_columns, read_columns
 from tracestore.store.read.index import SourceEntry, StoreIndex
-from tracestore.store.write.commit import clean, commit, write_root
-from tracestore.store.write.keys import Keys
+from tracestore.store.write.commit import commit, remove_unreferenced, write_root
+from tracestore.store.write.keys import KeyResolver
 from tracestore.store.write.pack import PackedTrace, pack_record
 from tracestore.store.write.pending import NAN, Pending, PendingSource
 from tracestore.store.write.record import TraceRecord
@@ -29,7 +29,7 @@ from tracestore.store.write.segment_writer import SegmentWriter
 _MEANING = {labels.CORRECT: "right answers", labels.HALLUCINATION: "hallucinated ones"}
 
 
-def newest_manifest(store: Path) -> mf.Manifest | None:
+def load_latest_manifest(store: Path) -> mf.Manifest | None:
     """The committed state a writer continues from; None in a store without commits.
     CorruptStoreError where the newest manifest is not whole."""
     files = LocalFiles(store)
@@ -58,7 +58,7 @@ class StoreWriter:
     a trace whose key is there with other content: "error" refuses it, "keep-first" leaves
     it out, "keep-last" puts it in the place of the first, whose bytes stay in their
     segment and belong to no trace. overwrite makes a store beside the one that is there, which
-    put_in_place() gives its name; what a stopped writer had committed of it is kept if `continues`
+    replace_existing() gives its name; what a stopped writer had committed of it is kept if `continues`
     is true of all its sources. expected_bytes: what the caller means to add, said where there
     is no room even to begin. A store of another machine (s3://, gs://) is worked on in a folder
     of this one, `path`; `place` is what the caller named.
@@ -74,7 +74,7 @@ class StoreWriter:
         overwrite: bool = False,
         exist_ok: bool = True,
         on_conflict: str = "error",
-        continues: Callable[[SourceEntry], bool] | None = None,
+        can_resume: Callable[[SourceEntry], bool] | None = None,
         expected_bytes: int | None = None,
         close_bytes: int = schema.SEGMENT_CLOSE_BYTES,
         split_bytes: int = schema.SEGMENT_SPLIT_BYTES,
@@ -88,17 +88,17 @@ class StoreWriter:
         self._on_conflict = on_conflict
         self._lock: fsio.WriterLock | None = None
         self._replacement: Replacement | None = None
-        self._continues = continues
+        self._can_resume = can_resume
         with fsio.map_os_errors(self.path, None if expected_bytes is None else lambda: expected_bytes):
             try:
                 if overwrite and self._elsewhere is None:
-                    self._replacement = replacement_of(self.path)
+                    self._replacement = open_replacement(self.path)
                     if self._replacement is not None:
                         self.path = self._replacement.folder
                         self._files = LocalFiles(self.path)
                 self._created = self._prepare_folder(exist_ok or overwrite)
                 self._lock = fsio.WriterLock(self.path)
-                if examine(self.path) is not Kind.STORE:
+                if classify_folder(self.path) is not FolderKind.STORE:
                     # Until the first commit these two say whose folder this is: they must outlive a
                     # crash that anything beside them outlives.
                     fsio.fsync_path(self.path)
@@ -116,11 +116,11 @@ class StoreWriter:
         """-> whether the folder was made. Other writers may make and remove it meanwhile."""
         with contextlib.suppress(FileExistsError):
             try:
-                fsio.again(os.mkdir, self.path)
+                fsio.retry_eintr(os.mkdir, self.path)
                 return True
             except FileNotFoundError:
                 raise UsageError(f"{self.path}: the folder it should lie in does not exist") from None
-        if examine(self.path) is Kind.STORE and not exist_ok:
+        if classify_folder(self.path) is FolderKind.STORE and not exist_ok:
             raise UsageError(f"{self.path}: the store exists (overwrite=True replaces it)")
         return False
 
@@ -128,7 +128,7 @@ class StoreWriter:
         """What a stopped writer has left of it, or nothing where that is of other sources or options."""
         try:
             self._load(asked)
-            if self._continues is not None and all(map(self._continues, self.index.sources())):
+            if self._can_resume is not None and all(map(self._can_resume, self.index.sources())):
                 return
         except (UsageError, CorruptStoreError):
             pass
@@ -136,7 +136,7 @@ class StoreWriter:
         self._load(asked)
 
     def _load(self, asked: dict[str, str | None]) -> None:
-        manifest = newest_manifest(self.path)
+        manifest = load_latest_manifest(self.path)
         if manifest is None:
             options = {
                 k: asked[k] or default
@@ -162,15 +162,17 @@ class StoreWriter:
         except FileNotFoundError as error:
             raise CorruptStoreError(f"{error.filename or error}: missing") from None
         self._sources = {(s.path, s.size, s.fingerprint) for s in self.index.sources()}
-        self._begin()
+        self._reset_pending()
         self._undo: list[Callable[[], None]] | None = None
         write_root(self.path, self.attributes)
-        clean(self.path, manifest)
+        remove_unreferenced(self.path, manifest)
 
-    def _begin(self) -> None:
+    def _reset_pending(self) -> None:
         """Nothing is pending upon the generation."""
         self._pending = Pending()
-        self._keys = Keys(self._files, self.index, self._pending, self._on_conflict, lambda: self.read_columns().labels)
+        self._keys = KeyResolver(
+            self._files, self.index, self._pending, self._on_conflict, lambda: self.read_columns().labels
+        )
 
     # Sources
 
@@ -186,14 +188,14 @@ class StoreWriter:
         assert self._undo is None, "a source is open"
         pending = self._pending
         attributes, count = self.attributes, len(pending.segments)
-        mark = pending.segments[-1].mark() if count else None
+        mark = pending.segments[-1].savepoint() if count else None
         self._keys.undo = self._undo = []
         self._keys.num_conflicts = 0
 
         def restore() -> None:
             self.attributes = attributes
             for segment in pending.segments[count:]:
-                segment.suspend()
+                segment.close_fd()
                 fsio.remove_tree(segment.folder)
             del pending.segments[count:]
             if mark is not None:
@@ -240,12 +242,12 @@ class StoreWriter:
         return sum(s.num_bytes for s in self._pending.segments)
 
     @property
-    def source_adds(self) -> bool:
+    def source_has_changes(self) -> bool:
         """Whether the open source has added or filled in anything yet."""
         return self._undo is not None and len(self._undo) > 1  # the first takes back the source itself
 
     @property
-    def source_conflicts(self) -> int:
+    def num_source_conflicts(self) -> int:
         """Traces of the open source whose key was there with other content."""
         return self._keys.num_conflicts
 
@@ -266,7 +268,7 @@ class StoreWriter:
         record, pending, source = trace.record, self._pending, self._pending.sources[-1]
         try:
             self.attributes = self._fitting_attributes(trace)
-            wanted = self._keys.new_places(trace)
+            wanted = self._keys.resolve_new(trace)
             if not wanted:
                 self._keys.add_label(record)
         except InvalidInputError as error:
@@ -329,7 +331,7 @@ class StoreWriter:
     def _segment_for(self, trace: PackedTrace) -> SegmentWriter:
         segments = self._pending.segments
         if segments and len(segments[-1]) and segments[-1].num_bytes + trace.num_bytes > self.split_bytes:
-            segments[-1].suspend()
+            segments[-1].close_fd()
         elif segments:
             return segments[-1]
         number = self.manifest.num_segments + len(segments)
@@ -359,7 +361,7 @@ class StoreWriter:
                 )
         self.attributes = self.attributes.with_values(score_direction=direction)
 
-    def set_values(self, updates: Mapping[int, tuple[float, float, str | None]]) -> None:
+    def update_values(self, updates: Mapping[int, tuple[float, float, str | None]]) -> None:
         """Replaces (score, label, group) of committed traces with the next commit."""
         self._pending.updates.update(updates)
 
@@ -392,8 +394,8 @@ class StoreWriter:
         self._sources |= {(s.path, s.size, s.fingerprint) for s in committed.sources}
         self._columns = None
         self.index = StoreIndex(LocalFiles(self.path), self.manifest)
-        self._begin()
-        clean(self.path, self.manifest)
+        self._reset_pending()
+        remove_unreferenced(self.path, self.manifest)
 
     def _after_failed_commit(self, p: Pending) -> None:
         number = self.manifest.generation + 1
@@ -407,26 +409,26 @@ class StoreWriter:
         self.attributes = self.manifest.attributes
         self._drop_pending()
         with contextlib.suppress(OSError):  # the next writer removes what stays
-            clean(self.path, self.manifest)
+            remove_unreferenced(self.path, self.manifest)
 
-    def put_in_place(self) -> None:
+    def replace_existing(self) -> None:
         """With overwrite: what was committed becomes the store, and the one before is removed. To be
         called once, when all that the store shall hold was accepted; without it the old one stays."""
         if self._replacement is None or self.manifest.generation == 0:
             return
         assert self._lock is not None
         with fsio.map_os_errors(self.path):
-            self._replacement.put_in_place(self._lock)
+            self._replacement.replace_existing(self._lock)
         self.path, self._replacement = self._replacement.target, None
         self._files = LocalFiles(self.path)
         self.index = StoreIndex(LocalFiles(self.path), self.manifest)
-        self._begin()
+        self._reset_pending()
 
     def _drop_pending(self) -> None:
         pending = self._pending
-        self._begin()
+        self._reset_pending()
         for segment in pending.segments:
-            segment.suspend()
+            segment.close_fd()
             with contextlib.suppress(OSError):
                 fsio.remove_tree(segment.folder)
 
@@ -449,11 +451,11 @@ class StoreWriter:
         try:
             is_empty = not list_generations(LocalFiles(self.path))
             # What nobody continues, nobody is to find beside the store that stays.
-            is_dropped = self._replacement is not None and (is_empty or self._continues is None)
+            is_dropped = self._replacement is not None and (is_empty or self._can_resume is None)
             if (self._created and is_empty) or is_dropped:
                 remove_contents(self.path)
                 if not any(self.path.iterdir()):
-                    fsio.again(os.rmdir, self.path)
+                    fsio.retry_eintr(os.rmdir, self.path)
         except OSError:
             pass  # an empty store stays, which the next writer takes
         finally:

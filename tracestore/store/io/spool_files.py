@@ -15,14 +15,14 @@ from pathlib import Path
 
 import numpy as np
 
-from tracestore.store.io.fsio import again, free_bytes, makedirs, naming, remove_if_possible, write_pieces
+from tracestore.store.io.fsio import free_bytes, makedirs, pwritev_all, retry_eintr, try_remove_tree, with_filename
 
 _COPIED_AT_ONCE = 1 << 20
 # Files that may be open for all sources ahead together, of the 1,024 that a process usually has.
 _free_files = threading.BoundedSemaphore(256)
 
 
-class AheadFile:
+class SpoolFile:
     """Rows of one array one behind the other. One thread writes at its end, meanwhile
     another may take the file over or read what is there."""
 
@@ -37,14 +37,14 @@ class AheadFile:
             if self._fd < 0:
                 _free_files.release()
 
-    def append(self, arrays: Sequence[np.ndarray]) -> "WrittenRows":
+    def append(self, arrays: Sequence[np.ndarray]) -> "SpooledRows":
         begin = self.num_bytes
         pieces = [a.data.cast("B") for a in arrays if a.size]
-        with naming(self.path):
-            write_pieces(self._fd, pieces, begin)
+        with with_filename(self.path):
+            pwritev_all(self._fd, pieces, begin)
         first, num_bytes = arrays[0], sum(map(len, pieces))
         self.num_bytes += num_bytes
-        return WrittenRows(self, begin, num_bytes, first.dtype, (sum(map(len, arrays)), *first.shape[1:]))
+        return SpooledRows(self, begin, num_bytes, first.dtype, (sum(map(len, arrays)), *first.shape[1:]))
 
     def take(self, path: Path) -> int:
         """Gives the file its name in the segment, where it goes on growing. -> a descriptor for
@@ -53,7 +53,7 @@ class AheadFile:
         with self._lock:
             fd = os.dup(self._fd)
             try:
-                again(os.rename, self.path, path)
+                retry_eintr(os.rename, self.path, path)
             except BaseException:
                 os.close(fd)
                 raise
@@ -85,10 +85,10 @@ class AheadFile:
 
 
 @dataclass(frozen=True)
-class WrittenRows:
+class SpooledRows:
     """Where the rows of one trace lie; of an array of `dtype` and `shape`."""
 
-    file: AheadFile
+    file: SpoolFile
     begin: int
     nbytes: int
     dtype: np.dtype
@@ -103,7 +103,7 @@ class WrittenRows:
         end = self.begin + self.nbytes
         fd = os.open(self.file.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            with naming(self.file.path):
+            with with_filename(self.file.path):
                 position = self.begin
                 while position < end:
                     data = os.pread(fd, min(_COPIED_AT_ONCE, end - position), position)
@@ -115,14 +115,14 @@ class WrittenRows:
             os.close(fd)
 
 
-class AheadArrays:
+class SpoolArrays:
     """The arrays of one source, each a file in `folder`; others are begun where a segment
     of that much (`split_bytes`) is split."""
 
     def __init__(self, folder: Path, split_bytes: int) -> None:
         self._folder, self._split_bytes = folder, split_bytes
-        self._files: dict[str, AheadFile] = {}
-        self._ended: list[AheadFile] = []
+        self._files: dict[str, SpoolFile] = {}
+        self._ended: list[SpoolFile] = []
         self._num_bytes = self._num_splits = 0
 
     def has_room(self, num_bytes: int) -> bool:
@@ -131,7 +131,7 @@ class AheadArrays:
 
     def write(
         self, arrays: Mapping[str, Sequence[np.ndarray]], num_bytes: int, segment_bytes: int
-    ) -> dict[str, WrittenRows] | None:
+    ) -> dict[str, SpooledRows] | None:
         """The arrays of the next trace, num_bytes in all; a segment grows by segment_bytes with it.
         -> where they lie; None where they could not be written: nothing more is to be written
         then. OSError where what was written before is lost."""
@@ -144,14 +144,14 @@ class AheadArrays:
         except OSError:
             return None
 
-    def _file(self, name: str) -> AheadFile:
+    def _file(self, name: str) -> SpoolFile:
         if name not in self._files:
             makedirs(self._folder)
-            self._files[name] = AheadFile(self._folder / f"{self._num_splits:04d}-{name}")
+            self._files[name] = SpoolFile(self._folder / f"{self._num_splits:04d}-{name}")
         return self._files[name]
 
     def end(self) -> None:
-        """Nothing more is written; OSError as of AheadFile.close_if_done."""
+        """Nothing more is written; OSError as of SpoolFile.close_if_done."""
         files, self._files = self._files, {}
         self._ended += files.values()
         with contextlib.ExitStack() as stack:
@@ -164,4 +164,4 @@ class AheadArrays:
         for file in self._ended:
             with contextlib.suppress(OSError):
                 file.close()
-        remove_if_possible(self._folder)
+        try_remove_tree(self._folder)
