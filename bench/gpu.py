@@ -18,7 +18,7 @@ import torch
 from benchmarks.common import GRAPH_MODELS, ROOT, STEP_SHAPES
 from benchmarks.training import Step
 
-from tracestore.detectors.config import MODEL_NAMES
+from tracestore.detectors.registry import DETECTORS
 
 
 def clocked(step: Step, count: int, device: torch.device) -> tuple[float, int]:
@@ -62,7 +62,7 @@ def waits(store: str, folder: Path, device: str) -> list[str]:
     return [
         f"{name}: waits for data {statistics.median(models[name]['history']['data_wait_share'][1:]):.1%} of an epoch, "
         f"{statistics.median(models[name]['history']['traces_per_s'][1:]):,.0f} traces/s"
-        for name in MODEL_NAMES
+        for name in DETECTORS
     ]
 
 
@@ -78,7 +78,7 @@ def main() -> None:
         sys.exit("no CUDA device; --device cpu shows that it runs")
     print(torch.cuda.get_device_name() if args.device == "cuda" else "the CPU")
     for shape in list(STEP_SHAPES)[: args.shapes]:
-        for model in MODEL_NAMES:
+        for model in DETECTORS:
             print(compare(model, shape, args.steps, torch.device(args.device)), flush=True)
     for said in waits(args.store, args.work, args.device):
         print(said)

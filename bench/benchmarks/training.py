@@ -20,7 +20,8 @@ import tracestore
 from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.dropout import TraceMasks
 from tracestore.detectors.graph.inputs import GraphInputs
-from tracestore.detectors.models import detector_loss, make_model
+from tracestore.detectors.models import detector_loss
+from tracestore.detectors.registry import make_model
 from tracestore.oom.guard import OOMGuard
 from tracestore.oom.snapshot import seed_step
 

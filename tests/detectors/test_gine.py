@@ -295,7 +295,7 @@ def test_compiled_equals_eager(form, backend):
 
     def step(x, *parts):
         graphs = GraphInputs(x, *parts, edge_dim=inputs.edge_dim)
-        return layer.pooled(layer(x, graphs), graphs).square().sum()
+        return layer.forward_pooled(layer(x, graphs), graphs).square().sum()
 
     parts = inputs.node_ptr, inputs.weight, inputs.weight_ptr, 1, inputs.edge_index, inputs.threshold
     results = []
@@ -334,7 +334,7 @@ def test_autocast_sums_many_nodes_and_graphs_in_float32(monkeypatch):
     for enabled in (False, True):
         layer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            out = layer.pooled(inputs.x, inputs)
+            out = layer.forward_pooled(inputs.x, inputs)
         gradients.append(out.float())
         out.float().square().sum().backward()
         gradients += [p.grad.clone() for p in layer.conv.nn.parameters()]
@@ -351,5 +351,8 @@ def test_fused_and_reference_share_weights():
     assert torch.allclose(fused(inputs.x, inputs), pyg(inputs.x, inputs), rtol=1e-5, atol=1e-5)
     nonempty = inputs.node_ptr.diff() > 0
     assert torch.allclose(
-        fused.pooled(inputs.x, inputs)[nonempty], pyg.pooled(inputs.x, inputs)[nonempty], rtol=1e-5, atol=1e-5
+        fused.forward_pooled(inputs.x, inputs)[nonempty],
+        pyg.forward_pooled(inputs.x, inputs)[nonempty],
+        rtol=1e-5,
+        atol=1e-5,
     )

@@ -13,7 +13,8 @@ from tests.helpers import make_graphs, make_trace
 from tracestore.data.loader import TraceLoader
 from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.graph.inputs import GraphInputs
-from tracestore.detectors.models import detector_loss, make_model
+from tracestore.detectors.models import detector_loss
+from tracestore.detectors.registry import make_model
 from tracestore.errors import MissingFieldError, UsageError
 
 LAYERS, DIM = 4, 24
@@ -321,9 +322,9 @@ def test_what_a_store_lacks_is_refused(tmp_path):
     store = tracestore.open(tmp_path / "m.zarr")
     for layers in ((0, 4), (1, 0), (1, 1), (-1, 2), ()):
         with pytest.raises(UsageError, match="expected some of 0 to 3, in order"):
-            ModelConfig.of_store(store, layers=layers)
+            ModelConfig.from_store(store, layers=layers)
     with pytest.raises(MissingFieldError, match="--attention heads"):
-        ModelConfig.of_store(store, edge_features="heads").edge_format(store, "cpu")
+        ModelConfig.from_store(store, edge_features="heads").edge_format(store, "cpu")
     for causal, heads, words in ((False, 3, "square attention"), (True, 5, "attention of 5 heads")):
         path = tmp_path / f"{heads}.zarr"
         with tracestore.create(path, attention="heads") as writer:

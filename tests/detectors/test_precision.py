@@ -8,7 +8,7 @@ from tests.tiers import long
 from tests.train.runs import FAST, ONLY
 from tracestore.detectors import precision
 from tracestore.detectors.config import ModelConfig
-from tracestore.detectors.models import make_model
+from tracestore.detectors.registry import make_model
 from tracestore.errors import UsageError
 
 CPU = torch.device("cpu")

@@ -9,7 +9,8 @@ import pytest
 
 import tracestore
 from tests.helpers import make_trace, run_cli
-from tracestore.detectors.config import MODEL_NAMES, ModelConfig
+from tracestore.detectors.config import ModelConfig
+from tracestore.detectors.registry import DETECTORS
 from tracestore.errors import TrainingError, UsageError
 from tracestore.evaluation import split as splits
 from tracestore.evaluation.evaluate import BootstrapResampler, RunScores
@@ -198,10 +199,10 @@ def interval_999(results, name):
 def test_shuffled_labels_teach_nothing(meaningless, tmp_path, num_folds):
     config = replace(CONFIG, epochs=4)
     results = runs.run_experiment(
-        meaningless, tmp_path / "r", list(MODEL_NAMES), config, SMALL, num_folds=num_folds, log=lambda _: None
+        meaningless, tmp_path / "r", list(DETECTORS), config, SMALL, num_folds=num_folds, log=lambda _: None
     )
     entries = {**results["models"], "probe": results["probe"]}
-    assert set(entries) == {*MODEL_NAMES, "probe"}
+    assert set(entries) == {*DETECTORS, "probe"}
     for name, entry in entries.items():
         low, high = interval_999(results, name)
         assert low <= 0.5 <= high, f"{name}: {entry['test']['auroc']:.3f}, {low:.3f} to {high:.3f}"

@@ -15,7 +15,7 @@ from tracestore.cli import command_parser
 from tracestore.cli.commands import predict
 from tracestore.console import Output
 from tracestore.detectors.checkpoint import DETECTOR_VERSION
-from tracestore.detectors.config import MODEL_NAMES
+from tracestore.detectors.registry import DETECTORS
 from tracestore.errors import MissingFieldError, TracestoreError, UsageError
 from tracestore.experiment.run import run_experiment
 from tracestore.inference import scoring
@@ -40,9 +40,7 @@ def trained(tmp_path_factory):
     store = make_store(folder / "store.zarr", 60)
     config = TrainConfig(epochs=1, batch_size=8, attention_threshold=0.3, loader_threads=1)
     sizes = {"gnn_hidden": 8, "latent_dim": 8, "lstm_hidden": 8, "standardize": True}
-    results = run_experiment(
-        store, folder / "r", list(MODEL_NAMES), config, sizes, with_probe=False, log=lambda _: None
-    )
+    results = run_experiment(store, folder / "r", list(DETECTORS), config, sizes, with_probe=False, log=lambda _: None)
     return store, folder / "r", results
 
 
@@ -56,7 +54,7 @@ def rows_of(path):
         return list(csv.DictReader(file))
 
 
-@pytest.mark.parametrize("name", MODEL_NAMES)
+@pytest.mark.parametrize("name", DETECTORS)
 def test_the_test_part_again(trained, tmp_path, name):
     path, run, results = trained
     entry = results["models"][name]
@@ -102,7 +100,7 @@ def test_hostile_ids_and_traces_without_a_score(trained, tmp_path):
             if k == 2:
                 trace["attentions"][1][0, 1, 0] = np.nan
             writer.append(trace)
-    for name in MODEL_NAMES:
+    for name in DETECTORS:
         score(run / name / "best.pt", tmp_path / "s.zarr", tmp_path / "s.csv")
         rows = rows_of(tmp_path / "s.csv")
         assert [r["question_id"] for r in rows] == ["q0", HOSTILE.replace("\udcff", "\\udcff"), "q2", "q3"]

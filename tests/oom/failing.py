@@ -8,7 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.dropout import TraceMasks
 from tracestore.detectors.graph.gine import GraphInputs
-from tracestore.detectors.models import detector_loss, make_model
+from tracestore.detectors.models import detector_loss
+from tracestore.detectors.registry import make_model
 from tracestore.oom.guard import OOMGuard
 
 SIZE = 4

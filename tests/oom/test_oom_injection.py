@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.oom.failing import SIZE, FailAt, everything, make, same
-from tracestore.detectors.config import MODEL_NAMES
+from tracestore.detectors.registry import DETECTORS
 from tracestore.errors import InsufficientMemoryError
 
 ALL = os.environ.get("TRACESTORE_OOM") == "all"
@@ -44,7 +44,7 @@ def phases():
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", MODEL_NAMES)
+@pytest.mark.parametrize("name", DETECTORS)
 def test_once_anywhere_is_as_if_never(name, optimizer, phases):
     """With dropout: the retry at the same size is bitwise a run that never failed."""
     case, counter = (name, optimizer, "by torch", torch.float32), FailAt()
@@ -98,7 +98,7 @@ def second_step(case, operation, times, copying):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", MODEL_NAMES)
+@pytest.mark.parametrize("name", DETECTORS)
 def test_twice_anywhere_splits_to_the_same_result(name, optimizer):
     """An operation that fails in both attempts at full size: the batch is split (or the
     optimizer tried a third time) and comes to what the whole one does within 1e-12, dropout and all."""
@@ -115,7 +115,7 @@ def test_twice_anywhere_splits_to_the_same_result(name, optimizer):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", MODEL_NAMES)
+@pytest.mark.parametrize("name", DETECTORS)
 def test_for_good_leaves_all_as_it_was(name, optimizer):
     """An operation that fails whatever the size: weights, optimizer and random state are
     those before the step, to be saved."""
@@ -127,7 +127,7 @@ def test_for_good_leaves_all_as_it_was(name, optimizer):
         assert guard.num_steps == 1 and all(p.grad is None for p in guard.model.parameters())
 
 
-@pytest.mark.parametrize("name", MODEL_NAMES)
+@pytest.mark.parametrize("name", DETECTORS)
 def test_failed_tensors_are_gone_before_the_retry(name):
     """Also what a failed backward pass leaves in the autograd engine's queue."""
     case = (name, "adam", "by trace", torch.float32)

@@ -8,7 +8,7 @@ import torch
 
 from tests.helpers import run_cli
 from tests.train.runs import FAST, ONLY
-from tracestore.detectors.config import MODEL_NAMES
+from tracestore.detectors.registry import DETECTORS
 from tracestore.evaluation import metrics
 from tracestore.experiment import run
 from tracestore.train.config import TrainConfig
@@ -23,7 +23,7 @@ def train(labelled, tmp_path, monkeypatch):
     monkeypatch.setattr(run.report, "write_plots", lambda *_: [])
     monkeypatch.setattr(metrics, "BOOTSTRAP_SAMPLES", 20)
 
-    def go(out, device, names=MODEL_NAMES, sizes=SMALL, **options):
+    def go(out, device, names=DETECTORS, sizes=SMALL, **options):
         config = TrainConfig(**({"epochs": 2, "loader_threads": 1, "device": device} | options))
         return run.run_experiment(
             labelled, tmp_path / out, list(names), config, sizes, with_probe=False, log=lambda _: None
@@ -42,13 +42,13 @@ def test_trains_resumes_and_comes_to_what_the_cpu_comes_to(train, device):
         cpu = train("cpu", "cpu", sizes=sizes)
         train("cut", device, sizes=sizes, epochs=1)
         cut = train("cut", device, sizes=sizes, resume=True)
-    for name in MODEL_NAMES:
+    for name in DETECTORS:
         losses = [r["models"][name]["history"]["train_loss"] for r in (here, cpu, cut)]
         assert np.allclose(losses[0], losses[1], rtol=1e-3) and np.allclose(losses[0], losses[2], rtol=1e-3)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", MODEL_NAMES)
+@pytest.mark.parametrize("name", DETECTORS)
 def test_fused_and_pyg_learn_the_same(train, device, name):
     sizes = SMALL | {"dropout": 0.0, "layers": (0, 2)}
     with pytest.MonkeyPatch.context() as patch:
@@ -65,7 +65,7 @@ def test_fused_and_pyg_learn_the_same(train, device, name):
 def test_half_precision(train, precision):
     full = train("full", "cuda")
     half = train(precision, "cuda", precision=precision)
-    for name in MODEL_NAMES:
+    for name in DETECTORS:
         losses = [r["models"][name]["history"]["train_loss"] for r in (full, half)]
         assert np.allclose(*losses, rtol=0.1)
 

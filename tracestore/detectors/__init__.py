@@ -1,1 +1,1 @@
-"""The detectors of hallucinated answers: models, their options and what they are built from."""
+"""Hallucination detectors: models, their configuration and their inputs."""

@@ -1,4 +1,4 @@
-"""What the checkpoint of a detector holds."""
+"""Content of the checkpoint of a trained detector."""
 
 from dataclasses import asdict
 from typing import Any
@@ -14,11 +14,23 @@ DETECTOR_VERSION = 4
 
 
 def detector_checkpoint(
-    name: str, model: Detector, config: ModelConfig, store: TraceStore, about: dict[str, Any]
+    name: str, model: Detector, config: ModelConfig, store: TraceStore, training: dict[str, Any]
 ) -> dict[str, Any]:
-    """What best.pt holds: weights (a standardiser's statistics among them), architecture,
-    versions, what the store's traces were like, and `about`: threshold (of the logit),
-    temperature, attention_threshold, top_k, precision and how the epoch was chosen."""
+    """Return the content of best.pt.
+
+    Parameters
+    ----------
+    name : str
+        Name of the detector.
+    model : Detector
+        Its weights are stored, with the statistics of its Standardizer.
+    config : ModelConfig
+    store : TraceStore
+        The training data; its shape and attention layout are stored.
+    training : dict
+        Further entries: threshold (of the logit), temperature, attention_threshold, top_k,
+        precision, epoch and val_auroc.
+    """
     return {
         "version": DETECTOR_VERSION,
         "tracestore": tracestore.__version__,
@@ -33,5 +45,5 @@ def detector_checkpoint(
             "attention": store.attention,
             "attention_layout": store.attention_layout,
         },
-        **about,
+        **training,
     }

@@ -1,21 +1,18 @@
-"""The detectors' names and sizes. Imports no torch."""
+"""Sizes and options of a detector. Imports no torch."""
 
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from tracestore.errors import MissingFieldError, UsageError
 from tracestore.store.read.store import TraceStore
 
-MODEL_NAMES = ("lstm_solo", "gnn_det_lstm", "gvae_lstm")
-# Where the fused operators run: on GPUs by Triton.
+# Device types that have the fused operators: GPUs need Triton.
 FUSED_DEVICES = ("cpu", "cuda") if importlib.util.find_spec("triton") else ("cpu",)
-VIEWS = {"lstm_solo": "sequence", "gnn_det_lstm": "graph", "gvae_lstm": "graph"}
 
-
-# The largest sizes of a detector: a checkpoint from elsewhere may say any.
-_MOST = {
+# Upper limits, because a checkpoint from elsewhere may claim any size.
+_MAX_SIZES = {
     "num_layers": 4096,
     "hidden_dim": 1 << 20,
     "gnn_hidden": 1 << 16,
@@ -28,9 +25,35 @@ _MOST = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of a detector; the names are tracestore train's flags. num_layers and
-    hidden_dim are the language model's; `layers` of it are used, None: all. num_heads: heads
-    whose weights an edge has, with edge_features "heads". UsageError where layers are none of it."""
+    """Sizes and options of a detector; the names are options of ``tracestore train``.
+
+    Parameters
+    ----------
+    num_layers, hidden_dim : int
+        Layers and hidden size of the language model.
+    gnn_hidden, latent_dim, lstm_hidden : int
+        Widths of the graph encoder, of the latent space of gvae_lstm, and of the LSTM.
+    num_lstm_layers : int
+    dropout : float
+        Dropout probability of the LSTM and the head.
+    kl_weight : float
+        Weight of the KL divergence in the loss of gvae_lstm.
+    message_passing : {"fused", "pyg"}
+        Fused operators, or PyTorch Geometric as the slow reference.
+    standardize : bool
+        Standardize the inputs per layer and column with statistics of the training split.
+    edge_features : {"mean", "heads"}
+        An edge carries the mean attention weight over the heads, or one weight per head.
+    num_heads : int
+        Weights per edge with ``edge_features="heads"``.
+    layers : tuple of int, optional
+        Layers of the language model that the detector reads, ascending. Default: all.
+
+    Raises
+    ------
+    UsageError
+        A size is out of range, or `layers` is not an ascending subset of the layers.
+    """
 
     num_layers: int
     hidden_dim: int
@@ -40,17 +63,17 @@ class ModelConfig:
     num_lstm_layers: int = 2
     dropout: float = 0.3
     kl_weight: float = 0.01
-    message_passing: str = "fused"
+    message_passing: Literal["fused", "pyg"] = "fused"
     standardize: bool = False
-    edge_features: str = "mean"
+    edge_features: Literal["mean", "heads"] = "mean"
     num_heads: int = 1
     layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name, most in _MOST.items():
+        for name, limit in _MAX_SIZES.items():
             value = getattr(self, name)
-            if type(value) is not int or not 0 < value <= most:
-                raise UsageError(f"found {name} {value!r:.40}, expected 1 to {most:,}")
+            if type(value) is not int or not 0 < value <= limit:
+                raise UsageError(f"found {name} {value!r:.40}, expected 1 to {limit:,}")
         layers = self.layers
         if layers is not None and (not layers or list(layers) != [k for k in range(self.num_layers) if k in layers]):
             raise UsageError(
@@ -58,38 +81,50 @@ class ModelConfig:
             )
 
     @classmethod
-    def of_store(cls, store: TraceStore, **sizes: Any) -> "ModelConfig":
-        """For the traces of a store."""
-        if sizes.get("edge_features") == "heads":
-            sizes = {"num_heads": store.num_stored_heads} | sizes
-        return cls(store.num_layers, store.hidden_dim, **sizes)
+    def from_store(cls, store: TraceStore, **model_options: Any) -> "ModelConfig":
+        """Return the config for the traces of a store; `model_options` are the other fields."""
+        if model_options.get("edge_features") == "heads":
+            model_options = {"num_heads": store.num_stored_heads} | model_options
+        return cls(store.num_layers, store.hidden_dim, **model_options)
 
-    def edge_format(self, store: TraceStore, device: str) -> str:
-        """The form in which TraceLoader brings edges to a graph model on a type of `device`: "packed", "coo"
-        or "heads". MissingFieldError where the store has no such weights."""
+    def edge_format(self, store: TraceStore, device_type: str) -> str:
+        """Return the ``edges`` argument of TraceLoader for a graph model on a type of device.
+
+        Returns
+        -------
+        str
+            "packed", "coo" or "heads".
+
+        Raises
+        ------
+        MissingFieldError
+            The store has no attention weights of the heads that the model needs.
+        """
         is_causal = store.attention_layout == "causal"
         if self.edge_features != "heads":
-            # PyG wants lists; on a CPU they are made of triangles graph by graph, on a GPU by the loader.
-            is_fused = self.message_passing == "fused" and device in FUSED_DEVICES
-            return "packed" if is_causal and (device == "cpu" or is_fused) else "coo"
+            # PyG needs edge lists. On a CPU GraphInputs builds them graph by graph, on a GPU the loader does.
+            is_fused = self.message_passing == "fused" and device_type in FUSED_DEVICES
+            return "packed" if is_causal and (device_type == "cpu" or is_fused) else "coo"
         if store.attention != "heads":
             raise MissingFieldError(f"{store.path}: no attention of every head; convert with --attention heads")
         if not is_causal or store.num_stored_heads != self.num_heads:
             raise MissingFieldError(
-                f"{store.path}: holds {store.attention_layout} attention of {store.num_stored_heads} heads; the model's "
-                f"edges are causal attention of {self.num_heads}"
+                f"{store.path}: holds {store.attention_layout} attention of {store.num_stored_heads} heads; the model "
+                f"needs causal attention of {self.num_heads} heads"
             )
         return "heads"
 
     @property
     def layers_read(self) -> Sequence[int]:
+        """Layers of the language model that the detector reads, ascending."""
         return range(self.num_layers) if self.layers is None else self.layers
 
     @property
     def num_layers_read(self) -> int:
+        """Number of layers that the detector reads."""
         return len(self.layers_read)
 
     @property
     def edge_dim(self) -> int:
-        """Weights of an edge."""
+        """Number of weights per edge."""
         return self.num_heads if self.edge_features == "heads" else 1

@@ -1,8 +1,8 @@
-"""Dropout whose masks belong to the traces of a batch.
+"""Dropout whose masks do not depend on how a batch is split.
 
-torch draws masks for the rows that it is given, one after the other: other ranks or smaller
-micro-batches, other masks. Here the mask of a trace is a pure function of the batch, the trace's
-place in it, the layer and the kind of device, so that a batch that is split is the same batch.
+torch draws masks row after row, so that other ranks or smaller micro-batches draw other masks.
+Here the mask of a trace is a pure function of the batch, the position of the trace in it, the
+layer and the device type. A batch that is split gives the same gradients as the whole batch.
 """
 
 from collections.abc import Sequence
@@ -19,70 +19,101 @@ _STEPS = 1 << 16
 
 
 class TraceMasks:
-    """Masks for the traces first .. first + count of the batch with this key."""
+    """Dropout masks for the traces first .. first + count of the batch with this key."""
 
     def __init__(self, key: int, first: int, count: int) -> None:
-        places = np.arange(first, first + count, dtype=np.uint64)
+        positions = np.arange(first, first + count, dtype=np.uint64)
         with np.errstate(over="ignore"):
-            self._keys = splitmix64(np.uint64(key) + places * np.uint64(0x9E3779B97F4A7C15))
+            self._keys = splitmix64(np.uint64(key) + positions * np.uint64(0x9E3779B97F4A7C15))
 
     def draw(
-        self, use: int, rows: Sequence[int], shape: Sequence[int], kept: float, device: torch.device
+        self, stream: int, rows: Sequence[int], shape: Sequence[int], keep: float, device: torch.device
     ) -> tuple[torch.Tensor, float]:
-        """A mask (sum of rows, *shape), bool, and the probability that it is true: `kept`, or what
-        comes next to it. rows: of each trace. use: of several draws for a trace, which one."""
+        """Draw the masks of one layer.
+
+        Parameters
+        ----------
+        stream : int
+            Number of the layer: layers with different streams draw independent masks.
+        rows : sequence of int
+            Number of rows of each trace.
+        shape : sequence of int
+            Shape of a row.
+        keep : float
+            Probability that an element is kept.
+        device : torch.device
+
+        Returns
+        -------
+        mask : torch.Tensor
+            ``(sum(rows), *shape)``, bool, True where an element is kept.
+        keep : float
+            The exact probability, which differs from the argument by rounding.
+        """
         with np.errstate(over="ignore"):
-            keys = splitmix64(self._keys + np.uint64(use + 1))
+            keys = splitmix64(self._keys + np.uint64(stream + 1))
         columns = int(np.prod(shape))
         draw = _draw_on_cpu if device.type == "cpu" else _draw
-        mask, kept = draw(keys.tolist(), [n * columns for n in rows], kept, device)
-        return mask.view(sum(rows), *shape), kept
+        mask, keep = draw(keys.tolist(), [n * columns for n in rows], keep, device)
+        return mask.view(sum(rows), *shape), keep
 
 
-def _draw_on_cpu(keys: list[int], sizes: list[int], kept: float, device: torch.device) -> tuple[torch.Tensor, float]:
-    """In a tenth of the time that torch's Bernoulli takes."""
-    below = min(max(1, round(kept * _STEPS)), _STEPS)
+def _draw_on_cpu(keys: list[int], sizes: list[int], keep: float, device: torch.device) -> tuple[torch.Tensor, float]:
+    """Draw ten times as fast as torch's Bernoulli."""
+    bound = min(max(1, round(keep * _STEPS)), _STEPS)
     mask = np.empty(sum(sizes), np.bool_)
-    at = 0
+    begin = 0
     for key, size in zip(keys, sizes, strict=True):
         bits = np.random.SFC64(key).random_raw(-(-size // 4)).view(np.uint16)
-        # <=: the largest of 16 bits is in where everything is kept.
-        np.less_equal(bits[:size], np.uint16(below - 1), out=mask[at : at + size])
-        at += size
-    return torch.from_numpy(mask), below / _STEPS
+        # <= with bound - 1, because 2**16 itself does not fit into 16 bits.
+        np.less_equal(bits[:size], np.uint16(bound - 1), out=mask[begin : begin + size])
+        begin += size
+    return torch.from_numpy(mask), bound / _STEPS
 
 
-def _draw(keys: list[int], sizes: list[int], kept: float, device: torch.device) -> tuple[torch.Tensor, float]:
+def _draw(keys: list[int], sizes: list[int], keep: float, device: torch.device) -> tuple[torch.Tensor, float]:
     generator = torch.Generator(device)
     values = torch.empty(sum(sizes), device=device)
-    for key, part in zip(keys, values.split(sizes), strict=True):
+    for key, of_trace in zip(keys, values.split(sizes), strict=True):
         generator.manual_seed(key)
-        part.uniform_(generator=generator)
-    return values < kept, kept
+        of_trace.uniform_(generator=generator)
+    return values < keep, keep
 
 
 class TraceDropout(nn.Module):
-    """Dropout (Srivastava et al. 2014) of probability p; use: sets its masks apart from those
-    of other layers. Without `masks` torch draws them."""
+    """Dropout with masks of `TraceMasks`, or of torch where none are given.
 
-    def __init__(self, p: float, use: int) -> None:
+    Parameters
+    ----------
+    p : float
+        Probability that an element is set to zero.
+    stream : int
+        Number of the layer; see `TraceMasks.draw`.
+
+    References
+    ----------
+    Srivastava et al. 2014, "Dropout: A Simple Way to Prevent Neural Networks from Overfitting".
+    """
+
+    def __init__(self, p: float, stream: int) -> None:
         super().__init__()
-        self.p, self.use = p, use
+        self.p, self.stream = p, stream
 
     def forward(
         self, x: torch.Tensor, masks: TraceMasks | None = None, rows: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """x (R, ...), of which rows[k] belong to trace k; None: one each."""
+        """Apply dropout to x ``(R, ...)``, of which ``rows[k]`` rows belong to trace k (default: one each)."""
         if not self.training or self.p == 0:
             return x
         if masks is None:
             return F.dropout(x, self.p)
         if self.p == 1:
             return x * 0
-        mask, kept = masks.draw(self.use, [1] * len(x) if rows is None else rows, x.shape[1:], 1 - self.p, x.device)
+        mask, keep = masks.draw(self.stream, [1] * len(x) if rows is None else rows, x.shape[1:], 1 - self.p, x.device)
         factors = mask.to(x.dtype)
-        # 16 bits would round the scale: there the product is scaled, which is computed in float32.
-        return x * factors.mul_(1 / kept) if x.dtype.itemsize >= 4 else x * factors * (1 / kept)
+        # A 16-bit factor would round the scale; scaling the product instead is computed in float32.
+        return x * factors.mul_(1 / keep) if x.dtype.itemsize >= 4 else x * factors * (1 / keep)
 
     def extra_repr(self) -> str:
-        return f"p={self.p}, use={self.use}"
+        """Return the arguments, for ``repr``."""
+        return f"p={self.p}, stream={self.stream}"

@@ -1,19 +1,28 @@
-"""Logistic regression with an L2 penalty on standardised columns, by Newton's method."""
+"""Logistic regression with an L2 penalty on standardized columns."""
 
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-_MAX_STEPS = 100
-_MAX_PRODUCTS = 500
-# Rows whose deviations are looked at together, as float64.
-_ROWS = 4096
+_MAX_NEWTON_STEPS = 100
+_MAX_CG_STEPS = 500
+# Rows per float64 temporary.
+_CHUNK_ROWS = 4096
 
 
 @dataclass(frozen=True)
 class Logistic:
-    """Weights (D,) of standardised columns, intercept, and each column's mean and scale (D,)."""
+    """A fitted logistic regression.
+
+    Parameters
+    ----------
+    weight : torch.Tensor
+        ``(D,)`` float32, weights of the standardized columns.
+    intercept : float
+    mean, scale : np.ndarray
+        ``(D,)`` float64, mean and scale of each column.
+    """
 
     weight: torch.Tensor
     intercept: float
@@ -21,12 +30,12 @@ class Logistic:
     scale: np.ndarray
 
     def logits(self, x: np.ndarray) -> np.ndarray:
-        """(n, D) float32 -> (n,) float64."""
-        logits: np.ndarray = (_standardised(x, self.mean, self.scale) @ self.weight).double().numpy()
+        """Return the logits ``(n,)`` float64 of the rows x ``(n, D)`` float32."""
+        logits: np.ndarray = (_standardize(x, self.mean, self.scale) @ self.weight).double().numpy()
         return logits + self.intercept
 
 
-def _standardised(x: np.ndarray, mean: np.ndarray, scale: np.ndarray) -> torch.Tensor:
+def _standardize(x: np.ndarray, mean: np.ndarray, scale: np.ndarray) -> torch.Tensor:
     z = np.empty(x.shape, np.float32)
     np.subtract(x, mean, out=z, casting="same_kind")
     np.divide(z, scale, out=z, casting="same_kind")
@@ -34,12 +43,12 @@ def _standardised(x: np.ndarray, mean: np.ndarray, scale: np.ndarray) -> torch.T
 
 
 def _mean_and_scale(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation of each column, float64; scale 1 where a column is constant."""
+    """Return the mean and standard deviation of each column, float64; scale 1 for a constant column."""
     n = len(x)
     mean = x.mean(axis=0, dtype=np.float64)
     variance = np.zeros(x.shape[1])
-    for begin in range(0, n, _ROWS):
-        variance += np.square(x[begin : begin + _ROWS] - mean).sum(axis=0)
+    for begin in range(0, n, _CHUNK_ROWS):
+        variance += np.square(x[begin : begin + _CHUNK_ROWS] - mean).sum(axis=0)
     variance /= n
     eps = np.finfo(np.float64).eps
     is_constant = variance <= n * eps * variance + np.square(n * mean * eps)
@@ -49,18 +58,27 @@ def _mean_and_scale(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def fit_logistic(x: np.ndarray, y: np.ndarray, inverse_regularization: float) -> Logistic:
     """Return the minimum of |w|^2 / 2 + C sum_i log(1 + exp(-s_i (w z_i + b))).
 
-    Each Newton step is solved by conjugate gradients, which read the rows but make no (D, D) matrix.
+    Here z is x with standardized columns, and s_i is 1 where y_i is 1, else -1. Newton's method
+    with a truncated conjugate-gradient solver reads the rows but builds no (D, D) matrix.
 
     Parameters
     ----------
-    x : (n, D) float32, finite
-    y : (n,) 0 or 1, of which s is -1 or 1
-    inverse_regularization : C
+    x : np.ndarray
+        ``(n, D)`` float32, finite.
+    y : np.ndarray
+        ``(n,)``, 0 or 1.
+    inverse_regularization : float
+        C.
+
+    References
+    ----------
+    Nocedal and Wright 2006, "Numerical Optimization", algorithm 7.1 (line search Newton-CG) and
+    equation 3.4 (Armijo's condition of sufficient decrease).
     """
     mean, scale = _mean_and_scale(x)
-    z, target, c = _standardised(x, mean, scale), torch.from_numpy(y).double(), inverse_regularization
+    z, target, c = _standardize(x, mean, scale), torch.from_numpy(y).double(), inverse_regularization
 
-    # A vector holds w and, behind it, b. Products with z are float32, everything else float64.
+    # A vector holds w followed by b. Products with z are float32, everything else is float64.
     def forward(v: torch.Tensor) -> torch.Tensor:
         return (z @ v[:-1].float()).double() + v[-1]
 
@@ -71,36 +89,41 @@ def fit_logistic(x: np.ndarray, y: np.ndarray, inverse_regularization: float) ->
         return torch.cat([v[:-1], v.new_zeros(1)])
 
     def objective(v: torch.Tensor, logits: torch.Tensor) -> float:
-        # By numpy: torch's cross-entropy wakes all threads for a handful of values.
+        # numpy, because torch's cross-entropy starts all threads for a handful of values.
         losses = np.logaddexp(0, logits.numpy()) - y * logits.numpy()
         return float(v[:-1].square().sum() / 2) + c * float(losses.sum())
 
-    at = torch.zeros(x.shape[1] + 1, dtype=torch.float64)
-    logits = forward(at)
-    value = objective(at, logits)
-    for _ in range(_MAX_STEPS):
+    parameters = torch.zeros(x.shape[1] + 1, dtype=torch.float64)
+    logits = forward(parameters)
+    value = objective(parameters, logits)
+    for _ in range(_MAX_NEWTON_STEPS):
         p = torch.sigmoid(logits)
-        gradient = penalty(at) + c * backward(p - target)
+        gradient = penalty(parameters) + c * backward(p - target)
         curvature = c * p * (1 - p)
-        step, product, residual = torch.zeros_like(at), torch.zeros_like(logits), -gradient
-        direction, size = residual, float(residual @ residual)
-        enough = 1e-4 * size
-        for _ in range(_MAX_PRODUCTS):
-            along = forward(direction)
-            bent = penalty(direction) + backward(curvature * along)
-            rate = size / float(direction @ bent)
-            step, product, residual = step + rate * direction, product + rate * along, residual - rate * bent
-            size, before = float(residual @ residual), size
-            if size <= enough:
+        # Conjugate gradients for Hessian @ step = -gradient; step_logits follows as forward(step).
+        step, step_logits, residual = torch.zeros_like(parameters), torch.zeros_like(logits), -gradient
+        direction, norm = residual, float(residual @ residual)
+        tolerance = 1e-4 * norm
+        for _ in range(_MAX_CG_STEPS):
+            direction_logits = forward(direction)
+            product = penalty(direction) + backward(curvature * direction_logits)
+            rate = norm / float(direction @ product)
+            step, step_logits = step + rate * direction, step_logits + rate * direction_logits
+            residual = residual - rate * product
+            norm, previous = float(residual @ residual), norm
+            if norm <= tolerance:
                 break
-            direction = residual + size / before * direction
-        gain, length = -float(gradient @ step), 1.0
-        # Half the step until the value falls by a part of what the slope promises (Armijo 1966).
-        while length > 1e-6 and objective(at + length * step, logits + length * product) > value - 1e-4 * length * gain:
+            direction = residual + norm / previous * direction
+        decrease, length = -float(gradient @ step), 1.0
+        # Halve the step until the objective decreases by a fraction of what the slope predicts.
+        while (
+            length > 1e-6
+            and objective(parameters + length * step, logits + length * step_logits) > value - 1e-4 * length * decrease
+        ):
             length /= 2
-        if length <= 1e-6 or gain <= 1e-10 * value:
+        if length <= 1e-6 or decrease <= 1e-10 * value:
             break
-        at = at + length * step
-        logits = forward(at)
-        value = objective(at, logits)
-    return Logistic(at[:-1].float(), float(at[-1]), mean, scale)
+        parameters = parameters + length * step
+        logits = forward(parameters)
+        value = objective(parameters, logits)
+    return Logistic(parameters[:-1].float(), float(parameters[-1]), mean, scale)

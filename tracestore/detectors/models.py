@@ -1,4 +1,4 @@
-"""The three detectors: a trace in, the logit that its answer is a hallucination out.
+"""The three detectors. Each maps a batch of traces to logits of "the answer is a hallucination".
 
 Sizes: B traces, L layers, D hidden size of the language model, N nodes of all graphs.
 """
@@ -18,22 +18,28 @@ from tracestore.detectors.graph.inputs import GraphInputs
 
 AUXILIARY_WEIGHT = 0.1
 GNN_DROPOUT = 0.2
-# The layers that drop out, numbered; those between layers of the LSTM from _LSTM on.
+# Streams of TraceMasks: the graph encoder, two layers of the head, then one per layer of the LSTM.
 _ENCODER, _HEAD, _LSTM = 0, 1, 3
 
 
 @dataclass
 class Output:
-    """logits (B,); auxiliary: terms of the loss beside the cross-entropy, each a mean
-    over traces and layers."""
+    """Output of a detector.
+
+    Parameters
+    ----------
+    logits : torch.Tensor
+        ``(B,)``.
+    auxiliary : dict of torch.Tensor
+        Further terms of the loss, each a scalar mean over traces and layers.
+    """
 
     logits: torch.Tensor
     auxiliary: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class StackedLSTM(nn.Module):
-    """Bidirectional LSTMs, each over the outputs of the one before, with dropout between them:
-    nn.LSTM(num_layers, dropout) with masks that belong to traces."""
+    """nn.LSTM with several bidirectional layers, whose dropout uses masks of `TraceMasks`."""
 
     def __init__(self, in_channels: int, hidden: int, num_layers: int, dropout: float) -> None:
         super().__init__()
@@ -42,7 +48,7 @@ class StackedLSTM(nn.Module):
         self.dropouts = nn.ModuleList(TraceDropout(dropout, _LSTM + k) for k in range(num_layers - 1))
 
     def forward(self, x: torch.Tensor, masks: TraceMasks | None = None) -> torch.Tensor:
-        """(B, L, in) -> (B, 2 * hidden): the last states of the top layer's two directions."""
+        """Return the final states of both directions of the last layer: (B, L, in) -> (B, 2 * hidden)."""
         x, (final, _) = self.layers[0](x)
         for dropout, layer in zip(self.dropouts, self.layers[1:], strict=True):
             x, (final, _) = layer(dropout(x, masks))
@@ -50,7 +56,7 @@ class StackedLSTM(nn.Module):
 
 
 class LayerLSTM(nn.Module):
-    """A bidirectional LSTM along the layers and the head: (B, L, in) -> logits (B,)."""
+    """A bidirectional LSTM over the layers of the language model, and a head."""
 
     def __init__(self, in_channels: int, config: ModelConfig) -> None:
         super().__init__()
@@ -67,6 +73,7 @@ class LayerLSTM(nn.Module):
         )
 
     def forward(self, x: torch.Tensor, masks: TraceMasks | None = None) -> torch.Tensor:
+        """Return the logits: (B, L, in) -> (B,)."""
         x = self.lstm(x, masks)
         for layer in self.head:
             x = layer(x, masks) if isinstance(layer, TraceDropout) else layer(x)
@@ -74,31 +81,31 @@ class LayerLSTM(nn.Module):
 
 
 class Standardizer(nn.Module):
-    """(x - mean) / std per layer and column, from training traces; the identity until set."""
+    """(x - mean) / std per layer and column; the identity unless ``config.standardize``."""
 
     mean: torch.Tensor
     std: torch.Tensor
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.active = config.standardize
-        if self.active:
+        self.is_active = config.standardize
+        if self.is_active:
             self.register_buffer("mean", torch.zeros(config.num_layers, config.hidden_dim))
             self.register_buffer("std", torch.ones(config.num_layers, config.hidden_dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (B, L, D)."""
-        return (x - self.mean) / self.std if self.active else x
+        """Standardize sequences (B, L, D)."""
+        return (x - self.mean) / self.std if self.is_active else x
 
-    def graphs(self, x: torch.Tensor, node_ptr: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
-        """The rows x (N, D) of graphs, graph g of layer layers[g % len(layers)]."""
-        if not self.active:
+    def standardize_nodes(self, x: torch.Tensor, node_ptr: torch.Tensor, layers: Sequence[int]) -> torch.Tensor:
+        """Standardize the nodes x (N, D) of graphs, where graph g belongs to layer layers[g % len(layers)]."""
+        if not self.is_active:
             return x
         if x.device.type != "cpu":
-            of_graph = torch.tensor(layers, device=x.device).repeat((len(node_ptr) - 1) // len(layers))
-            of_row = torch.repeat_interleave(of_graph, node_ptr.diff(), output_size=len(x))
-            return (x - self.mean[of_row]) / self.std[of_row]
-        # Graph by graph: mean and std of each row, gathered, would be twice the batch.
+            graph_layers = torch.tensor(layers, device=x.device).repeat((len(node_ptr) - 1) // len(layers))
+            row_layers = torch.repeat_interleave(graph_layers, node_ptr.diff(), output_size=len(x))
+            return (x - self.mean[row_layers]) / self.std[row_layers]
+        # Graph by graph, because mean and std gathered for all rows would take twice the memory of the batch.
         out = torch.empty(x.shape, dtype=self.mean.dtype)
         mean, std = self.mean.unbind(), self.std.unbind()
         for g, (begin, end) in enumerate(pairwise(node_ptr.tolist())):
@@ -108,9 +115,7 @@ class Standardizer(nn.Module):
 
 
 class LstmSolo(nn.Module):
-    """The last token of every layer, read by the LSTM."""
-
-    view = "sequence"
+    """An LSTM over the last token of every layer."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -119,13 +124,13 @@ class LstmSolo(nn.Module):
         self.reader = LayerLSTM(config.hidden_dim, config)
 
     def forward(self, sequences: torch.Tensor, masks: TraceMasks | None = None) -> Output:
-        """sequences (B, L, D), any float dtype. masks: of dropout, drawn by torch where not given."""
+        """Return logits for sequences (B, L, D) of any float dtype. Default masks: drawn by torch."""
         x = self.standardiser(sequences.to(self.reader.head[0].weight.dtype))  # type: ignore[arg-type]
         return Output(self.reader(x if len(self.layers_read) == x.shape[1] else x[:, list(self.layers_read)], masks))
 
 
 class GraphEncoder(nn.Module):
-    """Two convolutions shared by all layers, mean over nodes: graphs -> (B, layers read, gnn_hidden)."""
+    """Two GINE convolutions, shared by all layers, and the mean over the nodes of each graph."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -137,18 +142,17 @@ class GraphEncoder(nn.Module):
         self.dropout = TraceDropout(GNN_DROPOUT, _ENCODER)
 
     def forward(self, inputs: GraphInputs, masks: TraceMasks | None = None) -> torch.Tensor:
+        """Return the encoded graphs (B, layers read, gnn_hidden)."""
         if len(self.layers) < inputs.num_layers:
-            inputs = inputs.of_layers(self.layers)
-        x = self.standardiser.graphs(inputs.x, inputs.node_ptr, self.layers)
-        x = self.dropout(F.relu_(self.conv1(x, inputs)), masks, inputs.nodes_of_traces())
-        pooled = self.conv2.pooled(x, inputs)
+            inputs = inputs.select_layers(self.layers)
+        x = self.standardiser.standardize_nodes(inputs.x, inputs.node_ptr, self.layers)
+        x = self.dropout(F.relu_(self.conv1(x, inputs)), masks, inputs.nodes_per_trace())
+        pooled = self.conv2.forward_pooled(x, inputs)
         return pooled.reshape(inputs.num_traces, inputs.num_layers, -1)
 
 
 class GnnDetLstm(nn.Module):
-    """Graph encoder, then the LSTM over the layers."""
-
-    view = "graph"
+    """The graph encoder, followed by the LSTM over the layers."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -157,14 +161,18 @@ class GnnDetLstm(nn.Module):
         self.reader = LayerLSTM(config.gnn_hidden, config)
 
     def forward(self, inputs: GraphInputs, masks: TraceMasks | None = None) -> Output:
-        """masks: of dropout, drawn by torch where not given."""
+        """Return logits (B,). Default masks: drawn by torch."""
         return Output(self.reader(self.encoder(inputs, masks), masks))
 
 
 class GvaeLstm(nn.Module):
-    """A variational bottleneck between the graph encoder and the LSTM."""
+    """A variational autoencoder between the graph encoder and the LSTM.
 
-    view = "graph"
+    References
+    ----------
+    Kingma and Welling 2014, "Auto-Encoding Variational Bayes", appendix B (the KL divergence
+    of a Gaussian from the standard normal).
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -178,32 +186,41 @@ class GvaeLstm(nn.Module):
         self.reader = LayerLSTM(latent, config)
 
     def forward(self, inputs: GraphInputs, masks: TraceMasks | None = None, eps: torch.Tensor | None = None) -> Output:
-        """masks: of dropout; eps (B, layers read, latent): the noise, none when evaluating. Drawn by
-        torch where not given."""
+        """Return logits (B,), the reconstruction error and the KL divergence.
+
+        Parameters
+        ----------
+        inputs : GraphInputs
+        masks : TraceMasks, optional
+            Dropout masks. Default: drawn by torch.
+        eps : torch.Tensor, optional
+            ``(B, layers read, latent)``, standard normal noise. Default: drawn by torch in
+            training, zero in evaluation.
+        """
         pooled = self.encoder(inputs, masks)
         mu, logvar = self.mu(pooled), self.logvar(pooled).clamp(-10, 10)
         z = mu
         if self.training or eps is not None:
             z = mu + torch.exp(logvar / 2) * (torch.randn_like(mu) if eps is None else eps)
-        # Summed over columns, averaged over traces and layers: a batch in two halves
-        # then weighs as much as the whole one.
+        # The mean over traces, not the sum: the micro-batches of a split batch add up to the whole one.
         reconstruction = (self.decoder(z) - pooled).square().sum(-1).mean()
         kl = -0.5 * (1 + logvar - mu.square() - logvar.exp()).sum(-1).mean()
         return Output(self.reader(z, masks), {"reconstruction": reconstruction, "kl": kl})
 
 
-_CLASSES = {"lstm_solo": LstmSolo, "gnn_det_lstm": GnnDetLstm, "gvae_lstm": GvaeLstm}
 Detector = LstmSolo | GnnDetLstm | GvaeLstm
 
 
-def make_model(name: str, config: ModelConfig) -> Detector:
-    """The detector of a name in MODEL_NAMES."""
-    return _CLASSES[name](config)  # type: ignore[return-value]
-
-
 def detector_loss(output: Output, y: torch.Tensor, kl_weight: float) -> torch.Tensor:
-    """Binary cross-entropy with logits, mean over traces, plus for the VAE
-    0.1 (reconstruction + kl_weight KL)."""
+    """Return the mean binary cross-entropy, plus 0.1 (reconstruction + kl_weight KL) for gvae_lstm.
+
+    Parameters
+    ----------
+    output : Output
+    y : torch.Tensor
+        ``(B,)``, 1 for a hallucination.
+    kl_weight : float
+    """
     loss = F.binary_cross_entropy_with_logits(output.logits, y.to(output.logits.dtype))
     if output.auxiliary:
         loss = loss + AUXILIARY_WEIGHT * (output.auxiliary["reconstruction"] + kl_weight * output.auxiliary["kl"])

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tracestore.detectors.config import MODEL_NAMES
+from tracestore.detectors.registry import DETECTORS
 from tracestore.errors import UsageError
 from tracestore.evaluation.evaluate import RunScores, evaluate_runs
 from tracestore.evaluation.metrics import auroc
@@ -52,7 +52,7 @@ def holds_run(folder: Path) -> bool:
     return any(
         (place / name / of).exists()
         for place in (folder, *folder.glob("seed-*"), *folder.glob("fold-*/seed-*"))
-        for name in MODEL_NAMES
+        for name in DETECTORS
         for of in CHECKPOINTS
     )
 
@@ -64,7 +64,7 @@ def remove_checkpoints(folder: Path, *, is_folded: bool, is_repeated: bool) -> N
     if is_repeated:
         places += folder.glob("fold-*/seed-*" if is_folded else "seed-*")
     for place in places:
-        for name in MODEL_NAMES:
+        for name in DETECTORS:
             for old in (
                 *(place / name / of for of in CHECKPOINTS),
                 *place.glob(f"{name}/events/events.out.tfevents.*"),

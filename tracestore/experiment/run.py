@@ -13,7 +13,8 @@ import torch
 
 from tracestore import console
 from tracestore.data.batch_format import EdgeOptions
-from tracestore.detectors.config import VIEWS, ModelConfig
+from tracestore.detectors.config import ModelConfig
+from tracestore.detectors.registry import DETECTORS
 from tracestore.errors import MissingFieldError, TrainingError, UsageError
 from tracestore.evaluation import report
 from tracestore.evaluation.evaluate import RunScores
@@ -94,12 +95,12 @@ def run_experiment(
     start = memory_use()
     store = open_store(store_path)
     try:
-        for view in sorted({VIEWS[name] for name in names}):
+        for view in sorted({DETECTORS[name].view for name in names}):
             store.require(view)
     except MissingFieldError as error:
         raise MissingFieldError(f"{error}; or train without graphs: --no-run-gnn-det --no-run-gvae") from None
-    model_config = ModelConfig.of_store(store, **sizes)
-    if "graph" in {VIEWS[name] for name in names}:
+    model_config = ModelConfig.from_store(store, **sizes)
+    if "graph" in {DETECTORS[name].view for name in names}:
         edges = model_config.edge_format(store, torch.device(config.device).type)
         EdgeOptions(config.attention_threshold, config.top_k, edges)
     try:
@@ -166,7 +167,7 @@ def _run_jobs(
         log(store.describe_scores(config.score_threshold))
     if is_repeated:
         log(f"{num_folds or 1} folds x {num_seeds or 1} seeds, {len(jobs) * len(names)} trainings")
-    if "graph" in {VIEWS[name] for name in names}:
+    if "graph" in {DETECTORS[name].view for name in names}:
         _refuse_nonfinite(store, split)
     results: dict[str, Any] = {
         "models": {},

@@ -10,7 +10,7 @@ import numpy as np
 from tracestore.console import format_size
 from tracestore.data.batch_format import BatchFormat, EdgeOptions
 from tracestore.data.epoch import mean_trace_bytes
-from tracestore.detectors.config import VIEWS
+from tracestore.detectors.registry import DETECTORS
 from tracestore.errors import UsageError
 from tracestore.evaluation.metrics import probability
 from tracestore.evaluation.tables import write_rows
@@ -107,8 +107,8 @@ def _budget(
     if memory_budget is None:
         return None
     # A few traces on their way, one at work, and the threads' own.
-    edges = detector.config.edge_format(store, "cpu") if VIEWS[detector.name] == "graph" else "coo"
-    form = BatchFormat(VIEWS[detector.name], EdgeOptions(edge_format=edges))
+    edges = detector.config.edge_format(store, "cpu") if DETECTORS[detector.name].view == "graph" else "coo"
+    form = BatchFormat(DETECTORS[detector.name].view, EdgeOptions(edge_format=edges))
     floor = 2 * RESERVE_BYTES + 8 * mean_trace_bytes(store, form)
     if memory_budget < floor:
         raise UsageError(

@@ -10,10 +10,11 @@ import torch
 
 from tracestore.data.loader import TraceLoader
 from tracestore.detectors.checkpoint import DETECTOR_VERSION
-from tracestore.detectors.config import VIEWS, ModelConfig
+from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.graph.inputs import GraphInputs, edge_threshold
-from tracestore.detectors.models import Detector, make_model
+from tracestore.detectors.models import Detector
 from tracestore.detectors.precision import autocast_for
+from tracestore.detectors.registry import DETECTORS, make_model
 from tracestore.errors import InsufficientMemoryError, UsageError
 from tracestore.oom.errors import is_out_of_memory
 from tracestore.oom.guard import OOMGuard
@@ -44,13 +45,13 @@ class TrainedDetector:
         ):
             if mine != found:
                 raise UsageError(f"{store.path}: {self.name} was trained on {mine} {what}, this store has {found}")
-        store.require(VIEWS[self.name])
-        if VIEWS[self.name] == "graph":
+        store.require(DETECTORS[self.name].view)
+        if DETECTORS[self.name].view == "graph":
             self.config.edge_format(store, "cpu")
 
     def differences(self, store: TraceStore) -> list[str]:
         """How the store's traces differ from those it was trained on without being refused."""
-        if VIEWS[self.name] == "sequence":
+        if DETECTORS[self.name].view == "sequence":
             return []
         return [
             f"trained on {name.replace('_', ' ')} {mine!r}, this store has {getattr(store, name)!r}"
@@ -110,7 +111,7 @@ def score_traces(
     batches; a batch whose forward pass does not fit is computed in halves. InsufficientMemoryError
     where one trace is too much."""
     detector.check(store)
-    view = VIEWS[detector.name]
+    view = DETECTORS[detector.name].view
     loader = TraceLoader(
         store,
         view,

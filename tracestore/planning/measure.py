@@ -14,7 +14,8 @@ import numpy as np
 
 from tracestore.console import format_size
 from tracestore.data.epoch import trace_costs
-from tracestore.detectors.config import VIEWS, ModelConfig
+from tracestore.detectors.config import ModelConfig
+from tracestore.detectors.registry import DETECTORS
 from tracestore.errors import UsageError
 from tracestore.oom.guard import OOMGuard
 from tracestore.oom.limits import RESERVE_BYTES, MemoryUse, PeakMemoryMonitor, memory_use
@@ -50,7 +51,7 @@ class Trial:
     def __init__(
         self, name: str, store: TraceStore, indices: np.ndarray, config: TrainConfig, sizes: dict[str, Any]
     ) -> None:
-        model_config = ModelConfig.of_store(store, **sizes)
+        model_config = ModelConfig.from_store(store, **sizes)
         self.forward = ModelRunner(name, model_config, config)
         optimizer = Adam(self.forward.model.parameters(), lr=0.0, weight_decay=1e-5, fused=True)
         self.guard = OOMGuard(self.forward.model, optimizer)
@@ -59,7 +60,7 @@ class Trial:
             name, store, indices, config, model_config, DistributedContext(alone=True), shuffle="global"
         )
         self.loader = self.feed.loader
-        self.cost = "edges" if model_config.message_passing == "pyg" and VIEWS[name] == "graph" else "bytes"
+        self.cost = "edges" if model_config.message_passing == "pyg" and DETECTORS[name].view == "graph" else "bytes"
 
     def costs(self, indices: np.ndarray) -> np.ndarray:
         return trace_costs(self.loader.store, self.loader.format, self.cost, indices)
@@ -118,7 +119,7 @@ def plan_training(
     its imports; num_train: traces of the training part (the usual share of those with a
     label); num_threads: torch's for these steps; room: bytes above `start` that steps larger
     than the smallest may take (half of what the machine has). The random state is left as it was."""
-    store.require(VIEWS[name])
+    store.require(DETECTORS[name].view)
     indices, usual = training_part(store)
     start = memory_use() if start is None else start
     num_train = num_train or usual

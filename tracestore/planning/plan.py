@@ -12,7 +12,7 @@ import numpy as np
 
 from tracestore.data.batch_format import BatchFormat, EdgeOptions
 from tracestore.data.epoch import EpochPlanner
-from tracestore.detectors.config import MODEL_NAMES, VIEWS
+from tracestore.detectors.registry import DETECTORS
 from tracestore.errors import MissingFieldError, UsageError
 from tracestore.store.read.store import TraceStore
 
@@ -85,17 +85,25 @@ class TrainingPlan:
 
 
 def detectors_for(store: TraceStore) -> list[str]:
-    """The names of those that the store has what they read for. MissingFieldError where there is none."""
-    found: list[str] = []
-    for name in MODEL_NAMES:
+    """Return the names of the detectors whose view the store has.
+
+    Raises
+    ------
+    MissingFieldError
+        The store has no view of any detector.
+    """
+    names: list[str] = []
+    missing: MissingFieldError | None = None
+    for name, spec in DETECTORS.items():
         try:
-            store.require(VIEWS[name])
-        except MissingFieldError:
-            if name == MODEL_NAMES[-1] and not found:
-                raise
+            store.require(spec.view)
+        except MissingFieldError as error:
+            missing = error
         else:
-            found.append(name)
-    return found
+            names.append(name)
+    if missing is not None and not names:
+        raise missing
+    return names
 
 
 def training_part(store: TraceStore) -> tuple[np.ndarray, int]:

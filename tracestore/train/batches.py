@@ -9,9 +9,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from tracestore.data.loader import TraceLoader
 from tracestore.data.order import epoch_key
-from tracestore.detectors.config import VIEWS, ModelConfig
+from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.dropout import TraceMasks
 from tracestore.detectors.graph.inputs import GraphInputs, edge_threshold
+from tracestore.detectors.registry import DETECTORS
 from tracestore.oom.errors import is_out_of_memory
 from tracestore.store.read.store import TraceStore
 from tracestore.train.config import TrainConfig
@@ -55,11 +56,11 @@ class BatchFeed:
         num_workers: int = 0,
     ) -> None:
         self.config, self.ranks, self.num_workers = config, ranks, num_workers
-        self.is_graph = VIEWS[name] == "graph"
+        self.is_graph = DETECTORS[name].view == "graph"
         self.device = torch.device(config.device)
         self.loader = TraceLoader(
             store,
-            VIEWS[name],
+            DETECTORS[name].view,
             batch_size=config.batch_size,
             shuffle=shuffle,
             seed=config.seed,

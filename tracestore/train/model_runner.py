@@ -6,8 +6,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tracestore.detectors.config import ModelConfig
-from tracestore.detectors.models import Detector, GvaeLstm, LstmSolo, Output, detector_loss, make_model
+from tracestore.detectors.models import Detector, GvaeLstm, LstmSolo, Output, detector_loss
 from tracestore.detectors.precision import autocast_for
+from tracestore.detectors.registry import make_model
 from tracestore.train.batches import AccumulatedBatch, DeviceBatch
 from tracestore.train.config import TrainConfig
 

@@ -16,7 +16,7 @@ def fit_standardizer(
     traces `indices`: their last tokens (view "sequence") or all tokens. Each rank reads a part.
     TrainingError where one of these is not finite in a layer that the model reads."""
     standardiser = next(m for m in model.modules() if isinstance(m, Standardizer))
-    if not standardiser.active:
+    if not standardiser.is_active:
         return
     # Sum, sum of squares, and in the third row the count.
     sums = torch.zeros(3, store.num_layers, store.hidden_dim, dtype=torch.float64)

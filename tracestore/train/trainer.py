@@ -15,8 +15,9 @@ import torch
 
 from tracestore import console
 from tracestore.detectors.checkpoint import detector_checkpoint
-from tracestore.detectors.config import VIEWS, ModelConfig
+from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.precision import float32_layers
+from tracestore.detectors.registry import DETECTORS
 from tracestore.errors import (
     InsufficientMemoryError,
     RunInterruptedError,
@@ -123,7 +124,9 @@ class Trainer:
             self.monitor.open_events(self.folder / "events", progress, len(self.feed))
         try:
             if progress.epoch == 0 and progress.batch == 0:
-                fit_standardizer(self.model, self.store, self.split.indices["train"], VIEWS[self.name], self.ranks)
+                fit_standardizer(
+                    self.model, self.store, self.split.indices["train"], DETECTORS[self.name].view, self.ranks
+                )
             while progress.epoch < self.config.epochs:
                 self._train_epoch(progress)
                 self._validate(progress)

@@ -22,13 +22,13 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace, output: Output) -> int:
     # Imported here: help needs none of it. The memory of what training imports is part of a plan.
     import tracestore.experiment.run
-    from tracestore.detectors.config import MODEL_NAMES, VIEWS
+    from tracestore.detectors.registry import DETECTORS
     from tracestore.planning.measure import Measurer
     from tracestore.planning.plan import detectors_for, training_part
     from tracestore.train.config import TrainConfig
 
-    if args.model is not None and args.model not in MODEL_NAMES:
-        raise UsageError(f"found --model {args.model}, expected one of {', '.join(MODEL_NAMES)}")
+    if args.model is not None and args.model not in DETECTORS:
+        raise UsageError(f"found --model {args.model}, expected one of {', '.join(DETECTORS)}")
     if args.precision == "fp16":
         raise UsageError("found --precision fp16, which needs a GPU; plan is for the CPU")
     config, sizes = TrainConfig(**step_options(args)), model_sizes(args)
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     with tracestore.open(args.store) as store:
         names = [args.model] if args.model else detectors_for(store)
         for name in names:
-            store.require(VIEWS[name])
+            store.require(DETECTORS[name].view)
         training_part(store)
         measure = Measurer(store, config, sizes, args.num_threads)
         for name in names:

@@ -1,8 +1,4 @@
-"""GINE over a batch of graphs: the fused operators, or PyG's layer as the reference.
-
-x_i' = MLP(x_i + sum over edges j -> i of relu(x_j + W a_ij + b)): Hu et al. 2020,
-"Strategies for Pre-training Graph Neural Networks", as PyG's GINEConv with eps = 0.
-"""
+"""GINE layers: the fused operators, or PyG's layer as the reference."""
 
 from typing import Any
 
@@ -17,38 +13,56 @@ from tracestore.extras import needs
 
 
 def mean_pool(x: torch.Tensor, inputs: GraphInputs) -> torch.Tensor:
-    """(N, C) -> (G, C): the mean over each graph's nodes."""
+    """Return the mean over the nodes of each graph: (N, C) -> (G, C)."""
     lengths = inputs.node_ptr[1:] - inputs.node_ptr[:-1]
-    # It sums in the dtype of x: in bfloat16 a sum of like numbers stops growing at 256 of them.
+    # segment_reduce sums in the dtype of x, and a bfloat16 sum of ones stops growing at 256.
     wide = x.float() if x.dtype.itemsize < 4 else x
     return torch.segment_reduce(wide, "mean", lengths=lengths, axis=0, unsafe=True).to(x.dtype)
 
 
 class PlainGINEConv(nn.Module):
-    """PyG's GINEConv without the import of PyG, which takes seconds: the same parameter names, and
-    the same values drawn for a seed. Its forward is for devices that have no fused operators."""
+    """GINEConv without the import of PyG, which takes seconds.
+
+    Parameter names, and the initial values for a seed, are those of PyG's class. `forward` is
+    used on devices without the fused operators.
+    """
 
     def __init__(self, mlp: nn.Sequential, in_channels: int, edge_dim: int) -> None:
         super().__init__()
         self.nn = mlp
         self.register_buffer("eps", torch.zeros(1))
         self.lin = nn.Linear(edge_dim, in_channels)
-        # GINEConv draws all of them again when it is whole.
+        # GINEConv initializes all parameters a second time at the end of its constructor.
         for layer in mlp:
             if isinstance(layer, nn.Linear):
                 layer.reset_parameters()
         self.lin.reset_parameters()
 
     def forward(self, x: torch.Tensor, edge_index: torch.Tensor, edge_attr: torch.Tensor) -> torch.Tensor:
+        """Return x' (N, hidden) for x (N, in), edge_index (2, E) and edge_attr (E, edge_dim)."""
         source, target = edge_index
         out: torch.Tensor = self.nn(x.index_add(0, target, F.relu(x[source] + self.lin(edge_attr))))
         return out
 
 
 class GINE(nn.Module):
-    """GINEConv(MLP(in -> hidden -> hidden), edge_dim) with PyG's parameter names, so
-    that weights go from one to the other. message_passing: "fused" or "pyg"; edge_dim:
-    weights of an edge, 1 or every head's."""
+    """x_i' = MLP(x_i + sum over edges j -> i of relu(x_j + W a_ij + b)), eps = 0.
+
+    Parameter names are those of PyG's GINEConv, so that weights can be exchanged.
+
+    Parameters
+    ----------
+    in_channels, hidden : int
+        The MLP is Linear(in_channels -> hidden), ReLU, Linear(hidden -> hidden).
+    message_passing : {"fused", "pyg"}
+    edge_dim : int
+        Weights per edge: 1, or the number of heads.
+
+    References
+    ----------
+    Hu et al. 2020, "Strategies for Pre-training Graph Neural Networks", as implemented by
+    ``torch_geometric.nn.GINEConv``.
+    """
 
     def __init__(self, in_channels: int, hidden: int, message_passing: str = "fused", edge_dim: int = 1) -> None:
         super().__init__()
@@ -67,7 +81,7 @@ class GINE(nn.Module):
         return self.message_passing == "fused" and x.device.type in FUSED_DEVICES
 
     def _hidden(self, x: torch.Tensor, inputs: GraphInputs) -> torch.Tensor:
-        """(N, hidden): the MLP up to its ReLU."""
+        """Return the aggregate after the first linear layer and the ReLU of the MLP, (N, hidden)."""
         first, edge = self.conv.nn[0], self.conv.lin
         matrix, bias = first.weight, first.bias
         if torch.is_autocast_enabled(x.device.type):
@@ -82,21 +96,21 @@ class GINE(nn.Module):
         return out
 
     def forward(self, x: torch.Tensor, inputs: GraphInputs) -> torch.Tensor:
-        """(N, in), any float dtype -> (N, hidden)."""
+        """Return x' (N, hidden) for x (N, in) of any float dtype."""
         if not self._is_fused(x):
             return self._reference(x, inputs)
-        return self._last(self._hidden(x, inputs))
+        return self._output_layer(self._hidden(x, inputs))
 
-    def pooled(self, x: torch.Tensor, inputs: GraphInputs) -> torch.Tensor:
-        """The mean of forward over each graph's nodes: (N, in) -> (G, hidden).
+    def forward_pooled(self, x: torch.Tensor, inputs: GraphInputs) -> torch.Tensor:
+        """Return the mean of `forward` over the nodes of each graph: (N, in) -> (G, hidden).
 
-        The mean and the MLP's last layer are both linear: fused, the mean comes first, and
-        the layer works on G rows instead of N."""
+        The mean and the last layer of the MLP are both linear. The fused path takes the mean
+        first, so that the last layer computes G rows instead of N.
+        """
         if not self._is_fused(x):
             return mean_pool(self._reference(x, inputs), inputs)
-        return self._last(mean_pool(self._hidden(x, inputs), inputs))
+        return self._output_layer(mean_pool(self._hidden(x, inputs), inputs))
 
-    def _last(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The last layer of the MLP."""
+    def _output_layer(self, hidden: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.conv.nn[2](hidden)
         return out

@@ -1,4 +1,4 @@
-"""The kernels of gine_op on the CPU: the C core over the tensors' memory."""
+"""Kernels of gine_op on the CPU: the C core, called on the memory of the tensors."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ _NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "
 
 
 def _raw(tensor: torch.Tensor) -> tuple[Any, int]:
-    """A numpy array over the tensor's bytes, which C reads by the dtype's code."""
+    """Return a numpy view of the tensor and the dtype code of the C core."""
     if tensor.dtype not in _NAMES:
-        raise ValueError(f"a tensor of float16, bfloat16, float32 or float64 is wanted, not {tensor.dtype}")
+        raise ValueError(f"found a tensor of {tensor.dtype}, expected float16, bfloat16, float32 or float64")
     tensor, code = tensor.contiguous(), schema.dtype_code(_NAMES[tensor.dtype])
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy(), code
 
@@ -30,12 +30,12 @@ def _graphs(x: torch.Tensor, w: torch.Tensor, edges: Edges) -> Graphs:
 
 
 def _workspace(graphs: Graphs, dtype: torch.dtype, backward: bool) -> Any:
-    """A torch tensor, so that memory budgets and guards see it."""
+    # A torch tensor rather than a numpy array, so that its memory is accounted as torch's is.
     return torch.empty(graphs.workspace_bytes(dtype.itemsize, backward), dtype=torch.uint8).numpy()
 
 
 def aggregate(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, edges: Edges) -> None:
-    """Writes gine_aggregate's result into `out`, of w's dtype."""
+    """Write the result of gine_aggregate into `out`, which has the dtype of w."""
     graphs = _graphs(x, w, edges)
     graphs.forward(w.view(-1).numpy(), b.numpy(), out.numpy(), _workspace(graphs, out.dtype, False))
 
@@ -50,7 +50,7 @@ def aggregate_backward(
     grad_w: torch.Tensor,
     grad_b: torch.Tensor,
 ) -> None:
-    """Writes the gradients, all of w's dtype; grad_x None: not wanted."""
+    """Write the gradients into the tensors `grad_*`, which have the dtype of w; grad_x may be None."""
     graphs = _graphs(x, w, edges)
     graphs.backward(
         w.view(-1).numpy(),

@@ -1,23 +1,27 @@
 """GINE's message passing as PyTorch operators, in the namespace `tracestore`.
 
     gine_aggregate   out_i = x_i + sum over edges j -> i of relu(x_j + w a_ij + b)
-    gine_linear      its product with the first linear layer: out W^T + bias
+    gine_linear      out W^T + bias: the aggregate, multiplied by the first linear layer
 
-(Hu et al. 2020, "Strategies for Pre-training Graph Neural Networks", as PyG's GINEConv
-with eps = 0.) Arguments of both:
+Arguments of both:
 
-    x (N, D)            float16, bfloat16, float32 or float64; converted as it is read
-    w (C, D), b (D,)    of the edge layer Linear(C -> D); sums are float64 where w is, else float32
-    node_ptr (G + 1,)   int64: graph g owns rows node_ptr[g] .. node_ptr[g + 1], counted from node_ptr[0]
-    weight, weight_ptr  without source and target: packed lower triangles, graph g's at
-                        weight_ptr[g], of C channels one behind the other; pairs whose mean over
-                        the channels is above `threshold`, never NaN, are edges.
-                        With them (int64, numbered as node_ptr; C = 1): the edges of graph g are
-                        weight_ptr[g] .. weight_ptr[g + 1], in any order; all count.
+    x (N, D)            float16, bfloat16, float32 or float64; converted while it is read
+    w (C, D), b (D,)    edge layer Linear(C -> D); sums are float64 where w is, else float32
+    node_ptr (G + 1,)   int64: graph g has the rows node_ptr[g] .. node_ptr[g + 1], relative to node_ptr[0]
+    weight, weight_ptr  without source and target: packed lower triangles. Those of graph g begin at
+                        weight_ptr[g], C channels one after the other. A pair is an edge where the
+                        mean over its channels is above `threshold`; NaN never is.
+                        With source and target (int64, numbered like node_ptr; C = 1): graph g has
+                        the edges weight_ptr[g] .. weight_ptr[g + 1], in any order.
 
-No tensor of E x D values is made, and none is kept for backward, which reads the edges again.
-Gradients go to x, w, b and the linear layer; attention weights are data. On a CPU each sum has
-a fixed order, whatever the number of threads. ValueError where pointers or edges lead outside.
+No tensor of E x D values is created, and none is kept for backward, which reads the edges again.
+Gradients are computed for x, w, b and the linear layer, not for the attention weights. On a CPU
+each sum has a fixed order for any number of threads. The operators raise ValueError where
+pointers or edges are out of bounds.
+
+References
+----------
+Hu et al. 2020, "Strategies for Pre-training Graph Neural Networks", as PyG's GINEConv, eps = 0.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,9 +34,8 @@ from torch import Tensor
 from tracestore.detectors.graph import gine_cpu
 from tracestore.detectors.graph.inputs import Edges
 
-# gine_linear works on this many bytes of the aggregate at a time, which are all that there ever is
-# of it. On a CPU the threads of the product spin for a while when it is done, in the way of those
-# of the next sums: much smaller parts stay in the cache and are slower all the same.
+# Bytes of the aggregate that gine_linear holds at a time. Chunks that fit into the CPU's caches are
+# slower: after each product its threads spin for a while and delay the threads of the next sums.
 CHUNK_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 
 
@@ -50,14 +53,16 @@ def _sum_dtype(w: Tensor) -> torch.dtype:
 
 def _check(x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if x.ndim != 2 or w.ndim != 2 or len(w) < 1 or w.shape[1:] != x.shape[1:] or b.shape != x.shape[1:]:
-        raise ValueError(f"x {tuple(x.shape)}, w {tuple(w.shape)} and b {tuple(b.shape)} do not fit together")
+        raise ValueError(f"x {tuple(x.shape)}, w {tuple(w.shape)} and b {tuple(b.shape)} have shapes that do not match")
     dtype = _sum_dtype(w)
     return x.contiguous(), w.to(dtype).contiguous(), b.to(dtype).contiguous()
 
 
 def _operator(function: Callable[..., Any]) -> Any:
-    """Make a function an operator of torch, of the same name. torch.library.custom_op does so too, but
-    imports torch._dynamo with the first call, which takes seconds."""
+    """Register a function as the operator of the same name.
+
+    torch.library.custom_op does the same, but its first call imports torch._dynamo, which takes seconds.
+    """
     name = f"tracestore::{function.__name__}"
     torch.library.define(name, torch.library.infer_schema(function, mutates_args=()))
     torch.library.impl(name, "default", function)
@@ -76,7 +81,7 @@ def gine_aggregate(
     target: Tensor | None,
     threshold: float,
 ) -> Tensor:
-    """(N, D) of the dtype of the sums."""
+    """Return the aggregate (N, D) in the dtype of the sums."""
     x, w, b = _check(x, w, b)
     out = torch.empty(x.shape, dtype=w.dtype, device=x.device)
     _kernels(x.device).aggregate(out, x, w, b, (node_ptr, weight, weight_ptr, source, target, threshold))
@@ -112,8 +117,8 @@ def gine_aggregate_backward(
     threshold: float,
     need_grad_x: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, w and b, each of its tensor's dtype; that of x has no rows where it is not needed."""
-    kinds = x.dtype, w.dtype, b.dtype
+    """Return the gradients of x, w and b in their dtypes; that of x is empty where it is not needed."""
+    dtypes = x.dtype, w.dtype, b.dtype
     x, w, b = _check(x, w, b)
     grad_x = torch.empty((len(x) if need_grad_x else 0, x.shape[1]), dtype=w.dtype, device=x.device)
     grad_w, grad_b = torch.empty_like(w), torch.empty_like(b)
@@ -127,7 +132,7 @@ def gine_aggregate_backward(
         grad_w,
         grad_b,
     )
-    return grad_x.to(kinds[0]), grad_w.to(kinds[1]), grad_b.to(kinds[2])
+    return grad_x.to(dtypes[0]), grad_w.to(dtypes[1]), grad_b.to(dtypes[2])
 
 
 @torch.library.register_fake("tracestore::gine_aggregate_backward")  # type: ignore[untyped-decorator]
@@ -163,7 +168,10 @@ torch.library.register_autograd("tracestore::gine_aggregate", _aggregate_gradien
 
 
 def _chunks(node_ptr: Tensor, bytes_per_row: int) -> Iterator[tuple[slice, slice]]:
-    """Runs of graphs, as (rows of x, entries of a pointer array), of at most CHUNK_BYTES where one graph has not more."""
+    """Yield consecutive graphs as (rows of x, entries of a pointer array).
+
+    Their aggregate has at most CHUNK_BYTES, or they are a single graph.
+    """
     ptr = node_ptr.tolist()
     limit = CHUNK_BYTES[node_ptr.device.type] // max(1, bytes_per_row)
     begin = 0
@@ -173,7 +181,7 @@ def _chunks(node_ptr: Tensor, bytes_per_row: int) -> Iterator[tuple[slice, slice
             begin = end
 
 
-def _part(edges: Edges, pointers: slice) -> Edges:
+def _edges_of_chunk(edges: Edges, pointers: slice) -> Edges:
     node_ptr, weight, weight_ptr, *rest = edges
     return node_ptr[pointers], weight, weight_ptr[pointers], *rest  # type: ignore[return-value]
 
@@ -196,8 +204,10 @@ def gine_linear(
     target: Tensor | None,
     threshold: float,
 ) -> Tensor:
-    """(N, H) of matrix's dtype, for matrix (H, D) and bias (H,). The aggregate's D columns exist
-    for a few graphs at a time only, here and in backward, which computes them again."""
+    """Return (N, H) in the dtype of matrix, for matrix (H, D) and bias (H,).
+
+    The aggregate is held for a few graphs at a time; backward computes it again.
+    """
     x, w, b = _check(x, w, b)
     edges = (node_ptr, weight, weight_ptr, source, target, threshold)
     kernels, chunks = _kernels(x.device), list(_chunks(node_ptr, x.shape[1] * w.itemsize))
@@ -205,7 +215,7 @@ def gine_linear(
     with torch.autocast(x.device.type, enabled=False):
         for rows, pointers in chunks:
             summed = buffer[: rows.stop - rows.start]
-            kernels.aggregate(summed, x[rows], w, b, _part(edges, pointers))
+            kernels.aggregate(summed, x[rows], w, b, _edges_of_chunk(edges, pointers))
             torch.addmm(bias, summed.to(matrix.dtype), matrix.t(), out=out[rows])
     return out
 
@@ -243,8 +253,8 @@ def gine_linear_backward(
     threshold: float,
     need_grad_x: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x (no rows where it is not needed), w, b, matrix and bias, each of its tensor's dtype."""
-    kinds = x.dtype, w.dtype, b.dtype
+    """Return the gradients of x (empty where it is not needed), w, b, matrix and bias in their dtypes."""
+    dtypes = x.dtype, w.dtype, b.dtype
     x, w, b = _check(x, w, b)
     grad_out = grad_out.contiguous()
     edges = (node_ptr, weight, weight_ptr, source, target, threshold)
@@ -255,23 +265,33 @@ def gine_linear_backward(
         torch.zeros_like(b),
         matrix.new_zeros(matrix.shape, dtype=w.dtype),
     )
-    part_w, part_b, buffer = torch.empty_like(w), torch.empty_like(b), _buffer(chunks, x.shape[1], w)
+    chunk_w, chunk_b, buffer = torch.empty_like(w), torch.empty_like(b), _buffer(chunks, x.shape[1], w)
     with torch.autocast(x.device.type, enabled=False):
         for rows, pointers in chunks:
-            summed, part, grad = buffer[: rows.stop - rows.start], _part(edges, pointers), grad_out[rows]
-            kernels.aggregate(summed, x[rows], w, b, part)
+            summed, chunk_edges, grad = (
+                buffer[: rows.stop - rows.start],
+                _edges_of_chunk(edges, pointers),
+                grad_out[rows],
+            )
+            kernels.aggregate(summed, x[rows], w, b, chunk_edges)
             if matrix.dtype == w.dtype:
                 grad_matrix.addmm_(grad.t(), summed)
                 torch.mm(grad, matrix, out=summed)
             else:
-                # Chunks are added in the dtype of sums: 16 bits would lose the small ones.
+                # Chunks are added in the dtype of the sums, because 16 bits would lose small terms.
                 grad_matrix += torch.mm(grad.t(), summed.to(matrix.dtype))
                 summed.copy_(torch.mm(grad, matrix))
             grad_rows = grad_x[rows] if need_grad_x else None
-            kernels.aggregate_backward(summed, x[rows], w, b, part, grad_rows, part_w, part_b)
-            grad_w += part_w
-            grad_b += part_b
-    return grad_x.to(kinds[0]), grad_w.to(kinds[1]), grad_b.to(kinds[2]), grad_matrix.to(matrix.dtype), grad_out.sum(0)
+            kernels.aggregate_backward(summed, x[rows], w, b, chunk_edges, grad_rows, chunk_w, chunk_b)
+            grad_w += chunk_w
+            grad_b += chunk_b
+    return (
+        grad_x.to(dtypes[0]),
+        grad_w.to(dtypes[1]),
+        grad_b.to(dtypes[2]),
+        grad_matrix.to(matrix.dtype),
+        grad_out.sum(0),
+    )
 
 
 @torch.library.register_fake("tracestore::gine_linear_backward")  # type: ignore[untyped-decorator]

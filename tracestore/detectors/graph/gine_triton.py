@@ -1,7 +1,7 @@
-"""The kernels of gine_op on CUDA devices, in Triton; the interface of gine_cpu.
+"""Kernels of gine_op on CUDA devices, in Triton, with the interface of gine_cpu.
 
-A program sums a block of columns of some rows, edge after edge in stored order: no atomics,
-so that results do not differ from run to run.
+Each program sums a block of columns over some rows, edge after edge in stored order, without
+atomics: results do not vary between runs.
 """
 
 import torch
@@ -11,7 +11,7 @@ import triton.language as tl
 from tracestore.detectors.graph.inputs import Edges
 
 BLOCK_COLUMNS = 128
-# Rows whose share of grad_w and grad_b is one partial sum.
+# Rows per partial sum of grad_w and grad_b.
 BLOCK_ROWS = 16
 
 
@@ -34,10 +34,10 @@ def _forward(
     )
     bb = tl.load(b + columns, mask=inside, other=0.0)
     limit = tl.load(threshold)
-    start, base, apart = tl.load(begin + row), tl.load(first + row), tl.load(stride + row)
+    start, base, spacing = tl.load(begin + row), tl.load(first + row), tl.load(stride + row)
     total = tl.full((BLOCK,), 0.0, wb.dtype)
     for e in range(0, tl.load(count + row)):
-        a = tl.load(weight + start + e + channels * apart, mask=channels < C, other=0.0)
+        a = tl.load(weight + start + e + channels * spacing, mask=channels < C, other=0.0)
         if LISTS:
             node = tl.load(other + start + e)
             is_edge = True
@@ -67,7 +67,7 @@ def _backward(
     limit = tl.load(threshold)
     total_w, total_b = tl.full((CHANNELS, BLOCK), 0.0, wb.dtype), tl.full((BLOCK,), 0.0, wb.dtype)
     for row in range(block * ROWS, tl.minimum(block * ROWS + ROWS, N)):
-        start, base, apart = tl.load(begin + row), tl.load(first + row), tl.load(stride + row)
+        start, base, spacing = tl.load(begin + row), tl.load(first + row), tl.load(stride + row)
         xj = tl.load(x + row * D + columns, mask=inside, other=0.0).to(wb.dtype) + bb
         total = tl.full((BLOCK,), 0.0, wb.dtype)
         for e in range(0, tl.load(count + row)):
@@ -75,12 +75,12 @@ def _backward(
                 at = start + e
                 node = tl.load(other + at)
             else:
-                # The pair (i, j) of j = row, for i from j on.
+                # The pairs (i, j) of column j = row, for i >= j.
                 j = row - base
                 i = j + e
                 at = start + i * (i + 1) // 2 + j
                 node = base + i
-            a = tl.load(weight + at + channels * apart, mask=channels < C, other=0.0)
+            a = tl.load(weight + at + channels * spacing, mask=channels < C, other=0.0)
             is_edge = True
             if not LISTS:
                 is_edge = tl.reduce(a.to(tl.float64), 0, _add) / C > limit
@@ -100,19 +100,19 @@ def _backward(
 
 
 def _check(x: torch.Tensor, w: torch.Tensor, edges: Edges) -> None:
-    """ValueError where pointers or edges lead outside, as the C core's checks; waits for the device once."""
+    """Raise ValueError where pointers or edges are out of bounds, as the C core does."""
     node_ptr, weight, weight_ptr, source, target, _ = edges
     if (source is None) != (target is None):
-        raise ValueError("source and target go together")
+        raise ValueError("source and target must be given together")
     if source is not None and len(w) > 1:
-        raise ValueError("lists of edges have one weight each")
+        raise ValueError("edge lists have one weight per edge")
     pairs = [t for t in (source, target) if t is not None]
     if any(t.dtype != torch.int64 for t in (node_ptr, weight_ptr, *pairs)) or not weight.is_floating_point():
         raise ValueError("pointers and edges must be int64, weights floating point")
     if node_ptr.ndim != 1 or len(node_ptr) < 1 or node_ptr.shape != weight_ptr.shape or weight.ndim != 1:
         raise ValueError("node_ptr and weight_ptr must be (G + 1,)")
     if any(t.shape != weight.shape for t in pairs):
-        raise ValueError("source, target and weights must have one entry an edge")
+        raise ValueError("source, target and weights must have one entry per edge")
     sizes, room = node_ptr.diff(), weight_ptr.diff()
     needed = len(w) * (sizes * (sizes + 1) // 2) if source is None else 0 * sizes
     fits = (node_ptr[0] >= 0) & (weight_ptr[0] >= 0) & (sizes >= 0).all() & (room >= needed).all()
@@ -129,9 +129,19 @@ def _check(x: torch.Tensor, w: torch.Tensor, edges: Edges) -> None:
 
 
 def _rows(x: torch.Tensor, edges: Edges, by_source: bool) -> tuple[torch.Tensor, ...]:
-    """weight, the nodes at the other end, and for each row where its edges begin, how many there
-    are, the first row of its graph, and how far apart its channels are. Lists are brought into
-    the order of their rows."""
+    """Return the edges sorted by row: by source, else by target.
+
+    Returns
+    -------
+    weight, other : torch.Tensor
+        Weight of each edge, and the node at its other end (unused for packed edges).
+    begin, count : torch.Tensor
+        ``(N,)``, first edge and number of edges of each row.
+    first : torch.Tensor
+        ``(N,)``, first row of the graph of each row.
+    stride : torch.Tensor
+        ``(N,)``, distance between the channels of a weight.
+    """
     node_ptr, weight, weight_ptr, source, target, _ = edges
     sizes = node_ptr.diff()
     graph = torch.repeat_interleave(sizes, output_size=len(x))
@@ -149,12 +159,12 @@ def _rows(x: torch.Tensor, edges: Edges, by_source: bool) -> tuple[torch.Tensor,
 
 
 def _limit(x: torch.Tensor, edges: Edges) -> torch.Tensor:
-    """The threshold in memory: as an argument it would be rounded to float32."""
+    # Passed in memory, because Triton rounds a float argument to float32.
     return torch.full((1,), edges[-1], dtype=torch.float64, device=x.device)
 
 
 def aggregate(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, edges: Edges) -> None:
-    """Writes gine_aggregate's result into `out`, of w's dtype."""
+    """Write the result of gine_aggregate into `out`, which has the dtype of w."""
     _check(x, w, edges)
     if x.numel() == 0:
         return
@@ -178,7 +188,7 @@ def aggregate_backward(
     grad_w: torch.Tensor,
     grad_b: torch.Tensor,
 ) -> None:
-    """Writes the gradients, all of w's dtype; grad_x None: not wanted."""
+    """Write the gradients into the tensors `grad_*`, which have the dtype of w; grad_x may be None."""
     _check(x, w, edges)
     N, D = x.shape
     blocks = triton.cdiv(N, BLOCK_ROWS)

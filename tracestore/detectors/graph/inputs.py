@@ -1,4 +1,4 @@
-"""What the graph models read: the graphs of a batch, as the store keeps them."""
+"""Inputs of the graph models: the graphs of a batch, in the layout of the store."""
 
 import math
 from collections.abc import Sequence
@@ -10,24 +10,44 @@ import torch
 
 from tracestore.data.batch import GraphBatch
 
-# node_ptr, weight, weight_ptr, source, target, threshold: how the operators of gine_op take edges.
+# node_ptr, weight, weight_ptr, source, target, threshold: the edge arguments of the operators in gine_op.
 Edges = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, float]
 
 
 def edge_threshold(attention_threshold: float, top_k: float | None) -> float:
-    """Above which packed pairs are edges: with top-k the loader has marked what it drops as
-    NaN, which is above nothing."""
+    """Return the threshold above which a packed pair is an edge.
+
+    With `top_k` the loader has set the other pairs to NaN, which no threshold admits.
+    """
     return attention_threshold if top_k is None else -math.inf
 
 
 @dataclass
 class GraphInputs:
-    """The graphs of B traces x L layers, G = B L in all, as the models read them.
+    """The G = B L graphs of B traces and L layers, with N nodes in all.
 
-    x (N, D) in the stored dtype; node_ptr (G + 1,). Packed: weight (sum A,), or with
-    edge_dim = H of every head (sum H A,), with weight_ptr (G + 1,); pairs whose weight, or
-    mean over the heads, is above `threshold` are edges. Otherwise edge_index (2, E),
-    weight (E,) and weight_ptr the edges of each graph.
+    The edges are either packed or lists. Packed: the lower triangles of the attention matrices;
+    a pair is an edge where its weight, or the mean of its weights, is above `threshold`. Lists:
+    `edge_index` holds the edges.
+
+    Parameters
+    ----------
+    x : torch.Tensor
+        ``(N, D)`` hidden states in the stored dtype.
+    node_ptr : torch.Tensor
+        ``(G + 1,)`` int64, rows of x of each graph.
+    weight : torch.Tensor
+        Packed: ``(sum A,)``, with `edge_dim` triangles per graph one after the other. Lists: ``(E,)``.
+    weight_ptr : torch.Tensor
+        ``(G + 1,)`` int64, entries of weight of each graph.
+    num_layers : int
+        L.
+    edge_index : torch.Tensor, optional
+        ``(2, E)`` int64, source and target of each edge; None where the edges are packed.
+    threshold : float
+        For packed edges.
+    edge_dim : int
+        Weights per edge: 1, or the number of heads.
     """
 
     x: torch.Tensor
@@ -41,7 +61,7 @@ class GraphInputs:
 
     @classmethod
     def from_batch(cls, batch: Any, threshold: float = 0.0) -> "GraphInputs":
-        """From a GraphBatch or PyG Batch of TraceLoader, edges "packed", "heads" or "coo"."""
+        """Return the inputs for a GraphBatch or a PyG Batch of TraceLoader."""
         is_plain = isinstance(batch, GraphBatch)
         if getattr(batch, "attention", None) is not None:
             return cls(
@@ -58,19 +78,21 @@ class GraphInputs:
 
     @property
     def num_traces(self) -> int:
+        """Number of traces, B."""
         return (len(self.node_ptr) - 1) // self.num_layers
 
-    def nodes_of_traces(self) -> list[int]:
-        """Nodes of each trace, over its layers."""
+    def nodes_per_trace(self) -> list[int]:
+        """Return the number of nodes of each trace, over all layers."""
         return self.node_ptr[:: self.num_layers].diff().tolist()
 
     def to(self, device: torch.device | str) -> "GraphInputs":
+        """Return a copy on a device."""
         edge_index = None if self.edge_index is None else self.edge_index.to(device)
         x, node_ptr, weight, weight_ptr = (t.to(device) for t in (self.x, self.node_ptr, self.weight, self.weight_ptr))
         return replace(self, x=x, node_ptr=node_ptr, weight=weight, weight_ptr=weight_ptr, edge_index=edge_index)
 
     def traces(self, begin: int, end: int) -> "GraphInputs":
-        """The traces begin .. end alone: the micro-batch of a split."""
+        """Return the traces begin .. end: a micro-batch."""
         first, last = begin * self.num_layers, end * self.num_layers
         nodes, weights = self.node_ptr[first : last + 1], self.weight_ptr[first : last + 1]
         edge_index = None
@@ -85,25 +107,25 @@ class GraphInputs:
             edge_index=edge_index,
         )
 
-    def of_layers(self, layers: Sequence[int]) -> "GraphInputs":
-        """The graphs of some layers alone, which are copied."""
+    def select_layers(self, layers: Sequence[int]) -> "GraphInputs":
+        """Return a copy of the graphs of some layers."""
         graphs = [t * self.num_layers + layer for t in range(self.num_traces) for layer in layers]
         node_ptr, weight_ptr = self.node_ptr.tolist(), self.weight_ptr.tolist()
         nodes, weights = ([slice(ptr[g], ptr[g + 1]) for g in graphs] for ptr in (node_ptr, weight_ptr))
 
-        def pointers(of: list[slice]) -> torch.Tensor:
-            ends = accumulate((s.stop - s.start for s in of), initial=0)
+        def pointers(slices: list[slice]) -> torch.Tensor:
+            ends = accumulate((s.stop - s.start for s in slices), initial=0)
             return torch.tensor(list(ends), device=self.x.device)
 
         edge_index = None
-        chosen = pointers(nodes)
+        new_node_ptr = pointers(nodes)
         if self.edge_index is not None:
-            begins = zip(weights, nodes, chosen.tolist(), strict=False)
-            edge_index = torch.cat([self.edge_index[:, w] + (at - n.start) for w, n, at in begins], dim=1)
+            moved = zip(weights, nodes, new_node_ptr.tolist(), strict=False)
+            edge_index = torch.cat([self.edge_index[:, w] + (begin - n.start) for w, n, begin in moved], dim=1)
         return replace(
             self,
             x=torch.cat([self.x[s] for s in nodes]),
-            node_ptr=chosen,
+            node_ptr=new_node_ptr,
             weight=torch.cat([self.weight[s] for s in weights]),
             weight_ptr=pointers(weights),
             num_layers=len(layers),
@@ -111,12 +133,12 @@ class GraphInputs:
         )
 
     def edges(self) -> Edges:
-        """The edges as the operators take them."""
+        """Return the edge arguments of the operators in gine_op."""
         source, target = (None, None) if self.edge_index is None else (self.edge_index[0], self.edge_index[1])
         return self.node_ptr, self.weight, self.weight_ptr, source, target, self.threshold
 
     def coo(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """edge_index (2, E) and weight (E, edge_dim) of all graphs, for PyG."""
+        """Return edge_index (2, E) and weight (E, edge_dim) of all graphs, for PyG."""
         if self.edge_index is not None:
             return self.edge_index, self.weight[:, None]
         sources, targets, weights = [], [], []
