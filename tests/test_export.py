@@ -254,7 +254,7 @@ def test_labels_that_pickles_cannot_hold_are_said(tmp_path):
         for k in range(3):
             writer.append(make_trace(k), label=1.0 if k else None, group="g")
     done = export(tmp_path / "s.zarr", tmp_path / "out")
-    assert "2 traces have a label of their own" in done.stdout
+    assert "2 traces have a stored label" in done.stdout
     assert (tmp_path / "out" / "scores.csv").read_text().splitlines()[1] == "q0,,g"
 
 

@@ -1,4 +1,4 @@
-"""The memory that a container gives its processes."""
+"""Memory limits of the cgroup (container) of this process."""
 
 import os
 from collections.abc import Iterator
@@ -8,8 +8,10 @@ _PROC, _MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def _limits(proc: Path, mount: Path) -> Iterator[tuple[Path, int]]:
-    """Yield this process's memory cgroups of version 1 or 2 that have a limit below the
-    machine's memory, and the limits in bytes."""
+    """Yield the folder and the limit in bytes of each memory cgroup (v1 or v2) of this process.
+
+    Limits that are not below the memory of the machine are left out.
+    """
     try:
         lines = proc.read_text().splitlines()
     except OSError:
@@ -22,27 +24,31 @@ def _limits(proc: Path, mount: Path) -> Iterator[tuple[Path, int]]:
         root = mount / "memory" if controllers else mount
         name = "memory.limit_in_bytes" if controllers else "memory.max"
         folder = root / path.strip("/")
-        # In a container the path may be the host's; then its root is the container's own.
-        for place in [folder, *folder.parents]:
-            if place == mount.parent:
+        # In a container the path may be the host's. The mount point is then the container's own cgroup.
+        for parent in [folder, *folder.parents]:
+            if parent == mount.parent:
                 break
             try:
-                text = (place / name).read_text().strip()
+                text = (parent / name).read_text().strip()
             except OSError:
                 continue
             if text.isdigit() and int(text) < total:
-                yield place, int(text)
+                yield parent, int(text)
 
 
 def cgroup_limit(proc: Path = _PROC, mount: Path = _MOUNT) -> int | None:
-    """Return the memory limit in bytes of this process's cgroup and those above it, version 1
-    or 2; None where there is none below the machine's memory."""
+    """Return the lowest memory limit in bytes of this process's cgroup and its parents.
+
+    Return None if no limit is below the memory of the machine.
+    """
     return min((limit for _, limit in _limits(proc, mount)), default=None)
 
 
 def cgroup_free(proc: Path = _PROC, mount: Path = _MOUNT) -> int | None:
-    """Return the bytes of anonymous memory that all processes of the cgroup can still take;
-    None where there is no limit. The page cache does not count: it can be reclaimed."""
+    """Return the bytes of anonymous memory that the processes of the cgroup can still allocate.
+
+    Return None if there is no limit. The page cache does not count, because the kernel can reclaim it.
+    """
     free = []
     for folder, limit in _limits(proc, mount):
         try:
@@ -50,7 +56,7 @@ def cgroup_free(proc: Path = _PROC, mount: Path = _MOUNT) -> int | None:
         except OSError:
             continue
         stat = dict(line.split() for line in lines if len(line.split()) == 2)
-        # Version 1 counts the groups below in total_rss only, version 2 in anon.
+        # Child cgroups are included in total_rss (v1) and in anon (v2).
         used = stat.get("total_rss") or stat.get("anon")
         if used is not None:
             free.append(max(0, limit - int(used)))

@@ -1,4 +1,4 @@
-"""What every command shares: exit codes, one-line errors, sizes, progress."""
+"""Argument types, output, progress and error handling that all commands share."""
 
 import argparse
 import difflib
@@ -19,43 +19,46 @@ from tracestore.extras import needs
 _UNITS = {"": 1, "B": 1}
 for _k, _letter in enumerate("KMGT", 1):
     _UNITS |= {f"{_letter}B": 1000**_k, f"{_letter}IB": 1024**_k, _letter: 1024**_k}
+# Seconds between two progress updates on a terminal, and between two lines in a log.
+_TERMINAL_INTERVAL_S, _LOG_INTERVAL_S = 0.2, 30.0
 
 
 def parse_size(text: str) -> int:
-    """Bytes of 512MiB, 2GiB, 2GB or a plain number; argparse reports what is not one."""
+    """Return the bytes of a size such as 512MiB, 2GiB, 2GB or a plain number, for argparse."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
     if match is None or match[2].upper() not in _UNITS:
         raise argparse.ArgumentTypeError(f"found size {text!r}, expected one like 512MiB, 2GiB or 2GB")
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def positive_int(text: str) -> int:
-    """An integer of at least 1, for argparse."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected a whole number of at least 1")
-    return value
+def format_size(count: float) -> str:
+    """Return a number of bytes in the largest fitting unit, such as 1.5 GiB."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"
+        count /= 1024
+    return f"{count:,.1f} GiB"
 
 
-def non_negative_int(text: str) -> int:
-    """For argparse, an integer from 0 to 2^31 - 1."""
-    if not text.isdecimal() or int(text[:12]) >= 2**31:
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected a whole number from 0")
-    return int(text)
+def int_between(low: int, high: int, expected: str) -> Callable[[str], int]:
+    """Return an argparse type for the integers from `low` to `high`. `expected` completes the error message."""
+
+    def parse(text: str) -> int:
+        # int() refuses more than 4,300 digits with an error of its own.
+        if not text.isdecimal() or len(text) > 100 or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"found {text!r}, expected {expected}")
+        return int(text)
+
+    return parse
 
 
-def port(text: str) -> int:
-    """For argparse, a port; 0 means any."""
-    if not text.isdecimal() or len(text) > 5 or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected a port from 0 to 65535")
-    return int(text)
+positive_int = int_between(1, sys.maxsize, "a whole number of at least 1")
+non_negative_int = int_between(0, 2**31 - 1, "a whole number from 0")
+port = int_between(0, 65535, "a port from 0 to 65535")
 
 
 def float_where(accepts: Callable[[float], bool], expected: str) -> Callable[[str], float]:
-    """For argparse, a number that `accepts` is true of."""
+    """Return an argparse type for the numbers that `accepts` allows. `expected` completes the error message."""
 
     def parse(text: str) -> float:
         try:
@@ -70,7 +73,7 @@ def float_where(accepts: Callable[[float], bool], expected: str) -> Callable[[st
 
 
 def int_ranges(text: str) -> tuple[int, ...]:
-    """For argparse, numbers and ranges as 0-9,20,29: in order, each once."""
+    """Return the sorted, unique integers of a list such as 0-9,20,29, for argparse."""
     chosen: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.partition("-")
@@ -82,17 +85,8 @@ def int_ranges(text: str) -> tuple[int, ...]:
     return tuple(sorted(chosen))
 
 
-def format_size(count: float) -> str:
-    """1.5 GiB and so on."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024 or unit == "GiB":
-            return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"
-        count /= 1024
-    raise AssertionError
-
-
 def nan_to_none(value: Any) -> Any:
-    """The value with NaN and infinities as None, for JSON."""
+    """Return the value with None for each NaN and infinity, which JSON lacks."""
     if isinstance(value, dict):
         return {k: nan_to_none(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -101,10 +95,10 @@ def nan_to_none(value: Any) -> Any:
 
 
 class Parser(argparse.ArgumentParser):
-    """Wrong usage is one line on standard error, with a hint where a word looks misspelt, and
-    exit code 2."""
+    """An argument parser whose errors are one line, with a suggestion for a misspelled word."""
 
     def error(self, message: str) -> NoReturn:
+        """Print the error on standard error, and exit with code 2."""
         self.exit(2, f"{self.prog}: {escape_unprintable(message)}{self._hint(message)} (see {self.prog} --help)\n")
 
     def _hint(self, message: str) -> str:
@@ -112,81 +106,86 @@ class Parser(argparse.ArgumentParser):
         if choice is not None:
             word, known = choice[1], re.findall(r"[\w.-]+", choice[2])
         elif message.startswith("unrecognized arguments: "):
-            word, known = (message.split()[2:] or [""])[0].split("=")[0], sorted(_options(self))
+            word, known = (message.split()[2:] or [""])[0].split("=")[0], sorted(self._option_string_actions)
         else:
             return ""
         close = difflib.get_close_matches(word, known, n=1)
         return f"; did you mean {close[0]}?" if close else ""
 
 
-def _options(parser: argparse.ArgumentParser) -> set[str]:
-    """The options of a parser and of its commands."""
-    found = set(parser._option_string_actions)
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            found = found.union(*map(_options, action.choices.values()))
-    return found
-
-
 class Output:
-    """Where a command's words go: notes to standard output, or with --json to
-    standard error, where standard output is then one JSON document."""
+    """The standard output of a command.
+
+    Notes go to standard output. With --json they go to standard error, and standard output holds one
+    JSON document.
+    """
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
 
     @property
     def notes(self) -> TextIO:
+        """The stream of notes."""
         return sys.stderr if self.as_json else sys.stdout
 
     def info(self, text: str) -> None:
+        """Print a note."""
         print(text, file=self.notes, flush=True)
 
     def print_json(self, value: Any) -> None:
-        """NaN and infinities become null, which is all that JSON has for them."""
+        """Print the JSON document if --json was given, with null for NaN and infinities."""
         if self.as_json:
             print(json.dumps(nan_to_none(value), indent=1), flush=True)
 
 
 class Progress:
-    """A line that is rewritten on a terminal; a plain line now and then in a log."""
+    """A progress line: rewritten in place on a terminal, printed every 30 s in a log.
 
-    def __init__(self, output: Output, *, log_every_s: float = 30.0) -> None:
-        self._output, self._log_every_s = output, log_every_s
-        self._terminal = sys.stderr.isatty()
+    Each command composes its own text (rates, sizes, losses), and a log needs complete lines. A library
+    for progress bars would replace little of this, and would become a dependency of every command.
+    """
+
+    def __init__(self, output: Output) -> None:
+        self._output = output
+        self._is_terminal = sys.stderr.isatty()
         self._start = self._last = time.monotonic()
         self._width = 0
 
-    def update(self, text: Callable[[float], str]) -> None:
-        """`text` gets the seconds since the start; it is called only when a line is due."""
-        now = time.monotonic()
-        if now - self._last < (0.2 if self._terminal else self._log_every_s):
-            return
-        self._last = now
-        line = text(now - self._start)
-        if self._terminal:
-            columns = os.get_terminal_size(sys.stderr.fileno()).columns
-            line = line[: max(10, columns - 1)]
-            print("\r" + line.ljust(self._width), end="", file=sys.stderr, flush=True)
-            self._width = len(line)
-        else:
-            self._output.info(line)
+    def __enter__(self) -> "Progress":
+        return self
 
-    def clear(self) -> None:
-        """Removes the line, so that the next output starts clean."""
-        if self._terminal and self._width:
-            print("\r" + " " * self._width + "\r", end="", file=sys.stderr, flush=True)
-            self._width = 0
+    def __exit__(self, *_: object) -> None:
+        self.clear()
 
     @property
     def elapsed_s(self) -> float:
+        """Seconds since the progress line was made."""
         return time.monotonic() - self._start
 
+    def update(self, text: Callable[[float], str]) -> None:
+        """Show `text(elapsed seconds)`. `text` is called only if an update is due."""
+        now = time.monotonic()
+        if now - self._last < (_TERMINAL_INTERVAL_S if self._is_terminal else _LOG_INTERVAL_S):
+            return
+        self._last = now
+        line = text(now - self._start)
+        if not self._is_terminal:
+            self._output.info(line)
+            return
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+        line = line[: max(10, columns - 1)]
+        print("\r" + line.ljust(self._width), end="", file=sys.stderr, flush=True)
+        self._width = len(line)
 
-def traces_done(output: Output) -> tuple[Progress, Callable[[int, int], None]]:
-    """Return a progress line and the function that sets it to "done of total traces"."""
-    progress = Progress(output)
-    return progress, lambda done, total: progress.update(lambda s: f"{done:,} of {total:,} traces")
+    def update_traces(self, done: int, total: int) -> None:
+        """Show how many traces are done."""
+        self.update(lambda _: f"{done:,} of {total:,} traces")
+
+    def clear(self) -> None:
+        """Remove the line from the terminal."""
+        if self._is_terminal and self._width:
+            print("\r" + " " * self._width + "\r", end="", file=sys.stderr, flush=True)
+            self._width = 0
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -194,7 +193,10 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 def run_command(prog: str, command: Callable[[], int]) -> int:
-    """Run a command and return its exit code. An error becomes one line on standard error."""
+    """Run a command and return its exit code. Print an error as one line on standard error.
+
+    Warnings of libraries are hidden. TRACESTORE_DEBUG=1 lets unexpected exceptions propagate.
+    """
     with warnings.catch_warnings():
         warnings.resetwarnings()
         warnings.simplefilter("ignore")

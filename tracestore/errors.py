@@ -1,46 +1,63 @@
-"""Every exception that tracestore raises on purpose.
+"""Exceptions and warnings of tracestore.
 
-A message is one line that says what was found and what was expected. A command
-prints it on standard error and ends with the exception's `exit_code`.
+Each message is one line that names what was found and what was expected. A command prints it on
+standard error and exits with the exception's `exit_code`.
 """
 
 
 def escape_unprintable(text: str, max_length: int = 600) -> str:
-    """One line that a terminal shows as it is: what a file brings along (control characters,
-    changes of direction, lone surrogates) is written as escapes."""
+    """Return text as one line that a terminal displays safely.
+
+    Control characters, changes of text direction and lone surrogates become escape sequences.
+
+    Parameters
+    ----------
+    text : str
+        Text from an untrusted file.
+    max_length : int
+        Number of characters of `text` after which the rest is dropped.
+    """
     line = " ".join(text.split())[:max_length]
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in line)
 
 
 class TracestoreError(Exception):
-    """Base class."""
+    """Base class of the exceptions that tracestore raises on purpose."""
 
     exit_code = 1
 
 
 class UsageError(TracestoreError):
-    """Wrong arguments: no such store, id, file or option, an unwritable destination."""
+    """Wrong arguments: no such store, id, file or option, or an unwritable destination."""
 
     exit_code = 2
 
 
 class MissingFieldError(UsageError):
-    """The store does not have what was asked for (graphs, sequences, scores)."""
+    """The store lacks the requested data (graphs, sequences or scores)."""
 
 
 class MissingExtraError(UsageError, ImportError):
-    """A library of an extra is not installed; the message names the extra."""
+    """A library of an extra is not installed. The message names the extra."""
 
 
 class MemoryBudgetError(UsageError):
-    """The batches that are held and the next one do not fit into the memory budget."""
+    """The batches in memory and the next one exceed the memory budget."""
 
 
 class InvalidInputError(TracestoreError):
-    """A source file that cannot be read as traces, or does not fit the store.
+    """A source file does not hold valid traces, or its traces do not fit the store.
 
-    `source` is the file's name, `position` the trace's place in it from 0 (None
-    where it is not known), `field` the field's name (None where none is to blame).
+    Parameters
+    ----------
+    reason : str
+        What was found and what was expected.
+    source : str, optional
+        Name of the source file.
+    position : int, optional
+        Position of the trace in the source file, from 0.
+    field : str, optional
+        Name of the invalid field.
     """
 
     exit_code = 3
@@ -52,7 +69,7 @@ class InvalidInputError(TracestoreError):
         super().__init__(reason)
 
     def with_location(self, source: str | None = None, position: int | None = None) -> "InvalidInputError":
-        """The same error with the place filled in where it was not known."""
+        """Return a copy of the error in which a missing source and position are filled in."""
         return InvalidInputError(
             self.reason,
             source=self.source if self.source is not None else source,
@@ -69,59 +86,65 @@ class InvalidInputError(TracestoreError):
 
 
 class CorruptStoreError(TracestoreError):
-    """A file of the store is not what was committed; the message names it."""
+    """A file of the store differs from what was committed. The message names the file."""
 
     exit_code = 3
 
 
 class TruncatedFileError(OSError):
-    """A file that is no store's was cut short while it was mapped and read; the message names
-    it where it is known."""
+    """A mapped file outside of a store became shorter while it was read."""
 
 
 class DiskFullError(TracestoreError):
-    """The file system is full; what was committed before stays readable."""
+    """The file system is full. Committed data stays readable."""
 
     exit_code = 4
 
 
 class StorageError(TracestoreError):
-    """The file system failed (EIO and the like); what was committed before stays readable."""
+    """The file system failed, for example with EIO. Committed data stays readable."""
 
 
 class RemoteError(StorageError):
-    """The server of a remote store failed for longer than is waited for; what was committed before
-    stays."""
+    """The server of a remote store failed for longer than the retry timeout. Committed data stays readable."""
 
 
 class StoreLockedError(TracestoreError):
-    """Another writer holds the store."""
+    """Another writer holds the lock of the store."""
 
     exit_code = 5
 
 
 class OutputDirLockedError(TracestoreError):
-    """Another training writes into the output folder."""
+    """Another training run holds the lock of the output folder."""
 
     exit_code = 5
 
 
 class TrainingError(UsageError):
-    """Training cannot start or go on with this data (one class, a NaN, an empty part)."""
+    """Training cannot start or continue with this data, for example with one class or a NaN."""
 
 
 class InsufficientMemoryError(TracestoreError):
-    """One trace alone does not fit into memory; a checkpoint was written."""
+    """A single trace does not fit into memory. A checkpoint was written."""
 
     exit_code = 75
 
 
 class RankFailedError(TracestoreError):
-    """Another process of a training with several ranks is gone."""
+    """Another rank of a distributed run ended early."""
 
 
 class RunInterruptedError(TracestoreError):
-    """A signal ended the run; the message names the command that continues."""
+    """A signal ended the run. The message names the command that continues it.
+
+    Parameters
+    ----------
+    message : str
+        The message, in one line.
+    signum : int
+        Number of the signal. The exit code is 128 + `signum`.
+    """
 
     def __init__(self, message: str, signum: int) -> None:
         super().__init__(message)
@@ -129,4 +152,4 @@ class RunInterruptedError(TracestoreError):
 
 
 class TracestoreWarning(UserWarning):
-    """Something was found that costs no data but that a person should know."""
+    """A finding that costs no data but needs attention."""

@@ -1,4 +1,4 @@
-"""The libraries of each extra, and the error that names the extra of a missing one."""
+"""The libraries of each extra, and the error for a missing library."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from tracestore.errors import MissingExtraError
 
 _TRAIN = ("torch", "torch_geometric", "matplotlib", "psutil")
-# Modules by extra. Of several extras that install a module the first is named, unless the caller knows better.
+# Modules of each extra. If several extras contain a module, errors name the first one unless the
+# caller names another.
 EXTRAS: dict[str, tuple[str, ...]] = {
     "train": _TRAIN,
     "extract": ("torch", "transformers", "gguf", "accelerate"),
@@ -18,15 +19,23 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "completion": ("shtab",),
     "bridges": (*_TRAIN, "pandas", "lightning", "datasets", "torchdata"),
 }
-# Where the package has another name than its module.
+# Modules whose package has another name.
 PACKAGES = {"sklearn": "scikit-learn", "torch_geometric": "torch-geometric"}
 
 
 @contextmanager
 def needs(extra: str | None = None) -> Iterator[None]:
-    """Raise MissingExtraError in place of a ModuleNotFoundError for a library of an extra.
+    """Convert a ModuleNotFoundError for a library of an extra into MissingExtraError.
 
-    `extra` is the extra to name where several install the library.
+    Parameters
+    ----------
+    extra : str, optional
+        The extra to name if several extras contain the library. Default: the first in EXTRAS.
+
+    Raises
+    ------
+    MissingExtraError
+        A library of an extra is not installed. Other missing modules propagate unchanged.
     """
     try:
         yield
@@ -39,13 +48,13 @@ def needs(extra: str | None = None) -> Iterator[None]:
 
 
 def require(extra: str) -> None:
-    """Raise MissingExtraError unless every library of `extra` is installed. Imports none of them."""
+    """Raise MissingExtraError unless every library of `extra` is installed. Import none of them."""
     for module in EXTRAS[extra]:
         try:
-            is_there = importlib.util.find_spec(module) is not None
-        except (ModuleNotFoundError, ValueError):  # ValueError: sys.modules has None or a stub for it
-            is_there = False
-        if not is_there:
+            is_installed = importlib.util.find_spec(module) is not None
+        except (ModuleNotFoundError, ValueError):  # ValueError: sys.modules holds None or a stub for it
+            is_installed = False
+        if not is_installed:
             raise _missing(module, extra)
 
 

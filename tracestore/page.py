@@ -1,5 +1,7 @@
-"""Pages for a browser: one file, no network, no script. Every value is text: ids, groups and
-paths come from files of others."""
+"""Self-contained HTML pages: one file, no network, no scripts.
+
+Every value is escaped, because ids, groups and paths come from untrusted files.
+"""
 
 import base64
 import html
@@ -15,7 +17,7 @@ _STYLE = (
 
 
 def html_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table."""
+    """Return a table with escaped cells."""
     head = "".join(f"<th>{html.escape(h)}</th>" for h in header)
     body = "".join(
         "<tr>" + "".join(f"<td>{html.escape(escape_unprintable(str(c)))}</td>" for c in row) + "</tr>" for row in rows
@@ -24,13 +26,13 @@ def html_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def inline_image(png: bytes, name: str) -> str:
-    """A picture, its bytes inside the page."""
+    """Return an image element that contains the bytes of a PNG file."""
     data = base64.b64encode(png).decode()
     return f'<img alt="{html.escape(name)}" src="data:image/png;base64,{data}">'
 
 
 def page(title: str, parts: Iterable[str]) -> str:
-    """The document of parts that are HTML already."""
+    """Return the HTML document with a title and parts that are HTML already."""
     return (
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>tracestore: {html.escape(title.lower())}</title>"
         f"<style>{_STYLE}</style><h1>{html.escape(title)}</h1>{''.join(parts)}</html>\n"

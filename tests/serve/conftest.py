@@ -104,4 +104,4 @@ def served(served_store, results_folder):
     served = start(served_store, "--results", results_folder)
     yield served
     code, errors = stop(served)
-    assert (code, errors) == (0, "ended\n")
+    assert (code, errors) == (0, "stopped\n")

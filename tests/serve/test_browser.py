@@ -158,4 +158,4 @@ def test_without_results(chromium, served_store):
     visit.page.get_by_text("Predictions", exact=True).click()
     visit.page.get_by_text("tracestore serve STORE --results DIR").first.wait_for()
     visit.close()
-    assert stop(served) == (0, "ended\n")
+    assert stop(served) == (0, "stopped\n")

@@ -109,7 +109,7 @@ def test_two_servers_have_ports_and_tokens_of_their_own(served, served_store):
         taken = command("serve", served_store, "--port", served.port, check=2)
         assert taken.stderr.count("\n") == 1 and "--port" in taken.stderr
     finally:
-        assert stop(other) == (0, "ended\n")
+        assert stop(other) == (0, "stopped\n")
 
 
 @pytest.mark.parametrize(

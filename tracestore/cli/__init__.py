@@ -1,7 +1,7 @@
 """The `tracestore` command.
 
-Each command is a module of this package with `add_arguments(parser)` and `run(args, output)`. It is
-imported when its command runs, so that a command pays for nothing that only others use.
+Each command is a module of `tracestore.cli.commands`. It is imported only if its command runs, which
+keeps the start-up of the other commands short.
 """
 
 import argparse
@@ -18,34 +18,37 @@ from tracestore import console, process
 from tracestore.console import Output, Parser
 from tracestore.errors import UsageError
 
-# The order of the help. Each name is a module of this package.
+# Help texts, in the order of the help. Each name is a module of tracestore.cli.commands.
 COMMANDS = {
-    "convert": "files of traces into a store",
-    "info": "what a store holds",
-    "verify": "check every byte",
-    "lint": "look for values that training would stumble over",
-    "score": "join or replace scores without touching a trace",
-    "view": "one trace: texts, attention, norms of hidden states",
-    "report": "a store as one HTML page",
-    "serve": "a store in the browser of this machine",
-    "merge": "traces of several stores into one",
-    "subset": "some traces of a store into another one",
-    "export": "a store into pickles or .pt files",
-    "plan": "what training takes: memory, time an epoch, the batch that fits",
-    "train": "train detectors of hallucinated answers from a store",
-    "predict": "hallucination scores of every trace by a trained detector",
-    "compare": "test the difference between several trainings",
-    "extract": "record the traces of a language model that answers questions",
-    "doctor": "versions, processor, memory, limits and disk, with advice",
-    "completion": "what a shell needs to complete these words",
+    "convert": "convert files of traces into a store",
+    "info": "print the properties of a store",
+    "verify": "check every byte of a store",
+    "lint": "look for data-quality issues",
+    "score": "add or replace scores without rewriting traces",
+    "view": "show one trace: texts, attention, norms of hidden states",
+    "report": "write an HTML page about a store",
+    "serve": "browse a store on this machine",
+    "merge": "copy the traces of several stores into one",
+    "subset": "copy some traces of a store into another store",
+    "export": "write a store to pickles or .pt files",
+    "plan": "measure training: memory, time per epoch, the largest batch that fits",
+    "train": "train hallucination detectors on a store",
+    "predict": "score every trace with a trained detector",
+    "compare": "test the differences between training runs",
+    "extract": "record traces of a language model that answers questions",
+    "doctor": "check versions, processor, memory, limits and disk, with advice",
+    "completion": "print a completion script for a shell",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `tracestore` with the words `argv` and return the exit code.
+    """Run `tracestore` and return the exit code.
 
-    Without `argv` the words are those of the process, and settings of the process may change; with
-    `argv` signal handlers, warning filters and the allocator stay as they were.
+    Parameters
+    ----------
+    argv : sequence of str, optional
+        The arguments. Default: those of the process, which may then change settings of the process.
+        With `argv`, signal handlers, warning filters and the allocator keep their settings.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
@@ -55,31 +58,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def command() -> int:
         parser = make_parser()
-        parser.parse_args(words[:1])  # help, version or an unknown command: ends here
+        parser.parse_args(words[:1])  # exits on help, version or an unknown command
         parser.error("the first word must be a COMMAND")
 
     return console.run_command("tracestore", command)
 
 
 def run_script(name: str, prog: str) -> NoReturn:
-    """End the process with the exit code of one command, run with the words of the process."""
+    """Run one command with the arguments of the process, and exit with its exit code."""
     process.configure_program()
     process.exit_ignoring_sigint(_run(name, prog, sys.argv[1:], is_program=True))
 
 
 def _run(name: str, prog: str, words: list[str], *, is_program: bool) -> int:
-    # Under torchrun every rank finds the same wrong usage: the first of each machine prints it.
-    speaks = os.environ.get("LOCAL_RANK", "0") == "0"
+    # Under torchrun every rank finds the same wrong usage. Only the first rank of each machine prints it.
+    prints_errors = os.environ.get("LOCAL_RANK", "0") == "0"
 
     def command() -> int:
         module, parser = _command(name, Parser(prog=prog))
-        with contextlib.nullcontext() if speaks else contextlib.redirect_stderr(None):
+        with contextlib.nullcontext() if prints_errors else contextlib.redirect_stderr(None):
             args = parser.parse_args(words)
         args.prog, args.words, args.is_program = prog, words, is_program
         try:
             return int(module.run(args, Output(args.json)))
         except UsageError as error:
-            if speaks:
+            if prints_errors:
                 raise
             return error.exit_code
 
@@ -87,13 +90,13 @@ def _run(name: str, prog: str, words: list[str], *, is_program: bool) -> int:
 
 
 def _command(name: str, parser: Parser) -> tuple[ModuleType, Parser]:
-    """Return the module of a command, and `parser` with the command's arguments."""
+    """Return the module of a command, and `parser` with the arguments of the command."""
     module = importlib.import_module(f"tracestore.cli.commands.{name}")
     module.add_arguments(parser)
     if name == "completion":
         parser.set_defaults(json=False)
     else:
-        parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
+        parser.add_argument("--json", action="store_true", help="print one JSON document on standard output")
     return module, parser
 
 
@@ -103,7 +106,7 @@ def command_parser(name: str) -> Parser:
 
 
 def make_parser(*, with_arguments: bool = False) -> Parser:
-    """Return the parser of `tracestore`: the names of the commands, with their arguments on demand."""
+    """Return the parser of `tracestore`, with or without the arguments of its commands."""
     parser = Parser(prog="tracestore", description="Stores of language-model traces.")
     parser.add_argument("--version", action="version", version=f"tracestore {tracestore.__version__}")
     commands: argparse._SubParsersAction[Parser] = parser.add_subparsers(

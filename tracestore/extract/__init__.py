@@ -1,6 +1,6 @@
-"""A language model answers questions; what it leaves inside becomes traces.
+"""Traces of a language model while it answers questions.
 
-`capture` records a model in one's own loop; `tracestore extract` is such a loop.
+`capture` records a model inside your own loop. `tracestore extract` is such a loop.
 """
 
 import os
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Capture", "capture"]
 
-# Loading a GGUF file draws a progress bar of its own, also into logs. tqdm reads
-# this when it is first imported, which torch does.
+# Loading a GGUF file draws a progress bar, into logs as well. tqdm reads this variable when torch
+# imports it.
 os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 def __getattr__(name: str) -> Any:
-    # On first use: reading questions needs no torch.
+    # Imported on first use, because reading questions needs no torch.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with needs("extract"):

@@ -1,4 +1,4 @@
-"""Question files, and scores of answers against the accepted ones."""
+"""Question files, and scores of answers."""
 
 import csv
 import json
@@ -12,13 +12,16 @@ from pathlib import Path
 
 from tracestore.errors import InvalidInputError, UsageError
 
-# 1,653 questions with short answers, in 28 groups. The demo asks them.
+# Name of the question file of this package: 1,653 questions with short answers, in 28 groups.
 FACTS = "package:facts"
+
+# Scores an answer against the accepted answers, from 0 to 1.
+Scorer = Callable[[str, Sequence[str]], float]
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question with its accepted answers; `template` says what kind it is."""
+    """A question with its accepted answers. `template` is the group of the question."""
 
     question_id: str
     text: str
@@ -27,13 +30,26 @@ class Question:
 
 
 def questions_file(name: str) -> Path:
-    """Return the path of a file of questions; FACTS is the file that the package brings."""
+    """Return the path of a question file. FACTS names the file of this package."""
     return Path(__file__).with_name("facts.csv") if name == FACTS else Path(name)
 
 
 def read_questions(path: Path) -> list[Question]:
-    """CSV (question_id, question, answers separated by |, optional group) or JSON lines
-    of the same names (answers a list). InvalidInputError names the line."""
+    """Return the questions of a file.
+
+    Parameters
+    ----------
+    path : Path
+        CSV file with the columns question_id, question, answers (separated by |) and optionally group,
+        or JSON lines (.jsonl) with the same names, where answers is a list.
+
+    Raises
+    ------
+    UsageError
+        There is no such file.
+    InvalidInputError
+        The file is no such file of questions. The message names the question.
+    """
     if not path.is_file():
         raise UsageError(f"{path}: no such file of questions")
     rows: list[dict[str, object]] = []
@@ -55,16 +71,16 @@ def read_questions(path: Path) -> list[Question]:
         accepted = answers if isinstance(answers, list) else str(answers).split("|")
         key = str(row["question_id"])
         if key in seen:
-            raise InvalidInputError(f"question {number}: question_id {key!r} is there twice", source=path.name)
+            raise InvalidInputError(f"question {number}: duplicate question_id {key!r}", source=path.name)
         seen.add(key)
         questions.append(Question(key, str(row["question"]), tuple(map(str, accepted)), str(row.get("group") or "")))
     if not questions:
-        raise InvalidInputError("found no question in it", source=path.name)
+        raise InvalidInputError("the file holds no question", source=path.name)
     return questions
 
 
-def normalise(text: str) -> list[str]:
-    """Words in lower case without accents, punctuation and articles (as SQuAD's evaluation does)."""
+def normalize(text: str) -> list[str]:
+    """Return the words in lower case without accents, punctuation and articles, as SQuAD's evaluation does."""
     text = unicodedata.normalize("NFKD", text.lower())
     text = "".join(c for c in text if not unicodedata.combining(c))
     text = re.sub(f"[{re.escape(string.punctuation)}’‘“”–—]", " ", text)
@@ -72,21 +88,21 @@ def normalise(text: str) -> list[str]:
 
 
 def contains(answer: str, accepted: Sequence[str]) -> bool:
-    """Whether the words of an accepted answer stand one behind the other in the answer."""
-    words = normalise(answer)
+    """Return whether the answer contains the words of an accepted answer, in sequence."""
+    words = normalize(answer)
     for candidate in accepted:
-        wanted = normalise(candidate)
+        wanted = normalize(candidate)
         if wanted and any(words[k : k + len(wanted)] == wanted for k in range(len(words) - len(wanted) + 1)):
             return True
     return False
 
 
 def token_f1(answer: str, accepted: Sequence[str]) -> float:
-    """The best F1 of shared words over the accepted answers."""
-    words = Counter(normalise(answer))
+    """Return the highest F1 score of shared words over the accepted answers."""
+    words = Counter(normalize(answer))
     best = 0.0
     for candidate in accepted:
-        wanted = Counter(normalise(candidate))
+        wanted = Counter(normalize(candidate))
         shared = sum((words & wanted).values())
         if shared:
             best = max(best, 2 * shared / (sum(words.values()) + sum(wanted.values())))
@@ -94,12 +110,12 @@ def token_f1(answer: str, accepted: Sequence[str]) -> float:
 
 
 def containment_score(answer: str, accepted: Sequence[str]) -> float:
-    """1 where an accepted answer is contained, else the best token F1."""
+    """Return 1 if the answer contains an accepted answer, else the highest token F1."""
     return 1.0 if contains(answer, accepted) else token_f1(answer, accepted)
 
 
-def make_scorer(name: str) -> Callable[[str, Sequence[str]], float]:
-    """ "containment", or "bleurt" for those who have the package bleurt-pytorch and its weights."""
+def make_scorer(name: str) -> Scorer:
+    """Return the scorer "containment" or "bleurt", which needs the package bleurt-pytorch and its weights."""
     if name == "containment":
         return containment_score
     try:

@@ -1,1 +1,4 @@
-"""One module a command, each with add_arguments(parser) and run(args, output)."""
+"""The commands, one module each.
+
+A module defines `add_arguments(parser)` and `run(args, output)`, which returns the exit code.
+"""

@@ -1,4 +1,4 @@
-"""tracestore completion."""
+"""The command `tracestore completion`."""
 
 import argparse
 
@@ -6,11 +6,13 @@ from tracestore.console import Output, Parser
 
 
 def add_arguments(parser: Parser) -> None:
+    """Add the arguments of the command."""
     parser.epilog = "Example: tracestore completion bash > ~/.local/share/bash-completion/completions/tracestore"
     parser.add_argument("shell", choices=("bash", "zsh"))
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
+    """Print the completion script of a shell."""
     import shtab
 
     from tracestore.cli import make_parser

@@ -1,7 +1,8 @@
-"""tracestore doctor."""
+"""The command `tracestore doctor`."""
 
 import argparse
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 
 from tracestore.console import Output, Parser
@@ -9,21 +10,21 @@ from tracestore.doctor import run_checks
 
 
 def add_arguments(parser: Parser) -> None:
+    """Add the arguments of the command."""
     parser.epilog = "Example: tracestore doctor --folder /data"
-    parser.add_argument("--folder", default=".", metavar="DIR", help="where stores are to lie (.)")
+    parser.add_argument("--folder", default=".", metavar="DIR", help="folder for stores (default: .)")
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
-    findings = list(run_checks(Path(args.folder)))
-    output.print_json([asdict(finding) for finding in findings])
+    """Check this machine and print the results by topic."""
+    results = list(run_checks(Path(args.folder)))
+    output.print_json([asdict(result) for result in results])
     if args.json:
         return 0
-    topic = None
-    for finding in findings:
-        if finding.topic != topic:
-            topic = finding.topic
-            output.info(topic)
-        output.info(f"  {finding.name:18} {finding.value}")
-        if finding.advice:
-            output.info(f"  {'':18} advice: {finding.advice}")
+    for topic, group in groupby(results, key=lambda result: result.topic):
+        output.info(topic)
+        for result in group:
+            output.info(f"  {result.name:18} {result.value}")
+            if result.advice:
+                output.info(f"  {'':18} advice: {result.advice}")
     return 0

@@ -1,16 +1,18 @@
-"""tracestore export."""
+"""The command `tracestore export`."""
 
 import argparse
 from dataclasses import asdict
 
 import tracestore
-from tracestore.console import Output, Parser, format_size, positive_int, traces_done
+from tracestore.console import Output, Parser, Progress, format_size, positive_int
 from tracestore.export.exporter import FORMATS, SCORES_FILE, TRACES_PER_FILE, export_store
 
 
 def add_arguments(parser: Parser) -> None:
+    """Add the arguments of the command."""
     parser.description = (
-        "Formats: pkl, lists of dicts; pt-lstm, last tokens; pt-gnn, PyG graphs. Scores go into scores.csv."
+        "Write traces to files. Formats: pkl, lists of dicts; pt-lstm, last tokens; pt-gnn, PyG graphs. Scores are "
+        "written to scores.csv."
     )
     parser.epilog = "Example: tracestore export store.zarr traces_data/ --format pkl"
     parser.add_argument("store", metavar="STORE")
@@ -21,17 +23,20 @@ def add_arguments(parser: Parser) -> None:
         type=positive_int,
         default=TRACES_PER_FILE,
         metavar="N",
-        help="at most (default: 500; files of graphs end at 1 GiB)",
+        help="maximum number of traces in a file (default: 500; files of graphs end at 1 GiB)",
     )
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
-    progress, on_traces = traces_done(output)
-    with tracestore.open(args.store) as store:
+    """Export a store and print a summary."""
+    with tracestore.open(args.store) as store, Progress(output) as progress:
         report = export_store(
-            store, args.out_dir, format=args.format, traces_per_file=args.traces_per_file, progress=on_traces
+            store,
+            args.out_dir,
+            format=args.format,
+            traces_per_file=args.traces_per_file,
+            progress=progress.update_traces,
         )
-    progress.clear()
     output.print_json(asdict(report))
     if not args.json:
         scores = f", scores in {SCORES_FILE}" if report.scores_file else ""
@@ -41,7 +46,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
         )
         if report.num_labels_left_out:
             output.info(
-                f"{report.num_labels_left_out:,} traces have a label of their own, for which pickles have no field: "
-                "it is left out"
+                f"{report.num_labels_left_out:,} traces have a stored label, which was left out: pickles have no "
+                "field for it"
             )
     return 0

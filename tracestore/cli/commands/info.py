@@ -1,4 +1,4 @@
-"""tracestore info."""
+"""The command `tracestore info`."""
 
 import argparse
 
@@ -7,15 +7,17 @@ from tracestore.console import Output, Parser, format_size
 
 
 def add_arguments(parser: Parser) -> None:
+    """Add the arguments of the command."""
     parser.epilog = "Example: tracestore info store.zarr --json"
     parser.add_argument("store", metavar="STORE")
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
+    """Print the properties of a store."""
     with tracestore.open(args.store) as store:
         info = store.info()
+    output.print_json(info)
     if args.json:
-        output.print_json(info)
         return 0
     for name, value in info.items():
         if name == "bytes":

@@ -1,4 +1,4 @@
-"""tracestore lint."""
+"""The command `tracestore lint`."""
 
 import argparse
 from dataclasses import asdict
@@ -8,20 +8,19 @@ from tracestore.store.maintain.lint import lint_store
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.description = "Exit code 0: clean. 1: findings. 3: a damaged store."
+    """Add the arguments of the command."""
+    parser.description = "Look for data-quality issues. Exit code 0: none. 1: issues found. 3: the store is damaged."
     parser.epilog = "Example: tracestore lint store.zarr --json"
     parser.add_argument("store", metavar="STORE")
-    parser.add_argument("--score-threshold", type=float, default=0.5, metavar="T", help="of the class balance (0.5)")
+    parser.add_argument(
+        "--score-threshold", type=float, default=0.5, metavar="T", help="threshold between the classes (default: 0.5)"
+    )
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
-    progress = Progress(output)
-    report = lint_store(
-        args.store,
-        score_threshold=args.score_threshold,
-        progress=lambda done, total: progress.update(lambda s: f"{done:,} of {total:,} traces"),
-    )
-    progress.clear()
+    """Check the values of a store, and print one line for each kind of issue."""
+    with Progress(output) as progress:
+        report = lint_store(args.store, score_threshold=args.score_threshold, progress=progress.update_traces)
     output.print_json(asdict(report))
     if args.json:
         return 1 if report.counts else 0

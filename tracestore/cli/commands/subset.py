@@ -1,11 +1,13 @@
-"""tracestore subset."""
+"""The command `tracestore subset`."""
 
 import argparse
 from pathlib import Path
 
+import numpy as np
+
 import tracestore
-from tracestore.cli.commands.merge import add_destination, say_copied
-from tracestore.console import Output, Parser, int_ranges, traces_done
+from tracestore.cli.commands.merge import add_destination, print_copied
+from tracestore.console import Output, Parser, Progress, int_ranges
 from tracestore.store.io.files import local_dir
 from tracestore.store.io.fsio import map_os_errors
 from tracestore.store.maintain.merge import subset_store
@@ -13,32 +15,38 @@ from tracestore.store.read.selection import indices_of_ids, indices_of_segments,
 
 
 def add_arguments(parser: Parser) -> None:
+    """Add the arguments of the command."""
+    parser.description = "Copy some traces of a store into another store."
     parser.epilog = "Example: tracestore subset store.zarr train.zarr --split train"
     parser.add_argument("store", metavar="STORE")
     chosen = parser.add_mutually_exclusive_group(required=True)
-    chosen.add_argument("--ids", metavar="FILE", help="one question id a line; every sample of it")
-    chosen.add_argument("--split", choices=("train", "val", "test"), help="a part of the split of tracestore train")
-    chosen.add_argument("--segments", type=int_ranges, metavar="RANGES", help="traces of these segments: 0-3,7")
-    parser.add_argument("--score-threshold", type=float, default=0.5, metavar="T", help="of --split (0.5)")
-    parser.add_argument("--seed", type=int, default=42, help="of --split (42)")
+    chosen.add_argument("--ids", metavar="FILE", help="file with one question id per line; copies all their samples")
+    chosen.add_argument("--split", choices=("train", "val", "test"), help="a split of tracestore train")
+    chosen.add_argument("--segments", type=int_ranges, metavar="RANGES", help="segments, such as 0-3,7")
+    parser.add_argument(
+        "--score-threshold", type=float, default=0.5, metavar="T", help="threshold of --split (default: 0.5)"
+    )
+    parser.add_argument("--seed", type=int, default=42, help="seed of --split (default: 42)")
     add_destination(parser)
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
+    """Copy the chosen traces and print a summary."""
     with tracestore.open(args.store) as store:
-        if args.ids is not None:
-            indices = indices_of_ids(store, read_ids(Path(args.ids)))
-        elif args.split is not None:
-            from tracestore.evaluation.split import make_split
-
-            split = make_split(store, store.targets(args.score_threshold), args.seed)
-            indices = split.indices[args.split]
-        else:
-            indices = indices_of_segments(store, args.segments)
-    progress, on_traces = traces_done(output)
-    with map_os_errors(local_dir(args.dst)):
+        indices = _chosen_indices(store, args)
+    with map_os_errors(local_dir(args.dst)), Progress(output) as progress:
         report = subset_store(
-            args.store, args.dst, indices, codec=args.codec, overwrite=args.overwrite, progress=on_traces
+            args.store, args.dst, indices, codec=args.codec, overwrite=args.overwrite, progress=progress.update_traces
         )
-    progress.clear()
-    return say_copied(args, output, report)
+    print_copied(args, output, report)
+    return 0
+
+
+def _chosen_indices(store: tracestore.TraceStore, args: argparse.Namespace) -> np.ndarray:
+    if args.ids is not None:
+        return indices_of_ids(store, read_ids(Path(args.ids)))
+    if args.segments is not None:
+        return indices_of_segments(store, args.segments)
+    from tracestore.evaluation.split import make_split
+
+    return make_split(store, store.targets(args.score_threshold), args.seed).indices[args.split]
