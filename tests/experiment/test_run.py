@@ -99,7 +99,7 @@ def test_a_trace_that_does_not_fit_ends_with_75_and_resumes(labelled, tmp_path):
         "original = guard.OOMGuard._attempt\n"
         "def attempt(self, *a):\n"
         "    if self.num_steps >= 4:\n"
-        "        return 'forward', 1, False, 0.0\n"
+        "        return 'forward', guard.StepOutcome.DEVICE_OOM, 0.0\n"
         "    return original(self, *a)\n"
         "guard.OOMGuard._attempt = attempt\n"
         "sys.exit(main(['train', *sys.argv[1:]]))"

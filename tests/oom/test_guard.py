@@ -16,12 +16,13 @@ from tracestore.errors import InsufficientMemoryError
 from tracestore.oom import errors
 from tracestore.oom import guard as guard_module
 from tracestore.oom.cuda_cache import CHECK_EVERY_STEPS, CudaCacheManager
-from tracestore.oom.errors import classify, is_out_of_memory
+from tracestore.oom.errors import StepOutcome, classify, is_out_of_memory
 from tracestore.oom.guard import OOMGuard
 from tracestore.oom.micro_batch import MicroBatchPolicy
 from tracestore.oom.snapshot import StepCounters
 
 SIZE = 8
+_, DEVICE_OOM, HOST_OOM, OTHER_ERROR, AMBIGUOUS = StepOutcome
 pytestmark = pytest.mark.usefixtures("young_heap")
 
 
@@ -95,7 +96,7 @@ def test_one_item_that_does_not_fit_leaves_all_as_it_was():
     assert all(torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
     assert torch.equal(state, torch.get_rng_state()) and guard.num_steps == 1
     assert [e["size_after"] for e in guard.events] == [8, 4, 2, 1, 1, 1]
-    guard.sizes.size = None
+    guard.policy.size = None
     guard.step(SIZE, loss_of)
 
 
@@ -154,7 +155,7 @@ def test_buffers_are_restored():
 
 def test_the_size_grows_again():
     _, guard, loss_of = make()
-    guard.sizes.size = 2
+    guard.policy.size = 2
     for _ in range(60):
         guard.step(SIZE, loss_of)
     assert guard.micro_batch == 4
@@ -168,75 +169,75 @@ NO_KERNEL = "could not create a primitive descriptor for the LSTM forward propag
 
 
 @pytest.mark.parametrize(
-    "error,kind",
+    "error,outcome",
     [
-        (torch.OutOfMemoryError("x"), "device"),
-        (RuntimeError("CUDA out of memory. Tried"), "device"),
-        (RuntimeError("CUDA error: out of memory"), "device"),
-        (RuntimeError("HIP out of memory"), "device"),
-        (RuntimeError("XPU out of memory"), "device"),
-        (RuntimeError("MPS backend out of memory"), "device"),
-        (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling"), "device"),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "device"),
-        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried"), "device"),
-        (MemoryError(), "host"),
-        (RuntimeError("std::bad_alloc"), "host"),
+        (torch.OutOfMemoryError("x"), DEVICE_OOM),
+        (RuntimeError("CUDA out of memory. Tried"), DEVICE_OOM),
+        (RuntimeError("CUDA error: out of memory"), DEVICE_OOM),
+        (RuntimeError("HIP out of memory"), DEVICE_OOM),
+        (RuntimeError("XPU out of memory"), DEVICE_OOM),
+        (RuntimeError("MPS backend out of memory"), DEVICE_OOM),
+        (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling"), DEVICE_OOM),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), DEVICE_OOM),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried"), DEVICE_OOM),
+        (MemoryError(), HOST_OOM),
+        (RuntimeError("std::bad_alloc"), HOST_OOM),
         # Workers: SIGKILL and SIGBUS are memory, SIGSEGV is not, an exit may be.
-        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), "host"),
-        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that"), "host"),
-        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Segmentation fault."), None),
-        (RuntimeError("DataLoader worker (pid(s) 7, 8) exited unexpectedly"), "ambiguous"),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), HOST_OOM),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that"), HOST_OOM),
+        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Segmentation fault."), OTHER_ERROR),
+        (RuntimeError("DataLoader worker (pid(s) 7, 8) exited unexpectedly"), AMBIGUOUS),
         # Shared memory: the error number tells, where there is one.
-        (RuntimeError("unable to mmap 12 bytes from file </torch_1>: Cannot allocate memory (12)"), "host"),
-        (RuntimeError("unable to write to file </torch_1>: No space left on device (28)"), "host"),
-        (RuntimeError("unable to open shared memory object </torch_1> in read-write mode"), "ambiguous"),
+        (RuntimeError("unable to mmap 12 bytes from file </torch_1>: Cannot allocate memory (12)"), HOST_OOM),
+        (RuntimeError("unable to write to file </torch_1>: No space left on device (28)"), HOST_OOM),
+        (RuntimeError("unable to open shared memory object </torch_1> in read-write mode"), AMBIGUOUS),
         (
             RuntimeError("unable to open shared memory object </torch_1> in read-write mode: Too many open files (24)"),
-            None,
+            OTHER_ERROR,
         ),
         (
             RuntimeError("unable to open shared memory object </torch_1> in read-write mode: Permission denied (13)"),
-            None,
+            OTHER_ERROR,
         ),
-        (OSError(28, "No space left on device", "/dev/shm/x"), "host"),
-        (OSError(28, "No space left on device", "/data/x"), None),
-        (RuntimeError("file write failed: No space left on device"), None),
+        (OSError(28, "No space left on device", "/dev/shm/x"), HOST_OOM),
+        (OSError(28, "No space left on device", "/data/x"), OTHER_ERROR),
+        (RuntimeError("file write failed: No space left on device"), OTHER_ERROR),
         # oneDNN: memory, a missing kernel, or code that could not be generated.
-        (RuntimeError(NO_KERNEL), "ambiguous"),
-        (RuntimeError("could not create a primitive"), "ambiguous"),
-        (RuntimeError("could not create a memory object"), "ambiguous"),
-        (RuntimeError("could not execute a primitive"), "ambiguous"),
+        (RuntimeError(NO_KERNEL), AMBIGUOUS),
+        (RuntimeError("could not create a primitive"), AMBIGUOUS),
+        (RuntimeError("could not create a memory object"), AMBIGUOUS),
+        (RuntimeError("could not execute a primitive"), AMBIGUOUS),
         # Threads: memory, or a limit of processes. Mappings: memory, or their number.
-        (RuntimeError("can't start new thread"), "ambiguous"),
-        (RuntimeError("thread constructor failed: Resource temporarily unavailable"), "ambiguous"),
-        (OSError(11, "Resource temporarily unavailable"), "ambiguous"),
-        (OSError(12, "Cannot allocate memory"), "ambiguous"),
-        (OSError(2, "No such file or directory"), None),
+        (RuntimeError("can't start new thread"), AMBIGUOUS),
+        (RuntimeError("thread constructor failed: Resource temporarily unavailable"), AMBIGUOUS),
+        (OSError(11, "Resource temporarily unavailable"), AMBIGUOUS),
+        (OSError(12, "Cannot allocate memory"), AMBIGUOUS),
+        (OSError(2, "No such file or directory"), OTHER_ERROR),
         # Libraries: no memory to map them, a folder mounted noexec, a full static TLS block.
-        (ImportError("libx.so: failed to map segment from shared object"), "ambiguous"),
-        (ImportError("libx.so: failed to map segment from shared object: Operation not permitted"), None),
-        (ImportError("libx.so: cannot allocate memory in static TLS block"), None),
-        (ImportError("No module named x"), None),
+        (ImportError("libx.so: failed to map segment from shared object"), AMBIGUOUS),
+        (ImportError("libx.so: failed to map segment from shared object: Operation not permitted"), OTHER_ERROR),
+        (ImportError("libx.so: cannot allocate memory in static TLS block"), OTHER_ERROR),
+        (ImportError("No module named x"), OTHER_ERROR),
         # CUDA libraries: no memory for their workspace, or a driver that does not match.
-        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"), "ambiguous"),
-        (RuntimeError("CUDA error: an illegal memory access was encountered"), None),
-        (RuntimeError("CUDA error: device-side assert triggered"), None),
-        (RuntimeError("shape mismatch"), None),
-        (ValueError("out of memory"), None),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"), AMBIGUOUS),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), OTHER_ERROR),
+        (RuntimeError("CUDA error: device-side assert triggered"), OTHER_ERROR),
+        (RuntimeError("shape mismatch"), OTHER_ERROR),
+        (ValueError("out of memory"), OTHER_ERROR),
     ],
 )
-def test_classification(error, kind, monkeypatch):
-    assert classify(error) == kind
+def test_classification(error, outcome, monkeypatch):
+    assert classify(error) == outcome
     for is_short in (False, True):
         monkeypatch.setattr(errors, "memory_is_short", lambda is_short=is_short: is_short)
-        assert is_out_of_memory(error) == (is_short if kind == "ambiguous" else kind is not None)
+        assert is_out_of_memory(error) == (is_short if outcome == AMBIGUOUS else outcome != OTHER_ERROR)
 
 
-@pytest.mark.parametrize("signal,kind", [("Killed", "host"), ("Segmentation fault", None)])
-def test_the_cause_says_how_a_worker_ended(signal, kind):
+@pytest.mark.parametrize("signal,outcome", [("Killed", HOST_OOM), ("Segmentation fault", OTHER_ERROR)])
+def test_the_cause_says_how_a_worker_ended(signal, outcome):
     error = RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
     error.__cause__ = RuntimeError(f"DataLoader worker (pid 7) is killed by signal: {signal}.")
-    assert classify(error) == kind
+    assert classify(error) == outcome
 
 
 def test_a_missing_kernel_is_not_out_of_memory():
@@ -419,7 +420,7 @@ def test_fused_optimizers_write_nothing_but_counters_before_they_fail(make_fused
     model = torch.nn.Linear(3, 2)
     optimizer = make_fused(model.parameters(), lr=0.1, fused=True)
     guard = OOMGuard(model, optimizer)
-    assert isinstance(guard._optimizer_before, StepCounters)
+    assert isinstance(guard._optimizer_snapshot, StepCounters)
     failures = 0
     while True:
         model(torch.ones(1, 3)).sum().backward()
@@ -523,7 +524,7 @@ def test_cleaning_needs_evidence():
     stats["reserved_bytes.all.current"] = 2 << 30
     assert steps() == 2
     cleaner.after_checkpoint()
-    assert cleaner.num_cleanings == len(emptied) == 3
+    assert cleaner.num_cleanups == len(emptied) == 3
     if not torch.cuda.is_available():
         bare = CudaCacheManager(empty=lambda: emptied.append(1))
         bare.after_checkpoint()
@@ -543,8 +544,8 @@ def test_an_epoch_is_planned_from_what_failed():
         micro = sizes.size or 32
         tried.append(micro)
         while micro > 11:
-            micro = sizes.failed(micro)
+            micro = sizes.on_failure(micro)
         for _ in range(5):
-            sizes.worked(micro, 32)
+            sizes.on_success(micro, 32)
     assert tried == [32, 12, 10, 11, 11, 11, 11, 11]
     assert (sizes.fits, sizes.fails) == (11, 12)

@@ -68,7 +68,7 @@ def operations(case):
     with whole:
         guard.step(SIZE, loss_of)
     with copying:
-        guard._before.take()
+        guard._snapshot.save()
     return whole.count, copying.count
 
 

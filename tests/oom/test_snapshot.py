@@ -34,7 +34,7 @@ def test_restores_every_kind_of_tensor():
     live, copies = make_tensors(), TensorCopies()
     for _ in range(2):
         before = bytes_of(live)
-        copies.take(live)
+        copies.save(live)
         with torch.no_grad():
             for t in live:
                 t.zero_()
@@ -49,7 +49,7 @@ def test_keeps_what_has_no_memory_to_look_at():
     live = [torch.sparse_coo_tensor([[0, 2], [1, 0]], [3.0, 4.0], (3, 3)).coalesce(), torch.ones(2)]
     copies = TensorCopies()
     for _ in range(2):
-        copies.take(live)
+        copies.save(live)
         with torch.no_grad():
             live[0].values().zero_(), live[1].zero_()
             copies.restore()
@@ -140,9 +140,9 @@ def test_parameters_that_come_later_are_kept_too(options):
 def test_lists_again_what_has_other_memory():
     a, b = torch.ones(4), torch.ones(4)
     copies = TensorCopies()
-    copies.take([a, b])
+    copies.save([a, b])
     b.data = torch.full((4,), 3.0)
-    copies.take([a, b])
+    copies.save([a, b])
     a.zero_(), b.zero_()
     copies.restore()
     assert a.tolist() == [1] * 4 and b.tolist() == [3] * 4
@@ -193,5 +193,5 @@ def guard_operations(guard):
     counter = FailAt()
     with counter:
         assert guard._optimizer_step() == 0
-    guard._optimizer_before.restore()
+    guard._optimizer_snapshot.restore()
     return counter.count

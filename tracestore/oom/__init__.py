@@ -1,1 +1,1 @@
-"""Training steps that survive running out of memory: the guard, its snapshots and its limits."""
+"""Recovery from out-of-memory errors: the guard of training steps, its snapshots and memory limits."""

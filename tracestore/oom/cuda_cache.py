@@ -1,13 +1,13 @@
-"""Giving a GPU's cached memory back when there is evidence that it helps."""
+"""Empty the cache of CUDA's allocator where statistics show that it helps."""
 
 from collections.abc import Callable, Mapping
 
 import torch
 
 CHECK_EVERY_STEPS = 100
-# Reserved blocks beyond what the tensors of a step ever needed, as a share of that.
-_IDLE_SHARE = 0.5
-_IDLE_BYTES = 256 << 20
+# Reserved memory above the allocated peak is idle; it is freed beyond these limits.
+_MAX_IDLE_FRACTION = 0.5
+_MAX_IDLE_BYTES = 256 << 20
 
 
 def _cuda_in_use() -> bool:
@@ -15,14 +15,24 @@ def _cuda_in_use() -> bool:
 
 
 def empty_cache() -> None:
+    """Empty the cache of CUDA's allocator, if CUDA is in use."""
     if _cuda_in_use():
         torch.cuda.empty_cache()
 
 
 class CudaCacheManager:
-    """Empties the allocator's cache where allocator retries rise or what is reserved lies
-    far above what was allocated at the peak: looked at every CHECK_EVERY_STEPS steps, and
-    emptied after a checkpoint. On a CPU nothing is done: freed tensors go back at once."""
+    """Empties the cache of CUDA's allocator after checkpoints and where it holds idle memory.
+
+    Every `CHECK_EVERY_STEPS` steps it checks whether allocator retries rise or the reserved memory
+    lies far above the allocated peak. On a CPU it does nothing: freed tensors are returned at once.
+
+    Parameters
+    ----------
+    statistics : callable, optional
+        Returns the statistics of ``torch.cuda.memory_stats``, the default.
+    empty : callable, optional
+        Empties the cache.
+    """
 
     def __init__(
         self,
@@ -32,9 +42,10 @@ class CudaCacheManager:
         self._statistics = statistics or (torch.cuda.memory_stats if _cuda_in_use() else None)
         self._empty = empty
         self._steps = self._retries = 0
-        self.num_cleanings = 0
+        self.num_cleanups = 0
 
     def after_step(self) -> None:
+        """Count a step, and empty the cache if it is time and memory is idle."""
         self._steps += 1
         if self._statistics is None or self._steps % CHECK_EVERY_STEPS:
             return
@@ -42,14 +53,14 @@ class CudaCacheManager:
         retries = now.get("num_alloc_retries", 0)
         rising, self._retries = retries > self._retries, retries
         peak, reserved = now.get("allocated_bytes.all.peak", 0), now.get("reserved_bytes.all.current", 0)
-        if rising or reserved - peak > max(_IDLE_BYTES, _IDLE_SHARE * peak):
-            self._clean()
+        if rising or reserved - peak > max(_MAX_IDLE_BYTES, _MAX_IDLE_FRACTION * peak):
+            self._clean_up()
 
     def after_checkpoint(self) -> None:
-        """What a checkpoint took on the way is not what the next step needs."""
+        """Empty the cache: a step does not need the blocks that a checkpoint used."""
         if self._statistics is not None:
-            self._clean()
+            self._clean_up()
 
-    def _clean(self) -> None:
-        self.num_cleanings += 1
+    def _clean_up(self) -> None:
+        self.num_cleanups += 1
         self._empty()

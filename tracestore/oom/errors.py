@@ -2,20 +2,31 @@
 
 import errno
 import shutil
+from enum import IntEnum
 
 import torch
 
 from tracestore.oom.limits import allocatable_bytes
 from tracestore.platform_support import shared_memory_folder
 
-DEVICE, HOST, AMBIGUOUS = "device", "host", "ambiguous"
-
 # Below this, an ambiguous error counts as out of memory. Thread stacks, packed weights and
 # scratch buffers of oneDNN are of this order.
 SHORT_BYTES = 64 << 20
 
-# Never memory, whatever else the text says. The static TLS block has a fixed size that is
-# set when the process starts; a file descriptor limit and file permissions are no memory.
+
+class StepOutcome(IntEnum):
+    """How an attempt ended. Ranks reduce their outcomes to the largest one."""
+
+    SUCCESS = 0
+    DEVICE_OOM = 1
+    HOST_OOM = 2
+    OTHER_ERROR = 3
+    # A rank resolves its own ambiguous errors before outcomes are exchanged.
+    AMBIGUOUS = 4
+
+
+# Errors with other causes, even if the rest of the message mentions memory. The static TLS
+# block has a fixed size that is set when the process starts.
 _OTHER_TEXTS = (
     "illegal memory access",
     "device-side assert",
@@ -39,10 +50,10 @@ _DEVICE_TEXTS = (
     "defaultcpuallocator: not enough memory",
 )
 _HOST_TEXTS = ("std::bad_alloc", "out of host memory")
-# TextFields with several causes. oneDNN reports with the first four that memory ran out, that
-# the processor has no kernel for a dtype, and that code could not be generated. Threads
-# fail at process limits, mappings at vm.max_map_count. A CUDA library that could not
-# initialize had no memory for its workspace, or does not match the driver.
+# Messages with several causes. oneDNN raises the first four when memory runs out, when the
+# processor has no kernel for a dtype, and when code cannot be generated. Threads also fail at
+# process limits, mappings at vm.max_map_count. A CUDA library that could not initialize had no
+# memory for its workspace, or does not match the driver.
 _AMBIGUOUS_TEXTS = (
     "could not create a primitive",
     "could not create a memory",
@@ -58,8 +69,8 @@ _AMBIGUOUS_TEXTS = (
 )
 
 
-def classify(error: BaseException) -> str | None:
-    """Return the kind of an out-of-memory error, as far as type and text tell.
+def classify(error: BaseException) -> StepOutcome:
+    """Classify an error by its type and message.
 
     Parameters
     ----------
@@ -67,58 +78,68 @@ def classify(error: BaseException) -> str | None:
 
     Returns
     -------
-    str or None
-        ``"device"``: memory of the device that computes, the CPU's allocator included.
-        ``"host"``: MemoryError, a worker that was killed, full shared memory.
-        ``"ambiguous"``: the text has several causes, of which memory is one; a second
-        sign decides (`is_out_of_memory`, and a smaller case in ``OOMGuard``).
-        None: anything else. Illegal memory access and device asserts are never retried.
+    StepOutcome
+        DEVICE_OOM: memory of the device that computes, the CPU's allocator included.
+        HOST_OOM: `MemoryError`, a worker killed for memory, full shared memory.
+        AMBIGUOUS: memory is one of several causes of this message; a second sign decides
+        (`is_out_of_memory`, and a smaller case in ``OOMGuard``).
+        OTHER_ERROR: anything else, for example illegal memory access and device asserts,
+        which are never retried.
     """
     text = str(error).lower()
     if any(t in text for t in _OTHER_TEXTS):
-        return None
+        return StepOutcome.OTHER_ERROR
     if isinstance(error, torch.OutOfMemoryError):
-        return DEVICE
+        return StepOutcome.DEVICE_OOM
     if isinstance(error, MemoryError):
-        return HOST
+        return StepOutcome.HOST_OOM
     if isinstance(error, OSError):
         if error.errno == errno.ENOSPC:
-            return HOST if "/dev/shm" in text else None
-        return AMBIGUOUS if error.errno in (errno.ENOMEM, errno.EAGAIN) else None
+            return StepOutcome.HOST_OOM if "/dev/shm" in text else StepOutcome.OTHER_ERROR
+        return StepOutcome.AMBIGUOUS if error.errno in (errno.ENOMEM, errno.EAGAIN) else StepOutcome.OTHER_ERROR
     if isinstance(error, ImportError):
-        # A library that is loaded late.
-        return AMBIGUOUS if "failed to map segment" in text or "cannot allocate memory" in text else None
+        # A shared library that is loaded on first use.
+        return (
+            StepOutcome.AMBIGUOUS
+            if "failed to map segment" in text or "cannot allocate memory" in text
+            else StepOutcome.OTHER_ERROR
+        )
     if not isinstance(error, RuntimeError):
-        return None
+        return StepOutcome.OTHER_ERROR
     if any(t in text for t in _DEVICE_TEXTS):
-        return DEVICE
+        return StepOutcome.DEVICE_OOM
     if any(t in text for t in _HOST_TEXTS):
-        return HOST
+        return StepOutcome.HOST_OOM
     if "dataloader worker" in text:
         return _classify_worker(f"{text} {str(error.__cause__).lower()}")
     if "shared memory" in text or "</torch_" in text:
         return _classify_shared_memory(text)
-    return AMBIGUOUS if any(t in text for t in _AMBIGUOUS_TEXTS) else None
+    return StepOutcome.AMBIGUOUS if any(t in text for t in _AMBIGUOUS_TEXTS) else StepOutcome.OTHER_ERROR
 
 
-def _classify_worker(text: str) -> str | None:
-    """SIGKILL is the kernel's out-of-memory killer as a rule, SIGBUS a full /dev/shm; other
-    signals are errors in the program. "exited unexpectedly" stands for every exit: the
-    signal is in the text of the error's cause, if it is known."""
+def _classify_worker(text: str) -> StepOutcome:
+    """Classify the end of a DataLoader worker.
+
+    SIGKILL usually comes from the kernel's out-of-memory killer and SIGBUS from a full /dev/shm;
+    other signals are errors in the program. "exited unexpectedly" reports every exit; the message
+    of the error's cause names the signal, if it is known.
+    """
     if "killed by signal" in text:
-        return HOST if "signal: killed" in text or "signal: bus error" in text else None
-    return AMBIGUOUS if "exited unexpectedly" in text else None
+        return (
+            StepOutcome.HOST_OOM if "signal: killed" in text or "signal: bus error" in text else StepOutcome.OTHER_ERROR
+        )
+    return StepOutcome.AMBIGUOUS if "exited unexpectedly" in text else StepOutcome.OTHER_ERROR
 
 
-def _classify_shared_memory(text: str) -> str | None:
+def _classify_shared_memory(text: str) -> StepOutcome:
     if "unable to" not in text:
-        return None
+        return StepOutcome.OTHER_ERROR
     certain = ("(12)", "(28)", "cannot allocate memory", "no space left on device")
-    return HOST if any(t in text for t in certain) else AMBIGUOUS
+    return StepOutcome.HOST_OOM if any(t in text for t in certain) else StepOutcome.AMBIGUOUS
 
 
 def memory_is_short(needed_bytes: int = SHORT_BYTES) -> bool:
-    """Return whether less memory than `needed_bytes` can be allocated: on the host, in /dev/shm or on a GPU in use."""
+    """Return whether less than `needed_bytes` can be allocated on the host, in /dev/shm or on a GPU in use."""
     if allocatable_bytes() < needed_bytes:
         return True
     shared = shared_memory_folder()
@@ -132,6 +153,7 @@ def memory_is_short(needed_bytes: int = SHORT_BYTES) -> bool:
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether memory ran out: `classify` is certain, or ambiguous while memory is short.
 
-    Call it while the objects of the failed work are still referenced."""
-    kind = classify(error)
-    return memory_is_short() if kind == AMBIGUOUS else kind is not None
+    Call it while the objects of the failed work are still referenced.
+    """
+    outcome = classify(error)
+    return memory_is_short() if outcome == StepOutcome.AMBIGUOUS else outcome != StepOutcome.OTHER_ERROR

@@ -1,22 +1,22 @@
-"""Training steps that survive running out of memory.
+"""Training steps that recover from out-of-memory errors.
 
-A step that fails leaves no trace: gradients, random state, buffers, metrics, weights and
-optimizer state are what they were, the tensors of the failed attempt are freed before the
-next one, and the batch is then computed in smaller micro-batches whose weighted gradients
-add up to the whole.
+A failed attempt leaves no side effects: gradients, random states, buffers, metrics, weights
+and optimizer state are restored, and its tensors are freed before the next attempt. The batch
+is then computed in smaller micro-batches whose weighted gradients sum to those of the whole.
 """
 
 import gc
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
 from tracestore.errors import InsufficientMemoryError, TracestoreError
 from tracestore.oom.cuda_cache import CudaCacheManager, empty_cache
-from tracestore.oom.errors import AMBIGUOUS, HOST, SHORT_BYTES, classify, memory_is_short
+from tracestore.oom.errors import SHORT_BYTES, StepOutcome, classify, memory_is_short
 from tracestore.oom.micro_batch import MicroBatchPolicy
+from tracestore.oom.ranks import RankGroup, SingleRank
 from tracestore.oom.snapshot import (
     OptimizerSnapshot,
     StepCounters,
@@ -26,73 +26,64 @@ from tracestore.oom.snapshot import (
 )
 
 T = TypeVar("T")
-
-# What ranks tell each other of an attempt; the largest wins. An ambiguous error is resolved
-# before, by its own rank.
-_FINE, _DEVICE, _HOST, _OTHER, _AMBIGUOUS = range(5)
-_TRIES = 3
-
-
-class RankGroup(Protocol):
-    """What the guard needs of several ranks. Both calls are collectives; what allocates
-    does so before the collective starts and nothing that may fail comes after it, so
-    that a call that raised can be made again."""
-
-    world_size: int
-
-    def all_reduce_max(self, code: int) -> int:
-        """The maximum of an int over the ranks."""
-
-    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sums the gradients over the ranks, in place; a rank without any counts as zeros."""
-
-
-class SingleRank:
-    """One rank."""
-
-    world_size = 1
-
-    def all_reduce_max(self, code: int) -> int:
-        return code
-
-    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        pass
+Phase = Literal["forward", "backward", "optimizer"]
+_MAX_ATTEMPTS = 3
 
 
 def _flush_autograd_queue() -> None:
-    """A backward pass on the CPU that failed leaves the nodes it had still to visit in the
-    autograd engine's queue, and with them the tensors they saved, until the next pass."""
+    """Run a tiny backward pass.
+
+    A failed backward pass on the CPU leaves unvisited nodes, and the tensors they saved, in
+    the queue of the autograd engine until the next pass.
+    """
     with torch.enable_grad():
         torch.zeros((), requires_grad=True).neg().backward()
 
 
-def _code_of(error: BaseException) -> int:
-    kind = classify(error)
-    if kind is None:
-        return _OTHER
-    return _AMBIGUOUS if kind == AMBIGUOUS else _HOST if kind == HOST else _DEVICE
-
-
 class OOMGuard:
-    """Runs training steps and survives running out of memory.
+    """Run training steps and recover from out-of-memory errors.
 
-        guard = OOMGuard(model, optimizer)
-        loss = guard.step(len(batch), lambda begin, end: loss_of(batch[begin:end]))
+    After a failure `step` frees memory and tries once more at the same size, then halves the
+    micro-batch until the step fits. The gradient equals that of the whole batch to rounding;
+    BatchNorm statistics and the masks of torch's dropout are those of the micro-batches. The
+    guard keeps the size that fits, doubles it again after a number of steps without failures,
+    and `begin_epoch` plans it from the failures of the previous epoch.
 
-    The function computes the mean loss of items begin .. end of the batch; step() runs
-    forward, backward and the optimizer, and returns the mean loss of the whole batch.
-    After a failure it tries once more at the same size, then halves the micro-batch. The
-    gradient is that of the whole batch (to rounding; BatchNorm statistics and masks of torch's
-    dropout are those of the micro-batches). The size that worked is kept, and doubled
-    again after a while; begin_epoch() plans it anew from what was learned. Where one item
-    does not fit, InsufficientMemoryError is raised with model, optimizer, metrics and random
-    state as they were before the step.
+    Parameters
+    ----------
+    model : torch.nn.Module
+    optimizer : torch.optim.Optimizer
+        Its state is allocated now, where torch's own optimizers allow it.
+    scaler : torch.amp.GradScaler, optional
+    metrics : sequence of object, optional
+        Objects that the loss function updates, for example torchmetrics. Attributes that are
+        tensors, numbers, lists, dicts or sets are restored after a failure.
+    on_event : callable, optional
+        Called with each recovery: a dict of ``epoch``, ``step``, ``phase``, ``size_before``
+        and ``size_after``.
+    on_host_memory : callable, optional
+        Called first where host memory ran out (`MemoryError`, a killed worker, any allocation
+        of a model on the CPU). Release caches here.
+    ranks : RankGroup, optional
+        The processes that train together; see `step`. A single process by default.
 
-    scaler: a torch.amp.GradScaler. metrics: objects that the loss function updates
-    (torchmetrics or others that keep tensors, numbers and lists as attributes).
-    on_event: called with each event. on_host_memory: called first where host memory ran
-    out (MemoryError, a killed worker, any allocation of a model on the CPU); give back
-    caches there. ranks: see step().
+    Attributes
+    ----------
+    events : list of dict
+        All recoveries so far.
+    num_steps : int
+        Completed steps.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from tracestore.train import OOMGuard
+    >>> model = torch.nn.Linear(4, 1)
+    >>> guard = OOMGuard(model, torch.optim.Adam(model.parameters()))
+    >>> x, y = torch.randn(16, 4), torch.randn(16, 1)
+    >>> loss = guard.step(len(x), lambda begin, end: (model(x[begin:end]) - y[begin:end]).square().mean())
+    >>> guard.events
+    []
     """
 
     def __init__(
@@ -109,266 +100,301 @@ class OOMGuard:
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.on_event, self.on_host_memory = on_event, on_host_memory
         self.ranks: RankGroup = SingleRank() if ranks is None else ranks
-        self.epoch = 0
-        self.num_steps = 0
-        self.sizes = MicroBatchPolicy()
+        self.epoch = self.num_steps = 0
+        self.policy = MicroBatchPolicy()
         self.events: list[dict[str, Any]] = []
-        self.cleaner = CudaCacheManager()
+        self.cuda_cache = CudaCacheManager()
         if not optimizer.state:
             create_optimizer_state(optimizer)
         if scaler is not None:
-            # Makes its state as well, without which it cannot be put back.
+            # Scaling a value allocates the scaler's state, without which it cannot be restored.
             scaler.scale(torch.zeros((), device=optimizer.param_groups[0]["params"][0].device))
-        self._before = StepSnapshot(model, scaler, metrics)
+        self._snapshot = StepSnapshot(model, scaler, metrics)
         self._configure_snapshots()
 
     def _configure_snapshots(self) -> None:
-        """What must be kept of it; again where it got another group of parameters."""
+        """Choose what to copy before the optimizer's step; again after it got a parameter group."""
         groups = self.optimizer.param_groups
         self._num_groups = len(groups)
         self._parameters = [p for group in groups for p in group["params"]]
         self._on_cpu = all(p.device.type == "cpu" for p in self._parameters)
-        # A rank whose own step went well must be able to undo it when another's failed.
-        # With a scaler a counter may go up and down again.
-        few = self.ranks.world_size == 1 and self.scaler is None and writes_after_allocating(self.optimizer)
-        self._optimizer_before: StepCounters | OptimizerSnapshot = (
-            StepCounters(self.optimizer) if few else OptimizerSnapshot(self.optimizer)
+        # A rank whose own step succeeded must be able to undo it when another rank failed, and
+        # the counters of a scaled step may change twice.
+        counters_suffice = (
+            self.ranks.world_size == 1 and self.scaler is None and writes_after_allocating(self.optimizer)
+        )
+        self._optimizer_snapshot: StepCounters | OptimizerSnapshot = (
+            StepCounters(self.optimizer) if counters_suffice else OptimizerSnapshot(self.optimizer)
         )
 
     @property
     def micro_batch(self) -> int | None:
-        """Items of a micro-batch; None: the whole batch."""
-        return self.sizes.size
-
-    # State
+        """Items of a micro-batch. None: the whole batch."""
+        return self.policy.size
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sizes": self.sizes.state_dict(), "num_steps": self.num_steps, "events": list(self.events)}
+        """Return the micro-batch sizes, the step count and the events as plain values."""
+        return {"sizes": self.policy.state_dict(), "num_steps": self.num_steps, "events": list(self.events)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.sizes.load_state_dict(state["sizes"])
+        """Restore what `state_dict` returned."""
+        self.policy.load_state_dict(state["sizes"])
         self.num_steps, self.events = state["num_steps"], list(state["events"])
 
     def begin_epoch(self, epoch: int) -> None:
-        """An epoch starts or goes on: events carry its number. Where it starts, its
-        micro-batches are planned from the failures of the one before."""
+        """Set the epoch of the following events, and plan the micro-batches of a new epoch."""
         self.epoch = epoch
-        self.sizes.begin_epoch(epoch)
-
-    # Steps
+        self.policy.begin_epoch(epoch)
 
     def step(
         self,
         size: int,
-        loss_of: Callable[[int, int], torch.Tensor],
-        whole: int | None = None,
-        at_most: int | None = None,
+        loss_fn: Callable[[int, int], torch.Tensor],
+        global_size: int | None = None,
+        max_micro_batch: int | None = None,
         seed: Callable[[], Any] | None = None,
     ) -> float:
-        """One step over a batch of `size` items, at most `at_most` of them at once; the mean loss.
+        """Run forward, backward and the optimizer over one batch.
 
-        `seed` sets the random states that the step begins with, and is called before each
-        attempt; without it those of torch, Python and numpy are copied before the first.
+        With several ranks each computes its own slice. No rank enters a collective before all
+        ranks report that their slice succeeded; if one failed, all retry with the same smaller
+        micro-batches.
 
-        With ranks, each gives its own slice: `size` items (may be 0) of `whole`. No rank
-        enters a collective before all know that none has failed; if one has, all take the
-        same smaller micro-batches. The result is then the rank's share: the mean loss of
-        the whole batch is the sum over the ranks."""
+        Parameters
+        ----------
+        size : int
+            Items of the batch, with several ranks of this rank's slice (may be 0).
+        loss_fn : callable
+            ``loss_fn(begin, end)`` returns the mean loss, a scalar tensor, of items begin to end.
+        global_size : int, optional
+            Items of the slices of all ranks. Default: `size`.
+        max_micro_batch : int, optional
+            Most items to compute at once, the same on all ranks. Default: no limit.
+        seed : callable, optional
+            Sets the random states of the step; called before each attempt. Without it the
+            states of torch, Python and numpy are copied before the first attempt.
+
+        Returns
+        -------
+        float
+            The sum of the losses of this rank's items, divided by `global_size`: the mean
+            loss of the batch, with several ranks after a sum over the ranks.
+
+        Raises
+        ------
+        InsufficientMemoryError
+            If one item does not fit. Model, optimizer, metrics and random states are those
+            before the step.
+        """
         if len(self.optimizer.param_groups) != self._num_groups:
             self._configure_snapshots()
-        whole = size if whole is None else whole
-        share = -(-whole // self.ranks.world_size)
-        # At least one: a rank without items of its own takes part in what is agreed.
-        share = max(1, min(share, at_most or share))
-        micro = min(share, self.sizes.size or share)
-        cleaned, optimizer_failures, taken = False, 0, False
+        global_size = size if global_size is None else global_size
+        rank_size = -(-global_size // self.ranks.world_size)
+        # A rank without items takes part in the collectives, with a size of 1.
+        rank_size = max(1, min(rank_size, max_micro_batch or rank_size))
+        micro_batch = min(rank_size, self.policy.size or rank_size)
+        is_retried, optimizer_failures = False, 0
+        self._snapshot.discard()
         while True:
-            phase, code, taken, loss = self._attempt(size, whole, micro, loss_of, taken, seed)
-            if code == _FINE:
+            phase, outcome, loss = self._attempt(size, global_size, micro_batch, loss_fn, seed)
+            if outcome == StepOutcome.SUCCESS:
                 break
-            # Outside every except block: no traceback holds the failed tensors.
-            self._clean(code)
-            if taken:
-                self._retry_on_oom(self._before.restore)
+            # This runs outside of every except block, where no traceback refers to failed tensors.
+            self._free_memory(outcome)
+            if self._snapshot.is_saved:
+                self._retry_on_oom(self._snapshot.restore)
             if phase == "optimizer":
                 optimizer_failures += 1
-                self._record(phase, micro, micro)
-                if optimizer_failures == _TRIES:
+                self._record(phase, micro_batch, micro_batch)
+                if optimizer_failures == _MAX_ATTEMPTS:
                     raise InsufficientMemoryError("out of memory in the optimizer's step")
                 continue
-            # Fragmentation and full caches are cured by cleaning; after that, size is. A
-            # smaller size is tried once, but one item twice.
-            after = self.sizes.failed(micro) if cleaned else micro
-            self._record(phase, micro, after)
-            if cleaned and micro == 1:
+            # Freeing memory cures fragmentation and full caches; if that did not help, the size
+            # is too large. A smaller size is tried once, but a single item twice.
+            next_size = self.policy.on_failure(micro_batch) if is_retried else micro_batch
+            self._record(phase, micro_batch, next_size)
+            if is_retried and micro_batch == 1:
                 raise InsufficientMemoryError(f"out of memory in {phase}: one item alone does not fit")
-            cleaned = not cleaned or after > 1
-            micro = after
+            is_retried = not is_retried or next_size > 1
+            micro_batch = next_size
         self.num_steps += 1
-        self.sizes.worked(micro, share)
-        self.cleaner.after_step()
+        self.policy.on_success(micro_batch, rank_size)
+        self.cuda_cache.after_step()
         return loss
 
     def _attempt(
         self,
         size: int,
-        whole: int,
-        micro: int,
-        loss_of: Callable[[int, int], torch.Tensor],
-        taken: bool,
+        global_size: int,
+        micro_batch: int,
+        loss_fn: Callable[[int, int], torch.Tensor],
         seed: Callable[[], Any] | None,
-    ) -> tuple[str, int, bool, float]:
-        """Everything from the snapshot to the optimizer's step, once. -> the phase that
-        failed, what the ranks agree on, whether the snapshot is whole, and the loss."""
-        phase, code, loss, error = "forward", _FINE, 0.0, None
-        value = part = None
+    ) -> tuple[Phase, StepOutcome, float]:
+        """Try everything from the snapshot to the optimizer's step once.
+
+        Return the last phase, the outcome over all ranks and the loss.
+        """
+        phase: Phase = "forward"
+        outcome, loss, error = StepOutcome.SUCCESS, 0.0, None
+        value = weighted = None
         try:
-            if not taken:
-                self._before.take(seed)
-                taken = True
+            if not self._snapshot.is_saved:
+                self._snapshot.save(seed)
             self.optimizer.zero_grad(set_to_none=True)
-            for begin in range(0, size, micro):
-                end = min(size, begin + micro)
+            for begin in range(0, size, micro_batch):
+                end = min(size, begin + micro_batch)
                 phase = "forward"
-                value = loss_of(begin, end)
-                part = value if end - begin == whole else value * ((end - begin) / whole)
-                loss += float(part.detach())
+                value = loss_fn(begin, end)
+                weighted = value if end - begin == global_size else value * ((end - begin) / global_size)
+                loss += float(weighted.detach())
                 phase = "backward"
-                (part if self.scaler is None else self.scaler.scale(part)).backward()
-                value = part = None
+                self._backward(weighted)
+                value = weighted = None
         except Exception as raised:
-            code = _code_of(raised)
-            error = raised if code == _OTHER else None
-        value = part = None
-        if code == _AMBIGUOUS:
-            # A rank without items has no smaller case: its snapshot failed.
-            code, error = self._resolve(lambda: self._one_item(loss_of) if size else None)
-        code = self._agreed(code, error)
-        if code == _FINE:
+            outcome = classify(raised)
+            error = raised if outcome == StepOutcome.OTHER_ERROR else None
+        value = weighted = None
+        if outcome == StepOutcome.AMBIGUOUS:
+            # On a rank without items the snapshot failed, and there is no smaller case.
+            outcome, error = self._resolve_ambiguous(lambda: self._backward(loss_fn(0, 1)) if size else None)
+        outcome = self._reduce_outcome(outcome, error)
+        if outcome == StepOutcome.SUCCESS:
             if self.ranks.world_size > 1:
                 self._retry_on_oom(lambda: self.ranks.sum_gradients(self._parameters))
-            phase, code = "optimizer", self._optimizer_step()
-        return phase, code, taken, loss
+            phase, outcome = "optimizer", self._optimizer_step()
+        return phase, outcome, loss
 
-    def _one_item(self, loss_of: Callable[[int, int], torch.Tensor]) -> None:
-        loss = loss_of(0, 1)
+    def _backward(self, loss: torch.Tensor) -> None:
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
-    def _resolve(self, smallest_case: Callable[[], Any]) -> tuple[int, Exception | None]:
-        """Decide whether an ambiguous error was out of memory, by the smallest case.
+    def _resolve_ambiguous(self, smallest_case: Callable[[], Any]) -> tuple[StepOutcome, Exception | None]:
+        """Decide by the smallest case whether an ambiguous error was out of memory.
 
-        A missing kernel fails for one item as well, while memory is not short. -> the
-        code, and the error of the smallest case where it is not of memory."""
-        self._clean(_HOST)
-        code, error = _HOST, None
+        A missing kernel fails for one item as well, while memory is not short. Return the
+        outcome, and the error of the smallest case if memory did not cause it.
+        """
+        self._free_memory(StepOutcome.HOST_OOM)
+        outcome, error = StepOutcome.HOST_OOM, None
         try:
             smallest_case()
         except Exception as raised:
-            code = _code_of(raised)
-            if code == _AMBIGUOUS:
-                code = _HOST if memory_is_short(self._needed_bytes()) else _OTHER
-            error = raised if code == _OTHER else None
+            outcome = self._resolved_by_free_memory(classify(raised))
+            error = raised if outcome == StepOutcome.OTHER_ERROR else None
         self.optimizer.zero_grad(set_to_none=True)
-        return code, error
+        return outcome, error
 
-    def _needed_bytes(self) -> int:
-        """Bytes that one item needs at least: packed copies of the weights, and scratch."""
+    def _resolved_by_free_memory(self, outcome: StepOutcome) -> StepOutcome:
+        """Return the outcome; an ambiguous one counts as out of memory while memory is short.
+
+        The threshold is what one item needs at least: packed copies of the weights, and scratch.
+        """
+        if outcome != StepOutcome.AMBIGUOUS:
+            return outcome
         weights_bytes: int = sum(p.numel() * p.element_size() for p in self._parameters)
-        return SHORT_BYTES + 2 * weights_bytes
+        is_short = memory_is_short(SHORT_BYTES + 2 * weights_bytes)
+        return StepOutcome.HOST_OOM if is_short else StepOutcome.OTHER_ERROR
 
-    def _agreed(self, code: int, error: BaseException | None) -> int:
-        """The worst that any rank met; an error that is not of memory ends all of them."""
-        if self.ranks.world_size == 1:
-            if error is not None:
-                raise error
-            return code
-        told = code
-        code = self._retry_on_oom(lambda: self.ranks.all_reduce_max(told))
+    def _reduce_outcome(self, outcome: StepOutcome, error: BaseException | None) -> StepOutcome:
+        """Return the worst outcome of all ranks. An error other than out of memory ends them all."""
+        if self.ranks.world_size > 1:
+            outcome = StepOutcome(self._retry_on_oom(lambda: self.ranks.all_reduce_max(outcome)))
         if error is not None:
             raise error
-        if code == _OTHER:
-            raise TracestoreError("another rank failed; its message says why")
-        return code
+        if outcome == StepOutcome.OTHER_ERROR:
+            raise TracestoreError("another rank failed; see its error message")
+        return outcome
 
     def _retry_on_oom(self, action: Callable[[], T]) -> T:
-        """Something that can be done again from the start and has to be done: putting
-        back what was, and a collective in which the others may wait already."""
-        for _ in range(_TRIES):
+        """Return the result of an action that must succeed and can be repeated from its start.
+
+        Such actions are restoring a snapshot, and collectives for which other ranks may wait.
+        """
+        for _ in range(_MAX_ATTEMPTS):
             try:
                 return action()
             except Exception as error:
-                code = _code_of(error)
-                if code == _OTHER or (code == _AMBIGUOUS and not memory_is_short(self._needed_bytes())):
+                if self._resolved_by_free_memory(classify(error)) == StepOutcome.OTHER_ERROR:
                     raise
             gc.collect()
             empty_cache()
-        raise InsufficientMemoryError("out of memory again and again between two attempts")
+        raise InsufficientMemoryError("out of memory repeatedly between two attempts of a step")
 
-    def _optimizer_step(self) -> int:
-        """The optimizer's step, on all ranks or on none. -> what they agree on."""
-        taken, code, error = False, _FINE, None
+    def _optimizer_step(self) -> StepOutcome:
+        """Step the optimizer on all ranks or on none. Return the outcome over all ranks."""
+        is_saved, outcome, error = False, StepOutcome.SUCCESS, None
         try:
-            self._optimizer_before.take()
-            taken = True
+            self._optimizer_snapshot.save()
+            is_saved = True
             if self.scaler is None:
                 self.optimizer.step()
             else:
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
         except Exception as raised:
-            code = _code_of(raised)
-            if code == _AMBIGUOUS:
-                code = _HOST if memory_is_short(self._needed_bytes()) else _OTHER
-            error = raised if code == _OTHER else None
-        code = self._agreed(code, error)
-        if code != _FINE and taken:
-            self._retry_on_oom(self._optimizer_before.restore)
-        return code
+            outcome = self._resolved_by_free_memory(classify(raised))
+            error = raised if outcome == StepOutcome.OTHER_ERROR else None
+        outcome = self._reduce_outcome(outcome, error)
+        if outcome != StepOutcome.SUCCESS and is_saved:
+            self._retry_on_oom(self._optimizer_snapshot.restore)
+        return outcome
 
-    def evaluate(self, size: int, run: Callable[[int, int], Any]) -> list[Any]:
-        """run(begin, end) over a batch without gradients, in micro-batches that fit. Each
-        rank for itself: nothing is agreed."""
-        micro, cleaned = max(1, min(size, self.sizes.size or size)), False
+    def evaluate(self, size: int, run: Callable[[int, int], T]) -> list[T]:
+        """Run a function over a batch in micro-batches that fit.
+
+        Ranks do not communicate here. Disable gradients with ``torch.no_grad()``.
+
+        Parameters
+        ----------
+        size : int
+            Items of the batch.
+        run : callable
+            ``run(begin, end)`` computes items begin to end.
+
+        Returns
+        -------
+        list
+            The results of `run`, in the order of the items.
+
+        Raises
+        ------
+        InsufficientMemoryError
+            If one item does not fit.
+        """
+        micro_batch, is_retried = max(1, min(size, self.policy.size or size)), False
         while True:
-            results: list[Any] = []
-            code = _FINE
             try:
-                for begin in range(0, size, micro):
-                    results.append(run(begin, min(size, begin + micro)))
+                return [run(begin, min(size, begin + micro_batch)) for begin in range(0, size, micro_batch)]
             except Exception as error:
-                code = _code_of(error)
-                if code == _OTHER:
+                outcome = classify(error)
+                if outcome == StepOutcome.OTHER_ERROR:
                     raise
-            if code == _FINE:
-                return results
-            results.clear()
-            if code == _AMBIGUOUS:
-                code, error_of_one = self._resolve(lambda: run(0, 1))
+            if outcome == StepOutcome.AMBIGUOUS:
+                outcome, error_of_one = self._resolve_ambiguous(lambda: run(0, 1))
                 if error_of_one is not None:
                     raise error_of_one
-            self._clean(code)
-            after = max(1, micro // 2) if cleaned else micro
-            self._record("evaluation", micro, after)
-            if cleaned and micro == 1:
+            self._free_memory(outcome)
+            next_size = max(1, micro_batch // 2) if is_retried else micro_batch
+            self._record("evaluation", micro_batch, next_size)
+            if is_retried and micro_batch == 1:
                 raise InsufficientMemoryError("out of memory in evaluation: one item alone does not fit")
-            micro, cleaned = after, not cleaned or after > 1
+            micro_batch, is_retried = next_size, not is_retried or next_size > 1
 
-    def _clean(self, code: int) -> None:
+    def _free_memory(self, outcome: StepOutcome) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        if self.on_host_memory is not None and (code == _HOST or self._on_cpu):
+        if self.on_host_memory is not None and (outcome == StepOutcome.HOST_OOM or self._on_cpu):
             self.on_host_memory()
         self._retry_on_oom(_flush_autograd_queue)
         gc.collect()
         empty_cache()
 
-    def _record(self, phase: str, before: int, after: int) -> None:
+    def _record(self, phase: Phase | Literal["evaluation"], size_before: int, size_after: int) -> None:
         event = {
             "epoch": self.epoch,
             "step": self.num_steps,
             "phase": phase,
-            "size_before": before,
-            "size_after": after,
+            "size_before": size_before,
+            "size_after": size_after,
         }
         self.events.append(event)
-        if self.on_event is not None:
+        if self.on_event:
             self.on_event(event)

@@ -1,7 +1,7 @@
-"""Host memory as something that raises instead of something that kills.
+"""Measure and limit the memory of this process.
 
-On a CPU the kernel's out-of-memory killer comes before torch can raise. A soft limit on
-the data segment makes allocations fail in this process, where the guard sees it.
+On a CPU the kernel's out-of-memory killer acts before torch can raise. A soft limit on the
+data segment makes allocations fail in this process instead, where the guard can recover.
 """
 
 import resource
@@ -10,69 +10,81 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
+import torch
 
 from tracestore.cgroup import cgroup_free, cgroup_limit
 from tracestore.platform_support import process_memory
 
-# Let go of before the last checkpoint of a run that cannot go on.
+# Released before the last checkpoint of a run that cannot continue.
 RESERVE_BYTES = 48 << 20
-# Of a memory cgroup: page tables, sockets, shared memory, what others in it take, and what
-# this process has mapped before but not yet touched.
+# Left free in a memory cgroup for page tables, sockets, shared memory, other processes, and
+# pages that this process has mapped but not yet touched.
 _CGROUP_MARGIN = 128 << 20
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes of this process. anonymous: resident and not reclaimable; file: resident pages
-    of libraries and mapped stores; data: VmData, what RLIMIT_DATA counts."""
+    """Memory of this process in bytes."""
 
+    #: Resident and not reclaimable.
     anonymous: int
+    #: Resident pages of libraries and mapped stores.
     file: int
+    #: VmData, which RLIMIT_DATA limits.
     data: int
 
 
 def memory_use() -> MemoryUse:
-    """Return the use of memory of this process; see `platform_support.process_memory`."""
+    """Return the memory of this process; see `platform_support.process_memory`."""
     found = process_memory()
     return MemoryUse(found.resident - found.shared, found.shared, found.data)
 
 
 class PeakMemoryMonitor:
-    """The largest use of memory while it is open, looked at every millisecond."""
+    """A context that samples the memory of this process every millisecond and keeps the `peak`."""
 
     def __enter__(self) -> Self:
+        """Start sampling."""
         self.peak = memory_use()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
         return self
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         now, peak = memory_use(), self.peak
         self.peak = MemoryUse(max(now.anonymous, peak.anonymous), max(now.file, peak.file), max(now.data, peak.data))
 
     def _watch(self) -> None:
         while not self._done.wait(0.001):
-            self._look()
+            self._sample()
 
     def __exit__(self, *_: object) -> None:
+        """Stop sampling."""
         self._done.set()
         self._thread.join()
-        self._look()
+        self._sample()
 
 
 def start_thread_pools() -> None:
-    """Starts the thread pools now: libgomp ends the process when it cannot make a thread."""
-    import torch  # here: `tracestore plan` reads what is above without it
-
+    """Start torch's thread pools: libgomp ends the process if it cannot start a thread later."""
     a = torch.ones(256, 256)
     (a @ a).sum().item()
     torch.nn.functional.relu(a.requires_grad_()).sum().backward()
 
 
 def memory_limit(budget: int | None, start: MemoryUse, processes: int = 1) -> int | None:
-    """Bytes above `start` that each of some like processes may take: its part of the budget, less
-    where the memory cgroup's limit is nearer; None where there is neither."""
+    """Return the bytes that this process may allocate above `start`, or None without a limit.
+
+    Parameters
+    ----------
+    budget : int, optional
+        Bytes that all processes together may allocate.
+    start : MemoryUse
+        Memory of this process before training.
+    processes : int
+        Processes that share the budget and the limit of the memory cgroup equally.
+    """
     shares = [] if budget is None else [budget // processes]
     limit = cgroup_limit()
     if limit is not None:
@@ -81,9 +93,11 @@ def memory_limit(budget: int | None, start: MemoryUse, processes: int = 1) -> in
 
 
 def allocatable_bytes() -> int:
-    """Return the bytes that this process can still allocate: what RLIMIT_DATA, RLIMIT_AS, the
-    memory cgroup and the machine leave, whichever is least."""
-    import psutil  # here: `tracestore plan` reads what is above without it
+    """Return the bytes that this process can still allocate.
+
+    This is the least of what RLIMIT_DATA, RLIMIT_AS, the memory cgroup and the machine leave.
+    """
+    import psutil  # on first use: only ambiguous errors need it
 
     free: list[int] = [psutil.virtual_memory().available]
     used = {resource.RLIMIT_DATA: memory_use().data, resource.RLIMIT_AS: psutil.Process().memory_info().vms}
@@ -96,18 +110,26 @@ def allocatable_bytes() -> int:
 
 
 class MemoryBudget:
-    """A soft RLIMIT_DATA of `start` (the process after its imports) plus `budget` bytes, and
-    a reserve that `release` gives back so that a last checkpoint can be written."""
+    """A soft RLIMIT_DATA with a reserve that `release` frees for a last checkpoint.
+
+    Parameters
+    ----------
+    budget : int
+        Bytes that the process may allocate above `start`.
+    start : MemoryUse
+        Memory of the process after its imports.
+    """
 
     def __init__(self, budget: int, start: MemoryUse) -> None:
         start_thread_pools()
         self._reserve: np.ndarray | None = np.ones(RESERVE_BYTES, np.uint8)
-        self._before = resource.getrlimit(resource.RLIMIT_DATA)
+        self._previous_limits = resource.getrlimit(resource.RLIMIT_DATA)
         limit = start.data + budget
-        for bound in self._before:
+        for bound in self._previous_limits:
             limit = limit if bound == resource.RLIM_INFINITY else min(limit, bound)
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, self._before[1]))
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, self._previous_limits[1]))
 
     def release(self) -> None:
+        """Free the reserve and restore the previous limit."""
         self._reserve = None
-        resource.setrlimit(resource.RLIMIT_DATA, self._before)
+        resource.setrlimit(resource.RLIMIT_DATA, self._previous_limits)

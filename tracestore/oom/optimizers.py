@@ -1,4 +1,4 @@
-"""Optimizers of torch that are ready at once."""
+"""torch's optimizers without the import of torch._dynamo."""
 
 import inspect
 from typing import Any
@@ -7,8 +7,10 @@ import torch
 
 
 def _without_dynamo(kind: type[torch.optim.Optimizer]) -> Any:
-    """Return a subclass whose methods do not import torch._dynamo, which takes seconds: they do it to
-    tell torch.compile to leave them alone, and nothing is compiled here."""
+    """Return a subclass whose methods do not import torch._dynamo, which takes seconds.
+
+    torch wraps these methods so that torch.compile skips them. Nothing is compiled here.
+    """
     names = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
     methods = {name: inspect.unwrap(getattr(kind, name)) for name in names}
     step = torch.no_grad()(inspect.unwrap(kind.step))

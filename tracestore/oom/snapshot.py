@@ -1,4 +1,4 @@
-"""What a failed step must not have changed, copied before it and put back after."""
+"""Copies of the state that a failed step may change, to restore it afterwards."""
 
 import copy
 import random
@@ -14,7 +14,7 @@ from tracestore.oom.optimizers import SGD, Adam
 
 
 def get_random_state() -> dict[str, Any]:
-    """The random states of torch (CPU and GPUs), Python and numpy."""
+    """Return the random states of torch (CPU and GPUs), Python and numpy."""
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
@@ -26,26 +26,28 @@ def get_random_state() -> dict[str, Any]:
 
 
 def seed_step(key: int, device: torch.device) -> None:
-    """Seeds what a step draws from, on the CPU and on its device: torch.manual_seed looks for
-    every kind of device each time, which takes a hundredth of a short step."""
+    """Seed torch's random generators of the CPU and of one device.
+
+    ``torch.manual_seed`` looks for every kind of device, which takes a hundredth of a short step.
+    """
     torch.default_generator.manual_seed(key)
     if device.type == "cuda":
         torch.cuda.manual_seed(key)
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
+    """Restore what `get_random_state` returned."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     if "cuda" in state:
-        # A run may go on with fewer GPUs.
-        for device, of_device in enumerate(state["cuda"][: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(of_device, device)
+        # A run may resume with fewer GPUs.
+        for device, device_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(device_state, device)
 
 
 def _metric_state(metric: Any) -> dict[str, Any]:
-    """What a metric counts: its tensors, numbers and lists of them (torchmetrics keeps
-    its states as attributes)."""
+    """Copy the tensors, numbers and collections that a metric keeps as attributes."""
     out: dict[str, Any] = {}
     for name, value in vars(metric).items():
         if isinstance(value, torch.Tensor):
@@ -58,16 +60,17 @@ def _metric_state(metric: Any) -> dict[str, Any]:
 
 
 class TensorCopies:
-    """Copies of live tensors, in memory that is kept from one call of `take` to the next."""
+    """Copies of tensors, in memory that is reused by the next call of `save`."""
 
     def __init__(self) -> None:
         self._live: list[torch.Tensor] = []
         self._saved: list[torch.Tensor] = []
 
     @torch.no_grad()
-    def take(self, live: list[torch.Tensor]) -> None:
+    def save(self, live: list[torch.Tensor]) -> None:
+        """Copy the tensors."""
         if not self._fits(live):
-            self._live = []  # where allocating fails, there is nothing to restore
+            self._live = []  # If the allocation fails, there is nothing to restore.
             self._saved = [torch.empty_like(t) for t in live]
         self._live = live
         if live:
@@ -81,55 +84,74 @@ class TensorCopies:
 
     @torch.no_grad()
     def restore(self) -> None:
+        """Copy the saved values back."""
         if self._live:
             torch._foreach_copy_(self._live, self._saved)
 
 
 class StepSnapshot:
-    """Beside gradients, what forward and backward change: random states, the model's
-    buffers (BatchNorm), metrics that the loss function updates, and the scaler."""
+    """Random states, buffers, metrics and the scaler: what forward and backward may change.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Its buffers are saved, for example the statistics of BatchNorm.
+    scaler : torch.amp.GradScaler, optional
+    metrics : sequence of object
+        Objects that the loss function updates.
+    """
 
     def __init__(self, model: nn.Module, scaler: Any = None, metrics: Sequence[Any] = ()) -> None:
-        self.scaler, self.metrics = scaler, list(metrics)
+        self.is_saved = False
+        self._scaler, self._metrics = scaler, list(metrics)
         self._modules = [m for m in model.modules() if m._buffers]
         self._buffers = TensorCopies()
-        self._held: list[tuple[nn.Module, str, torch.Tensor]] = []
+        self._buffer_slots: list[tuple[nn.Module, str, torch.Tensor]] = []
         self._metric_states: list[dict[str, Any]] = []
         self._scaler_state: dict[str, Any] = {}
 
-    def take(self, seed: Callable[[], Any] | None = None) -> None:
-        """`seed` sets the random states that the step begins with: then they are not copied,
-        which takes a tenth of a millisecond."""
+    def discard(self) -> None:
+        """Mark the snapshot as outdated."""
+        self.is_saved = False
+
+    def save(self, seed: Callable[[], Any] | None = None) -> None:
+        """Copy the state.
+
+        If `seed` is given, it is called to set the random states, now and in `restore`. Otherwise
+        they are copied, which takes a tenth of a millisecond.
+        """
         if self._modules:
-            self._held = [(m, n, b) for m in self._modules for n, b in m._buffers.items() if b is not None]
-            self._buffers.take([b for _, _, b in self._held])
-        if self.metrics:
-            self._metric_states = [_metric_state(m) for m in self.metrics]
-        if self.scaler is not None:
-            self._scaler_state = self.scaler.state_dict()
+            self._buffer_slots = [(m, n, b) for m in self._modules for n, b in m._buffers.items() if b is not None]
+            self._buffers.save([b for _, _, b in self._buffer_slots])
+        if self._metrics:
+            self._metric_states = [_metric_state(m) for m in self._metrics]
+        if self._scaler is not None:
+            self._scaler_state = self._scaler.state_dict()
         if seed is None:
             seed = partial(restore_random_state, get_random_state())
         else:
             seed()
         self._reseed = seed
+        self.is_saved = True
 
     def restore(self) -> None:
+        """Restore the state. Several attempts may restore the same snapshot."""
         self._reseed()
-        for module, name, buffer in self._held:  # also where forward put another in its place
+        # Forward may have replaced a buffer by another tensor.
+        for module, name, buffer in self._buffer_slots:
             module._buffers[name] = buffer
         self._buffers.restore()
-        for metric, state in zip(self.metrics, self._metric_states, strict=True):
-            # Copied again: the same snapshot may have to serve several attempts.
+        for metric, state in zip(self._metrics, self._metric_states, strict=True):
             vars(metric).update({k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()})
             vars(metric).update({k: v.copy() for k, v in state.items() if isinstance(v, list | dict | set)})
         if self._scaler_state:
-            # update() also forgets which optimizers' gradients were unscaled already.
-            self.scaler.update(self._scaler_state["scale"])
-            self.scaler.load_state_dict(self._scaler_state)
+            # update() also clears the record of optimizers whose gradients were unscaled.
+            self._scaler.update(self._scaler_state["scale"])
+            self._scaler.load_state_dict(self._scaler_state)
 
 
-# Optimizers of torch whose state begins with known values.
-_KNOWN = (
+# Optimizers of torch whose initial state is known.
+_KNOWN_OPTIMIZERS = (
     Adam,
     SGD,
     *(
@@ -137,15 +159,17 @@ _KNOWN = (
         for name in ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Adadelta")
     ),
 )
-_FUSED = (Adam, SGD, torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+_FUSED_OPTIMIZERS = (Adam, SGD, torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
 
 def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Allocates what the optimizer keeps a parameter now, before training: a step with
-    zero gradients and learning rate, after which the state is set to what it begins with.
-    Others than torch's own (and SGD with dampening, whose first step is another) are left
-    to make it in their first step: a failed one drops it again."""
-    if type(optimizer) not in _KNOWN or any(g.get("dampening") for g in optimizer.param_groups):
+    """Allocate the optimizer's state before training, where it is one of torch's own.
+
+    This makes a step with zero gradients and learning rate, and then sets the state to its initial
+    values. Other optimizers, and SGD with dampening, whose first step differs from the later ones,
+    allocate their state in their first step, which is undone if it fails.
+    """
+    if type(optimizer) not in _KNOWN_OPTIMIZERS or any(g.get("dampening") for g in optimizer.param_groups):
         return
     rates = [group["lr"] for group in optimizer.param_groups]
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -157,24 +181,27 @@ def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-        # mu_product of NAdam, mu of ASGD; eta of ASGD and step_size of Rprop begin at the rate.
-        begins_with = {"mu_product": 1.0, "mu": 1.0, "eta": float(rate), "step_size": float(rate)}
+        # mu_product belongs to NAdam, mu and eta to ASGD, step_size to Rprop.
+        initial_values = {"mu_product": 1.0, "mu": 1.0, "eta": float(rate), "step_size": float(rate)}
         for p in group["params"]:
             for name, value in optimizer.state.get(p, {}).items():
                 if isinstance(value, torch.Tensor):
-                    value.fill_(begins_with.get(name, 0.0))
+                    value.fill_(initial_values.get(name, 0.0))
 
 
 def writes_after_allocating(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether step() writes weights and state only once it needs no more memory: torch's
-    fused kernels on one device and dtype. Step counters may still be ahead."""
+    """Return whether ``step()`` allocates all its memory before it writes weights and state.
+
+    torch's fused kernels do so for parameters of one device and dtype. They increment the step
+    counters first.
+    """
     kinds = {(p.device, p.dtype) for g in optimizer.param_groups for p in g["params"]}
-    fused = type(optimizer) in _FUSED and all(g.get("fused") for g in optimizer.param_groups)
+    fused = type(optimizer) in _FUSED_OPTIMIZERS and all(g.get("fused") for g in optimizer.param_groups)
     return fused and len(kinds) == len(optimizer.param_groups) == 1
 
 
 class StepCounters:
-    """The step counters of a fused optimizer, which may be ahead of a step that failed."""
+    """The step counters of a fused optimizer, which a failed step may have incremented."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -182,50 +209,56 @@ class StepCounters:
         self._counters: list[torch.Tensor] = []
         self._copies = TensorCopies()
 
-    def take(self) -> None:
+    def save(self) -> None:
+        """Copy the counters."""
         state = self._optimizer.state
         if state is not self._listed or len(state) != len(self._counters):
             self._counters = [s["step"] for s in state.values() if "step" in s]
             self._listed = state
-        self._copies.take(self._counters)
+        self._copies.save(self._counters)
 
     def restore(self) -> None:
+        """Restore the counters."""
         self._copies.restore()
 
 
-# What GradScaler.step() hangs on a fused optimizer, and leaves there where its step fails: the next
-# one would divide the gradients by the scale twice.
-_OF_SCALER = ("grad_scale", "found_inf")
+# GradScaler.step() sets these attributes of a fused optimizer and leaves them there if its step fails;
+# the next step would divide the gradients by the scale twice.
+_SCALER_ATTRIBUTES = ("grad_scale", "found_inf")
 
 
 class OptimizerSnapshot:
-    """The weights and state that a failed optimizer step may have half written."""
+    """All weights and state of an optimizer, which a failed step may have written in part."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._copies = TensorCopies()
         self._tensors: list[tuple[Any, str, torch.Tensor]] = []
         self._names: dict[Any, set[str]] = {}
-        self._states: dict[Any, dict[str, Any]] = {}
-        self.take()  # the memory is there before training
+        self._plain_states: dict[Any, dict[str, Any]] = {}
+        self.save()  # allocates the copies before training
 
-    def take(self) -> None:
+    def save(self) -> None:
+        """Copy weights, state and options."""
         state = self._optimizer.state
         self._tensors = [
-            (p, name, v) for p, of in state.items() for name, v in of.items() if isinstance(v, torch.Tensor)
+            (p, name, v) for p, values in state.items() for name, v in values.items() if isinstance(v, torch.Tensor)
         ]
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        self._copies.take([*parameters, *(v for _, _, v in self._tensors)])
-        self._names = {p: set(of) for p, of in state.items()}
-        self._states = {p: _plain(of) for p, of in state.items()}
-        self._of_scaler = {n: vars(self._optimizer)[n] for n in _OF_SCALER if n in vars(self._optimizer)}
-        self._groups = [_plain(group) for group in self._optimizer.param_groups]
+        self._copies.save([*parameters, *(v for _, _, v in self._tensors)])
+        self._names = {p: set(values) for p, values in state.items()}
+        self._plain_states = {p: _copy_plain_values(values) for p, values in state.items()}
+        self._scaler_attributes = {
+            n: vars(self._optimizer)[n] for n in _SCALER_ATTRIBUTES if n in vars(self._optimizer)
+        }
+        self._groups = [_copy_plain_values(group) for group in self._optimizer.param_groups]
 
     def restore(self) -> None:
+        """Restore weights, state and options."""
         self._copies.restore()
-        for name in _OF_SCALER:
+        for name in _SCALER_ATTRIBUTES:
             vars(self._optimizer).pop(name, None)
-        vars(self._optimizer).update(self._of_scaler)
+        vars(self._optimizer).update(self._scaler_attributes)
         state = self._optimizer.state
         for p in list(state):
             if p not in self._names:
@@ -233,21 +266,22 @@ class OptimizerSnapshot:
                 continue
             for name in set(state[p]) - self._names[p]:
                 del state[p][name]
-            state[p].update(copy.deepcopy(self._states.get(p, {})))
-        for p, name, tensor in self._tensors:  # also where the step put another in its place
+            state[p].update(copy.deepcopy(self._plain_states.get(p, {})))
+        # The step may have replaced a tensor of the state by another one.
+        for p, name, tensor in self._tensors:
             state[p][name] = tensor
         for group, values in zip(self._optimizer.param_groups, self._groups, strict=True):
             group.update(values)
 
 
-# What copy.copy() gives back as it is.
-_ATOMS = (int, float, bool, str, tuple, type(None))
+# Immutable types, which copy.copy() returns unchanged.
+_IMMUTABLE_TYPES = (int, float, bool, str, tuple, type(None))
 
 
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Copies of what is no tensor and no list of parameters."""
+def _copy_plain_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Copy the values that are neither tensors nor the list of parameters."""
     return {
-        k: v if type(v) in _ATOMS else copy.copy(v)
+        k: v if type(v) in _IMMUTABLE_TYPES else copy.copy(v)
         for k, v in values.items()
         if k != "params" and not isinstance(v, torch.Tensor)
     }

@@ -167,7 +167,7 @@ class Trainer:
             on_host_memory=self._give_back,
             ranks=self.ranks,
         )
-        self.guard.sizes.size = self.planned_micro_batch
+        self.guard.policy.size = self.planned_micro_batch
 
     def _resume(self) -> tuple[Progress, dict[str, Any] | None]:
         """What last.pt says, and the result where nothing is left to train."""
@@ -194,7 +194,7 @@ class Trainer:
         self.guard.load_state_dict(saved["guard"])
         if saved["did_not_fit"]:
             # Memory has been freed since: what was learned of sizes holds no longer.
-            self.guard.sizes = MicroBatchPolicy(self.planned_micro_batch)
+            self.guard.policy = MicroBatchPolicy(self.planned_micro_batch)
         self.feed.loader.load_state_dict(saved["loader"])
         restore_random_state(unpack_random_state(saved["random"]))
         progress = Progress(**saved["progress"])
@@ -240,10 +240,10 @@ class Trainer:
             loss = self.guard.step(
                 step.size,
                 partial(self.forward.step_loss, step),
-                whole=step.whole,
+                global_size=step.whole,
                 # Batches that are accumulated are computed one after the other. Of this rank's
                 # slices, but the same on all ranks: they have to try the same sizes.
-                at_most=max(-(-batch.whole // self.ranks.world_size) for batch in step.batches),
+                max_micro_batch=max(-(-batch.whole // self.ranks.world_size) for batch in step.batches),
                 seed=partial(seed_step, key, self.forward.device),
             )
         except InsufficientMemoryError as error:
@@ -379,7 +379,7 @@ class Trainer:
             },
         )
         self._saved_at = time.monotonic()
-        self.guard.cleaner.after_checkpoint()
+        self.guard.cuda_cache.after_checkpoint()
 
     def _save_best(self, progress: Progress, scores: SplitScores) -> None:
         """`scores` of the validation part."""
