@@ -29,7 +29,7 @@ def test_linux():
     assert platform_support.processor_features()
     found = platform_support.process_memory()
     assert found.resident > found.shared > 0 and found.data > 0
-    assert platform_support.has_sendable_files()
+    assert platform_support.has_memory_files()
 
 
 def test_without_linux(no_linux):
@@ -44,8 +44,8 @@ def test_without_linux(no_linux):
 @pytest.mark.parametrize("num_bytes", [1, 5_000_000])
 def test_files_without_linux(no_linux, tmp_path, num_bytes):
     with open(tmp_path / "file", "w+b") as file:
-        platform_support.reserve(file.fileno(), num_bytes)
-        platform_support.drop_cached(file.fileno())
+        platform_support.preallocate(file.fileno(), num_bytes)
+        platform_support.evict_from_page_cache(file.fileno())
         assert os.fstat(file.fileno()).st_size == num_bytes
     array = Scratch(tmp_path, max_memory=0).empty(num_bytes, np.uint8)
     array[:] = 7
@@ -58,7 +58,7 @@ def test_a_full_disk_without_linux(no_linux, monkeypatch, tmp_path):
 
     monkeypatch.setattr(os, "pwrite", full)
     with open(tmp_path / "file", "w+b") as file, pytest.raises(OSError, match="no space"):
-        platform_support.reserve(file.fileno(), 10)
+        platform_support.preallocate(file.fileno(), 10)
 
 
 def test_doctor_without_linux(no_linux, tmp_path):

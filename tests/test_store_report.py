@@ -35,7 +35,7 @@ def test_what_the_page_says(store, tmp_path):
     done = report(store, "--output", tmp_path / "r.html")
     assert str(tmp_path / "r.html") in done.stdout
     text = (tmp_path / "r.html").read_text(encoding="utf-8")
-    for part in ("Store", "Labels", "Lengths and scores", "Size", "Sources", "Samples", "Findings"):
+    for part in ("Store", "Labels", "Lengths and scores", "Size", "Sources", "Samples", "Data-quality issues"):
         assert f"<h2>{part}</h2>" in text
     assert "<td>num traces</td><td>31</td>" in text and "3 (9.7 %)" in text  # without a score
     assert "<td>hidden_states</td>" in text and "<td>error</td><td>nan</td><td>1</td>" in text
@@ -65,7 +65,7 @@ def test_scores_that_no_histogram_divides(tmp_path):
 def test_options_and_wrong_usage(store, tmp_path):
     done = report(store, "--output", tmp_path / "r.html", "--no-lint", "--json")
     assert json.loads(done.stdout)["output"] == str(tmp_path / "r.html")
-    assert "Not looked for." in (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert "Not checked." in (tmp_path / "r.html").read_text(encoding="utf-8")
     for wrong in (tmp_path, "."):
         assert "a folder, expected" in report(store, "--output", wrong, check=2).stderr
     assert "does not exist" in report(store, "--output", tmp_path / "no" / "r.html", check=2).stderr

@@ -8,7 +8,7 @@ import pytest
 
 import tracestore
 from tests.helpers import ROOT, as_torch, command, make_trace
-from tracestore.view import View, lines
+from tracestore.view import View, render_lines
 
 
 def view(*args, check=0, **options):
@@ -36,7 +36,7 @@ def store(tmp_path):
 def test_text(store):
     out = view(store, "q3").stdout
     assert "trace 3: q3, sample 0" in out and "why 3?" in out and "answer 3 ✓" in out and "score 0.75" in out
-    assert "5, 1 of them the prompt" in out and "mean over the heads" in out and "\x1b" not in out
+    assert "5, 1 of them in the prompt" in out and "mean over the heads" in out and "\x1b" not in out
     assert view(store, "3").stdout == out
     # An id that is a number is an id first; another number an index.
     assert "trace 5: 7, sample 0" in view(store, "7").stdout
@@ -82,8 +82,8 @@ def test_long_traces_fit_the_screen(tmp_path):
         writer.append(make_trace(0, tokens=700, layers=60) | {"question": "x" * 5000})
     store = tracestore.open(tmp_path / "s.zarr")
     for width in (40, 80, 200):
-        for colours in (False, True):
-            out = lines(View.of(store, store[0]), width=width, colours=colours)
+        for colors in (False, True):
+            out = render_lines(View.of(store, store[0]), width=width, colors=colors)
             assert len(out) < 240
             assert all(
                 len(line) <= width or "\x1b" in line or line.startswith(("attention,", "norm", "trace")) for line in out

@@ -1,4 +1,4 @@
-"""What this machine has and allows, and what of it will be in the way."""
+"""Checks of this machine: versions, processor, memory, limits and disk, with advice."""
 
 import contextlib
 import importlib.metadata
@@ -18,7 +18,7 @@ from tracestore.cgroup import cgroup_limit
 from tracestore.console import format_size
 from tracestore.errors import UsageError
 from tracestore.platform_support import (
-    drop_cached,
+    evict_from_page_cache,
     max_maps,
     memory_info,
     num_processors,
@@ -33,15 +33,15 @@ _LIBRARIES = (
     "numpy", "zarr", "numcodecs", "isal", "torch", "torch-geometric", "scikit-learn", "matplotlib",
     "transformers", "distributed", "tensorboard", "triton", "bokeh", "obstore",
 )  # fmt: skip
-# What the kernels choose among when they run.
+# The instruction sets that the kernels select from at run time.
 _INSTRUCTIONS = ("avx512f", "avx512vl", "avx512dq", "avx512bw", "vpclmulqdq", "avx2", "fma", "f16c", "sse4_2")
 _DISK_BYTES = 256 * _MIB
-_PIECE_BYTES = 4 * _MIB
+_CHUNK_BYTES = 4 * _MIB
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One thing looked at. `advice` is empty where nothing is to be done."""
+    """The result of one check. `advice` is empty if nothing needs to be done."""
 
     topic: str
     name: str
@@ -50,8 +50,18 @@ class CheckResult:
 
 
 def run_checks(folder: Path) -> Iterator[CheckResult]:
-    """Everything, `folder` being where stores are to lie. UsageError where nothing can be written
-    there."""
+    """Run all checks.
+
+    Parameters
+    ----------
+    folder : Path
+        Folder for stores, whose disk is measured.
+
+    Raises
+    ------
+    UsageError
+        The folder does not exist or is not writable.
+    """
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder")
     yield from _versions()
@@ -79,7 +89,7 @@ def _processor() -> Iterator[CheckResult]:
     if features is not None and platform.machine() == "x86_64":
         found = [name for name in _INSTRUCTIONS if name in features]
         advice = "" if "avx2" in found else "without AVX2 training on the processor takes several times as long"
-        yield CheckResult("processor", "instructions", " ".join(found) or "none of those that the kernels use", advice)
+        yield CheckResult("processor", "instructions", " ".join(found) or "none that the kernels use", advice)
     yield CheckResult("processor", "kernels", f"level {simd_level()} of 4")
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads is not None:
@@ -103,8 +113,8 @@ def _memory() -> Iterator[CheckResult]:
     if shared is not None:
         free = shutil.disk_usage(shared).free
         advice = "" if free >= _GIB else (
-            "DataLoader workers hand batches over in it: give the container more (docker run --shm-size=2g) "
-            "or use TraceLoader's threads (--num-workers 0)"
+            "DataLoader workers send batches through it: give the container more (docker run --shm-size=2g) "
+            "or use the threads of TraceLoader (--num-workers 0)"
         )  # fmt: skip
         yield CheckResult("memory", "shared memory", f"{format_size(free)} free", advice)
 
@@ -126,33 +136,33 @@ def _limits() -> Iterator[CheckResult]:
 
 def _disk(folder: Path) -> Iterator[CheckResult]:
     free = shutil.disk_usage(folder).free
-    advice = "" if free >= 4 * _GIB else "a store takes about what its .pkl.gz files take"
+    advice = "" if free >= 4 * _GIB else "a store needs about as much space as its .pkl.gz files"
     yield CheckResult("disk", "free", f"{format_size(free)} in {folder.resolve()}", advice)
-    piece = os.urandom(_PIECE_BYTES)
+    chunk = os.urandom(_CHUNK_BYTES)
     with map_os_errors(folder), tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         if free < 2 * _DISK_BYTES:
             return
         start = time.perf_counter()
-        for _ in range(_DISK_BYTES // _PIECE_BYTES):
-            file.write(piece)
+        for _ in range(_DISK_BYTES // _CHUNK_BYTES):
+            file.write(chunk)
         os.fsync(file.fileno())
         write = _DISK_BYTES / (time.perf_counter() - start)
-        drop_cached(file.fileno())
+        evict_from_page_cache(file.fileno())
         start = time.perf_counter()
-        for begin in range(0, _DISK_BYTES, _PIECE_BYTES):
-            os.pread(file.fileno(), _PIECE_BYTES, begin)
+        for begin in range(0, _DISK_BYTES, _CHUNK_BYTES):
+            os.pread(file.fileno(), _CHUNK_BYTES, begin)
         read = _DISK_BYTES / (time.perf_counter() - start)
     yield CheckResult("disk", "write and sync", f"{write / 1e6:,.0f} MB/s")
-    advice = "" if read >= 100e6 else "batches wait for a disk this slow: copy stores to a local one, or read them once"
+    advice = "" if read >= 100e6 else "training waits for a disk this slow: copy stores to a local disk"
     yield CheckResult(
-        "disk", "read", f"{read / 1e6:,.0f} MB/s (the system's cache let go first, where it does)", advice
+        "disk", "read", f"{read / 1e6:,.0f} MB/s (after evicting the file from the page cache, where possible)", advice
     )
 
 
 def _remote() -> Iterator[CheckResult]:
-    """What lies here of stores on other machines."""
+    """Report the size of the cache for remote stores."""
     folder = cache_dir()
-    held = 0
-    with contextlib.suppress(OSError):  # files come and go
-        held = sum(item.stat().st_size for item in os.scandir(folder) if item.is_file())
-    yield CheckResult("remote stores", "cache", f"{format_size(held)} in {folder}")
+    cached = 0
+    with contextlib.suppress(OSError):  # other processes add and remove files
+        cached = sum(item.stat().st_size for item in os.scandir(folder) if item.is_file())
+    yield CheckResult("remote stores", "cache", f"{format_size(cached)} in {folder}")

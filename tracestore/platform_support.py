@@ -1,6 +1,6 @@
-"""System interfaces of Linux, each with its fallback for other systems.
+"""System interfaces of Linux, each with a fallback for other systems.
 
-Nothing else in the package calls these system interfaces, cgroup.py aside.
+Only this module and cgroup.py use these interfaces.
 """
 
 import ctypes
@@ -14,17 +14,19 @@ from typing import NamedTuple
 _PROC = Path("/proc")
 _SHARED_MEMORY = Path("/dev/shm")
 _ZEROS = bytes(1 << 20)
+# Name of the system call that exchanges two paths, its value for the current folder, and its flag.
+_EXCHANGE = {"linux": ("renameat2", -100, 2), "darwin": ("renameatx_np", -2, 2)}
 
 
 def num_processors() -> int:
-    """Return how many processors this process may run on; elsewhere, how many the machine has."""
+    """Return the number of processors that this process may use, or else that of the machine."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def processor_features() -> list[str] | None:
-    """Return the names of the processor's instruction sets as /proc/cpuinfo has them, or None."""
+    """Return the names of the instruction sets in /proc/cpuinfo, or None without that file."""
     try:
         text = (_PROC / "cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -34,7 +36,7 @@ def processor_features() -> list[str] | None:
 
 
 def memory_info() -> dict[str, int]:
-    """Return the bytes of /proc/meminfo by name; elsewhere, nothing."""
+    """Return the entries of /proc/meminfo in bytes. Return an empty dict without that file."""
     try:
         lines = (_PROC / "meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -44,7 +46,7 @@ def memory_info() -> dict[str, int]:
 
 
 def max_maps() -> int | None:
-    """Return how many maps a process may have, or None where the system does not say."""
+    """Return the maximum number of memory maps of a process, or None if unknown."""
     try:
         return int((_PROC / "sys/vm/max_map_count").read_text(encoding="ascii"))
     except (OSError, ValueError):
@@ -52,12 +54,12 @@ def max_maps() -> int | None:
 
 
 def shared_memory_folder() -> Path | None:
-    """Return the folder of POSIX shared memory, where it is one."""
+    """Return the folder of POSIX shared memory, or None if the system has none."""
     return _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
 
 
 class ProcessMemory(NamedTuple):
-    """Bytes of this process: resident in all, resident and shared, and what RLIMIT_DATA counts."""
+    """Memory of this process in bytes: resident, resident and shared, and counted by RLIMIT_DATA."""
 
     resident: int
     shared: int
@@ -67,7 +69,7 @@ class ProcessMemory(NamedTuple):
 def process_memory() -> ProcessMemory:
     """Return the memory of this process, read in microseconds.
 
-    Elsewhere it is the largest resident memory so far, none of it shared.
+    Other systems than Linux report the peak of the resident memory, and no shared memory.
     """
     try:
         _, resident, shared, _, _, data, _ = map(int, (_PROC / "self/statm").read_text().split())
@@ -78,13 +80,13 @@ def process_memory() -> ProcessMemory:
     return ProcessMemory(resident * page, shared * page, data * page)
 
 
-def reserve(fd: int, num_bytes: int) -> None:
-    """Give an empty file its size and the disk space for it; elsewhere, by writing zeros.
+def preallocate(fd: int, num_bytes: int) -> None:
+    """Allocate disk space for an empty file, by writing zeros if the system has no call for it.
 
     Raises
     ------
     OSError
-        ENOSPC where the file system has no room.
+        ENOSPC if the file system is full.
     """
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(fd, 0, num_bytes)
@@ -94,49 +96,46 @@ def reserve(fd: int, num_bytes: int) -> None:
         position += os.pwrite(fd, _ZEROS[: num_bytes - position], position)
 
 
-def drop_cached(fd: int) -> None:
-    """Let the page cache forget a file that is on disk; a no-op elsewhere."""
+def evict_from_page_cache(fd: int) -> None:
+    """Evict the clean pages of a file from the page cache. No-op on other systems than Linux."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def has_sendable_files() -> bool:
-    """Return whether `unnamed_file` and `open_of_process` work; else torch shares memory in its own way."""
+def has_memory_files() -> bool:
+    """Return whether `create_memory_file` and `open_file_of_process` work on this system."""
     return hasattr(os, "memfd_create") and (_PROC / "self/fd").is_dir()
 
 
-def unnamed_file(name: str) -> int:
-    """Return a descriptor of a new file in memory. Requires `has_sendable_files`."""
+def create_memory_file(name: str) -> int:
+    """Return the descriptor of a new file in memory. Requires `has_memory_files`."""
     return os.memfd_create(name, os.MFD_CLOEXEC)
 
 
-def open_of_process(pid: int, number: int) -> int:
-    """Open a file that another process has open as `number`. Requires `has_sendable_files`."""
-    return os.open(_PROC / str(pid) / "fd" / str(number), os.O_RDWR | os.O_CLOEXEC)
-
-
-_EXCHANGE = {"linux": ("renameat2", -100, 2), "darwin": ("renameatx_np", -2, 2)}
+def open_file_of_process(pid: int, fd: int) -> int:
+    """Open the file that another process has open as descriptor `fd`. Requires `has_memory_files`."""
+    return os.open(_PROC / str(pid) / "fd" / str(fd), os.O_RDWR | os.O_CLOEXEC)
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Give two files or folders each other's names at once.
+    """Exchange two paths atomically.
 
     Returns
     -------
     bool
-        False, and nothing is changed, where the system or the file system cannot do so.
+        False, with nothing changed, if the system or the file system does not support it.
 
     Raises
     ------
     OSError
-        Where one of them cannot be renamed.
+        One of the paths cannot be renamed.
     """
-    name, here, flag = _EXCHANGE.get(sys.platform, ("", 0, 0))
+    name, cwd, flag = _EXCHANGE.get(sys.platform, ("", 0, 0))
     function = getattr(ctypes.CDLL(None, use_errno=True), name, None) if name else None
     if function is None:
         return False
     function.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
-    while function(here, os.fsencode(one), here, os.fsencode(other), flag) != 0:
+    while function(cwd, os.fsencode(one), cwd, os.fsencode(other), flag) != 0:
         code = ctypes.get_errno()
         if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
             return False

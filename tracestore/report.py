@@ -1,4 +1,4 @@
-"""A store as one page: what is in it, how long, how scored, what is wrong with it."""
+"""An HTML page about a store: properties, labels, lengths, scores, sizes, sources, samples and issues."""
 
 import io
 import random
@@ -30,9 +30,26 @@ def write_report(
     lint: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Writes the page to `path`: one file that needs no network and runs no script. `lint` reads
-    every value of the store; `progress` gets the traces looked at and in all. UsageError where
-    the page cannot be written; errors of reading the store as everywhere."""
+    """Write an HTML page about a store: one file that needs no network and runs no scripts.
+
+    Parameters
+    ----------
+    store : TraceStore
+        The store.
+    path : Path
+        The page.
+    score_threshold : float
+        Traces with a lower score count as hallucinated.
+    lint : bool
+        Include the issues that lint finds, which reads every value.
+    progress : callable, optional
+        Called with the number of checked traces and their total.
+
+    Raises
+    ------
+    UsageError
+        The page cannot be written.
+    """
     check_destination(path)
     lengths = store.num_tokens
     parts = [
@@ -43,7 +60,7 @@ def write_report(
         "<h2>Size</h2>" + html_table(["array", "bytes", "share"], _sizes(store)),
         "<h2>Sources</h2>" + _sources(store),
         "<h2>Samples</h2>" + html_table(["trace", "question", "answer", "tokens", "score", "label"], _samples(store)),
-        "<h2>Findings</h2>" + (_findings(store, score_threshold, progress) if lint else "<p>Not looked for.</p>"),
+        "<h2>Data-quality issues</h2>" + (_issues(store, score_threshold, progress) if lint else "<p>Not checked.</p>"),
     ]
     text = page(f"Store {escape_unprintable(store.path.name)}", parts)
     with map_os_errors(path), atomic_write(path) as file:
@@ -61,8 +78,8 @@ def _classes(store: TraceStore, threshold: float) -> list[tuple[str, str]]:
     targets = store.targets(threshold)
     counts = (
         (f"hallucinated (score below {threshold:g}, or label 1)", int((targets >= 0.5).sum())),
-        ("right", int((targets < 0.5).sum())),
-        ("neither score nor label: left out of training", int(np.isnan(targets).sum())),
+        ("correct", int((targets < 0.5).sum())),
+        ("unlabeled: excluded from training", int(np.isnan(targets).sum())),
     )
     total = max(1, len(store))
     return [(name, f"{count:,} ({100 * count / total:.1f} %)") for name, count in counts]
@@ -85,7 +102,7 @@ def _histograms(store: TraceStore, lengths: np.ndarray, threshold: float) -> str
     for axes, values, title in ((left, lengths[lengths > 0], "tokens of a trace"), (right, scores, "score")):
         try:
             axes.hist(values, bins=40, color="#4477aa")
-        except ValueError:  # so large and so close together that there is no number between them
+        except ValueError:  # the values are so close that no bin edge lies between them
             axes.text(0.5, 0.5, f"{len(values):,} values about {values[0]:g}", ha="center", transform=axes.transAxes)
         axes.set(title=title, ylabel="traces")
     right.axvline(threshold, color="#ee6677", label=f"threshold {threshold:g}")
@@ -96,7 +113,7 @@ def _histograms(store: TraceStore, lengths: np.ndarray, threshold: float) -> str
 
 
 def _sizes(store: TraceStore) -> list[tuple[str, str, str]]:
-    """Bytes of the segments' arrays by name, and what lies beside them."""
+    """Return the name, the size and the share of each array and of the other files, largest first."""
     sizes: dict[str, int] = {}
     for number in range(store.info()["num_segments"]):
         for file in store._index.segment_files(number):
@@ -104,10 +121,10 @@ def _sizes(store: TraceStore) -> list[tuple[str, str, str]]:
             parts = PurePosixPath(file.path).parts
             name = next((p for p in parts if p not in ("segments",) and not p.isdecimal()), file.path)
             sizes[name] = sizes.get(name, 0) + file.size
-    whole = store.info()["bytes"]
-    sizes["columns, index, manifest"] = max(0, whole - sum(sizes.values()))
+    total = store.info()["bytes"]
+    sizes["columns, index, manifest"] = max(0, total - sum(sizes.values()))
     ranked = sorted(sizes.items(), key=lambda item: -item[1])
-    return [(name, format_size(size), f"{100 * size / max(1, whole):.1f} %") for name, size in ranked]
+    return [(name, format_size(size), f"{100 * size / max(1, total):.1f} %") for name, size in ranked]
 
 
 def _sources(store: TraceStore) -> str:
@@ -121,17 +138,17 @@ def _sources(store: TraceStore) -> str:
 
 
 def _samples(store: TraceStore) -> list[tuple[object, ...]]:
-    """Some traces, the same ones each time."""
+    """Return the rows of some traces, the same ones each time."""
     chosen = sorted(random.Random(0).sample(range(len(store)), min(_SAMPLES, len(store))))
     rows = []
     for trace in map(store.__getitem__, chosen):
         question, answer = (escape_unprintable(text or "", _MAX_TEXT) for text in (trace.question, trace.answer))
-        said = [f"{v:g}" if v == v else "" for v in (trace.score, trace.label)]
-        rows.append((f"{trace.index} ({trace.question_id})", question, answer, trace.num_tokens, *said))
+        values = [f"{v:g}" if v == v else "" for v in (trace.score, trace.label)]
+        rows.append((f"{trace.index} ({trace.question_id})", question, answer, trace.num_tokens, *values))
     return rows
 
 
-def _findings(store: TraceStore, threshold: float, progress: Callable[[int, int], None] | None) -> str:
+def _issues(store: TraceStore, threshold: float, progress: Callable[[int, int], None] | None) -> str:
     report = lint_store(store.path, score_threshold=threshold, progress=progress)
     if not report.counts:
         return f"<p>None in {report.num_traces:,} traces.</p>"

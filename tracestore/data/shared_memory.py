@@ -13,7 +13,7 @@ from typing import Any
 from tracestore._core.blocks import SharedSlot
 from tracestore.data.batch import BatchMetadata, GraphBatch, Layout, SequenceBatch
 from tracestore.data.buffers import PooledBuffer
-from tracestore.platform_support import has_sendable_files, open_of_process, unnamed_file
+from tracestore.platform_support import create_memory_file, has_memory_files, open_file_of_process
 
 _ROUND = 4 << 20
 # How many idle slots a worker keeps: what DataLoader fetches ahead by default, and some.
@@ -24,7 +24,7 @@ class Slot:
     """A SharedSlot and the file under it."""
 
     def __init__(self, num_bytes: int) -> None:
-        self.fd = unnamed_file("tracestore")
+        self.fd = create_memory_file("tracestore")
         try:
             os.ftruncate(self.fd, SharedSlot.file_bytes(num_bytes))
             self.memory = SharedSlot(self.fd, num_bytes)
@@ -64,7 +64,7 @@ _mine = _Slots()
 
 def is_available() -> bool:
     """Whether this system has what it takes; elsewhere torch's own sharing does it."""
-    return has_sendable_files()
+    return has_memory_files()
 
 
 def free_slot(num_bytes: int) -> Slot:
@@ -108,7 +108,7 @@ def _receive(pid: int, number: int, num_bytes: int, layout: Layout, values: Batc
     # Opened through the worker's table of files: no handshake that a dying worker could
     # leave the parent waiting in.
     try:
-        fd = open_of_process(pid, number)
+        fd = open_file_of_process(pid, number)
     except OSError as error:
         raise RuntimeError(f"DataLoader worker (pid {pid}) is gone, and the batch it sent with it: {error}") from None
     try:

@@ -1,4 +1,4 @@
-"""A causal language model, its greedy answer, and the trace that the answer leaves."""
+"""Greedy answers of a causal language model, and their traces."""
 
 import importlib.util
 import re
@@ -25,11 +25,12 @@ class LanguageModel:
 
     @property
     def device(self) -> torch.device:
+        """Device of the model."""
         return torch.device(self.model.device)
 
 
 def _locate(model: str) -> tuple[str, str | None]:
-    """-> what from_pretrained takes: an id or folder, and the GGUF file in it."""
+    """Return the id or folder for from_pretrained, and the name of the GGUF file in it or None."""
     if model.startswith("package:"):
         package = model.removeprefix("package:")
         spec = importlib.util.find_spec(package)
@@ -49,8 +50,23 @@ def _locate(model: str) -> tuple[str, str | None]:
 
 
 def load_model(model: str, *, device: str = "auto", dtype: str = "float32") -> LanguageModel:
-    """Loads a model by Hugging Face id, local folder, .gguf file, or package:NAME for the
-    .gguf file inside an installed Python package. UsageError where it cannot be loaded."""
+    """Load a causal language model with its tokenizer.
+
+    Parameters
+    ----------
+    model : str
+        Hugging Face id, local folder, .gguf file, or package:NAME for the .gguf file of an installed
+        Python package.
+    device : str
+        "auto", "cpu" or "cuda".
+    dtype : str
+        Name of a torch dtype.
+
+    Raises
+    ------
+    UsageError
+        The model cannot be loaded.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
@@ -59,7 +75,7 @@ def load_model(model: str, *, device: str = "auto", dtype: str = "float32") -> L
     location, gguf = _locate(model)
     if gguf:
         with needs("extract"):
-            import gguf as _  # noqa: F401 - transformers says several lines where it is missing
+            import gguf as _  # noqa: F401 - the error of transformers has several lines
     extra = {"gguf_file": gguf} if gguf else {}
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -75,7 +91,7 @@ def load_model(model: str, *, device: str = "auto", dtype: str = "float32") -> L
 
 
 def prompt_ids(lm: LanguageModel, question: str, instruction: str) -> torch.Tensor:
-    """(1, S) token ids of the prompt, by the model's chat template where it has one."""
+    """Return the token ids (1, S) of the prompt, in the chat template of the model if it has one."""
     if getattr(lm.tokenizer, "chat_template", None):
         messages = [{"role": "system", "content": instruction}, {"role": "user", "content": question}]
         encoded = lm.tokenizer.apply_chat_template(
@@ -88,13 +104,16 @@ def prompt_ids(lm: LanguageModel, question: str, instruction: str) -> torch.Tens
 
 
 def _ends_sentence(text: str) -> bool:
-    """Whether text ends with a full stop that is not an initial's, an abbreviation's or a number's."""
+    """Return whether text ends a sentence, and not an initial, an abbreviation or a number."""
     return re.search(r"[^\W\d_]{3,}[\"')\]]*[.!?]$|\d[.!?]$", text) is not None
 
 
 def _cut(lm: LanguageModel, ids: list[int]) -> tuple[list[int], str]:
-    """The answer's tokens up to its end: the end-of-sequence token, the first new line or
-    full stop after some text, or the last token generated. -> tokens, how it was cut."""
+    """Return the tokens of an answer up to its end, and the kind of the end.
+
+    An answer ends at the end-of-sequence token, at the first new line or end of a sentence after some
+    text, or at the last generated token.
+    """
     ends = lm.model.generation_config.eos_token_id
     ends = {ends} if isinstance(ends, int) else set(ends or ())
     ends.add(lm.tokenizer.eos_token_id)
@@ -111,7 +130,7 @@ def _cut(lm: LanguageModel, ids: list[int]) -> tuple[list[int], str]:
 
 
 class _StopAtCut(StoppingCriteria):
-    """Stops a row once its answer has been cut and one token has shown it."""
+    """Stop a row one token after the end of its answer, which that token confirms."""
 
     def __init__(self, lm: LanguageModel, prompt_length: int) -> None:
         self._lm, self._prompt_length = lm, prompt_length
@@ -126,18 +145,18 @@ def _is_cut(lm: LanguageModel, answer: list[int]) -> bool:
 
 
 def _without_padding(lm: LanguageModel, answer: list[int]) -> list[int]:
-    """What was generated of a row before the others of its batch went on alone."""
+    """Return the tokens of a row without those generated while other rows continued."""
     return next((answer[:k] for k in range(1, len(answer)) if _is_cut(lm, answer[:k])), answer)
 
 
 def _padded(rows: Sequence[torch.Tensor], pad: int, *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of token ids as (B, longest), and the attention mask."""
+    """Return the token ids padded to (B, longest row), and the attention mask."""
     longest = max(map(len, rows))
     ids = torch.full((len(rows), longest), pad, dtype=rows[0].dtype, device=rows[0].device)
     mask = torch.zeros_like(ids)
     for k, row in enumerate(rows):
-        place = slice(longest - len(row), None) if left else slice(len(row))
-        ids[k, place], mask[k, place] = row, 1
+        columns = slice(longest - len(row), None) if left else slice(len(row))
+        ids[k, columns], mask[k, columns] = row, 1
     return ids, mask
 
 
@@ -145,12 +164,29 @@ def _padded(rows: Sequence[torch.Tensor], pad: int, *, left: bool) -> tuple[torc
 def answer_questions(
     lm: LanguageModel, questions: Sequence[str], *, instruction: str, max_new_tokens: int
 ) -> list[dict[str, Any]]:
-    """A trace a question, as dicts of the pickle schema: hidden states of every layer (S, D) and
-    attention of every head (H, S, S) over prompt and answer, float16.
+    """Answer questions in one batch, and return their traces.
 
-    The answers are generated greedily, all in one batch; one more pass over prompts and answers
-    then gives all states at once. Padding is left out. In a batch, sums are rounded in another
-    order than alone: values differ in their last bits, and where two tokens are as good, answers."""
+    Answers are generated greedily. One more forward pass over prompts and answers then yields all states.
+    Rounding depends on the batch, so that values can differ in their last bits from those of a question
+    that is answered alone. If two tokens are equally likely, answers can differ as well.
+
+    Parameters
+    ----------
+    lm : LanguageModel
+        The model.
+    questions : sequence of str
+        The questions.
+    instruction : str
+        System prompt.
+    max_new_tokens : int
+        Maximum number of tokens of an answer.
+
+    Returns
+    -------
+    list of dict
+        Traces in the pickle schema, float16: hidden states of each layer (S, D) and attention of each
+        head (H, S, S) over the tokens of prompt and answer, without padding.
+    """
     pad = lm.tokenizer.pad_token_id or lm.tokenizer.eos_token_id or 0
     prompts = [prompt_ids(lm, question, instruction)[0] for question in questions]
     padded, mask = _padded(prompts, pad, left=True)
@@ -171,13 +207,13 @@ def answer_questions(
         torch.cat([prompt, torch.tensor(answer, dtype=prompt.dtype, device=prompt.device)])
         for prompt, (answer, _) in zip(prompts, cuts, strict=True)
     ]
-    # On the right: positions count from the first token, and no token looks at what follows it.
+    # Padding on the right changes nothing: positions count from the first token, and attention is causal.
     ids, mask = _padded(whole, pad, left=False)
     out = lm.model(ids, attention_mask=mask, output_hidden_states=True, output_attentions=True, use_cache=False)
     traces = []
     for k, (question, tokens) in enumerate(zip(questions, whole, strict=True)):
         size = len(tokens)
-        # hidden_states[0] are the embeddings; entry l + 1 is what layer l puts out.
+        # hidden_states[0] are the embeddings, hidden_states[l + 1] is the output of layer l.
         states: dict[str, Any] = {
             "hidden_states": [_numpy(h[k, :size]) for h in out.hidden_states[1:]],
             "attentions": [_numpy(a[k, :, :size, :size]) for a in out.attentions],

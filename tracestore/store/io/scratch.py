@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tracestore.platform_support import reserve
+from tracestore.platform_support import preallocate
 
 
 class Scratch:
@@ -40,7 +40,7 @@ class Scratch:
             return np.empty(shape, dtype)
         with tempfile.TemporaryFile(dir=self.folder) as file:
             # Reserved: writing through the map cannot run out of space, which would be a signal.
-            reserve(file.fileno(), num_bytes)
+            preallocate(file.fileno(), num_bytes)
             return np.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype, count).reshape(shape)
 
 
