@@ -45,7 +45,12 @@ def labels_and_scores(draw, sets=1):
 def test_known_values():
     y, score = np.array([0, 0, 1, 1]), np.array([0.1, 0.4, 0.35, 0.8])
     assert metrics.auroc(y, score) == 0.75 and np.isnan(metrics.auroc(y[:2], score[:2]))
-    assert metrics.at_threshold(y, score, 0.35) == {"accuracy": 0.75, "precision": 2 / 3, "recall": 1.0, "f1": 0.8}
+    assert metrics.threshold_metrics(y, score >= 0.35) == {
+        "accuracy": 0.75,
+        "precision": 2 / 3,
+        "recall": 1.0,
+        "f1": 0.8,
+    }
     assert metrics.youden_threshold(y, score) in (0.35, 0.8)
     assert metrics.auprc(y, score) == pytest.approx(0.5 * 1 + 0.5 * 2 / 3) and np.isnan(metrics.auprc(y[:2], score[:2]))
     p = np.array([0.0, 0.2, 0.2, 1.0])
@@ -67,7 +72,7 @@ def test_weighted_figures_are_those_of_sklearn(case, seed):
     y, (score,) = case
     weights = np.random.default_rng(seed).integers(0, 4, (5, len(y))).astype(float)
     weights[:, [0, 2]] += 1  # a trace of each class
-    found = metrics.RankMetrics(y, score).of(weights)
+    found = metrics.RankMetrics(y, score).weighted(weights)
     for w, (auroc, auprc) in zip(weights, found, strict=True):
         assert auroc == pytest.approx(roc_auc_score(y, score, sample_weight=w), abs=1e-12)
         assert auprc == pytest.approx(average_precision_score(y, score, sample_weight=w), abs=1e-12)
@@ -105,8 +110,8 @@ def test_bootstrap_interval_covers_the_truth():
     rng, hits = np.random.default_rng(2), 0
     for k in range(200):
         y = np.repeat([0, 1], 40)
-        figures = metrics.RankMetrics(y, rng.normal(size=80) + y)
-        draws = metrics.bootstrap(figures.of, np.arange(80), y, k, 300)
+        rank_metrics = metrics.RankMetrics(y, rng.normal(size=80) + y)
+        draws = metrics.bootstrap(rank_metrics.weighted, np.arange(80), y, k, 300)
         low, high = metrics.percentile_interval(draws[:, 0])
         hits += low <= 0.76025 <= high
     assert 0.89 <= hits / 200 <= 0.99
@@ -227,11 +232,11 @@ def test_temperature_makes_up_for_confidence():
 
 
 @pytest.mark.parametrize(
-    ("right", "hallucinated", "is_enough"), [(1, 1, False), (4, 50, False), (50, 4, False), (5, 5, True)]
+    ("correct", "hallucinated", "is_enough"), [(1, 1, False), (4, 50, False), (50, 4, False), (5, 5, True)]
 )
-def test_too_few_questions_give_no_interval_and_no_test(right, hallucinated, is_enough):
+def test_too_few_questions_give_no_interval_and_no_test(correct, hallucinated, is_enough):
     """Two traces in the right order had AUROC 1.000 (1.000 to 1.000) and p < 0.001."""
-    y = np.repeat([0, 1], [right, hallucinated])
+    y = np.repeat([0, 1], [correct, hallucinated])
     n = len(y)
     names = np.array([f"q{k}" for k in range(n)], dtype=object)
     runs = [RunScores(0, np.arange(n), names, names, y, logit, 0.0, 1.0) for logit in (y + 0.0, 1.0 - y)]
@@ -241,7 +246,7 @@ def test_too_few_questions_give_no_interval_and_no_test(right, hallucinated, is_
     assert (test["auroc_interval"] is not None) == (test["auprc_interval"] is not None) == is_enough
     assert (pair["p"] is not None) == (pair["interval"] is not None) == (pair["p_holm"] is not None) == is_enough
     if not is_enough:
-        assert f"{hallucinated} hallucinated and {right} right" in test["too_few"] == pair["too_few"]
+        assert f"{hallucinated} hallucinated and {correct} correct" in test["too_few"] == pair["too_few"]
     # Several answers to one question are one question.
     if is_enough:
         runs = [RunScores(0, np.arange(n), np.where(names == "q1", "q0", names), names, y, y + 0.0, 0.0, 1.0)]

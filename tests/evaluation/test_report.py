@@ -11,6 +11,7 @@ import tracestore
 from tests.helpers import make_trace
 from tracestore.console import nan_to_none
 from tracestore.evaluation import report
+from tracestore.evaluation.plots import PLOTS
 from tracestore.experiment.run import run_experiment
 from tracestore.train.config import TrainConfig
 
@@ -78,7 +79,7 @@ def test_one_file_without_a_network_or_a_script(finished):
             assert name in ("lang", "charset", "alt", "src"), (tag, name)
             assert name != "src" or value.startswith("data:image/png;base64,")
     images = [a["src"].partition(",")[2] for tag, a in page.tags if tag == "img"]
-    assert [base64.b64decode(i) for i in images] == [(folder / name).read_bytes() for name in report.PLOTS]
+    assert [base64.b64decode(i) for i in images] == [(folder / name).read_bytes() for name in PLOTS]
     assert "url(" not in text and "@import" not in text and "//" not in text.partition("<h1>")[0]
 
 
@@ -103,7 +104,7 @@ def test_what_the_page_says(finished):
     assert sum(sum(c) for (fold, _), c in counts.items() if fold == "0") == 60
     config = {row[0]: row[1] for row in tables["Configuration"][1:]}
     assert config["lstm_hidden"] == "4" and config["seed"] == "3"
-    text = report.table(results)
+    text = report.format_table(results)
     assert text.splitlines()[1].startswith("lstm_solo") and len(text.splitlines()) == 8
     assert len({len(line) for line in text.splitlines()[:4]}) == 1
 
@@ -136,7 +137,7 @@ def test_predictions(finished):
     with (folder / "predictions.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     names = ["lstm_solo", "gnn_det_lstm", "logistic_probe"]
-    assert list(rows[0]) == ["question_id", "sample", "trace_index", "part", "fold", "seed", "label", *names]
+    assert list(rows[0]) == ["question_id", "sample", "trace_index", "split", "fold", "seed", "label", *names]
     of = {(int(r["trace_index"]), int(r["seed"])): r for r in rows}
     assert len(of) == len(rows) == (120 if "runs" in results else results["models"]["lstm_solo"]["test"]["num_traces"])
     assert list(of) == sorted(of, key=lambda key: (key[1], key[0]))

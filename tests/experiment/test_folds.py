@@ -88,7 +88,7 @@ def test_no_question_and_no_group_is_in_two_parts(sampled):
                 parts.pop("", None)
                 assert all(len(p) == 1 for p in parts.values())
             again = splits.split_from_ids(store, targets, split.question_ids)
-            assert all(np.array_equal(again.indices[p], split.indices[p]) for p in splits.PARTS)
+            assert all(np.array_equal(again.indices[p], split.indices[p]) for p in splits.SPLITS)
 
 
 def test_too_few_questions_are_refused_by_fold(tmp_path):
@@ -96,7 +96,7 @@ def test_too_few_questions_are_refused_by_fold(tmp_path):
         for k in range(12):
             writer.append(make_trace(k), score=float(k > 2))
     store = tracestore.open(tmp_path / "s.zarr")
-    with pytest.raises(TrainingError, match=r"fold \d: every part needs traces of both classes"):
+    with pytest.raises(TrainingError, match=r"fold \d: every split needs traces of both classes"):
         splits.make_folds(store, store.targets(), 5, 0)
 
 
@@ -135,7 +135,7 @@ def test_folds_and_seeds_of_the_command(sampled, tmp_path):
         (f"q{k}", str(s), str(seed)) for k in range(40) for s in (0, 1) for seed in (42, 43)
     }
     by_fold = {q: str(k) for k, fold in enumerate(results["folds"]) for q in fold["test"]}
-    assert all(r["part"] == "test" and r["fold"] == by_fold[r["question_id"]] for r in rows)
+    assert all(r["split"] == "test" and r["fold"] == by_fold[r["question_id"]] for r in rows)
     assert all(0 < float(r[name]) < 1 for r in rows for name in ("lstm_solo", "logistic_probe"))
     with pytest.raises(UsageError, match="3 folds, not 4"):
         runs.run_experiment(sampled, out, ["lstm_solo"], replace(plain, resume=True), {"lstm_hidden": 8}, num_folds=4)

@@ -25,8 +25,8 @@ SIZES = {"gnn_hidden": 8, "latent_dim": 8, "lstm_hidden": 8}
 @pytest.fixture
 def train(labelled, tmp_path, monkeypatch):
     """Trains for two epochs in this process; -> what it leaves and its results."""
-    monkeypatch.setattr(run.report, "write_plots", lambda *_: [])
-    monkeypatch.setattr(run.report, "write_page", lambda *_: None)
+    monkeypatch.setattr(run, "write_plots", lambda *_: [])
+    monkeypatch.setattr(run, "write_page", lambda *_: None)
     monkeypatch.setattr(metrics, "BOOTSTRAP_SAMPLES", 20)
 
     def go(name, out, dropout=0.3, **options):

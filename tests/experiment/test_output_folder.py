@@ -29,7 +29,7 @@ SMALL = {"lstm_hidden": 4, "gnn_hidden": 4, "latent_dim": 4}
 
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch):
-    monkeypatch.setattr(run.report, "write_plots", lambda *_: [])
+    monkeypatch.setattr(run, "write_plots", lambda *_: [])
     monkeypatch.setattr(metrics, "BOOTSTRAP_SAMPLES", 20)
 
 

@@ -50,7 +50,7 @@ def make_results(folder, store):
         "probe": {"test": {"auroc": 0.8}, "threshold": math.log(0.25 / 0.75)},
     }
     (folder / "results.json").write_text(json.dumps(results))
-    names = ["question_id", "sample", "trace_index", "part", "fold", "seed", "label"]
+    names = ["question_id", "sample", "trace_index", "split", "fold", "seed", "label"]
     with (folder / "predictions.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow([*names, "lstm_solo", DETECTOR, "logistic_probe"])

@@ -24,8 +24,8 @@ from tracestore.store.io import fsio
 from tracestore.train.model_runner import ModelRunner
 
 # What is not training costs most of a short run.
-run.report.write_plots = lambda *_: []
-run.report.write_page = lambda *_: None
+run.write_plots = lambda *_: []
+run.write_page = lambda *_: None
 metrics.BOOTSTRAP_SAMPLES = 20
 
 

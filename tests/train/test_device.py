@@ -20,7 +20,7 @@ SMALL = {"lstm_hidden": 8, "gnn_hidden": 8, "latent_dim": 8}
 
 @pytest.fixture
 def train(labelled, tmp_path, monkeypatch):
-    monkeypatch.setattr(run.report, "write_plots", lambda *_: [])
+    monkeypatch.setattr(run, "write_plots", lambda *_: [])
     monkeypatch.setattr(metrics, "BOOTSTRAP_SAMPLES", 20)
 
     def go(out, device, names=DETECTORS, sizes=SMALL, **options):

@@ -1,4 +1,4 @@
-"""The figures of a detector on traces it has not seen, of one run or pooled over several."""
+"""Evaluation of a detector on its test split, for one run or aggregated over several."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,21 +12,36 @@ from tracestore.store.read.store import TraceStore
 
 @dataclass(frozen=True)
 class RunScores:
-    """Labels and logits of one run's test part; n traces. `fold`: runs with the same fold
-    test the same traces."""
+    """Labels and logits of the n test traces of one run.
+
+    Parameters
+    ----------
+    fold : int
+        Runs of the same fold test the same traces.
+    trace : np.ndarray
+        ``(n,)`` int64, store indices.
+    question, group : np.ndarray
+        ``(n,)`` str; the group is empty for a trace without one.
+    y : np.ndarray
+        ``(n,)``, 0 or 1.
+    logit : np.ndarray
+        ``(n,)`` float64.
+    threshold, temperature : float
+        Decision threshold of the logit, and temperature of the calibration.
+    """
 
     fold: int
-    trace: np.ndarray  # (n,) int64, store indices
-    question: np.ndarray  # (n,) str
-    group: np.ndarray  # (n,) str, "" without one
-    y: np.ndarray  # (n,) 0 or 1
-    logit: np.ndarray  # (n,) float64
+    trace: np.ndarray
+    question: np.ndarray
+    group: np.ndarray
+    y: np.ndarray
+    logit: np.ndarray
     threshold: float
     temperature: float
 
     @classmethod
     def from_entry(cls, entry: dict[str, Any], fold: int = 0) -> "RunScores":
-        """Of a model's entry in results.json."""
+        """Return the scores of a model entry of results.json."""
         scores = entry["test_scores"]
         return cls(
             fold,
@@ -43,12 +58,22 @@ class RunScores:
 class BootstrapResampler:
     """AUROC and average precision over runs, and their bootstrap by question.
 
-    Each is computed within a run and averaged over runs: logits of models that were trained
-    apart have no common scale (Forman and Scholz 2010). Resamples are drawn within each fold."""
+    Both metrics are computed within each run and averaged over the runs, because logits of
+    separately trained models have no common scale. Resamples are drawn within each fold.
+
+    Parameters
+    ----------
+    runs : sequence of RunScores
+    seed : int
+
+    References
+    ----------
+    Forman and Scholz 2010, "Apples-to-Apples in Cross-Validation Studies".
+    """
 
     def __init__(self, runs: Sequence[RunScores], seed: int) -> None:
         self.runs, self.seed = runs, seed
-        # Of each trace once, whatever the number of runs that score it.
+        # Each trace once, even where several runs score it.
         self.trace, first = np.unique(np.concatenate([r.trace for r in runs]), return_index=True)
         fold = np.concatenate([np.full(len(r.trace), r.fold) for r in runs])[first]
         self.y = y = np.concatenate([r.y for r in runs])[first]
@@ -56,42 +81,45 @@ class BootstrapResampler:
         numbers: dict[str, int] = {}
         self.clusters = np.array([numbers.setdefault(q, len(numbers)) for q in question])
         self.strata = 4 * fold + metrics.class_strata(y, self.clusters)
-        self._figures = [(metrics.RankMetrics(r.y, r.logit), np.searchsorted(self.trace, r.trace)) for r in runs]
+        self._run_metrics = [(metrics.RankMetrics(r.y, r.logit), np.searchsorted(self.trace, r.trace)) for r in runs]
 
     @property
     def num_questions(self) -> int:
+        """Number of tested questions."""
         return int(self.clusters.max()) + 1
 
     def _mean_over_runs(self, weights: np.ndarray) -> np.ndarray:
-        """(R, n) -> (R, 2): AUROC and average precision."""
-        mean: np.ndarray = np.mean([figures.of(weights[:, places]) for figures, places in self._figures], axis=0)
+        """Return AUROC and average precision: (R, n) -> (R, 2)."""
+        values = [run_metrics.weighted(weights[:, columns]) for run_metrics, columns in self._run_metrics]
+        mean: np.ndarray = np.mean(values, axis=0)
         return mean
 
     def estimate(self) -> np.ndarray:
-        """(2,): AUROC and average precision as measured."""
+        """Return AUROC and average precision ``(2,)`` of the sample itself."""
         both: np.ndarray = self._mean_over_runs(np.ones((1, len(self.trace))))[0]
         return both
 
     @property
     def too_few(self) -> str | None:
-        """Why no interval and no test is given, or None where they are."""
+        """Why there is no interval and no test, or None where there are."""
         return metrics.too_few(self.y, self.clusters)
 
     def draws(self, samples: int = metrics.BOOTSTRAP_SAMPLES) -> np.ndarray:
-        """(samples, 2); rows of two models on the same traces are paired."""
+        """Return AUROC and average precision ``(samples, 2)`` of resamples, paired between models."""
         return metrics.bootstrap(self._mean_over_runs, self.clusters, self.strata, self.seed, samples)
 
 
 def evaluate_runs(runs: Sequence[RunScores], seed: int) -> dict[str, Any]:
-    """ "test", "calibration" and "by_group" of an entry in results.json.
+    """Return "test", "calibration" and "by_group" of a model entry of results.json.
 
-    Figures of ranks are means over runs; decisions and probabilities are pooled, for these
-    mean the same in every run."""
-    ranks = BootstrapResampler(runs, seed)
-    estimate, reason = ranks.estimate(), ranks.too_few
+    AUROC and average precision are means over the runs. Decisions and probabilities are
+    pooled, because they have the same meaning in every run.
+    """
+    resampler = BootstrapResampler(runs, seed)
+    estimate, reason = resampler.estimate(), resampler.too_few
     intervals: list[list[float] | None] = [None, None]
     if reason is None:
-        draws = ranks.draws()
+        draws = resampler.draws()
         intervals = [list(metrics.percentile_interval(draws[:, k])) for k in (0, 1)]
     y = np.concatenate([r.y for r in runs])
     p = np.concatenate([metrics.probability(r.logit) for r in runs])
@@ -107,8 +135,8 @@ def evaluate_runs(runs: Sequence[RunScores], seed: int) -> dict[str, Any]:
         **metrics.threshold_metrics(y, predicted),
         "brier": metrics.brier(y, p),
         "ece": metrics.ece(bins),
-        "num_traces": len(ranks.trace),
-        "num_questions": ranks.num_questions,
+        "num_traces": len(resampler.trace),
+        "num_questions": resampler.num_questions,
     }
     calibration = {
         "num_bins": metrics.CALIBRATION_BINS,
@@ -122,8 +150,10 @@ def evaluate_runs(runs: Sequence[RunScores], seed: int) -> dict[str, Any]:
 
 
 def _by_group(runs: Sequence[RunScores]) -> list[dict[str, Any]]:
-    """AUROC of each group's traces alone, mean over the runs that have both classes of it;
-    None where none has. Counts are of traces, each once."""
+    """Return the AUROC of each group, a mean over the runs in which the group has both classes, or None.
+
+    The counts contain each trace once.
+    """
     labels: dict[str, dict[int, int]] = {}
     values: dict[str, list[float]] = {}
     for run in runs:
@@ -137,14 +167,14 @@ def _by_group(runs: Sequence[RunScores]) -> list[dict[str, Any]]:
         {
             "group": name,
             "auroc": float(np.mean(values[name])) if name in values else None,
-            "num_traces": len(of),
-            "num_hallucinated": sum(of.values()),
+            "num_traces": len(label_of),
+            "num_hallucinated": sum(label_of.values()),
         }
-        for name, of in sorted(labels.items())
+        for name, label_of in sorted(labels.items())
     ]
 
 
-def evaluate_part(
+def evaluate_split(
     store: TraceStore,
     indices: np.ndarray,
     y: np.ndarray,
@@ -153,7 +183,22 @@ def evaluate_part(
     temperature: float,
     seed: int,
 ) -> dict[str, Any]:
-    """What an entry of results.json says of its test part: its figures, its traces' logits."""
+    """Return the test metrics and test logits of a model entry of results.json.
+
+    Parameters
+    ----------
+    store : TraceStore
+    indices : np.ndarray
+        ``(n,)`` int64, store indices of the test split.
+    y : np.ndarray
+        ``(n,)``, 0 or 1.
+    logit : np.ndarray
+        ``(n,)`` float64.
+    threshold, temperature : float
+        Chosen on the validation split.
+    seed : int
+        Seed of the bootstrap.
+    """
     entry: dict[str, Any] = {
         "threshold": threshold,
         "temperature": temperature,

@@ -1,4 +1,4 @@
-"""The pictures of a training run."""
+"""Plots of a training run."""
 
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,22 @@ from tracestore.store.io.fsio import atomic_write
 PLOTS = ("curves.png", "roc.png", "precision_recall.png", "reliability.png")
 
 
-def test_scores_of(results: dict[str, Any], name: str) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Labels and logits of each run of a model."""
-    runs = [run["models"] for run in results["runs"]] if "runs" in results else [results["models"]]
-    return [tuple(np.array(run[name]["test_scores"][k]) for k in ("label", "logit")) for run in runs]  # type: ignore[misc]
-
-
 def write_plots(results: dict[str, Any], folder: Path) -> list[Path]:
-    """The files in PLOTS: loss and AUROC over epochs, ROC, precision-recall, reliability. Over
-    several runs curves are means: over epochs, at each false positive rate, at each recall."""
+    """Write the files in PLOTS: loss and AUROC over epochs, ROC, precision-recall, reliability.
+
+    Curves of several runs are averaged: per epoch, per false positive rate, per recall.
+
+    Parameters
+    ----------
+    results : dict
+        The content of results.json.
+    folder : Path
+
+    Returns
+    -------
+    list of Path
+        The written files; empty where no model was trained.
+    """
     models = results["models"]
     if not models:
         return []
@@ -35,10 +42,18 @@ def write_plots(results: dict[str, Any], folder: Path) -> list[Path]:
     return paths
 
 
-def _axes(rows: int, columns: int, width: float, height: float) -> tuple[Any, Any]:
-    """Return a figure and its (rows, columns) axes of so many inches each, labels included.
+def _test_scores(results: dict[str, Any], name: str) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return labels and logits of each run of a model."""
+    runs = [run["models"] for run in results["runs"]] if "runs" in results else [results["models"]]
+    scores = [run[name]["test_scores"] for run in runs]
+    return [(np.array(s["label"]), np.array(s["logit"])) for s in scores]
 
-    Margins are fixed: a layout that measures every text takes longer than the drawing."""
+
+def _axes(rows: int, columns: int, width: float, height: float) -> tuple[Any, Any]:
+    """Return a figure and its (rows, columns) axes; width and height are inches per axis, with labels.
+
+    The margins are fixed, because a layout that measures every text takes longer than drawing.
+    """
     from matplotlib.figure import Figure
 
     left, right, bottom, top = 0.75, 0.15, 0.5, 0.55
@@ -58,7 +73,7 @@ def _axes(rows: int, columns: int, width: float, height: float) -> tuple[Any, An
 def _save(figure: Any, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    # figure.savefig draws twice.
+    # figure.savefig would draw twice.
     with atomic_write(path) as file:
         FigureCanvasAgg(figure).print_png(file)  # type: ignore[no-untyped-call]
 
@@ -78,31 +93,31 @@ def _plot_history(name: str, entry: dict[str, Any], top: Any, bottom: Any) -> No
 
 def _plot_roc(results: dict[str, Any], axis: Any) -> None:
     for name, entry in results["models"].items():
-        counts = [counts_above(y, logit) for y, logit in test_scores_of(results, name)]
+        counts = [counts_above(y, logit) for y, logit in _test_scores(results, name)]
         curves = [(negative / negative[-1], positive / positive[-1]) for positive, negative, _ in counts]
         x, y = curves[0] if len(curves) == 1 else _mean_curve(curves)
         axis.plot(x, y, label=f"{name} ({entry['test']['auroc']:.3f})")
     axis.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
-    axis.set(xlabel="false positive rate", ylabel="true positive rate", title="Test part")
+    axis.set(xlabel="false positive rate", ylabel="true positive rate", title="Test split")
     axis.legend(loc="lower right")
 
 
 def _plot_precision_recall(results: dict[str, Any], axis: Any) -> None:
     for name, entry in results["models"].items():
         curves = []
-        for y, logit in test_scores_of(results, name):
+        for y, logit in _test_scores(results, name):
             positive, negative, _ = counts_above(y, logit)
-            # Of no trace the precision is 1.
+            # The precision of zero predictions is defined as 1.
             precision = np.r_[1, positive[1:] / (positive + negative)[1:]]
             curves.append((positive / positive[-1], precision))
         if len(curves) == 1:
-            # A precision holds from its recall down to the next lower one.
+            # Each precision holds from its recall down to the next lower recall.
             axis.step(*curves[0], where="pre", label=f"{name} ({entry['test']['auprc']:.3f})")
         else:
             axis.plot(*_mean_curve(curves), label=f"{name} ({entry['test']['auprc']:.3f})")
-    share = np.mean(np.concatenate([y for y, _ in test_scores_of(results, name)]))
+    share = np.mean(np.concatenate([y for y, _ in _test_scores(results, name)]))
     axis.axhline(share, color="grey", linewidth=0.8)
-    axis.set(xlabel="recall", ylabel="precision", title="Test part", ylim=(0, 1.02))
+    axis.set(xlabel="recall", ylabel="precision", title="Test split", ylim=(0, 1.02))
     axis.legend(loc="lower left")
 
 
@@ -112,15 +127,15 @@ def _plot_reliability(results: dict[str, Any], axis: Any) -> None:
         bins = entry["calibration"]["reliability"]
         x, y = [b["mean_probability"] for b in bins], [b["fraction"] for b in bins]
         axis.plot(x, y, color=f"C{k}", label=f"{name} (ECE {entry['test']['ece']:.3f})")
-        # The area of a point is its bin's share of the traces.
+        # The area of a point is proportional to the number of traces in its bin.
         total = sum(b["count"] for b in bins)
         axis.scatter(x, y, s=[10 + 300 * b["count"] / total for b in bins], color=f"C{k}", alpha=0.6)
-    axis.set(xlabel="predicted probability", ylabel="share of hallucinations", title="Test part")
+    axis.set(xlabel="predicted probability", ylabel="share of hallucinations", title="Test split")
     axis.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
     axis.legend(loc="upper left")
 
 
 def _mean_curve(curves: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """The mean of y at each x in [0, 1]."""
+    """Return the mean curve, interpolated on a grid of x in [0, 1]."""
     x = np.linspace(0, 1, 201)
     return x, np.mean([np.interp(x, *curve) for curve in curves], axis=0)

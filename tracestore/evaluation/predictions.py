@@ -1,6 +1,5 @@
-"""predictions.csv: a hallucination score for each trace that was tested."""
+"""predictions.csv: the hallucination score of each tested trace."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +11,27 @@ from tracestore.store.format.labels import PREDICTION_COLUMNS
 
 
 def write_predictions(path: Path, runs: list[dict[str, Any]]) -> None:
-    """One row a tested trace and run, by seed and trace; after PREDICTION_COLUMNS one column a model, its
-    probability that the answer is a hallucination. `runs`: {"fold", "seed", "models"}, models
-    with their entries (the probe under its own name). fold is empty where there are none."""
+    """Write one row per run and tested trace, sorted by seed and trace.
+
+    PREDICTION_COLUMNS are followed by one column per model: its probability that the answer
+    is a hallucination.
+
+    Parameters
+    ----------
+    path : Path
+    runs : list of dict
+        Of each run: fold (None without folds, written as an empty field), seed, and models,
+        the results.json entries by name.
+    """
     names = list(runs[0]["models"]) if runs else []
-    write_rows(path, (*PREDICTION_COLUMNS, *names), _rows(runs, names))
-
-
-def _rows(runs: list[dict[str, Any]], names: list[str]) -> Iterator[tuple[Any, ...]]:
-    rows = []
+    rows: list[tuple[Any, ...]] = []
     for run in runs:
         scores = [run["models"][name]["test_scores"] for name in names]
-        probabilities = [probability(np.array(s["logit"])).tolist() for s in scores]
+        columns = [probability(np.array(s["logit"])).tolist() for s in scores]
+        traces = scores[0]
         fold = "" if run["fold"] is None else run["fold"]
-        for k, trace in enumerate(scores[0]["trace_index"]):
-            first = scores[0]
-            key = (first["question_id"][k], first["sample"][k], trace)
-            rows.append((*key, "test", fold, run["seed"], first["label"][k], *(p[k] for p in probabilities)))
+        for k, trace in enumerate(traces["trace_index"]):
+            key = (traces["question_id"][k], traces["sample"][k], trace)
+            rows.append((*key, "test", fold, run["seed"], traces["label"][k], *(column[k] for column in columns)))
     rows.sort(key=lambda row: (row[5], row[2]))
-    return iter(rows)
+    write_rows(path, (*PREDICTION_COLUMNS, *names), rows)

@@ -1,15 +1,12 @@
-"""The table and the page of a training run."""
+"""The summary table and report.html of a training run."""
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tracestore.evaluation.plots import PLOTS, write_plots
 from tracestore.page import html_table, inline_image, page
 from tracestore.store.io.fsio import atomic_write
-
-__all__ = ["PLOTS", "table", "write_page", "write_plots"]
 
 COLUMNS = ("auroc", "auprc", "brier", "ece", "accuracy", "precision", "recall", "f1")
 _TITLES = {"auroc": "AUROC", "auprc": "AUPRC", "brier": "Brier", "ece": "ECE", "f1": "F1"}
@@ -33,17 +30,17 @@ def _p(value: float | None) -> str:
     return "< 0.001" if value < 0.001 else f"{value:.3f}"
 
 
-def table(results: dict[str, Any]) -> str:
-    """The closing table: a row a model, the probe below, then a row a pair of them."""
+def format_table(results: dict[str, Any]) -> str:
+    """Return a text table with a row for each model, for the probe and for each compared pair."""
     pairs = results.get("comparisons") or []
     width = max([14, *(len(_pair_name(p)) for p in pairs)])
     rest = " ".join(f"{_TITLES.get(c, c):>9}" for c in COLUMNS[1:])
     lines = [f"{'model':{width}} {'n':>6} {'AUROC':>6} {'95 % interval':>16} {rest}"]
     for name, entry in _entries(results):
         test = entry["test"]
-        figures = " ".join(f"{test[c]:9.3f}" for c in COLUMNS[1:])
+        values = " ".join(f"{test[c]:9.3f}" for c in COLUMNS[1:])
         interval = _limits(test["auroc_interval"])
-        lines.append(f"{name:{width}} {test['num_traces']:6,} {test['auroc']:6.3f} {interval:>16} {figures}")
+        lines.append(f"{name:{width}} {test['num_traces']:6,} {test['auroc']:6.3f} {interval:>16} {values}")
     if pairs:
         lines.append(f"{'difference':{width}} {'':6} {'AUROC':>6} {'95 % interval':>16} {'p':>9} {'Holm':>9}  test")
     for pair in pairs:
@@ -59,14 +56,11 @@ def _limits(interval: Sequence[float] | None, sign: str = "") -> str:
 
 
 def _too_few(results: dict[str, Any]) -> list[str]:
-    """Why there are no intervals, each reason once."""
+    """Return the distinct reasons why there are no intervals."""
     return list(dict.fromkeys(e["test"]["too_few"] for _, e in _entries(results) if e["test"]["too_few"] is not None))
 
 
-# The page
-
-
-def _interval(value: float, interval: Sequence[float] | None, sign: str = "") -> str:
+def _format_interval(value: float, interval: Sequence[float] | None, sign: str = "") -> str:
     return f"{value:{sign}.3f}" + ("" if interval is None else f" ({_limits(interval, sign)})")
 
 
@@ -74,7 +68,7 @@ def _models(results: dict[str, Any]) -> str:
     rows = []
     for name, entry in _entries(results):
         test = entry["test"]
-        first = [_interval(test[c], test[f"{c}_interval"]) for c in ("auroc", "auprc")]
+        first = [_format_interval(test[c], test[f"{c}_interval"]) for c in ("auroc", "auprc")]
         rows.append([name, f"{test['num_traces']:,}", *first, *(f"{test[c]:.3f}" for c in COLUMNS[2:])])
     reasons = "".join(f"<p>{reason}</p>" for reason in _too_few(results))
     return reasons + html_table(
@@ -86,7 +80,7 @@ def _comparisons(results: dict[str, Any]) -> str:
     rows = [
         [
             _pair_name(p),
-            _interval(p["difference"], p["interval"], "+"),
+            _format_interval(p["difference"], p["interval"], "+"),
             _p(p["p"]),
             _p(p["p_holm"]),
             _METHODS.get(p["method"], "-"),
@@ -104,10 +98,10 @@ def _spread(results: dict[str, Any]) -> str:
     rows = []
     for name, entry in _entries(results):
         test = entry["test"]
-        sd = test["auroc_std_over_seeds"]
+        std = test["auroc_std_over_seeds"]
         values = ", ".join(f"{v:.3f}" for v in test["auroc_by_run"])
-        rows.append([name, values, "" if sd is None else f"{sd:.3f}", f"{test['auroc_out_of_fold']:.3f}"])
-    header = ["model", "AUROC of each run (folds, in each the seeds)", "sd over seeds", "out of fold, pooled"]
+        rows.append([name, values, "" if std is None else f"{std:.3f}", f"{test['auroc_out_of_fold']:.3f}"])
+    header = ["model", "AUROC of each run (by fold, then by seed)", "std over seeds", "out of fold, pooled"]
     return "<h2>Runs</h2>" + html_table(header, rows)
 
 
@@ -115,8 +109,8 @@ def _calibration(results: dict[str, Any]) -> str:
     rows = []
     for name, entry in _entries(results):
         c = entry["calibration"]
-        figures = (c["ece"], c["scaled"]["ece"], c["brier"], c["scaled"]["brier"], c["temperature"])
-        rows.append([name, *(f"{v:.3f}" for v in figures)])
+        values = (c["ece"], c["scaled"]["ece"], c["brier"], c["scaled"]["brier"], c["temperature"])
+        rows.append([name, *(f"{v:.3f}" for v in values)])
     header = ["model", "ECE", "ECE, scaled", "Brier", "Brier, scaled", "temperature"]
     return "<h2>Calibration</h2>" + html_table(header, rows)
 
@@ -136,7 +130,7 @@ def _groups(results: dict[str, Any]) -> str:
 
 
 def _layers(results: dict[str, Any]) -> str:
-    """Which layer knows: the probe of each alone."""
+    """Return the validation AUROC of the probe of each layer."""
     values = results.get("probe", {}).get("val_auroc_by_layer", [])
     if not values:
         return ""
@@ -146,25 +140,34 @@ def _layers(results: dict[str, Any]) -> str:
 
 def _counts(results: dict[str, Any]) -> str:
     rows = [
-        [k, part, c["hallucinated"], c["right"]]
-        for k, parts in enumerate(results["counts"])
-        for part, c in parts.items()
+        [k, name, c["hallucinated"], c["correct"]]
+        for k, splits in enumerate(results["counts"])
+        for name, c in splits.items()
     ]
-    return "<h2>Traces</h2>" + html_table(["fold", "part", "hallucinated", "right"], rows)
+    return "<h2>Traces</h2>" + html_table(["fold", "split", "hallucinated", "correct"], rows)
 
 
 def _events(results: dict[str, Any]) -> str:
     events = [(name, event) for name, entry in results["models"].items() for event in entry["oom_events"]]
     if not events:
-        return "<h2>Out of memory</h2><p>No event.</p>"
+        return "<h2>Out of memory</h2><p>No out-of-memory errors.</p>"
     columns = list(dict.fromkeys(key for _, event in events for key in event))
     rows = [[name, *(event.get(c, "") for c in columns)] for name, event in events]
     return "<h2>Out of memory</h2>" + html_table(["model", *(c.replace("_", " ") for c in columns)], rows)
 
 
 def write_page(results: dict[str, Any], plots: list[Path], path: Path) -> None:
-    """report.html: one file that needs no network and runs no script."""
-    parts = (
+    """Write report.html, one file without external resources and without scripts.
+
+    Parameters
+    ----------
+    results : dict
+        The content of results.json.
+    plots : list of Path
+        PNG files to embed.
+    path : Path
+    """
+    sections = (
         _models(results),
         _comparisons(results),
         _spread(results),
@@ -178,4 +181,4 @@ def write_page(results: dict[str, Any], plots: list[Path], path: Path) -> None:
         "<h2>Store</h2>" + html_table(["name", "value"], results["store"].items()),
     )
     with atomic_write(path) as file:
-        file.write(page("Training report", parts).encode("utf-8", "backslashreplace"))
+        file.write(page("Training report", sections).encode("utf-8", "backslashreplace"))

@@ -1,4 +1,4 @@
-"""Is one detector better than another? Tests on the same traces."""
+"""Significance tests of the difference between detectors on the same traces."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,23 +12,43 @@ from tracestore.evaluation.metrics import percentile_interval
 
 
 def _midranks(scores: np.ndarray) -> np.ndarray:
-    """(k, n) -> (k, n): the rank of each score in its row from 1 on, of equal ones their mean."""
+    """Return the rank of each score in its row, from 1; equal scores get their mean rank: (k, n) -> (k, n)."""
     ranks = np.empty(scores.shape)
     for row, out in zip(scores, ranks, strict=True):
-        _, place, counts = np.unique(row, return_inverse=True, return_counts=True)
-        out[:] = (np.cumsum(counts) - (counts - 1) / 2)[place]
+        _, inverse, counts = np.unique(row, return_inverse=True, return_counts=True)
+        out[:] = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
     return ranks
 
 
 def delong(y: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """AUROC (k,) of k sets of scores (k, n) on the same traces, and their covariance (k, k).
+    """Return the AUROC of several sets of scores of the same traces, and their covariance.
 
-    DeLong, DeLong and Clarke-Pearson 1988, eq. 5 and 6; by midranks, O(n log n), as Sun and
-    Xu 2014. Traces are taken as independent."""
+    Traces are assumed to be independent.
+
+    Parameters
+    ----------
+    y : np.ndarray
+        ``(n,)``, 0 or 1.
+    scores : np.ndarray
+        ``(k, n)``.
+
+    Returns
+    -------
+    auroc : np.ndarray
+        ``(k,)``.
+    covariance : np.ndarray
+        ``(k, k)``.
+
+    References
+    ----------
+    DeLong, DeLong and Clarke-Pearson 1988, "Comparing the Areas under Two or More Correlated
+    Receiver Operating Characteristic Curves", equations 5 and 6. Sun and Xu 2014, "Fast
+    Implementation of DeLong's Algorithm", for the midranks.
+    """
     positive, negative = scores[:, y == 1], scores[:, y == 0]
     m, n = positive.shape[1], negative.shape[1]
     among_all = _midranks(np.concatenate([positive, negative], axis=1))
-    # Structural components: of each positive the share of negatives below it, and so on.
+    # Structural components: for each positive the share of negatives below it, and vice versa.
     v10 = (among_all[:, :m] - _midranks(positive)) / n
     v01 = 1 - (among_all[:, m:] - _midranks(negative)) / m
     covariance = np.atleast_2d(np.cov(v10)) / m + np.atleast_2d(np.cov(v01)) / n
@@ -36,27 +56,36 @@ def delong(y: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def delong_p(y: np.ndarray, a: np.ndarray, b: np.ndarray) -> float:
-    """Two-sided p value of equal AUROC; NaN where a class has fewer than two traces."""
+    """Return the two-sided p value of equal AUROC by `delong`, NaN where a class has fewer than two traces."""
     if min((y == 1).sum(), (y == 0).sum()) < 2:
         return float("nan")
     aurocs, covariance = delong(y, np.stack([a, b]))
     difference = float(aurocs[0] - aurocs[1])
     variance = float(covariance[0, 0] + covariance[1, 1] - 2 * covariance[0, 1])
-    # Rounding leaves a variance of about 1e-17 where the two put all traces in one order.
+    # Where both order the traces alike, rounding leaves a variance of about 1e-17.
     if variance < 1e-14:
         return 1.0 if abs(difference) < 1e-12 else 0.0
     return math.erfc(abs(difference) / math.sqrt(2 * variance))
 
 
 def bootstrap_p(differences: np.ndarray) -> float:
-    """Two-sided p value of a difference of 0 from bootstrapped differences: twice the smaller
-    tail, the observed sample counted in (Davison and Hinkley 1997, 4.4.1)."""
+    """Return the two-sided p value of a zero difference: twice the smaller tail, counting the sample itself.
+
+    References
+    ----------
+    Davison and Hinkley 1997, "Bootstrap Methods and their Application", section 4.4.1.
+    """
     tail = min(int((differences <= 0).sum()), int((differences >= 0).sum()))
     return min(1.0, 2 * (tail + 1) / (len(differences) + 1))
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """p values adjusted for their number (Holm 1979)."""
+    """Return the p values adjusted for multiple tests.
+
+    References
+    ----------
+    Holm 1979, "A Simple Sequentially Rejective Multiple Test Procedure".
+    """
     order = np.argsort(p, kind="stable")
     factors = len(p) - np.arange(len(p))
     adjusted = np.empty(len(p))
@@ -65,22 +94,40 @@ def holm(p: Sequence[float]) -> list[float]:
 
 
 def _tested(runs: Sequence[RunScores]) -> dict[int, list[tuple[int, str, int]]]:
-    """Trace, question and label of each fold's test part."""
+    """Return trace, question and label of the test split of each fold."""
     return {
         run.fold: sorted(zip(run.trace.tolist(), run.question.tolist(), run.y.tolist(), strict=True)) for run in runs
     }
 
 
 def compare(models: Mapping[str, Sequence[RunScores]], seed: int) -> list[dict[str, Any]]:
-    """Every pair of models: the difference in AUROC (first - second), its interval and p value
-    from a bootstrap by question, DeLong's p value where it holds (one run, one trace a
-    question), and Holm's adjustment over the pairs of DeLong's where it holds, else of the
-    bootstrap's ("method"). Where too few questions were tested, none of these, and "too_few" says so.
-    ValueError where they were not tested on the same folds and labels."""
-    of = {name: BootstrapResampler(runs, seed) for name, runs in models.items()}
-    estimates = {name: float(a.estimate()[0]) for name, a in of.items()}
-    reasons = {name: a.too_few for name, a in of.items()}
-    draws = {name: a.draws()[:, 0] for name, a in of.items() if reasons[name] is None}
+    """Compare every pair of models.
+
+    Parameters
+    ----------
+    models : mapping
+        The runs of each model, by name.
+    seed : int
+        Seed of the bootstrap.
+
+    Returns
+    -------
+    list of dict
+        Of each pair: first, second, difference (of AUROC, first - second), interval and
+        bootstrap_p (from a bootstrap by question), delong_p (only for one run with one trace
+        per question), p (that of "method": delong where it applies, else bootstrap) and p_holm
+        (p adjusted for the number of pairs). Where too few questions were tested, interval,
+        method, p and p_holm are None, and too_few gives the reason.
+
+    Raises
+    ------
+    ValueError
+        The models were not tested on the same folds, traces and labels.
+    """
+    resamplers = {name: BootstrapResampler(runs, seed) for name, runs in models.items()}
+    estimates = {name: float(r.estimate()[0]) for name, r in resamplers.items()}
+    reasons = {name: r.too_few for name, r in resamplers.items()}
+    draws = {name: r.draws()[:, 0] for name, r in resamplers.items() if reasons[name] is None}
     pairs: list[dict[str, Any]] = []
     for a, b in combinations(models, 2):
         if _tested(models[a]) != _tested(models[b]):
@@ -91,7 +138,7 @@ def compare(models: Mapping[str, Sequence[RunScores]], seed: int) -> list[dict[s
             pairs.append(pair)
             continue
         one_run = len(models[a]) == len(models[b]) == 1
-        independent = one_run and of[a].num_questions == len(of[a].trace)
+        independent = one_run and resamplers[a].num_questions == len(resamplers[a].trace)
         differences = draws[a] - draws[b]
         p = {"bootstrap_p": bootstrap_p(differences)}
         if independent:

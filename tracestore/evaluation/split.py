@@ -1,4 +1,4 @@
-"""Train, validation and test parts: by question, stratified, a pure function."""
+"""Train, validation and test splits: by question, stratified by class, a pure function of the data."""
 
 import hashlib
 from collections.abc import Sequence
@@ -10,14 +10,22 @@ from tracestore.errors import TrainingError
 from tracestore.store.read.store import TraceStore
 
 FRACTIONS = {"train": 0.70, "val": 0.15, "test": 0.15}
-PARTS = tuple(FRACTIONS)
-# Of the questions outside a fold's test part, one in this many validates.
-VALIDATION_SHARE = 6
+SPLITS = tuple(FRACTIONS)
+# Outside the test split of a fold, one in this many questions is used for validation.
+_VALIDATION_BINS = 6
 
 
 @dataclass(frozen=True)
 class Split:
-    """Store indices of each part, and the question ids they belong to."""
+    """A division of the labeled traces into train, validation and test split.
+
+    Parameters
+    ----------
+    indices : dict of np.ndarray
+        Store indices, int64, of each name in `SPLITS`.
+    question_ids : dict of list of str
+        Question ids of each name in `SPLITS`.
+    """
 
     indices: dict[str, np.ndarray]
     question_ids: dict[str, list[str]]
@@ -28,71 +36,104 @@ def _digest(seed: object, key: str) -> bytes:
 
 
 def split_keys(keys: Sequence[str], labels: Sequence[float], seed: int) -> dict[str, str]:
-    """Assigns each distinct key (a question, or a group of questions) to a part.
+    """Assign each distinct key to a split.
 
-    Keys are ranked, within each class, by a digest of (seed, key); the first 70 % train,
-    the next 15 % validate, the rest test. A key's class is that of most of its traces.
-    The order of the arguments does not matter."""
+    Keys are ranked within each class by a digest of (seed, key). The first 70 % train, the
+    next 15 % validate, the rest tests. The class of a key is that of the majority of its
+    traces. The order of the arguments does not matter.
+
+    Parameters
+    ----------
+    keys : sequence of str
+        For each trace its question, or its group of questions.
+    labels : sequence of float
+        For each trace.
+    seed : int
+
+    Returns
+    -------
+    dict
+        Name of the split for each key.
+    """
     votes: dict[str, list[float]] = {}
     for key, label in zip(keys, labels, strict=True):
         votes.setdefault(key, []).append(label)
     classes: dict[bool, list[str]] = {False: [], True: []}
     for key, labels_of_key in votes.items():
         classes[float(np.mean(labels_of_key)) >= 0.5].append(key)
-    part_of = {}
+    split_of = {}
     for members in classes.values():
         members.sort(key=lambda key: _digest(seed, key))
         n = len(members)
-        # Small classes give one key to each part before the fractions count.
+        # A small class gives one key to each split before the fractions apply.
         num_test = max(1, round(FRACTIONS["test"] * n)) if n >= 3 else 0
         num_val = max(1, round(FRACTIONS["val"] * n)) if n >= 3 else 0
         bounds = {"train": n - num_val - num_test, "val": n - num_test, "test": n}
         for position, key in enumerate(members):
-            part_of[key] = next(part for part in PARTS if position < bounds[part])
-    return part_of
+            split_of[key] = next(name for name in SPLITS if position < bounds[name])
+    return split_of
 
 
-def deal(sizes: dict[str, tuple[int, int]], num_hands: int, seed: object) -> dict[str, int]:
-    """Deals keys with (right, hallucinated) traces into hands of as equal classes as can be.
+def assign_balanced(counts: dict[str, tuple[int, int]], num_bins: int, seed: object) -> dict[str, int]:
+    """Assign keys to bins such that the bins have similar class counts.
 
-    Larger keys first, equal ones by a digest of (seed, key); each goes where it adds least to
-    the sum over classes of squared shares. The order of `sizes` does not matter."""
-    totals = [max(1, sum(size[c] for size in sizes.values())) for c in (0, 1)]
-    hands = [[0, 0] for _ in range(num_hands)]
-    dealt = {}
-    for key in sorted(sizes, key=lambda key: (-sum(sizes[key]), _digest(seed, key))):
-        size = sizes[key]
+    Larger keys are assigned first, equal ones in the order of a digest of (seed, key). Each
+    goes to the bin where it increases the sum over classes of squared shares the least. The
+    order of `counts` does not matter.
 
-        def added(hand: int) -> float:
-            return sum(size[c] * (2 * hands[hand][c] + size[c]) / totals[c] ** 2 for c in (0, 1))
+    Parameters
+    ----------
+    counts : dict
+        Number of (correct, hallucinated) traces of each key.
+    num_bins : int
+    seed : object
+        Any value with a stable string.
 
-        best = min(range(num_hands), key=added)
-        dealt[key] = best
-        hands[best] = [hands[best][c] + size[c] for c in (0, 1)]
-    return dealt
+    Returns
+    -------
+    dict
+        Bin of each key, from 0.
+    """
+    totals = [max(1, sum(count[c] for count in counts.values())) for c in (0, 1)]
+    bins = [[0, 0] for _ in range(num_bins)]
+    assigned = {}
+    for key in sorted(counts, key=lambda key: (-sum(counts[key]), _digest(seed, key))):
+        count = counts[key]
+
+        def increase(b: int) -> float:
+            return sum(count[c] * (2 * bins[b][c] + count[c]) / totals[c] ** 2 for c in (0, 1))
+
+        best = min(range(num_bins), key=increase)
+        assigned[key] = best
+        bins[best] = [bins[best][c] + count[c] for c in (0, 1)]
+    return assigned
 
 
 def fold_keys(keys: Sequence[str], labels: Sequence[float], num_folds: int, seed: int) -> list[dict[str, str]]:
-    """For each fold the part of each distinct key. Every key is in the test part of exactly
-    one fold; of the others one in VALIDATION_SHARE validates. Both are stratified by the
-    classes of a key's traces; a pure function of keys, labels and seed."""
-    counts: dict[str, list[int]] = {}
+    """Return for each fold the split of each distinct key.
+
+    Every key is tested in exactly one fold; one in six of the others validates. Both are
+    stratified by class. A pure function of keys, labels and seed; see `split_keys`.
+    """
+    classes: dict[str, list[int]] = {}
     for key, label in zip(keys, labels, strict=True):
-        counts.setdefault(key, [0, 0])[int(label >= 0.5)] += 1
-    sizes = {key: (n[0], n[1]) for key, n in counts.items()}
-    fold_of = deal(sizes, num_folds, seed)
+        classes.setdefault(key, [0, 0])[int(label >= 0.5)] += 1
+    counts = {key: (n[0], n[1]) for key, n in classes.items()}
+    fold_of = assign_balanced(counts, num_folds, seed)
     folds = []
     for fold in range(num_folds):
-        rest = {key: size for key, size in sizes.items() if fold_of[key] != fold}
-        hands = deal(rest, VALIDATION_SHARE, f"{seed}/{fold}")
-        folds.append({key: "test" if key not in rest else "train" if hands[key] else "val" for key in sizes})
+        rest = {key: count for key, count in counts.items() if fold_of[key] != fold}
+        bins = assign_balanced(rest, _VALIDATION_BINS, f"{seed}/{fold}")
+        folds.append({key: "test" if key not in rest else "train" if bins[key] else "val" for key in counts})
     return folds
 
 
 def question_keys(questions: Sequence[str], groups: Sequence[str]) -> list[str]:
-    """What is kept in one part, for each trace: its question, or its group where it has one;
-    a question whose samples name several groups joins them (the first name in order stands
-    for all)."""
+    """Return the key of each trace: traces with the same key belong into the same split.
+
+    The key is the question, or its group where it has one. A question whose samples name
+    several groups joins these groups under the first name in sorted order.
+    """
     leader: dict[str, str] = {}
 
     def find(group: str) -> str:
@@ -114,84 +155,103 @@ def question_keys(questions: Sequence[str], groups: Sequence[str]) -> list[str]:
 
 
 def make_split(store: TraceStore, targets: np.ndarray, seed: int) -> Split:
-    """Splits the traces that have a label. Questions with a group are kept together by it.
-    TrainingError where there is nothing to learn from."""
-    labelled, questions, keys = _labelled(store, targets)
-    return _split_of(labelled, questions, keys, split_keys(keys, targets[labelled].tolist(), seed), targets)
+    """Split the labeled traces of a store. Questions of a group stay together.
+
+    Raises
+    ------
+    TrainingError
+        No trace is labeled, or a split lacks a class.
+    """
+    labeled, questions, keys = _labeled(store, targets)
+    return _build_split(labeled, questions, keys, split_keys(keys, targets[labeled].tolist(), seed), targets)
 
 
 def make_folds(store: TraceStore, targets: np.ndarray, num_folds: int, seed: int) -> list[Split]:
-    """Splits for cross-validation: each labelled trace is in exactly one fold's test part."""
-    labelled, questions, keys = _labelled(store, targets)
-    folds = fold_keys(keys, targets[labelled].tolist(), num_folds, seed)
-    return [_split_of(labelled, questions, keys, part_of, targets, f"fold {k}: ") for k, part_of in enumerate(folds)]
+    """Return the splits for cross-validation: each labeled trace is tested in exactly one fold.
+
+    Raises
+    ------
+    TrainingError
+        No trace is labeled, or a split of a fold lacks a class.
+    """
+    labeled, questions, keys = _labeled(store, targets)
+    folds = fold_keys(keys, targets[labeled].tolist(), num_folds, seed)
+    return [
+        _build_split(labeled, questions, keys, split_of, targets, f"fold {k}: ") for k, split_of in enumerate(folds)
+    ]
 
 
-def _labelled(store: TraceStore, targets: np.ndarray) -> tuple[np.ndarray, list[str], list[str]]:
-    """Indices, question ids and keys of the traces that have a label."""
-    labelled = np.flatnonzero(~np.isnan(targets))
-    if len(labelled) == 0:
+def _labeled(store: TraceStore, targets: np.ndarray) -> tuple[np.ndarray, list[str], list[str]]:
+    """Return indices, question ids and keys of the labeled traces."""
+    labeled = np.flatnonzero(~np.isnan(targets))
+    if len(labeled) == 0:
         raise TrainingError(
             f"{store.path}: none of {len(store)} traces has a score or a label, and a missing score is never a label; "
             f"add them: tracestore score {store.path} --scores scores.csv"
         )
-    questions = store.question_ids.at(labelled)
-    return labelled, questions, question_keys(questions, [store.group(int(k)) for k in labelled])
+    questions = store.question_ids.at(labeled)
+    return labeled, questions, question_keys(questions, [store.group(int(k)) for k in labeled])
 
 
-def _split_of(
-    labelled: np.ndarray,
+def _build_split(
+    labeled: np.ndarray,
     questions: list[str],
     keys: list[str],
-    part_of: dict[str, str],
+    split_of: dict[str, str],
     targets: np.ndarray,
-    where: str = "",
+    prefix: str = "",
 ) -> Split:
-    parts = np.array([PARTS.index(part_of[key]) for key in keys])
-    indices = {part: labelled[parts == k].astype(np.int64) for k, part in enumerate(PARTS)}
+    number = np.array([SPLITS.index(split_of[key]) for key in keys])
+    indices = {name: labeled[number == k].astype(np.int64) for k, name in enumerate(SPLITS)}
     ids = {
-        part: list(dict.fromkeys(question for question, p in zip(questions, parts, strict=True) if p == k))
-        for k, part in enumerate(PARTS)
+        name: list(dict.fromkeys(question for question, n in zip(questions, number, strict=True) if n == k))
+        for k, name in enumerate(SPLITS)
     }
     split = Split(indices, ids)
-    check_split(split, targets, where)
+    _check_split(split, targets, prefix)
     return split
 
 
 def split_from_ids(store: TraceStore, targets: np.ndarray, question_ids: dict[str, list[str]]) -> Split:
-    """The split of an earlier run again. TrainingError where a question is not in the store."""
-    wanted = {question: part for part, ids in question_ids.items() for question in ids}
-    indices: dict[str, list[int]] = {part: [] for part in PARTS}
-    seen = set()
+    """Rebuild the split of an earlier run from its question ids.
+
+    Raises
+    ------
+    TrainingError
+        A question is not in the store, or a split lacks a class.
+    """
+    split_of = {question: name for name, ids in question_ids.items() for question in ids}
+    indices: dict[str, list[int]] = {name: [] for name in SPLITS}
+    found = set()
     for index in np.flatnonzero(~np.isnan(targets)):
         question = store.question_ids[int(index)]
-        if question in wanted:
-            indices[wanted[question]].append(int(index))
-            seen.add(question)
-    missing = set(wanted) - seen
+        if question in split_of:
+            indices[split_of[question]].append(int(index))
+            found.add(question)
+    missing = set(split_of) - found
     if missing:
         raise TrainingError(
             f"{len(missing)} questions of split.json are not in {store.path}, first {sorted(missing)[0]!r}"
         )
-    split = Split({p: np.array(v, np.int64) for p, v in indices.items()}, question_ids)
-    check_split(split, targets)
+    split = Split({name: np.array(values, np.int64) for name, values in indices.items()}, question_ids)
+    _check_split(split, targets)
     return split
 
 
 def class_counts(split: Split, targets: np.ndarray) -> dict[str, tuple[int, int]]:
-    """Hallucinated and right traces of each part."""
+    """Return the numbers of hallucinated and correct traces of each split."""
     counts = {}
-    for part, indices in split.indices.items():
+    for name, indices in split.indices.items():
         positive = int((targets[indices] >= 0.5).sum())
-        counts[part] = (positive, len(indices) - positive)
+        counts[name] = (positive, len(indices) - positive)
     return counts
 
 
-def check_split(split: Split, targets: np.ndarray, where: str = "") -> None:
-    """TrainingError, with counts, unless every part has both classes."""
+def _check_split(split: Split, targets: np.ndarray, prefix: str = "") -> None:
+    """Raise TrainingError, with the counts, unless every split has both classes."""
     counts = class_counts(split, targets)
     if any(0 in pair for pair in counts.values()):
-        listing = ", ".join(f"{part}: {p} hallucinated and {n} right" for part, (p, n) in counts.items())
+        listing = ", ".join(f"{name}: {p} hallucinated and {n} correct" for name, (p, n) in counts.items())
         raise TrainingError(
-            f"{where}every part needs traces of both classes, found {listing}; add traces or change --score-threshold"
+            f"{prefix}every split needs traces of both classes, found {listing}; add traces or change --score-threshold"
         )

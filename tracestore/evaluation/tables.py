@@ -1,4 +1,4 @@
-"""CSV files: written row by row, in place whole or not at all."""
+"""CSV files that are replaced atomically."""
 
 import csv
 import io
@@ -10,9 +10,18 @@ from tracestore.store.io import fsio
 
 
 def write_rows(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """RFC 4180: UTF-8, CRLF, quotes where they are needed, floats with all their digits. What
-    UTF-8 cannot hold (lone surrogates) is written as an escape. The file gets its name
-    when all rows are on disk; a failure leaves what was there before."""
+    """Write a CSV file as RFC 4180 describes it, with floats in full precision.
+
+    The encoding is UTF-8; lone surrogates are escaped. The file gets its name when all rows
+    are on disk; on a failure an existing file stays.
+
+    Parameters
+    ----------
+    path : Path
+    header : sequence of str
+    rows : iterable of sequence
+        Consumed while the file is written.
+    """
     with fsio.atomic_write(path) as file:
         text = io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", newline="")
         writer = csv.writer(text)

@@ -10,7 +10,7 @@ from tracestore.detectors.registry import DETECTORS
 from tracestore.errors import UsageError
 from tracestore.evaluation.evaluate import RunScores, evaluate_runs
 from tracestore.evaluation.metrics import auroc
-from tracestore.evaluation.split import PARTS, Split, split_from_ids
+from tracestore.evaluation.split import SPLITS, Split, split_from_ids
 from tracestore.store.io.fsio import read_json
 from tracestore.store.read.store import TraceStore
 from tracestore.train.checkpoint import CHECKPOINTS
@@ -78,7 +78,7 @@ def read_splits(path: Path, store: TraceStore, targets: np.ndarray, num_folds: i
     try:
         saved = read_json(path)
         folds = [saved] if num_folds is None else list(saved)
-        if not all(set(fold) == set(PARTS) and all(map(_are_texts, fold.values())) for fold in folds):
+        if not all(set(fold) == set(SPLITS) and all(map(_are_texts, fold.values())) for fold in folds):
             raise ValueError
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None

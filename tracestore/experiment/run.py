@@ -16,10 +16,11 @@ from tracestore.data.batch_format import EdgeOptions
 from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.registry import DETECTORS
 from tracestore.errors import MissingFieldError, TrainingError, UsageError
-from tracestore.evaluation import report
 from tracestore.evaluation.evaluate import RunScores
+from tracestore.evaluation.plots import write_plots
 from tracestore.evaluation.predictions import write_predictions
 from tracestore.evaluation.probe import run_probe
+from tracestore.evaluation.report import write_page
 from tracestore.evaluation.significance import compare
 from tracestore.evaluation.split import Split, class_counts, make_folds, make_split
 from tracestore.experiment.folds import (
@@ -180,7 +181,7 @@ def _run_jobs(
         },
         "split": split.question_ids if num_folds is None else None,
         "counts": [
-            {p: {"hallucinated": h, "right": r} for p, (h, r) in class_counts(s, targets).items()} for s in splits
+            {p: {"hallucinated": h, "correct": c} for p, (h, c) in class_counts(s, targets).items()} for s in splits
         ],
         "store": store.info(),
     }
@@ -247,8 +248,8 @@ def _run_jobs(
     write_json(folder / RESULTS_FILE, console.nan_to_none(results))
     tested = [{**run, "models": run["models"] | ({PROBE: probes[run["fold"]]} if probes else {})} for run in runs]
     write_predictions(folder / "predictions.csv", tested)
-    plots = report.write_plots(results, folder)
-    report.write_page(results, plots, folder / "report.html")
+    plots = write_plots(results, folder)
+    write_page(results, plots, folder / "report.html")
     return results
 
 

@@ -25,9 +25,9 @@ from tracestore.errors import (
     UsageError,
     escape_unprintable,
 )
-from tracestore.evaluation.evaluate import evaluate_part
+from tracestore.evaluation.evaluate import evaluate_split
 from tracestore.evaluation.metrics import auroc, fit_temperature, youden_threshold
-from tracestore.evaluation.split import PARTS, Split
+from tracestore.evaluation.split import SPLITS, Split
 from tracestore.oom.errors import is_out_of_memory
 from tracestore.oom.guard import OOMGuard
 from tracestore.oom.micro_batch import MicroBatchPolicy
@@ -207,8 +207,8 @@ class Trainer:
     def _identity(self) -> dict[str, Any]:
         """What a resumed run must share with the one it continues."""
         digest = hashlib.blake2b(digest_size=16)
-        for part in PARTS:
-            digest.update(self.split.indices[part].tobytes() + self.targets[self.split.indices[part]].tobytes())
+        for name in SPLITS:
+            digest.update(self.split.indices[name].tobytes() + self.targets[self.split.indices[name]].tobytes())
         model = {f"model_{k}": v for k, v in asdict(self.model_config).items()}
         return self.config.identity() | {"split_and_labels": digest.hexdigest()} | model
 
@@ -333,7 +333,7 @@ class Trainer:
 
     def _result(self, progress: Progress, best: dict[str, Any], scores: SplitScores) -> dict[str, Any]:
         return {
-            **evaluate_part(
+            **evaluate_split(
                 self.store,
                 self.split.indices["test"],
                 scores.y,

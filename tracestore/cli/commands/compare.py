@@ -22,13 +22,13 @@ def run(args: argparse.Namespace, output: Output) -> int:
     if len(folders) < 2:
         raise UsageError("give the folders of at least two runs")
     # Imported here: wrong usage answers at once.
-    from tracestore.evaluation import report
+    from tracestore.evaluation.report import format_table
     from tracestore.experiment.compare_runs import compare_runs
 
     document = compare_runs(folders)
     for name, found in document.items():
         count = found.pop("num_runs")
         output.info(f"{name}, {count} {'run' if count == 1 else 'runs'} each")
-        output.info(report.table(found) + "\n")
+        output.info(format_table(found) + "\n")
     output.print_json(document)
     return 0

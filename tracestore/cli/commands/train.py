@@ -65,7 +65,8 @@ def run(args: argparse.Namespace, output: Output) -> int:
     names, resume_command = _chosen_models(args), _resume_command(args.prog, args.words)
     require("train")  # the plots come last: no library may be missing only then
     # Imported here: wrong usage answers at once, and torch takes seconds.
-    from tracestore.evaluation import report
+    from tracestore.evaluation.plots import PLOTS
+    from tracestore.evaluation.report import format_table
     from tracestore.experiment.run import run_experiment
     from tracestore.train.config import TrainConfig
     from tracestore.train.devices import pick_device, torch_threads
@@ -115,8 +116,8 @@ def run(args: argparse.Namespace, output: Output) -> int:
         raise RankFailedError(f"{error}; continue with: {resume_command}") from None
     if not ranks.is_rank_zero:
         return 0
-    output.info("\n" + report.table(results) + "\n")
-    for name in ("results.json", "predictions.csv", *report.PLOTS, "report.html"):
+    output.info("\n" + format_table(results) + "\n")
+    for name in ("results.json", "predictions.csv", *PLOTS, "report.html"):
         output.info(str(args.output_dir / name))
     output.print_json(results)
     return 0

@@ -9,7 +9,7 @@ DIRECTIONS = (CORRECT, HALLUCINATION)
 SCORE_COLUMNS = {CORRECT: "score", HALLUCINATION: "hallucination_score"}
 DEFAULT_THRESHOLD = 0.5
 # The first columns of predictions.csv of a training, whose label is 1 for a hallucination.
-PREDICTION_COLUMNS = ("question_id", "sample", "trace_index", "part", "fold", "seed", "label")
+PREDICTION_COLUMNS = ("question_id", "sample", "trace_index", "split", "fold", "seed", "label")
 
 
 def derive(scores: np.ndarray, labels: np.ndarray, threshold: float, direction: str) -> np.ndarray:
