@@ -124,7 +124,7 @@ def wrong_usage(tmp_path, folder):
     no_column = write_scores(tmp_path / "no_column.csv", {"q0": 1}, "rating")
     return [
         ([tmp_path / "nowhere", dst], 2, "no such file"),
-        ([empty, dst], 2, "no file of traces"),
+        ([empty, dst], 2, "no trace file"),
         ([folder, tmp_path / "occupied"], 2, "not empty"),
         ([folder, tmp_path / "no" / "parent" / "s.zarr"], 2, "does not exist"),
         ([folder, dst, "--scores", tmp_path / "none.csv"], 2, "no such scores file"),

@@ -13,7 +13,7 @@ from tracestore.store.write.record import TraceRecord
 
 # gzip in small pieces: files of kilobytes then cross their borders as large files do, and the
 # sanitizer has no megabytes to clear for each file.
-byte_source._PIECE_BYTES = 1 << 10
+byte_source._CHUNK_BYTES = 1 << 10
 
 
 def _touch(record: TraceRecord) -> None:

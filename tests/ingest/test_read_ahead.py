@@ -123,10 +123,10 @@ def test_what_is_written_ahead_takes_no_room(tmp_path):
     for k, stream in enumerate(streams_of(sources, tmp_path)):
         assert not (tmp_path / "ahead" / f"{k - 1:08d}").exists()
         if k == 1:  # the first may have to wait for its turn, where those behind it were faster
-            wait_until(lambda s=stream: s._ended)
-            assert 0 < stream._room._held < 100_000 < sum(t.num_bytes for t in stream._waiting)
+            wait_until(lambda s=stream: s._is_ended)
+            assert 0 < stream._gate.used_bytes < 100_000 < sum(t.num_bytes for t in stream._waiting)
         ids += [trace.record.question_id for trace in stream]
-    assert ids == expected and stream._room._held == 0
+    assert ids == expected and stream._gate.used_bytes == 0
     assert not (tmp_path / "ahead").exists() and open_files(tmp_path) == []
 
 
@@ -183,14 +183,14 @@ def test_a_blocked_reader_begins_to_write_when_it_may(tmp_path, monkeypatch):
             second = next(
                 o
                 for o in gc.get_objects()
-                if isinstance(o, SourceStream) and o is not stream and o._room is stream._room
+                if isinstance(o, SourceStream) and o is not stream and o._gate is stream._gate
             )
-            wait_until(lambda: second._room.num_reading == 0)
-            assert not second._is_writing and not second._ended
+            wait_until(lambda: second._gate.num_reading == 0)
+            assert not second._is_writing and not second._is_ended
             may = True
             with second._changed:
                 second._changed.notify_all()
-            wait_until(lambda: second._ended)
+            wait_until(lambda: second._is_ended)
             assert second._is_writing and len(second._waiting) == 8
         ids += [trace.record.question_id for trace in stream]
     assert ids == expected
@@ -205,7 +205,7 @@ def test_a_trace_put_while_its_source_is_cancelled_leaves_no_room_taken(tmp_path
             next(iter(stream))  # the rest is left
             continue
         assert len(list(stream)) == 8
-    assert stream._room._held == stream._room.reserved_on_disk == stream._room.num_reading == 0
+    assert stream._gate.used_bytes == stream._gate.reserved_on_disk == stream._gate.num_reading == 0
 
 
 def test_who_waits_for_room_ends_when_nobody_tells_it(tmp_path, monkeypatch):
@@ -214,10 +214,10 @@ def test_who_waits_for_room_ends_when_nobody_tells_it(tmp_path, monkeypatch):
     monkeypatch.setattr(SegmentPredictor, "begins_segment", lambda *_: False)
     streams = streams_of(sources, tmp_path, max_waiting=0)
     stream = next(streams)
-    wait_until(lambda: stream._room.num_reading == 0)
+    wait_until(lambda: stream._gate.num_reading == 0)
     monkeypatch.setattr(SourceStream, "cancel", lambda self: None)
     streams.close()
-    assert stream._room.num_reading == 0 and not (tmp_path / "ahead").exists()
+    assert stream._gate.num_reading == 0 and not (tmp_path / "ahead").exists()
 
 
 @pytest.mark.parametrize("suffix", [".pkl", ".pkl.gz"])

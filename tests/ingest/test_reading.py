@@ -31,11 +31,11 @@ def test_all_come_in_order_and_no_more_wait_than_there_is_room_for(sources, work
     for stream in read_sources(sources, options, workers=workers, is_known=lambda *_: False, on_wait=lambda: None):
         for trace in stream:
             ids.append(trace.record.question_id)
-            most = max(most, stream._room._held)
+            most = max(most, stream._gate.used_bytes)
     assert ids == [f"q{k}" for k in range(NUM_FILES * TRACES_A_FILE)]
     # The source whose turn it is may always have one trace there.
     assert most <= options.max_waiting + largest
-    assert stream._room._held == 0
+    assert stream._gate.used_bytes == 0
 
 
 def test_a_packed_trace_keeps_nothing_of_its_source(sources):
@@ -51,7 +51,7 @@ def test_a_packed_trace_keeps_nothing_of_its_source(sources):
 
 @pytest.mark.parametrize("share_ahead", [0, 0.5, 1])
 def test_pieces_are_the_same_whether_they_are_inflated_ahead_or_not(tmp_path, monkeypatch, share_ahead):
-    monkeypatch.setattr(byte_source, "_PIECE_BYTES", 1 << 10)
+    monkeypatch.setattr(byte_source, "_CHUNK_BYTES", 1 << 10)
     data = random.Random(0).randbytes(100_000)
     packed = gzip.compress(data[:60_000]) + gzip.compress(data[60_000:])
 
@@ -83,6 +83,6 @@ def test_who_waits_for_room_leaves_a_processor_to_inflating(tmp_path, monkeypatc
     ids = []
     for stream in read_sources(found, options, workers=3, is_known=lambda *_: False, on_wait=lambda: None):
         ids += [trace.record.question_id for trace in stream]
-        assert 0 <= stream._room.num_reading <= 3
+        assert 0 <= stream._gate.num_reading <= 3
     assert ids == [f"q{k}" for k in range(NUM_FILES * TRACES_A_FILE)]
-    assert stream._room.num_reading == 0
+    assert stream._gate.num_reading == 0

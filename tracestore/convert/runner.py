@@ -13,8 +13,9 @@ from typing import Any
 from tracestore import process
 from tracestore.console import Output, Progress, format_size
 from tracestore.errors import InvalidInputError, TruncatedFileError, UsageError
+from tracestore.ingest.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.cluster import ClusterStream, read_sources_on_cluster
-from tracestore.ingest.reading import TRUNCATED_WHILE_READING, AheadOptions, PackOptions, SourceStream, read_sources
+from tracestore.ingest.reading import AheadOptions, PackOptions, SourceStream, read_sources
 from tracestore.ingest.scores import Scores, read_scores
 from tracestore.ingest.sources import find_scores, find_sources, fingerprint
 from tracestore.store.format import paths
@@ -215,7 +216,7 @@ class Conversion:
                 for packed in stream:
                     score, group = math.nan, ""
                     if self.scores is not None:
-                        score, group = self.scores.of(packed.record.question_id, packed.record.sample)
+                        score, group = self.scores.lookup(packed.record.question_id, packed.record.sample)
                     nonfinite += packed.num_nonfinite > 0
                     self._check_interrupt()
                     if writer.append_packed(packed, score=score, group=group):
@@ -224,7 +225,7 @@ class Conversion:
                         duplicates += 1
                     progress.update(lambda s: self._line(s, summary.num_traces_read + added, summary.bytes_in))
                 writer.flush_source()
-                if not identity.is_of(stream.source.path):
+                if not identity.matches(stream.source.path):
                     raise InvalidInputError("another program wrote to it while it was read", source=name)
             except BaseException as error:
                 writer.abort_source()
@@ -259,7 +260,7 @@ class Conversion:
         columns = writer.read_columns()
         updates = {}
         for index in [int(k) for k in range(len(columns)) if math.isnan(columns.scores[k])]:
-            score, group = self.scores.of(writer.index.question_id(index), writer.index.row(index).sample)
+            score, group = self.scores.lookup(writer.index.question_id(index), writer.index.row(index).sample)
             if not math.isnan(score):
                 updates[index] = (score, math.nan, group or None)
         writer.update_values(updates)

@@ -1,4 +1,4 @@
-"""Bytes of an input file: mapped, or inflated piece by piece."""
+"""Read the bytes of an input file: mapped, or inflated chunk by chunk."""
 
 import os
 import stat
@@ -16,21 +16,24 @@ from tracestore._core.pickle import ChunkReader
 from tracestore.errors import InvalidInputError
 from tracestore.store.io.scratch import Scratch
 
-# Inflated size against compressed size: real traces reach 2 to 5.
+TRUNCATED_WHILE_READING = "another program truncated the file while it was read"
+# Inflated size over compressed size; real traces reach 2 to 5.
 MAX_INFLATE_RATIO = 200
 INFLATE_ALLOWANCE_BYTES = 64 << 20
 MAX_INFLATED_BYTES = 1 << 40
 MAX_INFLATED_PAYLOAD_BYTES = 1 << 30
-# What one trace may hold in memory; the rest of it goes through files.
+# Memory for one trace; the rest of it goes through files.
 MAX_INFLATED_MEMORY_BYTES = 32 << 20
-_PIECE_BYTES = 2 << 20
-_PIECES_AHEAD = 3
+_CHUNK_BYTES = 2 << 20
+_CHUNKS_AHEAD = 3
 
 
 class GzipChunks:
-    """The inflated bytes of a gzip file, piece by piece, against a ratio and a cap: some pieces
-    ahead, from a thread of its own, while `is_ahead()`; else when they are asked for, which
-    takes less of the processors where all of them are busy."""
+    """Inflate a gzip file chunk by chunk, with a limit on ratio and size.
+
+    While `is_ahead()` is true, a thread inflates some chunks ahead. Otherwise each chunk is
+    inflated on request, which costs less processor time when all processors are busy.
+    """
 
     def __init__(self, path: Path, is_ahead: Callable[[], bool] = lambda: True) -> None:
         self.disk_bytes = os.stat(path).st_size
@@ -38,29 +41,29 @@ class GzipChunks:
         self._limit = min(MAX_INFLATED_BYTES, self.disk_bytes * MAX_INFLATE_RATIO + INFLATE_ALLOWANCE_BYTES)
         self._file = igzip.open(path, "rb")
         self._is_ahead = is_ahead
-        # Not isal's own thread, which copies each piece once more on its way.
+        # isal's own thread would copy each chunk once more.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tracestore-inflate")
         self._ahead: deque[Future[bytes]] = deque()
 
     def __call__(self) -> bytes:
-        """The next piece; b"" at the end, where the checksums have been compared."""
-        while len(self._ahead) < _PIECES_AHEAD and self._is_ahead():
-            self._ahead.append(self._pool.submit(self._file.read, _PIECE_BYTES))
+        """Return the next chunk; b"" at the end, after the checksums have been compared."""
+        while len(self._ahead) < _CHUNKS_AHEAD and self._is_ahead():
+            self._ahead.append(self._pool.submit(self._file.read, _CHUNK_BYTES))
         try:
-            piece = self._ahead.popleft().result() if self._ahead else self._file.read(_PIECE_BYTES)
+            chunk = self._ahead.popleft().result() if self._ahead else self._file.read(_CHUNK_BYTES)
         except EOFError:
             raise InvalidInputError("truncated: the gzip stream ends early") from None
         except (zlib.error, IsalError, OSError, ValueError) as error:  # type: ignore[misc]
             raise InvalidInputError(f"damaged gzip: {error or type(error).__name__}") from None
-        self.inflated_bytes += len(piece)
+        self.inflated_bytes += len(chunk)
         if self.inflated_bytes > self._limit:
             raise InvalidInputError(
-                f"inflates to more than {self._limit:,} bytes, over {MAX_INFLATE_RATIO} times its size: not a file of traces"
+                f"inflates to more than {self._limit:,} bytes, over {MAX_INFLATE_RATIO} times its size: not a trace file"
             )
-        return piece
+        return chunk
 
     def reader(self, scratch: Scratch) -> ChunkReader:
-        """Reads values from the pieces; large traces go through `scratch`."""
+        """Return a reader of values in the chunks; large traces go through `scratch`."""
         return ChunkReader(
             self,
             scratch.new_file,
@@ -70,12 +73,13 @@ class GzipChunks:
         )
 
     def close(self) -> None:
+        """End the thread and close the file."""
         self._pool.shutdown(cancel_futures=True)
         self._file.close()
 
 
 def check_regular(path: Path) -> os.stat_result:
-    """InvalidInputError unless `path` is a regular file (links are followed)."""
+    """Return the status of a regular file, following links; raise InvalidInputError for anything else."""
     try:
         status = os.stat(path)
     except FileNotFoundError:
@@ -91,7 +95,7 @@ def check_regular(path: Path) -> os.stat_result:
 
 
 def map_file(path: Path) -> MappedFile:
-    """The file mapped; InvalidInputError where it cannot be read."""
+    """Map a file; raise InvalidInputError if it cannot be opened."""
     try:
         return MappedFile(path)
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Sources read by the workers of a Dask cluster that shares a file system with the store.
+"""Read sources with the workers of a Dask cluster that shares a file system with the store.
 
-A worker packs a source into a spool file in the store's folder; the one writer takes the
-files up in order, so that the store is the same bytes as from one process.
+A worker packs a source into a spool file in the folder of the store. The single writer reads
+the spool files in order, so that the store has the same bytes as with one process.
 """
 
 import os
@@ -14,19 +14,19 @@ from typing import Any
 
 from tracestore.errors import StorageError, TracestoreError, UsageError
 from tracestore.extras import needs
-from tracestore.ingest.reading import PackOptions, identified, in_order, packed_traces
+from tracestore.ingest.reading import PackOptions, identify, ordered_prefetch, packed_traces
 from tracestore.ingest.sources import Identity, SourceFile
 from tracestore.store.format import paths
 from tracestore.store.io import fsio
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.spool import read_spool, write_spool
 
-_PATIENCE_S = 0.02
-_CONNECT_S = 10
+_POLL_INTERVAL_S = 0.02
+_CONNECT_TIMEOUT_S = 10
 
 
 def _pack_source(path: str, name: str, options: PackOptions, target: str) -> int:
-    """What a worker runs. Errors of ours travel as they are."""
+    """Pack a source into a spool file; runs in a worker. Return the number of traces."""
     with closing(packed_traces(SourceFile(Path(path), name), options)) as traces:  # type: ignore[type-var]
         try:
             return write_spool(Path(target), traces)
@@ -35,7 +35,7 @@ def _pack_source(path: str, name: str, options: PackOptions, target: str) -> int
 
 
 class ClusterStream:
-    """The traces of one source, as SourceStream; the worker is done before they come."""
+    """The packed traces of one source, read by a worker of the cluster; like SourceStream."""
 
     def __init__(self, source: SourceFile, target: Path, on_wait: Callable[[], None]) -> None:
         self.source, self.target, self._on_wait = source, target, on_wait
@@ -44,8 +44,9 @@ class ClusterStream:
         self._future: Any = None
 
     def start(self, client: Any, options: PackOptions, is_known: Callable[[str, int, str], bool]) -> None:
+        """Submit the source to the cluster, unless it is known."""
         try:
-            self._identity = identified(self.source)
+            self._identity = identify(self.source)
         except TracestoreError as error:
             self._error = error
             return
@@ -56,6 +57,7 @@ class ClusterStream:
             )
 
     def identity(self) -> Identity:
+        """Return the identity of the source."""
         if self._identity is None:
             assert self._error is not None
             raise self._error
@@ -66,23 +68,25 @@ class ClusterStream:
             return
         while not self._future.done():
             self._on_wait()
-            time.sleep(_PATIENCE_S)
+            time.sleep(_POLL_INTERVAL_S)
         try:
             self._future.result()
         except TracestoreError:
             raise
         except CancelledError as error:
-            raise StorageError(f"{self.source.name}: the cluster gave the work up: {error}") from None
+            raise StorageError(f"{self.source.name}: the cluster cancelled the work: {error}") from None
         except Exception as error:
-            # A worker that died, or one without this package.
+            # A worker died, or it lacks this package.
             raise StorageError(f"{self.source.name}: a worker failed: {type(error).__name__}: {error}") from None
         yield from read_spool(self.target)
 
     def cancel(self) -> None:
+        """Cancel the work in the cluster."""
         if self._future is not None:
             self._future.cancel()
 
     def discard(self) -> None:
+        """Remove the spool file."""
         fsio.try_remove_tree(self.target)
 
 
@@ -95,8 +99,23 @@ def read_sources_on_cluster(
     is_known: Callable[[str, int, str], bool],
     on_wait: Callable[[], None],
 ) -> Iterator[ClusterStream]:
-    """A stream a source, in order. address: of a scheduler, or "local" for `workers`
-    processes of this machine. UsageError where there is no such cluster."""
+    """Read sources on a cluster; see `reading.read_sources` for the other parameters.
+
+    Parameters
+    ----------
+    address : str
+        Address of a scheduler, or "local" for `workers` processes on this machine.
+
+    Yields
+    ------
+    ClusterStream
+        One per source, in order.
+
+    Raises
+    ------
+    UsageError
+        If there is no scheduler at the address.
+    """
     with needs("dask"):
         from distributed import Client, LocalCluster
     assert options.scratch is not None
@@ -108,7 +127,7 @@ def read_sources_on_cluster(
         if address == "local":
             cluster = LocalCluster(n_workers=workers, threads_per_worker=1, processes=True, dashboard_address=None)
         try:
-            client = Client(cluster or address, timeout=_CONNECT_S, set_as_default=False)
+            client = Client(cluster or address, timeout=_CONNECT_TIMEOUT_S, set_as_default=False)
         except (OSError, ValueError, TimeoutError) as error:
             raise UsageError(f"no Dask scheduler at {address}: {' '.join(str(error).split())[:200]}") from None
 
@@ -118,12 +137,12 @@ def read_sources_on_cluster(
                 stream.start(client, options, is_known)
                 yield stream
 
-        def wanted() -> int:
-            # What waits takes room on the disk: two sources a thread of the cluster.
+        def depth() -> int:
+            # Spool files take disk space, so at most two sources per thread of the cluster.
             num_threads: int = sum(client.nthreads().values())
             return 2 * max(1, num_threads)
 
-        with client, closing(in_order(started(), wanted)) as streams:  # type: ignore[type-var]
+        with client, closing(ordered_prefetch(started(), depth)) as streams:  # type: ignore[type-var]
             yield from streams
     finally:
         if cluster is not None:

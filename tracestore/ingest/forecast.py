@@ -1,69 +1,72 @@
-"""Which sources will begin a segment, as far as one can tell before their turn."""
+"""Predict which sources will begin a segment, before their turn to be written."""
 
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# A source is expected to come to this much of what its file's size says, by those before it.
+# Safety factor on the packed size that the ratio of earlier sources predicts.
 _CERTAINTY = 0.9
 
 
 @dataclass
-class Extent:
-    """How much one source adds: so far, or in all once it has been read."""
+class SourceSize:
+    """Bytes of one source: packed so far, or in total when it is complete."""
 
     file_bytes: int = 0
     packed_bytes: int = 0
-    is_whole: bool = False
+    is_complete: bool = False
 
 
 class SegmentPredictor:
-    """Follows the sources of a conversion in their order. Segments are closed after a source
-    with which they hold close_bytes or more (StoreWriter.end_source); pending_bytes() says
-    between two sources how much there is. Who uses it from several threads holds a lock."""
+    """Follows the sources of a conversion in their order.
+
+    The writer closes a segment after a source that fills it to `close_bytes` or more
+    (StoreWriter.end_source). `pending_bytes()` returns the size of the current segment
+    between two sources. Callers in several threads must hold a lock.
+    """
 
     def __init__(self, close_bytes: int, pending_bytes: Callable[[], int]) -> None:
         self._close_bytes, self._pending_bytes = close_bytes, pending_bytes
-        self._gathered = 0  # in the segment before the sources that are listed
-        self._extents: deque[Extent] = deque()
-        self._share: float | None = None  # of a file's size that was packed, the least so far
+        self._segment_bytes = 0  # in the current segment, before the sources in _sizes
+        self._sizes: deque[SourceSize] = deque()
+        self._min_ratio: float | None = None  # smallest ratio of packed size to file size so far
 
-    def add(self) -> Extent:
-        """Of the next source."""
-        self._extents.append(Extent())
-        return self._extents[-1]
+    def add(self) -> SourceSize:
+        """Return the size record of the next source, for the caller to keep up to date."""
+        self._sizes.append(SourceSize())
+        return self._sizes[-1]
 
-    def end(self, extent: Extent, *, is_refused: bool) -> None:
-        """The source has been read; a refused one adds nothing."""
-        extent.is_whole = True
+    def end(self, size: SourceSize, *, is_refused: bool) -> None:
+        """Record that the source has been read; a refused one adds nothing."""
+        size.is_complete = True
         if is_refused:
-            extent.packed_bytes = 0
-        elif extent.packed_bytes and extent.file_bytes:
-            share = extent.packed_bytes / extent.file_bytes
-            self._share = share if self._share is None else min(share, self._share)
+            size.packed_bytes = 0
+        elif size.packed_bytes and size.file_bytes:
+            ratio = size.packed_bytes / size.file_bytes
+            self._min_ratio = ratio if self._min_ratio is None else min(ratio, self._min_ratio)
 
-    def begin(self, extent: Extent) -> None:
-        """The turn of the source has come: what became of those before it is known."""
-        while self._extents[0] is not extent:
-            self._extents.popleft()
-        self._gathered = self._pending_bytes()
+    def begin(self, size: SourceSize) -> None:
+        """Record that the source is the next to be written: everything before it is."""
+        while self._sizes[0] is not size:
+            self._sizes.popleft()
+        self._segment_bytes = self._pending_bytes()
 
-    def begins_segment(self, extent: Extent) -> bool:
-        """Whether the segment will be empty when the turn of this source comes."""
-        gathered: int | None = self._gathered  # None where it is not known
-        for other in self._extents:
-            if other is extent:
-                return gathered == 0
-            if (gathered or 0) + self._expected(other) >= self._close_bytes:
-                gathered = 0
-            elif gathered is not None and other.is_whole:
-                gathered += other.packed_bytes
+    def begins_segment(self, size: SourceSize) -> bool:
+        """Return whether the segment will certainly be empty when this source is written."""
+        segment_bytes: int | None = self._segment_bytes  # None if unknown
+        for other in self._sizes:
+            if other is size:
+                return segment_bytes == 0
+            if (segment_bytes or 0) + self._expected(other) >= self._close_bytes:
+                segment_bytes = 0
+            elif segment_bytes is not None and other.is_complete:
+                segment_bytes += other.packed_bytes
             else:
-                gathered = None
+                segment_bytes = None
         return False
 
-    def _expected(self, extent: Extent) -> int:
-        """At least."""
-        if extent.is_whole or self._share is None:
-            return extent.packed_bytes
-        return max(extent.packed_bytes, int(_CERTAINTY * self._share * extent.file_bytes))
+    def _expected(self, size: SourceSize) -> int:
+        """Return a lower bound of the packed size."""
+        if size.is_complete or self._min_ratio is None:
+            return size.packed_bytes
+        return max(size.packed_bytes, int(_CERTAINTY * self._min_ratio * size.file_bytes))

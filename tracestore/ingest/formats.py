@@ -11,7 +11,7 @@ import numpy as np
 from tracestore._core.pickle import BufferReader, ByteReader, ChunkReader
 from tracestore.errors import InvalidInputError, TruncatedFileError
 from tracestore.ingest import torch_file
-from tracestore.ingest.byte_source import GzipChunks, check_regular, map_file
+from tracestore.ingest.byte_source import TRUNCATED_WHILE_READING, GzipChunks, check_regular, map_file
 from tracestore.ingest.pickle_reader import pickle_reader
 from tracestore.ingest.pickled_torch import PickledGraph, PickledTensor
 from tracestore.ingest.pickled_values import PickledArray, PickledValue, SafeGlobal
@@ -150,7 +150,7 @@ def read_traces(
     except InvalidInputError as error:
         raise error.with_location(source=name) from None
     except TruncatedFileError:
-        raise InvalidInputError("cut short while it was read", source=name, position=position) from None
+        raise InvalidInputError(TRUNCATED_WHILE_READING, source=name, position=position) from None
     except RecursionError:
         raise InvalidInputError("nested deeper than a trace file", source=name) from None
     except (ValueError, TypeError, OverflowError, IndexError, KeyError, struct.error) as error:

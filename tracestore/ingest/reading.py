@@ -1,7 +1,7 @@
-"""Sources read and packed side by side in threads, handed over in one order.
+"""Read and pack sources in parallel threads, and deliver them in order.
 
-What costs time runs outside the interpreter's lock: inflating, checksums, packing.
-Each source has a thread while it is read, and all of them a bound on what waits to be taken.
+The expensive work (inflating, checksums, packing) releases the interpreter's lock. Each source
+has a thread while it is read; a limit applies to all packed traces that wait.
 """
 
 import os
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from tracestore.errors import InvalidInputError, TruncatedFileError
+from tracestore.ingest.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.forecast import SegmentPredictor
 from tracestore.ingest.formats import read_traces
 from tracestore.ingest.sources import Identity, SourceFile, fingerprint
@@ -24,35 +25,47 @@ from tracestore.store.io.scratch import Scratch
 from tracestore.store.io.spool_files import SpoolArrays
 from tracestore.store.write.pack import PackedTrace, pack_record
 
-TRUNCATED_WHILE_READING = "cut short while it was read"
-# How often a wait for the next trace lets the caller look at Ctrl-C.
-_PATIENCE_S = 0.2
-# Free space that a source needs to be written ahead, in sizes of its file: what is copied
-# after all takes it twice.
-_ROOM_AHEAD = 2
+# Interval at which a wait for the next trace lets the caller check for Ctrl-C.
+_POLL_INTERVAL_S = 0.2
+# Free disk space that writing a source ahead needs, as a multiple of its file size: rows that
+# must be copied in the end take the space twice.
+_DISK_SPACE_RATIO = 2
 _NUM_PROCESSORS = num_processors()
-
 
 AnyStream = TypeVar("AnyStream", bound="Stream")
 
 
 @dataclass(frozen=True)
 class PackOptions:
-    """How traces are packed, the same for every source of a store."""
+    """How traces are packed; the same for every source of a store.
+
+    Parameters
+    ----------
+    attention : str
+        "mean", "heads" or "none".
+    keep_dtype : bool
+        Keep float32 and bfloat16 instead of converting to float16.
+    max_memory : int
+        Bytes of memory for one trace, in each of its forms. The rest goes through files.
+    scratch : Path, optional
+        Folder of these files.
+    max_waiting : int
+        Bytes of packed traces of all sources that may wait.
+    """
 
     attention: str
     keep_dtype: bool
-    # Of one trace, in each of its forms; beyond that it goes through files in `scratch`.
     max_memory: int = 32 << 20
     scratch: Path | None = None
-    # Of the packed traces of all sources that wait to be taken.
     max_waiting: int = 64 << 20
 
 
 @dataclass(frozen=True)
 class AheadOptions:
-    """Where the rows of sources that will begin a segment are written before their turn; when the
-    writer closes and splits segments, and how much it has in the present one between sources."""
+    """Where to write sources that will begin a segment, ahead of their turn.
+
+    `close_bytes`, `split_bytes` and `pending_bytes` are those of the StoreWriter.
+    """
 
     folder: Path
     close_bytes: int
@@ -66,9 +79,12 @@ def packed_traces(
     is_ahead: Callable[[], bool] = lambda: True,
     can_alias: Callable[[], bool] = lambda: False,
 ) -> Iterator[PackedTrace]:
-    """The traces of one source, packed; inflated ahead while `is_ahead()`. can_alias() is
-    asked before each: whether it goes before the next one is asked for. InvalidInputError
-    names file, position and field."""
+    """Yield the traces of one source, packed.
+
+    A thread inflates ahead while `is_ahead()` is true. `can_alias()` is called before each
+    trace: whether the caller drops the trace before it requests the next one. An
+    InvalidInputError names file, position and field.
+    """
     scratch = Scratch(options.scratch, max_memory=options.max_memory)
     need_attention = options.attention != "none"
     records = read_traces(source.path, source.name, need_attention=need_attention, scratch=scratch, is_ahead=is_ahead)
@@ -89,10 +105,10 @@ def packed_traces(
             del record
 
 
-def identified(source: SourceFile) -> Identity:
-    """InvalidInputError where it is no file that can be read."""
+def identify(source: SourceFile) -> Identity:
+    """Return the identity of a source; raise InvalidInputError if the file cannot be read."""
     if not source.path.is_file():
-        next(iter(read_traces(source.path, source.name)))  # refuses it with the reason
+        next(iter(read_traces(source.path, source.name)))  # raises with the reason
     try:
         modified_ns = os.stat(source.path).st_mtime_ns
         return Identity(*fingerprint(source.path), modified_ns)
@@ -101,72 +117,77 @@ def identified(source: SourceFile) -> Identity:
 
 
 class Cancelled(Exception):
-    """Ends a reading thread whose traces nobody takes any more."""
+    """Ends the thread of a source that was cancelled."""
 
 
 class MemoryGate:
-    """Counts the packed traces that wait to be taken, of all sources together, and the threads
-    that read. A quarter of the room is for the source whose turn it is, so that those behind
-    it never stop it."""
+    """Limits the memory of packed traces that wait, over all sources, and counts reading threads.
+
+    A quarter of the memory is reserved for the source that is being written, so that later
+    sources cannot block it. Callers hold the lock of `changed`.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self.changed = threading.Condition()
-        self._max_bytes, self._max_behind = max_bytes, max_bytes - max_bytes // 4
-        self._held = 0
-        self.num_reading = 0  # but for those that wait for room
-        self.reserved_on_disk = 0  # by sources that are written ahead
-        self.is_closed = False  # nobody takes traces any more; set without the lock
+        self._max_bytes, self._max_bytes_of_later = max_bytes, max_bytes - max_bytes // 4
+        self.used_bytes = 0
+        self.num_reading = 0  # without the threads that wait for memory
+        self.reserved_on_disk = 0  # bytes reserved by sources that are written ahead
+        self.is_closed = False  # set without the lock when no trace is consumed any more
 
-    def has(self, num_bytes: int, *, in_turn: bool) -> bool:
-        return self._held + num_bytes <= (self._max_bytes if in_turn else self._max_behind)
+    def has_room(self, num_bytes: int, *, in_turn: bool) -> bool:
+        """Return whether that many more bytes may wait."""
+        return self.used_bytes + num_bytes <= (self._max_bytes if in_turn else self._max_bytes_of_later)
 
-    def add(self, num_bytes: int, *, is_news: bool = True) -> None:
-        self._held += num_bytes
-        if is_news:
+    def add(self, num_bytes: int, *, notify: bool = True) -> None:
+        """Change the number of waiting bytes."""
+        self.used_bytes += num_bytes
+        if notify:
             self.changed.notify_all()
 
     def is_idle(self) -> bool:
-        """Whether the reading threads leave a processor to one that inflates for them."""
+        """Return whether the reading threads leave a processor for a thread that inflates ahead."""
         return self.num_reading < _NUM_PROCESSORS
 
 
 class SourceStream:
-    """The packed traces of one source on their way from its thread.
+    """The packed traces of one source, read by a thread.
 
-    identity() waits for what the source is known by; iterating then gives the traces, unless
-    `is_known` was true of them. Both raise what reading the source has raised. Where `ahead`
-    is given, a source that is to begin a segment is written there; the lock of `room` guards
-    `forecast` too.
+    identity() waits for the identity of the source. Iterating then yields the traces, none if
+    `is_known` was true for the identity. Both raise the error of the thread. With `ahead`, a
+    source that will begin a segment is written to files before its turn; the lock of `gate`
+    guards `forecast` too.
     """
 
     def __init__(
         self,
         source: SourceFile,
-        room: MemoryGate,
+        gate: MemoryGate,
         on_wait: Callable[[], None],
         forecast: SegmentPredictor,
         ahead: SpoolArrays | None,
     ) -> None:
         self.source = source
-        self._room, self._on_wait = room, on_wait
-        self._changed = room.changed
+        self._gate, self._on_wait = gate, on_wait
+        self._changed = gate.changed
         with self._changed:
-            self._forecast, self._extent = forecast, forecast.add()
+            self._forecast, self._size = forecast, forecast.add()
         self._ahead = ahead
         self._may_write, self._is_writing, self._reserved = ahead is not None, False, 0
         self._identity: Identity | None = None
         self._waiting: deque[PackedTrace] = deque()
         self._error: BaseException | None = None
-        self._in_turn = self._is_begun = self._is_moving = self._ended = self._cancelled = self._is_done_with = False
+        self._in_turn = self._is_begun = self._is_moving = False
+        self._is_ended = self._cancel_requested = self._is_discarded = False
 
-    def fill(self, options: PackOptions, is_known: Callable[[str, int, str], bool]) -> None:
-        """Reads the source; runs in the thread."""
+    def read_into_queue(self, options: PackOptions, is_known: Callable[[str, int, str], bool]) -> None:
+        """Read the source; runs in its thread."""
         try:
             with self._changed:
-                self._room.num_reading += 1
-            identity = identified(self.source)
+                self._gate.num_reading += 1
+            identity = identify(self.source)
             with self._changed:
-                self._identity, self._extent.file_bytes = identity, identity.size
+                self._identity, self._size.file_bytes = identity, identity.size
                 self._changed.notify_all()
             if not self._is_cancelled and not is_known(self.source.name, identity.size, identity.fingerprint):
                 try:
@@ -180,26 +201,29 @@ class SourceStream:
             self._error = error
         finally:
             with self._changed:
-                self._room.num_reading -= 1
-                self._forecast.end(self._extent, is_refused=self._error is not None)
-                self._ended = True
+                self._gate.num_reading -= 1
+                self._forecast.end(self._size, is_refused=self._error is not None)
+                self._is_ended = True
                 self._changed.notify_all()
-                is_done_with = self._is_done_with
-            if is_done_with and self._ahead is not None:
+                is_discarded = self._is_discarded
+            if is_discarded and self._ahead is not None:
                 self._ahead.remove()
 
     def _read(self, options: PackOptions) -> None:
-        traces = packed_traces(self.source, options, self._room.is_idle, self._begin_to_write)
+        traces = packed_traces(self.source, options, self._gate.is_idle, self._begin_to_write)
         with closing(traces):  # type: ignore[type-var]
             for trace in traces:
                 if self._is_writing:
                     self._write(trace)
-                self._put(trace)
+                self._enqueue(trace)
                 del trace
 
     def _begin_to_write(self) -> bool:
-        """Whether the next trace goes into files. Once one does, all of the source do: those that
-        wait are written first, where none of them has been taken."""
+        """Return whether the next trace goes into files.
+
+        Once one trace of a source does, all of them do, so the waiting traces are written
+        first. That is possible only before one of them has been consumed.
+        """
         with self._changed:
             if not self._may_begin_to_write():
                 return self._is_writing
@@ -216,13 +240,13 @@ class SourceStream:
         return self._is_writing
 
     def _may_begin_to_write(self) -> bool:
-        if not self._may_write or self._is_writing or self._is_begun or not self._forecast.begins_segment(self._extent):
+        if not self._may_write or self._is_writing or self._is_begun or not self._forecast.begins_segment(self._size):
             return False
         assert self._ahead is not None
-        needed = _ROOM_AHEAD * self._extent.file_bytes
-        self._may_write = self._ahead.has_room(self._room.reserved_on_disk + needed)
+        needed = _DISK_SPACE_RATIO * self._size.file_bytes
+        self._may_write = self._ahead.has_room(self._gate.reserved_on_disk + needed)
         if self._may_write:
-            self._room.reserved_on_disk += needed - self._reserved
+            self._gate.reserved_on_disk += needed - self._reserved
             self._reserved = needed
         return self._may_write
 
@@ -234,52 +258,54 @@ class SourceStream:
             if self._is_cancelled:
                 raise Cancelled
             if written is None:
-                # From here on in memory: the writer refuses the trace, or meets the same in its turn.
+                # Continue in memory. The writer will refuse the trace or meet the same error itself.
                 self._may_write = self._is_writing = False
                 return
             trace.arrays = written
             if self._is_moving:
-                self._room.add(-num_bytes)
+                self._gate.add(-num_bytes)
 
-    def _put(self, trace: PackedTrace) -> None:
+    def _enqueue(self, trace: PackedTrace) -> None:
         while True:
             with self._changed:
                 size = trace.memory_bytes
                 if not self._has_room(size):
-                    self._changed.notify_all()  # who takes traces may not know of those that are written
+                    self._changed.notify_all()  # enqueued written traces did not notify the consumer
                 while not (self._is_cancelled or self._has_room(size) or self._may_begin_to_write()):
-                    self._room.num_reading -= 1
-                    self._changed.wait(_PATIENCE_S)
-                    self._room.num_reading += 1
+                    self._gate.num_reading -= 1
+                    self._changed.wait(_POLL_INTERVAL_S)
+                    self._gate.num_reading += 1
                 if self._is_cancelled:
                     raise Cancelled
                 if self._has_room(size):
-                    self._extent.packed_bytes += trace.segment_bytes
+                    self._size.packed_bytes += trace.segment_bytes
                     self._waiting.append(trace)
-                    # Nobody is woken for one that is written: it may wait for those behind it.
-                    self._room.add(size, is_news=not self._is_writing)
+                    # A written trace wakes nobody: it may wait for the next ones.
+                    self._gate.add(size, notify=not self._is_writing)
                     return
             if self._begin_to_write():
                 self._write(trace)
 
     @property
     def _is_cancelled(self) -> bool:
-        return self._cancelled or self._room.is_closed
+        return self._cancel_requested or self._gate.is_closed
 
     def _has_room(self, size: int) -> bool:
-        # A trace larger than the room comes in alone, when it is the next one.
-        return (self._in_turn and not self._waiting) or self._room.has(size, in_turn=self._in_turn)
+        # A trace larger than the limit is accepted alone, if its source is being written.
+        return (self._in_turn and not self._waiting) or self._gate.has_room(size, in_turn=self._in_turn)
 
-    def _wait(self, is_there: Callable[[], bool]) -> None:
+    def _wait(self, is_ready: Callable[[], bool]) -> None:
+        """Wait until `is_ready()` or the end of the thread."""
         while True:
             with self._changed:
-                if not (is_there() or self._ended):
-                    self._changed.wait(_PATIENCE_S)
-                if is_there() or self._ended:
+                if not (is_ready() or self._is_ended):
+                    self._changed.wait(_POLL_INTERVAL_S)
+                if is_ready() or self._is_ended:
                     return
             self._on_wait()
 
     def identity(self) -> Identity:
+        """Wait for the identity of the source and return it."""
         self._wait(lambda: self._identity is not None)
         if self._identity is None:
             assert self._error is not None
@@ -288,7 +314,7 @@ class SourceStream:
 
     def __iter__(self) -> Iterator[PackedTrace]:
         with self._changed:
-            self._forecast.begin(self._extent)
+            self._forecast.begin(self._size)
             self._in_turn = True
             self._changed.notify_all()
         while True:
@@ -297,49 +323,53 @@ class SourceStream:
                 if self._is_moving:
                     continue
                 if not self._waiting:
-                    if self._ended:
+                    if self._is_ended:
                         break
                     continue
                 trace = self._waiting.popleft()
                 self._is_begun = True
-                self._room.add(-trace.memory_bytes)
+                self._gate.add(-trace.memory_bytes)
             yield trace
             del trace
         if self._error is not None:
             raise self._error
 
     def cancel(self) -> None:
-        """Lets the thread end; what it has read is dropped."""
+        """End the thread and drop the traces it has read."""
         with self._changed:
-            self._cancelled = True
-            self._room.add(-sum(trace.memory_bytes for trace in self._waiting))
+            self._cancel_requested = True
+            self._gate.add(-sum(trace.memory_bytes for trace in self._waiting))
             self._waiting.clear()
 
     def discard(self) -> None:
-        """After cancel(): gives back the room of what no segment has taken over."""
+        """Release the disk space of files that no segment has taken over; call cancel() first."""
         with self._changed:
-            self._is_done_with, is_ended = True, self._ended
-            self._room.reserved_on_disk -= self._reserved
+            self._is_discarded, is_ended = True, self._is_ended
+            self._gate.reserved_on_disk -= self._reserved
             self._reserved = 0
         if is_ended and self._ahead is not None:
             self._ahead.remove()
 
 
 class Stream(Protocol):
-    """The traces of one source on their way."""
+    """The traces of one source, in the making."""
 
-    def cancel(self) -> None: ...
+    def cancel(self) -> None:
+        """Stop the work on the source."""
 
-    def discard(self) -> None: ...
+    def discard(self) -> None:
+        """Release the files of the source; call cancel() first."""
 
 
-def in_order(started: Iterator[AnyStream], wanted: Callable[[], int]) -> Iterator[AnyStream]:
-    """The streams one by one, each discarded when it has been had; `wanted()` of them are
-    started ahead. Closing the iterator discards all."""
+def ordered_prefetch(started: Iterator[AnyStream], depth: Callable[[], int]) -> Iterator[AnyStream]:
+    """Yield the streams in order, with `depth()` of them started.
+
+    Each stream is discarded when the next one is requested. Closing the iterator discards all.
+    """
     ahead: deque[AnyStream] = deque()
     try:
         while True:
-            count = wanted()
+            count = depth()
             while len(ahead) < count and (stream := next(started, None)) is not None:
                 ahead.append(stream)
             if not ahead:
@@ -348,7 +378,7 @@ def in_order(started: Iterator[AnyStream], wanted: Callable[[], int]) -> Iterato
             ahead[0].cancel()
             ahead.popleft().discard()
     finally:
-        # All are told before anything takes its time, in which Ctrl-C may come again.
+        # Cancel all of them first: discarding takes time, and Ctrl-C may interrupt it.
         for stream in ahead:
             stream.cancel()
         for stream in ahead:
@@ -364,11 +394,30 @@ def read_sources(
     on_wait: Callable[[], None],
     ahead: AheadOptions | None = None,
 ) -> Iterator[SourceStream]:
-    """A stream a source, in order; `workers` sources are read at the same time, at most
-    options.max_waiting bytes ahead. on_wait() is called now and then while the
-    caller waits, and may raise. Closing the iterator ends the threads."""
+    """Read sources in parallel.
+
+    Parameters
+    ----------
+    sources : list of SourceFile
+        The sources in their order.
+    options : PackOptions
+        Options of all sources.
+    workers : int
+        Number of sources that are read at the same time.
+    is_known : callable
+        Return for (name, size, fingerprint) whether the source is in the store already.
+    on_wait : callable
+        Called from time to time while the consumer waits; may raise.
+    ahead : AheadOptions, optional
+        Write sources that will begin a segment ahead of their turn.
+
+    Yields
+    ------
+    SourceStream
+        One per source, in order. Closing the iterator ends the threads.
+    """
     pool = ThreadPoolExecutor(workers, thread_name_prefix="tracestore-read")
-    room = MemoryGate(options.max_waiting)
+    gate = MemoryGate(options.max_waiting)
     forecast = (
         SegmentPredictor(1, lambda: 0) if ahead is None else SegmentPredictor(ahead.close_bytes, ahead.pending_bytes)
     )
@@ -376,15 +425,15 @@ def read_sources(
     def started() -> Iterator[SourceStream]:
         for number, source in enumerate(sources):
             arrays = None if ahead is None else SpoolArrays(ahead.folder / f"{number:08d}", ahead.split_bytes)
-            stream = SourceStream(source, room, on_wait, forecast, arrays)
-            pool.submit(stream.fill, options, is_known)
+            stream = SourceStream(source, gate, on_wait, forecast, arrays)
+            pool.submit(stream.read_into_queue, options, is_known)
             yield stream
 
     try:
-        with closing(in_order(started(), lambda: 2 * workers)) as streams:  # type: ignore[type-var]
+        with closing(ordered_prefetch(started(), lambda: 2 * workers)) as streams:  # type: ignore[type-var]
             yield from streams
     finally:
-        room.is_closed = True
+        gate.is_closed = True
         pool.shutdown(cancel_futures=True)
         if ahead is not None:
             try_remove_tree(ahead.folder)

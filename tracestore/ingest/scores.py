@@ -1,4 +1,4 @@
-"""Scores files: CSV with question_id and a score."""
+"""Read scores files: CSV with the column question_id and a column of scores."""
 
 import csv
 import io
@@ -14,7 +14,7 @@ from tracestore.store.io.fsio import open_regular
 if TYPE_CHECKING:
     from _csv import Reader as CsvReader
 
-# What a high value of a column says of an answer. A bare "label" may say either.
+# The meaning of a high value, by column name. A column named "label" may mean either.
 SCORE_COLUMNS = {
     **dict.fromkeys(("bleurt_score", "score", "correctness", "is_correct", "correct"), CORRECT),
     **dict.fromkeys(("hallucination_score", "p_hallucination", "hallucination", "is_hallucination"), HALLUCINATION),
@@ -24,8 +24,11 @@ GROUP_COLUMN = "group"
 
 @dataclass
 class Scores:
-    """(score, label, group) by question id, or by (question id, sample) where the file
-    has a `sample` column. NaN and "" where missing."""
+    """Scores and groups of a file by (question id, sample).
+
+    The sample is 0 if the file has no `sample` column. A missing score is NaN, a missing
+    group "".
+    """
 
     path: Path
     column: str
@@ -33,8 +36,8 @@ class Scores:
     has_samples: bool
     values: dict[tuple[str, int], tuple[float, str]] = field(default_factory=dict)
 
-    def of(self, question_id: str, sample: int = 0) -> tuple[float, str]:
-        """Score (NaN where the file has none) and group of a trace."""
+    def lookup(self, question_id: str, sample: int = 0) -> tuple[float, str]:
+        """Return the score (NaN if missing) and group of a trace."""
         return self.values.get((question_id, sample if self.has_samples else 0), (math.nan, ""))
 
 
@@ -45,27 +48,32 @@ def read_scores(
 
     Parameters
     ----------
-    path
+    path : Path
         A CSV file with a header.
-    column
-        Of the score; by default the one of SCORE_COLUMNS that is there.
-    group_column
-        By default GROUP_COLUMN, where there is one.
-    direction
-        What a high score says, CORRECT or HALLUCINATION; by default what SCORE_COLUMNS says.
+    column : str, optional
+        Column of the scores; by default the only one of SCORE_COLUMNS in the file.
+    group_column : str, optional
+        Column of the groups; by default GROUP_COLUMN, if the file has it.
+    direction : str, optional
+        Meaning of a high score, CORRECT or HALLUCINATION; by default that of the column's
+        name in SCORE_COLUMNS.
+
+    Returns
+    -------
+    Scores
 
     Raises
     ------
     UsageError
-        Where there is no such file, or several columns may be meant, or either direction.
+        If the file does not exist, or column or direction are ambiguous.
     InvalidInputError
-        Where it does not hold what it must, naming file, line and column.
+        If the content is invalid; names file, line and column.
     """
     name = path.name
     if not path.exists():
         raise UsageError(f"{path}: no such scores file")
     if not path.is_file():
-        raise UsageError(f"{path}: not a file of scores")
+        raise UsageError(f"{path}: not a regular file")
     try:
         with io.TextIOWrapper(open_regular(path), "utf-8-sig", "surrogatepass", newline="") as file:
             rows = csv.reader(file, strict=True)
@@ -93,49 +101,44 @@ def _parse(
     direction = direction or _direction(name, header, chosen)
     if group_column is not None and group_column not in header:
         raise InvalidInputError(f"found columns {found}, expected {group_column} among them", source=name)
-    place = {h: k for k, h in enumerate(header)}
-    group_at = place.get(group_column or GROUP_COLUMN)
-    scores = Scores(path, chosen, direction, "sample" in place)
+    positions = {h: k for k, h in enumerate(header)}
+    group_name = group_column or GROUP_COLUMN
+    scores = Scores(path, chosen, direction, "sample" in positions)
     for row in rows:
-        if not row or not any(cell.strip() for cell in row):
+        if not any(cell.strip() for cell in row):
             continue
         where = f"line {rows.line_num}"
         if len(row) != len(header):
             raise InvalidInputError(f"{where}: found {len(row)} cells, expected {len(header)}", source=name)
-        question_id = row[place["question_id"]]
-        text = row[place[chosen]].strip()
+        question_id = row[positions["question_id"]]
+        text = row[positions[chosen]].strip()
         try:
             score = float(text) if text else math.nan
-            sample = int(row[place["sample"]]) if scores.has_samples else 0
+            sample = int(row[positions["sample"]]) if scores.has_samples else 0
         except ValueError:
             raise InvalidInputError(
                 f"{where}: found {text[:40]!r} in {chosen}, expected a number", source=name
             ) from None
         if not 0 <= sample < 2**31:
-            raise InvalidInputError(f"{where}: found sample {sample}, expected 0 or more, below 2^31", source=name)
+            raise InvalidInputError(f"{where}: found sample {sample}, expected 0 to 2^31 - 1", source=name)
         if math.isinf(score):
             raise InvalidInputError(f"{where}: found an infinite {chosen}", source=name)
-        group = "" if group_at is None else row[group_at].strip()
-        key = (question_id, sample)
-        before = scores.values.get(key)
-        if (
-            before is not None
-            and (before[0], before[1]) != (score, group)
-            and not (math.isnan(before[0]) and math.isnan(score))
-        ):
-            second = f"{chosen} {score:g}", f"{before[0]:g}"
-            if before[0] == score:
-                second = f"{group_column or GROUP_COLUMN} {group!r}", repr(before[1])
+        group = row[positions[group_name]].strip() if group_name in positions else ""
+        known = scores.values.get((question_id, sample))
+        if known is not None and known != (score, group) and not (math.isnan(known[0]) and math.isnan(score)):
+            found, expected = f"{chosen} {score:g}", f"{known[0]:g}"
+            if known[0] == score:
+                found, expected = f"{group_name} {group!r}", repr(known[1])
             raise InvalidInputError(
-                f"{where}: found a second {second[0]} for question {question_id!r}, expected {second[1]} as before",
+                f"{where}: found a second {found} for question {question_id!r}, expected {expected} as before",
                 source=name,
             )
-        scores.values[key] = (score, group)
+        scores.values[question_id, sample] = (score, group)
     return scores
 
 
 def _column(name: str, header: list[str], column: str | None) -> str:
-    """The column of the scores."""
+    """Return the name of the column of the scores."""
     found = ", ".join(header)
     if column is not None:
         if column not in header:
@@ -145,17 +148,17 @@ def _column(name: str, header: list[str], column: str | None) -> str:
     if not candidates:
         raise InvalidInputError(f"found columns {found}, expected {' or '.join(SCORE_COLUMNS)} among them", source=name)
     if len(candidates) > 1:
-        raise UsageError(f"{name}: found columns {' and '.join(candidates)}: choose one with --score-column")
+        raise UsageError(f"{name}: found columns {' and '.join(candidates)}; choose one with --score-column")
     return candidates[0]
 
 
 def _direction(name: str, header: list[str], column: str) -> str:
-    """What a high value of the column says."""
+    """Return the meaning of a high value of the column."""
     if column in SCORE_COLUMNS:
         return SCORE_COLUMNS[column]
     if column == "label" and tuple(header[: len(PREDICTION_COLUMNS)]) == PREDICTION_COLUMNS:
         return HALLUCINATION
     raise UsageError(
-        f"{name}: a high {column} may say that an answer is right or that it is hallucinated: "
-        "give --score-direction correct or hallucination"
+        f"{name}: a high {column} may mean a correct or a hallucinated answer; "
+        "choose with --score-direction correct or hallucination"
     )

@@ -1,4 +1,4 @@
-"""Finding input files, and knowing them again."""
+"""Find the input files, and recognize a file that was read before."""
 
 import hashlib
 import os
@@ -17,46 +17,60 @@ _SAMPLE_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file to read; `name` is its path under SRC with forward slashes."""
+    """A file to read; `name` is its path below SRC, with forward slashes."""
 
     path: Path
     name: str
 
 
 def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Sorts batch_2 before batch_10."""
+    """Return a sort key that puts batch_2 before batch_10."""
     pieces = re.split(r"(\d+)", name)
     return tuple((1, int(p), p) if p.isdecimal() else (0, 0, p) for p in pieces)
 
 
 def find_sources(arguments: list[Path], store: Path) -> list[SourceFile]:
-    """The files of SRC..., folders walked, in natural order. UsageError where an
-    argument does not exist or holds no file of traces."""
+    """Find the trace files among paths and below folders.
+
+    Parameters
+    ----------
+    arguments : list of Path
+        Files, which are accepted whatever their name is, and folders, which are walked.
+    store : Path
+        Folder of the store; never searched.
+
+    Returns
+    -------
+    list of SourceFile
+        In the order of the arguments; the files of a folder in natural order of their names.
+
+    Raises
+    ------
+    UsageError
+        If an argument does not exist or a folder holds no trace file.
+    """
     found: list[SourceFile] = []
     for argument in arguments:
         if argument.is_dir():
-            inside = _walk(argument, store)
-            names = [SourceFile(p, p.relative_to(argument).as_posix()) for p in inside]
+            names = [SourceFile(p, p.relative_to(argument).as_posix()) for p in _walk(argument, store)]
             if not names:
-                raise UsageError(f"{argument}: no file of traces in this folder ({', '.join(SUFFIXES)})")
+                raise UsageError(f"{argument}: no trace file in this folder ({', '.join(SUFFIXES)})")
             found += sorted(names, key=lambda s: natural_key(s.name))
         elif os.path.lexists(argument):
             found.append(SourceFile(argument, argument.name))
         else:
             raise UsageError(f"{argument}: no such file or folder")
-    seen: set[Path] = set()
-    unique = []
+    unique: dict[Path, SourceFile] = {}
     for source in found:
-        place = source.path.absolute()
-        if place not in seen:
-            unique.append(source)
-        seen.add(place)
-    return unique
+        unique.setdefault(source.path.absolute(), source)
+    return list(unique.values())
 
 
 def _walk(top: Path, store: Path) -> list[Path]:
-    """Files of traces below a folder. Links to folders are followed, each folder once;
-    stores and hidden names are left out."""
+    """Return the trace files below a folder, without stores and hidden names.
+
+    Links to folders are followed; each folder is visited once.
+    """
 
     def refuse(error: OSError) -> None:
         raise UsageError(f"{error.filename}: cannot be read: {error.strerror}")
@@ -67,10 +81,10 @@ def _walk(top: Path, store: Path) -> list[Path]:
         here = Path(name)
         inside = []
         for folder in sorted(folders):
-            place = (here / folder).resolve()
-            is_store = place == store.resolve() or (place / "manifest").is_dir()
-            if not folder.startswith(".") and not is_store and place not in seen:
-                seen.add(place)
+            real = (here / folder).resolve()
+            is_store = real == store.resolve() or (real / "manifest").is_dir()
+            if not folder.startswith(".") and not is_store and real not in seen:
+                seen.add(real)
                 inside.append(folder)
         folders[:] = inside
         found += [here / f for f in files if f.endswith(SUFFIXES) and not f.startswith(".")]
@@ -78,7 +92,7 @@ def _walk(top: Path, store: Path) -> list[Path]:
 
 
 def find_scores(arguments: list[Path]) -> Path | None:
-    """The one *scores*.csv directly in a SRC folder; several are an error that lists them."""
+    """Return the only *scores*.csv that lies directly in a folder; raise UsageError if there are several."""
     candidates = sorted(
         p for argument in arguments if argument.is_dir() for p in argument.glob("*scores*.csv") if p.is_file()
     )
@@ -89,14 +103,14 @@ def find_scores(arguments: list[Path]) -> Path | None:
 
 
 class Identity(NamedTuple):
-    """What a source is known by, and when it was last written."""
+    """Size, fingerprint and modification time of a source."""
 
     size: int
     fingerprint: str
     modified_ns: int
 
-    def is_of(self, path: Path) -> bool:
-        """Whether nobody has written to the file since."""
+    def matches(self, path: Path) -> bool:
+        """Return whether the file has not been written to since."""
         try:
             status = os.stat(path)
         except OSError:
@@ -105,8 +119,10 @@ class Identity(NamedTuple):
 
 
 def fingerprint(path: Path) -> tuple[int, str]:
-    """Size and a digest of the size, the first, the last and some bytes between:
-    the same on every machine, and cheap at any size."""
+    """Return the size and a digest of the size and of evenly spaced samples, the last bytes included.
+
+    The cost does not depend on the size of the file.
+    """
     mapped = MappedFile(path)
     size = len(mapped)
     digest = hashlib.blake2b(str(size).encode(), digest_size=16)

@@ -1,4 +1,4 @@
-"""New scores for the traces of a store."""
+"""Update the scores of the traces of a store."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from tracestore.store.write.writer import StoreWriter
 
 @dataclass(frozen=True)
 class ScoreReport:
-    """Counts of an update of scores; the JSON document of `tracestore score --json`."""
+    """Counts of an update; the JSON document of `tracestore score --json`."""
 
     store: str
     num_updated: int
@@ -25,11 +25,25 @@ class ScoreReport:
 
 
 def update_scores(path: str | Path, scores: Scores) -> ScoreReport:
-    """Give the traces of a store the scores and groups of a file, and commit.
+    """Set the scores and groups of the traces of a store, and commit.
 
-    A score without a sample goes to every sample of its question. UsageError where there is no store.
+    Parameters
+    ----------
+    path : str or Path
+        The store: a folder or a URL of an object store.
+    scores : Scores
+        If it has no samples, a score applies to every sample of its question.
+
+    Returns
+    -------
+    ScoreReport
+
+    Raises
+    ------
+    UsageError
+        If there is no store.
     """
-    # Looked for first: a store that is not there is not made.
+    # Open first: the writer would create a missing store.
     open_store(path).close()
     with StoreWriter(path) as writer:
         columns = writer.read_columns()
