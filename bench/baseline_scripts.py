@@ -1,5 +1,6 @@
-"""How detectors are trained without tracestore: whole pickles in memory, edges by a loop in
-Python, .pt files kept two at a time, PyG one layer at a time. The peer of end_to_end.py.
+"""Train the detectors without tracestore, like the scripts that users have. The peer of end_to_end.py.
+
+Whole pickles in memory, edges from a loop in Python, two .pt files in memory, PyG one layer at a time.
 
 python bench/baseline_scripts.py TRACES_DIR WORK_DIR --scores CSV [--epochs 3]
 """
@@ -26,11 +27,11 @@ from torch_geometric.nn import GINEConv, global_mean_pool
 from tracestore.evaluation.split import split_keys
 
 BATCH = 16
-FILES_KEPT = 2
+MAX_CACHED_FILES = 2
 
 
 def graph_of(hidden: np.ndarray, attention: np.ndarray) -> Data:
-    """One layer: an edge for each causal pair with attention."""
+    """Return the graph of one layer: an edge for each causal pair with attention."""
     mean = attention.astype(np.float32).mean(0)
     edges, weights = [], []
     for i in range(len(mean)):
@@ -46,7 +47,7 @@ def graph_of(hidden: np.ndarray, attention: np.ndarray) -> Data:
 
 
 def preprocess(source: Path, folder: Path, labels: dict[str, float]) -> list[Path]:
-    """A .pt file for each pickle."""
+    """Write a .pt file for each pickle. Return the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for path in sorted(source.glob("*.pkl*")):
@@ -72,28 +73,28 @@ def preprocess(source: Path, folder: Path, labels: dict[str, float]) -> list[Pat
 
 
 class LruDataset(Dataset[Any]):
-    """Traces of the .pt files, two files in memory."""
+    """Traces of the .pt files, with an LRU cache of two files."""
 
-    def __init__(self, places: list[tuple[Path, int]], view: str) -> None:
-        self.places, self.view = places, view
-        self.kept: OrderedDict[Path, dict[str, Any]] = OrderedDict()
+    def __init__(self, locations: list[tuple[Path, int]], view: str) -> None:
+        self.locations, self.view = locations, view
+        self.cache: OrderedDict[Path, dict[str, Any]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.locations)
 
     def __getitem__(self, index: int) -> tuple[Any, float]:
-        path, row = self.places[index]
-        if path not in self.kept:
-            while len(self.kept) >= FILES_KEPT:
-                self.kept.popitem(last=False)
-            self.kept[path] = torch.load(path, weights_only=False)
-        self.kept.move_to_end(path)
-        value = self.kept[path]
+        path, row = self.locations[index]
+        if path not in self.cache:
+            while len(self.cache) >= MAX_CACHED_FILES:
+                self.cache.popitem(last=False)
+            self.cache[path] = torch.load(path, weights_only=False)
+        self.cache.move_to_end(path)
+        value = self.cache[path]
         return value["sequences" if self.view == "sequence" else "graphs"][row], float(value["labels"][row])
 
 
 class Reader(nn.Module):
-    """LSTM over the layers and the head."""
+    """A bidirectional LSTM over the layers, and a classification head."""
 
     def __init__(self, in_channels: int) -> None:
         super().__init__()
@@ -114,7 +115,7 @@ class Reader(nn.Module):
 
 
 class Model(nn.Module):
-    """Any of the three detectors, one layer at a time."""
+    """One of the three detectors, computed one layer at a time."""
 
     def __init__(self, name: str, dim: int) -> None:
         super().__init__()
@@ -128,7 +129,7 @@ class Model(nn.Module):
         self.reader = Reader(dim if name == "lstm_solo" else 128)
 
     def forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
-        """-> logits (B,), what the loss adds."""
+        """Return logits (B,) and the auxiliary loss."""
         if self.name == "lstm_solo":
             return self.reader(batch.float()), 0.0
         pooled = []
@@ -146,6 +147,7 @@ class Model(nn.Module):
 
 
 def collate(items: list[tuple[Any, float]]) -> tuple[Any, torch.Tensor]:
+    """Return the batch and the labels of some items."""
     values, labels = zip(*items, strict=True)
     if isinstance(values[0], torch.Tensor):
         return torch.stack(values), torch.tensor(labels)
@@ -154,6 +156,7 @@ def collate(items: list[tuple[Any, float]]) -> tuple[Any, torch.Tensor]:
 
 @torch.no_grad()
 def score(model: Model, data: LruDataset) -> tuple[list[float], list[float]]:
+    """Return labels and logits of a dataset."""
     model.eval()
     labels, logits = [], []
     for batch, y in DataLoader(data, BATCH, collate_fn=collate):
@@ -162,9 +165,10 @@ def score(model: Model, data: LruDataset) -> tuple[list[float], list[float]]:
     return labels, logits
 
 
-def train(name: str, parts: dict[str, list[tuple[Path, int]]], dim: int, epochs: int) -> dict[str, list[float]]:
+def train(name: str, splits: dict[str, list[tuple[Path, int]]], dim: int, epochs: int) -> dict[str, list[float]]:
+    """Train a detector, select the best epoch on validation, and return labels and logits of the test split."""
     view = "sequence" if name == "lstm_solo" else "graph"
-    data = {part: LruDataset(places, view) for part, places in parts.items()}
+    data = {split: LruDataset(locations, view) for split, locations in splits.items()}
     torch.manual_seed(42)
     model = Model(name, dim)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.001, weight_decay=1e-5)
@@ -185,6 +189,7 @@ def train(name: str, parts: dict[str, list[tuple[Path, int]]], dim: int, epochs:
 
 
 def main() -> None:
+    """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path)
     parser.add_argument("work", type=Path)
@@ -195,16 +200,16 @@ def main() -> None:
     with args.scores.open(newline="") as file:
         labels = {row["question_id"]: float(float(row["score"]) < 0.5) for row in csv.DictReader(file)}
     files = preprocess(args.source, args.work, labels)
-    places: dict[str, list[tuple[Path, int]]] = {"train": [], "val": [], "test": []}
-    part_of = split_keys(list(labels), list(labels.values()), 42)
+    locations: dict[str, list[tuple[Path, int]]] = {"train": [], "val": [], "test": []}
+    split_of = split_keys(list(labels), list(labels.values()), 42)
     dim = 0
     for path in files:
         value = torch.load(path, weights_only=False)
         dim = value["sequences"].shape[2]
         for row, question in enumerate(value["question_ids"]):
-            places[part_of[question]].append((path, row))
+            locations[split_of[question]].append((path, row))
     names = ("lstm_solo", "gnn_det_lstm", "gvae_lstm")
-    print(json.dumps({name: train(name, places, dim, args.epochs) for name in names}))
+    print(json.dumps({name: train(name, locations, dim, args.epochs) for name in names}))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""The same traces through other systems and through tracestore, one after the other.
+"""Compare the loading of batches with other storage systems.
 
-Each system writes the same synthetic traces, then delivers the same random batches of 16:
-hidden states gathered, every causal edge with its weight. All deliver equal values, or
-the run fails. Rounds alternate between the systems; medians count.
+Each system writes the same synthetic traces and then delivers the same random batches of 16: gathered
+hidden states and every causal edge with its weight. A system whose values differ is not measured.
+Rounds alternate between the systems; the table has medians.
 
     make bench-peers            both shapes, a table
 
-The peers live in an environment of their own (they pin other versions), which runs this
-file with `--serve SYSTEM`: one process a system, told batch by batch what to do.
+The peers pin other versions of their dependencies, so they have a separate environment, which runs this
+file with `--serve SYSTEM`: one process per system, which answers requests on standard input.
 """
 
 import argparse
@@ -26,12 +26,12 @@ import numpy as np
 
 SHAPES = {"small": (30, 576, 600), "large": (32, 4096, 96)}
 BATCH = 16
-# All copies of the traces together must fit the page cache: warm is what is measured.
+# The copies of all systems must fit into the page cache together, because the warm case is measured.
 PT_FILES = 6
 
 
 def trace(k, layers, dim):
-    """Hidden states (L, S, D) and packed attention (L, A) of trace k, float16, 30 to 70 tokens."""
+    """Return hidden states (L, S, D) and packed attention (L, A) of trace k, float16, 30 to 70 tokens."""
     rng = np.random.default_rng(k)
     tokens = int(rng.integers(30, 71))
     hidden = np.roll(_base(layers, dim)[:, :tokens], k, axis=2)
@@ -50,7 +50,7 @@ def _base(layers, dim):
 
 
 def collate(items):
-    """What every peer gets for its collate: numpy, positions of pairs made once a length."""
+    """Return the batch of some traces. All peers use this function, which computes pairs once per length."""
     x = np.concatenate([h.reshape(-1, h.shape[-1]) for h, _ in items])
     sources, targets, weights, node = [], [], [], 0
     for hidden, attention in items:
@@ -80,6 +80,7 @@ def _pairs(tokens):
 
 
 def digest(batch):
+    """Return a checksum of the arrays of a batch."""
     crc = 0
     for array in batch:
         crc = zlib.crc32(np.ascontiguousarray(array).view("u1").reshape(-1), crc)
@@ -87,7 +88,10 @@ def digest(batch):
 
 
 class Peer:
-    """A system: writes traces into a folder, reads one by its number."""
+    """A system that writes traces into a folder and reads one by its number.
+
+    Subclasses implement `write`, `open` and `read`, or `batches` instead of `read`.
+    """
 
     workers = None
 
@@ -95,14 +99,18 @@ class Peer:
         self.folder, self.layers, self.dim, self.count = Path(folder), layers, dim, count
 
     def traces(self):
+        """Yield all traces."""
         return (trace(k, self.layers, self.dim) for k in range(self.count))
 
     def batches(self, ids):
+        """Yield batches of the traces with these numbers, in this order."""
         for begin in range(0, len(ids), BATCH):
             yield collate([self.read(int(k)) for k in ids[begin : begin + BATCH]])
 
 
 class Memmap(Peer):
+    """np.memmap of two flat files."""
+
     def write(self):
         offsets = [(0, 0)]
         with (self.folder / "h").open("wb") as h, (self.folder / "a").open("wb") as a:
@@ -122,7 +130,7 @@ class Memmap(Peer):
 
 
 class Pt(Peer):
-    """preprocessed_*.pt of PyG graphs, two files kept, as the users' scripts do."""
+    """preprocessed_*.pt files of PyG graphs with two files in memory, like the scripts that users have."""
 
     def write(self):
         import torch
@@ -163,6 +171,8 @@ class Pt(Peer):
 
 
 class Lmdb(Peer):
+    """LMDB, one value per trace."""
+
     def write(self):
         import lmdb
 
@@ -188,6 +198,8 @@ class Lmdb(Peer):
 
 
 class H5(Peer):
+    """h5py, contiguous datasets."""
+
     def write(self):
         import h5py
 
@@ -209,6 +221,8 @@ class H5(Peer):
 
 
 class Litdata(Peer):
+    """litdata's dataset, read by number."""
+
     def write(self):
         import litdata
         from litdata.streaming.writer import BinaryWriter
@@ -233,7 +247,7 @@ class Litdata(Peer):
 
 
 class LitdataLoader(Litdata):
-    """Its own loader, shuffling by itself."""
+    """litdata's loader with its own shuffling."""
 
     def batches(self, ids):
         import litdata
@@ -251,6 +265,8 @@ def _collate_dicts(items):
 
 
 class Mds(Peer):
+    """MosaicML streaming, read by number."""
+
     def write(self):
         from streaming import MDSWriter
 
@@ -270,12 +286,12 @@ class Mds(Peer):
 
 
 class ZarrPython(Peer):
-    """A store of tracestore, read by others. `codec` is set by the name."""
+    """zarr-python over a store that tracestore wrote."""
 
     codec, pipeline = "none", None
 
     def write(self):
-        """Written by the tracestore system before."""
+        """Write nothing: the tracestore system writes the store before."""
 
     def open(self):
         import zarr
@@ -293,26 +309,34 @@ class ZarrPython(Peer):
                 row, pair = row + self.layers * tokens, pair + size
 
     def arrays(self, path, group):
+        """Return the arrays of hidden states and attention of a segment."""
         return group["hidden_states"], group["attention"]
 
     def read(self, k):
         number, h0, h1, a0, a1 = self.where[k]
         h, a = self.segments[number]
-        return self.take(h, h0, h1).reshape(self.layers, -1, self.dim), self.take(a, a0, a1).reshape(self.layers, -1)
+        return self.rows(h, h0, h1).reshape(self.layers, -1, self.dim), self.rows(a, a0, a1).reshape(self.layers, -1)
 
-    def take(self, array, begin, end):
+    def rows(self, array, begin, end):
+        """Return some rows of an array."""
         return array[begin:end]
 
 
 class ZarrZstd(ZarrPython):
+    """zarr-python over a store compressed by zstd."""
+
     codec = "zstd"
 
 
 class Zarrs(ZarrPython):
+    """zarr-python with the codec pipeline of zarrs."""
+
     pipeline = "zarrs.ZarrsCodecPipeline"
 
 
 class TensorStore(ZarrPython):
+    """tensorstore over a store that tracestore wrote."""
+
     def arrays(self, path, group):
         import tensorstore
 
@@ -322,12 +346,12 @@ class TensorStore(ZarrPython):
             for name in ("hidden_states", "attention")
         ]
 
-    def take(self, array, begin, end):
+    def rows(self, array, begin, end):
         return array[begin:end].read().result()
 
 
-class Ours(Peer):
-    """TraceLoader; the order is given, as the peers' is."""
+class Tracestore(Peer):
+    """TraceLoader in the given order, coo edges."""
 
     edges, codec = "coo", "none"
 
@@ -366,16 +390,20 @@ class Ours(Peer):
                 yield batch.x, batch.edge_index, batch.edge_attr
 
 
-class OursPacked(Ours):
+class TracestorePacked(Tracestore):
+    """TraceLoader, packed edges."""
+
     edges = "packed"
 
 
-class OursZstd(Ours):
+class TracestoreZstd(Tracestore):
+    """TraceLoader over a compressed store."""
+
     codec = "zstd"
 
 
-class OursSequence(Ours):
-    """The LSTM's data path."""
+class TracestoreSequence(Tracestore):
+    """TraceLoader, last tokens only."""
 
     def batches(self, ids):
         import tracestore
@@ -386,8 +414,8 @@ class OursSequence(Ours):
             yield (batch.sequences,)
 
 
-class OursWorkers(Ours):
-    """Through torch.utils.data.DataLoader with worker processes."""
+class TracestoreWorkers(Tracestore):
+    """torch's DataLoader with worker processes."""
 
     def batches(self, ids):
         from torch.utils.data import DataLoader
@@ -403,11 +431,11 @@ class OursWorkers(Ours):
 
 # name: (class, workers, runs in the peers' environment, delivers the given order)
 SYSTEMS = {
-    "tracestore, coo": (Ours, None, False, True),
-    "tracestore, packed": (OursPacked, None, False, False),
-    "tracestore, sequence": (OursSequence, None, False, False),
-    "tracestore, zstd": (OursZstd, None, False, True),
-    "tracestore in DataLoader, 2 workers": (OursWorkers, 2, False, False),
+    "tracestore, coo": (Tracestore, None, False, True),
+    "tracestore, packed": (TracestorePacked, None, False, False),
+    "tracestore, sequence": (TracestoreSequence, None, False, False),
+    "tracestore, zstd": (TracestoreZstd, None, False, True),
+    "tracestore in DataLoader, 2 workers": (TracestoreWorkers, 2, False, False),
     "np.memmap": (Memmap, None, True, True),
     "litdata, reader": (Litdata, None, True, True),
     "litdata loader, 0 workers": (LitdataLoader, 0, True, False),
@@ -424,7 +452,7 @@ SYSTEMS = {
 
 
 def serve(name, folder, layers, dim, count):
-    """Answers lines of JSON: {"do": "write" | "check" | "time", ...}."""
+    """Answer requests from standard input, one JSON object per line: {"do": "write" | "check" | "time", ...}."""
     cls, workers, _, _ = SYSTEMS[name]
     peer = cls(folder, layers, dim, count)
     peer.workers = workers
@@ -443,7 +471,7 @@ def serve(name, folder, layers, dim, count):
             if order["do"] == "check":
                 answer = [digest([np.asarray(a) for a in batch]) for batch in peer.batches(ids)]
             else:
-                # First as long again without counting: what an idle process had to give up comes back.
+                # Warm up for as long as the measurement, because an idle process loses cached pages.
                 warm_until = time.perf_counter() + order["seconds"]
                 began, traces, over = None, 0, False
                 while not over:
@@ -463,7 +491,7 @@ def serve(name, folder, layers, dim, count):
 
 
 class Server:
-    """A system in a process of its own."""
+    """The process of one system."""
 
     def __init__(self, name, python, folder, shape):
         self.name, self.rates = name, []
@@ -474,7 +502,8 @@ class Server:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True
         )
 
-    def ask(self, **order):
+    def request(self, **order):
+        """Send a request and return the answer."""
         try:
             self.process.stdin.write(json.dumps(order) + "\n")
             self.process.stdin.flush()
@@ -484,12 +513,13 @@ class Server:
             raise RuntimeError(f"{self.name}: {self.log.read()[-400:]}") from None
 
     def close(self):
+        """End the process."""
         self.process.stdin.close()
         self.process.wait()
 
 
 def memcpy_rate(num_bytes):
-    """Bytes a second of two threads copying num_bytes, pages touched before."""
+    """Return a function that returns the bytes per second of two threads that copy `num_bytes`."""
     part = num_bytes // 2
     pairs = [(np.zeros(part, "u1"), np.ones(part, "u1")) for _ in range(2)]
 
@@ -507,6 +537,7 @@ def memcpy_rate(num_bytes):
 
 
 def compare(shape, peers_python, names, rounds, seconds):
+    """Measure some systems on one shape and print the table."""
     layers, dim, count = SHAPES[shape]
     root = Path(tempfile.mkdtemp(prefix="peers-"))
     servers, failed = [], {}
@@ -514,7 +545,7 @@ def compare(shape, peers_python, names, rounds, seconds):
         sizes = [trace(k, layers, dim) for k in range(count)]
         mean_bytes = sum(h.nbytes + a.nbytes for h, a in sizes) / count
         del sizes
-        # Several orders in a row, so that a pass is long against its beginning and its end.
+        # Several epochs in a row keep the share of start and end small.
         ids = np.concatenate([np.random.default_rng(s).permutation(count) for s in range(1 + 1000 // count)])
         expected = None
         for name in names:
@@ -525,22 +556,22 @@ def compare(shape, peers_python, names, rounds, seconds):
             server = Server(name, peers_python if is_peer else sys.executable, folder, shape)
             try:
                 if fresh:
-                    server.ask(do="write")
+                    server.request(do="write")
                 if ordered:
-                    found = server.ask(do="check", ids=ids[: 3 * BATCH].tolist())
+                    found = server.request(do="check", ids=ids[: 3 * BATCH].tolist())
                     expected = expected or found
                     if found != expected:
-                        raise RuntimeError(f"{name}: delivers other values")
-                server.ask(do="time", ids=ids.tolist(), seconds=seconds)
+                        raise RuntimeError(f"{name}: values differ")
+                server.request(do="time", ids=ids.tolist(), seconds=seconds)
                 servers.append(server)
             except RuntimeError as error:
                 failed[name] = str(error).splitlines()[-1]
                 server.close()
         copy, copies = memcpy_rate(int(mean_bytes * count)), []
         for _ in range(rounds):
-            copies.append(max(copy() for _ in range(3)))  # the first after a pause is slower
+            copies.append(max(copy() for _ in range(3)))  # the first one after a pause is slower
             for server in servers:
-                server.rates.append(server.ask(do="time", ids=ids.tolist(), seconds=seconds))
+                server.rates.append(server.request(do="time", ids=ids.tolist(), seconds=seconds))
     finally:
         for server in servers:
             server.close()
@@ -548,22 +579,25 @@ def compare(shape, peers_python, names, rounds, seconds):
     limit = statistics.median(copies) / mean_bytes
     print(f"\nL={layers} D={dim}, {count} traces of {mean_bytes / 1e6:.1f} MB, batches of {BATCH}, {rounds} rounds")
     print(f"limit, 2-thread memcpy of the same bytes: {limit:,.0f} traces/s, {limit * mean_bytes / 1e9:.1f} GB/s")
-    ours = statistics.median(servers[0].rates)
+    tracestore_rate = statistics.median(servers[0].rates)
     for server in servers:
         rate = statistics.median(server.rates)
         of_limit = statistics.median(r * mean_bytes / c for r, c in zip(server.rates, copies, strict=True))
-        print(f"{server.name:38} {rate:10,.0f} traces/s   {of_limit:6.3f} of memcpy   coo is {ours / rate:7.1f} times")
+        print(
+            f"{server.name:38} {rate:10,.0f} traces/s   {of_limit:6.3f} of memcpy   coo is {tracestore_rate / rate:7.1f} times"
+        )
     for name, reason in failed.items():
         print(f"{name:38} not measured: {reason[:120]}")
 
 
 def main():
+    """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers-python", default=".venv-peers/bin/python", help="interpreter with the peers")
     parser.add_argument("--shape", choices=[*SHAPES, "both"], default="both")
     parser.add_argument("--only", action="append", help="systems to run")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2.0, help="a system may take in a round")
+    parser.add_argument("--seconds", type=float, default=2.0, help="duration of one measurement")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()

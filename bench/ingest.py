@@ -1,10 +1,11 @@
-"""Speed and memory of convert on large files, beside what bounds them, measured in the same run.
+"""Measure speed and memory of conversion on large files, with the limits of the same run.
 
 python bench/ingest.py speed|gzip|workers|memory|small DIR [--gigabytes 1] [--rounds 5] [--traces FOLDER]
 
-DIR lies on the disk to be measured; tmpfs takes the disk out of the figures. speed, gzip and workers take
-the pickles in FOLDER, as tracestore extract writes them, in place of made-up traces. .pkl.gz is made by
-Python's gzip, as those who record traces do: what isal packs is inflated a tenth faster.
+DIR selects the disk to measure; use tmpfs to exclude the disk. With --traces, `speed`, `gzip` and
+`workers` convert the pickles in FOLDER (as `tracestore extract` writes them) instead of synthetic ones.
+Python's gzip compresses the .pkl.gz files, because users' files come from it; files compressed by isal
+inflate a tenth faster.
 """
 
 import argparse
@@ -21,11 +22,11 @@ from pathlib import Path
 import numpy as np
 from benchmarks.common import LARGE, ROOT, SMALL, baseline, convert, inflate, make_trace, open_source, warm
 
-PIECE_BYTES = 1 << 20
+COPY_BYTES = 1 << 20
 
 
 class _Pickler(pickle._Pickler):  # type: ignore[name-defined]
-    """Protocol 4 as pickle.dump writes it, one trace in memory at a time."""
+    """Write a pickle of protocol 4 like pickle.dump, with one trace in memory at a time."""
 
     def __init__(self, file) -> None:
         super().__init__(file, 4)
@@ -49,11 +50,13 @@ class _Pickler(pickle._Pickler):  # type: ignore[name-defined]
 
 
 def write_file(path: Path, traces) -> None:
+    """Write a pickled list of traces."""
     with open_source(path, "wb") as file:
         _Pickler(file).dump_all(traces)
 
 
-def traces_of(num_bytes: float, shape: dict[str, int], tokens: tuple[int, int], first: int = 0):
+def synthetic_traces(num_bytes: float, shape: dict[str, int], tokens: tuple[int, int], first: int = 0):
+    """Yield synthetic traces, numbered from `first`, until their arrays take `num_bytes`."""
     k, done, rng = first, 0, np.random.default_rng(first)
     while done < num_bytes:
         trace = make_trace(k, int(rng.integers(*tokens)), **shape)
@@ -63,33 +66,35 @@ def traces_of(num_bytes: float, shape: dict[str, int], tokens: tuple[int, int], 
 
 
 def disk_write(target: Path, num_bytes: int) -> float:
-    piece, start = os.urandom(8 << 20), time.perf_counter()
+    """Return the seconds to write and sync `num_bytes` to a file."""
+    data, start = os.urandom(8 << 20), time.perf_counter()
     with target.open("wb", buffering=0) as file:
-        for _ in range(-(-num_bytes // len(piece))):
-            file.write(piece)
+        for _ in range(-(-num_bytes // len(data))):
+            file.write(data)
         os.fsync(file.fileno())
     seconds = time.perf_counter() - start
     target.unlink()
-    return seconds * num_bytes / (-(-num_bytes // len(piece)) * len(piece))
+    return seconds * num_bytes / (-(-num_bytes // len(data)) * len(data))
 
 
-def made(folder: Path, suffix: str, files: int, gigabytes: float) -> Path:
+def synthetic_dir(folder: Path, suffix: str, files: int, gigabytes: float) -> Path:
+    """Return a folder of synthetic files, written on the first call."""
     folder = folder / f"{files}_files_{gigabytes:g}GB{suffix}"
     if not folder.exists():
         partial = folder.with_name(f"partial_{folder.name}")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         for k in range(files):
-            traces = traces_of(gigabytes * 1e9 / files, SMALL, (30, 71), first=10_000 * k)
+            traces = synthetic_traces(gigabytes * 1e9 / files, SMALL, (30, 71), first=10_000 * k)
             write_file(partial / f"batch_{k}{suffix}", traces)
         partial.rename(folder)
     return folder
 
 
-def chosen(args: argparse.Namespace, suffix: str, files: int) -> Path:
-    """The files to convert: made-up ones, or those of --traces."""
+def source_dir(args: argparse.Namespace, suffix: str, files: int) -> Path:
+    """Return the folder of files to convert: synthetic ones, or copies of those in --traces."""
     if args.traces is None:
-        return made(args.folder, suffix, files, args.gigabytes)
+        return synthetic_dir(args.folder, suffix, files, args.gigabytes)
     folder = args.folder / f"real{suffix}"
     if not folder.exists():
         partial = folder.with_name(f"partial_{folder.name}")
@@ -99,17 +104,18 @@ def chosen(args: argparse.Namespace, suffix: str, files: int) -> Path:
             with path.open("rb") as source:
                 if suffix == ".pkl":
                     with (partial / path.name).open("wb") as target:
-                        shutil.copyfileobj(source, target, PIECE_BYTES)
+                        shutil.copyfileobj(source, target, COPY_BYTES)
                 else:
                     with gzip_file.open(partial / f"{path.name}.gz", "wb") as packed:
-                        shutil.copyfileobj(source, packed, PIECE_BYTES)
+                        shutil.copyfileobj(source, packed, COPY_BYTES)
         partial.rename(folder)
     return folder
 
 
 def speed(args: argparse.Namespace) -> None:
+    """Compare the conversion of a .pkl with pickle.load, a write and an fsync."""
     store, raw = args.folder / "out.zarr", args.folder / "raw"
-    source = chosen(args, ".pkl", 1)
+    source = source_dir(args, ".pkl", 1)
     for mode in ("heads", "mean"):
         ratios = []
         for _ in range(args.rounds):
@@ -124,22 +130,24 @@ def speed(args: argparse.Namespace) -> None:
 
 
 def gzip(args: argparse.Namespace) -> None:
+    """Compare the conversion of a .pkl.gz with isal's inflate."""
     store = args.folder / "out.zarr"
-    source = chosen(args, ".pkl.gz", 1)
+    source = source_dir(args, ".pkl.gz", 1)
     for mode in ("heads", "mean"):
         ratios = []
         for _ in range(args.rounds):
             warm(source)
             ours, base = convert(source, store, "--attention", mode, "--workers", "1")["seconds"], inflate(source)
             ratios.append(base / ours)
-        print(f".pkl.gz {mode}: {statistics.median(ratios):.2f} of isal's inflate ({ratios})", flush=True)
+        print(f".pkl.gz {mode}: {statistics.median(ratios):.2f} of the speed of isal's inflate ({ratios})", flush=True)
     shutil.rmtree(store)
 
 
 def workers(args: argparse.Namespace) -> None:
+    """Compare two workers with one, and with the write speed of the disk."""
     store, raw = args.folder / "out.zarr", args.folder / "raw"
     for suffix in (".pkl.gz", ".pkl"):
-        source = chosen(args, suffix, 8)
+        source = source_dir(args, suffix, 8)
         gains, shares = [], []
         for _ in range(args.rounds):
             warm(source)
@@ -157,6 +165,7 @@ def workers(args: argparse.Namespace) -> None:
 
 
 def memory(args: argparse.Namespace) -> None:
+    """Print the peak of anonymous memory of conversions."""
     store = args.folder / "out.zarr"
 
     def files(count: int, suffix: str, gigabytes: float, tokens: tuple[int, int]):
@@ -164,7 +173,7 @@ def memory(args: argparse.Namespace) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         for k in range(count):
-            traces = traces_of(gigabytes * 1e9 / count, LARGE, tokens, first=10_000 * k)
+            traces = synthetic_traces(gigabytes * 1e9 / count, LARGE, tokens, first=10_000 * k)
             write_file(folder / f"batch_{k:03}{suffix}", traces)
         return folder
 
@@ -179,13 +188,13 @@ def memory(args: argparse.Namespace) -> None:
         source = make()
         for mode in ("mean", "heads"):
             peak = convert(source, store, "--attention", mode, "--workers", "1", watch=True)["anonymous"]
-            print(f"{what}, {mode}: {peak / 2**20:.0f} MiB anonymous at its peak", flush=True)
+            print(f"{what}, {mode}: {peak / 2**20:.0f} MiB of anonymous memory at the peak", flush=True)
         shutil.rmtree(source)
     shutil.rmtree(store)
 
 
 def small(args: argparse.Namespace) -> None:
-    """10,000 files of one small trace: a handful of segments, quickly opened."""
+    """Convert 10,000 files of one small trace each, and open the store."""
     folder, store = args.folder / "many", args.folder / "out.zarr"
     if not folder.exists():
         folder.mkdir(parents=True)
@@ -211,6 +220,7 @@ def small(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
+    """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("speed", "gzip", "workers", "memory", "small"))
     parser.add_argument("folder", type=Path)

@@ -1,11 +1,12 @@
-"""Budgets from generous to tight: what a training with --memory-budget does at each.
+"""Train with --memory-budget at budgets from generous to tight and check how each run ends.
 
 python bench/memory_budgets.py STORE WORK_DIR [--batch-size 64] [--num-threads 1]
     [--num-workers 0] [--models NAME ...] [--factors F ...] [--cgroup]
 
-Above the floor that `tracestore plan` prints a run finishes, or ends with exit code 75 and a
-checkpoint that --resume finishes; below it also 2. Anything else is said, and ends with exit
-code 1. --cgroup: under a memory cgroup (version 1) as well, a little above budget and libraries.
+At or above the floor that `tracestore plan` prints, a run must finish, or exit with 75 and leave a
+checkpoint that --resume completes. Below the floor it may also exit with 2. Any other outcome is
+printed and gives exit code 1. With --cgroup, each run is repeated in a memory cgroup (version 1)
+whose limit exceeds the budget and the libraries a little.
 """
 
 import argparse
@@ -26,18 +27,19 @@ FLAGS = {
     "gvae_lstm": ["--no-run-lstm", "--no-run-gnn-det"],
 }
 CGROUPS = Path("/sys/fs/cgroup/memory")
-# What a process has beside what its budget counts: libraries, its reserve, page tables, pages of files.
-BESIDE_BYTES = 700 << 20
+# Memory of a process that its budget does not count: libraries, reserve, page tables, pages of files.
+UNCOUNTED_BYTES = 700 << 20
 
 
 def process(*command: object, setup: Callable[[], None] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a Python process. `setup` runs in the child first."""
     return subprocess.run(
         [sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, preexec_fn=setup
     )
 
 
 def in_cgroup(limit: int) -> Callable[[], None]:
-    """Moves the process that is about to begin into a cgroup of its own."""
+    """Create a cgroup and return a function that moves the calling process into it."""
     group = CGROUPS / f"tracestore-{os.getpid()}"
     group.mkdir(exist_ok=True)
     (group / "memory.limit_in_bytes").write_text(str(limit))
@@ -49,12 +51,13 @@ def in_cgroup(limit: int) -> Callable[[], None]:
 
 
 def outcome(name: str, args: argparse.Namespace, budget: int, cgroup: bool) -> str:
+    """Train a model with a budget. Return a description of how the run ended."""
     folder = args.work / "results"
     shutil.rmtree(folder, ignore_errors=True)
     train = ["tools/train.py", "--store", args.store, "--output-dir", folder, "--batch-size", args.batch_size]
     train += ["--epochs", 1, "--no-probe", "--num-threads", args.num_threads, "--num-workers", args.num_workers]
     train += FLAGS[name]
-    setup = in_cgroup(budget + BESIDE_BYTES) if cgroup else None
+    setup = in_cgroup(budget + UNCOUNTED_BYTES) if cgroup else None
     done = process(*train, "--memory-budget", budget, setup=setup)
     if done.returncode == 0:
         events = json.loads((folder / "results.json").read_text())["models"][name]["oom_events"]
@@ -63,16 +66,16 @@ def outcome(name: str, args: argparse.Namespace, budget: int, cgroup: bool) -> s
         return f"WRONG: exit {done.returncode}, {done.stderr.count(chr(10))} lines: {done.stderr[-300:]!r}"
     if done.returncode != 75:
         return f"exit {done.returncode}: {done.stderr.strip()}"
-    again = process(*train, "--resume")
+    resumed = process(*train, "--resume")
     return (
         "exit 75, resumed"
-        if again.returncode == 0
-        else f"WRONG: not resumed: exit {again.returncode}: {again.stderr[-300:]!r}"
+        if resumed.returncode == 0
+        else f"WRONG: not resumed: exit {resumed.returncode}: {resumed.stderr[-300:]!r}"
     )
 
 
 def sweep(name: str, args: argparse.Namespace) -> int:
-    """The budgets of one model. -> outcomes that must not be."""
+    """Run all budgets of one model. Return the number of wrong outcomes."""
     flags = ["--model", name, "--batch-size", args.batch_size, "--num-threads", args.num_threads, "--json"]
     flags += ["--measure"] if args.measure else []
     (plan,) = json.loads(process("-m", "tracestore", "plan", args.store, *flags).stdout)["models"]
@@ -80,14 +83,15 @@ def sweep(name: str, args: argparse.Namespace) -> int:
     print(f"{name}: floor {floor / 2**20:.0f} MiB, peak {plan['peak_memory_bytes'] / 2**20:.0f} MiB", flush=True)
     for factor in args.factors:
         for cgroup in (False, True) if args.cgroup else (False,):
-            said = outcome(name, args, int(factor * floor), cgroup)
-            refused = said.startswith("exit 2:") and factor < 1
-            wrong += not (refused or said.startswith(("finished", "exit 75")))
-            print(f"  {factor:4.2f}{' cgroup' if cgroup else ''}: {said}", flush=True)
+            result = outcome(name, args, int(factor * floor), cgroup)
+            refused = result.startswith("exit 2:") and factor < 1
+            wrong += not (refused or result.startswith(("finished", "exit 75")))
+            print(f"  {factor:4.2f}{' cgroup' if cgroup else ''}: {result}", flush=True)
     return wrong
 
 
 def main() -> int:
+    """Run the program and return its exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("store", type=Path)
     parser.add_argument("work", type=Path)
@@ -95,9 +99,9 @@ def main() -> int:
     parser.add_argument("--num-threads", type=int, default=1)
     parser.add_argument("--num-workers", type=int, default=0)
     parser.add_argument("--cgroup", action="store_true")
-    parser.add_argument("--measure", action="store_true", help="the floor that plan --measure prints")
+    parser.add_argument("--measure", action="store_true", help="take the floor from plan --measure")
     parser.add_argument("--models", nargs="*", default=list(FLAGS))
-    parser.add_argument("--factors", type=float, nargs="*", default=FACTORS, help="of the floor")
+    parser.add_argument("--factors", type=float, nargs="*", default=FACTORS, help="budgets as multiples of the floor")
     args = parser.parse_args()
     args.store, args.work = args.store.absolute(), args.work.absolute()
     try:

@@ -1,7 +1,7 @@
-"""How well each order mixes: the tables of docs/shuffle.md.
+"""Measure how well each order shuffles: the tables of docs/shuffle.md.
 
-100,000 ids in store order whose labels come in runs of 500 (traces of one file are alike);
-a perfect shuffle has rank correlation 0, neighbours 33,333 apart and label runs of 2.
+The 100,000 ids have labels in runs of 500, because traces of one file are similar. A perfect shuffle
+has rank correlation 0, neighbors that are 33,333 apart and label runs of length 2.
 """
 
 import numpy as np
@@ -12,9 +12,19 @@ N, RUN = 100_000, 500
 
 
 def measure(mode: str, size: int) -> tuple[float, float, float, float]:
-    """Spearman's rank correlation of position and id; mean distance of neighbours in the
-    epoch; mean length of runs of one label; share of pairs that are in one batch of 16 in
-    two epochs, over what chance gives."""
+    """Return four measures of an order.
+
+    Returns
+    -------
+    correlation : float
+        Spearman's rank correlation of position and id.
+    distance : float
+        Mean distance of the ids of neighboring positions.
+    runs : float
+        Mean length of runs of one label.
+    repeats : float
+        Share of the pairs in a batch of 16 that share a batch in the next epoch too, relative to chance.
+    """
     epochs = [EpochOrder(N, 7, e, mode, size, size).ids_at(np.arange(N)) for e in range(2)]
     ids = epochs[0]
     correlation = abs(float(np.corrcoef(ids, np.arange(N))[0, 1]))  # ids are ranks
@@ -24,14 +34,15 @@ def measure(mode: str, size: int) -> tuple[float, float, float, float]:
     batch = np.empty((2, N), np.int64)
     for e in range(2):
         batch[e, epochs[e]] = np.arange(N) // 16
-    then = batch[1][epochs[0][: N // 16 * 16].reshape(-1, 16)]
+    second = batch[1][epochs[0][: N // 16 * 16].reshape(-1, 16)]
     i, j = np.triu_indices(16, 1)
-    again = float((then[:, i] == then[:, j]).mean())
-    return correlation, distance, runs, again / (15 / (N - 1))
+    repeats = float((second[:, i] == second[:, j]).mean())
+    return correlation, distance, runs, repeats / (15 / (N - 1))
 
 
 def main() -> None:
-    print("| order | rank correlation | neighbours apart | label runs | pairs met again, times chance |")
+    """Print the table."""
+    print("| order | rank correlation | distance of neighbors | label runs | repeated pairs, times chance |")
     print("|---|---|---|---|---|")
     for name, mode, size in (
         ("global", "global", 1),

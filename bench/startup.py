@@ -1,11 +1,11 @@
-"""Seconds until the first useful line: imports, and what a short training spends outside of its epochs.
+"""Measure the start: seconds of imports, and seconds of a short training outside of its epochs.
 
 python bench/startup.py STORE [--repeats 5] [--epochs 3]
 python bench/startup.py --make STORE     # 100 traces of L=30, D=576, H=9, 30 to 70 tokens
 
-Seconds by the clock and of the processors, each the median over processes of their own: beside other
-work the second column is the one to read. Outside of its epochs: the process from its start to its
-end, without the training epochs and their validation passes.
+Prints wall time and processor time, each the median over separate processes. On a busy machine, read
+the processor time. Time outside of the epochs is the time of the whole process without the training
+epochs and their validation passes.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
 IMPORTS = {"torch": "import torch", "TraceLoader": "import tracestore; tracestore.TraceLoader"}
-# Method or function of a module -> the phase that its time counts to.
+# (module, function, phase that its time counts towards)
 PHASES = (
     ("tracestore.train.trainer", "Trainer._train_epoch", "epochs"),
     ("tracestore.train.trainer", "Trainer._validate", "epochs"),
@@ -39,7 +39,7 @@ PHASES = (
 
 
 def make(path: Path, count: int = 100) -> None:
-    """Converts `count` synthetic traces with scores."""
+    """Write a store of `count` synthetic traces with scores."""
     rng = np.random.default_rng(0)
     layers, dim, heads = 30, 576, 9
     with tempfile.TemporaryDirectory() as folder:
@@ -65,16 +65,16 @@ def make(path: Path, count: int = 100) -> None:
 
 
 def seconds(*command: object) -> np.ndarray:
-    """(2,): by the clock and of the processors, of a process from its start to its end."""
+    """Run a Python process. Return its wall time and processor time, (2,), in seconds."""
     began, used = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, *map(str, command)], check=True, stdout=subprocess.DEVNULL, env=ENVIRONMENT)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    of_processors = after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime
-    return np.array([time.perf_counter() - began, of_processors])
+    processor_s = after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime
+    return np.array([time.perf_counter() - began, processor_s])
 
 
 def train(phases_path: Path, arguments: list[str]) -> None:
-    """Trains as tools/train.py does and writes the seconds of each phase: what runs in the measured process."""
+    """Train like tools/train.py and write the seconds of each phase. Runs in the measured process."""
     import importlib
     import runpy
 
@@ -93,7 +93,7 @@ def train(phases_path: Path, arguments: list[str]) -> None:
                 return function(*args, **kwargs)
             finally:
                 whole = now() - start
-                # What a phase within another one takes counts once.
+                # Time in a nested phase counts once.
                 spent[phase] = spent.get(phase, 0) + whole - running.pop()
                 if running:
                     running[-1] += whole
@@ -103,8 +103,8 @@ def train(phases_path: Path, arguments: list[str]) -> None:
     for module_name, path, phase in PHASES:
         owner = importlib.import_module(module_name)
         *outer, name = path.split(".")
-        for part in outer:
-            owner = getattr(owner, part)
+        for attribute in outer:
+            owner = getattr(owner, attribute)
         setattr(owner, name, timed(getattr(owner, name), phase))
     spent["imports"] = now() - began
     sys.argv = ["train.py", *arguments]
@@ -115,7 +115,7 @@ def train(phases_path: Path, arguments: list[str]) -> None:
 
 
 def training(store: Path, epochs: int) -> dict[str, np.ndarray]:
-    """Seconds (2,) of each phase of one training, `outside` of its epochs in all."""
+    """Train once. Return the seconds (2,) of each phase; `outside` is the total outside of the epochs."""
     with tempfile.TemporaryDirectory() as folder:
         phases = Path(folder) / "phases.json"
         arguments = ["--store", store, "--output-dir", Path(folder) / "results", "--epochs", epochs]
@@ -126,17 +126,19 @@ def training(store: Path, epochs: int) -> dict[str, np.ndarray]:
 
 
 def report(name: str, values: list[np.ndarray]) -> None:
-    clock, processors = np.median(values, axis=0)
-    print(f"{name:22} {clock:6.2f}s {processors:11.2f}s", flush=True)
+    """Print the medians of one row of the table."""
+    wall, processor = np.median(values, axis=0)
+    print(f"{name:22} {wall:6.2f}s {processor:11.2f}s", flush=True)
 
 
 def main() -> None:
+    """Run the program."""
     if sys.argv[1:2] == ["--phases"]:
         train(Path(sys.argv[2]), sys.argv[3:])
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("store", type=Path)
-    parser.add_argument("--make", action="store_true", help="write the store and end")
+    parser.add_argument("--make", action="store_true", help="write the store and exit")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=3)
     args = parser.parse_args()
@@ -147,7 +149,7 @@ def main() -> None:
     for _ in range(args.repeats):
         for name, code in IMPORTS.items():
             found[name].append(seconds("-c", code))
-    print(f"{'':22} {'clock':>7} {'processors':>12}")
+    print(f"{'':22} {'wall':>7} {'processor':>12}")
     found["difference"] = [own - torch for own, torch in zip(found["TraceLoader"], found["torch"], strict=True)]
     for name, values in found.items():
         report(f"import {name}", values)

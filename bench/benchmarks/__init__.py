@@ -1,1 +1,1 @@
-"""Benchmarks for asv: `make asv`, bench/README.md. Less is better in every one of them."""
+"""Benchmarks for asv; see bench/README.md. Lower is better in all of them."""

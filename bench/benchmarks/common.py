@@ -1,4 +1,4 @@
-"""Clocks, memory sampling, limits and fixtures that the benchmarks and the scripts in bench/ share."""
+"""Timers, memory sampling, limits and fixtures that the benchmarks and the scripts in bench/ share."""
 
 import gzip
 import json
@@ -25,7 +25,7 @@ MILLION = 1_000_000
 # Layers, hidden size, heads.
 SMALL = {"layers": 30, "dim": 576, "heads": 9}  # 3.2 MB a trace with every head
 LARGE = {"layers": 32, "dim": 4096, "heads": 32}  # 23 MB a trace of 60 tokens, 640 MB of 500
-# Batches of the training steps: B traces, L layers, D columns, tokens from .. to, share of the pairs (top-k) or threshold.
+# Batches of the training steps: B traces, L layers, hidden size D, min and max tokens, top-k fraction, threshold.
 STEP_SHAPES = {
     "L=30 D=576, 45-65 tokens": (16, 30, 576, 45, 65, None, 0.0),
     "L=32 D=4096, 45-65 tokens": (4, 32, 4096, 45, 65, None, 0.0),
@@ -100,18 +100,18 @@ class Peak:
 def run_measured(module: str, *args: object) -> tuple[list[str], int]:
     """Run a module of this package in a process of its own.
 
-    The module prepares what is not measured and calls `wait_for_start`.
+    The module completes its setup, which is not measured, and calls `wait_for_start`.
 
     Returns
     -------
     lines : list of str
-        What the module printed afterwards.
+        Lines that the module printed afterwards.
     peak_bytes : int
         Largest anonymous memory of the process and its children, above what the process had at
         `wait_for_start`. Sampled every millisecond.
     """
     command = [sys.executable, "-m", f"benchmarks.{module}", *map(str, args)]
-    # Not in the checkout: `python -m` would import its tracestore in place of the installed one.
+    # Not in the root of the checkout, where `python -m` would import its tracestore instead of the installed one.
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=BENCH) as process:
         assert process.stdout is not None
         if process.stdout.readline() != "ready\n":
@@ -138,7 +138,7 @@ def wait_for_start() -> None:
 
 
 class Memcpy:
-    """Two threads that copy num_bytes; the pages were touched before."""
+    """Copy `num_bytes` in two threads. All pages are touched before."""
 
     def __init__(self, num_bytes: int, threads: int = 2) -> None:
         part = num_bytes // threads
@@ -153,8 +153,11 @@ class Memcpy:
 
 
 def make_trace(k: int, tokens: int, *, layers: int, dim: int, heads: int) -> dict[str, object]:
-    """Return trace k with values like a model's: rows of attention sum to 1, and no head repeats
-    another, which would make it faster to inflate than any real trace."""
+    """Return trace k with values like a model's.
+
+    Rows of attention sum to 1. The heads differ from one another, because equal heads would inflate
+    faster than any real trace.
+    """
     rng = np.random.default_rng(k)
     hidden = rng.standard_normal((tokens, dim), "f4").astype("f2")
 
@@ -198,8 +201,7 @@ def convert(source: Path, store: Path, *options: str, watch: bool = False) -> di
     return {"seconds": summary["seconds"], "bytes": summary["bytes_out"], "anonymous": anonymous}
 
 
-# pickle.load, then the arrays that end in the store (for the head mean: hidden states and
-# a triangle), written and synced once: the same bytes, nothing else.
+# Call pickle.load, then write and sync as many bytes of the arrays as the store takes.
 _BASELINE = """
 import os, pickle, sys, time
 start = time.perf_counter()
@@ -218,6 +220,7 @@ print(time.perf_counter() - start)
 
 
 def baseline(source: Path, target: Path, num_bytes: int) -> float:
+    """Return the seconds of pickle.load, a write of `num_bytes` and an fsync."""
     done = subprocess.run(
         [sys.executable, "-c", _BASELINE, source, target, str(num_bytes)], capture_output=True, text=True, check=True
     )
@@ -231,13 +234,14 @@ from isal import igzip_threaded
 start, total = time.perf_counter(), 0
 for name in sys.argv[1:]:
     with igzip_threaded.open(name, "rb", threads=1, block_size=1 << 20) as file:
-        while piece := file.read(1 << 20):
-            total += len(piece)
+        while data := file.read(1 << 20):
+            total += len(data)
 print(time.perf_counter() - start)
 """
 
 
 def inflate(source: Path) -> float:
+    """Return the seconds that isal takes to inflate the files of a folder."""
     names = sorted(map(str, source.iterdir()))
     return float(
         subprocess.run([sys.executable, "-c", _INFLATE, *names], capture_output=True, text=True, check=True).stdout
@@ -245,6 +249,7 @@ def inflate(source: Path) -> float:
 
 
 def warm(folder: Path) -> None:
+    """Read the files of a folder into the page cache."""
     for path in folder.iterdir():
         with path.open("rb") as file:
             while file.read(8 << 20):
@@ -273,7 +278,7 @@ def make_store(path: Path, layers: int, dim: int, count: int) -> None:
 
 
 def pickle_dir(folder: str | Path, suffix: str) -> Path:
-    """Return where the fixtures have the pickles of one suffix."""
+    """Return the folder of the fixtures' pickles with one suffix."""
     return Path(folder) / f"pickles{suffix}"
 
 
@@ -286,12 +291,16 @@ def make_million(path: Path) -> None:
 
 
 class Fixtures:
-    """Fixtures that asv makes once for all benchmarks. asv calls `setup_cache` in an empty folder, gives each
-    benchmark the folder's path, and removes the folder after the last benchmark."""
+    """Fixtures that asv creates once for all benchmarks.
+
+    asv calls `setup_cache` in an empty folder, passes the folder's path to each benchmark, and removes
+    the folder after the last one.
+    """
 
     timeout = 600
 
     def setup_cache(self) -> str:
+        """Write the fixtures into the current folder and return its path."""
         folder = Path.cwd()
         rng = np.random.default_rng(0)
         traces = [make_trace(k, int(rng.integers(30, 71)), **SMALL) for k in range(max(PICKLED.values()))]

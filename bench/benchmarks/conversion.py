@@ -1,8 +1,8 @@
-"""Conversion of pickles, beside the least that has to be done for it.
+"""Conversion of pickles, compared with the minimal work for it.
 
     python -m benchmarks.conversion convert SOURCE STORE | load SOURCE (in bench/)
 
-waits for `common.run_measured` once everything is imported, then converts the pickles or loads them.
+imports everything, waits for `common.run_measured`, then converts the pickles or loads them.
 """
 
 import pickle
@@ -16,12 +16,13 @@ ROUNDS = 2
 
 
 class Conversion(Fixtures):
-    """One worker, in a process of its own."""
+    """Conversion by one worker, in a separate process."""
 
     params = (list(PICKLED), ["mean", "heads"])
     param_names = ("source", "attention")
 
     def setup(self, folder, suffix, attention):
+        """Read the pickles into the page cache."""
         self.source = pickle_dir(folder, suffix)
         self.store, self.raw = Path(folder) / "out.zarr", Path(folder) / "raw"
         warm(self.source)
@@ -30,13 +31,17 @@ class Conversion(Fixtures):
         return convert(self.source, self.store, "--attention", attention, "--workers", "1")
 
     def track_time(self, folder, suffix, attention):
+        """Return the milliseconds per trace."""
         return self._convert(attention)["seconds"] / PICKLED[suffix] * 1e3
 
     track_time.unit = "ms/trace"
 
     def track_limit(self, folder, suffix, attention):
-        """For .pkl, the limit is pickle.load and one write and fsync of the store's bytes; for .pkl.gz,
-        it is isal's inflate."""
+        """Return the time of a conversion as a multiple of its limit.
+
+        The limit of .pkl is pickle.load with a write and fsync of the store's bytes, that of .pkl.gz is
+        isal's inflate.
+        """
         ratios = []
         for _ in range(ROUNDS):
             ours = self._convert(attention)
@@ -48,6 +53,7 @@ class Conversion(Fixtures):
 
 
 def main(what, source, store=None):
+    """Convert or load the pickles of a folder."""
     from tracestore.cli import main as command
 
     wait_for_start()
@@ -55,7 +61,7 @@ def main(what, source, store=None):
         raise SystemExit(command(["convert", source, store, "--workers", "1", "--overwrite"]))
     for path in Path(source).iterdir():
         with open_source(path, "rb") as file:
-            traces = pickle.load(file)  # of common.Fixtures
+            traces = pickle.load(file)  # trusted: written by common.Fixtures
             print(len(traces))
 
 

@@ -1,8 +1,8 @@
-"""Batches from a store in the page cache, against a memory copy of the same bytes in the same run.
+"""Loading of batches from the page cache, compared with a memory copy of the same bytes.
 
     python -m benchmarks.loading STORE EDGES (in bench/)
 
-waits for `common.run_measured` once everything is imported, then loads an epoch.
+imports everything, waits for `common.run_measured`, then loads an epoch.
 """
 
 import statistics
@@ -17,30 +17,32 @@ from .common import BATCH_SIZE, STORES, Fixtures, Memcpy, timed, wait_for_start
 
 
 def input_bytes(store):
-    """Return the bytes that the graph view reads of a store: hidden states and attention."""
+    """Return the bytes of hidden states and attention that the graph view reads from a store."""
     tokens = np.asarray(store.num_tokens, "f8")
     return int(2 * store.num_layers * (tokens.sum() * store.hidden_dim + (tokens * (tokens + 1) / 2).sum()))
 
 
 def run_epoch(loader):
+    """Iterate over one epoch."""
     for batch in loader:
         del batch
 
 
-def start_thread_pools(loader):
-    """Run epochs until the loader's buffers have their pages."""
+def warm_up(loader):
+    """Run epochs until the pages of the loader's buffers are allocated."""
     for _ in range(3):
         run_epoch(loader)
 
 
 def graph_loader(path, edges):
+    """Return a loader of graph batches."""
     return tracestore.TraceLoader(tracestore.open(path), "graph", batch_size=BATCH_SIZE, edge_format=edges)
 
 
 def memcpy_ratios(path, edges, rounds):
-    """Return the time of an epoch as a multiple of that of a memory copy, one after the other in each round."""
+    """Return the time of an epoch as a multiple of the time of a memory copy, for each round."""
     loader, copy = graph_loader(path, edges), Memcpy(input_bytes(tracestore.open(path)))
-    start_thread_pools(loader)
+    warm_up(loader)
     copy()
     return [timed(lambda: run_epoch(loader)) / timed(copy) for _ in range(rounds)]
 
@@ -52,32 +54,37 @@ class Loading(Fixtures):
     param_names = ("shape", "edges")
 
     def setup(self, folder, shape, edges):
+        """Open a store and warm up."""
         self.path = Path(folder) / shape
         self.loader = graph_loader(self.path, edges)
-        start_thread_pools(self.loader)
+        warm_up(self.loader)
 
     def time_epoch(self, folder, shape, edges):
+        """Iterate over one epoch."""
         run_epoch(self.loader)
 
     def track_limit(self, folder, shape, edges):
+        """Return the time of an epoch as a multiple of the time of a memory copy."""
         return statistics.median(memcpy_ratios(self.path, edges, 3))
 
     track_limit.unit = "of a 2-thread memcpy's time"
 
 
 class Sequences(Fixtures):
-    """Epochs of last tokens, as the LSTM reads them: 400 traces of the small shape."""
+    """Epochs of last tokens, the input of the LSTM: 400 traces of the small shape."""
 
     def setup(self, folder):
+        """Open the store."""
         self.loader = tracestore.TraceLoader(Path(folder) / "small", "sequence", batch_size=BATCH_SIZE)
-        start_thread_pools(self.loader)
+        warm_up(self.loader)
 
     def time_epoch(self, folder):
+        """Iterate over one epoch."""
         run_epoch(self.loader)
 
 
 if __name__ == "__main__":
-    import torch_geometric.data  # noqa: F401  the batches' class
+    import torch_geometric.data  # noqa: F401 - imported before the measurement
 
     loader = graph_loader(*sys.argv[1:])
     wait_for_start()

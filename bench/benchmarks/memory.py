@@ -1,4 +1,4 @@
-"""Peaks of anonymous memory, each in a process of its own, above what the process had after its imports."""
+"""Peaks of anonymous memory of separate processes, minus their memory after the imports."""
 
 from pathlib import Path
 
@@ -8,8 +8,10 @@ MODELS = ("lstm_solo", *GRAPH_MODELS)
 
 
 class Memory(Fixtures):
-    """Memory of tracestore next to that of loading the pickles: 128 traces of L=30 D=576 H=9, and
-    steps on a batch of 16 of that shape, above the batch. Mapped files are not counted."""
+    """Memory of tracestore and of loading the pickles: 128 traces of L=30 D=576 H=9.
+
+    Training steps use a batch of 16, which is not counted, nor are mapped files.
+    """
 
     params = (
         [
@@ -23,6 +25,7 @@ class Memory(Fixtures):
     param_names = ("what",)
 
     def track_peak(self, folder, what):
+        """Return the peak in MiB."""
         kind, _, case = what.partition(", ")
         store = Path(folder) / "out.zarr"
         if kind == "step":

@@ -1,4 +1,4 @@
-"""Cost of a million traces in 2,000 segments before any data is read."""
+"""Cost of opening and indexing a million traces in 2,000 segments."""
 
 from pathlib import Path
 
@@ -19,23 +19,27 @@ class Scale(Fixtures):
     """The index of a million traces."""
 
     def setup(self, folder):
+        """Open the store and draw ids."""
         self.path = Path(folder) / "million"
         self.store = tracestore.open(self.path)
         self.keys = [f"q{k}" for k in np.random.default_rng(0).integers(0, MILLION, LOOKUPS).tolist()]
         self.order, self.ids = EpochOrder(MILLION, 1, 0), np.arange(MILLION)
 
     def time_open(self, folder):
+        """Open the store."""
         tracestore.open(self.path)
 
     def time_1000_lookups(self, folder):
+        """Look up 1,000 question ids."""
         for key in self.keys:
             self.store.index_of(key)
 
     def time_shuffle_of_a_million(self, folder):
+        """Compute the order of an epoch."""
         self.order.ids_at(self.ids)
 
     def track_limit(self, folder):
-        """Order and lookup of a batch, as a share of the memory copy of the batch."""
+        """Return the time of order and lookup of a batch in percent of a memory copy of the batch."""
         batches = self.ids[: BATCHES * BATCH_SIZE].reshape(BATCHES, BATCH_SIZE)
         seconds = median_seconds(lambda: [self.store._index.places(self.order.ids_at(b)) for b in batches], 5) / BATCHES
         return 100 * seconds / median_seconds(Memcpy(BATCH_SIZE * TRACE_BYTES))
@@ -43,6 +47,7 @@ class Scale(Fixtures):
     track_limit.unit = "% of the batch's 2-thread memcpy"
 
     def track_index_size(self, folder):
+        """Return the bytes of the index per trace."""
         size = sum(f.stat().st_size for f in (self.path / "index").rglob("*") if f.is_file())
         return size / MILLION
 

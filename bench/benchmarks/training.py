@@ -1,10 +1,9 @@
-"""A training step: the fused operators against PyG one layer at a time, and the LSTM's data path.
+"""Training steps: the fused operators compared with PyG one layer at a time, and the LSTM's data wait.
 
     python -m benchmarks.training MODEL SHAPE fused|pyg STEPS (in bench/)
 
-waits for `common.run_measured` when batch, edges and model are there, then prints the seconds of
-each step after the first. What is added to memory is activations, gradients, workspaces and the
-optimizer's state, not the batch.
+creates batch, edges and model, waits for `common.run_measured`, then prints the seconds of each step
+after the first. The measured memory is that of activations, gradients, workspaces and optimizer state.
 """
 
 import argparse
@@ -31,7 +30,7 @@ THREADS = 2
 
 
 def make_inputs(shape: str) -> GraphInputs:
-    """Random float16 hidden states, rows of attention that sum to 1, as packed triangles."""
+    """Return random float16 hidden states and packed attention whose rows sum to 1."""
     B, L, D, low, high, top_k, threshold = STEP_SHAPES[shape]
     rng = np.random.default_rng(0)
     tokens = np.repeat(rng.integers(low, high + 1, B), L)
@@ -40,7 +39,7 @@ def make_inputs(shape: str) -> GraphInputs:
     for size in tokens:
         square = np.tril(rng.random((size, size), "f4") ** 8 + 1e-4)
         row = (square / square.sum(1, keepdims=True))[np.tril_indices(size)].astype("f2")
-        if top_k is not None:  # as the loader marks what it drops
+        if top_k is not None:  # the loader marks dropped pairs with NaN
             row[np.argsort(-row, kind="stable")[max(1, int(top_k * len(row))) :]] = np.nan
         weights.append(row)
     x = rng.standard_normal((nodes[-1], D), "f4").astype("f2")
@@ -50,7 +49,7 @@ def make_inputs(shape: str) -> GraphInputs:
 
 
 def layer_inputs(inputs: GraphInputs, layer: int) -> GraphInputs:
-    """One layer of every trace, as edge lists."""
+    """Return one layer of every trace, with edge lists."""
     graphs = range(layer, len(inputs.node_ptr) - 1, inputs.num_layers)
     picks = [slice(int(inputs.node_ptr[g]), int(inputs.node_ptr[g + 1])) for g in graphs]
     weights = [slice(int(inputs.weight_ptr[g]), int(inputs.weight_ptr[g + 1])) for g in graphs]
@@ -61,7 +60,7 @@ def layer_inputs(inputs: GraphInputs, layer: int) -> GraphInputs:
 
 
 class Step:
-    """One training step: forward, backward, Adam. `pyg`: layer by layer, as the users' scripts."""
+    """One training step: forward, backward, Adam. Kind "pyg" computes layer by layer, like users' scripts."""
 
     def __init__(self, model: str, shape: str, kind: str, device: str | torch.device = "cpu") -> None:
         B, L, D, *_ = STEP_SHAPES[shape]
@@ -75,13 +74,15 @@ class Step:
             layers = [layer_inputs(inputs, k).to(device) for k in range(L)]
             encode = self.model.encoder.forward
             self.model.encoder.forward = lambda *_: torch.cat([encode(layer) for layer in layers], dim=1)
-        # Training draws the masks of dropout by trace, today's way leaves them to torch.
+        # Training draws dropout masks per trace; with PyG, torch draws them.
         self.masks = None if kind == "pyg" else TraceMasks(1, 0, B)
 
     def loss(self) -> torch.Tensor:
+        """Return the loss of the batch."""
         return detector_loss(self.model(self.inputs, self.masks), self.y, 0.01)
 
     def __call__(self) -> float:
+        """Run the step and return its seconds."""
         began = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=True)
         self.loss().backward()
@@ -90,18 +91,18 @@ class Step:
 
 
 def guard_share(model: str, shape: str, steps: int, fused: bool = True) -> tuple[float, float]:
-    """Return what the guard adds to a step, in seconds and as a share of the step.
+    """Return the time that the guard adds to a step, in seconds and as a share of the step.
 
-    Of steps with it and without it, in turn, the time beside the forward and backward pass and the
-    optimizer is taken; the difference is the guard's. Both seed each step, as training does.
-    `fused` optimizers need no snapshot, others do.
+    Steps with and without the guard alternate. The guard's time is the difference of their times outside
+    the forward pass, the backward pass and the optimizer. Both variants seed each step, like training.
+    Optimizers that are not `fused` need a snapshot.
     """
     torch.set_num_threads(THREADS)
     step = Step(model, shape, "fused")
     optimizer = torch.optim.Adam(step.model.parameters(), fused=fused)
     guard, inside = OOMGuard(step.model, optimizer), 0.0
 
-    def clocked(call):
+    def accumulate_time(call):
         @functools.wraps(call)
         def timed(*args, **options):
             nonlocal inside
@@ -113,9 +114,9 @@ def guard_share(model: str, shape: str, steps: int, fused: bool = True) -> tuple
 
         return timed
 
-    optimizer.step, optimizer.zero_grad = clocked(optimizer.step), clocked(optimizer.zero_grad)
-    loss_of = clocked(lambda begin, end: step.loss())
-    backward, torch.Tensor.backward = torch.Tensor.backward, clocked(torch.Tensor.backward)
+    optimizer.step, optimizer.zero_grad = accumulate_time(optimizer.step), accumulate_time(optimizer.zero_grad)
+    loss_of = accumulate_time(lambda begin, end: step.loss())
+    backward, torch.Tensor.backward = torch.Tensor.backward, accumulate_time(torch.Tensor.backward)
 
     def guarded_step():
         guard.step(len(step.y), loss_of, seed=functools.partial(seed_step, 1, step.y.device))
@@ -126,26 +127,26 @@ def guard_share(model: str, shape: str, steps: int, fused: bool = True) -> tuple
         loss = loss_of(0, len(step.y))
         value = float(loss.detach())
         loss.backward()
-        del loss  # the graph goes here, as in the guard
+        del loss  # frees the graph, like the guard
         optimizer.step()
         return value
 
-    beside, whole = {"guard": [], "plain": []}, []
+    outside, whole = {"guard": [], "plain": []}, []
     try:
         for _ in range(steps + 1):
             for name, run in (("guard", guarded_step), ("plain", plain_step)):
                 inside, began = 0.0, time.perf_counter()
                 run()
                 whole.append(time.perf_counter() - began)
-                beside[name].append(whole[-1] - inside)
+                outside[name].append(whole[-1] - inside)
     finally:
         torch.Tensor.backward = backward
-    added = statistics.median(beside["guard"][1:]) - statistics.median(beside["plain"][1:])
+    added = statistics.median(outside["guard"][1:]) - statistics.median(outside["plain"][1:])
     return added, added / statistics.median(whole[2:])
 
 
 def lstm_data_share(store_path: Path, epochs: int = 3) -> float:
-    """Train lstm_solo from a store. Return the share of an epoch that waits for batches."""
+    """Train lstm_solo from a store. Return the share of an epoch spent waiting for batches."""
     torch.set_num_threads(THREADS)
     with tracestore.open(store_path) as store:
         loader = tracestore.TraceLoader(store, "sequence", batch_size=16, num_threads=1)
@@ -155,9 +156,9 @@ def lstm_data_share(store_path: Path, epochs: int = 3) -> float:
         for _ in range(epochs + 1):
             waited, began, batches = 0.0, time.perf_counter(), iter(loader)
             while True:
-                asked = time.perf_counter()
+                requested = time.perf_counter()
                 batch = next(batches, None)
-                waited += time.perf_counter() - asked
+                waited += time.perf_counter() - requested
                 if batch is None:
                     break
                 optimizer.zero_grad(set_to_none=True)
@@ -177,22 +178,25 @@ class Steps:
     timeout = 600
 
     def setup(self, model, shape):
+        """Create the model and the batch and run one step."""
         torch.set_num_threads(THREADS)
         self.step = Step(model, shape, "fused")
         self.step()
 
     def time_step(self, model, shape):
+        """Run one step."""
         self.step()
 
 
 class StepsLimit:
-    """The same mathematics by PyG, one layer at a time."""
+    """Steps compared with PyG's, which compute the same function one layer at a time."""
 
     params = (list(GRAPH_MODELS), list(STEP_SHAPES)[:1])
     param_names = ("model", "shape")
     timeout = 600
 
     def track_limit(self, model, shape):
+        """Return the time in percent of PyG's."""
         fused, pyg = measure_steps(model, shape, "fused", 5)[0], measure_steps(model, shape, "pyg", 1)[0]
         return 100 * fused / pyg
 
@@ -200,11 +204,12 @@ class StepsLimit:
 
 
 class OtherShapes(StepsLimit):
-    """Takes minutes: `make asv` leaves it out."""
+    """More shapes, which take minutes. `make asv` leaves them out."""
 
     params = (["gnn_det_lstm"], list(STEP_SHAPES)[1:])
 
     def track_memory_limit(self, model, shape):
+        """Return the memory in percent of PyG's."""
         fused, pyg = measure_steps(model, shape, "fused", 5)[1], measure_steps(model, shape, "pyg", 1)[1]
         return 100 * fused / pyg
 
@@ -212,20 +217,23 @@ class OtherShapes(StepsLimit):
 
 
 class Shares(Fixtures):
-    """Time of lstm_solo, whose steps are the shortest, outside the step itself."""
+    """Overheads of lstm_solo, which has the shortest steps."""
 
     def track_waiting_for_data(self, folder):
+        """Return the share of an epoch spent waiting for batches, in percent."""
         return 100 * lstm_data_share(Path(folder) / "small")
 
     track_waiting_for_data.unit = "% of an epoch"
 
     def track_guard(self, folder):
+        """Return the share of a step that the guard takes, in percent."""
         return 100 * guard_share("lstm_solo", next(iter(STEP_SHAPES)), 20)[1]
 
     track_guard.unit = "% of a step"
 
 
 def main() -> None:
+    """Run the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=["lstm_solo", *GRAPH_MODELS])
     parser.add_argument("shape", choices=STEP_SHAPES)
