@@ -18,20 +18,20 @@ LINK_FLAGS = ["-pthread", "-lm"] if sys.platform == "linux" else []
 # GIL on: it is the lock of the block pools, of the list of maps, of jobs, shuffle buffers and
 # readers, or it has not been checked that they need none.
 MODULES = {
-    "kernels": ["crc32c", "half", "attention", "pack", "guard", "simd"],
-    "gather": ["gather", "attention", "half", "parallel", "stream", "crew", "map", "crc32c", "guard", "simd"],
-    "blocks": ["block"],
-    "mapping": ["map", "crc32c", "guard", "simd"],
-    "index": ["index", "map", "crc32c", "guard", "simd"],
+    "kernels": ["crc32c", "float_convert", "attention", "pack", "sigbus_guard", "simd"],
+    "gather": ["gather", "attention", "float_convert", "parallel", "stream", "thread_pool", "map", "crc32c", "sigbus_guard", "simd"],
+    "blocks": ["huge_alloc", "shared_memory"],
+    "mapping": ["map", "crc32c", "sigbus_guard", "simd"],
+    "index": ["index", "map", "crc32c", "sigbus_guard", "simd"],
     "shuffle": ["shuffle"],
-    "pickle": ["guard"],
+    "pickle": ["sigbus_guard"],
     "arrays": [],
-    "gine": ["gine", "half", "parallel", "simd"],
+    "gine": ["gine", "float_convert", "parallel", "simd"],
 }
 # Included as text: a change rebuilds what includes them.
 INCLUDED = ["csrc/gine_kernels.h", "csrc/gine_loops.h", "csrc/gather_kernels.h", "csrc/error.h"]
 INCLUDED += ["csrc/platform.h", "csrc/simd.h"]
-INCLUDED += ["tracestore/_core/view.pxi", "tracestore/_core/guard.pxi", "tracestore/_core/mapping.pxd", "csrc/map.h"]
+INCLUDED += ["tracestore/_core/buffer_view.pxi", "tracestore/_core/sigbus_guard.pxi", "tracestore/_core/mapping.pxd", "csrc/map.h"]
 
 
 def extension(name: str, units: list[str]) -> Extension:

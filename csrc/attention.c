@@ -11,8 +11,8 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-/* Whether one float16 matrix is causal. */
-TS_TARGET_V4 static int is_causal_f16_v4(const ts_u16_unaligned *in, size_t S)
+/* Return 1 if one float16 matrix is causal. */
+TS_TARGET_AVX512 static int is_causal_f16_avx512(const ts_u16_unaligned *in, size_t S)
 {
     __m512i any = _mm512_setzero_si512();
     for (size_t i = 0; i + 1 < S; i++) {
@@ -25,12 +25,12 @@ TS_TARGET_V4 static int is_causal_f16_v4(const ts_u16_unaligned *in, size_t S)
     return _mm512_test_epi16_mask(any, _mm512_set1_epi16(0x7fff)) == 0;
 }
 #else
-static int is_causal_f16_v4(const ts_u16_unaligned *in, size_t S) { (void)in; (void)S; return 0; }
+static int is_causal_f16_avx512(const ts_u16_unaligned *in, size_t S) { (void)in; (void)S; return 0; }
 #endif
 
 static int any_nonzero(const unsigned char *row, size_t itemsize, size_t n)
 {
-    /* Sign bits are masked: minus zero is zero. */
+    /* Sign bits are masked because minus zero counts as zero. */
     if (itemsize == 2) {
         const ts_u16_unaligned *v = (const ts_u16_unaligned *)row;
         uint16_t any = 0;
@@ -39,25 +39,25 @@ static int any_nonzero(const unsigned char *row, size_t itemsize, size_t n)
         return (any & 0x7fffu) != 0;
     }
     if (itemsize == 4) {
-        const ts_u32 *v = (const ts_u32 *)row;
+        const ts_u32_unaligned *v = (const ts_u32_unaligned *)row;
         uint32_t any = 0;
         for (size_t i = 0; i < n; i++)
             any |= v[i];
         return (any & 0x7fffffffu) != 0;
     }
-    const ts_u64 *v = (const ts_u64 *)row;
+    const ts_u64_unaligned *v = (const ts_u64_unaligned *)row;
     uint64_t any = 0;
     for (size_t i = 0; i < n; i++)
         any |= v[i];
     return (any & 0x7fffffffffffffffull) != 0;
 }
 
-int ts_is_causal(const void *in, enum ts_dtype dtype, size_t count, size_t S, size_t *where)
+int ts_is_causal(const void *in, enum ts_dtype dtype, size_t count, size_t S, size_t *position)
 {
     size_t itemsize = ts_dtype_bytes(dtype);
-    int fast = dtype == TS_F16 && ts_simd_level() >= 4;
+    int fast = dtype == TS_F16 && ts_simd_level() >= TS_SIMD_AVX512;
     for (size_t m = 0; m < count; m++) {
-        if (fast && is_causal_f16_v4((const ts_u16_unaligned *)in + m * S * S, S))
+        if (fast && is_causal_f16_avx512((const ts_u16_unaligned *)in + m * S * S, S))
             continue;
         for (size_t i = 0; i + 1 < S; i++) {
             size_t first = (m * S + i) * S + i + 1, n = S - i - 1;
@@ -67,7 +67,7 @@ int ts_is_causal(const void *in, enum ts_dtype dtype, size_t count, size_t S, si
             size_t j = 0;
             while (!any_nonzero(row + j * itemsize, itemsize, 1))
                 j++;
-            *where = first + j;
+            *position = first + j;
             return 0;
         }
     }
@@ -99,9 +99,9 @@ void ts_unpack_triangle(const void *in, size_t itemsize, size_t count, size_t S,
 
 static void add_row(const void *row, enum ts_dtype dtype, size_t n, float *scratch, double *sum)
 {
-    const ts_f32 *values = scratch;
+    const ts_f32_unaligned *values = scratch;
     if (dtype == TS_F64) {
-        const ts_f64 *wide = row;
+        const ts_f64_unaligned *wide = row;
         for (size_t j = 0; j < n; j++)
             sum[j] += wide[j];
         return;
@@ -117,25 +117,26 @@ static void add_row(const void *row, enum ts_dtype dtype, size_t n, float *scrat
 }
 
 #if defined(__x86_64__)
-/* Four doubles as float32, rounded to odd: rounded once more, to float16, that is one rounding. */
-TS_TARGET_V3
+/* Convert four doubles to float32, rounding to odd. Rounding the result once more, to float16, then
+ * equals a single rounding. */
+TS_TARGET_AVX2
 static inline __m128 to_odd_floats(__m256d values)
 {
     const __m256d magnitude = _mm256_castsi256_pd(_mm256_set1_epi64x(0x7fffffffffffffffll));
     __m128 nearest = _mm256_cvtpd_ps(values);
     __m256d back = _mm256_cvtps_pd(nearest);
-    __m256d inexact = _mm256_cmp_pd(back, values, _CMP_NEQ_OQ); /* not of NaN */
-    __m256d beyond = _mm256_cmp_pd(_mm256_and_pd(back, magnitude), _mm256_and_pd(values, magnitude), _CMP_GT_OQ);
-    const __m256i even = _mm256_set_epi32(6, 4, 2, 0, 6, 4, 2, 0); /* the low halves of the masks */
+    __m256d inexact = _mm256_cmp_pd(back, values, _CMP_NEQ_OQ); /* false for NaN */
+    __m256d is_larger = _mm256_cmp_pd(_mm256_and_pd(back, magnitude), _mm256_and_pd(values, magnitude), _CMP_GT_OQ);
+    const __m256i even = _mm256_set_epi32(6, 4, 2, 0, 6, 4, 2, 0); /* low halves of the masks */
     __m128i is_inexact = _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(_mm256_castpd_si256(inexact), even));
-    __m128i is_beyond = _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(_mm256_castpd_si256(beyond), even));
-    __m128i bits = _mm_add_epi32(_mm_castps_si128(nearest), is_beyond); /* one step towards zero */
+    __m128i steps_down = _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(_mm256_castpd_si256(is_larger), even));
+    __m128i bits = _mm_add_epi32(_mm_castps_si128(nearest), steps_down); /* one step toward zero */
     return _mm_castsi128_ps(_mm_or_si128(bits, _mm_and_si128(is_inexact, _mm_set1_epi32(1))));
 }
 
-/* ts_mean_rows of eight float16 columns, of which a mean of finite ones is finite. 0 where
- * one is NaN, which is left to the portable path. */
-TS_TARGET_V3
+/* ts_mean_rows() for eight float16 columns. Means of finite float16 values are finite. Returns 0 if a
+ * mean is NaN, which the portable path handles. */
+TS_TARGET_AVX2
 static inline int mean_of_eight(const ts_u16_unaligned *in, size_t H, size_t stride, uint16_t *out)
 {
     __m256d low = _mm256_setzero_pd(), high = low, heads = _mm256_set1_pd((double)H);
@@ -149,8 +150,9 @@ static inline int mean_of_eight(const ts_u16_unaligned *in, size_t H, size_t str
     return _mm256_movemask_ps(_mm256_cmp_ps(means, means, _CMP_UNORD_Q)) == 0;
 }
 
-/* n >= 8; the last eight columns may overlap the ones before. 0 as above. */
-TS_TARGET_V3
+/* ts_mean_rows() for n >= 8 float16 columns; the last eight may overlap the previous ones. Returns 0
+ * if a mean is NaN. */
+TS_TARGET_AVX2
 static int mean_rows_f16_avx2(const ts_u16_unaligned *in, size_t H, size_t stride, size_t n, uint16_t *out)
 {
     int is_done = mean_of_eight(in + n - 8, H, stride, out + n - 8);
@@ -159,32 +161,32 @@ static int mean_rows_f16_avx2(const ts_u16_unaligned *in, size_t H, size_t strid
     return is_done;
 }
 
-/* Eight doubles as float32, rounded to odd. */
-TS_TARGET_V4 static inline __m256 to_odd_floats_v4(__m512d values)
+/* Convert eight doubles to float32, rounding to odd. */
+TS_TARGET_AVX512 static inline __m256 to_odd_floats_avx512(__m512d values)
 {
-    __m256 cut = _mm512_cvt_roundpd_ps(values, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
-    __mmask8 inexact = _mm512_cmp_pd_mask(_mm512_cvtps_pd(cut), values, _CMP_NEQ_OQ); /* not of NaN */
-    __m256i bits = _mm256_castps_si256(cut);
+    __m256 truncated = _mm512_cvt_roundpd_ps(values, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+    __mmask8 inexact = _mm512_cmp_pd_mask(_mm512_cvtps_pd(truncated), values, _CMP_NEQ_OQ); /* false for NaN */
+    __m256i bits = _mm256_castps_si256(truncated);
     return _mm256_castsi256_ps(_mm256_mask_or_epi32(bits, inexact, bits, _mm256_set1_epi32(1)));
 }
 
-/* As above, sixteen columns at a time, of any n. */
-TS_TARGET_V4 static int mean_rows_f16_v4(const ts_u16_unaligned *in, size_t H, size_t stride, size_t n, uint16_t *out)
+/* ts_mean_rows() for any number of float16 columns, sixteen at a time. Returns 0 if a mean is NaN. */
+TS_TARGET_AVX512 static int mean_rows_f16_avx512(const ts_u16_unaligned *in, size_t H, size_t stride, size_t n, uint16_t *out)
 {
     __m512d heads = _mm512_set1_pd((double)H);
     __mmask16 nan = 0;
     for (size_t j = 0; j < n; j += 16) {
-        __mmask16 some = (__mmask16)((1u << (n - j < 16 ? n - j : 16)) - 1);
+        __mmask16 valid = (__mmask16)((1u << (n - j < 16 ? n - j : 16)) - 1);
         __m512d low = _mm512_setzero_pd(), high = low;
         for (size_t h = 0; h < H; h++) {
-            __m512 row = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(some, in + h * stride + j));
+            __m512 row = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(valid, in + h * stride + j));
             low = _mm512_add_pd(low, _mm512_cvtps_pd(_mm512_castps512_ps256(row)));
             high = _mm512_add_pd(high, _mm512_cvtps_pd(_mm512_extractf32x8_ps(row, 1)));
         }
-        __m256 first = to_odd_floats_v4(_mm512_div_pd(low, heads)), second = to_odd_floats_v4(_mm512_div_pd(high, heads));
+        __m256 first = to_odd_floats_avx512(_mm512_div_pd(low, heads)), second = to_odd_floats_avx512(_mm512_div_pd(high, heads));
         __m512 means = _mm512_insertf32x8(_mm512_castps256_ps512(first), second, 1);
-        _mm256_mask_storeu_epi16(out + j, some, _mm512_cvtps_ph(means, _MM_FROUND_TO_NEAREST_INT));
-        nan |= _mm512_mask_cmp_ps_mask(some, means, means, _CMP_UNORD_Q);
+        _mm256_mask_storeu_epi16(out + j, valid, _mm512_cvtps_ph(means, _MM_FROUND_TO_NEAREST_INT));
+        nan |= _mm512_mask_cmp_ps_mask(valid, means, means, _CMP_UNORD_Q);
     }
     return nan == 0;
 }
@@ -194,7 +196,7 @@ static int mean_rows_f16_avx2(const ts_u16_unaligned *in, size_t H, size_t strid
     (void)in; (void)H; (void)stride; (void)n; (void)out;
     return 0;
 }
-static int mean_rows_f16_v4(const ts_u16_unaligned *in, size_t H, size_t stride, size_t n, uint16_t *out)
+static int mean_rows_f16_avx512(const ts_u16_unaligned *in, size_t H, size_t stride, size_t n, uint16_t *out)
 {
     return mean_rows_f16_avx2(in, H, stride, n, out);
 }
@@ -202,9 +204,9 @@ static int mean_rows_f16_v4(const ts_u16_unaligned *in, size_t H, size_t stride,
 
 int ts_mean_rows(const void *in, enum ts_dtype dtype, size_t H, size_t stride, size_t n, uint16_t *out)
 {
-    int level = dtype == TS_F16 ? ts_simd_level() : 1;
-    if (level >= 4 ? mean_rows_f16_v4(in, H, stride, n, out)
-                   : level == 3 && n >= 8 && mean_rows_f16_avx2(in, H, stride, n, out))
+    int level = dtype == TS_F16 ? ts_simd_level() : TS_SIMD_BASELINE;
+    if (level >= TS_SIMD_AVX512 ? mean_rows_f16_avx512(in, H, stride, n, out)
+                   : level == TS_SIMD_AVX2 && n >= 8 && mean_rows_f16_avx2(in, H, stride, n, out))
         return TS_OK;
     return ts_mean_rows_portable(in, dtype, H, stride, n, out);
 }
@@ -224,7 +226,7 @@ int ts_mean_rows_portable(const void *in, enum ts_dtype dtype, size_t H, size_t 
             uint16_t half = ts_f64_to_f16(mean);
             if ((half & 0x7fffu) == 0x7c00u && isfinite(mean))
                 return TS_ERR_RANGE;
-            /* One NaN: its sign and payload are the processor's own. */
+            /* A single NaN, because sign and payload of a computed NaN depend on the processor. */
             out[begin + j] = isnan(mean) ? 0x7e00u : half;
         }
     }
@@ -244,7 +246,7 @@ int ts_head_mean(const void *in, enum ts_dtype dtype, size_t H, size_t S, int ca
     return TS_OK;
 }
 
-/* The k-th largest (k >= 1) of n values without NaN; reorders `v`. */
+/* Return the k-th largest (k >= 1) of n values, none of them NaN. Reorders v. */
 static float kth_largest(float *v, size_t n, size_t k)
 {
     size_t lo = 0, hi = n - 1, target = k - 1;
@@ -268,9 +270,9 @@ static float kth_largest(float *v, size_t n, size_t k)
 
 size_t ts_top_k_count(size_t n, double fraction)
 {
-    /* A product that is an integer but for its rounding is that integer. */
-    double wanted = ceil(fraction * (double)n - 1e-9);
-    return wanted >= (double)n ? n : wanted < 1 ? 1 : (size_t)wanted;
+    /* The margin keeps a product that should be an integer from being rounded up. */
+    double count = ceil(fraction * (double)n - 1e-9);
+    return count >= (double)n ? n : count < 1 ? 1 : (size_t)count;
 }
 
 int64_t ts_select_pairs(const float *weights, size_t n, struct ts_edge_rule rule, unsigned char *keep, float *scratch)
@@ -279,7 +281,7 @@ int64_t ts_select_pairs(const float *weights, size_t n, struct ts_edge_rule rule
     if (n == 0)
         return 0;
     if (!(rule.top_k_fraction > 0)) {
-        /* Compared in float64, so that the user's threshold is not rounded. */
+        /* Compare in float64, so that the user's threshold is not rounded. */
         for (size_t p = 0; p < n; p++) {
             keep[p] = (double)weights[p] > rule.threshold;
             kept += keep[p];
@@ -290,7 +292,8 @@ int64_t ts_select_pairs(const float *weights, size_t n, struct ts_edge_rule rule
     for (size_t p = 0; p < n; p++)
         if (!isnan(weights[p]))
             scratch[valid++] = weights[p];
-    size_t wanted = ts_top_k_count(n, rule.top_k_fraction), k = wanted < valid ? wanted : valid;
+    size_t k = ts_top_k_count(n, rule.top_k_fraction);
+    k = k < valid ? k : valid;
     memset(keep, 0, n);
     if (valid != 0) {
         float limit = kth_largest(scratch, valid, k);

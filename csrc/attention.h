@@ -1,51 +1,91 @@
-/* Attention matrices: packing causal triangles, head means, edges.
+/**
+ * Attention matrices: packed causal triangles, means over heads, selection of edges.
  *
- * A causal matrix of S tokens is stored as its lower triangle with the diagonal,
- * row by row: entry (i, j), j <= i, at i (i + 1) / 2 + j, S (S + 1) / 2 in all.
- * A square one is stored whole, S * S. */
+ * A causal matrix of S tokens is stored as its lower triangle with the diagonal, row by row:
+ * entry (i, j), j <= i, at position i (i + 1) / 2 + j; S (S + 1) / 2 entries. A square matrix is
+ * stored as S * S entries.
+ *
+ * All buffers belong to the caller. Inputs may be unaligned, outputs are aligned to their element
+ * type, and inputs and outputs do not overlap. All functions are thread safe.
+ */
 #ifndef TS_ATTENTION_H
 #define TS_ATTENTION_H
 
 #include <stddef.h>
 #include <stdint.h>
 
-#include "half.h"
+#include "error.h"
+#include "float_convert.h"
 
-/* 1 if every entry above the diagonal of all `count` matrices (S, S) is zero
- * (either sign), else 0 with the flat position of the first in *where. */
-int ts_is_causal(const void *in, enum ts_dtype dtype, size_t count, size_t S, size_t *where);
+/**
+ * Check whether matrices are causal: every entry above the diagonal is zero, of either sign.
+ *
+ * @param in        count matrices (S, S) of type dtype
+ * @param position  set to the flat position of the first non-zero entry above a diagonal
+ * @return 1 if all matrices are causal, else 0
+ */
+int ts_is_causal(const void *in, enum ts_dtype dtype, size_t count, size_t S, size_t *position);
 
-/* Copies the lower triangles of `count` matrices of itemsize 2, 4 or 8. */
+/**
+ * Copy the lower triangles of matrices.
+ *
+ * @param in        count matrices (S, S)
+ * @param itemsize  2, 4 or 8 bytes
+ * @param out       count packed triangles
+ */
 void ts_pack_triangle(const void *in, size_t itemsize, size_t count, size_t S, void *out);
 
-/* The inverse; entries above the diagonal are set to zero bytes. */
+/**
+ * Expand packed triangles into matrices with zeros above the diagonal: the inverse of
+ * ts_pack_triangle().
+ */
 void ts_unpack_triangle(const void *in, size_t itemsize, size_t count, size_t S, void *out);
 
-/* Mean over H rows of n values, row h starting at element h * stride, as float16.
- * Sums are taken in float64 (exact for float16 input in [0, 1]) and rounded
- * once. A mean that is NaN is 0x7e00. TS_ERR_RANGE if a finite mean is beyond float16. */
+/**
+ * Compute the mean over rows as float16.
+ *
+ * Sums are float64, which is exact for float16 input in [0, 1], and the mean is rounded once. A
+ * NaN mean is stored as 0x7e00.
+ *
+ * @param in      H rows of n values; row h starts at element h * stride
+ * @param out     n float16 values
+ * @return TS_ERR_RANGE if a finite mean overflows float16
+ */
+TS_WARN_UNUSED
 int ts_mean_rows(const void *in, enum ts_dtype dtype, size_t H, size_t stride, size_t n, uint16_t *out);
 
-/* Its portable twin, for tests. */
+/** Portable implementation of ts_mean_rows(); public for tests. */
+TS_WARN_UNUSED
 int ts_mean_rows_portable(const void *in, enum ts_dtype dtype, size_t H, size_t stride, size_t n, uint16_t *out);
 
-/* Mean over H heads of one layer (H, S, S), as float16, packed (causal = 1) or
- * square; otherwise as ts_mean_rows. */
+/**
+ * Compute the mean over the H heads of one layer as float16.
+ *
+ * @param in      matrices (H, S, S)
+ * @param causal  1: write the packed lower triangle; 0: write (S, S)
+ * @return TS_ERR_RANGE if a finite mean overflows float16
+ */
+TS_WARN_UNUSED
 int ts_head_mean(const void *in, enum ts_dtype dtype, size_t H, size_t S, int causal, uint16_t *out);
 
-/* Which pairs become edges: all pairs with weight > threshold, or, where
- * top_k > 0, the top_k pairs with the largest weights, ties by position. */
+/** The rule that selects edges from the pairs of a graph. */
 struct ts_edge_rule {
-    double threshold;
-    double top_k_fraction; /* 0: use the threshold */
+    double threshold;      /* keep pairs with weight > threshold */
+    double top_k_fraction; /* if > 0: instead keep this fraction of the pairs, largest weights first */
 };
 
-/* How many of n pairs a top-k rule keeps where none is NaN. */
+/** Return how many of n pairs a top-k rule keeps if no weight is NaN. */
 size_t ts_top_k_count(size_t n, double fraction);
 
-/* Marks the pairs of one layer (n weights as float32) that `rule` keeps.
- * keep[n] bytes 0 or 1; scratch[n] is written by a top-k rule only. Returns how many.
- * NaN is never kept. */
+/**
+ * Select the pairs of one layer that become edges. NaN is never selected; ties of a top-k rule
+ * are resolved by position.
+ *
+ * @param weights  n weights
+ * @param keep     n flags, set to 0 or 1
+ * @param scratch  n floats, written by a top-k rule only
+ * @return the number of selected pairs
+ */
 int64_t ts_select_pairs(const float *weights, size_t n, struct ts_edge_rule rule, unsigned char *keep, float *scratch);
 
 #endif

@@ -6,7 +6,7 @@
 
 #define POLY 0x82f63b78u
 
-/* Multiplication of polynomials modulo the CRC polynomial, bit-reflected. */
+/* Multiply two bit-reflected polynomials modulo the CRC polynomial. */
 static uint32_t multiply(uint32_t a, uint32_t b)
 {
     uint32_t product = 0;
@@ -18,7 +18,7 @@ static uint32_t multiply(uint32_t a, uint32_t b)
     return product;
 }
 
-/* x^n modulo the polynomial. */
+/* Return x^n modulo the CRC polynomial. */
 static uint32_t power_of_x(uint64_t n)
 {
     uint32_t power = 0x80000000u; /* x^0 */
@@ -39,12 +39,12 @@ uint32_t ts_crc32c_combine(uint32_t crc_a, uint32_t crc_b, uint64_t len_b)
 
 /* Independent streams of the crc32 instruction hide its latency of three cycles. */
 #define LANE 4096u
-/* Four registers of 512 bits are folded over the bytes behind them; then into one another. */
+/* Four 512-bit registers are folded onto the bytes that follow them, and in the end into each other. */
 #define FOLD_BYTES 256u
 enum { BY_FOLD, BY_REGISTER, BY_LANE, NUM_FOLDS };
 
-/* Slicing-by-8 tables and powers of x, made once by the compiler's constructor so that no
- * lock is needed on the hot path. */
+/* Slicing-by-8 tables and powers of x. A constructor builds them when the library is loaded, so that
+ * the hot path needs no lock. */
 static uint32_t table[8][256];
 static uint32_t shift_lane, shift_two_lanes;
 static uint64_t folds[NUM_FOLDS][2];
@@ -63,8 +63,8 @@ __attribute__((constructor)) static void build_tables(void)
             table[t][i] = (table[t - 1][i] >> 8) ^ table[0][table[t - 1][i] & 255u];
     shift_lane = power_of_x(8 * LANE);
     shift_two_lanes = power_of_x(16 * LANE);
-    /* 128 bits, least significant first, are L x^64 + H; the carry-less product of two
-     * bit-reflected halves has one x too many. */
+    /* 128 bits, least significant first, are L x^64 + H. The carry-less product of two
+     * bit-reflected halves has one factor x too many, hence the exponents minus one. */
     for (int k = 0; k < NUM_FOLDS; k++) {
         folds[k][0] = (uint64_t)power_of_x(bits[k] + 63) << 32;
         folds[k][1] = (uint64_t)power_of_x(bits[k] - 1) << 32;
@@ -91,22 +91,22 @@ uint32_t ts_crc32c_portable(uint32_t crc, const void *data, size_t n)
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-/* Clang does not take crc32 for a part of SSE4.2. */
+/* Clang does not include crc32 in SSE4.2. */
 #define WITH_CRC32 "sse4.2,crc32"
 #define FOLDING WITH_CRC32 ",pclmul,avx512f,avx512vl,vpclmulqdq"
 
 __attribute__((target(FOLDING)))
-static inline __m512i fold_v4(__m512i a, __m512i by, __m512i b)
+static inline __m512i fold_avx512(__m512i a, __m512i by, __m512i b)
 {
     return _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(a, by, 0x00), _mm512_clmulepi64_epi128(a, by, 0x11), b,
                                      0x96);
 }
 
-/* The state (a checksum that is not inverted yet) behind `c` and n bytes, a multiple of
- * FOLD_BYTES and at least that, by carry-less products (Gopal et al., Fast CRC Computation
- * for Generic Polynomials Using PCLMULQDQ, Intel 2009). */
+/* Extend the state c (a checksum before its final inversion) by n bytes, a positive multiple of
+ * FOLD_BYTES, with carry-less products (Gopal et al., Fast CRC Computation for Generic Polynomials
+ * Using PCLMULQDQ, Intel 2009). */
 __attribute__((target(FOLDING)))
-static uint32_t crc32c_v4(uint32_t c, const unsigned char *p, size_t n)
+static uint32_t crc32c_avx512(uint32_t c, const unsigned char *p, size_t n)
 {
     __m512i by[NUM_FOLDS], x[4];
     for (int k = 0; k < NUM_FOLDS; k++)
@@ -114,11 +114,11 @@ static uint32_t crc32c_v4(uint32_t c, const unsigned char *p, size_t n)
     for (int k = 0; k < 4; k++)
         x[k] = _mm512_loadu_si512(p + 64 * k);
     x[0] = _mm512_xor_si512(x[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)c)));
-    for (size_t at = FOLD_BYTES; at < n; at += FOLD_BYTES)
+    for (size_t offset = FOLD_BYTES; offset < n; offset += FOLD_BYTES)
         for (int k = 0; k < 4; k++)
-            x[k] = fold_v4(x[k], by[BY_FOLD], _mm512_loadu_si512(p + at + 64 * k));
+            x[k] = fold_avx512(x[k], by[BY_FOLD], _mm512_loadu_si512(p + offset + 64 * k));
     for (int k = 1; k < 4; k++)
-        x[k] = fold_v4(x[k - 1], by[BY_REGISTER], x[k]);
+        x[k] = fold_avx512(x[k - 1], by[BY_REGISTER], x[k]);
     uint64_t lanes[8];
     _mm512_storeu_si512(lanes, x[3]);
     __m128i sum = _mm_loadu_si128((const __m128i *)lanes), one = _mm512_castsi512_si128(by[BY_LANE]);
@@ -130,7 +130,7 @@ static uint32_t crc32c_v4(uint32_t c, const unsigned char *p, size_t n)
     return (uint32_t)_mm_crc32_u64(state, (uint64_t)_mm_extract_epi64(sum, 1));
 }
 
-/* The same of any n. */
+/* Extend a state by any number of bytes with the crc32 instruction. */
 __attribute__((target(WITH_CRC32)))
 static uint32_t crc32c_sse42(uint32_t state_before, const unsigned char *p, size_t n)
 {
@@ -164,13 +164,13 @@ static uint32_t crc32c_sse42(uint32_t state_before, const unsigned char *p, size
 uint32_t ts_crc32c(uint32_t crc, const void *data, size_t n)
 {
     int level = ts_simd_level();
-    if (level < 2)
+    if (level < TS_SIMD_SSE42)
         return ts_crc32c_portable(crc, data, n);
     uint32_t state = ~crc;
     size_t folded = 0;
-    if (level >= 4 && n >= FOLD_BYTES && __builtin_cpu_supports("vpclmulqdq") && __builtin_cpu_supports("pclmul")) {
+    if (level >= TS_SIMD_AVX512 && n >= FOLD_BYTES && __builtin_cpu_supports("vpclmulqdq") && __builtin_cpu_supports("pclmul")) {
         folded = n / FOLD_BYTES * FOLD_BYTES;
-        state = crc32c_v4(state, data, folded);
+        state = crc32c_avx512(state, data, folded);
     }
     return ~crc32c_sse42(state, (const unsigned char *)data + folded, n - folded);
 }

@@ -1,20 +1,33 @@
-/* CRC-32C (Castagnoli, RFC 3720 appendix B.4), as Zarr's crc32c codec and the
- * manifest use it. */
+/**
+ * CRC-32C (Castagnoli, RFC 3720 appendix B.4), the checksum of Zarr's crc32c codec and of the
+ * manifest. All functions are thread safe.
+ */
 #ifndef TS_CRC32C_H
 #define TS_CRC32C_H
 
 #include <stddef.h>
 #include <stdint.h>
 
-/* The checksum of the bytes behind `crc` followed by data[0..n). Start with 0.
- * Uses wide carry-less products (AVX-512) or SSE4.2 where the processor has them. Reads only;
- * thread safe. */
+/**
+ * Extend a checksum by n bytes, with carry-less products (AVX-512) or the crc32 instruction
+ * (SSE4.2) where available.
+ *
+ * @param crc   checksum of the preceding bytes; 0 at the beginning
+ * @param data  n bytes
+ * @return the checksum of the preceding bytes followed by data
+ */
 uint32_t ts_crc32c(uint32_t crc, const void *data, size_t n);
 
-/* The portable path, public so that a test can hold the two against each other. */
+/** Portable implementation of ts_crc32c(); public for tests. */
 uint32_t ts_crc32c_portable(uint32_t crc, const void *data, size_t n);
 
-/* The checksum of A followed by B from crc(A), crc(B) and the length of B. */
+/**
+ * Return the checksum of A followed by B.
+ *
+ * @param crc_a  checksum of A
+ * @param crc_b  checksum of B
+ * @param len_b  length of B in bytes
+ */
 uint32_t ts_crc32c_combine(uint32_t crc_a, uint32_t crc_b, uint64_t len_b);
 
 #endif

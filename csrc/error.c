@@ -8,12 +8,12 @@ const char *ts_strerror(int code)
     case TS_ERR_IO: return "input/output error";
     case TS_ERR_SIZE: return "wrong size";
     case TS_ERR_CHECKSUM: return "checksum mismatch";
-    case TS_ERR_LAYOUT: return "inner chunks are not one contiguous slab";
-    case TS_ERR_RANGE: return "value does not fit the output type";
+    case TS_ERR_LAYOUT: return "inner chunks are not contiguous and in order";
+    case TS_ERR_FAULT: return "mapped file was truncated";
+    case TS_ERR_NODE: return "edge refers to a node outside its graph";
+    case TS_ERR_RANGE: return "value overflows the output type";
     case TS_ERR_BOUNDS: return "offset out of bounds";
-    case TS_ERR_DTYPE: return "element type not handled";
-    case TS_ERR_FAULT: return "mapped file was cut short";
-    case TS_ERR_NODE: return "an edge leaves its graph";
+    case TS_ERR_DTYPE: return "unsupported element type";
     default: return "unknown error";
     }
 }

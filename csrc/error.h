@@ -1,24 +1,49 @@
-/* Error codes of the C core. Every fallible function returns 0 or one of
- * these negative codes; C never formats a message, Python adds the names. */
+/**
+ * Error codes of the C core.
+ *
+ * Functions that can fail return TS_OK or a negative code. The C core formats no messages and
+ * prints nothing: the Python layer adds file and field names.
+ */
 #ifndef TS_ERROR_H
 #define TS_ERROR_H
 
+/** Marks functions whose error code must not be ignored. */
+#if defined(__GNUC__)
+#define TS_WARN_UNUSED __attribute__((warn_unused_result))
+#else
+#define TS_WARN_UNUSED
+#endif
+
 enum ts_error {
     TS_OK = 0,
-    TS_ERR_NOMEM = -1,     /* an allocation failed */
-    TS_ERR_IO = -2,        /* a system call failed; errno is kept by the caller */
-    TS_ERR_SIZE = -3,      /* a file or buffer has another size than it must have */
-    TS_ERR_CHECKSUM = -4,  /* a stored checksum does not match its bytes */
-    TS_ERR_LAYOUT = -5,    /* inner chunks are not one contiguous slab in order */
-    TS_ERR_RANGE = -6,     /* a value does not fit the output type */
-    TS_ERR_BOUNDS = -7,    /* an offset or count points outside its buffer */
-    TS_ERR_DTYPE = -8,     /* an element type this function does not handle */
-    TS_ERR_FAULT = -9,     /* a mapped file was cut short while it was read; see guard.h */
-    TS_ERR_NODE = -10,     /* an edge joins nodes that its graph does not have */
-    TS_ERR_LAST = -11
+
+    /* Resources of the system */
+    TS_ERR_NOMEM = -1, /* an allocation failed */
+    TS_ERR_IO = -2,    /* a system call failed; errno holds the reason */
+
+    /* Files that fail validation when they are opened */
+    TS_ERR_SIZE = -3,     /* the size of a file or buffer differs from the expected size */
+    TS_ERR_CHECKSUM = -4, /* a stored checksum does not match its bytes */
+    TS_ERR_LAYOUT = -5,   /* the inner chunks of a shard are not contiguous and in order */
+
+    /* Arguments and values */
+    TS_ERR_RANGE = -6,  /* a finite value overflows the output type */
+    TS_ERR_BOUNDS = -7, /* an offset or a count lies outside its buffer */
+    TS_ERR_DTYPE = -8,  /* the function does not support this element type */
+
+    /* Files that turn out to be damaged while they are read */
+    TS_ERR_FAULT = -9, /* a mapped file was truncated; see sigbus_guard.h */
+    TS_ERR_NODE = -10, /* an edge refers to a node outside its graph */
+
+    TS_ERR_LAST = -11 /* one below the last code */
 };
 
-/* A static, never NULL, English description of `code`. */
+/**
+ * Return the English description of an error code.
+ *
+ * @param code  TS_OK or a TS_ERR_ code
+ * @return a static string, never NULL
+ */
 const char *ts_strerror(int code);
 
 #endif

@@ -5,47 +5,47 @@
 #include <string.h>
 
 #include "error.h"
-#include "guard.h"
+#include "sigbus_guard.h"
 #include "parallel.h"
 #include "simd.h"
 #include "stream.h"
 
-#define PIECE_ITEMS ((size_t)1 << 17) /* what one thread takes of a copy at a time */
-#define BLOCK 256                     /* pairs looked at together */
-#define STAGE (4 * BLOCK)             /* edges held back until they are streamed out */
-#define TABLE_TOKENS 1024             /* above it rows are long, and no table is needed */
+#define CHUNK_ITEMS ((size_t)1 << 17) /* items that a thread copies at a time */
+#define BLOCK 256                     /* pairs processed together */
+#define STAGE (4 * BLOCK)             /* edges buffered before they are streamed out */
+#define TABLE_TOKENS 1024             /* longest graph of the table of pairs: longer rows are fast without it */
 
 #define TARGET
 #define LEVEL 2
-#define NAME(stem) stem##_v2
+#define NAME(stem) stem##_generic
 #include "gather_kernels.h"
 #if defined(__x86_64__)
 #include <immintrin.h>
-#define TARGET TS_TARGET_V3
+#define TARGET TS_TARGET_AVX2
 #define LEVEL 3
-#define NAME(stem) stem##_v3
+#define NAME(stem) stem##_avx2
 #include "gather_kernels.h"
-#define TARGET TS_TARGET_V4
+#define TARGET TS_TARGET_AVX512
 #define LEVEL 4
-#define NAME(stem) stem##_v4
+#define NAME(stem) stem##_avx512
 #include "gather_kernels.h"
 #endif
 
 struct kernels {
-    size_t (*mark16)(const uint16_t *, size_t, int16_t, int16_t, unsigned char *);
-    size_t (*mark32)(const uint32_t *, size_t, int32_t, int32_t, unsigned char *);
-    void (*shift)(const int32_t *, size_t, int64_t, int64_t *);
+    size_t (*select16)(const uint16_t *, size_t, int16_t, int16_t, unsigned char *);
+    size_t (*select32)(const uint32_t *, size_t, int32_t, int32_t, unsigned char *);
+    void (*add_offset)(const int32_t *, size_t, int64_t, int64_t *);
 };
 
-static struct kernels choose(void)
+static struct kernels choose_kernels(void)
 {
 #if defined(__x86_64__)
-    if (ts_simd_level() >= 4)
-        return (struct kernels){mark16_v4, mark32_v4, shift_v4};
-    if (ts_simd_level() >= 3)
-        return (struct kernels){mark16_v3, mark32_v3, shift_v3};
+    if (ts_simd_level() >= TS_SIMD_AVX512)
+        return (struct kernels){select16_avx512, select32_avx512, add_offset_avx512};
+    if (ts_simd_level() >= TS_SIMD_AVX2)
+        return (struct kernels){select16_avx2, select32_avx2, add_offset_avx2};
 #endif
-    return (struct kernels){mark16_v2, mark32_v2, shift_v2};
+    return (struct kernels){select16_generic, select32_generic, add_offset_generic};
 }
 
 static int is_pair_of_dtypes(enum ts_dtype in, enum ts_dtype out)
@@ -53,7 +53,7 @@ static int is_pair_of_dtypes(enum ts_dtype in, enum ts_dtype out)
     return in != TS_F64 && (in == out || (out == TS_F32 && (in == TS_F16 || in == TS_BF16)));
 }
 
-/* Copies, in place of memcpy, items of `in` as `out`. */
+/* Copy n items of type `in` to type `out`. */
 static void copy_items(unsigned char *dst, const unsigned char *src, size_t n, enum ts_dtype in, enum ts_dtype out)
 {
     float wide[STAGE];
@@ -72,36 +72,36 @@ static void copy_items(unsigned char *dst, const unsigned char *src, size_t n, e
     }
 }
 
-/* How the ranges of a job ended: one of their errors, or TS_OK. */
+/* The result of the ranges of a job: TS_OK or one of their errors. */
 struct outcome {
     int status;
     const void *fault;
 };
 
-static void fail(struct outcome *outcome, int code)
+static void set_error(struct outcome *outcome, int code)
 {
     if (code == TS_ERR_FAULT)
-        __atomic_store_n(&outcome->fault, ts_guard_fault(), __ATOMIC_RELAXED);
+        __atomic_store_n(&outcome->fault, ts_sigbus_fault(), __ATOMIC_RELAXED);
     __atomic_store_n(&outcome->status, code, __ATOMIC_RELAXED);
 }
 
-static int end_of(const struct outcome *outcome)
+static int get_status(const struct outcome *outcome)
 {
-    /* What other ranges made of zeros, where the file ended, is its consequence. */
+    /* A fault takes precedence: errors of other ranges may follow from the zeros at the end of the file. */
     if (outcome->fault == NULL)
         return outcome->status;
-    ts_guard_set_fault(outcome->fault);
+    ts_sigbus_set_fault(outcome->fault);
     return TS_ERR_FAULT;
 }
 
-/* A range of a job that reads maps. What the work on it allocates hangs here, and is
- * freed also where a fault ended it. */
+/* A range of a job that reads file mappings. It owns what the work on it allocates, so that memory is
+ * freed even if a fault ends the work. */
 struct range {
     void *job;
     size_t begin, end;
-    unsigned char *keep;
-    float *values; /* two for every one of keep */
-    size_t room;
+    unsigned char *keep; /* (capacity,) */
+    float *values;       /* (2 * capacity,) */
+    size_t capacity;
 };
 
 static void run_range(int (*work)(void *), void *job, size_t begin, size_t end, struct outcome *outcome)
@@ -109,43 +109,43 @@ static void run_range(int (*work)(void *), void *job, size_t begin, size_t end, 
     struct range range = {.job = job, .begin = begin, .end = end};
     int ret = ts_sigbus_guard(work, &range);
     if (ret != TS_OK)
-        fail(outcome, ret);
+        set_error(outcome, ret);
     free(range.keep);
     free(range.values);
     ts_stream_fence();
 }
 
-static int make_room(struct range *range, size_t n)
+static int reserve(struct range *range, size_t n)
 {
-    if (n <= range->room)
+    if (n <= range->capacity)
         return TS_OK;
     free(range->keep);
     free(range->values);
     range->keep = malloc(n);
     range->values = malloc(2 * n * sizeof *range->values);
-    range->room = range->keep != NULL && range->values != NULL ? n : 0;
-    return range->room != 0 ? TS_OK : TS_ERR_NOMEM;
+    range->capacity = range->keep != NULL && range->values != NULL ? n : 0;
+    return range->capacity != 0 ? TS_OK : TS_ERR_NOMEM;
 }
 
 struct copy_job {
-    const struct ts_copy *pieces;
+    const struct ts_copy *copies;
     enum ts_dtype in, out;
     struct outcome outcome;
 };
 
-static int do_copies(void *context)
+static int run_copies(void *context)
 {
     const struct range *range = context;
     const struct copy_job *job = range->job;
     for (size_t i = range->begin; i < range->end; i++)
-        copy_items(job->pieces[i].dst, job->pieces[i].src, job->pieces[i].items, job->in, job->out);
+        copy_items(job->copies[i].dst, job->copies[i].src, job->copies[i].items, job->in, job->out);
     return TS_OK;
 }
 
 static void copy_range(void *context, size_t begin, size_t end)
 {
     struct copy_job *job = context;
-    run_range(do_copies, job, begin, end, &job->outcome);
+    run_range(run_copies, job, begin, end, &job->outcome);
 }
 
 int ts_copy_many(const struct ts_copy *copies, size_t n, enum ts_dtype in, enum ts_dtype out, int num_threads)
@@ -155,26 +155,26 @@ int ts_copy_many(const struct ts_copy *copies, size_t n, enum ts_dtype in, enum 
     struct copy_job job = {copies, in, out, {TS_OK, NULL}};
     if (num_threads < 2) {
         copy_range(&job, 0, n);
-        return end_of(&job.outcome);
+        return get_status(&job.outcome);
     }
     size_t count = 0;
     for (size_t i = 0; i < n; i++)
-        count += copies[i].items / PIECE_ITEMS + 1;
-    struct ts_copy *pieces = malloc((count + 1) * sizeof *pieces);
-    if (pieces == NULL)
+        count += copies[i].items / CHUNK_ITEMS + 1;
+    struct ts_copy *chunks = malloc((count + 1) * sizeof *chunks);
+    if (chunks == NULL)
         return TS_ERR_NOMEM;
     count = 0;
     for (size_t i = 0; i < n; i++)
-        for (size_t done = 0; done < copies[i].items; done += PIECE_ITEMS) {
+        for (size_t done = 0; done < copies[i].items; done += CHUNK_ITEMS) {
             size_t left = copies[i].items - done;
-            pieces[count++] = (struct ts_copy){copies[i].src + done * ts_dtype_bytes(in),
+            chunks[count++] = (struct ts_copy){copies[i].src + done * ts_dtype_bytes(in),
                                                copies[i].dst + done * ts_dtype_bytes(out),
-                                               left < PIECE_ITEMS ? left : PIECE_ITEMS};
+                                               left < CHUNK_ITEMS ? left : CHUNK_ITEMS};
         }
-    job.pieces = pieces;
+    job.copies = chunks;
     ts_parallel_for(count, 1, num_threads, copy_range, &job);
-    free(pieces);
-    return end_of(&job.outcome);
+    free(chunks);
+    return get_status(&job.outcome);
 }
 
 size_t ts_num_pairs(const struct ts_graph *graph)
@@ -185,22 +185,22 @@ size_t ts_num_pairs(const struct ts_graph *graph)
     return (graph->causal ? S * (S + 1) / 2 : S * S) * (graph->num_heads ? graph->num_heads : 1);
 }
 
-/* The work on the graphs of a batch. Fields that a step does not need are NULL. */
+/* Work on the graphs of a batch. Fields that a step does not use are NULL. */
 struct graph_job {
     struct ts_graph *graphs;
-    const struct ts_edge_options *form;
+    const struct ts_edge_options *options;
     struct kernels kernels;
-    int32_t limit, top;             /* the rule, as ordered integers */
-    const int32_t *row, *column;    /* (i, j) of pair p of any causal graph up to `table_tokens` */
+    int32_t limit, top;             /* the rule as order-preserving integers */
+    const int32_t *row, *column;    /* (i, j) of the pairs of causal graphs of up to table_tokens tokens */
     size_t table_tokens;
     int64_t *source, *target;
     unsigned char *weight;
-    const size_t *starts;           /* where a graph's pairs begin in `weight` */
+    const size_t *starts;           /* first pair of each graph in `weight` */
     size_t num_heads;
     struct outcome outcome;
 };
 
-static int make_means(void *context)
+static int average_heads(void *context)
 {
     const struct range *range = context;
     struct graph_job *job = range->job;
@@ -208,7 +208,7 @@ static int make_means(void *context)
     for (size_t g = range->begin; g < range->end; g++) {
         size_t pairs = ts_num_pairs(&job->graphs[g]);
         uint16_t *out = (uint16_t *)job->weight + job->starts[g];
-        int ret = ts_mean_rows(job->graphs[g].weights, job->form->in, job->num_heads, pairs, pairs, out);
+        int ret = ts_mean_rows(job->graphs[g].weights, job->options->in, job->num_heads, pairs, pairs, out);
         if (ret != TS_OK)
             status = ret;
         job->graphs[g].weights = (const unsigned char *)out;
@@ -216,10 +216,10 @@ static int make_means(void *context)
     return status;
 }
 
-static void mean_range(void *context, size_t begin, size_t end)
+static void average_range(void *context, size_t begin, size_t end)
 {
     struct graph_job *job = context;
-    run_range(make_means, job, begin, end, &job->outcome);
+    run_range(average_heads, job, begin, end, &job->outcome);
 }
 
 static size_t *pair_starts(const struct ts_graph *graphs, size_t n)
@@ -233,29 +233,29 @@ static size_t *pair_starts(const struct ts_graph *graphs, size_t n)
     return starts;
 }
 
-int ts_mean_graphs(struct ts_graph *graphs, size_t n, enum ts_dtype dtype, size_t H, uint16_t *out, int num_threads)
+int ts_average_heads(struct ts_graph *graphs, size_t n, enum ts_dtype dtype, size_t H, uint16_t *out, int num_threads)
 {
-    struct ts_edge_options form = {dtype, TS_F16, {0, 0}};
-    struct graph_job job = {.graphs = graphs, .form = &form, .weight = (unsigned char *)out, .num_heads = H};
+    struct ts_edge_options options = {dtype, TS_F16, {0, 0}};
+    struct graph_job job = {.graphs = graphs, .options = &options, .weight = (unsigned char *)out, .num_heads = H};
     size_t *starts = pair_starts(graphs, n);
     if (starts == NULL)
         return TS_ERR_NOMEM;
     job.starts = starts;
-    ts_parallel_for(n, 1, num_threads, mean_range, &job);
+    ts_parallel_for(n, 1, num_threads, average_range, &job);
     free(starts);
-    return end_of(&job.outcome);
+    return get_status(&job.outcome);
 }
 
-/* An integer that orders the floats of a dtype as their values are; its own inverse. */
-static int32_t ordered(uint32_t bits, enum ts_dtype dtype)
+/* Map the bits of a float to an integer of the same order. The function is its own inverse. */
+static int32_t to_ordered(uint32_t bits, enum ts_dtype dtype)
 {
     int32_t s = dtype == TS_F32 ? (int32_t)bits : (int16_t)bits;
     return s ^ ((s >> 31) & (dtype == TS_F32 ? 0x7fffffff : 0x7fff));
 }
 
-static double value_of(int32_t integer, enum ts_dtype dtype)
+static double from_ordered(int32_t integer, enum ts_dtype dtype)
 {
-    uint32_t bits = (uint32_t)ordered((uint32_t)integer, dtype);
+    uint32_t bits = (uint32_t)to_ordered((uint32_t)integer, dtype);
     uint16_t narrow = (uint16_t)bits;
     float wide;
     if (dtype == TS_F32)
@@ -272,25 +272,25 @@ static uint32_t infinity_bits(enum ts_dtype dtype)
     return dtype == TS_F32 ? 0x7f800000u : dtype == TS_BF16 ? 0x7f80u : 0x7c00u;
 }
 
-/* Sets the integers between which a weight is kept: above `limit`, up to `top`, which
- * is infinity, so that NaN is not. With a top-k rule every number is. */
+/* Set the range of integers that are kept: above `limit` and up to `top`, which is infinity and so
+ * excludes NaN. A top-k rule keeps every number here. */
 static void set_rule(struct graph_job *job)
 {
-    enum ts_dtype dtype = job->form->in;
+    enum ts_dtype dtype = job->options->in;
     uint32_t infinity = infinity_bits(dtype), sign = dtype == TS_F32 ? 0x80000000u : 0x8000u;
-    int32_t lo = ordered(infinity | sign, dtype);
-    job->kernels = choose();
+    int32_t lo = to_ordered(infinity | sign, dtype);
+    job->kernels = choose_kernels();
     job->top = (int32_t)infinity;
     job->limit = lo - 1;
-    if (job->form->rule.top_k_fraction > 0)
+    if (job->options->rule.top_k_fraction > 0)
         return;
     int32_t hi = job->top;
-    double threshold = job->form->rule.threshold;
+    double threshold = job->options->rule.threshold;
     if (isnan(threshold))
         lo = hi;
-    while (lo < hi) { /* the last integer whose value is not above the threshold */
+    while (lo < hi) { /* find the last integer whose value does not exceed the threshold */
         int32_t middle = (int32_t)((int64_t)lo + ((int64_t)hi - lo + 1) / 2);
-        if (value_of(middle, dtype) <= threshold)
+        if (from_ordered(middle, dtype) <= threshold)
             lo = middle;
         else
             hi = middle - 1;
@@ -298,11 +298,11 @@ static void set_rule(struct graph_job *job)
     job->limit = lo;
 }
 
-static size_t mark(const struct graph_job *job, const unsigned char *weights, size_t first, size_t n, unsigned char *keep)
+static size_t select_block(const struct graph_job *job, const unsigned char *weights, size_t first, size_t n, unsigned char *keep)
 {
-    if (job->form->in == TS_F32)
-        return job->kernels.mark32((const uint32_t *)weights + first, n, job->limit, job->top, keep);
-    return job->kernels.mark16((const uint16_t *)weights + first, n, (int16_t)job->limit, (int16_t)job->top, keep);
+    if (job->options->in == TS_F32)
+        return job->kernels.select32((const uint32_t *)weights + first, n, job->limit, job->top, keep);
+    return job->kernels.select16((const uint16_t *)weights + first, n, (int16_t)job->limit, (int16_t)job->top, keep);
 }
 
 static int count_edges(void *context)
@@ -316,10 +316,10 @@ static int count_edges(void *context)
         if (graph->pairs != NULL)
             continue;
         for (size_t p = 0; p < pairs; p += BLOCK)
-            kept += mark(job, graph->weights, p, pairs - p < BLOCK ? pairs - p : BLOCK, keep);
-        if (job->form->rule.top_k_fraction > 0) {
-            size_t wanted = ts_top_k_count(pairs, job->form->rule.top_k_fraction);
-            kept = wanted < kept ? wanted : kept;
+            kept += select_block(job, graph->weights, p, pairs - p < BLOCK ? pairs - p : BLOCK, keep);
+        if (job->options->rule.top_k_fraction > 0) {
+            size_t k = ts_top_k_count(pairs, job->options->rule.top_k_fraction);
+            kept = k < kept ? k : kept;
         }
         graph->num_edges = (int64_t)kept;
     }
@@ -332,18 +332,18 @@ static void count_range(void *context, size_t begin, size_t end)
     run_range(count_edges, job, begin, end, &job->outcome);
 }
 
-int ts_count_edges(struct ts_graph *graphs, size_t n, const struct ts_edge_options *form, int num_threads)
+int ts_count_edges(struct ts_graph *graphs, size_t n, const struct ts_edge_options *options, int num_threads)
 {
-    struct graph_job job = {.graphs = graphs, .form = form};
-    if (!is_pair_of_dtypes(form->in, form->out))
+    struct graph_job job = {.graphs = graphs, .options = options};
+    if (!is_pair_of_dtypes(options->in, options->out))
         return TS_ERR_DTYPE;
     set_rule(&job);
     ts_parallel_for(n, 4, num_threads, count_range, &job);
-    return end_of(&job.outcome);
+    return get_status(&job.outcome);
 }
 
-/* (i, j) of the pairs [first, first + n) of a graph. */
-static void walk_pairs(const struct ts_graph *graph, size_t first, size_t n, int32_t *row, int32_t *column)
+/* Write (i, j) of the pairs [first, first + n) of a graph. */
+static void list_pairs(const struct ts_graph *graph, size_t first, size_t n, int32_t *row, int32_t *column)
 {
     size_t i, j;
     if (graph->causal) {
@@ -364,79 +364,79 @@ static void walk_pairs(const struct ts_graph *graph, size_t first, size_t n, int
     }
 }
 
-/* Edges on their way out: gathered in the cache, streamed in whole lines. Source and
- * target end on lines of their own, as E need not be a multiple of eight. */
+/* A write buffer: edges collect in the cache and are streamed out in whole cache lines. Source and
+ * target have separate buffers, because E need not be a multiple of eight and so their lines differ. */
 struct lane {
     size_t n;
-    int64_t *to;
+    int64_t *dst;
     int64_t values[STAGE + BLOCK + 8];
 };
 
 struct stage {
     struct lane source, target;
     size_t num_weights;
-    unsigned char *weights_to;
+    unsigned char *weights_dst;
     unsigned char weights[(STAGE + BLOCK) * 4];
 };
 
-static void flush_lane(struct lane *lane, int last)
+static void flush_lane(struct lane *lane, int is_last)
 {
-    size_t over = last ? 0 : ((uintptr_t)(lane->to + lane->n) / 8) & 7, n = lane->n - over;
-    ts_stream_copy(lane->to, lane->values, n * 8);
-    memmove(lane->values, lane->values + n, over * 8);
-    lane->to += n;
-    lane->n = over;
+    size_t rest = is_last ? 0 : ((uintptr_t)(lane->dst + lane->n) / 8) & 7, n = lane->n - rest;
+    ts_stream_copy(lane->dst, lane->values, n * 8);
+    memmove(lane->values, lane->values + n, rest * 8);
+    lane->dst += n;
+    lane->n = rest;
 }
 
-static void flush(const struct graph_job *job, struct stage *stage, int last)
+static void flush(const struct graph_job *job, struct stage *stage, int is_last)
 {
-    enum ts_dtype in = job->form->in, out = job->form->out;
+    enum ts_dtype in = job->options->in, out = job->options->out;
     size_t n = stage->num_weights;
     if (in == out)
-        ts_stream_copy(stage->weights_to, stage->weights, n * ts_dtype_bytes(in));
+        ts_stream_copy(stage->weights_dst, stage->weights, n * ts_dtype_bytes(in));
     else if (in == TS_F16)
-        ts_f16_to_f32((const uint16_t *)stage->weights, (float *)stage->weights_to, n);
+        ts_f16_to_f32((const uint16_t *)stage->weights, (float *)stage->weights_dst, n);
     else
-        ts_bf16_to_f32((const uint16_t *)stage->weights, (float *)stage->weights_to, n);
-    stage->weights_to += n * ts_dtype_bytes(out);
+        ts_bf16_to_f32((const uint16_t *)stage->weights, (float *)stage->weights_dst, n);
+    stage->weights_dst += n * ts_dtype_bytes(out);
     stage->num_weights = 0;
-    flush_lane(&stage->source, last);
-    flush_lane(&stage->target, last);
+    flush_lane(&stage->source, is_last);
+    flush_lane(&stage->target, is_last);
 }
 
-/* Appends first + place[k] for all n, streaming whole lines from the registers. */
-static void append_all(const struct graph_job *job, struct lane *lane, const int32_t *place, size_t n, int64_t first)
+/* Append first + index[k] for all n, streaming whole cache lines from registers. */
+static void append_all(const struct graph_job *job, struct lane *lane, const int32_t *index, size_t n, int64_t first)
 {
     if (lane->n >= 8)
         flush_lane(lane, 0);
-    size_t head = (size_t)(-(uintptr_t)(lane->to + lane->n) / 8) & 7;
+    size_t head = (size_t)(-(uintptr_t)(lane->dst + lane->n) / 8) & 7;
     head = head < n ? head : n;
     for (size_t k = 0; k < head; k++)
-        lane->values[lane->n++] = first + place[k];
-    if (head == n && ((uintptr_t)(lane->to + lane->n) & 63) != 0)
+        lane->values[lane->n++] = first + index[k];
+    if (head == n && ((uintptr_t)(lane->dst + lane->n) & 63) != 0)
         return;
     flush_lane(lane, 1);
     size_t lines = (n - head) & ~(size_t)7;
-    job->kernels.shift(place + head, lines, first, lane->to);
-    lane->to += lines;
+    job->kernels.add_offset(index + head, lines, first, lane->dst);
+    lane->dst += lines;
     for (size_t k = head + lines; k < n; k++)
-        lane->values[lane->n++] = first + place[k];
+        lane->values[lane->n++] = first + index[k];
 }
 
-/* Appends the kept ones of n <= BLOCK pairs. TS_ERR_NODE. */
-static int emit(const struct graph_job *job, struct stage *stage, const struct ts_graph *graph, size_t first, size_t n,
-                 const unsigned char *keep, size_t kept)
+/* Append the kept ones of n <= BLOCK pairs. Returns TS_ERR_NODE if a stored edge leaves the graph. */
+static int append_edges(const struct graph_job *job, struct stage *stage, const struct ts_graph *graph, size_t first, size_t n,
+                        const unsigned char *keep, size_t kept)
 {
-    int32_t row_here[BLOCK], column_here[BLOCK];
-    const int32_t *row = row_here, *column = column_here;
-    size_t itemsize = ts_dtype_bytes(job->form->in);
+    int32_t row_buffer[BLOCK], column_buffer[BLOCK];
+    const int32_t *row = row_buffer, *column = column_buffer;
+    size_t itemsize = ts_dtype_bytes(job->options->in);
     const unsigned char *weights = graph->weights + first * itemsize;
     if (graph->pairs != NULL) {
         int is_outside = 0;
         for (size_t k = 0; k < n; k++) {
-            column_here[k] = graph->pairs[2 * (first + k)];
-            row_here[k] = graph->pairs[2 * (first + k) + 1];
-            is_outside |= (uint32_t)column_here[k] >= graph->num_tokens || (uint32_t)row_here[k] >= graph->num_tokens;
+            column_buffer[k] = graph->pairs[2 * (first + k)];
+            row_buffer[k] = graph->pairs[2 * (first + k) + 1];
+            is_outside |= (uint32_t)column_buffer[k] >= graph->num_tokens || (uint32_t)row_buffer[k] >= graph->num_tokens;
         }
         if (is_outside)
             return TS_ERR_NODE;
@@ -444,7 +444,7 @@ static int emit(const struct graph_job *job, struct stage *stage, const struct t
         row = job->row + first;
         column = job->column + first;
     } else {
-        walk_pairs(graph, first, n, row_here, column_here);
+        list_pairs(graph, first, n, row_buffer, column_buffer);
     }
     if (kept == n) {
         append_all(job, &stage->source, column, n, graph->first_node);
@@ -452,7 +452,7 @@ static int emit(const struct graph_job *job, struct stage *stage, const struct t
         memcpy(stage->weights + stage->num_weights * itemsize, weights, n * itemsize);
     } else {
         int64_t *source = stage->source.values + stage->source.n, *target = stage->target.values + stage->target.n;
-        /* Written for every pair, taken on for the kept ones: no branch to mispredict. */
+        /* Write every pair, but advance only past the kept ones: no branch to mispredict. */
         size_t e = 0;
         if (itemsize == 2) {
             uint16_t *out = (uint16_t *)stage->weights + stage->num_weights;
@@ -478,50 +478,50 @@ static int emit(const struct graph_job *job, struct stage *stage, const struct t
     return TS_OK;
 }
 
-/* range->keep of a whole graph by a top-k rule; how many, or a negative error. */
+/* Set range->keep for a whole graph by a top-k rule. Returns the number of kept pairs or an error code. */
 static int64_t select_top_k(struct range *range, const struct ts_graph *graph)
 {
     const struct graph_job *job = range->job;
     size_t pairs = ts_num_pairs(graph);
-    if (make_room(range, pairs) != TS_OK)
+    if (reserve(range, pairs) != TS_OK)
         return TS_ERR_NOMEM;
-    if (job->form->in == TS_F32)
+    if (job->options->in == TS_F32)
         memcpy(range->values, graph->weights, pairs * sizeof *range->values);
-    else if (job->form->in == TS_F16)
+    else if (job->options->in == TS_F16)
         ts_f16_to_f32((const uint16_t *)graph->weights, range->values, pairs);
     else
         ts_bf16_to_f32((const uint16_t *)graph->weights, range->values, pairs);
-    return ts_select_pairs(range->values, pairs, job->form->rule, range->keep, range->values + pairs);
+    return ts_select_pairs(range->values, pairs, job->options->rule, range->keep, range->values + pairs);
 }
 
 static int fill_graph(struct range *range, const struct ts_graph *graph, struct stage *stage)
 {
     const struct graph_job *job = range->job;
     size_t pairs = ts_num_pairs(graph);
-    unsigned char here[BLOCK], *chosen = NULL;
+    unsigned char block[BLOCK], *selected = NULL;
     int64_t total = 0;
-    if (job->form->rule.top_k_fraction > 0 && pairs > 0 && graph->pairs == NULL) {
+    if (job->options->rule.top_k_fraction > 0 && pairs > 0 && graph->pairs == NULL) {
         int64_t kept = select_top_k(range, graph);
         if (kept < 0)
             return (int)kept;
-        chosen = range->keep;
+        selected = range->keep;
     }
     for (size_t p = 0; p < pairs; p += BLOCK) {
         size_t n = pairs - p < BLOCK ? pairs - p : BLOCK, kept = 0;
-        const unsigned char *keep = here;
+        const unsigned char *keep = block;
         if (graph->pairs != NULL) {
             kept = n;
-        } else if (chosen == NULL) {
-            kept = mark(job, graph->weights, p, n, here);
+        } else if (selected == NULL) {
+            kept = select_block(job, graph->weights, p, n, block);
         } else {
-            keep = chosen + p;
+            keep = selected + p;
             for (size_t k = 0; k < n; k++)
                 kept += keep[k];
         }
         total += (int64_t)kept;
         if (total > graph->num_edges)
-            break; /* the file changed under the map: never write past what was counted */
-        int ret = emit(job, stage, graph, p, n, keep, kept);
+            break; /* the mapped file changed: never write more edges than were counted */
+        int ret = append_edges(job, stage, graph, p, n, keep, kept);
         if (ret != TS_OK)
             return ret;
     }
@@ -535,9 +535,9 @@ static int fill_graphs(void *context)
     int64_t first = job->graphs[range->begin].first_edge;
     struct stage stage;
     stage.source.n = stage.target.n = stage.num_weights = 0;
-    stage.source.to = job->source + first;
-    stage.target.to = job->target + first;
-    stage.weights_to = job->weight + (size_t)first * ts_dtype_bytes(job->form->out);
+    stage.source.dst = job->source + first;
+    stage.target.dst = job->target + first;
+    stage.weights_dst = job->weight + (size_t)first * ts_dtype_bytes(job->options->out);
     for (size_t g = range->begin; g < range->end; g++) {
         int ret = fill_graph(range, &job->graphs[g], &stage);
         if (ret != TS_OK)
@@ -564,42 +564,42 @@ static int32_t *make_table(struct graph_job *job, size_t n)
     int32_t *table = malloc((2 * pairs + 1) * sizeof *table);
     if (table == NULL)
         return NULL;
-    walk_pairs(&graph, 0, pairs, table, table + pairs);
+    list_pairs(&graph, 0, pairs, table, table + pairs);
     job->row = table;
     job->column = table + pairs;
     job->table_tokens = largest;
     return table;
 }
 
-int ts_fill_edges(const struct ts_graph *graphs, size_t n, const struct ts_edge_options *form, int num_threads,
+int ts_fill_edges(const struct ts_graph *graphs, size_t n, const struct ts_edge_options *options, int num_threads,
                   int64_t *source, int64_t *target, unsigned char *weight)
 {
-    struct graph_job job = {.graphs = (struct ts_graph *)graphs, .form = form,
+    struct graph_job job = {.graphs = (struct ts_graph *)graphs, .options = options,
                             .source = source, .target = target, .weight = weight};
-    if (!is_pair_of_dtypes(form->in, form->out))
+    if (!is_pair_of_dtypes(options->in, options->out))
         return TS_ERR_DTYPE;
     set_rule(&job);
     int32_t *table = make_table(&job, n);
     if (table == NULL)
         return TS_ERR_NOMEM;
-    /* Some ranges a thread, each long, so that few streamed lines are begun twice. */
+    /* A few long ranges per thread, so that few cache lines are shared by two ranges. */
     size_t grain = num_threads < 2 ? n : n / (8 * (size_t)num_threads) + 1;
     ts_parallel_for(n, grain, num_threads, fill_range, &job);
     free(table);
-    return end_of(&job.outcome);
+    return get_status(&job.outcome);
 }
 
 static int pack_graphs(void *context)
 {
     struct range *range = context;
     struct graph_job *job = range->job;
-    enum ts_dtype in = job->form->in, out = job->form->out;
+    enum ts_dtype in = job->options->in, out = job->options->out;
     for (size_t g = range->begin; g < range->end; g++) {
         size_t pairs = ts_num_pairs(&job->graphs[g]);
         unsigned char *dst = job->weight + job->starts[g] * ts_dtype_bytes(out);
         if (job->graphs[g].weights != dst)
             copy_items(dst, job->graphs[g].weights, pairs, in, out);
-        if (!(job->form->rule.top_k_fraction > 0) || pairs == 0)
+        if (!(job->options->rule.top_k_fraction > 0) || pairs == 0)
             continue;
         int64_t kept = select_top_k(range, &job->graphs[g]);
         if (kept < 0)
@@ -621,11 +621,11 @@ static void pack_range(void *context, size_t begin, size_t end)
     run_range(pack_graphs, job, begin, end, &job->outcome);
 }
 
-int ts_pack_graphs(const struct ts_graph *graphs, size_t n, const struct ts_edge_options *form, int num_threads,
+int ts_pack_graphs(const struct ts_graph *graphs, size_t n, const struct ts_edge_options *options, int num_threads,
                    unsigned char *out)
 {
-    struct graph_job job = {.graphs = (struct ts_graph *)graphs, .form = form, .weight = out};
-    if (!is_pair_of_dtypes(form->in, form->out))
+    struct graph_job job = {.graphs = (struct ts_graph *)graphs, .options = options, .weight = out};
+    if (!is_pair_of_dtypes(options->in, options->out))
         return TS_ERR_DTYPE;
     size_t *starts = pair_starts(graphs, n);
     if (starts == NULL)
@@ -633,5 +633,5 @@ int ts_pack_graphs(const struct ts_graph *graphs, size_t n, const struct ts_edge
     job.starts = starts;
     ts_parallel_for(n, 4, num_threads, pack_range, &job);
     free(starts);
-    return end_of(&job.outcome);
+    return get_status(&job.outcome);
 }

@@ -7,8 +7,8 @@
 #include "simd.h"
 
 #define MAX_SLOTS 64
-/* Columns of a graph are worked on in blocks of at most four vectors a row: a block stays in
- * the L1/L2 cache, the accumulators of a row in registers. */
+/* Columns are processed in blocks of at most four vectors per row: a block stays in the L1 or L2 cache,
+ * the accumulators of a row stay in registers. */
 #define BLOCK_ROW_BYTES 256
 
 static size_t round_up(size_t bytes)
@@ -43,11 +43,11 @@ int ts_gine_check(const struct ts_gine *g)
     return TS_OK;
 }
 
-/* What one thread works with: the edges of a graph, grouped by target (forward) or by source
- * (backward), and one block of columns of it. With several channels the edges of one row at a
- * time, and blocks of w and its gradient. */
+/* Sizes in bytes of the arrays in a slot, the workspace of one thread: the edges of a graph, grouped by
+ * target (forward) or by source (backward), and one block of columns. With several channels, the edges
+ * of one row at a time, and blocks of w and its gradient. */
 struct slot_sizes {
-    size_t ptr, index, value, rows, sums, columns; /* bytes; the last two with several channels */
+    size_t ptr, index, value, rows, sums, columns; /* sums and columns: with several channels only */
 };
 
 static size_t num_pairs(const struct ts_gine *g, size_t k)
@@ -77,7 +77,7 @@ static size_t slot_bytes(const struct ts_gine *g, size_t real_bytes, struct slot
     return sizes->ptr + sizes->index + sizes->value + sizes->rows + sizes->sums + sizes->columns;
 }
 
-/* Backward keeps one partial sum of grad_w and grad_b a graph. */
+/* The backward pass keeps partial sums of grad_w and grad_b for each graph. */
 static size_t partial_bytes(const struct ts_gine *g, size_t real_bytes)
 {
     return round_up((g->num_channels + 1) * g->num_graphs * g->dim * real_bytes);
@@ -90,22 +90,22 @@ size_t ts_gine_workspace(const struct ts_gine *g, size_t real_bytes, int backwar
     return 64 + bytes + (backward ? partial_bytes(g, real_bytes) : 0);
 }
 
-/* Weights first .. first + n as float64, which holds all of them. */
+/* Load the weights first .. first + n as float64, which represents all weight types exactly. */
 static void load_weights(const struct ts_gine *g, size_t first, size_t n, double *out)
 {
     float narrow[64];
     for (size_t done = 0; done < n; done += 64) {
-        size_t count = n - done < 64 ? n - done : 64, at = first + done;
+        size_t count = n - done < 64 ? n - done : 64, start = first + done;
         if (g->weight_dtype == TS_F64) {
-            memcpy(out + done, (const double *)g->weights + at, count * sizeof *out);
+            memcpy(out + done, (const double *)g->weights + start, count * sizeof *out);
             continue;
         }
         if (g->weight_dtype == TS_F16)
-            ts_f16_to_f32((const uint16_t *)g->weights + at, narrow, count);
+            ts_f16_to_f32((const uint16_t *)g->weights + start, narrow, count);
         else if (g->weight_dtype == TS_BF16)
-            ts_bf16_to_f32((const uint16_t *)g->weights + at, narrow, count);
+            ts_bf16_to_f32((const uint16_t *)g->weights + start, narrow, count);
         else
-            memcpy(narrow, (const float *)g->weights + at, count * sizeof *narrow);
+            memcpy(narrow, (const float *)g->weights + start, count * sizeof *narrow);
         for (size_t c = 0; c < count; c++)
             out[done + c] = narrow[c];
     }
@@ -118,33 +118,33 @@ static void load_weights(const struct ts_gine *g, size_t first, size_t n, double
 #include <immintrin.h>
 #endif
 
-/* A product and a sum are rounded once, together, at every level: so all of them, and all
- * compilers, give the same bits. */
-typedef float vector_v2_f32 __attribute__((vector_size(16)));
-typedef double vector_v2_f64 __attribute__((vector_size(16)));
+/* Every instruction set rounds a product and sum once, together, so that all of them and all compilers
+ * give the same bits. */
+typedef float vector_generic_f32 __attribute__((vector_size(16)));
+typedef double vector_generic_f64 __attribute__((vector_size(16)));
 
 #if defined(__x86_64__) && !defined(__FMA__)
-/* Two lanes. The product is exact in float64. The sum is rounded to odd there: one step towards
- * zero where it was rounded away from it, and odd unless it is exact. Then the rounding to float32
- * is the only one (Boldo and Melquiond, Emulation of FMA and Correctly Rounded Sums, 2008). */
+/* Fused multiply-add of two lanes. The product is exact in float64 and the sum is rounded to odd: moved
+ * one step toward zero if it was rounded away from it, and made odd unless it is exact. The conversion
+ * to float32 then rounds once (Boldo and Melquiond, Emulation of FMA and Correctly Rounded Sums, 2008). */
 INLINE __m128 fma_wide(__m128 a, __m128 b, __m128 c)
 {
     __m128d product = _mm_mul_pd(_mm_cvtps_pd(a), _mm_cvtps_pd(b)), term = _mm_cvtps_pd(c);
     __m128d sum = product + term, part = sum - product;
-    __m128d error = (product - (sum - part)) + (term - part); /* exact; NaN of a sum that is not finite */
+    __m128d error = (product - (sum - part)) + (term - part); /* exact; NaN if the sum is not finite */
     __m128d outward = _mm_xor_pd(error, _mm_and_pd(sum, _mm_set1_pd(-0.0)));
-    __m128i beyond = _mm_castpd_si128(_mm_cmplt_pd(outward, _mm_setzero_pd()));
-    __m128i within = _mm_castpd_si128(_mm_cmpgt_pd(outward, _mm_setzero_pd()));
-    __m128i odd = _mm_and_si128(_mm_or_si128(beyond, within), _mm_set1_epi64x(1));
-    return _mm_cvtpd_ps(_mm_castsi128_pd(_mm_or_si128(_mm_add_epi64(_mm_castpd_si128(sum), beyond), odd)));
+    __m128i above = _mm_castpd_si128(_mm_cmplt_pd(outward, _mm_setzero_pd()));
+    __m128i below = _mm_castpd_si128(_mm_cmpgt_pd(outward, _mm_setzero_pd()));
+    __m128i odd = _mm_and_si128(_mm_or_si128(above, below), _mm_set1_epi64x(1));
+    return _mm_cvtpd_ps(_mm_castsi128_pd(_mm_or_si128(_mm_add_epi64(_mm_castpd_si128(sum), above), odd)));
 }
 
-INLINE vector_v2_f32 fma_v2_f32(vector_v2_f32 a, vector_v2_f32 b, vector_v2_f32 c)
+INLINE vector_generic_f32 fma_generic_f32(vector_generic_f32 a, vector_generic_f32 b, vector_generic_f32 c)
 {
     return _mm_movelh_ps(fma_wide(a, b, c), fma_wide(_mm_movehl_ps(a, a), _mm_movehl_ps(b, b), _mm_movehl_ps(c, c)));
 }
 #else
-INLINE vector_v2_f32 fma_v2_f32(vector_v2_f32 a, vector_v2_f32 b, vector_v2_f32 c)
+INLINE vector_generic_f32 fma_generic_f32(vector_generic_f32 a, vector_generic_f32 b, vector_generic_f32 c)
 {
     for (int i = 0; i < 4; i++)
         c[i] = __builtin_fmaf(a[i], b[i], c[i]);
@@ -152,7 +152,7 @@ INLINE vector_v2_f32 fma_v2_f32(vector_v2_f32 a, vector_v2_f32 b, vector_v2_f32 
 }
 #endif
 
-INLINE vector_v2_f64 fma_v2_f64(vector_v2_f64 a, vector_v2_f64 b, vector_v2_f64 c)
+INLINE vector_generic_f64 fma_generic_f64(vector_generic_f64 a, vector_generic_f64 b, vector_generic_f64 c)
 {
     for (int i = 0; i < 2; i++)
         c[i] = __builtin_fma(a[i], b[i], c[i]);
@@ -160,38 +160,38 @@ INLINE vector_v2_f64 fma_v2_f64(vector_v2_f64 a, vector_v2_f64 b, vector_v2_f64 
 }
 
 #if defined(__x86_64__)
-#define INLINE_V3 TS_TARGET_V3 INLINE
-#define INLINE_V4 TS_TARGET_V4 INLINE
+#define INLINE_AVX2 TS_TARGET_AVX2 INLINE
+#define INLINE_AVX512 TS_TARGET_AVX512 INLINE
 
-INLINE_V3 __m256 fma_v3_f32(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a, b, c); }
-INLINE_V3 __m256d fma_v3_f64(__m256d a, __m256d b, __m256d c) { return _mm256_fmadd_pd(a, b, c); }
-INLINE_V4 __m512 fma_v4_f32(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
-INLINE_V4 __m512d fma_v4_f64(__m512d a, __m512d b, __m512d c) { return _mm512_fmadd_pd(a, b, c); }
-INLINE_V4 __m512 relu_v4_f32(__m512 m) { return _mm512_max_ps(m, _mm512_setzero_ps()); }
-INLINE_V4 __m512d relu_v4_f64(__m512d m) { return _mm512_max_pd(m, _mm512_setzero_pd()); }
-INLINE_V4 __m512 pass_v4_f32(__m512 m, __m512 v)
+INLINE_AVX2 __m256 fma_avx2_f32(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE_AVX2 __m256d fma_avx2_f64(__m256d a, __m256d b, __m256d c) { return _mm256_fmadd_pd(a, b, c); }
+INLINE_AVX512 __m512 fma_avx512_f32(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE_AVX512 __m512d fma_avx512_f64(__m512d a, __m512d b, __m512d c) { return _mm512_fmadd_pd(a, b, c); }
+INLINE_AVX512 __m512 relu_avx512_f32(__m512 m) { return _mm512_max_ps(m, _mm512_setzero_ps()); }
+INLINE_AVX512 __m512d relu_avx512_f64(__m512d m) { return _mm512_max_pd(m, _mm512_setzero_pd()); }
+INLINE_AVX512 __m512 mask_positive_avx512_f32(__m512 m, __m512 v)
 {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(m, _mm512_setzero_ps(), _CMP_GT_OQ), v);
 }
-INLINE_V4 __m512d pass_v4_f64(__m512d m, __m512d v)
+INLINE_AVX512 __m512d mask_positive_avx512_f64(__m512d m, __m512d v)
 {
     return _mm512_maskz_mov_pd(_mm512_cmp_pd_mask(m, _mm512_setzero_pd(), _CMP_GT_OQ), v);
 }
 
-static int simd_level(int most)
+static int simd_level(int max_level)
 {
     int level = ts_simd_level();
-    return most && most < level ? most : level;
+    return max_level && max_level < level ? max_level : level;
 }
-#define PICK(level, stem, arguments) \
+#define DISPATCH(level, stem, arguments) \
     do { \
-        if ((level) == 4) NAME(stem##_v4) arguments; \
-        else if ((level) == 3) NAME(stem##_v3) arguments; \
-        else NAME(stem##_v2) arguments; \
+        if ((level) == TS_SIMD_AVX512) NAME(stem##_avx512) arguments; \
+        else if ((level) == TS_SIMD_AVX2) NAME(stem##_avx2) arguments; \
+        else NAME(stem##_generic) arguments; \
     } while (0)
 #else
-static int simd_level(int most) { (void)most; return 2; }
-#define PICK(level, stem, arguments) do { (void)(level); NAME(stem##_v2) arguments; } while (0)
+static int simd_level(int max_level) { (void)max_level; return TS_SIMD_SSE42; }
+#define DISPATCH(level, stem, arguments) do { (void)(level); NAME(stem##_generic) arguments; } while (0)
 #endif
 
 #define REAL float

@@ -1,9 +1,10 @@
-/* gine.c for one scalar type, included once a type with
+/* The part of gine.c that depends on the scalar type. gine.c includes this file once for each type and
+ * defines
  *   REAL         float or double
- *   NAME(stem)   the type's name for `stem` */
+ *   NAME(stem)   the name of `stem` for the type */
 
-/* One graph, its edges grouped: group r has the edges ptr[r] .. ptr[r + 1], each with the node
- * at its other end and its weight. */
+/* One graph with grouped edges: group r has the edges ptr[r] .. ptr[r + 1]; index[e] is the node at the
+ * other end of edge e and value[e] its weight. */
 struct NAME(graph) {
     const struct ts_gine *g;
     size_t S, first_row;
@@ -12,48 +13,48 @@ struct NAME(graph) {
     const REAL *value;
 };
 
-/* One graph with several channels, and room for the edges of one of its rows: those of target i
- * are (index[e], i) with the weights value[c * S + e]. */
+/* One graph with several channels, and buffers for the edges of one row: the edges of target i are
+ * (index[e], i) with the weights value[c * S + e]. */
 struct NAME(rows) {
     const struct ts_gine *g;
     size_t S, first_row, first_weight;
-    double *sum, *one; /* S */
+    double *sum, *single; /* (S,) */
     uint32_t *index;
     REAL *value;
 };
 
-/* The best that the processor has is chosen at run time. */
+/* Kernels of every instruction set; DISPATCH chooses one at run time. */
 #if defined(__x86_64__)
-#define TARGET TS_TARGET_V4
+#define TARGET TS_TARGET_AVX512
 #define VECTOR_BYTES 64
-#define LOOP(stem) NAME(stem##_v4)
-#define FMA(a, b, c) NAME(fma_v4)(a, b, c)
-#define RELU(m) NAME(relu_v4)(m)
-#define PASS(m, v) NAME(pass_v4)(m, v)
+#define KERNEL(stem) NAME(stem##_avx512)
+#define FMA(a, b, c) NAME(fma_avx512)(a, b, c)
+#define RELU(m) NAME(relu_avx512)(m)
+#define MASK_POSITIVE(m, v) NAME(mask_positive_avx512)(m, v)
 #include "gine_loops.h"
 
-#define TARGET TS_TARGET_V3
+#define TARGET TS_TARGET_AVX2
 #define VECTOR_BYTES 32
-#define LOOP(stem) NAME(stem##_v3)
-#define FMA(a, b, c) NAME(fma_v3)(a, b, c)
+#define KERNEL(stem) NAME(stem##_avx2)
+#define FMA(a, b, c) NAME(fma_avx2)(a, b, c)
 #include "gine_loops.h"
 #endif
 
 #define TARGET
 #define VECTOR_BYTES 16
-#define LOOP(stem) NAME(stem##_v2)
-#define FMA(a, b, c) NAME(fma_v2)(a, b, c)
+#define KERNEL(stem) NAME(stem##_generic)
+#define FMA(a, b, c) NAME(fma_generic)(a, b, c)
 #include "gine_loops.h"
 
-/* The edges of graph k grouped by target, or by source, each group in stored order. `row`:
- * room for one row of weights. -1: an edge leaves the graph. */
+/* Group the edges of graph k by target or by source, each group in stored order. `row` is a buffer for
+ * one row of weights. Returns -1 if an edge leaves the graph. */
 static int NAME(group_edges)(const struct ts_gine *g, size_t k, int by_source, double *row, size_t *ptr,
                              uint32_t *index, REAL *value)
 {
     int64_t base = g->node_ptr[k];
     size_t S = (size_t)(g->node_ptr[k + 1] - base), first = (size_t)g->weight_ptr[k], n = num_pairs(g, k);
     memset(ptr, 0, (S + 1) * sizeof *ptr);
-    if (g->source == NULL && !by_source) { /* already in order */
+    if (g->source == NULL && !by_source) { /* stored order is grouped by target */
         size_t kept = 0;
         for (size_t i = 0; i < S; i++) {
             load_weights(g, first + i * (i + 1) / 2, i + 1, row);
@@ -66,8 +67,8 @@ static int NAME(group_edges)(const struct ts_gine *g, size_t k, int by_source, d
         }
         return 0;
     }
-    /* A counting sort: count, then place. Placing moves ptr[r] to where group r ends, which is
-     * where group r + 1 begins, so that counts are kept one group further. */
+    /* A counting sort in two passes, counting and placing. Counts of group r are kept in ptr[r + 1]:
+     * placing advances that entry from the start of group r to its end, the start of group r + 1. */
     for (int placing = 0; placing < 2; placing++) {
         if (g->source == NULL) {
             for (size_t i = 0; i < S; i++) {
@@ -75,10 +76,10 @@ static int NAME(group_edges)(const struct ts_gine *g, size_t k, int by_source, d
                 for (size_t j = 0; j <= i; j++) {
                     if (!(row[j] > g->threshold))
                         continue;
-                    size_t at = ptr[j + 1]++;
+                    size_t slot = ptr[j + 1]++;
                     if (placing) {
-                        index[at] = (uint32_t)i;
-                        value[at] = (REAL)row[j];
+                        index[slot] = (uint32_t)i;
+                        value[slot] = (REAL)row[j];
                     }
                 }
             }
@@ -88,12 +89,12 @@ static int NAME(group_edges)(const struct ts_gine *g, size_t k, int by_source, d
                 uint64_t r = (uint64_t)group[e] - (uint64_t)base, o = (uint64_t)other[e] - (uint64_t)base;
                 if (r >= S || o >= S)
                     return -1;
-                size_t at = ptr[r + 1]++;
+                size_t slot = ptr[r + 1]++;
                 if (placing) {
                     double weight;
                     load_weights(g, e, 1, &weight);
-                    index[at] = (uint32_t)o;
-                    value[at] = (REAL)weight;
+                    index[slot] = (uint32_t)o;
+                    value[slot] = (REAL)weight;
                 }
             }
         }
@@ -125,7 +126,7 @@ static void NAME(range)(void *context, size_t begin, size_t end)
     struct NAME(job) *job = context;
     const struct ts_gine *g = job->g;
     int slot = 0;
-    /* There is a slot for every thread. */
+    /* There is one slot per thread, so that a free one exists. */
     while (__atomic_exchange_n(&job->busy[slot], 1, __ATOMIC_ACQUIRE))
         slot = (slot + 1) % MAX_SLOTS;
     unsigned char *memory = job->slots + (size_t)slot * job->slot_bytes;
@@ -134,7 +135,7 @@ static void NAME(range)(void *context, size_t begin, size_t end)
     REAL *value = (REAL *)(memory += job->sizes.index), *block = (REAL *)(memory += job->sizes.value);
     double *sum = (double *)(memory += job->sizes.rows);
     REAL *columns = (REAL *)(memory += job->sizes.sums);
-    int level = simd_level(g->simd);
+    int level = simd_level(g->max_simd_level);
     for (size_t k = begin; k < end; k++) {
         size_t first_row = (size_t)(g->node_ptr[k] - g->node_ptr[0]), D = g->dim;
         size_t S = (size_t)(g->node_ptr[k + 1] - g->node_ptr[k]), C = g->num_channels;
@@ -145,22 +146,22 @@ static void NAME(range)(void *context, size_t begin, size_t end)
         if (C > 1) {
             struct NAME(rows) rows = {g, S, first_row, (size_t)g->weight_ptr[k], sum, sum + S, index, value};
             if (out)
-                PICK(level, forward_many, (&rows, job->w, job->b, block, columns, out));
+                DISPATCH(level, forward_channels, (&rows, job->w, job->b, block, columns, out));
             else
-                PICK(level, backward_many,
+                DISPATCH(level, backward_channels,
                      (&rows, job->w, job->b, block, columns, grad_out, grad_x, partial, partial + C * D));
             continue;
         }
-        /* The block of columns is not in use yet: it has room for a row of weights. */
+        /* The block of columns is not in use yet and is large enough for a row of weights. */
         if (NAME(group_edges)(g, k, out == NULL, (double *)block, ptr, index, value) != 0) {
             __atomic_store_n(&job->status, TS_ERR_BOUNDS, __ATOMIC_RELAXED);
             break;
         }
         struct NAME(graph) graph = {g, S, first_row, ptr, index, value};
         if (out)
-            PICK(level, forward, (&graph, job->w, job->b, block, out));
+            DISPATCH(level, forward, (&graph, job->w, job->b, block, out));
         else
-            PICK(level, backward, (&graph, job->w, job->b, block, grad_out, grad_x, partial, partial + D));
+            DISPATCH(level, backward, (&graph, job->w, job->b, block, grad_out, grad_x, partial, partial + D));
     }
     __atomic_store_n(&job->busy[slot], 0, __ATOMIC_RELEASE);
 }

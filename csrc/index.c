@@ -37,11 +37,11 @@ int64_t ts_index_find(const struct ts_index_part *part, const unsigned char *id,
         if (entry == 0)
             return TS_INDEX_ABSENT;
         if (entry > part->num_traces || !id_is_inside(part, entry - 1))
-            return TS_INDEX_DAMAGED;
+            return TS_INDEX_CORRUPT;
         if (same_key(part, entry - 1, id, id_bytes, sample))
             return (int64_t)entry - 1;
     }
-    return TS_INDEX_DAMAGED; /* a table has free slots */
+    return TS_INDEX_CORRUPT; /* a valid table has free slots */
 }
 
 int64_t ts_index_build(const struct ts_index_part *part, uint32_t *table)

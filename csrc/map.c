@@ -9,7 +9,7 @@
 
 #include "crc32c.h"
 #include "error.h"
-#include "guard.h"
+#include "sigbus_guard.h"
 #include "platform.h"
 
 int ts_map_descriptor(struct ts_map *map, int fd, int64_t expected_size)
@@ -36,7 +36,7 @@ int ts_map_descriptor(struct ts_map *map, int fd, int64_t expected_size)
 
 int ts_map_open(struct ts_map *map, const char *path, int64_t expected_size)
 {
-    /* O_NONBLOCK: opening a FIFO in place of a file must not hang. */
+    /* O_NONBLOCK keeps open() from hanging if the path is a FIFO. */
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (fd < 0) {
         *map = (struct ts_map){0};
@@ -55,25 +55,26 @@ void ts_map_close(struct ts_map *map)
     *map = (struct ts_map){0};
 }
 
-static int mark(void *context)
+static int find_tail(void *context)
 {
     struct ts_map *map = context;
-    size_t page = (size_t)sysconf(_SC_PAGESIZE), first = (map->size - 1) / page * page, at = map->size - 1;
-    while (at > first && map->base[at] == 0)
-        at--;
-    map->tail_byte = map->base[at];
-    map->tail = map->base + at;
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), first = (map->size - 1) / page * page, last = map->size - 1;
+    while (last > first && map->base[last] == 0)
+        last--;
+    map->tail_byte = map->base[last];
+    map->tail = map->base + last;
     return TS_OK;
 }
 
 int ts_map_record_tail(struct ts_map *map)
 {
-    return map->base == NULL ? TS_OK : ts_sigbus_guard(mark, map);
+    return map->base == NULL ? TS_OK : ts_sigbus_guard(find_tail, map);
 }
 
 int ts_map_is_intact(const struct ts_map *map)
 {
-    /* What was read stays before this: the fence that the thread sanitizer has no word for. */
+    /* An acquire fence: earlier reads must not move past this point. Written in assembly because the
+     * thread sanitizer does not support atomic_thread_fence(). */
 #if defined(__aarch64__)
     __asm__ volatile("dmb ishld" ::: "memory");
 #else
@@ -82,51 +83,47 @@ int ts_map_is_intact(const struct ts_map *map)
     return map->tail == NULL || *(const volatile unsigned char *)map->tail == map->tail_byte;
 }
 
-struct copying {
+struct copy_args {
     const struct ts_map *map;
-    size_t from, bytes;
+    size_t offset, bytes;
     void *out;
 };
 
-static int copy(void *context)
+static int copy_bytes(void *context)
 {
-    const struct copying *c = context;
-    memcpy(c->out, c->map->base + c->from, c->bytes);
-    if (ts_map_is_intact(c->map))
+    const struct copy_args *args = context;
+    memcpy(args->out, args->map->base + args->offset, args->bytes);
+    if (ts_map_is_intact(args->map))
         return TS_OK;
-    ts_guard_set_fault(c->map->tail);
+    ts_sigbus_set_fault(args->map->tail);
     return TS_ERR_FAULT;
 }
 
-int ts_map_copy(const struct ts_map *map, size_t from, size_t bytes, void *out)
+int ts_map_copy(const struct ts_map *map, size_t offset, size_t bytes, void *out)
 {
-    struct copying c = {map, from, bytes, out};
-    return bytes == 0 ? TS_OK : ts_sigbus_guard(copy, &c);
+    struct copy_args args = {map, offset, bytes, out};
+    return bytes == 0 ? TS_OK : ts_sigbus_guard(copy_bytes, &args);
 }
 
-static void advise(void (*give)(void *, size_t), const void *from, size_t bytes)
+/* madvise() needs whole pages. */
+static void advise_pages(void (*advise)(void *, size_t), const void *begin, size_t bytes)
 {
-    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), begin = (uintptr_t)from & ~(page - 1);
+    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), first = (uintptr_t)begin & ~(page - 1);
     if (bytes != 0)
-        give((void *)begin, (uintptr_t)from + bytes - begin);
+        advise((void *)first, (uintptr_t)begin + bytes - first);
 }
 
-void ts_map_prefetch(const void *from, size_t bytes)
+void ts_map_prefetch(const void *begin, size_t bytes)
 {
-    advise(ts_advise_read, from, bytes);
+    advise_pages(ts_advise_prefetch, begin, bytes);
 }
 
-void ts_map_evict(const void *from, size_t bytes)
+void ts_map_evict(const void *begin, size_t bytes)
 {
-    advise(ts_advise_drop, from, bytes);
+    advise_pages(ts_advise_evict, begin, bytes);
 }
 
-int64_t ts_major_faults(void)
-{
-    return ts_faults();
-}
-
-static uint64_t little64(const unsigned char *p)
+static uint64_t load_le64(const unsigned char *p)
 {
     uint64_t v = 0;
     for (int i = 7; i >= 0; i--)
@@ -147,7 +144,7 @@ int ts_shard_check(const unsigned char *base, size_t size, uint64_t num_chunks, 
     if (ts_crc32c(0, index, index_bytes) != crc)
         return TS_ERR_CHECKSUM;
     for (uint64_t k = 0; k < num_chunks; k++)
-        if (little64(index + 16 * k) != k * chunk_bytes || little64(index + 16 * k + 8) != chunk_bytes)
+        if (load_le64(index + 16 * k) != k * chunk_bytes || load_le64(index + 16 * k + 8) != chunk_bytes)
             return TS_ERR_LAYOUT;
     return TS_OK;
 }

@@ -1,51 +1,89 @@
-/* Read-only file maps and the check of a Zarr shard. */
+/**
+ * Read-only file mappings and the validation of Zarr shards.
+ *
+ * A mapping may be read from several threads; opening, closing and recording the tail of one
+ * mapping must not run concurrently with other uses of it.
+ */
 #ifndef TS_MAP_H
 #define TS_MAP_H
 
 #include <stddef.h>
 #include <stdint.h>
 
+#include "error.h"
+
 struct ts_map {
-    const unsigned char *base; /* page aligned; NULL for an empty file; lives until ts_map_close */
+    const unsigned char *base; /* page aligned; NULL for an empty file; valid until ts_map_close() */
     size_t size;
-    const unsigned char *tail; /* the last byte of the last page that is not zero; NULL before ts_map_record_tail */
+    const unsigned char *tail; /* last non-zero byte of the last page; NULL before ts_map_record_tail() */
     unsigned char tail_byte;
 };
 
-/* Maps the regular file at `path` whole. expected_size < 0 accepts any size,
- * otherwise another size is TS_ERR_SIZE. TS_ERR_IO leaves errno. The file
- * descriptor is closed before the function returns. */
+/**
+ * Map a whole regular file. The file descriptor is closed before the function returns.
+ *
+ * @param map            set to the mapping, to be released by ts_map_close(); empty on failure
+ * @param expected_size  size in bytes, or -1 to accept any size
+ * @return TS_ERR_SIZE if the size differs, TS_ERR_IO with errno set
+ */
+TS_WARN_UNUSED
 int ts_map_open(struct ts_map *map, const char *path, int64_t expected_size);
-/* The same of a file that is open for reading, which stays open. */
+
+/** Map a file that is open for reading; as ts_map_open(), but `fd` stays open. */
+TS_WARN_UNUSED
 int ts_map_descriptor(struct ts_map *map, int fd, int64_t expected_size);
+
+/** Release a mapping. Closing an empty one is allowed. */
 void ts_map_close(struct ts_map *map);
 
-/* Remembers a byte at the end of the file, for ts_map_is_intact. TS_ERR_FAULT. */
+/**
+ * Record a byte at the end of the file for ts_map_is_intact().
+ *
+ * @return TS_ERR_FAULT if the file was truncated
+ */
+TS_WARN_UNUSED
 int ts_map_record_tail(struct ts_map *map);
 
-/* Whether no byte that was read before this call is other than it was at ts_map_record_tail for the
- * file having been cut short. Behind the new end of a file the rest of its page reads as
- * zeros and the pages after it are gone: either is seen at the marked byte, unless only
- * zeros were cut off. May fault: under ts_sigbus_guard. */
+/**
+ * Check that no byte read before this call was affected by a truncation of the file.
+ *
+ * Beyond the new end of a truncated file the rest of its page reads as zeros and later pages are
+ * missing. The recorded byte reveals both, unless only zeros were cut off. May fault: call it
+ * under ts_sigbus_guard().
+ *
+ * @return 1 if the file is intact, else 0
+ */
 int ts_map_is_intact(const struct ts_map *map);
 
-/* Copies bytes out of a map; TS_ERR_FAULT where the file was cut short, whether before
- * their end or behind it. */
-int ts_map_copy(const struct ts_map *map, size_t from, size_t bytes, void *out);
+/**
+ * Copy bytes out of a mapping.
+ *
+ * @param out  receives the bytes [offset, offset + bytes), which must lie inside the mapping
+ * @return TS_ERR_FAULT if the file was truncated, before or after the end of the range
+ */
+TS_WARN_UNUSED
+int ts_map_copy(const struct ts_map *map, size_t offset, size_t bytes, void *out);
 
-/* Brings a range of a map into memory, waiting for the disk; a hint where the kernel is
- * older than Linux 5.14. Ranges are widened to pages. */
-void ts_map_prefetch(const void *from, size_t bytes);
+/**
+ * Load the pages of a range into memory and wait for them; on Linux before 5.14 only a hint to
+ * the kernel.
+ */
+void ts_map_prefetch(const void *begin, size_t bytes);
 
-/* Lets go of the pages of a range, also in the page cache if no other process maps them. */
-void ts_map_evict(const void *from, size_t bytes);
+/** Drop the pages of a range, also from the page cache if no other process maps them. */
+void ts_map_evict(const void *begin, size_t bytes);
 
-/* Major faults (those that waited for a disk) of the calling thread so far; see platform.h. */
-int64_t ts_major_faults(void);
-
-/* Checks an uncompressed shard (Zarr v3 sharding codec, index at the end with
- * crc32c): num_chunks inner chunks of chunk_bytes each must lie one behind the
- * other from offset 0. TS_ERR_SIZE, TS_ERR_CHECKSUM or TS_ERR_LAYOUT. */
+/**
+ * Validate an uncompressed shard (Zarr v3 sharding codec, index at the end, with crc32c): its
+ * inner chunks must be contiguous from offset 0, in order.
+ *
+ * @param base         the shard
+ * @param size         its size in bytes
+ * @param num_chunks   number of inner chunks
+ * @param chunk_bytes  size of an inner chunk
+ * @return TS_ERR_SIZE, TS_ERR_CHECKSUM or TS_ERR_LAYOUT
+ */
+TS_WARN_UNUSED
 int ts_shard_check(const unsigned char *base, size_t size, uint64_t num_chunks, uint64_t chunk_bytes);
 
 #endif

@@ -31,11 +31,11 @@ void ts_parallel_for(size_t n, size_t grain, int num_threads, ts_range_fn fn, vo
     struct job job = {n, grain, 0, fn, context};
     pthread_t threads[MAX_THREADS];
     size_t ranges = n / grain + (n % grain != 0);
-    int wanted = num_threads < MAX_THREADS ? num_threads : MAX_THREADS;
-    if ((size_t)(wanted < 0 ? 0 : wanted) > ranges)
-        wanted = (int)ranges;
+    int limit = num_threads < MAX_THREADS ? num_threads : MAX_THREADS;
+    if ((size_t)(limit < 0 ? 0 : limit) > ranges)
+        limit = (int)ranges;
     int started = 0;
-    while (started < wanted - 1 && pthread_create(&threads[started], NULL, run, &job) == 0)
+    while (started < limit - 1 && pthread_create(&threads[started], NULL, run, &job) == 0)
         started++;
     run(&job);
     for (int i = 0; i < started; i++)

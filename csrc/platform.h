@@ -1,5 +1,7 @@
-/* What only Linux has, and what other systems do instead. With TS_NO_LINUX Linux does as they
- * do: for tests. */
+/**
+ * Linux system calls and their substitutes on other systems. With TS_NO_LINUX, Linux uses the
+ * substitutes too, for tests.
+ */
 #ifndef TS_PLATFORM_H
 #define TS_PLATFORM_H
 
@@ -13,7 +15,7 @@
 #include <time.h>
 
 #if defined(__linux__)
-#include <ucontext.h> /* macOS has ucontext_t in <signal.h>, and refuses this one */
+#include <ucontext.h> /* macOS declares ucontext_t in <signal.h> and rejects this header */
 #endif
 
 #if defined(__linux__) && !defined(TS_NO_LINUX)
@@ -22,14 +24,15 @@
 #define TS_LINUX 0
 #endif
 
-/* The clock of ts_condition_init. Where it cannot be chosen, setting the system's time lengthens
- * or shortens a wait. */
+/* The clock of ts_condition_init(). With CLOCK_REALTIME, setting the system time lengthens or
+ * shortens a wait. */
 #if TS_LINUX
 #define TS_CONDITION_CLOCK CLOCK_MONOTONIC
 #else
 #define TS_CONDITION_CLOCK CLOCK_REALTIME
 #endif
 
+/** Initialize a condition variable that waits by TS_CONDITION_CLOCK. Returns 0 or an errno value. */
 static inline int ts_condition_init(pthread_cond_t *condition)
 {
 #if TS_LINUX
@@ -46,48 +49,48 @@ static inline int ts_condition_init(pthread_cond_t *condition)
 #endif
 }
 
-/* Asks for huge pages; a refusal costs page faults only. */
-static inline void ts_advise_huge(void *from, size_t bytes)
+/** Request huge pages. Best effort: failure costs extra page faults. */
+static inline void ts_advise_huge(void *begin, size_t bytes)
 {
 #if TS_LINUX && defined(MADV_HUGEPAGE)
-    madvise(from, bytes, MADV_HUGEPAGE);
+    madvise(begin, bytes, MADV_HUGEPAGE);
 #else
-    (void)from, (void)bytes;
+    (void)begin, (void)bytes;
 #endif
 }
 
-/* Whole pages of a file map: reads them now, or asks the system to read them soon. */
-static inline void ts_advise_read(void *from, size_t bytes)
+/** Read whole pages of a file mapping now, or else ask the system to read them soon. */
+static inline void ts_advise_prefetch(void *begin, size_t bytes)
 {
 #if TS_LINUX
     enum { POPULATE_READ = 22 }; /* Linux 5.14; headers of glibc before 2.35 lack its name */
-    if (madvise(from, bytes, POPULATE_READ) == 0 || errno != EINVAL)
+    if (madvise(begin, bytes, POPULATE_READ) == 0 || errno != EINVAL)
         return;
 #endif
-    madvise(from, bytes, MADV_WILLNEED);
+    madvise(begin, bytes, MADV_WILLNEED);
 }
 
-/* The same pages: also out of the page cache where no other process maps them, or out of this map only. */
-static inline void ts_advise_drop(void *from, size_t bytes)
+/** Drop whole pages from the page cache if no other process maps them, or else from this mapping. */
+static inline void ts_advise_evict(void *begin, size_t bytes)
 {
 #if TS_LINUX
     enum { PAGEOUT = 21 }; /* Linux 5.4; headers of glibc before 2.32 lack its name */
-    if (madvise(from, bytes, PAGEOUT) == 0 || errno != EINVAL)
+    if (madvise(begin, bytes, PAGEOUT) == 0 || errno != EINVAL)
         return;
 #endif
-    madvise(from, bytes, MADV_DONTNEED);
+    madvise(begin, bytes, MADV_DONTNEED);
 }
 
-/* Major faults of the calling thread so far; of the whole process where threads are not told apart. */
-static inline int64_t ts_faults(void)
+/** Return the major page faults (those that waited for a disk) of the thread, or else of the process. */
+static inline int64_t ts_major_faults(void)
 {
     struct rusage usage;
 #if TS_LINUX
-    int whose = RUSAGE_THREAD;
+    int scope = RUSAGE_THREAD;
 #else
-    int whose = RUSAGE_SELF;
+    int scope = RUSAGE_SELF;
 #endif
-    return getrusage(whose, &usage) == 0 ? (int64_t)usage.ru_majflt : 0;
+    return getrusage(scope, &usage) == 0 ? (int64_t)usage.ru_majflt : 0;
 }
 
 #endif

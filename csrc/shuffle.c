@@ -48,12 +48,12 @@ void ts_shuffle_buffer_init(struct ts_shuffle_buffer *buffer)
 void ts_shuffle_buffer_next(struct ts_shuffle_buffer *buffer, uint64_t count, int64_t *out)
 {
     for (uint64_t k = 0; k < count; k++) {
-        uint64_t step = buffer->step++, following = buffer->size + step;
-        uint64_t held = following <= buffer->n ? buffer->size : buffer->n - step;
-        int64_t *slot = &buffer->window[ts_splitmix64((step * GOLDEN) ^ buffer->key) % held];
+        uint64_t step = buffer->step++, next_id = buffer->size + step;
+        uint64_t length = next_id <= buffer->n ? buffer->size : buffer->n - step;
+        int64_t *slot = &buffer->window[ts_splitmix64((step * GOLDEN) ^ buffer->key) % length];
         if (out != NULL)
             out[k] = *slot;
-        /* Once no id is left outside, the last of the window takes the place. */
-        *slot = following < buffer->n ? (int64_t)following : buffer->window[held - 1];
+        /* The next id refills the slot; when none is left, the window shrinks by its last entry. */
+        *slot = next_id < buffer->n ? (int64_t)next_id : buffer->window[length - 1];
     }
 }

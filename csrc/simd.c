@@ -2,13 +2,13 @@
 
 #include <stdlib.h>
 
-static int level = 1;
-static int limit = 4;
+static int level = TS_SIMD_BASELINE;
+static int limit = TS_SIMD_AVX512;
 
 #if defined(__x86_64__)
 #include <cpuid.h>
 
-/* Clang knows no name for this one. */
+/* __builtin_cpu_supports of Clang has no name for F16C. */
 static int has_f16c(void)
 {
     unsigned a, b, c, d;
@@ -18,14 +18,14 @@ static int has_f16c(void)
 __attribute__((constructor)) static void find_level(void)
 {
     __builtin_cpu_init();
-    int v2 = __builtin_cpu_supports("sse4.2") != 0;
-    int v3 = v2 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
-    int v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl")
-          && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw");
-    level = 1 + v2 + v3 + v4;
-    const char *most = getenv("TRACESTORE_SIMD_LEVEL");
-    if (most != NULL && most[0] >= '1' && most[0] <= '4' && most[1] == 0)
-        limit = most[0] - '0';
+    int has_sse42 = __builtin_cpu_supports("sse4.2") != 0;
+    int has_avx2 = has_sse42 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
+    int has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl")
+                  && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw");
+    level = has_avx512 ? TS_SIMD_AVX512 : has_avx2 ? TS_SIMD_AVX2 : has_sse42 ? TS_SIMD_SSE42 : TS_SIMD_BASELINE;
+    const char *value = getenv("TRACESTORE_SIMD_LEVEL");
+    if (value != NULL && value[0] >= '1' && value[0] <= '4' && value[1] == 0)
+        limit = value[0] - '0';
 }
 #endif
 
@@ -34,7 +34,7 @@ int ts_simd_level(void)
     return level < limit ? level : limit;
 }
 
-void ts_simd_limit(int most)
+void ts_simd_limit(int max_level)
 {
-    limit = most;
+    limit = max_level;
 }

@@ -7,9 +7,9 @@
 #include <immintrin.h>
 
 #define LINE 64
-/* Bytes that reads run ahead. "Non-temporal" keeps what is read once out of the caches
- * that other threads, the interpreter's among them, live in. */
-#define AHEAD 1024
+/* Distance of the prefetch in bytes. The non-temporal hint keeps data that is read once out of the
+ * caches that other threads use, among them the interpreter's. */
+#define PREFETCH_BYTES 1024
 
 static inline void copy_line(unsigned char *d, const unsigned char *s)
 {
@@ -33,7 +33,7 @@ void ts_stream_copy(void *dst, const void *src, size_t n)
     memcpy(d, s, head);
     d += head, s += head, n -= head;
     for (; n >= LINE; d += LINE, s += LINE, n -= LINE) {
-        _mm_prefetch((const char *)s + AHEAD, _MM_HINT_NTA);
+        _mm_prefetch((const char *)s + PREFETCH_BYTES, _MM_HINT_NTA);
         copy_line(d, s);
     }
     memcpy(d, s, n);

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def line_counts(folders: list[Path], gcov: list[str]) -> tuple[dict[str, dict[int, int]], int]:
     """Return how often each executable line of each file of csrc/ ran, and how many lines need AVX-512.
 
-    Where none of the functions for AVX-512, whose names end with ``_v4``, ran, the processor
+    Where none of the functions for AVX-512, whose names end with ``_avx512``, ran, the processor
     lacks it, and their lines are left out and counted.
     """
     counts: dict[str, dict[int, int]] = defaultdict(dict)
@@ -37,7 +37,7 @@ def line_counts(folders: list[Path], gcov: list[str]) -> tuple[dict[str, dict[in
                 if path.parent.name != "csrc" or not (ROOT / name).exists():
                     continue
                 for function in file["functions"]:
-                    is_wide = function["name"].endswith("_v4")
+                    is_wide = function["name"].endswith("_avx512")
                     wide_ran |= is_wide and function["execution_count"] > 0
                     inside = range(function["start_line"], function["end_line"] + 1)
                     (wide if is_wide else others)[name].update(inside)

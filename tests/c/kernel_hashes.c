@@ -12,7 +12,7 @@
 #include "error.h"
 #include "gather.h"
 #include "gine.h"
-#include "half.h"
+#include "float_convert.h"
 #include "index.h"
 #include "pack.h"
 #include "shuffle.h"
@@ -104,7 +104,7 @@ static uint64_t f32_to_f16(void)
     uint16_t *out = room(N * 2);
     for (size_t i = 0; i < N; i++)
         in[i] = i % 3 ? draw() : ((draw() & 0x8fffffffu) | 0x30000000u); /* any, and those near float16's */
-    ts_f32_to_f16((const ts_f32 *)in, out, N);
+    ts_f32_to_f16((const ts_f32_unaligned *)in, out, N);
     uint64_t hash = add(START, out, N * 2);
     free(in), free(out);
     return hash;
@@ -320,7 +320,7 @@ static uint64_t mean_graphs(void)
     struct ts_graph graphs[G];
     for (size_t g = 0; g < G; g++)
         graphs[g] = (struct ts_graph){.weights = (unsigned char *)(weights + g * H * P), .num_tokens = S, .causal = 1};
-    uint64_t hash = add_number(START, ts_mean_graphs(graphs, G, TS_F16, H, out, 2));
+    uint64_t hash = add_number(START, ts_average_heads(graphs, G, TS_F16, H, out, 2));
     hash = add(hash, out, G * P * 2);
     free(weights), free(out);
     return hash;

@@ -15,17 +15,19 @@
 #include <unistd.h>
 
 #include "attention.h"
-#include "block.h"
+#include "huge_alloc.h"
+#include "platform.h"
+#include "shared_memory.h"
 #include "crc32c.h"
-#include "crew.h"
+#include "thread_pool.h"
 #include "error.h"
 #include "gather.h"
 #include "shuffle.h"
 #include "simd.h"
 #include "stream.h"
 #include "gine.h"
-#include "guard.h"
-#include "half.h"
+#include "sigbus_guard.h"
+#include "float_convert.h"
 #include "index.h"
 #include "map.h"
 #include "pack.h"
@@ -242,14 +244,14 @@ static void test_index(void)
     assert(ts_index_find(&part, (const unsigned char *)"q1", 2, 7) == TS_INDEX_ABSENT);
     for (int i = 0; i < 512; i++)
         table[i] = 0xffffffffu;
-    assert(ts_index_find(&part, ids, 2, 0) == TS_INDEX_DAMAGED);
+    assert(ts_index_find(&part, ids, 2, 0) == TS_INDEX_CORRUPT);
     for (int i = 0; i < 512; i++)
         table[i] = 1; /* without a free slot */
-    assert(ts_index_find(&part, ids, 1, 5) == TS_INDEX_DAMAGED);
+    assert(ts_index_find(&part, ids, 1, 5) == TS_INDEX_CORRUPT);
     for (int64_t at = 0; at < 2; at++) { /* an id that begins, then one that ends, outside of the ids */
         int64_t before = offsets[at];
         offsets[at] = at == 0 ? -1 : (int64_t)sizeof ids + 1;
-        assert(ts_index_find(&part, ids, 2, 0) == TS_INDEX_DAMAGED);
+        assert(ts_index_find(&part, ids, 2, 0) == TS_INDEX_CORRUPT);
         offsets[at] = before;
     }
     samples[1] = 0;
@@ -440,7 +442,7 @@ static int read_inside(void *context)
 static void read_in_crew(void *context)
 {
     unsigned char **at = context;
-    *at = ts_sigbus_guard(read_byte, *at) == TS_ERR_FAULT && ts_guard_fault() == *at ? NULL : *at;
+    *at = ts_sigbus_guard(read_byte, *at) == TS_ERR_FAULT && ts_sigbus_fault() == *at ? NULL : *at;
 }
 
 static void test_guard(void)
@@ -449,12 +451,12 @@ static void test_guard(void)
     unsigned char *base = cut_map(&map, 5000), out[4 * 4096];
     assert(ts_sigbus_guard(read_byte, base) == 0x3c && ts_sigbus_guard(read_byte, base + 5000) == 0);
     for (int i = 0; i < 3; i++)
-        assert(ts_sigbus_guard(read_byte, base + 8192 + i) == TS_ERR_FAULT && ts_guard_fault() == base + 8192 + i);
+        assert(ts_sigbus_guard(read_byte, base + 8192 + i) == TS_ERR_FAULT && ts_sigbus_fault() == base + 8192 + i);
     /* An inner guard's fault is not the outer one's, and an outer one's comes after it. */
     assert(ts_sigbus_guard(read_inside, base + 8192) == 0x3c);
     assert(ts_sigbus_guard(read_inside, base + 4 * 4096 - 1) == 0);
     /* What was read is right only if nothing was cut off, also behind it. */
-    assert(ts_map_copy(&map, 0, 10, out) == TS_ERR_FAULT && ts_guard_fault() == map.tail);
+    assert(ts_map_copy(&map, 0, 10, out) == TS_ERR_FAULT && ts_sigbus_fault() == map.tail);
     assert(ts_map_copy(&map, 8192, 10, out) == TS_ERR_FAULT && ts_map_copy(&map, 8192, 0, out) == TS_OK);
     struct ts_thread_pool *crew = ts_thread_pool_start(2);
     struct ts_job jobs[20] = {{0}};
@@ -516,7 +518,7 @@ static void test_gather_faults(void)
     for (int threads = 1; threads < 4; threads++) {
         struct ts_edge_options form = {TS_F16, TS_F16, {0, 0}}, wide = {TS_F16, TS_F32, {0, 1}};
         assert(ts_copy_many(copies, 1, TS_F16, TS_F16, threads) == TS_OK);
-        assert(ts_copy_many(copies, 2, TS_F16, TS_F16, threads) == TS_ERR_FAULT && ts_guard_fault() >= (void *)(base + 8192));
+        assert(ts_copy_many(copies, 2, TS_F16, TS_F16, threads) == TS_ERR_FAULT && ts_sigbus_fault() >= (void *)(base + 8192));
         assert(ts_copy_many(copies, 2, TS_F16, TS_F32, threads) == TS_ERR_FAULT);
         assert(ts_fill_edges(graphs, 4, &form, threads, source, target, (unsigned char *)weights) == TS_OK);
         assert(ts_fill_edges(graphs, G, &form, threads, source, target, (unsigned char *)weights) == TS_ERR_FAULT);
@@ -527,8 +529,8 @@ static void test_gather_faults(void)
         struct ts_graph counted[G];
         memcpy(counted, graphs, sizeof counted);
         assert(ts_count_edges(counted, G, &form, threads) == TS_ERR_FAULT);
-        assert(ts_mean_graphs(counted, G, TS_F16, 1, (uint16_t *)weights, threads) == TS_ERR_FAULT);
-        const unsigned char *at = ts_guard_fault();
+        assert(ts_average_heads(counted, G, TS_F16, 1, (uint16_t *)weights, threads) == TS_ERR_FAULT);
+        const unsigned char *at = ts_sigbus_fault();
         assert(at >= base + 8192 && at < base + map.size);
     }
     ts_map_close(&map);
@@ -662,13 +664,13 @@ static void test_blocks(void)
 {
     const size_t sizes[] = {0, 1, 65536, 65537, (2 << 20) - 1, 2 << 20, (5 << 20) + 3};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++) {
-        unsigned char *block = ts_block_alloc(sizes[i]);
-        size_t size = ts_block_size(sizes[i]);
+        unsigned char *block = ts_huge_alloc(sizes[i]);
+        size_t size = ts_huge_size(sizes[i]);
         assert(block != NULL && size >= sizes[i] && ((uintptr_t)block & (size < (2 << 20) ? 4095 : (2 << 20) - 1)) == 0);
         block[0] = block[size - 1] = 1;
-        ts_block_free(block, sizes[i]);
+        ts_huge_free(block, sizes[i]);
     }
-    ts_block_free(NULL, 1);
+    ts_huge_free(NULL, 1);
 }
 
 /* What platform.h decides, and its users: hints about maps, waiting with a limit, counts of faults. */
@@ -699,7 +701,7 @@ static void test_platform(void)
     ts_shared_unmap(other, 8192);
     ts_shared_unmap(NULL, 8192);
     close(fd);
-    assert(ts_block_alloc(SIZE_MAX / 2) == NULL);
+    assert(ts_huge_alloc(SIZE_MAX / 2) == NULL);
 }
 
 static int gate_is_open;
@@ -788,7 +790,7 @@ static void test_gine(void)
     float *out[FORMS], *gx[FORMS], gw[FORMS][D], gb[FORMS][D];
     for (int k = 0; k < FORMS; k++) {
         struct ts_gine form = k ? sparse : dense, *g = &form;
-        form.simd = k > 1 ? k : 0;
+        form.max_simd_level = k > 1 ? k : 0;
         out[k] = malloc(N * D * 4);
         gx[k] = malloc(N * D * 4);
         void *forward = malloc(ts_gine_workspace(g, 4, 0)), *backward = malloc(ts_gine_workspace(g, 4, 1));

@@ -9,10 +9,12 @@ own copies of blocks and lists.
 cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo, Py_buffer
 
-cdef extern from "block.h" nogil:
-    size_t ts_block_size(size_t n_bytes)
-    void *ts_block_alloc(size_t n_bytes)
-    void ts_block_free(void *block, size_t n_bytes)
+cdef extern from "huge_alloc.h" nogil:
+    size_t ts_huge_size(size_t n_bytes)
+    void *ts_huge_alloc(size_t n_bytes)
+    void ts_huge_free(void *memory, size_t n_bytes)
+
+cdef extern from "shared_memory.h" nogil:
     void *ts_shared_map(int fd, size_t size)
     void ts_shared_unmap(void *base, size_t size)
     void ts_shared_incref(void *base)
@@ -39,7 +41,7 @@ cdef class BlockPool:
         """A block of at least num_bytes, its bytes those of its last use, or None where max_bytes
         does not allow it now. MemoryError where the system has none."""
         cdef _Block block, chosen = None
-        cdef size_t size = ts_block_size(num_bytes)
+        cdef size_t size = ts_huge_size(num_bytes)
         for block in self.idle:
             if block.size >= size and (chosen is None or block.size < chosen.size):
                 chosen = block
@@ -86,13 +88,13 @@ cdef class _Block:
     cdef size_t size
 
     def __cinit__(self, size_t size):
-        self.base = ts_block_alloc(size)
+        self.base = ts_huge_alloc(size)
         if self.base == NULL:
             raise MemoryError(f"{size:,} bytes for a batch")
         self.size = size
 
     def __dealloc__(self):
-        ts_block_free(self.base, self.size)
+        ts_huge_free(self.base, self.size)
 
 
 @cython.no_gc

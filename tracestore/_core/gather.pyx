@@ -16,10 +16,10 @@ from tracestore._core.mapping cimport MappedFile, ts_map, ts_map_is_intact
 
 from tracestore.errors import CorruptStoreError
 
-include "view.pxi"
-include "guard.pxi"
+include "buffer_view.pxi"
+include "sigbus_guard.pxi"
 
-cdef extern from "half.h" nogil:
+cdef extern from "float_convert.h" nogil:
     ctypedef enum ts_dtype "enum ts_dtype":
         TS_F16
         TS_BF16
@@ -50,13 +50,13 @@ cdef extern from "gather.h" nogil:
         ts_dtype out
         ts_edge_rule rule
     size_t ts_num_pairs(const ts_graph *graph)
-    int ts_mean_graphs(ts_graph *graphs, size_t n, ts_dtype dtype, size_t H, uint16_t *out, int num_threads)
+    int ts_average_heads(ts_graph *graphs, size_t n, ts_dtype dtype, size_t H, uint16_t *out, int num_threads)
     int ts_count_edges(ts_graph *graphs, size_t n, const ts_edge_options *form, int num_threads)
     int ts_fill_edges(const ts_graph *graphs, size_t n, const ts_edge_options *form, int num_threads,
                       int64_t *source, int64_t *target, unsigned char *weight)
     int ts_pack_graphs(const ts_graph *graphs, size_t n, const ts_edge_options *form, int num_threads, unsigned char *out)
 
-cdef extern from "crew.h" nogil:
+cdef extern from "thread_pool.h" nogil:
     struct ts_thread_pool:
         pass
     struct ts_job:
@@ -71,6 +71,8 @@ cdef extern from "crew.h" nogil:
 cdef extern from "map.h" nogil:
     void ts_map_prefetch(const void *start, size_t num_bytes)
     void ts_map_evict(const void *start, size_t num_bytes)
+
+cdef extern from "platform.h" nogil:
     int64_t ts_major_faults()
 
 
@@ -156,8 +158,8 @@ cdef class Job:
         """How the work ended: with a fault also where a file was cut short without one, so
         that zeros were read."""
         if ret == TS_ERR_FAULT:
-            self.fault = ts_guard_fault()
-        elif ts_guard_run_again(_check_maps, <void *>self) != 0:
+            self.fault = ts_sigbus_fault()
+        elif ts_sigbus_guard_again(_check_maps, <void *>self) != 0:
             ret = TS_ERR_FAULT
         return ret
 
@@ -467,7 +469,7 @@ cdef class GraphGather(Job):
             self.means = <uint16_t *>malloc(self.num_pairs * 2 + 1)
             if self.means == NULL:
                 return TS_ERR_NOMEM
-            ret = ts_mean_graphs(self.graphs, self.num_graphs, self.form.dtype, self.heads, self.means, self.num_threads)
+            ret = ts_average_heads(self.graphs, self.num_graphs, self.form.dtype, self.heads, self.means, self.num_threads)
             self.form.dtype = TS_F16
         return ret
 

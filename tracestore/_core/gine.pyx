@@ -8,7 +8,7 @@ ctypedef fused real:
     float
     double
 
-cdef extern from "half.h":
+cdef extern from "float_convert.h":
     ctypedef enum ts_dtype "enum ts_dtype":
         TS_F16
     size_t ts_dtype_bytes(ts_dtype dtype)

@@ -11,7 +11,7 @@ from libc.string cimport memcpy
 
 from tracestore._core.mapping cimport MappedFile, ts_map, ts_map_is_intact
 
-include "guard.pxi"
+include "sigbus_guard.pxi"
 
 cdef extern from "error.h":
     int TS_ERR_BOUNDS, TS_ERR_SIZE
@@ -25,7 +25,7 @@ cdef extern from "index.h" nogil:
         const unsigned char *ids
         uint64_t id_bytes
         const int32_t *samples
-    int TS_INDEX_DAMAGED
+    int TS_INDEX_CORRUPT
     int64_t ts_index_find(const ts_index_part *part, const unsigned char *id, size_t id_bytes, int32_t sample)
     int64_t ts_index_build(const ts_index_part *part, uint32_t *table)
 
@@ -81,10 +81,10 @@ cdef class KeyTable:
         s.map = NULL if self.mapped is None else &self.mapped.map
         ret = ts_sigbus_guard(_search, &s)
         if ret == TS_ERR_FAULT:
-            raise_fault(ts_guard_fault())
+            raise_fault(ts_sigbus_fault())
         if ret != 1:
             self.mapped.lose()
-        if s.row == TS_INDEX_DAMAGED:
+        if s.row == TS_INDEX_CORRUPT:
             raise ValueError("the table of keys is damaged")
         return s.row
 
@@ -272,9 +272,9 @@ cdef class LocationTable:
         call.parts, call.num_parts, call.broken = self.parts, self.num_parts, NULL
         call.num_segments, call.layouts = self.num_segments, self.layouts
         call.indices, call.n = &indices[0], indices.shape[0]
-        ret = ts_guard_run_again(work, call) if is_again else ts_sigbus_guard(work, call)
+        ret = ts_sigbus_guard_again(work, call) if is_again else ts_sigbus_guard(work, call)
         if call.broken == NULL:
-            call.broken = ts_guard_fault() if ret == TS_ERR_FAULT else NULL
+            call.broken = ts_sigbus_fault() if ret == TS_ERR_FAULT else NULL
         if call.broken != NULL:
             raise_fault(call.broken)
         if ret == _NO_TRACE:

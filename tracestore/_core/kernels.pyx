@@ -10,8 +10,8 @@ file of a store, else TruncatedFileError, an OSError.
 from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 
-include "view.pxi"
-include "guard.pxi"
+include "buffer_view.pxi"
+include "sigbus_guard.pxi"
 
 cdef extern from "crc32c.h" nogil:
     uint32_t ts_crc32c(uint32_t crc, const void *data, size_t n)
@@ -20,7 +20,7 @@ cdef extern from "crc32c.h" nogil:
 cdef extern from "simd.h" nogil:
     int ts_simd_level()
 
-cdef extern from "half.h" nogil:
+cdef extern from "float_convert.h" nogil:
     ctypedef enum ts_dtype "enum ts_dtype":
         TS_F16
         TS_BF16
@@ -101,7 +101,7 @@ cdef int _call(_Call *c, int function, _View source, _View out) except -1:
     with nogil:
         ret = ts_sigbus_guard(_do, c)
     if ret == TS_ERR_FAULT:
-        raise_fault(ts_guard_fault())
+        raise_fault(ts_sigbus_fault())
     return 0
 
 
@@ -271,7 +271,7 @@ def scan(arrays, int dtype, size_t num_values, out=None) -> tuple[int, int]:
     with nogil:
         ret = ts_sigbus_guard(_do_scan, &s)
     if ret == TS_ERR_FAULT:
-        raise_fault(ts_guard_fault())
+        raise_fault(ts_sigbus_fault())
     return s.scan.nonfinite, s.scan.crc
 
 
@@ -310,7 +310,7 @@ def pack_attention(
     with nogil:
         ret = ts_sigbus_guard(_do_pack, &p)
     if ret == TS_ERR_FAULT:
-        raise_fault(ts_guard_fault())
+        raise_fault(ts_sigbus_fault())
     if ret == TS_ERR_RANGE:
         raise OverflowError(p.layer)
     if ret != 0:

@@ -20,7 +20,7 @@ cdef class MappedFile:
     cdef int lose(self) except -1
 
 
-# ts_guard_own() of this module, for guard.pxi.
+# ts_sigbus_guard_own() of this module, for sigbus_guard.pxi.
 cdef void *guard_runner() noexcept
 # Raises the exception of a TS_ERR_FAULT; with the GIL.
 cdef int raise_fault(const void *address) except -1

@@ -3,7 +3,7 @@
 
 A file that is cut short while it is mapped ends the process where its lost pages are
 touched. What reads maps here and in the other modules of the core runs under a guard
-(csrc/guard.h) and raises instead: CorruptStoreError for a file of a store, else
+(csrc/sigbus_guard.h) and raises instead: CorruptStoreError for a file of a store, else
 TruncatedFileError, with the file's name. A buffer of a map that Python code reads itself has
 no such guard.
 """
@@ -21,11 +21,11 @@ cdef extern from "error.h":
     int TS_ERR_IO, TS_ERR_SIZE, TS_ERR_FAULT
     const char *ts_strerror(int code)
 
-cdef extern from "guard.h" nogil:
-    ctypedef int ts_guard_runner(int (*work)(void *) noexcept, void *context, const void **fault, int is_again)
-    ts_guard_runner *ts_guard_own()
+cdef extern from "sigbus_guard.h" nogil:
+    ctypedef int ts_sigbus_guard_runner(int (*work)(void *) noexcept, void *context, const void **fault, int is_again)
+    ts_sigbus_guard_runner *ts_sigbus_guard_own()
     int ts_sigbus_guard(int (*work)(void *) noexcept, void *context)
-    const void *ts_guard_fault()
+    const void *ts_sigbus_fault()
 
 cdef extern from "map.h" nogil:
     int ts_map_open(ts_map *map, const char *path, int64_t expected_size)
@@ -42,7 +42,7 @@ cdef void *_maps = NULL
 
 
 cdef void *guard_runner() noexcept:
-    return <void *>ts_guard_own()
+    return <void *>ts_sigbus_guard_own()
 
 
 cdef int raise_fault(const void *address) except -1:
@@ -155,7 +155,7 @@ cdef class MappedFile:
         else:
             ret = ts_map_copy(&self.map, begin, end - begin, to)
         if ret != 0:
-            raise_fault(ts_guard_fault())
+            raise_fault(ts_sigbus_fault())
         return out
 
     def check(self) -> None:

@@ -17,7 +17,7 @@ from libc.string cimport memchr, memcpy
 
 from tracestore.errors import InvalidInputError
 
-include "guard.pxi"
+include "sigbus_guard.pxi"
 
 # Opcodes, named as in pickletools.
 cdef enum:
@@ -180,7 +180,7 @@ cdef class BufferReader(ByteReader):
         # Copied, not read in place: what is looked at twice cannot change in between.
         cdef _Copy copy = _Copy(out, <const uint8_t *>self.buffer.buf + at, count)
         if ts_sigbus_guard(do_copy, &copy) == TS_ERR_FAULT:
-            raise_fault(ts_guard_fault())
+            raise_fault(ts_sigbus_fault())
         self.cursor = out
         self.limit = out + count
         self.position = at + count

@@ -1,4 +1,4 @@
-#include "half.h"
+#include "float_convert.h"
 
 #include <math.h>
 #include <string.h>
@@ -37,11 +37,11 @@ uint16_t ts_f32_to_f16_portable(float f)
     uint32_t u = float_bits(f), sign = (u >> 16) & 0x8000u, a = u & 0x7fffffffu;
     if (a > 0x7f800000u)
         return (uint16_t)(sign | 0x7e00u | ((a >> 13) & 0x3ffu));
-    if (a >= 0x477ff000u) /* 65520 and above round to infinity */
+    if (a >= 0x477ff000u) /* values of 65520 and above round to infinity */
         return (uint16_t)(sign | 0x7c00u);
     if (a < 0x38800000u) {
-        /* Subnormal or zero: adding 0.5 puts the rounding at 2^-24, where the
-         * spacing of float32 is that of float16 subnormals. */
+        /* Subnormal or zero: adding 0.5 moves the value to a binade where the spacing of float32
+         * is 2^-24, the spacing of float16 subnormals. */
         float shifted = bits_float(a) + 0.5f;
         return (uint16_t)(sign | (float_bits(shifted) - 0x3f000000u));
     }
@@ -54,8 +54,8 @@ uint16_t ts_f64_to_f16(double value)
     uint64_t u;
     memcpy(&u, &value, 8);
     uint32_t exponent = (uint32_t)(u >> 52) & 2047u;
-    /* Outside float32's normal range the plain conversion already decides:
-     * those values become zero, infinity or NaN in float16. */
+    /* Values outside the normal range of float32 become zero, infinity or NaN in float16, so that
+     * an inexact conversion to float32 does not matter. */
     if (exponent <= 1023 - 126 || exponent >= 1023 + 127)
         return ts_f32_to_f16_portable((float)value);
     uint32_t sign = (uint32_t)(u >> 63) << 31;
@@ -73,7 +73,7 @@ void ts_bf16_to_f32(const ts_u16_unaligned *in, float *out, size_t n)
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-TS_TARGET_V3
+TS_TARGET_AVX2
 static size_t f16_to_f32_f16c(const ts_u16_unaligned *in, float *out, size_t n)
 {
     size_t i = 0;
@@ -82,8 +82,8 @@ static size_t f16_to_f32_f16c(const ts_u16_unaligned *in, float *out, size_t n)
     return i;
 }
 
-TS_TARGET_V3
-static size_t f32_to_f16_f16c(const ts_f32 *in, uint16_t *out, size_t n)
+TS_TARGET_AVX2
+static size_t f32_to_f16_f16c(const ts_f32_unaligned *in, uint16_t *out, size_t n)
 {
     size_t i = 0;
     for (; i + 8 <= n; i += 8)
@@ -92,27 +92,27 @@ static size_t f32_to_f16_f16c(const ts_f32 *in, uint16_t *out, size_t n)
 }
 #else
 static size_t f16_to_f32_f16c(const ts_u16_unaligned *in, float *out, size_t n) { (void)in; (void)out; (void)n; return 0; }
-static size_t f32_to_f16_f16c(const ts_f32 *in, uint16_t *out, size_t n) { (void)in; (void)out; (void)n; return 0; }
+static size_t f32_to_f16_f16c(const ts_f32_unaligned *in, uint16_t *out, size_t n) { (void)in; (void)out; (void)n; return 0; }
 #endif
 
 void ts_f16_to_f32(const ts_u16_unaligned *in, float *out, size_t n)
 {
-    size_t i = ts_simd_level() >= 3 ? f16_to_f32_f16c(in, out, n) : 0;
+    size_t i = ts_simd_level() >= TS_SIMD_AVX2 ? f16_to_f32_f16c(in, out, n) : 0;
     for (; i < n; i++)
         out[i] = ts_f16_to_f32_portable(in[i]);
 }
 
-void ts_f32_to_f16(const ts_f32 *in, uint16_t *out, size_t n)
+void ts_f32_to_f16(const ts_f32_unaligned *in, uint16_t *out, size_t n)
 {
-    size_t i = ts_simd_level() >= 3 ? f32_to_f16_f16c(in, out, n) : 0;
+    size_t i = ts_simd_level() >= TS_SIMD_AVX2 ? f32_to_f16_f16c(in, out, n) : 0;
     for (; i < n; i++)
         out[i] = ts_f32_to_f16_portable(in[i]);
 }
 
 #define BLOCK 512
-#define COUNTED 32768
+#define MAX_COUNT 32768 /* values that a 16-bit counter can count */
 
-int ts_to_f16(const void *in, enum ts_dtype dtype, uint16_t *out, size_t n, size_t *where)
+int ts_to_f16(const void *in, enum ts_dtype dtype, uint16_t *out, size_t n, size_t *position)
 {
     float buffer[BLOCK];
     if (dtype == TS_F16) {
@@ -120,11 +120,11 @@ int ts_to_f16(const void *in, enum ts_dtype dtype, uint16_t *out, size_t n, size
         return TS_OK;
     }
     if (dtype == TS_F64) {
-        const ts_f64 *values = in;
+        const ts_f64_unaligned *values = in;
         for (size_t i = 0; i < n; i++) {
             out[i] = ts_f64_to_f16(values[i]);
             if ((out[i] & 0x7fffu) == 0x7c00u && isfinite(values[i])) {
-                *where = i;
+                *position = i;
                 return TS_ERR_RANGE;
             }
         }
@@ -134,7 +134,7 @@ int ts_to_f16(const void *in, enum ts_dtype dtype, uint16_t *out, size_t n, size
         return TS_ERR_DTYPE;
     for (size_t begin = 0; begin < n; begin += BLOCK) {
         size_t count = n - begin < BLOCK ? n - begin : BLOCK;
-        const ts_f32 *values = (const ts_f32 *)in + begin;
+        const ts_f32_unaligned *values = (const ts_f32_unaligned *)in + begin;
         if (dtype == TS_BF16) {
             ts_bf16_to_f32((const ts_u16_unaligned *)in + begin, buffer, count);
             values = buffer;
@@ -145,19 +145,19 @@ int ts_to_f16(const void *in, enum ts_dtype dtype, uint16_t *out, size_t n, size
             overflow |= (out[begin + i] & 0x7fffu) == 0x7c00u;
         for (size_t i = 0; overflow && i < count; i++)
             if ((out[begin + i] & 0x7fffu) == 0x7c00u && isfinite(values[i])) {
-                *where = begin + i;
+                *position = begin + i;
                 return TS_ERR_RANGE;
             }
     }
     return TS_OK;
 }
 
-/* Counted in the width of the values, which takes a third of the time. */
+/* Count values whose exponent bits are all set. Counters as wide as the values take a third of the time. */
 static inline __attribute__((always_inline)) size_t count_exponent(const ts_u16_unaligned *v, uint16_t exponent, size_t n)
 {
     size_t count = 0;
-    for (size_t begin = 0; begin < n; begin += COUNTED) {
-        size_t block = n - begin < COUNTED ? n - begin : COUNTED;
+    for (size_t begin = 0; begin < n; begin += MAX_COUNT) {
+        size_t block = n - begin < MAX_COUNT ? n - begin : MAX_COUNT;
         uint16_t found = 0;
         for (size_t i = 0; i < block; i++)
             found = (uint16_t)(found + ((v[begin + i] & exponent) == exponent));
@@ -167,7 +167,7 @@ static inline __attribute__((always_inline)) size_t count_exponent(const ts_u16_
 }
 
 #if defined(__x86_64__)
-TS_TARGET_V3
+TS_TARGET_AVX2
 static size_t count_exponent_avx2(const ts_u16_unaligned *v, uint16_t exponent, size_t n)
 {
     return count_exponent(v, exponent, n);
@@ -180,16 +180,16 @@ size_t ts_count_nonfinite(const void *in, enum ts_dtype dtype, size_t n)
     if (dtype == TS_F16 || dtype == TS_BF16) {
         uint16_t exponent = dtype == TS_F16 ? 0x7c00u : 0x7f80u;
 #if defined(__x86_64__)
-        if (ts_simd_level() >= 3)
+        if (ts_simd_level() >= TS_SIMD_AVX2)
             return count_exponent_avx2(in, exponent, n);
 #endif
         return count_exponent(in, exponent, n);
     } else if (dtype == TS_F32) {
-        const ts_u32 *v = in;
+        const ts_u32_unaligned *v = in;
         for (size_t i = 0; i < n; i++)
             count += (v[i] & 0x7f800000u) == 0x7f800000u;
     } else {
-        const ts_u64 *v = in;
+        const ts_u64_unaligned *v = in;
         for (size_t i = 0; i < n; i++)
             count += (v[i] & 0x7ff0000000000000ull) == 0x7ff0000000000000ull;
     }
