@@ -73,7 +73,7 @@ def frozen_garbage() -> Iterator[None]:
 
 
 @contextmanager
-def signal_handler(number: signal.Signals, handler: Callable[..., object]) -> Iterator[None]:
+def signal_handler(number: signal.Signals, handler: Callable[..., object] | signal.Handlers) -> Iterator[None]:
     """Install a signal handler, and restore the previous one at the end."""
     before = signal.signal(number, handler)
     try:

@@ -1,7 +1,7 @@
-"""`tracestore serve`: a store in the browser of this machine.
+"""The server of `tracestore serve`, which shows a store in a browser on this machine.
 
-catalogue and results know traces and detectors, figures draws, document puts a page together
-and answers its controls, door decides who may come in. Bokeh is the server and draws.
+`search` finds traces, `results` reads what training wrote, `figures` draws with Bokeh, `page` lays out
+the controls and answers them, `auth` authenticates browsers.
 """
 
 from pathlib import Path
@@ -17,15 +17,36 @@ if TYPE_CHECKING:
 def make_server(
     store: TraceStore, results: Path | None = None, *, port: int = 0, score_threshold: float = 0.5
 ) -> "ServeServer":
-    """A ServeServer of the store: `url` is its address with the token, `run()` serves until it is
-    interrupted. results: the folder that tracestore train wrote. MissingExtraError where Bokeh is not
-    installed, UsageError where the port is taken or the results are not there."""
+    """Return a server of a store.
+
+    Parameters
+    ----------
+    store : TraceStore
+        The store.
+    results : Path, optional
+        Output folder of `tracestore train`.
+    port : int
+        Port on 127.0.0.1. 0: any free port.
+    score_threshold : float
+        Traces with a lower score count as hallucinated.
+
+    Returns
+    -------
+    ServeServer
+        Its `url` contains the secret token. `run()` serves until it is interrupted.
+
+    Raises
+    ------
+    MissingExtraError
+        Bokeh is not installed.
+    UsageError
+        The port is in use, or the results cannot be read.
+    """
     with needs("serve"):
         from tracestore.serve.auth import ServeServer
         from tracestore.serve.page import Page
     from tracestore.serve.results import Results
     from tracestore.serve.search import TraceSearch
 
-    read = None if results is None else Results.read(results, store)
-    catalogue = TraceSearch(store, read, score_threshold)
-    return ServeServer(lambda document: Page(catalogue).fill(document), port)
+    search = TraceSearch(store, None if results is None else Results.read(results, store), score_threshold)
+    return ServeServer(lambda document: Page(search).fill(document), port)

@@ -1,9 +1,9 @@
-"""Who may come in: browsers on this machine that were given the token, and they may only look.
+"""Authenticate local browsers. Access is read-only.
 
-A page of another site can send requests to 127.0.0.1, under a name of its own that it points
-there. So every request must carry this server's own host name, and the token: once in the
-address, from then on in a cookie that no other site's page can send. The pages are told to load
-nothing from elsewhere.
+A page of another site can send requests to 127.0.0.1, also under a host name of its own (DNS rebinding).
+Every request must therefore carry the host name of this server and a secret token: first in the address,
+then in a cookie that pages of other sites cannot send. A content security policy keeps the pages from
+loading anything from elsewhere.
 """
 
 import hmac
@@ -28,18 +28,20 @@ from tornado.ioloop import IOLoop
 from tornado.web import OutputTransform, RequestHandler
 
 from tracestore.errors import UsageError, escape_unprintable
+from tracestore.process import signal_handler
 
 ADDRESS = "127.0.0.1"
 PAGE = "/store"
 
 
 class _Headers(OutputTransform):
-    """What every answer says of itself."""
+    """Add security headers to every response."""
 
     def transform_first_chunk(
         self, status_code: int, headers: HTTPHeaders, chunk: bytes, finishing: bool
     ) -> tuple[int, HTTPHeaders, bytes]:
-        # Bokeh's pages carry scripts of their own and compile their templates.
+        """Add the headers to the first chunk of a response."""
+        # Pages of Bokeh contain inline scripts and compile templates.
         headers["Content-Security-Policy"] = (
             "default-src 'self' 'unsafe-inline' 'unsafe-eval'; connect-src 'self'; img-src 'self' data: blob:; "
             "font-src 'self' data:; form-action 'none'; frame-ancestors 'none'; base-uri 'none'; object-src 'none'"
@@ -52,72 +54,79 @@ class _Headers(OutputTransform):
 
 
 class ErrorHandler(RequestHandler):
+    """Reject a request."""
+
     def initialize(self, status: int, reason: str) -> None:
-        self._refused = status, reason
+        """Set the status and the text of the response."""
+        self._status, self._reason = status, reason
 
     def prepare(self) -> None:
-        status, reason = self._refused
-        self.set_status(status)
+        """Send the response."""
+        self.set_status(self._status)
         self.set_header("Content-Type", "text/plain; charset=utf-8")
-        self.finish(reason + "\n")
+        self.finish(self._reason + "\n")
 
 
 class TokenHandler(RequestHandler):
-    """Takes the token out of the address, where histories and logs keep it, into a cookie."""
+    """Move the token from the address, which browsers and logs record, to a cookie."""
 
     def initialize(self, cookie: str, token: str) -> None:
+        """Set the name of the cookie and the token."""
         self._cookie, self._token = cookie, token
 
     def get(self) -> None:
+        """Set the cookie and send a page that opens the store."""
         self.set_cookie(self._cookie, self._token, httponly=True, samesite="Strict", path="/")
         self.set_header("Cache-Control", "no-store")
-        # Not a redirect: where a link on another page led here, that would come without the cookie.
+        # A page, not a redirect: after a link on another site, the redirected request would lack the cookie.
         self.finish(f'<!doctype html><title>tracestore</title><meta http-equiv="refresh" content="0; url={PAGE}">')
 
 
 class AuthenticatedApp(BokehTornado):
-    """Bokeh's application behind the door."""
+    """A Bokeh application that rejects unauthenticated requests."""
 
     def __init__(self, applications: dict[str, Application], port: int, token: str) -> None:
         names = (ADDRESS, "localhost")
-        # Browsers leave out the port that http has anyway.
+        # Browsers omit the default port of HTTP.
         self._hosts = {f"{name}:{port}" for name in names} | (set(names) if port == 80 else set())
-        # By port: browsers give a host's cookies to all of its ports.
+        # Named after the port, because browsers send the cookies of a host to all of its ports.
         self._cookie, self._token = f"tracestore-{port}", token
         super().__init__(applications, extra_websocket_origins=sorted(self._hosts), use_index=False)
         self.transforms.append(_Headers)
 
     def find_handler(self, request: HTTPServerRequest, **options: Any) -> Any:
-        refusal = self._refusal(request)
-        if refusal is not None:
-            return self.get_handler_delegate(
-                request, ErrorHandler, dict(zip(("status", "reason"), refusal, strict=True))
-            )
+        """Return the handler of a request, after checking its authentication."""
+        error = self._check(request)
+        if error is not None:
+            status, reason = error
+            return self.get_handler_delegate(request, ErrorHandler, {"status": status, "reason": reason})
         if request.path == "/":
             return self.get_handler_delegate(request, TokenHandler, {"cookie": self._cookie, "token": self._token})
         return super().find_handler(request, **options)
 
-    def _refusal(self, request: HTTPServerRequest) -> tuple[int, str] | None:
+    def _check(self, request: HTTPServerRequest) -> tuple[int, str] | None:
+        """Return the HTTP status and the reason of a rejection, or None for a valid request."""
         if request.host not in self._hosts:
-            return 421, "not a host of this server"
+            return 421, "not a host name of this server"
         if request.method not in ("GET", "HEAD"):
-            return 405, "this server only shows"
+            return 405, "this server is read-only"
         origin = request.headers.get("Origin")
         if origin is not None and origin.removeprefix("http://") not in self._hosts:
-            return 403, "asked for by a page from elsewhere"
+            return 403, "requested by a page of another site"
         in_cookie = request.cookies.get(self._cookie)
-        shown = in_cookie.value if in_cookie is not None else ""
+        token = in_cookie.value if in_cookie is not None else ""
         if request.path == "/":
-            shown = request.query_arguments.get("token", [shown.encode()])[-1].decode("utf-8", "replace")
-        if not hmac.compare_digest(shown.encode(), self._token.encode()):
-            return 403, "open the address that tracestore serve printed: it carries the token"
+            token = request.query_arguments.get("token", [token.encode()])[-1].decode("utf-8", "replace")
+        if not hmac.compare_digest(token.encode(), self._token.encode()):
+            return 403, "open the address that tracestore serve printed: it contains the token"
         return None
 
 
-class _OneLine(logging.Handler):
-    """Errors of the server, each in a line of its own; TRACESTORE_DEBUG shows where they come from."""
+class _OneLineHandler(logging.Handler):
+    """Print each error of the server as one line. TRACESTORE_DEBUG=1 prints tracebacks."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Print a record."""
         error = record.exc_info[1] if record.exc_info else None
         if error is not None and os.environ.get("TRACESTORE_DEBUG"):
             traceback.print_exception(error)
@@ -127,16 +136,28 @@ class _OneLine(logging.Handler):
 
 
 class ServeServer:
-    """A server of documents that `make` fills, on `port` (0: any free one). UsageError where the
-    port is taken."""
+    """A server of Bokeh documents on 127.0.0.1.
 
-    def __init__(self, make: Callable[[Document], None], port: int = 0) -> None:
+    Parameters
+    ----------
+    fill : callable
+        Fills the document of each visitor.
+    port : int
+        Port. 0: any free port.
+
+    Raises
+    ------
+    UsageError
+        The port is in use.
+    """
+
+    def __init__(self, fill: Callable[[Document], None], port: int = 0) -> None:
         try:
             sockets, self.port = bind_sockets(ADDRESS, port)
         except OSError as error:
             raise UsageError(f"port {port}: {error.strerror}; choose another with --port") from None
         self.token = secrets.token_urlsafe(24)
-        application = AuthenticatedApp({PAGE: Application(FunctionHandler(make))}, self.port, self.token)
+        application = AuthenticatedApp({PAGE: Application(FunctionHandler(fill))}, self.port, self.token)
         http = HTTPServer(application, max_header_size=1 << 14, max_body_size=1 << 16)
         http.add_sockets(sockets)
         self._loop = IOLoop.current()
@@ -144,17 +165,18 @@ class ServeServer:
 
     @property
     def url(self) -> str:
+        """Address of the page, with the token."""
         return f"http://{ADDRESS}:{self.port}/?token={self.token}"
 
     def run(self) -> None:
-        """Serves until it is interrupted."""
-        # A browser that goes away in the middle of an answer must not end the server.
-        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        """Serve until interrupted."""
         for name in ("bokeh", "tornado"):
             logger = logging.getLogger(name)
-            logger.handlers, logger.propagate = [_OneLine(logging.ERROR)], False
-        self._server.start()
-        try:
-            self._loop.start()
-        finally:
-            self._server.stop()
+            logger.handlers, logger.propagate = [_OneLineHandler(logging.ERROR)], False
+        # A browser that closes its connection during a response must not end the server.
+        with signal_handler(signal.SIGPIPE, signal.SIG_IGN):
+            self._server.start()
+            try:
+                self._loop.start()
+            finally:
+                self._server.stop()

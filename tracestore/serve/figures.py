@@ -1,5 +1,8 @@
-"""Drawings of a trace and of a store. No string of a trace goes into a title or a formatter:
-those may be read as markup or mathematics; glyphs draw text as it is."""
+"""Bokeh figures of a trace, of a store and of results.
+
+Titles and formatters may interpret markup or mathematics. Strings of a trace are therefore drawn as
+glyphs only.
+"""
 
 from typing import Any
 
@@ -11,28 +14,28 @@ from bokeh.plotting import figure
 from tracestore.serve.results import Results
 from tracestore.view import downsample
 
-HALLUCINATED_COLOUR, RIGHT_COLOUR, NEITHER_COLOUR = "#cc3311", "#0077bb", "#999999"
-_LINE_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44")
-# Values a side of a picture: more than a screen shows, less than a browser minds.
+HALLUCINATED_COLOR, CORRECT_COLOR, UNLABELED_COLOR = "#cc3311", "#0077bb", "#999999"
+_LINE_COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44")
+# Maximum number of rows and columns of a heat map: more than a screen shows, few enough for a browser.
 _MAX_SIDE = 600
-# Tokens that are named, and pairs that are drawn.
+# Maximum number of tokens with names, and of drawn pairs.
 _MAX_NAMES = 120
 MAX_PAIRS = 1_000
 
 
 def _figure(**options: Any) -> figure:
     plot = figure(**options)
-    plot.toolbar.logo = None  # a link to elsewhere
+    plot.toolbar.logo = None  # the logo links to another site
     return plot
 
 
-def label_colours(targets: np.ndarray) -> list[str]:
-    """A colour a trace; targets (n,) are 1, 0 or NaN."""
-    return [HALLUCINATED_COLOUR if t >= 0.5 else RIGHT_COLOUR if t < 0.5 else NEITHER_COLOUR for t in targets]
+def label_colors(targets: np.ndarray) -> list[str]:
+    """Return the color of each trace; targets (n,) are 1, 0 or NaN."""
+    return [HALLUCINATED_COLOR if t >= 0.5 else CORRECT_COLOR if t < 0.5 else UNLABELED_COLOR for t in targets]
 
 
 class HeatMap:
-    """A matrix as a picture, first row on top; `show` replaces it."""
+    """A heat map of a matrix, with its first row on top."""
 
     def __init__(self, name: str, across: str, down: str) -> None:
         self._mapper = LinearColorMapper(palette="Magma256", low=0, high=1, nan_color="#00aa00")
@@ -46,7 +49,7 @@ class HeatMap:
         self.plot.add_tools(HoverTool(tooltips=[(across, "$x{0}"), (down, "$y{0}"), ("value", "@image")]))
 
     def show(self, values: np.ndarray | None) -> None:
-        """values (rows, columns) float32; None: nothing."""
+        """Show a float32 matrix (rows, columns), or nothing for None."""
         shape = (1, 1) if values is None else values.shape
         values = np.full((1, 1), np.nan, "f4") if values is None else np.where(np.isfinite(values), values, np.nan)
         values = downsample(downsample(values, _MAX_SIDE, 0), _MAX_SIDE, 1).astype("f4")
@@ -59,7 +62,7 @@ class HeatMap:
 
 
 class AttentionGraph:
-    """Tokens on a line, an arc from each to those that it attends to more than a threshold."""
+    """Tokens on a line, with an arc to each token that receives attention above a threshold."""
 
     def __init__(self) -> None:
         self._arcs = ColumnDataSource({k: [] for k in ("x0", "x1", "top", "alpha", "width")})
@@ -81,7 +84,24 @@ class AttentionGraph:
         self.plot.xgrid.visible = self.plot.ygrid.visible = False
 
     def show(self, attention: np.ndarray | None, tokens: list[str] | None, threshold: float, *, is_causal: bool) -> str:
-        """attention (S, S) float32; is_causal: to itself and earlier tokens only. -> a line that says how many pairs there are."""
+        """Show the attention of a layer.
+
+        Parameters
+        ----------
+        attention : ndarray or None
+            float32 (S, S). None shows nothing.
+        tokens : list of str or None
+            Names of the tokens.
+        threshold : float
+            Lower bound of the drawn attention.
+        is_causal : bool
+            Tokens attend to themselves and earlier tokens only.
+
+        Returns
+        -------
+        str
+            How many pairs of tokens exceed the threshold.
+        """
         size = 0 if attention is None else len(attention)
         self._x.update(start=-1, end=max(1, size), reset_start=-1, reset_end=max(1, size))
         self._y.update(start=-0.45 * max(1, size), end=0.75 * max(1, size))
@@ -109,29 +129,29 @@ class AttentionGraph:
 
 
 def projection(points: ColumnDataSource) -> figure:
-    """Traces as points; columns x, y, colour, size."""
+    """Return a scatter plot of traces. `points` has the columns x, y, color and size."""
     plot = _figure(
         title="last tokens' hidden states, two principal components", width=700, height=520,
         tools="tap,pan,wheel_zoom,box_zoom,reset", toolbar_location="above",
     )  # fmt: skip
-    plot.scatter("x", "y", color="colour", size="size", fill_alpha=0.6, line_color=None, source=points)
+    plot.scatter("x", "y", color="color", size="size", fill_alpha=0.6, line_color=None, source=points)
     return plot
 
 
 def probability_plots(results: Results, targets: np.ndarray) -> list[figure]:
-    """A histogram a detector: what it says of hallucinated and of right answers, and its threshold."""
+    """Return histograms of the probabilities of each detector by label, with its threshold."""
     plots, edges = [], np.linspace(0, 1, 41)
     for name, values in results.probabilities.items():
         plot = _figure(
             title=name, width=520, height=260, x_range=Range1d(start=0, end=1), x_axis_label="probability of a hallucination",
             y_axis_label="traces", tools="", toolbar_location=None,
         )  # fmt: skip
-        for legend, colour, chosen in (
-            ("right", RIGHT_COLOUR, targets < 0.5),
-            ("hallucinated", HALLUCINATED_COLOUR, targets >= 0.5),
+        for legend, color, chosen in (
+            ("correct", CORRECT_COLOR, targets < 0.5),
+            ("hallucinated", HALLUCINATED_COLOR, targets >= 0.5),
         ):
             counts, _ = np.histogram(values[chosen & ~np.isnan(values)], edges)
-            plot.quad(left=edges[:-1], right=edges[1:], bottom=0, top=counts, color=colour, fill_alpha=0.5,
+            plot.quad(left=edges[:-1], right=edges[1:], bottom=0, top=counts, color=color, fill_alpha=0.5,
                       line_color=None, legend_label=legend)  # fmt: skip
         plot.add_layout(Span(location=results.thresholds.get(name, 0.5), dimension="height", line_dash="dashed"))
         plots.append(plot)
@@ -139,7 +159,7 @@ def probability_plots(results: Results, targets: np.ndarray) -> list[figure]:
 
 
 def training_plots(history: dict[str, dict[str, list[float]]]) -> list[figure]:
-    """Loss and AUROC by epoch, of each detector."""
+    """Return plots of loss and AUROC by epoch for each detector."""
     plots = []
     for name, curves in history.items():
         for kind in ("loss", "auroc"):
@@ -150,10 +170,10 @@ def training_plots(history: dict[str, dict[str, list[float]]]) -> list[figure]:
                 title=f"{name}: {kind}", width=520, height=260, x_axis_label="epoch", tools="pan,box_zoom,reset",
                 toolbar_location="above",
             )  # fmt: skip
-            for colour, (curve, values) in zip(_LINE_COLOURS, shown.items(), strict=False):
+            for color, (curve, values) in zip(_LINE_COLORS, shown.items(), strict=False):
                 epochs = list(range(1, len(values) + 1))
-                plot.line(epochs, values, color=colour, legend_label=curve.replace("_", " "))
-                plot.scatter(epochs, values, color=colour, size=4)
+                plot.line(epochs, values, color=color, legend_label=curve.replace("_", " "))
+                plot.scatter(epochs, values, color=color, size=4)
             longest = max(map(len, shown.values()))
             plot.xaxis.ticker = FixedTicker(ticks=sorted({*range(1, longest + 1, max(1, longest // 10)), longest}))
             plots.append(plot)

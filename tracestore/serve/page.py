@@ -1,7 +1,7 @@
-"""The page: controls, and what they show.
+"""The page: layout, controls and their callbacks.
 
-All that comes from a store or from results is shown as text: PreText and Div with render_as_text
-make text nodes, tables escape their cells (not their titles), glyphs paint.
+Text from a store or from results is never interpreted as markup: PreText and Div with render_as_text
+make text nodes, tables escape their cells (but not their titles), and glyphs paint.
 """
 
 import html
@@ -32,7 +32,7 @@ from tracestore.view import View
 _PAGE_ROWS = 200
 _MAX_TEXT = 4_000
 _MAX_CELL = 120
-# Traces of the projection: enough to see what separates, read in a second or two.
+# Maximum number of traces in the projection, which takes a second or two to read.
 _MAX_POINTS = 1_000
 _MEAN = "mean over the heads"
 
@@ -43,10 +43,10 @@ def _text(name: str, width: int) -> Div:
 
 
 class Page:
-    """One visitor's page. The catalogue and its store are everybody's."""
+    """The page of one visitor. All visitors share the search and its store."""
 
-    def __init__(self, catalogue: TraceSearch) -> None:
-        self._catalogue, self._store = catalogue, catalogue.store
+    def __init__(self, search: TraceSearch) -> None:
+        self._searcher, self._store = search, search.store
         self._found = np.zeros(0, np.int64)
         self._begin = 0
         self._trace: Trace | None = None
@@ -58,10 +58,11 @@ class Page:
             self._open(int(self._found[0]))
 
     def fill(self, document: Document) -> None:
-        results = self._catalogue.results
-        probabilities = figures.probability_plots(results, self._catalogue.targets)
+        """Add the page to a Bokeh document."""
+        results = self._searcher.results
+        probabilities = figures.probability_plots(results, self._searcher.targets)
         training = figures.training_plots(results.history)
-        figures_of_test = "\n".join(
+        test_metrics = "\n".join(
             f"{name}: " + ", ".join(f"{k} {v:.3f}" for k, v in test.items()) for name, test in results.test.items()
         )
         none = PreText(text="Give the folder that tracestore train wrote: tracestore serve STORE --results DIR")
@@ -72,7 +73,7 @@ class Page:
                 TabPanel(title="Predictions", child=column(*_rows(probabilities)) if probabilities else none),
                 TabPanel(
                     title="Training",
-                    child=column(PreText(text=figures_of_test, css_classes=["test-figures"]), *_rows(training))
+                    child=column(PreText(text=test_metrics, css_classes=["test-metrics"]), *_rows(training))
                     if results.test
                     else none,
                 ),
@@ -81,14 +82,13 @@ class Page:
         )
         document.title = "tracestore"
         document.add_root(column(self._search_panel, tabs, margin=10))
-        self._catalogue.read_texts()  # the first search for words finds them read, or waits
+        self._searcher.start_reading()
 
-    # Searching
+    # Search
 
     def _make_search(self) -> None:
-        catalogue = self._catalogue
-        filters: list[Any] = [*catalogue.filters]
-        orders: list[Any] = [*catalogue.orders]
+        filters: list[Any] = [*self._searcher.filters]
+        orders: list[Any] = [*self._searcher.orders]
         self._words = TextInput(title="words in id, question or answer", css_classes=["words"], width=300)
         self._label = Select(title="traces", options=filters, value=filters[0], css_classes=["label"])
         self._order = Select(title="order by", options=orders, value=orders[0], css_classes=["order"])
@@ -115,17 +115,17 @@ class Page:
         ]
         columns += [
             TableColumn(field=f"model {k}", title=html.escape(name), width=90, formatter=number)
-            for k, name in enumerate(catalogue.results.probabilities)
+            for k, name in enumerate(self._searcher.results.probabilities)
         ]
-        # Sorting is the catalogue's: over all that was found, not the rows of one page.
+        # The table does not sort: the search sorts all matches, not only the rows of one page.
         table = DataTable(source=self._rows, columns=columns, width=1060, height=260, index_position=None,
                           sortable=False, reorderable=False, css_classes=["table"])  # fmt: skip
         controls = row(self._words, self._label, self._order, self._descending, self._earlier, self._later)
         self._search_panel = column(controls, self._message, self._problem, table)
 
     def _search(self) -> None:
-        self._found = self._guarded(
-            lambda: self._catalogue.find(
+        self._found = self._attempt(
+            lambda: self._searcher.find(
                 self._words.value, self._label.value, self._order.value, descending=self._descending.active
             ),
             np.zeros(0, np.int64),
@@ -141,7 +141,7 @@ class Page:
     def _list(self) -> None:
         shown = self._found[self._begin : self._begin + _PAGE_ROWS]
         self._rows.selected.indices = []
-        self._rows.data = self._guarded(lambda: self._columns(shown), {})
+        self._rows.data = self._attempt(lambda: self._columns(shown), {})
         first = min(self._begin + 1, len(self._found))
         self._message.text = f"{first:,} to {self._begin + len(shown):,} of {len(self._found):,} found, {len(self._store):,} traces in all"
         self._earlier.disabled = self._begin == 0
@@ -149,7 +149,6 @@ class Page:
 
     def _columns(self, indices: np.ndarray) -> dict[str, Any]:
         traces = [self._store[int(k)] for k in indices]
-        catalogue = self._catalogue
         columns: dict[str, Any] = {
             "index": indices,
             "question_id": [escape_unprintable(t.question_id, _MAX_CELL) for t in traces],
@@ -157,9 +156,9 @@ class Page:
             "answer": [escape_unprintable(t.answer or "", _MAX_CELL) for t in traces],
             "tokens": [t.num_tokens for t in traces],
             "score": self._store.scores[indices],
-            "label": [_label(v) for v in catalogue.targets[indices]],
+            "label": [_label(v) for v in self._searcher.targets[indices]],
         }
-        for k, values in enumerate(catalogue.results.probabilities.values()):
+        for k, values in enumerate(self._searcher.results.probabilities.values()):
             columns[f"model {k}"] = values[indices]
         return columns
 
@@ -204,26 +203,26 @@ class Page:
 
     def _open(self, index: int) -> None:
         self._trace = trace = self._store[index]
-        self._question.text = self._guarded(
+        self._question.text = self._attempt(
             lambda: "Question: " + escape_unprintable(trace.question or "", _MAX_TEXT), ""
         )
-        self._answer.text = self._guarded(lambda: "Answer: " + escape_unprintable(trace.answer or "", _MAX_TEXT), "")
-        self._about.text = self._guarded(lambda: self._values(trace), "")
+        self._answer.text = self._attempt(lambda: "Answer: " + escape_unprintable(trace.answer or "", _MAX_TEXT), "")
+        self._about.text = self._attempt(lambda: self._values(trace), "")
         self._draw()
 
     def _values(self, trace: Trace) -> str:
         source, position = trace.source
-        said = [f"trace {trace.index}: {escape_unprintable(trace.question_id)}, sample {trace.sample}"]
-        said.append(f"{trace.num_tokens} tokens" if trace.num_tokens else "last tokens only")
+        values = [f"trace {trace.index}: {escape_unprintable(trace.question_id)}, sample {trace.sample}"]
+        values.append(f"{trace.num_tokens} tokens" if trace.num_tokens else "last tokens only")
         if not np.isnan(trace.score):
-            said.append(f"score {trace.score:g}")
-        truth = _label(self._catalogue.targets[trace.index])
-        said.append(f"truth: {truth or 'unknown'}")
-        for name, values in self._catalogue.results.probabilities.items():
-            if not np.isnan(values[trace.index]):
-                said.append(f"{name} {values[trace.index]:.3f}")
-        said.append(f"from {escape_unprintable(source)} {position}")
-        return "; ".join(said)
+            values.append(f"score {trace.score:g}")
+        truth = _label(self._searcher.targets[trace.index])
+        values.append(f"truth: {truth or 'unknown'}")
+        for name, probabilities in self._searcher.results.probabilities.items():
+            if not np.isnan(probabilities[trace.index]):
+                values.append(f"{name} {probabilities[trace.index]:.3f}")
+        values.append(f"from {escape_unprintable(source)} {position}")
+        return "; ".join(values)
 
     def _draw(self) -> None:
         if self._trace is None:
@@ -231,7 +230,7 @@ class Page:
         head = None if self._head.value == _MEAN else int(self._head.value)
         layer = min(int(self._layer.value), max(0, self._store.num_layers - 1))
         trace = self._trace
-        self._view = self._guarded(lambda: View.of(self._store, trace, layer, head), None)
+        self._view = self._attempt(lambda: View.of(self._store, trace, layer, head), None)
         attention = None if self._view is None else self._view.attention
         norms = None if self._view is None else self._view.norms
         self._heat.show(None if attention is None else np.sqrt(np.maximum(attention, 0)))
@@ -242,24 +241,24 @@ class Page:
         view = self._view
         attention = None if view is None else view.attention
         is_causal = view is not None and view.trace.attention_layout == "causal"
-        names = None if view is None else self._guarded(lambda: view.trace.tokens_decoded, None)
+        names = None if view is None else self._attempt(lambda: view.trace.tokens_decoded, None)
         self._pairs.text = self._graph.show(attention, names, float(self._threshold.value), is_causal=is_causal)
 
-    # All traces
+    # Projection of all traces
 
     def _make_projection(self) -> None:
         layers = max(1, self._store.num_layers)
         self._depth = Slider(
             title="layer", start=0, end=max(1, layers - 1), step=1, value=layers - 1, css_classes=["depth"]
         )
-        self._points = ColumnDataSource({k: [] for k in ("x", "y", "colour", "size")})
+        self._points = ColumnDataSource({k: [] for k in ("x", "y", "color", "size")})
         self._project_button = Button(
             label="draw", css_classes=["project"], button_type="primary", margin=(24, 5, 5, 5)
         )
         self._projected = np.zeros(0, np.int64)
         self._projection_note = _text("projection-note", 700)
         plot = figures.projection(self._points)
-        # The tap selects a point first, then asks which one.
+        # Bokeh selects the point before it reports the tap.
         plot.on_event(Tap, lambda _: self._tapped())
         self._project_button.on_click(lambda _: self._project())
         _on(self._depth, "value_throttled", self._project)
@@ -270,22 +269,22 @@ class Page:
         chosen = self._found
         if len(chosen) > _MAX_POINTS:
             chosen = np.sort(np.random.default_rng(0).choice(chosen, _MAX_POINTS, replace=False))
-        points, share = self._guarded(lambda: self._principal(chosen, layer), (np.zeros((0, 2)), 0.0))
+        points, share = self._attempt(lambda: self._principal(chosen, layer), (np.zeros((0, 2)), 0.0))
         self._projected = chosen[: len(points)]
         self._points.selected.indices = []
         self._points.data = {
             "x": points[:, 0],
             "y": points[:, 1],
-            "colour": figures.label_colours(self._catalogue.targets[self._projected]),
+            "color": figures.label_colors(self._searcher.targets[self._projected]),
             "size": np.full(len(points), 7),
         }
         self._projection_note.text = (
-            f"layer {layer}, {len(points):,} of the {len(self._found):,} traces found, columns standardised; "
-            f"{share:.0%} of the variance; red hallucinated, blue right, grey neither; a click opens the trace"
+            f"layer {layer}, {len(points):,} of the {len(self._found):,} traces found, columns standardized; "
+            f"{share:.0%} of the variance; red: hallucinated, blue: correct, gray: unlabeled; click a point to open its trace"
         )
 
     def _principal(self, indices: np.ndarray, layer: int) -> tuple[np.ndarray, float]:
-        """-> (n, 2) and the share of the variance that they hold."""
+        """Return the principal components (n, 2) of traces, and their share of the variance."""
         with needs("serve"):
             from sklearn.decomposition import PCA
             from sklearn.preprocessing import StandardScaler
@@ -308,8 +307,8 @@ class Page:
         if picked and picked[0] < len(self._projected):
             self._open(int(self._projected[picked[0]]))
 
-    def _guarded(self, work: Callable[[], Any], otherwise: Any) -> Any:
-        """An error of the store is said on the page, which goes on."""
+    def _attempt(self, work: Callable[[], Any], otherwise: Any) -> Any:
+        """Return `work()`, or show an error of the store on the page and return `otherwise`."""
         try:
             found = work()
         except TracestoreError as error:
@@ -320,14 +319,14 @@ class Page:
 
 
 def _on(model: Model, name: str, work: Callable[[], None]) -> None:
-    """Calls `work` when a property of a control was changed."""
+    """Call `work` when a property of a control changes."""
     model.on_change(name, lambda attr, old, new: work())
 
 
 def _label(target: float) -> str:
-    return "hallucinated" if target >= 0.5 else "right" if target < 0.5 else ""
+    return "hallucinated" if target >= 0.5 else "correct" if target < 0.5 else ""
 
 
 def _rows(plots: list[Any]) -> list[Any]:
-    """Two beside each other."""
+    """Return the plots in rows of two."""
     return [row(*plots[k : k + 2]) for k in range(0, len(plots), 2)]

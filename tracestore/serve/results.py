@@ -1,8 +1,10 @@
-"""What tracestore train left in a folder, as far as a page shows it."""
+"""The results of `tracestore train` that the page shows."""
 
 import csv
 import io
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,16 +16,28 @@ from tracestore.store.format.labels import PREDICTION_COLUMNS
 from tracestore.store.io.fsio import open_regular, read_json
 from tracestore.store.read.store import TraceStore
 
-# The logistic probe's column of predictions.csv; in results.json it stands beside the models.
+# Column of the logistic probe in predictions.csv. In results.json the probe is not among the models.
 PROBE = "logistic_probe"
 
 
 @dataclass
 class Results:
-    """probabilities: of each detector, (N,) float64 over the store's traces, the mean where a
-    trace was tested several times, NaN where it was not. history: of each detector, named
-    lists of one value an epoch. test: of each detector, its figures. thresholds: of each, the
-    probability from which on it says that an answer is hallucinated."""
+    """Results by the name of the detector.
+
+    Parameters
+    ----------
+    probabilities : dict of ndarray
+        Probability of a hallucination for each trace of the store, float64 (N,). The mean if a trace was
+        tested several times, NaN if it was not tested.
+    history : dict of dict of list
+        Training curves, with one value per epoch.
+    test : dict of dict
+        Metrics of the test split.
+    thresholds : dict of float
+        Probability from which on the detector predicts a hallucination.
+    num_unknown : int
+        Number of predictions for traces that the store lacks.
+    """
 
     probabilities: dict[str, np.ndarray] = field(default_factory=dict)
     history: dict[str, dict[str, list[float]]] = field(default_factory=dict)
@@ -33,41 +47,37 @@ class Results:
 
     @classmethod
     def read(cls, folder: Path, store: TraceStore) -> "Results":
-        """UsageError where the folder has no results.json or its files are something else."""
+        """Read an output folder of `tracestore train`.
+
+        Raises
+        ------
+        UsageError
+            The folder has no results.json, or a file is not what training writes.
+        """
         results = cls()
-        path = folder / "results.json"
-        try:
-            document = read_json(path)
-            models = dict(document["models"])
-            if document.get("probe"):
-                models[PROBE] = document["probe"]
-            for name, entry in models.items():
-                results.test[name] = {k: v for k, v in entry["test"].items() if isinstance(v, int | float)}
-                # Stored as a logit.
-                results.thresholds[name] = 1 / (1 + math.exp(-float(entry.get("threshold") or 0.0)))
-                if "history" in entry:
-                    results.history[name] = {k: _floats(v) for k, v in entry["history"].items()}
-        except OSError as error:
-            raise UsageError(f"{path}: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-            raise UsageError(
-                f"{path}: not what tracestore train writes ({escape_unprintable(str(error), 100)})"
-            ) from None
-        path = folder / "predictions.csv"
-        if path.exists():
-            try:
-                with io.TextIOWrapper(open_regular(path), encoding="utf-8", newline="") as file:
-                    results._read_predictions(csv.DictReader(file, strict=True), store)
-            except OSError as error:
-                raise UsageError(f"{path}: {error.strerror}") from None
-            except (ValueError, KeyError, TypeError, OverflowError, csv.Error) as error:
-                raise UsageError(
-                    f"{path}: not what tracestore train writes ({escape_unprintable(str(error), 100)})"
-                ) from None
+        with _readable(folder / "results.json") as path:
+            results._read_models(read_json(path))
+        if (folder / "predictions.csv").exists():
+            with (
+                _readable(folder / "predictions.csv") as path,
+                io.TextIOWrapper(open_regular(path), encoding="utf-8", newline="") as file,
+            ):
+                results._read_predictions(csv.DictReader(file, strict=True), store)
         return results
 
+    def _read_models(self, document: Any) -> None:
+        models = dict(document["models"])
+        if document.get("probe"):
+            models[PROBE] = document["probe"]
+        for name, entry in models.items():
+            self.test[name] = {k: v for k, v in entry["test"].items() if isinstance(v, int | float)}
+            # results.json holds a logit.
+            self.thresholds[name] = 1 / (1 + math.exp(-float(entry.get("threshold") or 0.0)))
+            if "history" in entry:
+                self.history[name] = {k: _floats(v) for k, v in entry["history"].items()}
+
     def _read_predictions(self, rows: "csv.DictReader[str]", store: TraceStore) -> None:
-        """By question and sample: the store may be another one, with the traces elsewhere."""
+        """Read predictions by question id and sample, because indices may differ in another store."""
         columns = rows.fieldnames or ()
         if not {"question_id", "sample"} <= set(columns):
             raise ValueError("no columns question_id and sample")
@@ -87,6 +97,18 @@ class Results:
                     counts[name][index] += 1
         for name in names:
             self.probabilities[name] = np.where(counts[name] > 0, sums[name] / np.maximum(counts[name], 1), np.nan)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[Path]:
+    """Convert the errors of an unreadable or invalid file into UsageError."""
+    try:
+        yield path
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, csv.Error) as error:
+        reason = escape_unprintable(str(error), 100)
+        raise UsageError(f"{path}: not what tracestore train writes ({reason})") from None
 
 
 def _floats(values: Any) -> list[float]:

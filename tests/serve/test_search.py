@@ -36,8 +36,8 @@ def test_words_are_found_in_any_case_and_place(catalogue, store):
 def test_labels_and_mistakes(catalogue, store):
     targets = store.targets(0.5)
     assert catalogue.find(label="hallucinated").tolist() == np.flatnonzero(targets == 1).tolist()
-    assert catalogue.find(label="right").tolist() == np.flatnonzero(targets == 0).tolist()
-    assert catalogue.find(label="neither").tolist() == np.flatnonzero(np.isnan(targets)).tolist()
+    assert catalogue.find(label="correct").tolist() == np.flatnonzero(targets == 0).tolist()
+    assert catalogue.find(label="unlabeled").tolist() == np.flatnonzero(np.isnan(targets)).tolist()
     # lstm_solo is right everywhere; the other one, below its threshold, calls everything right.
     assert catalogue.find(label="missed by lstm_solo").tolist() == []
     hallucinated = [k for k in range(4, 100) if targets[k] == 1]

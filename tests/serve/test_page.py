@@ -77,7 +77,7 @@ def test_searching_filtering_and_turning(visit):
     assert page.locator(".later button").is_disabled()
     page.locator(".earlier button").click()
     visit.says("message", f"1 to 200 of {red} found")
-    page.locator(".label select").select_option("neither")
+    page.locator(".label select").select_option("unlabeled")
     visit.says("message", "1 to 25 of 25 found")
     page.locator(".words input").fill("")
     page.locator(".words input").press("Enter")
@@ -128,7 +128,7 @@ def test_projection_predictions_and_training(visit):
     page.locator(".bk-Figure:visible").nth(2).wait_for()
     assert page.locator(".bk-Figure:visible").count() == 3
     page.get_by_text("Training", exact=True).click()
-    visit.says("test-figures", "lstm_solo: auroc 0.750")
+    visit.says("test-metrics", "lstm_solo: auroc 0.750")
     page.locator(".bk-Figure:visible").nth(3).wait_for()
     assert page.locator(".bk-Figure:visible").count() == 4
 
@@ -147,8 +147,8 @@ def test_hostile_texts_stay_text(visit):
     assert page.locator(".slick-header b").count() == 0
     assert page.locator("img[src=x]").count() == 0 and page.locator("a[href^=javascript]").count() == 0
     page.get_by_text("Training", exact=True).click()
-    visit.says("test-figures", DETECTOR)
-    assert page.locator(".test-figures b").count() == 0
+    visit.says("test-metrics", DETECTOR)
+    assert page.locator(".test-metrics b").count() == 0
     page.screenshot()
 
 
