@@ -63,7 +63,7 @@ def test_a_changed_file_under_a_committed_name_is_said(tmp_path):
     convert(data, tmp_path / "s.zarr")
     write_pickle(data / "a.pkl", make_traces(4))
     done = convert(data, tmp_path / "s.zarr", "--json")
-    assert "a.pkl: another file of this name was committed before" in done.stderr
+    assert "a.pkl: the file has changed since it was committed" in done.stderr
     summary = json.loads(done.stdout)
     assert summary["num_sources_modified"] == 1 and summary["num_duplicates"] == 3 and summary["num_traces_new"] == 1
     write_pickle(data / "a.pkl", [changed(make_trace(0))])
@@ -102,5 +102,5 @@ def test_a_source_that_is_written_to_while_it_is_read(tmp_path, monkeypatch, cap
     monkeypatch.setattr(StoreWriter, "append_packed", append)
     assert main(["convert", str(path), str(tmp_path / "s.zarr")]) == 3
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "a.pkl: another program wrote to it" in error
+    assert error.count("\n") == 1 and "a.pkl: another program modified the file" in error
     assert not (tmp_path / "s.zarr").exists()

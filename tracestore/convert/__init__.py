@@ -1,1 +1,1 @@
-"""Conversion of trace files into a store: `tracestore convert`, also `python -m tracestore.convert`."""
+"""Convert trace files into a store: `tracestore convert`, also `python -m tracestore.convert`."""

@@ -1,4 +1,4 @@
-"""python -m tracestore.convert: the same as `tracestore convert`."""
+"""`python -m tracestore.convert`: the same as `tracestore convert`."""
 
 from tracestore.cli import run_script
 

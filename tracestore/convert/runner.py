@@ -1,17 +1,19 @@
-"""Files of traces into a store."""
+"""Convert trace files into a store."""
 
-import argparse
 import errno
 import math
 import signal
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tracestore import process
 from tracestore.console import Output, Progress, format_size
+from tracestore.convert.options import ON_CONFLICT, ConvertOptions
+from tracestore.convert.report import ConvertReport
 from tracestore.errors import InvalidInputError, TruncatedFileError, UsageError
 from tracestore.ingest.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.cluster import ClusterStream, read_sources_on_cluster
@@ -25,64 +27,69 @@ from tracestore.store.io.files import local_dir, parse_location
 from tracestore.store.read.index import SourceEntry
 from tracestore.store.write.writer import StoreWriter
 
-# What becomes of a trace whose key is there with other content.
-ON_CONFLICT = {"error": "refused", "keep-first": "left out", "keep-last": "put in the place of the first"}
-# How long a thread may keep the interpreter from another one that wants it: the one that
-# inflates wants it for an instant each 4 ms, and must not wait longer than that.
+# The interpreter switches threads after this time. The thread that inflates needs the interpreter
+# for an instant every 4 ms, and must not wait longer than that.
 _SWITCH_INTERVAL_S = 0.0005
 
 
-@dataclass
-class Summary:
-    """What a conversion did; the JSON document of --json."""
-
-    store: str
-    num_sources: int = 0
-    num_sources_skipped_existing: int = 0
-    num_sources_skipped: int = 0
-    num_sources_modified: int = 0
-    num_traces_read: int = 0
-    num_traces_new: int = 0
-    num_duplicates: int = 0
-    num_conflicts: int = 0
-    num_nonfinite: int = 0
-    bytes_in: int = 0
-    bytes_out: int = 0
-    seconds: float = 0.0
-    scores_file: str | None = None
-    num_unscored: int = 0
-    labels: str | None = None
-    num_scores_without_trace: int = 0
-    num_traces: int = 0
-    num_segments: int = 0
-    generation: int = 0
-    skipped: list[dict[str, str]] = field(default_factory=list)
-
-
 class Conversion:
-    """One run of convert over a list of sources."""
+    """One conversion of a list of sources.
 
-    def __init__(self, args: argparse.Namespace, output: Output) -> None:
-        self.args, self.output = args, output
-        self._interrupted = False
-        self.store = parse_location(args.dst)
-        self.folder = local_dir(args.dst)
-        sources = [Path(s) for s in args.src]
+    Parameters
+    ----------
+    sources : list of Path
+        Trace files, and folders that are searched for them.
+    store : str
+        The store to create or to extend: a folder or a URL of an object store.
+    options : ConvertOptions
+        Options of the conversion.
+    output : Output
+        Receives notes and progress.
+
+    Raises
+    ------
+    UsageError
+        If there is no source, or the scores file is missing or ambiguous.
+    InvalidInputError
+        If the content of the scores file is invalid.
+    """
+
+    def __init__(self, sources: list[Path], store: str, options: ConvertOptions, output: Output) -> None:
+        self._options, self._output = options, output
+        self._is_interrupted = False
+        self.store = parse_location(store)
+        self.folder = local_dir(store)
         self.sources = find_sources(sources, self.folder)
-        scores_path = Path(args.scores) if args.scores else find_scores(sources)
-        self.scores: Scores | None = None
-        if scores_path is not None:
-            self.scores = read_scores(scores_path, args.score_column, args.group_column, args.score_direction)
-            output.info(f"scores: {scores_path}, column {self.scores.column}, {len(self.scores.values):,} questions")
-        elif args.score_column or args.group_column or args.score_direction:
-            flags = {"--score-column": args.score_column, "--group-column": args.group_column}
-            flag = next((flag for flag, value in flags.items() if value), "--score-direction")
-            raise UsageError(f"{flag} names a column, but there is no scores file")
-        self.summary = Summary(str(self.store), scores_file=None if scores_path is None else str(scores_path))
+        scores_path = Path(options.scores) if options.scores else find_scores(sources)
+        self.scores = None if scores_path is None else self._read_scores(scores_path)
+        if self.scores is None:
+            for name in ("score_column", "group_column", "score_direction"):
+                if getattr(options, name):
+                    flag = name.replace("_", "-")
+                    raise UsageError(f"--{flag} needs a scores file: give --scores")
+        self.report = ConvertReport(str(self.store), scores_file=None if scores_path is None else str(scores_path))
         self.total_bytes = sum(s.path.stat().st_size for s in self.sources if s.path.is_file())
 
-    def run(self) -> Summary:
-        """Convert the sources, and return what was done."""
+    def _read_scores(self, path: Path) -> Scores:
+        options = self._options
+        scores = read_scores(path, options.score_column, options.group_column, options.score_direction)
+        self._output.info(f"scores: {path}, column {scores.column}, {len(scores.values):,} questions")
+        return scores
+
+    def run(self) -> ConvertReport:
+        """Convert the sources.
+
+        Returns
+        -------
+        ConvertReport
+
+        Raises
+        ------
+        InvalidInputError
+            If a source is refused and `skip_bad` is false. The sources before it are committed.
+        KeyboardInterrupt
+            After Ctrl-C, between two traces; the message gives the number of committed traces.
+        """
         # SIGINT is checked between traces. Raised anywhere else, Python may print a traceback from a
         # clean-up, or end by the signal.
         with (
@@ -92,122 +99,124 @@ class Conversion:
         ):
             return self._run()
 
-    def _run(self) -> Summary:
-        args = self.args
+    def _run(self) -> ConvertReport:
+        options = self._options
         committed = 0
         try:
-            self.announce()
+            self.report_plan()
             with StoreWriter(
                 self.store,
-                attention=args.attention,
-                dtype=args.dtype,
-                codec=args.codec,
-                overwrite=args.overwrite,
-                can_resume=self._is_source,
-                on_conflict=args.on_conflict,
+                attention=options.attention,
+                dtype=options.dtype,
+                codec=options.codec,
+                overwrite=options.overwrite,
+                can_resume=self._is_current_source,
+                on_conflict=options.on_conflict,
                 expected_bytes=self.total_bytes,
             ) as writer:
                 before = writer.manifest.num_traces
                 if self.scores is not None:
                     writer.set_score_direction(self.scores.direction)
-                progress = Progress(self.output)
+                progress = Progress(self._output)
                 try:
                     self._convert_all(writer, progress)
                     self._fill_scores(writer)
                 finally:
                     committed = writer.manifest.num_traces
                     progress.clear()
-                self.summary.num_traces_new = committed - before
+                self.report.num_traces_new = committed - before
                 self._finish(writer, progress.elapsed_s)
                 writer.replace_existing()
         except KeyboardInterrupt:
             raise KeyboardInterrupt(
-                f"interrupted; {committed:,} traces are committed, the same command continues"
+                f"interrupted: {committed:,} traces are committed; run the same command to continue"
             ) from None
-        return self.summary
+        return self.report
 
-    def _is_source(self, source: SourceEntry) -> bool:
-        """Whether a committed source is one of these files as they are now."""
-        for own in self.sources:
-            if own.name == source.path:
-                return fingerprint(own.path) == (source.size, source.fingerprint)
+    def _is_current_source(self, committed: SourceEntry) -> bool:
+        """Return whether a committed source is an unchanged file of this conversion."""
+        for source in self.sources:
+            if source.name == committed.path:
+                return fingerprint(source.path) == (committed.size, committed.fingerprint)
         return False
 
     def _interrupt(self, *_: object) -> None:
-        if self._interrupted:
-            raise KeyboardInterrupt  # asked twice: at once
-        self._interrupted = True
+        if self._is_interrupted:
+            raise KeyboardInterrupt  # the second Ctrl-C takes effect at once
+        self._is_interrupted = True
 
     def _check_interrupt(self) -> None:
-        if self._interrupted:
+        if self._is_interrupted:
             raise KeyboardInterrupt
 
-    def announce(self) -> None:
+    def report_plan(self) -> None:
+        """Print the sizes of sources, destination and memory."""
         free = fsio.free_bytes(self.folder)
-        self.output.info(
+        self._output.info(
             f"{len(self.sources):,} files, {format_size(self.total_bytes)} -> {self.store}: "
             f"at most about {format_size(self.total_bytes)} if the files are not gzipped, "
-            f"{format_size(free)} free; memory {format_size(self.args.memory_budget)}, {self.args.workers} workers"
+            f"{format_size(free)} free; memory {format_size(self._options.memory_budget)}, {self._options.workers} workers"
         )
 
     def _convert_all(self, writer: StoreWriter, progress: Progress) -> None:
-        summary, options = self.summary, writer.attributes.options
+        report, workers = self.report, self._options.workers
+        stored = writer.attributes.options
         pack_options = PackOptions(
-            attention=options["attention"],
-            keep_dtype=options["dtype"] == "keep",
-            max_memory=self.args.memory_budget // (4 * max(4, self.args.workers)),
+            attention=stored["attention"],
+            keep_dtype=stored["dtype"] == "keep",
+            max_memory=self._options.memory_budget // (4 * max(4, workers)),
             scratch=writer.path,
-            # With one worker it evens out the pace; with more it is how far the others come
-            # while it is not their turn.
-            max_waiting=self.args.memory_budget // (8 if self.args.workers == 1 else 2),
+            # A single worker needs a small queue only. With several, the queue decides how far the
+            # others get while the first file is written.
+            max_waiting=self._options.memory_budget // (8 if workers == 1 else 2),
         )
-        waiting: dict[str, Any] = {"is_known": writer.has_source, "on_wait": self._check_interrupt}
+        callbacks: dict[str, Any] = {"is_known": writer.has_source, "on_wait": self._check_interrupt}
         streams: Iterator[SourceStream | ClusterStream]
-        if self.args.dask is not None:
+        if self._options.dask is not None:
             streams = read_sources_on_cluster(
-                self.sources, pack_options, address=self.args.dask, workers=self.args.workers, **waiting
+                self.sources, pack_options, address=self._options.dask, workers=workers, **callbacks
             )
         else:
             ahead = None
-            # One worker has nobody to be ahead of, and what is coded is not what a segment has.
-            if self.args.workers > 1 and options["codec"] == "none":
+            # Writing ahead needs a second worker, and rows that a segment holds without compression.
+            if workers > 1 and stored["codec"] == "none":
                 ahead = AheadOptions(
                     writer.path / paths.SPOOL_FOLDER,
                     writer.close_bytes,
                     writer.split_bytes,
                     lambda: writer.pending_bytes,
                 )
-            streams = read_sources(self.sources, pack_options, workers=self.args.workers, ahead=ahead, **waiting)
+            streams = read_sources(self.sources, pack_options, workers=workers, ahead=ahead, **callbacks)
         with closing(streams):  # type: ignore[type-var]
             for stream in streams:
                 try:
                     self._convert_one(writer, stream, progress)
                 except InvalidInputError as error:
                     error = error.with_location(source=stream.source.name)
-                    if not self.args.skip_bad:
-                        # The whole sources before it are good and stay.
+                    if not self._options.skip_bad:
+                        # The complete sources before it are valid: keep them.
                         writer.commit()
                         raise error from None
                     progress.clear()
-                    self.output.info(f"skipped {error}")
-                    summary.num_sources_skipped += 1
-                    summary.skipped.append({"source": stream.source.name, "reason": str(error)})
+                    self._output.info(f"skipped {error}")
+                    report.num_sources_skipped += 1
+                    report.skipped.append({"source": stream.source.name, "reason": str(error)})
         writer.commit()
 
     def _convert_one(self, writer: StoreWriter, stream: SourceStream | ClusterStream, progress: Progress) -> None:
-        summary, name = self.summary, stream.source.name
+        report, name = self.report, stream.source.name
         identity = stream.identity()
         size, digest = identity.size, identity.fingerprint
         if writer.has_source(name, size, digest):
-            summary.num_sources_skipped_existing += 1
-            summary.bytes_in += size
+            report.num_sources_skipped_existing += 1
+            report.bytes_in += size
             return
         if writer.has_source_named(name):
             progress.clear()
-            summary.num_sources_modified += 1
-            self.output.info(
-                f"{name}: another file of this name was committed before; what is new in this one is added, "
-                f"a trace that differs is {ON_CONFLICT[self.args.on_conflict]}"
+            report.num_sources_modified += 1
+            self._output.info(
+                f"{name}: the file has changed since it was committed; new traces are added, "
+                f"a trace with other content is {ON_CONFLICT[self._options.on_conflict]}"
             )
         writer.begin_source(name, size, digest)
         added = duplicates = nonfinite = 0
@@ -223,25 +232,25 @@ class Conversion:
                         added += 1
                     else:
                         duplicates += 1
-                    progress.update(lambda s: self._line(s, summary.num_traces_read + added, summary.bytes_in))
+                    progress.update(lambda s: self._line(s, report.num_traces_read + added, report.bytes_in))
                 writer.flush_source()
                 if not identity.matches(stream.source.path):
-                    raise InvalidInputError("another program wrote to it while it was read", source=name)
+                    raise InvalidInputError("another program modified the file while it was read", source=name)
             except BaseException as error:
                 writer.abort_source()
-                # What write(2) says of bytes that are gone.
+                # write(2) fails with EFAULT if the mapped bytes of the source are gone.
                 if isinstance(error, TruncatedFileError) or (
                     isinstance(error, OSError) and error.errno == errno.EFAULT
                 ):
                     raise InvalidInputError(TRUNCATED_WHILE_READING, source=name) from None
                 raise
-        summary.num_conflicts += writer.num_source_conflicts
+        report.num_conflicts += writer.num_source_conflicts
         writer.end_source()
-        summary.num_sources += 1
-        summary.num_traces_read += added
-        summary.num_duplicates += duplicates
-        summary.num_nonfinite += nonfinite
-        summary.bytes_in += size
+        report.num_sources += 1
+        report.num_traces_read += added
+        report.num_duplicates += duplicates
+        report.num_nonfinite += nonfinite
+        report.bytes_in += size
 
     def _line(self, elapsed_s: float, traces: int, done_bytes: int) -> str:
         share = done_bytes / max(1, self.total_bytes)
@@ -253,13 +262,12 @@ class Conversion:
         )
 
     def _fill_scores(self, writer: StoreWriter) -> None:
-        """Gives committed traces without a score the one the file has; differing scores
-        are left and counted."""
+        """Set the scores of committed traces that have none."""
         if self.scores is None or writer.manifest.num_scored == writer.manifest.num_traces:
             return
         columns = writer.read_columns()
         updates = {}
-        for index in [int(k) for k in range(len(columns)) if math.isnan(columns.scores[k])]:
+        for index in np.flatnonzero(np.isnan(columns.scores)).tolist():
             score, group = self.scores.lookup(writer.index.question_id(index), writer.index.row(index).sample)
             if not math.isnan(score):
                 updates[index] = (score, math.nan, group or None)
@@ -267,38 +275,19 @@ class Conversion:
         writer.commit()
 
     def _finish(self, writer: StoreWriter, elapsed_s: float) -> None:
-        summary, manifest = self.summary, writer.manifest
-        summary.seconds = round(elapsed_s, 3)
-        summary.bytes_out = manifest.num_bytes
-        summary.num_traces, summary.num_segments = manifest.num_traces, manifest.num_segments
-        summary.generation = manifest.generation
-        summary.num_unscored = manifest.num_traces - manifest.num_scored
+        report, manifest = self.report, writer.manifest
+        report.seconds = round(elapsed_s, 3)
+        report.bytes_out = manifest.num_bytes
+        report.num_traces, report.num_segments = manifest.num_traces, manifest.num_segments
+        report.generation = manifest.generation
+        report.num_unscored = manifest.num_traces - manifest.num_scored
         if self.scores is not None:
             missing = sum(writer.index.find(q, s) < 0 for q, s in self.scores.values)
-            summary.num_scores_without_trace = missing
+            report.num_scores_without_trace = missing
         if manifest.num_scored:
             direction = writer.attributes.score_direction or CORRECT
-            summary.labels = describe(writer.read_columns().scores, DEFAULT_THRESHOLD, direction)
+            report.labels = describe(writer.read_columns().scores, DEFAULT_THRESHOLD, direction)
         if manifest.num_traces == 0:
-            raise InvalidInputError(f"no file could be converted: {summary.num_sources_skipped} refused")
-        self._say_summary()
-
-    def _say_summary(self) -> None:
-        s, say = self.summary, self.output.info
-        say(
-            f"{s.num_traces_new:,} traces added from {s.num_sources:,} files in {s.seconds:.1f} s "
-            f"({s.num_sources_skipped_existing:,} files already there, {s.num_duplicates:,} duplicates and "
-            f"{s.num_sources_skipped:,} files skipped)"
-        )
-        say(
-            f"{s.store}: {s.num_traces:,} traces in {s.num_segments:,} segments, "
-            f"{format_size(s.bytes_in)} in, {format_size(s.bytes_out)} out, {s.num_unscored:,} without a score"
-        )
-        if s.labels is not None:
-            say(s.labels)
-        if s.num_conflicts:
-            say(f"{s.num_conflicts:,} traces had the key of another one: {ON_CONFLICT[self.args.on_conflict]}")
-        if s.num_nonfinite:
-            say(f"{s.num_nonfinite:,} traces hold NaN or infinite values; training on them stops with their name")
-        if s.num_scores_without_trace:
-            say(f"{s.num_scores_without_trace:,} scores belong to no trace")
+            raise InvalidInputError(f"no file could be converted: {report.num_sources_skipped} refused")
+        for line in report.lines(self._options.on_conflict):
+            self._output.info(line)

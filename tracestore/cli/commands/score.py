@@ -1,4 +1,4 @@
-"""tracestore score."""
+"""The command `tracestore score`."""
 
 import argparse
 from dataclasses import asdict
@@ -11,18 +11,22 @@ from tracestore.store.format.labels import DIRECTIONS
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.description = "Scores, labels and groups by question_id (and sample, where that is a column)."
+    """Add the arguments of the command."""
+    parser.description = "Set scores and groups by question_id (and by sample, if that is a column)."
     parser.epilog = "Example: tracestore score store.zarr --scores new_scores.csv"
-    parser.add_argument("--scores", required=True, metavar="CSV", help="question_id and a score")
-    parser.add_argument("--score-column", metavar="NAME")
+    parser.add_argument("--scores", required=True, metavar="CSV", help="file with the columns question_id and a score")
+    parser.add_argument("--score-column", metavar="NAME", help="column of the scores")
     parser.add_argument(
-        "--score-direction", choices=DIRECTIONS, help="what a high score says (default: what the column's name says)"
+        "--score-direction", choices=DIRECTIONS, help="meaning of a high score (default: by the column's name)"
     )
-    parser.add_argument("--group-column", metavar="NAME", help="what questions stay together by when split (group)")
+    parser.add_argument(
+        "--group-column", metavar="NAME", help="column of groups, which splits keep together (default: group)"
+    )
     parser.add_argument("store", metavar="STORE")
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
+    """Run the command and return the exit code."""
     scores = read_scores(Path(args.scores), args.score_column, args.group_column, args.score_direction)
     report = update_scores(args.store, scores)
     output.print_json(asdict(report))

@@ -1,0 +1,65 @@
+"""Options of a conversion, with their defaults."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tracestore.console import format_size
+from tracestore.errors import UsageError
+
+OnConflict = Literal["error", "keep-first", "keep-last"]
+# What happens to a trace whose key exists with other content.
+ON_CONFLICT: dict[OnConflict, str] = {
+    "error": "refused",
+    "keep-first": "skipped",
+    "keep-last": "stored in place of the first",
+}
+_MIN_MEMORY_BUDGET = 64 << 20
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """Options of `tracestore convert`; the command line takes its defaults from here.
+
+    Parameters
+    ----------
+    scores : str, optional
+        Path of the scores file; by default the only *scores*.csv directly in a source folder.
+    score_column, score_direction, group_column : str, optional
+        See `ingest.scores.read_scores`.
+    attention : {"mean", "heads", "none"}, optional
+        Attention to store. By default that of the store, "mean" for a new one.
+    codec : str, optional
+        Compression. By default that of the store, "none" for a new one.
+    dtype : {"float16", "keep"}, optional
+        By default that of the store, "float16" for a new one.
+    workers : int
+        Number of files that are read in parallel.
+    dask : str, optional
+        Address of a Dask scheduler, or "local".
+    memory_budget : int
+        Bytes of memory for traces that wait; at least 64 MiB.
+    on_conflict : {"error", "keep-first", "keep-last"}
+        Handling of a trace whose key exists with other content.
+    skip_bad : bool
+        Continue after a file that is refused.
+    overwrite : bool
+        Replace the store.
+    """
+
+    scores: str | None = None
+    score_column: str | None = None
+    score_direction: str | None = None
+    group_column: str | None = None
+    attention: str | None = None
+    codec: str | None = None
+    dtype: str | None = None
+    workers: int = 2
+    dask: str | None = None
+    memory_budget: int = 512 << 20
+    on_conflict: OnConflict = "error"
+    skip_bad: bool = False
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.memory_budget < _MIN_MEMORY_BUDGET:
+            raise UsageError(f"--memory-budget must be at least {format_size(_MIN_MEMORY_BUDGET)}")
