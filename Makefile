@@ -130,7 +130,9 @@ types: install
 # fallbacks for systems other than Linux. -ffp-contract=off: only explicit calls fuse products and sums, so
 # that every compiler produces the same bits.
 C_SOURCES := $(wildcard csrc/*.c)
-C_HEADERS := $(wildcard csrc/*.h)
+C_HEADERS := $(wildcard csrc/*.h) tests/c/test_core.h
+# One file for each module; together they are the program test_core.
+C_TEST_SOURCES := $(wildcard tests/c/test_*.c)
 CFLAGS_C := -std=c11 -D_GNU_SOURCE -g -Wall -Wextra -Wconversion -Werror -ffp-contract=off -pthread -Icsrc
 CFLAGS_SAN := -O1 -fno-sanitize-recover=all -fsanitize=address,undefined
 LINK_C := -lm
@@ -138,17 +140,21 @@ C_TESTS := test_core kernel_hashes test_core_threads test_core_portable
 c-tests: $(C_TESTS:%=build/c/%)
 	set -e; for program in $^; do ./$$program; done
 
-build/c/test_core build/c/kernel_hashes: build/c/%: tests/c/%.c $(C_SOURCES) $(C_HEADERS)
+build/c/test_core: $(C_TEST_SOURCES) $(C_SOURCES) $(C_HEADERS)
+	mkdir -p build/c
+	$(CC) $(CFLAGS_C) $(CFLAGS_SAN) $(C_TEST_SOURCES) $(C_SOURCES) -o $@ $(LINK_C)
+
+build/c/kernel_hashes: tests/c/kernel_hashes.c $(C_SOURCES) $(C_HEADERS)
 	mkdir -p build/c
 	$(CC) $(CFLAGS_C) $(CFLAGS_SAN) $< $(C_SOURCES) -o $@ $(LINK_C)
 
-build/c/test_core_threads: tests/c/test_core.c $(C_SOURCES) $(C_HEADERS)
+build/c/test_core_threads: $(C_TEST_SOURCES) $(C_SOURCES) $(C_HEADERS)
 	mkdir -p build/c
-	$(CC) $(CFLAGS_C) -O1 -fsanitize=thread $< $(C_SOURCES) -o $@ $(LINK_C)
+	$(CC) $(CFLAGS_C) -O1 -fsanitize=thread $(C_TEST_SOURCES) $(C_SOURCES) -o $@ $(LINK_C)
 
-build/c/test_core_portable: tests/c/test_core.c $(C_SOURCES) $(C_HEADERS)
+build/c/test_core_portable: $(C_TEST_SOURCES) $(C_SOURCES) $(C_HEADERS)
 	mkdir -p build/c
-	$(CC) $(CFLAGS_C) $(CFLAGS_SAN) -DTS_NO_LINUX $< $(C_SOURCES) -o $@ $(LINK_C)
+	$(CC) $(CFLAGS_C) $(CFLAGS_SAN) -DTS_NO_LINUX $(C_TEST_SOURCES) $(C_SOURCES) -o $@ $(LINK_C)
 
 # Other compilers and processors. Missing ones are reported and skipped; with CHECK_PORTS_STRICT=1 they are
 # an error. zig is a package of 90 MB and has a separate environment.
@@ -166,13 +172,13 @@ check-ports:
 # -frandom-seed=1" LDFLAGS=--coverage count too; without the seed, modules that compile the same file
 # overwrite each other's counts. tests/c/coverage.py accepts several folders.
 GCOV ?= gcov
+C_OBJECTS := $(notdir $(C_SOURCES:.c=.o))
 coverage-c: $(C_SOURCES) $(C_HEADERS)
 	rm -rf build/coverage-c && mkdir -p build/coverage-c
 	cd build/coverage-c && $(CC) -std=c11 -D_GNU_SOURCE -O0 -g -ffp-contract=off -pthread -I../../csrc --coverage \
-		-DTS_COVERAGE -c $(C_SOURCES:%=../../%) ../../tests/c/test_core.c ../../tests/c/kernel_hashes.c
-	cd build/coverage-c && for program in test_core kernel_hashes; do \
-		$(CC) --coverage -pthread $$program.o $(patsubst csrc/%.c,%.o,$(C_SOURCES)) -o $$program $(LINK_C) && ./$$program || exit 1; \
-	done
+		-DTS_COVERAGE -c $(C_SOURCES:%=../../%) $(C_TEST_SOURCES:%=../../%) ../../tests/c/kernel_hashes.c
+	cd build/coverage-c && $(CC) --coverage -pthread $(C_OBJECTS) $(notdir $(C_TEST_SOURCES:.c=.o)) -o test_core $(LINK_C) && ./test_core
+	cd build/coverage-c && $(CC) --coverage -pthread $(C_OBJECTS) kernel_hashes.o -o kernel_hashes $(LINK_C) && ./kernel_hashes
 	$(PYTHON) tests/c/coverage.py build/coverage-c --gcov "$(GCOV)"
 
 # Full-size versions of tests that the suite samples. Two processes share the stores.

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Builds and runs the C tests with Clang and for aarch64 (under qemu), and compiles the C core for
+# Build and run the C tests with Clang and for aarch64 (under qemu), and compile the C core for
 # macOS and musl with zig. Usage: check_ports.sh BUILD_FOLDER [PYTHON_WITH_ZIGLANG]
 # A missing tool is reported and skipped; with CHECK_PORTS_STRICT=1 it is an error.
 set -eu
@@ -27,12 +27,16 @@ run_tests() {
     mkdir -p "$folder"
     # shellcheck disable=SC2086
     (cd "$folder" && $2 $flags -c "$root"/csrc/*.c "$root"/tests/c/*.c)
+    objects=$(ls "$folder"/*.o | grep -v -e /test_ -e /kernel_hashes.o)
     for program in test_core kernel_hashes; do
-        others=$(ls "$folder"/*.o | grep -v -e /test_core.o -e /kernel_hashes.o)
+        case $program in
+        test_core) tests=$(ls "$folder"/test_*.o) ;;
+        *) tests=$folder/$program.o ;;
+        esac
         # shellcheck disable=SC2086
-        $2 -pthread "$folder/$program.o" $others -o "$folder/$program" -lm
+        $2 -pthread $tests $objects -o "$folder/$program" -lm
         printf '%s: ' "$1"
-        # qemu reports each signal that ends a child, which the tests want.
+        # qemu reports every signal that ends a child process, which the tests expect.
         # shellcheck disable=SC2086
         if ! ${3:-} "$folder/$program" 2>"$folder/errors"; then
             cat "$folder/errors" >&2
@@ -44,7 +48,7 @@ run_tests() {
 what="C tests with Clang"
 if has clang; then
     run_tests clang "clang -O2"
-    # Without the sanitizers' libraries Clang still compiles.
+    # Clang compiles without the libraries of its sanitizers, so check that it can link them.
     if echo 'int main(void) { return 0; }' | clang -xc -fsanitize=address,undefined - -o "$build/empty" 2>/dev/null; then
         run_tests clang-sanitized "clang -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all"
     fi

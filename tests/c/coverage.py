@@ -1,8 +1,8 @@
-"""Print the line coverage of csrc/ from the counts that instrumented programs left.
+"""Print the line coverage of csrc/ from the counts of instrumented programs.
 
-Lines are counted once, however many modules compile their file. Give the folders that hold the
+Lines are counted once, however many modules compile their file. The arguments are folders with
 .gcno and .gcda files: build/coverage-c of ``make coverage-c``, and the build folder of extension
-modules that were built with ``CFLAGS="--coverage -frandom-seed=1" LDFLAGS=--coverage``.
+modules built with ``CFLAGS="--coverage -frandom-seed=1" LDFLAGS=--coverage``.
 """
 
 import argparse
@@ -17,10 +17,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def line_counts(folders: list[Path], gcov: list[str]) -> tuple[dict[str, dict[int, int]], int]:
-    """Return how often each executable line of each file of csrc/ ran, and how many lines need AVX-512.
+    """Return the execution counts by file and line, and the number of excluded lines.
 
-    Where none of the functions for AVX-512, whose names end with ``_avx512``, ran, the processor
-    lacks it, and their lines are left out and counted.
+    If no function whose name ends with ``_avx512`` ran, the processor lacks AVX-512, and the lines
+    of these functions are excluded.
     """
     counts: dict[str, dict[int, int]] = defaultdict(dict)
     wide: dict[str, set[int]] = defaultdict(set)
@@ -52,7 +52,7 @@ def line_counts(folders: list[Path], gcov: list[str]) -> tuple[dict[str, dict[in
 
 
 def ranges(numbers: list[int]) -> str:
-    """Return sorted numbers as text, neighbors joined: "3, 5-7"."""
+    """Return sorted numbers as text, with consecutive ones joined: "3, 5-7"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -66,7 +66,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--gcov", type=shlex.split, default=["gcov"])
-    parser.add_argument("--at-least", type=float, default=0, help="percent; below it the exit code is 1")
+    parser.add_argument("--at-least", type=float, default=0, help="exit with code 1 below this percentage")
     arguments = parser.parse_args()
     counts, left_out = line_counts(arguments.folders, arguments.gcov)
     total = ran = 0

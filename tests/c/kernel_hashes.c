@@ -1,6 +1,6 @@
-/* Hashes of what every kernel makes of fixed inputs: the same with every compiler, on every
- * processor, at every level of vector instructions. Without arguments it compares them with those
- * below; with --print it prints a new table. */
+/* Compare hashes of the outputs of all kernels on fixed inputs with the table below. The hashes are the
+ * same with every compiler, on every processor and at every level of vector instructions. With --print,
+ * print a new table instead. */
 #include <inttypes.h>
 #include <math.h>
 #include <stdio.h>
@@ -10,9 +10,9 @@
 #include "attention.h"
 #include "crc32c.h"
 #include "error.h"
+#include "float_convert.h"
 #include "gather.h"
 #include "gine.h"
-#include "float_convert.h"
 #include "index.h"
 #include "pack.h"
 #include "shuffle.h"
@@ -21,7 +21,7 @@
 
 #define MAX_BYTES ((size_t)1 << 21)
 
-/* FNV-1a, 64 bits. */
+/* Extend a 64-bit FNV-1a hash. */
 static uint64_t add(uint64_t hash, const void *data, size_t bytes)
 {
     const unsigned char *p = data;
@@ -37,7 +37,7 @@ static uint64_t add_number(uint64_t hash, int64_t number)
 
 #define START 0xcbf29ce484222325u
 
-/* xorshift64*: integers alone, so that no library of mathematics has a part in the inputs. */
+/* xorshift64*: integer arithmetic only, so that inputs do not depend on a math library. */
 static uint64_t state;
 
 static uint32_t draw(void)
@@ -48,11 +48,11 @@ static uint32_t draw(void)
     return (uint32_t)(state * 0x2545f4914f6cdd1du >> 32);
 }
 
-/* Of [-1, 1), or of [0, 1), exactly. */
+/* Draw an exact float from [-1, 1) or from [0, 1). */
 static float draw_signed(void) { return (float)((int32_t)(draw() >> 7) - (1 << 24)) * 0x1p-24f; }
 static float draw_positive(void) { return (float)(draw() >> 8) * 0x1p-24f; }
 
-static void *room(size_t bytes)
+static void *allocate(size_t bytes)
 {
     void *p = calloc(1, bytes + 64);
     if (p == NULL || bytes > MAX_BYTES) {
@@ -64,7 +64,7 @@ static void *room(size_t bytes)
 
 static uint16_t *random_bits16(size_t n, uint32_t mask)
 {
-    uint16_t *values = room(n * 2);
+    uint16_t *values = allocate(n * 2);
     for (size_t i = 0; i < n; i++)
         values[i] = (uint16_t)(draw() & mask);
     return values;
@@ -73,7 +73,7 @@ static uint16_t *random_bits16(size_t n, uint32_t mask)
 static uint64_t crc(void)
 {
     uint64_t hash = START;
-    unsigned char *data = room(70000);
+    unsigned char *data = allocate(70000);
     for (size_t i = 0; i < 70000; i++)
         data[i] = (unsigned char)draw();
     for (size_t n = 0; n < 70000; n = n * 3 / 2 + 1)
@@ -85,8 +85,8 @@ static uint64_t crc(void)
 
 static uint64_t f16_to_f32(void)
 {
-    float *out = room(65536 * 4);
-    uint16_t *in = room(65536 * 2);
+    float *out = allocate(65536 * 4);
+    uint16_t *in = allocate(65536 * 2);
     for (uint32_t i = 0; i < 65536; i++)
         in[i] = (uint16_t)i;
     ts_f16_to_f32(in, out, 65536);
@@ -100,10 +100,10 @@ static uint64_t f16_to_f32(void)
 static uint64_t f32_to_f16(void)
 {
     enum { N = 100003 };
-    uint32_t *in = room(N * 4);
-    uint16_t *out = room(N * 2);
+    uint32_t *in = allocate(N * 4);
+    uint16_t *out = allocate(N * 2);
     for (size_t i = 0; i < N; i++)
-        in[i] = i % 3 ? draw() : ((draw() & 0x8fffffffu) | 0x30000000u); /* any, and those near float16's */
+        in[i] = i % 3 ? draw() : ((draw() & 0x8fffffffu) | 0x30000000u); /* any bits, and values near the range of float16 */
     ts_f32_to_f16((const ts_f32_unaligned *)in, out, N);
     uint64_t hash = add(START, out, N * 2);
     free(in), free(out);
@@ -113,9 +113,9 @@ static uint64_t f32_to_f16(void)
 static uint64_t to_f16(void)
 {
     enum { N = 10007 };
-    double *wide = room(N * 8);
-    float *narrow = room(N * 4);
-    uint16_t *out = room(N * 2), *brain = random_bits16(N, 0xbfffu);
+    double *wide = allocate(N * 8);
+    float *narrow = allocate(N * 4);
+    uint16_t *out = allocate(N * 2), *brain = random_bits16(N, 0xbfffu);
     size_t where = 0;
     for (size_t i = 0; i < N; i++) {
         wide[i] = (double)draw_signed() + (double)draw_signed() * 0x1p-30;
@@ -153,7 +153,7 @@ static uint64_t triangles(void)
     uint64_t hash = START;
     for (size_t S = 1; S < 70; S += 1 + S / 3) {
         size_t itemsize = (size_t)2 << S % 3, A = S * (S + 1) / 2, where = 0;
-        uint16_t *square = random_bits16(3 * S * S * 4, 0xffffu), *packed = room(3 * A * 8);
+        uint16_t *square = random_bits16(3 * S * S * 4, 0xffffu), *packed = allocate(3 * A * 8);
         ts_pack_triangle(square, itemsize, 3, S, packed);
         hash = add(hash, packed, 3 * A * itemsize);
         ts_unpack_triangle(packed, itemsize, 3, S, square);
@@ -173,9 +173,9 @@ static uint64_t head_means(void)
     uint64_t hash = START;
     for (size_t n = 1; n < 300; n = n * 2 + 3)
         for (size_t H = 1; H < 14; H += 4) {
-            uint16_t *half = random_bits16(H * n, 0xffffu), *weight = random_bits16(H * n, 0x3bffu), *out = room(n * 2);
-            float *narrow = room(H * n * 4);
-            double *wide = room(H * n * 8);
+            uint16_t *half = random_bits16(H * n, 0xffffu), *weight = random_bits16(H * n, 0x3bffu), *out = allocate(n * 2);
+            float *narrow = allocate(H * n * 4);
+            double *wide = allocate(H * n * 8);
             for (size_t i = 0; i < H * n; i++) {
                 narrow[i] = draw_positive();
                 wide[i] = (double)draw_signed() * (double)draw_signed();
@@ -197,7 +197,7 @@ static uint64_t packing(void)
 {
     enum { L = 3, H = 4, S = 37, N = H * S * S };
     uint64_t hash = START;
-    uint16_t *layers[L], *out = room(L * N * 2);
+    uint16_t *layers[L], *out = allocate(L * N * 2);
     for (size_t k = 0; k < L; k++) {
         layers[k] = random_bits16(N, 0x3bffu);
         for (size_t row = 0; row < H * S; row++)
@@ -224,8 +224,8 @@ static uint64_t select_pairs(void)
 {
     enum { N = 3001 };
     uint64_t hash = START;
-    float *weights = room(N * 4), *scratch = room(N * 4);
-    unsigned char *keep = room(N);
+    float *weights = allocate(N * 4), *scratch = allocate(N * 4);
+    unsigned char *keep = allocate(N);
     for (size_t i = 0; i < N; i++)
         weights[i] = i % 101 == 3 ? NAN : (float)(draw() % 64) / 64.0f - 0.25f; /* with ties */
     for (size_t r = 0; r < NUM_RULES; r++) {
@@ -236,13 +236,13 @@ static uint64_t select_pairs(void)
     return hash;
 }
 
-/* Copies of items, with and without conversion, past the caches, by one thread and by several. */
+/* Copies with and without conversion, by one thread and by several. */
 static uint64_t copies(void)
 {
     enum { N = 150001 };
     uint64_t hash = START;
     uint16_t *in = random_bits16(N, 0xffffu);
-    unsigned char *out = room(N * 4);
+    unsigned char *out = allocate(N * 4);
     const enum ts_dtype outputs[] = {TS_F16, TS_F32, TS_BF16, TS_F32};
     for (int k = 0; k < 4; k++)
         for (int threads = 1; threads < 4; threads += 2) {
@@ -269,13 +269,13 @@ static uint64_t graphs_of(enum ts_dtype dtype, enum ts_dtype wide)
     uint64_t hash = START;
     size_t itemsize = ts_dtype_bytes(dtype);
     uint16_t *halves = random_bits16(ROOM, dtype == TS_BF16 ? 0xbfffu : 0xbcffu);
-    float *floats = room(ROOM * 4);
+    float *floats = allocate(ROOM * 4);
     for (size_t i = 0; i < ROOM; i++)
         floats[i] = i % 91 == 1 ? NAN : draw_signed();
     const unsigned char *weights = dtype == TS_F32 ? (unsigned char *)floats : (unsigned char *)halves;
     struct ts_graph graphs[G];
-    int64_t *source = room(ROOM * 8), *target = room(ROOM * 8);
-    unsigned char *out = room(ROOM * 4);
+    int64_t *source = allocate(ROOM * 8), *target = allocate(ROOM * 8);
+    unsigned char *out = allocate(ROOM * 4);
     for (size_t r = 0; r < NUM_RULES; r++)
         for (int threads = 1; threads < 4; threads += 2) {
             struct ts_edge_options form = {dtype, r % 2 ? wide : dtype, rules[r]};
@@ -290,7 +290,7 @@ static uint64_t graphs_of(enum ts_dtype dtype, enum ts_dtype wide)
             }
             hash = add_number(hash, ts_count_edges(graphs, G, &form, threads));
             for (size_t g = 0; g < G; g++) {
-                /* A top-k rule never keeps NaN, which only the filling sees. */
+                /* A top-k rule never keeps NaN, which only ts_fill_edges() notices. */
                 graphs[g].first_edge = edges;
                 edges += graphs[g].num_edges;
             }
@@ -316,7 +316,7 @@ static uint64_t graphs_f32(void) { return graphs_of(TS_F32, TS_F32); }
 static uint64_t mean_graphs(void)
 {
     enum { H = 6, G = 5, S = 21, P = S * (S + 1) / 2 };
-    uint16_t *weights = random_bits16(G * H * P, 0x3bffu), *out = room(G * P * 2);
+    uint16_t *weights = random_bits16(G * H * P, 0x3bffu), *out = allocate(G * P * 2);
     struct ts_graph graphs[G];
     for (size_t g = 0; g < G; g++)
         graphs[g] = (struct ts_graph){.weights = (unsigned char *)(weights + g * H * P), .num_tokens = S, .causal = 1};
@@ -330,10 +330,10 @@ static uint64_t indexing(void)
 {
     enum { N = 500, SLOTS = 1024 };
     uint64_t hash = START;
-    unsigned char *ids = room(N * 8);
-    int64_t *offsets = room((N + 1) * 8);
-    int32_t *samples = room(N * 4);
-    uint32_t *table = room(SLOTS * 4);
+    unsigned char *ids = allocate(N * 8);
+    int64_t *offsets = allocate((N + 1) * 8);
+    int32_t *samples = allocate(N * 4);
+    uint32_t *table = allocate(SLOTS * 4);
     for (int i = 0; i < N; i++) {
         size_t n = 4 + (size_t)i % 5;
         for (size_t k = 0; k < n; k++)
@@ -369,13 +369,13 @@ static uint64_t orders(void)
     return add(hash, out, sizeof out);
 }
 
-/* One batch of graphs, as triangles of C channels or as lists of edges, forward and backward. */
+/* One batch of graphs, as triangles of C channels or as edge lists, forward and backward. */
 static uint64_t gine_of(size_t C, int is_list, enum ts_dtype weight_dtype, enum ts_dtype x_dtype, size_t real_bytes)
 {
     enum { G = 7, D = 83, MOST = 23, N = 5 + 8 + 11 + 14 + 17 + 20 + 23, A = N * (MOST + 1) / 2 };
     uint64_t hash = START;
     int64_t nodes[G + 1] = {0}, starts[G + 1] = {0};
-    int64_t *source = room(A * 8), *target = room(A * 8);
+    int64_t *source = allocate(A * 8), *target = allocate(A * 8);
     size_t num_edges = 0;
     for (int64_t g = 0; g < G; g++) {
         int64_t S = MOST - 3 * g;
@@ -387,10 +387,10 @@ static uint64_t gine_of(size_t C, int is_list, enum ts_dtype weight_dtype, enum 
         starts[g + 1] = is_list ? (int64_t)num_edges : starts[g] + (int64_t)C * S * (S + 1) / 2;
     }
     size_t num_weights = (size_t)starts[G];
-    float *values = room(num_weights * 4), *x = room(N * D * 4);
+    float *values = allocate(num_weights * 4), *x = allocate(N * D * 4);
     uint16_t *half_values = random_bits16(num_weights, 0x3bffu), *half_x = random_bits16(N * D, 0xbbffu);
-    double *wide_values = room(num_weights * 8), *wide_x = room(N * D * 8), *w = room((C + 1) * D * 8);
-    float *narrow_w = room((C + 1) * D * 4);
+    double *wide_values = allocate(num_weights * 8), *wide_x = allocate(N * D * 8), *w = allocate((C + 1) * D * 8);
+    float *narrow_w = allocate((C + 1) * D * 4);
     for (size_t i = 0; i < num_weights; i++)
         wide_values[i] = (double)(values[i] = draw_positive() - 0.125f);
     for (size_t i = 0; i < N * D; i++)
@@ -406,9 +406,9 @@ static uint64_t gine_of(size_t C, int is_list, enum ts_dtype weight_dtype, enum 
         g.target = target;
     }
     g.num_threads = 3;
-    void *workspace = room(ts_gine_workspace(&g, real_bytes, 1));
+    void *workspace = allocate(ts_gine_workspace(&g, real_bytes, 1));
     size_t out_bytes = N * D * real_bytes, w_bytes = C * D * real_bytes;
-    void *out = room(out_bytes), *grad_x = room(out_bytes), *grad_w = room(w_bytes), *grad_b = room(D * real_bytes);
+    void *out = allocate(out_bytes), *grad_x = allocate(out_bytes), *grad_w = allocate(w_bytes), *grad_b = allocate(D * real_bytes);
     hash = add_number(hash, ts_gine_check(&g));
     for (g.num_threads = 1; g.num_threads < 4; g.num_threads += 2) {
         if (real_bytes == 4) {
