@@ -147,3 +147,12 @@ def tree_bytes(store):
         for p in sorted(store.rglob("*"))
         if p.is_file() and p.name != "lock"
     }
+
+
+def open_files(folder):
+    """Return the paths below a folder that this process has open."""
+    names = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            names.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return [name for name in names if name.startswith(str(folder))]
