@@ -1,6 +1,7 @@
-"""The suites on every supported Python: `nox`, or `nox -s tests-3.12`. A Python that is missing is skipped.
+"""Run the tests on every supported Python: `nox`, or `nox -s tests-3.12`.
 
-Where there is a CPU wheel of PyTorch for a Python, everything runs; elsewhere what needs no torch.
+Missing versions of Python are skipped. Without a CPU wheel of PyTorch for a Python, only the tests that
+need no torch run.
 """
 
 import nox
@@ -20,12 +21,12 @@ nox.options.reuse_existing_virtualenvs = True
 
 @nox.session(python=PYTHONS)
 def tests(session: nox.Session) -> None:
-    """Run the tests with the newest versions of what is required."""
+    """Run the tests with the newest versions of the dependencies."""
     try:
         session.run(*INSTALL, "--newest", "--torch", "cpu", "--extras", "dev")
         paths = []
     except nox.command.CommandFailed:
-        session.log("no CPU wheel of PyTorch for this Python: only what needs no torch")
+        session.log("no CPU wheel of PyTorch for this Python: running only the tests that need no torch")
         session.run(*INSTALL, "--newest", "--torch", "none", "--extras", "test")
         paths = WITHOUT_TORCH
     session.run(*PYTEST, *(session.posargs or paths), env=ENVIRONMENT)
@@ -33,7 +34,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(python="3.11")
 def oldest(session: nox.Session) -> None:
-    """Run what needs no torch with the oldest numpy, zarr and numcodecs."""
+    """Run the tests that need no torch with the oldest supported numpy, zarr and numcodecs."""
     session.run(*INSTALL, "--newest", "--torch", "none", "--extras", "test")
     session.install("numpy==2.0.0", "zarr==3.1.0", "numcodecs==0.16.1")
     session.run(*PYTEST, *(session.posargs or WITHOUT_TORCH), env=ENVIRONMENT)

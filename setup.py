@@ -19,7 +19,18 @@ LINK_FLAGS = ["-pthread", "-lm"] if sys.platform == "linux" else []
 # readers, or it has not been checked that they need none.
 MODULES = {
     "kernels": ["crc32c", "float_convert", "attention", "pack", "sigbus_guard", "simd"],
-    "gather": ["gather", "attention", "float_convert", "parallel", "stream", "thread_pool", "map", "crc32c", "sigbus_guard", "simd"],
+    "gather": [
+        "gather",
+        "attention",
+        "float_convert",
+        "parallel",
+        "stream",
+        "thread_pool",
+        "map",
+        "crc32c",
+        "sigbus_guard",
+        "simd",
+    ],
     "blocks": ["huge_alloc", "shared_memory"],
     "mapping": ["map", "crc32c", "sigbus_guard", "simd"],
     "index": ["index", "map", "crc32c", "sigbus_guard", "simd"],
@@ -31,7 +42,12 @@ MODULES = {
 # Included as text: a change rebuilds what includes them.
 INCLUDED = ["csrc/gine_kernels.h", "csrc/gine_loops.h", "csrc/gather_kernels.h", "csrc/error.h"]
 INCLUDED += ["csrc/platform.h", "csrc/simd.h"]
-INCLUDED += ["tracestore/_core/buffer_view.pxi", "tracestore/_core/sigbus_guard.pxi", "tracestore/_core/mapping.pxd", "csrc/map.h"]
+INCLUDED += [
+    "tracestore/_core/buffer_view.pxi",
+    "tracestore/_core/sigbus_guard.pxi",
+    "tracestore/_core/mapping.pxd",
+    "csrc/map.h",
+]
 
 
 def extension(name: str, units: list[str]) -> Extension:

@@ -1,4 +1,4 @@
-"""Count lines of code by part: without docstrings, comments and blank lines.
+"""Count lines of code by package, without docstrings, comments and blank lines.
 
 python build_tools/count_lines.py [ROOT]
 """
@@ -46,7 +46,7 @@ def count_c(text: str) -> int:
 
 
 def count_cython(text: str) -> int:
-    """Return the number of lines of code of a Cython module. Strings of three quotes are taken for docstrings."""
+    """Return the number of lines of code of a Cython module. Strings in triple quotes count as docstrings."""
     text = re.sub(r'^\s*"""(?:.*?)"""\s*$', "", text, flags=re.DOTALL | re.MULTILINE)
     return sum(bool(line.strip()) and not line.lstrip().startswith("#") for line in text.splitlines())
 
@@ -55,13 +55,14 @@ COUNTERS = {".py": count_python, ".c": count_c, ".h": count_c, ".pyx": count_cyt
             ".pxi": count_cython}  # fmt: skip
 
 
-def part_of(path: Path) -> str:
-    """Return the part that a file counts to: for tracestore/ the sub-package, otherwise the top folder."""
+def package_of(path: Path) -> str:
+    """Return the package that a file counts toward: the subpackage of tracestore/, or else the top folder."""
     parts = path.parts
     return "/".join(parts[:2]) if parts[0] == "tracestore" and len(parts) > 2 else parts[0]
 
 
 def main() -> None:
+    """Print the number of lines of each package."""
     root = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).resolve().parent.parent)
     counts: Counter[str] = Counter()
     for name in ROOTS:
@@ -69,10 +70,10 @@ def main() -> None:
         for path in sorted(top.rglob("*")) if top.is_dir() else [top] if top.exists() else []:
             counter = COUNTERS.get(path.suffix)
             if counter is not None and path.is_file():
-                counts[part_of(path.relative_to(root))] += counter(path.read_text(encoding="utf-8"))
-    for part, count in sorted(counts.items()):
-        print(f"{count:7,}  {part}")
-    product = sum(n for part, n in counts.items() if part.split("/")[0] not in ("tests", "bench"))
+                counts[package_of(path.relative_to(root))] += counter(path.read_text(encoding="utf-8"))
+    for package, count in sorted(counts.items()):
+        print(f"{count:7,}  {package}")
+    product = sum(n for package, n in counts.items() if package.split("/")[0] not in ("tests", "bench"))
     print(f"{product:7,}  without tests/ and bench/\n{sum(counts.values()):7,}  in all")
 
 

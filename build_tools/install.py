@@ -1,12 +1,12 @@
-"""Install this checkout into the virtual environment whose Python runs this, with a PyTorch that fits.
+"""Install this checkout and a suitable PyTorch into the virtual environment of the running Python.
 
     .venv/bin/python build_tools/install.py --extras train,extract
 
-With --wheel, a wheel of tracestore is installed instead, and everything else from wheels as well.
+With --wheel, install a wheel of tracestore instead, and its dependencies from wheels only.
 
-Where there is no GPU, a PyTorch wheel for the CPU is looked for: in the sources that pip is configured
-with, then in PyTorch's own index of such wheels. uv installs, from the same sources; where uv cannot be
-had or fails, pip does. Needs nothing but Python and its pip.
+On a machine without a GPU, the script looks for a CPU wheel of PyTorch in the sources of pip's configuration,
+then in PyTorch's index of CPU wheels. It installs with uv from the same sources, or with pip if uv is not
+available or fails. It needs only Python and pip.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-# pip has it; it is there before anything is installed.
+# Vendored by pip, and therefore available before anything is installed.
 from pip._vendor.packaging.requirements import Requirement
 from pip._vendor.packaging.specifiers import SpecifierSet
 
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 UV = "uv>=0.8,<1"
 TRITON = "triton>=3.2,<4"
-# Settings of pip that change nothing of what is installed.
+# Settings of pip that do not affect what is installed.
 IGNORED_SETTINGS = {
     "cache-dir", "config-file", "disable-pip-version-check", "exists-action", "log", "no-color", "no-input",
     "no-python-version-warning", "no-warn-script-location", "prefer-binary", "progress-bar", "quiet",
@@ -41,11 +41,16 @@ IGNORED_SETTINGS = {
 
 @dataclass(frozen=True)
 class TorchChoice:
-    """Which PyTorch is installed.
+    """The PyTorch to install.
 
-    requirements : what the installer is given, empty for the one that is there already.
-    index : a source besides those that pip is configured with.
-    reason : a line for people.
+    Parameters
+    ----------
+    requirements : tuple of str
+        Requirements for the installer. Empty if the installed PyTorch fits.
+    reason : str
+        Explanation for the user, in one line.
+    index : str, optional
+        Package index in addition to those of pip's configuration.
     """
 
     requirements: tuple[str, ...]
@@ -54,13 +59,13 @@ class TorchChoice:
 
 
 def pip_settings(python: Path) -> dict[str, str]:
-    """Return pip's settings for `pip install`, from its files and the environment."""
+    """Return the settings of `pip install`, from pip's files and the environment."""
     listed = subprocess.run([python, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
     return parse_pip_settings(listed.stdout)
 
 
 def parse_pip_settings(listed: str) -> dict[str, str]:
-    """Return what `pip config list` printed as a dict; the environment wins over [install] over [global]."""
+    """Return the output of `pip config list` as a dict. The environment precedes [install], then [global]."""
     levels: dict[str, dict[str, str]] = {"global": {}, "install": {}, ":env:": {}}
     for line in listed.splitlines():
         name, _, value = line.partition("=")
@@ -71,9 +76,12 @@ def parse_pip_settings(listed: str) -> dict[str, str]:
 
 
 def uv_settings(settings: dict[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Return the options and environment variables of uv that do what pip's settings do.
+    """Return the options and environment variables of uv that correspond to settings of pip.
 
-    ValueError, naming it, for a setting that uv has no counterpart of.
+    Raises
+    ------
+    ValueError
+        uv has no counterpart of a setting. The message is its name.
     """
     options, environment = [], {}
     for key, value in settings.items():
@@ -93,24 +101,24 @@ def uv_settings(settings: dict[str, str]) -> tuple[list[str], dict[str, str]]:
             environment["UV_HTTP_TIMEOUT"] = str(round(float(value)))
         elif key not in IGNORED_SETTINGS:
             raise ValueError(key)
-    # As pip does: the newest of all sources.
+    # Like pip: the newest version of all sources.
     return [*options, "--index-strategy", "unsafe-best-match"], environment
 
 
 def has_gpu() -> bool:
-    """Return whether this machine has a GPU that PyTorch knows: NVIDIA's driver, AMD's, or Apple's processor."""
+    """Return whether this machine has a GPU that PyTorch supports: NVIDIA, AMD or Apple."""
     return any(Path(p).exists() for p in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")) or sys.platform == "darwin"
 
 
 def supported_torch(project: Path) -> SpecifierSet:
-    """Return the versions of PyTorch that the extras allow on this Python."""
+    """Return the range of PyTorch versions that the extras allow for this Python."""
     extras = tomllib.loads((project / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     found = [r for r in map(Requirement, extras["train"]) if r.name == "torch"]
     return SpecifierSet(",".join(str(r.specifier) for r in found if r.marker is None or r.marker.evaluate()))
 
 
 def versions(python: Path, package: str, *options: str) -> list[str]:
-    """Return the versions of a package that pip could install here, newest first."""
+    """Return the versions of a package that pip can install here, newest first."""
     command = [python, "-m", "pip", "index", "versions", package, "--retries", "1", *options]
     listed = subprocess.run(command, capture_output=True, text=True)
     found = re.search(r"^Available versions: (.*)$", listed.stdout, re.MULTILINE)
@@ -118,19 +126,20 @@ def versions(python: Path, package: str, *options: str) -> list[str]:
 
 
 def cpu_version(python: Path, supported: SpecifierSet, *options: str) -> str | None:
-    """Return the newest version for the CPU (2.13.0+cpu) that pip finds."""
+    """Return the newest CPU version, such as 2.13.0+cpu, that pip finds."""
     cpu = [v for v in versions(python, "torch", *options) if v.endswith("+cpu")]
     return next((v for v in cpu if v in supported), None)
 
 
 def installed_torch(python: Path) -> str | None:
+    """Return the installed version of PyTorch, or None."""
     code = "import importlib.metadata as m; print(m.version('torch'))"
     done = subprocess.run([python, "-c", code], capture_output=True, text=True)
     return done.stdout.strip() or None
 
 
 def local_cpu_wheel(python: Path, supported: SpecifierSet, settings: dict[str, str]) -> str | None:
-    """Return the address of a wheel in the folders of find-links that needs none of NVIDIA's packages."""
+    """Return the URL of a wheel in the find-links folders that requires no packages of NVIDIA."""
     folders = []
     for link in settings.get("find-links", "").split():
         path = Path(url2pathname(urlsplit(link).path)) if link.startswith("file:") else Path(link).expanduser()
@@ -152,23 +161,31 @@ def local_cpu_wheel(python: Path, supported: SpecifierSet, settings: dict[str, s
 
 
 def choose_torch(python: Path, supported: SpecifierSet, wanted: str, cpu_index: str) -> TorchChoice:
-    """Return which PyTorch to install.
+    """Return the PyTorch to install.
 
-    wanted : "auto", "cpu", "default" (what the index has, with CUDA on Linux), "none" or a requirement of
-        one's own.
+    Parameters
+    ----------
+    python : Path
+        Interpreter of the virtual environment.
+    supported : SpecifierSet
+        Supported versions.
+    wanted : str
+        "auto", "cpu", "default" (the wheel of the index, with CUDA on Linux), "none" or a requirement.
+    cpu_index : str
+        URL of the index of CPU wheels.
     """
     if wanted == "none":
-        return TorchChoice((), "left out, as asked for")
+        return TorchChoice((), "not installed, as requested")
     if wanted not in ("auto", "cpu", "default"):
-        return TorchChoice((wanted,), f"{wanted}, as asked for")
+        return TorchChoice((wanted,), f"{wanted}, as requested")
     plain = (f"torch{supported}",)
-    there = installed_torch(python)
-    if there is not None and there in supported:
-        return TorchChoice((), f"{there}, which is installed")
+    installed = installed_torch(python)
+    if installed is not None and installed in supported:
+        return TorchChoice((), f"{installed}, which is installed")
     if wanted == "default":
-        return TorchChoice(plain, "the index's own wheel, as asked for")
+        return TorchChoice(plain, "the wheel of the index, as requested")
     if wanted == "auto" and has_gpu():
-        return TorchChoice(plain, "the index's own wheel, for this machine's GPU")
+        return TorchChoice(plain, "the wheel of the index, for the GPU of this machine")
     version = cpu_version(python, supported)
     if version is not None:
         return TorchChoice((f"torch=={version}",), f"{version}, a CPU wheel of pip's configured sources")
@@ -180,14 +197,14 @@ def choose_torch(python: Path, supported: SpecifierSet, wanted: str, cpu_index: 
         return TorchChoice((f"torch=={version}",), f"{version}, a CPU wheel of {cpu_index}", cpu_index)
     if wanted == "cpu":
         raise SystemExit(f"install: no CPU wheel of torch{supported} in pip's sources, and none at {cpu_index}")
-    reason = "the index's own wheel: no CPU wheel found in pip's sources, and none at " + cpu_index
+    reason = "the wheel of the index: no CPU wheel found in pip's sources, and none at " + cpu_index
     if platform.system() == "Linux":
-        reason += "; with CUDA, about 3 GB to download and 6 GB on the disk"
+        reason += "; with CUDA, about 3 GB to download and 6 GB on disk"
     return TorchChoice(plain, reason)
 
 
 def uv_of(python: Path) -> str | None:
-    """Return the path of uv in the environment, installed by pip where it is not there yet, or None."""
+    """Return the path of uv in the environment after installing it if missing, or None."""
     uv = python.with_name("uv")
     if not uv.exists():
         subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", UV])
@@ -195,9 +212,23 @@ def uv_of(python: Path) -> str | None:
 
 
 def install(python: Path, arguments: list[str], index: str | None = None, installer: str = "auto") -> bool:
-    """Install what the arguments of `pip install` name, by uv, or by pip where uv cannot. Return success.
+    """Run `pip install` with uv, or with pip if uv fails.
 
-    index : one more index, besides pip's settings.
+    Parameters
+    ----------
+    python : Path
+        Interpreter of the virtual environment.
+    arguments : list of str
+        Arguments of `pip install`.
+    index : str, optional
+        Package index in addition to those of pip's configuration.
+    installer : str
+        "auto", or "pip" to skip uv.
+
+    Returns
+    -------
+    bool
+        Whether the installation succeeded.
     """
     if installer != "pip":
         try:
@@ -205,29 +236,34 @@ def install(python: Path, arguments: list[str], index: str | None = None, instal
             uv = uv_of(python)
         except ValueError as error:
             uv = None
-            print(f"install: pip is used: uv has no counterpart of pip's setting {error}", flush=True)
+            print(f"install: using pip: uv has no counterpart of pip's setting {error}", flush=True)
         if uv is not None:
             command = [uv, "pip", "install", "--quiet", "--python", str(python), *options]
             command += ["--index", index] if index else []
             if subprocess.run([*command, *arguments], env=os.environ | environment).returncode == 0:
                 return True
-            print("install: uv failed; pip is tried", flush=True)
+            print("install: uv failed; trying pip", flush=True)
     command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     command += ["--extra-index-url", index] if index else []
-    # uv's flag, which pip does without: it installs an editable package anew each time.
+    # A flag of uv that pip lacks and does not need: pip always reinstalls an editable package.
     arguments = [a for a in arguments if not a.startswith("--reinstall-package")]
     return subprocess.run([*command, *arguments]).returncode == 0
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the script and return its exit code."""
     parser = argparse.ArgumentParser(description="Install this checkout into the environment of this Python.")
     add = parser.add_argument
     add("--extras", default="train,extract", help="extras of the package (default: %(default)s)")
-    add("--wheel", type=Path, help="install this wheel instead of the checkout, and nothing that must be compiled")
-    add("--no-deps", action="append", default=[], metavar="REQUIREMENT", help="install this without what it requires")
-    add("--triton", action="store_true", help="with a CPU wheel of torch also Triton, whose interpreter tests use")
+    add("--wheel", type=Path, help="install this wheel instead of the checkout, and compile nothing")
+    add("--no-deps", action="append", default=[], metavar="REQUIREMENT", help="install this without its dependencies")
+    add(
+        "--triton",
+        action="store_true",
+        help="with a CPU wheel of torch, also install Triton, whose interpreter the tests use",
+    )
     add("--torch", default="auto", help="auto, cpu, default, none or a requirement (default: %(default)s)")
-    add("--newest", action="store_true", help="the newest versions instead of those of constraints.txt")
+    add("--newest", action="store_true", help="install the newest versions instead of those of constraints.txt")
     add("--cpu-index", default=CPU_INDEX, help="index of CPU wheels of torch (default: %(default)s)")
     add("--installer", choices=("auto", "pip"), default="auto")
     args = parser.parse_args(argv)
@@ -248,11 +284,11 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     if args.no_deps and not install(python, ["--no-deps", *args.no_deps], installer=args.installer):
         return 1
-    # Nothing on other machines; with CUDA, torch has brought its own.
+    # Triton has wheels for Linux only, and PyTorch with CUDA installs its own.
     is_linux = (platform.system(), platform.machine()) == ("Linux", "x86_64")
     is_wanted = args.triton and is_linux and (installed_torch(python) or "").endswith("+cpu")
     if is_wanted and not install(python, ["--no-deps", TRITON], installer=args.installer):
-        print("install: no Triton; tests of the GPU kernels will be skipped", flush=True)
+        print("install: no Triton; the tests of the GPU kernels will be skipped", flush=True)
     return 0
 
 

@@ -1,8 +1,8 @@
-"""The pictures of docs/looking.md, of a store and of what training left beside it.
+"""Make the pictures of docs/looking.md from a store and the results of training.
 
     python docs/make_pictures.py STORE RESULTS_DIR
 
-needs Chromium. curves.png and roc.png are tracestore train's own.
+Needs Chromium. `tracestore train` itself makes curves.png and roc.png.
 """
 
 import argparse
@@ -20,6 +20,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
 def main() -> None:
+    """Save a picture of a trace and of each page of the server."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("store", metavar="STORE")
     parser.add_argument("results", metavar="RESULTS_DIR")
@@ -42,6 +43,7 @@ def main() -> None:
 
 
 def photograph(url: str, browser: str) -> None:
+    """Save screenshots of the pages at an address."""
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
         page = chromium.new_page(viewport={"width": 1110, "height": 1330})

@@ -1,5 +1,4 @@
-"""What the site has that is written elsewhere or made when it is built: the help of every command, the
-figures, and the pictures of the gallery, which are what its code draws."""
+"""MkDocs hooks that add generated content: the help of every command, benchmark results and gallery images."""
 
 import atexit
 import os
@@ -20,6 +19,7 @@ _MARK = "<!-- the help of every command, put here by docs/site_hooks.py -->"
 
 
 def on_files(files: Files, config: Any) -> Files:
+    """Add the pages from elsewhere in the repository, and the images of the gallery."""
     for name, path in _PAGES.items():
         text = (ROOT / path).read_text(encoding="utf-8").replace("(docs/", "(")
         files.append(File.generated(config, name, content=text))
@@ -29,7 +29,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def draw_gallery() -> list[Path]:
-    """Runs the code of docs/gallery.md, in a folder that lives as long as this process."""
+    """Run the code of docs/gallery.md in a temporary folder, and return the images that it saves."""
     folder = Path(tempfile.mkdtemp(prefix="gallery-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs/gallery.md").read_text(), re.MULTILINE | re.DOTALL)
@@ -40,6 +40,7 @@ def draw_gallery() -> list[Path]:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Insert the help of the commands, and correct links to pages from elsewhere."""
     if page.file.src_path == "commands.md":
         return markdown.replace(_MARK, _commands())
     return markdown.replace("(../bench/RESULTS.md)", "(results.md)").replace("(../SECURITY.md", "(security.md")

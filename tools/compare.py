@@ -1,4 +1,4 @@
-"""The same as `tracestore compare`, from a checkout."""
+"""Run `tracestore compare` from a checkout."""
 
 from tracestore.cli import run_script
 

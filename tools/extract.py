@@ -1,4 +1,4 @@
-"""The same as `tracestore extract`, from a checkout."""
+"""Run `tracestore extract` from a checkout."""
 
 from tracestore.cli import run_script
 

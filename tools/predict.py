@@ -1,4 +1,4 @@
-"""The same as `tracestore predict`, from a checkout."""
+"""Run `tracestore predict` from a checkout."""
 
 from tracestore.cli import run_script
 

@@ -1,4 +1,4 @@
-"""The same as `tracestore train`, from a checkout."""
+"""Run `tracestore train` from a checkout."""
 
 from tracestore.cli import run_script
 

@@ -1,6 +1,6 @@
-"""tracestore: chunked stores of language-model traces, and batches from them at memory speed.
+"""Chunked stores of language-model traces, and loaders that read batches at memory bandwidth.
 
-`import tracestore` needs numpy alone; names that need torch are loaded when used.
+`import tracestore` imports no torch. Names that need torch are imported on first use.
 """
 
 import importlib

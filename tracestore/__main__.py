@@ -1,4 +1,4 @@
-"""python -m tracestore: the same as the console script."""
+"""Run `tracestore` as python -m tracestore."""
 
 from tracestore.cli import main
 from tracestore.process import exit_ignoring_sigint
