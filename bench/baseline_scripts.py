@@ -110,6 +110,7 @@ class Reader(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits (B,) of vectors (B, L, C)."""
         _, (h, _) = self.lstm(x)
         return self.head(torch.cat([h[-2], h[-1]], dim=1)).squeeze(1)
 

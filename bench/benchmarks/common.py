@@ -138,13 +138,14 @@ def wait_for_start() -> None:
 
 
 class Memcpy:
-    """Copy `num_bytes` in two threads. All pages are touched before."""
+    """A copy of `num_bytes` by two threads, between pages that were touched before."""
 
     def __init__(self, num_bytes: int, threads: int = 2) -> None:
         part = num_bytes // threads
         self.pairs = [(np.ones(part, "u1"), np.ones(part, "u1")) for _ in range(threads)]
 
     def __call__(self) -> None:
+        """Copy once."""
         threads = [threading.Thread(target=np.copyto, args=p) for p in self.pairs]
         for t in threads:
             t.start()
