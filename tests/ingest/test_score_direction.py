@@ -37,7 +37,7 @@ def test_names_say_the_direction(tmp_path, source, column, labels):
     scores = write_csv(tmp_path / "scores.csv", ["question_id", column])
     said = "1 of 4 below 0.5" if labels == CORRECT else "3 of 4 at or above 0.5"
     done = convert(source, tmp_path / "s.zarr", "--scores", scores)
-    assert f"{said}: labelled hallucination" in done.stdout
+    assert f"{said}: labeled hallucination" in done.stdout
     with tracestore.open(tmp_path / "s.zarr") as store:
         assert store.scores.tolist() == SCORES, "values are stored as they were"
         assert store.targets().tolist() == labels

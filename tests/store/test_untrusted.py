@@ -68,7 +68,7 @@ def source(tmp_path):
      "segments/00000000/hidden_states/c/0/0/0/0", "segments/0/num_tokens/c/0", None, 7],
 )  # fmt: skip
 def test_no_entry_has_another_name(path):
-    with pytest.raises(CorruptStoreError, match="not the name of a file"):
+    with pytest.raises(CorruptStoreError, match="not a valid path"):
         FileEntry(path, 1, 1)
 
 
@@ -81,9 +81,9 @@ def test_a_name_in_the_index_leads_nowhere_else(store_path, tmp_path):
     arrays["file_path"], arrays["file_path_offsets"] = encode_strings([str(outside)] * count)
     store.set_part(0, pack_arrays(arrays))
     store.seal()
-    with tracestore.open(store_path) as opened, pytest.raises(CorruptStoreError, match="not the name"):
+    with tracestore.open(store_path) as opened, pytest.raises(CorruptStoreError, match="not a valid path"):
         _ = opened[0].hidden_states
-    assert "not the name" in command("verify", store_path, check=3).stderr
+    assert "not a valid path" in command("verify", store_path, check=3).stderr
 
 
 # Files
@@ -153,7 +153,7 @@ def test_a_zstd_bomb_takes_no_memory():
     with pytest.raises(ValueError, match="expected 65536"):
         ChunkCodec("zstd", 2).decode(bomb, 65536)
     # The same without a size in its header, as a stream is written.
-    with pytest.raises(ValueError, match="does not give its size"):
+    with pytest.raises(ValueError, match="does not state its size"):
         ChunkCodec("zstd", 2).decode(b"\x28\xb5\x2f\xfd\x00\x58" + bomb[10:], 65536)
 
 

@@ -195,7 +195,7 @@ def trace_dict(store: TraceStore, trace: Trace) -> dict[str, Any]:
         value = getattr(trace, name)
         if value is not None:
             values[name] = value
-    for name in ("question", *schema.ANSWER_FIELDS):
+    for name in schema.TEXT_FIELDS:
         text = trace.text(name)
         if text is not None:
             values[name] = text

@@ -1,1 +1,1 @@
-"""What the bytes of a store mean: schema, paths, manifest, arrays; no file is opened here."""
+"""Definition of the store format: schema, paths, manifest and array containers. Opens no files."""

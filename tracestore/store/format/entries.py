@@ -1,19 +1,22 @@
-"""The committed files that a manifest names."""
+"""Entries of committed files in a manifest."""
 
 from dataclasses import dataclass
 
 from tracestore.errors import CorruptStoreError
 from tracestore.store.format import paths
 
-# No file of a store is larger: a segment holds one trace or SEGMENT_SPLIT_BYTES.
+# Upper limit for a file of a store: a segment holds one trace or at most SEGMENT_SPLIT_BYTES.
 MAX_FILE_BYTES = 1 << 50
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file as the manifest names it: path in the store, size and crc32c of all its bytes.
+    """Path (relative to the store), size in bytes and CRC-32C of a committed file.
 
-    CorruptStoreError where the format has no such path, size or checksum.
+    Raises
+    ------
+    CorruptStoreError
+        If the path, size or checksum is not valid in this format.
     """
 
     path: str
@@ -23,10 +26,16 @@ class FileEntry:
     def __post_init__(self) -> None:
         paths.committed(self.path)
         if type(self.size) is not int or not 0 <= self.size <= MAX_FILE_BYTES:
-            raise CorruptStoreError(f"{self.path}: found {self.size!r:.40} as its size")
+            raise CorruptStoreError(f"{self.path}: invalid size {self.size!r:.40}")
         if type(self.crc32c) is not int or not 0 <= self.crc32c < 1 << 32:
-            raise CorruptStoreError(f"{self.path}: found {self.crc32c!r:.40} as its checksum")
+            raise CorruptStoreError(f"{self.path}: invalid checksum {self.crc32c!r:.40}")
 
 
 def size_mismatch(entry: FileEntry, found: int) -> CorruptStoreError:
-    return CorruptStoreError(f"{entry.path}: {found} bytes where {entry.size} were committed")
+    """Return the error for a file of `found` bytes that has another committed size."""
+    return CorruptStoreError(f"{entry.path}: {size_difference(entry, found)}")
+
+
+def size_difference(entry: FileEntry, found: int) -> str:
+    """Return the description of a size mismatch for a report, without the path."""
+    return f"found {found} bytes, expected {entry.size}"

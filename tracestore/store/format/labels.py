@@ -1,14 +1,14 @@
-"""From scores to labels: 1 for a hallucinated answer, 0 for a right one."""
+"""Derivation of labels from scores: 1 for a hallucinated answer, 0 for a correct one."""
 
 import numpy as np
 
-# What a high score says of the answer.
+# Score directions: what a high score means.
 CORRECT, HALLUCINATION = "correct", "hallucination"
 DIRECTIONS = (CORRECT, HALLUCINATION)
-# How tracestore names a column of scores, for files that it writes.
+# Column names of scores in the files that tracestore writes.
 SCORE_COLUMNS = {CORRECT: "score", HALLUCINATION: "hallucination_score"}
 DEFAULT_THRESHOLD = 0.5
-# The first columns of predictions.csv of a training, whose label is 1 for a hallucination.
+# First columns of the predictions.csv that training writes; its label is 1 for a hallucination.
 PREDICTION_COLUMNS = ("question_id", "sample", "trace_index", "split", "fold", "seed", "label")
 
 
@@ -17,18 +17,19 @@ def derive(scores: np.ndarray, labels: np.ndarray, threshold: float, direction: 
 
     Parameters
     ----------
-    scores, labels
-        (N,) float64, NaN where missing.
-    threshold
-        Of the score: below it an answer is hallucinated where a high score says that it is correct,
-        from it on where a high score says that it is hallucinated.
-    direction
-        One of DIRECTIONS.
+    scores, labels : np.ndarray
+        Float64 arrays of shape ``(N,)``; NaN marks a missing value.
+    threshold : float
+        Score threshold. With direction "correct" an answer is hallucinated if its score is below
+        the threshold, with "hallucination" if its score is at or above it.
+    direction : {"correct", "hallucination"}
+        What a high score means.
 
     Returns
     -------
     np.ndarray
-        (N,) float64: the stored label where there is one, else 1 or 0 by the score, else NaN.
+        Float64 array of shape ``(N,)``: the stored label if there is one, otherwise 1 or 0 derived
+        from the score, otherwise NaN.
     """
     is_hallucinated = scores < threshold if direction == CORRECT else scores >= threshold
     derived = np.where(np.isnan(scores), np.nan, is_hallucinated.astype("<f8"))
@@ -36,8 +37,8 @@ def derive(scores: np.ndarray, labels: np.ndarray, threshold: float, direction: 
 
 
 def describe(scores: np.ndarray, threshold: float, direction: str) -> str:
-    """Return how many scores become which label, as a line for people."""
+    """Return a one-line summary of how many scores lead to the label "hallucination"."""
     known = scores[~np.isnan(scores)]
     count = int((known < threshold).sum() if direction == CORRECT else (known >= threshold).sum())
     where = "below" if direction == CORRECT else "at or above"
-    return f"{count:,} of {len(known):,} {where} {threshold:g}: labelled hallucination"
+    return f"{count:,} of {len(known):,} {where} {threshold:g}: labeled hallucination"

@@ -1,8 +1,8 @@
-"""The manifest: the root of a generation, and the index parts it names.
+"""The manifest, which is the root of a generation, and the layout of the index parts it references.
 
-An index part covers a range of traces, segments and sources. Each commit adds
-one; parts of like size are merged, so that a commit rewrites O(log) of the
-index over time and a reader maps a handful of files.
+An index part covers a range of traces, segments and sources. Each commit adds one part and merges
+it with preceding parts of similar size. Each trace is therefore rewritten O(log N) times, and a
+reader maps only a handful of files.
 """
 
 import json
@@ -19,13 +19,13 @@ from tracestore.store.format import paths, schema
 from tracestore.store.format.entries import FileEntry
 from tracestore.store.format.ragged import concatenate_ragged, encode_strings
 
-# A manifest names some tens of parts: their number grows with the logarithm of the commits.
+# A manifest references some tens of parts: their number grows with the logarithm of the number of commits.
 MAX_MANIFEST_BYTES = 4 << 20
-# The largest counts of the format: what numbers and offsets of 32 and 64 bits hold.
+# Largest counts that the 32-bit and 64-bit integers of the format can hold.
 _MAX_TRACES = (1 << 31) - 1
 _MAX_COUNT = 1 << 62
 
-# One value a trace. *_segment is -1 where the trace has no such place.
+# One value per trace. A column *_segment is -1 if the trace lacks the data of that field group.
 TRACE_COLUMNS: dict[str, str] = {
     "graph_segment": "<i4",
     "graph_row": "<i4",
@@ -43,7 +43,7 @@ TRACE_COLUMNS: dict[str, str] = {
     "graph_crc32c": "<u4",
     "sequence_crc32c": "<u4",
 }
-# Places that a later source added to a trace of an earlier part, sorted by trace.
+# Locations that a later source added to a trace of an earlier part, sorted by trace.
 PATCH_COLUMNS: dict[str, str] = {
     "patch_trace": "<i8",
     "patch_group": "|u1",
@@ -57,12 +57,19 @@ PATCH_COLUMNS: dict[str, str] = {
     "patch_nonfinite": "|u1",
     "patch_crc32c": "<u4",
 }
+# The two field groups of a trace, which may come from different sources; values of patch_group.
 GROUP_GRAPH, GROUP_SEQUENCE = 0, 1
+GROUP_NAMES = ("graph", "sequence")
+# Trace columns that locate the data of a field group, besides <group>_segment, _row and _crc32c.
+LOCATION_COLUMNS = {
+    "graph": ("hidden_row", "attention_start", "num_tokens", "layout"),
+    "sequence": ("last_token_row",),
+}
 FILE_COLUMNS = {"file_segment": "<i4", "file_size": "<i8", "file_crc32c": "<u4"}
 SEGMENT_COLUMNS = {"segment_traces": "<i4", "segment_tokens": "<i8"}
 SOURCE_COLUMNS = {"source_size": "<i8", "source_traces": "<i8", "source_skipped": "<i8"}
 STRINGS = ("id", "file_path", "source_path", "source_fingerprint")
-# Every array of an index part, by name.
+# Dtype of every array of an index part.
 PART_DTYPES: dict[str, str] = {
     **TRACE_COLUMNS,
     **PATCH_COLUMNS,
@@ -76,7 +83,7 @@ PART_DTYPES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class PartRef:
-    """An index part as the root names it."""
+    """A reference to an index part."""
 
     path: str
     size: int
@@ -91,7 +98,7 @@ class PartRef:
 
 @dataclass(frozen=True)
 class ColumnsRef:
-    """A columns group and the traces it covers."""
+    """A reference to a group of columns and the range of traces it covers."""
 
     path: str
     first_trace: int
@@ -101,7 +108,7 @@ class ColumnsRef:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A generation of the store."""
+    """The committed state of one generation of a store."""
 
     generation: int
     attributes: schema.Attributes
@@ -116,48 +123,46 @@ class Manifest:
 
     @property
     def num_segments(self) -> int:
+        """Number of segments of all index parts."""
         return sum(p.num_segments for p in self.parts)
 
     @property
     def num_sources(self) -> int:
+        """Number of sources of all index parts."""
         return sum(p.num_sources for p in self.parts)
 
     def small_files(self) -> list[FileEntry]:
-        """Those of index and columns."""
+        """Return the entries of the files of the index and the columns."""
         parts = [FileEntry(p.path, p.size, p.crc32c) for p in self.parts]
         return parts + [file for columns in self.columns for file in columns.files]
 
     def to_bytes(self) -> bytes:
+        """Return the JSON document followed by a line with its CRC-32C."""
         body = {
             "tracestore_manifest": schema.FORMAT_VERSION,
-            "generation": self.generation,
             "attributes": self.attributes.to_json(),
             "index": [asdict(p) for p in self.parts],
             "columns": [asdict(c) for c in self.columns],
-            "num_traces": self.num_traces,
-            "num_tokens": self.num_tokens,
-            "num_scored": self.num_scored,
-            "num_labelled": self.num_labelled,
-            "num_bytes": self.num_bytes,
             "fields": list(self.fields),
+            **{name: getattr(self, name) for name in ("generation", *_COUNTS)},
         }
         text = json.dumps(body, sort_keys=True, separators=(",", ":"))
         return f"{text}\n{crc32c(text.encode()):08x}\n".encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Manifest":
-        """ValueError where the bytes are not a whole manifest."""
+        """Return the manifest in `data`; raise ValueError if it is truncated, damaged or invalid."""
         if len(data) < 11 or data[-1:] != b"\n" or data[-10:-9] != b"\n":
-            raise ValueError("not a whole manifest")
+            raise ValueError("the manifest is truncated")
         text = data[:-10]
         if f"{crc32c(text):08x}".encode() != data[-9:-1]:
             raise ValueError("checksum mismatch")
         body = json.loads(text)
         if not isinstance(body, dict) or body.get("tracestore_manifest") != schema.FORMAT_VERSION:
             found = body.get("tracestore_manifest") if isinstance(body, dict) else body
-            raise ValueError(f"format version {found!r:.40}, this is {schema.FORMAT_VERSION}")
+            raise ValueError(f"found format version {found!r:.40}, expected {schema.FORMAT_VERSION}")
         if body.keys() != _KEYS:
-            raise ValueError("not the keys of this format")
+            raise ValueError("the keys are not those of this format")
         fields = body["fields"]
         if not isinstance(fields, list) or not all(isinstance(f, str) and f in schema.STORED_FIELDS for f in fields):
             raise ValueError(f"fields: found {fields!r:.60}")
@@ -174,17 +179,18 @@ class Manifest:
         return manifest
 
     def _check(self) -> None:
-        """ValueError unless parts and columns cover all traces, segments and sources in order."""
-        for what in ("trace", "segment", "source"):
-            _cover(f"{what}s of the index", self.parts, f"first_{what}", f"num_{what}s")
-        _cover("traces of the columns", self.columns, "first_trace", "num_traces")
-        for what, refs in (("index", self.parts), ("columns", self.columns)):
-            if sum(r.num_traces for r in refs) != self.num_traces:
-                raise ValueError(f"{what}: another number of traces than {self.num_traces}")
+        """Raise ValueError unless parts and columns cover all traces, segments and sources in order."""
+        for kind in ("trace", "segment", "source"):
+            _check_contiguous(f"{kind}s of the index", self.parts, f"first_{kind}", f"num_{kind}s")
+        _check_contiguous("traces of the columns", self.columns, "first_trace", "num_traces")
+        for name, refs in (("index", self.parts), ("columns", self.columns)):
+            found = sum(r.num_traces for r in refs)
+            if found != self.num_traces:
+                raise ValueError(f"{name}: found {found} traces, expected {self.num_traces}")
         if self.num_traces > _MAX_TRACES:
-            raise ValueError(f"num_traces: found {self.num_traces}")
+            raise ValueError(f"num_traces: found {self.num_traces}, expected at most {_MAX_TRACES}")
         if max(self.num_scored, self.num_labelled) > self.num_traces:
-            raise ValueError("more scores or labels than traces")
+            raise ValueError("found more scores or labels than traces")
 
 
 _COUNTS = ("num_traces", "num_tokens", "num_scored", "num_labelled", "num_bytes")
@@ -217,43 +223,42 @@ def _columns_ref(data: dict[str, Any]) -> ColumnsRef:
     files = tuple(FileEntry(**f) for f in _list("files", data["files"]))
     ref = ColumnsRef(**data | {"files": files})
     if any(not f.path.startswith(f"{ref.path}/") or not f.path.startswith("columns/") for f in files) or not files:
-        raise ValueError(f"columns: files outside of {ref.path!r:.60}")
+        raise ValueError(f"columns: files outside {ref.path!r:.60}")
     _count("first_trace", ref.first_trace)
     _count("num_traces", ref.num_traces)
     return ref
 
 
-def _cover(what: str, refs: Sequence[Any], first: str, count: str) -> None:
-    at = 0
+def _check_contiguous(name: str, refs: Sequence[Any], first: str, count: str) -> None:
+    expected = 0
     for ref in refs:
-        if getattr(ref, first) != at:
-            raise ValueError(f"{what}: one begins at {getattr(ref, first)}, expected {at}")
-        at += getattr(ref, count)
+        if getattr(ref, first) != expected:
+            raise ValueError(f"{name}: a range starts at {getattr(ref, first)}, expected {expected}")
+        expected += getattr(ref, count)
 
 
 def parse_manifest(data: bytes, generation: int) -> Manifest:
-    """The manifest in the bytes of manifest/<generation>; CorruptStoreError where they are not whole."""
+    """Return the manifest in the bytes of manifest/<generation>; raise CorruptStoreError if they are invalid."""
     try:
         manifest = Manifest.from_bytes(data)
         if manifest.generation != generation:
-            raise ValueError(f"says it is generation {manifest.generation}")
+            raise ValueError(f"found generation {manifest.generation}, expected {generation}")
     except (ValueError, KeyError, TypeError, RecursionError, CorruptStoreError) as error:
         raise CorruptStoreError(f"{paths.manifest(generation)}: {escape_unprintable(str(error), 300)}") from None
     return manifest
 
 
 def empty_columns() -> dict[str, np.ndarray]:
-    """The arrays of a part without rows."""
+    """Return the arrays of an empty index part, without its key table."""
     arrays = {name: np.zeros(0, dtype) for name, dtype in PART_DTYPES.items()}
     for name in STRINGS:
         arrays[name], arrays[f"{name}_offsets"] = encode_strings([])
-    del arrays["key_table"]  # with_key_table
+    del arrays["key_table"]  # with_key_table() adds it.
     return arrays
 
 
 def check_part(ref: PartRef, lengths: Mapping[str, int]) -> None:
-    """ValueError unless the arrays of an index part, by their lengths, are those that the manifest
-    says."""
+    """Raise ValueError unless the arrays of an index part have the lengths that its reference implies."""
     num_files = lengths["file_size"]
     expected = dict.fromkeys(TRACE_COLUMNS, ref.num_traces)
     expected |= dict.fromkeys(PATCH_COLUMNS, lengths["patch_trace"])
@@ -266,17 +271,20 @@ def check_part(ref: PartRef, lengths: Mapping[str, int]) -> None:
     expected["key_table"] = key_table_size(ref.num_traces)
     for name, length in expected.items():
         if lengths[name] != length:
-            raise ValueError(f"{name}: {lengths[name]} values, expected {length}")
+            raise ValueError(f"{name}: found {lengths[name]} values, expected {length}")
 
 
 def key_table_size(num_traces: int) -> int:
-    """Slots of the hash table of a part's keys."""
+    """Return the number of slots of a part's hash table of keys."""
     return 0 if num_traces == 0 else 1 << (2 * num_traces - 1).bit_length()
 
 
 def merge_parts(older: dict[str, np.ndarray], newer: dict[str, np.ndarray], first_trace: int) -> dict[str, np.ndarray]:
-    """Two neighbouring parts as one. Patches of the newer part to rows of the older
-    are applied; patches to rows before `first_trace` are kept."""
+    """Merge two adjacent index parts.
+
+    Patches of the newer part that concern rows of the older part are applied. Patches of rows before
+    `first_trace`, the first trace of the merged part, are kept as patches.
+    """
     arrays: dict[str, np.ndarray] = {}
     for columns in (TRACE_COLUMNS, FILE_COLUMNS, SEGMENT_COLUMNS, SOURCE_COLUMNS):
         for name, dtype in columns.items():
@@ -294,27 +302,21 @@ def merge_parts(older: dict[str, np.ndarray], newer: dict[str, np.ndarray], firs
 
 
 def apply_patch(arrays: dict[str, Any], row: int, patch: dict[str, Any]) -> None:
-    """Fills the place that a patch adds into row `row` of writable trace columns."""
-    if patch["patch_group"] == GROUP_GRAPH:
-        names = ("segment", "row", "crc32c")
-        for name in names:
-            arrays[f"graph_{name}"][row] = patch[f"patch_{name}"]
-        for name in ("hidden_row", "attention_start", "num_tokens", "layout"):
-            arrays[name][row] = patch[f"patch_{name}"]
-    else:
-        for name in ("segment", "row", "crc32c"):
-            arrays[f"sequence_{name}"][row] = patch[f"patch_{name}"]
-        arrays["last_token_row"][row] = patch["patch_last_token_row"]
+    """Write the location that a patch adds into row `row` of writable trace columns."""
+    group = GROUP_NAMES[patch["patch_group"] != GROUP_GRAPH]  # Any other value counts as GROUP_SEQUENCE.
+    for name in ("segment", "row", "crc32c"):
+        arrays[f"{group}_{name}"][row] = patch[f"patch_{name}"]
+    for name in LOCATION_COLUMNS[group]:
+        arrays[name][row] = patch[f"patch_{name}"]
     arrays["nonfinite"][row] |= patch["patch_nonfinite"]
 
 
 def with_key_table(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Adds the hash table of the part's keys."""
-    n = len(arrays["sample"])
-    table = np.zeros(key_table_size(n), "<u4")
-    if n:
-        keys = KeyTable(np.zeros(0, "<u4") if n == 0 else table, arrays["id_offsets"], arrays["id"], arrays["sample"])
-        duplicate = keys.build(table)
+    """Return the arrays of a part with the hash table of its keys added."""
+    num_traces = len(arrays["sample"])
+    table = np.zeros(key_table_size(num_traces), "<u4")
+    if num_traces:
+        duplicate = KeyTable(table, arrays["id_offsets"], arrays["id"], arrays["sample"]).build(table)
         if duplicate >= 0:
-            raise ValueError(f"trace {duplicate} of the part repeats a key")
+            raise ValueError(f"trace {duplicate} of the part has a duplicate key")
     return arrays | {"key_table": table}

@@ -1,7 +1,7 @@
-"""The names of files in a store, and no others.
+"""Paths of the files in a store, and validation of paths from untrusted input.
 
-Every path that a manifest, an index part, a server or a folder gives passes one of these
-functions before it is used, whoever it comes from. docs/format.md has the same as a list.
+Every path from a manifest, an index part, a server or a directory listing is validated here before
+it is used. docs/format.md lists the same paths.
 """
 
 import re
@@ -9,11 +9,11 @@ import re
 from tracestore.errors import CorruptStoreError, escape_unprintable
 from tracestore.store.format import schema
 
-TEMPORARY_PREFIX = ".tmp-"  # of what is not whole yet
-SPOOL_FOLDER = ".spool"  # what is packed before its turn
-DAMAGED_PREFIX = "damaged-"  # of a manifest that `verify --repair` has set aside
+TEMPORARY_PREFIX = ".tmp-"  # prefix of incomplete files and folders
+SPOOL_FOLDER = ".spool"  # packed traces that precede their turn in the store
+DAMAGED_PREFIX = "damaged-"  # prefix of a manifest that `verify --repair` has set aside
 
-# Folders that a store begins with, and what of them is committed.
+# Top-level folders of a store.
 TOP_FOLDERS = ("manifest", "segments", "index", "columns")
 
 _SEGMENT_ARRAYS = "|".join(schema.SEGMENT_ARRAYS)
@@ -44,54 +44,54 @@ _OWN_FOLDER = re.compile(
 
 
 def committed(path: object) -> str:
-    """Return the path of a committed file in its store.
+    """Return `path` if it is a valid path of a committed file, relative to its store.
 
     Raises
     ------
     CorruptStoreError
-        Where the format gives no file such a name.
+        If the format has no such path.
     """
     if not isinstance(path, str) or _COMMITTED.fullmatch(path) is None:
-        raise CorruptStoreError(f"{escape_unprintable(repr(path), 100)}: not the name of a file of a store")
+        raise CorruptStoreError(f"{escape_unprintable(repr(path), 100)}: not a valid path in a store")
     return path
 
 
 def is_own(path: str, *, is_folder: bool) -> bool:
-    """Return whether a writer gives a file or folder this path in a store, committed or not."""
+    """Return whether writers create a file or folder with this path in a store, committed or not."""
     return (_OWN_FOLDER if is_folder else _OWN_FILE).fullmatch(path) is not None
 
 
 def segment(number: int) -> str:
-    """Return the folder of a segment."""
+    """Return the path of a segment's folder."""
     return f"segments/{number:08d}"
 
 
 def temporary(path: str) -> str:
-    """Return the path that a file or folder has until it is whole."""
+    """Return the path that a file or folder has until it is complete."""
     folder, _, name = path.rpartition("/")
     return f"{folder}/{TEMPORARY_PREFIX}{name}"
 
 
 def manifest(generation: int) -> str:
-    """Return the manifest of a generation."""
+    """Return the path of a generation's manifest."""
     return f"manifest/{generation:010d}"
 
 
 def index(generation: int) -> str:
-    """Return the folder of what a generation's commit writes of the index."""
+    """Return the path of the folder of the index part that a generation's commit writes."""
     return f"index/{generation:010d}"
 
 
 def columns(generation: int) -> str:
-    """Return the folder of what a generation's commit writes of the columns."""
+    """Return the path of the folder of the columns that a generation's commit writes."""
     return f"columns/{generation:010d}"
 
 
 def manifest_copy(generation: int) -> str:
-    """Return the second copy of a manifest, for repair; it commits nothing."""
+    """Return the path of the second copy of a manifest, which only repair reads."""
     return f"{index(generation)}/manifest"
 
 
 def is_generation(name: str) -> bool:
-    """Return whether a file in manifest/ is the manifest of a generation."""
+    """Return whether `name` is the file name of a manifest in the folder manifest/."""
     return _GENERATION.fullmatch(name) is not None

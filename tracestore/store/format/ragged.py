@@ -1,4 +1,4 @@
-"""Strings as utf-8 bytes and offsets (int64, length N + 1, from 0, non-decreasing)."""
+"""Ragged arrays: strings as UTF-8 bytes plus offsets (int64, length N + 1, from 0, non-decreasing)."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,10 @@ import numpy as np
 
 
 def encode_strings(strings: Iterable[str]) -> tuple[np.ndarray, np.ndarray]:
-    """-> (bytes uint8, offsets int64). Lone surrogates, which real tokenizers leave, are kept."""
+    """Return the strings as (uint8 bytes, int64 offsets).
+
+    Lone surrogates are preserved because real tokenizers produce them.
+    """
     encoded = [s.encode("utf-8", "surrogatepass") for s in strings]
     offsets = np.zeros(len(encoded) + 1, "<i8")
     np.cumsum([len(e) for e in encoded], out=offsets[1:])
@@ -14,7 +17,13 @@ def encode_strings(strings: Iterable[str]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def decode_string(data: np.ndarray, offsets: np.ndarray, index: int) -> str:
-    """String `index`; ValueError where the offsets or the utf-8 are not sound."""
+    """Return string `index`.
+
+    Raises
+    ------
+    ValueError
+        If the offsets are out of bounds or the bytes are not valid UTF-8.
+    """
     begin, end = int(offsets[index]), int(offsets[index + 1])
     if not 0 <= begin <= end <= len(data):
         raise ValueError("string offsets out of bounds")
@@ -22,7 +31,7 @@ def decode_string(data: np.ndarray, offsets: np.ndarray, index: int) -> str:
 
 
 def concatenate_ragged(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Ragged arrays one behind the other."""
+    """Return the concatenation of ragged arrays, each given as (values, offsets)."""
     values = [v for v, _ in parts]
     offsets = [np.zeros(1, "<i8")]
     base = 0

@@ -1,1 +1,1 @@
-"""Files of a store on this machine: opening, atomic writing, locks, ownership, replacement."""
+"""File access for stores on a local disk: reading, atomic writing, locks, ownership checks."""

@@ -1,4 +1,4 @@
-"""The committed files of a store, wherever they lie."""
+"""Access to the committed files of a store, locations of stores, and the cache folder."""
 
 import errno
 import os
@@ -12,56 +12,78 @@ from tracestore.store.format.entries import FileEntry, size_mismatch
 
 
 class RemoteURL(str):
-    """Where a store lies that is not on this machine: scheme://bucket/folder."""
+    """URL of a remote store: scheme://bucket/folder."""
 
     @property
     def name(self) -> str:
+        """Last component of the path."""
         return self.rstrip("/").rsplit("/", 1)[-1]
 
 
 def parse_location(store: str | os.PathLike[str]) -> Path | RemoteURL:
-    """The folder or the address that a user named."""
+    """Return the path or the URL of a store that a user named."""
     text = os.fspath(store)
     return RemoteURL(text) if "://" in text else Path(text)
 
 
 def cache_dir() -> Path:
-    """Where files of remote stores are kept: $TRACESTORE_CACHE_DIR, or tracestore/ in the user's cache
-    folder."""
-    given = os.environ.get("TRACESTORE_CACHE_DIR")
-    if given:
-        return Path(given)
+    """Return the folder that caches files of remote stores.
+
+    It is $TRACESTORE_CACHE_DIR if that is set, otherwise tracestore/ in the user's cache folder.
+    """
+    configured = os.environ.get("TRACESTORE_CACHE_DIR")
+    if configured:
+        return Path(configured)
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tracestore"
     except RuntimeError:
-        raise UsageError("no home folder for files of remote stores: set TRACESTORE_CACHE_DIR") from None
+        raise UsageError("no home folder to cache files of remote stores in: set TRACESTORE_CACHE_DIR") from None
 
 
 def local_dir(store: str | os.PathLike[str]) -> Path:
-    """The folder here that holds what is written to a store: itself, or the cache's."""
-    place = parse_location(store)
-    return place if isinstance(place, Path) else cache_dir()
+    """Return the local folder that writes to a store need space in: the store itself, or the cache folder."""
+    location = parse_location(store)
+    return location if isinstance(location, Path) else cache_dir()
 
 
 class StoreFiles(Protocol):
-    """How a reader gets at the committed files of one store, which never change."""
+    """Read access to the committed files of one store, which never change."""
 
     def read(self, entry: FileEntry) -> bytes:
-        """All bytes of a small file. CorruptStoreError where it has another size, OSError where
-        it cannot be read (FileNotFoundError where it is gone)."""
+        """Return all bytes of a small file.
+
+        Raises
+        ------
+        CorruptStoreError
+            If the file has another size than `entry`.
+        OSError
+            If it cannot be read; FileNotFoundError if it does not exist.
+        """
 
     def map(self, entry: FileEntry) -> MappedFile:
-        """The file, mapped. ValueError where it has another size, OSError as of `read`."""
+        """Return a memory map of a file.
+
+        Raises
+        ------
+        ValueError
+            If the file has another size than `entry`.
+        OSError
+            If it cannot be read; FileNotFoundError if it does not exist.
+        """
 
 
 class LocalFiles:
-    """Those of a store in a folder. The folder itself may be a link; inside it none is followed,
-    and nothing but regular files is opened."""
+    """Access to the files of a local store.
+
+    The store's folder itself may be a symbolic link. Inside the folder no link is followed, and only
+    regular files are opened.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def read(self, entry: FileEntry) -> bytes:
+        """Return all bytes of a small file; see StoreFiles."""
         fd = self.open(entry.path)
         try:
             size = os.fstat(fd).st_size
@@ -72,18 +94,26 @@ class LocalFiles:
             os.close(fd)
 
     def read_small(self, path: str, max_bytes: int) -> bytes:
-        """All bytes of a file that no manifest names. CorruptStoreError where it is larger than
-        max_bytes or not a file, OSError as of `read`."""
+        """Return all bytes of a file that no manifest lists.
+
+        Raises
+        ------
+        CorruptStoreError
+            If it is larger than `max_bytes` or not a regular file.
+        OSError
+            If it cannot be read; FileNotFoundError if it does not exist.
+        """
         fd = self.open(path)
         try:
             size = os.fstat(fd).st_size
             if size > max_bytes:
-                raise CorruptStoreError(f"{path}: {size} bytes, expected at most {max_bytes}")
+                raise CorruptStoreError(f"{path}: found {size} bytes, expected at most {max_bytes}")
             return _read_all(fd, size)
         finally:
             os.close(fd)
 
     def map(self, entry: FileEntry) -> MappedFile:
+        """Return a memory map of a file; see StoreFiles."""
         fd = self.open(entry.path)
         try:
             return MappedFile(self.root / entry.path, entry.size, entry.path, fd)
@@ -91,21 +121,21 @@ class LocalFiles:
             os.close(fd)
 
     def open(self, path: str) -> int:
-        """Return a descriptor to read a file of the store, path relative to its folder.
+        """Open a file for reading and return its descriptor; `path` is relative to the store.
 
         Raises
         ------
         CorruptStoreError
-            Where a link is on the way or it is no regular file.
+            If a component of the path is a symbolic link, or the file is not a regular file.
         OSError
-            Where it cannot be opened; FileNotFoundError where it is not there.
+            If it cannot be opened; FileNotFoundError if it does not exist.
         """
         *folders, name = path.split("/")
         parent = self._open_folder(folders)
         try:
             if not stat.S_ISREG(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
                 raise not_regular_error(self.root, path)
-            # O_NONBLOCK: it may have become a FIFO since.
+            # O_NONBLOCK: another process may have replaced the file by a FIFO since the stat.
             fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=parent)
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 os.close(fd)
@@ -120,8 +150,13 @@ class LocalFiles:
             os.close(parent)
 
     def list_dir(self, folder: str) -> list[str]:
-        """Return the names in a folder of the store; none where it is not there. CorruptStoreError
-        where it is a link or no folder."""
+        """Return the names in a folder of the store, or an empty list if the folder does not exist.
+
+        Raises
+        ------
+        CorruptStoreError
+            If it is a symbolic link or not a folder.
+        """
         try:
             fd = self._open_folder(folder.split("/"))
         except FileNotFoundError:
@@ -150,19 +185,19 @@ class LocalFiles:
 
 
 def not_regular_error(store: Path, path: str) -> CorruptStoreError:
-    """The error for what is no regular file or folder where a store has one."""
+    """Return the error for a path of a store that is not a regular file or folder."""
     if (store / path).is_symlink():
         return CorruptStoreError(
-            f"{path}: a link, which is not followed inside a store; for a copy without links run: "
+            f"{path}: found a symbolic link, which is not followed inside a store. To make a copy without links, run: "
             f"cp -rL {store} NEW_STORE"
         )
     return CorruptStoreError(f"{path}: not a regular file or folder")
 
 
 def _read_all(fd: int, size: int) -> bytes:
-    """Read at most `size` bytes; fewer where the file was cut short meanwhile."""
-    pieces = []
-    while size and (piece := os.read(fd, size)):
-        pieces.append(piece)
-        size -= len(piece)
-    return b"".join(pieces)
+    """Return the next `size` bytes, or fewer if the file is truncated at the same time."""
+    chunks = []
+    while size and (chunk := os.read(fd, size)):
+        chunks.append(chunk)
+        size -= len(chunk)
+    return b"".join(chunks)

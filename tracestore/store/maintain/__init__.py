@@ -1,1 +1,1 @@
-"""Work on a store as a whole: verify, lint, merge."""
+"""Operations on whole stores: verify, lint, merge and subset."""

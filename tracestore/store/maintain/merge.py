@@ -46,7 +46,7 @@ def _row(segment: SegmentReader, row: int, question_id: str, label: float) -> tu
         record.tokens = segment.tokens(row)
     if bits & schema.FIELD_BITS["tokens_decoded"]:
         record.tokens_decoded = segment.tokens_decoded(row)
-    for name in ("question", *schema.ANSWER_FIELDS):
+    for name in schema.TEXT_FIELDS:
         if bits & schema.FIELD_BITS[name]:
             record.strings[name] = segment.string(name, row)
     prompt_length = segment.scalar("prompt_length", row)

@@ -59,7 +59,7 @@ class SourceEntry:
 def part_files(part: MappedArrays, begin: int = 0, end: int | None = None) -> list[FileEntry]:
     """Files of the segments of one part, in its order. CorruptStoreError for what the format does
     not name, ValueError where the part's arrays are not sound."""
-    end = part.length("file_size") if end is None else end
+    end = part.num_items("file_size") if end is None else end
     segments = part.read("file_segment", begin, end)
     sizes, sums = part.read("file_size", begin, end), part.read("file_crc32c", begin, end)
     names = part.strings("file_path", begin, end)
@@ -162,7 +162,7 @@ class StoreIndex:
         values = {name: [int(arrays.read(name, k, k + 1)[0])] for name in mf.TRACE_COLUMNS}
         for number in range(part + 1, len(self._parts)):
             later = self._parts[number]
-            if later.length("patch_trace") == 0:
+            if later.num_items("patch_trace") == 0:
                 continue
             begin, end = np.searchsorted(self._keep(number, "patch_trace"), [index, index + 1])
             for p in range(int(begin), int(end)):
@@ -195,7 +195,7 @@ class StoreIndex:
 
     def _read_column(self, name: str) -> np.ndarray:
         pieces = [part.read(name) for part in self._parts]
-        patched = [part for part in self._parts if part.length("patch_trace")]
+        patched = [part for part in self._parts if part.num_items("patch_trace")]
         if len(pieces) == 1 and not patched:
             return pieces[0]
         values = np.concatenate(pieces) if pieces else np.zeros(0, mf.TRACE_COLUMNS[name])
@@ -271,9 +271,9 @@ class StoreIndex:
         for part in self._parts:
             rows = part.read("key_table")
             rows = np.sort(rows[rows > 0])
-            if not np.array_equal(rows, np.arange(1, part.length("sample") + 1)):
+            if not np.array_equal(rows, np.arange(1, part.num_items("sample") + 1)):
                 raise ValueError("key_table: not every row once")
 
     def sources(self) -> Iterator[SourceEntry]:
         for part in self._parts:
-            yield from self._sources(part, 0, part.length("source_size"))
+            yield from self._sources(part, 0, part.num_items("source_size"))

@@ -1,1 +1,1 @@
-"""Writing a store: packing traces, segments, commits."""
+"""Writing of stores: packing traces, writing segments, committing generations."""

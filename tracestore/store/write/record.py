@@ -212,7 +212,7 @@ def record_from_dict(trace: Any, *, source_name: str, position: int, need_attent
         if len(decoded) != num_tokens:
             raise field_error("tokens_decoded", f"{len(decoded)} strings", f"{num_tokens}, the rows of hidden_states")
         record.tokens_decoded = [str(s) for s in decoded]
-    for key in ("question", *schema.ANSWER_FIELDS):
+    for key in schema.TEXT_FIELDS:
         value = trace.get(key)
         if value is not None:
             if not isinstance(value, str):

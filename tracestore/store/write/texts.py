@@ -8,7 +8,7 @@ from tracestore.store.write.pack import PackedTrace
 
 TextFields = dict[str, Any]
 
-_STRINGS = ("question", *schema.ANSWER_FIELDS)
+_STRINGS = schema.TEXT_FIELDS
 
 
 def packed_texts(trace: PackedTrace) -> TextFields:

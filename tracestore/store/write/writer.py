@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -326,7 +327,7 @@ class StoreWriter:
             )
         if layout is None or a.attention_layout == "square":
             layout = a.attention_layout
-        return a.with_values(**found, attention_layout=layout)
+        return replace(a, **found, attention_layout=layout)
 
     def _segment_for(self, trace: PackedTrace) -> SegmentWriter:
         segments = self._pending.segments
@@ -359,7 +360,7 @@ class StoreWriter:
                     f"{self.place}: its scores are high for {_MEANING[str(own)]}, these for {_MEANING[direction]}: "
                     "scores of both kinds cannot be in one store (tracestore score replaces all of them)"
                 )
-        self.attributes = self.attributes.with_values(score_direction=direction)
+        self.attributes = replace(self.attributes, score_direction=direction)
 
     def update_values(self, updates: Mapping[int, tuple[float, float, str | None]]) -> None:
         """Replaces (score, label, group) of committed traces with the next commit."""
