@@ -67,6 +67,6 @@ def test_options_and_wrong_usage(store, tmp_path):
     assert json.loads(done.stdout)["output"] == str(tmp_path / "r.html")
     assert "Not checked." in (tmp_path / "r.html").read_text(encoding="utf-8")
     for wrong in (tmp_path, "."):
-        assert "a folder, expected" in report(store, "--output", wrong, check=2).stderr
+        assert "found a folder, expected" in report(store, "--output", wrong, check=2).stderr
     assert "does not exist" in report(store, "--output", tmp_path / "no" / "r.html", check=2).stderr
     assert "no such store" in report(tmp_path / "no.zarr", "--output", tmp_path / "r.html", check=2).stderr

@@ -80,9 +80,9 @@ def test_the_rows_of_a_source_that_begins_a_segment_are_not_copied(tmp_path, mon
         write_pickle(data / f"{k}.pkl", [make_trace(10 * k + i, tokens=9) for i in range(4)])
     monkeypatch.setitem(StoreWriter.__init__.__kwdefaults__, "close_bytes", 1)
     copied, taken = [], []
-    pieces, take = SpooledRows.pieces, SpoolFile.take
-    monkeypatch.setattr(SpooledRows, "pieces", lambda self: copied.append(self) or pieces(self))
-    monkeypatch.setattr(SpoolFile, "take", lambda self, path: taken.append(path.as_posix()) or take(self, path))
+    pieces, take = SpooledRows.chunks, SpoolFile.move_to
+    monkeypatch.setattr(SpooledRows, "chunks", lambda self: copied.append(self) or pieces(self))
+    monkeypatch.setattr(SpoolFile, "move_to", lambda self, path: taken.append(path.as_posix()) or take(self, path))
     assert run_convert([data, tmp_path / "s.zarr", "--workers", 3]) == 0
     assert not copied
     # At least the first source; the progress of the others depends on the threads.
@@ -245,8 +245,8 @@ def test_rows_are_copied_if_the_spool_file_cannot_be_renamed(tmp_path, monkeypat
     def take(self, path):
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
 
-    monkeypatch.setattr(SpoolFile, "take", take)
-    monkeypatch.setattr(spool_files, "_COPIED_AT_ONCE", 1000)
+    monkeypatch.setattr(SpoolFile, "move_to", take)
+    monkeypatch.setattr(spool_files, "_COPY_BYTES", 1000)
     assert run_convert([data, tmp_path / "two.zarr", "--workers", 2]) == 0
     assert tree_bytes(tmp_path / "two.zarr") == tree_bytes(tmp_path / "one.zarr")
 
@@ -267,7 +267,7 @@ def test_lost_writes_are_an_error_and_not_committed(tmp_path, monkeypatch, capfd
         assert run_convert([data, tmp_path / "a.zarr", "--workers", 2]) == 1
     assert capfd.readouterr().err.count("\n") == 1 and not (tmp_path / "a.zarr").exists()
     with monkeypatch.context() as patch:
-        patch.setattr(SpoolFile, "take", lost)
-        patch.setattr(SpooledRows, "pieces", lambda self: [np.zeros(self.nbytes, "u1")])
+        patch.setattr(SpoolFile, "move_to", lost)
+        patch.setattr(SpooledRows, "chunks", lambda self: [np.zeros(self.nbytes, "u1")])
         assert run_convert([data, tmp_path / "b.zarr", "--workers", 2]) == 1
     assert "other bytes" in capfd.readouterr().err and not (tmp_path / "b.zarr").exists()

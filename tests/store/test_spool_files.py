@@ -24,7 +24,7 @@ def rows_of(rng, count):
 def test_spooled_rows_give_the_same_shard_as_rows_in_memory(tmp_path, monkeypatch, seed):
     """Mix rows from memory and from files, skip some, roll some back."""
     rng = random.Random(seed)
-    monkeypatch.setattr(spool_files, "_COPIED_AT_ONCE", 7)
+    monkeypatch.setattr(spool_files, "_COPY_BYTES", 7)
     plain = ShardWriter(tmp_path / "plain", np.dtype("<f2"), (3,), "none", 64)
     mixed = ShardWriter(tmp_path / "mixed", np.dtype("<f2"), (3,), "none", 64)
     for source in range(rng.randint(1, 6)):
@@ -40,7 +40,7 @@ def test_spooled_rows_give_the_same_shard_as_rows_in_memory(tmp_path, monkeypatc
                 plain.append([rows])
                 mixed.append([rows]) if written is None else mixed.append_spooled(written, crc(rows))
         plain.flush(), mixed.flush()
-        files.end()
+        files.finish()
         if is_refused:
             plain.rollback(marks[0]), mixed.rollback(marks[1])
         files.remove()
@@ -59,7 +59,7 @@ def test_an_error_of_close_reaches_the_writer_that_takes_the_file(tmp_path, monk
     values = np.arange(6, dtype="<f2").reshape(2, 3)
     files = SpoolArrays(tmp_path / "ahead", 1 << 30)
     rows = files.write({"a": [values]}, values.nbytes, values.nbytes)["a"]
-    files.end()
+    files.finish()
     close, free = os.close, spool_files._free_files._value
 
     def fails(fd):
@@ -71,7 +71,7 @@ def test_an_error_of_close_reaches_the_writer_that_takes_the_file(tmp_path, monk
         patch.setattr(spool_files.os, "close", fails)
         with pytest.raises(OSError, match="Input/output"):
             stream.append_spooled(rows, crc(values))
-    assert rows.file.is_taken and stream._taken is rows.file and stream.num_rows == 0
+    assert rows.file.is_moved and stream._taken is rows.file and stream.num_rows == 0
     stream.rollback((0, 0, 0, b"", 0))
     files.remove()
     assert spool_files._free_files._value == free + 1
@@ -81,9 +81,9 @@ def test_an_error_of_close_reaches_the_writer_that_takes_the_file(tmp_path, monk
 def test_a_truncated_spool_file_is_an_error(tmp_path):
     files = SpoolArrays(tmp_path, 1 << 30)
     rows = files.write({"a": [np.arange(6, dtype="<f2").reshape(2, 3)]}, 12, 12)["a"]
-    files.end()
-    assert b"".join(p.tobytes() for p in rows.pieces()) == np.arange(6, dtype="<f2").tobytes()
+    files.finish()
+    assert b"".join(p.tobytes() for p in rows.chunks()) == np.arange(6, dtype="<f2").tobytes()
     rows.file.path.write_bytes(b"short")
     with pytest.raises(OSError, match="shorter"):
-        list(rows.pieces())
+        list(rows.chunks())
     assert math.prod(rows.shape) == rows.size == 6

@@ -194,7 +194,7 @@ class SourceStream:
                     self._read(options)
                 finally:
                     if self._ahead is not None:
-                        self._ahead.end()
+                        self._ahead.finish()
         except Cancelled:
             return
         except BaseException as error:
@@ -244,7 +244,7 @@ class SourceStream:
             return False
         assert self._ahead is not None
         needed = _DISK_SPACE_RATIO * self._size.file_bytes
-        self._may_write = self._ahead.has_room(self._gate.reserved_on_disk + needed)
+        self._may_write = self._ahead.has_space(self._gate.reserved_on_disk + needed)
         if self._may_write:
             self._gate.reserved_on_disk += needed - self._reserved
             self._reserved = needed

@@ -303,7 +303,7 @@ def merge_parts(older: dict[str, np.ndarray], newer: dict[str, np.ndarray], firs
 
 def apply_patch(arrays: dict[str, Any], row: int, patch: dict[str, Any]) -> None:
     """Write the location that a patch adds into row `row` of writable trace columns."""
-    group = GROUP_NAMES[patch["patch_group"] != GROUP_GRAPH]  # Any other value counts as GROUP_SEQUENCE.
+    group = "graph" if patch["patch_group"] == GROUP_GRAPH else "sequence"
     for name in ("segment", "row", "crc32c"):
         arrays[f"{group}_{name}"][row] = patch[f"patch_{name}"]
     for name in LOCATION_COLUMNS[group]:

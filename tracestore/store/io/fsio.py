@@ -1,4 +1,4 @@
-"""File system steps of the commit protocol: write, fsync, rename, lock."""
+"""File system operations of the commit protocol: write, fsync, rename, lock."""
 
 import contextlib
 import errno
@@ -14,17 +14,20 @@ from typing import Any, BinaryIO
 from tracestore.errors import DiskFullError, StorageError, StoreLockedError, UsageError
 from tracestore.store.format.paths import TEMPORARY_PREFIX
 
-# Of results.json and the like: 1,000,000 traces tested 25 times take less.
+# Default size limit of JSON documents: results.json of 1,000,000 traces and 25 runs stays below it.
 MAX_JSON_BYTES = 4 << 30
 
-_HELD = (errno.EWOULDBLOCK, errno.EACCES)
-_MAX_PIECES = 512  # of one call; IOV_MAX is 1,024
+# Errors of flock() that mean that another process holds the lock.
+_LOCK_HELD_ERRORS = (errno.EWOULDBLOCK, errno.EACCES)
+_MAX_IOVECS = 512  # per call of pwritev; IOV_MAX is 1,024
 
 
 def retry_eintr(call: Callable[..., Any], *arguments: Any) -> Any:
-    """The call, repeated while a signal interrupts it. os.open, write and fsync do so
-    themselves; mkdir, rename, unlink, rmdir and truncate do not, and network file
-    systems interrupt them."""
+    """Return ``call(*arguments)``, repeated while a signal interrupts it.
+
+    Python retries os.open, write and fsync itself, but not mkdir, rename, unlink, rmdir and truncate,
+    which can be interrupted on network file systems.
+    """
     while True:
         try:
             return call(*arguments)
@@ -34,7 +37,7 @@ def retry_eintr(call: Callable[..., Any], *arguments: Any) -> Any:
 
 @contextlib.contextmanager
 def with_filename(path: Path) -> Iterator[None]:
-    """An OSError of a call on a descriptor names the file."""
+    """Add the file name to an OSError of a call on a file descriptor."""
     try:
         yield
     except OSError as error:
@@ -44,7 +47,7 @@ def with_filename(path: Path) -> Iterator[None]:
 
 
 def fsync_path(path: Path) -> None:
-    """fsync of a file or folder. A failure is raised and never retried."""
+    """Synchronize a file or folder with the disk. A failure is raised and never retried."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         with with_filename(path):
@@ -54,29 +57,31 @@ def fsync_path(path: Path) -> None:
 
 
 def write_all(fd: int, data: memoryview) -> None:
-    """os.write until everything is written (short writes are legal)."""
+    """Write all of `data`; a single os.write may write less."""
     while len(data):
         data = data[os.write(fd, data) :]
 
 
-def pwritev_all(fd: int, pieces: Sequence[memoryview], offset: int) -> None:
-    """The pieces one behind the other from `offset` on, without a copy. What failed
-    half-way can be written again."""
-    left = list(pieces)
-    while left:
-        written = os.pwritev(fd, left[:_MAX_PIECES], offset)
+def pwritev_all(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+    """Write the buffers consecutively from `offset` on, without copying them.
+
+    After a failure the same call can be repeated.
+    """
+    remaining = list(buffers)
+    while remaining:
+        written = os.pwritev(fd, remaining[:_MAX_IOVECS], offset)
         offset += written
-        if written == sum(map(len, left[:_MAX_PIECES])):
-            del left[:_MAX_PIECES]
+        if written == sum(map(len, remaining[:_MAX_IOVECS])):
+            del remaining[:_MAX_IOVECS]
             continue
-        while left and written >= len(left[0]):
-            written -= len(left.pop(0))
+        while remaining and written >= len(remaining[0]):
+            written -= len(remaining.pop(0))
         if written:
-            left[0] = left[0][written:]
+            remaining[0] = remaining[0][written:]
 
 
 def write_file(path: Path, data: bytes | memoryview, *, mode: int = 0o444) -> None:
-    """A new file with these bytes, on disk when the function returns. Its folder is not synced."""
+    """Create a file with these bytes and synchronize it with the disk, but not its folder."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         with with_filename(path):
@@ -88,7 +93,7 @@ def write_file(path: Path, data: bytes | memoryview, *, mode: int = 0o444) -> No
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Puts a file in place atomically: temporary name, fsync, rename, fsync of the folder."""
+    """Create or replace a file atomically: temporary name, fsync, rename, fsync of the folder."""
     temporary = path.with_name(TEMPORARY_PREFIX + path.name)
     remove_tree(temporary)
     write_file(temporary, data)
@@ -97,7 +102,13 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A file to read. UsageError where it is a FIFO, a device or a folder: reading those may never end."""
+    """Open a regular file for reading.
+
+    Raises
+    ------
+    UsageError
+        If it is a FIFO, a device or a folder, because reading those may never end.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -106,12 +117,19 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """The document in a file. ValueError where it is not JSON or larger than max_bytes; OSError and
-    UsageError as of open_regular."""
+    """Return the JSON document in a file.
+
+    Raises
+    ------
+    ValueError
+        If the file is not valid JSON or larger than `max_bytes`.
+    UsageError
+        If it is not a regular file.
+    """
     with open_regular(path) as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
-        raise ValueError(f"more than {max_bytes:,} bytes")
+        raise ValueError(f"larger than {max_bytes:,} bytes")
     try:
         return json.loads(data.decode("utf-8"))
     except RecursionError:
@@ -119,15 +137,15 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
 
 
 def makedirs(path: Path) -> None:
-    """Path.mkdir(parents=True, exist_ok=True)."""
+    """Create a folder and its missing parents; unlike Path.mkdir, retry interrupted calls."""
     if not path.is_dir():
         makedirs(path.parent)
-        with contextlib.suppress(FileExistsError):  # another thread made it
+        with contextlib.suppress(FileExistsError):  # Another thread has created it.
             retry_eintr(os.mkdir, path)
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a folder or file of ours if it is there."""
+    """Remove a folder with its contents, or a file, if it exists."""
     if path.is_symlink() or not path.is_dir():
         with contextlib.suppress(FileNotFoundError):
             retry_eintr(os.unlink, path)
@@ -138,15 +156,18 @@ def remove_tree(path: Path) -> None:
 
 
 def try_remove_tree(path: Path) -> None:
-    """remove_tree of what lies in SPOOL_FOLDER: the next writer removes what stays."""
+    """Remove a temporary folder or file and ignore errors; the next writer removes what is left."""
     with contextlib.suppress(OSError):
         remove_tree(path)
 
 
 @contextlib.contextmanager
 def map_os_errors(path: Path, needed_bytes: Callable[[], int] | None = None) -> Iterator[None]:
-    """ENOSPC and EDQUOT become DiskFullError, which says what needed_bytes() gives;
-    refusals by the file system become UsageError, the rest StorageError."""
+    """Convert an OSError of the block to an error of tracestore.
+
+    ENOSPC and EDQUOT become DiskFullError, whose message quotes needed_bytes(). Missing permissions
+    and invalid paths become UsageError, and all other errors StorageError.
+    """
     try:
         yield
     except OSError as error:
@@ -154,28 +175,33 @@ def map_os_errors(path: Path, needed_bytes: Callable[[], int] | None = None) -> 
             raise
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             free = free_bytes(path)
-            wanted = f"about {needed_bytes():,} bytes were needed, " if needed_bytes else ""
-            raise DiskFullError(f"no space left on the file system of {path}: {wanted}{free:,} are free") from error
-        where = error.filename or path
+            needed = f"about {needed_bytes():,} bytes were needed, " if needed_bytes else ""
+            raise DiskFullError(f"no space left on the file system of {path}: {needed}{free:,} are free") from error
+        name = error.filename or path
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP):
-            raise UsageError(f"cannot write {where}: {error.strerror}") from error
-        raise StorageError(f"{where}: {error.strerror}; what was committed before stays") from error
+            raise UsageError(f"cannot write {name}: {error.strerror}") from error
+        raise StorageError(f"{name}: {error.strerror}. Data committed before is not affected.") from error
 
 
 def check_destination(path: Path) -> None:
-    """UsageError where no file of that name can be made: before the work, not after it."""
+    """Raise UsageError if no file can be created at `path`, so that commands fail before their work."""
     if not path.name or path.is_dir():
-        raise UsageError(f"{path}: a folder, expected the name of a file")
+        raise UsageError(f"{path}: found a folder, expected a file name")
     if not path.parent.is_dir():
-        raise UsageError(f"{path}: the folder it should lie in does not exist")
+        raise UsageError(f"{path}: the parent folder does not exist")
     if not os.access(path.parent, os.W_OK):
-        raise UsageError(f"cannot write {path}: the folder does not allow it")
+        raise UsageError(f"cannot write {path}: the folder is not writable")
 
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that has its name when the block has ended, on the disk, or not at all.
-    UsageError as of check_destination."""
+    """Open a file that appears at `path` when the block ends without an exception, and never partially.
+
+    Raises
+    ------
+    UsageError
+        If no file can be created at `path`.
+    """
     check_destination(path)
     temporary = path.with_name(TEMPORARY_PREFIX + path.name)
     remove_tree(temporary)
@@ -193,52 +219,53 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 
 def free_bytes(path: Path) -> int:
-    """Free space of the file system that holds `path` or its nearest existing parent."""
+    """Return the free bytes of the file system that holds `path` or its nearest existing parent."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return shutil.disk_usage(path).free
 
 
 class WriterLock:
-    """An exclusive flock on STORE/lock; the kernel drops it when the process dies."""
+    """An exclusive flock on STORE/lock, which the kernel releases when the process ends."""
 
     def __init__(self, store: Path) -> None:
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             self._fd = os.open(store / "lock", flags, 0o644)
         except FileNotFoundError:
-            raise StoreLockedError(f"{store}: another writer has just taken its empty store away") from None
+            raise StoreLockedError(f"{store}: another writer has just removed its empty store") from None
         try:
             with with_filename(store / "lock"):
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # A writer that committed nothing takes its store away with the file: a lock
-            # on that file would keep nobody from making the store anew.
+            # A writer that committed nothing removes its store including this file. A lock on the
+            # removed file would not exclude a writer that creates the store again.
             if not is_same_file(self._fd, store / "lock"):
                 raise BlockingIOError(errno.EWOULDBLOCK, "removed")
         except OSError as error:
             os.close(self._fd)
-            if error.errno in _HELD:
+            if error.errno in _LOCK_HELD_ERRORS:
                 raise StoreLockedError(f"{store}: another writer holds the store") from None
             raise
 
-    def text(self) -> bytes:
-        """What the file says, at most 64 bytes of it."""
+    def read(self) -> bytes:
+        """Return the first 64 bytes of the lock file."""
         return os.pread(self._fd, 64, 0)
 
     def write(self, text: bytes) -> None:
-        """Has the file say this and nothing else, durably."""
+        """Replace the contents of the lock file, durably."""
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, text, 0)
         os.fsync(self._fd)
 
     def release(self) -> None:
+        """Release the lock; no-op if it is released already."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 def is_same_file(fd: int, path: Path) -> bool:
-    """Whether the open file is still the one at `path`."""
+    """Return whether the open file is still the one at `path`."""
     try:
         return os.path.samestat(os.fstat(fd), os.lstat(path))
     except FileNotFoundError:
@@ -246,19 +273,29 @@ def is_same_file(fd: int, path: Path) -> bool:
 
 
 class Pin:
-    """A shared flock on manifest/<g>: generation g and all it names stay as long as this
-    object lives. FileNotFoundError where the manifest is gone or on its way.
+    """A shared flock on a manifest, which keeps writers from removing that generation.
 
-    A lock belongs to the open file: a forked child keeps the pin until it ends too, and
-    a writer in the same process as a reader is held off like any other. Where the file
-    system has no locks nothing is pinned; maps of removed files stay readable.
+    The lock belongs to the open file: a forked child keeps the pin until it ends too, and the pin
+    also excludes a writer in the same process. On a file system without locks nothing is pinned, but
+    memory maps of removed files stay readable.
+
+    Parameters
+    ----------
+    fd : int
+        Descriptor of the manifest, open for reading. The pin closes it.
+    path : Path
+        Path of the manifest.
+
+    Raises
+    ------
+    FileNotFoundError
+        If the manifest was removed, or a writer is removing it.
     """
 
     def __init__(self, fd: int, path: Path) -> None:
-        """fd: the manifest, open for reading; closed with the pin. path: where it lies."""
         self._fd = -1
         try:
-            if _lock_error(fd, fcntl.LOCK_SH) in _HELD or not is_same_file(fd, path):
+            if _lock_error(fd, fcntl.LOCK_SH) in _LOCK_HELD_ERRORS or not is_same_file(fd, path):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         except BaseException:
             os.close(fd)
@@ -266,21 +303,22 @@ class Pin:
         self._fd = fd
 
     def read(self, max_bytes: int) -> bytes:
-        """The bytes of the pinned manifest; ValueError where they are more than max_bytes."""
+        """Return the bytes of the pinned manifest; raise ValueError if there are more than `max_bytes`."""
         data = b""
-        while piece := os.pread(self._fd, 1 << 20, len(data)):
-            data += piece
+        while chunk := os.pread(self._fd, 1 << 20, len(data)):
+            data += chunk
             if len(data) > max_bytes:
-                raise ValueError(f"more than {max_bytes} bytes")
+                raise ValueError(f"larger than {max_bytes} bytes")
         return data
 
     def close(self) -> None:
+        """Release the pin; no-op if it is released already."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        # At the end of the interpreter the names of this module may be gone.
+        # The globals of this module may be gone when the interpreter exits.
         if self._fd >= 0:
             close(self._fd)
             self._fd = -1
@@ -288,11 +326,13 @@ class Pin:
 
 @contextlib.contextmanager
 def try_exclusive(fd: int) -> Iterator[bool]:
-    """Whether nobody pins the manifest that is open as fd; nobody can while the context lasts, at the
-    end of which it is closed."""
+    """Try to lock the manifest open as `fd` exclusively during the block, and close it afterwards.
+
+    Yields True if no reader has the manifest pinned; no reader can pin it during the block then.
+    """
     try:
-        # EBADF: locks of files open for writing only, so that shared ones may be held.
-        yield _lock_error(fd, fcntl.LOCK_EX) not in (*_HELD, errno.EBADF)
+        # EBADF: the file system allows exclusive locks only on files open for writing, so readers may hold a pin.
+        yield _lock_error(fd, fcntl.LOCK_EX) not in (*_LOCK_HELD_ERRORS, errno.EBADF)
     finally:
         os.close(fd)
 

@@ -1,4 +1,4 @@
-"""The manifests of a store in a folder."""
+"""Reading the manifests of a local store."""
 
 from tracestore.errors import CorruptStoreError
 from tracestore.store.format import paths
@@ -7,12 +7,20 @@ from tracestore.store.io.files import LocalFiles
 
 
 def list_generations(files: LocalFiles) -> list[int]:
-    """The generations that have a manifest file, newest first."""
+    """Return the generations that have a manifest file, latest first."""
     return sorted((int(n) for n in files.list_dir("manifest") if paths.is_generation(n)), reverse=True)
 
 
 def load_manifest(files: LocalFiles, generation: int) -> Manifest:
-    """CorruptStoreError where the file is not whole; FileNotFoundError where it is gone."""
+    """Return the manifest of a generation.
+
+    Raises
+    ------
+    CorruptStoreError
+        If the file cannot be read or is not a valid manifest.
+    FileNotFoundError
+        If it does not exist.
+    """
     path = paths.manifest(generation)
     try:
         data = files.read_small(path, MAX_MANIFEST_BYTES)

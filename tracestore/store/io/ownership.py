@@ -1,4 +1,4 @@
-"""What in a folder is a store's, so that nothing else is ever written over or removed."""
+"""Detection of the files that belong to a store, so that no other file is ever overwritten or removed."""
 
 import enum
 import json
@@ -15,73 +15,73 @@ from tracestore.store.io.fsio import retry_eintr
 from tracestore.store.io.manifests import list_generations, load_manifest
 
 MAX_ROOT_BYTES = 1 << 16
-# Of an unfinished creation.
-_BEGINNING = {"lock", f"{TEMPORARY_PREFIX}zarr.json"}
-# What the lock of a store says that is being written to take the place of another one.
+# Files of a store whose creation did not finish.
+_UNFINISHED_FILES = {"lock", f"{TEMPORARY_PREFIX}zarr.json"}
+# Content of the lock file of a store that is being written to replace another one.
 REPLACEMENT = b"replacement\n"
 _ATTEMPTS = 20
 
 
 class FolderKind(enum.Enum):
-    """What a folder is to a writer."""
+    """Content of a folder from the viewpoint of a writer."""
 
     ABSENT = enum.auto()
-    EMPTY = enum.auto()  # or the beginning of a store, which holds nothing yet
+    EMPTY = enum.auto()  # also a store whose creation did not finish
     STORE = enum.auto()
 
 
 def classify_folder(store: Path) -> FolderKind:
-    """Return what lies at a path. Nothing is changed.
+    """Return what lies at a path, without changing anything.
 
     Raises
     ------
     UsageError
-        Where it is neither a store nor an empty folder, or holds what no writer of a store wrote.
+        If it is neither a store nor an empty folder, or contains files that do not belong to a store.
     CorruptStoreError
-        Where it is a store with a link in it, or without its zarr.json.
+        If it is a store that contains a symbolic link or lacks its zarr.json.
     """
     for attempt in range(_ATTEMPTS):
-        before = _names(store)
+        before = _list_names(store)
         try:
-            return _examine(store, before)
+            return _classify(store, before)
         except UsageError:
-            # Another writer may be about to make or to remove the store.
-            if before == _names(store):
+            # Another writer may be creating or removing the store.
+            if before == _list_names(store):
                 raise
         time.sleep(0.001 * attempt)
-    return _examine(store, _names(store))
+    return _classify(store, _list_names(store))
 
 
-def _names(store: Path) -> list[str] | None:
+def _list_names(store: Path) -> list[str] | None:
     try:
-        return sorted(n for n in os.listdir(store) if not _is_of_file_system(n))
+        return sorted(n for n in os.listdir(store) if not _is_system_file(n))
     except FileNotFoundError:
         return None
     except NotADirectoryError:
         raise UsageError(f"{store}: exists and is not a folder") from None
 
 
-def _is_of_file_system(name: str) -> bool:
-    """What file managers and network file systems put beside anything."""
+def _is_system_file(name: str) -> bool:
+    """Return whether file managers or network file systems create files of this name."""
     return name == ".DS_Store" or name.startswith(".nfs")
 
 
-def _examine(store: Path, found: list[str] | None) -> FolderKind:
-    if found is None:
+def _classify(store: Path, names: list[str] | None) -> FolderKind:
+    if names is None:
         return FolderKind.ABSENT
-    if not found or _is_beginning(store, found):
+    if not names or _is_unfinished(store, names):
         return FolderKind.EMPTY
     if not has_root(store):
         if has_manifest(store):
             raise CorruptStoreError(
-                f"{store}: zarr.json is missing or not a store's; run: tracestore verify {store} --repair"
+                f"{store}: zarr.json is missing or invalid. Run: tracestore verify {store} --repair"
             )
-        raise UsageError(f"{store}: the folder is not empty and not a store")
-    for name in found:
+        raise UsageError(f"{store}: the folder is neither empty nor a store")
+    for name in names:
         _require_own(store, name)
         if name in paths.TOP_FOLDERS:
             for inner in LocalFiles(store).list_dir(name):
-                if not _is_of_file_system(inner):
+                if not _is_system_file(inner):
                     _require_own(store, f"{name}/{inner}")
     return FolderKind.STORE
 
@@ -94,14 +94,16 @@ def _require_own(store: Path, path: str) -> None:
     if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
         raise not_regular_error(store, path)
     if not paths.is_own(path, is_folder=stat.S_ISDIR(mode)):
-        raise UsageError(f"{store}: holds {escape_unprintable(path, 100)}, which is not a store's: move it elsewhere")
+        raise UsageError(
+            f"{store}: contains {escape_unprintable(path, 100)}, which does not belong to a store. Move it elsewhere."
+        )
 
 
-def _is_beginning(store: Path, found: list[str]) -> bool:
-    """Whether a writer was stopped before it had written the root zarr.json."""
-    if not set(found) <= _BEGINNING:
+def _is_unfinished(store: Path, names: list[str]) -> bool:
+    """Return whether a writer was stopped before it had written the root zarr.json."""
+    if not set(names) <= _UNFINISHED_FILES:
         return False
-    for name in found:
+    for name in names:
         status = os.lstat(store / name)
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_ROOT_BYTES:
             return False
@@ -111,7 +113,7 @@ def _is_beginning(store: Path, found: list[str]) -> bool:
 
 
 def has_root(store: Path) -> bool:
-    """Return whether the root zarr.json says that this is a store of this format."""
+    """Return whether the root zarr.json is that of a store of this format."""
     try:
         data = json.loads(LocalFiles(store).read_small("zarr.json", MAX_ROOT_BYTES))
         schema.Attributes.from_json(data["attributes"]["tracestore"])
@@ -121,7 +123,7 @@ def has_root(store: Path) -> bool:
 
 
 def has_manifest(store: Path) -> bool:
-    """Return whether one of the two newest manifests is whole."""
+    """Return whether one of the two latest manifests is valid."""
     files = LocalFiles(store)
     try:
         for number in list_generations(files)[:2]:
@@ -136,14 +138,14 @@ def has_manifest(store: Path) -> bool:
 
 
 def remove_own(store: Path, path: str) -> bool:
-    """Remove a file or folder of a store with all in it that has a name of the format.
+    """Remove a file or folder of a store, but only files with a path of the format.
 
-    Links, and what else has another name, stay, and so do the folders that they lie in.
+    Symbolic links, files with other names and the folders that contain them are kept.
 
     Returns
     -------
     bool
-        Whether nothing stays.
+        Whether everything was removed.
     """
     try:
         mode = os.lstat(store / path).st_mode
@@ -162,14 +164,20 @@ def remove_own(store: Path, path: str) -> bool:
 
 
 def require_removed(store: Path, path: str) -> None:
-    """As remove_own; UsageError where something stays that is in the way."""
+    """Remove a file or folder of a store; raise UsageError if it contains files that are not the store's."""
     if not remove_own(store, path):
-        raise UsageError(f"{store}: {escape_unprintable(path, 100)} holds what is not a store's: move it elsewhere")
+        raise UsageError(
+            f"{store}: {escape_unprintable(path, 100)} contains files that do not belong to a store. "
+            "Move them elsewhere."
+        )
 
 
 def remove_contents(store: Path, *, keep_lock: bool = False) -> None:
-    """Remove what a store consists of: the manifests first and durably, the root zarr.json last, so
-    that what a stop leaves is a store without traces."""
+    """Remove all files of a store.
+
+    The manifests are removed first and the root zarr.json last, so that an interruption leaves a store
+    without traces.
+    """
     remove_own(store, "manifest")
     for name in ("index", "columns", "segments", paths.SPOOL_FOLDER, f"{TEMPORARY_PREFIX}zarr.json", "zarr.json"):
         remove_own(store, name)

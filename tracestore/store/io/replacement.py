@@ -1,4 +1,4 @@
-"""A store that is written beside another one and takes its place as a whole."""
+"""Replacement of a store by a new one that is written in a folder next to it."""
 
 import contextlib
 import os
@@ -11,15 +11,15 @@ from tracestore.store.io.ownership import REPLACEMENT, FolderKind, classify_fold
 
 
 def replacement_dir(store: Path) -> Path:
-    """Return where a store that is to replace another one is written."""
+    """Return the folder in which the replacement of a store is written."""
     return store.parent / f"{TEMPORARY_PREFIX}{store.name}"
 
 
 class Replacement:
-    """A folder beside a store, of which a writer makes what shall take the store's place.
+    """A folder next to a store in which a writer prepares the store that replaces it.
 
-    Holds the lock of the store that is to be replaced, which readers and nobody else use until
-    replace_existing(); a stop at any time leaves one of the two under the store's name.
+    It holds the writer lock of the old store, which only readers can use until swap(). After an
+    interruption at any time the store's path holds either the old or the new store.
     """
 
     def __init__(self, target: Path) -> None:
@@ -27,44 +27,47 @@ class Replacement:
         self._old_lock = fsio.WriterLock(target)
 
     def begin(self, lock: fsio.WriterLock) -> bool:
-        """Mark the folder, whose lock is held, as a replacement.
+        """Mark the folder, whose lock the caller holds, as a replacement.
 
         Returns
         -------
         bool
-            Whether it was one already: then it holds what a stopped writer had committed. What else
-            lies there is a store that was replaced, and is removed.
+            True if it was marked already: it then holds what an interrupted writer has committed. Without
+            the mark it holds a store that was replaced, which is removed.
         """
-        if lock.text() == REPLACEMENT:
+        if lock.read() == REPLACEMENT:
             return True
         remove_contents(self.folder, keep_lock=True)
         lock.write(REPLACEMENT)
         fsio.fsync_path(self.folder)
         return False
 
-    def replace_existing(self, lock: fsio.WriterLock) -> None:
-        """Give the folder the store's name, and remove the store that had it."""
+    def swap(self, lock: fsio.WriterLock) -> None:
+        """Move the new store to the path of the old store, and remove the old store."""
         old = self.folder
         if not exchange(self.folder, self.target):
-            # Here a stop between the two calls leaves both stores whole, neither under the name.
+            # The platform has no atomic exchange. An interruption between the two renames leaves both stores
+            # intact, but none of them at the target path.
             old = self.target.parent / f"{TEMPORARY_PREFIX}old-{self.target.name}"
             fsio.retry_eintr(os.rename, self.target, old)
             fsio.retry_eintr(os.rename, self.folder, self.target)
         fsio.fsync_path(self.target.parent)
         lock.write(b"")
         remove_contents(old)
-        with contextlib.suppress(OSError):  # what is no store's stays
+        with contextlib.suppress(OSError):  # The folder contains files that are not a store's; keep them.
             fsio.retry_eintr(os.rmdir, old)
         self.close()
 
     def close(self) -> None:
-        """Let go of the store that is not replaced any more, or not yet."""
+        """Release the lock of the old store."""
         self._old_lock.release()
 
 
 def open_replacement(path: Path) -> Replacement | None:
-    """Return where to write what shall replace the store at `path`; None where there is none.
-    Errors as of ownership.examine."""
+    """Return the replacement of the store at `path`, or None if there is no store to replace.
+
+    Raises the errors of classify_folder().
+    """
     if classify_folder(path) is not FolderKind.STORE:
         return None
     classify_folder(replacement_dir(path))

@@ -1,4 +1,4 @@
-"""ScratchFile beside the memory: arrays of one large trace, in files without a name."""
+"""Temporary arrays of large traces: in memory up to a limit, beyond it in unnamed files."""
 
 import mmap
 import os
@@ -12,11 +12,11 @@ from tracestore.platform_support import preallocate
 
 
 class Scratch:
-    """Writable arrays for what one trace needs on its way into the store.
+    """Allocator of the writable arrays that one trace needs on its way into the store.
 
-    Up to max_memory bytes of a trace are memory; what is beyond lies in files in `folder`
-    that have no name, so that nothing is left of them however the process ends.
-    start() begins a trace. OSError (ENOSPC) where the file system has no room.
+    Up to `max_memory` bytes per trace are allocated in memory. Further arrays are mapped from unnamed
+    files in `folder`, of which nothing remains after the process ends in any way. An allocation
+    raises OSError (ENOSPC) if the file system is full.
     """
 
     def __init__(self, folder: Path | None = None, *, max_memory: int = 48 << 20) -> None:
@@ -24,14 +24,15 @@ class Scratch:
         self._used = 0
 
     def start(self) -> None:
+        """Start a new trace: reset the count of bytes in memory."""
         self._used = 0
 
     def new_file(self, num_bytes: int) -> "ScratchFile":
-        """To be written once, front to back; what is written takes no memory of the process."""
+        """Return an unnamed file of `num_bytes` bytes, to be written once from front to back."""
         return ScratchFile(self.folder, num_bytes)
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> np.ndarray:
-        """As numpy.empty."""
+        """Return an uninitialized array, like numpy.empty."""
         dtype = np.dtype(dtype)
         count = int(np.prod(shape, dtype=np.int64))
         num_bytes = count * dtype.itemsize
@@ -39,26 +40,27 @@ class Scratch:
         if self._used <= self.max_memory or num_bytes == 0:
             return np.empty(shape, dtype)
         with tempfile.TemporaryFile(dir=self.folder) as file:
-            # Reserved: writing through the map cannot run out of space, which would be a signal.
+            # Reserve the blocks: running out of space while writing through the map would raise SIGBUS.
             preallocate(file.fileno(), num_bytes)
             return np.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype, count).reshape(shape)
 
 
 class ScratchFile:
-    """A file without a name: write(piece) until it is full, then finish() maps it."""
+    """An unnamed file: call write(chunk) until it is full, then finish() to map it."""
 
     def __init__(self, folder: Path | None, num_bytes: int) -> None:
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - finish() closes it
         self._num_bytes, self._position = num_bytes, 0
 
-    def write(self, piece: memoryview) -> None:
-        while len(piece):
-            written = os.pwrite(self._file.fileno(), piece, self._position)
+    def write(self, chunk: memoryview) -> None:
+        """Append bytes."""
+        while len(chunk):
+            written = os.pwrite(self._file.fileno(), chunk, self._position)
             self._position += written
-            piece = piece[written:]
+            chunk = chunk[written:]
 
     def finish(self) -> memoryview:
-        """The bytes, read-only, for as long as a view of them lives."""
+        """Return a read-only map of the bytes, which lives as long as a view of it."""
         assert self._position == self._num_bytes
         with self._file:
             return memoryview(mmap.mmap(self._file.fileno(), self._num_bytes, access=mmap.ACCESS_READ))

@@ -1,8 +1,8 @@
-"""Rows of a source in files of their own, before it is known where in the store they belong.
+"""Files of packed rows whose position in the store is not known yet.
 
-A source whose turn has not come would have to wait in memory. Where it is likely to begin a
-segment its rows go into files at once, and the arrays of the segment take these files over
-(shard.ShardWriter); where it turns out otherwise, the rows are copied from there.
+A source that is packed before its turn would otherwise wait in memory. If it is likely to start a
+segment, its rows are written to files at once, and the arrays of the segment adopt these files
+(ShardWriter.append_spooled). If the prediction was wrong, the rows are copied from the files.
 """
 
 import contextlib
@@ -15,22 +15,31 @@ from pathlib import Path
 
 import numpy as np
 
-from tracestore.store.io.fsio import free_bytes, makedirs, pwritev_all, retry_eintr, try_remove_tree, with_filename
+from tracestore.store.io.fsio import (
+    free_bytes,
+    makedirs,
+    pwritev_all,
+    retry_eintr,
+    try_remove_tree,
+    with_filename,
+)
 
-_COPIED_AT_ONCE = 1 << 20
-# Files that may be open for all sources ahead together, of the 1,024 that a process usually has.
+_COPY_BYTES = 1 << 20
+# Limit on open spool files of all sources, well below the usual limit of 1,024 files per process.
 _free_files = threading.BoundedSemaphore(256)
 
 
 class SpoolFile:
-    """Rows of one array one behind the other. One thread writes at its end, meanwhile
-    another may take the file over or read what is there."""
+    """A file of consecutive rows of one array.
+
+    One thread appends while another thread may move the file into a segment or read it.
+    """
 
     def __init__(self, path: Path) -> None:
         if not _free_files.acquire(blocking=False):
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
-        self.path, self.num_bytes, self.is_taken = path, 0, False
-        self._fd, self._is_whole, self._lock = -1, False, threading.Lock()
+        self.path, self.num_bytes, self.is_moved = path, 0, False
+        self._fd, self._is_finished, self._lock = -1, False, threading.Lock()
         try:
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         finally:
@@ -38,17 +47,24 @@ class SpoolFile:
                 _free_files.release()
 
     def append(self, arrays: Sequence[np.ndarray]) -> "SpooledRows":
+        """Write the rows of one trace at the end of the file and return their location."""
         begin = self.num_bytes
-        pieces = [a.data.cast("B") for a in arrays if a.size]
+        buffers = [a.data.cast("B") for a in arrays if a.size]
         with with_filename(self.path):
-            pwritev_all(self._fd, pieces, begin)
-        first, num_bytes = arrays[0], sum(map(len, pieces))
+            pwritev_all(self._fd, buffers, begin)
+        first, num_bytes = arrays[0], sum(map(len, buffers))
         self.num_bytes += num_bytes
         return SpooledRows(self, begin, num_bytes, first.dtype, (sum(map(len, arrays)), *first.shape[1:]))
 
-    def take(self, path: Path) -> int:
-        """Gives the file its name in the segment, where it goes on growing. -> a descriptor for
-        the one who takes it: what the disk fails to keep is told to those who had the file open."""
+    def move_to(self, path: Path) -> int:
+        """Rename the file to its path in a segment, where it continues to grow.
+
+        Returns
+        -------
+        int
+            A duplicate of the descriptor. The kernel reports a failed write-back only to descriptors
+            that were open at that time, so a newly opened one could miss the error.
+        """
         makedirs(path.parent)
         with self._lock:
             fd = os.dup(self._fd)
@@ -57,23 +73,28 @@ class SpoolFile:
             except BaseException:
                 os.close(fd)
                 raise
-            self.path, self.is_taken = path, True
+            self.path, self.is_moved = path, True
         return fd
 
-    def end(self) -> None:
-        """Nothing more is appended."""
+    def finish(self) -> None:
+        """Declare that no more rows are appended."""
         with self._lock:
-            self._is_whole = True
+            self._is_finished = True
 
     def close_if_done(self) -> None:
-        """Where nothing more is appended and the file was taken. OSError as of close(2), which
-        may be the first to know that what was written is lost."""
+        """Close the file if it is finished and was moved.
+
+        Raises
+        ------
+        OSError
+            If close(2) fails, which may be the first report of lost data.
+        """
         with self._lock:
-            if self._is_whole and self.is_taken:
+            if self._is_finished and self.is_moved:
                 self._close()
 
     def close(self) -> None:
-        """It has been ended, and nobody takes it any more."""
+        """Close a finished file that no segment adopts any more."""
         with self._lock:
             self._close()
 
@@ -86,7 +107,7 @@ class SpoolFile:
 
 @dataclass(frozen=True)
 class SpooledRows:
-    """Where the rows of one trace lie; of an array of `dtype` and `shape`."""
+    """Location of the rows of one trace in a spool file, with the dtype and shape of the array."""
 
     file: SpoolFile
     begin: int
@@ -96,19 +117,20 @@ class SpooledRows:
 
     @property
     def size(self) -> int:
+        """Number of items."""
         return self.nbytes // self.dtype.itemsize
 
-    def pieces(self) -> Iterator[np.ndarray]:
-        """The bytes, some at a time."""
+    def chunks(self) -> Iterator[np.ndarray]:
+        """Yield the bytes as uint8 arrays of limited size."""
         end = self.begin + self.nbytes
         fd = os.open(self.file.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             with with_filename(self.file.path):
                 position = self.begin
                 while position < end:
-                    data = os.pread(fd, min(_COPIED_AT_ONCE, end - position), position)
+                    data = os.pread(fd, min(_COPY_BYTES, end - position), position)
                     if not data:
-                        raise OSError(errno.EIO, "shorter than what was written")
+                        raise OSError(errno.EIO, "shorter than the data written to it")
                     position += len(data)
                     yield np.frombuffer(data, "u1")
         finally:
@@ -116,31 +138,51 @@ class SpooledRows:
 
 
 class SpoolArrays:
-    """The arrays of one source, each a file in `folder`; others are begun where a segment
-    of that much (`split_bytes`) is split."""
+    """The arrays of one source as spool files in `folder`.
+
+    New files are started where a segment of `split_bytes` bytes is split.
+    """
 
     def __init__(self, folder: Path, split_bytes: int) -> None:
         self._folder, self._split_bytes = folder, split_bytes
         self._files: dict[str, SpoolFile] = {}
-        self._ended: list[SpoolFile] = []
+        self._finished: list[SpoolFile] = []
         self._num_bytes = self._num_splits = 0
 
-    def has_room(self, num_bytes: int) -> bool:
-        """Whether the file system has so much."""
+    def has_space(self, num_bytes: int) -> bool:
+        """Return whether the file system has `num_bytes` free bytes."""
         return free_bytes(self._folder) >= num_bytes
 
     def write(
         self, arrays: Mapping[str, Sequence[np.ndarray]], num_bytes: int, segment_bytes: int
     ) -> dict[str, SpooledRows] | None:
-        """The arrays of the next trace, num_bytes in all; a segment grows by segment_bytes with it.
-        -> where they lie; None where they could not be written: nothing more is to be written
-        then. OSError where what was written before is lost."""
+        """Write the arrays of the next trace.
+
+        Parameters
+        ----------
+        arrays : Mapping[str, Sequence[np.ndarray]]
+            Consecutive parts of each array.
+        num_bytes : int
+            Total size of the arrays.
+        segment_bytes : int
+            Number of bytes by which the trace increases the size of its segment.
+
+        Returns
+        -------
+        dict[str, SpooledRows] or None
+            Locations of the arrays, or None if they cannot be written; no call may follow then.
+
+        Raises
+        ------
+        OSError
+            If data that was written before is lost.
+        """
         if self._num_bytes and self._num_bytes + num_bytes > self._split_bytes:
-            self.end()
+            self.finish()
             self._num_bytes, self._num_splits = 0, self._num_splits + 1
         self._num_bytes += segment_bytes
         try:
-            return {name: self._file(name).append(pieces) for name, pieces in arrays.items()}
+            return {name: self._file(name).append(rows) for name, rows in arrays.items()}
         except OSError:
             return None
 
@@ -150,18 +192,18 @@ class SpoolArrays:
             self._files[name] = SpoolFile(self._folder / f"{self._num_splits:04d}-{name}")
         return self._files[name]
 
-    def end(self) -> None:
-        """Nothing more is written; OSError as of SpoolFile.close_if_done."""
+    def finish(self) -> None:
+        """Declare that nothing more is written; raise OSError if written data is lost."""
         files, self._files = self._files, {}
-        self._ended += files.values()
+        self._finished += files.values()
         with contextlib.ExitStack() as stack:
             for file in files.values():
-                file.end()
+                file.finish()
                 stack.callback(file.close_if_done)
 
     def remove(self) -> None:
-        """After end(): gives back what no segment has taken over."""
-        for file in self._ended:
+        """Remove the files that no segment has adopted; call finish() first."""
+        for file in self._finished:
             with contextlib.suppress(OSError):
                 file.close()
         try_remove_tree(self._folder)

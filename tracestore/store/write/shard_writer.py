@@ -104,10 +104,10 @@ class ShardWriter:
         if not rows.nbytes:
             return
         self.flush()
-        if self._written == rows.begin == 0 and not rows.file.is_taken:
+        if self._written == rows.begin == 0 and not rows.file.is_moved:
             self.close_fd()
             with contextlib.suppress(OSError):  # it may lie on another file system
-                self._fd, self._taken = rows.file.take(self.path), rows.file
+                self._fd, self._taken = rows.file.move_to(self.path), rows.file
             rows.file.close_if_done()
         if self._taken is rows.file and self._written == rows.begin:
             self._crc = crc32c_combine(self._crc, crc, rows.nbytes)
@@ -115,7 +115,7 @@ class ShardWriter:
             self.num_bytes += rows.nbytes
             return
         found = 0
-        for piece in rows.pieces():
+        for piece in rows.chunks():
             found = crc32c(piece, found)
             self.append([piece])
             self.flush()

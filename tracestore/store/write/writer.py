@@ -419,7 +419,7 @@ class StoreWriter:
             return
         assert self._lock is not None
         with fsio.map_os_errors(self.path):
-            self._replacement.replace_existing(self._lock)
+            self._replacement.swap(self._lock)
         self.path, self._replacement = self._replacement.target, None
         self._files = LocalFiles(self.path)
         self.index = StoreIndex(LocalFiles(self.path), self.manifest)
