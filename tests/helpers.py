@@ -1,4 +1,4 @@
-"""Making traces and files of every family."""
+"""Traces and files of every input format, and commands that run on them."""
 
 import contextlib
 import csv

@@ -1,4 +1,4 @@
-"""The convert command as a user meets it."""
+"""The command `tracestore convert`, and `tracestore score` on its stores."""
 
 import gc
 import json
@@ -16,7 +16,7 @@ from tests.helpers import ROOT, command, convert, make_trace, make_traces, tree_
 from tracestore.store.maintain.verify import verify_store
 
 
-def test_the_command_of_the_readme(folder, tmp_path):
+def test_convert_uses_the_scores_file_of_the_folder_and_skips_committed_files(folder, tmp_path):
     done = convert(folder, tmp_path / "s.zarr")
     assert "ground_truth_scores.csv" in done.stdout and done.stderr == ""
     store = tracestore.open(tmp_path / "s.zarr")
@@ -27,13 +27,14 @@ def test_the_command_of_the_readme(folder, tmp_path):
     assert "2 files already there" in again.stdout and tree_bytes(tmp_path / "s.zarr") == before
 
 
-def test_json_is_one_document(folder, tmp_path):
+def test_json_output_is_one_document(folder, tmp_path):
     done = convert(folder, tmp_path / "s.zarr", "--json")
     summary = json.loads(done.stdout)
     assert summary["num_traces"] == 12 and summary["num_unscored"] == 0 and "12 traces" in done.stderr
     info = json.loads(command("info", tmp_path / "s.zarr", "--json", check=0).stdout)
-    wanted = "num_traces num_tokens num_layers hidden_dim num_heads attention attention_layout hidden_dtype num_segments bytes num_scored generation"
-    assert set(wanted.split()) <= set(info) and info["num_heads"] == 2 and info["attention"] == "mean"
+    keys = "num_traces num_tokens num_layers hidden_dim num_heads attention attention_layout hidden_dtype"
+    keys += " num_segments bytes num_scored generation"
+    assert set(keys.split()) <= set(info) and info["num_heads"] == 2 and info["attention"] == "mean"
     assert info["bytes"] == sum(map(len, tree_bytes(tmp_path / "s.zarr").values())) - _manifest_bytes(
         tmp_path / "s.zarr"
     )
@@ -46,13 +47,13 @@ def _manifest_bytes(store):
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
 @pytest.mark.parametrize("codec", ["none", "zstd"])
-def test_same_bytes_for_any_number_of_workers(folder, tmp_path, workers, codec):
+def test_bytes_do_not_depend_on_the_number_of_workers(folder, tmp_path, workers, codec):
     convert(folder, tmp_path / "a.zarr", "--workers", 1, "--codec", codec)
     convert(folder, tmp_path / "b.zarr", "--workers", workers, "--codec", codec)
     assert tree_bytes(tmp_path / "a.zarr") == tree_bytes(tmp_path / "b.zarr")
 
 
-def test_new_files_are_added_and_scores_filled(folder, tmp_path, traces):
+def test_new_files_are_added_and_missing_scores_set(folder, tmp_path, traces):
     (folder / "ground_truth_scores.csv").unlink()
     convert(folder, tmp_path / "s.zarr")
     assert np.isnan(tracestore.open(tmp_path / "s.zarr").scores).all()
@@ -64,7 +65,7 @@ def test_new_files_are_added_and_scores_filled(folder, tmp_path, traces):
     assert verify_store(tmp_path / "s.zarr").damaged == {}
 
 
-def test_score_replaces_without_touching_a_trace(folder, tmp_path):
+def test_score_replaces_scores_without_writing_segments(folder, tmp_path):
     convert(folder, tmp_path / "s.zarr")
     before = {k: v for k, v in tree_bytes(tmp_path / "s.zarr").items() if k.startswith("segments/")}
     write_scores(tmp_path / "new.csv", {"q0": 0.125, "elsewhere": 1}, "bleurt_score")
@@ -74,8 +75,8 @@ def test_score_replaces_without_touching_a_trace(folder, tmp_path):
     assert before == {k: v for k, v in tree_bytes(tmp_path / "s.zarr").items() if k.startswith("segments/")}
 
 
-def test_the_column_of_groups(folder, tmp_path):
-    """`group` where nothing is said; a template stays with its question and is no group unless asked."""
+def test_group_column(folder, tmp_path):
+    """The default is the column `group`; another column is used only with --group-column."""
     rows = "question_id,score,template,group\n" + "".join(f"q{k},0.5,t{k % 2},g{k % 3}\n" for k in range(12))
     (tmp_path / "both.csv").write_text(rows)
     given = ["--scores", tmp_path / "both.csv"]
@@ -104,7 +105,7 @@ def test_duplicates_are_counted(folder, tmp_path, traces):
     assert summary["num_duplicates"] == 4 and summary["num_traces"] == 12
 
 
-def test_nonfinite_values_are_kept_counted_and_said(folder, tmp_path):
+def test_nonfinite_values_are_kept_counted_and_reported(folder, tmp_path):
     trace = make_trace(70, tokens=3)
     trace["hidden_states"][1][0, 0] = np.nan
     write_pickle(folder / "nan.pkl", [trace])
@@ -116,6 +117,7 @@ def test_nonfinite_values_are_kept_counted_and_said(folder, tmp_path):
 
 
 def wrong_usage(tmp_path, folder):
+    """Return arguments, exit code and a part of the message."""
     empty = tmp_path / "empty"
     empty.mkdir()
     (tmp_path / "occupied").mkdir()
@@ -148,14 +150,14 @@ def test_wrong_usage_is_one_line(tmp_path, folder):
         assert done.stderr.count("\n") == 1
 
 
-def test_several_scores_files_are_listed(folder, tmp_path):
+def test_several_scores_files_are_an_error_that_lists_them(folder, tmp_path):
     write_scores(folder / "other_scores.csv", {"q0": 1})
     done = convert(folder, tmp_path / "s.zarr", check=2)
     assert "ground_truth_scores.csv" in done.stderr and "other_scores.csv" in done.stderr
     convert(folder, tmp_path / "s.zarr", "--scores", folder / "other_scores.csv")
 
 
-def test_other_options_than_the_stores_own(folder, tmp_path):
+def test_options_that_differ_from_those_of_the_store_need_overwrite(folder, tmp_path):
     convert(folder, tmp_path / "s.zarr", "--attention", "heads")
     done = convert(folder, tmp_path / "s.zarr", "--attention", "mean", check=2)
     assert "--attention heads" in done.stderr
@@ -165,12 +167,12 @@ def test_other_options_than_the_stores_own(folder, tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_unwritable_destination(folder, tmp_path):
+def test_an_unwritable_destination_is_wrong_usage(folder, tmp_path):
     (tmp_path / "ro").mkdir(mode=0o555)
     convert(folder, tmp_path / "ro" / "s.zarr", check=2)
 
 
-def test_full_disk(folder, tmp_path):
+def test_a_full_disk_leaves_the_store_intact(folder, tmp_path):
     mount = tmp_path / "small"
     mount.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", mount], capture_output=True).returncode:
@@ -189,11 +191,11 @@ def test_full_disk(folder, tmp_path):
         convert(big, mount / "s.zarr")
         assert len(tracestore.open(mount / "s.zarr")) == 32
     finally:
-        gc.collect()  # a store that this process has mapped keeps the mount busy
+        gc.collect()  # a mapped store keeps the mount busy
         subprocess.run(["umount", mount], check=True)
 
 
-def test_interrupt_says_how_to_go_on(tmp_path):
+def test_the_message_of_an_interrupt_says_how_to_continue(tmp_path):
     data = tmp_path / "data"
     data.mkdir()
     for k in range(3):

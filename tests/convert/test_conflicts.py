@@ -1,4 +1,4 @@
-"""The same key twice: the same content, another content, another file of the same name."""
+"""A key that occurs twice, with the same or other content, and files that change."""
 
 import json
 import os
@@ -8,10 +8,13 @@ import pytest
 
 import tracestore
 from tests.helpers import command, convert, make_trace, make_traces, write_pickle
+from tracestore.cli import main
 from tracestore.store.maintain.verify import verify_store
+from tracestore.store.write.writer import StoreWriter
 
 
 def changed(trace):
+    """Return the trace with another answer and other hidden states."""
     return {**trace, "hidden_states": [h + 1 for h in trace["hidden_states"]], "generated_answer_clean": "another"}
 
 
@@ -45,10 +48,10 @@ def test_on_conflict(tmp_path, choice, together):
     assert trace.answer == expected["generated_answer_clean"]
     assert opened.info()["num_tokens"] == sum(t.num_tokens for t in opened)
     assert verify_store(store).damaged == {}
-    # Converted again: nothing is new.
+    # Nothing is new in a second conversion.
     again = json.loads(convert(data, store, "--json", "--on-conflict", choice).stdout)
     assert again["num_sources_skipped_existing"] == 2 and again["num_traces_new"] == 0
-    # Later commits merge the index and keep the choice.
+    # Later commits merge the index and must keep the choice.
     for k in range(3):
         write_pickle(data / f"c{k}.pkl", [make_trace(20 + k)])
         convert(data, store)
@@ -56,7 +59,7 @@ def test_on_conflict(tmp_path, choice, together):
     np.testing.assert_array_equal(opened[1].hidden_states, np.stack(expected["hidden_states"]))
 
 
-def test_a_changed_file_under_a_committed_name_is_said(tmp_path):
+def test_a_changed_file_under_a_committed_name_is_reported(tmp_path):
     data = tmp_path / "data"
     data.mkdir()
     write_pickle(data / "a.pkl", make_traces(3))
@@ -71,7 +74,7 @@ def test_a_changed_file_under_a_committed_name_is_said(tmp_path):
     command("verify", tmp_path / "s.zarr", check=0)
 
 
-def test_labels_that_differ(tmp_path):
+def test_on_conflict_applies_to_labels(tmp_path):
     value = {"sequences": np.ones((2, 3, 4), "f2"), "labels": [0.0, 1.0], "question_ids": ["a", "b"]}
     write_pickle(tmp_path / "one.pkl", value)
     write_pickle(tmp_path / "two.pkl", value | {"labels": [1.0, 1.0]})
@@ -83,10 +86,7 @@ def test_labels_that_differ(tmp_path):
 
 
 @pytest.mark.parametrize("change", ["appended", "touched", "removed"])
-def test_a_source_that_is_written_to_while_it_is_read(tmp_path, monkeypatch, capsys, change):
-    from tracestore.cli import main
-    from tracestore.store.write.writer import StoreWriter
-
+def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch, capsys, change):
     path = write_pickle(tmp_path / "a.pkl", make_traces(3))
     original = StoreWriter.append_packed
 

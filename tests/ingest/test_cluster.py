@@ -1,6 +1,7 @@
-"""Converting on a Dask cluster: the same bytes, refusals in one line, nothing left behind."""
+"""Conversion on a Dask cluster: the same bytes, one-line errors, no files left."""
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -32,7 +33,7 @@ def data(tmp_path_factory):
 
 @contextlib.contextmanager
 def cluster(folder):
-    """A scheduler and two workers, each a process of its own."""
+    """Run a scheduler and two workers in processes of their own; yield the address."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "DASK_DISTRIBUTED__WORKER__DAEMON": "False"}
     processes = []
 
@@ -47,25 +48,23 @@ def cluster(folder):
         end = time.monotonic() + 60
         while not file.exists() and time.monotonic() < end:
             time.sleep(0.1)
-        import json
-
         address = json.loads(file.read_text())["address"]
         for _ in range(2):
             start("worker", address, "--nthreads", "1", "--no-nanny", "--no-dashboard", "--host", "127.0.0.1")
         yield address
     finally:
         for process in processes:
-            process.kill()  # a worker whose scheduler went first would wait for it
+            process.kill()  # not terminate(): a worker would wait for a scheduler that ended first
         for process in processes:
             process.wait()
 
 
-def test_the_same_bytes_from_processes_that_share_the_files(data, tmp_path):
+def test_a_cluster_gives_the_same_bytes_and_errors_as_one_process(data, tmp_path):
     convert(data, tmp_path / "one.zarr", "--workers", 1)
     with cluster(tmp_path) as address:
         convert(data, tmp_path / "cluster.zarr", "--dask", address)
         assert tree_bytes(tmp_path / "cluster.zarr") == tree_bytes(tmp_path / "one.zarr")
-        # A bad file in the middle: those before it are committed, one line says why.
+        # An invalid file in the middle: the files before it are committed, one line gives the reason.
         bad = tmp_path / "bad"
         bad.mkdir()
         write_pickle(bad / "a.pkl", make_traces(3))
@@ -79,21 +78,21 @@ def test_the_same_bytes_from_processes_that_share_the_files(data, tmp_path):
     assert not list(tmp_path.rglob(".spool"))
 
 
-def test_a_local_cluster(data, tmp_path):
+def test_a_local_cluster_gives_the_same_bytes(data, tmp_path):
     convert(data, tmp_path / "one.zarr", "--workers", 1, "--attention", "heads")
     convert(data, tmp_path / "local.zarr", "--dask", "local", "--workers", 2, "--attention", "heads")
     assert tree_bytes(tmp_path / "local.zarr") == tree_bytes(tmp_path / "one.zarr")
 
 
 @pytest.mark.long
-def test_no_scheduler_there(data, tmp_path):
+def test_an_unreachable_scheduler_is_wrong_usage(data, tmp_path):
     done = convert(data, tmp_path / "s.zarr", "--dask", "tcp://127.0.0.1:9", check=2)
     assert done.stderr.count("\n") == 1 and "no Dask scheduler" in done.stderr
     assert not (tmp_path / "s.zarr").exists()
 
 
 @pytest.mark.parametrize("attention,keep", [("mean", False), ("heads", True), ("none", False)])
-def test_spooled_traces_make_the_same_store(tmp_path, attention, keep):
+def test_traces_that_pass_through_a_spool_give_the_same_store(tmp_path, attention, keep):
     traces = [make_trace(k, dtype="f4" if keep else "f2", causal=k % 2 == 0) for k in range(6)]
     traces[2] |= {"question": "where? \udcff", "prompt_length": 1, "rare": {"a": [1.5, None]}}
     stores = []
@@ -120,7 +119,7 @@ def test_spooled_traces_make_the_same_store(tmp_path, attention, keep):
     assert stores[0] == stores[1]
 
 
-def test_graphs_and_sequences_through_a_cluster(tmp_path):
+def test_graphs_and_sequences_pass_through_a_cluster(tmp_path):
     data = tmp_path / "data"
     data.mkdir()
     traces = make_traces(3)

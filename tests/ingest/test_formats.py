@@ -1,8 +1,9 @@
-"""Every family, protocol and container that real libraries write, bit for bit."""
+"""All input formats, pickle protocols and containers that libraries write, bit for bit."""
 
 import gzip
 import io
 import pickle
+import pickletools
 
 import numpy as np
 import pytest
@@ -11,10 +12,12 @@ import torch
 import tracestore
 from tests.helpers import as_torch, convert, make_graphs, make_trace, make_traces, write_pickle
 from tests.store.second_reader import read_store
+from tracestore.ingest import pickle_reader
 from tracestore.ingest.formats import read_traces
 
 
-def check_family_1(store_path, traces, heads):
+def check_pickled_traces(store_path, traces, heads):
+    """Compare a store, read by the second reader, with the traces."""
     second = read_store(store_path)
     assert [t["question_id"] for t in second] == [t["question_id"] for t in traces]
     for theirs, trace in zip(second, traces, strict=True):
@@ -33,19 +36,19 @@ def test_pickles_bit_for_bit(tmp_path, suffix, protocol, library):
     source = traces if library == "numpy" else [as_torch(t) for t in traces]
     path = write_pickle(tmp_path / f"traces{suffix}", source, protocol)
     convert(path, tmp_path / "s.zarr", "--attention", "heads")
-    check_family_1(tmp_path / "s.zarr", traces, heads=True)
+    check_pickled_traces(tmp_path / "s.zarr", traces, heads=True)
 
 
 @pytest.mark.parametrize("protocol", [2, 4, 5])
-def test_numpy_1_module_names(tmp_path, protocol):
+def test_module_names_of_numpy_1_are_accepted(tmp_path, protocol):
     traces = make_traces(3)
     data = pickle.dumps(traces, protocol)
-    # numpy 1 wrote numpy.core where numpy 2 writes numpy._core; lengths are part of the opcodes.
+    # NumPy 1 writes numpy.core, NumPy 2 numpy._core; the lengths are part of the opcodes.
     if protocol >= 4:
         for name in (b"numpy._core.multiarray", b"numpy._core.numeric"):
             old = name.replace(b"_core", b"core")
             data = data.replace(bytes([0x8C, len(name)]) + name, bytes([0x8C, len(old)]) + old)
-        # A frame's length counts the bytes we took away; without frames it is the same pickle.
+        # The length of a frame no longer matches. The pickle is equivalent without frames.
         while (at := data.find(b"\x95")) >= 0 and at < 12:
             data = data[:at] + data[at + 9 :]
     else:
@@ -53,7 +56,7 @@ def test_numpy_1_module_names(tmp_path, protocol):
     assert b"numpy.core." in data
     (tmp_path / "old.pkl").write_bytes(data)
     convert(tmp_path / "old.pkl", tmp_path / "s.zarr", "--attention", "heads")
-    check_family_1(tmp_path / "s.zarr", traces, heads=True)
+    check_pickled_traces(tmp_path / "s.zarr", traces, heads=True)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -126,7 +129,7 @@ def test_sequences_and_graphs_are_one_trace_each(tmp_path, one_by_one):
         (tmp_path / "pre" / name).mkdir(parents=True)
     graphs = {"graphs": [make_graphs(t) for t in traces], "labels": labels, "question_ids": ids}
     torch.save(graphs, tmp_path / "pre/gnn/preprocessed_0.pt")
-    # Other values than the graphs' last rows, so that it shows which one is read.
+    # The values differ from the last rows of the graphs, to show which of them are read.
     sequences = torch.stack([torch.from_numpy(np.stack(t["hidden_states"])[:, -1]) for t in traces]) + 1
     torch.save(
         {"sequences": sequences, "labels": labels, "question_ids": ids}, tmp_path / "pre/lstm_solo/preprocessed_0.pt"
@@ -146,7 +149,7 @@ def test_sequences_and_graphs_are_one_trace_each(tmp_path, one_by_one):
     store.require("graph")
 
 
-def test_older_files_without_question_id(tmp_path):
+def test_older_files_get_question_ids_from_other_fields(tmp_path):
     traces = make_traces(3)
     for k, trace in enumerate(traces):
         del trace["question_id"]
@@ -169,19 +172,17 @@ def test_older_files_without_question_id(tmp_path):
     assert store[2].source == ("llama2_chat_7B_triviaqa_batch_0004.pkl", 2)
 
 
-def test_a_bare_dict_and_other_writers(tmp_path):
+def test_a_bare_dict_and_unusual_array_layouts(tmp_path):
     trace = make_traces(4)[3]
     write_pickle(tmp_path / "bare.pkl", trace)
     convert(tmp_path / "bare.pkl", tmp_path / "s.zarr", "--attention", "heads")
-    check_family_1(tmp_path / "s.zarr", [trace], heads=True)
-    # Stacked arrays, Fortran order, big-endian, one pickler with an optimised memo.
+    check_pickled_traces(tmp_path / "s.zarr", [trace], heads=True)
+    # Stacked arrays, Fortran order, big-endian, and an optimized memo.
     stacked = dict(trace, hidden_states=np.stack(trace["hidden_states"]))
     stacked["attentions"] = [np.asfortranarray(a).astype(">f2") for a in trace["attentions"]]
-    import pickletools
-
     (tmp_path / "odd.pkl").write_bytes(pickletools.optimize(pickle.dumps([stacked], 4)))
     convert(tmp_path / "odd.pkl", tmp_path / "t.zarr", "--attention", "heads")
-    check_family_1(tmp_path / "t.zarr", [trace], heads=True)
+    check_pickled_traces(tmp_path / "t.zarr", [trace], heads=True)
 
 
 def test_multi_member_gzip(tmp_path):
@@ -192,16 +193,14 @@ def test_multi_member_gzip(tmp_path):
         out.write(gzip.compress(data[begin : begin + 1000]))
     (tmp_path / "t.pkl.gz").write_bytes(out.getvalue())
     convert(tmp_path / "t.pkl.gz", tmp_path / "s.zarr", "--attention", "heads")
-    check_family_1(tmp_path / "s.zarr", traces, heads=True)
+    check_pickled_traces(tmp_path / "s.zarr", traces, heads=True)
 
 
 @pytest.mark.parametrize("suffix", [".pkl", ".pkl.gz"])
 @pytest.mark.parametrize("protocol", [0, 2, 4, 5])
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_payloads_of_finished_traces_are_released(tmp_path, monkeypatch, suffix, protocol, library):
-    """With nothing retained, every payload goes with its trace, and reading is still right."""
-    from tracestore.ingest import pickle_reader
-
+    """Reading is correct if no payload outlives its trace."""
     monkeypatch.setattr(pickle_reader, "RETAINED_BYTES", 0)
     traces = make_traces(4, tokens=9, dim=512)
     source = traces if library == "numpy" else [as_torch(t) for t in traces]
@@ -211,8 +210,8 @@ def test_payloads_of_finished_traces_are_released(tmp_path, monkeypatch, suffix,
         np.testing.assert_array_equal(np.stack(record.attention), np.stack(trace["attentions"]))
 
 
-def test_one_array_for_all_layers(tmp_path):
-    """What people write by hand: the same array stands for every layer, kept once in the file."""
+def test_one_array_may_stand_for_all_layers(tmp_path):
+    """Files made by hand hold such an array once."""
     trace = make_trace(0, tokens=300, layers=1, dim=1024, heads=4)
     many = trace | {name: [trace[name][0]] * 40 for name in ("hidden_states", "attentions")}
     for suffix in (".pkl", ".pkl.gz"):
@@ -222,7 +221,7 @@ def test_one_array_for_all_layers(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["pickle", "torch.save", "in memory"])
-def test_signs_that_torch_has_not_changed_yet(tmp_path, kind):
+def test_lazily_negated_tensors_are_read_with_their_sign(tmp_path, kind):
     """The imaginary part of a conjugate is a view with torch's negative bit."""
     trace = as_torch(make_trace(0, dtype="f4"))
     values = torch.stack(trace["hidden_states"])

@@ -1,4 +1,4 @@
-"""Files that must be refused: one line, exit code 3, nothing of them committed."""
+"""Files that must be refused with one line and exit code 3, without a change of the store."""
 
 import gzip
 import io
@@ -18,7 +18,7 @@ from tracestore.ingest.formats import read_traces
 
 
 def refused(path, *words):
-    """Reading raises InvalidInputError with the words; returns its text."""
+    """Assert that reading raises InvalidInputError with the words; return its text."""
     with pytest.raises(InvalidInputError) as caught:
         for _ in read_traces(path, path.name):
             pass
@@ -30,6 +30,7 @@ def refused(path, *words):
 
 
 def bad_schema():
+    """Yield a name, an invalid trace, and a word of the error."""
     good = make_trace(2, tokens=3)
     yield "missing hidden_states", {k: v for k, v in good.items() if k != "hidden_states"}, "hidden_states"
     yield "missing attentions", {k: v for k, v in good.items() if k != "attentions"}, "attentions"
@@ -64,7 +65,7 @@ def bad_schema():
 
 
 @pytest.mark.parametrize("name,trace,word", list(bad_schema()), ids=lambda v: v if isinstance(v, str) else "")
-def test_schema(tmp_path, name, trace, word):
+def test_a_trace_that_breaks_the_schema_is_refused(tmp_path, name, trace, word):
     path = write_pickle(tmp_path / "bad.pkl", [*make_traces(2), trace])
     if name == "beyond float16":
         done = convert(path, tmp_path / "s.zarr", check=3)
@@ -74,7 +75,7 @@ def test_schema(tmp_path, name, trace, word):
 
 
 class Evil:
-    """Pickles to a call of os.system that leaves a file behind."""
+    """Pickles to a call of os.system that creates a file."""
 
     def __init__(self, path):
         self.path = path
@@ -96,6 +97,7 @@ def test_nothing_is_executed(tmp_path, protocol):
 
 
 def handmade():
+    """Yield the bytes of an invalid pickle and a word of the error."""
     yield b"", "empty"
     yield b"hello, this is no pickle", ""
     yield b"\x80\x06N.", "protocol 6"
@@ -128,7 +130,7 @@ def handmade():
 
 
 @pytest.mark.parametrize("data,word", list(handmade()), ids=range(len(list(handmade()))))
-def test_handmade_pickles(tmp_path, data, word):
+def test_a_handmade_pickle_is_refused(tmp_path, data, word):
     path = tmp_path / "bad.pkl"
     path.write_bytes(data)
     refused(path, word)
@@ -138,19 +140,19 @@ def test_handmade_pickles(tmp_path, data, word):
         refused(packed, "inside gzip" if word == "truncated" and len(data) < 20 else word)
 
 
-def test_array_lies(tmp_path):
+def test_arrays_that_do_not_match_their_bytes_are_refused(tmp_path):
     array = np.arange(12, dtype="f4").reshape(3, 4)
     data = pickle.dumps([{"x": array}], 4)
     assert data.count(b"K\x03K\x04\x86") == 1
     path = tmp_path / "bad.pkl"
-    for lie in (b"K\x03K\x05\x86", b"K\xffK\xff\x86"):
-        path.write_bytes(data.replace(b"K\x03K\x04\x86", lie))
+    for wrong_shape in (b"K\x03K\x05\x86", b"K\xffK\xff\x86"):
+        path.write_bytes(data.replace(b"K\x03K\x04\x86", wrong_shape))
         refused(path, "bytes")
     objects = np.array([{"a": 1}], dtype=object)
     refused(write_pickle(tmp_path / "objects.pkl", [{"x": objects}]), "object array")
 
 
-def test_gzip_faults(tmp_path):
+def test_damaged_gzip_files_are_refused(tmp_path):
     good = gzip.compress(pickle.dumps(make_traces(4)))
     for name, data, word in (
         ("cut", good[:-20], "truncated"),
@@ -163,7 +165,7 @@ def test_gzip_faults(tmp_path):
         refused(path, word)
 
 
-def test_torch_faults(tmp_path):
+def test_damaged_torch_files_are_refused(tmp_path):
     buffer = io.BytesIO()
     value = {"sequences": torch.randn(3, 2, 4), "labels": torch.zeros(3), "question_ids": ["a", "b", "c"]}
     torch.save(value, buffer)
@@ -198,7 +200,7 @@ def test_torch_faults(tmp_path):
     refused(tmp_path / "nolabels.pt", "labels")
 
 
-def test_not_regular_files(tmp_path):
+def test_files_that_are_not_regular_are_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe.pkl")
     (tmp_path / "dangling.pkl").symlink_to(tmp_path / "nowhere")
     (tmp_path / "loop.pkl").symlink_to(tmp_path / "loop.pkl")
@@ -208,7 +210,7 @@ def test_not_regular_files(tmp_path):
     assert "FIFO" in convert(tmp_path / "pipe.pkl", tmp_path / "s.zarr", check=3).stderr
 
 
-def test_good_files_before_a_bad_one_stay(tmp_path):
+def test_valid_files_before_an_invalid_one_are_committed(tmp_path):
     data = tmp_path / "data"
     data.mkdir()
     write_pickle(data / "batch_0.pkl", make_traces(3))
@@ -230,8 +232,7 @@ def test_good_files_before_a_bad_one_stay(tmp_path):
 
 
 @pytest.mark.parametrize("workers", ["1", "3"])
-def test_shared_arrays_between_traces(tmp_path, workers):
-    """Mapped files may share arrays between traces; the parser counts them again."""
+def test_traces_may_share_arrays(tmp_path, workers):
     traces = [as_torch(t) for t in make_traces(3, tokens=4)]
     for trace in traces[1:]:
         trace["attentions"] = traces[0]["attentions"]
@@ -242,8 +243,8 @@ def test_shared_arrays_between_traces(tmp_path, workers):
         np.testing.assert_array_equal(trace.attention, torch.stack(traces[0]["attentions"]).numpy())
 
 
-def found_in_review():
-    """Each of these once crashed, hung, or escaped as another error."""
+def regressions():
+    """Yield inputs that once caused a crash, a hang or another exception, and a word of the error."""
     yield b"\x80\x04})" + b"\x85" * 1_000_000 + b"Ns.", "piles up"
     yield b"\x80\x04})" + b"\x85" * 1_000 + b"Ns.", "dict key"
     steps = b"".join(b"h%ch%c\x86q%c" % (k, k, k + 1) for k in range(60))
@@ -256,20 +257,20 @@ def found_in_review():
     a = np.zeros((8, 4096), "f4")
     many = {**make_trace(0), "hidden_states": [a] * 20_000, "attentions": []}
     yield pickle.dumps([many]), "many times"
-    # Traces are handed on before the end of the file says that their list was not all.
+    # Traces are yielded before the end of the file shows that their list is not the whole object.
     one = pickle.dumps([make_trace(0)], 4)
     yield one[:-1] + b"K\x01\x86.", "around it"
     yield one[:-1] + b"0" + one[2:], ""
 
 
-@pytest.mark.parametrize("data,word", list(found_in_review()), ids=range(len(list(found_in_review()))))
-def test_found_in_review(tmp_path, data, word):
+@pytest.mark.parametrize("data,word", list(regressions()), ids=range(len(list(regressions()))))
+def test_a_regression_is_refused(tmp_path, data, word):
     path = tmp_path / "bad.pkl"
     path.write_bytes(data)
     assert refused(path, word)
 
 
-def test_flipped_bytes_inside_gzip(tmp_path):
+def test_flipped_bits_inside_gzip_are_refused(tmp_path):
     data = bytearray(gzip.compress(pickle.dumps(make_traces(6, tokens=20, dim=64))))
     rng = np.random.default_rng(0)
     for k in range(30):
@@ -279,7 +280,7 @@ def test_flipped_bytes_inside_gzip(tmp_path):
         assert refused(tmp_path / f"{k}.pkl.gz")
 
 
-def test_link_cycles_are_walked_once(tmp_path):
+def test_cycles_of_links_are_walked_once(tmp_path):
     data = tmp_path / "data"
     data.mkdir()
     write_pickle(data / "a.pkl", make_traces(2))
@@ -289,7 +290,7 @@ def test_link_cycles_are_walked_once(tmp_path):
     assert tracestore.open(tmp_path / "s.zarr").info()["num_sources"] == 1
 
 
-def test_big_endian_sequences(tmp_path):
+def test_big_endian_sequences_are_converted(tmp_path):
     sequences = np.random.default_rng(0).standard_normal((2, 3, 4)).astype(">f2")
     value = {"sequences": sequences, "labels": [0.0, 1.0], "question_ids": ["a", "b"]}
     write_pickle(tmp_path / "preprocessed_0.pt", value)

@@ -1,4 +1,4 @@
-"""Sources read side by side: their order, and what waits of them."""
+"""Parallel reading of sources: order, memory limit, inflating ahead."""
 
 import gzip
 import random
@@ -21,25 +21,25 @@ def sources(tmp_path):
     return find_sources([tmp_path], tmp_path / "s.zarr")
 
 
-@pytest.mark.parametrize("room_traces", [0, 1.5, 5, 100])
+@pytest.mark.parametrize("max_waiting_traces", [0, 1.5, 5, 100])
 @pytest.mark.parametrize("workers", [1, 2, 4])
-def test_all_come_in_order_and_no_more_wait_than_there_is_room_for(sources, workers, room_traces):
+def test_traces_arrive_in_order_within_the_memory_limit(sources, workers, max_waiting_traces):
     options = PackOptions(attention="mean", keep_dtype=False)
     largest = max(t.memory_bytes for s in sources for t in packed_traces(s, options))
-    options = PackOptions(attention="mean", keep_dtype=False, max_waiting=int(room_traces * largest))
-    ids, most = [], 0
+    options = PackOptions(attention="mean", keep_dtype=False, max_waiting=int(max_waiting_traces * largest))
+    ids, peak_bytes = [], 0
     for stream in read_sources(sources, options, workers=workers, is_known=lambda *_: False, on_wait=lambda: None):
         for trace in stream:
             ids.append(trace.record.question_id)
-            most = max(most, stream._gate.used_bytes)
+            peak_bytes = max(peak_bytes, stream._gate.used_bytes)
     assert ids == [f"q{k}" for k in range(NUM_FILES * TRACES_A_FILE)]
-    # The source whose turn it is may always have one trace there.
-    assert most <= options.max_waiting + largest
+    # The source that is being consumed may always enqueue one trace.
+    assert peak_bytes <= options.max_waiting + largest
     assert stream._gate.used_bytes == 0
 
 
-def test_a_packed_trace_keeps_nothing_of_its_source(sources):
-    """What waits is counted by what is stored of it: the buffers of the source must be gone."""
+def test_a_packed_trace_holds_no_buffer_of_its_source(sources):
+    """The memory limit counts the stored bytes only."""
     path = sources[0].path.with_suffix(".pkl.gz")
     path.write_bytes(gzip.compress(sources[0].path.read_bytes()))
     [source] = find_sources([path], path.parent / "s.zarr")
@@ -49,8 +49,8 @@ def test_a_packed_trace_keeps_nothing_of_its_source(sources):
         assert trace.record.hidden is trace.record.attention is trace.record.edges is None
 
 
-@pytest.mark.parametrize("share_ahead", [0, 0.5, 1])
-def test_pieces_are_the_same_whether_they_are_inflated_ahead_or_not(tmp_path, monkeypatch, share_ahead):
+@pytest.mark.parametrize("ahead_share", [0, 0.5, 1])
+def test_inflating_ahead_does_not_change_the_bytes(tmp_path, monkeypatch, ahead_share):
     monkeypatch.setattr(byte_source, "_CHUNK_BYTES", 1 << 10)
     data = random.Random(0).randbytes(100_000)
     packed = gzip.compress(data[:60_000]) + gzip.compress(data[60_000:])
@@ -58,11 +58,11 @@ def test_pieces_are_the_same_whether_they_are_inflated_ahead_or_not(tmp_path, mo
     def inflated(name, content):
         (tmp_path / name).write_bytes(content)
         chosen = random.Random(1)
-        pieces = byte_source.GzipChunks(tmp_path / name, lambda: chosen.random() < share_ahead)
+        chunks = byte_source.GzipChunks(tmp_path / name, lambda: chosen.random() < ahead_share)
         try:
-            return b"".join(iter(pieces, b""))
+            return b"".join(iter(chunks, b""))
         finally:
-            pieces.close()
+            chunks.close()
 
     assert inflated("whole", packed) == data
     with pytest.raises(InvalidInputError, match="truncated"):
@@ -72,8 +72,8 @@ def test_pieces_are_the_same_whether_they_are_inflated_ahead_or_not(tmp_path, mo
 
 
 @pytest.mark.parametrize("num_processors", [1, 2, 8])
-def test_who_waits_for_room_leaves_a_processor_to_inflating(tmp_path, monkeypatch, num_processors):
-    """Threads that read are counted until they wait, and again when they go on."""
+def test_blocked_readers_are_not_counted_as_reading(tmp_path, monkeypatch, num_processors):
+    """A blocked reader leaves its processor to a thread that inflates."""
     monkeypatch.setattr(reading, "_NUM_PROCESSORS", num_processors)
     traces = make_traces(NUM_FILES * TRACES_A_FILE)
     for k in range(NUM_FILES):

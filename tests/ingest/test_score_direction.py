@@ -1,4 +1,4 @@
-"""What a score says of an answer stays the same from file to file and command to command."""
+"""The meaning of a high score is preserved across files and commands."""
 
 import csv
 import json
@@ -16,6 +16,7 @@ CORRECT, HALLUCINATION = [1, 0, 0, 0], [0, 1, 1, 1]
 
 
 def write_csv(path, header, rows=None):
+    """Write rows, by default SCORES of q0 to q3."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerows([header, *(rows or ([f"q{k}", score] for k, score in enumerate(SCORES)))])
@@ -33,18 +34,18 @@ def source(tmp_path):
      ("hallucination_score", HALLUCINATION), ("p_hallucination", HALLUCINATION), ("hallucination", HALLUCINATION),
      ("is_hallucination", HALLUCINATION)],
 )  # fmt: skip
-def test_names_say_the_direction(tmp_path, source, column, labels):
+def test_the_column_name_determines_the_direction(tmp_path, source, column, labels):
     scores = write_csv(tmp_path / "scores.csv", ["question_id", column])
-    said = "1 of 4 below 0.5" if labels == CORRECT else "3 of 4 at or above 0.5"
+    counts = "1 of 4 below 0.5" if labels == CORRECT else "3 of 4 at or above 0.5"
     done = convert(source, tmp_path / "s.zarr", "--scores", scores)
-    assert f"{said}: labeled hallucination" in done.stdout
+    assert f"{counts}: labeled hallucination" in done.stdout
     with tracestore.open(tmp_path / "s.zarr") as store:
-        assert store.scores.tolist() == SCORES, "values are stored as they were"
+        assert store.scores.tolist() == SCORES, "values are stored unchanged"
         assert store.targets().tolist() == labels
         assert [b.y.tolist() for b in tracestore.TraceLoader(store, batch_size=4, shuffle="none")] == [labels]
         info = store.info()
     assert info["score_direction"] == ("correct" if labels == CORRECT else "hallucination")
-    # Out and in again, by files and by joining them.
+    # Round trips through export, score and merge.
     command("export", tmp_path / "s.zarr", tmp_path / "out", check=0)
     convert(tmp_path / "out", tmp_path / "again.zarr")
     convert(source, tmp_path / "bare.zarr")
@@ -55,7 +56,7 @@ def test_names_say_the_direction(tmp_path, source, column, labels):
 
 
 @pytest.mark.parametrize("words", [["convert"], ["score"]])
-def test_what_may_mean_either_is_asked_for(tmp_path, source, words):
+def test_an_ambiguous_column_needs_score_direction(tmp_path, source, words):
     convert(source, tmp_path / "s.zarr")
 
     def run(path, *flags):
@@ -73,18 +74,18 @@ def test_what_may_mean_either_is_asked_for(tmp_path, source, words):
 
 
 def test_scores_of_two_directions_do_not_mix(tmp_path, source):
-    right = write_csv(tmp_path / "r.csv", ["question_id", "score"])
-    wrong = write_csv(tmp_path / "w.csv", ["question_id", "p_hallucination"])
-    part = write_csv(tmp_path / "p.csv", ["question_id", "p_hallucination"], [["q0", 0.5]])
-    convert(source, tmp_path / "s.zarr", "--scores", right)
+    correct = write_csv(tmp_path / "r.csv", ["question_id", "score"])
+    hallucinated = write_csv(tmp_path / "w.csv", ["question_id", "p_hallucination"])
+    single = write_csv(tmp_path / "p.csv", ["question_id", "p_hallucination"], [["q0", 0.5]])
+    convert(source, tmp_path / "s.zarr", "--scores", correct)
     more = write_pickle(tmp_path / "b.pkl", [t | {"question_id": "b"} for t in make_traces(1)])
     for done in (
-        command("score", tmp_path / "s.zarr", "--scores", part),
-        command("convert", more, tmp_path / "s.zarr", "--scores", wrong),
+        command("score", tmp_path / "s.zarr", "--scores", single),
+        command("convert", more, tmp_path / "s.zarr", "--scores", hallucinated),
     ):
         assert done.returncode == 2 and done.stderr.count("\n") == 1 and "cannot be in one store" in done.stderr
     assert tracestore.open(tmp_path / "s.zarr").targets().tolist() == CORRECT
-    done = command("score", tmp_path / "s.zarr", "--scores", wrong, check=0)
+    done = command("score", tmp_path / "s.zarr", "--scores", hallucinated, check=0)
     assert "3 of 4 at or above 0.5" in done.stdout
     assert tracestore.open(tmp_path / "s.zarr").targets().tolist() == HALLUCINATION
     convert(more, tmp_path / "t.zarr", "--scores", write_csv(tmp_path / "m.csv", ["question_id", "score"], [["b", 1]]))
@@ -92,8 +93,8 @@ def test_scores_of_two_directions_do_not_mix(tmp_path, source):
     assert done.returncode == 2 and "high for different things" in done.stderr
 
 
-def test_what_tracestore_writes_can_be_joined(tmp_path):
-    """predictions.csv of a training, and the scores of a checkpoint."""
+def test_files_that_tracestore_writes_can_be_joined(tmp_path):
+    """predictions.csv of a training run, and the output of predict."""
     store = write_labelled(tmp_path / "s.zarr")
     run = ["--store", store, "--output-dir", tmp_path / "r", *FAST, "--epochs", 1, "--no-run-gnn-det", "--no-run-gvae"]
     command("train", *run, check=0)
@@ -123,7 +124,7 @@ def test_what_tracestore_writes_can_be_joined(tmp_path):
         assert bare.targets().tolist() == [float(scored[q] >= 0.5) for q in bare.question_ids]
 
 
-def test_programs_say_it_too(tmp_path):
+def test_create_takes_a_score_direction(tmp_path):
     with tracestore.create(tmp_path / "s.zarr", score_direction="hallucination") as writer:
         for trace, score in zip(make_traces(4), SCORES, strict=True):
             writer.append(trace, score=score)
