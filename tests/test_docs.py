@@ -87,6 +87,19 @@ def test_the_site_builds_without_a_warning(tmp_path):
         assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=\"?https?://(?!squidfunk)", page.read_text())
 
 
+def test_the_architecture_page_names_what_exists():
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    packages, changes = (re.search(rf"^## {heading}\n(.*?)^## ", text, re.MULTILINE | re.DOTALL)[1] for heading in (
+        "Packages", "Where do I change what\\?"
+    ))  # fmt: skip
+    package = ROOT / "tracestore"
+    folders = {p.parent.relative_to(package).as_posix() for p in package.rglob("__init__.py")}
+    listed = re.findall(r"^\| `([\w/]+)`", packages, re.MULTILINE)
+    assert {f for f in folders if f not in (".", "store", "cli/commands", "detectors/graph")} == set(listed)
+    for name in re.findall(r"`((?:[a-z_]+/)+(?:[a-z_]+\.(?:py|c|h))?)`", changes):
+        assert (ROOT / name).exists() or (package / name).exists(), name
+
+
 def test_the_format_page_names_every_array():
     text = (ROOT / "docs/format.md").read_text(encoding="utf-8")
     from tracestore.store.format import manifest, schema
