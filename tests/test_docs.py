@@ -1,4 +1,4 @@
-"""What README and docs tell people to run, run in a folder with traces as a user has them."""
+"""The commands and code of README and docs, run in a folder like a user's, and the documentation site."""
 
 import os
 import re
@@ -16,13 +16,13 @@ PAGES = ("docs/tutorial.md", "docs/loading.md", "docs/migration.md", "docs/bridg
 
 
 def blocks(page):
-    """(language, code) of each fenced block that is to be run, in order."""
+    """Return (language, code) of each fenced shell and Python block of a page, in order."""
     text = (ROOT / page).read_text(encoding="utf-8")
     return re.findall(r"^```(sh|python)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_commands_and_code_of_a_page(tmp_path, page):
+def test_commands_and_code_of_a_page_run(tmp_path, page):
     traces = make_traces(60, tokens=5)
     data = tmp_path / "traces_data"
     data.mkdir()
@@ -36,21 +36,21 @@ def test_commands_and_code_of_a_page(tmp_path, page):
     found = blocks(page)
     assert found
     for language, code in found:
-        # What sets up a machine has a test of its own: `make` is how this test came to run.
+        # Commands that set up a machine are left out: this test itself runs in such a setup.
         lines = [line for line in code.splitlines() if not line.startswith(("make", "git clone", "cd "))]
         command = ["bash", "-ec", "\n".join(lines)] if language == "sh" else [sys.executable, "-c", code]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, f"{page}:\n{code}\n{done.stdout}\n{done.stderr}"
 
 
-def test_links_lead_somewhere():
+def test_links_have_targets():
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
         for link in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
-            if not link.startswith(("http", "gallery/")):  # those are drawn when the site is built
+            if not link.startswith(("http", "gallery/")):  # created when the site is built
                 assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
-def test_the_site_builds_without_a_warning(tmp_path):
+def test_the_site_builds_without_warnings(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
@@ -82,16 +82,15 @@ def test_the_site_builds_without_a_warning(tmp_path):
         "extract",
     ):
         assert f"tracestore {name}" in commands
-    # Nothing of it is loaded from elsewhere.
+    # The pages load nothing from other hosts.
     for page in (tmp_path / "site").glob("*.html"):
         assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=\"?https?://(?!squidfunk)", page.read_text())
 
 
 def test_the_architecture_page_names_what_exists():
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-    packages, changes = (re.search(rf"^## {heading}\n(.*?)^## ", text, re.MULTILINE | re.DOTALL)[1] for heading in (
-        "Packages", "Where do I change what\\?"
-    ))  # fmt: skip
+    headings = ("Packages", "Where do I change what?")
+    packages, changes = (text.split(f"\n## {heading}\n")[1].split("\n## ")[0] for heading in headings)
     package = ROOT / "tracestore"
     folders = {p.parent.relative_to(package).as_posix() for p in package.rglob("__init__.py")}
     listed = re.findall(r"^\| `([\w/]+)`", packages, re.MULTILINE)
