@@ -8,11 +8,11 @@ from html.parser import HTMLParser
 import pytest
 
 import tracestore
+from tests.experiment.quiet import train_quietly
 from tests.helpers import make_trace
 from tracestore.console import nan_to_none
 from tracestore.evaluation import report
 from tracestore.evaluation.plots import PLOTS
-from tracestore.experiment.run import run_experiment
 from tracestore.train.config import TrainConfig
 
 HOSTILE = '</td><script src="//evil.example/x.js">alert(1)</script><img src=x onerror=alert(1)>&amp;\u202e'
@@ -56,10 +56,10 @@ def finished(request, tmp_path_factory):
             group = HOSTILE if k < 20 else f"g{k % 8}"
             writer.append(trace, score=float(k % 2), group=group)
     config = TrainConfig(epochs=2, loader_threads=1, seed=3)
-    folds = {"num_folds": 2, "num_seeds": 2} if request.param == "folds" else {}
+    folds = {"folds": 2, "seeds": 2} if request.param == "folds" else {}
     sizes = {"lstm_hidden": 4, "gnn_hidden": 4}
-    results = run_experiment(
-        folder / "store.zarr", folder / "r", ["lstm_solo", "gnn_det_lstm"], config, sizes, log=lambda _: None, **folds
+    results = train_quietly(
+        folder / "store.zarr", folder / "r", ["lstm_solo", "gnn_det_lstm"], config, sizes, probe=True, **folds
     )
     return folder / "r", results
 

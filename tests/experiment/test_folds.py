@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import tracestore
+from tests.experiment.quiet import SMALL, train_quietly
 from tests.helpers import make_trace, run_cli
 from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.registry import DETECTORS
@@ -15,11 +16,9 @@ from tracestore.errors import TrainingError, UsageError
 from tracestore.evaluation import split as splits
 from tracestore.evaluation.evaluate import BootstrapResampler, RunScores
 from tracestore.evaluation.metrics import percentile_interval
-from tracestore.experiment import run as runs
 from tracestore.train.config import TrainConfig
 from tracestore.train.trainer import Trainer
 
-SMALL = {"gnn_hidden": 8, "latent_dim": 8, "lstm_hidden": 8}
 CONFIG = TrainConfig(epochs=2, lr=0.01, loader_threads=1)
 
 
@@ -106,7 +105,7 @@ def test_folds_and_seeds_of_the_command(sampled, tmp_path):
     command = ["tools/train.py", "--store", sampled, "--output-dir", out, "--epochs", 2, "--num-threads", 1]
     command += ["--lstm-hidden", 8, "--no-run-gnn-det", "--no-run-gvae"]
     plain = TrainConfig(epochs=2)
-    runs.run_experiment(sampled, out, ["lstm_solo"], plain, {"lstm_hidden": 8}, num_folds=3, log=lambda _: None)
+    train_quietly(sampled, out, ["lstm_solo"], plain, {"lstm_hidden": 8}, folds=3, probe=True)
     before = (out / "fold-1/seed-42/lstm_solo/last.pt").read_bytes()
     results = json.loads((out / "results.json").read_text())
     assert [(r["fold"], r["seed"]) for r in results["runs"]] == [(0, 42), (1, 42), (2, 42)]
@@ -138,22 +137,18 @@ def test_folds_and_seeds_of_the_command(sampled, tmp_path):
     assert all(r["split"] == "test" and r["fold"] == by_fold[r["question_id"]] for r in rows)
     assert all(0 < float(r[name]) < 1 for r in rows for name in ("lstm_solo", "logistic_probe"))
     with pytest.raises(UsageError, match="3 folds, not 4"):
-        runs.run_experiment(sampled, out, ["lstm_solo"], replace(plain, resume=True), {"lstm_hidden": 8}, num_folds=4)
+        train_quietly(sampled, out, ["lstm_solo"], replace(plain, resume=True), {"lstm_hidden": 8}, folds=4)
 
 
 def test_seeds_alone_share_the_split(sampled, tmp_path):
-    results = runs.run_experiment(
-        sampled, tmp_path / "r", ["lstm_solo"], CONFIG, SMALL, with_probe=False, num_seeds=2, log=lambda _: None
-    )
+    results = train_quietly(sampled, tmp_path / "r", ["lstm_solo"], CONFIG, SMALL, seeds=2)
     assert [(r["fold"], r["seed"]) for r in results["runs"]] == [(None, 42), (None, 43)]
     a, b = (r["models"]["lstm_solo"] for r in results["runs"])
     assert a["test_scores"]["trace_index"] == b["test_scores"]["trace_index"]
     assert a["history"]["train_loss"] != b["history"]["train_loss"]
     assert (tmp_path / "r/split.json").exists() and (tmp_path / "r/seed-43/lstm_solo/best.pt").exists()
     # The first seed is the run that one has without the flag.
-    plain = runs.run_experiment(
-        sampled, tmp_path / "p", ["lstm_solo"], CONFIG, SMALL, with_probe=False, log=lambda _: None
-    )
+    plain = train_quietly(sampled, tmp_path / "p", ["lstm_solo"], CONFIG, SMALL)
     for name in ("test", "test_scores", "threshold", "best_val_auroc"):
         assert plain["models"]["lstm_solo"][name] == a[name]
     assert "runs" not in plain and plain["split"] == results["split"]
@@ -162,9 +157,7 @@ def test_seeds_alone_share_the_split(sampled, tmp_path):
 def test_folds_of_an_earlier_run_that_cannot_be_read(sampled, tmp_path):
     (tmp_path / "folds.json").write_text("{")
     with pytest.raises(UsageError, match="not the folds"):
-        runs.run_experiment(
-            sampled, tmp_path, ["lstm_solo"], replace(CONFIG, resume=True), SMALL, num_folds=3, log=lambda _: None
-        )
+        train_quietly(sampled, tmp_path, ["lstm_solo"], replace(CONFIG, resume=True), SMALL, folds=3)
 
 
 # Labels that mean nothing
@@ -198,9 +191,7 @@ def interval_999(results, name):
 @pytest.mark.parametrize("num_folds", [None, 3])
 def test_shuffled_labels_teach_nothing(meaningless, tmp_path, num_folds):
     config = replace(CONFIG, epochs=4)
-    results = runs.run_experiment(
-        meaningless, tmp_path / "r", list(DETECTORS), config, SMALL, num_folds=num_folds, log=lambda _: None
-    )
+    results = train_quietly(meaningless, tmp_path / "r", list(DETECTORS), config, SMALL, folds=num_folds, probe=True)
     entries = {**results["models"], "probe": results["probe"]}
     assert set(entries) == {*DETECTORS, "probe"}
     for name, entry in entries.items():

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.experiment.quiet import SMALL, train_quietly
 from tests.helpers import command
 from tests.tiers import long
 from tests.train.runs import FAST, ONLY, outcome, write_labelled
@@ -18,8 +19,6 @@ from tracestore.errors import UsageError
 from tracestore.evaluation import metrics
 from tracestore.experiment import run
 from tracestore.train.config import TrainConfig
-
-SIZES = {"gnn_hidden": 8, "latent_dim": 8, "lstm_hidden": 8}
 
 
 @pytest.fixture
@@ -31,10 +30,7 @@ def train(labelled, tmp_path, monkeypatch):
 
     def go(name, out, dropout=0.3, **options):
         config = TrainConfig(epochs=2, **options)
-        sizes = SIZES | {"dropout": dropout}
-        results = run.run_experiment(
-            labelled, tmp_path / out, [name], config, sizes, with_probe=False, log=lambda _: None
-        )
+        results = train_quietly(labelled, tmp_path / out, [name], config, SMALL | {"dropout": dropout})
         return outcome(tmp_path / out), results
 
     return go
@@ -50,12 +46,12 @@ def test_accumulated_batches_are_one_large_batch(train, tmp_path, monkeypatch, n
     """44 traces: 12, 12, 12, 8 at once, or as batches of 4, three a step."""
     monkeypatch.setattr(models, "GNN_DROPOUT", 0.0)
     _, large = train(name, "large", dropout=0.0, batch_size=12)
-    _, small = train(name, "small", dropout=0.0, batch_size=4, accumulate=3)
+    _, small = train(name, "small", dropout=0.0, batch_size=4, grad_accum_steps=3)
     a, b = weights(tmp_path / "large"), weights(tmp_path / "small")
     assert all(torch.allclose(a[k], b[k], rtol=1e-4, atol=1e-6) for k in a)
     losses = [r["models"][name]["history"]["train_loss"] for r in (large, small)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
-    assert small["config"]["accumulate"] == 3 and small["config"]["batch_size"] == 4
+    assert small["config"]["grad_accum_steps"] == 3 and small["config"]["batch_size"] == 4
 
 
 @pytest.mark.parametrize("name", ONLY)

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import tracestore
+from tests.experiment.quiet import train_quietly
 from tests.helpers import make_trace
 from tests.train.runs import outcome
 from tracestore.errors import InsufficientMemoryError, OutputDirLockedError, TrainingError, UsageError
 from tracestore.evaluation import metrics, probe
 from tracestore.evaluation.split import make_split
 from tracestore.experiment import run
-from tracestore.experiment.run import run_experiment
 from tracestore.train import trainer
 from tracestore.train.batches import BatchFeed
 from tracestore.train.config import TrainConfig
@@ -34,8 +34,7 @@ def no_pictures(monkeypatch):
 
 
 def train(store, folder, config=CONFIG, names=("lstm_solo",), sizes=SMALL, **options):
-    options = {"with_probe": False, "overwrite": True, "log": lambda _: None} | options
-    return run_experiment(store, folder, list(names), config, sizes, **options)
+    return train_quietly(store, folder, names, config, sizes, **({"overwrite": True} | options))
 
 
 def files(folder):
@@ -48,7 +47,7 @@ def test_what_others_wrote_stays(labelled, tmp_path):
     for name in theirs:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"theirs")
-    for options in ({}, {"num_seeds": 1}, {"num_folds": 2}):
+    for options in ({}, {"seeds": 1}, {"folds": 2}):
         train(labelled, tmp_path, **options)
         train(labelled, tmp_path, replace(CONFIG, resume=True), **options)
     assert all((tmp_path / name).read_bytes() == b"theirs" for name in theirs)
@@ -60,7 +59,7 @@ def test_a_new_run_replaces_an_earlier_one(labelled, tmp_path):
     assert (tmp_path / "lstm_solo/last.pt").exists() and not (tmp_path / "gnn_det_lstm/last.pt").exists()
 
 
-@pytest.mark.parametrize("options", [{}, {"num_seeds": 2}, {"num_folds": 2}])
+@pytest.mark.parametrize("options", [{}, {"seeds": 2}, {"folds": 2}])
 def test_a_run_that_is_refused_leaves_an_earlier_one(labelled, tmp_path, options):
     out, one_class, holed = tmp_path / "r", tmp_path / "one.zarr", tmp_path / "nan.zarr"
     for path in (one_class, holed):
@@ -105,16 +104,16 @@ def test_one_training_at_a_time(labelled, tmp_path):
     ["{", "[]", "3", '{"train": []}', '{"train": 1, "val": 2, "test": 3}', '{"train": [[]], "val": [], "test": []}'],
 )
 def test_a_split_that_is_none(labelled, tmp_path, text):
-    for name, words, options in (("split", "the split", {}), ("folds", "the folds", {"num_folds": 2})):
+    for name, words, options in (("split", "the split", {}), ("folds", "the folds", {"folds": 2})):
         (tmp_path / f"{name}.json").write_text(text if name == "split" else f"[{text}, {text}]")
         with pytest.raises(UsageError, match=f"not {words}"):
             train(labelled, tmp_path, replace(CONFIG, resume=True), **options)
 
 
 def test_folds_that_finished_with_more_epochs(labelled, tmp_path):
-    train(labelled, tmp_path, replace(CONFIG, epochs=3), num_folds=2)
+    train(labelled, tmp_path, replace(CONFIG, epochs=3), folds=2)
     (tmp_path / "fold-1/seed-42/lstm_solo/last.pt").unlink()
-    results = train(labelled, tmp_path, replace(CONFIG, resume=True), num_folds=2)
+    results = train(labelled, tmp_path, replace(CONFIG, resume=True), folds=2)
     assert len(results["models"]["lstm_solo"]["history"]["train_loss"]) == 1
 
 
@@ -238,18 +237,18 @@ def test_statistics_of_values_that_are_not_finite(holed, tmp_path):
 
 def test_the_probe_leaves_out_a_layer_that_is_not_finite(holed, tmp_path, monkeypatch):
     path, _ = holed
-    results = train(path, tmp_path / "r", sizes=SMALL | {"layers": (0, 2)}, with_probe=True)
+    results = train(path, tmp_path / "r", sizes=SMALL | {"layers": (0, 2)}, probe=True)
     values = results["probe"]["val_auroc_by_layer"]
     assert math.isnan(values[1]) and results["probe"]["layer"] in (0, 2)
     assert json.loads((tmp_path / "r/results.json").read_text())["probe"]["val_auroc_by_layer"][1] is None
     assert "not finite" in (tmp_path / "r/report.html").read_text()
     # A layer at a time.
     monkeypatch.setattr(probe, "_FEATURE_BYTES", 1)
-    again = train(path, tmp_path / "again", sizes=SMALL | {"layers": (0, 2)}, with_probe=True)["probe"]
+    again = train(path, tmp_path / "again", sizes=SMALL | {"layers": (0, 2)}, probe=True)["probe"]
     assert again["val_auroc_by_layer"][::2] == values[::2] and again["test"] == results["probe"]["test"]
 
 
-@pytest.mark.parametrize("options", [{}, {"num_seeds": 2}, {"num_folds": 2}])
+@pytest.mark.parametrize("options", [{}, {"seeds": 2}, {"folds": 2}])
 def test_an_earlier_run_is_kept(labelled, tmp_path, options):
     """Also one that was stopped at its beginning, whose checkpoint is all there is."""
     train(labelled, tmp_path, **options)

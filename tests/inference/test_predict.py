@@ -17,7 +17,6 @@ from tracestore.console import Output
 from tracestore.detectors.checkpoint import DETECTOR_VERSION
 from tracestore.detectors.registry import DETECTORS
 from tracestore.errors import MissingFieldError, TracestoreError, UsageError
-from tracestore.experiment.run import run_experiment
 from tracestore.inference import scoring
 from tracestore.train.config import TrainConfig
 
@@ -39,8 +38,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     store = make_store(folder / "store.zarr", 60)
     config = TrainConfig(epochs=1, batch_size=8, attention_threshold=0.3, loader_threads=1)
-    sizes = {"gnn_hidden": 8, "latent_dim": 8, "lstm_hidden": 8, "standardize": True}
-    results = run_experiment(store, folder / "r", list(DETECTORS), config, sizes, with_probe=False, log=lambda _: None)
+    results = train_quietly(store, folder / "r", DETECTORS, config, SMALL | {"standardize": True})
     return store, folder / "r", results
 
 

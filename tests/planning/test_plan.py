@@ -12,7 +12,7 @@ from tracestore.data.batch_format import BatchFormat, EdgeOptions
 from tracestore.data.epoch import EpochPlanner
 from tracestore.errors import UsageError
 from tracestore.oom.limits import memory_use
-from tracestore.planning.measure import budget_plan, plan_training
+from tracestore.planning.measure import plan_micro_batches, plan_training
 from tracestore.planning.plan import TrainingPlan, largest_batch_factor
 from tracestore.train.config import TrainConfig
 
@@ -132,6 +132,6 @@ def test_planning_leaves_the_random_state_alone(path):
 def test_a_budget_gives_each_detector_its_micro_batch(path):
     store, start = tracestore.open(path), memory_use()
     config = TrainConfig(batch_size=4)
-    assert budget_plan(["lstm_solo"], store, config, SMALL, 8 << 30, start, 20) == {"lstm_solo": None}
+    assert plan_micro_batches(["lstm_solo"], store, config, SMALL, 8 << 30, start, 20) == {"lstm_solo": None}
     with pytest.raises(UsageError, match="below"):
-        budget_plan(["lstm_solo"], store, config, SMALL, 1 << 20, start, 20)
+        plan_micro_batches(["lstm_solo"], store, config, SMALL, 1 << 20, start, 20)

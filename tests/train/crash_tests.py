@@ -70,7 +70,7 @@ def killed_at_random(argv, folder, kills, seed):
     done = compared = 0
     while done < kills or not compared:
         out = folder / f"cut{compared}"
-        child = start(argv, out, "--resume", "--checkpoint-every", rng.choice(["0", "0.02", "300"]))
+        child = start(argv, out, "--resume", "--checkpoint-interval", rng.choice(["0", "0.02", "300"]))
         if done < kills:
             time.sleep(rng.uniform(0, 0.7 * whole_s))
             os.kill(child, signal.SIGKILL)
@@ -118,7 +118,7 @@ def killed_while_writing(argv, folder):
     out, found = folder / "torn", 0
     for number in range(2, 9):
         before = torn(number, lambda: os.kill(os.getpid(), signal.SIGKILL))
-        child = start(argv, out, "--checkpoint-every", "0", "--resume", before=before)
+        child = start(argv, out, "--checkpoint-interval", "0", "--resume", before=before)
         expect(-signal.SIGKILL, child, out)
         for path in out.glob("*/last.pt"):
             assert "optimizer" in torch.load(path, weights_only=True)
@@ -135,7 +135,7 @@ def disk_full(argv, folder):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     out = folder / "full"
-    expect(4, start(argv, out, "--checkpoint-every", "0", before=torn(5, full)), out)
+    expect(4, start(argv, out, "--checkpoint-interval", "0", before=torn(5, full)), out)
     (model,) = out.glob("*/")
     batch = torch.load(model / "last.pt", weights_only=True)["progress"]["batch"]
     return {"stderr": Path(f"{out}.err").read_text(), "files": os.listdir(model), "batch": batch}

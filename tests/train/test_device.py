@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.experiment.quiet import SMALL, train_quietly
 from tests.helpers import run_cli
 from tests.train.runs import FAST, ONLY
 from tracestore.detectors.registry import DETECTORS
@@ -15,7 +16,6 @@ from tracestore.train.config import TrainConfig
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
-SMALL = {"lstm_hidden": 8, "gnn_hidden": 8, "latent_dim": 8}
 
 
 @pytest.fixture
@@ -25,9 +25,7 @@ def train(labelled, tmp_path, monkeypatch):
 
     def go(out, device, names=DETECTORS, sizes=SMALL, **options):
         config = TrainConfig(**({"epochs": 2, "loader_threads": 1, "device": device} | options))
-        return run.run_experiment(
-            labelled, tmp_path / out, list(names), config, sizes, with_probe=False, log=lambda _: None
-        )
+        return train_quietly(labelled, tmp_path / out, names, config, sizes)
 
     return go
 

@@ -73,7 +73,7 @@ def limited(bytes_, store, out, *args, before="", check=None):
     code = (
         f"import sys; {before}from tracestore.cli import main\n"
         "from tracestore.experiment import run\n"
-        "run.budget_plan = lambda names, *a: dict.fromkeys(names)\n"
+        "run.plan_micro_batches = lambda names, *a: dict.fromkeys(names)\n"
         "sys.exit(main(['train', *sys.argv[1:]]))"
     )
     words = ["--store", store, "--output-dir", out, "--memory-budget", bytes_, *FLAGS, *args]

@@ -24,7 +24,7 @@ def test_killed_at_random_moments(driver, labelled, tmp_path, model):
 
 @pytest.mark.long
 def test_killed_while_a_checkpoint_is_written(driver, labelled, tmp_path):
-    flags = ["--store", labelled, *SMALL, "--accumulate", 2, *ONLY["lstm_solo"]]
+    flags = ["--store", labelled, *SMALL, "--grad-accum-steps", 2, *ONLY["lstm_solo"]]
     assert driver("killed_while_writing", flags, tmp_path)["whole_checkpoints"] >= 5
 
 

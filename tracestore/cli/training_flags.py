@@ -1,61 +1,79 @@
-"""The flags that say what a detector is and what a step of its training costs: those of
-tracestore train that `tracestore plan` takes as well. Imports no torch: wrong usage answers at once."""
+"""Options of ``tracestore train`` and ``tracestore plan``.
+
+An option is a field of a dataclass. Its name, default and choices are taken from the field; the
+tables below add what only argparse needs.
+"""
 
 import argparse
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tracestore.console import float_where, int_ranges, positive_int
 
-# Fields of model_config.ModelConfig.
-_SIZES = (
-    "gnn_hidden",
-    "latent_dim",
-    "lstm_hidden",
-    "num_lstm_layers",
-    "dropout",
-    "kl_weight",
-    "message_passing",
-    "standardize",
-    "edge_features",
-    "layers",
-)
-# Fields of config.TrainConfig.
-_STEP = ("batch_size", "attention_threshold", "top_k", "precision", "activation_checkpointing", "max_cache_batches")
+Flags = Mapping[str, dict[str, Any]]
+
+# Fields of detectors.config.ModelConfig.
+MODEL_FLAGS: Flags = {
+    "edge_features": {
+        "help": "weights of an edge: the mean over the heads, or one per head (of a store made with --attention heads)"
+    },
+    "layers": {
+        "type": int_ranges,
+        "metavar": "LIST",
+        "help": "layers of the language model to read, e.g. 0-9,20,29 (default: all)",
+    },
+    "gnn_hidden": {"type": positive_int},
+    "latent_dim": {"type": positive_int},
+    "lstm_hidden": {"type": positive_int},
+    "num_lstm_layers": {"type": positive_int},
+    "dropout": {"type": float_where(lambda p: 0 <= p < 1, "a number of at least 0 and below 1")},
+    "kl_weight": {"type": float},
+    "standardize": {"help": "per layer and column, with statistics of the training split"},
+    "message_passing": {"help": "pyg is the slow reference"},
+}
+# Fields of train.config.TrainConfig that change the cost of a step.
+STEP_FLAGS: Flags = {
+    "batch_size": {"type": positive_int},
+    "precision": {"help": "fp16 needs a GPU"},
+    "activation_checkpointing": {"help": "less memory: compute activations a second time in backward"},
+    "max_cache_batches": {"type": positive_int, "help": "decoded batches to keep of a compressed store"},
+    "attention_threshold": {"type": float, "help": "edges are pairs with attention above this"},
+    "top_k": {
+        "type": float_where(lambda f: 0 < f <= 1, "a fraction above 0 and at most 1"),
+        "metavar": "FRACTION",
+        "help": "keep this fraction of the pairs of each layer instead, those with the largest attention",
+    },
+}
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds them."""
-    add = parser.add_argument
-    add("--batch-size", type=positive_int, default=16)
-    add("--precision", choices=("float32", "bf16", "fp16"), default="float32", help="fp16: on a GPU only")
-    add("--activation-checkpointing", action="store_true", help="less memory: compute activations again in backward")
-    add("--max-cache-batches", type=positive_int, default=2, help="decoded batches kept of a compressed store")
-    add("--attention-threshold", type=float, default=0.0, help="edges are pairs with attention above this")
-    fraction = float_where(lambda f: 0 < f <= 1, "a fraction above 0 and at most 1")
-    add("--top-k", type=fraction, metavar="FRACTION", help="instead: this fraction of each layer's pairs")
-    add(
-        "--edge-features",
-        choices=("mean", "heads"),
-        default="mean",
-        help="weights of an edge: the mean over the heads, or every head's (of a store made with --attention heads)",
-    )
-    add("--layers", type=int_ranges, metavar="LIST", help="layers of the language model that are used, e.g. 0-9,20,29")
-    add("--gnn-hidden", type=positive_int, default=128)
-    add("--latent-dim", type=positive_int, default=128)
-    add("--lstm-hidden", type=positive_int, default=128)
-    add("--num-lstm-layers", type=positive_int, default=2)
-    add("--dropout", type=float_where(lambda p: 0 <= p < 1, "a number of at least 0 and below 1"), default=0.3)
-    add("--kl-weight", type=float, default=0.01)
-    add("--standardize", action="store_true", help="per layer and column, statistics of training traces")
-    add("--message-passing", choices=("fused", "pyg"), default="fused", help="pyg is the slow reference")
-    add("--num-threads", type=positive_int, metavar="N", help="threads of torch and of the loader")
+def add_flags(parser: argparse._ActionsContainer, options: type, flags: Flags) -> None:
+    """Add an option for each of some fields of a dataclass.
+
+    Parameters
+    ----------
+    parser : argparse.ArgumentParser or group
+    options : type
+        The dataclass. A bool field becomes a switch, the values of a Literal become choices.
+    flags : mapping
+        Arguments of ``add_argument`` by field name. A suffix ``_s`` (seconds) is left out of the flag.
+    """
+    hints = get_type_hints(options)
+    defaults = {f.name: f.default for f in fields(options)}
+    for name, arguments in flags.items():
+        if hints[name] is bool:
+            arguments = {"action": "store_true"} | arguments
+        elif get_origin(hints[name]) is Literal:
+            arguments = {"choices": get_args(hints[name])} | arguments
+        flag = "--" + name.removesuffix("_s").replace("_", "-")
+        parser.add_argument(flag, dest=name, default=defaults[name], **arguments)
 
 
-def model_sizes(args: argparse.Namespace) -> dict[str, Any]:
-    """What they say of model_config.ModelConfig."""
-    return {name: getattr(args, name) for name in _SIZES}
+def add_num_threads(parser: argparse.ArgumentParser) -> None:
+    """Add --num-threads."""
+    parser.add_argument("--num-threads", type=positive_int, metavar="N", help="threads of torch and of the loader")
 
 
-def step_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What they say of config.TrainConfig."""
-    return {name: getattr(args, name) for name in _STEP} | {"loader_threads": args.num_threads or 2}
+def values(args: argparse.Namespace, *tables: Flags) -> dict[str, Any]:
+    """Return the parsed values of the fields in some tables, by field name."""
+    return {name: getattr(args, name) for flags in tables for name in flags}

@@ -1,1 +1,1 @@
-"""A training run as a whole: detectors, folds and seeds, results and comparisons."""
+"""Training runs: detectors, folds and seeds, their results and comparisons."""

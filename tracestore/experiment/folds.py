@@ -1,4 +1,4 @@
-"""Cross-validation: which runs there are, where each lies, and their figures together."""
+"""Folds and seeds: the trainings of a run, their folders, and their aggregated metrics."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from tracestore.errors import UsageError
 from tracestore.evaluation.evaluate import RunScores, evaluate_runs
 from tracestore.evaluation.metrics import auroc
 from tracestore.evaluation.split import SPLITS, Split, split_from_ids
+from tracestore.experiment.options import TrainOptions
 from tracestore.store.io.fsio import read_json
 from tracestore.store.read.store import TraceStore
 from tracestore.train.checkpoint import CHECKPOINTS
@@ -19,9 +20,8 @@ SPLIT_FILE, FOLDS_FILE, RESULTS_FILE = "split.json", "folds.json", "results.json
 
 
 @dataclass(frozen=True)
-class Job:
-    """One split and one training seed; its models lie in folder/<model>. fold: None where
-    the store is split once."""
+class TrainingRun:
+    """One split and one seed. Each model is trained in ``folder/<model>``; fold is None without folds."""
 
     fold: int | None
     seed: int
@@ -32,53 +32,64 @@ class Job:
         return f"seed {self.seed}" if self.fold is None else f"fold {self.fold}, seed {self.seed}"
 
 
-def plan_jobs(splits: list[Split], seed: int, num_seeds: int | None, folder: Path, *, is_folded: bool) -> list[Job]:
-    """folder/fold-<k>/seed-<s>, without folds folder/seed-<s>, and without num_seeds either the
-    folder itself; seeds from `seed` on. A seed decides weights and order; the splits are the same
-    for all seeds."""
-    if not is_folded and num_seeds is None:
-        return [Job(None, seed, splits[0], folder)]
+def plan_runs(splits: list[Split], options: TrainOptions, folder: Path) -> list[TrainingRun]:
+    """Return the trainings of a run: every split with every seed.
+
+    Their folders are ``fold-<k>/seed-<s>``, without folds ``seed-<s>``, and without seeds either
+    the folder itself. Seeds change weights and order, never the splits.
+    """
+    seed, is_folded = options.config.seed, options.is_folded
+    if not options.is_repeated:
+        return [TrainingRun(None, seed, splits[0], folder)]
     return [
-        Job(k if is_folded else None, s, split, (folder / f"fold-{k}" if is_folded else folder) / f"seed-{s}")
+        TrainingRun(k if is_folded else None, s, split, (folder / f"fold-{k}" if is_folded else folder) / f"seed-{s}")
         for k, split in enumerate(splits)
-        for s in range(seed, seed + (num_seeds or 1))
+        for s in range(seed, seed + (options.seeds or 1))
     ]
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a training has written into the folder, folds and seeds included."""
+    """Return whether a training has written into the folder, folds and seeds included."""
     if any((folder / name).exists() for name in (RESULTS_FILE, SPLIT_FILE, FOLDS_FILE)):
         return True
     return any(
-        (place / name / of).exists()
-        for place in (folder, *folder.glob("seed-*"), *folder.glob("fold-*/seed-*"))
+        (run_folder / name / checkpoint).exists()
+        for run_folder in (folder, *folder.glob("seed-*"), *folder.glob("fold-*/seed-*"))
         for name in DETECTORS
-        for of in CHECKPOINTS
+        for checkpoint in CHECKPOINTS
     )
 
 
-def remove_checkpoints(folder: Path, *, is_folded: bool, is_repeated: bool) -> None:
-    """And events, of all jobs of folds or else of one split: files of tracestore's own names only,
-    as sources have such folders as well (lstm_solo/preprocessed_0.pt)."""
-    places = [] if is_folded else [folder]
-    if is_repeated:
-        places += folder.glob("fold-*/seed-*" if is_folded else "seed-*")
-    for place in places:
+def remove_checkpoints(folder: Path, options: TrainOptions) -> None:
+    """Remove checkpoints and TensorBoard events of earlier trainings of the same kind.
+
+    Only files with names of tracestore are removed, because folders of source files may have
+    the same names (lstm_solo/preprocessed_0.pt).
+    """
+    run_folders = [] if options.is_folded else [folder]
+    if options.is_repeated:
+        run_folders += folder.glob("fold-*/seed-*" if options.is_folded else "seed-*")
+    for run_folder in run_folders:
         for name in DETECTORS:
-            for old in (
-                *(place / name / of for of in CHECKPOINTS),
-                *place.glob(f"{name}/events/events.out.tfevents.*"),
+            for path in (
+                *(run_folder / name / checkpoint for checkpoint in CHECKPOINTS),
+                *run_folder.glob(f"{name}/events/events.out.tfevents.*"),
             ):
-                old.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
 
 
 def read_splits(path: Path, store: TraceStore, targets: np.ndarray, num_folds: int | None) -> list[Split]:
-    """The split, or folds, of an earlier run. UsageError where the file is no such thing or
-    holds another number of folds."""
+    """Read the split, or the folds, of an earlier run.
+
+    Raises
+    ------
+    UsageError
+        The file cannot be read, is malformed or holds another number of folds.
+    """
     try:
         saved = read_json(path)
         folds = [saved] if num_folds is None else list(saved)
-        if not all(set(fold) == set(SPLITS) and all(map(_are_texts, fold.values())) for fold in folds):
+        if not all(set(fold) == set(SPLITS) and all(map(_is_list_of_str, fold.values())) for fold in folds):
             raise ValueError
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
@@ -90,49 +101,57 @@ def read_splits(path: Path, store: TraceStore, targets: np.ndarray, num_folds: i
     return [split_from_ids(store, targets, ids) for ids in folds]
 
 
-def _are_texts(values: Any) -> bool:
-    return isinstance(values, list) and all(isinstance(value, str) for value in values)
+def _is_list_of_str(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
-def pool(entries: list[tuple[int, int, dict[str, Any]]], seed: int) -> dict[str, Any]:
-    """The entry of one model over its runs, given as (fold, seed, entry of the run): figures
-    as evaluate_runs makes them, their spread, and what training was like on average."""
+def aggregate_runs(entries: list[tuple[int, int, dict[str, Any]]], seed: int) -> dict[str, Any]:
+    """Aggregate the results of one model over its runs.
+
+    Parameters
+    ----------
+    entries : list of tuple
+        (fold, seed, results.json entry) of each run.
+    seed : int
+        Seed of the bootstrap.
+
+    Returns
+    -------
+    dict
+        The keys of `evaluate_runs` and of a single entry. ``test`` has auroc_by_run,
+        auroc_std_over_seeds and auroc_out_of_fold in addition; scalars and the history are
+        means over the runs.
+    """
     runs = [RunScores.from_entry(entry, fold) for fold, _, entry in entries]
-    pooled = evaluate_runs(runs, seed)
+    aggregated = evaluate_runs(runs, seed)
     by_seed: dict[int, list[RunScores]] = {}
     for (_, s, _), run in zip(entries, runs, strict=True):
         by_seed.setdefault(s, []).append(run)
-    means = [np.mean([auroc(r.y, r.logit) for r in of]) for of in by_seed.values()]
-    pooled["test"] |= {
+    means = [np.mean([auroc(r.y, r.logit) for r in of_seed]) for of_seed in by_seed.values()]
+    out_of_fold = [
+        auroc(np.concatenate([r.y for r in of_seed]), np.concatenate([r.logit for r in of_seed]))
+        for of_seed in by_seed.values()
+    ]
+    aggregated["test"] |= {
         "auroc_by_run": [entry["test"]["auroc"] for _, _, entry in entries],
         "auroc_std_over_seeds": float(np.std(means, ddof=1)) if len(means) > 1 else None,
-        "auroc_out_of_fold": float(
-            np.mean(
-                [
-                    auroc(np.concatenate([r.y for r in of]), np.concatenate([r.logit for r in of]))
-                    for of in by_seed.values()
-                ]
-            )
-        ),
+        "auroc_out_of_fold": float(np.mean(out_of_fold)),
     }
-
-    def mean(name: str) -> float:
-        return float(np.mean([entry[name] for _, _, entry in entries]))
-
-    pooled |= {name: mean(name) for name in ("best_val_auroc", "threshold", "temperature")}
+    for name in ("best_val_auroc", "threshold", "temperature"):
+        aggregated[name] = float(np.mean([entry[name] for _, _, entry in entries]))
     if "val_auroc_by_layer" in entries[0][2]:
-        pooled["val_auroc_by_layer"] = np.mean([e["val_auroc_by_layer"] for _, _, e in entries], axis=0).tolist()
+        aggregated["val_auroc_by_layer"] = np.mean([e["val_auroc_by_layer"] for _, _, e in entries], axis=0).tolist()
     if "history" in entries[0][2]:
         histories = [entry["history"] for _, _, entry in entries]
-        pooled["history"] = {k: _mean_by_epoch([h[k] for h in histories]) for k in histories[0]}
-        pooled["seconds_per_epoch"] = _mean_by_epoch([entry["seconds_per_epoch"] for _, _, entry in entries])
-        pooled["oom_events"] = [
+        aggregated["history"] = {k: _mean_by_epoch([h[k] for h in histories]) for k in histories[0]}
+        aggregated["seconds_per_epoch"] = _mean_by_epoch([entry["seconds_per_epoch"] for _, _, entry in entries])
+        aggregated["oom_events"] = [
             {"fold": fold, "seed": s, **event} for fold, s, entry in entries for event in entry["oom_events"]
         ]
-    return pooled
+    return aggregated
 
 
 def _mean_by_epoch(curves: list[list[float]]) -> list[float]:
-    """Over the epochs that all runs have: some may have finished with more of them before --resume."""
+    # A resumed run may hold trainings that had finished with more epochs: the common ones count.
     epochs = min(map(len, curves))
     return np.mean([curve[:epochs] for curve in curves], axis=0).tolist()  # type: ignore[no-any-return]

@@ -1,1 +1,1 @@
-"""What a training takes: measured memory, time and the batch that fits."""
+"""Memory and time that a training takes, and the batch size that fits."""

@@ -1,10 +1,11 @@
-"""A training plan by real steps on real traces of the store, on this machine.
+"""Measure the cost of training: a few real steps on real traces of the store, on this machine.
 
-The cost of a trace is its bytes in a batch, which grow with its tokens, or for the PyG
-reference its edges, of which it keeps a row each.
+The cost of a trace is its bytes in a batch, which grow with its tokens. For the PyG reference it
+is the number of its edges, because PyG keeps a row per edge.
 """
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -28,8 +29,7 @@ from tracestore.planning.plan import (
     TrainingPlan,
     largest_batch_factor,
     mapped_bytes,
-    sizes_of,
-    training_part,
+    training_traces,
 )
 from tracestore.store.read.store import TraceStore
 from tracestore.train.batches import AccumulatedBatch, BatchFeed, DeviceBatch
@@ -38,134 +38,162 @@ from tracestore.train.devices import torch_threads
 from tracestore.train.distributed import DistributedContext
 from tracestore.train.model_runner import ModelRunner
 
-# How long the steps of a measurement may take.
-_SECONDS = 1.5
-_MOST_STEPS = 20
-# The floor differs by some percent from one measurement to the next: what plan printed is taken.
-_REFUSED_BELOW = 0.8
+# Limits for the steps of one measurement.
+_MAX_SECONDS = 1.5
+_MAX_STEPS = 20
+# The measured floor varies by a few percent, and a budget that `tracestore plan` printed must be accepted.
+_MIN_SHARE_OF_FLOOR = 0.8
 
 
-class Trial:
-    """A detector that trains on a store for a few steps and is thrown away."""
+class TrialTrainer:
+    """A detector that trains for a few steps and is discarded."""
 
     def __init__(
-        self, name: str, store: TraceStore, indices: np.ndarray, config: TrainConfig, sizes: dict[str, Any]
+        self, name: str, store: TraceStore, indices: np.ndarray, config: TrainConfig, model_options: Mapping[str, Any]
     ) -> None:
-        model_config = ModelConfig.from_store(store, **sizes)
-        self.forward = ModelRunner(name, model_config, config)
-        optimizer = Adam(self.forward.model.parameters(), lr=0.0, weight_decay=1e-5, fused=True)
-        self.guard = OOMGuard(self.forward.model, optimizer)
+        model_config = ModelConfig.from_store(store, **model_options)
+        self._runner = ModelRunner(name, model_config, config)
+        optimizer = Adam(self._runner.model.parameters(), lr=0.0, weight_decay=1e-5, fused=True)
+        self._guard = OOMGuard(self._runner.model, optimizer)
         config = replace(config, batch_size=min(config.batch_size, len(indices)))
         self.feed = BatchFeed(
             name, store, indices, config, model_config, DistributedContext(alone=True), shuffle="global"
         )
         self.loader = self.feed.loader
-        self.cost = "edges" if model_config.message_passing == "pyg" and DETECTORS[name].view == "graph" else "bytes"
+        is_pyg_graph = model_config.message_passing == "pyg" and DETECTORS[name].view == "graph"
+        self._cost_unit = "edges" if is_pyg_graph else "bytes"
 
     def costs(self, indices: np.ndarray) -> np.ndarray:
-        return trace_costs(self.loader.store, self.loader.format, self.cost, indices)
+        """Return the cost of each trace."""
+        return trace_costs(self.loader.store, self.loader.format, self._cost_unit, indices)
 
     def step(self, batch: DeviceBatch, count: int) -> None:
-        """One step on the first `count` traces of a batch."""
-        self.guard.step(count, partial(self.forward.step_loss, AccumulatedBatch([batch])))
+        """Run one step on the first `count` traces of a batch."""
+        self._guard.step(count, partial(self._runner.step_loss, AccumulatedBatch([batch])))
 
 
 @dataclass
-class _Measured:
-    """Steps on `count` traces each, the first to warm up."""
+class _Measurement:
+    """Steps on `count` traces each; the first one warms up.
+
+    seconds: median of a step with its wait for data. start: seconds until the first batch.
+    costliest: indices of the traces of the costliest step.
+    """
 
     peak: MemoryUse
-    seconds: float  # of one, with its wait for data
-    start: float  # until the first batch was there
-    costliest: np.ndarray  # traces
+    seconds: float
+    start: float
+    costliest: np.ndarray
 
 
-def timed(trial: Trial, epoch: int, count: int) -> _Measured:
-    """Steps on the first `count` traces of the batches of an epoch."""
+def _time_steps(trial: TrialTrainer, epoch: int, count: int) -> _Measurement:
+    """Measure steps on the first `count` traces of each batch of an epoch."""
     seconds: list[float] = []
-    costliest, most = np.zeros(0, np.int64), -1
-    with PeakMemoryMonitor() as meter:
+    costliest, highest_cost = np.zeros(0, np.int64), -1
+    with PeakMemoryMonitor() as monitor:
         began = start = time.perf_counter()
         trial.feed.seek(epoch, 0)
-        for batch in islice(trial.feed.batches(), _MOST_STEPS):
+        for batch in islice(trial.feed.batches(), _MAX_STEPS):
             if not seconds:
                 start = time.perf_counter()
-                first = start - began
+                first_batch = start - began
             trial.step(batch, count)
             indices = batch.trace_index[:count].numpy().copy()
             cost = int(trial.costs(indices).sum())
-            if cost > most:
-                costliest, most = indices, cost
+            if cost > highest_cost:
+                costliest, highest_cost = indices, cost
             now = time.perf_counter()
             seconds.append(now - start)
             start = now
-            if len(seconds) > 1 and now - began > _SECONDS:
+            if len(seconds) > 1 and now - began > _MAX_SECONDS:
                 break
-    return _Measured(meter.peak, float(np.median(seconds[1:] or seconds)), first, costliest)
+    return _Measurement(monitor.peak, float(np.median(seconds[1:] or seconds)), first_batch, costliest)
 
 
 def plan_training(
     name: str,
     store: TraceStore,
     config: TrainConfig,
-    sizes: dict[str, Any],
+    model_options: Mapping[str, Any],
     *,
     start: MemoryUse | None = None,
     num_train: int | None = None,
     num_threads: int | None = None,
-    room: int | None = None,
+    max_bytes: int | None = None,
 ) -> TrainingPlan:
-    """Measures a few steps. sizes: fields of ModelConfig. start: what the process had after
-    its imports; num_train: traces of the training part (the usual share of those with a
-    label); num_threads: torch's for these steps; room: bytes above `start` that steps larger
-    than the smallest may take (half of what the machine has). The random state is left as it was."""
+    """Measure what training a detector takes. The random state is preserved.
+
+    Parameters
+    ----------
+    name : str
+        A key of `DETECTORS`.
+    store : TraceStore
+    config : TrainConfig
+    model_options : mapping
+        Fields of `ModelConfig`.
+    start : MemoryUse, optional
+        Memory of the process after its imports. Default: the current use.
+    num_train : int, optional
+        Traces of the training split. Default: the usual fraction of the labeled traces.
+    num_threads : int, optional
+        Threads of torch for the measured steps.
+    max_bytes : int, optional
+        Bytes above `start` that steps larger than the smallest may use. At most, and by
+        default, half of the available memory.
+    """
     store.require(DETECTORS[name].view)
-    indices, usual = training_part(store)
+    indices, usual_num_train = training_traces(store)
     start = memory_use() if start is None else start
-    num_train = num_train or usual
-    before = get_random_state()
+    state = get_random_state()
     try:
         with torch_threads(num_threads):
-            return _measure(name, store, indices, config, sizes, start, num_train, room)
+            return _measure(name, store, indices, config, model_options, start, num_train or usual_num_train, max_bytes)
     finally:
-        restore_random_state(before)
+        restore_random_state(state)
 
 
-class Measurer:
-    """Measures the plan of each detector by its name, in a process that has imported what training
-    imports: plan_training."""
-
-    def __init__(
-        self, store: TraceStore, config: TrainConfig, sizes: dict[str, Any], num_threads: int | None = None
-    ) -> None:
-        self._measure = partial(plan_training, start=memory_use(), num_threads=num_threads)
-        self._arguments = store, config, sizes
-
-    def __call__(self, name: str) -> TrainingPlan:
-        return self._measure(name, *self._arguments)
-
-
-def budget_plan(
-    names: list[str],
+def plan_micro_batches(
+    names: Sequence[str],
     store: TraceStore,
     config: TrainConfig,
-    sizes: dict[str, Any],
+    model_options: Mapping[str, Any],
     budget: int,
     start: MemoryUse,
     num_train: int,
     num_ranks: int = 1,
 ) -> dict[str, int | None]:
-    """The micro-batch of each detector (None: the whole batch) of one of some ranks, each of
-    which has its part of a batch and a budget above `start`. UsageError where the budget is
-    below the floor of one."""
+    """Return the micro-batch size of each detector for a memory budget.
+
+    Parameters
+    ----------
+    names : sequence of str
+        Keys of `DETECTORS`.
+    store, config, model_options, start, num_train
+        See `plan_training`.
+    budget : int
+        Bytes above `start` that each rank may use.
+    num_ranks : int
+        Each rank computes a slice of every batch.
+
+    Returns
+    -------
+    dict
+        Traces of a micro-batch by name, None where the whole slice fits.
+
+    Raises
+    ------
+    UsageError
+        A detector needs more than the budget.
+    """
     planned: dict[str, int | None] = {}
     config = replace(config, batch_size=-(-config.batch_size // num_ranks))
     for name in names:
-        plan = plan_training(name, store, config, sizes, start=start, num_train=num_train, room=budget)
-        if budget < _REFUSED_BELOW * plan.floor_bytes:
+        plan = plan_training(name, store, config, model_options, start=start, num_train=num_train, max_bytes=budget)
+        if budget < _MIN_SHARE_OF_FLOOR * plan.floor_bytes:
             raise UsageError(
-                f"memory budget {format_size(budget)}{' a rank' if num_ranks > 1 else ''} is below {format_size(plan.floor_bytes)}, the least that "
-                f"{name} needs with batches of {config.batch_size} (tracestore plan says what fits)"
+                f"memory budget {format_size(budget)}{' a rank' if num_ranks > 1 else ''} is below "
+                f"{format_size(plan.floor_bytes)}, the least that {name} needs with batches of {config.batch_size} "
+                "(tracestore plan shows what fits)"
             )
         micro = plan.largest_micro_batch(start.anonymous + budget - RESERVE_BYTES, config.batch_size)
         planned[name] = max(1, micro) if micro < config.batch_size else None
@@ -177,51 +205,49 @@ def _measure(
     store: TraceStore,
     indices: np.ndarray,
     config: TrainConfig,
-    sizes: dict[str, Any],
+    model_options: Mapping[str, Any],
     start: MemoryUse,
     num_train: int,
-    room: int | None,
+    max_bytes: int | None,
 ) -> TrainingPlan:
-    trial = Trial(name, store, indices, config, sizes)
-    full = trial.loader.batch_size
-    few = max(1, full // 8)
-    small = timed(trial, 0, few)
-    # The whole batch where it is not too long or too large to try.
-    room = _room() // 2 if room is None else min(room, _room() // 2)
-    grows = max(1, (small.peak.anonymous - start.anonymous) / few)
-    many = int(min(full, max(few, few * 4 * _SECONDS / small.seconds), max(few, room / grows)))
-    large = timed(trial, 1, many) if many > few else small
-    costs = trial.costs(indices)
-    mean = float(costs.mean())
-    small_cost, large_cost = (float(trial.costs(m.costliest).sum()) for m in (small, large))
-    batch_bytes = int(trial.loader.format.bytes_per_trace(store, indices).mean())  # of a trace
-    loader_bytes = (trial.loader.max_in_flight + 1) * batch_bytes
-    per_cost = max(0.0, (large.peak.anonymous - small.peak.anonymous) / max(1.0, large_cost - small_cost))
-    if large_cost <= small_cost or per_cost == 0:
-        per_cost = max(1.0, large.peak.anonymous - start.anonymous - loader_bytes * full) / max(1.0, large_cost)
-    fixed = large.peak.anonymous - per_cost * large_cost - loader_bytes * full
-    per_trace = max(0.0, (large.seconds - small.seconds) / max(1, many - few)) or large.seconds / many
-    # One trace, the longest, beside the loader's smallest ring.
-    one = per_cost * max(0.0, float(costs.max()) - small_cost)
-    floor = small.peak.data - start.data + one + RESERVE_BYTES + SLACK_BYTES
-    return TrainingPlan(
-        name,
-        config.batch_size,
-        num_train,
-        start.anonymous,
-        memory_use().file + mapped_bytes(store, trial.loader.view, *sizes_of(store, trial.loader.view, indices)),
-        loader_bytes + LATER_BATCHES * batch_bytes,
-        LATER_BYTES + int(fixed),
-        per_cost * mean,
-        largest_batch_factor(trial.loader.epochs, costs, indices),
-        large.start,
-        max(0.0, large.seconds - per_trace * many),
-        per_trace,
-        int(floor),
-    )
-
-
-def _room() -> int:
     import psutil
 
-    return int(psutil.virtual_memory().available)
+    trial = TrialTrainer(name, store, indices, config, model_options)
+    batch_size = trial.loader.batch_size
+    few = max(1, batch_size // 8)
+    small = _time_steps(trial, 0, few)
+    # A second measurement on the whole batch, or on as many traces as time and memory allow.
+    half = int(psutil.virtual_memory().available) // 2
+    max_bytes = half if max_bytes is None else min(max_bytes, half)
+    bytes_per_trace = max(1, (small.peak.anonymous - start.anonymous) / few)
+    many = int(min(batch_size, max(few, few * 4 * _MAX_SECONDS / small.seconds), max(few, max_bytes / bytes_per_trace)))
+    large = _time_steps(trial, 1, many) if many > few else small
+    costs = trial.costs(indices)
+    small_cost, large_cost = (float(trial.costs(m.costliest).sum()) for m in (small, large))
+    loaded_bytes_per_trace = int(trial.loader.format.bytes_per_trace(store, indices).mean())
+    loader_bytes = (trial.loader.max_in_flight + 1) * loaded_bytes_per_trace
+    # Memory as a line through the two measurements: fixed bytes, and bytes per unit of cost.
+    bytes_per_cost = max(0.0, (large.peak.anonymous - small.peak.anonymous) / max(1.0, large_cost - small_cost))
+    if large_cost <= small_cost or bytes_per_cost == 0:
+        step_bytes = large.peak.anonymous - start.anonymous - loader_bytes * batch_size
+        bytes_per_cost = max(1.0, step_bytes) / max(1.0, large_cost)
+    fixed_bytes = large.peak.anonymous - bytes_per_cost * large_cost - loader_bytes * batch_size
+    seconds_per_trace = max(0.0, (large.seconds - small.seconds) / max(1, many - few)) or large.seconds / many
+    # The floor: a step on the longest trace alone, with the smallest ring of the loader.
+    longest_bytes = bytes_per_cost * max(0.0, float(costs.max()) - small_cost)
+    floor = small.peak.data - start.data + longest_bytes + RESERVE_BYTES + SLACK_BYTES
+    return TrainingPlan(
+        name=name,
+        batch_size=config.batch_size,
+        num_train=num_train,
+        libraries_bytes=start.anonymous,
+        file_bytes=memory_use().file + mapped_bytes(store, trial.loader.view, indices),
+        loader_bytes_per_trace=loader_bytes + LATER_BATCHES * loaded_bytes_per_trace,
+        fixed_bytes=LATER_BYTES + int(fixed_bytes),
+        trace_bytes=bytes_per_cost * float(costs.mean()),
+        largest_batch_factor=largest_batch_factor(trial.loader.epochs, costs, indices),
+        seconds_start=large.start,
+        seconds_fixed=max(0.0, large.seconds - seconds_per_trace * many),
+        seconds_per_trace=seconds_per_trace,
+        floor_bytes=int(floor),
+    )

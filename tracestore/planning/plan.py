@@ -1,8 +1,8 @@
-"""What training a detector will take: peak memory, time an epoch, and the least it needs.
+"""The resources that training a detector takes: peak memory, time per epoch, minimum budget.
 
-A cost model with few terms: memory = libraries + model and optimizer + batches of the loader +
-what a step keeps of its traces, which grows with their bytes in a batch; time = steps, and traces
-beside them. train.measure finds the terms by real steps.
+A linear model. Memory is the sum of libraries, model and optimizer, batches of the loader, and the
+activations of a step, which grow with the bytes of its traces. Time is a constant per step plus a
+constant per trace. The module measure determines the coefficients with real steps.
 """
 
 from dataclasses import dataclass
@@ -16,21 +16,42 @@ from tracestore.detectors.registry import DETECTORS
 from tracestore.errors import MissingFieldError, UsageError
 from tracestore.store.read.store import TraceStore
 
-# Threads' stacks and heaps, plans of libraries, Python objects.
+# Stacks and heaps of threads, workspaces of libraries, Python objects.
 SLACK_BYTES = 96 << 20
-# What a run comes to take beside its first steps: fragments of freed memory, and batches more at once.
+# Growth after the first steps: fragmentation, and further batches in flight.
 LATER_BYTES, LATER_BATCHES = 20 << 20, 2
-_TRAIN_SHARE = 0.7
-# So many batches of an epoch are looked at for the largest.
-_BATCHES = 4096
+_TRAIN_FRACTION = 0.7
+# Number of batches of an epoch that are searched for the largest.
+_MAX_BATCHES = 4096
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What training one detector on a store takes on this machine. Bytes of the process:
-    anonymous ones (what a machine must have), and file pages beside them, which can be
-    reclaimed. floor_bytes: the least --memory-budget, above what the process has after its
-    imports."""
+    """Measured cost of training one detector on a store on this machine.
+
+    All bytes but `file_bytes` are anonymous memory of the process.
+
+    Parameters
+    ----------
+    name : str
+        A key of `DETECTORS`.
+    batch_size : int
+        The requested batch size.
+    num_train : int
+        Traces of the training split.
+    libraries_bytes : int
+        Memory of the process after its imports.
+    file_bytes : int
+        Mapped file pages, which the system can reclaim.
+    loader_bytes_per_trace, fixed_bytes, trace_bytes : int, int, float
+        Coefficients of the memory: per trace of a batch, fixed, and per trace of a micro-batch.
+    largest_batch_factor : float
+        Cost of the costliest batch of an epoch, relative to the mean.
+    seconds_start, seconds_fixed, seconds_per_trace : float
+        Coefficients of the time: per epoch, per step and per trace.
+    floor_bytes : int
+        The smallest possible ``--memory-budget``, in addition to the libraries.
+    """
 
     name: str
     batch_size: int
@@ -47,27 +68,28 @@ class TrainingPlan:
     floor_bytes: int
 
     def peak_bytes(self, batch_size: int, micro_batch: int | None = None) -> int:
-        """Anonymous memory at its peak: of the batch of most tokens in an epoch."""
+        """Return the peak anonymous memory, at the costliest batch of an epoch."""
         micro = min(batch_size, micro_batch or batch_size)
         step = self.trace_bytes * micro * self.largest_batch_factor
         return int(self.fixed_bytes + self.loader_bytes_per_trace * batch_size + step)
 
     def seconds_per_epoch(self, batch_size: int) -> float:
-        """Of the training part."""
+        """Return the training time of an epoch, without validation."""
         steps = -(-self.num_train // batch_size)
         return self.seconds_start + steps * self.seconds_fixed + self.num_train * self.seconds_per_trace
 
     def largest_batch(self, memory: int) -> int:
-        """Traces of the largest batch that fits whole; 0 where one alone does not."""
-        room = memory - self.fixed_bytes
-        return max(0, int(room / (self.loader_bytes_per_trace + self.trace_bytes * self.largest_batch_factor)))
+        """Return the size of the largest batch that fits into `memory` bytes, 0 where a single trace does not."""
+        free = memory - self.fixed_bytes
+        return max(0, int(free / (self.loader_bytes_per_trace + self.trace_bytes * self.largest_batch_factor)))
 
     def largest_micro_batch(self, memory: int, batch_size: int) -> int:
-        """Traces of the largest micro-batch of batches of batch_size."""
-        room = memory - self.fixed_bytes - self.loader_bytes_per_trace * batch_size
-        return min(batch_size, max(0, int(room / (self.trace_bytes * self.largest_batch_factor))))
+        """Return the size of the largest micro-batch that fits into `memory` bytes."""
+        free = memory - self.fixed_bytes - self.loader_bytes_per_trace * batch_size
+        return min(batch_size, max(0, int(free / (self.trace_bytes * self.largest_batch_factor))))
 
     def as_json(self, memory: int | None) -> dict[str, Any]:
+        """Return the JSON of ``tracestore plan``; `memory`: bytes that the process may use."""
         out: dict[str, Any] = {
             "model": self.name,
             "batch_size": self.batch_size,
@@ -106,35 +128,50 @@ def detectors_for(store: TraceStore) -> list[str]:
     return names
 
 
-def training_part(store: TraceStore) -> tuple[np.ndarray, int]:
-    """The traces to plan for, those with a label, or all where none has one; and how many a
-    training takes of them. UsageError where there is none."""
-    labelled = np.flatnonzero(np.isfinite(store.targets()))
-    indices = labelled if len(labelled) else np.arange(len(store))
+def training_traces(store: TraceStore) -> tuple[np.ndarray, int]:
+    """Return the traces that a training could use, and how many of them it trains on.
+
+    Returns
+    -------
+    indices : np.ndarray
+        Store indices of the labeled traces, or of all traces where none is labeled.
+    num_train : int
+        Size of the training split.
+
+    Raises
+    ------
+    UsageError
+        The store is empty.
+    """
+    labeled = np.flatnonzero(np.isfinite(store.targets()))
+    indices = labeled if len(labeled) else np.arange(len(store))
     if not len(indices):
         raise UsageError(f"{store.path}: holds no trace")
-    return indices, max(1, round(_TRAIN_SHARE * len(indices)))
+    return indices, max(1, round(_TRAIN_FRACTION * len(indices)))
 
 
-def sizes_of(store: TraceStore, view: str, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """store.sizes, where the view is of graphs; else zeros: of sequences nothing need be looked up."""
-    return store.sizes(indices) if view == "graph" else (np.zeros_like(indices), np.zeros_like(indices))
-
-
-def mapped_bytes(store: TraceStore, view: str, tokens: np.ndarray, pairs: np.ndarray) -> int:
-    """Bytes of the store that an epoch over some traces maps, for what sizes_of gives of them."""
+def mapped_bytes(store: TraceStore, view: str, indices: np.ndarray) -> int:
+    """Return the bytes of the store that an epoch over some traces maps."""
+    if store.codec != "none":
+        return 0
     stored = EdgeOptions(edge_format="heads" if store.attention_layout == "causal" else "coo")
-    return (
-        int(BatchFormat(view, stored).bytes_per_trace_of_sizes(store, tokens, pairs).sum())
-        if store.codec == "none"
-        else 0
-    )
+    return int(BatchFormat(view, stored).bytes_per_trace(store, indices).sum())
 
 
 def largest_batch_factor(epochs: EpochPlanner, costs: np.ndarray, indices: np.ndarray) -> float:
-    """The costliest batch of an epoch over a mean one; costs: of the traces `indices`."""
+    """Return the cost of the costliest batch of an epoch, relative to the mean batch.
+
+    Parameters
+    ----------
+    epochs : EpochPlanner
+    costs : np.ndarray
+        ``(n,)``, cost of each of the traces `indices`.
+    indices : np.ndarray
+        ``(n,)``, store indices, ascending.
+    """
     plan = epochs.plan(0)
-    batches = min(len(plan), _BATCHES)
-    at = np.searchsorted(indices, plan.indices_at(np.arange(min(batches * epochs.batch_size, epochs.num_samples))))
-    sums = np.add.reduceat(costs[at], np.arange(0, len(at), epochs.batch_size))
+    batches = min(len(plan), _MAX_BATCHES)
+    positions = np.arange(min(batches * epochs.batch_size, epochs.num_samples))
+    ordered_costs = costs[np.searchsorted(indices, plan.indices_at(positions))]
+    sums = np.add.reduceat(ordered_costs, np.arange(0, len(ordered_costs), epochs.batch_size))
     return max(1.0, float(sums.max()) / (epochs.batch_size * float(costs.mean())))

@@ -2,10 +2,9 @@
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 HISTORY = ("train_loss", "val_loss", "val_auroc", "traces_per_s", "data_wait_share")
-PRECISIONS = ("float32", "bf16", "fp16")
 # What may differ between a run and its continuation: none of it changes the mathematics.
 _FREE = (
     "epochs",
@@ -15,9 +14,11 @@ _FREE = (
     "max_cache_batches",
     "device",
     "activation_checkpointing",
-    "checkpoint_every_s",
+    "checkpoint_interval_s",
     "tensorboard",
 )
+# Names of fields in last.pt where they differ.
+_CHECKPOINT_KEYS = {"grad_accum_steps": "accumulate"}
 
 
 @dataclass(frozen=True)
@@ -26,13 +27,13 @@ class TrainConfig:
 
     epochs: int = 50
     batch_size: int = 16
-    accumulate: int = 1
+    grad_accum_steps: int = 1
     lr: float = 0.001
     seed: int = 42
     device: str = "cpu"
-    precision: str = "float32"
+    precision: Literal["float32", "bf16", "fp16"] = "float32"
     activation_checkpointing: bool = False
-    shuffle: str = "global"
+    shuffle: Literal["global", "buffer", "block", "none"] = "global"
     shuffle_buffer: int = 1000
     score_threshold: float = 0.5
     attention_threshold: float = 0.0
@@ -40,13 +41,13 @@ class TrainConfig:
     max_cache_batches: int = 2
     num_workers: int = 0
     loader_threads: int = 2
-    checkpoint_every_s: float = 300.0
+    checkpoint_interval_s: float = 300.0
     tensorboard: bool = False
     resume: bool = False
 
     def identity(self) -> dict[str, Any]:
         """What a resumed run must share with the one it continues."""
-        return {name: value for name, value in asdict(self).items() if name not in _FREE}
+        return {_CHECKPOINT_KEYS.get(name, name): value for name, value in asdict(self).items() if name not in _FREE}
 
 
 @dataclass

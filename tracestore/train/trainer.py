@@ -224,7 +224,7 @@ class Trainer:
         while progress.batch < len(self.feed):
             loss = self._step(progress)
             self.monitor.step(progress, len(self.feed), loss)
-            if time.monotonic() - self._saved_at >= self.config.checkpoint_every_s:
+            if time.monotonic() - self._saved_at >= self.config.checkpoint_interval_s:
                 self._save_last(progress)
         # Its threads, and the last batch.
         self._batches.close()
@@ -265,7 +265,7 @@ class Trainer:
         if self._is_cut:
             self.feed.seek(progress.epoch, progress.batch)
             self._batches, self._is_cut = self.feed.batches(), False
-        while len(batches) < min(self.config.accumulate, len(self.feed) - progress.batch) and not failed:
+        while len(batches) < min(self.config.grad_accum_steps, len(self.feed) - progress.batch) and not failed:
             batch = next_batch(self._batches)
             if batch is not None:
                 batches.append(batch)

@@ -1,46 +1,58 @@
-"""tracestore plan."""
+"""The command `tracestore plan`."""
 
 import argparse
 from typing import Any
 
-from tracestore.cli.training_flags import add_flags, model_sizes, step_options
+from tracestore.cli.training_flags import MODEL_FLAGS, STEP_FLAGS, add_flags, add_num_threads, values
 from tracestore.console import Output, Parser, format_size, parse_size
+from tracestore.detectors.config import ModelConfig
+from tracestore.detectors.registry import DETECTORS
 from tracestore.errors import UsageError
+from tracestore.train.config import TrainConfig
 
 
 def add_arguments(parser: Parser) -> None:
-    parser.description = "Runs real training steps for a few seconds a model, and throws the result away."
+    """Add the arguments of the command."""
+    parser.description = "Measure memory and time of training with a few real steps per model, and discard the result."
     parser.epilog = "Example: tracestore plan store.zarr --model gnn_det_lstm --memory 8GiB"
+    *others, last = DETECTORS
     parser.add_argument(
-        "--model", metavar="NAME", help="lstm_solo, gnn_det_lstm or gvae_lstm (all that the store has the data for)"
+        "--model",
+        metavar="NAME",
+        help=f"{', '.join(others)} or {last} (default: all that the store has the data for)",
     )
-    parser.add_argument("--memory", type=parse_size, metavar="SIZE", help="what the process may take, e.g. 8GiB")
-    add_flags(parser)
+    parser.add_argument("--memory", type=parse_size, metavar="SIZE", help="memory that the process may use, e.g. 8GiB")
+    add_flags(parser, ModelConfig, MODEL_FLAGS)
+    add_flags(parser, TrainConfig, STEP_FLAGS)
+    add_num_threads(parser)
     parser.add_argument("store", metavar="STORE")
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
-    # Imported here: help needs none of it. The memory of what training imports is part of a plan.
+    """Run the command; return the exit code."""
+    # Imported here, because --help needs none of it. The run module is imported for its memory, which is
+    # part of a plan.
     import tracestore.experiment.run
-    from tracestore.detectors.registry import DETECTORS
-    from tracestore.planning.measure import Measurer
-    from tracestore.planning.plan import detectors_for, training_part
-    from tracestore.train.config import TrainConfig
+    from tracestore.oom.limits import memory_use
+    from tracestore.planning.measure import plan_training
+    from tracestore.planning.plan import detectors_for, training_traces
 
     if args.model is not None and args.model not in DETECTORS:
         raise UsageError(f"found --model {args.model}, expected one of {', '.join(DETECTORS)}")
     if args.precision == "fp16":
         raise UsageError("found --precision fp16, which needs a GPU; plan is for the CPU")
-    config, sizes = TrainConfig(**step_options(args)), model_sizes(args)
+    config = TrainConfig(**values(args, STEP_FLAGS), loader_threads=args.num_threads or 2)
+    model_options = values(args, MODEL_FLAGS)
     plans = []
     with tracestore.open(args.store) as store:
         names = [args.model] if args.model else detectors_for(store)
         for name in names:
             store.require(DETECTORS[name].view)
-        training_part(store)
-        measure = Measurer(store, config, sizes, args.num_threads)
+        training_traces(store)
+        start = memory_use()
         for name in names:
-            plans.append(measure(name).as_json(args.memory))
+            plan = plan_training(name, store, config, model_options, start=start, num_threads=args.num_threads)
+            plans.append(plan.as_json(args.memory))
             if not args.json:
                 output.info(_plan_lines(plans[-1]))
     output.print_json({"store": str(args.store), "models": plans})
@@ -51,8 +63,8 @@ def _plan_lines(plan: dict[str, Any]) -> str:
     lines = [
         f"{plan['model']}: batches of {plan['batch_size']} take "
         f"{format_size(plan['peak_memory_bytes'])} at the peak, libraries included, and "
-        f"{plan['seconds_per_epoch']:,.1f} s an epoch",
-        f"  and {format_size(plan['file_bytes'])} of mapped files, which the system may take back",
+        f"{plan['seconds_per_epoch']:,.1f} s per epoch",
+        f"  and {format_size(plan['file_bytes'])} of mapped files, which the system can reclaim",
         f"  smallest --memory-budget: {format_size(plan['floor_bytes'])}",
     ]
     if "memory_bytes" in plan:

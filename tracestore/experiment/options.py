@@ -1,0 +1,62 @@
+"""Options of a training run. Imports no torch, so that commands report wrong usage at once."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tracestore.detectors.registry import DETECTORS
+from tracestore.train.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Options of a training run; the defaults are those of ``tracestore train``.
+
+    Parameters
+    ----------
+    models : tuple of str
+        Names in `DETECTORS`.
+    config : TrainConfig
+        How each detector is trained.
+    model_options : mapping
+        Fields of `ModelConfig` other than num_layers and hidden_dim.
+    probe : bool
+        Fit the logistic-regression probe as a baseline.
+    folds : int, optional
+        Cross-validation: each question is tested in exactly one of so many folds. Default: the
+        store is split once.
+    seeds : int, optional
+        Number of trainings of each model and split, with the seeds from ``config.seed`` on.
+    memory_budget : int, optional
+        Bytes that training may use in addition to the imported libraries.
+    overwrite : bool
+        Replace an earlier run in the output directory.
+    resume_command : str, optional
+        The command that error messages tell the user to run. Default: built from store and
+        output directory.
+    """
+
+    models: tuple[str, ...] = tuple(DETECTORS)
+    config: TrainConfig = field(default_factory=TrainConfig)
+    model_options: Mapping[str, Any] = field(default_factory=dict)
+    probe: bool = True
+    folds: int | None = None
+    seeds: int | None = None
+    memory_budget: int | None = None
+    overwrite: bool = False
+    resume_command: str | None = None
+
+    @property
+    def is_folded(self) -> bool:
+        """Whether the run is a cross-validation."""
+        return self.folds is not None
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether the run has folds or several seeds, and results.json an entry for each."""
+        return self.folds is not None or self.seeds is not None
+
+    @property
+    def has_graph_models(self) -> bool:
+        """Whether any of the models reads graphs."""
+        return any(DETECTORS[name].view == "graph" for name in self.models)
