@@ -36,7 +36,7 @@ def make_traces(count, **options):
 
 
 def as_torch(trace, dtype=None):
-    """The same trace with tensors in place of arrays."""
+    """Return the same trace with tensors instead of arrays."""
     import torch
 
     def convert(array):
@@ -121,7 +121,7 @@ def convert(*args, check=0, **options):
 
 
 def read_all(store):
-    """Everything a store says of its traces, as plain values, for comparisons."""
+    """Return all fields of the traces of a store as plain values, for comparisons."""
     out = []
     for trace in store:
         out.append(

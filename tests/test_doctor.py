@@ -35,7 +35,7 @@ def test_a_folder_that_is_none(tmp_path):
 
 
 def test_the_level_of_the_kernels_can_be_limited(monkeypatch):
-    """As `make check-processors` does; what is no level changes nothing."""
+    """`make check-processors` limits the level; invalid values change nothing."""
     levels = []
     for value in ("1", "4", "9", "two"):
         monkeypatch.setenv("TRACESTORE_SIMD_LEVEL", value)

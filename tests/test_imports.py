@@ -1,4 +1,4 @@
-"""What an import brings with it. In processes of their own, as this one has imported everything."""
+"""Modules that an import loads. Each test runs a new process, because this one has imported everything."""
 
 import pytest
 

@@ -92,7 +92,7 @@ def test_installs_and_runs_where_nothing_else_is(dist, tmp_path):
     command = scripts / "tracestore"
     findings = json.loads(subprocess.run([command, "doctor", "--json"], **run).stdout)
     assert any(f["name"] == "torch" for f in findings)
-    # What needs more says what to install, in one line.
+    # Commands that need an extra name it in one line.
     for words, extra in (
         (["serve", "s.zarr"], "serve"),
         (["plan", "s.zarr"], "train"),

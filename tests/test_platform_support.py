@@ -1,4 +1,4 @@
-"""What Linux alone offers, and what stands in for it: each fallback runs here with the real one taken away."""
+"""Linux interfaces and their fallbacks: each fallback runs here with the interface disabled."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""tracestore view: what it says of a trace, in text, JSON and pictures."""
+"""The command `tracestore view`: its text, JSON and pictures of a trace."""
 
 import json
 import math
