@@ -1,4 +1,4 @@
-"""tracestore doctor: what it looks at, and its advice where something is short."""
+"""Test `tracestore doctor`: its checks and its advice."""
 
 import json
 import resource
@@ -12,7 +12,7 @@ def doctor(*args, check=0):
     return command("doctor", *args, check=check)
 
 
-def test_everything_is_named(tmp_path):
+def test_prints_every_check(tmp_path):
     found = {f["name"]: f for f in json.loads(doctor("--json", "--folder", tmp_path).stdout)}
     wanted = {"python", "numpy", "zarr", "torch", "processors", "instructions", "memory", "open files", "free", "read"}
     assert wanted <= set(found)
@@ -21,7 +21,7 @@ def test_everything_is_named(tmp_path):
     assert all(f"  {name} " in out for name in wanted)
 
 
-def test_advice_where_something_is_short(tmp_path):
+def test_advises_on_a_low_limit(tmp_path):
     def few_files():
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
@@ -30,12 +30,12 @@ def test_advice_where_something_is_short(tmp_path):
     assert "advice: a store of thousands of segments maps many files: ulimit -n" in done.stdout
 
 
-def test_a_folder_that_is_none(tmp_path):
+def test_missing_folder_is_a_usage_error(tmp_path):
     assert doctor("--folder", tmp_path / "nowhere", check=2).stderr.endswith("nowhere: no such folder\n")
 
 
-def test_the_level_of_the_kernels_can_be_limited(monkeypatch):
-    """`make check-processors` limits the level; invalid values change nothing."""
+def test_environment_limits_the_level_of_the_kernels(monkeypatch):
+    """`make check-processors` sets TRACESTORE_SIMD_LEVEL. Invalid levels are ignored."""
     levels = []
     for value in ("1", "4", "9", "two"):
         monkeypatch.setenv("TRACESTORE_SIMD_LEVEL", value)

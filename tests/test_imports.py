@@ -1,4 +1,4 @@
-"""Modules that an import loads. Each test runs a new process, because this one has imported everything."""
+"""Test what an import loads, each in a process of its own."""
 
 import pytest
 
@@ -20,18 +20,18 @@ def store(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["TraceLoader", *long("TraceDataset", "collate_graphs")])
-def test_a_loader_imports_torch_and_little_else(name):
+def test_loader_imports_no_heavy_libraries_but_torch(name):
     assert run_cli("-c", f"import tracestore; tracestore.{name}" + REPORT, check=0).stdout.split() == ["[]"]
 
 
-def test_a_loader_of_sequences_needs_no_pyg(store):
+def test_loader_of_sequences_needs_no_pyg(store):
     code = f"import tracestore; list(tracestore.TraceLoader({str(store)!r}, 'sequence'))" + REPORT
     assert run_cli("-c", code, check=0).stdout.split() == ["[]"]
 
 
 @pytest.mark.long
 def test_training_all_models_imports_neither_pyg_nor_scikit_learn(store, tmp_path):
-    """matplotlib draws the pictures at its end."""
+    """Training imports matplotlib for the plots at its end."""
     code = (
         "import runpy, sys\n"
         f"sys.argv = ['train.py', '--store', {str(store)!r}, '--output-dir', {str(tmp_path / 'r')!r}, '--epochs', '1',\n"

@@ -1,4 +1,4 @@
-"""Linux interfaces and their fallbacks: each fallback runs here with the interface disabled."""
+"""Test the interfaces of Linux and, with those removed, their fallbacks."""
 
 import errno
 import os
@@ -15,15 +15,15 @@ from tracestore.store.io.scratch import Scratch
 
 @pytest.fixture
 def no_linux(monkeypatch, tmp_path):
-    """A system without /proc, /sys and the calls that only Linux has."""
+    """Remove /proc, /dev/shm and the system calls that only Linux has."""
     for name in ("sched_getaffinity", "posix_fallocate", "posix_fadvise", "memfd_create"):
         monkeypatch.delattr(os, name, raising=False)
     monkeypatch.setattr(platform_support, "_PROC", tmp_path / "no-proc")
     monkeypatch.setattr(platform_support, "_SHARED_MEMORY", tmp_path / "no-shm")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux has")
-def test_linux():
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_interfaces_of_linux():
     assert platform_support.num_processors() == len(os.sched_getaffinity(0))
     assert platform_support.memory_info()["MemTotal"] > 0
     assert platform_support.processor_features()
@@ -32,7 +32,7 @@ def test_linux():
     assert platform_support.has_memory_files()
 
 
-def test_without_linux(no_linux):
+def test_fallbacks_of_queries(no_linux):
     assert platform_support.num_processors() == os.cpu_count()
     assert platform_support.processor_features() is None and platform_support.memory_info() == {}
     assert platform_support.max_maps() is None and platform_support.shared_memory_folder() is None
@@ -42,7 +42,7 @@ def test_without_linux(no_linux):
 
 
 @pytest.mark.parametrize("num_bytes", [1, 5_000_000])
-def test_files_without_linux(no_linux, tmp_path, num_bytes):
+def test_fallbacks_of_file_operations(no_linux, tmp_path, num_bytes):
     with open(tmp_path / "file", "w+b") as file:
         platform_support.preallocate(file.fileno(), num_bytes)
         platform_support.evict_from_page_cache(file.fileno())
@@ -52,22 +52,22 @@ def test_files_without_linux(no_linux, tmp_path, num_bytes):
     assert array.sum() == 7 * num_bytes
 
 
-def test_a_full_disk_without_linux(no_linux, monkeypatch, tmp_path):
-    def full(*_):
+def test_full_disk_raises_without_linux(no_linux, monkeypatch, tmp_path):
+    def raise_full(*_):
         raise OSError(errno.ENOSPC, "no space")
 
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(os, "pwrite", raise_full)
     with open(tmp_path / "file", "w+b") as file, pytest.raises(OSError, match="no space"):
         platform_support.preallocate(file.fileno(), 10)
 
 
 def test_doctor_without_linux(no_linux, tmp_path):
-    names = {finding.name for finding in doctor.run_checks(tmp_path)}
+    names = {result.name for result in doctor.run_checks(tmp_path)}
     assert {"processors", "open files", "free"} <= names
     assert not names & {"instructions", "memory", "shared memory", "maps of a process"}
 
 
-def test_one_module_has_these_calls():
+def test_no_other_module_uses_these_interfaces():
     calls = ("sched_getaffinity", "posix_fadvise", "posix_fallocate", "memfd_create", '"/proc', '/dev/shm")', "RUSAGE_")
     allowed = {"platform_support.py", "cgroup.py"}
     for path in sorted((ROOT / "tracestore").rglob("*.py")):

@@ -1,4 +1,4 @@
-"""The command `tracestore view`: its text, JSON and pictures of a trace."""
+"""Test `tracestore view`: text, JSON and pictures."""
 
 import json
 import math
@@ -21,49 +21,49 @@ def store(tmp_path):
         for k in range(5):
             trace = make_trace(k, tokens=2 + k) | {"question": f"why {k}?", "prompt_length": 1}
             writer.append(trace, score=0.25 * k, group="g")
-        hostile = {
+        malicious = {
             "question": "\x1b[2J\u202eevil\n$x^",
             "question_id": "7",
             "tokens_decoded": ["\x1b]0;t\x07", "\ud800"],
         }
-        writer.append(make_trace(9, tokens=2) | hostile)
+        writer.append(make_trace(9, tokens=2) | malicious)
         nan = make_trace(11, tokens=3)
         nan["hidden_states"][0][1, 1], nan["attentions"][1][0, 1, 0] = np.nan, np.inf
         writer.append(nan)
     return tmp_path / "s.zarr"
 
 
-def test_text(store):
+def test_text_shows_the_trace(store):
     out = view(store, "q3").stdout
     assert "trace 3: q3, sample 0" in out and "why 3?" in out and "answer 3 ✓" in out and "score 0.75" in out
     assert "5, 1 of them in the prompt" in out and "mean over the heads" in out and "\x1b" not in out
     assert view(store, "3").stdout == out
-    # An id that is a number is an id first; another number an index.
+    # A number is an id if a trace has that id, else an index.
     assert "trace 5: 7, sample 0" in view(store, "7").stdout
     assert "head 1" in view(store, "q3", "--layer", 0, "--head", 1).stdout
     assert "NaN or infinite" in view(store, "q11").stdout
 
 
-def test_a_hostile_text_is_text(store, tmp_path):
+def test_malicious_text_is_escaped(store, tmp_path):
     out = view(store, "5").stdout
     assert "\\x1b[2J\\u202eevil $x^" in out and "\x1b" not in out and "\u202e" not in out
     view(store, "5", "--save", tmp_path / "t.png")
     assert (tmp_path / "t.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_json(store):
+def test_json_holds_the_values(store):
     found = json.loads(view(store, "q2", "--json", "--layer", 1, "--head", 0).stdout)
     trace = tracestore.open(store)[2]
     np.testing.assert_allclose(found["attention"], trace.attention[1, 0].astype("f4"))
     norms = np.linalg.norm(trace.hidden_states.astype("f8"), axis=2)
     np.testing.assert_allclose(found["hidden_norms"], norms, rtol=1e-5)
     assert found["tokens"] == trace.tokens.tolist() and found["score"] == 0.5 and found["label"] is None
-    # NaN is no JSON.
+    # JSON has no NaN.
     found = json.loads(view(store, "q11", "--json").stdout, parse_constant=lambda c: pytest.fail(c))
     assert found["hidden_norms"][0][1] is None and found["has_nonfinite"]
 
 
-def test_what_every_kind_of_store_has(tmp_path):
+def test_every_kind_of_store_can_be_viewed(tmp_path):
     import torch
 
     for name in ("v1_heads", "v1_edges", "v1_bfloat16"):
@@ -77,7 +77,7 @@ def test_what_every_kind_of_store_has(tmp_path):
     assert "attention," not in view(tmp_path / "n.zarr", "0").stdout
 
 
-def test_long_traces_fit_the_screen(tmp_path):
+def test_long_traces_fit_the_width(tmp_path):
     with tracestore.create(tmp_path / "s.zarr") as writer:
         writer.append(make_trace(0, tokens=700, layers=60) | {"question": "x" * 5000})
     store = tracestore.open(tmp_path / "s.zarr")
@@ -90,7 +90,7 @@ def test_long_traces_fit_the_screen(tmp_path):
             )
 
 
-def test_pictures_of_what_has_no_logarithm(tmp_path):
+def test_pictures_of_zeros_and_nan(tmp_path):
     with tracestore.create(tmp_path / "s.zarr") as writer:
         trace = make_trace(1, tokens=3)
         writer.append(trace | {"hidden_states": [h * 0 for h in trace["hidden_states"]]})
@@ -102,8 +102,8 @@ def test_pictures_of_what_has_no_logarithm(tmp_path):
         assert view(tmp_path / "s.zarr", k).stdout
 
 
-def test_wrong_usage(store, tmp_path):
-    for args, said in (
+def test_usage_errors_are_one_line(store, tmp_path):
+    for args, message in (
         ((store, "q99"), "no such id: q99"),
         ((store, "99"), "no such id: 99"),
         ((store, "q1", "--sample", 1), "no such id"),
@@ -115,5 +115,5 @@ def test_wrong_usage(store, tmp_path):
         ((tmp_path / "nowhere.zarr", "0"), "no such store"),
     ):
         done = view(*args, check=2)
-        assert said in done.stderr and done.stderr.count("\n") == 1, (args, done.stderr)
+        assert message in done.stderr and done.stderr.count("\n") == 1, (args, done.stderr)
     assert not math.isnan(tracestore.open(store)[0].score)

@@ -22,7 +22,7 @@ def escape_unprintable(text: str, max_length: int = 600) -> str:
 
 
 class TracestoreError(Exception):
-    """Base class of the exceptions that tracestore raises on purpose."""
+    """Base class of the exceptions that tracestore raises deliberately."""
 
     exit_code = 1
 

@@ -1,4 +1,4 @@
-"""What every command shares: wrong usage is one line with a hint, exit code 2, help with an example."""
+"""Test what all commands share: usage errors in one line, help with an example, JSON output."""
 
 import json
 import re
@@ -12,9 +12,9 @@ from tests.train.runs import FAST, ONLY, write_labelled
 from tracestore.cli import COMMANDS
 from tracestore.extract.questions import FACTS
 
-# The last prints a script for a shell: no --json.
+# `completion` prints a shell script and has no --json.
 WITH_JSON = [name for name in COMMANDS if name != "completion"]
-WRONG = {
+USAGE_ERRORS = {
     "inof s.zarr": "did you mean info?",
     "s.zarr": "invalid choice",
     "info": "the following arguments are required: STORE",
@@ -47,18 +47,18 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("usage", WRONG)
-def test_wrong_usage(usage):
+@pytest.mark.parametrize("usage", USAGE_ERRORS)
+def test_usage_error_is_one_line_with_a_hint(usage):
     done = command(*usage.split(), check=2)
-    assert WRONG[usage] in done.stderr and done.stderr.count("\n") == 1 and done.stdout == ""
+    assert USAGE_ERRORS[usage] in done.stderr and done.stderr.count("\n") == 1 and done.stdout == ""
 
 
-def test_an_empty_word():
+def test_empty_argument_is_a_usage_error():
     assert "unrecognized arguments" in command("info", "x", "", check=2).stderr
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help(name):
+def test_help_shows_usage_and_an_example(name):
     out = command(name, "--help", check=0).stdout
     assert out.startswith(f"usage: tracestore {name}") and "Example: " in out
     assert ("--json" in out) == (name in WITH_JSON)
@@ -71,7 +71,7 @@ def test_help_lists_every_command():
 
 
 @pytest.mark.parametrize("name", ["train", "predict", "compare", "extract"])
-def test_scripts_of_a_checkout_are_the_commands(name):
+def test_scripts_have_the_options_of_their_commands(name):
     script = ROOT / "tools" / f"{name}.py"
     assert len(script.read_text().splitlines()) < 10
     done = run_cli(f"tools/{name}.py", "--help", check=0)
@@ -83,13 +83,13 @@ def test_scripts_of_a_checkout_are_the_commands(name):
 
 
 @pytest.mark.parametrize("program", [["-m", "tracestore"], ["-m", "tracestore.convert"], ["tools/train.py"]])
-def test_wrong_usage_of_a_program(program):
+def test_usage_error_of_a_program_is_one_line(program):
     done = run_cli(*program, "--no-such-flag", check=2)
     assert done.stderr.count("\n") == 1 and done.stdout == ""
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_completion(shell, tmp_path):
+def test_completion_script_completes_commands(shell, tmp_path):
     text = command("completion", shell, check=0).stdout
     assert all(name in text for name in COMMANDS)
     assert all(flag in text for flag in ("--memory-budget", "--attention", "--checkpoint", "--questions"))
@@ -102,17 +102,16 @@ def test_completion(shell, tmp_path):
         assert done.stdout == "verify\n"
 
 
-def test_json_of_every_command(store_path, tiny_model, tmp_path):
-    """One JSON document on standard output, whatever else is said."""
+def test_every_command_prints_one_json_document(store_path, tiny_model, tmp_path):
     scores = write_scores(tmp_path / "scores.csv", {"q0": 0.5})
     write_pickle(tmp_path / "a.pkl", make_traces(3))
-    labelled = write_labelled(tmp_path / "labelled.zarr")
-    run = ["--store", labelled, *FAST, *ONLY["lstm_solo"], "--epochs", 1, "--no-probe"]
+    labeled = write_labelled(tmp_path / "labeled.zarr")
+    run = ["--store", labeled, *FAST, *ONLY["lstm_solo"], "--epochs", 1, "--no-probe"]
     command("train", *run, "--output-dir", tmp_path / "other", check=0)
     usages = {
         "train": [*run, "--output-dir", tmp_path / "run"],
         "predict": [
-            *("--checkpoint", tmp_path / "run/lstm_solo/best.pt", "--store", labelled),
+            *("--checkpoint", tmp_path / "run/lstm_solo/best.pt", "--store", labeled),
             *("--output", tmp_path / "predicted.csv"),
         ],
         "compare": [tmp_path / "run", tmp_path / "other"],
@@ -133,13 +132,13 @@ def test_json_of_every_command(store_path, tiny_model, tmp_path):
         "export": [store_path, tmp_path / "out"],
         "plan": [store_path, "--model", "lstm_solo"],
     }
-    assert sorted({*usages, "serve"}) == sorted(WITH_JSON)  # serve goes on: tests/serve
+    assert sorted({*usages, "serve"}) == sorted(WITH_JSON)  # serve runs until interrupted: tests/serve
     for name, words in usages.items():
         done = command(name, *words, "--json", check=1 if name == "lint" else 0)
         assert json.loads(done.stdout), name
         assert "Traceback" not in done.stderr
 
 
-def test_every_command_is_in_the_readme():
+def test_readme_lists_every_command():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert all(f"`{name}`" in text or f"`tracestore {name}`" in text for name in COMMANDS)

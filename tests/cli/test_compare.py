@@ -1,4 +1,4 @@
-"""tracestore compare: runs with other flags on the same traces."""
+"""Test `tracestore compare`: runs with different flags on the same traces."""
 
 import json
 
@@ -10,7 +10,7 @@ from tests.train.runs import FAST, ONLY, write_labelled
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Output folders: two that differ in a flag, one with another split, and one with folds."""
+    """Train into output folders: two that differ in a flag, one with another split, three with folds."""
     folder = tmp_path_factory.mktemp("compare")
     store = write_labelled(folder / "store.zarr")
     flags = ["--store", store, *FAST, *ONLY["lstm_solo"], "--no-probe", "--epochs", 2]
@@ -27,13 +27,13 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("first", "second", "count"), [("plain", "layers", 1), ("folds", "folds2", 2)])
-def test_the_difference_and_its_test(runs, first, second, count):
+def test_compares_runs_with_a_paired_test(runs, first, second, count):
     done = command("compare", runs / first, runs / second, "--json", check=0)
     found = json.loads(done.stdout)["lstm_solo"]
     (pair,) = found["comparisons"]
     a, b = (found["models"][str(runs / name)]["test"]["auroc"] for name in (first, second))
     assert pair["difference"] == pytest.approx(a - b)
-    # The test part of one split has four questions of a class.
+    # The test split of a single run has only four questions of a class, too few for a test.
     assert (pair["p"] is None and pair["interval"] is None) if count == 1 else 0 < pair["p"] <= 1
     saved = json.loads((runs / second / "results.json").read_text())
     assert b == pytest.approx(saved["models"]["lstm_solo"]["test"]["auroc"])
@@ -42,7 +42,7 @@ def test_the_difference_and_its_test(runs, first, second, count):
     assert f"lstm_solo, {count} run" in done.stdout and f"{runs / first} - {runs / second}" in done.stdout
 
 
-def test_runs_that_cannot_be_compared(runs, tmp_path):
+def test_incomparable_runs_are_a_usage_error(runs, tmp_path):
     (tmp_path / "results.json").write_text("[1, 2")
     for folders, words in (
         ([runs / "plain"], "at least two"),

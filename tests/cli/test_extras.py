@@ -1,4 +1,4 @@
-"""A library that is not installed: one line that names the extra."""
+"""Test that the error for a missing library is one line that names the extra."""
 
 import json
 import tomllib
@@ -9,8 +9,8 @@ from tests.helpers import ROOT, make_trace, run_cli, write_pickle
 from tests.train.runs import FAST, write_labelled
 from tracestore.extras import EXTRAS, PACKAGES
 
-# Runs usages, words of `tracestore` or statements of Python, one after the other, without some modules.
-WITHOUT = """
+# Runs usages (arguments of `tracestore`, or Python statements) with some modules blocked, and prints the results.
+WITHOUT_MODULES = """
 import contextlib, io, json, sys
 blocked, usages = json.loads(sys.argv[1])
 class Blocker:
@@ -36,15 +36,15 @@ print(json.dumps(answers))
 """
 
 
-def without(modules, usages):
-    """Return [exit code, standard error] of each command, [type, message] of each statement's ImportError."""
+def run_without(modules, usages):
+    """Return [exit code, standard error] for each command, [type, message] of the ImportError for each statement."""
     usages = [usage if isinstance(usage, str) else [str(word) for word in usage] for usage in usages]
-    return json.loads(run_cli("-c", WITHOUT, json.dumps([list(modules), usages]), check=0).stdout)
+    return json.loads(run_cli("-c", WITHOUT_MODULES, json.dumps([list(modules), usages]), check=0).stdout)
 
 
 @pytest.fixture
 def usages(tmp_path):
-    """What needs each extra."""
+    """Return the usages that need each extra."""
     store = write_labelled(tmp_path / "store.zarr")
     run = ["train", "--store", store, *FAST, "--output-dir", tmp_path / "run"]
     (tmp_path / "best.pt").touch()
@@ -81,8 +81,8 @@ def usages(tmp_path):
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
-def test_a_missing_extra_is_one_line_that_names_it(usages, extra):
-    for usage, (code, text) in zip(usages[extra], without(EXTRAS[extra], usages[extra]), strict=True):
+def test_error_for_a_missing_library_names_the_extra(usages, extra):
+    for usage, (code, text) in zip(usages[extra], run_without(EXTRAS[extra], usages[extra]), strict=True):
         line = f" is not installed; run: pip install 'tracestore[{extra}]'"
         if isinstance(usage, str):
             assert code == "MissingExtraError" and text.endswith(line), (usage, text)
@@ -92,15 +92,15 @@ def test_a_missing_extra_is_one_line_that_names_it(usages, extra):
 
 
 @pytest.mark.parametrize("module", EXTRAS["train"])
-def test_training_starts_with_every_library_it_will_need(usages, module, tmp_path):
+def test_training_checks_its_libraries_before_it_starts(usages, module, tmp_path):
     train = usages["train"][0]
-    ((code, text),) = without([module], [train])
+    ((code, text),) = run_without([module], [train])
     assert code == 2 and text.startswith(f"tracestore train: {PACKAGES.get(module, module)} is not installed")
     assert not (tmp_path / "run").exists()
 
 
-def test_what_needs_no_extra(usages, tmp_path):
-    every = sorted({module for modules in EXTRAS.values() for module in modules})
+def test_commands_without_extras_run_without_their_libraries(usages, tmp_path):
+    all_modules = sorted({module for modules in EXTRAS.values() for module in modules})
     store = tmp_path / "store.zarr"
     plain = [
         ["--help"],
@@ -114,11 +114,11 @@ def test_what_needs_no_extra(usages, tmp_path):
         ["subset", store, tmp_path / "part.zarr", "--split", "train"],
         ["export", store, tmp_path / "out"],
     ]
-    assert [[0, ""]] * len(plain) == without(every, plain)
+    assert run_without(all_modules, plain) == [[0, ""]] * len(plain)
 
 
-def test_the_extras_are_those_of_the_package():
-    """Every library of an extra in pyproject.toml has its module in EXTRAS, and the other way round."""
+def test_extras_match_pyproject():
+    """EXTRAS holds the modules of exactly the libraries that pyproject.toml lists."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         extras = tomllib.load(file)["project"]["optional-dependencies"]
 

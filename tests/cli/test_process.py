@@ -1,4 +1,4 @@
-"""A command that runs in a process of somebody else leaves it as it was; a program may set what it likes."""
+"""Test that `main(argv)` leaves the process unchanged, and that a program configures its own process."""
 
 import gc
 import os
@@ -17,7 +17,7 @@ from tracestore import cli
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)
 
 
-def state():
+def process_state():
     return {
         "signals": [signal.getsignal(number) for number in SIGNALS],
         "filters": list(warnings.filters),
@@ -32,16 +32,16 @@ def state():
     }
 
 
-def test_a_command_leaves_the_process_as_it_was(folder, tmp_path, monkeypatch):
+def test_command_with_argv_leaves_the_process_unchanged(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "tracestore.cli.commands.convert.reuse_freed_memory", lambda _: pytest.fail("changes the allocator")
+        "tracestore.cli.commands.convert.reuse_freed_memory", lambda _: pytest.fail("changed the allocator")
     )
-    store = write_labelled(tmp_path / "labelled.zarr")
+    store = write_labelled(tmp_path / "labeled.zarr")
     train = ["train", "--store", store, *FAST, *ONLY["lstm_solo"], "--epochs", 1, "--output-dir", tmp_path / "r"]
     train[train.index("--num-threads") + 1] = torch.get_num_threads() + 1
-    command("train", "--help")  # imports may change the environment, once
+    command("train", "--help")  # imports may change the environment once
+    before = process_state()
 
-    before = state()
     for code, words in (
         (0, ["convert", folder, tmp_path / "s.zarr"]),
         (0, ["info", tmp_path / "s.zarr"]),
@@ -53,22 +53,22 @@ def test_a_command_leaves_the_process_as_it_was(folder, tmp_path, monkeypatch):
         (0, ["plan", store, "--model", "lstm_solo", "--num-threads", torch.get_num_threads() + 1]),
     ):  # fmt: skip
         command(*words, check=code)
-        assert state() == before, words
+        assert process_state() == before, words
 
 
-def test_a_program_sets_the_allocator(folder, tmp_path, monkeypatch, capsys):
-    asked = []
-    monkeypatch.setattr("tracestore.cli.commands.convert.reuse_freed_memory", asked.append)
+def test_program_configures_the_allocator(folder, tmp_path, monkeypatch, capsys):
+    budgets = []
+    monkeypatch.setattr("tracestore.cli.commands.convert.reuse_freed_memory", budgets.append)
     monkeypatch.setattr(sys, "argv", ["tracestore", "convert", str(folder), str(tmp_path / "s.zarr")])
     before = signal.getsignal(signal.SIGPIPE)
     try:
         assert cli.main() == 0
     finally:
         signal.signal(signal.SIGPIPE, before)
-    assert asked == [512 << 20]
+    assert budgets == [512 << 20]
 
 
-def test_a_short_command_imports_little(store_path):
+def test_command_imports_no_heavy_libraries(store_path):
     code = (
         "import sys; from tracestore.cli import main; assert main(sys.argv[1:]) == 0\n"
         "heavy = {'torch', 'zarr', 'sklearn', 'scipy', 'matplotlib', 'transformers', 'bokeh', 'distributed'}\n"
@@ -79,7 +79,7 @@ def test_a_short_command_imports_little(store_path):
     assert run_cli("-c", code, "info", store_path, check=0).stderr == "['tracestore.cli.commands.info']\n"
 
 
-def test_a_reader_that_goes_away_ends_a_program_silently(store_path):
+def test_closed_standard_output_ends_a_program_silently(store_path):
     script = f"{sys.executable} -m tracestore info {store_path}; echo $? >&2"
     process = subprocess.Popen(["bash", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
     process.stdout.close()

@@ -1,4 +1,4 @@
-"""Recording a model in one's own loop, against what the model itself says of one whole pass."""
+"""Test `capture` against the outputs of one forward pass over the whole text."""
 
 import numpy as np
 import pytest
@@ -28,14 +28,15 @@ def make_model(kind, **options):
 
 
 @torch.inference_mode()
-def whole(model, ids):
-    """hidden states and attention of one pass over a row of tokens."""
+def forward(model, ids):
+    """Return hidden states and attention of one forward pass over a row of tokens."""
     out = model(ids[None], output_hidden_states=True, output_attentions=True, use_cache=False)
     return [h[0] for h in out.hidden_states[1:]], [a[0] for a in out.attentions]
 
 
-def check(trace, model, ids, atol=2e-3):
-    hidden, attention = whole(model, ids)
+def check_trace(trace, model, ids, atol=2e-3):
+    """Assert that a trace holds the outputs of one forward pass."""
+    hidden, attention = forward(model, ids)
     assert trace["tokens"].tolist() == ids.tolist() and trace["tokens"].dtype == np.int32
     assert len(trace["hidden_states"]) == len(trace["attentions"]) == 3
     for found, expected in zip(trace["hidden_states"] + trace["attentions"], hidden + attention, strict=True):
@@ -45,7 +46,7 @@ def check(trace, model, ids, atol=2e-3):
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_generate(kind, use_cache):
+def test_records_generate(kind, use_cache):
     model = make_model(kind)
     ids = torch.arange(1, 8)[None]
     with torch.inference_mode(), capture(model) as states:
@@ -53,15 +54,15 @@ def test_generate(kind, use_cache):
             answer = model.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, use_cache=use_cache
             )
-            # The last token was chosen, and not read any more.
-            check(states.trace(), model, answer[0, :-1])
-            states.clear()  # what `check` ran was recorded as well
+            # The last token never goes through the model.
+            check_trace(states.trace(), model, answer[0, :-1])
+            states.clear()  # the pass of check_trace was recorded as well
     assert states.num_tokens == 0
     model(ids)
-    assert states.num_tokens == 0, "the hooks are gone"
+    assert states.num_tokens == 0, "the hooks are still there"
 
 
-def test_the_caller_gets_what_the_model_says():
+def test_output_of_the_model_is_unchanged():
     model, ids = make_model("llama"), torch.arange(1, 8)[None]
     expected = model(ids).logits
     with capture(model) as states:
@@ -73,29 +74,29 @@ def test_the_caller_gets_what_the_model_says():
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padded_batches(kind, side):
+def test_padding_is_left_out(kind, side):
     model = make_model(kind)
     rows = [torch.arange(1, 4), torch.arange(5, 12), torch.arange(3, 8)]
     ids, mask = torch.zeros(3, 7, dtype=torch.long), torch.zeros(3, 7, dtype=torch.long)
     for k, row in enumerate(rows):
-        place = slice(7 - len(row), 7) if side == "left" else slice(0, len(row))
-        ids[k, place], mask[k, place] = row, 1
+        columns = slice(7 - len(row), 7) if side == "left" else slice(0, len(row))
+        ids[k, columns], mask[k, columns] = row, 1
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     with torch.inference_mode(), capture(model) as states:
         model(input_ids=ids, attention_mask=mask, position_ids=positions)
         traces = states.traces()
         for trace, row in zip(traces, rows, strict=True):
-            check(trace, model, row)
+            check_trace(trace, model, row)
             states.clear()
 
 
-def test_rows_that_ended_are_cut(tmp_path):
+def test_lengths_cut_finished_rows(tmp_path):
     model = make_model("llama")
     ids, mask = torch.tensor([[0, 0, 5], [1, 2, 3]]), torch.tensor([[0, 0, 1], [1, 1, 1]])
     with torch.inference_mode(), capture(model) as states, tracestore.create(tmp_path / "s.zarr") as writer:
         answer = model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False, min_new_tokens=4)
         traces = states.traces([2, 5])
-        check(traces[0], model, answer[0, 2:4])
+        check_trace(traces[0], model, answer[0, 2:4])
         states.clear()
         for k, trace in enumerate(traces):
             writer.append(trace | {"question_id": f"q{k}", "tokens_decoded": ["?"] * len(trace["tokens"])}, score=k)
@@ -105,7 +106,7 @@ def test_rows_that_ended_are_cut(tmp_path):
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
-def test_without_attention_texts_are_not_mixed(use_cache):
+def test_new_text_starts_a_new_recording(use_cache):
     model, ids = make_model("llama"), torch.arange(1, 8)[None]
     with torch.inference_mode(), capture(model, attention=False) as states:
         answer = model.generate(
@@ -117,7 +118,7 @@ def test_without_attention_texts_are_not_mixed(use_cache):
         assert states.trace()["tokens"].tolist() == (ids + 1)[0].tolist()
 
 
-def test_callers_who_want_tuples_get_them():
+def test_caller_controls_the_output_of_the_model():
     model, ids = make_model("llama"), torch.arange(1, 8)[None]
     expected = model(ids, return_dict=False, use_cache=False)
     with capture(model) as states:
@@ -132,18 +133,18 @@ def test_callers_who_want_tuples_get_them():
         pass
 
 
-def test_without_attention():
+def test_records_hidden_states_only():
     model, ids = make_model("llama", attn_implementation="sdpa"), torch.arange(1, 8)[None]
     with torch.inference_mode(), capture(model, attention=False, dtype=torch.float32) as states:
         answer = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)
         trace = states.trace()
     assert "attentions" not in trace and trace["tokens"].tolist() == answer[0, :-1].tolist()
-    hidden, _ = whole(make_model("llama"), answer[0, :-1])
+    hidden, _ = forward(make_model("llama"), answer[0, :-1])
     for found, expected in zip(trace["hidden_states"], hidden, strict=True):
         np.testing.assert_allclose(found, expected.numpy(), atol=1e-5)
 
 
-def test_wrong_use_is_said():
+def test_wrong_use_raises_usage_error():
     model, ids = make_model("llama"), torch.arange(1, 8)[None]
     with torch.inference_mode(), capture(model) as states:
         with pytest.raises(UsageError, match="nothing was recorded"):

@@ -1,4 +1,4 @@
-"""The extractor on a language model of two layers with random weights."""
+"""Test `tracestore extract` with a language model of two layers and random weights."""
 
 import csv
 import json
@@ -57,7 +57,7 @@ def extract(model, questions, out, *args, check=0):
     )
 
 
-def test_files_are_of_the_schema_and_convert(tiny_model, questions, tmp_path):
+def test_files_follow_the_schema_and_convert(tiny_model, questions, tmp_path):
     done = extract(tiny_model, questions, tmp_path / "out", "--traces-per-file", 3, "--json")
     assert json.loads(done.stdout)["made"] == 7
     files = sorted(p.name for p in (tmp_path / "out").glob("*.pkl"))
@@ -75,7 +75,7 @@ def test_files_are_of_the_schema_and_convert(tiny_model, questions, tmp_path):
     assert store[0].question == "What is 0?"
 
 
-def test_hidden_states_are_those_of_the_model(tiny_model, questions, tmp_path):
+def test_hidden_states_and_attention_match_the_model(tiny_model, questions, tmp_path):
     from transformers import AutoModelForCausalLM
 
     extract(tiny_model, questions, tmp_path / "out", "--limit", 1)
@@ -91,7 +91,7 @@ def test_hidden_states_are_those_of_the_model(tiny_model, questions, tmp_path):
         np.testing.assert_allclose(record.attention[layer].astype("f4"), out.attentions[layer][0].numpy(), atol=2e-3)
 
 
-def test_continues_and_shards(tiny_model, questions, tmp_path):
+def test_shards_and_resumed_runs_write_the_same_files(tiny_model, questions, tmp_path):
     extract(tiny_model, questions, tmp_path / "whole", "--traces-per-file", 2)
     for shard in ("1/2", "0/2"):
         extract(tiny_model, questions, tmp_path / "parts", "--traces-per-file", 2, "--shard", shard)
@@ -105,12 +105,12 @@ def test_continues_and_shards(tiny_model, questions, tmp_path):
     assert (tmp_path / "parts/traces_batch_0000.pkl").stat().st_mtime_ns == untouched
 
 
-def test_a_file_is_there_whole_or_not_at_all(tmp_path):
+def test_interrupted_file_is_written_again(tmp_path):
     batches = extraction.plan_batches([Question(f"q{k}", "?", ("a",)) for k in range(4)], 2, (0, 1), "t")
     calls = []
 
-    def answer(asked):
-        [question] = asked
+    def answer(questions):
+        [question] = questions
         calls.append(question.question_id)
         if len(calls) == 4:
             raise RuntimeError("power cut")
@@ -124,16 +124,16 @@ def test_a_file_is_there_whole_or_not_at_all(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["scores.csv", "traces_batch_0001.pkl"])
-def test_files_of_the_user_are_not_replaced(tmp_path, name):
+def test_foreign_files_are_not_replaced(tmp_path, name):
     (tmp_path / name).write_text("mine")
     batches = extraction.plan_batches([Question(f"q{k}", "?", ("a",)) for k in range(4)], 2, (0, 1), "traces")
     with pytest.raises(UsageError, match=name):
-        list(extraction.extract_to_folder(tmp_path, batches, lambda asked: [], containment_score))
+        list(extraction.extract_to_folder(tmp_path, batches, lambda questions: [], containment_score))
     assert (tmp_path / name).read_text() == "mine"
     assert [p.name for p in tmp_path.iterdir()] == [name]
 
 
-def test_a_batch_gives_what_its_questions_give_alone(tiny_model):
+def test_batch_equals_questions_answered_alone(tiny_model):
     from tracestore.extract.model import answer_questions, load_model
 
     lm = load_model(str(tiny_model), device="cpu")
@@ -154,7 +154,7 @@ def test_a_batch_gives_what_its_questions_give_alone(tiny_model):
 
 
 @pytest.mark.parametrize("out", ["folder", "run.zarr"])
-def test_batches_of_questions(tiny_model, questions, tmp_path, out):
+def test_batch_size_does_not_change_the_store(tiny_model, questions, tmp_path, out):
     extract(tiny_model, questions, tmp_path / "alone.zarr")
     extract(tiny_model, questions, tmp_path / out, "--limit", 2, "--batch-size", 3)
     done = json.loads(extract(tiny_model, questions, tmp_path / out, "--batch-size", 3, "--json").stdout)
@@ -168,14 +168,14 @@ def test_batches_of_questions(tiny_model, questions, tmp_path, out):
             assert a.answer == b.answer and np.array_equal(a.tokens, b.tokens)
 
 
-def test_straight_into_a_store(tiny_model, questions, tmp_path):
+def test_extracts_into_a_store_and_resumes(tiny_model, questions, tmp_path):
     extract(tiny_model, questions, tmp_path / "run.zarr", "--limit", 3)
     extract(tiny_model, questions, tmp_path / "run.zarr")
     store = tracestore.open(tmp_path / "run.zarr")
     assert store.question_ids == [f"q{k}" for k in range(7)] and not np.isnan(store.scores).any()
 
 
-def test_wrong_usage(tiny_model, questions, tmp_path):
+def test_errors_are_one_line(tiny_model, questions, tmp_path):
     (tmp_path / "bad.csv").write_text("question_id,question\nq,what?\n")
     for args, code, words in (
         ((tiny_model, tmp_path / "none.csv", tmp_path / "o"), 2, "no such file"),
@@ -189,14 +189,14 @@ def test_wrong_usage(tiny_model, questions, tmp_path):
         assert words in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_scores():
+def test_scores_of_answers():
     assert contains("The capital is Paris.", ["Paris"]) and not contains("Parisian life", ["Paris"])
     assert contains("It is São Paulo!", ["sao paulo"]) and not contains("anything", ["the"])
     assert token_f1("the red fox", ["red fox jumps"]) == pytest.approx(0.8)
     assert containment_score("nothing", ["Paris"]) == 0.0
 
 
-def test_the_questions_of_the_demo():
+def test_facts_are_unique_questions():
     questions = read_questions(questions_file(FACTS))
     assert len(questions) >= 800 and len({q.template for q in questions}) >= 5
     assert len({q.text for q in questions}) == len(questions)
@@ -205,8 +205,8 @@ def test_the_questions_of_the_demo():
 
 
 @pytest.mark.long
-def test_killed_and_resumed_store_is_the_same(tiny_model, tmp_path):
-    """SIGKILL at random moments (20 of them in `make torture`), each time gone on with."""
+def test_killed_and_resumed_run_makes_the_same_store(tiny_model, tmp_path):
+    """Kill the run at random times (20 in `make torture`), and resume it each time."""
     kills = int(os.environ.get("TRACESTORE_EXTRACT_KILLS", "3"))
     count = 20 + 20 * kills
     questions, store = tmp_path / "questions.csv", tmp_path / "killed.zarr"
@@ -217,23 +217,23 @@ def test_killed_and_resumed_store_is_the_same(tiny_model, tmp_path):
     extract(tiny_model, questions, tmp_path / "whole.zarr")
     words = [sys.executable, "tools/extract.py", "--model", tiny_model, "--questions", questions, "--out", store]
     words += ["--max-new-tokens", "6", "--commit-interval", "0"]
-    rng, there = random.Random(0), 0
+    rng, generation = random.Random(0), 0
     for _ in range(kills):
         with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
-            # Loading libraries takes longest: from the first new trace on.
-            while process.poll() is None and list_generations(LocalFiles(store))[:1] <= [there]:
+            # Importing libraries takes longest: kill only after the first new commit.
+            while process.poll() is None and list_generations(LocalFiles(store))[:1] <= [generation]:
                 time.sleep(0.01)
             time.sleep(rng.uniform(0, 0.3))
             process.kill()
             assert process.wait() in (0, -signal.SIGKILL), process.stderr.read()
         command("verify", store, check=0)
-        there = list_generations(LocalFiles(store))[0]
+        generation = list_generations(LocalFiles(store))[0]
     extract(tiny_model, questions, store)
     with tracestore.open(tmp_path / "whole.zarr") as whole, tracestore.open(store) as killed:
         assert len(whole) == count and read_all(whole) == read_all(killed)
 
 
-def test_a_run_that_was_killed_before_its_first_commit_goes_on(tiny_model, questions, tmp_path):
+def test_resumes_after_a_kill_before_the_first_commit(tiny_model, questions, tmp_path):
     (tmp_path / "run.zarr").mkdir()
     (tmp_path / "run.zarr" / "lock").touch()
     extract(tiny_model, questions, tmp_path / "run.zarr", "--limit", 2)
@@ -241,6 +241,6 @@ def test_a_run_that_was_killed_before_its_first_commit_goes_on(tiny_model, quest
         assert len(store) == 2
 
 
-def test_files_of_traces_do_not_go_to_another_machine(tiny_model, questions):
+def test_remote_folder_of_files_is_a_usage_error(tiny_model, questions):
     done = extract(tiny_model, questions, "s3://bucket/traces", check=2)
     assert done.stderr.count("\n") == 1 and "ends with .zarr" in done.stderr

@@ -1,4 +1,4 @@
-"""A store with hostile texts, what training left beside it, and a server of both."""
+"""Fixtures: a store with malicious texts, results of training, and a server of both."""
 
 import csv
 import json
@@ -14,7 +14,7 @@ import tracestore
 from tests.helpers import ROOT, make_trace
 
 COUNT = 450
-HOSTILE = (
+MALICIOUS = (
     "<script>window.hacked=1</script>",
     '<img src=x onerror="window.hacked=2">',
     "$$\\href{javascript:window.hacked=3}{x}$$",
@@ -24,27 +24,27 @@ DETECTOR = "<b>gnn</b><img src=x onerror=window.hacked=5>"
 
 
 def make_store(path, attention="heads"):
-    """450 traces, every third hallucinated, every ninth without a score; the first four hostile."""
+    """Make 450 traces: the first four malicious, every third hallucinated, every ninth without a score."""
     with tracestore.create(path, attention=attention) as writer:
         for k in range(COUNT):
             trace = make_trace(k, tokens=2 + k % 7, layers=4, dim=8, heads=3)
-            trace["question"] = f"What is the number {k} of colour {'red' if k % 2 else 'blue'}?"
-            if k < len(HOSTILE):
-                trace |= {"question": HOSTILE[k], "generated_answer_clean": HOSTILE[k], "question_id": HOSTILE[k]}
-                trace["tokens_decoded"] = [HOSTILE[k]] * (2 + k % 7)
+            trace["question"] = f"What is the number {k} of color {'red' if k % 2 else 'blue'}?"
+            if k < len(MALICIOUS):
+                trace |= {"question": MALICIOUS[k], "generated_answer_clean": MALICIOUS[k], "question_id": MALICIOUS[k]}
+                trace["tokens_decoded"] = [MALICIOUS[k]] * (2 + k % 7)
             writer.append(trace, score=None if k % 9 == 8 else 0.1 if k % 3 == 0 else 0.9)
     return path
 
 
 def make_results(folder, store):
-    """results.json and predictions.csv of two detectors; the second test of trace 4 counts half."""
+    """Write results.json and predictions.csv of two detectors and the probe. Trace 4 was tested twice."""
     folder.mkdir()
     curve = [0.7, 0.6, 0.5]
     entry = {
         "test": {"auroc": 0.75, "accuracy": 0.5},
         "history": {"train_loss": curve, "val_loss": curve, "val_auroc": [0.5, None, 0.7]},
     }
-    # As logits: 0.95 is where the second one begins to say "hallucinated", 0.25 where the probe does.
+    # Thresholds are logits: of the probability 0.95 for the second detector, 0.25 for the probe.
     results = {
         "models": {"lstm_solo": entry, DETECTOR: entry | {"threshold": math.log(0.95 / 0.05)}},
         "probe": {"test": {"auroc": 0.8}, "threshold": math.log(0.25 / 0.75)},
@@ -57,7 +57,7 @@ def make_results(folder, store):
         for k in range(4, 100):
             writer.writerow([f"q{k}", 0, k, "test", "", 42, "", 0.8 if k % 3 == 0 else 0.2, 0.9, 0.3])
         writer.writerow(["q4", 0, 4, "test", "", 43, "", 0.4, 0.7, 0.3])
-        writer.writerow(["gone", 0, 999, "test", "", 42, "", 0.4, 0.7, 0.3])
+        writer.writerow(["missing", 0, 999, "test", "", 42, "", 0.4, 0.7, 0.3])
     return folder
 
 
@@ -73,6 +73,8 @@ def results_folder(served_store):
 
 @dataclass
 class Served:
+    """A running server."""
+
     url: str
     port: int
     process: subprocess.Popen
@@ -83,6 +85,7 @@ class Served:
 
 
 def start(store, *options):
+    """Start a server in a process of its own."""
     command = [sys.executable, "-m", "tracestore", "serve", store, "--json", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     text = ""
@@ -90,11 +93,12 @@ def start(store, *options):
         line = process.stdout.readline()
         assert line, process.stderr.read()
         text += line
-    said = json.loads(text)
-    return Served(said["url"], said["port"], process)
+    document = json.loads(text)
+    return Served(document["url"], document["port"], process)
 
 
 def stop(served):
+    """Interrupt a server; return its exit code and standard error."""
     served.process.send_signal(signal.SIGINT)
     return served.process.wait(20), served.process.stderr.read()
 

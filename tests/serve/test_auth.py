@@ -1,4 +1,4 @@
-"""Who is let in, and what they may do; no browser needed."""
+"""Test authentication and read-only access, without a browser."""
 
 import http.client
 import socket
@@ -9,7 +9,8 @@ from tests.helpers import command
 from tests.serve.conftest import start, stop
 
 
-def ask(served, path, *, method="GET", host=None, cookie=None, headers=()):
+def request(served, path, *, method="GET", host=None, cookie=None, headers=()):
+    """Return status, headers and body of a response."""
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=20)
     connection.putrequest(method, path, skip_host=True)
     connection.putheader("Host", host or f"127.0.0.1:{served.port}")
@@ -18,53 +19,53 @@ def ask(served, path, *, method="GET", host=None, cookie=None, headers=()):
     for name, value in headers:
         connection.putheader(name, value)
     connection.endheaders()
-    answer = connection.getresponse()
-    return answer.status, dict(answer.getheaders()), answer.read()
+    response = connection.getresponse()
+    return response.status, dict(response.getheaders()), response.read()
 
 
-def test_the_address_sets_a_cookie_that_opens_the_page(served):
-    status, headers, body = ask(served, f"/?token={served.token}")
+def test_token_sets_a_cookie_that_opens_the_page(served):
+    status, headers, body = request(served, f"/?token={served.token}")
     assert status == 200 and b"url=/store" in body
     cookie = headers["Set-Cookie"]
     assert cookie.startswith(f"tracestore-{served.port}={served.token};")
     assert "HttpOnly" in cookie and "SameSite=Strict" in cookie
-    status, headers, body = ask(served, "/store", cookie=served.token)
+    status, headers, body = request(served, "/store", cookie=served.token)
     assert status == 200 and b"bokeh" in body
     assert "default-src 'self'" in headers["Content-Security-Policy"] and headers["Server"] == "tracestore"
-    assert ask(served, "/", cookie=served.token)[0] == 200
+    assert request(served, "/", cookie=served.token)[0] == 200
 
 
 @pytest.mark.parametrize("path", ["/", "/store", "/store/ws", "/static/js/bokeh.min.js", "/?token=", "/store/metadata"])
 @pytest.mark.parametrize("cookie", [None, "x", "é" * 8])
-def test_nobody_enters_without_the_token(served, path, cookie):
+def test_requests_without_the_token_are_rejected(served, path, cookie):
     cookie = cookie and cookie.encode().decode("latin-1")
-    assert ask(served, path, cookie=cookie)[0] == 403
-    assert ask(served, path + ("&" if "?" in path else "?") + "token=wrong", cookie=cookie)[0] == 403
+    assert request(served, path, cookie=cookie)[0] == 403
+    assert request(served, path + ("&" if "?" in path else "?") + "token=wrong", cookie=cookie)[0] == 403
 
 
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:{port}", "127.0.0.1", "localhost:1", "127.0.0.1.:{port}"]
 )
-def test_other_names_for_this_machine_are_refused(served, host):
-    """What a page does that points a name of its own to 127.0.0.1."""
+def test_foreign_host_names_are_rejected(served, host):
+    """DNS rebinding: a page of another site points its host name to 127.0.0.1."""
     host = host.format(port=served.port)
     for path in (f"/?token={served.token}", "/store", "/store/ws"):
-        assert ask(served, path, host=host, cookie=served.token)[0] == 421
+        assert request(served, path, host=host, cookie=served.token)[0] == 421
 
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "http://127.0.0.1:1", "null", "https://127.0.0.1:{port}"])
-def test_pages_from_elsewhere_are_refused(served, origin):
+def test_foreign_origins_are_rejected(served, origin):
     headers = [("Upgrade", "websocket"), ("Connection", "Upgrade"), ("Sec-WebSocket-Version", "13")]
     headers += [("Sec-WebSocket-Key", "AAAAAAAAAAAAAAAAAAAAAA=="), ("Sec-WebSocket-Protocol", "bokeh, ")]
     headers += [("Origin", origin.format(port=served.port))]
     for path in ("/store", "/store/ws", "/static/js/bokeh.min.js"):
-        assert ask(served, path, cookie=served.token, headers=headers)[0] == 403
+        assert request(served, path, cookie=served.token, headers=headers)[0] == 403
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
-def test_nothing_is_written(served, method):
+def test_only_get_and_head_are_allowed(served, method):
     for path in ("/store", "/", "/static/js/bokeh.min.js"):
-        assert ask(served, path, method=method, cookie=served.token)[0] == 405
+        assert request(served, path, method=method, cookie=served.token)[0] == 405
 
 
 @pytest.mark.parametrize(
@@ -80,32 +81,32 @@ def test_nothing_is_written(served, method):
         "/static/extensions/../../../etc/passwd",
     ],
 )
-def test_no_file_but_the_pages_own(served, path):
-    status, _, body = ask(served, path, cookie=served.token)
+def test_no_other_files_are_served(served, path):
+    status, _, body = request(served, path, cookie=served.token)
     assert status in (403, 404) and b"root:" not in body
 
 
-def test_visitors_who_go_away_in_the_middle_do_no_harm(served):
-    request = f"GET /static/js/bokeh.min.js HTTP/1.1\r\nHost: 127.0.0.1:{served.port}\r\n"
-    request += f"Cookie: tracestore-{served.port}={served.token}\r\n\r\n"
+def test_closed_connections_do_not_stop_the_server(served):
+    message = f"GET /static/js/bokeh.min.js HTTP/1.1\r\nHost: 127.0.0.1:{served.port}\r\n"
+    message += f"Cookie: tracestore-{served.port}={served.token}\r\n\r\n"
     for _ in range(20):
-        # Several answers: the first one that nobody takes is an error, what follows it a signal.
+        # Several responses: the first write to a closed connection is an error, the next one a SIGPIPE.
         with socket.create_connection(("127.0.0.1", served.port)) as visitor:
-            visitor.sendall(8 * request.encode())
-    assert ask(served, "/store", cookie=served.token)[0] == 200
+            visitor.sendall(8 * message.encode())
+    assert request(served, "/store", cookie=served.token)[0] == 200
 
 
-def test_other_interfaces_do_not_answer(served):
+def test_other_interfaces_do_not_listen(served):
     with socket.socket() as probe:
         probe.settimeout(2)
         assert probe.connect_ex(("127.0.0.2", served.port)) != 0
 
 
-def test_two_servers_have_ports_and_tokens_of_their_own(served, served_store):
+def test_two_servers_have_different_ports_and_tokens(served, served_store):
     other = start(served_store)
     try:
         assert other.port != served.port and other.token != served.token
-        assert ask(other, "/store", cookie=served.token)[0] == 403
+        assert request(other, "/store", cookie=served.token)[0] == 403
         taken = command("serve", served_store, "--port", served.port, check=2)
         assert taken.stderr.count("\n") == 1 and "--port" in taken.stderr
     finally:
@@ -122,7 +123,7 @@ def test_two_servers_have_ports_and_tokens_of_their_own(served, served_store):
         (("--prt", "1"), "did you mean --port?"),
     ],
 )
-def test_wrong_usage(served_store, options, word):
+def test_usage_errors_are_one_line(served_store, options, word):
     done = command("serve", served_store, *options, check=2)
     assert word in done.stderr and done.stderr.count("\n") == 1 and not done.stdout
     command("serve", "nowhere.zarr", check=2)

@@ -1,11 +1,11 @@
-"""The page in a real Chromium."""
+"""Test the page in Chromium."""
 
 import re
 import shutil
 
 import pytest
 
-from tests.serve.conftest import COUNT, DETECTOR, HOSTILE, start, stop
+from tests.serve.conftest import COUNT, DETECTOR, MALICIOUS, start, stop
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
@@ -15,35 +15,36 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this mac
 def chromium():
     api = pytest.importorskip("playwright.sync_api")
     with api.sync_playwright() as playwright:
-        # Its sandbox wants a user that is not root.
+        # The sandbox of Chromium does not run as root.
         browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
         yield browser
         browser.close()
 
 
 class Visit:
-    """A page, what it asked the network for, and what its console complained of."""
+    """An open page, with its network requests and console errors."""
 
     def __init__(self, chromium, served):
         self.page = chromium.new_page(viewport={"width": 1150, "height": 1600})
         self.page.set_default_timeout(30_000)
-        self.requests, self.complaints = [], []
+        self.requests, self.errors = [], []
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.on("websocket", lambda socket: self.requests.append(socket.url))
-        self.page.on("console", lambda m: self.complaints.append(m.text) if m.type == "error" else None)
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("console", lambda m: self.errors.append(m.text) if m.type == "error" else None)
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.goto(served.url)
         self.page.wait_for_url("**/store")
-        self.says("message", f"1 to 200 of {COUNT} found")
+        self.wait_for("message", f"1 to 200 of {COUNT} found")
         self.port = served.port
 
-    def says(self, name, text):
-        """Waits until an element's text has this in it."""
+    def wait_for(self, name, text):
+        """Wait until an element contains the text."""
         self.page.locator(f".{name}").filter(has_text=text).wait_for()
 
     def close(self):
-        elsewhere = [u for u in self.requests if not re.match(rf"(http|ws)://127\.0\.0\.1:{self.port}/|data:|blob:", u)]
-        assert not elsewhere and not self.complaints
+        """Close the page, and assert that it made no external request, no error and ran no foreign script."""
+        external = [u for u in self.requests if not re.match(rf"(http|ws)://127\.0\.0\.1:{self.port}/|data:|blob:", u)]
+        assert not external and not self.errors
         assert self.page.evaluate("window.hacked") is None
         self.page.close()
 
@@ -55,104 +56,104 @@ def visit(chromium, served):
     visit.close()
 
 
-def test_renders(visit):
+def test_page_shows_table_and_plots(visit):
     page = visit.page
     assert page.title() == "tracestore" and "token" not in page.url
     assert page.locator(".table .slick-row").count() > 3
     assert page.locator(".bk-Figure").count() >= 3 and page.locator("canvas").count() >= 3
-    visit.says("pairs", "of 3 pairs")
-    # Something is painted.
+    visit.wait_for("pairs", "of 3 pairs")
+    # A screenshot of an empty plot would be smaller.
     shot = page.locator(".bk-Figure").first.screenshot()
     assert len(shot) > 3_000
 
 
-def test_searching_filtering_and_turning(visit):
+def test_search_filters_and_pages(visit):
     page = visit.page
-    page.locator(".words input").fill("colour red")
+    page.locator(".words input").fill("color red")
     page.locator(".words input").press("Enter")
-    red = sum(k % 2 for k in range(len(HOSTILE), COUNT))
-    visit.says("message", f"1 to 200 of {red} found")
+    red = sum(k % 2 for k in range(len(MALICIOUS), COUNT))
+    visit.wait_for("message", f"1 to 200 of {red} found")
     page.locator(".later button").click()
-    visit.says("message", f"201 to {red} of {red} found")
+    visit.wait_for("message", f"201 to {red} of {red} found")
     assert page.locator(".later button").is_disabled()
     page.locator(".earlier button").click()
-    visit.says("message", f"1 to 200 of {red} found")
+    visit.wait_for("message", f"1 to 200 of {red} found")
     page.locator(".label select").select_option("unlabeled")
-    visit.says("message", "1 to 25 of 25 found")
+    visit.wait_for("message", "1 to 25 of 25 found")
     page.locator(".words input").fill("")
     page.locator(".words input").press("Enter")
-    visit.says("message", "1 to 50 of 50 found")
+    visit.wait_for("message", "1 to 50 of 50 found")
     page.locator(".label select").select_option(f"missed by {DETECTOR}")
-    # Hallucinated ones with a score among traces 4 to 99, which it calls right.
+    # The hallucinated traces with a score among 4 to 99. The detector predicts all of them correct.
     missed = len([k for k in range(4, 100) if k % 3 == 0 and k % 9 != 8])
-    visit.says("message", f"1 to {missed} of {missed} found")
+    visit.wait_for("message", f"1 to {missed} of {missed} found")
     page.locator(".label select").select_option("any")
     page.locator(".order select").select_option("tokens")
     page.locator(".descending button").click()
     page.locator(".table .slick-row .slick-cell.r4").filter(has_text="8").first.wait_for()
     page.locator(".words input").fill("no such words")
     page.locator(".words input").press("Enter")
-    visit.says("message", "0 to 0 of 0 found")
+    visit.wait_for("message", "0 to 0 of 0 found")
 
 
-def test_a_trace_its_layer_its_head_and_its_threshold(visit):
+def test_trace_shows_the_chosen_layer_head_and_threshold(visit):
     page = visit.page
     page.locator(".words input").fill("q11 number 11")
     page.locator(".words input").press("Enter")
-    visit.says("message", "1 to 11 of 11 found")
+    visit.wait_for("message", "1 to 11 of 11 found")
     page.locator(".table .slick-row").first.locator(".slick-cell").nth(1).click()
-    visit.says("about", "trace 11: q11, sample 0; 6 tokens")
-    visit.says("about", "lstm_solo 0.200")
-    visit.says("question", "Question: What is the number 11 of colour red?")
-    visit.says("answer", "Answer: answer 11 ✓")
-    visit.says("pairs", re.compile(r"of 21 pairs .* above 0\.05"))
+    visit.wait_for("about", "trace 11: q11, sample 0; 6 tokens")
+    visit.wait_for("about", "lstm_solo 0.200")
+    visit.wait_for("question", "Question: What is the number 11 of color red?")
+    visit.wait_for("answer", "Answer: answer 11 ✓")
+    visit.wait_for("pairs", re.compile(r"of 21 pairs .* above 0\.05"))
     handle = page.locator(".threshold .noUi-handle")
     handle.focus()
     for _ in range(5):
         handle.press("ArrowRight")
-    visit.says("pairs", re.compile(r"above 0\.[1-9]"))
+    visit.wait_for("pairs", re.compile(r"above 0\.[1-9]"))
     page.locator(".head select").select_option("2")
     handle = page.locator(".layer .noUi-handle")
     handle.focus()
     handle.press("ArrowRight")
     page.locator(".layer").filter(has_text="3").wait_for()
-    visit.says("pairs", "of 21 pairs")
+    visit.wait_for("pairs", "of 21 pairs")
 
 
-def test_projection_predictions_and_training(visit):
+def test_other_tabs_show_their_plots(visit):
     page = visit.page
     page.get_by_text("Projection", exact=True).click()
     page.locator(".project button").click()
-    visit.says("projection-note", f"{COUNT} of the {COUNT} traces found")
+    visit.wait_for("projection-note", f"{COUNT} of the {COUNT} traces found")
     page.get_by_text("Predictions", exact=True).click()
     page.locator(".bk-Figure:visible").nth(2).wait_for()
     assert page.locator(".bk-Figure:visible").count() == 3
     page.get_by_text("Training", exact=True).click()
-    visit.says("test-metrics", "lstm_solo: auroc 0.750")
+    visit.wait_for("test-metrics", "lstm_solo: auroc 0.750")
     page.locator(".bk-Figure:visible").nth(3).wait_for()
     assert page.locator(".bk-Figure:visible").count() == 4
 
 
-def test_hostile_texts_stay_text(visit):
+def test_malicious_texts_stay_text(visit):
     page = visit.page
-    for k, text in enumerate(HOSTILE):
+    for k, text in enumerate(MALICIOUS):
         row = page.locator(".table .slick-row").nth(k)
         row.locator(".slick-cell").nth(1).click()
-        visit.says("about", f"trace {k}: ")
+        visit.wait_for("about", f"trace {k}: ")
         shown = "\\u202etxt.exe" if k == 3 else text
-        visit.says("question", shown)
-        visit.says("answer", shown)
+        visit.wait_for("question", shown)
+        visit.wait_for("answer", shown)
         assert shown[:20] in row.inner_text()
     assert page.locator(".slick-header").filter(has_text="<b>gnn</b><img").count() == 1
     assert page.locator(".slick-header b").count() == 0
     assert page.locator("img[src=x]").count() == 0 and page.locator("a[href^=javascript]").count() == 0
     page.get_by_text("Training", exact=True).click()
-    visit.says("test-metrics", DETECTOR)
+    visit.wait_for("test-metrics", DETECTOR)
     assert page.locator(".test-metrics b").count() == 0
     page.screenshot()
 
 
-def test_without_results(chromium, served_store):
+def test_without_results_the_page_names_the_option(chromium, served_store):
     served = start(served_store)
     visit = Visit(chromium, served)
     visit.page.get_by_text("Predictions", exact=True).click()

@@ -1,4 +1,4 @@
-"""Finding traces: against the plain loop over all of them."""
+"""Test the search against plain loops over all traces, and the reading of results."""
 
 import shutil
 
@@ -19,50 +19,50 @@ def store(served_store):
 
 
 @pytest.fixture(scope="module")
-def catalogue(store, results_folder):
+def search(store, results_folder):
     return TraceSearch(store, Results.read(results_folder, store))
 
 
-def test_words_are_found_in_any_case_and_place(catalogue, store):
+def test_words_match_in_any_case_and_field(search, store):
     def expected(*words):
         texts = [f"{t.question_id}\n{t.question}\n{t.answer}".lower() for t in store]
         return [k for k, text in enumerate(texts) if all(w in text for w in words)]
 
     for words in (("blue",), ("red", "12"), ("<script>",), ("nowhere",), ("✓", "q7")):
-        assert catalogue.find(" ".join(words).upper()).tolist() == expected(*words)
-    assert catalogue.find("  ").tolist() == list(range(COUNT))
+        assert search.find(" ".join(words).upper()).tolist() == expected(*words)
+    assert search.find("  ").tolist() == list(range(COUNT))
 
 
-def test_labels_and_mistakes(catalogue, store):
+def test_filters_by_label_and_by_errors_of_detectors(search, store):
     targets = store.targets(0.5)
-    assert catalogue.find(label="hallucinated").tolist() == np.flatnonzero(targets == 1).tolist()
-    assert catalogue.find(label="correct").tolist() == np.flatnonzero(targets == 0).tolist()
-    assert catalogue.find(label="unlabeled").tolist() == np.flatnonzero(np.isnan(targets)).tolist()
-    # lstm_solo is right everywhere; the other one, below its threshold, calls everything right.
-    assert catalogue.find(label="missed by lstm_solo").tolist() == []
+    assert search.find(label="hallucinated").tolist() == np.flatnonzero(targets == 1).tolist()
+    assert search.find(label="correct").tolist() == np.flatnonzero(targets == 0).tolist()
+    assert search.find(label="unlabeled").tolist() == np.flatnonzero(np.isnan(targets)).tolist()
+    # lstm_solo makes no errors. The other detector stays below its threshold and predicts all correct.
+    assert search.find(label="missed by lstm_solo").tolist() == []
     hallucinated = [k for k in range(4, 100) if targets[k] == 1]
-    assert catalogue.find(label=f"missed by {DETECTOR}").tolist() == hallucinated
+    assert search.find(label=f"missed by {DETECTOR}").tolist() == hallucinated
     with pytest.raises(KeyError):
-        catalogue.find(label="other")
+        search.find(label="other")
 
 
 @pytest.mark.parametrize("descending", [False, True])
-def test_orders_have_missing_values_last(catalogue, store, descending):
+def test_missing_values_come_last_in_every_order(search, store, descending):
     for order, values in (
         ("score", store.scores),
         ("tokens", store.num_tokens.astype(float)),
-        (DETECTOR, catalogue.results.probabilities[DETECTOR]),
+        (DETECTOR, search.results.probabilities[DETECTOR]),
     ):
-        found = catalogue.find(order=order, descending=descending)
+        found = search.find(order=order, descending=descending)
         assert sorted(found.tolist()) == list(range(COUNT))
         shown = values[found]
         known = shown[~np.isnan(shown)]
         assert np.isnan(shown[len(known) :]).all()
         assert (np.diff(known) * (-1 if descending else 1) >= 0).all()
-    assert catalogue.find(descending=True).tolist() == list(range(COUNT))[::-1]
+    assert search.find(descending=True).tolist() == list(range(COUNT))[::-1]
 
 
-def test_results_are_means_by_question(store, results_folder):
+def test_probability_of_a_trace_is_the_mean_of_its_tests(store, results_folder):
     results = Results.read(results_folder, store)
     assert results.probabilities["lstm_solo"][4] == pytest.approx(0.3)
     assert results.probabilities[DETECTOR][5] == pytest.approx(0.9)
@@ -84,7 +84,7 @@ def test_results_are_means_by_question(store, results_folder):
         ("predictions.csv", "question_id,sample,m\nq4,99999999999,1\n"),
     ],
 )
-def test_other_files_are_refused_in_one_line(store, results_folder, tmp_path, name, text):
+def test_invalid_results_are_one_line(store, results_folder, tmp_path, name, text):
     for file in results_folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / name).write_text(text)
@@ -95,14 +95,14 @@ def test_other_files_are_refused_in_one_line(store, results_folder, tmp_path, na
         Results.read(tmp_path / "nowhere", store)
 
 
-def test_texts_that_cannot_be_read_are_an_error_and_no_empty_result(served_store, tmp_path):
+def test_unreadable_texts_raise_instead_of_an_empty_result(served_store, tmp_path):
     shutil.copytree(served_store, tmp_path / "s.zarr")
     (text,) = (tmp_path / "s.zarr").glob("segments/*/question/c/0")
     text.chmod(0o644)
     text.write_bytes(b"")
     with tracestore.open(tmp_path / "s.zarr") as store:
-        catalogue = TraceSearch(store)
+        search = TraceSearch(store)
         for _ in range(2):
             with pytest.raises(CorruptStoreError, match="question"):
-                catalogue.find("red")
-        assert len(catalogue.find()) == COUNT
+                search.find("red")
+        assert len(search.find()) == COUNT

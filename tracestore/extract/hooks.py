@@ -177,7 +177,7 @@ def capture(model: nn.Module, *, attention: bool = True, dtype: torch.dtype = to
     that the caller of the model receives is unchanged. The recorded states are those of
     `output_hidden_states` without the embeddings. Those of the last layer come after the final norm.
 
-    Rows of a batch may be padded on either side if the attention mask says so. Beam search is not
+    Rows of a batch may be padded on either side, as the attention mask describes. Beam search is not
     supported, because it reorders rows between passes.
 
     Parameters

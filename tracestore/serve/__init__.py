@@ -1,6 +1,6 @@
 """The server of `tracestore serve`, which shows a store in a browser on this machine.
 
-`search` finds traces, `results` reads what training wrote, `figures` draws with Bokeh, `page` lays out
+`search` finds traces, `results` reads what training wrote, `plots` draws with Bokeh, `page` lays out
 the controls and answers them, `auth` authenticates browsers.
 """
 

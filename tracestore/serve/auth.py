@@ -3,7 +3,7 @@
 A page of another site can send requests to 127.0.0.1, also under a host name of its own (DNS rebinding).
 Every request must therefore carry the host name of this server and a secret token: first in the address,
 then in a cookie that pages of other sites cannot send. A content security policy keeps the pages from
-loading anything from elsewhere.
+loading anything from other sites.
 """
 
 import hmac

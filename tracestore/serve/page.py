@@ -23,7 +23,7 @@ from bokeh.models.widgets.tables import DataTable, NumberFormatter, StringFormat
 
 from tracestore.errors import TracestoreError, escape_unprintable
 from tracestore.extras import needs
-from tracestore.serve import figures
+from tracestore.serve import plots
 from tracestore.serve.search import TraceSearch
 from tracestore.store.format import schema
 from tracestore.store.read.trace import Trace
@@ -60,8 +60,8 @@ class Page:
     def fill(self, document: Document) -> None:
         """Add the page to a Bokeh document."""
         results = self._searcher.results
-        probabilities = figures.probability_plots(results, self._searcher.targets)
-        training = figures.training_plots(results.history)
+        probabilities = plots.probability_plots(results, self._searcher.targets)
+        training = plots.training_plots(results.history)
         test_metrics = "\n".join(
             f"{name}: " + ", ".join(f"{k} {v:.3f}" for k, v in test.items()) for name, test in results.test.items()
         )
@@ -184,9 +184,9 @@ class Page:
             title="attention above", start=0, end=1, step=0.01, value=0.05, css_classes=["threshold"]
         )
         self._pairs = _text("pairs", 700)
-        self._heat = figures.HeatMap("attention, square root", "attended token", "attending token")
-        self._norms = figures.HeatMap("norm of hidden states, logarithm", "token", "layer")
-        self._graph = figures.AttentionGraph()
+        self._heat = plots.HeatMap("attention, square root", "attended token", "attending token")
+        self._norms = plots.HeatMap("norm of hidden states, logarithm", "token", "layer")
+        self._graph = plots.AttentionGraph()
         _on(self._layer, "value_throttled", self._draw)
         _on(self._head, "value", self._draw)
         _on(self._threshold, "value_throttled", self._draw_graph)
@@ -257,7 +257,7 @@ class Page:
         )
         self._projected = np.zeros(0, np.int64)
         self._projection_note = _text("projection-note", 700)
-        plot = figures.projection(self._points)
+        plot = plots.projection(self._points)
         # Bokeh selects the point before it reports the tap.
         plot.on_event(Tap, lambda _: self._tapped())
         self._project_button.on_click(lambda _: self._project())
@@ -275,7 +275,7 @@ class Page:
         self._points.data = {
             "x": points[:, 0],
             "y": points[:, 1],
-            "color": figures.label_colors(self._searcher.targets[self._projected]),
+            "color": plots.label_colors(self._searcher.targets[self._projected]),
             "size": np.full(len(points), 7),
         }
         self._projection_note.text = (
@@ -327,6 +327,6 @@ def _label(target: float) -> str:
     return "hallucinated" if target >= 0.5 else "correct" if target < 0.5 else ""
 
 
-def _rows(plots: list[Any]) -> list[Any]:
+def _rows(items: list[Any]) -> list[Any]:
     """Return the plots in rows of two."""
-    return [row(*plots[k : k + 2]) for k in range(0, len(plots), 2)]
+    return [row(*items[k : k + 2]) for k in range(0, len(items), 2)]

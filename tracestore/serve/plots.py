@@ -1,4 +1,4 @@
-"""Bokeh figures of a trace, of a store and of results.
+"""Bokeh plots of a trace, of a store and of results.
 
 Titles and formatters may interpret markup or mathematics. Strings of a trace are therefore drawn as
 glyphs only.

@@ -1,4 +1,4 @@
-"""tracestore report: a page that shows what is in a store, and runs nothing of it."""
+"""Test `tracestore report`: contents of the page, and that text of the store is never interpreted."""
 
 import json
 import re
@@ -20,24 +20,24 @@ def store(tmp_path):
         for k in range(30):
             score = None if k % 10 == 0 else k / 30
             writer.append(make_trace(k) | {"question": f"question {k}?"}, score=score)
-        evil = "</td><script>alert(1)</script><img src=http://evil.example/x>&"
+        malicious = "</td><script>alert(1)</script><img src=http://evil.example/x>&"
         bad = make_trace(40, tokens=4) | {
-            "question": evil,
-            "question_id": evil,
-            "generated_answer_clean": evil + "\ud800",
+            "question": malicious,
+            "question_id": malicious,
+            "generated_answer_clean": malicious + "\ud800",
         }
         bad["hidden_states"][1][2, 3] = np.nan
         writer.append(bad, score=0.9)
     return tmp_path / "s.zarr"
 
 
-def test_what_the_page_says(store, tmp_path):
+def test_page_shows_the_store(store, tmp_path):
     done = report(store, "--output", tmp_path / "r.html")
     assert str(tmp_path / "r.html") in done.stdout
     text = (tmp_path / "r.html").read_text(encoding="utf-8")
     for part in ("Store", "Labels", "Lengths and scores", "Size", "Sources", "Samples", "Data-quality issues"):
         assert f"<h2>{part}</h2>" in text
-    assert "<td>num traces</td><td>31</td>" in text and "3 (9.7 %)" in text  # without a score
+    assert "<td>num traces</td><td>31</td>" in text and "3 (9.7 %)" in text  # traces without a score
     assert "<td>hidden_states</td>" in text and "<td>error</td><td>nan</td><td>1</td>" in text
     shares = [float(s) for s in re.findall(r"<td>([\d.]+) %</td></tr>", text)]
     assert sum(shares) == pytest.approx(100, abs=1)
@@ -45,7 +45,7 @@ def test_what_the_page_says(store, tmp_path):
     assert (tmp_path / "again.html").read_bytes() == (tmp_path / "r.html").read_bytes()
 
 
-def test_nothing_of_a_file_runs_and_nothing_is_fetched(store, tmp_path):
+def test_page_runs_no_script_and_loads_nothing(store, tmp_path):
     report(store, "--output", tmp_path / "r.html")
     text = (tmp_path / "r.html").read_text(encoding="utf-8")
     assert "<script" not in text and "&lt;script&gt;" in text
@@ -54,7 +54,7 @@ def test_nothing_of_a_file_runs_and_nothing_is_fetched(store, tmp_path):
     )
 
 
-def test_scores_that_no_histogram_divides(tmp_path):
+def test_scores_too_large_for_a_histogram(tmp_path):
     with tracestore.create(tmp_path / "s.zarr") as writer:
         writer.append(make_trace(1), score=1e17)
     report(tmp_path / "s.zarr", "--output", tmp_path / "r.html")
@@ -62,7 +62,7 @@ def test_scores_that_no_histogram_divides(tmp_path):
     assert "<td>score</td><td>1e+17</td>" in text and text.count("data:image/png;base64,") == 1
 
 
-def test_options_and_wrong_usage(store, tmp_path):
+def test_options_and_usage_errors(store, tmp_path):
     done = report(store, "--output", tmp_path / "r.html", "--no-lint", "--json")
     assert json.loads(done.stdout)["output"] == str(tmp_path / "r.html")
     assert "Not checked." in (tmp_path / "r.html").read_text(encoding="utf-8")
