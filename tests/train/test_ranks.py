@@ -88,4 +88,4 @@ def test_one_rank_is_a_group_of_its_own():
     ranks, parameter = DistributedContext(), torch.nn.Parameter(torch.ones(2))
     parameter.grad = gradient = torch.ones(2)
     ranks.sum_gradients([parameter])
-    assert parameter.grad is gradient and ranks.all_reduce_max(7) == 7 and ranks.gather("x") == ["x"]
+    assert parameter.grad is gradient and ranks.all_reduce_max(7) == 7 and ranks.all_gather("x") == ["x"]

@@ -1,4 +1,4 @@
-"""Training loops that survive running out of memory."""
+"""Training loops that recover from out-of-memory errors."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ __all__ = ["OOMGuard"]
 
 
 def __getattr__(name: str) -> Any:
+    """Import OOMGuard on first use: torch takes seconds to import."""
     if name == "OOMGuard":
         with needs("train"):
             from tracestore.oom.guard import OOMGuard

@@ -1,6 +1,7 @@
-"""From a part of the split to what a model reads on its device."""
+"""Batches of one split, on the device of the model."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,11 @@ from tracestore.store.read.store import TraceStore
 from tracestore.train.config import TrainConfig
 from tracestore.train.distributed import DistributedContext
 
-# Streams of order.epoch_key, beside those of the order.
+# Streams of order.epoch_key. The order of the traces uses the streams below these.
 _STEP, _NOISE, _DROPOUT = 2, 3, 4
 
 
-class _BatchesOfEpoch(Dataset[Any]):
+class _EpochDataset(Dataset[Any]):
     """The batches of one epoch by number, for DataLoader workers."""
 
     def __init__(self, loader: TraceLoader, epoch: int) -> None:
@@ -36,12 +37,35 @@ class _BatchesOfEpoch(Dataset[Any]):
 
 
 def step_key(seed: int, epoch: int, batch: int, rank: int) -> int:
-    """Seeds the random numbers of a step: a pure function of where it stands."""
+    """Return the seed of a step: a pure function of its position."""
     return epoch_key(epoch_key(seed, epoch, _STEP), batch, rank)
 
 
 class BatchFeed:
-    """This rank's slices of the batches of some traces, for one model."""
+    """The batches of some traces for one detector; each rank gets its slice of every batch.
+
+    Parameters
+    ----------
+    name : str
+        The detector.
+    store : TraceStore
+    indices : numpy.ndarray
+        Store indices of the traces, int64.
+    config : TrainConfig
+    model_config : ModelConfig
+    ranks : DistributedContext
+    shuffle : str
+        As `TrainConfig.shuffle`.
+    num_workers : int
+        Worker processes. 0: threads of this process.
+
+    Attributes
+    ----------
+    on_reduce : callable or None
+        Called by `reduce_memory`.
+    is_reduced : bool
+        Whether memory was reduced.
+    """
 
     def __init__(
         self,
@@ -56,6 +80,8 @@ class BatchFeed:
         num_workers: int = 0,
     ) -> None:
         self.config, self.ranks, self.num_workers = config, ranks, num_workers
+        self.on_reduce: Callable[[], None] | None = None
+        self.is_reduced = False
         self.is_graph = DETECTORS[name].view == "graph"
         self.device = torch.device(config.device)
         self.loader = TraceLoader(
@@ -78,34 +104,55 @@ class BatchFeed:
             as_pyg=False,
         )
 
+        self._iterator: Generator[DeviceBatch] | None = None
+        self._epoch = self._next = 0
+
     def __len__(self) -> int:
-        """Batches of the epoch."""
+        """Return the number of batches in the epoch."""
         return len(self.loader)
 
-    def shrink(self) -> None:
-        """Takes less memory from the next `batches` on: one batch in flight, no decoded chunks
-        kept, no worker processes with batches of their own."""
-        self.loader.reduce_memory()
-        self.num_workers = 0
-
-    def seek(self, epoch: int, batch: int) -> None:
-        """The next `batches` begin there."""
-        self.loader.load_state_dict(self.state_dict(epoch, batch))
-
     def state_dict(self, epoch: int, batch: int) -> dict[str, Any]:
-        """The loader's state in which `batch` is the next one."""
+        """Return the loader's state before a batch."""
         return self.loader.state_dict() | {"epoch": epoch, "batch": batch}
 
+    def seek(self, epoch: int, batch: int) -> None:
+        """Continue with this batch."""
+        self.close()
+        self._epoch, self._next = epoch, batch
+        self.loader.load_state_dict(self.state_dict(epoch, batch))
+
+    def next_batches(self, count: int) -> "list[DeviceBatch] | None":
+        """Return the next `count` batches, fewer at the end of the epoch.
+
+        If memory runs out, this reduces the memory of the feed and gathers the batches again.
+        None: memory ran out twice.
+        """
+        for _ in range(2):
+            try:
+                if self._iterator is None:
+                    self._iterator = self.batches()
+                batches = list(islice(self._iterator, count))
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+            else:
+                self._next += len(batches)
+                return batches
+            self.reduce_memory()
+            self.seek(self._epoch, self._next)
+        return None
+
     def batches(self) -> Generator["DeviceBatch"]:
-        """The rest of the epoch, by the loader's threads or by worker processes."""
+        """Yield the rest of the epoch, gathered by the loader's threads or by worker processes."""
         epoch, start = self.loader.epoch, self.loader.state_dict()["batch"]
         if self.num_workers == 0:
             source: Iterator[Any] = iter(self.loader)
         else:
-            # A generator of its own: drawing seeds for workers must not change the training.
+            # DataLoader draws the seeds of its workers; a generator of its own keeps them from
+            # changing the random state of the training.
             source = iter(
                 DataLoader(
-                    _BatchesOfEpoch(self.loader, epoch),
+                    _EpochDataset(self.loader, epoch),
                     batch_size=None,
                     sampler=range(start, len(self.loader)),
                     num_workers=self.num_workers,
@@ -117,19 +164,36 @@ class BatchFeed:
             yield batch
             del batch
 
+    def reduce_memory(self) -> None:
+        """Keep one batch in flight, no decoded chunks and no worker processes from now on."""
+        if self.num_workers:
+            self.num_workers = 0
+            # Ending the workers loses their batches, which are gathered again.
+            self.seek(self._epoch, self._next)
+        self.loader.reduce_memory()
+        self.is_reduced = True
+        if self.on_reduce is not None:
+            self.on_reduce()
 
-def next_batch(batches: Iterator["DeviceBatch"]) -> "DeviceBatch | None":
-    """None where memory ran out while it was gathered."""
-    try:
-        return next(batches)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-    return None
+    def close(self) -> None:
+        """Stop the threads or workers of the epoch."""
+        if self._iterator is not None:
+            self._iterator.close()
+            self._iterator = None
 
 
 class DeviceBatch:
-    """One rank's slice of a global batch. `size`: its traces; `whole`: those of all ranks."""
+    """One rank's slice of a global batch.
+
+    Attributes
+    ----------
+    size, global_size : int
+        Traces of this rank's slice and of the global batch.
+    offset : int
+        Position of the slice's first trace in the global batch.
+    y : torch.Tensor
+        Labels ``(size,)``.
+    """
 
     def __init__(self, feed: BatchFeed, batch: Any, epoch: int, number: int) -> None:
         self.feed, self.epoch, self.number = feed, epoch, number
@@ -139,9 +203,8 @@ class DeviceBatch:
         self.size = len(batch.y)
         plan = feed.loader.epochs.plan(epoch).batches
         begin, end = plan.bounds(number)
-        self.whole = end - begin
-        # Where the slice begins in the global batch.
-        self.first = int(plan.positions(number, feed.ranks.rank, feed.ranks.world_size)[0]) - begin if self.size else 0
+        self.global_size = end - begin
+        self.offset = int(plan.positions(number, feed.ranks.rank, feed.ranks.world_size)[0]) - begin if self.size else 0
         if not feed.is_graph:
             self.inputs: Any = batch.sequences
         elif self.size:
@@ -149,8 +212,10 @@ class DeviceBatch:
             self.inputs = GraphInputs.from_batch(batch, threshold)
 
     def traces(self, begin: int, end: int) -> tuple[Any, torch.Tensor]:
-        """Inputs and labels of the traces begin .. end, on the device: moved here, inside
-        what the guard watches."""
+        """Return inputs and labels of traces begin to end on the device.
+
+        The guard calls this within a step, so that it recovers if the device has no memory for them.
+        """
         inputs = self.inputs
         if begin > 0 or end < self.size:
             inputs = inputs.traces(begin, end) if isinstance(inputs, GraphInputs) else inputs[begin:end]
@@ -158,34 +223,35 @@ class DeviceBatch:
         return inputs if device.type == "cpu" else inputs.to(device), self.y[begin:end].to(device)
 
     def masks(self, begin: int, end: int) -> TraceMasks:
-        """Of dropout, for the traces begin .. end: as with noise, neither ranks nor micro-batches
-        change them."""
+        """Return the dropout masks of traces begin to end, a function of the same values as `noise`."""
         key = epoch_key(epoch_key(self.feed.config.seed, self.epoch, _DROPOUT), self.number)
-        return TraceMasks(key, self.first + begin, end - begin)
+        return TraceMasks(key, self.offset + begin, end - begin)
 
     def noise(self, begin: int, end: int, num_layers: int, columns: int) -> torch.Tensor:
-        """Standard normal (end - begin, num_layers, columns) on the device: a pure function
-        of seed, epoch, batch and the trace's place in the global batch, so that neither
-        ranks nor micro-batches change it."""
+        """Return standard normal noise ``(end - begin, num_layers, columns)`` on the device.
+
+        It is a pure function of seed, epoch, batch and the trace's position in the global batch,
+        so that it does not depend on ranks and micro-batches.
+        """
         key = epoch_key(epoch_key(self.feed.config.seed, self.epoch, _NOISE), self.number)
         generator = torch.Generator().manual_seed(key)
-        drawn = torch.randn(self.whole, num_layers, columns, generator=generator)
-        return drawn[self.first + begin : self.first + end].to(self.feed.device)
+        drawn = torch.randn(self.global_size, num_layers, columns, generator=generator)
+        return drawn[self.offset + begin : self.offset + end].to(self.feed.device)
 
 
 class AccumulatedBatch:
-    """The batches of one optimizer step behind each other."""
+    """The batches of one optimizer step, concatenated."""
 
     def __init__(self, batches: list[DeviceBatch]) -> None:
         self.batches = batches
         self.size = sum(b.size for b in batches)
-        self.whole = sum(b.whole for b in batches)
+        self.global_size = sum(b.global_size for b in batches)
 
-    def pieces(self, begin: int, end: int) -> Iterator[tuple[DeviceBatch, int, int]]:
-        """The batches that hold the traces begin .. end, and which of theirs."""
-        at = 0
+    def slices(self, begin: int, end: int) -> Iterator[tuple[DeviceBatch, int, int]]:
+        """Yield the batches that hold traces begin to end, each with its own range of traces."""
+        offset = 0
         for batch in self.batches:
-            first, last = max(begin - at, 0), min(end - at, batch.size)
+            first, last = max(begin - offset, 0), min(end - offset, batch.size)
             if first < last:
                 yield batch, first, last
-            at += batch.size
+            offset += batch.size

@@ -1,22 +1,94 @@
-"""Checkpoints: written whole or not at all, loaded as data."""
+"""Checkpoints: written atomically, loaded without running code."""
 
 import io
 import os
 import zipfile
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
+from torch import nn
 
 from tracestore.errors import UsageError
 from tracestore.oom.errors import is_out_of_memory
+from tracestore.oom.guard import OOMGuard
+from tracestore.oom.micro_batch import MicroBatchPolicy
+from tracestore.oom.snapshot import get_random_state, restore_random_state
 from tracestore.store.io import fsio
+from tracestore.train.batches import BatchFeed
+from tracestore.train.config import TrainState
 
 BEST, LAST = CHECKPOINTS = ("best.pt", "last.pt")
+CHECKPOINT_VERSION = 5
 
 
-def pack_random_state(state: dict[str, Any]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class CheckpointedRun:
+    """The objects whose state last.pt holds.
+
+    `identity` holds the options that must not change when the run resumes.
+    """
+
+    name: str
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: Any
+    guard: OOMGuard
+    feed: BatchFeed
+    identity: dict[str, Any]
+
+    def state_dict(self, state: TrainState, result: dict[str, Any] | None, *, did_not_fit: bool) -> dict[str, Any]:
+        """Return the state between two steps, random states included.
+
+        `result` is the entry of results.json of a finished run. If `did_not_fit`, the run ended because
+        one trace alone did not fit into memory.
+        """
+        return {
+            "version": CHECKPOINT_VERSION,
+            "name": self.name,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "progress": asdict(state),
+            "loader": self.feed.state_dict(state.epoch, state.batch),
+            "random": _pack_random_state(get_random_state()),
+            "guard": self.guard.state_dict(),
+            "did_not_fit": did_not_fit,
+            "config": self.identity,
+            "result": result,
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> TrainState:
+        """Restore what `state_dict` returned.
+
+        Raises
+        ------
+        UsageError
+            If the checkpoint is of another version or another run.
+        """
+        if saved.get("version") != CHECKPOINT_VERSION:
+            raise UsageError("is of another version of tracestore; train without --resume")
+        for key, value in self.identity.items():
+            if saved["config"].get(key) != value:
+                flag = key.removeprefix("model_").replace("_", "-")
+                raise UsageError(f"was trained with {flag} {saved['config'].get(key)}, not {value}")
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        if self.scaler is not None:
+            self.scaler.load_state_dict(saved["scaler"])
+        planned = MicroBatchPolicy(self.guard.micro_batch)
+        self.guard.load_state_dict(saved["guard"])
+        if saved["did_not_fit"]:
+            # The user has freed memory since, so the sizes of the checkpoint no longer apply.
+            self.guard.policy = planned
+        self.feed.loader.load_state_dict(saved["loader"])
+        restore_random_state(_unpack_random_state(saved["random"]))
+        return TrainState(**saved["progress"])
+
+
+def _pack_random_state(state: dict[str, Any]) -> dict[str, Any]:
     """Return the state of `get_random_state` in types that ``torch.load(weights_only=True)`` accepts."""
     version, internal, gauss = state["python"]
     numpy_state = state["numpy"]
@@ -35,7 +107,8 @@ def pack_random_state(state: dict[str, Any]) -> dict[str, Any]:
     return packed
 
 
-def unpack_random_state(packed: dict[str, Any]) -> dict[str, Any]:
+def _unpack_random_state(packed: dict[str, Any]) -> dict[str, Any]:
+    """Return the state that `_pack_random_state` packed."""
     version, internal, gauss = packed["python"]
     state = {
         "torch": packed["torch"],
@@ -53,7 +126,7 @@ def unpack_random_state(packed: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_checkpoint(path: Path, value: dict[str, Any]) -> None:
-    """Saves tensors and plain values, atomically and durably."""
+    """Save tensors and plain values, atomically and durably."""
     path.parent.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()
     torch.save(value, buffer)
@@ -62,7 +135,7 @@ def save_checkpoint(path: Path, value: dict[str, Any]) -> None:
 
 
 def _require_uncompressed(file: BinaryIO) -> None:
-    """ValueError unless the file is an archive as torch.save writes it: what is compressed may be of any size."""
+    """Raise ValueError if the archive is compressed: torch.save does not compress, and the size is unbounded."""
     size = os.fstat(file.fileno()).st_size
     with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
@@ -73,8 +146,13 @@ def _require_uncompressed(file: BinaryIO) -> None:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """UsageError where the file is not a checkpoint; what ran out of memory is raised as it is. Loading
-    takes no more memory than the file has bytes."""
+    """Load a checkpoint onto the CPU, in no more memory than the file has bytes.
+
+    Raises
+    ------
+    UsageError
+        If the file is not a checkpoint. Out-of-memory errors propagate unchanged.
+    """
     try:
         with fsio.open_regular(path) as file:
             _require_uncompressed(file)

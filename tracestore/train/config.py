@@ -1,12 +1,12 @@
-"""How a detector is trained, and how far a run has come."""
+"""The configuration of a training run and its state."""
 
 import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 HISTORY = ("train_loss", "val_loss", "val_auroc", "traces_per_s", "data_wait_share")
-# What may differ between a run and its continuation: none of it changes the mathematics.
-_FREE = (
+# Options that may change when a run resumes: they do not change the results.
+_RESUMABLE = (
     "epochs",
     "resume",
     "num_workers",
@@ -17,13 +17,13 @@ _FREE = (
     "checkpoint_interval_s",
     "tensorboard",
 )
-# Names of fields in last.pt where they differ.
+# Keys of last.pt that differ from the names of the fields.
 _CHECKPOINT_KEYS = {"grad_accum_steps": "accumulate"}
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How a detector is trained; the names are tracestore train's flags."""
+    """How a detector is trained. The fields are named as the flags of ``tracestore train``."""
 
     epochs: int = 50
     batch_size: int = 16
@@ -46,16 +46,17 @@ class TrainConfig:
     resume: bool = False
 
     def identity(self) -> dict[str, Any]:
-        """What a resumed run must share with the one it continues."""
-        return {_CHECKPOINT_KEYS.get(name, name): value for name, value in asdict(self).items() if name not in _FREE}
+        """Return the options that must not change when a run resumes."""
+        fields = asdict(self).items()
+        return {_CHECKPOINT_KEYS.get(name, name): value for name, value in fields if name not in _RESUMABLE}
 
 
 @dataclass
-class Progress:
-    """What a run has come to; everything a resumed run needs beside weights.
+class TrainState:
+    """How far a run has come, apart from weights and optimizer.
 
-    `epoch` and `batch`: the next batch; batch may be the number of batches of the epoch,
-    whose validation is then what comes next.
+    `epoch` and `batch` are the position of the next batch. If `batch` is the number of batches of
+    the epoch, its validation comes next.
     """
 
     epoch: int = 0
@@ -64,7 +65,7 @@ class Progress:
     seconds_per_epoch: list[float] = field(default_factory=list)
     best_val_auroc: float = -math.inf
     best_epoch: int = -1
-    # Of the epoch that has begun:
+    # Sums over the current epoch:
     loss_sum: float = 0.0
     loss_count: int = 0
     seconds: float = 0.0
@@ -72,21 +73,23 @@ class Progress:
 
     @property
     def loss(self) -> float:
-        """Mean training loss of the epoch so far."""
+        """Mean training loss of the current epoch."""
         return self.loss_sum / max(1, self.loss_count)
 
     @property
     def traces_per_s(self) -> float:
+        """Training speed in the current epoch."""
         return self.loss_count / max(self.seconds, 1e-9)
 
     @property
     def data_wait_share(self) -> float:
+        """Fraction of the training time of the current epoch spent waiting for data."""
         return self.waited_s / max(self.seconds, 1e-9)
 
     def end_epoch(self, val_loss: float, val_auroc: float) -> None:
-        """Writes the epoch down and begins the next one."""
-        now = (self.loss, val_loss, val_auroc, self.traces_per_s, self.data_wait_share)
-        for name, value in zip(HISTORY, now, strict=True):
+        """Add the epoch to the history and begin the next one."""
+        values = (self.loss, val_loss, val_auroc, self.traces_per_s, self.data_wait_share)
+        for name, value in zip(HISTORY, values, strict=True):
             self.history[name].append(value)
         self.seconds_per_epoch.append(self.seconds)
         self.epoch, self.batch = self.epoch + 1, 0

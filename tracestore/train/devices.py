@@ -1,4 +1,4 @@
-"""The number of threads of torch."""
+"""The device and the threads that torch computes on."""
 
 import os
 from collections.abc import Iterator
@@ -11,21 +11,21 @@ from tracestore.errors import UsageError
 
 @contextmanager
 def torch_threads(count: int | None) -> Iterator[None]:
-    """Run with `count` threads of torch, then set the number that was before. None: change nothing."""
-    before = torch.get_num_threads()
+    """Let torch use `count` threads, and restore the previous number at the end. None: no change."""
+    previous = torch.get_num_threads()
     if count is not None:
         torch.set_num_threads(count)
     try:
         yield
     finally:
         if count is not None:
-            torch.set_num_threads(before)
+            torch.set_num_threads(previous)
 
 
 def pick_device(name: str) -> str:
-    """auto, cpu or cuda -> a torch device, of several GPUs this rank's."""
+    """Return the torch device for auto, cpu or cuda. Each local rank gets its own GPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch sees no GPU here")
+        raise UsageError("--device cuda: torch finds no GPU")
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if name == "cuda" else name

@@ -1,8 +1,7 @@
-"""Several processes that train one model together, started by torchrun.
+"""Train one model in several processes, started by torchrun.
 
-Each rank computes its slice of every global batch. Gradients are summed once a step,
-outside of backward, so that a rank that runs out of memory can say so before the others
-wait for it.
+Each rank computes its slice of every global batch. Gradients are summed once per step, outside
+of backward, so that a rank that ran out of memory can report it before the others wait for it.
 """
 
 import os
@@ -17,48 +16,52 @@ from torch import distributed
 from tracestore.errors import RankFailedError, TracestoreError, escape_unprintable
 
 T = TypeVar("T")
-# The longest that ranks wait for one: rank 0 writes files and scores alone.
+# Ranks wait for rank 0 while it writes files and fits the probe.
 _TIMEOUT = timedelta(minutes=30)
 
 
 @contextmanager
-def _reported() -> Iterator[None]:
+def _map_errors() -> Iterator[None]:
+    """Turn errors of a collective into RankFailedError."""
     try:
         yield
     except RuntimeError as error:
         reason = escape_unprintable(str(error).splitlines()[0] if str(error) else type(error).__name__, 160)
-        raise RankFailedError(f"another rank ended or does not answer ({reason})") from None
+        raise RankFailedError(f"another rank ended or does not respond ({reason})") from None
 
 
 class DistributedContext:
-    """This process among those that train together; alone where there are no others.
+    """The processes that train together, as seen by one of them.
 
-    Every method but `allocate` is collective: all ranks call it, in the same order.
-    RankFailedError where another rank is gone.
+    All methods but `allocate` are collective: all ranks call them in the same order. They raise
+    RankFailedError if another rank has ended. In a single process they return at once.
+
+    Parameters
+    ----------
+    alone : bool
+        Ignore the other ranks.
     """
 
     def __init__(self, *, alone: bool = False) -> None:
-        """alone: as if there were no others."""
-        self._together = not alone and distributed.is_available() and distributed.is_initialized()
-        self.rank = distributed.get_rank() if self._together else 0
-        self.world_size = distributed.get_world_size() if self._together else 1
+        is_distributed = not alone and distributed.is_available() and distributed.is_initialized()
+        self.rank = distributed.get_rank() if is_distributed else 0
+        self.world_size = distributed.get_world_size() if is_distributed else 1
         self._flat: torch.Tensor | None = None
-        # Made beforehand, and read through numpy: nothing that may fail comes after the collective.
-        self._code = torch.zeros(1, dtype=torch.int64)
-        self._code_view = self._code.numpy()
+        # Allocated now and read through numpy, so that nothing can fail after the collective.
+        self._integer = torch.zeros(1, dtype=torch.int64)
+        self._integer_view = self._integer.numpy()
 
     @classmethod
     @contextmanager
     def connect(cls, device: str) -> "Iterator[DistributedContext]":
-        """Joins the ranks that torchrun started (RANK and WORLD_SIZE): gloo, and NCCL for
-        tensors on GPUs."""
+        """Join the ranks that torchrun started, with gloo, and NCCL for tensors on GPUs."""
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             yield cls()
             return
         on_gpu = torch.device(device).type == "cuda"
         if on_gpu:
             torch.cuda.set_device(device)
-        with _reported():
+        with _map_errors():
             distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=_TIMEOUT)
         try:
             yield cls()
@@ -70,86 +73,83 @@ class DistributedContext:
         """Whether this rank writes the files and the log."""
         return self.rank == 0
 
-    # Small values: on the CPU, so that they need no memory of the device.
+    # Small values are exchanged on the CPU and need no memory of the device.
 
-    def all_reduce_max(self, code: int) -> int:
-        """The largest code of all ranks."""
+    def all_reduce_max(self, value: int) -> int:
+        """Return the maximum of an integer over the ranks."""
         if self.world_size == 1:
-            return code
-        self._code_view[0] = code
-        with _reported():
-            distributed.all_reduce(self._code, distributed.ReduceOp.MAX)
-        return int(self._code_view[0])
+            return value
+        self._integer_view[0] = value
+        with _map_errors():
+            distributed.all_reduce(self._integer, distributed.ReduceOp.MAX)
+        return int(self._integer_view[0])
 
-    def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum of a CPU tensor over the ranks, in place."""
+    def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
+        """Sum a CPU tensor over the ranks, in place."""
         if self.world_size > 1:
-            with _reported():
+            with _map_errors():
                 distributed.all_reduce(value)
         return value
 
-    def gather(self, value: T) -> list[T]:
-        """Every rank's value, in the order of ranks."""
+    def all_gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, in the order of ranks."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
-        with _reported():
+        with _map_errors():
             distributed.all_gather_object(values, value)
         return values
 
-    def broadcast_object(self, value: T) -> T:
-        """Rank 0's value."""
-        if self.world_size == 1:
-            return value
+    def _broadcast(self, value: T) -> T:
+        """Return rank 0's value."""
         values = [value]
-        with _reported():
+        with _map_errors():
             distributed.broadcast_object_list(values, src=0, device=torch.device("cpu"))
         return values[0]
-
-    def barrier(self) -> None:
-        self.all_reduce_max(0)
 
     # Gradients
 
     def allocate(self, parameters: Sequence[torch.Tensor]) -> None:
-        """The buffer of sum_gradients, beforehand: no rank fails while the others wait."""
+        """Allocate the buffer of `sum_gradients`, so that no rank fails while the others wait."""
         size, first = sum(p.numel() for p in parameters), parameters[0]
         if self.world_size > 1 and (self._flat is None or len(self._flat) != size):
             self._flat = torch.zeros(size, dtype=first.dtype, device=first.device)
 
     @torch.no_grad()
     def sum_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Sums the gradients of parameters of one dtype and device over the ranks, in one
-        buffer, of which they are views afterwards. A parameter without one adds zeros."""
+        """Sum gradients over the ranks, in place. A missing gradient counts as zeros.
+
+        The parameters share one dtype and device. Afterwards their gradients are views of one buffer.
+        """
         if self.world_size == 1:
             return
         parameters = list(parameters)
         self.allocate(parameters)
         assert self._flat is not None
-        pieces = [
-            piece.view_as(p)
-            for piece, p in zip(self._flat.split([p.numel() for p in parameters]), parameters, strict=True)
+        views = [
+            view.view_as(p)
+            for view, p in zip(self._flat.split([p.numel() for p in parameters]), parameters, strict=True)
         ]
-        for piece, p in zip(pieces, parameters, strict=True):
+        for view, p in zip(views, parameters, strict=True):
             if p.grad is None:
-                piece.zero_()
+                view.zero_()
             else:
-                piece.copy_(p.grad)
-        with _reported():
+                view.copy_(p.grad)
+        with _map_errors():
             distributed.all_reduce(self._flat)
-        for piece, p in zip(pieces, parameters, strict=True):
-            p.grad = piece
+        for view, p in zip(views, parameters, strict=True):
+            p.grad = view
 
     # Errors
 
     def abort_all(self, error: TracestoreError) -> NoReturn:
-        """Ends all ranks with an error that all of them have: rank 0 says it."""
+        """End all ranks with an error that all of them found. Rank 0 reports it."""
         if self.is_rank_zero:
             raise error
         raise SystemExit(error.exit_code)
 
     def on_rank_zero(self, call: Callable[[], T]) -> T:
-        """What rank 0's call gives, on all ranks; its error ends them all."""
+        """Call a function on rank 0 and return its result on all ranks. Its error ends them all."""
         if self.world_size == 1:
             return call()
         value, error = None, None
@@ -158,9 +158,9 @@ class DistributedContext:
                 value = call()
             except TracestoreError as raised:
                 error = raised
-        code = self.broadcast_object(-1 if error is None else error.exit_code)
+        code = self._broadcast(-1 if error is None else error.exit_code)
         if error is not None:
             raise error
         if code >= 0:
             raise SystemExit(code)
-        return self.broadcast_object(value)  # type: ignore[return-value]
+        return self._broadcast(value)  # type: ignore[return-value]

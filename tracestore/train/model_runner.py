@@ -1,4 +1,4 @@
-"""A detector's model on its device: traces in, logits and losses out."""
+"""Run a detector's model on its device."""
 
 from typing import Any
 
@@ -14,7 +14,15 @@ from tracestore.train.config import TrainConfig
 
 
 class ModelRunner:
-    """The model, and how it is computed: precision, noise, kept activations."""
+    """A detector's model with its precision, noise and activation checkpointing.
+
+    Parameters
+    ----------
+    name : str
+        The detector.
+    model_config : ModelConfig
+    config : TrainConfig
+    """
 
     def __init__(self, name: str, model_config: ModelConfig, config: TrainConfig) -> None:
         self.model_config = model_config
@@ -25,8 +33,8 @@ class ModelRunner:
             _checkpoint_activations(self.model)
         self._autocast = autocast_for(self.model, config.precision, self.device)
 
-    def batch(self, batch: DeviceBatch, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """float32 logits (end - begin,) and mean loss of the traces begin .. end of a batch."""
+    def forward(self, batch: DeviceBatch, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return float32 logits ``(end - begin,)`` and the mean loss of traces begin to end of a batch."""
         inputs, y = batch.traces(begin, end)
         c = self.model_config
         with self._autocast:
@@ -41,26 +49,28 @@ class ModelRunner:
         return output.logits, detector_loss(output, y, c.kl_weight)
 
     def step_loss(self, step: AccumulatedBatch, begin: int, end: int) -> torch.Tensor:
-        """The mean loss of the traces begin .. end of a step."""
-        shares = [
-            self.batch(batch, first, last)[1] * ((last - first) / (end - begin))
-            for batch, first, last in step.pieces(begin, end)
+        """Return the mean loss of traces begin to end of a step."""
+        losses = [
+            self.forward(batch, first, last)[1] * ((last - first) / (end - begin))
+            for batch, first, last in step.slices(begin, end)
         ]
-        return shares[0] if len(shares) == 1 else torch.stack(shares).sum()
+        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
-    def scores(self, batch: DeviceBatch, begin: int, end: int) -> tuple[list[float], float]:
-        """Logits, and the sum of the losses."""
-        logits, loss = self.batch(batch, begin, end)
+    def score(self, batch: DeviceBatch, begin: int, end: int) -> tuple[list[float], float]:
+        """Return the logits and the summed loss of traces begin to end of a batch."""
+        logits, loss = self.forward(batch, begin, end)
         return logits.tolist(), float(loss) * (end - begin)
 
 
 def _checkpoint_activations(model: Detector) -> None:
-    """Computes again in backward what forward need not keep: the graph encoder of the
-    graph models, the LSTM of the other. Dropout draws the same masks."""
+    """Recompute activations in backward: those of the graph encoder, or of the LSTM of lstm_solo.
+
+    Dropout draws the same masks again.
+    """
     module = model.reader.lstm if isinstance(model, LstmSolo) else model.encoder
     forward = module.forward
 
-    def again(*inputs: Any) -> Any:
+    def recomputed(*inputs: Any) -> Any:
         return checkpoint(forward, *inputs, use_reentrant=False) if torch.is_grad_enabled() else forward(*inputs)
 
-    module.forward = again  # type: ignore[assignment]
+    module.forward = recomputed  # type: ignore[assignment]

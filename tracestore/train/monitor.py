@@ -1,4 +1,4 @@
-"""What a person sees of a run: log lines, a progress line, TensorBoard."""
+"""Report the progress of a run: log lines, a progress line, TensorBoard."""
 
 import importlib
 from collections.abc import Callable
@@ -10,87 +10,93 @@ import torch
 from tracestore import console
 from tracestore.extras import needs
 from tracestore.oom.limits import memory_use
-from tracestore.train.config import Progress
+from tracestore.train.config import TrainState
 
 Log = Callable[[str], None]
 
 
 def check_tensorboard() -> None:
-    """MissingExtraError where its package is missing."""
+    """Raise MissingExtraError if TensorBoard is not installed."""
     with needs("tensorboard"):
         importlib.import_module("tensorboard")
 
 
 class Monitor:
-    """One detector's log, its line on a terminal and its events for TensorBoard.
+    """Reports one detector's run to the log, the progress line and TensorBoard.
 
-    Events are counted in batches. A resumed run begins where its checkpoint stands:
-    TensorBoard drops what the killed run wrote from there on."""
+    TensorBoard counts in batches. A resumed run begins at the position of its checkpoint, and
+    TensorBoard drops the events that the killed run wrote after it.
+    """
 
     def __init__(self, name: str, epochs: int, log: Log, line: console.Progress | None) -> None:
-        self.name, self.epochs, self.log, self._line = name, epochs, log, line
+        self.name, self.epochs, self._log, self._line = name, epochs, log, line
         self._events: Any = None
 
-    def open_events(self, folder: Path, progress: Progress, num_batches: int) -> None:
+    def open_events(self, folder: Path, state: TrainState, num_batches: int) -> None:
+        """Write events for TensorBoard from now on."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self._events = SummaryWriter(str(folder), purge_step=progress.epoch * num_batches + progress.batch)
-        if progress.batch == 0:
-            self._add_epoch(progress, num_batches)
+        self._events = SummaryWriter(str(folder), purge_step=state.epoch * num_batches + state.batch)
+        if state.batch == 0:
+            self._add_epoch(state, num_batches)
 
     def flush(self) -> None:
-        """Before a checkpoint: what it has behind it is not written again."""
+        """Write all events, before a checkpoint: a resumed run does not write them again."""
         if self._events is not None:
             self._events.flush()
 
     def close(self) -> None:
+        """Remove the progress line and close the events."""
         if self._line is not None:
             self._line.clear()
         if self._events is not None:
             self._events.close()
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
+        """Log one line."""
         if self._line is not None:
             self._line.clear()
-        self.log(f"{self.name}: {text}")
+        self._log(f"{self.name}: {text}")
 
-    def step(self, progress: Progress, num_batches: int, loss: float) -> None:
-        """After each step of the optimizer."""
+    def step(self, state: TrainState, num_batches: int, loss: float) -> None:
+        """Report a step of the optimizer."""
         if self._line is not None:
             self._line.update(
                 lambda _: (
-                    f"{self.name} epoch {progress.epoch + 1}/{self.epochs}, batch {progress.batch}/{num_batches}: "
-                    f"loss {progress.loss:.4f}, {_speed(progress.traces_per_s, progress.data_wait_share)}"
+                    f"{self.name} epoch {state.epoch + 1}/{self.epochs}, batch {state.batch}/{num_batches}: "
+                    f"loss {state.loss:.4f}, {_speed(state.traces_per_s, state.data_wait_share)}"
                 )
             )
         if self._events is not None:
-            number = progress.epoch * num_batches + progress.batch - 1
+            number = state.epoch * num_batches + state.batch - 1
             self._events.add_scalar("loss/step", loss, number)
             for kind, mib in _memory_mib().items():
                 self._events.add_scalar(f"memory/{kind}_mib", mib, number)
 
-    def epoch(self, progress: Progress, num_batches: int) -> None:
-        """After each epoch and its validation."""
-        h = {name: values[-1] for name, values in progress.history.items()}
+    def epoch(self, state: TrainState, num_batches: int) -> None:
+        """Report an epoch after its validation."""
+        latest = {name: values[-1] for name, values in state.history.items()}
         if self._line is not None:
             self._line.clear()
-        self.log(
-            f"{self.name} epoch {progress.epoch}/{self.epochs}: loss {h['train_loss']:.4f}, "
-            f"val loss {h['val_loss']:.4f}, val AUROC {h['val_auroc']:.3f}, "
-            f"{_speed(h['traces_per_s'], h['data_wait_share'])}"
+        self._log(
+            f"{self.name} epoch {state.epoch}/{self.epochs}: loss {latest['train_loss']:.4f}, "
+            f"val loss {latest['val_loss']:.4f}, val AUROC {latest['val_auroc']:.3f}, "
+            f"{_speed(latest['traces_per_s'], latest['data_wait_share'])}"
         )
-        self._add_epoch(progress, num_batches)
+        self._add_epoch(state, num_batches)
 
-    def _add_epoch(self, progress: Progress, num_batches: int) -> None:
+    def _add_epoch(self, state: TrainState, num_batches: int) -> None:
         if self._events is not None:
-            for name, values in progress.history.items():
+            for name, values in state.history.items():
                 if values:
-                    self._events.add_scalar(f"epoch/{name}", values[-1], progress.epoch * num_batches)
+                    self._events.add_scalar(f"epoch/{name}", values[-1], state.epoch * num_batches)
 
 
 def _memory_mib() -> dict[str, float]:
-    """The process's own memory; apart from it pages of files, the store's among them, which the
-    system may take back at any time; the most that tensors have taken of a GPU."""
+    """Return the memory of this process in MiB, and the peak of tensors on the GPU.
+
+    The system may reclaim the pages of files, for example of the store, at any time.
+    """
     use = memory_use()
     found = {"anonymous": use.anonymous / 2**20, "file": use.file / 2**20}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -100,8 +106,8 @@ def _memory_mib() -> dict[str, float]:
 
 def _speed(traces_per_s: float, data_wait_share: float) -> str:
     mib = _memory_mib()
-    gpu = f", of the GPU {mib['gpu']:,.0f} MiB" if "gpu" in mib else ""
+    gpu = f", GPU {mib['gpu']:,.0f} MiB" if "gpu" in mib else ""
     return (
-        f"{traces_per_s:,.0f} traces/s, waiting for data {data_wait_share:.0%}, memory {mib['anonymous']:,.0f} MiB "
-        f"and {mib['file']:,.0f} MiB of files{gpu}"
+        f"{traces_per_s:,.0f} traces/s, data wait {data_wait_share:.0%}, RSS {mib['anonymous']:,.0f} MiB, "
+        f"page cache {mib['file']:,.0f} MiB{gpu}"
     )

@@ -1,30 +1,49 @@
-"""SIGTERM and Ctrl-C end a run after the step at hand."""
+"""SIGINT and SIGTERM end a run after the current step."""
 
 import signal
 import threading
-from typing import Any
+from enum import IntEnum
+from typing import Any, Self
+
+
+class StopReason(IntEnum):
+    """Why a run ends early. Ranks reduce their reasons to the largest one."""
+
+    NONE = 0
+    SIGINT = 1
+    SIGTERM = 2
+    OUT_OF_MEMORY = 3
+
+    @property
+    def signum(self) -> signal.Signals:
+        """The signal of SIGINT or SIGTERM."""
+        return signal.Signals[self.name]
 
 
 class StopSignals:
-    """A context in which the first SIGINT or SIGTERM is noted in `signum` (0: none came);
-    a second one ends the process at once. Outside the main thread nothing is caught."""
+    """A context that catches the first SIGINT or SIGTERM and keeps it in `reason`.
+
+    A second signal ends the process at once. Outside of the main thread nothing is caught.
+    """
 
     _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self) -> None:
-        self.signum = 0
-        self._before: dict[signal.Signals, Any] = {}
+        self.reason = StopReason.NONE
+        self._previous: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> "StopSignals":
+    def __enter__(self) -> Self:
+        """Install the handlers."""
         if threading.current_thread() is threading.main_thread():
-            self._before = {s: signal.signal(s, self._note) for s in self._SIGNALS}
+            self._previous = {s: signal.signal(s, self._handle) for s in self._SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        """Restore the previous handlers."""
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def _note(self, signum: int, _: object) -> None:
-        self.signum = signum
-        for number in self._before:
+    def _handle(self, signum: int, _: object) -> None:
+        self.reason = StopReason[signal.Signals(signum).name]
+        for number in self._previous:
             signal.signal(number, signal.SIG_DFL)

@@ -1,6 +1,5 @@
-"""Logits of a whole part of the split, computed by all ranks."""
+"""Logits of all traces of one split, computed by all ranks."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,22 +9,33 @@ import torch
 from tracestore.errors import InsufficientMemoryError
 from tracestore.oom.errors import is_out_of_memory
 from tracestore.oom.guard import OOMGuard
-from tracestore.train.batches import BatchFeed, next_batch
+from tracestore.train.batches import BatchFeed
 from tracestore.train.distributed import DistributedContext
 from tracestore.train.model_runner import ModelRunner
+from tracestore.train.signals import StopReason, StopSignals
 
 
 class EvaluationStopped(Exception):
-    """The ranks agreed to end: `code` is a signal's number, or that of InsufficientMemoryError."""
+    """All ranks stop scoring, for `reason`."""
 
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
+    def __init__(self, reason: StopReason) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 @dataclass(frozen=True)
 class SplitScores:
-    """y (n,) 0 or 1 and logits (n,) float64 in the part's order; loss, the mean over the part."""
+    """Scores of the traces of a split, in its order.
+
+    Attributes
+    ----------
+    y : numpy.ndarray
+        Labels ``(n,)``, 0 or 1.
+    logits : numpy.ndarray
+        ``(n,)``, float64.
+    loss : float
+        The mean loss.
+    """
 
     y: np.ndarray
     logits: np.ndarray
@@ -34,39 +44,40 @@ class SplitScores:
 
 @torch.no_grad()
 def score_split(
-    forward: ModelRunner, guard: OOMGuard, feed: BatchFeed, ranks: DistributedContext, stop: Callable[[], int]
+    runner: ModelRunner, guard: OOMGuard, feed: BatchFeed, ranks: DistributedContext, stop: StopSignals
 ) -> SplitScores:
-    """Exact and without padding; the same on every rank. `stop` gives the signal that came, or 0."""
-    forward.model.eval()
-    batches = feed.batches()
-    scored: list[tuple[int, list[float], list[float]]] = []  # place in the part, labels, logits
+    """Score every trace of the feed exactly once, without padding. All ranks return the same scores.
+
+    Raises
+    ------
+    EvaluationStopped
+        If a signal came or a trace does not fit into memory, on any rank.
+    """
+    runner.model.eval()
+    scored: list[tuple[int, list[float], list[float]]] = []  # position in the split, labels, logits
     total = 0.0
-    for number in range(len(feed)):
-        code = stop()
-        pieces: list[tuple[list[float], float]] = []
-        batch = next_batch(batches)
-        if batch is None:
-            feed.shrink()
-            feed.seek(feed.loader.epoch, number)
-            batches = feed.batches()
-            batch = next_batch(batches)
+    for _ in range(len(feed)):
+        reason = stop.reason
+        results: list[tuple[list[float], float]] = []
+        batches = feed.next_batches(1)
         try:
-            if batch is not None and batch.size:
-                pieces = guard.evaluate(batch.size, partial(forward.scores, batch))
+            if batches and batches[0].size:
+                results = guard.evaluate(batches[0].size, partial(runner.score, batches[0]))
         except Exception as error:
-            # The others wait for this rank's word.
+            # Only errors that end this rank at once may skip the collective, where the others wait.
             if not isinstance(error, InsufficientMemoryError) and not is_out_of_memory(error):
                 raise
-            code = InsufficientMemoryError.exit_code
-        code = ranks.all_reduce_max(InsufficientMemoryError.exit_code if batch is None else code)
-        if code or batch is None:
-            raise EvaluationStopped(code)
-        place = batch.number * feed.config.batch_size + batch.first
-        scored.append((place, batch.y.tolist(), [logit for logits, _ in pieces for logit in logits]))
-        total += sum(loss for _, loss in pieces)
-        del batch
-    gathered = ranks.gather((scored, total))
-    in_order = sorted(entry for entries, _ in gathered for entry in entries if entry[1])
-    y = (np.array([label for _, labels, _ in in_order for label in labels]) >= 0.5).astype(int)
-    logits = np.array([logit for _, _, logits in in_order for logit in logits])
-    return SplitScores(y, logits, sum(of_rank for _, of_rank in gathered) / len(y))
+            reason = StopReason.OUT_OF_MEMORY
+        reason = StopReason(ranks.all_reduce_max(reason if batches else StopReason.OUT_OF_MEMORY))
+        if reason or not batches:
+            raise EvaluationStopped(reason)
+        (batch,) = batches
+        position = batch.number * feed.config.batch_size + batch.offset
+        scored.append((position, batch.y.tolist(), [logit for logits, _ in results for logit in logits]))
+        total += sum(loss for _, loss in results)
+        del batch, batches
+    gathered = ranks.all_gather((scored, total))
+    ordered = sorted(entry for entries, _ in gathered for entry in entries if entry[1])
+    y = (np.array([label for _, labels, _ in ordered for label in labels]) >= 0.5).astype(int)
+    logits = np.array([logit for _, _, logits in ordered for logit in logits])
+    return SplitScores(y, logits, sum(loss for _, loss in gathered) / len(y))

@@ -1,4 +1,4 @@
-"""Mean and standard deviation of the training traces, for --standardize."""
+"""Mean and standard deviation of the training split, for --standardize."""
 
 import numpy as np
 import torch
@@ -12,13 +12,28 @@ from tracestore.train.distributed import DistributedContext
 def fit_standardizer(
     model: Detector, store: TraceStore, indices: np.ndarray, view: str, ranks: DistributedContext
 ) -> None:
-    """Sets the model's standardiser, where it is active, per layer and column over the
-    traces `indices`: their last tokens (view "sequence") or all tokens. Each rank reads a part.
-    TrainingError where one of these is not finite in a layer that the model reads."""
-    standardiser = next(m for m in model.modules() if isinstance(m, Standardizer))
-    if not standardiser.is_active:
+    """Set mean and standard deviation of the model's standardizer, per layer and column.
+
+    Parameters
+    ----------
+    model : Detector
+        Left unchanged if its standardizer is not active.
+    store : TraceStore
+    indices : numpy.ndarray
+        Store indices of the training split. Each rank reads a part of them.
+    view : str
+        "sequence": statistics of the last tokens; "graph": of all tokens.
+    ranks : DistributedContext
+
+    Raises
+    ------
+    TrainingError
+        If a trace holds NaN or infinite values in a layer that the model reads.
+    """
+    standardizer = next(m for m in model.modules() if isinstance(m, Standardizer))
+    if not standardizer.is_active:
         return
-    # Sum, sum of squares, and in the third row the count.
+    # The rows are sum, sum of squares and count.
     sums = torch.zeros(3, store.num_layers, store.hidden_dim, dtype=torch.float64)
     layers, nonfinite = model.layers_read, list[str]()
     for index in indices[ranks.rank :: ranks.world_size]:
@@ -30,18 +45,18 @@ def fit_standardizer(
         sums[0] += values.sum(1)
         sums[1] += values.square().sum(1)
         sums[2] += values.shape[1]
-    wrong = [question for of_rank in ranks.gather(nonfinite) for question in of_rank]
+    wrong = [question for questions in ranks.all_gather(nonfinite) for question in questions]
     if wrong:
         ranks.abort_all(
             TrainingError(
                 f"the trace of question {wrong[0]!r} holds NaN or infinite values ({len(wrong)} such training traces): "
-                "without its file, or without --standardize"
+                "convert again without its file, or train without --standardize"
             )
         )
-    total, squares, count = ranks.sum(sums)
+    total, squares, count = ranks.all_reduce_sum(sums)
     mean = total / count
-    standardiser.mean.copy_(mean)
-    standardiser.std.copy_((squares / count - mean.square()).clamp_min(0).sqrt().clamp_min(1e-6))
+    standardizer.mean.copy_(mean)
+    standardizer.std.copy_((squares / count - mean.square()).clamp_min(0).sqrt().clamp_min(1e-6))
 
 
 def _as_float(rows: np.ndarray, dtype: str) -> torch.Tensor:
