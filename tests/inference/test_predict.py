@@ -10,6 +10,7 @@ import torch
 from scipy.special import expit
 
 import tracestore
+from tests.experiment.quiet import SMALL, train_quietly
 from tests.helpers import command, make_trace
 from tracestore.cli import command_parser
 from tracestore.cli.commands import predict
