@@ -411,19 +411,19 @@ def test_little_is_read_ahead_of_small_batches(store_path, monkeypatch):
 
     def cold(self, drop_behind):
         begin(self, drop_behind)
-        self._crew = ThreadPool(1)
+        self._threads = ThreadPool(1)
 
-    begin, plan, most = prefetch._ReadAhead.__init__, prefetch.NativePrefetcher.plan, []
+    begin, read_ahead, counts = prefetch._ReadAhead.__init__, prefetch.NativePrefetcher.read_ahead, []
 
     def counted(self, batch):
-        planned = plan(self, batch)
-        most.append(len(self._planned))
-        assert self._planned_bytes == sum(size for _, size in self._planned)
-        return planned
+        is_read = read_ahead(self, batch)
+        counts.append(len(self._reading))
+        assert self._reading_bytes == sum(size for _, size in self._reading)
+        return is_read
 
     monkeypatch.setattr(prefetch._ReadAhead, "__init__", cold)
-    monkeypatch.setattr(prefetch.NativePrefetcher, "plan", counted)
+    monkeypatch.setattr(prefetch.NativePrefetcher, "read_ahead", counted)
     monkeypatch.setattr(prefetch, "_READ_AHEAD_BATCHES", 3)
     ids = [b.question_id for b in tracestore.TraceLoader(store_path, batch_size=1, shuffle="none")]
     assert [i for batch in ids for i in batch] == tracestore.open(store_path).question_ids[:]
-    assert max(most) == 3
+    assert max(counts) == 3

@@ -58,13 +58,13 @@ def test_batches_of_workers_stay_what_they_are(store, view, context):
 
 def test_slots_are_used_again(store):
     """A held batch keeps its slot; given back, the next batch lies there."""
-    slots = shared_memory._Slots()
-    one = slots.free(1000)
+    slots = shared_memory.SlotPool()
+    one = slots.acquire(1000)
     lease = one.lease()
-    two = slots.free(1000)
+    two = slots.acquire(1000)
     assert two is not one
     del lease
-    assert slots.free(500) in (one, two) and len(slots.slots) == 2
+    assert slots.acquire(500) in (one, two) and len(slots.slots) == 2
     one.memory.hold()  # sent to another process
     assert not one.memory.is_free()
     received = shared_memory.SharedSlot(one.fd, one.memory.num_bytes).lease(received=True)

@@ -153,7 +153,7 @@ def test_scoring_goes_on_with_less(labelled, tmp_path, monkeypatch):
     def batches(self):
         shrunk.append(self.num_workers)
         for batch in original(self):
-            if self.loader.epochs.shuffle == "none" and batch.number not in tried:
+            if self.loader.planner.shuffle == "none" and batch.number not in tried:
                 tried.add(batch.number)
                 raise MemoryError
             yield batch

@@ -3,7 +3,7 @@
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -18,17 +18,47 @@ from tracestore.store.write.create import create
 with needs("bridges"):
     import datasets
 
-ARRAYS = ("last_token", "hidden_states", "attention")
-# Fields of the pickle schema, which from_datasets takes from columns of the same names.
+Array = Literal["last_token", "hidden_states", "attention"]
+ARRAYS: tuple[Array, ...] = get_args(Array)
+# Fields of the pickle schema that from_datasets needs as columns.
 _REQUIRED = ("question_id", "hidden_states", "tokens")
 
 
-def to_datasets(store: TraceStore, arrays: Sequence[str] = ("last_token",)) -> "datasets.Dataset":
-    """A row a trace: the columns of `store.to_pandas(texts=True)`, tokens, tokens_decoded and the
-    arrays asked for, as float32: last_token (L, D), hidden_states (L, S, D), attention (L, S, S) or
-    (L, H, S, S). It is written into the cache folder of datasets, in full: a store of 800 GB is
-    better given to others as it is. UsageError for other arrays, MissingFieldError where the store
-    lacks one."""
+def to_datasets(store: TraceStore, arrays: Sequence[Array] = ("last_token",)) -> "datasets.Dataset":
+    """Return the traces of a store as a Dataset with one row per trace.
+
+    All values are written into the cache directory of datasets, so this suits small stores and last
+    tokens.
+
+    Parameters
+    ----------
+    store : TraceStore
+        The store.
+    arrays : sequence of {"last_token", "hidden_states", "attention"}
+        Arrays to include as float32: last_token (L, D), hidden_states (L, S, D), attention
+        (L, S, S) or (L, H, S, S).
+
+    Returns
+    -------
+    datasets.Dataset
+        The columns of ``store.to_pandas(texts=True)``, tokens, tokens_decoded and the arrays.
+
+    Raises
+    ------
+    MissingFieldError
+        If the store lacks an array.
+    UsageError
+        For another name in `arrays`.
+
+    Examples
+    --------
+    >>> import tracestore
+    >>> from tracestore.bridges.huggingface import to_datasets
+    >>> with tracestore.open("store.zarr") as store:
+    ...     rows = to_datasets(store)
+    >>> rows[4]["question_id"]
+    'q4'
+    """
     for name in arrays:
         if name not in ARRAYS:
             raise UsageError(f"found array {name!r}, expected one of {', '.join(ARRAYS)}")
@@ -36,22 +66,8 @@ def to_datasets(store: TraceStore, arrays: Sequence[str] = ("last_token",)) -> "
         raise MissingFieldError(f"{store.path}: some traces hold last tokens only: ask for last_token alone")
     if "attention" in arrays and len(store) and store[0].attention_layout is None:
         raise MissingFieldError(f"{store.path}: no attention is stored")
-    columns = metadata(store, texts=True)
-    value, sequence = datasets.Value, datasets.Sequence
-    kinds = {name: value("string") for name in ("question_id", "group", "source", "question", "answer")}
-    kinds |= {name: value("int64") for name in ("sample", "num_tokens", "source_position")}
+    columns, features = metadata(store, texts=True), _features(store, arrays)
     score = SCORE_COLUMNS[store.score_direction]
-    kinds |= {score: value("float64"), "label": value("float64"), "has_nonfinite": value("bool")}
-    kinds |= {"tokens": sequence(value("int32")), "tokens_decoded": sequence(value("string"))}
-    heads = (store.num_stored_heads,) if store.attention == "heads" else ()
-    for name in arrays:
-        if name == "last_token":
-            kinds[name] = datasets.Array2D((store.num_layers, store.hidden_dim), "float32")
-        else:
-            depth = 3 + (name == "attention" and len(heads))
-            kinds[name] = sequence(value("float32"))
-            for _ in range(depth - 1):
-                kinds[name] = sequence(kinds[name])
 
     def rows() -> Iterator[dict[str, Any]]:
         for k, trace in enumerate(store):
@@ -66,11 +82,29 @@ def to_datasets(store: TraceStore, arrays: Sequence[str] = ("last_token",)) -> "
                 row[name] = array if name == "last_token" else array.tolist()
             yield row
 
-    # datasets takes a generator's rows from its cache where it knows the fingerprint; its own one
-    # is made of the path, at which another store may lie by now.
-    known = repr((store._manifest, tuple(arrays), datasets.__version__))
-    fingerprint = hashlib.blake2b(known.encode(), digest_size=16).hexdigest()
-    return datasets.Dataset.from_generator(rows, features=datasets.Features(kinds), fingerprint=fingerprint)
+    # datasets reuses cached rows of a generator with the same fingerprint. By default it hashes the
+    # path, where another store may be by now.
+    identity = repr((store._manifest, tuple(arrays), datasets.__version__))
+    fingerprint = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
+    return datasets.Dataset.from_generator(rows, features=features, fingerprint=fingerprint)
+
+
+def _features(store: TraceStore, arrays: Sequence[Array]) -> "datasets.Features":
+    """Return the types of the columns."""
+    value, sequence = datasets.Value, datasets.Sequence
+    types = {name: value("string") for name in ("question_id", "group", "source", "question", "answer")}
+    types |= {name: value("int64") for name in ("sample", "num_tokens", "source_position")}
+    types |= {name: value("float64") for name in (SCORE_COLUMNS[store.score_direction], "label")}
+    types |= {"has_nonfinite": value("bool"), "tokens": sequence(value("int32"))}
+    types |= {"tokens_decoded": sequence(value("string"))}
+    for name in arrays:
+        if name == "last_token":
+            types[name] = datasets.Array2D((store.num_layers, store.hidden_dim), "float32")
+        else:
+            types[name] = value("float32")
+            for _ in range(4 if name == "attention" and store.attention == "heads" else 3):
+                types[name] = sequence(types[name])
+    return datasets.Features(types)
 
 
 def _plain(value: Any) -> Any:
@@ -78,26 +112,59 @@ def _plain(value: Any) -> Any:
 
 
 def from_datasets(
-    rows: "datasets.Dataset | datasets.IterableDataset", path: str | os.PathLike[str], *, attention: str = "mean"
+    rows: "datasets.Dataset | datasets.IterableDataset",
+    path: str | os.PathLike[str],
+    *,
+    attention: Literal["mean", "heads", "none"] = "mean",
 ) -> int:
-    """Writes a store from rows with the fields of the pickle schema as columns: question_id,
-    hidden_states (L, S, D), tokens (S,), attentions (L, H, S, S) unless `attention` is "none", and
-    where they are there tokens_decoded, question, answers, score or hallucination_score, label, group and others. Streamed
-    datasets are read once, row by row. -> the number of traces. UsageError for missing columns;
-    InvalidInputError where a row is not of the schema: what was appended before it stays."""
+    """Write a store from rows whose columns are the fields of the pickle schema.
+
+    A streamed dataset is read once, row by row.
+
+    Parameters
+    ----------
+    rows : datasets.Dataset or datasets.IterableDataset
+        Required columns are question_id, hidden_states (L, S, D), tokens (S,) and, unless
+        `attention` is "none", attentions (L, H, S, S). Optional ones are tokens_decoded, question,
+        answers, score or hallucination_score, label, group and others, which are kept as extras.
+    path : str or PathLike
+        The new store.
+    attention : {"mean", "heads", "none"}
+        What to store of the attention.
+
+    Returns
+    -------
+    int
+        The number of traces.
+
+    Raises
+    ------
+    InvalidInputError
+        If a row does not follow the schema. The rows before it stay in the store.
+    UsageError
+        If a required column is missing, or if there are two columns of scores.
+
+    Examples
+    --------
+    >>> import datasets
+    >>> from tracestore.bridges.huggingface import from_datasets
+    >>> row = {"question_id": "q0", "hidden_states": [[[0.5, 1.0]]], "tokens": [7]}
+    >>> from_datasets(datasets.Dataset.from_list([row]), "from_datasets.zarr", attention="none")
+    1
+    """
     required = _REQUIRED if attention == "none" else (*_REQUIRED, "attentions")
-    count = 0
-    names = list(SCORE_COLUMNS.values())
-    found = [name for name in names if name in (rows.column_names or ())]
-    direction = next((d for d, name in SCORE_COLUMNS.items() if name in found), CORRECT)
+    found = {d: name for d, name in SCORE_COLUMNS.items() if name in (rows.column_names or ())}
     if len(found) > 1:
-        raise UsageError(f"found columns {' and '.join(found)}: keep one of them")
+        raise UsageError(f"found columns {' and '.join(found.values())}: keep one of them")
+    direction = next(iter(found), CORRECT)
+    not_in_trace = {*SCORE_COLUMNS.values(), "label", "group"}
+    count = 0
     with create(path, attention=attention, score_direction=direction) as writer:
         for row in rows:
             missing = [name for name in required if row.get(name) is None]
             if missing:
                 raise UsageError(f"row {count}: no {', '.join(missing)}; columns are {', '.join(map(str, row))}")
-            trace = {k: v for k, v in row.items() if v is not None and k not in (*names, "label", "group")}
+            trace = {k: v for k, v in row.items() if v is not None and k not in not_in_trace}
             for name in ("hidden_states", "attentions"):
                 if name in trace:
                     trace[name] = [np.asarray(layer, "f4") for layer in trace[name]]

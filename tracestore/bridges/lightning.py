@@ -2,14 +2,15 @@
 
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from tracestore.data.batch_format import View
+from tracestore.data.order import Shuffle
 from tracestore.evaluation.split import make_split
 from tracestore.extras import needs
-from tracestore.store.read.store import TraceStore
-from tracestore.store.read.store import open_store as open
+from tracestore.store.read.store import TraceStore, open_store
 
 with needs("bridges"):
     from lightning import LightningDataModule
@@ -18,30 +19,67 @@ with needs("bridges"):
 
 
 class _TrainingLoader(TraceLoader):
-    """Whatever part of an epoch was taken (`limit_train_batches`), what comes next is another one."""
+    """Loader that starts a new epoch even if the last one was left early.
+
+    Lightning leaves an epoch early with ``limit_train_batches``.
+    """
+
+    _is_resuming = False
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._is_resuming = True
 
     def __iter__(self) -> Iterator[Any]:
-        if self._position > 0 and self._resume_at == 0 and not self._epoch_done:
-            self._next_epoch()
+        if self.state_dict()["batch"] > 0 and not self._is_resuming:
+            self.set_epoch(self.epoch + 1)
+        self._is_resuming = False
         return super().__iter__()
 
 
 class TraceDataModule(LightningDataModule):
-    """Train, validation and test batches of a store, split by question as tracestore train does.
+    """Training, validation and test batches of a store, split by question as `tracestore train` does.
 
-        trainer.fit(model, datamodule=TraceDataModule("store.zarr", view="graph", batch_size=16))
+    Traces with neither a score nor a label are in no split. Lightning's checkpoints hold the
+    position in the epoch. With several ranks each gets its slice of a batch: set
+    ``use_distributed_sampler=False`` in the Trainer, because these loaders accept no sampler.
 
-    view, batch_size and options (num_threads, edges, attention_threshold, ...) are TraceLoader's,
-    and so are the batches; traces that have neither score nor label are in no part. `split` holds
-    the store indices of each part. Lightning's checkpoints hold the loader's place in
-    the epoch, which it finds by `state_dict`. Under several ranks each gets its slice: set `use_distributed_sampler=False` in the
-    Trainer, whose own sampler these loaders have no place for.
+    Parameters
+    ----------
+    store : TraceStore, str or PathLike
+        A store or its path.
+    view : {"sequence", "graph"}
+        The form of the batches, see `tracestore.TraceLoader`.
+    batch_size : int
+        Traces of a batch over all ranks.
+    seed : int
+        Seed of the split and of the order.
+    score_threshold : float
+        Score below which a trace counts as a hallucination, or above which in a store of
+        hallucination scores. A stored label takes precedence.
+    **options
+        Further options of `tracestore.TraceLoader`, such as `num_threads` or `attention_threshold`.
+
+    Attributes
+    ----------
+    split : dict of str to ndarray of int64
+        Store indices of "train", "val" and "test". Empty before `setup`.
+
+    Examples
+    --------
+    >>> from tracestore.bridges.lightning import TraceDataModule
+    >>> module = TraceDataModule("store.zarr", view="sequence", batch_size=4)
+    >>> module.setup()
+    >>> sorted(module.split)
+    ['test', 'train', 'val']
+
+    Train with ``lightning.Trainer().fit(model, datamodule=module)``.
     """
 
     def __init__(
         self,
         store: str | os.PathLike[str] | TraceStore,
-        view: str = "sequence",
+        view: View = "sequence",
         *,
         batch_size: int = 16,
         seed: int = 42,
@@ -50,46 +88,57 @@ class TraceDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         self.view, self.batch_size, self.seed, self.score_threshold = view, batch_size, seed, score_threshold
-        self._source, self._options = store, options
+        self._path_or_store, self._options = store, options
         self.store: TraceStore | None = None
         self.split: dict[str, np.ndarray] = {}
-        self._training: TraceLoader | None = None
+        self._train_loader: TraceLoader | None = None
 
     def setup(self, stage: str | None = None) -> None:
+        """Open the store and split it. Lightning calls this."""
         if self.store is None:
-            self.store = self._source if isinstance(self._source, TraceStore) else open(self._source)
+            store = self._path_or_store
+            self.store = store if isinstance(store, TraceStore) else open_store(store)
             self.split = make_split(self.store, self.store.targets(self.score_threshold), self.seed).indices
 
-    def _loader(self, part: str, shuffle: str, kind: type[TraceLoader] = TraceLoader) -> TraceLoader:
+    def _loader(
+        self,
+        split: Literal["train", "val", "test"],
+        shuffle: Shuffle,
+        loader_class: type[TraceLoader] = TraceLoader,
+    ) -> TraceLoader:
         self.setup()
         assert self.store is not None
-        return kind(
+        return loader_class(
             self.store,
             self.view,
             batch_size=self.batch_size,
             shuffle=shuffle,
             seed=self.seed,
             score_threshold=self.score_threshold,
-            indices=self.split[part],
+            indices=self.split[split],
             **self._options,
         )
 
     def train_dataloader(self) -> TraceLoader:
-        # The same one where Lightning loads anew: it knows which epoch comes.
-        if self._training is None:
-            self._training = self._loader("train", "global", _TrainingLoader)
+        """Return the loader of the training split, shuffled. The same loader at each call."""
+        # One loader for all epochs: it counts them, also with reload_dataloaders_every_n_epochs.
+        if self._train_loader is None:
+            self._train_loader = self._loader("train", "global", _TrainingLoader)
             if self.trainer is not None:
-                # A checkpoint of the end of an epoch has no state of the loader that is given back;
-                # trainer.current_epoch still says the old epoch then.
+                # Lightning does not restore the loader's state from a checkpoint at the end of an
+                # epoch, and trainer.current_epoch is then still the old epoch.
                 progress: Any = self.trainer.fit_loop.epoch_progress.current
-                self._training.set_epoch(progress.processed)
-        return self._training
+                self._train_loader.set_epoch(progress.processed)
+        return self._train_loader
 
     def val_dataloader(self) -> TraceLoader:
+        """Return the loader of the validation split, in store order."""
         return self._loader("val", "none")
 
     def test_dataloader(self) -> TraceLoader:
+        """Return the loader of the test split, in store order."""
         return self._loader("test", "none")
 
     def predict_dataloader(self) -> TraceLoader:
-        return self._loader("test", "none")
+        """Return the loader of the test split, in store order."""
+        return self.test_dataloader()

@@ -1,6 +1,7 @@
 """A store as a PyTorch Geometric Dataset."""
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 from tracestore.errors import UsageError
@@ -15,20 +16,50 @@ with needs("bridges"):
 
 
 class _Graph(Data):
-    """PyG adds the number of nodes so far to whatever has "index" in its name."""
+    """Data whose `trace_index` is not shifted when PyG collates it, as names with "index" are."""
 
     def __inc__(self, key: str, value: Any, *args: Any, **kwargs: Any) -> Any:
         return 0 if key == "trace_index" else super().__inc__(key, value, *args, **kwargs)
 
 
 class TraceGraphs(Dataset):
-    """Each layer of each trace as a graph, for code that wants PyG's own Dataset and DataLoader.
+    """Each layer of each trace as one graph, for code that needs PyG's own Dataset and DataLoader.
 
-    Graph k is layer k % L of trace k // L, or, where `layer` is given, that layer of trace k: Data
-    with x (S, D), edge_index (2, E) from source j to target i, edge_attr (E, 1), y (1,) with 1 for
-    hallucinated, score (1,), trace_index, layer and question_id. Read when they are asked for;
-    TraceLoader makes the same batches several times as fast. MissingFieldError where the store has
-    no graphs, UsageError for a layer that is not there.
+    Graph k is layer k % L of trace k // L, or with `layer` that layer of trace k. It is a Data with
+    x (S, D), edge_index (2, E) from source j to target i, edge_attr (E, 1), y (1,), which is 1 for
+    a hallucination, score (1,), trace_index, layer and question_id. Graphs are read on access;
+    `tracestore.TraceLoader` makes the same batches several times as fast.
+
+    Parameters
+    ----------
+    store : TraceStore, str or PathLike
+        A store or its path.
+    layer : int, optional
+        Only this layer. Negative numbers count from the last layer.
+    score_threshold : float
+        Score below which a trace counts as a hallucination, or above which in a store of
+        hallucination scores. A stored label takes precedence.
+    attention_threshold : float
+        Keep the pairs of tokens whose head-averaged attention is above this value as edges.
+    transform : callable, optional
+        Applied to each Data on access.
+
+    Raises
+    ------
+    MissingFieldError
+        If the store has no graphs.
+    UsageError
+        If there is no such layer.
+
+    Examples
+    --------
+    >>> from torch_geometric.loader import DataLoader
+    >>> from tracestore.bridges.pyg import TraceGraphs
+    >>> graphs = TraceGraphs("store.zarr", layer=-1)
+    >>> graphs[4].question_id
+    'q4'
+    >>> next(iter(DataLoader(graphs, batch_size=4))).num_graphs
+    4
     """
 
     def __init__(
@@ -38,7 +69,7 @@ class TraceGraphs(Dataset):
         layer: int | None = None,
         score_threshold: float = 0.5,
         attention_threshold: float = 0.0,
-        transform: Any = None,
+        transform: Callable[[Data], Any] | None = None,
     ) -> None:
         super().__init__(transform=transform)
         self._traces = TraceDataset(
@@ -48,16 +79,18 @@ class TraceGraphs(Dataset):
         if layer is not None and count and not -count <= layer < count:
             raise UsageError(f"found layer {layer}, expected {-count} to {count - 1}")
         self._layer = None if layer is None else layer % max(1, count)
-        self._targets = self._traces.store.targets(score_threshold)
 
     def len(self) -> int:
+        """Return the number of graphs."""
         return len(self._traces) * (self._traces.store.num_layers if self._layer is None else 1)
 
     def get(self, idx: int) -> Data:
+        """Return graph `idx`, before the transform."""
         store = self._traces.store
         trace, layer = divmod(idx, store.num_layers) if self._layer is None else (idx, self._layer)
-        graph = _Graph.from_dict(self._traces[trace][layer].to_dict())
-        graph.y = torch.tensor([self._targets[trace]], dtype=torch.float32)
-        graph.score = torch.tensor([store.scores[trace]], dtype=torch.float32)
-        graph.trace_index, graph.layer, graph.question_id = trace, layer, store.question_ids[trace]
+        item = self._traces[trace]
+        graph = _Graph.from_dict(item[layer].to_dict())
+        graph.y = torch.tensor([item.y], dtype=torch.float32)
+        graph.score = torch.tensor([item.score], dtype=torch.float32)
+        graph.trace_index, graph.layer, graph.question_id = trace, layer, item.question_id
         return graph

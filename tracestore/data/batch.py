@@ -1,9 +1,9 @@
-"""Batches: what they look like, and how their tensors lie in one buffer of memory."""
+"""Batches, and how their tensors lie in one buffer of memory."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -12,17 +12,59 @@ from tracestore.data.buffers import BatchBuffer
 from tracestore.extras import needs
 from tracestore.store.read.store import TraceStore
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    BatchT = TypeVar("BatchT", default=Any)
+else:
+    from typing import TypeVar
+
+    BatchT = TypeVar("BatchT")
+
 
 @dataclass
-class SequenceBatch:
-    """B last-token sequences. Also reads as a tuple (sequences, score, question_id) and
-    by name, batch["sequences"]."""
+class _TensorBatch:
+    """Base of batches whose fields are tensors, lists and numbers."""
 
-    sequences: torch.Tensor  # (B, L, D)
-    y: torch.Tensor  # (B,) float32, NaN without a label or score
-    score: torch.Tensor  # (B,) float32, NaN where missing
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Return the batch with `torch.Tensor.to` applied to each tensor."""
+        return self._map(lambda tensor: tensor.to(*args, **kwargs))
+
+    def pin_memory(self) -> Self:
+        """Return the batch in pinned memory. A DataLoader with ``pin_memory=True`` calls this."""
+        return self._map(torch.Tensor.pin_memory)
+
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return replace(self, **{name: function(v) for name, v in values if isinstance(v, torch.Tensor)})
+
+
+@dataclass
+class SequenceBatch(_TensorBatch):
+    """Last-token sequences of B traces.
+
+    A batch also unpacks as the tuple ``(sequences, score, question_id)`` and reads by name,
+    ``batch["sequences"]``.
+
+    Attributes
+    ----------
+    sequences : Tensor, shape (B, L, D)
+        Hidden state of the last token in each layer, in the stored or the requested dtype.
+    y : Tensor of float32, shape (B,)
+        Labels, 1 for a hallucination; NaN without a label or score.
+    score : Tensor of float32, shape (B,)
+        Scores; NaN where missing.
+    question_id : list of str
+        Question ids, length B.
+    trace_index : Tensor of int64, shape (B,)
+        Store indices.
+    """
+
+    sequences: torch.Tensor
+    y: torch.Tensor
+    score: torch.Tensor
     question_id: list[str]
-    trace_index: torch.Tensor  # (B,) int64
+    trace_index: torch.Tensor
 
     def __len__(self) -> int:
         return len(self.question_id)
@@ -34,76 +76,98 @@ class SequenceBatch:
         return getattr(self, key) if isinstance(key, str) else (self.sequences, self.score, self.question_id)[key]
 
     def keys(self) -> list[str]:
-        return ["sequences", "y", "score", "question_id", "trace_index"]
-
-    def _map(self, move: Any) -> "SequenceBatch":
-        tensors = {name: move(getattr(self, name)) for name in ("sequences", "y", "score", "trace_index")}
-        return replace(self, **tensors)
-
-    def to(self, *args: Any, **kwargs: Any) -> "SequenceBatch":
-        """The batch on a device."""
-        return self._map(lambda t: t.to(*args, **kwargs))
-
-    def pin_memory(self) -> "SequenceBatch":
-        return self._map(torch.Tensor.pin_memory)
+        """Return the names of the fields."""
+        return [field.name for field in fields(self)]
 
 
 @dataclass
-class GraphBatch:
-    """The graphs of B traces x L layers, trace after trace and layer after layer, with the names of
-    the PyG Batch that as_pyg makes of it; itself it needs no PyG. N nodes, E edges in all."""
+class GraphBatch(_TensorBatch):
+    """Graphs of B traces and L layers, trace after trace and layer after layer. Needs no PyG.
 
-    x: torch.Tensor  # (N, D)
-    batch: torch.Tensor  # (N,) int64, the graph of each node
-    ptr: torch.Tensor  # (B * L + 1,) int64, where the nodes of each graph begin
-    edge_ptr: torch.Tensor  # (B * L + 1,) int64, where the edges or packed weights of each graph begin
+    N counts the nodes and E the edges of all B * L graphs. The names are those of the PyG Batch
+    that `as_pyg` returns.
+
+    Attributes
+    ----------
+    x : Tensor, shape (N, D)
+        Hidden states, in the stored or the requested dtype.
+    batch : Tensor of int64, shape (N,)
+        The graph of each node.
+    ptr : Tensor of int64, shape (B * L + 1,)
+        The first node of each graph.
+    edge_ptr : Tensor of int64, shape (B * L + 1,)
+        The first edge, or the first value of `attention`, of each graph.
+    num_layers : int
+        L.
+    y, score : Tensor of float32, shape (B,)
+        Labels and scores; NaN where missing.
+    question_id : list of str
+        Question ids, length B.
+    trace_index : Tensor of int64, shape (B,)
+        Store indices.
+    edge_index : Tensor of int64, shape (2, E), optional
+        Source j and target i of each edge. Only with edge format "coo".
+    edge_attr : Tensor, shape (E, 1), optional
+        Edge weights. Only with edge format "coo".
+    attention : Tensor, shape (sum A,) or (sum H * A,), optional
+        Causal triangles of A = S (S + 1) / 2 weights. Only with edge formats "packed" and "heads",
+        the latter head after head within a graph.
+    num_heads : int, optional
+        Triangles of a graph. Only together with `attention`.
+    """
+
+    x: torch.Tensor
+    batch: torch.Tensor
+    ptr: torch.Tensor
+    edge_ptr: torch.Tensor
     num_layers: int
-    y: torch.Tensor  # (B,) float32, NaN without a label or score
-    score: torch.Tensor  # (B,) float32, NaN where missing
+    y: torch.Tensor
+    score: torch.Tensor
     question_id: list[str]
-    trace_index: torch.Tensor  # (B,) int64
-    edge_index: torch.Tensor | None = None  # (2, E) int64, source j to target i; of edges "coo", as edge_attr
-    edge_attr: torch.Tensor | None = None  # (E, 1)
-    attention: torch.Tensor | None = None  # (sum A,) or (sum H A,); of edges "packed" and "heads", as num_heads
+    trace_index: torch.Tensor
+    edge_index: torch.Tensor | None = None
+    edge_attr: torch.Tensor | None = None
+    attention: torch.Tensor | None = None
     num_heads: int | None = None
 
     def __len__(self) -> int:
         return len(self.question_id)
 
-    def to(self, *args: Any, **kwargs: Any) -> "GraphBatch":
-        """The batch on a device."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved: dict[str, Any] = {
-            name: v.to(*args, **kwargs) for name, v in values.items() if isinstance(v, torch.Tensor)
-        }
-        return replace(self, **moved)
-
     def as_pyg(self) -> Any:
-        """The PyG Batch of the same tensors; its slices are the ptr tensors themselves."""
+        """Return a PyG Batch of the same tensors, without a copy."""
         values: dict[str, Any] = {"x": self.x}
         slices: dict[str, torch.Tensor] = {"x": self.ptr}
-        incs: dict[str, torch.Tensor | None] = {"x": None}
+        increments: dict[str, torch.Tensor | None] = {"x": None}
         if self.edge_index is None:
             values |= {"attention": self.attention, "attention_ptr": self.edge_ptr, "num_heads": self.num_heads}
         else:
             values |= {"edge_index": self.edge_index, "edge_attr": self.edge_attr}
             slices["edge_index"] = slices["edge_attr"] = self.edge_ptr
-            incs["edge_index"], incs["edge_attr"] = self.ptr[:-1], None
+            increments["edge_index"], increments["edge_attr"] = self.ptr[:-1], None
         for name in ("batch", "ptr", "y", "score", "question_id", "trace_index", "num_layers"):
             values[name] = getattr(self, name)
-        kind, base = pyg_classes()
-        made = kind.__new__(kind)
-        base.__init__(made)
-        made._store._mapping.update(values)
-        made._num_graphs = len(self.ptr) - 1
-        made._slice_dict, made._inc_dict = slices, incs
-        return made
+        # Batch.from_data_list would copy all tensors. The fields below are what it sets.
+        batch_class, data_class = pyg_classes()
+        batch = batch_class.__new__(batch_class)
+        data_class.__init__(batch)
+        batch._store._mapping.update(values)
+        batch._num_graphs = len(self.ptr) - 1
+        batch._slice_dict, batch._inc_dict = slices, increments
+        return batch
 
 
 @cache
 def pyg_classes() -> tuple[Any, Any]:
-    """Return the class of PyG's batches of graphs, which Batch(_base_cls=Data) makes anew at every call,
-    and Data. The first call imports PyG, which takes seconds. MissingExtraError where it is not installed."""
+    """Return PyG's class of batches of Data, and Data.
+
+    The first call imports PyG, which takes seconds. The result is cached because
+    ``Batch(_base_cls=Data)`` makes a new class at every call.
+
+    Raises
+    ------
+    MissingExtraError
+        If PyG is not installed.
+    """
     with needs("train"):
         from torch_geometric.data import Batch, Data
     return type(Batch(_base_cls=Data)), Data
@@ -111,7 +175,7 @@ def pyg_classes() -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class BatchMetadata:
-    """What a batch says of its B traces beside their arrays; y and score NaN where missing."""
+    """The fields of a batch that do not lie in its buffer. y and score are NaN where missing."""
 
     y: np.ndarray  # (B,) float32
     score: np.ndarray  # (B,) float32
@@ -119,30 +183,35 @@ class BatchMetadata:
     trace_index: np.ndarray  # (B,) int64
 
     @classmethod
-    def of(cls, store: TraceStore, indices: np.ndarray, targets: np.ndarray) -> "BatchMetadata":
+    def read(cls, store: TraceStore, indices: np.ndarray, targets: np.ndarray) -> "BatchMetadata":
+        """Return the metadata of some traces; `targets` has a label for each trace of the store."""
         y, score = targets[indices].astype("f4"), store.scores[indices].astype("f4")
         return cls(y, score, store.question_ids.at(indices), indices.copy())
 
-    def tensors(self) -> dict[str, Any]:
+    def as_fields(self) -> dict[str, Any]:
+        """Return the fields of a SequenceBatch or GraphBatch."""
         y, score, index = (torch.from_numpy(a) for a in (self.y, self.score, self.trace_index))
         return {"y": y, "score": score, "question_id": self.question_id, "trace_index": index}
 
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """A SequenceBatch in a buffer of memory."""
+    """Where the tensors of a SequenceBatch lie in a buffer."""
 
     shape: tuple[int, int, int]
     dtype: str
 
-    def batch(self, buffer: BatchBuffer, values: BatchMetadata) -> SequenceBatch:
-        return SequenceBatch(buffer.tensor(0, self.shape, self.dtype), **values.tensors())
+    def batch(self, buffer: BatchBuffer, metadata: BatchMetadata) -> SequenceBatch:
+        """Return the batch that lies in the buffer."""
+        return SequenceBatch(buffer.tensor(0, self.shape, self.dtype), **metadata.as_fields())
 
 
 @dataclass(frozen=True)
 class GraphLayout:
-    """A GraphBatch in a buffer of memory, or with as_pyg a PyG Batch. offsets: where x, edge_index,
-    edge weights, batch, ptr and the edges' ptr begin, in bytes."""
+    """Where the tensors of a GraphBatch lie in a buffer.
+
+    `offsets` holds the first byte of x, edge_index, edge weights, batch, ptr and edge_ptr.
+    """
 
     offsets: tuple[int, ...]
     num_layers: int
@@ -156,19 +225,19 @@ class GraphLayout:
     num_heads: int
     as_pyg: bool
 
-    def batch(self, buffer: BatchBuffer, values: BatchMetadata) -> Any:
-        """See jobs.gather_batch."""
-        at_x, at_edges, at_weight, at_owner, at_ptr, at_edge_ptr = self.offsets
-        ptr, edge_ptr = (buffer.tensor(at, (self.num_graphs + 1,), "int64") for at in (at_ptr, at_edge_ptr))
-        x = buffer.tensor(at_x, (self.num_nodes, self.hidden_dim), self.dtype)
+    def batch(self, buffer: BatchBuffer, metadata: BatchMetadata) -> Any:
+        """Return the batch that lies in the buffer: a GraphBatch, or with `as_pyg` a PyG Batch."""
+        x_offset, edge_offset, weight_offset, owner_offset, *ptr_offsets = self.offsets
+        ptr, edge_ptr = (buffer.tensor(offset, (self.num_graphs + 1,), "int64") for offset in ptr_offsets)
+        x = buffer.tensor(x_offset, (self.num_nodes, self.hidden_dim), self.dtype)
+        weight_shape = (self.num_edges,) if self.packed else (self.num_edges, 1)
+        weights = buffer.tensor(weight_offset, weight_shape, self.weight_dtype)
         if self.packed:
-            weights = buffer.tensor(at_weight, (self.num_edges,), self.weight_dtype)
             edges: dict[str, Any] = {"attention": weights, "num_heads": self.num_heads}
         else:
-            index = buffer.tensor(at_edges, (2, self.num_edges), "int64")
-            edges = {"edge_index": index, "edge_attr": buffer.tensor(at_weight, (self.num_edges, 1), self.weight_dtype)}
-        owner = buffer.tensor(at_owner, (self.num_nodes,), "int64")
-        batch = GraphBatch(x, owner, ptr, edge_ptr, self.num_layers, **values.tensors(), **edges)
+            edges = {"edge_index": buffer.tensor(edge_offset, (2, self.num_edges), "int64"), "edge_attr": weights}
+        owner = buffer.tensor(owner_offset, (self.num_nodes,), "int64")
+        batch = GraphBatch(x, owner, ptr, edge_ptr, self.num_layers, **metadata.as_fields(), **edges)
         return batch.as_pyg() if self.as_pyg else batch
 
 

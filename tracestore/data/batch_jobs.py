@@ -1,4 +1,4 @@
-"""Batches on their way from the store into memory."""
+"""Jobs that gather a batch from the store into one buffer."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -10,110 +10,125 @@ from torch.utils.data import get_worker_info
 from tracestore._core import gather
 from tracestore.data import shared_memory
 from tracestore.data.batch import BatchMetadata, GraphLayout, Layout, SequenceLayout
-from tracestore.data.batch_format import BatchFormat, weight_dtype
-from tracestore.data.buffers import Allocate, BatchBuffer, PooledBuffer, TorchBuffer, align_up, dtype_bytes
+from tracestore.data.batch_format import BatchFormat
+from tracestore.data.buffers import TORCH_DTYPES, Allocate, BatchBuffer, PooledBuffer, TorchBuffer, align_up
 from tracestore.errors import CorruptStoreError, UsageError
-from tracestore.store.format import schema
+from tracestore.store.format.schema import LAYOUT_CAUSAL, dtype_code
 from tracestore.store.read.batch_sources import graph_sources, sequence_sources
 from tracestore.store.read.store import TraceStore
 
 
-def _code(name: str) -> int:
-    return schema.dtype_code(name)
+class BatchJob(ABC):
+    """A batch that is being gathered.
 
+    The constructor looks the traces up. After that, call `set_buffer`, run or submit `native`, and
+    call `batch`.
 
-class _Job(ABC):
-    """A batch on its way: looked up when it is made, then placed, then done by `native`,
-    then made into tensors. num_bytes: of its buffer of memory, at most."""
+    Attributes
+    ----------
+    native : gather.Job
+        The job of the C core.
+    num_bytes : int
+        Bytes that the buffer needs, an upper bound before `finalize_size`.
+    sources : list
+        The stored arrays that the job reads.
+    """
 
     native: gather.Job
     num_bytes: int
-    sources: list[Any]  # what it reads
+    sources: list[Any]
     _buffer: BatchBuffer
 
-    def __init__(self, store: TraceStore, indices: np.ndarray, targets: np.ndarray, form: BatchFormat) -> None:
+    def __init__(self, store: TraceStore, indices: np.ndarray, targets: np.ndarray, batch_format: BatchFormat) -> None:
         self._store, self._indices, self._targets = store, indices, targets
-        self._look_up(form)
+        self._look_up(batch_format)
 
     @abstractmethod
-    def _look_up(self, form: BatchFormat) -> None: ...
+    def _look_up(self, batch_format: BatchFormat) -> None: ...
 
-    def finalize_size(self) -> None:  # noqa: B027 - most lookups leave nothing to find out
-        """Finds out what the lookup could not, so that num_bytes is exact, not a bound."""
+    def finalize_size(self) -> None:  # noqa: B027 - most lookups give the exact size
+        """Make num_bytes exact. This counts the edges that the threshold keeps."""
 
     @abstractmethod
     def set_buffer(self, buffer: BatchBuffer) -> None:
-        """Sets the memory that the batch is to lie in."""
+        """Set the memory of the batch."""
 
     @abstractmethod
     def layout(self) -> Layout:
-        """How it lies there; once `native` is done."""
+        """Return where the tensors lie in the buffer. Valid after `native` has run."""
 
-    def values(self) -> BatchMetadata:
-        return BatchMetadata.of(self._store, self._indices, self._targets)
+    def metadata(self) -> BatchMetadata:
+        """Return the fields of the batch that do not lie in its buffer."""
+        return BatchMetadata.read(self._store, self._indices, self._targets)
 
     def batch(self) -> Any:
-        """A SequenceBatch, PyG Batch or GraphBatch; once `native` is done."""
-        return self.layout().batch(self._buffer, self.values())
+        """Return a SequenceBatch, PyG Batch or GraphBatch. Valid after `native` has run."""
+        return self.layout().batch(self._buffer, self.metadata())
 
 
-class SequenceJob(_Job):
+class SequenceJob(BatchJob):
+    """The job of a SequenceBatch."""
+
     native: gather.Copies
 
-    def _look_up(self, form: BatchFormat) -> None:
-        store, indices = self._store, self._indices
-        self._dtype = form.of(store.hidden_dtype)
-        self.sources = sequence_sources(store, indices)
-        self.native = gather.Copies(self.sources, _code(store.hidden_dtype), _code(self._dtype))
+    def _look_up(self, batch_format: BatchFormat) -> None:
+        stored = self._store.hidden_dtype
+        self._dtype = batch_format.hidden_dtype(self._store)
+        self.sources = sequence_sources(self._store, self._indices)
+        self.native = gather.Copies(self.sources, dtype_code(stored), dtype_code(self._dtype))
         self.num_bytes = align_up(self.native.out_bytes)
 
     def set_buffer(self, buffer: BatchBuffer) -> None:
+        """Set the memory of the batch."""
         self._buffer = buffer
-        self.native.aim(buffer.buffer)
+        self.native.aim(buffer.memory)
 
     def layout(self) -> SequenceLayout:
+        """Return where the tensors lie in the buffer."""
         return SequenceLayout((len(self._indices), self._store.num_layers, self._store.hidden_dim), self._dtype)
 
 
-class GraphJob(_Job):
+class GraphJob(BatchJob):
+    """The job of a GraphBatch."""
+
     native: gather.GraphGather
 
-    def _look_up(self, form: BatchFormat) -> None:
-        store, indices = self._store, self._indices
-        sources = graph_sources(store, indices)
-        causal = sources.layout == schema.LAYOUT_CAUSAL
-        self._as_pyg = form.as_pyg
-        self._packed, self._num_heads = form.graph.edge_format != "coo", form.graph.num_heads(store)
+    def _look_up(self, batch_format: BatchFormat) -> None:
+        store, options = self._store, batch_format.edge_options
+        sources = graph_sources(store, self._indices)
+        causal = sources.layout == LAYOUT_CAUSAL
+        self._as_pyg = batch_format.as_pyg
+        self._packed, self._num_heads = options.edge_format != "coo", options.num_heads(store)
         if self._packed and not causal.all():
             raise UsageError("packed edges need causal attention; use edge_format='coo'")
-        self._dtype, self._weight_dtype = form.of(store.hidden_dtype), form.of(weight_dtype(store, form.graph))
-        hidden = gather.Copies(sources.hidden, _code(store.hidden_dtype), _code(self._dtype))
+        self._dtype, self._weight_dtype = batch_format.hidden_dtype(store), batch_format.weight_dtype(store)
+        hidden = gather.Copies(sources.hidden, dtype_code(store.hidden_dtype), dtype_code(self._dtype))
         self.native = gather.GraphGather(
             hidden,
             sources.attention,
-            _code(store.attention_dtype),
-            _code(self._weight_dtype),
+            dtype_code(store.attention_dtype),
+            dtype_code(self._weight_dtype),
             sources.num_tokens,
             causal.view("u1"),
             store.num_layers,
             store.num_stored_heads,
-            form.graph.attention_threshold,
-            form.graph.top_k or 0.0,
+            options.attention_threshold,
+            options.top_k or 0.0,
             self._packed,
             sources.edges,
             self._num_heads > 1,
         )
         self._x_bytes = hidden.out_bytes
         self.sources = sources.hidden + sources.attention
-        self._lay_out()
+        self._set_offsets()
 
-    def _lay_out(self) -> None:
-        """Where in the buffer each tensor begins: x, edge_index, weights, owner, ptr, edge_ptr."""
+    def _set_offsets(self) -> None:
+        """Set where each tensor begins: x, edge_index, weights, owner, ptr, edge_ptr."""
         room, num_ptr = self.native.room(), 8 * (self.native.num_graphs + 1)
         sizes = (
             self._x_bytes,
             0 if self._packed else 16 * room,
-            room * dtype_bytes(self._weight_dtype),
+            room * TORCH_DTYPES[self._weight_dtype].itemsize,
             8 * self.native.num_nodes,
             num_ptr,
             num_ptr,
@@ -124,14 +139,17 @@ class GraphJob(_Job):
             self.num_bytes += align_up(size)
 
     def finalize_size(self) -> None:
+        """Make num_bytes exact. This counts the edges that the threshold keeps."""
         self.native.count()
-        self._lay_out()
+        self._set_offsets()
 
     def set_buffer(self, buffer: BatchBuffer) -> None:
+        """Set the memory of the batch."""
         self._buffer = buffer
-        self.native.aim(buffer.buffer, *self._offsets)
+        self.native.aim(buffer.memory, *self._offsets)
 
     def layout(self) -> GraphLayout:
+        """Return where the tensors lie in the buffer."""
         native, store = self.native, self._store
         return GraphLayout(
             tuple(self._offsets),
@@ -148,17 +166,14 @@ class GraphJob(_Job):
         )
 
 
-BatchJob = SequenceJob | GraphJob
-
-
 def make_job(
-    store: TraceStore, indices: Sequence[int] | np.ndarray, targets: np.ndarray, form: BatchFormat
+    store: TraceStore, indices: Sequence[int] | np.ndarray, targets: np.ndarray, batch_format: BatchFormat
 ) -> BatchJob:
-    """The batch of some traces, looked up and nothing more."""
-    kind = SequenceJob if form.view == "sequence" else GraphJob
+    """Look up the traces of a batch and return its job. Nothing is read yet."""
+    job_class = SequenceJob if batch_format.view == "sequence" else GraphJob
     try:
-        return kind(store, np.asarray(indices, np.int64), targets, form)
-    except ValueError as error:  # arrays of the store that do not fit together
+        return job_class(store, np.asarray(indices, np.int64), targets, batch_format)
+    except ValueError as error:  # the core found arrays of the store that do not fit together
         raise CorruptStoreError(f"{store.path}: {error}") from None
 
 
@@ -166,27 +181,38 @@ def gather_batch(
     store: TraceStore,
     indices: Sequence[int] | np.ndarray,
     targets: np.ndarray,
-    form: BatchFormat,
+    batch_format: BatchFormat,
     allocate: Allocate | None = None,
 ) -> Any:
-    """The batch of some traces, now, in memory from `allocate`; without that in memory of
-    its own, which in a DataLoader's worker process is shared with the parent.
+    """Gather a batch in this thread.
 
-    View "sequence": a SequenceBatch. View "graph": one PyG Batch of B * L graphs, trace
-    after trace and layer after layer: x (N, D); edge_index (2, E), source j to target i,
-    and edge_attr (E, 1), or with edges="packed" attention (sum A,) and attention_ptr
-    (B * L + 1,), with edges="heads" (sum H A,), the triangles of a graph head after head,
-    and num_heads; batch (N,), ptr (B * L + 1,); y, score (B,), question_id, trace_index
-    (B,), num_layers. Without form.as_pyg the same as a GraphBatch, whose edge_ptr (B * L + 1,)
-    is attention_ptr, or where the edges of each graph begin.
+    Parameters
+    ----------
+    store : TraceStore
+        The store.
+    indices : sequence of int
+        Store indices of the B traces.
+    targets : ndarray, shape (len(store),)
+        The label of each trace of the store.
+    batch_format : BatchFormat
+        The form of the batch.
+    allocate : callable, optional
+        Returns the buffer of the batch. By default the batch has memory of its own, which a worker
+        process of a DataLoader shares with its parent.
+
+    Returns
+    -------
+    SequenceBatch, torch_geometric.data.Batch or GraphBatch
+        The batch. A PyG Batch has the fields of `GraphBatch`, where ``attention_ptr`` stands for
+        `edge_ptr` and exists only with edge formats "packed" and "heads".
     """
-    job = make_job(store, indices, targets, form)
+    job = make_job(store, indices, targets, batch_format)
     job.finalize_size()
     if allocate is None and get_worker_info() is not None and shared_memory.is_available():
-        slot = shared_memory.free_slot(job.num_bytes)
+        slot = shared_memory.acquire_slot(job.num_bytes)
         job.set_buffer(PooledBuffer(slot.lease()))
         job.native.run()
-        return shared_memory.shared_batch(slot, job.layout(), job.values())
+        return shared_memory.shared_batch(slot, job.layout(), job.metadata())
     job.set_buffer(TorchBuffer(job.num_bytes) if allocate is None else allocate(job.num_bytes))
     job.native.run()
     return job.batch()

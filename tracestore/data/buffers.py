@@ -1,8 +1,7 @@
-"""Where a batch lies: one buffer of memory for all its tensors.
+"""The memory of a batch: one buffer for all of its tensors.
 
-A buffer goes back to where it came from when the last tensor on it dies, views and
-tensors saved for a backward pass included, so that no batch is overwritten while
-somebody holds it.
+A buffer returns to its pool when the last tensor on it dies. Views and tensors that autograd saved
+count, so a batch is never overwritten while something refers to it.
 """
 
 import math
@@ -24,60 +23,68 @@ TORCH_DTYPES = {
 _ALIGN = 64
 
 
-def dtype_bytes(name: str) -> int:
-    return TORCH_DTYPES[name].itemsize
-
-
 def align_up(num_bytes: int) -> int:
-    """Bytes that an array of num_bytes takes in a buffer."""
+    """Return num_bytes rounded up to the alignment of the tensors of a batch."""
     return -(-num_bytes // _ALIGN) * _ALIGN
 
 
 class BatchBuffer(ABC):
-    """Memory of one batch: `buffer` to write to, and tensors on parts of it."""
+    """Memory of one batch.
 
-    buffer: Any
+    Attributes
+    ----------
+    memory : buffer
+        The bytes, writable. The C core gathers into it.
+    """
 
-    def tensor(self, offset: int, shape: tuple[int, ...], name: str) -> torch.Tensor:
-        """The bytes from `offset` on as a tensor of a dtype name."""
-        dtype, count = TORCH_DTYPES[name], math.prod(shape)
+    memory: Any
+
+    def tensor(self, offset: int, shape: tuple[int, ...], dtype_name: str) -> torch.Tensor:
+        """Return a tensor on the bytes from `offset` on, without a copy."""
+        dtype, count = TORCH_DTYPES[dtype_name], math.prod(shape)
         if count == 0:
             return torch.empty(shape, dtype=dtype)
         flat = self._flat(offset, count, dtype)
         return flat if len(shape) == 1 else flat.view(shape)
 
     @abstractmethod
-    def _flat(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor: ...
+    def _flat(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return `count` values from `offset` on as a tensor of one dimension."""
 
 
 class PooledBuffer(BatchBuffer):
-    """A block of a BlockPool, or a slot that processes share. Each tensor has a storage of its own over its part, which
-    keeps the lease, so that pickling one does not write the others."""
+    """A block of a BlockPool, or a slot that processes share.
+
+    Each tensor has a storage over its own bytes, so that pickling one does not write the others.
+    The storage keeps the lease of the block.
+    """
 
     def __init__(self, lease: Lease | SlotLease) -> None:
-        self.buffer = lease
+        self.memory = lease
 
     def _flat(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.frombuffer(self.buffer, dtype=dtype, count=count, offset=offset)
+        return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=offset)
 
 
 class TorchBuffer(BatchBuffer):
-    """Memory from torch; pinned: its allocator knows which copies to a GPU are still
-    under way, and uses blocks again."""
+    """Memory from torch's allocators.
+
+    The allocator of pinned memory reuses a block only after the copies from it to a GPU have ended.
+    """
 
     def __init__(self, num_bytes: int, *, pinned: bool = False) -> None:
         raw = torch.empty(max(1, num_bytes), dtype=torch.uint8, pin_memory=pinned)
-        self._storage, self.buffer = raw.untyped_storage(), raw.numpy()
+        self._storage, self.memory = raw.untyped_storage(), raw.numpy()
 
     def _flat(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(0, dtype=dtype).set_(self._storage, offset // dtype.itemsize, (count,), (1,))
 
 
-# From the number of bytes of a batch to its memory.
+# Returns a buffer of at least the given number of bytes.
 Allocate = Callable[[int], BatchBuffer]
 
 
-def as_tensor(array: np.ndarray, name: str) -> torch.Tensor:
-    """A copy of a stored array as a tensor of its dtype."""
-    raw = torch.from_numpy(np.array(array).view("i2") if name == "bfloat16" else np.array(array))
-    return raw.view(torch.bfloat16) if name == "bfloat16" else raw
+def as_tensor(array: np.ndarray, dtype_name: str) -> torch.Tensor:
+    """Return a copy of a stored array as a tensor. bfloat16 arrays hold the raw bits as uint16."""
+    raw = torch.from_numpy(np.array(array).view("i2") if dtype_name == "bfloat16" else np.array(array))
+    return raw.view(torch.bfloat16) if dtype_name == "bfloat16" else raw

@@ -1,4 +1,4 @@
-"""Collate functions for torch.utils.data.DataLoader over TraceDataset."""
+"""Items of TraceDataset, and collate functions that make batches of them."""
 
 import math
 from collections.abc import Sequence
@@ -14,20 +14,21 @@ if TYPE_CHECKING:
 
 
 class SequenceItem(tuple[torch.Tensor, float, str]):
-    """(sequence (L, D), score, question_id), with `y` and `trace_index` beside."""
+    """The tuple (sequence (L, D), score, question_id) with the attributes `y` and `trace_index`."""
 
     y: float
     trace_index: int
 
     @classmethod
     def make(cls, sequence: torch.Tensor, score: float, question_id: str, y: float, index: int) -> "SequenceItem":
+        """Return the item of one trace."""
         item = cls((sequence, score, question_id))
         item.y, item.trace_index = y, index
         return item
 
 
 class GraphItem(list["Data"]):
-    """List of L PyG Data, with `score`, `y`, `question_id` and `trace_index` beside."""
+    """List of L PyG Data with the attributes `score`, `y`, `question_id` and `trace_index`."""
 
     score: float
     y: float
@@ -45,8 +46,27 @@ def _graph_item(layers: "list[Data]", values: dict[str, Any]) -> GraphItem:
 
 
 def collate_sequences(items: Sequence[Any], score_threshold: float = 0.5) -> SequenceBatch:
-    """Items of view "sequence" -> SequenceBatch. Items that are plain tuples get y from
-    their score (1 where score < score_threshold) and trace_index -1."""
+    """Collate items of view "sequence" into a batch.
+
+    Parameters
+    ----------
+    items : sequence of (Tensor (L, D), float, str)
+        B items of a `TraceDataset`, or plain tuples (sequence, score, question_id).
+    score_threshold : float
+        Makes `y` of plain tuples: 1 where the score is below. Their `trace_index` is -1.
+
+    Returns
+    -------
+    SequenceBatch
+        The batch, with sequences (B, L, D).
+
+    Examples
+    --------
+    >>> import torch, tracestore
+    >>> batch = tracestore.collate_sequences([(torch.zeros(3, 8), 0.2, "q0"), (torch.zeros(3, 8), 0.9, "q1")])
+    >>> batch.sequences.shape, batch.y
+    (torch.Size([2, 3, 8]), tensor([1., 0.]))
+    """
     scores = [float(item[1]) for item in items]
     derived = [math.nan if math.isnan(s) else float(s < score_threshold) for s in scores]
     return SequenceBatch(
@@ -59,8 +79,33 @@ def collate_sequences(items: Sequence[Any], score_threshold: float = 0.5) -> Seq
 
 
 def collate_graphs(items: "Sequence[Sequence[Data]]") -> "Batch":
-    """Items of view "graph" -> one PyG Batch of B * L graphs with y, score (B,),
-    question_id, trace_index (B,) and num_layers (see data.jobs.gather_batch)."""
+    """Collate items of view "graph" into a batch.
+
+    Parameters
+    ----------
+    items : sequence of list of torch_geometric.data.Data
+        B items of a `TraceDataset`, each with one Data per layer.
+
+    Returns
+    -------
+    torch_geometric.data.Batch
+        B * L graphs, trace after trace and layer after layer, with `y` and `score` (B,), the list
+        `question_id`, `trace_index` (B,) and `num_layers`.
+
+    Raises
+    ------
+    MissingExtraError
+        If PyG is not installed.
+
+    Examples
+    --------
+    >>> import tracestore
+    >>> from torch.utils.data import DataLoader
+    >>> dataset = tracestore.TraceDataset("store.zarr", view="graph")
+    >>> batch = next(iter(DataLoader(dataset, batch_size=4, collate_fn=tracestore.collate_graphs)))
+    >>> batch.num_graphs == 4 * batch.num_layers
+    True
+    """
     with needs("train"):
         from torch_geometric.data import Batch
 

@@ -9,46 +9,80 @@ import numpy as np
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 from tracestore._core.blocks import BlockPool
-from tracestore.data import order
-from tracestore.data.batch import pyg_classes
-from tracestore.data.batch_format import BatchFormat, EdgeOptions
+from tracestore.data.batch import BatchT, pyg_classes
+from tracestore.data.batch_format import BatchFormat, EdgeOptions, View
 from tracestore.data.batch_jobs import gather_batch
 from tracestore.data.buffers import PooledBuffer, TorchBuffer, as_tensor
 from tracestore.data.collate import GraphItem, SequenceItem
-from tracestore.data.epoch import EpochPlanner, mean_trace_bytes, rank_and_world_size
+from tracestore.data.epoch import EpochPlanner, rank_and_world_size
+from tracestore.data.memory_plan import cache_limit
+from tracestore.data.order import EpochOrder, Shuffle
 from tracestore.errors import UsageError
-from tracestore.store.read.store import DEFAULT_CACHE_BYTES, TraceStore, open_store
+from tracestore.store.read.store import TraceStore, open_store
 from tracestore.store.read.trace import Trace
 
 StoreLike = TraceStore | str | os.PathLike[str]
+# Items whose order is computed at once.
+_ORDER_CHUNK = 1024
 
 
-def _open(
-    store: StoreLike, form: BatchFormat, cache_bytes: int | None, max_cache_batches: int | None, batch_size: int
-) -> TraceStore:
-    """The store with a cache of its own: bounded in bytes, and in batches where that is given."""
-    limit = DEFAULT_CACHE_BYTES if cache_bytes is None else cache_bytes
-    opened = store if isinstance(store, TraceStore) else open_store(store)
-    form.check(opened)
-    if max_cache_batches is not None:
-        limit = min(limit, max_cache_batches * batch_size * mean_trace_bytes(opened, form))
-    return opened.again(limit)
+def open_for_batches(store: StoreLike, batch_format: BatchFormat) -> TraceStore:
+    """Open a store with a cache of its own and check that it can give such batches."""
+    opened = store.again() if isinstance(store, TraceStore) else open_store(store)
+    batch_format.check(opened)
+    if batch_format.view == "graph" and batch_format.as_pyg:
+        pyg_classes()  # imported now, so that workers forked from this process need not import PyG
+    return opened
 
 
 class TraceDataset(Dataset[Any]):
-    """Map-style: item i is trace i of the store, read when it is asked for.
+    """Map-style dataset: item i is trace i of the store, read on access.
 
-    view "sequence": (sequence (L, D), score, question_id). view "graph": list of L PyG
-    Data with x (S, D), edge_index (2, E) source j to target i, edge_attr (E, 1). Every
-    trace, scored or not. Tensors have the stored dtype. Decoded chunks of compressed
-    stores are kept within cache_bytes, and within max_cache_batches batches of
-    batch_size where that is given. MissingFieldError where the store lacks the view.
+    View "sequence" gives the tuple ``(sequence (L, D), score, question_id)``. View "graph" gives a
+    list of L PyG Data with x (S, D), edge_index (2, E) from source j to target i, and edge_attr
+    (E, 1). Tensors have the stored dtype. Traces without a score are included.
+
+    Parameters
+    ----------
+    store : TraceStore, str or PathLike
+        A store or its path.
+    view : {"sequence", "graph"}
+        The form of the items.
+    score_threshold : float
+        Score below which a trace counts as a hallucination, or above which in a store of
+        hallucination scores. A stored label takes precedence.
+    attention_threshold : float
+        Keep the pairs of tokens whose head-averaged attention is above this value as edges.
+    top_k : float, optional
+        A fraction in (0, 1], not a number: keep this fraction of each layer's stored pairs, those
+        with the largest attention, in place of the threshold.
+    cache_bytes : int, optional
+        Limit for the decoded chunks of a compressed store, 256 MiB by default.
+    max_cache_batches : int, optional
+        Further limit for decoded chunks, in batches of `batch_size` mean traces.
+    batch_size : int
+        Used only by `max_cache_batches`.
+
+    Raises
+    ------
+    MissingFieldError
+        If the store lacks what the view needs.
+    UsageError
+        For an option outside its range, or if there is no such store.
+
+    Examples
+    --------
+    >>> import tracestore
+    >>> dataset = tracestore.TraceDataset("store.zarr")
+    >>> sequence, score, question_id = dataset[4]
+    >>> sequence.shape, question_id
+    (torch.Size([3, 8]), 'q4')
     """
 
     def __init__(
         self,
         store: StoreLike,
-        view: str = "sequence",
+        view: View = "sequence",
         *,
         score_threshold: float = 0.5,
         attention_threshold: float = 0.0,
@@ -58,9 +92,8 @@ class TraceDataset(Dataset[Any]):
         batch_size: int = 16,
     ) -> None:
         self.format = BatchFormat(view, EdgeOptions(attention_threshold, top_k))
-        self.store = _open(store, self.format, cache_bytes, max_cache_batches, batch_size)
-        if view == "graph":
-            pyg_classes()  # now, so that workers that are forked from this process have it
+        self.store = open_for_batches(store, self.format)
+        self.store.set_cache_limit(cache_limit(self.store, self.format, cache_bytes, max_cache_batches, batch_size))
         self.view = view
         self.targets = self.store.targets(score_threshold)
 
@@ -73,12 +106,12 @@ class TraceDataset(Dataset[Any]):
         if self.view == "sequence":
             sequence = as_tensor(trace.last_token, self.store.hidden_dtype)
             return SequenceItem.make(sequence, score, trace.question_id, y, trace.index)
-        form = replace(self.format, as_pyg=False)
-        batch = gather_batch(self.store, [trace.index], self.targets, form, TorchBuffer)
+        batch_format = replace(self.format, as_pyg=False)
+        batch = gather_batch(self.store, [trace.index], self.targets, batch_format, TorchBuffer)
         nodes, edges = batch.ptr.tolist(), batch.edge_ptr.tolist()
-        _, graph = pyg_classes()
+        _, data_class = pyg_classes()
         item = GraphItem(
-            graph(
+            data_class(
                 x=batch.x[nodes[k] : nodes[k + 1]],
                 edge_index=batch.edge_index[:, edges[k] : edges[k + 1]] - nodes[k],
                 edge_attr=batch.edge_attr[edges[k] : edges[k + 1]],
@@ -94,9 +127,37 @@ class TraceDataset(Dataset[Any]):
 
 
 class ShuffleBufferSampler(Sampler[int]):
-    """Indices of a shuffle buffer: ids in store order enter a window of buffer_size, one
-    at random leaves it. Every index once an epoch; O(buffer_size) of it is held by the
-    order, no trace. Splits itself over ranks, exactly. set_epoch() changes the order."""
+    """Sampler of indices in the order of a shuffle buffer.
+
+    Indices enter a window of `buffer_size` in store order, and a random one leaves it at each step.
+    An epoch has each index once, split exactly over the ranks. The memory is O(buffer_size)
+    indices; no trace is held.
+
+    Parameters
+    ----------
+    n : int
+        Number of indices.
+    buffer_size : int
+        Indices of the window.
+    seed : int
+        Seed of the order.
+    rank, world_size : int, optional
+        This rank and the number of ranks. By default from torch.distributed if it is initialized,
+        else from the environment variables RANK and WORLD_SIZE.
+
+    Raises
+    ------
+    UsageError
+        For a number outside its range.
+
+    Examples
+    --------
+    >>> import tracestore
+    >>> sampler = tracestore.ShuffleBufferSampler(5, buffer_size=2, seed=1)
+    >>> sorted(sampler)
+    [0, 1, 2, 3, 4]
+    >>> sampler.set_epoch(1)  # another order
+    """
 
     def __init__(
         self,
@@ -110,39 +171,76 @@ class ShuffleBufferSampler(Sampler[int]):
         if n < 0 or buffer_size < 1:
             raise UsageError(f"found n {n} and buffer_size {buffer_size}, expected at least 0 and 1")
         self.n, self.buffer_size, self.seed, self.epoch = n, buffer_size, seed, 0
-        found = rank_and_world_size()
-        self.rank = found[0] if rank is None else rank
-        self.world_size = found[1] if world_size is None else world_size
+        self.rank, self.world_size = rank_and_world_size(rank, world_size)
 
     def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, which selects the order."""
         self.epoch = epoch
 
     def __len__(self) -> int:
         return len(range(self.rank, self.n, self.world_size))
 
     def __iter__(self) -> Iterator[int]:
-        epoch = order.EpochOrder(self.n, self.seed, self.epoch, "buffer", self.buffer_size)
-        positions = np.arange(self.rank, self.n, self.world_size)
-        return iter(epoch.ids_at(positions).tolist())
+        epoch = EpochOrder(self.n, self.seed, self.epoch, "buffer", self.buffer_size)
+        return iter(epoch.ids_at(np.arange(self.rank, self.n, self.world_size)).tolist())
 
 
-class TraceIterableDataset(IterableDataset[Any]):
-    """Iterable: every trace exactly once an epoch over ranks x workers, in an order that
-    is a function of (seed, epoch) alone.
+class TraceIterableDataset(IterableDataset[BatchT]):
+    """Iterable dataset: an epoch has each trace exactly once over all ranks and workers.
 
-    Without batch_size it yields items as TraceDataset does: rank r of R takes positions
-    r, r + R, ..., worker w of W every W-th of them. With batch_size it yields whole
-    collated batches (use DataLoader(batch_size=None)): worker w the batches w, w + W,
-    ..., of each the rank's slice; batch_size is the global one. `shuffle`: "buffer"
-    (a window of buffer_size ids, not traces), "global", "block" or "none".
+    The order is a function of (seed, epoch) alone. Without `batch_size` it yields the items of
+    `TraceDataset`: rank r of R takes the positions r, r + R, ... and worker w of W every W-th of
+    them. With `batch_size` it yields collated batches, for ``DataLoader(batch_size=None)``: worker
+    w takes the batches w, w + W, ... and of each the slice of its rank.
+
+    Parameters
+    ----------
+    store : TraceStore, str or PathLike
+        A store or its path.
+    view : {"sequence", "graph"}
+        The form of the items or batches.
+    shuffle : {"buffer", "global", "block", "none"}
+        The order. "buffer": a shuffle buffer of `buffer_size` ids, not traces. "global": a keyed
+        permutation of all traces. "block": blocks of `block_bytes` of neighboring traces in random
+        order, each permuted. "none": store order.
+    buffer_size : int
+        Ids of the window of shuffle "buffer".
+    block_bytes : int
+        Bytes of a block of shuffle "block".
+    seed : int
+        Seed of the order.
+    batch_size : int, optional
+        Traces of a batch over all ranks. None yields single items.
+    drop_last : bool
+        Leave out a last batch that is short.
+    rank, world_size : int, optional
+        This rank and the number of ranks. By default from torch.distributed if it is initialized,
+        else from the environment variables RANK and WORLD_SIZE.
+    score_threshold, attention_threshold, top_k, cache_bytes
+        See `TraceDataset`; `top_k` is a fraction in (0, 1].
+
+    Raises
+    ------
+    MissingFieldError
+        If the store lacks what the view needs.
+    UsageError
+        For an option outside its range, or if there is no such store.
+
+    Examples
+    --------
+    >>> import tracestore
+    >>> from torch.utils.data import DataLoader
+    >>> dataset = tracestore.TraceIterableDataset("store.zarr", batch_size=4)
+    >>> [batch.sequences.shape for batch in DataLoader(dataset, batch_size=None)]
+    [torch.Size([4, 3, 8]), torch.Size([4, 3, 8]), torch.Size([4, 3, 8])]
     """
 
     def __init__(
         self,
         store: StoreLike,
-        view: str = "sequence",
+        view: View = "sequence",
         *,
-        shuffle: str = "buffer",
+        shuffle: Shuffle = "buffer",
         buffer_size: int = 1000,
         block_bytes: int = 256 << 20,
         seed: int = 0,
@@ -165,7 +263,7 @@ class TraceIterableDataset(IterableDataset[Any]):
         )
         self.epoch, self.batch_size = 0, batch_size
         self._pool: BlockPool | None = None
-        self.epochs = EpochPlanner(
+        self._planner = EpochPlanner(
             self.items.store,
             self.items.format,
             batch_size=1 if batch_size is None else batch_size,
@@ -175,73 +273,81 @@ class TraceIterableDataset(IterableDataset[Any]):
             block_bytes=block_bytes,
             drop_last=drop_last,
         )
-        found = rank_and_world_size()
-        self.rank = found[0] if rank is None else rank
-        self.world_size = found[1] if world_size is None else world_size
+        self.rank, self.world_size = rank_and_world_size(rank, world_size)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_pool": None}
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, which selects the order. Each iteration also advances it by one."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        """Return the items, or batches, that this rank gets from all its workers together."""
+        if self.batch_size is None:
+            return len(range(self.rank, len(self.items), self.world_size))
+        return len(self._batches(self.epoch))
+
+    def __iter__(self) -> Iterator[BatchT]:
+        return _EpochIterator(self)
+
+    def _iterate_from(self, epoch: int, start: int) -> Iterator[BatchT]:
+        """Yield the items or batches of this process in an epoch, from number `start` on."""
+        info = get_worker_info()
+        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
+        if self.batch_size is None:
+            return self._iterate_items(epoch, slice(start * num_workers + worker, None, num_workers))
+        return self._iterate_batches(epoch, slice(start * num_workers + worker, None, num_workers), info is not None)
+
+    def _iterate_items(self, epoch: int, chosen: slice) -> Iterator[Any]:
+        plan = self._planner.plan(epoch)
+        positions = np.arange(self.rank, len(self.items), self.world_size)[chosen]
+        for begin in range(0, len(positions), _ORDER_CHUNK):
+            for index in plan.indices_at(positions[begin : begin + _ORDER_CHUNK]).tolist():
+                yield self.items[index]
+
+    def _iterate_batches(self, epoch: int, chosen: slice, in_worker: bool) -> Iterator[Any]:
+        plan, allocate = self._planner.plan(epoch), None if in_worker else self._allocate
+        for batch in self._batches(epoch)[chosen]:
+            indices = plan.traces(batch, self.rank, self.world_size)
+            yield gather_batch(self.items.store, indices, self.items.targets, self.items.format, allocate)
+
+    def _batches(self, epoch: int) -> list[int]:
+        """Return the numbers of the batches in which this rank has a trace."""
+        batches = self._planner.plan(epoch).batches
+        return [k for k in range(len(batches)) if len(batches.positions(k, self.rank, self.world_size))]
 
     def _allocate(self, num_bytes: int) -> PooledBuffer:
         if self._pool is None:
             self._pool = BlockPool()
         lease = self._pool.lease(num_bytes)
-        assert lease is not None
+        assert lease is not None  # the pool has no limit
         return PooledBuffer(lease)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Another order. With persistent workers the epoch goes on by itself, one an iteration."""
-        self.epoch = epoch
 
-    def _batches(self, epoch: int) -> list[int]:
-        """Numbers of the batches of which this rank has a part."""
-        batches = self.epochs.plan(epoch).batches
-        return [g for g in range(len(batches)) if len(batches.positions(g, self.rank, self.world_size))]
+class _EpochIterator(Iterator[Any]):
+    """One epoch of a TraceIterableDataset in one process.
 
-    def __len__(self) -> int:
-        """Items, or batches, that this rank gets from all its workers together."""
-        if self.batch_size is None:
-            return len(range(self.rank, len(self.items), self.world_size))
-        return len(self._batches(self.epoch))
+    torchdata's StatefulDataLoader saves its state and continues from it without reading the earlier
+    traces again.
+    """
 
-    def __iter__(self) -> Iterator[Any]:
-        return _Pass(self)
-
-    def _items_of(self, epoch: int, first: int) -> Iterator[Any]:
-        """What this process has of an epoch, from its item or batch number `first` on."""
-        info = get_worker_info()
-        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        n, plan, mine = len(self.items), self.epochs.plan(epoch), self._batches(epoch)
-        if self.batch_size is None:
-            positions = np.arange(self.rank, n, self.world_size)[worker::workers][first:]
-            for begin in range(0, len(positions), 1024):
-                for index in plan.indices_at(positions[begin : begin + 1024]).tolist():
-                    yield self.items[index]
-            return
-        for batch in mine[worker::workers][first:]:
-            indices = plan.traces(batch, self.rank, self.world_size)
-            allocate = self._allocate if info is None else None
-            yield gather_batch(self.items.store, indices, self.items.targets, self.items.format, allocate)
-
-
-class _Pass(Iterator[Any]):
-    """One pass of a process over a TraceIterableDataset; torchdata's StatefulDataLoader keeps its
-    state and goes on from there, without reading again what was read."""
-
-    def __init__(self, data: TraceIterableDataset) -> None:
-        self._data, self._epoch, self._done = data, data.epoch, 0
-        data.epoch += 1
-        self._rest = data._items_of(self._epoch, 0)
+    def __init__(self, dataset: TraceIterableDataset[Any]) -> None:
+        self._dataset, self._epoch, self._num_done = dataset, dataset.epoch, 0
+        dataset.epoch += 1
+        self._rest = dataset._iterate_from(self._epoch, 0)
 
     def __next__(self) -> Any:
         item = next(self._rest)
-        self._done += 1
+        self._num_done += 1
         return item
 
     def state_dict(self) -> dict[str, int]:
-        return {"epoch": self._epoch, "done": self._done}
+        """Return the epoch and the number of items that were yielded."""
+        return {"epoch": self._epoch, "done": self._num_done}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self._epoch, self._done = state["epoch"], state["done"]
-        self._data.epoch = self._epoch + 1
-        self._rest = self._data._items_of(self._epoch, self._done)
+        """Continue where the state was taken."""
+        self._epoch, self._num_done = state["epoch"], state["done"]
+        self._dataset.epoch = self._epoch + 1
+        self._rest = self._dataset._iterate_from(self._epoch, self._num_done)

@@ -1,9 +1,9 @@
-"""What an epoch is made of: which traces, in which order, in which batches, for which rank."""
+"""The plan of an epoch: which traces form which batch, for which rank."""
 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -13,41 +13,66 @@ from tracestore.data.batch_format import BatchFormat
 from tracestore.errors import UsageError
 from tracestore.store.read.store import TraceStore
 
-COSTS = ("tokens", "nodes", "edges", "bytes")
+BatchBy = Literal["tokens", "nodes", "edges", "bytes"]
+_MEAN_SAMPLE = 4096
 
 
-def rank_and_world_size() -> tuple[int, int]:
-    """From torch.distributed where it is initialised, else from RANK and WORLD_SIZE."""
-    import torch.distributed  # here: `tracestore plan` lays out epochs without torch
+def rank_and_world_size(rank: int | None = None, world_size: int | None = None) -> tuple[int, int]:
+    """Return the rank and the number of ranks.
+
+    A value that is None comes from torch.distributed if it is initialized, else from the
+    environment variables RANK and WORLD_SIZE.
+    """
+    import torch.distributed  # imported here because `tracestore plan` plans epochs without torch
 
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        default = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    else:
+        default = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank = default[0] if rank is None else rank
+    world_size = default[1] if world_size is None else world_size
+    if not 0 <= rank < world_size:
+        raise UsageError(f"found rank {rank} of {world_size}")
+    return rank, world_size
 
 
-def trace_costs(store: TraceStore, form: BatchFormat, cost: str, indices: np.ndarray) -> np.ndarray:
-    """(n,) int64 costs of some traces: tokens S, nodes L S, edges (stored pairs of all
-    layers, before any threshold) or bytes in a batch."""
-    if cost == "bytes":
-        return form.bytes_per_trace(store, indices)
+def trace_costs(store: TraceStore, batch_format: BatchFormat, by: BatchBy, indices: np.ndarray) -> np.ndarray:
+    """Return the cost of each trace, int64 of shape (n,).
+
+    "tokens" is S, "nodes" L * S, "edges" the stored pairs of all layers before any threshold, and
+    "bytes" what the trace takes in a batch.
+    """
+    if by == "bytes":
+        return batch_format.bytes_per_trace(store, indices)
     tokens, pairs = store.sizes(indices)
-    return {"tokens": tokens, "nodes": tokens * store.num_layers, "edges": pairs}[cost]
+    return {"tokens": tokens, "nodes": tokens * store.num_layers, "edges": pairs}[by]
 
 
-def mean_trace_bytes(store: TraceStore, form: BatchFormat, indices: np.ndarray | None = None) -> int:
-    """Bytes a trace takes in a batch, on average over the store or over `indices`; of
-    large stores over 4,096 of them, evenly spaced."""
+def mean_trace_bytes(store: TraceStore, batch_format: BatchFormat, indices: np.ndarray | None = None) -> int:
+    """Return the mean number of bytes that a trace takes in a batch, at least 1.
+
+    The mean is over `indices`, or over the store. Large sets are sampled evenly.
+    """
     n = len(store) if indices is None else len(indices)
     if n == 0:
         return 1
-    some = np.unique(np.linspace(0, n - 1, min(n, 4096)).astype(np.int64))
-    return max(1, int(form.bytes_per_trace(store, some if indices is None else indices[some]).mean()))
+    sample = np.unique(np.linspace(0, n - 1, min(n, _MEAN_SAMPLE)).astype(np.int64))
+    return max(1, int(batch_format.bytes_per_trace(store, sample if indices is None else indices[sample]).mean()))
 
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """The batches of one epoch. `ids` says which id stands at a position, `batches`
-    which positions are a batch, `indices` which trace an id is (None: itself)."""
+    """The batches of one epoch.
+
+    Attributes
+    ----------
+    ids : EpochOrder
+        The id at each position.
+    batches : Batches
+        The positions of each batch.
+    indices : ndarray of int64, optional
+        The store index of each id. None: an id is a store index.
+    """
 
     ids: order.EpochOrder
     batches: order.Batches
@@ -57,31 +82,61 @@ class EpochPlan:
         return len(self.batches)
 
     def traces(self, batch: int, rank: int = 0, world_size: int = 1) -> np.ndarray:
-        """Store indices (int64) of a rank's slice of a batch; may be empty."""
+        """Return the store indices, int64, of a rank's slice of a batch. The slice may be empty."""
         return self.indices_at(self.batches.positions(batch, rank, world_size))
 
     def indices_at(self, positions: np.ndarray) -> np.ndarray:
-        chosen = self.ids.ids_at(positions)
-        return chosen if self.indices is None else self.indices[chosen]
+        """Return the store indices, int64, at the given positions of the epoch."""
+        ids = self.ids.ids_at(positions)
+        return ids if self.indices is None else self.indices[ids]
 
 
 class EpochPlanner:
-    """Makes the plan of any epoch: a pure function of the store and these arguments.
+    """Plans epochs: each plan is a pure function of the store and these arguments.
 
-    batch_size traces a batch, or with batch_by ("tokens", "nodes", "edges", "bytes")
-    neighbours in the order whose costs add up to at most max_batch_cost. UsageError for
-    arguments that make no sense.
+    Parameters
+    ----------
+    store : TraceStore
+        The store.
+    batch_format : BatchFormat
+        The form of the batches.
+    batch_size : int
+        Traces of a batch, over all ranks.
+    batch_by : {"tokens", "nodes", "edges", "bytes"}, optional
+        Bound the cost of a batch in this unit in place of its number of traces.
+    max_batch_cost : int, optional
+        The bound. Required by `batch_by`.
+    shuffle : {"global", "buffer", "block", "none"}
+        The order, see `order.EpochOrder`.
+    seed : int
+        Seed of the order.
+    indices : sequence of int, optional
+        Restrict the epoch to these traces.
+    buffer_size : int
+        Ids of the window of shuffle "buffer".
+    block_bytes : int
+        Bytes of a block of shuffle "block".
+    drop_last : bool
+        Leave out a last batch that is short.
+    pad_last : bool
+        Fill a short last batch with the first traces of the epoch. Excludes `drop_last` and
+        `batch_by`.
+
+    Raises
+    ------
+    UsageError
+        For arguments outside these ranges.
     """
 
     def __init__(
         self,
         store: TraceStore,
-        form: BatchFormat,
+        batch_format: BatchFormat,
         *,
         batch_size: int,
-        batch_by: str | None = None,
+        batch_by: BatchBy | None = None,
         max_batch_cost: int | None = None,
-        shuffle: str = "global",
+        shuffle: order.Shuffle = "global",
         seed: int = 0,
         indices: Sequence[int] | np.ndarray | None = None,
         buffer_size: int = 1000,
@@ -95,60 +150,58 @@ class EpochPlanner:
             )
         if shuffle not in order.SHUFFLES:
             raise UsageError(f"found shuffle {shuffle!r}, expected one of {', '.join(order.SHUFFLES)}")
-        if batch_by is not None and (batch_by not in COSTS or max_batch_cost is None or max_batch_cost < 1):
+        units = get_args(BatchBy)
+        if batch_by is not None and (batch_by not in units or max_batch_cost is None or max_batch_cost < 1):
             raise UsageError(
-                f"found batch_by {batch_by!r} and max_batch_cost {max_batch_cost}, expected one of {', '.join(COSTS)} "
+                f"found batch_by {batch_by!r} and max_batch_cost {max_batch_cost}, expected one of {', '.join(units)} "
                 "and at least 1"
             )
         if batch_by is None and max_batch_cost is not None:
-            raise UsageError("max_batch_cost requires batch_by: tokens, nodes, edges or bytes")
+            raise UsageError(f"max_batch_cost requires batch_by, one of {', '.join(units)}")
         if pad_last and (drop_last or batch_by is not None):
-            raise UsageError("pad_last goes with batch_size alone")
-        self.store, self.form = store, form
+            raise UsageError("pad_last excludes drop_last and batch_by")
+        self.store, self.batch_format = store, batch_format
         self.batch_size, self.batch_by, self.max_batch_cost = batch_size, batch_by, max_batch_cost
         self.shuffle, self.seed = shuffle, seed
         self.indices = None if indices is None else np.asarray(indices, np.int64)
-        if (
-            self.indices is not None
-            and self.indices.size
-            and not (self.indices.min() >= 0 and self.indices.max() < len(store))
-        ):
+        if self.indices is not None and ((self.indices < 0) | (self.indices >= len(store))).any():
             raise UsageError(f"found indices outside 0 .. {len(store) - 1}")
         self.buffer_size, self.drop_last, self.pad_last = buffer_size, drop_last, pad_last
         self.block_size = 1
         if shuffle == "block":
-            self.block_size = max(1, block_bytes // mean_trace_bytes(store, form))
+            self.block_size = max(1, block_bytes // mean_trace_bytes(store, batch_format))
         self._last: tuple[int, EpochPlan] | None = None
 
     @property
     def num_samples(self) -> int:
-        """Traces an epoch visits, over all ranks."""
+        """Traces of an epoch, over all ranks."""
         return len(self.store) if self.indices is None else len(self.indices)
 
     def plan(self, epoch: int) -> EpochPlan:
-        """The plan of an epoch; the last one is kept."""
+        """Return the plan of an epoch. The last plan is kept."""
         if self._last is None or self._last[0] != epoch:
-            self._last = epoch, self._make(epoch)
+            self._last = epoch, self._make_plan(epoch)
         return self._last[1]
 
-    def _make(self, epoch: int) -> EpochPlan:
+    def _make_plan(self, epoch: int) -> EpochPlan:
         n = self.num_samples
-        positions = order.EpochOrder(n, self.seed, epoch, self.shuffle, self.buffer_size, self.block_size)
-        if self.batch_by is None:
-            return EpochPlan(positions, order.Batches(n, self.batch_size, self.drop_last, self.pad_last), self.indices)
-        assert self.max_batch_cost is not None
-        whole = EpochPlan(positions, order.Batches(n, 1), self.indices)
-        kind = self.batch_by
+        ids = order.EpochOrder(n, self.seed, epoch, self.shuffle, self.buffer_size, self.block_size)
+        batches = order.Batches(n, self.batch_size, self.drop_last, self.pad_last)
+        plan = EpochPlan(ids, batches, self.indices)
+        if self.batch_by is None or self.max_batch_cost is None:
+            return plan
+        by = self.batch_by
 
-        def cost_at(at: np.ndarray) -> np.ndarray:
-            return trace_costs(self.store, self.form, kind, whole.indices_at(at))
+        def cost_at(positions: np.ndarray) -> np.ndarray:
+            return trace_costs(self.store, self.batch_format, by, plan.indices_at(positions))
 
-        return EpochPlan(
-            positions, order.CostBoundedBatches(n, self.max_batch_cost, cost_at, self.drop_last), self.indices
-        )
+        return EpochPlan(ids, order.CostBoundedBatches(n, self.max_batch_cost, cost_at, self.drop_last), self.indices)
 
     def signature(self) -> dict[str, Any]:
-        """What must agree for a position in one epoch to mean the same in another."""
+        """Return the values that two planners must share for a position to mean the same trace.
+
+        The keys are part of the loader's state and therefore of checkpoints.
+        """
         return {
             "seed": self.seed,
             "batch_size": self.batch_size if self.batch_by is None else 0,

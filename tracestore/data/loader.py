@@ -1,57 +1,148 @@
 """TraceLoader: collated batches from threads of this process, in an exact order."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
 from torch.utils.data import get_worker_info
 
 from tracestore._core.blocks import BlockPool
-from tracestore.data.batch import pyg_classes
-from tracestore.data.batch_format import BatchFormat, EdgeOptions
+from tracestore.data.batch import BatchT
+from tracestore.data.batch_format import BatchFormat, EdgeFormat, EdgeOptions, View
 from tracestore.data.batch_jobs import BatchJob, gather_batch, make_job
 from tracestore.data.buffers import Allocate, BatchBuffer, PooledBuffer, TorchBuffer
-from tracestore.data.datasets import StoreLike
-from tracestore.data.epoch import EpochPlan, EpochPlanner, mean_trace_bytes, rank_and_world_size
-from tracestore.data.memory_plan import plan_memory
+from tracestore.data.datasets import StoreLike, open_for_batches
+from tracestore.data.epoch import BatchBy, EpochPlan, EpochPlanner, rank_and_world_size
+from tracestore.data.memory_plan import cache_limit, plan_memory
+from tracestore.data.order import Shuffle
 from tracestore.data.prefetch import NativePrefetcher, ThreadPrefetcher
 from tracestore.errors import MemoryBudgetError, UsageError
-from tracestore.store.read.store import DEFAULT_CACHE_BYTES, TraceStore, open_store
 
 STATE_VERSION = 2
 
 
-class TraceLoader:
-    """Collated batches of a store, gathered ahead by threads.
+class TraceLoader(Generic[BatchT]):
+    """Loader of collated batches, which threads of this process gather ahead.
 
-    Yields SequenceBatch (view "sequence") or a PyG Batch (view "graph"; see
-    data.jobs.gather_batch). `indices` restricts it to some traces. batch_size is the
-    global one, of which each rank gets a slice (pad: a short last batch is filled with
-    the epoch's first traces); batch_by "tokens", "nodes", "edges" or "bytes" makes
-    batches of at most max_batch_cost of these instead. dtype "float32" converts while
-    gathering; None keeps the stored one. Each complete iteration is one epoch; the next
-    has another order. `state_dict()`, taken after batch k, lets another loader over the
-    same traces continue with batch k + 1, whatever its number of threads and ranks.
+    An iteration is one epoch, and the next one has another order. Batch k is a pure function of the
+    store, the seed, the epoch and the composition of batches, whatever the number of threads and
+    ranks. Traces without a score are included.
 
-    A batch lies in memory that is used again once nothing refers to any of its tensors;
-    batches that are kept stay valid. memory_budget (bytes) bounds batches, those the
-    consumer holds included, and decoded chunks; MemoryBudgetError where that cannot be.
-    Decoded chunks of a compressed store take at most cache_bytes, and max_cache_batches
-    batches where that is given.
-    pin_memory takes batches from torch's pinned memory instead, for copies to a GPU.
-    as_pyg=False yields a GraphBatch in place of a PyG Batch, and never imports PyG.
+    A batch lies in memory that is reused when nothing refers to any of its tensors any more.
+    Batches that are kept stay valid.
+
+    Parameters
+    ----------
+    store : TraceStore, str or PathLike
+        A store or its path.
+    view : {"sequence", "graph"}
+        "sequence" yields `SequenceBatch`, "graph" a PyG Batch of B * L graphs with the fields of
+        `GraphBatch`.
+    batch_size : int
+        Traces of a batch over all ranks. Each rank gets a contiguous slice.
+    batch_by : {"tokens", "nodes", "edges", "bytes"}, optional
+        Bound the cost of a batch in this unit in place of its number of traces.
+    max_batch_cost : int, optional
+        The bound. A trace above it is a batch by itself. Required by `batch_by`.
+    shuffle : {"global", "buffer", "block", "none"}
+        The order. "global": a keyed permutation of all traces. "buffer": a shuffle buffer of
+        `buffer_size` ids. "block": blocks of `block_bytes` of neighboring traces in random order,
+        each permuted. "none": store order.
+    seed : int
+        Seed of the order.
+    num_threads : int
+        Threads that gather. 0 gathers in the consumer's thread.
+    indices : sequence of int, optional
+        Restrict the loader to these traces.
+    buffer_size : int
+        Ids of the window of shuffle "buffer".
+    block_bytes : int
+        Bytes of a block of shuffle "block".
+    drop_last : bool
+        Leave out a last batch that is short.
+    pad_last : bool
+        Fill a short last batch with the first traces of the epoch. Excludes `drop_last` and
+        `batch_by`.
+    score_threshold : float
+        Score below which a trace counts as a hallucination, or above which in a store of
+        hallucination scores. A stored label takes precedence.
+    attention_threshold : float
+        Keep the pairs of tokens whose attention is above this value as edges.
+    top_k : float, optional
+        A fraction in (0, 1], not a number: keep this fraction of each layer's stored pairs, those
+        with the largest attention, in place of the threshold.
+    edge_format : {"coo", "packed", "heads"}
+        "coo": `edge_index` and `edge_attr`. "packed": the causal triangles of head-averaged
+        `attention`. "heads": those of each stored head.
+    dtype : str, optional
+        "float32" converts while gathering. None keeps the stored dtype.
+    rank, world_size : int, optional
+        This rank and the number of ranks. By default from torch.distributed if it is initialized,
+        else from the environment variables RANK and WORLD_SIZE.
+    cache_bytes : int, optional
+        Limit for the decoded chunks of a compressed store, 256 MiB by default.
+    max_cache_batches : int, optional
+        Further limit for decoded chunks, in batches of mean traces.
+    memory_budget : int, optional
+        Bytes for all batches, those that the consumer holds included, and decoded chunks.
+    pin_memory : bool
+        Take batches from torch's pinned memory, for copies to a GPU.
+    as_pyg : bool
+        With False, view "graph" yields `GraphBatch` and never imports PyG.
+
+    Attributes
+    ----------
+    store : TraceStore
+        The store, opened once more with a cache of its own.
+    memory : MemoryPlan
+        The division of the memory budget.
+    targets : ndarray of float64, shape (N,)
+        The label of each trace of the store; NaN without a label or score.
+
+    Raises
+    ------
+    MemoryBudgetError
+        If the budget cannot hold two batches, or, while iterating, the batches that are kept and
+        the next one.
+    MissingFieldError
+        If the store lacks what the view needs.
+    UsageError
+        For an option outside its range, or if there is no such store.
+
+    Examples
+    --------
+    >>> import tracestore
+    >>> loader = tracestore.TraceLoader("store.zarr", batch_size=4, seed=1)
+    >>> len(loader), [batch.sequences.shape for batch in loader]
+    (3, [torch.Size([4, 3, 8]), torch.Size([4, 3, 8]), torch.Size([4, 3, 8])])
+
+    Save the position after a batch and continue with another number of threads:
+
+    >>> batches = iter(loader)
+    >>> _ = next(batches)
+    >>> state = loader.state_dict()
+    >>> other = tracestore.TraceLoader("store.zarr", batch_size=4, seed=1, num_threads=0)
+    >>> other.load_state_dict(state)
+    >>> [b.question_id for b in other] == [b.question_id for b in batches]
+    True
+
+    For type checkers, name the class of the batches:
+
+    >>> from tracestore.data.batch import GraphBatch
+    >>> graphs: tracestore.TraceLoader[GraphBatch]
+    >>> graphs = tracestore.TraceLoader("store.zarr", "graph", as_pyg=False)
     """
 
     def __init__(
         self,
         store: StoreLike,
-        view: str = "sequence",
+        view: View = "sequence",
         *,
         batch_size: int = 16,
-        batch_by: str | None = None,
+        batch_by: BatchBy | None = None,
         max_batch_cost: int | None = None,
-        shuffle: str = "global",
+        shuffle: Shuffle = "global",
         seed: int = 0,
         num_threads: int = 2,
         indices: Sequence[int] | np.ndarray | None = None,
@@ -62,7 +153,7 @@ class TraceLoader:
         score_threshold: float = 0.5,
         attention_threshold: float = 0.0,
         top_k: float | None = None,
-        edge_format: str = "coo",
+        edge_format: EdgeFormat = "coo",
         dtype: str | None = None,
         rank: int | None = None,
         world_size: int | None = None,
@@ -74,13 +165,10 @@ class TraceLoader:
     ) -> None:
         if num_threads < 0:
             raise UsageError(f"found num_threads {num_threads}, expected at least 0")
-        self.store = store.again() if isinstance(store, TraceStore) else open_store(store)
         self.format = BatchFormat(view, EdgeOptions(attention_threshold, top_k, edge_format), dtype, as_pyg)
-        self.format.check(self.store)
-        if view == "graph" and as_pyg:
-            pyg_classes()  # now, so that workers that are forked from this process have it
+        self.store = open_for_batches(store, self.format)
         self.targets = self.store.targets(score_threshold)
-        self.epochs = EpochPlanner(
+        self.planner = EpochPlanner(
             self.store,
             self.format,
             batch_size=batch_size,
@@ -94,16 +182,10 @@ class TraceLoader:
             drop_last=drop_last,
             pad_last=pad_last,
         )
-        found = rank_and_world_size()
-        self.rank = found[0] if rank is None else rank
-        self.world_size = found[1] if world_size is None else world_size
-        if not 0 <= self.rank < self.world_size:
-            raise UsageError(f"found rank {self.rank} of {self.world_size}")
+        self.rank, self.world_size = rank_and_world_size(rank, world_size)
         self.num_threads, self.pin_memory = num_threads, pin_memory
-        cache_bytes = DEFAULT_CACHE_BYTES if cache_bytes is None else cache_bytes
-        if max_cache_batches is not None:
-            cache_bytes = min(cache_bytes, max_cache_batches * batch_size * mean_trace_bytes(self.store, self.format))
-        self.memory = plan_memory(self.epochs, num_threads, cache_bytes, memory_budget)
+        limit = cache_limit(self.store, self.format, cache_bytes, max_cache_batches, batch_size)
+        self.memory = plan_memory(self.planner, num_threads, limit, memory_budget)
         self.store.set_cache_limit(self.memory.cache_bytes)
         self.max_in_flight = self.memory.batches_in_flight
         self._pool = self._new_pool()
@@ -123,88 +205,132 @@ class TraceLoader:
         self._pool = self._new_pool()
 
     @property
-    def view(self) -> str:
+    def view(self) -> View:
+        """The view of the batches, "sequence" or "graph"."""
         return self.format.view
 
     @property
     def batch_size(self) -> int:
-        return self.epochs.batch_size
+        """Traces of a batch over all ranks."""
+        return self.planner.batch_size
 
     @property
     def num_samples(self) -> int:
-        """Traces an epoch visits, over all ranks."""
-        return self.epochs.num_samples
+        """Traces of an epoch, over all ranks."""
+        return self.planner.num_samples
 
     def __len__(self) -> int:
-        """Batches of the epoch, the same on every rank; with batch_by another in every epoch."""
-        return len(self.epochs.plan(self.epoch))
+        """Return the batches of the epoch, the same on each rank. With `batch_by` epochs differ."""
+        return len(self.planner.plan(self.epoch))
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch; the one that a loaded state is in keeps its position."""
+        """Set the epoch of the next iteration.
+
+        The epoch of a state that was loaded keeps its position.
+        """
         if epoch != self.epoch or self._epoch_done:
             self._resume_at = self._position = 0
         self.epoch, self._epoch_done = epoch, False
 
     def state_dict(self) -> dict[str, Any]:
-        """A few integers and words: what the next batch is. Survives JSON."""
-        return {"version": STATE_VERSION, "epoch": self.epoch, "batch": self._position, **self.epochs.signature()}
+        """Return the position of the next batch, as a few integers and strings.
+
+        Returns
+        -------
+        dict
+            The state. It survives JSON.
+        """
+        return {"version": STATE_VERSION, "epoch": self.epoch, "batch": self._position, **self.planner.signature()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where the state was taken. UsageError where it is of another order."""
-        for name, mine in {"version": STATE_VERSION, **self.epochs.signature()}.items():
+        """Continue where the state was taken.
+
+        Parameters
+        ----------
+        state : dict
+            A result of `state_dict`. The number of threads and ranks may differ.
+
+        Raises
+        ------
+        UsageError
+            If the state belongs to another order or composition of batches.
+        """
+        for name, mine in {"version": STATE_VERSION, **self.planner.signature()}.items():
             if state.get(name) != mine:
                 raise UsageError(f"state of another loader: {name} is {state.get(name)!r}, expected {mine!r}")
         self.epoch, self._resume_at = int(state["epoch"]), int(state["batch"])
         self._position, self._epoch_done = self._resume_at, False
 
     def batch_indices(self, batch: int, epoch: int | None = None) -> np.ndarray:
-        """Store indices of this rank's slice of a batch: a pure function."""
-        plan = self.epochs.plan(self.epoch if epoch is None else epoch)
+        """Return the store indices of this rank's slice of a batch.
+
+        Parameters
+        ----------
+        batch : int
+            Number of the batch in its epoch.
+        epoch : int, optional
+            The epoch, by default the current one.
+
+        Returns
+        -------
+        ndarray of int64, shape (B,)
+            Store indices, possibly none.
+        """
+        plan = self.planner.plan(self.epoch if epoch is None else epoch)
         return plan.traces(batch, self.rank, self.world_size)
 
     def reduce_memory(self) -> None:
-        """Takes less memory from the next epoch or continuation on: one batch in flight,
-        no decoded chunks kept. The order stays what it is."""
+        """Use less memory from the next iteration on: one batch in flight, no decoded chunks.
+
+        The order stays the same.
+        """
         self.max_in_flight = 1
         self._pool.max_idle = 1
         self._pool.trim()
         self.store.set_cache_limit(0)
 
-    # Gathering
+    def gather(self, indices: Sequence[int] | np.ndarray) -> BatchT:
+        """Gather a batch in this thread.
 
-    def gather(self, indices: Sequence[int] | np.ndarray) -> Any:
-        """The collated batch of some traces, now."""
+        Parameters
+        ----------
+        indices : sequence of int
+            Store indices of the B traces.
+
+        Returns
+        -------
+        SequenceBatch, torch_geometric.data.Batch or GraphBatch
+            The batch, as iterating yields it.
+        """
         in_worker = get_worker_info() is not None
         return self._gather(np.asarray(indices, np.int64), None if in_worker else self._allocate)
 
-    def _gather(self, indices: np.ndarray, allocate: Allocate | None) -> Any:
-        return gather_batch(self.store, indices, self.targets, self.format, allocate)
+    def _gather(self, indices: np.ndarray, allocate: Allocate | None) -> BatchT:
+        batch: BatchT = gather_batch(self.store, indices, self.targets, self.format, allocate)
+        return batch
 
     def _allocate(self, num_bytes: int) -> BatchBuffer:
         if self.pin_memory:
             return TorchBuffer(num_bytes, pinned=True)
         lease = self._pool.lease(num_bytes)
         if lease is None:
-            raise self._over_budget(num_bytes)
+            raise MemoryBudgetError(
+                f"the next batch needs {num_bytes:,} bytes, and batches that are still referred to hold "
+                f"{self._pool.leased_bytes:,} of the {self.memory.buffer_bytes:,} that the memory budget leaves for "
+                "batches; let go of batches, or lower batch_size"
+            )
         return PooledBuffer(lease)
 
-    def _over_budget(self, num_bytes: int) -> MemoryBudgetError:
-        return MemoryBudgetError(
-            f"the next batch needs {num_bytes:,} bytes, and batches that are still referred to hold "
-            f"{self._pool.leased_bytes:,} of the {self.memory.buffer_bytes:,} that the memory budget leaves for batches; "
-            "let go of batches, or lower batch_size"
-        )
-
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[BatchT]:
         if self._epoch_done:
-            self._next_epoch()
-        plan = self.epochs.plan(self.epoch)
+            self._start_next_epoch()
+        plan = self.planner.plan(self.epoch)
         start, self._resume_at = self._resume_at, 0
-        # A state taken after the last batch: nothing is left of its epoch.
+        # A state taken after the last batch leaves nothing of its epoch.
         self._position, self._epoch_done = start, start >= len(plan)
         return self._iterate(plan, start, self.epoch)
 
-    def _iterate(self, plan: EpochPlan, start: int, epoch: int) -> Iterator[Any]:
+    def _iterate(self, plan: EpochPlan, start: int, epoch: int) -> Iterator[BatchT]:
         total = len(plan)
         if self.num_threads == 0:
             for batch in range(start, total):
@@ -214,44 +340,51 @@ class TraceLoader:
                 del result
         else:
             yield from self._iterate_ahead(plan, start, total)
-        if self.epoch == epoch:  # not where the next one has begun already
-            self._next_epoch()
+        if self.epoch == epoch:  # a consumer that counts batches may have started the next epoch
+            self._start_next_epoch()
 
     def _mark_yielded(self, batch: int, total: int) -> None:
-        # Who counts batches does not ask for one after the last: the epoch is over all the same.
+        # A consumer that counts batches does not ask for one after the last, so the epoch ends here.
         self._position, self._epoch_done = batch + 1, batch + 1 == total
 
-    def _next_epoch(self) -> None:
+    def _start_next_epoch(self) -> None:
         self.epoch += 1
         self._position, self._epoch_done = 0, False
 
-    def _iterate_ahead(self, plan: EpochPlan, start: int, total: int) -> Iterator[Any]:
+    def _iterate_ahead(self, plan: EpochPlan, start: int, total: int) -> Iterator[BatchT]:
         def traces(batch: int) -> np.ndarray:
             return plan.traces(batch, self.rank, self.world_size)
 
-        def job(batch: int) -> BatchJob:
-            return make_job(self.store, traces(batch), self.targets, self.format)
-
-        ahead: NativePrefetcher | ThreadPrefetcher
-        threads, in_flight = self.num_threads, self.max_in_flight
-        if self.store.codec == "none":
-            ahead = NativePrefetcher(threads, in_flight, job, self._allocate, drop_behind=self.memory.buffer_bytes > 0)
-        else:
-            announce = partial(self.store.announce, view=self.view)
-            ahead = ThreadPrefetcher(threads, in_flight, traces, self._bytes, self._gather, self._allocate, announce)
-        with self.store.coming(traces, start, total, self.view) as coming, ahead:
-            submitted = planned = start
+        with self.store.coming(traces, start, total, self.view) as remote, self._new_prefetcher(traces) as prefetcher:
+            num_submitted = num_ahead = start
             for batch in range(start, total):
-                coming.at(batch)
-                while submitted < total and len(ahead) < self.max_in_flight and ahead.submit(submitted):
-                    submitted += 1
-                planned = max(planned, submitted)
-                while planned < total and ahead.plan(planned):
-                    planned += 1
-                result = ahead.take()
+                remote.at(batch)
+                while (
+                    num_submitted < total and len(prefetcher) < self.max_in_flight and prefetcher.submit(num_submitted)
+                ):
+                    num_submitted += 1
+                num_ahead = max(num_ahead, num_submitted)
+                while num_ahead < total and prefetcher.read_ahead(num_ahead):
+                    num_ahead += 1
+                result = prefetcher.next_batch()
                 self._mark_yielded(batch, total)
                 yield result
-                del result
+                del result  # the consumer alone decides when the memory is reused
 
-    def _bytes(self, indices: np.ndarray) -> int:
-        return self.format.max_batch_bytes(self.store, indices)
+    def _new_prefetcher(self, traces: Callable[[int], np.ndarray]) -> NativePrefetcher | ThreadPrefetcher:
+        if self.store.codec == "none":
+
+            def job(batch: int) -> BatchJob:
+                return make_job(self.store, traces(batch), self.targets, self.format)
+
+            drop_behind = self.memory.buffer_bytes > 0
+            return NativePrefetcher(self.num_threads, self.max_in_flight, job, self._allocate, drop_behind)
+        return ThreadPrefetcher(
+            self.num_threads,
+            self.max_in_flight,
+            traces,
+            partial(self.format.max_batch_bytes, self.store),
+            self._gather,
+            self._allocate,
+            partial(self.store.announce, view=self.view),
+        )

@@ -1,9 +1,8 @@
-"""Batches from a DataLoader's worker to its parent without a copy, in memory used again.
+"""Batches of DataLoader workers in shared memory that is reused and never copied.
 
-The worker gathers into a slot of shared memory and sends where the tensors lie in it;
-the parent maps the slot, and when the last tensor on it dies there, the slot is free
-for the worker's next batch. A slot is a file without a name: nothing is left behind,
-whichever process is killed.
+A worker gathers into a slot and sends where the tensors lie in it. The parent maps the slot. When
+the last tensor on it dies in the parent, the slot is free for the worker's next batch. A slot is an
+unnamed file, so nothing is left behind when a process is killed.
 """
 
 import os
@@ -15,9 +14,11 @@ from tracestore.data.batch import BatchMetadata, GraphBatch, Layout, SequenceBat
 from tracestore.data.buffers import PooledBuffer
 from tracestore.platform_support import create_memory_file, has_memory_files, open_file_of_process
 
-_ROUND = 4 << 20
-# How many idle slots a worker keeps: what DataLoader fetches ahead by default, and some.
+_SIZE_STEP = 4 << 20
+# A worker keeps this many idle slots: what a DataLoader fetches ahead by default, and a reserve.
 _MAX_IDLE = 4
+# Attribute of a batch that lies in a slot.
+_HANDLE = "_shared_handle"
 
 
 class Slot:
@@ -37,82 +38,87 @@ class Slot:
             os.close(self.fd)
 
     def lease(self) -> Any:
+        """Return the memory of the slot, which is in use until the result dies."""
         return self.memory.lease()
 
 
-class _Slots:
+class SlotPool:
     """The slots of one process."""
 
     def __init__(self) -> None:
         self.pid, self.slots = os.getpid(), list[Slot]()
 
-    def free(self, num_bytes: int) -> Slot:
+    def acquire(self, num_bytes: int) -> Slot:
+        """Return an idle slot of at least num_bytes, a new one if there is none."""
         idle = [s for s in self.slots if s.memory.is_free()]
         fitting = [s for s in idle if s.memory.num_bytes >= num_bytes]
         if fitting:
             return min(fitting, key=lambda s: s.memory.num_bytes)
         if len(idle) >= _MAX_IDLE:
             self.slots.remove(min(idle, key=lambda s: s.memory.num_bytes))
-        # Half as much again, which costs nothing before it is written: batches differ in size.
-        slot = Slot(-(-num_bytes * 3 // 2 // _ROUND) * _ROUND)
+        # Batches differ in size. The extra half takes no memory before it is written.
+        slot = Slot(-(-num_bytes * 3 // 2 // _SIZE_STEP) * _SIZE_STEP)
         self.slots.append(slot)
         return slot
 
 
-_mine = _Slots()
+_pool = SlotPool()
 
 
 def is_available() -> bool:
-    """Whether this system has what it takes; elsewhere torch's own sharing does it."""
+    """Return whether this system supports slots. If not, torch shares the tensors in its own way."""
     return has_memory_files()
 
 
-def free_slot(num_bytes: int) -> Slot:
-    """A slot of this process that nobody uses."""
-    global _mine
-    if _mine.pid != os.getpid():
-        _mine = _Slots()
-    return _mine.free(num_bytes)
+def acquire_slot(num_bytes: int) -> Slot:
+    """Return an idle slot of this process."""
+    global _pool
+    if _pool.pid != os.getpid():  # a forked process must not write into its parent's slots
+        _pool = SlotPool()
+    return _pool.acquire(num_bytes)
 
 
-def shared_batch(slot: Slot, layout: Layout, values: BatchMetadata) -> Any:
-    """The batch in a slot. It is an ordinary one; between processes it goes by its slot,
-    unless a field of it was replaced meanwhile."""
-    batch = layout.batch(PooledBuffer(slot.lease()), values)
+def shared_batch(slot: Slot, layout: Layout, metadata: BatchMetadata) -> Any:
+    """Return the batch that lies in a slot.
+
+    It is an ordinary batch, except that its pickle for another process names the slot. If a field
+    was replaced in the meantime, the batch is pickled like any other.
+    """
+    batch = layout.batch(PooledBuffer(slot.lease()), metadata)
     reduction.ForkingPickler.register(type(batch), _reduce)
-    batch.__dict__["_sendable"] = (slot, layout, values, dict(_fields(batch)))
+    batch.__dict__[_HANDLE] = (slot, layout, metadata, dict(_fields(batch)))
     return batch
 
 
 def _fields(batch: Any) -> dict[str, Any]:
     if isinstance(batch, SequenceBatch | GraphBatch):
-        return {k: v for k, v in batch.__dict__.items() if k != "_sendable"}
+        return {k: v for k, v in batch.__dict__.items() if k != _HANDLE}
     mapping: dict[str, Any] = batch._store._mapping
     return mapping
 
 
 def _reduce(batch: Any) -> Any:
-    sent = batch.__dict__.get("_sendable")
-    if sent is None:
+    handle = batch.__dict__.get(_HANDLE)
+    if handle is None:
         return batch.__reduce_ex__(2)
-    slot, layout, values, fields = sent
-    found = _fields(batch)
-    if found.keys() != fields.keys() or any(found[k] is not fields[k] for k in fields):
-        del batch.__dict__["_sendable"]
+    slot, layout, metadata, original = handle
+    fields = _fields(batch)
+    if fields.keys() != original.keys() or any(fields[k] is not original[k] for k in original):
+        del batch.__dict__[_HANDLE]
         return batch.__reduce_ex__(2)
     slot.memory.hold()
-    return _receive, (os.getpid(), slot.fd, slot.memory.num_bytes, layout, values)
+    return _receive, (os.getpid(), slot.fd, slot.memory.num_bytes, layout, metadata)
 
 
-def _receive(pid: int, number: int, num_bytes: int, layout: Layout, values: BatchMetadata) -> Any:
-    # Opened through the worker's table of files: no handshake that a dying worker could
-    # leave the parent waiting in.
+def _receive(pid: int, fd_of_worker: int, num_bytes: int, layout: Layout, metadata: BatchMetadata) -> Any:
+    # Opening through the worker's file table needs no handshake, in which a dying worker could
+    # leave the parent waiting.
     try:
-        fd = open_file_of_process(pid, number)
+        fd = open_file_of_process(pid, fd_of_worker)
     except OSError as error:
-        raise RuntimeError(f"DataLoader worker (pid {pid}) is gone, and the batch it sent with it: {error}") from None
+        raise RuntimeError(f"DataLoader worker (pid {pid}) has ended, and its batch is lost: {error}") from None
     try:
         memory = SharedSlot(fd, num_bytes)
     finally:
         os.close(fd)
-    return layout.batch(PooledBuffer(memory.lease(received=True)), values)
+    return layout.batch(PooledBuffer(memory.lease(received=True)), metadata)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tracestore.data.batch_format import EdgeFormat
 from tracestore.errors import MissingFieldError, UsageError
 from tracestore.store.read.store import TraceStore
 
@@ -87,8 +88,8 @@ class ModelConfig:
             model_options = {"num_heads": store.num_stored_heads} | model_options
         return cls(store.num_layers, store.hidden_dim, **model_options)
 
-    def edge_format(self, store: TraceStore, device_type: str) -> str:
-        """Return the ``edges`` argument of TraceLoader for a graph model on a type of device.
+    def edge_format(self, store: TraceStore, device_type: str) -> EdgeFormat:
+        """Return the ``edge_format`` argument of TraceLoader for a graph model on a type of device.
 
         Returns
         -------

@@ -3,15 +3,14 @@
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, cast
 
+from tracestore.data.batch_format import EdgeFormat, View
 from tracestore.detectors.config import ModelConfig
 from tracestore.store.read.store import TraceStore
 
 if TYPE_CHECKING:
     from tracestore.detectors.models import Detector
-
-View = Literal["sequence", "graph"]
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,8 @@ class DetectorSpec:
     flag: str
     constructor: str
 
-    def edge_format(self, config: ModelConfig, store: TraceStore, device_type: str) -> str:
-        """Return the ``edges`` argument of TraceLoader for this detector.
+    def edge_format(self, config: ModelConfig, store: TraceStore, device_type: str) -> EdgeFormat:
+        """Return the ``edge_format`` argument of TraceLoader for this detector.
 
         Raises
         ------

@@ -107,8 +107,8 @@ def _budget(
     if memory_budget is None:
         return None
     # A few traces on their way, one at work, and the threads' own.
-    edges = detector.config.edge_format(store, "cpu") if DETECTORS[detector.name].view == "graph" else "coo"
-    form = BatchFormat(DETECTORS[detector.name].view, EdgeOptions(edge_format=edges))
+    spec = DETECTORS[detector.name]
+    form = BatchFormat(spec.view, EdgeOptions(edge_format=spec.edge_format(detector.config, store, "cpu")))
     floor = 2 * RESERVE_BYTES + 8 * mean_trace_bytes(store, form)
     if memory_budget < floor:
         raise UsageError(

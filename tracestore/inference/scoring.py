@@ -121,7 +121,7 @@ def score_traces(
         indices=indices,
         attention_threshold=detector.attention_threshold,
         top_k=detector.top_k,
-        edge_format=detector.config.edge_format(store, torch.device(device).type) if view == "graph" else "coo",
+        edge_format=DETECTORS[detector.name].edge_format(detector.config, store, torch.device(device).type),
         memory_budget=memory_budget,
         pin_memory=device != "cpu",
         rank=0,

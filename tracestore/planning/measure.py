@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.console import format_size
-from tracestore.data.epoch import trace_costs
+from tracestore.data.epoch import BatchBy, trace_costs
 from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.registry import DETECTORS
 from tracestore.errors import UsageError
@@ -61,7 +61,7 @@ class TrialTrainer:
         )
         self.loader = self.feed.loader
         is_pyg_graph = model_config.message_passing == "pyg" and DETECTORS[name].view == "graph"
-        self._cost_unit = "edges" if is_pyg_graph else "bytes"
+        self._cost_unit: BatchBy = "edges" if is_pyg_graph else "bytes"
 
     def costs(self, indices: np.ndarray) -> np.ndarray:
         """Return the cost of each trace."""
@@ -245,7 +245,7 @@ def _measure(
         loader_bytes_per_trace=loader_bytes + LATER_BATCHES * loaded_bytes_per_trace,
         fixed_bytes=LATER_BYTES + int(fixed_bytes),
         trace_bytes=bytes_per_cost * float(costs.mean()),
-        largest_batch_factor=largest_batch_factor(trial.loader.epochs, costs, indices),
+        largest_batch_factor=largest_batch_factor(trial.loader.planner, costs, indices),
         seconds_start=large.start,
         seconds_fixed=max(0.0, large.seconds - seconds_per_trace * many),
         seconds_per_trace=seconds_per_trace,

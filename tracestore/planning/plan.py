@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tracestore.data.batch_format import BatchFormat, EdgeOptions
+from tracestore.data.batch_format import BatchFormat, EdgeOptions, View
 from tracestore.data.epoch import EpochPlanner
 from tracestore.detectors.registry import DETECTORS
 from tracestore.errors import MissingFieldError, UsageError
@@ -150,7 +150,7 @@ def training_traces(store: TraceStore) -> tuple[np.ndarray, int]:
     return indices, max(1, round(_TRAIN_FRACTION * len(indices)))
 
 
-def mapped_bytes(store: TraceStore, view: str, indices: np.ndarray) -> int:
+def mapped_bytes(store: TraceStore, view: View, indices: np.ndarray) -> int:
     """Return the bytes of the store that an epoch over some traces maps."""
     if store.codec != "none":
         return 0

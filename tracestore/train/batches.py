@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tracestore.data.loader import TraceLoader
-from tracestore.data.order import epoch_key
+from tracestore.data.order import Shuffle, epoch_key
 from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.dropout import TraceMasks
 from tracestore.detectors.graph.inputs import GraphInputs, edge_threshold
@@ -76,7 +76,7 @@ class BatchFeed:
         model_config: ModelConfig,
         ranks: DistributedContext,
         *,
-        shuffle: str,
+        shuffle: Shuffle,
         num_workers: int = 0,
     ) -> None:
         self.config, self.ranks, self.num_workers = config, ranks, num_workers
@@ -201,7 +201,7 @@ class DeviceBatch:
         self.question_id: list[str] = batch.question_id
         self.trace_index: torch.Tensor = batch.trace_index
         self.size = len(batch.y)
-        plan = feed.loader.epochs.plan(epoch).batches
+        plan = feed.loader.planner.plan(epoch).batches
         begin, end = plan.bounds(number)
         self.global_size = end - begin
         self.offset = int(plan.positions(number, feed.ranks.rank, feed.ranks.world_size)[0]) - begin if self.size else 0
