@@ -1,4 +1,4 @@
-"""Fixtures. Everything is written under tmp_path, nothing is downloaded."""
+"""Fixtures of all tests. Tests write to tmp_path only, and download nothing."""
 
 import importlib.util
 import signal
@@ -8,18 +8,18 @@ import pytest
 import tracestore
 from tests.helpers import make_traces, write_pickle, write_scores
 
-# A shell that starts the suite in the background lets it ignore Ctrl-C, and processes
-# inherit that, also those that the tests interrupt.
+# A shell that starts the tests in the background makes them ignore SIGINT. The processes that the tests
+# interrupt would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# What the suites of store, ingest and conversion do without, for instance on a Python that torch has
-# no wheel for. With torch there, a missing library is a failure.
+# Libraries that the tests of store, ingest and conversion run without, for example on a Python that has no
+# wheel of torch. If torch is installed, a missing library is a failure.
 WITHOUT_TORCH = importlib.util.find_spec("torch") is None
 OPTIONAL = {"torch", "torch_geometric", "sklearn", "scipy", "matplotlib", "distributed", "obstore", "moto", "pandas"}
 
 
-def _skip_where_optional(error):
+def _skip_if_optional(error):
     if WITHOUT_TORCH and error.name is not None and error.name.partition(".")[0] in OPTIONAL:
         pytest.skip(f"{error.name} is not installed", allow_module_level=True)
     raise error
@@ -30,7 +30,7 @@ def pytest_runtest_setup(item):
     try:
         return (yield)
     except ModuleNotFoundError as error:
-        _skip_where_optional(error)
+        _skip_if_optional(error)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -38,18 +38,18 @@ def pytest_runtest_call(item):
     try:
         return (yield)
     except ModuleNotFoundError as error:
-        _skip_where_optional(error)
+        _skip_if_optional(error)
 
 
 class _Module(pytest.Module):
-    """A module of tests that is skipped where it imports what is not there."""
+    """A test module that is skipped if it imports an optional library that is not installed."""
 
     def _getobj(self):
         try:
             return super()._getobj()
         except self.CollectError as error:
             if isinstance(error.__cause__, ModuleNotFoundError):
-                _skip_where_optional(error.__cause__)
+                _skip_if_optional(error.__cause__)
             raise
 
 
@@ -59,13 +59,13 @@ def pytest_pycollect_makemodule(module_path, parent):
 
 @pytest.fixture
 def traces():
-    """Twelve small traces of different lengths."""
+    """Return twelve small traces of different lengths."""
     return make_traces(12)
 
 
 @pytest.fixture
 def folder(tmp_path, traces):
-    """traces_data/ as a user has it: two pickles and a scores file."""
+    """Write a typical traces_data/ folder: two pickles and a scores file."""
     data = tmp_path / "traces_data"
     data.mkdir()
     write_pickle(data / "trivia_qa_traces_batch_0000.pkl", traces[:7])
@@ -76,7 +76,7 @@ def folder(tmp_path, traces):
 
 @pytest.fixture
 def store_path(tmp_path, traces):
-    """A store of the twelve traces, the last two without a score."""
+    """Write a store of the twelve traces in two segments, the last two traces without a score."""
     path = tmp_path / "store.zarr"
     with tracestore.create(path) as writer:
         for k, trace in enumerate(traces):
@@ -88,7 +88,7 @@ def store_path(tmp_path, traces):
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    """A Llama of 2 layers and a tokenizer of single characters, saved as a folder."""
+    """Save a Llama model with 2 layers and random weights, and a tokenizer of single characters."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

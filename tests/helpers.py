@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def make_trace(k, *, tokens=None, layers=3, dim=8, heads=2, dtype="f2", causal=True, seed=0):
-    """One dict of the pickle schema."""
+    """Return a trace in the pickle schema, with random values that `seed` and `k` determine."""
     rng = np.random.default_rng([seed, k])
     num_tokens = 1 + k % 5 if tokens is None else tokens
     attention = rng.random((layers, heads, num_tokens, num_tokens))
@@ -32,6 +32,7 @@ def make_trace(k, *, tokens=None, layers=3, dim=8, heads=2, dtype="f2", causal=T
 
 
 def make_traces(count, **options):
+    """Return the traces 0 to `count` - 1 of `make_trace`."""
     return [make_trace(k, **options) for k in range(count)]
 
 
@@ -48,6 +49,7 @@ def as_torch(trace, dtype=None):
 
 
 def write_pickle(path, value, protocol=4):
+    """Pickle a value, compressed if the path ends with .gz; return the path."""
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "wb") as file:
         pickle.dump(value, file, protocol=protocol)
@@ -55,6 +57,7 @@ def write_pickle(path, value, protocol=4):
 
 
 def write_scores(path, scores, column="score", extra=()):
+    """Write the scores by question id, with extra columns [(name, values by question id)]; return the path."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["question_id", column, *[name for name, _ in extra]])
@@ -64,7 +67,7 @@ def write_scores(path, scores, column="score", extra=()):
 
 
 def make_graphs(trace, *, reverse=False, threshold=0.0):
-    """Family 3: a list over layers of PyG Data from a trace's head mean."""
+    """Return the PyG graph of each layer of a trace, with edges from the head-averaged attention."""
     import torch
     from torch_geometric.data import Data
 
@@ -88,7 +91,7 @@ def make_graphs(trace, *, reverse=False, threshold=0.0):
 
 
 def run_cli(*args, check=None, env=None, **options):
-    """Runs python with these arguments; returns the finished process."""
+    """Run Python with these arguments from the root of the checkout; return the finished process."""
     process = subprocess.run(
         [sys.executable, *map(str, args)],
         capture_output=True,
@@ -104,7 +107,7 @@ def run_cli(*args, check=None, env=None, **options):
 
 
 def command(*words, check=None):
-    """Run `tracestore` with these words in this process; return what run_cli returns."""
+    """Run `tracestore` with these arguments in this process; return the same as `run_cli`."""
     from tracestore.cli import main
 
     argv, out, err = [str(word) for word in words], io.StringIO(), io.StringIO()
@@ -116,15 +119,16 @@ def command(*words, check=None):
     return done
 
 
-def convert(*args, check=0, **options):
+def convert(*args, check=0):
+    """Run `tracestore convert` in this process."""
     return command("convert", *args, check=check)
 
 
 def read_all(store):
     """Return all fields of the traces of a store as plain values, for comparisons."""
-    out = []
+    traces = []
     for trace in store:
-        out.append(
+        traces.append(
             {
                 "question_id": trace.question_id,
                 "hidden": trace.hidden_states.tobytes(),
@@ -136,11 +140,11 @@ def read_all(store):
                 "score": trace.score,
             }
         )
-    return out
+    return traces
 
 
 def tree_bytes(store):
-    """Path -> bytes of every file of a store but the lock."""
+    """Return the bytes of every file of a store except the lock, by path."""
     store = Path(store)
     return {
         p.relative_to(store).as_posix(): p.read_bytes()

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT, make_traces, write_pickle, write_scores
+from tracestore.cli import COMMANDS
+from tracestore.store.format import manifest, schema
 
 pytestmark = pytest.mark.long
 
@@ -64,23 +66,7 @@ def test_the_site_builds_without_warnings(tmp_path):
     listed = (ROOT / "mkdocs.yml").read_text()
     assert all(f"{page}.md" in listed for page in pages)
     commands = (tmp_path / "site" / "commands.html").read_text()
-    for name in (
-        "convert",
-        "info",
-        "verify",
-        "export",
-        "merge",
-        "subset",
-        "lint",
-        "view",
-        "plan",
-        "score",
-        "report",
-        "train",
-        "predict",
-        "compare",
-        "extract",
-    ):
+    for name in COMMANDS:
         assert f"tracestore {name}" in commands
     # The pages load nothing from other hosts.
     for page in (tmp_path / "site").glob("*.html"):
@@ -99,9 +85,8 @@ def test_the_architecture_page_names_what_exists():
         assert (ROOT / name).exists() or (package / name).exists(), name
 
 
-def test_the_format_page_names_every_array():
+def test_format_page_names_every_array():
     text = (ROOT / "docs/format.md").read_text(encoding="utf-8")
-    from tracestore.store.format import manifest, schema
 
     for name in [*schema.FIELD_BITS, *schema.STRING_FIELDS, *manifest.TRACE_COLUMNS]:
         assert name in text, name

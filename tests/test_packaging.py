@@ -1,4 +1,4 @@
-"""The sdist and the wheel: what they hold, and that the wheel works in an empty environment without a compiler."""
+"""Test the contents of the sdist and the wheel, and that the wheel works in an empty environment without a compiler."""
 
 import json
 import os
@@ -17,14 +17,14 @@ from tests.helpers import ROOT, make_trace
 
 pytestmark = pytest.mark.long
 
-# What git ignores: building and testing leave it in a checkout.
+# Files that building and testing leave in a checkout, and git ignores.
 IGNORED = (".git", ".venv*", "build", "dist", "demo", "results", "*.egg-info", "*.so", "*.o", "__pycache__", ".*_cache")
 IGNORED += (".hypothesis", ".nox")
 
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory):
-    """The sdist, and the wheel that was built from it. TRACESTORE_DIST names a folder that holds both."""
+    """Return the sdist and the wheel that is built from it, or those in the folder TRACESTORE_DIST."""
     folder = Path(os.environ.get("TRACESTORE_DIST") or tmp_path_factory.mktemp("package") / "dist")
     if "TRACESTORE_DIST" not in os.environ:
         source = folder.parent / "source"
@@ -52,7 +52,7 @@ def test_sdist_holds_the_checkout(dist):
 
 
 @pytest.mark.timeout(600)
-def test_wheel_holds_the_package_and_nothing_else(dist):
+def test_wheel_holds_only_the_package(dist):
     with zipfile.ZipFile(dist[1]) as archive:
         names = set(archive.namelist())
         (metadata,) = (n for n in names if n.endswith(".dist-info/METADATA"))
@@ -74,11 +74,11 @@ def test_wheel_holds_the_package_and_nothing_else(dist):
 
 
 @pytest.mark.timeout(600)
-def test_installs_and_runs_where_nothing_else_is(dist, tmp_path):
+def test_wheel_installs_and_runs_in_an_empty_environment(dist, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     scripts = tmp_path / "venv" / "bin"
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
-    # No compiler is in reach.
+    # No compiler is available.
     environment |= {"PATH": str(scripts), "CC": "/bin/false", "CXX": "/bin/false"}
     run = {"cwd": tmp_path / "elsewhere", "env": environment, "capture_output": True, "text": True}
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)

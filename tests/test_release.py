@@ -1,4 +1,4 @@
-"""Releases and workflows: one version, existing make targets, the same Python versions everywhere."""
+"""Test releases and workflows: one version, existing make targets, the same versions of Python."""
 
 import re
 import shutil
@@ -21,13 +21,13 @@ def load(path):
 
 
 def uses(jobs):
-    """Each action or workflow that the jobs use."""
+    """Yield each action or workflow that the jobs use."""
     for job in jobs.values():
         yield from (part["uses"] for part in (job, *job.get("steps", ())) if "uses" in part)
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda p: p.stem)
-def test_workflow(path):
+def test_workflow_is_restricted_and_runs_existing_targets(path):
     workflow = load(path)
     # YAML reads the key `on` as True.
     assert workflow[True] and workflow["permissions"] == {"contents": "read"} and workflow["concurrency"]["group"]
@@ -41,7 +41,7 @@ def test_workflow(path):
     assert set(called) <= TARGETS
 
 
-def test_workflows_run_what_a_person_runs():
+def test_workflows_run_the_documented_targets():
     text = "".join(path.read_text(encoding="utf-8") for path in WORKFLOWS)
     commands = ("bash .ci/run", *(f"make {t}" for t in ("test", "check-ports", "check-resolution", "wheel", "docs")))
     for command in commands:
@@ -49,14 +49,14 @@ def test_workflows_run_what_a_person_runs():
     assert "make check" in (ROOT / ".ci/run").read_text(encoding="utf-8")
 
 
-def test_publishing_stores_no_token():
+def test_publishing_needs_no_stored_token():
     jobs = load(".github/workflows/release.yml")["jobs"]
     assert jobs["publish"]["permissions"] == {"id-token": "write"}
     assert "pypa/gh-action-pypi-publish@release/v1" in uses(jobs)
     assert not any("secrets." in path.read_text(encoding="utf-8") for path in WORKFLOWS)
 
 
-def test_pythons_are_the_same_everywhere():
+def test_versions_of_python_agree():
     prefix = "Programming Language :: Python :: 3."
     minors = [c.removeprefix(prefix) for c in PROJECT["project"]["classifiers"] if c.startswith(prefix)]
     assert f">=3.{minors[0]}" == PROJECT["project"]["requires-python"]
@@ -81,7 +81,7 @@ def test_citation_and_project_agree():
     assert [a["name"] for a in citation["authors"]] == [a["name"] for a in project["authors"]]
 
 
-def test_the_version_has_one_place():
+def test_version_matches_the_changelog():
     assert "version" not in PROJECT["project"]
     latest = re.search(r"^## (\S+), (unreleased|\d{4}-\d{2}-\d{2})$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert latest and latest[1] == tracestore.__version__

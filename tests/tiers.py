@@ -1,8 +1,8 @@
-"""The tiers of the tests: those marked "long" are left out of `make test`."""
+"""Test tiers: `make test` excludes the tests with the mark "long"."""
 
 import pytest
 
 
 def long(*values):
-    """Return parameters whose tests are marked "long"."""
+    """Return parameters of `parametrize` whose tests have the mark "long"."""
     return [pytest.param(value, marks=pytest.mark.long) for value in values]

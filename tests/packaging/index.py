@@ -1,4 +1,4 @@
-"""A package index on localhost, with wheels that hold nothing but their metadata."""
+"""A package index on localhost, with wheels that contain only metadata."""
 
 import hashlib
 import http.server

@@ -1,4 +1,4 @@
-"""build_tools/check_resolution.py, against an index on localhost."""
+"""Test build_tools/check_resolution.py with an index on localhost."""
 
 import importlib.util
 import sys
@@ -26,11 +26,11 @@ dev = ["project[all]", "gamma{gamma}"]
 
 @pytest.fixture(scope="module")
 def script():
-    """The script as a module."""
+    """Import the script as a module."""
     spec = importlib.util.spec_from_file_location("resolution_script", ROOT / "build_tools" / "check_resolution.py")
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
-        # dataclasses look their module up.
+        # dataclasses look up their module.
         patch.setitem(sys.modules, spec.name, module)
         spec.loader.exec_module(module)
         yield module
@@ -38,7 +38,7 @@ def script():
 
 @pytest.fixture
 def index(tmp_path, monkeypatch):
-    """An index where beta 1 and gamma 2 contradict each other."""
+    """Serve an index where alpha 1 and 2 conflict with gamma 2."""
     if not Path(sys.executable).with_name("uv").exists():
         pytest.skip("uv is not installed")
     folder = tmp_path / "index"
@@ -66,13 +66,13 @@ def project(tmp_path):
     return folder
 
 
-def test_what_can_be_solved(script, index, project, capsys):
+def test_all_cases_are_solved(script, index, project, capsys):
     assert script.main(["--project", str(project)]) == 0
     printed = capsys.readouterr().out
     assert printed.count("5 of 5") == 3 and "15 of 15 solved" in printed
 
 
-def test_what_cannot_is_a_line_each(script, index, project, capsys):
+def test_each_failed_case_is_one_line(script, index, project, capsys):
     (project / "pyproject.toml").write_text(PROJECT.format(gamma="==2.0"))
     assert script.main(["--project", str(project)]) == 1
     *_, first, second, third, last = capsys.readouterr().out.splitlines()
@@ -81,25 +81,25 @@ def test_what_cannot_is_a_line_each(script, index, project, capsys):
         assert line.startswith(f".[dev], {mode}, Linux x86-64, Python 3.11: ") and "gamma" in line
 
 
-def test_without_a_network_it_is_skipped(script, index, project, monkeypatch, capsys):
+def test_without_a_network_nothing_is_checked(script, index, project, monkeypatch, capsys):
     monkeypatch.setenv("UV_DEFAULT_INDEX", "http://127.0.0.1:9/")
     monkeypatch.setenv("UV_HTTP_RETRIES", "0")
     assert script.main(["--project", str(project)]) == 0
     assert capsys.readouterr().out.startswith("check_resolution: skipped")
 
 
-def test_all_platforms_and_pythons(script):
+def test_cases_cover_all_platforms_and_pythons(script):
     chosen = script.cases(script.PLATFORMS, script.PYTHONS)
     assert len(chosen) == 3 * 4 * 5 * 3
     assert str(chosen[0]) == "., newest, Linux x86-64, Python 3.11"
 
 
-def test_a_message_in_one_line(script):
+def test_error_is_summarized_in_one_line(script):
     text = "  × No solution found\n  ╰─▶ Because a\n      and b.\n\n      hint: try c"
     assert script.summarize_error(text) == "No solution found Because a and b."
 
 
-def test_settings_of_the_machine_are_left_out(script, monkeypatch):
+def test_settings_of_the_machine_are_ignored(script, monkeypatch):
     monkeypatch.setenv("UV_FIND_LINKS", "/wheels")
     monkeypatch.setenv("UV_DEFAULT_INDEX", "https://mirror.example/simple")
     found = script.environment()

@@ -1,4 +1,4 @@
-"""build_tools/install.py: which PyTorch it takes, and what it tells uv of pip's settings."""
+"""Test build_tools/install.py: the choice of PyTorch, and the settings of pip for uv."""
 
 import importlib.util
 import itertools
@@ -18,11 +18,11 @@ NOWHERE = "http://127.0.0.1:9/"
 
 @pytest.fixture(scope="module")
 def script():
-    """The script as a module."""
+    """Import the script as a module."""
     spec = importlib.util.spec_from_file_location("install_script", ROOT / "build_tools" / "install.py")
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
-        # dataclasses look their module up.
+        # dataclasses look up their module.
         patch.setitem(sys.modules, spec.name, module)
         spec.loader.exec_module(module)
         yield module
@@ -30,7 +30,7 @@ def script():
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
-    """The Python of an environment with pip only."""
+    """Return the interpreter of an environment with pip only."""
     folder = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
     return folder / "venv" / "bin" / "python"
@@ -43,7 +43,7 @@ def supported(script):
 
 @pytest.fixture(autouse=True)
 def no_settings(monkeypatch, tmp_path):
-    """No settings of the person who runs the tests, and no GPU."""
+    """Remove the settings of pip and uv of this machine."""
     for name in list(os.environ):
         if name.startswith(("PIP_", "UV_")):
             monkeypatch.delenv(name)
@@ -60,7 +60,7 @@ def on_cpu(monkeypatch, script):
 
 @pytest.fixture
 def plain_index(tmp_path, monkeypatch):
-    """pip's index: the newest torch requires NVIDIA's packages."""
+    """Serve an index for pip, whose torch requires packages of NVIDIA."""
     folder = tmp_path / "plain"
     for version in ("2.5.0", "2.9.0", "2.15.0", "3.0.0"):
         make_wheel(folder / "torch", "torch", version, ["nvidia-runtime"])
@@ -72,7 +72,7 @@ def plain_index(tmp_path, monkeypatch):
 
 @pytest.fixture
 def cpu_index(tmp_path):
-    """A stand-in of PyTorch's index of CPU wheels."""
+    """Serve an index that replaces PyTorch's index of CPU wheels."""
     folder = tmp_path / "cpu"
     for version in ("2.5.0+cpu", "2.8.0+cpu", "2.14.0+cpu", "3.0.0+cpu"):
         make_wheel(folder / "torch", "torch", version)
@@ -80,7 +80,7 @@ def cpu_index(tmp_path):
         yield url
 
 
-def test_settings_by_level(script):
+def test_environment_and_install_settings_take_precedence(script):
     listed = "\n".join(
         [
             "global.find-links='/a /b'",
@@ -97,7 +97,7 @@ def test_settings_by_level(script):
     assert settings["extra-index-url"].split() == ["https://four.example/simple", "file:///five"]
 
 
-def test_settings_of_pip_for_uv(script):
+def test_settings_of_pip_become_options_of_uv(script):
     settings = {
         "index-url": "https://one.example/simple",
         "extra-index-url": "https://two.example/simple\nhttps://three.example/simple",
@@ -129,13 +129,13 @@ def test_settings_of_pip_for_uv(script):
         script.uv_settings({"client-cert": "/client.pem"})
 
 
-def test_the_range_of_torch_is_that_of_the_package(script):
+def test_range_of_torch_matches_pyproject(script):
     supported = script.supported_torch(ROOT)
     assert "2.13.0" in supported and "2.13.0+cpu" in supported and "3.0.0" not in supported
 
 
 @pytest.mark.long
-def test_a_cpu_wheel_of_pips_sources_comes_first(
+def test_cpu_wheel_of_the_configured_sources_is_first_choice(
     script, python, supported, on_cpu, plain_index, cpu_index, tmp_path, monkeypatch
 ):
     make_wheel(tmp_path / "wheels", "torch", "2.10.0+cpu")
@@ -147,7 +147,7 @@ def test_a_cpu_wheel_of_pips_sources_comes_first(
 
 @pytest.mark.long
 @pytest.mark.parametrize("requires, is_taken", [(["sympy"], True), (["nvidia-runtime"], False)])
-def test_a_wheel_without_a_label(
+def test_wheel_without_a_local_version_needs_no_nvidia_packages(
     script, python, supported, on_cpu, plain_index, tmp_path, monkeypatch, requires, is_taken
 ):
     wheel = make_wheel(tmp_path / "wheels", "torch", "2.10.0", requires)
@@ -157,13 +157,13 @@ def test_a_wheel_without_a_label(
 
 
 @pytest.mark.long
-def test_then_pytorchs_own_index(script, python, supported, on_cpu, plain_index, cpu_index):
+def test_pytorchs_cpu_index_is_second_choice(script, python, supported, on_cpu, plain_index, cpu_index):
     choice = script.choose_torch(python, supported, "auto", cpu_index)
     assert choice.requirements == ("torch==2.14.0+cpu",) and choice.index == cpu_index
 
 
 @pytest.mark.long
-def test_then_what_the_index_has(script, python, supported, on_cpu, plain_index):
+def test_wheel_of_the_index_is_last_choice(script, python, supported, on_cpu, plain_index):
     choice = script.choose_torch(python, supported, "auto", NOWHERE)
     assert choice.requirements == ("torch<3,>=2.6",) and choice.index is None and NOWHERE in choice.reason
     with pytest.raises(SystemExit, match="no CPU wheel"):
@@ -171,14 +171,14 @@ def test_then_what_the_index_has(script, python, supported, on_cpu, plain_index)
 
 
 @pytest.mark.long
-def test_with_a_gpu_the_index_is_taken(script, python, supported, plain_index, cpu_index, monkeypatch):
+def test_with_a_gpu_the_wheel_of_the_index_is_chosen(script, python, supported, plain_index, cpu_index, monkeypatch):
     monkeypatch.setattr(script, "has_gpu", lambda: True)
     assert script.choose_torch(python, supported, "auto", cpu_index).requirements == ("torch<3,>=2.6",)
     assert script.choose_torch(python, supported, "cpu", cpu_index).requirements == ("torch==2.14.0+cpu",)
     assert script.choose_torch(python, supported, "torch==2.9.0", cpu_index).requirements == ("torch==2.9.0",)
 
 
-def test_what_is_installed_is_kept(script, supported, plain_index, cpu_index, monkeypatch):
+def test_installed_version_is_kept(script, supported, plain_index, cpu_index, monkeypatch):
     monkeypatch.setattr(script, "installed_torch", lambda python: "2.9.0+cu130")
     assert script.choose_torch(Path(sys.executable), supported, "auto", cpu_index).requirements == ()
 
