@@ -68,7 +68,7 @@ def main() -> None:
         upload(args.store, bucket)
         with tracestore.open(args.store) as store:
             wanted = ("/hidden_states/c/", "/attention/c/")
-            files = [(f.path, f.size) for f in store._index.files() if any(w in f.path for w in wanted)]
+            files = [(f.path, f.size) for f in store.internals.index.files() if any(w in f.path for w in wanted)]
         size = sum(size for _, size in files)
 
         def cold(shuffle: str) -> float:

@@ -116,7 +116,7 @@ def _sizes(store: TraceStore) -> list[tuple[str, str, str]]:
     """Return the name, the size and the share of each array and of the other files, largest first."""
     sizes: dict[str, int] = {}
     for number in range(store.info()["num_segments"]):
-        for file in store._index.segment_files(number):
+        for file in store.internals.index.segment_files(number):
             # segments/NUMBER/ARRAY/...
             parts = PurePosixPath(file.path).parts
             name = next((p for p in parts if p not in ("segments",) and not p.isdecimal()), file.path)
@@ -131,7 +131,7 @@ def _sources(store: TraceStore) -> str:
     count = store.info()["num_sources"]
     rows = []
     for number in range(min(count, _MAX_SOURCES)):
-        source = store._index.source(number)
+        source = store.internals.index.source(number)
         rows.append((source.path, format_size(source.size) if source.size else "", f"{source.num_traces:,}"))
     more = f"<p>and {count - len(rows):,} more</p>" if count > len(rows) else ""
     return html_table(["file", "size", "traces"], rows) + more

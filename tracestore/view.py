@@ -110,7 +110,7 @@ def _read_attention(store: TraceStore, trace: Trace, layer: int, head: int | Non
         if head is not None:
             raise UsageError("found --head, but the trace has no attention")
         return None
-    weights = trace.attention_of(layer)
+    weights = trace.attention_layer(layer)
     if head is not None:
         if weights.ndim == 2:
             raise UsageError(f"found --head {head}, but the store holds head-averaged attention only")
@@ -124,7 +124,7 @@ def _read_attention(store: TraceStore, trace: Trace, layer: int, head: int | Non
 def _read_norms(store: TraceStore, trace: Trace) -> np.ndarray | None:
     if not trace.num_tokens:
         return None
-    layers = (schema.as_float32(h, store.hidden_dtype) for h in Trace(store, trace.index, private=True).hidden_states)
+    layers = (schema.as_float32(h, store.hidden_dtype) for h in store.private_trace(trace.index).hidden_states)
     return np.stack([np.sqrt(np.einsum("sd,sd->s", h, h)) for h in layers])
 
 

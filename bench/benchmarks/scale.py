@@ -41,7 +41,10 @@ class Scale(Fixtures):
     def track_limit(self, folder):
         """Return the time of order and lookup of a batch in percent of a memory copy of the batch."""
         batches = self.ids[: BATCHES * BATCH_SIZE].reshape(BATCHES, BATCH_SIZE)
-        seconds = median_seconds(lambda: [self.store._index.places(self.order.ids_at(b)) for b in batches], 5) / BATCHES
+        seconds = (
+            median_seconds(lambda: [self.store.internals.index.locations(self.order.ids_at(b)) for b in batches], 5)
+            / BATCHES
+        )
         return 100 * seconds / median_seconds(Memcpy(BATCH_SIZE * TRACE_BYTES))
 
     track_limit.unit = "% of the batch's 2-thread memcpy"

@@ -338,10 +338,10 @@ def test_cache_stays_within_its_bytes(tmp_path):
         for trace in make_traces(30, tokens=40, dim=128, layers=8):
             writer.append(trace)
     dataset = tracestore.TraceDataset(tmp_path / "c.zarr", "graph", max_cache_batches=1, batch_size=1)
-    limit = dataset.store._cache.max_bytes
+    limit = dataset.store.internals.chunk_cache.max_bytes
     for k in (0, 29, 3, 17, 0):
         _ = dataset[k]
-        assert dataset.store._cache.num_bytes <= max(limit, schema.INNER_CHUNK_BYTES)
+        assert dataset.store.internals.chunk_cache.num_bytes <= max(limit, schema.INNER_CHUNK_BYTES)
 
 
 def test_the_cache_keeps_what_is_needed_soonest(tmp_path):
@@ -370,11 +370,11 @@ def test_the_cache_keeps_what_is_needed_soonest(tmp_path):
     for window in (0, 32):
         loader = tracestore.TraceLoader(tmp_path / "c.zarr", "graph", batch_size=4, cache_bytes=1 << 20, num_threads=1)
         if not window:
-            loader.store.announce = lambda *a, **k: lambda: None
+            loader.store.hint_upcoming = lambda *a, **k: lambda: None
         seen = flat = [i for b in loader for i in b.trace_index.tolist()]
         assert sorted(flat) == list(range(60))
-        counts[window] = loader.store._cache.num_decoded
-        assert not loader.store._cache._announced and seen
+        counts[window] = loader.store.internals.chunk_cache.num_decoded
+        assert not loader.store.internals.chunk_cache._upcoming and seen
     assert counts[32] <= counts[0]
 
 

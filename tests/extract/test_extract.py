@@ -28,7 +28,6 @@ from tracestore.extract.questions import (
 )
 from tracestore.ingest.formats import read_traces
 from tracestore.store.io.files import LocalFiles
-from tracestore.store.io.manifests import list_generations
 
 
 @pytest.fixture
@@ -221,13 +220,13 @@ def test_killed_and_resumed_run_makes_the_same_store(tiny_model, tmp_path):
     for _ in range(kills):
         with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
             # Importing libraries takes longest: kill only after the first new commit.
-            while process.poll() is None and list_generations(LocalFiles(store))[:1] <= [generation]:
+            while process.poll() is None and LocalFiles(store).generations()[:1] <= [generation]:
                 time.sleep(0.01)
             time.sleep(rng.uniform(0, 0.3))
             process.kill()
             assert process.wait() in (0, -signal.SIGKILL), process.stderr.read()
         command("verify", store, check=0)
-        generation = list_generations(LocalFiles(store))[0]
+        generation = LocalFiles(store).generations()[0]
     extract(tiny_model, questions, store)
     with tracestore.open(tmp_path / "whole.zarr") as whole, tracestore.open(store) as killed:
         assert len(whole) == count and read_all(whole) == read_all(killed)

@@ -146,7 +146,7 @@ def test_sequences_and_graphs_are_one_trace_each(tmp_path, one_by_one):
         np.testing.assert_array_equal(trace.last_token, sequences[k].numpy())
         np.testing.assert_array_equal(trace.hidden_states, np.stack(traces[k]["hidden_states"]))
         assert trace.label == labels[k]
-    store.require("graph")
+    store.require_view("graph")
 
 
 def test_older_files_get_question_ids_from_other_fields(tmp_path):

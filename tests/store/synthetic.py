@@ -13,7 +13,6 @@ from tracestore.store.format import paths
 from tracestore.store.format.mapped_arrays import pack_arrays
 from tracestore.store.format.ragged import encode_strings
 from tracestore.store.io.files import LocalFiles
-from tracestore.store.io.manifests import list_generations, load_manifest
 from tracestore.store.read.columns import Columns
 from tracestore.store.read.index import StoreIndex
 from tracestore.store.write.columns_writer import write_columns
@@ -25,7 +24,7 @@ def make_index_only_store(path: Path, num_traces: int, num_segments: int, num_pa
     with tracestore.create(path) as writer:
         writer.append(make_trace(0))
     files = LocalFiles(path)
-    old = load_manifest(files, list_generations(files)[0])
+    old = files.load_manifest(files.generations()[0])
     index = StoreIndex(files, old)
     template = index.part_arrays(0)
     weights = 2.0 ** np.arange(num_parts)[::-1]

@@ -29,7 +29,7 @@ def test_a_million_traces(tmp_path):
     some = rng.integers(0, n, 200).tolist()
     for k in some:
         assert store.index_of(f"q{k}") == k and store.question_ids[k] == f"q{k}"
-    places = store._index.places(np.array(some))
+    places = store.internals.index.locations(np.array(some))
     assert places[:, 3].tolist() == [30 + k * 7919 % 41 for k in some]
     # Opening reads the index by mapping it: far from the time of reading a value a trace in Python.
     python_loop = seconds(lambda: [int(v) for v in np.asarray(store.num_tokens)], 3)

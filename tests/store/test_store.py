@@ -79,7 +79,7 @@ def test_generations_merge_their_index(tmp_path):
             writer.append(trace)
             writer.flush()
     store = tracestore.open(path)
-    assert store.generation == 40 and len(store._manifest.parts) <= 7
+    assert store.generation == 40 and len(store.internals.manifest.parts) <= 7
     assert [store.index_of(f"q{k}") for k in range(40)] == list(range(40))
     assert len(list((path / "manifest").iterdir())) == 2
     assert verify_store(path).damaged == {} and verify_store(path).leftovers == []
@@ -225,7 +225,7 @@ def test_a_field_that_is_not_there_says_so(tmp_path):
     with pytest.raises(MissingFieldError, match="attention"):
         _ = store[0].attention
     with pytest.raises(MissingFieldError, match="no graphs"):
-        store.require("graph")
+        store.require_view("graph")
 
 
 def test_exception_in_a_writer_keeps_what_is_whole(tmp_path):

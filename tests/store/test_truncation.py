@@ -89,7 +89,7 @@ def touch(trace):
 
 def uses(store):
     indices, ids = np.arange(len(store)), list(store.question_ids)
-    places = store._index.places
+    places = store.internals.index.locations
 
     def batches():
         hidden = [s for row in places(indices).tolist() for s in hidden_of(store, row)]
@@ -103,12 +103,14 @@ def uses(store):
         "copy": lambda: [t.copy() for t in store],
         "index_of": lambda: [store.index_of(i) for i in ids],
         "ids": lambda: list(store.question_ids),
-        "columns": lambda: (store.num_tokens, store.has_nonfinite, store.targets(), store.require("graph")),
+        "columns": lambda: (store.num_tokens, store.has_nonfinite, store.targets(), store.require_view("graph")),
     }
 
 
 def hidden_of(store, row):
-    return store._segment(row[0]).array("hidden_states").sources(row[1], row[1] + store.num_layers * row[3])
+    return (
+        store.internals.segment(row[0]).array("hidden_states").copy_sources(row[1], row[1] + store.num_layers * row[3])
+    )
 
 
 def loader_uses(path, with_worker):

@@ -66,7 +66,7 @@ def to_datasets(store: TraceStore, arrays: Sequence[Array] = ("last_token",)) ->
         raise MissingFieldError(f"{store.path}: some traces hold last tokens only: ask for last_token alone")
     if "attention" in arrays and len(store) and store[0].attention_layout is None:
         raise MissingFieldError(f"{store.path}: no attention is stored")
-    columns, features = metadata(store, texts=True), _features(store, arrays)
+    columns, features = metadata(store.internals, texts=True), _features(store, arrays)
     score = SCORE_COLUMNS[store.score_direction]
 
     def rows() -> Iterator[dict[str, Any]]:
@@ -84,7 +84,7 @@ def to_datasets(store: TraceStore, arrays: Sequence[Array] = ("last_token",)) ->
 
     # datasets reuses cached rows of a generator with the same fingerprint. By default it hashes the
     # path, where another store may be by now.
-    identity = repr((store._manifest, tuple(arrays), datasets.__version__))
+    identity = repr((store.internals.manifest, tuple(arrays), datasets.__version__))
     fingerprint = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
     return datasets.Dataset.from_generator(rows, features=features, fingerprint=fingerprint)
 
@@ -102,7 +102,7 @@ def _features(store: TraceStore, arrays: Sequence[Array]) -> "datasets.Features"
             types[name] = datasets.Array2D((store.num_layers, store.hidden_dim), "float32")
         else:
             types[name] = value("float32")
-            for _ in range(4 if name == "attention" and store.attention == "heads" else 3):
+            for _ in range(4 if name == "attention" and store.attention_mode == "heads" else 3):
                 types[name] = sequence(types[name])
     return datasets.Features(types)
 

@@ -186,7 +186,7 @@ class BatchMetadata:
     def read(cls, store: TraceStore, indices: np.ndarray, targets: np.ndarray) -> "BatchMetadata":
         """Return the metadata of some traces; `targets` has a label for each trace of the store."""
         y, score = targets[indices].astype("f4"), store.scores[indices].astype("f4")
-        return cls(y, score, store.question_ids.at(indices), indices.copy())
+        return cls(y, score, store.question_ids.take(indices), indices.copy())
 
     def as_fields(self) -> dict[str, Any]:
         """Return the fields of a SequenceBatch or GraphBatch."""

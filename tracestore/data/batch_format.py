@@ -55,7 +55,7 @@ class EdgeOptions:
 
     def weight_dtype(self, store: TraceStore) -> str:
         """Return the dtype of the weights before any conversion. A mean made while gathering is float16."""
-        is_averaged = store.attention == "heads" and self.edge_format != "heads"
+        is_averaged = store.attention_mode == "heads" and self.edge_format != "heads"
         return "float16" if is_averaged else store.attention_dtype
 
 
@@ -83,7 +83,7 @@ class BatchFormat:
 
     def check(self, store: TraceStore) -> None:
         """Raise UsageError or MissingFieldError if the store cannot give such batches."""
-        store.require(self.view)
+        store.require_view(self.view)
         stored = {store.hidden_dtype} | ({self.edge_options.weight_dtype(store)} if self.view == "graph" else set())
         if self.dtype not in (None, "float32") and stored != {self.dtype}:
             raise UsageError(
@@ -116,7 +116,7 @@ class BatchFormat:
         item = schema.storage_dtype(self.hidden_dtype(store)).itemsize
         if self.view == "sequence":
             return np.full(len(indices), store.num_layers * store.hidden_dim * item, np.int64)
-        tokens, pairs = store.sizes(indices)
+        tokens, pairs = store.token_and_pair_counts(indices)
         weight = schema.storage_dtype(self.weight_dtype(store)).itemsize * self.edge_options.num_heads(store)
         per_edge = 16 + weight if self.edge_options.edge_format == "coo" else weight
         # A node has its x and its graph's number, a graph the offsets of its first node and edge.

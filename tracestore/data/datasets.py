@@ -19,7 +19,6 @@ from tracestore.data.memory_plan import cache_limit
 from tracestore.data.order import EpochOrder, Shuffle
 from tracestore.errors import UsageError
 from tracestore.store.read.store import TraceStore, open_store
-from tracestore.store.read.trace import Trace
 
 StoreLike = TraceStore | str | os.PathLike[str]
 # Items whose order is computed at once.
@@ -28,7 +27,7 @@ _ORDER_CHUNK = 1024
 
 def open_for_batches(store: StoreLike, batch_format: BatchFormat) -> TraceStore:
     """Open a store with a cache of its own and check that it can give such batches."""
-    opened = store.again() if isinstance(store, TraceStore) else open_store(store)
+    opened = store.reopen() if isinstance(store, TraceStore) else open_store(store)
     batch_format.check(opened)
     if batch_format.view == "graph" and batch_format.as_pyg:
         pyg_classes()  # imported now, so that workers forked from this process need not import PyG
@@ -101,7 +100,7 @@ class TraceDataset(Dataset[Any]):
         return len(self.store)
 
     def __getitem__(self, index: int) -> Any:
-        trace = Trace(self.store, range(len(self.store))[index], private=True)
+        trace = self.store.private_trace(range(len(self.store))[index])
         y, score = float(self.targets[trace.index]), trace.score
         if self.view == "sequence":
             sequence = as_tensor(trace.last_token, self.store.hidden_dtype)

@@ -44,7 +44,7 @@ def trace_costs(store: TraceStore, batch_format: BatchFormat, by: BatchBy, indic
     """
     if by == "bytes":
         return batch_format.bytes_per_trace(store, indices)
-    tokens, pairs = store.sizes(indices)
+    tokens, pairs = store.token_and_pair_counts(indices)
     return {"tokens": tokens, "nodes": tokens * store.num_layers, "edges": pairs}[by]
 
 

@@ -355,7 +355,7 @@ class TraceLoader(Generic[BatchT]):
         def traces(batch: int) -> np.ndarray:
             return plan.traces(batch, self.rank, self.world_size)
 
-        with self.store.coming(traces, start, total, self.view) as remote, self._new_prefetcher(traces) as prefetcher:
+        with self.store.prefetch(traces, start, total, self.view) as remote, self._new_prefetcher(traces) as prefetcher:
             num_submitted = num_ahead = start
             for batch in range(start, total):
                 remote.at(batch)
@@ -386,5 +386,5 @@ class TraceLoader(Generic[BatchT]):
             partial(self.format.max_batch_bytes, self.store),
             self._gather,
             self._allocate,
-            partial(self.store.announce, view=self.view),
+            partial(self.store.hint_upcoming, view=self.view),
         )

@@ -42,7 +42,7 @@ def detector_checkpoint(
             "num_layers": store.num_layers,
             "hidden_dim": store.hidden_dim,
             "hidden_dtype": store.hidden_dtype,
-            "attention": store.attention,
+            "attention": store.attention_mode,
             "attention_layout": store.attention_layout,
         },
         **training,

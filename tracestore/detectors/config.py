@@ -106,7 +106,7 @@ class ModelConfig:
             # PyG needs edge lists. On a CPU GraphInputs builds them graph by graph, on a GPU the loader does.
             is_fused = self.message_passing == "fused" and device_type in FUSED_DEVICES
             return "packed" if is_causal and (device_type == "cpu" or is_fused) else "coo"
-        if store.attention != "heads":
+        if store.attention_mode != "heads":
             raise MissingFieldError(f"{store.path}: no attention of every head; convert with --attention heads")
         if not is_causal or store.num_stored_heads != self.num_heads:
             raise MissingFieldError(

@@ -203,7 +203,7 @@ def evaluate_split(
         "threshold": threshold,
         "temperature": temperature,
         "test_scores": {
-            "question_id": store.question_ids.at(indices),
+            "question_id": store.question_ids.take(indices),
             "sample": [store[int(k)].sample for k in indices],
             "trace_index": indices.tolist(),
             "group": [store.group(int(k)) for k in indices],

@@ -189,7 +189,7 @@ def _labeled(store: TraceStore, targets: np.ndarray) -> tuple[np.ndarray, list[s
             f"{store.path}: none of {len(store)} traces has a score or a label, and a missing score is never a label; "
             f"add them: tracestore score {store.path} --scores scores.csv"
         )
-    questions = store.question_ids.at(labeled)
+    questions = store.question_ids.take(labeled)
     return labeled, questions, question_keys(questions, [store.group(int(k)) for k in labeled])
 
 

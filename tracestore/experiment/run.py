@@ -110,7 +110,7 @@ def _check_store(store: TraceStore, options: TrainOptions) -> ModelConfig:
     """Return the model config for a store; raise UsageError where the store does not fit the options."""
     try:
         for view in sorted({DETECTORS[name].view for name in options.models}):
-            store.require(view)
+            store.require_view(view)
     except MissingFieldError as error:
         flags = " ".join(f"--no-run-{spec.flag}" for spec in DETECTORS.values() if spec.view == "graph")
         raise MissingFieldError(f"{error}; or train without graphs: {flags}") from None

@@ -15,7 +15,6 @@ from tracestore.ingest.sources import SourceFile, find_sources
 from tracestore.store.format import schema
 from tracestore.store.io.files import LocalFiles, parse_location
 from tracestore.store.io.fsio import atomic_write, map_os_errors
-from tracestore.store.io.manifests import list_generations
 from tracestore.store.read.selection import by_source
 from tracestore.store.read.store import TraceStore, open_store
 from tracestore.store.write.record import TraceRecord
@@ -40,7 +39,7 @@ class TraceBatchLoader:
     def __init__(self, path: str | os.PathLike[str] = "traces_data") -> None:
         self.path = parse_location(path)
         self._batches: Sequence[_File | _Part]
-        if not isinstance(self.path, Path) or (self.path.is_dir() and list_generations(LocalFiles(self.path))):
+        if not isinstance(self.path, Path) or (self.path.is_dir() and LocalFiles(self.path).generations()):
             self._batches = _parts(open_store(self.path))
         else:
             self._batches = [_File(source) for source in find_sources([self.path], self.path)]
@@ -145,7 +144,7 @@ class _Part:
 def _parts(store: TraceStore) -> list[_Part]:
     parts, appended = [], []
     for number, indices, _ in by_source(store, np.arange(len(store))):
-        source = store._index.source(number)
+        source = store.internals.index.source(number)
         if source.size > 0:
             parts.append(_Part(store, source.path, source.size, indices))
         else:

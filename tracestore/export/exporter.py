@@ -98,7 +98,7 @@ def export_store(
 
 def _check(store: TraceStore, format: str) -> None:
     """UsageError where a trace lacks what the format needs, before anything is written."""
-    column = store._index.column
+    column = store.internals.index.read_column
     no_graph, layout = column("graph_segment") < 0, column("layout")
     if format != "pt-lstm" and no_graph.any():
         raise UsageError(f"{_which(store, no_graph)} has last tokens only: --format pt-lstm")
@@ -122,7 +122,7 @@ def _files(store: TraceStore, format: str, traces_per_file: int) -> Iterator[tup
     total = len(store)
     sizes = np.zeros(total, np.int64)
     if format == "pt-gnn":
-        tokens, pairs = store.sizes(np.arange(total))
+        tokens, pairs = store.token_and_pair_counts(np.arange(total))
         itemsize = schema.storage_dtype(store.hidden_dtype).itemsize
         # x, and of each edge two int64 and a weight.
         sizes = tokens * (store.num_layers * store.hidden_dim * itemsize) + pairs * (16 + 4)
@@ -142,10 +142,10 @@ def _score_rows(store: TraceStore) -> list[tuple[str, int, str, str]]:
     for index in range(len(store)):
         score, group = float(store.scores[index]), store.group(index)
         if not math.isnan(score) or group:
-            row = store._index.row(index)
+            row = store.internals.index.row(index)
             rows.append((store.question_ids[index], row.sample, "" if math.isnan(score) else repr(score), group))
     # A score without a sample is that of every sample.
-    if not store._index.column("sample").any():
+    if not store.internals.index.read_column("sample").any():
         rows = [(question_id, -1, score, group) for question_id, _, score, group in rows]
     return rows
 
@@ -287,7 +287,7 @@ def _graphs(store: TraceStore, trace: Trace) -> list[Any]:
 
     num_tokens, layers = trace.num_tokens, []
     # A mean that is made here is float16.
-    is_made = store.attention == "heads" and trace.attention_layout != "edges"
+    is_made = store.attention_mode == "heads" and trace.attention_layout != "edges"
     weight_dtype = None if is_made else store.attention_dtype
     extras = _layer_values(trace, store.num_layers)
     for k, (hidden, (index, weight)) in enumerate(zip(trace.hidden_states, _edges(trace), strict=True)):

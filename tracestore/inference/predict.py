@@ -83,7 +83,7 @@ def predict_store(
             ):
                 scored, predicted = probability(logits), logits >= detector.threshold
                 for k, question, score, hit, there in zip(
-                    indices, store.question_ids.at(indices), scored, predicted, ~np.isnan(logits), strict=True
+                    indices, store.question_ids.take(indices), scored, predicted, ~np.isnan(logits), strict=True
                 ):
                     yield question, store[int(k)].sample, *((float(score), int(hit)) if there else ("", ""))
                     report.num_without_score += not there

@@ -45,7 +45,7 @@ class TrainedDetector:
         ):
             if mine != found:
                 raise UsageError(f"{store.path}: {self.name} was trained on {mine} {what}, this store has {found}")
-        store.require(DETECTORS[self.name].view)
+        store.require_view(DETECTORS[self.name].view)
         if DETECTORS[self.name].view == "graph":
             self.config.edge_format(store, "cpu")
 

@@ -141,7 +141,7 @@ def plan_training(
         Bytes above `start` that steps larger than the smallest may use. At most, and by
         default, half of the available memory.
     """
-    store.require(DETECTORS[name].view)
+    store.require_view(DETECTORS[name].view)
     indices, usual_num_train = training_traces(store)
     start = memory_use() if start is None else start
     state = get_random_state()

@@ -118,7 +118,7 @@ def detectors_for(store: TraceStore) -> list[str]:
     missing: MissingFieldError | None = None
     for name, spec in DETECTORS.items():
         try:
-            store.require(spec.view)
+            store.require_view(spec.view)
         except MissingFieldError as error:
             missing = error
         else:

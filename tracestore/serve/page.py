@@ -173,7 +173,7 @@ class Page:
         layers = max(1, self._store.num_layers)
         heads: list[Any] = [
             _MEAN,
-            *map(str, range(self._store.num_stored_heads if self._store.attention == "heads" else 0)),
+            *map(str, range(self._store.num_stored_heads if self._store.attention_mode == "heads" else 0)),
         ]
         self._about, self._question, self._answer = (_text(n, 1060) for n in ("about", "question", "answer"))
         self._layer = Slider(
@@ -293,7 +293,7 @@ class Page:
             return np.zeros((0, 2)), 0.0
         states = np.stack(
             [
-                schema.as_float32(Trace(self._store, int(k), private=True).last_token[layer], self._store.hidden_dtype)
+                schema.as_float32(self._store.private_trace(int(k)).last_token[layer], self._store.hidden_dtype)
                 for k in indices
             ]
         )

@@ -24,8 +24,10 @@ from tests.tiers import long
 from tracestore.errors import CorruptStoreError, RemoteError, TracestoreError, UsageError
 from tracestore.store.io import fsio
 from tracestore.store.maintain.verify import repair_store, verify_store
+from tracestore.store.read.internals import StoreInternals
+from tracestore.store.read.store import TraceStore
 from tracestore.store.remote.disk_cache import DiskCache
-from tracestore.store.remote.files import RemoteStore
+from tracestore.store.remote.files import RemoteFiles
 from tracestore.store.remote.object_store import ObjectStore
 from tracestore.store.write.writer import StoreWriter
 
@@ -46,6 +48,10 @@ def upload(folder, address):
     files = [path for path in folder.rglob("*") if path.is_file()]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda path: bucket.put(path.relative_to(folder).as_posix(), path), files))
+
+
+def open_with_cache(address, cache):
+    return TraceStore(StoreInternals.open(RemoteFiles(ObjectStore(address), cache), cache_bytes=1 << 20))
 
 
 @pytest.fixture
@@ -187,7 +193,7 @@ def test_damage_at_the_server_is_named(there, proxy, local, tmp_path):
     with tracestore.open(there) as store, pytest.raises(CorruptStoreError, match=file):
         _ = store[13].attention
     with tracestore.open(local) as store:
-        damaged = next(DiskCache.name_of(there, f) for f in store._index.files() if f.path == file)
+        damaged = next(DiskCache.name_of(there, f) for f in store.internals.index.files() if f.path == file)
     assert damaged not in cached(tmp_path)
 
 
@@ -215,7 +221,7 @@ def test_the_cache_stays_within_its_bound(local, there, tmp_path, shuffle):
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        store = RemoteStore(there, cache=cache)
+        store = open_with_cache(there, cache)
         assert_same(epoch(store, shuffle=shuffle), epoch(local, shuffle=shuffle))
     finally:
         done.set()
@@ -224,7 +230,7 @@ def test_the_cache_stays_within_its_bound(local, there, tmp_path, shuffle):
 
 
 def test_the_disk_gets_the_room_of_what_left_the_cache(there, tmp_path):
-    store = RemoteStore(there, cache=DiskCache(tmp_path / "small", 20_000))
+    store = open_with_cache(there, DiskCache(tmp_path / "small", 20_000))
     for index in [*range(0, 36, 6)] * 2:
         store[index].hidden_states.sum()
     held = {name for name in os.listdir(tmp_path / "small") if not name.startswith(".")}
@@ -263,8 +269,8 @@ for batch in tracestore.TraceLoader({there!r}, view="graph", batch_size=5, seed=
         process.wait()
         process.stdout.close()
         with tracestore.open(local) as store:
-            known = {DiskCache.name_of(there, entry) for entry in store._index.files()}
-            known |= {DiskCache.name_of(there, f) for c in store._manifest.columns for f in c.files}
+            known = {DiskCache.name_of(there, entry) for entry in store.internals.index.files()}
+            known |= {DiskCache.name_of(there, f) for c in store.internals.manifest.columns for f in c.files}
         for name, size in cached(tmp_path).items():
             assert name in known and name.endswith(f"-{size}")
     proxy.fault = lambda *_: None
@@ -480,14 +486,14 @@ def test_nothing_else_in_the_cache_s_folder_is_touched(there, tmp_path):
     folder = tmp_path / "cache"
     (folder / "lost+found").mkdir(parents=True)
     (folder / "thesis.tex").write_bytes(bytes(100_000))
-    store = RemoteStore(there, cache=DiskCache(folder, 30_000))
+    store = open_with_cache(there, DiskCache(folder, 30_000))
     for index in range(0, 36, 6):
         assert store[index].hidden_states.shape == (3, 24, 32)
     assert (folder / "thesis.tex").stat().st_size == 100_000 and (folder / "lost+found").is_dir()
 
 
 def test_a_full_disk_gives_up_what_is_not_needed(there, tmp_path, monkeypatch):
-    store = RemoteStore(there, cache=DiskCache(tmp_path / "cache", 1 << 30))
+    store = open_with_cache(there, DiskCache(tmp_path / "cache", 1 << 30))
     for index in range(0, 30, 6):
         assert store[index].hidden_states.size
     before, real, failures = set(cached(tmp_path)), fsio.pwritev_all, [True]
@@ -559,13 +565,13 @@ def test_an_order_s_bookkeeping_is_even(there, local):
     """After the last batch nothing is counted as needed any more."""
     store = tracestore.open(there)
     loader = tracestore.TraceLoader(local, view="graph", batch_size=5, seed=3)
-    ahead = store.coming(loader.batch_indices, 0, len(loader), "graph")
+    ahead = store.prefetch(loader.batch_indices, 0, len(loader), "graph")
     with ahead:
         for batch in range(len(loader)):
-            ahead.at(batch)
+            ahead.advance(batch)
             with ahead._lock:
                 ahead._plan()
                 held = sum(ahead._entries[name].size for name in ahead._uses)
             assert ahead._bytes == held
-        ahead.at(len(loader))
+        ahead.advance(len(loader))
         assert not ahead._uses and not ahead._entries and ahead._bytes == 0

@@ -27,7 +27,7 @@ def files_of(folder):
 
 def objects_of(address):
     bucket = ObjectStore(address)
-    return {path: bucket.read(path) for path in bucket.walk("")}
+    return {path: bucket.read(path) for path in bucket.list_recursive("")}
 
 
 def assert_same_store(address, folder):
@@ -122,9 +122,11 @@ def test_old_generations_are_removed(remote):
     manifests = sorted(p for p in found if p.startswith("manifest/0"))
     assert manifests == ["manifest/0000000008", "manifest/0000000009"]
     with tracestore.open(remote) as store:
-        named = {p.path for p in store._manifest.parts} | {f.path for c in store._manifest.columns for f in c.files}
+        named = {p.path for p in store.internals.manifest.parts} | {
+            f.path for c in store.internals.manifest.columns for f in c.files
+        }
         assert named <= set(found)
-        assert sum(f.path in found for f in store._index.files()) == len(list(store._index.files()))
+        assert sum(f.path in found for f in store.internals.index.files()) == len(list(store.internals.index.files()))
     assert sum(p.startswith("index/") for p in found) <= 8 and "lock" not in found
 
 

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     with tracestore.open(args.store) as store:
         names = [args.model] if args.model else detectors_for(store)
         for name in names:
-            store.require(DETECTORS[name].view)
+            store.require_view(DETECTORS[name].view)
         training_traces(store)
         start = memory_use()
         for name in names:

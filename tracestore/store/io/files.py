@@ -1,14 +1,21 @@
 """Access to the committed files of a store, locations of stores, and the cache folder."""
 
 import errno
+import json
 import os
 import stat
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import CorruptStoreError, UsageError
+from tracestore.store.format import paths, schema
 from tracestore.store.format.entries import FileEntry, size_mismatch
+from tracestore.store.format.manifest import MAX_MANIFEST_BYTES, Manifest, parse_manifest
+from tracestore.store.io.fsio import Pin
+
+MAX_ROOT_BYTES = 1 << 16  # of the root zarr.json
 
 
 class RemoteURL(str):
@@ -46,6 +53,19 @@ def local_dir(store: str | os.PathLike[str]) -> Path:
     return location if isinstance(location, Path) else cache_dir()
 
 
+class Prefetch:
+    """Prefetching for one pass over a store. This one does nothing: the files are on this machine."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def advance(self, batch: int) -> None:
+        """Record that this batch is read next and that those before it have been read."""
+
+
 class StoreFiles(Protocol):
     """Read access to the committed files of one store, which never change."""
 
@@ -72,6 +92,51 @@ class StoreFiles(Protocol):
         """
 
 
+class ReadableFiles(StoreFiles, Protocol):
+    """What reading a store needs: its generations as well as its files."""
+
+    keeps_generations: bool  # A generation stays readable without a pin.
+
+    @property
+    def location(self) -> "Path | RemoteURL":
+        """Folder or URL of the store."""
+
+    def generations(self) -> list[int]:
+        """Return the numbers of the generations that have a manifest, newest first."""
+
+    def read_manifest(self, generation: int, max_bytes: int) -> tuple[bytes, "Pin | None"]:
+        """Return the bytes of a manifest, and the pin that keeps its generation.
+
+        Raises
+        ------
+        FileNotFoundError
+            If a writer has removed the generation.
+        OSError, ValueError
+            If the manifest cannot be read or is larger than max_bytes.
+        """
+
+    def no_store_error(self) -> Exception:
+        """Return the error for a location without any generation."""
+
+    def require_root(self) -> None:
+        """Raise UsageError unless the location has the metadata of a store's root."""
+
+    def fetch(self, entries: Iterable[FileEntry]) -> None:
+        """Make several small files available at once."""
+
+    def evicted(self) -> Sequence[str]:
+        """Return the paths of files that were mapped and have left the cache since the last call."""
+
+    def prefetch(self, files_of: Callable[[int], Iterable[FileEntry]], start: int, total: int) -> Prefetch:
+        """Return a prefetcher for the batches start .. total - 1; `files_of(batch)` lists the files of a batch."""
+
+    def reopen(self) -> Self:
+        """Return the same files with state of its own."""
+
+    def close(self) -> None:
+        """Release what the files hold."""
+
+
 class LocalFiles:
     """Access to the files of a local store.
 
@@ -79,8 +144,77 @@ class LocalFiles:
     regular files are opened.
     """
 
+    keeps_generations = False
+
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self.root = self.location = root
+
+    def generations(self) -> list[int]:
+        """See ReadableFiles."""
+        return sorted((int(n) for n in self.list_dir("manifest") if paths.is_generation(n)), reverse=True)
+
+    def read_manifest(self, generation: int, max_bytes: int) -> tuple[bytes, Pin]:
+        """See ReadableFiles."""
+        path = paths.manifest(generation)
+        pin = Pin(self.open(path), self.root / path)
+        try:
+            return pin.read(max_bytes), pin
+        except BaseException:
+            pin.close()
+            raise
+
+    def load_manifest(self, generation: int) -> Manifest:
+        """Return a manifest. CorruptStoreError if it is damaged, FileNotFoundError if it is gone."""
+        path = paths.manifest(generation)
+        try:
+            data = self.read_small(path, MAX_MANIFEST_BYTES)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise CorruptStoreError(f"{path}: {error.strerror}") from None
+        return parse_manifest(data, generation)
+
+    def no_store_error(self) -> Exception:
+        """See ReadableFiles."""
+        if not self.root.exists():
+            return UsageError(f"{self.root}: no such store")
+        if (self.root / "lock").exists():
+            return UsageError(f"{self.root}: the store is empty, nothing has been committed")
+        return UsageError(f"{self.root}: not a store")
+
+    def require_root(self) -> None:
+        """See ReadableFiles."""
+        if not self.has_root():
+            raise UsageError(
+                f"{self.root}: not a store, or one without its zarr.json (tracestore verify {self.root} --repair)"
+            )
+
+    def has_root(self) -> bool:
+        """Return whether the root zarr.json is that of a store of this format."""
+        try:
+            data = json.loads(self.read_small("zarr.json", MAX_ROOT_BYTES))
+            schema.Attributes.from_json(data["attributes"]["tracestore"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, CorruptStoreError):
+            return False
+        return bool(data.get("node_type") == "group")
+
+    def fetch(self, entries: Iterable[FileEntry]) -> None:
+        """Do nothing: the files are here."""
+
+    def evicted(self) -> Sequence[str]:
+        """Return nothing: committed files stay as long as their generation is pinned."""
+        return ()
+
+    def prefetch(self, files_of: Callable[[int], Iterable[FileEntry]], start: int, total: int) -> Prefetch:
+        """Return a prefetcher that does nothing."""
+        return Prefetch()
+
+    def reopen(self) -> "LocalFiles":
+        """Return these files, which hold no state."""
+        return self
+
+    def close(self) -> None:
+        """Do nothing."""
 
     def read(self, entry: FileEntry) -> bytes:
         """Return all bytes of a small file; see StoreFiles."""

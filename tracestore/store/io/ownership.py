@@ -1,20 +1,17 @@
 """Detection of the files that belong to a store, so that no other file is ever overwritten or removed."""
 
 import enum
-import json
 import os
 import stat
 import time
 from pathlib import Path
 
 from tracestore.errors import CorruptStoreError, UsageError, escape_unprintable
-from tracestore.store.format import paths, schema
+from tracestore.store.format import paths
 from tracestore.store.format.paths import TEMPORARY_PREFIX
-from tracestore.store.io.files import LocalFiles, not_regular_error
+from tracestore.store.io.files import MAX_ROOT_BYTES, LocalFiles, not_regular_error
 from tracestore.store.io.fsio import retry_eintr
-from tracestore.store.io.manifests import list_generations, load_manifest
 
-MAX_ROOT_BYTES = 1 << 16
 # Files of a store whose creation did not finish.
 _UNFINISHED_FILES = {"lock", f"{TEMPORARY_PREFIX}zarr.json"}
 # Content of the lock file of a store that is being written to replace another one.
@@ -71,7 +68,7 @@ def _classify(store: Path, names: list[str] | None) -> FolderKind:
         return FolderKind.ABSENT
     if not names or _is_unfinished(store, names):
         return FolderKind.EMPTY
-    if not has_root(store):
+    if not LocalFiles(store).has_root():
         if has_manifest(store):
             raise CorruptStoreError(
                 f"{store}: zarr.json is missing or invalid. Run: tracestore verify {store} --repair"
@@ -112,23 +109,13 @@ def _is_unfinished(store: Path, names: list[str]) -> bool:
     return True
 
 
-def has_root(store: Path) -> bool:
-    """Return whether the root zarr.json is that of a store of this format."""
-    try:
-        data = json.loads(LocalFiles(store).read_small("zarr.json", MAX_ROOT_BYTES))
-        schema.Attributes.from_json(data["attributes"]["tracestore"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, CorruptStoreError):
-        return False
-    return bool(data.get("node_type") == "group")
-
-
 def has_manifest(store: Path) -> bool:
     """Return whether one of the two latest manifests is valid."""
     files = LocalFiles(store)
     try:
-        for number in list_generations(files)[:2]:
+        for number in files.generations()[:2]:
             try:
-                load_manifest(files, number)
+                files.load_manifest(number)
                 return True
             except (CorruptStoreError, FileNotFoundError):
                 continue

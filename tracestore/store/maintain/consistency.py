@@ -69,15 +69,15 @@ def _check_counts(manifest: Manifest, columns: Columns) -> None:
 
 def _check_index(index: StoreIndex, manifest: Manifest) -> None:
     for name in ("sample", "source", "source_position", "nonfinite", "num_tokens", "layout"):
-        index.column(name)
+        index.read_column(name)
     count = manifest.num_traces
-    places = index.places(np.arange(count))
+    places = index.locations(np.arange(count))
     tokens = int(places[places[:, 0] >= 0, 3].sum())
     where = paths.manifest(manifest.generation)
     _require(tokens == manifest.num_tokens, where, f"num_tokens: {tokens} in the index")
     _require(sum(1 for _ in index.sources()) == manifest.num_sources, where, "num_sources: another number in the index")
     index.check_key_tables()
-    samples = index.column("sample").tolist()
+    samples = index.read_column("sample").tolist()
     for k, question_id in enumerate(index.question_ids(np.arange(count))):
         _require(index.find(question_id, samples[k]) == k, index.name, f"key_table: trace {k} is not found by its id")
 
@@ -183,24 +183,26 @@ def _check_places(
     row_column: str,
 ) -> None:
     """What the index says of the traces that lie in a segment."""
-    traces = np.flatnonzero(index.column(segment_column) == number)
-    found = index.column(row_column)[traces]
+    traces = np.flatnonzero(index.read_column(segment_column) == number)
+    found = index.read_column(row_column)[traces]
     num_rows = len(rows["num_tokens"])
     _require(bool((found < num_rows).all()), index.name, f"{row_column}: beyond the rows of {segment.name}")
     if row_column == "graph_row":
         for name, stored in _REPEATED.items():
-            agrees = (index.column(name)[traces] == rows[stored][found]).all()
+            agrees = (index.read_column(name)[traces] == rows[stored][found]).all()
             _require(bool(agrees), index.name, f"{name}: not what {segment.name} says")
         tokens = rows["num_tokens"].astype("<i8")
         starts = np.cumsum(tokens) - tokens
         layers = index.manifest.attributes.num_layers or 0
-        agrees = (index.column("hidden_row")[traces] == layers * starts[found]).all()
+        agrees = (index.read_column("hidden_row")[traces] == layers * starts[found]).all()
         _require(bool(agrees), index.name, f"hidden_row: not where {segment.name} has the rows")
     else:
-        agrees = (index.column("last_token_row")[traces] == rows["last_token_row"][found]).all()
+        agrees = (index.read_column("last_token_row")[traces] == rows["last_token_row"][found]).all()
         _require(bool(agrees), index.name, f"last_token_row: not what {segment.name} says")
     _require(
-        bool((index.column("sample")[traces] == rows["sample"][found]).all()), index.name, "sample: not the segment's"
+        bool((index.read_column("sample")[traces] == rows["sample"][found]).all()),
+        index.name,
+        "sample: not the segment's",
     )
     for question_id, row in zip(index.question_ids(traces), found.tolist(), strict=True):
         _require(segment.string("question_id", row) == question_id, index.name, "id: not what the segment says")

@@ -102,9 +102,7 @@ class _Linter:
         dtype = self.store.hidden_dtype
         values = np.ascontiguousarray(getattr(trace, name))
         if kernels.count_nonfinite(values.reshape(-1).view("u1"), schema.dtype_code(dtype)):
-            self.count(
-                trace, name, schema.as_float32(getattr(Trace(self.store, trace.index, private=True), name), dtype)
-            )
+            self.count(trace, name, schema.as_float32(getattr(self.store.private_trace(trace.index), name), dtype))
 
     def weights(self, trace: Trace, wide: np.ndarray) -> None:
         """Rounding gives nothing above 1, which every dtype holds exactly."""
@@ -115,7 +113,7 @@ class _Linter:
             self.report.add("large_weight", trace, f"{above:,} attention weights above 1, the largest {wide.max():.4g}")
 
     def attention(self, trace: Trace) -> None:
-        packed, num_tokens = Trace(self.store, trace.index, private=True).attention_packed, trace.num_tokens
+        packed, num_tokens = self.store.private_trace(trace.index).attention_packed, trace.num_tokens
         if isinstance(packed, PackedEdges):
             self.edges(trace, packed)
             return
@@ -166,7 +164,7 @@ class _Linter:
             self.report.add("missing_score", store[int(index)], "neither a score nor a label")
         for index in np.flatnonzero(np.isinf(scores)):
             self.report.add("invalid_score", store[int(index)], f"score {scores[index]}")
-        for index in np.flatnonzero(store._index.column("sample") > 0):
+        for index in np.flatnonzero(store.internals.index.read_column("sample") > 0):
             trace = store[int(index)]
             first = self._first_sample(trace.question_id)
             if first is None or trace.answer is None or first.answer is None:

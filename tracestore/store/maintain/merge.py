@@ -14,7 +14,7 @@ from tracestore.store.io.files import RemoteURL, parse_location
 from tracestore.store.read.segment import SegmentReader
 from tracestore.store.read.selection import by_source
 from tracestore.store.read.store import TraceStore, open_store
-from tracestore.store.read.trace import PackedEdges, Trace
+from tracestore.store.read.trace import PackedEdges
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.record import TraceRecord
 from tracestore.store.write.writer import StoreWriter
@@ -57,12 +57,12 @@ def _row(segment: SegmentReader, row: int, question_id: str, label: float) -> tu
 def stored_traces(store: TraceStore, index: int) -> Iterator[PackedTrace]:
     """Trace `index` as a writer takes it, bytes as stored: one packed trace, or two
     where its graph and its last tokens came from two sources."""
-    trace, attributes = Trace(store, index), store._attributes
+    trace, attributes = store[index], store.internals.attributes
     places = trace._row
     graph = (places.graph_segment, places.graph_row)
     sequence = (places.sequence_segment, places.sequence_row)
     for number, row in dict.fromkeys(place for place in (graph, sequence) if place[0] >= 0):
-        segment = store._segment(number)
+        segment = store.internals.segment(number)
         record, bits = _row(segment, row, trace.question_id, trace.label)
         arrays: dict[str, list[np.ndarray]] = {}
         packed = PackedTrace(
@@ -156,12 +156,12 @@ def _copy(
     for store in opened:
         if _is_same(store.path, parse_location(destination)):
             raise UsageError(f"{store.path}: is a source and the destination")
-    options = opened[0]._attributes.options
+    options = opened[0].internals.attributes.options
     for store in opened:
         for name in ("attention", "dtype"):
-            if store._attributes.options[name] != options[name]:
+            if store.internals.attributes.options[name] != options[name]:
                 raise UsageError(
-                    f"{store.path} was made with --{name} {store._attributes.options[name]}, "
+                    f"{store.path} was made with --{name} {store.internals.attributes.options[name]}, "
                     f"{opened[0].path} with {options[name]}"
                 )
     directions = {str(s.path): s.score_direction for s in opened if not np.isnan(s.scores).all()}
@@ -200,7 +200,7 @@ def _is_same(one: Path | RemoteURL, other: Path | RemoteURL) -> bool:
 def _merge_source(
     writer: StoreWriter, store: TraceStore, number: int, indices: np.ndarray, is_whole: bool, report: MergeReport
 ) -> None:
-    source = store._index.source(number)
+    source = store.internals.index.source(number)
     # Traces that a program appended have sources without a fingerprint: their names say nothing.
     # Nor does a source of which only a part is taken have one: the rest may still be added.
     fingerprint = source.fingerprint if is_whole else ""
@@ -230,7 +230,7 @@ def _merge_source(
 def _is_all_there_is(store: TraceStore, indices: np.ndarray) -> bool:
     """Whether what the store has of these traces came from one source: a graph, last tokens or a
     label may have been added by another one."""
-    columns = {name: store._index.column(name)[indices] for name in _PLACE_COLUMNS}
+    columns = {name: store.internals.index.read_column(name)[indices] for name in _PLACE_COLUMNS}
     graph, sequence = (np.stack([columns[f"{g}_{part}"] for part in ("segment", "row")]) for g in ("graph", "sequence"))
     is_one_place = (graph[0] < 0) | (sequence[0] < 0) | (graph == sequence).all(axis=0)
     return bool(is_one_place.all() and np.isnan(store.labels[indices]).all())
@@ -239,7 +239,7 @@ def _is_all_there_is(store: TraceStore, indices: np.ndarray) -> bool:
 def _fill_scores(writer: StoreWriter, store: TraceStore, wanted: np.ndarray, report: MergeReport) -> None:
     columns, updates = writer.read_columns(), {}
     for index in wanted[~np.isnan(np.asarray(store.scores)[wanted])].tolist():
-        row = store._index.row(index)
+        row = store.internals.index.row(index)
         found = writer.index.find(store.question_ids[index], row.sample)
         if found >= 0 and math.isnan(columns.scores[found]):
             updates[found] = (float(store.scores[index]), math.nan, store.group(index) or None)

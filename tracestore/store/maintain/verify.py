@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from tracestore._core.kernels import crc32c, crc32c_combine
@@ -16,30 +15,18 @@ from tracestore.store.format import paths
 from tracestore.store.format.entries import FileEntry
 from tracestore.store.format.mapped_arrays import MappedArrays
 from tracestore.store.io import fsio
-from tracestore.store.io.files import LocalFiles, parse_location
-from tracestore.store.io.manifests import list_generations, load_manifest
-from tracestore.store.io.ownership import MAX_ROOT_BYTES, has_manifest, has_root
+from tracestore.store.io.files import MAX_ROOT_BYTES, LocalFiles, parse_location
+from tracestore.store.io.ownership import has_manifest
 from tracestore.store.maintain.consistency import find_inconsistencies
+from tracestore.store.maintain.verify_report import VerifyReport
 from tracestore.store.read.columns import read_columns
-from tracestore.store.read.generation import ATTEMPTS, open_generation, pause
+from tracestore.store.read.generation import ATTEMPTS, backoff, open_generation
 from tracestore.store.read.index import StoreIndex, part_files
 from tracestore.store.write.commit import root_metadata
 
 # Files are read in reads of this size, and shared out to threads in pieces of that.
 _READ_BYTES = 1 << 20
 _PIECE_BYTES = 64 << 20
-
-
-@dataclass
-class VerifyReport:
-    """What verify found. `damaged` maps a path in the store to what is wrong with it."""
-
-    generation: int | None = None
-    num_files: int = 0
-    num_bytes: int = 0
-    damaged: dict[str, str] = field(default_factory=dict)
-    leftovers: list[str] = field(default_factory=list)
-    repaired: list[str] = field(default_factory=list)
 
 
 class _FileVerifier:
@@ -128,7 +115,7 @@ def _pin_newest(store: Path, stack: ExitStack) -> dict[int, fsio.Pin]:
     takes nothing away that is being read."""
     for attempt in range(ATTEMPTS):
         files = LocalFiles(store)
-        numbers = list_generations(files) if store.is_dir() else []
+        numbers = files.generations() if store.is_dir() else []
         if not numbers:
             raise UsageError(
                 f"{store}: no such store" if not store.exists() else f"{store}: not a store, or nothing committed"
@@ -142,7 +129,7 @@ def _pin_newest(store: Path, stack: ExitStack) -> dict[int, fsio.Pin]:
                 stack.push(held.pop_all())
                 return pins
         except FileNotFoundError:
-            pause(attempt)
+            backoff(attempt)
     raise CorruptStoreError(f"{store}: generations change faster than they can be read")
 
 
@@ -247,9 +234,9 @@ def _check_root(store: Path, good: list[mf.Manifest], report: VerifyReport) -> N
         return
     if not good or found in {root_metadata(m.attributes) for m in good}:
         return
-    for number in list_generations(LocalFiles(store)):  # also those that a writer has added meanwhile
+    for number in LocalFiles(store).generations():  # also those that a writer has added meanwhile
         try:
-            if found == root_metadata(load_manifest(LocalFiles(store), number).attributes):
+            if found == root_metadata(LocalFiles(store).load_manifest(number).attributes):
                 return
         except (CorruptStoreError, FileNotFoundError):
             continue
@@ -260,10 +247,10 @@ def _leftovers(store: Path, known: set[str]) -> list[str]:
     """Files that no readable manifest names: those of unfinished writes."""
     known |= {"zarr.json", "lock"}
     folders = set()
-    for number in list_generations(LocalFiles(store)):
+    for number in LocalFiles(store).generations():
         known.add(paths.manifest(number))
         try:
-            manifest = load_manifest(LocalFiles(store), number)
+            manifest = LocalFiles(store).load_manifest(number)
         except (CorruptStoreError, FileNotFoundError):
             continue
         folders |= {str(Path(r.path).parent) for r in manifest.parts} | {r.path for r in manifest.columns}
@@ -285,8 +272,8 @@ def _is_root(files: LocalFiles, expected: bytes) -> bool:
 
 
 def _readable(store: Path, number: int) -> mf.Manifest:
-    generation = open_generation(store, number)
-    generation.pin.close()
+    generation = open_generation(LocalFiles(store), number)
+    generation.close()
     return generation.manifest
 
 
@@ -298,13 +285,13 @@ def repair_store(store: str | os.PathLike[str]) -> VerifyReport:
     if not isinstance(path, Path):
         raise UsageError(f"{path}: --repair is for stores on this machine: merge what is whole into a new store")
     files = LocalFiles(path)
-    if not path.is_dir() or not (has_root(path) or has_manifest(path)) or not list_generations(files):
+    if not path.is_dir() or not (LocalFiles(path).has_root() or has_manifest(path)) or not files.generations():
         raise UsageError(f"{path}: no such store")
     with fsio.map_os_errors(path):
         lock = fsio.WriterLock(path)
     repaired = []
     try:
-        numbers = list_generations(files)
+        numbers = files.generations()
         whole = None
         for number in numbers:
             try:

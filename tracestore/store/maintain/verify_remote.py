@@ -11,9 +11,9 @@ from tracestore.store.format import manifest as mf
 from tracestore.store.format import paths
 from tracestore.store.format.entries import FileEntry
 from tracestore.store.io.files import RemoteURL
-from tracestore.store.maintain.verify import VerifyReport
+from tracestore.store.maintain.verify_report import VerifyReport
 from tracestore.store.read.index import StoreIndex
-from tracestore.store.remote.files import RemoteFiles, cache_of_environment, generations_of
+from tracestore.store.remote.files import RemoteFiles, cache_of_environment, list_generations
 from tracestore.store.remote.object_store import ObjectStore
 from tracestore.store.write.commit import root_metadata
 
@@ -26,9 +26,9 @@ class _ObjectVerifier:
     """Compares objects with what was committed, several at a time."""
 
     def __init__(
-        self, bucket: ObjectStore, report: VerifyReport, quick: bool, progress: Callable[[int, int], None] | None
+        self, object_store: ObjectStore, report: VerifyReport, quick: bool, progress: Callable[[int, int], None] | None
     ) -> None:
-        self._bucket, self._report, self._quick, self._progress = bucket, report, quick, progress
+        self._object_store, self._report, self._quick, self._progress = object_store, report, quick, progress
         self._lock = threading.Lock()
         self._done = 0
 
@@ -43,13 +43,13 @@ class _ObjectVerifier:
 
     def _problem(self, entry: FileEntry) -> str | None:
         if self._quick:
-            size = self._bucket.size(entry.path)
+            size = self._object_store.size(entry.path)
             self._tell(entry.size)
             if size is None:
                 return "missing"
             return None if size == entry.size else f"{size} bytes where {entry.size} were committed"
         try:
-            crc = self._bucket.stream(entry.path, entry.size, lambda piece, offset: self._tell(len(piece)))
+            crc = self._object_store.stream(entry.path, entry.size, lambda piece, offset: self._tell(len(piece)))
         except FileNotFoundError:
             return "missing"
         except CorruptStoreError as error:
@@ -65,28 +65,28 @@ class _ObjectVerifier:
 
 def verify_remote(address: RemoteURL, *, quick: bool, progress: Callable[[int, int], None] | None) -> VerifyReport:
     """As verify_store. Nothing of it is taken from the cache, but the list of files."""
-    bucket = ObjectStore(address)
+    object_store = ObjectStore(address)
     for _ in range(_ATTEMPTS):
-        numbers = generations_of(bucket)[:2]
+        numbers = list_generations(object_store)[:2]
         if not numbers:
             raise UsageError(f"{address}: no such store")
-        report = _verify(bucket, numbers, quick, progress)
+        report = _verify(object_store, numbers, quick, progress)
         # A writer may have taken away meanwhile what was looked for.
-        if not report.damaged or generations_of(bucket)[:2] == numbers:
+        if not report.damaged or list_generations(object_store)[:2] == numbers:
             break
     return report
 
 
 def _verify(
-    bucket: ObjectStore, numbers: list[int], quick: bool, progress: Callable[[int, int], None] | None
+    object_store: ObjectStore, numbers: list[int], quick: bool, progress: Callable[[int, int], None] | None
 ) -> VerifyReport:
     report = VerifyReport()
-    checker = _ObjectVerifier(bucket, report, quick, progress)
-    files, good = RemoteFiles(bucket, cache_of_environment()), []
+    checker = _ObjectVerifier(object_store, report, quick, progress)
+    files, good = RemoteFiles(object_store, cache_of_environment()), []
     for number in numbers:
         name = paths.manifest(number)
         try:
-            good.append(mf.parse_manifest(bucket.read(name, mf.MAX_MANIFEST_BYTES), number))
+            good.append(mf.parse_manifest(object_store.read(name, mf.MAX_MANIFEST_BYTES), number))
             report.num_files += 1
         except (FileNotFoundError, CorruptStoreError) as error:
             report.damaged[name] = str(error).split(": ", 1)[-1] if isinstance(error, CorruptStoreError) else "missing"
@@ -105,25 +105,25 @@ def _verify(
             except CorruptStoreError as error:
                 report.damaged[paths.manifest(manifest.generation)] = str(error)
     checker.check(segments.values())
-    _check_root(bucket, good, report)
+    _check_root(object_store, good, report)
     known = {
         *entries,
         *segments,
         "zarr.json",
         "lock",
         "manifest/newest",
-        *map(paths.manifest, generations_of(bucket)),
+        *map(paths.manifest, list_generations(object_store)),
     }
-    if bucket.can_list:
+    if object_store.can_list:
         folders = {str(Path(p.path).parent) for m in good for p in m.parts}
-        found = bucket.walk("")
+        found = object_store.list_recursive("")
         report.leftovers = [p for p in found if p not in known and str(Path(p).parent) not in folders]
     return report
 
 
-def _check_root(bucket: ObjectStore, good: list[mf.Manifest], report: VerifyReport) -> None:
+def _check_root(object_store: ObjectStore, good: list[mf.Manifest], report: VerifyReport) -> None:
     try:
-        found = bucket.read("zarr.json")
+        found = object_store.read("zarr.json")
     except FileNotFoundError:
         report.damaged["zarr.json"] = "missing"
         return

@@ -168,7 +168,7 @@ class ArrayReader:
             return []
         return [(self.name, k) for k in range(begin // self.chunk_rows, -(-end // self.chunk_rows))]
 
-    def sources(self, begin: int, end: int) -> list[Any]:
+    def copy_sources(self, begin: int, end: int) -> list[Any]:
         """The same as sources of a gather: a Span, or flat uint8 arrays."""
         if self._offsets is not None or not 0 <= begin <= end <= self.shape[0]:
             return [piece.view("u1") for piece in self.pieces(begin, end)]

@@ -1,23 +1,25 @@
-"""What a batch is gathered from: the stored bytes of some traces, looked up together."""
+"""Looking up the stored bytes that a batch of traces is gathered from."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tracestore.errors import MissingFieldError
 from tracestore.store.format import schema
+from tracestore.store.format.entries import FileEntry
 from tracestore.store.read.chunk_cache import ChunkKey
-
-if TYPE_CHECKING:
-    from tracestore.store.read.store import TraceStore
+from tracestore.store.read.internals import StoreInternals
 
 (GRAPH_SEGMENT, HIDDEN_ROW, ATTENTION_START, NUM_TOKENS, LAYOUT, SEQUENCE_SEGMENT, LAST_TOKEN_ROW) = range(7)
 
 
 class GraphBatchSources(NamedTuple):
-    """Of B traces, as sources of a gather: `hidden`, which one behind the other are every
-    trace's (L, S, D); `attention`, B of (L, H or 1, A) as stored; or, where only edges
-    are, `attention` of their weights (E,) and `edges` (ptr, edge_index) as PackedEdges."""
+    """Sources of a gather for B graphs.
+
+    `hidden` concatenates to (L, S, D) of every trace. `attention` holds B sources of (L, H or 1, A) as stored. In a
+    store of edges `attention` holds the weights (E,), and `edges` the ptr and edge_index of PackedEdges.
+    """
 
     num_tokens: np.ndarray  # (B,) int64
     layout: np.ndarray  # (B,) int64, schema.LAYOUT_*
@@ -26,64 +28,84 @@ class GraphBatchSources(NamedTuple):
     edges: list[tuple[np.ndarray, Any]] | None
 
 
-def _refuse(store: "TraceStore", indices: np.ndarray, missing: np.ndarray, what: str) -> None:
+def _refuse(store: StoreInternals, indices: np.ndarray, missing: np.ndarray, what: str) -> None:
     if missing.any():
         index = int(indices[int(np.flatnonzero(missing)[0])])
-        raise MissingFieldError(f"trace {index} ({store.question_ids[index]}) has no {what}")
+        raise MissingFieldError(f"trace {index} ({store.index.question_id(index)}) has no {what}")
 
 
-def graph_sources(store: "TraceStore", indices: np.ndarray) -> GraphBatchSources:
-    """Hidden states and attention of some traces, views of the maps where uncompressed."""
-    places = store._index.places(indices)
+def graph_sources(store: StoreInternals, indices: np.ndarray) -> GraphBatchSources:
+    """Return hidden states and attention of some traces: views of the maps if uncompressed.
+
+    MissingFieldError names the first trace that lacks them.
+    """
+    locations = store.index.locations(indices)
     _refuse(
-        store, indices, places[:, GRAPH_SEGMENT] < 0, "hidden states of all tokens: its source holds last tokens only"
+        store,
+        indices,
+        locations[:, GRAPH_SEGMENT] < 0,
+        "hidden states of all tokens: its source holds last tokens only",
     )
-    _refuse(store, indices, places[:, LAYOUT] == schema.LAYOUT_NONE, "attention: it was not stored")
+    _refuse(store, indices, locations[:, LAYOUT] == schema.LAYOUT_NONE, "attention: it was not stored")
     num_layers, heads = store.num_layers, store.num_stored_heads
     hidden: list[Any] = []
     attention: list[Any] = []
     edges: list[tuple[np.ndarray, Any]] = []
-    for number, row, start, tokens, layout, _, _ in places.tolist():
-        segment = store._segment(number)
-        hidden += segment.array("hidden_states").sources(row, row + num_layers * tokens)
+    for number, row, start, tokens, layout, _, _ in locations.tolist():
+        segment = store.segment(number)
+        hidden += segment.array("hidden_states").copy_sources(row, row + num_layers * tokens)
         if layout == schema.LAYOUT_EDGES:
             ptr, edge_index, weight = segment.edge_sources(start, num_layers)
             edges.append((ptr, edge_index))
             attention.append(weight)
             continue
         size = num_layers * heads * schema.num_pairs(tokens, layout)
-        found = segment.array("attention").sources(start, start + size)
-        # A graph's weights must lie together; only those of compressed chunks do not.
+        found = segment.array("attention").copy_sources(start, start + size)
+        # The gather needs the weights of a graph in one piece.
         attention.append(found[0] if len(found) == 1 else np.concatenate(found))
-    return GraphBatchSources(places[:, NUM_TOKENS].copy(), places[:, LAYOUT], hidden, attention, edges or None)
+    return GraphBatchSources(locations[:, NUM_TOKENS].copy(), locations[:, LAYOUT], hidden, attention, edges or None)
 
 
-def sequence_sources(store: "TraceStore", indices: np.ndarray) -> list[Any]:
-    """Sources of a gather that one behind the other are every trace's last tokens, (L, D)."""
+def sequence_sources(store: StoreInternals, indices: np.ndarray) -> list[Any]:
+    """Return sources of a gather that concatenate to the last tokens (L, D) of every trace."""
     pieces: list[Any] = []
     num_layers = store.num_layers
-    for graph, row, _, tokens, _, sequence, last in store._index.places(indices).tolist():
+    for graph, row, _, tokens, _, sequence, last in store.index.locations(indices).tolist():
         if sequence >= 0:
-            pieces += store._segment(sequence).array("last_token").sources(last, last + 1)
+            pieces += store.segment(sequence).array("last_token").copy_sources(last, last + 1)
             continue
-        hidden = store._segment(graph).array("hidden_states")
+        hidden = store.segment(graph).array("hidden_states")
         for layer in range(num_layers):
             at = row + (layer + 1) * tokens - 1
-            pieces += hidden.sources(at, at + 1)
+            pieces += hidden.copy_sources(at, at + 1)
     return pieces
 
 
-def chunk_keys(store: "TraceStore", indices: np.ndarray, view: str) -> list[ChunkKey]:
-    """The inner chunks that a batch of some traces is decoded from."""
+def chunk_keys(store: StoreInternals, indices: np.ndarray, view: str) -> list[ChunkKey]:
+    """Return the inner chunks that a batch of some traces is decoded from, each once."""
     keys: list[ChunkKey] = []
     num_layers, heads = store.num_layers, store.num_stored_heads
-    for graph, row, start, tokens, layout, sequence, last in store._index.places(indices).tolist():
+    for graph, row, start, tokens, layout, sequence, last in store.index.locations(indices).tolist():
         if view == "sequence" and sequence >= 0:
-            keys += store._segment(sequence).array("last_token").chunk_keys(last, last + 1)
+            keys += store.segment(sequence).array("last_token").chunk_keys(last, last + 1)
             continue
-        segment = store._segment(graph)
+        segment = store.segment(graph)
         keys += segment.array("hidden_states").chunk_keys(row, row + num_layers * tokens)
         if view == "graph" and layout != schema.LAYOUT_EDGES:
             size = num_layers * heads * schema.num_pairs(tokens, layout)
             keys += segment.array("attention").chunk_keys(start, start + size)
     return list(dict.fromkeys(keys))
+
+
+def batch_files(store: StoreInternals, indices: np.ndarray, view: str) -> Iterator[FileEntry]:
+    """Yield the files that a batch of some traces is gathered from, some of them repeatedly."""
+    columns = (GRAPH_SEGMENT, SEQUENCE_SEGMENT, LAYOUT)
+    for graph, sequence, layout in np.unique(store.index.locations(indices)[:, columns], axis=0).tolist():
+        if view == "sequence" and sequence >= 0:
+            yield from store.array_files(sequence, "last_token")
+            continue
+        yield from store.array_files(graph, "hidden_states")
+        if view == "graph":
+            edges = ("edge_ptr", "edge_index", "edge_weight")
+            for name in edges if layout == schema.LAYOUT_EDGES else ("attention",):
+                yield from store.array_files(graph, name)

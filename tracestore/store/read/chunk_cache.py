@@ -7,25 +7,31 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-ChunkKey = tuple[str, int]  # the array's name in the store, the number of the inner chunk
+ChunkKey = tuple[str, int]  # path of the array in the store, number of the inner chunk
 
 
 class ChunkCache:
     """Decoded inner chunks of compressed shards, bounded in bytes.
 
-    Who knows the order of what is to come announces it: then what is not announced goes
-    first, least recently used, and after that what is needed last (Belady 1966). Safe to
-    use from threads; a forked child starts with a lock of its own."""
+    Eviction takes the least recently used chunk without a hint first, then the chunk whose next hinted use is last
+    [1]_. Safe to use from threads; a forked child gets a lock of its own.
+
+    References
+    ----------
+    .. [1] L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal
+       5(2), 1966.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = self.num_decoded = 0
         self._chunks: OrderedDict[ChunkKey, np.ndarray] = OrderedDict()
-        self._announced: dict[ChunkKey, deque[int]] = {}  # when it will be asked for, in announcements
+        self._upcoming: dict[ChunkKey, deque[int]] = {}  # numbers of the hints that name a chunk
         self._clock = 0
         self._lock, self._pid = threading.Lock(), os.getpid()
 
     def get(self, key: ChunkKey, decode: Callable[[], np.ndarray]) -> np.ndarray:
+        """Return the chunk, decoded by `decode` unless the cache has it."""
         if self._pid != os.getpid():
             self._lock, self._pid = threading.Lock(), os.getpid()
         with self._lock:
@@ -43,30 +49,31 @@ class ChunkCache:
             self._trim()
         return chunk
 
-    def announce(self, keys: Sequence[ChunkKey]) -> None:
-        """These will be asked for, after all that were announced before."""
+    def hint_upcoming(self, keys: Sequence[ChunkKey]) -> None:
+        """Record that these chunks are read after all that were hinted before."""
         with self._lock:
             self._clock += 1
             for key in keys:
-                self._announced.setdefault(key, deque()).append(self._clock)
+                self._upcoming.setdefault(key, deque()).append(self._clock)
 
-    def done(self, keys: Sequence[ChunkKey]) -> None:
-        """Takes the oldest announcement of each back: it was asked for, or will not be."""
+    def release(self, keys: Sequence[ChunkKey]) -> None:
+        """Drop the oldest hint of each chunk."""
         with self._lock:
             for key in keys:
-                self._announced[key].popleft()
-                if not self._announced[key]:
-                    del self._announced[key]
+                self._upcoming[key].popleft()
+                if not self._upcoming[key]:
+                    del self._upcoming[key]
 
     def _trim(self) -> None:
         while self.num_bytes > self.max_bytes and len(self._chunks) > 1:
             newest = next(reversed(self._chunks))
-            found = next((k for k in self._chunks if k not in self._announced and k != newest), None)
+            found = next((k for k in self._chunks if k not in self._upcoming and k != newest), None)
             if found is None:
-                found = max((k for k in self._chunks if k != newest), key=lambda k: self._announced[k][0])
+                found = max((k for k in self._chunks if k != newest), key=lambda k: self._upcoming[k][0])
             self.num_bytes -= self._chunks.pop(found).nbytes
 
-    def limit(self, max_bytes: int) -> None:
+    def resize(self, max_bytes: int) -> None:
+        """Change the bound, and evict what exceeds it."""
         self.max_bytes = max_bytes
         with self._lock:
             self._trim()

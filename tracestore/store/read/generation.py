@@ -1,116 +1,134 @@
-"""Which generation a reader sees, and holding it."""
+"""Choosing the generation that a reader sees, and pinning it."""
 
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
-from tracestore.errors import CorruptStoreError, TracestoreWarning, UsageError
+from tracestore.errors import CorruptStoreError, TracestoreWarning
 from tracestore.store.format import manifest as mf
 from tracestore.store.format import paths
-from tracestore.store.io.files import LocalFiles
-from tracestore.store.io.fsio import Pin
-from tracestore.store.io.manifests import list_generations
-from tracestore.store.io.ownership import has_root
+from tracestore.store.io.files import ReadableFiles
 from tracestore.store.read.columns import Columns, join_columns, read_columns
 from tracestore.store.read.index import StoreIndex
 
-# How often a reader looks again where writers remove what it is about to open.
+# How often a reader looks again while writers remove what it is about to open.
 ATTEMPTS = 100
 
 
-class Holds(Protocol):
-    """What keeps a generation from being removed."""
+class Pin(Protocol):
+    """Keeps a generation from being removed."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release the generation."""
 
 
 @dataclass(frozen=True)
-class Generation:
-    """A generation as readers hold it: pinned, its index and columns mapped."""
+class PinnedGeneration:
+    """A generation that is kept while it is read: its manifest, its mapped index and its columns."""
 
     manifest: mf.Manifest
     index: StoreIndex
     columns: Columns
-    pin: Holds
+    pin: Pin | None
+
+    def close(self) -> None:
+        """Release the pin."""
+        if self.pin is not None:
+            self.pin.close()
 
 
-def pause(attempt: int) -> None:
-    """Before looking again: a writer may be at work on what was found."""
+def backoff(attempt: int) -> None:
+    """Wait before another look: a writer may be changing what was found."""
     time.sleep(min(0.05, 0.001 * attempt))
 
 
-def open_generation(store: Path, number: int) -> Generation:
-    """FileNotFoundError where a writer has removed it meanwhile, CorruptStoreError
-    where it does not read back whole."""
-    files = LocalFiles(store)
+def open_generation(files: ReadableFiles, number: int) -> PinnedGeneration:
+    """Open one generation.
+
+    Raises
+    ------
+    FileNotFoundError
+        If a writer has removed the generation.
+    CorruptStoreError
+        If a file of the generation is damaged or missing.
+    """
     path = paths.manifest(number)
-    pin = Pin(files.open(path), store / path)
+    close: Callable[[], None] = lambda: None  # noqa: E731
     try:
-        manifest = mf.parse_manifest(pin.read(mf.MAX_MANIFEST_BYTES), number)
+        data, pin = files.read_manifest(number, mf.MAX_MANIFEST_BYTES)
+        if pin is not None:
+            close = pin.close
+        manifest = mf.parse_manifest(data, number)
         try:
+            files.fetch(manifest.small_files())
             index = StoreIndex(files, manifest)
             columns = join_columns([read_columns(files, ref) for ref in manifest.columns])
         except FileNotFoundError as error:
-            # What a pinned generation names is not removed.
+            # The files of a pinned generation are not removed.
             raise CorruptStoreError(f"{error.filename or error}: missing") from None
+    except FileNotFoundError:
+        close()
+        raise
     except OSError as error:
-        pin.close()
+        close()
         raise CorruptStoreError(f"{path}: {error.strerror}") from None
     except ValueError as error:
-        pin.close()
+        close()
         raise CorruptStoreError(f"{path}: {error}") from None
     except BaseException:
-        pin.close()
+        close()
         raise
-    return Generation(manifest, index, columns, pin)
+    return PinnedGeneration(manifest, index, columns, pin)
 
 
-def _require_root(store: Path) -> None:
-    """UsageError where what cannot be read is no store at all."""
-    if not has_root(store):
-        raise UsageError(f"{store}: not a store, or one without its zarr.json (tracestore verify {store} --repair)")
+def open_latest(files: ReadableFiles, preferred: int | None = None) -> PinnedGeneration:
+    """Open the generation `preferred` if it still exists, else the newest one that is intact.
 
-
-def open_latest(store: Path, preferred: int | None = None) -> Generation:
-    """`preferred` where it is still there, else the newest generation that reads back
-    whole. A damaged newest one is said in a warning."""
+    A TracestoreWarning reports that the newest generation is damaged.
+    """
     if preferred is not None:
         try:
-            return open_generation(store, preferred)
+            return open_generation(files, preferred)
         except (FileNotFoundError, CorruptStoreError):
-            pass  # said below if it is the newest
+            pass  # The loop reports the error if this is the newest generation.
+    before: list[int] = []
     for attempt in range(ATTEMPTS):
         try:
-            numbers = list_generations(LocalFiles(store))
+            numbers = files.generations()
         except CorruptStoreError:
-            _require_root(store)
+            files.require_root()
             raise
         if not numbers:
-            if (store / "lock").exists():
-                raise UsageError(f"{store}: the store is empty, nothing has been committed")
-            raise UsageError(f"{store}: not a store")
+            raise files.no_store_error()
         problem: CorruptStoreError | None = None
+        found: PinnedGeneration | None = None
         for number in numbers:
             try:
-                found = open_generation(store, number)
+                found = open_generation(files, number)
+                break
             except CorruptStoreError as error:
                 problem = problem or error
-                continue
             except FileNotFoundError:
-                break
+                if numbers != before:
+                    break  # A writer has removed it: a newer generation exists.
+                problem = problem or CorruptStoreError(f"{paths.manifest(number)}: missing")
+        else:
+            if files.generations()[:1] == numbers[:1]:
+                files.require_root()
+                raise problem or CorruptStoreError(f"{files.location}: no readable generation")
+        if found is not None:
             if problem is None:
                 return found
-            if list_generations(LocalFiles(store))[:1] == numbers[:1]:
+            if files.generations()[:1] == numbers[:1]:
                 warnings.warn(
-                    f"{store}: {problem}; reading generation {number} instead", TracestoreWarning, stacklevel=4
+                    f"{files.location}: {problem}; reading generation {found.manifest.generation} instead",
+                    TracestoreWarning,
+                    stacklevel=4,
                 )
                 return found
-            break
-        else:
-            if list_generations(LocalFiles(store))[:1] == numbers[:1]:
-                _require_root(store)
-                raise problem or CorruptStoreError(f"{store}: no readable generation")
-        pause(attempt)
-    raise CorruptStoreError(f"{store}: generations change faster than they can be read")
+            found.close()
+        before = numbers
+        backoff(attempt)
+    raise CorruptStoreError(f"{files.location}: generations change faster than they can be read")

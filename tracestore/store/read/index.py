@@ -38,7 +38,7 @@ class TraceRow:
     sequence_crc32c: int
 
     @property
-    def home(self) -> tuple[int, int]:
+    def primary_location(self) -> tuple[int, int]:
         """Segment and row that hold the trace's texts."""
         if self.graph_segment >= 0:
             return self.graph_segment, self.graph_row
@@ -143,7 +143,7 @@ class StoreIndex:
         return -1 if part < 0 else self._first_trace[part] + row
 
     @_checked
-    def places(self, indices: np.ndarray) -> np.ndarray:
+    def locations(self, indices: np.ndarray) -> np.ndarray:
         """(n, 7) int64, see LocationTable.look_up: where some traces lie, all in one call."""
         out = np.empty((len(indices), 7), np.int64)
         self._places.look_up(np.ascontiguousarray(indices, np.int64), out)
@@ -158,7 +158,7 @@ class StoreIndex:
         """The places of trace `index` (0 <= index < N), patches of later parts applied."""
         part, k = self._locate(index)
         arrays = self._parts[part]
-        self.places(np.array([index]))  # checks what rows of segments are read by
+        self.locations(np.array([index]))  # checks what rows of segments are read by
         values = {name: [int(arrays.read(name, k, k + 1)[0])] for name in mf.TRACE_COLUMNS}
         for number in range(part + 1, len(self._parts)):
             later = self._parts[number]
@@ -171,11 +171,11 @@ class StoreIndex:
         return TraceRow(**{name: v[0] for name, v in values.items()})
 
     @_checked
-    def column(self, name: str) -> np.ndarray:
+    def read_column(self, name: str) -> np.ndarray:
         """One of manifest.TRACE_COLUMNS for all traces, patches applied; read once, read-only."""
         values = self._kept.get((-1, name))
         if values is None:
-            values = self._read_column(name)
+            values = self._load_column(name)
             self._check_column(name, values)
             values.flags.writeable = False
             self._kept[-1, name] = values
@@ -193,7 +193,7 @@ class StoreIndex:
         if values.min() < least or (most is not None and values.max() > most):
             raise ValueError(f"{name}: values from {values.min()} to {values.max()}, expected {least} to {most}")
 
-    def _read_column(self, name: str) -> np.ndarray:
+    def _load_column(self, name: str) -> np.ndarray:
         pieces = [part.read(name) for part in self._parts]
         patched = [part for part in self._parts if part.num_items("patch_trace")]
         if len(pieces) == 1 and not patched:

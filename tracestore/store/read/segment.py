@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -13,9 +13,7 @@ from tracestore.store.format.ragged import decode_string
 from tracestore.store.io.files import StoreFiles
 from tracestore.store.read.array_reader import ArrayReader, ArraySpec
 from tracestore.store.read.chunk_cache import ChunkCache
-
-if TYPE_CHECKING:
-    from tracestore.store.read.index import TraceRow
+from tracestore.store.read.index import TraceRow
 
 
 class SegmentReader:
@@ -65,8 +63,8 @@ class SegmentReader:
         shape = tuple(n for n in columns if n is not None)
         return ArraySpec(schema.storage_dtype(stored), shape, codec, count, stored == "bfloat16")
 
-    def forget(self, name: str) -> None:
-        """Lets go of an array's maps; it is opened anew when it is asked for."""
+    def close_array(self, name: str) -> None:
+        """Release the maps of an array. The next access opens it again."""
         self._arrays.pop(name, None)
 
     def has(self, name: str) -> bool:
@@ -75,8 +73,8 @@ class SegmentReader:
     def scalar(self, name: str, row: int) -> int:
         return int(self.array(name).copy(row, row + 1)[0])
 
-    def require_place(self, row: "TraceRow") -> None:
-        """CorruptStoreError unless the hidden states that a row of the index places here are here."""
+    def require_location(self, row: TraceRow) -> None:
+        """Raise CorruptStoreError unless this segment holds the hidden states that an index row refers to."""
         num_layers = self._attributes.num_layers or 0
         end, stored = row.hidden_row + num_layers * row.num_tokens, self.array("hidden_states").shape[0]
         if end > stored:
@@ -151,7 +149,7 @@ class SegmentReader:
         begin, end = int(ptr[0]), int(ptr[-1])
         if end == begin:
             return ptr - begin, b"", b""
-        index, weight = (self.array(name).sources(begin, end) for name in ("edge_index", "edge_weight"))
+        index, weight = (self.array(name).copy_sources(begin, end) for name in ("edge_index", "edge_weight"))
         # A trace's edges must lie together; only those of compressed chunks do not.
         index, weight = (found if len(found) == 1 else [np.concatenate(found)] for found in (index, weight))
         return ptr - begin, index[0], weight[0]

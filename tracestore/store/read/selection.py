@@ -50,16 +50,16 @@ def indices_of_segments(store: TraceStore, segments: Collection[int]) -> np.ndar
     for number in segments:
         if not 0 <= number < count:
             raise UsageError(f"{store.path}: found segment {number}, expected 0 to {count - 1}")
-    places = store._index.places(np.arange(len(store)))
-    lies = np.isin(places[:, (GRAPH_SEGMENT, SEQUENCE_SEGMENT)], np.array(sorted(segments), np.int64))
+    locations = store.internals.index.locations(np.arange(len(store)))
+    lies = np.isin(locations[:, (GRAPH_SEGMENT, SEQUENCE_SEGMENT)], np.array(sorted(segments), np.int64))
     return np.flatnonzero(lies.any(axis=1)).astype(np.int64)
 
 
 def by_source(store: TraceStore, wanted: np.ndarray) -> Iterator[tuple[int, np.ndarray, bool]]:
     """Each source of a store, those of the `wanted` traces that it gave first, and whether
     these are all that it gave. All sources where all are wanted, else those that give any."""
-    owners = np.asarray(store._index.column("source"))
-    counts = np.bincount(owners, minlength=store._manifest.num_sources)
+    owners = np.asarray(store.internals.index.read_column("source"))
+    counts = np.bincount(owners, minlength=store.internals.manifest.num_sources)
     order = wanted[np.argsort(owners[wanted], kind="stable")]
     edges = np.searchsorted(owners[order], np.arange(len(counts) + 1))
     for number, count in enumerate(counts.tolist()):
@@ -68,5 +68,5 @@ def by_source(store: TraceStore, wanted: np.ndarray) -> Iterator[tuple[int, np.n
             yield number, indices, True
         elif len(indices):
             # What it gave beside what it gave first: to traces that another source had brought.
-            source = store._index.source(number)
+            source = store.internals.index.source(number)
             yield number, indices, len(indices) == count == source.num_traces and source.num_skipped == 0

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 
@@ -12,20 +12,25 @@ from tracestore.errors import CorruptStoreError, MissingFieldError, UsageError
 from tracestore.extras import needs
 from tracestore.store.format import schema
 from tracestore.store.format.labels import CORRECT, DEFAULT_THRESHOLD, derive, describe
-from tracestore.store.io.files import LocalFiles, RemoteURL, StoreFiles, parse_location
+from tracestore.store.io.files import LocalFiles, Prefetch, ReadableFiles, RemoteURL, parse_location
 from tracestore.store.read import table
-from tracestore.store.read.batch_sources import ATTENTION_START, GRAPH_SEGMENT, LAYOUT, NUM_TOKENS, chunk_keys
-from tracestore.store.read.chunk_cache import ChunkCache
-from tracestore.store.read.generation import Generation, open_latest
+from tracestore.store.read.batch_sources import (
+    ATTENTION_START,
+    GRAPH_SEGMENT,
+    LAYOUT,
+    NUM_TOKENS,
+    batch_files,
+    chunk_keys,
+)
 from tracestore.store.read.index import StoreIndex
-from tracestore.store.read.segment import SegmentReader
+from tracestore.store.read.internals import StoreInternals
 from tracestore.store.read.trace import Trace
 
 DEFAULT_CACHE_BYTES = 256 << 20
 
 
 class QuestionIds(Sequence[str]):
-    """The question ids of a store, decoded when they are asked for."""
+    """The question ids of a store, decoded on access."""
 
     def __init__(self, index: StoreIndex) -> None:
         self._index = index
@@ -43,8 +48,8 @@ class QuestionIds(Sequence[str]):
         k = range(len(self))[item]
         return self._index.question_id(k)
 
-    def at(self, indices: np.ndarray) -> list[str]:
-        """The ids of some traces."""
+    def take(self, indices: np.ndarray) -> list[str]:
+        """Return the ids of some traces."""
         return self._index.question_ids(indices)
 
     def __eq__(self, other: object) -> bool:
@@ -58,54 +63,36 @@ class QuestionIds(Sequence[str]):
         return f"<{len(self)} question ids>"
 
 
-class Prefetch:
-    """What is told of a pass over a store as it goes; of a local one nobody wants to know."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def at(self, batch: int) -> None:
-        """This batch is looked up next; those before it were."""
-
-
 class TraceStore:
-    """A store opened for reading: one generation, pinned until close().
+    """One generation of a store, opened for reading and pinned until close().
 
-    `store[i]` is a Trace, `store.index_of(id)` its index. Opening maps the index
-    and reads no trace; files are mapped when first used, by each process for
-    itself. Safe to use from threads, across fork, and to pickle; a pickled store
-    reopens the same generation where it is still there.
+    ``store[i]`` is a Trace and ``store.index_of(question_id)`` its index. Opening maps the index and reads no trace;
+    each process maps the other files when it first uses them. A store is safe to use from threads and across fork.
+    It can be pickled: the copy opens the same generation if that still exists.
+
+    Use `tracestore.open` to open a store.
+
+    Attributes
+    ----------
+    path : Path or str
+        The folder of the store, or its URL.
+    internals : StoreInternals
+        Files, index and segments, for the other modules of this package.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, cache_bytes: int = DEFAULT_CACHE_BYTES) -> None:
-        self._open(path, cache_bytes, None)
-
-    def _open(self, path: str | os.PathLike[str], cache_bytes: int, generation: int | None) -> None:
-        folder = Path(path)
-        if not folder.exists():
-            raise UsageError(f"{folder}: no such store")
-        if not folder.is_dir():
-            raise UsageError(f"{folder}: not a store")
-        self._hold(folder, open_latest(folder, generation), LocalFiles(folder), cache_bytes)
-
-    def _hold(self, path: Path | RemoteURL, found: Generation, files: StoreFiles, cache_bytes: int) -> None:
-        self.path, self._files = path, files
-        self._manifest, self._index = found.manifest, found.index
-        self._columns, self._pin = found.columns, found.pin
-        self._attributes = self._manifest.attributes
-        self._cache = ChunkCache(cache_bytes)
-        self._segments: dict[int, SegmentReader] = {}
-        self._closed = False
+    def __init__(self, internals: StoreInternals) -> None:
+        self.path: Path | RemoteURL = internals.files.location
+        self.internals = internals
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (str(self.path), self._cache.max_bytes, self._manifest.generation, len(self))
+        return _reopen, (str(self.path), self.internals.chunk_cache.max_bytes, self.generation, len(self))
 
-    def again(self, cache_bytes: int = DEFAULT_CACHE_BYTES) -> "TraceStore":
-        """The same generation opened once more, with maps and cache of its own."""
-        return _reopen(str(self.path), cache_bytes, self.generation, len(self))
+    def reopen(self, cache_bytes: int = DEFAULT_CACHE_BYTES) -> "TraceStore":
+        """Open the same generation again, with maps and a chunk cache of its own.
+
+        CorruptStoreError if a writer has removed the generation.
+        """
+        return _checked(TraceStore(self.internals.reopen(cache_bytes)), self.generation, len(self))
 
     def __enter__(self) -> "TraceStore":
         return self
@@ -114,10 +101,8 @@ class TraceStore:
         self.close()
 
     def close(self) -> None:
-        """Drops the maps and the pin; arrays that were handed out stay valid."""
-        self._segments.clear()
-        self._pin.close()
-        self._closed = True
+        """Release the maps and the pin. Arrays that were returned stay valid."""
+        self.internals.close()
 
     def __repr__(self) -> str:
         return f"TraceStore({str(self.path)!r}, {len(self)} traces)"
@@ -125,213 +110,252 @@ class TraceStore:
     # Attributes
 
     def __len__(self) -> int:
-        return self._manifest.num_traces
+        return self.internals.manifest.num_traces
 
     @property
     def num_layers(self) -> int:
-        return self._attributes.num_layers or 0
+        """L: number of stored layers."""
+        return self.internals.num_layers
 
     @property
     def hidden_dim(self) -> int:
-        return self._attributes.hidden_dim or 0
+        """D: size of a hidden state."""
+        return self.internals.attributes.hidden_dim or 0
 
     @property
     def num_heads(self) -> int | None:
-        """H of the model; None where no source had attention of every head."""
-        return self._attributes.num_heads
+        """H: attention heads of the model; None if no source had the attention of every head."""
+        return self.internals.attributes.num_heads
 
     @property
-    def attention(self) -> str:
-        """mean, heads or none: what is stored of the attention."""
-        return self._attributes.attention
+    def attention_mode(self) -> Literal["mean", "heads", "none"]:
+        """Stored form of the attention: head mean, every head, or none."""
+        return self.internals.attributes.attention  # type: ignore[return-value]
 
     @property
     def num_stored_heads(self) -> int:
-        """Attention values of one pair of tokens in one layer: H, or 1 for the mean."""
-        return self._attributes.num_stored_heads
+        """Attention values of one pair of tokens in one layer: H, or 1 for the head mean."""
+        return self.internals.num_stored_heads
 
     @property
     def attention_layout(self) -> str | None:
-        return self._attributes.attention_layout
+        """causal, square or edges; None for a store without attention."""
+        return self.internals.attributes.attention_layout
 
     @property
     def hidden_dtype(self) -> str:
-        return self._attributes.hidden_dtype or "float16"
+        """Stored dtype of the hidden states, such as float16 or bfloat16."""
+        return self.internals.attributes.hidden_dtype or "float16"
 
     @property
     def attention_dtype(self) -> str:
-        return self._attributes.attention_dtype or "float16"
+        """Stored dtype of the attention."""
+        return self.internals.attributes.attention_dtype or "float16"
 
     @property
     def generation(self) -> int:
-        return self._manifest.generation
+        """Number of the commit that is open."""
+        return self.internals.manifest.generation
 
     @property
     def codec(self) -> str:
-        return str(self._attributes.options.get("codec", "none"))
+        """Codec of the large arrays; "none" if they are not compressed."""
+        return str(self.internals.attributes.options.get("codec", "none"))
 
     @property
     def question_ids(self) -> QuestionIds:
-        return QuestionIds(self._index)
+        """The question id of each trace."""
+        return QuestionIds(self.internals.index)
 
     @property
     def scores(self) -> np.ndarray:
-        """(N,) float64, read-only, NaN where a trace has no score."""
-        return self._columns.scores
+        """Scores (N,) float64, read-only, NaN for a trace without a score."""
+        return self.internals.columns.scores
 
     @property
     def labels(self) -> np.ndarray:
-        """(N,) float64: labels that came with the sources, NaN where missing."""
-        return self._columns.labels
+        """Labels (N,) float64 that the sources contained, NaN where missing."""
+        return self.internals.columns.labels
 
     def group(self, index: int) -> str:
-        return self._columns.group(index)
+        """Return the group of a trace that a split keeps together, "" if missing."""
+        return self.internals.columns.group(index)
 
     @property
     def num_tokens(self) -> np.ndarray:
-        """(N,) tokens of each trace; 0 where only its last tokens are stored."""
-        return self._index.column("num_tokens")
+        """Tokens (N,) of each trace; 0 if only its last tokens are stored."""
+        return self.internals.index.read_column("num_tokens")
 
-    def sizes(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of some traces: S, and the stored pairs (of edge stores: edges) of all layers
-        together, one value a head mean; both (n,) int64."""
-        places = self._index.places(indices)
-        tokens, layout = places[:, NUM_TOKENS], places[:, LAYOUT]
+    def token_and_pair_counts(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens of some traces and their stored pairs of tokens.
+
+        The pairs (edges, in a store of edges) of all layers are added up, once for all heads; both are (n,) int64.
+        """
+        locations = self.internals.index.locations(indices)
+        tokens, layout = locations[:, NUM_TOKENS], locations[:, LAYOUT]
         pairs = np.where(layout == schema.LAYOUT_SQUARE, tokens * tokens, tokens * (tokens + 1) // 2) * self.num_layers
         pairs[layout == schema.LAYOUT_NONE] = 0
         for k in np.flatnonzero(layout == schema.LAYOUT_EDGES):
-            start = int(places[k, ATTENTION_START])
-            ptr = self._segment(int(places[k, GRAPH_SEGMENT])).edge_offsets(start, self.num_layers)
+            start = int(locations[k, ATTENTION_START])
+            ptr = self.internals.segment(int(locations[k, GRAPH_SEGMENT])).edge_offsets(start, self.num_layers)
             pairs[k] = int(ptr[-1]) - int(ptr[0])
         return tokens, pairs
 
     @property
     def has_nonfinite(self) -> np.ndarray:
-        """(N,) bool: traces whose source had NaN or infinite values in its arrays."""
-        return self._index.column("nonfinite").astype(bool)
+        """Traces (N,) bool whose source had NaN or infinite values in its arrays."""
+        return self.internals.index.read_column("nonfinite").astype(bool)
 
     @property
     def score_direction(self) -> str:
-        """What a high score says of an answer: "correct" or "hallucination"."""
-        return self._attributes.score_direction or CORRECT
+        """The answers that a high score marks: "correct" or "hallucination"."""
+        return self.internals.attributes.score_direction or CORRECT
 
     def targets(self, score_threshold: float = DEFAULT_THRESHOLD) -> np.ndarray:
-        """(N,) float64 labels: the stored one, else by the score (see labels.derive), else NaN."""
+        """Return labels (N,) float64: the stored label, else one derived from the score (labels.derive), else NaN."""
         return derive(self.scores, self.labels, score_threshold, self.score_direction)
 
     def describe_scores(self, score_threshold: float = DEFAULT_THRESHOLD) -> str:
-        """How many scores become which label, as a line for people."""
+        """Return one line that tells how many scores become which label."""
         return describe(self.scores, score_threshold, self.score_direction)
 
-    # As a whole
+    # Tables
 
     def features(self, layer: int = -1) -> np.ndarray:
-        """(N, D): the last token's hidden state in one layer, for scikit-learn and the like.
+        """Return the last token's hidden states in one layer, for scikit-learn and similar libraries.
 
-        layer: negative ones count from the last. Of the stored dtype; float32 where that is
-        bfloat16, which numpy lacks. A read-only view of the file where one uncompressed segment
-        holds all traces in order, else a copy. UsageError for a layer that is not there."""
-        return table.features(self, layer)
+        Parameters
+        ----------
+        layer : int
+            Negative values count from the last layer.
+
+        Returns
+        -------
+        np.ndarray
+            (N, D) in the stored dtype, float32 for bfloat16. A read-only view of the file if one uncompressed
+            segment holds all traces in order, else a copy.
+
+        Raises
+        ------
+        UsageError
+            If the store has no such layer.
+        """
+        return table.features(self.internals, layer)
 
     def to_pandas(self, *, texts: bool = False) -> Any:
-        """A pandas DataFrame with a row a trace, in the store's order: question_id, sample, score,
-        label, group, num_tokens, has_nonfinite, source, source_position; with `texts` question and
-        answer too. MissingExtraError where pandas is not installed."""
+        """Return a pandas DataFrame with one row for each trace, in the order of the store.
+
+        The columns are question_id, sample, score, label, group, num_tokens, has_nonfinite, source and
+        source_position; `texts` adds question and answer. MissingExtraError if pandas is not installed.
+        """
         with needs("bridges"):
             import pandas
-        return pandas.DataFrame(table.metadata(self, texts=texts))
+        return pandas.DataFrame(table.metadata(self.internals, texts=texts))
 
     # Traces
 
     def index_of(self, question_id: str, sample: int = 0) -> int:
-        """Store index of a question's trace; KeyError with the id when absent."""
-        index = self._index.find(str(question_id), sample)
+        """Return the store index of a question's trace. KeyError with the id if it is absent."""
+        index = self.internals.index.find(str(question_id), sample)
         if index < 0:
             raise KeyError(question_id)
         return index
 
     def __contains__(self, question_id: object) -> bool:
-        return isinstance(question_id, str) and self._index.find(question_id, 0) >= 0
+        return isinstance(question_id, str) and self.internals.index.find(question_id, 0) >= 0
 
     def __getitem__(self, index: int) -> Trace:
         try:
             k = range(len(self))[index]
         except IndexError:
             raise IndexError(f"trace {index} of {len(self)}") from None
-        return Trace(self, k)
+        return Trace(self.internals, k)
 
     def __iter__(self) -> Iterator[Trace]:
-        return (Trace(self, k) for k in range(len(self)))
+        return (Trace(self.internals, k) for k in range(len(self)))
 
-    def _segment(self, number: int) -> SegmentReader:
-        if self._closed:
-            raise UsageError(f"{self.path}: the store is closed")
-        segment = self._segments.get(number)
-        if segment is None:
-            if not 0 <= number < self._manifest.num_segments:
-                raise CorruptStoreError(
-                    f"{self.path}: the index names segment {number} of {self._manifest.num_segments}"
-                )
-            entries = {f.path: f for f in self._index.segment_files(number)}
-            segment = self._segments[number] = SegmentReader(
-                self._files, number, entries, self._cache, self._attributes, self._index.segment_rows(number)
-            )
-        return segment
+    def private_trace(self, index: int) -> Trace:
+        """Return trace `index`, whose arrays are in memory of their own instead of views of the mapped files."""
+        return Trace(self.internals, index, private=True)
 
-    def announce(self, indices: np.ndarray, view: str) -> Callable[[], None]:
-        """Tells the cache of a compressed store which traces come after all that were
-        announced before; -> to be called when they were read, or will not be."""
-        keys = chunk_keys(self, indices, view)
-        self._cache.announce(keys)
-        return partial(self._cache.done, keys)
+    # Hints to the caches
 
-    def coming(self, traces: Callable[[int], np.ndarray], start: int, total: int, view: str) -> Prefetch:
-        """For a pass over batches start .. total - 1, of which `traces` gives the indices: enter it
-        before, tell it of each batch. Where files come from far, they are fetched ahead."""
-        return Prefetch()
+    def hint_upcoming(self, indices: np.ndarray, view: str) -> Callable[[], None]:
+        """Tell the chunk cache which traces are read after all that were hinted before.
+
+        Returns
+        -------
+        Callable
+            Call it when the traces were read, or will not be read: it releases the hint.
+        """
+        keys = chunk_keys(self.internals, indices, view)
+        self.internals.chunk_cache.hint_upcoming(keys)
+        return partial(self.internals.chunk_cache.release, keys)
+
+    def prefetch(self, traces: Callable[[int], np.ndarray], start: int, total: int, view: str) -> Prefetch:
+        """Return a prefetcher for a pass over batches; it does nothing for a local store.
+
+        Parameters
+        ----------
+        traces : Callable
+            Maps a batch number to the store indices of its traces.
+        start, total : int
+            The pass reads the batches start .. total - 1.
+        view : {"sequence", "graph"}
+
+        Returns
+        -------
+        Prefetch
+            A context manager; call its `advance(batch)` before each batch.
+        """
+        return self.internals.files.prefetch(
+            lambda batch: batch_files(self.internals, traces(batch), view), start, total
+        )
 
     def set_cache_limit(self, max_bytes: int) -> None:
-        """Keeps at most max_bytes of decoded chunks from now on (one chunk at least)."""
-        self._cache.limit(max_bytes)
+        """Keep at most max_bytes of decoded chunks from now on, but at least one chunk."""
+        self.internals.chunk_cache.resize(max_bytes)
 
-    # What is there
+    # Contents
 
-    def require(self, view: str) -> None:
-        """MissingFieldError, naming what is missing and how to get it, unless every
-        trace can be seen as `view` ("sequence" or "graph")."""
+    def require_view(self, view: str) -> None:
+        """Raise MissingFieldError unless every trace has the data of `view` ("sequence" or "graph").
+
+        The message names what is missing and how to get it.
+        """
         if view not in ("sequence", "graph"):
             raise UsageError(f"found view {view!r}, expected 'sequence' or 'graph'")
         if len(self) == 0 or view == "sequence":
             return
-        missing = self._index.column("graph_segment") < 0
+        missing = self.internals.index.read_column("graph_segment") < 0
         if missing.any():
             first = int(np.flatnonzero(missing)[0])
             raise MissingFieldError(
                 f"{self.path}: no graphs: {int(missing.sum())} of {len(self)} traces (first: trace {first}, "
                 f"{self.question_ids[first]}) hold last tokens only; convert the pickles or gnn/ files of the same questions"
             )
-        bare = self._index.column("layout") == schema.LAYOUT_NONE
+        bare = self.internals.index.read_column("layout") == schema.LAYOUT_NONE
         if bare.any():
             raise MissingFieldError(
                 f"{self.path}: no graphs: {int(bare.sum())} of {len(self)} traces have no attention; convert without --attention none"
             )
 
     def info(self) -> dict[str, Any]:
-        """What `tracestore info --json` prints."""
-        m = self._manifest
+        """Return the fields of ``tracestore info --json``."""
+        m = self.internals.manifest
         return {
             "path": str(self.path),
-            "format_version": self._attributes.format_version,
+            "format_version": self.internals.attributes.format_version,
             "generation": m.generation,
             "num_traces": m.num_traces,
             "num_tokens": m.num_tokens,
-            "num_layers": self._attributes.num_layers,
-            "hidden_dim": self._attributes.hidden_dim,
-            "num_heads": self._attributes.num_heads,
+            "num_layers": self.internals.attributes.num_layers,
+            "hidden_dim": self.internals.attributes.hidden_dim,
+            "num_heads": self.internals.attributes.num_heads,
             "hidden_dtype": self.hidden_dtype,
-            "attention": self.attention,
+            "attention": self.attention_mode,
             "attention_layout": self.attention_layout,
-            "attention_dtype": self._attributes.attention_dtype,
+            "attention_dtype": self.internals.attributes.attention_dtype,
             "codec": self.codec,
             "fields": list(m.fields),
             "num_segments": m.num_segments,
@@ -339,35 +363,63 @@ class TraceStore:
             "bytes": m.num_bytes,
             "num_scored": m.num_scored,
             "num_labelled": m.num_labelled,
-            "score_direction": self._attributes.score_direction,
+            "score_direction": self.internals.attributes.score_direction,
         }
 
 
-def _kind_of(path: str | os.PathLike[str]) -> type[TraceStore]:
-    if isinstance(parse_location(path), Path):
-        return TraceStore
-    # Imported here: most stores are local, and what fetches others is an extra.
-    from tracestore.store.remote.files import RemoteStore
+def _open_files(path: str | os.PathLike[str]) -> ReadableFiles:
+    place = parse_location(path)
+    if not isinstance(place, Path):
+        # Imported here: most stores are local, and access to others is an extra.
+        from tracestore.store.remote.files import RemoteFiles
 
-    return RemoteStore
+        return RemoteFiles.open(place)
+    if not place.exists():
+        raise UsageError(f"{place}: no such store")
+    if not place.is_dir():
+        raise UsageError(f"{place}: not a store")
+    return LocalFiles(place)
 
 
 def _reopen(path: str, cache_bytes: int, generation: int, num_traces: int) -> TraceStore:
-    kind = _kind_of(path)
-    store = kind.__new__(kind)
-    store._open(path, cache_bytes, generation)
+    """Open the store of a pickled TraceStore."""
+    return _checked(TraceStore(StoreInternals.open(_open_files(path), cache_bytes, generation)), generation, num_traces)
+
+
+def _checked(store: TraceStore, generation: int, num_traces: int) -> TraceStore:
+    """Raise CorruptStoreError if the store is an older one than `generation`."""
     if store.generation != generation and len(store) < num_traces:
-        raise CorruptStoreError(f"{path}: generation {generation} is gone")
+        raise CorruptStoreError(f"{store.path}: generation {generation} is gone")
     return store
 
 
 def open_store(path: str | os.PathLike[str], *, cache_bytes: int = DEFAULT_CACHE_BYTES) -> TraceStore:
-    """Opens a store for reading (tracestore.open): a folder, or an address that begins with
-    s3://, gs://, http:// or https://, whose files are kept on this machine's disk as they are used
-    (docs/remote.md; extra [remote]).
+    """Open a store for reading (tracestore.open).
 
-    cache_bytes bounds the decoded chunks of compressed stores. UsageError where
-    there is no store, CorruptStoreError where no generation reads back whole, RemoteError where a
-    server fails for long.
+    Parameters
+    ----------
+    path : str or PathLike
+        A folder, or a URL that begins with s3://, gs://, http:// or https://. Files of a URL are kept on the disk
+        of this machine as they are used (docs/remote.md; extra [remote]).
+    cache_bytes : int
+        Bound in bytes of the decoded chunks of a compressed store.
+
+    Returns
+    -------
+    TraceStore
+
+    Raises
+    ------
+    UsageError
+        If there is no store.
+    CorruptStoreError
+        If no generation is intact.
+    RemoteError
+        If a server fails for a long time.
+
+    Examples
+    --------
+    >>> with tracestore.open("store.zarr") as store:
+    ...     print(len(store), store[0].hidden_states.shape)
     """
-    return _kind_of(path)(path, cache_bytes=cache_bytes)
+    return TraceStore(StoreInternals.open(_open_files(path), cache_bytes))

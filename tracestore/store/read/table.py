@@ -1,6 +1,6 @@
-"""Traces as rows of a table, and as rows of a matrix."""
+"""The traces of a store as rows of a table and as rows of a feature matrix."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -8,41 +8,45 @@ from tracestore._core.gather import Copies
 from tracestore.errors import UsageError
 from tracestore.store.format import schema
 from tracestore.store.read.batch_sources import sequence_sources
-
-if TYPE_CHECKING:
-    from tracestore.store.read.store import TraceStore
+from tracestore.store.read.internals import StoreInternals
+from tracestore.store.read.trace import Trace
 
 # Traces whose last tokens are gathered at once.
 _BLOCK = 256
 
 
-def metadata(store: "TraceStore", *, texts: bool = False) -> dict[str, Any]:
-    """What is known of each trace but its arrays, as named columns of N values. `texts` adds
-    question and answer, which are read trace by trace."""
-    sources = [entry.path for entry in store._index.sources()]
+def metadata(store: StoreInternals, *, texts: bool = False) -> dict[str, Any]:
+    """Return what the store holds of each trace besides its arrays, as named columns of N values.
+
+    `texts` adds question and answer, which are read trace by trace.
+    """
+    sources = [entry.path for entry in store.index.sources()]
+    index, count = store.index, store.manifest.num_traces
     columns: dict[str, Any] = {
-        "question_id": store.question_ids[:],
-        "sample": store._index.column("sample"),
-        "score": store.scores,
-        "label": store.labels,
-        "group": [store.group(k) for k in range(len(store))],
-        "num_tokens": store.num_tokens,
-        "has_nonfinite": store.has_nonfinite,
-        "source": [sources[k] for k in store._index.column("source")],
-        "source_position": store._index.column("source_position"),
+        "question_id": index.question_ids(np.arange(count)),
+        "sample": index.read_column("sample"),
+        "score": store.columns.scores,
+        "label": store.columns.labels,
+        "group": [store.columns.group(k) for k in range(count)],
+        "num_tokens": index.read_column("num_tokens"),
+        "has_nonfinite": index.read_column("nonfinite").astype(bool),
+        "source": [sources[k] for k in index.read_column("source")],
+        "source_position": index.read_column("source_position"),
     }
     if texts:
-        columns["question"] = [trace.question for trace in store]
-        columns["answer"] = [trace.answer for trace in store]
+        traces = [Trace(store, k) for k in range(count)]
+        columns["question"] = [trace.question for trace in traces]
+        columns["answer"] = [trace.answer for trace in traces]
     return columns
 
 
-def features(store: "TraceStore", layer: int) -> np.ndarray:
-    """See TraceStore.features."""
-    is_bits = store.hidden_dtype == "bfloat16"
-    dtype = np.dtype("<f4") if is_bits else schema.DTYPE_NAMES[store.hidden_dtype]
-    out = np.empty((len(store), store.hidden_dim), dtype)
-    if len(store) == 0:
+def features(store: StoreInternals, layer: int) -> np.ndarray:
+    """Return the last token's hidden states (N, D) in one layer; see TraceStore.features."""
+    stored_dtype, hidden_dim = store.attributes.hidden_dtype or "float16", store.attributes.hidden_dim or 0
+    is_bits, num_traces = stored_dtype == "bfloat16", store.manifest.num_traces
+    dtype = np.dtype("<f4") if is_bits else schema.DTYPE_NAMES[stored_dtype]
+    out = np.empty((num_traces, hidden_dim), dtype)
+    if num_traces == 0:
         return out
     count = store.num_layers
     if not -count <= layer < count:
@@ -51,11 +55,11 @@ def features(store: "TraceStore", layer: int) -> np.ndarray:
     view = _one_view(store, layer)
     if view is not None:
         return view
-    code = schema.dtype_code(store.hidden_dtype)
-    stored = np.empty((_BLOCK, count, store.hidden_dim), "<u2" if is_bits else dtype)
-    for begin in range(0, len(store), _BLOCK):
-        indices = np.arange(begin, min(len(store), begin + _BLOCK))
-        # By the core, for which a file that is cut short meanwhile is an error and no signal.
+    code = schema.dtype_code(stored_dtype)
+    stored = np.empty((_BLOCK, count, hidden_dim), "<u2" if is_bits else dtype)
+    for begin in range(0, num_traces, _BLOCK):
+        indices = np.arange(begin, min(num_traces, begin + _BLOCK))
+        # The core reports a file that is truncated meanwhile as an error; numpy would end in a signal.
         job = Copies(sequence_sources(store, indices), code, code)
         job.aim(stored)
         job.run()
@@ -64,12 +68,12 @@ def features(store: "TraceStore", layer: int) -> np.ndarray:
     return out
 
 
-def _one_view(store: "TraceStore", layer: int) -> np.ndarray | None:
-    """The rows where they lie, if they do so in one uncompressed array and in the store's order."""
-    if store.codec != "none" or store.hidden_dtype == "bfloat16":
+def _one_view(store: StoreInternals, layer: int) -> np.ndarray | None:
+    """Return a view of the rows if one uncompressed array holds all of them in the order of the store."""
+    if store.attributes.options.get("codec", "none") != "none" or store.attributes.hidden_dtype == "bfloat16":
         return None
-    segments, rows = store._index.column("sequence_segment"), store._index.column("last_token_row")
+    segments, rows = store.index.read_column("sequence_segment"), store.index.read_column("last_token_row")
     if segments[0] < 0 or (segments != segments[0]).any() or (np.diff(rows) != 1).any():
         return None
-    array = store._segment(int(segments[0])).array("last_token")
+    array = store.segment(int(segments[0])).array("last_token")
     return array.rows(int(rows[0]), int(rows[-1]) + 1)[:, layer]

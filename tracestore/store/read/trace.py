@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,14 +10,12 @@ from tracestore._core import kernels
 from tracestore.errors import CorruptStoreError, MissingFieldError
 from tracestore.store.format import schema
 from tracestore.store.read.index import TraceRow
+from tracestore.store.read.internals import StoreInternals
 from tracestore.store.read.segment import SegmentReader
-
-if TYPE_CHECKING:
-    from tracestore.store.read.store import TraceStore
 
 
 class PackedEdges(NamedTuple):
-    """A thresholded edge set as stored: layer l owns edges ptr[l] .. ptr[l + 1]."""
+    """A thresholded edge set as stored: layer l owns the edges ptr[l] .. ptr[l + 1] - 1."""
 
     ptr: np.ndarray  # (L + 1,) int64
     edge_index: np.ndarray  # (E, 2) int32: source j, target i
@@ -27,7 +25,7 @@ class PackedEdges(NamedTuple):
 def dense_attention(
     packed: "np.ndarray | PackedEdges", layout: int, num_layers: int, num_tokens: int, where: str
 ) -> np.ndarray:
-    """(L, S, S) or (L, H, S, S) of a trace's stored attention."""
+    """Return the stored attention of a trace as (L, S, S) or (L, H, S, S)."""
     if isinstance(packed, PackedEdges):
         out = np.zeros((num_layers, num_tokens, num_tokens), packed.weight.dtype)
         layer = np.repeat(np.arange(num_layers), np.diff(packed.ptr))
@@ -48,8 +46,10 @@ def dense_attention(
 
 @dataclass(frozen=True)
 class DetachedTrace:
-    """A trace of a store in memory of its own (Trace.copy). Arrays as Trace gives them,
-    read-only; None for what the trace does not have, NaN for score and label."""
+    """A trace in memory of its own, as Trace.copy returns it.
+
+    Shapes and dtypes are those of Trace. A field that the trace lacks is None; a missing score or label is NaN.
+    """
 
     index: int
     question_id: str
@@ -72,8 +72,8 @@ class DetachedTrace:
     attention_packed: "np.ndarray | PackedEdges | None"
 
     @classmethod
-    def of(cls, trace: "Trace") -> "DetachedTrace":
-        """Of a trace whose arrays are private."""
+    def from_trace(cls, trace: "Trace") -> "DetachedTrace":
+        """Copy the fields of a trace whose arrays are private."""
         values = {f.name: getattr(trace, f.name) for f in fields(cls) if f.name not in _MAY_BE_MISSING}
         for name, is_there in (
             ("hidden_states", trace.num_tokens > 0),
@@ -84,7 +84,7 @@ class DetachedTrace:
 
     @property
     def attention(self) -> np.ndarray:
-        """Dense, freshly built, as Trace.attention. MissingFieldError where there is none."""
+        """Build the dense attention; see Trace.attention. MissingFieldError if the trace has none."""
         if self.attention_packed is None or self.attention_layout is None:
             raise MissingFieldError(f"trace {self.index} ({self.question_id}) has no attention")
         layout = next(code for code, name in schema.LAYOUT_NAMES.items() if name == self.attention_layout)
@@ -97,41 +97,42 @@ _MAY_BE_MISSING = {"hidden_states", "attention_packed"}
 
 
 class Trace:
-    """What one question left in the model. Fields are read when they are asked for.
+    """One answer of the model to one question. Fields are read when they are accessed.
 
-    Arrays of an uncompressed store are read-only views of the mapped file and keep
-    the map alive; one that is read after its file was cut short ends the process (SIGBUS),
-    which `copy()` and everything else here survive. bfloat16 arrays (--dtype keep) come as uint16 with the raw bits.
-    A field the trace does not have raises MissingFieldError (arrays) or is None,
-    NaN for `score` and `label`.
+    A field that the trace lacks raises MissingFieldError (arrays) or is None; a missing `score` or `label` is NaN.
+
+    Notes
+    -----
+    Arrays of an uncompressed store are read-only views of the mapped file and keep the map alive. Reading such a
+    view after the file was truncated ends the process (SIGBUS); `copy()` and every other method raise
+    CorruptStoreError instead. bfloat16 arrays (``--dtype keep``) are uint16 arrays of the raw bits.
     """
 
-    def __init__(self, store: "TraceStore", index: int, *, private: bool = False) -> None:
-        """private: arrays come in memory of their own."""
+    def __init__(self, store: StoreInternals, index: int, *, private: bool = False) -> None:
         self._store = store
         self.index = index
-        self._private = private
-        self._row: TraceRow = store._index.row(index)
+        self._private = private  # Arrays are returned in memory of their own.
+        self._row: TraceRow = store.index.row(index)
 
     def __repr__(self) -> str:
         return f"Trace({self.index}, question_id={self.question_id!r}, num_tokens={self.num_tokens})"
 
     @property
-    def _home(self) -> tuple[SegmentReader, int]:
-        segment, row = self._row.home
-        return self._store._segment(segment), row
+    def _primary_location(self) -> tuple[SegmentReader, int]:
+        segment, row = self._row.primary_location
+        return self._store.segment(segment), row
 
     def _graph(self, what: str) -> SegmentReader:
         if self._row.graph_segment < 0:
             raise MissingFieldError(
                 f"trace {self.index} ({self.question_id}) has no {what}: its source holds last tokens only"
             )
-        segment = self._store._segment(self._row.graph_segment)
-        segment.require_place(self._row)
+        segment = self._store.segment(self._row.graph_segment)
+        segment.require_location(self._row)
         return segment
 
     def _has(self, name: str) -> bool:
-        segment, row = self._home
+        segment, row = self._primary_location
         return bool(segment.scalar("fields", row) & schema.FIELD_BITS[name])
 
     def _rows(self, segment: SegmentReader, name: str, begin: int, end: int) -> np.ndarray:
@@ -139,43 +140,47 @@ class Trace:
         return array.copy(begin, end) if self._private else array.rows(begin, end)
 
     def copy(self) -> "DetachedTrace":
-        """Everything the trace has, in memory of its own: it outlives the store, and reading
-        it touches no file. CorruptStoreError where a file was cut short meanwhile."""
-        return DetachedTrace.of(Trace(self._store, self.index, private=True))
+        """Copy every field into memory of its own. The copy outlives the store.
+
+        CorruptStoreError if a file was truncated meanwhile.
+        """
+        return DetachedTrace.from_trace(Trace(self._store, self.index, private=True))
 
     # Keys and values
 
     @property
     def question_id(self) -> str:
-        return self._store._index.question_id(self.index)
+        """The id of the question."""
+        return self._store.index.question_id(self.index)
 
     @property
     def sample(self) -> int:
-        """Which of several answers to the question this is, from 0."""
+        """Number of this answer among the answers to the question, from 0."""
         return self._row.sample
 
     @property
     def score(self) -> float:
-        """NaN where missing; a missing score is never a label."""
-        return float(self._store.scores[self.index])
+        """The score, NaN if missing. A missing score never becomes a label."""
+        return float(self._store.columns.scores[self.index])
 
     @property
     def label(self) -> float:
-        """The label stored with the source, NaN where missing."""
-        return float(self._store.labels[self.index])
+        """The label that the source contained, NaN if missing."""
+        return float(self._store.columns.labels[self.index])
 
     @property
     def group(self) -> str:
-        return self._store.group(self.index)
+        """The group that the split keeps together, "" if missing."""
+        return self._store.columns.group(self.index)
 
     @property
     def source(self) -> tuple[str, int]:
-        """Path of the source file under SRC, and the trace's position in it from 0."""
-        return self._store._index.source(self._row.source).path, self._row.source_position
+        """Path of the source file below SRC, and the position of the trace in it, from 0."""
+        return self._store.index.source(self._row.source).path, self._row.source_position
 
     @property
     def num_tokens(self) -> int:
-        """S; 0 where the source holds last tokens only."""
+        """S; 0 if the source holds last tokens only."""
         return self._row.num_tokens if self._row.graph_segment >= 0 else 0
 
     @property
@@ -187,7 +192,7 @@ class Trace:
 
     @property
     def hidden_states(self) -> np.ndarray:
-        """(L, S, D), read-only, zero-copy where the shard is uncompressed."""
+        """Hidden states (L, S, D), read-only; a view of the mapped file if uncompressed."""
         segment = self._graph("hidden states of all tokens")
         num_layers, num_tokens = self._store.num_layers, self._row.num_tokens
         begin = self._row.hidden_row
@@ -196,48 +201,52 @@ class Trace:
 
     @property
     def last_token(self) -> np.ndarray:
-        """(L, D): the last token's hidden state in every layer."""
+        """Hidden state (L, D) of the last token in every layer."""
         if self._row.sequence_segment < 0:
             return self.hidden_states[:, -1]
-        segment = self._store._segment(self._row.sequence_segment)
+        segment = self._store.segment(self._row.sequence_segment)
         row = self._row.last_token_row
         found: np.ndarray = self._rows(segment, "last_token", row, row + 1)[0]
         return found
 
     @property
     def attention_layout(self) -> str | None:
-        """causal, square or edges; None where no attention is stored."""
+        """causal, square or edges; None if no attention is stored."""
         return schema.LAYOUT_NAMES.get(self._row.layout) if self._row.graph_segment >= 0 else None
 
     @property
     def has_reversed_edges(self) -> bool:
-        """Whether the source had its edges from the attending token i to j; here they run from j to i."""
+        """Whether the edges of the source ran from the attending token i to j. Stored edges run from j to i."""
         return bool(self._graph("edges").scalar("edges_reversed", self._row.graph_row))
 
     @property
     def attention_packed(self) -> np.ndarray | PackedEdges:
-        """As stored: (L, A) or, per head, (L, H, A); A = S (S + 1) / 2 for causal
-        attention (lower triangle with diagonal, row by row), S * S for square;
-        PackedEdges where only edges are known."""
+        """Attention as stored: (L, A), or (L, H, A) if every head is stored.
+
+        A = S (S + 1) / 2 for causal attention (lower triangle with diagonal, row by row), S * S for square
+        attention. PackedEdges if only edges are stored.
+        """
         segment = self._graph("attention")
         row, store = self._row, self._store
         if row.layout == schema.LAYOUT_NONE:
             raise MissingFieldError(f"trace {self.index} ({self.question_id}) has no attention: it was not stored")
         if row.layout == schema.LAYOUT_EDGES:
             return PackedEdges(*segment.edges(row.attention_start, store.num_layers, row.num_tokens, self._private))
-        heads = store._attributes.num_stored_heads
+        heads = store.num_stored_heads
         pairs = schema.num_pairs(row.num_tokens, row.layout)
         begin = row.attention_start
         values = self._rows(segment, "attention", begin, begin + store.num_layers * heads * pairs)
-        shape = (store.num_layers, heads, pairs) if store.attention == "heads" else (store.num_layers, pairs)
+        shape = (store.num_layers, heads, pairs) if store.attributes.attention == "heads" else (store.num_layers, pairs)
         return values.reshape(shape)
 
     @property
     def attention(self) -> np.ndarray:
-        """Dense, freshly built: (L, S, S), or (L, H, S, S) where every head is stored;
-        [..., i, j] is how much token i attends to token j."""
+        """Dense attention (L, S, S), or (L, H, S, S) if every head is stored, built on each access.
+
+        The value at [..., i, j] is how much token i attends to token j.
+        """
         layout = self._row.layout
-        # What numpy reads must be in memory; the kernel reads the map under the guard.
+        # The kernel reads the map under the SIGBUS guard; numpy needs a copy.
         kernel_reads = layout == schema.LAYOUT_CAUSAL and not self._private
         packed = (
             self.attention_packed if kernel_reads else Trace(self._store, self.index, private=True).attention_packed
@@ -247,8 +256,8 @@ class Trace:
             self._graph("attention").array("attention").check()
         return dense
 
-    def attention_of(self, layer: int) -> np.ndarray:
-        """Dense attention of one layer alone, (S, S) or (H, S, S), in memory of its own."""
+    def attention_layer(self, layer: int) -> np.ndarray:
+        """Return the dense attention of one layer, (S, S) or (H, S, S), in memory of its own."""
         row, store, where = self._row, self._store, f"trace {self.index}"
         if row.layout in (schema.LAYOUT_EDGES, schema.LAYOUT_NONE):
             packed = Trace(store, self.index, private=True).attention_packed
@@ -257,22 +266,24 @@ class Trace:
             edges = PackedEdges(np.array([0, end - begin]), packed.edge_index[begin:end], packed.weight[begin:end])
             dense: np.ndarray = dense_attention(edges, row.layout, 1, row.num_tokens, where)[0]
             return dense
-        heads, pairs = store._attributes.num_stored_heads, schema.num_pairs(row.num_tokens, row.layout)
+        heads, pairs = store.num_stored_heads, schema.num_pairs(row.num_tokens, row.layout)
         first = row.attention_start + layer * heads * pairs
         values = self._graph("attention").array("attention").copy(first, first + heads * pairs)
-        shape = (heads, pairs) if store.attention == "heads" else (pairs,)
+        shape = (heads, pairs) if store.attributes.attention == "heads" else (pairs,)
         return dense_attention(values.reshape(shape), row.layout, 1, row.num_tokens, where)
 
     @property
     def attention_mean(self) -> np.ndarray:
-        """The head mean as stored or, where every head is stored, made now: (L, A) float16.
-        MissingFieldError for a store of edges."""
+        """Head-averaged attention (L, A) float16, as stored or averaged on access.
+
+        MissingFieldError for a store of edges.
+        """
         packed = self.attention_packed
         if isinstance(packed, PackedEdges):
             raise MissingFieldError(f"trace {self.index} ({self.question_id}) has edges, no dense attention")
         if packed.ndim == 2:
             return packed
-        code = schema.dtype_code(self._store._attributes.attention_dtype or "float16")
+        code = schema.dtype_code(self._store.attributes.attention_dtype or "float16")
         out = np.empty((packed.shape[0], packed.shape[2]), "<f2")
         for layer in range(len(packed)):
             source = packed[layer].reshape(-1).view("u1")
@@ -280,44 +291,48 @@ class Trace:
         self._graph("attention").array("attention").check()
         return out
 
-    # TextFields
+    # Tokens and texts
 
     @property
     def tokens(self) -> np.ndarray | None:
-        """(S,) int32, or None."""
-        segment, row = self._home
+        """Token ids (S,) int32, or None."""
+        segment, row = self._primary_location
         return segment.tokens(row, self._private) if self._has("tokens") else None
 
     @property
     def tokens_decoded(self) -> list[str] | None:
-        segment, row = self._home
+        """The text of each token, or None."""
+        segment, row = self._primary_location
         return segment.tokens_decoded(row) if self._has("tokens_decoded") else None
 
     def text(self, name: str) -> str | None:
-        """One of schema.STRING_FIELDS as the source had it, or None."""
-        segment, row = self._home
+        """Return a field of schema.STRING_FIELDS, or None."""
+        segment, row = self._primary_location
         return segment.string(name, row) if self._has(name) else None
 
     @property
     def question(self) -> str | None:
+        """The text of the question, or None."""
         return self.text("question")
 
     @property
     def answer(self) -> str | None:
-        """generated_answer_clean, else generated_answer, else generated_text."""
+        """generated_answer_clean, else generated_answer, else generated_text, else None."""
         return next((t for t in map(self.text, schema.ANSWER_FIELDS) if t is not None), None)
 
     @property
     def prompt_length(self) -> int | None:
-        segment, row = self._home
+        """Number of tokens of the prompt, or None."""
+        segment, row = self._primary_location
         value = segment.scalar("prompt_length", row)
         return None if value < 0 else value
 
     @property
     def extras(self) -> dict[str, Any]:
-        """Fields of the source that have no array of their own, as JSON values."""
-        segment, row = self._home
+        """Fields of the source without an array of their own, as JSON values."""
+        segment, row = self._primary_location
         return segment.extras(row)
 
-    def is_scored(self) -> bool:
+    def has_score(self) -> bool:
+        """Return whether the trace has a score."""
         return not math.isnan(self.score)

@@ -46,7 +46,7 @@ _ATTEMPTS = 2
 _File = tuple[str, int, float]
 
 # When a file of the cache is needed next, as a rank: smaller is sooner; None: not known.
-NeededAt = Callable[[str], int | None]
+NextUse = Callable[[str], int | None]
 
 
 def _started_at() -> float | None:
@@ -92,7 +92,7 @@ class DiskCache:
         place = hashlib.sha256(f"{address}\0{entry.path}".encode()).hexdigest()[:32]
         return f"{place}-{entry.crc32c:08x}-{entry.size}"
 
-    def holds(self, name: str) -> bool:
+    def contains(self, name: str) -> bool:
         return (self.folder / name).exists()
 
     def mtime(self) -> int:
@@ -102,7 +102,7 @@ class DiskCache:
         except FileNotFoundError:
             return -1
 
-    def ready(self, name: str) -> Path | None:
+    def get_cached(self, name: str) -> Path | None:
         """Where the file lies, if it is there and need not be looked at first."""
         path = self.folder / name
         try:
@@ -115,19 +115,19 @@ class DiskCache:
 
     def get(
         self,
-        bucket: ObjectStore,
+        object_store: ObjectStore,
         entry: FileEntry,
-        next_use: NeededAt = lambda name: None,
+        next_use: NextUse = lambda name: None,
         check: Callable[[], None] = lambda: None,
     ) -> Path:
         """Where the file lies, fetched if it was not there. It may be gone the next moment,
         for somebody else's room: then ask again. CorruptStoreError where the server's bytes are not those
         committed, RemoteError where it fails for long, DiskFullError where the disk is full. `check` is
         called now and then and may end it."""
-        name = self.name_of(bucket.address, entry)
+        name = self.name_of(object_store.address, entry)
         with fsio.map_os_errors(self.folder, lambda: entry.size):
             while True:
-                path = self.ready(name)
+                path = self.get_cached(name)
                 if path is not None:
                     return path
                 with self._beginning:
@@ -139,15 +139,15 @@ class DiskCache:
                     other.wait(_WAIT_S)
                     continue
                 try:
-                    path = self._got(bucket, entry, name, next_use, check)
+                    path = self._fetch_locked(object_store, entry, name, next_use, check)
                 finally:
                     del self._fetching[name]
                     mine.set()
                 if path is not None:
                     return path
 
-    def _got(
-        self, bucket: ObjectStore, entry: FileEntry, name: str, next_use: NeededAt, check: Callable[[], None]
+    def _fetch_locked(
+        self, object_store: ObjectStore, entry: FileEntry, name: str, next_use: NextUse, check: Callable[[], None]
     ) -> Path | None:
         """None: somebody else was quicker, or there is more room now."""
         final, partial = self.folder / name, self.folder / (_PARTIAL + name)
@@ -161,12 +161,12 @@ class DiskCache:
                 return None
             try:
                 if final.exists():
-                    if self.ready(name) is None and not self._is_whole(final, entry):
+                    if self.get_cached(name) is None and not self._is_whole(final, entry):
                         fsio.remove_tree(final)
                     fsio.remove_tree(partial)
                     return final if final.exists() else None
                 self._make_room(fd, entry.size, next_use, check)
-                self._fetch(bucket, entry, fd, check)
+                self._fetch(object_store, entry, fd, check)
                 if _STARTED_AT is None:
                     os.fsync(fd)
                 os.rename(partial, final)
@@ -194,22 +194,22 @@ class DiskCache:
         return is_whole
 
     @staticmethod
-    def _fetch(bucket: ObjectStore, entry: FileEntry, fd: int, check: Callable[[], None]) -> None:
+    def _fetch(object_store: ObjectStore, entry: FileEntry, fd: int, check: Callable[[], None]) -> None:
         for _ in range(_ATTEMPTS):
-            if DiskCache._fetched_crc(bucket, entry, fd, check) == entry.crc32c:
+            if DiskCache._fetched_crc(object_store, entry, fd, check) == entry.crc32c:
                 return
-        raise CorruptStoreError(f"{entry.path}: checksum mismatch: damaged at {bucket.address}")
+        raise CorruptStoreError(f"{entry.path}: checksum mismatch: damaged at {object_store.address}")
 
     @staticmethod
-    def _fetched_crc(bucket: ObjectStore, entry: FileEntry, fd: int, check: Callable[[], None]) -> int:
+    def _fetched_crc(object_store: ObjectStore, entry: FileEntry, fd: int, check: Callable[[], None]) -> int:
         def take(piece: Any, offset: int) -> None:
             check()
             fsio.pwritev_all(fd, [memoryview(piece)], offset)
 
         try:
-            return bucket.stream(entry.path, entry.size, take)
+            return object_store.stream(entry.path, entry.size, take)
         except FileNotFoundError:
-            raise CorruptStoreError(f"{entry.path}: missing at {bucket.address}") from None
+            raise CorruptStoreError(f"{entry.path}: missing at {object_store.address}") from None
 
     # Room
 
@@ -255,7 +255,7 @@ class DiskCache:
         finally:
             _unlock(fd)
 
-    def _make_room(self, fd: int, size: int, next_use: NeededAt, check: Callable[[], None]) -> None:
+    def _make_room(self, fd: int, size: int, next_use: NextUse, check: Callable[[], None]) -> None:
         """Gives the file behind fd its size, which keeps the room for it."""
         if os.fstat(fd).st_size:
             os.ftruncate(fd, 0)  # not of an empty file: ext4 then writes it to the disk when it is closed
@@ -280,10 +280,10 @@ class DiskCache:
             check()
             time.sleep(_POLL_S)
 
-    def _evict(self, whole: Iterable[_File], num_bytes: int, next_use: NeededAt) -> int:
+    def _evict(self, whole: Iterable[_File], num_bytes: int, next_use: NextUse) -> int:
         """Removes files until num_bytes have gone, or all; the bytes that went."""
         removed = 0
-        for name, size, _ in sorted(whole, key=lambda f: self._worth(f, next_use)):
+        for name, size, _ in sorted(whole, key=lambda f: self._eviction_key(f, next_use)):
             if removed >= num_bytes:
                 break
             with contextlib.suppress(FileNotFoundError):
@@ -291,13 +291,13 @@ class DiskCache:
             removed += size
         return removed
 
-    def _free(self, num_bytes: int, next_use: NeededAt) -> int:
+    def _free(self, num_bytes: int, next_use: NextUse) -> int:
         """Makes room on a disk that is full, whatever the bound."""
         with self._locked():
             return self._evict(self._complete(), num_bytes, next_use)
 
     @staticmethod
-    def _worth(file: _File, next_use: NeededAt) -> tuple[bool, float]:
+    def _eviction_key(file: _File, next_use: NextUse) -> tuple[bool, float]:
         """What sorts files so that the first is missed least: not needed soon and used longest
         ago, then those needed last."""
         rank = next_use(file[0])

@@ -61,11 +61,11 @@ class Helper:
 
 def serve(address: str, folder: str, max_bytes: str) -> None:
     """Answers requests, a line each, until there are no more."""
-    bucket, cache = ObjectStore(address), DiskCache(folder, int(max_bytes))
+    object_store, cache = ObjectStore(address), DiskCache(folder, int(max_bytes))
     for line in sys.stdin:
         answer = {"error": "", "message": ""}
         try:
-            cache.get(bucket, FileEntry(**json.loads(line)))
+            cache.get(object_store, FileEntry(**json.loads(line)))
         except errors.TracestoreError as error:
             answer = {"error": type(error).__name__, "message": str(error)}
         except Exception as error:  # who asked says it in one line

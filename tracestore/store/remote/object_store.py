@@ -89,7 +89,7 @@ class ObjectStore:
             from obstore.store import HTTPStore, from_url
         self._obstore = obstore
         # Called before each attempt to change something; may raise.
-        self.fence: Callable[[], None] = lambda: None
+        self.before_write: Callable[[], None] = lambda: None
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
         options: dict[str, Any] = {
             # Of one request; what is larger goes on where it was cut.
@@ -114,7 +114,7 @@ class ObjectStore:
         """Whether this process was forked since: the threads that talk to the server did not come along."""
         return _talking is not None and _talking != os.getpid()
 
-    def again(self, what: str, call: Callable[[], T], progress: Callable[[], int] = lambda: 0) -> T:
+    def retry(self, what: str, call: Callable[[], T], progress: Callable[[], int] = lambda: 0) -> T:
         """The call, repeated until it succeeds or has failed for patience_s while `progress`, a number
         of bytes, grew by less than _LEAST_BYTES_PER_S."""
         if self.is_forked:
@@ -178,7 +178,7 @@ class ObjectStore:
                 raise CorruptStoreError(f"{path}: {size} bytes at {self.address}, expected at most {max_bytes}")
             return bytes(found.bytes())
 
-        return self.again(path, whole)
+        return self.retry(path, whole)
 
     def stream(self, path: str, size: int, take: Callable[[Any, int], None]) -> int:
         """Has `take` have each piece of an object of `size` bytes and the offset of that, in their
@@ -207,7 +207,7 @@ class ObjectStore:
         if size == 0:
             return 0
         try:
-            self.again(path, go_on, lambda: furthest)
+            self.retry(path, go_on, lambda: furthest)
             return crc
         except _AnotherSizeError as error:
             raise CorruptStoreError(
@@ -217,16 +217,16 @@ class ObjectStore:
     def size(self, path: str) -> int | None:
         """Of an object, in bytes; None where there is none."""
         try:
-            return int(self.again(path, lambda: self._obstore.head(self._store, path))["size"])
+            return int(self.retry(path, lambda: self._obstore.head(self._store, path))["size"])
         except FileNotFoundError:
             return None
 
-    def names(self, folder: str) -> list[str]:
+    def list_dir(self, folder: str) -> list[str]:
         """Names of the objects right in a folder and of the folders in it, in order. Web servers have
         no common way to say so: of those the page that they show of a folder is read."""
         if self.can_list:
             try:
-                return self.again(folder, lambda: sorted(self._list(folder)))
+                return self.retry(folder, lambda: sorted(self._list(folder)))
             except FileNotFoundError:
                 return []
         try:
@@ -235,12 +235,14 @@ class ObjectStore:
             return []
         return sorted({m.rstrip("/") for m in re.findall(r'href="(?:\./)?([^"/?#:]+/?)"', page)})
 
-    def file_names(self, folder: str) -> list[str]:
+    def list_files(self, folder: str) -> list[str]:
         """Names of the objects right in a folder that has no folders, in order; as `names`, but a list
         without an end is a RemoteError."""
         if not self.can_list:
-            return self.names(folder)
-        return sorted(path.rsplit("/", 1)[-1] for path in self.walk(folder) if path.count("/") == folder.count("/") + 1)
+            return self.list_dir(folder)
+        return sorted(
+            path.rsplit("/", 1)[-1] for path in self.list_recursive(folder) if path.count("/") == folder.count("/") + 1
+        )
 
     def _list(self, folder: str) -> Iterator[str]:
         result = self._obstore.list_with_delimiter(self._store, folder)
@@ -249,7 +251,7 @@ class ObjectStore:
         for prefix in result["common_prefixes"]:
             yield prefix.rstrip("/").rsplit("/", 1)[-1]
 
-    def walk(self, folder: str) -> list[str]:
+    def list_recursive(self, folder: str) -> list[str]:
         """Paths of all objects below a folder, in order."""
         began = time.monotonic()
 
@@ -264,7 +266,7 @@ class ObjectStore:
             return sorted(paths)
 
         try:
-            return self.again(folder, listed)
+            return self.retry(folder, listed)
         except FileNotFoundError:
             return []
 
@@ -280,11 +282,11 @@ class ObjectStore:
 
     def _put(self, path: str, data: bytes | Path, **how: Any) -> Version:
         def call() -> Any:
-            self.fence()
+            self.before_write()
             return self._obstore.put(self._store, path, data, **how)
 
         try:
-            return _version(self.again(path, call))
+            return _version(self.retry(path, call))
         except FileNotFoundError:
             raise UsageError(f"{self.address}: no such bucket") from None
 
@@ -308,11 +310,11 @@ class ObjectStore:
     def version(self, path: str) -> Version | None:
         """What changes when the object is written; None where there is none."""
         try:
-            return _version(self.again(path, lambda: self._obstore.head(self._store, path)))
+            return _version(self.retry(path, lambda: self._obstore.head(self._store, path)))
         except FileNotFoundError:
             return None
 
-    def replace(self, path: str, version: Version, data: bytes) -> Version | None:
+    def put_if_match(self, path: str, version: Version, data: bytes) -> Version | None:
         """Writes over this version of an object; None where it is another one by now."""
         try:
             return self._put(path, data, mode=version, use_multipart=False)
@@ -324,11 +326,11 @@ class ObjectStore:
 
         def remove(path: str) -> None:
             def call() -> None:
-                self.fence()
+                self.before_write()
                 self._obstore.delete(self._store, path)
 
             with contextlib.suppress(FileNotFoundError):
-                self.again(path, call)
+                self.retry(path, call)
 
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             list(pool.map(remove, paths))

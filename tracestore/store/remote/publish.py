@@ -23,7 +23,7 @@ from tracestore.store.format.entries import FileEntry
 from tracestore.store.format.paths import TEMPORARY_PREFIX
 from tracestore.store.io import fsio
 from tracestore.store.io.files import LocalFiles, RemoteURL, cache_dir
-from tracestore.store.remote.files import RemoteFiles, cache_of_environment, generations_of
+from tracestore.store.remote.files import RemoteFiles, cache_of_environment, list_generations
 from tracestore.store.remote.object_store import ObjectStore, Version, seconds_of
 
 # A lock that is not renewed for so long has nobody who would renew it.
@@ -43,16 +43,16 @@ class RemoteLock:
 
     def __init__(self, address: RemoteURL) -> None:
         self._stale_s = seconds_of("TRACESTORE_REMOTE_LOCK_TTL", STALE_S)
-        self._bucket = ObjectStore(address)
+        self._object_store = ObjectStore(address)
         self._token = secrets.token_hex(16)
         self._count = 0
         self._renewed_at = time.monotonic()
-        version = self._bucket.put_if_absent("lock", self._content()) or self._take_over()
+        version = self._object_store.put_if_absent("lock", self._content()) or self._take_over()
         if version is None:
             raise self._locked()
         self._version = version
         # From now on it must not wait longer for the server than others wait for it.
-        self._bucket = ObjectStore(address, timeout_s=self._stale_s / 3, patience_s=self._stale_s / 2)
+        self._object_store = ObjectStore(address, timeout_s=self._stale_s / 3, patience_s=self._stale_s / 2)
         self._is_lost, self._ended = False, threading.Event()
         self._renewing = threading.Lock()
         self._thread = threading.Thread(target=self._renew_always, name="tracestore-lock", daemon=True)
@@ -63,29 +63,29 @@ class RemoteLock:
         return f"{self._token} {self._count} {self._stale_s:g}\n".encode()
 
     def _locked(self) -> StoreLockedError:
-        return StoreLockedError(f"{self._bucket.address}: another writer holds the store")
+        return StoreLockedError(f"{self._object_store.address}: another writer holds the store")
 
     def _take_over(self) -> Version | None:
         """Watches the lock until it is clear that nobody renews it; None where somebody does."""
-        before = self._bucket.version("lock")
+        before = self._object_store.version("lock")
         if before is None:
-            return self._bucket.put_if_absent("lock", self._content())
+            return self._object_store.put_if_absent("lock", self._content())
         stale_s = max(self._stale_s, self._interval_of_holder())
         pause = stale_s / _POLLS_UNTIL_STALE
         watched, looked_at = 0.0, time.monotonic()
         while watched < stale_s:
             time.sleep(pause)
-            if self._bucket.version("lock") != before:
+            if self._object_store.version("lock") != before:
                 return None
             # A time in which the server did not answer proves nothing of the other writer.
             now = time.monotonic()
             watched, looked_at = watched + min(now - looked_at, 2 * pause), now
         self._renewed_at = time.monotonic()
-        return self._bucket.replace("lock", before, self._content())
+        return self._object_store.put_if_match("lock", before, self._content())
 
     def _interval_of_holder(self) -> float:
         try:
-            return min(float(self._bucket.read("lock").split()[2]), _LONGEST_STALE_S)
+            return min(float(self._object_store.read("lock").split()[2]), _LONGEST_STALE_S)
         except (FileNotFoundError, IndexError, ValueError):
             return 0.0
 
@@ -98,7 +98,7 @@ class RemoteLock:
         began = time.monotonic()
         if self._is_lost:
             raise self._locked()
-        version = self._bucket.replace("lock", self._version, self._content()) or self._own_version()
+        version = self._object_store.put_if_match("lock", self._version, self._content()) or self._own_version()
         if version is None:
             self._is_lost = True
             raise self._locked()
@@ -106,9 +106,9 @@ class RemoteLock:
 
     def _own_version(self) -> Version | None:
         """Of the lock where it is this writer's: an answer may have been lost before."""
-        version = self._bucket.version("lock")
+        version = self._object_store.version("lock")
         try:
-            is_own = self._bucket.read("lock").startswith(self._token.encode())
+            is_own = self._object_store.read("lock").startswith(self._token.encode())
         except FileNotFoundError:
             return None
         return version if is_own else None
@@ -136,7 +136,7 @@ class RemoteLock:
         self._ended.set()
         with contextlib.suppress(RemoteError, UsageError, StoreLockedError):
             self.renew()
-            self._bucket.delete(["lock"])
+            self._object_store.delete(["lock"])
 
 
 class _Written:
@@ -180,19 +180,19 @@ class RemotePublisher:
 
     def __init__(self, address: RemoteURL, *, overwrite: bool, exist_ok: bool) -> None:
         self.address = address
-        self._bucket = ObjectStore(address)
-        self._bucket.require_writable()
-        name = hashlib.sha256(str(self._bucket.address).encode()).hexdigest()[:32]
+        self._object_store = ObjectStore(address)
+        self._object_store.require_writable()
+        name = hashlib.sha256(str(self._object_store.address).encode()).hexdigest()[:32]
         self.folder = cache_dir() / ".writing" / f"{name}-{secrets.token_hex(4)}"
-        there = RemoteFiles(self._bucket, cache_of_environment())
+        there = RemoteFiles(self._object_store, cache_of_environment())
         self.files = _Written(LocalFiles(self.folder), there)
-        found = self._bucket.names("")
+        found = self._object_store.list_dir("")
         if set(found) - _OWN_NAMES:
             raise UsageError(f"{address}: holds other objects and is not a store")
         if "manifest" in found and not exist_ok and not overwrite:
             raise UsageError(f"{address}: the store exists (overwrite=True replaces it)")
-        self._lock = RemoteLock(self._bucket.address)
-        self._bucket.fence = self._lock.renew_if_stale
+        self._lock = RemoteLock(self._object_store.address)
+        self._object_store.before_write = self._lock.renew_if_stale
         try:
             with fsio.map_os_errors(self.folder):
                 _remove_abandoned(self.folder.parent, name)
@@ -210,18 +210,20 @@ class RemotePublisher:
         # The manifests go first: what is left after a stop is no store.
         for folder in ("manifest", "index", "columns", "segments"):
             self._delete_own(folder)
-        self._bucket.delete(["zarr.json"])
+        self._object_store.delete(["zarr.json"])
 
     def _delete_own(self, folder: str) -> None:
         """Removes what lies in a folder of the store and has a name of the format."""
-        self._bucket.delete([p for p in self._bucket.walk(folder) if paths.is_own(p, is_folder=False)])
+        self._object_store.delete(
+            [p for p in self._object_store.list_recursive(folder) if paths.is_own(p, is_folder=False)]
+        )
 
     def _fetch_newest(self) -> None:
-        numbers = generations_of(self._bucket)
+        numbers = list_generations(self._object_store)
         kept = -1
         if numbers:
             try:
-                data = self._bucket.read(paths.manifest(numbers[0]), mf.MAX_MANIFEST_BYTES)
+                data = self._object_store.read(paths.manifest(numbers[0]), mf.MAX_MANIFEST_BYTES)
                 manifest = mf.parse_manifest(data, numbers[0])
             except (CorruptStoreError, FileNotFoundError) as error:
                 raise CorruptStoreError(f"{self.address}: {error}") from None
@@ -233,16 +235,16 @@ class RemotePublisher:
                     fsio.write_file(self.folder / name, content)
                 self._there = {e.path for e in small} | {paths.manifest(numbers[0]), paths.manifest_copy(numbers[0])}
                 with contextlib.suppress(FileNotFoundError):
-                    fsio.write_file(self.folder / "zarr.json", self._bucket.read("zarr.json"))
+                    fsio.write_file(self.folder / "zarr.json", self._object_store.read("zarr.json"))
                     self._there.add("zarr.json")
             kept = manifest.num_segments - 1
         # Of a writer that was stopped before its manifest.
-        for name in self._bucket.names("segments"):
+        for name in self._object_store.list_dir("segments"):
             if not name.isdigit() or int(name) > kept:
                 self._delete_own(f"segments/{name}")
 
     def _fetch(self, entry: FileEntry) -> None:
-        data = self._bucket.read(entry.path, entry.size)
+        data = self._object_store.read(entry.path, entry.size)
         if len(data) != entry.size or crc32c(data) != entry.crc32c:
             raise CorruptStoreError(f"{self.address}/{entry.path}: not what was committed")
         (self.folder / entry.path).parent.mkdir(parents=True, exist_ok=True)  # others make it, too
@@ -263,12 +265,12 @@ class RemotePublisher:
         self._put_all(new)
         root = (self.folder / "zarr.json").read_bytes()
         if "zarr.json" not in self._there:
-            self._bucket.put("zarr.json", root)
+            self._object_store.put("zarr.json", root)
         self._lock.renew()
-        if self._bucket.put_if_absent(paths.manifest(manifest.generation), manifest.to_bytes()) is None:
+        if self._object_store.put_if_absent(paths.manifest(manifest.generation), manifest.to_bytes()) is None:
             raise StoreLockedError(f"{self.address}: another writer has committed generation {manifest.generation}")
-        self._bucket.put("manifest/newest", f"{manifest.generation:010d}\n".encode())
-        self._bucket.put("zarr.json", root)
+        self._object_store.put("manifest/newest", f"{manifest.generation:010d}\n".encode())
+        self._object_store.put("zarr.json", root)
         self._there |= {*named, copy, "zarr.json"}
         for name in sorted(segments):
             fsio.remove_tree(self.folder / "segments" / name)
@@ -279,24 +281,24 @@ class RemotePublisher:
         return [p.relative_to(self.folder).as_posix() for p in found if TEMPORARY_PREFIX not in p.as_posix()]
 
     def _put_all(self, paths: list[str]) -> None:
-        put: Callable[[str], None] = lambda path: self._bucket.put(path, self.folder / path)  # noqa: E731
+        put: Callable[[str], None] = lambda path: self._object_store.put(path, self.folder / path)  # noqa: E731
         with ThreadPoolExecutor(_UPLOADS) as pool:
             list(pool.map(put, paths))
 
     def _remove_old(self, manifest: mf.Manifest) -> None:
         """Generations older than the one before this, and what they alone name."""
-        generations = [n for n in generations_of(self._bucket) if n <= manifest.generation]
-        self._bucket.delete([paths.manifest(n) for n in generations[2:]])
+        generations = [n for n in list_generations(self._object_store) if n <= manifest.generation]
+        self._object_store.delete([paths.manifest(n) for n in generations[2:]])
         named = set()
         for number in generations[:2]:
             try:
-                kept = mf.parse_manifest(self._bucket.read(paths.manifest(number)), number)
+                kept = mf.parse_manifest(self._object_store.read(paths.manifest(number)), number)
             except (FileNotFoundError, CorruptStoreError):
                 return  # what it names is not known: nothing is taken away
             named |= {paths.index(number), *(str(Path(p.path).parent) for p in kept.parts)}
             named |= {c.path for c in kept.columns}
         for name in ("index", "columns"):
-            for folder in self._bucket.names(name):
+            for folder in self._object_store.list_dir(name):
                 is_ours = folder.isdigit() and int(folder) <= manifest.generation
                 if is_ours and f"{name}/{folder}" not in named:
                     self._delete_own(f"{name}/{folder}")

@@ -17,7 +17,6 @@ from tracestore.store.format.ragged import encode_strings
 from tracestore.store.format.zarr_json import group_metadata
 from tracestore.store.io import fsio
 from tracestore.store.io.files import LocalFiles
-from tracestore.store.io.manifests import list_generations, load_manifest
 from tracestore.store.io.ownership import remove_own, require_removed
 from tracestore.store.read.columns import Columns, join_columns, read_columns
 from tracestore.store.read.index import StoreIndex
@@ -172,13 +171,13 @@ def remove_unreferenced(store: Path, manifest: mf.Manifest) -> None:
     the predecessor unless a reader has them pinned. The newest manifest is whole when this runs."""
     named = {r.path for r in manifest.parts} | {r.path for r in manifest.columns}
     files = LocalFiles(store)
-    for generation in list_generations(files):
+    for generation in files.generations():
         if generation >= manifest.generation:
             continue
         path = paths.manifest(generation)
         with fsio.try_exclusive(files.open(path)) as free:
             try:
-                kept = load_manifest(files, generation)
+                kept = files.load_manifest(generation)
             except CorruptStoreError:
                 kept = None
             if free and (kept is None or generation < manifest.generation - 1):

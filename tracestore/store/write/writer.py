@@ -15,7 +15,6 @@ from tracestore.store.format import labels, paths, schema
 from tracestore.store.format import manifest as mf
 from tracestore.store.io import fsio
 from tracestore.store.io.files import LocalFiles, RemoteURL, StoreFiles, parse_location
-from tracestore.store.io.manifests import list_generations, load_manifest
 from tracestore.store.io.ownership import FolderKind, classify_folder, remove_contents, remove_own, require_removed
 from tracestore.store.io.replacement import Replacement, open_replacement
 from tracestore.store.read.columns import Columns, join_columns, read_columns
@@ -34,11 +33,11 @@ def load_latest_manifest(store: Path) -> mf.Manifest | None:
     """The committed state a writer continues from; None in a store without commits.
     CorruptStoreError where the newest manifest is not whole."""
     files = LocalFiles(store)
-    numbers = list_generations(files)
+    numbers = files.generations()
     if not numbers:
         return None
     try:
-        return load_manifest(files, numbers[0])
+        return files.load_manifest(numbers[0])
     except CorruptStoreError as error:
         raise CorruptStoreError(f"{error}; run: tracestore verify {store} --repair") from None
 
@@ -403,7 +402,7 @@ class StoreWriter:
         if (self.path / paths.manifest(number)).exists():
             # It failed after the rename: readers may have the generation open, and it
             # may be on disk. Nothing it names can be taken back.
-            self.manifest = load_manifest(LocalFiles(self.path), number)
+            self.manifest = LocalFiles(self.path).load_manifest(number)
             self._start_next_generation(p)
             return
         # Its streams are closed half-way: nothing of it may be committed later.
@@ -450,7 +449,7 @@ class StoreWriter:
         if self._lock is None:
             return
         try:
-            is_empty = not list_generations(LocalFiles(self.path))
+            is_empty = not LocalFiles(self.path).generations()
             # What nobody continues, nobody is to find beside the store that stays.
             is_dropped = self._replacement is not None and (is_empty or self._can_resume is None)
             if (self._created and is_empty) or is_dropped:

@@ -1,0 +1,143 @@
+"""Prefetching the files of upcoming batches from a server into the disk cache."""
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Protocol, Self
+
+from tracestore.errors import CorruptStoreError, TracestoreError
+from tracestore.store.format.entries import FileEntry
+from tracestore.store.io.files import Prefetch
+from tracestore.store.remote.disk_cache import DiskCache, NextUse
+from tracestore.store.remote.object_store import ObjectStore
+
+_THREADS = 6
+_BATCHES_AHEAD = 1024
+_CACHE_SHARE = 0.9  # of the cache that prefetched files may take
+_CLOSE_S = 1.0
+
+
+class FetchCancelledError(Exception):
+    """The fetch was cancelled: its result is no longer needed."""
+
+
+class CachedFiles(Protocol):
+    """The files of a remote store with their cache."""
+
+    object_store: ObjectStore
+    cache: DiskCache
+    next_use: NextUse
+
+
+class Prefetcher(Prefetch):
+    """Fetches the files of upcoming batches in the order of their use, as many as the cache has room for.
+
+    It also tells the cache which batch uses a file next, which decides what is evicted.
+    """
+
+    def __init__(
+        self, files: CachedFiles, files_of: Callable[[int], Iterable[FileEntry]], start: int, total: int
+    ) -> None:
+        self._files, self._files_of, self._total = files, files_of, total
+        # The ranks of a machine share the cache; each prefetches its own batches.
+        ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+        ranks_here = max(1, int(ranks)) if ranks.isdecimal() else 1
+        self._max_bytes = _CACHE_SHARE * files.cache.max_bytes / ranks_here
+        self._lock = threading.Condition()
+        self._position = self._planned = start
+        self._batches: deque[list[str]] = deque()  # names in the cache, for the batches position .. planned - 1
+        self._uses: dict[str, deque[int]] = {}  # name -> the planned batches that use it
+        self._entries: dict[str, FileEntry] = {}
+        self._bytes = 0
+        self._queue: deque[str] = deque()
+        self._stopped = False
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> Self:
+        if self._files.object_store.is_forked:
+            return self
+        self._files.next_use = self._next_use
+        for k in range(_THREADS):
+            thread = threading.Thread(target=self._run, name=f"tracestore-fetch-{k}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._stopped = True
+            self._lock.notify_all()
+        end = time.monotonic() + _CLOSE_S
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))  # A thread that waits for a server ends with its answer.
+        self._files.next_use = lambda name: None
+
+    def advance(self, batch: int) -> None:
+        with self._lock:
+            while self._position < batch and self._batches:
+                for name in self._batches.popleft():
+                    uses = self._uses[name]
+                    uses.popleft()
+                    if not uses:
+                        del self._uses[name]
+                        self._bytes -= self._entries.pop(name).size
+                self._position += 1
+            self._position = max(self._position, batch)
+            self._planned = max(self._planned, batch)
+            self._lock.notify_all()
+
+    def _next_use(self, name: str) -> int | None:
+        with self._lock:
+            uses = self._uses.get(name)
+            return uses[0] if uses else None
+
+    def _named(self, entries: Iterable[FileEntry]) -> dict[str, FileEntry]:
+        """Return the entries by their names in the cache."""
+        address = self._files.object_store.address
+        return {DiskCache.name_of(address, entry): entry for entry in entries}
+
+    def _plan(self) -> None:
+        """Plan batches until there is a file to fetch or no room for more."""
+        while (
+            not self._queue
+            and self._planned < self._total
+            and self._planned - self._position < _BATCHES_AHEAD
+            and (self._bytes < self._max_bytes or self._planned == self._position)
+        ):
+            names = []
+            for name, entry in self._named(self._files_of(self._planned)).items():
+                names.append(name)
+                if name not in self._uses:
+                    self._uses[name], self._entries[name] = deque(), entry
+                    self._bytes += entry.size
+                    self._queue.append(name)
+                self._uses[name].append(self._planned)
+            self._batches.append(names)
+            self._planned += 1
+
+    def _run(self) -> None:
+        # The reader of the file meets the same error, and reports it.
+        with contextlib.suppress(TracestoreError, OSError, FetchCancelledError):
+            self._fetch_all()
+
+    def _fetch_all(self) -> None:
+        while True:
+            with self._lock:
+                self._plan()
+                while not self._queue and not self._stopped:
+                    self._lock.wait()
+                    self._plan()
+                if self._stopped:
+                    return
+                entry = self._entries.get(self._queue.popleft())
+            if entry is None:
+                continue  # Its batch was gathered first.
+            with contextlib.suppress(CorruptStoreError):
+                self._files.cache.get(self._files.object_store, entry, self._next_use, self._check)
+
+    def _check(self) -> None:
+        if self._stopped:
+            raise FetchCancelledError
