@@ -13,13 +13,13 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
-# Pages of the site that are files elsewhere in the repository.
+# Pages of the site that are files in other folders of the repository.
 _PAGES = {"results.md": "bench/RESULTS.md", "security.md": "SECURITY.md"}
-_MARK = "<!-- the help of every command, put here by docs/site_hooks.py -->"
+_MARK = "<!-- the help of every command, inserted by docs/site_hooks.py -->"
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages from elsewhere in the repository, and the images of the gallery."""
+    """Add the pages from other folders of the repository, and the images of the gallery."""
     for name, path in _PAGES.items():
         text = (ROOT / path).read_text(encoding="utf-8").replace("(docs/", "(")
         files.append(File.generated(config, name, content=text))
@@ -40,7 +40,7 @@ def draw_gallery() -> list[Path]:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Insert the help of the commands, and correct links to pages from elsewhere."""
+    """Insert the help of the commands, and correct links to pages from other folders."""
     if page.file.src_path == "commands.md":
         return markdown.replace(_MARK, _commands())
     return markdown.replace("(../bench/RESULTS.md)", "(results.md)").replace("(../SECURITY.md", "(security.md")
