@@ -20,7 +20,18 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOTS = ("tracestore", "csrc", "bench", "build_tools", "tools", "tests", "README.md", "docs/architecture.md")
+ROOTS = (
+    "tracestore",
+    "csrc",
+    "bench",
+    "build_tools",
+    "tools",
+    "tests",
+    "docs",
+    "README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+)
 # RESULTS.md is a record of past measurements.
 SKIPPED = (
     "bench/RESULTS.md",
