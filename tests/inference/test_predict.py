@@ -156,15 +156,15 @@ def test_checkpoints_that_are_refused(trained, tmp_path):
         ((run / "lstm_solo/last.pt").read_bytes(), "give the best.pt"),
         (
             saved(version=DETECTOR_VERSION + 1),
-            f"version {DETECTOR_VERSION + 1} .* reads {DETECTOR_VERSION}; train again",
+            f"version {DETECTOR_VERSION + 1}, .* reads version {DETECTOR_VERSION}; train again",
         ),
         (saved(version=1), "train again"),
-        (saved(name="gnn_det_lstm"), "not a whole detector"),
-        (saved(name="other"), "not a whole detector"),
-        (saved(model=weights), "not a whole detector"),
-        (saved(model_config={**good["model_config"], "lstm_hidden": 10**9}), "not a whole detector"),
-        (saved(model_config={"num_layers": 3}), "not a whole detector"),
-        (saved(threshold="high"), "not a whole detector"),
+        (saved(name="gnn_det_lstm"), "not a complete detector"),
+        (saved(name="other"), "not a complete detector"),
+        (saved(model=weights), "not a complete detector"),
+        (saved(model_config={**good["model_config"], "lstm_hidden": 10**9}), "not a complete detector"),
+        (saved(model_config={"num_layers": 3}), "not a complete detector"),
+        (saved(threshold="high"), "not a complete detector"),
     ):
         (tmp_path / "bad.pt").write_bytes(data)
         with pytest.raises(UsageError, match=words):

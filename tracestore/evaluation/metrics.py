@@ -233,7 +233,7 @@ def reliability(y: np.ndarray, p: np.ndarray, num_bins: int = CALIBRATION_BINS) 
     Returns
     -------
     list of dict
-        Of each bin: low, high, count, mean_probability and fraction (of hallucinations).
+        For each bin: low, high, count, mean_probability and fraction (of hallucinations).
     """
     bin_of = np.minimum((p * num_bins).astype(int), num_bins - 1)
     return [

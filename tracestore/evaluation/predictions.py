@@ -20,7 +20,7 @@ def write_predictions(path: Path, runs: list[dict[str, Any]]) -> None:
     ----------
     path : Path
     runs : list of dict
-        Of each run: fold (None without folds, written as an empty field), seed, and models,
+        For each run: fold (None without folds, written as an empty field), seed, and models,
         the results.json entries by name.
     """
     names = list(runs[0]["models"]) if runs else []

@@ -113,7 +113,7 @@ def compare(models: Mapping[str, Sequence[RunScores]], seed: int) -> list[dict[s
     Returns
     -------
     list of dict
-        Of each pair: first, second, difference (of AUROC, first - second), interval and
+        For each pair: first, second, difference (of AUROC, first - second), interval and
         bootstrap_p (from a bootstrap by question), delong_p (only for one run with one trace
         per question), p (that of "method": delong where it applies, else bootstrap) and p_holm
         (p adjusted for the number of pairs). Where too few questions were tested, interval,

@@ -1,4 +1,4 @@
-"""The detectors of several trainings, tested against each other."""
+"""Compare the detectors of several runs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +13,23 @@ _SAME = "train on the same store with the same --seed and --folds"
 
 
 def compare_runs(folders: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """Return, for each detector that all output folders have, {"models": metrics by folder, "comparisons":
-    the pairs of `compare`, "num_runs": how many runs of a folder were used}.
+    """Compare the detectors that all runs have.
 
-    UsageError where a folder holds no finished run or the runs cannot be compared.
+    Parameters
+    ----------
+    folders : sequence of Path
+        Output directories of ``tracestore train``.
+
+    Returns
+    -------
+    dict
+        For each detector: models (metrics by folder), comparisons (see `compare`) and num_runs
+        (number of folds and seeds that were compared).
+
+    Raises
+    ------
+    UsageError
+        A folder holds no finished run, or the runs cannot be compared.
     """
     loaded = {str(folder): _load_results(folder) for folder in folders}
     try:
@@ -30,16 +43,17 @@ def compare_runs(folders: Sequence[Path]) -> dict[str, dict[str, Any]]:
 def _compare(folders: Sequence[Path], loaded: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     by_folder = {folder: _entries(results) for folder, results in loaded.items()}
     first = by_folder[str(folders[0])]
-    names = [name for name in first if all(name in of for of in by_folder.values())]
+    names = [name for name in first if all(name in entries for entries in by_folder.values())]
     if not names:
         raise UsageError("the runs have no detector in common")
     found: dict[str, dict[str, Any]] = {}
     for name in names:
-        common = [key for key in first[name] if all(key in of[name] for of in by_folder.values())]
-        if {fold for fold, _ in common} != {fold for of in by_folder.values() for fold, _ in of[name]}:
+        common = [key for key in first[name] if all(key in entries[name] for entries in by_folder.values())]
+        if {fold for fold, _ in common} != {fold for entries in by_folder.values() for fold, _ in entries[name]}:
             raise UsageError(f"{name}: the runs have no fold and seed in common; {_SAME}")
         scores = {
-            folder: [RunScores.from_entry(of[name][key], key[0]) for key in common] for folder, of in by_folder.items()
+            folder: [RunScores.from_entry(entries[name][key], key[0]) for key in common]
+            for folder, entries in by_folder.items()
         }
         seed = int(loaded[str(folders[0])]["config"]["seed"])
         try:
@@ -55,7 +69,7 @@ def _compare(folders: Sequence[Path], loaded: dict[str, dict[str, Any]]) -> dict
 
 
 def _load_results(folder: Path) -> dict[str, Any]:
-    """Read results.json. UsageError where it is not that of a finished run."""
+    """Read results.json; raise UsageError where it does not belong to a finished run."""
     path = folder / "results.json"
     try:
         results = read_json(path)
@@ -69,10 +83,10 @@ def _load_results(folder: Path) -> dict[str, Any]:
 
 
 def _entries(results: dict[str, Any]) -> dict[str, dict[tuple[int, int], dict[str, Any]]]:
-    """Return the entries of each detector's runs, by fold and seed."""
+    """Return the model entries of each detector by (fold, seed)."""
     runs = results.get("runs") or [{"fold": None, "seed": results["config"]["seed"], "models": results["models"]}]
     found: dict[str, dict[tuple[int, int], dict[str, Any]]] = {}
-    for of in runs:
-        for name, entry in of["models"].items():
-            found.setdefault(name, {})[of["fold"] or 0, of["seed"]] = entry
+    for run in runs:
+        for name, entry in run["models"].items():
+            found.setdefault(name, {})[run["fold"] or 0, run["seed"]] = entry
     return found

@@ -1,1 +1,1 @@
-"""Trained detectors applied to stores."""
+"""Apply trained detectors to stores."""

@@ -1,4 +1,4 @@
-"""Scores of a trained detector for every trace of a store, as a CSV file."""
+"""Write the scores of a trained detector for every trace of a store to a CSV file."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,7 +10,6 @@ import numpy as np
 from tracestore.console import format_size
 from tracestore.data.batch_format import BatchFormat, EdgeOptions
 from tracestore.data.epoch import mean_trace_bytes
-from tracestore.detectors.registry import DETECTORS
 from tracestore.errors import UsageError
 from tracestore.evaluation.metrics import probability
 from tracestore.evaluation.tables import write_rows
@@ -26,7 +25,7 @@ HEADER = ("question_id", "sample", "hallucination_score", "predicted")
 
 @dataclass
 class PredictReport:
-    """Counts of predict_store; the JSON document of `tracestore predict --json`."""
+    """Result of `predict_store`, and the JSON document of ``tracestore predict``."""
 
     output: str
     checkpoint: str
@@ -50,10 +49,30 @@ def predict_store(
     log: Log = print,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> PredictReport:
-    """Write `output`, a CSV file with the columns HEADER and a row for each trace of a store.
+    """Write a CSV file with the columns HEADER and a row for each trace of a store.
 
-    `output` is replaced when all traces are scored. memory_budget: bytes above what the libraries
-    take. UsageError where the detector cannot read the store or the budget is too small.
+    Parameters
+    ----------
+    checkpoint : Path
+        best.pt of a training.
+    store_path : str or Path
+    output : Path
+        Replaced when all traces are scored.
+    batch_size : int
+    device : {"auto", "cpu", "cuda"}
+    num_threads : int, optional
+        Threads of torch and of the loader. Default: those of torch, and 2.
+    memory_budget : int, optional
+        Bytes that scoring may use in addition to the libraries.
+    log : callable
+        Called with each note.
+    progress : callable
+        Called with the numbers of scored traces and of all traces.
+
+    Raises
+    ------
+    UsageError
+        The detector cannot read the store, or the budget is too small.
     """
     with torch_threads(num_threads):
         device = pick_device(device)
@@ -81,12 +100,13 @@ def predict_store(
                     f"out of memory: {event['size_before']} traces at once -> {event['size_after']}"
                 ),
             ):
-                scored, predicted = probability(logits), logits >= detector.threshold
-                for k, question, score, hit, there in zip(
-                    indices, store.question_ids.take(indices), scored, predicted, ~np.isnan(logits), strict=True
+                scores, predicted = probability(logits), logits >= detector.threshold
+                questions, is_scored = store.question_ids.take(indices), ~np.isnan(logits)
+                for k, question, score, hit, has_score in zip(
+                    indices, questions, scores, predicted, is_scored, strict=True
                 ):
-                    yield question, store[int(k)].sample, *((float(score), int(hit)) if there else ("", ""))
-                    report.num_without_score += not there
+                    yield question, store[int(k)].sample, *((float(score), int(hit)) if has_score else ("", ""))
+                    report.num_without_score += not has_score
                     report.num_predicted += bool(hit)
                 done += len(indices)
                 progress(done, report.num_traces)
@@ -103,15 +123,15 @@ def predict_store(
 def _budget(
     detector: TrainedDetector, store: TraceStore, memory_budget: int | None, start: MemoryUse
 ) -> MemoryBudget | None:
-    """Limit the process to `memory_budget` bytes above `start`. UsageError where one trace needs more."""
+    """Limit the process to `memory_budget` bytes above `start`; raise UsageError where a single trace needs more."""
     if memory_budget is None:
         return None
-    # A few traces on their way, one at work, and the threads' own.
-    spec = DETECTORS[detector.name]
-    form = BatchFormat(spec.view, EdgeOptions(edge_format=spec.edge_format(detector.config, store, "cpu")))
+    # Room for a few traces in flight, one in the forward pass, and the memory of the threads.
+    edge_format = detector.spec.edge_format(detector.config, store, "cpu")
+    form = BatchFormat(detector.spec.view, EdgeOptions(edge_format=edge_format))
     floor = 2 * RESERVE_BYTES + 8 * mean_trace_bytes(store, form)
     if memory_budget < floor:
         raise UsageError(
-            f"--memory-budget {format_size(memory_budget)} is below {format_size(floor)}, what one trace needs"
+            f"--memory-budget {format_size(memory_budget)} is below {format_size(floor)}, the least that a single trace needs"
         )
     return MemoryBudget(memory_budget, start)

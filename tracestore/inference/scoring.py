@@ -1,4 +1,4 @@
-"""A trained detector at work: what its checkpoint holds, and the logits of other traces."""
+"""Load a trained detector and compute logits for the traces of a store."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.graph.inputs import GraphInputs, edge_threshold
 from tracestore.detectors.models import Detector
 from tracestore.detectors.precision import autocast_for
-from tracestore.detectors.registry import DETECTORS, make_model
+from tracestore.detectors.registry import DETECTORS, DetectorSpec, make_model
 from tracestore.errors import InsufficientMemoryError, UsageError
 from tracestore.oom.errors import is_out_of_memory
 from tracestore.oom.guard import OOMGuard
@@ -25,7 +25,22 @@ from tracestore.train.checkpoint import load_checkpoint
 
 @dataclass
 class TrainedDetector:
-    """A detector as its best epoch left it."""
+    """A detector with the weights of its best epoch.
+
+    Parameters
+    ----------
+    name : str
+        A key of `DETECTORS`.
+    model : Detector
+        In evaluation mode.
+    config : ModelConfig
+    threshold, temperature : float
+        Decision threshold of the logit, and temperature of the calibration.
+    attention_threshold, top_k, precision
+        Options of the training.
+    trained_on : dict
+        Shape and attention layout of the training store.
+    """
 
     name: str
     model: Detector
@@ -37,42 +52,61 @@ class TrainedDetector:
     precision: str
     trained_on: dict[str, Any]
 
+    @property
+    def spec(self) -> DetectorSpec:
+        """The entry in `DETECTORS`."""
+        return DETECTORS[self.name]
+
     def check(self, store: TraceStore) -> None:
-        """UsageError or MissingFieldError where the store's traces are none that it can read."""
-        for what, mine, found in (
+        """Check that the detector can read the traces of a store.
+
+        Raises
+        ------
+        UsageError
+            The number of layers or the hidden size differs.
+        MissingFieldError
+            The store lacks the view or the attention weights.
+        """
+        for what, expected, found in (
             ("layers", self.config.num_layers, store.num_layers),
             ("columns of hidden states", self.config.hidden_dim, store.hidden_dim),
         ):
-            if mine != found:
-                raise UsageError(f"{store.path}: {self.name} was trained on {mine} {what}, this store has {found}")
-        store.require_view(DETECTORS[self.name].view)
-        if DETECTORS[self.name].view == "graph":
-            self.config.edge_format(store, "cpu")
+            if expected != found:
+                raise UsageError(f"{store.path}: {self.name} was trained on {expected} {what}, this store has {found}")
+        store.require_view(self.spec.view)
+        self.spec.edge_format(self.config, store, "cpu")
 
     def differences(self, store: TraceStore) -> list[str]:
-        """How the store's traces differ from those it was trained on without being refused."""
-        if DETECTORS[self.name].view == "sequence":
+        """Return differences to the training store that do not prevent scoring, one sentence each."""
+        if self.spec.view == "sequence":
             return []
         return [
-            f"trained on {name.replace('_', ' ')} {mine!r}, this store has {getattr(store, name)!r}"
+            f"trained on {name.replace('_', ' ')} {expected!r}, this store has {getattr(store, name)!r}"
             for name in ("attention", "attention_layout")
-            if (mine := self.trained_on[name]) != getattr(store, name)
+            if (expected := self.trained_on[name]) != getattr(store, name)
         ]
 
 
 def load_detector(path: Path) -> TrainedDetector:
-    """Reads best.pt, as data. UsageError where it is damaged, something else, or of another version."""
+    """Load best.pt without executing code.
+
+    Raises
+    ------
+    UsageError
+        The file is damaged, not a detector, or of another version.
+    """
     saved = load_checkpoint(path)
     version = saved.get("version")
     if "model_config" not in saved or not isinstance(version, int):
         raise UsageError(f"{path}: not a detector; give the best.pt of a run of tracestore train")
     if version != DETECTOR_VERSION:
         raise UsageError(
-            f"{path}: version {version} of tracestore {saved.get('tracestore')}, this one reads {DETECTOR_VERSION}; train again"
+            f"{path}: version {version}, written by tracestore {saved.get('tracestore')}; this tracestore reads "
+            f"version {DETECTOR_VERSION}; train again"
         )
     try:
         config = ModelConfig(**saved["model_config"])
-        # On no device: sizes in a file cost nothing before they are compared with its tensors.
+        # The meta device allocates nothing: the sizes that the file claims are first compared with its tensors.
         with torch.device("meta"):
             model = make_model(saved["name"], config)
         model.load_state_dict(saved["model"], assign=True)
@@ -91,7 +125,7 @@ def load_detector(path: Path) -> TrainedDetector:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise UsageError(f"{path}: not a whole detector: {type(error).__name__}") from None
+        raise UsageError(f"{path}: not a complete detector: {type(error).__name__}") from None
 
 
 def score_traces(
@@ -105,13 +139,39 @@ def score_traces(
     memory_budget: int | None = None,
     on_event: Callable[[dict[str, Any]], None] | None = None,
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Store indices (b,) and logits (b,) float64, batch after batch, in the store's order.
+    """Compute the logits of the traces of a store, batch after batch, in store order.
 
-    A logit is NaN where the trace holds NaN or infinite values. memory_budget bounds the
-    batches; a batch whose forward pass does not fit is computed in halves. InsufficientMemoryError
-    where one trace is too much."""
+    A batch that does not fit into memory is split in halves.
+
+    Parameters
+    ----------
+    detector : TrainedDetector
+    store : TraceStore
+    indices : np.ndarray, optional
+        Store indices. Default: all traces.
+    batch_size : int
+    device : str
+    num_threads : int
+        Threads of the loader.
+    memory_budget : int, optional
+        Bytes for the batches of the loader.
+    on_event : callable, optional
+        Called with each recovered out-of-memory event.
+
+    Yields
+    ------
+    indices : np.ndarray
+        ``(b,)`` int64.
+    logits : np.ndarray
+        ``(b,)`` float64, NaN where a trace holds NaN or infinite values.
+
+    Raises
+    ------
+    InsufficientMemoryError
+        A single trace does not fit.
+    """
     detector.check(store)
-    view = DETECTORS[detector.name].view
+    view = detector.spec.view
     loader = TraceLoader(
         store,
         view,
@@ -121,7 +181,7 @@ def score_traces(
         indices=indices,
         attention_threshold=detector.attention_threshold,
         top_k=detector.top_k,
-        edge_format=DETECTORS[detector.name].edge_format(detector.config, store, torch.device(device).type),
+        edge_format=detector.spec.edge_format(detector.config, store, torch.device(device).type),
         memory_budget=memory_budget,
         pin_memory=device != "cpu",
         rank=0,
@@ -131,7 +191,7 @@ def score_traces(
     model = detector.model.to(device)
     guard = OOMGuard(model, SGD(model.parameters(), lr=0.0), on_event=on_event)
     threshold = edge_threshold(detector.attention_threshold, detector.top_k)
-    # The precision that the detector was tested in.
+    # The precision of the training and the test.
     autocast = autocast_for(model, detector.precision, torch.device(device))
     nonfinite = store.has_nonfinite
     batches = iter(loader)
@@ -156,6 +216,7 @@ def score_traces(
 
         with torch.no_grad():
             logits = torch.cat(guard.evaluate(size, run)).numpy()
-        at = batch.trace_index.numpy()
-        yield at.copy(), np.where(nonfinite[at] | ~np.isfinite(logits), np.nan, logits)
+        batch_indices = batch.trace_index.numpy().copy()
+        yield batch_indices, np.where(nonfinite[batch_indices] | ~np.isfinite(logits), np.nan, logits)
+        # Freed before the next batch is loaded.
         del batch, inputs, run

@@ -1,4 +1,4 @@
-"""tracestore compare."""
+"""The command `tracestore compare`."""
 
 import argparse
 from pathlib import Path
@@ -8,20 +8,22 @@ from tracestore.errors import UsageError
 
 
 def add_arguments(parser: Parser) -> None:
+    """Add the arguments of the command."""
     parser.description = (
-        "Compare what several runs of tracestore train, with other flags, give on the same test traces. The runs must "
-        "share store, --seed and --folds. Of several seeds those count that all have. Of each detector that all have: "
-        "AUROC with its interval, and the differences to each other with a paired test."
+        "Compare runs of tracestore train that differ in other options on the same test traces. The runs must share "
+        "store, --seed and --folds; only the seeds that all runs have are compared. For each detector that all runs "
+        "have, the table shows AUROC with its 95 % interval, and the pairwise differences with a paired test."
     )
     parser.epilog = "Example: tracestore compare results results_heads results_top_k"
     parser.add_argument("folders", metavar="DIR", nargs="+", type=Path, help="output folders of tracestore train")
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
+    """Run the command; return the exit code."""
     folders = list(dict.fromkeys(args.folders))
     if len(folders) < 2:
         raise UsageError("give the folders of at least two runs")
-    # Imported here: wrong usage answers at once.
+    # Imported here, so that wrong usage is reported at once.
     from tracestore.evaluation.report import format_table
     from tracestore.experiment.compare_runs import compare_runs
 

@@ -1,4 +1,4 @@
-"""tracestore predict."""
+"""The command `tracestore predict`."""
 
 import argparse
 from dataclasses import asdict
@@ -10,6 +10,7 @@ from tracestore.store.io.files import parse_location
 
 
 def add_arguments(parser: Parser) -> None:
+    """Add the arguments of the command."""
     parser.description = (
         "Write a hallucination score for every trace of a store. Labels are not needed. hallucination_score: the "
         "detector's probability that the answer is a hallucination. predicted: 1 where its logit is at or above the "
@@ -17,22 +18,28 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.epilog = "Example: tracestore predict --checkpoint results/gnn_det_lstm/best.pt --store other.zarr"
     add = parser.add_argument
-    add("--checkpoint", required=True, type=Path, metavar="BEST.PT", help="of a run of tracestore train")
+    add("--checkpoint", required=True, type=Path, metavar="BEST.PT", help="checkpoint of tracestore train")
     add("--store", required=True, type=parse_location)
-    add("--output", type=Path, default=Path("scores.csv"), metavar="CSV", help="replaced when all is scored")
+    add("--output", type=Path, default=Path("scores.csv"), metavar="CSV", help="replaced when all traces are scored")
     add("--batch-size", type=positive_int, default=16)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--num-threads", type=positive_int, metavar="N", help="threads of torch and of the loader")
-    add("--memory-budget", type=parse_size, metavar="SIZE", help="what scoring may take above the libraries, e.g. 8GiB")
+    add(
+        "--memory-budget",
+        type=parse_size,
+        metavar="SIZE",
+        help="memory for scoring in addition to the libraries, e.g. 8GiB",
+    )
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
+    """Run the command; return the exit code."""
     for path, what in ((args.checkpoint, "checkpoint"), (args.store, "store")):
         if isinstance(path, Path) and not path.exists():
             raise UsageError(f"{path}: no such {what}")
     if not args.output.absolute().parent.is_dir():
         raise UsageError(f"--output {args.output}: no such folder")
-    # Imported here: wrong usage answers at once, and torch takes seconds.
+    # Imported here, because torch takes seconds to import and wrong usage is reported before.
     from tracestore.inference.predict import predict_store
 
     progress = Progress(output)
