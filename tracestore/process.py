@@ -1,4 +1,4 @@
-"""Settings of the process: allocator, garbage collector, thread switching, signals and OpenMP.
+"""Settings of the process: allocator, garbage collector, thread switching, signals and environment.
 
 Only a program that owns its process may call `configure_program`, `reuse_freed_memory` and
 `exit_ignoring_sigint`. The context managers restore the previous settings and are safe in a library.
@@ -18,11 +18,13 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
 def configure_program() -> None:
-    """Let SIGPIPE end the process silently, and shorten the spinning of OpenMP threads.
+    """Let SIGPIPE end the process silently, shorten the spinning of OpenMP threads, and disable tqdm.
 
-    Call this before torch is imported: libgomp reads its settings once.
+    Call this before torch is imported: libgomp and tqdm read their settings once.
     """
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    # Loading a GGUF file draws a progress bar with tqdm, even into logs.
+    os.environ.setdefault("TQDM_DISABLE", "1")
     # By default a libgomp thread spins for 300,000 rounds at a barrier. With another program on one of
     # the processors, that made extraction 5.2 times as slow as on an idle machine; 10,000 rounds made it
     # 1.6 times as slow, and cost nothing on an idle machine (bench/RESULTS.md).

@@ -3,7 +3,6 @@
 `capture` records a model inside your own loop. `tracestore extract` is such a loop.
 """
 
-import os
 from typing import TYPE_CHECKING, Any
 
 from tracestore.extras import needs
@@ -12,10 +11,6 @@ if TYPE_CHECKING:
     from tracestore.extract.hooks import Capture, capture
 
 __all__ = ["Capture", "capture"]
-
-# Loading a GGUF file draws a progress bar, into logs as well. tqdm reads this variable when torch
-# imports it.
-os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 def __getattr__(name: str) -> Any:

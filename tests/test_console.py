@@ -1,0 +1,80 @@
+"""Test argument types, sizes, JSON values and the progress line."""
+
+import argparse
+import math
+import sys
+
+import pytest
+
+from tracestore import console
+from tracestore.console import Output, Progress
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("17", 17), ("3B", 3), ("2GB", 2_000_000_000), ("2GiB", 2 << 30), ("1.5 mib", 3 << 19), ("4k", 4096)],
+)
+def test_parse_size(text, expected):
+    assert console.parse_size(text) == expected
+
+
+@pytest.mark.parametrize(("count", "expected"), [(0, "0 bytes"), (1023, "1,023 bytes"), (1536, "1.5 KiB"),
+                                                 (3 << 30, "3.0 GiB"), (5 << 40, "5,120.0 GiB")])  # fmt: skip
+def test_format_size(count, expected):
+    assert console.format_size(count) == expected
+
+
+@pytest.mark.parametrize(
+    ("parse", "text"),
+    [
+        (console.parse_size, "much"),
+        (console.positive_int, "0"),
+        (console.positive_int, "1.5"),
+        (console.non_negative_int, "-1"),
+        (console.non_negative_int, "9" * 5000),
+        (console.port, "65536"),
+        (console.int_ranges, "3-1"),
+        (console.int_ranges, "1,,2"),
+        (console.int_ranges, "0-9999999"),
+        (console.float_where(lambda value: value > 0, "a number above 0"), "nan"),
+        (console.float_where(lambda value: value > 0, "a number above 0"), "0"),
+    ],
+)
+def test_invalid_arguments_name_what_was_expected(parse, text):
+    with pytest.raises(argparse.ArgumentTypeError, match="found .*expected"):
+        parse(text)
+
+
+def test_int_ranges_are_sorted_and_unique():
+    assert console.int_ranges("7,0-3,2") == (0, 1, 2, 3, 7)
+
+
+def test_nan_to_none_replaces_nested_values():
+    value = {"a": [math.nan, 1.0], "b": (math.inf, "text"), "c": {"d": None}}
+    assert console.nan_to_none(value) == {"a": [None, 1.0], "b": [None, "text"], "c": {"d": None}}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Replace the clock; return the list that holds its time."""
+    now = [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_progress_in_a_log_prints_lines(clock, capsys):
+    progress = Progress(Output(as_json=False))
+    for clock[0] in (1.0, 31.0, 32.0):
+        progress.update_traces(5, 1000)
+    progress.clear()
+    assert capsys.readouterr() == ("5 of 1,000 traces\n", "")
+
+
+def test_progress_on_a_terminal_rewrites_and_clears_its_line(clock, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(sys.stderr, "fileno", lambda: 2)
+    monkeypatch.setattr(console.os, "get_terminal_size", lambda _: console.os.terminal_size((14, 40)))
+    with Progress(Output(as_json=False)) as progress:
+        for clock[0], text in ((0.1, "too early"), (1.0, "a line that is cut"), (2.0, "short")):
+            progress.update(lambda _, text=text: text)
+    assert capsys.readouterr() == ("", "\ra line that i\rshort        \r     \r")
