@@ -41,7 +41,7 @@ def test_format_size(count, expected):
     ],
 )
 def test_invalid_arguments_name_what_was_expected(parse, text):
-    with pytest.raises(argparse.ArgumentTypeError, match="found .*expected"):
+    with pytest.raises(argparse.ArgumentTypeError, match=r"found .*expected"):
         parse(text)
 
 
