@@ -1,9 +1,9 @@
-"""Coverage-guided fuzzing of the border with atheris; see make fuzz.
+"""Coverage-guided fuzzing of the readers with atheris; see `make fuzz`.
 
     harness.py MODE FOLDER SECONDS CRASHES
 
-FOLDER keeps what is worth mutating again, from run to run. It is a script, not a module:
-the checkout's own folder must come after the sanitizer-built package on the path.
+FOLDER keeps the interesting inputs from run to run. This is a script and not a module, because
+the folder of the checkout must come after the package built with sanitizers in sys.path.
 """
 
 import os
@@ -20,14 +20,14 @@ with atheris.instrument_imports(
     from tests.fuzz.target import TARGETS
 
     if sys.argv[1] == "store":
-        import tests.fuzz.stores  # noqa: F401 - what it imports is instrumented
+        import tests.fuzz.stores  # noqa: F401 - imported here to be instrumented
 
 from tests.fuzz.mutate import mutate
 from tests.fuzz.seeds import seeds
 
 MAX_BYTES = 1 << 16
-# A share of libFuzzer's own mutations, which use what it saw compared.
-_PLAIN_SHARE = 0.2
+# Share of libFuzzer's own mutations, which use the comparisons it observed.
+_LIBFUZZER_SHARE = 0.2
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
 
     def mutator(data: bytes, max_size: int, seed: int) -> bytes:
         rng = random.Random(seed)
-        if rng.random() < _PLAIN_SHARE:
+        if rng.random() < _LIBFUZZER_SHARE:
             return atheris.Mutate(data, max_size)
         return mutate(mode, data or rng.choice(pool), rng, rng.choice(pool))[:max_size]
 
@@ -60,7 +60,7 @@ def main() -> None:
     def run_once(data: bytes) -> None:
         TARGETS[mode](data)
 
-    run_once(pool[0])  # what is imported and made once counts for no input's time
+    run_once(pool[0])  # imports and set-up must not count as the time of an input
     atheris.Setup(arguments, run_once, custom_mutator=mutator)
     atheris.Fuzz()
 

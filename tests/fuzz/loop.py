@@ -1,6 +1,8 @@
-"""Seeded mutations without a fuzzer: python -m tests.fuzz.loop MODE COUNT SEED FILE
+"""Seeded mutations without a fuzzer.
 
-FILE always holds the case at work, so that it is there when the process dies.
+    python -m tests.fuzz.loop MODE COUNT SEED FILE
+
+FILE always holds the current input, so that it is available after a crash.
 """
 
 import random
@@ -8,14 +10,14 @@ import sys
 from pathlib import Path
 
 from tests.fuzz.mutate import mutate
-from tests.fuzz.seeds import valid
+from tests.fuzz.seeds import valid_inputs
 from tests.fuzz.target import TARGETS
 
 
 def main() -> None:
     mode, count, seed, path = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
     rng = random.Random(f"{mode} {seed}")
-    pool = valid(mode)
+    pool = valid_inputs(mode)
     kept = list(pool)
     accepted = 0
     for k in range(count):
@@ -24,7 +26,7 @@ def main() -> None:
         path.write_bytes(data)
         if TARGETS[mode](data):
             accepted += 1
-            # What is still accepted is a better start than what is not.
+            # Accepted inputs are better starting points than refused ones.
             kept = [*kept[-200:], data] if len(data) < 20_000 else kept
         elif k % 7 == 0 and len(data) < 20_000:
             kept = [*kept[-200:], data, rng.choice(pool)]

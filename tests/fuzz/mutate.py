@@ -1,6 +1,6 @@
-"""Mutations that know what a file is made of: opcodes, zip entries, gzip members.
+"""Mutations that follow the structure of a file: opcodes, zip entries, gzip members.
 
-Checksums are made right again, since a fuzzer that only flips bytes ends at them.
+Checksums are recomputed; otherwise most mutations would end at a checksum.
 """
 
 import io
@@ -58,7 +58,7 @@ SNIPPETS = [
 
 
 def mutate(mode: str, data: bytes, rng: random.Random, other: bytes = b"") -> bytes:
-    """A relative of `data`, with pieces of `other`."""
+    """Return a mutation of `data`, possibly with pieces of `other`."""
     if mode == "store":
         return _bytes(data, rng)
     if mode == "gzip":
@@ -73,7 +73,7 @@ def _interesting(rng: random.Random) -> int:
 
 
 def _bytes(data: bytes, rng: random.Random) -> bytes:
-    """Plain mutations: flips, numbers, cuts, copies."""
+    """Flip bits, set numbers, remove and copy bytes."""
     out = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         at = rng.randrange(len(out) + 1)
@@ -97,7 +97,7 @@ def _bytes(data: bytes, rng: random.Random) -> bytes:
 
 
 def _opcodes(data: bytes) -> tuple[list[bytes], bytes]:
-    """The opcodes of the pickles that `data` begins with, arguments included, and what follows."""
+    """Split `data` into the opcodes of its pickles, with their arguments, and the rest."""
     pieces: list[bytes] = []
     stream = io.BytesIO(data)
     begin = 0
@@ -111,13 +111,13 @@ def _opcodes(data: bytes) -> tuple[list[bytes], bytes]:
                     pieces.append(b".")
                     begin = at + 1
     except Exception:
-        # pickletools raises whatever its readers raise; the rest stays as it is.
+        # pickletools raises exceptions of many types; keep the rest unchanged.
         pass
     return pieces, data[begin:]
 
 
 def _operand(piece: bytes, rng: random.Random) -> bytes:
-    """The same opcode with another number or length."""
+    """Return the opcode with another number or length."""
     code, argument = piece[:1], piece[1:]
     op = CODES.get(code)
     if op is None or op.arg is None:
@@ -183,7 +183,7 @@ def _zip(data: bytes, rng: random.Random, other: bytes) -> bytes:
                 for i in archive.infolist()
             ]
     except Exception:
-        # Damaged beyond what zipfile reads.
+        # zipfile cannot read the archive.
         return _bytes(data, rng)
     if not entries:
         return _bytes(data, rng)
@@ -214,7 +214,7 @@ def _zip(data: bytes, rng: random.Random, other: bytes) -> bytes:
 
 
 def _inner(other: bytes) -> bytes:
-    """The pickle inside another archive; its bytes as they are where it is none."""
+    """Return the pickle inside an archive, or `other` itself if it is no archive."""
     try:
         with zipfile.ZipFile(io.BytesIO(other)) as archive:
             return next(archive.read(n) for n in archive.namelist() if n.endswith("data.pkl"))
@@ -223,7 +223,7 @@ def _inner(other: bytes) -> bytes:
 
 
 def inflated(data: bytes, limit: int = 1 << 20) -> bytes:
-    """What the first member holds, as far as it is whole."""
+    """Return the content of the first member, as far as it can be inflated."""
     try:
         return zlib.decompressobj(31).decompress(data, limit)
     except zlib.error:

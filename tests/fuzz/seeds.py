@@ -1,16 +1,16 @@
-"""What fuzzing starts from: small files of every family, valid and malicious."""
+"""Inputs that fuzzing starts from: small files of every format, valid and malicious."""
 
 import random
 from pathlib import Path
 
-from tests.malicious_inputs.bombs import families
+from tests.malicious_inputs.bombs import valid_files
 from tests.malicious_inputs.containers import gz
 from tests.malicious_inputs.corpus import crash_files, small_files
 
 MAX_SEED_BYTES = 4096
 _GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 _EVERY = 5
-# Enough for two changes.
+# Bytes for two changes.
 _STORE_SEED_BYTES = 40
 _STORE_SEEDS = 300
 
@@ -22,11 +22,11 @@ def _mode(data: bytes) -> str:
     return "zip" if torch_file else "pickle"
 
 
-def valid(mode: str) -> list[bytes]:
-    """Files that are accepted; for stores, inputs that choose different changes."""
+def valid_inputs(mode: str) -> list[bytes]:
+    """Return files that are accepted; for stores, inputs that choose different changes."""
     if mode == "store":
         return [random.Random(k).randbytes(_STORE_SEED_BYTES) for k in range(_STORE_SEEDS)]
-    small = [data for _, data in families().values()]
+    small = [data for _, data in valid_files().values()]
     golden = [p.read_bytes() for p in sorted((_GOLDEN / "libraries").glob("*.pkl*"))]
     golden += [p.read_bytes() for p in sorted((_GOLDEN / "inputs").rglob("*")) if p.is_file() and p.suffix != ".csv"]
     files = [d for d in [*small, *golden] if len(d) <= 4 * MAX_SEED_BYTES]
@@ -36,9 +36,9 @@ def valid(mode: str) -> list[bytes]:
 
 
 def seeds(mode: str) -> list[bytes]:
-    """Valid files, one in five of the small malicious ones, and what fuzzing found before."""
+    """Return valid files, a fifth of the small malicious ones, and inputs that fuzzing found."""
     if mode == "store":
-        return valid(mode) + [p.read_bytes() for p in crash_files() if p.name.startswith("store-")]
+        return valid_inputs(mode) + [p.read_bytes() for p in crash_files() if p.name.startswith("store-")]
     malicious = [c.data for c in small_files() if len(c.data) <= MAX_SEED_BYTES]
     found = [p.read_bytes() for p in crash_files() if not p.name.startswith("store-")]
-    return valid(mode) + [d for d in [*malicious[::_EVERY], *found] if _mode(d) == mode]
+    return valid_inputs(mode) + [d for d in [*malicious[::_EVERY], *found] if _mode(d) == mode]

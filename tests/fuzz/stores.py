@@ -1,7 +1,7 @@
-"""Fuzzing of store opening and batching: the input chooses what is changed in a valid store.
+"""Fuzzing of opening and batching stores: the input chooses the changes of a valid store.
 
-The first byte chooses the store, the others answer every question that the generator of
-`tests.malicious_inputs.stores` asks, so that a fuzzer that changes one byte changes one decision.
+The first byte chooses the store. The other bytes answer the random choices of
+`tests.malicious_inputs.stores`, so that a fuzzer that changes one byte changes one decision.
 """
 
 import atexit
@@ -22,7 +22,7 @@ from tracestore.errors import MissingFieldError, TracestoreError, UsageError
 from tracestore.store.maintain import verify
 
 MAX_CHANGES = 4
-# verify reads every file, which takes as long as everything else: one input in four.
+# verify reads every file, which takes as long as all the rest, so it runs for a quarter of the inputs.
 _VERIFIED_FROM = b"\xc0"
 _FIELDS = ("hidden_states", "last_token", "attention", "tokens", "tokens_decoded", "question", "answer", "extras",
            "score", "label", "group", "source", "question_id")  # fmt: skip
@@ -30,7 +30,7 @@ _VIEWS = (("sequence", {}), ("graph", {"as_pyg": False}), ("graph", {"as_pyg": F
 
 
 class ByteRandom(random.Random):
-    """A random number generator that takes its bits from `data`, then from zeros."""
+    """A random number generator that takes its bits from `data`, followed by zeros."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(0)
@@ -52,7 +52,7 @@ class ByteRandom(random.Random):
 
 @functools.cache
 def _folder() -> tuple[Path, list[Path]]:
-    """Return a temporary folder and the valid stores in it. libFuzzer leaves it behind, in TMPDIR."""
+    """Return a temporary folder and the valid stores in it. libFuzzer does not remove it from TMPDIR."""
     folder = Path(tempfile.mkdtemp(prefix="fuzz-stores-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     torch.set_num_threads(1)
@@ -60,7 +60,7 @@ def _folder() -> tuple[Path, list[Path]]:
 
 
 def _attempt(use: object, *args: object, **options: object) -> bool:
-    """Call `use`. Return whether it succeeded; raise what is not an error in one line."""
+    """Call `use` and return whether it succeeded; raise unless an error is one printable line."""
     try:
         use(*args, **options)  # type: ignore[operator]
     except TracestoreError as error:
@@ -76,7 +76,7 @@ def _attempt(use: object, *args: object, **options: object) -> bool:
 def _batches(store: tracestore.TraceStore, view: str, options: dict[str, object]) -> None:
     for batch in tracestore.TraceLoader(store, view, batch_size=3, num_threads=1, **options):  # type: ignore[arg-type]
         tensors = [value for value in vars(batch).values() if isinstance(value, torch.Tensor)]
-        # Every byte is read, so that a sanitizer sees memory that is not the batch's.
+        # Read every byte, so that a sanitizer detects memory outside the batch.
         for tensor in tensors:
             tensor.contiguous().view(torch.uint8).sum() if tensor.numel() else None
         if view == "graph" and options.get("edge_format", "coo") == "coo" and batch.edge_index.numel():
@@ -105,18 +105,18 @@ def _use(path: Path) -> bool:
 
 def read_store(data: bytes) -> bool:
     """Make the store that `data` describes; open, verify and batch it. Return whether it could be opened."""
-    folder, valid = _folder()
+    folder, sources = _folder()
     work = Path(tempfile.mkdtemp(dir=folder))
     try:
         rng = ByteRandom(data[1:])
         path = work / "store.zarr"
         (work / "canary").mkdir()
-        source = valid[(data[0] if data else 0) % len(valid)]
-        # Files are replaced, never written to, so links to the valid store's files do.
+        source = sources[(data[0] if data else 0) % len(sources)]
+        # Changes replace files and never write to them, so links are sufficient.
         shutil.copytree(source, path, copy_function=os.link)
         store = Store(path)
         for _ in range(MAX_CHANGES):
-            with contextlib.suppress(Exception):  # of the generator, on a store that an earlier change made unreadable
+            with contextlib.suppress(Exception):  # an earlier change may have made the store unreadable
                 if change_store(rng, store) == "change_file":
                     break  # a later change would read the device or FIFO
             if rng.is_exhausted:

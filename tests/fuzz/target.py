@@ -1,4 +1,4 @@
-"""What a fuzzer calls with a file: read as the border reads it, every array packed and touched."""
+"""Functions that a fuzzer calls with an input: read it, pack and touch every array."""
 
 import os
 from pathlib import Path
@@ -11,8 +11,8 @@ from tracestore.ingest.formats import read_traces
 from tracestore.store.write.pack import pack_record
 from tracestore.store.write.record import TraceRecord
 
-# gzip in small pieces: files of kilobytes then cross their borders as large files do, and the
-# sanitizer has no megabytes to clear for each file.
+# Small chunks: files of kilobytes then span several chunks as large files do, and the sanitizer
+# need not clear megabytes for each file.
 byte_source._CHUNK_BYTES = 1 << 10
 
 
@@ -22,12 +22,15 @@ def _touch(record: TraceRecord) -> None:
         arrays += [index, weight]
     arrays += [a for a in (record.last_token, record.tokens) if a is not None]
     for array in arrays:
-        # Through a copy, so that strides are walked as they are.
+        # A copy walks the strides of the array.
         np.ascontiguousarray(array).view("u1").sum() if array.ndim else None
 
 
 def read(path: Path) -> bool:
-    """Whether the file is accepted, inflated ahead and not. Anything but a refusal in one line is raised."""
+    """Return whether the file is accepted. Raise unless a refusal is one line.
+
+    The file is read twice, with and without inflating ahead.
+    """
     for need_attention, mode, keep in ((True, "heads", True), (False, "mean", False)):
         try:
             for record in read_traces(
@@ -38,7 +41,7 @@ def read(path: Path) -> bool:
         except InvalidInputError as error:
             text = str(error)
             if "\n" in text or not text or len(text) > 600:
-                raise RuntimeError(f"a refusal that is no line: {text!r}") from None
+                raise RuntimeError(f"a refusal that is not one line: {text!r}") from None
             if need_attention:
                 continue
             return False
@@ -46,7 +49,7 @@ def read(path: Path) -> bool:
 
 
 def _read_bytes(data: bytes) -> bool:
-    """Read a file that lies in memory only."""
+    """Read a file that exists in memory only."""
     descriptor = os.memfd_create("fuzzed")
     try:
         os.write(descriptor, data)
@@ -56,10 +59,10 @@ def _read_bytes(data: bytes) -> bool:
 
 
 def _read_store(data: bytes) -> bool:
-    from tests.fuzz.stores import read_store  # needs PyTorch, which the readers of files do without
+    from tests.fuzz.stores import read_store  # needs PyTorch, unlike the readers of files
 
     return read_store(data)
 
 
-# Mode -> what is called with an input. It returns whether the input is accepted.
+# Function of each mode; it returns whether the input is accepted.
 TARGETS = {"pickle": _read_bytes, "zip": _read_bytes, "gzip": _read_bytes, "store": _read_store}

@@ -1,4 +1,4 @@
-"""A few thousand mutated files in the suite; make fuzz runs them by the million."""
+"""A few thousand mutated inputs; `make fuzz` runs millions."""
 
 import subprocess
 import sys

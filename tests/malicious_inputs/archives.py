@@ -1,4 +1,4 @@
-"""Zip archives whose two headers, directory or entries lie."""
+"""Zip archives with inconsistent headers, directories or entries."""
 
 import io
 import struct
@@ -13,11 +13,12 @@ BIG = 0xFFFFFFFF
 
 
 def base() -> list[Entry]:
-    """data.pkl, byteorder, data/0, version."""
+    """Return the entries data.pkl, byteorder, data/0 and version."""
     return pt_entries(sequences(), {"0": FOUR_HALVES})
 
 
 def changed(at: int, **change: object) -> bytes:
+    """Return an archive with changed attributes of one entry."""
     entries = base()
     for name, value in change.items():
         setattr(entries[at], name, value)
@@ -25,7 +26,7 @@ def changed(at: int, **change: object) -> bytes:
 
 
 def headers() -> Iterator[Case]:
-    """Local and central headers that differ, in each field, of the pickle and of a storage."""
+    """Local and central headers of the pickle and of a storage that differ in one field."""
     for at, entry in ((0, "pickle"), (2, "storage")):
         for field, value in {
             "name": b"archive/data/1",
@@ -72,6 +73,7 @@ def headers() -> Iterator[Case]:
 
 
 def directories() -> Iterator[Case]:
+    """Directories that are missing, inconsistent or name unexpected entries."""
     good = archive(base())
     at = good.rindex(b"PK\5\6")
     begin = struct.unpack_from("<I", good, at + 16)[0]
@@ -126,7 +128,7 @@ def directories() -> Iterator[Case]:
     many = [Entry(b"archive/data/%d" % k, b"", offset=None) for k in range(1, 20_000)]
     yield Case("zip_many_entries", ".pt", archive([*base(), *many], align=1)[:-1])
     shared = [Entry(b"archive/data/%d" % k, FOUR_HALVES, offset=0) for k in range(1, 5_000)]
-    yield Case("zip_all_entries_at_one_place", ".pt", archive([*base(), *shared], align=1))
+    yield Case("zip_all_entries_at_one_offset", ".pt", archive([*base(), *shared], align=1))
     yield Case("zip_of_numpy", ".pt", archive([Entry(b"hidden.npy", b"\x93NUMPY"), Entry(b"x.npy", bytes(10))]))
     yield Case("zip_torchscript", ".pt", archive([*base(), Entry(b"archive/constants.pkl", b"\x80\x02).")])[:-1])
     overlapping = base()

@@ -1,4 +1,4 @@
-"""Arrays whose dtype, shape or bytes are not what they say, and traces against the schema."""
+"""Arrays with invalid dtypes, shapes or bytes, and traces that break the schema."""
 
 from collections.abc import Iterator
 
@@ -30,11 +30,12 @@ FROMBUFFER = glob("numpy._core.numeric", "_frombuffer")
 
 
 def hidden(value: bytes) -> bytes:
-    """A file whose only trace has this in place of its hidden states."""
+    """Return a file whose only trace has the value as its hidden states."""
     return traces(trace(hidden_states=lst(value)))
 
 
 def dtype_texts() -> Iterator[Case]:
+    """Dtype strings that NumPy or the reader must refuse."""
     texts = (
         "O O8 V8 V0 |V16 M8 M8[ns] <m8[s] S99999999 U999999999 S-1 f3 f1 i3 i16 u0 c4 b2 ?8 g f f2f2 (2,3)f4 f4,i4 2f4 "
     )
@@ -54,7 +55,7 @@ def dtype_texts() -> Iterator[Case]:
 
 
 def dtype_states() -> Iterator[Case]:
-    """What dtype.__setstate__ would have believed; one of these ends the interpreter there."""
+    """States that dtype.__setstate__ accepts; one of them crashes the interpreter."""
     none = b"N"
     base = [num(3), uni("<"), none, none, none, num(-1), num(-1), num(0)]
     changes = {
@@ -81,6 +82,7 @@ def dtype_states() -> Iterator[Case]:
 
 
 def object_arrays() -> Iterator[Case]:
+    """Object arrays that are not flat lists of strings, numbers or arrays."""
     o = dtype("O", "|")
     for name, (shape, data) in {
         "of_dicts": (nums(1), lst(b"}")),
@@ -98,6 +100,7 @@ def object_arrays() -> Iterator[Case]:
 
 
 def shapes() -> Iterator[Case]:
+    """Shapes that are invalid or do not match the bytes."""
     top = 1 << 62
     values = {
         "negative": nums(-1, -4),
@@ -131,6 +134,7 @@ def shapes() -> Iterator[Case]:
 
 
 def array_states() -> Iterator[Case]:
+    """States of arrays and scalars that are incomplete or of wrong types."""
     good = [num(1), nums(2, 2), dtype("f2"), b"\x89", raw(b"\x00\x3c" * 4)]
     changes = {
         "short_data": {4: raw(b"\x00\x3c" * 3)},
@@ -186,7 +190,7 @@ def array_states() -> Iterator[Case]:
 
 
 def schema() -> Iterator[Case]:
-    """Well-formed pickles of traces that no trace can be."""
+    """Valid pickles of traces that break the schema."""
     f4 = lambda count, value: array(nums(1, count), dtype("f4"), value * count)  # noqa: E731
     three = lst(halves(2, 2), halves(2, 2), halves(2, 2))
     changes: dict[str, tuple[dict[str, bytes | None], str | None]] = {
@@ -277,7 +281,7 @@ def schema() -> Iterator[Case]:
         data = traces(trace(), trace(**change))
         yield Case(f"schema_{name}", ".pkl", data, word)
     for name, key in {"escape": "\x1b[2J\x1b]0;title\x07", "surrogate": "\ud800", "reversed": "\u202eabc"}.items():
-        # What a file names is shown on a terminal.
+        # Names from a file are printed on a terminal, so control characters must be escaped.
         deep = uni(key) + b"]" * 70 + b"a" * 69
         yield Case(f"schema_field_{name}", ".pkl", traces(trace()[:-1] + deep + b"u"))
     yield Case("schema_key_number", ".pkl", traces(trace()[:-1] + b"K\x01Nu"), "key")

@@ -1,4 +1,4 @@
-"""Small files that ask for much: memory, depth, time. And files that end early or go on."""
+"""Small files that would cost much memory, depth or time, and files of wrong length."""
 
 import struct
 from collections.abc import Iterator
@@ -37,12 +37,13 @@ from tests.malicious_inputs.containers import (
 
 
 def both(name: str, data: bytes, word: str | None = None) -> Iterator[Case]:
+    """Yield the pickle plain and compressed."""
     yield Case(name, ".pkl", data, word)
     yield Case(f"{name}_in_gzip", ".pkl.gz", gz(data), word)
 
 
 def deep() -> Iterator[Case]:
-    """Nesting: what recurses over it, in reading, resolving, hashing or freeing, must end well."""
+    """Nested containers, for recursion in reading, resolving, hashing and freeing."""
     for depth in (1_100, 30_000, 1_000_000):
         kinds = {
             "tuples": b")" + b"\x85" * depth,
@@ -92,7 +93,7 @@ def laughs() -> Iterator[Case]:
     many = lst(*[b"h\x00"] * 100_000)
     yield Case("one_array_a_hundred_thousand_times", ".pkl", whole(array + lst(trace(hidden_states=many))))
     yield Case("one_array_in_a_field", ".pkl", whole(array + lst(trace(note=many))))
-    # Each item is a good trace; only together are they more than the file can mean.
+    # Each item is a valid trace; only their sum exceeds the limits.
     few = lst(*[b"h\x01"] * 100)
     heavy = trace(note=lst(num(1)) + b"q\x010" + few + b"q\x020" + lst(*[b"h\x02"] * 100)) + b"q\x00"
     yield Case("one_trace_two_thousand_times", ".pkl", whole(lst(heavy, *[b"h\x00"] * 2_000)))
@@ -102,7 +103,7 @@ def laughs() -> Iterator[Case]:
 
 
 def cycles() -> Iterator[Case]:
-    """Containers that hold themselves."""
+    """Containers that contain themselves."""
     values = {
         "list": b"]q\x00h\x00a",
         "dict": b"}q\x00K\x01h\x00s",
@@ -123,7 +124,7 @@ def cycles() -> Iterator[Case]:
 
 
 def piles() -> Iterator[Case]:
-    """Many small values from few bytes: uncompressed at one byte a value, in gzip at a thousandth."""
+    """Many small values: one byte per value uncompressed, a thousandth of it in gzip."""
     n = 2_000_000
     for name, code in {
         "none": b"N" * n,
@@ -160,6 +161,7 @@ def piles() -> Iterator[Case]:
 
 
 def gzip_bombs() -> Iterator[Case]:
+    """Gzip files that inflate to hundreds of megabytes."""
     size = 400 << 20
     for name, head in {
         "bytes8": b"\x80\x04\x8e" + struct.pack("<Q", size),
@@ -187,6 +189,7 @@ def gzip_bombs() -> Iterator[Case]:
 
 
 def gzip_damage() -> Iterator[Case]:
+    """Gzip files with damaged headers, checksums, sizes or members."""
     good = traces(trace(), trace(question_id=uni("q1")))
     packed = gz(good)
     yield Case("gzip_crc", ".pkl.gz", gz(good, crc=1))
@@ -216,8 +219,8 @@ def gzip_damage() -> Iterator[Case]:
         yield Case(f"gzip_cut_{cut}", ".pkl.gz", packed[:cut])
 
 
-def families() -> dict[str, tuple[str, bytes]]:
-    """A small valid file of each kind, which the tests read before they damage it."""
+def valid_files() -> dict[str, tuple[str, bytes]]:
+    """Return suffix and bytes of a small valid file of each format."""
     list_of_two = traces(trace(), trace(question_id=uni("q1")))
     old = b"\x80\x02" + list_of_two[2:]
     return {
@@ -231,11 +234,11 @@ def families() -> dict[str, tuple[str, bytes]]:
 
 
 def cuts() -> Iterator[Case]:
-    """Each kind of file cut at many places, and with something after its end."""
-    for kind, (suffix, data) in families().items():
-        places = sorted({1, 2, 3, 5, 9, *range(11, len(data), len(data) // 14), len(data) - 2, len(data) - 1})
-        for place in places:
-            yield Case(f"cut_{kind}_{place}", suffix, data[:place])
+    """Files of each format, truncated at many offsets or with trailing bytes."""
+    for kind, (suffix, data) in valid_files().items():
+        offsets = sorted({1, 2, 3, 5, 9, *range(11, len(data), len(data) // 14), len(data) - 2, len(data) - 1})
+        for offset in offsets:
+            yield Case(f"cut_{kind}_{offset}", suffix, data[:offset])
         if suffix == ".pkl":
             for name, rest in {
                 "stop": b".",
@@ -254,7 +257,7 @@ def cuts() -> Iterator[Case]:
             if kind != "zip_sequences" and suffix == ".pkl"
             else Case(f"{kind}_with_a_bom", suffix, b"\xef\xbb\xbf" + data)
         )
-    yield Case("legacy_then_more", ".pt", families()["legacy_sequences"][1] + b"x", "trailing")
+    yield Case("legacy_then_more", ".pt", valid_files()["legacy_sequences"][1] + b"x", "trailing")
     for name, data in {
         "empty": b"",
         "one_nul": b"\0",
@@ -279,6 +282,6 @@ def cuts() -> Iterator[Case]:
             yield Case(f"other_{name}_as_{suffix[1:]}", suffix, data)
 
 
-# The others are large, or take a while to make.
+# The other groups are large or slow to make.
 SMALL_GROUPS = (cycles, gzip_damage, cuts)
 GROUPS = (deep, laughs, piles, gzip_bombs, *SMALL_GROUPS)

@@ -1,6 +1,9 @@
-"""Every way a pickle has to name and call something. pickle.load of most of these
-leaves the marker file behind; a test says so."""
+"""All ways of a pickle to name and call something.
 
+pickle.load of most of these files creates the marker file, which a test verifies.
+"""
+
+import os
 import pickle
 from collections.abc import Iterator
 
@@ -27,7 +30,7 @@ from tests.malicious_inputs.containers import archive as zip_archive
 
 
 def text_calls(marker: str) -> Iterator[tuple[str, str, tuple[bytes, ...]]]:
-    """module, name, arguments: each leaves the marker when it is really called."""
+    """Yield module, name and arguments of calls that create the marker."""
     touch, python = uni(f"touch {marker}"), uni(f"open({marker!r}, 'w').close()")
     argv, path, mode = lst(uni("touch"), uni(marker)), uni(marker), uni("w")
     yield "os", "system", (touch,)
@@ -78,7 +81,7 @@ def text_calls(marker: str) -> Iterator[tuple[str, str, tuple[bytes, ...]]]:
 
 
 def called(marker: str) -> Iterator[Case]:
-    """Directly: by GLOBAL (STACK_GLOBAL for dotted names), in a trace and bare."""
+    """Direct calls, named by GLOBAL or, for dotted names, by STACK_GLOBAL."""
     for module, name, arguments in text_calls(marker):
         target = named(module, name) if "." in name else glob(module, name)
         code = call(target, *arguments)
@@ -89,7 +92,7 @@ def called(marker: str) -> Iterator[Case]:
 
 
 def forms(marker: str) -> Iterator[Case]:
-    """One callable, every opcode that can reach it."""
+    """One callable, reached by every opcode that can call it."""
     touch = uni(f"touch {marker}")
     system = {"global": glob("os", "system"), "stack_global": named("os", "system")}
     for form, target in system.items():
@@ -129,19 +132,17 @@ def forms(marker: str) -> Iterator[Case]:
 
 
 class Touch:
-    """Pickles to the call that leaves the marker."""
+    """Pickles to a call that creates the marker."""
 
     def __init__(self, marker: str) -> None:
         self.marker = marker
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        import os
-
         return os.system, (f"touch {self.marker}",)
 
 
 def chains(marker: str) -> Iterator[Case]:
-    """Calls put together from harmless looking pieces."""
+    """Calls that are composed of harmless-looking functions."""
     touch = uni(f"touch {marker}")
     getattr_ = glob("builtins", "getattr")
     os_module = call(glob("importlib", "import_module"), uni("os"))
@@ -192,7 +193,7 @@ def chains(marker: str) -> Iterator[Case]:
             "functools.partial",
         ),
     }
-    bites = {
+    runs = {
         "getattr",
         "import",
         "import_module",
@@ -204,12 +205,12 @@ def chains(marker: str) -> Iterator[Case]:
         "build_partial",
     }
     for name, (code, word) in values.items():
-        yield Case(f"chain_{name}", ".pkl", whole(code), word, name in bites)
-        yield Case(f"chain_{name}_in_a_field", ".pkl", traces(dct(**fields(note=code))), word, name in bites)
+        yield Case(f"chain_{name}", ".pkl", whole(code), word, name in runs)
+        yield Case(f"chain_{name}_in_a_field", ".pkl", traces(dct(**fields(note=code))), word, name in runs)
 
 
 def in_torch_files(marker: str) -> Iterator[Case]:
-    """The same inside each part of a torch file."""
+    """A call in each pickle of a torch file."""
     code = call(glob("os", "system"), uni(f"touch {marker}"))
     yield Case("zip_root", ".pt", pt(code), "os.system")
     yield Case("zip_field", ".pt", pt(sequences(note=code)), "os.system")
@@ -236,6 +237,7 @@ def in_torch_files(marker: str) -> Iterator[Case]:
     )
 
 
-def every(marker: str) -> Iterator[Case]:
+def all_cases(marker: str) -> Iterator[Case]:
+    """Yield all cases of this module."""
     for group in (called, forms, chains, in_torch_files):
         yield from group(marker)

@@ -1,4 +1,4 @@
-"""One file of the corpus, and the words pickles are written in."""
+"""A file of the corpus, and functions that write pickle opcodes."""
 
 import struct
 from typing import NamedTuple
@@ -7,7 +7,10 @@ PROTO = b"\x80\x04"
 
 
 class Case(NamedTuple):
-    """A malicious file: `word` stands in the refusal; `runs`: pickle.load of it leaves the marker file."""
+    """A malicious file.
+
+    `word` occurs in the error message. If `runs`, pickle.load of the file creates the marker file.
+    """
 
     name: str
     suffix: str
@@ -51,7 +54,7 @@ def glob(module: str, name: str) -> bytes:
 
 
 def named(module: str, name: str) -> bytes:
-    """A global by STACK_GLOBAL, which takes dotted names."""
+    """Name a global with STACK_GLOBAL, which accepts dotted names."""
     return uni(module) + uni(name) + b"\x93"
 
 
@@ -81,7 +84,7 @@ def empty_array(kind: bytes = NDARRAY) -> bytes:
 
 
 def array(shape: bytes, kind: bytes, data: bytes, fortran: bytes = b"\x89") -> bytes:
-    """An ndarray: the arguments are pickle code, but for `data`, which is its bytes."""
+    """Make an ndarray. The arguments are pickle code, except for `data`, the bytes of the array."""
     return build(empty_array(), tup(num(1), shape, kind, fortran, raw(data)))
 
 
@@ -93,14 +96,14 @@ def halves(*shape: int) -> bytes:
 
 
 def fields(**changes: bytes | None) -> dict[str, bytes]:
-    """The fields of a good trace of two tokens; None leaves one out."""
-    good: dict[str, bytes | None] = {
+    """Return the fields of a valid trace of two tokens, with changes; None removes a field."""
+    valid: dict[str, bytes | None] = {
         "hidden_states": lst(halves(2, 2)),
         "attentions": lst(halves(1, 2, 2)),
         "tokens": lst(num(1), num(2)),
         "question_id": uni("q0"),
     }
-    return {k: v for k, v in (good | changes).items() if v is not None}
+    return {k: v for k, v in (valid | changes).items() if v is not None}
 
 
 def trace(**changes: bytes | None) -> bytes:
@@ -108,9 +111,10 @@ def trace(**changes: bytes | None) -> bytes:
 
 
 def whole(value: bytes) -> bytes:
+    """Make a complete pickle."""
     return PROTO + value + b"."
 
 
 def traces(*items: bytes) -> bytes:
-    """A file: a list of traces."""
+    """Make a pickle of a list of traces."""
     return whole(lst(*items))

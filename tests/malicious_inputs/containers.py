@@ -1,4 +1,4 @@
-"""gzip members, zip archives and torch streams written byte by byte, so that each field can lie."""
+"""Gzip members, zip archives and torch streams, written so that each field can be wrong."""
 
 import struct
 import zlib
@@ -22,18 +22,18 @@ def gz(data: bytes, *, level: int = 1, flags: int = 0, crc: int | None = None, s
 
 
 def gz_bomb(head: bytes, unit: bytes, count: int, tail: bytes = b"") -> bytes:
-    """gzip of head, `count` units and tail, without compressing all of them."""
+    """Return a gzip file of head, `count` units and tail, without compressing all units."""
     each = max(1, (1 << 20) // len(unit))
     chunk = unit * each
     rest = unit * (count % each)
 
-    def piece(data: bytes, flush: int) -> bytes:
+    def deflate(data: bytes, flush: int) -> bytes:
         packer = zlib.compressobj(9, zlib.DEFLATED, -15)
         return packer.compress(data) + packer.flush(flush)
 
-    # After a full flush a piece refers to nothing before it, and can be repeated.
-    body = piece(head, zlib.Z_FULL_FLUSH) + piece(chunk, zlib.Z_FULL_FLUSH) * (count // each)
-    body += piece(rest + tail, zlib.Z_FINISH)
+    # After a full flush the output refers to nothing before it, and can be repeated.
+    body = deflate(head, zlib.Z_FULL_FLUSH) + deflate(chunk, zlib.Z_FULL_FLUSH) * (count // each)
+    body += deflate(rest + tail, zlib.Z_FINISH)
     crc = zlib.crc32(head)
     for _ in range(count // each):
         crc = isal_zlib.crc32(chunk, crc)
@@ -44,7 +44,7 @@ def gz_bomb(head: bytes, unit: bytes, count: int, tail: bytes = b"") -> bytes:
 
 @dataclass
 class Entry:
-    """A zip entry. `local` and `central` replace header fields in one place only."""
+    """A zip entry. `local` and `central` override fields of one header only."""
 
     name: bytes
     data: bytes
@@ -53,18 +53,18 @@ class Entry:
     local: dict[str, object] = field(default_factory=dict)
     central: dict[str, object] = field(default_factory=dict)
     descriptor: bytes | None = None
-    # Where the central directory says that the entry begins; None: where it does.
+    # Offset in the central directory; None for the real one.
     offset: int | None = None
 
 
 def archive(entries: list[Entry], *, end: dict[str, int] | None = None, align: int = 64) -> bytes:
-    """A zip archive as torch writes it: stored entries, data aligned by an extra field."""
+    """Return a zip archive as torch writes it: uncompressed entries, data aligned by an extra field."""
     out, directory = bytearray(), bytearray()
     for entry in entries:
         size = len(entry.data)
-        said = {"crc": zlib.crc32(entry.data), "packed": size, "full": size, "name": entry.name}
-        said |= {"method": entry.method, "flags": entry.flags}
-        here, there = said | entry.local, said | entry.central
+        header = {"crc": zlib.crc32(entry.data), "packed": size, "full": size, "name": entry.name}
+        header |= {"method": entry.method, "flags": entry.flags}
+        here, there = header | entry.local, header | entry.central
         begin = len(out)
         at = begin + 30 + len(entry.name)
         extra = b"FB" + struct.pack("<H", (-(at + 4)) % align) + b"Z" * ((-(at + 4)) % align)
@@ -123,14 +123,14 @@ def tensor(
 
 
 def sequences(value: bytes | None = None, **changes: bytes) -> bytes:
-    """Family 2, two traces of one layer and two columns in storage 0."""
+    """Return a dict of sequences: two traces of one layer and two columns in storage 0."""
     value = value or tensor(storage("0", 4), (2, 1, 2), (2, 2, 1))
-    good = {
+    valid = {
         "sequences": value,
         "labels": lst(b"G" + bytes(8), b"G\x3f\xf0" + bytes(6)),
         "question_ids": lst(uni("a"), uni("b")),
     }
-    return dct(**(good | changes))
+    return dct(**(valid | changes))
 
 
 def pt_entries(value: bytes, storages: dict[str, bytes], prefix: str = "archive") -> list[Entry]:
@@ -159,7 +159,7 @@ def legacy(
     system: bytes | None = None,
     protocol: int = 1001,
 ) -> bytes:
-    """torch.save(..., _use_new_zipfile_serialization=False)."""
+    """Return a file as of torch.save(..., _use_new_zipfile_serialization=False)."""
     out = b"\x80\x02\x8a\x0a" + MAGIC.to_bytes(10, "little") + b"." + b"\x80\x02" + num(protocol) + b"."
     out += system or b"\x80\x02" + dct(protocol_version=num(1001), little_endian=b"\x88", type_sizes=b"}") + b"."
     out += b"\x80\x02" + value + b"." + (keys or whole(lst(*(uni(k) for k in storages))))
@@ -185,20 +185,20 @@ def new(target: bytes) -> bytes:
 
 
 def graph_fields(**changes: bytes) -> bytes:
-    """x (2, 2), one edge 0 -> 1."""
-    good = {
+    """Return the fields of a graph: x (2, 2), one edge 0 -> 1."""
+    valid = {
         "x": tensor(storage("x", 4), (2, 2), (2, 1)),
         "edge_index": tensor(storage("i", 2, "LongStorage"), (2, 1), (1, 1)),
         "edge_attr": tensor(storage("w", 1), (1, 1), (1, 1)),
     }
-    return dct(**(good | changes))
+    return dct(**(valid | changes))
 
 
 GRAPH_STORAGES = {"x": FOUR_HALVES, "i": struct.pack("<2q", 0, 1), "w": b"\x00\x3c"}
 
 
 def graph(mapping: bytes | None = None) -> bytes:
-    """A PyG Data; memo 200 is the Data itself, as real files point back to it."""
+    """Return a PyG Data. Memo entry 200 is the Data itself, which real files refer to."""
     store = new(GLOBAL_STORAGE) + dct(_mapping=mapping or graph_fields(), _parent=b"h\xc8") + b"b"
     return new(DATA) + b"q\xc8" + dct(_store=store) + b"b"
 

@@ -1,4 +1,4 @@
-"""The malicious corpus: every file that the border must refuse, by kind."""
+"""The corpus of files that the readers must refuse, by kind."""
 
 import hashlib
 from collections.abc import Iterator
@@ -8,13 +8,15 @@ from tests.malicious_inputs import archives, arrays, bombs, callables, names, op
 from tests.malicious_inputs.case import Case
 
 MARKER = "malicious-marker"
-# Inputs that a fuzzer found; each is replayed for ever.
+# Inputs that a fuzzer found, replayed by the tests.
 CRASHES = Path(__file__).resolve().parent / "crashes"
 
 
 def malicious_files(marker: str = MARKER) -> Iterator[Case]:
-    """Every case, names unique, no two alike. Unpickled, many of them leave a file named
-    `marker` in the working folder."""
+    """Yield every case; names and contents are unique.
+
+    If unpickled, many of them create a file named `marker` in the working folder.
+    """
     seen = set()
     for case in _all(marker):
         content = case.suffix, hashlib.blake2b(case.data).digest()
@@ -29,20 +31,20 @@ def _all(marker: str) -> Iterator[Case]:
         for group in module.GROUPS:
             for case in group():
                 yield case._replace(name=f"{kind}/{case.name}")
-    for case in callables.every(marker):
+    for case in callables.all_cases(marker):
         yield case._replace(name=f"callables/{case.name}")
 
 
 def small_files() -> Iterator[Case]:
-    """The files that a fuzzer may start from."""
+    """Yield the small files, which a fuzzer may start from."""
     for module in (opcodes, arrays, archives, tensors, names):
         for group in module.GROUPS:
             yield from group()
     for group in bombs.SMALL_GROUPS:
         yield from group()
-    yield from callables.every(MARKER)
+    yield from callables.all_cases(MARKER)
 
 
 def crash_files() -> list[Path]:
-    """What fuzzing left, oldest first."""
+    """Return the paths of the inputs that a fuzzer found, sorted by name."""
     return sorted(p for p in CRASHES.iterdir() if p.is_file() and p.name != "README") if CRASHES.is_dir() else []

@@ -1,4 +1,4 @@
-"""Names that no file of traces has, names a letter away from the allowed ones, and the allowed ones misused."""
+"""Names that no trace file has, names similar to accepted ones, and accepted names misused."""
 
 from collections.abc import Iterator
 
@@ -26,7 +26,7 @@ from tests.malicious_inputs.case import (
 
 
 def dangerous_names() -> Iterator[Case]:
-    """Names that run, crash, connect or read when they are called: refused by name alone."""
+    """Callables that run code, crash, connect or read; the name alone must be refused."""
     names = [
         "runpy.run_path",
         "runpy.run_module",
@@ -170,7 +170,7 @@ def dangerous_names() -> Iterator[Case]:
 
 
 def near_misses() -> Iterator[Case]:
-    """Names a letter away from the allowed ones, and dotted ways through them."""
+    """Names that differ from accepted ones in a letter, and dotted names through them."""
     names = {
         "dotted_module": ("numpy.core", "multiarray._reconstruct"),
         "globals": ("numpy._core.multiarray", "_reconstruct.__globals__"),
@@ -212,8 +212,8 @@ def near_misses() -> Iterator[Case]:
 
 
 def allowed_misused() -> Iterator[Case]:
-    """The allowed names called, instantiated and given states in ways their writers never do."""
-    builders = {
+    """Accepted names, called, instantiated or given states as no writer does."""
+    targets = {
         "ndarray": NDARRAY,
         "dtype": glob("numpy", "dtype"),
         "reconstruct": RECONSTRUCT,
@@ -232,7 +232,7 @@ def allowed_misused() -> Iterator[Case]:
         "global_storage": glob("torch_geometric.data.storage", "GlobalStorage"),
         "ordered_dict": glob("collections", "OrderedDict"),
     }
-    for name, target in builders.items():
+    for name, target in targets.items():
         yield Case(f"{name}_called_with_code", ".pkl", whole(call(target, uni("__import__('os')"), num(-1))))
         yield Case(f"{name}_called_with_itself", ".pkl", whole(call(target, target)))
         yield Case(f"{name}_with_a_state", ".pkl", whole(target + dct(__setstate__=uni("x"), __dict__=b"}") + b"b"))

@@ -1,4 +1,4 @@
-"""Each of the 256 opcodes misused, and each length field stretched."""
+"""All 256 opcodes misused, and all length fields with wrong values."""
 
 import pickletools
 import struct
@@ -38,7 +38,7 @@ REFUSED = {
     "NEXT_BUFFER",
     "READONLY_BUFFER",
 }
-# An argument that is whole, by the reader that pickletools names for it.
+# A complete argument, by the name of its reader in pickletools.
 ARGUMENTS = {
     "uint1": b"\x01",
     "uint2": b"\x01\x00",
@@ -68,12 +68,13 @@ ARGUMENTS = {
 
 
 def argument(code: bytes) -> bytes:
+    """Return a valid argument of an opcode."""
     op = CODES[code]
     return ARGUMENTS[op.arg.name] if op.arg is not None else b""
 
 
 def on_an_empty_stack() -> Iterator[Case]:
-    """Every byte as the only opcode: unknown, refused, nothing to work on, or no trace at the top."""
+    """Every byte as the only opcode."""
     for value in range(256):
         code = bytes([value])
         known = CODES.get(code)
@@ -83,7 +84,7 @@ def on_an_empty_stack() -> Iterator[Case]:
 
 
 def inside_a_trace() -> Iterator[Case]:
-    """Refused opcodes where a value is expected, with all the operands they want."""
+    """Refused opcodes with valid operands, where a value is expected."""
     operands = {
         "INST": b"(i" + b"os\nsystem\n",
         "OBJ": b"(" + glob("builtins", "bytes") + b"o",
@@ -104,7 +105,7 @@ def inside_a_trace() -> Iterator[Case]:
 
 
 def wrong_operands() -> Iterator[Case]:
-    """Opcodes that work on the stack, over values of another type."""
+    """Stack opcodes with operands of wrong types."""
     operands = {
         "int": num(7),
         "text": uni("os"),
@@ -132,6 +133,7 @@ def wrong_operands() -> Iterator[Case]:
 
 
 def without_a_mark() -> Iterator[Case]:
+    """Missing or superfluous marks and memo entries, and unknown protocols."""
     for name, code in {
         "TUPLE": b"t",
         "LIST": b"l",
@@ -156,7 +158,7 @@ def without_a_mark() -> Iterator[Case]:
 
 
 def cut_arguments() -> Iterator[Case]:
-    """The file ends inside the argument of each opcode that has one."""
+    """Files that end inside the argument of an opcode."""
     for code, op in CODES.items():
         if op.arg is not None:
             name = op.name.lower()
@@ -165,7 +167,7 @@ def cut_arguments() -> Iterator[Case]:
 
 
 def huge_lengths() -> Iterator[Case]:
-    """Nine bytes that ask for gigabytes."""
+    """Lengths, memo keys and frames far beyond the size of the file."""
     widths = {"T": 4, "X": 4, "B": 4, "\x8b": 4, "\x8d": 8, "\x8e": 8, "\x96": 8}
     for text, width in widths.items():
         code = text.encode("latin1")
@@ -184,14 +186,14 @@ def huge_lengths() -> Iterator[Case]:
     yield Case("PUT_of_many_digits", ".pkl", whole(b"Np" + b"9" * 5000 + b"\n"))
     yield Case("GET_of_many_digits", ".pkl", whole(b"g" + b"9" * 5000 + b"\n"))
     for length in (0, 1, 1 << 31, (1 << 63) - 1, (1 << 64) - 1):
-        # A frame's length promises nothing that the opcodes inside do not keep.
+        # The length of a frame must have no effect on the opcodes in it.
         yield Case(
             f"frame_{length:x}", ".pkl", PROTO + b"\x95" + struct.pack("<Q", length) + b"cos\nsystem\n)R.", "os.system"
         )
 
 
 def numbers_and_text() -> Iterator[Case]:
-    """Arguments that are no numbers or no text."""
+    """Arguments that are not the expected number or text."""
     values = {
         "INT_words": b"Ihello\n",
         "INT_long": b"I" + b"9" * 500 + b"\n",
@@ -227,7 +229,7 @@ def numbers_and_text() -> Iterator[Case]:
 
 
 def roots() -> Iterator[Case]:
-    """A well-formed pickle of something else than traces."""
+    """Valid pickles of other objects than traces."""
     values = {
         "none": b"N",
         "true": b"\x88",

@@ -1,8 +1,10 @@
-"""Reads files in processes of their own, and says how each one ended.
+"""Read files in processes of their own, and report how each one ended.
 
-python -m tests.malicious_inputs.runner read|convert|unpickle [STORE]: a path a line on standard
-input (a tab and a folder after it: read there), a JSON document a line on standard output. The package is imported once; each file
-gets a fork of this process, so that a death by signal is seen and costs and memory are its own.
+    python -m tests.malicious_inputs.runner read|convert|unpickle [STORE]
+
+Standard input holds one path per line, optionally followed by a tab and the working folder.
+Standard output is one JSON document per line. The package is imported once. Each file gets a
+fork of this process, so that signals, time and memory are measured per file.
 """
 
 import hashlib
@@ -16,7 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-# A stop far beyond the bounds that the tests assert.
+# Safety limits, far beyond those that the tests assert.
 _CPU_LIMIT_S = 20
 _MEMORY_LIMIT_BYTES = 4 << 30
 _STANDARD_ERROR = 2
@@ -42,7 +44,7 @@ def _read(path: Path, _store: str) -> dict[str, object]:
 def _convert(path: Path, store: str) -> dict[str, object]:
     from tracestore import cli
 
-    # The descriptor, not sys.stderr: whatever a library writes is caught too.
+    # Replace the descriptor, not sys.stderr, to capture the output of libraries too.
     caught = os.memfd_create("stderr")
     os.dup2(caught, _STANDARD_ERROR)
     sys.stdout = io.StringIO()
@@ -52,7 +54,7 @@ def _convert(path: Path, store: str) -> dict[str, object]:
 
 
 def _unpickle(path: Path, _store: str) -> dict[str, object]:
-    """What the reader never does: shows that a file would have run its code."""
+    """Unpickle a file, which the readers never do, to show that it would run its code."""
     import pickle
 
     quiet = os.open(os.devnull, os.O_RDWR)
@@ -66,7 +68,7 @@ def _unpickle(path: Path, _store: str) -> dict[str, object]:
 
 
 def _digest(store: Path) -> str:
-    """Of every file of a store but the lock."""
+    """Return a digest of all files of a store except the lock."""
     digest = hashlib.blake2b()
     for path in sorted(store.rglob("*")):
         if path.is_file() and path.name != "lock":
@@ -75,11 +77,12 @@ def _digest(store: Path) -> str:
 
 
 def peak_bytes() -> int:
+    """Return the peak memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def in_fork(work: Callable[[], dict[str, object]]) -> dict[str, object] | str:
-    """What `work` returns in a fork of this process, or how that died."""
+    """Return the result of `work` in a fork of this process, or a text if the fork died."""
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
@@ -109,7 +112,7 @@ def _child(action, path: Path, store: str) -> dict[str, object]:  # type: ignore
 
 
 def run_one(action, path: Path, store: str) -> dict[str, object]:  # type: ignore[no-untyped-def]
-    """How reading `path` in a fork ended."""
+    """Return how an action on `path` ended in a fork."""
     found = in_fork(lambda: _child(action, path, store))
     return {"ended": found, "text": "", "seconds": 0.0, "bytes": 0} if isinstance(found, str) else found
 

@@ -1,8 +1,10 @@
-"""Every operation on malicious stores, each in a fork of one warmed process.
+"""Run every operation on malicious stores, each in a fork of one process.
 
-python -m tests.malicious_inputs.store_campaign FOLDER FIRST COUNT [--remote]: stores FIRST .. FIRST + COUNT - 1, a
-JSON document a fault on standard output, then a line with what was done. --remote: each store lies on
-an object server, which has what a folder's regular files hold.
+    python -m tests.malicious_inputs.store_campaign FOLDER FIRST COUNT [--remote]
+
+Tests the stores of the seeds FIRST to FIRST + COUNT - 1. Standard output is one JSON document
+per fault, standard error a summary. With --remote each store is on an object server, which
+holds the regular files of the folder.
 """
 
 import argparse
@@ -25,7 +27,7 @@ from tests.malicious_inputs.stores import malicious_store, valid_stores
 
 MAX_SECONDS = 5.0
 MAX_BYTES = 64 << 20
-_CANARY_BYTES = b"nobody writes here\n"
+_CANARY_BYTES = b"must not change\n"
 
 
 def _cli(*words: object) -> tuple[int, str]:
@@ -38,7 +40,7 @@ def _cli(*words: object) -> tuple[int, str]:
 
 
 def _library(use: Callable[[], object]) -> tuple[int, str]:
-    """As a command would end that does this."""
+    """Return exit code and error text as a command would."""
     from tracestore.errors import TracestoreError
 
     try:
@@ -62,7 +64,7 @@ def _batches(store: Path | str, view: str, **options: object) -> tuple[int, str]
 
 
 def _fields(store: Path) -> tuple[int, str]:
-    """Everything that a trace has, one after the other; one trace's damage hides no other's."""
+    """Read every field of every trace; continue after an error and raise the first one."""
     import tracestore
     from tracestore.errors import MissingFieldError, TracestoreError
 
@@ -99,7 +101,7 @@ def _serve(store: Path) -> tuple[int, str]:
 
 
 def operations(more: Path) -> dict[str, Callable[[Path, Path], tuple[int, str]]]:
-    """Name -> what is done with a store and a folder for what comes out."""
+    """Return the operations by name; each takes a store and an output folder."""
     return {
         "info": lambda s, out: _cli("info", s),
         "verify": lambda s, out: _cli("verify", s),
@@ -122,7 +124,7 @@ def operations(more: Path) -> dict[str, Callable[[Path, Path], tuple[int, str]]]
 
 
 READERS = ("fields", "sequences", "graphs", "serve", "merge")
-# These write to the store, and are done on what is left of it, in this order.
+# These operations write to the store, one after the other in this order.
 WRITERS = ("verify --repair", "score", "convert", "convert --overwrite")
 ALLOWED = {0, 2, 3}
 
@@ -158,27 +160,27 @@ def _digest(folder: Path) -> str:
 
 
 def fault_of(name: str, result: dict[str, object], expected_bytes: int, max_seconds: float) -> str | None:
-    """What is wrong with how an operation ended."""
+    """Return the fault of a result, or None."""
     code, text = result["code"], str(result["text"])
     allowed = ALLOWED | ({1} if name == "lint" else set())
     if code not in allowed:
         return f"ended with {code}"
     lines = [line for line in text.splitlines() if not line.startswith("warning: ")]
-    # verify names each damaged file on a line of its own.
+    # verify prints one line per damaged file.
     is_list = bool(lines) and all(line.startswith("damaged: ") for line in lines)
     if code not in (0, 1) and ((len(lines) != 1 and not is_list) or not all(map(str.isprintable, lines))):
         return "not one printable line"
     if float(result["seconds"]) > max_seconds:  # type: ignore[arg-type]
         return f"{result['seconds']:.1f} s"
     if int(result["bytes"]) > expected_bytes + MAX_BYTES:  # type: ignore[call-overload]
-        return f"{int(result['bytes']) >> 20} MiB where {expected_bytes >> 20} are usual"  # type: ignore[call-overload]
+        return f"{int(result['bytes']) >> 20} MiB, expected about {expected_bytes >> 20}"  # type: ignore[call-overload]
     return None
 
 
 class ObjectServer:
-    """An S3 server that is filled by plain requests, so that no client lives in the process that is forked."""
+    """Uploads stores to an S3 server with plain requests, so that the forked process holds no client."""
 
-    # A server in Python takes a millisecond or more for each of the hundred objects of a store.
+    # The Python server needs a millisecond or more for each of about a hundred objects.
     max_seconds = 20.0
 
     def __init__(self, url: str, cache: Path) -> None:
@@ -197,13 +199,13 @@ class ObjectServer:
         }
 
     def put(self, store: Path) -> str:
-        """Upload a store without its lock, links, FIFOs and devices. Return its address."""
+        """Upload the regular files of a store without its lock; return the URL."""
         shutil.rmtree(self._cache, ignore_errors=True)
         self._count += 1
         for path in store.rglob("*"):
             if path.is_file() and not path.is_symlink() and path.name != "lock":
                 name = f"{self._url}/{self._count}/store.zarr/{path.relative_to(store).as_posix()}"
-                headers = {"Content-Type": "application/octet-stream"}  # otherwise the server waits for a form
+                headers = {"Content-Type": "application/octet-stream"}  # by default the server expects a form
                 urllib.request.urlopen(urllib.request.Request(name, path.read_bytes(), headers, method="PUT")).close()
         return f"s3://{self._bucket}/{self._count}/store.zarr"
 
@@ -211,9 +213,9 @@ class ObjectServer:
 def campaign(
     folder: Path, first: int, count: int, server: ObjectServer | None = None
 ) -> tuple[list[dict[str, object]], Counter[str]]:
-    """Return the faults that were found, and how the operations ended."""
+    """Return the faults, and the count of each result."""
     max_seconds = MAX_SECONDS if server is None else server.max_seconds
-    valid = valid_stores(folder)
+    sources = valid_stores(folder)
     actions = operations(folder / "more.pkl")
     work = folder / "work"
 
@@ -226,37 +228,37 @@ def campaign(
         (out / "scores.csv").write_text("question_id,score\nq1,0.25\n")
         return work / "store.zarr", out
 
-    usual: dict[tuple[str, str], int] = {}
-    for store in valid:
+    usual_bytes: dict[tuple[str, str], int] = {}
+    for store in sources:
         for name, action in actions.items():
             path, out = fresh()
             shutil.copytree(store, path)
-            place = path if server is None else server.put(path)
-            result = forked(lambda a=action, p=place, o=out: a(p, o), max_seconds)  # type: ignore[misc]
-            usual[store.name, name] = int(result["bytes"])  # type: ignore[call-overload]
-            # What does not fit a kind of store: graphs without attention, a pickle in a store of edges.
+            location = path if server is None else server.put(path)
+            result = forked(lambda a=action, p=location, o=out: a(p, o), max_seconds)  # type: ignore[misc]
+            usual_bytes[store.name, name] = int(result["bytes"])  # type: ignore[call-overload]
+            # Some operations fail on a valid store: graphs without attention, a pickle in a store of edges.
             assert result["code"] in (0, 1, 2, 3), (store.name, name, result)
     faults: list[dict[str, object]] = []
     endings: Counter[str] = Counter()
     for seed in range(first, first + count):
         path, out = fresh()
-        what = malicious_store(valid, seed, path)
+        change = malicious_store(sources, seed, path)
         canary = _digest(work / "canary")
         elsewhere = _digest(work / "elsewhere") if (work / "elsewhere").exists() else ""
         codes: dict[str, object] = {}
-        place = path if server is None else server.put(path)
+        location = path if server is None else server.put(path)
         for name, action in actions.items():
-            expected = usual[valid[seed % len(valid)].name, name]
-            result = forked(lambda a=action: a(place, out), max_seconds)  # type: ignore[misc]
+            expected = usual_bytes[sources[seed % len(sources)].name, name]
+            result = forked(lambda a=action: a(location, out), max_seconds)  # type: ignore[misc]
             endings[f"{name}: {result['code']}"] += 1
             codes[name] = result["code"]
             fault = fault_of(name, result, expected, max_seconds)
             if fault is None and name in READERS and result["code"] == 3 and codes["verify"] == 0:
-                fault = "verify says that the store is whole"
+                fault = "verify found no damage"
             if fault is None and _digest(work / "canary") != canary:
-                fault = "the canary was touched"
+                fault = "the canary was changed"
             if fault is None and elsewhere and _digest(work / "elsewhere") != elsewhere:
-                fault = "what a link points to was touched"
+                fault = "the target of a link was changed"
             if fault is None and set(os.listdir(work)) - {
                 "canary",
                 "elsewhere",
@@ -268,7 +270,13 @@ def campaign(
                 fault = f"left {sorted(os.listdir(work))}"
             if fault is not None:
                 faults.append(
-                    {"seed": seed, "change": what, "operation": name, "fault": fault, "text": str(result["text"])[:300]}
+                    {
+                        "seed": seed,
+                        "change": change,
+                        "operation": name,
+                        "fault": fault,
+                        "text": str(result["text"])[:300],
+                    }
                 )
     return faults, endings
 

@@ -1,8 +1,8 @@
-"""Stores with one thing changed in them and every checksum made right again.
+"""Stores with one change and recomputed checksums.
 
-The generator goes by the tables of the format (`tracestore.store.format.manifest`, `schema`), so that a
-change of the format changes what it makes. A change is told by a number: the same one always makes
-the same store of the same valid one.
+The generator uses the tables of the format (`tracestore.store.format.manifest`, `schema`), so
+that it follows changes of the format. A seed determines the change: the same seed always makes
+the same store from the same valid store.
 """
 
 import itertools
@@ -69,7 +69,7 @@ PATHS = ["../escape", "/etc/passwd", "segments/../../../escape", "zarr.json", "l
 
 
 def valid_stores(folder: Path) -> list[Path]:
-    """Write the stores that are changed, one of each kind."""
+    """Write one valid store of each kind; return the paths."""
     made = []
 
     def new(name: str, **options: str) -> Path:
@@ -110,7 +110,7 @@ def valid_stores(folder: Path) -> list[Path]:
 
 
 class Store:
-    """A store whose files are changed, and its checksums with them."""
+    """A store whose files and checksums are changed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -119,7 +119,7 @@ class Store:
         self.manifest = json.loads(text)
 
     def write(self, name: str, data: bytes) -> None:
-        """Replace a file, read-only as it may be."""
+        """Replace a file, even if it is read-only."""
         path = self.path / name
         if path.is_file() or path.is_symlink():
             path.unlink()
@@ -127,19 +127,19 @@ class Store:
         path.write_bytes(data)
 
     def part(self, k: int) -> dict[str, np.ndarray]:
-        """The arrays of an index part, writable."""
+        """Return writable copies of the arrays of an index part."""
         ref = self.manifest["index"][k]
         mapped = MappedArrays(MappedFile(self.path / ref["path"]), mf.PART_DTYPES)
         return {name: np.array(view) for name, view in mapped.views.items()}
 
     def set_part(self, k: int, data: bytes) -> None:
-        """Write an index part and have the manifest say so."""
+        """Write an index part and update its size and checksum in the manifest."""
         ref = self.manifest["index"][k]
         self.write(ref["path"], data)
         ref["size"], ref["crc32c"] = len(data), crc32c(data)
 
     def files(self) -> list[str]:
-        """Every file that the manifest or an index part names."""
+        """Return the paths of all files that the manifest or an index part names."""
         found = [p["path"] for p in self.manifest["index"]]
         found += [f["path"] for c in self.manifest["columns"] for f in c["files"]]
         for k in range(len(self.manifest["index"])):
@@ -148,7 +148,7 @@ class Store:
         return found
 
     def reseal(self) -> None:
-        """Make every size and checksum right again, up to the manifest."""
+        """Update all sizes and checksums below the manifest."""
         for k in range(len(self.manifest["index"])):
             arrays = self.part(k)
             for row, name in enumerate(strings(arrays, "file_path")):
@@ -165,7 +165,7 @@ class Store:
                     file["size"], file["crc32c"] = len(data), crc32c(data)
 
     def seal(self) -> None:
-        """Write the manifest, its copy too."""
+        """Write the manifest and its copy."""
         text = json.dumps(self.manifest, sort_keys=True, separators=(",", ":")).encode()
         data = text + b"\n%08x\n" % crc32c(text)
         self.write(f"manifest/{self.generation:010d}", data)
@@ -173,12 +173,13 @@ class Store:
 
 
 def strings(arrays: dict[str, np.ndarray], name: str) -> list[str]:
+    """Return the texts of an array of strings."""
     data, offsets = arrays[name].tobytes(), arrays[f"{name}_offsets"]
     return [data[a:b].decode("utf-8", "replace") for a, b in itertools.pairwise(offsets)]
 
 
 def changed_value(rng: random.Random, value: object) -> object:
-    """Another value for a place in a JSON document."""
+    """Return a value to replace another one in a JSON document."""
     if isinstance(value, int) and rng.random() < 0.5:
         return value + rng.choice([-1, 1, 2, 1000, -value, value])
     if isinstance(value, str) and rng.random() < 0.4:
@@ -189,7 +190,7 @@ def changed_value(rng: random.Random, value: object) -> object:
 
 
 def change_json(rng: random.Random, document: object) -> None:
-    """Change one place of a JSON document."""
+    """Change, rename or remove one entry of a JSON document."""
     places: list[tuple[object, object]] = []
 
     def walk(item: object) -> None:
@@ -209,7 +210,7 @@ def change_json(rng: random.Random, document: object) -> None:
 
 
 def change_array(rng: random.Random, array: np.ndarray) -> None:
-    """Change one value, or some, of a writable array."""
+    """Change one or several values of a writable array."""
     if array.size == 0:
         return
     flat = array.reshape(-1)
@@ -223,14 +224,16 @@ def change_array(rng: random.Random, array: np.ndarray) -> None:
         flat[k] = min(max(value, info.min), info.max)
 
 
-# Each changes a store; what is left is sealed again afterwards.
+# Each function below changes a store; the caller seals it afterwards.
 
 
 def change_manifest(rng: random.Random, store: Store) -> None:
+    """Change an entry of the manifest."""
     change_json(rng, store.manifest)
 
 
 def change_index_value(rng: random.Random, store: Store) -> None:
+    """Change values of an array of an index part."""
     k = rng.randrange(len(store.manifest["index"]))
     arrays = store.part(k)
     change_array(rng, arrays[rng.choice([n for n in arrays if arrays[n].size])])
@@ -238,6 +241,7 @@ def change_index_value(rng: random.Random, store: Store) -> None:
 
 
 def change_index_length(rng: random.Random, store: Store) -> None:
+    """Remove, rename, shorten or lengthen an array of an index part."""
     k = rng.randrange(len(store.manifest["index"]))
     arrays = store.part(k)
     name = rng.choice(list(arrays))
@@ -250,6 +254,7 @@ def change_index_length(rng: random.Random, store: Store) -> None:
 
 
 def change_index_header(rng: random.Random, store: Store) -> None:
+    """Change the header of an index part."""
     k = rng.randrange(len(store.manifest["index"]))
     path = store.path / store.manifest["index"][k]["path"]
     data = bytearray(path.read_bytes())
@@ -264,6 +269,7 @@ def change_index_header(rng: random.Random, store: Store) -> None:
 
 
 def change_path(rng: random.Random, store: Store) -> None:
+    """Change a path in an index part."""
     k = rng.randrange(len(store.manifest["index"]))
     arrays = store.part(k)
     names = strings(arrays, "file_path")
@@ -276,6 +282,7 @@ def change_path(rng: random.Random, store: Store) -> None:
 
 
 def change_metadata(rng: random.Random, store: Store) -> None:
+    """Change an entry of a zarr.json."""
     name = rng.choice(["zarr.json", *(f for f in store.files() if f.endswith("zarr.json"))])
     document = json.loads((store.path / name).read_text())
     change_json(rng, document)
@@ -288,7 +295,7 @@ def _shards(store: Store) -> list[str]:
 
 
 def change_values(rng: random.Random, store: Store) -> None:
-    """Of an array: offsets, rows, numbers of nodes, scores, texts."""
+    """Change values of a stored array, such as offsets, rows, scores or texts."""
     name = rng.choice(_shards(store))
     path = store.path / name
     meta = json.loads((store.path / name.split("/c/")[0] / "zarr.json").read_text())
@@ -301,6 +308,7 @@ def change_values(rng: random.Random, store: Store) -> None:
 
 
 def change_shard_index(rng: random.Random, store: Store) -> None:
+    """Change the index of a shard."""
     name = rng.choice(_shards(store))
     data = bytearray((store.path / name).read_bytes())
     entries = max(1, min(rng.choice([1, 1, 2]), (len(data) - 4) // 16))
@@ -315,7 +323,7 @@ def change_shard_index(rng: random.Random, store: Store) -> None:
 
 
 def change_chunk(rng: random.Random, store: Store) -> None:
-    """Of a compressed chunk, its header above all."""
+    """Change bytes of a compressed chunk, mostly of its header."""
     name = rng.choice(
         [f for f in _shards(store) if f.split("/")[-3] in schema.CODED_ARRAYS or "hidden" in f] or _shards(store)
     )
@@ -329,7 +337,7 @@ def change_chunk(rng: random.Random, store: Store) -> None:
 
 
 def change_file(rng: random.Random, store: Store) -> None:
-    """A link, FIFO, device, folder or nothing in place of a file or folder; or a file of another length."""
+    """Replace a file or folder by a link, FIFO, device, folder or nothing, or change the length of a file."""
     name = rng.choice(["zarr.json", "lock", f"manifest/{store.generation:010d}", *store.files(),
                        "segments", "columns", "index", "manifest", "segments/00000000"])  # fmt: skip
     path = store.path / name
@@ -367,10 +375,10 @@ CHANGES: list[tuple[int, Callable[[random.Random, Store], None]]] = [
 
 
 def change_store(rng: random.Random, store: Store) -> str:
-    """Make one change and seal the store again; return what was changed."""
+    """Make one random change and seal the store; return the name of the change."""
     change = rng.choices([c for _, c in CHANGES], [w for w, _ in CHANGES])[0]
     if change is not change_file and rng.random() < 0.9:
-        # One generation, so that a reader has nothing to fall back to.
+        # Keep one generation, so that a reader cannot fall back to another one.
         for name in sorted(os.listdir(store.path / "manifest"))[:-1]:
             (store.path / "manifest" / name).unlink()
     change(rng, store)
@@ -379,8 +387,8 @@ def change_store(rng: random.Random, store: Store) -> str:
     return change.__name__
 
 
-def malicious_store(valid: list[Path], seed: int, path: Path) -> str:
-    """Make the store of a number at `path`; return what was changed."""
-    source = valid[seed % len(valid)]
+def malicious_store(sources: list[Path], seed: int, path: Path) -> str:
+    """Make the store of a seed at `path`; return its source and the name of the change."""
+    source = sources[seed % len(sources)]
     shutil.copytree(source, path)
     return f"{source.stem}: {change_store(random.Random(seed), Store(path))}"

@@ -1,4 +1,4 @@
-"""Torch storages and tensors out of bounds, and PyG graphs that go round or do not fit together."""
+"""Torch storages and tensors out of bounds, and PyG graphs that are cyclic or inconsistent."""
 
 import struct
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ from tests.malicious_inputs.containers import (
 
 
 def tensors() -> Iterator[Case]:
-    """Offsets, sizes and strides that reach outside, in both containers and with each rebuild."""
+    """Offsets, sizes and strides out of bounds, in each container and with each rebuild function."""
     layouts = {
         "offset": ((2, 1, 2), (2, 2, 1), 1),
         "offset_at_end": ((1, 1, 1), (1, 1, 1), 4),
@@ -119,6 +119,7 @@ def tensors() -> Iterator[Case]:
 
 
 def storages() -> Iterator[Case]:
+    """Storages whose keys, types, sizes or contents are inconsistent."""
     keys = {
         "numel_more": storage("0", 5),
         "numel_less": storage("0", 3),
@@ -220,7 +221,7 @@ def storages() -> Iterator[Case]:
 
 
 def sequence_files() -> Iterator[Case]:
-    """Family 2 against its schema."""
+    """Dicts of sequences that break the schema."""
     changes = {
         "no_ids": (
             dct(sequences=tensor(storage("0", 4), (2, 1, 2), (2, 2, 1)), labels=lst(num(0), num(1))),
@@ -250,7 +251,7 @@ def sequence_files() -> Iterator[Case]:
 
 
 def graph_files() -> Iterator[Case]:
-    """Families 3 and 4: PyG objects that go round, miss their parts, or do not fit together."""
+    """Dicts of graphs: PyG objects that are cyclic, incomplete or inconsistent."""
     edge = lambda *nodes: struct.pack(f"<{len(nodes)}q", *nodes)  # noqa: E731
     loop = new(DATA) + b"q\xc8" + dct(_store=b"h\xc8") + b"b"
     mapping_loop = (

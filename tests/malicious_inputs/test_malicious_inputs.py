@@ -1,4 +1,4 @@
-"""Every file of the malicious corpus: refused in one line, nothing run, no death, little memory, little time."""
+"""Malicious files are refused with one line, run nothing, and cost little memory and time."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import pytest
 
 from tests.fuzz.target import TARGETS
 from tests.helpers import ROOT, convert, make_trace, make_traces, tree_bytes, write_pickle
-from tests.malicious_inputs.bombs import families
+from tests.malicious_inputs.bombs import valid_files
 from tests.malicious_inputs.corpus import MARKER, crash_files, malicious_files
 
 MAX_SECONDS = 1.0
@@ -23,7 +23,7 @@ def cases():
 
 
 def run(action, paths, folder, *arguments):
-    """The runner over these paths, with `folder` as its working folder."""
+    """Run an action on paths in the working folder; return the results."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.malicious_inputs.runner", action, *map(str, arguments)],
         input="".join(f"{p}\n" for p in paths),
@@ -38,6 +38,7 @@ def run(action, paths, folder, *arguments):
 
 
 def write(cases, folder):
+    """Write the files of the cases; return the paths."""
     paths = []
     for k, case in enumerate(cases):
         path = folder / f"{k:04}{case.suffix}"
@@ -51,18 +52,18 @@ def test_the_corpus_is_large(cases):
     assert {c.name.split("/")[0] for c in cases} == set(KINDS)
 
 
-def test_what_the_corpus_is_made_from_is_accepted(tmp_path):
-    """So that each case is refused for what is wrong with it."""
+def test_the_valid_files_that_the_corpus_changes_are_accepted(tmp_path):
+    """Otherwise a case could be refused for another reason than its change."""
     paths = []
-    for name, (suffix, data) in families().items():
+    for name, (suffix, data) in valid_files().items():
         paths.append(tmp_path / f"{name}{suffix}")
         paths[-1].write_bytes(data)
     assert {r["path"]: r["ended"] for r in run("read", paths, tmp_path)} == {str(p): "accepted" for p in paths}
 
 
 @pytest.mark.long
-def test_the_corpus_bites(tmp_path, cases):
-    """pickle.load runs what these files name: the marker would be there."""
+def test_unpickling_runs_the_code_of_the_corpus(tmp_path, cases):
+    """pickle.load of these files creates the marker, so its absence elsewhere is significant."""
     live = [c for c in cases if c.runs]
     assert len(live) >= 60
     lines, folders = [], []
@@ -71,12 +72,12 @@ def test_the_corpus_bites(tmp_path, cases):
         folders[-1].mkdir()
         lines.append(f"{path}\t{folders[-1]}")
     results = zip(live, folders, run("unpickle", lines, tmp_path), strict=True)
-    tame = [(case.name, result) for case, folder, result in results if not os.path.lexists(folder / MARKER)]
-    assert not tame
+    without_marker = [(case.name, result) for case, folder, result in results if not os.path.lexists(folder / MARKER)]
+    assert not without_marker
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_refused(tmp_path, cases, kind):
+def test_every_case_is_refused(tmp_path, cases, kind):
     cases = [c for c in cases if c.name.startswith(f"{kind}/")]
     (tmp_path / "files").mkdir()
     paths = write(cases, tmp_path / "files")
@@ -86,7 +87,7 @@ def test_refused(tmp_path, cases, kind):
         if result["ended"] != "refused":
             faults.append(f"{case.name}: {result['ended']}: {text}")
         elif "\n" in text or not text.isprintable() or not text.startswith(path.name):
-            faults.append(f"{case.name}: no line with the file's name: {text!r}")
+            faults.append(f"{case.name}: not one line that begins with the name of the file: {text!r}")
         elif case.word is not None and case.word not in text:
             faults.append(f"{case.name}: no {case.word!r} in {text!r}")
         if result["seconds"] >= MAX_SECONDS:
@@ -98,8 +99,8 @@ def test_refused(tmp_path, cases, kind):
 
 
 @pytest.mark.long
-def test_convert_leaves_the_store(tmp_path, cases):
-    """Exit 3, one line, not one byte of the store changed."""
+def test_convert_does_not_change_the_store(tmp_path, cases):
+    """Exit code 3, one line, and the same bytes of the store."""
     convert(write_pickle(tmp_path / "good.pkl", make_traces(3)), tmp_path / "s.zarr", "--attention", "heads")
     before = tree_bytes(tmp_path / "s.zarr")
     step = 1 if os.environ.get("TRACESTORE_MALICIOUS") == "all" else 24
@@ -107,7 +108,7 @@ def test_convert_leaves_the_store(tmp_path, cases):
     assert len(sample) >= 40
     (tmp_path / "files").mkdir()
     paths = write(sample, tmp_path / "files")
-    # These agree with every rule of a file, and do not fit this store.
+    # These files are valid, but do not fit this store.
     known = make_traces(3)[1]
     misfits = {
         "other_layers": make_trace(9, layers=4),
@@ -131,8 +132,8 @@ def test_convert_leaves_the_store(tmp_path, cases):
     assert not list(tmp_path.rglob(MARKER))
 
 
-def test_what_fuzzing_found(tmp_path):
-    """Inputs that once broke the reader: refused or accepted, as long as nothing else happens."""
+def test_inputs_that_fuzzing_found(tmp_path):
+    """Inputs that once broke the reader may be refused or accepted."""
     paths = [path for path in crash_files() if not path.name.startswith("store-")]
     results = run("read", paths, tmp_path) if paths else []
     for result in results:
@@ -140,7 +141,7 @@ def test_what_fuzzing_found(tmp_path):
         assert result["seconds"] < MAX_SECONDS and result["bytes"] < MAX_BYTES, result
 
 
-def test_what_fuzzing_found_in_stores():
+def test_stores_that_fuzzing_found():
     paths = [path for path in crash_files() if path.name.startswith("store-")]
     if paths:
         pytest.importorskip("torch")

@@ -1,4 +1,4 @@
-"""Malicious stores, every operation on each; `make malicious-stores` has them in their full number."""
+"""Every operation on malicious stores; `make malicious-stores` runs the full number of stores."""
 
 import os
 import subprocess

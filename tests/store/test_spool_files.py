@@ -87,3 +87,4 @@ def test_a_truncated_spool_file_is_an_error(tmp_path):
     with pytest.raises(OSError, match="shorter"):
         list(rows.chunks())
     assert math.prod(rows.shape) == rows.size == 6
+    files.remove()

@@ -1,4 +1,4 @@
-"""The valid corpus: every family, protocol, kind of array and container, by the installed libraries."""
+"""Valid files of every format, protocol, kind of array and container, written by the installed libraries."""
 
 import gzip
 import io
@@ -15,7 +15,7 @@ DTYPES = {"float16": "f2", "float32": "f4", "bfloat16": "f4"}
 
 
 class ValidFile(NamedTuple):
-    """A file, and the records that it must give (see `plain`)."""
+    """A file and the expected records (see `expected_record`)."""
 
     name: str
     data: bytes
@@ -23,7 +23,7 @@ class ValidFile(NamedTuple):
 
 
 def raw(value: Any) -> tuple[str, tuple[int, ...], bytes]:
-    """dtype, shape and bytes of an array or tensor, in C order and the machine's byte order."""
+    """Return dtype, shape and bytes of an array or tensor, in C order and native byte order."""
     if isinstance(value, torch.Tensor):
         bits = value.contiguous()
         if value.dtype == torch.bfloat16:
@@ -33,8 +33,8 @@ def raw(value: Any) -> tuple[str, tuple[int, ...], bytes]:
     return value.dtype.name, value.shape, value.tobytes()
 
 
-def plain(trace: dict[str, Any]) -> dict[str, Any]:
-    """What a record of this trace of family 1 is compared by."""
+def expected_record(trace: dict[str, Any]) -> dict[str, Any]:
+    """Return the expected fields of the record of a pickled trace."""
     own = ("hidden_states", "attentions", "tokens", "tokens_decoded", "question_id")
     return {
         "question_id": trace["question_id"],
@@ -47,18 +47,18 @@ def plain(trace: dict[str, Any]) -> dict[str, Any]:
 
 
 def renamed(data: bytes, protocol: int) -> bytes:
-    """The same pickle with numpy 1's module names where numpy 2 wrote its own."""
+    """Return the pickle with the module names of NumPy 1."""
     if protocol < 4:
         return data.replace(b"numpy._core.", b"numpy.core.")
     for name in (b"numpy._core.multiarray", b"numpy._core.numeric"):
         old = name.replace(b"_core", b"core")
         data = data.replace(b"\x8c%c%s" % (len(name), name), b"\x8c%c%s" % (len(old), old))
-    # Frames count bytes; without them it is the same pickle. Small files have one, at the start.
+    # The length of a frame no longer matches; the pickle is equivalent without its only frame.
     return data[:2] + data[11:] if data[2:3] == b"\x95" else data
 
 
-def family_1() -> list[dict[str, Any]]:
-    """Traces with what users keep beside the arrays."""
+def traces_with_extras() -> list[dict[str, Any]]:
+    """Return traces with additional fields of many types."""
     traces = make_traces(3)
     traces[0] |= {"question": "", "prompt_length": 1, "generated_text": "", "note": None, "flags": [True, False]}
     traces[1] |= {
@@ -71,7 +71,8 @@ def family_1() -> list[dict[str, Any]]:
 
 
 def variants(dtype: str, kind: str) -> list[dict[str, Any]]:
-    traces = [{**t, **arrays} for t, arrays in zip(family_1(), make_arrays(DTYPES[dtype]), strict=True)]
+    """Return the traces with another dtype and memory layout."""
+    traces = [{**t, **arrays} for t, arrays in zip(traces_with_extras(), make_arrays(DTYPES[dtype]), strict=True)]
     if kind == "fortran":
         for trace in traces:
             for name in ("hidden_states", "attentions"):
@@ -88,7 +89,7 @@ def variants(dtype: str, kind: str) -> list[dict[str, Any]]:
     elif kind == "torch":
         traces = [as_torch(t, getattr(torch, dtype)) for t in traces]
     elif kind == "torch_views":
-        # Not contiguous, and all layers of a trace in one storage.
+        # Not contiguous, with all layers of a trace in one storage.
         for k, trace in enumerate(traces):
             hidden = torch.from_numpy(np.stack(trace["hidden_states"])).to(getattr(torch, dtype))
             trace["hidden_states"] = list(hidden.transpose(1, 2).contiguous().transpose(1, 2).unbind(0))
@@ -123,7 +124,7 @@ def saved(value: Any, zip_format: bool, protocol: int) -> bytes:
 
 
 def packed(data: bytes) -> Iterator[tuple[str, bytes]]:
-    """Plain, gzip, and gzip in three members."""
+    """Yield suffix and bytes: plain, gzip, and gzip of three members."""
     yield "", data
     yield ".gz", gzip.compress(data, 1)
     third = len(data) // 3
@@ -131,11 +132,11 @@ def packed(data: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def pickles(dtype: str, kind: str) -> Iterator[ValidFile]:
-    """Family 1, as a list and as a bare dict, by pickle.dump and torch.save."""
+    """Pickled traces, as a list and as a bare dict, by pickle.dump and torch.save."""
     traces = variants(dtype, kind)
     for protocol in range(6):
         for shape, value, kept in (("list", traces, traces), ("bare", traces[2], traces[2:])):
-            expected = [plain(t) for t in kept]
+            expected = [expected_record(t) for t in kept]
             data = pickle.dumps(value, protocol)
             name = f"{shape}-{dtype}-{kind}-protocol{protocol}"
             for suffix, content in packed(data):
@@ -150,7 +151,7 @@ def pickles(dtype: str, kind: str) -> Iterator[ValidFile]:
 
 
 def sequence_files() -> Iterator[ValidFile]:
-    """Family 2."""
+    """Dicts of sequences."""
     rng = np.random.default_rng(3)
     for dtype in ("float16", "float32", "bfloat16"):
         sequences = torch.from_numpy(rng.standard_normal((4, 3, 5)).astype("f4")).to(getattr(torch, dtype))
@@ -179,7 +180,7 @@ def sequence_files() -> Iterator[ValidFile]:
 
 
 def graph_files() -> Iterator[ValidFile]:
-    """Families 3 and 4."""
+    """Dicts of graphs, with and without labels."""
     traces = make_traces(3)
     graphs = [make_graphs(t) for t in traces]
     texts = [t["question_id"] for t in traces]
@@ -204,6 +205,7 @@ def graph_files() -> Iterator[ValidFile]:
 
 
 def every_container(name: str, value: Any, expected: list[dict[str, Any]]) -> Iterator[ValidFile]:
+    """Yield the value in every protocol and container."""
     for protocol in range(6):
         data = pickle.dumps(value, protocol)
         for suffix, content in packed(data):

@@ -1,4 +1,4 @@
-"""What real libraries write is accepted, and equal to what went in."""
+"""Files of real libraries are accepted, and the records equal the input."""
 
 import math
 
@@ -8,14 +8,15 @@ import torch
 
 from tests.golden.library_inputs import expected_traces
 from tests.helpers import ROOT
-from tests.valid_inputs.corpus import KINDS, graph_files, pickles, plain, raw, sequence_files
+from tests.valid_inputs.corpus import KINDS, expected_record, graph_files, pickles, raw, sequence_files
 from tracestore.ingest.formats import read_traces
+from tracestore.store.format.schema import BFLOAT16
 
 LIBRARIES = sorted((ROOT / "tests/golden/libraries").glob("*.pkl*"))
 
 
-def found(record, keys):
-    """The record by the same names as what is expected of it."""
+def fields_of(record, keys):
+    """Return the fields of a record under the names of the expected ones."""
     out = {"question_id": record.question_id, "label": record.label}
     if record.hidden is not None:
         out["hidden"] = [bits(h) for h in record.hidden]
@@ -36,16 +37,14 @@ def found(record, keys):
 
 
 def bits(array):
-    """As corpus.raw; bfloat16 is the reader's own dtype."""
-    from tracestore.store.format.schema import BFLOAT16
-
+    """Return the same as corpus.raw, also for the reader's bfloat16."""
     if array.dtype == BFLOAT16:
         return "bfloat16", array.shape, np.ascontiguousarray(array).tobytes()
     return raw(array)
 
 
 def same(a, b):
-    """Equal, tuples and lists alike, arrays and scalars by their bytes, NaN equal to itself."""
+    """Return whether two values are equal; tuples equal lists, and dtypes and signs of zero count."""
     if isinstance(a, np.ndarray | np.generic | torch.Tensor) or isinstance(b, np.ndarray | np.generic | torch.Tensor):
         if isinstance(a, list) or isinstance(b, list):
             return same(list(a), list(b))
@@ -60,6 +59,7 @@ def same(a, b):
 
 
 def check(path, valid, faults):
+    """Append the differences between a file's records and the expected ones to `faults`."""
     path.write_bytes(valid.data)
     try:
         records = list(read_traces(path, path.name))
@@ -70,13 +70,14 @@ def check(path, valid, faults):
         faults.append(f"{valid.name}: {len(records)} traces")
         return
     for record, expected in zip(records, valid.expected, strict=True):
-        got = found(record, expected)
+        got = fields_of(record, expected)
         for key, value in expected.items():
             if not same(got[key], value):
                 faults.append(f"{valid.name}, {record.question_id}, {key}: {got[key]!r:.300} != {value!r:.300}")
 
 
 def check_all(folder, files):
+    """Assert that all files give the expected records."""
     faults, count = [], 0
     for valid in files:
         path = folder / ("file" + valid.name[valid.name.rindex(".p") :])
@@ -87,29 +88,29 @@ def check_all(folder, files):
 
 
 @pytest.mark.parametrize("dtype,kind", KINDS)
-def test_pickles(tmp_path, dtype, kind):
+def test_pickles_give_the_expected_records(tmp_path, dtype, kind):
     check_all(tmp_path, pickles(dtype, kind))
 
 
-def test_sequences(tmp_path):
+def test_sequences_give_the_expected_records(tmp_path):
     check_all(tmp_path, sequence_files())
 
 
-def test_graphs(tmp_path):
+def test_graphs_give_the_expected_records(tmp_path):
     check_all(tmp_path, graph_files())
 
 
 @pytest.mark.parametrize("path", LIBRARIES, ids=lambda p: p.name)
-def test_other_versions(path):
+def test_files_of_other_numpy_versions_give_the_expected_records(path):
     records = list(read_traces(path, path.name))
     traces = expected_traces()[:1] if "bare" in path.name else expected_traces()
     assert len(records) == len(traces)
     for record, trace in zip(records, traces, strict=True):
-        expected = plain(trace)
-        got = found(record, expected)
+        expected = expected_record(trace)
+        got = fields_of(record, expected)
         assert [k for k, v in expected.items() if not same(got[k], v)] == []
 
 
-def test_versions_are_there():
+def test_files_of_numpy_1_and_2_exist():
     names = {p.name.split("-")[1].split(".")[0] for p in LIBRARIES}
     assert names == {"1", "2"} and len(LIBRARIES) >= 14
