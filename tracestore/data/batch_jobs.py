@@ -95,7 +95,7 @@ class GraphJob(BatchJob):
 
     def _look_up(self, batch_format: BatchFormat) -> None:
         store, options = self._store, batch_format.edge_options
-        sources = graph_sources(store, self._indices)
+        sources = graph_sources(store.internals, self._indices)
         causal = sources.layout == LAYOUT_CAUSAL
         self._as_pyg = batch_format.as_pyg
         self._packed, self._num_heads = options.edge_format != "coo", options.num_heads(store)

@@ -358,7 +358,7 @@ class TraceLoader(Generic[BatchT]):
         with self.store.prefetch(traces, start, total, self.view) as remote, self._new_prefetcher(traces) as prefetcher:
             num_submitted = num_ahead = start
             for batch in range(start, total):
-                remote.at(batch)
+                remote.advance(batch)
                 while (
                     num_submitted < total and len(prefetcher) < self.max_in_flight and prefetcher.submit(num_submitted)
                 ):
