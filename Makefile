@@ -96,7 +96,7 @@ PROCESSORS := ONEDNN_MAX_CPU_ISA=SSE41,ATEN_CPU_CAPABILITY=default,TRACESTORE_SI
 	ONEDNN_MAX_CPU_ISA=AVX2,ATEN_CPU_CAPABILITY=avx2,TRACESTORE_SIMD_LEVEL=3
 PROCESSOR_TESTS := tests/core tests/detectors/test_precision.py tests/experiment/test_options.py \
 	tests/detectors/test_models.py tests/detectors/test_gine.py tests/planning/test_plan.py::test_options_of_training_are_measured \
-	tests/train/test_resume.py::test_a_signal_ends_after_the_step_and_the_run_goes_on \
+	tests/train/test_resume.py::test_a_signal_ends_the_run_after_the_step_and_it_resumes \
 	--deselect tests/detectors/test_gine.py::test_compiled_equals_eager
 comma := ,
 check-processors: install

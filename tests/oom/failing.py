@@ -1,4 +1,4 @@
-"""Running out of memory at chosen operations, and small detectors to try it on."""
+"""Out-of-memory errors at chosen operations, and small detectors to raise them in."""
 
 import weakref
 
@@ -12,22 +12,24 @@ from tracestore.detectors.models import detector_loss
 from tracestore.detectors.registry import make_model
 from tracestore.oom.guard import OOMGuard
 
+NO_KERNEL = "could not create a primitive descriptor for the LSTM forward propagation primitive. Run workload with environment variable ONEDNN_VERBOSE=all to get additional diagnostic information."
 SIZE = 4
 LAYERS, DIM = 3, 8
-# Marks on a timeline; and talk between ranks, which is not a step's operation.
+# Profiler marks and collectives are no operations of a step.
 _NOT_COUNTED = ("profiler", "c10d")
 
 
 class FailAt(TorchDispatchMode):
-    """Raises a real torch.OutOfMemoryError at operations number `first` .. `last` and counts
-    all. With `watch`, keeps weak references to what the operations before made: `leaked`
-    tells which of them a later call, at operation `look_at`, still finds alive."""
+    """Counts operations, and raises torch.OutOfMemoryError at numbers `first` to `last`.
+
+    With `watch` it keeps weak references to the results of the operations before the first failure.
+    """
 
     def __init__(self, first=-1, last=None, watch=False):
         super().__init__()
         self.first, self.last = first, first if last is None else last
         self.count = 0
-        self.watch, self.refs, self.leaked = watch, [], None
+        self.watch, self.refs = watch, []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace in _NOT_COUNTED:
@@ -38,13 +40,13 @@ class FailAt(TorchDispatchMode):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         out = func(*args, **(kwargs or {}))
         if self.watch and number < self.first and func._opname[-1] != "_":
-            made = out if isinstance(out, tuple | list) else (out,)
-            self.refs += [(func._opname, weakref.ref(t)) for t in made if isinstance(t, torch.Tensor)]
+            results = out if isinstance(out, tuple | list) else (out,)
+            self.refs += [(func._opname, weakref.ref(t)) for t in results if isinstance(t, torch.Tensor)]
         return out
 
 
 def graphs(dtype, seed=0):
-    """A batch of SIZE traces of 1 .. 4 tokens, packed."""
+    """Return a packed batch of SIZE traces of 1 to 4 tokens."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.tensor([1 + k for k in range(SIZE)]).repeat_interleave(LAYERS)
     pairs = tokens * (tokens + 1) // 2
@@ -64,8 +66,10 @@ def make_optimizer(name, parameters):
 
 
 def make(name, optimizer="adam", drawn="by trace", dtype=torch.float64, **options):
-    """A detector, its guard, and the loss over items begin .. end of a fixed batch. Masks of dropout
-    and the noise of the VAE are drawn "by trace", as in training, or "by torch"."""
+    """Return a detector, its guard, and the loss function of a fixed batch.
+
+    Dropout masks and the noise of the VAE are drawn "by trace", as in training, or "by torch".
+    """
     torch.manual_seed(0)
     config = ModelConfig(LAYERS, DIM, gnn_hidden=4, latent_dim=4, lstm_hidden=4, dropout=0.5, standardize=True)
     model = make_model(name, config).to(dtype)
@@ -88,7 +92,7 @@ def make(name, optimizer="adam", drawn="by trace", dtype=torch.float64, **option
 
 
 def everything(guard):
-    """Weights, optimizer state and random state, copied."""
+    """Return copies of weights, optimizer state and random state."""
     tensors = [p.detach().clone() for p in guard.model.parameters()]
     for state in guard.optimizer.state.values():
         tensors += [v.clone() for _, v in sorted(state.items()) if isinstance(v, torch.Tensor)]
@@ -96,4 +100,5 @@ def everything(guard):
 
 
 def same(a, b):
+    """Return whether two lists of tensors are equal."""
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))

@@ -1,7 +1,9 @@
-"""One rank of two (RANK, and a file to meet at): steps of which some fail on one rank alone.
+"""One rank of two, whose steps fail on one rank alone: python -m tests.oom.ranks_worker RANK FILE COUNT.
 
-Prints a JSON document: per operation the events, whether both ranks ended equal, and
-whether they are what they are without a failure."""
+The ranks meet at FILE. COUNT operations fail in turn (0: all). Prints a JSON list with an entry per
+failure: its events, whether both ranks end with equal weights, and whether the weights are those of
+steps without a failure.
+"""
 
 import datetime
 import gc
@@ -17,7 +19,7 @@ from tracestore.train.distributed import DistributedContext
 
 
 def second_step(ranks, case, rank, failing, operation, times, error=None):
-    """Three steps of slices of 3 items and 1; in the second an operation fails on rank `failing`."""
+    """Run three steps of 3 items on rank 0 and 1 on rank 1. In the second, an operation of rank `failing` fails."""
     model, guard, loss_of = make(*case, ranks=ranks)
     ranks.allocate(list(model.parameters()))
     begin, size = (0, 3) if rank == 0 else (3, 1)
@@ -48,6 +50,7 @@ def second_step(ranks, case, rank, failing, operation, times, error=None):
 
 
 def main():
+    """Run all failures on this rank."""
     rank, where, wanted = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -89,13 +92,13 @@ def main():
                             ),
                         }
                     )
-    # An error that is not of memory ends both.
+    # An error other than out of memory ends both ranks.
     _, guard, loss_of = make("lstm_solo", "adam", ranks=ranks)
     try:
         guard.step(2, loss_of if rank == 0 else lambda a, b: [][1], SIZE)
     except (IndexError, TracestoreError) as raised:
         out.append({"other": type(raised).__name__})
-    # A rank without an item of the batch takes part.
+    # A rank without items takes part in the step.
     _, guard, loss_of = make("lstm_solo", "adam", ranks=ranks)
     loss = guard.step(SIZE if rank == 0 else 0, loss_of, SIZE)
     _, alone, loss_of = make("lstm_solo", "adam")

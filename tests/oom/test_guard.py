@@ -1,7 +1,6 @@
-"""What the guard does, on small models."""
+"""The guard recovers from out-of-memory errors, on small models."""
 
 import gc
-import json
 import random
 import weakref
 
@@ -10,19 +9,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers import run_cli
-from tests.oom.failing import FailAt
+from tests.oom.failing import NO_KERNEL, FailAt
 from tracestore.errors import InsufficientMemoryError
-from tracestore.oom import errors
 from tracestore.oom import guard as guard_module
-from tracestore.oom.cuda_cache import CHECK_EVERY_STEPS, CudaCacheManager
-from tracestore.oom.errors import StepOutcome, classify, is_out_of_memory
 from tracestore.oom.guard import OOMGuard
-from tracestore.oom.micro_batch import MicroBatchPolicy
 from tracestore.oom.snapshot import StepCounters
 
 SIZE = 8
-_, DEVICE_OOM, HOST_OOM, OTHER_ERROR, AMBIGUOUS = StepOutcome
 pytestmark = pytest.mark.usefixtures("young_heap")
 
 
@@ -49,7 +42,7 @@ def weights(model):
 
 
 def run(optimizer, dropout, mode, steps=3):
-    """Steps with the failure in the second one; final weights and the guard."""
+    """Run steps, the second one in `mode`. Return the final weights and the guard."""
     model, guard, loss_of = make(optimizer, dropout)
     torch.manual_seed(5)
     for step in range(steps):
@@ -62,7 +55,7 @@ def run(optimizer, dropout, mode, steps=3):
 
 
 class FailAbove(TorchDispatchMode):
-    """Out of memory whenever a matrix product sees more than `limit` rows."""
+    """Raises out-of-memory errors for matrix products of more than `limit` rows."""
 
     def __init__(self, limit):
         super().__init__()
@@ -77,7 +70,7 @@ class FailAbove(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 5])
-def test_a_split_batch_has_the_gradient_of_the_whole(limit):
+def test_micro_batches_sum_to_the_gradient_of_the_batch(limit):
     expected, _ = run("adam", 0.0, None)
     got, guard = run("adam", 0.0, FailAbove(limit))
     for a, b in zip(expected, got, strict=True):
@@ -87,7 +80,7 @@ def test_a_split_batch_has_the_gradient_of_the_whole(limit):
     assert sizes[0] == (8, 8) and sizes[1] == (8, 4)
 
 
-def test_one_item_that_does_not_fit_leaves_all_as_it_was():
+def test_one_item_that_does_not_fit_changes_nothing():
     model, guard, loss_of = make()
     guard.step(SIZE, loss_of)
     before, state = weights(model), torch.get_rng_state()
@@ -100,7 +93,7 @@ def test_one_item_that_does_not_fit_leaves_all_as_it_was():
     guard.step(SIZE, loss_of)
 
 
-def test_optimizer_failures_never_step_twice():
+def test_a_failed_optimizer_step_is_undone():
     model, guard, loss_of = make("adam")
     guard.step(SIZE, loss_of)
     before = weights(model)
@@ -108,7 +101,7 @@ def test_optimizer_failures_never_step_twice():
 
     def fail():
         with torch.no_grad():
-            next(iter(model.parameters())).add_(1.0)  # half of a step was done
+            next(iter(model.parameters())).add_(1.0)  # a step that failed halfway
         raise torch.OutOfMemoryError("out of memory")
 
     original, guard.optimizer.step = guard.optimizer.step, fail
@@ -119,7 +112,7 @@ def test_optimizer_failures_never_step_twice():
     assert all(torch.equal(a, s["step"]) for a, s in zip(steps, guard.optimizer.state.values(), strict=True))
 
 
-def test_failed_tensors_are_gone_before_the_retry():
+def test_tensors_of_a_failed_attempt_are_freed_before_the_retry():
     model, guard, _loss_of = make()
     refs, alive = [], []
 
@@ -153,7 +146,7 @@ def test_buffers_are_restored():
     assert int(model[1].num_batches_tracked) == 1
 
 
-def test_the_size_grows_again():
+def test_the_micro_batch_grows_after_steps_without_failures():
     _, guard, loss_of = make()
     guard.policy.size = 2
     for _ in range(60):
@@ -165,83 +158,8 @@ def test_the_size_grows_again():
     assert other.micro_batch == 4 and other.num_steps == 60
 
 
-NO_KERNEL = "could not create a primitive descriptor for the LSTM forward propagation primitive. Run workload with environment variable ONEDNN_VERBOSE=all to get additional diagnostic information."
-
-
-@pytest.mark.parametrize(
-    "error,outcome",
-    [
-        (torch.OutOfMemoryError("x"), DEVICE_OOM),
-        (RuntimeError("CUDA out of memory. Tried"), DEVICE_OOM),
-        (RuntimeError("CUDA error: out of memory"), DEVICE_OOM),
-        (RuntimeError("HIP out of memory"), DEVICE_OOM),
-        (RuntimeError("XPU out of memory"), DEVICE_OOM),
-        (RuntimeError("MPS backend out of memory"), DEVICE_OOM),
-        (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling"), DEVICE_OOM),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), DEVICE_OOM),
-        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried"), DEVICE_OOM),
-        (MemoryError(), HOST_OOM),
-        (RuntimeError("std::bad_alloc"), HOST_OOM),
-        # Workers: SIGKILL and SIGBUS are memory, SIGSEGV is not, an exit may be.
-        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), HOST_OOM),
-        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that"), HOST_OOM),
-        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Segmentation fault."), OTHER_ERROR),
-        (RuntimeError("DataLoader worker (pid(s) 7, 8) exited unexpectedly"), AMBIGUOUS),
-        # Shared memory: the error number tells, where there is one.
-        (RuntimeError("unable to mmap 12 bytes from file </torch_1>: Cannot allocate memory (12)"), HOST_OOM),
-        (RuntimeError("unable to write to file </torch_1>: No space left on device (28)"), HOST_OOM),
-        (RuntimeError("unable to open shared memory object </torch_1> in read-write mode"), AMBIGUOUS),
-        (
-            RuntimeError("unable to open shared memory object </torch_1> in read-write mode: Too many open files (24)"),
-            OTHER_ERROR,
-        ),
-        (
-            RuntimeError("unable to open shared memory object </torch_1> in read-write mode: Permission denied (13)"),
-            OTHER_ERROR,
-        ),
-        (OSError(28, "No space left on device", "/dev/shm/x"), HOST_OOM),
-        (OSError(28, "No space left on device", "/data/x"), OTHER_ERROR),
-        (RuntimeError("file write failed: No space left on device"), OTHER_ERROR),
-        # oneDNN: memory, a missing kernel, or code that could not be generated.
-        (RuntimeError(NO_KERNEL), AMBIGUOUS),
-        (RuntimeError("could not create a primitive"), AMBIGUOUS),
-        (RuntimeError("could not create a memory object"), AMBIGUOUS),
-        (RuntimeError("could not execute a primitive"), AMBIGUOUS),
-        # Threads: memory, or a limit of processes. Mappings: memory, or their number.
-        (RuntimeError("can't start new thread"), AMBIGUOUS),
-        (RuntimeError("thread constructor failed: Resource temporarily unavailable"), AMBIGUOUS),
-        (OSError(11, "Resource temporarily unavailable"), AMBIGUOUS),
-        (OSError(12, "Cannot allocate memory"), AMBIGUOUS),
-        (OSError(2, "No such file or directory"), OTHER_ERROR),
-        # Libraries: no memory to map them, a folder mounted noexec, a full static TLS block.
-        (ImportError("libx.so: failed to map segment from shared object"), AMBIGUOUS),
-        (ImportError("libx.so: failed to map segment from shared object: Operation not permitted"), OTHER_ERROR),
-        (ImportError("libx.so: cannot allocate memory in static TLS block"), OTHER_ERROR),
-        (ImportError("No module named x"), OTHER_ERROR),
-        # CUDA libraries: no memory for their workspace, or a driver that does not match.
-        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"), AMBIGUOUS),
-        (RuntimeError("CUDA error: an illegal memory access was encountered"), OTHER_ERROR),
-        (RuntimeError("CUDA error: device-side assert triggered"), OTHER_ERROR),
-        (RuntimeError("shape mismatch"), OTHER_ERROR),
-        (ValueError("out of memory"), OTHER_ERROR),
-    ],
-)
-def test_classification(error, outcome, monkeypatch):
-    assert classify(error) == outcome
-    for is_short in (False, True):
-        monkeypatch.setattr(errors, "memory_is_short", lambda is_short=is_short: is_short)
-        assert is_out_of_memory(error) == (is_short if outcome == AMBIGUOUS else outcome != OTHER_ERROR)
-
-
-@pytest.mark.parametrize("signal,outcome", [("Killed", HOST_OOM), ("Segmentation fault", OTHER_ERROR)])
-def test_the_cause_says_how_a_worker_ended(signal, outcome):
-    error = RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
-    error.__cause__ = RuntimeError(f"DataLoader worker (pid 7) is killed by signal: {signal}.")
-    assert classify(error) == outcome
-
-
 def test_a_missing_kernel_is_not_out_of_memory():
-    """It is raised unchanged after the smallest case failed as well; no event, no halving."""
+    """The error is raised unchanged after one item failed as well, without an event."""
     model, guard, loss_of = make()
     sizes = []
 
@@ -258,7 +176,7 @@ def test_a_missing_kernel_is_not_out_of_memory():
     assert guard.micro_batch is None and all(p.grad is None for p in model.parameters())
 
 
-def test_an_ambiguous_error_that_smaller_batches_avoid_is_out_of_memory():
+def test_an_ambiguous_error_is_out_of_memory_if_smaller_batches_avoid_it():
     def above(limit):
         model, guard, loss_of = make()
         calls = []
@@ -281,7 +199,7 @@ def test_an_ambiguous_error_that_smaller_batches_avoid_is_out_of_memory():
         assert torch.allclose(a, b, rtol=1e-12, atol=1e-12)
 
 
-def test_an_ambiguous_error_while_memory_is_short_is_out_of_memory(monkeypatch):
+def test_an_ambiguous_error_is_out_of_memory_while_memory_is_short(monkeypatch):
     monkeypatch.setattr(guard_module, "memory_is_short", lambda needed: True)
     _, guard, _ = make()
 
@@ -295,7 +213,7 @@ def test_an_ambiguous_error_while_memory_is_short_is_out_of_memory(monkeypatch):
 
 
 @pytest.mark.parametrize("is_short", [False, True])
-def test_ambiguous_errors_of_the_optimizer(monkeypatch, is_short):
+def test_an_ambiguous_error_of_the_optimizer_depends_on_free_memory(monkeypatch, is_short):
     monkeypatch.setattr(guard_module, "memory_is_short", lambda needed: is_short)
     _, guard, loss_of = make()
 
@@ -309,38 +227,24 @@ def test_ambiguous_errors_of_the_optimizer(monkeypatch, is_short):
         guard.step(SIZE, loss_of)
 
 
-def test_memory_is_short_under_a_limit():
-    """A limit of the data segment that leaves 100 MiB."""
-    code = """
-import resource
-from tracestore.oom.limits import allocatable_bytes, memory_use
-from tracestore.oom.errors import memory_is_short
-assert allocatable_bytes() > 200 << 20
-resource.setrlimit(resource.RLIMIT_DATA, (memory_use().data + (100 << 20), resource.RLIM_INFINITY))
-assert 50 << 20 < allocatable_bytes() <= 100 << 20
-print(memory_is_short(40 << 20), memory_is_short(120 << 20))
-"""
-    assert run_cli("-c", code, check=0).stdout == "False True\n"
-
-
-def test_other_errors_pass_through():
+def test_other_errors_propagate():
     _, guard, _ = make()
     with pytest.raises(ValueError, match="mine"):
         guard.step(SIZE, lambda a, b: (_ for _ in ()).throw(ValueError("mine")))
 
 
-def test_host_memory_gives_caches_back_first():
+def test_host_memory_is_released_before_the_retry():
     model, _, loss_of = make()
-    asked = []
-    guard = OOMGuard(model, torch.optim.SGD(model.parameters(), lr=0.1), on_host_memory=lambda: asked.append(1))
+    calls = []
+    guard = OOMGuard(model, torch.optim.SGD(model.parameters(), lr=0.1), on_host_memory=lambda: calls.append(1))
 
     def once(begin, end):
-        if not asked:
+        if not calls:
             raise MemoryError
         return loss_of(begin, end)
 
     guard.step(SIZE, once)
-    assert asked == [1] and len(guard.events) == 1
+    assert calls == [1] and len(guard.events) == 1
 
 
 OPTIMIZERS = {
@@ -360,7 +264,7 @@ OPTIMIZERS = {
 
 
 class Unknown(torch.optim.Optimizer):
-    """Keeps a counter in its group, a number and a tensor a parameter, made when first needed."""
+    """Keeps a counter per group and, from the first step on, a number and a tensor per parameter."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1, "calls": 0})
@@ -377,7 +281,7 @@ class Unknown(torch.optim.Optimizer):
 
 
 def contents(optimizer):
-    """Weights, state and groups of an optimizer, comparable."""
+    """Return weights, state and groups of an optimizer as a comparable value."""
     state = optimizer.state_dict()
     flat = [p.tolist() for g in optimizer.param_groups for p in g["params"]]
     for key, values in sorted(state["state"].items()):
@@ -386,9 +290,11 @@ def contents(optimizer):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_guarded_optimizers_are_as_bare_ones(name):
-    """State made beforehand changes nothing; a failure at any operation of the optimizer's
-    step, first and later ones, leaves weights, state and counters as they were."""
+def test_guarded_optimizers_equal_bare_ones(name):
+    """State that is allocated before training changes no result.
+
+    A failure at any operation of the first and later steps leaves weights, state and counters unchanged.
+    """
     torch.manual_seed(0)
     bare = torch.nn.Linear(3, 2).double()
     guarded = torch.nn.Linear(3, 2).double()
@@ -411,12 +317,12 @@ def test_guarded_optimizers_are_as_bare_ones(name):
                 break
             assert contents(other) == before, operation
             operation += 1
-        # Before its first step a bare optimizer may have no state yet; after it they agree.
+        # A bare optimizer may have no state before its first step, so the states are compared after it.
         assert contents(other) == contents(optimizer) and operation >= 1
 
 
 @pytest.mark.parametrize("make_fused", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
-def test_fused_optimizers_write_nothing_but_counters_before_they_fail(make_fused):
+def test_a_failed_step_of_a_fused_optimizer_writes_only_counters(make_fused):
     model = torch.nn.Linear(3, 2)
     optimizer = make_fused(model.parameters(), lr=0.1, fused=True)
     guard = OOMGuard(model, optimizer)
@@ -438,8 +344,8 @@ def test_fused_optimizers_write_nothing_but_counters_before_they_fail(make_fused
     assert failures >= 1 and not torch.equal(before[0], tensors[0])
 
 
-class Seen:
-    """A metric as torchmetrics keeps one: states are attributes."""
+class SeenMetric:
+    """A metric that keeps its state in attributes, as torchmetrics does."""
 
     def __init__(self):
         self.total, self.count, self.values = torch.zeros(()), 0, []
@@ -450,8 +356,8 @@ class Seen:
         self.values.append(value)
 
 
-def test_metrics_count_an_item_once():
-    model, metric = torch.nn.Linear(3, 1), Seen()
+def test_metrics_count_each_item_once():
+    model, metric = torch.nn.Linear(3, 1), SeenMetric()
     guard = OOMGuard(model, torch.optim.SGD(model.parameters(), lr=0.0), metrics=[metric])
     failures = []
 
@@ -481,9 +387,10 @@ def test_random_states_are_restored():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_scaler_is_as_if_nothing_had_failed(fused):
-    """Wherever memory runs out: in the first forward as well, after gradients were unscaled, and in
-    a fused step, which finds the scale on the optimizer."""
+def test_a_failure_does_not_change_the_scaler(fused):
+    """Memory runs out at every operation: in the first forward, after gradients were unscaled, and in
+    a fused step, which reads the scale from the optimizer.
+    """
 
     def run(mode):
         torch.manual_seed(0)
@@ -505,47 +412,3 @@ def test_a_scaler_is_as_if_nothing_had_failed(fused):
         assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True)), operation
         phases |= {event["phase"] for event in events}
     assert phases == {"forward", "backward", "optimizer"}
-
-
-def test_cleaning_needs_evidence():
-    stats, emptied = {"num_alloc_retries": 0}, []
-    cleaner = CudaCacheManager(lambda: stats, lambda: emptied.append(1))
-
-    def steps():
-        for _ in range(CHECK_EVERY_STEPS):
-            cleaner.after_step()
-        return len(emptied)
-
-    assert steps() == 0
-    stats["num_alloc_retries"] = 3
-    assert steps() == 1 and steps() == 1
-    stats.update({"allocated_bytes.all.peak": 1 << 30, "reserved_bytes.all.current": 5 << 28})
-    assert steps() == 1
-    stats["reserved_bytes.all.current"] = 2 << 30
-    assert steps() == 2
-    cleaner.after_checkpoint()
-    assert cleaner.num_cleanups == len(emptied) == 3
-    if not torch.cuda.is_available():
-        bare = CudaCacheManager(empty=lambda: emptied.append(1))
-        bare.after_checkpoint()
-        assert len(emptied) == 3
-
-
-def test_an_epoch_is_planned_from_what_failed():
-    """32 items of which 11 fit: halved to 8, then epoch by epoch between what fits and what
-    does not; the same on every rank, and kept by a checkpoint."""
-    sizes, tried = MicroBatchPolicy(), []
-    for epoch in range(8):
-        sizes.begin_epoch(epoch)
-        again = MicroBatchPolicy()
-        again.load_state_dict(json.loads(json.dumps(sizes.state_dict())))
-        again.begin_epoch(epoch)
-        assert vars(again) == vars(sizes)
-        micro = sizes.size or 32
-        tried.append(micro)
-        while micro > 11:
-            micro = sizes.on_failure(micro)
-        for _ in range(5):
-            sizes.on_success(micro, 32)
-    assert tried == [32, 12, 10, 11, 11, 11, 11, 11]
-    assert (sizes.fits, sizes.fails) == (11, 12)

@@ -1,5 +1,7 @@
-"""Out of memory at every operation of a step of every detector. TRACESTORE_OOM=all runs
-all of them; a stratified sample otherwise."""
+"""Out-of-memory errors at operations of a step, for every detector.
+
+TRACESTORE_OOM=all tests every operation; the default is a sample.
+"""
 
 import gc
 import os
@@ -18,7 +20,7 @@ OPTIMIZERS = ("sgd", "adam", "fused")
 
 
 def steps(case, mode_of_second=None, count=3):
-    """`count` steps, the second under a mode. -> the guard."""
+    """Run `count` steps, the second one under a mode. Return the guard."""
     _, guard, loss_of = make(*case)
     torch.manual_seed(5)
     for step in range(count):
@@ -31,12 +33,13 @@ def steps(case, mode_of_second=None, count=3):
 
 
 def sample(count, wanted):
-    """All of range(count), or `wanted` of them evenly, ends included."""
+    """Return `wanted` evenly spaced numbers of range(count), ends included, or all of them."""
     return range(count) if ALL else sorted({round(k * (count - 1) / (wanted - 1)) for k in range(wanted)})
 
 
 @pytest.fixture(scope="module")
 def phases():
+    """Count the failures by phase; every phase must occur."""
     counted = Counter()
     yield counted
     print(f"injections by phase: {dict(counted)}")
@@ -45,8 +48,8 @@ def phases():
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", DETECTORS)
-def test_once_anywhere_is_as_if_never(name, optimizer, phases):
-    """With dropout: the retry at the same size is bitwise a run that never failed."""
+def test_one_failure_changes_nothing(name, optimizer, phases):
+    """The retry at the same size equals a run without a failure bit for bit, dropout included."""
     case, counter = (name, optimizer, "by torch", torch.float32), FailAt()
     expected = everything(steps(case, counter))
     met = Counter()
@@ -61,7 +64,7 @@ def test_once_anywhere_is_as_if_never(name, optimizer, phases):
 
 
 def operations(case):
-    """How many operations a step has, and how many of them copy what may have to be put back."""
+    """Return the number of operations of a step and of its snapshot."""
     _, guard, loss_of = make(*case)
     guard.step(SIZE, loss_of)
     whole, copying = FailAt(), FailAt()
@@ -73,8 +76,10 @@ def operations(case):
 
 
 def second_step(case, operation, times, copying):
-    """The second step fails at one operation of each of its first `times` attempts.
-    -> the guard, all before that step, whether it finished."""
+    """Fail the second step at one operation of each of its first `times` attempts.
+
+    Return the guard, the tensors before that step and whether the step finished.
+    """
     _, guard, loss_of = make(*case)
     torch.manual_seed(5)
     guard.step(SIZE, loss_of)
@@ -82,7 +87,7 @@ def second_step(case, operation, times, copying):
     mode, attempt, calls = FailAt(), guard._attempt, []
 
     def counted(*args):
-        # Later attempts do not copy again, unless copying is what failed.
+        # Later attempts skip the snapshot, unless the snapshot failed.
         mode.count = copying if calls and operation >= copying else 0
         mode.first = mode.last = operation if len(calls) < times else -1
         calls.append(1)
@@ -99,9 +104,11 @@ def second_step(case, operation, times, copying):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", DETECTORS)
-def test_twice_anywhere_splits_to_the_same_result(name, optimizer):
-    """An operation that fails in both attempts at full size: the batch is split (or the
-    optimizer tried a third time) and comes to what the whole one does within 1e-12, dropout and all."""
+def test_two_failures_split_the_batch_with_the_same_result(name, optimizer):
+    """After two failures at full size the batch is split, or the optimizer steps a third time.
+
+    The result equals that of the whole batch within 1e-12, dropout included.
+    """
     case = (name, optimizer, "by trace", torch.float64)
     count, copying = operations(case)
     expected = everything(second_step(case, 0, 0, copying)[0])
@@ -116,9 +123,8 @@ def test_twice_anywhere_splits_to_the_same_result(name, optimizer):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", DETECTORS)
-def test_for_good_leaves_all_as_it_was(name, optimizer):
-    """An operation that fails whatever the size: weights, optimizer and random state are
-    those before the step, to be saved."""
+def test_permanent_failures_change_nothing(name, optimizer):
+    """Weights, optimizer and random state are those before the step, so that they can be saved."""
     case = (name, optimizer, "by torch", torch.float32)
     count, copying = operations(case)
     for operation in sample(count, 6):
@@ -128,8 +134,8 @@ def test_for_good_leaves_all_as_it_was(name, optimizer):
 
 
 @pytest.mark.parametrize("name", DETECTORS)
-def test_failed_tensors_are_gone_before_the_retry(name):
-    """Also what a failed backward pass leaves in the autograd engine's queue."""
+def test_tensors_of_a_failed_attempt_are_freed_before_the_retry(name):
+    """This includes tensors in the queue of the autograd engine after a failed backward pass."""
     case = (name, "adam", "by trace", torch.float32)
     watched = 0
     for operation in sample(operations(case)[0], 24):
@@ -138,14 +144,14 @@ def test_failed_tensors_are_gone_before_the_retry(name):
         mode, attempt, alive = FailAt(operation, watch=True), guard._attempt, []
         keep = {id(t) for t in (*guard.model.parameters(), *guard.model.buffers())}
 
-        def looking(*args, mode=mode, attempt=attempt, alive=alive, keep=keep):
+        def checked(*args, mode=mode, attempt=attempt, alive=alive, keep=keep):
             if mode.refs and not alive:
                 gc.collect()
                 alive.append([n for n, r in mode.refs if r() is not None and id(r()) not in keep])
                 mode.watch = False
             return attempt(*args)
 
-        guard._attempt = looking
+        guard._attempt = checked
         with mode:
             guard.step(SIZE, loss_of)
         if alive:

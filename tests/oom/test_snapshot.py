@@ -1,4 +1,4 @@
-"""Copies of live tensors are exact, whatever the tensors are."""
+"""Snapshots restore tensors of every kind exactly."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_restores_every_kind_of_tensor():
                 t.fill_(1)
 
 
-def test_keeps_what_has_no_memory_to_look_at():
+def test_restores_sparse_tensors():
     live = [torch.sparse_coo_tensor([[0, 2], [1, 0]], [3.0, 4.0], (3, 3)).coalesce(), torch.ones(2)]
     copies = TensorCopies()
     for _ in range(2):
@@ -56,7 +56,7 @@ def test_keeps_what_has_no_memory_to_look_at():
         assert live[0].values().tolist() == [3, 4] and live[1].tolist() == [1, 1]
 
 
-def test_buffers_may_be_resized_and_replaced():
+def test_restores_buffers_that_forward_resized_or_replaced():
     class Layer(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -82,8 +82,10 @@ def test_buffers_may_be_resized_and_replaced():
 
 
 def failures_of_a_step(guard, live):
-    """The optimizer's step, out of memory at each of its operations in turn: what `live` gives is
-    the same after each. -> how many failed before one went through."""
+    """Fail each operation of the optimizer's step in turn; `live()` must not change.
+
+    Return the number of failures.
+    """
     guard.model(torch.ones(1, 3)).sum().backward()
     before, failed = bytes_of(live()), 0
     while True:
@@ -95,8 +97,8 @@ def failures_of_a_step(guard, live):
         failed += 1
 
 
-class OwnAverage(torch.optim.Optimizer):
-    """Replaces its state in each step, as optimizers of one's own may."""
+class ReplacingOptimizer(torch.optim.Optimizer):
+    """An optimizer that replaces its state in each step."""
 
     def __init__(self, parameters, lr):
         super().__init__(parameters, {"lr": lr})
@@ -111,9 +113,9 @@ class OwnAverage(torch.optim.Optimizer):
                     p.add_(state["m"], alpha=-group["lr"])
 
 
-def test_state_that_is_replaced_in_each_step_comes_back():
+def test_restores_state_that_the_step_replaces():
     model = torch.nn.Linear(3, 2)
-    guard = OOMGuard(model, OwnAverage(model.parameters(), 0.1))
+    guard = OOMGuard(model, ReplacingOptimizer(model.parameters(), 0.1))
     for _ in range(3):
         guard.step(4, lambda begin, end: model(torch.ones(end - begin, 3)).square().mean())
     assert (
@@ -122,8 +124,8 @@ def test_state_that_is_replaced_in_each_step_comes_back():
 
 
 @pytest.mark.parametrize("options", [{}, {"fused": True}])
-def test_parameters_that_come_later_are_kept_too(options):
-    """As when a part of a model is unfrozen."""
+def test_restores_parameters_that_were_added_later(options):
+    """Unfreezing a part of a model adds parameters."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
     optimizer = torch.optim.Adam(model[1].parameters(), lr=0.1, **options)
     guard = OOMGuard(model, optimizer)
@@ -137,7 +139,7 @@ def test_parameters_that_come_later_are_kept_too(options):
     assert failures_of_a_step(guard, model.parameters) >= 1
 
 
-def test_lists_again_what_has_other_memory():
+def test_restores_tensors_whose_data_was_replaced_before():
     a, b = torch.ones(4), torch.ones(4)
     copies = TensorCopies()
     copies.save([a, b])
@@ -149,8 +151,8 @@ def test_lists_again_what_has_other_memory():
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop])
-def test_weights_that_were_replaced_between_steps_come_back(make):
-    """As vector_to_parameters and averaging of weights replace them."""
+def test_restores_weights_that_were_replaced_between_steps(make):
+    """vector_to_parameters and weight averaging replace them."""
     code, failed = 1, 0
     while code != 0:
         model = torch.nn.Linear(3, 2)
@@ -165,8 +167,8 @@ def test_weights_that_were_replaced_between_steps_come_back(make):
     assert failed >= 2
 
 
-def test_other_views_of_the_same_memory_come_back():
-    """Weights that begin where those before them did, and state that was moved."""
+def test_restores_weights_and_state_whose_memory_was_replaced():
+    """The weights become another view of the same memory, the state moves to shared memory."""
     base = torch.rand(10, 10)
     model = torch.nn.Linear(5, 10)
     model.weight.data = base.view(-1)[:50].view(10, 5)
@@ -189,7 +191,7 @@ def test_other_views_of_the_same_memory_come_back():
 
 
 def guard_operations(guard):
-    """Of a step that goes through, which is then undone."""
+    """Return the number of operations of a step, which is then undone."""
     counter = FailAt()
     with counter:
         assert guard._optimizer_step() == 0

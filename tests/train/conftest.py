@@ -1,4 +1,4 @@
-"""What tests of whole training runs share."""
+"""Fixtures of the tests of whole training runs."""
 
 import json
 import os
@@ -13,12 +13,13 @@ from tests.train.runs import write_labelled
 
 @pytest.fixture(scope="module")
 def labelled(tmp_path_factory):
+    """Return the path of a store whose hidden states predict the label."""
     return write_labelled(tmp_path_factory.mktemp("labelled") / "store.zarr")
 
 
 @pytest.fixture(scope="module")
 def driver():
-    """Asks tests/train/crash_tests.py."""
+    """Return a function that calls functions of tests/train/crash_tests.py in its own process."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.train.crash_tests"],
         cwd=ROOT,

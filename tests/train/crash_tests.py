@@ -1,6 +1,8 @@
-"""Trains in forked processes that are killed, for test_resume.py, which writes one request a
-line and reads one answer a line. Everything is imported once, so that a run costs what
-training costs."""
+"""Train in forked processes that are killed: python -m tests.train.crash_tests.
+
+Reads one request per line, a JSON list of a function of this module and its arguments, and writes
+one JSON result per line. All modules are imported once, so that a run takes little more than its training.
+"""
 
 import contextlib
 import errno
@@ -23,14 +25,14 @@ from tracestore.experiment import run
 from tracestore.store.io import fsio
 from tracestore.train.model_runner import ModelRunner
 
-# What is not training costs most of a short run.
+# These take most of the time of a short run.
 run.write_plots = lambda *_: []
 run.write_page = lambda *_: None
 metrics.BOOTSTRAP_SAMPLES = 20
 
 
 def start(argv, folder, *more, before=None, error_file=None):
-    """A process that trains with these arguments; its standard error goes to FOLDER.err."""
+    """Start a process that trains, with its standard error in FOLDER.err. Return its id."""
     child = os.fork()
     if child:
         return child
@@ -48,38 +50,40 @@ def start(argv, folder, *more, before=None, error_file=None):
 
 
 def wait(child):
+    """Return the exit code of a process, or its negative signal."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def expect(code, child, folder):
+    """Wait for a process and check its exit code."""
     found = wait(child)
     assert found == code, f"exit {found}, expected {code}: {Path(f'{folder}.err').read_text()}"
 
 
-def whole(argv, folder):
-    """What a run that nothing disturbs leaves, and its seconds."""
+def undisturbed(argv, folder):
+    """Run without interruption. Return the outcome and the seconds."""
     began = time.monotonic()
     expect(0, start(argv, folder / "whole"), folder / "whole")
     return outcome(folder / "whole"), time.monotonic() - began
 
 
 def killed_at_random(argv, folder, kills, seed):
-    """Kills and resumes; each time a run reaches its end it must be the reference run."""
+    """Kill and resume runs. Each run that finishes must equal an undisturbed one."""
     rng = random.Random(seed)
-    expected, whole_s = whole(argv, folder)
+    expected, seconds = undisturbed(argv, folder)
     done = compared = 0
     while done < kills or not compared:
         out = folder / f"cut{compared}"
         child = start(argv, out, "--resume", "--checkpoint-interval", rng.choice(["0", "0.02", "300"]))
         if done < kills:
-            time.sleep(rng.uniform(0, 0.7 * whole_s))
+            time.sleep(rng.uniform(0, 0.7 * seconds))
             os.kill(child, signal.SIGKILL)
         code = wait(child)
         if code == -signal.SIGKILL:
             done += 1
             continue
         assert code == 0, Path(f"{out}.err").read_text()
-        assert outcome(out) == expected, f"after {done} kills: another result"
+        assert outcome(out) == expected, f"the result differs after {done} kills"
         compared += 1
     return {"kills": done, "compared": compared}
 
@@ -113,8 +117,8 @@ def torn(number, end):
 
 
 def killed_while_writing(argv, folder):
-    """SIGKILL in the middle of some checkpoints: the one before stays whole."""
-    expected, _ = whole(argv, folder)
+    """Kill runs while they write a checkpoint: the previous checkpoint stays valid."""
+    expected, _ = undisturbed(argv, folder)
     out, found = folder / "torn", 0
     for number in range(2, 9):
         before = torn(number, lambda: os.kill(os.getpid(), signal.SIGKILL))
@@ -125,11 +129,11 @@ def killed_while_writing(argv, folder):
             found += 1
     expect(0, start(argv, out, "--resume"), out)
     assert outcome(out) == expected
-    return {"whole_checkpoints": found}
+    return {"valid_checkpoints": found}
 
 
 def disk_full(argv, folder):
-    """split.json and three checkpoints are written, the next one finds the disk full."""
+    """Fill the disk after split.json and three checkpoints."""
 
     def full():
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -142,22 +146,22 @@ def disk_full(argv, folder):
 
 
 def stopped(argv, folder, signum):
-    """A signal within the second epoch, and the run that goes on from there."""
-    expected, _ = whole(argv, folder)
+    """Interrupt a run in its second epoch, and resume it."""
+    expected, _ = undisturbed(argv, folder)
     out = folder / "stopped"
     child = start(argv, out)
     while not list(out.glob("*/last.pt")):
         time.sleep(0.001)
     os.kill(child, signum)
     expect(128 + signum, child, out)
-    said = Path(f"{out}.err").read_text()
+    stderr = Path(f"{out}.err").read_text()
     expect(0, start(argv, out, "--resume"), out)
     assert outcome(out) == expected
-    return {"stderr": said}
+    return {"stderr": stderr}
 
 
 def start_ranks(count, argv, folder, *more, before=None):
-    """Processes as torchrun starts them."""
+    """Start processes as torchrun does. Return their ids."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -176,13 +180,14 @@ def start_ranks(count, argv, folder, *more, before=None):
 
 
 def by_ranks(argv, folder, count):
+    """Train with several ranks, resuming a run in the folder."""
     for rank, child in enumerate(start_ranks(count, argv, folder, "--resume")):
         expect(0, child, f"{folder}.{rank}")
     return {}
 
 
 def ranks_out_of_memory(argv, folder, count, steps):
-    """All ranks find, after some steps, that no trace fits; one process then goes on."""
+    """Run out of memory for good on all ranks after some steps; one process resumes."""
 
     def before():
         original = ModelRunner.step_loss
@@ -197,23 +202,23 @@ def ranks_out_of_memory(argv, folder, count, steps):
     by_ranks(argv, folder / "whole", 1)
     out = folder / "ranks"
     codes = [wait(child) for child in start_ranks(count, argv, out, before=before)]
-    said = [Path(f"{out}.{rank}.err").read_text() for rank in range(count)]
+    stderr = [Path(f"{out}.{rank}.err").read_text() for rank in range(count)]
     by_ranks(argv, out, 1)
     (path,) = out.glob("*/last.pt")
     size = torch.load(path, weights_only=True)["guard"]["sizes"]["size"]
     losses = [results(folder / name)["history"]["train_loss"] for name in ("whole", "ranks")]
     events = [(e["size_before"], e["size_after"]) for e in results(out)["oom_events"]]
-    return {"codes": codes, "stderr": said, "size": size, "losses": losses, "events": events}
+    return {"codes": codes, "stderr": stderr, "size": size, "losses": losses, "events": events}
 
 
 def results(folder):
-    """The entry of the one model."""
+    """Return the results of the only detector."""
     (entry,) = json.loads((folder / "results.json").read_text())["models"].values()
     return entry
 
 
 def rank_signalled(argv, folder, signum):
-    """A signal for rank 1 alone within the second epoch, and one process that goes on."""
+    """Send a signal to rank 1 in the second epoch; one process resumes."""
     by_ranks(argv, folder / "whole", 1)
     out = folder / "ranks"
     children = start_ranks(2, argv, out)
@@ -221,11 +226,11 @@ def rank_signalled(argv, folder, signum):
         time.sleep(0.001)
     os.kill(children[1], signum)
     codes = [wait(child) for child in children]
-    said = [Path(f"{out}.{rank}.err").read_text() for rank in range(2)]
+    stderr = [Path(f"{out}.{rank}.err").read_text() for rank in range(2)]
     by_ranks(argv, out, 1)
     results = [json.loads((folder / name / "results.json").read_text())["models"] for name in ("whole", "ranks")]
     losses = [[entry["history"]["train_loss"] for entry in entries.values()] for entries in results]
-    return {"codes": codes, "stderr": said, "losses": losses}
+    return {"codes": codes, "stderr": stderr, "losses": losses}
 
 
 if __name__ == "__main__":

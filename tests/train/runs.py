@@ -1,4 +1,4 @@
-"""What tests of whole training runs share."""
+"""Stores, flags and results of small training runs."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ TIMES = ("seconds_per_epoch", "traces_per_s", "data_wait_share")
 
 
 def write_labelled(path, attention="mean"):
-    """60 traces whose hidden states tell the label, 4 more without a score."""
+    """Write a store of 60 traces whose hidden states predict the label, and 4 without a score."""
     with tracestore.create(path, attention=attention) as writer:
         for k in range(64):
             trace = make_trace(k, tokens=2 + k % 4, layers=3, dim=8)
@@ -30,7 +30,7 @@ def write_labelled(path, attention="mean"):
 
 
 def timeless(value):
-    """Results without what a clock says."""
+    """Return results without times."""
     if isinstance(value, dict):
         return {k: timeless(v) for k, v in value.items() if k not in TIMES}
     return value
@@ -45,7 +45,7 @@ def _digest(value):
 
 
 def outcome(folder):
-    """Everything a run leaves that no clock decides: weights and optimizer bit for bit, results."""
+    """Return what a run leaves, without times: results, and digests of weights and optimizer."""
     results = json.loads((folder / "results.json").read_text())
     found = {"models": timeless(results["models"]), "split": results["split"]}
     for path in sorted(folder.glob("*/*.pt")):

@@ -1,4 +1,4 @@
-"""Training on a GPU, and the same on the CPU where that shows that the test is right."""
+"""Training on a GPU. Tests that apply to the CPU also run there, which checks the tests themselves."""
 
 import json
 
@@ -31,8 +31,8 @@ def train(labelled, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_trains_resumes_and_comes_to_what_the_cpu_comes_to(train, device):
-    """Without dropout, whose masks differ between kinds of device."""
+def test_training_and_resuming_equal_the_cpu(train, device):
+    """Dropout is off: its masks differ between kinds of device."""
     sizes = SMALL | {"dropout": 0.0}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tracestore.detectors.models.GNN_DROPOUT", 0.0)
@@ -47,7 +47,7 @@ def test_trains_resumes_and_comes_to_what_the_cpu_comes_to(train, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", DETECTORS)
-def test_fused_and_pyg_learn_the_same(train, device, name):
+def test_fused_and_pyg_message_passing_have_equal_losses(train, device, name):
     sizes = SMALL | {"dropout": 0.0, "layers": (0, 2)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tracestore.detectors.models.GNN_DROPOUT", 0.0)
@@ -60,7 +60,7 @@ def test_fused_and_pyg_learn_the_same(train, device, name):
 
 @gpu
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision(train, precision):
+def test_half_precision_losses_are_close_to_float32(train, precision):
     full = train("full", "cuda")
     half = train(precision, "cuda", precision=precision)
     for name in DETECTORS:
@@ -70,9 +70,11 @@ def test_half_precision(train, precision):
 
 @pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
-def test_memory_runs_out_for_real(device):
-    """A batch that does not fit beside a ballast is split, comes to the same gradient, and what
-    failed is given back. On a GPU a limit for the process; on the CPU one for the test."""
+def test_recovers_from_a_real_lack_of_memory(device):
+    """A batch that does not fit is split with the same gradient, and the failed tensors are freed.
+
+    Memory is limited by a fraction of the GPU and a ballast, on the CPU by RLIMIT_DATA.
+    """
     code = (
         "import gc, resource, sys, torch\n"
         "from tracestore.train import OOMGuard\n"
@@ -114,7 +116,7 @@ def test_memory_runs_out_for_real(device):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
 def test_ranks_on_gpus(labelled, tmp_path):
-    """NCCL for gradients, gloo for what ranks tell each other."""
+    """NCCL sums the gradients, gloo exchanges small values."""
     flags = ["--store", labelled, "--no-probe", *FAST, *ONLY["gnn_det_lstm"], "--epochs", 2, "--json"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
     many = run_cli(*launcher, "tools/train.py", *flags, "--output-dir", tmp_path / "many", check=0)

@@ -1,4 +1,4 @@
-"""Several processes that train one model: the same batches, the same losses, no hang."""
+"""Several ranks train one model with the same batches and losses as one process, and do not hang."""
 
 import json
 import signal
@@ -16,7 +16,7 @@ SMALL = ["--no-probe", "--batch-size", 3, *FAST]
 
 
 def test_the_same_losses_for_1_2_and_4_ranks(driver, labelled, tmp_path):
-    """An epoch by four ranks, the next by two, against one process; dropout and the noise of the VAE included."""
+    """Four ranks train one epoch and two the next; dropout and the noise of the VAE are included."""
     flags = ["--store", labelled, *SMALL]
     driver("by_ranks", [*flags, "--epochs", 2], tmp_path / "one", 1)
     driver("by_ranks", [*flags, "--epochs", 1], tmp_path / "many", 4)
@@ -43,11 +43,11 @@ def test_torchrun(labelled, tmp_path):
     assert results["models"] == json.loads((tmp_path / "r/results.json").read_text())["models"]
     second = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
     wrong = run_cli("tools/train.py", *flags, "--lr", -1, env=second, check=2)
-    assert wrong.stderr == "", "rank 0 says what all ranks find"
+    assert wrong.stderr == "", "rank 0 reports errors that all ranks find"
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
-def test_a_rank_that_is_stopped_or_dies_ends_all(driver, labelled, tmp_path, signum):
+def test_a_signal_or_kill_of_one_rank_ends_all(driver, labelled, tmp_path, signum):
     flags = ["--store", labelled, *SMALL, *ONLY["lstm_solo"], "--epochs", 6]
     found = driver("rank_signalled", flags, tmp_path, int(signum))
     first, second = found["stderr"]
@@ -61,9 +61,11 @@ def test_a_rank_that_is_stopped_or_dies_ends_all(driver, labelled, tmp_path, sig
     assert np.allclose(*found["losses"], rtol=0, atol=1e-5)
 
 
-def test_ranks_try_the_same_sizes_where_a_batch_does_not_divide(driver, labelled, tmp_path):
-    """Slices of 3, 2 and 2 traces: all give up after the same attempts, and the checkpoint is
-    there; a run that goes on does so with whole batches."""
+def test_ranks_with_slices_of_different_sizes_try_the_same_micro_batches(driver, labelled, tmp_path):
+    """Slices of 3, 2 and 2 traces stop after the same attempts, with a checkpoint.
+
+    The resumed run uses whole batches.
+    """
     flags = ["--store", labelled, "--no-probe", *FAST, "--batch-size", 7, *ONLY["lstm_solo"], "--epochs", 1]
     found = driver("ranks_out_of_memory", flags, tmp_path, 3, 2)
     assert found["codes"] == [75, 75, 75]
@@ -75,7 +77,7 @@ def test_ranks_try_the_same_sizes_where_a_batch_does_not_divide(driver, labelled
 
 @pytest.mark.long
 def test_several_ranks_with_the_probe(labelled, tmp_path):
-    """Which rank 0 fits alone, on all traces."""
+    """Rank 0 fits the probe alone, on all traces."""
     flags = ["--store", labelled, *FAST, *ONLY["lstm_solo"], "--epochs", 1, "--json"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
     many = run_cli(*launcher, "tools/train.py", *flags, "--output-dir", tmp_path / "many", check=0)
@@ -84,7 +86,7 @@ def test_several_ranks_with_the_probe(labelled, tmp_path):
     assert probes[0] == probes[1] and (tmp_path / "many/predictions.csv").exists()
 
 
-def test_one_rank_is_a_group_of_its_own():
+def test_collectives_of_one_process_return_their_argument():
     ranks, parameter = DistributedContext(), torch.nn.Parameter(torch.ones(2))
     parameter.grad = gradient = torch.ones(2)
     ranks.sum_gradients([parameter])

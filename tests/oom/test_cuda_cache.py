@@ -1,0 +1,29 @@
+"""The cache of CUDA's allocator is emptied only where statistics show that it helps."""
+
+import torch
+
+from tracestore.oom.cuda_cache import CHECK_EVERY_STEPS, CudaCacheManager
+
+
+def test_the_cache_is_emptied_after_retries_checkpoints_and_with_idle_memory():
+    stats, emptied = {"num_alloc_retries": 0}, []
+    manager = CudaCacheManager(lambda: stats, lambda: emptied.append(1))
+
+    def steps():
+        for _ in range(CHECK_EVERY_STEPS):
+            manager.after_step()
+        return len(emptied)
+
+    assert steps() == 0
+    stats["num_alloc_retries"] = 3
+    assert steps() == 1 and steps() == 1
+    stats.update({"allocated_bytes.all.peak": 1 << 30, "reserved_bytes.all.current": 5 << 28})
+    assert steps() == 1
+    stats["reserved_bytes.all.current"] = 2 << 30
+    assert steps() == 2
+    manager.after_checkpoint()
+    assert manager.num_cleanups == len(emptied) == 3
+    if not torch.cuda.is_available():
+        bare = CudaCacheManager(empty=lambda: emptied.append(1))
+        bare.after_checkpoint()
+        assert len(emptied) == 3
