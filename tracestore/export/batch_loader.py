@@ -1,15 +1,16 @@
-"""Traces batch by batch as dicts, for scripts written against folders of pickles."""
+"""Traces batch by batch as dicts, for scripts that were written for folders of pickles."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.export.exporter import TRACES_PER_FILE, layers_of, trace_dict
-from tracestore.export.pickle_list import PickleListWriter
+from tracestore.export.exporter import TRACES_PER_FILE
+from tracestore.export.file_formats import PickleListWriter, file_layers, trace_dict
 from tracestore.ingest.formats import read_traces
 from tracestore.ingest.sources import SourceFile, find_sources
 from tracestore.store.format import schema
@@ -25,80 +26,136 @@ _MIB = 1 << 20
 class TraceBatchLoader:
     """The traces of a folder of files, or of a store, as dicts of the pickle schema.
 
-    A batch is a file of the folder, or what a store has of one source file (of traces that a
-    program appended, 500). Files are read as data: nothing in them is run, and only the trace
-    that is at hand takes memory. Arrays are numpy's, read-only views of the mapped file where it
-    is not compressed; bfloat16 comes as torch tensors. Every dict has a question_id, and of a
-    store that holds the mean over the heads `attentions` are L arrays (1, S, S).
+    A batch is a file of the folder, or the traces of a store that came from one file. Traces that a
+    program appended to a store form batches of 500. Files are parsed as data: no code in them runs,
+    and only the current trace takes memory. Arrays are NumPy's, read-only views of the mapped file
+    where it is not compressed; bfloat16 gives torch tensors. Each dict has a question_id. For a
+    store of head-averaged attention, `attentions` is a list of L arrays (1, S, S).
 
-    UsageError where there is nothing to read, InvalidInputError where a file is not one of
-    traces, CorruptStoreError as everywhere. Files of last tokens or graphs (.pt) have no
-    dicts: convert them.
+    Parameters
+    ----------
+    path : str or PathLike
+        A folder or file of pickles, or a store. Files of last tokens or graphs (.pt) hold no dicts:
+        convert them.
+
+    Raises
+    ------
+    UsageError
+        If there is nothing to read.
+    InvalidInputError
+        While reading, if a file does not hold traces.
+    CorruptStoreError
+        While reading, if the store is damaged.
+
+    Examples
+    --------
+    >>> import tracestore
+    >>> loader = tracestore.TraceBatchLoader("store.zarr")
+    >>> len(loader), loader.get_total_traces()
+    (1, 12)
+    >>> trace = next(loader.iter_traces())
+    >>> trace["question_id"], len(trace["hidden_states"]), trace["hidden_states"][0].shape
+    ('q0', 3, (5, 8))
     """
 
     def __init__(self, path: str | os.PathLike[str] = "traces_data") -> None:
         self.path = parse_location(path)
-        self._batches: Sequence[_File | _Part]
+        self._batches: Sequence[_Batch]
         if not isinstance(self.path, Path) or (self.path.is_dir() and LocalFiles(self.path).generations()):
-            self._batches = _parts(open_store(self.path))
+            self._batches = _store_batches(open_store(self.path))
         else:
-            self._batches = [_File(source) for source in find_sources([self.path], self.path)]
+            self._batches = [_FileBatch(source) for source in find_sources([self.path], self.path)]
 
     def __len__(self) -> int:
-        """Batches."""
+        """Return the number of batches."""
         return len(self._batches)
 
-    def _batch(self, batch_idx: int) -> "_File | _Part":
+    def _batch(self, batch_idx: int) -> "_Batch":
         if not 0 <= batch_idx < len(self):
             raise IndexError(f"batch {batch_idx} of {len(self)}")
         return self._batches[batch_idx]
 
     def get_batch(self, batch_idx: int) -> list[dict[str, Any]]:
-        """All traces of a batch. IndexError where there is no such batch."""
+        """Return all traces of a batch.
+
+        Raises
+        ------
+        IndexError
+            If there is no such batch.
+        """
         return list(self._batch(batch_idx))
 
     def iter_batches(self) -> Iterator[list[dict[str, Any]]]:
-        """Batch after batch; one at a time is held."""
+        """Yield the list of traces of each batch. One batch at a time is in memory."""
         for batch in self._batches:
             yield list(batch)
 
     def iter_traces(self) -> Iterator[dict[str, Any]]:
-        """Trace after trace; one at a time is held."""
+        """Yield each trace. One trace at a time is in memory."""
         for batch in self._batches:
             yield from batch
 
     def get_total_traces(self) -> int:
-        """Traces of all batches."""
-        return sum(batch.count() for batch in self._batches)
+        """Return the number of traces of all batches."""
+        return sum(batch.count_traces() for batch in self._batches)
 
     def get_trace_by_global_id(self, global_id: int) -> dict[str, Any] | None:
-        """The first trace whose `global_example_id` this is, or None. Looks through the traces in
-        order; of a store through its texts only."""
+        """Return the first trace with this `global_example_id`, or None.
+
+        The traces are searched in order. Of a store only the texts are read.
+        """
         for batch in self._batches:
-            found = batch.find(lambda value: value == global_id)
-            if found is not None:
-                return found
+            trace = batch.find(global_id)
+            if trace is not None:
+                return trace
         return None
 
     def get_batch_info(self) -> list[dict[str, Any]]:
-        """batch_idx, filename, size_mb (MiB of the file) and num_traces of each batch. Of a folder
-        it counts traces by reading the files once."""
+        """Return a dict for each batch. The files of a folder are read once to count traces.
+
+        Returns
+        -------
+        list of dict
+            "batch_idx", "filename", "size_mb" (MiB of the file) and "num_traces".
+        """
         return [
-            {"batch_idx": k, "filename": b.name, "size_mb": b.size / _MIB, "num_traces": b.count()}
+            {"batch_idx": k, "filename": b.name, "size_mb": b.num_bytes / _MIB, "num_traces": b.count_traces()}
             for k, b in enumerate(self._batches)
         ]
 
 
-class _File:
+class _Batch(ABC):
+    """The traces of one batch, as an iterable of dicts.
+
+    Attributes
+    ----------
+    name : str
+        Name of the file.
+    num_bytes : int
+        Size of the file.
+    """
+
+    name: str
+    num_bytes: int
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[dict[str, Any]]: ...
+
+    @abstractmethod
+    def count_traces(self) -> int:
+        """Return the number of traces."""
+
+    @abstractmethod
+    def find(self, global_id: int) -> dict[str, Any] | None:
+        """Return the first trace with this `global_example_id`, or None."""
+
+
+class _FileBatch(_Batch):
     """A file of a folder."""
 
     def __init__(self, source: SourceFile) -> None:
         self._source, self._count = source, -1
-        self.name = source.name
-
-    @property
-    def size(self) -> int:
-        return self._source.path.stat().st_size
+        self.name, self.num_bytes = source.name, source.path.stat().st_size
 
     def _records(self) -> Iterator[TraceRecord]:
         return read_traces(self._source.path, self.name, need_attention=None)
@@ -106,62 +163,59 @@ class _File:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for record in self._records():
             yield _record_dict(record)
-            del record
+            del record  # the reader's memory holds one trace
 
-    def count(self) -> int:
+    def count_traces(self) -> int:
         if self._count < 0:
             self._count = sum(1 for _ in self._records())
         return self._count
 
-    def find(self, matches: Callable[[Any], bool]) -> dict[str, Any] | None:
+    def find(self, global_id: int) -> dict[str, Any] | None:
         for record in self._records():
-            if matches(record.extras.get("global_example_id")):
+            if record.extras.get("global_example_id") == global_id:
                 return _record_dict(record)
         return None
 
 
-class _Part:
-    """What a store has of one source file."""
+class _StoreBatch(_Batch):
+    """The traces of a store that came from one source file."""
 
-    def __init__(self, store: TraceStore, name: str, size: int, indices: np.ndarray) -> None:
+    def __init__(self, store: TraceStore, name: str, num_bytes: int, indices: np.ndarray) -> None:
         self._store, self._indices = store, indices
-        self.name, self.size = name, size
+        self.name, self.num_bytes = name, num_bytes
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (trace_dict(self._store, self._store[k]) for k in self._indices.tolist())
 
-    def count(self) -> int:
+    def count_traces(self) -> int:
         return len(self._indices)
 
-    def find(self, matches: Callable[[Any], bool]) -> dict[str, Any] | None:
+    def find(self, global_id: int) -> dict[str, Any] | None:
         for k in self._indices.tolist():
             trace = self._store[k]
-            if matches(trace.extras.get("global_example_id")):
+            if trace.extras.get("global_example_id") == global_id:
                 return trace_dict(self._store, trace)
         return None
 
 
-def _parts(store: TraceStore) -> list[_Part]:
-    parts, appended = [], []
+def _store_batches(store: TraceStore) -> list[_StoreBatch]:
+    batches, appended = [], []
     for number, indices, _ in by_source(store, np.arange(len(store))):
         source = store.internals.index.source(number)
         if source.size > 0:
-            parts.append(_Part(store, source.path, source.size, indices))
-        else:
+            batches.append(_StoreBatch(store, source.path, source.size, indices))
+        else:  # each trace that a program appended is a source of its own
             appended.append(indices)
-    # Each trace that a program appended is a source of its own.
     traces = np.concatenate(appended) if appended else np.zeros(0, np.int64)
-    for begin in range(0, len(traces), TRACES_PER_FILE):
-        parts.append(
-            _Part(store, f"appended_{begin // TRACES_PER_FILE:04d}", 0, traces[begin : begin + TRACES_PER_FILE])
-        )
-    return parts
+    for number, begin in enumerate(range(0, len(traces), TRACES_PER_FILE)):
+        batches.append(_StoreBatch(store, f"appended_{number:04d}", 0, traces[begin : begin + TRACES_PER_FILE]))
+    return batches
 
 
 def _record_dict(record: TraceRecord) -> dict[str, Any]:
-    """The dict that a record was made from. InvalidInputError where it was none."""
+    """Return the dict that a record was made from."""
     if record.hidden is None or record.edges is not None:
-        raise InvalidInputError("found last tokens or graphs, which are no dicts of traces; convert the file")
+        raise InvalidInputError("found last tokens or graphs, expected dicts of the pickle schema; convert the file")
     values: dict[str, Any] = {"hidden_states": _layers(record.hidden)}
     if record.attention is not None:
         values["attentions"] = _layers(record.attention)
@@ -177,14 +231,38 @@ def _record_dict(record: TraceRecord) -> dict[str, Any]:
 
 def _layers(layers: Iterable[np.ndarray]) -> list[Any]:
     layers = list(layers)
-    return layers_of(layers, "bfloat16" if layers[0].dtype == schema.BFLOAT16 else None)
+    return file_layers(layers, "bfloat16" if layers[0].dtype == schema.BFLOAT16 else None)
 
 
 def merge_batches(output_file: str | os.PathLike[str], traces_dir: str | os.PathLike[str] = "traces_data") -> int:
-    """Writes every trace of a folder or a store into one pickled list, trace by trace: no more
-    than one is in memory. -> traces. Errors as of TraceBatchLoader; DiskFullError."""
-    loader = TraceBatchLoader(traces_dir)
-    return _write(output_file, loader.iter_traces())
+    """Write each trace of a folder or a store into one pickled list.
+
+    One trace at a time is in memory. Errors are those of `TraceBatchLoader`.
+
+    Parameters
+    ----------
+    output_file : str or PathLike
+        The pickle to write.
+    traces_dir : str or PathLike
+        See `TraceBatchLoader`.
+
+    Returns
+    -------
+    int
+        The number of traces.
+
+    Raises
+    ------
+    DiskFullError
+        If there is no space left.
+
+    Examples
+    --------
+    >>> import tracestore
+    >>> tracestore.merge_batches("all.pkl", "store.zarr")
+    12
+    """
+    return _write(output_file, TraceBatchLoader(traces_dir).iter_traces())
 
 
 def extract_batch_subset(
@@ -192,7 +270,37 @@ def extract_batch_subset(
     output_file: str | os.PathLike[str],
     traces_dir: str | os.PathLike[str] = "traces_data",
 ) -> int:
-    """The same of some batches, in the order they are named. IndexError where there is no such batch."""
+    """Write some batches of a folder or a store into one pickled list, in the given order.
+
+    One trace at a time is in memory. Errors are those of `TraceBatchLoader`.
+
+    Parameters
+    ----------
+    batch_numbers : iterable of int
+        Numbers of the batches.
+    output_file : str or PathLike
+        The pickle to write.
+    traces_dir : str or PathLike
+        See `TraceBatchLoader`.
+
+    Returns
+    -------
+    int
+        The number of traces.
+
+    Raises
+    ------
+    DiskFullError
+        If there is no space left.
+    IndexError
+        If there is no such batch.
+
+    Examples
+    --------
+    >>> import tracestore
+    >>> tracestore.extract_batch_subset([0], "first.pkl", "store.zarr")
+    12
+    """
     loader = TraceBatchLoader(traces_dir)
     batches = [loader._batch(k) for k in batch_numbers]
     return _write(output_file, (trace for batch in batches for trace in batch))
@@ -205,6 +313,6 @@ def _write(output_file: str | os.PathLike[str], traces: Iterator[dict[str, Any]]
         for trace in traces:
             writer.append(trace)
             count += 1
-            del trace
+            del trace  # before the next one is read
         writer.finish()
     return count

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tracestore.errors import UsageError
-from tracestore.export.pickle_list import PickleListWriter
+from tracestore.export.file_formats import PickleListWriter
 from tracestore.extract.questions import Question, Scorer, contains, token_f1
 from tracestore.store.format.paths import TEMPORARY_PREFIX
 from tracestore.store.io import fsio

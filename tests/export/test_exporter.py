@@ -196,7 +196,7 @@ def test_nothing_unfinished_keeps_its_name(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         export_store(tracestore.open(tmp_path / "s.zarr"), tmp_path / "out", traces_per_file=2, progress=interrupt)
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["traces_batch_0000.pkl", "traces_batch_0001.pkl"]
-    monkeypatch.setattr(tracestore.export.pickle_list.pickle, "dumps", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(tracestore.export.file_formats.pickle, "dumps", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         export_store(tracestore.open(tmp_path / "s.zarr"), tmp_path / "two")
     assert list((tmp_path / "two").iterdir()) == []

@@ -15,6 +15,8 @@ MODULES = {
     "tracestore.bridges.pyg": "torch_geometric",
     "tracestore.bridges.lightning": "lightning",
     "tracestore.bridges.huggingface": "datasets",
+    "tracestore.export.batch_loader": None,
+    "tracestore.export.exporter": None,
 }
 
 

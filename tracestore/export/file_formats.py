@@ -1,0 +1,180 @@
+"""Traces in the layouts of the input files: dicts in pickles, and .pt files of tensors or graphs."""
+
+import io
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, BinaryIO, Literal, get_args
+
+import numpy as np
+
+from tracestore.errors import UsageError
+from tracestore.store.format import schema
+from tracestore.store.format.labels import DEFAULT_THRESHOLD
+from tracestore.store.read.store import TraceStore
+from tracestore.store.read.trace import PackedEdges, Trace
+from tracestore.store.write.record import extras_values
+
+ExportFormat = Literal["pkl", "pt-lstm", "pt-gnn"]
+FORMATS: tuple[ExportFormat, ...] = get_args(ExportFormat)
+# Fields of a PyG Data that are not extras.
+_GRAPH_ARRAYS = ("x", "edge_index", "edge_attr")
+
+
+class PickleListWriter:
+    """Writes one pickled list item by item, in the memory of one item."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        # Protocol 3 has no frames, so items that were pickled alone can be concatenated. Each stores
+        # its own objects in the memo before it loads them.
+        self._file.write(pickle.PROTO + b"\x03" + pickle.EMPTY_LIST + pickle.MARK)
+
+    def append(self, item: dict[str, Any]) -> None:
+        """Write one item."""
+        self._file.write(memoryview(pickle.dumps(item, protocol=3))[2:-1])
+
+    def finish(self) -> None:
+        """Write the end of the list. The file stays open."""
+        self._file.write(pickle.APPENDS + pickle.STOP)
+
+
+def file_layers(layers: Iterable[np.ndarray], dtype: str | None) -> list[Any]:
+    """Return a list of arrays, one per layer.
+
+    bfloat16, here raw bits, becomes torch tensors, because NumPy has no such dtype.
+    """
+    if dtype != "bfloat16":
+        return [np.ascontiguousarray(layer) for layer in layers]
+    return [_tensor(layer.view("<u2"), dtype) for layer in layers]
+
+
+def trace_dict(store: TraceStore, trace: Trace) -> dict[str, Any]:
+    """Return a trace as a dict of the pickle schema: the fields of its source and a question_id.
+
+    Raises
+    ------
+    UsageError
+        If the trace has no hidden states, or edges in place of attention.
+    """
+    if trace.num_tokens == 0 or trace.attention_layout == "edges":
+        found = "edges" if trace.num_tokens else "last tokens"
+        raise UsageError(
+            f"trace {trace.index} ({trace.question_id}) has {found} only, which the pickle schema cannot hold"
+        )
+    values: dict[str, Any] = {"hidden_states": file_layers(trace.hidden_states, store.hidden_dtype)}
+    if trace.attention_layout is not None:
+        attention = trace.attention
+        # The schema has a dimension of heads; a stored mean counts as one head.
+        heads = attention if attention.ndim == 4 else attention[:, None]
+        values["attentions"] = file_layers(heads, store.attention_dtype)
+    for name in ("tokens", "tokens_decoded", "prompt_length"):
+        value = getattr(trace, name)
+        if value is not None:
+            values[name] = value
+    for name in ("question", *schema.ANSWER_FIELDS):
+        text = trace.text(name)
+        if text is not None:
+            values[name] = text
+    values["question_id"] = trace.question_id
+    if trace.sample:
+        values["sample"] = trace.sample
+    return extras_values(trace.extras) | values
+
+
+def _write_pickle(store: TraceStore, traces: Iterator[Trace], file: BinaryIO) -> None:
+    writer = PickleListWriter(file)
+    for trace in traces:
+        writer.append(trace_dict(store, trace))
+    writer.finish()
+
+
+def _tensor(array: np.ndarray, dtype: str | None = None) -> Any:
+    import torch
+
+    tensor = torch.from_numpy(np.array(array))  # a copy, because mapped arrays are read-only
+    return tensor.view(torch.bfloat16) if dtype == "bfloat16" else tensor
+
+
+def _save(store: TraceStore, traces: Sequence[Trace], values: dict[str, Any], file: BinaryIO) -> None:
+    """Write `values`, labels (N,) float32 and question ids with torch.save."""
+    import torch
+
+    targets = store.targets(DEFAULT_THRESHOLD)
+    labels = torch.tensor([targets[t.index] for t in traces], dtype=torch.float32)
+    # torch.save reports a full disk as a RuntimeError. Writing a buffer gives an OSError.
+    buffer = io.BytesIO()
+    torch.save(values | {"labels": labels, "question_ids": [t.question_id for t in traces]}, buffer)
+    file.write(buffer.getbuffer())
+
+
+def _write_sequences(store: TraceStore, traces: Iterator[Trace], file: BinaryIO) -> None:
+    batch = list(traces)
+    sequences = _tensor(np.stack([t.last_token for t in batch]), store.hidden_dtype)
+    _save(store, batch, {"sequences": sequences}, file)
+
+
+def _write_graphs(store: TraceStore, traces: Iterator[Trace], file: BinaryIO) -> None:
+    batch = list(traces)
+    _save(store, batch, {"graphs": [_graphs(store, t) for t in batch]}, file)
+
+
+def _graphs(store: TraceStore, trace: Trace) -> list[Any]:
+    """Return one PyG Data per layer."""
+    from torch_geometric.data import Data
+
+    num_tokens, layers = trace.num_tokens, []
+    is_averaged = store.attention_mode == "heads" and trace.attention_layout != "edges"
+    weight_dtype = None if is_averaged else store.attention_dtype  # the mean is float16
+    extras = _layer_extras(trace, store.num_layers)
+    for k, (hidden, (index, weight)) in enumerate(zip(trace.hidden_states, _edges(trace), strict=True)):
+        possible = num_tokens * num_tokens
+        counts = {
+            "num_nodes": num_tokens,
+            "num_possible_edges": possible,
+            "num_filtered_edges": index.shape[1],
+            "filter_ratio": index.shape[1] / possible,
+        }
+        own = {name: values[k] for name, values in extras.items() if values[k] is not None}
+        layers.append(
+            Data(
+                x=_tensor(hidden, store.hidden_dtype),
+                edge_index=_tensor(index),
+                edge_attr=_tensor(weight, weight_dtype),
+                **counts | own,
+            )
+        )
+    return layers
+
+
+def _edges(trace: Trace) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield edge_index (2, E) int64, source j to target i, and edge_attr (E, 1) of each layer."""
+    num_tokens = trace.num_tokens
+    if trace.attention_layout == "edges":
+        packed = trace.attention_packed
+        assert isinstance(packed, PackedEdges)
+        for begin, end in zip(packed.ptr[:-1], packed.ptr[1:], strict=True):
+            pairs = packed.edge_index[begin:end].T.astype(np.int64)
+            # Restore the direction of the source file.
+            yield pairs[::-1] if trace.has_reversed_edges else pairs, packed.weight[begin:end, None]
+        return
+    is_causal = trace.attention_layout == "causal"
+    target, source = np.tril_indices(num_tokens) if is_causal else np.indices((num_tokens, num_tokens))
+    target, source = target.reshape(-1), source.reshape(-1)
+    for weight in trace.attention_mean:
+        kept = weight > 0
+        yield np.stack([source[kept], target[kept]]).astype(np.int64), weight[kept][:, None]
+
+
+def _layer_extras(trace: Trace, num_layers: int) -> dict[str, list[Any]]:
+    """Return further fields that the source's Data objects had, as one value per layer."""
+    if trace.attention_layout != "edges":
+        return {}
+    extras = extras_values(trace.extras)
+    return {n: v for n, v in extras.items() if isinstance(v, list) and len(v) == num_layers and n not in _GRAPH_ARRAYS}
+
+
+WRITERS: dict[ExportFormat, Callable[[TraceStore, Iterator[Trace], BinaryIO], None]] = {
+    "pkl": _write_pickle,
+    "pt-lstm": _write_sequences,
+    "pt-gnn": _write_graphs,
+}
