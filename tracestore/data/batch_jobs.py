@@ -74,7 +74,7 @@ class SequenceJob(BatchJob):
     def _look_up(self, batch_format: BatchFormat) -> None:
         stored = self._store.hidden_dtype
         self._dtype = batch_format.hidden_dtype(self._store)
-        self.sources = sequence_sources(self._store, self._indices)
+        self.sources = sequence_sources(self._store.internals, self._indices)
         self.native = gather.Copies(self.sources, dtype_code(stored), dtype_code(self._dtype))
         self.num_bytes = align_up(self.native.out_bytes)
 

@@ -55,7 +55,7 @@ class TraceBatchLoader:
     (1, 12)
     >>> trace = next(loader.iter_traces())
     >>> trace["question_id"], len(trace["hidden_states"]), trace["hidden_states"][0].shape
-    ('q0', 3, (5, 8))
+    ('q0', 3, (1, 8))
     """
 
     def __init__(self, path: str | os.PathLike[str] = "traces_data") -> None:
