@@ -46,8 +46,8 @@ def test_peak_counts_touched_memory_of_children(benchmarks):
         assert 64 << 20 <= peak.stop() < 128 << 20
 
 
-def test_what_the_benchmarks_import_is_there():
-    """Also within functions, which only a run would reach."""
+def test_imports_of_the_benchmarks_exist():
+    """Imports within functions included, which no other test reaches."""
     for path in BENCH.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tracestore"):
@@ -57,7 +57,7 @@ def test_what_the_benchmarks_import_is_there():
                     assert hasattr(module, alias.name) or importlib.util.find_spec(f"{node.module}.{alias.name}"), where
 
 
-def test_asv_leaves_everything_in_build():
+def test_asv_writes_to_build_only():
     config = json.loads((BENCH / "asv.conf.json").read_text())
     assert config["benchmark_dir"] == "benchmarks"
     for name in ("env_dir", "results_dir", "html_dir"):

@@ -70,7 +70,7 @@ def test_every_kind_of_store_can_be_viewed(tmp_path):
         assert "attention, layer 1" in view(ROOT / "tests" / "golden" / f"{name}.zarr", "0").stdout
     with tracestore.create(tmp_path / "b.zarr", attention="heads", dtype="keep") as writer:
         writer.append(as_torch(make_trace(3, dtype="f4"), torch.bfloat16))
-    found = View.of(opened := tracestore.open(tmp_path / "b.zarr"), opened[0])
+    found = View.read(opened := tracestore.open(tmp_path / "b.zarr"), opened[0])
     assert 0 < found.attention.max() < 1 and 0 < found.norms.max() < 100
     with tracestore.create(tmp_path / "n.zarr", attention="none") as writer:
         writer.append({k: v for k, v in make_trace(3).items() if k != "attentions"})
@@ -83,7 +83,7 @@ def test_long_traces_fit_the_width(tmp_path):
     store = tracestore.open(tmp_path / "s.zarr")
     for width in (40, 80, 200):
         for colors in (False, True):
-            out = render_lines(View.of(store, store[0]), width=width, colors=colors)
+            out = render_lines(View.read(store, store[0]), width=width, colors=colors)
             assert len(out) < 240
             assert all(
                 len(line) <= width or "\x1b" in line or line.startswith(("attention,", "norm", "trace")) for line in out

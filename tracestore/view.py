@@ -74,7 +74,7 @@ class View:
     norms: np.ndarray | None
 
     @classmethod
-    def of(cls, store: TraceStore, trace: Trace, layer: int | None = None, head: int | None = None) -> "View":
+    def read(cls, store: TraceStore, trace: Trace, layer: int | None = None, head: int | None = None) -> "View":
         """Read the values of a trace.
 
         Parameters

@@ -230,7 +230,7 @@ class Page:
         head = None if self._head.value == _MEAN else int(self._head.value)
         layer = min(int(self._layer.value), max(0, self._store.num_layers - 1))
         trace = self._trace
-        self._view = self._attempt(lambda: View.of(self._store, trace, layer, head), None)
+        self._view = self._attempt(lambda: View.read(self._store, trace, layer, head), None)
         attention = None if self._view is None else self._view.attention
         norms = None if self._view is None else self._view.norms
         self._heat.show(None if attention is None else np.sqrt(np.maximum(attention, 0)))

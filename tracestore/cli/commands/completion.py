@@ -7,6 +7,7 @@ from tracestore.console import Output, Parser
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
+    parser.description = "Print a completion script for a shell."
     parser.epilog = "Example: tracestore completion bash > ~/.local/share/bash-completion/completions/tracestore"
     parser.add_argument("shell", choices=("bash", "zsh"))
 

@@ -11,6 +11,7 @@ from tracestore.doctor import run_checks
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
+    parser.description = "Check versions, processor, memory, limits and disk of this machine, with advice."
     parser.epilog = "Example: tracestore doctor --folder /data"
     parser.add_argument("--folder", default=".", metavar="DIR", help="folder for stores (default: .)")
 

@@ -8,6 +8,7 @@ from tracestore.console import Output, Parser, format_size
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
+    parser.description = "Print the properties of a store."
     parser.epilog = "Example: tracestore info store.zarr --json"
     parser.add_argument("store", metavar="STORE")
 

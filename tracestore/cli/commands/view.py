@@ -10,6 +10,7 @@ from tracestore.view import View, as_json, find_trace, render_terminal, save_pic
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
+    parser.description = "Show one trace: texts, attention and norms of hidden states."
     parser.epilog = "Example: tracestore view store.zarr tc_1234 --layer 12 --save trace.png"
     parser.add_argument("store", metavar="STORE")
     parser.add_argument("trace", metavar="INDEX_OR_ID", help="a question id, or an index if no trace has that id")
@@ -24,7 +25,7 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace, output: Output) -> int:
     """Print a trace, or save a picture of it."""
     with tracestore.open(args.store) as store:
-        view = View.of(store, find_trace(store, args.trace, args.sample), args.layer, args.head)
+        view = View.read(store, find_trace(store, args.trace, args.sample), args.layer, args.head)
         if args.save is not None:
             save_picture(view, Path(args.save))
             output.info(f"{args.save}: attention and hidden states of trace {view.trace.index}")
