@@ -354,10 +354,10 @@ def test_the_cache_keeps_what_is_needed_soonest(tmp_path):
         for begin in range(len(keys)):
             if announced:
                 for ahead in keys[begin + 7 : begin + 8] if begin else keys[:8]:
-                    cache.announce(ahead)
+                    cache.hint_upcoming(ahead)
             cache.get(keys[begin][0], lambda: np.zeros(100))
             if announced:
-                cache.done(keys[begin])
+                cache.release(keys[begin])
         assert cache.num_bytes <= 3 * 800
         return cache.num_decoded
 
