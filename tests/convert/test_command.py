@@ -24,7 +24,7 @@ def test_convert_uses_the_scores_file_of_the_folder_and_skips_committed_files(fo
     assert store[8].source == ("trivia_qa_traces_batch_0001.pkl.gz", 1)
     before = tree_bytes(tmp_path / "s.zarr")
     again = convert(folder, tmp_path / "s.zarr")
-    assert "2 files already there" in again.stdout and tree_bytes(tmp_path / "s.zarr") == before
+    assert "2 files already in the store" in again.stdout and tree_bytes(tmp_path / "s.zarr") == before
 
 
 def test_json_output_is_one_document(folder, tmp_path):

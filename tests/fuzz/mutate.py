@@ -157,8 +157,8 @@ def _pickle(data: bytes, rng: random.Random, other: bytes) -> bytes:
         elif kind == 2:
             pieces[at:at] = pieces[at : at + rng.choice((1, 1, 3, 10, 40))]
         elif kind == 3:
-            there = rng.randrange(len(pieces))
-            pieces[at], pieces[there] = pieces[there], pieces[at]
+            other_at = rng.randrange(len(pieces))
+            pieces[at], pieces[other_at] = pieces[other_at], pieces[at]
         elif kind in (4, 5):
             pieces[at] = _operand(pieces[at], rng)
         elif kind == 6:

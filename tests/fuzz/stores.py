@@ -42,9 +42,9 @@ class ByteRandom(random.Random):
 
     def getrandbits(self, k: int, /) -> int:
         size = -(-k // 8)
-        taken = self._data[self._position : self._position + size].ljust(size, b"\0")
+        chunk = self._data[self._position : self._position + size].ljust(size, b"\0")
         self._position += size
-        return int.from_bytes(taken, "little") & ((1 << k) - 1)
+        return int.from_bytes(chunk, "little") & ((1 << k) - 1)
 
     def random(self) -> float:
         return self.getrandbits(16) / (1 << 16)

@@ -79,14 +79,14 @@ def test_the_rows_of_a_source_that_begins_a_segment_are_not_copied(tmp_path, mon
     for k in range(6):
         write_pickle(data / f"{k}.pkl", [make_trace(10 * k + i, tokens=9) for i in range(4)])
     monkeypatch.setitem(StoreWriter.__init__.__kwdefaults__, "close_bytes", 1)
-    copied, taken = [], []
-    pieces, take = SpooledRows.chunks, SpoolFile.move_to
-    monkeypatch.setattr(SpooledRows, "chunks", lambda self: copied.append(self) or pieces(self))
-    monkeypatch.setattr(SpoolFile, "move_to", lambda self, path: taken.append(path.as_posix()) or take(self, path))
+    copied, renamed = [], []
+    chunks, move_to = SpooledRows.chunks, SpoolFile.move_to
+    monkeypatch.setattr(SpooledRows, "chunks", lambda self: copied.append(self) or chunks(self))
+    monkeypatch.setattr(SpoolFile, "move_to", lambda self, path: renamed.append(path.as_posix()) or move_to(self, path))
     assert run_convert([data, tmp_path / "s.zarr", "--workers", 3]) == 0
     assert not copied
     # At least the first source; the progress of the others depends on the threads.
-    assert sum("hidden_states" in path for path in taken) >= 1 and len(taken) % 3 == 0
+    assert sum("hidden_states" in path for path in renamed) >= 1 and len(renamed) % 3 == 0
     with tracestore.open(tmp_path / "s.zarr") as store:
         assert len(read_all(store)) == 24
 

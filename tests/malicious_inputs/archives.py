@@ -47,7 +47,7 @@ def headers() -> Iterator[Case]:
             changed(at, local={"packed": BIG - 1, "full": BIG - 1}, central={"packed": BIG - 1, "full": BIG - 1}),
         )
         for name, extra in {
-            "lies": struct.pack("<HHQQ", 1, 16, 1 << 62, 1 << 62),
+            "wrong": struct.pack("<HHQQ", 1, 16, 1 << 62, 1 << 62),
             "short": struct.pack("<HHI", 1, 4, 1),
             "absent": b"",
             "negative": struct.pack("<HHQQ", 1, 16, (1 << 64) - 1, (1 << 64) - 1),
@@ -139,8 +139,7 @@ def directories() -> Iterator[Case]:
         + FOUR_HALVES
     )
     overlapping[3] = Entry(b"archive/version", inner)
-    place = archive(overlapping).index(inner)
-    overlapping[2].offset = place
+    overlapping[2].offset = archive(overlapping).index(inner)
     yield Case("zip_entry_inside_another", ".pt", archive(overlapping))
 
 

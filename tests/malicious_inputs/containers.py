@@ -64,7 +64,7 @@ def archive(entries: list[Entry], *, end: dict[str, int] | None = None, align: i
         size = len(entry.data)
         header = {"crc": zlib.crc32(entry.data), "packed": size, "full": size, "name": entry.name}
         header |= {"method": entry.method, "flags": entry.flags}
-        here, there = header | entry.local, header | entry.central
+        local, central = header | entry.local, header | entry.central
         begin = len(out)
         at = begin + 30 + len(entry.name)
         extra = b"FB" + struct.pack("<H", (-(at + 4)) % align) + b"Z" * ((-(at + 4)) % align)
@@ -73,31 +73,31 @@ def archive(entries: list[Entry], *, end: dict[str, int] | None = None, align: i
             "<4s5H3I2H",
             b"PK\3\4",
             20,
-            here["flags"],
-            here["method"],
+            local["flags"],
+            local["method"],
             0,
             0x21,
-            0 if zeros else here["crc"],
-            0 if zeros else here["packed"],
-            0 if zeros else here["full"],
-            len(here["name"]),
+            0 if zeros else local["crc"],
+            0 if zeros else local["packed"],
+            0 if zeros else local["full"],
+            len(local["name"]),
             len(extra),
         )
-        out += here["name"] + extra + entry.data + (entry.descriptor or b"")
-        more = there.get("extra", b"")
+        out += local["name"] + extra + entry.data + (entry.descriptor or b"")
+        more = central.get("extra", b"")
         directory += struct.pack(
             "<4s6H3I5H2I",
             b"PK\1\2",
             20,
             20,
-            there["flags"],
-            there["method"],
+            central["flags"],
+            central["method"],
             0,
             0x21,
-            there["crc"],
-            there["packed"],
-            there["full"],
-            len(there["name"]),
+            central["crc"],
+            central["packed"],
+            central["full"],
+            len(central["name"]),
             len(more),
             0,
             0,
@@ -105,7 +105,7 @@ def archive(entries: list[Entry], *, end: dict[str, int] | None = None, align: i
             0,
             begin if entry.offset is None else entry.offset,
         )
-        directory += there["name"] + more
+        directory += central["name"] + more
     tail = {"count": len(entries), "size": len(directory), "begin": len(out)} | (end or {})
     closing = struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, tail["count"], tail["count"], tail["size"], tail["begin"], 0)
     return bytes(out + directory + closing)

@@ -37,7 +37,7 @@ class ConvertReport:
         """Yield the report as lines of text."""
         yield (
             f"{self.num_traces_new:,} traces added from {self.num_sources:,} files in {self.seconds:.1f} s "
-            f"({self.num_sources_skipped_existing:,} files already there, {self.num_duplicates:,} duplicates and "
+            f"({self.num_sources_skipped_existing:,} files already in the store, {self.num_duplicates:,} duplicates and "
             f"{self.num_sources_skipped:,} files skipped)"
         )
         yield (

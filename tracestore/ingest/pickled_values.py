@@ -50,7 +50,7 @@ class SafeFunction(SafeGlobal):
 
     def __init__(self, name: str, function: Callable[[tuple[Any, ...]], Any]) -> None:
         self.name = name
-        self.call = function  # type: ignore[method-assign]
+        self.call = function  # type: ignore[method-assign, assignment]
 
 
 class PickledValue:

@@ -219,7 +219,7 @@ class SourceStream:
                 del trace
 
     def _begin_to_write(self) -> bool:
-        """Return whether the next trace goes into files.
+        """Return whether the next trace is written to files.
 
         Once one trace of a source does, all of them do, so the waiting traces are written
         first. That is possible only before one of them has been consumed.
@@ -280,7 +280,7 @@ class SourceStream:
                 if self._has_room(size):
                     self._size.packed_bytes += trace.segment_bytes
                     self._waiting.append(trace)
-                    # A written trace wakes nobody: it may wait for the next ones.
+                    # Do not wake the consumer for a written trace: it can take several at once.
                     self._gate.add(size, notify=not self._is_writing)
                     return
             if self._begin_to_write():

@@ -78,7 +78,7 @@ def _entries(mapped: MappedFile) -> dict[str, memoryview]:
             raise InvalidInputError(f"entry {info.filename[:100]!r} is compressed; torch stores entries uncompressed")
         begin = info.header_offset
         if begin < 0 or begin + _LOCAL.size > len(view):
-            raise InvalidInputError("an entry lies outside the archive")
+            raise InvalidInputError("an entry is outside the archive")
         magic, _, flags, method, _, _, crc, size, full, name_bytes, extra = _LOCAL.unpack_from(view, begin)
         name = bytes(view[begin + _LOCAL.size : begin + _LOCAL.size + name_bytes])
         data = begin + _LOCAL.size + name_bytes + extra
