@@ -127,7 +127,7 @@ def wrong_usage(tmp_path, folder):
     return [
         ([tmp_path / "nowhere", dst], 2, "no such file"),
         ([empty, dst], 2, "no trace file"),
-        ([folder, tmp_path / "occupied"], 2, "not empty"),
+        ([folder, tmp_path / "occupied"], 2, "neither empty nor a store"),
         ([folder, tmp_path / "no" / "parent" / "s.zarr"], 2, "does not exist"),
         ([folder, dst, "--scores", tmp_path / "none.csv"], 2, "no such scores file"),
         ([folder, dst, "--scores", no_column], 3, "no_column.csv: found columns question_id, rating"),
@@ -163,7 +163,7 @@ def test_options_that_differ_from_those_of_the_store_need_overwrite(folder, tmp_
     assert "--attention heads" in done.stderr
     convert(folder, tmp_path / "s.zarr")
     convert(folder, tmp_path / "s.zarr", "--attention", "mean", "--overwrite")
-    assert tracestore.open(tmp_path / "s.zarr").attention == "mean"
+    assert tracestore.open(tmp_path / "s.zarr").attention_mode == "mean"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
