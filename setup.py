@@ -13,7 +13,7 @@ from setuptools.command.build_ext import build_ext
 CFLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-pthread"]
 # glibc before 2.34 has threads in a library of its own; macOS has no such libraries.
 LINK_FLAGS = ["-pthread", "-lm"] if sys.platform == "linux" else []
-# In a free-threaded interpreter kernels, gine and arrays declare themselves compatible in their first
+# In a free-threaded interpreter kernels and gine declare themselves compatible in their first
 # line: they work on their arguments alone. The others do not, and Python then turns the
 # GIL on: it is the lock of the block pools, of the list of maps, of jobs, shuffle buffers and
 # readers, or it has not been checked that they need none.
@@ -36,7 +36,6 @@ MODULES = {
     "index": ["index", "map", "crc32c", "sigbus_guard", "simd"],
     "shuffle": ["shuffle"],
     "pickle": ["sigbus_guard"],
-    "arrays": [],
     "gine": ["gine", "float_convert", "parallel", "simd"],
 }
 # Included as text: a change rebuilds what includes them.

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from tracestore._core.arrays import plain_array
+from tracestore._core.pickle import plain_array
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.pickled_values import PickledArray, PickledDtype, make_array
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.core.test_kernels import CODES, oracle_edges, raw
 from tracestore._core import gather, kernels
-from tracestore._core.blocks import BlockPool
+from tracestore._core.blocks import MemoryPool
 
 RULES = [
     (0.0, 0.0),
@@ -25,12 +25,12 @@ RULES = [
 
 
 class Weights:
-    """GraphGather without hidden states, in both forms."""
+    """GraphBatchJob without hidden states, in both forms."""
 
     def __init__(self, weights, tokens, causal, layers, heads, dtype, out_dtype, threshold, top_k, threads=1):
         def make(packed):
-            return gather.GraphGather(
-                gather.Copies([], kernels.F16, kernels.F16), weights, dtype, out_dtype, tokens, causal, layers, heads,
+            return gather.GraphBatchJob(
+                gather.CopyJob([], kernels.F16, kernels.F16), weights, dtype, out_dtype, tokens, causal, layers, heads,
                 threshold, top_k, packed,
             )  # fmt: skip
 
@@ -41,10 +41,10 @@ class Weights:
 
     def _run(self, job):
         """(edge_index, weights, edge_ptr), after checking the rest."""
-        room, graphs, nodes = job.room(), job.num_graphs, job.num_nodes
+        room, graphs, nodes = job.max_edges(), job.num_graphs, job.num_nodes
         at = np.cumsum([0, 16 * room, -(-room * self.itemsize // 8) * 8, 8 * nodes, 8 * (graphs + 1), 8 * (graphs + 1)])
         out = np.full(at[-1], 0xEE, "u1")
-        job.aim(out, 0, *at[:-1].tolist())
+        job.set_output(out, 0, *at[:-1].tolist())
         crew = gather.ThreadPool(2)
         job.submit(crew, self.threads)
         job.wait()
@@ -57,7 +57,7 @@ class Weights:
     def edges(self, counted):
         """(2, E), the bytes of (E,) and edge_ptr, in room that was counted or of all pairs."""
         if counted:
-            self.coo.count(self.threads)
+            self.coo.count_edges(self.threads)
         edges, weights, edge_ptr = self._run(self.coo)
         n = self.coo.num_edges
         return edges[: 16 * n].view("i8").reshape(2, n), weights, edge_ptr
@@ -135,7 +135,7 @@ def test_thresholds_are_not_rounded(seed, dtype, threshold):
     weights = Weights(
         [raw(values)], np.array([9]), np.array([1], "u1"), 1, 1, CODES[dtype], CODES[dtype], threshold, 0.0
     )
-    assert weights.coo.count() == (values.astype("f8") > threshold).sum()
+    assert weights.coo.count_edges() == (values.astype("f8") > threshold).sum()
 
 
 @pytest.mark.parametrize("tokens", [1023, 1024, 1025, 1400])
@@ -197,26 +197,26 @@ def test_copies_one_behind_the_other(sizes, dtype, wide, threads, shift):
     out_dtype = np.dtype("f4" if wide else dtype)
     room = np.zeros(sum(sizes) * out_dtype.itemsize + 64 + shift * out_dtype.itemsize, "u1")
     out = room[shift * out_dtype.itemsize :][: sum(sizes) * out_dtype.itemsize]
-    slabs = [gather.Slab(raw(np.concatenate([p, p])), 2 * len(p), p.itemsize) for p in parts]
+    slabs = [gather.ArrayView(raw(np.concatenate([p, p])), 2 * len(p), p.itemsize) for p in parts]
     sources = [
-        raw(p) if k % 2 else s.span(len(p), 2 * len(p)) for k, (p, s) in enumerate(zip(parts, slabs, strict=True))
+        raw(p) if k % 2 else s.rows(len(p), 2 * len(p)) for k, (p, s) in enumerate(zip(parts, slabs, strict=True))
     ]
-    copies = gather.Copies(sources, CODES[dtype], CODES[out_dtype.str[1:]])
-    copies.aim(out)
+    copies = gather.CopyJob(sources, CODES[dtype], CODES[out_dtype.str[1:]])
+    copies.set_output(out)
     for slab in slabs:
         with pytest.raises(IndexError, match="rows"):
-            slab.span(1, slab.num_rows + 1)
+            slab.rows(1, slab.num_rows + 1)
     copies.run(threads)
     expected = np.concatenate([*parts, np.zeros(0, dtype)]).astype(out_dtype)
     np.testing.assert_array_equal(out.view(out_dtype), expected)
     assert not room[out.size + shift * out_dtype.itemsize :].any()  # nothing behind the end
-    with pytest.raises(ValueError, match="bytes where"):
-        copies.aim(np.zeros(out.size + 8, "u1"), 16)
+    with pytest.raises(ValueError, match="bytes at offset"):
+        copies.set_output(np.zeros(out.size + 8, "u1"), 16)
 
 
 def run_copies(sources, dtype, out, out_dtype, threads):
-    copies = gather.Copies(sources, dtype, out_dtype)
-    copies.aim(out)
+    copies = gather.CopyJob(sources, dtype, out_dtype)
+    copies.set_output(out)
     copies.run(threads)
 
 
@@ -228,8 +228,8 @@ def test_large_copies_are_split_over_threads():
     half = values.astype("f2")
     run_copies([raw(half)], kernels.F16, raw(out), kernels.F32, 4)
     np.testing.assert_array_equal(out, half.astype("f4"))
-    with pytest.raises(ValueError, match="does not go"):
-        gather.Copies([raw(values)], kernels.F32, kernels.F16)
+    with pytest.raises(ValueError, match="cannot convert"):
+        gather.CopyJob([raw(values)], kernels.F32, kernels.F16)
 
 
 def test_a_crew_runs_jobs_in_order_and_lets_go():
@@ -237,11 +237,11 @@ def test_a_crew_runs_jobs_in_order_and_lets_go():
     for size in (1, 3):
         crew = gather.ThreadPool(size)
         outs = [np.zeros_like(values) for _ in range(20)]
-        jobs = [gather.Copies([raw(values)], kernels.F32, kernels.F32) for _ in outs]
-        with pytest.raises(ValueError, match="no place"):
+        jobs = [gather.CopyJob([raw(values)], kernels.F32, kernels.F32) for _ in outs]
+        with pytest.raises(ValueError, match="set_output"):
             jobs[0].submit(crew)
         for job, out in zip(jobs, outs, strict=True):
-            job.aim(raw(out))
+            job.set_output(raw(out))
             job.submit(crew)
         for job, out in zip(jobs[:5], outs, strict=False):
             job.wait()
@@ -271,43 +271,43 @@ def test_stored_edges_are_split():
         node += layers * tokens
     flat = [raw(w) for w in weights]
     arguments = (flat, kernels.F32, kernels.F32, np.array(sizes), np.zeros(3, "u1"), layers, 1, 9.0, 0.0)
-    job = gather.GraphGather(gather.Copies([], kernels.F16, kernels.F16), *arguments, False, edges)
+    job = gather.GraphBatchJob(gather.CopyJob([], kernels.F16, kernels.F16), *arguments, False, edges)
     n = job.num_pairs
     at = np.cumsum([0, 16 * n, 8 * n, 8 * node, 8 * 7, 8 * 7])
     room = np.empty(at[-1], "u1")
-    job.aim(room, 0, *at[:-1].tolist())
+    job.set_output(room, 0, *at[:-1].tolist())
     job.run(2)
     out, weight, edge_ptr = room[: at[1]].view("i8"), room[at[1] :].view("f4")[:n], room[at[4] :].view("i8")
     assert job.num_edges == n == counts[-1]
     np.testing.assert_array_equal(out.reshape(2, n), [np.concatenate(source), np.concatenate(target)])
     np.testing.assert_array_equal(weight, np.concatenate(weights))
     np.testing.assert_array_equal(edge_ptr, counts)
-    with pytest.raises(ValueError, match="fit"):
-        gather.GraphGather(gather.Copies([], 0, 0), *arguments, False, [(p + 1, i) for p, i in edges])
+    with pytest.raises(ValueError, match="match"):
+        gather.GraphBatchJob(gather.CopyJob([], 0, 0), *arguments, False, [(p + 1, i) for p, i in edges])
 
 
 def test_pool_uses_blocks_again_and_keeps_its_bound():
-    pool = BlockPool(8 << 20, 2)
-    first, second = pool.lease(3 << 20), pool.lease(100)
-    assert pool.leased_bytes == (4 << 20) + (64 << 10) == pool.held_bytes
-    assert pool.lease(5 << 20) is None
+    pool = MemoryPool(8 << 20, 2)
+    first, second = pool.acquire(3 << 20), pool.acquire(100)
+    assert pool.used_bytes == (4 << 20) + (64 << 10) == pool.total_bytes
+    assert pool.acquire(5 << 20) is None
     view = np.frombuffer(first, "u1")
     view[:] = 7
     del first
-    assert pool.leased_bytes == pool.held_bytes  # the array still holds it
+    assert pool.used_bytes == pool.total_bytes  # the array still holds it
     del view
-    assert pool.leased_bytes == 64 << 10
-    again = pool.lease(2 << 20)
+    assert pool.used_bytes == 64 << 10
+    again = pool.acquire(2 << 20)
     assert len(again) == 2 << 20 and np.frombuffer(again, "u1")[0] == 7
     del again, second
-    assert pool.leased_bytes == 0 and pool.held_bytes > 0
+    assert pool.used_bytes == 0 and pool.total_bytes > 0
     # Idle blocks that are too small make room for a larger one.
-    large = pool.lease(8 << 20)
-    assert large is not None and pool.held_bytes == 8 << 20
+    large = pool.acquire(8 << 20)
+    assert large is not None and pool.total_bytes == 8 << 20
     del large
     pool.trim()
-    assert pool.held_bytes == 0
-    unbounded = BlockPool(0, 1)
-    many = [unbounded.lease(1) for _ in range(5)]
+    assert pool.total_bytes == 0
+    unbounded = MemoryPool(0, 1)
+    many = [unbounded.acquire(1) for _ in range(5)]
     del many
-    assert unbounded.held_bytes == 64 << 10
+    assert unbounded.total_bytes == 64 << 10

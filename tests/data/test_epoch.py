@@ -64,7 +64,7 @@ def test_orders_in_c_equal_those_in_numpy(n, key, size):
 def test_orders_refuse_what_is_outside():
     with pytest.raises(ValueError, match="outside"):
         shuffle.permute(np.array([3]), 3, 0, np.empty(1, np.int64))
-    with pytest.raises(ValueError, match="of 4"):
+    with pytest.raises(ValueError, match="outside"):
         shuffle.ShuffleBuffer(4, 2, 0).read(3, np.empty(2, np.int64))
 
 
@@ -185,13 +185,13 @@ def test_batches_that_are_held_are_never_written(tmp_path):
         held.append(
             (first, first.clone(), product, batch.x.sum(0).clone(), batch.edge_index.numpy(), batch.edge_index.clone())
         )
-    assert loader._pool.leased_bytes > 0
+    assert loader._pool.used_bytes > 0
     for view, copy, product, total, array, edges in held:
         assert torch.equal(view, copy) and np.array_equal(array, edges.numpy())
         (grad,) = torch.autograd.grad(product, weight)
         assert torch.allclose(grad, total)
     del held, view, copy, product, total, array, edges, batch, first, grad
-    assert loader._pool.leased_bytes == 0
+    assert loader._pool.used_bytes == 0
 
 
 def test_float32_is_converted_while_gathering(store):
@@ -233,7 +233,7 @@ def test_a_budget_is_kept_or_said(tmp_path):
     loader = tracestore.TraceLoader(tmp_path / "s.zarr", **options, memory_budget=(4 << 20) + int(3.6 * batch))
     assert loader.memory.batches_in_flight == 2
     for _ in loader:
-        assert loader._pool.held_bytes <= loader.memory.buffer_bytes
+        assert loader._pool.total_bytes <= loader.memory.buffer_bytes
     held = []
     with pytest.raises(MemoryBudgetError, match="let go of batches"):
         for batch in loader:

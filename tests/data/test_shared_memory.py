@@ -65,9 +65,9 @@ def test_slots_are_used_again(store):
     assert two is not one
     del lease
     assert slots.acquire(500) in (one, two) and len(slots.slots) == 2
-    one.memory.hold()  # sent to another process
+    one.memory.incref()  # sent to another process
     assert not one.memory.is_free()
-    received = shared_memory.SharedSlot(one.fd, one.memory.num_bytes).lease(received=True)
+    received = shared_memory.SharedBlock(one.fd, one.memory.num_bytes).acquire(received=True)
     memoryview(received)[0:1] = b"x"
     assert not one.memory.is_free()
     del received

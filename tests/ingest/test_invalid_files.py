@@ -114,7 +114,7 @@ def handmade():
     yield pickle.dumps(make_traces(2))[:-40], "truncated"
     yield b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b"x", "truncated"
     yield b"\x80\x04]r\xff\xff\xff\x7f.", "no trace"
-    yield b"\x80\x02h\x07.", "not there"
+    yield b"\x80\x02h\x07.", "does not exist"
     yield b"\x80\x02e.", "well-formed"
     yield b"\x80\x02a.", "well-formed"
     yield b"\x80\x02\x86.", "tuple"
@@ -245,7 +245,7 @@ def test_traces_may_share_arrays(tmp_path, workers):
 
 def regressions():
     """Yield inputs that once caused a crash, a hang or another exception, and a word of the error."""
-    yield b"\x80\x04})" + b"\x85" * 1_000_000 + b"Ns.", "piles up"
+    yield b"\x80\x04})" + b"\x85" * 1_000_000 + b"Ns.", "nests"
     yield b"\x80\x04})" + b"\x85" * 1_000 + b"Ns.", "dict key"
     steps = b"".join(b"h%ch%c\x86q%c" % (k, k, k + 1) for k in range(60))
     yield b"\x80\x02)q\x00" + steps + b".", ""
@@ -259,7 +259,7 @@ def regressions():
     yield pickle.dumps([many]), "many times"
     # Traces are yielded before the end of the file shows that their list is not the whole object.
     one = pickle.dumps([make_trace(0)], 4)
-    yield one[:-1] + b"K\x01\x86.", "around it"
+    yield one[:-1] + b"K\x01\x86.", "inside another object"
     yield one[:-1] + b"0" + one[2:], ""
 
 

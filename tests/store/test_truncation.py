@@ -93,8 +93,8 @@ def uses(store):
 
     def batches():
         hidden = [s for row in places(indices).tolist() for s in hidden_of(store, row)]
-        job = gather.Copies(hidden, kernels.F16, kernels.F16)
-        job.aim(bytearray(job.out_bytes))
+        job = gather.CopyJob(hidden, kernels.F16, kernels.F16)
+        job.set_output(bytearray(job.out_bytes))
         job.run(2)
 
     return {
@@ -291,7 +291,7 @@ def test_kernels_on_views_of_a_file(tmp_path):
         "mean_rows": lambda: kernels.mean_rows(square, kernels.F16, 1, S * S, np.empty(2 * S * S, "u1")),
         "read": lambda: mapped.read(2 * PAGE, 3 * PAGE),
         "read before the end": lambda: mapped.read(0, 10),
-        "check": mapped.check,
+        "check": mapped.check_intact,
     }
     for name, call in calls.items():
         if name in ("causal",):

@@ -1,4 +1,4 @@
-# Shared by the modules that take buffers: textually included, so that each has its own.
+# Access to the buffers of arguments. Modules include this file as text and have a copy each.
 from cpython.buffer cimport PyObject_GetBuffer, PyBuffer_Release, PyBUF_SIMPLE, PyBUF_WRITABLE, Py_buffer
 
 cdef extern from "error.h":
@@ -7,26 +7,27 @@ cdef extern from "error.h":
 
 
 cdef class _View:
-    """Holds one buffer of a Python object."""
+    """The buffer of a Python object, released with this object."""
     cdef Py_buffer view
-    cdef bint held
+    cdef bint is_held
 
     def __cinit__(self, source, bint writable=False):
-        self.held = False
+        self.is_held = False
         PyObject_GetBuffer(source, &self.view, PyBUF_WRITABLE if writable else PyBUF_SIMPLE)
-        self.held = True
+        self.is_held = True
 
     def __dealloc__(self):
-        if self.held:
+        if self.is_held:
             PyBuffer_Release(&self.view)
 
-    cdef int need(self, size_t n_bytes, str what) except -1:
-        if <size_t>self.view.len != n_bytes:
-            raise ValueError(f"{what}: {self.view.len} bytes where {n_bytes} are needed")
+    cdef int require_size(self, size_t num_bytes, str name) except -1:
+        if <size_t>self.view.len != num_bytes:
+            raise ValueError(f"{name}: expected {num_bytes} bytes, found {self.view.len}")
         return 0
 
 
 cdef inline int _raise(int code) except -1:
+    """Raise the exception of an error code."""
     message = ts_strerror(code).decode()
     if code == TS_ERR_NOMEM:
         raise MemoryError(message)

@@ -1,7 +1,7 @@
 from typing import Any, Self, final
 
 @final
-class Graphs:
+class GineInputs:
     def __new__(
         cls,
         x: Any,

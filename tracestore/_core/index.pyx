@@ -1,8 +1,8 @@
 # cython: language_level=3, binding=True
-"""Lookup of trace keys in mapped index parts.
+"""Lookup of trace keys and locations in mapped index parts.
 
-The MappedFile under the arrays may be given with them: then CorruptStoreError where it
-was cut short since, also where zeros were read for that.
+A lookup that is given the MappedFile of its arrays raises CorruptStoreError if the file was truncated,
+also if the truncation did not fault but gave zeros.
 """
 from cpython.unicode cimport PyUnicode_DecodeUTF8
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
@@ -46,10 +46,24 @@ cdef int _search(void *context) noexcept nogil:
 
 
 cdef class KeyTable:
-    """The keys (question id, sample) of one index part. Holds its arrays:
-    table uint32 (a power of two, or empty), id_offsets int64 (n + 1), ids uint8,
-    samples int32 (n). ValueError where their sizes do not fit together, and where what a lookup
-    reads of them is out of bounds."""
+    """The keys (question id, sample) of one index part. Keeps its arrays alive.
+
+    Parameters
+    ----------
+    table : uint32
+        Hash table, empty or of a power of two of slots.
+    id_offsets : int64 (n + 1,)
+    ids : uint8
+        Question ids as UTF-8, one after another.
+    samples : int32 (n,)
+    mapped : MappedFile, optional
+        The file of the arrays.
+
+    Raises
+    ------
+    ValueError
+        If the sizes of the arrays disagree. Lookups raise it for values out of bounds.
+    """
     cdef ts_index_part part
     cdef MappedFile mapped
     cdef const uint32_t[::1] table
@@ -63,9 +77,9 @@ cdef class KeyTable:
         self.mapped = mapped
         self.table, self.id_offsets, self.ids, self.samples = table, id_offsets, ids, samples
         if id_offsets.shape[0] != n + 1:
-            raise ValueError("id offsets do not fit the ids")
+            raise ValueError("id offsets do not match the ids")
         if table.shape[0] & (table.shape[0] - 1) or (n > 0 and table.shape[0] < n):
-            raise ValueError("hash table of a wrong size")
+            raise ValueError("wrong size of the hash table")
         self.part.num_traces = <uint64_t>n
         self.part.table_size = <uint64_t>table.shape[0]
         self.part.table = &table[0] if table.shape[0] else NULL
@@ -83,17 +97,17 @@ cdef class KeyTable:
         if ret == TS_ERR_FAULT:
             raise_fault(ts_sigbus_fault())
         if ret != 1:
-            self.mapped.lose()
+            self.mapped.raise_truncated()
         if s.row == TS_INDEX_CORRUPT:
-            raise ValueError("the table of keys is damaged")
+            raise ValueError("the hash table is corrupt")
         return s.row
 
     def find(self, bytes question_id, int32_t sample=0) -> int:
-        """The row of the key, or -1."""
+        """Return the row of a key, or -1."""
         return self.search(question_id, <size_t>len(question_id), sample)
 
     def build(self, uint32_t[::1] table) -> int:
-        """Fills the zeroed `table`; returns -1, or the first row whose key repeats one before it."""
+        """Insert all rows into `table`, zeros. Return -1, or the first row whose key is a duplicate."""
         cdef int64_t duplicate
         cdef Py_ssize_t k
         for k in range(self.samples.shape[0]):
@@ -101,7 +115,7 @@ cdef class KeyTable:
                 raise ValueError("id offsets out of bounds")
         self.part.table_size = <uint64_t>table.shape[0]
         if table.shape[0] == 0 or table.shape[0] & (table.shape[0] - 1) or table.shape[0] < self.samples.shape[0] + 1:
-            raise ValueError("hash table of a wrong size")
+            raise ValueError("wrong size of the hash table")
         self.part.table = &table[0]
         with nogil:
             duplicate = ts_index_build(&self.part, &table[0])
@@ -111,7 +125,7 @@ cdef class KeyTable:
 
 
 def find_key(list tables, bytes question_id, int32_t sample=0) -> tuple[int, int]:
-    """(number of the KeyTable, row) of a key, or (-1, -1) where none has it."""
+    """Return the number of the KeyTable and the row of a key, or (-1, -1) if no table has it."""
     cdef const unsigned char *data = question_id
     cdef size_t size = len(question_id)
     cdef Py_ssize_t part
@@ -146,54 +160,68 @@ cdef struct _Part:
     const int32_t *patch_last_token_row
 
 
-cdef const void *_column(list held, dict arrays, str name, Py_ssize_t count, Py_ssize_t itemsize) except? NULL:
-    """The array's address; the array itself is kept in `held`."""
+cdef const void *_column(list owners, dict arrays, str name, Py_ssize_t count, Py_ssize_t itemsize) except? NULL:
+    """Return the address of an array. Append the object that keeps it alive to `owners`."""
     cdef const unsigned char[::1] view
     array = arrays[name]
     if array.ndim != 1 or len(array) != count or array.itemsize != itemsize:
-        raise ValueError(f"{name}: another size than the part's")
+        raise ValueError(f"{name}: the size differs from that of the index part")
     if count == 0:
         return <const void *>1
     view = array.view("u1")
-    held.append(view)
+    owners.append(view)
     return &view[0]
 
 
 cdef enum:
     _NO_TRACE = 1
-    _DAMAGED = 2
-    # Of a trace: what it takes as edges of 1,000,000 layers is a number of 64 bits then.
+    _CORRUPT = 2
+    # Limit of the tokens of a trace: the edges of 1,000,000 layers then fit into 64 bits.
     _MAX_TOKENS = 1 << 20
 
 
-# A call of LocationTable that runs under the guard. broken: in a map that was cut short.
-cdef struct _LookUp:
+# The arguments and the result of a LocationTable call that runs under the guard. truncated: an address
+# in a mapping whose file was truncated, or NULL; failed: the trace of an error.
+cdef struct _Lookup:
     int64_t num_segments
     uint32_t layouts
     _Part *parts
     Py_ssize_t num_parts, n
     const int64_t *indices
-    const void *broken
-    int64_t at
+    const void *truncated
+    int64_t failed
     int64_t *out
-    int64_t *begin
-    char *place
+    int64_t *begin  # first byte of each id in `ids`
+    char *ids
 
 
 cdef class LocationTable:
-    """Where traces lie, over the parts of an index. parts: (first trace, arrays by
-    column name, MappedFile or None) in order; num_segments of the store; layouts: bit k is set
-    where a trace may have attention of layout k. ValueError where columns do not fit together."""
+    """The locations of traces over all parts of an index.
+
+    Parameters
+    ----------
+    parts : list of tuple
+        For each part in order: its first trace, its arrays by column name, and its MappedFile or None.
+    num_segments : int
+        Number of segments of the store.
+    layouts : int
+        Bit k is set if attention of layout k is allowed.
+
+    Raises
+    ------
+    ValueError
+        If the sizes of columns disagree.
+    """
     cdef _Part *parts
     cdef Py_ssize_t num_parts
     cdef int64_t num_segments
     cdef uint32_t layouts
-    cdef list held
+    cdef list owners
 
     def __cinit__(self, list parts, int64_t num_segments=1 << 31, uint32_t layouts=~<uint32_t>0):
         cdef _Part *p
         cdef Py_ssize_t k
-        self.held, self.num_segments, self.layouts = [], num_segments, layouts
+        self.owners, self.num_segments, self.layouts = [], num_segments, layouts
         self.num_parts = len(parts)
         self.parts = <_Part *>calloc(self.num_parts + 1, sizeof(_Part))
         if self.parts == NULL:
@@ -202,103 +230,118 @@ cdef class LocationTable:
             p = &self.parts[k]
             first, arrays, mapped = parts[k]
             if mapped is not None:
-                self.held.append(mapped)
+                self.owners.append(mapped)
                 p.map = &(<MappedFile?>mapped).map
             p.first, p.count, p.patches = first, len(arrays["layout"]), len(arrays["patch_trace"])
-            p.graph_segment = <const int32_t *>_column(self.held, arrays, "graph_segment", p.count, 4)
-            p.hidden_row = <const int64_t *>_column(self.held, arrays, "hidden_row", p.count, 8)
-            p.attention_start = <const int64_t *>_column(self.held, arrays, "attention_start", p.count, 8)
-            p.num_tokens = <const int32_t *>_column(self.held, arrays, "num_tokens", p.count, 4)
-            p.layout = <const uint8_t *>_column(self.held, arrays, "layout", p.count, 1)
-            p.sequence_segment = <const int32_t *>_column(self.held, arrays, "sequence_segment", p.count, 4)
-            p.last_token_row = <const int32_t *>_column(self.held, arrays, "last_token_row", p.count, 4)
+            p.graph_segment = <const int32_t *>_column(self.owners, arrays, "graph_segment", p.count, 4)
+            p.hidden_row = <const int64_t *>_column(self.owners, arrays, "hidden_row", p.count, 8)
+            p.attention_start = <const int64_t *>_column(self.owners, arrays, "attention_start", p.count, 8)
+            p.num_tokens = <const int32_t *>_column(self.owners, arrays, "num_tokens", p.count, 4)
+            p.layout = <const uint8_t *>_column(self.owners, arrays, "layout", p.count, 1)
+            p.sequence_segment = <const int32_t *>_column(self.owners, arrays, "sequence_segment", p.count, 4)
+            p.last_token_row = <const int32_t *>_column(self.owners, arrays, "last_token_row", p.count, 4)
             p.id_bytes = len(arrays["id"])
-            p.id_offsets = <const int64_t *>_column(self.held, arrays, "id_offsets", p.count + 1, 8)
-            p.ids = <const char *>_column(self.held, arrays, "id", p.id_bytes, 1)
-            p.patch_trace = <const int64_t *>_column(self.held, arrays, "patch_trace", p.patches, 8)
-            p.patch_group = <const uint8_t *>_column(self.held, arrays, "patch_group", p.patches, 1)
-            p.patch_segment = <const int32_t *>_column(self.held, arrays, "patch_segment", p.patches, 4)
-            p.patch_hidden_row = <const int64_t *>_column(self.held, arrays, "patch_hidden_row", p.patches, 8)
-            p.patch_attention_start = <const int64_t *>_column(self.held, arrays, "patch_attention_start", p.patches, 8)
-            p.patch_num_tokens = <const int32_t *>_column(self.held, arrays, "patch_num_tokens", p.patches, 4)
-            p.patch_layout = <const uint8_t *>_column(self.held, arrays, "patch_layout", p.patches, 1)
-            p.patch_last_token_row = <const int32_t *>_column(self.held, arrays, "patch_last_token_row", p.patches, 4)
+            p.id_offsets = <const int64_t *>_column(self.owners, arrays, "id_offsets", p.count + 1, 8)
+            p.ids = <const char *>_column(self.owners, arrays, "id", p.id_bytes, 1)
+            p.patch_trace = <const int64_t *>_column(self.owners, arrays, "patch_trace", p.patches, 8)
+            p.patch_group = <const uint8_t *>_column(self.owners, arrays, "patch_group", p.patches, 1)
+            p.patch_segment = <const int32_t *>_column(self.owners, arrays, "patch_segment", p.patches, 4)
+            p.patch_hidden_row = <const int64_t *>_column(self.owners, arrays, "patch_hidden_row", p.patches, 8)
+            p.patch_attention_start = <const int64_t *>_column(self.owners, arrays, "patch_attention_start", p.patches, 8)
+            p.patch_num_tokens = <const int32_t *>_column(self.owners, arrays, "patch_num_tokens", p.patches, 4)
+            p.patch_layout = <const uint8_t *>_column(self.owners, arrays, "patch_layout", p.patches, 1)
+            p.patch_last_token_row = <const int32_t *>_column(self.owners, arrays, "patch_last_token_row", p.patches, 4)
 
     def __dealloc__(self):
         free(self.parts)
 
     def look_up(self, const int64_t[::1] indices, int64_t[:, ::1] out) -> None:
-        """out (n, 7): graph_segment, hidden_row, attention_start, num_tokens, layout,
-        sequence_segment, last_token_row of each trace, patches of later parts applied.
-        A segment of -1: no such place. IndexError outside the store, ValueError where a place
-        cannot be."""
-        cdef _LookUp call
+        """Write the locations of traces, with the patches of later parts applied.
+
+        Parameters
+        ----------
+        indices : int64 (n,)
+        out : int64 (n, 7)
+            Columns graph_segment, hidden_row, attention_start, num_tokens, layout, sequence_segment and
+            last_token_row. A segment of -1 means that the trace has no such data.
+
+        Raises
+        ------
+        IndexError
+            If an index is outside the store.
+        ValueError
+            If a location is invalid.
+        """
+        cdef _Lookup call
         if out.shape[0] != indices.shape[0] or out.shape[1] != 7:
-            raise ValueError("out has another shape than (n, 7)")
+            raise ValueError(f"out: expected shape ({indices.shape[0]}, 7), found ({out.shape[0]}, {out.shape[1]})")
         if indices.shape[0]:
             call.out = &out[0, 0]
             self.run(_look_up, &call, indices)
 
     def question_ids(self, const int64_t[::1] indices) -> list[str]:
-        """The question ids of some traces. IndexError outside the store, ValueError where
-        the ids are damaged."""
-        cdef _LookUp call
+        """Return the question ids of traces.
+
+        Raises IndexError for an index outside the store and ValueError for corrupt ids.
+        """
+        cdef _Lookup call
         cdef list found = []
         cdef Py_ssize_t k, n = indices.shape[0]
         if n == 0:
             return found
         call.begin = <int64_t *>malloc(<size_t>(n + 1) * sizeof(int64_t))
-        call.place = NULL
+        call.ids = NULL
         try:
             if call.begin == NULL:
                 raise MemoryError()
             self.run(_measure_ids, &call, indices)
-            call.place = <char *>malloc(<size_t>call.begin[n] + 1)
-            if call.place == NULL:
+            call.ids = <char *>malloc(<size_t>call.begin[n] + 1)
+            if call.ids == NULL:
                 raise MemoryError()
             self.run(_copy_ids, &call, indices, True)
             for k in range(n):
                 found.append(PyUnicode_DecodeUTF8(
-                    call.place + call.begin[k], <Py_ssize_t>(call.begin[k + 1] - call.begin[k]), "surrogatepass"))
+                    call.ids + call.begin[k], <Py_ssize_t>(call.begin[k + 1] - call.begin[k]), "surrogatepass"))
         finally:
             free(call.begin)
-            free(call.place)
+            free(call.ids)
         return found
 
-    cdef int run(self, int (*work)(void *) noexcept nogil, _LookUp *call, const int64_t[::1] indices,
+    cdef int run(self, int (*work)(void *) noexcept nogil, _Lookup *call, const int64_t[::1] indices,
                  bint is_again=False) except -1:
-        """One of the functions below on all of `indices`, of which there are some."""
+        """Run one of the functions below on `indices`, which must not be empty."""
         cdef int ret
-        call.parts, call.num_parts, call.broken = self.parts, self.num_parts, NULL
+        call.parts, call.num_parts, call.truncated = self.parts, self.num_parts, NULL
         call.num_segments, call.layouts = self.num_segments, self.layouts
         call.indices, call.n = &indices[0], indices.shape[0]
         ret = ts_sigbus_guard_again(work, call) if is_again else ts_sigbus_guard(work, call)
-        if call.broken == NULL:
-            call.broken = ts_sigbus_fault() if ret == TS_ERR_FAULT else NULL
-        if call.broken != NULL:
-            raise_fault(call.broken)
+        if call.truncated == NULL:
+            call.truncated = ts_sigbus_fault() if ret == TS_ERR_FAULT else NULL
+        if call.truncated != NULL:
+            raise_fault(call.truncated)
         if ret == _NO_TRACE:
-            raise IndexError(f"trace {call.at}")
-        if ret == _DAMAGED:
-            raise ValueError(f"trace {call.at}: a place that cannot be")
+            raise IndexError(f"trace {call.failed}")
+        if ret == _CORRUPT:
+            raise ValueError(f"trace {call.failed}: invalid location")
         if ret != 0:
             raise ValueError("id offsets out of bounds")
         return 0
 
 
-cdef int _end(_LookUp *call, int ret) noexcept nogil:
+cdef int _check_maps(_Lookup *call, int ret) noexcept nogil:
+    """Set call.truncated if a file was truncated. Returns `ret`."""
     cdef Py_ssize_t k
     for k in range(call.num_parts):
         if call.parts[k].map != NULL:
-            call.broken = call.parts[k].map.base
+            call.truncated = call.parts[k].map.base
             if not ts_map_is_intact(call.parts[k].map):
                 return ret
-    call.broken = NULL
+    call.truncated = NULL
     return ret
 
 
 cdef int _look_up(void *context) noexcept nogil:
-    cdef _LookUp *call = <_LookUp *>context
+    cdef _Lookup *call = <_Lookup *>context
     cdef Py_ssize_t k, i, part
     cdef int64_t row
     cdef int64_t *out = call.out
@@ -306,7 +349,7 @@ cdef int _look_up(void *context) noexcept nogil:
     for k in range(call.n):
         part = _part_of(call, call.indices[k])
         if part < 0:
-            return _end(call, _NO_TRACE)
+            return _check_maps(call, _NO_TRACE)
         p = &call.parts[part]
         row = call.indices[k] - p.first
         out[0], out[1], out[2] = p.graph_segment[row], p.hidden_row[row], p.attention_start[row]
@@ -314,29 +357,29 @@ cdef int _look_up(void *context) noexcept nogil:
         out[5], out[6] = p.sequence_segment[row], p.last_token_row[row]
         for i in range(part + 1, call.num_parts):
             if call.parts[i].patches:
-                _apply(&call.parts[i], call.indices[k], out)
-        if not _can_be(call, out):
-            call.at = call.indices[k]
-            return _end(call, _DAMAGED)
+                _apply_patches(&call.parts[i], call.indices[k], out)
+        if not _is_valid(call, out):
+            call.failed = call.indices[k]
+            return _check_maps(call, _CORRUPT)
         out += 7
-    return _end(call, 0)
+    return _check_maps(call, 0)
 
 
-cdef bint _can_be(_LookUp *call, const int64_t *place) noexcept nogil:
-    """Whether the numbers of a place are in their ranges; those of rows are checked where these are read."""
-    if not (-1 <= place[0] < call.num_segments and -1 <= place[5] < call.num_segments):
+cdef bint _is_valid(_Lookup *call, const int64_t *location) noexcept nogil:
+    """Return whether the values of a location are in range. Row numbers are checked when rows are read."""
+    if not (-1 <= location[0] < call.num_segments and -1 <= location[5] < call.num_segments):
         return False
-    if place[1] < 0 or place[2] < 0 or not 0 <= place[3] <= _MAX_TOKENS or place[6] < -1:
+    if location[1] < 0 or location[2] < 0 or not 0 <= location[3] <= _MAX_TOKENS or location[6] < -1:
         return False
-    if place[0] >= 0 and place[3] == 0:
+    if location[0] >= 0 and location[3] == 0:
         return False
-    if place[0] < 0 and place[5] < 0 or place[5] >= 0 and place[6] < 0:
+    if location[0] < 0 and location[5] < 0 or location[5] >= 0 and location[6] < 0:
         return False
-    return place[4] < 32 and call.layouts >> place[4] & 1
+    return location[4] < 32 and call.layouts >> location[4] & 1
 
 
 cdef int _measure_ids(void *context) noexcept nogil:
-    cdef _LookUp *call = <_LookUp *>context
+    cdef _Lookup *call = <_Lookup *>context
     cdef Py_ssize_t k, part
     cdef int64_t row, begin, end
     cdef _Part *p
@@ -344,18 +387,18 @@ cdef int _measure_ids(void *context) noexcept nogil:
     for k in range(call.n):
         part = _part_of(call, call.indices[k])
         if part < 0:
-            return _end(call, _NO_TRACE)
+            return _check_maps(call, _NO_TRACE)
         p = &call.parts[part]
         row = call.indices[k] - p.first
         begin, end = p.id_offsets[row], p.id_offsets[row + 1]
         if not 0 <= begin <= end <= p.id_bytes:
-            return _end(call, TS_ERR_BOUNDS)
+            return _check_maps(call, TS_ERR_BOUNDS)
         call.begin[k + 1] = call.begin[k] + end - begin
-    return _end(call, 0)
+    return _check_maps(call, 0)
 
 
 cdef int _copy_ids(void *context) noexcept nogil:
-    cdef _LookUp *call = <_LookUp *>context
+    cdef _Lookup *call = <_Lookup *>context
     cdef Py_ssize_t k
     cdef int64_t begin, length
     cdef _Part *p
@@ -363,13 +406,13 @@ cdef int _copy_ids(void *context) noexcept nogil:
         p = &call.parts[_part_of(call, call.indices[k])]
         begin, length = p.id_offsets[call.indices[k] - p.first], call.begin[k + 1] - call.begin[k]
         if begin < 0 or begin > p.id_bytes - length:
-            return _end(call, TS_ERR_BOUNDS)
-        memcpy(call.place + call.begin[k], p.ids + begin, <size_t>length)
-    return _end(call, 0)
+            return _check_maps(call, TS_ERR_BOUNDS)
+        memcpy(call.ids + call.begin[k], p.ids + begin, <size_t>length)
+    return _check_maps(call, 0)
 
 
-cdef Py_ssize_t _part_of(_LookUp *call, int64_t index) noexcept nogil:
-    """The part that has a trace, or -1."""
+cdef Py_ssize_t _part_of(_Lookup *call, int64_t index) noexcept nogil:
+    """Return the part that holds a trace, or -1."""
     cdef Py_ssize_t lo = 0, hi = call.num_parts, middle
     while hi - lo > 1:
         middle = (lo + hi) // 2
@@ -377,16 +420,16 @@ cdef Py_ssize_t _part_of(_LookUp *call, int64_t index) noexcept nogil:
             lo = middle
         else:
             hi = middle
-    # Parts of patches only begin where the traces before them end.
+    # A part that holds only patches starts at the same trace as the part that follows it.
     while lo > 0 and call.parts[lo].count == 0:
         lo -= 1
     if call.num_parts == 0 or index < call.parts[lo].first or index - call.parts[lo].first >= call.parts[lo].count:
-        call.at = index
+        call.failed = index
         return -1
     return lo
 
 
-cdef void _apply(_Part *p, int64_t index, int64_t *out) noexcept nogil:
+cdef void _apply_patches(_Part *p, int64_t index, int64_t *out) noexcept nogil:
     cdef int64_t lo = 0, hi = p.patches, middle
     while lo < hi:
         middle = (lo + hi) // 2

@@ -1,11 +1,10 @@
 # cython: language_level=3, binding=True, boundscheck=False, wraparound=False, freethreading_compatible=True
-"""Checksums, conversions and attention packing.
+"""Checksums, conversions and packing of attention.
 
-Every function takes C-contiguous buffers and releases the GIL while it works.
-Element types are named by the codes F16, BF16, F32 and F64. A wrong size is a
-ValueError raised before anything is written. Where a source is a view of a MappedFile
-whose file is cut short meanwhile, they raise what the map says: CorruptStoreError for a
-file of a store, else TruncatedFileError, an OSError.
+Functions take C-contiguous buffers and release the GIL while they work. F16, BF16, F32 and F64 are the
+codes of element types. A buffer of the wrong size raises ValueError before anything is written. If a
+source is a view of a MappedFile whose file is truncated during the call, the functions raise
+CorruptStoreError for a file of a store, else TruncatedFileError.
 """
 from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
@@ -27,11 +26,11 @@ cdef extern from "float_convert.h" nogil:
         TS_F32
         TS_F64
     size_t ts_dtype_bytes(ts_dtype dtype)
-    int ts_to_f16(const void *src, ts_dtype dtype, uint16_t *out, size_t n, size_t *where)
+    int ts_to_f16(const void *src, ts_dtype dtype, uint16_t *out, size_t n, size_t *position)
     size_t ts_count_nonfinite(const void *src, ts_dtype dtype, size_t n)
 
 cdef extern from "attention.h" nogil:
-    int ts_is_causal(const void *src, ts_dtype dtype, size_t count, size_t S, size_t *where)
+    int ts_is_causal(const void *src, ts_dtype dtype, size_t count, size_t S, size_t *position)
     void ts_pack_triangle(const void *src, size_t itemsize, size_t count, size_t S, void *out)
     void ts_unpack_triangle(const void *src, size_t itemsize, size_t count, size_t S, void *out)
     int ts_mean_rows(const void *src, ts_dtype dtype, size_t H, size_t stride, size_t n, uint16_t *out)
@@ -62,27 +61,27 @@ cdef enum:
     CRC, TO_F16, NONFINITE, CAUSAL, PACK, UNPACK, HEAD_MEAN, MEAN_ROWS
 
 
-# A call of the core, so that it can run under the guard.
+# The arguments and the result of a call that runs under the guard.
 cdef struct _Call:
     int function
     const void *source
     void *out
     ts_dtype dtype
-    size_t n, S, where, itemsize
+    size_t n, S, position, itemsize
     int causal, ret
     uint32_t crc
 
 
-cdef int _do(void *context) noexcept nogil:
+cdef int _run(void *context) noexcept nogil:
     cdef _Call *c = <_Call *>context
     if c.function == CRC:
         c.crc = ts_crc32c(c.crc, c.source, c.n)
     elif c.function == TO_F16:
-        c.ret = ts_to_f16(c.source, c.dtype, <uint16_t *>c.out, c.n, &c.where)
+        c.ret = ts_to_f16(c.source, c.dtype, <uint16_t *>c.out, c.n, &c.position)
     elif c.function == NONFINITE:
-        c.where = ts_count_nonfinite(c.source, c.dtype, c.n)
+        c.position = ts_count_nonfinite(c.source, c.dtype, c.n)
     elif c.function == CAUSAL:
-        c.causal = ts_is_causal(c.source, c.dtype, c.n, c.S, &c.where)
+        c.causal = ts_is_causal(c.source, c.dtype, c.n, c.S, &c.position)
     elif c.function == PACK:
         ts_pack_triangle(c.source, c.itemsize, c.n, c.S, c.out)
     elif c.function == UNPACK:
@@ -99,7 +98,7 @@ cdef int _call(_Call *c, int function, _View source, _View out) except -1:
     c.function, c.source, c.ret = function, source.view.buf, 0
     c.out = NULL if out is None else out.view.buf
     with nogil:
-        ret = ts_sigbus_guard(_do, c)
+        ret = ts_sigbus_guard(_run, c)
     if ret == TS_ERR_FAULT:
         raise_fault(ts_sigbus_fault())
     return 0
@@ -118,7 +117,7 @@ def simd_level():
 
 
 def crc32c(data, uint32_t value=0) -> int:
-    """CRC-32C of `data` (any contiguous buffer), continuing from `value`."""
+    """Return the CRC-32C of `data`, continuing from `value`."""
     cdef _View v = _View(data)
     cdef _Call c
     c.n, c.crc = <size_t>v.view.len, value
@@ -127,73 +126,78 @@ def crc32c(data, uint32_t value=0) -> int:
 
 
 def crc32c_combine(uint32_t first, uint32_t second, uint64_t second_bytes) -> int:
-    """CRC-32C of A followed by B, from both checksums and the length of B."""
+    """Return the CRC-32C of A followed by B from both checksums and the length of B in bytes."""
     return ts_crc32c_combine(first, second, second_bytes)
 
 
 def to_float16(source, int dtype, out) -> int:
-    """Rounds `source` into `out` (float16); returns -1, or the position of the
-    first finite value that float16 cannot hold."""
+    """Convert `source` to float16 in `out`.
+
+    Returns
+    -------
+    int
+        -1, or the position of the first finite value that overflows float16.
+    """
     cdef _View v = _View(source), o = _View(out, True)
     cdef _Call c
-    c.dtype, c.n, c.where = <ts_dtype>dtype, <size_t>v.view.len // ts_dtype_bytes(<ts_dtype>dtype), 0
-    o.need(c.n * 2, "out")
+    c.dtype, c.n, c.position = <ts_dtype>dtype, <size_t>v.view.len // ts_dtype_bytes(<ts_dtype>dtype), 0
+    o.require_size(c.n * 2, "out")
     _call(&c, TO_F16, v, o)
     if c.ret == TS_ERR_RANGE:
-        return <int64_t>c.where
+        return <int64_t>c.position
     if c.ret != 0:
         _raise(c.ret)
     return -1
 
 
 def count_nonfinite(source, int dtype) -> int:
-    """How many values are NaN or infinite."""
+    """Return how many values are NaN or infinite."""
     cdef _View v = _View(source)
     cdef _Call c
     c.dtype, c.n = <ts_dtype>dtype, <size_t>v.view.len // ts_dtype_bytes(<ts_dtype>dtype)
     _call(&c, NONFINITE, v, None)
-    return c.where
+    return c.position
 
 
 def first_above_diagonal(source, int dtype, size_t num_matrices, size_t num_tokens) -> int:
-    """Flat position of the first value other than zero above a diagonal, or -1
-    where all matrices (num_matrices, S, S) are causal."""
+    """Return the flat position of the first non-zero value above a diagonal of the matrices
+    (num_matrices, S, S), or -1 if all are causal."""
     cdef _View v = _View(source)
     cdef _Call c
-    v.need(num_matrices * num_tokens * num_tokens * ts_dtype_bytes(<ts_dtype>dtype), "source")
-    c.dtype, c.n, c.S, c.where = <ts_dtype>dtype, num_matrices, num_tokens, 0
+    v.require_size(num_matrices * num_tokens * num_tokens * ts_dtype_bytes(<ts_dtype>dtype), "source")
+    c.dtype, c.n, c.S, c.position = <ts_dtype>dtype, num_matrices, num_tokens, 0
     _call(&c, CAUSAL, v, None)
-    return -1 if c.causal else <int64_t>c.where
+    return -1 if c.causal else <int64_t>c.position
 
 
 def pack_triangle(source, size_t itemsize, size_t num_matrices, size_t num_tokens, out) -> None:
-    """(num_matrices, S, S) -> (num_matrices, S (S + 1) / 2): lower triangles, row by row."""
+    """Copy the lower triangles of (num_matrices, S, S), row by row, to (num_matrices, S (S + 1) / 2)."""
     cdef _View v = _View(source), o = _View(out, True)
     cdef _Call c
-    v.need(num_matrices * num_tokens * num_tokens * itemsize, "source")
-    o.need(num_matrices * (num_tokens * (num_tokens + 1) // 2) * itemsize, "out")
+    v.require_size(num_matrices * num_tokens * num_tokens * itemsize, "source")
+    o.require_size(num_matrices * (num_tokens * (num_tokens + 1) // 2) * itemsize, "out")
     c.itemsize, c.n, c.S = itemsize, num_matrices, num_tokens
     _call(&c, PACK, v, o)
 
 
 def unpack_triangle(source, size_t itemsize, size_t num_matrices, size_t num_tokens, out) -> None:
-    """The inverse of pack_triangle, zeros above the diagonal."""
+    """Expand packed triangles to matrices with zeros above the diagonal: the inverse of pack_triangle."""
     cdef _View v = _View(source), o = _View(out, True)
     cdef _Call c
-    o.need(num_matrices * num_tokens * num_tokens * itemsize, "out")
-    v.need(num_matrices * (num_tokens * (num_tokens + 1) // 2) * itemsize, "source")
+    o.require_size(num_matrices * num_tokens * num_tokens * itemsize, "out")
+    v.require_size(num_matrices * (num_tokens * (num_tokens + 1) // 2) * itemsize, "source")
     c.itemsize, c.n, c.S = itemsize, num_matrices, num_tokens
     _call(&c, UNPACK, v, o)
 
 
 def head_mean(source, int dtype, size_t num_heads, size_t num_tokens, bint causal, out) -> None:
-    """Mean over the heads of one layer (H, S, S) as float16: the packed lower
-    triangle if causal, else (S, S). OverflowError where float16 cannot hold it."""
+    """Write the mean over the heads of one layer (H, S, S) as float16: the packed lower triangle if
+    `causal`, else (S, S). Raises OverflowError if a finite mean overflows float16."""
     cdef _View v = _View(source), o = _View(out, True)
     cdef size_t pairs = num_tokens * (num_tokens + 1) // 2 if causal else num_tokens * num_tokens
     cdef _Call c
-    v.need(num_heads * num_tokens * num_tokens * ts_dtype_bytes(<ts_dtype>dtype), "source")
-    o.need(pairs * 2, "out")
+    v.require_size(num_heads * num_tokens * num_tokens * ts_dtype_bytes(<ts_dtype>dtype), "source")
+    o.require_size(pairs * 2, "out")
     c.dtype, c.n, c.S, c.causal = <ts_dtype>dtype, num_heads, num_tokens, causal
     _call(&c, HEAD_MEAN, v, o)
     if c.ret != 0:
@@ -201,11 +205,11 @@ def head_mean(source, int dtype, size_t num_heads, size_t num_tokens, bint causa
 
 
 def mean_rows(source, int dtype, size_t num_rows, size_t row_length, out) -> None:
-    """Mean over the rows of (num_rows, row_length) as float16, summed in float64."""
+    """Write the mean over the rows of (num_rows, row_length) as float16, summed in float64."""
     cdef _View v = _View(source), o = _View(out, True)
     cdef _Call c
-    v.need(num_rows * row_length * ts_dtype_bytes(<ts_dtype>dtype), "source")
-    o.need(row_length * 2, "out")
+    v.require_size(num_rows * row_length * ts_dtype_bytes(<ts_dtype>dtype), "source")
+    o.require_size(row_length * 2, "out")
     c.dtype, c.n, c.S = <ts_dtype>dtype, num_rows, row_length
     _call(&c, MEAN_ROWS, v, o)
     if c.ret != 0:
@@ -213,25 +217,25 @@ def mean_rows(source, int dtype, size_t num_rows, size_t row_length, out) -> Non
 
 
 cdef class _Views:
-    """Buffers of several objects, all of one size, for the length of a call."""
+    """The buffers of several objects, all of one size."""
     cdef list views
-    cdef const void **at
+    cdef const void **data
     cdef size_t count
 
-    def __cinit__(self, sources, size_t n_bytes):
+    def __cinit__(self, sources, size_t num_bytes):
         cdef _View view
         self.views, self.count = [], len(sources)
-        self.at = <const void **>malloc(max(self.count, 1) * sizeof(void *))
-        if self.at == NULL:
+        self.data = <const void **>malloc(max(self.count, 1) * sizeof(void *))
+        if self.data == NULL:
             raise MemoryError()
         for k, source in enumerate(sources):
             view = _View(source)
-            view.need(n_bytes, f"layer {k}")
+            view.require_size(num_bytes, f"layer {k}")
             self.views.append(view)
-            self.at[<size_t>k] = view.view.buf
+            self.data[<size_t>k] = view.view.buf
 
     def __dealloc__(self):
-        free(self.at)
+        free(self.data)
 
 
 cdef struct _Scan:
@@ -242,7 +246,7 @@ cdef struct _Scan:
     ts_scan_t scan
 
 
-cdef int _do_scan(void *context) noexcept nogil:
+cdef int _run_scan(void *context) noexcept nogil:
     cdef _Scan *s = <_Scan *>context
     cdef size_t k, n_bytes = s.n * ts_dtype_bytes(s.dtype)
     for k in range(s.count):
@@ -250,13 +254,25 @@ cdef int _do_scan(void *context) noexcept nogil:
     return 0
 
 
-cdef int _do_pack(void *context) noexcept nogil:
+cdef int _run_pack(void *context) noexcept nogil:
     return ts_pack_attention(<ts_pack *>context)
 
 
-def scan(arrays, int dtype, size_t num_values, out=None) -> tuple[int, int]:
-    """Arrays of num_values each -> how many values are NaN or infinite, CRC-32C of the
-    arrays one behind the other. They are copied to `out`, if there is one."""
+def checksum_scan(arrays, int dtype, size_t num_values, out=None) -> tuple[int, int]:
+    """Count non-finite values and compute the checksum of arrays in one pass.
+
+    Parameters
+    ----------
+    arrays : sequence of buffers
+        Arrays of `num_values` values each.
+    out : buffer, optional
+        Receives a copy of the arrays, one after another.
+
+    Returns
+    -------
+    tuple of int
+        The number of values that are NaN or infinite, and the CRC-32C of the concatenated arrays.
+    """
     cdef _Views views = _Views(arrays, num_values * ts_dtype_bytes(<ts_dtype>dtype))
     cdef _View o
     cdef _Scan s
@@ -264,12 +280,12 @@ def scan(arrays, int dtype, size_t num_values, out=None) -> tuple[int, int]:
     s.out = NULL
     if out is not None:
         o = _View(out, True)
-        o.need(views.count * num_values * ts_dtype_bytes(<ts_dtype>dtype), "out")
+        o.require_size(views.count * num_values * ts_dtype_bytes(<ts_dtype>dtype), "out")
         s.out = <unsigned char *>o.view.buf
-    s.arrays, s.count, s.n, s.dtype = views.at, views.count, num_values, <ts_dtype>dtype
+    s.arrays, s.count, s.n, s.dtype = views.data, views.count, num_values, <ts_dtype>dtype
     s.scan.nonfinite, s.scan.crc = 0, 0
     with nogil:
-        ret = ts_sigbus_guard(_do_scan, &s)
+        ret = ts_sigbus_guard(_run_scan, &s)
     if ret == TS_ERR_FAULT:
         raise_fault(ts_sigbus_fault())
     return s.scan.nonfinite, s.scan.crc
@@ -278,37 +294,55 @@ def scan(arrays, int dtype, size_t num_values, out=None) -> tuple[int, int]:
 def pack_attention(
     sources, int source_dtype, stored, int stored_dtype, size_t num_heads, size_t num_tokens, bint causal, out
 ) -> tuple[bool, int, int]:
-    """Packs L layers (H, S, S) into `out`, layer after layer: lower triangles if `causal`,
-    else squares. Of `stored`, the layers as they are stored, every head; where that is None,
-    the mean over the heads of `sources` as float16. Without `out`, `stored` is packed as it is.
+    """Pack the attention of L layers (H, S, S), layer after layer.
 
-    -> whether it could: False where `causal`, and a layer of `sources` is not; how many packed
-    values are NaN or infinite; their CRC-32C. OverflowError with the layer's number where
-    float16 cannot hold a mean."""
+    Parameters
+    ----------
+    sources : sequence of L buffers
+        The layers as the source holds them.
+    stored : sequence of L buffers or None
+        The layers in the stored type, to be packed with every head. None packs the mean over the
+        heads of `sources` as float16.
+    causal : bool
+        Pack lower triangles instead of squares.
+    out : buffer or None
+        Receives the packed layers. None only scans `stored`, which must be packed already.
+
+    Returns
+    -------
+    tuple
+        False if `causal` was set but a layer of `sources` is not causal, which leaves `out` undefined;
+        the number of packed values that are NaN or infinite; the CRC-32C of the packed values.
+
+    Raises
+    ------
+    OverflowError
+        With the number of the layer, if a finite mean overflows float16.
+    """
     cdef size_t square = num_tokens * num_tokens
     cdef size_t pairs = num_tokens * (num_tokens + 1) // 2 if causal else square
-    cdef _Views given = _Views(sources, num_heads * square * ts_dtype_bytes(<ts_dtype>source_dtype))
-    cdef _Views kept = None
+    cdef _Views source_views = _Views(sources, num_heads * square * ts_dtype_bytes(<ts_dtype>source_dtype))
+    cdef _Views stored_views = None
     cdef _View o = None
     cdef ts_pack p
     cdef int ret
     p.mean = stored is None
     if stored is not None:
-        kept = _Views(stored, num_heads * square * ts_dtype_bytes(<ts_dtype>stored_dtype))
-        if kept.count != given.count:
-            raise ValueError("stored: another number of layers")
+        stored_views = _Views(stored, num_heads * square * ts_dtype_bytes(<ts_dtype>stored_dtype))
+        if stored_views.count != source_views.count:
+            raise ValueError(f"stored: expected {source_views.count} layers, found {stored_views.count}")
     p.out = NULL
     if out is not None:
         o = _View(out, True)
-        o.need(given.count * pairs * (2 if p.mean else num_heads * ts_dtype_bytes(<ts_dtype>stored_dtype)), "out")
+        o.require_size(source_views.count * pairs * (2 if p.mean else num_heads * ts_dtype_bytes(<ts_dtype>stored_dtype)), "out")
         p.out = o.view.buf
     elif p.mean or causal:
-        raise ValueError("out: nothing to pack into")
-    p.sources, p.stored = given.at, NULL if kept is None else kept.at
+        raise ValueError("out is required to pack")
+    p.sources, p.stored = source_views.data, NULL if stored_views is None else stored_views.data
     p.source_dtype, p.stored_dtype = <ts_dtype>source_dtype, <ts_dtype>stored_dtype
-    p.L, p.H, p.S, p.causal, p.layer = given.count, num_heads, num_tokens, causal, 0
+    p.L, p.H, p.S, p.causal, p.layer = source_views.count, num_heads, num_tokens, causal, 0
     with nogil:
-        ret = ts_sigbus_guard(_do_pack, &p)
+        ret = ts_sigbus_guard(_run_pack, &p)
     if ret == TS_ERR_FAULT:
         raise_fault(ts_sigbus_fault())
     if ret == TS_ERR_RANGE:

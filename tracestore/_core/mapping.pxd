@@ -12,15 +12,15 @@ cdef class MappedFile:
     cdef ts_map map
     cdef readonly size_t size
     cdef readonly str name
-    cdef bint is_of_store
+    cdef bint is_in_store
     cdef bytes path
     cdef void *next_map
     cdef void *previous_map
     cdef void link(self) noexcept
-    cdef int lose(self) except -1
+    cdef int raise_truncated(self) except -1
 
 
-# ts_sigbus_guard_own() of this module, for sigbus_guard.pxi.
+# Return ts_sigbus_guard_own() of _core.mapping, for sigbus_guard.pxi.
 cdef void *guard_runner() noexcept
-# Raises the exception of a TS_ERR_FAULT; with the GIL.
+# Raise the exception of a TS_ERR_FAULT at an address. Needs the GIL.
 cdef int raise_fault(const void *address) except -1

@@ -1,11 +1,10 @@
 # cython: language_level=3, binding=True
-"""Read-only file maps as Python buffers.
+"""Read-only file mappings as Python buffers.
 
-A file that is cut short while it is mapped ends the process where its lost pages are
-touched. What reads maps here and in the other modules of the core runs under a guard
-(csrc/sigbus_guard.h) and raises instead: CorruptStoreError for a file of a store, else
-TruncatedFileError, with the file's name. A buffer of a map that Python code reads itself has
-no such guard.
+Touching the missing pages of a truncated file ends the process. All code of the core that reads
+mappings runs under a guard (csrc/sigbus_guard.h) and raises instead, with the name of the file:
+CorruptStoreError for a file of a store, else TruncatedFileError. Python code that reads the buffer
+of a mapping directly has no such guard.
 """
 cimport cython
 from cpython.buffer cimport PyBuffer_FillInfo, Py_buffer
@@ -37,7 +36,7 @@ cdef extern from "map.h" nogil:
 
 cdef unsigned char _empty = 0
 
-# The maps of this process, linked through them; the GIL is the lock.
+# All MappedFiles of the process as a linked list. The GIL protects it.
 cdef void *_maps = NULL
 
 
@@ -46,15 +45,15 @@ cdef void *guard_runner() noexcept:
 
 
 cdef int raise_fault(const void *address) except -1:
-    cdef void *at = _maps
+    cdef void *link = _maps
     cdef MappedFile mapped
-    while at != NULL:
-        mapped = <MappedFile>at
+    while link != NULL:
+        mapped = <MappedFile>link
         if <const unsigned char *>address >= mapped.map.base and (
                 <size_t>(<const unsigned char *>address - mapped.map.base) < mapped.map.size):
-            mapped.lose()
-        at = mapped.next_map
-    raise TruncatedFileError("memory that was read is gone: the file behind it was cut short")
+            mapped.raise_truncated()
+        link = mapped.next_map
+    raise TruncatedFileError("a mapped file was truncated while it was read")
 
 
 cdef struct _Shard:
@@ -72,20 +71,35 @@ cdef int _check_tail(void *context) noexcept nogil:
     return ts_map_is_intact(<ts_map *>context)
 
 
-# Without garbage collection: it cannot be part of a cycle, and __dealloc__ reads the fields.
+# No garbage collection: objects cannot be part of a reference cycle, and __dealloc__ reads the fields.
 @cython.no_gc
 cdef class MappedFile:
-    """A whole file mapped read-only, for as long as this object or a buffer of it
-    lives. OSError where it cannot be opened, ValueError where its size is not
-    expected_size (-1 takes any). name: the path in its store that errors give; without
-    it the file is of no store. fd: the file, open to be read, which stays open; without it
-    the one at `path` is opened."""
+    """A whole file, mapped read-only as long as this object or a buffer of it exists.
+
+    Parameters
+    ----------
+    path : str, bytes or os.PathLike
+        The file; used in messages only if `fd` is given.
+    expected_size : int
+        Size in bytes, or -1 to accept any size.
+    name : str, optional
+        Path of the file in its store, for error messages. None if the file belongs to no store.
+    fd : int
+        Descriptor of the file, open for reading; it stays open. -1 opens `path`.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be opened.
+    ValueError
+        If the size of the file is not `expected_size`.
+    """
 
     def __cinit__(self, path, int64_t expected_size=-1, str name=None, int fd=-1):
         cdef bytes encoded = os.fsencode(path)
         cdef const char *file = encoded
         cdef int ret
-        self.path, self.is_of_store = encoded, name is not None
+        self.path, self.is_in_store = encoded, name is not None
         self.name = os.fsdecode(encoded) if name is None else name
         with nogil:
             if fd >= 0:
@@ -96,13 +110,13 @@ cdef class MappedFile:
             raise OSError(errno, os.strerror(errno), os.fsdecode(encoded))
         if ret == TS_ERR_SIZE:
             found = (os.fstat(fd) if fd >= 0 else os.stat(encoded)).st_size
-            raise ValueError(f"{found} bytes where {expected_size} are expected")
+            raise ValueError(f"expected {expected_size} bytes, found {found}")
         self.size = self.map.size
         self.link()
         with nogil:
             ret = ts_map_record_tail(&self.map)
         if ret != 0:
-            self.lose()
+            self.raise_truncated()
 
     cdef void link(self) noexcept:
         global _maps
@@ -128,45 +142,51 @@ cdef class MappedFile:
         cdef void *base = <void *>self.map.base if self.map.base != NULL else <void *>&_empty
         PyBuffer_FillInfo(view, self, base, <Py_ssize_t>self.map.size, 1, flags)
 
-    cdef int lose(self) except -1:
-        # Raises what a fault in this map is.
+    cdef int raise_truncated(self) except -1:
+        """Raise the exception of a truncated file."""
         try:
             found = f"{os.stat(self.path).st_size} bytes where there were {self.size}"
         except OSError as error:
             found = error.strerror
         text = f"{self.name}: cut short while it was read ({found})"
-        if self.is_of_store:
+        if self.is_in_store:
             raise CorruptStoreError(text)
         raise TruncatedFileError(text)
 
     def read(self, size_t begin, size_t end) -> bytes:
-        """Bytes begin .. end as a copy, right also if the file is cut short during the call:
-        then CorruptStoreError or TruncatedFileError. IndexError outside the file."""
+        """Return a copy of the bytes begin .. end.
+
+        Raises
+        ------
+        IndexError
+            If the range lies outside the file.
+        CorruptStoreError, TruncatedFileError
+            If the file was truncated.
+        """
         cdef bytes out
-        cdef char *to
+        cdef char *data
         cdef int ret
         if begin > end or end > self.map.size:
             raise IndexError(f"bytes {begin} to {end} of {self.map.size}")
         out = PyBytes_FromStringAndSize(NULL, <Py_ssize_t>(end - begin))
-        to = PyBytes_AS_STRING(out)
-        if end - begin > 65536:
+        data = PyBytes_AS_STRING(out)
+        if end - begin > 65536:  # a large copy lets other threads run
             with nogil:
-                ret = ts_map_copy(&self.map, begin, end - begin, to)
+                ret = ts_map_copy(&self.map, begin, end - begin, data)
         else:
-            ret = ts_map_copy(&self.map, begin, end - begin, to)
+            ret = ts_map_copy(&self.map, begin, end - begin, data)
         if ret != 0:
             raise_fault(ts_sigbus_fault())
         return out
 
-    def check(self) -> None:
-        """After views of it were read: raises as `read` does if the file has been cut
-        short, so that what was read may be zeros."""
+    def check_intact(self) -> None:
+        """Raise as `read` does if the file was truncated, so that views read before may hold zeros."""
         if self.map.base != NULL and ts_sigbus_guard(_check_tail, &self.map) != 1:
-            self.lose()
+            self.raise_truncated()
 
     def check_shard(self, uint64_t num_chunks, uint64_t chunk_bytes) -> None:
-        """ValueError unless this is an uncompressed Zarr shard of num_chunks inner
-        chunks of chunk_bytes, one behind the other, with a sound index."""
+        """Raise ValueError unless the file is an uncompressed Zarr shard of `num_chunks` contiguous inner
+        chunks of `chunk_bytes` with a valid index."""
         cdef _Shard shard
         cdef int ret
         shard.base, shard.size, shard.num_chunks, shard.chunk_bytes = (
@@ -174,6 +194,6 @@ cdef class MappedFile:
         with nogil:
             ret = ts_sigbus_guard(_check_shard, &shard)
         if ret == TS_ERR_FAULT:
-            self.lose()
+            self.raise_truncated()
         if ret != 0:
             raise ValueError(f"shard: {ts_strerror(ret).decode()}")

@@ -1,6 +1,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any, Self, final
 
+import numpy as np
 from typing_extensions import disjoint_base
 
 @disjoint_base
@@ -8,7 +9,7 @@ class ByteReader:
     disk_bytes: int
     consumed: int
     def read(self, count: int) -> bytes | memoryview: ...
-    def at_end(self) -> bool: ...
+    def is_eof(self) -> bool: ...
 
 @final
 class BufferReader(ByteReader):
@@ -18,7 +19,7 @@ class BufferReader(ByteReader):
 class ChunkReader(ByteReader):
     def __init__(
         self,
-        next_piece: Callable[[], bytes],
+        next_chunk: Callable[[], bytes],
         spill: Callable[[int], Any],
         *,
         disk_bytes: int,
@@ -29,18 +30,20 @@ class ChunkReader(ByteReader):
 @final
 class SafeUnpickler:
     result: Any
-    num_streamed: int
+    num_yielded: int
     def __init__(
         self,
         source: ByteReader,
         *,
-        lookup: Callable[[Any, Any], Any],
-        builder: type,
-        draft: type,
-        persistent: Callable[[Any], Any] | None,
+        find_class: Callable[[Any, Any], Any],
+        global_type: type,
+        value_type: type,
+        persistent_load: Callable[[Any], Any] | None,
         retained_bytes: int,
-        kept: tuple[type, ...],
+        retained_types: tuple[type, ...],
     ) -> None: ...
     def load(self) -> Any: ...
     def __iter__(self) -> Iterator[Any]: ...
     def __next__(self) -> Any: ...
+
+def plain_array(state: tuple[Any, ...], dtype: np.dtype, itemsize: int) -> np.ndarray | None: ...

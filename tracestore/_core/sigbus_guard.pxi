@@ -1,4 +1,5 @@
-# Shared by the modules that read file maps: textually included, so that all use one handler of SIGBUS.
+# The SIGBUS guard. Modules that read file mappings include this file as text; each has a copy of
+# csrc/sigbus_guard.c, and all use the signal handler of _core.mapping.
 from tracestore._core.mapping cimport guard_runner, raise_fault
 
 cdef extern from "error.h":

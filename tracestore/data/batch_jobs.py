@@ -69,19 +69,19 @@ class BatchJob(ABC):
 class SequenceJob(BatchJob):
     """The job of a SequenceBatch."""
 
-    native: gather.Copies
+    native: gather.CopyJob
 
     def _look_up(self, batch_format: BatchFormat) -> None:
         stored = self._store.hidden_dtype
         self._dtype = batch_format.hidden_dtype(self._store)
         self.sources = sequence_sources(self._store.internals, self._indices)
-        self.native = gather.Copies(self.sources, dtype_code(stored), dtype_code(self._dtype))
+        self.native = gather.CopyJob(self.sources, dtype_code(stored), dtype_code(self._dtype))
         self.num_bytes = align_up(self.native.out_bytes)
 
     def set_buffer(self, buffer: BatchBuffer) -> None:
         """Set the memory of the batch."""
         self._buffer = buffer
-        self.native.aim(buffer.memory)
+        self.native.set_output(buffer.memory)
 
     def layout(self) -> SequenceLayout:
         """Return where the tensors lie in the buffer."""
@@ -91,7 +91,7 @@ class SequenceJob(BatchJob):
 class GraphJob(BatchJob):
     """The job of a GraphBatch."""
 
-    native: gather.GraphGather
+    native: gather.GraphBatchJob
 
     def _look_up(self, batch_format: BatchFormat) -> None:
         store, options = self._store, batch_format.edge_options
@@ -102,8 +102,8 @@ class GraphJob(BatchJob):
         if self._packed and not causal.all():
             raise UsageError("packed edges need causal attention; use edge_format='coo'")
         self._dtype, self._weight_dtype = batch_format.hidden_dtype(store), batch_format.weight_dtype(store)
-        hidden = gather.Copies(sources.hidden, dtype_code(store.hidden_dtype), dtype_code(self._dtype))
-        self.native = gather.GraphGather(
+        hidden = gather.CopyJob(sources.hidden, dtype_code(store.hidden_dtype), dtype_code(self._dtype))
+        self.native = gather.GraphBatchJob(
             hidden,
             sources.attention,
             dtype_code(store.attention_dtype),
@@ -124,7 +124,7 @@ class GraphJob(BatchJob):
 
     def _set_offsets(self) -> None:
         """Set where each tensor begins: x, edge_index, weights, owner, ptr, edge_ptr."""
-        room, num_ptr = self.native.room(), 8 * (self.native.num_graphs + 1)
+        room, num_ptr = self.native.max_edges(), 8 * (self.native.num_graphs + 1)
         sizes = (
             self._x_bytes,
             0 if self._packed else 16 * room,
@@ -140,13 +140,13 @@ class GraphJob(BatchJob):
 
     def finalize_size(self) -> None:
         """Make num_bytes exact. This counts the edges that the threshold keeps."""
-        self.native.count()
+        self.native.count_edges()
         self._set_offsets()
 
     def set_buffer(self, buffer: BatchBuffer) -> None:
         """Set the memory of the batch."""
         self._buffer = buffer
-        self.native.aim(buffer.memory, *self._offsets)
+        self.native.set_output(buffer.memory, *self._offsets)
 
     def layout(self) -> GraphLayout:
         """Return where the tensors lie in the buffer."""

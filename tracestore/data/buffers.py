@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tracestore._core.blocks import Lease, SlotLease
+from tracestore._core.blocks import PooledMemory, SharedBuffer
 
 TORCH_DTYPES = {
     "float16": torch.float16,
@@ -53,13 +53,13 @@ class BatchBuffer(ABC):
 
 
 class PooledBuffer(BatchBuffer):
-    """A block of a BlockPool, or a slot that processes share.
+    """A block of a MemoryPool, or a slot that processes share.
 
     Each tensor has a storage over its own bytes, so that pickling one does not write the others.
     The storage keeps the lease of the block.
     """
 
-    def __init__(self, lease: Lease | SlotLease) -> None:
+    def __init__(self, lease: PooledMemory | SharedBuffer) -> None:
         self.memory = lease
 
     def _flat(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
-from tracestore._core.blocks import BlockPool
+from tracestore._core.blocks import MemoryPool
 from tracestore.data.batch import BatchT, pyg_classes
 from tracestore.data.batch_format import BatchFormat, EdgeOptions, View
 from tracestore.data.batch_jobs import gather_batch
@@ -261,7 +261,7 @@ class TraceIterableDataset(IterableDataset[BatchT]):
             cache_bytes=cache_bytes,
         )
         self.epoch, self.batch_size = 0, batch_size
-        self._pool: BlockPool | None = None
+        self._pool: MemoryPool | None = None
         self._planner = EpochPlanner(
             self.items.store,
             self.items.format,
@@ -318,8 +318,8 @@ class TraceIterableDataset(IterableDataset[BatchT]):
 
     def _allocate(self, num_bytes: int) -> PooledBuffer:
         if self._pool is None:
-            self._pool = BlockPool()
-        lease = self._pool.lease(num_bytes)
+            self._pool = MemoryPool()
+        lease = self._pool.acquire(num_bytes)
         assert lease is not None  # the pool has no limit
         return PooledBuffer(lease)
 

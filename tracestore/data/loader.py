@@ -7,7 +7,7 @@ from typing import Any, Generic
 import numpy as np
 from torch.utils.data import get_worker_info
 
-from tracestore._core.blocks import BlockPool
+from tracestore._core.blocks import MemoryPool
 from tracestore.data.batch import BatchT
 from tracestore.data.batch_format import BatchFormat, EdgeFormat, EdgeOptions, View
 from tracestore.data.batch_jobs import BatchJob, gather_batch, make_job
@@ -194,8 +194,8 @@ class TraceLoader(Generic[BatchT]):
         self._resume_at = 0
         self._epoch_done = False
 
-    def _new_pool(self) -> BlockPool:
-        return BlockPool(self.memory.buffer_bytes, self.max_in_flight + 1)
+    def _new_pool(self) -> MemoryPool:
+        return MemoryPool(self.memory.buffer_bytes, self.max_in_flight + 1)
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k != "_pool"}
@@ -312,11 +312,11 @@ class TraceLoader(Generic[BatchT]):
     def _allocate(self, num_bytes: int) -> BatchBuffer:
         if self.pin_memory:
             return TorchBuffer(num_bytes, pinned=True)
-        lease = self._pool.lease(num_bytes)
+        lease = self._pool.acquire(num_bytes)
         if lease is None:
             raise MemoryBudgetError(
                 f"the next batch needs {num_bytes:,} bytes, and batches that are still referred to hold "
-                f"{self._pool.leased_bytes:,} of the {self.memory.buffer_bytes:,} that the memory budget leaves for "
+                f"{self._pool.used_bytes:,} of the {self.memory.buffer_bytes:,} that the memory budget leaves for "
                 "batches; let go of batches, or lower batch_size"
             )
         return PooledBuffer(lease)

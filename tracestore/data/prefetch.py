@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from tracestore._core.gather import Pages, ThreadPool
+from tracestore._core.gather import PrefetchJob, ThreadPool
 from tracestore.data.batch_jobs import BatchJob
 from tracestore.data.buffers import Allocate, BatchBuffer
 from tracestore.errors import MemoryBudgetError
@@ -43,7 +43,7 @@ class _ReadAhead:
         self.drop_behind = drop_behind
         self._threads: ThreadPool | None = None
         self._warm_batches = 0
-        self._jobs: deque[Pages] = deque()
+        self._jobs: deque[PrefetchJob] = deque()
 
     @property
     def is_on(self) -> bool:
@@ -59,15 +59,15 @@ class _ReadAhead:
             if self._threads is None:
                 self._threads = ThreadPool(_READER_THREADS)
         if self.is_on and self.drop_behind:
-            self._submit(Pages(job.sources, drop=True))
+            self._submit(PrefetchJob(job.sources, evict=True))
 
     def request(self, job: BatchJob) -> int:
         """Start to read what a batch needs and return its bytes."""
-        pages = Pages(job.sources)
+        pages = PrefetchJob(job.sources)
         self._submit(pages)
         return pages.num_bytes
 
-    def _submit(self, pages: Pages) -> None:
+    def _submit(self, pages: PrefetchJob) -> None:
         assert self._threads is not None
         pages.submit(self._threads)
         self._jobs.append(pages)

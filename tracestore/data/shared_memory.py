@@ -9,7 +9,7 @@ import os
 from multiprocessing import reduction
 from typing import Any
 
-from tracestore._core.blocks import SharedSlot
+from tracestore._core.blocks import SharedBlock
 from tracestore.data.batch import BatchMetadata, GraphBatch, Layout, SequenceBatch
 from tracestore.data.buffers import PooledBuffer
 from tracestore.platform_support import create_memory_file, has_memory_files, open_file_of_process
@@ -22,13 +22,13 @@ _HANDLE = "_shared_handle"
 
 
 class Slot:
-    """A SharedSlot and the file under it."""
+    """A SharedBlock and the file under it."""
 
     def __init__(self, num_bytes: int) -> None:
         self.fd = create_memory_file("tracestore")
         try:
-            os.ftruncate(self.fd, SharedSlot.file_bytes(num_bytes))
-            self.memory = SharedSlot(self.fd, num_bytes)
+            os.ftruncate(self.fd, SharedBlock.file_size(num_bytes))
+            self.memory = SharedBlock(self.fd, num_bytes)
         except BaseException:
             os.close(self.fd)
             raise
@@ -39,7 +39,7 @@ class Slot:
 
     def lease(self) -> Any:
         """Return the memory of the slot, which is in use until the result dies."""
-        return self.memory.lease()
+        return self.memory.acquire()
 
 
 class SlotPool:
@@ -106,7 +106,7 @@ def _reduce(batch: Any) -> Any:
     if fields.keys() != original.keys() or any(fields[k] is not original[k] for k in original):
         del batch.__dict__[_HANDLE]
         return batch.__reduce_ex__(2)
-    slot.memory.hold()
+    slot.memory.incref()
     return _receive, (os.getpid(), slot.fd, slot.memory.num_bytes, layout, metadata)
 
 
@@ -118,7 +118,7 @@ def _receive(pid: int, fd_of_worker: int, num_bytes: int, layout: Layout, metada
     except OSError as error:
         raise RuntimeError(f"DataLoader worker (pid {pid}) has ended, and its batch is lost: {error}") from None
     try:
-        memory = SharedSlot(fd, num_bytes)
+        memory = SharedBlock(fd, num_bytes)
     finally:
         os.close(fd)
-    return layout.batch(PooledBuffer(memory.lease(received=True)), metadata)
+    return layout.batch(PooledBuffer(memory.acquire(received=True)), metadata)

@@ -192,9 +192,9 @@ def _from_pickle(limits: _Limits, source: ByteReader, name: str, need_attention:
         record.is_borrowed = isinstance(source, ChunkReader)
         yield record
         del record
-    if not source.at_end():
+    if not source.is_eof():
         raise InvalidInputError("trailing bytes after the pickle")
-    if reader.num_streamed == 0:
+    if reader.num_yielded == 0:
         yield from _from_object(limits, reader.result, name, need_attention)
 
 

@@ -43,18 +43,18 @@ def pickle_reader(
     # One object for the whole pickle, however often a file names it.
     loader = NestedTorchLoader(load_bytes)
 
-    def lookup(module: Any, name: Any) -> SafeGlobal:
+    def find_class(module: Any, name: Any) -> SafeGlobal:
         stand_in = _lookup(module, name)
         return loader if isinstance(stand_in, NestedTorchLoader) else stand_in
 
     return SafeUnpickler(
         source,
-        lookup=lookup,
-        builder=SafeGlobal,
-        draft=PickledValue,
-        persistent=persistent_load,
+        find_class=find_class,
+        global_type=SafeGlobal,
+        value_type=PickledValue,
+        persistent_load=persistent_load,
         retained_bytes=RETAINED_BYTES,
-        kept=(SafeGlobal, PickledDtype),
+        retained_types=(SafeGlobal, PickledDtype),
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tracestore._core.arrays import plain_array
+from tracestore._core.pickle import plain_array
 from tracestore.errors import InvalidInputError
 
 MAX_NDIM = 16

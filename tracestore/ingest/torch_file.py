@@ -168,7 +168,7 @@ def read_zip(mapped: MappedFile) -> Any:
 
     source = BufferReader(entries[pickles[0]])
     result = pickle_reader(source, persistent_load=load).load()
-    if not source.at_end():
+    if not source.is_eof():
         raise InvalidInputError("trailing bytes after the pickle")
     return result
 
@@ -222,7 +222,7 @@ def read_legacy(view: Any) -> Any:
         storage.data = source.read(storage.num_bytes)
     if any(storage.data is None for storage in storages.values()):
         raise InvalidInputError("truncated: a tensor's storage is not in the file")
-    if not source.at_end():
+    if not source.is_eof():
         raise InvalidInputError("trailing bytes after the last storage")
     return result
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from tracestore._core.gine import Graphs
+from tracestore._core.gine import GineInputs
 from tracestore.detectors.graph.inputs import Edges
 from tracestore.store.format import schema
 
@@ -19,17 +19,19 @@ def _raw(tensor: torch.Tensor) -> tuple[Any, int]:
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy(), code
 
 
-def _graphs(x: torch.Tensor, w: torch.Tensor, edges: Edges) -> Graphs:
+def _graphs(x: torch.Tensor, w: torch.Tensor, edges: Edges) -> GineInputs:
     node_ptr, weight, weight_ptr, source, target, threshold = edges
     nodes, begins = node_ptr.contiguous().numpy(), weight_ptr.contiguous().numpy()
     sources, targets = (None if t is None else t.contiguous().numpy() for t in (source, target))
     rows, rows_dtype = _raw(x)
     weights, weights_dtype = _raw(weight)
     threads = torch.get_num_threads()
-    return Graphs(rows, rows_dtype, nodes, weights, weights_dtype, begins, sources, targets, threshold, threads, len(w))
+    return GineInputs(
+        rows, rows_dtype, nodes, weights, weights_dtype, begins, sources, targets, threshold, threads, len(w)
+    )
 
 
-def _workspace(graphs: Graphs, dtype: torch.dtype, backward: bool) -> Any:
+def _workspace(graphs: GineInputs, dtype: torch.dtype, backward: bool) -> Any:
     # A torch tensor rather than a numpy array, so that its memory is accounted as torch's is.
     return torch.empty(graphs.workspace_bytes(dtype.itemsize, backward), dtype=torch.uint8).numpy()
 

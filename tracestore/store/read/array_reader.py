@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tracestore._core.gather import Slab
+from tracestore._core.gather import ArrayView
 from tracestore._core.kernels import crc32c
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import CorruptStoreError, escape_unprintable
@@ -98,7 +98,7 @@ class ArrayReader:
         self._offsets: np.ndarray | None = None
         self._mapped: MappedFile | None = None
         self._flat = np.zeros(0, self.dtype)
-        self._slab = Slab(self._flat, 0, 1)
+        self._view = ArrayView(self._flat, 0, 1)
         if num_rows == 0:
             return
         file_name = f"{name}/c/" + "/".join("0" * len(self.shape))
@@ -114,7 +114,7 @@ class ArrayReader:
             if self._codec is None:
                 mapped.check_shard(num_chunks, chunk_bytes)
                 self._flat = np.frombuffer(memoryview(mapped), self.dtype, num_rows * self.row_items)
-                self._slab = Slab(mapped, num_rows, self.row_items * self.dtype.itemsize)
+                self._view = ArrayView(mapped, num_rows, self.row_items * self.dtype.itemsize)
             else:
                 self._offsets = self._coded_index(mapped, num_chunks, chunk_bytes)
         except (OSError, ValueError) as error:
@@ -169,10 +169,10 @@ class ArrayReader:
         return [(self.name, k) for k in range(begin // self.chunk_rows, -(-end // self.chunk_rows))]
 
     def copy_sources(self, begin: int, end: int) -> list[Any]:
-        """The same as sources of a gather: a Span, or flat uint8 arrays."""
+        """The same as sources of a gather: a RowRange, or flat uint8 arrays."""
         if self._offsets is not None or not 0 <= begin <= end <= self.shape[0]:
             return [piece.view("u1") for piece in self.pieces(begin, end)]
-        return [self._slab.span(begin, end)]
+        return [self._view.rows(begin, end)]
 
     def flat(self, begin: int, end: int) -> np.ndarray:
         """Rows begin .. end as one read-only array."""
@@ -207,4 +207,4 @@ class ArrayReader:
     def check(self) -> None:
         """After views of it were read: CorruptStoreError if the file has been cut short."""
         if self._mapped is not None:
-            self._mapped.check()
+            self._mapped.check_intact()

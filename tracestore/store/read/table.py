@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from tracestore._core.gather import Copies
+from tracestore._core.gather import CopyJob
 from tracestore.errors import UsageError
 from tracestore.store.format import schema
 from tracestore.store.read.batch_sources import sequence_sources
@@ -60,8 +60,8 @@ def features(store: StoreInternals, layer: int) -> np.ndarray:
     for begin in range(0, num_traces, _BLOCK):
         indices = np.arange(begin, min(num_traces, begin + _BLOCK))
         # The core reports a file that is truncated meanwhile as an error; numpy would end in a signal.
-        job = Copies(sequence_sources(store, indices), code, code)
-        job.aim(stored)
+        job = CopyJob(sequence_sources(store, indices), code, code)
+        job.set_output(stored)
         job.run()
         rows = stored[: len(indices), layer]
         out[indices] = schema.as_float32(rows, "bfloat16") if is_bits else rows

@@ -102,7 +102,7 @@ def _bytes(array: np.ndarray) -> np.ndarray:
 
 def _scan(arrays: Sequence[np.ndarray], dtype: str, out: np.ndarray | None = None) -> tuple[int, int]:
     """-> values that are NaN or infinite, crc32c; of arrays of one shape, stored as `dtype`."""
-    return kernels.scan(arrays, schema.dtype_code(dtype), arrays[0].size, out)
+    return kernels.checksum_scan(arrays, schema.dtype_code(dtype), arrays[0].size, out)
 
 
 def _crc(arrays: Sequence[np.ndarray]) -> int:
