@@ -1,4 +1,4 @@
-"""Dropout whose masks belong to traces."""
+"""Dropout masks do not depend on how a batch is split."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 @given(st.integers(0, 2**64 - 1), st.lists(st.integers(0, 9), min_size=1, max_size=6), st.data())
-def test_a_part_of_a_batch_has_the_masks_of_the_whole(key, rows, data):
+def test_a_slice_of_a_batch_has_the_masks_of_the_whole_batch(key, rows, data):
     begin = data.draw(st.integers(0, len(rows) - 1))
     end = data.draw(st.integers(begin + 1, len(rows)))
     whole = TraceMasks(key, 3, len(rows)).draw(1, rows, (5,), 0.6, CPU)[0]
@@ -24,25 +24,25 @@ def test_a_part_of_a_batch_has_the_masks_of_the_whole(key, rows, data):
 
 @pytest.mark.parametrize("draw", [dropout._draw_on_cpu, dropout._draw])
 @pytest.mark.parametrize("kept", [0.001, 0.3, 0.8, 1.0])
-def test_as_many_are_kept_as_asked(draw, kept):
-    """On average over a million, within 5 standard deviations."""
+def test_the_kept_share_is_the_requested_probability(draw, kept):
+    """The mean of a million draws lies within 5 standard deviations."""
     mask, share = draw([1, 2**64 - 1], [600_000, 400_000], kept, torch.device("cpu"))
     assert mask.dtype == torch.bool and abs(share - kept) < 1e-5
     assert abs(mask.double().mean() - share) <= 5 * (kept * (1 - kept) / 1e6) ** 0.5
 
 
-def test_masks_of_other_traces_uses_and_batches_are_others():
+def test_masks_of_different_traces_layers_and_batches_are_independent():
     masks = [
-        TraceMasks(key, place, 1).draw(use, [1], (4096,), 0.5, CPU)[0].numpy().ravel()
+        TraceMasks(key, position, 1).draw(stream, [1], (4096,), 0.5, CPU)[0].numpy().ravel()
         for key in (7, 8)
-        for place in (0, 1)
-        for use in (0, 1, 2)
+        for position in (0, 1)
+        for stream in (0, 1, 2)
     ]
     agree = np.corrcoef(np.array(masks, float)) - np.eye(len(masks))
     assert np.abs(agree).max() < 6 / 64
 
 
-def test_the_mean_is_kept_and_evaluation_untouched():
+def test_dropout_preserves_the_mean_and_is_off_in_evaluation():
     layer, x = TraceDropout(0.25, 0), torch.ones(1000, 300, dtype=torch.float64)
     out = layer(x, TraceMasks(1, 0, 2), [400, 600])
     assert set(out.unique().tolist()) == {0.0, 1 / 0.75} and abs(out.mean() - 1) < 0.01
@@ -57,7 +57,7 @@ def test_the_mean_is_kept_and_evaluation_untouched():
 
 
 @pytest.mark.parametrize("name", ["lstm_solo", "gnn_det_lstm", "gvae_lstm"])
-def test_a_split_batch_is_the_whole_one(name):
+def test_a_split_batch_has_the_gradients_of_the_whole_batch(name):
     model, _, loss_of = make(name)
     loss_of(0, SIZE).backward()
     whole = [p.grad.clone() for p in model.parameters()]

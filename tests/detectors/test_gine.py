@@ -1,4 +1,4 @@
-"""The GINE operators against plain indexing in float64, and what PyTorch asks of an operator."""
+"""The GINE operators compared with plain indexing in float64, and PyTorch's checks of operators."""
 
 import shutil
 from dataclasses import replace
@@ -20,7 +20,7 @@ def pointers(counts):
 
 
 def triangles(dim, dtype=torch.float64, sizes=SIZES, threshold=0.0, missing=0.0):
-    """Random graphs as packed triangles, a share `missing` of the weights NaN, as top-k marks them."""
+    """Return random graphs as packed triangles, with a share `missing` of the weights NaN, as with top-k."""
     torch.manual_seed(0)
     pairs = [s * (s + 1) // 2 for s in sizes]
     weight = torch.rand(sum(pairs), dtype=torch.float64)
@@ -30,7 +30,7 @@ def triangles(dim, dtype=torch.float64, sizes=SIZES, threshold=0.0, missing=0.0)
 
 
 def heads(dim, dtype=torch.float64, edge_dim=3, sizes=SIZES, threshold=0.0):
-    """Random graphs with the triangles of some heads, a few weights NaN in one of them."""
+    """Return random graphs with the triangles of several heads, and a few NaN weights in one of them."""
     one = triangles(dim, dtype, sizes, threshold, missing=0.1)
     torch.manual_seed(3)
     parts = []
@@ -41,7 +41,7 @@ def heads(dim, dtype=torch.float64, edge_dim=3, sizes=SIZES, threshold=0.0):
 
 
 def shuffled_lists(inputs):
-    """The same edges as lists, those of each graph in random order."""
+    """Return the same edges as lists, in random order within each graph."""
     edge_index, weight = inputs.coo()
     weight = weight[:, 0]
     graph = torch.bucketize(edge_index[0], inputs.node_ptr[1:], right=True)
@@ -51,14 +51,14 @@ def shuffled_lists(inputs):
 
 
 def plain(x, w, b, edge_index, weight):
-    """The formula, edge by edge."""
+    """Compute the formula edge by edge."""
     source, target = edge_index
     messages = (x[source] + weight.to(x.dtype) @ w + b).relu()
     return x.index_add(0, target, messages)
 
 
 def parameters(inputs, dtype=torch.float64):
-    """w and b."""
+    """Return w and b."""
     torch.manual_seed(1)
     shapes = ((inputs.edge_dim, inputs.x.shape[1]), (inputs.x.shape[1],))
     return [torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
@@ -79,7 +79,7 @@ FORMS = {
 
 
 def square(dim, dtype):
-    """Edges in both directions, and some pairs twice."""
+    """Return edges in both directions, with some pairs twice."""
     inputs = shuffled_lists(triangles(dim, dtype, sizes=(6,)))
     edge_index = torch.cat([inputs.edge_index, inputs.edge_index.flip(0)], 1)
     weight = inputs.weight.repeat(2)
@@ -106,8 +106,8 @@ def test_values_and_gradients(form, dim):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("form", ["triangles", "lists", "heads"])
-def test_narrow_inputs_are_read_as_they_are(form, dtype):
-    """As if converted before, bit for bit, with sums in float32."""
+def test_16_bit_inputs_equal_converted_inputs(form, dtype):
+    """The result equals that of inputs converted to float32, bit for bit."""
     inputs = FORMS[form](70, dtype)
     w, b = parameters(inputs, torch.float32)
     wide = replace(inputs, x=inputs.x.float(), weight=inputs.weight.float())
@@ -123,7 +123,7 @@ def test_narrow_inputs_are_read_as_they_are(form, dtype):
 
 
 def test_threshold_is_compared_exactly():
-    """A float32 weight next to a threshold that float32 does not have."""
+    """The float32 weight is next to a threshold that float32 cannot represent."""
     weight = torch.tensor([0.1], dtype=torch.float32)
     inputs = GraphInputs(torch.ones(1, 1), pointers([1]), weight, pointers([1]), 1, threshold=0.1)
     assert float(weight.double()) > 0.1
@@ -165,8 +165,8 @@ def test_opcheck(form, dtype):
 
 
 @pytest.mark.parametrize("form", ["triangles", "lists", "heads", "one token", "no lists"])
-def test_linear_in_chunks_of_graphs(form, monkeypatch):
-    """The product equals the aggregate's, whole or graph by graph."""
+def test_gine_linear_equals_the_aggregate_for_any_chunk_size(form, monkeypatch):
+    """The product is the same for the whole batch and graph by graph."""
     inputs = FORMS[form](20)
     w, b = parameters(inputs)
     first = nn.Linear(20, 6).double()
@@ -195,7 +195,7 @@ def test_chunks_cover_the_graphs_once():
 
 
 @pytest.mark.parametrize("form", ["triangles", "lists", "heads"])
-def test_bitwise_the_same_for_any_number_of_threads(form):
+def test_results_are_bitwise_equal_for_any_number_of_threads(form):
     inputs = FORMS[form](70, torch.float32)
     w, b = parameters(inputs, torch.float32)
     x = inputs.x.requires_grad_()
@@ -246,7 +246,7 @@ def _changed(tensor, at, value):
         ("lists", lambda n, a, p, s, t, _: {"weight_ptr": _changed(p, -1, 10**6)}),
     ],
 )
-def test_what_leads_outside_is_refused(form, change):
+def test_pointers_and_edges_out_of_bounds_are_refused(form, change):
     inputs = FORMS[form](6)
     w, b = (p.detach() for p in parameters(inputs))
     edges = _with(inputs.edges(), **change(*inputs.edges()))
@@ -256,7 +256,7 @@ def test_what_leads_outside_is_refused(form, change):
         gine_aggregate_backward(inputs.x, inputs.x, w, b, *edges, True)
 
 
-def test_shapes_that_do_not_fit_are_refused():
+def test_shapes_that_do_not_match_are_refused():
     inputs = FORMS["triangles"](6)
     w, b = (p.detach() for p in parameters(inputs))
     for x, left, right in (
@@ -285,7 +285,7 @@ no_cxx = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs 
     ],
 )
 def test_compiled_equals_eager(form, backend):
-    """Two layers, without a break of the graph."""
+    """Two layers compile without a graph break."""
     # The mean over the nodes of an empty graph would be NaN.
     sizes = {"sizes": (5, 1, 7), "threshold": 0.3}
     inputs = heads(8, torch.float32, **sizes) if form == "heads" else triangles(8, torch.float32, **sizes)
@@ -323,7 +323,7 @@ def test_autocast_multiplies_in_its_dtype_and_sums_in_float32():
 
 
 def test_autocast_sums_many_nodes_and_graphs_in_float32(monkeypatch):
-    """A thousand like nodes, in chunks of one graph: in bfloat16 a sum of ones ends at 256."""
+    """A thousand equal nodes in chunks of one graph; a bfloat16 sum of ones stops growing at 256."""
     monkeypatch.setitem(gine_op.CHUNK_BYTES, "cpu", 1)
     ptr = torch.tensor([0, 1000, 1001, 1401])
     none = torch.zeros(4, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""The Triton kernels against the C core: in Triton's interpreter, and on a GPU where there is one."""
+"""The Triton kernels compared with the C core, in Triton's interpreter and on a GPU if there is one."""
 
 import importlib.util
 import sys
@@ -19,13 +19,13 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 @pytest.fixture(scope="module")
 def kernels():
-    """A copy of tracestore.detectors.graph.gine_triton whose kernels are interpreted, on CPU tensors."""
+    """Return a copy of gine_triton whose kernels are interpreted on CPU tensors."""
     name = "interpreted_gine_triton"
     found = importlib.util.find_spec("tracestore.detectors.graph.gine_triton")
     spec = importlib.util.spec_from_file_location(name, found.origin)
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
-        # Asked for when a kernel is defined.
+        # Triton reads the variable when a kernel is defined.
         patch.setenv("TRITON_INTERPRET", "1")
         patch.setitem(sys.modules, name, module)
         spec.loader.exec_module(module)
@@ -34,7 +34,7 @@ def kernels():
     try:
         module.aggregate(torch.empty(1, 1), inputs.x, torch.ones(1, 1), torch.zeros(1), inputs.edges())
     except triton.runtime.errors.InterpreterError as error:
-        # int(array) of one element, which numpy 2.4 refuses.
+        # The interpreter calls int() on an array of one element, which numpy 2.4 refuses.
         if "0-dimensional" in str(error):
             pytest.skip("this Triton's interpreter needs an older numpy")
         raise
@@ -65,7 +65,7 @@ def test_interpreted_equals_the_c_core(kernels, form, dtype):
 
 
 def test_interpreted_threshold_is_compared_exactly(kernels):
-    """A float32 weight next to a threshold that float32 does not have."""
+    """The float32 weight is next to a threshold that float32 cannot represent."""
     ptr = torch.tensor([0, 1])
     inputs = GraphInputs(torch.ones(1, 1), ptr, torch.tensor([0.1]), ptr, 1, threshold=0.1)
     out = torch.empty(1, 1)
@@ -74,7 +74,7 @@ def test_interpreted_threshold_is_compared_exactly(kernels):
 
 
 @pytest.mark.parametrize("form", ["triangles", "lists"])
-def test_interpreted_refuses_what_leads_outside(kernels, form):
+def test_interpreted_refuses_pointers_and_edges_out_of_bounds(kernels, form):
     inputs = FORMS[form](4)
     w, b = (p.detach() for p in parameters(inputs))
     out = torch.empty_like(inputs.x)
@@ -95,7 +95,7 @@ def test_interpreted_refuses_what_leads_outside(kernels, form):
 )
 @pytest.mark.parametrize(("lists", "channels"), [(False, 1), (False, 16), (True, 1)])
 def test_compiles_for_a_gpu(lists, channels, tmp_path, monkeypatch):
-    """To the machine code of a Hopper GPU, which needs none."""
+    """The kernels compile to machine code of a Hopper GPU, for which no GPU is needed."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 

@@ -1,4 +1,4 @@
-"""The probe's logistic regression against scikit-learn's."""
+"""The logistic regression of the probe, compared with scikit-learn."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from tracestore.detectors.logistic import fit_logistic
 
 
 @pytest.mark.parametrize(("n", "d", "offset"), [(70, 576, 0), (70, 576, 3000), (4500, 64, 1), (5, 3, 0), (2, 1, 0)])
-def test_its_logits_are_those_of_scikit_learn(n, d, offset):
+def test_logits_equal_those_of_scikit_learn(n, d, offset):
     rng = np.random.default_rng(n + d)
     x = (rng.normal(size=(n, d)) * rng.lognormal(0, 2, d) + offset * rng.normal(size=d)).astype("f4")
     x[:, -1] = 7 if d > 1 else x[:, -1]
@@ -24,7 +24,7 @@ def test_its_logits_are_those_of_scikit_learn(n, d, offset):
     np.testing.assert_allclose(found, expected, atol=1e-4 * max(1, np.abs(expected).max()))
 
 
-def test_classes_that_are_told_apart_and_columns_that_are_constant():
+def test_separable_classes_and_constant_columns():
     x = np.array([[-1, 5], [-2, 5], [1, 5], [2, 5]], "f4")
     found = fit_logistic(x, np.array([0, 0, 1, 1]), 1e6)
     assert (found.logits(x) * [-1, -1, 1, 1] > 5).all() and found.weight[1] == 0

@@ -1,4 +1,4 @@
-"""The detectors against plain PyG: logits, loss and every gradient."""
+"""The detectors compared with plain PyG: logits, loss and every gradient."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ LAYERS, DIM = 4, 24
 
 @pytest.fixture(params=["causal", "heads", "square"])
 def loader_of(request, tmp_path):
-    """threshold -> a batch, of triangles, also every head's, or for square attention of edge lists."""
+    """Return a function from a threshold to a batch: triangles, triangles per head, or edge lists."""
     attention = "heads" if request.param == "heads" else "mean"
     with tracestore.create(tmp_path / "m.zarr", attention=attention) as writer:
         for k in range(7):
@@ -43,7 +43,7 @@ def config(**changes):
 
 
 def plain_lstm(model):
-    """The LSTM of a detector as torch's own of several layers, with the same Parameters."""
+    """Return the LSTM of a detector as one multi-layer LSTM of torch with the same parameters."""
     first, *_ = layers = model.reader.lstm.layers
     lstm = nn.LSTM(first.input_size, first.hidden_size, len(layers), batch_first=True, bidirectional=True)
     for k, layer in enumerate(layers):
@@ -53,7 +53,7 @@ def plain_lstm(model):
 
 
 class Reference(nn.Module):
-    """models.md in plain PyG, one Batch a layer; takes the weights of a detector."""
+    """A graph detector in plain PyG, one Batch per layer, with the weights of a detector."""
 
     def __init__(self, name, model, dtype):
         super().__init__()
@@ -89,7 +89,7 @@ class Reference(nn.Module):
 
 
 def layer_batches(batch, inputs, dtype):
-    """The batch of B * L graphs as L batches of B graphs."""
+    """Return the batch of B * L graphs as L batches of B graphs."""
     edge_index, weight = inputs.coo()
     graphs = []
     owner = batch.batch[edge_index[0]]
@@ -147,18 +147,20 @@ def _gradients(model, output, extra, y):
 
 
 def _errors(found, exact):
-    """Per tensor: largest difference over the largest value."""
+    """Return for each tensor the largest difference, relative to the largest value."""
     return {n: float((found[n] - exact[n]).abs().max() / exact[n].abs().max().clamp_min(1e-30)) for n in exact}
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", ["gnn_det_lstm", "gvae_lstm"])
-def test_error_in_float32_is_pygs_own(tmp_path, name, seed):
-    """Against float64, on activations as language models have them (a first token and
-    some channels a hundred times the rest): at most twice PyG's own error, and never
-    above 1e-4. PyG's own error is the largest over orders of its edges, which change
-    nothing in the mathematics and differ among themselves by several times; 4 units
-    in the last place are nobody's error."""
+def test_the_float32_error_is_at_most_twice_that_of_pyg(tmp_path, name, seed):
+    """Compare with float64 on activations like those of language models.
+
+    There the first token and some channels are a hundred times the rest. The error is at most
+    twice PyG's own, and never above 1e-4. PyG's own error is the largest over several orders of
+    its edges, which are equivalent but differ by several times. An error of 4 units in the last
+    place is accepted in any case.
+    """
     rng = np.random.default_rng(seed)
     with tracestore.create(tmp_path / "m.zarr") as writer:
         for k in range(6):
@@ -204,7 +206,7 @@ def test_error_in_float32_is_pygs_own(tmp_path, name, seed):
 
 
 def test_edge_lists_equal_triangles(tmp_path):
-    """The same traces as pickles (triangles) and as PyG graphs (edge lists)."""
+    """Compare the same traces from pickles (triangles) and from PyG graphs (edge lists)."""
     traces = [make_trace(k, tokens=2 + k, layers=LAYERS, dim=DIM) for k in range(5)]
     with tracestore.create(tmp_path / "a.zarr") as writer:
         for trace in traces:
@@ -248,7 +250,7 @@ def test_top_k_and_micro_batches(tmp_path, edges):
 
 @pytest.mark.parametrize("codec", ["none", "blosc-zstd"])
 def test_heads_and_micro_batches(tmp_path, codec):
-    """Triangles of every head as they are stored; pairs whose mean is not above the threshold are no edges."""
+    """The weights equal the stored triangles of every head; edges are pairs whose mean exceeds the threshold."""
     with tracestore.create(tmp_path / "m.zarr", attention="heads", codec=codec) as writer:
         for k in range(6):
             writer.append(make_trace(k, tokens=1 + 2 * k, layers=LAYERS, dim=DIM, heads=3))
@@ -274,8 +276,8 @@ def test_heads_and_micro_batches(tmp_path, codec):
 
 @pytest.mark.parametrize("standardize", [False, True])
 @pytest.mark.parametrize("form", ["packed", "heads", "coo"])
-def test_chosen_layers_are_those_of_a_smaller_store(tmp_path, form, standardize):
-    """A detector of layers 1 and 3 gives what one of all layers gives on a store of these two."""
+def test_selected_layers_equal_a_store_of_these_layers(tmp_path, form, standardize):
+    """A detector of layers 1 and 3 equals a detector of all layers on a store of these two."""
     features = {"edge_features": "heads", "num_heads": 2} if form == "heads" else {}
     outputs = []
     for name, layers, chosen in (("all", range(LAYERS), (1, 3)), ("two", (1, 3), None)):
@@ -303,7 +305,7 @@ def test_chosen_layers_are_those_of_a_smaller_store(tmp_path, form, standardize)
     assert torch.equal(outputs[0], outputs[2]) and torch.equal(outputs[1], outputs[3])
 
 
-def test_edges_come_as_the_device_and_the_operators_read_them(tmp_path):
+def test_the_edge_format_depends_on_device_and_message_passing(tmp_path):
     with tracestore.create(tmp_path / "m.zarr") as writer:
         writer.append(make_trace(0, layers=LAYERS, dim=DIM))
     store = tracestore.open(tmp_path / "m.zarr")
@@ -316,7 +318,7 @@ def test_edges_come_as_the_device_and_the_operators_read_them(tmp_path):
     }
 
 
-def test_what_a_store_lacks_is_refused(tmp_path):
+def test_options_that_a_store_does_not_support_are_refused(tmp_path):
     with tracestore.create(tmp_path / "m.zarr") as writer:
         writer.append(make_trace(0, layers=LAYERS, dim=DIM))
     store = tracestore.open(tmp_path / "m.zarr")
@@ -335,7 +337,7 @@ def test_what_a_store_lacks_is_refused(tmp_path):
         TraceLoader(tmp_path / "m.zarr", "graph", batch_size=1, edge_format="heads", top_k=0.5)
 
 
-def test_lstm_reads_the_layers():
+def test_the_lstm_reads_the_layers_in_order():
     model = make_model("lstm_solo", config()).eval()
     sequences = torch.randn(5, LAYERS, DIM).half()
     out = model(sequences).logits

@@ -69,7 +69,7 @@ def test_a_device_without_linear_layers_is_refused(kernels):
 
 
 def test_a_tiny_case_that_fails_in_float32_too_is_raised(monkeypatch):
-    """Memory is short, for example: that says nothing about kernels, and is not kept."""
+    """A lack of memory, for example, says nothing about kernels and is not cached."""
     precision.has_kernel.cache_clear()
 
     def fail(*_):

@@ -1,4 +1,4 @@
-"""Figures against their definitions, sklearn and simulation."""
+"""Metrics compared with their definitions, scikit-learn and simulations."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,7 @@ def both_classes(draw, n):
 
 @st.composite
 def labels_and_scores(draw, sets=1):
-    """Few distinct values, so that ties are common."""
+    """Draw labels and scores with few distinct values, so that ties are common."""
     y = both_classes(draw, draw(st.integers(0, 12)))
     values = st.lists(st.integers(-3, 3), min_size=len(y), max_size=len(y))
     return y, np.array([draw(values) for _ in range(sets)], float)
@@ -68,17 +68,17 @@ def test_known_values():
 
 @given(labels_and_scores(), st.integers(0, 2**32 - 1))
 @settings(max_examples=40, deadline=None)
-def test_weighted_figures_are_those_of_sklearn(case, seed):
+def test_weighted_metrics_equal_those_of_scikit_learn(case, seed):
     y, (score,) = case
     weights = np.random.default_rng(seed).integers(0, 4, (5, len(y))).astype(float)
-    weights[:, [0, 2]] += 1  # a trace of each class
+    weights[:, [0, 2]] += 1  # one trace of each class
     found = metrics.RankMetrics(y, score).weighted(weights)
     for w, (auroc, auprc) in zip(weights, found, strict=True):
         assert auroc == pytest.approx(roc_auc_score(y, score, sample_weight=w), abs=1e-12)
         assert auprc == pytest.approx(average_precision_score(y, score, sample_weight=w), abs=1e-12)
 
 
-def test_a_resample_takes_whole_questions_of_each_stratum():
+def test_resamples_contain_whole_questions_of_each_stratum():
     clusters = np.array([0, 0, 1, 2, 2, 2, 3, 4])
     strata = np.array([1, 1, 1, 2, 2, 2, 2, 3])
     draws = metrics.bootstrap(lambda w: w, clusters, strata, 0, 200)
@@ -86,7 +86,7 @@ def test_a_resample_takes_whole_questions_of_each_stratum():
     first = draws[:, [0, 2, 3, 6, 7]]
     assert np.array_equal(first[:, [0, 0, 1, 2, 2, 2, 3, 4]], draws)
     assert (first[:, :2].sum(1) == 2).all() and (first[:, 2:4].sum(1) == 2).all() and (first[:, 4] == 1).all()
-    assert len(np.unique(first, axis=0)) == 9, "three draws of two questions in each of two strata"
+    assert len(np.unique(first, axis=0)) == 9, "two strata have three distinct draws of two questions each"
 
 
 def test_samples_of_one_question_do_not_narrow_the_interval():
@@ -106,7 +106,7 @@ def test_samples_of_one_question_do_not_narrow_the_interval():
 
 
 def test_bootstrap_interval_covers_the_truth():
-    """95 % intervals of 200 samples, two normals one apart: AUROC 0.7602."""
+    """95 % intervals of 200 samples of two normal distributions with AUROC 0.7602."""
     rng, hits = np.random.default_rng(2), 0
     for k in range(200):
         y = np.repeat([0, 1], 40)
@@ -118,7 +118,7 @@ def test_bootstrap_interval_covers_the_truth():
 
 
 def delong_by_pairs(y, scores):
-    """DeLong et al. 1988, from the m x n kernel."""
+    """Compute AUROC and covariance from the m x n kernel, as DeLong et al. 1988 define them."""
     kernel = [np.sign(s[y == 1][:, None] - s[y == 0][None]) / 2 + 0.5 for s in scores]
     v10, v01 = np.array([k.mean(1) for k in kernel]), np.array([k.mean(0) for k in kernel])
     m, n = v10.shape[1], v01.shape[1]
@@ -129,7 +129,7 @@ def delong_by_pairs(y, scores):
 
 @given(labels_and_scores(sets=3))
 @settings(max_examples=50, deadline=None)
-def test_delong_is_its_definition(case):
+def test_delong_equals_its_definition(case):
     y, scores = case
     theta, covariance = delong(y, scores)
     expected_theta, expected_covariance = delong_by_pairs(y, scores)
@@ -148,7 +148,7 @@ def test_delong_under_the_null_and_against_the_bootstrap():
     assert kstest(p, "uniform").pvalue > 0.01 and 0.03 <= np.mean(np.array(p) < 0.05) <= 0.075
     assert delong_p(y, shared, np.exp(shared)) == 1.0 and delong_p(y, shared, -shared) < 1e-6
     assert delong_p(y, 1.0 * y, 1.0 - y) == 0.0 and np.isnan(delong_p(y[:51], shared[:51], -shared[:51]))
-    # The same question asked of the bootstrap.
+    # The bootstrap gives a similar p value.
     a, b = shared + rng.normal(size=80), 0.6 * shared + rng.normal(size=80)
     (pair,) = compare({"a": [scored(y, a)], "b": [scored(y, b)]}, 0)
     assert pair["method"] == "delong" and pair["p"] == pair["delong_p"] == delong_p(y, a, b)
@@ -161,8 +161,8 @@ def test_delong_under_the_null_and_against_the_bootstrap():
     )
 
 
-def test_the_bootstrap_test_has_its_size_where_questions_have_several_traces():
-    """Four samples of one question share their score: a test of traces would find differences."""
+def test_the_bootstrap_test_keeps_its_level_with_several_traces_per_question():
+    """Four samples of one question share their score, so that a test by trace rejects too often."""
     rng = np.random.default_rng(4)
     y = np.repeat([0, 1], 30)
     by_question, by_trace = [], []
@@ -193,7 +193,7 @@ def test_comparisons_of_three_are_adjusted_and_paired():
         compare({"a": [scored(y, good)], "b": [scored(y, good, trace=np.arange(1, 121))]}, 0)
 
 
-def test_ranks_are_averaged_over_runs_and_decisions_pooled():
+def test_rank_metrics_are_averaged_over_runs_and_decisions_pooled():
     rng = np.random.default_rng(6)
     y = rng.integers(0, 2, 60)
     logit = rng.normal(size=60) + 2 * y
@@ -203,12 +203,12 @@ def test_ranks_are_averaged_over_runs_and_decisions_pooled():
     expected = (metrics.auroc(y[:40], logit[:40]) + metrics.auroc(y[40:], logit[40:])) / 2
     assert test["auroc"] == pytest.approx(expected) and test["num_traces"] == 60
     assert test["accuracy"] == pytest.approx(np.mean((logit >= 0) == y))
-    # Another seed's run of the same fold tests the same traces: they count once.
+    # A run with another seed tests the same traces of a fold; each trace counts once.
     again = evaluate_runs([a, b, a, b], 0)["test"]
     assert again["num_traces"] == 60 and again["auroc_interval"] == pytest.approx(test["auroc_interval"])
 
 
-def test_figures_of_groups():
+def test_auroc_by_group():
     y, logit = [0, 1, 1, 0, 1], [0.0, 1.0, 2.0, 3.0, 0.5]
     groups = evaluate_runs([scored(y, logit, group=["a", "a", "b", "", "b"])], 0)["by_group"]
     assert groups == [
@@ -217,7 +217,7 @@ def test_figures_of_groups():
     ]
 
 
-def test_temperature_makes_up_for_confidence():
+def test_temperature_corrects_overconfidence():
     rng = np.random.default_rng(7)
     true = rng.normal(size=4000)
     y = (rng.random(4000) < expit(true)).astype(int)
@@ -227,7 +227,7 @@ def test_temperature_makes_up_for_confidence():
     assert calibration["ece"] > 0.1 > 0.05 > calibration["scaled"]["ece"]
     assert calibration["scaled"]["brier"] < calibration["brier"]
     assert sum(b["count"] for b in calibration["reliability"]) == 4000
-    # Labels that are told apart without an error: the most confident temperature, and no warning.
+    # Perfect separation gives the most confident temperature, without a warning.
     assert metrics.fit_temperature(np.array([0, 1]), np.array([-800.0, 800.0])) > 0
 
 
@@ -235,7 +235,7 @@ def test_temperature_makes_up_for_confidence():
     ("correct", "hallucinated", "is_enough"), [(1, 1, False), (4, 50, False), (50, 4, False), (5, 5, True)]
 )
 def test_too_few_questions_give_no_interval_and_no_test(correct, hallucinated, is_enough):
-    """Two traces in the right order had AUROC 1.000 (1.000 to 1.000) and p < 0.001."""
+    """Without the limit, two traces in correct order had AUROC 1.000 (1.000 to 1.000) and p < 0.001."""
     y = np.repeat([0, 1], [correct, hallucinated])
     n = len(y)
     names = np.array([f"q{k}" for k in range(n)], dtype=object)
@@ -247,7 +247,7 @@ def test_too_few_questions_give_no_interval_and_no_test(correct, hallucinated, i
     assert (pair["p"] is not None) == (pair["interval"] is not None) == (pair["p_holm"] is not None) == is_enough
     if not is_enough:
         assert f"{hallucinated} hallucinated and {correct} correct" in test["too_few"] == pair["too_few"]
-    # Several answers to one question are one question.
+    # Several answers to one question count as one question.
     if is_enough:
         runs = [RunScores(0, np.arange(n), np.where(names == "q1", "q0", names), names, y, y + 0.0, 0.0, 1.0)]
         assert evaluate_runs(runs, 0)["test"]["auroc_interval"] is None

@@ -1,4 +1,4 @@
-"""What a run leaves to be looked at: report.html, the pictures, predictions.csv."""
+"""Files for the user: report.html, plots and predictions.csv."""
 
 import base64
 import csv
@@ -15,12 +15,12 @@ from tracestore.evaluation import report
 from tracestore.evaluation.plots import PLOTS
 from tracestore.train.config import TrainConfig
 
-HOSTILE = '</td><script src="//evil.example/x.js">alert(1)</script><img src=x onerror=alert(1)>&amp;\u202e'
+MALICIOUS = '</td><script src="//evil.example/x.js">alert(1)</script><img src=x onerror=alert(1)>&amp;\u202e'
 QUESTION = '=HYPERLINK("//evil.example"),\r\n"quoted"'
 
 
 class Page(HTMLParser):
-    """Tags with their attributes, and the text of the rows of each title's table."""
+    """Parser that collects the tags with their attributes, and the rows of the table under each heading."""
 
     def __init__(self, text):
         super().__init__()
@@ -53,7 +53,7 @@ def finished(request, tmp_path_factory):
             trace = make_trace(k, tokens=2)
             if k == 7:
                 trace["question_id"] = QUESTION
-            group = HOSTILE if k < 20 else f"g{k % 8}"
+            group = MALICIOUS if k < 20 else f"g{k % 8}"
             writer.append(trace, score=float(k % 2), group=group)
     config = TrainConfig(epochs=2, loader_threads=1, seed=3)
     folds = {"folds": 2, "seeds": 2} if request.param == "folds" else {}
@@ -64,7 +64,7 @@ def finished(request, tmp_path_factory):
     return folder / "r", results
 
 
-def test_one_file_without_a_network_or_a_script(finished):
+def test_the_report_uses_no_network_and_no_script(finished):
     folder, _ = finished
     text = (folder / "report.html").read_text(encoding="utf-8")
     page = Page(text)
@@ -83,7 +83,7 @@ def test_one_file_without_a_network_or_a_script(finished):
     assert "url(" not in text and "@import" not in text and "//" not in text.partition("<h1>")[0]
 
 
-def test_what_the_page_says(finished):
+def test_the_report_contains_the_results(finished):
     folder, results = finished
     page = Page((folder / "report.html").read_text(encoding="utf-8"))
     tables = page.tables
@@ -109,20 +109,20 @@ def test_what_the_page_says(finished):
     assert len({len(line) for line in text.splitlines()[:4]}) == 1
 
 
-def test_hostile_names_stay_text(finished):
+def test_malicious_names_are_escaped(finished):
     folder, results = finished
     page = Page((folder / "report.html").read_text(encoding="utf-8"))
     groups = {g["group"]: g for g in results["models"]["lstm_solo"]["by_group"]}
     shown = {row[0]: row for row in page.tables["AUROC by group"][1:]}
     assert len(shown) == len(groups)
-    if HOSTILE in groups:
-        row = shown[HOSTILE.replace("\u202e", "\\u202e")]
-        assert [int(c) for c in row[1:3]] == [groups[HOSTILE]["num_traces"], groups[HOSTILE]["num_hallucinated"]]
+    if MALICIOUS in groups:
+        row = shown[MALICIOUS.replace("\u202e", "\\u202e")]
+        assert [int(c) for c in row[1:3]] == [groups[MALICIOUS]["num_traces"], groups[MALICIOUS]["num_hallucinated"]]
     if "runs" in results:
-        assert HOSTILE in groups and sum(g["num_traces"] for g in groups.values()) == 60
+        assert MALICIOUS in groups and sum(g["num_traces"] for g in groups.values()) == 60
 
 
-def test_events_are_listed(finished, tmp_path):
+def test_oom_events_are_listed(finished, tmp_path):
     _, results = finished
     event = {"epoch": 0, "step": 3, "phase": "<forward>", "size_before": 16, "size_after": 8}
     models = {name: {**entry, "oom_events": [event]} for name, entry in results["models"].items()}
@@ -132,7 +132,7 @@ def test_events_are_listed(finished, tmp_path):
     assert rows[1] == ["lstm_solo", "0", "3", "<forward>", "16", "8"] and len(rows) == 3
 
 
-def test_predictions(finished):
+def test_predictions_contain_each_tested_trace(finished):
     folder, results = finished
     with (folder / "predictions.csv").open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))

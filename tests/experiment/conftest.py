@@ -1,5 +1,6 @@
 """Fixtures of the tests of whole training runs."""
 
+from tests.evaluation.conftest import sampled
 from tests.train.conftest import driver, labelled
 
-__all__ = ["driver", "labelled"]
+__all__ = ["driver", "labelled", "sampled"]

@@ -1,4 +1,4 @@
-"""Folds and seeds: who is tested where, what a run leaves behind, and that nothing leaks."""
+"""Runs with folds and seeds: their files and metrics, and that no information leaks between splits."""
 
 import csv
 import json
@@ -12,7 +12,7 @@ from tests.experiment.quiet import SMALL, train_quietly
 from tests.helpers import make_trace, run_cli
 from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.registry import DETECTORS
-from tracestore.errors import TrainingError, UsageError
+from tracestore.errors import UsageError
 from tracestore.evaluation import split as splits
 from tracestore.evaluation.evaluate import BootstrapResampler, RunScores
 from tracestore.evaluation.metrics import percentile_interval
@@ -20,83 +20,6 @@ from tracestore.train.config import TrainConfig
 from tracestore.train.trainer import Trainer
 
 CONFIG = TrainConfig(epochs=2, lr=0.01, loader_threads=1)
-
-
-@pytest.fixture(scope="module")
-def sampled(tmp_path_factory):
-    """40 questions of 2 samples; some in groups, one question's samples in two groups."""
-    path = tmp_path_factory.mktemp("sampled") / "store.zarr"
-    rng = np.random.default_rng(0)
-    with tracestore.create(path) as writer:
-        for k in range(40):
-            for sample in range(2):
-                group = "" if k >= 30 else f"g{k // 3 + (k == 29 and sample)}"
-                trace = {**make_trace(k, tokens=2, seed=sample), "sample": sample}
-                writer.append(trace, score=float(rng.random()), group=group)
-        writer.append(make_trace(99))
-    return path
-
-
-def test_folds_are_a_pure_function():
-    keys, labels = [f"k{i}" for i in range(203)], [i % 3 == 0 for i in range(203)]
-    first = splits.fold_keys(keys, labels, 5, 1)
-    shuffled = np.random.default_rng(0).permutation(203)
-    assert splits.fold_keys([keys[i] for i in shuffled], [labels[i] for i in shuffled], 5, 1) == first
-    assert splits.fold_keys(keys, labels, 5, 2) != first
-    for key in keys:
-        assert [fold[key] for fold in first].count("test") == 1
-    for positive in (True, False):
-        mine = [k for k, y in zip(keys, labels, strict=True) if y == positive]
-        for fold in first:
-            parts = [fold[k] for k in mine]
-            assert abs(parts.count("test") - len(mine) / 5) <= 1
-            assert abs(parts.count("val") - len(mine) * 0.8 / 6) <= 2
-
-
-def test_groups_of_any_size_are_dealt_evenly():
-    rng = np.random.default_rng(0)
-    keys = np.repeat([f"g{k}" for k in range(60)], rng.integers(1, 40, 60))
-    labels = rng.random(len(keys)) < 0.3
-    for fold in splits.fold_keys(keys.tolist(), labels.tolist(), 4, 0):
-        tested = np.array([fold[k] == "test" for k in keys])
-        assert tested.mean() == pytest.approx(0.25, abs=0.02)
-        assert labels[tested].mean() == pytest.approx(labels.mean(), abs=0.03)
-
-
-def test_what_belongs_together():
-    questions = ["q1", "q1", "q2", "q3", "q3", "q4", "q5"]
-    groups = ["b", "", "a", "a", "b", "", "c"]
-    assert splits.question_keys(questions, groups) == ["a", "a", "a", "a", "a", "q4", "c"]
-    assert splits.question_keys(["q"] * 3, ["", "", ""]) == ["q"] * 3
-
-
-def test_no_question_and_no_group_is_in_two_parts(sampled):
-    store = tracestore.open(sampled)
-    targets = store.targets()
-    for seed in range(25):
-        folds = splits.make_folds(store, targets, 3, seed)
-        tested = np.concatenate([fold.indices["test"] for fold in folds])
-        assert sorted(tested) == list(range(80)), "every labelled trace once, the one without a score never"
-        for split in (splits.make_split(store, targets, seed), *folds):
-            part_of = {int(i): part for part, indices in split.indices.items() for i in indices}
-            assert len(part_of) == 80
-            for of in (lambda i: store.question_ids[i], store.group):
-                parts = {}
-                for i, part in part_of.items():
-                    parts.setdefault(of(i), set()).add(part)
-                parts.pop("", None)
-                assert all(len(p) == 1 for p in parts.values())
-            again = splits.split_from_ids(store, targets, split.question_ids)
-            assert all(np.array_equal(again.indices[p], split.indices[p]) for p in splits.SPLITS)
-
-
-def test_too_few_questions_are_refused_by_fold(tmp_path):
-    with tracestore.create(tmp_path / "s.zarr") as writer:
-        for k in range(12):
-            writer.append(make_trace(k), score=float(k > 2))
-    store = tracestore.open(tmp_path / "s.zarr")
-    with pytest.raises(TrainingError, match=r"fold \d: every split needs traces of both classes"):
-        splits.make_folds(store, store.targets(), 5, 0)
 
 
 @pytest.mark.long
@@ -110,7 +33,7 @@ def test_folds_and_seeds_of_the_command(sampled, tmp_path):
     results = json.loads((out / "results.json").read_text())
     assert [(r["fold"], r["seed"]) for r in results["runs"]] == [(0, 42), (1, 42), (2, 42)]
     first = [r["models"]["lstm_solo"] for r in results["runs"]]
-    # The second seed is what is missing.
+    # Only the second seed is trained.
     done = run_cli(*command, "--folds", 3, "--seeds", 2, "--resume", check=0)
     assert done.stdout.count("already finished") == 3 and done.stdout.count("epoch 2/2") == 3
     assert (out / "fold-1/seed-42/lstm_solo/last.pt").read_bytes() == before
@@ -147,26 +70,25 @@ def test_seeds_alone_share_the_split(sampled, tmp_path):
     assert a["test_scores"]["trace_index"] == b["test_scores"]["trace_index"]
     assert a["history"]["train_loss"] != b["history"]["train_loss"]
     assert (tmp_path / "r/split.json").exists() and (tmp_path / "r/seed-43/lstm_solo/best.pt").exists()
-    # The first seed is the run that one has without the flag.
+    # The first seed gives the results of a run without --seeds.
     plain = train_quietly(sampled, tmp_path / "p", ["lstm_solo"], CONFIG, SMALL)
     for name in ("test", "test_scores", "threshold", "best_val_auroc"):
         assert plain["models"]["lstm_solo"][name] == a[name]
     assert "runs" not in plain and plain["split"] == results["split"]
 
 
-def test_folds_of_an_earlier_run_that_cannot_be_read(sampled, tmp_path):
+def test_unreadable_folds_of_an_earlier_run_are_refused(sampled, tmp_path):
     (tmp_path / "folds.json").write_text("{")
     with pytest.raises(UsageError, match="not the folds"):
         train_quietly(sampled, tmp_path, ["lstm_solo"], replace(CONFIG, resume=True), SMALL, folds=3)
 
 
-# Labels that mean nothing
-
-
 @pytest.fixture(scope="module")
 def meaningless(tmp_path_factory):
-    """120 questions that are easily told apart, each with two samples all but equal; labels
-    by question, at random: only who has seen a question knows its label."""
+    """A store of 120 distinct questions with two nearly equal samples each, and random labels by question.
+
+    A model can only predict the label of a question that it was trained on.
+    """
     path = tmp_path_factory.mktemp("meaningless") / "store.zarr"
     labels = np.random.default_rng(0).permutation(120) % 2
     with tracestore.create(path) as writer:
@@ -179,17 +101,17 @@ def meaningless(tmp_path_factory):
 
 
 def interval_999(results, name):
-    """Of eight intervals of 95 % one in three times one misses: 99.9 % here."""
-    of = results.get("runs", [results])
+    """Return the 99.9 % interval: of eight intervals of 95 %, one would miss in a third of the cases."""
+    runs = results.get("runs", [results])
     probes = results.get("probes") or [results.get("probe")]
-    entries = probes if name == "probe" else [r["models"][name] for r in of]
+    entries = probes if name == "probe" else [r["models"][name] for r in runs]
     scores = [RunScores.from_entry(e, k) for k, e in enumerate(entries)]
     return percentile_interval(BootstrapResampler(scores, 0).draws()[:, 0], 0.999)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_folds", [None, 3])
-def test_shuffled_labels_teach_nothing(meaningless, tmp_path, num_folds):
+def test_random_labels_give_an_auroc_of_one_half(meaningless, tmp_path, num_folds):
     config = replace(CONFIG, epochs=4)
     results = train_quietly(meaningless, tmp_path / "r", list(DETECTORS), config, SMALL, folds=num_folds, probe=True)
     entries = {**results["models"], "probe": results["probe"]}
@@ -200,8 +122,8 @@ def test_shuffled_labels_teach_nothing(meaningless, tmp_path, num_folds):
     assert all(pair["p_holm"] > 0.01 for pair in results["comparisons"])
 
 
-def test_a_leak_would_be_seen(meaningless, tmp_path):
-    """The test above with one sample of each question to learn and the other to be tested."""
+def test_a_leak_would_be_detected(meaningless, tmp_path):
+    """The data of the test above, but with one sample of each question in training and the other in test."""
     store = tracestore.open(meaningless)
     targets, every = store.targets(), np.arange(240)
     split = splits.Split({"train": every[::2].copy(), "val": every[1::4].copy(), "test": every[3::4].copy()}, {})

@@ -1,4 +1,4 @@
-"""Accumulation, recomputed activations, precision, TensorBoard."""
+"""Options of training: gradient accumulation, activation checkpointing, precision, TensorBoard."""
 
 import csv
 import os
@@ -23,7 +23,7 @@ from tracestore.train.config import TrainConfig
 
 @pytest.fixture
 def train(labelled, tmp_path, monkeypatch):
-    """Trains for two epochs in this process; -> what it leaves and its results."""
+    """Return a function that trains for two epochs and returns the outcome and the results."""
     monkeypatch.setattr(run, "write_plots", lambda *_: [])
     monkeypatch.setattr(run, "write_page", lambda *_: None)
     monkeypatch.setattr(metrics, "BOOTSTRAP_SAMPLES", 20)
@@ -42,8 +42,8 @@ def weights(folder: Path):
 
 
 @pytest.mark.parametrize("name", ["lstm_solo", "gnn_det_lstm"])
-def test_accumulated_batches_are_one_large_batch(train, tmp_path, monkeypatch, name):
-    """44 traces: 12, 12, 12, 8 at once, or as batches of 4, three a step."""
+def test_accumulated_batches_equal_one_large_batch(train, tmp_path, monkeypatch, name):
+    """44 traces: batches of 12, 12, 12 and 8, or batches of 4 with three per step."""
     monkeypatch.setattr(models, "GNN_DROPOUT", 0.0)
     _, large = train(name, "large", dropout=0.0, batch_size=12)
     _, small = train(name, "small", dropout=0.0, batch_size=4, grad_accum_steps=3)
@@ -55,8 +55,8 @@ def test_accumulated_batches_are_one_large_batch(train, tmp_path, monkeypatch, n
 
 
 @pytest.mark.parametrize("name", ONLY)
-def test_recomputed_activations_change_no_bit(train, name):
-    """With dropout, whose masks are drawn again."""
+def test_activation_checkpointing_changes_no_bit(train, name):
+    """Dropout is active, so its masks are drawn a second time."""
     kept, _ = train(name, "kept", batch_size=16)
     again, results = train(name, "again", batch_size=16, activation_checkpointing=True)
     assert kept == again and results["config"]["activation_checkpointing"]
@@ -78,8 +78,8 @@ def test_half_precision_on_the_cpu_is_refused(labelled, tmp_path):
 
 
 @pytest.mark.parametrize("options", [["--edge-features", "heads", "--standardize"], *long(["--layers", "0,2"])])
-def test_heads_and_layers_from_training_to_scores(labelled, tmp_path, options):
-    """Trained, planned, and at work on a store; what has no such weights or layers is refused."""
+def test_heads_and_layers_in_training_planning_and_prediction(labelled, tmp_path, options):
+    """All three commands accept the options, and refuse a store that lacks the weights or layers."""
     heads = write_labelled(tmp_path / "heads.zarr", "heads")
     more = [*FAST, *options, "--batch-size", 16]
     results = tmp_path / "r"
@@ -104,7 +104,7 @@ def test_heads_and_layers_from_training_to_scores(labelled, tmp_path, options):
             {r["question_id"]: float(scored[r["question_id"]]) for r in tested}, abs=1e-5
         )
     command("plan", heads, *more, check=0)
-    # A detector of last tokens has no edges.
+    # lstm_solo reads no edges, so it accepts the other store.
     command(
         "predict",
         "--checkpoint",
@@ -138,14 +138,14 @@ def test_tensorboard_shows_each_step_once_after_kills(driver, labelled, tmp_path
         assert [point.step for point in events.Scalars("epoch/val_auroc")] == [11, 22, 33, 44, 55, 66]
 
 
-def test_tensorboard_without_its_package(train, monkeypatch):
+def test_missing_tensorboard_package_is_reported(train, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(UsageError, match=r"tracestore\[tensorboard\]"):
         train("lstm_solo", "r", tensorboard=True)
 
 
-def test_checkpoints_of_strangers(labelled, tmp_path):
-    """Sizes that no detector has, compression, FIFOs and tensors that claim more than they hold: one line, at once."""
+def test_malicious_checkpoints_are_refused(labelled, tmp_path):
+    """Impossible sizes, compression, FIFOs and tensors without data are refused with one line, at once."""
     command(
         "train", "--store", labelled, "--output-dir", tmp_path / "r", *FAST, *ONLY["lstm_solo"], "--epochs", 1, check=0
     )

@@ -1,4 +1,4 @@
-"""What a run may touch in its output folder, when, and with whom."""
+"""The output folder: which files a run replaces, locking, running out of memory, non-finite values."""
 
 import json
 import math
@@ -28,7 +28,7 @@ SMALL = {"lstm_hidden": 4, "gnn_hidden": 4, "latent_dim": 4}
 
 
 @pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
+def no_plots(monkeypatch):
     monkeypatch.setattr(run, "write_plots", lambda *_: [])
     monkeypatch.setattr(metrics, "BOOTSTRAP_SAMPLES", 20)
 
@@ -41,16 +41,16 @@ def files(folder):
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_what_others_wrote_stays(labelled, tmp_path):
-    """Sources have folders of the detectors' names."""
-    theirs = ("lstm_solo/preprocessed_0.pt", "gnn/preprocessed_0.pt", "seed-1/x/a.pt", "lstm_solo/events/events.log")
-    for name in theirs:
+def test_files_of_others_are_kept(labelled, tmp_path):
+    """Folders of source files can have the names of detectors."""
+    names = ("lstm_solo/preprocessed_0.pt", "gnn/preprocessed_0.pt", "seed-1/x/a.pt", "lstm_solo/events/events.log")
+    for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(b"theirs")
+        (tmp_path / name).write_bytes(b"other")
     for options in ({}, {"seeds": 1}, {"folds": 2}):
         train(labelled, tmp_path, **options)
         train(labelled, tmp_path, replace(CONFIG, resume=True), **options)
-    assert all((tmp_path / name).read_bytes() == b"theirs" for name in theirs)
+    assert all((tmp_path / name).read_bytes() == b"other" for name in names)
 
 
 def test_a_new_run_replaces_an_earlier_one(labelled, tmp_path):
@@ -60,7 +60,7 @@ def test_a_new_run_replaces_an_earlier_one(labelled, tmp_path):
 
 
 @pytest.mark.parametrize("options", [{}, {"seeds": 2}, {"folds": 2}])
-def test_a_run_that_is_refused_leaves_an_earlier_one(labelled, tmp_path, options):
+def test_a_refused_run_leaves_an_earlier_run_unchanged(labelled, tmp_path, options):
     out, one_class, holed = tmp_path / "r", tmp_path / "one.zarr", tmp_path / "nan.zarr"
     for path in (one_class, holed):
         with tracestore.create(path) as writer:
@@ -82,7 +82,7 @@ def test_a_run_that_is_refused_leaves_an_earlier_one(labelled, tmp_path, options
 
 
 def test_one_training_at_a_time(labelled, tmp_path):
-    """A lock of a process: another one is needed to meet it."""
+    """The lock belongs to the process, so a second process has to meet it."""
     child, (said, say) = 0, os.pipe()
     with lock_output_dir(tmp_path):
         child = os.fork()
@@ -103,25 +103,22 @@ def test_one_training_at_a_time(labelled, tmp_path):
     "text",
     ["{", "[]", "3", '{"train": []}', '{"train": 1, "val": 2, "test": 3}', '{"train": [[]], "val": [], "test": []}'],
 )
-def test_a_split_that_is_none(labelled, tmp_path, text):
+def test_malformed_splits_are_refused(labelled, tmp_path, text):
     for name, words, options in (("split", "the split", {}), ("folds", "the folds", {"folds": 2})):
         (tmp_path / f"{name}.json").write_text(text if name == "split" else f"[{text}, {text}]")
         with pytest.raises(UsageError, match=f"not {words}"):
             train(labelled, tmp_path, replace(CONFIG, resume=True), **options)
 
 
-def test_folds_that_finished_with_more_epochs(labelled, tmp_path):
+def test_history_covers_the_epochs_that_all_folds_have(labelled, tmp_path):
     train(labelled, tmp_path, replace(CONFIG, epochs=3), folds=2)
     (tmp_path / "fold-1/seed-42/lstm_solo/last.pt").unlink()
     results = train(labelled, tmp_path, replace(CONFIG, resume=True), folds=2)
     assert len(results["models"]["lstm_solo"]["history"]["train_loss"]) == 1
 
 
-# Memory
-
-
-def test_a_checkpoint_for_which_there_is_no_memory(labelled, tmp_path, monkeypatch):
-    """Is none that is damaged: the way on is said, and it is still there."""
+def test_no_memory_to_load_a_checkpoint(labelled, tmp_path, monkeypatch):
+    """The checkpoint is not reported as damaged: the message names the command that continues, and the file stays."""
     train(labelled, tmp_path)
     before = files(tmp_path)
 
@@ -134,7 +131,7 @@ def test_a_checkpoint_for_which_there_is_no_memory(labelled, tmp_path, monkeypat
     assert files(tmp_path)["lstm_solo/last.pt"] == before["lstm_solo/last.pt"]
 
 
-def test_not_even_the_model_fits(labelled, tmp_path, monkeypatch):
+def test_no_memory_for_the_model(labelled, tmp_path, monkeypatch):
     def forward(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
@@ -145,8 +142,8 @@ def test_not_even_the_model_fits(labelled, tmp_path, monkeypatch):
     train(labelled, tmp_path, replace(CONFIG, resume=True))
 
 
-def test_scoring_goes_on_with_less(labelled, tmp_path, monkeypatch):
-    """Host memory runs out once in each batch of validation and test, of a run with workers."""
+def test_scoring_continues_with_less_memory(labelled, tmp_path, monkeypatch):
+    """In a run with workers, host memory runs out once in each batch of validation and test."""
     expected = train(labelled, tmp_path / "whole", replace(CONFIG, batch_size=4))
     original, tried, shrunk = BatchFeed.batches, set(), []
 
@@ -166,7 +163,7 @@ def test_scoring_goes_on_with_less(labelled, tmp_path, monkeypatch):
     assert found[0] == found[1]
 
 
-def test_without_memory_workers_are_given_up(labelled, tmp_path, monkeypatch):
+def test_a_killed_worker_ends_the_use_of_workers(labelled, tmp_path, monkeypatch):
     expected = train(labelled, tmp_path / "whole", replace(CONFIG, batch_size=4))
     original, calls = BatchFeed.batches, []
 
@@ -183,7 +180,7 @@ def test_without_memory_workers_are_given_up(labelled, tmp_path, monkeypatch):
     assert results["models"]["lstm_solo"]["test_scores"] == expected["models"]["lstm_solo"]["test_scores"]
 
 
-def test_a_step_without_memory_gives_up_workers_at_once(labelled, tmp_path, monkeypatch):
+def test_a_step_without_memory_ends_the_use_of_workers(labelled, tmp_path, monkeypatch):
     expected = train(labelled, tmp_path / "whole", replace(CONFIG, batch_size=4))
     original, calls, failed = BatchFeed.batches, [], []
 
@@ -205,12 +202,9 @@ def test_a_step_without_memory_gives_up_workers_at_once(labelled, tmp_path, monk
     assert results["models"]["lstm_solo"]["test_scores"] == expected["models"]["lstm_solo"]["test_scores"]
 
 
-# Values that are not finite
-
-
 @pytest.fixture
 def holed(tmp_path):
-    """A layer of the language model of which one training trace holds an infinite value."""
+    """Return a store in which one layer of one training trace holds an infinite value, and its question id."""
     path = tmp_path / "holed.zarr"
     with tracestore.create(path) as writer:
         for k in range(40):
@@ -218,39 +212,39 @@ def holed(tmp_path):
             writer.append(trace, score=k % 2)
     with tracestore.open(path) as store:
         wrong = int(make_split(store, store.targets(), CONFIG.seed).indices["train"][3])
-    tracestore_again = tmp_path / "again.zarr"
-    with tracestore.create(tracestore_again) as writer:
+    with_infinity = tmp_path / "again.zarr"
+    with tracestore.create(with_infinity) as writer:
         for k in range(40):
             trace = make_trace(k, tokens=3, layers=3)
             if k == wrong:
                 trace["hidden_states"][1][-1, 2] = np.inf
             writer.append(trace, score=k % 2)
-    return tracestore_again, f"q{wrong}"
+    return with_infinity, f"q{wrong}"
 
 
-def test_statistics_of_values_that_are_not_finite(holed, tmp_path):
+def test_standardization_refuses_non_finite_values(holed, tmp_path):
     path, question = holed
     train(path, tmp_path / "others", sizes=SMALL | {"standardize": True, "layers": (0, 2)})
     with pytest.raises(TrainingError, match=f"question '{question}' holds NaN or infinite values"):
         train(path, tmp_path / "r", sizes=SMALL | {"standardize": True})
 
 
-def test_the_probe_leaves_out_a_layer_that_is_not_finite(holed, tmp_path, monkeypatch):
+def test_the_probe_skips_a_non_finite_layer(holed, tmp_path, monkeypatch):
     path, _ = holed
     results = train(path, tmp_path / "r", sizes=SMALL | {"layers": (0, 2)}, probe=True)
     values = results["probe"]["val_auroc_by_layer"]
     assert math.isnan(values[1]) and results["probe"]["layer"] in (0, 2)
     assert json.loads((tmp_path / "r/results.json").read_text())["probe"]["val_auroc_by_layer"][1] is None
     assert "not finite" in (tmp_path / "r/report.html").read_text()
-    # A layer at a time.
+    # The same result with one layer in memory at a time.
     monkeypatch.setattr(probe, "_FEATURE_BYTES", 1)
     again = train(path, tmp_path / "again", sizes=SMALL | {"layers": (0, 2)}, probe=True)["probe"]
     assert again["val_auroc_by_layer"][::2] == values[::2] and again["test"] == results["probe"]["test"]
 
 
 @pytest.mark.parametrize("options", [{}, {"seeds": 2}, {"folds": 2}])
-def test_an_earlier_run_is_kept(labelled, tmp_path, options):
-    """Also one that was stopped at its beginning, whose checkpoint is all there is."""
+def test_an_earlier_run_is_not_replaced_without_overwrite(labelled, tmp_path, options):
+    """A run that stopped early, and left only a checkpoint, counts as well."""
     train(labelled, tmp_path, **options)
     before = files(tmp_path)
     with pytest.raises(UsageError, match="continue it with --resume, or replace it with --overwrite"):

@@ -1,4 +1,4 @@
-"""Whole training runs: results, splits, resuming, errors."""
+"""Whole training runs: results, resuming, errors."""
 
 import json
 import os
@@ -14,8 +14,6 @@ import torch
 import tracestore
 from tests.helpers import ROOT, command, make_trace, run_cli
 from tests.train.runs import FAST
-from tracestore.errors import TrainingError
-from tracestore.evaluation import split as splits
 
 
 def train(store, out, *args, check=0, **options):
@@ -26,7 +24,7 @@ def final_weights(out, model):
     return torch.load(out / model / "last.pt", weights_only=True)["model"]
 
 
-def test_results_are_what_the_contract_says(labelled, tmp_path):
+def test_results_follow_the_public_contract(labelled, tmp_path):
     done = train(labelled, tmp_path / "r", "--epochs", 6, "--lr", 0.01)
     results = json.loads((tmp_path / "r/results.json").read_text())
     assert set(results) >= {"models", "config", "split", "store"}
@@ -37,9 +35,9 @@ def test_results_are_what_the_contract_says(labelled, tmp_path):
         assert len(entry["seconds_per_epoch"]) == 6 and entry["oom_events"] == []
         assert (tmp_path / "r" / name / "best.pt").exists() and (tmp_path / "r" / name / "last.pt").exists()
     assert results["models"]["lstm_solo"]["test"]["auroc"] > 0.9
-    ids = [set(results["split"][part]) for part in ("train", "val", "test")]
+    ids = [set(results["split"][name]) for name in ("train", "val", "test")]
     assert not (ids[0] & ids[1] or ids[0] & ids[2] or ids[1] & ids[2])
-    assert set.union(*ids) == {f"q{k}" for k in range(60)}, "a trace without a score is in no part"
+    assert set.union(*ids) == {f"q{k}" for k in range(60)}, "a trace without a score is in no split"
     assert json.loads((tmp_path / "r/split.json").read_text()) == results["split"]
     for name in ("curves.png", "roc.png", "report.html"):
         assert (tmp_path / "r" / name).stat().st_size > 1000 and name in done.stdout
@@ -71,7 +69,7 @@ def test_graph_options(labelled, tmp_path, options):
 
 
 @pytest.mark.long
-def test_killed_between_epochs_and_resumed(labelled, tmp_path):
+def test_a_run_killed_between_epochs_resumes_bit_for_bit(labelled, tmp_path):
     model, flags = "gvae_lstm", ["--no-run-lstm", "--no-run-gnn-det", "--epochs", 5, "--no-probe"]
     train(labelled, tmp_path / "whole", *flags)
     command = [sys.executable, "tools/train.py", "--store", labelled, "--output-dir", tmp_path / "cut", *FAST, *flags]
@@ -91,8 +89,8 @@ def test_killed_between_epochs_and_resumed(labelled, tmp_path):
     assert "lr" in other.stderr and other.stderr.count("\n") == 1
 
 
-def test_a_trace_that_does_not_fit_ends_with_75_and_resumes(labelled, tmp_path):
-    """Out of memory from the second epoch's second step on, in the child only."""
+def test_a_trace_that_does_not_fit_exits_with_75_and_resumes(labelled, tmp_path):
+    """The child process runs out of memory from the second step of the second epoch on."""
     code = (
         "import sys, torch; from tracestore.cli import main\n"
         "from tracestore.oom import guard\n"
@@ -137,7 +135,7 @@ def test_errors_before_training(labelled, tmp_path, store_path):
         assert words in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
-def test_a_nan_stops_with_the_traces_name(tmp_path):
+def test_a_nan_is_reported_with_its_question_id(tmp_path):
     with tracestore.create(tmp_path / "nan.zarr") as writer:
         for k in range(40):
             trace = make_trace(k, tokens=3)
@@ -155,34 +153,7 @@ def test_a_generous_memory_budget_changes_nothing(labelled, tmp_path):
     assert free["models"]["gnn_det_lstm"]["test"] == kept["models"]["gnn_det_lstm"]["test"]
 
 
-def test_split_is_a_pure_function():
-    keys, labels = [f"k{i}" for i in range(200)], [i % 3 == 0 for i in range(200)]
-    first = splits.split_keys(keys, labels, 1)
-    shuffled = np.random.default_rng(0).permutation(200)
-    assert splits.split_keys([keys[i] for i in shuffled], [labels[i] for i in shuffled], 1) == first
-    assert splits.split_keys(keys, labels, 2) != first
-    for positive in (True, False):
-        parts = [first[k] for k, y in zip(keys, labels, strict=True) if y == positive]
-        assert abs(parts.count("train") / len(parts) - 0.7) < 0.02
-
-
-def test_split_keeps_questions_and_groups_together(tmp_path):
-    with tracestore.create(tmp_path / "s.zarr") as writer:
-        for k in range(60):
-            for sample in range(2):
-                trace = {**make_trace(k, tokens=2, seed=sample), "sample": sample}
-                writer.append(trace, score=(k // 3) % 2, group=f"g{k // 3}")
-    store = tracestore.open(tmp_path / "s.zarr")
-    split = splits.make_split(store, store.targets(), 0)
-    part_of = {int(i): part for part, indices in split.indices.items() for i in indices}
-    assert len(part_of) == 120
-    for group in range(20):
-        assert len({part_of[6 * group + k] for k in range(6)}) == 1
-    with pytest.raises(TrainingError, match="not in"):
-        splits.split_from_ids(store, store.targets(), {"train": ["nowhere"], "val": [], "test": []})
-
-
-def test_sigint_ends_in_time(labelled, tmp_path):
+def test_sigint_ends_the_run_within_seconds(labelled, tmp_path):
     command = [
         sys.executable,
         "tools/train.py",
@@ -211,8 +182,8 @@ def test_sigint_ends_in_time(labelled, tmp_path):
     assert process.returncode == 130 and "Traceback" not in stderr and time.monotonic() - began < 20
 
 
-def test_host_memory_running_out_while_gathering(labelled, tmp_path):
-    """A batch that cannot be gathered: caches go, the same batch comes again, weights are the same."""
+def test_recovery_from_a_batch_that_cannot_be_gathered(labelled, tmp_path):
+    """Caches are emptied and the same batch is gathered again, so the weights do not change."""
     code = (
         "import sys; from tracestore.cli import main\n"
         "from tracestore.data import loader\n"

@@ -1,4 +1,4 @@
-"""What stands in for PyG's classes and torch's optimizers is what they are."""
+"""The substitutes for classes of PyG and for optimizers of torch equal the originals."""
 
 import sys
 
@@ -26,7 +26,7 @@ def store(tmp_path):
 
 @pytest.mark.parametrize("edges", ["coo", "packed"])
 @pytest.mark.parametrize("num_threads", [0, 2])
-def test_a_graph_batch_holds_what_the_pyg_batch_holds(store, edges, num_threads):
+def test_a_graph_batch_equals_the_pyg_batch(store, edges, num_threads):
     both = [
         list(
             tracestore.TraceLoader(
@@ -47,7 +47,7 @@ def test_a_graph_batch_holds_what_the_pyg_batch_holds(store, edges, num_threads)
             assert torch.equal(*(getattr(i, name) for i in inputs))
 
 
-def test_without_pyg_graphs_come_as_graph_batches_only(store, monkeypatch):
+def test_without_pyg_only_graph_batches_are_available(store, monkeypatch):
     pyg_classes.cache_clear()
     monkeypatch.setitem(sys.modules, "torch_geometric", None)
     monkeypatch.setitem(sys.modules, "torch_geometric.data", None)
@@ -61,8 +61,8 @@ def test_without_pyg_graphs_come_as_graph_batches_only(store, monkeypatch):
 
 
 @pytest.mark.parametrize("edge_dim", [1, 3])
-def test_the_plain_layer_is_that_of_pyg(edge_dim):
-    """The same values drawn for a seed, the same names, the same result."""
+def test_the_plain_layer_equals_that_of_pyg(edge_dim):
+    """The layers have the same parameter names, the same initial values for a seed, and the same result."""
     layers = []
     for kind in (GINEConv, PlainGINEConv):
         torch.manual_seed(5)
@@ -79,7 +79,7 @@ def test_the_plain_layer_is_that_of_pyg(edge_dim):
 
 
 @pytest.mark.parametrize(("name", "options"), [("Adam", {"fused": True}), ("Adam", {}), ("SGD", {"momentum": 0.9})])
-def test_the_optimizers_are_those_of_torch(name, options):
+def test_the_optimizers_equal_those_of_torch(name, options):
     weights, states = [], []
     for module in (torch.optim, optimizers):
         parameter = nn.Parameter(torch.arange(6.0))

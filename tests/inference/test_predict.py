@@ -1,4 +1,4 @@
-"""tracestore predict: a trained detector on other stores."""
+"""The command `tracestore predict`: apply a trained detector to other stores."""
 
 import csv
 import json
@@ -21,7 +21,7 @@ from tracestore.errors import MissingFieldError, TracestoreError, UsageError
 from tracestore.inference import scoring
 from tracestore.train.config import TrainConfig
 
-HOSTILE = 'q"1", =cmd|\r\n<b>\x01é\udcff'
+MALICIOUS_ID = 'q"1", =cmd|\r\n<b>\x01é\udcff'
 
 
 def make_store(path, count, *, scored=True, layers=3, dim=8, **options):
@@ -35,7 +35,7 @@ def make_store(path, count, *, scored=True, layers=3, dim=8, **options):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A store, and the three detectors trained on it with every option that scoring must know of."""
+    """Return a store, and three detectors trained on it with all options that affect scoring."""
     folder = tmp_path_factory.mktemp("trained")
     store = make_store(folder / "store.zarr", 60)
     config = TrainConfig(epochs=1, batch_size=8, attention_threshold=0.3, loader_threads=1)
@@ -54,7 +54,7 @@ def rows_of(path):
 
 
 @pytest.mark.parametrize("name", DETECTORS)
-def test_the_test_part_again(trained, tmp_path, name):
+def test_scores_of_the_test_split_equal_those_of_the_training(trained, tmp_path, name):
     path, run, results = trained
     entry = results["models"][name]
     expected = entry["test_scores"]
@@ -64,7 +64,7 @@ def test_the_test_part_again(trained, tmp_path, name):
     assert np.concatenate([logits for _, logits in found]).tolist() == expected["logit"]
     assert np.concatenate([at for at, _ in found]).tolist() == expected["trace_index"]
     assert (detector.threshold, detector.temperature) == (entry["threshold"], entry["temperature"])
-    # The whole store in other batches: the same but for rounding.
+    # Other batches of the whole store give the same scores up to rounding.
     score(run / name / "best.pt", path, tmp_path / "s.csv", "--batch-size", 7)
     rows = rows_of(tmp_path / "s.csv")
     assert [(r["question_id"], int(r["sample"])) for r in rows] == [(f"q{k}", k % 3) for k in range(60)]
@@ -75,7 +75,7 @@ def test_the_test_part_again(trained, tmp_path, name):
     assert np.array_equal(predicted[clear], (np.array(expected["logit"]) >= entry["threshold"])[clear])
 
 
-def test_the_command(trained, tmp_path):
+def test_the_command_writes_scores_and_a_summary(trained, tmp_path):
     _, run, _ = trained
     bare = make_store(tmp_path / "bare.zarr", 9, scored=False)
     words = ["predict", "--checkpoint", run / "gnn_det_lstm/best.pt", "--store", bare]
@@ -89,25 +89,25 @@ def test_the_command(trained, tmp_path):
     assert "no such checkpoint" in refused.stderr and refused.stderr.count("\n") == 1
 
 
-def test_hostile_ids_and_traces_without_a_score(trained, tmp_path):
+def test_malicious_ids_and_traces_without_a_score(trained, tmp_path):
     _, run, _ = trained
     with tracestore.create(tmp_path / "s.zarr") as writer:
         for k in range(4):
             trace = make_trace(k, tokens=3)
             if k == 1:
-                trace["question_id"] = HOSTILE
+                trace["question_id"] = MALICIOUS_ID
             if k == 2:
                 trace["attentions"][1][0, 1, 0] = np.nan
             writer.append(trace)
     for name in DETECTORS:
         score(run / name / "best.pt", tmp_path / "s.zarr", tmp_path / "s.csv")
         rows = rows_of(tmp_path / "s.csv")
-        assert [r["question_id"] for r in rows] == ["q0", HOSTILE.replace("\udcff", "\\udcff"), "q2", "q3"]
+        assert [r["question_id"] for r in rows] == ["q0", MALICIOUS_ID.replace("\udcff", "\\udcff"), "q2", "q3"]
         assert rows[2]["hallucination_score"] == rows[2]["predicted"] == ""
         assert all(0 < float(rows[k]["hallucination_score"]) < 1 for k in (0, 1, 3))
 
 
-def test_stores_that_it_cannot_read(trained, tmp_path):
+def test_unreadable_stores_are_refused(trained, tmp_path):
     _, run, _ = trained
     checkpoint = run / "gnn_det_lstm/best.pt"
     for store, kind, words in (
@@ -123,7 +123,7 @@ def test_stores_that_it_cannot_read(trained, tmp_path):
     assert len(rows_of(tmp_path / "s.csv")) == 3
 
 
-def test_checkpoints_that_are_refused(trained, tmp_path):
+def test_invalid_checkpoints_are_refused(trained, tmp_path):
     store, run, _ = trained
     good = torch.load(run / "lstm_solo/best.pt", weights_only=True)
     assert {
@@ -143,7 +143,7 @@ def test_checkpoints_that_are_refused(trained, tmp_path):
         torch.save({**good, **changes}, tmp_path / "c.pt")
         return (tmp_path / "c.pt").read_bytes()
 
-    class Evil:
+    class Malicious:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "ran"),)
 
@@ -152,7 +152,7 @@ def test_checkpoints_that_are_refused(trained, tmp_path):
     for data, words in (
         (whole[: len(whole) // 2], "not a checkpoint"),
         (b"", "not a checkpoint"),
-        (saved(extra=Evil()), "not a checkpoint"),
+        (saved(extra=Malicious()), "not a checkpoint"),
         ((run / "lstm_solo/last.pt").read_bytes(), "give the best.pt"),
         (
             saved(version=DETECTOR_VERSION + 1),
@@ -172,7 +172,7 @@ def test_checkpoints_that_are_refused(trained, tmp_path):
     assert not (tmp_path / "ran").exists() and not (tmp_path / "s.csv").exists()
 
 
-def test_a_failure_leaves_the_old_file(trained, tmp_path, monkeypatch):
+def test_a_failure_keeps_the_old_file(trained, tmp_path, monkeypatch):
     store, run, _ = trained
     (tmp_path / "s.csv").write_text("old")
     monkeypatch.setattr(scoring.OOMGuard, "evaluate", lambda *a: (_ for _ in ()).throw(RuntimeError("broken")))
@@ -183,8 +183,8 @@ def test_a_failure_leaves_the_old_file(trained, tmp_path, monkeypatch):
         score(run / "lstm_solo/best.pt", store, tmp_path / "nowhere" / "s.csv")
 
 
-def test_out_of_memory_while_scoring(trained, tmp_path, monkeypatch):
-    """A forward pass of more than two traces does not fit: the same scores, in halves."""
+def test_scoring_splits_batches_that_do_not_fit(trained, tmp_path, monkeypatch):
+    """A forward pass of more than two traces fails: the batch is halved, with the same scores."""
     path, run, _ = trained
     detector, store = scoring.load_detector(run / "gnn_det_lstm/best.pt"), tracestore.open(path)
     some = {"indices": np.arange(8), "batch_size": 8}

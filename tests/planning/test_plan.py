@@ -1,4 +1,4 @@
-"""What `tracestore plan` says."""
+"""The command `tracestore plan`, and the measured cost model behind it."""
 
 import json
 
@@ -32,7 +32,7 @@ FLAGS = ["--lstm-hidden", 64, "--gnn-hidden", 8, "--latent-dim", 8, "--num-threa
 
 
 def plans_of(path, *flags):
-    # In a process of its own: what it measures is the memory of the process.
+    # In a separate process, because the command measures the memory of its process.
     done = run_cli("-m", "tracestore", "plan", path, "--memory", "4GiB", "--json", *FLAGS, *flags, check=0)
     plans = json.loads(done.stdout)["models"]
     for plan in plans:
@@ -42,7 +42,7 @@ def plans_of(path, *flags):
     return {plan["model"]: plan for plan in plans}
 
 
-def test_the_command(path):
+def test_all_detectors_are_planned(path):
     assert list(plans_of(path)) == ["lstm_solo", "gnn_det_lstm", "gvae_lstm"]
     done = command("plan", path, "--model", "nothing", check=2)
     assert "lstm_solo" in done.stderr and done.stderr.count("\n") == 1
@@ -62,8 +62,8 @@ def test_options_of_training_are_measured(path, model, flags):
     assert plans_of(path, "--model", model, *flags)[model]["seconds_per_epoch"] > 0
 
 
-def test_odd_stores(tmp_path):
-    """One trace; long ones; no label; without what the graph detectors read."""
+def test_unusual_stores(tmp_path):
+    """A single trace, a long trace, no labels, and a store without graphs."""
     for name, tokens, dim in (("one", 3, 8), ("long", 1500, 64)):
         with tracestore.create(tmp_path / name) as writer:
             writer.append(make_trace(0, tokens=tokens, layers=1, dim=dim))
@@ -108,7 +108,7 @@ def plan(**changes):
     return TrainingPlan(**(values | changes))
 
 
-def test_the_largest_batch_is_the_last_that_fits():
+def test_the_largest_batch_is_the_largest_that_fits():
     p = plan()
     for memory in (1016, 1017, 1500, 2000, 12345):
         batch = p.largest_batch(memory)
@@ -119,7 +119,7 @@ def test_the_largest_batch_is_the_last_that_fits():
     assert p.seconds_per_epoch(16) == pytest.approx(0.25 + 7 * 0.5 + 100 * 0.1)
 
 
-def test_planning_leaves_the_random_state_alone(path):
+def test_planning_preserves_the_random_state(path):
     store = tracestore.open(path)
     torch.manual_seed(3)
     np.random.seed(3)
@@ -129,7 +129,7 @@ def test_planning_leaves_the_random_state_alone(path):
     assert found.num_train == 28 and found.largest_batch_factor > 1
 
 
-def test_a_budget_gives_each_detector_its_micro_batch(path):
+def test_a_budget_determines_the_micro_batch(path):
     store, start = tracestore.open(path), memory_use()
     config = TrainConfig(batch_size=4)
     assert plan_micro_batches(["lstm_solo"], store, config, SMALL, 8 << 30, start, 20) == {"lstm_solo": None}
