@@ -13,6 +13,14 @@ from tracestore.store.maintain.verify import verify_store
 from tracestore.store.write.writer import StoreWriter
 
 
+@pytest.fixture
+def data(tmp_path):
+    """An empty folder for sources."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    return folder
+
+
 def changed(trace):
     """Return the trace with another answer and other hidden states."""
     return {**trace, "hidden_states": [h + 1 for h in trace["hidden_states"]], "generated_answer_clean": "another"}
@@ -20,9 +28,7 @@ def changed(trace):
 
 @pytest.mark.parametrize("together", [True, False], ids=["one run", "two runs"])
 @pytest.mark.parametrize("choice", ["error", "keep-first", "keep-last"])
-def test_on_conflict(tmp_path, choice, together):
-    data = tmp_path / "data"
-    data.mkdir()
+def test_on_conflict(tmp_path, data, choice, together):
     traces = make_traces(5)
     second = [traces[0], changed(traces[1]), changed(changed(traces[1])), make_trace(9), changed(make_trace(9))]
     if choice == "error":
@@ -59,9 +65,7 @@ def test_on_conflict(tmp_path, choice, together):
     np.testing.assert_array_equal(opened[1].hidden_states, np.stack(expected["hidden_states"]))
 
 
-def test_a_changed_file_under_a_committed_name_is_reported(tmp_path):
-    data = tmp_path / "data"
-    data.mkdir()
+def test_a_changed_file_under_a_committed_name_is_reported(tmp_path, data):
     write_pickle(data / "a.pkl", make_traces(3))
     convert(data, tmp_path / "s.zarr")
     write_pickle(data / "a.pkl", make_traces(4))

@@ -24,6 +24,14 @@ from tracestore.store.maintain.verify import verify_store
 from tracestore.store.write.writer import StoreWriter
 
 
+@pytest.fixture
+def data(tmp_path):
+    """An empty folder for sources."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    return folder
+
+
 def write_sources(folder, rng, num_files):
     """Write files of a few traces with duplicates, conflicts, graphs and invalid traces."""
     folder.mkdir()
@@ -73,9 +81,7 @@ def test_bytes_do_not_depend_on_predictions_or_failed_writes(tmp_path, monkeypat
         assert verify_store(tmp_path / "ahead.zarr").damaged == {}
 
 
-def test_the_rows_of_a_source_that_begins_a_segment_are_not_copied(tmp_path, monkeypatch):
-    data = tmp_path / "data"
-    data.mkdir()
+def test_the_rows_of_a_source_that_begins_a_segment_are_not_copied(tmp_path, data, monkeypatch):
     for k in range(6):
         write_pickle(data / f"{k}.pkl", [make_trace(10 * k + i, tokens=9) for i in range(4)])
     monkeypatch.setitem(StoreWriter.__init__.__kwdefaults__, "close_bytes", 1)
@@ -212,9 +218,7 @@ def test_a_blocked_reader_ends_without_being_cancelled(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("suffix", [".pkl", ".pkl.gz"])
-def test_a_source_that_is_truncated_while_it_is_written_ahead_is_refused(tmp_path, monkeypatch, capfd, suffix):
-    data = tmp_path / "data"
-    data.mkdir()
+def test_a_source_that_is_truncated_while_it_is_written_ahead_is_refused(tmp_path, data, monkeypatch, capfd, suffix):
     for k in range(3):
         write_pickle(data / f"{k}{suffix}", [make_trace(10 * k + i, tokens=40, dim=512) for i in range(8)])
     monkeypatch.setitem(StoreWriter.__init__.__kwdefaults__, "close_bytes", 1)
@@ -234,9 +238,7 @@ def test_a_source_that_is_truncated_while_it_is_written_ahead_is_refused(tmp_pat
     assert verify_store(tmp_path / "s.zarr").damaged == {}
 
 
-def test_rows_are_copied_if_the_spool_file_cannot_be_renamed(tmp_path, monkeypatch):
-    data = tmp_path / "data"
-    data.mkdir()
+def test_rows_are_copied_if_the_spool_file_cannot_be_renamed(tmp_path, data, monkeypatch):
     many_traces(data)
     monkeypatch.setitem(StoreWriter.__init__.__kwdefaults__, "close_bytes", 1)
     monkeypatch.setattr(SegmentPredictor, "begins_segment", lambda *_: True)
@@ -251,10 +253,8 @@ def test_rows_are_copied_if_the_spool_file_cannot_be_renamed(tmp_path, monkeypat
     assert tree_bytes(tmp_path / "two.zarr") == tree_bytes(tmp_path / "one.zarr")
 
 
-def test_lost_writes_are_an_error_and_not_committed(tmp_path, monkeypatch, capfd):
+def test_lost_writes_are_an_error_and_not_committed(tmp_path, data, monkeypatch, capfd):
     """close(2) may be the first to report the loss, and copied rows may differ from the written ones."""
-    data = tmp_path / "data"
-    data.mkdir()
     many_traces(data)
     monkeypatch.setitem(StoreWriter.__init__.__kwdefaults__, "close_bytes", 1)
     monkeypatch.setattr(SegmentPredictor, "begins_segment", lambda *_: True)

@@ -50,9 +50,9 @@ class ConvertOptions:
     score_column: str | None = None
     score_direction: str | None = None
     group_column: str | None = None
-    attention: str | None = None
+    attention: Literal["mean", "heads", "none"] | None = None
     codec: str | None = None
-    dtype: str | None = None
+    dtype: Literal["float16", "keep"] | None = None
     workers: int = 2
     dask: str | None = None
     memory_budget: int = 512 << 20
