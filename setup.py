@@ -1,22 +1,22 @@
-"""The extension modules over csrc/; everything else is in pyproject.toml."""
+"""Build the extension modules over csrc/; all other settings are in pyproject.toml."""
 
 import copy
 import os
 import sys
+from glob import glob
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-# -ffp-contract=off: products and sums are fused where the source says so, so that every compiler
-# makes the same bits.
+# -ffp-contract=off: compilers fuse a product and a sum only where the source does, so that all of them
+# give the same bits.
 CFLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-pthread"]
-# glibc before 2.34 has threads in a library of its own; macOS has no such libraries.
+# glibc before 2.34 has separate libraries for threads and mathematics; macOS has neither.
 LINK_FLAGS = ["-pthread", "-lm"] if sys.platform == "linux" else []
-# In a free-threaded interpreter kernels and gine declare themselves compatible in their first
-# line: they work on their arguments alone. The others do not, and Python then turns the
-# GIL on: it is the lock of the block pools, of the list of maps, of jobs, shuffle buffers and
-# readers, or it has not been checked that they need none.
+# The C files that each extension module compiles. kernels and gine only access their arguments and
+# declare that they do not need the GIL. The other modules do not, so that a free-threaded Python enables
+# the GIL: it protects memory pools, the list of mappings, jobs, shuffle buffers and readers.
 MODULES = {
     "kernels": ["crc32c", "float_convert", "attention", "pack", "sigbus_guard", "simd"],
     "gather": [
@@ -38,37 +38,33 @@ MODULES = {
     "pickle": ["sigbus_guard"],
     "gine": ["gine", "float_convert", "parallel", "simd"],
 }
-# Included as text: a change rebuilds what includes them.
-INCLUDED = ["csrc/gine_kernels.h", "csrc/gine_loops.h", "csrc/gather_kernels.h", "csrc/error.h"]
-INCLUDED += ["csrc/platform.h", "csrc/simd.h"]
-INCLUDED += [
-    "tracestore/_core/buffer_view.pxi",
-    "tracestore/_core/sigbus_guard.pxi",
-    "tracestore/_core/mapping.pxd",
-    "csrc/map.h",
-]
+# A change of any of these files rebuilds every module.
+INCLUDED = [*glob("csrc/*.h"), *glob("tracestore/_core/*.pxi"), *glob("tracestore/_core/*.pxd")]
 
 
 def extension(name: str, units: list[str]) -> Extension:
+    """Return an extension module and the C files that it compiles."""
     sources = [f"tracestore/_core/{name}.pyx"] + [f"csrc/{unit}.c" for unit in [*units, "error"]]
     return Extension(
         f"tracestore._core.{name}",
         sources=sources,
         include_dirs=["csrc"],
-        depends=[f"csrc/{unit}.h" for unit in units] + INCLUDED,
+        depends=INCLUDED,
         extra_compile_args=CFLAGS,
         extra_link_args=LINK_FLAGS,
     )
 
 
 class BuildExtensions(build_ext):
-    """Build extensions side by side, each in a folder of its own: they share units of csrc/."""
+    """Build extensions in parallel, each in a separate folder because they compile the same files of csrc/."""
 
     def finalize_options(self) -> None:
+        """Use all processors unless the command line sets a number of jobs."""
         super().finalize_options()
         self.parallel = self.parallel or os.cpu_count()
 
     def build_extension(self, ext: Extension) -> None:
+        """Build one extension in its folder."""
         own = copy.copy(self)
         own.build_temp = os.path.join(self.build_temp, ext.name)
         super(BuildExtensions, own).build_extension(ext)

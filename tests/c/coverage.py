@@ -63,6 +63,7 @@ def ranges(numbers: list[int]) -> str:
 
 
 def main() -> int:
+    """Print the coverage. Return 1 if it is below --at-least."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--gcov", type=shlex.split, default=["gcov"])

@@ -1,4 +1,4 @@
-"""Batches in C against numpy oracles."""
+"""Assembly of batches compared with numpy oracles."""
 
 import itertools
 
@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.core.test_kernels import CODES, oracle_edges, raw
+from tests.core.oracles import CODES, oracle_edges, raw
 from tracestore._core import gather, kernels
-from tracestore._core.blocks import MemoryPool
 
 RULES = [
     (0.0, 0.0),
@@ -25,7 +24,7 @@ RULES = [
 
 
 class Weights:
-    """GraphBatchJob without hidden states, in both forms."""
+    """A GraphBatchJob without hidden states, for edges and for packed weights."""
 
     def __init__(self, weights, tokens, causal, layers, heads, dtype, out_dtype, threshold, top_k, threads=1):
         def make(packed):
@@ -40,13 +39,15 @@ class Weights:
         self.tokens = np.repeat(tokens, layers)
 
     def _run(self, job):
-        """(edge_index, weights, edge_ptr), after checking the rest."""
-        room, graphs, nodes = job.max_edges(), job.num_graphs, job.num_nodes
-        at = np.cumsum([0, 16 * room, -(-room * self.itemsize // 8) * 8, 8 * nodes, 8 * (graphs + 1), 8 * (graphs + 1)])
+        """Run a job in a pool. Return edge_index, weights and edge_ptr after checking the other arrays."""
+        max_edges, graphs, nodes = job.max_edges(), job.num_graphs, job.num_nodes
+        at = np.cumsum(
+            [0, 16 * max_edges, -(-max_edges * self.itemsize // 8) * 8, 8 * nodes, 8 * (graphs + 1), 8 * (graphs + 1)]
+        )
         out = np.full(at[-1], 0xEE, "u1")
         job.set_output(out, 0, *at[:-1].tolist())
-        crew = gather.ThreadPool(2)
-        job.submit(crew, self.threads)
+        pool = gather.ThreadPool(2)
+        job.submit(pool, self.threads)
         job.wait()
         n = job.num_edges
         edges, weights, owner, ptr, edge_ptr = (out[a:b] for a, b in itertools.pairwise(at))
@@ -55,7 +56,7 @@ class Weights:
         return edges, weights[: n * self.itemsize], edge_ptr.view("i8")
 
     def edges(self, counted):
-        """(2, E), the bytes of (E,) and edge_ptr, in room that was counted or of all pairs."""
+        """Return edge_index (2, E), the bytes of the weights (E,) and edge_ptr; count the edges first if asked."""
         if counted:
             self.coo.count_edges(self.threads)
         edges, weights, edge_ptr = self._run(self.coo)
@@ -63,11 +64,12 @@ class Weights:
         return edges[: 16 * n].view("i8").reshape(2, n), weights, edge_ptr
 
     def pack(self):
+        """Return the bytes of the packed weights."""
         return self._run(self.packed)[1]
 
 
 def stored_weights(rng, shape, dtype, special):
-    """Few distinct values, so that top-k meets ties; NaN, infinities and -0 where special."""
+    """Return weights of few distinct values, so that top-k has ties; with NaN, infinities and -0 if `special`."""
     values = (rng.integers(0, 5, shape) / 4).astype(dtype)
     if special:
         flat = values.reshape(-1)
@@ -111,7 +113,7 @@ def test_edges_equal_the_oracle(seed, sizes, rule, causal, special, dtype, wide,
     np.testing.assert_array_equal(index[1], np.concatenate(expected[1]))
     np.testing.assert_array_equal(weight, np.concatenate(expected[2]).astype(out_dtype))
     np.testing.assert_array_equal(ptr, counts)
-    # The same as packed triangles: dropped pairs are NaN with top-k, all are there without.
+    # Packed triangles: with top-k, dropped pairs are NaN; without, all pairs are written.
     packed = weights.pack().view(out_dtype)
     whole = np.concatenate([s.reshape(-1) for s in stored]).astype(out_dtype)
     if rule[1]:
@@ -125,7 +127,7 @@ def test_edges_equal_the_oracle(seed, sizes, rule, causal, special, dtype, wide,
 @given(st.integers(0, 2**16), st.sampled_from(["f2", "f4"]), st.floats(-2, 2, width=64))
 @settings(max_examples=60, deadline=None)
 def test_thresholds_are_not_rounded(seed, dtype, threshold):
-    """Any float64 threshold, values next to it included."""
+    """Compare with any float64 threshold, also for weights next to it."""
     rng = np.random.default_rng(seed)
     near = np.array(threshold).astype(dtype)
     values = np.concatenate(
@@ -141,7 +143,7 @@ def test_thresholds_are_not_rounded(seed, dtype, threshold):
 @pytest.mark.parametrize("tokens", [1023, 1024, 1025, 1400])
 @pytest.mark.parametrize("threshold", [0.0, 0.5])
 def test_long_traces(tokens, threshold):
-    """Where the table of pairs ends."""
+    """Compare edges around the length where the table of pairs ends."""
     rng = np.random.default_rng(tokens)
     square = rng.random((tokens, tokens)).astype("f2")
     stored = square[np.tril_indices(tokens)]
@@ -191,25 +193,25 @@ def test_head_means_equal_those_of_the_store():
     st.integers(0, 63),
 )
 @settings(max_examples=60, deadline=None)
-def test_copies_one_behind_the_other(sizes, dtype, wide, threads, shift):
+def test_copies_are_concatenated(sizes, dtype, wide, threads, shift):
     rng = np.random.default_rng(len(sizes))
     parts = [rng.standard_normal(k).astype(dtype) for k in sizes]
     out_dtype = np.dtype("f4" if wide else dtype)
-    room = np.zeros(sum(sizes) * out_dtype.itemsize + 64 + shift * out_dtype.itemsize, "u1")
-    out = room[shift * out_dtype.itemsize :][: sum(sizes) * out_dtype.itemsize]
-    slabs = [gather.ArrayView(raw(np.concatenate([p, p])), 2 * len(p), p.itemsize) for p in parts]
+    buffer = np.zeros(sum(sizes) * out_dtype.itemsize + 64 + shift * out_dtype.itemsize, "u1")
+    out = buffer[shift * out_dtype.itemsize :][: sum(sizes) * out_dtype.itemsize]
+    views = [gather.ArrayView(raw(np.concatenate([p, p])), 2 * len(p), p.itemsize) for p in parts]
     sources = [
-        raw(p) if k % 2 else s.rows(len(p), 2 * len(p)) for k, (p, s) in enumerate(zip(parts, slabs, strict=True))
+        raw(p) if k % 2 else s.rows(len(p), 2 * len(p)) for k, (p, s) in enumerate(zip(parts, views, strict=True))
     ]
     copies = gather.CopyJob(sources, CODES[dtype], CODES[out_dtype.str[1:]])
     copies.set_output(out)
-    for slab in slabs:
+    for view in views:
         with pytest.raises(IndexError, match="rows"):
-            slab.rows(1, slab.num_rows + 1)
+            view.rows(1, view.num_rows + 1)
     copies.run(threads)
     expected = np.concatenate([*parts, np.zeros(0, dtype)]).astype(out_dtype)
     np.testing.assert_array_equal(out.view(out_dtype), expected)
-    assert not room[out.size + shift * out_dtype.itemsize :].any()  # nothing behind the end
+    assert not buffer[out.size + shift * out_dtype.itemsize :].any()  # nothing after the end
     with pytest.raises(ValueError, match="bytes at offset"):
         copies.set_output(np.zeros(out.size + 8, "u1"), 16)
 
@@ -232,27 +234,27 @@ def test_large_copies_are_split_over_threads():
         gather.CopyJob([raw(values)], kernels.F32, kernels.F16)
 
 
-def test_a_crew_runs_jobs_in_order_and_lets_go():
+def test_a_pool_runs_jobs_in_order_and_cancels_deleted_ones():
     values = np.arange(300_000, dtype="f4")
     for size in (1, 3):
-        crew = gather.ThreadPool(size)
+        pool = gather.ThreadPool(size)
         outs = [np.zeros_like(values) for _ in range(20)]
         jobs = [gather.CopyJob([raw(values)], kernels.F32, kernels.F32) for _ in outs]
         with pytest.raises(ValueError, match="set_output"):
-            jobs[0].submit(crew)
+            jobs[0].submit(pool)
         for job, out in zip(jobs, outs, strict=True):
             job.set_output(raw(out))
-            job.submit(crew)
+            job.submit(pool)
         for job, out in zip(jobs[:5], outs, strict=False):
             job.wait()
             np.testing.assert_array_equal(out, values)
         with pytest.raises(ValueError, match="not submitted"):
             jobs[0].wait()
-        del jobs[10:15], job  # queued or running: taken back, or waited for
-        crew.close()
-        crew.close()
+        del jobs[10:15], job  # queued jobs are canceled, a running one is waited for
+        pool.close()
+        pool.close()
         with pytest.raises(RuntimeError, match="closed"):
-            jobs[-1].submit(crew)
+            jobs[-1].submit(pool)
 
 
 def test_stored_edges_are_split():
@@ -274,40 +276,13 @@ def test_stored_edges_are_split():
     job = gather.GraphBatchJob(gather.CopyJob([], kernels.F16, kernels.F16), *arguments, False, edges)
     n = job.num_pairs
     at = np.cumsum([0, 16 * n, 8 * n, 8 * node, 8 * 7, 8 * 7])
-    room = np.empty(at[-1], "u1")
-    job.set_output(room, 0, *at[:-1].tolist())
+    buffer = np.empty(at[-1], "u1")
+    job.set_output(buffer, 0, *at[:-1].tolist())
     job.run(2)
-    out, weight, edge_ptr = room[: at[1]].view("i8"), room[at[1] :].view("f4")[:n], room[at[4] :].view("i8")
+    out, weight, edge_ptr = buffer[: at[1]].view("i8"), buffer[at[1] :].view("f4")[:n], buffer[at[4] :].view("i8")
     assert job.num_edges == n == counts[-1]
     np.testing.assert_array_equal(out.reshape(2, n), [np.concatenate(source), np.concatenate(target)])
     np.testing.assert_array_equal(weight, np.concatenate(weights))
     np.testing.assert_array_equal(edge_ptr, counts)
     with pytest.raises(ValueError, match="match"):
         gather.GraphBatchJob(gather.CopyJob([], 0, 0), *arguments, False, [(p + 1, i) for p, i in edges])
-
-
-def test_pool_uses_blocks_again_and_keeps_its_bound():
-    pool = MemoryPool(8 << 20, 2)
-    first, second = pool.acquire(3 << 20), pool.acquire(100)
-    assert pool.used_bytes == (4 << 20) + (64 << 10) == pool.total_bytes
-    assert pool.acquire(5 << 20) is None
-    view = np.frombuffer(first, "u1")
-    view[:] = 7
-    del first
-    assert pool.used_bytes == pool.total_bytes  # the array still holds it
-    del view
-    assert pool.used_bytes == 64 << 10
-    again = pool.acquire(2 << 20)
-    assert len(again) == 2 << 20 and np.frombuffer(again, "u1")[0] == 7
-    del again, second
-    assert pool.used_bytes == 0 and pool.total_bytes > 0
-    # Idle blocks that are too small make room for a larger one.
-    large = pool.acquire(8 << 20)
-    assert large is not None and pool.total_bytes == 8 << 20
-    del large
-    pool.trim()
-    assert pool.total_bytes == 0
-    unbounded = MemoryPool(0, 1)
-    many = [unbounded.acquire(1) for _ in range(5)]
-    del many
-    assert unbounded.total_bytes == 64 << 10

@@ -1,4 +1,4 @@
-"""Each C kernel against its numpy oracle."""
+"""Kernels compared with numpy oracles."""
 
 import google_crc32c
 import numpy as np
@@ -6,15 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.core.oracles import CODES, raw
 from tracestore._core import kernels
-from tracestore._core.index import KeyTable
-from tracestore._core.mapping import MappedFile
-
-CODES = {"f2": kernels.F16, "f4": kernels.F32, "f8": kernels.F64}
-
-
-def raw(array):
-    return np.ascontiguousarray(array).reshape(-1).view("u1")
 
 
 @given(st.binary(max_size=50_000), st.integers(0, 50_000))
@@ -38,7 +31,7 @@ def test_to_float16_rounds_as_numpy_does(seed, n, dtype):
     np.testing.assert_array_equal(out, values.astype("f2"))
 
 
-def test_to_float16_says_where_a_value_does_not_fit():
+def test_to_float16_returns_the_position_of_an_overflow():
     values = np.ones(1000, "f4")
     values[777] = -7e4
     assert kernels.to_float16(raw(values), kernels.F32, raw(np.empty(1000, "f2"))) == 777
@@ -107,7 +100,7 @@ def test_packed_attention_equals_numpy(seed, tokens, heads, layers, dtype, mode,
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 70_000), st.integers(0, 3), st.sampled_from(["f2", "f4", "f8"]))
 @settings(max_examples=60, deadline=None)
-def test_scan_counts_and_sums(seed, n, count, dtype):
+def test_checksum_scan_equals_numpy(seed, n, count, dtype):
     rng = np.random.default_rng(seed)
     arrays = [rng.random(n).astype(dtype) for _ in range(count)]
     for array in arrays:
@@ -120,7 +113,7 @@ def test_scan_counts_and_sums(seed, n, count, dtype):
     assert out.tobytes() == data
 
 
-def test_pack_attention_refuses_wrong_sizes():
+def test_pack_attention_rejects_wrong_sizes():
     layer = np.ones((2, 3, 3), "f2")
     with pytest.raises(ValueError, match="layer 1"):
         kernels.pack_attention([layer, layer[:1]], kernels.F16, None, kernels.F16, 2, 3, True, np.empty(12, "f2"))
@@ -133,55 +126,7 @@ def test_pack_attention_refuses_wrong_sizes():
         kernels.pack_attention(large, kernels.F32, None, kernels.F16, 1, 1, True, np.empty(2, "f2"))
 
 
-def test_first_above_diagonal_finds_the_first():
+def test_first_above_diagonal_returns_the_flat_position():
     full = np.zeros((3, 4, 4), "f2")
     full[1, 2, 3] = 0.5
     assert kernels.first_above_diagonal(raw(full), kernels.F16, 3, 4) == 16 + 2 * 4 + 3
-
-
-def oracle_edges(square, causal, threshold, top_k):
-    """(source, target, weight) of one layer in numpy, rows first."""
-    tokens = len(square)
-    target, source = np.tril_indices(tokens) if causal else (i.reshape(-1) for i in np.indices(square.shape))
-    weight = square[target, source]
-    if top_k:
-        k = min(max(1, int(np.ceil(top_k * len(weight) - 1e-9))), len(weight))
-        keep = np.zeros(len(weight), bool)
-        keep[np.argsort(-weight.astype("f8"), kind="stable")[:k]] = True
-        keep &= ~np.isnan(weight)  # never an edge
-    else:
-        keep = weight.astype("f8") > threshold
-    return source[keep], target[keep], weight[keep]
-
-
-def test_key_table_refuses_what_does_not_fit_together():
-    ids = np.frombuffer(b"abc", "u1")
-    samples = np.zeros(2, "i4")
-    with pytest.raises(ValueError, match="match"):
-        KeyTable(np.zeros(4, "u4"), np.array([0, 1]), ids, samples)
-    for offsets in ([0, 4, 3], [0, 1, 9], [-1, 1, 3]):
-        with pytest.raises(ValueError, match="out of bounds"):
-            KeyTable(np.zeros(4, "u4"), np.array(offsets), ids, samples).build(np.zeros(4, "u4"))
-        with pytest.raises(ValueError, match="corrupt"):
-            KeyTable(np.full(4, 1 if offsets[0] else 2, "u4"), np.array(offsets), ids, samples).find(b"x")
-    with pytest.raises(ValueError, match="size"):
-        KeyTable(np.zeros(3, "u4"), np.array([0, 1, 3]), ids, samples)
-
-
-def test_a_view_keeps_its_map_alive(tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(b"0123456789")
-    view = np.frombuffer(MappedFile(path, 10), "u1")
-    path.unlink()
-    assert view.tobytes() == b"0123456789"
-    with pytest.raises(ValueError):
-        view[0] = 0
-    with pytest.raises(FileNotFoundError):
-        MappedFile(path)
-
-
-def test_a_map_of_another_size_is_refused(tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(b"0123456789")
-    with pytest.raises(ValueError, match="expected 11 bytes, found 10"):
-        MappedFile(path, 11)

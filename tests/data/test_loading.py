@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import tracestore
-from tests.core.test_kernels import oracle_edges
+from tests.core.oracles import oracle_edges
 from tests.helpers import make_trace, make_traces
 from tracestore.errors import UsageError
 from tracestore.store.format import schema

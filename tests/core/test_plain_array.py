@@ -1,4 +1,4 @@
-"""The plain case of an array against the words of ingest.builders, which decide of every case."""
+"""The fast path of arrays compared with ingest.pickled_values, which handles every state."""
 
 import random
 
@@ -18,13 +18,14 @@ def dtype_draft(text, order="<"):
     return draft
 
 
-def by_words(state):
-    """-> array or the refusal's words, never by the short way."""
+def outcome_of_slow_path(state):
+    """Return the array or the error of a state without the fast path."""
     state[-3].plain_itemsize = 0
     return outcome(state)
 
 
 def outcome(state):
+    """Return the array or the error of a state."""
     draft = PickledArray()
     try:
         draft.build(state)
@@ -45,7 +46,7 @@ def is_same(one, other):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_the_short_way_and_the_words_agree(seed):
+def test_the_fast_path_equals_the_slow_one(seed):
     rng = random.Random(seed)
     for _ in range(100):
         text, order = rng.choice(TEXTS), rng.choice("<><|=")
@@ -61,11 +62,11 @@ def test_the_short_way_and_the_words_agree(seed):
         version = rng.choice([(1,), (1,), (1,), ()])
         fortran = rng.choice([False, False, True, 0, 1, None])
         states = [(*version, shape, dtype_draft(text, order), fortran, buffer) for _ in range(2)]
-        words = by_words(states[0])
-        assert is_same(outcome(states[1]), words), (states[1], words)
+        expected = outcome_of_slow_path(states[0])
+        assert is_same(outcome(states[1]), expected), (states[1], expected)
 
 
-def test_what_is_plain():
+def test_states_of_plain_arrays():
     data = memoryview(bytes(range(24)))
     dtype = np.dtype("<f4")
     array = plain_array((1, (2, 3), None, False, data), dtype, 4)
