@@ -80,10 +80,11 @@ class TrainedDetector:
         """Return differences to the training store that do not prevent scoring, one sentence each."""
         if self.spec.view == "sequence":
             return []
+        found = {"attention": store.attention_mode, "attention_layout": store.attention_layout}
         return [
-            f"trained on {name.replace('_', ' ')} {expected!r}, this store has {getattr(store, name)!r}"
-            for name in ("attention", "attention_layout")
-            if (expected := self.trained_on[name]) != getattr(store, name)
+            f"trained on {name.replace('_', ' ')} {self.trained_on[name]!r}, this store has {value!r}"
+            for name, value in found.items()
+            if self.trained_on[name] != value
         ]
 
 
