@@ -30,8 +30,10 @@ _MAX_CHUNK_BYTES = schema.INNER_CHUNK_BYTES
 
 
 def _check_metadata(data: bytes, spec: "ArraySpec") -> tuple[int, int]:
-    """-> the rows of an array and of an inner chunk; ValueError unless its zarr.json says what this
-    format says, in whatever order and with whatever blanks."""
+    """Return the rows of an array and of an inner chunk.
+
+    ValueError unless the zarr.json has exactly the metadata of this format; key order and white space are free.
+    """
     meta = json.loads(data)
     num_rows, chunk_rows = meta["shape"][0], meta["codecs"][0]["configuration"]["chunk_shape"][0]
     if type(num_rows) is not int or type(chunk_rows) is not int or not 0 <= num_rows < 1 << 48 or chunk_rows < 1:
@@ -51,15 +53,26 @@ def _check_metadata(data: bytes, spec: "ArraySpec") -> tuple[int, int]:
 
 def _entry(entries: Mapping[str, FileEntry], path: str) -> FileEntry:
     if path not in entries:
-        raise CorruptStoreError(f"{path}: not among the files that were committed")
+        raise CorruptStoreError(f"{path}: not a committed file")
     return entries[path]
 
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """What the format says of an array: dtype as stored, shape behind axis 0, codec ("none" where
-    it is not compressed), its number of rows where that is known, and whether its values are
-    bfloat16."""
+    """The properties that the format gives an array.
+
+    Attributes
+    ----------
+    dtype : np.dtype
+        As stored.
+    columns : tuple of int
+        The shape after axis 0.
+    codec : str
+        "none" if the array is not compressed.
+    num_rows : int or None
+        The number of rows, if it is known.
+    is_bfloat16 : bool
+    """
 
     dtype: np.dtype
     columns: tuple[int, ...] = ()
@@ -69,16 +82,26 @@ class ArraySpec:
 
     @property
     def row_items(self) -> int:
+        """Number of values of one row."""
         return math.prod(self.columns)
 
 
 class ArrayReader:
-    """Rows of one array. Uncompressed: read-only views of the map, which stays
-    alive with them; reading one ends the process where the file was cut short after it
-    was opened. Compressed: a copy, assembled from decoded inner chunks.
+    """The rows of one array.
 
-    The file's size, the shard's index and the metadata are checked when the array
-    is first opened; `name` is its path in the store, `entries` the committed files.
+    Rows of an uncompressed array are read-only views of the map, which they keep alive; reading such a view after
+    the file was truncated ends the process (SIGBUS). Rows of a compressed array are copied from decoded chunks.
+    Opening checks the size of the file, the index of the shard and the metadata.
+
+    Parameters
+    ----------
+    files : StoreFiles
+    entries : Mapping
+        The committed files by path.
+    name : str
+        Path of the array in the store.
+    cache : ChunkCache
+    spec : ArraySpec
     """
 
     def __init__(
@@ -129,12 +152,12 @@ class ArrayReader:
         if crc32c(index) != int.from_bytes(mapped.read(end, end + 4), "little"):
             raise ValueError("shard: checksum mismatch")
         offsets = np.frombuffer(index, "<u8").reshape(num_chunks, 2)
-        # One behind the other, and none larger than a codec makes what it cannot compress.
+        # Chunks are contiguous, and incompressible data bounds their size.
         if (offsets > begin).any() or (offsets[:, 1] > chunk_bytes + chunk_bytes // 8 + 1024).any():
             raise ValueError("shard: offset out of bounds")
         ends = offsets[:, 0] + offsets[:, 1]
         if offsets[0, 0] != 0 or (offsets[1:, 0] != ends[:-1]).any() or ends[-1] != begin:
-            raise ValueError("shard: inner chunks that do not lie one behind the other")
+            raise ValueError("shard: inner chunks are not contiguous")
         return offsets
 
     def _decode(self, chunk: int) -> np.ndarray:
@@ -146,9 +169,11 @@ class ArrayReader:
         except ValueError as error:
             raise CorruptStoreError(f"{self.name}: inner chunk {chunk}: {error}") from None
 
-    def pieces(self, begin: int, end: int) -> list[np.ndarray]:
-        """Rows begin .. end as flat arrays one behind the other, nothing copied: one view
-        of the map, or views of decoded inner chunks."""
+    def slices(self, begin: int, end: int) -> list[np.ndarray]:
+        """Return rows begin .. end - 1 as flat arrays in order, without a copy.
+
+        These are one view of the map, or views of decoded inner chunks.
+        """
         if not 0 <= begin <= end <= self.shape[0]:
             raise CorruptStoreError(f"{self.name}: rows {begin} to {end} of {self.shape[0]}")
         items = self.row_items
@@ -163,20 +188,20 @@ class ArrayReader:
         return found
 
     def chunk_keys(self, begin: int, end: int) -> list[ChunkKey]:
-        """The inner chunks of rows begin .. end as the cache knows them; none if uncompressed."""
+        """Return the cache keys of the inner chunks of rows begin .. end - 1; none if uncompressed."""
         if self._offsets is None or end <= begin:
             return []
         return [(self.name, k) for k in range(begin // self.chunk_rows, -(-end // self.chunk_rows))]
 
     def copy_sources(self, begin: int, end: int) -> list[Any]:
-        """The same as sources of a gather: a RowRange, or flat uint8 arrays."""
+        """Return rows begin .. end - 1 as sources of a gather: a RowRange, or flat uint8 arrays."""
         if self._offsets is not None or not 0 <= begin <= end <= self.shape[0]:
-            return [piece.view("u1") for piece in self.pieces(begin, end)]
+            return [piece.view("u1") for piece in self.slices(begin, end)]
         return [self._view.rows(begin, end)]
 
     def flat(self, begin: int, end: int) -> np.ndarray:
-        """Rows begin .. end as one read-only array."""
-        pieces = self.pieces(begin, end)
+        """Return rows begin .. end - 1 as one flat, read-only array."""
+        pieces = self.slices(begin, end)
         if len(pieces) == 1:
             return pieces[0]
         out = np.concatenate(pieces) if pieces else np.empty(0, self.dtype)
@@ -184,12 +209,14 @@ class ArrayReader:
         return out
 
     def rows(self, begin: int, end: int) -> np.ndarray:
-        """Rows begin .. end in the array's shape."""
+        """Return rows begin .. end - 1 in the shape of the array, read-only."""
         return self.flat(begin, end).reshape(end - begin, *self.shape[1:])
 
     def copy(self, begin: int, end: int) -> np.ndarray:
-        """As `rows`, in memory of its own: CorruptStoreError, never a signal, where the file
-        was cut short meanwhile."""
+        """Return rows begin .. end - 1 in memory of their own.
+
+        CorruptStoreError if the file was truncated meanwhile, never a signal.
+        """
         if self._offsets is None and self._mapped is not None and 0 <= begin <= end <= self.shape[0]:
             row_bytes = self.row_items * self.dtype.itemsize
             flat = np.frombuffer(self._mapped.read(begin * row_bytes, end * row_bytes), self.dtype)
@@ -204,7 +231,7 @@ class ArrayReader:
             for chunk in range(len(self._offsets)):
                 self._decode(chunk)
 
-    def check(self) -> None:
-        """After views of it were read: CorruptStoreError if the file has been cut short."""
+    def check_intact(self) -> None:
+        """Raise CorruptStoreError if the file was truncated. Call it after views of the array were read."""
         if self._mapped is not None:
             self._mapped.check_intact()

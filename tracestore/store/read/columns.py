@@ -1,4 +1,4 @@
-"""Scores, labels and groups: one value a trace, replaceable without touching a trace.
+"""Scores, labels and groups: one value for each trace, replaceable without a change to the traces.
 
 A columns group covers a range of traces. Commits add groups and merge those of
 like size; replacing values rewrites them as one.

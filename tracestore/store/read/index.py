@@ -1,4 +1,4 @@
-"""The index of one generation: from a key to a trace, from a trace to its places."""
+"""The index of one generation: from a key to a trace, and from a trace to its arrays."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from tracestore.store.io.files import StoreFiles
 
 @dataclass(frozen=True)
 class TraceRow:
-    """Where the parts of one trace lie. A segment of -1: the trace has no such place."""
+    """The location of each part of one trace. A segment of -1 means that the trace lacks the part."""
 
     graph_segment: int
     graph_row: int
@@ -39,7 +39,7 @@ class TraceRow:
 
     @property
     def primary_location(self) -> tuple[int, int]:
-        """Segment and row that hold the trace's texts."""
+        """Segment and row of the texts of the trace."""
         if self.graph_segment >= 0:
             return self.graph_segment, self.graph_row
         return self.sequence_segment, self.sequence_row
@@ -47,7 +47,7 @@ class TraceRow:
 
 @dataclass(frozen=True)
 class SourceEntry:
-    """A committed input file: its path under SRC, its size, and a digest of samples of it."""
+    """A committed input file: its path below SRC, its size, and a digest of samples of its bytes."""
 
     path: str
     size: int
@@ -57,8 +57,15 @@ class SourceEntry:
 
 
 def part_files(part: MappedArrays, begin: int = 0, end: int | None = None) -> list[FileEntry]:
-    """Files of the segments of one part, in its order. CorruptStoreError for what the format does
-    not name, ValueError where the part's arrays are not sound."""
+    """Return the files of the segments of one index part, in its order.
+
+    Raises
+    ------
+    CorruptStoreError
+        If a path is not one of the format.
+    ValueError
+        If the arrays of the part are inconsistent.
+    """
     end = part.num_items("file_size") if end is None else end
     segments = part.read("file_segment", begin, end)
     sizes, sums = part.read("file_size", begin, end), part.read("file_crc32c", begin, end)
@@ -66,7 +73,7 @@ def part_files(part: MappedArrays, begin: int = 0, end: int | None = None) -> li
     entries = [FileEntry(*file) for file in zip(names, sizes.tolist(), sums.tolist(), strict=True)]
     for entry, segment in zip(entries, segments.tolist(), strict=True):
         if not entry.path.startswith(f"{paths.segment(segment)}/"):
-            raise ValueError(f"{entry.path}: among the files of segment {segment}")
+            raise ValueError(f"{entry.path}: listed as a file of segment {segment}")
     return entries
 
 
@@ -74,7 +81,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _checked(method: Method) -> Method:
-    """What a method of StoreIndex finds out of bounds in the parts is damage of the store."""
+    """Turn a ValueError of a StoreIndex method, which a damaged part causes, into CorruptStoreError."""
 
     @wraps(method)
     def call(self: "StoreIndex", *args: Any, **kwargs: Any) -> Any:
@@ -86,18 +93,18 @@ def _checked(method: Method) -> Method:
     return cast(Method, call)
 
 
-# The least value of a column of the index; the largest where the store's counts do not give it.
+# Smallest values of index columns (default 0), and largest values that the counts of the store do not bound.
 _LEAST = dict.fromkeys(("graph_segment", "sequence_segment", "last_token_row"), -1)
 _MOST = {"layout": max(schema.LAYOUT_NAMES), "nonfinite": 1}
 
 
 class StoreIndex:
-    """Maps the index parts of a manifest. Cheap: no Python object a trace."""
+    """The mapped index parts of a manifest. It creates no Python object for a trace."""
 
     def __init__(self, files: StoreFiles, manifest: mf.Manifest) -> None:
         self.manifest = manifest
         self._parts: list[MappedArrays] = []
-        self._kept: dict[tuple[int, str], np.ndarray] = {}  # (part, name); -1: over all parts
+        self._kept: dict[tuple[int, str], np.ndarray] = {}  # (part, name); part -1 stands for all parts
         self._keys: list[KeyTable] = []
         self._first_trace = [p.first_trace for p in manifest.parts]
         self._first_segment = [p.first_segment for p in manifest.parts]
@@ -126,25 +133,25 @@ class StoreIndex:
         return self.manifest.num_traces
 
     def part_arrays(self, number: int) -> dict[str, np.ndarray]:
-        """A part as a whole, in memory."""
+        """Read all arrays of a part."""
         part = self._parts[number]
         return {name: part.read(name) for name in part.views}
 
     def _keep(self, part: int, name: str) -> np.ndarray:
-        """An array of a part in memory, read once."""
+        """Return an array of a part, which is read once."""
         if (part, name) not in self._kept:
             self._kept[part, name] = self._parts[part].read(name)
         return self._kept[part, name]
 
     @_checked
     def find(self, question_id: str, sample: int = 0) -> int:
-        """Store index of the key, or -1."""
+        """Return the store index of a key, or -1."""
         part, row = find_key(self._keys, question_id.encode("utf-8", "surrogatepass"), sample)
         return -1 if part < 0 else self._first_trace[part] + row
 
     @_checked
     def locations(self, indices: np.ndarray) -> np.ndarray:
-        """(n, 7) int64, see LocationTable.look_up: where some traces lie, all in one call."""
+        """Return the locations of some traces, (n, 7) int64; LocationTable.look_up names the columns."""
         out = np.empty((len(indices), 7), np.int64)
         self._places.look_up(np.ascontiguousarray(indices, np.int64), out)
         return out
@@ -155,10 +162,10 @@ class StoreIndex:
 
     @_checked
     def row(self, index: int) -> TraceRow:
-        """The places of trace `index` (0 <= index < N), patches of later parts applied."""
+        """Return the locations of trace `index` (0 <= index < N), with the patches of later parts applied."""
         part, k = self._locate(index)
         arrays = self._parts[part]
-        self.locations(np.array([index]))  # checks what rows of segments are read by
+        self.locations(np.array([index]))  # Checks the values that rows of segments are read by.
         values = {name: [int(arrays.read(name, k, k + 1)[0])] for name in mf.TRACE_COLUMNS}
         for number in range(part + 1, len(self._parts)):
             later = self._parts[number]
@@ -172,7 +179,7 @@ class StoreIndex:
 
     @_checked
     def read_column(self, name: str) -> np.ndarray:
-        """One of manifest.TRACE_COLUMNS for all traces, patches applied; read once, read-only."""
+        """Return one of manifest.TRACE_COLUMNS for all traces, read-only, with patches applied."""
         values = self._kept.get((-1, name))
         if values is None:
             values = self._load_column(name)
@@ -214,15 +221,16 @@ class StoreIndex:
 
     @_checked
     def question_ids(self, indices: np.ndarray) -> list[str]:
-        """Those of some traces, all in one call."""
+        """Return the question ids of some traces."""
         return self._places.question_ids(np.ascontiguousarray(indices, np.int64))
 
     @_checked
     def question_id(self, index: int) -> str:
+        """Return the question id of one trace."""
         return self._places.question_ids(np.array([index], np.int64))[0]
 
     def files(self) -> Iterator[FileEntry]:
-        """Every file of every segment."""
+        """Yield every file of every segment."""
         for number in range(len(self._parts)):
             yield from self._part_files(number)
 
@@ -232,14 +240,14 @@ class StoreIndex:
 
     def _part_of_segment(self, segment: int) -> int:
         part = bisect_right(self._first_segment, segment) - 1
-        # Two parts may begin at one segment number where a commit had patches only.
+        # A commit with patches only adds a part that begins at the segment number of the next part.
         while part > 0 and self.manifest.parts[part].num_segments == 0:
             part -= 1
         return part
 
     @_checked
     def segment_rows(self, segment: int) -> int:
-        """How many rows a segment holds."""
+        """Return the number of rows of a segment."""
         part = self._part_of_segment(segment)
         k = segment - self._first_segment[part]
         rows = int(self._parts[part].read("segment_traces", k, k + 1)[0])
@@ -249,12 +257,14 @@ class StoreIndex:
 
     @_checked
     def segment_files(self, segment: int) -> list[FileEntry]:
+        """Return the files of a segment."""
         part = self._part_of_segment(segment)
         begin, end = np.searchsorted(self._keep(part, "file_segment"), [segment, segment + 1])
         return part_files(self._parts[part], int(begin), int(end))
 
     @_checked
     def source(self, number: int) -> SourceEntry:
+        """Return a committed source by its number."""
         part = bisect_right(self._first_source, number) - 1
         k = number - self._first_source[part]
         return self._sources(self._parts[part], k, k + 1)[0]
@@ -267,13 +277,14 @@ class StoreIndex:
 
     @_checked
     def check_key_tables(self) -> None:
-        """CorruptStoreError unless the table of each part has every row of it once, and free slots."""
+        """Raise CorruptStoreError unless the key table of each part has every row of the part exactly once."""
         for part in self._parts:
             rows = part.read("key_table")
             rows = np.sort(rows[rows > 0])
             if not np.array_equal(rows, np.arange(1, part.num_items("sample") + 1)):
-                raise ValueError("key_table: not every row once")
+                raise ValueError("key_table: a row is missing or repeated")
 
     def sources(self) -> Iterator[SourceEntry]:
+        """Yield every committed source."""
         for part in self._parts:
             yield from self._sources(part, 0, part.num_items("source_size"))

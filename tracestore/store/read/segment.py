@@ -1,4 +1,4 @@
-"""One segment: an immutable Zarr group of arrays, written once, then mapped."""
+"""Reading one segment: an immutable Zarr group of arrays."""
 
 import json
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from tracestore.store.read.index import TraceRow
 
 
 class SegmentReader:
-    """Lazily opened arrays of a committed segment."""
+    """The arrays of a committed segment, opened on first use."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class SegmentReader:
         self._arrays: dict[str, ArrayReader] = {}
 
     def array(self, name: str) -> ArrayReader:
-        """The array; CorruptStoreError where its files are not what was committed."""
+        """Return the reader of an array. CorruptStoreError if its files differ from what was committed."""
         reader = self._arrays.get(name)
         if reader is None:
             where = f"{self.name}/{name}"

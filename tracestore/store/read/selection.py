@@ -1,4 +1,4 @@
-"""Choosing traces of a store: by question, segment or source."""
+"""Selecting traces of a store by question, segment or source."""
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -11,8 +11,10 @@ from tracestore.store.read.store import TraceStore
 
 
 def read_ids(path: Path) -> list[str]:
-    """The question ids of a text file, one a line, empty lines left out. UsageError where
-    there is no such file or no id in it."""
+    """Return the question ids of a text file with one id a line; empty lines are skipped.
+
+    UsageError if the file does not exist or has no id.
+    """
     try:
         with path.open(encoding="utf-8-sig", errors="surrogatepass", newline="") as file:
             text = file.read()
@@ -20,7 +22,7 @@ def read_ids(path: Path) -> list[str]:
         raise UsageError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UsageError(f"{path}: not a text file of question ids") from None
-    # Not splitlines(), which ends lines where ids may have characters of their own.
+    # splitlines() would also split at characters that an id may contain.
     ids = [line.rstrip("\r") for line in text.split("\n")]
     ids = [line for line in ids if line.strip()]
     if not ids:
@@ -29,8 +31,10 @@ def read_ids(path: Path) -> list[str]:
 
 
 def indices_of_ids(store: TraceStore, question_ids: Collection[str]) -> np.ndarray:
-    """(n,) int64: every sample of these questions, in the store's order. KeyError with the
-    first id that is not there."""
+    """Return the indices (n,) int64 of every sample of some questions, in the order of the store.
+
+    KeyError with the first id that the store lacks.
+    """
     wanted = set(question_ids)
     indices, found = [], set()
     for index, question_id in enumerate(store.question_ids):
@@ -44,8 +48,10 @@ def indices_of_ids(store: TraceStore, question_ids: Collection[str]) -> np.ndarr
 
 
 def indices_of_segments(store: TraceStore, segments: Collection[int]) -> np.ndarray:
-    """(n,) int64: the traces that have arrays in these segments, by number. UsageError where
-    the store has no such segment."""
+    """Return the indices (n,) int64 of the traces that have arrays in some segments.
+
+    UsageError if the store lacks a segment.
+    """
     count = store.info()["num_segments"]
     for number in segments:
         if not 0 <= number < count:
@@ -56,8 +62,14 @@ def indices_of_segments(store: TraceStore, segments: Collection[int]) -> np.ndar
 
 
 def by_source(store: TraceStore, wanted: np.ndarray) -> Iterator[tuple[int, np.ndarray, bool]]:
-    """Each source of a store, those of the `wanted` traces that it gave first, and whether
-    these are all that it gave. All sources where all are wanted, else those that give any."""
+    """Group some traces by the source that added them.
+
+    Yields
+    ------
+    tuple
+        Number of the source, store indices of its wanted traces, and whether these are all that it added. Sources
+        without a wanted trace are skipped, unless every trace is wanted.
+    """
     owners = np.asarray(store.internals.index.read_column("source"))
     counts = np.bincount(owners, minlength=store.internals.manifest.num_sources)
     order = wanted[np.argsort(owners[wanted], kind="stable")]

@@ -253,7 +253,7 @@ class Trace:
         )
         dense = dense_attention(packed, layout, self._store.num_layers, self._row.num_tokens, f"trace {self.index}")
         if kernel_reads:
-            self._graph("attention").array("attention").check()
+            self._graph("attention").array("attention").check_intact()
         return dense
 
     def attention_layer(self, layer: int) -> np.ndarray:
@@ -288,7 +288,7 @@ class Trace:
         for layer in range(len(packed)):
             source = packed[layer].reshape(-1).view("u1")
             kernels.mean_rows(source, code, packed.shape[1], packed.shape[2], out[layer].view("u1"))
-        self._graph("attention").array("attention").check()
+        self._graph("attention").array("attention").check_intact()
         return out
 
     # Tokens and texts
