@@ -420,7 +420,7 @@ cdef Py_ssize_t _part_of(_Lookup *call, int64_t index) noexcept nogil:
             lo = middle
         else:
             hi = middle
-    # A part that holds only patches starts at the same trace as the part that follows it.
+    # Skip parts that hold only patches: they start where the traces before them end.
     while lo > 0 and call.parts[lo].count == 0:
         lo -= 1
     if call.num_parts == 0 or index < call.parts[lo].first or index - call.parts[lo].first >= call.parts[lo].count:

@@ -249,10 +249,10 @@ cdef class ChunkReader(ByteReader):
         self.set_window(b"")
 
     cdef uint64_t start_trace(self) except? 0xFFFFFFFFFFFFFFFF:
-        cdef uint64_t held = self.in_memory
+        cdef uint64_t last = self.in_memory
         self.in_memory = 0
         self.is_charged = False
-        return held
+        return last
 
     cdef bint advance(self) except -1:
         """Replace the exhausted window by the next chunk. Returns False at the end."""
@@ -540,12 +540,12 @@ cdef class SafeUnpickler:
         the next one usually refers to its dtypes and strings."""
         cdef Py_ssize_t end, k
         while self.retained > self.retained_limit and len(self.charges) > 1:
-            end, held = self.charges.pop(0)
+            end, num_bytes = self.charges.pop(0)
             for k in range(self.swept, end):
                 if not self.used[k] and not self.is_small(self.memo[k]):
                     self.memo[k] = _EVICTED
             self.swept = max(self.swept, end)
-            self.retained -= held
+            self.retained -= num_bytes
         return 0
 
     cdef bint is_small(self, value) except -1:
