@@ -20,7 +20,15 @@ from tracestore.store.read.chunk_cache import ChunkCache
 
 @dataclass
 class Columns:
-    """scores, labels float64, NaN where missing; groups as ragged utf-8, "" where missing."""
+    """Values of N traces.
+
+    Attributes
+    ----------
+    scores, labels : np.ndarray
+        (N,) float64, NaN where missing.
+    groups, groups_offsets : np.ndarray
+        UTF-8 bytes and their offsets (N + 1,); "" where missing.
+    """
 
     scores: np.ndarray = field(default_factory=lambda: np.zeros(0, "<f8"))
     labels: np.ndarray = field(default_factory=lambda: np.zeros(0, "<f8"))
@@ -29,24 +37,28 @@ class Columns:
 
     @classmethod
     def from_values(cls, scores: list[float], labels: list[float], groups: list[str]) -> "Columns":
+        """Make columns of Python values."""
         return cls(np.array(scores, "<f8"), np.array(labels, "<f8"), *encode_strings(groups))
 
     def __len__(self) -> int:
         return len(self.scores)
 
     def group(self, index: int) -> str:
+        """Return the group of one trace."""
         return decode_string(self.groups, self.groups_offsets, index)
 
     @property
     def num_scored(self) -> int:
+        """Number of traces with a score."""
         return int((~np.isnan(self.scores)).sum())
 
     @property
     def num_labelled(self) -> int:
+        """Number of traces with a label."""
         return int((~np.isnan(self.labels)).sum())
 
     def with_values(self, updates: dict[int, tuple[float, float, str | None]]) -> "Columns":
-        """A copy with (score, label, group) replaced at some indices; NaN and None leave the old value."""
+        """Return a copy with (score, label, group) replaced at some indices; NaN and None keep the old value."""
         scores, labels = self.scores.copy(), self.labels.copy()
         groups = [self.group(k) for k in range(len(self))]
         for k, (score, label, group) in updates.items():
@@ -57,6 +69,7 @@ class Columns:
 
 
 def join_columns(parts: list[Columns]) -> Columns:
+    """Concatenate columns."""
     if len(parts) == 1:
         return parts[0]
     groups, offsets = concatenate_ragged([(p.groups, p.groups_offsets) for p in parts])
@@ -66,7 +79,7 @@ def join_columns(parts: list[Columns]) -> Columns:
 
 
 def read_columns(files: StoreFiles, ref: ColumnsRef) -> Columns:
-    """Reads one columns group."""
+    """Read one columns group. CorruptStoreError if it is damaged."""
     entries = {f.path: f for f in ref.files}
     arrays = {}
     for name, (kind, dtype) in schema.COLUMN_ARRAYS.items():

@@ -68,9 +68,11 @@ class SegmentReader:
         self._arrays.pop(name, None)
 
     def has(self, name: str) -> bool:
+        """Return whether the segment has an array."""
         return f"{self.name}/{name}/zarr.json" in self._entries
 
     def scalar(self, name: str, row: int) -> int:
+        """Return one integer of an array."""
         return int(self.array(name).copy(row, row + 1)[0])
 
     def require_location(self, row: TraceRow) -> None:
@@ -81,6 +83,7 @@ class SegmentReader:
             raise CorruptStoreError(f"{self.name}/hidden_states: rows {row.hidden_row} to {end} of {stored}")
 
     def string(self, name: str, row: int) -> str:
+        """Return one string of a ragged array."""
         begin, end = (int(v) for v in self.array(f"{name}_offsets").copy(row, row + 2))
         return self._text(self.array(name).copy(begin, end), name)
 
@@ -91,11 +94,13 @@ class SegmentReader:
             raise CorruptStoreError(f"{self.name}/{name}: {error}") from None
 
     def tokens(self, row: int, copy: bool = False) -> np.ndarray:
+        """Return the token ids (S,) int32 of a row."""
         begin, end = (int(v) for v in self.array("tokens_offsets").copy(row, row + 2))
         tokens = self.array("tokens")
         return tokens.copy(begin, end) if copy else tokens.flat(begin, end)
 
     def tokens_decoded(self, row: int) -> list[str]:
+        """Return the text of each token of a row."""
         begin, end = (int(v) for v in self.array("tokens_decoded_ptr").copy(row, row + 2))
         offsets = self.array("tokens_decoded_offsets").copy(begin, end + 1)
         if len(offsets) == 0:
@@ -108,6 +113,7 @@ class SegmentReader:
             raise CorruptStoreError(f"{self.name}/tokens_decoded: {error}") from None
 
     def extras(self, row: int) -> dict[str, Any]:
+        """Return the JSON object of a row."""
         text = self.string("extras", row)
         try:
             result = json.loads(text) if text else {}
@@ -118,7 +124,7 @@ class SegmentReader:
         return result
 
     def edge_offsets(self, first_layer: int, num_layers: int) -> np.ndarray:
-        """Where the edges of each layer begin (L + 1); a copy."""
+        """Return a copy of the offsets (L + 1,) of the edges of each layer."""
         ptr = self.array("edge_ptr").copy(first_layer, first_layer + num_layers + 1)
         if ptr[0] < 0 or (ptr[1:] < ptr[:-1]).any():
             raise CorruptStoreError(f"{self.name}/edge_ptr: not offsets")
@@ -127,8 +133,10 @@ class SegmentReader:
     def edges(
         self, first_layer: int, num_layers: int, num_tokens: int, copy: bool = False
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """-> ptr (L + 1) from 0, edge_index (E, 2), weight (E,). CorruptStoreError where an edge joins others
-        than num_tokens nodes."""
+        """Return ptr (L + 1,) from 0, edge_index (E, 2) and weight (E,) of a trace.
+
+        CorruptStoreError if an edge leaves the num_tokens nodes.
+        """
         ptr = self.edge_offsets(first_layer, num_layers)
         begin, end = int(ptr[0]), int(ptr[-1])
         if end == begin:
@@ -144,12 +152,12 @@ class SegmentReader:
         return ptr - begin, index.rows(begin, end), weights.rows(begin, end)
 
     def edge_sources(self, first_layer: int, num_layers: int) -> tuple[np.ndarray, Any, Any]:
-        """The same with edge_index and weight as sources of a gather."""
+        """Return ptr, and edge_index and weight as sources of a gather."""
         ptr = self.edge_offsets(first_layer, num_layers)
         begin, end = int(ptr[0]), int(ptr[-1])
         if end == begin:
             return ptr - begin, b"", b""
         index, weight = (self.array(name).copy_sources(begin, end) for name in ("edge_index", "edge_weight"))
-        # A trace's edges must lie together; only those of compressed chunks do not.
+        # The gather needs the edges of a trace in one piece.
         index, weight = (found if len(found) == 1 else [np.concatenate(found)] for found in (index, weight))
         return ptr - begin, index[0], weight[0]
