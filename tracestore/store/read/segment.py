@@ -59,7 +59,7 @@ class SegmentReader:
         elif name == "last_token":
             columns = (a.num_layers, a.hidden_dim)
         if stored is None or None in columns:
-            raise CorruptStoreError(f"{self.name}/{name}: the store's attributes know of no such array")
+            raise CorruptStoreError(f"{self.name}/{name}: the attributes of the store define no such array")
         shape = tuple(n for n in columns if n is not None)
         return ArraySpec(schema.storage_dtype(stored), shape, codec, count, stored == "bfloat16")
 

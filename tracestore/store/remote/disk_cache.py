@@ -1,10 +1,9 @@
-"""Files of remote stores on this machine's disk: whole ones only, bounded in bytes, shared by processes.
+"""A disk cache for whole files of remote stores, bounded in bytes and shared by processes.
 
-A file is fetched under a name of its own, checked against size and crc32c, and renamed. Its name
-says which store, path and content it is of, so that a store that was replaced is another
-one. It is not synced, which would take a disk's time out of the network's: what was used before the
-machine was last started is checked once more when it is used again. Whoever needs room removes what
-was used longest ago; a file that somebody still maps stays readable to them.
+A file is fetched under a temporary name, checked against its size and crc32c, and renamed. Its name identifies
+store, path and content, so the files of a replaced store have other names. Files are not synced, which would slow
+the transfer down: a file that was last used before the machine was started is checked again on its next use.
+Eviction takes the least recently used files first. A process that maps an evicted file can still read it.
 """
 
 import contextlib
@@ -30,27 +29,27 @@ from tracestore.store.io.files import cache_dir
 from tracestore.store.remote.object_store import ObjectStore
 
 DEFAULT_MAX_BYTES = 64 << 30
-# Of what the disk would have free without it, how much a cache that was told no size may take.
+# Default fraction of the free disk space that the cache may use.
 _SHARE_OF_FREE = 0.5
 _PARTIAL = ".part-"
 _LOCK = ".lock"
 _NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{8}-\d+")
-# Below half of its bound a cache is counted once in so many seconds: others may add to it meanwhile.
+# Below half of its bound the cache is counted this often: other processes may add to it.
 _COUNT_EVERY_S = 1.0
 _POLL_S = 0.02
 _WAIT_S = 1.0
-# How often bytes with another checksum are asked for: they may have been damaged on their way.
+# How often a file with a wrong checksum is fetched: the transfer may have damaged it.
 _ATTEMPTS = 2
 
 # Name, bytes and time of last use of a file in the cache.
 _File = tuple[str, int, float]
 
-# When a file of the cache is needed next, as a rank: smaller is sooner; None: not known.
+# Returns when a file is used next, as a number that is smaller for an earlier use; None if unknown.
 NextUse = Callable[[str], int | None]
 
 
 def _started_at() -> float | None:
-    """When this machine was started, in seconds since the epoch; None where it does not say."""
+    """Return when this machine was started, in seconds since the epoch; None if unknown."""
     clock = getattr(time, "CLOCK_BOOTTIME", None)
     return None if clock is None else time.time() - time.clock_gettime(clock)
 
@@ -59,14 +58,19 @@ _STARTED_AT = _started_at()
 
 
 def _may_be_torn(file: Path) -> bool:
-    """Whether a file was last used before the machine was started: a part of it may never have
-    reached the disk."""
+    """Return whether a file was last used before the machine was started.
+
+    Some of its bytes may never have reached the disk.
+    """
     return _STARTED_AT is not None and file.stat().st_mtime < _STARTED_AT
 
 
 class DiskCache:
-    """The files in `folder`, at most max_bytes of them and one more. Nothing else in the folder is
-    counted or touched. Safe to use from threads and processes, and to be killed."""
+    """Cached files in `folder`, at most max_bytes of them and one more.
+
+    Other files in the folder are neither counted nor changed. Safe to use from threads and processes; a killed
+    process leaves the cache usable.
+    """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None, max_bytes: int | None = None) -> None:
         self.folder = cache_dir() if folder is None else Path(folder)
@@ -89,26 +93,28 @@ class DiskCache:
 
     @staticmethod
     def name_of(address: str, entry: FileEntry) -> str:
+        """Return the name of a file in the cache."""
         place = hashlib.sha256(f"{address}\0{entry.path}".encode()).hexdigest()[:32]
         return f"{place}-{entry.crc32c:08x}-{entry.size}"
 
     def contains(self, name: str) -> bool:
+        """Return whether the cache has a file."""
         return (self.folder / name).exists()
 
     def mtime(self) -> int:
-        """What is another number after a file has come or gone."""
+        """Return a number that changes whenever a file is added or evicted."""
         try:
             return os.stat(self.folder).st_mtime_ns
         except FileNotFoundError:
             return -1
 
     def get_cached(self, name: str) -> Path | None:
-        """Where the file lies, if it is there and need not be looked at first."""
+        """Return the path of a file if the cache has it and it needs no check."""
         path = self.folder / name
         try:
             if _may_be_torn(path):
                 return None
-            os.utime(path)  # what was used last goes last
+            os.utime(path)  # The access time orders the eviction.
         except FileNotFoundError:
             return None
         return path
@@ -120,10 +126,20 @@ class DiskCache:
         next_use: NextUse = lambda name: None,
         check: Callable[[], None] = lambda: None,
     ) -> Path:
-        """Where the file lies, fetched if it was not there. It may be gone the next moment,
-        for somebody else's room: then ask again. CorruptStoreError where the server's bytes are not those
-        committed, RemoteError where it fails for long, DiskFullError where the disk is full. `check` is
-        called now and then and may end it."""
+        """Return the path of a file, and fetch it if the cache lacks it.
+
+        Another process may evict the file at once: then call again. `check` is called during the transfer and may
+        raise to cancel it.
+
+        Raises
+        ------
+        CorruptStoreError
+            If the bytes on the server are not those committed.
+        RemoteError
+            If the server keeps failing.
+        DiskFullError
+            If the disk is full.
+        """
         name = self.name_of(object_store.address, entry)
         with fsio.map_os_errors(self.folder, lambda: entry.size):
             while True:
@@ -149,7 +165,7 @@ class DiskCache:
     def _fetch_locked(
         self, object_store: ObjectStore, entry: FileEntry, name: str, next_use: NextUse, check: Callable[[], None]
     ) -> Path | None:
-        """None: somebody else was quicker, or there is more room now."""
+        """Fetch a file under its lock; None if another process fetched it, or eviction made room for a retry."""
         final, partial = self.folder / name, self.folder / (_PARTIAL + name)
         self.folder.mkdir(parents=True, exist_ok=True)
         fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -183,7 +199,7 @@ class DiskCache:
 
     @staticmethod
     def _is_whole(final: Path, entry: FileEntry) -> bool:
-        """Of a file that lay here when the machine stopped."""
+        """Return whether a file from before the start of the machine has all its bytes."""
         try:
             mapped = MappedFile(final, entry.size, entry.path)
             is_whole = crc32c(memoryview(mapped)) == entry.crc32c
@@ -211,7 +227,7 @@ class DiskCache:
         except FileNotFoundError:
             raise CorruptStoreError(f"{entry.path}: missing at {object_store.address}") from None
 
-    # Room
+    # Eviction
 
     def _complete(self) -> list[_File]:
         found = []
@@ -224,7 +240,7 @@ class DiskCache:
         return found
 
     def _partials(self, own: int) -> int:
-        """Bytes of the files that are being fetched elsewhere; what a killed process left goes."""
+        """Return the bytes of files that other processes fetch, and remove what killed processes left."""
         total = 0
         for item in os.scandir(self.folder):
             if not item.name.startswith(_PARTIAL):
@@ -232,7 +248,7 @@ class DiskCache:
             try:
                 fd = os.open(item.path, os.O_RDWR | os.O_CLOEXEC)
             except OSError:
-                continue  # gone meanwhile
+                continue  # Removed meanwhile.
             try:
                 if os.path.samestat(os.fstat(fd), os.fstat(own)):
                     os.close(fd)
@@ -256,9 +272,9 @@ class DiskCache:
             _unlock(fd)
 
     def _make_room(self, fd: int, size: int, next_use: NextUse, check: Callable[[], None]) -> None:
-        """Gives the file behind fd its size, which keeps the room for it."""
+        """Reserve space: evict files, then give the file behind fd its size."""
         if os.fstat(fd).st_size:
-            os.ftruncate(fd, 0)  # not of an empty file: ext4 then writes it to the disk when it is closed
+            os.ftruncate(fd, 0)  # Not for an empty file: ext4 then writes it to the disk on close.
         with self._counting:
             is_fresh = time.monotonic() - self._counted_at < _COUNT_EVERY_S
             if is_fresh and self._count + size < self.max_bytes // 2:
@@ -270,7 +286,7 @@ class DiskCache:
                 fetching, whole = self._partials(fd), self._complete()
                 held = sum(s for _, s, _ in whole)
                 over = held + fetching + size - self.max_bytes
-                # Alone a file may be larger than the cache; beside others that come in, it waits for them.
+                # A single file may be larger than the cache. It waits for other transfers to end.
                 if over <= held or fetching == 0:
                     held -= self._evict(whole, over, next_use)
                     os.ftruncate(fd, size)
@@ -281,7 +297,7 @@ class DiskCache:
             time.sleep(_POLL_S)
 
     def _evict(self, whole: Iterable[_File], num_bytes: int, next_use: NextUse) -> int:
-        """Removes files until num_bytes have gone, or all; the bytes that went."""
+        """Remove files until num_bytes are free or none is left; return the bytes removed."""
         removed = 0
         for name, size, _ in sorted(whole, key=lambda f: self._eviction_key(f, next_use)):
             if removed >= num_bytes:
@@ -292,14 +308,13 @@ class DiskCache:
         return removed
 
     def _free(self, num_bytes: int, next_use: NextUse) -> int:
-        """Makes room on a disk that is full, whatever the bound."""
+        """Evict files because the disk is full, whatever the bound."""
         with self._locked():
             return self._evict(self._complete(), num_bytes, next_use)
 
     @staticmethod
     def _eviction_key(file: _File, next_use: NextUse) -> tuple[bool, float]:
-        """What sorts files so that the first is missed least: not needed soon and used longest
-        ago, then those needed last."""
+        """Return a sort key: files without a known next use by last use, then those whose next use is last."""
         rank = next_use(file[0])
         return (False, file[2]) if rank is None else (True, -float(rank))
 
@@ -313,7 +328,7 @@ def _try_lock(fd: int) -> bool:
 
 
 def _unlock(fd: int) -> None:
-    """Closes the file. Not by closing alone: a process that was forked meanwhile has it open, too."""
+    """Unlock and close a file. Closing alone keeps the lock if a forked process has the file open too."""
     with contextlib.suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)

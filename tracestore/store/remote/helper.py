@@ -1,5 +1,7 @@
-"""Fetching for processes that were forked: what talks to a server has threads, which a fork does not
-take along. A forked process starts this module as a process of its own, and asks it over a pipe.
+"""Fetching files for forked processes.
+
+The client of a server has threads, which do not survive a fork. A forked process starts this module as a process of
+its own and sends it requests over a pipe.
 """
 
 import contextlib
@@ -18,7 +20,7 @@ from tracestore.store.remote.object_store import ObjectStore
 
 
 class Helper:
-    """A process that puts files into a cache; it ends with this one. Safe to use from threads."""
+    """A process that fetches files into a cache and ends with this one. Safe to use from threads."""
 
     def __init__(self, address: str, cache: DiskCache) -> None:
         self._pid = os.getpid()
@@ -33,10 +35,11 @@ class Helper:
 
     @property
     def is_of_this_process(self) -> bool:
-        """False also where it has ended."""
+        """Whether this process started the helper and the helper still runs."""
         return self._pid == os.getpid() and self._process.poll() is None
 
     def close(self) -> None:
+        """End the helper."""
         if self._pid == os.getpid():
             assert self._process.stdin is not None and self._process.stdout is not None
             with contextlib.suppress(OSError):
@@ -45,7 +48,7 @@ class Helper:
             self._process.stdout.close()
 
     def fetch(self, entry: FileEntry) -> None:
-        """As DiskCache.get, and with its errors."""
+        """Fetch a file into the cache; errors are those of DiskCache.get."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with self._lock:
             try:
@@ -60,7 +63,7 @@ class Helper:
 
 
 def serve(address: str, folder: str, max_bytes: str) -> None:
-    """Answers requests, a line each, until there are no more."""
+    """Answer requests, one a line, until the pipe is closed."""
     object_store, cache = ObjectStore(address), DiskCache(folder, int(max_bytes))
     for line in sys.stdin:
         answer = {"error": "", "message": ""}
@@ -68,11 +71,11 @@ def serve(address: str, folder: str, max_bytes: str) -> None:
             cache.get(object_store, FileEntry(**json.loads(line)))
         except errors.TracestoreError as error:
             answer = {"error": type(error).__name__, "message": str(error)}
-        except Exception as error:  # who asked says it in one line
+        except Exception as error:  # The caller reports it on one line.
             answer = {"error": "RemoteError", "message": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):  # meant for the process that asks
+    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C is for the process that sends the requests.
         serve(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""A folder of an object store or web server: its objects as bytes, asked for again after a failure."""
+"""A folder of an object store or web server: its objects as bytes, with retries after failures."""
 
 import contextlib
 import errno
@@ -18,35 +18,35 @@ from tracestore.extras import needs
 from tracestore.store.io.files import RemoteURL
 
 SCHEMES = ("s3", "gs", "http", "https")
-# Without a byte for so long, a request is given up and made again.
+# A request that receives no byte for this time is repeated.
 TIMEOUT_S = 30.0
-# Without progress for so long, whoever waits gets the error.
+# A call that makes no progress for this time fails.
 PATIENCE_S = 120.0
-# Slower than this for so long as it is waited for is no progress: a server may send a byte now and then.
+# A slower transfer counts as no progress: a server may send a byte now and then.
 _LEAST_BYTES_PER_S = 1024
-# Of an object that is read as a whole, and of a page that lists a folder.
+# Bound for objects that are read whole, and for pages that list a folder.
 _MAX_SMALL_BYTES = 64 << 20
-# No store has so many objects.
+# More objects than any store has.
 _MAX_NAMES = 4_000_000
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _CHUNK_BYTES = 1 << 20
 _ATTEMPTS_TO_GO_ON = 2
 _AT_ONCE = 16
 _ATTEMPTS_OF_ONE_REQUEST = 2
-# Who has no credentials is taken for a machine of the cloud, and asks this address for some.
+# Without credentials the client assumes a cloud machine, and asks this address for some.
 _INSTANCE_METADATA = "169.254.169.254"
 
 T = TypeVar("T")
 
-# What a server says of an object's state: an entity tag, a version, or both.
+# The state of an object as the server reports it: an entity tag, a version, or both.
 Version = dict[str, str]
 
-# The process whose threads talk to servers, once there are some: a fork does not take them along.
-_talking: int | None = None
+# The process that started the client threads. They do not survive a fork.
+_client_pid: int | None = None
 
 
 def seconds_of(variable: str, default: float) -> float:
-    """A duration that an environment variable sets. UsageError where it is none."""
+    """Return the seconds that an environment variable sets. UsageError if its value is not a positive number."""
     text = os.environ.get(variable)
     try:
         value = default if text is None else float(text)
@@ -58,7 +58,7 @@ def seconds_of(variable: str, default: float) -> float:
 
 
 def summarize_error(error: BaseException) -> str:
-    """What a server's error says, without the document that it came in."""
+    """Return the message of a server error on one line, without its XML document."""
     text = str(error).split("\n", 1)[0].split(": <?xml", 1)[0]
     return " ".join(re.sub(r"Debug source:.*", "", text).split())[:300]
 
@@ -66,11 +66,28 @@ def summarize_error(error: BaseException) -> str:
 class ObjectStore:
     """Objects by their path below `address`.
 
-    The environment says who asks and where, as for other programs: AWS_ACCESS_KEY_ID,
-    AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL, AWS_SKIP_SIGNATURE=true for public
-    buckets, GOOGLE_APPLICATION_CREDENTIALS, ... 5xx, timeouts and cut connections are tried again
-    for patience_s; what stays is a RemoteError, no permission a UsageError, and no such
-    object a FileNotFoundError. Safe to use from threads, not across a fork."""
+    Safe to use from threads, not across a fork. Server errors (5xx), timeouts and cut connections are retried.
+
+    Parameters
+    ----------
+    address : str
+        A URL. The usual environment variables select endpoint and credentials: AWS_ACCESS_KEY_ID,
+        AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL, AWS_SKIP_SIGNATURE=true for public buckets,
+        GOOGLE_APPLICATION_CREDENTIALS, ...
+    timeout_s : float, optional
+        Seconds without a byte after which a request is repeated (TRACESTORE_REMOTE_TIMEOUT, 30).
+    patience_s : float, optional
+        Seconds without progress after which a call fails (TRACESTORE_REMOTE_RETRY_TIMEOUT, 120).
+
+    Raises
+    ------
+    RemoteError
+        From every method, if the server keeps failing.
+    UsageError
+        If the address is invalid, or from every method without permission.
+    FileNotFoundError
+        From methods that need an object, if it does not exist.
+    """
 
     def __init__(self, address: str, *, timeout_s: float | None = None, patience_s: float | None = None) -> None:
         self.address = RemoteURL(address.rstrip("/"))
@@ -81,18 +98,18 @@ class ObjectStore:
         scheme, _, rest = address.partition("://")
         if scheme not in SCHEMES:
             raise UsageError(f"{address}: found {scheme}://, expected one of {', '.join(f'{s}://' for s in SCHEMES)}")
-        # What an address parser would take for something else, or leave out.
+        # A URL parser would drop these parts or read them as something else.
         if re.search(r"[?#\s\\]|//|(^|/)\.{1,2}(/|$)", rest.rstrip("/")) or not rest.strip("/"):
             raise UsageError(f"{address}: found an address with an empty part, '..', a blank, '?' or '#'")
         with needs("remote"):
             import obstore
             from obstore.store import HTTPStore, from_url
         self._obstore = obstore
-        # Called before each attempt to change something; may raise.
+        # Called before each attempt to change an object; may raise.
         self.before_write: Callable[[], None] = lambda: None
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
         options: dict[str, Any] = {
-            # Of one request; what is larger goes on where it was cut.
+            # For one request; a larger transfer continues where it was cut.
             "timeout": timedelta(seconds=max(self.patience_s, timeout_s)),
             "read_timeout": timedelta(seconds=timeout_s),
             "connect_timeout": timedelta(seconds=min(10.0, timeout_s)),
@@ -103,27 +120,29 @@ class ObjectStore:
         try:
             make: Any = from_url if scheme in ("s3", "gs") else HTTPStore.from_url
             self._store: Any = make(str(self.address), client_options=options, retry_config=retries)
-        except Exception as error:  # what is wrong with an address, each kind of store says in its own way
+        except Exception as error:  # Each kind of store has its own error for an invalid address.
             raise UsageError(f"{address}: {summarize_error(error)}") from None
         self.can_list = scheme in ("s3", "gs")
 
-    # Asking
+    # Retries
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process was forked since: the threads that talk to the server did not come along."""
-        return _talking is not None and _talking != os.getpid()
+        """Whether this process was forked after the client threads started: it has none of them."""
+        return _client_pid is not None and _client_pid != os.getpid()
 
     def retry(self, what: str, call: Callable[[], T], progress: Callable[[], int] = lambda: 0) -> T:
-        """The call, repeated until it succeeds or has failed for patience_s while `progress`, a number
-        of bytes, grew by less than _LEAST_BYTES_PER_S."""
+        """Repeat a call until it succeeds, or fails for patience_s without progress.
+
+        `progress` returns the bytes that were transferred so far; `what` names the object in errors.
+        """
         if self.is_forked:
             raise UsageError(
                 f"{self.address}: this process was forked from one that talks to a server: open the store "
                 "before the fork, or start processes by spawn or forkserver"
             )
-        global _talking
-        _talking = os.getpid()
+        global _client_pid
+        _client_pid = os.getpid()
         errors = self._obstore.exceptions
         since, before, pause = time.monotonic(), progress(), _FIRST_PAUSE_S
         while True:
@@ -146,17 +165,17 @@ class ObjectStore:
                     raise RemoteError(
                         f"{self.address}/{what}: failed for {self.patience_s:g} s: {summarize_error(error)}"
                     ) from None
-            # Not all that failed together ask again together.
+            # Jitter: calls that failed together do not repeat together.
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _raise_lasting(self, what: str, error: BaseException) -> None:
-        """Raises what asking again would not change."""
+        """Raise an error that a retry would not change."""
         if _INSTANCE_METADATA in str(error):
             raise UsageError(f"{self.address}: found no credentials (docs/remote.md)")
         found = re.search(r"status code: (\d{3})", str(error))
         status = 0 if found is None else int(found[1])
-        if status == 404:  # what a listing in a bucket that is not there gives
+        if status == 404:  # A listing in a bucket that does not exist.
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self.address}/{what}")
         if status in (401, 403):
             raise self._refused(what, error)
@@ -169,7 +188,7 @@ class ObjectStore:
     # Reading
 
     def read(self, path: str, max_bytes: int = _MAX_SMALL_BYTES) -> bytes:
-        """All bytes of an object. CorruptStoreError where it has more than max_bytes."""
+        """Return all bytes of an object. CorruptStoreError if it has more than max_bytes."""
 
         def whole() -> bytes:
             found = self._obstore.get(self._store, path)
@@ -181,12 +200,23 @@ class ObjectStore:
         return self.retry(path, whole)
 
     def stream(self, path: str, size: int, take: Callable[[Any, int], None]) -> int:
-        """Has `take` have each piece of an object of `size` bytes and the offset of that, in their
-        order. What was cut goes on where it was cut, or from 0 again where a server has only whole
-        objects. -> crc32c of all of it. CorruptStoreError where it has another size."""
+        """Call ``take(piece, offset)`` for each chunk of an object, in order.
+
+        A cut transfer continues at its offset, or starts again at 0 if the server has no range requests.
+
+        Returns
+        -------
+        int
+            crc32c of all bytes.
+
+        Raises
+        ------
+        CorruptStoreError
+            If the object has another size than `size`.
+        """
         done = furthest = attempts = crc = 0
 
-        def go_on() -> None:
+        def transfer() -> None:
             nonlocal done, furthest, attempts, crc
             attempts = attempts + 1 if done else 0
             if attempts > _ATTEMPTS_TO_GO_ON:
@@ -207,7 +237,7 @@ class ObjectStore:
         if size == 0:
             return 0
         try:
-            self.retry(path, go_on, lambda: furthest)
+            self.retry(path, transfer, lambda: furthest)
             return crc
         except _AnotherSizeError as error:
             raise CorruptStoreError(
@@ -215,15 +245,17 @@ class ObjectStore:
             ) from None
 
     def size(self, path: str) -> int | None:
-        """Of an object, in bytes; None where there is none."""
+        """Return the size of an object in bytes, or None if it does not exist."""
         try:
             return int(self.retry(path, lambda: self._obstore.head(self._store, path))["size"])
         except FileNotFoundError:
             return None
 
     def list_dir(self, folder: str) -> list[str]:
-        """Names of the objects right in a folder and of the folders in it, in order. Web servers have
-        no common way to say so: of those the page that they show of a folder is read."""
+        """Return the names of the objects and folders directly in a folder, in order.
+
+        Web servers have no common listing: the links of the page that they show for the folder are returned.
+        """
         if self.can_list:
             try:
                 return self.retry(folder, lambda: sorted(self._list(folder)))
@@ -236,8 +268,7 @@ class ObjectStore:
         return sorted({m.rstrip("/") for m in re.findall(r'href="(?:\./)?([^"/?#:]+/?)"', page)})
 
     def list_files(self, folder: str) -> list[str]:
-        """Names of the objects right in a folder that has no folders, in order; as `names`, but a list
-        without an end is a RemoteError."""
+        """Return the names of the objects directly in a folder, in order. RemoteError for an endless listing."""
         if not self.can_list:
             return self.list_dir(folder)
         return sorted(
@@ -252,14 +283,14 @@ class ObjectStore:
             yield prefix.rstrip("/").rsplit("/", 1)[-1]
 
     def list_recursive(self, folder: str) -> list[str]:
-        """Paths of all objects below a folder, in order."""
+        """Return the paths of all objects below a folder, in order. RemoteError for an endless listing."""
         began = time.monotonic()
 
         def listed() -> list[str]:
             paths: list[str] = []
             for found in self._obstore.list(self._store, folder):
                 paths += (str(o["path"]) for o in found)
-                # 1,000 names a request: a list that goes on for so long has no end.
+                # 1,000 names a request: a listing that takes longer has no end.
                 is_slow = time.monotonic() - began > self.patience_s * (1 + len(paths) / 10_000)
                 if len(paths) > _MAX_NAMES or is_slow:
                     raise RemoteError(f"{self.address}/{folder}: a list of more than {len(paths):,} objects")
@@ -273,11 +304,12 @@ class ObjectStore:
     # Writing
 
     def require_writable(self) -> None:
+        """Raise UsageError if this is a web server, which cannot be written to."""
         if not self.can_list:
             raise UsageError(f"{self.address}: web servers cannot be written to: use s3:// or gs://")
 
     def put(self, path: str, data: bytes | Path) -> None:
-        """An object with these bytes, in place of one that may be there."""
+        """Write an object. An existing object is replaced."""
         self._put(path, data)
 
     def _put(self, path: str, data: bytes | Path, **how: Any) -> Version:
@@ -291,16 +323,15 @@ class ObjectStore:
             raise UsageError(f"{self.address}: no such bucket") from None
 
     def put_if_absent(self, path: str, data: bytes) -> Version | None:
-        """Makes an object where there is none, and gives its version; None where there is one with other
-        bytes."""
+        """Create an object and return its version; None if one with other bytes exists."""
         try:
             return self._put(path, data, mode="create", use_multipart=False)
         except self._obstore.exceptions.AlreadyExistsError:
-            # It may be this very call that made it, where the answer was lost.
+            # This call may have created it, if the answer was lost.
             return self._version_if(path, data)
 
     def _version_if(self, path: str, data: bytes) -> Version | None:
-        """Of the object, if it has these bytes."""
+        """Return the version of the object if it has these bytes."""
         version = self.version(path)
         try:
             return version if version is not None and self.read(path) == data else None
@@ -308,21 +339,21 @@ class ObjectStore:
             return None
 
     def version(self, path: str) -> Version | None:
-        """What changes when the object is written; None where there is none."""
+        """Return the version of an object, which every write changes; None if it does not exist."""
         try:
             return _version(self.retry(path, lambda: self._obstore.head(self._store, path)))
         except FileNotFoundError:
             return None
 
     def put_if_match(self, path: str, version: Version, data: bytes) -> Version | None:
-        """Writes over this version of an object; None where it is another one by now."""
+        """Replace this version of an object and return the new version; None if the version has changed."""
         try:
             return self._put(path, data, mode=version, use_multipart=False)
         except (self._obstore.exceptions.PreconditionError, UsageError):
             return self._version_if(path, data)
 
     def delete(self, paths: list[str]) -> None:
-        """Removes objects; those that are not there are no error."""
+        """Remove objects. A missing object is no error."""
 
         def remove(path: str) -> None:
             def call() -> None:
@@ -344,7 +375,7 @@ def _version(found: Any) -> Version:
 
 
 class _CutError(Exception):
-    """An answer ended before its end."""
+    """The response was truncated."""
 
 
 class _AnotherSizeError(Exception):

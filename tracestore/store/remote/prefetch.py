@@ -76,6 +76,7 @@ class Prefetcher(Prefetch):
         self._files.next_use = lambda name: None
 
     def advance(self, batch: int) -> None:
+        """See Prefetch."""
         with self._lock:
             while self._position < batch and self._batches:
                 for name in self._batches.popleft():

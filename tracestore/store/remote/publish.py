@@ -1,8 +1,8 @@
-"""Writing a store of another machine: commits are made in a folder here, then put there.
+"""Publishing to a remote store: commits are made in a local folder, then uploaded.
 
-Segments go up when their commit is whole, and only then the manifest, under the condition that there
-is none of that number. A lock object that is renewed all the time keeps a second writer away;
-one that is not renewed any more was its writer's end, and is taken over.
+The segments of a commit are uploaded first, then its manifest, on the condition that no manifest has that number. A
+lock object that its writer keeps renewing excludes a second writer; a lock without renewals belonged to a writer that
+ended, and is taken over.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from tracestore.store.io.files import LocalFiles, RemoteURL, cache_dir
 from tracestore.store.remote.files import RemoteFiles, cache_of_environment, list_generations
 from tracestore.store.remote.object_store import ObjectStore, Version, seconds_of
 
-# A lock that is not renewed for so long has nobody who would renew it.
+# A lock that is not renewed for this time has no writer.
 STALE_S = 30.0
 _RENEWALS_UNTIL_STALE = 5
 _POLLS_UNTIL_STALE = 20
@@ -37,9 +37,11 @@ _OWN_NAMES = {"manifest", "lock", "segments", "index", "columns", "zarr.json"}
 
 
 class RemoteLock:
-    """The object `lock` of a store: whoever made it, and renews it, writes. StoreLockedError where
-    another one does. It says whose it is, how often it was renewed, and after how long without
-    that it may be taken over."""
+    """The `lock` object of a remote store, renewed by a thread. StoreLockedError if another writer holds it.
+
+    Its content is a token of the writer, the number of renewals, and the seconds without renewal after which another
+    writer may take it over.
+    """
 
     def __init__(self, address: RemoteURL) -> None:
         self._stale_s = seconds_of("TRACESTORE_REMOTE_LOCK_TTL", STALE_S)
@@ -51,7 +53,7 @@ class RemoteLock:
         if version is None:
             raise self._locked()
         self._version = version
-        # From now on it must not wait longer for the server than others wait for it.
+        # Requests now end before another writer would take over the lock.
         self._object_store = ObjectStore(address, timeout_s=self._stale_s / 3, patience_s=self._stale_s / 2)
         self._is_lost, self._ended = False, threading.Event()
         self._renewing = threading.Lock()
@@ -66,7 +68,7 @@ class RemoteLock:
         return StoreLockedError(f"{self._object_store.address}: another writer holds the store")
 
     def _take_over(self) -> Version | None:
-        """Watches the lock until it is clear that nobody renews it; None where somebody does."""
+        """Take over the lock if nobody renews it; None if its writer does."""
         before = self._object_store.version("lock")
         if before is None:
             return self._object_store.put_if_absent("lock", self._content())
@@ -77,7 +79,7 @@ class RemoteLock:
             time.sleep(pause)
             if self._object_store.version("lock") != before:
                 return None
-            # A time in which the server did not answer proves nothing of the other writer.
+            # While the server does not answer, a missing renewal proves nothing.
             now = time.monotonic()
             watched, looked_at = watched + min(now - looked_at, 2 * pause), now
         self._renewed_at = time.monotonic()
@@ -90,7 +92,7 @@ class RemoteLock:
             return 0.0
 
     def renew(self) -> None:
-        """StoreLockedError where another writer has taken it."""
+        """Renew the lock. StoreLockedError if another writer has taken it."""
         with self._renewing:
             self._renew()
 
@@ -105,7 +107,7 @@ class RemoteLock:
         self._version, self._renewed_at = version, began
 
     def _own_version(self) -> Version | None:
-        """Of the lock where it is this writer's: an answer may have been lost before."""
+        """Return the version of the lock if it is this writer's: an earlier answer may have been lost."""
         version = self._object_store.version("lock")
         try:
             is_own = self._object_store.read("lock").startswith(self._token.encode())
@@ -114,10 +116,10 @@ class RemoteLock:
         return version if is_own else None
 
     def renew_if_stale(self) -> None:
-        """Before something is changed: nobody can have taken the lock meanwhile."""
+        """Renew the lock before a write if another writer could take it over soon."""
         if time.monotonic() - self._renewed_at > self._stale_s / 2:
             with self._renewing:
-                if time.monotonic() - self._renewed_at > self._stale_s / 2:  # nobody else has, meanwhile
+                if time.monotonic() - self._renewed_at > self._stale_s / 2:  # Another thread may have renewed it.
                     self._renew()
 
     def _renew_always(self) -> None:
@@ -125,12 +127,12 @@ class RemoteLock:
             try:
                 self.renew()
             except StoreLockedError:
-                return  # said at the next commit
+                return  # The next commit reports it.
             except (RemoteError, UsageError):
-                continue  # what is to be written will tell, too
+                continue  # The next write meets the same error.
 
     def release(self) -> None:
-        """Takes it away, if it is this writer's."""
+        """Delete the lock if it is this writer's."""
         if self._ended.is_set():
             return
         self._ended.set()
@@ -140,7 +142,7 @@ class RemoteLock:
 
 
 class _Written:
-    """Committed files: those that are not there yet, here."""
+    """Committed files, local ones before they are uploaded."""
 
     def __init__(self, here: LocalFiles, there: RemoteFiles) -> None:
         self._here, self._there = here, there
@@ -159,14 +161,14 @@ class _Written:
 
 
 def _remove_abandoned(writing: Path, name: str) -> None:
-    """Takes away what killed writers of a store have left on this machine, and old leftovers of others."""
+    """Remove local folders that killed writers of this store left, and old ones of other stores."""
     for folder in writing.glob("*"):
         try:
             is_old = time.time() - folder.stat().st_mtime > _ABANDONED_S
         except FileNotFoundError:
             continue
         if not is_old and not folder.name.startswith(name):
-            continue  # its writer may be about to begin
+            continue  # Its writer may be starting.
         with contextlib.suppress(StoreLockedError, OSError):
             lock = fsio.WriterLock(folder)
             fsio.remove_tree(folder)
@@ -174,9 +176,11 @@ def _remove_abandoned(writing: Path, name: str) -> None:
 
 
 class RemotePublisher:
-    """Where a writer of a remote store works: `folder`, on this machine's disk, begins as the newest
-    generation without its segments; publish() makes what was committed there the next one.
-    `files` gives the committed segments."""
+    """The local side of writing a remote store.
+
+    `folder`, on the disk of this machine, starts as the newest generation without its segments; publish() makes what
+    was committed there the next generation. `files` reads the committed files.
+    """
 
     def __init__(self, address: RemoteURL, *, overwrite: bool, exist_ok: bool) -> None:
         self.address = address
@@ -197,8 +201,8 @@ class RemotePublisher:
             with fsio.map_os_errors(self.folder):
                 _remove_abandoned(self.folder.parent, name)
                 fsio.makedirs(self.folder)
-            self._there: set[str] = set()  # paths of what both sides have
-            # A store that is replaced stays until something of the new one is ready.
+            self._there: set[str] = set()  # Paths of files that are local and uploaded.
+            # A store that is replaced stays until the first new generation is ready.
             self._is_replaced = overwrite
             if not overwrite:
                 self._fetch_newest()
@@ -207,13 +211,13 @@ class RemotePublisher:
             raise
 
     def _clear(self) -> None:
-        # The manifests go first: what is left after a stop is no store.
+        # The manifests go first: an interruption leaves no store that looks complete.
         for folder in ("manifest", "index", "columns", "segments"):
             self._delete_own(folder)
         self._object_store.delete(["zarr.json"])
 
     def _delete_own(self, folder: str) -> None:
-        """Removes what lies in a folder of the store and has a name of the format."""
+        """Remove the objects in a folder whose names belong to the format."""
         self._object_store.delete(
             [p for p in self._object_store.list_recursive(folder) if paths.is_own(p, is_folder=False)]
         )
@@ -238,7 +242,7 @@ class RemotePublisher:
                     fsio.write_file(self.folder / "zarr.json", self._object_store.read("zarr.json"))
                     self._there.add("zarr.json")
             kept = manifest.num_segments - 1
-        # Of a writer that was stopped before its manifest.
+        # Segments of a writer that was stopped before its manifest.
         for name in self._object_store.list_dir("segments"):
             if not name.isdigit() or int(name) > kept:
                 self._delete_own(f"segments/{name}")
@@ -247,12 +251,15 @@ class RemotePublisher:
         data = self._object_store.read(entry.path, entry.size)
         if len(data) != entry.size or crc32c(data) != entry.crc32c:
             raise CorruptStoreError(f"{self.address}/{entry.path}: not what was committed")
-        (self.folder / entry.path).parent.mkdir(parents=True, exist_ok=True)  # others make it, too
+        (self.folder / entry.path).parent.mkdir(parents=True, exist_ok=True)  # Other threads create it, too.
         fsio.write_file(self.folder / entry.path, data)
 
     def publish(self, manifest: mf.Manifest) -> None:
-        """Puts a generation that was committed in `folder` in place. StoreLockedError where another
-        writer was quicker; RemoteError leaves the old generation, and may be tried again."""
+        """Upload a generation that was committed in `folder`.
+
+        StoreLockedError if another writer committed first. After a RemoteError the old generation is unchanged, and
+        the call can be repeated.
+        """
         named = [file.path for file in manifest.small_files()]
         copy = paths.manifest_copy(manifest.generation)
         self._lock.renew()
@@ -286,7 +293,7 @@ class RemotePublisher:
             list(pool.map(put, paths))
 
     def _remove_old(self, manifest: mf.Manifest) -> None:
-        """Generations older than the one before this, and what they alone name."""
+        """Remove all generations but the last two, and the files that only they refer to."""
         generations = [n for n in list_generations(self._object_store) if n <= manifest.generation]
         self._object_store.delete([paths.manifest(n) for n in generations[2:]])
         named = set()
@@ -294,7 +301,7 @@ class RemotePublisher:
             try:
                 kept = mf.parse_manifest(self._object_store.read(paths.manifest(number)), number)
             except (FileNotFoundError, CorruptStoreError):
-                return  # what it names is not known: nothing is taken away
+                return  # The files it refers to are unknown: remove nothing.
             named |= {paths.index(number), *(str(Path(p.path).parent) for p in kept.parts)}
             named |= {c.path for c in kept.columns}
         for name in ("index", "columns"):
@@ -304,7 +311,7 @@ class RemotePublisher:
                     self._delete_own(f"{name}/{folder}")
 
     def close(self) -> None:
-        """Lets go of the store, and of the folder here."""
+        """Release the lock and remove the local folder."""
         self._lock.release()
         with contextlib.suppress(OSError):
             fsio.remove_tree(self.folder)
