@@ -14,9 +14,10 @@ import tracestore
 from tests.fault_injection.driver import run_convert
 from tests.helpers import make_graphs, make_trace, open_files, read_all, tree_bytes, write_pickle
 from tests.tiers import long
-from tracestore.ingest import reading
+from tracestore.ingest import packing
 from tracestore.ingest.forecast import SegmentPredictor
-from tracestore.ingest.reading import AheadOptions, PackOptions, SourceStream, read_sources
+from tracestore.ingest.packing import PackOptions
+from tracestore.ingest.reading import AheadOptions, SourceStream, read_sources
 from tracestore.ingest.sources import find_sources
 from tracestore.store.io import spool_files
 from tracestore.store.io.spool_files import SpoolArrays, SpooledRows, SpoolFile
@@ -163,8 +164,8 @@ def test_waiting_traces_are_moved_to_files_just_after_the_consumer_saw_one(tmp_p
         time.sleep(0.1)
         return pack(*args, **kwargs)
 
-    pack = reading.pack_record
-    monkeypatch.setattr(reading, "pack_record", slow)
+    pack = packing.pack_record
+    monkeypatch.setattr(packing, "pack_record", slow)
     monkeypatch.setattr(SourceStream, "_wait", wait_and_pause)
     for stream in streams_of(sources, tmp_path, max_waiting=1 << 30):
         ids += [trace.record.question_id for trace in stream]

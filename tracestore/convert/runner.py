@@ -17,7 +17,8 @@ from tracestore.convert.report import ConvertReport
 from tracestore.errors import InvalidInputError, TruncatedFileError, UsageError
 from tracestore.ingest.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.cluster import ClusterStream, read_sources_on_cluster
-from tracestore.ingest.reading import AheadOptions, PackOptions, SourceStream, read_sources
+from tracestore.ingest.packing import PackOptions
+from tracestore.ingest.reading import AheadOptions, SourceStream, read_sources
 from tracestore.ingest.scores import Scores, read_scores
 from tracestore.ingest.sources import find_scores, find_sources, fingerprint
 from tracestore.store.format import paths

@@ -14,7 +14,8 @@ from typing import Any
 
 from tracestore.errors import StorageError, TracestoreError, UsageError
 from tracestore.extras import needs
-from tracestore.ingest.reading import PackOptions, identify, ordered_prefetch, packed_traces
+from tracestore.ingest.packing import PackOptions, identify, packed_traces
+from tracestore.ingest.reading import ordered_prefetch
 from tracestore.ingest.sources import Identity, SourceFile
 from tracestore.store.format import paths
 from tracestore.store.io import fsio

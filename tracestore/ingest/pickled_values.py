@@ -1,7 +1,7 @@
 """Values that a pickle may hold: NumPy dtypes, arrays and scalars, and plain objects.
 
 Each class records what the pickle gives, checks it, and only then makes an array. Nothing
-here imports or calls a name from a file; `safe_globals` lists the accepted names.
+here imports or calls a name from a file; `pickle_reader` collects the accepted names.
 """
 
 import math

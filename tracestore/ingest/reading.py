@@ -4,7 +4,6 @@ The expensive work (inflating, checksums, packing) releases the interpreter's lo
 has a thread while it is read; a limit applies to all packed traces that wait.
 """
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -14,16 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from tracestore.errors import InvalidInputError, TruncatedFileError
-from tracestore.ingest.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.forecast import SegmentPredictor
-from tracestore.ingest.formats import read_traces
-from tracestore.ingest.sources import Identity, SourceFile, fingerprint
+from tracestore.ingest.packing import PackOptions, identify, packed_traces
+from tracestore.ingest.sources import Identity, SourceFile
 from tracestore.platform_support import num_processors
 from tracestore.store.io.fsio import try_remove_tree
-from tracestore.store.io.scratch import Scratch
 from tracestore.store.io.spool_files import SpoolArrays
-from tracestore.store.write.pack import PackedTrace, pack_record
+from tracestore.store.write.pack import PackedTrace
 
 # Interval at which a wait for the next trace lets the caller check for Ctrl-C.
 _POLL_INTERVAL_S = 0.2
@@ -33,31 +29,6 @@ _DISK_SPACE_RATIO = 2
 _NUM_PROCESSORS = num_processors()
 
 AnyStream = TypeVar("AnyStream", bound="Stream")
-
-
-@dataclass(frozen=True)
-class PackOptions:
-    """How traces are packed; the same for every source of a store.
-
-    Parameters
-    ----------
-    attention : str
-        "mean", "heads" or "none".
-    keep_dtype : bool
-        Keep float32 and bfloat16 instead of converting to float16.
-    max_memory : int
-        Bytes of memory for one trace, in each of its forms. The rest goes through files.
-    scratch : Path, optional
-        Folder of these files.
-    max_waiting : int
-        Bytes of packed traces of all sources that may wait.
-    """
-
-    attention: str
-    keep_dtype: bool
-    max_memory: int = 32 << 20
-    scratch: Path | None = None
-    max_waiting: int = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -71,49 +42,6 @@ class AheadOptions:
     close_bytes: int
     split_bytes: int
     pending_bytes: Callable[[], int]
-
-
-def packed_traces(
-    source: SourceFile,
-    options: PackOptions,
-    is_ahead: Callable[[], bool] = lambda: True,
-    can_alias: Callable[[], bool] = lambda: False,
-) -> Iterator[PackedTrace]:
-    """Yield the traces of one source, packed.
-
-    A thread inflates ahead while `is_ahead()` is true. `can_alias()` is called before each
-    trace: whether the caller drops the trace before it requests the next one. An
-    InvalidInputError names file, position and field.
-    """
-    scratch = Scratch(options.scratch, max_memory=options.max_memory)
-    need_attention = options.attention != "none"
-    records = read_traces(source.path, source.name, need_attention=need_attention, scratch=scratch, is_ahead=is_ahead)
-    with closing(records):  # type: ignore[type-var]
-        for record in records:
-            try:
-                yield pack_record(
-                    record,
-                    attention=options.attention,
-                    keep_dtype=options.keep_dtype,
-                    scratch=scratch,
-                    can_alias=can_alias(),
-                )
-            except InvalidInputError as error:
-                raise error.with_location(source=source.name, position=record.position) from None
-            except TruncatedFileError:
-                raise InvalidInputError(TRUNCATED_WHILE_READING, source=source.name, position=record.position) from None
-            del record
-
-
-def identify(source: SourceFile) -> Identity:
-    """Return the identity of a source; raise InvalidInputError if the file cannot be read."""
-    if not source.path.is_file():
-        next(iter(read_traces(source.path, source.name)))  # raises with the reason
-    try:
-        modified_ns = os.stat(source.path).st_mtime_ns
-        return Identity(*fingerprint(source.path), modified_ns)
-    except OSError as error:
-        raise InvalidInputError(f"cannot be opened: {error.strerror}", source=source.name) from None
 
 
 class Cancelled(Exception):

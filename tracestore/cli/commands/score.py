@@ -5,8 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tracestore.console import Output, Parser
-from tracestore.ingest.scores import read_scores
-from tracestore.ingest.update_scores import update_scores
+from tracestore.ingest.scores import read_scores, update_scores
 from tracestore.store.format.labels import DIRECTIONS
 
 
