@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from tracestore import console
+from tracestore.data.order import Shuffle
 from tracestore.detectors.checkpoint import detector_checkpoint
 from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.precision import float32_layers
@@ -187,7 +188,7 @@ class Trainer:
             self.name, self.model, self.optimizer, self.scaler, self.guard, self.feed, self._identity()
         )
 
-    def _make_feed(self, split: str, shuffle: str, num_workers: int = 0) -> BatchFeed:
+    def _make_feed(self, split: str, shuffle: Shuffle, num_workers: int = 0) -> BatchFeed:
         return BatchFeed(
             self.name,
             self.store,
