@@ -1,4 +1,4 @@
-"""Nothing outlives its use: threads, processes, memory; and nothing crosses a fork."""
+"""Threads, processes and memory end with their use, and do not cross a fork."""
 
 import gc
 import os
@@ -20,7 +20,7 @@ import tracestore
 from torch.utils.data import DataLoader
 store, workers = sys.argv[1], int(sys.argv[2])
 if workers:
-    # Python loses an interrupt that arrives in the hooks of a fork, whoever forks: after that.
+    # Python loses an interrupt that arrives in the hooks of a fork, so the loop starts after it.
     data = DataLoader(tracestore.TraceIterableDataset(store, "graph", batch_size=4), batch_size=None,
                       num_workers=workers, persistent_workers=True)
     next(iter(data))
@@ -43,14 +43,13 @@ def store(tmp_path_factory):
 
 
 def shared_by(pids):
-    """What torch's sharing left in /dev/shm; other tests may be at work beside this one."""
+    """Return the files of torch's sharing that these processes left in /dev/shm."""
     return [name for name in os.listdir("/dev/shm") if any(f"_{pid}_" in name for pid in pids)]
 
 
 def interrupt(store, workers, delay):
-    """SIGINT to the whole group, as a terminal sends it; -> seconds until the end, and those
-    that the process needed to start."""
-    # Without coverage's tracer, which loses an interrupt that arrives in it.
+    """Send SIGINT to the process group, as a terminal does. Return the seconds until the end, and those of the start."""
+    # Coverage's tracer would lose an interrupt that arrives in it.
     env = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
     began = time.monotonic()
     process = subprocess.Popen(
@@ -74,17 +73,17 @@ def interrupt(store, workers, delay):
 
 @pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 2])
-def test_interrupt_leaves_nothing(store, workers):
-    """The 50 of `make soak`, shorter."""
+def test_interrupts_leave_no_process_or_file(store, workers):
+    """`make soak` runs 50 interrupts."""
     rng = random.Random(workers)
     for _ in range(int(os.environ.get("TRACESTORE_INTERRUPTS", "2"))):
         took, start_up = interrupt(store, workers, rng.uniform(0, 0.6))
-        # 2 s of 3.3 where this is developed; a busy machine shows in the start as in the end.
+        # Measured: 2 s, with a start of 3.3 s. A busy machine slows both.
         assert took < 0.6 * start_up, (took, start_up)
 
 
 def num_threads():
-    """Of this process, those of C included."""
+    """Return the threads of this process, those of C included."""
     return psutil.Process().num_threads()
 
 
@@ -107,7 +106,7 @@ def test_a_consumer_that_stops_early_or_raises(store):
 
 
 def test_fork_in_the_middle_of_an_epoch(store):
-    """The child sees its own loader work, and an iterator of the parent's end in an error."""
+    """A forked child can use a new loader; its parent's iterator raises an error."""
     loader = tracestore.TraceLoader(store, "graph", batch_size=4)
     iterator = iter(loader)
     held = next(iterator)
@@ -134,10 +133,10 @@ def test_fork_in_the_middle_of_an_epoch(store):
 
 @pytest.mark.long
 def test_memory_after_many_epochs(tmp_path):
-    """Where it was after 20 epochs (2,000 in `make soak`).
+    """Memory stays where it was after 20 epochs (`make soak` runs 2,000).
 
-    In a process of its own: what a process has to itself also grows when one that it forked
-    ends, and the suite's earlier tests fork.
+    It runs in its own process, because private memory also grows when a forked child ends, and
+    earlier tests fork.
     """
     with tracestore.create(tmp_path / "s.zarr") as writer:
         for trace in make_traces(12, layers=3, dim=32):
@@ -162,7 +161,7 @@ def test_memory_after_many_epochs(tmp_path):
 
 @pytest.mark.long
 def test_two_thousand_segments_under_few_descriptors(tmp_path):
-    """4 workers, 256 descriptors, as many segments as TRACESTORE_SEGMENTS says (2,000 in `make soak`)."""
+    """4 workers with 256 descriptors read TRACESTORE_SEGMENTS segments (2,000 in `make soak`)."""
     count = int(os.environ.get("TRACESTORE_SEGMENTS", "100"))
     with tracestore.create(tmp_path / "s.zarr") as writer:
         for k in range(count):

@@ -1,10 +1,12 @@
-"""Orders are exact: every id once, whatever the ranks and workers."""
+"""Orders and batches of positions: every id once, whatever the ranks, and equal to NumPy."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.data import shuffle_oracle
+from tracestore._core import shuffle
 from tracestore.data import order
 
 
@@ -30,7 +32,7 @@ def test_orders_differ_by_seed_and_epoch_and_repeat():
     np.testing.assert_array_equal(first, order.EpochOrder(1000, 1, 0).ids_at(at))
     for other in (order.EpochOrder(1000, 2, 0), order.EpochOrder(1000, 1, 1)):
         assert (other.ids_at(at) == first).mean() < 0.02
-    # Pinned, so that a later version trains in the same order.
+    # Pinned so that a later version trains in the same order.
     assert order.EpochOrder(10, 42, 0).ids_at(np.arange(10)).tolist() == [2, 5, 3, 0, 6, 9, 8, 7, 4, 1]
 
 
@@ -53,10 +55,52 @@ def test_buffer_keeps_a_window():
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 @pytest.mark.parametrize("n,batch", [(0, 4), (1, 4), (37, 8), (40, 8), (41, 7)])
-def test_ranks_share_each_batch(n, batch, world_size):
+def test_ranks_split_each_batch(n, batch, world_size):
     batches = order.Batches(n, batch)
     for g in range(len(batches)):
         whole = batches.positions(g)
         slices = [batches.positions(g, r, world_size) for r in range(world_size)]
         np.testing.assert_array_equal(np.concatenate(slices), whole)
         assert max(map(len, slices)) - min(map(len, slices)) <= 1
+
+
+@given(st.integers(0, 5000), st.integers(0, 2**64 - 1), st.integers(1, 300))
+@settings(max_examples=60, deadline=None)
+def test_orders_in_c_equal_those_in_numpy(n, key, size):
+    positions = np.arange(n)
+    out = np.empty(n, np.int64)
+    shuffle.permute(positions, n, key, out)
+    np.testing.assert_array_equal(out, shuffle_oracle.permute(positions, n, key))
+    buffer = shuffle.ShuffleBuffer(n, size, key)
+    expected = shuffle_oracle.shuffle_buffer(n, size, key)
+    for begin in (0, n // 2, n // 3):  # going on, and starting over
+        out = np.empty(n - begin, np.int64)
+        buffer.read(begin, out)
+        np.testing.assert_array_equal(out, expected[begin:])
+
+
+def test_orders_reject_positions_outside_the_epoch():
+    with pytest.raises(ValueError, match="outside"):
+        shuffle.permute(np.array([3]), 3, 0, np.empty(1, np.int64))
+    with pytest.raises(ValueError, match="outside"):
+        shuffle.ShuffleBuffer(4, 2, 0).read(3, np.empty(2, np.int64))
+
+
+@given(st.lists(st.integers(1, 50), max_size=300), st.integers(1, 120))
+@settings(max_examples=100, deadline=None)
+def test_cost_batches_equal_a_loop(costs, limit):
+    costs = np.array(costs, np.int64)
+    expected, current, spent = [], [], 0
+    for k, cost in enumerate(costs.tolist()):
+        if current and spent + cost > limit:
+            expected.append(current)
+            current, spent = [], 0
+        current.append(k)
+        spent += cost
+    if current:
+        expected.append(current)
+    batches = order.CostBoundedBatches(len(costs), limit, lambda at: costs[at])
+    assert [batches.positions(g).tolist() for g in range(len(batches))] == expected
+    whole = order.CostBoundedBatches(len(costs), limit, lambda at: costs[at], drop_last=True)
+    short = bool(expected) and int(costs[expected[-1]].sum()) < limit
+    assert len(whole) == len(expected) - short

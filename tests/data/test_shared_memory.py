@@ -1,4 +1,4 @@
-"""Batches from worker processes: the same values, memory used again, nothing left behind."""
+"""Batches from worker processes: equal values, reused memory, no files or processes left."""
 
 import contextlib
 import gc
@@ -43,8 +43,8 @@ def same(a, b, view):
     ["fork", *long("spawn", "forkserver")],
 )
 @pytest.mark.parametrize("view", ["sequence", "graph"])
-def test_batches_of_workers_stay_what_they_are(store, view, context):
-    """All of two epochs are held while the workers go on; a slot that is held is not written."""
+def test_batches_of_workers_keep_their_values(store, view, context):
+    """A slot whose batch is held is not overwritten while the workers continue."""
     expected = [list(batches(store, view)) for _ in range(1)]
     loader = batches(store, view, num_workers=2, multiprocessing_context=context)
     first = list(loader)
@@ -56,8 +56,8 @@ def test_batches_of_workers_stay_what_they_are(store, view, context):
         assert len(first[0].to_data_list()) == 16
 
 
-def test_slots_are_used_again(store):
-    """A held batch keeps its slot; given back, the next batch lies there."""
+def test_slots_are_reused(store):
+    """A held batch keeps its slot; after it dies, the next batch uses the slot."""
     slots = shared_memory.SlotPool()
     one = slots.acquire(1000)
     lease = one.lease()
@@ -75,7 +75,7 @@ def test_slots_are_used_again(store):
 
 
 class Changed(torch.utils.data.IterableDataset):
-    """A user's own dataset around ours, which changes batches in the worker."""
+    """A user's dataset that changes batches in the worker."""
 
     def __init__(self, store):
         self.inner = tracestore.TraceIterableDataset(store, "graph", batch_size=4, shuffle="none")
@@ -86,14 +86,14 @@ class Changed(torch.utils.data.IterableDataset):
             yield batch
 
 
-def test_a_batch_that_was_changed_in_the_worker_arrives_changed(store):
+def test_changes_made_in_the_worker_arrive(store):
     plain = list(tracestore.TraceLoader(store, "graph", batch_size=4, shuffle="none"))
     changed = list(DataLoader(Changed(store), batch_size=None, num_workers=1))
     assert all(torch.equal(a.x, b.x.float() * 2) for a, b in zip(changed, plain, strict=True))
 
 
 def _stopped_early(store):
-    """The process ids that had part in an epoch over two workers that was left half-way."""
+    """Leave an epoch over two workers early. Return the ids of all processes of it."""
     pids = [os.getpid()]
     for k, _ in enumerate(batches(store, "graph", num_workers=2)):
         if k == 3:
@@ -117,8 +117,8 @@ def _settled(found, is_settled, patience_s=20.0):
     return result
 
 
-def test_nothing_is_left(store):
-    # The first epoch starts what a process has once, such as multiprocessing's tracker.
+def test_no_file_or_process_is_left(store):
+    # The first epoch starts processes that exist once, such as multiprocessing's tracker.
     _stopped_early(store)
     gc.collect()
     before = set(_open_files().values())
@@ -126,7 +126,7 @@ def test_nothing_is_left(store):
     pids = _stopped_early(store)
     gc.collect()
     assert not [n for n in os.listdir("/dev/shm") if any(f"_{pid}_" in n for pid in pids)]
-    # The feeder threads of multiprocessing's queues close their ends in their own time.
+    # The feeder threads of multiprocessing's queues close their pipes later.
     left = _settled(lambda: set(_open_files().values()) - before, lambda files: not files)
     assert not left
     assert len(psutil.Process().children()) == children

@@ -1,4 +1,4 @@
-"""TraceBatchLoader: what the old scripts' loader of pickles gives, from a folder and from a store."""
+"""TraceBatchLoader over a folder and over a store."""
 
 import pickle
 import subprocess
@@ -47,7 +47,7 @@ def assert_equal(found, saved, *, mean=False):
 
 
 @pytest.mark.parametrize("source", ["folder", "heads", "mean"])
-def test_what_the_old_loader_gives(data, traces, tmp_path, source):
+def test_batches_of_a_folder_and_of_stores(data, traces, tmp_path, source):
     path = data
     if source != "folder":
         path = tmp_path / "s.zarr"
@@ -106,7 +106,7 @@ def test_traces_a_program_appended_and_bfloat16(tmp_path):
                 assert all(torch.equal(a, b) for a, b in zip(found[name], saved[name], strict=True))
 
 
-def test_refusals(tmp_path, data):
+def test_errors(tmp_path, data):
     for path in (tmp_path / "nowhere", tmp_path):
         (tmp_path / "nothing").mkdir(exist_ok=True)
         with pytest.raises(UsageError):

@@ -1,4 +1,4 @@
-"""A store into files of the input families, and back: the same, bit for bit."""
+"""Stores survive export and conversion bit for bit."""
 
 import csv
 import json
@@ -49,7 +49,7 @@ def files(folder):
 
 
 def round_trip(tmp_path, store, format, *options):
-    """store -> files -> store -> files; both sets of files."""
+    """Export a store, convert the files and export again. Return both sets of files."""
     export(store, tmp_path / "one", "--format", format, "--traces-per-file", 4)
     convert(tmp_path / "one", tmp_path / "again.zarr", *options)
     export(tmp_path / "again.zarr", tmp_path / "two", "--format", format, "--traces-per-file", 4)
@@ -57,7 +57,7 @@ def round_trip(tmp_path, store, format, *options):
 
 
 def assert_same(a, b, where=""):
-    """Deep equality of what pickles hold; arrays and tensors bit for bit."""
+    """Assert deep equality; arrays and tensors bit for bit."""
     import torch
     from torch_geometric.data import Data
 
@@ -83,7 +83,7 @@ def assert_same(a, b, where=""):
 
 @pytest.mark.parametrize("mode", ["mean", "heads", "none"])
 @pytest.mark.parametrize("dtype", ["f2", "f4", "bfloat16"])
-def test_pickles_go_around(tmp_path, mode, dtype):
+def test_pickles_round_trip(tmp_path, mode, dtype):
     import torch
 
     traces = make_traces(10, dtype="f4" if dtype == "bfloat16" else dtype, causal=dtype != "f4")
@@ -103,7 +103,7 @@ def test_pickles_go_around(tmp_path, mode, dtype):
     one, two = round_trip(tmp_path, tmp_path / "s.zarr", "pkl", *keep)
     assert list(one) == ["scores.csv", *(f"traces_batch_{k:04d}.pkl" for k in range(3))]
     assert list(one) == list(two) and one["scores.csv"] == two["scores.csv"]
-    # What anybody's pickle.load finds is what was saved, and an id.
+    # pickle.load returns the saved dicts, with an id added.
     found, again = ([t for name in list(one)[1:] for t in pickle.loads(side[name])] for side in (one, two))
     assert_same(found, again)
     # torch writes addresses of its storages into pickles.
@@ -119,7 +119,7 @@ def test_pickles_go_around(tmp_path, mode, dtype):
     assert scores[("q3", 1)] == 1.0 and scores[("q7", 0)] == 7 / 3 and ("q8", 0) not in scores
 
 
-def test_last_tokens_go_around(tmp_path):
+def test_last_tokens_round_trip(tmp_path):
     import torch
 
     with tracestore.create(tmp_path / "s.zarr") as writer:
@@ -138,7 +138,7 @@ def test_last_tokens_go_around(tmp_path):
 
 
 @pytest.mark.parametrize("source", ["attention", "square", "heads", "edges", "reversed edges"])
-def test_graphs_go_around(tmp_path, source):
+def test_graphs_round_trip(tmp_path, source):
     import torch
 
     traces = make_traces(7, causal=source != "square")
@@ -167,7 +167,7 @@ def test_graphs_go_around(tmp_path, source):
         assert_same(back, [make_graphs(t) for t in traces])
 
 
-def test_what_cannot_be_exported_is_one_line(tmp_path):
+def test_errors_are_one_line(tmp_path):
     with tracestore.create(tmp_path / "none.zarr", attention="none") as writer:
         writer.append({k: v for k, v in make_trace(1).items() if k != "attentions"})
     assert "--format pt-lstm" in export(tmp_path / "none.zarr", tmp_path / "x", "--format", "pt-gnn", check=2).stderr
@@ -182,7 +182,7 @@ def test_what_cannot_be_exported_is_one_line(tmp_path):
         export_store(tracestore.open(tmp_path / "none.zarr"), tmp_path / "y", format="csv")
 
 
-def test_nothing_unfinished_keeps_its_name(tmp_path, monkeypatch):
+def test_only_complete_files_appear(tmp_path, monkeypatch):
     with tracestore.create(tmp_path / "s.zarr") as writer:
         for k in range(6):
             writer.append(make_trace(k))
@@ -204,7 +204,7 @@ def test_nothing_unfinished_keeps_its_name(tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_a_file_larger_than_memory(tmp_path):
-    """Pickles are written trace by trace: 200 MB of them in a process that may not have 200 MB more."""
+    """200 MB of pickles are written within 64 MB of memory, because traces are written one by one."""
     with tracestore.create(tmp_path / "s.zarr", attention="heads") as writer:
         for k in range(50):
             writer.append(make_trace(k, tokens=250, layers=8, dim=512, heads=2))
@@ -249,7 +249,7 @@ def test_scores_belong_to_their_sample_and_to_any_id(tmp_path):
         assert "trace 1 (q) is a further answer" in done.stderr and list((tmp_path / format).iterdir()) == []
 
 
-def test_labels_that_pickles_cannot_hold_are_said(tmp_path):
+def test_labels_that_pickles_cannot_hold_are_reported(tmp_path):
     with tracestore.create(tmp_path / "s.zarr") as writer:
         for k in range(3):
             writer.append(make_trace(k), label=1.0 if k else None, group="g")
@@ -258,7 +258,7 @@ def test_labels_that_pickles_cannot_hold_are_said(tmp_path):
     assert (tmp_path / "out" / "scores.csv").read_text().splitlines()[1] == "q0,,g"
 
 
-def test_extras_that_look_like_our_own_forms(tmp_path):
+def test_extras_that_look_like_encoded_values(tmp_path):
     odd = {"a": {"$int": "x"}, "b": {"$float": "1"}, "c": {"$array": ["f4,,", [1], ""]}, "d": {"$dict": 1, "e": 2}}
     write_pickle(tmp_path / "a.pkl", [make_trace(1) | odd])
     convert(tmp_path / "a.pkl", tmp_path / "s.zarr")
@@ -268,7 +268,7 @@ def test_extras_that_look_like_our_own_forms(tmp_path):
     assert {name: found[name] for name in odd} == odd
 
 
-def test_files_of_graphs_end_where_memory_would(tmp_path, monkeypatch):
+def test_files_of_graphs_are_limited_in_bytes(tmp_path, monkeypatch):
     with tracestore.create(tmp_path / "s.zarr") as writer:
         for k in range(6):
             writer.append(make_trace(k, tokens=20))

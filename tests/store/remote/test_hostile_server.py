@@ -170,6 +170,9 @@ def test_files_of_the_index_lead_nowhere(local, remote, tmp_path):
     store.set_part(0, pack_arrays(arrays))
     store.seal()
     upload(local, remote)
-    with tracestore.open(remote) as opened, pytest.raises(tracestore.errors.CorruptStoreError, match="not a valid path"):
+    with (
+        tracestore.open(remote) as opened,
+        pytest.raises(tracestore.errors.CorruptStoreError, match="not a valid path"),
+    ):
         np.asarray(opened[0].hidden_states)
     assert not list(tmp_path.rglob("evil*"))

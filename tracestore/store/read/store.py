@@ -24,6 +24,7 @@ from tracestore.store.read.batch_sources import (
 )
 from tracestore.store.read.index import StoreIndex
 from tracestore.store.read.internals import StoreInternals
+from tracestore.store.read.question_ids import QuestionIds
 from tracestore.store.read.trace import Trace
 
 DEFAULT_CACHE_BYTES = 256 << 20

@@ -1,0 +1,68 @@
+"""Hugging Face datasets, with the real library."""
+
+import numpy as np
+import pytest
+
+import tracestore
+from tests.bridges.stores import make_store
+from tests.helpers import make_traces, read_all
+from tracestore.errors import InvalidInputError, MissingFieldError, UsageError
+
+
+def test_round_trip(path, tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    from tracestore.bridges.huggingface import from_datasets, to_datasets
+
+    with tracestore.open(path) as store:
+        rows = to_datasets(store, ("last_token", "hidden_states", "attention")).with_format("numpy")
+        assert len(rows) == 24
+        for k in (0, 7, 23):
+            assert rows[k]["question_id"] == store.question_ids[k] and rows[k]["question"] == f"question {k}"
+            assert np.array_equal(rows[k]["last_token"], store[k].last_token.astype("f4"))
+            assert np.array_equal(np.array(rows[k]["hidden_states"].tolist()), store[k].hidden_states.astype("f4"))
+            assert rows[k]["tokens"].tolist() == store[k].tokens.tolist()
+        with pytest.raises(UsageError, match="found array 'x'"):
+            to_datasets(store, ("x",))
+    traces = [t | {"score": k % 2, "group": "g"} for k, t in enumerate(make_traces(6))]
+    plain = [
+        {k: [a.astype("f4").tolist() for a in v] if k in ("hidden_states", "attentions") else v for k, v in t.items()}
+        for t in traces
+    ]
+    plain = [t | {"tokens": t["tokens"].tolist()} for t in plain]
+    assert from_datasets(datasets.Dataset.from_list(plain), tmp_path / "one.zarr") == 6
+    streamed = datasets.Dataset.from_list(plain).to_iterable_dataset()
+    assert from_datasets(streamed, tmp_path / "two.zarr", attention="none") == 6
+    with tracestore.create(tmp_path / "own.zarr") as writer:
+        for trace in make_traces(6):
+            writer.append(trace, score=int(trace["question_id"][1:]) % 2)
+    with tracestore.open(tmp_path / "one.zarr") as found, tracestore.open(tmp_path / "own.zarr") as own:
+        assert read_all(found) == read_all(own) and found.group(0) == "g"
+    with pytest.raises(UsageError, match="row 0: no tokens"):
+        from_datasets(
+            datasets.Dataset.from_list([{k: v for k, v in plain[0].items() if k != "tokens"}]), tmp_path / "x"
+        )
+    with pytest.raises(InvalidInputError):
+        from_datasets(datasets.Dataset.from_list([plain[0] | {"tokens": [1, 2, 3]}]), tmp_path / "y")
+
+
+def test_a_new_store_at_the_same_path_is_not_read_from_the_cache(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    from tracestore.bridges.huggingface import to_datasets
+
+    for seed in (0, 1):
+        with tracestore.create(tmp_path / "s.zarr", overwrite=True) as writer:
+            for trace in make_traces(4, seed=seed):
+                writer.append(trace)
+        with tracestore.open(tmp_path / "s.zarr") as store:
+            rows = to_datasets(store).with_format("numpy")
+            assert np.array_equal(rows[1]["last_token"], store[1].last_token.astype("f4"))
+
+
+def test_missing_attention_is_an_error(tmp_path):
+    pytest.importorskip("datasets")
+    from tracestore.bridges.huggingface import to_datasets
+
+    with tracestore.open(make_store(tmp_path / "n.zarr", attention="none")) as store, pytest.raises(MissingFieldError):
+        to_datasets(store, ("attention",))

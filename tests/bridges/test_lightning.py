@@ -1,0 +1,124 @@
+"""The Lightning DataModule, with the real library."""
+
+import numpy as np
+import pytest
+import torch
+
+import tracestore
+
+
+def observer(lightning):
+    """Return a model class that records the question ids of its batches."""
+
+    class Observer(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.seen = torch.nn.Linear(8, 1), []
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.01)
+
+    return Observer
+
+
+@pytest.mark.parametrize("view", ["sequence", "graph"])
+def test_batches_and_splits(path, tmp_path, view):
+    lightning = pytest.importorskip("lightning")
+    from tracestore.bridges.lightning import TraceDataModule
+
+    class Model(observer(lightning)):
+        def training_step(self, batch, _):
+            self.seen += batch.question_id
+            x = batch.sequences[:, -1] if view == "sequence" else batch.x
+            return self.layer(x.float()).square().mean()
+
+        def validation_step(self, batch, _):
+            assert len(batch.question_id)
+
+        def test_step(self, batch, _):
+            self.seen += batch.question_id
+
+    module = TraceDataModule(path, view=view, batch_size=4)
+    model = Model()
+    trainer = lightning.Trainer(
+        max_epochs=2, accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir=tmp_path,
+        enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(model, datamodule=module)
+    ids = tracestore.open(path).question_ids
+    expected = sorted(ids[int(k)] for k in module.split["train"])
+    size = len(expected)
+    assert sorted(model.seen[:size]) == sorted(model.seen[size:]) == expected
+    assert model.seen[:size] != model.seen[size:], "each epoch has its own order"
+    model.seen = []
+    trainer.test(model, datamodule=module, verbose=False)
+    assert sorted(model.seen) == sorted(ids[int(k)] for k in module.split["test"])
+    assert set(np.concatenate(list(module.split.values()))) == set(np.flatnonzero(~np.isnan(module.store.scores)))
+
+
+@pytest.mark.parametrize("stop", [1, 3, 4, 7])
+def test_training_continues_from_a_checkpoint(path, tmp_path, stop):
+    lightning = pytest.importorskip("lightning")
+    from tracestore.bridges.lightning import TraceDataModule
+
+    class Model(observer(lightning)):
+        def training_step(self, batch, _):
+            self.seen.append(tuple(batch.question_id))
+            return self.layer(batch.sequences[:, -1].float()).square().mean()
+
+        def validation_step(self, batch, _):
+            pass
+
+    def run(steps, checkpoint=None):
+        model = Model()
+        trainer = lightning.Trainer(
+            max_steps=steps, accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir=tmp_path,
+            enable_model_summary=False, enable_checkpointing=False,
+        )  # fmt: skip
+        trainer.fit(model, datamodule=TraceDataModule(path, batch_size=4), ckpt_path=checkpoint, weights_only=False)
+        trainer.save_checkpoint(tmp_path / f"{steps}.ckpt")
+        return model.seen
+
+    whole = run(10)  # 4 batches an epoch
+    assert run(stop) + run(10, tmp_path / f"{stop}.ckpt") == whole
+
+
+@pytest.mark.parametrize("validates", [False, True])
+@pytest.mark.parametrize("options", [{}, {"limit_train_batches": 2}, {"reload_dataloaders_every_n_epochs": 1}])
+def test_each_epoch_has_its_own_order(path, tmp_path, options, validates):
+    lightning = pytest.importorskip("lightning")
+    from tracestore.bridges.lightning import TraceDataModule
+
+    class Model(observer(lightning)):
+        def on_train_epoch_start(self):
+            self.seen.append([])
+
+        def training_step(self, batch, _):
+            self.seen[-1].append(tuple(batch.question_id))
+            return self.layer(batch.sequences[:, -1].float()).square().mean()
+
+    if validates:
+        Model.validation_step = lambda self, batch, _: None
+    model = Model()
+    checkpoint = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}")
+    trainer = lightning.Trainer(
+        max_epochs=3, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[checkpoint], **options,
+    )  # fmt: skip
+    module = TraceDataModule(path, batch_size=4)
+    trainer.fit(model, datamodule=module)
+    orders = []
+    for epoch in range(3):
+        loader = module._loader("train", "global")
+        loader.set_epoch(epoch)
+        orders.append([tuple(b.question_id) for b in loader][: options.get("limit_train_batches")])
+    assert model.seen == orders
+    # A checkpoint at the end of an epoch continues with the next one.
+    resumed = Model()
+    trainer = lightning.Trainer(
+        max_epochs=3, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, **options,
+    )  # fmt: skip
+    module = TraceDataModule(path, batch_size=4)
+    trainer.fit(resumed, datamodule=module, ckpt_path=tmp_path / "epoch=0.ckpt", weights_only=False)
+    assert [seen for seen in resumed.seen if seen] == orders[1:]

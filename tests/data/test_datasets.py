@@ -1,0 +1,149 @@
+"""Datasets, the sampler and collate functions: equal values and exact epochs."""
+
+import functools
+import operator
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import tracestore
+from tests.helpers import make_traces
+from tracestore.data import datasets
+from tracestore.store.format import schema
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+@pytest.mark.parametrize("view", ["sequence", "graph"])
+def test_collate_equals_the_loader(variant, view):
+    store, _ = variant
+    collate = tracestore.collate_sequences if view == "sequence" else tracestore.collate_graphs
+    loader = DataLoader(tracestore.TraceDataset(store, view), batch_size=4, collate_fn=collate)
+    for a, b in zip(loader, tracestore.TraceLoader(store, view, batch_size=4, shuffle="none"), strict=True):
+        names = ["sequences"] if view == "sequence" else ["x", "edge_index", "edge_attr", "batch", "ptr"]
+        for name in [*names, "trace_index"]:
+            assert torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype, name
+        for name in ("y", "score"):
+            assert torch.equal(a[name].isnan(), b[name].isnan()) and torch.allclose(
+                a[name].nan_to_num(), b[name].nan_to_num()
+            )
+        assert a.question_id == b.question_id
+
+
+def test_items_follow_the_contract(store_path):
+    store = tracestore.open(store_path)
+    sequence, score, question_id = tracestore.TraceDataset(store_path)[4]
+    np.testing.assert_array_equal(sequence.numpy(), store[4].last_token)
+    assert score == store[4].score and question_id == "q4"
+    layers = tracestore.TraceDataset(store, view="graph")[4]
+    assert isinstance(layers, list) and len(layers) == store.num_layers
+    assert layers[0].x.shape == (5, 8) and layers[0].edge_attr.shape == (layers[0].edge_index.shape[1], 1)
+    assert len(tracestore.TraceDataset(store)) == 12
+
+
+@pytest.mark.parametrize(
+    "view,context",
+    [
+        ("sequence", "fork"),
+        ("graph", "fork"),
+        *(pytest.param(view, "spawn", marks=pytest.mark.long) for view in ("sequence", "graph")),
+    ],
+)
+def test_workers_fork_and_spawn(store_path, context, view):
+    collate = tracestore.collate_sequences if view == "sequence" else tracestore.collate_graphs
+    store = tracestore.open(store_path)
+    expected = list(tracestore.TraceLoader(store, view, batch_size=5, shuffle="none"))
+    dataset = tracestore.TraceDataset(store, view)
+    _ = dataset[0]  # maps are open before the fork
+    loader = DataLoader(
+        dataset,
+        batch_size=5,
+        collate_fn=collate,
+        num_workers=2,
+        multiprocessing_context=context,
+        persistent_workers=True,
+    )
+    name = "sequences" if view == "sequence" else "x"
+    for _epoch in range(2):
+        for a, b in zip(loader, expected, strict=True):
+            assert torch.equal(a[name], b[name])
+
+
+@pytest.mark.parametrize("batch_size", [None, 5])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_iterable_is_exact_over_ranks_and_workers(store_path, batch_size, world_size, workers):
+    for epoch in range(2):
+        seen, by_batch = [], {}
+        for rank in range(world_size):
+            dataset = tracestore.TraceIterableDataset(
+                store_path, buffer_size=6, seed=7, batch_size=batch_size, rank=rank, world_size=world_size
+            )
+            dataset.set_epoch(epoch)
+            loader = DataLoader(dataset, batch_size=None, num_workers=workers)
+            items = list(loader)
+            assert len(items) == len(dataset)
+            for g, item in enumerate(items):
+                ids = item.trace_index.tolist() if batch_size else [int(item[2][1:])]
+                by_batch.setdefault(g, []).extend(ids)
+                seen += ids
+        assert sorted(seen) == list(range(12))
+        if batch_size:
+            whole = tracestore.TraceIterableDataset(
+                store_path, buffer_size=6, seed=7, batch_size=batch_size, rank=0, world_size=1
+            )
+            whole.set_epoch(epoch)
+            assert [by_batch[g] for g in sorted(by_batch)] == [b.trace_index.tolist() for b in whole]
+
+
+def test_sampler(store_path):
+    dataset = tracestore.TraceDataset(store_path)
+    sampler = tracestore.ShuffleBufferSampler(len(dataset), buffer_size=4, seed=1)
+    first = list(sampler)
+    assert sorted(first) == list(range(12)) and list(sampler) == first and len(sampler) == 12
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+    parts = [list(tracestore.ShuffleBufferSampler(12, 4, 1, rank=r, world_size=5)) for r in range(5)]
+    assert sorted(functools.reduce(operator.iadd, parts, [])) == list(range(12)) and sum(map(len, parts)) == 12
+    loader = DataLoader(dataset, batch_size=5, sampler=sampler, collate_fn=tracestore.collate_sequences)
+    assert sum(len(b) for b in loader) == 12
+
+
+def test_cache_stays_within_its_bytes(tmp_path):
+    with tracestore.create(tmp_path / "c.zarr", codec="zstd") as writer:
+        for trace in make_traces(30, tokens=40, dim=128, layers=8):
+            writer.append(trace)
+    dataset = tracestore.TraceDataset(tmp_path / "c.zarr", "graph", max_cache_batches=1, batch_size=1)
+    limit = dataset.store.internals.chunk_cache.max_bytes
+    for k in (0, 29, 3, 17, 0):
+        _ = dataset[k]
+        assert dataset.store.internals.chunk_cache.num_bytes <= max(limit, schema.INNER_CHUNK_BYTES)
+
+
+def test_stateful_data_loader_continues(store_path, monkeypatch):
+    """A StatefulDataLoader continues from its state without reading earlier traces again."""
+    loader_of = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+    def make(workers):
+        data = tracestore.TraceIterableDataset(store_path, "sequence", batch_size=4, shuffle="buffer", seed=3)
+        return loader_of(data, batch_size=None, num_workers=workers)
+
+    read = []
+    gather = datasets.gather_batch
+    monkeypatch.setattr(datasets, "gather_batch", lambda *args: read.append(1) or gather(*args))
+    for workers in (0, 2):
+        whole = [b.question_id for b in make(workers)]
+        loader = make(workers)
+        batches = iter(loader)
+        first = [next(batches).question_id for _ in range(3)]
+        state = loader.state_dict()
+        resumed = make(workers)
+        resumed.load_state_dict(state)
+        read.clear()
+        rest = [b.question_id for b in resumed]
+        assert first + rest == whole
+        assert workers or len(read) == len(rest), "earlier traces were read again"
+        # The next epoch has its own order.
+        assert workers or [b.question_id for b in resumed] != whole
