@@ -22,8 +22,8 @@ from tracestore.store.read.batch_sources import (
     batch_files,
     chunk_keys,
 )
+from tracestore.store.read.index import QuestionIds
 from tracestore.store.read.internals import StoreInternals
-from tracestore.store.read.question_ids import QuestionIds
 from tracestore.store.read.trace import Trace
 
 DEFAULT_CACHE_BYTES = 256 << 20
