@@ -376,8 +376,6 @@ class Trainer:
             self.folder / BEST, detector_checkpoint(self.name, self.model, self.model_config, self.store, about)
         )
 
-    # Out of memory and signals
-
     def _on_event(self, event: dict[str, Any]) -> None:
         self.monitor.log(
             f"out of memory in {event['phase']} of epoch {event['epoch'] + 1}, step {event['step']}: "
