@@ -1,3 +1,4 @@
+// One module of over 400 lines, because its jobs share the static functions that plan and fill a batch.
 #include "gather.h"
 
 #include <math.h>

@@ -4,6 +4,8 @@
 A job takes C-contiguous buffers. `set_output` validates their sizes before anything is written; the
 work itself needs no GIL. Element types are the codes of `kernels`; the output has the stored type or
 F32.
+
+One module of over 400 lines, because its jobs share C-level classes that Cython inlines within a module.
 """
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals

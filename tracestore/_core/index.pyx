@@ -3,6 +3,8 @@
 
 A lookup that is given the MappedFile of its arrays raises CorruptStoreError if the file was truncated,
 also if the truncation did not fault but gave zeros.
+
+One module of over 400 lines, because both tables share inline helpers on mapped arrays.
 """
 from cpython.unicode cimport PyUnicode_DecodeUTF8
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t

@@ -5,6 +5,8 @@ It implements the pickle machine that the standard module pickletools documents,
 files of traces contain. The caller decides the meaning of names: `find_class` maps a name to a
 `global_type`, whose call(args) and new(args) return inert values; build(state) completes a `value_type`;
 `persistent_load` resolves a persistent id.
+
+One module of over 400 lines, because stack, memo and opcodes share C-level state within a module.
 """
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytearray cimport PyByteArray_AS_STRING

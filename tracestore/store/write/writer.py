@@ -1,4 +1,7 @@
-"""Writing a store: sources go in whole, commits are atomic (docs/format.md, "Commit")."""
+"""Writing a store: sources go in whole, commits are atomic (docs/format.md, "Commit").
+
+One module of over 400 lines until several writers can share a store, which replaces it.
+"""
 
 import contextlib
 import os
