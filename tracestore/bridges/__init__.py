@@ -1,1 +1,1 @@
-"""Stores in the terms of other libraries, each imported by itself: lightning, pyg, huggingface."""
+"""Stores as objects of other libraries. Import the module that you need: lightning, pyg or huggingface."""

@@ -1,1 +1,1 @@
-"""Batches for PyTorch and PyTorch Geometric."""
+"""Datasets, loaders and batches for PyTorch and PyTorch Geometric."""

@@ -1,1 +1,1 @@
-"""Stores as pickles and .pt files, and folders of pickles batch by batch."""
+"""Export of stores to pickles and .pt files, and dicts of traces batch by batch."""

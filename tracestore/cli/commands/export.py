@@ -5,7 +5,8 @@ from dataclasses import asdict
 
 import tracestore
 from tracestore.console import Output, Parser, Progress, format_size, positive_int
-from tracestore.export.exporter import FORMATS, SCORES_FILE, TRACES_PER_FILE, export_store
+from tracestore.export.exporter import SCORES_FILE, TRACES_PER_FILE, export_store
+from tracestore.export.file_formats import FORMATS
 
 
 def add_arguments(parser: Parser) -> None:
