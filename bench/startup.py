@@ -32,9 +32,9 @@ PHASES = (
     ("tracestore.train.trainer", "Trainer._finish", "test part"),
     ("tracestore.train.trainer", "Trainer._save_last", "checkpoints"),
     ("tracestore.experiment.run", "run_probe", "probe"),
-    ("tracestore.experiment.run", "_complete", "comparisons"),
-    ("tracestore.evaluation.report", "write_plots", "plots"),
-    ("tracestore.evaluation.report", "write_page", "page"),
+    ("tracestore.experiment.run", "_Experiment._add_comparisons", "comparisons"),
+    ("tracestore.experiment.run", "write_plots", "plots"),
+    ("tracestore.experiment.run", "write_page", "page"),
 )
 
 
