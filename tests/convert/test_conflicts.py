@@ -74,7 +74,7 @@ def test_a_changed_file_under_a_committed_name_is_reported(tmp_path, data):
     summary = json.loads(done.stdout)
     assert summary["num_sources_modified"] == 1 and summary["num_duplicates"] == 3 and summary["num_traces_new"] == 1
     write_pickle(data / "a.pkl", [changed(make_trace(0))])
-    assert "other content" in convert(data, tmp_path / "s.zarr", check=3).stderr.splitlines()[-1]
+    assert "different content" in convert(data, tmp_path / "s.zarr", check=3).stderr.splitlines()[-1]
     command("verify", tmp_path / "s.zarr", check=0)
 
 

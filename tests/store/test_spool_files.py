@@ -71,7 +71,7 @@ def test_an_error_of_close_reaches_the_writer_that_takes_the_file(tmp_path, monk
         patch.setattr(spool_files.os, "close", fails)
         with pytest.raises(OSError, match="Input/output"):
             stream.append_spooled(rows, crc(values))
-    assert rows.file.is_moved and stream._taken is rows.file and stream.num_rows == 0
+    assert rows.file.is_moved and stream._adopted is rows.file and stream.num_rows == 0
     stream.rollback((0, 0, 0, b"", 0))
     files.remove()
     assert spool_files._free_files._value == free + 1

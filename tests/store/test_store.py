@@ -110,7 +110,7 @@ def test_refusals_leave_the_store_as_it_was(tmp_path):
             (make_trace(1, dim=9), "hidden_dim"),
             (make_trace(1, layers=4), "num_layers"),
             (make_trace(1, heads=3), "num_heads"),
-            (make_trace(0, tokens=4, seed=9), "other content"),
+            (make_trace(0, tokens=4, seed=9), "different content"),
             ({**make_trace(1), "tokens": [1]}, "tokens"),
         ):
             if words == "tokens":

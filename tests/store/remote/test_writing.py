@@ -325,7 +325,7 @@ def test_an_outage_is_not_taken_for_the_end_of_a_writer(remote, proxy):
 def test_a_writer_that_was_taken_over_changes_nothing_more(remote):
     traces = make_traces(2)
     first = StoreWriter(remote)
-    first._elsewhere._lock._ended.set()  # as a machine that sleeps: it renews nothing
+    first._folder._remote._lock._ended.set()  # as a machine that sleeps: it renews nothing
     with tracestore.create(remote, append=True) as second:
         second.append(traces[0])
     first.begin_source("append", 0, "")

@@ -1,4 +1,4 @@
-"""Writing scores, labels and groups."""
+"""Writing of the columns: scores, labels and groups."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ from tracestore.store.write.segment_writer import ArrayWriter
 
 
 def write_columns(store: Path, generation: int, first_trace: int, columns: Columns) -> ColumnsRef:
-    """Writes columns/<generation> whole or not at all."""
+    """Write the folder columns/<generation> atomically and return the reference to it."""
     path = paths.columns(generation)
     require_removed(store, paths.temporary(path))
     temporary = store / paths.temporary(path)
@@ -20,7 +20,7 @@ def write_columns(store: Path, generation: int, first_trace: int, columns: Colum
     writer = ArrayWriter(temporary, path)
     for name in schema.COLUMN_ARRAYS:
         writer.write(name, getattr(columns, name))
-    writer.group({"tracestore": {"first_trace": first_trace, "num_traces": len(columns)}})
+    writer.write_group({"tracestore": {"first_trace": first_trace, "num_traces": len(columns)}})
     require_removed(store, path)
     fsio.retry_eintr(os.rename, temporary, store / path)
     fsio.fsync_path(store / "columns")

@@ -1,7 +1,8 @@
-"""Which traces a writer has by key, and what another trace of the same key does."""
+"""Resolution of a trace's key: whether the store has it already, and what a second trace of it adds."""
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import numpy as np
 
@@ -13,16 +14,20 @@ from tracestore.store.read.index import StoreIndex
 from tracestore.store.read.segment import SegmentReader
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.pending import NAN, Pending, PendingRow
-from tracestore.store.write.record import TraceRecord
-from tracestore.store.write.texts import TextFields, first_difference, packed_texts, stored_texts
+from tracestore.store.write.record import TraceRecord, read_record
+
+OnConflict = Literal["error", "keep-first", "keep-last"]
 
 
 class KeyResolver:
-    """The keys of one generation and of what is pending upon it.
+    """The keys of one generation and of the changes pending on it; see StoreWriter for `on_conflict`.
 
-    `undo` takes back, last step first, what was added since the writer emptied it;
-    `num_conflicts` counts since then the traces whose key was there with other content.
-    See StoreWriter for on_conflict.
+    Attributes
+    ----------
+    undo : list
+        Functions that revert the changes since the writer emptied the list; the last one comes first.
+    num_conflicts : int
+        Number of traces since then whose key existed with different content.
     """
 
     def __init__(
@@ -30,86 +35,111 @@ class KeyResolver:
         files: StoreFiles,
         index: StoreIndex,
         pending: Pending,
-        on_conflict: str,
-        labels: Callable[[], np.ndarray],
+        on_conflict: OnConflict,
+        read_labels: Callable[[], np.ndarray],
     ) -> None:
-        self._files, self.index, self.pending = files, index, pending
-        self._on_conflict, self._labels = on_conflict, labels
+        self._files, self._index, self._pending = files, index, pending
+        self._on_conflict, self._read_labels = on_conflict, read_labels
         self.num_conflicts = 0
         self.undo: list[Callable[[], None]] = []
-        self._committed: dict[int, SegmentReader] = {}  # those that were looked into
+        self._segments: dict[int, SegmentReader] = {}  # committed segments that were compared with
 
     def resolve_new(self, trace: PackedTrace) -> set[int]:
-        """Which of the two places the trace brings that its key does not have yet."""
+        """Return the field groups of the trace that its key does not have yet.
+
+        Raises
+        ------
+        InvalidInputError
+            If the key exists with different content and `on_conflict` is "error".
+        """
         record = trace.record
-        brings = {mf.GROUP_GRAPH: trace.graph_crc} if "hidden_states" in trace.arrays else {}
+        provided = {mf.GROUP_GRAPH: trace.graph_crc} if "hidden_states" in trace.arrays else {}
         if "last_token" in trace.arrays:
-            brings[mf.GROUP_SEQUENCE] = trace.sequence_crc
-        key = (record.question_id, record.sample)
-        pending = self.pending.keys.get(key)
-        if pending is not None:
-            has = self.pending.rows[pending].values
-        else:
-            index = self.index.find(*key)
-            if index < 0:
-                return set(brings)
-            has = vars(self.index.row(index)) | {}
-            for group, name in ((mf.GROUP_GRAPH, "graph"), (mf.GROUP_SEQUENCE, "sequence")):
-                patch = self.pending.patches.get((index, group))
-                if patch is not None:
-                    has |= {f"{name}_{part}": patch[f"patch_{part}"] for part in ("segment", "row", "crc32c")}
-        wanted: set[int] = set()
-        field = None
-        for group, crc in brings.items():
-            name = "graph" if group == mf.GROUP_GRAPH else "sequence"
-            if has[f"{name}_segment"] < 0:
-                wanted.add(group)
-            elif has[f"{name}_crc32c"] != crc:
-                field = "arrays"
-        if field is None:
-            field = first_difference(packed_texts(trace), self._texts(has))
-        if field is None:
-            return wanted
+            provided[mf.GROUP_SEQUENCE] = trace.sequence_crc
+        stored = self._stored_location(record)
+        if stored is None:
+            return set(provided)
+        missing: set[int] = set()
+        difference = None
+        for group, crc in provided.items():
+            name = mf.GROUP_NAMES[group]
+            if stored[f"{name}_segment"] < 0:
+                missing.add(group)
+            elif stored[f"{name}_crc32c"] != crc:
+                difference = "arrays"
+        if difference is None:
+            difference = first_difference(_text_fields(record, trace.extras), self._stored_text_fields(stored))
+        if difference is None:
+            return missing
         if self._on_conflict == "error":
             raise InvalidInputError(
-                f"found a second trace of question id {record.question_id!r} (sample {record.sample}) with other "
-                f"content ({field}), expected one a key (see --on-conflict)"
+                f"found a second trace of question id {record.question_id!r} (sample {record.sample}) with different "
+                f"content ({difference}), expected one trace per key (see --on-conflict)"
             )
         self.num_conflicts += 1
-        # Half of one trace and half of another would be neither.
-        return set(brings) if self._on_conflict == "keep-last" else set()
+        # A trace is replaced as a whole: graph and last tokens of different traces do not belong together.
+        return set(provided) if self._on_conflict == "keep-last" else set()
 
-    def _texts(self, places: Mapping[str, int]) -> TextFields:
-        """What lies beside the arrays of a trace with these places."""
-        name = "graph" if places["graph_segment"] >= 0 else "sequence"
-        number, row = places[f"{name}_segment"], places[f"{name}_row"]
-        for segment in self.pending.segments:
-            if segment.number == number:
-                return packed_texts(segment.packed(row))
-        if number not in self._committed:
-            entries = {f.path: f for f in self.index.segment_files(number)}
-            attributes, num_rows = self.index.manifest.attributes, self.index.segment_rows(number)
-            self._committed[number] = SegmentReader(self._files, number, entries, ChunkCache(0), attributes, num_rows)
-        return stored_texts(self._committed[number], row)
+    def _stored_location(self, record: TraceRecord) -> Mapping[str, int] | None:
+        """Return the values of the index columns of the record's key, or None if the key is new."""
+        key = (record.question_id, record.sample)
+        pending = self._pending.keys.get(key)
+        if pending is not None:
+            return self._pending.rows[pending].values
+        index = self._index.find(*key)
+        if index < 0:
+            return None
+        values = vars(self._index.row(index)) | {}
+        for group, name in enumerate(mf.GROUP_NAMES):
+            patch = self._pending.patches.get((index, group))
+            if patch is not None:
+                values |= {f"{name}_{column}": patch[f"patch_{column}"] for column in ("segment", "row", "crc32c")}
+        return values
 
-    def add_places(
-        self, record: TraceRecord, places: dict[str, int], wanted: set[int], score: float, label: float, group: str
+    def _stored_text_fields(self, location: Mapping[str, int]) -> dict[str, Any]:
+        name = "graph" if location["graph_segment"] >= 0 else "sequence"
+        number, row = location[f"{name}_segment"], location[f"{name}_row"]
+        for pending in self._pending.segments:
+            if pending.number == number:
+                trace = pending.packed(row)
+                return _text_fields(trace.record, trace.extras)
+        if number not in self._segments:
+            entries = {f.path: f for f in self._index.segment_files(number)}
+            attributes, num_rows = self._index.manifest.attributes, self._index.segment_rows(number)
+            self._segments[number] = SegmentReader(self._files, number, entries, ChunkCache(0), attributes, num_rows)
+        segment = self._segments[number]
+        return _text_fields(read_record(segment, row), segment.string("extras", row))
+
+    def add_location(
+        self, record: TraceRecord, location: dict[str, int], groups: set[int], score: float, label: float, group: str
     ) -> None:
-        pending, key = self.pending, (record.question_id, record.sample)
+        """Add the location of the field groups `groups` of a trace to the pending changes.
+
+        Parameters
+        ----------
+        record : TraceRecord
+            The trace.
+        location : dict[str, int]
+            Values by the names of manifest.TRACE_COLUMNS.
+        groups : set[int]
+            Result of resolve_new() for the trace.
+        score, label, group : float, float, str
+            Values for the columns if the key is new.
+        """
+        pending, key = self._pending, (record.question_id, record.sample)
         if key in pending.keys:
             row = pending.rows[pending.keys[key]]
             before = (dict(row.values), row.label)
             self.undo.append(lambda: row.__dict__.update(values=before[0], label=before[1]))
-            for name in places:
-                if self._group_of(name) in wanted:
-                    row.values[name] = places[name]
-            row.values["nonfinite"] |= places["nonfinite"]
-            row.label = self._one_label(row.label, label)
+            for added in groups:
+                row.values |= {name: location[name] for name in _location_columns(added)}
+            row.values["nonfinite"] |= location["nonfinite"]
+            row.label = self._resolve_label(row.label, label)
             return
-        index = self.index.find(*key)
+        index = self._index.find(*key)
         if index < 0:
             pending.keys[key] = len(pending.rows)
-            pending.rows.append(PendingRow(record.question_id, places, score, label, group))
+            pending.rows.append(PendingRow(record.question_id, location, score, label, group))
 
             def forget() -> None:
                 pending.rows.pop()
@@ -117,29 +147,29 @@ class KeyResolver:
 
             self.undo.append(forget)
             return
-        for wanted_group in sorted(wanted):
-            name = "graph" if wanted_group == mf.GROUP_GRAPH else "sequence"
-            patch = {f"patch_{n}": places[n] for n in ("hidden_row", "attention_start", "num_tokens", "layout")}
-            patch |= {f"patch_{n}": places[n] for n in ("last_token_row", "nonfinite")}
-            patch |= {"patch_trace": index, "patch_group": wanted_group, "patch_segment": places[f"{name}_segment"]}
-            patch |= {"patch_row": places[f"{name}_row"], "patch_crc32c": places[f"{name}_crc32c"]}
-            self._add_patch((index, wanted_group), patch)
+        for added in sorted(groups):
+            name = mf.GROUP_NAMES[added]
+            patch = {f"patch_{column}": location[f"{name}_{column}"] for column in ("segment", "row", "crc32c")}
+            for columns in mf.LOCATION_COLUMNS.values():
+                patch |= {f"patch_{column}": location[column] for column in columns}
+            patch |= {"patch_trace": index, "patch_group": added, "patch_nonfinite": location["nonfinite"]}
+            self._add_patch((index, added), patch)
         self.add_label(record)
 
-    def _add_patch(self, place: tuple[int, int], patch: dict[str, int]) -> None:
-        pending, before = self.pending, self.pending.patches.get(place)
+    def _add_patch(self, key: tuple[int, int], patch: dict[str, int]) -> None:
+        pending, before = self._pending, self._pending.patches.get(key)
 
         def restore() -> None:
-            del pending.patches[place]
+            del pending.patches[key]
             if before is not None:
-                pending.patches[place] = before
+                pending.patches[key] = before
 
-        pending.patches[place] = patch
+        pending.patches[key] = patch
         self.undo.append(restore)
 
     def add_label(self, record: TraceRecord) -> None:
-        """Gives the label of a second source to a key that is there; one that differs is refused."""
-        pending, label = self.pending, record.label
+        """Add the label of a second source to an existing key; refuse a label that differs from the stored one."""
+        pending, label = self._pending, record.label
         if label is None:
             return
         key = (record.question_id, record.sample)
@@ -147,12 +177,12 @@ class KeyResolver:
             row = pending.rows[pending.keys[key]]
             before_label = row.label
             self.undo.append(lambda: setattr(row, "label", before_label))
-            row.label = self._one_label(row.label, label)
+            row.label = self._resolve_label(row.label, label)
             return
-        index = self.index.find(*key)
+        index = self._index.find(*key)
         earlier = pending.updates.get(index)
-        stored = float(self._labels()[index]) if earlier is None else earlier[1]
-        label = self._one_label(stored, label)
+        stored = float(self._read_labels()[index]) if earlier is None else earlier[1]
+        label = self._resolve_label(stored, label)
         if math.isnan(label) or label == stored:
             return
 
@@ -165,14 +195,7 @@ class KeyResolver:
         pending.updates[index] = (NAN, label, None) if earlier is None else (earlier[0], label, earlier[2])
         self.undo.append(restore)
 
-    @staticmethod
-    def _group_of(name: str) -> int | None:
-        if name.startswith("sequence") or name == "last_token_row":
-            return mf.GROUP_SEQUENCE
-        graph = ("graph", "hidden_row", "attention_start", "num_tokens", "layout")
-        return mf.GROUP_GRAPH if name.startswith(graph) else None
-
-    def _one_label(self, stored: float, label: float) -> float:
+    def _resolve_label(self, stored: float, label: float) -> float:
         if not math.isnan(stored) and not math.isnan(label) and stored != label:
             if self._on_conflict != "error":
                 return label if self._on_conflict == "keep-last" else stored
@@ -180,3 +203,31 @@ class KeyResolver:
                 f"found label {label:g}, expected {stored:g} as stored for this key", field="labels"
             )
         return stored if math.isnan(label) else label
+
+
+def _location_columns(group: int) -> tuple[str, ...]:
+    """Return the trace columns that locate a field group."""
+    name = mf.GROUP_NAMES[group]
+    return (f"{name}_segment", f"{name}_row", f"{name}_crc32c", *mf.LOCATION_COLUMNS[name])
+
+
+def _text_fields(record: TraceRecord, extras: str) -> dict[str, Any]:
+    """Return what a trace holds besides its arrays, for comparing two traces of one key."""
+    return {
+        **record.strings,
+        "tokens": None if record.tokens is None else record.tokens.tolist(),
+        "tokens_decoded": None if record.tokens_decoded is None else list(record.tokens_decoded),
+        "prompt_length": record.prompt_length,
+        "extras": extras,
+    }
+
+
+def first_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """Return a field that differs between two traces, or None.
+
+    A field that only one of them has is no difference: files of several formats complement each other.
+    """
+    for name in one.keys() & other.keys():
+        if all(v is not None and v != "" and v != [] for v in (one[name], other[name])) and one[name] != other[name]:
+            return name
+    return None

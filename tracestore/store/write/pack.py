@@ -1,8 +1,9 @@
-"""Packing a checked trace: the arrays a segment appends."""
+"""Packing of a validated trace: conversion to the arrays that a segment appends."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -12,31 +13,52 @@ from tracestore.store.io.scratch import Scratch
 from tracestore.store.io.spool_files import SpooledRows
 from tracestore.store.write.record import TraceRecord, extras_json, field_error
 
-# Python's own bytes of a trace without arrays, and of each of its texts.
+# Memory of Python's objects of a trace without arrays, and of each of its texts.
 _TRACE_OBJECTS, _TEXT_OBJECT = 2048, 64
 
 
 def num_bytes_of(rows: Sequence[np.ndarray] | SpooledRows) -> int:
+    """Return the size of the rows of one array in bytes."""
     return rows.nbytes if isinstance(rows, SpooledRows) else sum(a.nbytes for a in rows)
 
 
 @dataclass
 class PackedTrace:
-    """What a segment appends: buffers for the large arrays, values for the rest."""
+    """A trace as a segment appends it.
 
-    record: TraceRecord  # without its arrays
+    Attributes
+    ----------
+    record : TraceRecord
+        The trace without its arrays and extras.
+    num_tokens : int
+        Number of tokens, S; 0 if the trace has last tokens only.
+    layout : int
+        One of schema.LAYOUT_*.
+    arrays : Mapping[str, Sequence[np.ndarray] or SpooledRows]
+        Consecutive parts of each array, in memory or in a spool file. hidden_states has either one
+        part ``(S, D)`` per layer or one part ``(L, S, D)``.
+    edge_counts : np.ndarray or None
+        Number of edges per layer, int64 of shape ``(L,)``.
+    reversed_edges : bool
+        Whether the source had the edges in reverse direction.
+    crcs : dict[str, int]
+        CRC-32C of arrays. The writer computes missing ones.
+    graph_crc, sequence_crc : int
+        CRC-32C of the arrays of each field group, 0 without them.
+    """
+
+    record: TraceRecord
     num_layers: int
-    num_tokens: int  # 0 where there are only last tokens
+    num_tokens: int
     hidden_dim: int
     layout: int
-    # Of hidden_states a layer each (S, D), or all (L, S, D); in memory or in a file.
     arrays: Mapping[str, Sequence[np.ndarray] | SpooledRows]
     edge_counts: np.ndarray | None
     reversed_edges: bool
     num_nonfinite: int
     extras: str
     field_bits: int
-    crcs: dict[str, int]  # of arrays, their pieces one behind the other; what is not there is computed
+    crcs: dict[str, int]
     graph_crc: int
     sequence_crc: int
     num_heads: int | None
@@ -45,34 +67,34 @@ class PackedTrace:
 
     @property
     def num_bytes(self) -> int:
-        """Of its arrays, wherever they are."""
+        """Size of its arrays in bytes, in memory or in files."""
         return sum(map(num_bytes_of, self.arrays.values()))
 
     @property
     def in_memory_arrays(self) -> dict[str, Sequence[np.ndarray]]:
-        """Its arrays in memory."""
+        """The arrays that are in memory, not in a spool file."""
         return {name: rows for name, rows in self.arrays.items() if not isinstance(rows, SpooledRows)}
 
     @cached_property
     def metadata_bytes(self) -> int:
-        """Of what there is beside its arrays, as the size of a segment is counted."""
+        """Size of everything except the arrays in bytes, as it counts for the size of a segment."""
         texts = sum(map(len, self.record.tokens_decoded or ())) + sum(map(len, self.record.strings.values()))
         return 4 * self.num_tokens + texts + len(self.extras)
 
     @property
     def memory_bytes(self) -> int:
-        """About what it takes in memory."""
+        """Estimate of the memory it takes, in bytes."""
         objects = _TRACE_OBJECTS + _TEXT_OBJECT * len(self.record.tokens_decoded or ())
         return objects + self.metadata_bytes + sum(map(num_bytes_of, self.in_memory_arrays.values()))
 
     @property
     def segment_bytes(self) -> int:
-        """What a segment grows by with it."""
+        """Number of bytes by which it increases the size of a segment."""
         return self.metadata_bytes + self.num_bytes
 
 
 def _stored(array: np.ndarray, keep: bool, name: str, scratch: Scratch) -> np.ndarray:
-    """The array as it is stored: C-contiguous, float16 unless `keep`."""
+    """Return the array in the form in which it is stored: C-contiguous, float16 unless `keep`."""
     dtype = schema.dtype_name(array.dtype)
     array = np.ascontiguousarray(array)
     if dtype == "float16":
@@ -101,7 +123,7 @@ def _bytes(array: np.ndarray) -> np.ndarray:
 
 
 def _scan(arrays: Sequence[np.ndarray], dtype: str, out: np.ndarray | None = None) -> tuple[int, int]:
-    """-> values that are NaN or infinite, crc32c; of arrays of one shape, stored as `dtype`."""
+    """Return the number of NaN or infinite values and the CRC-32C of arrays of one shape, stored as `dtype`."""
     return kernels.checksum_scan(arrays, schema.dtype_code(dtype), arrays[0].size, out)
 
 
@@ -115,7 +137,7 @@ def _crc(arrays: Sequence[np.ndarray]) -> int:
 def _pack_attention(
     layers: Sequence[np.ndarray], mode: str, keep: bool, num_tokens: int, scratch: Scratch
 ) -> tuple[int, list[np.ndarray], str, int, int]:
-    """-> layout, arrays of all layers, dtype name, count of NaN and infinite values, crc32c."""
+    """Return (layout, arrays of all layers, dtype name, number of NaN or infinite values, CRC-32C)."""
     layers = [np.ascontiguousarray(a) for a in layers]
     dtype = schema.dtype_name(layers[0].dtype)
     num_heads = layers[0].shape[0]
@@ -151,7 +173,7 @@ def _pack_attention(
 def _pack_edges(
     record: TraceRecord, keep: bool, scratch: Scratch
 ) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray, str, bool]:
-    """-> edge_index rows (E, 2), weights, edges a layer, dtype name, whether the source had them reversed."""
+    """Return (edge_index rows (E, 2) per layer, weights, edges per layer, dtype name, whether they were reversed)."""
     assert record.edges is not None
     num_tokens = record.num_tokens
     indexes, weights = [], []
@@ -168,7 +190,7 @@ def _pack_edges(
         backward |= bool((index[0] > index[1]).any())
         indexes.append(index)
         weights.append(_stored(weight, keep, f"graphs[{k}].edge_attr", scratch))
-    # The oldest files run from the attending token i to the attended j <= i.
+    # Edges of the oldest files point from the attending token i to the attended token j <= i.
     is_reversed = backward and not forward
     rows = [np.ascontiguousarray((i[::-1] if is_reversed else i).T, dtype="<i4") for i in indexes]
     counts = np.array([i.shape[1] for i in indexes], "<i8")
@@ -178,10 +200,27 @@ def _pack_edges(
 def pack_record(
     record: TraceRecord, *, attention: str, keep_dtype: bool, scratch: Scratch | None = None, can_alias: bool = False
 ) -> PackedTrace:
-    """Packs a checked trace for a store with these options, and takes its arrays from the record;
-    what takes much room lies in `scratch` (by default in memory). can_alias: the trace goes
-    before the next record is read, so that nothing need be copied of what the record borrows.
-    InvalidInputError where a value does not fit."""
+    """Pack a validated trace for a store with the given options, and remove the arrays from the record.
+
+    Parameters
+    ----------
+    record : TraceRecord
+        The trace; its arrays are set to None.
+    attention : {"mean", "heads", "none"}
+        Option of the store.
+    keep_dtype : bool
+        Whether the store keeps the dtype of the source instead of converting to float16.
+    scratch : Scratch, optional
+        Allocator for large arrays; by default they are in memory.
+    can_alias : bool
+        Whether the packed trace is released before the next record is read, so that borrowed arrays
+        need not be copied.
+
+    Raises
+    ------
+    InvalidInputError
+        If a value cannot be stored.
+    """
     num_layers, num_tokens, hidden_dim = record.num_layers, record.num_tokens, record.hidden_dim
     scratch = scratch or Scratch(max_memory=1 << 62)
     scratch.start()
@@ -203,7 +242,7 @@ def pack_record(
     hidden_dtype = source_dtype if keep_dtype else "float16"
     if record.hidden is not None:
         layers, copy = arrays["hidden_states"], None
-        # A large trace is a load that its bytes tell; and it may lie in files.
+        # A large trace is not copied: its size is accounted for, and it may be in files.
         if record.is_borrowed and not can_alias and len(layers) * layers[0].nbytes <= scratch.max_memory // 2:
             copy = scratch.empty((len(layers), *layers[0].shape), layers[0].dtype)
         nonfinite, crcs["hidden_states"] = _scan(layers, hidden_dtype, copy)
@@ -248,7 +287,7 @@ def pack_record(
         *((key, True) for key in record.strings),
     ):
         present |= bits[name] if here else 0
-    # While the trace waits it holds what is stored of it, not what that was made from.
+    # A trace that waits for its turn must not keep the source's arrays alive.
     record.hidden = record.attention = record.edges = record.last_token = None
     extras, record.extras = extras_json(record.extras), {}
     return PackedTrace(
@@ -270,3 +309,24 @@ def pack_record(
         hidden_dtype=hidden_dtype,
         attention_dtype=attention_dtype,
     )
+
+
+def fit_attributes(attributes: schema.Attributes, trace: PackedTrace) -> schema.Attributes:
+    """Return the attributes of a store after the trace is added to it.
+
+    Raises
+    ------
+    InvalidInputError
+        If the trace has another size, dtype or kind of attention than the store.
+    """
+    values: dict[str, Any] = {}
+    for name in ("num_layers", "hidden_dim", "num_heads", "hidden_dtype", "attention_dtype"):
+        found, stored = getattr(trace, name), getattr(attributes, name)
+        if found is not None and stored is not None and found != stored:
+            raise field_error(name, str(found), f"{stored} as in the rest of the store")
+        values[name] = found if stored is None else stored
+    layout, stored = schema.LAYOUT_NAMES.get(trace.layout), attributes.attention_layout
+    if layout is not None and stored is not None and (layout == "edges") != (stored == "edges"):
+        raise field_error("attention", f"{layout} attention", f"{stored} as in the rest of the store")
+    values["attention_layout"] = stored if layout is None or stored == "square" else layout
+    return replace(attributes, **values)

@@ -1,4 +1,4 @@
-"""What a writer has gathered for its next commit."""
+"""The changes that a writer has collected for its next commit."""
 
 import math
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ NAN = math.nan
 
 @dataclass
 class PendingRow:
-    """An index row on its way; values by the names of manifest.TRACE_COLUMNS."""
+    """A new row of the index; `values` has the keys of manifest.TRACE_COLUMNS."""
 
     question_id: str
     values: dict[str, int]
@@ -21,6 +21,8 @@ class PendingRow:
 
 @dataclass
 class PendingSource:
+    """A source that the next commit records."""
+
     path: str
     size: int
     fingerprint: str
@@ -30,11 +32,15 @@ class PendingSource:
 
 @dataclass
 class Pending:
-    """All that the next commit will add."""
+    """All changes of the next commit.
+
+    `keys` maps a key (question id, sample) to its position in `rows`. `patches` maps (trace, field group) to
+    new locations of committed traces, by the names of manifest.PATCH_COLUMNS. `updates` maps committed
+    traces to a new score, label and group.
+    """
 
     rows: list[PendingRow] = field(default_factory=list)
     keys: dict[tuple[str, int], int] = field(default_factory=dict)
-    # Places for committed traces, by (trace, group); values by manifest.PATCH_COLUMNS.
     patches: dict[tuple[int, int], dict[str, int]] = field(default_factory=dict)
     updates: dict[int, tuple[float, float, str | None]] = field(default_factory=dict)
     sources: list[PendingSource] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""One trace between its source and its segment: checked fields, then packed arrays."""
+"""A trace in memory: validation of its fields, and conversion of extra fields from and to JSON."""
 
 import base64
 import json
@@ -13,39 +13,45 @@ import numpy as np
 
 from tracestore.errors import CorruptStoreError, InvalidInputError
 from tracestore.store.format import schema
+from tracestore.store.read.segment import SegmentReader
 
-# JSON nodes one trace may carry in fields that have no array of their own; a
-# shared list counts every time it is reached.
+# Limits on the JSON values of a trace's extra fields, which have no array of their own. A list that is
+# referenced several times counts each time.
 MAX_EXTRA_NODES = 200_000
 MAX_EXTRA_DEPTH = 64
 
 _OWN_FIELDS = frozenset(
-    (
-        "hidden_states",
-        "attentions",
-        "tokens",
-        "tokens_decoded",
-        "question_id",
-        "question",
-        "prompt_length",
-        *schema.ANSWER_FIELDS,
-    )
+    ("hidden_states", "attentions", "tokens", "tokens_decoded", "question_id", "prompt_length", *schema.TEXT_FIELDS)
 )
 
 
 def field_error(field_name: str, found: str, expected: str) -> InvalidInputError:
-    """The error for a field that is not what the schema says."""
+    """Return the error for a field that does not conform to the schema."""
     return InvalidInputError(f"found {found}, expected {expected}", field=field_name)
 
 
 @dataclass
 class TraceRecord:
-    """A checked trace. Arrays may be views of a mapped file.
+    """A validated trace, whose arrays may be views of a mapped file.
 
-    hidden: L arrays (S, D). attention: L arrays (H, S, S). edges: L pairs of
-    source/target (2, E) and weight (E,). last_token: (L, D), where the source
-    gives it instead of hidden states. is_borrowed: its arrays may be views of buffers much
-    larger than they are, and are not to be kept for long.
+    Attributes
+    ----------
+    position : int
+        Position of the trace in its source, from 0.
+    hidden : sequence of np.ndarray or None
+        L arrays of shape ``(S, D)``.
+    attention : sequence of np.ndarray or None
+        L arrays of shape ``(H, S, S)``.
+    edges : sequence of (np.ndarray, np.ndarray) or None
+        L pairs of node indices ``(2, E)``, sources then targets, and weights ``(E,)``.
+    last_token : np.ndarray or None
+        Array of shape ``(L, D)`` if the source has it instead of hidden states.
+    strings : dict[str, str]
+        Values of schema.TEXT_FIELDS that the source has.
+    has_own_id : bool
+        Whether the source has a `question_id`; otherwise it is derived.
+    is_borrowed : bool
+        Whether arrays may be views of much larger buffers, which must not be kept alive for long.
     """
 
     question_id: str
@@ -66,6 +72,7 @@ class TraceRecord:
 
     @property
     def num_layers(self) -> int:
+        """Number of layers, L."""
         if self.hidden is not None:
             return len(self.hidden)
         assert self.last_token is not None
@@ -73,15 +80,20 @@ class TraceRecord:
 
     @property
     def hidden_dim(self) -> int:
+        """Hidden size, D."""
         return int((self.hidden[0] if self.hidden is not None else self.last_token).shape[-1])  # type: ignore[union-attr]
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens, S; 0 without hidden states of all tokens."""
         return len(self.hidden[0]) if self.hidden is not None else 0
 
 
 def as_array(value: Any) -> np.ndarray | None:
-    """A numpy array or a torch tensor as numpy (bfloat16 as schema.BFLOAT16), else None."""
+    """Return a NumPy array or torch tensor as a NumPy array, and None for other values.
+
+    bfloat16 tensors become arrays of dtype schema.BFLOAT16.
+    """
     if isinstance(value, np.ndarray):
         return value
     torch = sys.modules.get("torch")
@@ -107,7 +119,7 @@ def _layers(value: Any, name: str, ndim: int, shape_text: str) -> list[np.ndarra
     array = as_array(value)
     if array is not None and array.ndim == ndim + 1:
         if 0 in array.shape:
-            raise field_error(name, f"shape {array.shape}", f"a list of L arrays {shape_text} without a zero")
+            raise field_error(name, f"shape {array.shape}", f"a list of L non-empty arrays {shape_text}")
         value = list(array)
     if not isinstance(value, list | tuple):
         raise field_error(name, _describe(value), f"a list of L arrays {shape_text}")
@@ -118,7 +130,7 @@ def _layers(value: Any, name: str, ndim: int, shape_text: str) -> list[np.ndarra
         layer = item if type(item) is np.ndarray else as_array(item)
         if layer is None or layer.ndim != ndim:
             raise field_error(f"{name}[{k}]", _describe(item), f"an array {shape_text}")
-        # One dtype object, as a pickle makes them of all layers, is looked at once.
+        # The layers of a pickle share one dtype object, which is checked once.
         if not layers or layer.dtype is not layers[0].dtype:
             try:
                 schema.dtype_name(layer.dtype)
@@ -151,7 +163,7 @@ def _tokens(value: Any, num_tokens: int) -> np.ndarray:
         try:
             array = np.array(value, "<i8").reshape(-1)
         except OverflowError:
-            raise field_error("tokens", "an integer beyond 64 bits", "int32") from None
+            raise field_error("tokens", "an integer that exceeds 64 bits", "int32") from None
     if array.dtype.kind not in "iu" or array.ndim != 1:
         raise field_error("tokens", _describe(array), "(S,) integers")
     if len(array) != num_tokens:
@@ -162,7 +174,7 @@ def _tokens(value: Any, num_tokens: int) -> np.ndarray:
 
 
 def question_id_text(value: Any, name: str = "question_id") -> str:
-    """An id as text: a str as it is, an integer in decimal."""
+    """Return a question id as text: a str unchanged, an integer in decimal."""
     if isinstance(value, str):
         if not value:
             raise field_error(name, "an empty string", "an id")
@@ -171,8 +183,24 @@ def question_id_text(value: Any, name: str = "question_id") -> str:
 
 
 def record_from_dict(trace: Any, *, source_name: str, position: int, need_attention: bool | None = True) -> TraceRecord:
-    """Checks one dict of the pickle schema (family 1); need_attention: None takes it where it is
-    there, False leaves it out. InvalidInputError names the field."""
+    """Validate one dict of the pickle schema.
+
+    Parameters
+    ----------
+    trace : Any
+        The value found where a dict is expected.
+    source_name : str
+        Name of the source, for traces without an id.
+    position : int
+        Position of the trace in its source.
+    need_attention : bool or None
+        Whether the trace must have attention. False ignores it; None uses it if it is present.
+
+    Raises
+    ------
+    InvalidInputError
+        If a field is missing or invalid.
+    """
     if not isinstance(trace, Mapping):
         raise InvalidInputError(f"found {_describe(trace)}, expected a dict")
     for key in trace:
@@ -186,7 +214,7 @@ def record_from_dict(trace: Any, *, source_name: str, position: int, need_attent
     hidden = _layers(trace["hidden_states"], "hidden_states", 2, "(S, D)")
     num_tokens, dim = hidden[0].shape
     if num_tokens == 0 or dim == 0:
-        raise field_error("hidden_states[0]", f"shape {hidden[0].shape}", "at least one token and one column")
+        raise field_error("hidden_states[0]", f"shape {hidden[0].shape}", "at least one token and one dimension")
     for k, layer in enumerate(hidden):
         if layer.shape != (num_tokens, dim):
             raise field_error(f"hidden_states[{k}]", f"shape {layer.shape}", f"{(num_tokens, dim)} as in layer 0")
@@ -221,12 +249,12 @@ def record_from_dict(trace: Any, *, source_name: str, position: int, need_attent
     if trace.get("prompt_length") is not None:
         record.prompt_length = _integer(trace["prompt_length"], "prompt_length")
         if not 0 <= record.prompt_length <= 2**31 - 1:
-            raise field_error("prompt_length", str(record.prompt_length), "a count of tokens")
+            raise field_error("prompt_length", str(record.prompt_length), "a number of tokens below 2^31")
     record.extras = {key: value for key, value in trace.items() if key not in _OWN_FIELDS}
     if "sample" in trace:
         record.sample = _integer(record.extras.pop("sample"), "sample")
         if not 0 <= record.sample < 2**31:
-            raise field_error("sample", str(record.sample), "0 or more, below 2^31")
+            raise field_error("sample", str(record.sample), "an integer from 0 to 2^31 - 1")
     if trace.get("question_id") is not None:
         record.question_id = question_id_text(trace["question_id"])
     else:
@@ -238,15 +266,33 @@ def record_from_dict(trace: Any, *, source_name: str, position: int, need_attent
     return record
 
 
+def read_record(segment: SegmentReader, row: int) -> TraceRecord:
+    """Return the texts and scalars of a row of a segment as a record without arrays and extras."""
+    bits = segment.scalar("fields", row)
+    prompt_length = segment.scalar("prompt_length", row)
+    return TraceRecord(
+        segment.string("question_id", row),
+        sample=segment.scalar("sample", row),
+        position=segment.scalar("source_position", row),
+        tokens=segment.tokens(row) if bits & schema.FIELD_BITS["tokens"] else None,
+        tokens_decoded=segment.tokens_decoded(row) if bits & schema.FIELD_BITS["tokens_decoded"] else None,
+        strings={n: segment.string(n, row) for n in schema.TEXT_FIELDS if bits & schema.FIELD_BITS[n]},
+        prompt_length=None if prompt_length < 0 else prompt_length,
+        has_own_id=bool(bits & schema.FIELD_BITS["question_id"]),
+    )
+
+
 def extras_json(extras: Mapping[str, Any]) -> str:
-    """Fields without an array of their own as JSON, keys sorted. Arrays become
-    {"$array": [dtype, shape, base64]}, NaN and infinities {"$float": text}."""
+    """Return the fields without an array of their own as JSON with sorted keys.
+
+    Arrays become ``{"$array": [dtype, shape, base64]}``, NaN and infinities ``{"$float": text}``.
+    """
     budget = [MAX_EXTRA_NODES]
 
     def plain(value: Any, name: str, depth: int) -> Any:
         budget[0] -= 1
         if budget[0] < 0 or depth > MAX_EXTRA_DEPTH:
-            raise field_error(name, "too many or too deeply nested values", f"at most {MAX_EXTRA_NODES:,} a trace")
+            raise field_error(name, "too many or too deeply nested values", f"at most {MAX_EXTRA_NODES:,} per trace")
         if isinstance(value, str):
             budget[0] -= len(value) // 64
         if value is None or isinstance(value, bool | str):
@@ -273,7 +319,7 @@ def extras_json(extras: Mapping[str, Any]) -> str:
         if isinstance(value, list | tuple):
             return [plain(v, name, depth + 1) for v in value]
         if isinstance(value, Mapping):
-            # Also a dict that would read as one of these forms.
+            # A dict with keys that look like these encodings is stored as a list of pairs.
             if not all(isinstance(k, str) and not k.startswith("$") for k in value):
                 return {"$dict": [[plain(k, name, depth + 1), plain(v, name, depth + 1)] for k, v in value.items()]}
             return {k: plain(v, name, depth + 1) for k, v in value.items()}
@@ -285,8 +331,13 @@ def extras_json(extras: Mapping[str, Any]) -> str:
 
 
 def extras_values(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """What extras_json made JSON of: arrays as arrays (bfloat16 as float32, which holds it), and
-    so on. CorruptStoreError where extras_json has not written it."""
+    """Return the values that extras_json() encoded, with bfloat16 arrays as float32.
+
+    Raises
+    ------
+    CorruptStoreError
+        If an encoded value is invalid.
+    """
 
     def value(item: Any) -> Any:
         if isinstance(item, list):
@@ -315,4 +366,4 @@ def extras_values(extras: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return {name: value(item) for name, item in extras.items()}
     except (ValueError, TypeError, RecursionError) as error:
-        raise CorruptStoreError(f"extras that cannot be read: {error}") from None
+        raise CorruptStoreError(f"invalid extras: {error}") from None

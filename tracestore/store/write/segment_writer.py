@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,34 +16,38 @@ from tracestore.store.io.spool_files import SpooledRows
 from tracestore.store.write.pack import PackedTrace, num_bytes_of
 from tracestore.store.write.shard_writer import ShardWriter
 
-if TYPE_CHECKING:
-    pass
-
 
 @dataclass(frozen=True)
 class SegmentRow:
-    """Where one trace lies in its segment."""
+    """The scalars of one trace in its segment; all but `hidden_row` are arrays of schema.SEGMENT_ARRAYS."""
 
-    num_tokens: int
-    layout: int
     hidden_row: int
+    num_tokens: int
+    sample: int
+    source_position: int
+    prompt_length: int
+    attention_layout: int
     attention_start: int
     last_token_row: int
+    num_nonfinite: int
+    fields: int
+    edges_reversed: bool
 
 
 class ArrayWriter:
-    """Writes the arrays of one Zarr group, streamed or at once, and lists its files."""
+    """Writer of the arrays of one Zarr group, which collects the entries of the files in `files`."""
 
     def __init__(self, folder: Path, prefix: str) -> None:
         self.folder, self.prefix = folder, prefix
         self.files: list[FileEntry] = []
 
     def stream(self, name: str, dtype: np.dtype, columns: tuple[int, ...], codec: str, chunk_bytes: int) -> ShardWriter:
+        """Start an array whose rows have the shape `columns`."""
         path = self.folder / name / "c" / "/".join("0" * (1 + len(columns)))
         return ShardWriter(path, dtype, columns, codec, chunk_bytes)
 
     def finish(self, name: str, stream: ShardWriter, attributes: dict[str, Any] | None = None) -> None:
-        """Closes a stream and writes the array's zarr.json."""
+        """Finish an array and write its zarr.json."""
         shape = (stream.num_rows, *stream.columns)
         makedirs(self.folder / name)
         if stream.num_rows:
@@ -55,27 +59,33 @@ class ArrayWriter:
                     break
                 fsync_path(folder)
         meta = array_metadata(shape, stream.chunk_rows, stream.dtype, stream.codec, attributes or {})
-        self._file(f"{name}/zarr.json", meta)
+        self._write_file(f"{name}/zarr.json", meta)
         fsync_path(self.folder / name)
 
     def write(self, name: str, array: np.ndarray) -> None:
-        """A whole array, uncompressed."""
+        """Write a complete array without compression."""
         array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
         stream = self.stream(name, array.dtype, array.shape[1:], "none", schema.INNER_CHUNK_BYTES)
         stream.append([array])
         self.finish(name, stream)
 
-    def group(self, attributes: dict[str, Any]) -> None:
-        self._file("zarr.json", group_metadata(attributes))
+    def write_ragged(self, name: str, data: np.ndarray, offsets: np.ndarray) -> None:
+        """Write a ragged array and its offsets."""
+        self.write(name, data)
+        self.write(f"{name}_offsets", offsets)
+
+    def write_group(self, attributes: dict[str, Any]) -> None:
+        """Write the zarr.json of the group and synchronize its folder."""
+        self._write_file("zarr.json", group_metadata(attributes))
         fsync_path(self.folder)
 
-    def _file(self, name: str, data: bytes) -> None:
+    def _write_file(self, name: str, data: bytes) -> None:
         write_file(self.folder / name, data)
         self.files.append(FileEntry(f"{self.prefix}/{name}", len(data), crc32c(data)))
 
 
 class SegmentWriter:
-    """Appends packed traces to a segment under a temporary name."""
+    """Writer that appends packed traces to a segment in a temporary folder."""
 
     def __init__(self, folder: Path, number: int, attributes: schema.Attributes, codec: str) -> None:
         self.folder, self.number, self.codec = folder, number, codec
@@ -85,7 +95,6 @@ class SegmentWriter:
         self._traces: list[PackedTrace] = []
         self._streams: dict[str, ShardWriter] = {}
         self._hidden_rows = self._attention = self._edge_layers = self._last_rows = 0
-        self._edge_total = 0
         self._edge_counts: list[np.ndarray] = []
         makedirs(folder)
         self._writer = ArrayWriter(folder, paths.segment(number))
@@ -111,26 +120,28 @@ class SegmentWriter:
         return self._streams[name]
 
     def append(self, trace: PackedTrace, attributes: schema.Attributes) -> SegmentRow:
+        """Append a trace, drop its arrays and return its scalars; `attributes` replaces those of the segment."""
         self.attributes = attributes
-        dtypes = {
-            "hidden_states": attributes.hidden_dtype,
-            "last_token": attributes.hidden_dtype,
-            "attention": attributes.attention_dtype,
-            "edge_weight": attributes.attention_dtype,
-            "edge_index": None,
-        }
+        dtypes = self._dtype_names()
         assert attributes.num_layers is not None
+        record = trace.record
         row = SegmentRow(
-            num_tokens=trace.num_tokens,
-            layout=trace.layout,
             hidden_row=self._hidden_rows,
+            num_tokens=trace.num_tokens,
+            sample=record.sample,
+            source_position=record.position,
+            prompt_length=-1 if record.prompt_length is None else record.prompt_length,
+            attention_layout=trace.layout,
             attention_start=self._edge_layers if trace.layout == schema.LAYOUT_EDGES else self._attention,
             last_token_row=self._last_rows if "last_token" in trace.arrays else -1,
+            num_nonfinite=trace.num_nonfinite,
+            fields=trace.field_bits,
+            edges_reversed=trace.reversed_edges,
         )
         self.num_bytes += trace.segment_bytes
         for name, rows in trace.arrays.items():
             first = rows if isinstance(rows, SpooledRows) else rows[0]
-            stream = self._stream(name, first.dtype, first.shape, dtypes[name], num_bytes_of(rows))
+            stream = self._stream(name, first.dtype, first.shape, dtypes.get(name), num_bytes_of(rows))
             if isinstance(rows, SpooledRows):
                 stream.append_spooled(rows, trace.crcs[name])
             else:
@@ -142,30 +153,36 @@ class SegmentWriter:
         if trace.edge_counts is not None:
             self._edge_counts.append(trace.edge_counts)
             self._edge_layers += len(trace.edge_counts)
-            self._edge_total += int(trace.edge_counts.sum())
         self._last_rows += "last_token" in trace.arrays
         trace.arrays = {}
         self.rows.append(row)
         self._traces.append(trace)
         return row
 
+    def _dtype_names(self) -> dict[str, str | None]:
+        """Return the dtype names of the arrays whose dtype the attributes of the store give."""
+        hidden, attention = self.attributes.hidden_dtype, self.attributes.attention_dtype
+        return {"hidden_states": hidden, "last_token": hidden, "attention": attention, "edge_weight": attention}
+
     def flush(self) -> None:
-        """Writes what waits of the arrays that were appended: they may go then."""
+        """Write the buffered arrays of appended traces, whose memory can be released then."""
         for stream in self._streams.values():
             stream.flush()
 
     def packed(self, row: int) -> PackedTrace:
-        """A trace as it was appended, without its arrays."""
+        """Return an appended trace, without its arrays."""
         return self._traces[row]
 
     def savepoint(self) -> tuple[Any, ...]:
-        counters = (self._hidden_rows, self._attention, self._edge_layers, self._last_rows, self._edge_total)
+        """Return the state that rollback() restores."""
+        counters = (self._hidden_rows, self._attention, self._edge_layers, self._last_rows)
         streams = {name: s.savepoint() for name, s in self._streams.items()}
         return len(self.rows), self.num_bytes, counters, len(self._edge_counts), streams, self.attributes
 
-    def rollback(self, mark: tuple[Any, ...]) -> None:
-        count, self.num_bytes, counters, edges, streams, self.attributes = mark
-        self._hidden_rows, self._attention, self._edge_layers, self._last_rows, self._edge_total = counters
+    def rollback(self, savepoint: tuple[Any, ...]) -> None:
+        """Remove all traces that were appended after a savepoint."""
+        count, self.num_bytes, counters, edges, streams, self.attributes = savepoint
+        self._hidden_rows, self._attention, self._edge_layers, self._last_rows = counters
         del self.rows[count:], self._traces[count:], self._edge_counts[edges:]
         for name in list(self._streams):
             if name in streams:
@@ -177,58 +194,38 @@ class SegmentWriter:
 
     @property
     def field_names(self) -> set[str]:
-        """Which of hidden_states, last_token, attention and edges it holds."""
+        """The values of schema.STORED_FIELDS that the segment has."""
         names = {n for n in ("hidden_states", "attention", "last_token") if n in self._streams}
         return names | ({"edges"} if self._edge_layers else set())
 
     def close_fd(self) -> None:
+        """Close the file descriptors of all arrays; the next write opens them again."""
         for stream in self._streams.values():
             stream.close_fd()
 
     def finish(self) -> list[FileEntry]:
-        """Writes what is left and syncs everything; the caller renames the folder."""
-        a, writer = self.attributes, self._writer
-        extra = {"hidden_states": a.hidden_dtype, "last_token": a.hidden_dtype}
-        extra |= {"attention": a.attention_dtype, "edge_weight": a.attention_dtype}
+        """Write the remaining arrays and synchronize all files; the caller renames the folder."""
+        writer, dtypes = self._writer, self._dtype_names()
         for name, stream in sorted(self._streams.items()):
-            tag = {"tracestore": {"dtype": "bfloat16"}} if extra.get(name) == "bfloat16" else {}
+            tag = {"tracestore": {"dtype": "bfloat16"}} if dtypes.get(name) == "bfloat16" else {}
             writer.finish(name, stream, tag)
         traces, records = self._traces, [t.record for t in self._traces]
         if self._edge_counts:
             ptr = np.zeros(self._edge_layers + 1, "<i8")
             np.cumsum(np.concatenate(self._edge_counts), out=ptr[1:])
             writer.write("edge_ptr", ptr)
-        starts = [r.attention_start for r in self.rows]
-        scalars = {
-            "num_tokens": ("<i4", [r.num_tokens for r in self.rows]),
-            "sample": ("<i4", [r.sample for r in records]),
-            "source_position": ("<i4", [r.position for r in records]),
-            "prompt_length": ("<i4", [-1 if r.prompt_length is None else r.prompt_length for r in records]),
-            "attention_layout": ("|u1", [t.layout for t in traces]),
-            "attention_start": ("<i8", starts),
-            "last_token_row": ("<i4", [r.last_token_row for r in self.rows]),
-            "num_nonfinite": ("<i8", [t.num_nonfinite for t in traces]),
-            "fields": ("<u4", [t.field_bits for t in traces]),
-            "edges_reversed": ("|u1", [t.reversed_edges for t in traces]),
-        }
-        for name, (dtype, values) in scalars.items():
-            writer.write(name, np.array(values, dtype))
-        for name in schema.STRING_FIELDS:
-            if name == "question_id":
-                data, offsets = encode_strings(r.question_id for r in records)
-            elif name == "extras":
-                data, offsets = encode_strings(t.extras for t in traces)
-            else:
-                data, offsets = encode_strings(r.strings.get(name, "") for r in records)
-            writer.write(name, data)
-            writer.write(f"{name}_offsets", offsets)
+        for name, (shape, dtype) in schema.SEGMENT_ARRAYS.items():
+            if shape == schema.ROWS:
+                writer.write(name, np.array([getattr(row, name) for row in self.rows], dtype))
+        writer.write_ragged("question_id", *encode_strings(r.question_id for r in records))
+        for name in schema.TEXT_FIELDS:
+            writer.write_ragged(name, *encode_strings(r.strings.get(name, "") for r in records))
+        writer.write_ragged("extras", *encode_strings(t.extras for t in traces))
         tokens = [r.tokens if r.tokens is not None else np.zeros(0, "<i4") for r in records]
-        writer.write("tokens", np.concatenate(tokens).astype("<i4"))
-        writer.write("tokens_offsets", np.cumsum([0, *map(len, tokens)]).astype("<i8"))
+        offsets = np.cumsum([0, *map(len, tokens)]).astype("<i8")
+        writer.write_ragged("tokens", np.concatenate(tokens).astype("<i4"), offsets)
         decoded = [r.tokens_decoded or () for r in records]
-        data, offsets = encode_strings(s for d in decoded for s in d)
-        writer.write("tokens_decoded", data)
-        writer.write("tokens_decoded_offsets", offsets)
+        writer.write_ragged("tokens_decoded", *encode_strings(s for d in decoded for s in d))
         writer.write("tokens_decoded_ptr", np.cumsum([0, *map(len, decoded)]).astype("<i8"))
-        writer.group({"tracestore": {"segment": self.number, "num_traces": len(self.rows)}})
+        writer.write_group({"tracestore": {"segment": self.number, "num_traces": len(self.rows)}})
         return writer.files

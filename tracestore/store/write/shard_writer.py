@@ -1,6 +1,6 @@
-"""Writing a Zarr v3 array of one shard file.
+"""Writing of a Zarr v3 array with one shard file.
 
-The bytes of the shard are streamed here: through zarr-python a shard is held in memory twice.
+The shard is streamed to its file; zarr-python would hold it in memory twice.
 """
 
 import contextlib
@@ -18,17 +18,16 @@ from tracestore.store.format.codecs import ChunkCodec
 from tracestore.store.io.fsio import makedirs, pwritev_all, remove_tree, retry_eintr, with_filename
 from tracestore.store.io.spool_files import SpooledRows, SpoolFile
 
+# Limits on the data that waits to be written.
 _BUFFER_BYTES = 1 << 20
-
-
-_MAX_PIECES = 512  # that wait to be written
+_MAX_BUFFERS = 512
 
 
 class ShardWriter:
-    """Appends rows to a shard file; `mark` and `rollback` take appended rows back.
+    """Writer that appends rows to a shard file; rollback() removes the rows appended after a savepoint.
 
-    The file descriptor is opened when bytes are written and may be closed between
-    traces (`suspend`), so that a source split over many segments needs few.
+    The file is opened when bytes are written and may be closed between traces (close_fd()), so that a
+    source that is split over many segments needs few descriptors.
     """
 
     def __init__(self, path: Path, dtype: np.dtype, columns: tuple[int, ...], codec: str, chunk_bytes: int) -> None:
@@ -36,12 +35,12 @@ class ShardWriter:
         self.row_bytes = dtype.itemsize * int(np.prod(columns, dtype=np.int64))
         self.chunk_rows = max(1, chunk_bytes // max(1, self.row_bytes))
         self.num_bytes = 0
-        self._buffer = bytearray()  # rows of a chunk to be coded
-        self._pieces: list[memoryview] = []  # arrays to be written as they are
-        self._waiting = 0
+        self._buffer = bytearray()  # rows of an incomplete chunk, with a codec
+        self._pending: list[memoryview] = []  # buffers to be written, without a codec
+        self._pending_bytes = 0
         self._written = 0
         self._crc = 0
-        self._taken: SpoolFile | None = None  # the file that became this one's
+        self._adopted: SpoolFile | None = None  # the spool file that became this file
         self._coder = ChunkCodec(codec, dtype.itemsize) if codec != "none" else None
         self._chunks: list[tuple[int, int]] = []
         self._fd = -1
@@ -49,6 +48,7 @@ class ShardWriter:
 
     @property
     def num_rows(self) -> int:
+        """Number of rows appended so far."""
         return self.num_bytes // self.row_bytes
 
     def _open(self) -> int:
@@ -57,133 +57,152 @@ class ShardWriter:
             self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         return self._fd
 
-    def _emit(self, pieces: list[memoryview]) -> None:
+    def _write(self, buffers: list[memoryview]) -> None:
         with with_filename(self.path):
-            pwritev_all(self._open(), pieces, self._written)
-        self._written += sum(map(len, pieces))
+            pwritev_all(self._open(), buffers, self._written)
+        self._written += sum(map(len, buffers))
 
-    def _emit_own(self, data: Any) -> None:
-        """Bytes that no caller has the checksum of."""
+    def _write_with_crc(self, data: Any) -> None:
         self._crc = crc32c(data, self._crc)
-        self._emit([memoryview(data)])
+        self._write([memoryview(data)])
 
-    def _emit_chunk(self, data: Any) -> None:
+    def _write_chunk(self, data: Any) -> None:
         assert self._coder is not None
         encoded = self._coder.encode(data)
         self._chunks.append((self._written, len(encoded)))
-        self._emit_own(encoded)
+        self._write_with_crc(encoded)
 
     def append(self, arrays: Sequence[np.ndarray], crc: int | None = None) -> None:
-        """Adds rows, of which `crc` is the crc32c where the caller has it. The arrays must
-        not change before the next flush, mark or finish."""
-        pieces = [a.reshape(-1).view("u1").data for a in arrays if a.size]
-        num_bytes = sum(map(len, pieces))
+        """Append rows.
+
+        Parameters
+        ----------
+        arrays : sequence of np.ndarray
+            Consecutive rows. They must not change before the next flush(), savepoint() or finish().
+        crc : int, optional
+            CRC-32C of the rows, if the caller has it.
+        """
+        buffers = [a.reshape(-1).view("u1").data for a in arrays if a.size]
+        num_bytes = sum(map(len, buffers))
         self.num_bytes += num_bytes
         if self._coder is None:
             if crc is None:
-                for piece in pieces:
-                    self._crc = crc32c(piece, self._crc)
+                for buffer in buffers:
+                    self._crc = crc32c(buffer, self._crc)
             else:
                 self._crc = crc32c_combine(self._crc, crc, num_bytes)
-        for piece in pieces:
+        for buffer in buffers:
             if self._coder is None:
-                self._pieces.append(piece)
-                self._waiting += len(piece)
-                if self._waiting >= _BUFFER_BYTES or len(self._pieces) >= _MAX_PIECES:
+                self._pending.append(buffer)
+                self._pending_bytes += len(buffer)
+                if self._pending_bytes >= _BUFFER_BYTES or len(self._pending) >= _MAX_BUFFERS:
                     self.flush()
             else:
-                self._buffer += piece
+                self._buffer += buffer
                 if len(self._buffer) >= self.chunk_rows * self.row_bytes:
                     self.flush()
 
     def append_spooled(self, rows: SpooledRows, crc: int) -> None:
-        """As append, of rows that lie in a file. It becomes this one's if it begins with the first rows of all;
-        then nothing is to be written of it, as long as none of its rows is left out. From there
-        on its rows move towards its beginning, never over rows that are still to come."""
+        """Append rows that are in a spool file.
+
+        If the array is still empty and the rows are the first of the spool file, that file becomes the
+        shard file, and nothing is written as long as all its rows are appended in order. After a row was
+        left out, the following rows are copied towards the start of the file, which never overwrites
+        rows that are still to be read.
+        """
         assert self._coder is None
         if not rows.nbytes:
             return
         self.flush()
         if self._written == rows.begin == 0 and not rows.file.is_moved:
             self.close_fd()
-            with contextlib.suppress(OSError):  # it may lie on another file system
-                self._fd, self._taken = rows.file.move_to(self.path), rows.file
+            with contextlib.suppress(OSError):  # The spool file may be on another file system.
+                self._fd, self._adopted = rows.file.move_to(self.path), rows.file
             rows.file.close_if_done()
-        if self._taken is rows.file and self._written == rows.begin:
+        if self._adopted is rows.file and self._written == rows.begin:
             self._crc = crc32c_combine(self._crc, crc, rows.nbytes)
             self._written += rows.nbytes
             self.num_bytes += rows.nbytes
             return
         found = 0
-        for piece in rows.chunks():
-            found = crc32c(piece, found)
-            self.append([piece])
+        for chunk in rows.chunks():
+            found = crc32c(chunk, found)
+            self.append([chunk])
             self.flush()
         if found != crc:
-            raise OSError(errno.EIO, "other bytes than were written", str(rows.file.path))
+            raise OSError(errno.EIO, "the bytes differ from those written to it", str(rows.file.path))
 
     def flush(self) -> None:
-        """Writes what waits, but for a chunk that is not full yet where chunks are coded."""
+        """Write the buffered rows, except those of an incomplete chunk if the array has a codec."""
         if self._coder is None:
-            if self._pieces:
-                self._emit(self._pieces)
-                self._pieces, self._waiting = [], 0
+            if self._pending:
+                self._write(self._pending)
+                self._pending, self._pending_bytes = [], 0
             return
         chunk_bytes = self.chunk_rows * self.row_bytes
-        whole = len(self._buffer) // chunk_bytes * chunk_bytes
-        for begin in range(0, whole, chunk_bytes):
-            self._emit_chunk(bytes(self._buffer[begin : begin + chunk_bytes]))
-        del self._buffer[:whole]
+        complete = len(self._buffer) // chunk_bytes * chunk_bytes
+        for begin in range(0, complete, chunk_bytes):
+            self._write_chunk(bytes(self._buffer[begin : begin + chunk_bytes]))
+        del self._buffer[:complete]
 
     def savepoint(self) -> tuple[Any, ...]:
+        """Return the state that rollback() restores."""
         self.flush()
         return self.num_bytes, self._written, self._crc, bytes(self._buffer), len(self._chunks)
 
-    def rollback(self, mark: tuple[Any, ...]) -> None:
-        self.num_bytes, written, self._crc, buffer, chunks = mark
+    def rollback(self, savepoint: tuple[Any, ...]) -> None:
+        """Remove all rows that were appended after a savepoint."""
+        self.num_bytes, written, self._crc, buffer, chunks = savepoint
         self._buffer = bytearray(buffer)
-        self._pieces, self._waiting = [], 0
+        self._pending, self._pending_bytes = [], 0
         del self._chunks[chunks:]
-        # Also where the counters agree: a write that failed half-way has left bytes.
+        # Truncate even if the counters are equal: a write that failed may have left bytes.
         self.close_fd()
         self._written = written
         if written == 0:
-            # Not cut: its writer may still be at work on a file that was taken over.
+            # Remove, do not truncate: another thread may still append to an adopted spool file.
             remove_tree(self.path)
-            self._taken = None
+            self._adopted = None
         elif self.path.exists():
             retry_eintr(os.truncate, self.path, written)
 
     def close_fd(self) -> None:
+        """Close the file; the next write opens it again."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def finish(self) -> tuple[int, int]:
-        """Pads the last inner chunk, writes the index, syncs; -> size and crc32c of the file."""
+        """Pad the last inner chunk, write the shard index and synchronize the file.
+
+        Returns
+        -------
+        tuple[int, int]
+            Size and CRC-32C of the file.
+        """
         assert not self._finished
         self._finished = True
         self.flush()
-        if self._taken is not None:  # beyond these it has rows of traces that were left out
+        if self._adopted is not None:  # An adopted file may end with rows of traces that were left out.
             with with_filename(self.path):
                 retry_eintr(os.ftruncate, self._open(), self._written)
         if self._coder is None and self.num_rows:
-            # As many chunks as it takes, but of even size: then the last one needs padding of less than
-            # a row a chunk, not of up to a whole chunk, which was a hundredth of real stores.
+            # Use chunks of equal size, so that the padding is less than one row per chunk. Padding of up to
+            # a whole chunk made up one percent of real stores.
             self.chunk_rows = -(-self.num_rows // -(-self.num_rows // self.chunk_rows))
         elif not self._chunks:
-            # One short inner chunk is stored at its own size.
+            # A single short chunk is stored without padding.
             self.chunk_rows = min(self.chunk_rows, self.num_rows)
         chunk_bytes = self.chunk_rows * self.row_bytes
         padding = -self.num_bytes % chunk_bytes
         if self._coder is None:
-            self._emit_own(bytes(padding))
+            self._write_with_crc(bytes(padding))
             count = (self.num_bytes + padding) // chunk_bytes
             self._chunks = [(k * chunk_bytes, chunk_bytes) for k in range(count)]
         elif self._buffer:
-            self._emit_chunk(bytes(self._buffer) + bytes(padding))
+            self._write_chunk(bytes(self._buffer) + bytes(padding))
         index = b"".join(struct.pack("<QQ", *c) for c in self._chunks)
-        self._emit_own(index + struct.pack("<I", crc32c(index)))
+        self._write_with_crc(index + struct.pack("<I", crc32c(index)))
         fd = self._open()
         with with_filename(self.path):
             os.fchmod(fd, 0o444)

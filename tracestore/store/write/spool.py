@@ -1,8 +1,7 @@
-"""Packed traces in a file, on their way from one machine to the writer on another.
+"""Files of packed traces, which carry traces from one machine to the writer on another.
 
-Every trace is a length, a JSON header and its arrays as they lie in memory. What is read
-was written by a process of the same user, in the folder of the store; a header that is
-not whole is damage all the same.
+Each trace is stored as a length, a JSON header and the bytes of its arrays. The files are written by
+processes of the same user in the folder of the store; a truncated file is reported as damaged.
 """
 
 import json
@@ -21,7 +20,7 @@ from tracestore.store.io.fsio import pwritev_all, with_filename
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.record import TraceRecord
 
-_LENGTH = struct.Struct("<QQ")  # of the header, of the arrays
+_LENGTH = struct.Struct("<QQ")  # sizes of the header and of the arrays
 _RECORD_VALUES = (
     "question_id",
     "sample",
@@ -35,12 +34,12 @@ _RECORD_VALUES = (
 _TRACE_VALUES = tuple(f.name for f in fields(PackedTrace) if f.name not in ("record", "arrays", "edge_counts"))
 
 
-def _plain(array: np.ndarray) -> memoryview:
+def _bytes_of(array: np.ndarray) -> memoryview:
     return np.ascontiguousarray(array).reshape(-1).view("u1").data
 
 
 def write_spool(path: Path, traces: Iterable[PackedTrace]) -> int:
-    """A new file with these traces; -> how many."""
+    """Create a file with the given traces and return their number."""
     count = position = 0
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
@@ -63,7 +62,7 @@ def write_spool(path: Path, traces: Iterable[PackedTrace]) -> int:
                 ).encode()
                 num_bytes = sum(a.nbytes for _, a in arrays)
                 pieces = [memoryview(_LENGTH.pack(len(header), num_bytes) + header)]
-                pieces += [_plain(a) for _, a in arrays if a.nbytes]
+                pieces += [_bytes_of(a) for _, a in arrays if a.nbytes]
                 pwritev_all(fd, pieces, position)
                 position += sum(map(len, pieces))
                 count += 1
@@ -73,7 +72,7 @@ def write_spool(path: Path, traces: Iterable[PackedTrace]) -> int:
 
 
 def read_spool(path: Path) -> Iterator[PackedTrace]:
-    """The traces of a file; their arrays are views of it. CorruptStoreError where it is not whole."""
+    """Yield the traces of a file, whose arrays are views of it; raise CorruptStoreError if it is truncated."""
     try:
         view = memoryview(MappedFile(path))
     except OSError as error:
@@ -93,17 +92,17 @@ def read_spool(path: Path) -> Iterator[PackedTrace]:
 
 def _trace(header: dict[str, Any], data: memoryview) -> PackedTrace:
     arrays: dict[str, list[np.ndarray]] = {name: [] for name in header["names"]}
-    beside: dict[str, np.ndarray] = {}
+    others: dict[str, np.ndarray] = {}
     begin = 0
     for name, dtype, shape in header["arrays"]:
         count = int(np.prod(shape, dtype=np.int64))
-        # Also where it is empty: a trace of no edges has its arrays.
+        # A trace without edges has empty arrays.
         array = np.frombuffer(data, dtype, count, begin) if count else np.empty(0, dtype)
         begin += array.nbytes
         array = array.reshape(shape)
         if name in arrays:
             arrays[name].append(array)
         else:
-            beside[name] = array
-    record = TraceRecord(**header["record"], tokens=beside.get("tokens"))
-    return PackedTrace(record=record, arrays=arrays, edge_counts=beside.get("edge_counts"), **header["trace"])
+            others[name] = array
+    record = TraceRecord(**header["record"], tokens=others.get("tokens"))
+    return PackedTrace(record=record, arrays=arrays, edge_counts=others.get("edge_counts"), **header["trace"])
