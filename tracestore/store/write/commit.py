@@ -1,4 +1,4 @@
-"""The commit protocol (docs/format.md, "Commit"): one generation to the next."""
+"""The commit protocol, which leads from one generation to the next (docs/format.md, "Commit")."""
 
 import contextlib
 import os
@@ -25,12 +25,12 @@ from tracestore.store.write.pending import Pending
 
 
 def root_metadata(attributes: schema.Attributes) -> bytes:
-    """The bytes of the store's root zarr.json."""
+    """Return the bytes of the store's root zarr.json."""
     return group_metadata({"tracestore": attributes.to_json()})
 
 
 def write_root(store: Path, attributes: schema.Attributes) -> None:
-    """Has the root zarr.json say so."""
+    """Write the root zarr.json unless it has these attributes already."""
     root, expected = store / "zarr.json", root_metadata(attributes)
     try:
         if root.read_bytes() == expected:
@@ -40,7 +40,7 @@ def write_root(store: Path, attributes: schema.Attributes) -> None:
     fsio.replace_file(root, expected)
 
 
-def commit(store: Path, index: StoreIndex, attributes: schema.Attributes, p: Pending) -> mf.Manifest:
+def commit(store: Path, index: StoreIndex, attributes: schema.Attributes, pending: Pending) -> mf.Manifest:
     """Makes `p` durable as the next generation. Until the manifest is in place, readers
     and the next writer see the old one; what an exception leaves is for remove_unreferenced()."""
     old = index.manifest
@@ -51,21 +51,21 @@ def commit(store: Path, index: StoreIndex, attributes: schema.Attributes, p: Pen
         fsio.fsync_path(store)
         with contextlib.suppress(PermissionError):
             fsio.fsync_path(store.parent)
-    p.segments = [s for s in p.segments if len(s)]
+    pending.segments = [s for s in pending.segments if len(s)]
     files: list[tuple[int, FileEntry]] = []
-    for segment in p.segments:
+    for segment in pending.segments:
         files += [(segment.number, entry) for entry in segment.finish()]
         fsio.retry_eintr(os.rename, segment.folder, store / paths.segment(segment.number))
-    if p.segments:
+    if pending.segments:
         fsio.fsync_path(store / "segments")
-    parts, part_bytes = _write_index(store, index, p, files)
-    columns, num_scored, num_labelled = _write_columns(store, old, p)
+    parts, part_bytes = _write_index(store, index, pending, files)
+    columns, num_scored, num_labelled = _write_columns(store, old, pending)
     added = sum(f.size for _, f in files) + part_bytes
     added += sum(f.size for r in columns if r not in old.columns for f in r.files)
     removed = sum(r.size for r in old.parts if r not in parts)
     removed += sum(f.size for r in old.columns if r not in columns for f in r.files)
-    tokens = sum(r.values["num_tokens"] for r in p.rows if r.values["graph_segment"] >= 0)
-    for (trace, group), patch in p.patches.items():
+    tokens = sum(r.values["num_tokens"] for r in pending.rows if r.values["graph_segment"] >= 0)
+    for (trace, group), patch in pending.patches.items():
         if group == mf.GROUP_GRAPH:
             before = index.row(trace)
             tokens += patch["patch_num_tokens"] - (before.num_tokens if before.graph_segment >= 0 else 0)
@@ -74,16 +74,16 @@ def commit(store: Path, index: StoreIndex, attributes: schema.Attributes, p: Pen
         attributes=attributes,
         parts=parts,
         columns=columns,
-        num_traces=old.num_traces + len(p.rows),
+        num_traces=old.num_traces + len(pending.rows),
         num_tokens=old.num_tokens + tokens,
         num_scored=num_scored,
         num_labelled=num_labelled,
         num_bytes=old.num_bytes + added - removed,
-        fields=tuple(sorted(set(old.fields).union(*(s.field_names for s in p.segments)))),
+        fields=tuple(sorted(set(old.fields).union(*(s.field_names for s in pending.segments)))),
     )
     if old.generation == 0:
         write_root(store, attributes)
-    # Should the manifest be damaged one day, nothing that it names is lost.
+    # The copy allows `verify --repair` to restore a damaged manifest.
     copy = store / paths.manifest_copy(new.generation)
     fsio.write_file(copy, new.to_bytes())
     fsio.fsync_path(copy.parent)
@@ -93,35 +93,35 @@ def commit(store: Path, index: StoreIndex, attributes: schema.Attributes, p: Pen
 
 
 def _write_index(
-    store: Path, index: StoreIndex, p: Pending, files: list[tuple[int, FileEntry]]
+    store: Path, index: StoreIndex, pending: Pending, files: list[tuple[int, FileEntry]]
 ) -> tuple[tuple[mf.PartRef, ...], int]:
-    """The index part of the next generation. -> all parts, bytes written."""
+    """Write the index part of the next generation; return the references to all parts and the bytes written."""
     old, generation = index.manifest, index.manifest.generation + 1
     arrays = mf.empty_columns()
     for name, dtype in mf.TRACE_COLUMNS.items():
-        arrays[name] = np.array([r.values[name] for r in p.rows], dtype)
-    patches = [p.patches[place] for place in sorted(p.patches)]
+        arrays[name] = np.array([r.values[name] for r in pending.rows], dtype)
+    patches = [pending.patches[place] for place in sorted(pending.patches)]
     for name, dtype in mf.PATCH_COLUMNS.items():
         arrays[name] = np.array([q[name] for q in patches], dtype)
     arrays["file_segment"] = np.array([n for n, _ in files], "<i4")
     arrays["file_size"] = np.array([f.size for _, f in files], "<i8")
     arrays["file_crc32c"] = np.array([f.crc32c for _, f in files], "<u4")
-    arrays["segment_traces"] = np.array([len(s) for s in p.segments], "<i4")
-    arrays["segment_tokens"] = np.array([sum(r.num_tokens for r in s.rows) for s in p.segments], "<i8")
+    arrays["segment_traces"] = np.array([len(s) for s in pending.segments], "<i4")
+    arrays["segment_tokens"] = np.array([sum(r.num_tokens for r in s.rows) for s in pending.segments], "<i8")
     for name, attribute in (("size", "size"), ("traces", "num_traces"), ("skipped", "num_skipped")):
-        arrays[f"source_{name}"] = np.array([getattr(s, attribute) for s in p.sources], "<i8")
+        arrays[f"source_{name}"] = np.array([getattr(s, attribute) for s in pending.sources], "<i8")
     texts = {
-        "id": [r.question_id for r in p.rows],
+        "id": [r.question_id for r in pending.rows],
         "file_path": [f.path for _, f in files],
-        "source_path": [s.path for s in p.sources],
-        "source_fingerprint": [s.fingerprint for s in p.sources],
+        "source_path": [s.path for s in pending.sources],
+        "source_fingerprint": [s.fingerprint for s in pending.sources],
     }
     for name, strings in texts.items():
         arrays[name], arrays[f"{name}_offsets"] = encode_strings(strings)
     parts = list(old.parts)
     first = {"trace": old.num_traces, "segment": old.num_segments, "source": old.num_sources}
-    count = {"trace": len(p.rows), "segment": len(p.segments), "source": len(p.sources)}
-    # A binary counter: equal sizes carry, so each trace is rewritten O(log N) times.
+    count = {"trace": len(pending.rows), "segment": len(pending.segments), "source": len(pending.sources)}
+    # Merge parts of similar size, like the carries of a binary counter: each trace is rewritten O(log N) times.
     while parts and parts[-1].num_traces + parts[-1].num_sources <= count["trace"] + count["source"]:
         last = parts.pop()
         first = {"trace": last.first_trace, "segment": last.first_segment, "source": last.first_source}
@@ -144,19 +144,20 @@ def _write_index(
     return (*parts, ref), len(data)
 
 
-def _write_columns(store: Path, old: mf.Manifest, p: Pending) -> tuple[tuple[mf.ColumnsRef, ...], int, int]:
-    """The columns of the next generation. -> all groups, traces with a score, with a label."""
+def _write_columns(store: Path, old: mf.Manifest, pending: Pending) -> tuple[tuple[mf.ColumnsRef, ...], int, int]:
+    """Write the columns of the next generation; return all references and the numbers of scores and labels."""
     refs = list(old.columns)
-    new = Columns.from_values([r.score for r in p.rows], [r.label for r in p.rows], [r.group for r in p.rows])
-    first, pieces = old.num_traces, [new]
-    while refs and (p.updates or refs[-1].num_traces <= sum(map(len, pieces))):
+    new = Columns.from_values(
+        [r.score for r in pending.rows], [r.label for r in pending.rows], [r.group for r in pending.rows]
+    )
+    first, parts = old.num_traces, [new]
+    while refs and (pending.updates or refs[-1].num_traces <= sum(map(len, parts))):
         last = refs.pop()
         first = last.first_trace
-        pieces.insert(0, read_columns(LocalFiles(store), last))
-    joined = join_columns(pieces)
-    if p.updates:
-        joined = joined.with_values(p.updates)
-    if p.updates:
+        parts.insert(0, read_columns(LocalFiles(store), last))
+    joined = join_columns(parts)
+    if pending.updates:
+        joined = joined.with_values(pending.updates)
         scored, labelled = joined.num_scored, joined.num_labelled
     else:
         scored, labelled = old.num_scored + new.num_scored, old.num_labelled + new.num_labelled
@@ -167,9 +168,12 @@ def _write_columns(store: Path, old: mf.Manifest, p: Pending) -> tuple[tuple[mf.
 
 
 def remove_unreferenced(store: Path, manifest: mf.Manifest) -> None:
-    """Removes what no kept generation names: unfinished work, and generations older than
-    the predecessor unless a reader has them pinned. The newest manifest is whole when this runs."""
-    named = {r.path for r in manifest.parts} | {r.path for r in manifest.columns}
+    """Remove all files that no kept generation references.
+
+    These are the files of unfinished commits, and those of generations before the predecessor of
+    `manifest`, the latest one, unless a reader has pinned them.
+    """
+    referenced = {r.path for r in manifest.parts} | {r.path for r in manifest.columns}
     files = LocalFiles(store)
     for generation in files.generations():
         if generation >= manifest.generation:
@@ -184,12 +188,12 @@ def remove_unreferenced(store: Path, manifest: mf.Manifest) -> None:
                 remove_own(store, path)
                 continue
         if kept is None:
-            return  # It was whole when it was pinned: what it names is not known any more.
-        named |= {r.path for r in kept.parts} | {r.path for r in kept.columns}
+            return  # A reader has pinned this generation, whose files are unknown because its manifest is damaged.
+        referenced |= {r.path for r in kept.parts} | {r.path for r in kept.columns}
     for folder in ("index", "columns"):
         for name in files.list_dir(folder):
             path = f"{folder}/{name}"
-            if path not in named and f"{path}/part" not in named:
+            if path not in referenced and f"{path}/part" not in referenced:
                 remove_own(store, path)
     for name in files.list_dir("segments"):
         unfinished = name.startswith(TEMPORARY_PREFIX)

@@ -1,4 +1,4 @@
-"""tracestore.create: appending traces from one's own code."""
+"""tracestore.create: append traces to a store from Python."""
 
 import math
 import os
@@ -12,7 +12,11 @@ from tracestore.store.write.writer import StoreWriter
 
 
 class TraceWriter:
-    """Appends dicts of the pickle schema to a store of its own; see tracestore.create."""
+    """Writer that appends traces to a store; tracestore.create() returns it.
+
+    Use it as a context manager: leaving the block commits, also after an exception, because the traces
+    appended before it are complete.
+    """
 
     def __init__(self, writer: StoreWriter, score_direction: str = labels.CORRECT) -> None:
         self._writer, self._score_direction = writer, score_direction
@@ -27,8 +31,28 @@ class TraceWriter:
         label: float | None = None,
         group: str = "",
     ) -> None:
-        """Adds one trace (numpy arrays or torch tensors). InvalidInputError where it
-        is not of the schema; what was appended before stays."""
+        """Append one trace.
+
+        Parameters
+        ----------
+        trace : Mapping[str, Any]
+            Fields of the pickle schema: `hidden_states`, L arrays of shape ``(S, D)``; `attentions`, L
+            arrays of shape ``(H, S, S)``; `tokens`, ``(S,)`` integers; optionally `question_id`, `sample`,
+            `tokens_decoded`, `question`, answers, `prompt_length` and extra fields. Arrays are NumPy
+            arrays or torch tensors.
+        score : float, optional
+            Score of the answer.
+        label : float, optional
+            1 for a hallucinated answer, 0 for a correct one.
+        group : str
+            Group for splits; traces of one group belong to the same split.
+
+        Raises
+        ------
+        InvalidInputError
+            If the trace does not conform to the schema or does not fit the store. Traces that were
+            appended before are kept.
+        """
         writer = self._writer
         start = writer.manifest.num_traces + writer.num_pending
         name = f"append-{start:010d}"
@@ -47,17 +71,17 @@ class TraceWriter:
         writer.end_source()
 
     def flush(self) -> None:
-        """Commits what was appended so far."""
+        """Commit the traces appended so far."""
         self._writer.commit()
 
     def close(self) -> None:
-        """Commits and releases the store; with overwrite=True it takes the place of the old one."""
-        self._close(is_done=True)
+        """Commit and release the store; with ``overwrite=True`` also replace the existing store."""
+        self._close(can_replace=True)
 
-    def _close(self, *, is_done: bool) -> None:
+    def _close(self, *, can_replace: bool) -> None:
         try:
             self._writer.commit()
-            if is_done:
+            if can_replace:
                 self._writer.replace_existing()
         finally:
             self._writer.close()
@@ -66,9 +90,8 @@ class TraceWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # Also after an exception: the traces appended before it are whole. They do not replace a
-        # store that is.
-        self._close(is_done=kind is None)
+        # After an exception the appended traces are committed, but they do not replace an existing store.
+        self._close(can_replace=kind is None)
 
 
 def create(
@@ -81,14 +104,41 @@ def create(
     append: bool = False,
     score_direction: str = labels.CORRECT,
 ) -> TraceWriter:
-    """A new store to append traces to, one dict of the pickle schema at a time.
+    """Create a store, or open one with ``append=True``, and return a writer for it.
 
-    attention: "mean" stores the mean over the heads, "heads" every head, "none"
-    nothing. dtype: "float16", or "keep" for the source's own. codec: "none",
-    "blosc-zstd", "blosc-lz4" or "zstd". append=True continues an existing store. score_direction:
-    what a high score says of an answer, "correct" or "hallucination".
-    Raises UsageError where the path cannot be used, StoreLockedError where
-    another writer holds it. Use as a context manager: leaving it commits.
+    Parameters
+    ----------
+    path : str or os.PathLike
+        Path or URL of the store.
+    attention : {"mean", "heads", "none"}
+        Whether to store the attention averaged over the heads, of every head, or not at all.
+    dtype : {"float16", "keep"}
+        Dtype of the stored arrays; "keep" keeps that of the source.
+    codec : {"none", "blosc-zstd", "blosc-lz4", "zstd"}
+        Compression of the large arrays.
+    overwrite : bool
+        Replace an existing store when the writer is closed without an exception.
+    append : bool
+        Append to the store if it exists.
+    score_direction : {"correct", "hallucination"}
+        What a high score means.
+
+    Returns
+    -------
+    TraceWriter
+        A context manager with a method `append`.
+
+    Raises
+    ------
+    UsageError
+        If the path cannot be used or an option is invalid.
+    StoreLockedError
+        If another writer holds the store.
+
+    Examples
+    --------
+    >>> with tracestore.create("new.zarr") as writer:
+    ...     writer.append(trace, score=0.8)
     """
     for value, allowed in (
         (attention, schema.ATTENTION_MODES),
