@@ -41,13 +41,16 @@ def write_root(store: Path, attributes: schema.Attributes) -> None:
 
 
 def commit(store: Path, index: StoreIndex, attributes: schema.Attributes, pending: Pending) -> mf.Manifest:
-    """Makes `p` durable as the next generation. Until the manifest is in place, readers
-    and the next writer see the old one; what an exception leaves is for remove_unreferenced()."""
+    """Make the pending changes durable as the next generation.
+
+    Until the manifest is renamed to its path, readers and the next writer see the old generation.
+    remove_unreferenced() removes the files that an exception leaves behind.
+    """
     old = index.manifest
-    for name in ("manifest", "segments", "index", "columns"):
+    for name in paths.TOP_FOLDERS:
         fsio.makedirs(store / name)
     if old.generation == 0:
-        # Whoever made the folders may have been stopped before syncing them.
+        # An earlier writer may have created the folders and stopped before synchronizing them.
         fsio.fsync_path(store)
         with contextlib.suppress(PermissionError):
             fsio.fsync_path(store.parent)
