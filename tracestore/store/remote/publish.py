@@ -248,7 +248,10 @@ class RemotePublisher:
                 self._delete_own(f"segments/{name}")
 
     def _fetch(self, entry: FileEntry) -> None:
-        data = self._object_store.read(entry.path, entry.size)
+        try:
+            data = self._object_store.read(entry.path, entry.size)
+        except FileNotFoundError:
+            raise CorruptStoreError(f"{self.address}/{entry.path}: missing") from None
         if len(data) != entry.size or crc32c(data) != entry.crc32c:
             raise CorruptStoreError(f"{self.address}/{entry.path}: not what was committed")
         (self.folder / entry.path).parent.mkdir(parents=True, exist_ok=True)  # Other threads create it, too.
