@@ -83,7 +83,7 @@ def test_scores_of_two_directions_do_not_mix(tmp_path, source):
         command("score", tmp_path / "s.zarr", "--scores", single),
         command("convert", more, tmp_path / "s.zarr", "--scores", hallucinated),
     ):
-        assert done.returncode == 2 and done.stderr.count("\n") == 1 and "cannot be in one store" in done.stderr
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and "A store cannot hold both" in done.stderr
     assert tracestore.open(tmp_path / "s.zarr").targets().tolist() == CORRECT
     done = command("score", tmp_path / "s.zarr", "--scores", hallucinated, check=0)
     assert "3 of 4 at or above 0.5" in done.stdout
