@@ -51,7 +51,7 @@ def main() -> None:
         f"-max_total_time={seconds}",
         f"-max_len={MAX_BYTES}",
         f"-artifact_prefix={crashes}/{mode}-",
-        "-timeout=10",
+        "-timeout=60",
         "-rss_limit_mb=2048",
         "-print_final_stats=1",
         "-verbosity=" + os.environ.get("FUZZ_VERBOSITY", "0"),
