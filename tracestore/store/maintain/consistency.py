@@ -182,7 +182,7 @@ def _check_places(
     segment_column: str,
     row_column: str,
 ) -> None:
-    """What the index says of the traces that lie in a segment."""
+    """Require that the index agrees with a segment about the traces in it."""
     traces = np.flatnonzero(index.read_column(segment_column) == number)
     found = index.read_column(row_column)[traces]
     num_rows = len(rows["num_tokens"])

@@ -69,6 +69,7 @@ class LintReport:
     findings: list[LintIssue] = field(default_factory=list)
 
     def add(self, kind: str, trace: Trace | None, found: str) -> None:
+        """Count an issue, and keep the first of each kind as examples."""
         self.counts[kind] = self.counts.get(kind, 0) + 1
         if self.counts[kind] <= MAX_EXAMPLES:
             severity, advice = KINDS[kind]
@@ -77,13 +78,14 @@ class LintReport:
 
 
 def row_tolerance(num_tokens: int) -> float:
-    """How far from 1 the sum of a stored row of a softmax, or of a mean of such rows, may be.
+    """Return how far from 1 the sum of a stored row of a softmax, or of a mean of such rows, may be.
 
     The weights w of a row are not below 0 and sum to 1, so that roundings with a relative
     error of at most u change the sum by at most u, however long the row is. The coarsest that
     models give is bfloat16, u = 2**-8; the mean is stored as float16, u = 2**-11, and
     where a weight is below float16's normal range it is off by up to 2**-25 in itself.
-    Twice that allows for a softmax that was rounded before it was normalised."""
+    Twice that allows for a softmax that was rounded before it was normalised.
+    """
     return 2 * (2.0**-8 + 2.0**-11 + num_tokens * 2.0**-25)
 
 
@@ -98,14 +100,14 @@ class _Linter:
                 self.report.add(kind, trace, f"{count:,} of {array.size:,} values of {name}")
 
     def hidden(self, trace: Trace, name: str) -> None:
-        """The same among hidden states, which are counted where they lie; few have any."""
+        """Check hidden states for values that are not finite. The core counts them in the map: few traces have any."""
         dtype = self.store.hidden_dtype
         values = np.ascontiguousarray(getattr(trace, name))
         if kernels.count_nonfinite(values.reshape(-1).view("u1"), schema.dtype_code(dtype)):
             self.count(trace, name, schema.as_float32(getattr(self.store.private_trace(trace.index), name), dtype))
 
     def weights(self, trace: Trace, wide: np.ndarray) -> None:
-        """Rounding gives nothing above 1, which every dtype holds exactly."""
+        """Check that weights are between 0 and 1. Every dtype represents 1 exactly, so rounding gives nothing above it."""
         below, above = int((wide < 0).sum()), int(((wide > 1) & np.isfinite(wide)).sum())
         if below:
             self.report.add("negative_weight", trace, f"{below:,} attention weights below 0")
@@ -156,9 +158,11 @@ class _Linter:
             )
 
     def scores(self) -> None:
-        """Missing ones, and those that a question has twice, which only several samples of it
-        can: the same answer with two scores; or different answers with one score that is
-        no whole number, as when a file without samples scored all of them at once."""
+        """Check for missing scores and for scores that do not fit several samples of one question.
+
+        These are one answer with two scores, and different answers with one fractional score, as when a file without
+        samples scored all of them at once.
+        """
         store, scores = self.store, self.store.scores
         for index in np.flatnonzero(np.isnan(scores) & np.isnan(store.labels)):
             self.report.add("missing_score", store[int(index)], "neither a score nor a label")
@@ -214,8 +218,15 @@ def lint_store(
     score_threshold: float = 0.5,
     progress: Callable[[int, int], None] | None = None,
 ) -> LintReport:
-    """Looks at every value of every trace. UsageError where there is no store,
-    CorruptStoreError where a file of it is damaged."""
+    """Check every value of every trace.
+
+    Raises
+    ------
+    UsageError
+        If there is no store.
+    CorruptStoreError
+        If a file of the store is damaged.
+    """
     with open_store(path) as store:
         linter = _Linter(store)
         for index in range(len(store)):

@@ -33,7 +33,7 @@ class MergeReport:
 
 
 def _row(segment: SegmentReader, row: int, question_id: str, label: float) -> tuple[TraceRecord, int]:
-    """The texts of one row of a segment, and its field bits."""
+    """Return the texts of one row of a segment, and its field bits."""
     bits = segment.scalar("fields", row)
     record = TraceRecord(
         question_id,
@@ -55,8 +55,10 @@ def _row(segment: SegmentReader, row: int, question_id: str, label: float) -> tu
 
 
 def stored_traces(store: TraceStore, index: int) -> Iterator[PackedTrace]:
-    """Trace `index` as a writer takes it, bytes as stored: one packed trace, or two
-    where its graph and its last tokens came from two sources."""
+    """Return trace `index` packed, with its bytes as stored.
+
+    There are two packed traces if two sources added its graph and its last tokens.
+    """
     trace, attributes = store[index], store.internals.attributes
     places = trace._row
     graph = (places.graph_segment, places.graph_row)
@@ -109,11 +111,17 @@ def merge_stores(
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> MergeReport:
-    """Adds every trace of `sources`, in their order, to the store `destination`, which is
-    made where it is not there (with the options of the first). A trace that is there
-    already with the same content is a duplicate and gives its score where none was;
-    other content under one key is an InvalidInputError. Run again, it continues.
-    `progress` gets the traces done and in all."""
+    """Add every trace of `sources`, in order, to the store `destination`.
+
+    A new destination gets the options of the first source. A trace that the destination has with equal content is a
+    duplicate; it adds its score if none is stored. An interrupted merge continues when it is run again. `progress`
+    receives the number of traces done and the total.
+
+    Raises
+    ------
+    InvalidInputError
+        If two traces with one key differ in content.
+    """
     opened = [open_store(s) for s in sources]
     if not opened:
         raise UsageError("found no store to merge")
@@ -130,9 +138,17 @@ def subset_store(
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> MergeReport:
-    """The traces `indices` (int64) of the store `source`, in the order that they have there, with
-    their scores and what is known of their sources, in the store `destination`; otherwise as
-    merge_stores. IndexError where there is no such trace, UsageError where none is chosen."""
+    """Copy the traces `indices` (int64) of a store, with scores and sources, to the store `destination`.
+
+    The traces keep their order; otherwise this is merge_stores.
+
+    Raises
+    ------
+    IndexError
+        If the store lacks a trace.
+    UsageError
+        If no trace is chosen.
+    """
     store = open_store(source)
     indices = np.unique(np.asarray(indices, np.int64))
     if len(indices) == 0:
@@ -151,7 +167,7 @@ def _copy(
     overwrite: bool,
     progress: Callable[[int, int], None] | None,
 ) -> MergeReport:
-    """The `chosen` traces of each store, source by source."""
+    """Copy the `chosen` traces of each store, source by source."""
     report = MergeReport()
     for store in opened:
         if _is_same(store.path, parse_location(destination)):
@@ -228,8 +244,10 @@ def _merge_source(
 
 
 def _is_all_there_is(store: TraceStore, indices: np.ndarray) -> bool:
-    """Whether what the store has of these traces came from one source: a graph, last tokens or a
-    label may have been added by another one."""
+    """Return whether one source added everything that the store has of these traces.
+
+    Another source may have added the graph, the last tokens or the label.
+    """
     columns = {name: store.internals.index.read_column(name)[indices] for name in _PLACE_COLUMNS}
     graph, sequence = (np.stack([columns[f"{g}_{part}"] for part in ("segment", "row")]) for g in ("graph", "sequence"))
     is_one_place = (graph[0] < 0) | (sequence[0] < 0) | (graph == sequence).all(axis=0)

@@ -46,7 +46,7 @@ class _FileVerifier:
         self._done = self._total = 0
 
     def check(self, entries: Iterable[FileEntry]) -> None:
-        """Adds to the report. The largest files first, so that no thread ends alone with one."""
+        """Verify files and add the result to the report. Large files go first, which balances the threads."""
         report, chosen = self._report, sorted(entries, key=lambda e: (-e.size, e.path))
         report.num_files += len(chosen)
         report.num_bytes += sum(e.size for e in chosen)
@@ -70,8 +70,10 @@ class _FileVerifier:
         return None if self._quick or crc == entry.crc32c else "checksum mismatch"
 
     def _piece(self, entry: FileEntry, begin: int) -> int | str:
-        """The crc32c of a piece, or what is wrong. Read, not mapped: a bad sector or a
-        file that is cut short meanwhile is an error then, not a signal."""
+        """Return the crc32c of a chunk, or the problem with it.
+
+        The file is read, not mapped: a bad sector or a truncation is then an error instead of a signal.
+        """
         end = min(begin + _PIECE_BYTES, entry.size)
         try:
             fd = self._files.open(entry.path)
@@ -111,8 +113,7 @@ class _FileVerifier:
 
 
 def _pin_newest(store: Path, stack: ExitStack) -> dict[int, fsio.Pin]:
-    """Pins of the newest generation and its predecessor, so that a writer at work beside
-    takes nothing away that is being read."""
+    """Pin the newest generation and its predecessor, so that a writer removes no file that is being read."""
     for attempt in range(ATTEMPTS):
         files = LocalFiles(store)
         numbers = files.generations() if store.is_dir() else []
@@ -140,9 +141,11 @@ def verify_store(
     num_threads: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> VerifyReport:
-    """Reads every file that the newest generation and its predecessor name and compares
-    size and (unless quick) crc32c. Never changes anything; safe beside a writer.
-    `progress` gets bytes done and in all, from any thread. UsageError without a store."""
+    """Compare every file of the newest two generations with its size and, unless `quick`, its crc32c.
+
+    Nothing is changed, and a writer may work at the same time. `progress` receives the bytes done and the total, from
+    any thread. UsageError if there is no store.
+    """
     place = parse_location(store)
     if not isinstance(place, Path):
         # Imported here: what talks to other machines is an extra.
@@ -197,13 +200,13 @@ def _inconsistencies(store: Path, manifest: mf.Manifest, quick: bool) -> dict[st
 
 
 def _copy_of(store: Path, manifest: mf.Manifest) -> list[FileEntry]:
-    """The manifest's copy, which the first stores of this format do not have."""
+    """Return the entry of the manifest's copy, if the store has one."""
     copy, data = paths.manifest_copy(manifest.generation), manifest.to_bytes()
     return [FileEntry(copy, len(data), crc32c(data))] if os.path.lexists(store / copy) else []
 
 
 def _restore(store: Path, number: int) -> bool:
-    """Puts the copy of a damaged manifest in its place, if all that it names is there."""
+    """Replace a damaged manifest by its copy, if every file that the copy names exists."""
     files = LocalFiles(store)
     try:
         data = files.read_small(paths.manifest_copy(number), mf.MAX_MANIFEST_BYTES)
@@ -278,9 +281,11 @@ def _readable(store: Path, number: int) -> mf.Manifest:
 
 
 def repair_store(store: str | os.PathLike[str]) -> VerifyReport:
-    """Makes a store writable again whose newest manifest is not whole: writes it anew from
-    its copy, or, where that is no better, sets it aside, so that its predecessor is the
-    newest. Damage elsewhere is reported, not repaired."""
+    """Make a store with a damaged newest manifest writable again.
+
+    The manifest is restored from its copy. If the copy is damaged too, the manifest is renamed, so that its
+    predecessor becomes the newest. Other damage is reported, not repaired.
+    """
     path = parse_location(store)
     if not isinstance(path, Path):
         raise UsageError(f"{path}: --repair is for stores on this machine: merge what is whole into a new store")
