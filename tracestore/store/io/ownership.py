@@ -1,5 +1,6 @@
 """Detection of the files that belong to a store, so that no other file is ever overwritten or removed."""
 
+import contextlib
 import enum
 import os
 import stat
@@ -38,24 +39,32 @@ def classify_folder(store: Path) -> FolderKind:
         If it is a store that contains a symbolic link or lacks its zarr.json.
     """
     for attempt in range(_ATTEMPTS):
-        before = _list_names(store)
+        before = _entries(store)
         try:
-            return _classify(store, before)
-        except UsageError:
+            return _classify(store, None if before is None else sorted(before))
+        except (UsageError, FileNotFoundError):
             # Another writer may be creating or removing the store.
-            if before == _list_names(store):
+            if before == _entries(store):
                 raise
         time.sleep(0.001 * attempt)
-    return _classify(store, _list_names(store))
+    names = _entries(store)
+    return _classify(store, None if names is None else sorted(names))
 
 
-def _list_names(store: Path) -> list[str] | None:
+def _entries(store: Path) -> dict[str, tuple[int, int]] | None:
+    """Return inode and change time by name: a file that was removed and created again is another one."""
     try:
-        return sorted(n for n in os.listdir(store) if not _is_system_file(n))
+        names = [n for n in os.listdir(store) if not _is_system_file(n)]
     except FileNotFoundError:
         return None
     except NotADirectoryError:
         raise UsageError(f"{store}: exists and is not a folder") from None
+    found = {}
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
+            status = os.lstat(store / name)
+            found[name] = (status.st_ino, status.st_ctime_ns)
+    return found
 
 
 def _is_system_file(name: str) -> bool:
