@@ -19,9 +19,11 @@ import torch
 
 import tracestore
 from tests.helpers import ROOT, command, make_traces, run_cli
+from tests.malicious_inputs.stores import Store
 from tests.store.remote.server import free_port, wait_until_it_answers
 from tests.tiers import long
 from tracestore.errors import CorruptStoreError, RemoteError, TracestoreError, UsageError
+from tracestore.store.format.mapped_arrays import pack_arrays
 from tracestore.store.io import fsio
 from tracestore.store.maintain.verify import repair_store, verify_store
 from tracestore.store.read.internals import StoreInternals
@@ -463,6 +465,21 @@ def test_verify_reads_every_object(there, local, tmp_path):
         repair_store(there)
     with pytest.raises(UsageError, match="no such store"):
         verify_store(f"{there}-not")
+
+
+@pytest.mark.long
+def test_verify_finds_contradictions_with_valid_checksums(local, remote):
+    for name in sorted(os.listdir(local / "manifest"))[:-1]:
+        (local / "manifest" / name).unlink()  # An older generation has the part with its first checksum.
+    store = Store(local)
+    arrays = store.part(0)
+    arrays["num_tokens"][0] += 1
+    store.set_part(0, pack_arrays(arrays))
+    store.seal()
+    upload(local, remote)
+    expected = verify_store(local).damaged
+    assert any("num_tokens" in reason for reason in expected.values())
+    assert verify_store(remote).damaged == expected
 
 
 @pytest.mark.long

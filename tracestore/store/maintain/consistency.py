@@ -1,6 +1,6 @@
-"""Whether the parts of a store agree with each other: what checksums that were made anew do not tell.
+"""Check that the parts of a store agree with each other, which valid checksums do not show.
 
-Readers check what they use where they use it; here all of it is checked, for `tracestore verify`.
+Readers check the values that they use; `tracestore verify` checks all values.
 """
 
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ import numpy as np
 
 from tracestore.errors import CorruptStoreError
 from tracestore.store.format import paths, schema
+from tracestore.store.format.entries import FileEntry
 from tracestore.store.format.manifest import Manifest
 from tracestore.store.io.files import StoreFiles
 from tracestore.store.read.chunk_cache import ChunkCache
@@ -28,24 +29,72 @@ def find_inconsistencies(files: StoreFiles, manifest: Manifest) -> dict[str, str
     Returns
     -------
     dict
-        Path in the store -> what is wrong there; empty where all agrees.
+        Path in the store -> what is wrong there; empty if all parts agree.
     """
-    found: dict[str, str] = {}
-    generation = paths.manifest(manifest.generation)
-    with _noting(found, generation):
-        columns = join_columns([read_columns(files, ref) for ref in manifest.columns])
-        _check_counts(manifest, columns)
-    with _noting(found, generation):
-        index = StoreIndex(files, manifest)
-        _check_index(index, manifest)
-        for number in range(manifest.num_segments):
-            with _noting(found, paths.segment(number)):
-                _check_segment(files, index, manifest, number)
-    return found
+    checker = ConsistencyChecker(files, manifest)
+    for number in range(manifest.num_segments):
+        checker.check_segment(files, number)
+    return checker.damaged
+
+
+class ConsistencyChecker:
+    """Check of one generation: its index and columns at once, its segments one by one.
+
+    Parameters
+    ----------
+    files : StoreFiles
+        The files of the index and the columns.
+    manifest : Manifest
+
+    Attributes
+    ----------
+    damaged : dict
+        Path in the store -> what is wrong there.
+    """
+
+    def __init__(self, files: StoreFiles, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.damaged: dict[str, str] = {}
+        self._index: StoreIndex | None = None
+        self._traces: dict[str, _TracesBySegment] = {}
+        generation = paths.manifest(manifest.generation)
+        with _collecting(self.damaged, generation):
+            columns = join_columns([read_columns(files, ref) for ref in manifest.columns])
+            _check_counts(manifest, columns)
+        with _collecting(self.damaged, generation):
+            index = StoreIndex(files, manifest)
+            _check_index(index, manifest)
+            self._traces = {name: _TracesBySegment(index.read_column(name)) for name, _ in _PLACES}
+            self._index = index
+
+    def segment_files(self, number: int) -> list[FileEntry]:
+        """Return the files of a segment; none if the generation has no such segment or its index is damaged."""
+        if self._index is not None and number < self.manifest.num_segments:
+            with _collecting(self.damaged, self._index.name):
+                return list(self._index.segment_files(number))
+        return []
+
+    def check_segment(self, files: StoreFiles, number: int) -> None:
+        """Check the arrays of a segment, which `files` gives, and what the index says of its rows."""
+        if self._index is not None and number < self.manifest.num_segments:
+            with _collecting(self.damaged, paths.segment(number)):
+                _check_segment(files, self._index, self.manifest, number, self._traces)
+
+
+class _TracesBySegment:
+    """Trace numbers grouped by the segment that a column of the index gives."""
+
+    def __init__(self, segments: np.ndarray) -> None:
+        self._order = np.argsort(segments, kind="stable")
+        self._sorted = segments[self._order]
+
+    def of(self, number: int) -> np.ndarray:
+        begin, end = np.searchsorted(self._sorted, [number, number + 1])
+        return self._order[begin:end]
 
 
 @contextmanager
-def _noting(found: dict[str, str], where: str) -> Iterator[None]:
+def _collecting(found: dict[str, str], where: str) -> Iterator[None]:
     try:
         yield
     except CorruptStoreError as error:
@@ -82,7 +131,9 @@ def _check_index(index: StoreIndex, manifest: Manifest) -> None:
         _require(index.find(question_id, samples[k]) == k, index.name, f"key_table: trace {k} is not found by its id")
 
 
-def _check_segment(files: StoreFiles, index: StoreIndex, manifest: Manifest, number: int) -> None:
+def _check_segment(
+    files: StoreFiles, index: StoreIndex, manifest: Manifest, number: int, traces_by: dict[str, _TracesBySegment]
+) -> None:
     attributes, num_rows = manifest.attributes, index.segment_rows(number)
     entries = {f.path: f for f in index.segment_files(number)}
     segment = SegmentReader(files, number, entries, ChunkCache(0), attributes, num_rows)
@@ -100,7 +151,7 @@ def _check_segment(files: StoreFiles, index: StoreIndex, manifest: Manifest, num
     if segment.has("edge_ptr"):
         _check_edges(segment, attributes, rows)
     for segment_column, row_column in _PLACES:
-        _check_places(index, segment, number, rows, segment_column, row_column)
+        _check_places(index, segment, rows, traces_by[segment_column].of(number), row_column)
 
 
 def _length(segment: SegmentReader, name: str) -> int:
@@ -175,15 +226,9 @@ def _check_edges(segment: SegmentReader, attributes: schema.Attributes, rows: di
 
 
 def _check_places(
-    index: StoreIndex,
-    segment: SegmentReader,
-    number: int,
-    rows: dict[str, np.ndarray],
-    segment_column: str,
-    row_column: str,
+    index: StoreIndex, segment: SegmentReader, rows: dict[str, np.ndarray], traces: np.ndarray, row_column: str
 ) -> None:
     """Require that the index agrees with a segment about the traces in it."""
-    traces = np.flatnonzero(index.read_column(segment_column) == number)
     found = index.read_column(row_column)[traces]
     num_rows = len(rows["num_tokens"])
     _require(bool((found < num_rows).all()), index.name, f"{row_column}: beyond the rows of {segment.name}")

@@ -1,16 +1,22 @@
 """Checking every object of a remote store against its manifest."""
 
+import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import IO, Any
 
 from tracestore._core.kernels import crc32c
+from tracestore._core.mapping import MappedFile
 from tracestore.errors import CorruptStoreError, UsageError
 from tracestore.store.format import manifest as mf
 from tracestore.store.format import paths
 from tracestore.store.format.entries import FileEntry
+from tracestore.store.io import fsio
 from tracestore.store.io.files import RemoteURL
+from tracestore.store.maintain.consistency import ConsistencyChecker
 from tracestore.store.maintain.verify_report import VerifyReport
 from tracestore.store.read.index import StoreIndex
 from tracestore.store.remote.files import RemoteFiles, cache_of_environment, list_generations
@@ -18,12 +24,39 @@ from tracestore.store.remote.object_store import ObjectStore
 from tracestore.store.write.commit import root_metadata
 
 _REQUESTS = 8
-# How often the store is looked at anew where a writer is at work on it.
+# How often the store is read again while a writer changes it.
 _ATTEMPTS = 5
 
 
+class _DownloadedFiles:
+    """Objects in unnamed files of a folder, of which nothing remains when the process ends: see StoreFiles."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, IO[bytes]] = {}
+
+    def create(self, path: str) -> IO[bytes]:
+        """Return an empty file for an object."""
+        file = self._files[path] = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115 - see clear
+        return file
+
+    def read(self, entry: FileEntry) -> bytes:
+        """See StoreFiles."""
+        return os.pread(self._files[entry.path].fileno(), entry.size, 0)
+
+    def map(self, entry: FileEntry) -> MappedFile:
+        """See StoreFiles."""
+        return MappedFile(self._folder, entry.size, entry.path, self._files[entry.path].fileno())
+
+    def clear(self) -> None:
+        """Give the disk space back. Maps that are open stay valid."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+
 class _ObjectVerifier:
-    """Compares objects with what was committed, several at a time."""
+    """Compares objects with the sizes and checksums that were committed, several at a time."""
 
     def __init__(
         self, object_store: ObjectStore, report: VerifyReport, quick: bool, progress: Callable[[int, int], None] | None
@@ -32,24 +65,36 @@ class _ObjectVerifier:
         self._lock = threading.Lock()
         self._done = 0
 
-    def check(self, entries: Iterable[FileEntry]) -> None:
+    def announce(self, entries: Iterable[FileEntry]) -> None:
+        """Add objects that will be checked to the totals of the report."""
+        for entry in entries:
+            self._report.num_files += 1
+            self._report.num_bytes += entry.size
+
+    def check(self, entries: Iterable[FileEntry], keep: _DownloadedFiles | None = None) -> None:
+        """Check announced objects; `keep` receives their bytes."""
         chosen = sorted(entries, key=lambda e: (-e.size, e.path))
-        self._report.num_files += len(chosen)
-        self._report.num_bytes += sum(e.size for e in chosen)
         with ThreadPoolExecutor(_REQUESTS) as pool:
-            for entry, problem in zip(chosen, pool.map(self._problem, chosen), strict=True):
+            for entry, problem in zip(chosen, pool.map(lambda e: self._problem(e, keep), chosen), strict=True):
                 if problem is not None:
                     self._report.damaged[entry.path] = problem
 
-    def _problem(self, entry: FileEntry) -> str | None:
+    def _problem(self, entry: FileEntry, keep: _DownloadedFiles | None) -> str | None:
         if self._quick:
             size = self._object_store.size(entry.path)
             self._tell(entry.size)
             if size is None:
                 return "missing"
             return None if size == entry.size else f"{size} bytes where {entry.size} were committed"
+        file = keep.create(entry.path) if keep is not None else None
+
+        def take(piece: Any, offset: int) -> None:
+            if file is not None:
+                fsio.pwritev_all(file.fileno(), [memoryview(piece)], offset)
+            self._tell(len(piece))
+
         try:
-            crc = self._object_store.stream(entry.path, entry.size, lambda piece, offset: self._tell(len(piece)))
+            crc = self._object_store.stream(entry.path, entry.size, take)
         except FileNotFoundError:
             return "missing"
         except CorruptStoreError as error:
@@ -64,14 +109,18 @@ class _ObjectVerifier:
 
 
 def verify_remote(address: RemoteURL, *, quick: bool, progress: Callable[[int, int], None] | None) -> VerifyReport:
-    """As verify_store. Nothing of it is taken from the cache, but the list of files."""
+    """Check the objects of a remote store: see verify_store.
+
+    Each object is downloaded once, also if the disk cache has a copy of it. The segment that is being checked needs
+    space in the cache folder.
+    """
     object_store = ObjectStore(address)
     for _ in range(_ATTEMPTS):
         numbers = list_generations(object_store)[:2]
         if not numbers:
             raise UsageError(f"{address}: no such store")
         report = _verify(object_store, numbers, quick, progress)
-        # A writer may have taken away meanwhile what was looked for.
+        # A writer may have removed the missing files meanwhile.
         if not report.damaged or list_generations(object_store)[:2] == numbers:
             break
     return report
@@ -96,15 +145,21 @@ def _verify(
         data = manifest.to_bytes()
         copy = FileEntry(paths.manifest_copy(manifest.generation), len(data), crc32c(data))
         entries[copy.path] = copy
+    checker.announce(entries.values())
     checker.check(entries.values())
     segments: dict[str, FileEntry] = {}
-    for manifest in good:
-        if not any(p.path in report.damaged for p in manifest.parts):
-            try:
-                segments |= {f.path: f for f in StoreIndex(files, manifest).files()}
-            except CorruptStoreError as error:
-                report.damaged[paths.manifest(manifest.generation)] = str(error)
-    checker.check(segments.values())
+    indexed = [m for m in good if not any(p.path in report.damaged for p in m.parts)]
+    for manifest in indexed:
+        try:
+            segments |= {f.path: f for f in StoreIndex(files, manifest).files()}
+        except CorruptStoreError as error:
+            report.damaged[paths.manifest(manifest.generation)] = str(error)
+    checker.announce(segments.values())
+    if quick or report.damaged:
+        checker.check(segments.values())
+    else:
+        with fsio.map_os_errors(files.cache.folder):
+            _check_contents(files, checker, indexed, dict(segments), report)
     _check_root(object_store, good, report)
     known = {
         *entries,
@@ -119,6 +174,30 @@ def _verify(
         found = object_store.list_recursive("")
         report.leftovers = [p for p in found if p not in known and str(Path(p).parent) not in folders]
     return report
+
+
+def _check_contents(
+    files: RemoteFiles,
+    checker: _ObjectVerifier,
+    manifests: list[mf.Manifest],
+    segments: dict[str, FileEntry],
+    report: VerifyReport,
+) -> None:
+    """Download each segment once and check its files, then its contents against every generation that has it."""
+    generations = [ConsistencyChecker(files, manifest) for manifest in manifests]
+    for number in range(max((m.num_segments for m in manifests), default=0)):
+        entries = {f.path: f for g in generations for f in g.segment_files(number)}
+        downloaded = _DownloadedFiles(files.cache.folder)
+        try:
+            checker.check((segments.pop(path) for path in entries if path in segments), downloaded)
+            if not report.damaged:
+                for generation in generations:
+                    generation.check_segment(downloaded, number)
+        finally:
+            downloaded.clear()
+    checker.check(segments.values())
+    for generation in generations:
+        report.damaged |= generation.damaged
 
 
 def _check_root(object_store: ObjectStore, good: list[mf.Manifest], report: VerifyReport) -> None:
