@@ -1,4 +1,4 @@
-"""The GINE operators compared with plain indexing in float64, and PyTorch's checks of operators."""
+"""The GINE operator compared with plain indexing in float64, and PyTorch's checks of operators."""
 
 import shutil
 from dataclasses import replace
@@ -9,7 +9,7 @@ from torch import nn
 
 from tracestore.detectors.graph import gine_op
 from tracestore.detectors.graph.gine import GINE
-from tracestore.detectors.graph.gine_op import gine_aggregate, gine_aggregate_backward, gine_linear
+from tracestore.detectors.graph.gine_op import gine_linear, gine_linear_backward
 from tracestore.detectors.graph.inputs import GraphInputs
 
 SIZES = (5, 1, 0, 7, 3)
@@ -64,6 +64,12 @@ def parameters(inputs, dtype=torch.float64):
     return [torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
 
 
+def sums(x, w, b, *edges):
+    """Return the sums (N, D): the product with the identity."""
+    dim = b.shape[-1]
+    return gine_linear(x, w, b, torch.eye(dim, dtype=w.dtype, device=w.device), w.new_zeros(dim), *edges)
+
+
 FORMS = {
     "triangles": lambda dim, dtype=torch.float64: triangles(dim, dtype, threshold=0.3),
     "top-k": lambda dim, dtype=torch.float64: triangles(dim, dtype, threshold=-torch.inf, missing=0.6),
@@ -93,7 +99,7 @@ def test_values_and_gradients(form, dim):
     w, b = parameters(inputs)
     x = inputs.x.requires_grad_()
     cotangent = torch.randn_like(x)
-    found = gine_aggregate(x, w, b, *inputs.edges())
+    found = sums(x, w, b, *inputs.edges())
     expected = plain(x, w, b, *inputs.coo())
     assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
     for mine, theirs in zip(
@@ -114,7 +120,7 @@ def test_16_bit_inputs_equal_converted_inputs(form, dtype):
     results = []
     for graphs in (inputs, wide):
         x = graphs.x.requires_grad_()
-        out = gine_aggregate(x, w, b, *graphs.edges())
+        out = sums(x, w, b, *graphs.edges())
         results.append([out, *torch.autograd.grad(out.square().sum(), (x, w, b))])
     assert results[0][0].dtype == torch.float32 and results[0][1].dtype == dtype
     assert torch.equal(results[0][1], results[1][1].to(dtype))
@@ -127,7 +133,7 @@ def test_threshold_is_compared_exactly():
     weight = torch.tensor([0.1], dtype=torch.float32)
     inputs = GraphInputs(torch.ones(1, 1), pointers([1]), weight, pointers([1]), 1, threshold=0.1)
     assert float(weight.double()) > 0.1
-    out = gine_aggregate(inputs.x, torch.ones(1, 1), torch.zeros(1), *inputs.edges())
+    out = sums(inputs.x, torch.ones(1, 1), torch.zeros(1), *inputs.edges())
     assert float(out) > 2 and inputs.coo()[0].shape[1] == 1
 
 
@@ -138,7 +144,6 @@ def test_gradcheck(form):
     matrix = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(4, dtype=torch.float64, requires_grad=True)
     x = inputs.x.requires_grad_()
-    assert torch.autograd.gradcheck(lambda *a: gine_aggregate(*a, *inputs.edges()), (x, w, b))
     assert torch.autograd.gradcheck(lambda *a: gine_linear(*a, *inputs.edges()), (x, w, b, matrix, bias))
     assert torch.autograd.gradcheck(
         lambda *a: gine_linear(inputs.x.detach(), *a, *inputs.edges()), (w, b, matrix, bias)
@@ -154,25 +159,23 @@ def test_opcheck(form, dtype):
     w, b = parameters(inputs, kind)
     x = inputs.x if dtype == torch.float16 else inputs.x.requires_grad_()
     matrix, bias = torch.randn(4, 5, dtype=kind, requires_grad=True), torch.randn(4, dtype=kind, requires_grad=True)
-    torch.library.opcheck(gine_aggregate, (x, w, b, *inputs.edges()))
     torch.library.opcheck(gine_linear, (x, w, b, matrix, bias, *inputs.edges()))
     rest = [t.detach() for t in (x, w, b)]
     for need in (True, False):
-        grad = torch.randn(x.shape, dtype=kind)
-        torch.library.opcheck(gine_aggregate_backward, (grad, *rest, *inputs.edges(), need))
-        arguments = (grad[:, :4], *rest, matrix.detach(), bias.detach(), *inputs.edges(), need)
-        torch.library.opcheck(gine_op.gine_linear_backward, arguments)
+        grad = torch.randn(x.shape, dtype=kind)[:, :4]
+        arguments = (grad, *rest, matrix.detach(), bias.detach(), *inputs.edges(), need)
+        torch.library.opcheck(gine_linear_backward, arguments)
 
 
 @pytest.mark.parametrize("form", ["triangles", "lists", "heads", "one token", "no lists"])
-def test_gine_linear_equals_the_aggregate_for_any_chunk_size(form, monkeypatch):
+def test_product_of_the_sums_for_any_chunk_size(form, monkeypatch):
     """The product is the same for the whole batch and graph by graph."""
     inputs = FORMS[form](20)
     w, b = parameters(inputs)
     first = nn.Linear(20, 6).double()
     x = inputs.x.requires_grad_()
     leaves = (x, w, b, first.weight, first.bias)
-    expected = first(gine_aggregate(x, w, b, *inputs.edges()))
+    expected = first(sums(x, w, b, *inputs.edges()))
     cotangent = torch.randn_like(expected)
     gradients = torch.autograd.grad(expected, leaves, cotangent)
     for size in (1, 6 * 20 * 8, 1 << 20):
@@ -203,7 +206,7 @@ def test_results_are_bitwise_equal_for_any_number_of_threads(form):
     before = torch.get_num_threads()
     for threads in (1, 2, 5):
         torch.set_num_threads(threads)
-        out = gine_aggregate(x, w, b, *inputs.edges())
+        out = sums(x, w, b, *inputs.edges())
         results.append([out.detach(), *torch.autograd.grad(out.square().sum(), (x, w, b))])
     torch.set_num_threads(before)
     for other in results[1:]:
@@ -251,9 +254,9 @@ def test_pointers_and_edges_out_of_bounds_are_refused(form, change):
     w, b = (p.detach() for p in parameters(inputs))
     edges = _with(inputs.edges(), **change(*inputs.edges()))
     with pytest.raises(ValueError):
-        gine_aggregate(inputs.x, w, b, *edges)
+        sums(inputs.x, w, b, *edges)
     with pytest.raises(ValueError):
-        gine_aggregate_backward(inputs.x, inputs.x, w, b, *edges, True)
+        gine_linear_backward(inputs.x, inputs.x, w, b, torch.eye(6).double(), b, *edges, True)
 
 
 def test_shapes_that_do_not_match_are_refused():
@@ -268,7 +271,7 @@ def test_shapes_that_do_not_match_are_refused():
         (inputs.x[0], w, b),
     ):
         with pytest.raises(ValueError):
-            gine_aggregate(x, left, right, *inputs.edges())
+            sums(x, left, right, *inputs.edges())
 
 
 no_cxx = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")

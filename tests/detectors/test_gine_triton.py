@@ -6,9 +6,9 @@ import sys
 import pytest
 import torch
 
-from tests.detectors.test_gine import FORMS, parameters, plain
-from tracestore.detectors.graph import gine_cpu, gine_op
-from tracestore.detectors.graph.gine_op import gine_aggregate, gine_linear
+from tests.detectors.test_gine import FORMS, parameters, plain, sums
+from tracestore.detectors.graph import gine_cpu
+from tracestore.detectors.graph.gine_op import gine_linear
 from tracestore.detectors.graph.inputs import GraphInputs
 
 pytestmark = pytest.mark.long
@@ -54,9 +54,9 @@ def run(kernels, inputs, w, b, cotangent, need_x=True):
 @pytest.mark.parametrize("form", FORMS)
 def test_interpreted_equals_the_c_core(kernels, form, dtype):
     inputs = FORMS[form](5, dtype)
-    sums = torch.float64 if dtype == torch.float64 else torch.float32
-    w, b = (p.detach() for p in parameters(inputs, sums))
-    cotangent = torch.randn(inputs.x.shape, dtype=sums)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    w, b = (p.detach() for p in parameters(inputs, wide))
+    cotangent = torch.randn(inputs.x.shape, dtype=wide)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     for need_x in (True, False):
         mine, theirs = (run(k, inputs, w, b, cotangent, need_x) for k in (kernels, gine_cpu))
@@ -121,13 +121,13 @@ def test_compiles_for_a_gpu(lists, channels, tmp_path, monkeypatch):
 def test_gpu_equals_the_formula(form, dtype):
     host = FORMS[form](150, dtype)
     inputs = host.to("cuda")
-    sums = torch.float64 if dtype == torch.float64 else torch.float32
-    w, b = (p.detach().cuda().requires_grad_() for p in parameters(inputs, sums))
-    matrix = torch.randn(7, 150, dtype=sums, device="cuda", requires_grad=True)
-    bias = torch.randn(7, dtype=sums, device="cuda", requires_grad=True)
-    x = inputs.x.to(sums).requires_grad_()
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    w, b = (p.detach().cuda().requires_grad_() for p in parameters(inputs, wide))
+    matrix = torch.randn(7, 150, dtype=wide, device="cuda", requires_grad=True)
+    bias = torch.randn(7, dtype=wide, device="cuda", requires_grad=True)
+    x = inputs.x.to(wide).requires_grad_()
     exact = plain(x, w, b, *inputs.coo())
-    summed = gine_aggregate(inputs.x, w, b, *inputs.edges())
+    summed = sums(inputs.x, w, b, *inputs.edges())
     tolerance = 1e-10 if dtype == torch.float64 else 1e-4
     assert torch.allclose(summed, exact, rtol=tolerance, atol=tolerance)
     mine = gine_linear(inputs.x, w, b, matrix, bias, *inputs.edges())
@@ -143,6 +143,5 @@ def test_gpu_opcheck():
     inputs = FORMS["triangles"](5, torch.float32).to("cuda")
     w, b = (p.detach().cuda().requires_grad_() for p in parameters(inputs, torch.float32))
     x = inputs.x.requires_grad_()
-    torch.library.opcheck(gine_aggregate, (x, w, b, *inputs.edges()))
     arguments = (x, w, b, torch.randn(4, 5, device="cuda"), torch.randn(4, device="cuda"), *inputs.edges())
-    torch.library.opcheck(gine_op.gine_linear, arguments)
+    torch.library.opcheck(gine_linear, arguments)

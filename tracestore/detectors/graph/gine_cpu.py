@@ -37,7 +37,7 @@ def _workspace(graphs: GineInputs, dtype: torch.dtype, backward: bool) -> Any:
 
 
 def aggregate(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, edges: Edges) -> None:
-    """Write the result of gine_aggregate into `out`, which has the dtype of w."""
+    """Write the sums of gine_op into `out`, which has the dtype of w."""
     graphs = _graphs(x, w, edges)
     graphs.forward(w.view(-1).numpy(), b.numpy(), out.numpy(), _workspace(graphs, out.dtype, False))
 

@@ -164,7 +164,7 @@ def _limit(x: torch.Tensor, edges: Edges) -> torch.Tensor:
 
 
 def aggregate(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, edges: Edges) -> None:
-    """Write the result of gine_aggregate into `out`, which has the dtype of w."""
+    """Write the sums of gine_op into `out`, which has the dtype of w."""
     _check(x, w, edges)
     if x.numel() == 0:
         return
