@@ -117,9 +117,12 @@ format:
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# Format, style, spelling and language.
 lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/codespell
+	$(BIN)/python build_tools/check_language.py
 
 types: install
 	$(BIN)/mypy

@@ -19,7 +19,7 @@
  * SIGBUS must not be blocked in the thread.
  *
  * The first call installs a signal handler. The handler that was installed before receives every
- * SIGBUS from elsewhere, with its own flags and mask. If another handler was installed since, the
+ * SIGBUS that no guard expects, with its own flags and mask. If another handler was installed since, the
  * next call installs this one again, in front of that one.
  *
  * @return the result of work(context), or TS_ERR_FAULT if it touched a missing page

@@ -1,4 +1,4 @@
-"""The examples in the docstrings of names that users import run as they are printed."""
+"""The examples in the docstrings of public names run and print the documented output."""
 
 import doctest
 import importlib

@@ -8,7 +8,7 @@ import pytest
 
 import tracestore
 from tests.helpers import ROOT, command, make_traces, run_cli, write_pickle, write_scores
-from tests.train.runs import FAST, ONLY, write_labelled
+from tests.train.runs import FAST, ONLY, write_labeled
 from tracestore.cli import COMMANDS
 from tracestore.extract.questions import FACTS
 
@@ -30,9 +30,9 @@ USAGE_ERRORS = {
     "subset s.zarr d.zarr": "one of the arguments --ids --split --segments is required",
     "subset s.zarr d.zarr --segments 3-1": "expected numbers as 0-9,20,29",
     "plan s.zarr --model lstm": "expected one of lstm_solo",
-    "plan s.zarr --gnn-hiden 64": "did you mean --gnn-hidden?",
+    "plan s.zarr --gnn-hiden 64": "did you mean --gnn-hidden?",  # codespell:ignore hiden
     "score s.zarr": "the following arguments are required: --scores",
-    "report s.zarr --otput x.html": "the following arguments are required: --output",
+    "report s.zarr --otput x.html": "the following arguments are required: --output",  # codespell:ignore otput
     "-- convert a b": "COMMAND",
     "": "the following arguments are required: COMMAND",
     "train --store s.zarr --eposh 3": "did you mean --epochs?",
@@ -105,7 +105,7 @@ def test_completion_script_completes_commands(shell, tmp_path):
 def test_every_command_prints_one_json_document(store_path, tiny_model, tmp_path):
     scores = write_scores(tmp_path / "scores.csv", {"q0": 0.5})
     write_pickle(tmp_path / "a.pkl", make_traces(3))
-    labeled = write_labelled(tmp_path / "labeled.zarr")
+    labeled = write_labeled(tmp_path / "labeled.zarr")
     run = ["--store", labeled, *FAST, *ONLY["lstm_solo"], "--epochs", 1, "--no-probe"]
     command("train", *run, "--output-dir", tmp_path / "other", check=0)
     usages = {

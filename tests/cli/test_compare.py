@@ -5,14 +5,14 @@ import json
 import pytest
 
 from tests.helpers import command
-from tests.train.runs import FAST, ONLY, write_labelled
+from tests.train.runs import FAST, ONLY, write_labeled
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Train into output folders: two that differ in a flag, one with another split, three with folds."""
     folder = tmp_path_factory.mktemp("compare")
-    store = write_labelled(folder / "store.zarr")
+    store = write_labeled(folder / "store.zarr")
     flags = ["--store", store, *FAST, *ONLY["lstm_solo"], "--no-probe", "--epochs", 2]
     for name, more in (
         ("plain", []),

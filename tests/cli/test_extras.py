@@ -6,7 +6,7 @@ import tomllib
 import pytest
 
 from tests.helpers import ROOT, make_trace, run_cli, write_pickle
-from tests.train.runs import FAST, write_labelled
+from tests.train.runs import FAST, write_labeled
 from tracestore.extras import EXTRAS, PACKAGES
 
 # Runs usages (arguments of `tracestore`, or Python statements) with some modules blocked, and prints the results.
@@ -45,7 +45,7 @@ def run_without(modules, usages):
 @pytest.fixture
 def usages(tmp_path):
     """Return the usages that need each extra."""
-    store = write_labelled(tmp_path / "store.zarr")
+    store = write_labeled(tmp_path / "store.zarr")
     run = ["train", "--store", store, *FAST, "--output-dir", tmp_path / "run"]
     (tmp_path / "best.pt").touch()
     write_pickle(tmp_path / "a.pkl", [make_trace(0)])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.helpers import ROOT, command, run_cli
-from tests.train.runs import FAST, ONLY, write_labelled
+from tests.train.runs import FAST, ONLY, write_labeled
 from tracestore import cli
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)
@@ -36,7 +36,7 @@ def test_command_with_argv_leaves_the_process_unchanged(folder, tmp_path, monkey
     monkeypatch.setattr(
         "tracestore.cli.commands.convert.reuse_freed_memory", lambda _: pytest.fail("changed the allocator")
     )
-    store = write_labelled(tmp_path / "labeled.zarr")
+    store = write_labeled(tmp_path / "labeled.zarr")
     train = ["train", "--store", store, *FAST, *ONLY["lstm_solo"], "--epochs", 1, "--output-dir", tmp_path / "r"]
     train[train.index("--num-threads") + 1] = torch.get_num_threads() + 1
     command("train", "--help")  # imports may change the environment once

@@ -39,7 +39,7 @@ def test_a_budget_holds_or_is_an_error(tmp_path):
     for _ in loader:
         assert loader._pool.total_bytes <= loader.memory.buffer_bytes
     held = []
-    with pytest.raises(MemoryBudgetError, match="let go of batches"):
+    with pytest.raises(MemoryBudgetError, match="release earlier batches"):
         for batch in loader:
             held.append(batch)
     assert 1 <= len(held) <= 3

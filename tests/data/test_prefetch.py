@@ -1,4 +1,4 @@
-"""What is read ahead, and what the chunk cache keeps."""
+"""Prefetching of later batches, and eviction from the chunk cache."""
 
 import numpy as np
 

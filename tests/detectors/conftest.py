@@ -1,5 +1,5 @@
 """Fixtures of the tests of detectors."""
 
-from tests.train.conftest import labelled
+from tests.train.conftest import labeled
 
-__all__ = ["labelled"]
+__all__ = ["labeled"]

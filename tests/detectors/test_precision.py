@@ -90,12 +90,12 @@ def test_tiny_cases_draw_no_random_numbers():
 
 
 @pytest.mark.parametrize("isa", [{"ONEDNN_MAX_CPU_ISA": "SSE41", "ATEN_CPU_CAPABILITY": "default"}, *long({})])
-def test_bfloat16_trains_and_scores_on_every_processor(labelled, tmp_path, monkeypatch, isa):
+def test_bfloat16_trains_and_scores_on_every_processor(labeled, tmp_path, monkeypatch, isa):
     for name, value in isa.items():
         monkeypatch.setenv(name, value)
     flags = [
         "--store",
-        labelled,
+        labeled,
         "--output-dir",
         tmp_path / "r",
         *FAST,
@@ -108,4 +108,4 @@ def test_bfloat16_trains_and_scores_on_every_processor(labelled, tmp_path, monke
     if isa:
         assert "no LSTM kernel" in done.stdout
     best = tmp_path / "r/lstm_solo/best.pt"
-    run_cli("tools/predict.py", "--checkpoint", best, "--store", labelled, "--output", tmp_path / "s.csv", check=0)
+    run_cli("tools/predict.py", "--checkpoint", best, "--store", labeled, "--output", tmp_path / "s.csv", check=0)

@@ -13,7 +13,7 @@ import torch
 from tests.experiment.quiet import SMALL, train_quietly
 from tests.helpers import command
 from tests.tiers import long
-from tests.train.runs import FAST, ONLY, outcome, write_labelled
+from tests.train.runs import FAST, ONLY, outcome, write_labeled
 from tracestore.detectors import models
 from tracestore.errors import UsageError
 from tracestore.evaluation import metrics
@@ -22,7 +22,7 @@ from tracestore.train.config import TrainConfig
 
 
 @pytest.fixture
-def train(labelled, tmp_path, monkeypatch):
+def train(labeled, tmp_path, monkeypatch):
     """Return a function that trains for two epochs and returns the outcome and the results."""
     monkeypatch.setattr(run, "write_plots", lambda *_: [])
     monkeypatch.setattr(run, "write_page", lambda *_: None)
@@ -30,7 +30,7 @@ def train(labelled, tmp_path, monkeypatch):
 
     def go(name, out, dropout=0.3, **options):
         config = TrainConfig(epochs=2, **options)
-        results = train_quietly(labelled, tmp_path / out, [name], config, SMALL | {"dropout": dropout})
+        results = train_quietly(labeled, tmp_path / out, [name], config, SMALL | {"dropout": dropout})
         return outcome(tmp_path / out), results
 
     return go
@@ -71,16 +71,16 @@ def test_bfloat16_computes_and_keeps_float32_weights(train, tmp_path):
     assert half["config"]["precision"] == "bf16"
 
 
-def test_half_precision_on_the_cpu_is_refused(labelled, tmp_path):
-    flags = ["--store", labelled, "--output-dir", tmp_path / "r", *FAST, "--precision", "fp16", "--device", "cpu"]
+def test_half_precision_on_the_cpu_is_refused(labeled, tmp_path):
+    flags = ["--store", labeled, "--output-dir", tmp_path / "r", *FAST, "--precision", "fp16", "--device", "cpu"]
     done = command("train", *flags, check=2)
     assert "bf16" in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("options", [["--edge-features", "heads", "--standardize"], *long(["--layers", "0,2"])])
-def test_heads_and_layers_in_training_planning_and_prediction(labelled, tmp_path, options):
+def test_heads_and_layers_in_training_planning_and_prediction(labeled, tmp_path, options):
     """All three commands accept the options, and refuse a store that lacks the weights or layers."""
-    heads = write_labelled(tmp_path / "heads.zarr", "heads")
+    heads = write_labeled(tmp_path / "heads.zarr", "heads")
     more = [*FAST, *options, "--batch-size", 16]
     results = tmp_path / "r"
     run = ["--store", heads, "--output-dir", results, *more, "--epochs", 2, "--no-probe"]
@@ -110,7 +110,7 @@ def test_heads_and_layers_in_training_planning_and_prediction(labelled, tmp_path
         "--checkpoint",
         results / "lstm_solo/best.pt",
         "--store",
-        labelled,
+        labeled,
         "--output",
         scores,
         check=0,
@@ -118,19 +118,19 @@ def test_heads_and_layers_in_training_planning_and_prediction(labelled, tmp_path
     bad = [*more, "--layers", "0,3"] if "--layers" in options else more
     kept = (results / "gnn_det_lstm/best.pt").read_bytes()
     for done in (
-        command("train", "--store", labelled, "--output-dir", results, *bad, check=2),
-        command("plan", labelled, *bad, check=2),
+        command("train", "--store", labeled, "--output-dir", results, *bad, check=2),
+        command("plan", labeled, *bad, check=2),
     ):
         assert (results / "gnn_det_lstm/best.pt").read_bytes() == kept
         assert done.stderr.count("\n") == 1 and ("--attention heads" in done.stderr or "some of 0 to 2" in done.stderr)
 
 
 @pytest.mark.long
-def test_tensorboard_shows_each_step_once_after_kills(driver, labelled, tmp_path):
+def test_tensorboard_shows_each_step_once_after_kills(driver, labeled, tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    flags = ["--store", labelled, *FAST, *ONLY["lstm_solo"], "--no-probe", "--epochs", 6, "--batch-size", 4]
+    flags = ["--store", labeled, *FAST, *ONLY["lstm_solo"], "--no-probe", "--epochs", 6, "--batch-size", 4]
     found = driver("killed_at_random", [*flags, "--tensorboard"], tmp_path, 2, 3)
     for attempt in range(found["compared"]):
         events = EventAccumulator(str(tmp_path / f"cut{attempt}/lstm_solo/events")).Reload()
@@ -144,10 +144,10 @@ def test_missing_tensorboard_package_is_reported(train, monkeypatch):
         train("lstm_solo", "r", tensorboard=True)
 
 
-def test_malicious_checkpoints_are_refused(labelled, tmp_path):
+def test_malicious_checkpoints_are_refused(labeled, tmp_path):
     """Impossible sizes, compression, FIFOs and tensors without data are refused with one line, at once."""
     command(
-        "train", "--store", labelled, "--output-dir", tmp_path / "r", *FAST, *ONLY["lstm_solo"], "--epochs", 1, check=0
+        "train", "--store", labeled, "--output-dir", tmp_path / "r", *FAST, *ONLY["lstm_solo"], "--epochs", 1, check=0
     )
     best = tmp_path / "r/lstm_solo/best.pt"
     saved = torch.load(best, weights_only=True)
@@ -174,12 +174,12 @@ def test_malicious_checkpoints_are_refused(labelled, tmp_path):
     os.mkfifo(paths[-1])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for path in paths:
-        done = command("predict", "--checkpoint", path, "--store", labelled, "--output", tmp_path / "p.csv")
+        done = command("predict", "--checkpoint", path, "--store", labeled, "--output", tmp_path / "p.csv")
         assert done.returncode == 2 and done.stderr.count("\n") == 1, (path, done.stderr)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
     for path in (tmp_path / "r/results.json", tmp_path / "r/split.json"):
         path.unlink()
         os.mkfifo(path)
     command("compare", tmp_path / "r", tmp_path, check=2)
-    again = ["--store", labelled, "--output-dir", tmp_path / "r", *FAST, *ONLY["lstm_solo"], "--epochs", 2, "--resume"]
+    again = ["--store", labeled, "--output-dir", tmp_path / "r", *FAST, *ONLY["lstm_solo"], "--epochs", 2, "--resume"]
     assert "not a regular file" in command("train", *again, check=2).stderr

@@ -41,26 +41,26 @@ def files(folder):
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_files_of_others_are_kept(labelled, tmp_path):
+def test_files_of_others_are_kept(labeled, tmp_path):
     """Folders of source files can have the names of detectors."""
     names = ("lstm_solo/preprocessed_0.pt", "gnn/preprocessed_0.pt", "seed-1/x/a.pt", "lstm_solo/events/events.log")
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"other")
     for options in ({}, {"seeds": 1}, {"folds": 2}):
-        train(labelled, tmp_path, **options)
-        train(labelled, tmp_path, replace(CONFIG, resume=True), **options)
+        train(labeled, tmp_path, **options)
+        train(labeled, tmp_path, replace(CONFIG, resume=True), **options)
     assert all((tmp_path / name).read_bytes() == b"other" for name in names)
 
 
-def test_a_new_run_replaces_an_earlier_one(labelled, tmp_path):
-    train(labelled, tmp_path, replace(CONFIG, seed=1), names=("lstm_solo", "gnn_det_lstm"))
-    train(labelled, tmp_path)
+def test_a_new_run_replaces_an_earlier_one(labeled, tmp_path):
+    train(labeled, tmp_path, replace(CONFIG, seed=1), names=("lstm_solo", "gnn_det_lstm"))
+    train(labeled, tmp_path)
     assert (tmp_path / "lstm_solo/last.pt").exists() and not (tmp_path / "gnn_det_lstm/last.pt").exists()
 
 
 @pytest.mark.parametrize("options", [{}, {"seeds": 2}, {"folds": 2}])
-def test_a_refused_run_leaves_an_earlier_run_unchanged(labelled, tmp_path, options):
+def test_a_refused_run_leaves_an_earlier_run_unchanged(labeled, tmp_path, options):
     out, one_class, holed = tmp_path / "r", tmp_path / "one.zarr", tmp_path / "nan.zarr"
     for path in (one_class, holed):
         with tracestore.create(path) as writer:
@@ -69,10 +69,10 @@ def test_a_refused_run_leaves_an_earlier_run_unchanged(labelled, tmp_path, optio
                 if path == holed:
                     trace["hidden_states"][0][0, 0] = np.nan
                 writer.append(trace, score=0.9 if path == one_class else k % 2)
-    train(labelled, out, **options)
+    train(labeled, out, **options)
     before = files(out)
     for store, refused in (
-        (labelled, {"memory_budget": 1 << 20}),
+        (labeled, {"memory_budget": 1 << 20}),
         (one_class, {}),
         (holed, {"names": ["gnn_det_lstm"]}),
     ):
@@ -81,14 +81,14 @@ def test_a_refused_run_leaves_an_earlier_run_unchanged(labelled, tmp_path, optio
         assert files(out) == before
 
 
-def test_one_training_at_a_time(labelled, tmp_path):
+def test_one_training_at_a_time(labeled, tmp_path):
     """The lock belongs to the process, so a second process has to meet it."""
     child, (said, say) = 0, os.pipe()
     with lock_output_dir(tmp_path):
         child = os.fork()
         if not child:
             try:
-                train(labelled, tmp_path)
+                train(labeled, tmp_path)
             except OutputDirLockedError as error:
                 os.write(say, f"{error.exit_code} {error}".encode())
             os._exit(0)
@@ -96,30 +96,30 @@ def test_one_training_at_a_time(labelled, tmp_path):
     os.close(say)
     with os.fdopen(said) as pipe:
         assert pipe.read() == f"5 {tmp_path}: another training run writes there; pass another --output-dir"
-    train(labelled, tmp_path)
+    train(labeled, tmp_path)
 
 
 @pytest.mark.parametrize(
     "text",
     ["{", "[]", "3", '{"train": []}', '{"train": 1, "val": 2, "test": 3}', '{"train": [[]], "val": [], "test": []}'],
 )
-def test_malformed_splits_are_refused(labelled, tmp_path, text):
+def test_malformed_splits_are_refused(labeled, tmp_path, text):
     for name, words, options in (("split", "the split", {}), ("folds", "the folds", {"folds": 2})):
         (tmp_path / f"{name}.json").write_text(text if name == "split" else f"[{text}, {text}]")
         with pytest.raises(UsageError, match=f"not {words}"):
-            train(labelled, tmp_path, replace(CONFIG, resume=True), **options)
+            train(labeled, tmp_path, replace(CONFIG, resume=True), **options)
 
 
-def test_history_covers_the_epochs_that_all_folds_have(labelled, tmp_path):
-    train(labelled, tmp_path, replace(CONFIG, epochs=3), folds=2)
+def test_history_covers_the_epochs_that_all_folds_have(labeled, tmp_path):
+    train(labeled, tmp_path, replace(CONFIG, epochs=3), folds=2)
     (tmp_path / "fold-1/seed-42/lstm_solo/last.pt").unlink()
-    results = train(labelled, tmp_path, replace(CONFIG, resume=True), folds=2)
+    results = train(labeled, tmp_path, replace(CONFIG, resume=True), folds=2)
     assert len(results["models"]["lstm_solo"]["history"]["train_loss"]) == 1
 
 
-def test_no_memory_to_load_a_checkpoint(labelled, tmp_path, monkeypatch):
+def test_no_memory_to_load_a_checkpoint(labeled, tmp_path, monkeypatch):
     """The checkpoint is not reported as damaged: the message names the command that continues, and the file stays."""
-    train(labelled, tmp_path)
+    train(labeled, tmp_path)
     before = files(tmp_path)
 
     def load(*_, **__):
@@ -127,24 +127,24 @@ def test_no_memory_to_load_a_checkpoint(labelled, tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch, "load", load)
     with pytest.raises(InsufficientMemoryError, match="--resume"):
-        train(labelled, tmp_path, replace(CONFIG, resume=True, epochs=2))
+        train(labeled, tmp_path, replace(CONFIG, resume=True, epochs=2))
     assert files(tmp_path)["lstm_solo/last.pt"] == before["lstm_solo/last.pt"]
 
 
-def test_no_memory_for_the_model(labelled, tmp_path, monkeypatch):
+def test_no_memory_for_the_model(labeled, tmp_path, monkeypatch):
     def forward(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     monkeypatch.setattr(trainer, "ModelRunner", forward)
     with pytest.raises(InsufficientMemoryError, match=r"free memory, then: .*--resume"):
-        train(labelled, tmp_path)
+        train(labeled, tmp_path)
     monkeypatch.undo()
-    train(labelled, tmp_path, replace(CONFIG, resume=True))
+    train(labeled, tmp_path, replace(CONFIG, resume=True))
 
 
-def test_scoring_continues_with_less_memory(labelled, tmp_path, monkeypatch):
+def test_scoring_continues_with_less_memory(labeled, tmp_path, monkeypatch):
     """In a run with workers, host memory runs out once in each batch of validation and test."""
-    expected = train(labelled, tmp_path / "whole", replace(CONFIG, batch_size=4))
+    expected = train(labeled, tmp_path / "whole", replace(CONFIG, batch_size=4))
     original, tried, shrunk = BatchFeed.batches, set(), []
 
     def batches(self):
@@ -156,15 +156,15 @@ def test_scoring_continues_with_less_memory(labelled, tmp_path, monkeypatch):
             yield batch
 
     monkeypatch.setattr(BatchFeed, "batches", batches)
-    results = train(labelled, tmp_path / "short", replace(CONFIG, batch_size=4, num_workers=1))
+    results = train(labeled, tmp_path / "short", replace(CONFIG, batch_size=4, num_workers=1))
     assert len(tried) > 1 and results["models"]["lstm_solo"]["test"] == expected["models"]["lstm_solo"]["test"]
     assert shrunk[0] == 1
     found = [outcome(tmp_path / name)["models"] for name in ("whole", "short")]
     assert found[0] == found[1]
 
 
-def test_a_killed_worker_ends_the_use_of_workers(labelled, tmp_path, monkeypatch):
-    expected = train(labelled, tmp_path / "whole", replace(CONFIG, batch_size=4))
+def test_a_killed_worker_ends_the_use_of_workers(labeled, tmp_path, monkeypatch):
+    expected = train(labeled, tmp_path / "whole", replace(CONFIG, batch_size=4))
     original, calls = BatchFeed.batches, []
 
     def batches(self):
@@ -175,13 +175,13 @@ def test_a_killed_worker_ends_the_use_of_workers(labelled, tmp_path, monkeypatch
             yield batch
 
     monkeypatch.setattr(BatchFeed, "batches", batches)
-    results = train(labelled, tmp_path / "short", replace(CONFIG, batch_size=4, num_workers=2))
+    results = train(labeled, tmp_path / "short", replace(CONFIG, batch_size=4, num_workers=2))
     assert calls[:2] == [2, 0]
     assert results["models"]["lstm_solo"]["test_scores"] == expected["models"]["lstm_solo"]["test_scores"]
 
 
-def test_a_step_without_memory_ends_the_use_of_workers(labelled, tmp_path, monkeypatch):
-    expected = train(labelled, tmp_path / "whole", replace(CONFIG, batch_size=4))
+def test_a_step_without_memory_ends_the_use_of_workers(labeled, tmp_path, monkeypatch):
+    expected = train(labeled, tmp_path / "whole", replace(CONFIG, batch_size=4))
     original, calls, failed = BatchFeed.batches, [], []
 
     def batches(self):
@@ -197,7 +197,7 @@ def test_a_step_without_memory_ends_the_use_of_workers(labelled, tmp_path, monke
     step_loss.original = ModelRunner.step_loss
     monkeypatch.setattr(BatchFeed, "batches", batches)
     monkeypatch.setattr(ModelRunner, "step_loss", step_loss)
-    results = train(labelled, tmp_path / "short", replace(CONFIG, batch_size=4, num_workers=2))
+    results = train(labeled, tmp_path / "short", replace(CONFIG, batch_size=4, num_workers=2))
     assert calls[:2] == [2, 0] and len(results["models"]["lstm_solo"]["oom_events"]) == 1
     assert results["models"]["lstm_solo"]["test_scores"] == expected["models"]["lstm_solo"]["test_scores"]
 
@@ -243,16 +243,16 @@ def test_the_probe_skips_a_non_finite_layer(holed, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("options", [{}, {"seeds": 2}, {"folds": 2}])
-def test_an_earlier_run_is_not_replaced_without_overwrite(labelled, tmp_path, options):
+def test_an_earlier_run_is_not_replaced_without_overwrite(labeled, tmp_path, options):
     """A run that stopped early, and left only a checkpoint, counts as well."""
-    train(labelled, tmp_path, **options)
+    train(labeled, tmp_path, **options)
     before = files(tmp_path)
     with pytest.raises(UsageError, match="continue it with --resume, or replace it with --overwrite"):
-        train(labelled, tmp_path, overwrite=False, **options)
+        train(labeled, tmp_path, overwrite=False, **options)
     assert files(tmp_path) == before
     for path in tmp_path.iterdir():
         if path.is_file():
             path.unlink()
     with pytest.raises(UsageError, match="earlier run"):
-        train(labelled, tmp_path, overwrite=False)
-    train(labelled, tmp_path / "new", overwrite=False)
+        train(labeled, tmp_path, overwrite=False)
+    train(labeled, tmp_path / "new", overwrite=False)

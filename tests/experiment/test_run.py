@@ -24,8 +24,8 @@ def final_weights(out, model):
     return torch.load(out / model / "last.pt", weights_only=True)["model"]
 
 
-def test_results_follow_the_public_contract(labelled, tmp_path):
-    done = train(labelled, tmp_path / "r", "--epochs", 6, "--lr", 0.01)
+def test_results_follow_the_public_contract(labeled, tmp_path):
+    done = train(labeled, tmp_path / "r", "--epochs", 6, "--lr", 0.01)
     results = json.loads((tmp_path / "r/results.json").read_text())
     assert set(results) >= {"models", "config", "split", "store"}
     assert set(results["models"]) == {"lstm_solo", "gnn_det_lstm", "gvae_lstm"}
@@ -46,50 +46,50 @@ def test_results_follow_the_public_contract(labelled, tmp_path):
     )
 
 
-def test_same_seed_same_results_and_flags(labelled, tmp_path):
+def test_same_seed_same_results_and_flags(labeled, tmp_path):
     only = ["--no-run-gnn-det", "--no-run-gvae", "--epochs", 2, "--no-probe", "--json"]
-    first = json.loads(train(labelled, tmp_path / "a", *only).stdout)
-    second = json.loads(train(labelled, tmp_path / "b", *only, "--num-workers", 2).stdout)
+    first = json.loads(train(labeled, tmp_path / "a", *only).stdout)
+    second = json.loads(train(labeled, tmp_path / "b", *only, "--num-workers", 2).stdout)
     assert list(first["models"]) == ["lstm_solo"]
     for name in ("train_loss", "val_loss", "val_auroc"):
         assert first["models"]["lstm_solo"]["history"][name] == second["models"]["lstm_solo"]["history"][name]
     assert first["split"] == second["split"]
-    third = json.loads(train(labelled, tmp_path / "c", *only, "--seed", 1).stdout)
+    third = json.loads(train(labeled, tmp_path / "c", *only, "--seed", 1).stdout)
     assert third["split"] != first["split"]
 
 
 @pytest.mark.parametrize(
     "options", [["--top-k", 0.5], ["--attention-threshold", 0.4, "--standardize"], ["--message-passing", "pyg"]]
 )
-def test_graph_options(labelled, tmp_path, options):
+def test_graph_options(labeled, tmp_path, options):
     out = train(
-        labelled, tmp_path / "r", "--no-run-lstm", "--no-run-gvae", "--epochs", 1, "--no-probe", "--json", *options
+        labeled, tmp_path / "r", "--no-run-lstm", "--no-run-gvae", "--epochs", 1, "--no-probe", "--json", *options
     )
     assert json.loads(out.stdout)["models"]["gnn_det_lstm"]["history"]["train_loss"][0] < 5
 
 
 @pytest.mark.long
-def test_a_run_killed_between_epochs_resumes_bit_for_bit(labelled, tmp_path):
+def test_a_run_killed_between_epochs_resumes_bit_for_bit(labeled, tmp_path):
     model, flags = "gvae_lstm", ["--no-run-lstm", "--no-run-gnn-det", "--epochs", 5, "--no-probe"]
-    train(labelled, tmp_path / "whole", *flags)
-    command = [sys.executable, "tools/train.py", "--store", labelled, "--output-dir", tmp_path / "cut", *FAST, *flags]
+    train(labeled, tmp_path / "whole", *flags)
+    command = [sys.executable, "tools/train.py", "--store", labeled, "--output-dir", tmp_path / "cut", *FAST, *flags]
     process = subprocess.Popen([str(c) for c in command], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     for line in process.stdout:
         if "epoch 2/5" in line:
             process.send_signal(signal.SIGKILL)
             break
     process.wait()
-    done = train(labelled, tmp_path / "cut", *flags, "--resume")
+    done = train(labeled, tmp_path / "cut", *flags, "--resume")
     assert "continues after epoch" in done.stdout
     whole, cut = final_weights(tmp_path / "whole", model), final_weights(tmp_path / "cut", model)
     assert all(torch.equal(whole[k], cut[k]) for k in whole)
-    again = train(labelled, tmp_path / "cut", *flags, "--resume")
+    again = train(labeled, tmp_path / "cut", *flags, "--resume")
     assert "already finished" in again.stdout
-    other = train(labelled, tmp_path / "cut", *flags, "--resume", "--lr", 0.5, check=2)
+    other = train(labeled, tmp_path / "cut", *flags, "--resume", "--lr", 0.5, check=2)
     assert "lr" in other.stderr and other.stderr.count("\n") == 1
 
 
-def test_a_trace_that_does_not_fit_exits_with_75_and_resumes(labelled, tmp_path):
+def test_a_trace_that_does_not_fit_exits_with_75_and_resumes(labeled, tmp_path):
     """The child process runs out of memory from the second step of the second epoch on."""
     code = (
         "import sys, torch; from tracestore.cli import main\n"
@@ -103,17 +103,17 @@ def test_a_trace_that_does_not_fit_exits_with_75_and_resumes(labelled, tmp_path)
         "sys.exit(main(['train', *sys.argv[1:]]))"
     )
     flags = ["--no-run-gnn-det", "--no-run-gvae", "--epochs", 3, "--no-probe", *FAST]
-    train(labelled, tmp_path / "whole", *flags)
-    done = run_cli("-c", code, "--store", labelled, "--output-dir", tmp_path / "cut", *flags, check=75)
+    train(labeled, tmp_path / "whole", *flags)
+    done = run_cli("-c", code, "--store", labeled, "--output-dir", tmp_path / "cut", *flags, check=75)
     assert "--resume" in done.stderr and "last.pt" in done.stderr and done.stderr.count("\n") == 1
-    train(labelled, tmp_path / "cut", *flags, "--resume")
+    train(labeled, tmp_path / "cut", *flags, "--resume")
     whole, cut = final_weights(tmp_path / "whole", "lstm_solo"), final_weights(tmp_path / "cut", "lstm_solo")
     assert all(torch.allclose(whole[k], cut[k], rtol=1e-4, atol=1e-5) for k in whole)
     events = json.loads((tmp_path / "cut/results.json").read_text())["models"]["lstm_solo"]["oom_events"]
     assert {"epoch", "step", "phase", "size_before", "size_after"} <= set(events[0]) and events[0]["epoch"] == 1
 
 
-def test_errors_before_training(labelled, tmp_path, store_path):
+def test_errors_before_training(labeled, tmp_path, store_path):
     with tracestore.create(tmp_path / "bare.zarr") as writer:
         for k in range(12):
             writer.append(make_trace(k))
@@ -125,11 +125,11 @@ def test_errors_before_training(labelled, tmp_path, store_path):
         (tmp_path / "one.zarr", [], "no graphs"),
         (tmp_path / "one.zarr", ["--no-run-gnn-det", "--no-run-gvae"], "0 hallucinated"),
         (tmp_path / "nowhere.zarr", [], "no such store"),
-        (labelled, ["--no-run-gnn-det", "--no-run-gvae", "--no-run-lstm"], "switched off"),
-        (labelled, ["--top-k", 3], "fraction"),
-        (labelled, ["--memory-budget", "1MiB"], "below"),
-        (labelled, ["--preprocessed-dir", "old/"], "tracestore.convert old/"),
-        (labelled, ["--data-pattern", "*.pkl"], "--store store.zarr"),
+        (labeled, ["--no-run-gnn-det", "--no-run-gvae", "--no-run-lstm"], "switched off"),
+        (labeled, ["--top-k", 3], "fraction"),
+        (labeled, ["--memory-budget", "1MiB"], "below"),
+        (labeled, ["--preprocessed-dir", "old/"], "tracestore.convert old/"),
+        (labeled, ["--data-pattern", "*.pkl"], "--store store.zarr"),
     ):
         done = train(store, tmp_path / "r", *args, check=2)
         assert words in done.stderr and done.stderr.count("\n") == 1, done.stderr
@@ -146,19 +146,19 @@ def test_a_nan_is_reported_with_its_question_id(tmp_path):
     assert "q17" in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_a_generous_memory_budget_changes_nothing(labelled, tmp_path):
+def test_a_generous_memory_budget_changes_nothing(labeled, tmp_path):
     flags = ["--epochs", 1, "--no-run-lstm", "--no-run-gvae", "--no-probe"]
-    free = json.loads(train(labelled, tmp_path / "a", *flags, "--json").stdout)
-    kept = json.loads(train(labelled, tmp_path / "b", *flags, "--json", "--memory-budget", "4GiB").stdout)
+    free = json.loads(train(labeled, tmp_path / "a", *flags, "--json").stdout)
+    kept = json.loads(train(labeled, tmp_path / "b", *flags, "--json", "--memory-budget", "4GiB").stdout)
     assert free["models"]["gnn_det_lstm"]["test"] == kept["models"]["gnn_det_lstm"]["test"]
 
 
-def test_sigint_ends_the_run_within_seconds(labelled, tmp_path):
+def test_sigint_ends_the_run_within_seconds(labeled, tmp_path):
     command = [
         sys.executable,
         "tools/train.py",
         "--store",
-        labelled,
+        labeled,
         "--output-dir",
         tmp_path / "r",
         *FAST,
@@ -182,7 +182,7 @@ def test_sigint_ends_the_run_within_seconds(labelled, tmp_path):
     assert process.returncode == 130 and "Traceback" not in stderr and time.monotonic() - began < 20
 
 
-def test_recovery_from_a_batch_that_cannot_be_gathered(labelled, tmp_path):
+def test_recovery_from_a_batch_that_cannot_be_gathered(labeled, tmp_path):
     """Caches are emptied and the same batch is gathered again, so the weights do not change."""
     code = (
         "import sys; from tracestore.cli import main\n"
@@ -197,8 +197,8 @@ def test_recovery_from_a_batch_that_cannot_be_gathered(labelled, tmp_path):
         "sys.exit(main(['train', *sys.argv[1:]]))"
     )
     flags = ["--no-run-gnn-det", "--no-run-gvae", "--epochs", 2, "--no-probe", *FAST]
-    train(labelled, tmp_path / "whole", *flags)
-    done = run_cli("-c", code, "--store", labelled, "--output-dir", tmp_path / "short", *flags, check=0)
+    train(labeled, tmp_path / "whole", *flags)
+    done = run_cli("-c", code, "--store", labeled, "--output-dir", tmp_path / "short", *flags, check=0)
     assert "host memory ran out" in done.stdout
     whole, short = final_weights(tmp_path / "whole", "lstm_solo"), final_weights(tmp_path / "short", "lstm_solo")
     assert all(torch.equal(whole[k], short[k]) for k in whole)

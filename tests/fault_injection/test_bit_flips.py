@@ -82,7 +82,7 @@ def test_repair_of_a_damaged_newest_manifest(memory_folder, monkeypatch, capsys,
         assert run_convert([data, store]) == 3
         assert f"tracestore verify {store} --repair" in capsys.readouterr().err
         report = repair_store(store)
-        assert report.damaged == {} and any("written anew from its copy" in line for line in report.repaired)
+        assert report.damaged == {} and any("restored from its copy" in line for line in report.repaired)
         assert any("generation 3 with 6 traces" in line for line in report.repaired)
         assert tree_bytes(store) == expected
         newest.chmod(0o644)

@@ -223,7 +223,7 @@ def _inner(other: bytes) -> bytes:
 
 
 def inflated(data: bytes, limit: int = 1 << 20) -> bytes:
-    """Return the content of the first member, as far as it can be inflated."""
+    """Return the content of the first member, up to the first error."""
     try:
         return zlib.decompressobj(31).decompress(data, limit)
     except zlib.error:

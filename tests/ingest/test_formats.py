@@ -96,12 +96,12 @@ def test_sequences_bit_for_bit(tmp_path, zip_format):
 
 @pytest.mark.parametrize("zip_format", [True, False])
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("labelled", [True, False])
-def test_graphs_bit_for_bit(tmp_path, zip_format, reverse, labelled):
+@pytest.mark.parametrize("labeled", [True, False])
+def test_graphs_bit_for_bit(tmp_path, zip_format, reverse, labeled):
     traces = make_traces(5)
     graphs = [make_graphs(t, reverse=reverse) for t in traces]
     value = {"graphs": graphs, "question_ids": [t["question_id"] for t in traces]}
-    if labelled:
+    if labeled:
         value["labels"] = [0.0, 1.0, 0.0, 1.0, 1.0]
     torch.save(value, tmp_path / "sharded_data_part_0.pt", _use_new_zipfile_serialization=zip_format)
     convert(tmp_path / "sharded_data_part_0.pt", tmp_path / "s.zarr")
@@ -115,7 +115,7 @@ def test_graphs_bit_for_bit(tmp_path, zip_format, reverse, labelled):
             assert weight.tobytes() == layer.edge_attr.numpy().tobytes()
         assert store[k].extras["filter_ratio"] == [layer.filter_ratio for layer in graphs[k]]
         np.testing.assert_array_equal(store[k].last_token, np.stack(traces[k]["hidden_states"])[:, -1])
-    assert np.isnan(store.labels).all() != labelled
+    assert np.isnan(store.labels).all() != labeled
     batch = next(iter(tracestore.TraceLoader(store, "graph", batch_size=5, shuffle="none")))
     assert (batch.edge_index[0] <= batch.edge_index[1]).all() and batch.num_graphs == 15
 

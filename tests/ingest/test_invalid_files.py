@@ -42,7 +42,7 @@ def bad_schema():
     yield "fewer layers", {**good, "attentions": good["attentions"][:2]}, "expected 3"
     yield "zero layers", {**good, "hidden_states": []}, "zero layers"
     yield "zero tokens", make_trace(0, tokens=0), "at least one token"
-    yield "object in place of array", {**good, "hidden_states": ["a", "b", "c"]}, "hidden_states[0]"
+    yield "object instead of array", {**good, "hidden_states": ["a", "b", "c"]}, "hidden_states[0]"
     yield "integers", {**good, "hidden_states": [h.astype("i4") for h in good["hidden_states"]]}, "int32"
     yield (
         "mixed dtypes",

@@ -8,7 +8,7 @@ import pytest
 
 import tracestore
 from tests.helpers import command, convert, make_traces, write_pickle
-from tests.train.runs import FAST, write_labelled
+from tests.train.runs import FAST, write_labeled
 from tracestore.errors import UsageError
 
 SCORES = [0.1, 0.6, 0.9, 0.5]
@@ -95,7 +95,7 @@ def test_scores_of_two_directions_do_not_mix(tmp_path, source):
 
 def test_files_that_tracestore_writes_can_be_joined(tmp_path):
     """predictions.csv of a training run, and the output of predict."""
-    store = write_labelled(tmp_path / "s.zarr")
+    store = write_labeled(tmp_path / "s.zarr")
     run = ["--store", store, "--output-dir", tmp_path / "r", *FAST, "--epochs", 1, "--no-run-gnn-det", "--no-run-gvae"]
     command("train", *run, check=0)
     predictions = tmp_path / "r/predictions.csv"

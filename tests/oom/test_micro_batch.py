@@ -6,7 +6,7 @@ from tracestore.oom.micro_batch import MicroBatchPolicy
 
 
 def test_epochs_search_between_the_largest_fit_and_the_smallest_failure():
-    """Of 32 items 11 fit. The size is halved to 8 and then bisected, once per epoch.
+    """The memory holds 11 of 32 items. The size is halved to 8 and then bisected, once per epoch.
 
     A policy restored from a checkpoint plans the same sizes.
     """

@@ -18,7 +18,7 @@ MALICIOUS = (
     "<script>window.hacked=1</script>",
     '<img src=x onerror="window.hacked=2">',
     "$$\\href{javascript:window.hacked=3}{x}$$",
-    "\u202etxt.exe @{window.hacked=4} {{7*7}}",
+    "\u202etxt.exe @{window.hacked=4} {{7*7}}",  # codespell:ignore etxt
 )
 DETECTOR = "<b>gnn</b><img src=x onerror=window.hacked=5>"
 

@@ -140,7 +140,7 @@ def test_malicious_texts_stay_text(visit):
         row = page.locator(".table .slick-row").nth(k)
         row.locator(".slick-cell").nth(1).click()
         visit.wait_for("about", f"trace {k}: ")
-        shown = "\\u202etxt.exe" if k == 3 else text
+        shown = "\\u202etxt.exe" if k == 3 else text  # codespell:ignore etxt
         visit.wait_for("question", shown)
         visit.wait_for("answer", shown)
         assert shown[:20] in row.inner_text()

@@ -9,7 +9,7 @@ import zarr
 
 
 def read_store(path):
-    """-> list of dicts, one a row of each segment, in order."""
+    """Return one dict per row of each segment, in order."""
     root, traces = Path(path), []
     newest = max(p for p in (root / "manifest").iterdir() if p.name.isdigit())
     manifest = json.loads(newest.read_text().splitlines()[0])

@@ -1,4 +1,4 @@
-"""What version 1 wrote is read by every later version, by us and by the second reader."""
+"""Stores of format version 1 stay readable, by tracestore and by an independent reader."""
 
 import shutil
 

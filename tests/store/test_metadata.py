@@ -1,4 +1,4 @@
-"""Our zarr.json beside zarr-python's."""
+"""The zarr.json files equal those of zarr-python."""
 
 import numpy as np
 import pytest

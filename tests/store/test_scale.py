@@ -1,4 +1,4 @@
-"""What a million traces cost at open. Times are compared with work of the same run."""
+"""Time and memory of opening a store with a million traces, relative to other work of the same run."""
 
 import statistics
 import time

@@ -178,7 +178,7 @@ def test_second_reader_agrees(store_path):
 
 
 def test_every_flipped_bit_is_found(store_path):
-    """One bit in each file, in turn; the file is named and the bit put back."""
+    """One bit of each file is inverted; the report names the file."""
     rng = np.random.default_rng(0)
     files = [p for p in sorted(store_path.rglob("*")) if p.is_file() and p.name != "lock" and p.stat().st_size]
     for path in files:
@@ -213,7 +213,7 @@ def test_damaged_newest_manifest_costs_nothing(store_path):
     with pytest.raises(CorruptStoreError, match="--repair"):
         StoreWriter(store_path)
     report = repair_store(store_path)
-    assert any("written anew from its copy" in line for line in report.repaired)
+    assert any("restored from its copy" in line for line in report.repaired)
     with StoreWriter(store_path) as writer:
         assert writer.manifest.num_traces == whole
 

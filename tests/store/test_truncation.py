@@ -69,7 +69,7 @@ def in_child(work, timeout_s=60):
 
 
 def outcome(use, say, damaged):
-    """Says how a use ended: "fine", or "named" for the error that names the file."""
+    """Report how a use ended: "fine", or "named" if the error names the damaged file."""
     try:
         use()
         say("fine")

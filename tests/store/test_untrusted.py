@@ -1,4 +1,4 @@
-"""What a store from a stranger cannot do, and what no command does to files that are not a store's."""
+"""Untrusted stores do no harm, and commands do not change files that are not part of a store."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ from tracestore.store.maintain.verify import verify_store
 
 
 def digest(folder):
-    """Of a tree: names, kinds, where links point to, and bytes."""
+    """Return a hash of a tree: names, kinds, targets of links, and bytes."""
     found = hashlib.blake2b()
     for path in sorted(folder.rglob("*")):
         status = path.lstat()
@@ -48,7 +48,7 @@ def refused(*words, code):
 
 @pytest.fixture
 def store_path(store_path):
-    """Of one generation, so that a reader has nothing to fall back to."""
+    """A store with one generation, so that a reader has no predecessor to fall back to."""
     for name in sorted(os.listdir(store_path / "manifest"))[:-1]:
         (store_path / "manifest" / name).unlink()
     return store_path
@@ -188,7 +188,7 @@ def test_values_of_manifest_and_index_out_of_range(store_path):
             with pytest.raises(TracestoreError):
                 tracestore.open(store_path).close()
                 assert verify_store(store_path).damaged
-                raise CorruptStoreError("said by verify")
+                raise CorruptStoreError("found by verify")
     store.manifest = original
     store.seal()
     assert not verify_store(store_path).damaged
@@ -224,10 +224,8 @@ NOT_STORES = {
     "text": lambda f: _user_files(f, "notes.txt"),
     "hidden": lambda f: _user_files(f, ".config"),
     "empty zarr.json": lambda f: (f / "zarr.json").touch(),
-    "zarr.json of somebody": lambda f: (f / "zarr.json").write_text('{"zarr_format": 3, "node_type": "group"}'),
-    "array of somebody": lambda f: (f / "zarr.json").write_text(
-        '{"zarr_format": 3, "node_type": "array", "shape": [1]}'
-    ),
+    "foreign zarr.json": lambda f: (f / "zarr.json").write_text('{"zarr_format": 3, "node_type": "group"}'),
+    "foreign array": lambda f: (f / "zarr.json").write_text('{"zarr_format": 3, "node_type": "array", "shape": [1]}'),
     "zarr 2": lambda f: (f / ".zgroup").write_text('{"zarr_format": 2}'),
     "lock with text": lambda f: _user_files(f, "lock"),
     "lock and more": lambda f: _user_files(f, "lock", "index/important"),
@@ -290,7 +288,7 @@ def test_what_is_no_store_is_left_alone(store_path, source, tmp_path, kind):
 
 
 def test_a_store_with_a_file_of_the_user(store_path, source):
-    """It stays, and is said; what file managers leave is no hindrance."""
+    """The file stays, and the error names it. Files of file managers are ignored."""
     _user_files(store_path, "notes.txt")
     before = digest(store_path)
     assert "notes.txt" in refused("convert", source, store_path, code=2)

@@ -8,13 +8,13 @@ import sys
 import pytest
 
 from tests.helpers import ROOT
-from tests.train.runs import write_labelled
+from tests.train.runs import write_labeled
 
 
 @pytest.fixture(scope="module")
-def labelled(tmp_path_factory):
+def labeled(tmp_path_factory):
     """Return the path of a store whose hidden states predict the label."""
-    return write_labelled(tmp_path_factory.mktemp("labelled") / "store.zarr")
+    return write_labeled(tmp_path_factory.mktemp("labeled") / "store.zarr")
 
 
 @pytest.fixture(scope="module")

@@ -217,7 +217,7 @@ def results(folder):
     return entry
 
 
-def rank_signalled(argv, folder, signum):
+def rank_signaled(argv, folder, signum):
     """Send a signal to rank 1 in the second epoch; one process resumes."""
     by_ranks(argv, folder / "whole", 1)
     out = folder / "ranks"

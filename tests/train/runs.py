@@ -18,7 +18,7 @@ ONLY = {
 TIMES = ("seconds_per_epoch", "traces_per_s", "data_wait_share")
 
 
-def write_labelled(path, attention="mean"):
+def write_labeled(path, attention="mean"):
     """Write a store of 60 traces whose hidden states predict the label, and 4 without a score."""
     with tracestore.create(path, attention=attention) as writer:
         for k in range(64):

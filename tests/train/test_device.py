@@ -19,13 +19,13 @@ DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
 
 
 @pytest.fixture
-def train(labelled, tmp_path, monkeypatch):
+def train(labeled, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "write_plots", lambda *_: [])
     monkeypatch.setattr(metrics, "BOOTSTRAP_SAMPLES", 20)
 
     def go(out, device, names=DETECTORS, sizes=SMALL, **options):
         config = TrainConfig(**({"epochs": 2, "loader_threads": 1, "device": device} | options))
-        return train_quietly(labelled, tmp_path / out, names, config, sizes)
+        return train_quietly(labeled, tmp_path / out, names, config, sizes)
 
     return go
 
@@ -115,9 +115,9 @@ def test_recovers_from_a_real_lack_of_memory(device):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
-def test_ranks_on_gpus(labelled, tmp_path):
+def test_ranks_on_gpus(labeled, tmp_path):
     """NCCL sums the gradients, gloo exchanges small values."""
-    flags = ["--store", labelled, "--no-probe", *FAST, *ONLY["gnn_det_lstm"], "--epochs", 2, "--json"]
+    flags = ["--store", labeled, "--no-probe", *FAST, *ONLY["gnn_det_lstm"], "--epochs", 2, "--json"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
     many = run_cli(*launcher, "tools/train.py", *flags, "--output-dir", tmp_path / "many", check=0)
     one = run_cli("tools/train.py", *flags, "--output-dir", tmp_path / "one", check=0)

@@ -15,9 +15,9 @@ from tracestore.train.distributed import DistributedContext
 SMALL = ["--no-probe", "--batch-size", 3, *FAST]
 
 
-def test_the_same_losses_for_1_2_and_4_ranks(driver, labelled, tmp_path):
+def test_the_same_losses_for_1_2_and_4_ranks(driver, labeled, tmp_path):
     """Four ranks train one epoch and two the next; dropout and the noise of the VAE are included."""
-    flags = ["--store", labelled, *SMALL]
+    flags = ["--store", labeled, *SMALL]
     driver("by_ranks", [*flags, "--epochs", 2], tmp_path / "one", 1)
     driver("by_ranks", [*flags, "--epochs", 1], tmp_path / "many", 4)
     driver("by_ranks", [*flags, "--epochs", 2], tmp_path / "many", 2)
@@ -33,9 +33,9 @@ def test_the_same_losses_for_1_2_and_4_ranks(driver, labelled, tmp_path):
 
 
 @pytest.mark.long
-def test_torchrun(labelled, tmp_path):
+def test_torchrun(labeled, tmp_path):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-    flags = ["--store", labelled, *SMALL, *ONLY["lstm_solo"], "--epochs", 1, "--json"]
+    flags = ["--store", labeled, *SMALL, *ONLY["lstm_solo"], "--epochs", 1, "--json"]
     done = run_cli(*launcher, "tools/train.py", *flags, "--output-dir", tmp_path / "r", check=0)
     results = json.loads(done.stdout)
     assert results["config"]["world_size"] == 2
@@ -47,9 +47,9 @@ def test_torchrun(labelled, tmp_path):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_or_kill_of_one_rank_ends_all(driver, labelled, tmp_path, signum):
-    flags = ["--store", labelled, *SMALL, *ONLY["lstm_solo"], "--epochs", 6]
-    found = driver("rank_signalled", flags, tmp_path, int(signum))
+def test_a_signal_or_kill_of_one_rank_ends_all(driver, labeled, tmp_path, signum):
+    flags = ["--store", labeled, *SMALL, *ONLY["lstm_solo"], "--epochs", 6]
+    found = driver("rank_signaled", flags, tmp_path, int(signum))
     first, second = found["stderr"]
     if signum == signal.SIGTERM:
         assert found["codes"] == [143, 143] and second == ""
@@ -61,12 +61,12 @@ def test_a_signal_or_kill_of_one_rank_ends_all(driver, labelled, tmp_path, signu
     assert np.allclose(*found["losses"], rtol=0, atol=1e-5)
 
 
-def test_ranks_with_slices_of_different_sizes_try_the_same_micro_batches(driver, labelled, tmp_path):
+def test_ranks_with_slices_of_different_sizes_try_the_same_micro_batches(driver, labeled, tmp_path):
     """Slices of 3, 2 and 2 traces stop after the same attempts, with a checkpoint.
 
     The resumed run uses whole batches.
     """
-    flags = ["--store", labelled, "--no-probe", *FAST, "--batch-size", 7, *ONLY["lstm_solo"], "--epochs", 1]
+    flags = ["--store", labeled, "--no-probe", *FAST, "--batch-size", 7, *ONLY["lstm_solo"], "--epochs", 1]
     found = driver("ranks_out_of_memory", flags, tmp_path, 3, 2)
     assert found["codes"] == [75, 75, 75]
     assert found["events"] == [[3, 3], [3, 1], [1, 1], [1, 1]] and found["size"] is None
@@ -76,9 +76,9 @@ def test_ranks_with_slices_of_different_sizes_try_the_same_micro_batches(driver,
 
 
 @pytest.mark.long
-def test_several_ranks_with_the_probe(labelled, tmp_path):
+def test_several_ranks_with_the_probe(labeled, tmp_path):
     """Rank 0 fits the probe alone, on all traces."""
-    flags = ["--store", labelled, *FAST, *ONLY["lstm_solo"], "--epochs", 1, "--json"]
+    flags = ["--store", labeled, *FAST, *ONLY["lstm_solo"], "--epochs", 1, "--json"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
     many = run_cli(*launcher, "tools/train.py", *flags, "--output-dir", tmp_path / "many", check=0)
     one = run_cli("tools/train.py", *flags, "--output-dir", tmp_path / "one", check=0)

@@ -184,16 +184,16 @@ def graph_files() -> Iterator[ValidFile]:
     traces = make_traces(3)
     graphs = [make_graphs(t) for t in traces]
     texts = [t["question_id"] for t in traces]
-    for labelled in (True, False):
+    for labeled in (True, False):
         whole: dict[str, Any] = {"graphs": graphs, "question_ids": texts}
-        if labelled:
+        if labeled:
             whole["labels"] = torch.tensor([1.0, 0.0, 1.0])
         expected = [
             {
                 "question_id": texts[k],
                 "hidden": [raw(g.x) for g in layers],
                 "edges": [(raw(g.edge_index), raw(g.edge_attr.reshape(-1))) for g in layers],
-                "label": (1.0, 0.0, 1.0)[k] if labelled else None,
+                "label": (1.0, 0.0, 1.0)[k] if labeled else None,
                 "rest": {
                     name: [g[name] for g in layers]
                     for name in ("num_possible_edges", "num_filtered_edges", "filter_ratio")
@@ -201,7 +201,7 @@ def graph_files() -> Iterator[ValidFile]:
             }
             for k, layers in enumerate(graphs)
         ]
-        yield from every_container(f"graphs-{'labelled' if labelled else 'unlabelled'}", whole, expected)
+        yield from every_container(f"graphs-{'labeled' if labeled else 'unlabeled'}", whole, expected)
 
 
 def every_container(name: str, value: Any, expected: list[dict[str, Any]]) -> Iterator[ValidFile]:

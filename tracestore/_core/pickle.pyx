@@ -538,8 +538,8 @@ cdef class SafeUnpickler:
         return 1
 
     cdef int sweep(self) except -1:
-        """Release memo entries of old traces that no later trace has read. Entries of the last trace stay:
-        the next one usually refers to its dtypes and strings."""
+        """Release the memo entries of earlier traces that no later trace has read. Entries of the last
+        trace stay: the next one usually refers to its dtypes and strings."""
         cdef Py_ssize_t end, k
         while self.retained > self.retained_limit and len(self.charges) > 1:
             end, num_bytes = self.charges.pop(0)

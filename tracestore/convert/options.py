@@ -11,7 +11,7 @@ OnConflict = Literal["error", "keep-first", "keep-last"]
 ON_CONFLICT: dict[OnConflict, str] = {
     "error": "refused",
     "keep-first": "skipped",
-    "keep-last": "stored in place of the first",
+    "keep-last": "stored instead of the first",
 }
 _MIN_MEMORY_BUDGET = 64 << 20
 

@@ -196,7 +196,7 @@ class BatchMetadata:
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """Where the tensors of a SequenceBatch lie in a buffer."""
+    """Positions of the tensors of a SequenceBatch in a buffer."""
 
     shape: tuple[int, int, int]
     dtype: str
@@ -208,7 +208,7 @@ class SequenceLayout:
 
 @dataclass(frozen=True)
 class GraphLayout:
-    """Where the tensors of a GraphBatch lie in a buffer.
+    """Positions of the tensors of a GraphBatch in a buffer.
 
     `offsets` holds the first byte of x, edge_index, edge weights, batch, ptr and edge_ptr.
     """

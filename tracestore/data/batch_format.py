@@ -26,7 +26,7 @@ class EdgeOptions:
         Keep the pairs whose head-averaged attention is above this value. 0 keeps the positive ones.
     top_k : float, optional
         A fraction in (0, 1], not a number: keep this fraction of each layer's stored pairs, those
-        with the largest weights, in place of the threshold.
+        with the largest weights. Replaces the threshold.
     edge_format : {"coo", "packed", "heads"}
         "coo": an edge list, PyG's `edge_index`. "packed": causal triangles of head-averaged
         attention. "heads": causal triangles of each stored head; excludes `top_k`.
@@ -73,7 +73,7 @@ class BatchFormat:
         Dtype of sequences, x and edge weights: None keeps the stored one, "float32" converts while
         gathering.
     as_pyg : bool
-        Make view "graph" a PyG Batch in place of a `GraphBatch`.
+        For view "graph", yield PyG batches instead of `GraphBatch`.
     """
 
     view: View = "sequence"

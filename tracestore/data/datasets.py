@@ -54,7 +54,7 @@ class TraceDataset(Dataset[Any]):
         Keep the pairs of tokens whose head-averaged attention is above this value as edges.
     top_k : float, optional
         A fraction in (0, 1], not a number: keep this fraction of each layer's stored pairs, those
-        with the largest attention, in place of the threshold.
+        with the largest attention. Replaces the threshold.
     cache_bytes : int, optional
         Limit for the decoded chunks of a compressed store, 256 MiB by default.
     max_cache_batches : int, optional

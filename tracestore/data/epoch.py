@@ -103,7 +103,7 @@ class EpochPlanner:
     batch_size : int
         Traces of a batch, over all ranks.
     batch_by : {"tokens", "nodes", "edges", "bytes"}, optional
-        Bound the cost of a batch in this unit in place of its number of traces.
+        Bound the cost of a batch in this unit instead of its number of traces.
     max_batch_cost : int, optional
         The bound. Required by `batch_by`.
     shuffle : {"global", "buffer", "block", "none"}

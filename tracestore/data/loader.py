@@ -42,7 +42,7 @@ class TraceLoader(Generic[BatchT]):
     batch_size : int
         Traces of a batch over all ranks. Each rank gets a contiguous slice.
     batch_by : {"tokens", "nodes", "edges", "bytes"}, optional
-        Bound the cost of a batch in this unit in place of its number of traces.
+        Bound the cost of a batch in this unit instead of its number of traces.
     max_batch_cost : int, optional
         The bound. A trace above it is a batch by itself. Required by `batch_by`.
     shuffle : {"global", "buffer", "block", "none"}
@@ -71,7 +71,7 @@ class TraceLoader(Generic[BatchT]):
         Keep the pairs of tokens whose attention is above this value as edges.
     top_k : float, optional
         A fraction in (0, 1], not a number: keep this fraction of each layer's stored pairs, those
-        with the largest attention, in place of the threshold.
+        with the largest attention. Replaces the threshold.
     edge_format : {"coo", "packed", "heads"}
         "coo": `edge_index` and `edge_attr`. "packed": the causal triangles of head-averaged
         `attention`. "heads": those of each stored head.
@@ -317,7 +317,7 @@ class TraceLoader(Generic[BatchT]):
             raise MemoryBudgetError(
                 f"the next batch needs {num_bytes:,} bytes, and batches that are still referred to hold "
                 f"{self._pool.used_bytes:,} of the {self.memory.buffer_bytes:,} that the memory budget leaves for "
-                "batches; let go of batches, or lower batch_size"
+                "batches; release earlier batches, or lower batch_size"
             )
         return PooledBuffer(lease)
 

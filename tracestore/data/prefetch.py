@@ -47,7 +47,7 @@ class _ReadAhead:
 
     @property
     def is_on(self) -> bool:
-        """Whether batches should be read ahead."""
+        """True if batches should be read ahead."""
         return self._threads is not None and self._warm_batches < _WARM_BATCHES
 
     def on_batch(self, job: BatchJob) -> None:

@@ -12,7 +12,7 @@ from tracestore.store.read.store import TraceStore
 # Device types that have the fused operators: GPUs need Triton.
 FUSED_DEVICES = ("cpu", "cuda") if importlib.util.find_spec("triton") else ("cpu",)
 
-# Upper limits, because a checkpoint from elsewhere may claim any size.
+# Upper limits, because an untrusted checkpoint may claim any size.
 _MAX_SIZES = {
     "num_layers": 4096,
     "hidden_dim": 1 << 20,

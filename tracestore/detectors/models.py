@@ -120,6 +120,7 @@ class LstmSolo(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.layers_read = config.layers_read
+        # The name is a part of the keys of checkpoints.
         self.standardiser = Standardizer(config)
         self.reader = LayerLSTM(config.hidden_dim, config)
 
@@ -136,6 +137,7 @@ class GraphEncoder(nn.Module):
         super().__init__()
         hidden, passing = config.gnn_hidden, config.message_passing
         self.layers = config.layers_read
+        # The name is a part of the keys of checkpoints.
         self.standardiser = Standardizer(config)
         self.conv1 = GINE(config.hidden_dim, hidden, passing, config.edge_dim)
         self.conv2 = GINE(hidden, hidden, passing, config.edge_dim)

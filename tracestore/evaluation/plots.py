@@ -97,7 +97,7 @@ def _plot_roc(results: dict[str, Any], axis: Any) -> None:
         curves = [(negative / negative[-1], positive / positive[-1]) for positive, negative, _ in counts]
         x, y = curves[0] if len(curves) == 1 else _mean_curve(curves)
         axis.plot(x, y, label=f"{name} ({entry['test']['auroc']:.3f})")
-    axis.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
+    axis.plot([0, 1], [0, 1], color="gray", linewidth=0.8)
     axis.set(xlabel="false positive rate", ylabel="true positive rate", title="Test split")
     axis.legend(loc="lower right")
 
@@ -116,13 +116,13 @@ def _plot_precision_recall(results: dict[str, Any], axis: Any) -> None:
         else:
             axis.plot(*_mean_curve(curves), label=f"{name} ({entry['test']['auprc']:.3f})")
     share = np.mean(np.concatenate([y for y, _ in _test_scores(results, name)]))
-    axis.axhline(share, color="grey", linewidth=0.8)
+    axis.axhline(share, color="gray", linewidth=0.8)
     axis.set(xlabel="recall", ylabel="precision", title="Test split", ylim=(0, 1.02))
     axis.legend(loc="lower left")
 
 
 def _plot_reliability(results: dict[str, Any], axis: Any) -> None:
-    axis.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
+    axis.plot([0, 1], [0, 1], color="gray", linewidth=0.8)
     for k, (name, entry) in enumerate(results["models"].items()):
         bins = entry["calibration"]["reliability"]
         x, y = [b["mean_probability"] for b in bins], [b["fraction"] for b in bins]

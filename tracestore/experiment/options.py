@@ -48,15 +48,15 @@ class TrainOptions:
 
     @property
     def is_folded(self) -> bool:
-        """Whether the run is a cross-validation."""
+        """True for a cross-validation."""
         return self.folds is not None
 
     @property
     def is_repeated(self) -> bool:
-        """Whether the run has folds or several seeds, and results.json an entry for each."""
+        """True if the run has folds or several seeds; results.json then has an entry for each."""
         return self.folds is not None or self.seeds is not None
 
     @property
     def has_graph_models(self) -> bool:
-        """Whether any of the models reads graphs."""
+        """True if any of the models reads graphs."""
         return any(DETECTORS[name].view == "graph" for name in self.models)

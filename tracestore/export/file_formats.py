@@ -54,7 +54,7 @@ def trace_dict(store: TraceStore, trace: Trace) -> dict[str, Any]:
     Raises
     ------
     UsageError
-        If the trace has no hidden states, or edges in place of attention.
+        If the trace has no hidden states, or edges instead of attention.
     """
     if trace.num_tokens == 0 or trace.attention_layout == "edges":
         found = "edges" if trace.num_tokens else "last tokens"

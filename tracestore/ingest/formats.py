@@ -20,9 +20,9 @@ from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord, field_error, question_id_text, record_from_dict
 
 # Limits of the values that a file's traces hold, where a value counts each time it is named: a fixed
-# allowance and a multiple of the bytes read. A value takes at least one byte. Text is encoded anew
-# each time it is named. Arrays are not: in files made by hand one array may stand for all layers, so
-# arrays may be repeated as often as gzip may inflate.
+# allowance and a multiple of the bytes read. A value takes at least one byte. Text is encoded each time
+# it is named. Arrays are not copied: in files made by hand one array may stand for all layers, so arrays
+# may be repeated as often as gzip may inflate.
 _FREE_VALUES, _VALUES_PER_BYTE = 20_000, 4
 _FREE_TEXT_BYTES, _TEXT_RATIO = 16 << 20, 4
 _FREE_ARRAY_BYTES, _ARRAY_RATIO = 64 << 20, 200
@@ -31,7 +31,7 @@ _GZIP_RESERVED = 0xE0
 
 
 def resolve(value: Any, limits: "_Limits") -> Any:
-    """Return the value with arrays in place of pickled values, and charge it to the limits."""
+    """Replace pickled values inside a value by arrays, charge them to the limits and return the value."""
     kind = type(value)
     if kind is str or kind is bytes:
         limits.charge(len(value))

@@ -171,7 +171,7 @@ class _RebuildTensor(SafeGlobal):
             if len(args) < 7 or not isinstance(args[6], _TorchDtype):
                 raise InvalidInputError("found a tensor without a dtype")
             dtype = args[6].dtype
-        # torch negates and conjugates lazily: the metadata say what is pending for the values.
+        # torch negates and conjugates lazily: the metadata names the operations still to be applied.
         metadata = args[self._version + 4] if len(args) > self._version + 4 else None
         metadata = {} if metadata is None else metadata
         if not isinstance(metadata, dict) or not metadata.keys() <= {"neg", "conj"} or metadata.get("conj"):

@@ -17,7 +17,7 @@ from tracestore.errors import InvalidInputError
 MAX_NDIM = 16
 # An array without bytes may claim any length; no axis of a real trace is longer than this.
 MAX_EMPTY_AXIS = 1 << 20
-# Tuples: isinstance would build a union anew for every array.
+# Tuples, because isinstance would build a new union for every array.
 _BUFFERS, _SEQUENCES = (bytes, bytearray, memoryview), (tuple, list)
 _DTYPE = re.compile(r"([<>|=]?)(?:([biufc])(1|2|4|8|16)|([SU])(\d{1,6}))")
 _SIZES = {("b", 1)} | {(k, s) for k in "iu" for s in (1, 2, 4, 8)} | {("f", s) for s in (2, 4, 8, 16)}

@@ -33,7 +33,7 @@ AnyStream = TypeVar("AnyStream", bound="Stream")
 
 @dataclass(frozen=True)
 class AheadOptions:
-    """Where to write sources that will begin a segment, ahead of their turn.
+    """Folder and limits for sources that are written to files before the writer reaches them.
 
     `close_bytes`, `split_bytes` and `pending_bytes` are those of the StoreWriter.
     """

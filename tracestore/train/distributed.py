@@ -70,7 +70,7 @@ class DistributedContext:
 
     @property
     def is_rank_zero(self) -> bool:
-        """Whether this rank writes the files and the log."""
+        """True on the rank that writes the files and the log."""
         return self.rank == 0
 
     # Small values are exchanged on the CPU and need no memory of the device.

@@ -383,7 +383,7 @@ class Trainer:
         )
 
     def _abort_with_checkpoint(self, reason: StopReason, text: str, state: TrainState | None) -> NoReturn:
-        """End all ranks. Without a state the last checkpoint stays as it is."""
+        """End all ranks. Without a state, the last checkpoint stays unchanged."""
         is_oom = reason == StopReason.OUT_OF_MEMORY
         if is_oom and self.on_fatal_oom is not None:
             self.on_fatal_oom()

@@ -18,7 +18,7 @@ def server():
 
 @pytest.fixture
 def remote(server, tmp_path, monkeypatch):
-    """The address of a folder without objects; the cache lies in tmp_path."""
+    """URL of an empty folder on the server. The disk cache is in tmp_path."""
     settings = {
         "AWS_ENDPOINT_URL": server,
         "AWS_ACCESS_KEY_ID": "somebody",
@@ -36,7 +36,7 @@ def remote(server, tmp_path, monkeypatch):
 
 @pytest.fixture
 def proxy(server, remote, monkeypatch):
-    """What everything that is asked of the server from now on goes through."""
+    """A proxy that receives all later requests to the server."""
     found = Proxy(server)
     monkeypatch.setenv("AWS_ENDPOINT_URL", found.url)
     yield found

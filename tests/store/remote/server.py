@@ -1,4 +1,4 @@
-"""A real S3 server in a process of its own, and a proxy before it that fails as it is told."""
+"""An S3 server in a separate process, and a proxy that injects faults."""
 
 import http.client
 import socket
@@ -31,7 +31,7 @@ def wait_until_it_answers(url, method="GET"):
 
 @contextmanager
 def s3_server():
-    """-> its URL; the bucket is there."""
+    """Start a server with an empty bucket and yield its URL."""
     port = free_port()
     words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -45,11 +45,14 @@ def s3_server():
 
 
 class Proxy:
-    """Hands requests on to a server. `fault(count, method, path)` says what becomes of each, counted
-    from 0: None, "503", "403", "400", "cut" (in the middle of the body), "stall" (no byte any more),
-    "lost" (done, but the answer does not arrive), "flip" (one bit of the body), "no range" (the whole
-    object, whatever was asked for), or seconds to wait.
-    `requests` counts (method, path)."""
+    """Forwards requests to a server and injects faults.
+
+    `fault(count, method, path)` returns the fault of a request, which is counted from 0: None; "503", "403" or
+    "400"; "cut" (the body ends in the middle); "stall" (no more bytes in the middle of the body); "lost" (the server
+    carries out the request, but the response does not arrive); "flip" (one bit of the body is inverted); "no range"
+    (the whole object is returned, whichever range was requested); or a delay in seconds (a float).
+    `requests` counts the requests by (method, path).
+    """
 
     def __init__(self, server):
         self.fault = lambda count, method, path: None
@@ -128,7 +131,7 @@ class Proxy:
             return self.fault(self.count - 1, method, path)
 
     def gets(self, ending=""):
-        """GET requests of paths with that ending."""
+        """Return the number of GET requests for paths with this ending."""
         return sum(n for (method, path), n in self.requests.items() if method == "GET" and path.endswith(ending))
 
     def close(self):

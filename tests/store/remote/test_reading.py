@@ -389,7 +389,7 @@ def test_a_web_server(local, tmp_path, monkeypatch, listing):
     if listing:
         (local / "manifest" / "newest").unlink()
     else:
-        # A folder with an index.html shows that in place of the list of its files.
+        # For a folder with an index.html the server returns this file instead of a listing.
         (local / "manifest" / "index.html").write_text("<p>Nothing to see</p>")
     try:
         url = f"http://127.0.0.1:{port}"
@@ -562,7 +562,7 @@ def test_what_asking_again_does_not_change_is_said_at_once(there, proxy):
 
 @pytest.mark.long
 def test_a_web_server_that_has_whole_files_only(local, there, proxy, tmp_path, monkeypatch):
-    """A cut answer begins anew where the rest cannot be asked for."""
+    """If the server ignores ranges, an interrupted download starts again from the first byte."""
     cuts = {}
 
     def fault(count, method, path):

@@ -1,4 +1,4 @@
-"""What docs/remote.md tells people to run."""
+"""The commands of docs/remote.md work."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Stores of other machines are written whole, or not at all."""
+"""Writing of remote stores: commits are complete or do not happen."""
 
 import contextlib
 import json
@@ -31,7 +31,7 @@ def objects_of(address):
 
 
 def assert_same_store(address, folder):
-    """The newest generation there is the one here, byte for byte."""
+    """Assert that the newest generation of a remote store equals that of a local one, byte for byte."""
     local = files_of(folder)
     local.pop("lock")
     newest = sorted(name for name in local if name.startswith("manifest/"))[-1]
@@ -165,7 +165,7 @@ def test_a_server_that_goes_leaves_what_was_committed(remote, proxy, monkeypatch
     proxy.fault = lambda *_: None
     with tracestore.open(remote) as store:
         assert len(store) == 1
-    # The same writer goes on where it was; nothing is lost.
+    # The same writer can continue, and no committed trace is lost.
     writer.append(traces[2])
     writer.close()
     with tracestore.open(remote) as store:
@@ -208,7 +208,7 @@ def test_a_writer_whose_lock_was_taken_commits_nothing(remote):
 
 @pytest.mark.long
 def test_kills_of_a_conversion(remote, folder, tmp_path, proxy):
-    """Killed at any moment: what is there opens and is whole; run to its end, it is the same store."""
+    """After a kill at any moment the store is readable, and an uninterrupted conversion completes it."""
     for k in range(6):
         write_pickle(
             folder / f"more_{k}.pkl", [t | {"question_id": f"m{k}_{t['question_id']}"} for t in make_traces(3)]
@@ -297,7 +297,7 @@ def test_a_lock_whose_renewals_lose_their_answers_is_kept(remote, proxy):
 
 @pytest.mark.long
 def test_an_outage_is_not_taken_for_the_end_of_a_writer(remote, proxy):
-    """Whoever watches a lock counts only the time in which the server answered."""
+    """A writer that waits for a lock to expire counts only the time in which the server answers."""
     with tracestore.create(remote) as writer:
         outcome = []
 

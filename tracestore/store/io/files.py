@@ -93,7 +93,7 @@ class StoreFiles(Protocol):
 
 
 class ReadableFiles(StoreFiles, Protocol):
-    """What reading a store needs: its generations as well as its files."""
+    """The files and the generations of a store, for readers."""
 
     keeps_generations: bool  # A generation stays readable without a pin.
 

@@ -29,7 +29,7 @@ class FolderKind(enum.Enum):
 
 
 def classify_folder(store: Path) -> FolderKind:
-    """Return what lies at a path, without changing anything.
+    """Return the kind of a folder, without changing anything.
 
     Raises
     ------

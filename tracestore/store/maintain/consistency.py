@@ -1,4 +1,4 @@
-"""Check that the parts of a store agree with each other, which valid checksums do not show.
+"""Consistency between the files of a store, which correct checksums do not prove.
 
 Readers check the values that they use; `tracestore verify` checks all values.
 """
@@ -18,18 +18,18 @@ from tracestore.store.read.columns import Columns, join_columns, read_columns
 from tracestore.store.read.index import StoreIndex
 from tracestore.store.read.segment import SegmentReader
 
-# Columns of the index that repeat what a segment has of its rows.
+# Columns of the index, and the arrays of a segment that hold the same values.
 _REPEATED = {"num_tokens": "num_tokens", "layout": "attention_layout", "attention_start": "attention_start"}
 _PLACES = (("graph_segment", "graph_row"), ("sequence_segment", "sequence_row"))
 
 
 def find_inconsistencies(files: StoreFiles, manifest: Manifest) -> dict[str, str]:
-    """Read everything of a generation whose files have the bytes that were committed.
+    """Compare all values of a generation whose checksums are correct.
 
     Returns
     -------
     dict
-        Path in the store -> what is wrong there; empty if all parts agree.
+        Path in the store -> description of the contradiction. Empty for a consistent store.
     """
     checker = ConsistencyChecker(files, manifest)
     for number in range(manifest.num_segments):
@@ -38,7 +38,7 @@ def find_inconsistencies(files: StoreFiles, manifest: Manifest) -> dict[str, str
 
 
 class ConsistencyChecker:
-    """Check of one generation: its index and columns at once, its segments one by one.
+    """Checks one generation: index and columns on construction, segments one by one.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ class ConsistencyChecker:
     Attributes
     ----------
     damaged : dict
-        Path in the store -> what is wrong there.
+        Path in the store -> description of the contradiction.
     """
 
     def __init__(self, files: StoreFiles, manifest: Manifest) -> None:
@@ -75,7 +75,7 @@ class ConsistencyChecker:
         return []
 
     def check_segment(self, files: StoreFiles, number: int) -> None:
-        """Check the arrays of a segment, which `files` gives, and what the index says of its rows."""
+        """Check the arrays of a segment, which `files` gives, and the entries of the index for its rows."""
         if self._index is not None and number < self.manifest.num_segments:
             with _collecting(self.damaged, paths.segment(number)):
                 _check_segment(files, self._index, self.manifest, number, self._traces)
@@ -113,7 +113,7 @@ def _check_counts(manifest: Manifest, columns: Columns) -> None:
     where = paths.manifest(manifest.generation)
     _require(len(columns) == manifest.num_traces, where, "num_traces: not the length of the columns")
     _require(columns.num_scored == manifest.num_scored, where, "num_scored: not the number of scores")
-    _require(columns.num_labelled == manifest.num_labelled, where, "num_labelled: not the number of labels")
+    _require(columns.num_labeled == manifest.num_labelled, where, "num_labelled: not the number of labels")
 
 
 def _check_index(index: StoreIndex, manifest: Manifest) -> None:
@@ -228,7 +228,7 @@ def _check_edges(segment: SegmentReader, attributes: schema.Attributes, rows: di
 def _check_places(
     index: StoreIndex, segment: SegmentReader, rows: dict[str, np.ndarray], traces: np.ndarray, row_column: str
 ) -> None:
-    """Require that the index agrees with a segment about the traces in it."""
+    """Require that the index and a segment agree on the traces in the segment."""
     found = index.read_column(row_column)[traces]
     num_rows = len(rows["num_tokens"])
     _require(bool((found < num_rows).all()), index.name, f"{row_column}: beyond the rows of {segment.name}")

@@ -1,7 +1,7 @@
-"""Looking for what training on a store would stumble over.
+"""Data-quality issues that would disturb a training.
 
-`verify` asks whether the bytes are those that were committed, `lint` whether the values
-make sense. One trace is looked at at a time, in memory of its own.
+`verify` checks whether the bytes are those that were committed; `lint` checks whether the values are plausible.
+Only one trace is in memory at a time.
 """
 
 import os
@@ -16,12 +16,12 @@ from tracestore.store.format import schema
 from tracestore.store.read.store import TraceStore, open_store
 from tracestore.store.read.trace import PackedEdges, Trace
 
-# A kind of finding that many traces have is listed so often, and counted.
+# Maximum number of issues of one kind that are listed. All issues are counted.
 MAX_EXAMPLES = 100
 RARE_CLASS = 0.05
-# A length is far out beyond so many times the spread of the lengths (the median absolute
-# deviation times 1.4826, which is the standard deviation of a normal distribution), and
-# beyond so many times the median: lengths of real answers spread widely.
+# A length is an outlier if it exceeds the median by more than OUTLIER_SPREADS spreads (a spread is the median
+# absolute deviation times 1.4826, the standard deviation of a normal distribution) and exceeds OUTLIER_TIMES
+# times the median, because lengths of real answers vary widely.
 OUTLIER_SPREADS, OUTLIER_TIMES = 8.0, 3.0
 
 KINDS: dict[str, tuple[str, str]] = {
@@ -50,7 +50,7 @@ KINDS: dict[str, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class LintIssue:
-    """index and question_id are None for what concerns the whole store."""
+    """A data-quality issue. `index` and `question_id` are None if it concerns the whole store."""
 
     kind: str
     severity: str
@@ -62,7 +62,10 @@ class LintIssue:
 
 @dataclass
 class LintReport:
-    """findings: at most MAX_EXAMPLES a kind, in the order of the store; counts: all of a kind."""
+    """Issues of a store.
+
+    `counts` holds the number of issues of each kind; `findings` lists at most MAX_EXAMPLES of a kind, in store order.
+    """
 
     num_traces: int = 0
     counts: dict[str, int] = field(default_factory=dict)
@@ -78,13 +81,12 @@ class LintReport:
 
 
 def row_tolerance(num_tokens: int) -> float:
-    """Return how far from 1 the sum of a stored row of a softmax, or of a mean of such rows, may be.
+    """Return the permitted distance from 1 of the sum of a stored softmax row, or of a mean of such rows.
 
-    The weights w of a row are not below 0 and sum to 1, so that roundings with a relative
-    error of at most u change the sum by at most u, however long the row is. The coarsest that
-    models give is bfloat16, u = 2**-8; the mean is stored as float16, u = 2**-11, and
-    where a weight is below float16's normal range it is off by up to 2**-25 in itself.
-    Twice that allows for a softmax that was rounded before it was normalised.
+    The weights of a row are at least 0 and sum to 1. Rounding with a relative error of at most u therefore changes
+    the sum by at most u, whatever the length of the row. The coarsest dtype of models is bfloat16, u = 2**-8. The
+    mean is stored as float16, u = 2**-11; a weight below float16's normal range has an error of up to 2**-25.
+    The factor of 2 allows for a softmax that was rounded before it was normalized.
     """
     return 2 * (2.0**-8 + 2.0**-11 + num_tokens * 2.0**-25)
 
@@ -94,13 +96,13 @@ class _Linter:
         self.store, self.report = store, LintReport(len(store))
 
     def count(self, trace: Trace, name: str, array: np.ndarray) -> None:
-        """NaN and infinite values among weights that are in memory."""
+        """Report NaN and infinite values of an array."""
         for kind, count in (("nan", int(np.isnan(array).sum())), ("infinite", int(np.isinf(array).sum()))):
             if count:
                 self.report.add(kind, trace, f"{count:,} of {array.size:,} values of {name}")
 
     def hidden(self, trace: Trace, name: str) -> None:
-        """Check hidden states for values that are not finite. The core counts them in the map: few traces have any."""
+        """Check hidden states for values that are not finite. Few traces have any: the core counts them first."""
         dtype = self.store.hidden_dtype
         values = np.ascontiguousarray(getattr(trace, name))
         if kernels.count_nonfinite(values.reshape(-1).view("u1"), schema.dtype_code(dtype)):

@@ -1,4 +1,4 @@
-"""Traces of one store or of several into another one."""
+"""Copying traces of one or more stores to another store."""
 
 import math
 import os
@@ -24,7 +24,7 @@ _PLACE_COLUMNS = ("graph_segment", "graph_row", "sequence_segment", "sequence_ro
 
 @dataclass
 class MergeReport:
-    """What a merge did. `num_scores_differing`: duplicates whose second score was not taken."""
+    """Counts of a merge. `num_scores_differing` counts duplicates whose different score was ignored."""
 
     num_traces_new: int = 0
     num_duplicates: int = 0
@@ -198,7 +198,7 @@ def _copy(
                     if progress is not None:
                         progress(done, total)
             except InvalidInputError as error:
-                writer.commit()  # the whole sources before it are good and stay
+                writer.commit()  # Sources that were copied completely stay.
                 raise error.with_location(source=str(store.path)) from None
         writer.commit()
         for store, wanted in zip(opened, chosen, strict=True):
@@ -217,8 +217,8 @@ def _merge_source(
     writer: StoreWriter, store: TraceStore, number: int, indices: np.ndarray, is_whole: bool, report: MergeReport
 ) -> None:
     source = store.internals.index.source(number)
-    # Traces that a program appended have sources without a fingerprint: their names say nothing.
-    # Nor does a source of which only a part is taken have one: the rest may still be added.
+    # The source of traces that a program appended has no fingerprint: its name does not identify it. A source
+    # that is copied in part gets none either: its other traces may be added later.
     fingerprint = source.fingerprint if is_whole else ""
     is_known = bool(fingerprint) and writer.has_source(source.path, source.size, fingerprint)
     if is_known and _is_all_there_is(store, indices):
@@ -236,7 +236,7 @@ def _merge_source(
         writer.abort_source()
         raise
     if is_known and not writer.source_has_changes:
-        writer.abort_source()  # it is not to be listed twice
+        writer.abort_source()  # The source is listed already.
     else:
         writer.end_source()
     report.num_traces_new += added
@@ -244,7 +244,7 @@ def _merge_source(
 
 
 def _is_all_there_is(store: TraceStore, indices: np.ndarray) -> bool:
-    """Return whether one source added everything that the store has of these traces.
+    """Return whether one source added all arrays and values that the store has of these traces.
 
     Another source may have added the graph, the last tokens or the label.
     """

@@ -24,13 +24,13 @@ from tracestore.store.read.generation import ATTEMPTS, backoff, open_generation
 from tracestore.store.read.index import StoreIndex, part_files
 from tracestore.store.write.commit import root_metadata
 
-# Files are read in reads of this size, and shared out to threads in pieces of that.
+# Size of a read, and of the chunks that threads share.
 _READ_BYTES = 1 << 20
 _PIECE_BYTES = 64 << 20
 
 
 class _FileVerifier:
-    """Compares files with what was committed, in several threads."""
+    """Compares files with their committed sizes and checksums, in several threads."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ def verify_store(
     """
     place = parse_location(store)
     if not isinstance(place, Path):
-        # Imported here: what talks to other machines is an extra.
+        # Imported here because remote stores need an optional library.
         from tracestore.store.maintain.verify_remote import verify_remote
 
         return verify_remote(place, quick=quick, progress=progress)
@@ -169,7 +169,7 @@ def verify_store(
         report.generation = good[0].generation if good else None
         parts = {p.path: FileEntry(p.path, p.size, p.crc32c) for m in good for p in m.parts}
         checker.check(parts.values())
-        # A damaged part gives no list of files to go by.
+        # A damaged index part has no reliable list of files.
         entries = {f.path: f for m in good for columns in m.columns for f in columns.files}
         entries |= {f.path: f for m in good for f in _copy_of(path, m)}
         for part in parts.values():
@@ -182,7 +182,7 @@ def verify_store(
         checker.check(entries.values())
         for manifest in good:
             if not report.damaged:
-                # Checksums tell what has changed since it was written, not what was written.
+                # Correct checksums prove that nothing changed after writing, not that correct values were written.
                 report.damaged |= _inconsistencies(path, manifest, quick)
         _check_root(path, good, report)
         report.leftovers = _leftovers(path, {*parts, *entries})
@@ -237,7 +237,7 @@ def _check_root(store: Path, good: list[mf.Manifest], report: VerifyReport) -> N
         return
     if not good or found in {root_metadata(m.attributes) for m in good}:
         return
-    for number in LocalFiles(store).generations():  # also those that a writer has added meanwhile
+    for number in LocalFiles(store).generations():  # Includes generations that a writer has added meanwhile.
         try:
             if found == root_metadata(LocalFiles(store).load_manifest(number).attributes):
                 return
@@ -247,7 +247,7 @@ def _check_root(store: Path, good: list[mf.Manifest], report: VerifyReport) -> N
 
 
 def _leftovers(store: Path, known: set[str]) -> list[str]:
-    """Files that no readable manifest names: those of unfinished writes."""
+    """Return the files that no readable manifest names: leftovers of unfinished writes."""
     known |= {"zarr.json", "lock"}
     folders = set()
     for number in LocalFiles(store).generations():
@@ -288,7 +288,7 @@ def repair_store(store: str | os.PathLike[str]) -> VerifyReport:
     """
     path = parse_location(store)
     if not isinstance(path, Path):
-        raise UsageError(f"{path}: --repair is for stores on this machine: merge what is whole into a new store")
+        raise UsageError(f"{path}: --repair is for stores on this machine: merge the intact traces into a new store")
     files = LocalFiles(path)
     if not path.is_dir() or not (LocalFiles(path).has_root() or has_manifest(path)) or not files.generations():
         raise UsageError(f"{path}: no such store")
@@ -305,12 +305,12 @@ def repair_store(store: str | os.PathLike[str]) -> VerifyReport:
             except (CorruptStoreError, FileNotFoundError) as error:
                 reason = str(error).split(": ", 1)[-1]
             if _restore(path, number):
-                repaired.append(f"{paths.manifest(number)} written anew from its copy: {reason}")
+                repaired.append(f"{paths.manifest(number)} restored from its copy: {reason}")
                 whole = _readable(path, number)
                 break
             repaired.append(f"{paths.manifest(number)} set aside: {reason}")
         if whole is None:
-            raise CorruptStoreError(f"{path}: no generation reads back whole; nothing was changed")
+            raise CorruptStoreError(f"{path}: no generation is readable; nothing was changed")
         for number in numbers:
             if number > whole.generation:
                 name = path / paths.manifest(number)
@@ -322,7 +322,7 @@ def repair_store(store: str | os.PathLike[str]) -> VerifyReport:
         expected = root_metadata(whole.attributes)
         if not _is_root(files, expected):
             fsio.replace_file(path / "zarr.json", expected)
-            repaired.append("zarr.json written anew from the manifest")
+            repaired.append("zarr.json restored from the manifest")
         if repaired:
             repaired.append(f"generation {whole.generation} with {whole.num_traces} traces is kept")
     finally:

@@ -1,4 +1,4 @@
-"""Checking every object of a remote store against its manifest."""
+"""Verification of every object of a remote store."""
 
 import os
 import tempfile
@@ -29,7 +29,7 @@ _ATTEMPTS = 5
 
 
 class _DownloadedFiles:
-    """Objects in unnamed files of a folder, of which nothing remains when the process ends: see StoreFiles."""
+    """Objects in unnamed files of a folder: see StoreFiles. The files disappear when the process ends."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -49,7 +49,7 @@ class _DownloadedFiles:
         return MappedFile(self._folder, entry.size, entry.path, self._files[entry.path].fileno())
 
     def clear(self) -> None:
-        """Give the disk space back. Maps that are open stay valid."""
+        """Release the disk space. Maps that are open stay valid."""
         for file in self._files.values():
             file.close()
         self._files.clear()
@@ -109,9 +109,9 @@ class _ObjectVerifier:
 
 
 def verify_remote(address: RemoteURL, *, quick: bool, progress: Callable[[int, int], None] | None) -> VerifyReport:
-    """Check the objects of a remote store: see verify_store.
+    """Check the objects of a remote store; see verify_store.
 
-    Each object is downloaded once, also if the disk cache has a copy of it. The segment that is being checked needs
+    Each object is downloaded once, even if the disk cache has a copy of it. The segment that is being checked needs
     space in the cache folder.
     """
     object_store = ObjectStore(address)

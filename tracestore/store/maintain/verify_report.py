@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class VerifyReport:
-    """What verify found. `damaged` maps a path in the store to what is wrong with it."""
+    """The result of `verify`. `damaged` maps the path of a file in the store to a description of its damage."""
 
     generation: int | None = None
     num_files: int = 0

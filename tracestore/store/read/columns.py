@@ -53,7 +53,7 @@ class Columns:
         return int((~np.isnan(self.scores)).sum())
 
     @property
-    def num_labelled(self) -> int:
+    def num_labeled(self) -> int:
         """Number of traces with a label."""
         return int((~np.isnan(self.labels)).sum())
 

@@ -13,7 +13,7 @@ from tracestore.store.io.files import ReadableFiles
 from tracestore.store.read.columns import Columns, join_columns, read_columns
 from tracestore.store.read.index import StoreIndex
 
-# How often a reader looks again while writers remove what it is about to open.
+# Maximum number of attempts of a reader while writers remove the generation that it opens.
 ATTEMPTS = 100
 
 

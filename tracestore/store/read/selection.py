@@ -79,6 +79,6 @@ def by_source(store: TraceStore, wanted: np.ndarray) -> Iterator[tuple[int, np.n
         if len(wanted) == len(store):
             yield number, indices, True
         elif len(indices):
-            # What it gave beside what it gave first: to traces that another source had brought.
+            # `num_traces` exceeds `count` if the source also added arrays to traces of other sources.
             source = store.internals.index.source(number)
             yield number, indices, len(indices) == count == source.num_traces and source.num_skipped == 0

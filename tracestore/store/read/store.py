@@ -328,7 +328,7 @@ class TraceStore:
             "num_sources": m.num_sources,
             "bytes": m.num_bytes,
             "num_scored": m.num_scored,
-            "num_labelled": m.num_labelled,
+            "num_labeled": m.num_labelled,
             "score_direction": self.internals.attributes.score_direction,
         }
 
@@ -365,8 +365,8 @@ def open_store(path: str | os.PathLike[str], *, cache_bytes: int = DEFAULT_CACHE
     Parameters
     ----------
     path : str or PathLike
-        A folder, or a URL that begins with s3://, gs://, http:// or https://. Files of a URL are kept on the disk
-        of this machine as they are used (docs/remote.md; extra [remote]).
+        A folder, or a URL that begins with s3://, gs://, http:// or https://. Files of a URL are cached on the
+        local disk when they are first used (docs/remote.md; extra [remote]).
     cache_bytes : int
         Bound in bytes of the decoded chunks of a compressed store.
 

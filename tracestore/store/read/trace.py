@@ -185,7 +185,7 @@ class Trace:
 
     @property
     def has_nonfinite(self) -> bool:
-        """Whether the source had NaN or infinite values in its arrays."""
+        """True if the source had NaN or infinite values in its arrays."""
         return bool(self._row.nonfinite)
 
     # Arrays
@@ -216,7 +216,7 @@ class Trace:
 
     @property
     def has_reversed_edges(self) -> bool:
-        """Whether the edges of the source ran from the attending token i to j. Stored edges run from j to i."""
+        """True if the edges of the source ran from the attending token i to j. Stored edges run from j to i."""
         return bool(self._graph("edges").scalar("edges_reversed", self._row.graph_row))
 
     @property

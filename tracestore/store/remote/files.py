@@ -1,4 +1,4 @@
-"""The committed files of a remote store. The disk cache of this machine keeps them as they are used."""
+"""The committed files of a remote store, cached on the local disk when they are first used."""
 
 import argparse
 import contextlib

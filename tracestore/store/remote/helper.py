@@ -35,7 +35,7 @@ class Helper:
 
     @property
     def is_of_this_process(self) -> bool:
-        """Whether this process started the helper and the helper still runs."""
+        """True if this process started the helper and the helper still runs."""
         return self._pid == os.getpid() and self._process.poll() is None
 
     def close(self) -> None:

@@ -128,7 +128,7 @@ class ObjectStore:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process was forked after the client threads started: it has none of them."""
+        """True if this process was forked after the client threads started: it has none of them."""
         return _client_pid is not None and _client_pid != os.getpid()
 
     def retry(self, what: str, call: Callable[[], T], progress: Callable[[], int] = lambda: 0) -> T:

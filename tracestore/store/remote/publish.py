@@ -68,7 +68,7 @@ class RemoteLock:
         return StoreLockedError(f"{self._object_store.address}: another writer holds the store")
 
     def _take_over(self) -> Version | None:
-        """Take over the lock if nobody renews it; None if its writer does."""
+        """Take over the lock if no writer renews it. Return None if its writer does."""
         before = self._object_store.version("lock")
         if before is None:
             return self._object_store.put_if_absent("lock", self._content())

@@ -62,7 +62,7 @@ def commit(store: Path, index: StoreIndex, attributes: schema.Attributes, pendin
     if pending.segments:
         fsio.fsync_path(store / "segments")
     parts, part_bytes = _write_index(store, index, pending, files)
-    columns, num_scored, num_labelled = _write_columns(store, old, pending)
+    columns, num_scored, num_labeled = _write_columns(store, old, pending)
     added = sum(f.size for _, f in files) + part_bytes
     added += sum(f.size for r in columns if r not in old.columns for f in r.files)
     removed = sum(r.size for r in old.parts if r not in parts)
@@ -80,7 +80,7 @@ def commit(store: Path, index: StoreIndex, attributes: schema.Attributes, pendin
         num_traces=old.num_traces + len(pending.rows),
         num_tokens=old.num_tokens + tokens,
         num_scored=num_scored,
-        num_labelled=num_labelled,
+        num_labelled=num_labeled,
         num_bytes=old.num_bytes + added - removed,
         fields=tuple(sorted(set(old.fields).union(*(s.field_names for s in pending.segments)))),
     )
@@ -161,13 +161,13 @@ def _write_columns(store: Path, old: mf.Manifest, pending: Pending) -> tuple[tup
     joined = join_columns(parts)
     if pending.updates:
         joined = joined.with_values(pending.updates)
-        scored, labelled = joined.num_scored, joined.num_labelled
+        scored, labeled = joined.num_scored, joined.num_labeled
     else:
-        scored, labelled = old.num_scored + new.num_scored, old.num_labelled + new.num_labelled
+        scored, labeled = old.num_scored + new.num_scored, old.num_labelled + new.num_labeled
     if len(joined) == 0:
-        return tuple(refs), scored, labelled
+        return tuple(refs), scored, labeled
     refs.append(write_columns(store, old.generation + 1, first, joined))
-    return tuple(refs), scored, labelled
+    return tuple(refs), scored, labeled
 
 
 def remove_unreferenced(store: Path, manifest: mf.Manifest) -> None:

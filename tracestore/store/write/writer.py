@@ -113,8 +113,8 @@ class StoreWriter:
             chosen = {name: options[name] or default for name, default in defaults.items()}
             manifest = mf.Manifest(0, schema.Attributes(attention=chosen["attention"], options=chosen))
         else:
-            # The previous writer may have been killed between rename and fsync. What this writer
-            # builds upon must survive a power failure.
+            # The previous writer may have been killed between rename and fsync. Its last generation must survive
+            # a power failure before this writer refers to it.
             fsio.fsync_path(self.path / "manifest")
         for name, value in options.items():
             stored = manifest.attributes.options[name]
@@ -211,7 +211,7 @@ class StoreWriter:
 
     @property
     def source_has_changes(self) -> bool:
-        """Whether the open source has added or completed any trace so far."""
+        """True if the open source has added or completed a trace."""
         return self._undo is not None and len(self._undo) > 1  # The first step reverts begin_source().
 
     @property
