@@ -10,6 +10,8 @@ import pytest
 from tests.helpers import ROOT
 from tracestore import doctor, platform_support
 from tracestore.data import shared_memory
+from tracestore.store.io import fsio
+from tracestore.store.io.fsio import atomic_write
 from tracestore.store.io.scratch import Scratch
 
 
@@ -50,6 +52,29 @@ def test_fallbacks_of_file_operations(no_linux, tmp_path, num_bytes):
     array = Scratch(tmp_path, max_memory=0).empty(num_bytes, np.uint8)
     array[:] = 7
     assert array.sum() == 7 * num_bytes
+
+
+@pytest.mark.parametrize("has_unnamed_files", [True, False])
+def test_atomic_write_touches_no_other_file(monkeypatch, tmp_path, has_unnamed_files):
+    if not has_unnamed_files:
+        monkeypatch.setattr(fsio, "open_unnamed", lambda folder: None)
+    kept = tmp_path / ".tmp-page.html"
+    kept.mkdir()
+    (tmp_path / "page.html").write_bytes(b"old")
+    with pytest.raises(KeyError), atomic_write(tmp_path / "page.html") as file:
+        file.write(b"half")
+        raise KeyError
+    assert (tmp_path / "page.html").read_bytes() == b"old"
+    with atomic_write(tmp_path / "page.html") as file:
+        file.write(b"new")
+    assert (tmp_path / "page.html").read_bytes() == b"new"
+    assert sorted(tmp_path.iterdir()) == [kept, tmp_path / "page.html"]
+    (tmp_path / "usual").write_bytes(b"")
+    assert (tmp_path / "page.html").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+def test_unnamed_files_need_linux(no_linux, tmp_path):
+    assert platform_support.open_unnamed(tmp_path) is None
 
 
 def test_full_disk_raises_without_linux(no_linux, monkeypatch, tmp_path):

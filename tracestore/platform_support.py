@@ -53,6 +53,25 @@ def max_maps() -> int | None:
         return None
 
 
+def open_unnamed(folder: Path) -> int | None:
+    """Return the descriptor of a new file without a name, or None if the system or the file system has no such files.
+
+    A killed process leaves nothing of it. name_file() gives it a name.
+    """
+    if not hasattr(os, "O_TMPFILE") or not (_PROC / "self/fd").is_dir():
+        return None
+    try:
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o666)
+    except OSError:
+        return None
+
+
+def name_file(fd: int, path: Path) -> None:
+    """Give a file of open_unnamed() a name, which no other file must have."""
+    # With a folder, which an absolute path does not use, Python calls linkat(), which follows the link in /proc.
+    os.link(_PROC / f"self/fd/{fd}", path, src_dir_fd=fd)
+
+
 def shared_memory_folder() -> Path | None:
     """Return the folder of POSIX shared memory, or None if the system has none."""
     return _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None

@@ -47,3 +47,11 @@ def test_groups_are_described_as_zarr_does(attributes):
     # Older releases of zarr say that nothing is consolidated.
     expected = memory["zarr.json"].to_bytes().replace(b'  "consolidated_metadata": null,\n', b"")
     assert group_metadata(attributes) == expected
+
+
+@pytest.mark.parametrize(("num_layers", "hidden_dim"), [(1 << 12, (1 << 12) + 1), (1 << 20, 17), (17, 1 << 20)])
+def test_a_row_of_all_layers_is_bounded(num_layers, hidden_dim):
+    options = {"attention": "mean", "dtype": "float16", "codec": "none"}
+    data = schema.Attributes(options=options).to_json() | {"num_layers": num_layers, "hidden_dim": hidden_dim}
+    with pytest.raises(ValueError, match=r"num_layers \* hidden_dim"):
+        schema.Attributes.from_json(data)

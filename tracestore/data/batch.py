@@ -185,7 +185,8 @@ class BatchMetadata:
     @classmethod
     def read(cls, store: TraceStore, indices: np.ndarray, targets: np.ndarray) -> "BatchMetadata":
         """Return the metadata of some traces; `targets` has a label for each trace of the store."""
-        y, score = targets[indices].astype("f4"), store.scores[indices].astype("f4")
+        with np.errstate(over="ignore"):  # A score beyond float32 becomes infinite.
+            y, score = targets[indices].astype("f4"), store.scores[indices].astype("f4")
         return cls(y, score, store.question_ids.take(indices), indices.copy())
 
     def as_fields(self) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from typing import Any
 from tracestore.errors import UsageError
 from tracestore.export.file_formats import PickleListWriter
 from tracestore.extract.questions import Question, Scorer, contains, token_f1
-from tracestore.store.format.paths import TEMPORARY_PREFIX
 from tracestore.store.io import fsio
 from tracestore.store.io.files import RemoteURL
 from tracestore.store.read.store import open_store
@@ -247,6 +246,5 @@ def _merge_scores(folder: Path) -> None:
 
 
 def _write_text(path: Path, text: str) -> None:
-    temporary = path.with_name(TEMPORARY_PREFIX + path.name)
-    temporary.write_text(text, encoding="utf-8")
-    temporary.rename(path)
+    with fsio.atomic_write(path) as file:
+        file.write(text.encode())

@@ -5,6 +5,7 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from tracestore.errors import DiskFullError, StorageError, StoreLockedError, UsageError
+from tracestore.platform_support import name_file, open_unnamed
 from tracestore.store.format.paths import TEMPORARY_PREFIX
 
 # Default size limit of JSON documents: results.json of 1,000,000 traces and 25 runs stays below it.
@@ -203,14 +205,16 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         If no file can be created at `path`.
     """
     check_destination(path)
-    temporary = path.with_name(TEMPORARY_PREFIX + path.name)
-    remove_tree(temporary)
+    temporary = path.with_name(TEMPORARY_PREFIX + secrets.token_hex(8))
+    unnamed = open_unnamed(path.parent)
     try:
-        with temporary.open("xb") as file:
+        with temporary.open("xb") if unnamed is None else open(unnamed, "wb") as file:
             yield file
             file.flush()
-            with with_filename(temporary):
+            with with_filename(path):
                 os.fsync(file.fileno())
+            if unnamed is not None:
+                name_file(unnamed, temporary)
         retry_eintr(os.rename, temporary, path)
     except BaseException:
         remove_tree(temporary)

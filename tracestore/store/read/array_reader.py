@@ -23,10 +23,7 @@ from tracestore.store.format.zarr_json import array_metadata
 from tracestore.store.io.files import StoreFiles
 from tracestore.store.read.chunk_cache import ChunkCache, ChunkKey
 
-# Of an array's zarr.json.
-_MAX_METADATA_BYTES = 1 << 16
-# A chunk holds at most so much, or one row.
-_MAX_CHUNK_BYTES = schema.INNER_CHUNK_BYTES
+_MAX_METADATA_BYTES = 1 << 16  # of an array's zarr.json
 
 
 def _check_metadata(data: bytes, spec: "ArraySpec") -> tuple[int, int]:
@@ -38,9 +35,7 @@ def _check_metadata(data: bytes, spec: "ArraySpec") -> tuple[int, int]:
     num_rows, chunk_rows = meta["shape"][0], meta["codecs"][0]["configuration"]["chunk_shape"][0]
     if type(num_rows) is not int or type(chunk_rows) is not int or not 0 <= num_rows < 1 << 48 or chunk_rows < 1:
         raise ValueError(f"{num_rows!r:.40} rows in chunks of {chunk_rows!r:.40}")
-    if chunk_rows > 1 and chunk_rows * spec.row_items * spec.dtype.itemsize > max(
-        _MAX_CHUNK_BYTES, schema.MIN_CODED_CHUNK_BYTES
-    ):
+    if chunk_rows > 1 and chunk_rows * spec.row_items * spec.dtype.itemsize > schema.INNER_CHUNK_BYTES:
         raise ValueError(f"inner chunks of {chunk_rows} rows")
     if spec.num_rows is not None and num_rows != spec.num_rows:
         raise ValueError(f"{num_rows} rows, expected {spec.num_rows}")
