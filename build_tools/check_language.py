@@ -2,9 +2,10 @@
 
 python build_tools/check_language.py [PATH ...]
 
-Reports the words and phrases listed in dialect.txt, and docstrings that begin with a subordinate clause
-("Of ...", "What ...") instead of a verb. Without PATH it checks the files in ROOTS. Spelling is the
-business of codespell (see pyproject.toml). Exit codes: 0 nothing was found, 1 something was.
+Reports the words and phrases listed in dialect.txt, docstrings that begin with a subordinate clause
+("Of ...", "What ..."), and docstrings of functions that do not begin with a verb in the imperative. Without
+PATH it checks the files in ROOTS. Spelling is checked by codespell (see pyproject.toml). Exit codes: 0 no
+findings, 1 findings.
 """
 
 import argparse
@@ -40,7 +41,17 @@ SKIPPED = (
     "tests/golden/*",
     "tests/packaging/test_check_language.py",
 )
-OPENING = re.compile(r"(?:Of|As|What|Whether|Who|Whose|Whoever|Where|->)\b|->")
+OPENING = re.compile(r"(?:Of|As|What|Whether|Who|Whose|Whoever|Where|Why|How|That|Which|Because|Beside)\b|->")
+# First words of a function's docstring that are not verbs in the imperative: articles, pronouns, numerals,
+# adverbs, prepositions, plurals, participles, and the third person.
+NOT_IMPERATIVE = re.compile(
+    r"(?:An?|The|This|These|Its?|They|All|Any|Both|Each|Every|Either|Few|Many|More|Most|Some|Several|None|No|Not|One"
+    r"|Two|Three|Four|After|Also|At|Before|Between|By|For|From|If|In|Like|On|Only|Same|So|To|True|False|When|With"
+    r"|Without)\b|[\d(\[]|[a-z]|\w+(?:[^s\W]s|ing|ed)\b"
+)
+IMPERATIVE = re.compile(r"(?:Bring|Embed|Exceed|Feed|Focus|Need|Proceed|Ring|Seed|Shed|Spring|String)\b")
+# Decorators of functions whose docstring describes a value.
+DESCRIBED = ("property", "fixture")
 # Shorter strings are names and keys rather than sentences.
 MIN_WORDS = 3
 
@@ -61,6 +72,7 @@ class Passage:
     line: int
     text: str
     is_docstring: bool = False
+    is_imperative: bool = False
 
 
 def read_rules(text: str) -> list[Rule]:
@@ -77,6 +89,13 @@ def read_rules(text: str) -> list[Rule]:
     ]
 
 
+def is_action(node: ast.AST) -> bool:
+    """Return whether a docstring describes an action: that of a function, not of a property, a fixture or a test."""
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("test_"):
+        return False
+    return not any(word in ast.unparse(decorator) for decorator in node.decorator_list for word in DESCRIBED)
+
+
 def python_passages(text: str) -> Iterator[Passage]:
     """Yield the docstrings, comments and longer strings of a Python module."""
     docstrings = set()
@@ -85,7 +104,7 @@ def python_passages(text: str) -> Iterator[Passage]:
             content = ast.get_docstring(node)
             if content is not None:
                 docstrings.add(node.body[0].lineno)
-                yield Passage(node.body[0].lineno, content, is_docstring=True)
+                yield Passage(node.body[0].lineno, content, is_docstring=True, is_imperative=is_action(node))
     comment: list[str] = []
     last = 0
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -142,6 +161,9 @@ def check_file(path: Path, name: str, rules: list[Rule]) -> Iterator[tuple[str, 
     for passage in passages(path):
         if passage.is_docstring and (opening := OPENING.match(passage.text)):
             yield "opening", f'{name}:{passage.line}: the docstring begins with "{opening[0]}"; begin with a verb'
+        elif passage.is_imperative and NOT_IMPERATIVE.match(passage.text) and not IMPERATIVE.match(passage.text):
+            first = passage.text.split()[0]
+            yield "imperative", f'{name}:{passage.line}: the docstring begins with "{first}"; begin with a verb'
         for rule in rules:
             if any(fnmatch(name, allowed) for allowed in rule.allowed_in):
                 continue

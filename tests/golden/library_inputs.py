@@ -1,8 +1,8 @@
-"""Inputs that other versions of numpy wrote, and what is in them.
+"""Inputs written by other versions of NumPy, and their expected values.
 
-The values are made without random numbers, so that every version makes the same. To add
-a version, in an environment that has nothing but it (what another version wrote to the
-same bytes is there already: 1.26 writes what 1.23 wrote, 2.4 what 2.0 wrote):
+The values involve no random numbers, so that every version makes the same ones. To add the
+files of a version, run this in an environment with that version of NumPy only. Versions
+that write the same bytes share a file: 1.26 writes the same as 1.23, and 2.4 as 2.0.
 
     python tests/golden/library_inputs.py tests/golden/libraries
 """
@@ -18,13 +18,13 @@ LAYERS, HEADS, DIM = 2, 2, 4
 
 
 def values(shape, dtype, start):
-    """Multiples of a sixteenth, exact in float16."""
+    """Return multiples of 1/16, which are exact in float16."""
     count = int(np.prod(shape))
     return ((np.arange(start, start + count) % 97 - 48) / 16).astype(dtype).reshape(shape)
 
 
 def expected_traces():
-    """Three traces of one to three tokens; float16, float32 and Fortran order."""
+    """Return three traces of one to three tokens, in float16, float32 and Fortran order."""
     traces = []
     for k, dtype in enumerate(("<f2", "<f4", "<f2")):
         tokens = 3 - k
@@ -55,13 +55,13 @@ def expected_traces():
 def main(folder):
     out = Path(folder)
     out.mkdir(exist_ok=True)
-    there = [path.read_bytes() for path in out.iterdir()]
+    existing = [path.read_bytes() for path in out.iterdir()]
     for protocol in range(6):
         data = pickle.dumps(expected_traces(), protocol)
-        if data not in there:
+        if data not in existing:
             (out / f"numpy-{np.__version__}-protocol{protocol}.pkl").write_bytes(data)
     packed = gzip.compress(pickle.dumps(expected_traces()[0], 4), mtime=0)
-    if packed not in there:
+    if packed not in existing:
         (out / (f"numpy-{np.__version__}-bare.pkl.gz")).write_bytes(packed)
 
 

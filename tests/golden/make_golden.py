@@ -1,4 +1,4 @@
-"""Makes the golden inputs and stores. Run once for a format version; later versions read what is committed.
+"""Make the golden inputs and stores. Run it once for a format version; later versions read the committed files.
 
 python -m tests.golden.make_golden
 """

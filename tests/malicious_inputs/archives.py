@@ -26,7 +26,7 @@ def changed(at: int, **change: object) -> bytes:
 
 
 def headers() -> Iterator[Case]:
-    """Local and central headers of the pickle and of a storage that differ in one field."""
+    """Yield local and central headers of the pickle and of a storage that differ in one field."""
     for at, entry in ((0, "pickle"), (2, "storage")):
         for field, value in {
             "name": b"archive/data/1",
@@ -73,7 +73,7 @@ def headers() -> Iterator[Case]:
 
 
 def directories() -> Iterator[Case]:
-    """Directories that are missing, inconsistent or name unexpected entries."""
+    """Yield directories that are missing, inconsistent or name unexpected entries."""
     good = archive(base())
     at = good.rindex(b"PK\5\6")
     begin = struct.unpack_from("<I", good, at + 16)[0]

@@ -35,7 +35,7 @@ def hidden(value: bytes) -> bytes:
 
 
 def dtype_texts() -> Iterator[Case]:
-    """Dtype strings that NumPy or the reader must refuse."""
+    """Yield dtype strings that NumPy or the reader must refuse."""
     texts = (
         "O O8 V8 V0 |V16 M8 M8[ns] <m8[s] S99999999 U999999999 S-1 f3 f1 i3 i16 u0 c4 b2 ?8 g f f2f2 (2,3)f4 f4,i4 2f4 "
     )
@@ -55,7 +55,7 @@ def dtype_texts() -> Iterator[Case]:
 
 
 def dtype_states() -> Iterator[Case]:
-    """States that dtype.__setstate__ accepts; one of them crashes the interpreter."""
+    """Yield states that dtype.__setstate__ accepts; one of them crashes the interpreter."""
     none = b"N"
     base = [num(3), uni("<"), none, none, none, num(-1), num(-1), num(0)]
     changes = {
@@ -82,7 +82,7 @@ def dtype_states() -> Iterator[Case]:
 
 
 def object_arrays() -> Iterator[Case]:
-    """Object arrays that are not flat lists of strings, numbers or arrays."""
+    """Yield object arrays that are not flat lists of strings, numbers or arrays."""
     o = dtype("O", "|")
     for name, (shape, data) in {
         "of_dicts": (nums(1), lst(b"}")),
@@ -100,7 +100,7 @@ def object_arrays() -> Iterator[Case]:
 
 
 def shapes() -> Iterator[Case]:
-    """Shapes that are invalid or do not match the bytes."""
+    """Yield shapes that are invalid or do not match the bytes."""
     top = 1 << 62
     values = {
         "negative": nums(-1, -4),
@@ -134,7 +134,7 @@ def shapes() -> Iterator[Case]:
 
 
 def array_states() -> Iterator[Case]:
-    """States of arrays and scalars that are incomplete or of wrong types."""
+    """Yield states of arrays and scalars that are incomplete or of wrong types."""
     good = [num(1), nums(2, 2), dtype("f2"), b"\x89", raw(b"\x00\x3c" * 4)]
     changes = {
         "short_data": {4: raw(b"\x00\x3c" * 3)},
@@ -190,7 +190,7 @@ def array_states() -> Iterator[Case]:
 
 
 def schema() -> Iterator[Case]:
-    """Valid pickles of traces that break the schema."""
+    """Yield valid pickles of traces that break the schema."""
     f4 = lambda count, value: array(nums(1, count), dtype("f4"), value * count)  # noqa: E731
     three = lst(halves(2, 2), halves(2, 2), halves(2, 2))
     changes: dict[str, tuple[dict[str, bytes | None], str | None]] = {

@@ -43,7 +43,7 @@ def both(name: str, data: bytes, word: str | None = None) -> Iterator[Case]:
 
 
 def deep() -> Iterator[Case]:
-    """Nested containers, for recursion in reading, resolving, hashing and freeing."""
+    """Yield nested containers, for recursion in reading, resolving, hashing and freeing."""
     for depth in (1_100, 30_000, 1_000_000):
         kinds = {
             "tuples": b")" + b"\x85" * depth,
@@ -71,7 +71,7 @@ def deep() -> Iterator[Case]:
 
 
 def laughs() -> Iterator[Case]:
-    """Exponential sharing through the memo."""
+    """Yield exponential sharing through the memo."""
     for kind, (start, step) in {
         "tuples": (b")q\x00", b"h%ch%c\x86q%c"),
         "lists": (b"]q\x00", b"](h%ch%ceq%c"),
@@ -103,7 +103,7 @@ def laughs() -> Iterator[Case]:
 
 
 def cycles() -> Iterator[Case]:
-    """Containers that contain themselves."""
+    """Yield containers that contain themselves."""
     values = {
         "list": b"]q\x00h\x00a",
         "dict": b"}q\x00K\x01h\x00s",
@@ -124,7 +124,7 @@ def cycles() -> Iterator[Case]:
 
 
 def piles() -> Iterator[Case]:
-    """Many small values: one byte per value uncompressed, a thousandth of it in gzip."""
+    """Yield many small values: one byte per value uncompressed, a thousandth of it in gzip."""
     n = 2_000_000
     for name, code in {
         "none": b"N" * n,
@@ -161,7 +161,7 @@ def piles() -> Iterator[Case]:
 
 
 def gzip_bombs() -> Iterator[Case]:
-    """Gzip files that inflate to hundreds of megabytes."""
+    """Yield gzip files that inflate to hundreds of megabytes."""
     size = 400 << 20
     for name, head in {
         "bytes8": b"\x80\x04\x8e" + struct.pack("<Q", size),
@@ -189,7 +189,7 @@ def gzip_bombs() -> Iterator[Case]:
 
 
 def gzip_damage() -> Iterator[Case]:
-    """Gzip files with damaged headers, checksums, sizes or members."""
+    """Yield gzip files with damaged headers, checksums, sizes or members."""
     good = traces(trace(), trace(question_id=uni("q1")))
     packed = gz(good)
     yield Case("gzip_crc", ".pkl.gz", gz(good, crc=1))
@@ -234,7 +234,7 @@ def valid_files() -> dict[str, tuple[str, bytes]]:
 
 
 def cuts() -> Iterator[Case]:
-    """Files of each format, truncated at many offsets or with trailing bytes."""
+    """Yield files of each format, truncated at many offsets or with trailing bytes."""
     for kind, (suffix, data) in valid_files().items():
         offsets = sorted({1, 2, 3, 5, 9, *range(11, len(data), len(data) // 14), len(data) - 2, len(data) - 1})
         for offset in offsets:

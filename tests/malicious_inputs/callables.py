@@ -81,7 +81,7 @@ def text_calls(marker: str) -> Iterator[tuple[str, str, tuple[bytes, ...]]]:
 
 
 def called(marker: str) -> Iterator[Case]:
-    """Direct calls, named by GLOBAL or, for dotted names, by STACK_GLOBAL."""
+    """Yield direct calls, named by GLOBAL or, for dotted names, by STACK_GLOBAL."""
     for module, name, arguments in text_calls(marker):
         target = named(module, name) if "." in name else glob(module, name)
         code = call(target, *arguments)
@@ -92,7 +92,7 @@ def called(marker: str) -> Iterator[Case]:
 
 
 def forms(marker: str) -> Iterator[Case]:
-    """One callable, reached by every opcode that can call it."""
+    """Yield one callable, reached by every opcode that can call it."""
     touch = uni(f"touch {marker}")
     system = {"global": glob("os", "system"), "stack_global": named("os", "system")}
     for form, target in system.items():
@@ -142,7 +142,7 @@ class Touch:
 
 
 def chains(marker: str) -> Iterator[Case]:
-    """Calls that are composed of harmless-looking functions."""
+    """Yield calls that are composed of harmless-looking functions."""
     touch = uni(f"touch {marker}")
     getattr_ = glob("builtins", "getattr")
     os_module = call(glob("importlib", "import_module"), uni("os"))
@@ -210,7 +210,7 @@ def chains(marker: str) -> Iterator[Case]:
 
 
 def in_torch_files(marker: str) -> Iterator[Case]:
-    """A call in each pickle of a torch file."""
+    """Yield a call in each pickle of a torch file."""
     code = call(glob("os", "system"), uni(f"touch {marker}"))
     yield Case("zip_root", ".pt", pt(code), "os.system")
     yield Case("zip_field", ".pt", pt(sequences(note=code)), "os.system")

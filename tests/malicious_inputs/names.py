@@ -26,7 +26,7 @@ from tests.malicious_inputs.case import (
 
 
 def dangerous_names() -> Iterator[Case]:
-    """Callables that run code, crash, connect or read; the name alone must be refused."""
+    """Yield callables that run code, crash, connect or read; the name alone must be refused."""
     names = [
         "runpy.run_path",
         "runpy.run_module",
@@ -170,7 +170,7 @@ def dangerous_names() -> Iterator[Case]:
 
 
 def near_misses() -> Iterator[Case]:
-    """Names that differ from accepted ones in a letter, and dotted names through them."""
+    """Yield names that differ from accepted ones in a letter, and dotted names through them."""
     names = {
         "dotted_module": ("numpy.core", "multiarray._reconstruct"),
         "globals": ("numpy._core.multiarray", "_reconstruct.__globals__"),
@@ -212,7 +212,7 @@ def near_misses() -> Iterator[Case]:
 
 
 def allowed_misused() -> Iterator[Case]:
-    """Accepted names, called, instantiated or given states as no writer does."""
+    """Yield accepted names, called, instantiated or given states as no writer does."""
     targets = {
         "ndarray": NDARRAY,
         "dtype": glob("numpy", "dtype"),

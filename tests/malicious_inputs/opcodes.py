@@ -74,7 +74,7 @@ def argument(code: bytes) -> bytes:
 
 
 def on_an_empty_stack() -> Iterator[Case]:
-    """Every byte as the only opcode."""
+    """Yield every byte as the only opcode."""
     for value in range(256):
         code = bytes([value])
         known = CODES.get(code)
@@ -84,7 +84,7 @@ def on_an_empty_stack() -> Iterator[Case]:
 
 
 def inside_a_trace() -> Iterator[Case]:
-    """Refused opcodes with valid operands, where a value is expected."""
+    """Yield refused opcodes with valid operands, where a value is expected."""
     operands = {
         "INST": b"(i" + b"os\nsystem\n",
         "OBJ": b"(" + glob("builtins", "bytes") + b"o",
@@ -105,7 +105,7 @@ def inside_a_trace() -> Iterator[Case]:
 
 
 def wrong_operands() -> Iterator[Case]:
-    """Stack opcodes with operands of wrong types."""
+    """Yield stack opcodes with operands of wrong types."""
     operands = {
         "int": num(7),
         "text": uni("os"),
@@ -133,7 +133,7 @@ def wrong_operands() -> Iterator[Case]:
 
 
 def without_a_mark() -> Iterator[Case]:
-    """Missing or superfluous marks and memo entries, and unknown protocols."""
+    """Yield missing or superfluous marks and memo entries, and unknown protocols."""
     for name, code in {
         "TUPLE": b"t",
         "LIST": b"l",
@@ -158,7 +158,7 @@ def without_a_mark() -> Iterator[Case]:
 
 
 def cut_arguments() -> Iterator[Case]:
-    """Files that end inside the argument of an opcode."""
+    """Yield files that end inside the argument of an opcode."""
     for code, op in CODES.items():
         if op.arg is not None:
             name = op.name.lower()
@@ -167,7 +167,7 @@ def cut_arguments() -> Iterator[Case]:
 
 
 def huge_lengths() -> Iterator[Case]:
-    """Lengths, memo keys and frames far beyond the size of the file."""
+    """Yield lengths, memo keys and frames far beyond the size of the file."""
     widths = {"T": 4, "X": 4, "B": 4, "\x8b": 4, "\x8d": 8, "\x8e": 8, "\x96": 8}
     for text, width in widths.items():
         code = text.encode("latin1")
@@ -193,7 +193,7 @@ def huge_lengths() -> Iterator[Case]:
 
 
 def numbers_and_text() -> Iterator[Case]:
-    """Arguments that are not the expected number or text."""
+    """Yield arguments that are not the expected number or text."""
     values = {
         "INT_words": b"Ihello\n",
         "INT_long": b"I" + b"9" * 500 + b"\n",
@@ -229,7 +229,7 @@ def numbers_and_text() -> Iterator[Case]:
 
 
 def roots() -> Iterator[Case]:
-    """Valid pickles of other objects than traces."""
+    """Yield valid pickles of other objects than traces."""
     values = {
         "none": b"N",
         "true": b"\x88",

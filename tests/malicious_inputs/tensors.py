@@ -43,7 +43,7 @@ from tests.malicious_inputs.containers import (
 
 
 def tensors() -> Iterator[Case]:
-    """Offsets, sizes and strides out of bounds, in each container and with each rebuild function."""
+    """Yield offsets, sizes and strides out of bounds, in each container and with each rebuild function."""
     layouts = {
         "offset": ((2, 1, 2), (2, 2, 1), 1),
         "offset_at_end": ((1, 1, 1), (1, 1, 1), 4),
@@ -119,7 +119,7 @@ def tensors() -> Iterator[Case]:
 
 
 def storages() -> Iterator[Case]:
-    """Storages whose keys, types, sizes or contents are inconsistent."""
+    """Yield storages whose keys, types, sizes or contents are inconsistent."""
     keys = {
         "numel_more": storage("0", 5),
         "numel_less": storage("0", 3),
@@ -221,7 +221,7 @@ def storages() -> Iterator[Case]:
 
 
 def sequence_files() -> Iterator[Case]:
-    """Dicts of sequences that break the schema."""
+    """Yield dicts of sequences that break the schema."""
     changes = {
         "no_ids": (
             dct(sequences=tensor(storage("0", 4), (2, 1, 2), (2, 2, 1)), labels=lst(num(0), num(1))),
@@ -251,7 +251,7 @@ def sequence_files() -> Iterator[Case]:
 
 
 def graph_files() -> Iterator[Case]:
-    """Dicts of graphs: PyG objects that are cyclic, incomplete or inconsistent."""
+    """Yield dicts of graphs: PyG objects that are cyclic, incomplete or inconsistent."""
     edge = lambda *nodes: struct.pack(f"<{len(nodes)}q", *nodes)  # noqa: E731
     loop = new(DATA) + b"q\xc8" + dct(_store=b"h\xc8") + b"b"
     mapping_loop = (

@@ -37,6 +37,33 @@ def test_findings_name_the_line(checker, tmp_path, name, lines):
     assert sorted(int(message.split(":")[1]) for message in found) == lines
 
 
+@pytest.mark.parametrize(
+    ("docstring", "is_fragment"),
+    [
+        ("Return the sum.", False),
+        ("Process all files.", False),
+        ("Embed the tokens.", False),
+        ("The sum.", True),
+        ("All traces.", True),
+        ("36 traces.", True),
+        ("Returns the sum.", True),
+        ("Computing the sum.", True),
+        ("Whether the sum is 0.", True),
+    ],
+)
+def test_docstrings_of_functions_begin_with_a_verb(checker, tmp_path, docstring, is_fragment):
+    path = tmp_path / "a.py"
+    path.write_text(f'def sum():\n    """{docstring}"""\n')
+    assert bool(list(checker.check_file(path, "a.py", []))) == is_fragment
+
+
+def test_docstrings_of_properties_fixtures_and_tests_may_be_descriptions(checker, tmp_path):
+    functions = ("@property\ndef a(self):", "@pytest.fixture(scope='module')\ndef b():", "def test_c():")
+    path = tmp_path / "a.py"
+    path.write_text("\n".join(f'{function}\n    """The sum."""' for function in functions))
+    assert list(checker.check_file(path, "a.py", [])) == []
+
+
 def test_an_exception_allows_a_phrase(checker, tmp_path):
     path = tmp_path / "a.md"
     path.write_text(SOURCE["a.md"])

@@ -1,4 +1,4 @@
-"""Stores that have an index and nothing else: to measure what a million traces cost."""
+"""Stores with an index but without arrays, to measure the costs of a million traces."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +19,7 @@ from tracestore.store.write.columns_writer import write_columns
 
 
 def make_index_only_store(path: Path, num_traces: int, num_segments: int, num_parts: int) -> None:
-    """num_traces rows with question ids q0, q1, ..., of 30 to 70 tokens, in parts as commits
-    of doubling sizes leave them."""
+    """Write a store of traces q0, q1, ... of 30 to 70 tokens; each index part is half as long as the one before it."""
     with tracestore.create(path) as writer:
         writer.append(make_trace(0))
     files = LocalFiles(path)

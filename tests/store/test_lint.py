@@ -12,7 +12,7 @@ from tracestore.store.maintain.lint import KINDS, MAX_EXAMPLES, lint_store, row_
 
 
 def softmax_trace(k, tokens=None, dtype="f2", causal=True, layers=2, heads=3):
-    """A trace whose attention is a softmax's."""
+    """Return a trace whose attention is the output of a softmax."""
     trace = make_trace(k, tokens=tokens or 8 + k % 7, layers=layers, heads=heads)
     rng = np.random.default_rng([9, k])
     n = len(trace["tokens"])
@@ -47,7 +47,7 @@ def test_a_clean_store(tmp_path, options):
 
 
 def test_long_rows_of_small_weights_are_within_the_tolerance(tmp_path):
-    """Uniform rows of 700 tokens, in bfloat16 precision before they are stored as float16."""
+    """The rows are uniform over up to 700 tokens, and have bfloat16 precision before they are stored as float16."""
     n = 700
     trace = softmax_trace(0, tokens=n, layers=1, heads=1)
     rows = np.tril(np.ones((n, n), "f4")) / np.arange(1, n + 1, dtype="f4")[:, None]
@@ -60,7 +60,7 @@ def test_long_rows_of_small_weights_are_within_the_tolerance(tmp_path):
 
 
 def spoil(name):
-    """Traces of which number 3 has the fault."""
+    """Return twelve traces, of which trace 3 has the issue, and their scores."""
     traces = [softmax_trace(k) for k in range(12)]
     scores = [k % 2 * 0.9 for k in range(12)]
     bad = traces[3]

@@ -22,7 +22,7 @@ def same_value(a, b):
 
 
 def fields(trace):
-    """Every field as a value; the class of the error where the trace has none."""
+    """Return the values of all fields of a trace. A missing field has the class of its error as value."""
     names = "question_id sample score label group num_tokens has_nonfinite hidden_states last_token attention_layout"
     names += " attention_packed tokens tokens_decoded question answer prompt_length extras"
     values = {}
@@ -103,7 +103,7 @@ def cli(*args, check=0):
 
 @pytest.fixture
 def store(tmp_path):
-    """Three files of five traces, a segment each; the second sample of q4 in the last."""
+    """A store of three files of five traces, one segment each. The last file has a second sample of q4."""
     data = tmp_path / "data"
     data.mkdir()
     traces = make_traces(15, tokens=3)
@@ -174,7 +174,7 @@ def test_wrong_usage_is_one_line(store, tmp_path):
 
 
 def two_families(folder, traces):
-    """Family 2 of these traces, then family 3 of the same: a place each, labels in both."""
+    """Write the same traces to a file of sequences, without the last trace, and to a file of graphs."""
     import torch
 
     folder.mkdir()

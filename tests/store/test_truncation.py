@@ -1,5 +1,8 @@
-"""Files cut short, before they are opened and while they are mapped: every use of the store
-says CorruptStoreError with the file's name, or does not need the file; no process dies."""
+"""Files that are truncated before they are opened or while they are mapped.
+
+Every use of the store raises CorruptStoreError with the name of the file, unless it does not need the file. No
+process is killed by a signal.
+"""
 
 import faulthandler
 import os
@@ -24,7 +27,7 @@ EVERY = os.environ.get("TRACESTORE_TRUNCATIONS") == "all"
 
 
 def make_store(path, codec="none", attention="mean", causal=True, edges=False, count=6):
-    """Two commits, hence two segments; arrays of several pages and of less than one."""
+    """Write a store of two commits, and so of two segments, with arrays of several pages and of less than one."""
     if edges:
         return Path(shutil.copytree(ROOT / "tests" / "golden" / "v1_edges.zarr", path))
     with tracestore.create(path, codec=codec, attention=attention) as writer:
@@ -41,14 +44,14 @@ def files_of(store):
 
 
 def sizes_to_try(size):
-    """Every 4 KiB boundary and one byte around it, none, and all but one; sampled for `make test`."""
+    """Return the sizes to truncate a file to: around each page boundary, and one byte less. The default is a sample."""
     around = {b + d for b in range(0, size + 1, PAGE) for d in (-1, 0, 1)} | {size - 1}
     sizes = sorted(s for s in around if 0 <= s < size)
     return sizes if EVERY else sorted({s for s in (sizes[len(sizes) // 2] // PAGE * PAGE, size - 1) if s or size < 600})
 
 
 def in_child(work, timeout_s=60):
-    """Runs work() in a forked child; (wait status, the lines it wrote with its print function)."""
+    """Call work(say) in a forked child. Return its wait status and the lines that it passed to `say`."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -80,7 +83,7 @@ def outcome(use, say, damaged):
 
 
 def touch(trace):
-    """Everything a trace gives, views left alone."""
+    """Read all fields of a trace that are not views of the file."""
     _ = trace.question_id, trace.answer, trace.question, trace.tokens_decoded, trace.extras, trace.source
     _ = trace.attention, trace.prompt_length, trace.score
     if trace.attention_layout != "edges":
@@ -239,8 +242,7 @@ def test_cut_while_open(tmp_path, case):
 
 
 def batches_of_cut_files(folder):
-    """In a process of its own. Loaders and datasets that have read a store, whose file is
-    then cut short, read it again."""
+    """Let loaders and datasets read a store again after a file was truncated. Runs in a separate process."""
     kinds = [("hidden_states/c/0/0", "graph"), ("attention/c/0", "graph"), ("last_token/c/0/0/0", "sequence")]
     for case in ("none", "zstd"):
         whole, store = make_store(folder / f"{case}.zarr", **CASES[case]), folder / "s.zarr"

@@ -132,7 +132,7 @@ def packed(data: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def pickles(dtype: str, kind: str) -> Iterator[ValidFile]:
-    """Pickled traces, as a list and as a bare dict, by pickle.dump and torch.save."""
+    """Yield pickled traces, as a list and as a bare dict, by pickle.dump and torch.save."""
     traces = variants(dtype, kind)
     for protocol in range(6):
         for shape, value, kept in (("list", traces, traces), ("bare", traces[2], traces[2:])):
@@ -151,7 +151,7 @@ def pickles(dtype: str, kind: str) -> Iterator[ValidFile]:
 
 
 def sequence_files() -> Iterator[ValidFile]:
-    """Dicts of sequences."""
+    """Yield dicts of sequences."""
     rng = np.random.default_rng(3)
     for dtype in ("float16", "float32", "bfloat16"):
         sequences = torch.from_numpy(rng.standard_normal((4, 3, 5)).astype("f4")).to(getattr(torch, dtype))
@@ -180,7 +180,7 @@ def sequence_files() -> Iterator[ValidFile]:
 
 
 def graph_files() -> Iterator[ValidFile]:
-    """Dicts of graphs, with and without labels."""
+    """Yield dicts of graphs, with and without labels."""
     traces = make_traces(3)
     graphs = [make_graphs(t) for t in traces]
     texts = [t["question_id"] for t in traces]

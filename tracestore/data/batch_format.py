@@ -18,7 +18,7 @@ _ALIGNMENT_BYTES = 1024
 
 @dataclass(frozen=True)
 class EdgeOptions:
-    """How attention becomes edges.
+    """Options for the conversion of attention to edges.
 
     Parameters
     ----------

@@ -101,7 +101,7 @@ class BootstrapResampler:
 
     @property
     def too_few(self) -> str | None:
-        """Why there is no interval and no test, or None where there are."""
+        """Reason why there is no interval and no test. None if there are."""
         return metrics.too_few(self.y, self.clusters)
 
     def draws(self, samples: int = metrics.BOOTSTRAP_SAMPLES) -> np.ndarray:

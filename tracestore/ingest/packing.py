@@ -16,7 +16,7 @@ from tracestore.store.write.pack import PackedTrace, pack_record
 
 @dataclass(frozen=True)
 class PackOptions:
-    """How traces are packed; the same for every source of a store.
+    """Options for packing traces; the same for every source of a store.
 
     Parameters
     ----------

@@ -15,7 +15,7 @@ SHORT_BYTES = 64 << 20
 
 
 class StepOutcome(IntEnum):
-    """How an attempt ended. Ranks reduce their outcomes to the largest one."""
+    """Outcome of an attempt. Ranks reduce their outcomes to the largest one."""
 
     SUCCESS = 0
     DEVICE_OOM = 1

@@ -23,7 +23,7 @@ _CHECKPOINT_KEYS = {"grad_accum_steps": "accumulate"}
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How a detector is trained. The fields are named as the flags of ``tracestore train``."""
+    """Training options of a detector. The fields are named like the flags of ``tracestore train``."""
 
     epochs: int = 50
     batch_size: int = 16
@@ -53,7 +53,7 @@ class TrainConfig:
 
 @dataclass
 class TrainState:
-    """How far a run has come, apart from weights and optimizer.
+    """Progress of a run, apart from weights and optimizer.
 
     `epoch` and `batch` are the position of the next batch. If `batch` is the number of batches of
     the epoch, its validation comes next.

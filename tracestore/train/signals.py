@@ -7,7 +7,7 @@ from typing import Any, Self
 
 
 class StopReason(IntEnum):
-    """Why a run ends early. Ranks reduce their reasons to the largest one."""
+    """Reason for an early end of a run. Ranks reduce their reasons to the largest one."""
 
     NONE = 0
     SIGINT = 1

@@ -37,7 +37,7 @@ SEGMENTS = 6
 
 
 def make_store(path, **options):
-    """36 traces in six segments."""
+    """Write a store of 36 traces in six segments."""
     with tracestore.create(path, **options) as writer:
         for k, trace in enumerate(make_traces(6 * SEGMENTS, tokens=24, layers=3, dim=32)):
             writer.append(trace, score=k / 36)
@@ -69,7 +69,7 @@ def there(local, remote):
 
 
 def epoch(store, view="graph", **options):
-    """Everything of an epoch's batches, in order."""
+    """Return the ids and tensors of the batches of an epoch, in order."""
     found = []
     for batch in tracestore.TraceLoader(store, view=view, batch_size=5, seed=3, **options):
         if view == "sequence":

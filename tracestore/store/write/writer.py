@@ -369,7 +369,7 @@ class StoreWriter:
             remove_unreferenced(self.path, self.manifest)
 
     def replace_existing(self) -> None:
-        """With `overwrite`, move the new store to the path of the existing one, which is removed.
+        """Move the new store to the path of the existing one, which is removed. No-op without `overwrite`.
 
         Call it once, after the last commit. Without it close() keeps the existing store.
         """
