@@ -16,7 +16,7 @@ from benchmarks.common import timed
 
 from tracestore.extract import run as extraction
 from tracestore.extract.model import answer_questions, load_model
-from tracestore.extract.questions import FACTS, containment_score, questions_file, read_questions
+from tracestore.extract.questions import FACTS, questions_file, read_questions
 
 
 def tree_size(folder: Path) -> int:
@@ -48,13 +48,11 @@ def main() -> None:
         folder, store = args.work / "pickles", args.work / "store.zarr"
         for path in (folder, store):
             shutil.rmtree(path, ignore_errors=True)
-        batches = extraction.plan_batches(questions, args.questions, (0, 1), "traces")
+        batches = extraction.plan_batches(questions, args.questions)
         runs: dict[str, Callable[[], object]] = {
-            "pickles": lambda: list(extraction.extract_to_folder(folder, batches, answer, containment_score)),
+            "pickles": lambda: list(extraction.extract_to_folder(folder, batches, answer)),
             "store": lambda: list(
-                extraction.extract_to_store(
-                    store, questions, answer, containment_score, attention="mean", codec=args.codec
-                )
+                extraction.extract_to_store(store, questions, answer, attention="mean", codec=args.codec)
             ),
         }
         # Alternate which run comes first.

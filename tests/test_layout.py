@@ -44,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "doctor": STORE,
     "report": STORE,
     "serve": {*STORE, "view"},
-    "cli": {"cli.commands", "__init__"},
+    "cli": {"cli.commands", "store.format", "__init__"},
     "cli.commands": {
         *STORE,
         *TRAIN,

@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import asdict, is_dataclass
 from typing import Any, NoReturn, TextIO
 
 from tracestore.errors import TracestoreError, TracestoreWarning, UsageError, escape_unprintable
@@ -86,7 +87,9 @@ def int_ranges(text: str) -> tuple[int, ...]:
 
 
 def nan_to_none(value: Any) -> Any:
-    """Return the value with None for each NaN and infinity, which JSON lacks."""
+    """Return the value with None for each NaN and infinity, which JSON lacks, and dicts for dataclasses."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
     if isinstance(value, dict):
         return {k: nan_to_none(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -133,7 +136,7 @@ class Output:
         print(text, file=self.notes, flush=True)
 
     def print_json(self, value: Any) -> None:
-        """Print the JSON document if --json was given, with null for NaN and infinities."""
+        """Print a value or dataclass as the JSON document if --json was given, with null for NaN and infinities."""
         if self.as_json:
             print(json.dumps(nan_to_none(value), indent=1), flush=True)
 

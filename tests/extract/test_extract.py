@@ -105,7 +105,7 @@ def test_shards_and_resumed_runs_write_the_same_files(tiny_model, questions, tmp
 
 
 def test_interrupted_file_is_written_again(tmp_path):
-    batches = extraction.plan_batches([Question(f"q{k}", "?", ("a",)) for k in range(4)], 2, (0, 1), "t")
+    batches = extraction.plan_batches([Question(f"q{k}", "?", ("a",)) for k in range(4)], 2)
     calls = []
 
     def answer(questions):
@@ -116,18 +116,18 @@ def test_interrupted_file_is_written_again(tmp_path):
         return [{"generated_answer_clean": "a", "hidden_states": []}]
 
     with pytest.raises(RuntimeError):
-        list(extraction.extract_to_folder(tmp_path, batches, answer, containment_score))
-    assert sorted(p.name for p in tmp_path.glob("*")) == [".scores", "t_batch_0000.pkl"]
-    list(extraction.extract_to_folder(tmp_path, batches, answer, containment_score))
+        list(extraction.extract_to_folder(tmp_path, batches, answer))
+    assert sorted(p.name for p in tmp_path.glob("*")) == [".scores", "traces_batch_0000.pkl"]
+    list(extraction.extract_to_folder(tmp_path, batches, answer))
     assert calls == ["q0", "q1", "q2", "q3", "q2", "q3"]
 
 
 @pytest.mark.parametrize("name", ["scores.csv", "traces_batch_0001.pkl"])
 def test_foreign_files_are_not_replaced(tmp_path, name):
     (tmp_path / name).write_text("mine")
-    batches = extraction.plan_batches([Question(f"q{k}", "?", ("a",)) for k in range(4)], 2, (0, 1), "traces")
+    batches = extraction.plan_batches([Question(f"q{k}", "?", ("a",)) for k in range(4)], 2)
     with pytest.raises(UsageError, match=name):
-        list(extraction.extract_to_folder(tmp_path, batches, lambda questions: [], containment_score))
+        list(extraction.extract_to_folder(tmp_path, batches, lambda questions: []))
     assert (tmp_path / name).read_text() == "mine"
     assert [p.name for p in tmp_path.iterdir()] == [name]
 
@@ -182,7 +182,6 @@ def test_errors_are_one_line(tiny_model, questions, tmp_path):
         ((tmp_path / "nomodel.gguf", questions, tmp_path / "o"), 2, "no such file"),
         (("package:not_a_package", questions, tmp_path / "o"), 2, "not installed"),
         ((tiny_model, questions, tmp_path / "o", "--shard", "3/2"), 2, "I/N"),
-        ((tiny_model, questions, tmp_path / "o", "--scorer", "bleurt"), 2, "bleurt"),
     ):
         done = extract(*args, check=code)
         assert words in done.stderr and done.stderr.count("\n") == 1

@@ -120,7 +120,7 @@ def store(tmp_path):
 def test_a_subset_keeps_bytes_scores_order_and_sources(store, tmp_path):
     (tmp_path / "ids.txt").write_text("q14\nq4\r\n\nq0\n")
     done = cli("subset", store, tmp_path / "some.zarr", "--ids", tmp_path / "ids.txt", "--json")
-    assert json.loads(done.stdout)["num_traces"] == 4 and "4 traces" not in done.stderr
+    assert json.loads(done.stdout)["num_traces"] == 4 and "of 4 traces" not in done.stderr
     whole, some = tracestore.open(store), tracestore.open(tmp_path / "some.zarr")
     assert [(t.question_id, t.sample) for t in some] == [("q0", 0), ("q4", 0), ("q4", 1), ("q14", 0)]
     assert_same(some, whole)

@@ -16,7 +16,7 @@ import tracestore
 from tests.helpers import ROOT, command, convert, make_traces, write_pickle, write_scores
 from tests.malicious_inputs.stores import Store, valid_stores
 from tracestore.errors import CorruptStoreError, TracestoreError, UsageError
-from tracestore.extract.questions import Question, containment_score
+from tracestore.extract.questions import Question
 from tracestore.extract.run import extract_to_store
 from tracestore.store.format.codecs import ChunkCodec
 from tracestore.store.format.entries import FileEntry
@@ -282,7 +282,7 @@ def test_what_is_no_store_is_left_alone(store_path, source, tmp_path, kind):
         assert digest(folder) == before, words
         assert done.stderr.count("\n") == 1 or words[0] == "verify"
     with pytest.raises(UsageError):
-        list(extract_to_store(folder, [Question("q", "?", ("a",))], _no_answer, containment_score, attention="mean"))
+        list(extract_to_store(folder, [Question("q", "?", ("a",))], _no_answer, attention="mean"))
     assert digest(folder) == before, "extract"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["more.pkl", "s.csv", "store.zarr", "theirs"]
 

@@ -80,7 +80,7 @@ def _run(name: str, prog: str, words: list[str], *, is_program: bool) -> int:
             args = parser.parse_args(words)
         args.prog, args.words, args.is_program = prog, words, is_program
         try:
-            return int(module.run(args, Output(args.json)))
+            return module.run(args, Output(args.json)) or 0
         except UsageError as error:
             if prints_errors:
                 raise
@@ -92,6 +92,7 @@ def _run(name: str, prog: str, words: list[str], *, is_program: bool) -> int:
 def _command(name: str, parser: Parser) -> tuple[ModuleType, Parser]:
     """Return the module of a command, and `parser` with the arguments of the command."""
     module = importlib.import_module(f"tracestore.cli.commands.{name}")
+    parser.description, _, parser.epilog = (module.__doc__ or "").strip().rpartition("\n\n")
     module.add_arguments(parser)
     if name == "completion":
         parser.set_defaults(json=False)

@@ -61,19 +61,18 @@ class Conversion:
         self.store = parse_location(store)
         self.folder = local_dir(store)
         self.sources = find_sources(sources, self.folder)
-        scores_path = Path(options.scores) if options.scores else find_scores(sources)
-        self.scores = None if scores_path is None else self._read_scores(scores_path)
-        if self.scores is None:
-            for name in ("score_column", "group_column", "score_direction"):
-                if getattr(options, name):
-                    flag = name.replace("_", "-")
-                    raise UsageError(f"--{flag} needs a scores file: give --scores")
-        self.report = ConvertReport(str(self.store), scores_file=None if scores_path is None else str(scores_path))
+        self.scores = self._read_scores(sources)
+        self.report = ConvertReport(str(self.store), scores_file=str(self.scores.path) if self.scores else None)
         self.total_bytes = sum(s.path.stat().st_size for s in self.sources if s.path.is_file())
 
-    def _read_scores(self, path: Path) -> Scores:
-        options = self._options
-        scores = read_scores(path, options.score_column, options.group_column, options.score_direction)
+    def _read_scores(self, sources: list[Path]) -> Scores | None:
+        options = {name: getattr(self._options, name) for name in ("score_column", "group_column", "score_direction")}
+        path = self._options.scores or find_scores(sources)
+        if path is None:
+            for name in (name for name, value in options.items() if value is not None):
+                raise UsageError(f"--{name.replace('_', '-')} needs a scores file: give --scores")
+            return None
+        scores = read_scores(Path(path), **options)
         self._output.info(f"scores: {path}, column {scores.column}, {len(scores.values):,} questions")
         return scores
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from tracestore.errors import UsageError
+from tracestore.extract.hooks import capture
 from tracestore.extras import needs
 
 
@@ -21,12 +22,6 @@ class LanguageModel:
 
     model: Any
     tokenizer: Any
-    name: str
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the model."""
-        return torch.device(self.model.device)
 
 
 def _locate(model: str) -> tuple[str, str | None]:
@@ -87,20 +82,20 @@ def load_model(model: str, *, device: str = "auto", dtype: str = "float32") -> L
     except (OSError, ValueError, ImportError) as error:
         raise UsageError(f"--model {model}: cannot be loaded: {str(error).splitlines()[0]}") from None
     network.to(device)  # type: ignore[arg-type]
-    return LanguageModel(network.eval(), tokenizer, model)
+    return LanguageModel(network.eval(), tokenizer)
 
 
 def prompt_ids(lm: LanguageModel, question: str, instruction: str) -> torch.Tensor:
-    """Return the token ids (1, S) of the prompt, in the chat template of the model if it has one."""
+    """Return the token ids (S,) of the prompt, in the chat template of the model if it has one."""
     if getattr(lm.tokenizer, "chat_template", None):
         messages = [{"role": "system", "content": instruction}, {"role": "user", "content": question}]
         encoded = lm.tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-        ids: torch.Tensor = encoded["input_ids"]
     else:
-        ids = lm.tokenizer(f"{instruction}\nQ: {question}\nA:", return_tensors="pt")["input_ids"]
-    return ids.to(lm.device)
+        encoded = lm.tokenizer(f"{instruction}\nQ: {question}\nA:", return_tensors="pt")
+    ids: torch.Tensor = encoded["input_ids"][0]
+    return ids.to(lm.model.device)
 
 
 def _ends_sentence(text: str) -> bool:
@@ -149,15 +144,10 @@ def _without_padding(lm: LanguageModel, answer: list[int]) -> list[int]:
     return next((answer[:k] for k in range(1, len(answer)) if _is_cut(lm, answer[:k])), answer)
 
 
-def _padded(rows: Sequence[torch.Tensor], pad: int, *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _padded(rows: Sequence[torch.Tensor], pad: int, side: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the token ids padded to (B, longest row), and the attention mask."""
-    longest = max(map(len, rows))
-    ids = torch.full((len(rows), longest), pad, dtype=rows[0].dtype, device=rows[0].device)
-    mask = torch.zeros_like(ids)
-    for k, row in enumerate(rows):
-        columns = slice(longest - len(row), None) if left else slice(len(row))
-        ids[k, columns], mask[k, columns] = row, 1
-    return ids, mask
+    ids = pad_sequence(list(rows), batch_first=True, padding_value=pad, padding_side=side)
+    return ids, pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=side)
 
 
 @torch.inference_mode()
@@ -188,8 +178,8 @@ def answer_questions(
         head (H, S, S) over the tokens of prompt and answer, without padding.
     """
     pad = lm.tokenizer.pad_token_id or lm.tokenizer.eos_token_id or 0
-    prompts = [prompt_ids(lm, question, instruction)[0] for question in questions]
-    padded, mask = _padded(prompts, pad, left=True)
+    prompts = [prompt_ids(lm, question, instruction) for question in questions]
+    padded, mask = _padded(prompts, pad, "left")
     generated = lm.model.generate(
         padded,
         attention_mask=mask,
@@ -203,49 +193,24 @@ def answer_questions(
     )
     raw = [_without_padding(lm, row) for row in generated[:, padded.shape[1] :].tolist()]
     cuts = [_cut(lm, row) for row in raw]
-    whole = [
-        torch.cat([prompt, torch.tensor(answer, dtype=prompt.dtype, device=prompt.device)])
-        for prompt, (answer, _) in zip(prompts, cuts, strict=True)
-    ]
+    whole = [torch.cat([p, p.new_tensor(answer)]) for p, (answer, _) in zip(prompts, cuts, strict=True)]
     # Padding on the right changes nothing: positions count from the first token, and attention is causal.
-    ids, mask = _padded(whole, pad, left=False)
-    out = lm.model(ids, attention_mask=mask, output_hidden_states=True, output_attentions=True, use_cache=False)
-    traces = []
-    for k, (question, tokens) in enumerate(zip(questions, whole, strict=True)):
-        size = len(tokens)
-        # hidden_states[0] are the embeddings, hidden_states[l + 1] is the output of layer l.
-        states: dict[str, Any] = {
-            "hidden_states": [_numpy(h[k, :size]) for h in out.hidden_states[1:]],
-            "attentions": [_numpy(a[k, :, :size, :size]) for a in out.attentions],
-            "num_layers": len(out.attentions),
+    ids, mask = _padded(whole, pad, "right")
+    with capture(lm.model) as states:
+        lm.model(ids, attention_mask=mask, use_cache=False)
+    decode, traces = lm.tokenizer.decode, states.traces()
+    for k, trace in enumerate(traces):
+        answer, method = cuts[k]
+        trace |= {
+            "num_layers": len(trace["attentions"]),
+            "tokens_decoded": [decode([token]) for token in trace["tokens"].tolist()],
+            "question": questions[k],
+            "generated_text": decode(whole[k], skip_special_tokens=False),
+            "generated_answer": decode(raw[k], skip_special_tokens=True),
+            "generated_answer_clean": decode(answer, skip_special_tokens=True).strip(),
+            "prompt_length": len(prompts[k]),
+            "cutoff_method": method,
+            "tokens_before_cutoff": len(prompts[k]) + len(raw[k]),
+            "tokens_after_cutoff": len(whole[k]),
         }
-        traces.append(states | _texts(lm, question, tokens, len(prompts[k]), raw[k], *cuts[k]))
     return traces
-
-
-def _numpy(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.to(torch.float16).cpu().contiguous().numpy()
-
-
-def _texts(
-    lm: LanguageModel,
-    question: str,
-    tokens: torch.Tensor,
-    prompt_length: int,
-    raw: list[int],
-    answer: list[int],
-    method: str,
-) -> dict[str, Any]:
-    decode, ids = lm.tokenizer.decode, tokens.cpu().numpy().astype("int32")
-    return {
-        "tokens": ids,
-        "tokens_decoded": [decode([int(t)]) for t in ids],
-        "question": question,
-        "generated_text": decode(tokens, skip_special_tokens=False),
-        "generated_answer": decode(raw, skip_special_tokens=True),
-        "generated_answer_clean": decode(answer, skip_special_tokens=True).strip(),
-        "prompt_length": prompt_length,
-        "cutoff_method": method,
-        "tokens_before_cutoff": prompt_length + len(raw),
-        "tokens_after_cutoff": len(ids),
-    }

@@ -6,7 +6,7 @@ import re
 import string
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,9 +14,6 @@ from tracestore.errors import InvalidInputError, UsageError
 
 # Name of the question file of this package: 1,653 questions with short answers, in 28 groups.
 FACTS = "package:facts"
-
-# Scores an answer against the accepted answers, from 0 to 1.
-Scorer = Callable[[str, Sequence[str]], float]
 
 
 @dataclass(frozen=True)
@@ -101,34 +98,11 @@ def token_f1(answer: str, accepted: Sequence[str]) -> float:
     """Return the highest F1 score of shared words over the accepted answers."""
     words = Counter(normalize(answer))
     best = 0.0
-    for candidate in accepted:
-        wanted = Counter(normalize(candidate))
-        shared = sum((words & wanted).values())
-        if shared:
-            best = max(best, 2 * shared / (sum(words.values()) + sum(wanted.values())))
+    for wanted in (Counter(normalize(candidate)) for candidate in accepted):
+        best = max(best, 2 * (words & wanted).total() / max(1, words.total() + wanted.total()))
     return best
 
 
 def containment_score(answer: str, accepted: Sequence[str]) -> float:
     """Return 1 if the answer contains an accepted answer, else the highest token F1."""
     return 1.0 if contains(answer, accepted) else token_f1(answer, accepted)
-
-
-def make_scorer(name: str) -> Scorer:
-    """Return the scorer "containment" or "bleurt", which needs the package bleurt-pytorch and its weights."""
-    if name == "containment":
-        return containment_score
-    try:
-        import torch
-        from bleurt_pytorch import BleurtForSequenceClassification, BleurtTokenizer  # type: ignore[import-not-found]
-    except ImportError:
-        raise UsageError("--scorer bleurt needs the package bleurt-pytorch, which is not installed") from None
-    model = BleurtForSequenceClassification.from_pretrained("lucadiliello/BLEURT-20").eval()
-    tokenizer = BleurtTokenizer.from_pretrained("lucadiliello/BLEURT-20")
-
-    def bleurt(answer: str, accepted: Sequence[str]) -> float:
-        inputs = tokenizer(list(accepted), [answer] * len(accepted), padding="longest", return_tensors="pt")
-        with torch.no_grad():
-            return float(model(**inputs).logits.max())
-
-    return bleurt

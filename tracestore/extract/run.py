@@ -12,7 +12,7 @@ from typing import Any
 
 from tracestore.errors import UsageError
 from tracestore.export.file_formats import PickleListWriter
-from tracestore.extract.questions import Question, Scorer, contains, token_f1
+from tracestore.extract.questions import Question, containment_score, contains, token_f1
 from tracestore.store.io import fsio
 from tracestore.store.io.files import RemoteURL
 from tracestore.store.read.store import open_store
@@ -52,13 +52,15 @@ class QuestionBatch:
     """The questions whose traces go into one file."""
 
     number: int
-    name: str
-    questions: tuple[Question, ...]
+    questions: Sequence[Question]
+
+    @property
+    def name(self) -> str:
+        """Name of the file."""
+        return f"traces_batch_{self.number:04d}.pkl"
 
 
-def plan_batches(
-    questions: Sequence[Question], per_file: int, shard: tuple[int, int], prefix: str
-) -> list[QuestionBatch]:
+def plan_batches(questions: Sequence[Question], per_file: int, shard: tuple[int, int] = (0, 1)) -> list[QuestionBatch]:
     """Return the batches of one shard, each with consecutive questions.
 
     Parameters
@@ -69,19 +71,14 @@ def plan_batches(
         Number of questions in a file.
     shard : (int, int)
         Shard (i, n) holds the files i, i + n, and so on. The files are the same for any n.
-    prefix : str
-        Prefix of the file names.
     """
-    batches = []
-    for number, begin in enumerate(range(0, len(questions), per_file)):
-        if number % shard[1] == shard[0]:
-            name = f"{prefix}_batch_{number:04d}.pkl"
-            batches.append(QuestionBatch(number, name, tuple(questions[begin : begin + per_file])))
-    return batches
+    index, count = shard
+    begins = range(0, len(questions), per_file)
+    return [QuestionBatch(k, questions[b : b + per_file]) for k, b in enumerate(begins) if k % count == index]
 
 
 def extract_to_folder(
-    folder: Path, batches: Sequence[QuestionBatch], answer: AnswerFn, scorer: Scorer, *, batch_size: int = 1
+    folder: Path, batches: Sequence[QuestionBatch], answer: AnswerFn, *, batch_size: int = 1
 ) -> Iterator[bool | None]:
     """Write the missing files of a folder, and scores.csv.
 
@@ -93,8 +90,6 @@ def extract_to_folder(
         The files to write.
     answer : AnswerFn
         Answers up to `batch_size` questions at once.
-    scorer : Scorer
-        Scores an answer against the accepted answers.
     batch_size : int
         Number of questions per call of `answer`.
 
@@ -123,9 +118,9 @@ def extract_to_folder(
             with fsio.atomic_write(path) as file:
                 writer = PickleListWriter(file)
                 questions = list(enumerate(batch.questions))
-                for _, question, trace in _traces(questions, answer, batch.number, batch_size):
+                for question, trace in _traces(questions, answer, batch.number, batch_size):
                     writer.append(trace)
-                    rows.append(_score_row(question, trace["generated_answer_clean"], scorer))
+                    rows.append(_score_row(question, trace["generated_answer_clean"]))
                     yield rows[-1][1] >= _CORRECT_SCORE
                 writer.finish()
                 _write_text(scores, json.dumps(rows))
@@ -136,7 +131,6 @@ def extract_to_store(
     path: Path | RemoteURL,
     questions: Sequence[Question],
     answer: AnswerFn,
-    scorer: Scorer,
     *,
     attention: str,
     codec: str = "none",
@@ -153,8 +147,6 @@ def extract_to_store(
         The questions. Those whose id is in the store are skipped.
     answer : AnswerFn
         Answers up to `batch_size` questions at once.
-    scorer : Scorer
-        Scores an answer against the accepted answers.
     attention, codec : str
         Options of the store, see `tracestore.create`.
     commit_interval_s : float
@@ -175,14 +167,10 @@ def extract_to_store(
         existing = {q.question_id for q in questions if q.question_id in store}
     began = committed = time.monotonic()
     with create(path, attention=attention, codec=codec, append=True) as writer:
-        missing = []
-        for position, question in enumerate(questions):
-            if question.question_id in existing:
-                yield None
-            else:
-                missing.append((position, question))
-        for _, question, trace in _traces(missing, answer, 0, batch_size):
-            score = scorer(trace["generated_answer_clean"], question.answers)
+        missing = [(k, question) for k, question in enumerate(questions) if question.question_id not in existing]
+        yield from [None] * (len(questions) - len(missing))
+        for question, trace in _traces(missing, answer, 0, batch_size):
+            score = containment_score(trace["generated_answer_clean"], question.answers)
             writer.append(trace, score=score)
             now = time.monotonic()
             if commit_interval_s == 0 or now - committed >= max(commit_interval_s, (now - began) / 20):
@@ -193,8 +181,8 @@ def extract_to_store(
 
 def _traces(
     questions: Sequence[tuple[int, Question]], answer: AnswerFn, batch_number: int, batch_size: int
-) -> Iterator[tuple[int, Question, dict[str, Any]]]:
-    """Yield (position, question, trace) for each question. Answer `batch_size` questions at once."""
+) -> Iterator[tuple[Question, dict[str, Any]]]:
+    """Yield each question with its trace, given (position, question). Answer `batch_size` questions at once."""
     for begin in range(0, len(questions), batch_size):
         chosen = questions[begin : begin + batch_size]
         traces = answer([question for _, question in chosen])
@@ -202,7 +190,7 @@ def _traces(
         for position, question in chosen:
             trace = traces.pop()  # popped, so that the memory of a written trace is released
             trace |= {"question_id": question.question_id, "example_id": position, "batch_number": batch_number}
-            yield position, question, trace
+            yield question, trace
 
 
 def _scores_path(folder: Path, batch: QuestionBatch) -> Path:
@@ -224,10 +212,10 @@ def _require_own_files(folder: Path, batches: Sequence[QuestionBatch]) -> None:
             raise UsageError(f"{path}: exists and was not written by tracestore extract; choose another --out")
 
 
-def _score_row(question: Question, answer: str, scorer: Scorer) -> list[Any]:
+def _score_row(question: Question, answer: str) -> list[Any]:
     return [
         question.question_id,
-        round(scorer(answer, question.answers), 6),
+        round(containment_score(answer, question.answers), 6),
         int(contains(answer, question.answers)),
         round(token_f1(answer, question.answers), 6),
         question.template,

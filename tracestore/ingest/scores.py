@@ -5,16 +5,12 @@ import io
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tracestore.errors import InvalidInputError, UsageError
 from tracestore.store.format.labels import CORRECT, DEFAULT_THRESHOLD, HALLUCINATION, PREDICTION_COLUMNS, describe
 from tracestore.store.io.fsio import open_regular
 from tracestore.store.read.store import open_store
 from tracestore.store.write.writer import StoreWriter
-
-if TYPE_CHECKING:
-    from _csv import Reader as CsvReader
 
 # The meaning of a high value, by column name. A column named "label" may mean either.
 SCORE_COLUMNS = {
@@ -44,7 +40,10 @@ class Scores:
 
 
 def read_scores(
-    path: Path, column: str | None = None, group_column: str | None = None, direction: str | None = None
+    path: Path,
+    score_column: str | None = None,
+    group_column: str | None = None,
+    score_direction: str | None = None,
 ) -> Scores:
     """Read a scores file.
 
@@ -52,11 +51,11 @@ def read_scores(
     ----------
     path : Path
         A CSV file with a header.
-    column : str, optional
+    score_column : str, optional
         Column of the scores; by default the only one of SCORE_COLUMNS in the file.
     group_column : str, optional
         Column of the groups; by default GROUP_COLUMN, if the file has it.
-    direction : str, optional
+    score_direction : str, optional
         Meaning of a high score, CORRECT or HALLUCINATION; by default that of the column's
         name in SCORE_COLUMNS.
 
@@ -71,84 +70,65 @@ def read_scores(
     InvalidInputError
         If the content is invalid; names file, line and column.
     """
-    name = path.name
-    if not path.exists():
-        raise UsageError(f"{path}: no such scores file")
-    if not path.is_file():
-        raise UsageError(f"{path}: not a regular file")
     try:
         with io.TextIOWrapper(open_regular(path), "utf-8-sig", "surrogatepass", newline="") as file:
             rows = csv.reader(file, strict=True)
             header = [h.strip() for h in next(rows, [])]
-            return _parse(path, rows, header, column, group_column, direction)
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise InvalidInputError(f"not a CSV file: {error}", source=name) from None
+            for name in ("question_id", score_column, group_column):
+                if name is not None and name not in header:
+                    found = ", ".join(header) or "an empty file"
+                    raise InvalidInputError(f"found columns {found}, expected {name} among them")
+            column = score_column or _score_column(path.name, header)
+            direction = score_direction or _direction(path.name, header, column)
+            scores = Scores(path, column, direction, "sample" in header)
+            for cells in rows:
+                if any(cell.strip() for cell in cells):
+                    try:
+                        _add_row(scores, header, cells, group_column or GROUP_COLUMN)
+                    except InvalidInputError as error:
+                        raise InvalidInputError(f"line {rows.line_num}: {error.reason}") from None
+            return scores
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such scores file") from None
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise InvalidInputError(f"not a CSV file: {error}", source=path.name) from None
+    except InvalidInputError as error:
+        raise error.with_location(source=path.name) from None
 
 
-def _parse(
-    path: Path,
-    rows: "CsvReader",
-    header: list[str],
-    column: str | None,
-    group_column: str | None,
-    direction: str | None,
-) -> Scores:
-    name = path.name
-    found = ", ".join(header) or "an empty file"
-    if "question_id" not in header:
-        raise InvalidInputError(f"found columns {found}, expected question_id among them", source=name)
-    chosen = _column(name, header, column)
-    direction = direction or _direction(name, header, chosen)
-    if group_column is not None and group_column not in header:
-        raise InvalidInputError(f"found columns {found}, expected {group_column} among them", source=name)
-    positions = {h: k for k, h in enumerate(header)}
-    group_name = group_column or GROUP_COLUMN
-    scores = Scores(path, chosen, direction, "sample" in positions)
-    for row in rows:
-        if not any(cell.strip() for cell in row):
-            continue
-        where = f"line {rows.line_num}"
-        if len(row) != len(header):
-            raise InvalidInputError(f"{where}: found {len(row)} cells, expected {len(header)}", source=name)
-        question_id = row[positions["question_id"]]
-        text = row[positions[chosen]].strip()
-        try:
-            score = float(text) if text else math.nan
-            sample = int(row[positions["sample"]]) if scores.has_samples else 0
-        except ValueError:
-            raise InvalidInputError(
-                f"{where}: found {text[:40]!r} in {chosen}, expected a number", source=name
-            ) from None
-        if not 0 <= sample < 2**31:
-            raise InvalidInputError(f"{where}: found sample {sample}, expected 0 to 2^31 - 1", source=name)
-        if math.isinf(score):
-            raise InvalidInputError(f"{where}: found an infinite {chosen}", source=name)
-        group = row[positions[group_name]].strip() if group_name in positions else ""
-        known = scores.values.get((question_id, sample))
-        if known is not None and known != (score, group) and not (math.isnan(known[0]) and math.isnan(score)):
-            found, expected = f"{chosen} {score:g}", f"{known[0]:g}"
-            if known[0] == score:
-                found, expected = f"{group_name} {group!r}", repr(known[1])
-            raise InvalidInputError(
-                f"{where}: found a second {found} for question {question_id!r}, expected {expected} as before",
-                source=name,
-            )
-        scores.values[question_id, sample] = (score, group)
-    return scores
+def _add_row(scores: Scores, header: list[str], cells: list[str], group_column: str) -> None:
+    """Add the score and the group in a row of the file."""
+    if len(cells) != len(header):
+        raise InvalidInputError(f"found {len(cells)} cells, expected {len(header)}")
+    row = dict(zip(header, cells, strict=True))
+    text = row[scores.column].strip()
+    try:
+        score, sample = float(text or "nan"), int(row.get("sample", 0))
+    except ValueError:
+        raise InvalidInputError(f"found {text[:40]!r} in {scores.column}, expected a number") from None
+    if not 0 <= sample < 2**31:
+        raise InvalidInputError(f"found sample {sample}, expected 0 to 2^31 - 1")
+    if math.isinf(score):
+        raise InvalidInputError(f"found an infinite {scores.column}")
+    group, key = row.get(group_column, "").strip(), (row["question_id"], sample)
+    known_score, known_group = scores.values.setdefault(key, (score, group))
+    if math.isnan(known_score) and math.isnan(score):
+        scores.values[key] = (score, group)
+    elif known_score != score or known_group != group:
+        found, expected = f"{scores.column} {score:g}", f"{known_score:g}"
+        if known_score == score:
+            found, expected = f"{group_column} {group!r}", repr(known_group)
+        raise InvalidInputError(f"found a second {found} for question {key[0]!r}, expected {expected} as before")
 
 
-def _column(name: str, header: list[str], column: str | None) -> str:
-    """Return the name of the column of the scores."""
-    found = ", ".join(header)
-    if column is not None:
-        if column not in header:
-            raise InvalidInputError(f"found columns {found}, expected {column} among them", source=name)
-        return column
+def _score_column(name: str, header: list[str]) -> str:
+    """Return the name of the only column of scores."""
     candidates = [c for c in SCORE_COLUMNS if c in header] or [c for c in ("label",) if c in header]
     if not candidates:
-        raise InvalidInputError(f"found columns {found}, expected {' or '.join(SCORE_COLUMNS)} among them", source=name)
+        found, expected = ", ".join(header), " or ".join(SCORE_COLUMNS)
+        raise InvalidInputError(f"found columns {found}, expected {expected} among them")
     if len(candidates) > 1:
         raise UsageError(f"{name}: found columns {' and '.join(candidates)}; choose one with --score-column")
     return candidates[0]
@@ -203,7 +183,8 @@ def update_scores(path: str | Path, scores: Scores) -> ScoreReport:
     open_store(path).close()
     with StoreWriter(path) as writer:
         columns = writer.read_columns()
-        updates, unknown = {}, 0
+        updates: dict[int, tuple[float, float, str | None]] = {}
+        unknown = 0
         by_id: dict[str, list[int]] = {}
         if not scores.has_samples:
             for index in range(len(columns)):
@@ -212,9 +193,8 @@ def update_scores(path: str | Path, scores: Scores) -> ScoreReport:
             found = writer.index.find(question_id, sample)
             indices = by_id.get(question_id, []) if not scores.has_samples else [found] if found >= 0 else []
             unknown += not indices
-            for index in indices:
-                if not (math.isnan(score) and not group):
-                    updates[index] = (score, math.nan, group or None)
+            if group or not math.isnan(score):
+                updates |= dict.fromkeys(indices, (score, math.nan, group or None))
         replaced = {index for index, (score, _, _) in updates.items() if not math.isnan(score)}
         if replaced:
             writer.set_score_direction(scores.direction, replaced)

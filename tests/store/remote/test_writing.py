@@ -341,7 +341,7 @@ def test_a_writer_that_was_taken_over_changes_nothing_more(remote):
 
 def test_extraction_goes_straight_there(remote, tmp_path):
     from tracestore.extract import run as extraction
-    from tracestore.extract.questions import Question, containment_score
+    from tracestore.extract.questions import Question
     from tracestore.store.io.files import RemoteURL
 
     questions = [Question(f"q{k}", "?", ("a",)) for k in range(5)]
@@ -354,7 +354,7 @@ def test_extraction_goes_straight_there(remote, tmp_path):
 
     for count in (2, 5):
         steps = extraction.extract_to_store(
-            RemoteURL(remote), questions[:count], answer, containment_score, attention="mean", batch_size=2
+            RemoteURL(remote), questions[:count], answer, attention="mean", batch_size=2
         )
         assert len(list(steps)) == count
     assert asked == [f"q{k}" for k in range(5)]

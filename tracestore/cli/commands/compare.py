@@ -1,4 +1,11 @@
-"""The command `tracestore compare`."""
+"""Compare runs of tracestore train that differ in other options on the same test traces.
+
+The runs must share store, --seed and --folds; only the seeds that all runs have are compared. For each
+detector that all runs have, the table shows AUROC with its 95 % interval, and the pairwise differences with
+a paired test.
+
+Example: tracestore compare results results_heads results_top_k
+"""
 
 import argparse
 from pathlib import Path
@@ -9,17 +16,11 @@ from tracestore.errors import UsageError
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
-    parser.description = (
-        "Compare runs of tracestore train that differ in other options on the same test traces. The runs must share "
-        "store, --seed and --folds; only the seeds that all runs have are compared. For each detector that all runs "
-        "have, the table shows AUROC with its 95 % interval, and the pairwise differences with a paired test."
-    )
-    parser.epilog = "Example: tracestore compare results results_heads results_top_k"
     parser.add_argument("folders", metavar="DIR", nargs="+", type=Path, help="output folders of tracestore train")
 
 
-def run(args: argparse.Namespace, output: Output) -> int:
-    """Run the command; return the exit code."""
+def run(args: argparse.Namespace, output: Output) -> None:
+    """Print the metrics of the runs and the tests of their differences."""
     folders = list(dict.fromkeys(args.folders))
     if len(folders) < 2:
         raise UsageError("give the folders of at least two runs")
@@ -33,4 +34,3 @@ def run(args: argparse.Namespace, output: Output) -> int:
         output.info(f"{name}, {count} {'run' if count == 1 else 'runs'} each")
         output.info(format_table(found) + "\n")
     output.print_json(document)
-    return 0

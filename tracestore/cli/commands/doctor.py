@@ -1,7 +1,9 @@
-"""The command `tracestore doctor`."""
+"""Check versions, processor, memory, limits and disk of this machine, with advice.
+
+Example: tracestore doctor --folder /data
+"""
 
 import argparse
-from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 
@@ -11,21 +13,16 @@ from tracestore.doctor import run_checks
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
-    parser.description = "Check versions, processor, memory, limits and disk of this machine, with advice."
-    parser.epilog = "Example: tracestore doctor --folder /data"
-    parser.add_argument("--folder", default=".", metavar="DIR", help="folder for stores (default: .)")
+    parser.add_argument("--folder", type=Path, default=".", metavar="DIR", help="folder for stores (default: .)")
 
 
-def run(args: argparse.Namespace, output: Output) -> int:
+def run(args: argparse.Namespace, output: Output) -> None:
     """Check this machine and print the results by topic."""
-    results = list(run_checks(Path(args.folder)))
-    output.print_json([asdict(result) for result in results])
-    if args.json:
-        return 0
-    for topic, group in groupby(results, key=lambda result: result.topic):
+    results = list(run_checks(args.folder))
+    output.print_json(results)
+    for topic, group in groupby(results, key=lambda result: result.topic) if not args.json else ():
         output.info(topic)
         for result in group:
             output.info(f"  {result.name:18} {result.value}")
             if result.advice:
                 output.info(f"  {'':18} advice: {result.advice}")
-    return 0

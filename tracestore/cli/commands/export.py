@@ -1,7 +1,11 @@
-"""The command `tracestore export`."""
+"""Write traces to files.
+
+Formats: pkl, lists of dicts; pt-lstm, last tokens; pt-gnn, PyG graphs. Scores are written to scores.csv.
+
+Example: tracestore export store.zarr traces_data/ --format pkl
+"""
 
 import argparse
-from dataclasses import asdict
 
 import tracestore
 from tracestore.console import Output, Parser, Progress, format_size, positive_int
@@ -11,11 +15,6 @@ from tracestore.export.file_formats import FORMATS
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
-    parser.description = (
-        "Write traces to files. Formats: pkl, lists of dicts; pt-lstm, last tokens; pt-gnn, PyG graphs. Scores are "
-        "written to scores.csv."
-    )
-    parser.epilog = "Example: tracestore export store.zarr traces_data/ --format pkl"
     parser.add_argument("store", metavar="STORE")
     parser.add_argument("out_dir", metavar="OUT_DIR", help="a new or empty folder")
     parser.add_argument("--format", choices=FORMATS, default="pkl", help="default: pkl")
@@ -28,26 +27,18 @@ def add_arguments(parser: Parser) -> None:
     )
 
 
-def run(args: argparse.Namespace, output: Output) -> int:
+def run(args: argparse.Namespace, output: Output) -> None:
     """Export a store and print a summary."""
     with tracestore.open(args.store) as store, Progress(output) as progress:
-        report = export_store(
-            store,
-            args.out_dir,
-            format=args.format,
-            traces_per_file=args.traces_per_file,
-            progress=progress.update_traces,
-        )
-    output.print_json(asdict(report))
-    if not args.json:
-        scores = f", scores in {SCORES_FILE}" if report.scores_file else ""
+        options = {"format": args.format, "traces_per_file": args.traces_per_file}
+        report = export_store(store, args.out_dir, **options, progress=progress.update_traces)
+    output.print_json(report)
+    output.info(
+        f"{report.out_dir}: {report.num_traces:,} traces in {report.num_files:,} files, "
+        f"{format_size(report.bytes)}{f', scores in {SCORES_FILE}' if report.scores_file else ''}"
+    )
+    if report.num_labels_left_out:
         output.info(
-            f"{report.out_dir}: {report.num_traces:,} traces in {report.num_files:,} files, "
-            f"{format_size(report.bytes)}{scores}"
+            f"{report.num_labels_left_out:,} traces have a stored label, which was left out: pickles have no "
+            "field for it"
         )
-        if report.num_labels_left_out:
-            output.info(
-                f"{report.num_labels_left_out:,} traces have a stored label, which was left out: pickles have no "
-                "field for it"
-            )
-    return 0

@@ -1,4 +1,7 @@
-"""The command `tracestore info`."""
+"""Print the properties of a store.
+
+Example: tracestore info store.zarr --json
+"""
 
 import argparse
 
@@ -8,19 +11,15 @@ from tracestore.console import Output, Parser, format_size
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
-    parser.description = "Print the properties of a store."
-    parser.epilog = "Example: tracestore info store.zarr --json"
     parser.add_argument("store", metavar="STORE")
 
 
-def run(args: argparse.Namespace, output: Output) -> int:
+def run(args: argparse.Namespace, output: Output) -> None:
     """Print the properties of a store."""
     with tracestore.open(args.store) as store:
         info = store.info()
     output.print_json(info)
-    if args.json:
-        return 0
-    for name, value in info.items():
+    for name, value in info.items() if not args.json else ():
         if name == "bytes":
             value = f"{value:,} ({format_size(value)})"
         elif isinstance(value, list):
@@ -28,4 +27,3 @@ def run(args: argparse.Namespace, output: Output) -> int:
         elif isinstance(value, int) and not isinstance(value, bool):
             value = f"{value:,}"
         output.info(f"{name:17} {'unknown' if value is None else value}")
-    return 0

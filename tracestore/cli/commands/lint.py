@@ -1,36 +1,32 @@
-"""The command `tracestore lint`."""
+"""Look for data-quality issues. Exit code 0: none. 1: issues found. 3: the store is damaged.
+
+Example: tracestore lint store.zarr --json
+"""
 
 import argparse
-from dataclasses import asdict
 
+from tracestore.cli.flags import add_score_threshold
 from tracestore.console import Output, Parser, Progress
 from tracestore.store.maintain.lint import lint_store
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
-    parser.description = "Look for data-quality issues. Exit code 0: none. 1: issues found. 3: the store is damaged."
-    parser.epilog = "Example: tracestore lint store.zarr --json"
     parser.add_argument("store", metavar="STORE")
-    parser.add_argument(
-        "--score-threshold", type=float, default=0.5, metavar="T", help="threshold between the classes (default: 0.5)"
-    )
+    add_score_threshold(parser)
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
     """Check the values of a store, and print one line for each kind of issue."""
     with Progress(output) as progress:
         report = lint_store(args.store, score_threshold=args.score_threshold, progress=progress.update_traces)
-    output.print_json(asdict(report))
-    if args.json:
-        return 1 if report.counts else 0
+    output.print_json(report)
     for kind, count in report.counts.items():
         listed = [f for f in report.findings if f.kind == kind]
         first, names = listed[0], [f"{f.index} ({f.question_id})" for f in listed[:3] if f.index is not None]
         where = f"trace {names[0]}" if count == 1 else f"{count:,} traces, the first {', '.join(names)}"
         where = f" {where}:" if names else ""
         output.info(f"{first.severity}: {kind}:{where} {first.found}. {first.advice[:1].upper()}{first.advice[1:]}.")
-    if report.counts:
-        return 1
-    output.info(f"clean: {report.num_traces:,} traces")
-    return 0
+    if not report.counts:
+        output.info(f"clean: {report.num_traces:,} traces")
+    return 1 if report.counts else 0

@@ -1,4 +1,7 @@
-"""The command `tracestore merge`."""
+"""Copy the traces of several stores into one. Running it again continues; duplicates are skipped.
+
+Example: tracestore merge one.zarr two.zarr all.zarr
+"""
 
 import argparse
 from dataclasses import asdict
@@ -13,10 +16,6 @@ from tracestore.store.maintain.merge import MergeReport, merge_stores
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
-    parser.description = (
-        "Copy the traces of several stores into one. Running it again continues; duplicates are skipped."
-    )
-    parser.epilog = "Example: tracestore merge one.zarr two.zarr all.zarr"
     parser.add_argument("stores", nargs="+", metavar="STORE")
     add_destination(parser)
 
@@ -28,14 +27,13 @@ def add_destination(parser: Parser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace DST")
 
 
-def run(args: argparse.Namespace, output: Output) -> int:
+def run(args: argparse.Namespace, output: Output) -> None:
     """Merge stores and print a summary."""
     with map_os_errors(local_dir(args.dst)), Progress(output) as progress:
         report = merge_stores(
             args.stores, args.dst, codec=args.codec, overwrite=args.overwrite, progress=progress.update_traces
         )
     print_copied(args, output, report)
-    return 0
 
 
 def print_copied(args: argparse.Namespace, output: Output, report: MergeReport) -> None:
@@ -43,8 +41,6 @@ def print_copied(args: argparse.Namespace, output: Output, report: MergeReport) 
     with tracestore.open(args.dst) as store:
         num_traces = len(store)
     output.print_json({"store": str(args.dst), "num_traces": num_traces, **asdict(report)})
-    if args.json:
-        return
     output.info(
         f"{args.dst}: {report.num_traces_new:,} traces added, {num_traces:,} in all; "
         f"{report.num_duplicates:,} were there already"

@@ -1,9 +1,12 @@
-"""The command `tracestore plan`."""
+"""Measure memory and time of training with a few real steps per model, and discard the result.
+
+Example: tracestore plan store.zarr --model gnn_det_lstm --memory 8GiB
+"""
 
 import argparse
 from typing import Any
 
-from tracestore.cli.training_flags import MODEL_FLAGS, STEP_FLAGS, add_flags, add_num_threads, values
+from tracestore.cli.flags import MODEL_FLAGS, STEP_FLAGS, add_flags, add_num_threads, values
 from tracestore.console import Output, Parser, format_size, parse_size
 from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.registry import DETECTORS
@@ -13,14 +16,8 @@ from tracestore.train.config import TrainConfig
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
-    parser.description = "Measure memory and time of training with a few real steps per model, and discard the result."
-    parser.epilog = "Example: tracestore plan store.zarr --model gnn_det_lstm --memory 8GiB"
-    *others, last = DETECTORS
-    parser.add_argument(
-        "--model",
-        metavar="NAME",
-        help=f"{', '.join(others)} or {last} (default: all that the store has the data for)",
-    )
+    text = f"one of {', '.join(DETECTORS)} (default: all that the store has the data for)"
+    parser.add_argument("--model", metavar="NAME", help=text)
     parser.add_argument("--memory", type=parse_size, metavar="SIZE", help="memory that the process may use, e.g. 8GiB")
     add_flags(parser, ModelConfig, MODEL_FLAGS)
     add_flags(parser, TrainConfig, STEP_FLAGS)
@@ -28,8 +25,8 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("store", metavar="STORE")
 
 
-def run(args: argparse.Namespace, output: Output) -> int:
-    """Run the command; return the exit code."""
+def run(args: argparse.Namespace, output: Output) -> None:
+    """Measure each detector, and print its memory and time."""
     # Imported here, because --help needs none of it. The run module is imported for its memory, which is
     # part of a plan.
     import tracestore.experiment.run
@@ -53,10 +50,8 @@ def run(args: argparse.Namespace, output: Output) -> int:
         for name in names:
             plan = plan_training(name, store, config, model_options, start=start, num_threads=args.num_threads)
             plans.append(plan.as_json(args.memory))
-            if not args.json:
-                output.info(_plan_lines(plans[-1]))
+            output.info(_plan_lines(plans[-1]))
     output.print_json({"store": str(args.store), "models": plans})
-    return 0
 
 
 def _plan_lines(plan: dict[str, Any]) -> str:

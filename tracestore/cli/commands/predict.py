@@ -1,9 +1,16 @@
-"""The command `tracestore predict`."""
+"""Write a hallucination score for every trace of a store. Labels are not needed.
+
+hallucination_score: the detector's probability that the answer is a hallucination. predicted: 1 where its
+logit is at or above the threshold that was chosen on validation. Both are empty where a trace holds NaN or
+infinite values.
+
+Example: tracestore predict --checkpoint results/gnn_det_lstm/best.pt --store other.zarr
+"""
 
 import argparse
-from dataclasses import asdict
 from pathlib import Path
 
+from tracestore.cli.flags import add_num_threads
 from tracestore.console import Output, Parser, Progress, parse_size, positive_int
 from tracestore.errors import UsageError
 from tracestore.store.io.files import parse_location
@@ -11,29 +18,19 @@ from tracestore.store.io.files import parse_location
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
-    parser.description = (
-        "Write a hallucination score for every trace of a store. Labels are not needed. hallucination_score: the "
-        "detector's probability that the answer is a hallucination. predicted: 1 where its logit is at or above the "
-        "threshold that was chosen on validation. Both are empty where a trace holds NaN or infinite values."
-    )
-    parser.epilog = "Example: tracestore predict --checkpoint results/gnn_det_lstm/best.pt --store other.zarr"
     add = parser.add_argument
     add("--checkpoint", required=True, type=Path, metavar="BEST.PT", help="checkpoint of tracestore train")
     add("--store", required=True, type=parse_location)
     add("--output", type=Path, default=Path("scores.csv"), metavar="CSV", help="replaced when all traces are scored")
     add("--batch-size", type=positive_int, default=16)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    add("--num-threads", type=positive_int, metavar="N", help="threads of torch and of the loader")
-    add(
-        "--memory-budget",
-        type=parse_size,
-        metavar="SIZE",
-        help="memory for scoring in addition to the libraries, e.g. 8GiB",
-    )
+    add_num_threads(parser)
+    text = "memory for scoring in addition to the libraries, e.g. 8GiB"
+    add("--memory-budget", type=parse_size, metavar="SIZE", help=text)
 
 
-def run(args: argparse.Namespace, output: Output) -> int:
-    """Run the command; return the exit code."""
+def run(args: argparse.Namespace, output: Output) -> None:
+    """Write the scores and print a summary."""
     for path, what in ((args.checkpoint, "checkpoint"), (args.store, "store")):
         if isinstance(path, Path) and not path.exists():
             raise UsageError(f"{path}: no such {what}")
@@ -42,21 +39,18 @@ def run(args: argparse.Namespace, output: Output) -> int:
     # Imported here, because torch takes seconds to import and wrong usage is reported before.
     from tracestore.inference.predict import predict_store
 
-    progress = Progress(output)
-    report = predict_store(
-        args.checkpoint,
-        args.store,
-        args.output,
-        batch_size=args.batch_size,
-        device=args.device,
-        num_threads=args.num_threads,
-        memory_budget=args.memory_budget,
-        log=output.info,
-        progress=lambda done, total: progress.update(
-            lambda s: f"{done:,} of {total:,} traces, {done / s:,.0f} traces/s"
-        ),
-    )
-    progress.clear()
+    with Progress(output) as progress:
+        report = predict_store(
+            args.checkpoint,
+            args.store,
+            args.output,
+            batch_size=args.batch_size,
+            device=args.device,
+            num_threads=args.num_threads,
+            memory_budget=args.memory_budget,
+            log=output.info,
+            progress=progress.update_traces,
+        )
     if report.num_without_score:
         output.info(
             f"{report.num_without_score:,} traces hold NaN or infinite values and have no score; "
@@ -66,5 +60,4 @@ def run(args: argparse.Namespace, output: Output) -> int:
         f"{args.output}: {report.num_traces:,} traces, {report.num_predicted:,} predicted hallucinations "
         f"by {report.model}"
     )
-    output.print_json(asdict(report))
-    return 0
+    output.print_json(report)

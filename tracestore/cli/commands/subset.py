@@ -1,4 +1,7 @@
-"""The command `tracestore subset`."""
+"""Copy some traces of a store into another store.
+
+Example: tracestore subset store.zarr train.zarr --split train
+"""
 
 import argparse
 from pathlib import Path
@@ -7,6 +10,7 @@ import numpy as np
 
 import tracestore
 from tracestore.cli.commands.merge import add_destination, print_copied
+from tracestore.cli.flags import add_score_threshold
 from tracestore.console import Output, Parser, Progress, int_ranges
 from tracestore.store.io.files import local_dir
 from tracestore.store.io.fsio import map_os_errors
@@ -16,21 +20,18 @@ from tracestore.store.read.selection import indices_of_ids, indices_of_segments,
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
-    parser.description = "Copy some traces of a store into another store."
-    parser.epilog = "Example: tracestore subset store.zarr train.zarr --split train"
     parser.add_argument("store", metavar="STORE")
     chosen = parser.add_mutually_exclusive_group(required=True)
-    chosen.add_argument("--ids", metavar="FILE", help="file with one question id per line; copies all their samples")
+    text = "file with one question id per line; copies all their samples"
+    chosen.add_argument("--ids", type=Path, metavar="FILE", help=text)
     chosen.add_argument("--split", choices=("train", "val", "test"), help="a split of tracestore train")
     chosen.add_argument("--segments", type=int_ranges, metavar="RANGES", help="segments, such as 0-3,7")
-    parser.add_argument(
-        "--score-threshold", type=float, default=0.5, metavar="T", help="threshold of --split (default: 0.5)"
-    )
+    add_score_threshold(parser)
     parser.add_argument("--seed", type=int, default=42, help="seed of --split (default: 42)")
     add_destination(parser)
 
 
-def run(args: argparse.Namespace, output: Output) -> int:
+def run(args: argparse.Namespace, output: Output) -> None:
     """Copy the chosen traces and print a summary."""
     with tracestore.open(args.store) as store:
         indices = _chosen_indices(store, args)
@@ -39,12 +40,11 @@ def run(args: argparse.Namespace, output: Output) -> int:
             args.store, args.dst, indices, codec=args.codec, overwrite=args.overwrite, progress=progress.update_traces
         )
     print_copied(args, output, report)
-    return 0
 
 
 def _chosen_indices(store: tracestore.TraceStore, args: argparse.Namespace) -> np.ndarray:
     if args.ids is not None:
-        return indices_of_ids(store, read_ids(Path(args.ids)))
+        return indices_of_ids(store, read_ids(args.ids))
     if args.segments is not None:
         return indices_of_segments(store, args.segments)
     from tracestore.evaluation.split import make_split

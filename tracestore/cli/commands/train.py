@@ -1,14 +1,17 @@
-"""The command `tracestore train`."""
+"""Train hallucination detectors on a store.
+
+Example: tracestore train --store store.zarr --epochs 10
+"""
 
 import argparse
 import math
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
-from tracestore.cli.training_flags import MODEL_FLAGS, STEP_FLAGS, Flags, add_flags, add_num_threads, values
+from tracestore.cli.flags import MODEL_FLAGS, STEP_FLAGS, Flags, add_flags, add_num_threads, values
 from tracestore.console import Output, Parser, Progress, float_where, int_between, parse_size, positive_int
 from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.registry import DETECTORS
@@ -58,19 +61,12 @@ _RUN_FLAGS: Flags = {
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
-    parser.description = "Train hallucination detectors on a store."
-    parser.epilog = "Example: tracestore train --store store.zarr --epochs 10"
     add = parser.add_argument
     add("--store", required=True, type=parse_location)
     add("--output-dir", type=Path, default=Path("results"))
-    for spec in DETECTORS.values():
-        add(
-            f"--run-{spec.flag}",
-            dest=spec.name,
-            action=argparse.BooleanOptionalAction,
-            default=True,
-            help=f"train {spec.name}",
-        )
+    for name, spec in DETECTORS.items():
+        switch = argparse.BooleanOptionalAction
+        add(f"--run-{spec.flag}", dest=name, action=switch, default=True, help=f"train {name}")
     add_flags(parser, ModelConfig, MODEL_FLAGS)
     add_flags(parser, TrainConfig, {**STEP_FLAGS, **_TRAIN_FLAGS})
     add_flags(parser, TrainOptions, _RUN_FLAGS)
@@ -80,12 +76,12 @@ def add_arguments(parser: Parser) -> None:
     earlier_run = parser.add_mutually_exclusive_group()
     add_flags(earlier_run, TrainConfig, {"resume": {"help": "continue the run in --output-dir"}})
     add_flags(earlier_run, TrainOptions, {"overwrite": {"help": "replace the run in --output-dir"}})
-    for flag in ("--preprocessed-dir", "--data-pattern"):
-        add(flag, action=_RemovedFlag, help=argparse.SUPPRESS)
+    add("--preprocessed-dir", type=_removed(parser.prog, "{}"), help=argparse.SUPPRESS)
+    add("--data-pattern", type=_removed(parser.prog, "traces_data/"), help=argparse.SUPPRESS)
 
 
-def run(args: argparse.Namespace, output: Output) -> int:
-    """Run the command; return the exit code."""
+def run(args: argparse.Namespace, output: Output) -> None:
+    """Train, and print the metrics of the test split."""
     models, resume_command = _selected_models(args), _resume_command(args.prog, args.words)
     require("train")  # Plots are drawn at the end; a missing library is reported at the start.
     # Imported here, because torch takes seconds to import and wrong usage is reported before.
@@ -125,12 +121,11 @@ def run(args: argparse.Namespace, output: Output) -> int:
     except RankFailedError as error:
         raise RankFailedError(f"{error}; continue with: {resume_command}") from None
     if not ranks.is_rank_zero:
-        return 0
+        return
     output.info("\n" + format_table(results) + "\n")
     for name in ("results.json", "predictions.csv", *PLOTS, "report.html"):
         output.info(str(args.output_dir / name))
     output.print_json(results)
-    return 0
 
 
 def _workers(text: str) -> int:
@@ -165,19 +160,13 @@ def _resume_command(prog: str, words: Sequence[str]) -> str:
     return shlex.join([*launcher, *command, *repeated, "--resume"])
 
 
-class _RemovedFlag(argparse.Action):
-    """Options of the scripts before tracestore: print the commands that replace them."""
+def _removed(prog: str, source: str) -> Callable[[str], NoReturn]:
+    """Return the type of an option of the scripts before tracestore, which names the commands that replace it."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        source = values if option_string == "--preprocessed-dir" else "traces_data/"
-        parser.exit(
-            2,
-            f"{parser.prog}: {option_string} is gone; run: python -m tracestore.convert {source} store.zarr; "
-            f"then: {parser.prog} --store store.zarr\n",
+    def parse(text: str) -> NoReturn:
+        raise argparse.ArgumentTypeError(
+            f"removed; run: python -m tracestore.convert {source.format(text)} store.zarr; "
+            f"then: {prog} --store store.zarr"
         )
+
+    return parse

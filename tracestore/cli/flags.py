@@ -1,7 +1,7 @@
-"""Options of ``tracestore train`` and ``tracestore plan``.
+"""Options of commands that are fields of dataclasses.
 
-An option is a field of a dataclass. Its name, default and choices are taken from the field; the
-tables below add what only argparse needs.
+The name, default and choices of an option are taken from its field; the tables below add what only
+argparse needs.
 """
 
 import argparse
@@ -10,9 +10,16 @@ from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tracestore.console import float_where, int_ranges, positive_int
+from tracestore.store.format.labels import DEFAULT_THRESHOLD, DIRECTIONS
 
 Flags = Mapping[str, dict[str, Any]]
 
+# Fields of convert.options.ConvertOptions, and parameters of ingest.scores.read_scores.
+SCORE_FLAGS: Flags = {
+    "score_column": {"metavar": "NAME", "help": "column of the scores"},
+    "score_direction": {"choices": DIRECTIONS, "help": "meaning of a high score (default: by the column's name)"},
+    "group_column": {"metavar": "NAME", "help": "column of groups, which splits keep together (default: group)"},
+}
 # Fields of detectors.config.ModelConfig.
 MODEL_FLAGS: Flags = {
     "edge_features": {
@@ -61,12 +68,18 @@ def add_flags(parser: argparse._ActionsContainer, options: type, flags: Flags) -
     hints = get_type_hints(options)
     defaults = {f.name: f.default for f in fields(options)}
     for name, arguments in flags.items():
+        literal = next((t for t in (hints[name], *get_args(hints[name])) if get_origin(t) is Literal), None)
         if hints[name] is bool:
             arguments = {"action": "store_true"} | arguments
-        elif get_origin(hints[name]) is Literal:
-            arguments = {"choices": get_args(hints[name])} | arguments
+        elif literal is not None:
+            arguments = {"choices": get_args(literal)} | arguments
         flag = "--" + name.removesuffix("_s").replace("_", "-")
         parser.add_argument(flag, dest=name, default=defaults[name], **arguments)
+
+
+def values(args: argparse.Namespace, *tables: Flags) -> dict[str, Any]:
+    """Return the parsed values of the fields in some tables, by field name."""
+    return {name: getattr(args, name) for flags in tables for name in flags}
 
 
 def add_num_threads(parser: argparse.ArgumentParser) -> None:
@@ -74,6 +87,7 @@ def add_num_threads(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-threads", type=positive_int, metavar="N", help="threads of torch and of the loader")
 
 
-def values(args: argparse.Namespace, *tables: Flags) -> dict[str, Any]:
-    """Return the parsed values of the fields in some tables, by field name."""
-    return {name: getattr(args, name) for flags in tables for name in flags}
+def add_score_threshold(parser: argparse.ArgumentParser) -> None:
+    """Add --score-threshold."""
+    text = f"label 1 (hallucination) where score < T (default: {DEFAULT_THRESHOLD})"
+    parser.add_argument("--score-threshold", type=float, default=DEFAULT_THRESHOLD, metavar="T", help=text)
