@@ -33,9 +33,7 @@ ROOTS = (
     "CONTRIBUTING.md",
     "SECURITY.md",
 )
-# RESULTS.md is a record of past measurements.
 SKIPPED = (
-    "bench/RESULTS.md",
     "build_tools/dialect.txt",
     "build_tools/check_language.py",
     "tests/golden/*",

@@ -1,4 +1,4 @@
-"""A key that occurs twice, with the same or other content, and files that change."""
+"""A key that occurs twice, with the same or different content, and files that change."""
 
 import json
 import os

@@ -7,7 +7,7 @@ from tracestore.console import format_size
 from tracestore.errors import UsageError
 
 OnConflict = Literal["error", "keep-first", "keep-last"]
-# What happens to a trace whose key exists with other content.
+# What happens to a trace whose key exists with different content.
 ON_CONFLICT: dict[OnConflict, str] = {
     "error": "refused",
     "keep-first": "skipped",
@@ -39,7 +39,7 @@ class ConvertOptions:
     memory_budget : int
         Bytes of memory for traces that wait; at least 64 MiB.
     on_conflict : {"error", "keep-first", "keep-last"}
-        Handling of a trace whose key exists with other content.
+        Handling of a trace whose key exists with different content.
     skip_bad : bool
         Continue after a file that is refused.
     overwrite : bool

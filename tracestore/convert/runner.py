@@ -216,7 +216,7 @@ class Conversion:
             report.num_sources_modified += 1
             self._output.info(
                 f"{name}: the file has changed since it was committed; new traces are added, "
-                f"a trace with other content is {ON_CONFLICT[self._options.on_conflict]}"
+                f"a trace with different content is {ON_CONFLICT[self._options.on_conflict]}"
             )
         writer.begin_source(name, size, digest)
         added = duplicates = nonfinite = 0

@@ -34,7 +34,7 @@ _FLAGS: Flags = {
         "metavar": "SIZE",
         "help": f"memory for waiting traces (default: {format_size(ConvertOptions.memory_budget)})",
     },
-    "on_conflict": {"help": "a trace whose question id and sample exist with other content (default: error)"},
+    "on_conflict": {"help": "a trace whose question id and sample exist with different content (default: error)"},
     "skip_bad": {"help": "continue after a file that is refused"},
     "overwrite": {"help": "replace the store"},
 }
