@@ -8,26 +8,6 @@
 
 #define BLOCK 256
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-
-/* Return 1 if one float16 matrix is causal. */
-TS_TARGET_AVX512 static int is_causal_f16_avx512(const ts_u16_unaligned *in, size_t S)
-{
-    __m512i any = _mm512_setzero_si512();
-    for (size_t i = 0; i + 1 < S; i++) {
-        const ts_u16_unaligned *row = in + i * S + i + 1;
-        size_t n = S - i - 1;
-        for (; n >= 32; row += 32, n -= 32)
-            any = _mm512_or_si512(any, _mm512_loadu_si512(row));
-        any = _mm512_or_si512(any, _mm512_maskz_loadu_epi16((1u << n) - 1, row));
-    }
-    return _mm512_test_epi16_mask(any, _mm512_set1_epi16(0x7fff)) == 0;
-}
-#else
-static int is_causal_f16_avx512(const ts_u16_unaligned *in, size_t S) { (void)in; (void)S; return 0; }
-#endif
-
 static int any_nonzero(const unsigned char *row, size_t itemsize, size_t n)
 {
     /* Sign bits are masked because minus zero counts as zero. */
@@ -52,22 +32,53 @@ static int any_nonzero(const unsigned char *row, size_t itemsize, size_t n)
     return (any & 0x7fffffffffffffffull) != 0;
 }
 
+/* Set `position` to the first non-zero entry above the diagonal of a matrix. Returns 0 if there is none. */
+static int find_above_diagonal(const unsigned char *in, size_t itemsize, size_t S, size_t *position)
+{
+    for (size_t i = 0; i + 1 < S; i++) {
+        size_t first = i * S + i + 1;
+        if (!any_nonzero(in + first * itemsize, itemsize, S - i - 1))
+            continue;
+        while (!any_nonzero(in + first * itemsize, itemsize, 1))
+            first++;
+        *position = first;
+        return 1;
+    }
+    return 0;
+}
+
+static int is_causal_f16_generic(const ts_u16_unaligned *in, size_t S)
+{
+    size_t position;
+    return !find_above_diagonal((const unsigned char *)in, 2, S, &position);
+}
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+TS_TARGET_AVX512 static int is_causal_f16_avx512(const ts_u16_unaligned *in, size_t S)
+{
+    __m512i any = _mm512_setzero_si512();
+    for (size_t i = 0; i + 1 < S; i++) {
+        const ts_u16_unaligned *row = in + i * S + i + 1;
+        size_t n = S - i - 1;
+        for (; n >= 32; row += 32, n -= 32)
+            any = _mm512_or_si512(any, _mm512_loadu_si512(row));
+        any = _mm512_or_si512(any, _mm512_maskz_loadu_epi16((1u << n) - 1, row));
+    }
+    return _mm512_test_epi16_mask(any, _mm512_set1_epi16(0x7fff)) == 0;
+}
+#endif
+
 int ts_is_causal(const void *in, enum ts_dtype dtype, size_t count, size_t S, size_t *position)
 {
     size_t itemsize = ts_dtype_bytes(dtype);
-    int fast = dtype == TS_F16 && ts_simd_level() >= TS_SIMD_AVX512;
     for (size_t m = 0; m < count; m++) {
-        if (fast && is_causal_f16_avx512((const ts_u16_unaligned *)in + m * S * S, S))
+        const unsigned char *matrix = (const unsigned char *)in + m * S * S * itemsize;
+        if (dtype == TS_F16 && TS_KERNEL(is_causal_f16)((const ts_u16_unaligned *)matrix, S))
             continue;
-        for (size_t i = 0; i + 1 < S; i++) {
-            size_t first = (m * S + i) * S + i + 1, n = S - i - 1;
-            const unsigned char *row = (const unsigned char *)in + first * itemsize;
-            if (!any_nonzero(row, itemsize, n))
-                continue;
-            size_t j = 0;
-            while (!any_nonzero(row + j * itemsize, itemsize, 1))
-                j++;
-            *position = first + j;
+        if (find_above_diagonal(matrix, itemsize, S, position)) {
+            *position += m * S * S;
             return 0;
         }
     }
@@ -116,102 +127,7 @@ static void add_row(const void *row, enum ts_dtype dtype, size_t n, float *scrat
         sum[j] += (double)values[j];
 }
 
-#if defined(__x86_64__)
-/* Convert four doubles to float32, rounding to odd. Rounding the result once more, to float16, then
- * equals a single rounding. */
-TS_TARGET_AVX2
-static inline __m128 to_odd_floats(__m256d values)
-{
-    const __m256d magnitude = _mm256_castsi256_pd(_mm256_set1_epi64x(0x7fffffffffffffffll));
-    __m128 nearest = _mm256_cvtpd_ps(values);
-    __m256d back = _mm256_cvtps_pd(nearest);
-    __m256d inexact = _mm256_cmp_pd(back, values, _CMP_NEQ_OQ); /* false for NaN */
-    __m256d is_larger = _mm256_cmp_pd(_mm256_and_pd(back, magnitude), _mm256_and_pd(values, magnitude), _CMP_GT_OQ);
-    const __m256i even = _mm256_set_epi32(6, 4, 2, 0, 6, 4, 2, 0); /* low halves of the masks */
-    __m128i is_inexact = _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(_mm256_castpd_si256(inexact), even));
-    __m128i steps_down = _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(_mm256_castpd_si256(is_larger), even));
-    __m128i bits = _mm_add_epi32(_mm_castps_si128(nearest), steps_down); /* one step toward zero */
-    return _mm_castsi128_ps(_mm_or_si128(bits, _mm_and_si128(is_inexact, _mm_set1_epi32(1))));
-}
-
-/* ts_mean_rows() for eight float16 columns. Means of finite float16 values are finite. Returns 0 if a
- * mean is NaN, which the portable path handles. */
-TS_TARGET_AVX2
-static inline int mean_of_eight(const ts_u16_unaligned *in, size_t H, size_t stride, uint16_t *out)
-{
-    __m256d low = _mm256_setzero_pd(), high = low, heads = _mm256_set1_pd((double)H);
-    for (size_t h = 0; h < H; h++) {
-        __m256 row = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(in + h * stride)));
-        low = _mm256_add_pd(_mm256_cvtps_pd(_mm256_castps256_ps128(row)), low);
-        high = _mm256_add_pd(_mm256_cvtps_pd(_mm256_extractf128_ps(row, 1)), high);
-    }
-    __m256 means = _mm256_set_m128(to_odd_floats(_mm256_div_pd(high, heads)), to_odd_floats(_mm256_div_pd(low, heads)));
-    _mm_storeu_si128((__m128i *)out, _mm256_cvtps_ph(means, _MM_FROUND_TO_NEAREST_INT));
-    return _mm256_movemask_ps(_mm256_cmp_ps(means, means, _CMP_UNORD_Q)) == 0;
-}
-
-/* ts_mean_rows() for n >= 8 float16 columns; the last eight may overlap the previous ones. Returns 0
- * if a mean is NaN. */
-TS_TARGET_AVX2
-static int mean_rows_f16_avx2(const ts_u16_unaligned *in, size_t H, size_t stride, size_t n, uint16_t *out)
-{
-    int is_done = mean_of_eight(in + n - 8, H, stride, out + n - 8);
-    for (size_t j = 0; j + 8 <= n; j += 8)
-        is_done &= mean_of_eight(in + j, H, stride, out + j);
-    return is_done;
-}
-
-/* Convert eight doubles to float32, rounding to odd. */
-TS_TARGET_AVX512 static inline __m256 to_odd_floats_avx512(__m512d values)
-{
-    __m256 truncated = _mm512_cvt_roundpd_ps(values, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
-    __mmask8 inexact = _mm512_cmp_pd_mask(_mm512_cvtps_pd(truncated), values, _CMP_NEQ_OQ); /* false for NaN */
-    __m256i bits = _mm256_castps_si256(truncated);
-    return _mm256_castsi256_ps(_mm256_mask_or_epi32(bits, inexact, bits, _mm256_set1_epi32(1)));
-}
-
-/* ts_mean_rows() for any number of float16 columns, sixteen at a time. Returns 0 if a mean is NaN. */
-TS_TARGET_AVX512 static int mean_rows_f16_avx512(const ts_u16_unaligned *in, size_t H, size_t stride, size_t n, uint16_t *out)
-{
-    __m512d heads = _mm512_set1_pd((double)H);
-    __mmask16 nan = 0;
-    for (size_t j = 0; j < n; j += 16) {
-        __mmask16 valid = (__mmask16)((1u << (n - j < 16 ? n - j : 16)) - 1);
-        __m512d low = _mm512_setzero_pd(), high = low;
-        for (size_t h = 0; h < H; h++) {
-            __m512 row = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(valid, in + h * stride + j));
-            low = _mm512_add_pd(low, _mm512_cvtps_pd(_mm512_castps512_ps256(row)));
-            high = _mm512_add_pd(high, _mm512_cvtps_pd(_mm512_extractf32x8_ps(row, 1)));
-        }
-        __m256 first = to_odd_floats_avx512(_mm512_div_pd(low, heads)), second = to_odd_floats_avx512(_mm512_div_pd(high, heads));
-        __m512 means = _mm512_insertf32x8(_mm512_castps256_ps512(first), second, 1);
-        _mm256_mask_storeu_epi16(out + j, valid, _mm512_cvtps_ph(means, _MM_FROUND_TO_NEAREST_INT));
-        nan |= _mm512_mask_cmp_ps_mask(valid, means, means, _CMP_UNORD_Q);
-    }
-    return nan == 0;
-}
-#else
-static int mean_rows_f16_avx2(const ts_u16_unaligned *in, size_t H, size_t stride, size_t n, uint16_t *out)
-{
-    (void)in; (void)H; (void)stride; (void)n; (void)out;
-    return 0;
-}
-static int mean_rows_f16_avx512(const ts_u16_unaligned *in, size_t H, size_t stride, size_t n, uint16_t *out)
-{
-    return mean_rows_f16_avx2(in, H, stride, n, out);
-}
-#endif
-
-int ts_mean_rows(const void *in, enum ts_dtype dtype, size_t H, size_t stride, size_t n, uint16_t *out)
-{
-    int level = dtype == TS_F16 ? ts_simd_level() : TS_SIMD_BASELINE;
-    if (level >= TS_SIMD_AVX512 ? mean_rows_f16_avx512(in, H, stride, n, out)
-                   : level == TS_SIMD_AVX2 && n >= 8 && mean_rows_f16_avx2(in, H, stride, n, out))
-        return TS_OK;
-    return ts_mean_rows_portable(in, dtype, H, stride, n, out);
-}
-
-int ts_mean_rows_portable(const void *in, enum ts_dtype dtype, size_t H, size_t stride, size_t n, uint16_t *out)
+static int mean_rows_of_any(const void *in, enum ts_dtype dtype, size_t H, size_t stride, size_t n, uint16_t *out)
 {
     size_t itemsize = ts_dtype_bytes(dtype);
     double sum[BLOCK];
@@ -231,6 +147,121 @@ int ts_mean_rows_portable(const void *in, enum ts_dtype dtype, size_t H, size_t 
         }
     }
     return TS_OK;
+}
+
+/* Means over float16 rows, as ts_mean_rows(). Means of finite float16 values are finite. The variants
+ * return 0 if a mean is NaN or there are too few columns; mean_rows_of_any() handles both. */
+static int mean_rows_f16_generic(const ts_u16_unaligned *in, size_t H, size_t stride, size_t n, uint16_t *out)
+{
+    return mean_rows_of_any(in, TS_F16, H, stride, n, out) == TS_OK;
+}
+
+#if defined(__x86_64__)
+/* Convert four doubles to float32, rounding to odd. Rounding the result once more, to float16, then
+ * equals a single rounding. */
+TS_TARGET_AVX2 static inline __m128 to_odd_floats(__m256d values)
+{
+    const __m256d magnitude = _mm256_castsi256_pd(_mm256_set1_epi64x(0x7fffffffffffffffll));
+    __m128 nearest = _mm256_cvtpd_ps(values);
+    __m256d back = _mm256_cvtps_pd(nearest);
+    __m256d inexact = _mm256_cmp_pd(back, values, _CMP_NEQ_OQ); /* false for NaN */
+    __m256d is_larger = _mm256_cmp_pd(_mm256_and_pd(back, magnitude), _mm256_and_pd(values, magnitude), _CMP_GT_OQ);
+    const __m256i even = _mm256_set_epi32(6, 4, 2, 0, 6, 4, 2, 0); /* low halves of the masks */
+    __m128i is_inexact = _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(_mm256_castpd_si256(inexact), even));
+    __m128i steps_down = _mm256_castsi256_si128(_mm256_permutevar8x32_epi32(_mm256_castpd_si256(is_larger), even));
+    __m128i bits = _mm_add_epi32(_mm_castps_si128(nearest), steps_down); /* one step toward zero */
+    return _mm_castsi128_ps(_mm_or_si128(bits, _mm_and_si128(is_inexact, _mm_set1_epi32(1))));
+}
+
+#define TARGET_EIGHT TS_TARGET_AVX2
+TARGET_EIGHT static inline int mean_of_eight(const ts_u16_unaligned *in, size_t H, size_t stride, uint16_t *out)
+{
+    __m256d low = _mm256_setzero_pd(), high = low, heads = _mm256_set1_pd((double)H);
+    for (size_t h = 0; h < H; h++) {
+        __m256 row = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(in + h * stride)));
+        low = _mm256_add_pd(_mm256_cvtps_pd(_mm256_castps256_ps128(row)), low);
+        high = _mm256_add_pd(_mm256_cvtps_pd(_mm256_extractf128_ps(row, 1)), high);
+    }
+    __m256 means = _mm256_set_m128(to_odd_floats(_mm256_div_pd(high, heads)), to_odd_floats(_mm256_div_pd(low, heads)));
+    _mm_storeu_si128((__m128i *)out, _mm256_cvtps_ph(means, _MM_FROUND_TO_NEAREST_INT));
+    return _mm256_movemask_ps(_mm256_cmp_ps(means, means, _CMP_UNORD_Q)) == 0;
+}
+
+/* Convert eight doubles to float32, rounding to odd. */
+TS_TARGET_AVX512 static inline __m256 to_odd_floats_avx512(__m512d values)
+{
+    __m256 truncated = _mm512_cvt_roundpd_ps(values, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+    __mmask8 inexact = _mm512_cmp_pd_mask(_mm512_cvtps_pd(truncated), values, _CMP_NEQ_OQ); /* false for NaN */
+    __m256i bits = _mm256_castps_si256(truncated);
+    return _mm256_castsi256_ps(_mm256_mask_or_epi32(bits, inexact, bits, _mm256_set1_epi32(1)));
+}
+
+/* Sixteen columns at a time. */
+TS_TARGET_AVX512 static int mean_rows_f16_avx512(const ts_u16_unaligned *in, size_t H, size_t stride, size_t n, uint16_t *out)
+{
+    __m512d heads = _mm512_set1_pd((double)H);
+    __mmask16 nan = 0;
+    for (size_t j = 0; j < n; j += 16) {
+        __mmask16 valid = (__mmask16)((1u << (n - j < 16 ? n - j : 16)) - 1);
+        __m512d low = _mm512_setzero_pd(), high = low;
+        for (size_t h = 0; h < H; h++) {
+            __m512 row = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(valid, in + h * stride + j));
+            low = _mm512_add_pd(low, _mm512_cvtps_pd(_mm512_castps512_ps256(row)));
+            high = _mm512_add_pd(high, _mm512_cvtps_pd(_mm512_extractf32x8_ps(row, 1)));
+        }
+        __m256 first = to_odd_floats_avx512(_mm512_div_pd(low, heads)), second = to_odd_floats_avx512(_mm512_div_pd(high, heads));
+        __m512 means = _mm512_insertf32x8(_mm512_castps256_ps512(first), second, 1);
+        _mm256_mask_storeu_epi16(out + j, valid, _mm512_cvtps_ph(means, _MM_FROUND_TO_NEAREST_INT));
+        nan |= _mm512_mask_cmp_ps_mask(valid, means, means, _CMP_UNORD_Q);
+    }
+    return nan == 0;
+}
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+
+#define TARGET_EIGHT
+TARGET_EIGHT static inline int mean_of_eight(const ts_u16_unaligned *in, size_t H, size_t stride, uint16_t *out)
+{
+    float64x2_t sums[4] = {vdupq_n_f64(0), vdupq_n_f64(0), vdupq_n_f64(0), vdupq_n_f64(0)};
+    for (size_t h = 0; h < H; h++) {
+        float16x8_t row;
+        memcpy(&row, in + h * stride, sizeof row);
+        float32x4_t low = vcvt_f32_f16(vget_low_f16(row)), high = vcvt_high_f32_f16(row);
+        sums[0] = vaddq_f64(sums[0], vcvt_f64_f32(vget_low_f32(low)));
+        sums[1] = vaddq_f64(sums[1], vcvt_high_f64_f32(low));
+        sums[2] = vaddq_f64(sums[2], vcvt_f64_f32(vget_low_f32(high)));
+        sums[3] = vaddq_f64(sums[3], vcvt_high_f64_f32(high));
+    }
+    float64x2_t heads = vdupq_n_f64((double)H);
+    uint32x4_t is_number = vdupq_n_u32(UINT32_MAX);
+    for (int k = 0; k < 4; k += 2) { /* vcvtx rounds to odd */
+        float32x2_t first = vcvtx_f32_f64(vdivq_f64(sums[k], heads));
+        float32x4_t means = vcvtx_high_f32_f64(first, vdivq_f64(sums[k + 1], heads));
+        is_number = vandq_u32(is_number, vceqq_f32(means, means));
+        vst1_u16(out + 2 * k, vreinterpret_u16_f16(vcvt_f16_f32(means)));
+    }
+    return vminvq_u32(is_number) != 0;
+}
+#endif
+
+#if defined(TARGET_EIGHT)
+/* Eight columns at a time; the last eight may overlap the previous ones. */
+TARGET_EIGHT static int mean_rows_f16_eight(const ts_u16_unaligned *in, size_t H, size_t stride, size_t n, uint16_t *out)
+{
+    if (n < 8)
+        return 0;
+    int is_done = mean_of_eight(in + n - 8, H, stride, out + n - 8);
+    for (size_t j = 0; j + 8 <= n; j += 8)
+        is_done &= mean_of_eight(in + j, H, stride, out + j);
+    return is_done;
+}
+#endif
+
+int ts_mean_rows(const void *in, enum ts_dtype dtype, size_t H, size_t stride, size_t n, uint16_t *out)
+{
+    if (dtype == TS_F16 && TS_KERNEL(mean_rows_f16)(in, H, stride, n, out))
+        return TS_OK;
+    return mean_rows_of_any(in, dtype, H, stride, n, out);
 }
 
 int ts_head_mean(const void *in, enum ts_dtype dtype, size_t H, size_t S, int causal, uint16_t *out)

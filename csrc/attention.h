@@ -54,10 +54,6 @@ void ts_unpack_triangle(const void *in, size_t itemsize, size_t count, size_t S,
 TS_WARN_UNUSED
 int ts_mean_rows(const void *in, enum ts_dtype dtype, size_t H, size_t stride, size_t n, uint16_t *out);
 
-/** Portable implementation of ts_mean_rows(); public for tests. */
-TS_WARN_UNUSED
-int ts_mean_rows_portable(const void *in, enum ts_dtype dtype, size_t H, size_t stride, size_t n, uint16_t *out);
-
 /**
  * Compute the mean over the H heads of one layer as float16.
  *

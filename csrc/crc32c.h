@@ -9,17 +9,14 @@
 #include <stdint.h>
 
 /**
- * Extend a checksum by n bytes, with carry-less products (AVX-512) or the crc32 instruction
- * (SSE4.2) where available.
+ * Extend a checksum by n bytes, with carry-less products (AVX-512) or the CRC instruction (SSE4.2,
+ * aarch64) where available.
  *
  * @param crc   checksum of the preceding bytes; 0 at the beginning
  * @param data  n bytes
  * @return the checksum of the preceding bytes followed by data
  */
 uint32_t ts_crc32c(uint32_t crc, const void *data, size_t n);
-
-/** Portable implementation of ts_crc32c(); public for tests. */
-uint32_t ts_crc32c_portable(uint32_t crc, const void *data, size_t n);
 
 /**
  * Return the checksum of A followed by B.

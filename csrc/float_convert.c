@@ -51,6 +51,12 @@ uint16_t ts_f32_to_f16_portable(float f)
 
 uint16_t ts_f64_to_f16(double value)
 {
+#if defined(__aarch64__)
+    __fp16 half = (__fp16)value; /* one instruction, which rounds once */
+    uint16_t bits;
+    memcpy(&bits, &half, 2);
+    return bits;
+#else
     uint64_t u;
     memcpy(&u, &value, 8);
     uint32_t exponent = (uint32_t)(u >> 52) & 2047u;
@@ -62,6 +68,7 @@ uint16_t ts_f64_to_f16(double value)
     uint64_t mantissa = u & 0xfffffffffffffull;
     uint32_t odd = (uint32_t)(mantissa >> 29) | ((mantissa & 0x1fffffffull) != 0);
     return ts_f32_to_f16_portable(bits_float(sign | (exponent - 1023 + 127) << 23 | odd));
+#endif
 }
 
 void ts_bf16_to_f32(const ts_u16_unaligned *in, float *out, size_t n)
@@ -70,43 +77,66 @@ void ts_bf16_to_f32(const ts_u16_unaligned *in, float *out, size_t n)
         out[i] = bits_float((uint32_t)in[i] << 16);
 }
 
+static void f16_to_f32_generic(const ts_u16_unaligned *in, float *out, size_t n)
+{
+    for (size_t i = 0; i < n; i++)
+        out[i] = ts_f16_to_f32_portable(in[i]);
+}
+
+static void f32_to_f16_generic(const ts_f32_unaligned *in, uint16_t *out, size_t n)
+{
+    for (size_t i = 0; i < n; i++)
+        out[i] = ts_f32_to_f16_portable(in[i]);
+}
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-TS_TARGET_AVX2
-static size_t f16_to_f32_f16c(const ts_u16_unaligned *in, float *out, size_t n)
+TS_TARGET_AVX2 static void f16_to_f32_avx2(const ts_u16_unaligned *in, float *out, size_t n)
 {
     size_t i = 0;
     for (; i + 8 <= n; i += 8)
         _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(in + i))));
-    return i;
+    f16_to_f32_generic(in + i, out + i, n - i);
 }
 
-TS_TARGET_AVX2
-static size_t f32_to_f16_f16c(const ts_f32_unaligned *in, uint16_t *out, size_t n)
+TS_TARGET_AVX2 static void f32_to_f16_avx2(const ts_f32_unaligned *in, uint16_t *out, size_t n)
 {
     size_t i = 0;
     for (; i + 8 <= n; i += 8)
         _mm_storeu_si128((__m128i *)(out + i), _mm256_cvtps_ph(_mm256_loadu_ps((const float *)(const void *)(in + i)), 0));
-    return i;
+    f32_to_f16_generic(in + i, out + i, n - i);
 }
-#else
-static size_t f16_to_f32_f16c(const ts_u16_unaligned *in, float *out, size_t n) { (void)in; (void)out; (void)n; return 0; }
-static size_t f32_to_f16_f16c(const ts_f32_unaligned *in, uint16_t *out, size_t n) { (void)in; (void)out; (void)n; return 0; }
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+
+static void f16_to_f32_neon(const ts_u16_unaligned *in, float *out, size_t n)
+{
+    typedef __fp16 half_unaligned __attribute__((aligned(1), may_alias));
+    for (size_t i = 0; i < n; i++) /* compilers vectorize this conversion */
+        out[i] = (float)((const half_unaligned *)in)[i];
+}
+
+static void f32_to_f16_neon(const ts_f32_unaligned *in, uint16_t *out, size_t n)
+{
+    size_t i = 0;
+    for (; i + 4 <= n; i += 4) { /* and Clang this one, but not GCC 12 */
+        float32x4_t values;
+        memcpy(&values, in + i, sizeof values);
+        vst1_u16(out + i, vreinterpret_u16_f16(vcvt_f16_f32(values)));
+    }
+    f32_to_f16_generic(in + i, out + i, n - i);
+}
 #endif
 
 void ts_f16_to_f32(const ts_u16_unaligned *in, float *out, size_t n)
 {
-    size_t i = ts_simd_level() >= TS_SIMD_AVX2 ? f16_to_f32_f16c(in, out, n) : 0;
-    for (; i < n; i++)
-        out[i] = ts_f16_to_f32_portable(in[i]);
+    TS_KERNEL(f16_to_f32)(in, out, n);
 }
 
 void ts_f32_to_f16(const ts_f32_unaligned *in, uint16_t *out, size_t n)
 {
-    size_t i = ts_simd_level() >= TS_SIMD_AVX2 ? f32_to_f16_f16c(in, out, n) : 0;
-    for (; i < n; i++)
-        out[i] = ts_f32_to_f16_portable(in[i]);
+    TS_KERNEL(f32_to_f16)(in, out, n);
 }
 
 #define BLOCK 512
@@ -153,7 +183,7 @@ int ts_to_f16(const void *in, enum ts_dtype dtype, uint16_t *out, size_t n, size
 }
 
 /* Count values whose exponent bits are all set. Counters as wide as the values take a third of the time. */
-static inline __attribute__((always_inline)) size_t count_exponent(const ts_u16_unaligned *v, uint16_t exponent, size_t n)
+TS_INLINE size_t count_exponent_body(const ts_u16_unaligned *v, uint16_t exponent, size_t n)
 {
     size_t count = 0;
     for (size_t begin = 0; begin < n; begin += MAX_COUNT) {
@@ -166,25 +196,14 @@ static inline __attribute__((always_inline)) size_t count_exponent(const ts_u16_
     return count;
 }
 
-#if defined(__x86_64__)
-TS_TARGET_AVX2
-static size_t count_exponent_avx2(const ts_u16_unaligned *v, uint16_t exponent, size_t n)
-{
-    return count_exponent(v, exponent, n);
-}
-#endif
+TS_DEFINE_KERNEL(size_t, count_exponent, (const ts_u16_unaligned *v, uint16_t exponent, size_t n), (v, exponent, n))
 
 size_t ts_count_nonfinite(const void *in, enum ts_dtype dtype, size_t n)
 {
     size_t count = 0;
-    if (dtype == TS_F16 || dtype == TS_BF16) {
-        uint16_t exponent = dtype == TS_F16 ? 0x7c00u : 0x7f80u;
-#if defined(__x86_64__)
-        if (ts_simd_level() >= TS_SIMD_AVX2)
-            return count_exponent_avx2(in, exponent, n);
-#endif
-        return count_exponent(in, exponent, n);
-    } else if (dtype == TS_F32) {
+    if (dtype == TS_F16 || dtype == TS_BF16)
+        return TS_KERNEL(count_exponent)(in, dtype == TS_F16 ? 0x7c00u : 0x7f80u, n);
+    if (dtype == TS_F32) {
         const ts_u32_unaligned *v = in;
         for (size_t i = 0; i < n; i++)
             count += (v[i] & 0x7f800000u) == 0x7f800000u;

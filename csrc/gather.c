@@ -16,38 +16,66 @@
 #define STAGE (4 * BLOCK)             /* edges buffered before they are streamed out */
 #define TABLE_TOKENS 1024             /* longest graph of the table of pairs: longer rows are fast without it */
 
-#define TARGET
-#define LEVEL 2
-#define NAME(stem) stem##_generic
-#include "gather_kernels.h"
+/* Set keep[p] to 1 where the order-preserving integer of a 16-bit weight lies in (limit, top]. Returns
+ * the number of ones. */
+TS_INLINE size_t select16_body(const uint16_t *w, size_t n, int16_t limit, int16_t top, unsigned char *keep)
+{
+    unsigned kept = 0;
+    for (size_t p = 0; p < n; p++) {
+        int16_t bits = (int16_t)w[p];
+        int16_t ordered = (int16_t)(bits ^ ((bits >> 15) & 0x7fff));
+        unsigned char k = (unsigned char)((ordered > limit) & (ordered <= top));
+        keep[p] = k;
+        kept += k;
+    }
+    return kept;
+}
+
+/* The same for 32-bit weights. */
+TS_INLINE size_t select32_body(const uint32_t *w, size_t n, int32_t limit, int32_t top, unsigned char *keep)
+{
+    unsigned kept = 0;
+    for (size_t p = 0; p < n; p++) {
+        int32_t bits = (int32_t)w[p];
+        int32_t ordered = bits ^ ((bits >> 31) & 0x7fffffff);
+        unsigned char k = (unsigned char)((ordered > limit) & (ordered <= top));
+        keep[p] = k;
+        kept += k;
+    }
+    return kept;
+}
+
+TS_DEFINE_KERNEL(size_t, select16, (const uint16_t *w, size_t n, int16_t limit, int16_t top, unsigned char *keep),
+                 (w, n, limit, top, keep))
+TS_DEFINE_KERNEL(size_t, select32, (const uint32_t *w, size_t n, int32_t limit, int32_t top, unsigned char *keep),
+                 (w, n, limit, top, keep))
+
+/* out[k] = first + index[k], with non-temporal stores. n is a multiple of 8; out is aligned to a cache line. */
+static void add_offset_generic(const int32_t *index, size_t n, int64_t first, int64_t *out)
+{
+    for (size_t k = 0; k < n; k++)
+        out[k] = first + index[k];
+}
+
 #if defined(__x86_64__)
 #include <immintrin.h>
-#define TARGET TS_TARGET_AVX2
-#define LEVEL 3
-#define NAME(stem) stem##_avx2
-#include "gather_kernels.h"
-#define TARGET TS_TARGET_AVX512
-#define LEVEL 4
-#define NAME(stem) stem##_avx512
-#include "gather_kernels.h"
-#endif
 
-struct kernels {
-    size_t (*select16)(const uint16_t *, size_t, int16_t, int16_t, unsigned char *);
-    size_t (*select32)(const uint32_t *, size_t, int32_t, int32_t, unsigned char *);
-    void (*add_offset)(const int32_t *, size_t, int64_t, int64_t *);
-};
-
-static struct kernels choose_kernels(void)
+TS_TARGET_AVX2 static void add_offset_avx2(const int32_t *index, size_t n, int64_t first, int64_t *out)
 {
-#if defined(__x86_64__)
-    if (ts_simd_level() >= TS_SIMD_AVX512)
-        return (struct kernels){select16_avx512, select32_avx512, add_offset_avx512};
-    if (ts_simd_level() >= TS_SIMD_AVX2)
-        return (struct kernels){select16_avx2, select32_avx2, add_offset_avx2};
-#endif
-    return (struct kernels){select16_generic, select32_generic, add_offset_generic};
+    for (size_t k = 0; k < n; k += 4) {
+        __m256i wide = _mm256_cvtepi32_epi64(_mm_loadu_si128((const __m128i *)(index + k)));
+        _mm256_stream_si256((__m256i *)(out + k), _mm256_add_epi64(wide, _mm256_set1_epi64x(first)));
+    }
 }
+
+TS_TARGET_AVX512 static void add_offset_avx512(const int32_t *index, size_t n, int64_t first, int64_t *out)
+{
+    for (size_t k = 0; k < n; k += 8) {
+        __m512i wide = _mm512_cvtepi32_epi64(_mm256_loadu_si256((const __m256i *)(index + k)));
+        _mm512_stream_si512((__m512i *)(out + k), _mm512_add_epi64(wide, _mm512_set1_epi64(first)));
+    }
+}
+#endif
 
 static int is_pair_of_dtypes(enum ts_dtype in, enum ts_dtype out)
 {
@@ -190,7 +218,8 @@ size_t ts_num_pairs(const struct ts_graph *graph)
 struct graph_job {
     struct ts_graph *graphs;
     const struct ts_edge_options *options;
-    struct kernels kernels;
+    size_t (*select16)(const uint16_t *, size_t, int16_t, int16_t, unsigned char *);
+    size_t (*select32)(const uint32_t *, size_t, int32_t, int32_t, unsigned char *);
     int32_t limit, top;             /* the rule as order-preserving integers */
     const int32_t *row, *column;    /* (i, j) of the pairs of causal graphs of up to table_tokens tokens */
     size_t table_tokens;
@@ -280,7 +309,8 @@ static void set_rule(struct graph_job *job)
     enum ts_dtype dtype = job->options->in;
     uint32_t infinity = infinity_bits(dtype), sign = dtype == TS_F32 ? 0x80000000u : 0x8000u;
     int32_t lo = to_ordered(infinity | sign, dtype);
-    job->kernels = choose_kernels();
+    job->select16 = TS_KERNEL(select16);
+    job->select32 = TS_KERNEL(select32);
     job->top = (int32_t)infinity;
     job->limit = lo - 1;
     if (job->options->rule.top_k_fraction > 0)
@@ -302,8 +332,8 @@ static void set_rule(struct graph_job *job)
 static size_t select_block(const struct graph_job *job, const unsigned char *weights, size_t first, size_t n, unsigned char *keep)
 {
     if (job->options->in == TS_F32)
-        return job->kernels.select32((const uint32_t *)weights + first, n, job->limit, job->top, keep);
-    return job->kernels.select16((const uint16_t *)weights + first, n, (int16_t)job->limit, (int16_t)job->top, keep);
+        return job->select32((const uint32_t *)weights + first, n, job->limit, job->top, keep);
+    return job->select16((const uint16_t *)weights + first, n, (int16_t)job->limit, (int16_t)job->top, keep);
 }
 
 static int count_edges(void *context)
@@ -406,7 +436,7 @@ static void flush(const struct graph_job *job, struct stage *stage, int is_last)
 }
 
 /* Append first + index[k] for all n, streaming whole cache lines from registers. */
-static void append_all(const struct graph_job *job, struct lane *lane, const int32_t *index, size_t n, int64_t first)
+static void append_all(struct lane *lane, const int32_t *index, size_t n, int64_t first)
 {
     if (lane->n >= 8)
         flush_lane(lane, 0);
@@ -418,7 +448,7 @@ static void append_all(const struct graph_job *job, struct lane *lane, const int
         return;
     flush_lane(lane, 1);
     size_t lines = (n - head) & ~(size_t)7;
-    job->kernels.add_offset(index + head, lines, first, lane->dst);
+    TS_KERNEL(add_offset)(index + head, lines, first, lane->dst);
     lane->dst += lines;
     for (size_t k = head + lines; k < n; k++)
         lane->values[lane->n++] = first + index[k];
@@ -448,8 +478,8 @@ static int append_edges(const struct graph_job *job, struct stage *stage, const 
         list_pairs(graph, first, n, row_buffer, column_buffer);
     }
     if (kept == n) {
-        append_all(job, &stage->source, column, n, graph->first_node);
-        append_all(job, &stage->target, row, n, graph->first_node);
+        append_all(&stage->source, column, n, graph->first_node);
+        append_all(&stage->target, row, n, graph->first_node);
         memcpy(stage->weights + stage->num_weights * itemsize, weights, n * itemsize);
     } else {
         int64_t *source = stage->source.values + stage->source.n, *target = stage->target.values + stage->target.n;

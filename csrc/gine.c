@@ -113,9 +113,10 @@ static void load_weights(const struct ts_gine *g, size_t first, size_t n, double
 
 #define JOIN_(a, b) a##b
 #define JOIN(a, b) JOIN_(a, b)
-#define INLINE static inline __attribute__((always_inline))
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 /* Every instruction set rounds a product and sum once, together, so that all of them and all compilers
@@ -127,7 +128,7 @@ typedef double vector_generic_f64 __attribute__((vector_size(16)));
 /* Fused multiply-add of two lanes. The product is exact in float64 and the sum is rounded to odd: moved
  * one step toward zero if it was rounded away from it, and made odd unless it is exact. The conversion
  * to float32 then rounds once (Boldo and Melquiond, Emulation of FMA and Correctly Rounded Sums, 2008). */
-INLINE __m128 fma_wide(__m128 a, __m128 b, __m128 c)
+TS_INLINE __m128 fma_wide(__m128 a, __m128 b, __m128 c)
 {
     __m128d product = _mm_mul_pd(_mm_cvtps_pd(a), _mm_cvtps_pd(b)), term = _mm_cvtps_pd(c);
     __m128d sum = product + term, part = sum - product;
@@ -139,12 +140,12 @@ INLINE __m128 fma_wide(__m128 a, __m128 b, __m128 c)
     return _mm_cvtpd_ps(_mm_castsi128_pd(_mm_or_si128(_mm_add_epi64(_mm_castpd_si128(sum), above), odd)));
 }
 
-INLINE vector_generic_f32 fma_generic_f32(vector_generic_f32 a, vector_generic_f32 b, vector_generic_f32 c)
+TS_INLINE vector_generic_f32 fma_generic_f32(vector_generic_f32 a, vector_generic_f32 b, vector_generic_f32 c)
 {
     return _mm_movelh_ps(fma_wide(a, b, c), fma_wide(_mm_movehl_ps(a, a), _mm_movehl_ps(b, b), _mm_movehl_ps(c, c)));
 }
 #else
-INLINE vector_generic_f32 fma_generic_f32(vector_generic_f32 a, vector_generic_f32 b, vector_generic_f32 c)
+TS_INLINE vector_generic_f32 fma_generic_f32(vector_generic_f32 a, vector_generic_f32 b, vector_generic_f32 c)
 {
     for (int i = 0; i < 4; i++)
         c[i] = __builtin_fmaf(a[i], b[i], c[i]);
@@ -152,7 +153,7 @@ INLINE vector_generic_f32 fma_generic_f32(vector_generic_f32 a, vector_generic_f
 }
 #endif
 
-INLINE vector_generic_f64 fma_generic_f64(vector_generic_f64 a, vector_generic_f64 b, vector_generic_f64 c)
+TS_INLINE vector_generic_f64 fma_generic_f64(vector_generic_f64 a, vector_generic_f64 b, vector_generic_f64 c)
 {
     for (int i = 0; i < 2; i++)
         c[i] = __builtin_fma(a[i], b[i], c[i]);
@@ -160,8 +161,8 @@ INLINE vector_generic_f64 fma_generic_f64(vector_generic_f64 a, vector_generic_f
 }
 
 #if defined(__x86_64__)
-#define INLINE_AVX2 TS_TARGET_AVX2 INLINE
-#define INLINE_AVX512 TS_TARGET_AVX512 INLINE
+#define INLINE_AVX2 TS_TARGET_AVX2 TS_INLINE
+#define INLINE_AVX512 TS_TARGET_AVX512 TS_INLINE
 
 INLINE_AVX2 __m256 fma_avx2_f32(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE_AVX2 __m256d fma_avx2_f64(__m256d a, __m256d b, __m256d c) { return _mm256_fmadd_pd(a, b, c); }
@@ -178,20 +179,10 @@ INLINE_AVX512 __m512d mask_positive_avx512_f64(__m512d m, __m512d v)
     return _mm512_maskz_mov_pd(_mm512_cmp_pd_mask(m, _mm512_setzero_pd(), _CMP_GT_OQ), v);
 }
 
-static int simd_level(int max_level)
-{
-    int level = ts_simd_level();
-    return max_level && max_level < level ? max_level : level;
-}
-#define DISPATCH(level, stem, arguments) \
-    do { \
-        if ((level) == TS_SIMD_AVX512) NAME(stem##_avx512) arguments; \
-        else if ((level) == TS_SIMD_AVX2) NAME(stem##_avx2) arguments; \
-        else NAME(stem##_generic) arguments; \
-    } while (0)
-#else
-static int simd_level(int max_level) { (void)max_level; return TS_SIMD_SSE42; }
-#define DISPATCH(level, stem, arguments) do { (void)(level); NAME(stem##_generic) arguments; } while (0)
+#elif defined(__aarch64__)
+/* One instruction, where the comparison and the mask are two. NaN gives 0. */
+TS_INLINE vector_generic_f32 relu_generic_f32(vector_generic_f32 m) { return vmaxnmq_f32(m, vdupq_n_f32(0)); }
+TS_INLINE vector_generic_f64 relu_generic_f64(vector_generic_f64 m) { return vmaxnmq_f64(m, vdupq_n_f64(0)); }
 #endif
 
 #define REAL float

@@ -46,7 +46,6 @@ struct ts_gine {
     const void *x;         /* (num_rows, dim) */
     enum ts_dtype x_dtype;
     int num_threads;
-    int max_simd_level; /* one of enum ts_simd_level, or 0 for no limit */
 };
 
 /**

@@ -23,11 +23,21 @@ struct NAME(rows) {
     REAL *value;
 };
 
-/* Kernels of every instruction set; DISPATCH chooses one at run time. */
+/* The kernels of one graph for one instruction set. `block` and `columns` are buffers. */
+struct NAME(kernels) {
+    void (*forward)(const struct NAME(graph) *graph, const REAL *w, const REAL *b, REAL *block, REAL *out);
+    void (*backward)(const struct NAME(graph) *graph, const REAL *w, const REAL *b, REAL *block, const REAL *grad_out,
+                     REAL *grad_x, REAL *grad_w, REAL *grad_b);
+    void (*forward_channels)(const struct NAME(rows) *rows, const REAL *w, const REAL *b, REAL *block, REAL *columns,
+                             REAL *out);
+    void (*backward_channels)(const struct NAME(rows) *rows, const REAL *w, const REAL *b, REAL *block, REAL *columns,
+                              const REAL *grad_out, REAL *grad_x, REAL *grad_w, REAL *grad_b);
+};
+
 #if defined(__x86_64__)
 #define TARGET TS_TARGET_AVX512
 #define VECTOR_BYTES 64
-#define KERNEL(stem) NAME(stem##_avx512)
+#define VARIANT(stem) JOIN(NAME(stem), _avx512)
 #define FMA(a, b, c) NAME(fma_avx512)(a, b, c)
 #define RELU(m) NAME(relu_avx512)(m)
 #define MASK_POSITIVE(m, v) NAME(mask_positive_avx512)(m, v)
@@ -35,15 +45,18 @@ struct NAME(rows) {
 
 #define TARGET TS_TARGET_AVX2
 #define VECTOR_BYTES 32
-#define KERNEL(stem) NAME(stem##_avx2)
+#define VARIANT(stem) JOIN(NAME(stem), _avx2)
 #define FMA(a, b, c) NAME(fma_avx2)(a, b, c)
 #include "gine_loops.h"
 #endif
 
 #define TARGET
 #define VECTOR_BYTES 16
-#define KERNEL(stem) NAME(stem##_generic)
+#define VARIANT(stem) JOIN(NAME(stem), _generic)
 #define FMA(a, b, c) NAME(fma_generic)(a, b, c)
+#if defined(__aarch64__)
+#define RELU(m) NAME(relu_generic)(m)
+#endif
 #include "gine_loops.h"
 
 /* Group the edges of graph k by target or by source, each group in stored order. `row` is a buffer for
@@ -135,7 +148,7 @@ static void NAME(range)(void *context, size_t begin, size_t end)
     REAL *value = (REAL *)(memory += job->sizes.index), *block = (REAL *)(memory += job->sizes.value);
     double *sum = (double *)(memory += job->sizes.rows);
     REAL *columns = (REAL *)(memory += job->sizes.sums);
-    int level = simd_level(g->max_simd_level);
+    const struct NAME(kernels) *kernels = &TS_KERNEL(NAME(gine));
     for (size_t k = begin; k < end; k++) {
         size_t first_row = (size_t)(g->node_ptr[k] - g->node_ptr[0]), D = g->dim;
         size_t S = (size_t)(g->node_ptr[k + 1] - g->node_ptr[k]), C = g->num_channels;
@@ -146,10 +159,10 @@ static void NAME(range)(void *context, size_t begin, size_t end)
         if (C > 1) {
             struct NAME(rows) rows = {g, S, first_row, (size_t)g->weight_ptr[k], sum, sum + S, index, value};
             if (out)
-                DISPATCH(level, forward_channels, (&rows, job->w, job->b, block, columns, out));
+                kernels->forward_channels(&rows, job->w, job->b, block, columns, out);
             else
-                DISPATCH(level, backward_channels,
-                     (&rows, job->w, job->b, block, columns, grad_out, grad_x, partial, partial + C * D));
+                kernels->backward_channels(&rows, job->w, job->b, block, columns, grad_out, grad_x, partial,
+                                           partial + C * D);
             continue;
         }
         /* The block of columns is not in use yet and is large enough for a row of weights. */
@@ -159,9 +172,9 @@ static void NAME(range)(void *context, size_t begin, size_t end)
         }
         struct NAME(graph) graph = {g, S, first_row, ptr, index, value};
         if (out)
-            DISPATCH(level, forward, (&graph, job->w, job->b, block, out));
+            kernels->forward(&graph, job->w, job->b, block, out);
         else
-            DISPATCH(level, backward, (&graph, job->w, job->b, block, grad_out, grad_x, partial, partial + D));
+            kernels->backward(&graph, job->w, job->b, block, grad_out, grad_x, partial, partial + D);
     }
     __atomic_store_n(&job->busy[slot], 0, __ATOMIC_RELEASE);
 }

@@ -3,29 +3,31 @@
  *   REAL          float or double
  *   VECTOR_BYTES  size of a register; four registers of columns are processed at a time
  *   TARGET        the function attribute that enables the instruction set
- *   KERNEL(stem)  the function name for `stem`
+ *   VARIANT(stem) the name of `stem` for the pair
  *   FMA(a, b, c)  a b + c, rounded once
  *   RELU(m), MASK_POSITIVE(m, v)   optional: max(m, 0), and v where m > 0, else 0; NaN is not positive
  * The four accumulators are separate variables, because compilers keep an array in memory. */
 
-typedef REAL KERNEL(vector) __attribute__((vector_size(VECTOR_BYTES)));
+typedef REAL VARIANT(vector) __attribute__((vector_size(VECTOR_BYTES)));
 /* A vector in the caller's memory, which has another alignment and other types. */
-typedef REAL KERNEL(stored) __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
+typedef REAL VARIANT(stored) __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
 
-#define VECTOR KERNEL(vector)
-#define LOAD(p, k) (((const KERNEL(stored) *)(p))[k])
-#define STORE(p, k) (((KERNEL(stored) *)(p))[k])
+#define VECTOR VARIANT(vector)
+#define LOAD(p, k) (((const VARIANT(stored) *)(p))[k])
+#define STORE(p, k) (((VARIANT(stored) *)(p))[k])
 /* A vector of equal values; the subtraction keeps the sign of a zero. */
 #define BROADCAST(value) ((value) - (VECTOR){0})
 #define LANES (VECTOR_BYTES / sizeof(REAL))
 #define COLUMNS (4 * LANES)
 #ifndef MASK_POSITIVE
 #define MASK_POSITIVE(m, v) ((VECTOR)((m > 0) & (__typeof__(m > 0))(v)))
+#endif
+#ifndef RELU
 #define RELU(m) MASK_POSITIVE(m, m)
 #endif
 
 /* Load columns first .. first + width of row s of x, plus b unless it is NULL, zero-padded to COLUMNS. */
-TARGET static void KERNEL(load_row)(
+TARGET static void VARIANT(load_row)(
     const struct ts_gine *g, size_t s, const REAL *b, size_t first, size_t width, REAL *row)
 {
     size_t start = s * g->dim + first;
@@ -50,7 +52,7 @@ TARGET static void KERNEL(load_row)(
         row[c] = 0;
 }
 
-TARGET static void KERNEL(forward)(
+TARGET static void VARIANT(forward)(
     const struct NAME(graph) *graph, const REAL *w, const REAL *b, REAL *xb, REAL *out)
 {
     size_t D = graph->g->dim;
@@ -60,7 +62,7 @@ TARGET static void KERNEL(forward)(
         memcpy(wb, w + first, width * sizeof *w);
         VECTOR w0 = LOAD(wb, 0), w1 = LOAD(wb, 1), w2 = LOAD(wb, 2), w3 = LOAD(wb, 3);
         for (size_t s = 0; s < graph->S; s++)
-            KERNEL(load_row)(graph->g, graph->first_row + s, b, first, width, xb + s * COLUMNS);
+            VARIANT(load_row)(graph->g, graph->first_row + s, b, first, width, xb + s * COLUMNS);
         for (size_t i = 0; i < graph->S; i++) {
             VECTOR s0 = {0}, s1 = {0}, s2 = {0}, s3 = {0};
             for (size_t e = graph->ptr[i]; e < graph->ptr[i + 1]; e++) {
@@ -72,14 +74,14 @@ TARGET static void KERNEL(forward)(
             }
             const VECTOR sums[4] = {s0, s1, s2, s3};
             const REAL *sum = (const REAL *)sums;
-            KERNEL(load_row)(graph->g, graph->first_row + i, NULL, first, width, own);
+            VARIANT(load_row)(graph->g, graph->first_row + i, NULL, first, width, own);
             for (size_t c = 0; c < width; c++)
                 out[i * D + first + c] = own[c] + sum[c];
         }
     }
 }
 
-TARGET static void KERNEL(backward)(
+TARGET static void VARIANT(backward)(
     const struct NAME(graph) *graph, const REAL *w, const REAL *b, REAL *gb, const REAL *grad_out, REAL *grad_x,
     REAL *grad_w, REAL *grad_b)
 {
@@ -95,7 +97,7 @@ TARGET static void KERNEL(backward)(
                 gb[s * COLUMNS + c] = c < width ? grad_out[s * D + first + c] : 0;
         for (size_t j = 0; j < graph->S; j++) {
             VECTOR s0 = {0}, s1 = {0}, s2 = {0}, s3 = {0};
-            KERNEL(load_row)(graph->g, graph->first_row + j, b, first, width, xj);
+            VARIANT(load_row)(graph->g, graph->first_row + j, b, first, width, xj);
             VECTOR x0 = LOAD(xj, 0), x1 = LOAD(xj, 1), x2 = LOAD(xj, 2), x3 = LOAD(xj, 3);
             for (size_t e = graph->ptr[j]; e < graph->ptr[j + 1]; e++) {
                 const REAL *gi = gb + (size_t)graph->index[e] * COLUMNS;
@@ -123,7 +125,7 @@ TARGET static void KERNEL(backward)(
 }
 
 /* Write the edges of target i to rows->index and rows->value. Returns their number. */
-TARGET static size_t KERNEL(row_edges)(const struct NAME(rows) *rows, size_t i)
+TARGET static size_t VARIANT(row_edges)(const struct NAME(rows) *rows, size_t i)
 {
     const struct ts_gine *g = rows->g;
     size_t S = rows->S, C = g->num_channels, kept = 0;
@@ -145,15 +147,15 @@ TARGET static size_t KERNEL(row_edges)(const struct NAME(rows) *rows, size_t i)
     return kept;
 }
 
-struct KERNEL(block) {
+struct VARIANT(block) {
     VECTOR a, b, c, d;
 };
 
 /* Return x_j + b + sum over channels of w a, before the ReLU. `value` is the weight of the edge in channel 0. */
-TARGET static inline __attribute__((always_inline)) struct KERNEL(block)
-KERNEL(message)(const REAL *xb, const REAL *w, const REAL *value, size_t S, size_t C)
+TARGET static inline __attribute__((always_inline)) struct VARIANT(block)
+VARIANT(message)(const REAL *xb, const REAL *w, const REAL *value, size_t S, size_t C)
 {
-    struct KERNEL(block) m = {LOAD(xb, 0), LOAD(xb, 1), LOAD(xb, 2), LOAD(xb, 3)};
+    struct VARIANT(block) m = {LOAD(xb, 0), LOAD(xb, 1), LOAD(xb, 2), LOAD(xb, 3)};
     for (size_t c = 0; c < C; c++) {
         const REAL *wc = w + c * COLUMNS;
         VECTOR weight = BROADCAST(value[c * S]);
@@ -163,7 +165,7 @@ KERNEL(message)(const REAL *xb, const REAL *w, const REAL *value, size_t S, size
     return m;
 }
 
-TARGET static void KERNEL(load_columns)(const struct ts_gine *g, const REAL *w, size_t first, size_t width, REAL *out)
+TARGET static void VARIANT(load_columns)(const struct ts_gine *g, const REAL *w, size_t first, size_t width, REAL *out)
 {
     for (size_t c = 0; c < g->num_channels; c++)
         for (size_t k = 0; k < COLUMNS; k++)
@@ -171,7 +173,7 @@ TARGET static void KERNEL(load_columns)(const struct ts_gine *g, const REAL *w, 
 }
 
 /* Buffers: block (S, COLUMNS), columns (C, COLUMNS). */
-TARGET static void KERNEL(forward_channels)(
+TARGET static void VARIANT(forward_channels)(
     const struct NAME(rows) *rows, const REAL *w, const REAL *b, REAL *block, REAL *columns, REAL *out)
 {
     const struct ts_gine *g = rows->g;
@@ -179,20 +181,20 @@ TARGET static void KERNEL(forward_channels)(
     for (size_t first = 0; first < D; first += COLUMNS) {
         size_t width = D - first < COLUMNS ? D - first : COLUMNS;
         REAL own[COLUMNS];
-        KERNEL(load_columns)(g, w, first, width, columns);
+        VARIANT(load_columns)(g, w, first, width, columns);
         for (size_t s = 0; s < S; s++)
-            KERNEL(load_row)(g, rows->first_row + s, b, first, width, block + s * COLUMNS);
+            VARIANT(load_row)(g, rows->first_row + s, b, first, width, block + s * COLUMNS);
         for (size_t i = 0; i < S; i++) {
-            size_t n = KERNEL(row_edges)(rows, i);
+            size_t n = VARIANT(row_edges)(rows, i);
             VECTOR s0 = {0}, s1 = {0}, s2 = {0}, s3 = {0};
             for (size_t e = 0; e < n; e++) {
-                struct KERNEL(block) m =
-                    KERNEL(message)(block + (size_t)rows->index[e] * COLUMNS, columns, rows->value + e, S, C);
+                struct VARIANT(block) m =
+                    VARIANT(message)(block + (size_t)rows->index[e] * COLUMNS, columns, rows->value + e, S, C);
                 s0 += RELU(m.a), s1 += RELU(m.b), s2 += RELU(m.c), s3 += RELU(m.d);
             }
             const VECTOR sums[4] = {s0, s1, s2, s3};
             const REAL *sum = (const REAL *)sums;
-            KERNEL(load_row)(g, rows->first_row + i, NULL, first, width, own);
+            VARIANT(load_row)(g, rows->first_row + i, NULL, first, width, own);
             for (size_t c = 0; c < width; c++)
                 out[i * D + first + c] = own[c] + sum[c];
         }
@@ -201,7 +203,7 @@ TARGET static void KERNEL(forward_channels)(
 
 /* Process targets in stored order: for each, first the gradients that pass the ReLU, then its
  * contribution to grad_w. Buffers: block (3 S, COLUMNS), columns (2 C, COLUMNS). */
-TARGET static void KERNEL(backward_channels)(
+TARGET static void VARIANT(backward_channels)(
     const struct NAME(rows) *rows, const REAL *w, const REAL *b, REAL *block, REAL *columns, const REAL *grad_out,
     REAL *grad_x, REAL *grad_w, REAL *grad_b)
 {
@@ -211,13 +213,13 @@ TARGET static void KERNEL(backward_channels)(
     for (size_t first = 0; first < D; first += COLUMNS) {
         size_t width = D - first < COLUMNS ? D - first : COLUMNS;
         VECTOR b0 = {0}, b1 = {0}, b2 = {0}, b3 = {0};
-        KERNEL(load_columns)(g, w, first, width, columns);
+        VARIANT(load_columns)(g, w, first, width, columns);
         memset(sum_w, 0, C * COLUMNS * sizeof *sum_w);
         memset(sum_x, 0, S * COLUMNS * sizeof *sum_x);
         for (size_t s = 0; s < S; s++)
-            KERNEL(load_row)(g, rows->first_row + s, b, first, width, block + s * COLUMNS);
+            VARIANT(load_row)(g, rows->first_row + s, b, first, width, block + s * COLUMNS);
         for (size_t i = 0; i < S; i++) {
-            size_t n = KERNEL(row_edges)(rows, i);
+            size_t n = VARIANT(row_edges)(rows, i);
             REAL grad[COLUMNS];
             for (size_t c = 0; c < COLUMNS; c++)
                 grad[c] = c < width ? grad_out[i * D + first + c] : 0;
@@ -225,7 +227,7 @@ TARGET static void KERNEL(backward_channels)(
             for (size_t e = 0; e < n; e++) {
                 size_t offset = (size_t)rows->index[e] * COLUMNS;
                 REAL *x = sum_x + offset, *t = passed + e * COLUMNS;
-                struct KERNEL(block) m = KERNEL(message)(block + offset, columns, rows->value + e, S, C);
+                struct VARIANT(block) m = VARIANT(message)(block + offset, columns, rows->value + e, S, C);
                 VECTOR t0 = MASK_POSITIVE(m.a, g0), t1 = MASK_POSITIVE(m.b, g1), t2 = MASK_POSITIVE(m.c, g2), t3 = MASK_POSITIVE(m.d, g3);
                 STORE(t, 0) = t0, STORE(t, 1) = t1, STORE(t, 2) = t2, STORE(t, 3) = t3;
                 STORE(x, 0) += t0, STORE(x, 1) += t1, STORE(x, 2) += t2, STORE(x, 3) += t3;
@@ -254,6 +256,9 @@ TARGET static void KERNEL(backward_channels)(
     }
 }
 
+static const struct NAME(kernels) VARIANT(gine) = {
+    VARIANT(forward), VARIANT(backward), VARIANT(forward_channels), VARIANT(backward_channels)};
+
 #undef VECTOR
 #undef LOAD
 #undef STORE
@@ -262,7 +267,7 @@ TARGET static void KERNEL(backward_channels)(
 #undef COLUMNS
 #undef TARGET
 #undef VECTOR_BYTES
-#undef KERNEL
+#undef VARIANT
 #undef FMA
 #undef RELU
 #undef MASK_POSITIVE

@@ -24,6 +24,12 @@
 #define TS_LINUX 0
 #endif
 
+#if defined(__aarch64__) && TS_LINUX
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
 /* The clock of ts_condition_init(). With CLOCK_REALTIME, setting the system time lengthens or
  * shortens a wait. */
 #if TS_LINUX
@@ -92,5 +98,21 @@ static inline int64_t ts_major_faults(void)
 #endif
     return getrusage(scope, &usage) == 0 ? (int64_t)usage.ru_majflt : 0;
 }
+
+#if defined(__aarch64__)
+/** Return 1 if the processor is known to have the CRC32 instructions. */
+static inline int ts_has_crc32(void)
+{
+#if TS_LINUX
+    return (getauxval(AT_HWCAP) & HWCAP_CRC32) != 0;
+#elif defined(__APPLE__)
+    int value = 0;
+    size_t size = sizeof value;
+    return sysctlbyname("hw.optional.armv8_crc32", &value, &size, NULL, 0) == 0 && value != 0;
+#else
+    return 0;
+#endif
+}
+#endif
 
 #endif

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 from tests.helpers import ROOT, command, run_cli
+from tracestore._core import kernels
 
 
 def doctor(*args, check=0):
@@ -19,6 +20,7 @@ def test_prints_every_check(tmp_path):
     assert list(tmp_path.iterdir()) == []
     out = doctor("--folder", tmp_path).stdout
     assert all(f"  {name} " in out for name in wanted)
+    assert found["kernels"]["value"] == f"{kernels.simd_name()} (level {kernels.simd_level()})"
 
 
 def test_advises_on_a_low_limit(tmp_path):

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tracestore._core.kernels import simd_level
+from tracestore._core.kernels import simd_level, simd_name
 from tracestore.cgroup import cgroup_limit
 from tracestore.console import format_size
 from tracestore.errors import UsageError
@@ -90,7 +90,7 @@ def _processor() -> Iterator[CheckResult]:
         found = [name for name in _INSTRUCTIONS if name in features]
         advice = "" if "avx2" in found else "without AVX2 training on the processor takes several times as long"
         yield CheckResult("processor", "instructions", " ".join(found) or "none that the kernels use", advice)
-    yield CheckResult("processor", "kernels", f"level {simd_level()} of 4")
+    yield CheckResult("processor", "kernels", f"{simd_name()} (level {simd_level()})")
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads is not None:
         yield CheckResult("processor", "OMP_NUM_THREADS", threads)

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Build and run the C tests with Clang and for aarch64 (under qemu), and compile the C core for
-# macOS and musl with zig. Usage: check_ports.sh BUILD_FOLDER [PYTHON_WITH_ZIGLANG]
+# Build and run the C tests with Clang and for aarch64 (under qemu, with GCC and Clang), and compile
+# the C core for macOS and musl with zig. Usage: check_ports.sh BUILD_FOLDER [PYTHON_WITH_ZIGLANG]
 # A missing tool is reported and skipped; with CHECK_PORTS_STRICT=1 it is an error.
 set -eu
 root=$(pwd) build=$1 zig_python=${2:-}
@@ -47,7 +47,7 @@ run_tests() {
 
 what="C tests with Clang"
 if has clang; then
-    run_tests clang "clang -O2"
+    run_tests clang "clang -O3"
     # Clang compiles without the libraries of its sanitizers, so check that it can link them.
     if echo 'int main(void) { return 0; }' | clang -xc -fsanitize=address,undefined - -o "$build/empty" 2>/dev/null; then
         run_tests clang-sanitized "clang -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all"
@@ -56,12 +56,17 @@ fi
 
 what="C tests on aarch64"
 if has aarch64-linux-gnu-gcc qemu-aarch64; then
-    run_tests aarch64 "aarch64-linux-gnu-gcc -O2" "qemu-aarch64 -L /usr/aarch64-linux-gnu"
+    emulator="qemu-aarch64 -L /usr/aarch64-linux-gnu"
+    run_tests aarch64 "aarch64-linux-gnu-gcc -O3" "$emulator"
+    # Clang uses the libraries of the GCC above.
+    if command -v clang >/dev/null; then
+        run_tests aarch64-clang "clang --target=aarch64-linux-gnu -O3" "$emulator"
+    fi
 fi
 
 what="compilation for macOS and musl"
 if [ -n "$zig_python" ] && "$zig_python" -m ziglang version >/dev/null 2>&1; then
-    for target in aarch64-macos x86_64-linux-musl; do
+    for target in aarch64-macos aarch64-linux-musl x86_64-linux-musl; do
         mkdir -p "$build/$target"
         # shellcheck disable=SC2086
         (cd "$build/$target" && "$zig_python" -m ziglang cc -target $target -O2 $flags -c "$root"/csrc/*.c)

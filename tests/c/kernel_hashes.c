@@ -480,13 +480,14 @@ int main(int argc, char **argv)
             if (is_printing)
                 printf("    KERNEL(%s, 0x%016" PRIx64 "),\n", kernels[k].name, found);
             else if (found != kernels[k].expected) {
-                fprintf(stderr, "%s at level %d: 0x%016" PRIx64 ", expected 0x%016" PRIx64 "\n", kernels[k].name, level,
-                        found, kernels[k].expected);
+                fprintf(stderr, "%s at level %s: 0x%016" PRIx64 ", expected 0x%016" PRIx64 "\n", kernels[k].name,
+                        ts_simd_name(level), found, kernels[k].expected);
                 failed++;
             }
         }
     }
     if (!is_printing)
-        printf("%d kernels at levels 1 to %d: %d hashes differ\n", NUM_KERNELS, highest, failed);
+        printf("%d kernels at the levels %s to %s: %d hashes differ\n", NUM_KERNELS, ts_simd_name(1),
+               ts_simd_name(highest), failed);
     return failed != 0;
 }

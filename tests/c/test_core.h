@@ -30,11 +30,11 @@
 /** Run a test at every level of vector instructions. */
 static inline void at_every_simd_level(void (*test)(void))
 {
-    for (int level = TS_SIMD_BASELINE; level <= TS_SIMD_AVX512; level++) {
+    for (int level = TS_SIMD_BASELINE; level <= TS_SIMD_HIGHEST; level++) {
         ts_simd_limit(level);
         test();
     }
-    ts_simd_limit(TS_SIMD_AVX512);
+    ts_simd_limit(TS_SIMD_HIGHEST);
 }
 
 /** Create an empty temporary file and set `path`, a template of mkstemp(). Returns its descriptor. */
@@ -78,6 +78,7 @@ void test_platform(void);
 void test_shared_memory(void);
 void test_shuffle(void);
 void test_sigbus_guard(void);
+void test_simd(void);
 void test_stream(void);
 void test_thread_pool(void);
 

@@ -36,13 +36,13 @@ static void test_forms(void)
                 }
         edges[g + 1] = (int64_t)E;
     }
-    struct ts_gine dense = {G, N, D, A, 1, nodes, weights, a, TS_F32, 0, NULL, NULL, x, TS_F32, 2, 0};
-    struct ts_gine sparse = {G, N, D, E, 1, nodes, edges, kept, TS_F32, 0, source, target, x, TS_F32, 3, 0};
+    struct ts_gine dense = {G, N, D, A, 1, nodes, weights, a, TS_F32, 0, NULL, NULL, x, TS_F32, 2};
+    struct ts_gine sparse = {G, N, D, E, 1, nodes, edges, kept, TS_F32, 0, source, target, x, TS_F32, 3};
     enum { FORMS = 4 };
     float *out[FORMS], *gx[FORMS], gw[FORMS][D], gb[FORMS][D];
     for (int k = 0; k < FORMS; k++) {
         struct ts_gine form = k ? sparse : dense, *g = &form;
-        form.max_simd_level = k > 1 ? k : 0;
+        ts_simd_limit(k > 1 ? k : TS_SIMD_HIGHEST);
         out[k] = malloc(N * D * 4);
         gx[k] = malloc(N * D * 4);
         void *forward = malloc(ts_gine_workspace(g, 4, 0)), *backward = malloc(ts_gine_workspace(g, 4, 1));
@@ -93,8 +93,9 @@ static void test_forms(void)
         parts[D + d] = w[d] / 2;
         parts[2 * D + d] = -1.5f * w[d];
     }
-    for (int level = TS_SIMD_SSE42; level <= TS_SIMD_AVX512; level++) {
-        struct ts_gine channels = {G, N, D, C * A, C, nodes, at, repeated, TS_F32, 0, NULL, NULL, x, TS_F32, 2, level};
+    for (int level = TS_SIMD_BASELINE; level <= TS_SIMD_HIGHEST; level++) {
+        ts_simd_limit(level);
+        struct ts_gine channels = {G, N, D, C * A, C, nodes, at, repeated, TS_F32, 0, NULL, NULL, x, TS_F32, 2};
         void *workspace = malloc(ts_gine_workspace(&channels, 4, 1));
         CHECK(ts_gine_check(&channels) == TS_OK);
         CHECK(ts_gine_forward_f32(&channels, parts, b, out[1], workspace) == TS_OK);

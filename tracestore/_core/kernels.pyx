@@ -18,6 +18,7 @@ cdef extern from "crc32c.h" nogil:
 
 cdef extern from "simd.h" nogil:
     int ts_simd_level()
+    const char *ts_simd_name(int level)
 
 cdef extern from "float_convert.h" nogil:
     ctypedef enum ts_dtype "enum ts_dtype":
@@ -110,10 +111,16 @@ def simd_level():
     Returns
     -------
     int
-        The level of the x86-64 psABI: 4 (AVX-512), 3 (AVX2), 2 (SSE4.2) or 1, which is also
-        that of other processors. The environment variable TRACESTORE_SIMD_LEVEL limits it.
+        1 for the baseline of the processor family. x86-64: 2 (SSE4.2), 3 (AVX2), 4 (AVX-512).
+        aarch64: 2 (NEON), 3 (NEON and CRC32). The environment variable TRACESTORE_SIMD_LEVEL
+        limits it.
     """
     return ts_simd_level()
+
+
+def simd_name() -> str:
+    """Return the name of the level of vector instructions in use."""
+    return ts_simd_name(ts_simd_level()).decode()
 
 
 def crc32c(data, uint32_t value=0) -> int:
