@@ -1,24 +1,24 @@
 """Traces batch by batch as dicts, for scripts that were written for folders of pickles."""
 
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tracestore.errors import InvalidInputError
 from tracestore.export.exporter import TRACES_PER_FILE
-from tracestore.export.file_formats import PickleListWriter, file_layers, trace_dict
+from tracestore.export.file_formats import PickleListWriter, record_dict, trace_dict
 from tracestore.ingest.formats import read_traces
 from tracestore.ingest.sources import SourceFile, find_sources
-from tracestore.store.format import schema
 from tracestore.store.io.files import LocalFiles, parse_location
 from tracestore.store.io.fsio import atomic_write, map_os_errors
 from tracestore.store.read.selection import by_source
 from tracestore.store.read.store import TraceStore, open_store
-from tracestore.store.write.record import TraceRecord
+from tracestore.store.read.trace import Trace
 
 _MIB = 1 << 20
 
@@ -60,11 +60,10 @@ class TraceBatchLoader:
 
     def __init__(self, path: str | os.PathLike[str] = "traces_data") -> None:
         self.path = parse_location(path)
-        self._batches: Sequence[_Batch]
         if not isinstance(self.path, Path) or (self.path.is_dir() and LocalFiles(self.path).generations()):
             self._batches = _store_batches(open_store(self.path))
         else:
-            self._batches = [_FileBatch(source) for source in find_sources([self.path], self.path)]
+            self._batches = [_file_batch(source) for source in find_sources([self.path], self.path)]
 
     def __len__(self) -> int:
         """Return the number of batches."""
@@ -86,14 +85,12 @@ class TraceBatchLoader:
         return list(self._batch(batch_idx))
 
     def iter_batches(self) -> Iterator[list[dict[str, Any]]]:
-        """Yield the list of traces of each batch. One batch at a time is in memory."""
-        for batch in self._batches:
-            yield list(batch)
+        """Return an iterator over the lists of traces of each batch. One batch at a time is in memory."""
+        return map(list, self._batches)
 
     def iter_traces(self) -> Iterator[dict[str, Any]]:
-        """Yield each trace. One trace at a time is in memory."""
-        for batch in self._batches:
-            yield from batch
+        """Return an iterator over the traces. One trace at a time is in memory."""
+        return chain.from_iterable(self._batches)
 
     def get_total_traces(self) -> int:
         """Return the number of traces of all batches."""
@@ -104,11 +101,8 @@ class TraceBatchLoader:
 
         The traces are searched in order. Of a store only the texts are read.
         """
-        for batch in self._batches:
-            trace = batch.find(global_id)
-            if trace is not None:
-                return trace
-        return None
+        found = (batch.find(global_id) for batch in self._batches)
+        return next((trace for trace in found if trace is not None), None)
 
     def get_batch_info(self) -> list[dict[str, Any]]:
         """Return a dict for each batch. The files of a folder are read once to count traces.
@@ -124,114 +118,68 @@ class TraceBatchLoader:
         ]
 
 
-class _Batch(ABC):
+@dataclass
+class _Batch:
     """The traces of one batch, as an iterable of dicts.
 
-    Attributes
+    Parameters
     ----------
     name : str
         Name of the file.
     num_bytes : int
         Size of the file.
+    read : callable
+        Return an iterator over the traces, as objects with `extras`.
+    as_dict : callable
+        Return the dict of such an object.
+    num_traces : int
+        The number of traces; -1 if they have to be counted.
     """
 
     name: str
     num_bytes: int
+    read: Callable[[], Iterator[Any]]
+    as_dict: Callable[[Any], dict[str, Any]]
+    num_traces: int = -1
 
-    @abstractmethod
-    def __iter__(self) -> Iterator[dict[str, Any]]: ...
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return map(self.as_dict, self.read())  # map holds no trace: the reader's memory holds one
 
-    @abstractmethod
     def count_traces(self) -> int:
         """Return the number of traces."""
+        if self.num_traces < 0:
+            self.num_traces = sum(1 for _ in self.read())
+        return self.num_traces
 
-    @abstractmethod
     def find(self, global_id: int) -> dict[str, Any] | None:
         """Return the first trace with this `global_example_id`, or None."""
+        matches = (trace for trace in self.read() if trace.extras.get("global_example_id") == global_id)
+        return next(map(self.as_dict, matches), None)
 
 
-class _FileBatch(_Batch):
-    """A file of a folder."""
-
-    def __init__(self, source: SourceFile) -> None:
-        self._source, self._count = source, -1
-        self.name, self.num_bytes = source.name, source.path.stat().st_size
-
-    def _records(self) -> Iterator[TraceRecord]:
-        return read_traces(self._source.path, self.name, need_attention=None)
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for record in self._records():
-            yield _record_dict(record)
-            del record  # the reader's memory holds one trace
-
-    def count_traces(self) -> int:
-        if self._count < 0:
-            self._count = sum(1 for _ in self._records())
-        return self._count
-
-    def find(self, global_id: int) -> dict[str, Any] | None:
-        for record in self._records():
-            if record.extras.get("global_example_id") == global_id:
-                return _record_dict(record)
-        return None
+def _file_batch(source: SourceFile) -> _Batch:
+    read = partial(read_traces, source.path, source.name, need_attention=None)
+    return _Batch(source.name, source.path.stat().st_size, read, record_dict)
 
 
-class _StoreBatch(_Batch):
-    """The traces of a store that came from one source file."""
+def _store_batches(store: TraceStore) -> list[_Batch]:
+    def batch(name: str, num_bytes: int, indices: np.ndarray) -> _Batch:
+        def read() -> Iterator[Trace]:
+            return map(store.__getitem__, indices.tolist())
 
-    def __init__(self, store: TraceStore, name: str, num_bytes: int, indices: np.ndarray) -> None:
-        self._store, self._indices = store, indices
-        self.name, self.num_bytes = name, num_bytes
+        return _Batch(name, num_bytes, read, partial(trace_dict, store), len(indices))
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (trace_dict(self._store, self._store[k]) for k in self._indices.tolist())
-
-    def count_traces(self) -> int:
-        return len(self._indices)
-
-    def find(self, global_id: int) -> dict[str, Any] | None:
-        for k in self._indices.tolist():
-            trace = self._store[k]
-            if trace.extras.get("global_example_id") == global_id:
-                return trace_dict(self._store, trace)
-        return None
-
-
-def _store_batches(store: TraceStore) -> list[_StoreBatch]:
-    batches, appended = [], []
+    batches, appended = [], [np.zeros(0, np.int64)]
     for number, indices, _ in by_source(store, np.arange(len(store))):
         source = store.internals.index.source(number)
         if source.size > 0:
-            batches.append(_StoreBatch(store, source.path, source.size, indices))
+            batches.append(batch(source.path, source.size, indices))
         else:  # each trace that a program appended is a source of its own
             appended.append(indices)
-    traces = np.concatenate(appended) if appended else np.zeros(0, np.int64)
+    traces = np.concatenate(appended)
     for number, begin in enumerate(range(0, len(traces), TRACES_PER_FILE)):
-        batches.append(_StoreBatch(store, f"appended_{number:04d}", 0, traces[begin : begin + TRACES_PER_FILE]))
+        batches.append(batch(f"appended_{number:04d}", 0, traces[begin : begin + TRACES_PER_FILE]))
     return batches
-
-
-def _record_dict(record: TraceRecord) -> dict[str, Any]:
-    """Return the dict that a record was made from."""
-    if record.hidden is None or record.edges is not None:
-        raise InvalidInputError("found last tokens or graphs, expected dicts of the pickle schema; convert the file")
-    values: dict[str, Any] = {"hidden_states": _layers(record.hidden)}
-    if record.attention is not None:
-        values["attentions"] = _layers(record.attention)
-    for name in ("tokens", "tokens_decoded", "prompt_length"):
-        if getattr(record, name) is not None:
-            values[name] = getattr(record, name)
-    values |= record.strings
-    values["question_id"] = record.question_id
-    if record.sample:
-        values["sample"] = record.sample
-    return record.extras | values
-
-
-def _layers(layers: Iterable[np.ndarray]) -> list[Any]:
-    layers = list(layers)
-    return file_layers(layers, "bfloat16" if layers[0].dtype == schema.BFLOAT16 else None)
 
 
 def merge_batches(output_file: str | os.PathLike[str], traces_dir: str | os.PathLike[str] = "traces_data") -> int:

@@ -1,12 +1,13 @@
 """Export of a store to files of the input formats, for programs that read those."""
 
 import csv
+import io
 import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
@@ -105,10 +106,9 @@ def export_store(
     with map_os_errors(out):
         try:
             out.mkdir(parents=True, exist_ok=True)
-            is_empty = not any(out.iterdir())
         except (FileExistsError, NotADirectoryError):
             raise UsageError(f"{out}: not a folder") from None
-        if not is_empty:
+        if any(out.iterdir()):
             raise UsageError(f"{out}: not empty; use an empty or new folder")
         _check(store, format)
         for number, (begin, end) in enumerate(_file_ranges(store, format, traces_per_file)):
@@ -123,11 +123,8 @@ def export_store(
                 progress(report.num_traces, len(store))
         if format == "pkl":
             report.num_labels_left_out = int((~np.isnan(store.labels)).sum())
-        rows = _score_rows(store)
-        if rows:
-            report.scores_file = str(out / SCORES_FILE)
-            with atomic_write(out / SCORES_FILE) as file:
-                _write_scores(rows, store.score_direction, file)
+        scores = _write_scores(store, out)
+        report.scores_file = None if scores is None else str(scores)
     return report
 
 
@@ -173,36 +170,24 @@ def _file_ranges(store: TraceStore, format: ExportFormat, traces_per_file: int) 
         yield begin, total
 
 
-def _score_rows(store: TraceStore) -> list[tuple[str, int, str, str]]:
-    """Return (question_id, sample, score, group) of the traces that have a score or a group.
+def _write_scores(store: TraceStore, out: Path) -> Path | None:
+    """Write the file that `convert` and `score` read. Return None if no trace has a score or a group.
 
-    The sample is -1 if no question of the store has further answers.
+    Columns that hold nothing are left out: the sample if no question of the store has further answers, because
+    readers apply a score without a sample to all samples of its question.
     """
-    rows = []
-    for trace in store:
-        if not math.isnan(trace.score) or trace.group:
-            score = "" if math.isnan(trace.score) else repr(trace.score)
-            rows.append((trace.question_id, trace.sample, score, trace.group))
-    # Readers apply a score without a sample to all samples of its question.
-    if not any(trace.sample for trace in store):
-        rows = [(question_id, -1, score, group) for question_id, _, score, group in rows]
-    return rows
-
-
-def _write_scores(rows: list[tuple[str, int, str, str]], direction: str, file: BinaryIO) -> None:
-    """Write the file that `convert` and `score` read. Columns that hold nothing are left out."""
-    columns = [0, *([1] if rows[0][1] >= 0 else []), 2, *([3] if any(r[3] for r in rows) else [])]
-    writer = csv.writer(_EncodedLines(file))
-    for row in (("question_id", "sample", SCORE_COLUMNS[direction], "group"), *rows):
-        writer.writerow([row[k] for k in columns])
-
-
-class _EncodedLines:
-    """A text file over a binary one. Question ids may hold lone surrogates."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-
-    def write(self, text: str) -> int:
-        """Write text as UTF-8."""
-        return self._file.write(text.encode("utf-8", "surrogatepass"))
+    columns = ("question_id", "sample", SCORE_COLUMNS[store.score_direction], "group")
+    rows: list[tuple[str | int, ...]] = [
+        (trace.question_id, trace.sample, "" if math.isnan(trace.score) else repr(trace.score), trace.group)
+        for trace in store
+    ]
+    with_sample, with_group = any(row[1] for row in rows), any(row[3] for row in rows)
+    rows = [row for row in rows if row[2] or row[3]]
+    if not rows:
+        return None
+    kept = (True, with_sample, True, with_group)
+    with atomic_write(out / SCORES_FILE) as file:
+        text = io.TextIOWrapper(file, "utf-8", "surrogatepass", newline="")
+        csv.writer(text).writerows(compress(row, kept) for row in (columns, *rows))
+        text.detach()
+    return out / SCORES_FILE

@@ -7,12 +7,12 @@ from typing import Any, BinaryIO, Literal, get_args
 
 import numpy as np
 
-from tracestore.errors import UsageError
+from tracestore.errors import InvalidInputError, UsageError
 from tracestore.store.format import schema
 from tracestore.store.format.labels import DEFAULT_THRESHOLD
 from tracestore.store.read.store import TraceStore
 from tracestore.store.read.trace import PackedEdges, Trace
-from tracestore.store.write.record import extras_values
+from tracestore.store.write.record import TraceRecord, extras_values
 
 ExportFormat = Literal["pkl", "pt-lstm", "pt-gnn"]
 FORMATS: tuple[ExportFormat, ...] = get_args(ExportFormat)
@@ -61,24 +61,39 @@ def trace_dict(store: TraceStore, trace: Trace) -> dict[str, Any]:
         raise UsageError(
             f"trace {trace.index} ({trace.question_id}) has {found} only, which the pickle schema cannot hold"
         )
-    values: dict[str, Any] = {"hidden_states": file_layers(trace.hidden_states, store.hidden_dtype)}
+    attention: Any = None
     if trace.attention_layout is not None:
-        attention = trace.attention
         # The schema has a dimension of heads; a stored mean counts as one head.
-        heads = attention if attention.ndim == 4 else attention[:, None]
-        values["attentions"] = file_layers(heads, store.attention_dtype)
-    for name in ("tokens", "tokens_decoded", "prompt_length"):
-        value = getattr(trace, name)
-        if value is not None:
-            values[name] = value
-    for name in ("question", *schema.ANSWER_FIELDS):
-        text = trace.text(name)
-        if text is not None:
-            values[name] = text
-    values["question_id"] = trace.question_id
-    if trace.sample:
-        values["sample"] = trace.sample
-    return extras_values(trace.extras) | values
+        attention = trace.attention
+        attention = file_layers(attention if attention.ndim == 4 else attention[:, None], store.attention_dtype)
+    texts = {name: trace.text(name) for name in ("question", *schema.ANSWER_FIELDS)}
+    hidden = file_layers(trace.hidden_states, store.hidden_dtype)
+    return extras_values(trace.extras) | _fields(trace, hidden, attention, texts)
+
+
+def record_dict(record: TraceRecord) -> dict[str, Any]:
+    """Return the dict of the pickle schema that a record was made from.
+
+    Raises
+    ------
+    InvalidInputError
+        If the record has no hidden states, or edges in place of attention.
+    """
+    if record.hidden is None or record.edges is not None:
+        raise InvalidInputError("found last tokens or graphs, expected dicts of the pickle schema; convert the file")
+    hidden, attention = (
+        None if layers is None else file_layers(layers, "bfloat16" if layers[0].dtype == schema.BFLOAT16 else None)
+        for layers in (record.hidden, record.attention)
+    )
+    return record.extras | _fields(record, hidden, attention, record.strings)
+
+
+def _fields(trace: Any, hidden: Any, attention: Any, texts: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a trace or record in the order of the schema, without missing ones."""
+    arrays = {"hidden_states": hidden, "attentions": attention}
+    other = {name: getattr(trace, name) for name in ("tokens", "tokens_decoded", "prompt_length")}
+    values = arrays | other | texts | {"question_id": trace.question_id, "sample": trace.sample or None}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _write_pickle(store: TraceStore, traces: Iterator[Trace], file: BinaryIO) -> None:
