@@ -77,7 +77,7 @@ def record_dict(record: TraceRecord) -> dict[str, Any]:
     Raises
     ------
     InvalidInputError
-        If the record has no hidden states, or edges in place of attention.
+        If the record has no hidden states, or edges instead of attention.
     """
     if record.hidden is None or record.edges is not None:
         raise InvalidInputError("found last tokens or graphs, expected dicts of the pickle schema; convert the file")
