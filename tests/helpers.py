@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import gzip
+import hashlib
 import io
 import os
 import pickle
@@ -124,6 +125,13 @@ def convert(*args, check=0):
     return command("convert", *args, check=check)
 
 
+def error_of(*words, code):
+    """Run a command that fails with this exit code; return its error message after checking that it is one line."""
+    done = command(*words, check=code)
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
 def read_all(store):
     """Return all fields of the traces of a store as plain values, for comparisons."""
     traces = []
@@ -151,6 +159,19 @@ def tree_bytes(store):
         for p in sorted(store.rglob("*"))
         if p.is_file() and p.name != "lock"
     }
+
+
+def tree_digest(folder):
+    """Return a hash of the names, kinds, link targets and bytes of all files below a folder."""
+    digest = hashlib.blake2b()
+    for path in sorted(folder.rglob("*")):
+        status = path.lstat()
+        digest.update(f"{path.relative_to(folder)}\0{status.st_mode}\0".encode())
+        if path.is_symlink():
+            digest.update(os.readlink(path).encode())
+        elif path.is_file():
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def open_files(folder):

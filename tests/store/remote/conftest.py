@@ -1,8 +1,11 @@
+"""Fixtures: an S3 server, a proxy that injects faults, and the same store here and on the server."""
+
 import itertools
 
 import pytest
 
 from tests.store.remote.server import BUCKET, Proxy, s3_server
+from tests.store.remote.stores import make_store, upload
 
 pytest.importorskip("obstore")
 pytest.importorskip("moto")
@@ -12,6 +15,7 @@ _numbers = itertools.count()
 
 @pytest.fixture(scope="session")
 def server():
+    """URL of an S3 server for all tests."""
     with s3_server() as url:
         yield url
 
@@ -21,7 +25,7 @@ def remote(server, tmp_path, monkeypatch):
     """URL of an empty folder on the server. The disk cache is in tmp_path."""
     settings = {
         "AWS_ENDPOINT_URL": server,
-        "AWS_ACCESS_KEY_ID": "somebody",
+        "AWS_ACCESS_KEY_ID": "user",
         "AWS_SECRET_ACCESS_KEY": "secret",
         "AWS_REGION": "us-east-1",
         "TRACESTORE_CACHE_DIR": str(tmp_path / "cache"),
@@ -32,6 +36,20 @@ def remote(server, tmp_path, monkeypatch):
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     return f"s3://{BUCKET}/{next(_numbers)}/store.zarr"
+
+
+@pytest.fixture
+def local_store(tmp_path):
+    """Path of a store of 36 traces in six segments."""
+    make_store(tmp_path / "local.zarr")
+    return tmp_path / "local.zarr"
+
+
+@pytest.fixture
+def remote_store(local_store, remote):
+    """URL of a copy of `local_store` on the server."""
+    upload(local_store, remote)
+    return remote
 
 
 @pytest.fixture

@@ -1,8 +1,7 @@
 """Files that are truncated before they are opened or while they are mapped.
 
 Every use of the store raises CorruptStoreError with the name of the file, unless it does not need the file. No
-process is killed by a signal.
-"""
+process is killed by a signal."""
 
 import faulthandler
 import os
@@ -23,6 +22,8 @@ from tracestore.errors import CorruptStoreError, TruncatedFileError
 from tracestore.store.maintain.verify import verify_store
 
 PAGE = 4096
+
+
 EVERY = os.environ.get("TRACESTORE_TRUNCATIONS") == "all"
 
 
@@ -156,7 +157,7 @@ def cut(path, size):
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", ["none", "zstd"])
-def test_cut_before_opening(tmp_path, case):
+def test_files_truncated_before_opening(tmp_path, case):
     whole = make_store(tmp_path / "whole.zarr", **CASES[case])
     store = tmp_path / "s.zarr"
     shutil.copytree(whole, store)
@@ -198,7 +199,7 @@ def test_cut_before_opening(tmp_path, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_cut_while_open(tmp_path, case):
+def test_files_truncated_while_open(tmp_path, case):
     whole = make_store(tmp_path / "whole.zarr", **CASES[case])
     store = tmp_path / "s.zarr"
     shutil.copytree(whole, store)
@@ -241,7 +242,7 @@ def test_cut_while_open(tmp_path, case):
         assert lines.count("named") >= lines.count("verified") or not read_again, (name, lines)
 
 
-def batches_of_cut_files(folder):
+def batches_of_truncated_files(folder):
     """Let loaders and datasets read a store again after a file was truncated. Runs in a separate process."""
     kinds = [("hidden_states/c/0/0", "graph"), ("attention/c/0", "graph"), ("last_token/c/0/0/0", "sequence")]
     for case in ("none", "zstd"):
@@ -266,14 +267,14 @@ def batches_of_cut_files(folder):
 
 
 @pytest.mark.long
-def test_batches_of_a_file_cut_meanwhile(tmp_path):
+def test_batches_of_files_truncated_while_open(tmp_path):
     pytest.importorskip("torch")
-    code = "import sys, pathlib; from tests.store import test_truncation as t; t.batches_of_cut_files(pathlib.Path(sys.argv[1]))"
+    code = "import sys, pathlib; from tests.store import test_truncation as t; t.batches_of_truncated_files(pathlib.Path(sys.argv[1]))"
     done = run_cli("-c", code, tmp_path)
     assert (done.returncode, done.stdout) == (0, "every use answered\n"), done.stderr
 
 
-def test_kernels_on_views_of_a_file(tmp_path):
+def test_kernels_on_views_of_a_truncated_file(tmp_path):
     path = tmp_path / "input.bin"
     path.write_bytes(np.ones(4 * PAGE // 2, "f2").tobytes())
     mapped = MappedFile(path)
@@ -339,7 +340,7 @@ int(np.frombuffer(mapped, "u1")[5])
 
 
 @pytest.mark.parametrize("way", ["none", "c", "faulthandler", "faulthandler after"])
-def test_handlers_of_others(tmp_path, way):
+def test_signal_handlers_of_other_libraries_are_kept(tmp_path, way):
     """Outside the guard a fault goes to the handler that was there, and ends the process."""
     done = run_cli("-c", _OUTSIDE, way, tmp_path / "f")
     assert done.stdout.startswith("guarded\nguarded\nguarded\n")
@@ -349,41 +350,3 @@ def test_handlers_of_others(tmp_path, way):
         assert done.returncode == -signal.SIGBUS
         assert ("Fatal Python error: Bus error" in done.stderr) == (way != "none")
         assert done.stderr.count("Fatal Python error") <= 1
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_copy_is_the_trace(tmp_path, case):
-    store = tracestore.open(make_store(tmp_path / "s.zarr", **CASES[case]))
-    trace = store[3]
-    copied = trace.copy()
-    for name in (
-        "question_id",
-        "sample",
-        "source",
-        "score",
-        "num_tokens",
-        "question",
-        "answer",
-        "extras",
-        "tokens_decoded",
-    ):
-        assert np.array_equal([getattr(copied, name)], [getattr(trace, name)], equal_nan=name == "score"), name
-    arrays = ["hidden_states", "last_token", "attention", "attention_packed", "tokens"]
-    for name in arrays[:3] if case == "edges" else arrays:
-        mine, theirs = getattr(copied, name), getattr(trace, name)
-        assert mine.dtype == theirs.dtype and np.array_equal(mine, theirs), name
-        assert not np.shares_memory(mine, theirs) or name == "attention" or case == "zstd"
-    before = copied.hidden_states.tobytes()
-    for name in files_of(tmp_path / "s.zarr"):
-        cut(tmp_path / "s.zarr" / name, 0)
-    assert copied.hidden_states.tobytes() == before
-    assert copied.attention.shape[-2:] == (copied.num_tokens, copied.num_tokens)
-
-
-def test_copy_of_what_is_not_there(tmp_path):
-    with tracestore.create(tmp_path / "s.zarr", attention="none") as writer:
-        writer.append(make_trace(0))
-    copied = tracestore.open(tmp_path / "s.zarr")[0].copy()
-    assert copied.attention_packed is None and copied.hidden_states is not None and np.isnan(copied.score)
-    with pytest.raises(tracestore.errors.MissingFieldError):
-        _ = copied.attention

@@ -1,4 +1,4 @@
-"""Servers that lie: nothing outside the cache, bounded time and memory, one line."""
+"""Malicious servers: no file outside the cache, bounded time and memory, errors of one line."""
 
 import os
 import resource
@@ -12,13 +12,13 @@ import pytest
 import tracestore
 from tests.helpers import command, make_traces, write_pickle
 from tests.malicious_inputs.stores import Store
-from tests.store.remote.test_reading import upload
+from tests.store.remote.stores import upload
 from tracestore.store.format.mapped_arrays import pack_arrays
 from tracestore.store.format.ragged import encode_strings
 
 
 @pytest.fixture
-def local(tmp_path):
+def local_store(tmp_path):
     """A store of one generation."""
     path = tmp_path / "local.zarr"
     with tracestore.create(path) as writer:
@@ -27,7 +27,7 @@ def local(tmp_path):
     return path
 
 
-class Server:
+class FolderServer:
     """Serves a folder as a web server does; `answer(handler, data)` sends what is asked for."""
 
     def __init__(self, root, answer):
@@ -68,14 +68,14 @@ class Server:
 
 
 @pytest.fixture
-def serve(local, tmp_path, monkeypatch):
+def serve(local_store, tmp_path, monkeypatch):
     monkeypatch.setenv("TRACESTORE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("TRACESTORE_REMOTE_TIMEOUT", "0.5")
     monkeypatch.setenv("TRACESTORE_REMOTE_RETRY_TIMEOUT", "1.5")
     servers = []
 
     def start(answer):
-        servers.append(Server(local, answer))
+        servers.append(FolderServer(local_store, answer))
         return servers[-1].url
 
     yield start
@@ -83,24 +83,24 @@ def serve(local, tmp_path, monkeypatch):
         server.close()
 
 
-def whole(handler, data, length=None):
+def send_all(handler, data, length=None):
     handler.send_response(200)
     handler.send_header("Content-Length", str(len(data) if length is None else length))
     handler.end_headers()
     handler.wfile.write(data)
 
 
-def test_the_server_of_these_tests_serves(serve):
-    assert "4" in command("info", serve(whole), check=0).stdout
+def test_a_valid_server_is_accepted(serve):
+    assert "4" in command("info", serve(send_all), check=0).stdout
 
 
 @pytest.mark.parametrize("part", ["manifest", "part", "everything"])
-def test_a_drip_ends(serve, part):
+def test_a_slow_server_is_an_error(serve, part):
     """A byte now and then is no progress, wherever it drips."""
 
     def answer(handler, data):
         if part != "everything" and f"/{part}" not in handler.path:
-            return whole(handler, data)
+            return send_all(handler, data)
         handler.send_response(200)
         handler.send_header("Content-Length", str(len(data)))
         handler.end_headers()
@@ -116,11 +116,11 @@ def test_a_drip_ends(serve, part):
     assert time.monotonic() - began < 20
 
 
-def test_a_manifest_without_an_end(serve):
+def test_an_endless_manifest_is_refused(serve):
     def answer(handler, data):
         if "/manifest/0" not in handler.path:
-            return whole(handler, data)
-        whole(handler, b"", 1 << 40)
+            return send_all(handler, data)
+        send_all(handler, b"", 1 << 40)
         while True:
             handler.wfile.write(bytes(1 << 16))
 
@@ -130,26 +130,26 @@ def test_a_manifest_without_an_end(serve):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
 
 
-def test_a_page_with_other_names(serve):
+def test_unexpected_names_in_a_listing_are_ignored(serve):
     """A listing names what it likes: only names of manifests are asked for."""
 
     def answer(handler, data):
         if handler.path.rstrip("/").endswith("manifest"):
             data = b'<a href="../../../etc/passwd"><a href="/etc/passwd"><a href="x"><a href="00000000001">' + data
-        whole(handler, data)
+        send_all(handler, data)
 
     assert command("info", serve(answer)).returncode == 0
 
 
 @pytest.mark.parametrize("name", ["/tmp/evil.pth", "../../../evil.pth", "segments/00000000/../../../evil.pth"])
-def test_names_of_a_server_lead_nowhere(local, remote, tmp_path, name):
+def test_paths_in_a_manifest_cannot_leave_the_cache(local_store, remote, tmp_path, name):
     """Row 1: a converter fetches what the manifest names."""
     target = tmp_path / "evil.pth"
     name = str(target) if name.startswith("/") else name
-    store = Store(local)
+    store = Store(local_store)
     store.manifest["columns"][0]["files"][0]["path"] = name
     store.seal()
-    upload(local, remote)
+    upload(local_store, remote)
     source = write_pickle(tmp_path / "a.pkl", make_traces(1))
     for words in (
         ["convert", source, remote],
@@ -162,14 +162,14 @@ def test_names_of_a_server_lead_nowhere(local, remote, tmp_path, name):
     assert not list(tmp_path.rglob("evil*"))
 
 
-def test_files_of_the_index_lead_nowhere(local, remote, tmp_path):
-    store = Store(local)
+def test_paths_in_the_index_cannot_leave_the_cache(local_store, remote, tmp_path):
+    store = Store(local_store)
     arrays = store.part(0)
     names = [str(tmp_path / "evil.pth")] * len(arrays["file_size"])
     arrays["file_path"], arrays["file_path_offsets"] = encode_strings(names)
     store.set_part(0, pack_arrays(arrays))
     store.seal()
-    upload(local, remote)
+    upload(local_store, remote)
     with (
         tracestore.open(remote) as opened,
         pytest.raises(tracestore.errors.CorruptStoreError, match="not a valid path"),

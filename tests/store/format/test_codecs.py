@@ -1,0 +1,42 @@
+"""Decompression of damaged and malicious chunks."""
+
+import random
+
+import numpy as np
+import pytest
+
+from tracestore.store.format.codecs import ChunkCodec
+
+
+def test_changed_chunks_are_refused_or_have_the_expected_size():
+    """No death, and nothing of what lay in memory before."""
+    rng = random.Random(0)
+    values = np.arange(4096, dtype="<u2")
+    for name in ("blosc-zstd", "blosc-lz4", "zstd"):
+        codec = ChunkCodec(name, 2)
+        good = bytes(codec.encode(values.tobytes()))
+        assert codec.decode(good, values.nbytes).tobytes() == values.tobytes()
+        for size in (0, 1, values.nbytes - 1, values.nbytes + 1, 1 << 40):
+            with pytest.raises(ValueError):
+                codec.decode(good, min(size, 1 << 20))
+        for _ in range(3000):
+            data = bytearray(good)
+            for _ in range(rng.choice([1, 2, 4])):
+                at = rng.randrange(rng.choice([20, len(data)]))
+                data[at] = rng.randrange(256)
+            try:
+                found = codec.decode(bytes(data), values.nbytes)
+            except ValueError:
+                continue
+            assert found.nbytes == values.nbytes
+
+
+def test_a_zstd_bomb_is_refused():
+    from numcodecs import Zstd
+
+    bomb = bytes(Zstd(level=3).encode(np.zeros(1 << 28, "u1")))
+    with pytest.raises(ValueError, match="expected 65536"):
+        ChunkCodec("zstd", 2).decode(bomb, 65536)
+    # The same without a size in its header, as a stream is written.
+    with pytest.raises(ValueError, match="does not state its size"):
+        ChunkCodec("zstd", 2).decode(b"\x28\xb5\x2f\xfd\x00\x58" + bomb[10:], 65536)

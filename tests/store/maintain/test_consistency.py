@@ -1,0 +1,69 @@
+"""Stores whose checksums are correct but whose values contradict each other."""
+
+import json
+import struct
+
+import pytest
+
+import tracestore
+from tests.helpers import command, error_of
+from tests.malicious_inputs.stores import Store, valid_stores
+from tracestore.errors import CorruptStoreError, TracestoreError
+from tracestore.store.maintain.verify import verify_store
+
+
+def test_edges_that_leave_their_graph_are_refused(tmp_path):
+    (edges,) = (p for p in valid_stores(tmp_path) if p.stem == "edges")
+    store = Store(edges)
+    name = "segments/00000000/edge_index/c/0/0"
+    data = bytearray((edges / name).read_bytes())
+    struct.pack_into("<i", data, 0, 10**6)
+    store.write(name, bytes(data))
+    store.reseal()
+    store.seal()
+    with tracestore.open(edges) as opened:
+        with pytest.raises(CorruptStoreError, match="edge leaves its graph"):
+            list(tracestore.TraceLoader(opened, view="graph", batch_size=2))
+        with pytest.raises(CorruptStoreError):
+            _ = opened[0].attention
+    assert "edge_index: row 0: an edge leaves its graph" in command("verify", edges, check=3).stderr
+    error_of("export", edges, tmp_path / "out", "--format", "pt-gnn", code=3)
+
+
+def test_invalid_values_of_the_manifest_are_refused(single_generation):
+    """The least and the largest of each number, and other types."""
+    original = Store(single_generation).manifest
+    for name in ("num_traces", "num_tokens", "generation", "num_scored", "index", "columns", "fields", "attributes"):
+        for value in (-1, 2**63, 10**400, 0.5, None, "x", [], [[]], {}):
+            if value == original[name] or (name, value) == ("fields", []):
+                continue
+            store = Store(single_generation)
+            store.manifest = original | {name: value}
+            store.seal()
+            with pytest.raises(TracestoreError):
+                tracestore.open(single_generation).close()
+                assert verify_store(single_generation).damaged
+                raise CorruptStoreError("found by verify")
+    store.manifest = original
+    store.seal()
+    assert not verify_store(single_generation).damaged
+
+
+def test_zarr_json_is_compared_as_a_document(single_generation):
+    """In any order of keys, with any blanks, and nothing else."""
+    store, name = Store(single_generation), "segments/00000000/hidden_states/zarr.json"
+    document = json.loads((single_generation / name).read_text())
+    store.write(name, json.dumps(dict(reversed(document.items()))).encode())
+    store.reseal()
+    store.seal()
+    assert not verify_store(single_generation).damaged
+    for change in ({"data_type": "object"}, {"fill_value": 7}, {"shape": [2**40, 8]}, {"more": 1}):
+        store.write(name, json.dumps(document | change).encode())
+        store.reseal()
+        store.seal()
+        with (
+            tracestore.open(single_generation) as opened,
+            pytest.raises(CorruptStoreError, match=r"hidden_states/zarr\.json"),
+        ):
+            _ = opened[0].hidden_states
+        assert list(verify_store(single_generation).damaged) == ["segments/00000000/hidden_states/zarr.json"]

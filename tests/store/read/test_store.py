@@ -1,0 +1,71 @@
+"""Opening a store and reading its traces."""
+
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import tracestore
+from tests.helpers import ROOT, make_trace, read_all
+from tracestore.errors import (
+    MissingFieldError,
+)
+
+
+def test_arrays_are_zero_copy_and_read_only(store_path):
+    store = tracestore.open(store_path)
+    hidden = store[4].hidden_states
+    base = hidden
+    while isinstance(base, np.ndarray):
+        base = base.base
+    assert type(getattr(base, "obj", base)).__name__ == "MappedFile"
+    with pytest.raises(ValueError):
+        hidden[0, 0, 0] = 1
+    expected = hidden.copy()
+    store.close()
+    np.testing.assert_array_equal(hidden, expected)
+
+
+def test_missing_scores_are_nan_and_unknown_traces_raise(store_path):
+    store = tracestore.open(store_path)
+    assert np.isnan(store.scores[10:]).all() and not np.isnan(store.scores[:10]).any()
+    assert np.isnan(store.targets()[10:]).all()
+    with pytest.raises(KeyError, match="nowhere"):
+        store.index_of("nowhere")
+    with pytest.raises(IndexError):
+        store[12]
+    assert store[-1].index == 11
+
+
+def test_a_pickled_store_opens_the_same_store(store_path):
+    store = tracestore.open(store_path)
+    assert read_all(pickle.loads(pickle.dumps(store))) == read_all(store) or np.isnan(store.scores).any()
+
+
+def test_missing_fields_raise(tmp_path):
+    with tracestore.create(tmp_path / "s.zarr", attention="none") as writer:
+        writer.append(make_trace(0))
+    store = tracestore.open(tmp_path / "s.zarr")
+    with pytest.raises(MissingFieldError, match="attention"):
+        _ = store[0].attention
+    with pytest.raises(MissingFieldError, match="no graphs"):
+        store.require_view("graph")
+
+
+def test_read_path_imports_neither_zarr_nor_torch(store_path):
+    code = (
+        f"import sys, tracestore; s = tracestore.open({str(store_path)!r}); "
+        "[t.attention for t in s]; print([m for m in ('zarr', 'torch', 'numcodecs') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_an_open_store_prints_nothing_when_the_interpreter_ends(store_path):
+    code = "import sys, tracestore; store = tracestore.open(sys.argv[1]); trace = store[0]; sys.modules['keep'] = store"
+    done = subprocess.run(
+        [sys.executable, "-c", code, store_path], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert done.stderr == ""

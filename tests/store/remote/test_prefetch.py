@@ -1,0 +1,19 @@
+"""Prefetching of remote files in the order of an epoch."""
+
+import tracestore
+
+
+def test_no_file_is_pending_after_the_last_batch(remote_store, local_store):
+    """After the last batch nothing is counted as needed any more."""
+    store = tracestore.open(remote_store)
+    loader = tracestore.TraceLoader(local_store, view="graph", batch_size=5, seed=3)
+    ahead = store.prefetch(loader.batch_indices, 0, len(loader), "graph")
+    with ahead:
+        for batch in range(len(loader)):
+            ahead.advance(batch)
+            with ahead._lock:
+                ahead._plan()
+                held = sum(ahead._entries[name].size for name in ahead._uses)
+            assert ahead._bytes == held
+        ahead.advance(len(loader))
+        assert not ahead._uses and not ahead._entries and ahead._bytes == 0

@@ -1,0 +1,54 @@
+"""Verification of remote stores."""
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from tests.helpers import command
+from tests.malicious_inputs.stores import Store
+from tests.store.remote.stores import upload
+from tracestore.errors import UsageError
+from tracestore.store.format.mapped_arrays import pack_arrays
+from tracestore.store.maintain.verify import repair_store, verify_store
+from tracestore.store.remote.object_store import ObjectStore
+
+
+@pytest.mark.long
+def test_every_damaged_object_is_found(remote_store, local_store, tmp_path):
+    assert verify_store(remote_store) == replace(verify_store(local_store), leftovers=[])
+    assert not verify_store(remote_store, quick=True).damaged
+    bucket = ObjectStore(remote_store)
+    for path in (
+        "segments/00000001/attention/c/0",
+        "segments/00000002/tokens/zarr.json",
+        "zarr.json",
+        "index/0000000006/part",
+    ):
+        data = bucket.read(path)
+        bucket.put(path, data[:-1] + bytes([data[-1] ^ 1]))
+        assert set(verify_store(remote_store).damaged) == {path}
+        bucket.delete([path])
+        assert verify_store(remote_store, quick=True).damaged[path] == "missing"
+        bucket.put(path, data)
+    bucket.put("segments/00000099/x", b"left over")
+    assert "segments/00000099/x" in command("verify", remote_store, check=0).stdout
+    with pytest.raises(UsageError, match="on this machine"):
+        repair_store(remote_store)
+    with pytest.raises(UsageError, match="no such store"):
+        verify_store(f"{remote_store}-not")
+
+
+@pytest.mark.long
+def test_contradictions_with_correct_checksums_are_found(local_store, remote):
+    for name in sorted(os.listdir(local_store / "manifest"))[:-1]:
+        (local_store / "manifest" / name).unlink()  # An older generation has the part with its first checksum.
+    store = Store(local_store)
+    arrays = store.part(0)
+    arrays["num_tokens"][0] += 1
+    store.set_part(0, pack_arrays(arrays))
+    store.seal()
+    upload(local_store, remote)
+    expected = verify_store(local_store).damaged
+    assert any("num_tokens" in reason for reason in expected.values())
+    assert verify_store(remote).damaged == expected
