@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CORE := $(wildcard tracestore/_core/*.pyx)
-SETUP := pyproject.toml setup.py constraints.txt $(wildcard csrc/*.c csrc/*.h) $(CORE) $(wildcard tracestore/_core/*.pxi tracestore/_core/*.pxd)
+SETUP := pyproject.toml setup.py constraints.txt $(wildcard csrc/*.c csrc/*.h) $(CORE) $(wildcard tracestore/_core/*.pxd)
 DEMO := demo
 DEMO_TRACES ?= 120
 DEMO_EPOCHS ?= 12
@@ -171,9 +171,8 @@ check-ports:
 	-@$(MAKE) --no-print-directory .venv-ports/installed
 	tests/c/check_ports.sh build/ports .venv-ports/bin/python
 
-# Coverage of csrc/ by the C tests, per file. Extension modules built with CFLAGS="--coverage
-# -frandom-seed=1" LDFLAGS=--coverage count too; without the seed, modules that compile the same file
-# overwrite each other's counts. tests/c/coverage.py accepts several folders.
+# Coverage of csrc/ by the C tests, per file. The Python tests count too if the extension module is built with
+# CFLAGS=--coverage LDFLAGS=--coverage: tests/c/coverage.py accepts several folders.
 GCOV ?= gcov
 C_OBJECTS := $(notdir $(C_SOURCES:.c=.o))
 coverage-c: $(C_SOURCES) $(C_HEADERS)
@@ -195,7 +194,7 @@ malicious-stores: install
 soak: install
 	TRACESTORE_INTERRUPTS=50 TRACESTORE_EPOCHS=2000 TRACESTORE_SEGMENTS=2000 $(BIN)/python -m pytest -q tests/data/test_lifetimes.py
 
-# Fuzzing has a separate environment: the extension modules are built with the address and
+# Fuzzing has a separate environment: the extension module is built with the address and
 # undefined-behavior sanitizers from a copy of the sources, so that those of the checkout stay unchanged.
 FUZZ_SECONDS ?= 3600
 FUZZ_MODES ?= pickle zip gzip store

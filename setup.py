@@ -1,81 +1,74 @@
-"""Build the extension modules over csrc/; all other settings are in pyproject.toml."""
+"""Build the extension module over csrc/; all other settings are in pyproject.toml."""
 
-import copy
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from glob import glob
+from pathlib import Path
+from typing import Any
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.modified import newer_group
 
 # -ffp-contract=off: compilers fuse a product and a sum only where the source does, so that all of them
 # give the same bits.
 CFLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-pthread"]
 # glibc before 2.34 has separate libraries for threads and mathematics; macOS has neither.
 LINK_FLAGS = ["-pthread", "-lm"] if sys.platform == "linux" else []
-# The C files that each extension module compiles. kernels and gine only access their arguments and
-# declare that they do not need the GIL. The other modules do not, so that a free-threaded Python enables
-# the GIL: it protects memory pools, the list of mappings, jobs, shuffle buffers and readers.
-MODULES = {
-    "kernels": ["crc32c", "float_convert", "attention", "pack", "sigbus_guard", "simd"],
-    "gather": [
-        "gather",
-        "attention",
-        "float_convert",
-        "parallel",
-        "stream",
-        "thread_pool",
-        "map",
-        "crc32c",
-        "sigbus_guard",
-        "simd",
-    ],
-    "blocks": ["huge_alloc", "shared_memory"],
-    "mapping": ["map", "crc32c", "sigbus_guard", "simd"],
-    "index": ["index", "map", "crc32c", "sigbus_guard", "simd"],
-    "shuffle": ["shuffle"],
-    "pickle": ["sigbus_guard"],
-    "gine": ["gine", "float_convert", "parallel", "simd"],
-}
-# A change of any of these files rebuilds every module.
-INCLUDED = [*glob("csrc/*.h"), *glob("tracestore/_core/*.pxi"), *glob("tracestore/_core/*.pxd")]
+HEADERS = glob("csrc/*.h")
+# One shared library with all Cython modules and the C library; tracestore/_core/__init__.py loads the modules
+# from it. The module of its own name holds the code that Cython otherwise generates into each module.
+NATIVE = "tracestore._core._native"
 
 
-def extension(name: str, units: list[str]) -> Extension:
-    """Return an extension module and the C files that it compiles."""
-    sources = [f"tracestore/_core/{name}.pyx"] + [f"csrc/{unit}.c" for unit in [*units, "error"]]
-    return Extension(
-        f"tracestore._core.{name}",
-        sources=sources,
-        include_dirs=["csrc"],
-        depends=INCLUDED,
-        extra_compile_args=CFLAGS,
-        extra_link_args=LINK_FLAGS,
-    )
-
-
-class BuildExtensions(build_ext):
-    """Build extensions in parallel, each in a separate folder because they compile the same files of csrc/."""
+class BuildExtension(build_ext):
+    """Compile the files of the extension in parallel, and only those that changed."""
 
     def finalize_options(self) -> None:
         """Use all processors unless the command line sets a number of jobs."""
         super().finalize_options()
         self.parallel = self.parallel or os.cpu_count()
 
-    def build_extension(self, ext: Extension) -> None:
-        """Build one extension in its folder."""
-        own = copy.copy(self)
-        own.build_temp = os.path.join(self.build_temp, ext.name)
-        super(BuildExtensions, own).build_extension(ext)
+    def build_extensions(self) -> None:
+        """Build with a compiler that accepts several files at once."""
+        compile_files = self.compiler.compile
+
+        def compile_in_parallel(sources: list[str], output_dir: str, **options: Any) -> list[str]:
+            def compile_file(source: str) -> str:
+                (target,) = self.compiler.object_filenames([source], output_dir=output_dir)
+                if self.force or newer_group([source, *HEADERS], target):
+                    compile_files([source], output_dir, **options)
+                return target
+
+            with ThreadPoolExecutor(self.parallel) as pool:
+                return list(pool.map(compile_file, sources))
+
+        self.compiler.compile = compile_in_parallel
+        super().build_extensions()
 
 
+modules = cythonize(
+    [
+        Extension(NATIVE, ["tracestore/_core/_native.c"]),
+        *(Extension(f"tracestore._core.{Path(path).stem}", [path]) for path in glob("tracestore/_core/*.pyx")),
+    ],
+    build_dir="build/cython",
+    compiler_directives={"language_level": 3, "embedsignature": True},
+    nthreads=os.cpu_count() or 1,
+    shared_utility_qualified_name=NATIVE,
+)
 setup(
-    cmdclass={"build_ext": BuildExtensions},
-    ext_modules=cythonize(
-        [extension(name, units) for name, units in MODULES.items()],
-        build_dir="build/cython",
-        compiler_directives={"language_level": 3, "embedsignature": True},
-        nthreads=os.cpu_count() or 1,
-    ),
+    cmdclass={"build_ext": BuildExtension},
+    ext_modules=[
+        Extension(
+            NATIVE,
+            sources=[*(source for module in modules for source in module.sources), *glob("csrc/*.c")],
+            include_dirs=["csrc"],
+            depends=HEADERS,
+            extra_compile_args=CFLAGS,
+            extra_link_args=LINK_FLAGS,
+        )
+    ],
 )

@@ -51,8 +51,7 @@ def count_cython(text: str) -> int:
     return sum(bool(line.strip()) and not line.lstrip().startswith("#") for line in text.splitlines())
 
 
-COUNTERS = {".py": count_python, ".c": count_c, ".h": count_c, ".pyx": count_cython, ".pxd": count_cython,
-            ".pxi": count_cython}  # fmt: skip
+COUNTERS = {".py": count_python, ".c": count_c, ".h": count_c, ".pyx": count_cython, ".pxd": count_cython}
 
 
 def package_of(path: Path) -> str:

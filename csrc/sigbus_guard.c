@@ -110,36 +110,25 @@ static void install(void)
     __atomic_store_n(&lock_owner, 0, __ATOMIC_RELEASE);
 }
 
-static int run_guarded(int (*work)(void *context), void *context, const void **fault, int is_again)
+int ts_sigbus_guard(int (*work)(void *context), void *context)
+{
+    install();
+    return ts_sigbus_guard_again(work, context);
+}
+
+int ts_sigbus_guard_again(int (*work)(void *context), void *context)
 {
     struct frame frame = {.outer = innermost};
     int ret;
-    if (!is_again)
-        install();
     if (sigsetjmp(frame.target, 0) == 0) {
         innermost = &frame;
         ret = work(context);
     } else {
         ret = TS_ERR_FAULT;
-        *fault = frame.fault;
+        last_fault = frame.fault;
     }
     innermost = frame.outer;
     return ret;
-}
-
-static ts_sigbus_guard_runner *runner = run_guarded;
-
-ts_sigbus_guard_runner *ts_sigbus_guard_own(void) { return run_guarded; }
-void ts_sigbus_guard_share(ts_sigbus_guard_runner *shared) { runner = shared; }
-
-int ts_sigbus_guard(int (*work)(void *context), void *context)
-{
-    return runner(work, context, &last_fault, 0);
-}
-
-int ts_sigbus_guard_again(int (*work)(void *context), void *context)
-{
-    return runner(work, context, &last_fault, 1);
 }
 
 const void *ts_sigbus_fault(void) { return last_fault; }

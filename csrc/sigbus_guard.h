@@ -40,10 +40,4 @@ const void *ts_sigbus_fault(void);
 /** Set the address of the last fault of the calling thread, for functions that join threads. */
 void ts_sigbus_set_fault(const void *address);
 
-/* A process has one handler, but every extension module has its own copy of this file. All use the
- * copy whose ts_sigbus_guard_own() was passed to their ts_sigbus_guard_share(). */
-typedef int ts_sigbus_guard_runner(int (*work)(void *context), void *context, const void **fault, int is_again);
-ts_sigbus_guard_runner *ts_sigbus_guard_own(void);
-void ts_sigbus_guard_share(ts_sigbus_guard_runner *runner);
-
 #endif

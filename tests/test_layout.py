@@ -69,7 +69,7 @@ TORCH = {*TRAIN, "detectors.graph", "inference", "planning", "experiment", "extr
 MAX_MODULES = 12
 MAX_LINES = 400
 # Folders that may hold more modules, and the reason.
-LARGE_FOLDERS = {"cli/commands": "one module a command", "_core": "one extension module a concern, with its stub"}
+LARGE_FOLDERS = {"cli/commands": "one module a command", "_core": "one Cython module a concern, with its stub"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -1,8 +1,8 @@
 """Print the line coverage of csrc/ from the counts of instrumented programs.
 
-Lines are counted once, however many modules compile their file. The arguments are folders with
-.gcno and .gcda files: build/coverage-c of ``make coverage-c``, and the build folder of extension
-modules built with ``CFLAGS="--coverage -frandom-seed=1" LDFLAGS=--coverage``.
+Lines are counted once, however many programs contain their file. The arguments are folders with
+.gcno and .gcda files: build/coverage-c of ``make coverage-c``, and the build folder of an extension
+module built with ``CFLAGS=--coverage LDFLAGS=--coverage``.
 """
 
 import argparse

@@ -44,15 +44,14 @@ def test_triangles_and_head_mean(seed, tokens, heads, dtype):
     full = np.tril(rng.random((heads, tokens, tokens))).astype(dtype)
     pairs = tokens * (tokens + 1) // 2
     rows, columns = np.tril_indices(tokens)
-    packed = np.empty((heads, pairs), dtype)
-    kernels.pack_triangle(raw(full), full.itemsize, heads, tokens, raw(packed))
+    packed, mean = np.empty((heads, pairs), dtype), np.empty(pairs, "f2")
+    is_causal, *_ = kernels.pack_attention([full], CODES[dtype], [full], CODES[dtype], heads, tokens, True, raw(packed))
+    assert is_causal
     np.testing.assert_array_equal(packed, full[:, rows, columns])
     back = np.empty_like(full)
     kernels.unpack_triangle(raw(packed), full.itemsize, heads, tokens, raw(back))
     np.testing.assert_array_equal(back, full)
-    assert kernels.first_above_diagonal(raw(full), CODES[dtype], heads, tokens) == -1
-    mean = np.empty(pairs, "f2")
-    kernels.head_mean(raw(full), CODES[dtype], heads, tokens, True, raw(mean))
+    kernels.pack_attention([full], CODES[dtype], None, kernels.F16, heads, tokens, True, raw(mean))
     exact = full.astype("f8").mean(0)[rows, columns]
     step = np.spacing(mean.astype("f2")).astype("f8")
     assert (np.abs(mean.astype("f8") - exact) <= step / 2).all()
@@ -124,9 +123,3 @@ def test_pack_attention_rejects_wrong_sizes():
     with pytest.raises(OverflowError, match="1"):
         large = [np.ones((1, 1, 1), "f4"), np.full((1, 1, 1), 1e5, "f4")]
         kernels.pack_attention(large, kernels.F32, None, kernels.F16, 1, 1, True, np.empty(2, "f2"))
-
-
-def test_first_above_diagonal_returns_the_flat_position():
-    full = np.zeros((3, 4, 4), "f2")
-    full[1, 2, 3] = 0.5
-    assert kernels.first_above_diagonal(raw(full), kernels.F16, 3, 4) == 16 + 2 * 4 + 3

@@ -14,20 +14,13 @@ from libc.stdlib cimport calloc, free, malloc
 
 import os
 
-from tracestore._core.mapping cimport MappedFile, ts_map, ts_map_is_intact
+from tracestore._core.csrc cimport (
+    TS_ERR_BOUNDS, TS_ERR_FAULT, TS_ERR_NODE, TS_ERR_NOMEM, TS_F16, TS_F32, TS_F64, ts_dtype, ts_dtype_bytes, ts_map,
+    ts_map_is_intact, ts_sigbus_fault, ts_sigbus_guard_again
+)
+from tracestore._core.mapping cimport MappedFile, _View, raise_error, raise_fault
 
 from tracestore.errors import CorruptStoreError
-
-include "buffer_view.pxi"
-include "sigbus_guard.pxi"
-
-cdef extern from "float_convert.h" nogil:
-    ctypedef enum ts_dtype "enum ts_dtype":
-        TS_F16
-        TS_BF16
-        TS_F32
-        TS_F64
-    size_t ts_dtype_bytes(ts_dtype dtype)
 
 cdef extern from "gather.h" nogil:
     struct ts_edge_rule:
@@ -177,7 +170,7 @@ cdef class Job:
             raise_fault(self.fault)
         if status == TS_ERR_NODE:
             raise CorruptStoreError("edge_index: an edge leaves its graph; run tracestore verify to find the file")
-        return _raise(status)
+        return raise_error(status)
 
     def run(self, int num_threads=1) -> None:
         """Run the job now. Raises CorruptStoreError if a source file was truncated."""

@@ -2,19 +2,12 @@
 """Fused aggregation of GINE over a batch of graphs (see csrc/gine.h)."""
 from libc.stdint cimport int64_t, uint8_t
 
-from cpython.buffer cimport PyObject_GetBuffer, PyBuffer_Release, PyBUF_C_CONTIGUOUS, Py_buffer
+from tracestore._core.csrc cimport ts_dtype, ts_dtype_bytes
+from tracestore._core.mapping cimport _View, raise_error
 
 ctypedef fused real:
     float
     double
-
-cdef extern from "float_convert.h":
-    ctypedef enum ts_dtype "enum ts_dtype":
-        TS_F16
-    size_t ts_dtype_bytes(ts_dtype dtype)
-
-cdef extern from "error.h":
-    const char *ts_strerror(int code)
 
 cdef extern from "gine.h" nogil:
     struct ts_gine:
@@ -74,20 +67,15 @@ cdef class GineInputs:
     """
     cdef ts_gine g
     cdef const int64_t[::1] node_ptr, weight_ptr, source, target
-    cdef Py_buffer weights, x
-    cdef int num_held  # buffers to release
+    cdef _View weights, x
 
     def __cinit__(self, x, int x_dtype, const int64_t[::1] node_ptr, weights, int weight_dtype,
                   const int64_t[::1] weight_ptr, source=None, target=None, double threshold=0.0, int num_threads=1,
                   size_t num_channels=1):
-        self.num_held = 0
-        PyObject_GetBuffer(weights, &self.weights, PyBUF_C_CONTIGUOUS)
-        self.num_held = 1
-        PyObject_GetBuffer(x, &self.x, PyBUF_C_CONTIGUOUS)
-        self.num_held = 2
+        self.weights, self.x = _View(weights), _View(x)
         self.node_ptr, self.weight_ptr = node_ptr, weight_ptr
-        self.g.num_weights = self.weights.len // ts_dtype_bytes(<ts_dtype>weight_dtype)
-        if self.x.ndim != 2 or <size_t>self.x.itemsize != ts_dtype_bytes(<ts_dtype>x_dtype):
+        self.g.num_weights = self.weights.view.len // ts_dtype_bytes(<ts_dtype>weight_dtype)
+        if self.x.view.ndim != 2 or <size_t>self.x.view.itemsize != ts_dtype_bytes(<ts_dtype>x_dtype):
             raise ValueError("x must be (N, D)")
         if node_ptr.shape[0] < 1 or weight_ptr.shape[0] != node_ptr.shape[0]:
             raise ValueError("node_ptr and weight_ptr must be (G + 1,)")
@@ -103,19 +91,13 @@ cdef class GineInputs:
         else:
             self.g.source = self.g.target = NULL
         self.g.num_graphs = <size_t>(node_ptr.shape[0] - 1)
-        self.g.num_rows, self.g.dim = <size_t>self.x.shape[0], <size_t>self.x.shape[1]
+        self.g.num_rows, self.g.dim = <size_t>self.x.view.shape[0], <size_t>self.x.view.shape[1]
         self.g.node_ptr, self.g.weight_ptr = &node_ptr[0], &weight_ptr[0]
-        self.g.weights, self.g.weight_dtype = self.weights.buf, <ts_dtype>weight_dtype
-        self.g.x, self.g.x_dtype = self.x.buf, <ts_dtype>x_dtype
+        self.g.weights, self.g.weight_dtype = self.weights.view.buf, <ts_dtype>weight_dtype
+        self.g.x, self.g.x_dtype = self.x.view.buf, <ts_dtype>x_dtype
         self.g.threshold, self.g.num_threads, self.g.num_channels = threshold, num_threads, num_channels
         if ts_gine_check(&self.g) != 0:
             raise ValueError("node_ptr or weight_ptr does not match x and the weights")
-
-    def __dealloc__(self):
-        if self.num_held > 0:
-            PyBuffer_Release(&self.weights)
-        if self.num_held > 1:
-            PyBuffer_Release(&self.x)
 
     def workspace_bytes(self, int real_bytes, bint backward) -> int:
         """Return the bytes of workspace of a pass that computes with floats of `real_bytes`."""
@@ -150,7 +132,7 @@ cdef class GineInputs:
             else:
                 ret = ts_gine_forward_f64(&self.g, &w[0], &b[0], &out[0, 0], &workspace[0])
         if ret != 0:
-            raise ValueError(ts_strerror(ret).decode())
+            raise_error(ret)
 
     def backward(self, const real[::1] w, const real[::1] b, const real[:, ::1] grad_out, grad_x, real[::1] grad_w,
                  real[::1] grad_b, uint8_t[::1] workspace) -> None:
@@ -183,4 +165,4 @@ cdef class GineInputs:
                 ret = ts_gine_backward_f64(&self.g, &w[0], &b[0], &grad_out[0, 0], gx_ptr, &grad_w[0], &grad_b[0],
                                            &workspace[0])
         if ret != 0:
-            raise ValueError(ts_strerror(ret).decode())
+            raise_error(ret)

@@ -11,12 +11,10 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy
 
-from tracestore._core.mapping cimport MappedFile, ts_map, ts_map_is_intact
-
-include "sigbus_guard.pxi"
-
-cdef extern from "error.h":
-    int TS_ERR_BOUNDS, TS_ERR_SIZE
+from tracestore._core.csrc cimport (
+    TS_ERR_BOUNDS, TS_ERR_FAULT, ts_map, ts_map_is_intact, ts_sigbus_fault, ts_sigbus_guard, ts_sigbus_guard_again
+)
+from tracestore._core.mapping cimport MappedFile, raise_fault, run_guarded
 
 cdef extern from "index.h" nogil:
     struct ts_index_part:
@@ -92,13 +90,9 @@ cdef class KeyTable:
 
     cdef int64_t search(self, const unsigned char *id, size_t id_bytes, int32_t sample) except -3:
         cdef _Search s
-        cdef int ret
         s.part, s.id, s.id_bytes, s.sample = &self.part, id, id_bytes, sample
         s.map = NULL if self.mapped is None else &self.mapped.map
-        ret = ts_sigbus_guard(_search, &s)
-        if ret == TS_ERR_FAULT:
-            raise_fault(ts_sigbus_fault())
-        if ret != 1:
+        if run_guarded(_search, &s) != 1:
             self.mapped.raise_truncated()
         if s.row == TS_INDEX_CORRUPT:
             raise ValueError("the hash table is corrupt")
@@ -220,7 +214,7 @@ cdef class LocationTable:
     cdef uint32_t layouts
     cdef list owners
 
-    def __cinit__(self, list parts, int64_t num_segments=1 << 31, uint32_t layouts=~<uint32_t>0):
+    def __cinit__(self, list parts, int64_t num_segments, uint32_t layouts):
         cdef _Part *p
         cdef Py_ssize_t k
         self.owners, self.num_segments, self.layouts = [], num_segments, layouts

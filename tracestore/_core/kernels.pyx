@@ -9,8 +9,8 @@ CorruptStoreError for a file of a store, else TruncatedFileError.
 from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport free, malloc
 
-include "buffer_view.pxi"
-include "sigbus_guard.pxi"
+from tracestore._core.csrc cimport TS_BF16, TS_ERR_RANGE, TS_F16, TS_F32, TS_F64, ts_dtype, ts_dtype_bytes
+from tracestore._core.mapping cimport _View, raise_error, run_guarded
 
 cdef extern from "crc32c.h" nogil:
     uint32_t ts_crc32c(uint32_t crc, const void *data, size_t n)
@@ -21,21 +21,12 @@ cdef extern from "simd.h" nogil:
     const char *ts_simd_name(int level)
 
 cdef extern from "float_convert.h" nogil:
-    ctypedef enum ts_dtype "enum ts_dtype":
-        TS_F16
-        TS_BF16
-        TS_F32
-        TS_F64
-    size_t ts_dtype_bytes(ts_dtype dtype)
     int ts_to_f16(const void *src, ts_dtype dtype, uint16_t *out, size_t n, size_t *position)
     size_t ts_count_nonfinite(const void *src, ts_dtype dtype, size_t n)
 
 cdef extern from "attention.h" nogil:
-    int ts_is_causal(const void *src, ts_dtype dtype, size_t count, size_t S, size_t *position)
-    void ts_pack_triangle(const void *src, size_t itemsize, size_t count, size_t S, void *out)
     void ts_unpack_triangle(const void *src, size_t itemsize, size_t count, size_t S, void *out)
     int ts_mean_rows(const void *src, ts_dtype dtype, size_t H, size_t stride, size_t n, uint16_t *out)
-    int ts_head_mean(const void *src, ts_dtype dtype, size_t H, size_t S, int causal, uint16_t *out)
 
 cdef extern from "pack.h" nogil:
     ctypedef struct ts_scan_t "struct ts_checksum_scan":
@@ -59,7 +50,7 @@ F64 = <int>TS_F64
 
 
 cdef enum:
-    CRC, TO_F16, NONFINITE, CAUSAL, PACK, UNPACK, HEAD_MEAN, MEAN_ROWS
+    CRC, TO_F16, NONFINITE, UNPACK, MEAN_ROWS
 
 
 # The arguments and the result of a call that runs under the guard.
@@ -68,8 +59,7 @@ cdef struct _Call:
     const void *source
     void *out
     ts_dtype dtype
-    size_t n, S, position, itemsize
-    int causal, ret
+    size_t n, size, itemsize, position
     uint32_t crc
 
 
@@ -78,31 +68,22 @@ cdef int _run(void *context) noexcept nogil:
     if c.function == CRC:
         c.crc = ts_crc32c(c.crc, c.source, c.n)
     elif c.function == TO_F16:
-        c.ret = ts_to_f16(c.source, c.dtype, <uint16_t *>c.out, c.n, &c.position)
+        return ts_to_f16(c.source, c.dtype, <uint16_t *>c.out, c.n, &c.position)
     elif c.function == NONFINITE:
         c.position = ts_count_nonfinite(c.source, c.dtype, c.n)
-    elif c.function == CAUSAL:
-        c.causal = ts_is_causal(c.source, c.dtype, c.n, c.S, &c.position)
-    elif c.function == PACK:
-        ts_pack_triangle(c.source, c.itemsize, c.n, c.S, c.out)
     elif c.function == UNPACK:
-        ts_unpack_triangle(c.source, c.itemsize, c.n, c.S, c.out)
-    elif c.function == HEAD_MEAN:
-        c.ret = ts_head_mean(c.source, c.dtype, c.n, c.S, c.causal, <uint16_t *>c.out)
+        ts_unpack_triangle(c.source, c.itemsize, c.n, c.size, c.out)
     else:
-        c.ret = ts_mean_rows(c.source, c.dtype, c.n, c.S, c.S, <uint16_t *>c.out)
+        return ts_mean_rows(c.source, c.dtype, c.n, c.size, c.size, <uint16_t *>c.out)
     return 0
 
 
-cdef int _call(_Call *c, int function, _View source, _View out) except -1:
-    cdef int ret
-    c.function, c.source, c.ret = function, source.view.buf, 0
+cdef int _call(_Call *c, int function, _View source, _View out) except? -100:
+    """Run a function under the guard. Returns 0 or an error code."""
+    c.function, c.source = function, source.view.buf
     c.out = NULL if out is None else out.view.buf
     with nogil:
-        ret = ts_sigbus_guard(_run, c)
-    if ret == TS_ERR_FAULT:
-        raise_fault(ts_sigbus_fault())
-    return 0
+        return run_guarded(_run, c)
 
 
 def simd_level():
@@ -147,13 +128,14 @@ def to_float16(source, int dtype, out) -> int:
     """
     cdef _View v = _View(source), o = _View(out, True)
     cdef _Call c
+    cdef int ret
     c.dtype, c.n, c.position = <ts_dtype>dtype, <size_t>v.view.len // ts_dtype_bytes(<ts_dtype>dtype), 0
     o.require_size(c.n * 2, "out")
-    _call(&c, TO_F16, v, o)
-    if c.ret == TS_ERR_RANGE:
+    ret = _call(&c, TO_F16, v, o)
+    if ret == TS_ERR_RANGE:
         return <int64_t>c.position
-    if c.ret != 0:
-        _raise(c.ret)
+    if ret != 0:
+        raise_error(ret)
     return -1
 
 
@@ -166,61 +148,31 @@ def count_nonfinite(source, int dtype) -> int:
     return c.position
 
 
-def first_above_diagonal(source, int dtype, size_t num_matrices, size_t num_tokens) -> int:
-    """Return the flat position of the first non-zero value above a diagonal of the matrices
-    (num_matrices, S, S), or -1 if all are causal."""
-    cdef _View v = _View(source)
-    cdef _Call c
-    v.require_size(num_matrices * num_tokens * num_tokens * ts_dtype_bytes(<ts_dtype>dtype), "source")
-    c.dtype, c.n, c.S, c.position = <ts_dtype>dtype, num_matrices, num_tokens, 0
-    _call(&c, CAUSAL, v, None)
-    return -1 if c.causal else <int64_t>c.position
-
-
-def pack_triangle(source, size_t itemsize, size_t num_matrices, size_t num_tokens, out) -> None:
-    """Copy the lower triangles of (num_matrices, S, S), row by row, to (num_matrices, S (S + 1) / 2)."""
-    cdef _View v = _View(source), o = _View(out, True)
-    cdef _Call c
-    v.require_size(num_matrices * num_tokens * num_tokens * itemsize, "source")
-    o.require_size(num_matrices * (num_tokens * (num_tokens + 1) // 2) * itemsize, "out")
-    c.itemsize, c.n, c.S = itemsize, num_matrices, num_tokens
-    _call(&c, PACK, v, o)
-
-
 def unpack_triangle(source, size_t itemsize, size_t num_matrices, size_t num_tokens, out) -> None:
-    """Expand packed triangles to matrices with zeros above the diagonal: the inverse of pack_triangle."""
+    """Expand lower triangles, packed row by row in (num_matrices, S (S + 1) / 2), to (num_matrices, S, S) with
+    zeros above the diagonal."""
     cdef _View v = _View(source), o = _View(out, True)
     cdef _Call c
     o.require_size(num_matrices * num_tokens * num_tokens * itemsize, "out")
     v.require_size(num_matrices * (num_tokens * (num_tokens + 1) // 2) * itemsize, "source")
-    c.itemsize, c.n, c.S = itemsize, num_matrices, num_tokens
+    c.itemsize, c.n, c.size = itemsize, num_matrices, num_tokens
     _call(&c, UNPACK, v, o)
 
 
-def head_mean(source, int dtype, size_t num_heads, size_t num_tokens, bint causal, out) -> None:
-    """Write the mean over the heads of one layer (H, S, S) as float16: the packed lower triangle if
-    `causal`, else (S, S). Raises OverflowError if a finite mean overflows float16."""
-    cdef _View v = _View(source), o = _View(out, True)
-    cdef size_t pairs = num_tokens * (num_tokens + 1) // 2 if causal else num_tokens * num_tokens
-    cdef _Call c
-    v.require_size(num_heads * num_tokens * num_tokens * ts_dtype_bytes(<ts_dtype>dtype), "source")
-    o.require_size(pairs * 2, "out")
-    c.dtype, c.n, c.S, c.causal = <ts_dtype>dtype, num_heads, num_tokens, causal
-    _call(&c, HEAD_MEAN, v, o)
-    if c.ret != 0:
-        _raise(c.ret)
-
-
 def mean_rows(source, int dtype, size_t num_rows, size_t row_length, out) -> None:
-    """Write the mean over the rows of (num_rows, row_length) as float16, summed in float64."""
+    """Write the mean over the rows of (num_rows, row_length) as float16, summed in float64.
+
+    Raises OverflowError if a finite mean overflows float16.
+    """
     cdef _View v = _View(source), o = _View(out, True)
     cdef _Call c
+    cdef int ret
     v.require_size(num_rows * row_length * ts_dtype_bytes(<ts_dtype>dtype), "source")
     o.require_size(row_length * 2, "out")
-    c.dtype, c.n, c.S = <ts_dtype>dtype, num_rows, row_length
-    _call(&c, MEAN_ROWS, v, o)
-    if c.ret != 0:
-        _raise(c.ret)
+    c.dtype, c.n, c.size = <ts_dtype>dtype, num_rows, row_length
+    ret = _call(&c, MEAN_ROWS, v, o)
+    if ret != 0:
+        raise_error(ret)
 
 
 cdef class _Views:
@@ -232,7 +184,7 @@ cdef class _Views:
     def __cinit__(self, sources, size_t num_bytes):
         cdef _View view
         self.views, self.count = [], len(sources)
-        self.data = <const void **>malloc(max(self.count, 1) * sizeof(void *))
+        self.data = <const void **>malloc((self.count + 1) * sizeof(void *))
         if self.data == NULL:
             raise MemoryError()
         for k, source in enumerate(sources):
@@ -283,7 +235,6 @@ def checksum_scan(arrays, int dtype, size_t num_values, out=None) -> tuple[int, 
     cdef _Views views = _Views(arrays, num_values * ts_dtype_bytes(<ts_dtype>dtype))
     cdef _View o
     cdef _Scan s
-    cdef int ret
     s.out = NULL
     if out is not None:
         o = _View(out, True)
@@ -292,9 +243,7 @@ def checksum_scan(arrays, int dtype, size_t num_values, out=None) -> tuple[int, 
     s.arrays, s.count, s.n, s.dtype = views.data, views.count, num_values, <ts_dtype>dtype
     s.scan.nonfinite, s.scan.crc = 0, 0
     with nogil:
-        ret = ts_sigbus_guard(_run_scan, &s)
-    if ret == TS_ERR_FAULT:
-        raise_fault(ts_sigbus_fault())
+        run_guarded(_run_scan, &s)
     return s.scan.nonfinite, s.scan.crc
 
 
@@ -349,11 +298,9 @@ def pack_attention(
     p.source_dtype, p.stored_dtype = <ts_dtype>source_dtype, <ts_dtype>stored_dtype
     p.L, p.H, p.S, p.causal, p.layer = source_views.count, num_heads, num_tokens, causal, 0
     with nogil:
-        ret = ts_sigbus_guard(_run_pack, &p)
-    if ret == TS_ERR_FAULT:
-        raise_fault(ts_sigbus_fault())
+        ret = run_guarded(_run_pack, &p)
     if ret == TS_ERR_RANGE:
         raise OverflowError(p.layer)
     if ret != 0:
-        _raise(ret)
+        raise_error(ret)
     return bool(p.causal) == bool(causal), p.scan.nonfinite, p.scan.crc

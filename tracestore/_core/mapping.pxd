@@ -1,11 +1,7 @@
 # cython: language_level=3
-cdef extern from "map.h" nogil:
-    struct ts_map:
-        const unsigned char *base
-        size_t size
-        const unsigned char *tail
-        unsigned char tail_byte
-    int ts_map_is_intact(const ts_map *map)
+from cpython.buffer cimport Py_buffer
+
+from tracestore._core.csrc cimport ts_map
 
 
 cdef class MappedFile:
@@ -20,7 +16,11 @@ cdef class MappedFile:
     cdef int raise_truncated(self) except -1
 
 
-# Return ts_sigbus_guard_own() of _core.mapping, for sigbus_guard.pxi.
-cdef void *guard_runner() noexcept
-# Raise the exception of a TS_ERR_FAULT at an address. Needs the GIL.
+cdef class _View:
+    cdef Py_buffer view
+    cdef int require_size(self, size_t num_bytes, str name) except -1
+
+
+cdef int raise_error(int code) except -1
 cdef int raise_fault(const void *address) except -1
+cdef int run_guarded(int (*work)(void *) noexcept nogil, void *context) except? -100 nogil

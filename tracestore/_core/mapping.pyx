@@ -1,5 +1,5 @@
 # cython: language_level=3, binding=True
-"""Read-only file mappings as Python buffers.
+"""Read-only file mappings as Python buffers, and what the other modules share: buffers, guard, exceptions.
 
 Touching the missing pages of a truncated file ends the process. All code of the core that reads
 mappings runs under a guard (csrc/sigbus_guard.h) and raises instead, with the name of the file:
@@ -7,24 +7,21 @@ CorruptStoreError for a file of a store, else TruncatedFileError. Python code th
 of a mapping directly has no such guard.
 """
 cimport cython
-from cpython.buffer cimport PyBuffer_FillInfo, Py_buffer
+from cpython.buffer cimport (
+    PyBUF_C_CONTIGUOUS, PyBUF_WRITABLE, PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer, Py_buffer
+)
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from libc.errno cimport errno
 from libc.stdint cimport int64_t, uint64_t
 
+from tracestore._core.csrc cimport (
+    TS_ERR_FAULT, TS_ERR_IO, TS_ERR_NOMEM, TS_ERR_RANGE, TS_ERR_SIZE, ts_map, ts_map_is_intact,
+    ts_sigbus_fault, ts_sigbus_guard, ts_strerror
+)
+
 import os
 
 from tracestore.errors import TruncatedFileError, CorruptStoreError
-
-cdef extern from "error.h":
-    int TS_ERR_IO, TS_ERR_SIZE, TS_ERR_FAULT
-    const char *ts_strerror(int code)
-
-cdef extern from "sigbus_guard.h" nogil:
-    ctypedef int ts_sigbus_guard_runner(int (*work)(void *) noexcept, void *context, const void **fault, int is_again)
-    ts_sigbus_guard_runner *ts_sigbus_guard_own()
-    int ts_sigbus_guard(int (*work)(void *) noexcept, void *context)
-    const void *ts_sigbus_fault()
 
 cdef extern from "map.h" nogil:
     int ts_map_open(ts_map *map, const char *path, int64_t expected_size)
@@ -40,11 +37,46 @@ cdef unsigned char _empty = 0
 cdef void *_maps = NULL
 
 
-cdef void *guard_runner() noexcept:
-    return <void *>ts_sigbus_guard_own()
+# No garbage collection: objects cannot be part of a reference cycle, and __dealloc__ reads the fields.
+@cython.no_gc
+cdef class _View:
+    """The C-contiguous buffer of a Python object, released with this object."""
+
+    def __cinit__(self, source, bint writable=False):
+        PyObject_GetBuffer(source, &self.view, PyBUF_C_CONTIGUOUS | (PyBUF_WRITABLE if writable else 0))
+
+    def __dealloc__(self):
+        PyBuffer_Release(&self.view)
+
+    cdef int require_size(self, size_t num_bytes, str name) except -1:
+        if <size_t>self.view.len != num_bytes:
+            raise ValueError(f"{name}: expected {num_bytes} bytes, found {self.view.len}")
+        return 0
+
+
+cdef int raise_error(int code) except -1:
+    """Raise the exception of an error code. A fault is the last one of this thread."""
+    message = ts_strerror(code).decode()
+    if code == TS_ERR_FAULT:
+        raise_fault(ts_sigbus_fault())
+    if code == TS_ERR_NOMEM:
+        raise MemoryError(message)
+    if code == TS_ERR_RANGE:
+        raise OverflowError(message)
+    raise ValueError(message)
+
+
+cdef int run_guarded(int (*work)(void *) noexcept nogil, void *context) except? -100 nogil:
+    """Return the result of work(context), or raise the exception of a fault."""
+    cdef int ret = ts_sigbus_guard(work, context)
+    if ret == TS_ERR_FAULT:
+        with gil:
+            raise_fault(ts_sigbus_fault())
+    return ret
 
 
 cdef int raise_fault(const void *address) except -1:
+    """Raise the exception of the truncated file that is mapped at an address."""
     cdef void *link = _maps
     cdef MappedFile mapped
     while link != NULL:
@@ -176,7 +208,7 @@ cdef class MappedFile:
         else:
             ret = ts_map_copy(&self.map, begin, end - begin, data)
         if ret != 0:
-            raise_fault(ts_sigbus_fault())
+            raise_error(ret)
         return out
 
     def check_intact(self) -> None:
@@ -192,8 +224,6 @@ cdef class MappedFile:
         shard.base, shard.size, shard.num_chunks, shard.chunk_bytes = (
             self.map.base, self.map.size, num_chunks, chunk_bytes)
         with nogil:
-            ret = ts_sigbus_guard(_check_shard, &shard)
-        if ret == TS_ERR_FAULT:
-            self.raise_truncated()
+            ret = run_guarded(_check_shard, &shard)
         if ret != 0:
             raise ValueError(f"shard: {ts_strerror(ret).decode()}")

@@ -21,7 +21,7 @@ from tracestore.errors import InvalidInputError
 
 import numpy as np
 
-include "sigbus_guard.pxi"
+from tracestore._core.mapping cimport run_guarded
 
 # Opcodes, named as in pickletools.
 cdef enum:
@@ -186,8 +186,7 @@ cdef class BufferReader(ByteReader):
         out = <uint8_t *>PyByteArray_AS_STRING(self.window)
         # Copy instead of reading in place: a mapped file may change between two reads of a byte.
         cdef _Copy copy = _Copy(out, <const uint8_t *>self.buffer.buf + begin, count)
-        if ts_sigbus_guard(_copy, &copy) == TS_ERR_FAULT:
-            raise_fault(ts_sigbus_fault())
+        run_guarded(_copy, &copy)
         self.cursor = out
         self.limit = out + count
         self.position = begin + count

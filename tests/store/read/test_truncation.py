@@ -283,22 +283,22 @@ def test_kernels_on_views_of_a_truncated_file(tmp_path):
     os.truncate(path, PAGE)
     raw = view.view("u1")
     S = 64
-    square, packed = raw[: 2 * S * S], np.empty(S * (S + 1), "u1")
+    square, out = view[: S * S], np.empty(2 * S * S, "u1")
+    f16 = kernels.F16
     calls = {
         "crc32c": lambda: kernels.crc32c(raw),
-        "nonfinite": lambda: kernels.count_nonfinite(raw, kernels.F16),
-        "to_float16": lambda: kernels.to_float16(raw, kernels.F16, np.empty(len(raw), "u1")),
-        "causal": lambda: kernels.first_above_diagonal(square, kernels.F16, 1, S),
-        "pack": lambda: kernels.pack_triangle(square, 2, 1, S, packed),
-        "head_mean": lambda: kernels.head_mean(square, kernels.F16, 1, S, True, packed),
-        "mean_rows": lambda: kernels.mean_rows(square, kernels.F16, 1, S * S, np.empty(2 * S * S, "u1")),
+        "nonfinite": lambda: kernels.count_nonfinite(raw, f16),
+        "to_float16": lambda: kernels.to_float16(raw, f16, np.empty(len(raw), "u1")),
+        "checksum_scan": lambda: kernels.checksum_scan([square], f16, S * S),
+        "mean": lambda: kernels.pack_attention([square], f16, None, f16, 1, S, False, out),
+        "heads": lambda: kernels.pack_attention([square], f16, [square], f16, 1, S, False, out),
+        "unpack": lambda: kernels.unpack_triangle(view[: S * (S + 1) // 2], 2, 1, S, out),
+        "mean_rows": lambda: kernels.mean_rows(square, f16, 1, S * S, out),
         "read": lambda: mapped.read(2 * PAGE, 3 * PAGE),
         "read before the end": lambda: mapped.read(0, 10),
         "check": mapped.check_intact,
     }
     for name, call in calls.items():
-        if name in ("causal",):
-            continue  # above the first diagonal value it need not read on
         with pytest.raises(TruncatedFileError, match=r"input\.bin: cut short"):
             call()
             pytest.fail(name)
