@@ -311,7 +311,7 @@ wheel: install $(WHEEL)/built
 	$(PYTHON) -m venv --clear $(WHEEL)/venv
 	$(EMPTY) python build_tools/install.py --wheel dist/*.whl --extras train --torch '$(TORCH)' --installer pip
 	cd $(WHEEL) && $(EMPTY) python -I $(CURDIR)/tests/smoke.py
-	TRACESTORE_DIST=$(CURDIR)/dist $(BIN)/python -m pytest tests/test_packaging.py
+	TRACESTORE_DIST=$(CURDIR)/dist $(BIN)/python -m pytest tests/packaging/test_distributions.py
 	cd $(WHEEL)/source && $(CURDIR)/$(BIN)/python -m zipfile -e $(CURDIR)/$(WHEEL)/*.whl . && \
 		PYTHONPATH=$$PWD OMP_NUM_THREADS=1 $(CURDIR)/$(BIN)/python -m pytest -n 2 $(SDIST_TESTS)
 

@@ -10,7 +10,7 @@ PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 INSTALL = ("python", "build_tools/install.py")
 WITHOUT_TORCH = [
     "tests/core", "tests/store", "tests/ingest", "tests/malicious_inputs", "tests/cli", "tests/convert",
-    "tests/test_layout.py",
+    "tests/project/test_layout.py",
 ]  # fmt: skip
 PYTEST = ("python", "-m", "pytest", "-n", "2", "--dist", "worksteal")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}

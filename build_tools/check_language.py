@@ -37,7 +37,7 @@ SKIPPED = (
     "build_tools/dialect.txt",
     "build_tools/check_language.py",
     "tests/golden/*",
-    "tests/packaging/test_check_language.py",
+    "tests/project/test_check_language.py",
 )
 OPENING = re.compile(r"(?:Of|As|What|Whether|Who|Whose|Whoever|Where|Why|How|That|Which|Because|Beside)\b|->")
 # First words of a function's docstring that are not verbs in the imperative: articles, pronouns, numerals,

@@ -10,9 +10,9 @@ import struct
 import zipfile
 import zlib
 
-from tests.malicious_inputs import containers
-from tests.malicious_inputs.case import NDARRAY, RECONSTRUCT, dtype, glob, nums, raw, tup, uni
-from tests.malicious_inputs.opcodes import ARGUMENTS, CODES
+from tests.malicious_inputs.files import containers
+from tests.malicious_inputs.files.case import NDARRAY, RECONSTRUCT, dtype, glob, nums, raw, tup, uni
+from tests.malicious_inputs.files.opcodes import ARGUMENTS, CODES
 
 INTERESTING = (0, 1, -1, 2, 127, 128, 255, 256, 1 << 15, 1 << 16, (1 << 31) - 1, 1 << 31, -(1 << 31), 1 << 32)
 INTERESTING += ((1 << 62), (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -(1 << 63))

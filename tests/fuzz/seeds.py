@@ -3,9 +3,9 @@
 import random
 from pathlib import Path
 
-from tests.malicious_inputs.bombs import valid_files
-from tests.malicious_inputs.containers import gz
-from tests.malicious_inputs.corpus import crash_files, small_files
+from tests.malicious_inputs.files.bombs import valid_files
+from tests.malicious_inputs.files.containers import gz
+from tests.malicious_inputs.files.corpus import crash_files, small_files
 
 MAX_SEED_BYTES = 4096
 _GOLDEN = Path(__file__).resolve().parent.parent / "golden"

@@ -9,8 +9,8 @@ import pytest
 
 from tests.fuzz.target import TARGETS
 from tests.helpers import ROOT, convert, make_trace, make_traces, tree_bytes, write_pickle
-from tests.malicious_inputs.bombs import valid_files
-from tests.malicious_inputs.corpus import MARKER, crash_files, malicious_files
+from tests.malicious_inputs.files.bombs import valid_files
+from tests.malicious_inputs.files.corpus import MARKER, crash_files, malicious_files
 
 MAX_SECONDS = 1.0
 MAX_BYTES = 64 << 20

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT
-from tests.test_docs import blocks
+from tests.project.test_docs import blocks
 
 pytestmark = pytest.mark.long
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers import ROOT
 
-PACKAGE = ROOT / "tracestore"
+PACKAGE, TESTS = ROOT / "tracestore", ROOT / "tests"
 # Every package may import these modules.
 BASE = {"errors", "extras", "console", "page", "process", "cgroup", "platform_support"}
 STORE = {"_core", "store.format", "store.io", "store.remote", "store.read", "store.write", "store.maintain"}
@@ -72,6 +72,8 @@ MAX_LINES = 400
 LARGE_FOLDERS = {"cli/commands": "one module a command", "_core": "one Cython module a concern, with its stub"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
+# Packages whose tests are in another folder than the one of the same name.
+TESTED_ELSEWHERE = {"_core": "core", "cli/commands": "cli", "detectors/graph": "detectors"}
 
 
 def module_name(path):
@@ -153,8 +155,8 @@ def test_modules_do_not_import_each_other_in_a_cycle():
 
 
 def test_folders_and_modules_are_small():
-    for folder in {path.parent for path in FILES}:
-        name = str(folder.relative_to(PACKAGE))
+    for folder in {path.parent for path in (*FILES, *TESTS.rglob("*.py"))}:
+        name = str(folder.relative_to(PACKAGE if folder.is_relative_to(PACKAGE) else ROOT))
         count = len([p for p in folder.iterdir() if p.suffix in (".py", ".pyx") and p.stem != "__init__"])
         assert count <= MAX_MODULES or name in LARGE_FOLDERS, f"{name}: {count} modules"
     for path in [*FILES, *PACKAGE.rglob("*.pyx"), *(ROOT / "csrc").glob("*.[ch]")]:
@@ -162,6 +164,12 @@ def test_folders_and_modules_are_small():
         assert len(lines) <= MAX_LINES or "One module of over 400 lines" in "\n".join(lines[:12]), (
             f"{path}: {len(lines)} lines, and no reason"
         )
+
+
+def test_tests_mirror_the_packages():
+    folders = {path.parent.relative_to(PACKAGE).as_posix() for path in FILES}
+    for name in folders:
+        assert list((TESTS / TESTED_ELSEWHERE.get(name, name)).glob("test_*.py")) or name in (".", "store"), name
 
 
 @pytest.mark.parametrize("module", ["tracestore", "tracestore.convert.runner", "tracestore.cli"])

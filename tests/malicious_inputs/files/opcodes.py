@@ -4,7 +4,7 @@ import pickletools
 import struct
 from collections.abc import Iterator
 
-from tests.malicious_inputs.case import (
+from tests.malicious_inputs.files.case import (
     PROTO,
     Case,
     dct,
@@ -20,7 +20,7 @@ from tests.malicious_inputs.case import (
     uni,
     whole,
 )
-from tests.malicious_inputs.containers import gz
+from tests.malicious_inputs.files.containers import gz
 
 CODES = {op.code.encode("latin1"): op for op in pickletools.opcodes}
 REFUSED = {

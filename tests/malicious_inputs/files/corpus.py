@@ -4,12 +4,12 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.malicious_inputs import archives, arrays, bombs, callables, names, opcodes, tensors
-from tests.malicious_inputs.case import Case
+from tests.malicious_inputs.files import archives, arrays, bombs, callables, names, opcodes, tensors
+from tests.malicious_inputs.files.case import Case
 
 MARKER = "malicious-marker"
 # Inputs that a fuzzer found, replayed by the tests.
-CRASHES = Path(__file__).resolve().parent / "crashes"
+CRASHES = Path(__file__).resolve().parent.parent / "crashes"
 
 
 def malicious_files(marker: str = MARKER) -> Iterator[Case]:

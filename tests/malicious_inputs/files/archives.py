@@ -6,8 +6,8 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 
-from tests.malicious_inputs.case import Case
-from tests.malicious_inputs.containers import FOUR_HALVES, Entry, archive, pt_entries, sequences, storage, tensor
+from tests.malicious_inputs.files.case import Case
+from tests.malicious_inputs.files.containers import FOUR_HALVES, Entry, archive, pt_entries, sequences, storage, tensor
 
 BIG = 0xFFFFFFFF
 

@@ -3,7 +3,7 @@
 import struct
 from collections.abc import Iterator
 
-from tests.malicious_inputs.case import (
+from tests.malicious_inputs.files.case import (
     PROTO,
     Case,
     call,
@@ -22,7 +22,7 @@ from tests.malicious_inputs.case import (
     uni,
     whole,
 )
-from tests.malicious_inputs.containers import (
+from tests.malicious_inputs.files.containers import (
     FOUR_HALVES,
     GRAPH_STORAGES,
     archive,

@@ -7,7 +7,7 @@ import os
 import pickle
 from collections.abc import Iterator
 
-from tests.malicious_inputs.case import (
+from tests.malicious_inputs.files.case import (
     NDARRAY,
     PROTO,
     Case,
@@ -25,8 +25,8 @@ from tests.malicious_inputs.case import (
     uni,
     whole,
 )
-from tests.malicious_inputs.containers import MAGIC, gz, legacy, pt, pt_entries, sequences
-from tests.malicious_inputs.containers import archive as zip_archive
+from tests.malicious_inputs.files.containers import MAGIC, gz, legacy, pt, pt_entries, sequences
+from tests.malicious_inputs.files.containers import archive as zip_archive
 
 
 def text_calls(marker: str) -> Iterator[tuple[str, str, tuple[bytes, ...]]]:

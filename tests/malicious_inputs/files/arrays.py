@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from tests.malicious_inputs.case import (
+from tests.malicious_inputs.files.case import (
     NDARRAY,
     Case,
     array,

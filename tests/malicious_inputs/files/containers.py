@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from isal import isal_zlib
 
-from tests.malicious_inputs.case import dct, glob, lst, num, nums, tup, uni, whole
+from tests.malicious_inputs.files.case import dct, glob, lst, num, nums, tup, uni, whole
 
 MAGIC = 0x1950A86A20F9469CFC6C
 REBUILD = glob("torch._utils", "_rebuild_tensor_v2")
