@@ -4,6 +4,9 @@ Each message is one line that names what was found and what was expected. A comm
 standard error and exits with the exception's `exit_code`.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 def escape_unprintable(text: str, max_length: int = 600) -> str:
     """Return text as one line that a terminal displays safely.
@@ -83,6 +86,15 @@ class InvalidInputError(TracestoreError):
         where += [] if self.field is None else [self.field]
         text = ": ".join([", ".join(where), self.reason] if where else [self.reason])
         return escape_unprintable(text)
+
+
+@contextmanager
+def error_location(source: str | None = None, position: int | None = None) -> Iterator[None]:
+    """Fill in a missing source and position of each InvalidInputError of a block."""
+    try:
+        yield
+    except InvalidInputError as error:
+        raise error.with_location(source, position) from None
 
 
 class CorruptStoreError(TracestoreError):

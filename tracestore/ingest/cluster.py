@@ -8,7 +8,8 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
-from contextlib import closing
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ _POLL_INTERVAL_S = 0.02
 _CONNECT_TIMEOUT_S = 10
 
 
-def _pack_source(path: str, name: str, options: PackOptions, target: str) -> int:
+def _pack_source(options: PackOptions, path: str, name: str, target: str) -> int:
     """Pack a source into a spool file; runs in a worker. Return the number of traces."""
     with closing(packed_traces(SourceFile(Path(path), name), options)) as traces:  # type: ignore[type-var]
         try:
@@ -38,30 +39,28 @@ def _pack_source(path: str, name: str, options: PackOptions, target: str) -> int
 class ClusterStream:
     """The packed traces of one source, read by a worker of the cluster; like SourceStream."""
 
-    def __init__(self, source: SourceFile, target: Path, on_wait: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        source: SourceFile,
+        target: Path,
+        submit: Callable[..., Any],
+        is_known: Callable[[str, int, str], bool],
+        on_wait: Callable[[], None],
+    ) -> None:
         self.source, self.target, self._on_wait = source, target, on_wait
-        self._identity: Identity | None = None
-        self._error: BaseException | None = None
         self._future: Any = None
-
-    def start(self, client: Any, options: PackOptions, is_known: Callable[[str, int, str], bool]) -> None:
-        """Submit the source to the cluster, unless it is known."""
         try:
-            self._identity = identify(self.source)
+            self._identity: Identity | TracestoreError = identify(source)
         except TracestoreError as error:
-            self._error = error
-            return
-        if not is_known(self.source.name, self._identity.size, self._identity.fingerprint):
-            path = os.path.abspath(self.source.path)
-            self._future = client.submit(
-                _pack_source, path, self.source.name, options, str(self.target), pure=False, retries=0
-            )
+            self._identity = error
+        else:
+            if not is_known(source.name, self._identity.size, self._identity.fingerprint):
+                self._future = submit(os.path.abspath(source.path), source.name, str(target))
 
     def identity(self) -> Identity:
         """Return the identity of the source."""
-        if self._identity is None:
-            assert self._error is not None
-            raise self._error
+        if isinstance(self._identity, TracestoreError):
+            raise self._identity
         return self._identity
 
     def __iter__(self) -> Iterator[PackedTrace]:
@@ -123,29 +122,26 @@ def read_sources_on_cluster(
     spool = options.scratch.absolute() / paths.SPOOL_FOLDER
     fsio.remove_tree(spool)
     spool.mkdir()
-    cluster = None
-    try:
+    with ExitStack() as stack:
+        stack.callback(fsio.try_remove_tree, spool)
         if address == "local":
             cluster = LocalCluster(n_workers=workers, threads_per_worker=1, processes=True, dashboard_address=None)
+            stack.callback(cluster.close)
         try:
-            client = Client(cluster or address, timeout=_CONNECT_TIMEOUT_S, set_as_default=False)
+            client = Client(
+                cluster if address == "local" else address, timeout=_CONNECT_TIMEOUT_S, set_as_default=False
+            )
         except (OSError, ValueError, TimeoutError) as error:
             raise UsageError(f"no Dask scheduler at {address}: {' '.join(str(error).split())[:200]}") from None
-
-        def started() -> Iterator[ClusterStream]:
-            for k, source in enumerate(sources):
-                stream = ClusterStream(source, spool / f"{k:08d}", on_wait)
-                stream.start(client, options, is_known)
-                yield stream
+        stack.enter_context(client)
+        submit = partial(client.submit, _pack_source, options, pure=False, retries=0)
+        started = (
+            ClusterStream(source, spool / f"{k:08d}", submit, is_known, on_wait) for k, source in enumerate(sources)
+        )
 
         def depth() -> int:
             # Spool files take disk space, so at most two sources per thread of the cluster.
-            num_threads: int = sum(client.nthreads().values())
-            return 2 * max(1, num_threads)
+            return 2 * max(1, int(sum(client.nthreads().values())))
 
-        with client, closing(ordered_prefetch(started(), depth)) as streams:  # type: ignore[type-var]
+        with closing(ordered_prefetch(started, depth)) as streams:  # type: ignore[type-var]
             yield from streams
-    finally:
-        if cluster is not None:
-            cluster.close()
-        fsio.try_remove_tree(spool)

@@ -3,13 +3,14 @@
 import contextlib
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from operator import gt
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tracestore._core.pickle import BufferReader, ByteReader, ChunkReader
-from tracestore.errors import InvalidInputError, TruncatedFileError
+from tracestore.errors import InvalidInputError, TruncatedFileError, error_location
 from tracestore.ingest import torch_file
 from tracestore.ingest.byte_source import TRUNCATED_WHILE_READING, GzipChunks, check_regular, map_file
 from tracestore.ingest.pickle_reader import pickle_reader
@@ -20,12 +21,10 @@ from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord, field_error, question_id_text, record_from_dict
 
 # Limits of the values that a file's traces hold, where a value counts each time it is named: a fixed
-# allowance and a multiple of the bytes read. A value takes at least one byte. Text is encoded each time
-# it is named. Arrays are not copied: in files made by hand one array may stand for all layers, so arrays
-# may be repeated as often as gzip may inflate.
-_FREE_VALUES, _VALUES_PER_BYTE = 20_000, 4
-_FREE_TEXT_BYTES, _TEXT_RATIO = 16 << 20, 4
-_FREE_ARRAY_BYTES, _ARRAY_RATIO = 64 << 20, 200
+# allowance and a multiple of the bytes read, for the number of values, the bytes of text and the bytes of
+# arrays. A value takes at least one byte. Text is encoded anew each time it is named. Arrays are not: in
+# files made by hand one array may stand for all layers, so arrays may be repeated as often as gzip may inflate.
+_ALLOWANCES = ((20_000, 4), (16 << 20, 4), (64 << 20, 200))
 _MAX_BYTES_VALUE = 4 << 20
 _GZIP_RESERVED = 0xE0
 
@@ -80,30 +79,20 @@ class _Limits:
 
     def __init__(self, read_bytes: Callable[[], int]) -> None:
         self._read_bytes = read_bytes
-        self._values = self._text_bytes = self._array_bytes = 0
-        self._max_values = self._max_text_bytes = self._max_array_bytes = 0
+        self._used: tuple[int, ...] = (0, 0, 0)
+        self._limits: tuple[int, ...] = (0, 0, 0)
 
     def charge(self, text_bytes: int = 0, array_bytes: int = 0, count: int = 1) -> None:
         """Add values and their bytes; raise InvalidInputError beyond a limit."""
-        self._values += count
-        self._text_bytes += text_bytes
-        self._array_bytes += array_bytes
-        if self._is_exceeded():
+        num_values, all_text, all_arrays = self._used
+        self._used = (num_values + count, all_text + text_bytes, all_arrays + array_bytes)
+        if any(map(gt, self._used, self._limits)):
             read_bytes = self._read_bytes()
-            self._max_values = _FREE_VALUES + _VALUES_PER_BYTE * read_bytes
-            self._max_text_bytes = _FREE_TEXT_BYTES + _TEXT_RATIO * read_bytes
-            self._max_array_bytes = _FREE_ARRAY_BYTES + _ARRAY_RATIO * read_bytes
-            if self._is_exceeded():
+            self._limits = tuple(allowance + ratio * read_bytes for allowance, ratio in _ALLOWANCES)
+            if any(map(gt, self._used, self._limits)):
                 raise InvalidInputError(
                     "traces whose values, counted each time they are named, exceed the file many times"
                 )
-
-    def _is_exceeded(self) -> bool:
-        return (
-            self._values > self._max_values
-            or self._text_bytes > self._max_text_bytes
-            or self._array_bytes > self._max_array_bytes
-        )
 
 
 def read_traces(
@@ -199,12 +188,9 @@ def _from_pickle(limits: _Limits, source: ByteReader, name: str, need_attention:
 
 
 def _trace(limits: _Limits, item: Any, name: str, position: int, need_attention: bool | None) -> TraceRecord:
-    try:
-        return record_from_dict(
-            resolve(item, limits), source_name=name, position=position, need_attention=need_attention
-        )
-    except InvalidInputError as error:
-        raise error.with_location(position=position) from None
+    with error_location(position=position):
+        values = resolve(item, limits)
+        return record_from_dict(values, source_name=name, position=position, need_attention=need_attention)
 
 
 def _from_object(limits: _Limits, root: Any, name: str, need_attention: bool | None) -> Iterator[TraceRecord]:
@@ -235,10 +221,8 @@ def _ids(limits: _Limits, root: dict[str, Any], count: int, unit: str) -> list[s
         raise field_error("question_ids", f"{len(ids)} ids", f"{count}, one per {unit}")
     texts = []
     for position, value in enumerate(ids):
-        try:
+        with error_location(position=position):
             texts.append(question_id_text(value, "question_ids"))
-        except InvalidInputError as error:
-            raise error.with_location(position=position) from None
     return texts
 
 
@@ -249,14 +233,18 @@ def _labels(limits: _Limits, root: dict[str, Any], count: int) -> list[float | N
     except (TypeError, ValueError):
         raise field_error("labels", type(labels).__name__, f"({count},) numbers") from None
     if values.size != count or max(values.shape, default=0) not in (0, count):
-        raise field_error("labels", f"shape {values.shape}", f"({count},)")
+        raise field_error("labels", _found(values), f"({count},)")
     return [None if np.isnan(v) else float(v) for v in values.reshape(-1)]
+
+
+def _found(value: Any) -> str:
+    """Return the shape of an array or the type of another value, for error messages."""
+    return f"shape {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
 
 
 def _float_array(value: Any, field: str, ndim: int, text: str) -> np.ndarray:
     if not isinstance(value, np.ndarray) or value.ndim != ndim:
-        found = f"shape {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
-        raise field_error(field, found, text)
+        raise field_error(field, _found(value), text)
     try:
         schema.dtype_name(value.dtype)
     except ValueError:
@@ -286,10 +274,8 @@ def _graphs(limits: _Limits, root: dict[str, Any]) -> Iterator[TraceRecord]:
     ids = _ids(limits, root, len(graphs), "trace")
     labels = _labels(limits, root, len(graphs)) if "labels" in root else [None] * len(graphs)
     for position, layers in enumerate(graphs):
-        try:
+        with error_location(position=position):
             record = _graph_record(limits, layers)
-        except InvalidInputError as error:
-            raise error.with_location(position=position) from None
         record.question_id, record.position, record.label = ids[position], position, labels[position]
         yield record
 
@@ -298,35 +284,35 @@ def _graph_record(limits: _Limits, layers: Any) -> TraceRecord:
     """Return the record of one trace, without its id, position and label."""
     if not isinstance(layers, list | tuple) or len(layers) == 0:
         raise field_error("graphs", type(layers).__name__, "a list of at least one layer")
-    hidden, edges, extras = [], [], {}  # type: ignore[var-annotated]
+    hidden: list[np.ndarray] = []
+    edges: list[tuple[np.ndarray, np.ndarray]] = []
+    extras: dict[str, list[Any]] = {}
     for k, layer in enumerate(layers):
+        where = f"graphs[{k}]"
         if not isinstance(layer, PickledGraph | dict):
-            raise field_error(f"graphs[{k}]", type(layer).__name__, "a PyG Data")
+            raise field_error(where, type(layer).__name__, "a PyG Data")
         fields = layer.fields() if isinstance(layer, PickledGraph) else layer
         if not all(isinstance(name, str) for name in fields):
-            raise field_error(f"graphs[{k}]", "a key that is not a string", "the fields of a PyG Data")
+            raise field_error(where, "a key that is not a string", "the fields of a PyG Data")
         fields = {name: resolve(v, limits) for name, v in fields.items()}
         for name in ("x", "edge_index", "edge_attr"):
             if fields.get(name) is None:
-                raise InvalidInputError("missing key", field=f"graphs[{k}].{name}")
-        x = _float_array(fields.pop("x"), f"graphs[{k}].x", 2, "(S, D)")
+                raise InvalidInputError("missing key", field=f"{where}.{name}")
+        x = _float_array(fields.pop("x"), f"{where}.x", 2, "(S, D)")
         if 0 in x.shape:
-            raise field_error(f"graphs[{k}].x", f"shape {x.shape}", "at least one token and one column")
-        if hidden and (x.shape != hidden[0].shape or x.dtype != hidden[0].dtype):
-            raise field_error(
-                f"graphs[{k}].x", f"{x.dtype} {x.shape}", f"{hidden[0].dtype} {hidden[0].shape} as in layer 0"
-            )
+            raise field_error(f"{where}.x", f"shape {x.shape}", "at least one token and one column")
+        first = hidden[0] if hidden else x
+        if x.shape != first.shape or x.dtype != first.dtype:
+            raise field_error(f"{where}.x", f"{x.dtype} {x.shape}", f"{first.dtype} {first.shape} as in layer 0")
         index, weight = fields.pop("edge_index"), fields.pop("edge_attr")
         if not isinstance(index, np.ndarray) or index.ndim != 2 or index.shape[0] != 2 or index.dtype.kind not in "iu":
-            found = f"shape {index.shape}" if isinstance(index, np.ndarray) else type(index).__name__
-            raise field_error(f"graphs[{k}].edge_index", found, "(2, E) integers")
+            raise field_error(f"{where}.edge_index", _found(index), "(2, E) integers")
         if not isinstance(weight, np.ndarray) or weight.shape not in ((index.shape[1], 1), (index.shape[1],)):
-            found = f"shape {weight.shape}" if isinstance(weight, np.ndarray) else type(weight).__name__
-            raise field_error(f"graphs[{k}].edge_attr", found, f"({index.shape[1]}, 1)")
-        weight = _float_array(weight.reshape(-1), f"graphs[{k}].edge_attr", 1, "(E, 1)")
-        nodes = fields.pop("num_nodes", None)
+            raise field_error(f"{where}.edge_attr", _found(weight), f"({index.shape[1]}, 1)")
+        weight = _float_array(weight.reshape(-1), f"{where}.edge_attr", 1, "(E, 1)")
+        nodes = fields.pop("num_nodes", len(x))
         if nodes is not None and (not isinstance(nodes, int | np.integer) or int(nodes) != len(x)):
-            raise field_error(f"graphs[{k}].num_nodes", str(nodes)[:40], str(len(x)))
+            raise field_error(f"{where}.num_nodes", str(nodes)[:40], str(len(x)))
         hidden.append(x)
         edges.append((index, weight))
         for name, value in fields.items():

@@ -6,7 +6,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from tracestore.errors import InvalidInputError, TruncatedFileError
+from tracestore.errors import InvalidInputError, TruncatedFileError, error_location
 from tracestore.ingest.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.formats import read_traces
 from tracestore.ingest.sources import Identity, SourceFile, fingerprint
@@ -56,18 +56,17 @@ def packed_traces(
     records = read_traces(source.path, source.name, need_attention=need_attention, scratch=scratch, is_ahead=is_ahead)
     with closing(records):  # type: ignore[type-var]
         for record in records:
-            try:
-                yield pack_record(
-                    record,
-                    attention=options.attention,
-                    keep_dtype=options.keep_dtype,
-                    scratch=scratch,
-                    can_alias=can_alias(),
-                )
-            except InvalidInputError as error:
-                raise error.with_location(source=source.name, position=record.position) from None
-            except TruncatedFileError:
-                raise InvalidInputError(TRUNCATED_WHILE_READING, source=source.name, position=record.position) from None
+            with error_location(source.name, record.position):
+                try:
+                    yield pack_record(
+                        record,
+                        attention=options.attention,
+                        keep_dtype=options.keep_dtype,
+                        scratch=scratch,
+                        can_alias=can_alias(),
+                    )
+                except TruncatedFileError:
+                    raise InvalidInputError(TRUNCATED_WHILE_READING) from None
             del record
 
 

@@ -40,12 +40,17 @@ def pickle_reader(
     SafeUnpickler
         It raises InvalidInputError for whatever it refuses.
     """
-    # One object for the whole pickle, however often a file names it.
-    loader = NestedTorchLoader(load_bytes)
+    # One loader for the whole pickle, however often a file names it.
+    allowed = ALLOWED | {("torch.storage", "_load_from_bytes"): NestedTorchLoader(load_bytes)}
 
     def find_class(module: Any, name: Any) -> SafeGlobal:
-        stand_in = _lookup(module, name)
-        return loader if isinstance(stand_in, NestedTorchLoader) else stand_in
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise InvalidInputError("a class is named by a value that is not a string")
+        if (module, name) not in allowed:
+            raise InvalidInputError(
+                f"names {f'{module}.{name}'[:200]!r}, which is not among the classes that a trace file may have"
+            )
+        return allowed[module, name]
 
     return SafeUnpickler(
         source,
@@ -56,14 +61,3 @@ def pickle_reader(
         retained_bytes=RETAINED_BYTES,
         retained_types=(SafeGlobal, PickledDtype),
     )
-
-
-def _lookup(module: Any, name: Any) -> SafeGlobal:
-    if not isinstance(module, str) or not isinstance(name, str):
-        raise InvalidInputError("a class is named by a value that is not a string")
-    stand_in = ALLOWED.get((module, name))
-    if stand_in is None:
-        raise InvalidInputError(
-            f"names {f'{module}.{name}'[:200]!r}, which is not among the classes that a trace file may have"
-        )
-    return stand_in

@@ -18,30 +18,19 @@ from tracestore.ingest.pickled_values import (
 )
 from tracestore.store.format.schema import BFLOAT16
 
-_DTYPES: dict[str, np.dtype] = {
-    "float16": np.dtype("<f2"),
-    "bfloat16": BFLOAT16,
-    "float32": np.dtype("<f4"),
-    "float64": np.dtype("<f8"),
-    "uint8": np.dtype("u1"),
-    "int8": np.dtype("i1"),
-    "int16": np.dtype("<i2"),
-    "int32": np.dtype("<i4"),
-    "int64": np.dtype("<i8"),
-    "bool": np.dtype("?"),
-}
-_STORAGES = {
-    "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16",
-    "FloatStorage": "float32",
-    "DoubleStorage": "float64",
-    "ByteStorage": "uint8",
-    "CharStorage": "int8",
-    "ShortStorage": "int16",
-    "IntStorage": "int32",
-    "LongStorage": "int64",
-    "BoolStorage": "bool",
-}
+# The dtypes of torch: name, storage class, dtype of NumPy.
+_DTYPES = (
+    ("float16", "HalfStorage", np.dtype("<f2")),
+    ("bfloat16", "BFloat16Storage", BFLOAT16),
+    ("float32", "FloatStorage", np.dtype("<f4")),
+    ("float64", "DoubleStorage", np.dtype("<f8")),
+    ("uint8", "ByteStorage", np.dtype("u1")),
+    ("int8", "CharStorage", np.dtype("i1")),
+    ("int16", "ShortStorage", np.dtype("<i2")),
+    ("int32", "IntStorage", np.dtype("<i4")),
+    ("int64", "LongStorage", np.dtype("<i8")),
+    ("bool", "BoolStorage", np.dtype("?")),
+)
 
 
 class PickledStorage(PickledValue):
@@ -229,7 +218,6 @@ GLOBALS: dict[tuple[str, str], SafeGlobal] = {
 }
 for _module in ("copyreg", "copy_reg"):  # Python 3 and 2
     GLOBALS[_module, "_reconstructor"] = SafeFunction("copyreg._reconstructor", _reconstructor)
-for _name, _dtype_name in _STORAGES.items():
-    GLOBALS["torch", _name] = StorageType(f"torch.{_name}", _DTYPES[_dtype_name])
-for _name, _dtype in _DTYPES.items():
+for _name, _storage, _dtype in _DTYPES:
     GLOBALS["torch", _name] = _TorchDtype(f"torch.{_name}", _dtype)
+    GLOBALS["torch", _storage] = StorageType(f"torch.{_storage}", _dtype)

@@ -46,11 +46,16 @@ class SafeClass(SafeGlobal):
 
 
 class SafeFunction(SafeGlobal):
-    """A function that a pickle may call; `function` takes the tuple of arguments."""
+    """A function that a pickle may call; `function` takes the tuple of arguments.
 
-    def __init__(self, name: str, function: Callable[[tuple[Any, ...]], Any]) -> None:
+    With `is_class` a pickle may also instantiate it.
+    """
+
+    def __init__(self, name: str, function: Callable[[tuple[Any, ...]], Any], *, is_class: bool = False) -> None:
         self.name = name
         self.call = function  # type: ignore[method-assign, assignment]
+        if is_class:
+            self.new = function  # type: ignore[method-assign, assignment]
 
 
 class PickledValue:
@@ -219,15 +224,10 @@ def _empty_bytes(args: tuple[Any, ...]) -> bytes:
     return b""
 
 
-class _OrderedDict(SafeGlobal):
-    name = "collections.OrderedDict"
-
-    def call(self, args: tuple[Any, ...]) -> dict[Any, Any]:
-        if args and not (len(args) == 1 and args[0] == []):
-            raise InvalidInputError("found an OrderedDict made from values")
-        return {}
-
-    new = call
+def _ordered_dict(args: tuple[Any, ...]) -> dict[Any, Any]:
+    if args and not (len(args) == 1 and args[0] == []):
+        raise InvalidInputError("found an OrderedDict made from values")
+    return {}
 
 
 OBJECT, NDARRAY = SafeClass("builtins.object"), SafeClass("numpy.ndarray")
@@ -236,7 +236,7 @@ GLOBALS: dict[tuple[str, str], SafeGlobal] = {
     ("numpy", "ndarray"): NDARRAY,
     ("numpy", "dtype"): SafeFunction("numpy.dtype", _dtype),
     ("_codecs", "encode"): SafeFunction("_codecs.encode", _encode),
-    ("collections", "OrderedDict"): _OrderedDict(),
+    ("collections", "OrderedDict"): SafeFunction("collections.OrderedDict", _ordered_dict, is_class=True),
 }
 for _module in ("builtins", "__builtin__"):  # Python 3 and 2
     GLOBALS[_module, "object"] = OBJECT

@@ -1,9 +1,8 @@
 """Read files of torch.save as data: the zip archive and the legacy stream."""
 
-import io
 import struct
 import zipfile
-from typing import Any
+from typing import IO, Any, cast
 
 from tracestore._core.mapping import MappedFile
 from tracestore._core.pickle import BufferReader
@@ -24,17 +23,11 @@ _ZIP64_COUNT = 0xFFFF  # the real count is in the zip64 record
 _ZIP64_SIZE = 0xFFFFFFFF  # the real size is in an extra field
 
 
-class _Window(io.RawIOBase):
-    """A seekable read-only file object over a mapped file, for zipfile."""
+class _Window:
+    """The part of a seekable file object that zipfile uses, over a mapped file."""
 
     def __init__(self, mapped: MappedFile) -> None:
         self._mapped, self._position = mapped, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
 
     def seek(self, offset: int, whence: int = 0) -> int:
         base = (0, self._position, len(self._mapped))[whence]
@@ -44,19 +37,18 @@ class _Window(io.RawIOBase):
     def tell(self) -> int:
         return self._position
 
-    def readinto(self, out: Any) -> int:
-        size = len(self._mapped)
-        data = self._mapped.read(min(self._position, size), min(self._position + len(out), size))
-        out[: len(data)] = data
+    def read(self, size: int = -1) -> bytes:
+        begin, end = min(self._position, len(self._mapped)), len(self._mapped)
+        data = self._mapped.read(begin, end if size < 0 else min(begin + size, end))
         self._position += len(data)
-        return len(data)
+        return data
 
 
 def _entries(mapped: MappedFile) -> dict[str, memoryview]:
     """Return the bytes of every entry by name, after comparing local and central headers."""
     view = memoryview(mapped)
     try:
-        infos = zipfile.ZipFile(_Window(mapped)).infolist()
+        infos = zipfile.ZipFile(cast(IO[bytes], _Window(mapped))).infolist()
     except (zipfile.BadZipFile, ValueError, struct.error, OSError, NotImplementedError, UnicodeDecodeError) as error:
         raise InvalidInputError(f"truncated or damaged .pt archive: {error}") from None
     if len(infos) > MAX_ENTRIES:
@@ -68,14 +60,15 @@ def _entries(mapped: MappedFile) -> dict[str, memoryview]:
     entries: dict[str, memoryview] = {}
     free = 0  # smallest offset at which the next entry may begin
     for info in sorted(infos, key=lambda info: info.header_offset):
+        entry = f"entry {info.filename[:100]!r}"
         if info.filename in entries:
-            raise InvalidInputError(f"entry {info.filename[:100]!r} appears twice")
+            raise InvalidInputError(f"{entry} appears twice")
         if info.flag_bits & ~_KNOWN_FLAGS or info.filename != info.orig_filename:
-            raise InvalidInputError(f"entry {info.filename[:100]!r} is not one that torch writes")
+            raise InvalidInputError(f"{entry} is not one that torch writes")
         if info.header_offset < free or (free == 0 and info.header_offset != 0):
-            raise InvalidInputError(f"entry {info.filename[:100]!r} overlaps another entry or unknown data")
+            raise InvalidInputError(f"{entry} overlaps another entry or unknown data")
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
-            raise InvalidInputError(f"entry {info.filename[:100]!r} is compressed; torch stores entries uncompressed")
+            raise InvalidInputError(f"{entry} is compressed; torch stores entries uncompressed")
         begin = info.header_offset
         if begin < 0 or begin + _LOCAL.size > len(view):
             raise InvalidInputError("an entry is outside the archive")
@@ -84,15 +77,15 @@ def _entries(mapped: MappedFile) -> dict[str, memoryview]:
         data = begin + _LOCAL.size + name_bytes + extra
         same = magic == b"PK\x03\x04" and flags == info.flag_bits and method == info.compress_type
         if not same or name != info.orig_filename.encode("utf-8" if flags & _BIT_UTF8 else "cp437"):
-            raise InvalidInputError(f"entry {info.filename[:100]!r}: its two headers differ")
+            raise InvalidInputError(f"{entry}: its two headers differ")
         end = data + info.file_size
         if end > len(view):
-            raise InvalidInputError(f"truncated: entry {info.filename[:100]!r} ends beyond the file")
+            raise InvalidInputError(f"truncated: {entry} ends beyond the file")
         free = end
         if flags & _BIT_DESCRIPTOR:
             _check_descriptor(view, end, info)
         elif crc != info.CRC or (size, full) not in ((info.file_size, info.file_size), (_ZIP64_SIZE, _ZIP64_SIZE)):
-            raise InvalidInputError(f"entry {info.filename[:100]!r}: its two headers differ")
+            raise InvalidInputError(f"{entry}: its two headers differ")
         entries[info.filename] = view[data:end]
     return entries
 
@@ -138,6 +131,14 @@ def _storage_key(key: Any) -> tuple[StorageType, str, int]:
     return key[1], key[2], key[4]
 
 
+def _add_storage(storages: dict[str, PickledStorage], name: str, storage: PickledStorage) -> PickledStorage:
+    """Return the storage of that name, which all persistent ids must describe alike."""
+    known = storages.setdefault(name, storage)
+    if known.dtype != storage.dtype or known.numel != storage.numel:
+        raise InvalidInputError(f"storage {name[:40]!r} is described in two ways")
+    return known
+
+
 def read_zip(mapped: MappedFile) -> Any:
     """Return the object in a zip archive; its tensors are byte ranges of the mapped file."""
     entries = _entries(mapped)
@@ -152,19 +153,13 @@ def read_zip(mapped: MappedFile) -> Any:
 
     def load(key: Any) -> PickledStorage:
         kind, name, numel = _storage_key(key)
-        if name not in storages:
-            data = entries.get(f"{prefix}data/{name}")
-            if data is None:
-                raise InvalidInputError(f"storage {name[:40]!r} is not in the archive")
-            storage = PickledStorage(kind.dtype, numel, data)
-            if storage.num_bytes != len(data):
-                raise InvalidInputError(
-                    f"storage {name[:40]!r}: found {len(data):,} bytes, expected {storage.num_bytes:,}"
-                )
-            storages[name] = storage
-        if storages[name].dtype != kind.dtype or storages[name].numel != numel:
-            raise InvalidInputError(f"storage {name[:40]!r} is described in two ways")
-        return storages[name]
+        data = entries.get(f"{prefix}data/{name}")
+        if data is None:
+            raise InvalidInputError(f"storage {name[:40]!r} is not in the archive")
+        storage = _add_storage(storages, name, PickledStorage(kind.dtype, numel, data))
+        if storage.num_bytes != len(data):
+            raise InvalidInputError(f"storage {name[:40]!r}: found {len(data):,} bytes, expected {storage.num_bytes:,}")
+        return storage
 
     source = BufferReader(entries[pickles[0]])
     result = pickle_reader(source, persistent_load=load).load()
@@ -194,10 +189,7 @@ def read_legacy(view: Any) -> Any:
             raise InvalidInputError("found a view of a storage, which only very old torch files have")
         if kind.dtype is None:
             raise InvalidInputError("found an untyped storage in a legacy torch file")
-        storage = storages.setdefault(name, PickledStorage(kind.dtype, numel))
-        if storage.dtype != kind.dtype or storage.numel != numel:
-            raise InvalidInputError(f"storage {name[:40]!r} is described in two ways")
-        return storage
+        return _add_storage(storages, name, PickledStorage(kind.dtype, numel))
 
     magic = pickle_reader(source).load()
     if type(magic) is not int or magic != LEGACY_MAGIC:
