@@ -8,28 +8,19 @@
 
 #define BLOCK 256
 
-static int any_nonzero(const unsigned char *row, size_t itemsize, size_t n)
+/* Return 1 if one of n values is neither zero nor minus zero. */
+static int any_nonzero(const unsigned char *values, size_t itemsize, size_t n)
 {
-    /* Sign bits are masked because minus zero counts as zero. */
-    if (itemsize == 2) {
-        const ts_u16_unaligned *v = (const ts_u16_unaligned *)row;
-        uint16_t any = 0;
-        for (size_t i = 0; i < n; i++)
-            any |= v[i];
-        return (any & 0x7fffu) != 0;
-    }
-    if (itemsize == 4) {
-        const ts_u32_unaligned *v = (const ts_u32_unaligned *)row;
-        uint32_t any = 0;
-        for (size_t i = 0; i < n; i++)
-            any |= v[i];
-        return (any & 0x7fffffffu) != 0;
-    }
-    const ts_u64_unaligned *v = (const ts_u64_unaligned *)row;
     uint64_t any = 0;
-    for (size_t i = 0; i < n; i++)
-        any |= v[i];
-    return (any & 0x7fffffffffffffffull) != 0;
+    size_t bytes = n * itemsize;
+    if (bytes < 8)
+        memcpy(&any, values, bytes);
+    else {
+        for (size_t k = 0; k < bytes / 8; k++)
+            any |= ((const ts_u64_unaligned *)values)[k];
+        any |= *(const ts_u64_unaligned *)(values + bytes - 8); /* may overlap the previous ones */
+    }
+    return (any & (itemsize == 2 ? 0x7fff7fff7fff7fffu : itemsize == 4 ? 0x7fffffff7fffffffu : INT64_MAX)) != 0;
 }
 
 /* Set `position` to the first non-zero entry above the diagonal of a matrix. Returns 0 if there is none. */
@@ -117,12 +108,10 @@ static void add_row(const void *row, enum ts_dtype dtype, size_t n, float *scrat
             sum[j] += wide[j];
         return;
     }
-    if (dtype == TS_F16)
-        ts_f16_to_f32(row, scratch, n);
-    else if (dtype == TS_BF16)
-        ts_bf16_to_f32(row, scratch, n);
-    else
+    if (dtype == TS_F32)
         values = row;
+    else
+        ts_to_f32(row, dtype, scratch, n);
     for (size_t j = 0; j < n; j++)
         sum[j] += (double)values[j];
 }
@@ -275,72 +264,4 @@ int ts_head_mean(const void *in, enum ts_dtype dtype, size_t H, size_t S, int ca
         out += n;
     }
     return TS_OK;
-}
-
-/* Return the k-th largest (k >= 1) of n values, none of them NaN. Reorders v. */
-static float kth_largest(float *v, size_t n, size_t k)
-{
-    size_t lo = 0, hi = n - 1, target = k - 1;
-    while (lo < hi) {
-        /* Hoare's partition, descending: v[lo..j] >= pivot >= v[j+1..hi], j < hi. */
-        float pivot = v[lo + (hi - lo) / 2];
-        size_t i = lo, j = hi;
-        for (;; i++, j--) {
-            while (v[i] > pivot) i++;
-            while (v[j] < pivot) j--;
-            if (i >= j) break;
-            float t = v[i]; v[i] = v[j]; v[j] = t;
-        }
-        if (target <= j)
-            hi = j;
-        else
-            lo = j + 1;
-    }
-    return v[target];
-}
-
-size_t ts_top_k_count(size_t n, double fraction)
-{
-    /* The margin keeps a product that should be an integer from being rounded up. */
-    double count = ceil(fraction * (double)n - 1e-9);
-    return count >= (double)n ? n : count < 1 ? 1 : (size_t)count;
-}
-
-int64_t ts_select_pairs(const float *weights, size_t n, struct ts_edge_rule rule, unsigned char *keep, float *scratch)
-{
-    int64_t kept = 0;
-    if (n == 0)
-        return 0;
-    if (!(rule.top_k_fraction > 0)) {
-        /* Compare in float64, so that the user's threshold is not rounded. */
-        for (size_t p = 0; p < n; p++) {
-            keep[p] = (double)weights[p] > rule.threshold;
-            kept += keep[p];
-        }
-        return kept;
-    }
-    size_t valid = 0;
-    for (size_t p = 0; p < n; p++)
-        if (!isnan(weights[p]))
-            scratch[valid++] = weights[p];
-    size_t k = ts_top_k_count(n, rule.top_k_fraction);
-    k = k < valid ? k : valid;
-    memset(keep, 0, n);
-    if (valid != 0) {
-        float limit = kth_largest(scratch, valid, k);
-        size_t above = 0;
-        for (size_t p = 0; p < n; p++)
-            above += weights[p] > limit;
-        size_t ties = k - above;
-        for (size_t p = 0; p < n; p++) {
-            if (weights[p] > limit) {
-                keep[p] = 1;
-            } else if (weights[p] == limit && ties > 0) {
-                keep[p] = 1;
-                ties--;
-            }
-            kept += keep[p];
-        }
-    }
-    return kept;
 }

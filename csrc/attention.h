@@ -1,5 +1,5 @@
 /**
- * Attention matrices: packed causal triangles, means over heads, selection of edges.
+ * Attention matrices: packed causal triangles and means over heads.
  *
  * A causal matrix of S tokens is stored as its lower triangle with the diagonal, row by row:
  * entry (i, j), j <= i, at position i (i + 1) / 2 + j; S (S + 1) / 2 entries. A square matrix is
@@ -63,25 +63,5 @@ int ts_mean_rows(const void *in, enum ts_dtype dtype, size_t H, size_t stride, s
  */
 TS_WARN_UNUSED
 int ts_head_mean(const void *in, enum ts_dtype dtype, size_t H, size_t S, int causal, uint16_t *out);
-
-/** The rule that selects edges from the pairs of a graph. */
-struct ts_edge_rule {
-    double threshold;      /* keep pairs with weight > threshold */
-    double top_k_fraction; /* if > 0: instead keep this fraction of the pairs, largest weights first */
-};
-
-/** Return how many of n pairs a top-k rule keeps if no weight is NaN. */
-size_t ts_top_k_count(size_t n, double fraction);
-
-/**
- * Select the pairs of one layer that become edges. NaN is never selected; ties of a top-k rule
- * are resolved by position.
- *
- * @param weights  n weights
- * @param keep     n flags, set to 0 or 1
- * @param scratch  n floats, written by a top-k rule only
- * @return the number of selected pairs
- */
-int64_t ts_select_pairs(const float *weights, size_t n, struct ts_edge_rule rule, unsigned char *keep, float *scratch);
 
 #endif

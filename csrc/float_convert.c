@@ -139,6 +139,16 @@ void ts_f32_to_f16(const ts_f32_unaligned *in, uint16_t *out, size_t n)
     TS_KERNEL(f32_to_f16)(in, out, n);
 }
 
+void ts_to_f32(const void *in, enum ts_dtype dtype, float *out, size_t n)
+{
+    if (dtype == TS_F16)
+        ts_f16_to_f32(in, out, n);
+    else if (dtype == TS_BF16)
+        ts_bf16_to_f32(in, out, n);
+    else
+        memcpy(out, in, n * sizeof *out);
+}
+
 #define BLOCK 512
 #define MAX_COUNT 32768 /* values that a 16-bit counter can count */
 

@@ -34,6 +34,9 @@ void ts_f32_to_f16(const ts_f32_unaligned *in, uint16_t *out, size_t n);
 /** Convert n values from bfloat16 to float32. */
 void ts_bf16_to_f32(const ts_u16_unaligned *in, float *out, size_t n);
 
+/** Convert n values of type TS_F16, TS_BF16 or TS_F32 to float32. */
+void ts_to_f32(const void *in, enum ts_dtype dtype, float *out, size_t n);
+
 /** Convert one value from float64 to float16 with a single rounding. */
 uint16_t ts_f64_to_f16(double value);
 

@@ -1,210 +1,17 @@
-// One module of over 400 lines, because its jobs share the static functions that plan and fill a batch.
 #include "gather.h"
 
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "attention.h"
 #include "error.h"
-#include "sigbus_guard.h"
-#include "parallel.h"
-#include "simd.h"
+#include "guarded_for.h"
 #include "stream.h"
 
-#define CHUNK_ITEMS ((size_t)1 << 17) /* items that a thread copies at a time */
-#define BLOCK 256                     /* pairs processed together */
-#define STAGE (4 * BLOCK)             /* edges buffered before they are streamed out */
-#define TABLE_TOKENS 1024             /* longest graph of the table of pairs: longer rows are fast without it */
-
-/* Set keep[p] to 1 where the order-preserving integer of a 16-bit weight lies in (limit, top]. Returns
- * the number of ones. */
-TS_INLINE size_t select16_body(const uint16_t *w, size_t n, int16_t limit, int16_t top, unsigned char *keep)
-{
-    unsigned kept = 0;
-    for (size_t p = 0; p < n; p++) {
-        int16_t bits = (int16_t)w[p];
-        int16_t ordered = (int16_t)(bits ^ ((bits >> 15) & 0x7fff));
-        unsigned char k = (unsigned char)((ordered > limit) & (ordered <= top));
-        keep[p] = k;
-        kept += k;
-    }
-    return kept;
-}
-
-/* The same for 32-bit weights. */
-TS_INLINE size_t select32_body(const uint32_t *w, size_t n, int32_t limit, int32_t top, unsigned char *keep)
-{
-    unsigned kept = 0;
-    for (size_t p = 0; p < n; p++) {
-        int32_t bits = (int32_t)w[p];
-        int32_t ordered = bits ^ ((bits >> 31) & 0x7fffffff);
-        unsigned char k = (unsigned char)((ordered > limit) & (ordered <= top));
-        keep[p] = k;
-        kept += k;
-    }
-    return kept;
-}
-
-TS_DEFINE_KERNEL(size_t, select16, (const uint16_t *w, size_t n, int16_t limit, int16_t top, unsigned char *keep),
-                 (w, n, limit, top, keep))
-TS_DEFINE_KERNEL(size_t, select32, (const uint32_t *w, size_t n, int32_t limit, int32_t top, unsigned char *keep),
-                 (w, n, limit, top, keep))
-
-/* out[k] = first + index[k], with non-temporal stores. n is a multiple of 8; out is aligned to a cache line. */
-static void add_offset_generic(const int32_t *index, size_t n, int64_t first, int64_t *out)
-{
-    for (size_t k = 0; k < n; k++)
-        out[k] = first + index[k];
-}
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-
-TS_TARGET_AVX2 static void add_offset_avx2(const int32_t *index, size_t n, int64_t first, int64_t *out)
-{
-    for (size_t k = 0; k < n; k += 4) {
-        __m256i wide = _mm256_cvtepi32_epi64(_mm_loadu_si128((const __m128i *)(index + k)));
-        _mm256_stream_si256((__m256i *)(out + k), _mm256_add_epi64(wide, _mm256_set1_epi64x(first)));
-    }
-}
-
-TS_TARGET_AVX512 static void add_offset_avx512(const int32_t *index, size_t n, int64_t first, int64_t *out)
-{
-    for (size_t k = 0; k < n; k += 8) {
-        __m512i wide = _mm512_cvtepi32_epi64(_mm256_loadu_si256((const __m256i *)(index + k)));
-        _mm512_stream_si512((__m512i *)(out + k), _mm512_add_epi64(wide, _mm512_set1_epi64(first)));
-    }
-}
-#endif
-
-static int is_pair_of_dtypes(enum ts_dtype in, enum ts_dtype out)
-{
-    return in != TS_F64 && (in == out || (out == TS_F32 && (in == TS_F16 || in == TS_BF16)));
-}
-
-/* Copy n items of type `in` to type `out`. */
-static void copy_items(unsigned char *dst, const unsigned char *src, size_t n, enum ts_dtype in, enum ts_dtype out)
-{
-    float wide[STAGE];
-    if (in == out) {
-        ts_stream_copy(dst, src, n * ts_dtype_bytes(in));
-        return;
-    }
-    for (size_t begin = 0; begin < n; begin += STAGE) {
-        size_t count = n - begin < STAGE ? n - begin : STAGE;
-        const uint16_t *narrow = (const uint16_t *)src + begin;
-        if (in == TS_F16)
-            ts_f16_to_f32(narrow, wide, count);
-        else
-            ts_bf16_to_f32(narrow, wide, count);
-        ts_stream_copy(dst + begin * 4, wide, count * 4);
-    }
-}
-
-/* The result of the ranges of a job: TS_OK or one of their errors. */
-struct outcome {
-    int status;
-    const void *fault;
-};
-
-static void set_error(struct outcome *outcome, int code)
-{
-    if (code == TS_ERR_FAULT)
-        __atomic_store_n(&outcome->fault, ts_sigbus_fault(), __ATOMIC_RELAXED);
-    __atomic_store_n(&outcome->status, code, __ATOMIC_RELAXED);
-}
-
-static int get_status(const struct outcome *outcome)
-{
-    /* A fault takes precedence: errors of other ranges may follow from the zeros at the end of the file. */
-    if (outcome->fault == NULL)
-        return outcome->status;
-    ts_sigbus_set_fault(outcome->fault);
-    return TS_ERR_FAULT;
-}
-
-/* A range of a job that reads file mappings. It owns what the work on it allocates, so that memory is
- * freed even if a fault ends the work. */
-struct range {
-    void *job;
-    size_t begin, end;
-    unsigned char *keep; /* (capacity,) */
-    float *values;       /* (2 * capacity,) */
-    size_t capacity;
-};
-
-static void run_range(int (*work)(void *), void *job, size_t begin, size_t end, struct outcome *outcome)
-{
-    struct range range = {.job = job, .begin = begin, .end = end};
-    int ret = ts_sigbus_guard(work, &range);
-    if (ret != TS_OK)
-        set_error(outcome, ret);
-    free(range.keep);
-    free(range.values);
-    ts_stream_fence();
-}
-
-static int reserve(struct range *range, size_t n)
-{
-    if (n <= range->capacity)
-        return TS_OK;
-    free(range->keep);
-    free(range->values);
-    range->keep = malloc(n);
-    range->values = malloc(2 * n * sizeof *range->values);
-    range->capacity = range->keep != NULL && range->values != NULL ? n : 0;
-    return range->capacity != 0 ? TS_OK : TS_ERR_NOMEM;
-}
-
-struct copy_job {
-    const struct ts_copy *copies;
-    enum ts_dtype in, out;
-    struct outcome outcome;
-};
-
-static int run_copies(void *context)
-{
-    const struct range *range = context;
-    const struct copy_job *job = range->job;
-    for (size_t i = range->begin; i < range->end; i++)
-        copy_items(job->copies[i].dst, job->copies[i].src, job->copies[i].items, job->in, job->out);
-    return TS_OK;
-}
-
-static void copy_range(void *context, size_t begin, size_t end)
-{
-    struct copy_job *job = context;
-    run_range(run_copies, job, begin, end, &job->outcome);
-}
-
-int ts_copy_many(const struct ts_copy *copies, size_t n, enum ts_dtype in, enum ts_dtype out, int num_threads)
-{
-    if (!is_pair_of_dtypes(in, out))
-        return TS_ERR_DTYPE;
-    struct copy_job job = {copies, in, out, {TS_OK, NULL}};
-    if (num_threads < 2) {
-        copy_range(&job, 0, n);
-        return get_status(&job.outcome);
-    }
-    size_t count = 0;
-    for (size_t i = 0; i < n; i++)
-        count += copies[i].items / CHUNK_ITEMS + 1;
-    struct ts_copy *chunks = malloc((count + 1) * sizeof *chunks);
-    if (chunks == NULL)
-        return TS_ERR_NOMEM;
-    count = 0;
-    for (size_t i = 0; i < n; i++)
-        for (size_t done = 0; done < copies[i].items; done += CHUNK_ITEMS) {
-            size_t left = copies[i].items - done;
-            chunks[count++] = (struct ts_copy){copies[i].src + done * ts_dtype_bytes(in),
-                                               copies[i].dst + done * ts_dtype_bytes(out),
-                                               left < CHUNK_ITEMS ? left : CHUNK_ITEMS};
-        }
-    job.copies = chunks;
-    ts_parallel_for(count, 1, num_threads, copy_range, &job);
-    free(chunks);
-    return get_status(&job.outcome);
-}
+#define BLOCK 256         /* pairs processed together */
+#define STAGE (4 * BLOCK) /* edges buffered before they are streamed out */
+#define TABLE_TOKENS 1024 /* longest graph of the table of pairs: longer rows are fast without it */
 
 size_t ts_num_pairs(const struct ts_graph *graph)
 {
@@ -218,22 +25,18 @@ size_t ts_num_pairs(const struct ts_graph *graph)
 struct graph_job {
     struct ts_graph *graphs;
     const struct ts_edge_options *options;
-    size_t (*select16)(const uint16_t *, size_t, int16_t, int16_t, unsigned char *);
-    size_t (*select32)(const uint32_t *, size_t, int32_t, int32_t, unsigned char *);
-    int32_t limit, top;             /* the rule as order-preserving integers */
+    struct ts_weight_range weights; /* what a threshold keeps */
     const int32_t *row, *column;    /* (i, j) of the pairs of causal graphs of up to table_tokens tokens */
     size_t table_tokens;
     int64_t *source, *target;
     unsigned char *weight;
     const size_t *starts;           /* first pair of each graph in `weight` */
     size_t num_heads;
-    struct outcome outcome;
 };
 
-static int average_heads(void *context)
+static int average_heads(struct ts_range *range)
 {
-    const struct range *range = context;
-    struct graph_job *job = range->job;
+    struct graph_job *job = range->context;
     int status = TS_OK;
     for (size_t g = range->begin; g < range->end; g++) {
         size_t pairs = ts_num_pairs(&job->graphs[g]);
@@ -244,12 +47,6 @@ static int average_heads(void *context)
         job->graphs[g].weights = (const unsigned char *)out;
     }
     return status;
-}
-
-static void average_range(void *context, size_t begin, size_t end)
-{
-    struct graph_job *job = context;
-    run_range(average_heads, job, begin, end, &job->outcome);
 }
 
 static size_t *pair_starts(const struct ts_graph *graphs, size_t n)
@@ -266,80 +63,25 @@ static size_t *pair_starts(const struct ts_graph *graphs, size_t n)
 int ts_average_heads(struct ts_graph *graphs, size_t n, enum ts_dtype dtype, size_t H, uint16_t *out, int num_threads)
 {
     struct ts_edge_options options = {dtype, TS_F16, {0, 0}};
-    struct graph_job job = {.graphs = graphs, .options = &options, .weight = (unsigned char *)out, .num_heads = H};
     size_t *starts = pair_starts(graphs, n);
     if (starts == NULL)
         return TS_ERR_NOMEM;
-    job.starts = starts;
-    ts_parallel_for(n, 1, num_threads, average_range, &job);
+    struct graph_job job = {.graphs = graphs, .options = &options, .weight = (unsigned char *)out, .num_heads = H,
+                            .starts = starts};
+    int ret = ts_guarded_for(n, 1, num_threads, average_heads, &job);
     free(starts);
-    return get_status(&job.outcome);
+    return ret;
 }
 
-/* Map the bits of a float to an integer of the same order. The function is its own inverse. */
-static int32_t to_ordered(uint32_t bits, enum ts_dtype dtype)
+static size_t select_block(const struct graph_job *job, const struct ts_graph *graph, size_t first, size_t n,
+                           unsigned char *keep)
 {
-    int32_t s = dtype == TS_F32 ? (int32_t)bits : (int16_t)bits;
-    return s ^ ((s >> 31) & (dtype == TS_F32 ? 0x7fffffff : 0x7fff));
+    return ts_select_in_range(&job->weights, graph->weights + first * ts_dtype_bytes(job->options->in), n, keep);
 }
 
-static double from_ordered(int32_t integer, enum ts_dtype dtype)
+static int count_edges(struct ts_range *range)
 {
-    uint32_t bits = (uint32_t)to_ordered((uint32_t)integer, dtype);
-    uint16_t narrow = (uint16_t)bits;
-    float wide;
-    if (dtype == TS_F32)
-        memcpy(&wide, &bits, 4);
-    else if (dtype == TS_BF16)
-        ts_bf16_to_f32(&narrow, &wide, 1);
-    else
-        wide = ts_f16_to_f32_portable(narrow);
-    return (double)wide;
-}
-
-static uint32_t infinity_bits(enum ts_dtype dtype)
-{
-    return dtype == TS_F32 ? 0x7f800000u : dtype == TS_BF16 ? 0x7f80u : 0x7c00u;
-}
-
-/* Set the range of integers that are kept: above `limit` and up to `top`, which is infinity and so
- * excludes NaN. A top-k rule keeps every number here. */
-static void set_rule(struct graph_job *job)
-{
-    enum ts_dtype dtype = job->options->in;
-    uint32_t infinity = infinity_bits(dtype), sign = dtype == TS_F32 ? 0x80000000u : 0x8000u;
-    int32_t lo = to_ordered(infinity | sign, dtype);
-    job->select16 = TS_KERNEL(select16);
-    job->select32 = TS_KERNEL(select32);
-    job->top = (int32_t)infinity;
-    job->limit = lo - 1;
-    if (job->options->rule.top_k_fraction > 0)
-        return;
-    int32_t hi = job->top;
-    double threshold = job->options->rule.threshold;
-    if (isnan(threshold))
-        lo = hi;
-    while (lo < hi) { /* find the last integer whose value does not exceed the threshold */
-        int32_t middle = (int32_t)((int64_t)lo + ((int64_t)hi - lo + 1) / 2);
-        if (from_ordered(middle, dtype) <= threshold)
-            lo = middle;
-        else
-            hi = middle - 1;
-    }
-    job->limit = lo;
-}
-
-static size_t select_block(const struct graph_job *job, const unsigned char *weights, size_t first, size_t n, unsigned char *keep)
-{
-    if (job->options->in == TS_F32)
-        return job->select32((const uint32_t *)weights + first, n, job->limit, job->top, keep);
-    return job->select16((const uint16_t *)weights + first, n, (int16_t)job->limit, (int16_t)job->top, keep);
-}
-
-static int count_edges(void *context)
-{
-    const struct range *range = context;
-    struct graph_job *job = range->job;
+    struct graph_job *job = range->context;
     unsigned char keep[BLOCK];
     for (size_t g = range->begin; g < range->end; g++) {
         struct ts_graph *graph = &job->graphs[g];
@@ -347,7 +89,7 @@ static int count_edges(void *context)
         if (graph->pairs != NULL)
             continue;
         for (size_t p = 0; p < pairs; p += BLOCK)
-            kept += select_block(job, graph->weights, p, pairs - p < BLOCK ? pairs - p : BLOCK, keep);
+            kept += select_block(job, graph, p, pairs - p < BLOCK ? pairs - p : BLOCK, keep);
         if (job->options->rule.top_k_fraction > 0) {
             size_t k = ts_top_k_count(pairs, job->options->rule.top_k_fraction);
             kept = k < kept ? k : kept;
@@ -357,20 +99,13 @@ static int count_edges(void *context)
     return TS_OK;
 }
 
-static void count_range(void *context, size_t begin, size_t end)
-{
-    struct graph_job *job = context;
-    run_range(count_edges, job, begin, end, &job->outcome);
-}
-
 int ts_count_edges(struct ts_graph *graphs, size_t n, const struct ts_edge_options *options, int num_threads)
 {
-    struct graph_job job = {.graphs = graphs, .options = options};
-    if (!is_pair_of_dtypes(options->in, options->out))
+    if (!ts_can_copy(options->in, options->out))
         return TS_ERR_DTYPE;
-    set_rule(&job);
-    ts_parallel_for(n, 4, num_threads, count_range, &job);
-    return get_status(&job.outcome);
+    struct graph_job job = {.graphs = graphs, .options = options,
+                            .weights = ts_weight_range(options->rule, options->in)};
+    return ts_guarded_for(n, 4, num_threads, count_edges, &job);
 }
 
 /* Write (i, j) of the pairs [first, first + n) of a graph. */
@@ -425,10 +160,8 @@ static void flush(const struct graph_job *job, struct stage *stage, int is_last)
     size_t n = stage->num_weights;
     if (in == out)
         ts_stream_copy(stage->weights_dst, stage->weights, n * ts_dtype_bytes(in));
-    else if (in == TS_F16)
-        ts_f16_to_f32((const uint16_t *)stage->weights, (float *)stage->weights_dst, n);
     else
-        ts_bf16_to_f32((const uint16_t *)stage->weights, (float *)stage->weights_dst, n);
+        ts_to_f32(stage->weights, in, (float *)stage->weights_dst, n);
     stage->weights_dst += n * ts_dtype_bytes(out);
     stage->num_weights = 0;
     flush_lane(&stage->source, is_last);
@@ -448,7 +181,7 @@ static void append_all(struct lane *lane, const int32_t *index, size_t n, int64_
         return;
     flush_lane(lane, 1);
     size_t lines = (n - head) & ~(size_t)7;
-    TS_KERNEL(add_offset)(index + head, lines, first, lane->dst);
+    ts_stream_add_offset(index + head, lines, first, lane->dst);
     lane->dst += lines;
     for (size_t k = head + lines; k < n; k++)
         lane->values[lane->n++] = first + index[k];
@@ -485,20 +218,14 @@ static int append_edges(const struct graph_job *job, struct stage *stage, const 
         int64_t *source = stage->source.values + stage->source.n, *target = stage->target.values + stage->target.n;
         /* Write every pair, but advance only past the kept ones: no branch to mispredict. */
         size_t e = 0;
-        if (itemsize == 2) {
-            uint16_t *out = (uint16_t *)stage->weights + stage->num_weights;
-            for (size_t k = 0; k < n; e += keep[k++]) {
-                source[e] = graph->first_node + column[k];
-                target[e] = graph->first_node + row[k];
-                out[e] = ((const uint16_t *)weights)[k];
-            }
-        } else {
-            uint32_t *out = (uint32_t *)stage->weights + stage->num_weights;
-            for (size_t k = 0; k < n; e += keep[k++]) {
-                source[e] = graph->first_node + column[k];
-                target[e] = graph->first_node + row[k];
-                out[e] = ((const uint32_t *)weights)[k];
-            }
+        unsigned char *out = stage->weights + stage->num_weights * itemsize;
+        for (size_t k = 0; k < n; e += keep[k++]) {
+            source[e] = graph->first_node + column[k];
+            target[e] = graph->first_node + row[k];
+            if (itemsize == 2)
+                ((uint16_t *)out)[e] = ((const uint16_t *)weights)[k];
+            else
+                ((uint32_t *)out)[e] = ((const uint32_t *)weights)[k];
         }
         stage->source.n += kept;
         stage->target.n += kept;
@@ -509,33 +236,30 @@ static int append_edges(const struct graph_job *job, struct stage *stage, const 
     return TS_OK;
 }
 
-/* Set range->keep for a whole graph by a top-k rule. Returns the number of kept pairs or an error code. */
-static int64_t select_top_k(struct range *range, const struct ts_graph *graph)
+/* Select the pairs of a graph by a top-k rule. Returns their flags in the scratch memory of the range, or NULL. */
+static unsigned char *select_top_k(struct ts_range *range, const struct ts_graph *graph)
 {
-    const struct graph_job *job = range->job;
+    const struct graph_job *job = range->context;
     size_t pairs = ts_num_pairs(graph);
-    if (reserve(range, pairs) != TS_OK)
-        return TS_ERR_NOMEM;
-    if (job->options->in == TS_F32)
-        memcpy(range->values, graph->weights, pairs * sizeof *range->values);
-    else if (job->options->in == TS_F16)
-        ts_f16_to_f32((const uint16_t *)graph->weights, range->values, pairs);
-    else
-        ts_bf16_to_f32((const uint16_t *)graph->weights, range->values, pairs);
-    return ts_select_pairs(range->values, pairs, job->options->rule, range->keep, range->values + pairs);
+    float *values = ts_range_scratch(range, pairs * (2 * sizeof *values + 1));
+    if (values == NULL)
+        return NULL;
+    unsigned char *keep = (unsigned char *)(values + 2 * pairs);
+    ts_to_f32(graph->weights, job->options->in, values, pairs);
+    ts_select_top_k(values, pairs, job->options->rule.top_k_fraction, keep, values + pairs);
+    return keep;
 }
 
-static int fill_graph(struct range *range, const struct ts_graph *graph, struct stage *stage)
+static int fill_graph(struct ts_range *range, const struct ts_graph *graph, struct stage *stage)
 {
-    const struct graph_job *job = range->job;
+    const struct graph_job *job = range->context;
     size_t pairs = ts_num_pairs(graph);
     unsigned char block[BLOCK], *selected = NULL;
     int64_t total = 0;
     if (job->options->rule.top_k_fraction > 0 && pairs > 0 && graph->pairs == NULL) {
-        int64_t kept = select_top_k(range, graph);
-        if (kept < 0)
-            return (int)kept;
-        selected = range->keep;
+        selected = select_top_k(range, graph);
+        if (selected == NULL)
+            return TS_ERR_NOMEM;
     }
     for (size_t p = 0; p < pairs; p += BLOCK) {
         size_t n = pairs - p < BLOCK ? pairs - p : BLOCK, kept = 0;
@@ -543,7 +267,7 @@ static int fill_graph(struct range *range, const struct ts_graph *graph, struct 
         if (graph->pairs != NULL) {
             kept = n;
         } else if (selected == NULL) {
-            kept = select_block(job, graph->weights, p, n, block);
+            kept = select_block(job, graph, p, n, block);
         } else {
             keep = selected + p;
             for (size_t k = 0; k < n; k++)
@@ -559,10 +283,9 @@ static int fill_graph(struct range *range, const struct ts_graph *graph, struct 
     return total == graph->num_edges ? TS_OK : TS_ERR_BOUNDS;
 }
 
-static int fill_graphs(void *context)
+static int fill_graphs(struct ts_range *range)
 {
-    struct range *range = context;
-    struct graph_job *job = range->job;
+    struct graph_job *job = range->context;
     int64_t first = job->graphs[range->begin].first_edge;
     struct stage stage;
     stage.source.n = stage.target.n = stage.num_weights = 0;
@@ -576,12 +299,6 @@ static int fill_graphs(void *context)
     }
     flush(job, &stage, 1);
     return TS_OK;
-}
-
-static void fill_range(void *context, size_t begin, size_t end)
-{
-    struct graph_job *job = context;
-    run_range(fill_graphs, job, begin, end, &job->outcome);
 }
 
 static int32_t *make_table(struct graph_job *job, size_t n)
@@ -605,38 +322,37 @@ static int32_t *make_table(struct graph_job *job, size_t n)
 int ts_fill_edges(const struct ts_graph *graphs, size_t n, const struct ts_edge_options *options, int num_threads,
                   int64_t *source, int64_t *target, unsigned char *weight)
 {
-    struct graph_job job = {.graphs = (struct ts_graph *)graphs, .options = options,
-                            .source = source, .target = target, .weight = weight};
-    if (!is_pair_of_dtypes(options->in, options->out))
+    if (!ts_can_copy(options->in, options->out))
         return TS_ERR_DTYPE;
-    set_rule(&job);
+    struct graph_job job = {.graphs = (struct ts_graph *)graphs, .options = options,
+                            .weights = ts_weight_range(options->rule, options->in),
+                            .source = source, .target = target, .weight = weight};
     int32_t *table = make_table(&job, n);
     if (table == NULL)
         return TS_ERR_NOMEM;
     /* A few long ranges per thread, so that few cache lines are shared by two ranges. */
     size_t grain = num_threads < 2 ? n : n / (8 * (size_t)num_threads) + 1;
-    ts_parallel_for(n, grain, num_threads, fill_range, &job);
+    int ret = ts_guarded_for(n, grain, num_threads, fill_graphs, &job);
     free(table);
-    return get_status(&job.outcome);
+    return ret;
 }
 
-static int pack_graphs(void *context)
+static int pack_graphs(struct ts_range *range)
 {
-    struct range *range = context;
-    struct graph_job *job = range->job;
+    struct graph_job *job = range->context;
     enum ts_dtype in = job->options->in, out = job->options->out;
     for (size_t g = range->begin; g < range->end; g++) {
         size_t pairs = ts_num_pairs(&job->graphs[g]);
         unsigned char *dst = job->weight + job->starts[g] * ts_dtype_bytes(out);
         if (job->graphs[g].weights != dst)
-            copy_items(dst, job->graphs[g].weights, pairs, in, out);
+            ts_copy_items(dst, job->graphs[g].weights, pairs, in, out);
         if (!(job->options->rule.top_k_fraction > 0) || pairs == 0)
             continue;
-        int64_t kept = select_top_k(range, &job->graphs[g]);
-        if (kept < 0)
-            return (int)kept;
+        const unsigned char *keep = select_top_k(range, &job->graphs[g]);
+        if (keep == NULL)
+            return TS_ERR_NOMEM;
         for (size_t p = 0; p < pairs; p++)
-            if (!range->keep[p]) {
+            if (!keep[p]) {
                 if (out == TS_F32)
                     ((float *)dst)[p] = NAN;
                 else
@@ -646,23 +362,16 @@ static int pack_graphs(void *context)
     return TS_OK;
 }
 
-static void pack_range(void *context, size_t begin, size_t end)
-{
-    struct graph_job *job = context;
-    run_range(pack_graphs, job, begin, end, &job->outcome);
-}
-
 int ts_pack_graphs(const struct ts_graph *graphs, size_t n, const struct ts_edge_options *options, int num_threads,
                    unsigned char *out)
 {
-    struct graph_job job = {.graphs = (struct ts_graph *)graphs, .options = options, .weight = out};
-    if (!is_pair_of_dtypes(options->in, options->out))
+    if (!ts_can_copy(options->in, options->out))
         return TS_ERR_DTYPE;
     size_t *starts = pair_starts(graphs, n);
     if (starts == NULL)
         return TS_ERR_NOMEM;
-    job.starts = starts;
-    ts_parallel_for(n, 4, num_threads, pack_range, &job);
+    struct graph_job job = {.graphs = (struct ts_graph *)graphs, .options = options, .weight = out, .starts = starts};
+    int ret = ts_guarded_for(n, 4, num_threads, pack_graphs, &job);
     free(starts);
-    return get_status(&job.outcome);
+    return ret;
 }

@@ -1,5 +1,5 @@
 /**
- * Assembly of batches: parallel copies, edge lists and packed attention.
+ * Graphs of a batch: edge lists or packed weights, from stored attention.
  *
  * Sources and destinations belong to the caller and do not overlap; no state is kept between
  * calls. The output depends on the arguments alone, never on the number of threads. Sources may
@@ -13,25 +13,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "attention.h"
-
-/** One contiguous copy. */
-struct ts_copy {
-    const unsigned char *src;
-    unsigned char *dst;
-    size_t items;
-};
-
-/**
- * Copy items, converting their type.
- *
- * @param copies  n copies
- * @param in      type of the sources
- * @param out     type of the destinations: `in`, or TS_F32 if `in` is TS_F16 or TS_BF16
- * @return TS_ERR_DTYPE for any other pair of types, TS_ERR_NOMEM, TS_ERR_FAULT
- */
-TS_WARN_UNUSED
-int ts_copy_many(const struct ts_copy *copies, size_t n, enum ts_dtype in, enum ts_dtype out, int num_threads);
+#include "copy.h"
+#include "edge_rule.h"
 
 /** One graph of a batch: one layer of one trace. */
 struct ts_graph {
@@ -47,7 +30,7 @@ struct ts_graph {
 
 /** How stored weights become edges. */
 struct ts_edge_options {
-    enum ts_dtype in, out; /* stored type and output type, as for ts_copy_many() */
+    enum ts_dtype in, out; /* stored type and output type, see ts_can_copy() */
     struct ts_edge_rule rule;
 };
 

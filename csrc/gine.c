@@ -100,12 +100,7 @@ static void load_weights(const struct ts_gine *g, size_t first, size_t n, double
             memcpy(out + done, (const double *)g->weights + start, count * sizeof *out);
             continue;
         }
-        if (g->weight_dtype == TS_F16)
-            ts_f16_to_f32((const uint16_t *)g->weights + start, narrow, count);
-        else if (g->weight_dtype == TS_BF16)
-            ts_bf16_to_f32((const uint16_t *)g->weights + start, narrow, count);
-        else
-            memcpy(narrow, (const float *)g->weights + start, count * sizeof *narrow);
+        ts_to_f32((const unsigned char *)g->weights + start * ts_dtype_bytes(g->weight_dtype), g->weight_dtype, narrow, count);
         for (size_t c = 0; c < count; c++)
             out[done + c] = narrow[c];
     }

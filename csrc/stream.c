@@ -3,8 +3,32 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "simd.h"
+
+static void add_offset_generic(const int32_t *index, size_t n, int64_t first, int64_t *out)
+{
+    for (size_t k = 0; k < n; k++)
+        out[k] = first + index[k];
+}
+
 #if defined(__x86_64__)
 #include <immintrin.h>
+
+TS_TARGET_AVX2 static void add_offset_avx2(const int32_t *index, size_t n, int64_t first, int64_t *out)
+{
+    for (size_t k = 0; k < n; k += 4) {
+        __m256i wide = _mm256_cvtepi32_epi64(_mm_loadu_si128((const __m128i *)(index + k)));
+        _mm256_stream_si256((__m256i *)(out + k), _mm256_add_epi64(wide, _mm256_set1_epi64x(first)));
+    }
+}
+
+TS_TARGET_AVX512 static void add_offset_avx512(const int32_t *index, size_t n, int64_t first, int64_t *out)
+{
+    for (size_t k = 0; k < n; k += 8) {
+        __m512i wide = _mm512_cvtepi32_epi64(_mm256_loadu_si256((const __m256i *)(index + k)));
+        _mm512_stream_si512((__m512i *)(out + k), _mm512_add_epi64(wide, _mm512_set1_epi64(first)));
+    }
+}
 
 #define LINE 64
 /* Distance of the prefetch in bytes. The non-temporal hint keeps data that is read once out of the
@@ -44,3 +68,8 @@ void ts_stream_fence(void) { _mm_sfence(); }
 void ts_stream_copy(void *dst, const void *src, size_t n) { memcpy(dst, src, n); }
 void ts_stream_fence(void) {}
 #endif
+
+void ts_stream_add_offset(const int32_t *index, size_t n, int64_t first, int64_t *out)
+{
+    TS_KERNEL(add_offset)(index, n, first, out);
+}

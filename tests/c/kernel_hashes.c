@@ -8,7 +8,9 @@
 #include <string.h>
 
 #include "attention.h"
+#include "copy.h"
 #include "crc32c.h"
+#include "edge_rule.h"
 #include "error.h"
 #include "float_convert.h"
 #include "gather.h"
@@ -229,7 +231,10 @@ static uint64_t select_pairs(void)
     for (size_t i = 0; i < N; i++)
         weights[i] = i % 101 == 3 ? NAN : (float)(draw() % 64) / 64.0f - 0.25f; /* with ties */
     for (size_t r = 0; r < NUM_RULES; r++) {
-        hash = add_number(hash, ts_select_pairs(weights, N, rules[r], keep, scratch));
+        struct ts_weight_range range = ts_weight_range(rules[r], TS_F32);
+        size_t kept = rules[r].top_k_fraction > 0 ? ts_select_top_k(weights, N, rules[r].top_k_fraction, keep, scratch)
+                                                  : ts_select_in_range(&range, weights, N, keep);
+        hash = add_number(hash, (int64_t)kept);
         hash = add(hash, keep, N);
     }
     free(weights), free(scratch), free(keep);

@@ -1,5 +1,3 @@
-#include <math.h>
-
 #include "attention.h"
 #include "test_core.h"
 
@@ -55,20 +53,8 @@ static void test_mean_rows(void)
     }
 }
 
-static void test_select_pairs(void)
-{
-    float weights[7] = {0.5f, 0.1f, 0.5f, NAN, 0.9f, 0.5f, 0.0f};
-    unsigned char keep[7];
-    float scratch[7];
-    struct ts_edge_rule above = {0.2, 0}, top = {0, 3.0 / 7}, all = {0, 1};
-    CHECK(ts_select_pairs(weights, 7, above, keep, scratch) == 4 && !keep[1] && !keep[3]);
-    CHECK(ts_select_pairs(weights, 7, top, keep, scratch) == 3 && keep[4] && keep[0] && keep[2] && !keep[5]);
-    CHECK(ts_select_pairs(weights, 7, all, keep, scratch) == 6 && !keep[3]);
-}
-
 void test_attention(void)
 {
     at_every_simd_level(test_triangles);
     test_mean_rows();
-    at_every_simd_level(test_select_pairs);
 }

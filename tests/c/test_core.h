@@ -64,11 +64,14 @@ static inline unsigned char *map_truncated_file(struct ts_map *map, off_t length
 }
 
 void test_attention(void);
+void test_copy(void);
 void test_crc32c(void);
+void test_edge_rule(void);
 void test_error(void);
 void test_float_convert(void);
 void test_gather(void);
 void test_gine(void);
+void test_guarded_for(void);
 void test_huge_alloc(void);
 void test_index(void);
 void test_map(void);

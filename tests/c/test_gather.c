@@ -73,28 +73,6 @@ static void test_many_edges(void)
     free(weights);
 }
 
-static void test_copies(void)
-{
-    enum { N = 300001 };
-    uint16_t *in = malloc(N * 2), *out = malloc(N * 2);
-    float *wide = malloc(N * 4);
-    for (int i = 0; i < N; i++)
-        in[i] = (uint16_t)(i % 0x7c00);
-    for (int threads = 1; threads < 4; threads += 2) {
-        struct ts_copy copies[2] = {{(unsigned char *)in, (unsigned char *)out, 77},
-                                    {(unsigned char *)(in + 77), (unsigned char *)(out + 77), N - 77}};
-        memset(out, 0, N * 2);
-        CHECK(ts_copy_many(copies, 2, TS_F16, TS_F16, threads) == TS_OK && memcmp(in, out, N * 2) == 0);
-        copies[0].dst = (unsigned char *)wide;
-        copies[1].dst = (unsigned char *)(wide + 77);
-        CHECK(ts_copy_many(copies, 2, TS_F16, TS_F32, threads) == TS_OK);
-        for (int i = 0; i < N; i++)
-            CHECK(wide[i] == ts_f16_to_f32_portable(in[i]));
-        CHECK(ts_copy_many(copies, 2, TS_F32, TS_F16, threads) == TS_ERR_DTYPE);
-    }
-    free(in), free(out), free(wide);
-}
-
 /* Stored edges with nodes outside their graph, in a full and in a partial block. */
 static void test_edges_outside(void)
 {
@@ -130,12 +108,8 @@ static void test_gather_faults(void)
         stored[g] = (struct ts_graph){.weights = base, .num_tokens = (size_t)1 << 40, .pairs = (int32_t *)(base + g * 1000),
                                       .first_edge = g * P, .num_edges = P};
     }
-    struct ts_copy copies[2] = {{base, (unsigned char *)weights, 2000}, {base + 4000, (unsigned char *)(weights + 2000), 3000}};
     for (int threads = 1; threads < 4; threads++) {
         struct ts_edge_options options = {TS_F16, TS_F16, {0, 0}}, wide = {TS_F16, TS_F32, {0, 1}};
-        CHECK(ts_copy_many(copies, 1, TS_F16, TS_F16, threads) == TS_OK);
-        CHECK(ts_copy_many(copies, 2, TS_F16, TS_F16, threads) == TS_ERR_FAULT && ts_sigbus_fault() >= (void *)(base + 8192));
-        CHECK(ts_copy_many(copies, 2, TS_F16, TS_F32, threads) == TS_ERR_FAULT);
         CHECK(ts_fill_edges(graphs, 4, &options, threads, source, target, (unsigned char *)weights) == TS_OK);
         CHECK(ts_fill_edges(graphs, G, &options, threads, source, target, (unsigned char *)weights) == TS_ERR_FAULT);
         CHECK(ts_fill_edges(graphs, G, &wide, threads, source, target, (unsigned char *)weights) == TS_ERR_FAULT);
@@ -156,7 +130,6 @@ void test_gather(void)
 {
     at_every_simd_level(test_edges);
     at_every_simd_level(test_many_edges);
-    test_copies();
     test_edges_outside();
     test_gather_faults();
 }

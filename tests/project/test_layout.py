@@ -172,6 +172,12 @@ def test_tests_mirror_the_packages():
         assert list((TESTS / TESTED_ELSEWHERE.get(name, name)).glob("test_*.py")) or name in (".", "store"), name
 
 
+def test_every_module_of_the_c_core_has_a_header_and_a_test():
+    for path in (ROOT / "csrc").glob("*.c"):
+        assert path.with_suffix(".h").exists(), path
+        assert f"void test_{path.stem}(void)" in (ROOT / f"tests/c/test_{path.stem}.c").read_text(), path
+
+
 @pytest.mark.parametrize("module", ["tracestore", "tracestore.convert.runner", "tracestore.cli"])
 def test_torch_is_not_imported(module):
     code = f"import sys, {module}; print('torch' in sys.modules)"
