@@ -22,6 +22,11 @@ _COLORS = (16, 17, 18, 54, 90, 126, 162, 203, 214, 227)
 _MAX_ROWS = 40
 _MAX_TEXT = 2_000
 _PICTURES = (".png", ".pdf", ".svg")
+# Attributes of a trace in the JSON document.
+_JSON_FIELDS = (
+    "index", "question_id", "sample", "source", "score", "label", "group", "has_nonfinite", "num_tokens",
+    "prompt_length", "question", "answer", "tokens", "tokens_decoded", "attention_layout",
+)  # fmt: skip
 
 
 def find_trace(store: TraceStore, name: str, sample: int = 0) -> Trace:
@@ -131,27 +136,10 @@ def _read_norms(store: TraceStore, trace: Trace) -> np.ndarray | None:
 def as_json(view: View) -> dict[str, Any]:
     """Return the JSON document of `tracestore view --json`."""
     trace = view.trace
-    return {
-        "index": trace.index,
-        "question_id": trace.question_id,
-        "sample": trace.sample,
-        "source": {"path": trace.source[0], "position": trace.source[1]},
-        "score": trace.score,
-        "label": trace.label,
-        "group": trace.group,
-        "has_nonfinite": trace.has_nonfinite,
-        "num_tokens": trace.num_tokens,
-        "prompt_length": trace.prompt_length,
-        "question": trace.question,
-        "answer": trace.answer,
-        "tokens": None if trace.tokens is None else trace.tokens.tolist(),
-        "tokens_decoded": trace.tokens_decoded,
-        "attention_layout": trace.attention_layout,
-        "layer": view.layer,
-        "head": view.head,
-        "attention": None if view.attention is None else view.attention.tolist(),
-        "hidden_norms": None if view.norms is None else view.norms.tolist(),
-    }
+    values = {name: getattr(trace, name) for name in _JSON_FIELDS}
+    values["source"] = dict(zip(("path", "position"), trace.source, strict=True))
+    values |= {"layer": view.layer, "head": view.head, "attention": view.attention, "hidden_norms": view.norms}
+    return {name: v.tolist() if isinstance(v, np.ndarray) else v for name, v in values.items()}
 
 
 def render_terminal(view: View) -> list[str]:
@@ -164,9 +152,8 @@ def render_terminal(view: View) -> list[str]:
 def render_lines(view: View, *, width: int, colors: bool) -> list[str]:
     """Return the lines of a view for a width in columns, with terminal colors or characters."""
     trace, (source, position) = view.trace, view.trace.source
-    out = [
-        f"trace {trace.index}: {escape_unprintable(trace.question_id)}, sample {trace.sample}, from {escape_unprintable(source)} {position}"
-    ]
+    name, source = escape_unprintable(trace.question_id), escape_unprintable(source)
+    out = [f"trace {trace.index}: {name}, sample {trace.sample}, from {source} {position}"]
     for name, text in (("question", trace.question), ("answer", trace.answer), ("group", trace.group)):
         if text:
             out += _wrapped(name, text, width)
@@ -179,10 +166,8 @@ def render_lines(view: View, *, width: int, colors: bool) -> list[str]:
     if trace.tokens_decoded:
         out += _wrapped("", "|".join(repr(t)[1:-1] if not t.isprintable() else t for t in trace.tokens_decoded), width)
     if view.attention is not None:
-        out += [
-            "",
-            f"attention, {view.title}: rows attend to columns; square root, maximum {np.nanmax(view.attention):.3g}",
-        ]
+        maximum = np.nanmax(view.attention)
+        out += ["", f"attention, {view.title}: rows attend to columns; square root, maximum {maximum:.3g}"]
         out += _heat_map(np.sqrt(np.maximum(view.attention, 0)), width, colors)
     if view.norms is not None:
         low, high = np.nanmin(view.norms), np.nanmax(view.norms)
@@ -244,25 +229,19 @@ def save_picture(view: View, path: Path) -> None:
     with needs("train"):
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
-    panels = [
-        (values, title, bottom)
-        for values, title, bottom in (
-            (view.attention, f"attention, {view.title}", "attended token"),
-            (view.norms, "norm of hidden states", "token"),
-        )
-        if values is not None
-    ]
+    panels: list[tuple[np.ndarray, str, str, str, str]] = []
+    if view.attention is not None:
+        panels.append((view.attention, "linear", f"attention, {view.title}", "attended token", "attending token"))
+    if view.norms is not None:
+        norm = "log" if (view.norms[np.isfinite(view.norms)] > 0).any() else "linear"
+        panels.append((view.norms, norm, "norm of hidden states", "token", "layer"))
     if not panels:
         raise UsageError("the trace has neither attention nor hidden states of all tokens: nothing to draw")
     figure = Figure(figsize=(6 * len(panels), 5), layout="constrained")
-    for number, (values, title, bottom) in enumerate(panels, 1):
+    for number, (values, norm, title, across, down) in enumerate(panels, 1):
         axes = figure.add_subplot(1, len(panels), number)
-        is_attention = values is view.attention
-        is_log = not is_attention and bool((values[np.isfinite(values)] > 0).any())
-        image = axes.imshow(
-            values, aspect="auto", cmap="magma", norm="log" if is_log else "linear", interpolation="nearest"
-        )
-        axes.set(title=title, xlabel=bottom, ylabel="attending token" if is_attention else "layer")
+        image = axes.imshow(values, aspect="auto", cmap="magma", norm=norm, interpolation="nearest")
+        axes.set(title=title, xlabel=across, ylabel=down)
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(MaxNLocator(integer=True))
         figure.colorbar(image, ax=axes)
