@@ -88,10 +88,12 @@ def test_without_a_network_nothing_is_checked(script, index, project, monkeypatc
     assert capsys.readouterr().out.startswith("check_resolution: skipped")
 
 
-def test_cases_cover_all_platforms_and_pythons(script):
-    chosen = script.cases(script.PLATFORMS, script.PYTHONS)
-    assert len(chosen) == 3 * 4 * 5 * 3
-    assert str(chosen[0]) == "., newest, Linux x86-64, Python 3.11"
+def test_all_covers_platforms_pythons_modes_and_extras(script, project, monkeypatch, capsys):
+    monkeypatch.setattr(script.shutil, "which", lambda name, path: "uv")
+    monkeypatch.setattr(script, "solve", lambda uv, project, case: "")
+    assert script.main(["--all", "--project", str(project)]) == 0
+    printed = capsys.readouterr().out
+    assert f"{3 * 4 * 3 * 5} of 180 solved" in printed and printed.count("5 of 5") == 3 * 4 * 3
 
 
 def test_error_is_summarized_in_one_line(script):
