@@ -18,8 +18,8 @@ import re
 import subprocess
 import sys
 import tomllib
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
@@ -31,6 +31,16 @@ ROOT = Path(__file__).resolve().parent.parent
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 UV = "uv>=0.8,<1"
 TRITON = "triton>=3.2,<4"
+# Settings of pip: the options of uv that take their words, those that they switch on, and variables of uv.
+UV_OPTIONS = {
+    "index-url": "--default-index", "extra-index-url": "--index", "find-links": "--find-links",
+    "trusted-host": "--allow-insecure-host", "constraint": "-c",
+}  # fmt: skip
+UV_SWITCHES = {"no-index": "--no-index", "pre": "--prerelease=allow", "no-cache-dir": "--no-cache"}
+UV_VARIABLES = {
+    "cert": ["SSL_CERT_FILE"], "proxy": ["HTTP_PROXY", "HTTPS_PROXY"],
+    "timeout": ["UV_HTTP_TIMEOUT"], "default-timeout": ["UV_HTTP_TIMEOUT"],
+}  # fmt: skip
 # Settings of pip that do not affect what is installed.
 IGNORED_SETTINGS = {
     "cache-dir", "config-file", "disable-pip-version-check", "exists-action", "log", "no-color", "no-input",
@@ -39,8 +49,7 @@ IGNORED_SETTINGS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class TorchChoice:
+class TorchChoice(NamedTuple):
     """The PyTorch to install.
 
     Parameters
@@ -58,20 +67,22 @@ class TorchChoice:
     index: str | None = None
 
 
+def pip_output(python: Path, *arguments: str, **options: Any) -> str:
+    """Return the standard output of pip, or "" if it fails."""
+    done = subprocess.run([python, "-m", "pip", *arguments], capture_output=True, text=True, **options)
+    return done.stdout if done.returncode == 0 else ""
+
+
 def pip_settings(python: Path) -> dict[str, str]:
     """Return the settings of `pip install`, from pip's files and the environment."""
-    listed = subprocess.run([python, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
-    return parse_pip_settings(listed.stdout)
+    return parse_pip_settings(pip_output(python, "config", "list"))
 
 
 def parse_pip_settings(listed: str) -> dict[str, str]:
     """Return the output of `pip config list` as a dict. The environment precedes [install], then [global]."""
     levels: dict[str, dict[str, str]] = {"global": {}, "install": {}, ":env:": {}}
-    for line in listed.splitlines():
-        name, _, value = line.partition("=")
-        section, _, key = name.rpartition(".")
-        if section in levels:
-            levels[section][key] = ast.literal_eval(value)
+    for section, key, value in re.findall(r"^(.*)\.(.*?)=(.*)$", listed, re.MULTILINE):
+        levels.get(section, {})[key] = ast.literal_eval(value)
     return levels["global"] | levels["install"] | levels[":env:"]
 
 
@@ -85,20 +96,12 @@ def uv_settings(settings: dict[str, str]) -> tuple[list[str], dict[str, str]]:
     """
     options, environment = [], {}
     for key, value in settings.items():
-        if key == "index-url":
-            options += ["--default-index", value]
-        elif key in ("extra-index-url", "find-links", "trusted-host", "constraint"):
-            flag = {"extra-index-url": "--index", "trusted-host": "--allow-insecure-host"}.get(key, f"--{key}")
-            options += [item for word in value.split() for item in (flag.replace("--constraint", "-c"), word)]
-        elif key in ("no-index", "pre", "no-cache-dir"):
-            flag = {"pre": "--prerelease=allow", "no-cache-dir": "--no-cache"}.get(key, f"--{key}")
-            options += [flag] if value.lower() in ("1", "y", "yes", "t", "true", "on") else []
-        elif key == "cert":
-            environment["SSL_CERT_FILE"] = value
-        elif key == "proxy":
-            environment |= dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY"), value)
-        elif key in ("timeout", "default-timeout"):
-            environment["UV_HTTP_TIMEOUT"] = str(round(float(value)))
+        if key in UV_OPTIONS:
+            options += [item for word in value.split() for item in (UV_OPTIONS[key], word)]
+        elif key in UV_SWITCHES:
+            options += [UV_SWITCHES[key]] if value.lower() in ("1", "y", "yes", "t", "true", "on") else []
+        elif key in UV_VARIABLES:
+            environment |= dict.fromkeys(UV_VARIABLES[key], value)
         elif key not in IGNORED_SETTINGS:
             raise ValueError(key)
     # Like pip: the newest version of all sources.
@@ -117,25 +120,18 @@ def supported_torch(project: Path) -> SpecifierSet:
     return SpecifierSet(",".join(str(r.specifier) for r in found if r.marker is None or r.marker.evaluate()))
 
 
-def versions(python: Path, package: str, *options: str) -> list[str]:
-    """Return the versions of a package that pip can install here, newest first."""
-    command = [python, "-m", "pip", "index", "versions", package, "--retries", "1", *options]
-    listed = subprocess.run(command, capture_output=True, text=True)
-    found = re.search(r"^Available versions: (.*)$", listed.stdout, re.MULTILINE)
-    return found[1].split(", ") if found else []
-
-
 def cpu_version(python: Path, supported: SpecifierSet, *options: str) -> str | None:
     """Return the newest CPU version, such as 2.13.0+cpu, that pip finds."""
-    cpu = [v for v in versions(python, "torch", *options) if v.endswith("+cpu")]
-    return next((v for v in cpu if v in supported), None)
+    listed = pip_output(python, "index", "versions", "torch", "--retries", "1", *options)
+    found = re.search(r"^Available versions: (.*)$", listed, re.MULTILINE)
+    versions = found[1].split(", ") if found else []
+    return next((v for v in versions if v.endswith("+cpu") and v in supported), None)
 
 
 def installed_torch(python: Path) -> str | None:
     """Return the installed version of PyTorch, or None."""
-    code = "import importlib.metadata as m; print(m.version('torch'))"
-    done = subprocess.run([python, "-c", code], capture_output=True, text=True)
-    return done.stdout.strip() or None
+    found = re.search(r"^Version: (.*)$", pip_output(python, "show", "torch"), re.MULTILINE)
+    return found[1] if found else None
 
 
 def local_cpu_wheel(python: Path, supported: SpecifierSet, settings: dict[str, str]) -> str | None:
@@ -147,13 +143,12 @@ def local_cpu_wheel(python: Path, supported: SpecifierSet, settings: dict[str, s
             folders += ["--find-links", str(path)]
     if not folders:
         return None
-    command = [python, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--no-deps"]
-    command += ["--no-index", *folders, "--report", "-", f"torch{supported}"]
+    command = ["install", "--quiet", "--dry-run", "--ignore-installed", "--no-deps", "--no-index", *folders]
     environment = {k: v for k, v in os.environ.items() if k != "PIP_FIND_LINKS"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if done.returncode:
+    report = pip_output(python, *command, "--report", "-", f"torch{supported}", env=environment)
+    if not report:
         return None
-    (wheel,) = json.loads(done.stdout)["install"]
+    (wheel,) = json.loads(report)["install"]
     if any(re.match("nvidia|cuda|triton|pytorch-triton", r) for r in wheel["metadata"].get("requires_dist", [])):
         return None
     url: str = wheel["download_info"]["url"]
@@ -186,14 +181,11 @@ def choose_torch(python: Path, supported: SpecifierSet, wanted: str, cpu_index: 
         return TorchChoice(plain, "the wheel of the index, as requested")
     if wanted == "auto" and has_gpu():
         return TorchChoice(plain, "the wheel of the index, for the GPU of this machine")
-    version = cpu_version(python, supported)
-    if version is not None:
+    if version := cpu_version(python, supported):
         return TorchChoice((f"torch=={version}",), f"{version}, a CPU wheel of pip's configured sources")
-    wheel = local_cpu_wheel(python, supported, pip_settings(python))
-    if wheel is not None:
+    if wheel := local_cpu_wheel(python, supported, pip_settings(python)):
         return TorchChoice((f"torch @ {wheel}",), f"{wheel.rpartition('/')[2]}, a CPU wheel of pip's find-links")
-    version = cpu_version(python, supported, "--index-url", cpu_index, "--timeout", "10")
-    if version is not None:
+    if version := cpu_version(python, supported, "--index-url", cpu_index, "--timeout", "10"):
         return TorchChoice((f"torch=={version}",), f"{version}, a CPU wheel of {cpu_index}", cpu_index)
     if wanted == "cpu":
         raise SystemExit(f"install: no CPU wheel of torch{supported} in pip's sources, and none at {cpu_index}")
@@ -203,12 +195,19 @@ def choose_torch(python: Path, supported: SpecifierSet, wanted: str, cpu_index: 
     return TorchChoice(plain, reason)
 
 
-def uv_of(python: Path) -> str | None:
-    """Return the path of uv in the environment after installing it if missing, or None."""
+def uv_command(python: Path) -> tuple[list[str], dict[str, str]] | None:
+    """Return the command and the environment of `uv pip install` after installing uv if missing, or None."""
     uv = python.with_name("uv")
+    try:
+        options, environment = uv_settings(pip_settings(python))
+    except ValueError as error:
+        print(f"install: using pip: uv has no counterpart of pip's setting {error}", flush=True)
+        return None
     if not uv.exists():
         subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", UV])
-    return str(uv) if uv.exists() else None
+    if not uv.exists():
+        return None
+    return [str(uv), "pip", "install", "--quiet", "--python", str(python), *options], os.environ | environment
 
 
 def install(python: Path, arguments: list[str], index: str | None = None, installer: str = "auto") -> bool:
@@ -230,19 +229,13 @@ def install(python: Path, arguments: list[str], index: str | None = None, instal
     bool
         Whether the installation succeeded.
     """
-    if installer != "pip":
-        try:
-            options, environment = uv_settings(pip_settings(python))
-            uv = uv_of(python)
-        except ValueError as error:
-            uv = None
-            print(f"install: using pip: uv has no counterpart of pip's setting {error}", flush=True)
-        if uv is not None:
-            command = [uv, "pip", "install", "--quiet", "--python", str(python), *options]
-            command += ["--index", index] if index else []
-            if subprocess.run([*command, *arguments], env=os.environ | environment).returncode == 0:
-                return True
-            print("install: uv failed; trying pip", flush=True)
+    uv = uv_command(python) if installer != "pip" else None
+    if uv is not None:
+        command, environment = uv
+        command += ["--index", index] if index else []
+        if subprocess.run([*command, *arguments], env=environment).returncode == 0:
+            return True
+        print("install: uv failed; trying pip", flush=True)
     command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     command += ["--extra-index-url", index] if index else []
     # A flag of uv that pip lacks and does not need: pip always reinstalls an editable package.
@@ -257,21 +250,17 @@ def main(argv: list[str] | None = None) -> int:
     add("--extras", default="train,extract", help="extras of the package (default: %(default)s)")
     add("--wheel", type=Path, help="install this wheel instead of the checkout, and compile nothing")
     add("--no-deps", action="append", default=[], metavar="REQUIREMENT", help="install this without its dependencies")
-    add(
-        "--triton",
-        action="store_true",
-        help="with a CPU wheel of torch, also install Triton, whose interpreter the tests use",
-    )
+    text = "with a CPU wheel of torch, also install Triton, whose interpreter the tests use"
+    add("--triton", action="store_true", help=text)
     add("--torch", default="auto", help="auto, cpu, default, none or a requirement (default: %(default)s)")
     add("--newest", action="store_true", help="install the newest versions instead of those of constraints.txt")
-    add("--cpu-index", default=CPU_INDEX, help="index of CPU wheels of torch (default: %(default)s)")
     add("--installer", choices=("auto", "pip"), default="auto")
     args = parser.parse_args(argv)
 
     if sys.prefix == sys.base_prefix:
         parser.error("run this with the Python of a virtual environment: python3 -m venv .venv")
     python = Path(sys.executable)
-    choice = choose_torch(python, supported_torch(ROOT), args.torch, args.cpu_index)
+    choice = choose_torch(python, supported_torch(ROOT), args.torch, CPU_INDEX)
     print(f"install: PyTorch is {choice.reason}", flush=True)
     extras = f"[{args.extras}]" if args.extras else ""
     if args.wheel is None:

@@ -185,16 +185,16 @@ def test_installed_version_is_kept(script, supported, plain_index, cpu_index, mo
 
 @pytest.mark.long
 @pytest.mark.parametrize("installer", ["uv", "pip", "uv that fails"])
-def test_installs_from_both_indexes(script, python, plain_index, cpu_index, monkeypatch, tmp_path, capfd, installer):
-    uv = tmp_path / "uv"
+def test_installs_from_both_indexes(script, python, plain_index, cpu_index, capfd, installer):
+    uv, real_uv = python.with_name("uv"), Path(sys.executable).with_name("uv")
+    if installer == "uv" and not real_uv.exists():
+        pytest.skip("uv is not installed")
+    uv.unlink(missing_ok=True)
     if installer == "uv that fails":
         uv.write_text("#!/bin/sh\nexit 1\n")
         uv.chmod(0o755)
     else:
-        uv = Path(sys.executable).with_name("uv")
-    if installer == "uv" and not uv.exists():
-        pytest.skip("uv is not installed")
-    monkeypatch.setattr(script, "uv_of", lambda python: str(uv))
+        uv.symlink_to(real_uv)
     arguments = ["--reinstall-package=tracestore", "torch==2.14.0+cpu", "nvidia-runtime"]
     subprocess.run([python, "-m", "pip", "uninstall", "-qy", "torch"], check=True)
     assert script.install(python, arguments, cpu_index, "pip" if installer == "pip" else "auto")
