@@ -64,13 +64,13 @@ struct ts_weight_range ts_weight_range(struct ts_edge_rule rule, enum ts_dtype d
     uint32_t infinity = infinity_bits(dtype), sign = dtype == TS_F32 ? 0x80000000u : 0x8000u;
     int32_t lo = to_ordered(infinity | sign, dtype), hi = (int32_t)infinity;
     struct ts_weight_range range = {dtype, lo - 1, hi, TS_KERNEL(select16), TS_KERNEL(select32)};
-    if (rule.top_k_fraction > 0)
+    if (rule.top_k > 0)
         return range;
-    if (isnan(rule.threshold))
+    if (isnan(rule.attention_threshold))
         lo = hi;
     while (lo < hi) { /* find the last integer whose value does not exceed the threshold */
         int32_t middle = (int32_t)((int64_t)lo + ((int64_t)hi - lo + 1) / 2);
-        if (from_ordered(middle, dtype) <= rule.threshold)
+        if (from_ordered(middle, dtype) <= rule.attention_threshold)
             lo = middle;
         else
             hi = middle - 1;
@@ -108,14 +108,14 @@ static float kth_largest(float *v, size_t n, size_t k)
     return v[target];
 }
 
-size_t ts_top_k_count(size_t n, double fraction)
+size_t ts_top_k_count(size_t n, double top_k)
 {
     /* The margin keeps a product that should be an integer from being rounded up. */
-    double count = ceil(fraction * (double)n - 1e-9);
+    double count = ceil(top_k * (double)n - 1e-9);
     return count >= (double)n ? n : count < 1 ? 1 : (size_t)count;
 }
 
-size_t ts_select_top_k(const float *weights, size_t n, double fraction, unsigned char *keep, float *scratch)
+size_t ts_select_top_k(const float *weights, size_t n, double top_k, unsigned char *keep, float *scratch)
 {
     size_t valid = 0, above = 0, kept = 0;
     for (size_t p = 0; p < n; p++)
@@ -124,7 +124,7 @@ size_t ts_select_top_k(const float *weights, size_t n, double fraction, unsigned
     memset(keep, 0, n);
     if (valid == 0)
         return 0;
-    size_t k = ts_top_k_count(n, fraction);
+    size_t k = ts_top_k_count(n, top_k);
     k = k < valid ? k : valid;
     float limit = kth_largest(scratch, valid, k);
     for (size_t p = 0; p < n; p++)

@@ -14,8 +14,8 @@
 
 /** The rule that selects edges from the pairs of a graph. */
 struct ts_edge_rule {
-    double threshold;      /* keep pairs with weight > threshold */
-    double top_k_fraction; /* if > 0: instead keep this fraction of the pairs, largest weights first */
+    double attention_threshold; /* keep pairs with weight > attention_threshold */
+    double top_k;               /* if > 0: instead keep this fraction of the pairs, largest weights first */
 };
 
 /** The weights that a threshold keeps, as a range of integers that have the order of the weights. */
@@ -44,7 +44,7 @@ struct ts_weight_range ts_weight_range(struct ts_edge_rule rule, enum ts_dtype d
 size_t ts_select_in_range(const struct ts_weight_range *range, const void *weights, size_t n, unsigned char *keep);
 
 /** Return how many of n pairs a top-k rule keeps if no weight is NaN. */
-size_t ts_top_k_count(size_t n, double fraction);
+size_t ts_top_k_count(size_t n, double top_k);
 
 /**
  * Select the pairs that a top-k rule keeps. Ties are resolved by position.
@@ -54,6 +54,6 @@ size_t ts_top_k_count(size_t n, double fraction);
  * @param scratch  n floats, overwritten
  * @return the number of selected pairs
  */
-size_t ts_select_top_k(const float *weights, size_t n, double fraction, unsigned char *keep, float *scratch);
+size_t ts_select_top_k(const float *weights, size_t n, double top_k, unsigned char *keep, float *scratch);
 
 #endif

@@ -90,8 +90,8 @@ static int count_edges(struct ts_range *range)
             continue;
         for (size_t p = 0; p < pairs; p += BLOCK)
             kept += select_block(job, graph, p, pairs - p < BLOCK ? pairs - p : BLOCK, keep);
-        if (job->options->rule.top_k_fraction > 0) {
-            size_t k = ts_top_k_count(pairs, job->options->rule.top_k_fraction);
+        if (job->options->rule.top_k > 0) {
+            size_t k = ts_top_k_count(pairs, job->options->rule.top_k);
             kept = k < kept ? k : kept;
         }
         graph->num_edges = (int64_t)kept;
@@ -246,7 +246,7 @@ static unsigned char *select_top_k(struct ts_range *range, const struct ts_graph
         return NULL;
     unsigned char *keep = (unsigned char *)(values + 2 * pairs);
     ts_to_f32(graph->weights, job->options->in, values, pairs);
-    ts_select_top_k(values, pairs, job->options->rule.top_k_fraction, keep, values + pairs);
+    ts_select_top_k(values, pairs, job->options->rule.top_k, keep, values + pairs);
     return keep;
 }
 
@@ -256,7 +256,7 @@ static int fill_graph(struct ts_range *range, const struct ts_graph *graph, stru
     size_t pairs = ts_num_pairs(graph);
     unsigned char block[BLOCK], *selected = NULL;
     int64_t total = 0;
-    if (job->options->rule.top_k_fraction > 0 && pairs > 0 && graph->pairs == NULL) {
+    if (job->options->rule.top_k > 0 && pairs > 0 && graph->pairs == NULL) {
         selected = select_top_k(range, graph);
         if (selected == NULL)
             return TS_ERR_NOMEM;
@@ -346,7 +346,7 @@ static int pack_graphs(struct ts_range *range)
         unsigned char *dst = job->weight + job->starts[g] * ts_dtype_bytes(out);
         if (job->graphs[g].weights != dst)
             ts_copy_items(dst, job->graphs[g].weights, pairs, in, out);
-        if (!(job->options->rule.top_k_fraction > 0) || pairs == 0)
+        if (!(job->options->rule.top_k > 0) || pairs == 0)
             continue;
         const unsigned char *keep = select_top_k(range, &job->graphs[g]);
         if (keep == NULL)

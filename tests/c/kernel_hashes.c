@@ -232,7 +232,7 @@ static uint64_t select_pairs(void)
         weights[i] = i % 101 == 3 ? NAN : (float)(draw() % 64) / 64.0f - 0.25f; /* with ties */
     for (size_t r = 0; r < NUM_RULES; r++) {
         struct ts_weight_range range = ts_weight_range(rules[r], TS_F32);
-        size_t kept = rules[r].top_k_fraction > 0 ? ts_select_top_k(weights, N, rules[r].top_k_fraction, keep, scratch)
+        size_t kept = rules[r].top_k > 0 ? ts_select_top_k(weights, N, rules[r].top_k, keep, scratch)
                                                   : ts_select_in_range(&range, weights, N, keep);
         hash = add_number(hash, (int64_t)kept);
         hash = add(hash, keep, N);

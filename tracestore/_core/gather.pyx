@@ -10,7 +10,7 @@ One module of over 400 lines, because its jobs share C-level classes that Cython
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int32_t, int64_t, uint16_t
-from libc.stdlib cimport calloc, free, malloc
+from libc.stdlib cimport free, malloc
 
 import os
 
@@ -18,14 +18,14 @@ from tracestore._core.csrc cimport (
     TS_ERR_BOUNDS, TS_ERR_FAULT, TS_ERR_NODE, TS_ERR_NOMEM, TS_F16, TS_F32, TS_F64, ts_dtype, ts_dtype_bytes, ts_map,
     ts_map_is_intact, ts_sigbus_fault, ts_sigbus_guard_again
 )
-from tracestore._core.mapping cimport MappedFile, _View, raise_error, raise_fault
+from tracestore._core.mapping cimport MappedFile, _View, allocate, raise_error, raise_fault
 
 from tracestore.errors import CorruptStoreError
 
 cdef extern from "gather.h" nogil:
     struct ts_edge_rule:
-        double threshold
-        double top_k_fraction
+        double attention_threshold
+        double top_k
     struct ts_copy:
         const unsigned char *src
         unsigned char *dst
@@ -149,9 +149,7 @@ cdef class Job:
                     self.sources.append(mapped)
                 last = mapped
         self.num_maps = len(self.sources)
-        self.maps = <const ts_map **>malloc((self.num_maps + 1) * sizeof(ts_map *))
-        if self.maps == NULL:
-            raise MemoryError()
+        self.maps = <const ts_map **>allocate(self.num_maps, sizeof(ts_map *))
         for i in range(self.num_maps):
             self.maps[i] = &(<MappedFile>self.sources[i]).map
         return 0
@@ -326,9 +324,7 @@ cdef class CopyJob(Job):
         self.owners = []
         self.dtype, self.out_dtype = <ts_dtype>dtype, <ts_dtype>out_dtype
         self.n = len(sources)
-        self.copies = <ts_copy *>calloc(self.n + 1, sizeof(ts_copy))
-        if self.copies == NULL:
-            raise MemoryError()
+        self.copies = <ts_copy *>allocate(self.n, sizeof(ts_copy))
         for i in range(self.n):
             b = _bytes_of(sources[i], self.owners)
             self.copies[i].src = b.data
@@ -382,9 +378,9 @@ cdef class GraphBatchJob(Job):
     num_tokens : int64 (B,)
     causal : uint8 (B,)
     num_layers, num_heads : int
-    threshold : float
+    attention_threshold : float
         Pairs with a larger weight are edges.
-    top_k_fraction : float
+    top_k : float
         If positive: instead, this fraction of the pairs of each graph, largest weights first.
     packed : bool
         Write the weights of all pairs instead of edges. Pairs that a top-k rule drops become NaN.
@@ -419,8 +415,8 @@ cdef class GraphBatchJob(Job):
     cdef readonly int64_t num_edges
 
     def __cinit__(self, CopyJob hidden, list weights, int weight_dtype, int weight_out, const int64_t[::1] num_tokens,
-                  const unsigned char[::1] causal, size_t num_layers, size_t num_heads, double threshold,
-                  double top_k_fraction, bint packed, list edges=None, bint every_head=False):
+                  const unsigned char[::1] causal, size_t num_layers, size_t num_heads,
+                  double attention_threshold, double top_k, bint packed, list edges=None, bint every_head=False):
         cdef size_t b, k, g = 0, pairs, itemsize = ts_dtype_bytes(<ts_dtype>weight_dtype), num_traces = len(weights)
         cdef const int64_t[::1] ptr
         cdef _Bytes bytes_, index
@@ -429,15 +425,13 @@ cdef class GraphBatchJob(Job):
             raise ValueError("weights, num_tokens and causal must have one entry per trace")
         if edges is not None and (packed or num_heads != 1 or <size_t>len(edges) != num_traces):
             raise ValueError("stored edges cannot be packed and have no heads")
-        if every_head and (not packed or top_k_fraction > 0):
+        if every_head and (not packed or top_k > 0):
             raise ValueError("every_head requires packed and no top-k rule")
         _check_dtypes(weight_dtype if self.heads == 1 else <int>TS_F16, weight_out)
         self.options.dtype, self.options.out = <ts_dtype>weight_dtype, <ts_dtype>weight_out
-        self.options.rule.threshold, self.options.rule.top_k_fraction = threshold, top_k_fraction
+        self.options.rule.attention_threshold, self.options.rule.top_k = attention_threshold, top_k
         self.num_graphs = num_traces * num_layers
-        self.graphs = <ts_graph *>calloc(self.num_graphs + 1, sizeof(ts_graph))
-        if self.graphs == NULL:
-            raise MemoryError()
+        self.graphs = <ts_graph *>allocate(self.num_graphs, sizeof(ts_graph))
         self.owners = []
         for b in range(num_traces):
             bytes_ = _bytes_of(weights[b], self.owners)
@@ -581,7 +575,7 @@ cdef class GraphBatchJob(Job):
         if ret != 0:
             return ret
         ret = TS_ERR_BOUNDS
-        if not self.is_counted and self.options.rule.threshold <= 0 and not self.options.rule.top_k_fraction > 0:
+        if not self.is_counted and self.options.rule.attention_threshold <= 0 and not self.options.rule.top_k > 0:
             # Softmax weights are usually all positive, so try without counting. The first graph with
             # another weight ends the attempt, and the edges are counted.
             self.set_edge_offsets(True)
@@ -621,9 +615,7 @@ cdef class PrefetchJob(Job):
         self.row_ranges = [s for s in sources if type(s) is RowRange]
         self.n = len(self.row_ranges)
         self.evict, self.has_output = evict, True
-        self.ranges = <_Bytes *>calloc(self.n + 1, sizeof(_Bytes))
-        if self.ranges == NULL:
-            raise MemoryError()
+        self.ranges = <_Bytes *>allocate(self.n, sizeof(_Bytes))
         for i in range(self.n):
             self.ranges[i].data = (<RowRange>self.row_ranges[i]).data
             self.ranges[i].num_bytes = (<RowRange>self.row_ranges[i]).num_bytes

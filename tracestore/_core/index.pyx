@@ -8,13 +8,13 @@ One module of over 400 lines, because both tables share inline helpers on mapped
 """
 from cpython.unicode cimport PyUnicode_DecodeUTF8
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
-from libc.stdlib cimport calloc, free, malloc
+from libc.stdlib cimport free
 from libc.string cimport memcpy
 
 from tracestore._core.csrc cimport (
     TS_ERR_BOUNDS, TS_ERR_FAULT, ts_map, ts_map_is_intact, ts_sigbus_fault, ts_sigbus_guard, ts_sigbus_guard_again
 )
-from tracestore._core.mapping cimport MappedFile, raise_fault, run_guarded
+from tracestore._core.mapping cimport MappedFile, allocate, raise_fault, run_guarded
 
 cdef extern from "index.h" nogil:
     struct ts_index_part:
@@ -219,9 +219,7 @@ cdef class LocationTable:
         cdef Py_ssize_t k
         self.owners, self.num_segments, self.layouts = [], num_segments, layouts
         self.num_parts = len(parts)
-        self.parts = <_Part *>calloc(self.num_parts + 1, sizeof(_Part))
-        if self.parts == NULL:
-            raise MemoryError()
+        self.parts = <_Part *>allocate(self.num_parts, sizeof(_Part))
         for k in range(self.num_parts):
             p = &self.parts[k]
             first, arrays, mapped = parts[k]
@@ -285,15 +283,10 @@ cdef class LocationTable:
         cdef Py_ssize_t k, n = indices.shape[0]
         if n == 0:
             return found
-        call.begin = <int64_t *>malloc(<size_t>(n + 1) * sizeof(int64_t))
-        call.ids = NULL
+        call.begin, call.ids = <int64_t *>allocate(n + 1, sizeof(int64_t)), NULL
         try:
-            if call.begin == NULL:
-                raise MemoryError()
             self.run(_measure_ids, &call, indices)
-            call.ids = <char *>malloc(<size_t>call.begin[n] + 1)
-            if call.ids == NULL:
-                raise MemoryError()
+            call.ids = <char *>allocate(call.begin[n], 1)
             self.run(_copy_ids, &call, indices, True)
             for k in range(n):
                 found.append(PyUnicode_DecodeUTF8(

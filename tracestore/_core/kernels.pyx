@@ -7,10 +7,10 @@ source is a view of a MappedFile whose file is truncated during the call, the fu
 CorruptStoreError for a file of a store, else TruncatedFileError.
 """
 from libc.stdint cimport int64_t, uint16_t, uint32_t, uint64_t
-from libc.stdlib cimport free, malloc
+from libc.stdlib cimport free
 
 from tracestore._core.csrc cimport TS_BF16, TS_ERR_RANGE, TS_F16, TS_F32, TS_F64, ts_dtype, ts_dtype_bytes
-from tracestore._core.mapping cimport _View, raise_error, run_guarded
+from tracestore._core.mapping cimport _View, allocate, raise_error, run_guarded
 
 cdef extern from "crc32c.h" nogil:
     uint32_t ts_crc32c(uint32_t crc, const void *data, size_t n)
@@ -184,9 +184,7 @@ cdef class _Views:
     def __cinit__(self, sources, size_t num_bytes):
         cdef _View view
         self.views, self.count = [], len(sources)
-        self.data = <const void **>malloc((self.count + 1) * sizeof(void *))
-        if self.data == NULL:
-            raise MemoryError()
+        self.data = <const void **>allocate(self.count, sizeof(void *))
         for k, source in enumerate(sources):
             view = _View(source)
             view.require_size(num_bytes, f"layer {k}")

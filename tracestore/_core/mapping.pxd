@@ -21,6 +21,7 @@ cdef class _View:
     cdef int require_size(self, size_t num_bytes, str name) except -1
 
 
+cdef void *allocate(size_t count, size_t size) except NULL
 cdef int raise_error(int code) except -1
 cdef int raise_fault(const void *address) except -1
 cdef int run_guarded(int (*work)(void *) noexcept nogil, void *context) except? -100 nogil

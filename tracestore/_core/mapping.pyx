@@ -1,5 +1,5 @@
 # cython: language_level=3, binding=True
-"""Read-only file mappings as Python buffers, and what the other modules share: buffers, guard, exceptions.
+"""Read-only file mappings as Python buffers, and what other modules share: buffers, memory, guard, exceptions.
 
 Touching the missing pages of a truncated file ends the process. All code of the core that reads
 mappings runs under a guard (csrc/sigbus_guard.h) and raises instead, with the name of the file:
@@ -13,6 +13,7 @@ from cpython.buffer cimport (
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from libc.errno cimport errno
 from libc.stdint cimport int64_t, uint64_t
+from libc.stdlib cimport calloc
 
 from tracestore._core.csrc cimport (
     TS_ERR_FAULT, TS_ERR_IO, TS_ERR_NOMEM, TS_ERR_RANGE, TS_ERR_SIZE, ts_map, ts_map_is_intact,
@@ -52,6 +53,14 @@ cdef class _View:
         if <size_t>self.view.len != num_bytes:
             raise ValueError(f"{name}: expected {num_bytes} bytes, found {self.view.len}")
         return 0
+
+
+cdef void *allocate(size_t count, size_t size) except NULL:
+    """Return zeroed memory for `count` items, to be released by free()."""
+    cdef void *memory = calloc(count + 1, size)
+    if memory == NULL:
+        raise MemoryError()
+    return memory
 
 
 cdef int raise_error(int code) except -1:

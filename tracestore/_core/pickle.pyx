@@ -455,16 +455,21 @@ cdef class SafeUnpickler:
         self.stack.append(value)
         return 0
 
-    cdef inline object pop(self):
-        # Stop at the innermost mark: values below it belong to another object.
-        if len(self.stack) <= self.mark + 1 and self.mark >= 0 or len(self.stack) == 0:
-            raise _invalid("not a well-formed pickle: the stack is empty")
-        return self.stack.pop()
-
     cdef inline object top(self):
-        if len(self.stack) <= self.mark + 1 and self.mark >= 0 or len(self.stack) == 0:
+        # Stop at the innermost mark: values below it belong to another object.
+        if len(self.stack) <= self.mark + 1:
             raise _invalid("not a well-formed pickle: the stack is empty")
         return self.stack[len(self.stack) - 1]
+
+    cdef inline object pop(self):
+        self.top()
+        return self.stack.pop()
+
+    cdef list top_list(self):
+        value = self.top()
+        if type(value) is not list:
+            raise _invalid(f"not a well-formed pickle: items are added to a {type(value).__name__}")
+        return <list>value
 
     cdef inline int shrink_stack(self, Py_ssize_t size) except -1:
         """Remove all but the lowest `size` values from the stack."""
@@ -631,24 +636,26 @@ cdef class SafeUnpickler:
     cdef int push_tuple(self, Py_ssize_t count) except -1:
         cdef Py_ssize_t size = len(self.stack)
         cdef tuple items
-        if size - (self.mark + 1 if self.mark >= 0 else 0) < count:
+        if size - (self.mark + 1) < count:
             raise _invalid("not a well-formed pickle: a tuple of missing items")
         items = PyList_AsTuple(PyList_GetSlice(self.stack, size - count, size))
         self.shrink_stack(size - count)
         return self.push(items, 64 + 8 * count)
 
     cdef int push_dict(self, list items) except -1:
-        cdef dict value = {}
+        value = {}
         self.set_items(value, items)
         return self.push(value, 256)
 
-    cdef int set_items(self, dict target, list items) except -1:
+    cdef int set_items(self, target, list items) except -1:
         cdef Py_ssize_t k
+        if type(target) is not dict:
+            raise _invalid(f"not a well-formed pickle: items are added to a {type(target).__name__}")
         if len(items) % 2:
             raise _invalid("not a well-formed pickle: a key without a value")
         for k in range(0, len(items), 2):
             check_key(items[k])
-            target[items[k]] = items[k + 1]
+            (<dict>target)[items[k]] = items[k + 1]
         self.live += 50 * len(items)
         return 0
 
@@ -709,12 +716,13 @@ cdef class SafeUnpickler:
         elif code == TUPLE:
             items = self.pop_mark()
             self.push(PyList_AsTuple(items), 64 + 8 * len(items))
-        elif code == REDUCE:
+        elif code == REDUCE or code == NEWOBJ:
             args = self.pop()
             target = self.pop()
             if not isinstance(target, self.global_type) or type(args) is not tuple:
-                raise _invalid("the pickle calls an object that is not an allowed class")
-            value = target.call(args)
+                verb = "calls" if code == REDUCE else "instantiates"
+                raise _invalid(f"the pickle {verb} an object that is not an allowed class")
+            value = target.call(args) if code == REDUCE else target.new(args)
             self.push(value, 200 + (len(<bytes>value) if type(value) is bytes else 0))
         elif code == BUILD:
             state = self.pop()
@@ -728,24 +736,19 @@ cdef class SafeUnpickler:
             self.push_list(self.pop_mark())
         elif code == APPEND:
             value = self.pop()
-            target = self.top()
-            if type(target) is not list:
-                raise _invalid(f"not a well-formed pickle: items are added to a {type(target).__name__}")
-            if self.streaming and target is self.root and len(self.stack) == 1:
+            items = self.top_list()
+            if self.streaming and items is self.root and len(self.stack) == 1:
                 self.stack.append(value)
                 return self.emit()
             self.live += 8
-            (<list>target).append(value)
+            items.append(value)
         elif code == APPENDS:
             if self.streaming and self.above_root() and self.mark == 1 and self.emit():
                 self.pop_mark()
                 return 1
             items = self.pop_mark()
-            target = self.top()
-            if type(target) is not list:
-                raise _invalid(f"not a well-formed pickle: items are added to a {type(target).__name__}")
+            self.top_list().extend(items)
             self.live += 8 * len(items)
-            (<list>target).extend(items)
         elif code == EMPTY_DICT:
             # A new dict next to one in the root list: the previous one is complete.
             if self.streaming and self.mark == 1 and self.above_root():
@@ -758,19 +761,12 @@ cdef class SafeUnpickler:
         elif code == DICT:
             self.push_dict(self.pop_mark())
         elif code == SETITEM:
-            items = [self.pop(), None]
-            items[1] = items[0]
+            items = [None, self.pop()]
             items[0] = self.pop()
-            target = self.top()
-            if type(target) is not dict:
-                raise _invalid(f"not a well-formed pickle: items are added to a {type(target).__name__}")
-            self.set_items(<dict>target, items)
+            self.set_items(self.top(), items)
         elif code == SETITEMS:
             items = self.pop_mark()
-            target = self.top()
-            if type(target) is not dict:
-                raise _invalid(f"not a well-formed pickle: items are added to a {type(target).__name__}")
-            self.set_items(<dict>target, items)
+            self.set_items(self.top(), items)
         elif code == BINFLOAT:
             number = unpack_double(self.source.next_bytes(8))
             self.push(number, 32)
@@ -786,12 +782,6 @@ cdef class SafeUnpickler:
             module = self.source.line(MAX_NAME_BYTES, LONG_NAME)
             name = self.source.line(MAX_NAME_BYTES, LONG_NAME)
             self.push(self.find_class(module.decode("utf-8", "replace"), name.decode("utf-8", "replace")), 8)
-        elif code == NEWOBJ:
-            args = self.pop()
-            target = self.pop()
-            if not isinstance(target, self.global_type) or type(args) is not tuple:
-                raise _invalid("the pickle instantiates an object that is not an allowed class")
-            self.push(target.new(args), 200)
         elif code == BINPERSID:
             if self.persistent_load is None:
                 raise _invalid("found a persistent id outside a torch file")

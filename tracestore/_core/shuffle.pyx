@@ -2,7 +2,9 @@
 """The order of an epoch. data/order.py implements the same in numpy."""
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int64_t, uint64_t
-from libc.stdlib cimport free, malloc
+from libc.stdlib cimport free
+
+from tracestore._core.mapping cimport allocate
 
 cdef extern from "shuffle.h" nogil:
     void ts_permute(const int64_t *positions, size_t count, uint64_t n, uint64_t key, int64_t *out)
@@ -36,9 +38,7 @@ cdef class ShuffleBuffer:
         size = min(size, n)
         if n > 0 and size < 1:
             raise ValueError("the size of the buffer must be positive")
-        self.buffer.window = <int64_t *>malloc((size + 1) * sizeof(int64_t))
-        if self.buffer.window == NULL:
-            raise MemoryError()
+        self.buffer.window = <int64_t *>allocate(size, sizeof(int64_t))
         self.buffer.n, self.buffer.size, self.buffer.key = n, size, key
         ts_shuffle_buffer_init(&self.buffer)
 
