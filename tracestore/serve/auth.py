@@ -32,6 +32,15 @@ from tracestore.process import signal_handler
 
 ADDRESS = "127.0.0.1"
 PAGE = "/store"
+_HEADERS = {
+    # Pages of Bokeh contain inline scripts and compile templates.
+    "Content-Security-Policy": "default-src 'self' 'unsafe-inline' 'unsafe-eval'; connect-src 'self'; img-src 'self' "
+    "data: blob:; font-src 'self' data:; form-action 'none'; frame-ancestors 'none'; base-uri 'none'; object-src 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Server": "tracestore",
+}
 
 
 class _Headers(OutputTransform):
@@ -41,45 +50,25 @@ class _Headers(OutputTransform):
         self, status_code: int, headers: HTTPHeaders, chunk: bytes, finishing: bool
     ) -> tuple[int, HTTPHeaders, bytes]:
         """Add the headers to the first chunk of a response."""
-        # Pages of Bokeh contain inline scripts and compile templates.
-        headers["Content-Security-Policy"] = (
-            "default-src 'self' 'unsafe-inline' 'unsafe-eval'; connect-src 'self'; img-src 'self' data: blob:; "
-            "font-src 'self' data:; form-action 'none'; frame-ancestors 'none'; base-uri 'none'; object-src 'none'"
-        )
-        headers["X-Content-Type-Options"] = "nosniff"
-        headers["Referrer-Policy"] = "no-referrer"
-        headers["Cross-Origin-Resource-Policy"] = "same-origin"
-        headers["Server"] = "tracestore"
+        headers.update(_HEADERS)
         return status_code, headers, chunk
 
 
-class ErrorHandler(RequestHandler):
-    """Reject a request."""
+class _Reply(RequestHandler):
+    """Answer a request with a fixed text, and possibly a cookie."""
 
-    def initialize(self, status: int, reason: str) -> None:
-        """Set the status and the text of the response."""
-        self._status, self._reason = status, reason
+    def initialize(self, status: int, kind: str, text: str, cookie: tuple[str, str] | None = None) -> None:
+        """Set the status, the content type, the text and the cookie (name, value) of the response."""
+        self._status, self._kind, self._text, self._cookie = status, kind, text, cookie
 
     def prepare(self) -> None:
         """Send the response."""
         self.set_status(self._status)
-        self.set_header("Content-Type", "text/plain; charset=utf-8")
-        self.finish(self._reason + "\n")
-
-
-class TokenHandler(RequestHandler):
-    """Move the token from the address, which browsers and logs record, to a cookie."""
-
-    def initialize(self, cookie: str, token: str) -> None:
-        """Set the name of the cookie and the token."""
-        self._cookie, self._token = cookie, token
-
-    def get(self) -> None:
-        """Set the cookie and send a page that opens the store."""
-        self.set_cookie(self._cookie, self._token, httponly=True, samesite="Strict", path="/")
-        self.set_header("Cache-Control", "no-store")
-        # A page, not a redirect: after a link on another site, the redirected request would lack the cookie.
-        self.finish(f'<!doctype html><title>tracestore</title><meta http-equiv="refresh" content="0; url={PAGE}">')
+        self.set_header("Content-Type", f"{self._kind}; charset=utf-8")
+        if self._cookie is not None:
+            self.set_cookie(*self._cookie, httponly=True, samesite="Strict", path="/")
+            self.set_header("Cache-Control", "no-store")
+        self.finish(self._text + "\n")
 
 
 class AuthenticatedApp(BokehTornado):
@@ -99,9 +88,13 @@ class AuthenticatedApp(BokehTornado):
         error = self._check(request)
         if error is not None:
             status, reason = error
-            return self.get_handler_delegate(request, ErrorHandler, {"status": status, "reason": reason})
+            return self.get_handler_delegate(request, _Reply, {"status": status, "kind": "text/plain", "text": reason})
         if request.path == "/":
-            return self.get_handler_delegate(request, TokenHandler, {"cookie": self._cookie, "token": self._token})
+            # The token moves from the address, which browsers and logs record, to a cookie. A page, not a redirect:
+            # after a link on another site, the redirected request would lack the cookie.
+            text = f'<!doctype html><title>tracestore</title><meta http-equiv="refresh" content="0; url={PAGE}">'
+            reply = {"status": 200, "kind": "text/html", "text": text, "cookie": (self._cookie, self._token)}
+            return self.get_handler_delegate(request, _Reply, reply)
         return super().find_handler(request, **options)
 
     def _check(self, request: HTTPServerRequest) -> tuple[int, str] | None:

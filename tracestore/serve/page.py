@@ -66,20 +66,14 @@ class Page:
             f"{name}: " + ", ".join(f"{k} {v:.3f}" for k, v in test.items()) for name, test in results.test.items()
         )
         none = PreText(text="Give the folder that tracestore train wrote: tracestore serve STORE --results DIR")
-        tabs = Tabs(
-            tabs=[
-                TabPanel(title="Trace", child=self._trace_panel),
-                TabPanel(title="Projection", child=self._projection_panel),
-                TabPanel(title="Predictions", child=column(*_rows(probabilities)) if probabilities else none),
-                TabPanel(
-                    title="Training",
-                    child=column(PreText(text=test_metrics, css_classes=["test-metrics"]), *_rows(training))
-                    if results.test
-                    else none,
-                ),
-            ],
-            css_classes=["tabs"],
-        )
+        test = PreText(text=test_metrics, css_classes=["test-metrics"])
+        panels = {
+            "Trace": self._trace_panel,
+            "Projection": self._projection_panel,
+            "Predictions": column(*_rows(probabilities)) if probabilities else none,
+            "Training": column(test, *_rows(training)) if results.test else none,
+        }
+        tabs = Tabs(tabs=[TabPanel(title=t, child=panel) for t, panel in panels.items()], css_classes=["tabs"])
         document.title = "tracestore"
         document.add_root(column(self._search_panel, tabs, margin=10))
         self._searcher.start_reading()
@@ -93,14 +87,12 @@ class Page:
         self._label = Select(title="traces", options=filters, value=filters[0], css_classes=["label"])
         self._order = Select(title="order by", options=orders, value=orders[0], css_classes=["order"])
         self._descending = Toggle(label="largest first", css_classes=["descending"], margin=(24, 5, 5, 5))
-        self._earlier = Button(label="earlier", css_classes=["earlier"], margin=(24, 5, 5, 5))
-        self._later = Button(label="later", css_classes=["later"], margin=(24, 5, 5, 5))
+        self._earlier = _button("earlier", "earlier", lambda: self._turn(-_PAGE_ROWS))
+        self._later = _button("later", "later", lambda: self._turn(_PAGE_ROWS))
         self._message, self._problem = _text("message", 500), _text("problem", 1060)
         for control in (self._words, self._label, self._order):
             _on(control, "value", self._search)
         _on(self._descending, "active", self._search)
-        self._earlier.on_click(lambda _: self._turn(-_PAGE_ROWS))
-        self._later.on_click(lambda _: self._turn(_PAGE_ROWS))
         self._rows = ColumnDataSource({})
         self._rows.selected.on_change("indices", self._picked)
         text, number = StringFormatter(nan_format=""), NumberFormatter(format="0.000", nan_format="")
@@ -170,15 +162,10 @@ class Page:
     # One trace
 
     def _make_trace(self) -> None:
-        layers = max(1, self._store.num_layers)
-        heads: list[Any] = [
-            _MEAN,
-            *map(str, range(self._store.num_stored_heads if self._store.attention_mode == "heads" else 0)),
-        ]
+        num_heads = self._store.num_stored_heads if self._store.attention_mode == "heads" else 0
+        heads: list[Any] = [_MEAN, *map(str, range(num_heads))]
         self._about, self._question, self._answer = (_text(n, 1060) for n in ("about", "question", "answer"))
-        self._layer = Slider(
-            title="layer", start=0, end=max(1, layers - 1), step=1, value=layers // 2, css_classes=["layer"]
-        )
+        self._layer = self._layer_slider("layer", self._store.num_layers // 2)
         self._head = Select(title="head", options=heads, value=_MEAN, css_classes=["head"])
         self._threshold = Slider(
             title="attention above", start=0, end=1, step=0.01, value=0.05, css_classes=["threshold"]
@@ -203,11 +190,14 @@ class Page:
 
     def _open(self, index: int) -> None:
         self._trace = trace = self._store[index]
-        self._question.text = self._attempt(
-            lambda: "Question: " + escape_unprintable(trace.question or "", _MAX_TEXT), ""
+        self._about.text, self._question.text, self._answer.text = self._attempt(
+            lambda: (
+                self._values(trace),
+                "Question: " + escape_unprintable(trace.question or "", _MAX_TEXT),
+                "Answer: " + escape_unprintable(trace.answer or "", _MAX_TEXT),
+            ),
+            ("", "", ""),
         )
-        self._answer.text = self._attempt(lambda: "Answer: " + escape_unprintable(trace.answer or "", _MAX_TEXT), "")
-        self._about.text = self._attempt(lambda: self._values(trace), "")
         self._draw()
 
     def _values(self, trace: Trace) -> str:
@@ -228,8 +218,7 @@ class Page:
         if self._trace is None:
             return
         head = None if self._head.value == _MEAN else int(self._head.value)
-        layer = min(int(self._layer.value), max(0, self._store.num_layers - 1))
-        trace = self._trace
+        layer, trace = self._chosen_layer(self._layer), self._trace
         self._view = self._attempt(lambda: View.read(self._store, trace, layer, head), None)
         attention = None if self._view is None else self._view.attention
         norms = None if self._view is None else self._view.norms
@@ -247,25 +236,19 @@ class Page:
     # Projection of all traces
 
     def _make_projection(self) -> None:
-        layers = max(1, self._store.num_layers)
-        self._depth = Slider(
-            title="layer", start=0, end=max(1, layers - 1), step=1, value=layers - 1, css_classes=["depth"]
-        )
+        self._depth = self._layer_slider("depth", max(0, self._store.num_layers - 1))
         self._points = ColumnDataSource({k: [] for k in ("x", "y", "color", "size")})
-        self._project_button = Button(
-            label="draw", css_classes=["project"], button_type="primary", margin=(24, 5, 5, 5)
-        )
         self._projected = np.zeros(0, np.int64)
         self._projection_note = _text("projection-note", 700)
         plot = plots.projection(self._points)
         # Bokeh selects the point before it reports the tap.
         plot.on_event(Tap, lambda _: self._tapped())
-        self._project_button.on_click(lambda _: self._project())
         _on(self._depth, "value_throttled", self._project)
-        self._projection_panel = column(row(self._depth, self._project_button), self._projection_note, plot)
+        draw = _button("draw", "project", self._project, button_type="primary")
+        self._projection_panel = column(row(self._depth, draw), self._projection_note, plot)
 
     def _project(self) -> None:
-        layer = min(int(self._depth.value), max(0, self._store.num_layers - 1))
+        layer = self._chosen_layer(self._depth)
         chosen = self._found
         if len(chosen) > _MAX_POINTS:
             chosen = np.sort(np.random.default_rng(0).choice(chosen, _MAX_POINTS, replace=False))
@@ -291,12 +274,8 @@ class Page:
 
         if len(indices) < 3:
             return np.zeros((0, 2)), 0.0
-        states = np.stack(
-            [
-                schema.as_float32(self._store.private_trace(int(k)).last_token[layer], self._store.hidden_dtype)
-                for k in indices
-            ]
-        )
+        last = [self._store.private_trace(int(k)).last_token[layer] for k in indices]
+        states = schema.as_float32(np.stack(last), self._store.hidden_dtype)
         states = StandardScaler().fit_transform(np.nan_to_num(states, posinf=0, neginf=0))
         model = PCA(2, svd_solver="randomized", random_state=0)
         points = model.fit_transform(states)
@@ -307,6 +286,13 @@ class Page:
         if picked and picked[0] < len(self._projected):
             self._open(int(self._projected[picked[0]]))
 
+    def _layer_slider(self, name: str, layer: int) -> Slider:
+        end = max(1, self._store.num_layers - 1)
+        return Slider(title="layer", start=0, end=end, step=1, value=layer, css_classes=[name])
+
+    def _chosen_layer(self, slider: Slider) -> int:
+        return min(int(slider.value), max(0, self._store.num_layers - 1))
+
     def _attempt(self, work: Callable[[], Any], otherwise: Any) -> Any:
         """Return `work()`, or show an error of the store on the page and return `otherwise`."""
         try:
@@ -316,6 +302,13 @@ class Page:
             return otherwise
         self._problem.text = ""
         return found
+
+
+def _button(label: str, name: str, work: Callable[[], None], **options: Any) -> Button:
+    """Return a button that calls `work`, on the level of text inputs with a title."""
+    button = Button(label=label, css_classes=[name], margin=(24, 5, 5, 5), **options)
+    button.on_click(lambda _: work())
+    return button
 
 
 def _on(model: Model, name: str, work: Callable[[], None]) -> None:
