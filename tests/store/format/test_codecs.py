@@ -9,7 +9,7 @@ from tracestore.store.format.codecs import ChunkCodec
 
 
 def test_changed_chunks_are_refused_or_have_the_expected_size():
-    """No death, and nothing of what lay in memory before."""
+    """Decoding must not crash, and must not return uninitialized memory: it fails or fills the buffer."""
     rng = random.Random(0)
     values = np.arange(4096, dtype="<u2")
     for name in ("blosc-zstd", "blosc-lz4", "zstd"):
@@ -37,6 +37,6 @@ def test_a_zstd_bomb_is_refused():
     bomb = bytes(Zstd(level=3).encode(np.zeros(1 << 28, "u1")))
     with pytest.raises(ValueError, match="expected 65536"):
         ChunkCodec("zstd", 2).decode(bomb, 65536)
-    # The same without a size in its header, as a stream is written.
+    # The same frame without a content size in its header, as streaming compressors write it.
     with pytest.raises(ValueError, match="does not state its size"):
         ChunkCodec("zstd", 2).decode(b"\x28\xb5\x2f\xfd\x00\x58" + bomb[10:], 65536)

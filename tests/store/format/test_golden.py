@@ -14,12 +14,12 @@ GOLDEN = ROOT / "tests/golden"
 
 
 @pytest.mark.parametrize("name", ["v1_heads.zarr", "v1_edges.zarr", "v1_bfloat16.zarr"])
-def test_golden_stores_are_whole(name):
+def test_golden_stores_are_intact(name):
     assert verify_store(GOLDEN / name).damaged == {}
 
 
 @pytest.mark.parametrize("read", ["tracestore", "second reader"])
-def test_heads(read):
+def test_stores_of_pickles_are_readable(read):
     traces = make_traces(5)
     store = tracestore.open(GOLDEN / "v1_heads.zarr")
     assert store.question_ids == [t["question_id"] for t in traces]
@@ -32,7 +32,7 @@ def test_heads(read):
         assert attention.tobytes() == np.stack(trace["attentions"]).tobytes()
 
 
-def test_edges():
+def test_stores_of_graphs_and_sequences_are_readable():
     store, second = tracestore.open(GOLDEN / "v1_edges.zarr"), read_store(GOLDEN / "v1_edges.zarr")
     assert len(store) == 5 and store.labels.tolist() == [0, 1, 1, 0, 1]
     graphs = [row for row in second if "edges" in row]
@@ -44,7 +44,7 @@ def test_edges():
 
 
 def test_golden_inputs_make_the_golden_store(tmp_path):
-    """The same sources and options give the same bytes, also in later versions."""
+    """The same sources and options give the same bytes in all versions."""
     inputs = tmp_path / "inputs"
     shutil.copytree(GOLDEN / "inputs", inputs)
     shutil.rmtree(inputs / "preprocessed")

@@ -21,7 +21,7 @@ def compressors(name, itemsize):
 
 @pytest.mark.parametrize("codec", schema.CODECS)
 @pytest.mark.parametrize("dtype", ["<f2", "<f4", "<f8", "<u2", "<u4", "<i4", "<i8", "|u1"])
-def test_arrays_are_described_as_zarr_does(dtype, codec):
+def test_metadata_of_arrays_equals_that_of_zarr(dtype, codec):
     dtype = np.dtype(dtype)
     cases = [((0,), 7, {}), ((10,), 7, ATTRIBUTES), ((7,), 7, {}), ((1, 3), 1, {}), ((100, 3, 5), 9, ATTRIBUTES)]
     for shape, rows, attributes in cases:
@@ -41,10 +41,10 @@ def test_arrays_are_described_as_zarr_does(dtype, codec):
 
 
 @pytest.mark.parametrize("attributes", [{}, ATTRIBUTES])
-def test_groups_are_described_as_zarr_does(attributes):
+def test_metadata_of_groups_equals_that_of_zarr(attributes):
     memory = {}
     zarr.create_group(zarr.storage.MemoryStore(memory), attributes=attributes)
-    # Older releases of zarr say that nothing is consolidated.
+    # Older releases of zarr write a null for missing consolidated metadata.
     expected = memory["zarr.json"].to_bytes().replace(b'  "consolidated_metadata": null,\n', b"")
     assert group_metadata(attributes) == expected
 

@@ -77,7 +77,7 @@ def test_a_folder_that_is_not_a_store_is_not_changed(store_path, source, tmp_pat
         done = command(*words)
         assert done.returncode in ((2, 3) if words[0] == "verify" else (2,)), (words, done.stderr)
         assert tree_digest(folder) == before, words
-        assert done.stderr.count("\n") == 1 or words[0] == "verify"
+        assert done.stderr.count("\n") == 1 or words[0] == "verify", words
     with pytest.raises(UsageError):
         list(extract_to_store(folder, [Question("q", "?", ("a",))], _no_answer, attention="mean"))
     assert tree_digest(folder) == before, "extract"

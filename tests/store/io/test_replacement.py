@@ -15,15 +15,13 @@ def test_overwrite_keeps_the_store_until_all_sources_are_accepted(store_path, tm
     write_pickle(tmp_path / "new/a.pkl", make_traces(2))
     (tmp_path / "new/b.pkl").write_bytes(b"not a pickle")
     convert(tmp_path / "new", store_path, "--overwrite", check=3)
-    assert tree_digest(store_path) == before, "the first source was accepted, the second was not"
-    half = tmp_path / ".tmp-store.zarr"
-    assert half.is_dir()
-    segment = half / "segments/00000000"
-    kept = segment.stat().st_ino
+    assert tree_digest(store_path) == before
+    unfinished = tmp_path / ".tmp-store.zarr"
+    inode = (unfinished / "segments/00000000").stat().st_ino
     (tmp_path / "new/b.pkl").unlink()
     convert(tmp_path / "new", store_path, "--overwrite")
-    assert len(tracestore.open(store_path)) == 2 and not half.exists()
-    assert (store_path / "segments/00000000").stat().st_ino == kept, "what was converted is used"
+    assert len(tracestore.open(store_path)) == 2 and not unfinished.exists()
+    assert (store_path / "segments/00000000").stat().st_ino == inode, "converted files are reused"
     assert not verify_store(store_path).damaged and not verify_store(store_path).leftovers
 
 

@@ -1,4 +1,4 @@
-"""Rows in spool files: appended to a shard by renaming or copying, and lost."""
+"""Spool files: their rows are appended to a shard by renaming or copying, and errors are reported."""
 
 import errno
 import math
@@ -22,7 +22,7 @@ def rows_of(rng, count):
 
 @pytest.mark.parametrize("seed", [*range(20), *long(*range(20, 60))])
 def test_spooled_rows_give_the_same_shard_as_rows_in_memory(tmp_path, monkeypatch, seed):
-    """Mix rows from memory and from files, skip some, roll some back."""
+    """Random rows come from memory or files, are skipped, or are rolled back."""
     rng = random.Random(seed)
     monkeypatch.setattr(spool_files, "_COPY_BYTES", 7)
     plain = ShardWriter(tmp_path / "plain", np.dtype("<f2"), (3,), "none", 64)
@@ -34,7 +34,7 @@ def test_spooled_rows_give_the_same_shard_as_rows_in_memory(tmp_path, monkeypatc
         kept_share = rng.choice([0.5, 1])
         for k, rows in enumerate(rows_of(rng, rng.randint(1, 6))):
             if is_spooled and rng.random() < 0.1:
-                is_spooled = False  # as if the disk were full: continue in memory
+                is_spooled = False  # After a write error, for example of a full disk, rows stay in memory.
             written = files.write({"a": [rows]}, rows.nbytes, rows.nbytes)["a"] if is_spooled else None
             if rng.random() < kept_share or k == 0:
                 plain.append([rows])
@@ -55,7 +55,7 @@ def crc(rows):
 
 
 def test_an_error_of_close_reaches_the_writer_that_takes_the_file(tmp_path, monkeypatch):
-    """The file counts as taken, so that its rows are not copied onto themselves."""
+    """After the error the shard owns the file, so that its rows are not copied onto themselves."""
     values = np.arange(6, dtype="<f2").reshape(2, 3)
     files = SpoolArrays(tmp_path / "ahead", 1 << 30)
     rows = files.write({"a": [values]}, values.nbytes, values.nbytes)["a"]

@@ -31,7 +31,7 @@ def test_edges_that_leave_their_graph_are_refused(tmp_path):
 
 
 def test_invalid_values_of_the_manifest_are_refused(single_generation):
-    """The least and the largest of each number, and other types."""
+    """Replace numbers by extreme values, and values by values of other types."""
     original = Store(single_generation).manifest
     for name in ("num_traces", "num_tokens", "generation", "num_scored", "index", "columns", "fields", "attributes"):
         for value in (-1, 2**63, 10**400, 0.5, None, "x", [], [[]], {}):
@@ -50,7 +50,7 @@ def test_invalid_values_of_the_manifest_are_refused(single_generation):
 
 
 def test_zarr_json_is_compared_as_a_document(single_generation):
-    """In any order of keys, with any blanks, and nothing else."""
+    """The order of keys and white space do not matter; any other difference is an error."""
     store, name = Store(single_generation), "segments/00000000/hidden_states/zarr.json"
     document = json.loads((single_generation / name).read_text())
     store.write(name, json.dumps(dict(reversed(document.items()))).encode())

@@ -1,4 +1,4 @@
-"""tracestore lint: each kind of finding, clean stores, exit codes, --json."""
+"""The command lint: each kind of issue, clean stores, exit codes, --json."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ def counts(path, **options):
 
 
 @pytest.mark.parametrize("options", [{}, {"attention": "heads"}, {"codec": "zstd"}, {"dtype": "keep"}])
-def test_a_clean_store(tmp_path, options):
+def test_a_clean_store_has_no_issues(tmp_path, options):
     dtype = "f4" if "dtype" in options else "f2"
     store = store_of(tmp_path / "s.zarr", [softmax_trace(k, dtype=dtype) for k in range(20)], **options)
     assert counts(store) == {}
@@ -98,7 +98,7 @@ FAULTS += ["missing_score", "outlier_length", "one_token", "conflicting_scores",
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-def test_each_finding(tmp_path, kind):
+def test_each_kind_of_issue_is_found(tmp_path, kind):
     traces, scores = spoil(kind)
     report = lint_store(store_of(tmp_path / "s.zarr", traces, scores))
     also = {"negative_weight": {"row_sums"}, "large_weight": {"row_sums"}}.get(kind, set())
@@ -108,7 +108,7 @@ def test_each_finding(tmp_path, kind):
     assert (found[0].severity, found[0].advice) == KINDS[kind] and found[0].found
 
 
-def test_invalid_scores_and_classes(tmp_path):
+def test_rare_classes_depend_on_the_threshold(tmp_path):
     traces = [softmax_trace(k) for k in range(30)]
     store = store_of(tmp_path / "s.zarr", traces, [0.9] * 29 + [0.1])
     assert counts(store) == {"rare_class": 1} and counts(store, score_threshold=0.95) == {"rare_class": 1}
@@ -116,7 +116,7 @@ def test_invalid_scores_and_classes(tmp_path):
     assert [f.index for f in alone] == [None] and "0 of 30" in alone[0].found
 
 
-def test_edges(tmp_path):
+def test_edges_are_checked(tmp_path):
     store = tmp_path / "s.zarr"
     shutil.copytree(ROOT / "tests" / "golden" / "v1_edges.zarr", store)
     assert set(counts(store)) <= {"missing_score", "rare_class", "one_token", "empty_answer", "outlier_length"}
@@ -131,7 +131,7 @@ def test_edges(tmp_path):
     assert found["large_weight"] == 1 and "not_causal" in found
 
 
-def test_many_findings_are_one_line_each_kind(tmp_path):
+def test_issues_are_printed_in_one_line_per_kind(tmp_path):
     store = store_of(tmp_path / "s.zarr", [make_trace(k) for k in range(MAX_EXAMPLES + 30)])
     done = command("lint", store, check=1)
     lines = done.stdout.splitlines()
@@ -143,7 +143,7 @@ def test_many_findings_are_one_line_each_kind(tmp_path):
     assert set(sums[0]) == {"kind", "severity", "index", "question_id", "found", "advice"}
 
 
-def test_exit_codes(tmp_path):
+def test_missing_and_damaged_stores_are_errors(tmp_path):
     assert "no such store" in command("lint", tmp_path / "none.zarr", check=2).stderr
     store = store_of(tmp_path / "s.zarr", [softmax_trace(k) for k in range(4)])
     file = store / "segments/00000000/attention/c/0"

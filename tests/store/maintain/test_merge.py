@@ -1,4 +1,4 @@
-"""Merging stores and taking subsets: every field of every trace, duplicates, scores, refusals."""
+"""The commands merge and subset: fields of traces, duplicates, scores and errors."""
 
 import json
 
@@ -61,7 +61,7 @@ def make_store(path, numbers, **options):
     return path
 
 
-def test_duplicates_give_their_scores(tmp_path):
+def test_duplicates_add_missing_scores(tmp_path):
     one = make_store(tmp_path / "one.zarr", range(6))
     with tracestore.create(tmp_path / "two.zarr") as writer:
         for k in range(3, 9):
@@ -79,7 +79,7 @@ def test_duplicates_give_their_scores(tmp_path):
     assert segments == {k: v for k, v in tree_bytes(tmp_path / "m.zarr").items() if k.startswith("segments/")}
 
 
-def test_what_does_not_fit_is_refused(tmp_path):
+def test_incompatible_stores_and_conflicting_traces_are_refused(tmp_path):
     one, heads = make_store(tmp_path / "one.zarr", range(4)), make_store(tmp_path / "h.zarr", [9], attention="heads")
     with pytest.raises(UsageError, match="--attention heads"):
         merge_stores([one, heads], tmp_path / "m.zarr")
@@ -92,7 +92,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
             writer.append(trace | {"question_id": f"q{2 if len(trace['tokens']) == 9 else 8}"})
     with pytest.raises(InvalidInputError, match="different content"):
         merge_stores([one, tmp_path / "other.zarr"], tmp_path / "m.zarr")
-    # What came before it stays, and nothing of it that was refused.
+    # The traces before the refused source stay; the refused source adds none.
     assert tracestore.open(tmp_path / "m.zarr").question_ids == ["q0", "q1", "q2", "q3", "q8"]
     assert verify_store(tmp_path / "m.zarr").damaged == {}
 
@@ -126,7 +126,7 @@ def test_a_subset_keeps_bytes_scores_order_and_sources(store, tmp_path):
     assert_same(some, whole)
     assert [t.source for t in some] == [("0.pkl", 0), ("0.pkl", 4), ("2.pkl", 2), ("2.pkl", 4)]
     assert verify_store(tmp_path / "some.zarr").damaged == {}
-    # The rest of its sources can still come; nothing is taken for there that is not.
+    # The subset does not count as a complete copy of its sources: their other traces can be added later.
     cli("merge", store, tmp_path / "some.zarr")
     assert sorted(tracestore.open(tmp_path / "some.zarr").question_ids) == sorted(whole.question_ids)
     convert(tmp_path / "data", tmp_path / "some.zarr")
@@ -134,21 +134,21 @@ def test_a_subset_keeps_bytes_scores_order_and_sources(store, tmp_path):
 
 
 def test_subsets_by_segment_and_by_split(store, tmp_path):
-    # What q4's second sample does not change: sources of their own begin segments of their own.
+    # The traces of each source are in their own segment; the second sample of q4 does not change that.
     cli("subset", store, tmp_path / "two.zarr", "--segments", "0,2")
     assert [t.source[0] for t in tracestore.open(tmp_path / "two.zarr")] == ["0.pkl"] * 5 + ["2.pkl"] * 5
     assert "expected 0 to 2" in cli("subset", store, tmp_path / "x.zarr", "--segments", "1-3", check=2).stderr
-    parts = {}
-    for part in ("train", "val", "test"):
-        cli("subset", store, tmp_path / f"{part}.zarr", "--split", part)
-        parts[part] = tracestore.open(tmp_path / f"{part}.zarr")
-        assert_same(parts[part], tracestore.open(store))
-    ids = {part: set(opened.question_ids) for part, opened in parts.items()}
-    assert sum(map(len, parts.values())) == 15
+    splits = {}
+    for split in ("train", "val", "test"):
+        cli("subset", store, tmp_path / f"{split}.zarr", "--split", split)
+        splits[split] = tracestore.open(tmp_path / f"{split}.zarr")
+        assert_same(splits[split], tracestore.open(store))
+    ids = {split: set(opened.question_ids) for split, opened in splits.items()}
+    assert sum(map(len, splits.values())) == 15
     assert not (ids["train"] & ids["val"] or ids["train"] & ids["test"] or ids["val"] & ids["test"])
 
 
-def test_a_whole_subset_is_a_merge(store, tmp_path):
+def test_a_subset_of_all_traces_equals_a_merge(store, tmp_path):
     subset_store(store, tmp_path / "a.zarr", np.arange(15))
     merge_stores([store], tmp_path / "b.zarr")
     assert tree_bytes(tmp_path / "a.zarr") == tree_bytes(tmp_path / "b.zarr")
@@ -159,7 +159,7 @@ def test_a_whole_subset_is_a_merge(store, tmp_path):
 def test_wrong_usage_is_one_line(store, tmp_path):
     (tmp_path / "ids.txt").write_text("q1\nq99\n")
     (tmp_path / "none.txt").write_text("\n")
-    for args, said in (
+    for args, message in (
         (("subset", store, tmp_path / "x.zarr", "--ids", tmp_path / "ids.txt"), "no such id: q99"),
         (("subset", store, tmp_path / "x.zarr", "--ids", tmp_path / "none.txt"), "no question id"),
         (("subset", store, tmp_path / "x.zarr", "--ids", tmp_path / "nowhere.txt"), "No such file"),
@@ -169,7 +169,7 @@ def test_wrong_usage_is_one_line(store, tmp_path):
         (("merge", store, tmp_path / "nowhere" / "x.zarr"), "does not exist"),
     ):
         done = cli(*args, check=2)
-        assert said in done.stderr and done.stderr.count("\n") == 1 and done.stdout == "", args
+        assert message in done.stderr and done.stderr.count("\n") == 1 and done.stdout == "", args
     assert not (tmp_path / "x.zarr").exists()
 
 
@@ -187,7 +187,7 @@ def two_families(folder, traces):
     return folder
 
 
-def test_what_another_source_added_is_merged_too(tmp_path):
+def test_arrays_that_another_source_added_are_merged(tmp_path):
     data = two_families(tmp_path / "data", make_traces(4, tokens=3))
     convert(data, tmp_path / "both.zarr")
     (tmp_path / "one").mkdir()
@@ -197,13 +197,14 @@ def test_what_another_source_added_is_merged_too(tmp_path):
         cli("merge", tmp_path / "both.zarr", tmp_path / "m.zarr")
         merged = tracestore.open(tmp_path / "m.zarr")
         assert_same(tracestore.open(tmp_path / "both.zarr"), merged)
-        assert merged.info()["num_sources"] == 3  # a.pt once more, for what it did not bring itself
+        # a.pt counts twice: the second time for the arrays that b.pt added to its traces.
+        assert merged.info()["num_sources"] == 3
 
 
-def test_a_subset_does_not_claim_what_its_sources_added_elsewhere(tmp_path):
+def test_a_subset_does_not_contain_its_sources_completely(tmp_path):
     data = two_families(tmp_path / "data", make_traces(4, tokens=3))
     convert(data, tmp_path / "both.zarr")
-    (tmp_path / "ids.txt").write_text("q3\n")  # the one that only b.pt gives
+    (tmp_path / "ids.txt").write_text("q3\n")  # Only b.pt contains it.
     cli("subset", tmp_path / "both.zarr", tmp_path / "some.zarr", "--ids", tmp_path / "ids.txt")
     convert(data, tmp_path / "some.zarr")
     assert_same(tracestore.open(tmp_path / "both.zarr"), tracestore.open(tmp_path / "some.zarr"))

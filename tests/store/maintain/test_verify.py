@@ -1,12 +1,8 @@
-"""The commands verify and verify --repair."""
+"""Verification of the bytes of a store. Repairs are tested in tests/fault_injection."""
 
 import numpy as np
-import pytest
 
-import tracestore
-from tracestore.errors import CorruptStoreError
-from tracestore.store.maintain.verify import repair_store, verify_store
-from tracestore.store.write.writer import StoreWriter
+from tracestore.store.maintain.verify import verify_store
 
 
 def test_a_flipped_bit_in_any_file_is_found(store_path):
@@ -24,18 +20,3 @@ def test_a_flipped_bit_in_any_file_is_found(store_path):
         data[position] ^= bit
         path.write_bytes(data)
     assert verify_store(store_path).damaged == {}
-
-
-def test_a_damaged_newest_manifest_is_restored_from_its_copy(store_path):
-    newest = max((store_path / "manifest").iterdir())
-    whole = len(tracestore.open(store_path))
-    newest.chmod(0o644)
-    newest.write_bytes(b"")
-    with pytest.warns(tracestore.errors.TracestoreWarning, match="reading generation 1"):
-        assert len(tracestore.open(store_path)) == 7
-    with pytest.raises(CorruptStoreError, match="--repair"):
-        StoreWriter(store_path)
-    report = repair_store(store_path)
-    assert any("restored from its copy" in line for line in report.repaired)
-    with StoreWriter(store_path) as writer:
-        assert writer.manifest.num_traces == whole

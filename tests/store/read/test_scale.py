@@ -13,6 +13,8 @@ from tracestore.data import order
 
 
 def seconds(work, repeats=5):
+    """Return the median time of some calls."""
+
     def once():
         began = time.perf_counter()
         work()
@@ -21,7 +23,7 @@ def seconds(work, repeats=5):
     return statistics.median(once() for _ in range(repeats))
 
 
-def test_a_million_traces(tmp_path):
+def test_a_million_traces_open_quickly_in_little_memory(tmp_path):
     n = 1_000_000
     make_index_only_store(tmp_path / "s.zarr", n, num_segments=2000, num_parts=11)
     store = tracestore.open(tmp_path / "s.zarr")
@@ -29,17 +31,17 @@ def test_a_million_traces(tmp_path):
     some = rng.integers(0, n, 200).tolist()
     for k in some:
         assert store.index_of(f"q{k}") == k and store.question_ids[k] == f"q{k}"
-    places = store.internals.index.locations(np.array(some))
-    assert places[:, 3].tolist() == [30 + k * 7919 % 41 for k in some]
-    # Opening reads the index by mapping it: far from the time of reading a value a trace in Python.
+    locations = store.internals.index.locations(np.array(some))
+    assert locations[:, 3].tolist() == [30 + k * 7919 % 41 for k in some]
+    # Opening maps the index and reads no value per trace.
     python_loop = seconds(lambda: [int(v) for v in np.asarray(store.num_tokens)], 3)
     assert seconds(lambda: tracestore.open(tmp_path / "s.zarr")) < python_loop
-    # A lookup by id against one in a dict of the same ids, which takes 20 ns.
+    # Compare a lookup by id with a lookup in a dict, which takes 20 ns.
     table = {f"q{k}": k for k in range(0, n, 100)}
     keys = list(table)[:1000]
     in_dict, in_index = lambda: [table[k] for k in keys], lambda: [store.index_of(k) for k in keys]
     assert min(seconds(in_index, 1) / seconds(in_dict, 1) for _ in range(50)) < 60
-    # Private memory of an open store, in a process of its own.
+    # Measure the private memory of an open store in a separate process.
     code = (
         "import sys, tracestore, psutil\n"
         "tracestore.open(sys.argv[2])\n"
@@ -51,7 +53,7 @@ def test_a_million_traces(tmp_path):
     make_index_only_store(tmp_path / "small.zarr", 10, 2, 1)
     private = int(run_cli("-c", code, tmp_path / "s.zarr", tmp_path / "small.zarr", check=0).stdout)
     assert private < 64 * n
-    # Order of a million ids, in constant memory.
+    # The order of an epoch takes constant memory.
     before = psutil.Process().memory_info().rss
     plan = order.EpochOrder(n, 1, 0)
     for begin in range(0, n, 4096):

@@ -1,4 +1,4 @@
-"""A store as a matrix of features and as a table."""
+"""Stores as a matrix of features and as a pandas table."""
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from tracestore.errors import UsageError
 
 @pytest.fixture
 def path(tmp_path):
+    """Path of a store of 24 traces in one segment."""
     return make_store(tmp_path / "s.zarr")
 
 
@@ -40,7 +41,7 @@ def test_features_are_a_view_of_one_segment(path, tmp_path):
         assert store.features().flags.writeable
 
 
-def test_features_of_bfloat16(tmp_path):
+def test_features_of_bfloat16_are_float32(tmp_path):
     traces = make_traces(5)
     with tracestore.create(tmp_path / "b.zarr", dtype="keep") as writer:
         for trace in traces:
@@ -64,7 +65,7 @@ def test_features_train_scikit_learn(path):
         assert model.n_features_in_ == store.hidden_dim and model.predict_proba(features).shape == (21, 2)
 
 
-def test_pandas(path):
+def test_the_table_has_one_row_per_trace(path):
     with tracestore.open(path) as store:
         frame = store.to_pandas(texts=True)
         assert list(frame.columns[:5]) == ["question_id", "sample", "score", "label", "group"]

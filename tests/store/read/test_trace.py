@@ -5,7 +5,7 @@ import pytest
 
 import tracestore
 from tests.helpers import make_trace
-from tests.store.read.test_truncation import CASES, cut, files_of, make_store
+from tests.store.read.test_truncation import CASES, files_of, make_store, truncate
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -13,7 +13,7 @@ def test_a_copy_equals_the_trace_and_needs_no_files(tmp_path, case):
     store = tracestore.open(make_store(tmp_path / "s.zarr", **CASES[case]))
     trace = store[3]
     copied = trace.copy()
-    for name in (
+    for name in [
         "question_id",
         "sample",
         "source",
@@ -23,7 +23,7 @@ def test_a_copy_equals_the_trace_and_needs_no_files(tmp_path, case):
         "answer",
         "extras",
         "tokens_decoded",
-    ):
+    ]:
         assert np.array_equal([getattr(copied, name)], [getattr(trace, name)], equal_nan=name == "score"), name
     arrays = ["hidden_states", "last_token", "attention", "attention_packed", "tokens"]
     for name in arrays[:3] if case == "edges" else arrays:
@@ -32,7 +32,7 @@ def test_a_copy_equals_the_trace_and_needs_no_files(tmp_path, case):
         assert not np.shares_memory(mine, theirs) or name == "attention" or case == "zstd"
     before = copied.hidden_states.tobytes()
     for name in files_of(tmp_path / "s.zarr"):
-        cut(tmp_path / "s.zarr" / name, 0)
+        truncate(tmp_path / "s.zarr" / name, 0)
     assert copied.hidden_states.tobytes() == before
     assert copied.attention.shape[-2:] == (copied.num_tokens, copied.num_tokens)
 

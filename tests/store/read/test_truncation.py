@@ -41,6 +41,7 @@ def make_store(path, codec="none", attention="mean", causal=True, edges=False, c
 
 
 def files_of(store):
+    """Return the paths of the files in a store, without the lock."""
     return [p.relative_to(store).as_posix() for p in sorted(store.rglob("*")) if p.is_file() and p.name != "lock"]
 
 
@@ -92,11 +93,12 @@ def touch(trace):
 
 
 def uses(store):
+    """Return functions that read the store, by name."""
     indices, ids = np.arange(len(store)), list(store.question_ids)
-    places = store.internals.index.locations
+    locations = store.internals.index.locations
 
     def batches():
-        hidden = [s for row in places(indices).tolist() for s in hidden_of(store, row)]
+        hidden = [s for row in locations(indices).tolist() for s in hidden_of(store, row)]
         job = gather.CopyJob(hidden, kernels.F16, kernels.F16)
         job.set_output(bytearray(job.out_bytes))
         job.run(2)
@@ -112,12 +114,14 @@ def uses(store):
 
 
 def hidden_of(store, row):
+    """Return the sources of the hidden states of a trace, from its row of the index."""
     return (
         store.internals.segment(row[0]).array("hidden_states").copy_sources(row[1], row[1] + store.num_layers * row[3])
     )
 
 
 def loader_uses(path, with_worker):
+    """Return functions that read batches and items of a store again, by name, after a first epoch of each."""
     from torch.utils.data import DataLoader
 
     def loader(view, threads):
@@ -150,7 +154,8 @@ CASES = {
 }
 
 
-def cut(path, size):
+def truncate(path, size):
+    """Truncate a file even if it is read-only."""
     path.chmod(0o644)
     os.truncate(path, size)
 
@@ -172,7 +177,7 @@ def test_files_truncated_before_opening(tmp_path, case):
         def work(say, name=name):
             warnings.simplefilter("ignore")
             for size in sizes_to_try((whole / name).stat().st_size):
-                cut(store / name, size)
+                truncate(store / name, size)
                 report = verify_store(store, num_threads=1)
                 say("verified" if name in report.damaged else f"verify, {size} bytes: {report.damaged}")
                 opened = []
@@ -187,7 +192,7 @@ def test_files_truncated_before_opening(tmp_path, case):
         assert "verified" in lines and set(lines) <= {"fine", "named", "verified"}, (name, lines)
         if "named" in lines:
             named.add(name)
-    # What a reader does not need it does not miss; the rest it must.
+    # Only files that readers do not need may be truncated without an error.
     unused = ("sample", "source_position", "num_nonfinite", "edges_reversed", "attention_start", "last_token_row")
     unused += ("num_tokens", "attention_layout", "question_id", "question_id_offsets", "tokens", "tokens_offsets")
     unread = {n for n in names if n not in named and n.split("/")[0] not in ("manifest", "columns", "index")}
@@ -227,7 +232,7 @@ def test_files_truncated_while_open(tmp_path, case):
                 found = uses(opened)
                 for use in found.values():
                     use()
-                cut(store / name, size)
+                truncate(store / name, size)
                 for use in found.values():
                     outcome(use, say, name)
                 report = verify_store(store, num_threads=1)
@@ -254,13 +259,13 @@ def batches_of_truncated_files(folder):
             for left in (0, *lefts) if EVERY else lefts:
                 shutil.copytree(whole, store)
                 found = loader_uses(store, with_worker=view == "graph" and 0 < left < size - 1)
-                cut(store / name, left)
+                truncate(store / name, left)
                 for use_name, use in found.items():
-                    said = []
-                    outcome(use, said.append, name)
-                    # Chunks that are decoded already are right, and so are batches of them.
-                    must = case == "none" and (view in use_name or (use_name == "worker" and view == "graph"))
-                    assert said == ["named"] or (not must and said == ["fine"]), (name, left, use_name, said)
+                    outcomes = []
+                    outcome(use, outcomes.append, name)
+                    # Batches of chunks that were decoded before the truncation are correct.
+                    must_fail = case == "none" and (view in use_name or (use_name == "worker" and view == "graph"))
+                    assert outcomes == ["named"] or (not must_fail and outcomes == ["fine"]), (name, left, use_name)
                 del found
                 shutil.rmtree(store)
     print("every use answered")
@@ -269,7 +274,7 @@ def batches_of_truncated_files(folder):
 @pytest.mark.long
 def test_batches_of_files_truncated_while_open(tmp_path):
     pytest.importorskip("torch")
-    code = "import sys, pathlib; from tests.store import test_truncation as t; t.batches_of_truncated_files(pathlib.Path(sys.argv[1]))"
+    code = "import sys, pathlib; from tests.store.read import test_truncation as t; t.batches_of_truncated_files(pathlib.Path(sys.argv[1]))"
     done = run_cli("-c", code, tmp_path)
     assert (done.returncode, done.stdout) == (0, "every use answered\n"), done.stderr
 
@@ -341,7 +346,7 @@ int(np.frombuffer(mapped, "u1")[5])
 
 @pytest.mark.parametrize("way", ["none", "c", "faulthandler", "faulthandler after"])
 def test_signal_handlers_of_other_libraries_are_kept(tmp_path, way):
-    """Outside the guard a fault goes to the handler that was there, and ends the process."""
+    """A SIGBUS outside the guard goes to the handler that was installed before."""
     done = run_cli("-c", _OUTSIDE, way, tmp_path / "f")
     assert done.stdout.startswith("guarded\nguarded\nguarded\n")
     if way == "c":

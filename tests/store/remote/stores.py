@@ -23,10 +23,10 @@ def make_store(path, **options):
 
 def upload(folder, address):
     """Upload the files of a store to a URL."""
-    bucket = ObjectStore(address)
+    objects = ObjectStore(address)
     files = [path for path in folder.rglob("*") if path.is_file()]
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda path: bucket.put(path.relative_to(folder).as_posix(), path), files))
+        list(pool.map(lambda path: objects.put(path.relative_to(folder).as_posix(), path), files))
 
 
 def open_with_cache(address, cache):

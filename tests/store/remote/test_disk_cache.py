@@ -36,7 +36,7 @@ def test_the_cache_stays_within_its_limit(local_store, remote_store, tmp_path, s
                     total += item.stat().st_size
                 except FileNotFoundError:
                     total = 0
-                    break  # looked at while it changed
+                    break  # The folder changed during the scan.
             most = max(most, total)
 
     watcher = threading.Thread(target=watch)
@@ -57,7 +57,7 @@ def test_evicted_files_are_unmapped(remote_store, tmp_path):
     held = {name for name in os.listdir(tmp_path / "small") if not name.startswith(".")}
     with open("/proc/self/maps") as maps:
         mapped = {line.split("/")[-1].strip() for line in maps if "(deleted)" in line and str(tmp_path) in line}
-    # The index, which the open store needs, and what the last two reads pushed out.
+    # The index, which the open store needs, and the files that the last two reads evicted.
     assert len(mapped) <= 3 and held
 
 
@@ -151,7 +151,7 @@ def test_a_full_disk_evicts_files_that_are_not_needed(remote_store, tmp_path, mo
 
     monkeypatch.setattr("tracestore.store.io.fsio.pwritev_all", full_once)
     assert store[30].hidden_states.shape == (3, 24, 32)
-    assert before - set(cached(tmp_path)), "something went to make room"
+    assert before - set(cached(tmp_path)), "no file was evicted"
 
 
 def test_a_removed_cache_is_created_again(remote_store, tmp_path):

@@ -27,7 +27,7 @@ def test_reading_recovers_from_errors_of_the_server(local_store, remote_store, p
     def fault(count, method, path):
         if plan[count] != "flip":
             return plan[count]
-        # What is damaged on its way is asked for once more; a listing has no checksum of its own.
+        # A file damaged in transit is requested once more. Listings have no checksum.
         is_first = "/segments/" in path and path not in flipped
         flipped.add(path)
         return "flip" if is_first else None
@@ -63,16 +63,16 @@ def test_damaged_objects_are_named(remote_store, proxy, local_store, tmp_path):
     file = "segments/00000002/attention/c/0"
     data = bytearray((local_store / file).read_bytes())
     data[100] ^= 1
-    bucket = ObjectStore(remote_store)
-    bucket.put(file, bytes(data))
+    objects = ObjectStore(remote_store)
+    objects.put(file, bytes(data))
     with tracestore.open(remote_store) as store:
         assert store[0].attention.shape == (3, 24, 24)
         with pytest.raises(CorruptStoreError, match=file):
             _ = store[13].attention
-    bucket.put(file, bytes(data[:-1]))
+    objects.put(file, bytes(data[:-1]))
     with tracestore.open(remote_store) as store, pytest.raises(CorruptStoreError, match=file):
         _ = store[13].attention
-    bucket.delete([file])
+    objects.delete([file])
     with tracestore.open(remote_store) as store, pytest.raises(CorruptStoreError, match=file):
         _ = store[13].attention
     with tracestore.open(local_store) as store:

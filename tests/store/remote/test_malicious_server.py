@@ -28,7 +28,7 @@ def local_store(tmp_path):
 
 
 class FolderServer:
-    """Serves a folder as a web server does; `answer(handler, data)` sends what is asked for."""
+    """A web server for a folder. `answer(handler, data)` sends the response for a file or a listing."""
 
     def __init__(self, root, answer):
         class Handler(BaseHTTPRequestHandler):
@@ -96,7 +96,7 @@ def test_a_valid_server_is_accepted(serve):
 
 @pytest.mark.parametrize("part", ["manifest", "part", "everything"])
 def test_a_slow_server_is_an_error(serve, part):
-    """A byte now and then is no progress, wherever it drips."""
+    """A server that sends five bytes per second makes no progress, whichever object it sends."""
 
     def answer(handler, data):
         if part != "everything" and f"/{part}" not in handler.path:
@@ -131,7 +131,7 @@ def test_an_endless_manifest_is_refused(serve):
 
 
 def test_unexpected_names_in_a_listing_are_ignored(serve):
-    """A listing names what it likes: only names of manifests are asked for."""
+    """Only files whose names are those of manifests are requested."""
 
     def answer(handler, data):
         if handler.path.rstrip("/").endswith("manifest"):
@@ -143,7 +143,7 @@ def test_unexpected_names_in_a_listing_are_ignored(serve):
 
 @pytest.mark.parametrize("name", ["/tmp/evil.pth", "../../../evil.pth", "segments/00000000/../../../evil.pth"])
 def test_paths_in_a_manifest_cannot_leave_the_cache(local_store, remote, tmp_path, name):
-    """Row 1: a converter fetches what the manifest names."""
+    """A conversion into the store fetches the files that its manifest names."""
     target = tmp_path / "evil.pth"
     name = str(target) if name.startswith("/") else name
     store = Store(local_store)

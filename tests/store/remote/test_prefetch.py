@@ -4,7 +4,7 @@ import tracestore
 
 
 def test_no_file_is_pending_after_the_last_batch(remote_store, local_store):
-    """After the last batch nothing is counted as needed any more."""
+    """The sizes of pending files are counted exactly, and all files are released after the last batch."""
     store = tracestore.open(remote_store)
     loader = tracestore.TraceLoader(local_store, view="graph", batch_size=5, seed=3)
     ahead = store.prefetch(loader.batch_indices, 0, len(loader), "graph")

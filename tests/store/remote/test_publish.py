@@ -13,7 +13,7 @@ import time
 import pytest
 
 import tracestore
-from tests.helpers import ROOT, command, convert, make_traces, write_pickle
+from tests.helpers import ROOT, command, convert, make_traces, tree_bytes, write_pickle
 from tracestore.errors import RemoteError, StoreLockedError, UsageError
 from tracestore.store.maintain.verify import verify_store
 from tracestore.store.remote.object_store import ObjectStore
@@ -21,26 +21,22 @@ from tracestore.store.write.record import record_from_dict
 from tracestore.store.write.writer import StoreWriter
 
 
-def files_of(folder):
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
 def objects_of(address):
-    bucket = ObjectStore(address)
-    return {path: bucket.read(path) for path in bucket.list_recursive("")}
+    """Return the bytes of all objects of a remote store, by path."""
+    objects = ObjectStore(address)
+    return {path: objects.read(path) for path in objects.list_recursive("")}
 
 
 def assert_same_store(address, folder):
     """Assert that the newest generation of a remote store equals that of a local one, byte for byte."""
-    local = files_of(folder)
-    local.pop("lock")
+    local = tree_bytes(folder)
     newest = sorted(name for name in local if name.startswith("manifest/"))[-1]
     found = objects_of(address)
     assert found.pop("manifest/newest").decode().strip() == newest.removeprefix("manifest/")
     assert found == local
 
 
-def test_convert_puts_the_same_bytes(remote, folder, tmp_path):
+def test_convert_uploads_the_bytes_of_a_local_store(remote, folder, tmp_path):
     done = convert(folder, remote, "--json")
     assert json.loads(done.stdout)["store"] == remote
     convert(folder, tmp_path / "local.zarr")
@@ -51,19 +47,16 @@ def test_convert_puts_the_same_bytes(remote, folder, tmp_path):
     assert_same_store(remote, tmp_path / "local.zarr")
 
 
-def test_convert_goes_on_where_it_was(remote, folder, tmp_path):
+def test_convert_continues_a_remote_store(remote, folder, tmp_path):
     convert(folder, remote)
     convert(folder, tmp_path / "local.zarr")
-    write_pickle(
-        folder / "more.pkl",
-        make_traces(3, seed=1) and [t | {"question_id": f"m{k}"} for k, t in enumerate(make_traces(3, seed=1))],
-    )
+    write_pickle(folder / "more.pkl", [t | {"question_id": f"m{k}"} for k, t in enumerate(make_traces(3, seed=1))])
     for destination in (remote, tmp_path / "local.zarr"):
         convert(folder, destination)
     assert_same_store(remote, tmp_path / "local.zarr")
 
 
-def test_a_program_writes_and_continues(remote):
+def test_create_writes_and_appends(remote):
     traces = make_traces(5)
     with tracestore.create(remote) as writer:
         for trace in traces[:3]:
@@ -81,7 +74,7 @@ def test_a_program_writes_and_continues(remote):
         assert store[4].answer == traces[4]["generated_answer_clean"] and store.scores[0] == 0.25
 
 
-def test_duplicates_are_known_by_their_content(remote):
+def test_duplicates_are_compared_by_content(remote):
     traces = make_traces(2)
     with tracestore.create(remote) as writer:
         for trace in traces:
@@ -94,8 +87,8 @@ def test_duplicates_are_known_by_their_content(remote):
         assert len(store) == 2
 
 
-def test_scores_and_merges_and_subsets(remote, store_path, tmp_path):
-    merged, part = f"{remote}/../merged.zarr".replace("/store.zarr/..", ""), remote
+def test_score_merge_and_subset_accept_urls(remote, store_path, tmp_path):
+    merged, part = remote.replace("/store.zarr", "/merged.zarr"), remote
     command("merge", store_path, merged, check=0)
     command("merge", store_path, tmp_path / "merged.zarr", check=0)
     assert_same_store(merged, tmp_path / "merged.zarr")
@@ -130,7 +123,7 @@ def test_old_generations_are_removed(remote):
     assert sum(p.startswith("index/") for p in found) <= 8 and "lock" not in found
 
 
-def test_a_replaced_store_stays_until_its_sources_are_accepted(remote, folder, tmp_path):
+def test_overwrite_keeps_the_store_until_all_sources_are_accepted(remote, folder, tmp_path):
     convert(folder, remote)
     before = objects_of(remote)
     write_pickle(tmp_path / "bad.pkl", [{"question_id": "no arrays"}])
@@ -142,7 +135,7 @@ def test_a_replaced_store_stays_until_its_sources_are_accepted(remote, folder, t
     assert_same_store(remote, tmp_path / "local.zarr")
 
 
-def test_errors_of_the_server_are_survived(remote, folder, tmp_path, proxy):
+def test_writing_recovers_from_errors_of_the_server(remote, folder, tmp_path, proxy):
     rng = random.Random(11)
     plan = [rng.choice(["503", "cut", "lost", None, None, None]) for _ in range(100_000)]
     proxy.fault = lambda count, method, path: plan[count]
@@ -152,7 +145,7 @@ def test_errors_of_the_server_are_survived(remote, folder, tmp_path, proxy):
     assert_same_store(remote, tmp_path / "local.zarr")
 
 
-def test_a_server_that_goes_leaves_what_was_committed(remote, proxy, monkeypatch, tmp_path):
+def test_an_outage_keeps_committed_traces_and_the_writer_can_continue(remote, proxy, monkeypatch, tmp_path):
     monkeypatch.setenv("TRACESTORE_REMOTE_RETRY_TIMEOUT", "0.5")
     traces = make_traces(4)
     writer = tracestore.create(remote)
@@ -172,14 +165,13 @@ def test_a_server_that_goes_leaves_what_was_committed(remote, proxy, monkeypatch
         assert store.question_ids == [t["question_id"] for t in traces[:3]]
 
 
-def test_a_second_writer_is_kept_away(remote):
+def test_a_second_writer_is_refused(remote):
     with tracestore.create(remote) as writer:
         writer.append(make_traces(1)[0])
         before = time.monotonic()
         with pytest.raises(StoreLockedError, match="another writer holds"):
             StoreWriter(remote)
         assert time.monotonic() - before < 3
-        done = command("merge", remote, remote)
         writer.flush()
         done = command("score", remote, "--scores", os.devnull)
         assert done.returncode in (2, 3, 5) and done.stderr.count("\n") == 1
@@ -187,27 +179,27 @@ def test_a_second_writer_is_kept_away(remote):
         assert len(store) == 1
 
 
-def test_a_writer_whose_lock_was_taken_commits_nothing(remote):
-    bucket = ObjectStore(remote)
+def test_a_writer_that_lost_its_lock_commits_nothing(remote):
+    objects = ObjectStore(remote)
     first = tracestore.create(remote)
     first.append(make_traces(1)[0])
     first.flush()
     first.append(make_traces(2)[1])
-    bucket.put("lock", b"somebody else\n")
+    objects.put("lock", b"another writer\n")
     with pytest.raises(StoreLockedError):
         first.flush()
-    bucket.delete(["lock"])
+    objects.delete(["lock"])
     with StoreWriter(remote) as second:
         assert second.manifest.num_traces == 1
         with pytest.raises(StoreLockedError):
             first.close()
-        assert bucket.version("lock") is not None, "it took its own lock away, not another's"
+        assert objects.version("lock") is not None, "the first writer must not remove the lock of the second"
     with tracestore.open(remote) as store:
         assert len(store) == 1
 
 
 @pytest.mark.long
-def test_kills_of_a_conversion(remote, folder, tmp_path, proxy):
+def test_a_killed_conversion_can_be_continued(remote, folder, tmp_path, proxy):
     """After a kill at any moment the store is readable, and an uninterrupted conversion completes it."""
     for k in range(6):
         write_pickle(
@@ -231,32 +223,32 @@ def test_kills_of_a_conversion(remote, folder, tmp_path, proxy):
     assert_same_store(remote, tmp_path / "local.zarr")
 
 
-def test_what_cannot_be_written_is_wrong_usage(remote, folder, proxy):
+def test_destinations_that_cannot_be_written_are_a_usage_error(remote, folder, proxy):
     done = convert(folder, "s3://no-such-bucket/store.zarr", check=2)
     assert done.stderr.count("\n") == 1 and "no such bucket" in done.stderr
-    ObjectStore(remote).put("somebody's.txt", b"theirs")
+    ObjectStore(remote).put("notes.txt", b"of the user")
     done = convert(folder, remote, check=2)
     assert done.stderr.count("\n") == 1 and "not a store" in done.stderr
-    assert objects_of(remote) == {"somebody's.txt": b"theirs"}
+    assert objects_of(remote) == {"notes.txt": b"of the user"}
     proxy.fault = lambda *_: "403"
     done = convert(folder, remote, check=2)
     assert done.stderr.count("\n") == 1 and "no permission" in done.stderr
 
 
 @pytest.mark.long
-def test_a_first_commit_that_failed_can_be_made_again(remote, proxy, folder, tmp_path, monkeypatch):
+def test_a_failed_first_commit_can_be_repeated(remote, proxy, folder, tmp_path, monkeypatch):
     monkeypatch.setenv("TRACESTORE_REMOTE_RETRY_TIMEOUT", "0.5")
     proxy.fault = lambda count, method, path: "503" if method == "PUT" and "/columns/" in path else None
     done = convert(folder, remote, check=1)
     assert done.stderr.count("\n") == 1 and "failed for" in done.stderr
     proxy.fault = lambda *_: None
-    assert objects_of(remote), "something had gone up"
+    assert objects_of(remote), "the failed commit uploaded some files"
     convert(folder, remote)
     convert(folder, tmp_path / "local.zarr")
     assert_same_store(remote, tmp_path / "local.zarr")
 
 
-def test_a_trace_whose_commit_failed_may_come_again(remote, proxy, monkeypatch):
+def test_a_trace_whose_commit_failed_can_be_appended_again(remote, proxy, monkeypatch):
     monkeypatch.setenv("TRACESTORE_REMOTE_RETRY_TIMEOUT", "0.5")
     trace = make_traces(1)[0]
     writer = tracestore.create(remote)
@@ -272,7 +264,7 @@ def test_a_trace_whose_commit_failed_may_come_again(remote, proxy, monkeypatch):
 
 
 @pytest.mark.long
-def test_a_lock_whose_renewals_lose_their_answers_is_kept(remote, proxy):
+def test_a_lock_is_kept_if_responses_to_its_renewals_are_lost(remote, proxy):
     asked, lost = [], []
 
     def fault(count, method, path):
@@ -296,7 +288,7 @@ def test_a_lock_whose_renewals_lose_their_answers_is_kept(remote, proxy):
 
 
 @pytest.mark.long
-def test_an_outage_is_not_taken_for_the_end_of_a_writer(remote, proxy):
+def test_an_outage_does_not_let_a_lock_expire(remote, proxy):
     """A writer that waits for a lock to expire counts only the time in which the server answers."""
     with tracestore.create(remote) as writer:
         outcome = []
@@ -306,7 +298,7 @@ def test_an_outage_is_not_taken_for_the_end_of_a_writer(remote, proxy):
                 StoreWriter(remote).close()
                 outcome.append("taken over")
             except StoreLockedError:
-                outcome.append("kept away")
+                outcome.append("refused")
 
         thread = threading.Thread(target=second)
         thread.start()
@@ -315,17 +307,17 @@ def test_an_outage_is_not_taken_for_the_end_of_a_writer(remote, proxy):
         time.sleep(3.5)  # longer than TRACESTORE_REMOTE_LOCK_TTL
         proxy.fault = lambda *_: None
         thread.join()
-        assert outcome == ["kept away"]
+        assert outcome == ["refused"]
         writer.append(make_traces(1)[0])
     with tracestore.open(remote) as store:
         assert len(store) == 1
 
 
 @pytest.mark.long
-def test_a_writer_that_was_taken_over_changes_nothing_more(remote):
+def test_a_writer_whose_lock_expired_commits_nothing(remote):
     traces = make_traces(2)
     first = StoreWriter(remote)
-    first._folder._remote._lock._ended.set()  # as a machine that sleeps: it renews nothing
+    first._folder._remote._lock._ended.set()  # The lock is no longer renewed, as on a suspended machine.
     with tracestore.create(remote, append=True) as second:
         second.append(traces[0])
     first.begin_source("append", 0, "")
@@ -339,7 +331,7 @@ def test_a_writer_that_was_taken_over_changes_nothing_more(remote):
     assert not verify_store(remote).damaged
 
 
-def test_extraction_goes_straight_there(remote, tmp_path):
+def test_extraction_writes_to_a_remote_store(remote, tmp_path):
     from tracestore.extract import run as extraction
     from tracestore.extract.questions import Question
     from tracestore.store.io.files import RemoteURL

@@ -18,20 +18,20 @@ from tracestore.store.remote.object_store import ObjectStore
 def test_every_damaged_object_is_found(remote_store, local_store, tmp_path):
     assert verify_store(remote_store) == replace(verify_store(local_store), leftovers=[])
     assert not verify_store(remote_store, quick=True).damaged
-    bucket = ObjectStore(remote_store)
+    objects = ObjectStore(remote_store)
     for path in (
         "segments/00000001/attention/c/0",
         "segments/00000002/tokens/zarr.json",
         "zarr.json",
         "index/0000000006/part",
     ):
-        data = bucket.read(path)
-        bucket.put(path, data[:-1] + bytes([data[-1] ^ 1]))
+        data = objects.read(path)
+        objects.put(path, data[:-1] + bytes([data[-1] ^ 1]))
         assert set(verify_store(remote_store).damaged) == {path}
-        bucket.delete([path])
+        objects.delete([path])
         assert verify_store(remote_store, quick=True).damaged[path] == "missing"
-        bucket.put(path, data)
-    bucket.put("segments/00000099/x", b"left over")
+        objects.put(path, data)
+    objects.put("segments/00000099/x", b"leftover")
     assert "segments/00000099/x" in command("verify", remote_store, check=0).stdout
     with pytest.raises(UsageError, match="on this machine"):
         repair_store(remote_store)

@@ -90,7 +90,7 @@ def test_refused_traces_do_not_change_the_store(tmp_path):
             with pytest.raises(InvalidInputError, match=words):
                 writer.append(bad)
         writer.append(make_trace(1))
-        writer.append(make_trace(1))  # the same again: counted and skipped
+        writer.append(make_trace(1))  # A duplicate is skipped.
     store = tracestore.open(path)
     assert store.question_ids == ["q0", "q1"]
     assert read_all(store)[1]["hidden"] == np.stack(make_trace(1)["hidden_states"]).tobytes()
@@ -127,7 +127,7 @@ def test_an_exception_in_the_block_keeps_earlier_traces(tmp_path):
 
 @pytest.mark.parametrize("where", ["replace_file", "write_file", "fsync_path"])
 def test_a_failed_commit_keeps_the_previous_generation(tmp_path, monkeypatch, where):
-    """ENOSPC or Ctrl-C at any step of a commit: the last generation stays, the next is sound."""
+    """A full disk or Ctrl-C at any step of a commit keeps the last generation; the next commit is correct."""
     from tracestore.store.io import fsio
 
     path = tmp_path / "s.zarr"
