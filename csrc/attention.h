@@ -38,6 +38,10 @@ void ts_pack_triangle(const void *in, size_t itemsize, size_t count, size_t S, v
 /**
  * Expand packed triangles into matrices with zeros above the diagonal: the inverse of
  * ts_pack_triangle().
+ *
+ * @param in        count packed triangles
+ * @param itemsize  2, 4 or 8 bytes
+ * @param out       count matrices (S, S)
  */
 void ts_unpack_triangle(const void *in, size_t itemsize, size_t count, size_t S, void *out);
 

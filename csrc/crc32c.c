@@ -81,14 +81,14 @@ typedef uint64_t crc_state; /* the instruction clears the upper half */
 #define CRC_OF_8(state, word) _mm_crc32_u64(state, word)
 #define CRC_OF_1(state, byte) _mm_crc32_u8((uint32_t)(state), byte)
 #elif defined(__aarch64__)
-/* <arm_acle.h> of Clang before 16 declares them only if the whole file is compiled for them. */
+#include <arm_acle.h>
 typedef uint32_t crc_state;
-#if defined(__clang__)
+#if defined(__clang__) /* whose header declares the functions only in files compiled with +crc, before version 16 */
 #define CRC_OF_8(state, word) __builtin_arm_crc32cd(state, word)
 #define CRC_OF_1(state, byte) __builtin_arm_crc32cb(state, byte)
 #else
-#define CRC_OF_8(state, word) __builtin_aarch64_crc32cx(state, word)
-#define CRC_OF_1(state, byte) __builtin_aarch64_crc32cb(state, byte)
+#define CRC_OF_8(state, word) __crc32cd(state, word)
+#define CRC_OF_1(state, byte) __crc32cb(state, byte)
 #endif
 #endif
 

@@ -2,17 +2,13 @@
  * Error codes of the C core.
  *
  * Functions that can fail return TS_OK or a negative code. The C core formats no messages and
- * prints nothing: the Python layer adds file and field names.
+ * prints nothing: the Python layer adds file and field names. ts_strerror() is thread safe.
  */
 #ifndef TS_ERROR_H
 #define TS_ERROR_H
 
 /** Marks functions whose error code must not be ignored. */
-#if defined(__GNUC__)
 #define TS_WARN_UNUSED __attribute__((warn_unused_result))
-#else
-#define TS_WARN_UNUSED
-#endif
 
 enum ts_error {
     TS_OK = 0,

@@ -34,15 +34,20 @@ void ts_f32_to_f16(const ts_f32_unaligned *in, uint16_t *out, size_t n);
 /** Convert n values from bfloat16 to float32. */
 void ts_bf16_to_f32(const ts_u16_unaligned *in, float *out, size_t n);
 
-/** Convert n values of type TS_F16, TS_BF16 or TS_F32 to float32. */
+/**
+ * Convert n values to float32.
+ *
+ * @param dtype  type of the input: TS_F16, TS_BF16 or TS_F32
+ */
 void ts_to_f32(const void *in, enum ts_dtype dtype, float *out, size_t n);
 
-/** Convert one value from float64 to float16 with a single rounding. */
+/** Return a float64 value as float16, rounded once. */
 uint16_t ts_f64_to_f16(double value);
 
 /**
  * Convert n values of any type to float16.
  *
+ * @param dtype     type of the input
  * @param position  set to the position of the first finite value that overflows float16
  * @return TS_ERR_RANGE if a finite value overflows float16, TS_ERR_DTYPE for an unknown type
  */
@@ -52,10 +57,10 @@ int ts_to_f16(const void *in, enum ts_dtype dtype, uint16_t *out, size_t n, size
 /** Return how many of n values are NaN or infinite. */
 size_t ts_count_nonfinite(const void *in, enum ts_dtype dtype, size_t n);
 
-/** Portable implementation of ts_f16_to_f32() for one value; public for tests. */
+/** Return a float16 value as float32: the generic variant of ts_f16_to_f32(), public for tests. */
 float ts_f16_to_f32_portable(uint16_t h);
 
-/** Portable implementation of ts_f32_to_f16() for one value; public for tests. */
+/** Return a float32 value as float16: the generic variant of ts_f32_to_f16(), public for tests. */
 uint16_t ts_f32_to_f16_portable(float f);
 
 #endif

@@ -53,6 +53,7 @@ int ts_average_heads(struct ts_graph *graphs, size_t n, enum ts_dtype dtype, siz
 /**
  * Set num_edges of every graph by the rule. Graphs of stored edges keep all their edges.
  *
+ * @param graphs  n graphs
  * @return TS_ERR_DTYPE, TS_ERR_FAULT
  */
 TS_WARN_UNUSED
@@ -75,6 +76,7 @@ int ts_fill_edges(const struct ts_graph *graphs, size_t n, const struct ts_edge_
  * Write the weights of all pairs, graph after graph. Pairs that a top-k rule drops become NaN,
  * which exceeds no threshold.
  *
+ * @param out  the sum of ts_num_pairs() values of type options->out
  * @return TS_ERR_NOMEM, TS_ERR_DTYPE, TS_ERR_FAULT
  */
 TS_WARN_UNUSED

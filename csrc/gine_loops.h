@@ -37,12 +37,10 @@ TARGET static void VARIANT(load_row)(
             row[c] = (REAL)((const double *)g->x)[start + c];
     } else {
         const float *values = narrow;
-        if (g->x_dtype == TS_F16)
-            ts_f16_to_f32((const uint16_t *)g->x + start, narrow, width);
-        else if (g->x_dtype == TS_BF16)
-            ts_bf16_to_f32((const uint16_t *)g->x + start, narrow, width);
-        else
+        if (g->x_dtype == TS_F32)
             values = (const float *)g->x + start;
+        else
+            ts_to_f32((const uint16_t *)g->x + start, g->x_dtype, narrow, width);
         for (size_t c = 0; c < width; c++)
             row[c] = (REAL)values[c];
     }

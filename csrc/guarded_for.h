@@ -1,5 +1,6 @@
 /**
  * Parallel loops over file mappings: ts_parallel_for() with every range under ts_sigbus_guard().
+ * Loops may run concurrently; a range belongs to one thread.
  */
 #ifndef TS_GUARDED_FOR_H
 #define TS_GUARDED_FOR_H
@@ -21,9 +22,12 @@ struct ts_range {
 /**
  * Call a function on disjoint ranges that cover [0, n), as ts_parallel_for() does.
  *
- * @param body     processes range->begin .. range->end and returns TS_OK or an error code. It must
- *                 meet the requirements of ts_sigbus_guard(), and not touch what other ranges write
- * @param context  borrowed for the call
+ * @param n            number of items
+ * @param grain        largest number of items in a range
+ * @param num_threads  largest number of threads, the calling one included
+ * @param body         processes range->begin .. range->end and returns TS_OK or an error code. It must
+ *                     meet the requirements of ts_sigbus_guard() and not touch what other ranges write
+ * @param context      passed to the body as range->context; borrowed for the call
  * @return TS_ERR_FAULT if a file was truncated, with ts_sigbus_fault() set in the calling thread;
  *         else TS_OK or the error of one of the ranges
  */

@@ -30,6 +30,7 @@ enum { TS_INDEX_ABSENT = -1, TS_INDEX_CORRUPT = -2 };
 /**
  * Find a key.
  *
+ * @param id      id_bytes bytes
  * @return the row of the key, TS_INDEX_ABSENT, or TS_INDEX_CORRUPT if a table entry or the offsets
  *         of an id on the probe path are out of bounds
  */

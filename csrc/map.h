@@ -23,13 +23,21 @@ struct ts_map {
  * Map a whole regular file. The file descriptor is closed before the function returns.
  *
  * @param map            set to the mapping, to be released by ts_map_close(); empty on failure
+ * @param path           path of the file
  * @param expected_size  size in bytes, or -1 to accept any size
  * @return TS_ERR_SIZE if the size differs, TS_ERR_IO with errno set
  */
 TS_WARN_UNUSED
 int ts_map_open(struct ts_map *map, const char *path, int64_t expected_size);
 
-/** Map a file that is open for reading; as ts_map_open(), but `fd` stays open. */
+/**
+ * Map a file that is open for reading.
+ *
+ * @param map            as for ts_map_open()
+ * @param fd             descriptor of the file, which stays open and belongs to the caller
+ * @param expected_size  as for ts_map_open()
+ * @return TS_ERR_SIZE if the size differs, TS_ERR_IO with errno set
+ */
 TS_WARN_UNUSED
 int ts_map_descriptor(struct ts_map *map, int fd, int64_t expected_size);
 

@@ -21,6 +21,7 @@ struct ts_checksum_scan {
 /**
  * Add values to a scan.
  *
+ * @param in   n values of type dtype
  * @param out  receives a copy of the values, or NULL
  */
 void ts_checksum_scan(struct ts_checksum_scan *scan, const void *in, enum ts_dtype dtype, size_t n, void *out);

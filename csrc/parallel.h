@@ -1,6 +1,7 @@
 /**
  * Fork-join parallelism with threads that exist for one call only. No state is kept between calls:
- * fork() is safe at any time, and a failure to create threads costs speed, never correctness.
+ * fork() is safe at any time, and a failure to create threads costs speed, never correctness. Calls
+ * may run concurrently and may nest.
  */
 #ifndef TS_PARALLEL_H
 #define TS_PARALLEL_H
@@ -15,8 +16,11 @@ typedef void (*ts_range_fn)(void *context, size_t begin, size_t end);
  *
  * The ranges depend on n and grain only; which thread processes which range is unspecified.
  *
- * @param grain        largest number of items in a range
+ * @param n            number of items
+ * @param grain        largest number of items in a range; 0 means 1
  * @param num_threads  largest number of threads, the calling one included
+ * @param fn           called once for each range, in any thread
+ * @param context      passed to fn; borrowed for the call
  */
 void ts_parallel_for(size_t n, size_t grain, int num_threads, ts_range_fn fn, void *context);
 

@@ -8,14 +8,19 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/** Copy n bytes with non-temporal stores where available. Call ts_stream_fence() before another thread reads dst. */
+/**
+ * Copy n bytes with non-temporal stores where available. Call ts_stream_fence() before another thread
+ * reads dst.
+ *
+ * @param dst  n bytes that do not overlap src; both belong to the caller
+ */
 void ts_stream_copy(void *dst, const void *src, size_t n);
 
 /**
  * Write first + index[k] to out[k] with non-temporal stores where available, as ts_stream_copy() does.
  *
- * @param n    a multiple of 8
- * @param out  aligned to 64 bytes
+ * @param index  n values, where n is a multiple of 8
+ * @param out    n values, aligned to 64 bytes
  */
 void ts_stream_add_offset(const int32_t *index, size_t n, int64_t first, int64_t *out);
 

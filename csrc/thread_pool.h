@@ -31,7 +31,11 @@ struct ts_job {
  */
 struct ts_thread_pool *ts_thread_pool_start(int num_threads);
 
-/** Append a job to the queue. */
+/**
+ * Append a job to the queue.
+ *
+ * @param job  borrowed until it is done or canceled; neither queued nor running now
+ */
 void ts_thread_pool_submit(struct ts_thread_pool *pool, struct ts_job *job);
 
 /**

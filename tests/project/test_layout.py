@@ -3,6 +3,7 @@
 import ast
 import functools
 import graphlib
+import re
 import subprocess
 import sys
 
@@ -176,6 +177,24 @@ def test_every_module_of_the_c_core_has_a_header_and_a_test():
     for path in (ROOT / "csrc").glob("*.c"):
         assert path.with_suffix(".h").exists(), path
         assert f"void test_{path.stem}(void)" in (ROOT / f"tests/c/test_{path.stem}.c").read_text(), path
+
+
+def test_headers_of_the_c_core_document_every_function():
+    declaration = re.compile(r"(\*/\n)?^((?:TS_WARN_UNUSED\n)?[a-z][\w ]*[ *])(ts_\w+)\([^;{}]*\);", re.MULTILINE)
+    for path in sorted((ROOT / "csrc").glob("*.h")):
+        if path.name.startswith("gine_"):  # included several times by gine.c; not an interface
+            continue
+        text = path.read_text()
+        assert text.startswith("/**\n") and ("thread" in text or "concurren" in text), path
+        documented = ""
+        for match in declaration.finditer(text):
+            # One comment may document a function for several scalar types.
+            name = re.sub(r"_f\d+$", "", match[3])
+            assert match[1] or documented == name, f"{path}: {match[3]} has no comment"
+            if match[1]:
+                comment = text[text.rindex("/**", 0, match.start()) : match.start()]
+            assert "TS_WARN_UNUSED" in match[2] or not re.search(r"@return.*TS_ERR", comment, re.DOTALL), match[3]
+            documented = name
 
 
 @pytest.mark.parametrize("module", ["tracestore", "tracestore.convert.runner", "tracestore.cli"])
