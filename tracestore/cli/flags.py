@@ -12,8 +12,16 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from tracestore.console import float_where, int_ranges, positive_int
 from tracestore.store.format.labels import DEFAULT_THRESHOLD, DIRECTIONS
 
-Flags = Mapping[str, dict[str, Any]]
+# The help text of an option by the name of its field, or arguments of ``add_argument``.
+Flags = Mapping[str, str | dict[str, Any]]
 
+# Arguments by the type of the field.
+_BY_TYPE: dict[Any, dict[str, Any]] = {
+    bool: {"action": "store_true"},
+    int: {"type": positive_int, "metavar": "N"},
+    float: {"type": float},
+    tuple[int, ...]: {"type": int_ranges, "metavar": "LIST"},
+}
 # Fields of convert.options.ConvertOptions, and parameters of ingest.scores.read_scores.
 SCORE_FLAGS: Flags = {
     "score_column": {"metavar": "NAME", "help": "column of the scores"},
@@ -22,30 +30,24 @@ SCORE_FLAGS: Flags = {
 }
 # Fields of detectors.config.ModelConfig.
 MODEL_FLAGS: Flags = {
-    "edge_features": {
-        "help": "weights of an edge: the mean over the heads, or one per head (of a store made with --attention heads)"
-    },
-    "layers": {
-        "type": int_ranges,
-        "metavar": "LIST",
-        "help": "layers of the language model to read, e.g. 0-9,20,29 (default: all)",
-    },
-    "gnn_hidden": {"type": positive_int},
-    "latent_dim": {"type": positive_int},
-    "lstm_hidden": {"type": positive_int},
-    "num_lstm_layers": {"type": positive_int},
+    "edge_features": "weights of an edge: the mean over the heads, or one per head (needs --attention heads)",
+    "layers": "layers of the language model to read, e.g. 0-9,20,29 (default: all)",
+    "gnn_hidden": "",
+    "latent_dim": "",
+    "lstm_hidden": "",
+    "num_lstm_layers": "",
     "dropout": {"type": float_where(lambda p: 0 <= p < 1, "a number of at least 0 and below 1")},
-    "kl_weight": {"type": float},
-    "standardize": {"help": "per layer and column, with statistics of the training split"},
-    "message_passing": {"help": "pyg is the slow reference"},
+    "kl_weight": "",
+    "standardize": "per layer and column, with statistics of the training split",
+    "message_passing": "pyg is the slow reference",
 }
 # Fields of train.config.TrainConfig that change the cost of a step.
 STEP_FLAGS: Flags = {
-    "batch_size": {"type": positive_int},
-    "precision": {"help": "fp16 needs a GPU"},
-    "activation_checkpointing": {"help": "less memory: compute activations a second time in backward"},
-    "max_cache_batches": {"type": positive_int, "help": "decoded batches to keep of a compressed store"},
-    "attention_threshold": {"type": float, "help": "edges are pairs with attention above this"},
+    "batch_size": "",
+    "precision": "fp16 needs a GPU",
+    "activation_checkpointing": "less memory: compute activations a second time in backward",
+    "max_cache_batches": "decoded batches to keep of a compressed store",
+    "attention_threshold": "edges are pairs with attention above this",
     "top_k": {
         "type": float_where(lambda f: 0 < f <= 1, "a fraction above 0 and at most 1"),
         "metavar": "FRACTION",
@@ -61,20 +63,25 @@ def add_flags(parser: argparse._ActionsContainer, options: type, flags: Flags) -
     ----------
     parser : argparse.ArgumentParser or group
     options : type
-        The dataclass. A bool field becomes a switch, the values of a Literal become choices.
+        The dataclass. A bool field becomes a switch, the values of a Literal become choices. Defaults are
+        added to the help texts.
     flags : mapping
-        Arguments of ``add_argument`` by field name. A suffix ``_s`` (seconds) is left out of the flag.
+        Help texts, or arguments of ``add_argument``, by field name. A suffix ``_s`` (seconds) is left out
+        of the flag.
     """
     hints = get_type_hints(options)
     defaults = {f.name: f.default for f in fields(options)}
-    for name, arguments in flags.items():
-        literal = next((t for t in (hints[name], *get_args(hints[name])) if get_origin(t) is Literal), None)
-        if hints[name] is bool:
-            arguments = {"action": "store_true"} | arguments
-        elif literal is not None:
-            arguments = {"choices": get_args(literal)} | arguments
+    for name, given in flags.items():
         flag = "--" + name.removesuffix("_s").replace("_", "-")
-        parser.add_argument(flag, dest=name, default=defaults[name], **arguments)
+        arguments: dict[str, Any] = {}
+        kinds = (hints[name], *get_args(hints[name]))
+        for kind in kinds:
+            arguments |= {"choices": get_args(kind)} if get_origin(kind) is Literal else _BY_TYPE.get(kind, {})
+        arguments |= {"help": given} if isinstance(given, str) else given
+        text, default = arguments.get("help", ""), defaults[name]
+        if default is not None and bool not in kinds and "default" not in text:
+            arguments["help"] = f"{text} (default: {default})".strip()
+        parser.add_argument(flag, dest=name, default=default, **arguments)
 
 
 def values(args: argparse.Namespace, *tables: Flags) -> dict[str, Any]:

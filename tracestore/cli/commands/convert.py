@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 
 from tracestore.cli.flags import SCORE_FLAGS, Flags, add_flags, values
-from tracestore.console import Output, Parser, format_size, parse_size, positive_int
+from tracestore.console import Output, Parser, format_size, parse_size
 from tracestore.convert.options import ConvertOptions
 from tracestore.convert.runner import Conversion
 from tracestore.process import reuse_freed_memory
@@ -17,14 +17,10 @@ from tracestore.store.io.fsio import map_os_errors
 _FLAGS: Flags = {
     "scores": {"metavar": "CSV", "help": "scores by question_id (default: the only *scores*.csv in a SRC folder)"},
     **SCORE_FLAGS,
-    "attention": {"help": "attention to store (default: mean over heads)"},
+    "attention": "attention to store (default: mean over heads)",
     "codec": {"choices": CODECS, "help": "compression (default: none)"},
-    "dtype": {"help": "dtype to store (default: float16)"},
-    "workers": {
-        "type": positive_int,
-        "metavar": "N",
-        "help": f"files read in parallel (default: {ConvertOptions.workers})",
-    },
+    "dtype": "dtype to store (default: float16)",
+    "workers": "files read in parallel",
     "dask": {
         "metavar": "ADDRESS",
         "help": "read with a Dask cluster that shares the file system: address of the scheduler, or local",
@@ -34,9 +30,9 @@ _FLAGS: Flags = {
         "metavar": "SIZE",
         "help": f"memory for waiting traces (default: {format_size(ConvertOptions.memory_budget)})",
     },
-    "on_conflict": {"help": "a trace whose question id and sample exist with different content (default: error)"},
-    "skip_bad": {"help": "continue after a file that is refused"},
-    "overwrite": {"help": "replace the store"},
+    "on_conflict": "a trace whose question id and sample exist with other content",
+    "skip_bad": "continue after a file that is refused",
+    "overwrite": "replace the store",
 }
 
 

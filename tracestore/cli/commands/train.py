@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tracestore.cli.flags import MODEL_FLAGS, STEP_FLAGS, Flags, add_flags, add_num_threads, values
-from tracestore.console import Output, Parser, Progress, float_where, int_between, parse_size, positive_int
+from tracestore.console import Output, Parser, Progress, float_where, int_between, parse_size
 from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.registry import DETECTORS
 from tracestore.errors import RankFailedError, UsageError
@@ -24,23 +24,19 @@ from tracestore.train.config import TrainConfig
 
 # Further fields of TrainConfig.
 _TRAIN_FLAGS: Flags = {
-    "epochs": {"type": positive_int},
-    "grad_accum_steps": {
-        "type": positive_int,
-        "metavar": "N",
-        "help": "batches per optimizer step; equals one batch of N times the size",
-    },
-    "score_threshold": {"type": float, "help": "label 1 (hallucination) where score < this"},
+    "epochs": "",
+    "grad_accum_steps": "batches per optimizer step; equals one batch of N times the size",
+    "score_threshold": "label 1 (hallucination) where score < this",
     "lr": {"type": float_where(lambda r: 0 < r < math.inf, "a number above 0")},
     "seed": {"type": int_between(0, 2**32 - 1, "a whole number from 0 to 2^32 - 1")},
-    "shuffle": {},
-    "shuffle_buffer": {"type": positive_int, "metavar": "TRACES"},
+    "shuffle": "",
+    "shuffle_buffer": {"metavar": "TRACES"},
     "checkpoint_interval_s": {
         "type": float_where(lambda s: 0 <= s < math.inf, "seconds, at least 0"),
         "metavar": "SECONDS",
-        "help": "write last.pt this often within an epoch, and after each (default 300; 0: after every step)",
+        "help": "write last.pt this often within an epoch, and after each (default: 300; 0: after every step)",
     },
-    "tensorboard": {"help": "write events for TensorBoard to OUTPUT_DIR/<model>/events"},
+    "tensorboard": "write events for TensorBoard to OUTPUT_DIR/<model>/events",
 }
 # Fields of TrainOptions.
 _RUN_FLAGS: Flags = {
@@ -55,7 +51,7 @@ _RUN_FLAGS: Flags = {
         "metavar": "K",
         "help": "cross-validation by question: each question is tested in one of K folds",
     },
-    "seeds": {"type": positive_int, "metavar": "N", "help": "N trainings of each model and split, from --seed on"},
+    "seeds": "N trainings of each model and split, from --seed on",
 }
 
 
@@ -74,8 +70,8 @@ def add_arguments(parser: Parser) -> None:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--num-workers", type=_workers, default=0, metavar="auto|N", help="0: threads (default); N: DataLoader workers")
     earlier_run = parser.add_mutually_exclusive_group()
-    add_flags(earlier_run, TrainConfig, {"resume": {"help": "continue the run in --output-dir"}})
-    add_flags(earlier_run, TrainOptions, {"overwrite": {"help": "replace the run in --output-dir"}})
+    add_flags(earlier_run, TrainConfig, {"resume": "continue the run in --output-dir"})
+    add_flags(earlier_run, TrainOptions, {"overwrite": "replace the run in --output-dir"})
     add("--preprocessed-dir", type=_removed(parser.prog, "{}"), help=argparse.SUPPRESS)
     add("--data-pattern", type=_removed(parser.prog, "traces_data/"), help=argparse.SUPPRESS)
 
