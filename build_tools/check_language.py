@@ -14,11 +14,11 @@ import io
 import re
 import sys
 import tokenize
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from fnmatch import fnmatch
+from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOTS = (
@@ -54,17 +54,15 @@ DESCRIBED = ("property", "fixture")
 MIN_WORDS = 3
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """A phrase, what to write instead, and the paths where it is allowed."""
 
     pattern: re.Pattern[str]
     instead: str
-    allowed_in: tuple[str, ...] = ()
+    allowed_in: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Passage:
+class Passage(NamedTuple):
     """A docstring, comment, string or paragraph, and the number of its first line."""
 
     line: int
@@ -76,15 +74,12 @@ class Passage:
 def read_rules(text: str) -> list[Rule]:
     """Return the rules of dialect.txt."""
     rows = [line.split("\t") for line in text.splitlines() if line and not line.startswith("#")]
-    allowed: dict[str, list[str]] = {}
-    for row in rows:
-        if row[0].startswith("!"):
-            allowed.setdefault(row[1], []).append(row[0][1:])
-    return [
-        Rule(re.compile(row[0].replace(" ", r"\s+"), re.IGNORECASE), row[1], tuple(allowed.get(row[0], ())))
-        for row in rows
-        if not row[0].startswith("!")
-    ]
+    exceptions = [(row[1], row[0][1:]) for row in rows if row[0].startswith("!")]
+    rules = []
+    for phrase, instead, *_ in (row for row in rows if not row[0].startswith("!")):
+        pattern = re.compile(phrase.replace(" ", r"\s+"), re.IGNORECASE)
+        rules.append(Rule(pattern, instead, tuple(path for other, path in exceptions if other == phrase)))
+    return rules
 
 
 def is_action(node: ast.AST) -> bool:
@@ -103,20 +98,15 @@ def python_passages(text: str) -> Iterator[Passage]:
             if content is not None:
                 docstrings.add(node.body[0].lineno)
                 yield Passage(node.body[0].lineno, content, is_docstring=True, is_imperative=is_action(node))
-    comment: list[str] = []
-    last = 0
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        line = token.start[0]
-        if token.type == tokenize.COMMENT:
-            if comment and line != last + 1:
-                yield Passage(last - len(comment) + 1, "\n".join(comment))
-                comment = []
-            comment.append(token.string.lstrip("# "))
-            last = line
-        elif token.type == tokenize.STRING and line not in docstrings and len(token.string.split()) >= MIN_WORDS:
-            yield Passage(line, token.string)
-    if comment:
-        yield Passage(last - len(comment) + 1, "\n".join(comment))
+        elif isinstance(node, ast.Constant | ast.JoinedStr) and node.lineno not in docstrings:
+            string = str(node.value) if isinstance(node, ast.Constant) else ast.unparse(node)
+            if len(string.split()) >= MIN_WORDS:
+                yield Passage(node.lineno, string)
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    comments = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
+    for _, group in groupby(enumerate(comments), key=lambda pair: pair[1] - pair[0]):  # consecutive lines
+        lines = [line for _, line in group]
+        yield Passage(lines[0], "\n".join(comments[line] for line in lines))
 
 
 def matched_passages(pattern: str, text: str) -> Iterator[Passage]:
@@ -124,9 +114,8 @@ def matched_passages(pattern: str, text: str) -> Iterator[Passage]:
     for match in re.finditer(pattern, text, re.DOTALL | re.MULTILINE):
         is_docstring = match[0].startswith('"""')
         content = re.sub(r'^\s*(?:/?\*+/?|#|//)[ ]?|\*/$|"""', "", match[0], flags=re.MULTILINE)
-        yield Passage(
-            text.count("\n", 0, match.start()) + 1, content.strip("\n") if is_docstring else content, is_docstring
-        )
+        line = text.count("\n", 0, match.start()) + 1
+        yield Passage(line, content.strip("\n") if is_docstring else content, is_docstring)
 
 
 def markdown_passages(text: str) -> Iterator[Passage]:
@@ -141,66 +130,48 @@ def markdown_passages(text: str) -> Iterator[Passage]:
 
 def passages(path: Path) -> Iterator[Passage]:
     """Yield the prose of a file."""
-    if path.suffix not in (".py", ".pyi", ".pyx", ".pxd", ".pxi", ".c", ".h", ".md"):
-        return
-    text = path.read_text(encoding="utf-8")
-    if path.suffix in (".py", ".pyi"):
-        yield from python_passages(text)
-    elif path.suffix in (".pyx", ".pxd", ".pxi"):
-        yield from matched_passages(r'""".*?"""|(?:^[ \t]*#[^\n]*\n)+', text)
-    elif path.suffix in (".c", ".h"):
-        yield from matched_passages(r"/\*.*?\*/|//[^\n]*", text)
-    else:
-        yield from markdown_passages(text)
+    match path.suffix:
+        case ".py" | ".pyi":
+            yield from python_passages(path.read_text(encoding="utf-8"))
+        case ".pyx" | ".pxd" | ".pxi":
+            pattern = r'""".*?"""|(?:^[ \t]*#[^\n]*\n)+'
+            yield from matched_passages(pattern, path.read_text(encoding="utf-8"))
+        case ".c" | ".h":
+            yield from matched_passages(r"/\*.*?\*/|//[^\n]*", path.read_text(encoding="utf-8"))
+        case ".md":
+            yield from markdown_passages(path.read_text(encoding="utf-8"))
 
 
-def check_file(path: Path, name: str, rules: list[Rule]) -> Iterator[tuple[str, str]]:
-    """Yield (kind, message) for everything found in a file."""
+def check_file(path: Path, name: str, rules: list[Rule]) -> Iterator[str]:
+    """Yield a message for each finding in a file."""
+    rules = [rule for rule in rules if not any(fnmatch(name, allowed) for allowed in rule.allowed_in)]
     for passage in passages(path):
-        if passage.is_docstring and (opening := OPENING.match(passage.text)):
-            yield "opening", f'{name}:{passage.line}: the docstring begins with "{opening[0]}"; begin with a verb'
-        elif passage.is_imperative and NOT_IMPERATIVE.match(passage.text) and not IMPERATIVE.match(passage.text):
-            first = passage.text.split()[0]
-            yield "imperative", f'{name}:{passage.line}: the docstring begins with "{first}"; begin with a verb'
+        is_fragment = passage.is_docstring and OPENING.match(passage.text)
+        if passage.is_imperative and NOT_IMPERATIVE.match(passage.text) and not IMPERATIVE.match(passage.text):
+            is_fragment = True
+        if is_fragment:
+            yield f'{name}:{passage.line}: the docstring begins with "{passage.text.split()[0]}"; begin with a verb'
         for rule in rules:
-            if any(fnmatch(name, allowed) for allowed in rule.allowed_in):
-                continue
             for match in rule.pattern.finditer(passage.text):
                 line = passage.line + passage.text.count("\n", 0, match.start())
-                found = " ".join(match[0].split())
-                yield rule.instead, f'{name}:{line}: "{found}"; write: {rule.instead}'
-
-
-def files(paths: list[Path]) -> Iterator[Path]:
-    """Yield the files at and below some paths."""
-    for path in paths:
-        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            name = file.relative_to(ROOT).as_posix()
-            if file.is_file() and not any(fnmatch(name, skipped) for skipped in SKIPPED):
-                yield file
+                yield f'{name}:{line}: "{" ".join(match[0].split())}"; write: {rule.instead}'
 
 
 def main() -> int:
     """Run the program and return its exit code."""
     parser = argparse.ArgumentParser(description="Check the prose of this repository.")
     parser.add_argument("paths", nargs="*", type=Path, default=[ROOT / name for name in ROOTS], metavar="PATH")
-    parser.add_argument("--summary", action="store_true", help="print only the number of findings by folder and kind")
-    args = parser.parse_args()
     rules = read_rules((ROOT / "build_tools" / "dialect.txt").read_text(encoding="utf-8"))
-    kinds: Counter[str] = Counter()
-    folders: Counter[str] = Counter()
-    for path in files([p.resolve() for p in args.paths]):
-        name = path.relative_to(ROOT).as_posix()
-        for kind, message in check_file(path, name, rules):
-            kinds[kind] += 1
-            folders["/".join(name.split("/")[:2])] += 1
-            if not args.summary:
-                print(message)
-    if args.summary:
-        for counts in (folders, kinds):
-            print("\n".join(f"{count:6}  {name}" for name, count in counts.most_common()), end="\n\n")
-    print(f"check_language: {sum(kinds.values())} findings", file=sys.stderr)
-    return 1 if kinds else 0
+    num_findings = 0
+    for path in (path.resolve() for path in parser.parse_args().paths):
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            name = file.relative_to(ROOT).as_posix()
+            if file.is_file() and not any(fnmatch(name, skipped) for skipped in SKIPPED):
+                for message in check_file(file, name, rules):
+                    print(message)
+                    num_findings += 1
+    print(f"check_language: {num_findings} findings", file=sys.stderr)
+    return 1 if num_findings else 0
 
 
 if __name__ == "__main__":
