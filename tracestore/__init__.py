@@ -31,16 +31,12 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+# Names that are imported on first use, by module.
 _LAZY = {
-    "TraceBatchLoader": "tracestore.export.batch_loader",
-    "merge_batches": "tracestore.export.batch_loader",
-    "extract_batch_subset": "tracestore.export.batch_loader",
-    "TraceDataset": "tracestore.data.datasets",
-    "TraceIterableDataset": "tracestore.data.datasets",
-    "ShuffleBufferSampler": "tracestore.data.datasets",
-    "TraceLoader": "tracestore.data.loader",
-    "collate_sequences": "tracestore.data.collate",
-    "collate_graphs": "tracestore.data.collate",
+    "export.batch_loader": ("TraceBatchLoader", "extract_batch_subset", "merge_batches"),
+    "data.datasets": ("ShuffleBufferSampler", "TraceDataset", "TraceIterableDataset"),
+    "data.loader": ("TraceLoader",),
+    "data.collate": ("collate_graphs", "collate_sequences"),
 }
 
 __all__ = [
@@ -71,13 +67,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        with needs():
-            value = getattr(importlib.import_module(_LAZY[name]), name)
-        globals()[name] = value
-        return value
+    for module, names in _LAZY.items():
+        if name in names:
+            with needs():
+                globals()[name] = getattr(importlib.import_module(f"tracestore.{module}"), name)
+            return globals()[name]
     raise AttributeError(f"module 'tracestore' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *__all__})

@@ -120,10 +120,14 @@ def extract_to_folder(
                 questions = list(enumerate(batch.questions))
                 for question, trace in _traces(questions, answer, batch.number, batch_size):
                     writer.append(trace)
-                    rows.append(_score_row(question, trace["generated_answer_clean"]))
-                    yield rows[-1][1] >= _CORRECT_SCORE
+                    text, accepted = trace["generated_answer_clean"], question.answers
+                    score, f1 = round(containment_score(text, accepted), 6), round(token_f1(text, accepted), 6)
+                    contained = int(contains(text, accepted))
+                    rows.append([question.question_id, score, contained, f1, question.template, text])
+                    yield score >= _CORRECT_SCORE
                 writer.finish()
-                _write_text(scores, json.dumps(rows))
+                with fsio.atomic_write(scores) as scores_file:
+                    scores_file.write(json.dumps(rows).encode())
         _merge_scores(folder)
 
 
@@ -212,27 +216,12 @@ def _require_own_files(folder: Path, batches: Sequence[QuestionBatch]) -> None:
             raise UsageError(f"{path}: exists and was not written by tracestore extract; choose another --out")
 
 
-def _score_row(question: Question, answer: str) -> list[Any]:
-    return [
-        question.question_id,
-        round(containment_score(answer, question.answers), 6),
-        int(contains(answer, question.answers)),
-        round(token_f1(answer, question.answers), 6),
-        question.template,
-        answer,
-    ]
-
-
 def _merge_scores(folder: Path) -> None:
     """Write scores.csv from the scores of all finished files, including those of other machines."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["question_id", "score", "contained", "token_f1", "template", "answer"])
-    for scores in sorted((folder / _SCORES_FOLDER).glob("*.json")):
-        writer.writerows(json.loads(scores.read_text(encoding="utf-8")))
-    _write_text(folder / "scores.csv", out.getvalue())
-
-
-def _write_text(path: Path, text: str) -> None:
-    with fsio.atomic_write(path) as file:
-        file.write(text.encode())
+    with fsio.atomic_write(folder / "scores.csv") as file:
+        text = io.TextIOWrapper(file, "utf-8", newline="")
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["question_id", "score", "contained", "token_f1", "template", "answer"])
+        for scores in sorted((folder / _SCORES_FOLDER).glob("*.json")):
+            writer.writerows(json.loads(scores.read_text(encoding="utf-8")))
+        text.detach()
