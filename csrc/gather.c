@@ -10,7 +10,7 @@
 #include "stream.h"
 
 #define BLOCK 256         /* pairs processed together */
-#define STAGE (4 * BLOCK) /* edges buffered before they are streamed out */
+#define STAGE (4 * BLOCK) /* edges buffered before they are streamed out; pairs counted together */
 #define TABLE_TOKENS 1024 /* longest graph of the table of pairs: longer rows are fast without it */
 
 size_t ts_num_pairs(const struct ts_graph *graph)
@@ -82,14 +82,14 @@ static size_t select_block(const struct graph_job *job, const struct ts_graph *g
 static int count_edges(struct ts_range *range)
 {
     struct graph_job *job = range->context;
-    unsigned char keep[BLOCK];
+    unsigned char keep[STAGE];
     for (size_t g = range->begin; g < range->end; g++) {
         struct ts_graph *graph = &job->graphs[g];
         size_t pairs = ts_num_pairs(graph), kept = 0;
         if (graph->pairs != NULL)
             continue;
-        for (size_t p = 0; p < pairs; p += BLOCK)
-            kept += select_block(job, graph, p, pairs - p < BLOCK ? pairs - p : BLOCK, keep);
+        for (size_t p = 0; p < pairs; p += STAGE)
+            kept += select_block(job, graph, p, pairs - p < STAGE ? pairs - p : STAGE, keep);
         if (job->options->rule.top_k > 0) {
             size_t k = ts_top_k_count(pairs, job->options->rule.top_k);
             kept = k < kept ? k : kept;

@@ -4,8 +4,8 @@
 
 #include "platform.h"
 
-static int level = TS_SIMD_BASELINE;
-static int limit = TS_SIMD_HIGHEST;
+int ts_simd_current = TS_SIMD_BASELINE;
+static int of_processor = TS_SIMD_BASELINE;
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -46,23 +46,18 @@ static int processor_level(void)
 
 __attribute__((constructor)) static void find_level(void)
 {
-    level = processor_level();
+    of_processor = processor_level();
     const char *value = getenv("TRACESTORE_SIMD_LEVEL");
-    if (value != NULL && value[0] >= '1' && value[0] <= '0' + TS_SIMD_HIGHEST && value[1] == 0)
-        limit = value[0] - '0';
+    int is_valid = value != NULL && value[0] >= '1' && value[0] <= '0' + TS_SIMD_HIGHEST && value[1] == 0;
+    ts_simd_limit(is_valid ? value[0] - '0' : TS_SIMD_HIGHEST);
 }
 
-int ts_simd_level(void)
+const char *ts_simd_name(int level)
 {
-    return level < limit ? level : limit;
-}
-
-const char *ts_simd_name(int of_level)
-{
-    return names[of_level - 1];
+    return names[level - 1];
 }
 
 void ts_simd_limit(int max_level)
 {
-    limit = max_level;
+    ts_simd_current = of_processor < max_level ? of_processor : max_level;
 }

@@ -27,13 +27,18 @@ enum ts_simd_level {
     TS_SIMD_HIGHEST = 4
 };
 
+extern int ts_simd_current; /* private: ts_simd_level() is read on every call of a kernel */
+
 /**
  * Return the level of vector instructions that kernels use.
  *
  * @return the level of the processor, but at most the limit of the last ts_simd_limit() call or,
  *         before any call, of the environment variable TRACESTORE_SIMD_LEVEL at process start.
  */
-int ts_simd_level(void);
+static inline int ts_simd_level(void)
+{
+    return ts_simd_current;
+}
 
 /**
  * Return the name of a level on this family of processors.
