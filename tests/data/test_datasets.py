@@ -131,8 +131,8 @@ def test_stateful_data_loader_continues(store_path, monkeypatch):
         return loader_of(data, batch_size=None, num_workers=workers)
 
     read = []
-    gather = datasets.gather_batch
-    monkeypatch.setattr(datasets, "gather_batch", lambda *args: read.append(1) or gather(*args))
+    gather = datasets.BatchGatherer.gather
+    monkeypatch.setattr(datasets.BatchGatherer, "gather", lambda *args: read.append(1) or gather(*args))
     for workers in (0, 2):
         whole = [b.question_id for b in make(workers)]
         loader = make(workers)

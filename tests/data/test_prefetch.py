@@ -49,16 +49,15 @@ def test_read_ahead_is_limited_in_batches(store_path, monkeypatch):
         begin(self, drop_behind)
         self._threads = ThreadPool(1)
 
-    begin, read_ahead, counts = prefetch._ReadAhead.__init__, prefetch.NativePrefetcher.read_ahead, []
+    begin, read_ahead, counts = prefetch._ReadAhead.__init__, prefetch.NativePrefetcher._read_ahead, []
 
-    def counted(self, batch):
-        is_read = read_ahead(self, batch)
-        counts.append(len(self._reading))
-        assert self._reading_bytes == sum(size for _, size in self._reading)
-        return is_read
+    def counted(self, ahead):
+        read_ahead(self, ahead)
+        counts.append(len(self._ahead))
+        assert ahead.read_ahead_bytes > 0
 
     monkeypatch.setattr(prefetch._ReadAhead, "__init__", cold)
-    monkeypatch.setattr(prefetch.NativePrefetcher, "read_ahead", counted)
+    monkeypatch.setattr(prefetch.NativePrefetcher, "_read_ahead", counted)
     monkeypatch.setattr(prefetch, "_READ_AHEAD_BATCHES", 3)
     ids = [b.question_id for b in tracestore.TraceLoader(store_path, batch_size=1, shuffle="none")]
     assert [i for batch in ids for i in batch] == tracestore.open(store_path).question_ids[:]

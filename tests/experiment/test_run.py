@@ -186,14 +186,14 @@ def test_recovery_from_a_batch_that_cannot_be_gathered(labeled, tmp_path):
     """Caches are emptied and the same batch is gathered again, so the weights do not change."""
     code = (
         "import sys; from tracestore.cli import main\n"
-        "from tracestore.data import loader\n"
-        "original, calls = loader.make_job, [0]\n"
+        "from tracestore.data.batch_jobs import BatchGatherer\n"
+        "original, calls = BatchGatherer.job, [0]\n"
         "def gather(*a, **k):\n"
         "    calls[0] += 1\n"
         "    if calls[0] == 2:\n"
         "        raise MemoryError\n"
         "    return original(*a, **k)\n"
-        "loader.make_job = gather\n"
+        "BatchGatherer.job = gather\n"
         "sys.exit(main(['train', *sys.argv[1:]]))"
     )
     flags = ["--no-run-gnn-det", "--no-run-gvae", "--epochs", 2, "--no-probe", *FAST]

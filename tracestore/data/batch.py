@@ -10,7 +10,6 @@ import torch
 
 from tracestore.data.buffers import BatchBuffer
 from tracestore.extras import needs
-from tracestore.store.read.store import TraceStore
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
@@ -23,7 +22,7 @@ else:
 
 
 @dataclass
-class _TensorBatch:
+class TensorBatch:
     """Base of batches whose fields are tensors, lists and numbers."""
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
@@ -40,7 +39,7 @@ class _TensorBatch:
 
 
 @dataclass
-class SequenceBatch(_TensorBatch):
+class SequenceBatch(TensorBatch):
     """Last-token sequences of B traces.
 
     A batch also unpacks as the tuple ``(sequences, score, question_id)`` and reads by name,
@@ -81,7 +80,7 @@ class SequenceBatch(_TensorBatch):
 
 
 @dataclass
-class GraphBatch(_TensorBatch):
+class GraphBatch(TensorBatch):
     """Graphs of B traces and L layers, trace after trace and layer after layer. Needs no PyG.
 
     N counts the nodes and E the edges of all B * L graphs. The names are those of the PyG Batch
@@ -174,72 +173,30 @@ def pyg_classes() -> tuple[Any, Any]:
 
 
 @dataclass(frozen=True)
-class BatchMetadata:
-    """The fields of a batch that do not lie in its buffer. y and score are NaN where missing."""
+class Layout:
+    """Positions of the tensors of a batch in a buffer.
 
-    y: np.ndarray  # (B,) float32
-    score: np.ndarray  # (B,) float32
-    question_id: list[str]
-    trace_index: np.ndarray  # (B,) int64
-
-    @classmethod
-    def read(cls, store: TraceStore, indices: np.ndarray, targets: np.ndarray) -> "BatchMetadata":
-        """Return the metadata of some traces; `targets` has a label for each trace of the store."""
-        with np.errstate(over="ignore"):  # A score beyond float32 becomes infinite.
-            y, score = targets[indices].astype("f4"), store.scores[indices].astype("f4")
-        return cls(y, score, store.question_ids.take(indices), indices.copy())
-
-    def as_fields(self) -> dict[str, Any]:
-        """Return the fields of a SequenceBatch or GraphBatch."""
-        y, score, index = (torch.from_numpy(a) for a in (self.y, self.score, self.trace_index))
-        return {"y": y, "score": score, "question_id": self.question_id, "trace_index": index}
-
-
-@dataclass(frozen=True)
-class SequenceLayout:
-    """Positions of the tensors of a SequenceBatch in a buffer."""
-
-    shape: tuple[int, int, int]
-    dtype: str
-
-    def batch(self, buffer: BatchBuffer, metadata: BatchMetadata) -> SequenceBatch:
-        """Return the batch that lies in the buffer."""
-        return SequenceBatch(buffer.tensor(0, self.shape, self.dtype), **metadata.as_fields())
-
-
-@dataclass(frozen=True)
-class GraphLayout:
-    """Positions of the tensors of a GraphBatch in a buffer.
-
-    `offsets` holds the first byte of x, edge_index, edge weights, batch, ptr and edge_ptr.
+    Parameters
+    ----------
+    batch_class : type
+        SequenceBatch or GraphBatch.
+    tensors : dict
+        For each of its tensors the offset in bytes, the shape and the dtype.
+    values : dict
+        Its fields that are numbers.
+    as_pyg : bool
+        Make a PyG Batch of a GraphBatch.
     """
 
-    offsets: tuple[int, ...]
-    num_layers: int
-    num_graphs: int
-    num_nodes: int
-    num_edges: int
-    hidden_dim: int
-    dtype: str
-    weight_dtype: str
-    packed: bool
-    num_heads: int
-    as_pyg: bool
+    batch_class: type[Any]
+    tensors: dict[str, tuple[int, tuple[int, ...], str]]
+    values: dict[str, int]
+    as_pyg: bool = False
 
-    def batch(self, buffer: BatchBuffer, metadata: BatchMetadata) -> Any:
-        """Return the batch that lies in the buffer: a GraphBatch, or with `as_pyg` a PyG Batch."""
-        x_offset, edge_offset, weight_offset, owner_offset, *ptr_offsets = self.offsets
-        ptr, edge_ptr = (buffer.tensor(offset, (self.num_graphs + 1,), "int64") for offset in ptr_offsets)
-        x = buffer.tensor(x_offset, (self.num_nodes, self.hidden_dim), self.dtype)
-        weight_shape = (self.num_edges,) if self.packed else (self.num_edges, 1)
-        weights = buffer.tensor(weight_offset, weight_shape, self.weight_dtype)
-        if self.packed:
-            edges: dict[str, Any] = {"attention": weights, "num_heads": self.num_heads}
-        else:
-            edges = {"edge_index": buffer.tensor(edge_offset, (2, self.num_edges), "int64"), "edge_attr": weights}
-        owner = buffer.tensor(owner_offset, (self.num_nodes,), "int64")
-        batch = GraphBatch(x, owner, ptr, edge_ptr, self.num_layers, **metadata.as_fields(), **edges)
+    def batch(self, buffer: BatchBuffer, metadata: dict[str, Any]) -> Any:
+        """Return the batch that lies in the buffer; `metadata` holds the other fields, arrays as numpy's."""
+        fields = {name: buffer.tensor(*where) for name, where in self.tensors.items()} | self.values
+        for name, value in metadata.items():
+            fields[name] = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        batch = self.batch_class(**fields)
         return batch.as_pyg() if self.as_pyg else batch
-
-
-Layout = SequenceLayout | GraphLayout

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from torch.utils.data import get_worker_info
 
 from tracestore._core import gather
 from tracestore.data import shared_memory
-from tracestore.data.batch import BatchMetadata, GraphLayout, Layout, SequenceLayout
+from tracestore.data.batch import GraphBatch, Layout, SequenceBatch
 from tracestore.data.batch_format import BatchFormat
 from tracestore.data.buffers import TORCH_DTYPES, Allocate, BatchBuffer, PooledBuffer, TorchBuffer, align_up
 from tracestore.errors import CorruptStoreError, UsageError
@@ -26,40 +27,59 @@ class BatchJob(ABC):
 
     Attributes
     ----------
-    native : gather.Job
+    native : gather.CopyJob or gather.GraphBatchJob
         The job of the C core.
     num_bytes : int
         Bytes that the buffer needs, an upper bound before `finalize_size`.
     sources : list
         The stored arrays that the job reads.
+    read_ahead_bytes : int
+        Bytes that are being read from the disk for the job.
     """
 
-    native: gather.Job
+    native: gather.CopyJob | gather.GraphBatchJob
     num_bytes: int
     sources: list[Any]
-    _buffer: BatchBuffer
+    read_ahead_bytes = 0
 
     def __init__(self, store: TraceStore, indices: np.ndarray, targets: np.ndarray, batch_format: BatchFormat) -> None:
-        self._store, self._indices, self._targets = store, indices, targets
-        self._look_up(batch_format)
+        self._store, self._indices, self._targets, self._format = store, indices, targets, batch_format
+        # The first byte of each tensor.
+        self._offsets: dict[str, int] = {}
+        self._look_up()
 
     @abstractmethod
-    def _look_up(self, batch_format: BatchFormat) -> None: ...
+    def _look_up(self) -> None: ...
+
+    def _place(self, sizes: dict[str, int]) -> None:
+        """Place tensors of these bytes one after the other."""
+        self.num_bytes = 0
+        for name, size in sizes.items():
+            self._offsets[name] = self.num_bytes
+            self.num_bytes += align_up(size)
 
     def finalize_size(self) -> None:  # noqa: B027 - most lookups give the exact size
         """Make num_bytes exact. This counts the edges that the threshold keeps."""
 
-    @abstractmethod
     def set_buffer(self, buffer: BatchBuffer) -> None:
         """Set the memory of the batch."""
+        self._buffer = buffer
+        self.native.set_output(buffer.memory, *self._offsets.values())
 
     @abstractmethod
     def layout(self) -> Layout:
         """Return where the tensors lie in the buffer. Valid after `native` has run."""
 
-    def metadata(self) -> BatchMetadata:
-        """Return the fields of the batch that do not lie in its buffer."""
-        return BatchMetadata.read(self._store, self._indices, self._targets)
+    def metadata(self) -> dict[str, Any]:
+        """Return the fields of the batch that do not lie in its buffer. y and score are NaN where missing."""
+        with np.errstate(over="ignore"):  # A score beyond float32 becomes infinite.
+            y, score = (values[self._indices].astype("f4") for values in (self._targets, self._store.scores))
+        return {
+            "y": y,
+            "score": score,
+            "question_id": self._store.question_ids.take(self._indices),
+            "trace_index": self._indices.copy(),
+        }
 
     def batch(self) -> Any:
         """Return a SequenceBatch, PyG Batch or GraphBatch. Valid after `native` has run."""
@@ -71,21 +91,16 @@ class SequenceJob(BatchJob):
 
     native: gather.CopyJob
 
-    def _look_up(self, batch_format: BatchFormat) -> None:
-        stored = self._store.hidden_dtype
-        self._dtype = batch_format.hidden_dtype(self._store)
+    def _look_up(self) -> None:
+        self._dtype = self._format.hidden_dtype(self._store)
         self.sources = sequence_sources(self._store.internals, self._indices)
-        self.native = gather.CopyJob(self.sources, dtype_code(stored), dtype_code(self._dtype))
-        self.num_bytes = align_up(self.native.out_bytes)
+        self.native = gather.CopyJob(self.sources, dtype_code(self._store.hidden_dtype), dtype_code(self._dtype))
+        self._place({"sequences": self.native.out_bytes})
 
-    def set_buffer(self, buffer: BatchBuffer) -> None:
-        """Set the memory of the batch."""
-        self._buffer = buffer
-        self.native.set_output(buffer.memory)
-
-    def layout(self) -> SequenceLayout:
+    def layout(self) -> Layout:
         """Return where the tensors lie in the buffer."""
-        return SequenceLayout((len(self._indices), self._store.num_layers, self._store.hidden_dim), self._dtype)
+        shape = (len(self._indices), self._store.num_layers, self._store.hidden_dim)
+        return Layout(SequenceBatch, {"sequences": (0, shape, self._dtype)}, {})
 
 
 class GraphJob(BatchJob):
@@ -93,18 +108,17 @@ class GraphJob(BatchJob):
 
     native: gather.GraphBatchJob
 
-    def _look_up(self, batch_format: BatchFormat) -> None:
-        store, options = self._store, batch_format.edge_options
+    def _look_up(self) -> None:
+        store, options = self._store, self._format.edge_options
         sources = graph_sources(store.internals, self._indices)
         causal = sources.layout == LAYOUT_CAUSAL
-        self._as_pyg = batch_format.as_pyg
         self._packed, self._num_heads = options.edge_format != "coo", options.num_heads(store)
         if self._packed and not causal.all():
             raise UsageError("packed edges need causal attention; use edge_format='coo'")
-        self._dtype, self._weight_dtype = batch_format.hidden_dtype(store), batch_format.weight_dtype(store)
-        hidden = gather.CopyJob(sources.hidden, dtype_code(store.hidden_dtype), dtype_code(self._dtype))
+        self._dtype, self._weight_dtype = self._format.hidden_dtype(store), self._format.weight_dtype(store)
+        self._hidden = gather.CopyJob(sources.hidden, dtype_code(store.hidden_dtype), dtype_code(self._dtype))
         self.native = gather.GraphBatchJob(
-            hidden,
+            self._hidden,
             sources.attention,
             dtype_code(store.attention_dtype),
             dtype_code(self._weight_dtype),
@@ -118,101 +132,95 @@ class GraphJob(BatchJob):
             sources.edges,
             self._num_heads > 1,
         )
-        self._x_bytes = hidden.out_bytes
         self.sources = sources.hidden + sources.attention
-        self._set_offsets()
+        self._place_tensors()
 
-    def _set_offsets(self) -> None:
-        """Set where each tensor begins: x, edge_index, weights, owner, ptr, edge_ptr."""
+    def _place_tensors(self) -> None:
         room, num_ptr = self.native.max_edges(), 8 * (self.native.num_graphs + 1)
-        sizes = (
-            self._x_bytes,
-            0 if self._packed else 16 * room,
-            room * TORCH_DTYPES[self._weight_dtype].itemsize,
-            8 * self.native.num_nodes,
-            num_ptr,
-            num_ptr,
+        self._place(
+            {
+                "x": self._hidden.out_bytes,
+                "edge_index": 0 if self._packed else 16 * room,
+                "weights": room * TORCH_DTYPES[self._weight_dtype].itemsize,
+                "batch": 8 * self.native.num_nodes,
+                "ptr": num_ptr,
+                "edge_ptr": num_ptr,
+            }
         )
-        self._offsets, self.num_bytes = [], 0
-        for size in sizes:
-            self._offsets.append(self.num_bytes)
-            self.num_bytes += align_up(size)
 
     def finalize_size(self) -> None:
         """Make num_bytes exact. This counts the edges that the threshold keeps."""
         self.native.count_edges()
-        self._set_offsets()
+        self._place_tensors()
 
-    def set_buffer(self, buffer: BatchBuffer) -> None:
-        """Set the memory of the batch."""
-        self._buffer = buffer
-        self.native.set_output(buffer.memory, *self._offsets)
-
-    def layout(self) -> GraphLayout:
+    def layout(self) -> Layout:
         """Return where the tensors lie in the buffer."""
-        native, store = self.native, self._store
-        return GraphLayout(
-            tuple(self._offsets),
-            store.num_layers,
-            native.num_graphs,
-            native.num_nodes,
-            native.num_edges,
-            store.hidden_dim,
-            self._dtype,
-            self._weight_dtype,
-            self._packed,
-            self._num_heads,
-            self._as_pyg,
-        )
+        native, at, values = self.native, self._offsets, {"num_layers": self._store.num_layers}
+        tensors: dict[str, tuple[int, tuple[int, ...], str]] = {
+            "x": (at["x"], (native.num_nodes, self._store.hidden_dim), self._dtype),
+            "batch": (at["batch"], (native.num_nodes,), "int64"),
+            "ptr": (at["ptr"], (native.num_graphs + 1,), "int64"),
+            "edge_ptr": (at["edge_ptr"], (native.num_graphs + 1,), "int64"),
+        }
+        if self._packed:
+            tensors["attention"] = (at["weights"], (native.num_edges,), self._weight_dtype)
+            values["num_heads"] = self._num_heads
+        else:
+            tensors["edge_index"] = (at["edge_index"], (2, native.num_edges), "int64")
+            tensors["edge_attr"] = (at["weights"], (native.num_edges, 1), self._weight_dtype)
+        return Layout(GraphBatch, tensors, values, self._format.as_pyg)
 
 
-def make_job(
-    store: TraceStore, indices: Sequence[int] | np.ndarray, targets: np.ndarray, batch_format: BatchFormat
-) -> BatchJob:
-    """Look up the traces of a batch and return its job. Nothing is read yet."""
-    job_class = SequenceJob if batch_format.view == "sequence" else GraphJob
-    try:
-        return job_class(store, np.asarray(indices, np.int64), targets, batch_format)
-    except ValueError as error:  # the core found arrays of the store that do not fit together
-        raise CorruptStoreError(f"{store.path}: {error}") from None
-
-
-def gather_batch(
-    store: TraceStore,
-    indices: Sequence[int] | np.ndarray,
-    targets: np.ndarray,
-    batch_format: BatchFormat,
-    allocate: Allocate | None = None,
-) -> Any:
-    """Gather a batch in this thread.
+@dataclass(frozen=True)
+class BatchGatherer:
+    """Gathers batches of one form from a store.
 
     Parameters
     ----------
     store : TraceStore
         The store.
-    indices : sequence of int
-        Store indices of the B traces.
     targets : ndarray, shape (len(store),)
         The label of each trace of the store.
     batch_format : BatchFormat
-        The form of the batch.
-    allocate : callable, optional
-        Returns the buffer of the batch. By default the batch has memory of its own, which a worker
-        process of a DataLoader shares with its parent.
-
-    Returns
-    -------
-    SequenceBatch, torch_geometric.data.Batch or GraphBatch
-        The batch. A PyG Batch has the fields of `GraphBatch`, where ``attention_ptr`` stands for
-        `edge_ptr` and exists only with edge formats "packed" and "heads".
+        The form of the batches.
     """
-    job = make_job(store, indices, targets, batch_format)
-    job.finalize_size()
-    if allocate is None and get_worker_info() is not None and shared_memory.is_available():
-        slot = shared_memory.acquire_slot(job.num_bytes)
-        job.set_buffer(PooledBuffer(slot.lease()))
+
+    store: TraceStore
+    targets: np.ndarray
+    batch_format: BatchFormat
+
+    def job(self, indices: Sequence[int] | np.ndarray) -> BatchJob:
+        """Look up the traces of a batch and return its job. Nothing is read yet."""
+        job_class = SequenceJob if self.batch_format.view == "sequence" else GraphJob
+        try:
+            return job_class(self.store, np.asarray(indices, np.int64), self.targets, self.batch_format)
+        except ValueError as error:  # the core found arrays of the store that do not fit together
+            raise CorruptStoreError(f"{self.store.path}: {error}") from None
+
+    def gather(self, indices: Sequence[int] | np.ndarray, allocate: Allocate | None = None) -> Any:
+        """Gather a batch in this thread.
+
+        Parameters
+        ----------
+        indices : sequence of int
+            Store indices of the B traces.
+        allocate : callable, optional
+            Returns the buffer of the batch. By default the batch has memory of its own, which a
+            worker process of a DataLoader shares with its parent.
+
+        Returns
+        -------
+        SequenceBatch, torch_geometric.data.Batch or GraphBatch
+            The batch. A PyG Batch has the fields of `GraphBatch`, where ``attention_ptr`` stands for
+            `edge_ptr` and exists only with edge formats "packed" and "heads".
+        """
+        job = self.job(indices)
+        job.finalize_size()
+        if allocate is None and get_worker_info() is not None and shared_memory.is_available():
+            slot = shared_memory.acquire_slot(job.num_bytes)
+            job.set_buffer(PooledBuffer(slot.lease()))
+            job.native.run()
+            return shared_memory.shared_batch(slot, job.layout(), job.metadata())
+        job.set_buffer(TorchBuffer(job.num_bytes) if allocate is None else allocate(job.num_bytes))
         job.native.run()
-        return shared_memory.shared_batch(slot, job.layout(), job.metadata())
-    job.set_buffer(TorchBuffer(job.num_bytes) if allocate is None else allocate(job.num_bytes))
-    job.native.run()
-    return job.batch()
+        return job.batch()

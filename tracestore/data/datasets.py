@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 from tracestore._core.blocks import MemoryPool
 from tracestore.data.batch import BatchT, pyg_classes
 from tracestore.data.batch_format import BatchFormat, EdgeOptions, View
-from tracestore.data.batch_jobs import gather_batch
+from tracestore.data.batch_jobs import BatchGatherer
 from tracestore.data.buffers import PooledBuffer, TorchBuffer, as_tensor
 from tracestore.data.collate import GraphItem, SequenceItem
 from tracestore.data.epoch import EpochPlanner, rank_and_world_size
@@ -95,6 +95,7 @@ class TraceDataset(Dataset[Any]):
         self.store.set_cache_limit(cache_limit(self.store, self.format, cache_bytes, max_cache_batches, batch_size))
         self.view = view
         self.targets = self.store.targets(score_threshold)
+        self._gatherer = BatchGatherer(self.store, self.targets, replace(self.format, as_pyg=False))
 
     def __len__(self) -> int:
         return len(self.store)
@@ -105,8 +106,7 @@ class TraceDataset(Dataset[Any]):
         if self.view == "sequence":
             sequence = as_tensor(trace.last_token, self.store.hidden_dtype)
             return SequenceItem.make(sequence, score, trace.question_id, y, trace.index)
-        batch_format = replace(self.format, as_pyg=False)
-        batch = gather_batch(self.store, [trace.index], self.targets, batch_format, TorchBuffer)
+        batch = self._gatherer.gather([trace.index], TorchBuffer)
         nodes, edges = batch.ptr.tolist(), batch.edge_ptr.tolist()
         _, data_class = pyg_classes()
         item = GraphItem(
@@ -307,9 +307,9 @@ class TraceIterableDataset(IterableDataset[BatchT]):
 
     def _iterate_batches(self, epoch: int, chosen: slice, in_worker: bool) -> Iterator[Any]:
         plan, allocate = self._planner.plan(epoch), None if in_worker else self._allocate
+        gatherer = BatchGatherer(self.items.store, self.items.targets, self.items.format)
         for batch in self._batches(epoch)[chosen]:
-            indices = plan.traces(batch, self.rank, self.world_size)
-            yield gather_batch(self.items.store, indices, self.items.targets, self.items.format, allocate)
+            yield gatherer.gather(plan.traces(batch, self.rank, self.world_size), allocate)
 
     def _batches(self, epoch: int) -> list[int]:
         """Return the numbers of the batches in which this rank has a trace."""

@@ -1,7 +1,6 @@
 """TraceLoader: collated batches from threads of this process, in an exact order."""
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any, Generic
 
 import numpy as np
@@ -10,13 +9,13 @@ from torch.utils.data import get_worker_info
 from tracestore._core.blocks import MemoryPool
 from tracestore.data.batch import BatchT
 from tracestore.data.batch_format import BatchFormat, EdgeFormat, EdgeOptions, View
-from tracestore.data.batch_jobs import BatchJob, gather_batch, make_job
-from tracestore.data.buffers import Allocate, BatchBuffer, PooledBuffer, TorchBuffer
+from tracestore.data.batch_jobs import BatchGatherer
+from tracestore.data.buffers import BatchBuffer, PooledBuffer, TorchBuffer
 from tracestore.data.datasets import StoreLike, open_for_batches
 from tracestore.data.epoch import BatchBy, EpochPlan, EpochPlanner, rank_and_world_size
 from tracestore.data.memory_plan import cache_limit, plan_memory
 from tracestore.data.order import Shuffle
-from tracestore.data.prefetch import NativePrefetcher, ThreadPrefetcher
+from tracestore.data.prefetch import NativePrefetcher, Prefetcher, ThreadPrefetcher
 from tracestore.errors import MemoryBudgetError, UsageError
 
 STATE_VERSION = 2
@@ -182,6 +181,7 @@ class TraceLoader(Generic[BatchT]):
             drop_last=drop_last,
             pad_last=pad_last,
         )
+        self._gatherer = BatchGatherer(self.store, self.targets, self.format)
         self.rank, self.world_size = rank_and_world_size(rank, world_size)
         self.num_threads, self.pin_memory = num_threads, pin_memory
         limit = cache_limit(self.store, self.format, cache_bytes, max_cache_batches, batch_size)
@@ -303,10 +303,7 @@ class TraceLoader(Generic[BatchT]):
             The batch, as iterating yields it.
         """
         in_worker = get_worker_info() is not None
-        return self._gather(np.asarray(indices, np.int64), None if in_worker else self._allocate)
-
-    def _gather(self, indices: np.ndarray, allocate: Allocate | None) -> BatchT:
-        batch: BatchT = gather_batch(self.store, indices, self.targets, self.format, allocate)
+        batch: BatchT = self._gatherer.gather(indices, None if in_worker else self._allocate)
         return batch
 
     def _allocate(self, num_bytes: int) -> BatchBuffer:
@@ -355,36 +352,20 @@ class TraceLoader(Generic[BatchT]):
         def traces(batch: int) -> np.ndarray:
             return plan.traces(batch, self.rank, self.world_size)
 
-        with self.store.prefetch(traces, start, total, self.view) as remote, self._new_prefetcher(traces) as prefetcher:
-            num_submitted = num_ahead = start
+        with (
+            self.store.prefetch(traces, start, total, self.view) as remote,
+            self._new_prefetcher(map(traces, range(start, total))) as prefetcher,
+        ):
             for batch in range(start, total):
                 remote.advance(batch)
-                while (
-                    num_submitted < total and len(prefetcher) < self.max_in_flight and prefetcher.submit(num_submitted)
-                ):
-                    num_submitted += 1
-                num_ahead = max(num_ahead, num_submitted)
-                while num_ahead < total and prefetcher.read_ahead(num_ahead):
-                    num_ahead += 1
+                prefetcher.fill(self.max_in_flight)
                 result = prefetcher.next_batch()
                 self._mark_yielded(batch, total)
                 yield result
                 del result  # the consumer alone decides when the memory is reused
 
-    def _new_prefetcher(self, traces: Callable[[int], np.ndarray]) -> NativePrefetcher | ThreadPrefetcher:
+    def _new_prefetcher(self, batches: Iterator[np.ndarray]) -> Prefetcher:
+        arguments = self._gatherer, batches, self._allocate, self.num_threads, self.max_in_flight
         if self.store.codec == "none":
-
-            def job(batch: int) -> BatchJob:
-                return make_job(self.store, traces(batch), self.targets, self.format)
-
-            drop_behind = self.memory.buffer_bytes > 0
-            return NativePrefetcher(self.num_threads, self.max_in_flight, job, self._allocate, drop_behind)
-        return ThreadPrefetcher(
-            self.num_threads,
-            self.max_in_flight,
-            traces,
-            partial(self.format.max_batch_bytes, self.store),
-            self._gather,
-            self._allocate,
-            partial(self.store.hint_upcoming, view=self.view),
-        )
+            return NativePrefetcher(*arguments, drop_behind=self.memory.buffer_bytes > 0)
+        return ThreadPrefetcher(*arguments)

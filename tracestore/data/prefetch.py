@@ -1,23 +1,21 @@
 """Prefetchers: they gather batches before the consumer asks for them.
 
-Both classes have the same methods. `submit` takes the next batch, in order, while there is room.
-`read_ahead` takes a batch behind the submitted ones, to read it from a cold disk or to keep its
-chunks in the cache. `next_batch` returns the oldest submitted batch.
-
-Memory is allocated when a batch is submitted, so that no thread waits for it. If the budget has no
-room, `submit` returns False, or raises MemoryBudgetError if no batch is in flight.
+Memory is allocated when a batch is submitted, so that no thread waits for it. Batches behind the
+submitted ones have no memory yet; they are looked up to read them from a cold disk or to keep their
+chunks in the cache.
 """
 
 import os
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
 
 import numpy as np
 
 from tracestore._core.gather import PrefetchJob, ThreadPool
-from tracestore.data.batch_jobs import BatchJob
+from tracestore.data.batch_jobs import BatchGatherer, BatchJob
 from tracestore.data.buffers import Allocate, BatchBuffer
 from tracestore.errors import MemoryBudgetError
 
@@ -29,6 +27,92 @@ _READ_AHEAD_BATCHES = 64
 _WARM_BATCHES = 16
 # The cache of a compressed store learns of the chunks of this many batches.
 _HINTED_BATCHES = 32
+
+# The store indices of a batch, and a callback that withdraws the hint of their chunks to the cache.
+_Hinted = tuple[np.ndarray, Callable[[], None]]
+
+
+class Prefetcher(ABC):
+    """Gathers batches in order; a context that ends its threads.
+
+    Parameters
+    ----------
+    gatherer : BatchGatherer
+        Makes the batches.
+    batches : iterable of ndarray
+        The store indices of each batch.
+    allocate : callable
+        Returns the buffer of a batch; raises MemoryBudgetError if there is no room.
+    num_threads, max_in_flight : int
+        Threads, and the largest number of submitted batches.
+    """
+
+    def __init__(
+        self,
+        gatherer: BatchGatherer,
+        batches: Iterable[np.ndarray],
+        allocate: Allocate,
+        num_threads: int,
+        max_in_flight: int,
+    ) -> None:
+        self._gatherer, self._upcoming, self._allocate = gatherer, iter(batches), allocate
+        self._num_threads, self._num_parallel = num_threads, max(1, min(num_threads, max_in_flight))
+        # Batches that are looked up and have no memory yet, and submitted ones.
+        self._ahead: deque[Any] = deque()
+        self._submitted: deque[Any] = deque()
+
+    def fill(self, max_in_flight: int) -> None:
+        """Submit batches while there is room for them, and read others ahead.
+
+        Raises
+        ------
+        MemoryBudgetError
+            If the budget has no room for a batch, and none is in flight.
+        """
+        while len(self._submitted) < max_in_flight and (self._ahead or self._advance()):
+            try:
+                buffer = self._allocate(self._num_bytes(self._ahead[0]))
+            except MemoryBudgetError:
+                if not self._submitted:
+                    raise
+                break
+            self._submitted.append(self._submit(self._ahead.popleft(), buffer))
+        while self._has_room_ahead() and self._advance():
+            self._read_ahead(self._ahead[-1])
+
+    def _advance(self) -> bool:
+        """Look up one more batch. Return False at the end of the epoch."""
+        for indices in self._upcoming:
+            self._ahead.append(self._look_up(indices))
+            return True
+        return False
+
+    @abstractmethod
+    def next_batch(self) -> Any:
+        """Wait for the oldest submitted batch and return it."""
+
+    @abstractmethod
+    def _look_up(self, indices: np.ndarray) -> Any: ...
+
+    @abstractmethod
+    def _num_bytes(self, ahead: Any) -> int: ...
+
+    @abstractmethod
+    def _submit(self, ahead: Any, buffer: BatchBuffer) -> Any: ...
+
+    @abstractmethod
+    def _has_room_ahead(self) -> bool:
+        """Return whether one more batch behind the submitted ones should be looked up."""
+
+    def _read_ahead(self, ahead: Any) -> None:  # noqa: B027 - a lookup may do all that is needed
+        """Start to read a batch behind the submitted ones."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._submitted.clear()
+        self._ahead.clear()
 
 
 class _ReadAhead:
@@ -59,20 +143,17 @@ class _ReadAhead:
             if self._threads is None:
                 self._threads = ThreadPool(_READER_THREADS)
         if self.is_on and self.drop_behind:
-            self._submit(PrefetchJob(job.sources, evict=True))
+            self.request(job, evict=True)
 
-    def request(self, job: BatchJob) -> int:
-        """Start to read what a batch needs and return its bytes."""
-        pages = PrefetchJob(job.sources)
-        self._submit(pages)
-        return pages.num_bytes
-
-    def _submit(self, pages: PrefetchJob) -> None:
+    def request(self, job: BatchJob, evict: bool = False) -> int:
+        """Start to read, or to evict, what a batch needs and return its bytes."""
         assert self._threads is not None
+        pages = PrefetchJob(job.sources, evict)
         pages.submit(self._threads)
         self._jobs.append(pages)
         while len(self._jobs) > _READ_AHEAD_BATCHES:
             self._jobs.popleft().wait()
+        return pages.num_bytes
 
     def close(self) -> None:
         """End the threads."""
@@ -81,182 +162,88 @@ class _ReadAhead:
         self._jobs.clear()
 
 
-class NativePrefetcher:
+class NativePrefetcher(Prefetcher):
     """Prefetcher for uncompressed stores.
 
     The consumer's thread looks traces up and makes the tensors. C threads, which never wait for the
-    interpreter, copy the bytes.
-
-    Parameters
-    ----------
-    num_threads : int
-        C threads.
-    max_in_flight : int
-        Largest number of submitted batches.
-    make_job : callable
-        Returns the job of a batch number.
-    allocate : callable
-        Returns the buffer of a batch; raises MemoryBudgetError if there is no room.
-    drop_behind : bool
-        Evict what was read ahead from the page cache after its batch.
+    interpreter, copy the bytes. With `drop_behind`, what was read ahead is evicted from the page
+    cache after its batch.
     """
 
-    def __init__(
-        self,
-        num_threads: int,
-        max_in_flight: int,
-        make_job: Callable[[int], BatchJob],
-        allocate: Allocate,
-        drop_behind: bool = False,
-    ) -> None:
-        self._make_job, self._allocate = make_job, allocate
-        num_parallel = max(1, min(num_threads, max_in_flight))
-        self._threads_per_batch = max(1, num_threads // num_parallel)
-        self._threads = ThreadPool(num_parallel)
-        self._queue: deque[BatchJob] = deque()
-        # Batches that are being read and have no memory yet, with their bytes.
-        self._reading: deque[tuple[BatchJob, int]] = deque()
-        self._reading_bytes = 0
+    def __init__(self, *args: Any, drop_behind: bool = False) -> None:
+        super().__init__(*args)
+        self._threads = ThreadPool(self._num_parallel)
         self._disk = _ReadAhead(drop_behind)
 
-    def __len__(self) -> int:
-        return len(self._queue)
+    def _look_up(self, indices: np.ndarray) -> BatchJob:
+        return self._gatherer.job(indices)
 
-    def read_ahead(self, batch: int) -> bool:
-        """Start to read a batch behind those submitted. Return False where it is not read ahead."""
-        is_full = self._reading_bytes > _READ_AHEAD_BYTES or len(self._reading) >= _READ_AHEAD_BATCHES
-        if is_full or not self._disk.is_on:
-            return False
-        job = self._make_job(batch)
-        num_bytes = self._disk.request(job)
-        self._reading.append((job, num_bytes))
-        self._reading_bytes += num_bytes
-        return True
+    def _num_bytes(self, ahead: BatchJob) -> int:
+        return ahead.num_bytes
 
-    def submit(self, batch: int) -> bool:
-        """Gather the next batch. Return False if the budget has no room for it yet."""
-        job = self._reading[0][0] if self._reading else self._make_job(batch)
-        try:
-            job.set_buffer(self._allocate(job.num_bytes))
-        except MemoryBudgetError:
-            if not self._queue:
-                raise
-            return False
-        if self._reading:
-            self._reading_bytes -= self._reading.popleft()[1]
-        job.native.submit(self._threads, self._threads_per_batch)
-        self._queue.append(job)
-        return True
+    def _submit(self, ahead: BatchJob, buffer: BatchBuffer) -> BatchJob:
+        ahead.set_buffer(buffer)
+        ahead.native.submit(self._threads, max(1, self._num_threads // self._num_parallel))
+        return ahead
+
+    def _has_room_ahead(self) -> bool:
+        num_bytes = sum(job.read_ahead_bytes for job in self._ahead)
+        return self._disk.is_on and len(self._ahead) < _READ_AHEAD_BATCHES and num_bytes <= _READ_AHEAD_BYTES
+
+    def _read_ahead(self, ahead: BatchJob) -> None:
+        ahead.read_ahead_bytes = self._disk.request(ahead)
 
     def next_batch(self) -> Any:
         """Wait for the oldest submitted batch and return it."""
-        job = self._queue.popleft()
+        job = self._submitted.popleft()
         job.native.wait()
         self._disk.on_batch(job)
         return job.batch()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self._threads.close()
         self._disk.close()
-        self._queue.clear()
-        self._reading.clear()
+        super().__exit__()
 
 
-class ThreadPrefetcher:
+class ThreadPrefetcher(Prefetcher):
     """Prefetcher for compressed stores, whose inner chunks are decoded through Python.
 
-    Each thread looks up, decodes and copies one batch.
-
-    Parameters
-    ----------
-    num_threads, max_in_flight : int
-        Python threads, and the largest number of submitted batches.
-    traces : callable
-        Returns the store indices of a batch number.
-    num_bytes : callable
-        Returns the largest number of bytes that a batch of some traces can take.
-    gather : callable
-        Returns the batch of some traces in a buffer from an allocator.
-    allocate : callable
-        Returns the buffer of a batch; raises MemoryBudgetError if there is no room.
-    hint : callable
-        Tells the cache which traces come next, so that it keeps their chunks, and returns a
-        callback that withdraws the hint.
+    Each Python thread looks up, decodes and copies one batch. The cache learns which chunks come
+    next, so that it keeps them.
     """
 
-    def __init__(
-        self,
-        num_threads: int,
-        max_in_flight: int,
-        traces: Callable[[int], np.ndarray],
-        num_bytes: Callable[[np.ndarray], int],
-        gather: Callable[[np.ndarray, Allocate], Any],
-        allocate: Allocate,
-        hint: Callable[[np.ndarray], Callable[[], None]],
-    ) -> None:
-        self._traces, self._num_bytes, self._gather, self._allocate = traces, num_bytes, gather, allocate
-        self._hint = hint
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._pid = os.getpid()
-        self._threads = ThreadPoolExecutor(max(1, min(num_threads, max_in_flight)), thread_name_prefix="tracestore")
-        self._queue: deque[Future[Any]] = deque()
-        self._hinted: deque[np.ndarray] = deque()  # traces of batches that are not submitted yet
-        self._release_hint: deque[Callable[[], None]] = deque()  # of submitted batches, then of hinted ones
+        self._threads = ThreadPoolExecutor(self._num_parallel, thread_name_prefix="tracestore")
 
-    def __len__(self) -> int:
-        return len(self._queue)
+    def _look_up(self, indices: np.ndarray) -> _Hinted:
+        return indices, self._gatherer.store.hint_upcoming(indices, view=self._gatherer.batch_format.view)
 
-    def read_ahead(self, batch: int) -> bool:
-        """Hint a batch behind those submitted to the cache. Return False after enough of them."""
-        if len(self._hinted) >= _HINTED_BATCHES:
-            return False
-        indices = self._traces(batch)
-        self._release_hint.append(self._hint(indices))
-        self._hinted.append(indices)
-        return True
+    def _num_bytes(self, ahead: _Hinted) -> int:
+        return self._gatherer.batch_format.max_batch_bytes(self._gatherer.store, ahead[0])
 
-    def submit(self, batch: int) -> bool:
-        """Gather the next batch. Return False if the budget has no room for it yet."""
-        indices = self._hinted[0] if self._hinted else self._traces(batch)
-        try:
-            buffer = self._allocate(self._num_bytes(indices))
-        except MemoryBudgetError:
-            if not self._queue:
-                raise
-            return False
-        if self._hinted:
-            self._hinted.popleft()
-        else:
-            self._release_hint.append(self._hint(indices))
-        self._queue.append(self._threads.submit(self._gather, indices, _SingleUse(buffer)))
-        return True
+    def _submit(self, ahead: _Hinted, buffer: BatchBuffer) -> tuple[Future[Any], Callable[[], None]]:
+        indices, release_hint = ahead
+        buffers = [buffer]  # popped, so that the thread keeps no reference to the buffer of a batch that is done
+        return self._threads.submit(self._gatherer.gather, indices, lambda _: buffers.pop()), release_hint
+
+    def _has_room_ahead(self) -> bool:
+        return len(self._ahead) < _HINTED_BATCHES
 
     def next_batch(self) -> Any:
         """Wait for the oldest submitted batch and return it."""
-        result = self._queue.popleft().result()
-        self._release_hint.popleft()()
-        return result
-
-    def __enter__(self) -> Self:
-        return self
+        future, release_hint = self._submitted.popleft()
+        try:
+            return future.result()
+        finally:
+            release_hint()
 
     def __exit__(self, *_: object) -> None:
         # A forked child does not have its parent's threads and must not wait for them.
         if os.getpid() == self._pid:
             self._threads.shutdown(wait=True, cancel_futures=True)
-            while self._release_hint:
-                self._release_hint.popleft()()
-        self._queue.clear()
-        self._hinted.clear()
-
-
-class _SingleUse:
-    """An allocator that returns one buffer once and keeps no reference to it afterwards."""
-
-    def __init__(self, buffer: BatchBuffer) -> None:
-        self._buffers = [buffer]
-
-    def __call__(self, num_bytes: int) -> BatchBuffer:
-        return self._buffers.pop()
+            for _, release_hint in (*self._submitted, *self._ahead):
+                release_hint()
+        super().__exit__()

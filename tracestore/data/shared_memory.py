@@ -10,7 +10,7 @@ from multiprocessing import reduction
 from typing import Any
 
 from tracestore._core.blocks import SharedBlock
-from tracestore.data.batch import BatchMetadata, GraphBatch, Layout, SequenceBatch
+from tracestore.data.batch import Layout, TensorBatch
 from tracestore.data.buffers import PooledBuffer
 from tracestore.platform_support import create_memory_file, has_memory_files, open_file_of_process
 
@@ -78,7 +78,7 @@ def acquire_slot(num_bytes: int) -> Slot:
     return _pool.acquire(num_bytes)
 
 
-def shared_batch(slot: Slot, layout: Layout, metadata: BatchMetadata) -> Any:
+def shared_batch(slot: Slot, layout: Layout, metadata: dict[str, Any]) -> Any:
     """Return the batch that lies in a slot.
 
     It is an ordinary batch, except that its pickle for another process names the slot. If a field
@@ -91,7 +91,7 @@ def shared_batch(slot: Slot, layout: Layout, metadata: BatchMetadata) -> Any:
 
 
 def _fields(batch: Any) -> dict[str, Any]:
-    if isinstance(batch, SequenceBatch | GraphBatch):
+    if isinstance(batch, TensorBatch):
         return {k: v for k, v in batch.__dict__.items() if k != _HANDLE}
     mapping: dict[str, Any] = batch._store._mapping
     return mapping
@@ -110,7 +110,7 @@ def _reduce(batch: Any) -> Any:
     return _receive, (os.getpid(), slot.fd, slot.memory.num_bytes, layout, metadata)
 
 
-def _receive(pid: int, fd_of_worker: int, num_bytes: int, layout: Layout, metadata: BatchMetadata) -> Any:
+def _receive(pid: int, fd_of_worker: int, num_bytes: int, layout: Layout, metadata: dict[str, Any]) -> Any:
     # Opening through the worker's file table needs no handshake, in which a dying worker could
     # leave the parent waiting.
     try:
