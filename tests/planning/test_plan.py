@@ -8,7 +8,7 @@ import torch
 
 import tracestore
 from tests.helpers import command, make_trace, run_cli
-from tracestore.data.batch_format import BatchFormat, EdgeOptions
+from tracestore.data.batch_format import BatchFormat
 from tracestore.data.epoch import EpochPlanner
 from tracestore.errors import UsageError
 from tracestore.oom.limits import memory_use
@@ -81,7 +81,7 @@ def test_unusual_stores(tmp_path):
 def test_the_largest_batch_of_an_epoch(path):
     store = tracestore.open(path)
     indices = np.arange(1, 40, 2)
-    form = BatchFormat("graph", EdgeOptions(edge_format="packed"))
+    form = BatchFormat("graph", edge_format="packed")
     costs = form.bytes_per_trace(store, indices)
     epochs = EpochPlanner(store, form, batch_size=6, seed=3, indices=indices)
     plan = epochs.plan(0)

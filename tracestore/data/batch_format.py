@@ -1,6 +1,6 @@
 """The form of a batch, and the bytes that its traces take. Imports no torch."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
@@ -17,19 +17,27 @@ _ALIGNMENT_BYTES = 1024
 
 
 @dataclass(frozen=True)
-class EdgeOptions:
-    """Options for the conversion of attention to edges.
+class BatchFormat:
+    """The form of a batch.
 
     Parameters
     ----------
+    view : {"sequence", "graph"}
+        The last token of each layer, or the graphs of all layers.
     attention_threshold : float
-        Keep the pairs whose head-averaged attention is above this value. 0 keeps the positive ones.
+        Keep the pairs whose head-averaged attention is above this value as edges. 0 keeps the
+        positive ones.
     top_k : float, optional
         A fraction in (0, 1], not a number: keep this fraction of each layer's stored pairs, those
         with the largest weights. Replaces the threshold.
     edge_format : {"coo", "packed", "heads"}
         "coo": an edge list, PyG's `edge_index`. "packed": causal triangles of head-averaged
         attention. "heads": causal triangles of each stored head; excludes `top_k`.
+    dtype : str, optional
+        Dtype of sequences, x and edge weights: None keeps the stored one, "float32" converts while
+        gathering.
+    as_pyg : bool
+        For view "graph", yield PyG batches instead of `GraphBatch`.
 
     Raises
     ------
@@ -37,9 +45,12 @@ class EdgeOptions:
         For a value outside these ranges.
     """
 
+    view: View = "sequence"
     attention_threshold: float = 0.0
     top_k: float | None = None
     edge_format: EdgeFormat = "coo"
+    dtype: str | None = None
+    as_pyg: bool = True
 
     def __post_init__(self) -> None:
         if self.top_k is not None and not 0 < self.top_k <= 1:
@@ -49,46 +60,23 @@ class EdgeOptions:
         if self.edge_format == "heads" and self.top_k is not None:
             raise UsageError("attention of every head excludes top_k (--top-k), which ranks by head-averaged attention")
 
-    def num_heads(self, store: TraceStore) -> int:
-        """Return the number of weights that a batch holds for each pair of tokens."""
-        return store.num_stored_heads if self.edge_format == "heads" else 1
-
-    def weight_dtype(self, store: TraceStore) -> str:
-        """Return the dtype of the weights before any conversion. A mean made while gathering is float16."""
-        is_averaged = store.attention_mode == "heads" and self.edge_format != "heads"
-        return "float16" if is_averaged else store.attention_dtype
-
-
-@dataclass(frozen=True)
-class BatchFormat:
-    """The form of a batch.
-
-    Parameters
-    ----------
-    view : {"sequence", "graph"}
-        The last token of each layer, or the graphs of all layers.
-    edge_options : EdgeOptions
-        The edges of view "graph".
-    dtype : str, optional
-        Dtype of sequences, x and edge weights: None keeps the stored one, "float32" converts while
-        gathering.
-    as_pyg : bool
-        For view "graph", yield PyG batches instead of `GraphBatch`.
-    """
-
-    view: View = "sequence"
-    edge_options: EdgeOptions = field(default_factory=EdgeOptions)
-    dtype: str | None = None
-    as_pyg: bool = True
-
     def check(self, store: TraceStore) -> None:
         """Raise UsageError or MissingFieldError if the store cannot give such batches."""
         store.require_view(self.view)
-        stored = {store.hidden_dtype} | ({self.edge_options.weight_dtype(store)} if self.view == "graph" else set())
+        stored = {store.hidden_dtype} | ({self._gathered_dtype(store)} if self.view == "graph" else set())
         if self.dtype not in (None, "float32") and stored != {self.dtype}:
             raise UsageError(
                 f"found dtype {self.dtype!r}, expected 'float32' or as stored, {' and '.join(sorted(stored))}"
             )
+
+    def num_heads(self, store: TraceStore) -> int:
+        """Return the number of weights that a batch holds for each pair of tokens."""
+        return store.num_stored_heads if self.edge_format == "heads" else 1
+
+    def _gathered_dtype(self, store: TraceStore) -> str:
+        """Return the dtype of the weights before any conversion. A mean made while gathering is float16."""
+        is_averaged = store.attention_mode == "heads" and self.edge_format != "heads"
+        return "float16" if is_averaged else store.attention_dtype
 
     def hidden_dtype(self, store: TraceStore) -> str:
         """Return the dtype of sequences and x in the batch."""
@@ -96,7 +84,7 @@ class BatchFormat:
 
     def weight_dtype(self, store: TraceStore) -> str:
         """Return the dtype of edge weights in the batch."""
-        return self.dtype or self.edge_options.weight_dtype(store)
+        return self.dtype or self._gathered_dtype(store)
 
     def bytes_per_trace(self, store: TraceStore, indices: np.ndarray) -> np.ndarray:
         """Return the largest number of bytes that each trace can take in a batch.
@@ -117,8 +105,8 @@ class BatchFormat:
         if self.view == "sequence":
             return np.full(len(indices), store.num_layers * store.hidden_dim * item, np.int64)
         tokens, pairs = store.token_and_pair_counts(indices)
-        weight = schema.storage_dtype(self.weight_dtype(store)).itemsize * self.edge_options.num_heads(store)
-        per_edge = 16 + weight if self.edge_options.edge_format == "coo" else weight
+        weight = schema.storage_dtype(self.weight_dtype(store)).itemsize * self.num_heads(store)
+        per_edge = 16 + weight if self.edge_format == "coo" else weight
         # A node has its x and its graph's number, a graph the offsets of its first node and edge.
         sizes: np.ndarray = store.num_layers * (tokens * (store.hidden_dim * item + 8) + 16) + pairs * per_edge
         return sizes

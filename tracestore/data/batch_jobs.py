@@ -109,13 +109,13 @@ class GraphJob(BatchJob):
     native: gather.GraphBatchJob
 
     def _look_up(self) -> None:
-        store, options = self._store, self._format.edge_options
+        store, form = self._store, self._format
         sources = graph_sources(store.internals, self._indices)
         causal = sources.layout == LAYOUT_CAUSAL
-        self._packed, self._num_heads = options.edge_format != "coo", options.num_heads(store)
+        self._packed, self._num_heads = form.edge_format != "coo", form.num_heads(store)
         if self._packed and not causal.all():
             raise UsageError("packed edges need causal attention; use edge_format='coo'")
-        self._dtype, self._weight_dtype = self._format.hidden_dtype(store), self._format.weight_dtype(store)
+        self._dtype, self._weight_dtype = form.hidden_dtype(store), form.weight_dtype(store)
         self._hidden = gather.CopyJob(sources.hidden, dtype_code(store.hidden_dtype), dtype_code(self._dtype))
         self.native = gather.GraphBatchJob(
             self._hidden,
@@ -126,8 +126,8 @@ class GraphJob(BatchJob):
             causal.view("u1"),
             store.num_layers,
             store.num_stored_heads,
-            options.attention_threshold,
-            options.top_k or 0.0,
+            form.attention_threshold,
+            form.top_k or 0.0,
             self._packed,
             sources.edges,
             self._num_heads > 1,

@@ -4,6 +4,7 @@ A buffer returns to its pool when the last tensor on it dies. Views and tensors 
 count, so a batch is never overwritten while something refers to it.
 """
 
+import copyreg
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tracestore._core.blocks import PooledMemory, SharedBuffer
+from tracestore._core.blocks import MemoryPool, PooledMemory, SharedBuffer
 
 TORCH_DTYPES = {
     "float16": torch.float16,
@@ -21,6 +22,9 @@ TORCH_DTYPES = {
     "int64": torch.int64,
 }
 _ALIGN = 64
+
+# A worker process gets a pool of its own.
+copyreg.pickle(MemoryPool, lambda pool: (MemoryPool, (pool.max_bytes, pool.max_idle)))
 
 
 def align_up(num_bytes: int) -> int:

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 from tracestore._core.blocks import MemoryPool
 from tracestore.data.batch import BatchT, pyg_classes
-from tracestore.data.batch_format import BatchFormat, EdgeOptions, View
+from tracestore.data.batch_format import BatchFormat, View
 from tracestore.data.batch_jobs import BatchGatherer
 from tracestore.data.buffers import PooledBuffer, TorchBuffer, as_tensor
 from tracestore.data.collate import GraphItem, SequenceItem
@@ -90,7 +90,7 @@ class TraceDataset(Dataset[Any]):
         max_cache_batches: int | None = None,
         batch_size: int = 16,
     ) -> None:
-        self.format = BatchFormat(view, EdgeOptions(attention_threshold, top_k))
+        self.format = BatchFormat(view, attention_threshold, top_k)
         self.store = open_for_batches(store, self.format)
         self.store.set_cache_limit(cache_limit(self.store, self.format, cache_bytes, max_cache_batches, batch_size))
         self.view = view
@@ -261,7 +261,7 @@ class TraceIterableDataset(IterableDataset[BatchT]):
             cache_bytes=cache_bytes,
         )
         self.epoch, self.batch_size = 0, batch_size
-        self._pool: MemoryPool | None = None
+        self._pool = MemoryPool()
         self._planner = EpochPlanner(
             self.items.store,
             self.items.format,
@@ -273,9 +273,6 @@ class TraceIterableDataset(IterableDataset[BatchT]):
             drop_last=drop_last,
         )
         self.rank, self.world_size = rank_and_world_size(rank, world_size)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_pool": None}
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which selects the order. Each iteration also advances it by one."""
@@ -317,8 +314,6 @@ class TraceIterableDataset(IterableDataset[BatchT]):
         return [k for k in range(len(batches)) if len(batches.positions(k, self.rank, self.world_size))]
 
     def _allocate(self, num_bytes: int) -> PooledBuffer:
-        if self._pool is None:
-            self._pool = MemoryPool()
         lease = self._pool.acquire(num_bytes)
         assert lease is not None  # the pool has no limit
         return PooledBuffer(lease)

@@ -1,8 +1,7 @@
 """The plan of an epoch: which traces form which batch, for which rank."""
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -91,6 +90,7 @@ class EpochPlan:
         return ids if self.indices is None else self.indices[ids]
 
 
+@dataclass
 class EpochPlanner:
     """Plans epochs: each plan is a pure function of the store and these arguments.
 
@@ -110,7 +110,7 @@ class EpochPlanner:
         The order, see `order.EpochOrder`.
     seed : int
         Seed of the order.
-    indices : sequence of int, optional
+    indices : ndarray of int64, optional
         Restrict the epoch to these traces.
     buffer_size : int
         Ids of the window of shuffle "buffer".
@@ -128,48 +128,41 @@ class EpochPlanner:
         For arguments outside these ranges.
     """
 
-    def __init__(
-        self,
-        store: TraceStore,
-        batch_format: BatchFormat,
-        *,
-        batch_size: int,
-        batch_by: BatchBy | None = None,
-        max_batch_cost: int | None = None,
-        shuffle: order.Shuffle = "global",
-        seed: int = 0,
-        indices: Sequence[int] | np.ndarray | None = None,
-        buffer_size: int = 1000,
-        block_bytes: int = 256 << 20,
-        drop_last: bool = False,
-        pad_last: bool = False,
-    ) -> None:
-        if batch_size < 1 or buffer_size < 1 or block_bytes < 1:
+    store: TraceStore
+    batch_format: BatchFormat
+    _: KW_ONLY
+    batch_size: int
+    batch_by: BatchBy | None = None
+    max_batch_cost: int | None = None
+    shuffle: order.Shuffle = "global"
+    seed: int = 0
+    indices: np.ndarray | None = None
+    buffer_size: int = 1000
+    block_bytes: int = 256 << 20
+    drop_last: bool = False
+    pad_last: bool = False
+
+    def __post_init__(self) -> None:
+        sizes = {name: getattr(self, name) for name in ("batch_size", "buffer_size", "block_bytes")}
+        if min(sizes.values()) < 1:
+            found = ", ".join(f"{name} {size}" for name, size in sizes.items())
+            raise UsageError(f"found {found}, expected at least 1")
+        if self.shuffle not in order.SHUFFLES:
+            raise UsageError(f"found shuffle {self.shuffle!r}, expected one of {', '.join(order.SHUFFLES)}")
+        by, bound, units = self.batch_by, self.max_batch_cost, get_args(BatchBy)
+        if by is not None and (by not in units or bound is None or bound < 1):
             raise UsageError(
-                f"found batch_size {batch_size}, buffer_size {buffer_size}, block_bytes {block_bytes}, expected at least 1"
+                f"found batch_by {by!r} and max_batch_cost {bound}, expected one of {', '.join(units)} and at least 1"
             )
-        if shuffle not in order.SHUFFLES:
-            raise UsageError(f"found shuffle {shuffle!r}, expected one of {', '.join(order.SHUFFLES)}")
-        units = get_args(BatchBy)
-        if batch_by is not None and (batch_by not in units or max_batch_cost is None or max_batch_cost < 1):
-            raise UsageError(
-                f"found batch_by {batch_by!r} and max_batch_cost {max_batch_cost}, expected one of {', '.join(units)} "
-                "and at least 1"
-            )
-        if batch_by is None and max_batch_cost is not None:
+        if by is None and bound is not None:
             raise UsageError(f"max_batch_cost requires batch_by, one of {', '.join(units)}")
-        if pad_last and (drop_last or batch_by is not None):
+        if self.pad_last and (self.drop_last or self.batch_by is not None):
             raise UsageError("pad_last excludes drop_last and batch_by")
-        self.store, self.batch_format = store, batch_format
-        self.batch_size, self.batch_by, self.max_batch_cost = batch_size, batch_by, max_batch_cost
-        self.shuffle, self.seed = shuffle, seed
-        self.indices = None if indices is None else np.asarray(indices, np.int64)
-        if self.indices is not None and ((self.indices < 0) | (self.indices >= len(store))).any():
-            raise UsageError(f"found indices outside 0 .. {len(store) - 1}")
-        self.buffer_size, self.drop_last, self.pad_last = buffer_size, drop_last, pad_last
+        if self.indices is not None and ((self.indices < 0) | (self.indices >= len(self.store))).any():
+            raise UsageError(f"found indices outside 0 .. {len(self.store) - 1}")
         self.block_size = 1
-        if shuffle == "block":
-            self.block_size = max(1, block_bytes // mean_trace_bytes(store, batch_format))
+        if self.shuffle == "block":
+            self.block_size = max(1, self.block_bytes // mean_trace_bytes(self.store, self.batch_format))
         self._last: tuple[int, EpochPlan] | None = None
 
     @property

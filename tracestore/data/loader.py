@@ -1,6 +1,7 @@
 """TraceLoader: collated batches from threads of this process, in an exact order."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any, Generic
 
 import numpy as np
@@ -8,7 +9,7 @@ from torch.utils.data import get_worker_info
 
 from tracestore._core.blocks import MemoryPool
 from tracestore.data.batch import BatchT
-from tracestore.data.batch_format import BatchFormat, EdgeFormat, EdgeOptions, View
+from tracestore.data.batch_format import BatchFormat, EdgeFormat, View
 from tracestore.data.batch_jobs import BatchGatherer
 from tracestore.data.buffers import BatchBuffer, PooledBuffer, TorchBuffer
 from tracestore.data.datasets import StoreLike, open_for_batches
@@ -164,7 +165,7 @@ class TraceLoader(Generic[BatchT]):
     ) -> None:
         if num_threads < 0:
             raise UsageError(f"found num_threads {num_threads}, expected at least 0")
-        self.format = BatchFormat(view, EdgeOptions(attention_threshold, top_k, edge_format), dtype, as_pyg)
+        self.format = BatchFormat(view, attention_threshold, top_k, edge_format, dtype, as_pyg)
         self.store = open_for_batches(store, self.format)
         self.targets = self.store.targets(score_threshold)
         self.planner = EpochPlanner(
@@ -175,7 +176,7 @@ class TraceLoader(Generic[BatchT]):
             max_batch_cost=max_batch_cost,
             shuffle=shuffle,
             seed=seed,
-            indices=indices,
+            indices=None if indices is None else np.asarray(indices, np.int64),
             buffer_size=buffer_size,
             block_bytes=block_bytes,
             drop_last=drop_last,
@@ -188,21 +189,11 @@ class TraceLoader(Generic[BatchT]):
         self.memory = plan_memory(self.planner, num_threads, limit, memory_budget)
         self.store.set_cache_limit(self.memory.cache_bytes)
         self.max_in_flight = self.memory.batches_in_flight
-        self._pool = self._new_pool()
+        self._pool = MemoryPool(self.memory.buffer_bytes, self.max_in_flight + 1)
         self.epoch = 0
         self._position = 0
         self._resume_at = 0
         self._epoch_done = False
-
-    def _new_pool(self) -> MemoryPool:
-        return MemoryPool(self.memory.buffer_bytes, self.max_in_flight + 1)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k != "_pool"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._pool = self._new_pool()
 
     @property
     def view(self) -> View:
@@ -329,40 +320,31 @@ class TraceLoader(Generic[BatchT]):
 
     def _iterate(self, plan: EpochPlan, start: int, epoch: int) -> Iterator[BatchT]:
         total = len(plan)
-        if self.num_threads == 0:
+
+        def traces(batch: int) -> np.ndarray:
+            return plan.traces(batch, self.rank, self.world_size)
+
+        with ExitStack() as stack:
+            if self.num_threads > 0:
+                remote = stack.enter_context(self.store.prefetch(traces, start, total, self.view))
+                prefetcher = stack.enter_context(self._new_prefetcher(map(traces, range(start, total))))
             for batch in range(start, total):
-                result = self.gather(plan.traces(batch, self.rank, self.world_size))
-                self._mark_yielded(batch, total)
+                if self.num_threads > 0:
+                    remote.advance(batch)
+                    prefetcher.fill(self.max_in_flight)
+                    result: BatchT = prefetcher.next_batch()
+                else:
+                    result = self.gather(traces(batch))
+                # A consumer that counts batches does not ask for one after the last, so the epoch ends here.
+                self._position, self._epoch_done = batch + 1, batch + 1 == total
                 yield result
-                del result
-        else:
-            yield from self._iterate_ahead(plan, start, total)
+                del result  # the consumer alone decides when the memory is reused
         if self.epoch == epoch:  # a consumer that counts batches may have started the next epoch
             self._start_next_epoch()
-
-    def _mark_yielded(self, batch: int, total: int) -> None:
-        # A consumer that counts batches does not ask for one after the last, so the epoch ends here.
-        self._position, self._epoch_done = batch + 1, batch + 1 == total
 
     def _start_next_epoch(self) -> None:
         self.epoch += 1
         self._position, self._epoch_done = 0, False
-
-    def _iterate_ahead(self, plan: EpochPlan, start: int, total: int) -> Iterator[BatchT]:
-        def traces(batch: int) -> np.ndarray:
-            return plan.traces(batch, self.rank, self.world_size)
-
-        with (
-            self.store.prefetch(traces, start, total, self.view) as remote,
-            self._new_prefetcher(map(traces, range(start, total))) as prefetcher,
-        ):
-            for batch in range(start, total):
-                remote.advance(batch)
-                prefetcher.fill(self.max_in_flight)
-                result = prefetcher.next_batch()
-                self._mark_yielded(batch, total)
-                yield result
-                del result  # the consumer alone decides when the memory is reused
 
     def _new_prefetcher(self, batches: Iterator[np.ndarray]) -> Prefetcher:
         arguments = self._gatherer, batches, self._allocate, self.num_threads, self.max_in_flight

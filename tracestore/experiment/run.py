@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tracestore import console
-from tracestore.data.batch_format import EdgeOptions
+from tracestore.data.batch_format import BatchFormat
 from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.registry import DETECTORS
 from tracestore.errors import MissingFieldError, TrainingError, UsageError
@@ -118,7 +118,7 @@ def _check_store(store: TraceStore, options: TrainOptions) -> ModelConfig:
     if options.has_graph_models:
         config = options.config
         edge_format = model_config.edge_format(store, torch.device(config.device).type)
-        EdgeOptions(config.attention_threshold, config.top_k, edge_format)
+        BatchFormat("graph", config.attention_threshold, config.top_k, edge_format)
     return model_config
 
 

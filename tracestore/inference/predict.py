@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.console import format_size
-from tracestore.data.batch_format import BatchFormat, EdgeOptions
+from tracestore.data.batch_format import BatchFormat
 from tracestore.data.epoch import mean_trace_bytes
 from tracestore.errors import UsageError
 from tracestore.evaluation.metrics import probability
@@ -128,7 +128,7 @@ def _budget(
         return None
     # Room for a few traces in flight, one in the forward pass, and the memory of the threads.
     edge_format = detector.spec.edge_format(detector.config, store, "cpu")
-    form = BatchFormat(detector.spec.view, EdgeOptions(edge_format=edge_format))
+    form = BatchFormat(detector.spec.view, edge_format=edge_format)
     floor = 2 * RESERVE_BYTES + 8 * mean_trace_bytes(store, form)
     if memory_budget < floor:
         raise UsageError(

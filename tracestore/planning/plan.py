@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tracestore.data.batch_format import BatchFormat, EdgeOptions, View
+from tracestore.data.batch_format import BatchFormat, EdgeFormat, View
 from tracestore.data.epoch import EpochPlanner
 from tracestore.detectors.registry import DETECTORS
 from tracestore.errors import MissingFieldError, UsageError
@@ -154,8 +154,8 @@ def mapped_bytes(store: TraceStore, view: View, indices: np.ndarray) -> int:
     """Return the bytes of the store that an epoch over some traces maps."""
     if store.codec != "none":
         return 0
-    stored = EdgeOptions(edge_format="heads" if store.attention_layout == "causal" else "coo")
-    return int(BatchFormat(view, stored).bytes_per_trace(store, indices).sum())
+    stored: EdgeFormat = "heads" if store.attention_layout == "causal" else "coo"
+    return int(BatchFormat(view, edge_format=stored).bytes_per_trace(store, indices).sum())
 
 
 def largest_batch_factor(epochs: EpochPlanner, costs: np.ndarray, indices: np.ndarray) -> float:
