@@ -4,7 +4,6 @@ import gc
 import os
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from tracestore.experiment.folds import (
     remove_checkpoints,
 )
 from tracestore.experiment.options import TrainOptions
-from tracestore.oom.limits import MemoryBudget, MemoryUse, memory_limit, memory_use
+from tracestore.oom.limits import MemoryUse, limited_memory, memory_limit, memory_use
 from tracestore.planning.measure import plan_micro_batches
 from tracestore.store.read.store import TraceStore, open_store
 from tracestore.train.distributed import DistributedContext
@@ -86,7 +85,7 @@ def run_experiment(
     """
     ranks = ranks or DistributedContext()
     if not ranks.is_rank_zero:
-        log, line = _ignore, None
+        log, line = (lambda _: None), None
     if options.config.tensorboard:
         check_tensorboard()
     start = memory_use()
@@ -100,10 +99,6 @@ def run_experiment(
         ranks.on_rank_zero(lambda: stack.enter_context(lock_output_dir(output_dir)))
         ranks.on_rank_zero(lambda: _check_output_dir(output_dir, options))
         return _Experiment(store, output_dir, options, model_config, ranks, log, line, start).run()
-
-
-def _ignore(_: str) -> None:
-    """Log nothing."""
 
 
 def _check_store(store: TraceStore, options: TrainOptions) -> ModelConfig:
@@ -233,48 +228,38 @@ class _Experiment:
     ) -> None:
         """Train every model of every run, and write results.json after each."""
         options, ranks = self.options, self.ranks
+        num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
+        limit = memory_limit(options.memory_budget, self.start, num_processes)
         planned: dict[str, int | None] = {}
-        budget = None
-        limit = memory_limit(
-            options.memory_budget, self.start, int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
-        )
         if limit is not None:
             num_train = len(splits[0].indices["train"])
-            planned = ranks.on_rank_zero(lambda: self._plan_micro_batches(limit, num_train))
-            budget = MemoryBudget(limit, self.start)
-        try:
+            planned = ranks.on_rank_zero(
+                lambda: plan_micro_batches(
+                    options.models,
+                    self.store,
+                    options.config,
+                    options.model_options,
+                    limit,
+                    self.start,
+                    num_train,
+                    ranks.world_size,
+                )
+            )
+        with limited_memory(limit, self.start) as release_memory, StopSignals() as stop:
             # The earlier run is replaced only here, after all checks have passed.
             ranks.on_rank_zero(lambda: self._prepare_output_dir(splits))
             trainer: Trainer | None = None
-            with StopSignals() as stop:
-                for run, entry in zip(runs, entries, strict=True):
-                    for name in options.models:
-                        if trainer is not None:
-                            # A trainer is part of reference cycles, and keeps files of the store mapped.
-                            trainer = None
-                            gc.collect()
-                        trainer = self._make_trainer(name, run, targets, stop)
-                        if budget is not None:
-                            trainer.on_fatal_oom, trainer.planned_micro_batch = budget.release, planned[name]
-                        entry["models"][name] = trainer.run()
-                        if ranks.is_rank_zero:
-                            self._write_results(results)
-        finally:
-            if budget is not None:
-                budget.release()
-
-    def _plan_micro_batches(self, limit: int, num_train: int) -> dict[str, int | None]:
-        options = self.options
-        return plan_micro_batches(
-            options.models,
-            self.store,
-            options.config,
-            options.model_options,
-            limit,
-            self.start,
-            num_train,
-            self.ranks.world_size,
-        )
+            for run, entry in zip(runs, entries, strict=True):
+                for name in options.models:
+                    if trainer is not None:
+                        # A trainer is part of reference cycles, and keeps files of the store mapped.
+                        trainer = None
+                        gc.collect()
+                    trainer = self._make_trainer(name, run, targets, stop)
+                    trainer.on_fatal_oom, trainer.planned_micro_batch = release_memory, planned.get(name)
+                    entry["models"][name] = trainer.run()
+                    if ranks.is_rank_zero:
+                        self._write_results(results)
 
     def _make_trainer(self, name: str, run: TrainingRun, targets: np.ndarray, stop: StopSignals) -> Trainer:
         trainer = Trainer(
@@ -285,7 +270,7 @@ class _Experiment:
             self.model_config,
             replace(self.options.config, seed=run.seed),
             run.folder / name,
-            partial(_log_run, self.log, run) if self.options.is_repeated else self.log,
+            (lambda text: self.log(f"{run}: {text}")) if self.options.is_repeated else self.log,
             line=self.line,
             ranks=self.ranks,
             stop=stop,
@@ -322,10 +307,6 @@ class _Experiment:
 
     def _write_results(self, results: dict[str, Any]) -> None:
         write_json(self.output_dir / RESULTS_FILE, console.nan_to_none(results))
-
-
-def _log_run(log: Log, run: TrainingRun, text: str) -> None:
-    log(f"{run}: {text}")
 
 
 def _check_finite(store: TraceStore, split: Split) -> None:

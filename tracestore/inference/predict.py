@@ -10,11 +10,12 @@ import numpy as np
 from tracestore.console import format_size
 from tracestore.data.batch_format import BatchFormat
 from tracestore.data.epoch import mean_trace_bytes
+from tracestore.detectors.registry import DETECTORS
 from tracestore.errors import UsageError
 from tracestore.evaluation.metrics import probability
 from tracestore.evaluation.tables import write_rows
 from tracestore.inference.scoring import TrainedDetector, load_detector, score_traces
-from tracestore.oom.limits import RESERVE_BYTES, MemoryBudget, MemoryUse, memory_use
+from tracestore.oom.limits import RESERVE_BYTES, limited_memory, memory_use
 from tracestore.store.io.fsio import map_os_errors
 from tracestore.store.read.store import TraceStore, open_store
 from tracestore.train.devices import pick_device, torch_threads
@@ -82,7 +83,8 @@ def predict_store(
         detector.check(store)
         for difference in detector.differences(store):
             log(f"note: {difference}; scores may not carry over")
-        budget = _budget(detector, store, memory_budget, start)
+        if memory_budget is not None:
+            _check_budget(detector, store, memory_budget)
         report = PredictReport(
             str(output), str(checkpoint), str(store_path), detector.name, detector.threshold, len(store)
         )
@@ -111,27 +113,18 @@ def predict_store(
                 done += len(indices)
                 progress(done, report.num_traces)
 
-        try:
-            with map_os_errors(output):
-                write_rows(output, HEADER, rows())
-        finally:
-            if budget is not None:
-                budget.release()
+        with limited_memory(memory_budget, start), map_os_errors(output):
+            write_rows(output, HEADER, rows())
     return report
 
 
-def _budget(
-    detector: TrainedDetector, store: TraceStore, memory_budget: int | None, start: MemoryUse
-) -> MemoryBudget | None:
-    """Limit the process to `memory_budget` bytes above `start`; raise UsageError where a single trace needs more."""
-    if memory_budget is None:
-        return None
+def _check_budget(detector: TrainedDetector, store: TraceStore, memory_budget: int) -> None:
+    """Raise UsageError where a single trace needs more memory."""
     # Room for a few traces in flight, one in the forward pass, and the memory of the threads.
-    edge_format = detector.spec.edge_format(detector.config, store, "cpu")
-    form = BatchFormat(detector.spec.view, edge_format=edge_format)
+    spec = DETECTORS[detector.name]
+    form = BatchFormat(spec.view, edge_format=spec.edge_format(detector.config, store, "cpu"))
     floor = 2 * RESERVE_BYTES + 8 * mean_trace_bytes(store, form)
     if memory_budget < floor:
         raise UsageError(
             f"--memory-budget {format_size(memory_budget)} is below {format_size(floor)}, the least that a single trace needs"
         )
-    return MemoryBudget(memory_budget, start)

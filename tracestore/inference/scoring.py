@@ -2,25 +2,27 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
 
-from tracestore.data.loader import TraceLoader
 from tracestore.detectors.checkpoint import DETECTOR_VERSION
 from tracestore.detectors.config import ModelConfig
-from tracestore.detectors.graph.inputs import GraphInputs, edge_threshold
 from tracestore.detectors.models import Detector
-from tracestore.detectors.precision import autocast_for
-from tracestore.detectors.registry import DETECTORS, DetectorSpec, make_model
+from tracestore.detectors.registry import DETECTORS, make_model
 from tracestore.errors import InsufficientMemoryError, UsageError
 from tracestore.oom.errors import is_out_of_memory
 from tracestore.oom.guard import OOMGuard
 from tracestore.oom.optimizers import SGD
 from tracestore.store.read.store import TraceStore
+from tracestore.train.batches import BatchFeed
 from tracestore.train.checkpoint import load_checkpoint
+from tracestore.train.config import Precision, TrainConfig
+from tracestore.train.distributed import DistributedContext
+from tracestore.train.model_runner import ModelRunner
 
 
 @dataclass
@@ -49,13 +51,8 @@ class TrainedDetector:
     temperature: float
     attention_threshold: float
     top_k: float | None
-    precision: str
+    precision: Precision
     trained_on: dict[str, Any]
-
-    @property
-    def spec(self) -> DetectorSpec:
-        """The entry in `DETECTORS`."""
-        return DETECTORS[self.name]
 
     def check(self, store: TraceStore) -> None:
         """Check that the detector can read the traces of a store.
@@ -73,12 +70,13 @@ class TrainedDetector:
         ):
             if expected != found:
                 raise UsageError(f"{store.path}: {self.name} was trained on {expected} {what}, this store has {found}")
-        store.require_view(self.spec.view)
-        self.spec.edge_format(self.config, store, "cpu")
+        spec = DETECTORS[self.name]
+        store.require_view(spec.view)
+        spec.edge_format(self.config, store, "cpu")
 
     def differences(self, store: TraceStore) -> list[str]:
         """Return differences to the training store that do not prevent scoring, one sentence each."""
-        if self.spec.view == "sequence":
+        if DETECTORS[self.name].view == "sequence":
             return []
         found = {"attention": store.attention_mode, "attention_layout": store.attention_layout}
         return [
@@ -111,6 +109,8 @@ def load_detector(path: Path) -> TrainedDetector:
         with torch.device("meta"):
             model = make_model(saved["name"], config)
         model.load_state_dict(saved["model"], assign=True)
+        if saved["precision"] not in get_args(Precision):
+            raise ValueError
         top_k = saved["top_k"]
         return TrainedDetector(
             saved["name"],
@@ -120,7 +120,7 @@ def load_detector(path: Path) -> TrainedDetector:
             float(saved["temperature"]),
             float(saved["attention_threshold"]),
             None if top_k is None else float(top_k),
-            str(saved["precision"]),
+            saved["precision"],
             dict(saved["store"]),
         )
     except Exception as error:
@@ -172,52 +172,30 @@ def score_traces(
         A single trace does not fit.
     """
     detector.check(store)
-    view = detector.spec.view
-    loader = TraceLoader(
-        store,
-        view,
+    config = TrainConfig(
         batch_size=batch_size,
-        shuffle="none",
-        num_threads=num_threads,
-        indices=indices,
+        device=device,
+        precision=detector.precision,
         attention_threshold=detector.attention_threshold,
         top_k=detector.top_k,
-        edge_format=detector.spec.edge_format(detector.config, store, torch.device(device).type),
-        memory_budget=memory_budget,
-        pin_memory=device != "cpu",
-        rank=0,
-        world_size=1,
-        as_pyg=False,
+        loader_threads=num_threads,
     )
-    model = detector.model.to(device)
-    guard = OOMGuard(model, SGD(model.parameters(), lr=0.0), on_event=on_event)
-    threshold = edge_threshold(detector.attention_threshold, detector.top_k)
-    # The precision of the training and the test.
-    autocast = autocast_for(model, detector.precision, torch.device(device))
-    nonfinite = store.has_nonfinite
-    batches = iter(loader)
-    while True:
-        try:
-            batch = next(batches, None)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            raise InsufficientMemoryError("a batch does not fit into memory; lower --batch-size") from None
-        if batch is None:
-            return
-        inputs = batch.sequences if view == "sequence" else GraphInputs.from_batch(batch, threshold)
-        size = len(batch.question_id)
-
-        def run(begin: int, end: int, inputs: Any = inputs, size: int = size) -> torch.Tensor:
-            if end - begin < size:
-                inputs = inputs.traces(begin, end) if view == "graph" else inputs[begin:end]
-            with autocast:
-                logits: torch.Tensor = model(inputs.to(device)).logits
-                return logits.double().cpu()
-
+    indices = np.arange(len(store)) if indices is None else indices
+    alone = DistributedContext(alone=True)
+    feed = BatchFeed(
+        detector.name, store, indices, config, detector.config, alone, shuffle="none", memory_budget=memory_budget
+    )
+    runner = ModelRunner(detector.model, detector.config, config)
+    guard = OOMGuard(
+        runner.model, SGD(runner.model.parameters(), lr=0.0), on_event=on_event, on_host_memory=feed.reduce_memory
+    )
+    for _ in range(len(feed)):
+        batches = feed.next_batches(1)
+        if batches is None:
+            raise InsufficientMemoryError("a batch does not fit into memory; lower --batch-size")
         with torch.no_grad():
-            logits = torch.cat(guard.evaluate(size, run)).numpy()
-        batch_indices = batch.trace_index.numpy().copy()
-        yield batch_indices, np.where(nonfinite[batch_indices] | ~np.isfinite(logits), np.nan, logits)
-        # Freed before the next batch is loaded.
-        del batch, inputs, run
+            results = guard.evaluate(batches[0].size, partial(runner.score, batches[0]))
+        batch_indices = batches[0].trace_index.numpy().copy()
+        del batches  # Freed before the next batch is loaded.
+        logits = np.array([logit for part, _ in results for logit in part])
+        yield batch_indices, np.where(store.has_nonfinite[batch_indices] | ~np.isfinite(logits), np.nan, logits)

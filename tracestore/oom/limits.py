@@ -6,6 +6,8 @@ data segment makes allocations fail in this process instead, where the guard can
 
 import resource
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
@@ -109,27 +111,36 @@ def allocatable_bytes() -> int:
     return min(free) if in_cgroup is None else min(*free, in_cgroup)
 
 
-class MemoryBudget:
-    """A soft RLIMIT_DATA with a reserve that `release` frees for a last checkpoint.
+@contextmanager
+def limited_memory(budget: int | None, start: MemoryUse) -> Iterator[Callable[[], None]]:
+    """Set a soft RLIMIT_DATA and keep a reserve for a last checkpoint.
 
     Parameters
     ----------
-    budget : int
-        Bytes that the process may allocate above `start`.
+    budget : int, optional
+        Bytes that the process may allocate above `start`. None: no limit.
     start : MemoryUse
         Memory of the process after its imports.
+
+    Yields
+    ------
+    callable
+        Frees the reserve and restores the previous limit, as the end of the context does.
     """
+    if budget is None:
+        yield lambda: None
+        return
+    start_thread_pools()
+    reserve = [np.ones(RESERVE_BYTES, np.uint8)]
+    previous = resource.getrlimit(resource.RLIMIT_DATA)
+    bounds = [bound for bound in previous if bound != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min([start.data + budget, *bounds]), previous[1]))
 
-    def __init__(self, budget: int, start: MemoryUse) -> None:
-        start_thread_pools()
-        self._reserve: np.ndarray | None = np.ones(RESERVE_BYTES, np.uint8)
-        self._previous_limits = resource.getrlimit(resource.RLIMIT_DATA)
-        limit = start.data + budget
-        for bound in self._previous_limits:
-            limit = limit if bound == resource.RLIM_INFINITY else min(limit, bound)
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, self._previous_limits[1]))
+    def release() -> None:
+        reserve.clear()
+        resource.setrlimit(resource.RLIMIT_DATA, previous)
 
-    def release(self) -> None:
-        """Free the reserve and restore the previous limit."""
-        self._reserve = None
-        resource.setrlimit(resource.RLIMIT_DATA, self._previous_limits)
+    try:
+        yield release
+    finally:
+        release()

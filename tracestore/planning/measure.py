@@ -16,7 +16,7 @@ import numpy as np
 from tracestore.console import format_size
 from tracestore.data.epoch import BatchBy, trace_costs
 from tracestore.detectors.config import ModelConfig
-from tracestore.detectors.registry import DETECTORS
+from tracestore.detectors.registry import DETECTORS, make_model
 from tracestore.errors import UsageError
 from tracestore.oom.guard import OOMGuard
 from tracestore.oom.limits import RESERVE_BYTES, MemoryUse, PeakMemoryMonitor, memory_use
@@ -52,7 +52,7 @@ class TrialTrainer:
         self, name: str, store: TraceStore, indices: np.ndarray, config: TrainConfig, model_options: Mapping[str, Any]
     ) -> None:
         model_config = ModelConfig.from_store(store, **model_options)
-        self._runner = ModelRunner(name, model_config, config)
+        self._runner = ModelRunner(make_model(name, model_config), model_config, config)
         optimizer = Adam(self._runner.model.parameters(), lr=0.0, weight_decay=1e-5, fused=True)
         self._guard = OOMGuard(self._runner.model, optimizer)
         config = replace(config, batch_size=min(config.batch_size, len(indices)))

@@ -58,6 +58,8 @@ class BatchFeed:
         As `TrainConfig.shuffle`.
     num_workers : int
         Worker processes. 0: threads of this process.
+    memory_budget : int, optional
+        Bytes for the batches of the loader.
 
     Attributes
     ----------
@@ -78,15 +80,17 @@ class BatchFeed:
         *,
         shuffle: Shuffle,
         num_workers: int = 0,
+        memory_budget: int | None = None,
     ) -> None:
         self.config, self.ranks, self.num_workers = config, ranks, num_workers
         self.on_reduce: Callable[[], None] | None = None
         self.is_reduced = False
-        self.is_graph = DETECTORS[name].view == "graph"
+        spec = DETECTORS[name]
+        self.is_graph = spec.view == "graph"
         self.device = torch.device(config.device)
         self.loader = TraceLoader(
             store,
-            DETECTORS[name].view,
+            spec.view,
             batch_size=config.batch_size,
             shuffle=shuffle,
             seed=config.seed,
@@ -96,8 +100,9 @@ class BatchFeed:
             score_threshold=config.score_threshold,
             attention_threshold=config.attention_threshold,
             top_k=config.top_k,
-            edge_format=model_config.edge_format(store, self.device.type) if self.is_graph else "coo",
+            edge_format=spec.edge_format(model_config, store, self.device.type),
             max_cache_batches=config.max_cache_batches,
+            memory_budget=memory_budget,
             pin_memory=self.device.type == "cuda",
             rank=ranks.rank,
             world_size=ranks.world_size,

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 HISTORY = ("train_loss", "val_loss", "val_auroc", "traces_per_s", "data_wait_share")
+Precision = Literal["float32", "bf16", "fp16"]
 # Options that may change when a run resumes: they do not change the results.
 _RESUMABLE = (
     "epochs",
@@ -31,7 +32,7 @@ class TrainConfig:
     lr: float = 0.001
     seed: int = 42
     device: str = "cpu"
-    precision: Literal["float32", "bf16", "fp16"] = "float32"
+    precision: Precision = "float32"
     activation_checkpointing: bool = False
     shuffle: Literal["global", "buffer", "block", "none"] = "global"
     shuffle_buffer: int = 1000

@@ -8,7 +8,6 @@ from torch.utils.checkpoint import checkpoint
 from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.models import Detector, GvaeLstm, LstmSolo, Output, detector_loss
 from tracestore.detectors.precision import autocast_for
-from tracestore.detectors.registry import make_model
 from tracestore.train.batches import AccumulatedBatch, DeviceBatch
 from tracestore.train.config import TrainConfig
 
@@ -18,17 +17,15 @@ class ModelRunner:
 
     Parameters
     ----------
-    name : str
-        The detector.
+    model : Detector
     model_config : ModelConfig
     config : TrainConfig
     """
 
-    def __init__(self, name: str, model_config: ModelConfig, config: TrainConfig) -> None:
+    def __init__(self, model: Detector, model_config: ModelConfig, config: TrainConfig) -> None:
         self.model_config = model_config
         self.device = torch.device(config.device)
-        self.model: Detector = make_model(name, model_config)
-        self.model.to(self.device)
+        self.model: Detector = model.to(self.device)
         if config.activation_checkpointing:
             _checkpoint_activations(self.model)
         self._autocast = autocast_for(self.model, config.precision, self.device)

@@ -18,7 +18,7 @@ from tracestore.data.order import Shuffle
 from tracestore.detectors.checkpoint import detector_checkpoint
 from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.precision import float32_layers
-from tracestore.detectors.registry import DETECTORS
+from tracestore.detectors.registry import DETECTORS, make_model
 from tracestore.errors import (
     InsufficientMemoryError,
     RunInterruptedError,
@@ -66,7 +66,7 @@ class Trainer:
     ----------
     resume_command : str
         The command that error messages name.
-    on_fatal_oom : callable or None
+    on_fatal_oom : callable
         Called before the last checkpoint of a run that cannot continue; frees reserved memory.
     planned_micro_batch : int or None
         Size of the first micro-batches in traces. None: whole batches.
@@ -92,7 +92,7 @@ class Trainer:
         self.ranks, self.stop = ranks or DistributedContext(), stop or StopSignals()
         self.monitor = Monitor(name, config.epochs, log, line)
         self.resume_command = f"tracestore train --store {store.path} --output-dir {folder.parent} --resume"
-        self.on_fatal_oom: Callable[[], None] | None = None
+        self.on_fatal_oom: Callable[[], None] = lambda: None
         self.planned_micro_batch: int | None = None
         self._saved_at = time.monotonic()
 
@@ -123,8 +123,7 @@ class Trainer:
         for attribute in _LARGE_ATTRIBUTES:
             vars(self).pop(attribute, None)
         gc.collect()
-        if self.on_fatal_oom is not None:
-            self.on_fatal_oom()
+        self.on_fatal_oom()
         try:
             if not (self.folder / LAST).exists():
                 self._setup()
@@ -163,7 +162,7 @@ class Trainer:
     def _setup(self) -> None:
         c = self.config
         torch.manual_seed(c.seed)
-        self.runner = ModelRunner(self.name, self.model_config, c)
+        self.runner = ModelRunner(make_model(self.name, self.model_config), self.model_config, c)
         self.model = self.runner.model
         for layer in float32_layers(c.precision, self.runner.device.type):
             self.monitor.log(f"{c.precision}: no {layer} kernel on this processor; it runs in float32")
@@ -385,7 +384,7 @@ class Trainer:
     def _abort_with_checkpoint(self, reason: StopReason, text: str, state: TrainState | None) -> NoReturn:
         """End all ranks. Without a state, the last checkpoint stays unchanged."""
         is_oom = reason == StopReason.OUT_OF_MEMORY
-        if is_oom and self.on_fatal_oom is not None:
+        if is_oom:
             self.on_fatal_oom()
         if state is not None:
             self._save_last(state, did_not_fit=is_oom)
