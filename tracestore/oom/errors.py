@@ -97,14 +97,8 @@ def classify(error: BaseException) -> StepOutcome:
         if error.errno == errno.ENOSPC:
             return StepOutcome.HOST_OOM if "/dev/shm" in text else StepOutcome.OTHER_ERROR
         return StepOutcome.AMBIGUOUS if error.errno in (errno.ENOMEM, errno.EAGAIN) else StepOutcome.OTHER_ERROR
-    if isinstance(error, ImportError):
-        # A shared library that is loaded on first use.
-        return (
-            StepOutcome.AMBIGUOUS
-            if "failed to map segment" in text or "cannot allocate memory" in text
-            else StepOutcome.OTHER_ERROR
-        )
-    if not isinstance(error, RuntimeError):
+    # ImportError: a shared library that is loaded on first use.
+    if not isinstance(error, RuntimeError | ImportError):
         return StepOutcome.OTHER_ERROR
     if any(t in text for t in _DEVICE_TEXTS):
         return StepOutcome.DEVICE_OOM
@@ -125,9 +119,8 @@ def _classify_worker(text: str) -> StepOutcome:
     of the error's cause names the signal, if it is known.
     """
     if "killed by signal" in text:
-        return (
-            StepOutcome.HOST_OOM if "signal: killed" in text or "signal: bus error" in text else StepOutcome.OTHER_ERROR
-        )
+        is_memory = "signal: killed" in text or "signal: bus error" in text
+        return StepOutcome.HOST_OOM if is_memory else StepOutcome.OTHER_ERROR
     return StepOutcome.AMBIGUOUS if "exited unexpectedly" in text else StepOutcome.OTHER_ERROR
 
 

@@ -26,7 +26,7 @@ from tracestore.oom.snapshot import (
 )
 
 T = TypeVar("T")
-Phase = Literal["forward", "backward", "optimizer"]
+Phase = Literal["forward", "backward", "optimizer", "evaluation"]
 _MAX_ATTEMPTS = 3
 
 
@@ -209,14 +209,7 @@ class OOMGuard:
                 if optimizer_failures == _MAX_ATTEMPTS:
                     raise InsufficientMemoryError("out of memory in the optimizer's step")
                 continue
-            # Freeing memory cures fragmentation and full caches; if that did not help, the size
-            # is too large. A smaller size is tried once, but a single item twice.
-            next_size = self.policy.on_failure(micro_batch) if is_retried else micro_batch
-            self._record(phase, micro_batch, next_size)
-            if is_retried and micro_batch == 1:
-                raise InsufficientMemoryError(f"out of memory in {phase}: one item alone does not fit")
-            is_retried = not is_retried or next_size > 1
-            micro_batch = next_size
+            micro_batch, is_retried = self._next_attempt(phase, micro_batch, is_retried)
         self.num_steps += 1
         self.policy.on_success(micro_batch, rank_size)
         self.cuda_cache.after_step()
@@ -373,11 +366,7 @@ class OOMGuard:
                 if error_of_one is not None:
                     raise error_of_one
             self._free_memory(outcome)
-            next_size = max(1, micro_batch // 2) if is_retried else micro_batch
-            self._record("evaluation", micro_batch, next_size)
-            if is_retried and micro_batch == 1:
-                raise InsufficientMemoryError("out of memory in evaluation: one item alone does not fit")
-            micro_batch, is_retried = next_size, not is_retried or next_size > 1
+            micro_batch, is_retried = self._next_attempt("evaluation", micro_batch, is_retried)
 
     def _free_memory(self, outcome: StepOutcome) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -387,7 +376,21 @@ class OOMGuard:
         gc.collect()
         empty_cache()
 
-    def _record(self, phase: Phase | Literal["evaluation"], size_before: int, size_after: int) -> None:
+    def _next_attempt(self, phase: Phase, micro_batch: int, is_retried: bool) -> tuple[int, bool]:
+        """Return the size of the next attempt, and whether a failure of that size counts.
+
+        Freeing memory cures fragmentation and full caches; if that did not help, the size is too
+        large. A smaller size is tried once, but a single item twice.
+        """
+        size = micro_batch
+        if is_retried:
+            size = max(1, micro_batch // 2) if phase == "evaluation" else self.policy.on_failure(micro_batch)
+        self._record(phase, micro_batch, size)
+        if is_retried and micro_batch == 1:
+            raise InsufficientMemoryError(f"out of memory in {phase}: one item alone does not fit")
+        return size, not is_retried or size > 1
+
+    def _record(self, phase: Phase, size_before: int, size_after: int) -> None:
         event = {
             "epoch": self.epoch,
             "step": self.num_steps,

@@ -14,15 +14,39 @@ from tracestore.oom.optimizers import SGD, Adam
 
 
 def get_random_state() -> dict[str, Any]:
-    """Return the random states of torch (CPU and GPUs), Python and numpy."""
+    """Return the random states of torch (CPU and GPUs), Python and numpy.
+
+    The values have types that ``torch.load(weights_only=True)`` accepts.
+    """
+    version, internal, gauss = random.getstate()
+    _, key, position, has_gauss, cached_gauss = np.random.get_state()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": np.random.get_state(legacy=False),
+        "python": [version, list(internal), gauss],
+        "numpy": {
+            "key": torch.from_numpy(np.asarray(key, np.int64)),
+            "pos": int(position),
+            "has_gauss": int(has_gauss),
+            "gauss": float(cached_gauss),
+        },
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Restore what `get_random_state` returned."""
+    torch.set_rng_state(state["torch"])
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    legacy = state["numpy"]
+    key = legacy["key"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", key, legacy["pos"], legacy["has_gauss"], legacy["gauss"]))
+    if "cuda" in state:
+        # A run may resume with fewer GPUs.
+        for device, device_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(device_state, device)
 
 
 def seed_step(key: int, device: torch.device) -> None:
@@ -33,17 +57,6 @@ def seed_step(key: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(key)
     if device.type == "cuda":
         torch.cuda.manual_seed(key)
-
-
-def restore_random_state(state: dict[str, Any]) -> None:
-    """Restore what `get_random_state` returned."""
-    torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    if "cuda" in state:
-        # A run may resume with fewer GPUs.
-        for device, device_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(device_state, device)
 
 
 def _metric_state(metric: Any) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -53,7 +52,7 @@ class CheckpointedRun:
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "progress": asdict(state),
             "loader": self.feed.state_dict(state.epoch, state.batch),
-            "random": _pack_random_state(get_random_state()),
+            "random": get_random_state(),
             "guard": self.guard.state_dict(),
             "did_not_fit": did_not_fit,
             "config": self.identity,
@@ -84,45 +83,8 @@ class CheckpointedRun:
             # The user has freed memory since, so the sizes of the checkpoint no longer apply.
             self.guard.policy = planned
         self.feed.loader.load_state_dict(saved["loader"])
-        restore_random_state(_unpack_random_state(saved["random"]))
+        restore_random_state(saved["random"])
         return TrainState(**saved["progress"])
-
-
-def _pack_random_state(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of `get_random_state` in types that ``torch.load(weights_only=True)`` accepts."""
-    version, internal, gauss = state["python"]
-    numpy_state = state["numpy"]
-    packed = {
-        "torch": state["torch"],
-        "python": [version, list(internal), gauss],
-        "numpy": {
-            "key": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
-            "pos": int(numpy_state["state"]["pos"]),
-            "has_gauss": int(numpy_state["has_gauss"]),
-            "gauss": float(numpy_state["gauss"]),
-        },
-    }
-    if "cuda" in state:
-        packed["cuda"] = list(state["cuda"])
-    return packed
-
-
-def _unpack_random_state(packed: dict[str, Any]) -> dict[str, Any]:
-    """Return the state that `_pack_random_state` packed."""
-    version, internal, gauss = packed["python"]
-    state = {
-        "torch": packed["torch"],
-        "python": (version, tuple(internal), gauss),
-        "numpy": {
-            "bit_generator": "MT19937",
-            "state": {"key": packed["numpy"]["key"].numpy().astype(np.uint32), "pos": packed["numpy"]["pos"]},
-            "has_gauss": packed["numpy"]["has_gauss"],
-            "gauss": packed["numpy"]["gauss"],
-        },
-    }
-    if "cuda" in packed:
-        state["cuda"] = packed["cuda"]
-    return state
 
 
 def save_checkpoint(path: Path, value: dict[str, Any]) -> None:

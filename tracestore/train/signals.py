@@ -2,8 +2,11 @@
 
 import signal
 import threading
+from contextlib import ExitStack
 from enum import IntEnum
-from typing import Any, Self
+from typing import Self
+
+from tracestore.process import signal_handler
 
 
 class StopReason(IntEnum):
@@ -30,20 +33,20 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.reason = StopReason.NONE
-        self._previous: dict[signal.Signals, Any] = {}
+        self._handlers = ExitStack()
 
     def __enter__(self) -> Self:
         """Install the handlers."""
         if threading.current_thread() is threading.main_thread():
-            self._previous = {s: signal.signal(s, self._handle) for s in self._SIGNALS}
+            for number in self._SIGNALS:
+                self._handlers.enter_context(signal_handler(number, self._handle))
         return self
 
     def __exit__(self, *_: object) -> None:
         """Restore the previous handlers."""
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        self._handlers.close()
 
     def _handle(self, signum: int, _: object) -> None:
         self.reason = StopReason[signal.Signals(signum).name]
-        for number in self._previous:
+        for number in self._SIGNALS:
             signal.signal(number, signal.SIG_DFL)

@@ -5,6 +5,7 @@ import torch
 
 from tracestore.detectors.models import Detector, Standardizer
 from tracestore.errors import TrainingError
+from tracestore.store.format import schema
 from tracestore.store.read.store import TraceStore
 from tracestore.train.distributed import DistributedContext
 
@@ -39,7 +40,7 @@ def fit_standardizer(
     for index in indices[ranks.rank :: ranks.world_size]:
         trace = store[int(index)]
         rows = trace.last_token[:, None] if view == "sequence" else trace.hidden_states
-        values = _as_float(rows, store.hidden_dtype)
+        values = torch.from_numpy(schema.as_float32(rows, store.hidden_dtype).astype(np.float64))
         if trace.has_nonfinite and not values[list(layers)].isfinite().all():
             nonfinite.append(trace.question_id)
         sums[0] += values.sum(1)
@@ -57,9 +58,3 @@ def fit_standardizer(
     mean = total / count
     standardizer.mean.copy_(mean)
     standardizer.std.copy_((squares / count - mean.square()).clamp_min(0).sqrt().clamp_min(1e-6))
-
-
-def _as_float(rows: np.ndarray, dtype: str) -> torch.Tensor:
-    if dtype == "bfloat16":
-        return torch.from_numpy((rows.astype("<u4") << 16).view("<f4")).double()
-    return torch.from_numpy(rows.astype("<f8"))
