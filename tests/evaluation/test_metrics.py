@@ -52,7 +52,8 @@ def test_known_values():
         "f1": 0.8,
     }
     assert metrics.youden_threshold(y, score) in (0.35, 0.8)
-    assert metrics.auprc(y, score) == pytest.approx(0.5 * 1 + 0.5 * 2 / 3) and np.isnan(metrics.auprc(y[:2], score[:2]))
+    auprc = metrics.RankMetrics(y, score).weighted(np.ones((1, 4)))[0, 1]
+    assert auprc == pytest.approx(0.5 * 1 + 0.5 * 2 / 3)
     p = np.array([0.0, 0.2, 0.2, 1.0])
     assert metrics.brier(y, p) == pytest.approx(brier_score_loss(y, p)) == pytest.approx((0.04 + 0.64) / 4)
     bins = metrics.reliability(y, p, 5)

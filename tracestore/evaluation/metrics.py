@@ -26,19 +26,9 @@ def auroc(y: np.ndarray, score: np.ndarray) -> float:
     score : np.ndarray
         ``(n,)``, higher for class 1.
     """
-    return _rank_metrics(y, score)[0]
-
-
-def auprc(y: np.ndarray, score: np.ndarray) -> float:
-    """Return the average precision, sum over thresholds of (R_k - R_k-1) P_k; see `auroc`."""
-    return _rank_metrics(y, score)[1]
-
-
-def _rank_metrics(y: np.ndarray, score: np.ndarray) -> tuple[float, float]:
     if not 0 < y.sum() < len(y):
-        return float("nan"), float("nan")
-    area, average_precision = RankMetrics(y, score).weighted(np.ones((1, len(y))))[0].tolist()
-    return area, average_precision
+        return float("nan")
+    return float(RankMetrics(y, score).weighted(np.ones((1, len(y))))[0, 0])
 
 
 class RankMetrics:

@@ -76,6 +76,11 @@ def _models(results: dict[str, Any]) -> str:
     )
 
 
+def _section(title: str, header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return a heading and a table, or nothing without rows."""
+    return f"<h2>{title}</h2>{html_table(header, rows)}" if rows else ""
+
+
 def _comparisons(results: dict[str, Any]) -> str:
     rows = [
         [
@@ -87,22 +92,18 @@ def _comparisons(results: dict[str, Any]) -> str:
         ]
         for p in results.get("comparisons") or []
     ]
-    if not rows:
-        return ""
-    return "<h2>Comparisons</h2>" + html_table(["pair", "difference in AUROC (95 %)", "p", "p, Holm", "test"], rows)
+    return _section("Comparisons", ["pair", "difference in AUROC (95 %)", "p", "p, Holm", "test"], rows)
 
 
 def _spread(results: dict[str, Any]) -> str:
-    if "runs" not in results:
-        return ""
     rows = []
-    for name, entry in _entries(results):
+    for name, entry in _entries(results) if "runs" in results else ():
         test = entry["test"]
         std = test["auroc_std_over_seeds"]
         values = ", ".join(f"{v:.3f}" for v in test["auroc_by_run"])
         rows.append([name, values, "" if std is None else f"{std:.3f}", f"{test['auroc_out_of_fold']:.3f}"])
     header = ["model", "AUROC of each run (by fold, then by seed)", "std over seeds", "out of fold, pooled"]
-    return "<h2>Runs</h2>" + html_table(header, rows)
+    return _section("Runs", header, rows)
 
 
 def _calibration(results: dict[str, Any]) -> str:
@@ -111,31 +112,24 @@ def _calibration(results: dict[str, Any]) -> str:
         c = entry["calibration"]
         values = (c["ece"], c["scaled"]["ece"], c["brier"], c["scaled"]["brier"], c["temperature"])
         rows.append([name, *(f"{v:.3f}" for v in values)])
-    header = ["model", "ECE", "ECE, scaled", "Brier", "Brier, scaled", "temperature"]
-    return "<h2>Calibration</h2>" + html_table(header, rows)
+    return _section("Calibration", ["model", "ECE", "ECE, scaled", "Brier", "Brier, scaled", "temperature"], rows)
 
 
 def _groups(results: dict[str, Any]) -> str:
     entries = _entries(results)
-    groups = entries[0][1]["by_group"] if entries else []
-    if not groups:
-        return ""
     rows = []
-    for k, group in enumerate(groups):
-        values = [entry["by_group"][k]["auroc"] for _, entry in entries]
-        counts = (group["num_traces"], group["num_hallucinated"])
-        rows.append([group["group"], *counts, *("one class" if v is None else f"{v:.3f}" for v in values)])
-    header = ["group", "traces", "hallucinated", *(name for name, _ in entries)]
-    return "<h2>AUROC by group</h2>" + html_table(header, rows)
+    # The entries have the same groups, because the models are tested on the same traces.
+    for groups in zip(*(entry["by_group"] for _, entry in entries), strict=True):
+        values = ["one class" if group["auroc"] is None else f"{group['auroc']:.3f}" for group in groups]
+        rows.append([groups[0]["group"], groups[0]["num_traces"], groups[0]["num_hallucinated"], *values])
+    return _section("AUROC by group", ["group", "traces", "hallucinated", *(name for name, _ in entries)], rows)
 
 
 def _layers(results: dict[str, Any]) -> str:
     """Return the validation AUROC of the probe of each layer."""
     values = results.get("probe", {}).get("val_auroc_by_layer", [])
-    if not values:
-        return ""
     rows = [[k, "not finite" if v is None or math.isnan(v) else f"{v:.3f}"] for k, v in enumerate(values)]
-    return "<h2>Logistic probe by layer</h2>" + html_table(["layer", "AUROC on validation"], rows)
+    return _section("Logistic probe by layer", ["layer", "AUROC on validation"], rows)
 
 
 def _counts(results: dict[str, Any]) -> str:
@@ -144,16 +138,15 @@ def _counts(results: dict[str, Any]) -> str:
         for k, splits in enumerate(results["counts"])
         for name, c in splits.items()
     ]
-    return "<h2>Traces</h2>" + html_table(["fold", "split", "hallucinated", "correct"], rows)
+    return _section("Traces", ["fold", "split", "hallucinated", "correct"], rows)
 
 
 def _events(results: dict[str, Any]) -> str:
     events = [(name, event) for name, entry in results["models"].items() for event in entry["oom_events"]]
-    if not events:
-        return "<h2>Out of memory</h2><p>No out-of-memory errors.</p>"
     columns = list(dict.fromkeys(key for _, event in events for key in event))
     rows = [[name, *(event.get(c, "") for c in columns)] for name, event in events]
-    return "<h2>Out of memory</h2>" + html_table(["model", *(c.replace("_", " ") for c in columns)], rows)
+    table = _section("Out of memory", ["model", *(c.replace("_", " ") for c in columns)], rows)
+    return table or "<h2>Out of memory</h2><p>No out-of-memory errors.</p>"
 
 
 def write_page(results: dict[str, Any], plots: list[Path], path: Path) -> None:
@@ -177,8 +170,8 @@ def write_page(results: dict[str, Any], plots: list[Path], path: Path) -> None:
         _layers(results),
         _counts(results),
         _events(results),
-        "<h2>Configuration</h2>" + html_table(["name", "value"], results["config"].items()),
-        "<h2>Store</h2>" + html_table(["name", "value"], results["store"].items()),
+        _section("Configuration", ["name", "value"], list(results["config"].items())),
+        _section("Store", ["name", "value"], list(results["store"].items())),
     )
     with atomic_write(path) as file:
         file.write(page("Training report", sections).encode("utf-8", "backslashreplace"))

@@ -163,7 +163,8 @@ def make_split(store: TraceStore, targets: np.ndarray, seed: int) -> Split:
         No trace is labeled, or a split lacks a class.
     """
     labeled, questions, keys = _labeled(store, targets)
-    return _build_split(labeled, questions, keys, split_keys(keys, targets[labeled].tolist(), seed), targets)
+    split_of = split_keys(keys, targets[labeled].tolist(), seed)
+    return _build_split(labeled, questions, [split_of[key] for key in keys], targets)
 
 
 def make_folds(store: TraceStore, targets: np.ndarray, num_folds: int, seed: int) -> list[Split]:
@@ -177,7 +178,8 @@ def make_folds(store: TraceStore, targets: np.ndarray, num_folds: int, seed: int
     labeled, questions, keys = _labeled(store, targets)
     folds = fold_keys(keys, targets[labeled].tolist(), num_folds, seed)
     return [
-        _build_split(labeled, questions, keys, split_of, targets, f"fold {k}: ") for k, split_of in enumerate(folds)
+        _build_split(labeled, questions, [split_of[key] for key in keys], targets, f"fold {k}: ")
+        for k, split_of in enumerate(folds)
     ]
 
 
@@ -193,25 +195,6 @@ def _labeled(store: TraceStore, targets: np.ndarray) -> tuple[np.ndarray, list[s
     return labeled, questions, question_keys(questions, [store.group(int(k)) for k in labeled])
 
 
-def _build_split(
-    labeled: np.ndarray,
-    questions: list[str],
-    keys: list[str],
-    split_of: dict[str, str],
-    targets: np.ndarray,
-    prefix: str = "",
-) -> Split:
-    number = np.array([SPLITS.index(split_of[key]) for key in keys])
-    indices = {name: labeled[number == k].astype(np.int64) for k, name in enumerate(SPLITS)}
-    ids = {
-        name: list(dict.fromkeys(question for question, n in zip(questions, number, strict=True) if n == k))
-        for k, name in enumerate(SPLITS)
-    }
-    split = Split(indices, ids)
-    _check_split(split, targets, prefix)
-    return split
-
-
 def split_from_ids(store: TraceStore, targets: np.ndarray, question_ids: dict[str, list[str]]) -> Split:
     """Rebuild the split of an earlier run from its question ids.
 
@@ -221,20 +204,34 @@ def split_from_ids(store: TraceStore, targets: np.ndarray, question_ids: dict[st
         A question is not in the store, or a split lacks a class.
     """
     split_of = {question: name for name, ids in question_ids.items() for question in ids}
-    indices: dict[str, list[int]] = {name: [] for name in SPLITS}
-    found = set()
-    for index in np.flatnonzero(~np.isnan(targets)):
-        question = store.question_ids[int(index)]
-        if question in split_of:
-            indices[split_of[question]].append(int(index))
-            found.add(question)
-    missing = set(split_of) - found
+    labeled = np.flatnonzero(~np.isnan(targets))
+    questions = store.question_ids.take(labeled)
+    missing = set(split_of) - set(questions)
     if missing:
         raise TrainingError(
             f"{len(missing)} questions of split.json are not in {store.path}, first {sorted(missing)[0]!r}"
         )
-    split = Split({name: np.array(values, np.int64) for name, values in indices.items()}, question_ids)
-    _check_split(split, targets)
+    return _build_split(labeled, questions, [split_of.get(question, "") for question in questions], targets)
+
+
+def _build_split(
+    labeled: np.ndarray, questions: list[str], names: list[str], targets: np.ndarray, prefix: str = ""
+) -> Split:
+    """Return the split in which trace ``labeled[k]`` belongs to ``names[k]``.
+
+    Raise TrainingError, with the counts, unless every split has both classes.
+    """
+    name_of, question_of = np.array(names), np.array(questions, dtype=object)
+    split = Split(
+        {name: labeled[name_of == name].astype(np.int64) for name in SPLITS},
+        {name: list(dict.fromkeys(question_of[name_of == name])) for name in SPLITS},
+    )
+    counts = class_counts(split, targets)
+    if any(0 in pair for pair in counts.values()):
+        listing = ", ".join(f"{name}: {p} hallucinated and {n} correct" for name, (p, n) in counts.items())
+        raise TrainingError(
+            f"{prefix}every split needs traces of both classes, found {listing}; add traces or change --score-threshold"
+        )
     return split
 
 
@@ -245,13 +242,3 @@ def class_counts(split: Split, targets: np.ndarray) -> dict[str, tuple[int, int]
         positive = int((targets[indices] >= 0.5).sum())
         counts[name] = (positive, len(indices) - positive)
     return counts
-
-
-def _check_split(split: Split, targets: np.ndarray, prefix: str = "") -> None:
-    """Raise TrainingError, with the counts, unless every split has both classes."""
-    counts = class_counts(split, targets)
-    if any(0 in pair for pair in counts.values()):
-        listing = ", ".join(f"{name}: {p} hallucinated and {n} correct" for name, (p, n) in counts.items())
-        raise TrainingError(
-            f"{prefix}every split needs traces of both classes, found {listing}; add traces or change --score-threshold"
-        )
