@@ -3,7 +3,8 @@
 import gc
 import os
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ def run_experiment(
     with ExitStack() as stack:
         ranks.on_rank_zero(lambda: stack.enter_context(lock_output_dir(output_dir)))
         ranks.on_rank_zero(lambda: _check_output_dir(output_dir, options))
-        return _Experiment(store, output_dir, options, model_config, ranks, log, line, start).run()
+        return _Experiment(store, output_dir, options, model_config, ranks, log, line).run(start)
 
 
 def _check_store(store: TraceStore, options: TrainOptions) -> ModelConfig:
@@ -122,76 +123,74 @@ def _check_output_dir(folder: Path, options: TrainOptions) -> None:
         raise UsageError(f"{folder} holds an earlier run: continue it with --resume, or replace it with --overwrite")
 
 
-@dataclass
 class _Experiment:
     """A run whose options fit the store and whose output directory is locked."""
 
-    store: TraceStore
-    output_dir: Path
-    options: TrainOptions
-    model_config: ModelConfig
-    ranks: DistributedContext
-    log: Log
-    line: console.Progress | None
-    # Memory in use before the store was opened.
-    start: MemoryUse
+    def __init__(
+        self,
+        store: TraceStore,
+        output_dir: Path,
+        options: TrainOptions,
+        model_config: ModelConfig,
+        ranks: DistributedContext,
+        log: Log,
+        line: console.Progress | None,
+    ) -> None:
+        self.store, self.output_dir, self.options, self.model_config = store, output_dir, options, model_config
+        self.ranks, self.log, self.line = ranks, log, line
+        self.splits_path = output_dir / (FOLDS_FILE if options.is_folded else SPLIT_FILE)
+        self.targets = store.targets(options.config.score_threshold)
+        self.splits = ranks.on_rank_zero(self._load_or_make_splits)
+        self.runs = plan_runs(self.splits, options, output_dir)
+        self.entries: list[dict[str, Any]] = [{"fold": run.fold, "seed": run.seed, "models": {}} for run in self.runs]
+        self.results = self._empty_results()
 
-    def run(self) -> dict[str, Any]:
-        """Train, evaluate and write all files. Return the content of results.json."""
-        options, config = self.options, self.options.config
-        targets = self.store.targets(config.score_threshold)
-        splits = self.ranks.on_rank_zero(lambda: self._load_or_make_splits(targets))
-        runs = plan_runs(splits, options, self.output_dir)
-        self._log_counts(splits[0], len(runs))
+    def run(self, start: MemoryUse) -> dict[str, Any]:
+        """Train, evaluate and write all files. Return the content of results.json.
+
+        `start` is the memory in use before the store was opened.
+        """
+        options, seed = self.options, self.options.config.seed
+        self._log_counts()
         if options.has_graph_models:
-            _check_finite(self.store, splits[0])
-        results, entries = self._empty_results(splits, runs, targets)
-        self._train_all(splits, runs, targets, results, entries)
+            _check_finite(self.store, self.splits[0])
+        self._train_all(start)
         if not self.ranks.is_rank_zero:
-            return results
+            return self.results
         probes = {}
         if options.probe:
-            probes = {
-                run.fold: run_probe(self.store, run.split, targets, config.seed)
-                for run in runs
-                if run.seed == config.seed
-            }
-        self._add_comparisons(results, entries, probes)
-        self._write_results(results)
-        tested = [{**e, "models": e["models"] | ({PROBE: probes[e["fold"]]} if probes else {})} for e in entries]
+            probed = [run for run in self.runs if run.seed == seed]
+            probes = {run.fold: run_probe(self.store, run.split, self.targets, seed) for run in probed}
+        self._add_comparisons(probes)
+        self._write_results()
+        tested = [{**e, "models": e["models"] | ({PROBE: probes[e["fold"]]} if probes else {})} for e in self.entries]
         write_predictions(self.output_dir / "predictions.csv", tested)
-        plots = write_plots(results, self.output_dir)
-        write_page(results, plots, self.output_dir / "report.html")
-        return results
+        plots = write_plots(self.results, self.output_dir)
+        write_page(self.results, plots, self.output_dir / "report.html")
+        return self.results
 
-    @property
-    def _splits_path(self) -> Path:
-        return self.output_dir / (FOLDS_FILE if self.options.is_folded else SPLIT_FILE)
-
-    def _load_or_make_splits(self, targets: np.ndarray) -> list[Split]:
+    def _load_or_make_splits(self) -> list[Split]:
         """Return the split, or the folds; with --resume those of the earlier run."""
         config, num_folds = self.options.config, self.options.folds
-        if config.resume and self._splits_path.exists():
-            return read_splits(self._splits_path, self.store, targets, num_folds)
+        if config.resume and self.splits_path.exists():
+            return read_splits(self.splits_path, self.store, self.targets, num_folds)
         if num_folds is None:
-            return [make_split(self.store, targets, config.seed)]
-        return make_folds(self.store, targets, num_folds, config.seed)
+            return [make_split(self.store, self.targets, config.seed)]
+        return make_folds(self.store, self.targets, num_folds, config.seed)
 
-    def _log_counts(self, split: Split, num_runs: int) -> None:
-        store, options = self.store, self.options
+    def _log_counts(self) -> None:
+        store, options, split = self.store, self.options, self.splits[0]
         counts = ", ".join(f"{name} {len(indices)}" for name, indices in split.indices.items())
         num_unlabeled = len(store) - sum(map(len, split.indices.values()))
         self.log(f"{store.path}: {len(store):,} traces, {num_unlabeled:,} without a label; {counts}")
         if not np.isnan(store.scores).all():
             self.log(store.describe_scores(options.config.score_threshold))
         if options.is_repeated:
-            num_trainings = num_runs * len(options.models)
+            num_trainings = len(self.runs) * len(options.models)
             self.log(f"{options.folds or 1} folds x {options.seeds or 1} seeds, {num_trainings} trainings")
 
-    def _empty_results(
-        self, splits: list[Split], runs: list[TrainingRun], targets: np.ndarray
-    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Return the results without models, and the entry of each run, which is part of them."""
+    def _empty_results(self) -> dict[str, Any]:
+        """Return the results without metrics. They refer to the entries, which training fills."""
         options = self.options
         results: dict[str, Any] = {
             "models": {},
@@ -202,100 +201,77 @@ class _Experiment:
                 "world_size": self.ranks.world_size,
                 "torch": torch.__version__,
             },
-            "split": None if options.is_folded else splits[0].question_ids,
+            "split": None if options.is_folded else self.splits[0].question_ids,
             "counts": [
-                {name: {"hallucinated": h, "correct": c} for name, (h, c) in class_counts(split, targets).items()}
-                for split in splits
+                {name: {"hallucinated": h, "correct": c} for name, (h, c) in class_counts(split, self.targets).items()}
+                for split in self.splits
             ],
             "store": self.store.info(),
         }
-        entries: list[dict[str, Any]] = [{"fold": run.fold, "seed": run.seed, "models": {}} for run in runs]
         if options.is_repeated:
             results["config"] |= {"folds": options.folds, "seeds": options.seeds}
-            results["folds"] = [split.question_ids for split in splits]
-            results["runs"] = entries
+            results["folds"] = [split.question_ids for split in self.splits]
+            results["runs"] = self.entries
         else:
-            results["models"] = entries[0]["models"]
-        return results, entries
+            results["models"] = self.entries[0]["models"]
+        return results
 
-    def _train_all(
-        self,
-        splits: list[Split],
-        runs: list[TrainingRun],
-        targets: np.ndarray,
-        results: dict[str, Any],
-        entries: list[dict[str, Any]],
-    ) -> None:
+    def _train_all(self, start: MemoryUse) -> None:
         """Train every model of every run, and write results.json after each."""
         options, ranks = self.options, self.ranks
         num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
-        limit = memory_limit(options.memory_budget, self.start, num_processes)
+        limit = memory_limit(options.memory_budget, start, num_processes)
         planned: dict[str, int | None] = {}
         if limit is not None:
-            num_train = len(splits[0].indices["train"])
-            planned = ranks.on_rank_zero(
-                lambda: plan_micro_batches(
-                    options.models,
-                    self.store,
-                    options.config,
-                    options.model_options,
-                    limit,
-                    self.start,
-                    num_train,
-                    ranks.world_size,
-                )
-            )
-        with limited_memory(limit, self.start) as release_memory, StopSignals() as stop:
+            plan = partial(plan_micro_batches, options.models, self.store, options.config, options.model_options)
+            num_train = len(self.splits[0].indices["train"])
+            planned = ranks.on_rank_zero(lambda: plan(limit, start, num_train, ranks.world_size))
+        with limited_memory(limit, start) as release_memory, StopSignals() as stop:
             # The earlier run is replaced only here, after all checks have passed.
-            ranks.on_rank_zero(lambda: self._prepare_output_dir(splits))
+            ranks.on_rank_zero(self._prepare_output_dir)
             trainer: Trainer | None = None
-            for run, entry in zip(runs, entries, strict=True):
+            for run, entry in zip(self.runs, self.entries, strict=True):
                 for name in options.models:
                     if trainer is not None:
                         # A trainer is part of reference cycles, and keeps files of the store mapped.
                         trainer = None
                         gc.collect()
-                    trainer = self._make_trainer(name, run, targets, stop)
-                    trainer.on_fatal_oom, trainer.planned_micro_batch = release_memory, planned.get(name)
+                    trainer = Trainer(
+                        name,
+                        self.store,
+                        run.split,
+                        self.targets,
+                        self.model_config,
+                        replace(options.config, seed=run.seed),
+                        run.folder / name,
+                        partial(_log_run, self.log, run) if options.is_repeated else self.log,
+                        line=self.line,
+                        ranks=ranks,
+                        stop=stop,
+                        micro_batch=planned.get(name),
+                        on_fatal_oom=release_memory,
+                        resume_command=options.resume_command,
+                    )
                     entry["models"][name] = trainer.run()
                     if ranks.is_rank_zero:
-                        self._write_results(results)
+                        self._write_results()
 
-    def _make_trainer(self, name: str, run: TrainingRun, targets: np.ndarray, stop: StopSignals) -> Trainer:
-        trainer = Trainer(
-            name,
-            self.store,
-            run.split,
-            targets,
-            self.model_config,
-            replace(self.options.config, seed=run.seed),
-            run.folder / name,
-            (lambda text: self.log(f"{run}: {text}")) if self.options.is_repeated else self.log,
-            line=self.line,
-            ranks=self.ranks,
-            stop=stop,
-        )
-        if self.options.resume_command is not None:
-            trainer.resume_command = self.options.resume_command
-        return trainer
-
-    def _prepare_output_dir(self, splits: list[Split]) -> None:
+    def _prepare_output_dir(self) -> None:
         """Write the splits and remove what belongs to other splits, unless the run is resumed."""
-        path = self._splits_path
-        if self.options.config.resume and path.exists():
+        if self.options.config.resume and self.splits_path.exists():
             return
         # The splits are removed first: without them, --resume does not use the old checkpoints.
-        path.unlink(missing_ok=True)
+        self.splits_path.unlink(missing_ok=True)
         remove_checkpoints(self.output_dir, self.options)
-        ids = [split.question_ids for split in splits]
-        write_json(path, ids if self.options.is_folded else ids[0])
+        ids = [split.question_ids for split in self.splits]
+        write_json(self.splits_path, ids if self.options.is_folded else ids[0])
 
-    def _add_comparisons(
-        self, results: dict[str, Any], runs: list[dict[str, Any]], probes: dict[int | None, dict[str, Any]]
-    ) -> None:
+    def _add_comparisons(self, probes: dict[int | None, dict[str, Any]]) -> None:
         """Add the probe, the metrics aggregated over runs, and the comparisons between models."""
-        seed, is_repeated = self.options.config.seed, self.options.is_repeated
-        entries = {name: [(r["fold"] or 0, r["seed"], r["models"][name]) for r in runs] for name in runs[0]["models"]}
+        seed, is_repeated, results = self.options.config.seed, self.options.is_repeated, self.results
+        entries = {
+            name: [(e["fold"] or 0, e["seed"], e["models"][name]) for e in self.entries] for name in self.options.models
+        }
         if probes:
             entries[PROBE] = [(fold or 0, seed, entry) for fold, entry in probes.items()]
             results["probe"] = aggregate_runs(entries[PROBE], seed) if is_repeated else probes[None]
@@ -305,8 +281,12 @@ class _Experiment:
         scores = {name: [RunScores.from_entry(e, fold) for fold, _, e in of] for name, of in entries.items()}
         results["comparisons"] = compare(scores, seed)
 
-    def _write_results(self, results: dict[str, Any]) -> None:
-        write_json(self.output_dir / RESULTS_FILE, console.nan_to_none(results))
+    def _write_results(self) -> None:
+        write_json(self.output_dir / RESULTS_FILE, console.nan_to_none(self.results))
+
+
+def _log_run(log: Log, run: TrainingRun, text: str) -> None:
+    log(f"{run}: {text}")
 
 
 def _check_finite(store: TraceStore, split: Split) -> None:

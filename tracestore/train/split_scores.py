@@ -15,14 +15,6 @@ from tracestore.train.model_runner import ModelRunner
 from tracestore.train.signals import StopReason, StopSignals
 
 
-class EvaluationStopped(Exception):
-    """All ranks stop scoring, for `reason`."""
-
-    def __init__(self, reason: StopReason) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
-
 @dataclass(frozen=True)
 class SplitScores:
     """Scores of the traces of a split, in its order.
@@ -45,13 +37,13 @@ class SplitScores:
 @torch.no_grad()
 def score_split(
     runner: ModelRunner, guard: OOMGuard, feed: BatchFeed, ranks: DistributedContext, stop: StopSignals
-) -> SplitScores:
-    """Score every trace of the feed exactly once, without padding. All ranks return the same scores.
+) -> SplitScores | StopReason:
+    """Score every trace of the feed exactly once, without padding. All ranks return the same value.
 
-    Raises
-    ------
-    EvaluationStopped
-        If a signal came or a trace does not fit into memory, on any rank.
+    Returns
+    -------
+    SplitScores or StopReason
+        The reason if a signal came or a trace does not fit into memory, on any rank.
     """
     runner.model.eval()
     scored: list[tuple[int, list[float], list[float]]] = []  # position in the split, labels, logits
@@ -70,7 +62,7 @@ def score_split(
             reason = StopReason.OUT_OF_MEMORY
         reason = StopReason(ranks.all_reduce_max(reason if batches else StopReason.OUT_OF_MEMORY))
         if reason or not batches:
-            raise EvaluationStopped(reason)
+            return reason
         (batch,) = batches
         position = batch.number * feed.config.batch_size + batch.offset
         scored.append((position, batch.y.tolist(), [logit for logits, _ in results for logit in logits]))

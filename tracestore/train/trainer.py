@@ -48,7 +48,7 @@ from tracestore.train.distributed import DistributedContext
 from tracestore.train.model_runner import ModelRunner
 from tracestore.train.monitor import Log, Monitor
 from tracestore.train.signals import StopReason, StopSignals
-from tracestore.train.split_scores import EvaluationStopped, SplitScores, score_split
+from tracestore.train.split_scores import SplitScores, score_split
 from tracestore.train.standardize import fit_standardizer
 
 WEIGHT_DECAY = 1e-5
@@ -62,14 +62,14 @@ class Trainer:
     `targets` are the labels ``(N,)`` of all traces of the store, `folder` is the directory of the
     checkpoints, and `line` the progress line of a terminal.
 
-    Attributes
+    Parameters
     ----------
-    resume_command : str
-        The command that error messages name.
+    micro_batch : int, optional
+        Size of the first micro-batches in traces. Default: whole batches.
     on_fatal_oom : callable
         Called before the last checkpoint of a run that cannot continue; frees reserved memory.
-    planned_micro_batch : int or None
-        Size of the first micro-batches in traces. None: whole batches.
+    resume_command : str, optional
+        The command that error messages name.
     """
 
     def __init__(
@@ -86,14 +86,17 @@ class Trainer:
         line: console.Progress | None = None,
         ranks: DistributedContext | None = None,
         stop: StopSignals | None = None,
+        micro_batch: int | None = None,
+        on_fatal_oom: Callable[[], None] = lambda: None,
+        resume_command: str | None = None,
     ) -> None:
         self.name, self.store, self.split, self.targets = name, store, split, targets
         self.model_config, self.config, self.folder = model_config, config, folder
         self.ranks, self.stop = ranks or DistributedContext(), stop or StopSignals()
         self.monitor = Monitor(name, config.epochs, log, line)
-        self.resume_command = f"tracestore train --store {store.path} --output-dir {folder.parent} --resume"
-        self.on_fatal_oom: Callable[[], None] = lambda: None
-        self.planned_micro_batch: int | None = None
+        self.planned_micro_batch, self.on_fatal_oom = micro_batch, on_fatal_oom
+        default_command = f"tracestore train --store {store.path} --output-dir {folder.parent} --resume"
+        self.resume_command = resume_command or default_command
         self._saved_at = time.monotonic()
 
     def run(self) -> dict[str, Any]:
@@ -303,10 +306,9 @@ class Trainer:
         feed = self._make_feed(split, "none")
         if self.feed.is_reduced:
             feed.reduce_memory()
-        try:
-            scores = score_split(self.runner, self.guard, feed, self.ranks, self.stop)
-        except EvaluationStopped as stopped:
-            self._abort_with_checkpoint(stopped.reason, f"out of memory while scoring the {split} split", state)
+        scores = score_split(self.runner, self.guard, feed, self.ranks, self.stop)
+        if isinstance(scores, StopReason):
+            self._abort_with_checkpoint(scores, f"out of memory while scoring the {split} split", state)
         nonfinite = self.split.indices[split][~np.isfinite(scores.logits)]
         if len(nonfinite):
             question = self.store.question_ids[int(nonfinite[0])]
