@@ -32,7 +32,16 @@ def loader_of(request, tmp_path):
             )
     edges = {"causal": "packed", "heads": "heads", "square": "coo"}[request.param]
     return lambda threshold=0.0: next(
-        iter(TraceLoader(tmp_path / "m.zarr", "graph", batch_size=7, edge_format=edges, attention_threshold=threshold))
+        iter(
+            TraceLoader(
+                tmp_path / "m.zarr",
+                "graph",
+                batch_size=7,
+                edge_format=edges,
+                attention_threshold=threshold,
+                as_pyg=False,
+            )
+        )
     )
 
 
@@ -171,7 +180,7 @@ def test_the_float32_error_is_at_most_twice_that_of_pyg(tmp_path, name, seed):
             for layer in trace["attentions"]:
                 layer /= layer.sum(-1, keepdims=True)
             writer.append(trace, score=k % 2)
-    batch = next(iter(TraceLoader(tmp_path / "m.zarr", "graph", batch_size=6, edge_format="packed")))
+    batch = next(iter(TraceLoader(tmp_path / "m.zarr", "graph", batch_size=6, edge_format="packed", as_pyg=False)))
 
     def run(kind, dtype, order):
         torch.manual_seed(seed)
@@ -224,7 +233,9 @@ def test_edge_lists_equal_triangles(tmp_path):
     model = make_model("gnn_det_lstm", config()).eval()
     logits = []
     for name, edges in (("a.zarr", "packed"), ("a.zarr", "coo"), ("b.zarr", "coo")):
-        batch = next(iter(TraceLoader(tmp_path / name, "graph", batch_size=5, shuffle="none", edge_format=edges)))
+        batch = next(
+            iter(TraceLoader(tmp_path / name, "graph", batch_size=5, shuffle="none", edge_format=edges, as_pyg=False))
+        )
         logits.append(model(GraphInputs.from_batch(batch)).logits)
     assert torch.allclose(logits[0], logits[1], rtol=1e-5, atol=1e-6) and torch.allclose(
         logits[0], logits[2], rtol=1e-5, atol=1e-6
@@ -236,10 +247,12 @@ def test_top_k_and_micro_batches(tmp_path, edges):
     with tracestore.create(tmp_path / "m.zarr") as writer:
         for k in range(6):
             writer.append(make_trace(k, tokens=1 + 2 * k, layers=LAYERS, dim=DIM))
-    loader = TraceLoader(tmp_path / "m.zarr", "graph", batch_size=6, shuffle="none", top_k=0.4, edge_format=edges)
+    loader = TraceLoader(
+        tmp_path / "m.zarr", "graph", batch_size=6, shuffle="none", top_k=0.4, edge_format=edges, as_pyg=False
+    )
     batch = next(iter(loader))
     inputs = GraphInputs.from_batch(batch, -float("inf") if edges == "packed" else 0.0)
-    plain = next(iter(TraceLoader(tmp_path / "m.zarr", "graph", batch_size=6, shuffle="none", top_k=0.4)))
+    plain = next(iter(TraceLoader(tmp_path / "m.zarr", "graph", batch_size=6, shuffle="none", top_k=0.4, as_pyg=False)))
     source, target = inputs.coo()[0]
     assert torch.equal(torch.stack([source, target]), plain.edge_index)
     model = make_model("gnn_det_lstm", config()).eval()
@@ -254,7 +267,7 @@ def test_heads_and_micro_batches(tmp_path, codec):
     with tracestore.create(tmp_path / "m.zarr", attention="heads", codec=codec) as writer:
         for k in range(6):
             writer.append(make_trace(k, tokens=1 + 2 * k, layers=LAYERS, dim=DIM, heads=3))
-    loader = TraceLoader(tmp_path / "m.zarr", "graph", batch_size=6, shuffle="none", edge_format="heads")
+    loader = TraceLoader(tmp_path / "m.zarr", "graph", batch_size=6, shuffle="none", edge_format="heads", as_pyg=False)
     batch = next(iter(loader))
     inputs = GraphInputs.from_batch(batch, 0.3)
     with tracestore.open(tmp_path / "m.zarr") as store:
@@ -286,7 +299,9 @@ def test_selected_layers_equal_a_store_of_these_layers(tmp_path, form, standardi
                 trace = make_trace(k, tokens=1 + 2 * k, layers=LAYERS, dim=DIM, heads=2)
                 writer.append(trace | {n: [trace[n][j] for j in layers] for n in ("hidden_states", "attentions")})
         batches = {
-            view: next(iter(TraceLoader(tmp_path / name, view, batch_size=5, shuffle="none", edge_format=form)))
+            view: next(
+                iter(TraceLoader(tmp_path / name, view, batch_size=5, shuffle="none", edge_format=form, as_pyg=False))
+            )
             for view in ("graph", "sequence")
         }
         sizes = {"dropout": 0.0, "gnn_hidden": 16, "lstm_hidden": 10, "standardize": standardize} | features
@@ -334,7 +349,7 @@ def test_options_that_a_store_does_not_support_are_refused(tmp_path):
         with pytest.raises(MissingFieldError, match=words):
             config(edge_features="heads", num_heads=3).edge_format(tracestore.open(path), "cpu")
     with pytest.raises(UsageError, match="top-k"):
-        TraceLoader(tmp_path / "m.zarr", "graph", batch_size=1, edge_format="heads", top_k=0.5)
+        TraceLoader(tmp_path / "m.zarr", "graph", batch_size=1, edge_format="heads", top_k=0.5, as_pyg=False)
 
 
 def test_the_lstm_reads_the_layers_in_order():

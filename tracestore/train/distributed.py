@@ -100,13 +100,6 @@ class DistributedContext:
             distributed.all_gather_object(values, value)
         return values
 
-    def _broadcast(self, value: T) -> T:
-        """Return rank 0's value."""
-        values = [value]
-        with _map_errors():
-            distributed.broadcast_object_list(values, src=0, device=torch.device("cpu"))
-        return values[0]
-
     # Gradients
 
     def allocate(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -158,9 +151,12 @@ class DistributedContext:
                 value = call()
             except TracestoreError as raised:
                 error = raised
-        code = self._broadcast(-1 if error is None else error.exit_code)
+        message: list[Any] = [None if error is None else error.exit_code, value]
+        with _map_errors():
+            distributed.broadcast_object_list(message, src=0, device=torch.device("cpu"))
         if error is not None:
             raise error
-        if code >= 0:
+        code, result = message
+        if code is not None:
             raise SystemExit(code)
-        return self._broadcast(value)  # type: ignore[return-value]
+        return result  # type: ignore[no-any-return]

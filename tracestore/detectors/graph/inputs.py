@@ -4,11 +4,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
 
 import torch
 
-from tracestore.data.batch import GraphBatch
+from tracestore.data.batch import GraphBatch, TensorBatch
 
 # node_ptr, weight, weight_ptr, source, target, threshold: the edge arguments of the operators in gine_op.
 Edges = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, float]
@@ -23,7 +22,7 @@ def edge_threshold(attention_threshold: float, top_k: float | None) -> float:
 
 
 @dataclass
-class GraphInputs:
+class GraphInputs(TensorBatch):
     """The G = B L graphs of B traces and L layers, with N nodes in all.
 
     The edges are either packed or lists. Packed: the lower triangles of the attention matrices;
@@ -60,21 +59,14 @@ class GraphInputs:
     edge_dim: int = 1
 
     @classmethod
-    def from_batch(cls, batch: Any, threshold: float = 0.0) -> "GraphInputs":
-        """Return the inputs for a GraphBatch or a PyG Batch of TraceLoader."""
-        is_plain = isinstance(batch, GraphBatch)
-        if getattr(batch, "attention", None) is not None:
-            return cls(
-                batch.x,
-                batch.ptr,
-                batch.attention,
-                batch.edge_ptr if is_plain else batch.attention_ptr,
-                batch.num_layers,
-                threshold=threshold,
-                edge_dim=batch.num_heads,
-            )
-        ptr = (batch.edge_ptr if is_plain else batch._slice_dict["edge_index"]).to(batch.x.device)
-        return cls(batch.x, batch.ptr, batch.edge_attr.reshape(-1), ptr, batch.num_layers, batch.edge_index)
+    def from_batch(cls, batch: GraphBatch, threshold: float = 0.0) -> "GraphInputs":
+        """Return the inputs for a batch."""
+        weight = batch.edge_attr if batch.attention is None else batch.attention
+        assert weight is not None
+        heads = batch.num_heads or 1
+        return cls(
+            batch.x, batch.ptr, weight.view(-1), batch.edge_ptr, batch.num_layers, batch.edge_index, threshold, heads
+        )
 
     @property
     def num_traces(self) -> int:
@@ -84,12 +76,6 @@ class GraphInputs:
     def nodes_per_trace(self) -> list[int]:
         """Return the number of nodes of each trace, over all layers."""
         return self.node_ptr[:: self.num_layers].diff().tolist()
-
-    def to(self, device: torch.device | str) -> "GraphInputs":
-        """Return a copy on a device."""
-        edge_index = None if self.edge_index is None else self.edge_index.to(device)
-        x, node_ptr, weight, weight_ptr = (t.to(device) for t in (self.x, self.node_ptr, self.weight, self.weight_ptr))
-        return replace(self, x=x, node_ptr=node_ptr, weight=weight, weight_ptr=weight_ptr, edge_index=edge_index)
 
     def traces(self, begin: int, end: int) -> "GraphInputs":
         """Return the traces begin .. end: a micro-batch."""
