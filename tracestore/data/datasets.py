@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -95,7 +94,7 @@ class TraceDataset(Dataset[Any]):
         self.store.set_cache_limit(cache_limit(self.store, self.format, cache_bytes, max_cache_batches, batch_size))
         self.view = view
         self.targets = self.store.targets(score_threshold)
-        self._gatherer = BatchGatherer(self.store, self.targets, replace(self.format, as_pyg=False))
+        self.gatherer = BatchGatherer(self.store, self.targets, self.format)
 
     def __len__(self) -> int:
         return len(self.store)
@@ -106,18 +105,7 @@ class TraceDataset(Dataset[Any]):
         if self.view == "sequence":
             sequence = as_tensor(trace.last_token, self.store.hidden_dtype)
             return SequenceItem.make(sequence, score, trace.question_id, y, trace.index)
-        batch = self._gatherer.gather([trace.index], TorchBuffer)
-        nodes, edges = batch.ptr.tolist(), batch.edge_ptr.tolist()
-        _, data_class = pyg_classes()
-        item = GraphItem(
-            data_class(
-                x=batch.x[nodes[k] : nodes[k + 1]],
-                edge_index=batch.edge_index[:, edges[k] : edges[k + 1]] - nodes[k],
-                edge_attr=batch.edge_attr[edges[k] : edges[k + 1]],
-                num_nodes=nodes[k + 1] - nodes[k],
-            )
-            for k in range(self.store.num_layers)
-        )
+        item = GraphItem(self.gatherer.gather([trace.index], TorchBuffer).to_data_list())
         item.y, item.score, item.question_id, item.trace_index = y, score, trace.question_id, trace.index
         return item
 
@@ -287,26 +275,21 @@ class TraceIterableDataset(IterableDataset[BatchT]):
     def __iter__(self) -> Iterator[BatchT]:
         return _EpochIterator(self)
 
-    def _iterate_from(self, epoch: int, start: int) -> Iterator[BatchT]:
+    def _iterate_from(self, epoch: int, start: int) -> Iterator[Any]:
         """Yield the items or batches of this process in an epoch, from number `start` on."""
         info = get_worker_info()
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
-        if self.batch_size is None:
-            return self._iterate_items(epoch, slice(start * num_workers + worker, None, num_workers))
-        return self._iterate_batches(epoch, slice(start * num_workers + worker, None, num_workers), info is not None)
-
-    def _iterate_items(self, epoch: int, chosen: slice) -> Iterator[Any]:
+        chosen = slice(start * num_workers + worker, None, num_workers)
         plan = self._planner.plan(epoch)
-        positions = np.arange(self.rank, len(self.items), self.world_size)[chosen]
-        for begin in range(0, len(positions), _ORDER_CHUNK):
-            for index in plan.indices_at(positions[begin : begin + _ORDER_CHUNK]).tolist():
-                yield self.items[index]
-
-    def _iterate_batches(self, epoch: int, chosen: slice, in_worker: bool) -> Iterator[Any]:
-        plan, allocate = self._planner.plan(epoch), None if in_worker else self._allocate
-        gatherer = BatchGatherer(self.items.store, self.items.targets, self.items.format)
+        if self.batch_size is None:
+            positions = np.arange(self.rank, len(self.items), self.world_size)[chosen]
+            for begin in range(0, len(positions), _ORDER_CHUNK):
+                for index in plan.indices_at(positions[begin : begin + _ORDER_CHUNK]).tolist():
+                    yield self.items[index]
+            return
         for batch in self._batches(epoch)[chosen]:
-            yield gatherer.gather(plan.traces(batch, self.rank, self.world_size), allocate)
+            indices = plan.traces(batch, self.rank, self.world_size)
+            yield self.items.gatherer.gather(indices, self._allocate if info is None else None)
 
     def _batches(self, epoch: int) -> list[int]:
         """Return the numbers of the batches in which this rank has a trace."""

@@ -24,7 +24,7 @@ def get_random_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "python": [version, list(internal), gauss],
         "numpy": {
-            "key": torch.from_numpy(np.asarray(key, np.int64)),
+            "key": np.asarray(key).tolist(),
             "pos": int(position),
             "has_gauss": int(has_gauss),
             "gauss": float(cached_gauss),
@@ -41,8 +41,9 @@ def restore_random_state(state: dict[str, Any]) -> None:
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     legacy = state["numpy"]
-    key = legacy["key"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", key, legacy["pos"], legacy["has_gauss"], legacy["gauss"]))
+    np.random.set_state(
+        ("MT19937", np.asarray(legacy["key"], np.uint32), legacy["pos"], legacy["has_gauss"], legacy["gauss"])
+    )
     if "cuda" in state:
         # A run may resume with fewer GPUs.
         for device, device_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
