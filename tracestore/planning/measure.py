@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import torch
 
 from tracestore.console import format_size
 from tracestore.data.epoch import BatchBy, trace_costs
@@ -21,7 +22,6 @@ from tracestore.errors import UsageError
 from tracestore.oom.guard import OOMGuard
 from tracestore.oom.limits import RESERVE_BYTES, MemoryUse, PeakMemoryMonitor, memory_use
 from tracestore.oom.optimizers import Adam
-from tracestore.oom.snapshot import get_random_state, restore_random_state
 from tracestore.planning.plan import (
     LATER_BATCHES,
     LATER_BYTES,
@@ -32,7 +32,7 @@ from tracestore.planning.plan import (
     training_traces,
 )
 from tracestore.store.read.store import TraceStore
-from tracestore.train.batches import AccumulatedBatch, BatchFeed, DeviceBatch
+from tracestore.train.batches import AccumulatedBatch, BatchFeed
 from tracestore.train.config import TrainConfig
 from tracestore.train.devices import torch_threads
 from tracestore.train.distributed import DistributedContext
@@ -43,33 +43,6 @@ _MAX_SECONDS = 1.5
 _MAX_STEPS = 20
 # The measured floor varies by a few percent, and a budget that `tracestore plan` printed must be accepted.
 _MIN_SHARE_OF_FLOOR = 0.8
-
-
-class TrialTrainer:
-    """A detector that trains for a few steps and is discarded."""
-
-    def __init__(
-        self, name: str, store: TraceStore, indices: np.ndarray, config: TrainConfig, model_options: Mapping[str, Any]
-    ) -> None:
-        model_config = ModelConfig.from_store(store, **model_options)
-        self._runner = ModelRunner(make_model(name, model_config), model_config, config)
-        optimizer = Adam(self._runner.model.parameters(), lr=0.0, weight_decay=1e-5, fused=True)
-        self._guard = OOMGuard(self._runner.model, optimizer)
-        config = replace(config, batch_size=min(config.batch_size, len(indices)))
-        self.feed = BatchFeed(
-            name, store, indices, config, model_config, DistributedContext(alone=True), shuffle="global"
-        )
-        self.loader = self.feed.loader
-        is_pyg_graph = model_config.message_passing == "pyg" and DETECTORS[name].view == "graph"
-        self._cost_unit: BatchBy = "edges" if is_pyg_graph else "bytes"
-
-    def costs(self, indices: np.ndarray) -> np.ndarray:
-        """Return the cost of each trace."""
-        return trace_costs(self.loader.store, self.loader.format, self._cost_unit, indices)
-
-    def step(self, batch: DeviceBatch, count: int) -> None:
-        """Run one step on the first `count` traces of a batch."""
-        self._guard.step(count, partial(self._runner.step_loss, AccumulatedBatch([batch])))
 
 
 @dataclass
@@ -86,28 +59,49 @@ class _Measurement:
     costliest: np.ndarray
 
 
-def _time_steps(trial: TrialTrainer, epoch: int, count: int) -> _Measurement:
-    """Measure steps on the first `count` traces of each batch of an epoch."""
-    seconds: list[float] = []
-    costliest, highest_cost = np.zeros(0, np.int64), -1
-    with PeakMemoryMonitor() as monitor:
-        began = start = time.perf_counter()
-        trial.feed.seek(epoch, 0)
-        for batch in islice(trial.feed.batches(), _MAX_STEPS):
-            if not seconds:
-                start = time.perf_counter()
-                first_batch = start - began
-            trial.step(batch, count)
-            indices = batch.trace_index[:count].numpy().copy()
-            cost = int(trial.costs(indices).sum())
-            if cost > highest_cost:
-                costliest, highest_cost = indices, cost
-            now = time.perf_counter()
-            seconds.append(now - start)
-            start = now
-            if len(seconds) > 1 and now - began > _MAX_SECONDS:
-                break
-    return _Measurement(monitor.peak, float(np.median(seconds[1:] or seconds)), first_batch, costliest)
+class TrialTrainer:
+    """A detector that trains for a few steps and is discarded."""
+
+    def __init__(
+        self, name: str, store: TraceStore, indices: np.ndarray, config: TrainConfig, model_options: Mapping[str, Any]
+    ) -> None:
+        model_config = ModelConfig.from_store(store, **model_options)
+        self._runner = ModelRunner(make_model(name, model_config), model_config, config)
+        optimizer = Adam(self._runner.model.parameters(), lr=0.0, weight_decay=1e-5, fused=True)
+        self._guard = OOMGuard(self._runner.model, optimizer)
+        config = replace(config, batch_size=min(config.batch_size, len(indices)))
+        alone = DistributedContext(alone=True)
+        self._feed = BatchFeed(name, store, indices, config, model_config, alone, shuffle="global")
+        self.loader = self._feed.loader
+        is_pyg_graph = model_config.message_passing == "pyg" and DETECTORS[name].view == "graph"
+        self._cost_unit: BatchBy = "edges" if is_pyg_graph else "bytes"
+
+    def costs(self, indices: np.ndarray) -> np.ndarray:
+        """Return the cost of each trace."""
+        return trace_costs(self.loader.store, self.loader.format, self._cost_unit, indices)
+
+    def measure(self, epoch: int, count: int) -> _Measurement:
+        """Measure steps on the first `count` traces of each batch of an epoch."""
+        seconds: list[float] = []
+        costliest, highest_cost = np.zeros(0, np.int64), -1
+        with PeakMemoryMonitor() as monitor:
+            began = start = time.perf_counter()
+            self._feed.seek(epoch, 0)
+            for batch in islice(self._feed.batches(), _MAX_STEPS):
+                if not seconds:
+                    start = time.perf_counter()
+                    first_batch = start - began
+                self._guard.step(count, partial(self._runner.step_loss, AccumulatedBatch([batch])))
+                indices = batch.trace_index[:count].numpy().copy()
+                cost = int(self.costs(indices).sum())
+                if cost > highest_cost:
+                    costliest, highest_cost = indices, cost
+                now = time.perf_counter()
+                seconds.append(now - start)
+                start = now
+                if len(seconds) > 1 and now - began > _MAX_SECONDS:
+                    break
+        return _Measurement(monitor.peak, float(np.median(seconds[1:] or seconds)), first_batch, costliest)
 
 
 def plan_training(
@@ -141,15 +135,51 @@ def plan_training(
         Bytes above `start` that steps larger than the smallest may use. At most, and by
         default, half of the available memory.
     """
-    store.require_view(DETECTORS[name].view)
+    import psutil
+
     indices, usual_num_train = training_traces(store)
     start = memory_use() if start is None else start
-    state = get_random_state()
-    try:
-        with torch_threads(num_threads):
-            return _measure(name, store, indices, config, model_options, start, num_train or usual_num_train, max_bytes)
-    finally:
-        restore_random_state(state)
+    with torch_threads(num_threads), torch.random.fork_rng(devices=[]):
+        trial = TrialTrainer(name, store, indices, config, model_options)
+        batch_size = trial.loader.batch_size
+        few = max(1, batch_size // 8)
+        small = trial.measure(0, few)
+        # A second measurement on the whole batch, or on as many traces as time and memory allow.
+        half = int(psutil.virtual_memory().available) // 2
+        max_bytes = half if max_bytes is None else min(max_bytes, half)
+        bytes_per_trace = max(1, (small.peak.anonymous - start.anonymous) / few)
+        most = min(few * 4 * _MAX_SECONDS / small.seconds, max_bytes / bytes_per_trace)
+        many = int(min(batch_size, max(few, most)))
+        large = trial.measure(1, many) if many > few else small
+    costs = trial.costs(indices)
+    small_cost, large_cost = (float(trial.costs(m.costliest).sum()) for m in (small, large))
+    loaded_bytes_per_trace = int(trial.loader.format.bytes_per_trace(store, indices).mean())
+    loader_bytes = (trial.loader.max_in_flight + 1) * loaded_bytes_per_trace
+    # Memory as a line through the two measurements: fixed bytes, and bytes per unit of cost.
+    bytes_per_cost = max(0.0, (large.peak.anonymous - small.peak.anonymous) / max(1.0, large_cost - small_cost))
+    if large_cost <= small_cost or bytes_per_cost == 0:
+        step_bytes = large.peak.anonymous - start.anonymous - loader_bytes * batch_size
+        bytes_per_cost = max(1.0, step_bytes) / max(1.0, large_cost)
+    fixed_bytes = large.peak.anonymous - bytes_per_cost * large_cost - loader_bytes * batch_size
+    seconds_per_trace = max(0.0, (large.seconds - small.seconds) / max(1, many - few)) or large.seconds / many
+    # The floor: a step on the longest trace alone, with the smallest ring of the loader.
+    longest_bytes = bytes_per_cost * max(0.0, float(costs.max()) - small_cost)
+    floor = small.peak.data - start.data + longest_bytes + RESERVE_BYTES + SLACK_BYTES
+    return TrainingPlan(
+        name=name,
+        batch_size=config.batch_size,
+        num_train=num_train or usual_num_train,
+        libraries_bytes=start.anonymous,
+        file_bytes=memory_use().file + mapped_bytes(store, trial.loader.view, indices),
+        loader_bytes_per_trace=loader_bytes + LATER_BATCHES * loaded_bytes_per_trace,
+        fixed_bytes=LATER_BYTES + int(fixed_bytes),
+        trace_bytes=bytes_per_cost * float(costs.mean()),
+        largest_batch_factor=largest_batch_factor(trial.loader.planner, costs, indices),
+        seconds_start=large.start,
+        seconds_fixed=max(0.0, large.seconds - seconds_per_trace * many),
+        seconds_per_trace=seconds_per_trace,
+        floor_bytes=int(floor),
+    )
 
 
 def plan_micro_batches(
@@ -198,56 +228,3 @@ def plan_micro_batches(
         micro = plan.largest_micro_batch(start.anonymous + budget - RESERVE_BYTES, config.batch_size)
         planned[name] = max(1, micro) if micro < config.batch_size else None
     return planned
-
-
-def _measure(
-    name: str,
-    store: TraceStore,
-    indices: np.ndarray,
-    config: TrainConfig,
-    model_options: Mapping[str, Any],
-    start: MemoryUse,
-    num_train: int,
-    max_bytes: int | None,
-) -> TrainingPlan:
-    import psutil
-
-    trial = TrialTrainer(name, store, indices, config, model_options)
-    batch_size = trial.loader.batch_size
-    few = max(1, batch_size // 8)
-    small = _time_steps(trial, 0, few)
-    # A second measurement on the whole batch, or on as many traces as time and memory allow.
-    half = int(psutil.virtual_memory().available) // 2
-    max_bytes = half if max_bytes is None else min(max_bytes, half)
-    bytes_per_trace = max(1, (small.peak.anonymous - start.anonymous) / few)
-    many = int(min(batch_size, max(few, few * 4 * _MAX_SECONDS / small.seconds), max(few, max_bytes / bytes_per_trace)))
-    large = _time_steps(trial, 1, many) if many > few else small
-    costs = trial.costs(indices)
-    small_cost, large_cost = (float(trial.costs(m.costliest).sum()) for m in (small, large))
-    loaded_bytes_per_trace = int(trial.loader.format.bytes_per_trace(store, indices).mean())
-    loader_bytes = (trial.loader.max_in_flight + 1) * loaded_bytes_per_trace
-    # Memory as a line through the two measurements: fixed bytes, and bytes per unit of cost.
-    bytes_per_cost = max(0.0, (large.peak.anonymous - small.peak.anonymous) / max(1.0, large_cost - small_cost))
-    if large_cost <= small_cost or bytes_per_cost == 0:
-        step_bytes = large.peak.anonymous - start.anonymous - loader_bytes * batch_size
-        bytes_per_cost = max(1.0, step_bytes) / max(1.0, large_cost)
-    fixed_bytes = large.peak.anonymous - bytes_per_cost * large_cost - loader_bytes * batch_size
-    seconds_per_trace = max(0.0, (large.seconds - small.seconds) / max(1, many - few)) or large.seconds / many
-    # The floor: a step on the longest trace alone, with the smallest ring of the loader.
-    longest_bytes = bytes_per_cost * max(0.0, float(costs.max()) - small_cost)
-    floor = small.peak.data - start.data + longest_bytes + RESERVE_BYTES + SLACK_BYTES
-    return TrainingPlan(
-        name=name,
-        batch_size=config.batch_size,
-        num_train=num_train,
-        libraries_bytes=start.anonymous,
-        file_bytes=memory_use().file + mapped_bytes(store, trial.loader.view, indices),
-        loader_bytes_per_trace=loader_bytes + LATER_BATCHES * loaded_bytes_per_trace,
-        fixed_bytes=LATER_BYTES + int(fixed_bytes),
-        trace_bytes=bytes_per_cost * float(costs.mean()),
-        largest_batch_factor=largest_batch_factor(trial.loader.planner, costs, indices),
-        seconds_start=large.start,
-        seconds_fixed=max(0.0, large.seconds - seconds_per_trace * many),
-        seconds_per_trace=seconds_per_trace,
-        floor_bytes=int(floor),
-    )

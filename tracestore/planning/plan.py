@@ -119,10 +119,9 @@ def detectors_for(store: TraceStore) -> list[str]:
     for name, spec in DETECTORS.items():
         try:
             store.require_view(spec.view)
+            names.append(name)
         except MissingFieldError as error:
             missing = error
-        else:
-            names.append(name)
     if missing is not None and not names:
         raise missing
     return names
