@@ -12,7 +12,7 @@ from tracestore._core import gather
 from tracestore.data import shared_memory
 from tracestore.data.batch import GraphBatch, Layout, SequenceBatch
 from tracestore.data.batch_format import BatchFormat
-from tracestore.data.buffers import TORCH_DTYPES, Allocate, BatchBuffer, PooledBuffer, TorchBuffer, align_up
+from tracestore.data.buffers import TORCH_DTYPES, Allocate, BatchBuffer, TorchBuffer, align_up
 from tracestore.errors import CorruptStoreError, UsageError
 from tracestore.store.format.schema import LAYOUT_CAUSAL, dtype_code
 from tracestore.store.read.batch_sources import graph_sources, sequence_sources
@@ -218,7 +218,7 @@ class BatchGatherer:
         job.finalize_size()
         if allocate is None and get_worker_info() is not None and shared_memory.is_available():
             slot = shared_memory.acquire_slot(job.num_bytes)
-            job.set_buffer(PooledBuffer(slot.lease()))
+            job.set_buffer(BatchBuffer(slot.lease()))
             job.native.run()
             return shared_memory.shared_batch(slot, job.layout(), job.metadata())
         job.set_buffer(TorchBuffer(job.num_bytes) if allocate is None else allocate(job.num_bytes))

@@ -6,9 +6,7 @@ count, so a batch is never overwritten while something refers to it.
 
 import copyreg
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,8 +30,11 @@ def align_up(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGN) * _ALIGN
 
 
-class BatchBuffer(ABC):
-    """Memory of one batch.
+class BatchBuffer:
+    """Memory of one batch: a block of a MemoryPool, or a slot that processes share.
+
+    Each tensor has a storage over its own bytes, so that pickling one does not write the others.
+    The storage keeps the lease of the block.
 
     Attributes
     ----------
@@ -41,7 +42,8 @@ class BatchBuffer(ABC):
         The bytes, writable. The C core gathers into it.
     """
 
-    memory: Any
+    def __init__(self, memory: PooledMemory | SharedBuffer | np.ndarray) -> None:
+        self.memory = memory
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype_name: str) -> torch.Tensor:
         """Return a tensor on the bytes from `offset` on, without a copy."""
@@ -51,22 +53,8 @@ class BatchBuffer(ABC):
         flat = self._flat(offset, count, dtype)
         return flat if len(shape) == 1 else flat.view(shape)
 
-    @abstractmethod
     def _flat(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Return `count` values from `offset` on as a tensor of one dimension."""
-
-
-class PooledBuffer(BatchBuffer):
-    """A block of a MemoryPool, or a slot that processes share.
-
-    Each tensor has a storage over its own bytes, so that pickling one does not write the others.
-    The storage keeps the lease of the block.
-    """
-
-    def __init__(self, lease: PooledMemory | SharedBuffer) -> None:
-        self.memory = lease
-
-    def _flat(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=offset)
 
 
@@ -78,7 +66,8 @@ class TorchBuffer(BatchBuffer):
 
     def __init__(self, num_bytes: int, *, pinned: bool = False) -> None:
         raw = torch.empty(max(1, num_bytes), dtype=torch.uint8, pin_memory=pinned)
-        self._storage, self.memory = raw.untyped_storage(), raw.numpy()
+        super().__init__(raw.numpy())
+        self._storage = raw.untyped_storage()
 
     def _flat(self, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(0, dtype=dtype).set_(self._storage, offset // dtype.itemsize, (count,), (1,))

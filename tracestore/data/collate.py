@@ -35,15 +35,6 @@ class GraphItem(list["Data"]):
     question_id: str
     trace_index: int
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _graph_item, (list(self), dict(self.__dict__))
-
-
-def _graph_item(layers: "list[Data]", values: dict[str, Any]) -> GraphItem:
-    item = GraphItem(layers)
-    item.__dict__.update(values)
-    return item
-
 
 def collate_sequences(items: Sequence[Any], score_threshold: float = 0.5) -> SequenceBatch:
     """Collate items of view "sequence" into a batch.

@@ -11,7 +11,7 @@ from tracestore._core.blocks import MemoryPool
 from tracestore.data.batch import BatchT, pyg_classes
 from tracestore.data.batch_format import BatchFormat, View
 from tracestore.data.batch_jobs import BatchGatherer
-from tracestore.data.buffers import PooledBuffer, TorchBuffer, as_tensor
+from tracestore.data.buffers import BatchBuffer, TorchBuffer, as_tensor
 from tracestore.data.collate import GraphItem, SequenceItem
 from tracestore.data.epoch import EpochPlanner, rank_and_world_size
 from tracestore.data.memory_plan import cache_limit
@@ -296,10 +296,10 @@ class TraceIterableDataset(IterableDataset[BatchT]):
         batches = self._planner.plan(epoch).batches
         return [k for k in range(len(batches)) if len(batches.positions(k, self.rank, self.world_size))]
 
-    def _allocate(self, num_bytes: int) -> PooledBuffer:
+    def _allocate(self, num_bytes: int) -> BatchBuffer:
         lease = self._pool.acquire(num_bytes)
         assert lease is not None  # the pool has no limit
-        return PooledBuffer(lease)
+        return BatchBuffer(lease)
 
 
 class _EpochIterator(Iterator[Any]):

@@ -11,7 +11,7 @@ from tracestore._core.blocks import MemoryPool
 from tracestore.data.batch import BatchT
 from tracestore.data.batch_format import BatchFormat, EdgeFormat, View
 from tracestore.data.batch_jobs import BatchGatherer
-from tracestore.data.buffers import BatchBuffer, PooledBuffer, TorchBuffer
+from tracestore.data.buffers import BatchBuffer, TorchBuffer
 from tracestore.data.datasets import StoreLike, open_for_batches
 from tracestore.data.epoch import BatchBy, EpochPlan, EpochPlanner, rank_and_world_size
 from tracestore.data.memory_plan import cache_limit, plan_memory
@@ -196,19 +196,9 @@ class TraceLoader(Generic[BatchT]):
         self._epoch_done = False
 
     @property
-    def view(self) -> View:
-        """The view of the batches, "sequence" or "graph"."""
-        return self.format.view
-
-    @property
     def batch_size(self) -> int:
         """Traces of a batch over all ranks."""
         return self.planner.batch_size
-
-    @property
-    def num_samples(self) -> int:
-        """Traces of an epoch, over all ranks."""
-        return self.planner.num_samples
 
     def __len__(self) -> int:
         """Return the batches of the epoch, the same on each rank. With `batch_by` epochs differ."""
@@ -307,7 +297,7 @@ class TraceLoader(Generic[BatchT]):
                 f"{self._pool.used_bytes:,} of the {self.memory.buffer_bytes:,} that the memory budget leaves for "
                 "batches; release earlier batches, or lower batch_size"
             )
-        return PooledBuffer(lease)
+        return BatchBuffer(lease)
 
     def __iter__(self) -> Iterator[BatchT]:
         if self._epoch_done:
@@ -326,7 +316,7 @@ class TraceLoader(Generic[BatchT]):
 
         with ExitStack() as stack:
             if self.num_threads > 0:
-                remote = stack.enter_context(self.store.prefetch(traces, start, total, self.view))
+                remote = stack.enter_context(self.store.prefetch(traces, start, total, self.format.view))
                 prefetcher = stack.enter_context(self._new_prefetcher(map(traces, range(start, total))))
             for batch in range(start, total):
                 if self.num_threads > 0:

@@ -69,8 +69,6 @@ class EpochOrder:
     def __init__(
         self, n: int, seed: int, epoch: int, shuffle: Shuffle = "global", buffer_size: int = 1000, block_size: int = 1
     ) -> None:
-        if shuffle not in SHUFFLES:
-            raise ValueError(f"found shuffle {shuffle!r}, expected one of {', '.join(SHUFFLES)}")
         self.n, self.shuffle = n, shuffle
         self._key = epoch_key(seed, epoch)
         if shuffle == "buffer":

@@ -11,7 +11,7 @@ from typing import Any
 
 from tracestore._core.blocks import SharedBlock
 from tracestore.data.batch import Layout, TensorBatch
-from tracestore.data.buffers import PooledBuffer
+from tracestore.data.buffers import BatchBuffer
 from tracestore.platform_support import create_memory_file, has_memory_files, open_file_of_process
 
 _SIZE_STEP = 4 << 20
@@ -84,7 +84,7 @@ def shared_batch(slot: Slot, layout: Layout, metadata: dict[str, Any]) -> Any:
     It is an ordinary batch, except that its pickle for another process names the slot. If a field
     was replaced in the meantime, the batch is pickled like any other.
     """
-    batch = layout.batch(PooledBuffer(slot.lease()), metadata)
+    batch = layout.batch(BatchBuffer(slot.lease()), metadata)
     reduction.ForkingPickler.register(type(batch), _reduce)
     batch.__dict__[_HANDLE] = (slot, layout, metadata, dict(_fields(batch)))
     return batch
@@ -121,4 +121,4 @@ def _receive(pid: int, fd_of_worker: int, num_bytes: int, layout: Layout, metada
         memory = SharedBlock(fd, num_bytes)
     finally:
         os.close(fd)
-    return layout.batch(PooledBuffer(memory.acquire(received=True)), metadata)
+    return layout.batch(BatchBuffer(memory.acquire(received=True)), metadata)

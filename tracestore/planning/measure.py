@@ -170,7 +170,7 @@ def plan_training(
         batch_size=config.batch_size,
         num_train=num_train or usual_num_train,
         libraries_bytes=start.anonymous,
-        file_bytes=memory_use().file + mapped_bytes(store, trial.loader.view, indices),
+        file_bytes=memory_use().file + mapped_bytes(store, trial.loader.format.view, indices),
         loader_bytes_per_trace=loader_bytes + LATER_BATCHES * loaded_bytes_per_trace,
         fixed_bytes=LATER_BYTES + int(fixed_bytes),
         trace_bytes=bytes_per_cost * float(costs.mean()),
