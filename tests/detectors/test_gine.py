@@ -298,7 +298,7 @@ def test_compiled_equals_eager(form, backend):
 
     def step(x, *parts):
         graphs = GraphInputs(x, *parts, edge_dim=inputs.edge_dim)
-        return layer.forward_pooled(layer(x, graphs), graphs).square().sum()
+        return layer(layer(x, graphs), graphs, pooled=True).square().sum()
 
     parts = inputs.node_ptr, inputs.weight, inputs.weight_ptr, 1, inputs.edge_index, inputs.threshold
     results = []
@@ -337,7 +337,7 @@ def test_autocast_sums_many_nodes_and_graphs_in_float32(monkeypatch):
     for enabled in (False, True):
         layer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            out = layer.forward_pooled(inputs.x, inputs)
+            out = layer(inputs.x, inputs, pooled=True)
         gradients.append(out.float())
         out.float().square().sum().backward()
         gradients += [p.grad.clone() for p in layer.conv.nn.parameters()]
@@ -354,8 +354,8 @@ def test_fused_and_reference_share_weights():
     assert torch.allclose(fused(inputs.x, inputs), pyg(inputs.x, inputs), rtol=1e-5, atol=1e-5)
     nonempty = inputs.node_ptr.diff() > 0
     assert torch.allclose(
-        fused.forward_pooled(inputs.x, inputs)[nonempty],
-        pyg.forward_pooled(inputs.x, inputs)[nonempty],
+        fused(inputs.x, inputs, pooled=True)[nonempty],
+        pyg(inputs.x, inputs, pooled=True)[nonempty],
         rtol=1e-5,
         atol=1e-5,
     )

@@ -149,7 +149,7 @@ class GraphEncoder(nn.Module):
             inputs = inputs.select_layers(self.layers)
         x = self.standardiser.standardize_nodes(inputs.x, inputs.node_ptr, self.layers)
         x = self.dropout(F.relu_(self.conv1(x, inputs)), masks, inputs.nodes_per_trace())
-        pooled = self.conv2.forward_pooled(x, inputs)
+        pooled: torch.Tensor = self.conv2(x, inputs, pooled=True)
         return pooled.reshape(inputs.num_traces, inputs.num_layers, -1)
 
 

@@ -77,9 +77,6 @@ class GINE(nn.Module):
             self.conv = PlainGINEConv(mlp, in_channels, edge_dim)
         self.message_passing = message_passing
 
-    def _is_fused(self, x: torch.Tensor) -> bool:
-        return self.message_passing == "fused" and x.device.type in FUSED_DEVICES
-
     def _hidden(self, x: torch.Tensor, inputs: GraphInputs) -> torch.Tensor:
         """Return the aggregate after the first linear layer and the ReLU of the MLP, (N, hidden)."""
         first, edge = self.conv.nn[0], self.conv.lin
@@ -89,28 +86,17 @@ class GINE(nn.Module):
             matrix, bias = matrix.to(dtype), bias.to(dtype)
         return F.relu_(gine_linear(x, edge.weight.t(), edge.bias, matrix, bias, *inputs.edges()))
 
-    def _reference(self, x: torch.Tensor, inputs: GraphInputs) -> torch.Tensor:
-        edge_index, weight = inputs.coo()
-        dtype = self.conv.lin.weight.dtype
-        out: torch.Tensor = self.conv(x.to(dtype), edge_index, weight.to(dtype))
-        return out
-
-    def forward(self, x: torch.Tensor, inputs: GraphInputs) -> torch.Tensor:
-        """Return x' (N, hidden) for x (N, in) of any float dtype."""
-        if not self._is_fused(x):
-            return self._reference(x, inputs)
-        return self._output_layer(self._hidden(x, inputs))
-
-    def forward_pooled(self, x: torch.Tensor, inputs: GraphInputs) -> torch.Tensor:
-        """Return the mean of `forward` over the nodes of each graph: (N, in) -> (G, hidden).
+    def forward(self, x: torch.Tensor, inputs: GraphInputs, *, pooled: bool = False) -> torch.Tensor:
+        """Return x' (N, hidden) for x (N, in) of any float dtype, or its mean over the nodes of each graph (G, hidden).
 
         The mean and the last layer of the MLP are both linear. The fused path takes the mean
         first, so that the last layer computes G rows instead of N.
         """
-        if not self._is_fused(x):
-            return mean_pool(self._reference(x, inputs), inputs)
-        return self._output_layer(mean_pool(self._hidden(x, inputs), inputs))
-
-    def _output_layer(self, hidden: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.conv.nn[2](hidden)
-        return out
+        if self.message_passing == "fused" and x.device.type in FUSED_DEVICES:
+            hidden = self._hidden(x, inputs)
+            out: torch.Tensor = self.conv.nn[2](mean_pool(hidden, inputs) if pooled else hidden)
+            return out
+        edge_index, weight = inputs.coo()
+        dtype = self.conv.lin.weight.dtype
+        out = self.conv(x.to(dtype), edge_index, weight.to(dtype))
+        return mean_pool(out, inputs) if pooled else out
