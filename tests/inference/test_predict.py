@@ -18,7 +18,7 @@ from tracestore.console import Output
 from tracestore.detectors.checkpoint import DETECTOR_VERSION
 from tracestore.detectors.registry import DETECTORS
 from tracestore.errors import MissingFieldError, TracestoreError, UsageError
-from tracestore.inference import scoring
+from tracestore.inference import predict as scoring
 from tracestore.train.config import TrainConfig
 
 MALICIOUS_ID = 'q"1", =cmd|\r\n<b>\x01é\udcff'

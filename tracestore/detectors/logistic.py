@@ -7,8 +7,6 @@ import torch
 
 _MAX_NEWTON_STEPS = 100
 _MAX_CG_STEPS = 500
-# Rows per float64 temporary.
-_CHUNK_ROWS = 4096
 
 
 @dataclass(frozen=True)
@@ -20,14 +18,14 @@ class Logistic:
     weight : torch.Tensor
         ``(D,)`` float32, weights of the standardized columns.
     intercept : float
-    mean, scale : np.ndarray
-        ``(D,)`` float64, mean and scale of each column.
+    mean, scale : torch.Tensor
+        ``(D,)`` float32, mean and scale of each column.
     """
 
     weight: torch.Tensor
     intercept: float
-    mean: np.ndarray
-    scale: np.ndarray
+    mean: torch.Tensor
+    scale: torch.Tensor
 
     def logits(self, x: np.ndarray) -> np.ndarray:
         """Return the logits ``(n,)`` float64 of the rows x ``(n, D)`` float32."""
@@ -35,24 +33,8 @@ class Logistic:
         return logits + self.intercept
 
 
-def _standardize(x: np.ndarray, mean: np.ndarray, scale: np.ndarray) -> torch.Tensor:
-    z = np.empty(x.shape, np.float32)
-    np.subtract(x, mean, out=z, casting="same_kind")
-    np.divide(z, scale, out=z, casting="same_kind")
-    return torch.from_numpy(z)
-
-
-def _mean_and_scale(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean and standard deviation of each column, float64; scale 1 for a constant column."""
-    n = len(x)
-    mean = x.mean(axis=0, dtype=np.float64)
-    variance = np.zeros(x.shape[1])
-    for begin in range(0, n, _CHUNK_ROWS):
-        variance += np.square(x[begin : begin + _CHUNK_ROWS] - mean).sum(axis=0)
-    variance /= n
-    eps = np.finfo(np.float64).eps
-    is_constant = variance <= n * eps * variance + np.square(n * mean * eps)
-    return mean, np.where(is_constant, 1.0, np.sqrt(variance))
+def _standardize(x: np.ndarray, mean: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (torch.from_numpy(x) - mean).div_(scale)
 
 
 def fit_logistic(x: np.ndarray, y: np.ndarray, inverse_regularization: float) -> Logistic:
@@ -75,7 +57,8 @@ def fit_logistic(x: np.ndarray, y: np.ndarray, inverse_regularization: float) ->
     Nocedal and Wright 2006, "Numerical Optimization", algorithm 7.1 (line search Newton-CG) and
     equation 3.4 (Armijo's condition of sufficient decrease).
     """
-    mean, scale = _mean_and_scale(x)
+    variance, mean = torch.var_mean(torch.from_numpy(x), dim=0, correction=0)
+    scale = torch.where(variance > 0, variance.sqrt(), 1.0)  # a constant column is all zeros
     z, target, c = _standardize(x, mean, scale), torch.from_numpy(y).double(), inverse_regularization
 
     # A vector holds w followed by b. Products with z are float32, everything else is float64.

@@ -35,11 +35,12 @@ from tracestore.experiment.folds import (
     remove_checkpoints,
 )
 from tracestore.experiment.options import TrainOptions
+from tracestore.extras import require
 from tracestore.oom.limits import MemoryUse, limited_memory, memory_limit, memory_use
 from tracestore.planning.measure import plan_micro_batches
 from tracestore.store.read.store import TraceStore, open_store
 from tracestore.train.distributed import DistributedContext
-from tracestore.train.monitor import Log, check_tensorboard
+from tracestore.train.monitor import Log
 from tracestore.train.output_dir import lock_output_dir, write_json
 from tracestore.train.signals import StopSignals
 from tracestore.train.trainer import Trainer
@@ -88,7 +89,7 @@ def run_experiment(
     if not ranks.is_rank_zero:
         log, line = (lambda _: None), None
     if options.config.tensorboard:
-        check_tensorboard()
+        require("tensorboard")
     start = memory_use()
     store = open_store(store_path)
     model_config = _check_store(store, options)

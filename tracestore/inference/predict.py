@@ -1,27 +1,215 @@
-"""Write the scores of a trained detector for every trace of a store to a CSV file."""
+"""Apply a trained detector to a store: logits in memory, or scores in a CSV file."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
+import torch
 
 from tracestore.console import format_size
 from tracestore.data.batch_format import BatchFormat
 from tracestore.data.epoch import mean_trace_bytes
-from tracestore.detectors.registry import DETECTORS
-from tracestore.errors import UsageError
+from tracestore.detectors.checkpoint import DETECTOR_VERSION
+from tracestore.detectors.config import ModelConfig
+from tracestore.detectors.models import Detector
+from tracestore.detectors.registry import DETECTORS, make_model
+from tracestore.errors import InsufficientMemoryError, UsageError
 from tracestore.evaluation.metrics import probability
-from tracestore.evaluation.tables import write_rows
-from tracestore.inference.scoring import TrainedDetector, load_detector, score_traces
+from tracestore.evaluation.predictions import write_rows
+from tracestore.oom.errors import is_out_of_memory
+from tracestore.oom.guard import OOMGuard
 from tracestore.oom.limits import RESERVE_BYTES, limited_memory, memory_use
+from tracestore.oom.optimizers import SGD
 from tracestore.store.io.fsio import map_os_errors
 from tracestore.store.read.store import TraceStore, open_store
+from tracestore.train.batches import BatchFeed
+from tracestore.train.checkpoint import load_checkpoint
+from tracestore.train.config import Precision, TrainConfig
 from tracestore.train.devices import pick_device, torch_threads
+from tracestore.train.distributed import DistributedContext
+from tracestore.train.model_runner import ModelRunner
 from tracestore.train.monitor import Log
 
 HEADER = ("question_id", "sample", "hallucination_score", "predicted")
+
+
+@dataclass
+class TrainedDetector:
+    """A detector with the weights of its best epoch.
+
+    Parameters
+    ----------
+    name : str
+        A key of `DETECTORS`.
+    model : Detector
+        In evaluation mode.
+    config : ModelConfig
+    threshold, temperature : float
+        Decision threshold of the logit, and temperature of the calibration.
+    attention_threshold, top_k, precision
+        Options of the training.
+    trained_on : dict
+        Shape and attention layout of the training store.
+    """
+
+    name: str
+    model: Detector
+    config: ModelConfig
+    threshold: float
+    temperature: float
+    attention_threshold: float
+    top_k: float | None
+    precision: Precision
+    trained_on: dict[str, Any]
+
+    def check(self, store: TraceStore) -> None:
+        """Check that the detector can read the traces of a store.
+
+        Raises
+        ------
+        UsageError
+            The number of layers or the hidden size differs.
+        MissingFieldError
+            The store lacks the view or the attention weights.
+        """
+        for what, expected, found in (
+            ("layers", self.config.num_layers, store.num_layers),
+            ("columns of hidden states", self.config.hidden_dim, store.hidden_dim),
+        ):
+            if expected != found:
+                raise UsageError(f"{store.path}: {self.name} was trained on {expected} {what}, this store has {found}")
+        spec = DETECTORS[self.name]
+        store.require_view(spec.view)
+        spec.edge_format(self.config, store, "cpu")
+
+    def differences(self, store: TraceStore) -> list[str]:
+        """Return differences to the training store that do not prevent scoring, one sentence each."""
+        if DETECTORS[self.name].view == "sequence":
+            return []
+        found = {"attention": store.attention_mode, "attention_layout": store.attention_layout}
+        return [
+            f"trained on {name.replace('_', ' ')} {self.trained_on[name]!r}, this store has {value!r}"
+            for name, value in found.items()
+            if self.trained_on[name] != value
+        ]
+
+
+def load_detector(path: Path) -> TrainedDetector:
+    """Load best.pt without executing code.
+
+    Raises
+    ------
+    UsageError
+        The file is damaged, not a detector, or of another version.
+    """
+    saved = load_checkpoint(path)
+    version = saved.get("version")
+    if "model_config" not in saved or not isinstance(version, int):
+        raise UsageError(f"{path}: not a detector; give the best.pt of a run of tracestore train")
+    if version != DETECTOR_VERSION:
+        raise UsageError(
+            f"{path}: version {version}, written by tracestore {saved.get('tracestore')}; this tracestore reads "
+            f"version {DETECTOR_VERSION}; train again"
+        )
+    try:
+        config = ModelConfig(**saved["model_config"])
+        # The meta device allocates nothing: the sizes that the file claims are first compared with its tensors.
+        with torch.device("meta"):
+            model = make_model(saved["name"], config)
+        model.load_state_dict(saved["model"], assign=True)
+        if saved["precision"] not in get_args(Precision):
+            raise ValueError
+        top_k = saved["top_k"]
+        return TrainedDetector(
+            saved["name"],
+            model.eval(),
+            config,
+            float(saved["threshold"]),
+            float(saved["temperature"]),
+            float(saved["attention_threshold"]),
+            None if top_k is None else float(top_k),
+            saved["precision"],
+            dict(saved["store"]),
+        )
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise UsageError(f"{path}: not a complete detector: {type(error).__name__}") from None
+
+
+def score_traces(
+    detector: TrainedDetector,
+    store: TraceStore,
+    *,
+    indices: np.ndarray | None = None,
+    batch_size: int = 16,
+    device: str = "cpu",
+    num_threads: int = 2,
+    memory_budget: int | None = None,
+    on_event: Callable[[dict[str, Any]], None] | None = None,
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Compute the logits of the traces of a store, batch after batch, in store order.
+
+    A batch that does not fit into memory is split in halves.
+
+    Parameters
+    ----------
+    detector : TrainedDetector
+    store : TraceStore
+    indices : np.ndarray, optional
+        Store indices. Default: all traces.
+    batch_size : int
+    device : str
+    num_threads : int
+        Threads of the loader.
+    memory_budget : int, optional
+        Bytes for the batches of the loader.
+    on_event : callable, optional
+        Called with each recovered out-of-memory event.
+
+    Yields
+    ------
+    indices : np.ndarray
+        ``(b,)`` int64.
+    logits : np.ndarray
+        ``(b,)`` float64, NaN where a trace holds NaN or infinite values.
+
+    Raises
+    ------
+    InsufficientMemoryError
+        A single trace does not fit.
+    """
+    detector.check(store)
+    config = TrainConfig(
+        batch_size=batch_size,
+        device=device,
+        precision=detector.precision,
+        attention_threshold=detector.attention_threshold,
+        top_k=detector.top_k,
+        loader_threads=num_threads,
+    )
+    indices = np.arange(len(store)) if indices is None else indices
+    alone = DistributedContext(alone=True)
+    feed = BatchFeed(
+        detector.name, store, indices, config, detector.config, alone, shuffle="none", memory_budget=memory_budget
+    )
+    runner = ModelRunner(detector.model, detector.config, config)
+    guard = OOMGuard(
+        runner.model, SGD(runner.model.parameters(), lr=0.0), on_event=on_event, on_host_memory=feed.reduce_memory
+    )
+    for _ in range(len(feed)):
+        batches = feed.next_batches(1)
+        if batches is None:
+            raise InsufficientMemoryError("a batch does not fit into memory; lower --batch-size")
+        with torch.no_grad():
+            results = guard.evaluate(batches[0].size, partial(runner.score, batches[0]))
+        batch_indices = batches[0].trace_index.numpy().copy()
+        del batches  # Freed before the next batch is loaded.
+        logits = np.array([logit for part, _ in results for logit in part])
+        yield batch_indices, np.where(store.has_nonfinite[batch_indices] | ~np.isfinite(logits), np.nan, logits)
 
 
 @dataclass

@@ -1,6 +1,5 @@
 """Report the progress of a run: log lines, a progress line, TensorBoard."""
 
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,17 +7,10 @@ from typing import Any
 import torch
 
 from tracestore import console
-from tracestore.extras import needs
 from tracestore.oom.limits import memory_use
 from tracestore.train.config import TrainState
 
 Log = Callable[[str], None]
-
-
-def check_tensorboard() -> None:
-    """Raise MissingExtraError if TensorBoard is not installed."""
-    with needs("tensorboard"):
-        importlib.import_module("tensorboard")
 
 
 class Monitor:

@@ -45,10 +45,9 @@ from tracestore.train.checkpoint import (
 )
 from tracestore.train.config import TrainConfig, TrainState
 from tracestore.train.distributed import DistributedContext
-from tracestore.train.model_runner import ModelRunner
+from tracestore.train.model_runner import ModelRunner, SplitScores, score_split
 from tracestore.train.monitor import Log, Monitor
 from tracestore.train.signals import StopReason, StopSignals
-from tracestore.train.split_scores import SplitScores, score_split
 from tracestore.train.standardize import fit_standardizer
 
 WEIGHT_DECAY = 1e-5
