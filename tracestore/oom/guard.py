@@ -391,13 +391,8 @@ class OOMGuard:
         return size, not is_retried or size > 1
 
     def _record(self, phase: Phase, size_before: int, size_after: int) -> None:
-        event = {
-            "epoch": self.epoch,
-            "step": self.num_steps,
-            "phase": phase,
-            "size_before": size_before,
-            "size_after": size_after,
-        }
+        event: dict[str, Any] = {"epoch": self.epoch, "step": self.num_steps, "phase": phase}
+        event |= {"size_before": size_before, "size_after": size_after}
         self.events.append(event)
         if self.on_event:
             self.on_event(event)

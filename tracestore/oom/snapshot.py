@@ -60,16 +60,18 @@ def seed_step(key: int, device: torch.device) -> None:
         torch.cuda.manual_seed(key)
 
 
-def _metric_state(metric: Any) -> dict[str, Any]:
-    """Copy the tensors, numbers and collections that a metric keeps as attributes."""
+# Immutable types, which copy.copy() returns unchanged.
+_IMMUTABLE_TYPES = (int, float, bool, complex, str, tuple, type(None))
+
+
+def _metric_state(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Copy the tensors, numbers and collections among the attributes of a metric."""
     out: dict[str, Any] = {}
-    for name, value in vars(metric).items():
+    for name, value in attributes.items():
         if isinstance(value, torch.Tensor):
             out[name] = value.detach().clone()
-        elif isinstance(value, list | dict | set):
-            out[name] = value.copy()
-        elif value is None or isinstance(value, bool | int | float | complex | str):
-            out[name] = value
+        elif isinstance(value, (list, dict, set, *_IMMUTABLE_TYPES)):
+            out[name] = copy.copy(value)
     return out
 
 
@@ -138,7 +140,7 @@ class StepSnapshot:
             self._buffer_slots = [(m, n, b) for m in self._modules for n, b in m._buffers.items() if b is not None]
             self._buffers.save([b for _, _, b in self._buffer_slots])
         if self._metrics:
-            self._metric_states = [_metric_state(m) for m in self._metrics]
+            self._metric_states = [_metric_state(vars(m)) for m in self._metrics]
         if self._scaler is not None:
             self._scaler_state = self._scaler.state_dict()
         if seed is None:
@@ -156,8 +158,7 @@ class StepSnapshot:
             module._buffers[name] = buffer
         self._buffers.restore()
         for metric, state in zip(self._metrics, self._metric_states, strict=True):
-            vars(metric).update({k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()})
-            vars(metric).update({k: v.copy() for k, v in state.items() if isinstance(v, list | dict | set)})
+            vars(metric).update(_metric_state(state))
         if self._scaler_state:
             # update() also clears the record of optimizers whose gradients were unscaled.
             self._scaler.update(self._scaler_state["scale"])
@@ -247,25 +248,18 @@ class OptimizerSnapshot:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._copies = TensorCopies()
-        self._tensors: list[tuple[Any, str, torch.Tensor]] = []
-        self._names: dict[Any, set[str]] = {}
-        self._plain_states: dict[Any, dict[str, Any]] = {}
         self.save()  # allocates the copies before training
 
     def save(self) -> None:
         """Copy weights, state and options."""
-        state = self._optimizer.state
-        self._tensors = [
-            (p, name, v) for p, values in state.items() for name, v in values.items() if isinstance(v, torch.Tensor)
-        ]
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        self._copies.save([*parameters, *(v for _, _, v in self._tensors)])
-        self._names = {p: set(values) for p, values in state.items()}
-        self._plain_states = {p: _copy_plain_values(values) for p, values in state.items()}
+        states, groups = self._optimizer.state, self._optimizer.param_groups
+        tensors = [v for values in states.values() for v in values.values() if isinstance(v, torch.Tensor)]
+        self._copies.save([*(p for group in groups for p in group["params"]), *tensors])
+        self._states = {p: _copy_containers(values) for p, values in states.items()}
         self._scaler_attributes = {
             n: vars(self._optimizer)[n] for n in _SCALER_ATTRIBUTES if n in vars(self._optimizer)
         }
-        self._groups = [_copy_plain_values(group) for group in self._optimizer.param_groups]
+        self._groups = [_copy_containers(group) for group in groups]
 
     def restore(self) -> None:
         """Restore weights, state and options."""
@@ -273,29 +267,14 @@ class OptimizerSnapshot:
         for name in _SCALER_ATTRIBUTES:
             vars(self._optimizer).pop(name, None)
         vars(self._optimizer).update(self._scaler_attributes)
-        state = self._optimizer.state
-        for p in list(state):
-            if p not in self._names:
-                del state[p]
-                continue
-            for name in set(state[p]) - self._names[p]:
-                del state[p][name]
-            state[p].update(copy.deepcopy(self._plain_states.get(p, {})))
-        # The step may have replaced a tensor of the state by another one.
-        for p, name, tensor in self._tensors:
-            state[p][name] = tensor
+        # The step may have added state, or replaced one of its tensors by another.
+        self._optimizer.state.clear()
+        self._optimizer.state.update({p: _copy_containers(values) for p, values in self._states.items()})
         for group, values in zip(self._optimizer.param_groups, self._groups, strict=True):
             group.update(values)
 
 
-# Immutable types, which copy.copy() returns unchanged.
-_IMMUTABLE_TYPES = (int, float, bool, str, tuple, type(None))
-
-
-def _copy_plain_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Copy the values that are neither tensors nor the list of parameters."""
-    return {
-        k: v if type(v) in _IMMUTABLE_TYPES else copy.copy(v)
-        for k, v in values.items()
-        if k != "params" and not isinstance(v, torch.Tensor)
-    }
+def _copy_containers(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with a copy of each container, and the same tensors."""
+    kept = (*_IMMUTABLE_TYPES, torch.Tensor)
+    return {k: v if isinstance(v, kept) else copy.copy(v) for k, v in values.items()}
