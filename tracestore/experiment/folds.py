@@ -1,5 +1,6 @@
 """Folds and seeds: the trainings of a run, their folders, and their aggregated metrics."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,34 +49,28 @@ def plan_runs(splits: list[Split], options: TrainOptions, folder: Path) -> list[
     ]
 
 
-def holds_run(folder: Path) -> bool:
-    """Return whether a training has written into the folder, folds and seeds included."""
-    if any((folder / name).exists() for name in (RESULTS_FILE, SPLIT_FILE, FOLDS_FILE)):
-        return True
-    return any(
-        (run_folder / name / checkpoint).exists()
-        for run_folder in (folder, *folder.glob("seed-*"), *folder.glob("fold-*/seed-*"))
-        for name in DETECTORS
-        for checkpoint in CHECKPOINTS
-    )
+def _training_files(folder: Path) -> Iterator[Path]:
+    """Yield the checkpoints and TensorBoard events of trainings in the folder, folds and seeds included.
 
-
-def remove_checkpoints(folder: Path, options: TrainOptions) -> None:
-    """Remove checkpoints and TensorBoard events of earlier trainings of the same kind.
-
-    Only files with names of tracestore are removed, because folders of source files may have
-    the same names (lstm_solo/preprocessed_0.pt).
+    Only files with names of tracestore count, because folders of source files may have the same
+    names (lstm_solo/preprocessed_0.pt).
     """
-    run_folders = [] if options.is_folded else [folder]
-    if options.is_repeated:
-        run_folders += folder.glob("fold-*/seed-*" if options.is_folded else "seed-*")
-    for run_folder in run_folders:
+    for run_folder in (folder, *folder.glob("seed-*"), *folder.glob("fold-*/seed-*")):
         for name in DETECTORS:
-            for path in (
-                *(run_folder / name / checkpoint for checkpoint in CHECKPOINTS),
-                *run_folder.glob(f"{name}/events/events.out.tfevents.*"),
-            ):
-                path.unlink(missing_ok=True)
+            yield from (path for c in CHECKPOINTS if (path := run_folder / name / c).exists())
+            yield from run_folder.glob(f"{name}/events/events.out.tfevents.*")
+
+
+def holds_run(folder: Path) -> bool:
+    """Return whether a training has written into the folder."""
+    own = (RESULTS_FILE, SPLIT_FILE, FOLDS_FILE)
+    return any((folder / name).exists() for name in own) or any(True for _ in _training_files(folder))
+
+
+def remove_checkpoints(folder: Path) -> None:
+    """Remove the checkpoints and TensorBoard events of an earlier run."""
+    for path in list(_training_files(folder)):
+        path.unlink()
 
 
 def read_splits(path: Path, store: TraceStore, targets: np.ndarray, num_folds: int | None) -> list[Split]:

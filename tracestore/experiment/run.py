@@ -263,7 +263,7 @@ class _Experiment:
             return
         # The splits are removed first: without them, --resume does not use the old checkpoints.
         self.splits_path.unlink(missing_ok=True)
-        remove_checkpoints(self.output_dir, self.options)
+        remove_checkpoints(self.output_dir)
         ids = [split.question_ids for split in self.splits]
         write_json(self.splits_path, ids if self.options.is_folded else ids[0])
 
