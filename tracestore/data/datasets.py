@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,7 @@ class TraceDataset(Dataset[Any]):
         self.view = view
         self.targets = self.store.targets(score_threshold)
         self.gatherer = BatchGatherer(self.store, self.targets, self.format)
+        self._plain_gatherer = replace(self.gatherer, batch_format=replace(self.format, as_pyg=False))
 
     def __len__(self) -> int:
         return len(self.store)
@@ -105,7 +107,14 @@ class TraceDataset(Dataset[Any]):
         if self.view == "sequence":
             sequence = as_tensor(trace.last_token, self.store.hidden_dtype)
             return SequenceItem.make(sequence, score, trace.question_id, y, trace.index)
-        item = GraphItem(self.gatherer.gather([trace.index], TorchBuffer).to_data_list())
+        batch = self._plain_gatherer.gather([trace.index], TorchBuffer)
+        _, data_class = pyg_classes()
+        nodes, edges = batch.ptr.diff().tolist(), batch.edge_ptr.diff().tolist()
+        parts = batch.x.split(nodes), batch.edge_index.split(edges, 1), batch.edge_attr.split(edges)
+        item = GraphItem(
+            data_class(x=x, edge_index=edge_index - first, edge_attr=edge_attr, num_nodes=len(x))
+            for x, edge_index, edge_attr, first in zip(*parts, batch.ptr.tolist(), strict=False)
+        )
         item.y, item.score, item.question_id, item.trace_index = y, score, trace.question_id, trace.index
         return item
 

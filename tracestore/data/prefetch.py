@@ -187,8 +187,10 @@ class NativePrefetcher(Prefetcher):
         return ahead
 
     def _has_room_ahead(self) -> bool:
-        num_bytes = sum(job.read_ahead_bytes for job in self._ahead)
-        return self._disk.is_on and len(self._ahead) < _READ_AHEAD_BATCHES and num_bytes <= _READ_AHEAD_BYTES
+        if not self._disk.is_on or len(self._ahead) >= _READ_AHEAD_BATCHES:
+            return False
+        num_bytes: int = sum(job.read_ahead_bytes for job in self._ahead)
+        return num_bytes <= _READ_AHEAD_BYTES
 
     def _read_ahead(self, ahead: BatchJob) -> None:
         ahead.read_ahead_bytes = self._disk.request(ahead)
