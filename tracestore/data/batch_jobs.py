@@ -12,9 +12,9 @@ from tracestore._core import gather
 from tracestore.data import shared_memory
 from tracestore.data.batch import GraphBatch, Layout, SequenceBatch
 from tracestore.data.batch_format import BatchFormat
-from tracestore.data.buffers import TORCH_DTYPES, Allocate, BatchBuffer, TorchBuffer, align_up
+from tracestore.data.buffers import Allocate, BatchBuffer, TorchBuffer, align_up
 from tracestore.errors import CorruptStoreError, UsageError
-from tracestore.store.format.schema import LAYOUT_CAUSAL, dtype_code
+from tracestore.store.format.schema import LAYOUT_CAUSAL, dtype_code, storage_dtype
 from tracestore.store.read.batch_sources import graph_sources, sequence_sources
 from tracestore.store.read.store import TraceStore
 
@@ -141,7 +141,7 @@ class GraphJob(BatchJob):
             {
                 "x": self._hidden.out_bytes,
                 "edge_index": 0 if self._packed else 16 * room,
-                "weights": room * TORCH_DTYPES[self._weight_dtype].itemsize,
+                "weights": room * storage_dtype(self._weight_dtype).itemsize,
                 "batch": 8 * self.native.num_nodes,
                 "ptr": num_ptr,
                 "edge_ptr": num_ptr,

@@ -13,12 +13,6 @@ import torch
 
 from tracestore._core.blocks import MemoryPool, PooledMemory, SharedBuffer
 
-TORCH_DTYPES = {
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "int64": torch.int64,
-}
 _ALIGN = 64
 
 # A worker process gets a pool of its own.
@@ -47,7 +41,7 @@ class BatchBuffer:
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype_name: str) -> torch.Tensor:
         """Return a tensor on the bytes from `offset` on, without a copy."""
-        dtype, count = TORCH_DTYPES[dtype_name], math.prod(shape)
+        dtype, count = getattr(torch, dtype_name), math.prod(shape)
         if count == 0:
             return torch.empty(shape, dtype=dtype)
         flat = self._flat(offset, count, dtype)

@@ -9,6 +9,8 @@ from tracestore.data.batch_format import EdgeFormat
 from tracestore.errors import MissingFieldError, UsageError
 from tracestore.store.read.store import TraceStore
 
+Precision = Literal["float32", "bf16", "fp16"]
+MessagePassing = Literal["fused", "pyg"]
 # Device types that have the fused operators: GPUs need Triton.
 FUSED_DEVICES = ("cpu", "cuda") if importlib.util.find_spec("triton") else ("cpu",)
 
@@ -64,7 +66,7 @@ class ModelConfig:
     num_lstm_layers: int = 2
     dropout: float = 0.3
     kl_weight: float = 0.01
-    message_passing: Literal["fused", "pyg"] = "fused"
+    message_passing: MessagePassing = "fused"
     standardize: bool = False
     edge_features: Literal["mean", "heads"] = "mean"
     num_heads: int = 1

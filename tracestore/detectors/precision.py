@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tracestore.detectors.config import Precision
 from tracestore.errors import UsageError
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -56,7 +57,7 @@ def _try(layer: str, device_type: str, dtype: torch.dtype | None) -> None:
         (out[0] if isinstance(out, tuple) else out).float().sum().backward()
 
 
-def float32_layers(precision: str, device_type: str) -> list[str]:
+def float32_layers(precision: Precision, device_type: str) -> list[str]:
     """Return the layers that run in float32 because the device has no kernel for the precision.
 
     Parameters
@@ -78,7 +79,7 @@ def float32_layers(precision: str, device_type: str) -> list[str]:
     return missing
 
 
-def autocast_for(model: nn.Module, precision: str, device: torch.device) -> torch.autocast:
+def autocast_for(model: nn.Module, precision: Precision, device: torch.device) -> torch.autocast:
     """Return the autocast context that computes a detector in a precision.
 
     The LSTM layers of `model` are changed to run in float32 inside the context where
@@ -103,7 +104,7 @@ def autocast_for(model: nn.Module, precision: str, device: torch.device) -> torc
     return torch.autocast(device.type, dtype, enabled=dtype is not None)
 
 
-def _autocast_dtype(precision: str, device_type: str) -> torch.dtype | None:
+def _autocast_dtype(precision: Precision, device_type: str) -> torch.dtype | None:
     dtype = AUTOCAST_DTYPES.get(precision)
     return None if dtype == torch.float16 and device_type == "cpu" else dtype
 

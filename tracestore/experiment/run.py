@@ -23,17 +23,7 @@ from tracestore.evaluation.probe import run_probe
 from tracestore.evaluation.report import write_page
 from tracestore.evaluation.significance import compare
 from tracestore.evaluation.split import Split, class_counts, make_folds, make_split
-from tracestore.experiment.folds import (
-    FOLDS_FILE,
-    RESULTS_FILE,
-    SPLIT_FILE,
-    TrainingRun,
-    aggregate_runs,
-    holds_run,
-    plan_runs,
-    read_splits,
-    remove_checkpoints,
-)
+from tracestore.experiment import folds
 from tracestore.experiment.options import TrainOptions
 from tracestore.extras import require
 from tracestore.oom.limits import MemoryUse, limited_memory, memory_limit, memory_use
@@ -120,7 +110,7 @@ def _check_store(store: TraceStore, options: TrainOptions) -> ModelConfig:
 
 
 def _check_output_dir(folder: Path, options: TrainOptions) -> None:
-    if not (options.config.resume or options.overwrite) and holds_run(folder):
+    if not (options.config.resume or options.overwrite) and folds.holds_run(folder):
         raise UsageError(f"{folder} holds an earlier run: continue it with --resume, or replace it with --overwrite")
 
 
@@ -139,10 +129,10 @@ class _Experiment:
     ) -> None:
         self.store, self.output_dir, self.options, self.model_config = store, output_dir, options, model_config
         self.ranks, self.log, self.line = ranks, log, line
-        self.splits_path = output_dir / (FOLDS_FILE if options.is_folded else SPLIT_FILE)
+        self.splits_path = output_dir / (folds.FOLDS_FILE if options.is_folded else folds.SPLIT_FILE)
         self.targets = store.targets(options.config.score_threshold)
         self.splits = ranks.on_rank_zero(self._load_or_make_splits)
-        self.runs = plan_runs(self.splits, options, output_dir)
+        self.runs = folds.plan_runs(self.splits, options, output_dir)
         self.entries: list[dict[str, Any]] = [{"fold": run.fold, "seed": run.seed, "models": {}} for run in self.runs]
         self.results = self._empty_results()
 
@@ -174,7 +164,7 @@ class _Experiment:
         """Return the split, or the folds; with --resume those of the earlier run."""
         config, num_folds = self.options.config, self.options.folds
         if config.resume and self.splits_path.exists():
-            return read_splits(self.splits_path, self.store, self.targets, num_folds)
+            return folds.read_splits(self.splits_path, self.store, self.targets, num_folds)
         if num_folds is None:
             return [make_split(self.store, self.targets, config.seed)]
         return make_folds(self.store, self.targets, num_folds, config.seed)
@@ -263,7 +253,7 @@ class _Experiment:
             return
         # The splits are removed first: without them, --resume does not use the old checkpoints.
         self.splits_path.unlink(missing_ok=True)
-        remove_checkpoints(self.output_dir)
+        folds.remove_checkpoints(self.output_dir)
         ids = [split.question_ids for split in self.splits]
         write_json(self.splits_path, ids if self.options.is_folded else ids[0])
 
@@ -275,18 +265,18 @@ class _Experiment:
         }
         if probes:
             entries[PROBE] = [(fold or 0, seed, entry) for fold, entry in probes.items()]
-            results["probe"] = aggregate_runs(entries[PROBE], seed) if is_repeated else probes[None]
+            results["probe"] = folds.aggregate_runs(entries[PROBE], seed) if is_repeated else probes[None]
         if is_repeated:
-            results["models"] = {name: aggregate_runs(of, seed) for name, of in entries.items() if name != PROBE}
+            results["models"] = {name: folds.aggregate_runs(of, seed) for name, of in entries.items() if name != PROBE}
             results["probes"] = [{"fold": fold, **entry} for fold, entry in probes.items()]
         scores = {name: [RunScores.from_entry(e, fold) for fold, _, e in of] for name, of in entries.items()}
         results["comparisons"] = compare(scores, seed)
 
     def _write_results(self) -> None:
-        write_json(self.output_dir / RESULTS_FILE, console.nan_to_none(self.results))
+        write_json(self.output_dir / folds.RESULTS_FILE, console.nan_to_none(self.results))
 
 
-def _log_run(log: Log, run: TrainingRun, text: str) -> None:
+def _log_run(log: Log, run: folds.TrainingRun, text: str) -> None:
     log(f"{run}: {text}")
 
 

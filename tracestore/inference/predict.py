@@ -13,7 +13,7 @@ from tracestore.console import format_size
 from tracestore.data.batch_format import BatchFormat
 from tracestore.data.epoch import mean_trace_bytes
 from tracestore.detectors.checkpoint import DETECTOR_VERSION
-from tracestore.detectors.config import ModelConfig
+from tracestore.detectors.config import ModelConfig, Precision
 from tracestore.detectors.models import Detector
 from tracestore.detectors.registry import DETECTORS, make_model
 from tracestore.errors import InsufficientMemoryError, UsageError
@@ -27,7 +27,7 @@ from tracestore.store.io.fsio import map_os_errors
 from tracestore.store.read.store import TraceStore, open_store
 from tracestore.train.batches import BatchFeed
 from tracestore.train.checkpoint import load_checkpoint
-from tracestore.train.config import Precision, TrainConfig
+from tracestore.train.config import TrainConfig
 from tracestore.train.devices import pick_device, torch_threads
 from tracestore.train.distributed import DistributedContext
 from tracestore.train.model_runner import ModelRunner

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from tracestore.data.batch import GraphBatch, SequenceBatch
 from tracestore.data.loader import TraceLoader
 from tracestore.data.order import Shuffle, epoch_key
 from tracestore.detectors.config import ModelConfig
@@ -19,6 +20,7 @@ from tracestore.store.read.store import TraceStore
 from tracestore.train.config import TrainConfig
 from tracestore.train.distributed import DistributedContext
 
+Batch = SequenceBatch | GraphBatch
 # Streams of order.epoch_key. The order of the traces uses the streams below these.
 _STEP, _NOISE, _DROPOUT = 2, 3, 4
 
@@ -26,7 +28,7 @@ _STEP, _NOISE, _DROPOUT = 2, 3, 4
 class _EpochDataset(Dataset[Any]):
     """The batches of one epoch by number, for DataLoader workers."""
 
-    def __init__(self, loader: TraceLoader, epoch: int) -> None:
+    def __init__(self, loader: TraceLoader[Batch], epoch: int) -> None:
         self.loader, self.epoch = loader, epoch
 
     def __len__(self) -> int:
@@ -54,7 +56,7 @@ class BatchFeed:
     config : TrainConfig
     model_config : ModelConfig
     ranks : DistributedContext
-    shuffle : str
+    shuffle : {"global", "buffer", "block", "none"}
         As `TrainConfig.shuffle`.
     num_workers : int
         Worker processes. 0: threads of this process.
@@ -86,9 +88,8 @@ class BatchFeed:
         self.on_reduce: Callable[[], None] | None = None
         self.is_reduced = False
         spec = DETECTORS[name]
-        self.is_graph = spec.view == "graph"
         self.device = torch.device(config.device)
-        self.loader = TraceLoader(
+        self.loader: TraceLoader[Batch] = TraceLoader(
             store,
             spec.view,
             batch_size=config.batch_size,
@@ -151,7 +152,7 @@ class BatchFeed:
         """Yield the rest of the epoch, gathered by the loader's threads or by worker processes."""
         epoch, start = self.loader.epoch, self.loader.state_dict()["batch"]
         if self.num_workers == 0:
-            source: Iterator[Any] = iter(self.loader)
+            source: Iterator[Batch] = iter(self.loader)
         else:
             # DataLoader draws the seeds of its workers; a generator of its own keeps them from
             # changing the random state of the training.
@@ -200,7 +201,7 @@ class DeviceBatch:
         Labels ``(size,)``.
     """
 
-    def __init__(self, feed: BatchFeed, batch: Any, epoch: int, number: int) -> None:
+    def __init__(self, feed: BatchFeed, batch: Batch, epoch: int, number: int) -> None:
         self.feed, self.epoch, self.number = feed, epoch, number
         self.y: torch.Tensor = batch.y
         self.question_id: list[str] = batch.question_id
@@ -210,7 +211,7 @@ class DeviceBatch:
         begin, end = plan.bounds(number)
         self.global_size = end - begin
         self.offset = int(plan.positions(number, feed.ranks.rank, feed.ranks.world_size)[0]) - begin if self.size else 0
-        if not feed.is_graph:
+        if isinstance(batch, SequenceBatch):
             self.inputs: Any = batch.sequences
         elif self.size:
             threshold = edge_threshold(feed.config.attention_threshold, feed.config.top_k)

@@ -2,10 +2,12 @@
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
+
+from tracestore.data.order import Shuffle
+from tracestore.detectors.config import Precision
 
 HISTORY = ("train_loss", "val_loss", "val_auroc", "traces_per_s", "data_wait_share")
-Precision = Literal["float32", "bf16", "fp16"]
 # Options that may change when a run resumes: they do not change the results.
 _RESUMABLE = (
     "epochs",
@@ -34,7 +36,7 @@ class TrainConfig:
     device: str = "cpu"
     precision: Precision = "float32"
     activation_checkpointing: bool = False
-    shuffle: Literal["global", "buffer", "block", "none"] = "global"
+    shuffle: Shuffle = "global"
     shuffle_buffer: int = 1000
     score_threshold: float = 0.5
     attention_threshold: float = 0.0

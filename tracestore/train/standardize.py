@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from tracestore.data.batch_format import View
 from tracestore.detectors.models import Detector, Standardizer
 from tracestore.errors import TrainingError
 from tracestore.store.format import schema
@@ -11,7 +12,7 @@ from tracestore.train.distributed import DistributedContext
 
 
 def fit_standardizer(
-    model: Detector, store: TraceStore, indices: np.ndarray, view: str, ranks: DistributedContext
+    model: Detector, store: TraceStore, indices: np.ndarray, view: View, ranks: DistributedContext
 ) -> None:
     """Set mean and standard deviation of the model's standardizer, per layer and column.
 
@@ -22,7 +23,7 @@ def fit_standardizer(
     store : TraceStore
     indices : numpy.ndarray
         Store indices of the training split. Each rank reads a part of them.
-    view : str
+    view : {"sequence", "graph"}
         "sequence": statistics of the last tokens; "graph": of all tokens.
     ranks : DistributedContext
 

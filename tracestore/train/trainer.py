@@ -36,13 +36,7 @@ from tracestore.oom.optimizers import Adam
 from tracestore.oom.snapshot import seed_step
 from tracestore.store.read.store import TraceStore
 from tracestore.train.batches import AccumulatedBatch, BatchFeed, step_key
-from tracestore.train.checkpoint import (
-    BEST,
-    LAST,
-    CheckpointedRun,
-    load_checkpoint,
-    save_checkpoint,
-)
+from tracestore.train.checkpoint import BEST, LAST, CheckpointedRun, load_checkpoint, save_checkpoint
 from tracestore.train.config import TrainConfig, TrainState
 from tracestore.train.distributed import DistributedContext
 from tracestore.train.model_runner import ModelRunner, SplitScores, score_split

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tracestore.detectors.config import FUSED_DEVICES
+from tracestore.detectors.config import FUSED_DEVICES, MessagePassing
 from tracestore.detectors.graph.gine_op import gine_linear
 from tracestore.detectors.graph.inputs import GraphInputs
 from tracestore.extras import needs
@@ -64,7 +64,9 @@ class GINE(nn.Module):
     ``torch_geometric.nn.GINEConv``.
     """
 
-    def __init__(self, in_channels: int, hidden: int, message_passing: str = "fused", edge_dim: int = 1) -> None:
+    def __init__(
+        self, in_channels: int, hidden: int, message_passing: MessagePassing = "fused", edge_dim: int = 1
+    ) -> None:
         super().__init__()
         mlp = nn.Sequential(nn.Linear(in_channels, hidden), nn.ReLU(), nn.Linear(hidden, hidden))
         self.conv: Any
