@@ -1,57 +1,51 @@
 """The configuration of a training run and its state."""
 
 import math
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 
 from tracestore.data.order import Shuffle
 from tracestore.detectors.config import Precision
 
+T = TypeVar("T")
 HISTORY = ("train_loss", "val_loss", "val_auroc", "traces_per_s", "data_wait_share")
-# Options that may change when a run resumes: they do not change the results.
-_RESUMABLE = (
-    "epochs",
-    "resume",
-    "num_workers",
-    "loader_threads",
-    "max_cache_batches",
-    "device",
-    "activation_checkpointing",
-    "checkpoint_interval_s",
-    "tensorboard",
-)
 # Keys of last.pt that differ from the names of the fields.
 _CHECKPOINT_KEYS = {"grad_accum_steps": "accumulate"}
+
+
+def _resumable(default: T) -> T:
+    """Return a field that may change when a run resumes, because it does not change the results."""
+    return field(default=default, metadata={"is_resumable": True})
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """Training options of a detector. The fields are named like the flags of ``tracestore train``."""
 
-    epochs: int = 50
+    epochs: int = _resumable(50)
     batch_size: int = 16
     grad_accum_steps: int = 1
     lr: float = 0.001
     seed: int = 42
-    device: str = "cpu"
+    device: str = _resumable("cpu")
     precision: Precision = "float32"
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool = _resumable(False)
     shuffle: Shuffle = "global"
     shuffle_buffer: int = 1000
     score_threshold: float = 0.5
     attention_threshold: float = 0.0
     top_k: float | None = None
-    max_cache_batches: int = 2
-    num_workers: int = 0
-    loader_threads: int = 2
-    checkpoint_interval_s: float = 300.0
-    tensorboard: bool = False
-    resume: bool = False
+    max_cache_batches: int = _resumable(2)
+    num_workers: int = _resumable(0)
+    loader_threads: int = _resumable(2)
+    checkpoint_interval_s: float = _resumable(300.0)
+    tensorboard: bool = _resumable(False)
+    resume: bool = _resumable(False)
 
     def identity(self) -> dict[str, Any]:
         """Return the options that must not change when a run resumes."""
-        fields = asdict(self).items()
-        return {_CHECKPOINT_KEYS.get(name, name): value for name, value in fields if name not in _RESUMABLE}
+        names = [f.name for f in fields(self) if not f.metadata.get("is_resumable")]
+        return {_CHECKPOINT_KEYS.get(name, name): getattr(self, name) for name in names}
 
 
 @dataclass
