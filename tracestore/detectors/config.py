@@ -123,11 +123,6 @@ class ModelConfig:
         return range(self.num_layers) if self.layers is None else self.layers
 
     @property
-    def num_layers_read(self) -> int:
-        """Number of layers that the detector reads."""
-        return len(self.layers_read)
-
-    @property
     def edge_dim(self) -> int:
         """Number of weights per edge."""
         return self.num_heads if self.edge_features == "heads" else 1

@@ -113,7 +113,3 @@ class TraceDropout(nn.Module):
         factors = mask.to(x.dtype)
         # A 16-bit factor would round the scale; scaling the product instead is computed in float32.
         return x * factors.mul_(1 / keep) if x.dtype.itemsize >= 4 else x * factors * (1 / keep)
-
-    def extra_repr(self) -> str:
-        """Return the arguments, for ``repr``."""
-        return f"p={self.p}, stream={self.stream}"

@@ -179,7 +179,6 @@ class GvaeLstm(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         hidden, latent = config.gnn_hidden, config.latent_dim
-        self.kl_weight = config.kl_weight
         self.layers_read = config.layers_read
         self.encoder = GraphEncoder(config)
         self.mu = nn.Linear(hidden, latent)

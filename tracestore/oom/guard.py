@@ -16,7 +16,7 @@ from tracestore.errors import InsufficientMemoryError, TracestoreError
 from tracestore.oom.cuda_cache import CudaCacheManager, empty_cache
 from tracestore.oom.errors import SHORT_BYTES, StepOutcome, classify, memory_is_short
 from tracestore.oom.micro_batch import MicroBatchPolicy
-from tracestore.oom.ranks import RankGroup, SingleRank
+from tracestore.oom.ranks import RankGroup
 from tracestore.oom.snapshot import (
     OptimizerSnapshot,
     StepCounters,
@@ -99,7 +99,7 @@ class OOMGuard:
     ) -> None:
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.on_event, self.on_host_memory = on_event, on_host_memory
-        self.ranks: RankGroup = SingleRank() if ranks is None else ranks
+        self.ranks = ranks or RankGroup()
         self.epoch = self.num_steps = 0
         self.policy = MicroBatchPolicy()
         self.events: list[dict[str, Any]] = []

@@ -53,11 +53,8 @@ class MicroBatchPolicy:
         if self._good_steps >= self._grow_after:
             # Growing may cost a failed step, so it becomes rarer.
             self._grow_after = min(_MAX_GROW_AFTER_STEPS, 2 * self._grow_after)
-            self._grow(2 * self.size)
-
-    def _grow(self, size: int) -> None:
-        self._good_steps = 0
-        self.size = None if size >= self._largest else size
+            self._good_steps = 0
+            self.size = None if 2 * self.size >= self._largest else 2 * self.size
 
     def begin_epoch(self, epoch: int) -> None:
         """Plan the size of an epoch. A second call for the same epoch changes nothing."""

@@ -11,9 +11,10 @@ from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from torch import distributed
+from torch import distributed, nn
 
 from tracestore.errors import RankFailedError, TracestoreError, escape_unprintable
+from tracestore.oom.ranks import RankGroup
 
 T = TypeVar("T")
 # Ranks wait for rank 0 while it writes files and fits the probe.
@@ -30,7 +31,7 @@ def _map_errors() -> Iterator[None]:
         raise RankFailedError(f"another rank ended or does not respond ({reason})") from None
 
 
-class DistributedContext:
+class DistributedContext(RankGroup):
     """The processes that train together, as seen by one of them.
 
     All methods but `allocate` are collective: all ranks call them in the same order. They raise
@@ -109,7 +110,7 @@ class DistributedContext:
             self._flat = torch.zeros(size, dtype=first.dtype, device=first.device)
 
     @torch.no_grad()
-    def sum_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum gradients over the ranks, in place. A missing gradient counts as zeros.
 
         The parameters share one dtype and device. Afterwards their gradients are views of one buffer.
