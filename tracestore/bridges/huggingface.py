@@ -12,7 +12,6 @@ from tracestore.extras import needs
 from tracestore.store.format import schema
 from tracestore.store.format.labels import CORRECT, SCORE_COLUMNS
 from tracestore.store.read.store import TraceStore
-from tracestore.store.read.table import metadata
 from tracestore.store.write.create import create
 
 with needs("bridges"):
@@ -20,6 +19,9 @@ with needs("bridges"):
 
 Array = Literal["last_token", "hidden_states", "attention"]
 ARRAYS: tuple[Array, ...] = get_args(Array)
+# Attributes of a Trace that are columns, and their types.
+_TYPES = {"question_id": "string", "sample": "int64", "label": "float64", "group": "string", "num_tokens": "int64"}
+_TYPES |= {"has_nonfinite": "bool", "question": "string", "answer": "string"}
 # Fields of the pickle schema that from_datasets needs as columns.
 _REQUIRED = ("question_id", "hidden_states", "tokens")
 
@@ -66,13 +68,12 @@ def to_datasets(store: TraceStore, arrays: Sequence[Array] = ("last_token",)) ->
         raise MissingFieldError(f"{store.path}: some traces hold last tokens only: ask for last_token alone")
     if "attention" in arrays and len(store) and store[0].attention_layout is None:
         raise MissingFieldError(f"{store.path}: no attention is stored")
-    columns, features = metadata(store.internals, texts=True), _features(store, arrays)
-    score = SCORE_COLUMNS[store.score_direction]
+    features, score = _features(store, arrays), SCORE_COLUMNS[store.score_direction]
 
     def rows() -> Iterator[dict[str, Any]]:
-        for k, trace in enumerate(store):
-            row = {name: _plain(values[k]) for name, values in columns.items()}
-            row[score] = row.pop("score")
+        for trace in store:
+            row = {name: getattr(trace, name) for name in _TYPES} | {score: trace.score}
+            row["source"], row["source_position"] = trace.source
             tokens = trace.tokens
             row["tokens"] = [] if tokens is None else tokens.tolist()
             row["tokens_decoded"] = trace.tokens_decoded or []
@@ -92,11 +93,10 @@ def to_datasets(store: TraceStore, arrays: Sequence[Array] = ("last_token",)) ->
 def _features(store: TraceStore, arrays: Sequence[Array]) -> "datasets.Features":
     """Return the types of the columns."""
     value, sequence = datasets.Value, datasets.Sequence
-    types = {name: value("string") for name in ("question_id", "group", "source", "question", "answer")}
-    types |= {name: value("int64") for name in ("sample", "num_tokens", "source_position")}
-    types |= {name: value("float64") for name in (SCORE_COLUMNS[store.score_direction], "label")}
-    types |= {"has_nonfinite": value("bool"), "tokens": sequence(value("int32"))}
-    types |= {"tokens_decoded": sequence(value("string"))}
+    types = {name: value(kind) for name, kind in _TYPES.items()}
+    types |= {SCORE_COLUMNS[store.score_direction]: value("float64")}
+    types |= {"source": value("string"), "source_position": value("int64")}
+    types |= {"tokens": sequence(value("int32")), "tokens_decoded": sequence(value("string"))}
     for name in arrays:
         if name == "last_token":
             types[name] = datasets.Array2D((store.num_layers, store.hidden_dim), "float32")
@@ -105,10 +105,6 @@ def _features(store: TraceStore, arrays: Sequence[Array]) -> "datasets.Features"
             for _ in range(4 if name == "attention" and store.attention_mode == "heads" else 3):
                 types[name] = sequence(types[name])
     return datasets.Features(types)
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value
 
 
 def from_datasets(

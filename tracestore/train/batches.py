@@ -22,7 +22,7 @@ from tracestore.train.distributed import DistributedContext
 
 Batch = SequenceBatch | GraphBatch
 # Streams of order.epoch_key. The order of the traces uses the streams below these.
-_STEP, _NOISE, _DROPOUT = 2, 3, 4
+STEP, _NOISE, _DROPOUT = 2, 3, 4
 
 
 class _EpochDataset(Dataset[Any]):
@@ -36,11 +36,6 @@ class _EpochDataset(Dataset[Any]):
 
     def __getitem__(self, batch: int) -> Any:
         return self.loader.gather(self.loader.batch_indices(batch, self.epoch))
-
-
-def step_key(seed: int, epoch: int, batch: int, rank: int) -> int:
-    """Return the seed of a step: a pure function of its position."""
-    return epoch_key(epoch_key(seed, epoch, _STEP), batch, rank)
 
 
 class BatchFeed:
@@ -217,6 +212,10 @@ class DeviceBatch:
             threshold = edge_threshold(feed.config.attention_threshold, feed.config.top_k)
             self.inputs = GraphInputs.from_batch(batch, threshold)
 
+    def key(self, stream: int, rank: int = 0) -> int:
+        """Return a seed that is a pure function of the position of the batch."""
+        return epoch_key(epoch_key(self.feed.config.seed, self.epoch, stream), self.number, rank)
+
     def traces(self, begin: int, end: int) -> tuple[Any, torch.Tensor]:
         """Return inputs and labels of traces begin to end on the device.
 
@@ -230,8 +229,7 @@ class DeviceBatch:
 
     def masks(self, begin: int, end: int) -> TraceMasks:
         """Return the dropout masks of traces begin to end, a function of the same values as `noise`."""
-        key = epoch_key(epoch_key(self.feed.config.seed, self.epoch, _DROPOUT), self.number)
-        return TraceMasks(key, self.offset + begin, end - begin)
+        return TraceMasks(self.key(_DROPOUT), self.offset + begin, end - begin)
 
     def noise(self, begin: int, end: int, num_layers: int, columns: int) -> torch.Tensor:
         """Return standard normal noise ``(end - begin, num_layers, columns)`` on the device.
@@ -239,8 +237,7 @@ class DeviceBatch:
         It is a pure function of seed, epoch, batch and the trace's position in the global batch,
         so that it does not depend on ranks and micro-batches.
         """
-        key = epoch_key(epoch_key(self.feed.config.seed, self.epoch, _NOISE), self.number)
-        generator = torch.Generator().manual_seed(key)
+        generator = torch.Generator().manual_seed(self.key(_NOISE))
         drawn = torch.randn(self.global_size, num_layers, columns, generator=generator)
         return drawn[self.offset + begin : self.offset + end].to(self.feed.device)
 

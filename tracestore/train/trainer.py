@@ -35,7 +35,7 @@ from tracestore.oom.guard import OOMGuard
 from tracestore.oom.optimizers import Adam
 from tracestore.oom.snapshot import seed_step
 from tracestore.store.read.store import TraceStore
-from tracestore.train.batches import AccumulatedBatch, BatchFeed, step_key
+from tracestore.train.batches import STEP, AccumulatedBatch, BatchFeed
 from tracestore.train.checkpoint import BEST, LAST, CheckpointedRun, load_checkpoint, save_checkpoint
 from tracestore.train.config import TrainConfig, TrainState
 from tracestore.train.distributed import DistributedContext
@@ -240,8 +240,7 @@ class Trainer:
         began = time.perf_counter()
         step = self._fetch(state)
         state.waited_s += time.perf_counter() - began
-        first = step.batches[0]
-        key = step_key(self.config.seed, first.epoch, first.number, self.ranks.rank)
+        key = step.batches[0].key(STEP, self.ranks.rank)
         try:
             loss = self.guard.step(
                 step.size,
