@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from tracestore.data.batch import GraphBatch, SequenceBatch
 from tracestore.data.loader import TraceLoader
@@ -23,19 +23,6 @@ from tracestore.train.distributed import DistributedContext
 Batch = SequenceBatch | GraphBatch
 # Streams of order.epoch_key. The order of the traces uses the streams below these.
 STEP, _NOISE, _DROPOUT = 2, 3, 4
-
-
-class _EpochDataset(Dataset[Any]):
-    """The batches of one epoch by number, for DataLoader workers."""
-
-    def __init__(self, loader: TraceLoader[Batch], epoch: int) -> None:
-        self.loader, self.epoch = loader, epoch
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __getitem__(self, batch: int) -> Any:
-        return self.loader.gather(self.loader.batch_indices(batch, self.epoch))
 
 
 class BatchFeed:
@@ -145,22 +132,22 @@ class BatchFeed:
 
     def batches(self) -> Generator["DeviceBatch"]:
         """Yield the rest of the epoch, gathered by the loader's threads or by worker processes."""
-        epoch, start = self.loader.epoch, self.loader.state_dict()["batch"]
+        epoch, numbers = self._epoch, range(self._next, len(self.loader))
         if self.num_workers == 0:
             source: Iterator[Batch] = iter(self.loader)
         else:
+            indices = [self.loader.batch_indices(number, epoch) for number in numbers]
             # DataLoader draws the seeds of its workers; a generator of its own keeps them from
             # changing the random state of the training.
-            source = iter(
-                DataLoader(
-                    _EpochDataset(self.loader, epoch),
-                    batch_size=None,
-                    sampler=range(start, len(self.loader)),
-                    num_workers=self.num_workers,
-                    generator=torch.Generator(),
-                )
+            workers: DataLoader[Batch] = DataLoader(
+                indices,  # type: ignore[arg-type]
+                batch_size=None,
+                collate_fn=self.loader.gather,
+                num_workers=self.num_workers,
+                generator=torch.Generator(),
             )
-        for number in range(start, len(self.loader)):
+            source = iter(workers)
+        for number in numbers:
             batch = DeviceBatch(self, next(source), epoch, number)
             yield batch
             del batch
