@@ -22,7 +22,7 @@ def test_the_cache_is_emptied_after_retries_checkpoints_and_with_idle_memory():
     stats["reserved_bytes.all.current"] = 2 << 30
     assert steps() == 2
     manager.after_checkpoint()
-    assert manager.num_cleanups == len(emptied) == 3
+    assert len(emptied) == 3
     if not torch.cuda.is_available():
         bare = CudaCacheManager(empty=lambda: emptied.append(1))
         bare.after_checkpoint()

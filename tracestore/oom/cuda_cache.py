@@ -10,16 +10,6 @@ _MAX_IDLE_FRACTION = 0.5
 _MAX_IDLE_BYTES = 256 << 20
 
 
-def _cuda_in_use() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
-
-
-def empty_cache() -> None:
-    """Empty the cache of CUDA's allocator, if CUDA is in use."""
-    if _cuda_in_use():
-        torch.cuda.empty_cache()
-
-
 class CudaCacheManager:
     """Empties the cache of CUDA's allocator after checkpoints and where it holds idle memory.
 
@@ -36,31 +26,25 @@ class CudaCacheManager:
 
     def __init__(
         self,
-        statistics: Callable[[], Mapping[str, int]] | None = None,
-        empty: Callable[[], None] = empty_cache,
+        statistics: Callable[[], Mapping[str, int]] = torch.cuda.memory_stats,
+        empty: Callable[[], None] = torch.cuda.empty_cache,
     ) -> None:
-        self._statistics = statistics or (torch.cuda.memory_stats if _cuda_in_use() else None)
-        self._empty = empty
+        self._statistics, self._empty = statistics, empty
         self._steps = self._retries = 0
-        self.num_cleanups = 0
 
     def after_step(self) -> None:
         """Count a step, and empty the cache if it is time and memory is idle."""
         self._steps += 1
-        if self._statistics is None or self._steps % CHECK_EVERY_STEPS:
+        if self._steps % CHECK_EVERY_STEPS:
             return
         now = self._statistics()
         retries = now.get("num_alloc_retries", 0)
         rising, self._retries = retries > self._retries, retries
         peak, reserved = now.get("allocated_bytes.all.peak", 0), now.get("reserved_bytes.all.current", 0)
         if rising or reserved - peak > max(_MAX_IDLE_BYTES, _MAX_IDLE_FRACTION * peak):
-            self._clean_up()
+            self._empty()
 
     def after_checkpoint(self) -> None:
         """Empty the cache: a step does not need the blocks that a checkpoint used."""
-        if self._statistics is not None:
-            self._clean_up()
-
-    def _clean_up(self) -> None:
-        self.num_cleanups += 1
-        self._empty()
+        if self._statistics():
+            self._empty()

@@ -138,9 +138,8 @@ def memory_is_short(needed_bytes: int = SHORT_BYTES) -> bool:
     shared = shared_memory_folder()
     if shared is not None and shutil.disk_usage(shared).free < SHORT_BYTES:
         return True
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
-        return False
-    return any(torch.cuda.mem_get_info(k)[0] < needed_bytes for k in range(torch.cuda.device_count()))
+    gpus = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+    return any(torch.cuda.mem_get_info(k)[0] < needed_bytes for k in gpus)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tracestore.errors import InsufficientMemoryError, TracestoreError
-from tracestore.oom.cuda_cache import CudaCacheManager, empty_cache
+from tracestore.oom.cuda_cache import CudaCacheManager
 from tracestore.oom.errors import SHORT_BYTES, StepOutcome, classify, memory_is_short
 from tracestore.oom.micro_batch import MicroBatchPolicy
 from tracestore.oom.ranks import RankGroup
@@ -309,7 +309,7 @@ class OOMGuard:
                 if self._resolved_by_free_memory(classify(error)) == StepOutcome.OTHER_ERROR:
                     raise
             gc.collect()
-            empty_cache()
+            torch.cuda.empty_cache()
         raise InsufficientMemoryError("out of memory repeatedly between two attempts of a step")
 
     def _optimizer_step(self) -> StepOutcome:
@@ -374,7 +374,7 @@ class OOMGuard:
             self.on_host_memory()
         self._retry_on_oom(_flush_autograd_queue)
         gc.collect()
-        empty_cache()
+        torch.cuda.empty_cache()
 
     def _next_attempt(self, phase: Phase, micro_batch: int, is_retried: bool) -> tuple[int, bool]:
         """Return the size of the next attempt, and whether a failure of that size counts.

@@ -30,7 +30,7 @@ def get_random_state() -> dict[str, Any]:
             "gauss": float(cached_gauss),
         },
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 
@@ -46,8 +46,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
     )
     if "cuda" in state:
         # A run may resume with fewer GPUs.
-        for device, device_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(device_state, device)
+        torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
 
 
 def seed_step(key: int, device: torch.device) -> None:

@@ -91,7 +91,7 @@ def _memory_mib() -> dict[str, float]:
     """
     use = memory_use()
     found = {"anonymous": use.anonymous / 2**20, "file": use.file / 2**20}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         found["gpu"] = torch.cuda.max_memory_allocated() / 2**20
     return found
 
