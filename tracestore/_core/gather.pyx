@@ -11,8 +11,7 @@ cimport cython
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport int32_t, int64_t, uint16_t
 from libc.stdlib cimport free, malloc
-
-import os
+from posix.unistd cimport getpid
 
 from tracestore._core.csrc cimport (
     TS_ERR_BOUNDS, TS_ERR_FAULT, TS_ERR_NODE, TS_ERR_NOMEM, TS_F16, TS_F32, TS_F64, ts_dtype, ts_dtype_bytes, ts_map,
@@ -79,10 +78,10 @@ cdef class ThreadPool:
     nothing is freed.
     """
     cdef ts_thread_pool *native
-    cdef long pid
+    cdef int pid
 
     def __cinit__(self, int num_threads):
-        self.pid = os.getpid()
+        self.pid = getpid()
         self.native = ts_thread_pool_start(num_threads)
         if self.native == NULL:
             raise MemoryError("cannot start a thread")
@@ -93,7 +92,7 @@ cdef class ThreadPool:
     cdef void _stop(self) noexcept:
         cdef ts_thread_pool *pool = self.native
         self.native = NULL
-        if pool != NULL and self.pid == <long>getpid():
+        if pool != NULL and self.pid == getpid():
             with nogil:
                 ts_thread_pool_stop(pool)
 
@@ -104,13 +103,9 @@ cdef class ThreadPool:
     cdef int require_usable(self) except -1:
         if self.native == NULL:
             raise RuntimeError("the thread pool is closed")
-        if self.pid != <long>getpid():
+        if self.pid != getpid():
             raise RuntimeError("the thread pool belongs to the parent process")
         return 0
-
-
-cdef extern from "unistd.h":
-    int getpid()
 
 
 @cython.no_gc
@@ -208,7 +203,7 @@ cdef class Job:
     cdef void detach(self) noexcept:
         """Cancel the job or wait for it, before its memory is freed."""
         cdef ts_thread_pool *pool
-        if self.pool is not None and self.pool.native != NULL and self.pool.pid == <long>getpid():
+        if self.pool is not None and self.pool.native != NULL and self.pool.pid == getpid():
             pool = self.pool.native
             with nogil:
                 ts_thread_pool_cancel(pool, &self.native)

@@ -98,29 +98,27 @@ cdef class KeyTable:
             raise ValueError("the hash table is corrupt")
         return s.row
 
-    def find(self, bytes question_id, int32_t sample=0) -> int:
-        """Return the row of a key, or -1."""
-        return self.search(question_id, <size_t>len(question_id), sample)
 
-    def build(self, uint32_t[::1] table) -> int:
-        """Insert all rows into `table`, zeros. Return -1, or the first row whose key is a duplicate."""
-        cdef int64_t duplicate
-        cdef Py_ssize_t k
-        for k in range(self.samples.shape[0]):
-            if not 0 <= self.id_offsets[k] <= self.id_offsets[k + 1] <= self.ids.shape[0]:
-                raise ValueError("id offsets out of bounds")
-        self.part.table_size = <uint64_t>table.shape[0]
-        if table.shape[0] == 0 or table.shape[0] & (table.shape[0] - 1) or table.shape[0] < self.samples.shape[0] + 1:
-            raise ValueError("wrong size of the hash table")
-        self.part.table = &table[0]
-        with nogil:
-            duplicate = ts_index_build(&self.part, &table[0])
-        self.part.table = &self.table[0] if self.table.shape[0] else NULL
-        self.part.table_size = <uint64_t>self.table.shape[0]
-        return duplicate
+def build_key_table(uint32_t[::1] table, const int64_t[::1] id_offsets, const unsigned char[::1] ids,
+                    const int32_t[::1] samples) -> int:
+    """Insert all keys into the hash table, zeros. Return -1, or the first row whose key is a duplicate."""
+    cdef KeyTable keys = KeyTable(table, id_offsets, ids, samples)
+    cdef ts_index_part part = keys.part
+    cdef uint32_t *slots
+    cdef int64_t duplicate
+    cdef Py_ssize_t k
+    for k in range(samples.shape[0]):
+        if not 0 <= id_offsets[k] <= id_offsets[k + 1] <= ids.shape[0]:
+            raise ValueError("id offsets out of bounds")
+    if table.shape[0] <= samples.shape[0]:
+        raise ValueError("wrong size of the hash table")
+    slots = &table[0]
+    with nogil:
+        duplicate = ts_index_build(&part, slots)
+    return duplicate
 
 
-def find_key(list tables, bytes question_id, int32_t sample=0) -> tuple[int, int]:
+def find_key(list tables, bytes question_id, int32_t sample) -> tuple[int, int]:
     """Return the number of the KeyTable and the row of a key, or (-1, -1) if no table has it."""
     cdef const unsigned char *data = question_id
     cdef size_t size = len(question_id)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tracestore._core.index import KeyTable
+from tracestore._core.index import build_key_table
 from tracestore._core.kernels import crc32c
 from tracestore.errors import CorruptStoreError, escape_unprintable
 from tracestore.store.format import paths, schema
@@ -316,7 +316,7 @@ def with_key_table(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     num_traces = len(arrays["sample"])
     table = np.zeros(key_table_size(num_traces), "<u4")
     if num_traces:
-        duplicate = KeyTable(table, arrays["id_offsets"], arrays["id"], arrays["sample"]).build(table)
+        duplicate = build_key_table(table, arrays["id_offsets"], arrays["id"], arrays["sample"])
         if duplicate >= 0:
             raise ValueError(f"trace {duplicate} of the part has a duplicate key")
     return arrays | {"key_table": table}
