@@ -1,8 +1,5 @@
-"""predictions.csv: the hallucination score of each tested trace; CSV files that are replaced atomically."""
+"""predictions.csv: the hallucination score of each tested trace."""
 
-import csv
-import io
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,28 +7,7 @@ import numpy as np
 
 from tracestore.evaluation.metrics import probability
 from tracestore.store.format.labels import PREDICTION_COLUMNS
-from tracestore.store.io import fsio
-
-
-def write_rows(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Write a CSV file as RFC 4180 describes it, with floats in full precision.
-
-    The encoding is UTF-8; lone surrogates are escaped. The file gets its name when all rows
-    are on disk; on a failure an existing file stays.
-
-    Parameters
-    ----------
-    path : Path
-    header : sequence of str
-    rows : iterable of sequence
-        Consumed while the file is written.
-    """
-    with fsio.atomic_write(path) as file:
-        text = io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", newline="")
-        writer = csv.writer(text)
-        writer.writerow(header)
-        writer.writerows(rows)
-        text.detach()
+from tracestore.store.io.fsio import write_rows
 
 
 def write_predictions(path: Path, runs: list[dict[str, Any]]) -> None:

@@ -1,7 +1,5 @@
 """Export of a store to files of the input formats, for programs that read those."""
 
-import csv
-import io
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -15,7 +13,7 @@ from tracestore.errors import UsageError
 from tracestore.export.file_formats import FORMATS, WRITERS, ExportFormat
 from tracestore.store.format import schema
 from tracestore.store.format.labels import SCORE_COLUMNS
-from tracestore.store.io.fsio import atomic_write, map_os_errors
+from tracestore.store.io.fsio import atomic_write, map_os_errors, write_rows
 from tracestore.store.read.store import TraceStore
 from tracestore.store.read.trace import Trace
 
@@ -176,7 +174,7 @@ def _write_scores(store: TraceStore, out: Path) -> Path | None:
     Columns that hold nothing are left out: the sample if no question of the store has further answers, because
     readers apply a score without a sample to all samples of its question.
     """
-    columns = ("question_id", "sample", SCORE_COLUMNS[store.score_direction], "group")
+    header = ("question_id", "sample", SCORE_COLUMNS[store.score_direction], "group")
     rows: list[tuple[str | int, ...]] = [
         (trace.question_id, trace.sample, "" if math.isnan(trace.score) else repr(trace.score), trace.group)
         for trace in store
@@ -186,8 +184,8 @@ def _write_scores(store: TraceStore, out: Path) -> Path | None:
     if not rows:
         return None
     kept = (True, with_sample, True, with_group)
-    with atomic_write(out / SCORES_FILE) as file:
-        text = io.TextIOWrapper(file, "utf-8", "surrogatepass", newline="")
-        csv.writer(text).writerows(compress(row, kept) for row in (columns, *rows))
-        text.detach()
+    # Question ids may hold lone surrogates.
+    write_rows(
+        out / SCORES_FILE, list(compress(header, kept)), (list(compress(r, kept)) for r in rows), "surrogatepass"
+    )
     return out / SCORES_FILE

@@ -1,7 +1,5 @@
 """Resumable extraction of many questions into files or into a store."""
 
-import csv
-import io
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -218,10 +216,7 @@ def _require_own_files(folder: Path, batches: Sequence[QuestionBatch]) -> None:
 
 def _merge_scores(folder: Path) -> None:
     """Write scores.csv from the scores of all finished files, including those of other machines."""
-    with fsio.atomic_write(folder / "scores.csv") as file:
-        text = io.TextIOWrapper(file, "utf-8", newline="")
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["question_id", "score", "contained", "token_f1", "template", "answer"])
-        for scores in sorted((folder / _SCORES_FOLDER).glob("*.json")):
-            writer.writerows(json.loads(scores.read_text(encoding="utf-8")))
-        text.detach()
+    files = sorted((folder / _SCORES_FOLDER).glob("*.json"))
+    rows = (row for file in files for row in json.loads(file.read_text(encoding="utf-8")))
+    header = ("question_id", "score", "contained", "token_f1", "template", "answer")
+    fsio.write_rows(folder / "scores.csv", header, rows)

@@ -18,12 +18,11 @@ from tracestore.detectors.models import Detector
 from tracestore.detectors.registry import DETECTORS, make_model
 from tracestore.errors import InsufficientMemoryError, UsageError
 from tracestore.evaluation.metrics import probability
-from tracestore.evaluation.predictions import write_rows
 from tracestore.oom.errors import is_out_of_memory
 from tracestore.oom.guard import OOMGuard
 from tracestore.oom.limits import RESERVE_BYTES, limited_memory, memory_use
 from tracestore.oom.optimizers import SGD
-from tracestore.store.io.fsio import map_os_errors
+from tracestore.store.io.fsio import map_os_errors, write_rows
 from tracestore.store.read.store import TraceStore, open_store
 from tracestore.train.batches import BatchFeed
 from tracestore.train.checkpoint import load_checkpoint

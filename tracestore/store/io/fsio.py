@@ -1,14 +1,16 @@
 """File system operations of the commit protocol: write, fsync, rename, lock."""
 
 import contextlib
+import csv
 import errno
 import fcntl
+import io
 import json
 import os
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -220,6 +222,30 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         remove_tree(temporary)
         raise
     fsync_path(path.parent)
+
+
+def write_rows(
+    path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]], errors: str = "backslashreplace"
+) -> None:
+    """Write a CSV file as RFC 4180 describes it, in UTF-8, with floats in full precision.
+
+    The file gets its name when all rows are on disk; on a failure an existing file stays.
+
+    Parameters
+    ----------
+    path : Path
+    header : sequence of str
+    rows : iterable of sequence
+        Consumed while the file is written.
+    errors : str
+        How lone surrogates are encoded; see `codecs`.
+    """
+    with atomic_write(path) as file:
+        text = io.TextIOWrapper(file, "utf-8", errors, newline="")
+        writer = csv.writer(text)
+        writer.writerow(header)
+        writer.writerows(rows)
+        text.detach()
 
 
 def free_bytes(path: Path) -> int:
