@@ -63,26 +63,14 @@ static inline unsigned char *map_truncated_file(struct ts_map *map, off_t length
     return (unsigned char *)map->base;
 }
 
-void test_attention(void);
-void test_copy(void);
-void test_crc32c(void);
-void test_edge_rule(void);
-void test_error(void);
-void test_float_convert(void);
-void test_gather(void);
-void test_gine(void);
-void test_guarded_for(void);
-void test_huge_alloc(void);
-void test_index(void);
-void test_map(void);
-void test_pack(void);
-void test_parallel(void);
-void test_platform(void);
-void test_shared_memory(void);
-void test_shuffle(void);
-void test_sigbus_guard(void);
-void test_simd(void);
-void test_stream(void);
-void test_thread_pool(void);
+/** The modules of csrc/ that have tests. test_NAME.c defines the function test_NAME(). */
+#define TEST_MODULES(TEST) \
+    TEST(attention) TEST(copy) TEST(crc32c) TEST(edge_rule) TEST(error) TEST(float_convert) \
+    TEST(gather) TEST(gine) TEST(guarded_for) TEST(huge_alloc) TEST(index) TEST(map) TEST(pack) \
+    TEST(parallel) TEST(platform) TEST(shared_memory) TEST(shuffle) TEST(sigbus_guard) TEST(simd) \
+    TEST(stream) TEST(thread_pool)
+
+#define DECLARE_TEST(name) void test_##name(void);
+TEST_MODULES(DECLARE_TEST)
 
 #endif

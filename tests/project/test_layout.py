@@ -176,7 +176,8 @@ def test_tests_mirror_the_packages():
 def test_every_module_of_the_c_core_has_a_header_and_a_test():
     for path in (ROOT / "csrc").glob("*.c"):
         assert path.with_suffix(".h").exists(), path
-        assert f"void test_{path.stem}(void)" in (ROOT / f"tests/c/test_{path.stem}.c").read_text(), path
+        assert f"void test_{path.stem}(void)" in (TESTS / f"c/test_{path.stem}.c").read_text(), path
+        assert f"TEST({path.stem})" in (TESTS / "c/test_core.h").read_text(), path
 
 
 def test_headers_of_the_c_core_document_every_function():
