@@ -13,12 +13,18 @@ def observer(lightning):
     class Observer(lightning.LightningModule):
         def __init__(self):
             super().__init__()
-            self.layer, self.seen = torch.nn.Linear(8, 1), []
+            self.layer, self.seen, self.validated = torch.nn.Linear(8, 1), [], []
 
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), 0.01)
 
     return Observer
+
+
+def make_trainer(lightning, **options):
+    """Return a trainer on the CPU that prints nothing."""
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    return lightning.Trainer(accelerator="cpu", **quiet, **options)
 
 
 @pytest.mark.parametrize("view", ["sequence", "graph"])
@@ -33,23 +39,21 @@ def test_batches_and_splits(path, tmp_path, view):
             return self.layer(x.float()).square().mean()
 
         def validation_step(self, batch, _):
-            assert len(batch.question_id)
+            self.validated += batch.question_id
 
         def test_step(self, batch, _):
             self.seen += batch.question_id
 
     module = TraceDataModule(path, view=view, batch_size=4)
     model = Model()
-    trainer = lightning.Trainer(
-        max_epochs=2, accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir=tmp_path,
-        enable_model_summary=False,
-    )  # fmt: skip
+    trainer = make_trainer(lightning, max_epochs=2, default_root_dir=tmp_path)
     trainer.fit(model, datamodule=module)
     ids = tracestore.open(path).question_ids
     expected = sorted(ids[int(k)] for k in module.split["train"])
     size = len(expected)
     assert sorted(model.seen[:size]) == sorted(model.seen[size:]) == expected
     assert model.seen[:size] != model.seen[size:], "each epoch has its own order"
+    assert set(model.validated) == {ids[int(k)] for k in module.split["val"]}
     model.seen = []
     trainer.test(model, datamodule=module, verbose=False)
     assert sorted(model.seen) == sorted(ids[int(k)] for k in module.split["test"])
@@ -71,10 +75,7 @@ def test_training_continues_from_a_checkpoint(path, tmp_path, stop):
 
     def run(steps, checkpoint=None):
         model = Model()
-        trainer = lightning.Trainer(
-            max_steps=steps, accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir=tmp_path,
-            enable_model_summary=False, enable_checkpointing=False,
-        )  # fmt: skip
+        trainer = make_trainer(lightning, max_steps=steps, default_root_dir=tmp_path, enable_checkpointing=False)
         trainer.fit(model, datamodule=TraceDataModule(path, batch_size=4), ckpt_path=checkpoint, weights_only=False)
         trainer.save_checkpoint(tmp_path / f"{steps}.ckpt")
         return model.seen
@@ -101,24 +102,18 @@ def test_each_epoch_has_its_own_order(path, tmp_path, options, validates):
         Model.validation_step = lambda self, batch, _: None
     model = Model()
     checkpoint = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}")
-    trainer = lightning.Trainer(
-        max_epochs=3, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[checkpoint], **options,
-    )  # fmt: skip
+    trainer = make_trainer(lightning, max_epochs=3, callbacks=[checkpoint], **options)
     module = TraceDataModule(path, batch_size=4)
     trainer.fit(model, datamodule=module)
     orders = []
     for epoch in range(3):
-        loader = module._loader("train", "global")
+        loader = module.train_dataloader()
         loader.set_epoch(epoch)
         orders.append([tuple(b.question_id) for b in loader][: options.get("limit_train_batches")])
     assert model.seen == orders
     # A checkpoint at the end of an epoch continues with the next one.
     resumed = Model()
-    trainer = lightning.Trainer(
-        max_epochs=3, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, **options,
-    )  # fmt: skip
+    trainer = make_trainer(lightning, max_epochs=3, enable_checkpointing=False, **options)
     module = TraceDataModule(path, batch_size=4)
     trainer.fit(resumed, datamodule=module, ckpt_path=tmp_path / "epoch=0.ckpt", weights_only=False)
     assert [seen for seen in resumed.seen if seen] == orders[1:]

@@ -169,7 +169,8 @@ def test_options_that_differ_from_those_of_the_store_need_overwrite(folder, tmp_
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_an_unwritable_destination_is_wrong_usage(folder, tmp_path):
     (tmp_path / "ro").mkdir(mode=0o555)
-    convert(folder, tmp_path / "ro" / "s.zarr", check=2)
+    done = convert(folder, tmp_path / "ro" / "s.zarr", check=2)
+    assert done.stderr.count("\n") == 1 and "s.zarr" in done.stderr
 
 
 def test_a_full_disk_leaves_the_store_intact(folder, tmp_path):

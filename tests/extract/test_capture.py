@@ -34,7 +34,7 @@ def forward(model, ids):
     return [h[0] for h in out.hidden_states[1:]], [a[0] for a in out.attentions]
 
 
-def check_trace(trace, model, ids, atol=2e-3):
+def assert_trace(trace, model, ids, atol=2e-3):
     """Assert that a trace holds the outputs of one forward pass."""
     hidden, attention = forward(model, ids)
     assert trace["tokens"].tolist() == ids.tolist() and trace["tokens"].dtype == np.int32
@@ -55,8 +55,8 @@ def test_records_generate(kind, use_cache):
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, use_cache=use_cache
             )
             # The last token never goes through the model.
-            check_trace(states.trace(), model, answer[0, :-1])
-            states.clear()  # the pass of check_trace was recorded as well
+            assert_trace(states.trace(), model, answer[0, :-1])
+            states.clear()  # the pass of assert_trace was recorded as well
     assert states.num_tokens == 0
     model(ids)
     assert states.num_tokens == 0, "the hooks are still there"
@@ -86,7 +86,7 @@ def test_padding_is_left_out(kind, side):
         model(input_ids=ids, attention_mask=mask, position_ids=positions)
         traces = states.traces()
         for trace, row in zip(traces, rows, strict=True):
-            check_trace(trace, model, row)
+            assert_trace(trace, model, row)
             states.clear()
 
 
@@ -96,7 +96,7 @@ def test_lengths_cut_finished_rows(tmp_path):
     with torch.inference_mode(), capture(model) as states, tracestore.create(tmp_path / "s.zarr") as writer:
         answer = model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False, min_new_tokens=4)
         traces = states.traces([2, 5])
-        check_trace(traces[0], model, answer[0, 2:4])
+        assert_trace(traces[0], model, answer[0, 2:4])
         states.clear()
         for k, trace in enumerate(traces):
             writer.append(trace | {"question_id": f"q{k}", "tokens_decoded": ["?"] * len(trace["tokens"])}, score=k)

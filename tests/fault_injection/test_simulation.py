@@ -20,6 +20,7 @@ def seeds():
 
 @pytest.mark.timeout(7200)
 def test_no_interleaving_breaks_the_store(memory_folder, monkeypatch):
+    """`simulate` raises an AssertionError if an actor reads a wrong value or the final store is not intact."""
     small_commits(monkeypatch)
     steps = kills = generations = 0
     for seed in seeds():
@@ -27,6 +28,7 @@ def test_no_interleaving_breaks_the_store(memory_folder, monkeypatch):
             found = simulate(seed, memory_folder / "simulation", patch)
         steps, kills, generations = steps + found.steps, kills + found.kills, generations + found.generations
     print(f"{len(seeds())} seeds: {steps:,} calls, {kills} kills, {generations} generations")
+    assert generations >= len(seeds()) and steps > 1000 * len(seeds())
 
 
 def test_a_seed_reproduces_its_run(memory_folder, monkeypatch):

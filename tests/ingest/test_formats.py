@@ -16,8 +16,8 @@ from tracestore.ingest import pickle_reader
 from tracestore.ingest.formats import read_traces
 
 
-def check_pickled_traces(store_path, traces, heads):
-    """Compare a store, read by the second reader, with the traces."""
+def assert_store_holds(store_path, traces, heads):
+    """Assert that a store, read by the second reader, holds the traces bit for bit."""
     second = read_store(store_path)
     assert [t["question_id"] for t in second] == [t["question_id"] for t in traces]
     for theirs, trace in zip(second, traces, strict=True):
@@ -36,7 +36,7 @@ def test_pickles_bit_for_bit(tmp_path, suffix, protocol, library):
     source = traces if library == "numpy" else [as_torch(t) for t in traces]
     path = write_pickle(tmp_path / f"traces{suffix}", source, protocol)
     convert(path, tmp_path / "s.zarr", "--attention", "heads")
-    check_pickled_traces(tmp_path / "s.zarr", traces, heads=True)
+    assert_store_holds(tmp_path / "s.zarr", traces, heads=True)
 
 
 @pytest.mark.parametrize("protocol", [2, 4, 5])
@@ -56,7 +56,7 @@ def test_module_names_of_numpy_1_are_accepted(tmp_path, protocol):
     assert b"numpy.core." in data
     (tmp_path / "old.pkl").write_bytes(data)
     convert(tmp_path / "old.pkl", tmp_path / "s.zarr", "--attention", "heads")
-    check_pickled_traces(tmp_path / "s.zarr", traces, heads=True)
+    assert_store_holds(tmp_path / "s.zarr", traces, heads=True)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -176,13 +176,13 @@ def test_a_bare_dict_and_unusual_array_layouts(tmp_path):
     trace = make_traces(4)[3]
     write_pickle(tmp_path / "bare.pkl", trace)
     convert(tmp_path / "bare.pkl", tmp_path / "s.zarr", "--attention", "heads")
-    check_pickled_traces(tmp_path / "s.zarr", [trace], heads=True)
+    assert_store_holds(tmp_path / "s.zarr", [trace], heads=True)
     # Stacked arrays, Fortran order, big-endian, and an optimized memo.
     stacked = dict(trace, hidden_states=np.stack(trace["hidden_states"]))
     stacked["attentions"] = [np.asfortranarray(a).astype(">f2") for a in trace["attentions"]]
     (tmp_path / "odd.pkl").write_bytes(pickletools.optimize(pickle.dumps([stacked], 4)))
     convert(tmp_path / "odd.pkl", tmp_path / "t.zarr", "--attention", "heads")
-    check_pickled_traces(tmp_path / "t.zarr", [trace], heads=True)
+    assert_store_holds(tmp_path / "t.zarr", [trace], heads=True)
 
 
 def test_multi_member_gzip(tmp_path):
@@ -193,7 +193,7 @@ def test_multi_member_gzip(tmp_path):
         out.write(gzip.compress(data[begin : begin + 1000]))
     (tmp_path / "t.pkl.gz").write_bytes(out.getvalue())
     convert(tmp_path / "t.pkl.gz", tmp_path / "s.zarr", "--attention", "heads")
-    check_pickled_traces(tmp_path / "s.zarr", traces, heads=True)
+    assert_store_holds(tmp_path / "s.zarr", traces, heads=True)
 
 
 @pytest.mark.parametrize("suffix", [".pkl", ".pkl.gz"])

@@ -17,7 +17,7 @@ from tracestore.errors import InvalidInputError
 from tracestore.ingest.formats import read_traces
 
 
-def refused(path, *words):
+def assert_refused(path, *words):
     """Assert that reading raises InvalidInputError with the words; return its text."""
     with pytest.raises(InvalidInputError) as caught:
         for _ in read_traces(path, path.name):
@@ -71,7 +71,7 @@ def test_a_trace_that_breaks_the_schema_is_refused(tmp_path, name, trace, word):
         done = convert(path, tmp_path / "s.zarr", check=3)
         assert "bad.pkl, trace 2" in done.stderr and word in done.stderr and done.stderr.count("\n") == 1
         return
-    refused(path, "trace 2", word)
+    assert_refused(path, "trace 2", word)
 
 
 class Evil:
@@ -89,10 +89,10 @@ def test_nothing_is_executed(tmp_path, protocol):
     marker = tmp_path / "executed"
     trace = {**make_trace(0), "note": Evil(marker)}
     path = write_pickle(tmp_path / "evil.pkl", [trace], protocol)
-    refused(path, "system")
-    refused(write_pickle(tmp_path / "evil2.pkl", Evil(marker), protocol))
+    assert_refused(path, "system")
+    assert_refused(write_pickle(tmp_path / "evil2.pkl", Evil(marker), protocol))
     torch.save({"graphs": Evil(marker)}, tmp_path / "evil.pt")
-    refused(tmp_path / "evil.pt")
+    assert_refused(tmp_path / "evil.pt")
     assert not marker.exists()
 
 
@@ -133,11 +133,11 @@ def handmade():
 def test_a_handmade_pickle_is_refused(tmp_path, data, word):
     path = tmp_path / "bad.pkl"
     path.write_bytes(data)
-    refused(path, word)
+    assert_refused(path, word)
     if data:
         packed = tmp_path / "bad.pkl.gz"
         packed.write_bytes(gzip.compress(data))
-        refused(packed, "inside gzip" if word == "truncated" and len(data) < 20 else word)
+        assert_refused(packed, "inside gzip" if word == "truncated" and len(data) < 20 else word)
 
 
 def test_arrays_that_do_not_match_their_bytes_are_refused(tmp_path):
@@ -147,9 +147,9 @@ def test_arrays_that_do_not_match_their_bytes_are_refused(tmp_path):
     path = tmp_path / "bad.pkl"
     for wrong_shape in (b"K\x03K\x05\x86", b"K\xffK\xff\x86"):
         path.write_bytes(data.replace(b"K\x03K\x04\x86", wrong_shape))
-        refused(path, "bytes")
+        assert_refused(path, "bytes")
     objects = np.array([{"a": 1}], dtype=object)
-    refused(write_pickle(tmp_path / "objects.pkl", [{"x": objects}]), "object array")
+    assert_refused(write_pickle(tmp_path / "objects.pkl", [{"x": objects}]), "object array")
 
 
 def test_damaged_gzip_files_are_refused(tmp_path):
@@ -162,7 +162,7 @@ def test_damaged_gzip_files_are_refused(tmp_path):
     ):
         path = tmp_path / f"{name}.pkl.gz"
         path.write_bytes(data)
-        refused(path, word)
+        assert_refused(path, word)
 
 
 def test_damaged_torch_files_are_refused(tmp_path):
@@ -179,25 +179,25 @@ def test_damaged_torch_files_are_refused(tmp_path):
         return out
 
     list(read_traces(rewrite("same.pt", lambda k, d: d), "same.pt"))
-    refused(rewrite("deflated.pt", lambda k, d: d, zipfile.ZIP_DEFLATED), "compressed")
-    refused(rewrite("short.pt", lambda k, d: d[:-4] if k.endswith("data/0") else d), "storage")
-    refused(rewrite("big.pt", lambda k, d: b"big" if k.endswith("byteorder") else d), "byte order")
+    assert_refused(rewrite("deflated.pt", lambda k, d: d, zipfile.ZIP_DEFLATED), "compressed")
+    assert_refused(rewrite("short.pt", lambda k, d: d[:-4] if k.endswith("data/0") else d), "storage")
+    assert_refused(rewrite("big.pt", lambda k, d: b"big" if k.endswith("byteorder") else d), "byte order")
     (tmp_path / "cut.pt").write_bytes(buffer.getvalue()[:-30])
-    refused(tmp_path / "cut.pt", "truncated")
+    assert_refused(tmp_path / "cut.pt", "truncated")
     with pytest.warns(UserWarning), zipfile.ZipFile(tmp_path / "twice.pt", "w") as archive:
         for _ in range(2):
             for key, data in entries.items():
                 archive.writestr(key, data)
-    refused(tmp_path / "twice.pt", "twice")
+    assert_refused(tmp_path / "twice.pt", "twice")
     torch.save(value, tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
     data = (tmp_path / "legacy.pt").read_bytes()
     (tmp_path / "legacy.pt").write_bytes(data[:-5])
-    refused(tmp_path / "legacy.pt", "truncated")
+    assert_refused(tmp_path / "legacy.pt", "truncated")
     (tmp_path / "legacy.pt").write_bytes(data + b"x")
-    refused(tmp_path / "legacy.pt", "trailing")
+    assert_refused(tmp_path / "legacy.pt", "trailing")
     wrong = {k: v for k, v in value.items() if k != "labels"}
     torch.save(wrong, tmp_path / "nolabels.pt")
-    refused(tmp_path / "nolabels.pt", "labels")
+    assert_refused(tmp_path / "nolabels.pt", "labels")
 
 
 def test_files_that_are_not_regular_are_refused(tmp_path):
@@ -206,7 +206,7 @@ def test_files_that_are_not_regular_are_refused(tmp_path):
     (tmp_path / "loop.pkl").symlink_to(tmp_path / "loop.pkl")
     (tmp_path / "folder.pkl").mkdir()
     for name in ("pipe.pkl", "dangling.pkl", "loop.pkl", "folder.pkl"):
-        refused(tmp_path / name)
+        assert_refused(tmp_path / name)
     assert "FIFO" in convert(tmp_path / "pipe.pkl", tmp_path / "s.zarr", check=3).stderr
 
 
@@ -267,7 +267,7 @@ def regressions():
 def test_a_regression_is_refused(tmp_path, data, word):
     path = tmp_path / "bad.pkl"
     path.write_bytes(data)
-    assert refused(path, word)
+    assert assert_refused(path, word)
 
 
 def test_flipped_bits_inside_gzip_are_refused(tmp_path):
@@ -277,7 +277,7 @@ def test_flipped_bits_inside_gzip_are_refused(tmp_path):
         broken = bytearray(data)
         broken[int(rng.integers(20, len(data) - 10))] ^= 1 << int(rng.integers(8))
         (tmp_path / f"{k}.pkl.gz").write_bytes(broken)
-        assert refused(tmp_path / f"{k}.pkl.gz")
+        assert assert_refused(tmp_path / f"{k}.pkl.gz")
 
 
 def test_cycles_of_links_are_walked_once(tmp_path):

@@ -45,6 +45,39 @@ class FailAt(TorchDispatchMode):
         return out
 
 
+def fail_in_attempts(guard, mode, operation, times, copying=0):
+    """Let an operation fail in each of the first `times` attempts of the next step, which runs under `mode`.
+
+    `copying` is the number of operations of the snapshot, which later attempts skip unless it failed.
+    """
+    attempts = []
+
+    def before_attempt(event=None):
+        mode.count = copying if attempts and operation >= copying else 0
+        mode.first = mode.last = operation if len(attempts) < times else -1
+        attempts.append(event)
+
+    before_attempt()
+    guard.on_event = before_attempt
+
+
+def step_with_failure(guard, size, loss_of, operation, live):
+    """Run a step whose first attempt fails at an operation. `live()` must be unchanged before the next attempt.
+
+    Return the phase of the failure, or None if the step has fewer operations.
+    """
+    before, phases = live(), []
+
+    def check(event):
+        assert live() == before, operation
+        phases.append(event["phase"])
+
+    guard.on_event = check
+    with FailAt(operation):
+        guard.step(size, loss_of)
+    return phases[0] if phases else None
+
+
 def graphs(dtype, seed=0):
     """Return a packed batch of SIZE traces of 1 to 4 tokens."""
     generator = torch.Generator().manual_seed(seed)
@@ -60,6 +93,7 @@ def graphs(dtype, seed=0):
 
 
 def make_optimizer(name, parameters):
+    """Return "sgd", "adam" or "fused" Adam."""
     if name == "sgd":
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     return torch.optim.Adam(parameters, lr=0.01, weight_decay=1e-5, fused=name == "fused")

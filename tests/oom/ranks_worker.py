@@ -13,7 +13,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from tests.oom.failing import SIZE, FailAt, everything, make, same
+from tests.oom.failing import SIZE, FailAt, everything, fail_in_attempts, make, same
 from tracestore.errors import InsufficientMemoryError, TracestoreError
 from tracestore.train.distributed import DistributedContext
 
@@ -23,20 +23,13 @@ def second_step(ranks, case, rank, failing, operation, times, error=None):
     model, guard, loss_of = make(*case, ranks=ranks)
     ranks.allocate(list(model.parameters()))
     begin, size = (0, 3) if rank == 0 else (3, 1)
-    attempt, calls = guard._attempt, []
     mode = FailAt()
-
-    def counted(*args):
-        mode.count = 0
-        mode.first = mode.last = operation if rank == failing and len(calls) < times else -1
-        calls.append(1)
-        return attempt(*args)
 
     def step():
         return guard.step(size, lambda a, b: loss_of(begin + a, begin + b), SIZE)
 
     step()
-    guard._attempt = counted
+    fail_in_attempts(guard, mode, operation, times if rank == failing else 0)
     before = everything(guard)
     try:
         with mode:
@@ -44,7 +37,7 @@ def second_step(ranks, case, rank, failing, operation, times, error=None):
     except (InsufficientMemoryError, TracestoreError) as raised:
         return guard, before, type(raised).__name__, mode.count
     finally:
-        guard._attempt = attempt
+        guard.on_event = None
     step()
     return guard, before, "", mode.count
 

@@ -1,6 +1,7 @@
 """The guard recovers from out-of-memory errors, on small models."""
 
 import gc
+import itertools
 import random
 import weakref
 
@@ -9,11 +10,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.oom.failing import NO_KERNEL, FailAt
+from tests.oom.failing import NO_KERNEL, FailAt, step_with_failure
 from tracestore.errors import InsufficientMemoryError
 from tracestore.oom import guard as guard_module
 from tracestore.oom.guard import OOMGuard
-from tracestore.oom.snapshot import StepCounters
+from tracestore.oom.snapshot import writes_after_allocating
 
 SIZE = 8
 pytestmark = pytest.mark.usefixtures("young_heap")
@@ -291,42 +292,46 @@ def contents(optimizer):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_guarded_optimizers_equal_bare_ones(name):
-    """State that is allocated before training changes no result.
+    """Neither the state that is allocated before training nor a failure at any operation of a step changes a result.
 
-    A failure at any operation of the first and later steps leaves weights, state and counters unchanged.
+    Weights, state and counters are unchanged after a failure.
     """
-    torch.manual_seed(0)
-    bare = torch.nn.Linear(3, 2).double()
-    guarded = torch.nn.Linear(3, 2).double()
-    guarded.load_state_dict(bare.state_dict())
     x = torch.randn(4, 3, dtype=torch.float64)
-    optimizer, other = OPTIMIZERS[name](bare.parameters()), OPTIMIZERS[name](guarded.parameters())
-    guard = OOMGuard(guarded, other)
+
+    def make_pair():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2).double()
+        return model, OPTIMIZERS[name](model.parameters())
+
+    bare, optimizer = make_pair()
+    expected, phases = [], set()
     for _ in range(3):
         optimizer.zero_grad()
         bare(x).square().mean().backward()
         optimizer.step()
-        other.zero_grad()
-        guarded(x).square().mean().backward()
-        before, operation = contents(other), 0
-        while True:
-            mode = FailAt(operation)
-            with mode:
-                code = guard._optimizer_step()
-            if code == 0:
-                break
-            assert contents(other) == before, operation
-            operation += 1
-        # A bare optimizer may have no state before its first step, so the states are compared after it.
-        assert contents(other) == contents(optimizer) and operation >= 1
+        expected.append(contents(optimizer))
+    for operation in itertools.count():
+        model, optimizer = make_pair()
+        guard, failed = OOMGuard(model, optimizer), False
+        for step in range(3):
+            phase = step_with_failure(
+                guard, 4, lambda a, b, model=model: model(x[a:b]).square().mean(), operation,
+                lambda optimizer=optimizer: contents(optimizer),
+            )  # fmt: skip
+            assert contents(optimizer) == expected[step], operation
+            failed |= phase is not None
+            phases.add(phase)
+        if not failed:
+            break
+    assert phases == {"forward", "backward", "optimizer", None}
 
 
 @pytest.mark.parametrize("make_fused", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
 def test_a_failed_step_of_a_fused_optimizer_writes_only_counters(make_fused):
     model = torch.nn.Linear(3, 2)
     optimizer = make_fused(model.parameters(), lr=0.1, fused=True)
-    guard = OOMGuard(model, optimizer)
-    assert isinstance(guard._optimizer_snapshot, StepCounters)
+    OOMGuard(model, optimizer)  # Allocates the state.
+    assert writes_after_allocating(optimizer)
     failures = 0
     while True:
         model(torch.ones(1, 3)).sum().backward()

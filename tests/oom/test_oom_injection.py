@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.oom.failing import SIZE, FailAt, everything, make, same
+from tests.oom.failing import SIZE, FailAt, everything, fail_in_attempts, make, same
 from tracestore.detectors.registry import DETECTORS
 from tracestore.errors import InsufficientMemoryError
 
@@ -67,12 +67,15 @@ def operations(case):
     """Return the number of operations of a step and of its snapshot."""
     _, guard, loss_of = make(*case)
     guard.step(SIZE, loss_of)
-    whole, copying = FailAt(), FailAt()
+    whole = FailAt()
     with whole:
         guard.step(SIZE, loss_of)
-    with copying:
-        guard._snapshot.save()
-    return whole.count, copying.count
+    # The second attempt of a step whose last operation failed is a step without a snapshot.
+    retried = FailAt(whole.count - 1)
+    fail_in_attempts(guard, retried, whole.count - 1, 1)
+    with retried:
+        guard.step(SIZE, loss_of)
+    return whole.count, whole.count - retried.count
 
 
 def second_step(case, operation, times, copying):
@@ -84,16 +87,8 @@ def second_step(case, operation, times, copying):
     torch.manual_seed(5)
     guard.step(SIZE, loss_of)
     before = everything(guard)
-    mode, attempt, calls = FailAt(), guard._attempt, []
-
-    def counted(*args):
-        # Later attempts skip the snapshot, unless the snapshot failed.
-        mode.count = copying if calls and operation >= copying else 0
-        mode.first = mode.last = operation if len(calls) < times else -1
-        calls.append(1)
-        return attempt(*args)
-
-    guard._attempt = counted
+    mode = FailAt()
+    fail_in_attempts(guard, mode, operation, times, copying)
     try:
         with mode:
             guard.step(SIZE, loss_of)
@@ -141,17 +136,16 @@ def test_tensors_of_a_failed_attempt_are_freed_before_the_retry(name):
     for operation in sample(operations(case)[0], 24):
         _, guard, loss_of = make(*case)
         guard.step(SIZE, loss_of)
-        mode, attempt, alive = FailAt(operation, watch=True), guard._attempt, []
+        mode, alive = FailAt(operation, watch=True), []
         keep = {id(t) for t in (*guard.model.parameters(), *guard.model.buffers())}
 
-        def checked(*args, mode=mode, attempt=attempt, alive=alive, keep=keep):
+        def before_retry(_, mode=mode, alive=alive, keep=keep):
             if mode.refs and not alive:
                 gc.collect()
                 alive.append([n for n, r in mode.refs if r() is not None and id(r()) not in keep])
                 mode.watch = False
-            return attempt(*args)
 
-        guard._attempt = checked
+        guard.on_event = before_retry
         with mode:
             guard.step(SIZE, loss_of)
         if alive:

@@ -3,12 +3,15 @@
 import pytest
 import torch
 
-from tests.oom.failing import FailAt
+from tests.oom.failing import step_with_failure
 from tracestore.oom.guard import OOMGuard
 from tracestore.oom.snapshot import TensorCopies
 
+pytestmark = pytest.mark.usefixtures("young_heap")
+
 
 def bytes_of(tensors):
+    """Return the bytes of tensors as comparable values."""
     return [t.detach().contiguous().reshape(-1).view(torch.uint8).tolist() for t in tensors]
 
 
@@ -81,20 +84,24 @@ def test_restores_buffers_that_forward_resized_or_replaced():
     assert len(guard.events) == 1 and model.mean == 1.75, "each step counted once"
 
 
-def failures_of_a_step(guard, live):
-    """Fail each operation of the optimizer's step in turn; `live()` must not change.
+def phases_of_failures(make_guard, live):
+    """Fail each operation of a step in turn, each time with new objects.
 
-    Return the number of failures.
+    `make_guard()` returns a guard before the step. `live(guard)` returns tensors that a failure must not change.
+    Return the phases of the failures.
     """
-    guard.model(torch.ones(1, 3)).sum().backward()
-    before, failed = bytes_of(live()), 0
+    phases = []
     while True:
-        with FailAt(failed):
-            code = guard._optimizer_step()
-        if code == 0:
-            return failed
-        assert bytes_of(live()) == before
-        failed += 1
+        guard = make_guard()
+        phase = step_with_failure(guard, 4, loss_of(guard.model), len(phases), lambda g=guard: bytes_of(live(g)))
+        if phase is None:
+            return phases
+        phases.append(phase)
+
+
+def loss_of(model):
+    """Return the loss function of a model with three inputs."""
+    return lambda begin, end: model(torch.ones(end - begin, 3)).square().mean()
 
 
 class ReplacingOptimizer(torch.optim.Optimizer):
@@ -114,29 +121,32 @@ class ReplacingOptimizer(torch.optim.Optimizer):
 
 
 def test_restores_state_that_the_step_replaces():
-    model = torch.nn.Linear(3, 2)
-    guard = OOMGuard(model, ReplacingOptimizer(model.parameters(), 0.1))
-    for _ in range(3):
-        guard.step(4, lambda begin, end: model(torch.ones(end - begin, 3)).square().mean())
-    assert (
-        failures_of_a_step(guard, lambda: [*model.parameters(), *(s["m"] for s in guard.optimizer.state.values())]) >= 6
-    )
+    def make_guard():
+        model = torch.nn.Linear(3, 2)
+        guard = OOMGuard(model, ReplacingOptimizer(model.parameters(), 0.1))
+        for _ in range(3):
+            guard.step(4, loss_of(model))
+        return guard
+
+    def live(guard):
+        return [*guard.model.parameters(), *(s["m"] for s in guard.optimizer.state.values())]
+
+    assert phases_of_failures(make_guard, live).count("optimizer") >= 6
 
 
 @pytest.mark.parametrize("options", [{}, {"fused": True}])
 def test_restores_parameters_that_were_added_later(options):
     """Unfreezing a part of a model adds parameters."""
-    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
-    optimizer = torch.optim.Adam(model[1].parameters(), lr=0.1, **options)
-    guard = OOMGuard(model, optimizer)
 
-    def loss_of(begin, end):
-        return model(torch.ones(end - begin, 3)).square().mean()
+    def make_guard():
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
+        guard = OOMGuard(model, torch.optim.Adam(model[1].parameters(), lr=0.1, **options))
+        guard.step(4, loss_of(model))
+        guard.optimizer.add_param_group({"params": model[0].parameters()})
+        guard.step(4, loss_of(model))
+        return guard
 
-    guard.step(4, loss_of)
-    optimizer.add_param_group({"params": model[0].parameters()})
-    guard.step(4, loss_of)
-    assert failures_of_a_step(guard, model.parameters) >= 1
+    assert "optimizer" in phases_of_failures(make_guard, lambda guard: guard.model.parameters())
 
 
 def test_restores_tensors_whose_data_was_replaced_before():
@@ -153,47 +163,34 @@ def test_restores_tensors_whose_data_was_replaced_before():
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.RMSprop])
 def test_restores_weights_that_were_replaced_between_steps(make):
     """vector_to_parameters and weight averaging replace them."""
-    code, failed = 1, 0
-    while code != 0:
+
+    def make_guard():
         model = torch.nn.Linear(3, 2)
         guard = OOMGuard(model, make(model.parameters(), lr=0.1))
-        guard.step(4, lambda begin, end: model(torch.ones(end - begin, 3)).square().mean())
+        guard.step(4, loss_of(model))
         model.weight.data = torch.full((2, 3), 5.0)
-        model(torch.ones(1, 3)).sum().backward()
-        with FailAt(failed):
-            code = guard._optimizer_step()
-        assert (model.weight.tolist() == [[5.0] * 3] * 2) == (code != 0)
-        failed += 1
-    assert failed >= 2
+        return guard
+
+    assert phases_of_failures(make_guard, lambda guard: guard.model.parameters()).count("optimizer") >= 2
 
 
-def test_restores_weights_and_state_whose_memory_was_replaced():
-    """The weights become another view of the same memory, the state moves to shared memory."""
-    base = torch.rand(10, 10)
-    model = torch.nn.Linear(5, 10)
-    model.weight.data = base.view(-1)[:50].view(10, 5)
-    guard = OOMGuard(model, torch.optim.Adam(model.parameters(), lr=0.1))
-    guard.step(4, lambda begin, end: model(torch.ones(end - begin, 5)).square().mean())
-    for change in (
-        lambda: setattr(model.weight, "data", base[:, :5]),
-        lambda: guard.optimizer.state[model.weight]["exp_avg"].share_memory_(),
-    ):
-        change()
-        model(torch.ones(1, 5)).sum().backward()
-        values = [p.detach() for p in model.parameters()]
-        values += [v for s in guard.optimizer.state.values() for v in s.values()]
-        before, failed = bytes_of(values), 0
-        while failed < 12:
-            with FailAt(guard_operations(guard) - 1 - failed):
-                assert guard._optimizer_step() != 0
-            assert bytes_of(values) == before
-            failed += 1
+@pytest.mark.parametrize("is_state_moved", [False, True])
+def test_restores_weights_and_state_whose_memory_was_replaced(is_state_moved):
+    """The weights become another view of the same memory, and the state moves to shared memory."""
 
+    def make_guard():
+        base = torch.rand(10, 10)
+        model = torch.nn.Linear(3, 10)
+        model.weight.data = base.view(-1)[:30].view(10, 3)
+        guard = OOMGuard(model, torch.optim.Adam(model.parameters(), lr=0.1))
+        guard.step(4, loss_of(model))
+        model.weight.data = base[:, :3]
+        if is_state_moved:
+            guard.step(4, loss_of(model))
+            guard.optimizer.state[model.weight]["exp_avg"].share_memory_()
+        return guard
 
-def guard_operations(guard):
-    """Return the number of operations of a step, which is then undone."""
-    counter = FailAt()
-    with counter:
-        assert guard._optimizer_step() == 0
-    guard._optimizer_snapshot.restore()
-    return counter.count
+    def live(guard):
+        return [*guard.model.parameters(), *(v for s in guard.optimizer.state.values() for v in s.values())]
+
+    assert phases_of_failures(make_guard, live).count("optimizer") >= 12

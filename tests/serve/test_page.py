@@ -34,11 +34,11 @@ class Visit:
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.goto(served.url)
         self.page.wait_for_url("**/store")
-        self.wait_for("message", f"1 to 200 of {COUNT} found")
+        self.assert_shows("message", f"1 to 200 of {COUNT} found")
         self.port = served.port
 
-    def wait_for(self, name, text):
-        """Wait until an element contains the text."""
+    def assert_shows(self, name, text):
+        """Assert that an element contains the text within the timeout of the page."""
         self.page.locator(f".{name}").filter(has_text=text).wait_for()
 
     def close(self):
@@ -61,7 +61,7 @@ def test_page_shows_table_and_plots(visit):
     assert page.title() == "tracestore" and "token" not in page.url
     assert page.locator(".table .slick-row").count() > 3
     assert page.locator(".bk-Figure").count() >= 3 and page.locator("canvas").count() >= 3
-    visit.wait_for("pairs", "of 3 pairs")
+    visit.assert_shows("pairs", "of 3 pairs")
     # A screenshot of an empty plot would be smaller.
     shot = page.locator(".bk-Figure").first.screenshot()
     assert len(shot) > 3_000
@@ -72,64 +72,64 @@ def test_search_filters_and_pages(visit):
     page.locator(".words input").fill("color red")
     page.locator(".words input").press("Enter")
     red = sum(k % 2 for k in range(len(MALICIOUS), COUNT))
-    visit.wait_for("message", f"1 to 200 of {red} found")
+    visit.assert_shows("message", f"1 to 200 of {red} found")
     page.locator(".later button").click()
-    visit.wait_for("message", f"201 to {red} of {red} found")
+    visit.assert_shows("message", f"201 to {red} of {red} found")
     assert page.locator(".later button").is_disabled()
     page.locator(".earlier button").click()
-    visit.wait_for("message", f"1 to 200 of {red} found")
+    visit.assert_shows("message", f"1 to 200 of {red} found")
     page.locator(".label select").select_option("unlabeled")
-    visit.wait_for("message", "1 to 25 of 25 found")
+    visit.assert_shows("message", "1 to 25 of 25 found")
     page.locator(".words input").fill("")
     page.locator(".words input").press("Enter")
-    visit.wait_for("message", "1 to 50 of 50 found")
+    visit.assert_shows("message", "1 to 50 of 50 found")
     page.locator(".label select").select_option(f"missed by {DETECTOR}")
     # The hallucinated traces with a score among 4 to 99. The detector predicts all of them correct.
     missed = len([k for k in range(4, 100) if k % 3 == 0 and k % 9 != 8])
-    visit.wait_for("message", f"1 to {missed} of {missed} found")
+    visit.assert_shows("message", f"1 to {missed} of {missed} found")
     page.locator(".label select").select_option("any")
     page.locator(".order select").select_option("tokens")
     page.locator(".descending button").click()
     page.locator(".table .slick-row .slick-cell.r4").filter(has_text="8").first.wait_for()
     page.locator(".words input").fill("no such words")
     page.locator(".words input").press("Enter")
-    visit.wait_for("message", "0 to 0 of 0 found")
+    visit.assert_shows("message", "0 to 0 of 0 found")
 
 
 def test_trace_shows_the_chosen_layer_head_and_threshold(visit):
     page = visit.page
     page.locator(".words input").fill("q11 number 11")
     page.locator(".words input").press("Enter")
-    visit.wait_for("message", "1 to 11 of 11 found")
+    visit.assert_shows("message", "1 to 11 of 11 found")
     page.locator(".table .slick-row").first.locator(".slick-cell").nth(1).click()
-    visit.wait_for("about", "trace 11: q11, sample 0; 6 tokens")
-    visit.wait_for("about", "lstm_solo 0.200")
-    visit.wait_for("question", "Question: What is the number 11 of color red?")
-    visit.wait_for("answer", "Answer: answer 11 ✓")
-    visit.wait_for("pairs", re.compile(r"of 21 pairs .* above 0\.05"))
+    visit.assert_shows("about", "trace 11: q11, sample 0; 6 tokens")
+    visit.assert_shows("about", "lstm_solo 0.200")
+    visit.assert_shows("question", "Question: What is the number 11 of color red?")
+    visit.assert_shows("answer", "Answer: answer 11 ✓")
+    visit.assert_shows("pairs", re.compile(r"of 21 pairs .* above 0\.05"))
     handle = page.locator(".threshold .noUi-handle")
     handle.focus()
     for _ in range(5):
         handle.press("ArrowRight")
-    visit.wait_for("pairs", re.compile(r"above 0\.[1-9]"))
+    visit.assert_shows("pairs", re.compile(r"above 0\.[1-9]"))
     page.locator(".head select").select_option("2")
     handle = page.locator(".layer .noUi-handle")
     handle.focus()
     handle.press("ArrowRight")
     page.locator(".layer").filter(has_text="3").wait_for()
-    visit.wait_for("pairs", "of 21 pairs")
+    visit.assert_shows("pairs", "of 21 pairs")
 
 
 def test_other_tabs_show_their_plots(visit):
     page = visit.page
     page.get_by_text("Projection", exact=True).click()
     page.locator(".project button").click()
-    visit.wait_for("projection-note", f"{COUNT} of the {COUNT} traces found")
+    visit.assert_shows("projection-note", f"{COUNT} of the {COUNT} traces found")
     page.get_by_text("Predictions", exact=True).click()
     page.locator(".bk-Figure:visible").nth(2).wait_for()
     assert page.locator(".bk-Figure:visible").count() == 3
     page.get_by_text("Training", exact=True).click()
-    visit.wait_for("test-metrics", "lstm_solo: auroc 0.750")
+    visit.assert_shows("test-metrics", "lstm_solo: auroc 0.750")
     page.locator(".bk-Figure:visible").nth(3).wait_for()
     assert page.locator(".bk-Figure:visible").count() == 4
 
@@ -139,16 +139,16 @@ def test_malicious_texts_stay_text(visit):
     for k, text in enumerate(MALICIOUS):
         row = page.locator(".table .slick-row").nth(k)
         row.locator(".slick-cell").nth(1).click()
-        visit.wait_for("about", f"trace {k}: ")
+        visit.assert_shows("about", f"trace {k}: ")
         shown = "\\u202etxt.exe" if k == 3 else text  # codespell:ignore etxt
-        visit.wait_for("question", shown)
-        visit.wait_for("answer", shown)
+        visit.assert_shows("question", shown)
+        visit.assert_shows("answer", shown)
         assert shown[:20] in row.inner_text()
     assert page.locator(".slick-header").filter(has_text="<b>gnn</b><img").count() == 1
     assert page.locator(".slick-header b").count() == 0
     assert page.locator("img[src=x]").count() == 0 and page.locator("a[href^=javascript]").count() == 0
     page.get_by_text("Training", exact=True).click()
-    visit.wait_for("test-metrics", DETECTOR)
+    visit.assert_shows("test-metrics", DETECTOR)
     assert page.locator(".test-metrics b").count() == 0
     page.screenshot()
 

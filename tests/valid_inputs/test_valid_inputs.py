@@ -58,7 +58,7 @@ def same(a, b):
     return type(a) is type(b) and a == b
 
 
-def check(path, valid, faults):
+def compare(path, valid, faults):
     """Append the differences between a file's records and the expected ones to `faults`."""
     path.write_bytes(valid.data)
     try:
@@ -76,12 +76,12 @@ def check(path, valid, faults):
                 faults.append(f"{valid.name}, {record.question_id}, {key}: {got[key]!r:.300} != {value!r:.300}")
 
 
-def check_all(folder, files):
+def assert_expected_records(folder, files):
     """Assert that all files give the expected records."""
     faults, count = [], 0
     for valid in files:
         path = folder / ("file" + valid.name[valid.name.rindex(".p") :])
-        check(path, valid, faults)
+        compare(path, valid, faults)
         path.unlink()
         count += 1
     assert count and not faults, f"{len(faults)} faults in {count} files:\n" + "\n".join(faults[:20])
@@ -89,15 +89,15 @@ def check_all(folder, files):
 
 @pytest.mark.parametrize("dtype,kind", KINDS)
 def test_pickles_give_the_expected_records(tmp_path, dtype, kind):
-    check_all(tmp_path, pickles(dtype, kind))
+    assert_expected_records(tmp_path, pickles(dtype, kind))
 
 
 def test_sequences_give_the_expected_records(tmp_path):
-    check_all(tmp_path, sequence_files())
+    assert_expected_records(tmp_path, sequence_files())
 
 
 def test_graphs_give_the_expected_records(tmp_path):
-    check_all(tmp_path, graph_files())
+    assert_expected_records(tmp_path, graph_files())
 
 
 @pytest.mark.parametrize("path", LIBRARIES, ids=lambda p: p.name)
