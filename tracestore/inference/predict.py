@@ -1,7 +1,7 @@
 """Apply a trained detector to a store: logits in memory, or scores in a CSV file."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -48,8 +48,8 @@ class TrainedDetector:
     config : ModelConfig
     threshold, temperature : float
         Decision threshold of the logit, and temperature of the calibration.
-    attention_threshold, top_k, precision
-        Options of the training.
+    options : TrainConfig
+        Attention threshold, top_k and precision of the training.
     trained_on : dict
         Shape and attention layout of the training store.
     """
@@ -59,9 +59,7 @@ class TrainedDetector:
     config: ModelConfig
     threshold: float
     temperature: float
-    attention_threshold: float
-    top_k: float | None
-    precision: Precision
+    options: TrainConfig
     trained_on: dict[str, Any]
 
     def check(self, store: TraceStore) -> None:
@@ -121,16 +119,15 @@ def load_detector(path: Path) -> TrainedDetector:
         model.load_state_dict(saved["model"], assign=True)
         if saved["precision"] not in get_args(Precision):
             raise ValueError
-        top_k = saved["top_k"]
+        top_k = None if saved["top_k"] is None else float(saved["top_k"])
+        threshold = float(saved["attention_threshold"])
         return TrainedDetector(
             saved["name"],
             model.eval(),
             config,
             float(saved["threshold"]),
             float(saved["temperature"]),
-            float(saved["attention_threshold"]),
-            None if top_k is None else float(top_k),
-            saved["precision"],
+            TrainConfig(precision=saved["precision"], attention_threshold=threshold, top_k=top_k),
             dict(saved["store"]),
         )
     except Exception as error:
@@ -182,14 +179,7 @@ def score_traces(
         A single trace does not fit.
     """
     detector.check(store)
-    config = TrainConfig(
-        batch_size=batch_size,
-        device=device,
-        precision=detector.precision,
-        attention_threshold=detector.attention_threshold,
-        top_k=detector.top_k,
-        loader_threads=num_threads,
-    )
+    config = replace(detector.options, batch_size=batch_size, device=device, loader_threads=num_threads)
     indices = np.arange(len(store)) if indices is None else indices
     alone = DistributedContext(alone=True)
     feed = BatchFeed(
@@ -199,6 +189,7 @@ def score_traces(
     guard = OOMGuard(
         runner.model, SGD(runner.model.parameters(), lr=0.0), on_event=on_event, on_host_memory=feed.reduce_memory
     )
+    nonfinite = store.has_nonfinite
     for _ in range(len(feed)):
         batches = feed.next_batches(1)
         if batches is None:
@@ -208,7 +199,7 @@ def score_traces(
         batch_indices = batches[0].trace_index.numpy().copy()
         del batches  # Freed before the next batch is loaded.
         logits = np.array([logit for part, _ in results for logit in part])
-        yield batch_indices, np.where(store.has_nonfinite[batch_indices] | ~np.isfinite(logits), np.nan, logits)
+        yield batch_indices, np.where(nonfinite[batch_indices] | ~np.isfinite(logits), np.nan, logits)
 
 
 @dataclass
