@@ -39,6 +39,10 @@ class RunScores:
     threshold: float
     temperature: float
 
+    def __post_init__(self) -> None:
+        if len({len(values) for values in (self.trace, self.question, self.group, self.y, self.logit)}) != 1:
+            raise ValueError("the scores have different lengths")
+
     @classmethod
     def from_entry(cls, entry: dict[str, Any], fold: int = 0) -> "RunScores":
         """Return the scores of a model entry of results.json."""
@@ -50,8 +54,8 @@ class RunScores:
             np.array(scores["group"], dtype=object),
             np.array(scores["label"], np.int64),
             np.array(scores["logit"], np.float64),
-            entry["threshold"],
-            entry["temperature"],
+            float(entry["threshold"]),
+            float(entry["temperature"]),
         )
 
 
