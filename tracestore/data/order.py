@@ -175,25 +175,17 @@ class CostBoundedBatches(Batches):
         self, n: int, max_cost: int, cost_at: Callable[[np.ndarray], np.ndarray], drop_last: bool = False
     ) -> None:
         self.n, self.pad_last = n, False
-        starts, spent = [0], 0
+        total = np.zeros(n + 1, np.int64)  # of the positions before each position
         for begin in range(0, n, _COST_CHUNK):
-            costs = cost_at(np.arange(begin, min(n, begin + _COST_CHUNK))).astype(np.int64)
-            total = np.concatenate([[0], np.cumsum(costs)])
-            at = 0
-            while True:
-                # `end` is the first position of the chunk that does not fit the current batch.
-                end = int(np.searchsorted(total, total[at] + max_cost - spent, side="right")) - 1
-                if end >= len(costs):
-                    spent += int(total[-1] - total[at])
-                    break
-                if spent == 0 and end == at:
-                    end += 1
-                starts.append(begin + end)
-                at, spent = end, 0
-                if at == len(costs):
-                    break
-        if starts[-1] < n and not (drop_last and spent < max_cost):
-            starts.append(n)
+            end = min(n, begin + _COST_CHUNK)
+            total[begin + 1 : end + 1] = cost_at(np.arange(begin, end))
+        np.cumsum(total, out=total)
+        starts = [0]
+        while starts[-1] < n:
+            fitting = int(np.searchsorted(total, total[starts[-1]] + max_cost, side="right")) - 1
+            starts.append(max(fitting, starts[-1] + 1))
+        if drop_last and n > 0 and total[n] - total[starts[-2]] < max_cost:
+            starts.pop()
         self._starts = np.array(starts, np.int64)
         self._count = len(starts) - 1
 
