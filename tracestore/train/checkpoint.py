@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch import nn
 
 from tracestore.errors import UsageError
 from tracestore.oom.errors import is_out_of_memory
@@ -31,9 +30,6 @@ class CheckpointedRun:
     """
 
     name: str
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    scaler: Any
     guard: OOMGuard
     feed: BatchFeed
     identity: dict[str, Any]
@@ -44,12 +40,13 @@ class CheckpointedRun:
         `result` is the entry of results.json of a finished run. If `did_not_fit`, the run ended because
         one trace alone did not fit into memory.
         """
+        scaler = self.guard.scaler
         return {
             "version": CHECKPOINT_VERSION,
             "name": self.name,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "model": self.guard.model.state_dict(),
+            "optimizer": self.guard.optimizer.state_dict(),
+            "scaler": None if scaler is None else scaler.state_dict(),
             "progress": asdict(state),
             "loader": self.feed.state_dict(state.epoch, state.batch),
             "random": get_random_state(),
@@ -73,10 +70,10 @@ class CheckpointedRun:
             if saved["config"].get(key) != value:
                 flag = key.removeprefix("model_").replace("_", "-")
                 raise UsageError(f"was trained with {flag} {saved['config'].get(key)}, not {value}")
-        self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        if self.scaler is not None:
-            self.scaler.load_state_dict(saved["scaler"])
+        self.guard.model.load_state_dict(saved["model"])
+        self.guard.optimizer.load_state_dict(saved["optimizer"])
+        if self.guard.scaler is not None:
+            self.guard.scaler.load_state_dict(saved["scaler"])
         planned = MicroBatchPolicy(self.guard.micro_batch)
         self.guard.load_state_dict(saved["guard"])
         if saved["did_not_fit"]:

@@ -120,19 +120,12 @@ class DistributedContext(RankGroup):
         parameters = list(parameters)
         self.allocate(parameters)
         assert self._flat is not None
-        views = [
-            view.view_as(p)
-            for view, p in zip(self._flat.split([p.numel() for p in parameters]), parameters, strict=True)
-        ]
-        for view, p in zip(views, parameters, strict=True):
-            if p.grad is None:
-                view.zero_()
-            else:
-                view.copy_(p.grad)
+        gradients = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters]
+        torch.cat(gradients, out=self._flat)
         with _map_errors():
             distributed.all_reduce(self._flat)
-        for view, p in zip(views, parameters, strict=True):
-            p.grad = view
+        for p, summed in zip(parameters, self._flat.split([p.numel() for p in parameters]), strict=True):
+            p.grad = summed.view_as(p)
 
     # Errors
 

@@ -46,7 +46,7 @@ from tracestore.train.standardize import fit_standardizer
 
 WEIGHT_DECAY = 1e-5
 # Attributes that hold memory; _setup() creates them.
-_LARGE_ATTRIBUTES = ("runner", "model", "optimizer", "feed", "scaler", "guard", "checkpointed")
+_LARGE_ATTRIBUTES = ("runner", "model", "feed", "guard", "checkpointed")
 
 
 class Trainer:
@@ -162,26 +162,24 @@ class Trainer:
         self.model = self.runner.model
         for layer in float32_layers(c.precision, self.runner.device.type):
             self.monitor.log(f"{c.precision}: no {layer} kernel on this processor; it runs in float32")
-        self.optimizer = Adam(self.model.parameters(), lr=c.lr, weight_decay=WEIGHT_DECAY, fused=True)
+        optimizer = Adam(self.model.parameters(), lr=c.lr, weight_decay=WEIGHT_DECAY, fused=True)
         self.ranks.allocate(list(self.model.parameters()))
         self.feed = self._make_feed("train", c.shuffle, c.num_workers)
         self.feed.on_reduce = partial(
             self.monitor.log, "host memory ran out; one batch in flight from now on, no cache"
         )
         # Without a scaler, small gradients are zero in float16.
-        self.scaler = torch.amp.GradScaler(self.runner.device.type) if c.precision == "fp16" else None
+        scaler = torch.amp.GradScaler(self.runner.device.type) if c.precision == "fp16" else None
         self.guard = OOMGuard(
             self.model,
-            self.optimizer,
-            scaler=self.scaler,
+            optimizer,
+            scaler=scaler,
             on_event=self._on_event,
             on_host_memory=self.feed.reduce_memory,
             ranks=self.ranks,
         )
         self.guard.policy.size = self.planned_micro_batch
-        self.checkpointed = CheckpointedRun(
-            self.name, self.model, self.optimizer, self.scaler, self.guard, self.feed, self._identity()
-        )
+        self.checkpointed = CheckpointedRun(self.name, self.guard, self.feed, self._identity())
 
     def _make_feed(self, split: str, shuffle: Shuffle, num_workers: int = 0) -> BatchFeed:
         return BatchFeed(
@@ -280,7 +278,7 @@ class Trainer:
             reason = f"the trace of question {ids[0]!r} holds NaN or infinite values"
         else:
             reason = f"questions of the step: {', '.join(q for _, q in own[:4])}, ...; lower --lr"
-            if self.scaler is not None:
+            if self.guard.scaler is not None:
                 reason += ", or, as float16 ends at 65,504, use --standardize or --precision bf16"
         self.ranks.abort_all(TrainingError(f"the loss is {loss}: {reason}"))
 
