@@ -218,18 +218,11 @@ class StepCounters:
     """The step counters of a fused optimizer, which a failed step may have incremented."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._listed: Any = None
-        self._counters: list[torch.Tensor] = []
-        self._copies = TensorCopies()
+        self._optimizer, self._copies = optimizer, TensorCopies()
 
     def save(self) -> None:
         """Copy the counters."""
-        state = self._optimizer.state
-        if state is not self._listed or len(state) != len(self._counters):
-            self._counters = [s["step"] for s in state.values() if "step" in s]
-            self._listed = state
-        self._copies.save(self._counters)
+        self._copies.save([state["step"] for state in self._optimizer.state.values() if "step" in state])
 
     def restore(self) -> None:
         """Restore the counters."""
@@ -255,9 +248,8 @@ class OptimizerSnapshot:
         tensors = [v for values in states.values() for v in values.values() if isinstance(v, torch.Tensor)]
         self._copies.save([*(p for group in groups for p in group["params"]), *tensors])
         self._states = {p: _copy_containers(values) for p, values in states.items()}
-        self._scaler_attributes = {
-            n: vars(self._optimizer)[n] for n in _SCALER_ATTRIBUTES if n in vars(self._optimizer)
-        }
+        attributes = vars(self._optimizer)
+        self._scaler_attributes = {name: attributes[name] for name in _SCALER_ATTRIBUTES if name in attributes}
         self._groups = [_copy_containers(group) for group in groups]
 
     def restore(self) -> None:
