@@ -5,8 +5,7 @@ import signal
 
 import pytest
 
-import tracestore
-from tests.helpers import make_traces, write_pickle, write_scores
+from tests.helpers import make_traces, write_pickle, write_scores, write_store
 
 # A shell that starts the tests in the background makes them ignore SIGINT. The processes that the tests
 # interrupt would inherit that.
@@ -77,13 +76,7 @@ def folder(tmp_path, traces):
 @pytest.fixture
 def store_path(tmp_path, traces):
     """Write a store of the twelve traces in two segments, the last two traces without a score."""
-    path = tmp_path / "store.zarr"
-    with tracestore.create(path) as writer:
-        for k, trace in enumerate(traces):
-            writer.append(trace, score=None if k >= 10 else k / 10)
-            if k == 6:
-                writer.flush()
-    return path
+    return write_store(tmp_path / "store.zarr", traces, score=lambda k: None if k >= 10 else k / 10, commit_after=[6])
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+import tracestore
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -33,8 +35,23 @@ def make_trace(k, *, tokens=None, layers=3, dim=8, heads=2, dtype="f2", causal=T
 
 
 def make_traces(count, **options):
-    """Return the traces 0 to `count` - 1 of `make_trace`."""
-    return [make_trace(k, **options) for k in range(count)]
+    """Return the traces 0 to `count` - 1 of `make_trace`. An option may be a function of the number of the trace."""
+    return [make_trace(k, **{n: v(k) if callable(v) else v for n, v in options.items()}) for k in range(count)]
+
+
+def write_store(path, traces, *, score=None, label=None, group="", commit_after=(), **options):
+    """Write traces into a store and return its path.
+
+    `score`, `label` and `group` are the values of all traces, or functions of their position. `commit_after` holds
+    positions. `options` are those of `tracestore.create`.
+    """
+    values = {"score": score, "label": label, "group": group}
+    with tracestore.create(path, **options) as writer:
+        for k, trace in enumerate(traces):
+            writer.append(trace, **{name: v(k) if callable(v) else v for name, v in values.items()})
+            if k in commit_after:
+                writer.flush()
+    return path
 
 
 def as_torch(trace, dtype=None):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import command, make_trace
+from tests.helpers import command, make_trace, write_store
 
 
 def report(*args, check=0):
@@ -55,8 +55,7 @@ def test_page_runs_no_script_and_loads_nothing(store, tmp_path):
 
 
 def test_scores_too_large_for_a_histogram(tmp_path):
-    with tracestore.create(tmp_path / "s.zarr") as writer:
-        writer.append(make_trace(1), score=1e17)
+    write_store(tmp_path / "s.zarr", [make_trace(1)], score=1e17)
     report(tmp_path / "s.zarr", "--output", tmp_path / "r.html")
     text = (tmp_path / "r.html").read_text(encoding="utf-8")
     assert "<td>score</td><td>1e+17</td>" in text and text.count("data:image/png;base64,") == 1

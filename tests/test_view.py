@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import ROOT, as_torch, command, make_trace
+from tests.helpers import ROOT, as_torch, command, make_trace, make_traces, write_store
 from tracestore.view import View, render_lines
 
 
@@ -68,19 +68,18 @@ def test_every_kind_of_store_can_be_viewed(tmp_path):
 
     for name in ("v1_heads", "v1_edges", "v1_bfloat16"):
         assert "attention, layer 1" in view(ROOT / "tests" / "golden" / f"{name}.zarr", "0").stdout
-    with tracestore.create(tmp_path / "b.zarr", attention="heads", dtype="keep") as writer:
-        writer.append(as_torch(make_trace(3, dtype="f4"), torch.bfloat16))
-    found = View.read(opened := tracestore.open(tmp_path / "b.zarr"), opened[0])
+    bfloat16 = [as_torch(make_trace(3, dtype="f4"), torch.bfloat16)]
+    opened = tracestore.open(write_store(tmp_path / "b.zarr", bfloat16, attention="heads", dtype="keep"))
+    found = View.read(opened, opened[0])
     assert 0 < found.attention.max() < 1 and 0 < found.norms.max() < 100
-    with tracestore.create(tmp_path / "n.zarr", attention="none") as writer:
-        writer.append({k: v for k, v in make_trace(3).items() if k != "attentions"})
+    traces = [{k: v for k, v in make_trace(3).items() if k != "attentions"}]
+    write_store(tmp_path / "n.zarr", traces, attention="none")
     assert "attention," not in view(tmp_path / "n.zarr", "0").stdout
 
 
 def test_long_traces_fit_the_width(tmp_path):
-    with tracestore.create(tmp_path / "s.zarr") as writer:
-        writer.append(make_trace(0, tokens=700, layers=60) | {"question": "x" * 5000})
-    store = tracestore.open(tmp_path / "s.zarr")
+    traces = [make_trace(0, tokens=700, layers=60) | {"question": "x" * 5000}]
+    store = tracestore.open(write_store(tmp_path / "s.zarr", traces))
     for width in (40, 80, 200):
         for colors in (False, True):
             out = render_lines(View.read(store, store[0]), width=width, colors=colors)
@@ -91,12 +90,10 @@ def test_long_traces_fit_the_width(tmp_path):
 
 
 def test_pictures_of_zeros_and_nan(tmp_path):
-    with tracestore.create(tmp_path / "s.zarr") as writer:
-        trace = make_trace(1, tokens=3)
-        writer.append(trace | {"hidden_states": [h * 0 for h in trace["hidden_states"]]})
-        writer.append(
-            make_trace(2, tokens=3) | {"hidden_states": [h * np.float16("nan") for h in trace["hidden_states"]]}
-        )
+    traces = make_traces(2, tokens=3)
+    for trace, factor in zip(traces, (0, np.float16("nan")), strict=True):
+        trace["hidden_states"] = [h * factor for h in trace["hidden_states"]]
+    write_store(tmp_path / "s.zarr", traces)
     for k in range(2):
         view(tmp_path / "s.zarr", k, "--save", tmp_path / f"{k}.svg")
         assert view(tmp_path / "s.zarr", k).stdout

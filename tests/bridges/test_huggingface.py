@@ -5,7 +5,7 @@ import pytest
 
 import tracestore
 from tests.bridges.stores import make_store
-from tests.helpers import make_traces, read_all
+from tests.helpers import make_traces, read_all, write_store
 from tracestore.errors import InvalidInputError, MissingFieldError, UsageError
 
 
@@ -33,9 +33,7 @@ def test_round_trip(path, tmp_path, monkeypatch):
     assert from_datasets(datasets.Dataset.from_list(plain), tmp_path / "one.zarr") == 6
     streamed = datasets.Dataset.from_list(plain).to_iterable_dataset()
     assert from_datasets(streamed, tmp_path / "two.zarr", attention="none") == 6
-    with tracestore.create(tmp_path / "own.zarr") as writer:
-        for trace in make_traces(6):
-            writer.append(trace, score=int(trace["question_id"][1:]) % 2)
+    write_store(tmp_path / "own.zarr", make_traces(6), score=lambda k: k % 2)
     with tracestore.open(tmp_path / "one.zarr") as found, tracestore.open(tmp_path / "own.zarr") as own:
         assert read_all(found) == read_all(own) and found.group(0) == "g"
     with pytest.raises(UsageError, match="row 0: no tokens"):
@@ -52,9 +50,7 @@ def test_a_new_store_at_the_same_path_is_not_read_from_the_cache(tmp_path, monke
     from tracestore.bridges.huggingface import to_datasets
 
     for seed in (0, 1):
-        with tracestore.create(tmp_path / "s.zarr", overwrite=True) as writer:
-            for trace in make_traces(4, seed=seed):
-                writer.append(trace)
+        write_store(tmp_path / "s.zarr", make_traces(4, seed=seed), overwrite=True)
         with tracestore.open(tmp_path / "s.zarr") as store:
             rows = to_datasets(store).with_format("numpy")
             assert np.array_equal(rows[1]["last_token"], store[1].last_token.astype("f4"))

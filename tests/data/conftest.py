@@ -3,7 +3,7 @@
 import pytest
 
 import tracestore
-from tests.helpers import make_trace
+from tests.helpers import make_trace, write_store
 from tracestore.store.format import schema
 
 
@@ -19,7 +19,5 @@ def variant(request, tmp_path):
         )
         for k in range(11)
     ]
-    with tracestore.create(tmp_path / "v.zarr", **options) as writer:
-        for k, trace in enumerate(traces):
-            writer.append(trace, score=None if k == 3 else k / 11)
+    write_store(tmp_path / "v.zarr", traces, score=lambda k: None if k == 3 else k / 11, **options)
     return tracestore.open(tmp_path / "v.zarr"), traces

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import tracestore
-from tests.helpers import make_traces
+from tests.helpers import make_traces, write_store
 from tracestore.data import datasets
 from tracestore.store.format import schema
 
@@ -112,9 +112,7 @@ def test_sampler(store_path):
 
 
 def test_cache_stays_within_its_bytes(tmp_path):
-    with tracestore.create(tmp_path / "c.zarr", codec="zstd") as writer:
-        for trace in make_traces(30, tokens=40, dim=128, layers=8):
-            writer.append(trace)
+    write_store(tmp_path / "c.zarr", make_traces(30, tokens=40, dim=128, layers=8), codec="zstd")
     dataset = tracestore.TraceDataset(tmp_path / "c.zarr", "graph", max_cache_batches=1, batch_size=1)
     limit = dataset.store.internals.chunk_cache.max_bytes
     for k in (0, 29, 3, 17, 0):

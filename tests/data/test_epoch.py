@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 import tracestore
-from tests.helpers import make_trace
+from tests.helpers import make_traces, write_store
 from tracestore.errors import UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -21,10 +21,7 @@ N = 61
 def store(tmp_path_factory):
     """61 traces of 1 to 9 tokens."""
     path = tmp_path_factory.mktemp("epoch") / "s.zarr"
-    with tracestore.create(path) as writer:
-        for k in range(N):
-            writer.append(make_trace(k, tokens=1 + k * 5 % 9), score=k / N)
-    return path
+    return write_store(path, make_traces(N, tokens=lambda k: 1 + k * 5 % 9), score=lambda k: k / N)
 
 
 def ids(batches):
@@ -126,9 +123,7 @@ def test_batches_that_are_held_are_never_overwritten(tmp_path):
     """Views, tensors saved for backward and numpy arrays of each batch keep its memory."""
     import torch
 
-    with tracestore.create(tmp_path / "s.zarr") as writer:
-        for k in range(60):
-            writer.append(make_trace(k, tokens=20, layers=4, dim=64))
+    write_store(tmp_path / "s.zarr", make_traces(60, tokens=20, layers=4, dim=64))
     loader = tracestore.TraceLoader(tmp_path / "s.zarr", "graph", batch_size=5, dtype="float32", num_threads=3)
     weight = torch.ones(64, requires_grad=True)
     held = []

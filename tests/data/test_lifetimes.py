@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 import tracestore
-from tests.helpers import ROOT, make_trace, make_traces, run_cli
+from tests.helpers import ROOT, make_traces, run_cli, write_store
 
 LOOP = """
 import sys, threading
@@ -36,10 +36,7 @@ while True:
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
     path = tmp_path_factory.mktemp("life") / "s.zarr"
-    with tracestore.create(path) as writer:
-        for trace in make_traces(48, layers=6, dim=128, tokens=24):
-            writer.append(trace)
-    return path
+    return write_store(path, make_traces(48, layers=6, dim=128, tokens=24))
 
 
 def shared_by(pids):
@@ -138,9 +135,7 @@ def test_memory_after_many_epochs(tmp_path):
     It runs in its own process, because private memory also grows when a forked child ends, and
     earlier tests fork.
     """
-    with tracestore.create(tmp_path / "s.zarr") as writer:
-        for trace in make_traces(12, layers=3, dim=32):
-            writer.append(trace)
+    write_store(tmp_path / "s.zarr", make_traces(12, layers=3, dim=32))
     code = """if True:
         import gc, sys, psutil, tracestore
         loader = tracestore.TraceLoader(sys.argv[1], "graph", batch_size=5)
@@ -163,10 +158,7 @@ def test_memory_after_many_epochs(tmp_path):
 def test_two_thousand_segments_under_few_descriptors(tmp_path):
     """4 workers with 256 descriptors read TRACESTORE_SEGMENTS segments (2,000 in `make soak`)."""
     count = int(os.environ.get("TRACESTORE_SEGMENTS", "100"))
-    with tracestore.create(tmp_path / "s.zarr") as writer:
-        for k in range(count):
-            writer.append(make_trace(k, tokens=2, layers=2, dim=4, heads=1))
-            writer.flush()
+    write_store(tmp_path / "s.zarr", make_traces(count, tokens=2, layers=2, dim=4, heads=1), commit_after=range(count))
     code = (
         "import sys, tracestore\nfrom torch.utils.data import DataLoader\n"
         "if __name__ == '__main__':\n"
@@ -185,9 +177,7 @@ def test_two_thousand_segments_under_few_descriptors(tmp_path):
 @pytest.mark.long
 def test_budget_in_a_process_of_its_own(tmp_path):
     """Anonymous and shared memory above the imports stay within the budget and 5 %."""
-    with tracestore.create(tmp_path / "s.zarr") as writer:
-        for k in range(160):
-            writer.append(make_trace(k, tokens=30 + k % 20, layers=12, dim=512, heads=1))
+    write_store(tmp_path / "s.zarr", make_traces(160, tokens=lambda k: 30 + k % 20, layers=12, dim=512, heads=1))
     code = (
         "import sys, threading, time, psutil, tracestore, tracestore.data.loader, torch_geometric.data, gc\n"
         "path, budget = sys.argv[1], int(sys.argv[2])\n"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import tracestore
 from tests.core.oracles import oracle_edges
-from tests.helpers import make_trace
+from tests.helpers import make_trace, make_traces, write_store
 from tracestore.errors import UsageError
 from tracestore.store.format import schema
 
@@ -234,10 +234,7 @@ def test_messages_for_wrong_arguments(store_path):
 
 def test_a_loader_reads_the_generation_of_its_store(tmp_path):
     """A newer generation has other scores and traces than the indices and labels of the store."""
-    with tracestore.create(tmp_path / "s.zarr") as writer:
-        for k in range(4):
-            writer.append(make_trace(k), score=0.9)
-    store = tracestore.open(tmp_path / "s.zarr")
+    store = tracestore.open(write_store(tmp_path / "s.zarr", make_traces(4), score=0.9))
     with tracestore.create(tmp_path / "s.zarr", append=True) as writer:
         writer.append(make_trace(9), score=0.1)
     assert len(tracestore.open(tmp_path / "s.zarr")) == 5

@@ -3,7 +3,7 @@
 import pytest
 
 import tracestore
-from tests.helpers import make_trace
+from tests.helpers import make_traces, write_store
 from tracestore.errors import MemoryBudgetError
 
 
@@ -14,9 +14,7 @@ def ids(batches):
 @pytest.mark.parametrize("codec", ["none", "zstd"])
 def test_every_trace_once_within_a_tight_budget(tmp_path, codec):
     """A batch without room in the budget comes later, exactly once."""
-    with tracestore.create(tmp_path / "s.zarr", codec=codec) as writer:
-        for k in range(64):
-            writer.append(make_trace(k, tokens=20 + k % 5, layers=8, dim=512))
+    write_store(tmp_path / "s.zarr", make_traces(64, tokens=lambda k: 20 + k % 5, layers=8, dim=512), codec=codec)
     options = {"view": "graph", "batch_size": 8, "num_threads": 2}
     loose = tracestore.TraceLoader(tmp_path / "s.zarr", **options)
     beside = (4 << 20) + (0 if codec == "none" else 4 << 20)  # overhead, chunks being decoded, the cache
@@ -29,9 +27,7 @@ def test_every_trace_once_within_a_tight_budget(tmp_path, codec):
 
 
 def test_a_budget_holds_or_is_an_error(tmp_path):
-    with tracestore.create(tmp_path / "s.zarr") as writer:
-        for k in range(64):
-            writer.append(make_trace(k, tokens=20 + k % 5, layers=8, dim=512))
+    write_store(tmp_path / "s.zarr", make_traces(64, tokens=lambda k: 20 + k % 5, layers=8, dim=512))
     options = {"view": "graph", "batch_size": 8, "num_threads": 2}
     batch = tracestore.TraceLoader(tmp_path / "s.zarr", **options).memory.batch_bytes
     loader = tracestore.TraceLoader(tmp_path / "s.zarr", **options, memory_budget=(4 << 20) + int(3.6 * batch))

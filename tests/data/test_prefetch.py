@@ -3,7 +3,7 @@
 import numpy as np
 
 import tracestore
-from tests.helpers import make_traces
+from tests.helpers import make_traces, write_store
 
 
 def test_the_cache_keeps_the_chunks_needed_soonest(tmp_path):
@@ -25,9 +25,7 @@ def test_the_cache_keeps_the_chunks_needed_soonest(tmp_path):
 
     cyclic = [0, 1, 2, 3] * 10  # the worst case of least-recently-used
     assert decoded(cyclic, False) == 40 and decoded(cyclic, True) < 25
-    with tracestore.create(tmp_path / "c.zarr", codec="zstd") as writer:
-        for trace in make_traces(60, tokens=30, dim=128, layers=6):
-            writer.append(trace)
+    write_store(tmp_path / "c.zarr", make_traces(60, tokens=30, dim=128, layers=6), codec="zstd")
     counts = {}
     for window in (0, 32):
         loader = tracestore.TraceLoader(tmp_path / "c.zarr", "graph", batch_size=4, cache_bytes=1 << 20, num_threads=1)

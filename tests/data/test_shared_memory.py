@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import tracestore
-from tests.helpers import make_traces
+from tests.helpers import make_traces, write_store
 from tests.tiers import long
 from tracestore.data import shared_memory
 
@@ -20,9 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 @pytest.fixture
 def store(tmp_path):
-    with tracestore.create(tmp_path / "s.zarr") as writer:
-        for trace in make_traces(40, layers=4, dim=64):
-            writer.append(trace, score=0.3)
+    write_store(tmp_path / "s.zarr", make_traces(40, layers=4, dim=64), score=0.3)
     return tmp_path / "s.zarr"
 
 

@@ -9,7 +9,7 @@ from torch_geometric.data import Batch, Data
 from torch_geometric.nn import GINEConv, global_mean_pool
 
 import tracestore
-from tests.helpers import make_graphs, make_trace
+from tests.helpers import make_graphs, make_trace, make_traces, write_store
 from tracestore.data.loader import TraceLoader
 from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.graph.inputs import GraphInputs
@@ -24,12 +24,9 @@ LAYERS, DIM = 4, 24
 def loader_of(request, tmp_path):
     """Return a function from a threshold to a batch: triangles, triangles per head, or edge lists."""
     attention = "heads" if request.param == "heads" else "mean"
-    with tracestore.create(tmp_path / "m.zarr", attention=attention) as writer:
-        for k in range(7):
-            causal = request.param != "square"
-            writer.append(
-                make_trace(k, tokens=1 + 3 * k % 11, layers=LAYERS, dim=DIM, heads=3, causal=causal), score=k % 2
-            )
+    is_causal = request.param != "square"
+    traces = make_traces(7, tokens=lambda k: 1 + 3 * k % 11, layers=LAYERS, dim=DIM, heads=3, causal=is_causal)
+    write_store(tmp_path / "m.zarr", traces, score=lambda k: k % 2, attention=attention)
     edges = {"causal": "packed", "heads": "heads", "square": "coo"}[request.param]
     return lambda threshold=0.0: next(
         iter(
@@ -171,15 +168,14 @@ def test_the_float32_error_is_at_most_twice_that_of_pyg(tmp_path, name, seed):
     place is accepted in any case.
     """
     rng = np.random.default_rng(seed)
-    with tracestore.create(tmp_path / "m.zarr") as writer:
-        for k in range(6):
-            trace = make_trace(k, tokens=20 + 5 * k, layers=LAYERS, dim=DIM, heads=3, seed=seed)
-            for layer in trace["hidden_states"]:
-                layer[0] *= 100
-                layer[:, rng.integers(DIM, size=2)] *= 30
-            for layer in trace["attentions"]:
-                layer /= layer.sum(-1, keepdims=True)
-            writer.append(trace, score=k % 2)
+    traces = make_traces(6, tokens=lambda k: 20 + 5 * k, layers=LAYERS, dim=DIM, heads=3, seed=seed)
+    for trace in traces:
+        for layer in trace["hidden_states"]:
+            layer[0] *= 100
+            layer[:, rng.integers(DIM, size=2)] *= 30
+        for layer in trace["attentions"]:
+            layer /= layer.sum(-1, keepdims=True)
+    write_store(tmp_path / "m.zarr", traces, score=lambda k: k % 2)
     batch = next(iter(TraceLoader(tmp_path / "m.zarr", "graph", batch_size=6, edge_format="packed", as_pyg=False)))
 
     def run(kind, dtype, order):
@@ -217,9 +213,7 @@ def test_the_float32_error_is_at_most_twice_that_of_pyg(tmp_path, name, seed):
 def test_edge_lists_equal_triangles(tmp_path):
     """Compare the same traces from pickles (triangles) and from PyG graphs (edge lists)."""
     traces = [make_trace(k, tokens=2 + k, layers=LAYERS, dim=DIM) for k in range(5)]
-    with tracestore.create(tmp_path / "a.zarr") as writer:
-        for trace in traces:
-            writer.append(trace)
+    write_store(tmp_path / "a.zarr", traces)
     graphs = {
         "graphs": [make_graphs(t) for t in traces],
         "labels": [0.0] * 5,
@@ -244,9 +238,7 @@ def test_edge_lists_equal_triangles(tmp_path):
 
 @pytest.mark.parametrize("edges", ["packed", "coo"])
 def test_top_k_and_micro_batches(tmp_path, edges):
-    with tracestore.create(tmp_path / "m.zarr") as writer:
-        for k in range(6):
-            writer.append(make_trace(k, tokens=1 + 2 * k, layers=LAYERS, dim=DIM))
+    write_store(tmp_path / "m.zarr", make_traces(6, tokens=lambda k: 1 + 2 * k, layers=LAYERS, dim=DIM))
     loader = TraceLoader(
         tmp_path / "m.zarr", "graph", batch_size=6, shuffle="none", top_k=0.4, edge_format=edges, as_pyg=False
     )
@@ -264,9 +256,12 @@ def test_top_k_and_micro_batches(tmp_path, edges):
 @pytest.mark.parametrize("codec", ["none", "blosc-zstd"])
 def test_heads_and_micro_batches(tmp_path, codec):
     """The weights equal the stored triangles of every head; edges are pairs whose mean exceeds the threshold."""
-    with tracestore.create(tmp_path / "m.zarr", attention="heads", codec=codec) as writer:
-        for k in range(6):
-            writer.append(make_trace(k, tokens=1 + 2 * k, layers=LAYERS, dim=DIM, heads=3))
+    write_store(
+        tmp_path / "m.zarr",
+        make_traces(6, tokens=lambda k: 1 + 2 * k, layers=LAYERS, dim=DIM, heads=3),
+        attention="heads",
+        codec=codec,
+    )
     loader = TraceLoader(tmp_path / "m.zarr", "graph", batch_size=6, shuffle="none", edge_format="heads", as_pyg=False)
     batch = next(iter(loader))
     inputs = GraphInputs.from_batch(batch, 0.3)
@@ -294,10 +289,9 @@ def test_selected_layers_equal_a_store_of_these_layers(tmp_path, form, standardi
     features = {"edge_features": "heads", "num_heads": 2} if form == "heads" else {}
     outputs = []
     for name, layers, chosen in (("all", range(LAYERS), (1, 3)), ("two", (1, 3), None)):
-        with tracestore.create(tmp_path / name, attention="heads" if form == "heads" else "mean") as writer:
-            for k in range(5):
-                trace = make_trace(k, tokens=1 + 2 * k, layers=LAYERS, dim=DIM, heads=2)
-                writer.append(trace | {n: [trace[n][j] for j in layers] for n in ("hidden_states", "attentions")})
+        traces = make_traces(5, tokens=lambda k: 1 + 2 * k, layers=LAYERS, dim=DIM, heads=2)
+        traces = [t | {n: [t[n][j] for j in layers] for n in ("hidden_states", "attentions")} for t in traces]
+        write_store(tmp_path / name, traces, attention="heads" if form == "heads" else "mean")
         batches = {
             view: next(
                 iter(TraceLoader(tmp_path / name, view, batch_size=5, shuffle="none", edge_format=form, as_pyg=False))
@@ -321,9 +315,7 @@ def test_selected_layers_equal_a_store_of_these_layers(tmp_path, form, standardi
 
 
 def test_the_edge_format_depends_on_device_and_message_passing(tmp_path):
-    with tracestore.create(tmp_path / "m.zarr") as writer:
-        writer.append(make_trace(0, layers=LAYERS, dim=DIM))
-    store = tracestore.open(tmp_path / "m.zarr")
+    store = tracestore.open(write_store(tmp_path / "m.zarr", make_traces(1, layers=LAYERS, dim=DIM)))
     forms = {(d, k): config(message_passing=k).edge_format(store, d) for d in ("cpu", "cuda") for k in ("fused", "pyg")}
     assert forms == {
         ("cpu", "fused"): "packed",
@@ -334,18 +326,15 @@ def test_the_edge_format_depends_on_device_and_message_passing(tmp_path):
 
 
 def test_options_that_a_store_does_not_support_are_refused(tmp_path):
-    with tracestore.create(tmp_path / "m.zarr") as writer:
-        writer.append(make_trace(0, layers=LAYERS, dim=DIM))
-    store = tracestore.open(tmp_path / "m.zarr")
+    store = tracestore.open(write_store(tmp_path / "m.zarr", make_traces(1, layers=LAYERS, dim=DIM)))
     for layers in ((0, 4), (1, 0), (1, 1), (-1, 2), ()):
         with pytest.raises(UsageError, match="expected some of 0 to 3, in order"):
             ModelConfig.from_store(store, layers=layers)
     with pytest.raises(MissingFieldError, match="--attention heads"):
         ModelConfig.from_store(store, edge_features="heads").edge_format(store, "cpu")
     for causal, heads, words in ((False, 3, "square attention"), (True, 5, "attention of 5 heads")):
-        path = tmp_path / f"{heads}.zarr"
-        with tracestore.create(path, attention="heads") as writer:
-            writer.append(make_trace(0, tokens=4, layers=LAYERS, dim=DIM, heads=heads, causal=causal))
+        traces = make_traces(1, tokens=4, layers=LAYERS, dim=DIM, heads=heads, causal=causal)
+        path = write_store(tmp_path / f"{heads}.zarr", traces, attention="heads")
         with pytest.raises(MissingFieldError, match=words):
             config(edge_features="heads", num_heads=3).edge_format(tracestore.open(path), "cpu")
     with pytest.raises(UsageError, match="top-k"):

@@ -7,9 +7,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-import tracestore
 from tests.experiment.quiet import train_quietly
-from tests.helpers import make_trace
+from tests.helpers import make_traces, write_store
 from tracestore.console import nan_to_none
 from tracestore.evaluation import report
 from tracestore.evaluation.plots import PLOTS
@@ -48,13 +47,11 @@ class Page(HTMLParser):
 @pytest.fixture(scope="module", params=["plain", "folds"])
 def finished(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
-    with tracestore.create(folder / "store.zarr") as writer:
-        for k in range(60):
-            trace = make_trace(k, tokens=2)
-            if k == 7:
-                trace["question_id"] = QUESTION
-            group = MALICIOUS if k < 20 else f"g{k % 8}"
-            writer.append(trace, score=float(k % 2), group=group)
+    traces = make_traces(60, tokens=2)
+    traces[7]["question_id"] = QUESTION
+    write_store(
+        folder / "store.zarr", traces, score=lambda k: k % 2, group=lambda k: MALICIOUS if k < 20 else f"g{k % 8}"
+    )
     config = TrainConfig(epochs=2, loader_threads=1, seed=3)
     folds = {"folds": 2, "seeds": 2} if request.param == "folds" else {}
     sizes = {"lstm_hidden": 4, "gnn_hidden": 4}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import make_trace
+from tests.helpers import make_trace, make_traces, write_store
 from tracestore.errors import TrainingError
 from tracestore.evaluation import split as splits
 
@@ -21,11 +21,8 @@ def test_split_is_a_pure_function():
 
 
 def test_split_keeps_questions_and_groups_together(tmp_path):
-    with tracestore.create(tmp_path / "s.zarr") as writer:
-        for k in range(60):
-            for sample in range(2):
-                trace = {**make_trace(k, tokens=2, seed=sample), "sample": sample}
-                writer.append(trace, score=(k // 3) % 2, group=f"g{k // 3}")
+    traces = [make_trace(k, tokens=2, seed=sample) | {"sample": sample} for k in range(60) for sample in range(2)]
+    write_store(tmp_path / "s.zarr", traces, score=lambda n: n // 6 % 2, group=lambda n: f"g{n // 6}")
     store = tracestore.open(tmp_path / "s.zarr")
     split = splits.make_split(store, store.targets(), 0)
     split_of = {int(i): name for name, indices in split.indices.items() for i in indices}
@@ -90,9 +87,6 @@ def test_no_question_and_no_group_is_in_two_splits(sampled):
 
 
 def test_too_few_questions_are_refused_by_fold(tmp_path):
-    with tracestore.create(tmp_path / "s.zarr") as writer:
-        for k in range(12):
-            writer.append(make_trace(k), score=float(k > 2))
-    store = tracestore.open(tmp_path / "s.zarr")
+    store = tracestore.open(write_store(tmp_path / "s.zarr", make_traces(12), score=lambda k: float(k > 2)))
     with pytest.raises(TrainingError, match=r"fold \d: every split needs traces of both classes"):
         splits.make_folds(store, store.targets(), 5, 0)

@@ -9,7 +9,7 @@ import pytest
 
 import tracestore
 from tests.experiment.quiet import SMALL, train_quietly
-from tests.helpers import make_trace, run_cli
+from tests.helpers import make_traces, run_cli, write_store
 from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.registry import DETECTORS
 from tracestore.errors import UsageError
@@ -91,13 +91,12 @@ def meaningless(tmp_path_factory):
     """
     path = tmp_path_factory.mktemp("meaningless") / "store.zarr"
     labels = np.random.default_rng(0).permutation(120) % 2
-    with tracestore.create(path) as writer:
-        for k in range(120):
-            trace = make_trace(k, tokens=3, layers=2, dim=48)
-            for sample in range(2):
-                near = [h + np.float16(0.01 * sample) for h in trace["hidden_states"]]
-                writer.append({**trace, "hidden_states": near, "sample": sample}, score=float(labels[k]))
-    return path
+    traces = []
+    for trace in make_traces(120, tokens=3, layers=2, dim=48):
+        for sample in range(2):
+            near = [h + np.float16(0.01 * sample) for h in trace["hidden_states"]]
+            traces.append(trace | {"hidden_states": near, "sample": sample})
+    return write_store(path, traces, score=lambda n: float(labels[n // 2]))
 
 
 def interval_999(results, name):

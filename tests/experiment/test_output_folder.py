@@ -11,7 +11,7 @@ import torch
 
 import tracestore
 from tests.experiment.quiet import train_quietly
-from tests.helpers import make_trace
+from tests.helpers import make_traces, write_store
 from tests.train.runs import outcome
 from tracestore.errors import InsufficientMemoryError, OutputDirLockedError, TrainingError, UsageError
 from tracestore.evaluation import metrics, probe
@@ -63,12 +63,11 @@ def test_a_new_run_replaces_an_earlier_one(labeled, tmp_path):
 def test_a_refused_run_leaves_an_earlier_run_unchanged(labeled, tmp_path, options):
     out, one_class, holed = tmp_path / "r", tmp_path / "one.zarr", tmp_path / "nan.zarr"
     for path in (one_class, holed):
-        with tracestore.create(path) as writer:
-            for k in range(40):
-                trace = make_trace(k, tokens=3)
-                if path == holed:
-                    trace["hidden_states"][0][0, 0] = np.nan
-                writer.append(trace, score=0.9 if path == one_class else k % 2)
+        traces = make_traces(40, tokens=3)
+        if path == holed:
+            for trace in traces:
+                trace["hidden_states"][0][0, 0] = np.nan
+        write_store(path, traces, score=0.9 if path == one_class else lambda k: k % 2)
     train(labeled, out, **options)
     before = files(out)
     for store, refused in (
@@ -206,20 +205,11 @@ def test_a_step_without_memory_ends_the_use_of_workers(labeled, tmp_path, monkey
 def holed(tmp_path):
     """Return a store in which one layer of one training trace holds an infinite value, and its question id."""
     path = tmp_path / "holed.zarr"
-    with tracestore.create(path) as writer:
-        for k in range(40):
-            trace = make_trace(k, tokens=3, layers=3)
-            writer.append(trace, score=k % 2)
-    with tracestore.open(path) as store:
+    traces = make_traces(40, tokens=3)
+    with tracestore.open(write_store(path, traces, score=lambda k: k % 2)) as store:
         wrong = int(make_split(store, store.targets(), CONFIG.seed).indices["train"][3])
-    with_infinity = tmp_path / "again.zarr"
-    with tracestore.create(with_infinity) as writer:
-        for k in range(40):
-            trace = make_trace(k, tokens=3, layers=3)
-            if k == wrong:
-                trace["hidden_states"][1][-1, 2] = np.inf
-            writer.append(trace, score=k % 2)
-    return with_infinity, f"q{wrong}"
+    traces[wrong]["hidden_states"][1][-1, 2] = np.inf
+    return write_store(tmp_path / "again.zarr", traces, score=lambda k: k % 2), f"q{wrong}"
 
 
 def test_standardization_refuses_non_finite_values(holed, tmp_path):

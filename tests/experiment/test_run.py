@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-import tracestore
-from tests.helpers import ROOT, command, make_trace, run_cli
+from tests.helpers import ROOT, command, make_traces, run_cli, write_store
 from tests.train.runs import FAST
 
 
@@ -114,12 +113,8 @@ def test_a_trace_that_does_not_fit_exits_with_75_and_resumes(labeled, tmp_path):
 
 
 def test_errors_before_training(labeled, tmp_path, store_path):
-    with tracestore.create(tmp_path / "bare.zarr") as writer:
-        for k in range(12):
-            writer.append(make_trace(k))
-    with tracestore.create(tmp_path / "one.zarr", attention="none") as writer:
-        for k in range(12):
-            writer.append(make_trace(k), score=0.9)
+    write_store(tmp_path / "bare.zarr", make_traces(12))
+    write_store(tmp_path / "one.zarr", make_traces(12), score=0.9, attention="none")
     for store, args, words in (
         (tmp_path / "bare.zarr", [], "tracestore score"),
         (tmp_path / "one.zarr", [], "no graphs"),
@@ -136,12 +131,9 @@ def test_errors_before_training(labeled, tmp_path, store_path):
 
 
 def test_a_nan_is_reported_with_its_question_id(tmp_path):
-    with tracestore.create(tmp_path / "nan.zarr") as writer:
-        for k in range(40):
-            trace = make_trace(k, tokens=3)
-            if k == 17:
-                trace["hidden_states"][1][:] = np.nan
-            writer.append(trace, score=k % 2)
+    traces = make_traces(40, tokens=3)
+    traces[17]["hidden_states"][1][:] = np.nan
+    write_store(tmp_path / "nan.zarr", traces, score=lambda k: k % 2)
     done = train(tmp_path / "nan.zarr", tmp_path / "r", "--epochs", 1, "--no-run-gnn-det", "--no-run-gvae", check=2)
     assert "q17" in done.stderr and done.stderr.count("\n") == 1
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch_geometric.nn import GINEConv
 
 import tracestore
-from tests.helpers import make_trace
+from tests.helpers import make_traces, write_store
 from tracestore.data.batch import GraphBatch, pyg_classes
 from tracestore.detectors.graph.gine import PlainGINEConv
 from tracestore.errors import MissingExtraError
@@ -17,9 +17,7 @@ from tracestore.oom import optimizers
 
 @pytest.fixture
 def store(tmp_path):
-    with tracestore.create(tmp_path / "s.zarr") as writer:
-        for k in range(7):
-            writer.append(make_trace(k, tokens=3 + k))
+    write_store(tmp_path / "s.zarr", make_traces(7, tokens=lambda k: 3 + k))
     return tracestore.open(tmp_path / "s.zarr")
 
 

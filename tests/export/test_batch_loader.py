@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import ROOT, as_torch, convert, make_trace, make_traces, write_pickle
+from tests.helpers import ROOT, as_torch, convert, make_trace, make_traces, write_pickle, write_store
 from tracestore.errors import InvalidInputError, UsageError
 
 
@@ -94,9 +94,7 @@ def test_traces_a_program_appended_and_bfloat16(tmp_path):
     import torch
 
     traces = [as_torch(make_trace(k, dtype="f4"), torch.bfloat16) for k in range(3)]
-    with tracestore.create(tmp_path / "s.zarr", attention="heads", dtype="keep") as writer:
-        for trace in traces:
-            writer.append(trace)
+    write_store(tmp_path / "s.zarr", traces, attention="heads", dtype="keep")
     write_pickle(tmp_path / "a.pkl", traces)
     for path in (tmp_path / "s.zarr", tmp_path / "a.pkl"):
         loader = tracestore.TraceBatchLoader(path)

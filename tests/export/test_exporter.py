@@ -22,6 +22,7 @@ from tests.helpers import (
     make_traces,
     write_pickle,
     write_scores,
+    write_store,
 )
 from tracestore.errors import UsageError
 from tracestore.export.exporter import export_store
@@ -122,10 +123,10 @@ def test_pickles_round_trip(tmp_path, mode, dtype):
 def test_last_tokens_round_trip(tmp_path):
     import torch
 
-    with tracestore.create(tmp_path / "s.zarr") as writer:
-        for k in range(9):
-            score = None if k == 2 else k / 10
-            writer.append(make_trace(k), score=score, label=0.25 if k == 1 else None)
+    write_store(
+        tmp_path / "s.zarr", make_traces(9), score=lambda k: None if k == 2 else k / 10,
+        label=lambda k: 0.25 if k == 1 else None,
+    )  # fmt: skip
     one, two = round_trip(tmp_path, tmp_path / "s.zarr", "pt-lstm")
     assert one == two
     found = torch.load(tmp_path / "one" / "preprocessed_batch_0000.pt", weights_only=True)
@@ -168,8 +169,8 @@ def test_graphs_round_trip(tmp_path, source):
 
 
 def test_errors_are_one_line(tmp_path):
-    with tracestore.create(tmp_path / "none.zarr", attention="none") as writer:
-        writer.append({k: v for k, v in make_trace(1).items() if k != "attentions"})
+    traces = [{k: v for k, v in make_trace(1).items() if k != "attentions"}]
+    write_store(tmp_path / "none.zarr", traces, attention="none")
     assert "--format pt-lstm" in export(tmp_path / "none.zarr", tmp_path / "x", "--format", "pt-gnn", check=2).stderr
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")
@@ -183,9 +184,7 @@ def test_errors_are_one_line(tmp_path):
 
 
 def test_only_complete_files_appear(tmp_path, monkeypatch):
-    with tracestore.create(tmp_path / "s.zarr") as writer:
-        for k in range(6):
-            writer.append(make_trace(k))
+    write_store(tmp_path / "s.zarr", make_traces(6))
     done = []
 
     def interrupt(number, total):
@@ -205,9 +204,7 @@ def test_only_complete_files_appear(tmp_path, monkeypatch):
 @pytest.mark.long
 def test_a_file_larger_than_memory(tmp_path):
     """200 MB of pickles are written within 64 MB of memory, because traces are written one by one."""
-    with tracestore.create(tmp_path / "s.zarr", attention="heads") as writer:
-        for k in range(50):
-            writer.append(make_trace(k, tokens=250, layers=8, dim=512, heads=2))
+    write_store(tmp_path / "s.zarr", make_traces(50, tokens=250, layers=8, dim=512, heads=2), attention="heads")
     code = f"""
 import resource, tracestore
 from tracestore.export.exporter import export_store
@@ -225,8 +222,7 @@ print(export_store(store, {str(tmp_path / "out")!r}).bytes)
 
 
 def test_json(tmp_path):
-    with tracestore.create(tmp_path / "s.zarr") as writer:
-        writer.append(make_trace(3), score=math.pi)
+    write_store(tmp_path / "s.zarr", [make_trace(3)], score=math.pi)
     report = json.loads(export(tmp_path / "s.zarr", tmp_path / "out", "--json").stdout)
     assert report["num_traces"] == report["num_files"] == 1 and report["format"] == "pkl"
     assert report["scores_file"] == str(tmp_path / "out" / "scores.csv")
@@ -235,10 +231,10 @@ def test_json(tmp_path):
 
 def test_scores_belong_to_their_sample_and_to_any_id(tmp_path):
     ids = ["q", "q", "a\rb", "c\nd", 'e,"f', "\ud800", "ü"]
-    with tracestore.create(tmp_path / "s.zarr") as writer:
-        for k, question_id in enumerate(ids):
-            trace = make_trace(k) | {"question_id": question_id, "sample": int(k == 1)}
-            writer.append(trace, score=None if k == 1 else k / 10, group="g" if k == 3 else "")
+    traces = [make_trace(k) | {"question_id": ids[k], "sample": int(k == 1)} for k in range(len(ids))]
+    write_store(
+        tmp_path / "s.zarr", traces, score=lambda k: None if k == 1 else k / 10, group=lambda k: "g" if k == 3 else ""
+    )
     round_trip(tmp_path, tmp_path / "s.zarr", "pkl")
     for name in ("s.zarr", "again.zarr"):
         store = tracestore.open(tmp_path / name)
@@ -250,9 +246,7 @@ def test_scores_belong_to_their_sample_and_to_any_id(tmp_path):
 
 
 def test_labels_that_pickles_cannot_hold_are_reported(tmp_path):
-    with tracestore.create(tmp_path / "s.zarr") as writer:
-        for k in range(3):
-            writer.append(make_trace(k), label=1.0 if k else None, group="g")
+    write_store(tmp_path / "s.zarr", make_traces(3), label=lambda k: 1.0 if k else None, group="g")
     done = export(tmp_path / "s.zarr", tmp_path / "out")
     assert "2 traces have a stored label" in done.stdout
     assert (tmp_path / "out" / "scores.csv").read_text().splitlines()[1] == "q0,,g"
@@ -269,9 +263,7 @@ def test_extras_that_look_like_encoded_values(tmp_path):
 
 
 def test_files_of_graphs_are_limited_in_bytes(tmp_path, monkeypatch):
-    with tracestore.create(tmp_path / "s.zarr") as writer:
-        for k in range(6):
-            writer.append(make_trace(k, tokens=20))
+    write_store(tmp_path / "s.zarr", make_traces(6, tokens=20))
     monkeypatch.setattr(tracestore.export.exporter, "MAX_GRAPH_BYTES", 2 * (20 * 3 * 8 * 2 + 3 * 210 * 20))
     export_store(tracestore.open(tmp_path / "s.zarr"), tmp_path / "out", format="pt-gnn")
     assert len(list((tmp_path / "out").iterdir())) == 3

@@ -11,7 +11,7 @@ import pytest
 import tracestore
 from tests.fault_injection.conftest import make_data, select_shard
 from tests.fault_injection.driver import run_convert, small_commits
-from tests.helpers import make_trace, read_all, tree_bytes
+from tests.helpers import make_traces, read_all, tree_bytes, write_store
 from tracestore.errors import CorruptStoreError, TracestoreWarning
 from tracestore.store.maintain.verify import repair_store, verify_store
 
@@ -19,11 +19,11 @@ FLIPS = int(os.environ.get("TRACESTORE_FLIPS", "300"))
 
 
 def make_store(path, codec):
-    with tracestore.create(path, codec=codec) as writer:
-        for k in range(14):
-            writer.append(make_trace(k, tokens=3 + k, dim=16), score=None if k % 3 else k / 10, group="ab"[k % 2])
-            if k in (3, 5, 6, 9):
-                writer.flush()
+    """Write a store of several segments and generations whose files are writable."""
+    write_store(
+        path, make_traces(14, tokens=lambda k: 3 + k, dim=16), score=lambda k: None if k % 3 else k / 10,
+        group=lambda k: "ab"[k % 2], commit_after=(3, 5, 6, 9), codec=codec,
+    )  # fmt: skip
     for file in path.rglob("*"):
         if file.is_file():
             file.chmod(0o644)

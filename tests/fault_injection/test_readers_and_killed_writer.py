@@ -12,7 +12,7 @@ import pytest
 
 import tracestore
 from tests.fault_injection.conftest import ALL
-from tests.helpers import ROOT, make_trace, read_all
+from tests.helpers import ROOT, make_trace, make_traces, read_all, write_store
 from tracestore.store.io import fsio
 from tracestore.store.maintain.verify import verify_store
 
@@ -35,8 +35,7 @@ def test_eight_readers_while_writers_are_killed(memory_folder):
             **options,
         )
 
-    with tracestore.create(store) as writer:
-        writer.append(make_trace(0, tokens=2, dim=32))
+    write_store(store, make_traces(1, tokens=2, dim=32))
     readers = [start("read", store, seed, stdin=subprocess.PIPE) for seed in range(8)]
     writing = start("write", store, KILLS, SECONDS, "0")
     output, errors = writing.communicate()

@@ -11,7 +11,7 @@ from scipy.special import expit
 
 import tracestore
 from tests.experiment.quiet import SMALL, train_quietly
-from tests.helpers import command, make_trace
+from tests.helpers import command, make_traces, write_store
 from tracestore.cli import command_parser
 from tracestore.cli.commands import predict
 from tracestore.console import Output
@@ -25,12 +25,9 @@ MALICIOUS_ID = 'q"1", =cmd|\r\n<b>\x01é\udcff'
 
 
 def make_store(path, count, *, scored=True, layers=3, dim=8, **options):
-    with tracestore.create(path, **options) as writer:
-        for k in range(count):
-            trace = make_trace(k, tokens=2 + k % 4, layers=layers, dim=dim)
-            score = 0.9 - 0.8 * (k % 2) if scored else None
-            writer.append({**trace, "sample": k % 3}, score=score)
-    return path
+    traces = make_traces(count, tokens=lambda k: 2 + k % 4, layers=layers, dim=dim)
+    traces = [trace | {"sample": k % 3} for k, trace in enumerate(traces)]
+    return write_store(path, traces, score=lambda k: 0.9 - 0.8 * (k % 2) if scored else None, **options)
 
 
 @pytest.fixture(scope="module")
@@ -91,14 +88,10 @@ def test_the_command_writes_scores_and_a_summary(trained, tmp_path):
 
 def test_malicious_ids_and_traces_without_a_score(trained, tmp_path):
     _, run, _ = trained
-    with tracestore.create(tmp_path / "s.zarr") as writer:
-        for k in range(4):
-            trace = make_trace(k, tokens=3)
-            if k == 1:
-                trace["question_id"] = MALICIOUS_ID
-            if k == 2:
-                trace["attentions"][1][0, 1, 0] = np.nan
-            writer.append(trace)
+    traces = make_traces(4, tokens=3)
+    traces[1]["question_id"] = MALICIOUS_ID
+    traces[2]["attentions"][1][0, 1, 0] = np.nan
+    write_store(tmp_path / "s.zarr", traces)
     for name in DETECTORS:
         score(run / name / "best.pt", tmp_path / "s.zarr", tmp_path / "s.csv")
         rows = rows_of(tmp_path / "s.csv")

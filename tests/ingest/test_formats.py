@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tracestore
-from tests.helpers import as_torch, convert, make_graphs, make_trace, make_traces, write_pickle
+from tests.helpers import as_torch, convert, make_graphs, make_trace, make_traces, write_pickle, write_store
 from tests.store.second_reader import read_store
 from tracestore.ingest import pickle_reader
 from tracestore.ingest.formats import read_traces
@@ -231,8 +231,7 @@ def test_lazily_negated_tensors_are_read_with_their_sign(tmp_path, kind):
     assert all(layer.is_neg() for layer in trace["hidden_states"])
     path = tmp_path / ("a.pt" if kind == "torch.save" else "a.pkl")
     if kind == "in memory":
-        with tracestore.create(tmp_path / "s.zarr", dtype="keep") as writer:
-            writer.append(trace)
+        write_store(tmp_path / "s.zarr", [trace], dtype="keep")
     else:
         if kind == "pickle":
             write_pickle(path, [trace])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import command, convert, make_traces, write_pickle
+from tests.helpers import command, convert, make_traces, write_pickle, write_store
 from tests.train.runs import FAST, write_labeled
 from tracestore.errors import UsageError
 
@@ -112,9 +112,7 @@ def test_files_that_tracestore_writes_can_be_joined(tmp_path):
     )
     scored = {r["question_id"]: float(r["hallucination_score"]) for r in csv.DictReader((tmp_path / "p.csv").open())}
     traces = [t | {"question_id": q} for t, q in zip(make_traces(len(scored)), scored, strict=True)]
-    with tracestore.create(tmp_path / "bare.zarr") as writer:
-        for trace in traces:
-            writer.append(trace)
+    write_store(tmp_path / "bare.zarr", traces)
     command("score", tmp_path / "bare.zarr", "--scores", predictions, check=0)
     with tracestore.open(tmp_path / "bare.zarr") as bare:
         targets = dict(zip(bare.question_ids, bare.targets(), strict=True))
@@ -125,9 +123,7 @@ def test_files_that_tracestore_writes_can_be_joined(tmp_path):
 
 
 def test_create_takes_a_score_direction(tmp_path):
-    with tracestore.create(tmp_path / "s.zarr", score_direction="hallucination") as writer:
-        for trace, score in zip(make_traces(4), SCORES, strict=True):
-            writer.append(trace, score=score)
+    write_store(tmp_path / "s.zarr", make_traces(4), score=lambda k: SCORES[k], score_direction="hallucination")
     assert tracestore.open(tmp_path / "s.zarr").targets().tolist() == HALLUCINATION
     with pytest.raises(UsageError, match="expected one of"):
         tracestore.create(tmp_path / "t.zarr", score_direction="up")

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 import tracestore
-from tests.helpers import make_graphs, make_traces, write_pickle
+from tests.helpers import make_graphs, make_traces, write_pickle, write_store
 from tracestore._core.kernels import crc32c
 from tracestore._core.mapping import MappedFile
 from tracestore.store.format import manifest as mf
@@ -74,14 +74,11 @@ def valid_stores(folder: Path) -> list[Path]:
 
     def new(name: str, **options: str) -> Path:
         made.append(folder / f"{name}.zarr")
-        with tracestore.create(made[-1], **options) as writer:
-            for k, trace in enumerate(make_traces(8, layers=2, dim=8, tokens=4)):
-                writer.append(
-                    trace | {"question": f"why {k}?", "rare": {"a": [1.5, None]}}, score=k / 8, group=f"g{k % 3}"
-                )
-                if k % 4 == 3:
-                    writer.flush()
-        return made[-1]
+        traces = make_traces(8, layers=2, dim=8, tokens=4)
+        traces = [t | {"question": f"why {k}?", "rare": {"a": [1.5, None]}} for k, t in enumerate(traces)]
+        return write_store(
+            made[-1], traces, score=lambda k: k / 8, group=lambda k: f"g{k % 3}", commit_after=(3, 7), **options
+        )
 
     new("mean")
     new("heads", attention="heads")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import tracestore
-from tests.helpers import ROOT, make_trace
+from tests.helpers import ROOT, make_traces, write_store
 
 pytestmark = pytest.mark.long
 
@@ -84,8 +84,7 @@ def test_wheel_installs_and_runs_in_an_empty_environment(dist, tmp_path):
     assert done.returncode == 0, done.stderr
     done = subprocess.run([scripts / "python", "-I", ROOT / "tests/smoke.py", "--without-torch"], **run)
     assert done.returncode == 0, done.stdout + done.stderr
-    with tracestore.create(tmp_path / "elsewhere" / "s.zarr") as writer:
-        writer.append(make_trace(0))
+    write_store(tmp_path / "elsewhere" / "s.zarr", make_traces(1))
     command = scripts / "tracestore"
     findings = json.loads(subprocess.run([command, "doctor", "--json"], **run).stdout)
     assert any(f["name"] == "torch" for f in findings)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tracestore
-from tests.helpers import command, make_trace, run_cli
+from tests.helpers import command, make_traces, run_cli, write_store
 from tracestore.data.batch_format import BatchFormat
 from tracestore.data.epoch import EpochPlanner
 from tracestore.errors import UsageError
@@ -22,10 +22,7 @@ SMALL = {"gnn_hidden": 8, "latent_dim": 8, "lstm_hidden": 8}
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     path = tmp_path_factory.mktemp("plan") / "store.zarr"
-    with tracestore.create(path) as writer:
-        for k in range(40):
-            writer.append(make_trace(k, tokens=5 + k, layers=3, dim=16), score=k % 2)
-    return path
+    return write_store(path, make_traces(40, tokens=lambda k: 5 + k, layers=3, dim=16), score=lambda k: k % 2)
 
 
 FLAGS = ["--lstm-hidden", 64, "--gnn-hidden", 8, "--latent-dim", 8, "--num-threads", 1]
@@ -65,14 +62,10 @@ def test_options_of_training_are_measured(path, model, flags):
 def test_unusual_stores(tmp_path):
     """A single trace, a long trace, no labels, and a store without graphs."""
     for name, tokens, dim in (("one", 3, 8), ("long", 1500, 64)):
-        with tracestore.create(tmp_path / name) as writer:
-            writer.append(make_trace(0, tokens=tokens, layers=1, dim=dim))
+        write_store(tmp_path / name, make_traces(1, tokens=tokens, layers=1, dim=dim))
         assert plans_of(tmp_path / name, "--model", "gnn_det_lstm")["gnn_det_lstm"]["seconds_per_epoch"] > 0
-    with tracestore.create(tmp_path / "last", attention="none") as writer:
-        for k in range(6):
-            trace = make_trace(k, tokens=3)
-            del trace["attentions"]
-            writer.append(trace)
+    traces = [{n: v for n, v in t.items() if n != "attentions"} for t in make_traces(6, tokens=3)]
+    write_store(tmp_path / "last", traces, attention="none")
     assert list(plans_of(tmp_path / "last")) == ["lstm_solo"]
     done = command("plan", tmp_path / "last", "--model", "gvae_lstm", check=2)
     assert done.stderr.count("\n") == 1

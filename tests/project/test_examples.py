@@ -5,8 +5,7 @@ import importlib
 
 import pytest
 
-import tracestore
-from tests.helpers import make_traces
+from tests.helpers import make_traces, write_store
 
 MODULES = {
     "tracestore.data.collate": None,
@@ -24,9 +23,7 @@ MODULES = {
 def store_in_current_folder(tmp_path, monkeypatch):
     """store.zarr with 12 traces q0, q1, ... of 3 layers and 8 dimensions."""
     monkeypatch.chdir(tmp_path)
-    with tracestore.create("store.zarr") as writer:
-        for k, trace in enumerate(make_traces(12)):
-            writer.append(trace, score=k % 2)
+    write_store("store.zarr", make_traces(12), score=lambda k: k % 2)
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-import tracestore
-from tests.helpers import make_trace
+from tests.helpers import make_traces, write_store
 from tracestore._core.kernels import crc32c
 from tracestore.store.format import manifest as mf
 from tracestore.store.format import paths
@@ -20,9 +19,7 @@ from tracestore.store.write.columns_writer import write_columns
 
 def make_index_only_store(path: Path, num_traces: int, num_segments: int, num_parts: int) -> None:
     """Write a store of traces q0, q1, ... of 30 to 70 tokens; each index part is half as long as the one before it."""
-    with tracestore.create(path) as writer:
-        writer.append(make_trace(0))
-    files = LocalFiles(path)
+    files = LocalFiles(write_store(path, make_traces(1)))
     old = files.load_manifest(files.generations()[0])
     index = StoreIndex(files, old)
     template = index.part_arrays(0)

@@ -6,8 +6,7 @@ import json
 import numpy as np
 import torch
 
-import tracestore
-from tests.helpers import make_trace
+from tests.helpers import make_traces, write_store
 
 FAST = ["--lstm-hidden", 8, "--gnn-hidden", 8, "--latent-dim", 8, "--num-threads", 1]
 ONLY = {
@@ -20,13 +19,10 @@ TIMES = ("seconds_per_epoch", "traces_per_s", "data_wait_share")
 
 def write_labeled(path, attention="mean"):
     """Write a store of 60 traces whose hidden states predict the label, and 4 without a score."""
-    with tracestore.create(path, attention=attention) as writer:
-        for k in range(64):
-            trace = make_trace(k, tokens=2 + k % 4, layers=3, dim=8)
-            if k % 2:
-                trace["hidden_states"] = [h + np.float16(1.5) for h in trace["hidden_states"]]
-            writer.append(trace, score=None if k >= 60 else 0.9 - 0.8 * (k % 2))
-    return path
+    traces = make_traces(64, tokens=lambda k: 2 + k % 4)
+    for trace in traces[1::2]:
+        trace["hidden_states"] = [h + np.float16(1.5) for h in trace["hidden_states"]]
+    return write_store(path, traces, score=lambda k: None if k >= 60 else 0.9 - 0.8 * (k % 2), attention=attention)
 
 
 def timeless(value):

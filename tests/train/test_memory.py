@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import tracestore
-from tests.helpers import make_trace, run_cli
+from tests.helpers import make_traces, run_cli, write_store
 
 FLAGS = ["--no-run-lstm", "--no-run-gvae", "--no-probe", "--epochs", 1, "--num-threads", 1, "--batch-size", 16]
 CGROUPS = Path("/sys/fs/cgroup/memory")
@@ -18,10 +17,7 @@ CGROUPS = Path("/sys/fs/cgroup/memory")
 def wide(tmp_path_factory):
     """Write a store of 40 traces whose graphs take some megabytes each in training."""
     path = tmp_path_factory.mktemp("wide") / "store.zarr"
-    with tracestore.create(path) as writer:
-        for k in range(40):
-            writer.append(make_trace(k, tokens=40, layers=12, dim=128, heads=1), score=k % 2)
-    return path
+    return write_store(path, make_traces(40, tokens=40, layers=12, dim=128, heads=1), score=lambda k: k % 2)
 
 
 def limited(bytes_, store, out, *args, before="", check=None):

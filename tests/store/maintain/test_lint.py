@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import ROOT, command, make_trace
+from tests.helpers import ROOT, command, make_trace, write_store
 from tracestore.store.maintain.lint import KINDS, MAX_EXAMPLES, lint_store, row_tolerance
 
 
@@ -25,10 +25,7 @@ def softmax_trace(k, tokens=None, dtype="f2", causal=True, layers=2, heads=3):
 
 
 def store_of(path, traces, scores=None, **options):
-    with tracestore.create(path, **options) as writer:
-        for k, trace in enumerate(traces):
-            writer.append(trace, score=k % 2 * 0.9 if scores is None else scores[k])
-    return path
+    return write_store(path, traces, score=lambda k: k % 2 * 0.9 if scores is None else scores[k], **options)
 
 
 def counts(path, **options):

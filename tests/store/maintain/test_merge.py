@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import ROOT, command, convert, make_graphs, make_trace, make_traces, tree_bytes, write_pickle
+from tests.helpers import (
+    ROOT,
+    command,
+    convert,
+    make_graphs,
+    make_trace,
+    make_traces,
+    tree_bytes,
+    write_pickle,
+    write_store,
+)
 from tracestore.errors import InvalidInputError, UsageError
 from tracestore.store.format import schema
 from tracestore.store.maintain.merge import merge_stores, subset_store
@@ -54,18 +64,16 @@ def test_every_field_is_kept(tmp_path, name, codec):
     assert verify_store(tmp_path / "m.zarr").damaged == {}
 
 
-def make_store(path, numbers, **options):
-    with tracestore.create(path, **options) as writer:
-        for k in numbers:
-            writer.append(make_trace(k), score=None if k % 3 == 0 else k / 10, group=f"g{k % 2}")
-    return path
+def make_store(path, count, **options):
+    """Write a store of traces in two groups; every third trace has no score."""
+    return write_store(
+        path, make_traces(count), score=lambda k: k / 10 if k % 3 else None, group=lambda k: f"g{k % 2}", **options
+    )
 
 
 def test_duplicates_add_missing_scores(tmp_path):
-    one = make_store(tmp_path / "one.zarr", range(6))
-    with tracestore.create(tmp_path / "two.zarr") as writer:
-        for k in range(3, 9):
-            writer.append(make_trace(k), score=0.75)
+    one = make_store(tmp_path / "one.zarr", 6)
+    write_store(tmp_path / "two.zarr", make_traces(9)[3:], score=0.75)
     report = merge_stores([one, tmp_path / "two.zarr"], tmp_path / "m.zarr")
     merged = tracestore.open(tmp_path / "m.zarr")
     assert merged.question_ids == [f"q{k}" for k in range(9)]
@@ -80,16 +88,16 @@ def test_duplicates_add_missing_scores(tmp_path):
 
 
 def test_incompatible_stores_and_conflicting_traces_are_refused(tmp_path):
-    one, heads = make_store(tmp_path / "one.zarr", range(4)), make_store(tmp_path / "h.zarr", [9], attention="heads")
+    one, heads = make_store(tmp_path / "one.zarr", 4), make_store(tmp_path / "h.zarr", 1, attention="heads")
     with pytest.raises(UsageError, match="--attention heads"):
         merge_stores([one, heads], tmp_path / "m.zarr")
     with pytest.raises(UsageError, match="destination"):
         merge_stores([one], one)
     with pytest.raises(UsageError, match="no such store"):
         merge_stores([tmp_path / "nowhere"], tmp_path / "m.zarr")
-    with tracestore.create(tmp_path / "other.zarr") as writer:
-        for trace in [*make_traces(1, tokens=3), make_trace(2, tokens=9, seed=5)]:
-            writer.append(trace | {"question_id": f"q{2 if len(trace['tokens']) == 9 else 8}"})
+    write_store(
+        tmp_path / "other.zarr", [make_trace(0, tokens=3) | {"question_id": "q8"}, make_trace(2, tokens=9, seed=5)]
+    )
     with pytest.raises(InvalidInputError, match="different content"):
         merge_stores([one, tmp_path / "other.zarr"], tmp_path / "m.zarr")
     # The traces before the refused source stay; the refused source adds none.
@@ -211,7 +219,7 @@ def test_a_subset_does_not_contain_its_sources_completely(tmp_path):
 
 
 def test_an_empty_subset_replaces_nothing(tmp_path):
-    one, two = make_store(tmp_path / "one.zarr", range(4)), make_store(tmp_path / "two.zarr", range(2))
+    one, two = make_store(tmp_path / "one.zarr", 4), make_store(tmp_path / "two.zarr", 2)
     with pytest.raises(UsageError, match="no trace is chosen"):
         subset_store(one, two, np.zeros(0, np.int64), overwrite=True)
     assert len(tracestore.open(two)) == 2

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import make_trace, read_all, run_cli
+from tests.helpers import make_traces, read_all, run_cli, write_store
 from tracestore.errors import MissingFieldError
 
 
@@ -41,9 +41,7 @@ def test_a_pickled_store_opens_the_same_store(store_path):
 
 
 def test_missing_fields_raise(tmp_path):
-    with tracestore.create(tmp_path / "s.zarr", attention="none") as writer:
-        writer.append(make_trace(0))
-    store = tracestore.open(tmp_path / "s.zarr")
+    store = tracestore.open(write_store(tmp_path / "s.zarr", make_traces(1), attention="none"))
     with pytest.raises(MissingFieldError, match="attention"):
         _ = store[0].attention
     with pytest.raises(MissingFieldError, match="no graphs"):

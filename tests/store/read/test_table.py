@@ -6,7 +6,7 @@ import torch
 
 import tracestore
 from tests.bridges.stores import make_store
-from tests.helpers import make_traces
+from tests.helpers import make_traces, write_store
 from tracestore.errors import UsageError
 
 
@@ -43,10 +43,12 @@ def test_features_are_a_view_of_one_segment(path, tmp_path):
 
 def test_features_of_bfloat16_are_float32(tmp_path):
     traces = make_traces(5)
-    with tracestore.create(tmp_path / "b.zarr", dtype="keep") as writer:
-        for trace in traces:
-            hidden = [torch.from_numpy(h.astype("f4")).bfloat16() for h in trace["hidden_states"]]
-            writer.append(trace | {"hidden_states": hidden})
+    hidden = [[torch.from_numpy(h.astype("f4")).bfloat16() for h in t["hidden_states"]] for t in traces]
+    write_store(
+        tmp_path / "b.zarr",
+        [t | {"hidden_states": h} for t, h in zip(traces, hidden, strict=True)],
+        dtype="keep",
+    )
     with tracestore.open(tmp_path / "b.zarr") as store:
         expected = [torch.from_numpy(t["hidden_states"][1][-1].astype("f4")).bfloat16().float().numpy() for t in traces]
         assert np.array_equal(store.features(1), np.stack(expected)) and store.features(1).dtype == np.float32

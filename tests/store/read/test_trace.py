@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import make_trace
+from tests.helpers import make_traces, write_store
 from tests.store.read.test_truncation import CASES, files_of, make_store, truncate
 
 
@@ -38,9 +38,7 @@ def test_a_copy_equals_the_trace_and_needs_no_files(tmp_path, case):
 
 
 def test_a_copy_lacks_the_fields_that_the_trace_lacks(tmp_path):
-    with tracestore.create(tmp_path / "s.zarr", attention="none") as writer:
-        writer.append(make_trace(0))
-    copied = tracestore.open(tmp_path / "s.zarr")[0].copy()
+    copied = tracestore.open(write_store(tmp_path / "s.zarr", make_traces(1), attention="none"))[0].copy()
     assert copied.attention_packed is None and copied.hidden_states is not None and np.isnan(copied.score)
     with pytest.raises(tracestore.errors.MissingFieldError):
         _ = copied.attention

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import ROOT, make_trace, run_cli
+from tests.helpers import ROOT, make_traces, run_cli, write_store
 from tracestore._core import gather, kernels
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import CorruptStoreError, TruncatedFileError
@@ -31,13 +31,11 @@ def make_store(path, codec="none", attention="mean", causal=True, edges=False, c
     """Write a store of two commits, and so of two segments, with arrays of several pages and of less than one."""
     if edges:
         return Path(shutil.copytree(ROOT / "tests" / "golden" / "v1_edges.zarr", path))
-    with tracestore.create(path, codec=codec, attention=attention) as writer:
-        for k in range(count):
-            trace = make_trace(k, tokens=20 + k % 5, layers=3, dim=32, causal=causal)
-            writer.append(trace | {"question": f"why {k}?", "note": [k]}, score=k / 10)
-            if k == count // 2:
-                writer.flush()
-    return path
+    traces = make_traces(count, tokens=lambda k: 20 + k % 5, layers=3, dim=32, causal=causal)
+    traces = [t | {"question": f"why {k}?", "note": [k]} for k, t in enumerate(traces)]
+    return write_store(
+        path, traces, score=lambda k: k / 10, commit_after=[count // 2], codec=codec, attention=attention
+    )
 
 
 def files_of(store):

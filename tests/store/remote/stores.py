@@ -3,7 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import tracestore
-from tests.helpers import make_traces
+from tests.helpers import make_traces, write_store
 from tracestore.store.read.internals import StoreInternals
 from tracestore.store.read.store import TraceStore
 from tracestore.store.remote.files import RemoteFiles
@@ -14,11 +14,8 @@ SEGMENTS = 6
 
 def make_store(path, **options):
     """Write a store of 36 traces in six segments."""
-    with tracestore.create(path, **options) as writer:
-        for k, trace in enumerate(make_traces(6 * SEGMENTS, tokens=24, layers=3, dim=32)):
-            writer.append(trace, score=k / 36)
-            if k % 6 == 5:
-                writer.flush()
+    traces = make_traces(6 * SEGMENTS, tokens=24, layers=3, dim=32)
+    return write_store(path, traces, score=lambda k: k / 36, commit_after=range(5, 36, 6), **options)
 
 
 def upload(folder, address):

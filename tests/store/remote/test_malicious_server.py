@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import command, make_traces, write_pickle
+from tests.helpers import command, make_traces, write_pickle, write_store
 from tests.malicious_inputs.stores import Store
 from tests.store.remote.stores import upload
 from tracestore.store.format.mapped_arrays import pack_arrays
@@ -21,10 +21,7 @@ from tracestore.store.format.ragged import encode_strings
 def local_store(tmp_path):
     """A store of one generation."""
     path = tmp_path / "local.zarr"
-    with tracestore.create(path) as writer:
-        for trace in make_traces(4, layers=2):
-            writer.append(trace)
-    return path
+    return write_store(path, make_traces(4, layers=2))
 
 
 class FolderServer:

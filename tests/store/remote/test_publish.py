@@ -13,7 +13,7 @@ import time
 import pytest
 
 import tracestore
-from tests.helpers import ROOT, command, convert, make_traces, tree_bytes, write_pickle
+from tests.helpers import ROOT, command, convert, make_traces, tree_bytes, write_pickle, write_store
 from tracestore.errors import RemoteError, StoreLockedError, UsageError
 from tracestore.store.maintain.verify import verify_store
 from tracestore.store.remote.object_store import ObjectStore
@@ -76,9 +76,7 @@ def test_create_writes_and_appends(remote):
 
 def test_duplicates_are_compared_by_content(remote):
     traces = make_traces(2)
-    with tracestore.create(remote) as writer:
-        for trace in traces:
-            writer.append(trace)
+    write_store(remote, traces)
     with tracestore.create(remote, append=True) as writer:
         writer.append(traces[0])
         with pytest.raises(tracestore.InvalidInputError, match="generated_answer_clean"):
@@ -107,10 +105,7 @@ def test_score_merge_and_subset_accept_urls(remote, store_path, tmp_path):
 
 @pytest.mark.long
 def test_old_generations_are_removed(remote):
-    with tracestore.create(remote) as writer:
-        for trace in make_traces(9):
-            writer.append(trace)
-            writer.flush()
+    write_store(remote, make_traces(9), commit_after=range(9))
     found = objects_of(remote)
     manifests = sorted(p for p in found if p.startswith("manifest/0"))
     assert manifests == ["manifest/0000000008", "manifest/0000000009"]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import ROOT, command, make_traces, run_cli
+from tests.helpers import ROOT, command, make_traces, run_cli, write_store
 from tests.store.remote.server import free_port, wait_until_it_answers
 from tests.store.remote.stores import assert_same_epoch, epoch, make_store, upload
 from tests.tiers import long
@@ -145,9 +145,7 @@ def test_a_replaced_store_is_a_different_store(remote_store, tmp_path):
     with tracestore.open(remote_store) as store:
         before = store[0].hidden_states.copy()
         pickled = pickle.dumps(store)
-    with tracestore.create(remote_store, overwrite=True) as writer:
-        for trace in make_traces(4, tokens=24, layers=3, dim=32, seed=9):
-            writer.append(trace)
+    write_store(remote_store, make_traces(4, tokens=24, layers=3, dim=32, seed=9), overwrite=True)
     with tracestore.open(remote_store) as store:
         assert len(store) == 4 and not np.array_equal(store[0].hidden_states, before)
     with pytest.raises(TracestoreError):

@@ -7,7 +7,7 @@ import pytest
 import zarr
 
 import tracestore
-from tests.helpers import make_trace, make_traces, read_all, tree_bytes
+from tests.helpers import make_trace, make_traces, read_all, tree_bytes, write_store
 from tracestore.errors import CorruptStoreError, InvalidInputError, StoreLockedError, UsageError
 from tracestore.store.format import schema
 from tracestore.store.maintain.verify import verify_store
@@ -18,9 +18,7 @@ from tracestore.store.write.writer import StoreWriter
 @pytest.mark.parametrize("attention", ["mean", "heads"])
 def test_traces_are_read_back_as_written(tmp_path, codec, attention):
     traces = make_traces(12)
-    with tracestore.create(tmp_path / "s.zarr", attention=attention, codec=codec) as writer:
-        for k, trace in enumerate(traces):
-            writer.append(trace, score=k / 12)
+    write_store(tmp_path / "s.zarr", traces, score=lambda k: k / 12, attention=attention, codec=codec)
     store = tracestore.open(tmp_path / "s.zarr", cache_bytes=4096)
     assert len(store) == 12 and store.question_ids == [t["question_id"] for t in traces]
     np.testing.assert_array_equal(store.scores, np.arange(12) / 12)
@@ -45,11 +43,7 @@ def test_traces_are_read_back_as_written(tmp_path, codec, attention):
 
 def test_many_commits_merge_the_index_parts(tmp_path):
     path = tmp_path / "s.zarr"
-    with tracestore.create(path) as writer:
-        for trace in make_traces(40):
-            writer.append(trace)
-            writer.flush()
-    store = tracestore.open(path)
+    store = tracestore.open(write_store(path, make_traces(40), commit_after=range(40)))
     assert store.generation == 40 and len(store.internals.manifest.parts) <= 7
     assert [store.index_of(f"q{k}") for k in range(40)] == list(range(40))
     assert len(list((path / "manifest").iterdir())) == 2
@@ -58,18 +52,14 @@ def test_many_commits_merge_the_index_parts(tmp_path):
 
 def test_equal_calls_write_equal_bytes(tmp_path):
     for name in ("a.zarr", "b.zarr"):
-        with tracestore.create(tmp_path / name) as writer:
-            for trace in make_traces(9):
-                writer.append(trace, score=0.5)
+        write_store(tmp_path / name, make_traces(9), score=0.5)
     assert tree_bytes(tmp_path / "a.zarr") == tree_bytes(tmp_path / "b.zarr")
 
 
 def test_square_attention_is_kept(tmp_path):
-    with tracestore.create(tmp_path / "s.zarr", attention="heads") as writer:
-        writer.append(make_trace(1, tokens=4))
-        writer.append(make_trace(2, tokens=5, causal=False))
-    store = tracestore.open(tmp_path / "s.zarr")
-    np.testing.assert_array_equal(store[1].attention, np.stack(make_trace(2, tokens=5, causal=False)["attentions"]))
+    traces = [make_trace(1, tokens=4), make_trace(2, tokens=5, causal=False)]
+    store = tracestore.open(write_store(tmp_path / "s.zarr", traces, attention="heads"))
+    np.testing.assert_array_equal(store[1].attention, np.stack(traces[1]["attentions"]))
     assert store.attention_layout == "square" and store[0].attention_layout == "causal"
 
 
@@ -98,10 +88,8 @@ def test_refused_traces_do_not_change_the_store(tmp_path):
 
 
 def test_samples_of_one_question_are_separate_traces(tmp_path):
-    with tracestore.create(tmp_path / "s.zarr") as writer:
-        for sample in range(3):
-            writer.append({**make_trace(0, tokens=4, seed=sample), "sample": sample})
-    store = tracestore.open(tmp_path / "s.zarr")
+    traces = [make_trace(0, tokens=4, seed=sample) | {"sample": sample} for sample in range(3)]
+    store = tracestore.open(write_store(tmp_path / "s.zarr", traces))
     assert [t.sample for t in store] == [0, 1, 2] and store.index_of("q0", 2) == 2
 
 
@@ -131,8 +119,7 @@ def test_a_failed_commit_keeps_the_previous_generation(tmp_path, monkeypatch, wh
     from tracestore.store.io import fsio
 
     path = tmp_path / "s.zarr"
-    with tracestore.create(path) as writer:
-        writer.append(make_trace(0))
+    write_store(path, make_traces(1))
     original, calls = getattr(fsio, where), [0]
     for step in [*range(8), 21, 50, 101, 10_000]:
         calls[0] = 0
@@ -195,9 +182,7 @@ def test_a_missing_index_part_is_an_error(store_path):
 
 def test_chunks_have_equal_sizes_and_little_padding(tmp_path):
     traces = make_traces(7, tokens=301, layers=10, dim=64)
-    with tracestore.create(tmp_path / "s.zarr") as writer:
-        for trace in traces:
-            writer.append(trace)
+    write_store(tmp_path / "s.zarr", traces)
     group = zarr.open_group(tmp_path / "s.zarr" / "segments" / "00000000", mode="r")
     for name, row_bytes in (("hidden_states", 128), ("attention", 2)):
         array = group[name]
