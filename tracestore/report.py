@@ -3,7 +3,7 @@
 import io
 import random
 from collections.abc import Callable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -116,10 +116,10 @@ def _sizes(store: TraceStore) -> list[tuple[str, str, str]]:
     """Return the name, the size and the share of each array and of the other files, largest first."""
     sizes: dict[str, int] = {}
     for number in range(store.info()["num_segments"]):
-        for file in store.internals.index.segment_files(number):
-            # segments/NUMBER/ARRAY/...
-            parts = PurePosixPath(file.path).parts
-            name = next((p for p in parts if p not in ("segments",) and not p.isdecimal()), file.path)
+        segment = store.internals.segment(number)
+        rows = store.internals.index.segment(number).rows
+        for file in (rows, *segment.entries.values()):
+            name = file.path.removeprefix(f"{segment.name}/").partition("/")[0]
             sizes[name] = sizes.get(name, 0) + file.size
     total = store.info()["bytes"]
     sizes["columns, index, manifest"] = max(0, total - sum(sizes.values()))

@@ -87,7 +87,7 @@ def test_repair_of_a_damaged_newest_manifest(memory_folder, monkeypatch, capsys,
         assert tree_bytes(store) == expected
         newest.chmod(0o644)
     # With the copy damaged as well, repair keeps the previous manifest; converting again adds the rest.
-    for path in (newest, store / "index" / newest.name / "manifest"):
+    for path in (newest, store / "index" / f"{newest.name}.manifest"):
         path.chmod(0o644)
         os.truncate(path, 10)
     report = repair_store(store)
@@ -112,7 +112,7 @@ def test_repair_waits_for_readers(memory_folder):
 
 def test_repair_refuses_when_no_manifest_is_intact(memory_folder):
     store = make_store(memory_folder / "hopeless.zarr", "none")
-    for manifest in [*(store / "manifest").iterdir(), *(store / "index").glob("*/manifest")]:
+    for manifest in [*(store / "manifest").iterdir(), *(store / "index").glob("*.manifest")]:
         os.truncate(manifest, 10)
     before = tree_bytes(store)
     with pytest.raises(CorruptStoreError, match="nothing was changed"):

@@ -58,7 +58,7 @@ def append(store, first, count):
 
 def files_of(store, generation):
     """Return whether manifest, index and columns of a generation exist."""
-    names = [f"{folder}/{generation:010d}" for folder in ("manifest", "index", "columns")]
+    names = [f"manifest/{generation:010d}", f"index/{generation:010d}.zip", f"columns/{generation:010d}.zip"]
     return [(store / name).exists() for name in names]
 
 

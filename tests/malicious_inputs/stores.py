@@ -5,10 +5,12 @@ that it follows changes of the format. A seed determines the change: the same se
 the same store from the same valid store.
 """
 
+import contextlib
 import itertools
 import json
 import os
 import random
+import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -22,8 +24,8 @@ from tracestore._core.kernels import crc32c
 from tracestore._core.mapping import MappedFile
 from tracestore.store.format import manifest as mf
 from tracestore.store.format import schema
-from tracestore.store.format.mapped_arrays import MappedArrays, pack_arrays
 from tracestore.store.format.ragged import encode_strings
+from tracestore.store.format.zip_group import ZipGroup, pack_group
 from tracestore.store.maintain.merge import merge_stores
 
 NUMBERS = [
@@ -123,50 +125,99 @@ class Store:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
 
+    def group(self, path: str, dtypes: dict[str, str]) -> ZipGroup:
+        """Open a file of small arrays."""
+        return ZipGroup(MappedFile(self.path / path), dtypes, schema.OPTIONAL_ROW_ARRAYS)
+
+    def arrays(self, path: str, dtypes: dict[str, str]) -> dict[str, np.ndarray]:
+        """Return writable copies of the arrays of a file of small arrays."""
+        group = self.group(path, dtypes)
+        return {name: np.array(group.view(name)) for name in dtypes if name in group}
+
     def part(self, k: int) -> dict[str, np.ndarray]:
         """Return writable copies of the arrays of an index part."""
-        ref = self.manifest["index"][k]
-        mapped = MappedArrays(MappedFile(self.path / ref["path"]), mf.PART_DTYPES)
-        return {name: np.array(view) for name, view in mapped.views.items()}
+        return self.arrays(self.manifest["index"][k]["path"], mf.PART_DTYPES)
 
-    def set_part(self, k: int, data: bytes) -> None:
+    def set_part(self, k: int, arrays: dict[str, np.ndarray]) -> None:
         """Write an index part and update its size and checksum in the manifest."""
-        ref = self.manifest["index"][k]
+        self.replace("index", k, pack_group(arrays, {}))
+
+    def replace(self, kind: str, k: int, data: bytes) -> None:
+        """Replace a file that the manifest names and update its size and checksum there."""
+        ref = self.manifest[kind][k]
         self.write(ref["path"], data)
         ref["size"], ref["crc32c"] = len(data), crc32c(data)
 
+    def segments(self) -> list[str]:
+        """Return the paths of all segments."""
+        return [
+            f"segments/{name}"
+            for k in range(len(self.manifest["index"]))
+            for name in strings(self.part(k), "segment_name")
+        ]
+
+    def row_files(self) -> list[str]:
+        """Return the paths of the small arrays of all segments."""
+        return [f"{segment}/rows.zip" for segment in self.segments()]
+
+    def listed(self, segment: str) -> list[str]:
+        """Return the paths of the files that a segment lists."""
+        attributes = self.group(f"{segment}/rows.zip", schema.ROW_DTYPES).attributes()
+        return [f"{segment}/{name}" for name, _, _ in attributes["tracestore"]["files"]]
+
+    def small_files(self) -> list[tuple[str, dict[str, str]]]:
+        """Return path and dtypes of each file of small arrays."""
+        found = [(p["path"], mf.PART_DTYPES) for p in self.manifest["index"]]
+        found += [(c["path"], schema.COLUMN_DTYPES) for c in self.manifest["columns"]]
+        return found + [(path, schema.ROW_DTYPES) for path in self.row_files()]
+
     def files(self) -> list[str]:
-        """Return the paths of all files that the manifest or an index part names."""
-        found = [p["path"] for p in self.manifest["index"]]
-        found += [f["path"] for c in self.manifest["columns"] for f in c["files"]]
-        for k in range(len(self.manifest["index"])):
-            arrays = self.part(k)
-            found += strings(arrays, "file_path")
-        return found
+        """Return the paths of all committed files."""
+        found = [path for path, _ in self.small_files()]
+        return found + [path for segment in self.segments() for path in self.listed(segment)]
+
+    def set_rows(self, segment: str, arrays: dict[str, np.ndarray], attributes: object = None) -> None:
+        """Write the small arrays of a segment; `attributes` replaces those of the group."""
+        path = f"{segment}/rows.zip"
+        if attributes is None:
+            attributes = self.group(path, schema.ROW_DTYPES).attributes()
+        self.write(path, pack_group(arrays, attributes))
 
     def reseal(self) -> None:
         """Update all sizes and checksums below the manifest."""
+        for segment in self.segments():
+            with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
+                self._reseal_segment(segment)
         for k in range(len(self.manifest["index"])):
             arrays = self.part(k)
-            for row, name in enumerate(strings(arrays, "file_path")):
-                path = self.path / name
+            for row, name in enumerate(strings(arrays, "segment_name")):
+                path = self.path / "segments" / name / "rows.zip"
                 if path.is_file() and not path.is_symlink():
                     data = path.read_bytes()
-                    arrays["file_size"][row], arrays["file_crc32c"][row] = len(data), crc32c(data)
-            self.set_part(k, pack_arrays(arrays))
-        for columns in self.manifest["columns"]:
-            for file in columns["files"]:
-                path = self.path / file["path"]
-                if path.is_file() and not path.is_symlink():
-                    data = path.read_bytes()
-                    file["size"], file["crc32c"] = len(data), crc32c(data)
+                    arrays["segment_size"][row], arrays["segment_crc32c"][row] = len(data), crc32c(data)
+            self.set_part(k, arrays)
+        for k, ref in enumerate(self.manifest["columns"]):
+            path = self.path / ref["path"]
+            if path.is_file() and not path.is_symlink():
+                self.replace("columns", k, path.read_bytes())
+
+    def _reseal_segment(self, segment: str) -> None:
+        group = self.group(f"{segment}/rows.zip", schema.ROW_DTYPES)
+        attributes = group.attributes()
+        listed = attributes["tracestore"]["files"]
+        for entry in listed:
+            path = self.path / segment / entry[0]
+            if path.is_file() and not path.is_symlink():
+                data = path.read_bytes()
+                entry[1:] = [len(data), crc32c(data)]
+        self.set_rows(segment, {name: np.array(group.view(name)) for name in group.names}, attributes)
 
     def seal(self) -> None:
         """Write the manifest and its copy."""
         text = json.dumps(self.manifest, sort_keys=True, separators=(",", ":")).encode()
         data = text + b"\n%08x\n" % crc32c(text)
         self.write(f"manifest/{self.generation:010d}", data)
-        self.write(f"index/{self.generation:010d}/manifest", data)
+        self.write(f"index/{self.generation:010d}.manifest", data)
 
 
 def strings(arrays: dict[str, np.ndarray], name: str) -> list[str]:
@@ -234,48 +285,92 @@ def change_index_value(rng: random.Random, store: Store) -> None:
     k = rng.randrange(len(store.manifest["index"]))
     arrays = store.part(k)
     change_array(rng, arrays[rng.choice([n for n in arrays if arrays[n].size])])
-    store.set_part(k, pack_arrays(arrays))
+    store.set_part(k, arrays)
 
 
-def change_index_length(rng: random.Random, store: Store) -> None:
-    """Remove, rename, shorten or lengthen an array of an index part."""
-    k = rng.randrange(len(store.manifest["index"]))
-    arrays = store.part(k)
+def _write_group(store: Store, path: str, data: bytes) -> None:
+    """Replace a file of small arrays and update the checksums of files above it."""
+    for kind in ("index", "columns"):
+        for k, ref in enumerate(store.manifest[kind]):
+            if ref["path"] == path:
+                return store.replace(kind, k, data)
+    store.write(path, data)
+    return store.reseal()
+
+
+def change_row_value(rng: random.Random, store: Store) -> None:
+    """Change values of a small array of a segment or of the columns, such as offsets, rows, scores or texts."""
+    path, dtypes = rng.choice([file for file in store.small_files() if not file[0].startswith("index/")])
+    arrays = store.arrays(path, dtypes)
+    change_array(rng, arrays[rng.choice([n for n in arrays if arrays[n].size])])
+    attributes = store.group(path, dtypes).attributes()
+    _write_group(store, path, pack_group(arrays, attributes))
+
+
+def change_group_length(rng: random.Random, store: Store) -> None:
+    """Remove, rename, shorten or lengthen a small array."""
+    path, dtypes = rng.choice(store.small_files())
+    arrays, attributes = store.arrays(path, dtypes), store.group(path, dtypes).attributes()
     name = rng.choice(list(arrays))
     array = arrays.pop(name)
     if rng.random() < 0.8:
         arrays[rng.choice([name, name, f"{name}x"])] = rng.choice(
             [array[:-1], np.concatenate([array, array]), array[:0]]
         )
-    store.set_part(k, pack_arrays(arrays))
+    _write_group(store, path, pack_group(arrays, attributes))
 
 
-def change_index_header(rng: random.Random, store: Store) -> None:
-    """Change the header of an index part."""
-    k = rng.randrange(len(store.manifest["index"]))
-    path = store.path / store.manifest["index"][k]["path"]
-    data = bytearray(path.read_bytes())
-    count = struct.unpack_from("<I", data, 8)[0]
-    row = 24 + 64 * rng.randrange(count)
-    at, size = rng.choice([(8, 4), (16, 8), (row, 32), (row + 32, 8), (row + 40, 8), (row + 48, 8)])
-    data[at : at + size] = rng.choice(
-        [rng.randbytes(size), b"\xff" * size, bytes(size), b"|O".ljust(size, b"\0")[:size]]
-    )
-    struct.pack_into("<I", data, 12, crc32c(bytes(data[24 : 24 + 64 * count])))
-    store.set_part(k, bytes(data))
+def change_zip(rng: random.Random, store: Store) -> None:
+    """Change bytes of the structure of a ZIP archive, or of a zarr.json in it."""
+    path, _ = rng.choice(store.small_files())
+    data = bytearray((store.path / path).read_bytes())
+    end = len(data) - 22
+    directory = struct.unpack_from("<I", data, end + 16)[0]
+    begins = [k.start() for k in re.finditer(b"PK\x01\x02", data[directory:])]
+    row = directory + rng.choice(begins)
+    local = struct.unpack_from("<I", data, row + 42)[0]
+    at, size = rng.choice(
+        [(end, 4), (end + 8, 2), (end + 10, 2), (end + 12, 4), (end + 16, 4), (end + 20, 2), (row + 8, 2), (row + 10, 2),
+         (row + 20, 4), (row + 24, 4), (row + 28, 2), (row + 30, 2), (row + 32, 2), (row + 42, 4), (row + 46, 3),
+         (local, 4), (local + 26, 2), (local + 28, 2), (local + 40, 20), (len(data) // 3, 30)]
+    )  # fmt: skip
+    data[at : at + size] = rng.choice([rng.randbytes(size), b"\xff" * size, bytes(size), b"\1" + bytes(size - 1)])
+    store.write(path, bytes(data))
+    for kind in ("index", "columns"):
+        for k, ref in enumerate(store.manifest[kind]):
+            if ref["path"] == path:
+                return store.replace(kind, k, bytes(data))
+    for k in range(len(store.manifest["index"])):
+        arrays = store.part(k)
+        for number, name in enumerate(strings(arrays, "segment_name")):
+            if path == f"segments/{name}/rows.zip":
+                arrays["segment_size"][number], arrays["segment_crc32c"][number] = len(data), crc32c(bytes(data))
+        store.set_part(k, arrays)
+    return None
 
 
-def change_path(rng: random.Random, store: Store) -> None:
-    """Change a path in an index part."""
+def change_segment_list(rng: random.Random, store: Store) -> None:
+    """Change the name of a segment in an index part, or an entry of the list of files of a segment."""
+    if rng.random() < 0.5:
+        segment = rng.choice(store.segments())
+        path = f"{segment}/rows.zip"
+        attributes = store.group(path, schema.ROW_DTYPES).attributes()
+        change_json(rng, attributes)
+        store.set_rows(segment, store.arrays(path, schema.ROW_DTYPES), attributes)
+        for k in range(len(store.manifest["index"])):
+            arrays, data = store.part(k), (store.path / path).read_bytes()
+            for number, name in enumerate(strings(arrays, "segment_name")):
+                if segment == f"segments/{name}":
+                    arrays["segment_size"][number], arrays["segment_crc32c"][number] = len(data), crc32c(data)
+            store.set_part(k, arrays)
+        return
     k = rng.randrange(len(store.manifest["index"]))
     arrays = store.part(k)
-    names = strings(arrays, "file_path")
-    if not names:
-        return change_manifest(rng, store)
-    names[rng.randrange(len(names))] = rng.choice([*PATHS, rng.choice(names)])
-    arrays["file_path"], arrays["file_path_offsets"] = encode_strings(names)
-    store.set_part(k, pack_arrays(arrays))
-    return None
+    names = strings(arrays, "segment_name")
+    if names:
+        names[rng.randrange(len(names))] = rng.choice([*PATHS, rng.choice(names), "..", "."])
+        arrays["segment_name"], arrays["segment_name_offsets"] = encode_strings(names)
+        store.set_part(k, arrays)
 
 
 def change_metadata(rng: random.Random, store: Store) -> None:
@@ -292,7 +387,7 @@ def _shards(store: Store) -> list[str]:
 
 
 def change_values(rng: random.Random, store: Store) -> None:
-    """Change values of a stored array, such as offsets, rows, scores or texts."""
+    """Change values of a large array."""
     name = rng.choice(_shards(store))
     path = store.path / name
     meta = json.loads((store.path / name.split("/c/")[0] / "zarr.json").read_text())
@@ -321,9 +416,7 @@ def change_shard_index(rng: random.Random, store: Store) -> None:
 
 def change_chunk(rng: random.Random, store: Store) -> None:
     """Change bytes of a compressed chunk, mostly of its header."""
-    name = rng.choice(
-        [f for f in _shards(store) if f.split("/")[-3] in schema.CODED_ARRAYS or "hidden" in f] or _shards(store)
-    )
+    name = rng.choice(_shards(store))
     data = bytearray((store.path / name).read_bytes())
     for _ in range(rng.choice([1, 1, 2, 5])):
         at = rng.randrange(min(len(data), rng.choice([8, 20, 64, len(data)])))
@@ -366,8 +459,9 @@ def change_file(rng: random.Random, store: Store) -> None:
 
 
 CHANGES: list[tuple[int, Callable[[random.Random, Store], None]]] = [
-    (4, change_manifest), (5, change_index_value), (1, change_index_length), (2, change_index_header), (1, change_path),
-    (4, change_metadata), (6, change_values), (2, change_shard_index), (4, change_chunk), (3, change_file),
+    (4, change_manifest), (5, change_index_value), (5, change_row_value), (1, change_group_length), (3, change_zip),
+    (2, change_segment_list), (4, change_metadata), (2, change_values), (2, change_shard_index), (4, change_chunk),
+    (3, change_file),
 ]  # fmt: skip
 
 

@@ -15,26 +15,42 @@ def read_store(path):
     manifest = json.loads(newest.read_text().splitlines()[0])
     facts = manifest["attributes"]
     layers, rows = facts["num_layers"], facts["num_heads"] if facts["attention"] == "heads" else 1
-    for number in range(sum(part["num_segments"] for part in manifest["index"])):
-        group = zarr.open_group(root / "segments" / f"{number:08d}", mode="r")
-        get, hidden_row = {name: group[name][:] for name in group.array_keys()}, 0
-        for k, (tokens, start) in enumerate(zip(get["num_tokens"], get["attention_start"], strict=True)):
-            a, b = get["question_id_offsets"][k : k + 2]
-            trace = {"question_id": get["question_id"][a:b].tobytes().decode(), "num_tokens": int(tokens)}
-            if get["last_token_row"][k] >= 0:
-                trace["last_token"] = get["last_token"][get["last_token_row"][k]]
-            if tokens:
-                states = get["hidden_states"][hidden_row : hidden_row + layers * tokens]
-                trace["hidden_states"] = states.reshape(layers, tokens, -1)
-                hidden_row += layers * tokens
-            if (layout := get["attention_layout"][k]) in (1, 2):
-                i, j = np.tril_indices(tokens) if layout == 1 else np.indices((tokens, tokens)).reshape(2, -1)
-                flat = get["attention"][start : start + layers * rows * len(i)].reshape(layers, rows, len(i))
-                square = np.zeros((layers, rows, tokens, tokens), flat.dtype)
-                square[:, :, i, j] = flat
-                trace["attention"] = square if facts["attention"] == "heads" else square[:, 0]
-            elif layout == 3:
-                ptr = get["edge_ptr"][start : start + layers + 1]
-                trace["edges"] = [(get["edge_index"][a:b].T, get["edge_weight"][a:b]) for a, b in pairwise(ptr)]
-            traces.append(trace)
+    for part in manifest["index"]:
+        with zarr.storage.ZipStore(root / part["path"], mode="r") as file:
+            index = {name: array[:] for name, array in zarr.open_group(file, mode="r").arrays()}
+        names = [index["segment_name"][a:b].tobytes().decode() for a, b in pairwise(index["segment_name_offsets"])]
+        for name in names:
+            traces += read_segment(root / "segments" / name, layers, rows, facts["attention"] == "heads")
+    return traces
+
+
+def read_segment(folder, layers, rows, has_heads):
+    """Return one dict per row of a segment."""
+    arrays = ("hidden_states", "last_token", "attention", "edge_index", "edge_weight")
+    get = {name: zarr.open_array(folder / name, mode="r")[:] for name in arrays if (folder / name).exists()}
+    traces = []
+    with zarr.storage.ZipStore(folder / "rows.zip", mode="r") as file:
+        get |= {name: array[:] for name, array in zarr.open_group(file, mode="r").arrays()}
+    hidden_row = start = edge_layer = 0
+    for k, tokens in enumerate(get["num_tokens"].tolist()):
+        a, b = get["question_id_offsets"][k : k + 2]
+        trace = {"question_id": get["question_id"][a:b].tobytes().decode(), "num_tokens": int(tokens)}
+        if get["last_token_row"][k] >= 0:
+            trace["last_token"] = get["last_token"][get["last_token_row"][k]]
+        if tokens:
+            states = get["hidden_states"][hidden_row : hidden_row + layers * tokens]
+            trace["hidden_states"] = states.reshape(layers, tokens, -1)
+            hidden_row += layers * tokens
+        if (layout := get["attention_layout"][k]) in (1, 2):
+            i, j = np.tril_indices(tokens) if layout == 1 else np.indices((tokens, tokens)).reshape(2, -1)
+            flat = get["attention"][start : start + layers * rows * len(i)].reshape(layers, rows, len(i))
+            square = np.zeros((layers, rows, tokens, tokens), flat.dtype)
+            square[:, :, i, j] = flat
+            trace["attention"] = square if has_heads else square[:, 0]
+            start += flat.size
+        elif layout == 3:
+            ptr = get["edge_ptr"][edge_layer : edge_layer + layers + 1]
+            edge_layer += layers
+            trace["edges"] = [(get["edge_index"][a:b].T, get["edge_weight"][a:b]) for a, b in pairwise(ptr)]
+        traces.append(trace)
     return traces

@@ -1,5 +1,6 @@
 """Stores with an index but without arrays, to measure the costs of a million traces."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,16 +9,17 @@ import numpy as np
 from tests.helpers import make_traces, write_store
 from tracestore._core.kernels import crc32c
 from tracestore.store.format import manifest as mf
-from tracestore.store.format import paths
-from tracestore.store.format.mapped_arrays import pack_arrays
+from tracestore.store.format import paths, schema
 from tracestore.store.format.ragged import encode_strings
+from tracestore.store.format.zip_group import pack_group
 from tracestore.store.io.files import LocalFiles
 from tracestore.store.read.columns import Columns
 from tracestore.store.read.index import StoreIndex
-from tracestore.store.write.columns_writer import write_columns
 
 
-def make_index_only_store(path: Path, num_traces: int, num_segments: int, num_parts: int) -> None:
+def make_index_only_store(
+    path: Path, num_traces: int, num_segments: int, num_parts: int, question_id: Callable[[int], str] = "q{}".format
+) -> None:
     """Write a store of traces q0, q1, ... of 30 to 70 tokens; each index part is half as long as the one before it."""
     files = LocalFiles(write_store(path, make_traces(1)))
     old = files.load_manifest(files.generations()[0])
@@ -36,22 +38,27 @@ def make_index_only_store(path: Path, num_traces: int, num_segments: int, num_pa
         tokens = 30 + ids * 7919 % 41
         arrays["num_tokens"] = tokens.astype("<i4")
         arrays["graph_segment"] = arrays["sequence_segment"] = (ids // per_segment).astype("<i4")
-        arrays["graph_row"] = arrays["sequence_row"] = arrays["last_token_row"] = (ids % per_segment).astype("<i4")
-        arrays["id"], arrays["id_offsets"] = encode_strings(f"q{i}" for i in ids.tolist())
+        arrays["graph_row"] = arrays["sequence_row"] = (ids % per_segment).astype("<i4")
+        arrays["id"], arrays["id_offsets"] = encode_strings(map(question_id, ids.tolist()))
         first_segment = first // per_segment
         segments = (end // per_segment if k < num_parts - 1 else num_segments) - first_segment
         arrays["segment_traces"] = np.full(segments, per_segment, "<i4")
         arrays["segment_tokens"] = np.full(segments, int(tokens.sum()) // max(1, segments), "<i8")
-        data = pack_arrays(mf.with_key_table(arrays))
+        rows = (path / "segments/00000000/rows.zip").read_bytes()
+        arrays["segment_size"] = np.full(segments, len(rows), "<i8")
+        arrays["segment_crc32c"] = np.full(segments, crc32c(rows), "<u4")
+        names = [f"{number:08d}" for number in range(first_segment, first_segment + segments)]
+        arrays["segment_name"], arrays["segment_name_offsets"] = encode_strings(names)
+        data = pack_group(mf.with_key_table(arrays), {})
         generation += 1
-        name = f"{paths.index(generation)}/part"
-        (path / name).parent.mkdir()
+        name = paths.index(generation)
         (path / name).write_bytes(data)
         parts.append(mf.PartRef(name, len(data), crc32c(data), first, n, first_segment, segments, 0, 0))
     scores = np.linspace(0, 1, num_traces)
-    columns = write_columns(
-        path, generation, 0, Columns(scores, np.full(num_traces, np.nan), *encode_strings([""] * num_traces))
-    )
+    values = Columns(scores, np.full(num_traces, np.nan), *encode_strings([""] * num_traces))
+    data = pack_group({name: getattr(values, name) for name in schema.COLUMN_DTYPES}, {})
+    columns = mf.ColumnsRef(paths.columns(generation), len(data), crc32c(data), 0, num_traces)
+    (path / columns.path).write_bytes(data)
     manifest = replace(
         old, generation=generation, parts=tuple(parts), columns=(columns,), num_traces=num_traces, num_scored=num_traces
     )

@@ -135,23 +135,20 @@ cdef struct _Part:
     const ts_map *map
     int64_t first, count, patches
     const int32_t *graph_segment
-    const int64_t *hidden_row
-    const int64_t *attention_start
+    const int32_t *graph_row
     const int32_t *num_tokens
     const uint8_t *layout
     const int32_t *sequence_segment
-    const int32_t *last_token_row
+    const int32_t *sequence_row
     const int64_t *id_offsets
     const char *ids
     int64_t id_bytes
     const int64_t *patch_trace
     const uint8_t *patch_group
     const int32_t *patch_segment
-    const int64_t *patch_hidden_row
-    const int64_t *patch_attention_start
+    const int32_t *patch_row
     const int32_t *patch_num_tokens
     const uint8_t *patch_layout
-    const int32_t *patch_last_token_row
 
 
 cdef const void *_column(list owners, dict arrays, str name, Py_ssize_t count, Py_ssize_t itemsize) except? NULL:
@@ -226,23 +223,20 @@ cdef class LocationTable:
                 p.map = &(<MappedFile?>mapped).map
             p.first, p.count, p.patches = first, len(arrays["layout"]), len(arrays["patch_trace"])
             p.graph_segment = <const int32_t *>_column(self.owners, arrays, "graph_segment", p.count, 4)
-            p.hidden_row = <const int64_t *>_column(self.owners, arrays, "hidden_row", p.count, 8)
-            p.attention_start = <const int64_t *>_column(self.owners, arrays, "attention_start", p.count, 8)
+            p.graph_row = <const int32_t *>_column(self.owners, arrays, "graph_row", p.count, 4)
             p.num_tokens = <const int32_t *>_column(self.owners, arrays, "num_tokens", p.count, 4)
             p.layout = <const uint8_t *>_column(self.owners, arrays, "layout", p.count, 1)
             p.sequence_segment = <const int32_t *>_column(self.owners, arrays, "sequence_segment", p.count, 4)
-            p.last_token_row = <const int32_t *>_column(self.owners, arrays, "last_token_row", p.count, 4)
+            p.sequence_row = <const int32_t *>_column(self.owners, arrays, "sequence_row", p.count, 4)
             p.id_bytes = len(arrays["id"])
             p.id_offsets = <const int64_t *>_column(self.owners, arrays, "id_offsets", p.count + 1, 8)
             p.ids = <const char *>_column(self.owners, arrays, "id", p.id_bytes, 1)
             p.patch_trace = <const int64_t *>_column(self.owners, arrays, "patch_trace", p.patches, 8)
             p.patch_group = <const uint8_t *>_column(self.owners, arrays, "patch_group", p.patches, 1)
             p.patch_segment = <const int32_t *>_column(self.owners, arrays, "patch_segment", p.patches, 4)
-            p.patch_hidden_row = <const int64_t *>_column(self.owners, arrays, "patch_hidden_row", p.patches, 8)
-            p.patch_attention_start = <const int64_t *>_column(self.owners, arrays, "patch_attention_start", p.patches, 8)
+            p.patch_row = <const int32_t *>_column(self.owners, arrays, "patch_row", p.patches, 4)
             p.patch_num_tokens = <const int32_t *>_column(self.owners, arrays, "patch_num_tokens", p.patches, 4)
             p.patch_layout = <const uint8_t *>_column(self.owners, arrays, "patch_layout", p.patches, 1)
-            p.patch_last_token_row = <const int32_t *>_column(self.owners, arrays, "patch_last_token_row", p.patches, 4)
 
     def __dealloc__(self):
         free(self.parts)
@@ -253,9 +247,9 @@ cdef class LocationTable:
         Parameters
         ----------
         indices : int64 (n,)
-        out : int64 (n, 7)
-            Columns graph_segment, hidden_row, attention_start, num_tokens, layout, sequence_segment and
-            last_token_row. A segment of -1 means that the trace has no such data.
+        out : int64 (n, 6)
+            Columns graph_segment, graph_row, num_tokens, layout, sequence_segment and sequence_row. A
+            segment of -1 means that the trace has no such data.
 
         Raises
         ------
@@ -265,8 +259,8 @@ cdef class LocationTable:
             If a location is invalid.
         """
         cdef _Lookup call
-        if out.shape[0] != indices.shape[0] or out.shape[1] != 7:
-            raise ValueError(f"out: expected shape ({indices.shape[0]}, 7), found ({out.shape[0]}, {out.shape[1]})")
+        if out.shape[0] != indices.shape[0] or out.shape[1] != 6:
+            raise ValueError(f"out: expected shape ({indices.shape[0]}, 6), found ({out.shape[0]}, {out.shape[1]})")
         if indices.shape[0]:
             call.out = &out[0, 0]
             self.run(_look_up, &call, indices)
@@ -339,30 +333,28 @@ cdef int _look_up(void *context) noexcept nogil:
             return _check_maps(call, _NO_TRACE)
         p = &call.parts[part]
         row = call.indices[k] - p.first
-        out[0], out[1], out[2] = p.graph_segment[row], p.hidden_row[row], p.attention_start[row]
-        out[3], out[4] = p.num_tokens[row], p.layout[row]
-        out[5], out[6] = p.sequence_segment[row], p.last_token_row[row]
+        out[0], out[1] = p.graph_segment[row], p.graph_row[row]
+        out[2], out[3] = p.num_tokens[row], p.layout[row]
+        out[4], out[5] = p.sequence_segment[row], p.sequence_row[row]
         for i in range(part + 1, call.num_parts):
             if call.parts[i].patches:
                 _apply_patches(&call.parts[i], call.indices[k], out)
         if not _is_valid(call, out):
             call.failed = call.indices[k]
             return _check_maps(call, _CORRUPT)
-        out += 7
+        out += 6
     return _check_maps(call, 0)
 
 
 cdef bint _is_valid(_Lookup *call, const int64_t *location) noexcept nogil:
     """Return whether the values of a location are in range. Row numbers are checked when rows are read."""
-    if not (-1 <= location[0] < call.num_segments and -1 <= location[5] < call.num_segments):
+    if not (-1 <= location[0] < call.num_segments and -1 <= location[4] < call.num_segments):
         return False
-    if location[1] < 0 or location[2] < 0 or not 0 <= location[3] <= _MAX_TOKENS or location[6] < -1:
+    if location[1] < 0 or location[5] < 0 or not 0 <= location[2] <= _MAX_TOKENS:
         return False
-    if location[0] >= 0 and location[3] == 0:
+    if location[0] < 0 and location[4] < 0 or location[0] >= 0 and location[2] == 0:
         return False
-    if location[0] < 0 and location[5] < 0 or location[5] >= 0 and location[6] < 0:
-        return False
-    return location[4] < 32 and call.layouts >> location[4] & 1
+    return location[3] < 32 and call.layouts >> location[3] & 1
 
 
 cdef int _measure_ids(void *context) noexcept nogil:
@@ -426,9 +418,8 @@ cdef void _apply_patches(_Part *p, int64_t index, int64_t *out) noexcept nogil:
             hi = middle
     while lo < p.patches and p.patch_trace[lo] == index:
         if p.patch_group[lo] == 0:
-            out[0], out[1] = p.patch_segment[lo], p.patch_hidden_row[lo]
-            out[2], out[3] = p.patch_attention_start[lo], p.patch_num_tokens[lo]
-            out[4] = p.patch_layout[lo]
+            out[0], out[1] = p.patch_segment[lo], p.patch_row[lo]
+            out[2], out[3] = p.patch_num_tokens[lo], p.patch_layout[lo]
         else:
-            out[5], out[6] = p.patch_segment[lo], p.patch_last_token_row[lo]
+            out[4], out[5] = p.patch_segment[lo], p.patch_row[lo]
         lo += 1

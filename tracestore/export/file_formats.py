@@ -12,7 +12,7 @@ from tracestore.store.format import schema
 from tracestore.store.format.labels import DEFAULT_THRESHOLD
 from tracestore.store.read.store import TraceStore
 from tracestore.store.read.trace import PackedEdges, Trace
-from tracestore.store.write.record import TraceRecord, extras_values
+from tracestore.store.write.record import TraceRecord
 
 ExportFormat = Literal["pkl", "pt-lstm", "pt-gnn"]
 FORMATS: tuple[ExportFormat, ...] = get_args(ExportFormat)
@@ -68,7 +68,7 @@ def trace_dict(store: TraceStore, trace: Trace) -> dict[str, Any]:
         attention = file_layers(attention if attention.ndim == 4 else attention[:, None], store.attention_dtype)
     texts = {name: trace.text(name) for name in ("question", *schema.ANSWER_FIELDS)}
     hidden = file_layers(trace.hidden_states, store.hidden_dtype)
-    return extras_values(trace.extras) | _fields(trace, hidden, attention, texts)
+    return trace.extras | _fields(trace, hidden, attention, texts)
 
 
 def record_dict(record: TraceRecord) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def _layer_extras(trace: Trace, num_layers: int) -> dict[str, list[Any]]:
     """Return further fields that the source's Data objects had, as one value per layer."""
     if trace.attention_layout != "edges":
         return {}
-    extras = extras_values(trace.extras)
+    extras = trace.extras
     return {n: v for n, v in extras.items() if isinstance(v, list) and len(v) == num_layers and n not in _GRAPH_ARRAYS}
 
 

@@ -190,15 +190,9 @@ def test_files_truncated_before_opening(tmp_path, case):
         assert "verified" in lines and set(lines) <= {"fine", "named", "verified"}, (name, lines)
         if "named" in lines:
             named.add(name)
-    # Only files that readers do not need may be truncated without an error.
-    unused = ("sample", "source_position", "num_nonfinite", "edges_reversed", "attention_start", "last_token_row")
-    unused += ("num_tokens", "attention_layout", "question_id", "question_id_offsets", "tokens", "tokens_offsets")
+    # A reader reports every file that it needs.
     unread = {n for n in names if n not in named and n.split("/")[0] not in ("manifest", "columns", "index")}
-    segments = {n for n in unread if n.startswith("segments/")}
-    assert {n.split("/")[2] for n in segments} <= {*unused, "zarr.json", "generated_answer", "generated_text"} | {
-        "generated_answer_offsets",
-        "generated_text_offsets",
-    }, unread
+    assert {n.split("/", 2)[2] for n in unread if n.startswith("segments/")} <= {"zarr.json"}, unread
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -210,18 +204,16 @@ def test_files_truncated_while_open(tmp_path, case):
         "hidden_states/c/0/0",
         "attention/c/0",
         "last_token/c/0/0/0",
-        "question/c/0",
-        "extras_offsets/c/0",
-        "part",
+        "rows.zip",
     )
     if EVERY:
         wanted = ("",)
     elif case == "edges":
-        wanted = ("edge_index/c/0/0", "edge_weight/c/0", "edge_ptr/c/0")
+        wanted = ("edge_index/c/0/0", "edge_weight/c/0", "rows.zip")
     elif case != "none":
         wanted = wanted[:2]
     names = [n for n in files_of(whole) if n.endswith(wanted) and not n.startswith("segments/00000001")]
-    names += [n for n in files_of(whole) if n.endswith("part")]
+    names += [n for n in files_of(whole) if n.startswith("index/") and n.endswith(".zip")]
     for name in dict.fromkeys(names):
 
         def work(say, name=name):

@@ -53,3 +53,11 @@ def assert_same_epoch(found, expected):
 def cached(tmp_path):
     """Return the sizes of the files in the disk cache, by name."""
     return {p.name: p.stat().st_size for p in (tmp_path / "cache").glob("[!.]*")}
+
+
+def committed_files(store):
+    """Return the entries of all files of a generation except its manifest."""
+    internals = store.internals
+    segments = [internals.segment(number) for number in range(internals.manifest.num_segments)]
+    files = [file for segment in segments for file in (segment.rows, *segment.entries.values())]
+    return internals.manifest.small_files() + files

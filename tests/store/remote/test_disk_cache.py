@@ -13,7 +13,14 @@ import pytest
 
 import tracestore
 from tests.helpers import ROOT
-from tests.store.remote.stores import SEGMENTS, assert_same_epoch, cached, epoch, open_with_cache
+from tests.store.remote.stores import (
+    SEGMENTS,
+    assert_same_epoch,
+    cached,
+    committed_files,
+    epoch,
+    open_with_cache,
+)
 from tracestore.store.io import fsio
 from tracestore.store.remote.disk_cache import DiskCache
 
@@ -23,6 +30,7 @@ from tracestore.store.remote.disk_cache import DiskCache
 def test_the_cache_stays_within_its_limit(local_store, remote_store, tmp_path, shuffle):
     sizes = [p.stat().st_size for p in local_store.rglob("segments/*/*/c/*") if p.is_file()]
     sizes += [p.stat().st_size for p in local_store.rglob("segments/*/*/c/*/*") if p.is_file()]
+    sizes += [p.stat().st_size for p in local_store.glob("segments/*/rows.zip")]
     bound, most = 2 * max(sizes), 0
     cache = DiskCache(tmp_path / "small", bound)
     done = threading.Event()
@@ -57,8 +65,8 @@ def test_evicted_files_are_unmapped(remote_store, tmp_path):
     held = {name for name in os.listdir(tmp_path / "small") if not name.startswith(".")}
     with open("/proc/self/maps") as maps:
         mapped = {line.split("/")[-1].strip() for line in maps if "(deleted)" in line and str(tmp_path) in line}
-    # The index, which the open store needs, and the files that the last two reads evicted.
-    assert len(mapped) <= 3 and held
+    # Index and columns, which the open store needs, and the two files each that the last two reads evicted.
+    assert len(mapped) <= 6 and held
 
 
 @pytest.mark.long
@@ -70,7 +78,7 @@ for batch in tracestore.TraceLoader({remote_store!r}, view="graph", batch_size=5
     both = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) for _ in range(2)]
     assert [process.wait(120) for process in both] == [0, 0]
     asked = {path: n for (method, path), n in proxy.requests.items() if method == "GET" and "/segments/" in path}
-    assert len(asked) == 4 * SEGMENTS and set(asked.values()) == {1}
+    assert len(asked) == 5 * SEGMENTS and set(asked.values()) == {1}
 
 
 @pytest.mark.long
@@ -90,8 +98,7 @@ for batch in tracestore.TraceLoader({remote_store!r}, view="graph", batch_size=5
         process.wait()
         process.stdout.close()
         with tracestore.open(local_store) as store:
-            known = {DiskCache.name_of(remote_store, entry) for entry in store.internals.index.files()}
-            known |= {DiskCache.name_of(remote_store, f) for c in store.internals.manifest.columns for f in c.files}
+            known = {DiskCache.name_of(remote_store, entry) for entry in committed_files(store)}
         for name, size in cached(tmp_path).items():
             assert name in known and name.endswith(f"-{size}")
     proxy.fault = lambda *_: None

@@ -42,7 +42,7 @@ def test_an_unavailable_server_is_an_error_of_one_line(remote_store, proxy, monk
     monkeypatch.setenv("TRACESTORE_REMOTE_RETRY_TIMEOUT", "1")
     store = tracestore.open(remote_store)
     proxy.fault = lambda *_: "503"
-    with pytest.raises(RemoteError, match=r"segments/00000000/hidden_states/\S+: failed for 1 s"):
+    with pytest.raises(RemoteError, match=r"segments/00000000/\S+: failed for 1 s"):
         _ = store[0].hidden_states
     with pytest.raises(RemoteError):
         epoch(store)
@@ -76,7 +76,7 @@ def test_damaged_objects_are_named(remote_store, proxy, local_store, tmp_path):
     with tracestore.open(remote_store) as store, pytest.raises(CorruptStoreError, match=file):
         _ = store[13].attention
     with tracestore.open(local_store) as store:
-        damaged = next(DiskCache.name_of(remote_store, f) for f in store.internals.index.files() if f.path == file)
+        damaged = DiskCache.name_of(remote_store, store.internals.segment(2).entries[file])
     assert damaged not in cached(tmp_path)
 
 

@@ -13,7 +13,6 @@ import tracestore
 from tests.helpers import command, make_traces, write_pickle, write_store
 from tests.malicious_inputs.stores import Store
 from tests.store.remote.stores import upload
-from tracestore.store.format.mapped_arrays import pack_arrays
 from tracestore.store.format.ragged import encode_strings
 
 
@@ -91,7 +90,7 @@ def test_a_valid_server_is_accepted(serve):
     assert "4" in command("info", serve(send_all), check=0).stdout
 
 
-@pytest.mark.parametrize("part", ["manifest", "part", "everything"])
+@pytest.mark.parametrize("part", ["manifest", "index", "everything"])
 def test_a_slow_server_is_an_error(serve, part):
     """A server that sends five bytes per second makes no progress, whichever object it sends."""
 
@@ -144,7 +143,7 @@ def test_paths_in_a_manifest_cannot_leave_the_cache(local_store, remote, tmp_pat
     target = tmp_path / "evil.pth"
     name = str(target) if name.startswith("/") else name
     store = Store(local_store)
-    store.manifest["columns"][0]["files"][0]["path"] = name
+    store.manifest["columns"][0]["path"] = name
     store.seal()
     upload(local_store, remote)
     source = write_pickle(tmp_path / "a.pkl", make_traces(1))
@@ -162,9 +161,9 @@ def test_paths_in_a_manifest_cannot_leave_the_cache(local_store, remote, tmp_pat
 def test_paths_in_the_index_cannot_leave_the_cache(local_store, remote, tmp_path):
     store = Store(local_store)
     arrays = store.part(0)
-    names = [str(tmp_path / "evil.pth")] * len(arrays["file_size"])
-    arrays["file_path"], arrays["file_path_offsets"] = encode_strings(names)
-    store.set_part(0, pack_arrays(arrays))
+    names = [str(tmp_path / "evil.pth")] * len(arrays["segment_size"])
+    arrays["segment_name"], arrays["segment_name_offsets"] = encode_strings(names)
+    store.set_part(0, arrays)
     store.seal()
     upload(local_store, remote)
     with (

@@ -12,7 +12,6 @@ def test_no_file_is_pending_after_the_last_batch(remote_store, local_store):
         for batch in range(len(loader)):
             ahead.advance(batch)
             with ahead._lock:
-                ahead._plan()
                 held = sum(ahead._entries[name].size for name in ahead._uses)
             assert ahead._bytes == held
         ahead.advance(len(loader))

@@ -14,6 +14,7 @@ import pytest
 
 import tracestore
 from tests.helpers import ROOT, command, convert, make_traces, tree_bytes, write_pickle, write_store
+from tests.store.remote.stores import committed_files
 from tracestore.errors import RemoteError, StoreLockedError, UsageError
 from tracestore.store.maintain.verify import verify_store
 from tracestore.store.remote.object_store import ObjectStore
@@ -110,11 +111,7 @@ def test_old_generations_are_removed(remote):
     manifests = sorted(p for p in found if p.startswith("manifest/0"))
     assert manifests == ["manifest/0000000008", "manifest/0000000009"]
     with tracestore.open(remote) as store:
-        named = {p.path for p in store.internals.manifest.parts} | {
-            f.path for c in store.internals.manifest.columns for f in c.files
-        }
-        assert named <= set(found)
-        assert sum(f.path in found for f in store.internals.index.files()) == len(list(store.internals.index.files()))
+        assert {entry.path for entry in committed_files(store)} <= set(found)
     assert sum(p.startswith("index/") for p in found) <= 8 and "lock" not in found
 
 

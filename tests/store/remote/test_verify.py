@@ -9,7 +9,6 @@ from tests.helpers import command
 from tests.malicious_inputs.stores import Store
 from tests.store.remote.stores import upload
 from tracestore.errors import UsageError
-from tracestore.store.format.mapped_arrays import pack_arrays
 from tracestore.store.maintain.verify import repair_store, verify_store
 from tracestore.store.remote.object_store import ObjectStore
 
@@ -21,9 +20,9 @@ def test_every_damaged_object_is_found(remote_store, local_store, tmp_path):
     objects = ObjectStore(remote_store)
     for path in (
         "segments/00000001/attention/c/0",
-        "segments/00000002/tokens/zarr.json",
+        "segments/00000002/rows.zip",
         "zarr.json",
-        "index/0000000006/part",
+        "index/0000000006.zip",
     ):
         data = objects.read(path)
         objects.put(path, data[:-1] + bytes([data[-1] ^ 1]))
@@ -46,7 +45,7 @@ def test_contradictions_with_correct_checksums_are_found(local_store, remote):
     store = Store(local_store)
     arrays = store.part(0)
     arrays["num_tokens"][0] += 1
-    store.set_part(0, pack_arrays(arrays))
+    store.set_part(0, arrays)
     store.seal()
     upload(local_store, remote)
     expected = verify_store(local_store).damaged

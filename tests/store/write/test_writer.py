@@ -175,7 +175,7 @@ def test_a_partial_write_is_rolled_back(tmp_path, monkeypatch):
 
 
 def test_a_missing_index_part_is_an_error(store_path):
-    next((store_path / "index").glob("*/part")).unlink()
+    next((store_path / "index").glob("*.zip")).unlink()
     with pytest.raises(CorruptStoreError):
         StoreWriter(store_path)
 

@@ -29,19 +29,14 @@ _MAX_COUNT = 1 << 62
 TRACE_COLUMNS: dict[str, str] = {
     "graph_segment": "<i4",
     "graph_row": "<i4",
-    "hidden_row": "<i8",
-    "attention_start": "<i8",
-    "num_tokens": "<i4",
-    "layout": "|u1",
     "sequence_segment": "<i4",
     "sequence_row": "<i4",
-    "last_token_row": "<i4",
+    "num_tokens": "<i4",
+    "layout": "|u1",
     "nonfinite": "|u1",
     "sample": "<i4",
     "source": "<i4",
     "source_position": "<i4",
-    "graph_crc32c": "<u4",
-    "sequence_crc32c": "<u4",
 }
 # Locations that a later source added to a trace of an earlier part, sorted by trace.
 PATCH_COLUMNS: dict[str, str] = {
@@ -49,36 +44,35 @@ PATCH_COLUMNS: dict[str, str] = {
     "patch_group": "|u1",
     "patch_segment": "<i4",
     "patch_row": "<i4",
-    "patch_hidden_row": "<i8",
-    "patch_attention_start": "<i8",
     "patch_num_tokens": "<i4",
     "patch_layout": "|u1",
-    "patch_last_token_row": "<i4",
     "patch_nonfinite": "|u1",
-    "patch_crc32c": "<u4",
 }
 # The two field groups of a trace, which may come from different sources; values of patch_group.
 GROUP_GRAPH, GROUP_SEQUENCE = 0, 1
 GROUP_NAMES = ("graph", "sequence")
-# Trace columns that locate the data of a field group, besides <group>_segment, _row and _crc32c.
-LOCATION_COLUMNS = {
-    "graph": ("hidden_row", "attention_start", "num_tokens", "layout"),
-    "sequence": ("last_token_row",),
+# Trace columns that belong to the location of a field group, besides <group>_segment and <group>_row.
+LOCATION_COLUMNS = {"graph": ("num_tokens", "layout"), "sequence": ()}
+# Name, traces and tokens of each segment, and size and checksum of its rows.zip.
+SEGMENT_COLUMNS = {
+    "segment_traces": "<i4",
+    "segment_tokens": "<i8",
+    "segment_size": "<i8",
+    "segment_crc32c": "<u4",
 }
-FILE_COLUMNS = {"file_segment": "<i4", "file_size": "<i8", "file_crc32c": "<u4"}
-SEGMENT_COLUMNS = {"segment_traces": "<i4", "segment_tokens": "<i8"}
 SOURCE_COLUMNS = {"source_size": "<i8", "source_traces": "<i8", "source_skipped": "<i8"}
-STRINGS = ("id", "file_path", "source_path", "source_fingerprint")
+STRINGS = ("id", "segment_name", "source_path", "source_fingerprint")
 # Dtype of every array of an index part.
 PART_DTYPES: dict[str, str] = {
     **TRACE_COLUMNS,
     **PATCH_COLUMNS,
-    **FILE_COLUMNS,
     **SEGMENT_COLUMNS,
     **SOURCE_COLUMNS,
     **{f"{name}{suffix}": dtype for name in STRINGS for suffix, dtype in (("", "|u1"), ("_offsets", "<i8"))},
     "key_table": "<u4",
 }
+# Parts are merged up to this number of traces, so that a reader of one trace need not fetch the whole index.
+MAX_PART_TRACES = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -101,9 +95,10 @@ class ColumnsRef:
     """A reference to a group of columns and the range of traces it covers."""
 
     path: str
+    size: int
+    crc32c: int
     first_trace: int
     num_traces: int
-    files: tuple[FileEntry, ...]
 
 
 @dataclass(frozen=True)
@@ -117,7 +112,7 @@ class Manifest:
     num_traces: int = 0
     num_tokens: int = 0
     num_scored: int = 0
-    num_labelled: int = 0
+    num_labeled: int = 0
     num_bytes: int = 0
     fields: tuple[str, ...] = ()
 
@@ -133,8 +128,8 @@ class Manifest:
 
     def small_files(self) -> list[FileEntry]:
         """Return the entries of the files of the index and the columns."""
-        parts = [FileEntry(p.path, p.size, p.crc32c) for p in self.parts]
-        return parts + [file for columns in self.columns for file in columns.files]
+        refs: list[PartRef | ColumnsRef] = [*self.parts, *self.columns]
+        return [FileEntry(ref.path, ref.size, ref.crc32c) for ref in refs]
 
     def to_bytes(self) -> bytes:
         """Return the JSON document followed by a line with its CRC-32C."""
@@ -189,11 +184,11 @@ class Manifest:
                 raise ValueError(f"{name}: found {found} traces, expected {self.num_traces}")
         if self.num_traces > _MAX_TRACES:
             raise ValueError(f"num_traces: found {self.num_traces}, expected at most {_MAX_TRACES}")
-        if max(self.num_scored, self.num_labelled) > self.num_traces:
+        if max(self.num_scored, self.num_labeled) > self.num_traces:
             raise ValueError("found more scores or labels than traces")
 
 
-_COUNTS = ("num_traces", "num_tokens", "num_scored", "num_labelled", "num_bytes")
+_COUNTS = ("num_traces", "num_tokens", "num_scored", "num_labeled", "num_bytes")
 _KEYS = {"tracestore_manifest", "generation", "attributes", "index", "columns", "fields", *_COUNTS}
 
 
@@ -211,22 +206,24 @@ def _list(name: str, value: object) -> list[dict[str, Any]]:
 
 def _part_ref(data: dict[str, Any]) -> PartRef:
     ref = PartRef(**data)
-    FileEntry(ref.path, ref.size, ref.crc32c)
-    if not ref.path.startswith("index/") or not ref.path.endswith("/part"):
-        raise ValueError(f"index: found {ref.path!r:.60}")
     for name in ("first_trace", "num_traces", "first_segment", "num_segments", "first_source", "num_sources"):
         _count(name, getattr(ref, name))
+    _check_file("index", ref)
     return ref
 
 
 def _columns_ref(data: dict[str, Any]) -> ColumnsRef:
-    files = tuple(FileEntry(**f) for f in _list("files", data["files"]))
-    ref = ColumnsRef(**data | {"files": files})
-    if any(not f.path.startswith(f"{ref.path}/") or not f.path.startswith("columns/") for f in files) or not files:
-        raise ValueError(f"columns: files outside {ref.path!r:.60}")
+    ref = ColumnsRef(**data)
     _count("first_trace", ref.first_trace)
     _count("num_traces", ref.num_traces)
+    _check_file("columns", ref)
     return ref
+
+
+def _check_file(folder: str, ref: PartRef | ColumnsRef) -> None:
+    FileEntry(ref.path, ref.size, ref.crc32c)
+    if not ref.path.startswith(f"{folder}/"):
+        raise ValueError(f"{folder}: found {ref.path!r:.60}")
 
 
 def _check_contiguous(name: str, refs: Sequence[Any], first: str, count: str) -> None:
@@ -259,14 +256,12 @@ def empty_columns() -> dict[str, np.ndarray]:
 
 def check_part(ref: PartRef, lengths: Mapping[str, int]) -> None:
     """Raise ValueError unless the arrays of an index part have the lengths that its reference implies."""
-    num_files = lengths["file_size"]
     expected = dict.fromkeys(TRACE_COLUMNS, ref.num_traces)
     expected |= dict.fromkeys(PATCH_COLUMNS, lengths["patch_trace"])
-    expected |= dict.fromkeys(FILE_COLUMNS, num_files)
     expected |= dict.fromkeys(SEGMENT_COLUMNS, ref.num_segments)
     expected |= dict.fromkeys(SOURCE_COLUMNS, ref.num_sources)
-    counts = {"id": ref.num_traces, "file_path": num_files, "source_path": ref.num_sources}
-    counts["source_fingerprint"] = ref.num_sources
+    counts = {"id": ref.num_traces, "segment_name": ref.num_segments}
+    counts |= dict.fromkeys(("source_path", "source_fingerprint"), ref.num_sources)
     expected |= {f"{name}_offsets": count + 1 for name, count in counts.items()}
     expected["key_table"] = key_table_size(ref.num_traces)
     for name, length in expected.items():
@@ -286,7 +281,7 @@ def merge_parts(older: dict[str, np.ndarray], newer: dict[str, np.ndarray], firs
     `first_trace`, the first trace of the merged part, are kept as patches.
     """
     arrays: dict[str, np.ndarray] = {}
-    for columns in (TRACE_COLUMNS, FILE_COLUMNS, SEGMENT_COLUMNS, SOURCE_COLUMNS):
+    for columns in (TRACE_COLUMNS, SEGMENT_COLUMNS, SOURCE_COLUMNS):
         for name, dtype in columns.items():
             arrays[name] = np.concatenate([older[name], newer[name]]).astype(dtype)
     for name in STRINGS:
@@ -304,7 +299,7 @@ def merge_parts(older: dict[str, np.ndarray], newer: dict[str, np.ndarray], firs
 def apply_patch(arrays: dict[str, Any], row: int, patch: dict[str, Any]) -> None:
     """Write the location that a patch adds into row `row` of writable trace columns."""
     group = "graph" if patch["patch_group"] == GROUP_GRAPH else "sequence"
-    for name in ("segment", "row", "crc32c"):
+    for name in ("segment", "row"):
         arrays[f"{group}_{name}"][row] = patch[f"patch_{name}"]
     for name in LOCATION_COLUMNS[group]:
         arrays[name][row] = patch[f"patch_{name}"]

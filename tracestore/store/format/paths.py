@@ -16,30 +16,24 @@ DAMAGED_PREFIX = "damaged-"  # prefix of a manifest that `verify --repair` has s
 # Top-level folders of a store.
 TOP_FOLDERS = ("manifest", "segments", "index", "columns")
 
-_SEGMENT_ARRAYS = "|".join(schema.SEGMENT_ARRAYS)
-_COLUMN_ARRAYS = "|".join(schema.COLUMN_ARRAYS)
-_ARRAY_FILES = r"(?:zarr\.json|c(?:/0){1,3})"
-_IN_SEGMENT = rf"(?:zarr\.json|(?:{_SEGMENT_ARRAYS})/{_ARRAY_FILES})"
-_IN_COLUMNS = rf"(?:zarr\.json|(?:{_COLUMN_ARRAYS})/{_ARRAY_FILES})"
+_ARRAYS = "|".join(schema.LARGE_ARRAYS)
+_SEGMENT_NAME = r"[0-9a-z][0-9a-z_-]{0,62}"
+_IN_SEGMENT = rf"(?:zarr\.json|rows\.zip|(?:{_ARRAYS})/(?:zarr\.json|c(?:/0){{1,3}}))"
 _COMMITTED = re.compile(
-    rf"segments/[0-9]{{8}}/{_IN_SEGMENT}|columns/[0-9]{{10}}/{_IN_COLUMNS}|index/[0-9]{{10}}/(?:part|manifest)"
+    rf"segments/{_SEGMENT_NAME}/{_IN_SEGMENT}|(?:columns|index)/[0-9]{{10}}\.zip|index/[0-9]{{10}}\.manifest"
 )
 _GENERATION = re.compile(r"[0-9]{10}")
 _TEMPORARY = re.escape(TEMPORARY_PREFIX)
 _OWN_FILE = re.compile(
     rf"zarr\.json|lock|{_TEMPORARY}zarr\.json"
     rf"|manifest/(?:newest|(?:{_TEMPORARY}|{DAMAGED_PREFIX})?[0-9]{{10}})"
-    rf"|segments/(?:{_TEMPORARY})?[0-9]{{8}}/{_IN_SEGMENT}"
-    rf"|columns/(?:{_TEMPORARY})?[0-9]{{10}}/{_IN_COLUMNS}"
-    r"|index/[0-9]{10}/(?:part|manifest)"
-    rf"|{re.escape(SPOOL_FOLDER)}/[0-9]{{8}}(?:/[0-9]{{4}}-(?:{_SEGMENT_ARRAYS}))?"
+    rf"|segments/(?:{_TEMPORARY})?{_SEGMENT_NAME}/{_IN_SEGMENT}"
+    rf"|(?:columns|index)/(?:{_TEMPORARY})?[0-9]{{10}}\.zip|index/(?:{_TEMPORARY})?[0-9]{{10}}\.manifest"
+    rf"|{re.escape(SPOOL_FOLDER)}/[0-9]{{8}}(?:/[0-9]{{4}}-(?:{_ARRAYS}))?"
 )
-_ARRAY_FOLDERS = r"(?:/c(?:/0){0,2})?"
 _OWN_FOLDER = re.compile(
     rf"manifest|segments|index|columns|{re.escape(SPOOL_FOLDER)}(?:/[0-9]{{8}})?"
-    rf"|segments/(?:{_TEMPORARY})?[0-9]{{8}}(?:/(?:{_SEGMENT_ARRAYS}){_ARRAY_FOLDERS})?"
-    rf"|columns/(?:{_TEMPORARY})?[0-9]{{10}}(?:/(?:{_COLUMN_ARRAYS}){_ARRAY_FOLDERS})?"
-    r"|index/[0-9]{10}"
+    rf"|segments/(?:{_TEMPORARY})?{_SEGMENT_NAME}(?:/(?:{_ARRAYS})(?:/c(?:/0){{0,2}})?)?"
 )
 
 
@@ -62,8 +56,13 @@ def is_own(path: str, *, is_folder: bool) -> bool:
 
 
 def segment(number: int) -> str:
-    """Return the path of a segment's folder."""
+    """Return the path of the folder in which a writer creates a segment. Readers know no rule for names."""
     return f"segments/{number:08d}"
+
+
+def segment_rows(segment: str) -> str:
+    """Return the path of the small arrays of a segment."""
+    return f"{segment}/rows.zip"
 
 
 def temporary(path: str) -> str:
@@ -78,18 +77,24 @@ def manifest(generation: int) -> str:
 
 
 def index(generation: int) -> str:
-    """Return the path of the folder of the index part that a generation's commit writes."""
-    return f"index/{generation:010d}"
+    """Return the path of the index part that a generation's commit writes."""
+    return f"index/{generation:010d}.zip"
 
 
 def columns(generation: int) -> str:
-    """Return the path of the folder of the columns that a generation's commit writes."""
-    return f"columns/{generation:010d}"
+    """Return the path of the columns that a generation's commit writes."""
+    return f"columns/{generation:010d}.zip"
 
 
 def manifest_copy(generation: int) -> str:
     """Return the path of the second copy of a manifest, which only repair reads."""
-    return f"{index(generation)}/manifest"
+    return f"index/{generation:010d}.manifest"
+
+
+def generation_of(path: str) -> int | None:
+    """Return the generation whose commit wrote a file of index/ or columns/, or None for another file."""
+    name = path.rpartition("/")[2].partition(".")[0]
+    return int(name) if is_own(path, is_folder=False) and is_generation(name) else None
 
 
 def is_generation(name: str) -> bool:

@@ -30,6 +30,11 @@ def decode_string(data: np.ndarray, offsets: np.ndarray, index: int) -> str:
     return data[begin:end].tobytes().decode("utf-8", "surrogatepass")
 
 
+def is_offsets(offsets: np.ndarray, count: int) -> bool:
+    """Return whether these are the offsets of ragged data of `count` values."""
+    return bool(len(offsets) and offsets[0] == 0 and offsets[-1] == count and (offsets[1:] >= offsets[:-1]).all())
+
+
 def concatenate_ragged(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
     """Return the concatenation of ragged arrays, each given as (values, offsets)."""
     values = [v for v, _ in parts]

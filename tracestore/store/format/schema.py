@@ -13,7 +13,7 @@ FORMAT_VERSION = 1
 
 SEGMENT_CLOSE_BYTES = 128 << 20
 SEGMENT_SPLIT_BYTES = 1024 << 20
-INNER_CHUNK_BYTES = 1 << 20
+INNER_CHUNK_BYTES = 256 << 10
 MIN_CODED_CHUNK_BYTES = 64 << 10
 
 # NumPy has no bfloat16. Inside the package such arrays have this dtype, whose
@@ -27,27 +27,31 @@ ANSWER_FIELDS = ("generated_answer_clean", "generated_answer", "generated_text")
 # Optional texts of a trace, with one string array each.
 TEXT_FIELDS = ("question", *ANSWER_FIELDS)
 STRING_FIELDS = ("question_id", *TEXT_FIELDS, "extras")
-# The arrays of a segment by name: (length of axis 0, dtype). The length is one per trace (ROWS),
-# one more than that (OFFSETS), or any (VALUES). A dtype of None is given by the store's attributes.
-# Segments are written in the order of this table.
+# The large arrays of a segment, each a Zarr array of one shard file. Their dtypes; None is given by the
+# store's attributes. A segment has those that one of its traces needs. Only they are compressed by --codec.
+LARGE_ARRAYS: dict[str, str | None] = {
+    "hidden_states": None,
+    "last_token": None,
+    "attention": None,
+    "edge_index": "<i4",
+    "edge_weight": None,
+}
+# The arrays in the file rows.zip of a segment by name: (length, dtype). The length is one per trace
+# (ROWS), one more than that (OFFSETS), or any (VALUES). They are written in the order of this table.
 ROWS, OFFSETS, VALUES = "rows", "offsets", "values"
-SEGMENT_ARRAYS: dict[str, tuple[str, str | None]] = {
-    "hidden_states": (VALUES, None),
-    "last_token": (VALUES, None),
-    "attention": (VALUES, None),
-    "edge_ptr": (VALUES, "<i8"),
-    "edge_index": (VALUES, "<i4"),
-    "edge_weight": (VALUES, None),
+ROW_ARRAYS: dict[str, tuple[str, str]] = {
     "num_tokens": (ROWS, "<i4"),
     "sample": (ROWS, "<i4"),
     "source_position": (ROWS, "<i4"),
     "prompt_length": (ROWS, "<i4"),
     "attention_layout": (ROWS, "|u1"),
-    "attention_start": (ROWS, "<i8"),
     "last_token_row": (ROWS, "<i4"),
     "num_nonfinite": (ROWS, "<i8"),
     "fields": (ROWS, "<u4"),
     "edges_reversed": (ROWS, "|u1"),
+    "graph_crc32c": (ROWS, "<u4"),
+    "sequence_crc32c": (ROWS, "<u4"),
+    "edge_ptr": (VALUES, "<i8"),
     "tokens": (VALUES, "<i4"),
     "tokens_offsets": (OFFSETS, "<i8"),
     "tokens_decoded": (VALUES, "|u1"),
@@ -56,16 +60,9 @@ SEGMENT_ARRAYS: dict[str, tuple[str, str | None]] = {
     **dict.fromkeys(STRING_FIELDS, (VALUES, "|u1")),
     **{f"{name}_offsets": (OFFSETS, "<i8") for name in STRING_FIELDS},
 }
-# Arrays that a segment has only if at least one of its traces needs them.
-OPTIONAL_ARRAYS = frozenset({"hidden_states", "last_token", "attention", "edge_ptr", "edge_index", "edge_weight"})
-COLUMN_ARRAYS: dict[str, tuple[str, str]] = {
-    "scores": (ROWS, "<f8"),
-    "labels": (ROWS, "<f8"),
-    "groups": (VALUES, "|u1"),
-    "groups_offsets": (OFFSETS, "<i8"),
-}
-# Arrays that are large enough for --codec to pay off; all others are always uncompressed.
-CODED_ARRAYS = frozenset({"hidden_states", "attention", "last_token", "edge_index", "edge_weight"})
+OPTIONAL_ROW_ARRAYS = frozenset({"edge_ptr"})
+ROW_DTYPES = {name: dtype for name, (_, dtype) in ROW_ARRAYS.items()}
+COLUMN_DTYPES = {"scores": "<f8", "labels": "<f8", "groups": "|u1", "groups_offsets": "<i8"}
 CODECS = ("none", "blosc-zstd", "blosc-lz4", "zstd")
 ATTENTION_MODES = ("mean", "heads", "none")
 
@@ -131,6 +128,8 @@ def num_pairs(num_tokens: int, layout: int) -> int:
 
 # Upper limit for each of L, D and H; no model comes near it.
 MAX_DIMENSION = 1 << 20
+# Upper limit for S: offsets of the attention of a segment then fit into 64 bits.
+MAX_TOKENS = 1 << 20
 # Upper limit for L * D: a compressed inner chunk holds at least one row of last_token and is decoded at once.
 MAX_ROW_VALUES = 1 << 24
 _ATTRIBUTE_VALUES: dict[str, tuple[Any, ...]] = {

@@ -5,6 +5,7 @@ everything else that is written once per segment. A test compares every kind of 
 the output of zarr-python.
 """
 
+import functools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -31,8 +32,8 @@ def _compressors(name: str, itemsize: int) -> list[dict[str, Any]]:
     return [_codec("blosc", typesize=itemsize, cname=cname, clevel=_BLOSC_LEVEL, shuffle=_SHUFFLE, blocksize=0)]
 
 
-def _document(**values: Any) -> bytes:
-    return json.dumps(values, indent=2).encode()
+def _document(indent: int | None = 2, **values: Any) -> bytes:
+    return json.dumps(values, indent=indent).encode()
 
 
 def array_metadata(
@@ -56,6 +57,24 @@ def array_metadata(
         fill_value=0.0 if dtype.kind == "f" else 0,
         codecs=[sharding],
         attributes=attributes,
+        zarr_format=3,
+        node_type="array",
+        storage_transformers=[],
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def small_array_metadata(num_items: int, dtype: np.dtype) -> bytes:
+    """Return the zarr.json of a one-dimensional array of one uncompressed chunk."""
+    return _document(
+        indent=None,
+        shape=[num_items],
+        data_type=dtype.name,
+        chunk_grid={"name": "regular", "configuration": {"chunk_shape": [max(1, num_items)]}},
+        chunk_key_encoding={"name": "default", "configuration": {"separator": "/"}},
+        fill_value=0.0 if dtype.kind == "f" else 0,
+        codecs=[_bytes_codec(dtype.itemsize)],
+        attributes={},
         zarr_format=3,
         node_type="array",
         storage_transformers=[],

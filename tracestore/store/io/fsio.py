@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tracestore.errors import DiskFullError, StorageError, StoreLockedError, UsageError
+from tracestore.errors import CorruptStoreError, DiskFullError, StorageError, StoreLockedError, UsageError
 from tracestore.platform_support import name_file, open_unnamed
 from tracestore.store.format.paths import TEMPORARY_PREFIX
 
@@ -264,6 +264,10 @@ class WriterLock:
             self._fd = os.open(store / "lock", flags, 0o644)
         except FileNotFoundError:
             raise StoreLockedError(f"{store}: another writer has just removed its empty store") from None
+        except OSError as error:
+            if error.errno in (errno.EISDIR, errno.ELOOP):
+                raise CorruptStoreError("lock: not a regular file") from None
+            raise
         try:
             with with_filename(store / "lock"):
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -8,19 +8,16 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from tracestore.errors import CorruptStoreError
+from tracestore.errors import CorruptStoreError, escape_unprintable
 from tracestore.store.format import paths, schema
-from tracestore.store.format.entries import FileEntry
 from tracestore.store.format.manifest import Manifest
+from tracestore.store.format.ragged import is_offsets
 from tracestore.store.io.files import StoreFiles
-from tracestore.store.read.chunk_cache import ChunkCache
 from tracestore.store.read.columns import Columns, join_columns, read_columns
-from tracestore.store.read.index import StoreIndex
-from tracestore.store.read.segment import SegmentReader
+from tracestore.store.read.index import SegmentEntry, StoreIndex
+from tracestore.store.read.segment import SegmentReader, row_sizes
 
-# Columns of the index, and the arrays of a segment that hold the same values.
-_REPEATED = {"num_tokens": "num_tokens", "layout": "attention_layout", "attention_start": "attention_start"}
-_PLACES = (("graph_segment", "graph_row"), ("sequence_segment", "sequence_row"))
+_LOCATIONS = (("graph_segment", "graph_row"), ("sequence_segment", "sequence_row"))
 
 
 def find_inconsistencies(files: StoreFiles, manifest: Manifest) -> dict[str, str]:
@@ -29,7 +26,7 @@ def find_inconsistencies(files: StoreFiles, manifest: Manifest) -> dict[str, str
     Returns
     -------
     dict
-        Path in the store -> description of the contradiction. Empty for a consistent store.
+        Path in the store -> what is wrong there; empty if all files agree.
     """
     checker = ConsistencyChecker(files, manifest)
     for number in range(manifest.num_segments):
@@ -38,7 +35,7 @@ def find_inconsistencies(files: StoreFiles, manifest: Manifest) -> dict[str, str
 
 
 class ConsistencyChecker:
-    """Checks one generation: index and columns on construction, segments one by one.
+    """Check of one generation: its index and columns at once, its segments one by one.
 
     Parameters
     ----------
@@ -49,7 +46,7 @@ class ConsistencyChecker:
     Attributes
     ----------
     damaged : dict
-        Path in the store -> description of the contradiction.
+        Path in the store -> what is wrong there.
     """
 
     def __init__(self, files: StoreFiles, manifest: Manifest) -> None:
@@ -58,27 +55,31 @@ class ConsistencyChecker:
         self._index: StoreIndex | None = None
         self._traces: dict[str, _TracesBySegment] = {}
         generation = paths.manifest(manifest.generation)
-        with _collecting(self.damaged, generation):
-            columns = join_columns([read_columns(files, ref) for ref in manifest.columns])
-            _check_counts(manifest, columns)
-        with _collecting(self.damaged, generation):
+        with collect_damage(self.damaged, generation):
+            _check_counts(manifest, join_columns([read_columns(files, ref) for ref in manifest.columns]))
+        with collect_damage(self.damaged, generation):
             index = StoreIndex(files, manifest)
             _check_index(index, manifest)
-            self._traces = {name: _TracesBySegment(index.read_column(name)) for name, _ in _PLACES}
+            self._traces = {name: _TracesBySegment(index.read_column(name)) for name, _ in _LOCATIONS}
             self._index = index
 
-    def segment_files(self, number: int) -> list[FileEntry]:
-        """Return the files of a segment; none if the generation has no such segment or its index is damaged."""
+    def segment(self, number: int) -> SegmentEntry | None:
+        """Return a segment; None if the generation has no such segment or its index is damaged."""
         if self._index is not None and number < self.manifest.num_segments:
-            with _collecting(self.damaged, self._index.name):
-                return list(self._index.segment_files(number))
-        return []
+            with collect_damage(self.damaged, self._index.name):
+                return self._index.segment(number)
+        return None
 
     def check_segment(self, files: StoreFiles, number: int) -> None:
-        """Check the arrays of a segment, which `files` gives, and the entries of the index for its rows."""
-        if self._index is not None and number < self.manifest.num_segments:
-            with _collecting(self.damaged, paths.segment(number)):
-                _check_segment(files, self._index, self.manifest, number, self._traces)
+        """Check the arrays of a segment, which `files` gives, and the index against its rows."""
+        entry = self.segment(number)
+        if entry is not None and self._index is not None:
+            with collect_damage(self.damaged, entry.path):
+                segment = SegmentReader(files, entry, self.manifest.attributes)
+                _check_segment(segment, self.manifest.attributes)
+                for segment_column, row_column in _LOCATIONS:
+                    traces = self._traces[segment_column].of(number)
+                    _check_locations(self._index, segment, traces, row_column)
 
 
 class _TracesBySegment:
@@ -94,160 +95,111 @@ class _TracesBySegment:
 
 
 @contextmanager
-def _collecting(found: dict[str, str], where: str) -> Iterator[None]:
+def collect_damage(found: dict[str, str], where: str) -> Iterator[None]:
+    """Add an error of the block to `found`, unless its file is there, under the file that it names or `where`."""
     try:
         yield
     except CorruptStoreError as error:
         path, _, reason = str(error).partition(": ")
         found.setdefault(path if reason else where, reason or path)
-    except (OSError, ValueError) as error:
-        found.setdefault(where, str(error))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        found.setdefault(where, escape_unprintable(str(error), 300))
 
 
-def _require(holds: bool, where: str, reason: str) -> None:
+def _require(holds: bool, where: str, name: str, reason: str) -> None:
     if not holds:
-        raise CorruptStoreError(f"{where}: {reason}")
+        raise CorruptStoreError(f"{where}: {name}: {reason}")
 
 
 def _check_counts(manifest: Manifest, columns: Columns) -> None:
     where = paths.manifest(manifest.generation)
-    _require(len(columns) == manifest.num_traces, where, "num_traces: not the length of the columns")
-    _require(columns.num_scored == manifest.num_scored, where, "num_scored: not the number of scores")
-    _require(columns.num_labeled == manifest.num_labelled, where, "num_labelled: not the number of labels")
+    _require(len(columns) == manifest.num_traces, where, "num_traces", "not the length of the columns")
+    _require(columns.num_scored == manifest.num_scored, where, "num_scored", "not the number of scores")
+    _require(columns.num_labeled == manifest.num_labeled, where, "num_labeled", "not the number of labels")
 
 
 def _check_index(index: StoreIndex, manifest: Manifest) -> None:
     for name in ("sample", "source", "source_position", "nonfinite", "num_tokens", "layout"):
         index.read_column(name)
     count = manifest.num_traces
-    places = index.locations(np.arange(count))
-    tokens = int(places[places[:, 0] >= 0, 3].sum())
+    locations = index.locations(np.arange(count))
+    tokens = int(locations[locations[:, 0] >= 0, 2].sum())
     where = paths.manifest(manifest.generation)
-    _require(tokens == manifest.num_tokens, where, f"num_tokens: {tokens} in the index")
-    _require(sum(1 for _ in index.sources()) == manifest.num_sources, where, "num_sources: another number in the index")
+    _require(tokens == manifest.num_tokens, where, "num_tokens", f"{tokens} in the index")
+    num_sources = sum(1 for _ in index.sources())
+    _require(num_sources == manifest.num_sources, where, "num_sources", f"{num_sources} in the index")
     index.check_key_tables()
     samples = index.read_column("sample").tolist()
     for k, question_id in enumerate(index.question_ids(np.arange(count))):
-        _require(index.find(question_id, samples[k]) == k, index.name, f"key_table: trace {k} is not found by its id")
+        is_found = index.find(question_id, samples[k]) == k
+        _require(is_found, index.name, "key_table", f"trace {k} is not found by its id")
 
 
-def _check_segment(
-    files: StoreFiles, index: StoreIndex, manifest: Manifest, number: int, traces_by: dict[str, _TracesBySegment]
-) -> None:
-    attributes, num_rows = manifest.attributes, index.segment_rows(number)
-    entries = {f.path: f for f in index.segment_files(number)}
-    segment = SegmentReader(files, number, entries, ChunkCache(0), attributes, num_rows)
-    rows: dict[str, np.ndarray] = {}
-    for name, (kind, _) in schema.SEGMENT_ARRAYS.items():
-        if not segment.has(name):
-            _require(name in schema.OPTIONAL_ARRAYS, f"{segment.name}/{name}", "missing")
-            continue
-        array = segment.array(name)
-        array.check_chunks()
-        if kind != schema.VALUES:
-            rows[name] = array.copy(0, array.shape[0])
-    _check_rows(segment, attributes, rows)
-    _check_texts(segment, num_rows, rows)
-    if segment.has("edge_ptr"):
+def _check_segment(segment: SegmentReader, attributes: schema.Attributes) -> None:
+    rows = {name: segment.values(name) for name in schema.ROW_ARRAYS if name in segment.small}
+    for name in schema.LARGE_ARRAYS:
+        if segment.has(name):
+            segment.array(name).check_chunks()
+    where = segment.rows_path
+    tokens, layout = rows["num_tokens"], rows["attention_layout"]
+    _require(bool((tokens >= 0).all()), where, "num_tokens", "negative")
+    allowed = np.array([bool(attributes.allowed_layouts >> k & 1) for k in range(256)])
+    _require(bool(allowed[layout].all()), where, "attention_layout", "not a layout of the store")
+    sizes = {name: int(size.sum()) for name, size in row_sizes(attributes, tokens, layout).items()}
+    stored = {name: _length(segment, name) for name in ("hidden_states", "attention")}
+    stored["edges"] = max(0, len(rows.get("edge_ptr", ())) - 1)
+    for name, size in sizes.items():
+        _require(size == stored[name], where, "num_tokens", f"{size} rows of {name}, found {stored[name]}")
+    last = rows["last_token_row"]
+    holds = (last >= -1).all() and np.array_equal(last[last >= 0], np.arange(_length(segment, "last_token")))
+    _require(bool(holds), where, "last_token_row", "not the rows of last_token")
+    _check_texts(segment, rows)
+    if "edge_ptr" in rows:
         _check_edges(segment, attributes, rows)
-    for segment_column, row_column in _PLACES:
-        _check_places(index, segment, rows, traces_by[segment_column].of(number), row_column)
 
 
 def _length(segment: SegmentReader, name: str) -> int:
     return segment.array(name).shape[0] if segment.has(name) else 0
 
 
-def _check_rows(segment: SegmentReader, attributes: schema.Attributes, rows: dict[str, np.ndarray]) -> None:
-    layers, heads = attributes.num_layers or 0, attributes.num_stored_heads
-    tokens, layout = rows["num_tokens"].astype("<i8"), rows["attention_layout"]
-    _require(bool((tokens >= 0).all()), f"{segment.name}/num_tokens", "negative")
-    _require(
-        layers * int(tokens.sum()) == _length(segment, "hidden_states"),
-        f"{segment.name}/num_tokens",
-        "not the tokens of hidden_states",
-    )
-    allowed = np.array([bool(attributes.allowed_layouts >> k & 1) for k in range(256)])
-    _require(bool(allowed[layout].all()), f"{segment.name}/attention_layout", "not a layout of the store")
-    pairs = np.where(layout == schema.LAYOUT_CAUSAL, tokens * (tokens + 1) // 2, tokens * tokens)
-    sizes = np.where((layout == schema.LAYOUT_CAUSAL) | (layout == schema.LAYOUT_SQUARE), pairs * layers * heads, 0)
-    where = f"{segment.name}/attention_start"
-    dense = sizes > 0
-    ends = np.cumsum(sizes)
-    _require(bool((rows["attention_start"][dense] == (ends - sizes)[dense]).all()), where, "not where attention begins")
-    _require(int(sizes.sum()) == _length(segment, "attention"), where, "not the attention that is stored")
-    last = rows["last_token_row"]
-    has_one = last[last >= 0]
-    _require(
-        bool((last >= -1).all()) and (has_one == np.arange(len(has_one))).all()
-        and len(has_one) == _length(segment, "last_token"),
-        f"{segment.name}/last_token_row",
-        "not the rows of last_token",
-    )  # fmt: skip
-
-
-def _check_texts(segment: SegmentReader, num_rows: int, rows: dict[str, np.ndarray]) -> None:
-    for name in (*schema.STRING_FIELDS, "tokens", "tokens_decoded"):
-        offsets = rows.get(f"{name}_offsets")
-        if offsets is None:
-            array = segment.array(f"{name}_offsets")
-            offsets = array.copy(0, array.shape[0])
-        _check_offsets(offsets, _length(segment, name), f"{segment.name}/{name}_offsets")
-    strings = segment.array("tokens_decoded_offsets").shape[0] - 1
-    _check_offsets(rows["tokens_decoded_ptr"], strings, f"{segment.name}/tokens_decoded_ptr")
-    for row in range(num_rows):
+def _check_texts(segment: SegmentReader, rows: dict[str, np.ndarray]) -> None:
+    counts = {f"{name}_offsets": len(rows[name]) for name in (*schema.STRING_FIELDS, "tokens", "tokens_decoded")}
+    counts["tokens_decoded_ptr"] = len(rows["tokens_decoded_offsets"]) - 1
+    for name, count in counts.items():
+        _require(is_offsets(rows[name], count), segment.rows_path, name, f"not offsets of {count} values")
+    for row in range(segment.num_rows):
         segment.tokens_decoded(row)
         segment.extras(row)
         for name in schema.STRING_FIELDS:
             segment.string(name, row)
 
 
-def _check_offsets(offsets: np.ndarray, count: int, where: str) -> None:
-    holds = len(offsets) > 0 and offsets[0] == 0 and offsets[-1] == count and (offsets[1:] >= offsets[:-1]).all()
-    _require(bool(holds), where, f"not offsets of {count} values")
-
-
 def _check_edges(segment: SegmentReader, attributes: schema.Attributes, rows: dict[str, np.ndarray]) -> None:
-    layers = attributes.num_layers or 0
-    ptr = segment.array("edge_ptr").copy(0, segment.array("edge_ptr").shape[0])
-    _check_offsets(ptr, _length(segment, "edge_index"), f"{segment.name}/edge_ptr")
-    _require(_length(segment, "edge_weight") == ptr[-1], f"{segment.name}/edge_weight", "not one weight an edge")
-    at = 0
-    for row in np.flatnonzero(rows["attention_layout"] == schema.LAYOUT_EDGES):
-        where = f"{segment.name}/attention_start"
-        _require(rows["attention_start"][row] == at and at + layers < len(ptr), where, "not where edges begin")
-        begin, end = int(ptr[at]), int(ptr[at + layers])
+    layers, ptr = attributes.num_layers or 0, rows["edge_ptr"]
+    holds = is_offsets(ptr, _length(segment, "edge_index")) and _length(segment, "edge_weight") == ptr[-1]
+    _require(holds, segment.rows_path, "edge_ptr", "not the offsets of edge_index and edge_weight")
+    for row in np.flatnonzero(rows["attention_layout"] == schema.LAYOUT_EDGES).tolist():
+        first = segment.begin("edges", row)
+        begin, end = int(ptr[first]), int(ptr[first + layers])
         if end > begin:
             nodes = segment.array("edge_index").copy(begin, end)
-            inside = nodes.min() >= 0 and nodes.max() < rows["num_tokens"][row]
-            _require(bool(inside), f"{segment.name}/edge_index", f"row {row}: an edge leaves its graph")
-        at += layers
-    _require(at == len(ptr) - 1, f"{segment.name}/edge_ptr", "more layers than the rows have")
+            is_inside = bool(0 <= nodes.min() <= nodes.max() < rows["num_tokens"][row])
+            _require(is_inside, f"{segment.name}/edge_index", f"row {row}", "an edge leaves its graph")
 
 
-def _check_places(
-    index: StoreIndex, segment: SegmentReader, rows: dict[str, np.ndarray], traces: np.ndarray, row_column: str
-) -> None:
-    """Require that the index and a segment agree on the traces in the segment."""
-    found = index.read_column(row_column)[traces]
-    num_rows = len(rows["num_tokens"])
-    _require(bool((found < num_rows).all()), index.name, f"{row_column}: beyond the rows of {segment.name}")
+def _check_locations(index: StoreIndex, segment: SegmentReader, traces: np.ndarray, row_column: str) -> None:
+    """Require that the index agrees with a segment about the traces in it."""
+    found, where = index.read_column(row_column)[traces], index.name
+    _require(bool((found < segment.num_rows).all()), where, row_column, f"beyond the rows of {segment.name}")
+    repeated = {"sample": "sample"}
     if row_column == "graph_row":
-        for name, stored in _REPEATED.items():
-            agrees = (index.read_column(name)[traces] == rows[stored][found]).all()
-            _require(bool(agrees), index.name, f"{name}: not what {segment.name} says")
-        tokens = rows["num_tokens"].astype("<i8")
-        starts = np.cumsum(tokens) - tokens
-        layers = index.manifest.attributes.num_layers or 0
-        agrees = (index.read_column("hidden_row")[traces] == layers * starts[found]).all()
-        _require(bool(agrees), index.name, f"hidden_row: not where {segment.name} has the rows")
+        repeated |= {"num_tokens": "num_tokens", "layout": "attention_layout"}
     else:
-        agrees = (index.read_column("last_token_row")[traces] == rows["last_token_row"][found]).all()
-        _require(bool(agrees), index.name, f"last_token_row: not what {segment.name} says")
-    _require(
-        bool((index.read_column("sample")[traces] == rows["sample"][found]).all()),
-        index.name,
-        "sample: not the segment's",
-    )
+        has_one = segment.values("last_token_row")[found] >= 0
+        _require(bool(has_one.all()), where, row_column, f"{segment.name} has no last token there")
+    for name, stored in repeated.items():
+        agrees = index.read_column(name)[traces] == segment.values(stored)[found]
+        _require(bool(agrees.all()), where, name, f"differs from {segment.name}")
     for question_id, row in zip(index.question_ids(traces), found.tolist(), strict=True):
-        _require(segment.string("question_id", row) == question_id, index.name, "id: not what the segment says")
+        agrees = segment.string("question_id", row) == question_id
+        _require(agrees, where, "id", f"differs from {segment.name}")

@@ -88,7 +88,7 @@ def stored_traces(store: TraceStore, index: int) -> Iterator[PackedTrace]:
         )
         if (number, row) == graph:
             arrays["hidden_states"] = [trace.hidden_states]
-            packed.layout, packed.graph_crc = places.layout, places.graph_crc32c
+            packed.layout, packed.graph_crc = places.layout, segment.scalar("graph_crc32c", row)
         if packed.layout != schema.LAYOUT_NONE:
             attention = trace.attention_packed
             packed.num_heads, packed.attention_dtype = attributes.num_heads, attributes.attention_dtype
@@ -99,7 +99,7 @@ def stored_traces(store: TraceStore, index: int) -> Iterator[PackedTrace]:
                 arrays["attention"] = [attention.reshape(-1)]
         if (number, row) == sequence:
             arrays["last_token"] = [trace.last_token]
-            packed.sequence_crc = places.sequence_crc32c
+            packed.sequence_crc = segment.scalar("sequence_crc32c", row)
         yield packed
 
 

@@ -13,15 +13,16 @@ from tracestore.errors import CorruptStoreError, StoreLockedError, UsageError
 from tracestore.store.format import manifest as mf
 from tracestore.store.format import paths
 from tracestore.store.format.entries import FileEntry
-from tracestore.store.format.mapped_arrays import MappedArrays
+from tracestore.store.format.zip_group import ZipGroup
 from tracestore.store.io import fsio
 from tracestore.store.io.files import MAX_ROOT_BYTES, LocalFiles, parse_location
 from tracestore.store.io.ownership import has_manifest
-from tracestore.store.maintain.consistency import find_inconsistencies
+from tracestore.store.maintain.consistency import collect_damage, find_inconsistencies
 from tracestore.store.maintain.verify_report import VerifyReport
 from tracestore.store.read.columns import read_columns
 from tracestore.store.read.generation import ATTEMPTS, backoff, open_generation
-from tracestore.store.read.index import StoreIndex, part_files
+from tracestore.store.read.index import SegmentEntry, StoreIndex, part_segments
+from tracestore.store.read.segment import SegmentReader
 from tracestore.store.write.commit import root_metadata
 
 # Size of a read, and of the chunks that threads share.
@@ -167,25 +168,27 @@ def verify_store(
             except CorruptStoreError as error:
                 report.damaged[paths.manifest(number)] = str(error).split(": ", 1)[-1]
         report.generation = good[0].generation if good else None
-        parts = {p.path: FileEntry(p.path, p.size, p.crc32c) for m in good for p in m.parts}
-        checker.check(parts.values())
-        # A damaged index part has no reliable list of files.
-        entries = {f.path: f for m in good for columns in m.columns for f in columns.files}
-        entries |= {f.path: f for m in good for f in _copy_of(path, m)}
-        for part in parts.values():
-            if part.path not in report.damaged:
-                try:
-                    found = MappedArrays(LocalFiles(path).map(part), mf.PART_DTYPES)
-                    entries |= {f.path: f for f in part_files(found)}
-                except (OSError, ValueError, KeyError, CorruptStoreError) as error:
-                    report.damaged[part.path] = str(error)
+        small = {f.path: f for m in good for f in m.small_files()}
+        checker.check((small | {f.path: f for m in good for f in _copy_of(path, m)}).values())
+        segments: dict[str, SegmentEntry] = {}
+        for part in {part.path: part for m in good for part in m.parts if part.path not in report.damaged}.values():
+            with collect_damage(report.damaged, part.path):
+                group = ZipGroup(LocalFiles(path).map(small[part.path]), mf.PART_DTYPES)
+                segments |= {s.path: s for s in part_segments(group)}
+        checker.check(s.rows for s in segments.values())
+        entries: dict[str, FileEntry] = {}
+        for segment in segments.values():
+            if segment.rows.path not in report.damaged:
+                with collect_damage(report.damaged, segment.rows.path):
+                    entries |= SegmentReader(LocalFiles(path), segment, good[0].attributes).entries
         checker.check(entries.values())
+        known = {*small, *entries, *(s.rows.path for s in segments.values())}
         for manifest in good:
             if not report.damaged:
                 # Correct checksums prove that nothing changed after writing, not that correct values were written.
                 report.damaged |= _inconsistencies(path, manifest, quick)
         _check_root(path, good, report)
-        report.leftovers = _leftovers(path, {*parts, *entries})
+        report.leftovers = _leftovers(path, known)
     return report
 
 
@@ -249,20 +252,18 @@ def _check_root(store: Path, good: list[mf.Manifest], report: VerifyReport) -> N
 def _leftovers(store: Path, known: set[str]) -> list[str]:
     """Return the files that no readable manifest names: leftovers of unfinished writes."""
     known |= {"zarr.json", "lock"}
-    folders = set()
     for number in LocalFiles(store).generations():
         known.add(paths.manifest(number))
         try:
             manifest = LocalFiles(store).load_manifest(number)
         except (CorruptStoreError, FileNotFoundError):
             continue
-        folders |= {str(Path(r.path).parent) for r in manifest.parts} | {r.path for r in manifest.columns}
+        known |= {paths.manifest_copy(number), *(f.path for f in manifest.small_files())}
     found = []
     for folder, _, files in os.walk(store):
         for file in files:
             name = Path(folder, file).relative_to(store).as_posix()
-            inside = any(name.startswith(f"{f}/") for f in folders)
-            if name not in known and not inside and not name.startswith(f"manifest/{paths.DAMAGED_PREFIX}"):
+            if name not in known and not name.startswith(f"manifest/{paths.DAMAGED_PREFIX}"):
                 found.append(name)
     return sorted(found)
 

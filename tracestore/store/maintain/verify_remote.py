@@ -16,9 +16,10 @@ from tracestore.store.format import paths
 from tracestore.store.format.entries import FileEntry
 from tracestore.store.io import fsio
 from tracestore.store.io.files import RemoteURL
-from tracestore.store.maintain.consistency import ConsistencyChecker
+from tracestore.store.maintain.consistency import ConsistencyChecker, collect_damage
 from tracestore.store.maintain.verify_report import VerifyReport
-from tracestore.store.read.index import StoreIndex
+from tracestore.store.read.index import SegmentEntry, StoreIndex
+from tracestore.store.read.segment import SegmentReader
 from tracestore.store.remote.files import RemoteFiles, cache_of_environment, list_generations
 from tracestore.store.remote.object_store import ObjectStore
 from tracestore.store.write.commit import root_metadata
@@ -31,8 +32,8 @@ _ATTEMPTS = 5
 class _DownloadedFiles:
     """Objects in unnamed files of a folder: see StoreFiles. The files disappear when the process ends."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, cached: RemoteFiles, folder: Path) -> None:
+        self._cached, self._folder = cached, folder
         self._files: dict[str, IO[bytes]] = {}
 
     def create(self, path: str) -> IO[bytes]:
@@ -42,10 +43,14 @@ class _DownloadedFiles:
 
     def read(self, entry: FileEntry) -> bytes:
         """See StoreFiles."""
+        if entry.path not in self._files:
+            return self._cached.read(entry)
         return os.pread(self._files[entry.path].fileno(), entry.size, 0)
 
     def map(self, entry: FileEntry) -> MappedFile:
         """See StoreFiles."""
+        if entry.path not in self._files:
+            return self._cached.map(entry)
         return MappedFile(self._folder, entry.size, entry.path, self._files[entry.path].fileno())
 
     def clear(self) -> None:
@@ -147,32 +152,40 @@ def _verify(
         entries[copy.path] = copy
     checker.announce(entries.values())
     checker.check(entries.values())
-    segments: dict[str, FileEntry] = {}
+    segments: dict[str, SegmentEntry] = {}
     indexed = [m for m in good if not any(p.path in report.damaged for p in m.parts)]
     for manifest in indexed:
         try:
-            segments |= {f.path: f for f in StoreIndex(files, manifest).files()}
+            segments |= {s.path: s for s in StoreIndex(files, manifest).segments()}
         except CorruptStoreError as error:
             report.damaged[paths.manifest(manifest.generation)] = str(error)
-    checker.announce(segments.values())
+    for segment in segments.values():
+        checker.announce([segment.rows])
+    checker.check(s.rows for s in segments.values())
+    listed: dict[str, dict[str, FileEntry]] = {}
+    for segment in segments.values():
+        if segment.rows.path not in report.damaged:
+            with collect_damage(report.damaged, segment.rows.path):
+                listed[segment.path] = SegmentReader(files, segment, good[0].attributes).entries
+                checker.announce(listed[segment.path].values())
     if quick or report.damaged:
-        checker.check(segments.values())
+        for entries_of_segment in listed.values():
+            checker.check(entries_of_segment.values())
     else:
         with fsio.map_os_errors(files.cache.folder):
-            _check_contents(files, checker, indexed, dict(segments), report)
+            _check_contents(files, checker, indexed, listed, report)
     _check_root(object_store, good, report)
     known = {
         *entries,
-        *segments,
+        *(s.rows.path for s in segments.values()),
+        *(path for files_of_segment in listed.values() for path in files_of_segment),
         "zarr.json",
         "lock",
         "manifest/newest",
-        *map(paths.manifest, list_generations(object_store)),
+        *(name(n) for n in list_generations(object_store) for name in (paths.manifest, paths.manifest_copy)),
     }
     if object_store.can_list:
-        folders = {str(Path(p.path).parent) for m in good for p in m.parts}
-        found = object_store.list_recursive("")
-        report.leftovers = [p for p in found if p not in known and str(Path(p).parent) not in folders]
+        report.leftovers = [p for p in object_store.list_recursive("") if p not in known]
     return report
 
 
@@ -180,22 +193,22 @@ def _check_contents(
     files: RemoteFiles,
     checker: _ObjectVerifier,
     manifests: list[mf.Manifest],
-    segments: dict[str, FileEntry],
+    listed: dict[str, dict[str, FileEntry]],
     report: VerifyReport,
 ) -> None:
     """Download each segment once and check its files, then its contents against every generation that has it."""
     generations = [ConsistencyChecker(files, manifest) for manifest in manifests]
     for number in range(max((m.num_segments for m in manifests), default=0)):
-        entries = {f.path: f for g in generations for f in g.segment_files(number)}
-        downloaded = _DownloadedFiles(files.cache.folder)
+        found = {s.path for g in generations if (s := g.segment(number)) is not None}
+        downloaded = _DownloadedFiles(files, files.cache.folder)
         try:
-            checker.check((segments.pop(path) for path in entries if path in segments), downloaded)
+            for path in found:
+                checker.check(listed[path].values(), downloaded)
             if not report.damaged:
                 for generation in generations:
                     generation.check_segment(downloaded, number)
         finally:
             downloaded.clear()
-    checker.check(segments.values())
     for generation in generations:
         report.damaged |= generation.damaged
 

@@ -11,7 +11,7 @@ from tracestore.store.format.entries import FileEntry
 from tracestore.store.read.chunk_cache import ChunkKey
 from tracestore.store.read.internals import StoreInternals
 
-(GRAPH_SEGMENT, HIDDEN_ROW, ATTENTION_START, NUM_TOKENS, LAYOUT, SEQUENCE_SEGMENT, LAST_TOKEN_ROW) = range(7)
+(GRAPH_SEGMENT, GRAPH_ROW, NUM_TOKENS, LAYOUT, SEQUENCE_SEGMENT, SEQUENCE_ROW) = range(6)
 
 
 class GraphBatchSources(NamedTuple):
@@ -51,16 +51,18 @@ def graph_sources(store: StoreInternals, indices: np.ndarray) -> GraphBatchSourc
     hidden: list[Any] = []
     attention: list[Any] = []
     edges: list[tuple[np.ndarray, Any]] = []
-    for number, row, start, tokens, layout, _, _ in locations.tolist():
+    for number, row, tokens, layout, _, _ in locations.tolist():
         segment = store.segment(number)
-        hidden += segment.array("hidden_states").copy_sources(row, row + num_layers * tokens)
+        begin = segment.begin("hidden_states", row)
+        hidden += segment.array("hidden_states").copy_sources(begin, begin + num_layers * tokens)
         if layout == schema.LAYOUT_EDGES:
-            ptr, edge_index, weight = segment.edge_sources(start, num_layers)
+            ptr, edge_index, weight = segment.edge_sources(segment.begin("edges", row), num_layers)
             edges.append((ptr, edge_index))
             attention.append(weight)
             continue
         size = num_layers * heads * schema.num_pairs(tokens, layout)
-        found = segment.array("attention").copy_sources(start, start + size)
+        begin = segment.begin("attention", row)
+        found = segment.array("attention").copy_sources(begin, begin + size)
         # The gather needs the weights of a graph in one piece.
         attention.append(found[0] if len(found) == 1 else np.concatenate(found))
     return GraphBatchSources(locations[:, NUM_TOKENS].copy(), locations[:, LAYOUT], hidden, attention, edges or None)
@@ -70,13 +72,16 @@ def sequence_sources(store: StoreInternals, indices: np.ndarray) -> list[Any]:
     """Return sources of a gather that concatenate to the last tokens (L, D) of every trace."""
     pieces: list[Any] = []
     num_layers = store.num_layers
-    for graph, row, _, tokens, _, sequence, last in store.index.locations(indices).tolist():
+    for graph, row, tokens, _, sequence, sequence_row in store.index.locations(indices).tolist():
         if sequence >= 0:
-            pieces += store.segment(sequence).array("last_token").copy_sources(last, last + 1)
+            segment = store.segment(sequence)
+            at = segment.begin("last_token", sequence_row)
+            pieces += segment.array("last_token").copy_sources(at, at + 1)
             continue
-        hidden = store.segment(graph).array("hidden_states")
+        segment = store.segment(graph)
+        hidden, begin = segment.array("hidden_states"), segment.begin("hidden_states", row)
         for layer in range(num_layers):
-            at = row + (layer + 1) * tokens - 1
+            at = begin + (layer + 1) * tokens - 1
             pieces += hidden.copy_sources(at, at + 1)
     return pieces
 
@@ -85,15 +90,19 @@ def chunk_keys(store: StoreInternals, indices: np.ndarray, view: str) -> list[Ch
     """Return the inner chunks that a batch of some traces is decoded from, each once."""
     keys: list[ChunkKey] = []
     num_layers, heads = store.num_layers, store.num_stored_heads
-    for graph, row, start, tokens, layout, sequence, last in store.index.locations(indices).tolist():
+    for graph, row, tokens, layout, sequence, sequence_row in store.index.locations(indices).tolist():
         if view == "sequence" and sequence >= 0:
-            keys += store.segment(sequence).array("last_token").chunk_keys(last, last + 1)
+            segment = store.segment(sequence)
+            at = segment.begin("last_token", sequence_row)
+            keys += segment.array("last_token").chunk_keys(at, at + 1)
             continue
         segment = store.segment(graph)
-        keys += segment.array("hidden_states").chunk_keys(row, row + num_layers * tokens)
+        begin = segment.begin("hidden_states", row)
+        keys += segment.array("hidden_states").chunk_keys(begin, begin + num_layers * tokens)
         if view == "graph" and layout != schema.LAYOUT_EDGES:
             size = num_layers * heads * schema.num_pairs(tokens, layout)
-            keys += segment.array("attention").chunk_keys(start, start + size)
+            begin = segment.begin("attention", row)
+            keys += segment.array("attention").chunk_keys(begin, begin + size)
     return list(dict.fromkeys(keys))
 
 
@@ -101,11 +110,11 @@ def batch_files(store: StoreInternals, indices: np.ndarray, view: str) -> Iterat
     """Yield the files that a batch of some traces is gathered from, some of them repeatedly."""
     columns = (GRAPH_SEGMENT, SEQUENCE_SEGMENT, LAYOUT)
     for graph, sequence, layout in np.unique(store.index.locations(indices)[:, columns], axis=0).tolist():
-        if view == "sequence" and sequence >= 0:
-            yield from store.array_files(sequence, "last_token")
-            continue
-        yield from store.array_files(graph, "hidden_states")
+        is_sequence = view == "sequence" and sequence >= 0
+        segment = store.segment(sequence if is_sequence else graph)
+        names = ["last_token"] if is_sequence else ["hidden_states"]
         if view == "graph":
-            edges = ("edge_ptr", "edge_index", "edge_weight")
-            for name in edges if layout == schema.LAYOUT_EDGES else ("attention",):
-                yield from store.array_files(graph, name)
+            names += ["edge_index", "edge_weight"] if layout == schema.LAYOUT_EDGES else ["attention"]
+        yield segment.rows
+        for name in names:
+            yield from segment.array_files(name)

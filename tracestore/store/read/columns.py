@@ -5,17 +5,19 @@ like size; replacing values rewrites them as one.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from tracestore.errors import CorruptStoreError
+from tracestore.errors import CorruptStoreError, escape_unprintable
 from tracestore.store.format import schema
+from tracestore.store.format.entries import FileEntry
 from tracestore.store.format.manifest import ColumnsRef
-from tracestore.store.format.ragged import concatenate_ragged, decode_string, encode_strings
+from tracestore.store.format.ragged import concatenate_ragged, decode_string, encode_strings, is_offsets
+from tracestore.store.format.zip_group import ZipGroup
 from tracestore.store.io.files import StoreFiles
-from tracestore.store.read.array_reader import ArrayReader, ArraySpec
-from tracestore.store.read.chunk_cache import ChunkCache
 
 
 @dataclass
@@ -78,21 +80,44 @@ def join_columns(parts: list[Columns]) -> Columns:
     return Columns(scores, labels, groups, offsets)
 
 
+class MappedColumns:
+    """A columns group whose file is mapped, and whose values have not been read.
+
+    Raises
+    ------
+    CorruptStoreError
+        If it does not have the form of this format.
+    FileNotFoundError
+        If the file is missing.
+    """
+
+    def __init__(self, files: StoreFiles, ref: ColumnsRef) -> None:
+        self._ref = ref
+        with self._checked():
+            self._group = ZipGroup(files.map(FileEntry(ref.path, ref.size, ref.crc32c)), schema.COLUMN_DTYPES)
+            for name, count in (("scores", 0), ("labels", 0), ("groups_offsets", 1)):
+                if self._group.num_items(name) != ref.num_traces + count:
+                    raise ValueError(f"{name}: not of {ref.num_traces} traces")
+
+    @contextmanager
+    def _checked(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CorruptStoreError(f"{self._ref.path}: {escape_unprintable(str(error), 300)}") from None
+
+    def read(self) -> Columns:
+        """Return a copy of the values."""
+        with self._checked():
+            columns = Columns(**{name: self._group.read(name) for name in schema.COLUMN_DTYPES})
+            if not is_offsets(columns.groups_offsets, len(columns.groups)):
+                raise ValueError("groups_offsets: not the offsets of the groups")
+            columns.groups.tobytes().decode("utf-8", "surrogatepass")
+            return columns
+
+
 def read_columns(files: StoreFiles, ref: ColumnsRef) -> Columns:
-    """Read one columns group. CorruptStoreError if it is damaged."""
-    entries = {f.path: f for f in ref.files}
-    arrays = {}
-    for name, (kind, dtype) in schema.COLUMN_ARRAYS.items():
-        count = {schema.ROWS: ref.num_traces, schema.OFFSETS: ref.num_traces + 1}.get(kind)
-        spec = ArraySpec(np.dtype(dtype), num_rows=count)
-        reader = ArrayReader(files, entries, f"{ref.path}/{name}", ChunkCache(0), spec)
-        # Copies: they are read by plain numpy for as long as the store is open.
-        arrays[name] = reader.copy(0, reader.shape[0])
-    offsets = arrays["groups_offsets"]
-    if offsets[0] != 0 or offsets[-1] != len(arrays["groups"]) or (offsets[1:] < offsets[:-1]).any():
-        raise CorruptStoreError(f"{ref.path}/groups_offsets: not the offsets of the groups")
-    try:
-        arrays["groups"].tobytes().decode("utf-8", "surrogatepass")
-    except UnicodeDecodeError as error:
-        raise CorruptStoreError(f"{ref.path}/groups: {error}") from None
-    return Columns(**arrays)
+    """Return a copy of the values of one columns group; see MappedColumns for the errors."""
+    return MappedColumns(files, ref).read()

@@ -4,13 +4,14 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from tracestore.errors import CorruptStoreError, TracestoreWarning
 from tracestore.store.format import manifest as mf
 from tracestore.store.format import paths
 from tracestore.store.io.files import ReadableFiles
-from tracestore.store.read.columns import Columns, join_columns, read_columns
+from tracestore.store.read.columns import Columns, MappedColumns, join_columns
 from tracestore.store.read.index import StoreIndex
 
 # Maximum number of attempts of a reader while writers remove the generation that it opens.
@@ -26,12 +27,17 @@ class Pin(Protocol):
 
 @dataclass(frozen=True)
 class PinnedGeneration:
-    """A generation that is kept while it is read: its manifest, its mapped index and its columns."""
+    """A generation that is kept while it is read: its manifest, its mapped index and its mapped columns."""
 
     manifest: mf.Manifest
     index: StoreIndex
-    columns: Columns
+    mapped_columns: tuple[MappedColumns, ...]
     pin: Pin | None
+
+    @cached_property
+    def columns(self) -> Columns:
+        """The values of the columns, which are read on first use."""
+        return join_columns([mapped.read() for mapped in self.mapped_columns])
 
     def close(self) -> None:
         """Release the pin."""
@@ -64,7 +70,7 @@ def open_generation(files: ReadableFiles, number: int) -> PinnedGeneration:
         try:
             files.fetch(manifest.small_files())
             index = StoreIndex(files, manifest)
-            columns = join_columns([read_columns(files, ref) for ref in manifest.columns])
+            columns = tuple(MappedColumns(files, ref) for ref in manifest.columns)
         except FileNotFoundError as error:
             # The files of a pinned generation are not removed.
             raise CorruptStoreError(f"{error.filename or error}: missing") from None

@@ -13,7 +13,7 @@ from tracestore.errors import CorruptStoreError, escape_unprintable
 from tracestore.store.format import manifest as mf
 from tracestore.store.format import paths, schema
 from tracestore.store.format.entries import FileEntry
-from tracestore.store.format.mapped_arrays import MappedArrays
+from tracestore.store.format.zip_group import ZipGroup
 from tracestore.store.io.files import StoreFiles
 
 
@@ -23,19 +23,14 @@ class TraceRow:
 
     graph_segment: int
     graph_row: int
-    hidden_row: int
-    attention_start: int
-    num_tokens: int
-    layout: int
     sequence_segment: int
     sequence_row: int
-    last_token_row: int
+    num_tokens: int
+    layout: int
     nonfinite: int
     sample: int
     source: int
     source_position: int
-    graph_crc32c: int
-    sequence_crc32c: int
 
     @property
     def primary_location(self) -> tuple[int, int]:
@@ -56,25 +51,37 @@ class SourceEntry:
     num_skipped: int
 
 
-def part_files(part: MappedArrays, begin: int = 0, end: int | None = None) -> list[FileEntry]:
-    """Return the files of the segments of one index part, in its order.
+@dataclass(frozen=True)
+class SegmentEntry:
+    """A committed segment: its number of traces, and the file with its small arrays and its list of files."""
+
+    num_traces: int
+    rows: FileEntry
+
+    @property
+    def path(self) -> str:
+        """Folder of the segment in the store."""
+        return self.rows.path.rpartition("/")[0]
+
+
+def part_segments(part: ZipGroup, begin: int = 0, end: int | None = None) -> list[SegmentEntry]:
+    """Return some segments of an index part.
 
     Raises
     ------
     CorruptStoreError
-        If a path is not one of the format.
+        If a name is not one of the format.
     ValueError
         If the arrays of the part are inconsistent.
     """
-    end = part.num_items("file_size") if end is None else end
-    segments = part.read("file_segment", begin, end)
-    sizes, sums = part.read("file_size", begin, end), part.read("file_crc32c", begin, end)
-    names = part.strings("file_path", begin, end)
-    entries = [FileEntry(*file) for file in zip(names, sizes.tolist(), sums.tolist(), strict=True)]
-    for entry, segment in zip(entries, segments.tolist(), strict=True):
-        if not entry.path.startswith(f"{paths.segment(segment)}/"):
-            raise ValueError(f"{entry.path}: listed as a file of segment {segment}")
-    return entries
+    end = part.num_items("segment_size") if end is None else end
+    traces, sizes, sums = (part.read(f"segment_{n}", begin, end).tolist() for n in ("traces", "size", "crc32c"))
+    found = []
+    for name, count, size, crc in zip(part.strings("segment_name", begin, end), traces, sizes, sums, strict=True):
+        if count < 0:
+            raise ValueError(f"segment_traces: found {count}")
+        found.append(SegmentEntry(count, FileEntry(paths.segment_rows(f"segments/{name}"), size, crc)))
+    return found
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -94,7 +101,7 @@ def _checked(method: Method) -> Method:
 
 
 # Smallest values of index columns (default 0), and largest values that the counts of the store do not bound.
-_LEAST = dict.fromkeys(("graph_segment", "sequence_segment", "last_token_row"), -1)
+_LEAST = dict.fromkeys(("graph_segment", "sequence_segment"), -1)
 _MOST = {"layout": max(schema.LAYOUT_NAMES), "nonfinite": 1}
 
 
@@ -103,28 +110,28 @@ class StoreIndex:
 
     def __init__(self, files: StoreFiles, manifest: mf.Manifest) -> None:
         self.manifest = manifest
-        self._parts: list[MappedArrays] = []
+        self._parts: list[ZipGroup] = []
         self._kept: dict[tuple[int, str], np.ndarray] = {}  # (part, name); part -1 stands for all parts
         self._keys: list[KeyTable] = []
         self._first_trace = [p.first_trace for p in manifest.parts]
         self._first_segment = [p.first_segment for p in manifest.parts]
         self._first_source = [p.first_source for p in manifest.parts]
-        self.name = "index/" + ",".join(p.path.split("/")[1] for p in manifest.parts)
+        self.name = "index/" + ",".join(p.path.removeprefix("index/") for p in manifest.parts)
         for ref in manifest.parts:
             try:
                 mapped = files.map(FileEntry(ref.path, ref.size, ref.crc32c))
-                part = MappedArrays(mapped, mf.PART_DTYPES)
-                mf.check_part(ref, {name: len(array) for name, array in part.views.items()})
-                arrays = part.views
+                part = ZipGroup(mapped, mf.PART_DTYPES)
+                arrays = part.views()
+                mf.check_part(ref, {name: len(array) for name, array in arrays.items()})
                 keys = KeyTable(arrays["key_table"], arrays["id_offsets"], arrays["id"], arrays["sample"], mapped)
             except FileNotFoundError:
                 raise
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                raise CorruptStoreError(f"{ref.path}: {error}") from None
+            except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+                raise CorruptStoreError(f"{ref.path}: {escape_unprintable(str(error), 300)}") from None
             self._parts.append(part)
             self._keys.append(keys)
         try:
-            parts = [(first, p.views, p.mapped) for first, p in zip(self._first_trace, self._parts, strict=True)]
+            parts = [(first, p.views(), p.mapped) for first, p in zip(self._first_trace, self._parts, strict=True)]
             self._places = LocationTable(parts, manifest.num_segments, manifest.attributes.allowed_layouts)
         except (ValueError, KeyError) as error:
             raise CorruptStoreError(f"generation {manifest.generation}: the index: {error}") from None
@@ -135,7 +142,7 @@ class StoreIndex:
     def part_arrays(self, number: int) -> dict[str, np.ndarray]:
         """Read all arrays of a part."""
         part = self._parts[number]
-        return {name: part.read(name) for name in part.views}
+        return {name: part.read(name) for name in mf.PART_DTYPES}
 
     def _keep(self, part: int, name: str) -> np.ndarray:
         """Return an array of a part, which is read once."""
@@ -151,8 +158,8 @@ class StoreIndex:
 
     @_checked
     def locations(self, indices: np.ndarray) -> np.ndarray:
-        """Return the locations of some traces, (n, 7) int64; LocationTable.look_up names the columns."""
-        out = np.empty((len(indices), 7), np.int64)
+        """Return the locations of some traces, (n, 6) int64; LocationTable.look_up names the columns."""
+        out = np.empty((len(indices), 6), np.int64)
         self._places.look_up(np.ascontiguousarray(indices, np.int64), out)
         return out
 
@@ -189,7 +196,7 @@ class StoreIndex:
         return values
 
     def _check_column(self, name: str, values: np.ndarray) -> None:
-        if name.endswith("crc32c") or len(values) == 0:
+        if len(values) == 0:
             return
         most = _MOST.get(name)
         if name.endswith("_segment"):
@@ -206,7 +213,7 @@ class StoreIndex:
         if len(pieces) == 1 and not patched:
             return pieces[0]
         values = np.concatenate(pieces) if pieces else np.zeros(0, mf.TRACE_COLUMNS[name])
-        group = mf.GROUP_SEQUENCE if name.startswith(("sequence", "last_token")) else mf.GROUP_GRAPH
+        group = mf.GROUP_SEQUENCE if name.startswith("sequence") else mf.GROUP_GRAPH
         column = "patch_" + name.removeprefix("graph_").removeprefix("sequence_")
         for part in patched:
             if column not in part:
@@ -229,14 +236,10 @@ class StoreIndex:
         """Return the question id of one trace."""
         return self._places.question_ids(np.array([index], np.int64))[0]
 
-    def files(self) -> Iterator[FileEntry]:
-        """Yield every file of every segment."""
-        for number in range(len(self._parts)):
-            yield from self._part_files(number)
-
     @_checked
-    def _part_files(self, number: int) -> list[FileEntry]:
-        return part_files(self._parts[number])
+    def segments(self) -> list[SegmentEntry]:
+        """Return every segment, in order."""
+        return [entry for part in self._parts for entry in part_segments(part)]
 
     def _part_of_segment(self, segment: int) -> int:
         part = bisect_right(self._first_segment, segment) - 1
@@ -246,21 +249,11 @@ class StoreIndex:
         return part
 
     @_checked
-    def segment_rows(self, segment: int) -> int:
-        """Return the number of rows of a segment."""
-        part = self._part_of_segment(segment)
-        k = segment - self._first_segment[part]
-        rows = int(self._parts[part].read("segment_traces", k, k + 1)[0])
-        if rows < 0:
-            raise ValueError(f"segment {segment}: {rows} rows")
-        return rows
-
-    @_checked
-    def segment_files(self, segment: int) -> list[FileEntry]:
-        """Return the files of a segment."""
-        part = self._part_of_segment(segment)
-        begin, end = np.searchsorted(self._keep(part, "file_segment"), [segment, segment + 1])
-        return part_files(self._parts[part], int(begin), int(end))
+    def segment(self, number: int) -> SegmentEntry:
+        """Return a segment by its number, its position in the order of the store."""
+        part = self._part_of_segment(number)
+        k = number - self._first_segment[part]
+        return part_segments(self._parts[part], k, k + 1)[0]
 
     @_checked
     def source(self, number: int) -> SourceEntry:
@@ -270,7 +263,7 @@ class StoreIndex:
         return self._sources(self._parts[part], k, k + 1)[0]
 
     @_checked
-    def _sources(self, part: MappedArrays, begin: int, end: int) -> list[SourceEntry]:
+    def _sources(self, part: ZipGroup, begin: int, end: int) -> list[SourceEntry]:
         path, fingerprint = (part.strings(f"source_{name}", begin, end) for name in ("path", "fingerprint"))
         size, traces, skipped = (part.read(f"source_{n}", begin, end).tolist() for n in ("size", "traces", "skipped"))
         return [SourceEntry(*source) for source in zip(path, size, fingerprint, traces, skipped, strict=True)]

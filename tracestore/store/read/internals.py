@@ -1,10 +1,9 @@
 """The open parts of a store that its traces and batches are read from."""
 
 from tracestore.errors import CorruptStoreError, UsageError
-from tracestore.store.format import paths
-from tracestore.store.format.entries import FileEntry
 from tracestore.store.io.files import ReadableFiles
 from tracestore.store.read.chunk_cache import ChunkCache
+from tracestore.store.read.columns import Columns
 from tracestore.store.read.generation import PinnedGeneration, open_latest
 from tracestore.store.read.segment import SegmentReader
 
@@ -19,7 +18,6 @@ class StoreInternals:
     files : ReadableFiles
     manifest : Manifest
     index : StoreIndex
-    columns : Columns
     attributes : schema.Attributes
     chunk_cache : ChunkCache
         Decoded chunks of compressed arrays.
@@ -27,11 +25,10 @@ class StoreInternals:
 
     def __init__(self, files: ReadableFiles, cache_bytes: int, generation: PinnedGeneration) -> None:
         self.files, self._generation = files, generation
-        self.manifest, self.index, self.columns = generation.manifest, generation.index, generation.columns
+        self.manifest, self.index = generation.manifest, generation.index
         self.attributes = self.manifest.attributes
         self.chunk_cache = ChunkCache(cache_bytes)
         self._segments: dict[int, SegmentReader] = {}
-        self._array_files: dict[tuple[int, str], list[FileEntry]] = {}
         self._is_closed = False
 
     @classmethod
@@ -53,6 +50,11 @@ class StoreInternals:
         self._generation.close()
         self.files.close()
         self._is_closed = True
+
+    @property
+    def columns(self) -> Columns:
+        """Scores, labels and groups, which are read on first use."""
+        return self._generation.columns
 
     @property
     def num_layers(self) -> int:
@@ -84,24 +86,17 @@ class StoreInternals:
                 raise CorruptStoreError(
                     f"{self.files.location}: the index names segment {number} of {self.manifest.num_segments}"
                 )
-            entries = {f.path: f for f in self.index.segment_files(number)}
             segment = self._segments[number] = SegmentReader(
-                self.files, number, entries, self.chunk_cache, self.attributes, self.index.segment_rows(number)
+                self.files, self.index.segment(number), self.attributes, self.chunk_cache
             )
         return segment
 
     def _close_evicted(self, path: str) -> None:
         """Unmap an evicted file, so that the disk gets its space back."""
-        folder, number, array = path.split("/")[:3]
-        segment = self._segments.get(int(number)) if folder == "segments" else None
-        if segment is not None:
-            segment.close_array(array)
-
-    def array_files(self, segment: int, name: str) -> list[FileEntry]:
-        """Return the files of one array of a segment."""
-        found = self._array_files.get((segment, name))
-        if found is None:
-            prefix = f"{paths.segment(segment)}/{name}/"
-            found = [f for f in self.index.segment_files(segment) if f.path.startswith(prefix)]
-            self._array_files[segment, name] = found
-        return found
+        segment_path, _, inner = path.removeprefix("segments/").partition("/")
+        for number, segment in list(self._segments.items()):
+            if segment.name == f"segments/{segment_path}":
+                if inner == "rows.zip":
+                    del self._segments[number]
+                else:
+                    segment.close_array(inner.partition("/")[0])

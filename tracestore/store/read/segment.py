@@ -1,57 +1,127 @@
 """Reading one segment: an immutable Zarr group of arrays."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from tracestore.errors import CorruptStoreError, escape_unprintable
-from tracestore.store.format import paths, schema
+from tracestore.store.format import schema
 from tracestore.store.format.entries import FileEntry
-from tracestore.store.format.ragged import decode_string
+from tracestore.store.format.extras import decode_extras
+from tracestore.store.format.zip_group import ZipGroup
 from tracestore.store.io.files import StoreFiles
 from tracestore.store.read.array_reader import ArrayReader, ArraySpec
 from tracestore.store.read.chunk_cache import ChunkCache
-from tracestore.store.read.index import TraceRow
+from tracestore.store.read.index import SegmentEntry
+
+
+def row_sizes(attributes: schema.Attributes, tokens: np.ndarray, layouts: np.ndarray) -> dict[str, np.ndarray]:
+    """Return how many rows or values each row of a segment has in its large arrays, int64 (R,).
+
+    The size of edges counts layers, which is how far they reach in edge_ptr.
+    """
+    layers, tokens = attributes.num_layers or 0, tokens.astype(np.int64)
+    pairs = np.where(layouts == schema.LAYOUT_CAUSAL, tokens * (tokens + 1) // 2, tokens * tokens)
+    is_dense = (layouts == schema.LAYOUT_CAUSAL) | (layouts == schema.LAYOUT_SQUARE)
+    return {
+        "hidden_states": layers * tokens,
+        "attention": np.where(is_dense, layers * attributes.num_stored_heads * pairs, 0),
+        "edges": np.where(layouts == schema.LAYOUT_EDGES, layers, 0),
+    }
 
 
 class SegmentReader:
-    """The arrays of a committed segment, opened on first use."""
+    """The arrays of a committed segment. The file of its small arrays is mapped here, large arrays on first use.
+
+    Parameters
+    ----------
+    files : StoreFiles
+    entry : SegmentEntry
+    attributes : schema.Attributes
+        Those of the store.
+    cache : ChunkCache
+        Keeps decoded chunks of compressed arrays.
+
+    Raises
+    ------
+    CorruptStoreError
+        If the small arrays do not have the form of this format.
+    """
 
     def __init__(
-        self,
-        files: StoreFiles,
-        number: int,
-        entries: Mapping[str, FileEntry],
-        cache: ChunkCache,
-        attributes: schema.Attributes,
-        num_rows: int,
+        self, files: StoreFiles, entry: SegmentEntry, attributes: schema.Attributes, cache: ChunkCache | None = None
     ) -> None:
-        self.name = paths.segment(number)
-        self._files, self._entries, self._cache = files, entries, cache
-        self._attributes, self._num_rows = attributes, num_rows
+        self.name, self.num_rows = entry.path, entry.num_traces
+        self.rows, self.rows_path = entry.rows, entry.rows.path
+        self._files, self._cache, self._attributes = files, cache or ChunkCache(0), attributes
         self._arrays: dict[str, ArrayReader] = {}
+        with self._checked():
+            self.small = ZipGroup(files.map(entry.rows), schema.ROW_DTYPES, schema.OPTIONAL_ROW_ARRAYS)
+            self.entries = self._parse_entries(self.small.attributes()["tracestore"])
+
+    @contextmanager
+    def _checked(self) -> Iterator[None]:
+        """Turn the errors of damaged small arrays into CorruptStoreError."""
+        try:
+            yield
+        except CorruptStoreError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            reason = error.strerror if isinstance(error, OSError) else escape_unprintable(str(error), 300)
+            raise CorruptStoreError(f"{self.rows_path}: {reason}") from None
+
+    def _parse_entries(self, attributes: dict[str, Any]) -> dict[str, FileEntry]:
+        """Return the other files of the segment by their path in the store."""
+        if attributes.keys() != {"num_traces", "files"} or attributes["num_traces"] != self.num_rows:
+            raise ValueError(f"zarr.json: not the attributes of a segment of {self.num_rows} traces")
+        found = [FileEntry(f"{self.name}/{path}", size, crc) for path, size, crc in attributes["files"]]
+        entries = {entry.path: entry for entry in found}
+        if len(entries) < len(found) or self.rows_path in entries:
+            raise ValueError("zarr.json: a file is listed twice")
+        return entries
+
+    @cached_property
+    def _begins(self) -> dict[str, np.ndarray]:
+        with self._checked():
+            tokens, layouts, last = map(self.values, ("num_tokens", "attention_layout", "last_token_row"))
+            if len(tokens) and not 0 <= tokens.min() <= tokens.max() <= schema.MAX_TOKENS:
+                raise ValueError(f"num_tokens: found {tokens.min()} to {tokens.max()}")
+            sizes = row_sizes(self._attributes, tokens, layouts)
+            return {name: np.cumsum(size) - size for name, size in sizes.items()} | {"last_token": last}
+
+    def begin(self, name: str, row: int) -> int:
+        """Return where a row begins in hidden_states, attention, last_token or, in units of layers, in edge_ptr."""
+        if row >= self.num_rows:
+            raise CorruptStoreError(f"{self.rows_path}: row {row} of {self.num_rows}")
+        return int(self._begins[name][row])
+
+    def values(self, name: str) -> np.ndarray:
+        """Return a copy of an array of schema.ROW_ARRAYS."""
+        with self._checked():
+            values = self.small.read(name)
+            expected = {schema.ROWS: self.num_rows, schema.OFFSETS: self.num_rows + 1}.get(schema.ROW_ARRAYS[name][0])
+            if expected not in (None, len(values)):
+                raise ValueError(f"{name}: found {len(values)} values, expected {expected}")
+            return values
 
     def array(self, name: str) -> ArrayReader:
-        """Return the reader of an array. CorruptStoreError if its files differ from what was committed."""
+        """Return the reader of a large array. CorruptStoreError if its files differ from what was committed."""
         reader = self._arrays.get(name)
         if reader is None:
             where = f"{self.name}/{name}"
             spec = self._spec(name)
-            reader = self._arrays[name] = ArrayReader(self._files, self._entries, where, self._cache, spec)
+            reader = self._arrays[name] = ArrayReader(self._files, self.entries, where, self._cache, spec)
         return reader
 
     def _spec(self, name: str) -> ArraySpec:
-        kind, dtype = schema.SEGMENT_ARRAYS[name]
-        a, count = self._attributes, None
-        if kind == schema.ROWS:
-            count = self._num_rows
-        elif kind == schema.OFFSETS:
-            count = self._num_rows + 1
-        codec = a.options["codec"] if name in schema.CODED_ARRAYS else "none"
+        dtype, a = schema.LARGE_ARRAYS[name], self._attributes
+        codec = a.options["codec"]
         if dtype is not None:
-            return ArraySpec(np.dtype(dtype), (2,) if name == "edge_index" else (), codec, count)
+            return ArraySpec(np.dtype(dtype), (2,), codec)
         stored = a.hidden_dtype if name in ("hidden_states", "last_token") else a.attention_dtype
         columns: tuple[int | None, ...] = ()
         if name == "hidden_states":
@@ -61,74 +131,58 @@ class SegmentReader:
         if stored is None or None in columns:
             raise CorruptStoreError(f"{self.name}/{name}: the attributes of the store define no such array")
         shape = tuple(n for n in columns if n is not None)
-        return ArraySpec(schema.storage_dtype(stored), shape, codec, count, stored == "bfloat16")
+        return ArraySpec(schema.storage_dtype(stored), shape, codec, is_bfloat16=stored == "bfloat16")
 
     def close_array(self, name: str) -> None:
         """Release the maps of an array. The next access opens it again."""
         self._arrays.pop(name, None)
 
     def has(self, name: str) -> bool:
-        """Return whether the segment has an array."""
-        return f"{self.name}/{name}/zarr.json" in self._entries
+        """Return whether the segment has a large array."""
+        return f"{self.name}/{name}/zarr.json" in self.entries
+
+    def array_files(self, name: str) -> list[FileEntry]:
+        """Return the files of a large array."""
+        return [entry for path, entry in self.entries.items() if path.startswith(f"{self.name}/{name}/")]
 
     def scalar(self, name: str, row: int) -> int:
-        """Return one integer of an array."""
-        return int(self.array(name).copy(row, row + 1)[0])
-
-    def require_location(self, row: TraceRow) -> None:
-        """Raise CorruptStoreError unless this segment holds the hidden states that an index row refers to."""
-        num_layers = self._attributes.num_layers or 0
-        end, stored = row.hidden_row + num_layers * row.num_tokens, self.array("hidden_states").shape[0]
-        if end > stored:
-            raise CorruptStoreError(f"{self.name}/hidden_states: rows {row.hidden_row} to {end} of {stored}")
+        """Return one integer of an array with one value per row."""
+        with self._checked():
+            return int(self.small.read(name, row, row + 1)[0])
 
     def string(self, name: str, row: int) -> str:
         """Return one string of a ragged array."""
-        begin, end = (int(v) for v in self.array(f"{name}_offsets").copy(row, row + 2))
-        return self._text(self.array(name).copy(begin, end), name)
+        with self._checked():
+            return self.small.strings(name, row, row + 1)[0]
 
-    def _text(self, data: np.ndarray, name: str) -> str:
-        try:
-            return data.tobytes().decode("utf-8", "surrogatepass")
-        except UnicodeDecodeError as error:
-            raise CorruptStoreError(f"{self.name}/{name}: {error}") from None
-
-    def tokens(self, row: int, copy: bool = False) -> np.ndarray:
-        """Return the token ids (S,) int32 of a row."""
-        begin, end = (int(v) for v in self.array("tokens_offsets").copy(row, row + 2))
-        tokens = self.array("tokens")
-        return tokens.copy(begin, end) if copy else tokens.flat(begin, end)
+    def tokens(self, row: int) -> np.ndarray:
+        """Return a copy of the token ids (S,) int32 of a row."""
+        with self._checked():
+            begin, end = self.small.read("tokens_offsets", row, row + 2).tolist()
+            return self.small.read("tokens", begin, end)
 
     def tokens_decoded(self, row: int) -> list[str]:
         """Return the text of each token of a row."""
-        begin, end = (int(v) for v in self.array("tokens_decoded_ptr").copy(row, row + 2))
-        offsets = self.array("tokens_decoded_offsets").copy(begin, end + 1)
-        if len(offsets) == 0:
-            return []
-        first = int(offsets[0])
-        data = self.array("tokens_decoded").copy(first, int(offsets[-1]))
-        try:
-            return [decode_string(data, offsets - first, k) for k in range(end - begin)]
-        except ValueError as error:
-            raise CorruptStoreError(f"{self.name}/tokens_decoded: {error}") from None
+        with self._checked():
+            begin, end = self.small.read("tokens_decoded_ptr", row, row + 2).tolist()
+            return self.small.strings("tokens_decoded", begin, end)
 
     def extras(self, row: int) -> dict[str, Any]:
-        """Return the JSON object of a row."""
+        """Return the fields of a row without an array of their own."""
         text = self.string("extras", row)
-        try:
+        with self._checked():
             result = json.loads(text) if text else {}
-        except (ValueError, RecursionError) as error:
-            raise CorruptStoreError(f"{self.name}/extras: {escape_unprintable(str(error), 100)}") from None
-        if not isinstance(result, dict):
-            raise CorruptStoreError(f"{self.name}/extras: not an object")
-        return result
+            if not isinstance(result, dict):
+                raise ValueError("extras: not an object")
+            return decode_extras(result)
 
     def edge_offsets(self, first_layer: int, num_layers: int) -> np.ndarray:
         """Return a copy of the offsets (L + 1,) of the edges of each layer."""
-        ptr = self.array("edge_ptr").copy(first_layer, first_layer + num_layers + 1)
-        if ptr[0] < 0 or (ptr[1:] < ptr[:-1]).any():
-            raise CorruptStoreError(f"{self.name}/edge_ptr: not offsets")
-        return ptr
+        with self._checked():
+            ptr = self.small.read("edge_ptr", first_layer, first_layer + num_layers + 1)
+            if ptr[0] < 0 or (ptr[1:] < ptr[:-1]).any():
+                raise ValueError("edge_ptr: not offsets")
+            return ptr
 
     def edges(
         self, first_layer: int, num_layers: int, num_tokens: int, copy: bool = False

@@ -15,7 +15,7 @@ from tracestore.store.format.labels import CORRECT, DEFAULT_THRESHOLD, derive, d
 from tracestore.store.io.files import LocalFiles, Prefetch, ReadableFiles, RemoteURL, parse_location
 from tracestore.store.read import table
 from tracestore.store.read.batch_sources import (
-    ATTENTION_START,
+    GRAPH_ROW,
     GRAPH_SEGMENT,
     LAYOUT,
     NUM_TOKENS,
@@ -162,8 +162,9 @@ class TraceStore:
         pairs = np.where(layout == schema.LAYOUT_SQUARE, tokens * tokens, tokens * (tokens + 1) // 2) * self.num_layers
         pairs[layout == schema.LAYOUT_NONE] = 0
         for k in np.flatnonzero(layout == schema.LAYOUT_EDGES):
-            start = int(locations[k, ATTENTION_START])
-            ptr = self.internals.segment(int(locations[k, GRAPH_SEGMENT])).edge_offsets(start, self.num_layers)
+            segment = self.internals.segment(int(locations[k, GRAPH_SEGMENT]))
+            begin = segment.begin("edges", int(locations[k, GRAPH_ROW]))
+            ptr = segment.edge_offsets(begin, self.num_layers)
             pairs[k] = int(ptr[-1]) - int(ptr[0])
         return tokens, pairs
 
@@ -328,7 +329,7 @@ class TraceStore:
             "num_sources": m.num_sources,
             "bytes": m.num_bytes,
             "num_scored": m.num_scored,
-            "num_labeled": m.num_labelled,
+            "num_labeled": m.num_labeled,
             "score_direction": self.internals.attributes.score_direction,
         }
 

@@ -72,8 +72,13 @@ def _one_view(store: StoreInternals, layer: int) -> np.ndarray | None:
     """Return a view of the rows if one uncompressed array holds all of them in the order of the store."""
     if store.attributes.options.get("codec", "none") != "none" or store.attributes.hidden_dtype == "bfloat16":
         return None
-    segments, rows = store.index.read_column("sequence_segment"), store.index.read_column("last_token_row")
-    if segments[0] < 0 or (segments != segments[0]).any() or (np.diff(rows) != 1).any():
+    segments, rows = store.index.read_column("sequence_segment"), store.index.read_column("sequence_row")
+    if segments[0] < 0 or (segments != segments[0]).any():
         return None
-    array = store.segment(int(segments[0])).array("last_token")
-    return array.rows(int(rows[0]), int(rows[-1]) + 1)[:, layer]
+    segment = store.segment(int(segments[0]))
+    if rows.max() >= segment.num_rows:
+        return None
+    stored = segment.values("last_token_row")[rows]
+    if (np.diff(stored) != 1).any():
+        return None
+    return segment.array("last_token").rows(int(stored[0]), int(stored[-1]) + 1)[:, layer]

@@ -127,9 +127,7 @@ class Trace:
             raise MissingFieldError(
                 f"trace {self.index} ({self.question_id}) has no {what}: its source holds last tokens only"
             )
-        segment = self._store.segment(self._row.graph_segment)
-        segment.require_location(self._row)
-        return segment
+        return self._store.segment(self._row.graph_segment)
 
     def _has(self, name: str) -> bool:
         segment, row = self._primary_location
@@ -195,7 +193,7 @@ class Trace:
         """Hidden states (L, S, D), read-only; a view of the mapped file if uncompressed."""
         segment = self._graph("hidden states of all tokens")
         num_layers, num_tokens = self._store.num_layers, self._row.num_tokens
-        begin = self._row.hidden_row
+        begin = segment.begin("hidden_states", self._row.graph_row)
         rows = self._rows(segment, "hidden_states", begin, begin + num_layers * num_tokens)
         return rows.reshape(num_layers, num_tokens, -1)
 
@@ -205,8 +203,8 @@ class Trace:
         if self._row.sequence_segment < 0:
             return self.hidden_states[:, -1]
         segment = self._store.segment(self._row.sequence_segment)
-        row = self._row.last_token_row
-        found: np.ndarray = self._rows(segment, "last_token", row, row + 1)[0]
+        begin = segment.begin("last_token", self._row.sequence_row)
+        found: np.ndarray = self._rows(segment, "last_token", begin, begin + 1)[0]
         return found
 
     @property
@@ -231,10 +229,11 @@ class Trace:
         if row.layout == schema.LAYOUT_NONE:
             raise MissingFieldError(f"trace {self.index} ({self.question_id}) has no attention: it was not stored")
         if row.layout == schema.LAYOUT_EDGES:
-            return PackedEdges(*segment.edges(row.attention_start, store.num_layers, row.num_tokens, self._private))
+            begin = segment.begin("edges", row.graph_row)
+            return PackedEdges(*segment.edges(begin, store.num_layers, row.num_tokens, self._private))
         heads = store.num_stored_heads
         pairs = schema.num_pairs(row.num_tokens, row.layout)
-        begin = row.attention_start
+        begin = segment.begin("attention", row.graph_row)
         values = self._rows(segment, "attention", begin, begin + store.num_layers * heads * pairs)
         shape = (store.num_layers, heads, pairs) if store.attributes.attention == "heads" else (store.num_layers, pairs)
         return values.reshape(shape)
@@ -267,8 +266,9 @@ class Trace:
             dense: np.ndarray = dense_attention(edges, row.layout, 1, row.num_tokens, where)[0]
             return dense
         heads, pairs = store.num_stored_heads, schema.num_pairs(row.num_tokens, row.layout)
-        first = row.attention_start + layer * heads * pairs
-        values = self._graph("attention").array("attention").copy(first, first + heads * pairs)
+        segment = self._graph("attention")
+        first = segment.begin("attention", row.graph_row) + layer * heads * pairs
+        values = segment.array("attention").copy(first, first + heads * pairs)
         shape = (heads, pairs) if store.attributes.attention == "heads" else (pairs,)
         return dense_attention(values.reshape(shape), row.layout, 1, row.num_tokens, where)
 
@@ -297,7 +297,7 @@ class Trace:
     def tokens(self) -> np.ndarray | None:
         """Token ids (S,) int32, or None."""
         segment, row = self._primary_location
-        return segment.tokens(row, self._private) if self._has("tokens") else None
+        return segment.tokens(row) if self._has("tokens") else None
 
     @property
     def tokens_decoded(self) -> list[str] | None:
@@ -329,7 +329,7 @@ class Trace:
 
     @property
     def extras(self) -> dict[str, Any]:
-        """Fields of the source without an array of their own, as JSON values."""
+        """Fields of the source without an array of their own."""
         segment, row = self._primary_location
         return segment.extras(row)
 

@@ -53,7 +53,7 @@ class Prefetcher(Prefetch):
         self._entries: dict[str, FileEntry] = {}
         self._bytes = 0
         self._queue: deque[str] = deque()
-        self._stopped = False
+        self._stopped = self._is_planning = False
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> Self:
@@ -100,23 +100,32 @@ class Prefetcher(Prefetch):
         address = self._files.object_store.address
         return {DiskCache.name_of(address, entry): entry for entry in entries}
 
-    def _plan(self) -> None:
-        """Plan batches until there is a file to fetch or no room for more."""
-        while (
-            not self._queue
+    def _can_plan(self) -> bool:
+        return (
+            not self._is_planning
             and self._planned < self._total
             and self._planned - self._position < _BATCHES_AHEAD
             and (self._bytes < self._max_bytes or self._planned == self._position)
-        ):
-            names = []
-            for name, entry in self._named(self._files_of(self._planned)).items():
-                names.append(name)
+        )
+
+    def _plan(self, batch: int) -> None:
+        """Plan the next batch. The lock is not held: the list of files of a segment may have to be fetched."""
+        try:
+            found = self._named(self._files_of(batch))
+        finally:
+            with self._lock:
+                self._is_planning = False
+                self._lock.notify_all()
+        with self._lock:
+            if self._planned != batch:
+                return  # The reader has passed it meanwhile.
+            for name, entry in found.items():
                 if name not in self._uses:
                     self._uses[name], self._entries[name] = deque(), entry
                     self._bytes += entry.size
                     self._queue.append(name)
-                self._uses[name].append(self._planned)
-            self._batches.append(names)
+                self._uses[name].append(batch)
+            self._batches.append(list(found))
             self._planned += 1
 
     def _run(self) -> None:
@@ -126,18 +135,21 @@ class Prefetcher(Prefetch):
 
     def _fetch_all(self) -> None:
         while True:
+            batch = entry = None
             with self._lock:
-                self._plan()
-                while not self._queue and not self._stopped:
+                while not (self._stopped or self._queue or self._can_plan()):
                     self._lock.wait()
-                    self._plan()
                 if self._stopped:
                     return
-                entry = self._entries.get(self._queue.popleft())
-            if entry is None:
-                continue  # Its batch was gathered first.
-            with contextlib.suppress(CorruptStoreError):
-                self._files.cache.get(self._files.object_store, entry, self._next_use, self._check)
+                if self._queue:
+                    entry = self._entries.get(self._queue.popleft())  # None if its batch was gathered first
+                else:
+                    batch, self._is_planning = self._planned, True
+            if batch is not None:
+                self._plan(batch)
+            elif entry is not None:
+                with contextlib.suppress(CorruptStoreError):
+                    self._files.cache.get(self._files.object_store, entry, self._next_use, self._check)
 
     def _check(self) -> None:
         if self._stopped:

@@ -305,13 +305,10 @@ class RemotePublisher:
                 kept = mf.parse_manifest(self._object_store.read(paths.manifest(number)), number)
             except (FileNotFoundError, CorruptStoreError):
                 return  # The files it refers to are unknown: remove nothing.
-            named |= {paths.index(number), *(str(Path(p.path).parent) for p in kept.parts)}
-            named |= {c.path for c in kept.columns}
-        for name in ("index", "columns"):
-            for folder in self._object_store.list_dir(name):
-                is_ours = folder.isdigit() and int(folder) <= manifest.generation
-                if is_ours and f"{name}/{folder}" not in named:
-                    self._delete_own(f"{name}/{folder}")
+            named |= {paths.manifest_copy(number), *(file.path for file in kept.small_files())}
+        found = [p for folder in ("index", "columns") for p in self._object_store.list_recursive(folder)]
+        ours = {p for p in found if (written := paths.generation_of(p)) is not None and written <= manifest.generation}
+        self._object_store.delete(sorted(ours - named))
 
     def close(self) -> None:
         """Release the lock and remove the local folder."""

@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -11,16 +13,15 @@ from tracestore.errors import CorruptStoreError
 from tracestore.store.format import manifest as mf
 from tracestore.store.format import paths, schema
 from tracestore.store.format.entries import FileEntry
-from tracestore.store.format.mapped_arrays import pack_arrays
 from tracestore.store.format.paths import TEMPORARY_PREFIX
 from tracestore.store.format.ragged import encode_strings
 from tracestore.store.format.zarr_json import group_metadata
+from tracestore.store.format.zip_group import pack_group
 from tracestore.store.io import fsio
 from tracestore.store.io.files import LocalFiles
 from tracestore.store.io.ownership import remove_own, require_removed
 from tracestore.store.read.columns import Columns, join_columns, read_columns
 from tracestore.store.read.index import StoreIndex
-from tracestore.store.write.columns_writer import write_columns
 from tracestore.store.write.pending import Pending
 
 
@@ -55,18 +56,16 @@ def commit(store: Path, index: StoreIndex, attributes: schema.Attributes, pendin
         with contextlib.suppress(PermissionError):
             fsio.fsync_path(store.parent)
     pending.segments = [s for s in pending.segments if len(s)]
-    files: list[tuple[int, FileEntry]] = []
+    rows, added = [], 0
     for segment in pending.segments:
-        files += [(segment.number, entry) for entry in segment.finish()]
+        entry, num_bytes = segment.finish()
         fsio.retry_eintr(os.rename, segment.folder, store / paths.segment(segment.number))
+        rows.append(entry)
+        added += num_bytes
     if pending.segments:
         fsio.fsync_path(store / "segments")
-    parts, part_bytes = _write_index(store, index, pending, files)
+    parts = _write_index(store, index, pending, rows)
     columns, num_scored, num_labeled = _write_columns(store, old, pending)
-    added = sum(f.size for _, f in files) + part_bytes
-    added += sum(f.size for r in columns if r not in old.columns for f in r.files)
-    removed = sum(r.size for r in old.parts if r not in parts)
-    removed += sum(f.size for r in old.columns if r not in columns for f in r.files)
     tokens = sum(r.values["num_tokens"] for r in pending.rows if r.values["graph_segment"] >= 0)
     for (trace, group), patch in pending.patches.items():
         if group == mf.GROUP_GRAPH:
@@ -80,25 +79,25 @@ def commit(store: Path, index: StoreIndex, attributes: schema.Attributes, pendin
         num_traces=old.num_traces + len(pending.rows),
         num_tokens=old.num_tokens + tokens,
         num_scored=num_scored,
-        num_labelled=num_labeled,
-        num_bytes=old.num_bytes + added - removed,
+        num_labeled=num_labeled,
         fields=tuple(sorted(set(old.fields).union(*(s.field_names for s in pending.segments)))),
     )
+    added += sum(f.size for f in new.small_files()) - sum(f.size for f in old.small_files())
+    new = replace(new, num_bytes=old.num_bytes + added)
     if old.generation == 0:
         write_root(store, attributes)
     # The copy allows `verify --repair` to restore a damaged manifest.
-    copy = store / paths.manifest_copy(new.generation)
-    fsio.write_file(copy, new.to_bytes())
-    fsio.fsync_path(copy.parent)
+    fsio.replace_file(store / paths.manifest_copy(new.generation), new.to_bytes())
     fsio.replace_file(store / paths.manifest(new.generation), new.to_bytes())
     write_root(store, attributes)
     return new
 
 
-def _write_index(
-    store: Path, index: StoreIndex, pending: Pending, files: list[tuple[int, FileEntry]]
-) -> tuple[tuple[mf.PartRef, ...], int]:
-    """Write the index part of the next generation; return the references to all parts and the bytes written."""
+def _write_index(store: Path, index: StoreIndex, pending: Pending, segments: list[FileEntry]) -> tuple[mf.PartRef, ...]:
+    """Write the index part of the next generation and return the references to all parts.
+
+    `segments` has the rows.zip of each pending segment.
+    """
     old, generation = index.manifest, index.manifest.generation + 1
     arrays = mf.empty_columns()
     for name, dtype in mf.TRACE_COLUMNS.items():
@@ -106,16 +105,20 @@ def _write_index(
     patches = [pending.patches[place] for place in sorted(pending.patches)]
     for name, dtype in mf.PATCH_COLUMNS.items():
         arrays[name] = np.array([q[name] for q in patches], dtype)
-    arrays["file_segment"] = np.array([n for n, _ in files], "<i4")
-    arrays["file_size"] = np.array([f.size for _, f in files], "<i8")
-    arrays["file_crc32c"] = np.array([f.crc32c for _, f in files], "<u4")
-    arrays["segment_traces"] = np.array([len(s) for s in pending.segments], "<i4")
-    arrays["segment_tokens"] = np.array([sum(r.num_tokens for r in s.rows) for s in pending.segments], "<i8")
-    for name, attribute in (("size", "size"), ("traces", "num_traces"), ("skipped", "num_skipped")):
-        arrays[f"source_{name}"] = np.array([getattr(s, attribute) for s in pending.sources], "<i8")
+    values = {
+        "segment_traces": map(len, pending.segments),
+        "segment_tokens": (s.num_tokens for s in pending.segments),
+        "segment_size": (entry.size for entry in segments),
+        "segment_crc32c": (entry.crc32c for entry in segments),
+        "source_size": (s.size for s in pending.sources),
+        "source_traces": (s.num_traces for s in pending.sources),
+        "source_skipped": (s.num_skipped for s in pending.sources),
+    }
+    for name, column in values.items():
+        arrays[name] = np.array(list(column), mf.PART_DTYPES[name])
     texts = {
         "id": [r.question_id for r in pending.rows],
-        "file_path": [f.path for _, f in files],
+        "segment_name": [entry.path.split("/")[1] for entry in segments],
         "source_path": [s.path for s in pending.sources],
         "source_fingerprint": [s.fingerprint for s in pending.sources],
     }
@@ -126,25 +129,24 @@ def _write_index(
     count = {"trace": len(pending.rows), "segment": len(pending.segments), "source": len(pending.sources)}
     # Merge parts of similar size, like the carries of a binary counter: each trace is rewritten O(log N) times.
     while parts and parts[-1].num_traces + parts[-1].num_sources <= count["trace"] + count["source"]:
-        last = parts.pop()
+        last = parts[-1]
+        if last.num_traces + count["trace"] > mf.MAX_PART_TRACES:
+            break
+        parts.pop()
         first = {"trace": last.first_trace, "segment": last.first_segment, "source": last.first_source}
         count = {k: count[k] + getattr(last, f"num_{k}s") for k in count}
         arrays = mf.merge_parts(index.part_arrays(len(parts)), arrays, first["trace"])
-    data = pack_arrays(mf.with_key_table(arrays))
-    folder = store / paths.index(generation)
-    require_removed(store, paths.index(generation))
-    fsio.retry_eintr(os.mkdir, folder)
-    fsio.write_file(folder / "part", data)
-    fsio.fsync_path(folder)
-    fsio.fsync_path(folder.parent)
-    ref = mf.PartRef(
-        f"{paths.index(generation)}/part",
-        len(data),
-        crc32c(data),
-        **{f"first_{k}": v for k, v in first.items()},
-        **{f"num_{k}s": v for k, v in count.items()},
-    )
-    return (*parts, ref), len(data)
+    entry = _write_group(store, paths.index(generation), mf.with_key_table(arrays), {})
+    ranges = {f"first_{k}": v for k, v in first.items()} | {f"num_{k}s": v for k, v in count.items()}
+    return (*parts, mf.PartRef(entry.path, entry.size, entry.crc32c, **ranges))
+
+
+def _write_group(store: Path, path: str, arrays: dict[str, np.ndarray], attributes: dict[str, Any]) -> FileEntry:
+    """Write a group of small arrays atomically."""
+    require_removed(store, path)
+    data = pack_group(arrays, attributes)
+    fsio.replace_file(store / path, data)
+    return FileEntry(path, len(data), crc32c(data))
 
 
 def _write_columns(store: Path, old: mf.Manifest, pending: Pending) -> tuple[tuple[mf.ColumnsRef, ...], int, int]:
@@ -163,21 +165,25 @@ def _write_columns(store: Path, old: mf.Manifest, pending: Pending) -> tuple[tup
         joined = joined.with_values(pending.updates)
         scored, labeled = joined.num_scored, joined.num_labeled
     else:
-        scored, labeled = old.num_scored + new.num_scored, old.num_labelled + new.num_labeled
+        scored, labeled = old.num_scored + new.num_scored, old.num_labeled + new.num_labeled
     if len(joined) == 0:
         return tuple(refs), scored, labeled
-    refs.append(write_columns(store, old.generation + 1, first, joined))
+    arrays = {name: getattr(joined, name) for name in schema.COLUMN_DTYPES}
+    attributes = {"tracestore": {"first_trace": first, "num_traces": len(joined)}}
+    entry = _write_group(store, paths.columns(old.generation + 1), arrays, attributes)
+    refs.append(mf.ColumnsRef(entry.path, entry.size, entry.crc32c, first, len(joined)))
     return tuple(refs), scored, labeled
 
 
-def remove_unreferenced(store: Path, manifest: mf.Manifest) -> None:
+def remove_unreferenced(store: Path, index: StoreIndex) -> None:
     """Remove all files that no kept generation references.
 
     These are the files of unfinished commits, and those of generations before the predecessor of
-    `manifest`, the latest one, unless a reader has pinned them.
+    the latest one, which `index` belongs to, unless a reader has pinned them.
     """
-    referenced = {r.path for r in manifest.parts} | {r.path for r in manifest.columns}
+    manifest = index.manifest
     files = LocalFiles(store)
+    referenced = {paths.manifest_copy(manifest.generation), *(file.path for file in manifest.small_files())}
     for generation in files.generations():
         if generation >= manifest.generation:
             continue
@@ -192,16 +198,16 @@ def remove_unreferenced(store: Path, manifest: mf.Manifest) -> None:
                 continue
         if kept is None:
             return  # A reader has pinned this generation, whose files are unknown because its manifest is damaged.
-        referenced |= {r.path for r in kept.parts} | {r.path for r in kept.columns}
+        referenced |= {file.path for file in kept.small_files()}
+        referenced.add(paths.manifest_copy(generation))
     for folder in ("index", "columns"):
         for name in files.list_dir(folder):
-            path = f"{folder}/{name}"
-            if path not in referenced and f"{path}/part" not in referenced:
-                remove_own(store, path)
-    for name in files.list_dir("segments"):
-        unfinished = name.startswith(TEMPORARY_PREFIX)
-        if unfinished or (name.isdigit() and int(name) >= manifest.num_segments):
-            remove_own(store, f"segments/{name}")
+            if f"{folder}/{name}" not in referenced:
+                remove_own(store, f"{folder}/{name}")
+    unknown = {name for name in files.list_dir("segments") if not name.isdigit() or int(name) >= manifest.num_segments}
+    unknown -= {entry.path.split("/")[1] for entry in index.segments()} if unknown else set()
+    for name in unknown:
+        remove_own(store, f"segments/{name}")
     for name in files.list_dir("manifest"):
         if name.startswith(TEMPORARY_PREFIX):
             remove_own(store, f"manifest/{name}")

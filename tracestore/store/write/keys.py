@@ -9,7 +9,6 @@ import numpy as np
 from tracestore.errors import InvalidInputError
 from tracestore.store.format import manifest as mf
 from tracestore.store.io.files import StoreFiles
-from tracestore.store.read.chunk_cache import ChunkCache
 from tracestore.store.read.index import StoreIndex
 from tracestore.store.read.segment import SegmentReader
 from tracestore.store.write.pack import PackedTrace
@@ -65,7 +64,7 @@ class KeyResolver:
             name = mf.GROUP_NAMES[group]
             if stored[f"{name}_segment"] < 0:
                 missing.add(group)
-            elif stored[f"{name}_crc32c"] != crc:
+            elif self._stored_crc(stored, name) != crc:
                 difference = "arrays"
         if difference is None:
             difference = first_difference(_text_fields(record, trace.extras), self._stored_text_fields(stored))
@@ -93,22 +92,35 @@ class KeyResolver:
         for group, name in enumerate(mf.GROUP_NAMES):
             patch = self._pending.patches.get((index, group))
             if patch is not None:
-                values |= {f"{name}_{column}": patch[f"patch_{column}"] for column in ("segment", "row", "crc32c")}
+                values |= {f"{name}_{column}": patch[f"patch_{column}"] for column in ("segment", "row")}
         return values
+
+    def _stored_crc(self, location: Mapping[str, int], group: str) -> int:
+        """Return the checksum of the arrays of a field group of a stored trace."""
+        number, row = location[f"{group}_segment"], location[f"{group}_row"]
+        pending = self._pending_trace(number, row)
+        if pending is not None:
+            return pending.graph_crc if group == "graph" else pending.sequence_crc
+        return self._segment(number).scalar(f"{group}_crc32c", row)
 
     def _stored_text_fields(self, location: Mapping[str, int]) -> dict[str, Any]:
         name = "graph" if location["graph_segment"] >= 0 else "sequence"
         number, row = location[f"{name}_segment"], location[f"{name}_row"]
-        for pending in self._pending.segments:
-            if pending.number == number:
-                trace = pending.packed(row)
-                return _text_fields(trace.record, trace.extras)
-        if number not in self._segments:
-            entries = {f.path: f for f in self._index.segment_files(number)}
-            attributes, num_rows = self._index.manifest.attributes, self._index.segment_rows(number)
-            self._segments[number] = SegmentReader(self._files, number, entries, ChunkCache(0), attributes, num_rows)
-        segment = self._segments[number]
+        trace = self._pending_trace(number, row)
+        if trace is not None:
+            return _text_fields(trace.record, trace.extras)
+        segment = self._segment(number)
         return _text_fields(read_record(segment, row), segment.string("extras", row))
+
+    def _pending_trace(self, segment: int, row: int) -> PackedTrace | None:
+        return next((s.packed(row) for s in self._pending.segments if s.number == segment), None)
+
+    def _segment(self, number: int) -> SegmentReader:
+        if number not in self._segments:
+            self._segments[number] = SegmentReader(
+                self._files, self._index.segment(number), self._index.manifest.attributes
+            )
+        return self._segments[number]
 
     def add_location(
         self, record: TraceRecord, location: dict[str, int], groups: set[int], score: float, label: float, group: str
@@ -149,7 +161,7 @@ class KeyResolver:
             return
         for added in sorted(groups):
             name = mf.GROUP_NAMES[added]
-            patch = {f"patch_{column}": location[f"{name}_{column}"] for column in ("segment", "row", "crc32c")}
+            patch = {f"patch_{column}": location[f"{name}_{column}"] for column in ("segment", "row")}
             for columns in mf.LOCATION_COLUMNS.values():
                 patch |= {f"patch_{column}": location[column] for column in columns}
             patch |= {"patch_trace": index, "patch_group": added, "patch_nonfinite": location["nonfinite"]}
@@ -208,7 +220,7 @@ class KeyResolver:
 def _location_columns(group: int) -> tuple[str, ...]:
     """Return the trace columns that locate a field group."""
     name = mf.GROUP_NAMES[group]
-    return (f"{name}_segment", f"{name}_row", f"{name}_crc32c", *mf.LOCATION_COLUMNS[name])
+    return (f"{name}_segment", f"{name}_row", *mf.LOCATION_COLUMNS[name])
 
 
 def _text_fields(record: TraceRecord, extras: str) -> dict[str, Any]:

@@ -45,6 +45,8 @@ class PackedTrace:
         CRC-32C of arrays. The writer computes missing ones.
     graph_crc, sequence_crc : int
         CRC-32C of the arrays of each field group, 0 without them.
+    has_last_token : bool
+        Whether its segment has its last token.
     """
 
     record: TraceRecord
@@ -64,6 +66,7 @@ class PackedTrace:
     num_heads: int | None
     hidden_dtype: str
     attention_dtype: str | None
+    has_last_token: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -222,6 +225,8 @@ def pack_record(
         If a value cannot be stored.
     """
     num_layers, num_tokens, hidden_dim = record.num_layers, record.num_tokens, record.hidden_dim
+    if attention == "none":
+        record.attention = record.edges = None
     scratch = scratch or Scratch(max_memory=1 << 62)
     scratch.start()
     arrays: dict[str, list[np.ndarray]] = {}
@@ -258,7 +263,7 @@ def pack_record(
         assert record.hidden is not None
         arrays["last_token"] = [np.array([h[-1] for h in record.hidden])]
         crcs["last_token"] = _crc(arrays["last_token"])
-    if record.attention is not None and attention != "none":
+    if record.attention is not None:
         present |= bits["attentions"]
         heads = int(record.attention[0].shape[0])
         layout, arrays["attention"], attention_dtype, bad, crcs["attention"] = _pack_attention(

@@ -3,7 +3,6 @@
 import base64
 import json
 import math
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tracestore.errors import CorruptStoreError, InvalidInputError
+from tracestore.errors import InvalidInputError
 from tracestore.store.format import schema
 from tracestore.store.read.segment import SegmentReader
 
@@ -328,42 +327,3 @@ def extras_json(extras: Mapping[str, Any]) -> str:
     if not extras:
         return ""
     return json.dumps({k: plain(v, k, 0) for k, v in extras.items()}, sort_keys=True, separators=(",", ":"))
-
-
-def extras_values(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that extras_json() encoded, with bfloat16 arrays as float32.
-
-    Raises
-    ------
-    CorruptStoreError
-        If an encoded value is invalid.
-    """
-
-    def value(item: Any) -> Any:
-        if isinstance(item, list):
-            return [value(v) for v in item]
-        if not isinstance(item, dict):
-            return item
-        match item:
-            case {"$int": str(text)} if len(item) == 1:
-                return int(text)
-            case {"$float": str(text)} if len(item) == 1:
-                return float(text)
-            case {"$bytes": str(text)} if len(item) == 1:
-                return base64.b64decode(text)
-            case {"$array": [str(dtype), list(shape), str(text)]} if len(item) == 1:
-                data = base64.b64decode(text)
-                if dtype != "bfloat16" and re.fullmatch(r"[<>|=]?[biufcSU]\d+", dtype) is None:
-                    raise ValueError(f"dtype {dtype}")
-                if dtype == "bfloat16":
-                    bits = np.frombuffer(data, "<u2").astype("<u4") << 16
-                    return bits.view("<f4").reshape(shape)
-                return np.frombuffer(data, dtype).reshape(shape).copy()
-            case {"$dict": list(pairs)} if len(item) == 1:
-                return {value(k): value(v) for k, v in pairs}
-        return {k: value(v) for k, v in item.items()}
-
-    try:
-        return {name: value(item) for name, item in extras.items()}
-    except (ValueError, TypeError, RecursionError) as error:
-        raise CorruptStoreError(f"invalid extras: {error}") from None

@@ -132,7 +132,7 @@ class StoreWriter:
         self._reset_pending()
         self._undo: list[Callable[[], None]] | None = None
         write_root(self.path, self.attributes)
-        remove_unreferenced(self.path, manifest)
+        remove_unreferenced(self.path, self.index)
 
     def _reset_pending(self) -> None:
         self._pending = Pending()
@@ -254,25 +254,20 @@ class StoreWriter:
         if not groups:
             source.num_skipped += 1
             return False
-        row = self._segment_for(trace).append(trace, self.attributes)
-        segment, number = pending.segments[-1], len(pending.segments[-1]) - 1
+        segment = self._segment_for(trace)
         location = {
             "graph_segment": segment.number if mf.GROUP_GRAPH in groups else -1,
-            "graph_row": number,
-            "hidden_row": row.hidden_row,
-            "attention_start": row.attention_start,
-            "num_tokens": row.num_tokens,
-            "layout": row.attention_layout,
+            "graph_row": len(segment),
             "sequence_segment": segment.number if mf.GROUP_SEQUENCE in groups else -1,
-            "sequence_row": number,
-            "last_token_row": row.last_token_row,
+            "sequence_row": len(segment),
+            "num_tokens": trace.num_tokens,
+            "layout": trace.layout,
             "nonfinite": int(trace.num_nonfinite > 0),
             "sample": record.sample,
             "source": self.manifest.num_sources + len(pending.sources) - 1,
             "source_position": record.position,
-            "graph_crc32c": trace.graph_crc,
-            "sequence_crc32c": trace.sequence_crc,
         }
+        segment.append(trace, self.attributes)
         source.num_traces += 1
         label = NAN if record.label is None else record.label
         self._keys.add_location(record, location, groups, score, label, group)
@@ -352,7 +347,7 @@ class StoreWriter:
         self._columns = None
         self.index = StoreIndex(LocalFiles(self.path), self.manifest)
         self._reset_pending()
-        remove_unreferenced(self.path, self.manifest)
+        remove_unreferenced(self.path, self.index)
 
     def _after_failed_commit(self, pending: Pending) -> None:
         number = self.manifest.generation + 1
@@ -366,7 +361,7 @@ class StoreWriter:
         self.attributes = self.manifest.attributes
         self._drop_pending()
         with contextlib.suppress(OSError):  # The next writer removes what is left.
-            remove_unreferenced(self.path, self.manifest)
+            remove_unreferenced(self.path, self.index)
 
     def replace_existing(self) -> None:
         """Move the new store to the path of the existing one, which is removed. No-op without `overwrite`.
