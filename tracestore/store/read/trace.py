@@ -104,7 +104,7 @@ class Trace:
     Notes
     -----
     Arrays of an uncompressed store are read-only views of the mapped file and keep the map alive. Reading such a
-    view after the file was truncated ends the process (SIGBUS); `copy()` and every other method raise
+    view after the file was truncated ends the process (SIGBUS); `copy()`, `attention` and texts raise
     CorruptStoreError instead. bfloat16 arrays (``--dtype keep``) are uint16 arrays of the raw bits.
     """
 

@@ -23,6 +23,7 @@ from tracestore.store.format.entries import FileEntry
 from tracestore.store.format.paths import TEMPORARY_PREFIX
 from tracestore.store.io import fsio
 from tracestore.store.io.files import LocalFiles, RemoteURL, cache_dir
+from tracestore.store.read.index import StoreIndex
 from tracestore.store.remote.files import RemoteFiles, cache_of_environment, list_generations
 from tracestore.store.remote.object_store import ObjectStore, Version, seconds_of
 
@@ -224,7 +225,7 @@ class RemotePublisher:
 
     def _fetch_newest(self) -> None:
         numbers = list_generations(self._object_store)
-        kept = -1
+        kept: set[str] = set()
         if numbers:
             try:
                 data = self._object_store.read(paths.manifest(numbers[0]), mf.MAX_MANIFEST_BYTES)
@@ -241,10 +242,10 @@ class RemotePublisher:
                 with contextlib.suppress(FileNotFoundError):
                     fsio.write_file(self.folder / "zarr.json", self._object_store.read("zarr.json"))
                     self._there.add("zarr.json")
-            kept = manifest.num_segments - 1
+            kept = {segment.path for segment in StoreIndex(LocalFiles(self.folder), manifest).segments()}
         # Segments of a writer that was stopped before its manifest.
         for name in self._object_store.list_dir("segments"):
-            if not name.isdigit() or int(name) > kept:
+            if f"segments/{name}" not in kept:
                 self._delete_own(f"segments/{name}")
 
     def _fetch(self, entry: FileEntry) -> None:
