@@ -172,7 +172,7 @@ def pyg_classes() -> tuple[Any, Any]:
     return type(Batch(_base_cls=Data)), Data
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Layout:
     """Positions of the tensors of a batch in a buffer.
 
@@ -195,7 +195,9 @@ class Layout:
 
     def batch(self, buffer: BatchBuffer, metadata: dict[str, Any]) -> Any:
         """Return the batch that lies in the buffer; `metadata` holds the other fields, arrays as numpy's."""
-        fields = {name: buffer.tensor(*where) for name, where in self.tensors.items()} | self.values
+        fields: dict[str, Any] = self.values.copy()
+        for name, where in self.tensors.items():
+            fields[name] = buffer.tensor(*where)
         for name, value in metadata.items():
             fields[name] = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
         batch = self.batch_class(**fields)
