@@ -149,7 +149,7 @@ def _samples(store: TraceStore) -> list[tuple[object, ...]]:
 
 
 def _issues(store: TraceStore, threshold: float, progress: Callable[[int, int], None] | None) -> str:
-    report = lint_store(store.path, score_threshold=threshold, progress=progress)
+    report = lint_store(store.path, score=store.score_name, score_threshold=threshold, progress=progress)
     if not report.counts:
         return f"<p>None in {report.num_traces:,} traces.</p>"
     rows = []

@@ -22,7 +22,9 @@ import tracestore
 from tests.fault_injection.driver import small_commits
 from tests.helpers import make_trace
 from tracestore.errors import TracestoreWarning
+from tracestore.store.format.labels import ScoreField
 from tracestore.store.maintain.verify import verify_store
+from tracestore.store.read.columns import TraceValues
 from tracestore.store.write.record import record_from_dict
 from tracestore.store.write.writer import StoreWriter
 
@@ -90,7 +92,8 @@ def write_until_killed(path, seed):
                     writer.end_source()
             else:
                 version = writer.manifest.generation
-                writer.update_values({k: (version + k * 1e-6, np.nan, None) for k in range(count)})
+                writer.define_score("score", ScoreField())
+                writer.update_values({k: TraceValues({"score": version + k * 1e-6}) for k in range(count)})
             writer.commit()
             time.sleep(rng.random() * 0.02)
 

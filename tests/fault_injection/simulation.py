@@ -23,9 +23,11 @@ from numpy.testing import assert_array_equal
 import tracestore
 from tests.helpers import make_trace
 from tracestore.errors import StoreLockedError, UsageError
+from tracestore.store.format.labels import ScoreField
 from tracestore.store.io import files
 from tracestore.store.maintain import merge
 from tracestore.store.maintain.verify import verify_store
+from tracestore.store.read.columns import TraceValues
 from tracestore.store.write.record import record_from_dict
 from tracestore.store.write.writer import StoreWriter
 
@@ -183,7 +185,9 @@ class Simulation:
         for version in range(1, 4):
             with self._writer(self.store) as writer:
                 count = writer.manifest.num_traces
-                writer.update_values({k: (version + k / 100, np.nan, f"v{version}") for k in range(count)})
+                writer.define_score("score", ScoreField())
+                values = {k: TraceValues({"score": version + k / 100}, group=f"v{version}") for k in range(count)}
+                writer.update_values(values)
                 writer.commit()
 
     def _when_created(self, call):

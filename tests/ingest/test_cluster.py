@@ -13,6 +13,7 @@ import torch
 
 import tracestore
 from tests.helpers import ROOT, convert, make_graphs, make_trace, make_traces, tree_bytes, write_pickle
+from tracestore.store.format.labels import ScoreField
 from tracestore.store.write.pack import pack_record
 from tracestore.store.write.record import record_from_dict
 from tracestore.store.write.spool import read_spool, write_spool
@@ -110,9 +111,10 @@ def test_traces_that_pass_through_a_spool_give_the_same_store(tmp_path, attentio
             packed = read_spool(tmp_path / "spool")
         path = tmp_path / name
         with StoreWriter(path, attention=attention, dtype="keep" if keep else "float16") as writer:
+            writer.define_score("score", ScoreField())
             writer.begin_source("s", 1, "f")
             for trace in packed:
-                writer.append_packed(trace, score=0.5)
+                writer.append_packed(trace, scores={"score": 0.5})
             writer.end_source()
             writer.commit()
         stores.append(tree_bytes(path))

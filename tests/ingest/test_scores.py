@@ -2,6 +2,7 @@
 
 import csv
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import tracestore
 from tests.helpers import command, convert, make_traces, write_pickle, write_store
 from tests.train.runs import FAST, write_labeled
 from tracestore.errors import UsageError
+from tracestore.store.format.labels import ScoreField
 
 SCORES = [0.1, 0.6, 0.9, 0.5]
 CORRECT, HALLUCINATION = [1, 0, 0, 0], [0, 1, 1, 1]
@@ -44,7 +46,9 @@ def test_the_column_name_determines_the_direction(tmp_path, source, column, labe
         assert store.targets().tolist() == labels
         assert [b.y.tolist() for b in tracestore.TraceLoader(store, batch_size=4, shuffle="none")] == [labels]
         info = store.info()
-    assert info["score_direction"] == ("correct" if labels == CORRECT else "hallucination")
+    direction = "correct" if labels == CORRECT else "hallucination"
+    expected = {"direction": direction, "source": f"scores.csv, column {column}", "version": None}
+    assert info["score"] == column and info["scores"] == {column: expected}
     # Round trips through export, score and merge.
     command("export", tmp_path / "s.zarr", tmp_path / "out", check=0)
     convert(tmp_path / "out", tmp_path / "again.zarr")
@@ -73,24 +77,68 @@ def test_an_ambiguous_column_needs_score_direction(tmp_path, source, words):
     assert done.returncode == 2 and "score and hallucination_score" in done.stderr
 
 
-def test_scores_of_two_directions_do_not_mix(tmp_path, source):
-    correct = write_csv(tmp_path / "r.csv", ["question_id", "score"])
-    hallucinated = write_csv(tmp_path / "w.csv", ["question_id", "p_hallucination"])
-    single = write_csv(tmp_path / "p.csv", ["question_id", "p_hallucination"], [["q0", 0.5]])
-    convert(source, tmp_path / "s.zarr", "--scores", correct)
+def test_one_score_has_one_direction(tmp_path, source):
+    one = write_csv(tmp_path / "one.csv", ["question_id", "judge"], [["q0", 0.5]])
+    every = write_csv(tmp_path / "every.csv", ["question_id", "judge"])
+    convert(source, tmp_path / "s.zarr", "--scores", every, "--score-column", "judge", "--score-direction", "correct")
+    flags = ["--score-column", "judge", "--score-direction", "hallucination"]
     more = write_pickle(tmp_path / "b.pkl", [t | {"question_id": "b"} for t in make_traces(1)])
-    for done in (
-        command("score", tmp_path / "s.zarr", "--scores", single),
-        command("convert", more, tmp_path / "s.zarr", "--scores", hallucinated),
+    for words in (
+        ["score", tmp_path / "s.zarr", "--scores", one],
+        ["convert", more, tmp_path / "s.zarr", "--scores", one],
     ):
-        assert done.returncode == 2 and done.stderr.count("\n") == 1 and "A store cannot hold both" in done.stderr
+        done = command(*words, *flags)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and "under another name" in done.stderr
+    convert(source, tmp_path / "t.zarr", "--scores", every, *flags)
+    done = command("merge", tmp_path / "s.zarr", tmp_path / "t.zarr", tmp_path / "m.zarr")
+    assert done.returncode == 2 and "under another name" in done.stderr
     assert tracestore.open(tmp_path / "s.zarr").targets().tolist() == CORRECT
-    done = command("score", tmp_path / "s.zarr", "--scores", hallucinated, check=0)
+    # A file with a value of every trace replaces values and direction.
+    done = command("score", tmp_path / "s.zarr", "--scores", every, *flags, check=0)
     assert "3 of 4 at or above 0.5" in done.stdout
     assert tracestore.open(tmp_path / "s.zarr").targets().tolist() == HALLUCINATION
-    convert(more, tmp_path / "t.zarr", "--scores", write_csv(tmp_path / "m.csv", ["question_id", "score"], [["b", 1]]))
-    done = command("merge", tmp_path / "s.zarr", tmp_path / "t.zarr", tmp_path / "m.zarr")
-    assert done.returncode == 2 and "high for different things" in done.stderr
+
+
+def test_a_store_holds_several_named_scores(tmp_path, source):
+    convert(source, tmp_path / "s.zarr", "--scores", write_csv(tmp_path / "a.csv", ["question_id", "bleurt_score"]))
+    judged = write_csv(tmp_path / "j.csv", ["question_id", "p_hallucination"], [["q0", 0.75], ["q2", 0.25]])
+    flags = ["--scores", judged, "--name", "judge", "--source", "a judge", "--version", "2"]
+    done = command("score", tmp_path / "s.zarr", *flags, check=0)
+    assert "2 of 4 have the score judge" in done.stdout and "the default score is bleurt_score" in done.stdout
+    command("merge", tmp_path / "s.zarr", tmp_path / "merged.zarr", check=0)
+    for path in (tmp_path / "s.zarr", tmp_path / "merged.zarr"):
+        with tracestore.open(path) as store:
+            assert store.score_name == "bleurt_score" and store.targets().tolist() == CORRECT
+            assert store.score_fields["judge"] == ScoreField("hallucination", "a judge", "2")
+            np.testing.assert_array_equal(store.named_scores("judge"), [0.75, np.nan, 0.25, np.nan])
+            assert store[0].scores == {"bleurt_score": SCORES[0], "judge": 0.75}
+            assert store[1].copy().scores == {"bleurt_score": SCORES[1]}
+            frame = store.to_pandas()
+            np.testing.assert_array_equal(frame["score_judge"], store.named_scores("judge"))
+        with tracestore.open(path, score="judge") as store, pickle.loads(pickle.dumps(store)) as copy:
+            for opened in (store, store.reopen(), copy):
+                assert opened.score_direction == "hallucination"
+                np.testing.assert_array_equal(opened.targets(), [1, np.nan, 0, np.nan])
+            labels = [batch.y for batch in tracestore.TraceLoader(store, batch_size=4, shuffle="none")]
+            np.testing.assert_array_equal(labels[0], [1, np.nan, 0, np.nan])
+    command("score", tmp_path / "s.zarr", *flags, "--default", check=0)
+    assert tracestore.open(tmp_path / "s.zarr").score_name == "judge"
+    with pytest.raises(UsageError, match="found no score 'x'; its scores are: bleurt_score, judge"):
+        tracestore.open(tmp_path / "s.zarr", score="x")
+    for name in ("a/b", "", "x" * 65):
+        assert command("score", tmp_path / "s.zarr", "--scores", judged, "--name", name or "/").returncode == 2
+
+
+def test_a_program_appends_named_scores(tmp_path):
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        writer.define_score("judge", direction="hallucination", source="a model", version="1")
+        for trace, value in zip(make_traces(4), SCORES, strict=True):
+            writer.append(trace, score=1 - value, scores={"judge": value})
+        with pytest.raises(UsageError, match="define_score"):
+            writer.append(make_traces(5)[4], scores={"other": 1.0})
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        assert store.score_name == "judge" and store.targets().tolist() == HALLUCINATION
+        assert store.named_scores("score").tolist() == [1 - value for value in SCORES]
 
 
 def test_files_that_tracestore_writes_can_be_joined(tmp_path):
@@ -128,6 +176,5 @@ def test_create_takes_a_score_direction(tmp_path):
     with pytest.raises(UsageError, match="expected one of"):
         tracestore.create(tmp_path / "t.zarr", score_direction="up")
     assert np.isnan(tracestore.open(tmp_path / "s.zarr").labels).all()
-    assert (
-        json.loads(command("info", tmp_path / "s.zarr", "--json", check=0).stdout)["score_direction"] == "hallucination"
-    )
+    info = json.loads(command("info", tmp_path / "s.zarr", "--json", check=0).stdout)
+    assert info["scores"]["score"]["direction"] == "hallucination"

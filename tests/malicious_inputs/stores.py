@@ -127,7 +127,7 @@ class Store:
 
     def group(self, path: str, dtypes: dict[str, str]) -> ZipGroup:
         """Open a file of small arrays."""
-        return ZipGroup(MappedFile(self.path / path), dtypes, schema.OPTIONAL_ROW_ARRAYS)
+        return ZipGroup(MappedFile(self.path / path), dtypes, schema.OPTIONAL_ROW_ARRAYS | dtypes.keys())
 
     def arrays(self, path: str, dtypes: dict[str, str]) -> dict[str, np.ndarray]:
         """Return writable copies of the arrays of a file of small arrays."""
@@ -168,7 +168,8 @@ class Store:
     def small_files(self) -> list[tuple[str, dict[str, str]]]:
         """Return path and dtypes of each file of small arrays."""
         found = [(p["path"], mf.PART_DTYPES) for p in self.manifest["index"]]
-        found += [(c["path"], schema.COLUMN_DTYPES) for c in self.manifest["columns"]]
+        scores = {f"{schema.SCORE_PREFIX}{name}": schema.SCORE_DTYPE for name in self.manifest["attributes"]["scores"]}
+        found += [(c["path"], schema.COLUMN_DTYPES | scores) for c in self.manifest["columns"]]
         return found + [(path, schema.ROW_DTYPES) for path in self.row_files()]
 
     def files(self) -> list[str]:

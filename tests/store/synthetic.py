@@ -9,7 +9,8 @@ import numpy as np
 from tests.helpers import make_traces, write_store
 from tracestore._core.kernels import crc32c
 from tracestore.store.format import manifest as mf
-from tracestore.store.format import paths, schema
+from tracestore.store.format import paths
+from tracestore.store.format.labels import ScoreField
 from tracestore.store.format.ragged import encode_strings
 from tracestore.store.format.zip_group import pack_group
 from tracestore.store.io.files import LocalFiles
@@ -55,11 +56,18 @@ def make_index_only_store(
         (path / name).write_bytes(data)
         parts.append(mf.PartRef(name, len(data), crc32c(data), first, n, first_segment, segments, 0, 0))
     scores = np.linspace(0, 1, num_traces)
-    values = Columns(scores, np.full(num_traces, np.nan), *encode_strings([""] * num_traces))
-    data = pack_group({name: getattr(values, name) for name in schema.COLUMN_DTYPES}, {})
+    values = Columns({"score": scores}, np.full(num_traces, np.nan), *encode_strings([""] * num_traces))
+    data = pack_group(values.arrays(), {})
     columns = mf.ColumnsRef(paths.columns(generation), len(data), crc32c(data), 0, num_traces)
     (path / columns.path).write_bytes(data)
+    attributes = replace(old.attributes, scores={"score": ScoreField()}, default_score="score")
     manifest = replace(
-        old, generation=generation, parts=tuple(parts), columns=(columns,), num_traces=num_traces, num_scored=num_traces
+        old,
+        attributes=attributes,
+        generation=generation,
+        parts=tuple(parts),
+        columns=(columns,),
+        num_traces=num_traces,
+        num_scored=num_traces,
     )
     (path / paths.manifest(generation)).write_bytes(manifest.to_bytes())

@@ -94,7 +94,8 @@ def add_num_threads(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-threads", type=positive_int, metavar="N", help="threads of torch and of the loader")
 
 
-def add_score_threshold(parser: argparse.ArgumentParser) -> None:
-    """Add --score-threshold."""
+def add_score(parser: argparse.ArgumentParser) -> None:
+    """Add --score and --score-threshold."""
+    parser.add_argument("--score", metavar="NAME", help="named score to use (default: the store's)")
     text = f"label 1 (hallucination) where score < T (default: {DEFAULT_THRESHOLD})"
     parser.add_argument("--score-threshold", type=float, default=DEFAULT_THRESHOLD, metavar="T", help=text)

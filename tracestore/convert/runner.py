@@ -22,9 +22,10 @@ from tracestore.ingest.reading import AheadOptions, SourceStream, read_sources
 from tracestore.ingest.scores import Scores, read_scores
 from tracestore.ingest.sources import find_scores, find_sources, fingerprint
 from tracestore.store.format import paths
-from tracestore.store.format.labels import CORRECT, DEFAULT_THRESHOLD, describe
+from tracestore.store.format.labels import DEFAULT_THRESHOLD, describe
 from tracestore.store.io import fsio
 from tracestore.store.io.files import local_dir, parse_location
+from tracestore.store.read.columns import TraceValues
 from tracestore.store.read.index import SourceEntry
 from tracestore.store.write.writer import StoreWriter
 
@@ -62,6 +63,7 @@ class Conversion:
         self.folder = local_dir(store)
         self.sources = find_sources(sources, self.folder)
         self.scores = self._read_scores(sources)
+        self._score_name = ""  # the score of the store that they become
         self.report = ConvertReport(str(self.store), scores_file=str(self.scores.path) if self.scores else None)
         self.total_bytes = sum(s.path.stat().st_size for s in self.sources if s.path.is_file())
 
@@ -116,7 +118,8 @@ class Conversion:
             ) as writer:
                 before = writer.manifest.num_traces
                 if self.scores is not None:
-                    writer.set_score_direction(self.scores.direction)
+                    self._score_name = writer.attributes.default_score or self.scores.name
+                    writer.define_score(self._score_name, self.scores.score_field)
                 progress = Progress(self._output)
                 try:
                     self._convert_all(writer, progress)
@@ -223,12 +226,14 @@ class Conversion:
         with fsio.map_os_errors(writer.path, lambda: writer.pending_bytes + size):
             try:
                 for packed in stream:
-                    score, group = math.nan, ""
+                    scores: dict[str, float] = {}
+                    group = ""
                     if self.scores is not None:
                         score, group = self.scores.lookup(packed.record.question_id, packed.record.sample)
+                        scores = {self._score_name: score}
                     nonfinite += packed.num_nonfinite > 0
                     self._check_interrupt()
-                    if writer.append_packed(packed, score=score, group=group):
+                    if writer.append_packed(packed, scores=scores, group=group):
                         added += 1
                     else:
                         duplicates += 1
@@ -263,14 +268,13 @@ class Conversion:
 
     def _fill_scores(self, writer: StoreWriter) -> None:
         """Set the scores of committed traces that have none."""
-        if self.scores is None or writer.manifest.num_scored == writer.manifest.num_traces:
+        if self.scores is None:
             return
-        columns = writer.read_columns()
         updates = {}
-        for index in np.flatnonzero(np.isnan(columns.scores)).tolist():
+        for index in np.flatnonzero(np.isnan(writer.read_columns().score(self._score_name))).tolist():
             score, group = self.scores.lookup(writer.index.question_id(index), writer.index.row(index).sample)
             if not math.isnan(score):
-                updates[index] = (score, math.nan, group or None)
+                updates[index] = TraceValues({self._score_name: score}, group=group or None)
         writer.update_values(updates)
         writer.commit()
 
@@ -285,8 +289,9 @@ class Conversion:
             missing = sum(writer.index.find(q, s) < 0 for q, s in self.scores.values)
             report.num_scores_without_trace = missing
         if manifest.num_scored:
-            direction = writer.attributes.score_direction or CORRECT
-            report.labels = describe(writer.read_columns().scores, DEFAULT_THRESHOLD, direction)
+            name = writer.attributes.default_score or ""
+            direction = writer.attributes.scores[name].direction
+            report.labels = f"score {name}: {describe(writer.read_columns().score(name), DEFAULT_THRESHOLD, direction)}"
         if manifest.num_traces == 0:
             raise InvalidInputError(f"no file could be converted: {report.num_sources_skipped} refused")
         for line in report.lines(self._options.on_conflict):

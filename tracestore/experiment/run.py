@@ -81,7 +81,8 @@ def run_experiment(
     if options.config.tensorboard:
         require("tensorboard")
     start = memory_use()
-    store = open_store(store_path)
+    store = open_store(store_path, score=options.config.score)
+    options = replace(options, config=replace(options.config, score=store.score_name))
     model_config = _check_store(store, options)
     try:
         output_dir.mkdir(parents=True, exist_ok=True)

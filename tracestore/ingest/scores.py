@@ -1,14 +1,27 @@
 """Read scores files (CSV with question_id and a column of scores), and update the scores of a store."""
 
 import csv
+import dataclasses
 import io
 import math
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from tracestore.errors import InvalidInputError, UsageError
-from tracestore.store.format.labels import CORRECT, DEFAULT_THRESHOLD, HALLUCINATION, PREDICTION_COLUMNS, describe
+from tracestore.store.format.labels import (
+    CORRECT,
+    DEFAULT_SCORE_NAME,
+    DEFAULT_THRESHOLD,
+    HALLUCINATION,
+    PREDICTION_COLUMNS,
+    ScoreField,
+    describe,
+)
 from tracestore.store.io.fsio import open_regular
+from tracestore.store.read.columns import TraceValues
 from tracestore.store.read.store import open_store
 from tracestore.store.write.writer import StoreWriter
 
@@ -32,7 +45,17 @@ class Scores:
     column: str
     direction: str
     has_samples: bool
-    values: dict[tuple[str, int], tuple[float, str]] = field(default_factory=dict)
+    values: dict[tuple[str, int], tuple[float, str]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Name under which a store holds the scores, unless another is chosen: that of the column."""
+        return re.sub(r"[^A-Za-z0-9_.-]+", "_", self.column).strip("_.-")[:64] or DEFAULT_SCORE_NAME
+
+    @property
+    def score_field(self) -> ScoreField:
+        """Meaning and source of the scores."""
+        return ScoreField(self.direction, f"{self.path.name}, column {self.column}"[:1024])
 
     def lookup(self, question_id: str, sample: int = 0) -> tuple[float, str]:
         """Return the score (NaN if missing) and group of a trace."""
@@ -156,12 +179,22 @@ class ScoreReport:
     num_traces: int
     num_scores_without_trace: int
     generation: int
+    score: str
+    default_score: str | None
     score_direction: str
     labels: str
 
 
-def update_scores(path: str | Path, scores: Scores) -> ScoreReport:
-    """Set the scores and groups of the traces of a store, and commit.
+def update_scores(
+    path: str | Path,
+    scores: Scores,
+    *,
+    name: str | None = None,
+    source: str | None = None,
+    version: str | None = None,
+    is_default: bool = False,
+) -> ScoreReport:
+    """Set a named score and the groups of the traces of a store, and commit.
 
     Parameters
     ----------
@@ -169,6 +202,12 @@ def update_scores(path: str | Path, scores: Scores) -> ScoreReport:
         The store: a folder or a URL of an object store.
     scores : Scores
         If it has no samples, a score applies to every sample of its question.
+    name : str, optional
+        Name of the score. Default: the default score of the store, or the column's name if it has none.
+    source, version : str, optional
+        Where the values come from. Default: file and column.
+    is_default : bool
+        Make it the default score. The first score of a store is in any case.
 
     Returns
     -------
@@ -177,13 +216,16 @@ def update_scores(path: str | Path, scores: Scores) -> ScoreReport:
     Raises
     ------
     UsageError
-        If there is no store.
+        If there is no store, or the name is not valid.
     """
+    field = dataclasses.replace(scores.score_field, version=version)
+    field = field if source is None else dataclasses.replace(field, source=source)
     # Open first: the writer would create a missing store.
     open_store(path).close()
     with StoreWriter(path) as writer:
         columns = writer.read_columns()
-        updates: dict[int, tuple[float, float, str | None]] = {}
+        name = name or writer.attributes.default_score or scores.name
+        updates: dict[int, TraceValues] = {}
         unknown = 0
         by_id: dict[str, list[int]] = {}
         if not scores.has_samples:
@@ -194,20 +236,22 @@ def update_scores(path: str | Path, scores: Scores) -> ScoreReport:
             indices = by_id.get(question_id, []) if not scores.has_samples else [found] if found >= 0 else []
             unknown += not indices
             if group or not math.isnan(score):
-                updates |= dict.fromkeys(indices, (score, math.nan, group or None))
-        replaced = {index for index, (score, _, _) in updates.items() if not math.isnan(score)}
+                updates |= dict.fromkeys(indices, TraceValues({name: score}, group=group or None))
+        replaced = {index for index, given in updates.items() if not math.isnan(given.scores[name])}
         if replaced:
-            writer.set_score_direction(scores.direction, replaced)
+            writer.define_score(name, field, is_default=is_default, replaced=replaced)
         writer.update_values(updates)
         writer.commit()
-        stored, direction = writer.read_columns().scores, writer.attributes.score_direction or CORRECT
+        stored = writer.read_columns().score(name)
         return ScoreReport(
             store=str(path),
             num_updated=len(updates),
-            num_scored=writer.manifest.num_scored,
+            num_scored=int((~np.isnan(stored)).sum()),
             num_traces=writer.manifest.num_traces,
             num_scores_without_trace=unknown,
             generation=writer.manifest.generation,
-            score_direction=direction,
-            labels=describe(stored, DEFAULT_THRESHOLD, direction),
+            score=name,
+            default_score=writer.attributes.default_score,
+            score_direction=field.direction,
+            labels=describe(stored, DEFAULT_THRESHOLD, field.direction),
         )

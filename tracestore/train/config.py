@@ -32,6 +32,7 @@ class TrainConfig:
     activation_checkpointing: bool = _resumable(False)
     shuffle: Shuffle = "global"
     shuffle_buffer: int = 1000
+    score: str | None = None
     score_threshold: float = 0.5
     attention_threshold: float = 0.0
     top_k: float | None = None

@@ -24,6 +24,8 @@ def run(args: argparse.Namespace, output: Output) -> None:
             value = f"{value:,} ({format_size(value)})"
         elif isinstance(value, list):
             value = ", ".join(value)
+        elif isinstance(value, dict):
+            value = ", ".join(f"{key} ({field['direction']})" for key, field in value.items()) or None
         elif isinstance(value, int) and not isinstance(value, bool):
             value = f"{value:,}"
         output.info(f"{name:17} {'unknown' if value is None else value}")

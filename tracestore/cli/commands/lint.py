@@ -5,7 +5,7 @@ Example: tracestore lint store.zarr --json
 
 import argparse
 
-from tracestore.cli.flags import add_score_threshold
+from tracestore.cli.flags import add_score
 from tracestore.console import Output, Parser, Progress
 from tracestore.store.maintain.lint import lint_store
 
@@ -13,13 +13,15 @@ from tracestore.store.maintain.lint import lint_store
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("store", metavar="STORE")
-    add_score_threshold(parser)
+    add_score(parser)
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
     """Check the values of a store, and print one line for each kind of issue."""
     with Progress(output) as progress:
-        report = lint_store(args.store, score_threshold=args.score_threshold, progress=progress.update_traces)
+        report = lint_store(
+            args.store, score=args.score, score_threshold=args.score_threshold, progress=progress.update_traces
+        )
     output.print_json(report)
     for kind, count in report.counts.items():
         listed = [f for f in report.findings if f.kind == kind]

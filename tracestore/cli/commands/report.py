@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 import tracestore
-from tracestore.cli.flags import add_score_threshold
+from tracestore.cli.flags import add_score
 from tracestore.console import Output, Parser, Progress
 from tracestore.report import write_report
 
@@ -19,14 +19,14 @@ def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("store", metavar="STORE")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="the page, .html")
-    add_score_threshold(parser)
+    add_score(parser)
     parser.add_argument("--no-lint", action="store_true", help="skip lint, which reads every value")
 
 
 def run(args: argparse.Namespace, output: Output) -> None:
     """Write the page."""
     options = {"score_threshold": args.score_threshold, "lint": not args.no_lint}
-    with tracestore.open(args.store) as store, Progress(output) as progress:
+    with tracestore.open(args.store, score=args.score) as store, Progress(output) as progress:
         write_report(store, args.output, **options, progress=progress.update_traces)
     output.print_json({"store": str(args.store), "output": str(args.output)})
     output.info(f"{args.output}: open it in a browser")

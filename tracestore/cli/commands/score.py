@@ -1,6 +1,6 @@
-"""Set scores and groups by question_id (and by sample, if that is a column).
+"""Set a named score and groups by question_id (and by sample, if that is a column).
 
-Example: tracestore score store.zarr --scores new_scores.csv
+Example: tracestore score store.zarr --scores judged.csv --name judge --version 2
 """
 
 import argparse
@@ -17,15 +17,29 @@ def add_arguments(parser: Parser) -> None:
     text = "file with the columns question_id and a score"
     parser.add_argument("--scores", type=Path, required=True, metavar="CSV", help=text)
     add_flags(parser, ConvertOptions, SCORE_FLAGS)
+    parser.add_argument("--name", help="name of the score (default: the store's default score)")
+    parser.add_argument("--source", metavar="TEXT", help="where the values come from (default: file and column)")
+    parser.add_argument("--version", metavar="TEXT", help="version of the source")
+    text = "make it the score that training and other commands use; the first score of a store is in any case"
+    parser.add_argument("--default", action="store_true", help=text)
     parser.add_argument("store", metavar="STORE")
 
 
 def run(args: argparse.Namespace, output: Output) -> None:
     """Replace the scores and print a summary."""
-    report = update_scores(args.store, read_scores(args.scores, **values(args, SCORE_FLAGS)))
+    report = update_scores(
+        args.store,
+        read_scores(args.scores, **values(args, SCORE_FLAGS)),
+        name=args.name,
+        source=args.source,
+        version=args.version,
+        is_default=args.default,
+    )
     output.print_json(report)
     output.info(
         f"{report.num_updated:,} traces updated, {report.num_scored:,} of {report.num_traces:,} "
-        f"have a score; {report.num_scores_without_trace:,} scores belong to no trace"
+        f"have the score {report.score}; {report.num_scores_without_trace:,} scores belong to no trace"
     )
     output.info(report.labels)
+    if report.default_score != report.score:
+        output.info(f"the default score is {report.default_score}; --default makes {report.score} the default")

@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 import tracestore
-from tracestore.cli.flags import add_score_threshold
+from tracestore.cli.flags import add_score
 from tracestore.console import Output, Parser, port
 from tracestore.serve import make_server
 
@@ -20,12 +20,12 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("store", metavar="STORE")
     parser.add_argument("--results", type=Path, metavar="DIR", help=text)
     parser.add_argument("--port", type=port, default=0, metavar="N", help="default: any free port")
-    add_score_threshold(parser)
+    add_score(parser)
 
 
 def run(args: argparse.Namespace, output: Output) -> None:
     """Serve a store until the command is interrupted."""
-    with tracestore.open(args.store) as store:
+    with tracestore.open(args.store, score=args.score) as store:
         server = make_server(store, args.results, port=args.port, score_threshold=args.score_threshold)
         output.print_json({"store": str(args.store), "url": server.url, "port": server.port})
         if not args.json:

@@ -10,7 +10,7 @@ import numpy as np
 
 import tracestore
 from tracestore.cli.commands.merge import add_destination, print_copied
-from tracestore.cli.flags import add_score_threshold
+from tracestore.cli.flags import add_score
 from tracestore.console import Output, Parser, Progress, int_ranges
 from tracestore.store.io.files import local_dir
 from tracestore.store.io.fsio import map_os_errors
@@ -26,14 +26,14 @@ def add_arguments(parser: Parser) -> None:
     chosen.add_argument("--ids", type=Path, metavar="FILE", help=text)
     chosen.add_argument("--split", choices=("train", "val", "test"), help="a split of tracestore train")
     chosen.add_argument("--segments", type=int_ranges, metavar="RANGES", help="segments, such as 0-3,7")
-    add_score_threshold(parser)
+    add_score(parser)
     parser.add_argument("--seed", type=int, default=42, help="seed of --split (default: 42)")
     add_destination(parser)
 
 
 def run(args: argparse.Namespace, output: Output) -> None:
     """Copy the chosen traces and print a summary."""
-    with tracestore.open(args.store) as store:
+    with tracestore.open(args.store, score=args.score) as store:
         indices = _chosen_indices(store, args)
     with map_os_errors(local_dir(args.dst)), Progress(output) as progress:
         report = subset_store(

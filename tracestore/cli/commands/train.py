@@ -26,6 +26,7 @@ from tracestore.train.config import TrainConfig
 _TRAIN_FLAGS: Flags = {
     "epochs": "",
     "grad_accum_steps": "batches per optimizer step; equals one batch of N times the size",
+    "score": {"metavar": "NAME", "help": "named score that labels are derived from (default: the store's)"},
     "score_threshold": "label 1 (hallucination) where score < this",
     "lr": {"type": float_where(lambda r: 0 < r < math.inf, "a number above 0")},
     "seed": {"type": int_between(0, 2**32 - 1, "a whole number from 0 to 2^32 - 1")},

@@ -1,4 +1,8 @@
-"""Derivation of labels from scores: 1 for a hallucinated answer, 0 for a correct one."""
+"""Named scores, and the derivation of labels from them: 1 for a hallucinated answer, 0 for a correct one."""
+
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -8,8 +12,62 @@ DIRECTIONS = (CORRECT, HALLUCINATION)
 # Column names of scores in the files that tracestore writes.
 SCORE_COLUMNS = {CORRECT: "score", HALLUCINATION: "hallucination_score"}
 DEFAULT_THRESHOLD = 0.5
+# The name of scores that a program appends without one.
+DEFAULT_SCORE_NAME = "score"
+# Names of scores: they are parts of the names of arrays.
+_SCORE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+MAX_SCORE_NAMES = 64
+_MAX_TEXT = 1024
 # First columns of the predictions.csv that training writes; its label is 1 for a hallucination.
 PREDICTION_COLUMNS = ("question_id", "sample", "trace_index", "split", "fold", "seed", "label")
+
+
+@dataclass(frozen=True)
+class ScoreField:
+    """Describe a named score.
+
+    Parameters
+    ----------
+    direction : {"correct", "hallucination"}
+        What a high value means.
+    source : str, optional
+        Where the values come from, such as a file and its column, or a judge.
+    version : str, optional
+        Version of the source.
+    """
+
+    direction: str = CORRECT
+    source: str | None = None
+    version: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the field as a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: object) -> "ScoreField":
+        """Return the field in a JSON object; raise ValueError if it is not valid in this format."""
+        if not isinstance(data, dict) or data.keys() != {"direction", "source", "version"}:
+            raise ValueError("the keys are not those of this format")
+        if data["direction"] not in DIRECTIONS:
+            raise ValueError(f"direction: found {data['direction']!r:.40}")
+        for name in ("source", "version"):
+            text = data[name]
+            if text is not None and (not isinstance(text, str) or len(text) > _MAX_TEXT):
+                raise ValueError(f"{name}: found {text!r:.40}, expected a text of at most {_MAX_TEXT} characters")
+        return cls(**data)
+
+
+def is_score_name(name: object) -> bool:
+    """Return whether scores may have this name: letters, digits, "_", "-" and ".", at most 64."""
+    return isinstance(name, str) and _SCORE_NAME.fullmatch(name) is not None
+
+
+def score_fields(data: object) -> dict[str, ScoreField]:
+    """Return the named scores in a JSON object; raise ValueError if they are not valid in this format."""
+    if not isinstance(data, dict) or len(data) > MAX_SCORE_NAMES or not all(map(is_score_name, data)):
+        raise ValueError(f"scores: found {data!r:.60}")
+    return {name: ScoreField.from_json(value) for name, value in data.items()}
 
 
 def derive(scores: np.ndarray, labels: np.ndarray, threshold: float, direction: str) -> np.ndarray:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tracestore._core import kernels
-from tracestore.store.format.labels import DIRECTIONS
+from tracestore.store.format.labels import ScoreField, score_fields
 
 FORMAT_VERSION = 1
 
@@ -62,7 +62,9 @@ ROW_ARRAYS: dict[str, tuple[str, str]] = {
 }
 OPTIONAL_ROW_ARRAYS = frozenset({"edge_ptr"})
 ROW_DTYPES = {name: dtype for name, (_, dtype) in ROW_ARRAYS.items()}
-COLUMN_DTYPES = {"scores": "<f8", "labels": "<f8", "groups": "|u1", "groups_offsets": "<i8"}
+COLUMN_DTYPES = {"labels": "<f8", "groups": "|u1", "groups_offsets": "<i8"}
+# A named score is the column with this prefix and its name.
+SCORE_PREFIX, SCORE_DTYPE = "score_", "<f8"
 CODECS = ("none", "blosc-zstd", "blosc-lz4", "zstd")
 ATTENTION_MODES = ("mean", "heads", "none")
 
@@ -138,7 +140,6 @@ _ATTRIBUTE_VALUES: dict[str, tuple[Any, ...]] = {
     "attention": ATTENTION_MODES,
     "attention_layout": (None, *LAYOUT_NAMES.values()),
     "format_version": (FORMAT_VERSION,),
-    "score_direction": (None, *DIRECTIONS),
 }
 _OPTION_VALUES: dict[str, tuple[str, ...]] = {
     "attention": ATTENTION_MODES,
@@ -152,8 +153,8 @@ class Attributes:
     """The attributes `tracestore` of the root zarr.json.
 
     None means "not known yet": no source with that field has been committed. A known value never
-    changes, with two exceptions: `attention_layout` may change from causal to square, and
-    `score_direction` changes when new scores replace all old ones.
+    changes, except that `attention_layout` may change from causal to square. `scores` describes the
+    named scores; `default_score` is the one that is used where none is chosen.
     """
 
     num_layers: int | None = None
@@ -163,14 +164,16 @@ class Attributes:
     attention_dtype: str | None = None
     attention: str = "mean"
     attention_layout: str | None = None
-    score_direction: str | None = None
+    scores: dict[str, ScoreField] = field(default_factory=dict)
+    default_score: str | None = None
     format_version: int = FORMAT_VERSION
     options: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the attributes as a JSON object."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return values | {"options": dict(sorted(self.options.items()))}
+        scores = {name: score.to_json() for name, score in sorted(self.scores.items())}
+        return values | {"options": dict(sorted(self.options.items())), "scores": scores}
 
     @classmethod
     def from_json(cls, data: object) -> "Attributes":
@@ -193,7 +196,10 @@ class Attributes:
                 raise ValueError(f"attributes: options: {name}: found {options[name]!r:.40}")
         if options["attention"] != data["attention"]:
             raise ValueError("attributes: options: attention differs from the store's")
-        return cls(**data)
+        scores = score_fields(data["scores"])
+        if data["default_score"] not in (scores or (None,)):
+            raise ValueError(f"attributes: default_score: found {data['default_score']!r:.40}")
+        return cls(**data | {"scores": scores})
 
     @property
     def allowed_layouts(self) -> int:

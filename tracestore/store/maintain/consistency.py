@@ -13,7 +13,7 @@ from tracestore.store.format import paths, schema
 from tracestore.store.format.manifest import Manifest
 from tracestore.store.format.ragged import is_offsets
 from tracestore.store.io.files import StoreFiles
-from tracestore.store.read.columns import Columns, join_columns, read_columns
+from tracestore.store.read.columns import Columns, read_columns
 from tracestore.store.read.index import SegmentEntry, StoreIndex
 from tracestore.store.read.segment import SegmentReader, row_sizes
 
@@ -56,7 +56,7 @@ class ConsistencyChecker:
         self._traces: dict[str, _TracesBySegment] = {}
         generation = paths.manifest(manifest.generation)
         with collect_damage(self.damaged, generation):
-            _check_counts(manifest, join_columns([read_columns(files, ref) for ref in manifest.columns]))
+            _check_counts(manifest, read_columns(files, manifest))
         with collect_damage(self.damaged, generation):
             index = StoreIndex(files, manifest)
             _check_index(index, manifest)
@@ -114,7 +114,8 @@ def _require(holds: bool, where: str, name: str, reason: str) -> None:
 def _check_counts(manifest: Manifest, columns: Columns) -> None:
     where = paths.manifest(manifest.generation)
     _require(len(columns) == manifest.num_traces, where, "num_traces", "not the length of the columns")
-    _require(columns.num_scored == manifest.num_scored, where, "num_scored", "not the number of scores")
+    num_scored = columns.num_scored(manifest.attributes.default_score)
+    _require(num_scored == manifest.num_scored, where, "num_scored", "not the number of scores")
     _require(columns.num_labeled == manifest.num_labeled, where, "num_labeled", "not the number of labels")
 
 

@@ -217,10 +217,11 @@ class _Linter:
 def lint_store(
     path: str | os.PathLike[str],
     *,
+    score: str | None = None,
     score_threshold: float = 0.5,
     progress: Callable[[int, int], None] | None = None,
 ) -> LintReport:
-    """Check every value of every trace.
+    """Check every value of every trace, and the classes that a named score gives.
 
     Raises
     ------
@@ -229,7 +230,7 @@ def lint_store(
     CorruptStoreError
         If a file of the store is damaged.
     """
-    with open_store(path) as store:
+    with open_store(path, score=score) as store:
         linter = _Linter(store)
         for index in range(len(store)):
             try:

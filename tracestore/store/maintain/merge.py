@@ -10,7 +10,9 @@ import numpy as np
 
 from tracestore.errors import InvalidInputError, UsageError
 from tracestore.store.format import schema
+from tracestore.store.format.labels import ScoreField
 from tracestore.store.io.files import RemoteURL, parse_location
+from tracestore.store.read.columns import TraceValues
 from tracestore.store.read.segment import SegmentReader
 from tracestore.store.read.selection import by_source
 from tracestore.store.read.store import TraceStore, open_store
@@ -180,16 +182,14 @@ def _copy(
                     f"{store.path} was made with --{name} {store.internals.attributes.options[name]}, "
                     f"{opened[0].path} with {options[name]}"
                 )
-    directions = {str(s.path): s.score_direction for s in opened if not np.isnan(s.scores).all()}
-    if len(set(directions.values())) > 1:
-        listing = ", ".join(f"{path} for {direction}" for path, direction in directions.items())
-        raise UsageError(f"scores that are high for different things: {listing}; tracestore score replaces them")
+    score_fields = _joined_score_fields(opened)
     total, done = sum(map(len, chosen)), 0
     with StoreWriter(
         destination, attention=options["attention"], dtype=options["dtype"], codec=codec, overwrite=overwrite
     ) as writer:
-        for direction in set(directions.values()):
-            writer.set_score_direction(direction)
+        for name, field in score_fields.items():
+            if name not in writer.attributes.scores or writer.attributes.scores[name].direction != field.direction:
+                writer.define_score(name, field)
         for store, wanted in zip(opened, chosen, strict=True):
             try:
                 for number, indices, is_whole in by_source(store, wanted):
@@ -205,6 +205,20 @@ def _copy(
             _fill_scores(writer, store, wanted, report)
         writer.replace_existing()
     return report
+
+
+def _joined_score_fields(opened: Sequence[TraceStore]) -> dict[str, ScoreField]:
+    """Return the named scores of all stores, the default score of the first one first."""
+    fields: dict[str, ScoreField] = {}
+    for store in opened:
+        for name in sorted(store.score_fields, key=lambda name: (name != store.score_name, name)):
+            field = store.score_fields[name]
+            if fields.setdefault(name, field).direction != field.direction:
+                raise UsageError(
+                    f"{store.path}: a high score {name} marks {field.direction} answers, in the stores before "
+                    f"{fields[name].direction} ones; store one of them under another name (tracestore score --name)"
+                )
+    return fields
 
 
 def _is_same(one: Path | RemoteURL, other: Path | RemoteURL) -> bool:
@@ -228,8 +242,8 @@ def _merge_source(
     writer.begin_source(source.path, source.size, fingerprint)
     try:
         for index in indices.tolist():
-            score, group = float(store.scores[index]), store.group(index)
-            took = [writer.append_packed(p, score=score, group=group) for p in stored_traces(store, index)]
+            scores, group = store[index].scores, store.group(index)
+            took = [writer.append_packed(p, scores=scores, group=group) for p in stored_traces(store, index)]
             added += any(took)
             duplicates += not any(took)
     except BaseException:
@@ -256,13 +270,13 @@ def _is_all_there_is(store: TraceStore, indices: np.ndarray) -> bool:
 
 def _fill_scores(writer: StoreWriter, store: TraceStore, wanted: np.ndarray, report: MergeReport) -> None:
     columns, updates = writer.read_columns(), {}
-    for index in wanted[~np.isnan(np.asarray(store.scores)[wanted])].tolist():
-        row = store.internals.index.row(index)
-        found = writer.index.find(store.question_ids[index], row.sample)
-        if found >= 0 and math.isnan(columns.scores[found]):
-            updates[found] = (float(store.scores[index]), math.nan, store.group(index) or None)
-        elif found >= 0 and columns.scores[found] != store.scores[index]:
-            report.num_scores_differing += 1
+    for trace in (store[index] for index in wanted.tolist()) if store.score_fields else ():
+        found = writer.index.find(trace.question_id, trace.sample)
+        stored = columns.scores_of(found) if found >= 0 else trace.scores
+        missing = {name: score for name, score in trace.scores.items() if name not in stored}
+        if missing:
+            updates[found] = TraceValues(missing, group=trace.group or None)
+        report.num_scores_differing += any(stored[name] != s for name, s in trace.scores.items() if name in stored)
     report.num_scores_filled += len(updates)
     writer.update_values(updates)
     writer.commit()

@@ -215,8 +215,7 @@ def _restore(store: Path, number: int) -> bool:
         data = files.read_small(paths.manifest_copy(number), mf.MAX_MANIFEST_BYTES)
         manifest = mf.parse_manifest(data, number)
         StoreIndex(files, manifest)
-        for columns in manifest.columns:
-            read_columns(files, columns)
+        read_columns(files, manifest)
     except (OSError, CorruptStoreError):
         return False
     path = paths.manifest(number)

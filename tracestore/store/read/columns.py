@@ -5,19 +5,28 @@ like size; replacing values rewrites them as one.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from tracestore.errors import CorruptStoreError, escape_unprintable
 from tracestore.store.format import schema
 from tracestore.store.format.entries import FileEntry
-from tracestore.store.format.manifest import ColumnsRef
+from tracestore.store.format.manifest import ColumnsRef, Manifest
 from tracestore.store.format.ragged import concatenate_ragged, decode_string, encode_strings, is_offsets
 from tracestore.store.format.zip_group import ZipGroup
 from tracestore.store.io.files import StoreFiles
+
+
+class TraceValues(NamedTuple):
+    """The values of one trace: named scores, label (NaN: none) and group (None: not given)."""
+
+    scores: Mapping[str, float] = {}
+    label: float = math.nan
+    group: str | None = None
 
 
 @dataclass
@@ -26,48 +35,73 @@ class Columns:
 
     Attributes
     ----------
-    scores, labels : np.ndarray
+    scores : dict of np.ndarray
+        Values (N,) float64 of each named score that a trace has, NaN where missing.
+    labels : np.ndarray
         (N,) float64, NaN where missing.
     groups, groups_offsets : np.ndarray
         UTF-8 bytes and their offsets (N + 1,); "" where missing.
     """
 
-    scores: np.ndarray = field(default_factory=lambda: np.zeros(0, "<f8"))
+    scores: dict[str, np.ndarray] = field(default_factory=dict)
     labels: np.ndarray = field(default_factory=lambda: np.zeros(0, "<f8"))
     groups: np.ndarray = field(default_factory=lambda: np.zeros(0, "u1"))
     groups_offsets: np.ndarray = field(default_factory=lambda: np.zeros(1, "<i8"))
 
     @classmethod
-    def from_values(cls, scores: list[float], labels: list[float], groups: list[str]) -> "Columns":
-        """Make columns of Python values."""
-        return cls(np.array(scores, "<f8"), np.array(labels, "<f8"), *encode_strings(groups))
+    def from_values(cls, values: Sequence[TraceValues]) -> "Columns":
+        """Make columns of the values of each trace."""
+        labels = np.array([v.label for v in values], "<f8")
+        columns = cls({}, labels, *encode_strings([v.group or "" for v in values]))
+        for k, value in enumerate(values):
+            columns._set_scores(k, value.scores)
+        return columns
 
     def __len__(self) -> int:
-        return len(self.scores)
+        return len(self.labels)
+
+    def score(self, name: str | None) -> np.ndarray:
+        """Return the values (N,) of a named score, NaN where missing."""
+        found = self.scores.get(name or "")
+        return np.broadcast_to(math.nan, len(self)) if found is None else found
+
+    def scores_of(self, index: int) -> dict[str, float]:
+        """Return the named scores of one trace."""
+        return {name: float(v[index]) for name, v in self.scores.items() if not math.isnan(v[index])}
+
+    def _set_scores(self, index: int, scores: Mapping[str, float]) -> None:
+        for name, score in scores.items():
+            if not math.isnan(score):
+                self.scores.setdefault(name, np.full(len(self), math.nan))[index] = score
 
     def group(self, index: int) -> str:
         """Return the group of one trace."""
         return decode_string(self.groups, self.groups_offsets, index)
 
-    @property
-    def num_scored(self) -> int:
-        """Number of traces with a score."""
-        return int((~np.isnan(self.scores)).sum())
+    def num_scored(self, name: str | None) -> int:
+        """Return the number of traces with a named score."""
+        return int((~np.isnan(self.score(name))).sum())
 
     @property
     def num_labeled(self) -> int:
         """Number of traces with a label."""
         return int((~np.isnan(self.labels)).sum())
 
-    def with_values(self, updates: dict[int, tuple[float, float, str | None]]) -> "Columns":
-        """Return a copy with (score, label, group) replaced at some indices; NaN and None keep the old value."""
-        scores, labels = self.scores.copy(), self.labels.copy()
+    def with_values(self, updates: Mapping[int, TraceValues]) -> "Columns":
+        """Return a copy with the values of some traces replaced; missing values keep the old ones."""
+        copy = Columns({name: values.copy() for name, values in self.scores.items()}, self.labels.copy())
         groups = [self.group(k) for k in range(len(self))]
-        for k, (score, label, group) in updates.items():
-            scores[k] = scores[k] if math.isnan(score) else score
-            labels[k] = labels[k] if math.isnan(label) else label
+        for k, (scores, label, group) in updates.items():
+            copy._set_scores(k, scores)
+            copy.labels[k] = copy.labels[k] if math.isnan(label) else label
             groups[k] = groups[k] if group is None else group
-        return Columns(scores, labels, *encode_strings(groups))
+        copy.groups, copy.groups_offsets = encode_strings(groups)
+        return copy
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the arrays of a columns group by name."""
+        scores = {f"{schema.SCORE_PREFIX}{name}": self.scores[name] for name in sorted(self.scores)}
+        return scores | {name: getattr(self, name) for name in schema.COLUMN_DTYPES}
 
 
 def join_columns(parts: list[Columns]) -> Columns:
@@ -75,13 +109,16 @@ def join_columns(parts: list[Columns]) -> Columns:
     if len(parts) == 1:
         return parts[0]
     groups, offsets = concatenate_ragged([(p.groups, p.groups_offsets) for p in parts])
-    scores = np.concatenate([p.scores for p in parts] or [np.zeros(0, "<f8")])
+    names = {name for part in parts for name in part.scores}
+    scores = {name: np.concatenate([part.score(name) for part in parts]) for name in names}
     labels = np.concatenate([p.labels for p in parts] or [np.zeros(0, "<f8")])
     return Columns(scores, labels, groups, offsets)
 
 
 class MappedColumns:
     """A columns group whose file is mapped, and whose values have not been read.
+
+    `score_names` are the named scores of the store; the group has those that one of its traces has.
 
     Raises
     ------
@@ -91,12 +128,15 @@ class MappedColumns:
         If the file is missing.
     """
 
-    def __init__(self, files: StoreFiles, ref: ColumnsRef) -> None:
+    def __init__(self, files: StoreFiles, ref: ColumnsRef, score_names: Iterable[str]) -> None:
         self._ref = ref
+        self._scores = {f"{schema.SCORE_PREFIX}{name}": name for name in score_names}
         with self._checked():
-            self._group = ZipGroup(files.map(FileEntry(ref.path, ref.size, ref.crc32c)), schema.COLUMN_DTYPES)
-            for name, count in (("scores", 0), ("labels", 0), ("groups_offsets", 1)):
-                if self._group.num_items(name) != ref.num_traces + count:
+            dtypes = schema.COLUMN_DTYPES | dict.fromkeys(self._scores, schema.SCORE_DTYPE)
+            mapped = files.map(FileEntry(ref.path, ref.size, ref.crc32c))
+            self._group = ZipGroup(mapped, dtypes, frozenset(self._scores))
+            for name in self._group.names - {"groups"}:
+                if self._group.num_items(name) != ref.num_traces + (name == "groups_offsets"):
                     raise ValueError(f"{name}: not of {ref.num_traces} traces")
 
     @contextmanager
@@ -111,13 +151,15 @@ class MappedColumns:
     def read(self) -> Columns:
         """Return a copy of the values."""
         with self._checked():
-            columns = Columns(**{name: self._group.read(name) for name in schema.COLUMN_DTYPES})
+            scores = {name: self._group.read(array) for array, name in self._scores.items() if array in self._group}
+            columns = Columns(scores, **{name: self._group.read(name) for name in schema.COLUMN_DTYPES})
             if not is_offsets(columns.groups_offsets, len(columns.groups)):
                 raise ValueError("groups_offsets: not the offsets of the groups")
             columns.groups.tobytes().decode("utf-8", "surrogatepass")
             return columns
 
 
-def read_columns(files: StoreFiles, ref: ColumnsRef) -> Columns:
-    """Return a copy of the values of one columns group; see MappedColumns for the errors."""
-    return MappedColumns(files, ref).read()
+def read_columns(files: StoreFiles, manifest: Manifest, refs: Iterable[ColumnsRef] | None = None) -> Columns:
+    """Return a copy of the values in all or some columns groups of a generation; see MappedColumns for the errors."""
+    names = manifest.attributes.scores
+    return join_columns([MappedColumns(files, ref, names).read() for ref in refs or manifest.columns])

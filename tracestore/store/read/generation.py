@@ -70,7 +70,7 @@ def open_generation(files: ReadableFiles, number: int) -> PinnedGeneration:
         try:
             files.fetch(manifest.small_files())
             index = StoreIndex(files, manifest)
-            columns = tuple(MappedColumns(files, ref) for ref in manifest.columns)
+            columns = tuple(MappedColumns(files, ref, manifest.attributes.scores) for ref in manifest.columns)
         except FileNotFoundError as error:
             # The files of a pinned generation are not removed.
             raise CorruptStoreError(f"{error.filename or error}: missing") from None

@@ -1,5 +1,7 @@
 """The open parts of a store that its traces and batches are read from."""
 
+import numpy as np
+
 from tracestore.errors import CorruptStoreError, UsageError
 from tracestore.store.io.files import ReadableFiles
 from tracestore.store.read.chunk_cache import ChunkCache
@@ -21,28 +23,44 @@ class StoreInternals:
     attributes : schema.Attributes
     chunk_cache : ChunkCache
         Decoded chunks of compressed arrays.
+    score_name : str or None
+        The named score that is used; None for a store without scores.
+
+    Raises
+    ------
+    UsageError
+        If the store lacks the chosen score.
     """
 
-    def __init__(self, files: ReadableFiles, cache_bytes: int, generation: PinnedGeneration) -> None:
+    def __init__(
+        self, files: ReadableFiles, cache_bytes: int, generation: PinnedGeneration, score: str | None = None
+    ) -> None:
         self.files, self._generation = files, generation
         self.manifest, self.index = generation.manifest, generation.index
         self.attributes = self.manifest.attributes
+        self.score_name = score or self.attributes.default_score
+        if score is not None and score not in self.attributes.scores:
+            generation.close()
+            found = ", ".join(sorted(self.attributes.scores)) or "none"
+            raise UsageError(f"{files.location}: found no score {score!r}; its scores are: {found}")
         self.chunk_cache = ChunkCache(cache_bytes)
         self._segments: dict[int, SegmentReader] = {}
         self._is_closed = False
 
     @classmethod
-    def open(cls, files: ReadableFiles, cache_bytes: int, generation: int | None = None) -> "StoreInternals":
-        """Open the generation with this number if it still exists, else the newest one."""
-        return cls(files, cache_bytes, open_latest(files, generation))
+    def open(
+        cls, files: ReadableFiles, cache_bytes: int, generation: int | None = None, score: str | None = None
+    ) -> "StoreInternals":
+        """Open the generation with this number if it still exists, else the newest one, with a chosen score."""
+        return cls(files, cache_bytes, open_latest(files, generation), score)
 
     def reopen(self, cache_bytes: int) -> "StoreInternals":
         """Open the same generation again, with maps and a chunk cache of its own."""
         files = self.files.reopen()
         if files.keeps_generations:
             # The server may have replaced the generation: do not ask it.
-            return StoreInternals(files, cache_bytes, self._generation)
-        return StoreInternals.open(files, cache_bytes, self.manifest.generation)
+            return StoreInternals(files, cache_bytes, self._generation, self.score_name)
+        return StoreInternals.open(files, cache_bytes, self.manifest.generation, self.score_name)
 
     def close(self) -> None:
         """Release the maps and the pin. Arrays that were returned stay valid."""
@@ -55,6 +73,11 @@ class StoreInternals:
     def columns(self) -> Columns:
         """Scores, labels and groups, which are read on first use."""
         return self._generation.columns
+
+    @property
+    def scores(self) -> np.ndarray:
+        """The score that is used (N,) float64, NaN where missing."""
+        return self.columns.score(self.score_name)
 
     @property
     def num_layers(self) -> int:

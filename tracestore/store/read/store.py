@@ -11,7 +11,7 @@ import numpy as np
 from tracestore.errors import CorruptStoreError, MissingFieldError, UsageError
 from tracestore.extras import needs
 from tracestore.store.format import schema
-from tracestore.store.format.labels import CORRECT, DEFAULT_THRESHOLD, derive, describe
+from tracestore.store.format.labels import CORRECT, DEFAULT_THRESHOLD, ScoreField, derive, describe
 from tracestore.store.io.files import LocalFiles, Prefetch, ReadableFiles, RemoteURL, parse_location
 from tracestore.store.read import table
 from tracestore.store.read.batch_sources import (
@@ -51,7 +51,9 @@ class TraceStore:
         self.internals = internals
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (str(self.path), self.internals.chunk_cache.max_bytes, self.generation, len(self))
+        internals = self.internals
+        chosen = (internals.chunk_cache.max_bytes, self.generation, len(self), internals.score_name)
+        return _reopen, (str(self.path), *chosen)
 
     def reopen(self, cache_bytes: int = DEFAULT_CACHE_BYTES) -> "TraceStore":
         """Open the same generation again, with maps and a chunk cache of its own.
@@ -135,8 +137,24 @@ class TraceStore:
 
     @property
     def scores(self) -> np.ndarray:
-        """Scores (N,) float64, read-only, NaN for a trace without a score."""
-        return self.internals.columns.scores
+        """The default score, or the one chosen at opening: (N,) float64, NaN for a trace without it."""
+        return self.internals.scores
+
+    @property
+    def score_name(self) -> str | None:
+        """Name of the score that `scores` holds; None for a store without scores."""
+        return self.internals.score_name
+
+    @property
+    def score_fields(self) -> dict[str, ScoreField]:
+        """Direction, source and version of each named score."""
+        return dict(self.internals.attributes.scores)
+
+    def named_scores(self, name: str) -> np.ndarray:
+        """Return a named score (N,) float64, NaN for a trace without it. KeyError if the store lacks it."""
+        if name not in self.internals.attributes.scores:
+            raise KeyError(name)
+        return self.internals.columns.score(name)
 
     @property
     def labels(self) -> np.ndarray:
@@ -176,7 +194,8 @@ class TraceStore:
     @property
     def score_direction(self) -> str:
         """The answers that a high score marks: "correct" or "hallucination"."""
-        return self.internals.attributes.score_direction or CORRECT
+        field = self.internals.attributes.scores.get(self.score_name or "")
+        return CORRECT if field is None else field.direction
 
     def targets(self, score_threshold: float = DEFAULT_THRESHOLD) -> np.ndarray:
         """Return labels (N,) float64: the stored label, else one derived from the score (labels.derive), else NaN."""
@@ -212,8 +231,8 @@ class TraceStore:
     def to_pandas(self, *, texts: bool = False) -> Any:
         """Return a pandas DataFrame with one row for each trace, in the order of the store.
 
-        The columns are question_id, sample, score, label, group, num_tokens, has_nonfinite, source and
-        source_position; `texts` adds question and answer. MissingExtraError if pandas is not installed.
+        The columns are question_id, sample, score, the other named scores as score_NAME, label, group, num_tokens,
+        has_nonfinite, source and source_position; `texts` adds question and answer. MissingExtraError if pandas is not installed.
         """
         with needs("bridges"):
             import pandas
@@ -309,29 +328,7 @@ class TraceStore:
 
     def info(self) -> dict[str, Any]:
         """Return the fields of ``tracestore info --json``."""
-        m = self.internals.manifest
-        return {
-            "path": str(self.path),
-            "format_version": self.internals.attributes.format_version,
-            "generation": m.generation,
-            "num_traces": m.num_traces,
-            "num_tokens": m.num_tokens,
-            "num_layers": self.internals.attributes.num_layers,
-            "hidden_dim": self.internals.attributes.hidden_dim,
-            "num_heads": self.internals.attributes.num_heads,
-            "hidden_dtype": self.hidden_dtype,
-            "attention": self.attention_mode,
-            "attention_layout": self.attention_layout,
-            "attention_dtype": self.internals.attributes.attention_dtype,
-            "codec": self.codec,
-            "fields": list(m.fields),
-            "num_segments": m.num_segments,
-            "num_sources": m.num_sources,
-            "bytes": m.num_bytes,
-            "num_scored": m.num_scored,
-            "num_labeled": m.num_labeled,
-            "score_direction": self.internals.attributes.score_direction,
-        }
+        return table.facts(self.internals)
 
 
 def _open_files(path: str | os.PathLike[str]) -> ReadableFiles:
@@ -348,9 +345,10 @@ def _open_files(path: str | os.PathLike[str]) -> ReadableFiles:
     return LocalFiles(place)
 
 
-def _reopen(path: str, cache_bytes: int, generation: int, num_traces: int) -> TraceStore:
+def _reopen(path: str, cache_bytes: int, generation: int, num_traces: int, score: str | None) -> TraceStore:
     """Open the store of a pickled TraceStore."""
-    return _checked(TraceStore(StoreInternals.open(_open_files(path), cache_bytes, generation)), generation, num_traces)
+    internals = StoreInternals.open(_open_files(path), cache_bytes, generation, score)
+    return _checked(TraceStore(internals), generation, num_traces)
 
 
 def _checked(store: TraceStore, generation: int, num_traces: int) -> TraceStore:
@@ -360,7 +358,9 @@ def _checked(store: TraceStore, generation: int, num_traces: int) -> TraceStore:
     return store
 
 
-def open_store(path: str | os.PathLike[str], *, cache_bytes: int = DEFAULT_CACHE_BYTES) -> TraceStore:
+def open_store(
+    path: str | os.PathLike[str], *, score: str | None = None, cache_bytes: int = DEFAULT_CACHE_BYTES
+) -> TraceStore:
     """Open a store for reading (tracestore.open).
 
     Parameters
@@ -368,6 +368,8 @@ def open_store(path: str | os.PathLike[str], *, cache_bytes: int = DEFAULT_CACHE
     path : str or PathLike
         A folder, or a URL that begins with s3://, gs://, http:// or https://. Files of a URL are cached on the
         local disk when they are first used (docs/remote.md; extra [remote]).
+    score : str, optional
+        Name of the score that `scores`, `score` of a trace, and labels use. Default: the store's default score.
     cache_bytes : int
         Bound in bytes of the decoded chunks of a compressed store.
 
@@ -378,7 +380,7 @@ def open_store(path: str | os.PathLike[str], *, cache_bytes: int = DEFAULT_CACHE
     Raises
     ------
     UsageError
-        If there is no store.
+        If there is no store, or it lacks the score.
     CorruptStoreError
         If no generation is intact.
     RemoteError
@@ -389,4 +391,4 @@ def open_store(path: str | os.PathLike[str], *, cache_bytes: int = DEFAULT_CACHE
     >>> with tracestore.open("store.zarr") as store:
     ...     print(len(store), store[0].hidden_states.shape)
     """
-    return TraceStore(StoreInternals.open(_open_files(path), cache_bytes))
+    return TraceStore(StoreInternals.open(_open_files(path), cache_bytes, score=score))

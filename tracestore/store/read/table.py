@@ -25,7 +25,12 @@ def metadata(store: StoreInternals, *, texts: bool = False) -> dict[str, Any]:
     columns: dict[str, Any] = {
         "question_id": index.question_ids(np.arange(count)),
         "sample": index.read_column("sample"),
-        "score": store.columns.scores,
+        "score": store.scores,
+        **{
+            f"score_{name}": store.columns.score(name)
+            for name in sorted(store.attributes.scores)
+            if name != store.score_name
+        },
         "label": store.columns.labels,
         "group": [store.columns.group(k) for k in range(count)],
         "num_tokens": index.read_column("num_tokens"),
@@ -38,6 +43,34 @@ def metadata(store: StoreInternals, *, texts: bool = False) -> dict[str, Any]:
         columns["question"] = [trace.question for trace in traces]
         columns["answer"] = [trace.answer for trace in traces]
     return columns
+
+
+def facts(store: StoreInternals) -> dict[str, Any]:
+    """Return what is known about the whole store, as ``tracestore info --json`` prints it."""
+    manifest, attributes = store.manifest, store.attributes
+    return {
+        "path": str(store.files.location),
+        "format_version": attributes.format_version,
+        "generation": manifest.generation,
+        "num_traces": manifest.num_traces,
+        "num_tokens": manifest.num_tokens,
+        "num_layers": attributes.num_layers,
+        "hidden_dim": attributes.hidden_dim,
+        "num_heads": attributes.num_heads,
+        "hidden_dtype": attributes.hidden_dtype or "float16",
+        "attention": attributes.attention,
+        "attention_layout": attributes.attention_layout,
+        "attention_dtype": attributes.attention_dtype,
+        "codec": attributes.options["codec"],
+        "fields": list(manifest.fields),
+        "num_segments": manifest.num_segments,
+        "num_sources": manifest.num_sources,
+        "bytes": manifest.num_bytes,
+        "num_scored": manifest.num_scored,
+        "num_labeled": manifest.num_labeled,
+        "score": store.score_name,
+        "scores": {name: field.to_json() for name, field in sorted(attributes.scores.items())},
+    }
 
 
 def features(store: StoreInternals, layer: int) -> np.ndarray:

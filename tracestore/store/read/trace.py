@@ -56,6 +56,7 @@ class DetachedTrace:
     sample: int
     source: tuple[str, int]
     score: float
+    scores: dict[str, float]
     label: float
     group: str
     num_tokens: int
@@ -158,8 +159,13 @@ class Trace:
 
     @property
     def score(self) -> float:
-        """The score, NaN if missing. A missing score never becomes a label."""
-        return float(self._store.columns.scores[self.index])
+        """The default score or the one chosen at opening, NaN if missing. A missing score never becomes a label."""
+        return float(self._store.scores[self.index])
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """The named scores that the trace has."""
+        return self._store.columns.scores_of(self.index)
 
     @property
     def label(self) -> float:

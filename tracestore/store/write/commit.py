@@ -65,7 +65,7 @@ def commit(store: Path, index: StoreIndex, attributes: schema.Attributes, pendin
     if pending.segments:
         fsio.fsync_path(store / "segments")
     parts = _write_index(store, index, pending, rows)
-    columns, num_scored, num_labeled = _write_columns(store, old, pending)
+    columns, num_scored, num_labeled = _write_columns(store, old, attributes, pending)
     tokens = sum(r.values["num_tokens"] for r in pending.rows if r.values["graph_segment"] >= 0)
     for (trace, group), patch in pending.patches.items():
         if group == mf.GROUP_GRAPH:
@@ -149,28 +149,28 @@ def _write_group(store: Path, path: str, arrays: dict[str, np.ndarray], attribut
     return FileEntry(path, len(data), crc32c(data))
 
 
-def _write_columns(store: Path, old: mf.Manifest, pending: Pending) -> tuple[tuple[mf.ColumnsRef, ...], int, int]:
+def _write_columns(
+    store: Path, old: mf.Manifest, attributes: schema.Attributes, pending: Pending
+) -> tuple[tuple[mf.ColumnsRef, ...], int, int]:
     """Write the columns of the next generation; return all references and the numbers of scores and labels."""
     refs = list(old.columns)
-    new = Columns.from_values(
-        [r.score for r in pending.rows], [r.label for r in pending.rows], [r.group for r in pending.rows]
-    )
+    new, name = Columns.from_values([r.given for r in pending.rows]), attributes.default_score
     first, parts = old.num_traces, [new]
-    while refs and (pending.updates or refs[-1].num_traces <= sum(map(len, parts))):
+    is_rewritten = bool(pending.updates) or name != old.attributes.default_score
+    while refs and (is_rewritten or refs[-1].num_traces <= sum(map(len, parts))):
         last = refs.pop()
         first = last.first_trace
-        parts.insert(0, read_columns(LocalFiles(store), last))
+        parts.insert(0, read_columns(LocalFiles(store), old, [last]))
     joined = join_columns(parts)
-    if pending.updates:
+    if is_rewritten:
         joined = joined.with_values(pending.updates)
-        scored, labeled = joined.num_scored, joined.num_labeled
+        scored, labeled = joined.num_scored(name), joined.num_labeled
     else:
-        scored, labeled = old.num_scored + new.num_scored, old.num_labeled + new.num_labeled
+        scored, labeled = old.num_scored + new.num_scored(name), old.num_labeled + new.num_labeled
     if len(joined) == 0:
         return tuple(refs), scored, labeled
-    arrays = {name: getattr(joined, name) for name in schema.COLUMN_DTYPES}
-    attributes = {"tracestore": {"first_trace": first, "num_traces": len(joined)}}
-    entry = _write_group(store, paths.columns(old.generation + 1), arrays, attributes)
+    facts = {"tracestore": {"first_trace": first, "num_traces": len(joined)}}
+    entry = _write_group(store, paths.columns(old.generation + 1), joined.arrays(), facts)
     refs.append(mf.ColumnsRef(entry.path, entry.size, entry.crc32c, first, len(joined)))
     return tuple(refs), scored, labeled
 

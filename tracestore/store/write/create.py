@@ -1,6 +1,5 @@
 """tracestore.create: append traces to a store from Python."""
 
-import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -19,15 +18,48 @@ class TraceWriter:
     """
 
     def __init__(self, writer: StoreWriter, score_direction: str = labels.CORRECT) -> None:
-        self._writer, self._score_direction = writer, score_direction
+        self._writer, self._score = writer, labels.ScoreField(score_direction)
         self._open = False
         self._count = 0
+
+    def define_score(
+        self,
+        name: str,
+        *,
+        direction: str = labels.CORRECT,
+        source: str | None = None,
+        version: str | None = None,
+        default: bool = False,
+    ) -> None:
+        """Define a named score, such as that of a judge, whose values are passed to `append`.
+
+        Parameters
+        ----------
+        name : str
+            Letters, digits, "_", "-" and ".".
+        direction : {"correct", "hallucination"}
+            What a high value means.
+        source, version : str, optional
+            Where the values come from.
+        default : bool
+            Make it the default score, which is used where none is chosen. The first score of a store is
+            in any case.
+
+        Raises
+        ------
+        UsageError
+            If the name is not valid, or the store has scores of this name with the opposite direction.
+        """
+        if direction not in labels.DIRECTIONS:
+            raise UsageError(f"found {direction!r}, expected one of {', '.join(labels.DIRECTIONS)}")
+        self._writer.define_score(name, labels.ScoreField(direction, source, version), is_default=default)
 
     def append(
         self,
         trace: Mapping[str, Any],
         *,
         score: float | None = None,
+        scores: Mapping[str, float] | None = None,
         label: float | None = None,
         group: str = "",
     ) -> None:
@@ -41,7 +73,9 @@ class TraceWriter:
             `tokens_decoded`, `question`, answers, `prompt_length` and extra fields. Arrays are NumPy
             arrays or torch tensors.
         score : float, optional
-            Score of the answer.
+            Value of the score "score", whose direction was given to `create`.
+        scores : Mapping[str, float], optional
+            Values of named scores, which `define_score` defined.
         label : float, optional
             1 for a hallucinated answer, 0 for a correct one.
         group : str
@@ -52,19 +86,25 @@ class TraceWriter:
         InvalidInputError
             If the trace does not conform to the schema or does not fit the store. Traces that were
             appended before are kept.
+        UsageError
+            If a named score is not defined.
         """
-        writer = self._writer
+        writer, given = self._writer, dict(scores or {})
+        for unknown in given.keys() - writer.attributes.scores.keys():
+            raise UsageError(f"the score {unknown!r} is not defined: call define_score() first")
         start = writer.manifest.num_traces + writer.num_pending
         name = f"append-{start:010d}"
         need = writer.attributes.options["attention"] != "none"
         record = record_from_dict(trace, source_name=name, position=0, need_attention=need)
         record.label = label
         if score is not None:
-            writer.set_score_direction(self._score_direction)
+            given[labels.DEFAULT_SCORE_NAME] = float(score)
+            if writer.attributes.scores.get(labels.DEFAULT_SCORE_NAME) != self._score:
+                writer.define_score(labels.DEFAULT_SCORE_NAME, self._score)
         writer.begin_source(name, 0, "")
         try:
             packed = writer.pack(record)
-            writer.append_packed(packed, score=math.nan if score is None else float(score), group=group)
+            writer.append_packed(packed, scores=given, group=group)
         except BaseException:
             writer.abort_source()
             raise
@@ -121,7 +161,7 @@ def create(
     append : bool
         Append to the store if it exists.
     score_direction : {"correct", "hallucination"}
-        What a high score means.
+        What a high value of the score "score" means; `define_score` of the writer defines others.
 
     Returns
     -------

@@ -9,10 +9,11 @@ import numpy as np
 from tracestore.errors import InvalidInputError
 from tracestore.store.format import manifest as mf
 from tracestore.store.io.files import StoreFiles
+from tracestore.store.read.columns import TraceValues
 from tracestore.store.read.index import StoreIndex
 from tracestore.store.read.segment import SegmentReader
 from tracestore.store.write.pack import PackedTrace
-from tracestore.store.write.pending import NAN, Pending, PendingRow
+from tracestore.store.write.pending import Pending, PendingRow
 from tracestore.store.write.record import TraceRecord, read_record
 
 OnConflict = Literal["error", "keep-first", "keep-last"]
@@ -122,9 +123,7 @@ class KeyResolver:
             )
         return self._segments[number]
 
-    def add_location(
-        self, record: TraceRecord, location: dict[str, int], groups: set[int], score: float, label: float, group: str
-    ) -> None:
+    def add_location(self, record: TraceRecord, location: dict[str, int], groups: set[int], given: TraceValues) -> None:
         """Add the location of the field groups `groups` of a trace to the pending changes.
 
         Parameters
@@ -135,23 +134,23 @@ class KeyResolver:
             Values by the names of manifest.TRACE_COLUMNS.
         groups : set[int]
             Result of resolve_new() for the trace.
-        score, label, group : float, float, str
-            Values for the columns if the key is new.
+        given : TraceValues
+            Values for the columns if the key is new; the label is used in any case.
         """
         pending, key = self._pending, (record.question_id, record.sample)
         if key in pending.keys:
             row = pending.rows[pending.keys[key]]
-            before = (dict(row.values), row.label)
-            self.undo.append(lambda: row.__dict__.update(values=before[0], label=before[1]))
+            before = (dict(row.values), row.given)
+            self.undo.append(lambda: row.__dict__.update(values=before[0], given=before[1]))
             for added in groups:
                 row.values |= {name: location[name] for name in _location_columns(added)}
             row.values["nonfinite"] |= location["nonfinite"]
-            row.label = self._resolve_label(row.label, label)
+            row.given = row.given._replace(label=self._resolve_label(row.given.label, given.label))
             return
         index = self._index.find(*key)
         if index < 0:
             pending.keys[key] = len(pending.rows)
-            pending.rows.append(PendingRow(record.question_id, location, score, label, group))
+            pending.rows.append(PendingRow(record.question_id, location, given))
 
             def forget() -> None:
                 pending.rows.pop()
@@ -187,13 +186,13 @@ class KeyResolver:
         key = (record.question_id, record.sample)
         if key in pending.keys:
             row = pending.rows[pending.keys[key]]
-            before_label = row.label
-            self.undo.append(lambda: setattr(row, "label", before_label))
-            row.label = self._resolve_label(row.label, label)
+            before = row.given
+            self.undo.append(lambda: setattr(row, "given", before))
+            row.given = before._replace(label=self._resolve_label(before.label, label))
             return
         index = self._index.find(*key)
         earlier = pending.updates.get(index)
-        stored = float(self._read_labels()[index]) if earlier is None else earlier[1]
+        stored = float(self._read_labels()[index]) if earlier is None else earlier.label
         label = self._resolve_label(stored, label)
         if math.isnan(label) or label == stored:
             return
@@ -204,7 +203,7 @@ class KeyResolver:
             else:
                 pending.updates[index] = earlier
 
-        pending.updates[index] = (NAN, label, None) if earlier is None else (earlier[0], label, earlier[2])
+        pending.updates[index] = (earlier or TraceValues())._replace(label=label)
         self.undo.append(restore)
 
     def _resolve_label(self, stored: float, label: float) -> float:

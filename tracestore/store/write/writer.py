@@ -1,6 +1,7 @@
 """StoreWriter: complete sources and atomic commits (docs/format.md, "Commit")."""
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -14,17 +15,15 @@ from tracestore.store.format import manifest as mf
 from tracestore.store.io import fsio
 from tracestore.store.io.files import LocalFiles
 from tracestore.store.io.ownership import require_removed
-from tracestore.store.read.columns import Columns, join_columns, read_columns
+from tracestore.store.read.columns import Columns, TraceValues, read_columns
 from tracestore.store.read.index import SourceEntry, StoreIndex
 from tracestore.store.write.commit import commit, remove_unreferenced, write_root
 from tracestore.store.write.keys import KeyResolver, OnConflict
 from tracestore.store.write.output_folder import OutputFolder
 from tracestore.store.write.pack import PackedTrace, fit_attributes, pack_record
-from tracestore.store.write.pending import NAN, Pending, PendingSource
+from tracestore.store.write.pending import Pending, PendingSource
 from tracestore.store.write.record import TraceRecord
 from tracestore.store.write.segment_writer import SegmentWriter
-
-_DIRECTION_TEXTS = {labels.CORRECT: "correct answers", labels.HALLUCINATION: "hallucinated answers"}
 
 
 class StoreWriter:
@@ -229,8 +228,10 @@ class StoreWriter:
         except InvalidInputError as error:
             raise error.with_location(position=record.position) from None
 
-    def append_packed(self, trace: PackedTrace, *, score: float = NAN, group: str = "") -> bool:
+    def append_packed(self, trace: PackedTrace, *, scores: Mapping[str, float] = {}, group: str = "") -> bool:
         """Add a trace to the open source.
+
+        `scores` are values of named scores; each name was given to define_score() before.
 
         Returns
         -------
@@ -269,8 +270,8 @@ class StoreWriter:
         }
         segment.append(trace, self.attributes)
         source.num_traces += 1
-        label = NAN if record.label is None else record.label
-        self._keys.add_location(record, location, groups, score, label, group)
+        given = TraceValues(scores, math.nan if record.label is None else record.label, group)
+        self._keys.add_location(record, location, groups, given)
         return True
 
     def _segment_for(self, trace: PackedTrace) -> SegmentWriter:
@@ -290,37 +291,46 @@ class StoreWriter:
     def read_columns(self) -> Columns:
         """Return the scores, labels and groups of the committed traces."""
         if self._columns is None:
-            self._columns = join_columns([read_columns(LocalFiles(self.path), ref) for ref in self.manifest.columns])
+            self._columns = read_columns(LocalFiles(self.path), self.manifest)
         return self._columns
 
-    def set_score_direction(self, direction: str, replaced: Collection[int] = ()) -> None:
-        """Set the meaning of the scores that are added from now on.
+    def define_score(
+        self, name: str, field: labels.ScoreField, *, is_default: bool = False, replaced: Collection[int] = ()
+    ) -> None:
+        """Define a named score, or replace the definition of an existing one.
 
         Parameters
         ----------
-        direction : {"correct", "hallucination"}
-            What a high score means.
+        name : str
+        field : ScoreField
+        is_default : bool
+            Make it the default score. The first score of a store is in any case.
         replaced : collection of int
-            Traces whose scores the caller replaces.
+            Traces whose scores of this name the caller replaces.
 
         Raises
         ------
         UsageError
-            If other traces have scores of the opposite direction.
+            If the name is not valid, or other traces have scores of this name with the opposite direction.
         """
-        stored = self.attributes.score_direction
-        if stored not in (None, direction):
-            scored = np.flatnonzero(~np.isnan(self.read_columns().scores))
+        scores, where = self.attributes.scores, self._folder.location
+        if not labels.is_score_name(name) or len(scores.keys() | {name}) > labels.MAX_SCORE_NAMES:
+            raise UsageError(
+                f"{where}: found the score name {name!r}, expected at most {labels.MAX_SCORE_NAMES} names of letters, "
+                'digits, "_", "-" and "."'
+            )
+        if name in scores and scores[name].direction != field.direction:
+            scored = np.flatnonzero(~np.isnan(self.read_columns().score(name)))
             if not np.isin(scored, np.fromiter(replaced, np.int64)).all():
                 raise UsageError(
-                    f"{self._folder.location}: high scores of the store mean {_DIRECTION_TEXTS[str(stored)]}, high "
-                    f"scores to be added mean {_DIRECTION_TEXTS[direction]}. A store cannot hold both; "
-                    "tracestore score replaces all scores."
+                    f"{where}: a high {name} means {scores[name].direction!r} in the store, {field.direction!r} in the "
+                    "values to be added. Store them under another name (tracestore score --name), or replace all of them."
                 )
-        self.attributes = replace(self.attributes, score_direction=direction)
+        default = name if is_default or not scores else self.attributes.default_score
+        self.attributes = replace(self.attributes, scores=scores | {name: field}, default_score=default)
 
-    def update_values(self, updates: Mapping[int, tuple[float, float, str | None]]) -> None:
-        """Replace the (score, label, group) of committed traces with the next commit."""
+    def update_values(self, updates: Mapping[int, TraceValues]) -> None:
+        """Replace the values in the columns of committed traces with the next commit."""
         self._pending.updates.update(updates)
 
     # Commit
