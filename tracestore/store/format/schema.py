@@ -1,13 +1,15 @@
 """Names, dtypes and sizes of format version 1, which docs/format.md describes in prose."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from tracestore._core import kernels
-from tracestore.store.format.labels import ScoreField, score_fields
+from tracestore.errors import UsageError
+from tracestore.store.format import labels
+from tracestore.store.format.labels import ScoreField
 
 FORMAT_VERSION = 1
 
@@ -196,10 +198,19 @@ class Attributes:
                 raise ValueError(f"attributes: options: {name}: found {options[name]!r:.40}")
         if options["attention"] != data["attention"]:
             raise ValueError("attributes: options: attention differs from the store's")
-        scores = score_fields(data["scores"])
+        scores = labels.score_fields(data["scores"])
         if data["default_score"] not in (scores or (None,)):
             raise ValueError(f"attributes: default_score: found {data['default_score']!r:.40}")
         return cls(**data | {"scores": scores})
+
+    def with_score(self, name: str, field: ScoreField, *, is_default: bool = False) -> "Attributes":
+        """Return the attributes with a named score added; the first one is the default in any case."""
+        scores = self.scores | {name: field}
+        if not labels.is_score_name(name) or len(scores) > labels.MAX_SCORE_NAMES:
+            expected = f'{labels.MAX_SCORE_NAMES} names of letters, digits, "_", "-" and "."'
+            raise UsageError(f"found the score name {name!r}, expected at most {expected}")
+        default = name if is_default or not self.scores else self.default_score
+        return replace(self, scores=scores, default_score=default)
 
     @property
     def allowed_layouts(self) -> int:

@@ -4,7 +4,6 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -297,14 +296,14 @@ class StoreWriter:
     def define_score(
         self, name: str, field: labels.ScoreField, *, is_default: bool = False, replaced: Collection[int] = ()
     ) -> None:
-        """Define a named score, or replace the definition of an existing one.
+        """Define a named score, or define it anew.
 
         Parameters
         ----------
         name : str
         field : ScoreField
         is_default : bool
-            Make it the default score. The first score of a store is in any case.
+            Make it the default score, as the first score of a store is in any case.
         replaced : collection of int
             Traces whose scores of this name the caller replaces.
 
@@ -313,21 +312,15 @@ class StoreWriter:
         UsageError
             If the name is not valid, or other traces have scores of this name with the opposite direction.
         """
-        scores, where = self.attributes.scores, self._folder.location
-        if not labels.is_score_name(name) or len(scores.keys() | {name}) > labels.MAX_SCORE_NAMES:
-            raise UsageError(
-                f"{where}: found the score name {name!r}, expected at most {labels.MAX_SCORE_NAMES} names of letters, "
-                'digits, "_", "-" and "."'
-            )
-        if name in scores and scores[name].direction != field.direction:
+        stored = self.attributes.scores.get(name, field)
+        if stored.direction != field.direction:
             scored = np.flatnonzero(~np.isnan(self.read_columns().score(name)))
             if not np.isin(scored, np.fromiter(replaced, np.int64)).all():
                 raise UsageError(
-                    f"{where}: a high {name} means {scores[name].direction!r} in the store, {field.direction!r} in the "
-                    "values to be added. Store them under another name (tracestore score --name), or replace all of them."
+                    f"{self._folder.location}: a high {name} means {stored.direction!r} in the store, {field.direction!r} in "
+                    "what is added. Use another name (tracestore score --name), or replace all values of this one."
                 )
-        default = name if is_default or not scores else self.attributes.default_score
-        self.attributes = replace(self.attributes, scores=scores | {name: field}, default_score=default)
+        self.attributes = self.attributes.with_score(name, field, is_default=is_default)
 
     def update_values(self, updates: Mapping[int, TraceValues]) -> None:
         """Replace the values in the columns of committed traces with the next commit."""
