@@ -64,15 +64,15 @@ class SegmentReader:
             self.entries = self._parse_entries(self.small.attributes()["tracestore"])
 
     @contextmanager
-    def _checked(self) -> Iterator[None]:
-        """Turn the errors of damaged small arrays into CorruptStoreError."""
+    def _checked(self, what: str = "") -> Iterator[None]:
+        """Turn the errors of damaged small arrays into CorruptStoreError; `what` precedes the reason."""
         try:
             yield
         except CorruptStoreError:
             raise
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             reason = error.strerror if isinstance(error, OSError) else escape_unprintable(str(error), 300)
-            raise CorruptStoreError(f"{self.rows_path}: {reason}") from None
+            raise CorruptStoreError(f"{self.rows_path}: {what}{reason}") from None
 
     def _parse_entries(self, attributes: dict[str, Any]) -> dict[str, FileEntry]:
         """Return the other files of the segment by their path in the store."""
@@ -179,7 +179,7 @@ class SegmentReader:
         field = schema.OPTIONAL_FIELDS[name]
         if field.shape == schema.JSON:
             text = self.string(name, row) or None
-            with self._checked():
+            with self._checked(f"{name}: "):
                 return decode_list(text) if text and decode else text
         with self._checked():
             if field.shape == schema.PER_TRACE:
