@@ -86,6 +86,17 @@ def test_every_field_survives_create_convert_merge_subset_and_export(tmp_path):
             assert_equal(*({k: v for k, v in t.items() if k in schema.OPTIONAL_FIELDS} for t in (loaded, trace)))
 
 
+def test_a_token_without_hidden_states_disturbs_no_reader(tmp_path):
+    path = write_store(tmp_path / "s.zarr", make_all(), score=lambda k: k / 4)
+    assert json.loads(command("view", path, "q2", "--json", check=0).stdout)["tokens"] == [0, 1, 2, 3, 4]
+    assert "t0|t1|t2|t3|t4" in command("view", path, "q2", check=0).stdout
+    assert "one_token" not in command("lint", path).stdout
+    with tracestore.open(path) as store:
+        assert store.num_tokens.tolist() == [4, 4, 4, 4] and len(store.to_pandas(texts=True)) == 4
+        for view in ("sequence", "graph"):
+            assert len(list(tracestore.TraceLoader(store, view=view, batch_size=2))) == 2
+
+
 def test_a_segment_without_the_fields_has_no_array_for_them(tmp_path):
     traces = [*make_traces(3), make_all()[1] | {"question_id": "new"}]
     path = write_store(tmp_path / "s.zarr", traces, commit_after=[2])
