@@ -44,7 +44,7 @@ def make_optional(num_tokens, seed=0):
     """Return a value for each field of schema.OPTIONAL_FIELDS, with random numbers in their stored dtype."""
     rng, values = np.random.default_rng(seed), {}
     for name, field in schema.TOKEN_FIELDS.items():
-        shape = (num_tokens, 3) if field.shape == schema.PER_RANK else (num_tokens,)
+        shape = (num_tokens, 3) if field.shape == schema.TOP_K else (num_tokens,)
         if field.dtype == "<f4":
             values[name] = rng.standard_normal(shape).astype("<f4")
             values[name].flat[0] = np.nan

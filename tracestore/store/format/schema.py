@@ -53,7 +53,7 @@ class OptionalField:
     Attributes
     ----------
     shape : str
-        PER_TOKEN or PER_RANK: numbers per token; PER_TRACE: one number or, with `parts`, several; JSON: a
+        PER_TOKEN or TOP_K: numbers per token; PER_TRACE: one number or, with `parts`, several; JSON: a
         list of objects.
     dtype : str
         Dtype of the stored values.
@@ -88,7 +88,7 @@ class OptionalField:
 
 
 # T: number of tokens; K: a number of most likely tokens, the same for all fields of a trace.
-PER_TOKEN, PER_RANK, PER_TRACE, JSON = "(T,)", "(T, K)", "()", "JSON"
+PER_TOKEN, TOP_K, PER_TRACE, JSON = "(T,)", "(T, K)", "()", "JSON"
 ROWS, OFFSETS, VALUES = "rows", "offsets", "values"
 # Fields with one value, or K values, per token.
 TOKEN_FIELDS: dict[str, OptionalField] = {
@@ -101,9 +101,9 @@ TOKEN_FIELDS: dict[str, OptionalField] = {
         "Entropy (T,) float32 in nats of the distribution that each token was drawn from; NaN: unknown.",
     ),
     "top_ids": OptionalField(
-        PER_RANK, "<i4", "Ids (T, K) int32 of the most likely tokens at each position; -1: none.", -1, 2**31 - 1
+        TOP_K, "<i4", "Ids (T, K) int32 of the most likely tokens at each position; -1: none.", -1, 2**31 - 1
     ),
-    "top_logprobs": OptionalField(PER_RANK, "<f4", "Log-probabilities (T, K) float32 of `top_ids`; NaN: none."),
+    "top_logprobs": OptionalField(TOP_K, "<f4", "Log-probabilities (T, K) float32 of `top_ids`; NaN: none."),
     "generated_mask": OptionalField(PER_TOKEN, "|u1", "Mask (T,) uint8; 1: the model generated the token.", 0, 1),
     "special_mask": OptionalField(PER_TOKEN, "|u1", "Mask (T,) uint8; 1: a special token.", 0, 1),
     "token_label": OptionalField(

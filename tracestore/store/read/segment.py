@@ -192,7 +192,7 @@ class SegmentReader:
             is_whole = last > first and len(values) % (last - first) == 0
             if not is_whole or (field.shape == schema.PER_TOKEN and len(values) != last - first):
                 raise ValueError(f"{name}: found {len(values)} values of {last - first} tokens in row {row}")
-            return values.reshape(last - first, -1) if field.shape == schema.PER_RANK else values
+            return values.reshape(last - first, -1) if field.shape == schema.TOP_K else values
 
     def optional_fields(self, row: int, *, decode: bool = True) -> dict[str, Any]:
         """Return the fields of schema.OPTIONAL_FIELDS that a row has; see optional()."""

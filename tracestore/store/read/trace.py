@@ -60,10 +60,6 @@ class OptionalFields:
     seed: int | None
     spans: list[dict[str, Any]] | None
 
-    def optional(self, name: str) -> Any:
-        """Return a field of schema.OPTIONAL_FIELDS, or None."""
-        raise NotImplementedError
-
 
 for _name, _field in schema.OPTIONAL_FIELDS.items():
     setattr(OptionalFields, _name, property(methodcaller("optional", _name), doc=_field.doc))

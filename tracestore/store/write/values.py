@@ -135,7 +135,7 @@ def optional_fields(values: Mapping[str, Any], num_tokens: int) -> dict[str, Any
         If a field does not conform to the schema.
     """
     found: dict[str, Any] = {}
-    width = None
+    first_wide = ""
     for name, field in schema.OPTIONAL_FIELDS.items():
         if values.get(name) is None:
             continue
@@ -148,13 +148,14 @@ def optional_fields(values: Mapping[str, Any], num_tokens: int) -> dict[str, Any
             if known is not None:
                 found[name] = known
             continue
-        if field.shape == schema.PER_RANK:
-            width = width or array.shape[1]
-            if array.shape[1] != width:
-                raise field_error(name, f"shape {array.shape}", f"{(num_tokens, width)} as of the field before")
+        if field.shape == schema.TOP_K:
+            first_wide = first_wide or name
+            shape = found.get(first_wide, array).shape
+            if array.shape != shape:
+                raise field_error(name, f"shape {array.shape}", f"{shape} as {first_wide}")
         found[name] = array
     begin, end = found.get("answer_span", (-1, -1))
-    if end > num_tokens or -1 < end < begin:
+    if max(begin, end) > num_tokens or -1 < end < begin:
         raise field_error("answer_span", f"{(begin, end)}", f"positions in order from 0 to {num_tokens}")
     return found
 
@@ -188,11 +189,10 @@ def _spans(value: Any, name: str) -> str:
 def _numbers(value: Any, name: str, field: schema.OptionalField, num_tokens: int) -> np.ndarray:
     """Return a copy of the numbers of a field in their stored dtype."""
     dtype, count = np.dtype(field.dtype), len(field.parts)
-    kinds, expected = ("fiu", "numbers") if dtype.kind == "f" else ("biu", "integers")
+    kinds, number = ("fiu", "number") if dtype.kind == "f" else ("biu", "integer")
+    expected = f"{count} {number}s" if count else f"one {number}"
     if field.shape != schema.PER_TRACE:
-        expected += f" of shape {field.shape.replace('T', str(num_tokens))}"
-    else:
-        expected = f"{count} {expected}" if count else f"one of the {expected}"
+        expected = f"{number}s of shape {field.shape.replace('T', str(num_tokens))}"
     try:
         array = np.asarray(_plain(value))
         if array.dtype == object and dtype.kind == "f":
@@ -201,7 +201,7 @@ def _numbers(value: Any, name: str, field: schema.OptionalField, num_tokens: int
         raise field_error(name, describe(value), expected) from None
     shapes = {
         schema.PER_TOKEN: (num_tokens,),
-        schema.PER_RANK: (num_tokens, array.size // num_tokens),
+        schema.TOP_K: (num_tokens, array.size // max(1, num_tokens)),
         schema.PER_TRACE: (count,) if count else (),
     }
     if array.dtype.kind not in kinds or array.shape != shapes[field.shape] or array.size == 0:
