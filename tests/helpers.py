@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 import tracestore
+from tracestore.store.format import schema
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -37,6 +38,20 @@ def make_trace(k, *, tokens=None, layers=3, dim=8, heads=2, dtype="f2", causal=T
 def make_traces(count, **options):
     """Return the traces 0 to `count` - 1 of `make_trace`. An option may be a function of the number of the trace."""
     return [make_trace(k, **{n: v(k) if callable(v) else v for n, v in options.items()}) for k in range(count)]
+
+
+def make_optional(num_tokens, seed=0):
+    """Return a value for each field of schema.OPTIONAL_FIELDS, with random numbers in their stored dtype."""
+    rng, values = np.random.default_rng(seed), {}
+    for name, field in schema.TOKEN_FIELDS.items():
+        shape = (num_tokens, 3) if field.shape == schema.TOP_K else (num_tokens,)
+        if field.dtype == "<f4":
+            values[name] = rng.standard_normal(shape).astype("<f4")
+            values[name].flat[0] = np.nan
+        else:
+            values[name] = rng.integers(field.fill, field.maximum, shape, field.dtype, endpoint=True)
+    spans = [{"start": 1, "end": 4, "type": "Evident Conflict", "meta": {"a": [None, 1.5, float("inf")]}}]
+    return values | {"answer_span": (0, num_tokens), "temperature": 0.75, "seed": 2**40 + seed, "spans": spans}
 
 
 def write_store(path, traces, *, score=None, label=None, group="", commit_after=(), **options):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tracestore
-from tests.helpers import ROOT, convert, make_graphs, make_trace, make_traces, tree_bytes, write_pickle
+from tests.helpers import ROOT, convert, make_graphs, make_optional, make_trace, make_traces, tree_bytes, write_pickle
 from tracestore.store.format.labels import ScoreField
 from tracestore.store.write.pack import pack_record
 from tracestore.store.write.record import record_from_dict
@@ -95,7 +95,7 @@ def test_an_unreachable_scheduler_is_wrong_usage(data, tmp_path):
 @pytest.mark.parametrize("attention,keep", [("mean", False), ("heads", True), ("none", False)])
 def test_traces_that_pass_through_a_spool_give_the_same_store(tmp_path, attention, keep):
     traces = [make_trace(k, dtype="f4" if keep else "f2", causal=k % 2 == 0) for k in range(6)]
-    traces[2] |= {"question": "where? \udcff", "prompt_length": 1, "rare": {"a": [1.5, None]}}
+    traces[2] |= {"question": "where? \udcff", "prompt_length": 1, "rare": {"a": [1.5, None]}} | make_optional(3)
     stores = []
     for name in ("plain", "spooled"):
         packed = (

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 import tracestore
-from tests.helpers import make_graphs, make_traces, write_pickle, write_store
+from tests.helpers import make_graphs, make_optional, make_traces, write_pickle, write_store
 from tracestore._core.kernels import crc32c
 from tracestore._core.mapping import MappedFile
 from tracestore.store.format import manifest as mf
@@ -78,6 +78,7 @@ def valid_stores(folder: Path) -> list[Path]:
         made.append(folder / f"{name}.zarr")
         traces = make_traces(8, layers=2, dim=8, tokens=4)
         traces = [t | {"question": f"why {k}?", "rare": {"a": [1.5, None]}} for k, t in enumerate(traces)]
+        traces = [t | (make_optional(4, k) if k % 2 else {}) for k, t in enumerate(traces)]
         return write_store(
             made[-1], traces, score=lambda k: k / 8, group=lambda k: f"g{k % 3}", commit_after=(3, 7), **options
         )
@@ -266,7 +267,8 @@ def change_array(rng: random.Random, array: np.ndarray) -> None:
     for _ in range(rng.choice([1, 1, 1, 3, len(flat)])):
         k = rng.randrange(len(flat))
         if flat.dtype.kind == "f":
-            flat[k] = rng.choice([np.nan, np.inf, -1.0, 1e300])
+            with np.errstate(over="ignore"):
+                flat[k] = rng.choice([np.nan, np.inf, -1.0, 1e300])
             continue
         info = np.iinfo(flat.dtype)
         value = rng.choice([int(flat[k]) + rng.choice([-1, 1, 100]), *NUMBERS])

@@ -7,6 +7,10 @@ from pathlib import Path
 import numpy as np
 import zarr
 
+RAGGED = ["tokens", "token_logprob", "token_entropy", "top_ids", "top_logprobs", "generated_mask", "special_mask"]
+RAGGED += ["token_label", "spans"]
+PER_ROW = ["answer_begin", "answer_end", "temperature", "seed"]
+
 
 def read_store(path):
     """Return one dict per row of each segment, in order."""
@@ -35,6 +39,15 @@ def read_segment(folder, layers, rows, has_heads):
     for k, tokens in enumerate(get["num_tokens"].tolist()):
         a, b = get["question_id_offsets"][k : k + 2]
         trace = {"question_id": get["question_id"][a:b].tobytes().decode(), "num_tokens": int(tokens)}
+        count = np.diff(get["tokens_offsets"][k : k + 2])[0]
+        for name in RAGGED:
+            a, b = get[f"{name}_offsets"][k : k + 2] if name in get else (0, 0)
+            if b > a:
+                values = get[name][a:b]
+                trace[name] = json.loads(values.tobytes()) if name == "spans" else values
+                if name in ("top_ids", "top_logprobs"):
+                    trace[name] = values.reshape(count, -1)
+        trace |= {name: get[name][k] for name in PER_ROW if name in get}
         if get["last_token_row"][k] >= 0:
             trace["last_token"] = get["last_token"][get["last_token_row"][k]]
         if tokens:

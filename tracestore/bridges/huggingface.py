@@ -120,7 +120,7 @@ def from_datasets(
     Parameters
     ----------
     rows : datasets.Dataset or datasets.IterableDataset
-        Required columns are question_id, hidden_states (L, S, D), tokens (S,) and, unless
+        Required columns are question_id, hidden_states (L, S, D), tokens (T,) and, unless
         `attention` is "none", attentions (L, H, S, S). Optional ones are tokens_decoded, question,
         answers, score or hallucination_score, label, group and others, which are kept as extras.
     path : str or PathLike

@@ -21,6 +21,7 @@ class ConvertReport:
     num_duplicates: int = 0
     num_conflicts: int = 0
     num_nonfinite: int = 0
+    num_sources_rounded: dict[str, int] = field(default_factory=dict)  # by dtype, to float16
     bytes_in: int = 0
     bytes_out: int = 0
     seconds: float = 0.0
@@ -54,5 +55,8 @@ class ConvertReport:
             )
         if self.num_nonfinite:
             yield f"{self.num_nonfinite:,} traces hold NaN or infinite values; training reports an error for them"
+        for dtype, count in self.num_sources_rounded.items():
+            advice = "" if dtype == "float64" else "; --dtype keep keeps them"  # no store holds float64
+            yield f"{dtype} values of {count:,} files were rounded to float16{advice}"
         if self.num_scores_without_trace:
             yield f"{self.num_scores_without_trace:,} scores belong to no trace"

@@ -223,6 +223,7 @@ class Conversion:
             )
         writer.begin_source(name, size, digest)
         added = duplicates = nonfinite = 0
+        rounded_from: str | None = None
         with fsio.map_os_errors(writer.path, lambda: writer.pending_bytes + size):
             try:
                 for packed in stream:
@@ -235,6 +236,7 @@ class Conversion:
                     self._check_interrupt()
                     if writer.append_packed(packed, scores=scores, group=group):
                         added += 1
+                        rounded_from = rounded_from or packed.rounded_from
                     else:
                         duplicates += 1
                     progress.update(lambda s: self._line(s, report.num_traces_read + added, report.bytes_in))
@@ -255,6 +257,9 @@ class Conversion:
         report.num_traces_read += added
         report.num_duplicates += duplicates
         report.num_nonfinite += nonfinite
+        if rounded_from is not None:
+            rounded = report.num_sources_rounded
+            rounded[rounded_from] = rounded.get(rounded_from, 0) + 1
         report.bytes_in += size
 
     def _line(self, elapsed_s: float, traces: int, done_bytes: int) -> str:

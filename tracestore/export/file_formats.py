@@ -9,6 +9,7 @@ import numpy as np
 
 from tracestore.errors import InvalidInputError, UsageError
 from tracestore.store.format import schema
+from tracestore.store.format.extras import decode_list
 from tracestore.store.format.labels import DEFAULT_THRESHOLD
 from tracestore.store.read.store import TraceStore
 from tracestore.store.read.trace import PackedEdges, Trace
@@ -68,7 +69,7 @@ def trace_dict(store: TraceStore, trace: Trace) -> dict[str, Any]:
         attention = file_layers(attention if attention.ndim == 4 else attention[:, None], store.attention_dtype)
     texts = {name: trace.text(name) for name in ("question", *schema.ANSWER_FIELDS)}
     hidden = file_layers(trace.hidden_states, store.hidden_dtype)
-    return trace.extras | _fields(trace, hidden, attention, texts)
+    return trace.extras | _fields(trace, hidden, attention, texts | trace.optional_fields)
 
 
 def record_dict(record: TraceRecord) -> dict[str, Any]:
@@ -85,14 +86,15 @@ def record_dict(record: TraceRecord) -> dict[str, Any]:
         None if layers is None else file_layers(layers, "bfloat16" if layers[0].dtype == schema.BFLOAT16 else None)
         for layers in (record.hidden, record.attention)
     )
-    return record.extras | _fields(record, hidden, attention, record.strings)
+    optional = {n: decode_list(v) if isinstance(v, str) else v for n, v in record.optional.items()}
+    return record.extras | _fields(record, hidden, attention, record.strings | optional)
 
 
-def _fields(trace: Any, hidden: Any, attention: Any, texts: dict[str, Any]) -> dict[str, Any]:
+def _fields(trace: Any, hidden: Any, attention: Any, more: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a trace or record in the order of the schema, without missing ones."""
     arrays = {"hidden_states": hidden, "attentions": attention}
     other = {name: getattr(trace, name) for name in ("tokens", "tokens_decoded", "prompt_length")}
-    values = arrays | other | texts | {"question_id": trace.question_id, "sample": trace.sample or None}
+    values = arrays | other | more | {"question_id": trace.question_id, "sample": trace.sample or None}
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -18,7 +18,8 @@ from tracestore.ingest.pickled_torch import PickledGraph, PickledTensor
 from tracestore.ingest.pickled_values import PickledArray, PickledValue, SafeGlobal
 from tracestore.store.format import schema
 from tracestore.store.io.scratch import Scratch
-from tracestore.store.write.record import TraceRecord, field_error, question_id_text, record_from_dict
+from tracestore.store.write.record import TraceRecord, question_id_text, record_from_dict
+from tracestore.store.write.values import field_error
 
 # Limits of the values that a file's traces hold, where a value counts each time it is named: a fixed
 # allowance and a multiple of the bytes read, for the number of values, the bytes of text and the bytes of

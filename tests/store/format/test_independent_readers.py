@@ -6,8 +6,9 @@ import numpy as np
 import zarr
 
 import tracestore
-from tests.helpers import ROOT, make_traces
-from tests.store.second_reader import read_store
+from tests.helpers import ROOT, make_optional, make_traces, write_store
+from tests.store.second_reader import RAGGED, read_store
+from tracestore.store.format import schema
 
 
 def read_with_tensorstore(kvstore):
@@ -49,6 +50,18 @@ def test_a_reader_written_from_the_docs_reads_the_traces(store_path):
         np.testing.assert_array_equal(mine.hidden_states, theirs["hidden_states"])
         np.testing.assert_array_equal(mine.attention, theirs["attention"])
         np.testing.assert_array_equal(mine.last_token, theirs["last_token"])
+
+
+def test_a_reader_written_from_the_docs_reads_the_optional_fields(tmp_path):
+    traces = make_traces(4, tokens=4)
+    traces[1] |= make_optional(4) | {"spans": [{"start": 0, "end": 2, "type": "x"}]}
+    second = read_store(write_store(tmp_path / "s.zarr", traces))
+    for name in {*RAGGED, "temperature", "seed"}:
+        np.testing.assert_array_equal(second[1][name], traces[1][name])
+    assert (second[1]["answer_begin"], second[1]["answer_end"]) == traces[1]["answer_span"]
+    assert second[0].keys() & schema.OPTIONAL_FIELDS.keys() == {"temperature", "seed"}
+    assert np.isnan(second[0]["temperature"]) and second[0]["seed"] == second[0]["answer_begin"] == -1
+    np.testing.assert_array_equal(second[3]["tokens"], traces[3]["tokens"])
 
 
 def key_hash(question_id, sample):

@@ -1,11 +1,27 @@
 """Decoding of the fields of a trace without an array of their own, which are stored as JSON."""
 
 import base64
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+
+
+def decode_list(text: str) -> list[Any]:
+    """Return the list that encode_value() encoded as JSON.
+
+    Raises
+    ------
+    ValueError, TypeError, RecursionError
+        If the text is no such list.
+    """
+    found = json.loads(text)
+    if not isinstance(found, list):
+        raise ValueError("not a JSON list")
+    decoded: list[Any] = decode_extras({"": found})[""]
+    return decoded
 
 
 def decode_extras(extras: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Names, dtypes and sizes of format version 1, which docs/format.md describes in prose."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
@@ -17,6 +19,12 @@ SEGMENT_CLOSE_BYTES = 128 << 20
 SEGMENT_SPLIT_BYTES = 1024 << 20
 INNER_CHUNK_BYTES = 256 << 10
 MIN_CODED_CHUNK_BYTES = 64 << 10
+# Upper limit for each of L, D and H; no model comes near it.
+MAX_DIMENSION = 1 << 20
+# Upper limit for S: offsets of the attention of a segment then fit into 64 bits.
+MAX_TOKENS = 1 << 20
+# Upper limit for L * D: a compressed inner chunk holds at least one row of last_token and is decoded at once.
+MAX_ROW_VALUES = 1 << 24
 
 # NumPy has no bfloat16. Inside the package such arrays have this dtype, whose
 # single field holds the raw bits; on disk and in public arrays they are uint16.
@@ -38,9 +46,91 @@ LARGE_ARRAYS: dict[str, str | None] = {
     "edge_index": "<i4",
     "edge_weight": None,
 }
+
+
+@dataclass(frozen=True)
+class OptionalField:
+    """A field that few traces have. Its arrays in rows.zip are absent from a segment where no row has it.
+
+    Attributes
+    ----------
+    shape : str
+        PER_TOKEN or TOP_K: numbers per token; PER_TRACE: one number or, with `parts`, several; JSON: a
+        list of objects.
+    dtype : str
+        Dtype of the stored values.
+    doc : str
+        Meaning, as the documentation of the attribute of a trace.
+    fill : float
+        Stored where the value is unknown; also the smallest valid integer.
+    maximum : int
+        Largest valid integer.
+    parts : tuple[str, ...]
+        Names of the arrays if the field has one number in each of several.
+    """
+
+    shape: str
+    dtype: str
+    doc: str
+    fill: float = math.nan
+    maximum: int = 0
+    parts: tuple[str, ...] = ()
+
+    def arrays(self, name: str) -> dict[str, tuple[str, str]]:
+        """Return the entries of ROW_ARRAYS for the field called `name`."""
+        if self.shape == PER_TRACE:
+            return dict.fromkeys(self.parts or (name,), (ROWS, self.dtype))
+        return {name: (VALUES, self.dtype), f"{name}_offsets": (OFFSETS, "<i8")}
+
+    def known(self, values: Sequence[float]) -> Any:
+        """Return the stored numbers of a trace as a number or tuple; None if all of them are unknown."""
+        if all(v == self.fill or v != v for v in values):
+            return None
+        return tuple(values) if self.parts else values[0]
+
+
+# T: number of tokens; K: a number of most likely tokens, the same for all fields of a trace.
+PER_TOKEN, TOP_K, PER_TRACE, JSON = "(T,)", "(T, K)", "()", "JSON"
+ROWS, OFFSETS, VALUES = "rows", "offsets", "values"
+# Fields with one value, or K values, per token.
+TOKEN_FIELDS: dict[str, OptionalField] = {
+    "token_logprob": OptionalField(
+        PER_TOKEN, "<f4", "Log-probability (T,) float32 of each token given the tokens before it; NaN: unknown."
+    ),
+    "token_entropy": OptionalField(
+        PER_TOKEN,
+        "<f4",
+        "Entropy (T,) float32 in nats of the distribution that each token was drawn from; NaN: unknown.",
+    ),
+    "top_ids": OptionalField(
+        TOP_K, "<i4", "Ids (T, K) int32 of the most likely tokens at each position; -1: none.", -1, 2**31 - 1
+    ),
+    "top_logprobs": OptionalField(TOP_K, "<f4", "Log-probabilities (T, K) float32 of `top_ids`; NaN: none."),
+    "generated_mask": OptionalField(PER_TOKEN, "|u1", "Mask (T,) uint8; 1: the model generated the token.", 0, 1),
+    "special_mask": OptionalField(PER_TOKEN, "|u1", "Mask (T,) uint8; 1: a special token.", 0, 1),
+    "token_label": OptionalField(
+        PER_TOKEN, "|i1", "Label (T,) int8 of each token; 1: hallucinated, 0: supported, -1: unknown.", -1, 1
+    ),
+}
+OPTIONAL_FIELDS: dict[str, OptionalField] = {
+    **TOKEN_FIELDS,
+    "answer_span": OptionalField(
+        PER_TRACE,
+        "<i4",
+        "First token of the answer and the token after its last one; -1: unknown.",
+        -1,
+        MAX_TOKENS + 1,
+        ("answer_begin", "answer_end"),
+    ),
+    "temperature": OptionalField(PER_TRACE, "<f4", "Sampling temperature of the answer."),
+    "seed": OptionalField(PER_TRACE, "<i8", "Seed of the random generator that sampled the answer.", -1, 2**63 - 1),
+    "spans": OptionalField(
+        JSON, "|u1", "Character spans of the answer: dicts with start, end (exclusive), type and other keys."
+    ),
+}
+OPTIONAL_ARRAYS = {name: field.arrays(name) for name, field in OPTIONAL_FIELDS.items()}
 # The arrays in the file rows.zip of a segment by name: (length, dtype). The length is one per trace
 # (ROWS), one more than that (OFFSETS), or any (VALUES). They are written in the order of this table.
-ROWS, OFFSETS, VALUES = "rows", "offsets", "values"
 ROW_ARRAYS: dict[str, tuple[str, str]] = {
     "num_tokens": (ROWS, "<i4"),
     "sample": (ROWS, "<i4"),
@@ -61,8 +151,9 @@ ROW_ARRAYS: dict[str, tuple[str, str]] = {
     "tokens_decoded_ptr": (OFFSETS, "<i8"),
     **dict.fromkeys(STRING_FIELDS, (VALUES, "|u1")),
     **{f"{name}_offsets": (OFFSETS, "<i8") for name in STRING_FIELDS},
+    **{name: array for arrays in OPTIONAL_ARRAYS.values() for name, array in arrays.items()},
 }
-OPTIONAL_ROW_ARRAYS = frozenset({"edge_ptr"})
+OPTIONAL_ROW_ARRAYS = frozenset({"edge_ptr", *(name for arrays in OPTIONAL_ARRAYS.values() for name in arrays)})
 ROW_DTYPES = {name: dtype for name, (_, dtype) in ROW_ARRAYS.items()}
 COLUMN_DTYPES = {"labels": "<f8", "groups": "|u1", "groups_offsets": "<i8"}
 # A named score is the column with this prefix and its name.
@@ -130,12 +221,6 @@ def num_pairs(num_tokens: int, layout: int) -> int:
     return num_tokens * num_tokens if layout == LAYOUT_SQUARE else 0
 
 
-# Upper limit for each of L, D and H; no model comes near it.
-MAX_DIMENSION = 1 << 20
-# Upper limit for S: offsets of the attention of a segment then fit into 64 bits.
-MAX_TOKENS = 1 << 20
-# Upper limit for L * D: a compressed inner chunk holds at least one row of last_token and is decoded at once.
-MAX_ROW_VALUES = 1 << 24
 _ATTRIBUTE_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_dtype": (None, *DTYPE_NAMES),
     "attention_dtype": (None, *DTYPE_NAMES),

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from tracestore.errors import CorruptStoreError, escape_unprintable
+from tracestore.errors import CorruptStoreError, InvalidInputError, escape_unprintable
 from tracestore.store.format import paths, schema
 from tracestore.store.format.manifest import Manifest
 from tracestore.store.format.ragged import is_offsets
@@ -16,6 +16,7 @@ from tracestore.store.io.files import StoreFiles
 from tracestore.store.read.columns import Columns, read_columns
 from tracestore.store.read.index import SegmentEntry, StoreIndex
 from tracestore.store.read.segment import SegmentReader, row_sizes
+from tracestore.store.write.values import optional_fields
 
 _LOCATIONS = (("graph_segment", "graph_row"), ("sequence_segment", "sequence_row"))
 
@@ -155,6 +156,7 @@ def _check_segment(segment: SegmentReader, attributes: schema.Attributes) -> Non
     holds = (last >= -1).all() and np.array_equal(last[last >= 0], np.arange(_length(segment, "last_token")))
     _require(bool(holds), where, "last_token_row", "not the rows of last_token")
     _check_texts(segment, rows)
+    _check_optional(segment, rows)
     if "edge_ptr" in rows:
         _check_edges(segment, attributes, rows)
 
@@ -173,6 +175,24 @@ def _check_texts(segment: SegmentReader, rows: dict[str, np.ndarray]) -> None:
         segment.extras(row)
         for name in schema.STRING_FIELDS:
             segment.string(name, row)
+
+
+def _check_optional(segment: SegmentReader, rows: dict[str, np.ndarray]) -> None:
+    where, counts = segment.rows_path, np.diff(rows["tokens_offsets"])
+    more = counts - rows["num_tokens"]
+    is_aligned = (counts == 0) | (rows["num_tokens"] == 0) | (more == 0) | (more == 1)
+    _require(bool(is_aligned.all()), where, "tokens", "not one per hidden state, or one more")
+    decoded = np.diff(rows["tokens_decoded_ptr"])
+    _require(bool(((decoded == 0) | (decoded == counts)).all()), where, "tokens_decoded", "not one text per token")
+    for name in segment.optional_names:
+        if f"{name}_offsets" in rows:
+            is_valid = is_offsets(rows[f"{name}_offsets"], len(rows[name]))
+            _require(is_valid, where, f"{name}_offsets", f"not offsets of {len(rows[name])} values")
+    for row in range(segment.num_rows) if segment.optional_names else ():
+        try:
+            optional_fields(segment.optional_fields(row), int(counts[row]))
+        except InvalidInputError as error:
+            raise CorruptStoreError(f"{where}: row {row}: {error}") from None
 
 
 def _check_edges(segment: SegmentReader, attributes: schema.Attributes, rows: dict[str, np.ndarray]) -> None:

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +13,11 @@ from tracestore.store.format import schema
 from tracestore.store.format.labels import ScoreField
 from tracestore.store.io.files import RemoteURL, parse_location
 from tracestore.store.read.columns import TraceValues
-from tracestore.store.read.segment import SegmentReader
 from tracestore.store.read.selection import by_source
 from tracestore.store.read.store import TraceStore, open_store
 from tracestore.store.read.trace import PackedEdges
 from tracestore.store.write.pack import PackedTrace
-from tracestore.store.write.record import TraceRecord
+from tracestore.store.write.record import read_record
 from tracestore.store.write.writer import StoreWriter
 
 _PLACE_COLUMNS = ("graph_segment", "graph_row", "sequence_segment", "sequence_row")
@@ -34,28 +33,6 @@ class MergeReport:
     num_scores_differing: int = 0
 
 
-def _row(segment: SegmentReader, row: int, question_id: str, label: float) -> tuple[TraceRecord, int]:
-    """Return the texts of one row of a segment, and its field bits."""
-    bits = segment.scalar("fields", row)
-    record = TraceRecord(
-        question_id,
-        sample=segment.scalar("sample", row),
-        position=segment.scalar("source_position", row),
-        label=None if math.isnan(label) else label,
-        has_own_id=bool(bits & schema.FIELD_BITS["question_id"]),
-    )
-    if bits & schema.FIELD_BITS["tokens"]:
-        record.tokens = segment.tokens(row)
-    if bits & schema.FIELD_BITS["tokens_decoded"]:
-        record.tokens_decoded = segment.tokens_decoded(row)
-    for name in schema.TEXT_FIELDS:
-        if bits & schema.FIELD_BITS[name]:
-            record.strings[name] = segment.string(name, row)
-    prompt_length = segment.scalar("prompt_length", row)
-    record.prompt_length = None if prompt_length < 0 else prompt_length
-    return record, bits
-
-
 def stored_traces(store: TraceStore, index: int) -> Iterator[PackedTrace]:
     """Return trace `index` packed, with its bytes as stored.
 
@@ -67,7 +44,8 @@ def stored_traces(store: TraceStore, index: int) -> Iterator[PackedTrace]:
     sequence = (places.sequence_segment, places.sequence_row)
     for number, row in dict.fromkeys(place for place in (graph, sequence) if place[0] >= 0):
         segment = store.internals.segment(number)
-        record, bits = _row(segment, row, trace.question_id, trace.label)
+        label = None if math.isnan(trace.label) else trace.label
+        record = replace(read_record(segment, row), question_id=trace.question_id, label=label)
         arrays: dict[str, list[np.ndarray]] = {}
         packed = PackedTrace(
             record=record,
@@ -80,7 +58,7 @@ def stored_traces(store: TraceStore, index: int) -> Iterator[PackedTrace]:
             reversed_edges=bool(segment.scalar("edges_reversed", row)),
             num_nonfinite=segment.scalar("num_nonfinite", row),
             extras=segment.string("extras", row),
-            field_bits=bits,
+            field_bits=segment.scalar("fields", row),
             crcs={},
             graph_crc=0,
             sequence_crc=0,

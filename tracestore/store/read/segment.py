@@ -11,7 +11,7 @@ import numpy as np
 from tracestore.errors import CorruptStoreError, escape_unprintable
 from tracestore.store.format import schema
 from tracestore.store.format.entries import FileEntry
-from tracestore.store.format.extras import decode_extras
+from tracestore.store.format.extras import decode_extras, decode_list
 from tracestore.store.format.zip_group import ZipGroup
 from tracestore.store.io.files import StoreFiles
 from tracestore.store.read.array_reader import ArrayReader, ArraySpec
@@ -64,15 +64,15 @@ class SegmentReader:
             self.entries = self._parse_entries(self.small.attributes()["tracestore"])
 
     @contextmanager
-    def _checked(self) -> Iterator[None]:
-        """Turn the errors of damaged small arrays into CorruptStoreError."""
+    def _checked(self, what: str = "") -> Iterator[None]:
+        """Turn the errors of damaged small arrays into CorruptStoreError; `what` precedes the reason."""
         try:
             yield
         except CorruptStoreError:
             raise
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             reason = error.strerror if isinstance(error, OSError) else escape_unprintable(str(error), 300)
-            raise CorruptStoreError(f"{self.rows_path}: {reason}") from None
+            raise CorruptStoreError(f"{self.rows_path}: {what}{reason}") from None
 
     def _parse_entries(self, attributes: dict[str, Any]) -> dict[str, FileEntry]:
         """Return the other files of the segment by their path in the store."""
@@ -156,7 +156,7 @@ class SegmentReader:
             return self.small.strings(name, row, row + 1)[0]
 
     def tokens(self, row: int) -> np.ndarray:
-        """Return a copy of the token ids (S,) int32 of a row."""
+        """Return a copy of the token ids (T,) int32 of a row."""
         with self._checked():
             begin, end = self.small.read("tokens_offsets", row, row + 2).tolist()
             return self.small.read("tokens", begin, end)
@@ -166,6 +166,38 @@ class SegmentReader:
         with self._checked():
             begin, end = self.small.read("tokens_decoded_ptr", row, row + 2).tolist()
             return self.small.strings("tokens_decoded", begin, end)
+
+    @cached_property
+    def optional_names(self) -> list[str]:
+        """The fields of schema.OPTIONAL_FIELDS that a row may have."""
+        return [n for n, arrays in schema.OPTIONAL_ARRAYS.items() if not self.small.names.isdisjoint(arrays)]
+
+    def optional(self, name: str, row: int, *, decode: bool = True) -> Any:
+        """Return a field of schema.OPTIONAL_FIELDS, or None if the row lacks it; JSON as text without `decode`."""
+        if name not in self.optional_names:
+            return None
+        field = schema.OPTIONAL_FIELDS[name]
+        if field.shape == schema.JSON:
+            text = self.string(name, row) or None
+            with self._checked(f"{name}: "):
+                return decode_list(text) if text and decode else text
+        with self._checked():
+            if field.shape == schema.PER_TRACE:
+                return field.known([self.small.read(a, row, row + 1).item() for a in schema.OPTIONAL_ARRAYS[name]])
+            begin, end = self.small.read(f"{name}_offsets", row, row + 2).tolist()
+            if begin == end:
+                return None
+            values = self.small.read(name, begin, end)
+            first, last = self.small.read("tokens_offsets", row, row + 2).tolist()
+            is_whole = last > first and len(values) % (last - first) == 0
+            if not is_whole or (field.shape == schema.PER_TOKEN and len(values) != last - first):
+                raise ValueError(f"{name}: found {len(values)} values of {last - first} tokens in row {row}")
+            return values.reshape(last - first, -1) if field.shape == schema.TOP_K else values
+
+    def optional_fields(self, row: int, *, decode: bool = True) -> dict[str, Any]:
+        """Return the fields of schema.OPTIONAL_FIELDS that a row has; see optional()."""
+        found = {name: self.optional(name, row, decode=decode) for name in self.optional_names}
+        return {name: value for name, value in found.items() if value is not None}
 
     def extras(self, row: int) -> dict[str, Any]:
         """Return the fields of a row without an array of their own."""

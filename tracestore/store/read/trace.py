@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, fields
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,8 +45,28 @@ def dense_attention(
     return out
 
 
+class OptionalFields:
+    """The fields of schema.OPTIONAL_FIELDS as attributes; each is None if the trace lacks it."""
+
+    token_logprob: np.ndarray | None
+    token_entropy: np.ndarray | None
+    top_ids: np.ndarray | None
+    top_logprobs: np.ndarray | None
+    generated_mask: np.ndarray | None
+    special_mask: np.ndarray | None
+    token_label: np.ndarray | None
+    answer_span: tuple[int, int] | None
+    temperature: float | None
+    seed: int | None
+    spans: list[dict[str, Any]] | None
+
+
+for _name, _field in schema.OPTIONAL_FIELDS.items():
+    setattr(OptionalFields, _name, property(methodcaller("optional", _name), doc=_field.doc))
+
+
 @dataclass(frozen=True)
-class DetachedTrace:
+class DetachedTrace(OptionalFields):
     """A trace in memory of its own, as Trace.copy returns it.
 
     Shapes and dtypes are those of Trace. A field that the trace lacks is None; a missing score or label is NaN.
@@ -71,6 +92,7 @@ class DetachedTrace:
     last_token: np.ndarray
     attention_layout: str | None
     attention_packed: "np.ndarray | PackedEdges | None"
+    optional_fields: dict[str, Any]
 
     @classmethod
     def from_trace(cls, trace: "Trace") -> "DetachedTrace":
@@ -82,6 +104,10 @@ class DetachedTrace:
         ):
             values[name] = getattr(trace, name) if is_there else None
         return cls(**values)
+
+    def optional(self, name: str) -> Any:
+        """Return a field of schema.OPTIONAL_FIELDS, or None."""
+        return self.optional_fields.get(name)
 
     @property
     def attention(self) -> np.ndarray:
@@ -97,7 +123,7 @@ class DetachedTrace:
 _MAY_BE_MISSING = {"hidden_states", "attention_packed"}
 
 
-class Trace:
+class Trace(OptionalFields):
     """One answer of the model to one question. Fields are read when they are accessed.
 
     A field that the trace lacks raises MissingFieldError (arrays) or is None; a missing `score` or `label` is NaN.
@@ -301,13 +327,17 @@ class Trace:
 
     @property
     def tokens(self) -> np.ndarray | None:
-        """Token ids (S,) int32, or None."""
+        """Token ids (T,) int32, or None.
+
+        Token i has the hidden states ``hidden_states[:, i]``. T is S, or S + 1 if the model generated a last
+        token that it did not read.
+        """
         segment, row = self._primary_location
         return segment.tokens(row) if self._has("tokens") else None
 
     @property
     def tokens_decoded(self) -> list[str] | None:
-        """The text of each token, or None."""
+        """The text of each of the T tokens, or None."""
         segment, row = self._primary_location
         return segment.tokens_decoded(row) if self._has("tokens_decoded") else None
 
@@ -338,6 +368,17 @@ class Trace:
         """Fields of the source without an array of their own."""
         segment, row = self._primary_location
         return segment.extras(row)
+
+    def optional(self, name: str) -> Any:
+        """Return a field of schema.OPTIONAL_FIELDS, or None."""
+        segment, row = self._primary_location
+        return segment.optional(name, row)
+
+    @property
+    def optional_fields(self) -> dict[str, Any]:
+        """The fields of schema.OPTIONAL_FIELDS that the trace has."""
+        segment, row = self._primary_location
+        return segment.optional_fields(row)
 
     def has_score(self) -> bool:
         """Return whether the trace has a score."""

@@ -69,9 +69,10 @@ class TraceWriter:
         ----------
         trace : Mapping[str, Any]
             Fields of the pickle schema: `hidden_states`, L arrays of shape ``(S, D)``; `attentions`, L
-            arrays of shape ``(H, S, S)``; `tokens`, ``(S,)`` integers; optionally `question_id`, `sample`,
-            `tokens_decoded`, `question`, answers, `prompt_length` and extra fields. Arrays are NumPy
-            arrays or torch tensors.
+            arrays of shape ``(H, S, S)``; `tokens`, ``(T,)`` integers with T = S or S + 1; optionally
+            `question_id`, `sample`, `tokens_decoded`, `question`, answers, `prompt_length`, data per
+            token such as `token_logprob`, `answer_span`, `spans`, `temperature`, `seed` (docs/ingest.md
+            lists all keys) and extra fields. Arrays are NumPy arrays or torch tensors.
         score : float, optional
             Value of the score "score", whose direction was given to `create`.
         scores : Mapping[str, float], optional

@@ -230,6 +230,8 @@ def _text_fields(record: TraceRecord, extras: str) -> dict[str, Any]:
         "tokens_decoded": None if record.tokens_decoded is None else list(record.tokens_decoded),
         "prompt_length": record.prompt_length,
         "extras": extras,
+        # NaN does not equal itself, so arrays are compared by their bytes.
+        **{n: v.tobytes() if isinstance(v, np.ndarray) else v for n, v in record.optional.items()},
     }
 
 

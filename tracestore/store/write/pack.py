@@ -11,7 +11,8 @@ from tracestore._core import kernels
 from tracestore.store.format import schema
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.io.spool_files import SpooledRows
-from tracestore.store.write.record import TraceRecord, extras_json, field_error
+from tracestore.store.write.record import TraceRecord
+from tracestore.store.write.values import extras_json, field_error
 
 # Memory of Python's objects of a trace without arrays, and of each of its texts.
 _TRACE_OBJECTS, _TEXT_OBJECT = 2048, 64
@@ -45,6 +46,8 @@ class PackedTrace:
         CRC-32C of arrays. The writer computes missing ones.
     graph_crc, sequence_crc : int
         CRC-32C of the arrays of each field group, 0 without them.
+    rounded_from : str or None
+        Dtype of the source if arrays were rounded to float16 that --dtype keep would keep.
     has_last_token : bool
         Whether its segment has its last token.
     """
@@ -66,6 +69,7 @@ class PackedTrace:
     num_heads: int | None
     hidden_dtype: str
     attention_dtype: str | None
+    rounded_from: str | None = None
     has_last_token: bool = False
 
     @property
@@ -82,7 +86,8 @@ class PackedTrace:
     def metadata_bytes(self) -> int:
         """Size of everything except the arrays in bytes, as it counts for the size of a segment."""
         texts = sum(map(len, self.record.tokens_decoded or ())) + sum(map(len, self.record.strings.values()))
-        return 4 * self.num_tokens + texts + len(self.extras)
+        optional = sum(v.nbytes if isinstance(v, np.ndarray) else len(str(v)) for v in self.record.optional.values())
+        return 4 * self.num_tokens + texts + len(self.extras) + optional
 
     @property
     def memory_bytes(self) -> int:
@@ -245,6 +250,12 @@ def pack_record(
         assert record.last_token is not None
         source_dtype = schema.dtype_name(record.last_token.dtype)
     hidden_dtype = source_dtype if keep_dtype else "float16"
+    source_dtypes = [source_dtype]
+    # A head mean is computed and has no dtype of a source.
+    if attention == "heads" and record.attention is not None:
+        source_dtypes.append(schema.dtype_name(record.attention[0].dtype))
+    if record.edges is not None:
+        source_dtypes.append(schema.dtype_name(record.edges[0][1].dtype))
     if record.hidden is not None:
         layers, copy = arrays["hidden_states"], None
         # A large trace is not copied: its size is accounted for, and it may be in files.
@@ -313,6 +324,7 @@ def pack_record(
         num_heads=heads,
         hidden_dtype=hidden_dtype,
         attention_dtype=attention_dtype,
+        rounded_from=None if keep_dtype else next((d for d in source_dtypes if d != "float16"), None),
     )
 
 

@@ -1,9 +1,5 @@
-"""A trace in memory: validation of its fields, and conversion of extra fields from and to JSON."""
+"""A trace in memory, and validation of its fields."""
 
-import base64
-import json
-import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,20 +9,20 @@ import numpy as np
 from tracestore.errors import InvalidInputError
 from tracestore.store.format import schema
 from tracestore.store.read.segment import SegmentReader
-
-# Limits on the JSON values of a trace's extra fields, which have no array of their own. A list that is
-# referenced several times counts each time.
-MAX_EXTRA_NODES = 200_000
-MAX_EXTRA_DEPTH = 64
+from tracestore.store.write.values import (
+    as_array,
+    describe,
+    field_error,
+    integer,
+    optional_fields,
+    spans_of_labels,
+)
 
 _OWN_FIELDS = frozenset(
     ("hidden_states", "attentions", "tokens", "tokens_decoded", "question_id", "prompt_length", *schema.TEXT_FIELDS)
 )
-
-
-def field_error(field_name: str, found: str, expected: str) -> InvalidInputError:
-    """Return the error for a field that does not conform to the schema."""
-    return InvalidInputError(f"found {found}, expected {expected}", field=field_name)
+# With "labels", the name of `spans` in RAGTruth.
+_OPTIONAL_KEYS = frozenset((*schema.OPTIONAL_FIELDS, "labels"))
 
 
 @dataclass
@@ -47,6 +43,8 @@ class TraceRecord:
         Array of shape ``(L, D)`` if the source has it instead of hidden states.
     strings : dict[str, str]
         Values of schema.TEXT_FIELDS that the source has.
+    optional : dict[str, Any]
+        Fields of schema.OPTIONAL_FIELDS that the source has: arrays, numbers, tuples of numbers, JSON texts.
     has_own_id : bool
         Whether the source has a `question_id`; otherwise it is derived.
     is_borrowed : bool
@@ -64,6 +62,7 @@ class TraceRecord:
     tokens_decoded: Sequence[str] | None = None
     strings: dict[str, str] = field(default_factory=dict)
     prompt_length: int | None = None
+    optional: dict[str, Any] = field(default_factory=dict)
     extras: dict[str, Any] = field(default_factory=dict)
     label: float | None = None
     has_own_id: bool = True
@@ -88,32 +87,6 @@ class TraceRecord:
         return len(self.hidden[0]) if self.hidden is not None else 0
 
 
-def as_array(value: Any) -> np.ndarray | None:
-    """Return a NumPy array or torch tensor as a NumPy array, and None for other values.
-
-    bfloat16 tensors become arrays of dtype schema.BFLOAT16.
-    """
-    if isinstance(value, np.ndarray):
-        return value
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
-        value = value.detach().cpu().resolve_conj().resolve_neg()
-        if value.dtype == torch.bfloat16:
-            value = value.contiguous().view(torch.int16)
-            bits: np.ndarray = value.numpy().view(schema.BFLOAT16)
-            return bits
-        array: np.ndarray = value.numpy()
-        return array
-    return None
-
-
-def _describe(value: Any) -> str:
-    array = as_array(value)
-    if array is not None:
-        return f"{array.dtype.name if array.dtype != schema.BFLOAT16 else 'bfloat16'} of shape {array.shape}"
-    return type(value).__name__
-
-
 def _layers(value: Any, name: str, ndim: int, shape_text: str) -> list[np.ndarray]:
     array = as_array(value)
     if array is not None and array.ndim == ndim + 1:
@@ -121,14 +94,14 @@ def _layers(value: Any, name: str, ndim: int, shape_text: str) -> list[np.ndarra
             raise field_error(name, f"shape {array.shape}", f"a list of L non-empty arrays {shape_text}")
         value = list(array)
     if not isinstance(value, list | tuple):
-        raise field_error(name, _describe(value), f"a list of L arrays {shape_text}")
+        raise field_error(name, describe(value), f"a list of L arrays {shape_text}")
     if len(value) == 0:
         raise field_error(name, "zero layers", "at least one")
     layers: list[np.ndarray] = []
     for k, item in enumerate(value):
         layer = item if type(item) is np.ndarray else as_array(item)
         if layer is None or layer.ndim != ndim:
-            raise field_error(f"{name}[{k}]", _describe(item), f"an array {shape_text}")
+            raise field_error(f"{name}[{k}]", describe(item), f"an array {shape_text}")
         # The layers of a pickle share one dtype object, which is checked once.
         if not layers or layer.dtype is not layers[0].dtype:
             try:
@@ -143,30 +116,22 @@ def _layers(value: Any, name: str, ndim: int, shape_text: str) -> list[np.ndarra
     return layers
 
 
-def _integer(value: Any, name: str) -> int:
-    array = as_array(value)
-    if array is not None and array.ndim == 0 and array.dtype.kind in "iu":
-        return int(array)
-    if isinstance(value, np.integer) or (isinstance(value, int) and not isinstance(value, bool)):
-        return int(value)
-    raise field_error(name, _describe(value), "an integer")
-
-
 def _tokens(value: Any, num_tokens: int) -> np.ndarray:
     array = as_array(value)
     if array is None:
         if not isinstance(value, list | tuple) or not all(
             isinstance(v, int | np.integer) and not isinstance(v, bool) for v in value
         ):
-            raise field_error("tokens", _describe(value), "(S,) integers")
+            raise field_error("tokens", describe(value), "(T,) integers")
         try:
             array = np.array(value, "<i8").reshape(-1)
         except OverflowError:
             raise field_error("tokens", "an integer that exceeds 64 bits", "int32") from None
     if array.dtype.kind not in "iu" or array.ndim != 1:
-        raise field_error("tokens", _describe(array), "(S,) integers")
-    if len(array) != num_tokens:
-        raise field_error("tokens", f"{len(array)} tokens", f"{num_tokens}, the rows of hidden_states")
+        raise field_error("tokens", describe(array), "(T,) integers")
+    if len(array) not in (num_tokens, num_tokens + 1):
+        expected = f"{num_tokens}, the rows of hidden_states, or one more"
+        raise field_error("tokens", f"{len(array)} tokens", expected)
     if len(array) and (array.min() < -(2**31) or array.max() >= 2**31):
         raise field_error("tokens", f"values from {array.min()} to {array.max()}", "int32")
     return array.astype("<i4")
@@ -178,7 +143,7 @@ def question_id_text(value: Any, name: str = "question_id") -> str:
         if not value:
             raise field_error(name, "an empty string", "an id")
         return value
-    return str(_integer(value, name))
+    return str(integer(value, name))
 
 
 def record_from_dict(trace: Any, *, source_name: str, position: int, need_attention: bool | None = True) -> TraceRecord:
@@ -201,7 +166,7 @@ def record_from_dict(trace: Any, *, source_name: str, position: int, need_attent
         If a field is missing or invalid.
     """
     if not isinstance(trace, Mapping):
-        raise InvalidInputError(f"found {_describe(trace)}, expected a dict")
+        raise InvalidInputError(f"found {describe(trace)}, expected a dict")
     for key in trace:
         if not isinstance(key, str):
             raise InvalidInputError(f"found a key of type {type(key).__name__}, expected str")
@@ -231,27 +196,29 @@ def record_from_dict(trace: Any, *, source_name: str, position: int, need_attent
     record = TraceRecord(question_id="", position=position, hidden=hidden, attention=attention)
     record.tokens = _tokens(trace["tokens"], num_tokens)
     decoded = trace.get("tokens_decoded")
-    if isinstance(decoded, np.ndarray) and len(decoded) == num_tokens:
+    if isinstance(decoded, np.ndarray) and len(decoded) == len(record.tokens):
         decoded = decoded.tolist()
     if decoded is not None:
         if not isinstance(decoded, list | tuple) or not all(isinstance(s, str) for s in decoded):
-            raise field_error("tokens_decoded", _describe(decoded), "a list of S strings")
-        if len(decoded) != num_tokens:
-            raise field_error("tokens_decoded", f"{len(decoded)} strings", f"{num_tokens}, the rows of hidden_states")
+            raise field_error("tokens_decoded", describe(decoded), "a list of T strings")
+        if len(decoded) != len(record.tokens):
+            raise field_error("tokens_decoded", f"{len(decoded)} strings", f"{len(record.tokens)} as in tokens")
         record.tokens_decoded = [str(s) for s in decoded]
     for key in schema.TEXT_FIELDS:
         value = trace.get(key)
         if value is not None:
             if not isinstance(value, str):
-                raise field_error(key, _describe(value), "a string")
+                raise field_error(key, describe(value), "a string")
             record.strings[key] = str(value)
     if trace.get("prompt_length") is not None:
-        record.prompt_length = _integer(trace["prompt_length"], "prompt_length")
+        record.prompt_length = integer(trace["prompt_length"], "prompt_length")
         if not 0 <= record.prompt_length <= 2**31 - 1:
             raise field_error("prompt_length", str(record.prompt_length), "a number of tokens below 2^31")
     record.extras = {key: value for key, value in trace.items() if key not in _OWN_FIELDS}
+    if not _OPTIONAL_KEYS.isdisjoint(record.extras):
+        _move_optional(record)
     if "sample" in trace:
-        record.sample = _integer(record.extras.pop("sample"), "sample")
+        record.sample = integer(record.extras.pop("sample"), "sample")
         if not 0 <= record.sample < 2**31:
             raise field_error("sample", str(record.sample), "an integer from 0 to 2^31 - 1")
     if trace.get("question_id") is not None:
@@ -263,6 +230,16 @@ def record_from_dict(trace: Any, *, source_name: str, position: int, need_attent
         else:
             record.question_id = f"{source_name}:{position}"
     return record
+
+
+def _move_optional(record: TraceRecord) -> None:
+    """Move the fields of schema.OPTIONAL_FIELDS from the extras of a record to their own place."""
+    assert record.tokens is not None
+    values = {name: record.extras.pop(name) for name in schema.OPTIONAL_FIELDS if name in record.extras}
+    if values.get("spans") is None and (spans := spans_of_labels(record.extras.get("labels"))) is not None:
+        values["spans"] = spans
+        del record.extras["labels"]
+    record.optional = optional_fields(values, len(record.tokens))
 
 
 def read_record(segment: SegmentReader, row: int) -> TraceRecord:
@@ -277,53 +254,6 @@ def read_record(segment: SegmentReader, row: int) -> TraceRecord:
         tokens_decoded=segment.tokens_decoded(row) if bits & schema.FIELD_BITS["tokens_decoded"] else None,
         strings={n: segment.string(n, row) for n in schema.TEXT_FIELDS if bits & schema.FIELD_BITS[n]},
         prompt_length=None if prompt_length < 0 else prompt_length,
+        optional=segment.optional_fields(row, decode=False),
         has_own_id=bool(bits & schema.FIELD_BITS["question_id"]),
     )
-
-
-def extras_json(extras: Mapping[str, Any]) -> str:
-    """Return the fields without an array of their own as JSON with sorted keys.
-
-    Arrays become ``{"$array": [dtype, shape, base64]}``, NaN and infinities ``{"$float": text}``.
-    """
-    budget = [MAX_EXTRA_NODES]
-
-    def plain(value: Any, name: str, depth: int) -> Any:
-        budget[0] -= 1
-        if budget[0] < 0 or depth > MAX_EXTRA_DEPTH:
-            raise field_error(name, "too many or too deeply nested values", f"at most {MAX_EXTRA_NODES:,} per trace")
-        if isinstance(value, str):
-            budget[0] -= len(value) // 64
-        if value is None or isinstance(value, bool | str):
-            return value
-        if isinstance(value, int):
-            return value if abs(value) < 2**63 else {"$int": str(value)}
-        if isinstance(value, float):
-            return value if math.isfinite(value) else {"$float": repr(value)}
-        if isinstance(value, bytes):
-            budget[0] -= len(value) // 16
-            return {"$bytes": base64.b64encode(value).decode()}
-        if isinstance(value, np.generic) and value.dtype.kind in "biufSU":
-            return plain(value.item(), name, depth + 1)
-        array = as_array(value)
-        if array is not None and (array.dtype.kind in "biufcSU" or array.dtype == schema.BFLOAT16):
-            budget[0] -= array.nbytes // 16
-            if budget[0] < 0:
-                raise field_error(
-                    name, f"an array of {array.nbytes:,} bytes", "less than 3.2 MB without a field of its own"
-                )
-            dtype = "bfloat16" if array.dtype == schema.BFLOAT16 else array.dtype.str
-            data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
-            return {"$array": [dtype, list(array.shape), data]}
-        if isinstance(value, list | tuple):
-            return [plain(v, name, depth + 1) for v in value]
-        if isinstance(value, Mapping):
-            # A dict with keys that look like these encodings is stored as a list of pairs.
-            if not all(isinstance(k, str) and not k.startswith("$") for k in value):
-                return {"$dict": [[plain(k, name, depth + 1), plain(v, name, depth + 1)] for k, v in value.items()]}
-            return {k: plain(v, name, depth + 1) for k, v in value.items()}
-        raise field_error(name, _describe(value), "strings, numbers, lists, dicts or arrays")
-
-    if not extras:
-        return ""
-    return json.dumps({k: plain(v, k, 0) for k, v in extras.items()}, sort_keys=True, separators=(",", ":"))

@@ -182,7 +182,26 @@ def _row_arrays(traces: Sequence[PackedTrace]) -> dict[str, np.ndarray]:
     texts["tokens_decoded"] = [text for texts_of_row in decoded for text in texts_of_row]
     for name, strings in texts.items():
         rows[name], rows[f"{name}_offsets"] = encode_strings(strings)
+    for name in set[str]().union(*(r.optional for r in records)):
+        rows |= _optional_arrays(name, [r.optional.get(name) for r in records])
     counts = [t.edge_counts for t in traces if t.edge_counts is not None]
     if counts:
         rows["edge_ptr"] = np.concatenate([[0], np.cumsum(np.concatenate(counts))])
     return {name: np.asarray(rows[name], dtype) for name, dtype in schema.ROW_DTYPES.items() if name in rows}
+
+
+def _optional_arrays(name: str, values: Sequence[Any]) -> dict[str, np.ndarray]:
+    """Return the arrays of a field of schema.OPTIONAL_FIELDS, whose value is None for a trace without it."""
+    field = schema.OPTIONAL_FIELDS[name]
+    if field.shape == schema.PER_TRACE:
+        table = np.full((len(values), len(field.parts) or 1), field.fill, field.dtype)
+        for row, value in enumerate(values):
+            if value is not None:
+                table[row] = value
+        return dict(zip(schema.OPTIONAL_ARRAYS[name], table.T, strict=True))
+    if field.shape == schema.JSON:
+        data, offsets = encode_strings([value or "" for value in values])
+    else:
+        parts = [np.zeros(0, field.dtype) if value is None else value.reshape(-1) for value in values]
+        data, offsets = np.concatenate(parts), np.cumsum([0, *map(len, parts)])
+    return {name: data, f"{name}_offsets": offsets}

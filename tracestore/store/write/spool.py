@@ -48,6 +48,8 @@ def write_spool(path: Path, traces: Iterable[PackedTrace]) -> int:
                 arrays: list[tuple[str, np.ndarray]] = [
                     (n, a) for n, pieces in trace.in_memory_arrays.items() for a in pieces
                 ]
+                optional = trace.record.optional
+                arrays += [(n, v) for n, v in optional.items() if isinstance(v, np.ndarray)]
                 if trace.record.tokens is not None:
                     arrays.append(("tokens", trace.record.tokens))
                 if trace.edge_counts is not None:
@@ -55,6 +57,7 @@ def write_spool(path: Path, traces: Iterable[PackedTrace]) -> int:
                 header = json.dumps(
                     {
                         "record": {name: getattr(trace.record, name) for name in _RECORD_VALUES},
+                        "optional": {n: v for n, v in optional.items() if not isinstance(v, np.ndarray)},
                         "trace": {name: getattr(trace, name) for name in _TRACE_VALUES},
                         "names": list(trace.arrays),
                         "arrays": [(name, a.dtype.str, a.shape) for name, a in arrays],
@@ -104,5 +107,7 @@ def _trace(header: dict[str, Any], data: memoryview) -> PackedTrace:
             arrays[name].append(array)
         else:
             others[name] = array
-    record = TraceRecord(**header["record"], tokens=others.get("tokens"))
-    return PackedTrace(record=record, arrays=arrays, edge_counts=others.get("edge_counts"), **header["trace"])
+    tokens, edge_counts = others.pop("tokens", None), others.pop("edge_counts", None)
+    optional = others | {n: tuple(v) if isinstance(v, list) else v for n, v in header["optional"].items()}
+    record = TraceRecord(**header["record"], tokens=tokens, optional=optional)
+    return PackedTrace(record=record, arrays=arrays, edge_counts=edge_counts, **header["trace"])

@@ -296,7 +296,7 @@ class StoreWriter:
     def define_score(
         self, name: str, field: labels.ScoreField, *, is_default: bool = False, replaced: Collection[int] = ()
     ) -> None:
-        """Define a named score, or define it anew.
+        """Define a named score, or replace its definition.
 
         Parameters
         ----------
