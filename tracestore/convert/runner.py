@@ -20,9 +20,18 @@ from tracestore.ingest.cluster import ClusterStream, read_sources_on_cluster
 from tracestore.ingest.packing import PackOptions
 from tracestore.ingest.reading import AheadOptions, SourceStream, read_sources
 from tracestore.ingest.scores import Scores, read_scores
-from tracestore.ingest.sources import find_scores, find_sources, fingerprint
+from tracestore.ingest.sources import (
+    PROVENANCE_FILE,
+    SourceFile,
+    find_provenances,
+    find_scores,
+    find_sources,
+    fingerprint,
+    read_provenance,
+)
 from tracestore.store.format import paths
 from tracestore.store.format.labels import CORRECT, DEFAULT_THRESHOLD, describe
+from tracestore.store.format.provenance import Provenance
 from tracestore.store.io import fsio
 from tracestore.store.io.files import local_dir, parse_location
 from tracestore.store.read.index import SourceEntry
@@ -50,7 +59,7 @@ class Conversion:
     Raises
     ------
     UsageError
-        If there is no source, or the scores file is missing or ambiguous.
+        If there is no source, the scores file is missing or ambiguous, or a provenance file is invalid.
     InvalidInputError
         If the content of the scores file is invalid.
     """
@@ -62,6 +71,7 @@ class Conversion:
         self.folder = local_dir(store)
         self.sources = find_sources(sources, self.folder)
         self.scores = self._read_scores(sources)
+        self._provenances = self._read_provenances(sources)
         self.report = ConvertReport(str(self.store), scores_file=str(self.scores.path) if self.scores else None)
         self.total_bytes = sum(s.path.stat().st_size for s in self.sources if s.path.is_file())
 
@@ -75,6 +85,18 @@ class Conversion:
         scores = read_scores(Path(path), **options)
         self._output.info(f"scores: {path}, column {scores.column}, {len(scores.values):,} questions")
         return scores
+
+    def _read_provenances(self, sources: list[Path]) -> dict[Path, Provenance]:
+        """Return the known provenances by source argument."""
+        if self._options.provenance is not None:
+            return dict.fromkeys(sources, read_provenance(Path(self._options.provenance)))
+        found = find_provenances(sources)
+        for folder, provenance in found.items():
+            self._output.info(f"provenance: {folder / PROVENANCE_FILE}, {provenance}")
+        return found
+
+    def _provenance(self, source: SourceFile) -> Provenance | None:
+        return next((p for path, p in self._provenances.items() if source.path.is_relative_to(path)), None)
 
     def run(self) -> ConvertReport:
         """Convert the sources.
@@ -112,8 +134,10 @@ class Conversion:
                 overwrite=options.overwrite,
                 can_resume=self._is_current_source,
                 on_conflict=options.on_conflict,
+                allow_mixed_provenance=options.allow_mixed_provenance,
                 expected_bytes=self.total_bytes,
             ) as writer:
+                writer.check_provenance(self._provenances.values())
                 before = writer.manifest.num_traces
                 if self.scores is not None:
                     writer.set_score_direction(self.scores.direction)
@@ -137,7 +161,8 @@ class Conversion:
         """Return whether a committed source is an unchanged file of this conversion."""
         for source in self.sources:
             if source.name == committed.path:
-                return fingerprint(source.path) == (committed.size, committed.fingerprint)
+                is_same = fingerprint(source.path) == (committed.size, committed.fingerprint)
+                return is_same and committed.provenance == self._provenance(source)
         return False
 
     def _interrupt(self, *_: object) -> None:
@@ -218,7 +243,7 @@ class Conversion:
                 f"{name}: the file has changed since it was committed; new traces are added, "
                 f"a trace with different content is {ON_CONFLICT[self._options.on_conflict]}"
             )
-        writer.begin_source(name, size, digest)
+        writer.begin_source(name, size, digest, self._provenance(stream.source))
         added = duplicates = nonfinite = 0
         with fsio.map_os_errors(writer.path, lambda: writer.pending_bytes + size):
             try:

@@ -1,13 +1,15 @@
 """Names, dtypes and sizes of format version 1, which docs/format.md describes in prose."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from tracestore._core import kernels
+from tracestore.errors import UsageError
 from tracestore.store.format.labels import DIRECTIONS
+from tracestore.store.format.provenance import MAX_PROVENANCES, Provenance
 
 FORMAT_VERSION = 1
 
@@ -166,11 +168,13 @@ class Attributes:
     score_direction: str | None = None
     format_version: int = FORMAT_VERSION
     options: dict[str, Any] = field(default_factory=dict)
+    provenance: tuple[Provenance, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the attributes as a JSON object."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return values | {"options": dict(sorted(self.options.items()))}
+        provenance = [p.to_json() for p in self.provenance]
+        return values | {"options": dict(sorted(self.options.items())), "provenance": provenance}
 
     @classmethod
     def from_json(cls, data: object) -> "Attributes":
@@ -193,7 +197,23 @@ class Attributes:
                 raise ValueError(f"attributes: options: {name}: found {options[name]!r:.40}")
         if options["attention"] != data["attention"]:
             raise ValueError("attributes: options: attention differs from the store's")
-        return cls(**data)
+        return cls(**data | {"provenance": _provenances(data["provenance"], data["num_layers"])})
+
+    def with_provenance(self, provenance: Provenance | None) -> tuple["Attributes", int]:
+        """Return the attributes of a store that has this provenance, and its position; -1 for None.
+
+        Raises
+        ------
+        UsageError
+            If the store has too many provenances.
+        """
+        if provenance is None:
+            return self, -1
+        if provenance in self.provenance:
+            return self, self.provenance.index(provenance)
+        if len(self.provenance) == MAX_PROVENANCES:
+            raise UsageError(f"a store can hold {MAX_PROVENANCES} provenances; write the traces to another store")
+        return replace(self, provenance=(*self.provenance, provenance)), len(self.provenance)
 
     @property
     def allowed_layouts(self) -> int:
@@ -210,3 +230,16 @@ class Attributes:
     def num_stored_heads(self) -> int:
         """Number of attention matrices stored per layer: H if every head is stored, otherwise 1."""
         return (self.num_heads or 1) if self.attention == "heads" else 1
+
+
+def _provenances(data: object, num_layers: int | None) -> tuple[Provenance, ...]:
+    """Return the provenances in the attribute `provenance`; raise ValueError if they are not valid in this format."""
+    if not isinstance(data, list) or len(data) > MAX_PROVENANCES:
+        raise ValueError(f"attributes: provenance: found {data!r:.40}, expected at most {MAX_PROVENANCES} objects")
+    found = tuple(map(Provenance.from_json, data))
+    if [p.to_json() for p in found] != data:
+        raise ValueError("attributes: provenance: the keys are not those of this format")
+    for ids in (p.layer_ids for p in found):
+        if ids is not None and num_layers is not None and len(ids) != num_layers:
+            raise ValueError(f"attributes: provenance: found {len(ids)} layer_ids, expected {num_layers}")
+    return found

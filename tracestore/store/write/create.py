@@ -7,6 +7,7 @@ from typing import Any
 
 from tracestore.errors import UsageError
 from tracestore.store.format import labels, schema
+from tracestore.store.format.provenance import Provenance
 from tracestore.store.write.record import record_from_dict
 from tracestore.store.write.writer import StoreWriter
 
@@ -18,8 +19,10 @@ class TraceWriter:
     appended before it are complete.
     """
 
-    def __init__(self, writer: StoreWriter, score_direction: str = labels.CORRECT) -> None:
-        self._writer, self._score_direction = writer, score_direction
+    def __init__(
+        self, writer: StoreWriter, score_direction: str = labels.CORRECT, provenance: Provenance | None = None
+    ) -> None:
+        self._writer, self._score_direction, self._provenance = writer, score_direction, provenance
         self._open = False
         self._count = 0
 
@@ -61,7 +64,7 @@ class TraceWriter:
         record.label = label
         if score is not None:
             writer.set_score_direction(self._score_direction)
-        writer.begin_source(name, 0, "")
+        writer.begin_source(name, 0, "", self._provenance)
         try:
             packed = writer.pack(record)
             writer.append_packed(packed, score=math.nan if score is None else float(score), group=group)
@@ -103,6 +106,8 @@ def create(
     overwrite: bool = False,
     append: bool = False,
     score_direction: str = labels.CORRECT,
+    provenance: Provenance | Mapping[str, Any] | None = None,
+    allow_mixed_provenance: bool = False,
 ) -> TraceWriter:
     """Create a store, or open one with ``append=True``, and return a writer for it.
 
@@ -122,6 +127,10 @@ def create(
         Append to the store if it exists.
     score_direction : {"correct", "hallucination"}
         What a high score means.
+    provenance : Provenance or mapping, optional
+        Model, layers and prompt that the traces come from. A mapping has the names of Provenance as keys.
+    allow_mixed_provenance : bool
+        Append to a store whose provenance conflicts with `provenance`.
 
     Returns
     -------
@@ -131,7 +140,7 @@ def create(
     Raises
     ------
     UsageError
-        If the path cannot be used or an option is invalid.
+        If the path cannot be used, an option is invalid, or the provenance conflicts with that of the store.
     StoreLockedError
         If another writer holds the store.
 
@@ -148,7 +157,22 @@ def create(
     ):
         if value not in allowed:
             raise UsageError(f"found {value!r}, expected one of {', '.join(allowed)}")
-    return TraceWriter(
-        StoreWriter(path, attention=attention, dtype=dtype, codec=codec, overwrite=overwrite, exist_ok=append),
-        score_direction,
+    try:
+        known = Provenance.from_json(provenance) if isinstance(provenance, Mapping) else provenance
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    writer = StoreWriter(
+        path,
+        attention=attention,
+        dtype=dtype,
+        codec=codec,
+        overwrite=overwrite,
+        exist_ok=append,
+        allow_mixed_provenance=allow_mixed_provenance,
     )
+    try:
+        writer.check_provenance([] if known is None else [known])
+    except BaseException:
+        writer.close()
+        raise
+    return TraceWriter(writer, score_direction, known)
