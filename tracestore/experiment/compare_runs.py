@@ -39,6 +39,7 @@ def compare_runs(folders: Sequence[Path], *, allow_mixed_provenance: bool = Fals
     for folder, (_, _, provenance) in loaded.items():
         if not allow_mixed_provenance:
             require_compatible(known, provenance, folder)
+        known = [*known, *provenance]
     names = [name for name in first if all(name in models for models, _, _ in loaded.values())]
     if not names:
         raise UsageError("the runs have no detector in common")
