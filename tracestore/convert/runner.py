@@ -21,9 +21,8 @@ from tracestore.ingest.packing import PackOptions
 from tracestore.ingest.reading import AheadOptions, SourceStream, read_sources
 from tracestore.ingest.scores import Scores, read_scores
 from tracestore.ingest.sources import (
-    PROVENANCE_FILE,
     SourceFile,
-    find_provenances,
+    find_provenance_files,
     find_scores,
     find_sources,
     fingerprint,
@@ -88,12 +87,12 @@ class Conversion:
 
     def _read_provenances(self, sources: list[Path]) -> dict[Path, Provenance]:
         """Return the known provenances by source argument."""
-        if self._options.provenance is not None:
-            return dict.fromkeys(sources, read_provenance(Path(self._options.provenance)))
-        found = find_provenances(sources)
-        for folder, provenance in found.items():
-            self._output.info(f"provenance: {folder / PROVENANCE_FILE}, {provenance}")
-        return found
+        path = self._options.provenance
+        files = find_provenance_files(sources) if path is None else dict.fromkeys(sources, Path(path))
+        found = {file: read_provenance(file) for file in dict.fromkeys(files.values())}
+        for file, provenance in found.items():
+            self._output.info(f"provenance: {file}, {provenance}")
+        return {source: found[file] for source, file in files.items()}
 
     def _provenance(self, source: SourceFile) -> Provenance | None:
         return next((p for path, p in self._provenances.items() if source.path.is_relative_to(path)), None)

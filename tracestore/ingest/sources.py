@@ -106,10 +106,10 @@ def find_scores(arguments: list[Path]) -> Path | None:
     return candidates[0] if candidates else None
 
 
-def find_provenances(arguments: list[Path]) -> dict[Path, Provenance]:
-    """Return the provenance of each folder among the arguments that has a file provenance.json directly in it."""
-    files = {folder: folder / PROVENANCE_FILE for folder in arguments if (folder / PROVENANCE_FILE).is_file()}
-    return {folder: read_provenance(path) for folder, path in files.items()}
+def find_provenance_files(arguments: list[Path]) -> dict[Path, Path]:
+    """Return provenance.json of each folder among the arguments that has such a file directly in it."""
+    files = {argument: argument / PROVENANCE_FILE for argument in arguments}
+    return {folder: path for folder, path in files.items() if path.is_file()}
 
 
 def read_provenance(path: Path) -> Provenance:

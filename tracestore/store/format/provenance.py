@@ -68,8 +68,9 @@ class Provenance:
     def __post_init__(self) -> None:
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         try:
-            # A copy in JSON's own types, which the caller cannot change.
-            text = json.dumps({name: value for name, value in given.items() if value is not None}, allow_nan=False)
+            # A copy in JSON's own types, which the caller cannot change. Sorted keys give the same bytes everywhere.
+            known = {name: value for name, value in given.items() if value is not None}
+            text = json.dumps(known, allow_nan=False, sort_keys=True)
             values = json.loads(text)
         except (TypeError, ValueError, RecursionError):
             raise ValueError("provenance: the values are not JSON") from None
