@@ -76,7 +76,10 @@ class CheckpointedRun:
                 flag = key.removeprefix("model_").replace("_", "-")
                 raise UsageError(f"was trained with {flag} {saved['config'].get(key)}, not {value}")
         if not self.allow_mixed_provenance:
-            known = map(Provenance.from_json, saved["provenance"])
+            try:
+                known = [Provenance.from_json(p) for p in saved["provenance"]]
+            except (KeyError, TypeError, ValueError):
+                raise UsageError("holds no valid provenance") from None
             require_compatible(known, self.provenance, "is of another store")
         self.guard.model.load_state_dict(saved["model"])
         self.guard.optimizer.load_state_dict(saved["optimizer"])

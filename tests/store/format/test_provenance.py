@@ -177,9 +177,11 @@ def test_a_source_without_its_provenance_is_corruption(tmp_path, value):
     arrays["source_provenance"] = np.array([0, value], "<i4")
     store.set_part(0, arrays)
     store.seal()
-    with tracestore.open(path) as opened:
-        with pytest.raises(CorruptStoreError, match="index/0000000001.zip: source_provenance: found"):
-            _ = opened[1].provenance
+    with (
+        tracestore.open(path) as opened,
+        pytest.raises(CorruptStoreError, match=r"index/0000000001\.zip: source_provenance: found"),
+    ):
+        _ = opened[1].provenance
     assert "source_provenance" in error_of("verify", path, code=3)
     for words in (("merge", path, tmp_path / "m.zarr"), ("report", path, "--output", tmp_path / "r.html")):
         assert "source_provenance" in error_of(*words, code=3)
