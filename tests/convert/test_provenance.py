@@ -77,7 +77,7 @@ def test_a_begun_replacement_of_another_provenance_is_dropped(folders, tmp_path,
     assert models(store) == ["corrected"] * 2
 
 
-@pytest.mark.parametrize("text", ["", "[1", "[]", '{"model": 1}', '{"modle": "a"}', "{" * 100000, '{"model": NaN}'])
+@pytest.mark.parametrize("text", ["", "[1", "[]", '{"model": 1}', '{"name": "a"}', "{" * 100000, '{"model": NaN}'])
 def test_a_bad_file_is_one_line(folders, tmp_path, text):
     path = folders[0] / "provenance.json"
     path.write_text(text)

@@ -62,7 +62,7 @@ def test_info_without_provenance(store_path):
     [
         [],
         None,
-        {"modle": "m"},
+        {"name": "m"},
         {"model": ""},
         {"model": "m" * 1025},
         {"model": 1},
