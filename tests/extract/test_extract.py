@@ -203,7 +203,7 @@ def test_provenance_is_complete_and_conflicts_are_refused(tiny_model, questions,
         assert "prompt_sha256" in done.stderr and "--allow-mixed-provenance" in done.stderr
         extract(tiny_model, questions, out, "--dtype", "bfloat16", "--allow-mixed-provenance")
     kept = json.loads((outs[0] / "provenance.json").read_text())
-    assert kept["compute_dtype"] is None and kept["model"] == tiny_model.name
+    assert kept["compute_dtype"] is None and kept["layer_ids"] == [1, 2] and kept["model"] == tiny_model.name
     with tracestore.open(outs[1]) as store:
         assert [t.provenance.compute_dtype for t in store] == ["float32"] + ["bfloat16"] * 6
 

@@ -14,7 +14,7 @@ from tracestore import process
 from tracestore.console import Output, Progress, format_size
 from tracestore.convert.options import ON_CONFLICT, ConvertOptions
 from tracestore.convert.report import ConvertReport
-from tracestore.errors import InvalidInputError, TruncatedFileError, UsageError
+from tracestore.errors import InvalidInputError, TruncatedFileError, UsageError, escape_unprintable
 from tracestore.ingest.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.cluster import ClusterStream, read_sources_on_cluster
 from tracestore.ingest.packing import PackOptions
@@ -91,7 +91,7 @@ class Conversion:
         files = find_provenance_files(sources) if path is None else dict.fromkeys(sources, Path(path))
         found = {file: read_provenance(file) for file in dict.fromkeys(files.values())}
         for file, provenance in found.items():
-            self._output.info(f"provenance: {file}, {provenance}")
+            self._output.info(f"provenance: {file}, model {escape_unprintable(provenance.model or 'unknown', 100)}")
         return {source: found[file] for source, file in files.items()}
 
     def _provenance(self, source: SourceFile) -> Provenance | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tracestore.errors import UsageError
-from tracestore.export.file_formats import PickleListWriter
+from tracestore.export.file_formats import PickleListWriter, write_provenance
 from tracestore.extract.questions import Question, containment_score, contains, token_f1
 from tracestore.ingest.sources import PROVENANCE_FILE, read_provenance
 from tracestore.store.format.provenance import Provenance, require_compatible
@@ -228,8 +228,7 @@ def _write_provenance(path: Path, provenance: Provenance, allow_mixed: bool) -> 
         if not allow_mixed:
             require_compatible([known], [provenance], str(path))
         provenance = known.agreement(provenance)
-    with fsio.atomic_write(path) as file:
-        file.write(json.dumps(provenance.to_json(), indent=1).encode())
+    write_provenance(path, provenance)
 
 
 def _scores_path(folder: Path, batch: QuestionBatch) -> Path:

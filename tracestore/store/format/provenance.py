@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from tracestore.errors import UsageError, escape_unprintable
@@ -108,8 +108,8 @@ class Provenance:
         return ", ".join(f"{name} {_text(value)}" for name, value in self.to_json().items() if value is not None)
 
     def agreement(self, other: "Provenance") -> "Provenance":
-        """Return this provenance without the values that differ from those of another one."""
-        return replace(self, **dict.fromkeys(self.differences(other)))
+        """Return the values that are the same in both."""
+        return Provenance(**{name: value for name, value in vars(self).items() if value == getattr(other, name)})
 
     def differences(self, other: "Provenance") -> dict[str, str]:
         """Return the keys that are known in both and differ, except `tool`, each with a text that names both values."""
@@ -122,6 +122,8 @@ class Provenance:
 
 
 def _text(value: object) -> str:
+    if isinstance(value, list | tuple) and list(value) == list(range(value[0], value[0] + len(value))):
+        return f"{value[0]}-{value[-1]}"  # layer_ids
     return escape_unprintable(value if isinstance(value, str) else json.dumps(value), 200)
 
 
