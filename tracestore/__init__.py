@@ -18,6 +18,7 @@ from tracestore.errors import (
     UsageError,
 )
 from tracestore.extras import needs
+from tracestore.store.format.provenance import Provenance
 from tracestore.store.read.store import TraceStore
 from tracestore.store.read.store import open_store as open
 from tracestore.store.read.trace import Trace
@@ -45,6 +46,7 @@ __all__ = [
     "InvalidInputError",
     "MissingExtraError",
     "MissingFieldError",
+    "Provenance",
     "ShuffleBufferSampler",
     "StoreLockedError",
     "Trace",

@@ -71,6 +71,7 @@ def _summary(store: TraceStore) -> list[tuple[str, Any]]:
     info = store.info()
     info["bytes"] = format_size(info["bytes"])
     info["fields"] = ", ".join(info["fields"])
+    info["provenance"] = "; ".join(map(str, store.provenance)) or None
     return [(name.replace("_", " "), "unknown" if value is None else value) for name, value in info.items()]
 
 

@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -59,6 +60,7 @@ def extract(model, questions, out, *args, check=0):
 def test_files_follow_the_schema_and_convert(tiny_model, questions, tmp_path):
     done = extract(tiny_model, questions, tmp_path / "out", "--traces-per-file", 3, "--json")
     assert json.loads(done.stdout)["made"] == 7
+    provenance = json.loads((tmp_path / "out/provenance.json").read_text())
     files = sorted(p.name for p in (tmp_path / "out").glob("*.pkl"))
     assert files == [f"traces_batch_000{k}.pkl" for k in range(3)]
     with (tmp_path / "out/scores.csv").open() as file:
@@ -72,6 +74,7 @@ def test_files_follow_the_schema_and_convert(tiny_model, questions, tmp_path):
     store = tracestore.open(tmp_path / "s.zarr")
     assert len(store) == 7 and not np.isnan(store.scores).any() and store.attention_layout == "causal"
     assert store[0].question == "What is 0?"
+    assert [p.to_json() for p in store.provenance] == [provenance] and store[6].provenance == store.provenance[0]
 
 
 def test_hidden_states_and_attention_match_the_model(tiny_model, questions, tmp_path):
@@ -172,6 +175,50 @@ def test_extracts_into_a_store_and_resumes(tiny_model, questions, tmp_path):
     extract(tiny_model, questions, tmp_path / "run.zarr")
     store = tracestore.open(tmp_path / "run.zarr")
     assert store.question_ids == [f"q{k}" for k in range(7)] and not np.isnan(store.scores).any()
+
+
+def test_provenance_is_complete_and_conflicts_are_refused(tiny_model, questions, tmp_path):
+    outs = (tmp_path / "out", tmp_path / "run.zarr")
+    for out in outs:
+        extract(tiny_model, questions, out, "--limit", 1)
+    with tracestore.open(outs[1]) as store:
+        known = store.provenance[0].to_json()
+    assert known == json.loads((outs[0] / "provenance.json").read_text())
+    assert known.pop("model_revision").startswith("files:") and len(known.pop("prompt_sha256")) == 64
+    assert known == {
+        "model": tiny_model.name,
+        "tokenizer": tiny_model.name,
+        "layer_ids": [1, 2],
+        "hidden_states_at": "block output",
+        "final_norm": True,
+        "attention_kind": "softmax",
+        "compute_dtype": "float32",
+        "sampling": {"do_sample": False, "max_new_tokens": 6},
+        "tool": f"tracestore {tracestore.__version__}",
+    }
+    for out in outs:
+        done = extract(tiny_model, questions, out, "--dtype", "bfloat16", check=2)
+        assert done.stderr.count("\n") == 1 and "compute_dtype: found bfloat16, expected float32" in done.stderr
+        done = extract(tiny_model, questions, out, "--instruction", "Lie.", check=2)
+        assert "prompt_sha256" in done.stderr and "--allow-mixed-provenance" in done.stderr
+        extract(tiny_model, questions, out, "--dtype", "bfloat16", "--allow-mixed-provenance")
+    kept = json.loads((outs[0] / "provenance.json").read_text())
+    assert kept["compute_dtype"] is None and kept["layer_ids"] == [1, 2] and kept["model"] == tiny_model.name
+    with tracestore.open(outs[1]) as store:
+        assert [t.provenance.compute_dtype for t in store] == ["float32"] + ["bfloat16"] * 6
+
+
+def test_the_revision_of_a_local_model_depends_on_its_weights(tiny_model, tmp_path):
+    from tracestore.extract.model import load_model
+
+    copy = tmp_path / tiny_model.name
+    shutil.copytree(tiny_model, copy)
+    one, two = load_model(str(tiny_model)), load_model(str(copy))
+    assert (one.name, one.revision) == (two.name, two.revision)
+    weights = bytearray((copy / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (copy / "model.safetensors").write_bytes(weights)
+    assert load_model(str(copy)).revision != one.revision
 
 
 def test_errors_are_one_line(tiny_model, questions, tmp_path):

@@ -74,7 +74,7 @@ def valid_stores(folder: Path) -> list[Path]:
     """Write one valid store of each kind; return the paths."""
     made = []
 
-    def new(name: str, **options: str) -> Path:
+    def new(name: str, **options: object) -> Path:
         made.append(folder / f"{name}.zarr")
         traces = make_traces(8, layers=2, dim=8, tokens=4)
         traces = [t | {"question": f"why {k}?", "rare": {"a": [1.5, None]}} for k, t in enumerate(traces)]
@@ -83,14 +83,15 @@ def valid_stores(folder: Path) -> list[Path]:
             made[-1], traces, score=lambda k: k / 8, group=lambda k: f"g{k % 3}", commit_after=(3, 7), **options
         )
 
-    new("mean")
+    known = {"model": "m", "layer_ids": [1, 2], "sampling": {"top_p": 0.5}, "final_norm": True}
+    new("mean", provenance=known)
     new("heads", attention="heads")
     for codec in ("blosc-zstd", "blosc-lz4", "zstd"):
         new(codec, codec=codec, dtype="keep")
     new("none", attention="none")
     many = new("generations")
     for k in range(3):
-        with tracestore.create(many, append=True) as writer:
+        with tracestore.create(many, append=True, provenance=known | {"tool": f"program {k}"}) as writer:
             writer.append(make_traces(20, layers=2, dim=8)[10 + k], label=float(k % 2))
     edges = folder / "graphs.pt"
     import torch

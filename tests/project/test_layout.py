@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "ingest": STORE,
     "convert": {*STORE, "ingest"},
     "export": {*STORE, "ingest"},
-    "extract": {*STORE, "export"},
+    "extract": {*STORE, "export", "ingest", "__init__"},
     "data": STORE,
     "oom": {"_core"},
     "detectors": {*STORE, "data", "detectors.graph", "__init__"},

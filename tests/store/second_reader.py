@@ -67,3 +67,17 @@ def read_segment(folder, layers, rows, has_heads):
             trace["edges"] = [(get["edge_index"][a:b].T, get["edge_weight"][a:b]) for a, b in pairwise(ptr)]
         traces.append(trace)
     return traces
+
+
+def read_provenance(path):
+    """Return the provenance of each trace as a dict, or None where it is unknown."""
+    root = Path(path)
+    newest = max(p for p in (root / "manifest").iterdir() if p.name.isdigit())
+    manifest, sources, owners = json.loads(newest.read_text().splitlines()[0]), [], []
+    for part in manifest["index"]:
+        with zarr.storage.ZipStore(root / part["path"], mode="r") as file:
+            group = zarr.open_group(file, mode="r")
+            sources += group["source_provenance"][:].tolist()
+            owners += group["source"][:].tolist()
+    known = [*manifest["attributes"]["provenance"], None]
+    return [known[sources[source]] for source in owners]

@@ -17,12 +17,13 @@ ONLY = {
 TIMES = ("seconds_per_epoch", "traces_per_s", "data_wait_share")
 
 
-def write_labeled(path, attention="mean"):
+def write_labeled(path, attention="mean", **options):
     """Write a store of 60 traces whose hidden states predict the label, and 4 without a score."""
     traces = make_traces(64, tokens=lambda k: 2 + k % 4)
     for trace in traces[1::2]:
         trace["hidden_states"] = [h + np.float16(1.5) for h in trace["hidden_states"]]
-    return write_store(path, traces, score=lambda k: None if k >= 60 else 0.9 - 0.8 * (k % 2), attention=attention)
+    score = [None if k >= 60 else 0.9 - 0.8 * (k % 2) for k in range(64)]
+    return write_store(path, traces, score=score.__getitem__, attention=attention, **options)
 
 
 def timeless(value):

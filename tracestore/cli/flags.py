@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tracestore.console import float_where, int_ranges, positive_int
 from tracestore.store.format.labels import DEFAULT_THRESHOLD, DIRECTIONS
+from tracestore.store.format.provenance import ALLOW_FLAG
 
 # The help text of an option by the name of its field, or arguments of ``add_argument``.
 Flags = Mapping[str, str | dict[str, Any]]
@@ -28,6 +29,8 @@ SCORE_FLAGS: Flags = {
     "score_direction": {"choices": DIRECTIONS, "help": "meaning of a high score (default: by the column's name)"},
     "group_column": {"metavar": "NAME", "help": "column of groups, which splits keep together (default: group)"},
 }
+# A field of several dataclasses; see add_allow_mixed_provenance() for commands without one.
+PROVENANCE_FLAGS = {"allow_mixed_provenance": "accept traces whose models, layers or prompts differ"}
 # Fields of detectors.config.ModelConfig.
 MODEL_FLAGS: Flags = {
     "edge_features": "weights of an edge: the mean over the heads, or one per head (needs --attention heads)",
@@ -92,6 +95,11 @@ def values(args: argparse.Namespace, *tables: Flags) -> dict[str, Any]:
 def add_num_threads(parser: argparse.ArgumentParser) -> None:
     """Add --num-threads."""
     parser.add_argument("--num-threads", type=positive_int, metavar="N", help="threads of torch and of the loader")
+
+
+def add_allow_mixed_provenance(parser: argparse.ArgumentParser) -> None:
+    """Add the flag that permits a provenance conflict."""
+    parser.add_argument(ALLOW_FLAG, action="store_true", help=PROVENANCE_FLAGS["allow_mixed_provenance"])
 
 
 def add_score(parser: argparse.ArgumentParser) -> None:

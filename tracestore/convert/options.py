@@ -26,6 +26,11 @@ class ConvertOptions:
         Path of the scores file; by default the only *scores*.csv directly in a source folder.
     score_column, score_direction, group_column : str, optional
         See `ingest.scores.read_scores`.
+    provenance : str, optional
+        Path of a file that gives the provenance of all sources; by default provenance.json directly in a source
+        folder gives that of the files below it.
+    allow_mixed_provenance : bool
+        Accept sources whose provenance conflicts with each other or with the store.
     attention : {"mean", "heads", "none"}, optional
         Attention to store. By default that of the store, "mean" for a new one.
     codec : str, optional
@@ -50,6 +55,8 @@ class ConvertOptions:
     score_column: str | None = None
     score_direction: str | None = None
     group_column: str | None = None
+    provenance: str | None = None
+    allow_mixed_provenance: bool = False
     attention: Literal["mean", "heads", "none"] | None = None
     codec: str | None = None
     dtype: Literal["float16", "keep"] | None = None

@@ -14,15 +14,23 @@ from tracestore import process
 from tracestore.console import Output, Progress, format_size
 from tracestore.convert.options import ON_CONFLICT, ConvertOptions
 from tracestore.convert.report import ConvertReport
-from tracestore.errors import InvalidInputError, TruncatedFileError, UsageError
+from tracestore.errors import InvalidInputError, TruncatedFileError, UsageError, escape_unprintable
 from tracestore.ingest.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.cluster import ClusterStream, read_sources_on_cluster
 from tracestore.ingest.packing import PackOptions
 from tracestore.ingest.reading import AheadOptions, SourceStream, read_sources
 from tracestore.ingest.scores import Scores, read_scores
-from tracestore.ingest.sources import find_scores, find_sources, fingerprint
+from tracestore.ingest.sources import (
+    SourceFile,
+    find_provenance_files,
+    find_scores,
+    find_sources,
+    fingerprint,
+    read_provenance,
+)
 from tracestore.store.format import paths
 from tracestore.store.format.labels import DEFAULT_THRESHOLD, describe
+from tracestore.store.format.provenance import Provenance
 from tracestore.store.io import fsio
 from tracestore.store.io.files import local_dir, parse_location
 from tracestore.store.read.columns import TraceValues
@@ -51,7 +59,7 @@ class Conversion:
     Raises
     ------
     UsageError
-        If there is no source, or the scores file is missing or ambiguous.
+        If there is no source, the scores file is missing or ambiguous, or a provenance file is invalid.
     InvalidInputError
         If the content of the scores file is invalid.
     """
@@ -64,6 +72,7 @@ class Conversion:
         self.sources = find_sources(sources, self.folder)
         self.scores = self._read_scores(sources)
         self._score_name = ""  # the score of the store that they become
+        self._provenances = self._read_provenances(sources)
         self.report = ConvertReport(str(self.store), scores_file=str(self.scores.path) if self.scores else None)
         self.total_bytes = sum(s.path.stat().st_size for s in self.sources if s.path.is_file())
 
@@ -77,6 +86,18 @@ class Conversion:
         scores = read_scores(Path(path), **options)
         self._output.info(f"scores: {path}, column {scores.column}, {len(scores.values):,} questions")
         return scores
+
+    def _read_provenances(self, sources: list[Path]) -> dict[Path, Provenance]:
+        """Return the known provenances by source argument."""
+        path = self._options.provenance
+        files = find_provenance_files(sources) if path is None else dict.fromkeys(sources, Path(path))
+        found = {file: read_provenance(file) for file in dict.fromkeys(files.values())}
+        for file, provenance in found.items():
+            self._output.info(f"provenance: {file}, model {escape_unprintable(provenance.model or 'unknown', 100)}")
+        return {source: found[file] for source, file in files.items()}
+
+    def _provenance(self, source: SourceFile) -> Provenance | None:
+        return next((p for path, p in self._provenances.items() if source.path.is_relative_to(path)), None)
 
     def run(self) -> ConvertReport:
         """Convert the sources.
@@ -114,8 +135,10 @@ class Conversion:
                 overwrite=options.overwrite,
                 can_resume=self._is_current_source,
                 on_conflict=options.on_conflict,
+                allow_mixed_provenance=options.allow_mixed_provenance,
                 expected_bytes=self.total_bytes,
             ) as writer:
+                writer.check_provenance(self._provenances.values())
                 before = writer.manifest.num_traces
                 if self.scores is not None:
                     self._score_name = writer.attributes.default_score or self.scores.name
@@ -140,7 +163,8 @@ class Conversion:
         """Return whether a committed source is an unchanged file of this conversion."""
         for source in self.sources:
             if source.name == committed.path:
-                return fingerprint(source.path) == (committed.size, committed.fingerprint)
+                is_same = fingerprint(source.path) == (committed.size, committed.fingerprint)
+                return is_same and committed.provenance == self._provenance(source)
         return False
 
     def _interrupt(self, *_: object) -> None:
@@ -221,7 +245,7 @@ class Conversion:
                 f"{name}: the file has changed since it was committed; new traces are added, "
                 f"a trace with different content is {ON_CONFLICT[self._options.on_conflict]}"
             )
-        writer.begin_source(name, size, digest)
+        writer.begin_source(name, size, digest, self._provenance(stream.source))
         added = duplicates = nonfinite = 0
         rounded_from: str | None = None
         with fsio.map_os_errors(writer.path, lambda: writer.pending_bytes + size):

@@ -10,7 +10,7 @@ from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.models import Detector
 from tracestore.store.read.store import TraceStore
 
-DETECTOR_VERSION = 4
+DETECTOR_VERSION = 5
 
 
 def detector_checkpoint(
@@ -26,7 +26,7 @@ def detector_checkpoint(
         Its weights are stored, with the statistics of its Standardizer.
     config : ModelConfig
     store : TraceStore
-        The training data; its shape and attention layout are stored.
+        The training data; its shape, attention layout and provenance are stored.
     training : dict
         Further entries: threshold (of the logit), temperature, attention_threshold, top_k,
         precision, epoch and val_auroc.
@@ -44,6 +44,7 @@ def detector_checkpoint(
             "hidden_dtype": store.hidden_dtype,
             "attention": store.attention_mode,
             "attention_layout": store.attention_layout,
+            "provenance": [p.to_json() for p in store.provenance],
         },
         **training,
     }

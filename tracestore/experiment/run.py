@@ -28,6 +28,7 @@ from tracestore.experiment.options import TrainOptions
 from tracestore.extras import require
 from tracestore.oom.limits import MemoryUse, limited_memory, memory_limit, memory_use
 from tracestore.planning.measure import plan_micro_batches
+from tracestore.store.format.provenance import require_compatible
 from tracestore.store.read.store import TraceStore, open_store
 from tracestore.train.distributed import DistributedContext
 from tracestore.train.monitor import Log
@@ -96,6 +97,8 @@ def run_experiment(
 
 def _check_store(store: TraceStore, options: TrainOptions) -> ModelConfig:
     """Return the model config for a store; raise UsageError where the store does not fit the options."""
+    if not options.config.allow_mixed_provenance:
+        require_compatible((), store.provenance, str(store.path))
     try:
         for view in sorted({DETECTORS[name].view for name in options.models}):
             store.require_view(view)

@@ -4,15 +4,18 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import reduce
 from itertools import compress
 from pathlib import Path
 
 import numpy as np
 
 from tracestore.errors import UsageError
-from tracestore.export.file_formats import FORMATS, WRITERS, ExportFormat
+from tracestore.export.file_formats import FORMATS, WRITERS, ExportFormat, write_provenance
+from tracestore.ingest.sources import PROVENANCE_FILE
 from tracestore.store.format import schema
 from tracestore.store.format.labels import SCORE_COLUMNS
+from tracestore.store.format.provenance import Provenance
 from tracestore.store.io.fsio import atomic_write, map_os_errors, write_rows
 from tracestore.store.read.store import TraceStore
 from tracestore.store.read.trace import Trace
@@ -59,7 +62,8 @@ def export_store(
 ) -> ExportReport:
     """Write each trace of a store to files.
 
-    Scores and groups are written to ``scores.csv``. A file appears under its name only when it is
+    Scores and groups are written to ``scores.csv``, and what is known of all traces' provenance and does not differ
+    between them to ``provenance.json``. A file appears under its name only when it is
     complete. Pickles are written trace by trace; a .pt file is made in memory.
 
     Parameters
@@ -121,6 +125,7 @@ def export_store(
                 progress(report.num_traces, len(store))
         if format == "pkl":
             report.num_labels_left_out = int((~np.isnan(store.labels)).sum())
+        _write_common_provenance(store, out)
         scores = _write_scores(store, out)
         report.scores_file = None if scores is None else str(scores)
     return report
@@ -166,6 +171,11 @@ def _file_ranges(store: TraceStore, format: ExportFormat, traces_per_file: int) 
         num_bytes += size
     if total > begin:
         yield begin, total
+
+
+def _write_common_provenance(store: TraceStore, out: Path) -> None:
+    if store.provenance and all(source.provenance for source in store.internals.index.sources()):
+        write_provenance(out / PROVENANCE_FILE, reduce(Provenance.agreement, store.provenance))
 
 
 def _write_scores(store: TraceStore, out: Path) -> Path | None:

@@ -1,6 +1,8 @@
 """Greedy answers of a causal language model, and their traces."""
 
+import hashlib
 import importlib.util
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,17 +13,25 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import StoppingCriteria, StoppingCriteriaList
 
+import tracestore
 from tracestore.errors import UsageError
 from tracestore.extract.hooks import capture
 from tracestore.extras import needs
+from tracestore.ingest.sources import fingerprint
+from tracestore.store.format.provenance import Provenance
+
+# Prompt for a model without a chat template.
+PLAIN_PROMPT = "{instruction}\nQ: {question}\nA:"
 
 
 @dataclass
 class LanguageModel:
-    """A Hugging Face model in evaluation mode with eager attention, and its tokenizer."""
+    """A Hugging Face model in evaluation mode with eager attention, its tokenizer, id and revision."""
 
     model: Any
     tokenizer: Any
+    name: str
+    revision: str | None
 
 
 def _locate(model: str) -> tuple[str, str | None]:
@@ -82,7 +92,37 @@ def load_model(model: str, *, device: str = "auto", dtype: str = "float32") -> L
     except (OSError, ValueError, ImportError) as error:
         raise UsageError(f"--model {model}: cannot be loaded: {str(error).splitlines()[0]}") from None
     network.to(device)  # type: ignore[arg-type]
-    return LanguageModel(network.eval(), tokenizer)
+    # Stores hold no path of this machine: a model of a local folder or file has the name of that.
+    name = gguf or (Path(location).resolve().name if Path(location).is_dir() else model)
+    revision = getattr(network.config, "_commit_hash", None) or _hash_of_files(Path(location), gguf)
+    return LanguageModel(network.eval(), tokenizer, name, revision)
+
+
+def _hash_of_files(folder: Path, gguf: str | None) -> str | None:
+    """Return a hash of names, sizes and samples of the files of a model in a local folder, or None without files."""
+    files = [folder / gguf] if gguf else sorted(folder.iterdir()) if folder.is_dir() else []
+    files = [path for path in files if path.suffix in (".safetensors", ".bin", ".gguf", ".json")]
+    digest = hashlib.sha256(json.dumps([[path.name, *fingerprint(path)] for path in files]).encode())
+    return f"files:{digest.hexdigest()}" if files else None
+
+
+def provenance_of(lm: LanguageModel, *, instruction: str, max_new_tokens: int) -> Provenance:
+    """Return the provenance of the traces that answer_questions() makes."""
+    template = getattr(lm.tokenizer, "chat_template", None) or PLAIN_PROMPT
+    num_layers = lm.model.config.get_text_config().num_hidden_layers
+    return Provenance(
+        model=lm.name,
+        model_revision=lm.revision,
+        tokenizer=lm.name,
+        prompt_sha256=hashlib.sha256(json.dumps([template, instruction]).encode()).hexdigest(),
+        layer_ids=tuple(range(1, num_layers + 1)),
+        hidden_states_at="block output",
+        final_norm=True,
+        attention_kind="softmax",
+        compute_dtype=str(lm.model.dtype).removeprefix("torch."),
+        sampling={"do_sample": False, "max_new_tokens": max_new_tokens},
+        tool=f"tracestore {tracestore.__version__}",
+    )
 
 
 def prompt_ids(lm: LanguageModel, question: str, instruction: str) -> torch.Tensor:
@@ -93,7 +133,7 @@ def prompt_ids(lm: LanguageModel, question: str, instruction: str) -> torch.Tens
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
     else:
-        encoded = lm.tokenizer(f"{instruction}\nQ: {question}\nA:", return_tensors="pt")
+        encoded = lm.tokenizer(PLAIN_PROMPT.format(instruction=instruction, question=question), return_tensors="pt")
     ids: torch.Tensor = encoded["input_ids"][0]
     return ids.to(lm.model.device)
 

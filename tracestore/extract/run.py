@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from tracestore.errors import UsageError
-from tracestore.export.file_formats import PickleListWriter
+from tracestore.export.file_formats import PickleListWriter, write_provenance
 from tracestore.extract.questions import Question, containment_score, contains, token_f1
+from tracestore.ingest.sources import PROVENANCE_FILE, read_provenance
+from tracestore.store.format.provenance import Provenance, require_compatible
 from tracestore.store.io import fsio
 from tracestore.store.io.files import RemoteURL
 from tracestore.store.read.store import open_store
@@ -76,9 +78,15 @@ def plan_batches(questions: Sequence[Question], per_file: int, shard: tuple[int,
 
 
 def extract_to_folder(
-    folder: Path, batches: Sequence[QuestionBatch], answer: AnswerFn, *, batch_size: int = 1
+    folder: Path,
+    batches: Sequence[QuestionBatch],
+    answer: AnswerFn,
+    *,
+    batch_size: int = 1,
+    provenance: Provenance | None = None,
+    allow_mixed_provenance: bool = False,
 ) -> Iterator[bool | None]:
-    """Write the missing files of a folder, and scores.csv.
+    """Write the missing files of a folder, scores.csv and provenance.json.
 
     Parameters
     ----------
@@ -90,6 +98,10 @@ def extract_to_folder(
         Answers up to `batch_size` questions at once.
     batch_size : int
         Number of questions per call of `answer`.
+    provenance : Provenance, optional
+        That of the traces.
+    allow_mixed_provenance : bool
+        Accept a folder with a provenance.json that conflicts. The file then keeps the values on which both agree.
 
     Yields
     ------
@@ -99,7 +111,8 @@ def extract_to_folder(
     Raises
     ------
     UsageError
-        The folder cannot be used, or holds a file of the same name that extraction did not write.
+        The folder cannot be used, its provenance conflicts, or it holds a file of the same name that extraction did
+        not write.
     """
     _require_own_files(folder, batches)
     try:
@@ -107,6 +120,8 @@ def extract_to_folder(
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
         raise UsageError(f"{folder}: cannot be used as the folder of traces: {error.strerror}") from None
     with fsio.map_os_errors(folder):
+        if provenance is not None:
+            _write_provenance(folder / PROVENANCE_FILE, provenance, allow_mixed_provenance)
         for batch in batches:
             path, scores = folder / batch.name, _scores_path(folder, batch)
             if path.exists() and scores.exists() and _ids(scores) == [q.question_id for q in batch.questions]:
@@ -138,6 +153,8 @@ def extract_to_store(
     codec: str = "none",
     commit_interval_s: float = COMMIT_INTERVAL_S,
     batch_size: int = 1,
+    provenance: Provenance | None = None,
+    allow_mixed_provenance: bool = False,
 ) -> Iterator[bool | None]:
     """Append the missing traces of a store, with their scores.
 
@@ -156,6 +173,8 @@ def extract_to_store(
         makes few segments. A kill loses the traces since the last commit. 0: commit after each trace.
     batch_size : int
         Number of questions per call of `answer`.
+    provenance, allow_mixed_provenance : Provenance, bool
+        See `tracestore.create`.
 
     Yields
     ------
@@ -168,7 +187,14 @@ def extract_to_store(
     with suppress(UsageError), open_store(path) as store:
         existing = {q.question_id for q in questions if q.question_id in store}
     began = committed = time.monotonic()
-    with create(path, attention=attention, codec=codec, append=True) as writer:
+    with create(
+        path,
+        attention=attention,
+        codec=codec,
+        append=True,
+        provenance=provenance,
+        allow_mixed_provenance=allow_mixed_provenance,
+    ) as writer:
         missing = [(k, question) for k, question in enumerate(questions) if question.question_id not in existing]
         yield from [None] * (len(questions) - len(missing))
         for question, trace in _traces(missing, answer, 0, batch_size):
@@ -193,6 +219,16 @@ def _traces(
             trace = traces.pop()  # popped, so that the memory of a written trace is released
             trace |= {"question_id": question.question_id, "example_id": position, "batch_number": batch_number}
             yield question, trace
+
+
+def _write_provenance(path: Path, provenance: Provenance, allow_mixed: bool) -> None:
+    """Write the provenance that all traces of a folder share."""
+    if path.exists():
+        known = read_provenance(path)
+        if not allow_mixed:
+            require_compatible([known], [provenance], str(path))
+        provenance = known.agreement(provenance)
+    write_provenance(path, provenance)
 
 
 def _scores_path(folder: Path, batch: QuestionBatch) -> Path:

@@ -22,6 +22,7 @@ from tracestore.oom.errors import is_out_of_memory
 from tracestore.oom.guard import OOMGuard
 from tracestore.oom.limits import RESERVE_BYTES, limited_memory, memory_use
 from tracestore.oom.optimizers import SGD
+from tracestore.store.format.provenance import Provenance, require_compatible
 from tracestore.store.io.fsio import map_os_errors, write_rows
 from tracestore.store.read.store import TraceStore, open_store
 from tracestore.train.batches import BatchFeed
@@ -52,6 +53,8 @@ class TrainedDetector:
         Attention threshold, top_k and precision of the training.
     trained_on : dict
         Shape and attention layout of the training store.
+    provenance : tuple of Provenance
+        That of the training store.
     """
 
     name: str
@@ -61,6 +64,7 @@ class TrainedDetector:
     temperature: float
     options: TrainConfig
     trained_on: dict[str, Any]
+    provenance: tuple[Provenance, ...] = ()
 
     def check(self, store: TraceStore) -> None:
         """Check that the detector can read the traces of a store.
@@ -129,6 +133,7 @@ def load_detector(path: Path) -> TrainedDetector:
             float(saved["temperature"]),
             TrainConfig(precision=saved["precision"], attention_threshold=threshold, top_k=top_k),
             dict(saved["store"]),
+            tuple(map(Provenance.from_json, saved["store"]["provenance"])),
         )
     except Exception as error:
         if is_out_of_memory(error):
@@ -225,6 +230,7 @@ def predict_store(
     device: str = "auto",
     num_threads: int | None = None,
     memory_budget: int | None = None,
+    allow_mixed_provenance: bool = False,
     log: Log = print,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> PredictReport:
@@ -243,6 +249,8 @@ def predict_store(
         Threads of torch and of the loader. Default: those of torch, and 2.
     memory_budget : int, optional
         Bytes that scoring may use in addition to the libraries.
+    allow_mixed_provenance : bool
+        Score a store whose provenance conflicts with that of the training store.
     log : callable
         Called with each note.
     progress : callable
@@ -251,7 +259,7 @@ def predict_store(
     Raises
     ------
     UsageError
-        The detector cannot read the store, or the budget is too small.
+        The detector cannot read the store, the provenance conflicts, or the budget is too small.
     """
     with torch_threads(num_threads):
         device = pick_device(device)
@@ -259,6 +267,8 @@ def predict_store(
         start = memory_use()
         store = open_store(store_path)
         detector.check(store)
+        if not allow_mixed_provenance:
+            require_compatible(detector.provenance, store.provenance, str(store.path))
         for difference in detector.differences(store):
             log(f"note: {difference}; scores may not carry over")
         if memory_budget is not None:

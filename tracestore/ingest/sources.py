@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tracestore._core.mapping import MappedFile
-from tracestore.errors import UsageError
+from tracestore.errors import UsageError, escape_unprintable
+from tracestore.store.format.provenance import Provenance
+from tracestore.store.io import fsio
 
 SUFFIXES = (".pkl", ".pickle", ".pkl.gz", ".pickle.gz", ".pt", ".pth")
+PROVENANCE_FILE = "provenance.json"
+_MAX_PROVENANCE_BYTES = 1 << 20
 _SAMPLES = 16
 _SAMPLE_BYTES = 64 << 10
 
@@ -100,6 +104,22 @@ def find_scores(arguments: list[Path]) -> Path | None:
         listing = ", ".join(map(str, candidates))
         raise UsageError(f"several scores files: {listing}; choose one with --scores")
     return candidates[0] if candidates else None
+
+
+def find_provenance_files(arguments: list[Path]) -> dict[Path, Path]:
+    """Return provenance.json of each folder among the arguments that has such a file directly in it."""
+    files = {argument: argument / PROVENANCE_FILE for argument in arguments}
+    return {folder: path for folder, path in files.items() if path.is_file()}
+
+
+def read_provenance(path: Path) -> Provenance:
+    """Read a file like provenance.json; raise UsageError with the path if it is invalid."""
+    try:
+        return Provenance.from_json(fsio.read_json(path, _MAX_PROVENANCE_BYTES))
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise UsageError(f"{path}: {escape_unprintable(str(error), 300)}") from None
 
 
 class Identity(NamedTuple):

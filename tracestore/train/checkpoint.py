@@ -14,25 +14,29 @@ from tracestore.oom.errors import is_out_of_memory
 from tracestore.oom.guard import OOMGuard
 from tracestore.oom.micro_batch import MicroBatchPolicy
 from tracestore.oom.snapshot import get_random_state, restore_random_state
+from tracestore.store.format.provenance import Provenance, require_compatible
 from tracestore.store.io import fsio
 from tracestore.train.batches import BatchFeed
 from tracestore.train.config import TrainState
 
 BEST, LAST = CHECKPOINTS = ("best.pt", "last.pt")
-CHECKPOINT_VERSION = 5
+CHECKPOINT_VERSION = 6
 
 
 @dataclass(frozen=True)
 class CheckpointedRun:
     """The objects whose state last.pt holds.
 
-    `identity` holds the options that must not change when the run resumes.
+    `identity` holds the options that must not change when the run resumes. `provenance` is that of the store; one that
+    conflicts with it is refused unless `allow_mixed_provenance` is true.
     """
 
     name: str
     guard: OOMGuard
     feed: BatchFeed
     identity: dict[str, Any]
+    provenance: tuple[Provenance, ...] = ()
+    allow_mixed_provenance: bool = False
 
     def state_dict(self, state: TrainState, result: dict[str, Any] | None, *, did_not_fit: bool) -> dict[str, Any]:
         """Return the state between two steps, random states included.
@@ -53,6 +57,7 @@ class CheckpointedRun:
             "guard": self.guard.state_dict(),
             "did_not_fit": did_not_fit,
             "config": self.identity,
+            "provenance": [p.to_json() for p in self.provenance],
             "result": result,
         }
 
@@ -70,6 +75,12 @@ class CheckpointedRun:
             if saved["config"].get(key) != value:
                 flag = key.removeprefix("model_").replace("_", "-")
                 raise UsageError(f"was trained with {flag} {saved['config'].get(key)}, not {value}")
+        if not self.allow_mixed_provenance:
+            try:
+                known = [Provenance.from_json(p) for p in saved["provenance"]]
+            except (KeyError, TypeError, ValueError):
+                raise UsageError("holds no valid provenance") from None
+            require_compatible(known, self.provenance, "is of another store")
         self.guard.model.load_state_dict(saved["model"])
         self.guard.optimizer.load_state_dict(saved["optimizer"])
         if self.guard.scaler is not None:

@@ -42,6 +42,7 @@ class TrainConfig:
     checkpoint_interval_s: float = _resumable(300.0)
     tensorboard: bool = _resumable(False)
     resume: bool = _resumable(False)
+    allow_mixed_provenance: bool = _resumable(False)
 
     def identity(self) -> dict[str, Any]:
         """Return the options that must not change when a run resumes."""

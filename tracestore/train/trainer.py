@@ -179,7 +179,9 @@ class Trainer:
             ranks=self.ranks,
         )
         self.guard.policy.size = self.planned_micro_batch
-        self.checkpointed = CheckpointedRun(self.name, self.guard, self.feed, self._identity())
+        self.checkpointed = CheckpointedRun(
+            self.name, self.guard, self.feed, self._identity(), self.store.provenance, c.allow_mixed_provenance
+        )
 
     def _make_feed(self, split: str, shuffle: Shuffle, num_workers: int = 0) -> BatchFeed:
         return BatchFeed(

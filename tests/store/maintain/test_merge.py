@@ -34,7 +34,7 @@ def same_value(a, b):
 def fields(trace):
     """Return the values of all fields of a trace. A missing field has the class of its error as value."""
     names = "question_id sample score label group num_tokens has_nonfinite hidden_states last_token attention_layout"
-    names += " attention_packed tokens tokens_decoded question answer prompt_length extras optional_fields"
+    names += " attention_packed tokens tokens_decoded question answer prompt_length extras optional_fields provenance"
     values = {}
     for name in names.split():
         try:

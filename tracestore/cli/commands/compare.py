@@ -10,6 +10,7 @@ Example: tracestore compare results results_heads results_top_k
 import argparse
 from pathlib import Path
 
+from tracestore.cli.flags import add_allow_mixed_provenance
 from tracestore.console import Output, Parser
 from tracestore.errors import UsageError
 
@@ -17,6 +18,7 @@ from tracestore.errors import UsageError
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("folders", metavar="DIR", nargs="+", type=Path, help="output folders of tracestore train")
+    add_allow_mixed_provenance(parser)
 
 
 def run(args: argparse.Namespace, output: Output) -> None:
@@ -28,7 +30,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
     from tracestore.evaluation.report import format_table
     from tracestore.experiment.compare_runs import compare_runs
 
-    document = compare_runs(folders)
+    document = compare_runs(folders, allow_mixed_provenance=args.allow_mixed_provenance)
     for name, found in document.items():
         count = found.pop("num_runs")
         output.info(f"{name}, {count} {'run' if count == 1 else 'runs'} each")

@@ -6,7 +6,7 @@ Example: tracestore convert traces_data/ store.zarr
 import argparse
 from pathlib import Path
 
-from tracestore.cli.flags import SCORE_FLAGS, Flags, add_flags, values
+from tracestore.cli.flags import PROVENANCE_FLAGS, SCORE_FLAGS, Flags, add_flags, values
 from tracestore.console import Output, Parser, format_size, parse_size
 from tracestore.convert.options import ConvertOptions
 from tracestore.convert.runner import Conversion
@@ -17,6 +17,11 @@ from tracestore.store.io.fsio import map_os_errors
 _FLAGS: Flags = {
     "scores": {"metavar": "CSV", "help": "scores by question_id (default: the only *scores*.csv in a SRC folder)"},
     **SCORE_FLAGS,
+    "provenance": {
+        "metavar": "JSON",
+        "help": "model, layers and prompt of the traces (default: provenance.json in a SRC folder)",
+    },
+    **PROVENANCE_FLAGS,
     "attention": "attention to store (default: mean over heads)",
     "codec": {"choices": CODECS, "help": "compression (default: none)"},
     "dtype": "dtype to store (default: float16)",

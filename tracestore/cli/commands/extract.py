@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tracestore.cli.flags import add_allow_mixed_provenance
 from tracestore.console import Output, Parser, Progress, float_where, positive_int
 from tracestore.errors import UsageError
 from tracestore.extract import run as extraction
@@ -43,6 +44,7 @@ def add_arguments(parser: Parser) -> None:
     add("--batch-size", type=positive_int, default=1, metavar="N", help="questions per forward pass (default: 1)")
     add("--device", default="auto", help="auto, cpu or cuda")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="dtype of the model")
+    add_allow_mixed_provenance(parser)
 
 
 def run(args: argparse.Namespace, output: Output) -> None:
@@ -55,7 +57,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
         raise UsageError("--shard writes files; merge them with tracestore convert, or give each machine its own store")
     # Imported here, because loading the libraries takes seconds: wrong usage is reported at once.
     with needs("extract"):
-        from tracestore.extract.model import answer_questions, load_model
+        from tracestore.extract.model import answer_questions, load_model, provenance_of
 
     lm = load_model(args.model, device=args.device, dtype=args.dtype)
 
@@ -63,6 +65,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
         texts = [question.text for question in batch]
         return answer_questions(lm, texts, instruction=args.instruction, max_new_tokens=args.max_new_tokens)
 
+    provenance = provenance_of(lm, instruction=args.instruction, max_new_tokens=args.max_new_tokens)
     total = len(questions)
     if to_store:
         steps = extraction.extract_to_store(
@@ -73,11 +76,20 @@ def run(args: argparse.Namespace, output: Output) -> None:
             codec=args.codec,
             commit_interval_s=args.commit_interval,
             batch_size=args.batch_size,
+            provenance=provenance,
+            allow_mixed_provenance=args.allow_mixed_provenance,
         )
     else:
         batches = extraction.plan_batches(questions, args.traces_per_file, args.shard)
         total = sum(len(b.questions) for b in batches)
-        steps = extraction.extract_to_folder(args.out, batches, answer, batch_size=args.batch_size)
+        steps = extraction.extract_to_folder(
+            args.out,
+            batches,
+            answer,
+            batch_size=args.batch_size,
+            provenance=provenance,
+            allow_mixed_provenance=args.allow_mixed_provenance,
+        )
     output.info(f"{total:,} questions to {args.model} -> {args.out}")
     report = extraction.ExtractReport(str(args.out))
     with Progress(output) as progress:

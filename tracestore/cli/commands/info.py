@@ -17,8 +17,9 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace, output: Output) -> None:
     """Print the properties of a store."""
     with tracestore.open(args.store) as store:
-        info = store.info()
+        info, provenance = store.info(), store.provenance
     output.print_json(info)
+    del info["provenance"]
     for name, value in info.items() if not args.json else ():
         if name == "bytes":
             value = f"{value:,} ({format_size(value)})"
@@ -29,3 +30,5 @@ def run(args: argparse.Namespace, output: Output) -> None:
         elif isinstance(value, int) and not isinstance(value, bool):
             value = f"{value:,}"
         output.info(f"{name:17} {'unknown' if value is None else value}")
+    for text in map(str, provenance or ("unknown",)) if not args.json else ():
+        output.info(f"{'provenance':17} {text}")

@@ -7,6 +7,7 @@ import argparse
 from dataclasses import asdict
 
 import tracestore
+from tracestore.cli.flags import add_allow_mixed_provenance
 from tracestore.console import Output, Parser, Progress
 from tracestore.store.format.schema import CODECS
 from tracestore.store.io.files import local_dir
@@ -25,13 +26,19 @@ def add_destination(parser: Parser) -> None:
     parser.add_argument("dst", metavar="DST", help="store to create or to append to")
     parser.add_argument("--codec", choices=CODECS, help="compression of DST (default: none)")
     parser.add_argument("--overwrite", action="store_true", help="replace DST")
+    add_allow_mixed_provenance(parser)
 
 
 def run(args: argparse.Namespace, output: Output) -> None:
     """Merge stores and print a summary."""
     with map_os_errors(local_dir(args.dst)), Progress(output) as progress:
         report = merge_stores(
-            args.stores, args.dst, codec=args.codec, overwrite=args.overwrite, progress=progress.update_traces
+            args.stores,
+            args.dst,
+            codec=args.codec,
+            overwrite=args.overwrite,
+            allow_mixed_provenance=args.allow_mixed_provenance,
+            progress=progress.update_traces,
         )
     print_copied(args, output, report)
 

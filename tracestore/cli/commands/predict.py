@@ -10,7 +10,7 @@ Example: tracestore predict --checkpoint results/gnn_det_lstm/best.pt --store ot
 import argparse
 from pathlib import Path
 
-from tracestore.cli.flags import add_num_threads
+from tracestore.cli.flags import add_allow_mixed_provenance, add_num_threads
 from tracestore.console import Output, Parser, Progress, parse_size, positive_int
 from tracestore.errors import UsageError
 from tracestore.store.io.files import parse_location
@@ -27,6 +27,7 @@ def add_arguments(parser: Parser) -> None:
     add_num_threads(parser)
     text = "memory for scoring in addition to the libraries, e.g. 8GiB"
     add("--memory-budget", type=parse_size, metavar="SIZE", help=text)
+    add_allow_mixed_provenance(parser)
 
 
 def run(args: argparse.Namespace, output: Output) -> None:
@@ -48,6 +49,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
             device=args.device,
             num_threads=args.num_threads,
             memory_budget=args.memory_budget,
+            allow_mixed_provenance=args.allow_mixed_provenance,
             log=output.info,
             progress=progress.update_traces,
         )

@@ -37,7 +37,13 @@ def run(args: argparse.Namespace, output: Output) -> None:
         indices = _chosen_indices(store, args)
     with map_os_errors(local_dir(args.dst)), Progress(output) as progress:
         report = subset_store(
-            args.store, args.dst, indices, codec=args.codec, overwrite=args.overwrite, progress=progress.update_traces
+            args.store,
+            args.dst,
+            indices,
+            codec=args.codec,
+            overwrite=args.overwrite,
+            allow_mixed_provenance=args.allow_mixed_provenance,
+            progress=progress.update_traces,
         )
     print_copied(args, output, report)
 

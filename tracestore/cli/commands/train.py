@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from tracestore.cli.flags import MODEL_FLAGS, STEP_FLAGS, Flags, add_flags, add_num_threads, values
+from tracestore.cli.flags import MODEL_FLAGS, PROVENANCE_FLAGS, STEP_FLAGS, Flags, add_flags, add_num_threads, values
 from tracestore.console import Output, Parser, Progress, float_where, int_between, parse_size
 from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.registry import DETECTORS
@@ -38,6 +38,7 @@ _TRAIN_FLAGS: Flags = {
         "help": "write last.pt this often within an epoch, and after each (default: 300; 0: after every step)",
     },
     "tensorboard": "write events for TensorBoard to OUTPUT_DIR/<model>/events",
+    **PROVENANCE_FLAGS,
 }
 # Fields of TrainOptions.
 _RUN_FLAGS: Flags = {

@@ -60,7 +60,13 @@ SEGMENT_COLUMNS = {
     "segment_size": "<i8",
     "segment_crc32c": "<u4",
 }
-SOURCE_COLUMNS = {"source_size": "<i8", "source_traces": "<i8", "source_skipped": "<i8"}
+# `source_provenance` is a position in the attribute `provenance` of the manifest, or -1.
+SOURCE_COLUMNS = {
+    "source_size": "<i8",
+    "source_traces": "<i8",
+    "source_skipped": "<i8",
+    "source_provenance": "<i4",
+}
 STRINGS = ("id", "segment_name", "source_path", "source_fingerprint")
 # Dtype of every array of an index part.
 PART_DTYPES: dict[str, str] = {

@@ -12,6 +12,7 @@ from tracestore._core import kernels
 from tracestore.errors import UsageError
 from tracestore.store.format import labels
 from tracestore.store.format.labels import ScoreField
+from tracestore.store.format.provenance import MAX_PROVENANCES, Provenance
 
 FORMAT_VERSION = 1
 
@@ -255,12 +256,15 @@ class Attributes:
     default_score: str | None = None
     format_version: int = FORMAT_VERSION
     options: dict[str, Any] = field(default_factory=dict)
+    provenance: tuple[Provenance, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the attributes as a JSON object."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         scores = {name: score.to_json() for name, score in sorted(self.scores.items())}
-        return values | {"options": dict(sorted(self.options.items())), "scores": scores}
+        provenance = [p.to_json() for p in self.provenance]
+        options = dict(sorted(self.options.items()))
+        return values | {"options": options, "scores": scores, "provenance": provenance}
 
     @classmethod
     def from_json(cls, data: object) -> "Attributes":
@@ -286,7 +290,8 @@ class Attributes:
         scores = labels.score_fields(data["scores"])
         if data["default_score"] not in (scores or (None,)):
             raise ValueError(f"attributes: default_score: found {data['default_score']!r:.40}")
-        return cls(**data | {"scores": scores})
+        provenance = _provenances(data["provenance"], data["num_layers"])
+        return cls(**data | {"scores": scores, "provenance": provenance})
 
     def with_score(self, name: str, field: ScoreField, *, is_default: bool = False) -> "Attributes":
         """Return the attributes with a named score added; the first one is the default in any case."""
@@ -296,6 +301,22 @@ class Attributes:
             raise UsageError(f"found the score name {name!r}, expected at most {expected}")
         default = name if is_default or not self.scores else self.default_score
         return replace(self, scores=scores, default_score=default)
+
+    def with_provenance(self, provenance: Provenance | None) -> tuple["Attributes", int]:
+        """Return the attributes of a store that has this provenance, and its position; -1 for None.
+
+        Raises
+        ------
+        UsageError
+            If the store has too many provenances.
+        """
+        if provenance is None:
+            return self, -1
+        if provenance in self.provenance:
+            return self, self.provenance.index(provenance)
+        if len(self.provenance) == MAX_PROVENANCES:
+            raise UsageError(f"a store can hold {MAX_PROVENANCES} provenances; write the traces to another store")
+        return replace(self, provenance=(*self.provenance, provenance)), len(self.provenance)
 
     @property
     def allowed_layouts(self) -> int:
@@ -312,3 +333,16 @@ class Attributes:
     def num_stored_heads(self) -> int:
         """Number of attention matrices stored per layer: H if every head is stored, otherwise 1."""
         return (self.num_heads or 1) if self.attention == "heads" else 1
+
+
+def _provenances(data: object, num_layers: int | None) -> tuple[Provenance, ...]:
+    """Return the provenances in the attribute `provenance`; raise ValueError if they are not valid in this format."""
+    if not isinstance(data, list) or len(data) > MAX_PROVENANCES:
+        raise ValueError(f"attributes: provenance: found {data!r:.40}, expected at most {MAX_PROVENANCES} objects")
+    found = tuple(map(Provenance.from_json, data))
+    if [p.to_json() for p in found] != data:
+        raise ValueError("attributes: provenance: the keys are not those of this format")
+    for ids in (p.layer_ids for p in found):
+        if ids is not None and num_layers is not None and len(ids) != num_layers:
+            raise ValueError(f"attributes: provenance: found {len(ids)} layer_ids, expected {num_layers}")
+    return found

@@ -15,7 +15,7 @@ from tracestore.store.format.entries import FileEntry, size_mismatch
 from tracestore.store.format.manifest import MAX_MANIFEST_BYTES, Manifest, parse_manifest
 from tracestore.store.io.fsio import Pin
 
-MAX_ROOT_BYTES = 1 << 16  # of the root zarr.json
+MAX_ROOT_BYTES = 2 << 20  # of the root zarr.json, which holds up to 64 provenances
 
 
 class RemoteURL(str):

@@ -11,6 +11,7 @@ import numpy as np
 from tracestore.errors import InvalidInputError, UsageError
 from tracestore.store.format import schema
 from tracestore.store.format.labels import ScoreField
+from tracestore.store.format.provenance import Provenance, require_compatible
 from tracestore.store.io.files import RemoteURL, parse_location
 from tracestore.store.read.columns import TraceValues
 from tracestore.store.read.selection import by_source
@@ -89,6 +90,7 @@ def merge_stores(
     *,
     codec: str | None = None,
     overwrite: bool = False,
+    allow_mixed_provenance: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> MergeReport:
     """Add every trace of `sources`, in order, to the store `destination`.
@@ -101,12 +103,23 @@ def merge_stores(
     ------
     InvalidInputError
         If two traces with one key differ in content.
+    UsageError
+        If the provenance of two stores conflicts, unless `allow_mixed_provenance` is true. A store that is mixed
+        already needs no permission.
     """
     opened = [open_store(s) for s in sources]
     if not opened:
         raise UsageError("found no store to merge")
     chosen = [np.arange(len(store)) for store in opened]
-    return _copy(opened, chosen, destination, codec=codec, overwrite=overwrite, progress=progress)
+    return _copy(
+        opened,
+        chosen,
+        destination,
+        codec=codec,
+        overwrite=overwrite,
+        allow_mixed_provenance=allow_mixed_provenance,
+        progress=progress,
+    )
 
 
 def subset_store(
@@ -116,6 +129,7 @@ def subset_store(
     *,
     codec: str | None = None,
     overwrite: bool = False,
+    allow_mixed_provenance: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> MergeReport:
     """Copy the traces `indices` (int64) of a store, with scores and sources, to the store `destination`.
@@ -135,7 +149,15 @@ def subset_store(
         raise UsageError(f"{store.path}: no trace is chosen")
     if not 0 <= indices[0] <= indices[-1] < len(store):
         raise IndexError(f"traces {indices[0]} to {indices[-1]} of {len(store)}")
-    return _copy([store], [indices], destination, codec=codec, overwrite=overwrite, progress=progress)
+    return _copy(
+        [store],
+        [indices],
+        destination,
+        codec=codec,
+        overwrite=overwrite,
+        allow_mixed_provenance=allow_mixed_provenance,
+        progress=progress,
+    )
 
 
 def _copy(
@@ -145,6 +167,7 @@ def _copy(
     *,
     codec: str | None,
     overwrite: bool,
+    allow_mixed_provenance: bool,
     progress: Callable[[int, int], None] | None,
 ) -> MergeReport:
     """Copy the `chosen` traces of each store, source by source."""
@@ -163,11 +186,22 @@ def _copy(
     score_fields = _joined_score_fields(opened)
     total, done = sum(map(len, chosen)), 0
     with StoreWriter(
-        destination, attention=options["attention"], dtype=options["dtype"], codec=codec, overwrite=overwrite
+        destination,
+        attention=options["attention"],
+        dtype=options["dtype"],
+        codec=codec,
+        overwrite=overwrite,
+        allow_mixed_provenance=True,  # checked here store by store
     ) as writer:
         for name, field in score_fields.items():
             if name not in writer.attributes.scores or writer.attributes.scores[name].direction != field.direction:
                 writer.define_score(name, field)
+        known = list(writer.attributes.provenance)
+        for store, wanted in zip(opened, chosen, strict=True):
+            added = _provenances(store, wanted)
+            for provenance in () if allow_mixed_provenance else added:
+                require_compatible(known, [provenance], str(store.path))
+            known += added
         for store, wanted in zip(opened, chosen, strict=True):
             try:
                 for number, indices, is_whole in by_source(store, wanted):
@@ -199,6 +233,14 @@ def _joined_score_fields(opened: Sequence[TraceStore]) -> dict[str, ScoreField]:
     return fields
 
 
+def _provenances(store: TraceStore, wanted: np.ndarray) -> list[Provenance]:
+    """Return the provenances of the sources of some traces."""
+    sources = list(store.internals.index.sources())
+    numbers = np.unique(store.internals.index.read_column("source")[wanted])
+    used = [sources[number].provenance for number in numbers]
+    return [provenance for provenance in store.provenance if provenance in used]
+
+
 def _is_same(one: Path | RemoteURL, other: Path | RemoteURL) -> bool:
     if isinstance(one, Path) and isinstance(other, Path):
         return other.exists() and os.path.samefile(one, other)
@@ -217,7 +259,7 @@ def _merge_source(
         report.num_duplicates += len(indices)
         return
     added = duplicates = 0
-    writer.begin_source(source.path, source.size, fingerprint)
+    writer.begin_source(source.path, source.size, fingerprint, source.provenance)
     try:
         for index in indices.tolist():
             scores, group = store[index].scores, store.group(index)

@@ -13,6 +13,7 @@ from tracestore.errors import CorruptStoreError, escape_unprintable
 from tracestore.store.format import manifest as mf
 from tracestore.store.format import paths, schema
 from tracestore.store.format.entries import FileEntry
+from tracestore.store.format.provenance import Provenance
 from tracestore.store.format.zip_group import ZipGroup
 from tracestore.store.io.files import StoreFiles
 
@@ -42,13 +43,14 @@ class TraceRow:
 
 @dataclass(frozen=True)
 class SourceEntry:
-    """A committed input file: its path below SRC, its size, and a digest of samples of its bytes."""
+    """A committed input file: its path below SRC, size, digest of samples of its bytes, and provenance if known."""
 
     path: str
     size: int
     fingerprint: str
     num_traces: int
     num_skipped: int
+    provenance: Provenance | None
 
 
 @dataclass(frozen=True)
@@ -266,7 +268,14 @@ class StoreIndex:
     def _sources(self, part: ZipGroup, begin: int, end: int) -> list[SourceEntry]:
         path, fingerprint = (part.strings(f"source_{name}", begin, end) for name in ("path", "fingerprint"))
         size, traces, skipped = (part.read(f"source_{n}", begin, end).tolist() for n in ("size", "traces", "skipped"))
-        return [SourceEntry(*source) for source in zip(path, size, fingerprint, traces, skipped, strict=True)]
+        known, numbers = self.manifest.attributes.provenance, part.read("source_provenance", begin, end).tolist()
+        for number in numbers:
+            if not -1 <= number < len(known):
+                raise ValueError(f"source_provenance: found {number}, expected -1 to {len(known) - 1}")
+        provenance = [None if number < 0 else known[number] for number in numbers]
+        return [
+            SourceEntry(*source) for source in zip(path, size, fingerprint, traces, skipped, provenance, strict=True)
+        ]
 
     @_checked
     def check_key_tables(self) -> None:

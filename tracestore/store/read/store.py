@@ -12,6 +12,7 @@ from tracestore.errors import CorruptStoreError, MissingFieldError, UsageError
 from tracestore.extras import needs
 from tracestore.store.format import schema
 from tracestore.store.format.labels import CORRECT, DEFAULT_THRESHOLD, ScoreField, derive, describe
+from tracestore.store.format.provenance import Provenance
 from tracestore.store.io.files import LocalFiles, Prefetch, ReadableFiles, RemoteURL, parse_location
 from tracestore.store.read import table
 from tracestore.store.read.batch_sources import (
@@ -196,6 +197,11 @@ class TraceStore:
         """The answers that a high score marks: "correct" or "hallucination"."""
         field = self.internals.attributes.scores.get(self.score_name or "")
         return CORRECT if field is None else field.direction
+
+    @property
+    def provenance(self) -> tuple[Provenance, ...]:
+        """The distinct provenances of the sources, without unknown ones; see Trace.provenance."""
+        return self.internals.attributes.provenance
 
     def targets(self, score_threshold: float = DEFAULT_THRESHOLD) -> np.ndarray:
         """Return labels (N,) float64: the stored label, else one derived from the score (labels.derive), else NaN."""

@@ -70,6 +70,7 @@ def facts(store: StoreInternals) -> dict[str, Any]:
         "num_labeled": manifest.num_labeled,
         "score": store.score_name,
         "scores": {name: field.to_json() for name, field in sorted(attributes.scores.items())},
+        "provenance": [p.to_json() for p in attributes.provenance],
     }
 
 

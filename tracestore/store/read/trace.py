@@ -10,6 +10,7 @@ import numpy as np
 from tracestore._core import kernels
 from tracestore.errors import CorruptStoreError, MissingFieldError
 from tracestore.store.format import schema
+from tracestore.store.format.provenance import Provenance
 from tracestore.store.read.index import TraceRow
 from tracestore.store.read.internals import StoreInternals
 from tracestore.store.read.segment import SegmentReader
@@ -76,6 +77,7 @@ class DetachedTrace(OptionalFields):
     question_id: str
     sample: int
     source: tuple[str, int]
+    provenance: Provenance | None
     score: float
     scores: dict[str, float]
     label: float
@@ -207,6 +209,11 @@ class Trace(OptionalFields):
     def source(self) -> tuple[str, int]:
         """Path of the source file below SRC, and the position of the trace in it, from 0."""
         return self._store.index.source(self._row.source).path, self._row.source_position
+
+    @property
+    def provenance(self) -> Provenance | None:
+        """Model, layers and prompt that the trace comes from, as its first source gives them; None if unknown."""
+        return self._store.index.source(self._row.source).provenance
 
     @property
     def num_tokens(self) -> int:

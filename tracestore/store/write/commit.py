@@ -113,6 +113,7 @@ def _write_index(store: Path, index: StoreIndex, pending: Pending, segments: lis
         "source_size": (s.size for s in pending.sources),
         "source_traces": (s.num_traces for s in pending.sources),
         "source_skipped": (s.num_skipped for s in pending.sources),
+        "source_provenance": (s.provenance for s in pending.sources),
     }
     for name, column in values.items():
         arrays[name] = np.array(list(column), mf.PART_DTYPES[name])

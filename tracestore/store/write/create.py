@@ -6,6 +6,7 @@ from typing import Any
 
 from tracestore.errors import UsageError
 from tracestore.store.format import labels, schema
+from tracestore.store.format.provenance import Provenance
 from tracestore.store.write.record import record_from_dict
 from tracestore.store.write.writer import StoreWriter
 
@@ -17,8 +18,10 @@ class TraceWriter:
     appended before it are complete.
     """
 
-    def __init__(self, writer: StoreWriter, score_direction: str = labels.CORRECT) -> None:
-        self._writer, self._score = writer, labels.ScoreField(score_direction)
+    def __init__(
+        self, writer: StoreWriter, score_direction: str = labels.CORRECT, provenance: Provenance | None = None
+    ) -> None:
+        self._writer, self._score, self._provenance = writer, labels.ScoreField(score_direction), provenance
         self._open = False
         self._count = 0
 
@@ -102,7 +105,7 @@ class TraceWriter:
             given[labels.DEFAULT_SCORE_NAME] = float(score)
             if writer.attributes.scores.get(labels.DEFAULT_SCORE_NAME) != self._score:
                 writer.define_score(labels.DEFAULT_SCORE_NAME, self._score)
-        writer.begin_source(name, 0, "")
+        writer.begin_source(name, 0, "", self._provenance)
         try:
             packed = writer.pack(record)
             writer.append_packed(packed, scores=given, group=group)
@@ -144,6 +147,8 @@ def create(
     overwrite: bool = False,
     append: bool = False,
     score_direction: str = labels.CORRECT,
+    provenance: Provenance | Mapping[str, Any] | None = None,
+    allow_mixed_provenance: bool = False,
 ) -> TraceWriter:
     """Create a store, or open one with ``append=True``, and return a writer for it.
 
@@ -163,6 +168,10 @@ def create(
         Append to the store if it exists.
     score_direction : {"correct", "hallucination"}
         What a high value of the score "score" means; `define_score` of the writer defines others.
+    provenance : Provenance or mapping, optional
+        Model, layers and prompt that the traces come from. A mapping has the names of Provenance as keys.
+    allow_mixed_provenance : bool
+        Append to a store whose provenance conflicts with `provenance`.
 
     Returns
     -------
@@ -172,7 +181,7 @@ def create(
     Raises
     ------
     UsageError
-        If the path cannot be used or an option is invalid.
+        If the path cannot be used, an option is invalid, or the provenance conflicts with that of the store.
     StoreLockedError
         If another writer holds the store.
 
@@ -189,7 +198,22 @@ def create(
     ):
         if value not in allowed:
             raise UsageError(f"found {value!r}, expected one of {', '.join(allowed)}")
-    return TraceWriter(
-        StoreWriter(path, attention=attention, dtype=dtype, codec=codec, overwrite=overwrite, exist_ok=append),
-        score_direction,
+    try:
+        known = Provenance.from_json(provenance) if isinstance(provenance, Mapping) else provenance
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    writer = StoreWriter(
+        path,
+        attention=attention,
+        dtype=dtype,
+        codec=codec,
+        overwrite=overwrite,
+        exist_ok=append,
+        allow_mixed_provenance=allow_mixed_provenance,
     )
+    try:
+        writer.check_provenance([] if known is None else [known])
+    except BaseException:
+        writer.close()
+        raise
+    return TraceWriter(writer, score_direction, known)

@@ -342,6 +342,9 @@ def fit_attributes(attributes: schema.Attributes, trace: PackedTrace) -> schema.
         if found is not None and stored is not None and found != stored:
             raise field_error(name, str(found), f"{stored} as in the rest of the store")
         values[name] = found if stored is None else stored
+    for ids in (p.layer_ids for p in attributes.provenance):
+        if ids is not None and len(ids) != values["num_layers"]:
+            raise field_error("provenance", f"{len(ids)} layer_ids", f"{values['num_layers']}, one per stored layer")
     layout, stored = schema.LAYOUT_NAMES.get(trace.layout), attributes.attention_layout
     if layout is not None and stored is not None and (layout == "edges") != (stored == "edges"):
         raise field_error("attention", f"{layout} attention", f"{stored} as in the rest of the store")

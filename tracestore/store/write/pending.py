@@ -1,7 +1,9 @@
 """The changes that a writer has collected for its next commit."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from tracestore.store.io import fsio
 from tracestore.store.read.columns import TraceValues
 from tracestore.store.write.segment_writer import SegmentWriter
 
@@ -17,11 +19,12 @@ class PendingRow:
 
 @dataclass
 class PendingSource:
-    """A source that the next commit records."""
+    """A source that the next commit records; `provenance` is a position in the attribute of that name."""
 
     path: str
     size: int
     fingerprint: str
+    provenance: int = -1
     num_traces: int = 0
     num_skipped: int = 0
 
@@ -41,3 +44,23 @@ class Pending:
     updates: dict[int, TraceValues] = field(default_factory=dict)
     sources: list[PendingSource] = field(default_factory=list)
     segments: list[SegmentWriter] = field(default_factory=list)
+
+    def savepoint(self) -> Callable[[], None]:
+        """Return a function that reverts what was appended to the segments since this call."""
+        count = len(self.segments)
+        savepoint = self.segments[-1].savepoint() if count else None
+
+        def roll_back() -> None:
+            self.remove_segments(count)
+            if savepoint is not None:
+                self.segments[-1].rollback(savepoint)
+
+        return roll_back
+
+    def remove_segments(self, first: int = 0) -> None:
+        """Remove the segments from `first` on, with their files."""
+        for segment in self.segments[first:]:
+            segment.close_fd()
+        for segment in self.segments[first:]:
+            fsio.remove_tree(segment.folder)
+        del self.segments[first:]

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from tracestore.errors import CorruptStoreError, InvalidInputError, UsageError
 from tracestore.store.format import labels, paths, schema
 from tracestore.store.format import manifest as mf
+from tracestore.store.format.provenance import Provenance, require_compatible
 from tracestore.store.io import fsio
 from tracestore.store.io.files import LocalFiles
 from tracestore.store.io.ownership import require_removed
@@ -28,9 +29,8 @@ from tracestore.store.write.segment_writer import SegmentWriter
 class StoreWriter:
     """Writer of a store, which holds the store's writer lock until close().
 
-    A source is begun with begin_source(), its traces are appended, and end_source() accepts it and
-    commits when enough data is pending. abort_source() reverts all changes of the source. The order
-    of these calls determines every byte of the store.
+    begin_source() begins a source, its traces are appended, and end_source() accepts it and commits when enough
+    data is pending. abort_source() reverts all of its changes. The order of calls determines every byte.
 
     Parameters
     ----------
@@ -48,6 +48,8 @@ class StoreWriter:
     can_resume : callable, optional
         With `overwrite`, what an interrupted writer has committed to the new store is kept if this
         returns True for each of its sources.
+    allow_mixed_provenance : bool
+        Accept sources whose provenance conflicts.
     expected_bytes : int, optional
         Estimate of the data to be added, for the error message if the file system is full.
     close_bytes, split_bytes : int
@@ -74,6 +76,7 @@ class StoreWriter:
         exist_ok: bool = True,
         on_conflict: OnConflict = "error",
         can_resume: Callable[[SourceEntry], bool] | None = None,
+        allow_mixed_provenance: bool = False,
         expected_bytes: int | None = None,
         close_bytes: int = schema.SEGMENT_CLOSE_BYTES,
         split_bytes: int = schema.SEGMENT_SPLIT_BYTES,
@@ -81,6 +84,7 @@ class StoreWriter:
         self._folder = OutputFolder(path, overwrite=overwrite, exist_ok=exist_ok, can_resume=can_resume)
         self.close_bytes, self.split_bytes = close_bytes, split_bytes
         self._on_conflict: OnConflict = on_conflict
+        self._allow_mixed_provenance = allow_mixed_provenance
         options = {"attention": attention, "dtype": dtype, "codec": codec}
         with fsio.map_os_errors(self.path, None if expected_bytes is None else lambda: expected_bytes):
             try:
@@ -148,27 +152,28 @@ class StoreWriter:
         """Return whether a file of this name is committed, whatever its contents."""
         return any(name == path for name, _, _ in self._sources)
 
-    def begin_source(self, path: str, size: int, fingerprint: str) -> None:
-        """Begin a source, identified by its path, size in bytes and fingerprint."""
+    def check_provenance(self, provenances: Iterable[Provenance]) -> None:
+        """Raise UsageError if sources with these provenances conflict with each other or with the store."""
+        if not self._allow_mixed_provenance:
+            require_compatible(self.attributes.provenance, provenances, str(self._folder.location))
+
+    def begin_source(self, path: str, size: int, fingerprint: str, provenance: Provenance | None = None) -> None:
+        """Begin a source, identified by its path, size in bytes and fingerprint; UsageError as check_provenance()."""
         assert self._undo is None, "a source is open"
-        pending = self._pending
-        attributes, count = self.attributes, len(pending.segments)
-        savepoint = pending.segments[-1].savepoint() if count else None
+        self.check_provenance([] if provenance is None else [provenance])
+        pending, attributes = self._pending, self.attributes
+        roll_back = pending.savepoint()
+        self.attributes, number = attributes.with_provenance(provenance)
         self._keys.undo = self._undo = []
         self._keys.num_conflicts = 0
 
         def restore() -> None:
             self.attributes = attributes
-            for segment in pending.segments[count:]:
-                segment.close_fd()
-                fsio.remove_tree(segment.folder)
-            del pending.segments[count:]
-            if savepoint is not None:
-                pending.segments[-1].rollback(savepoint)
+            roll_back()
             pending.sources.pop()
 
         self._undo.append(restore)
-        pending.sources.append(PendingSource(path, size, fingerprint))
+        pending.sources.append(PendingSource(path, size, fingerprint, number))
 
     def abort_source(self) -> None:
         """Revert all changes of the open source."""
@@ -378,10 +383,8 @@ class StoreWriter:
     def _drop_pending(self) -> None:
         pending = self._pending
         self._reset_pending()
-        for segment in pending.segments:
-            segment.close_fd()
-            with contextlib.suppress(OSError):
-                fsio.remove_tree(segment.folder)
+        with contextlib.suppress(OSError):  # The next writer removes what is left.
+            pending.remove_segments()
 
     def close(self) -> None:
         """Drop uncommitted changes and release the lock; a store without any commit is removed."""
