@@ -73,7 +73,7 @@ def _fields(store: Path) -> tuple[int, str]:
         with tracestore.open(store) as opened:
             for trace in opened:
                 for name in ("hidden_states", "last_token", "attention", "tokens", "tokens_decoded", "question", "answer",
-                             "extras", "score", "label", "group", "source", "question_id"):  # fmt: skip
+                             "optional_fields", "extras", "score", "label", "group", "source", "question_id"):  # fmt: skip
                     try:
                         getattr(trace, name)
                     except MissingFieldError:

@@ -74,9 +74,10 @@ class SegmentReader:
             reason = error.strerror if isinstance(error, OSError) else escape_unprintable(str(error), 300)
             raise CorruptStoreError(f"{self.rows_path}: {what}{reason}") from None
 
-    def _parse_entries(self, attributes: dict[str, Any]) -> dict[str, FileEntry]:
+    def _parse_entries(self, attributes: Any) -> dict[str, FileEntry]:
         """Return the other files of the segment by their path in the store."""
-        if attributes.keys() != {"num_traces", "files"} or attributes["num_traces"] != self.num_rows:
+        is_valid = isinstance(attributes, dict) and attributes.keys() == {"num_traces", "files"}
+        if not is_valid or attributes["num_traces"] != self.num_rows:
             raise ValueError(f"zarr.json: not the attributes of a segment of {self.num_rows} traces")
         found = [FileEntry(f"{self.name}/{path}", size, crc) for path, size, crc in attributes["files"]]
         entries = {entry.path: entry for entry in found}
