@@ -342,6 +342,8 @@ def _provenances(data: object, num_layers: int | None) -> tuple[Provenance, ...]
     found = tuple(map(Provenance.from_json, data))
     if [p.to_json() for p in found] != data:
         raise ValueError("attributes: provenance: the keys are not those of this format")
+    if any(p in found[:k] for k, p in enumerate(found)):
+        raise ValueError("attributes: provenance: found an entry twice")
     for ids in (p.layer_ids for p in found):
         if ids is not None and num_layers is not None and len(ids) != num_layers:
             raise ValueError(f"attributes: provenance: found {len(ids)} layer_ids, expected {num_layers}")

@@ -1,13 +1,31 @@
 """The open parts of a store that its traces and batches are read from."""
 
+import os
+from pathlib import Path
+
 import numpy as np
 
 from tracestore.errors import CorruptStoreError, UsageError
-from tracestore.store.io.files import ReadableFiles
+from tracestore.store.io.files import LocalFiles, ReadableFiles, parse_location
 from tracestore.store.read.chunk_cache import ChunkCache
 from tracestore.store.read.columns import Columns
 from tracestore.store.read.generation import PinnedGeneration, open_latest
 from tracestore.store.read.segment import SegmentReader
+
+
+def open_files(path: str | os.PathLike[str]) -> ReadableFiles:
+    """Return the files of a local or remote store; raise UsageError if there is no folder."""
+    place = parse_location(path)
+    if not isinstance(place, Path):
+        # Imported here: most stores are local, and access to others is an extra.
+        from tracestore.store.remote.files import RemoteFiles
+
+        return RemoteFiles.open(place)
+    if not place.exists():
+        raise UsageError(f"{place}: no such store")
+    if not place.is_dir():
+        raise UsageError(f"{place}: not a store")
+    return LocalFiles(place)
 
 
 class StoreInternals:

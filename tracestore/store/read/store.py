@@ -13,7 +13,7 @@ from tracestore.extras import needs
 from tracestore.store.format import schema
 from tracestore.store.format.labels import CORRECT, DEFAULT_THRESHOLD, ScoreField, derive, describe
 from tracestore.store.format.provenance import Provenance
-from tracestore.store.io.files import LocalFiles, Prefetch, ReadableFiles, RemoteURL, parse_location
+from tracestore.store.io.files import Prefetch, RemoteURL
 from tracestore.store.read import table
 from tracestore.store.read.batch_sources import (
     GRAPH_ROW,
@@ -24,7 +24,7 @@ from tracestore.store.read.batch_sources import (
     chunk_keys,
 )
 from tracestore.store.read.index import QuestionIds
-from tracestore.store.read.internals import StoreInternals
+from tracestore.store.read.internals import StoreInternals, open_files
 from tracestore.store.read.trace import Trace
 
 DEFAULT_CACHE_BYTES = 256 << 20
@@ -337,23 +337,9 @@ class TraceStore:
         return table.facts(self.internals)
 
 
-def _open_files(path: str | os.PathLike[str]) -> ReadableFiles:
-    place = parse_location(path)
-    if not isinstance(place, Path):
-        # Imported here: most stores are local, and access to others is an extra.
-        from tracestore.store.remote.files import RemoteFiles
-
-        return RemoteFiles.open(place)
-    if not place.exists():
-        raise UsageError(f"{place}: no such store")
-    if not place.is_dir():
-        raise UsageError(f"{place}: not a store")
-    return LocalFiles(place)
-
-
 def _reopen(path: str, cache_bytes: int, generation: int, num_traces: int, score: str | None) -> TraceStore:
     """Open the store of a pickled TraceStore."""
-    internals = StoreInternals.open(_open_files(path), cache_bytes, generation, score)
+    internals = StoreInternals.open(open_files(path), cache_bytes, generation, score)
     return _checked(TraceStore(internals), generation, num_traces)
 
 
@@ -397,4 +383,4 @@ def open_store(
     >>> with tracestore.open("store.zarr") as store:
     ...     print(len(store), store[0].hidden_states.shape)
     """
-    return TraceStore(StoreInternals.open(_open_files(path), cache_bytes, score=score))
+    return TraceStore(StoreInternals.open(open_files(path), cache_bytes, score=score))

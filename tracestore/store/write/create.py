@@ -199,7 +199,7 @@ def create(
         if value not in allowed:
             raise UsageError(f"found {value!r}, expected one of {', '.join(allowed)}")
     try:
-        known = Provenance.from_json(provenance) if isinstance(provenance, Mapping) else provenance
+        known = provenance if isinstance(provenance, Provenance | None) else Provenance.from_json(provenance)
     except ValueError as error:
         raise UsageError(str(error)) from None
     writer = StoreWriter(
