@@ -92,7 +92,8 @@ def valid_stores(folder: Path) -> list[Path]:
     many = new("generations")
     for k in range(3):
         with tracestore.create(many, append=True, provenance=known | {"tool": f"program {k}"}) as writer:
-            writer.append(make_traces(20, layers=2, dim=8)[10 + k], label=float(k % 2))
+            writer.define_score("judge", direction="hallucination", source="a judge", version="1")
+            writer.append(make_traces(20, layers=2, dim=8)[10 + k], label=float(k % 2), scores={"judge": k / 4})
     edges = folder / "graphs.pt"
     import torch
 

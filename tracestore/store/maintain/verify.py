@@ -321,6 +321,8 @@ def repair_store(store: str | os.PathLike[str]) -> VerifyReport:
                 fsio.fsync_path(name.parent)
         expected = root_metadata(whole.attributes)
         if not _is_root(files, expected):
+            if (path / "zarr.json").is_dir():
+                raise CorruptStoreError(f"{path}/zarr.json: found a folder, expected a file; move it out of the store")
             fsio.replace_file(path / "zarr.json", expected)
             repaired.append("zarr.json restored from the manifest")
         if repaired:

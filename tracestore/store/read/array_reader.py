@@ -164,13 +164,16 @@ class ArrayReader:
         except ValueError as error:
             raise CorruptStoreError(f"{self.name}: inner chunk {chunk}: {error}") from None
 
+    def _require_rows(self, begin: int, end: int) -> None:
+        if not 0 <= begin <= end <= self.shape[0]:
+            raise CorruptStoreError(f"{self.name}: rows {begin} to {end} of {self.shape[0]}")
+
     def slices(self, begin: int, end: int) -> list[np.ndarray]:
         """Return rows begin .. end - 1 as flat arrays in order, without a copy.
 
         These are one view of the map, or views of decoded inner chunks.
         """
-        if not 0 <= begin <= end <= self.shape[0]:
-            raise CorruptStoreError(f"{self.name}: rows {begin} to {end} of {self.shape[0]}")
+        self._require_rows(begin, end)
         items = self.row_items
         if self._offsets is None:
             return [self._flat[begin * items : end * items]]
@@ -186,6 +189,7 @@ class ArrayReader:
         """Return the cache keys of the inner chunks of rows begin .. end - 1; none if uncompressed."""
         if self._offsets is None or end <= begin:
             return []
+        self._require_rows(begin, end)
         return [(self.name, k) for k in range(begin // self.chunk_rows, -(-end // self.chunk_rows))]
 
     def copy_sources(self, begin: int, end: int) -> list[Any]:
