@@ -191,7 +191,7 @@ class Steps:
 class StepsLimit:
     """Steps compared with PyG's, which compute the same function one layer at a time."""
 
-    params = (list(GRAPH_MODELS), list(STEP_SHAPES)[:1])
+    params = (["gnn_det_lstm"], list(STEP_SHAPES)[:1])
     param_names = ("model", "shape")
     timeout = 600
 
@@ -203,10 +203,10 @@ class StepsLimit:
     track_limit.unit = "% of PyG's time"
 
 
-class OtherShapes(StepsLimit):
-    """More shapes, which take minutes. `make asv` leaves them out."""
+class AllShapes(StepsLimit):
+    """Both graph models and all shapes, which take minutes. `make asv` leaves them out."""
 
-    params = (["gnn_det_lstm"], list(STEP_SHAPES)[1:])
+    params = (list(GRAPH_MODELS), list(STEP_SHAPES))
 
     def track_memory_limit(self, model, shape):
         """Return the memory in percent of PyG's."""
