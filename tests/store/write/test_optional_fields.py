@@ -64,7 +64,7 @@ def assert_stored(path, traces):
 
 
 def test_the_attributes_of_a_trace_are_those_of_the_table():
-    assert list(OptionalFields.__annotations__) == list(schema.OPTIONAL_FIELDS)
+    assert OptionalFields.__annotations__.keys() == schema.OPTIONAL_FIELDS.keys()
     assert OptionalFields.token_label.__doc__ == schema.OPTIONAL_FIELDS["token_label"].doc
 
 
