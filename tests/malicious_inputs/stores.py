@@ -189,21 +189,25 @@ class Store:
 
     def reseal(self) -> None:
         """Update all sizes and checksums below the manifest."""
-        for segment in self.segments():
-            with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
-                self._reseal_segment(segment)
-        for k in range(len(self.manifest["index"])):
-            arrays = self.part(k)
-            for row, name in enumerate(strings(arrays, "segment_name")):
-                path = self.path / "segments" / name / "rows.zip"
+        for kind in ("index", "columns"):
+            for k, ref in enumerate(self.manifest[kind]):
+                if kind == "index":
+                    with contextlib.suppress(ValueError, OSError):  # the change may have left no group
+                        self._reseal_part(k)
+                path = self.path / ref["path"]
                 if path.is_file() and not path.is_symlink():
-                    data = path.read_bytes()
-                    arrays["segment_size"][row], arrays["segment_crc32c"][row] = len(data), crc32c(data)
-            self.set_part(k, arrays)
-        for k, ref in enumerate(self.manifest["columns"]):
-            path = self.path / ref["path"]
+                    self.replace(kind, k, path.read_bytes())
+
+    def _reseal_part(self, k: int) -> None:
+        arrays = self.part(k)
+        for row, name in enumerate(strings(arrays, "segment_name")):
+            with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
+                self._reseal_segment(f"segments/{name}")
+            path = self.path / "segments" / name / "rows.zip"
             if path.is_file() and not path.is_symlink():
-                self.replace("columns", k, path.read_bytes())
+                data = path.read_bytes()
+                arrays["segment_size"][row], arrays["segment_crc32c"][row] = len(data), crc32c(data)
+        self.set_part(k, arrays)
 
     def _reseal_segment(self, segment: str) -> None:
         group = self.group(f"{segment}/rows.zip", schema.ROW_DTYPES)
