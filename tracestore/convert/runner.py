@@ -320,7 +320,7 @@ class Conversion:
         if manifest.num_scored:
             name = writer.attributes.default_score or ""
             direction = writer.attributes.scores[name].direction
-            report.labels = f"score {name}: {describe(writer.read_columns().score(name), DEFAULT_THRESHOLD, direction)}"
+            report.labels = f"{name}: {describe(writer.read_columns().score(name), DEFAULT_THRESHOLD, direction)}"
         if manifest.num_traces == 0:
             raise InvalidInputError(f"no file could be converted: {report.num_sources_skipped} refused")
         for line in report.lines(self._options.on_conflict):
