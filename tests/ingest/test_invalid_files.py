@@ -39,7 +39,7 @@ def bad_schema():
     ragged[1] = ragged[1][:2]
     yield "ragged layers", {**good, "hidden_states": ragged}, "hidden_states[1]"
     yield "other S", {**good, "attentions": [a[:, :2, :2] for a in good["attentions"]]}, "attentions[0]"
-    yield "fewer layers", {**good, "attentions": good["attentions"][:2]}, "expected 3"
+    yield "fewer layers", {**good, "attentions": good["attentions"][:1]}, "expected 3"
     yield "zero layers", {**good, "hidden_states": []}, "zero layers"
     yield "zero tokens", make_trace(0, tokens=0), "at least one token"
     yield "object instead of array", {**good, "hidden_states": ["a", "b", "c"]}, "hidden_states[0]"

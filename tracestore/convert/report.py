@@ -21,6 +21,7 @@ class ConvertReport:
     num_duplicates: int = 0
     num_conflicts: int = 0
     num_nonfinite: int = 0
+    num_without_embeddings: int = 0
     num_sources_rounded: dict[str, int] = field(default_factory=dict)  # by dtype, to float16
     bytes_in: int = 0
     bytes_out: int = 0
@@ -55,6 +56,11 @@ class ConvertReport:
             )
         if self.num_nonfinite:
             yield f"{self.num_nonfinite:,} traces hold NaN or infinite values; training reports an error for them"
+        if self.num_without_embeddings:
+            yield (
+                f"the embeddings of {self.num_without_embeddings:,} traces are not stored: "
+                "they had L + 1 hidden states and attention of L layers"
+            )
         for dtype, count in self.num_sources_rounded.items():
             advice = "" if dtype == "float64" else "; --dtype keep keeps them"  # no store holds float64
             yield f"{dtype} values of {count:,} files were rounded to float16{advice}"

@@ -261,6 +261,7 @@ class Conversion:
                     if writer.append_packed(packed, scores=scores, group=group):
                         added += 1
                         rounded_from = rounded_from or packed.rounded_from
+                        report.num_without_embeddings += packed.record.is_without_embeddings
                     else:
                         duplicates += 1
                     progress.update(lambda s: self._line(s, report.num_traces_read + added, report.bytes_in))

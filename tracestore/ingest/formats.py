@@ -202,10 +202,17 @@ def _from_object(limits: _Limits, root: Any, name: str, need_attention: bool | N
     if not isinstance(root, dict):
         found = "a tensor or array" if isinstance(root, PickledValue) else type(root).__name__
         raise InvalidInputError(f"found {found}, expected a list of traces or a dict of sequences or graphs")
-    if "graphs" in root:
+    if "hidden_states" in root:
+        yield _trace(limits, root, name, 0, need_attention)
+    elif "graphs" in root:
         yield from _graphs(limits, root)
     elif "sequences" in root:
         yield from _sequences(limits, root)
+    elif isinstance(root.get("traces"), list):
+        yield from _from_object(limits, root["traces"], name, need_attention)
+    elif root and all(isinstance(value, dict) and "hidden_states" in value for value in root.values()):
+        traces = ({"question_id": key} | value for key, value in root.items())
+        yield from _from_object(limits, list(traces), name, need_attention)
     else:
         yield _trace(limits, root, name, 0, need_attention)
 

@@ -21,6 +21,8 @@ from tracestore.store.write.values import (
 _OWN_FIELDS = frozenset(
     ("hidden_states", "attentions", "tokens", "tokens_decoded", "question_id", "prompt_length", *schema.TEXT_FIELDS)
 )
+# Keys of the token ids: that of this schema, of a tokenizer, and of the output of generate().
+_TOKENS_KEYS = ("tokens", "input_ids", "sequences")
 # With "labels", the name of `spans` in RAGTruth.
 _OPTIONAL_KEYS = frozenset((*schema.OPTIONAL_FIELDS, "labels"))
 
@@ -47,6 +49,8 @@ class TraceRecord:
         Fields of schema.OPTIONAL_FIELDS that the source has: arrays, numbers, tuples of numbers, JSON texts.
     has_own_id : bool
         Whether the source has a `question_id`; otherwise it is derived.
+    is_without_embeddings : bool
+        Whether the source had the embeddings in front of the hidden states of L layers.
     is_borrowed : bool
         Whether arrays may be views of much larger buffers, which must not be kept alive for long.
     """
@@ -66,6 +70,7 @@ class TraceRecord:
     extras: dict[str, Any] = field(default_factory=dict)
     label: float | None = None
     has_own_id: bool = True
+    is_without_embeddings: bool = False
     is_borrowed: bool = False
 
     @property
@@ -88,11 +93,18 @@ class TraceRecord:
 
 
 def _layers(value: Any, name: str, ndim: int, shape_text: str) -> list[np.ndarray]:
+    """Return the layers of a field as arrays of `ndim` dimensions and one dtype.
+
+    `value` may be a list of L arrays, one stacked array, nested lists of numbers, or what generate() returns: a list
+    of passes, each a list of L arrays. A batch dimension of one is removed.
+    """
     array = as_array(value)
-    if array is not None and array.ndim == ndim + 1:
+    if array is not None and array.ndim in (ndim + 1, ndim + 2):
         if 0 in array.shape:
             raise field_error(name, f"shape {array.shape}", f"a list of L non-empty arrays {shape_text}")
         value = list(array)
+    if _is_list_of_passes(value):
+        return _join_passes(value, name, ndim, shape_text)
     if not isinstance(value, list | tuple):
         raise field_error(name, describe(value), f"a list of L arrays {shape_text}")
     if len(value) == 0:
@@ -100,8 +112,14 @@ def _layers(value: Any, name: str, ndim: int, shape_text: str) -> list[np.ndarra
     layers: list[np.ndarray] = []
     for k, item in enumerate(value):
         layer = item if type(item) is np.ndarray else as_array(item)
+        if layer is None and isinstance(item, list | tuple):
+            layer = _array_of_lists(item)
+        if layer is not None and layer.ndim == ndim + 1 and len(layer) == 1:
+            layer = layer[0]
         if layer is None or layer.ndim != ndim:
-            raise field_error(f"{name}[{k}]", describe(item), f"an array {shape_text}")
+            is_batch = layer is not None and layer.ndim == ndim + 1
+            advice = "; save each answer of a batch as a trace" if is_batch else ""
+            raise field_error(f"{name}[{k}]", describe(item), f"an array {shape_text}{advice}")
         # The layers of a pickle share one dtype object, which is checked once.
         if not layers or layer.dtype is not layers[0].dtype:
             try:
@@ -116,8 +134,53 @@ def _layers(value: Any, name: str, ndim: int, shape_text: str) -> list[np.ndarra
     return layers
 
 
+def _array_of_lists(value: Sequence[Any]) -> np.ndarray | None:
+    """Return nested lists of numbers as a float32 array; None for other lists."""
+    try:
+        return np.asarray(value, "<f4")
+    except (ValueError, TypeError, OverflowError):
+        return None
+
+
+def _is_list_of_passes(value: Any) -> bool:
+    """Return whether the first item is a list of arrays, as for each pass of generate()."""
+    if not isinstance(value, list | tuple) or not value or not isinstance(value[0], list | tuple) or not value[0]:
+        return False
+    return as_array(value[0][0]) is not None
+
+
+def _join_passes(passes: Sequence[Any], name: str, ndim: int, shape_text: str) -> list[np.ndarray]:
+    """Return the layers of all tokens from the layers of each forward pass of generate().
+
+    A pass computes the states (s, D) of its s new tokens, and their attention (H, s, k) to the k tokens so far.
+    """
+    parts = [_layers(layers, f"{name}[{k}]", ndim, shape_text) for k, layers in enumerate(passes)]
+    for k, layers in enumerate(parts):
+        if len(layers) != len(parts[0]):
+            raise field_error(f"{name}[{k}]", f"{len(layers)} layers", f"{len(parts[0])} as in the first pass")
+    joined, num_tokens = [], sum(layers[0].shape[-2] for layers in parts)
+    for number, of_layer in enumerate(zip(*parts, strict=True)):
+        seen, blocks = 0, []
+        for k, block in enumerate(of_layer):
+            seen += block.shape[-2]
+            if ndim == 3:
+                if block.shape[-1] != seen:
+                    raise field_error(f"{name}[{k}][{number}]", f"shape {block.shape}", f"(H, s, {seen})")
+                block = np.pad(block, ((0, 0), (0, 0), (0, num_tokens - seen)))
+            blocks.append(block)
+        try:
+            joined.append(np.concatenate(blocks, axis=-2))
+        except ValueError:
+            raise field_error(f"{name}[0][{number}]", f"shape {of_layer[0].shape}", "that of later passes") from None
+    return joined
+
+
 def _tokens(value: Any, num_tokens: int) -> np.ndarray:
+    if isinstance(value, list | tuple) and len(value) == 1 and isinstance(value[0], list | tuple):
+        value = value[0]
     array = as_array(value)
+    if array is not None and array.ndim == 2 and len(array) == 1:
+        array = array[0]
     if array is None:
         if not isinstance(value, list | tuple) or not all(
             isinstance(v, int | np.integer) and not isinstance(v, bool) for v in value
@@ -172,9 +235,11 @@ def record_from_dict(trace: Any, *, source_name: str, position: int, need_attent
             raise InvalidInputError(f"found a key of type {type(key).__name__}, expected str")
     if need_attention is None:
         need_attention = "attentions" in trace
-    for key in ("hidden_states", "attentions", "tokens") if need_attention else ("hidden_states", "tokens"):
+    tokens_key = next((key for key in _TOKENS_KEYS if key in trace), "tokens")
+    for key in ("hidden_states", "attentions", tokens_key) if need_attention else ("hidden_states", tokens_key):
         if key not in trace:
-            raise InvalidInputError("missing key", field=key)
+            advice = "; to convert traces without attention: --attention none" if key == "attentions" else ""
+            raise InvalidInputError(f"missing key{advice}", field=key)
     hidden = _layers(trace["hidden_states"], "hidden_states", 2, "(S, D)")
     num_tokens, dim = hidden[0].shape
     if num_tokens == 0 or dim == 0:
@@ -182,9 +247,12 @@ def record_from_dict(trace: Any, *, source_name: str, position: int, need_attent
     for k, layer in enumerate(hidden):
         if layer.shape != (num_tokens, dim):
             raise field_error(f"hidden_states[{k}]", f"shape {layer.shape}", f"{(num_tokens, dim)} as in layer 0")
-    attention = None
+    attention, is_with_embeddings = None, False
     if need_attention:
         attention = _layers(trace["attentions"], "attentions", 3, "(H, S, S)")
+        is_with_embeddings = len(attention) == len(hidden) - 1
+        if is_with_embeddings:
+            hidden = hidden[1:]  # output_hidden_states: the embeddings, then each layer
         if len(attention) != len(hidden):
             raise field_error("attentions", f"{len(attention)} layers", f"{len(hidden)} as in hidden_states")
         expected = (attention[0].shape[0], num_tokens, num_tokens)
@@ -194,7 +262,8 @@ def record_from_dict(trace: Any, *, source_name: str, position: int, need_attent
             if layer.shape != expected:
                 raise field_error(f"attentions[{k}]", f"shape {layer.shape}", f"{expected}")
     record = TraceRecord(question_id="", position=position, hidden=hidden, attention=attention)
-    record.tokens = _tokens(trace["tokens"], num_tokens)
+    record.is_without_embeddings = is_with_embeddings
+    record.tokens = _tokens(trace[tokens_key], num_tokens)
     decoded = trace.get("tokens_decoded")
     if isinstance(decoded, np.ndarray) and len(decoded) == len(record.tokens):
         decoded = decoded.tolist()
@@ -214,7 +283,7 @@ def record_from_dict(trace: Any, *, source_name: str, position: int, need_attent
         record.prompt_length = integer(trace["prompt_length"], "prompt_length")
         if not 0 <= record.prompt_length <= 2**31 - 1:
             raise field_error("prompt_length", str(record.prompt_length), "a number of tokens below 2^31")
-    record.extras = {key: value for key, value in trace.items() if key not in _OWN_FIELDS}
+    record.extras = {key: value for key, value in trace.items() if key not in _OWN_FIELDS and key != tokens_key}
     if not _OPTIONAL_KEYS.isdisjoint(record.extras):
         _move_optional(record)
     if "sample" in trace:

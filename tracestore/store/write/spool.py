@@ -30,6 +30,7 @@ _RECORD_VALUES = (
     "prompt_length",
     "label",
     "has_own_id",
+    "is_without_embeddings",
 )
 _TRACE_VALUES = tuple(f.name for f in fields(PackedTrace) if f.name not in ("record", "arrays", "edge_counts"))
 
