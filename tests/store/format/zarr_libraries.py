@@ -1,0 +1,47 @@
+"""Comparison of zarr-python, tensorstore and zarrs, which must read the same values from the arrays of a store."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import zarr
+
+
+def read_with_tensorstore(kvstores: Mapping[str, Mapping[str, str]]) -> dict[str, np.ndarray]:
+    """Return the arrays at the key-value stores, read concurrently."""
+    import tensorstore
+
+    opened = {n: tensorstore.open({"driver": "zarr3", "kvstore": dict(k)}, read=True) for n, k in kvstores.items()}
+    reads = {name: future.result().read() for name, future in opened.items()}
+    return {name: read.result() for name, read in reads.items()}
+
+
+def assert_identical(found: np.ndarray, expected: np.ndarray, where: str) -> None:
+    """Compare dtype, shape and bytes of two arrays."""
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape), where
+    assert found.tobytes() == expected.tobytes(), where
+
+
+def compare_large_arrays(store: Path) -> int:
+    """Read every large array with the three libraries; return the number of arrays."""
+    folders = [path.parent for path in store.glob("segments/*/*/zarr.json")]
+    others = read_with_tensorstore({str(p): {"driver": "file", "path": f"{p}/"} for p in folders})
+    for folder in folders:
+        with_zarr = zarr.open_array(folder, mode="r")[...]
+        assert_identical(others[str(folder)], with_zarr, str(folder))
+        with zarr.config.set({"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"}):
+            assert_identical(zarr.open_array(folder, mode="r")[...], with_zarr, str(folder))
+    return len(folders)
+
+
+def compare_small_arrays(store: Path) -> int:
+    """Read every array in a ZIP archive with zarr-python and tensorstore; return the number of archives."""
+    files = sorted(store.rglob("*.zip"))
+    for path in files:
+        with zarr.storage.ZipStore(path, mode="r") as file:
+            arrays = {name: array[...] for name, array in zarr.open_group(file, mode="r").arrays()}
+        kvstores = {n: {"driver": "zip", "base": f"file://{path}", "path": f"{n}/"} for n in arrays}
+        others = read_with_tensorstore(kvstores)
+        for name, with_zarr in arrays.items():
+            assert_identical(others[name], with_zarr, f"{path}, {name}")
+    return len(files)
