@@ -39,6 +39,36 @@ from tracestore.store.write.record import record_from_dict
 from tracestore.store.write.writer import StoreWriter
 
 KINDS: dict[str, Callable[[Path], None]] = {}
+# Kinds that differ little from another one.
+SIMILAR = (
+    "bfloat16_to_float16_mean",
+    "codec_blosc_lz4_float32_heads",
+    "codec_zstd",
+    "continued_after_a_kill_before_the_first_commit",
+    "default_score_without_values",
+    "edges_blosc",
+    "edges_legacy_file",
+    "edges_reversed",
+    "edges_with_labels_and_fields",
+    "index_parts_merged",
+    "integer_ids",
+    "killed",
+    "labels_of_later_sources",
+    "merged_provenances",
+    "mixed_layouts_mean",
+    "optional_fields_of_one_segment",
+    "overwritten",
+    "pickles_then_sequences",
+    "replaced_in_one_run",
+    "repaired_manifest",
+    "rounded_to_float16_heads",
+    "scores_by_sample",
+    "scores_of_hallucination",
+    "several_files_per_segment",
+    "split_source",
+    "square_mean",
+    "subset_by_split",
+)
 
 
 def kind(function: Callable[[Path], None]) -> Callable[[Path], None]:
@@ -250,6 +280,14 @@ def edges_bfloat16(path: Path) -> None:
     for layer in (layer for layers in value["graphs"] for layer in layers):
         layer |= {name: torch.from_numpy(layer[name]).bfloat16() for name in ("x", "edge_attr")}
     convert(write_pickle(inputs(path) / "graphs.pkl", value), path, "--dtype", "keep")
+
+
+@kind
+def graphs_without_attention(path: Path) -> None:
+    """Convert graphs and pickles with --attention none."""
+    write_pickle(inputs(path) / "graphs.pkl", graphs_of(make_traces(2, tokens=3)))
+    write_pickle(inputs(path) / "traces.pkl", make_traces(5)[2:])
+    convert(inputs(path), path, "--attention", "none")
 
 
 @kind
@@ -542,6 +580,19 @@ def continued_after_a_bad_file(path: Path) -> None:
         convert(inputs(path), path, check=3)
         (inputs(path) / "b.pkl").write_bytes(data)
         convert(inputs(path), path)
+
+
+@variants({"repaired_manifest": {"copy_is_intact": True}, "damaged_manifest_renamed": {"copy_is_intact": False}})
+def repaired(path: Path, *, copy_is_intact: bool) -> None:
+    """Damage the newest manifest, with or without its copy, and repair the store; then add a commit."""
+    traces = make_traces(8)
+    write_store(path, traces[:6], score=0.5, commit_after=[3])
+    for name in ("manifest/0000000002", *(() if copy_is_intact else ("index/0000000002.manifest",))):
+        (path / name).chmod(0o644)
+        (path / name).write_bytes((path / name).read_bytes()[:-2])
+    command("verify", path, "--repair", check=0)
+    with tracestore.create(path, append=True) as writer:
+        writer.append(traces[7])
 
 
 @variants(

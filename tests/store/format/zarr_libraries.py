@@ -1,6 +1,7 @@
 """Comparison of zarr-python, tensorstore and zarrs, which must read the same values from the arrays of a store."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -34,12 +35,17 @@ def compare_large_arrays(store: Path) -> int:
     return len(folders)
 
 
-def compare_small_arrays(store: Path) -> int:
-    """Read every array in a ZIP archive with zarr-python and tensorstore; return the number of archives."""
-    files = sorted(store.rglob("*.zip"))
+def compare_small_arrays(store: Path, read_zip: Callable[[Path], dict[str, np.ndarray]]) -> int:
+    """Read the arrays in the ZIP archives of the newest generation with `read_zip` and tensorstore.
+
+    `read_zip` returns the arrays of an archive, read with zarr-python. Return the number of archives.
+    """
+    newest = max(path for path in store.glob("manifest/*") if path.name.isdigit())
+    manifest = json.loads(newest.read_text().splitlines()[0])
+    files = [store / entry["path"] for entry in manifest["index"] + manifest["columns"]]
+    files += store.glob("segments/*/rows.zip")
     for path in files:
-        with zarr.storage.ZipStore(path, mode="r") as file:
-            arrays = {name: array[...] for name, array in zarr.open_group(file, mode="r").arrays()}
+        arrays = read_zip(path)
         kvstores = {n: {"driver": "zip", "base": f"file://{path}", "path": f"{n}/"} for n in arrays}
         others = read_with_tensorstore(kvstores)
         for name, with_zarr in arrays.items():
