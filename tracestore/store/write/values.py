@@ -75,7 +75,7 @@ def encode_value(value: Any, name: str, budget: list[int], depth: int = 0) -> An
     if isinstance(value, int):
         return value if abs(value) < 2**63 else {"$int": str(value)}
     if isinstance(value, float):
-        return value if math.isfinite(value) else {"$float": repr(value)}
+        return value if math.isfinite(value) else {"$float": repr(float(value))}
     if isinstance(value, bytes):
         budget[0] -= len(value) // 16
         return {"$bytes": base64.b64encode(value).decode()}
@@ -96,6 +96,9 @@ def encode_value(value: Any, name: str, budget: list[int], depth: int = 0) -> An
     if isinstance(value, Mapping):
         # A dict with keys that look like these encodings is stored as a list of pairs.
         if not all(isinstance(k, str) and not k.startswith("$") for k in value):
+            for k in value:
+                if not isinstance(k, str | bytes | int | float | np.generic | None):
+                    raise field_error(name, f"a key of type {type(k).__name__}", "strings, numbers or bytes as keys")
             pairs = [
                 [encode_value(k, name, budget, depth + 1), encode_value(v, name, budget, depth + 1)]
                 for k, v in value.items()

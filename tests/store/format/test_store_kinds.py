@@ -1,0 +1,98 @@
+"""Stores of every kind: a reader written from docs/format.md, and Zarr libraries, read what tracestore reads."""
+
+import math
+import re
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import pytest
+
+import tracestore
+from tests.helpers import ROOT, make_traces
+from tests.store import second_reader
+from tests.store.format.store_kinds import KINDS, SIMILAR, expected
+from tests.store.format.zarr_libraries import assert_identical, compare_large_arrays, compare_small_arrays
+from tests.store.second_reader import find, key_hash
+from tests.tiers import long
+from tracestore.store.maintain.verify import verify_store
+
+
+class Kind(NamedTuple):
+    """A store, and what tracestore reads from it."""
+
+    path: Path
+    expected: list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module", params=[*(name for name in KINDS if name not in SIMILAR), *long(*SIMILAR)])
+def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kind:
+    """A store of each kind. Nothing is synced to the disk, which takes half of the time."""
+    path = tmp_path_factory.mktemp("kind") / "s.zarr"
+    with mock.patch("os.fsync"):
+        KINDS[request.param](path)
+    return Kind(path, expected(path))
+
+
+def assert_same(found: Any, value: Any, where: str) -> None:
+    """Compare two values of a trace: types, dtypes of floats, shapes and bits."""
+    if isinstance(value, np.ndarray):
+        assert isinstance(found, np.ndarray), where
+        if value.dtype.kind in "iu" and found.dtype.kind in "iu":
+            assert found.shape == value.shape and (found == value).all(), where
+        else:
+            assert_identical(found, value, where)
+    elif isinstance(value, dict):
+        # Keys may be NaN, and 1 is the same key as True.
+        mine, theirs = ({repr(key): v for key, v in d.items()} for d in (value, found))
+        assert theirs.keys() == mine.keys(), where
+        for key in mine:
+            assert_same(theirs[key], mine[key], f"{where}[{key}]")
+    elif isinstance(value, list | tuple):
+        assert isinstance(found, list | tuple) and len(found) == len(value), where
+        for k, (mine, theirs) in enumerate(zip(value, found, strict=True)):
+            assert_same(theirs, mine, f"{where}[{k}]")
+    elif isinstance(value, float):
+        assert math.isnan(found) if math.isnan(value) else repr(float(found)) == repr(value), (where, found, value)
+    else:
+        assert found == value and isinstance(found, type(value)), (where, found, value)
+
+
+def test_a_reader_written_from_the_docs_and_zarr_libraries_read_every_value(store, monkeypatch):
+    # One reading of the archives by zarr-python is enough.
+    read_zip = cache(second_reader.read_zip)
+    monkeypatch.setattr(second_reader, "read_zip", read_zip)
+    assert compare_large_arrays(store.path) >= 1 and compare_small_arrays(store.path, read_zip) >= 3
+    found = second_reader.read_store(store.path)
+    assert len(found) == len(store.expected) > 0
+    for k, (mine, theirs) in enumerate(zip(store.expected, found, strict=True)):
+        assert theirs.keys() == mine.keys()
+        for name, value in mine.items():
+            assert_same(theirs[name], value, f"trace {k}, {name}")
+
+
+def test_a_reader_written_from_the_docs_finds_traces(store):
+    positions = {(trace["question_id"], trace["sample"]): k for k, trace in enumerate(store.expected)}
+    last = list(positions)[-1]
+    for key in (last, (last[0], 5), (f"{last[0]}x", 0)):
+        assert find(store.path, *key) == positions.get(key, -1), key
+
+
+def test_the_store_is_intact(store):
+    report = verify_store(store.path)
+    assert report.damaged == {} and report.num_files > 3
+
+
+def test_the_hash_of_the_docs_finds_the_traces(tmp_path):
+    for row in re.findall(r"\| (\S+) \| (\d) \| ([0-9a-f]{16}) \|", (ROOT / "docs/format.md").read_text()):
+        assert f"{key_hash(row[0].encode(), int(row[1])):016x}" == row[2]
+    traces, samples = make_traces(40, tokens=2), (0, 3)
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        for trace, sample in product(traces, samples):
+            writer.append(trace | {"sample": sample})
+    assert len(second_reader.read_zip(tmp_path / "s.zarr/index/0000000001.zip")["key_table"]) == 256
+    for k, (trace, sample) in enumerate(product(traces, samples)):
+        assert find(tmp_path / "s.zarr", trace["question_id"], sample) == k
