@@ -57,5 +57,5 @@ def test_reading_imports_neither_zarr_nor_torch(store_path):
 
 
 def test_an_open_store_prints_nothing_when_the_interpreter_ends(store_path):
-    code = "import sys, tracestore; store = tracestore.open(sys.argv[1]); trace = store[0]; sys.modules['keep'] = store"
+    code = "import sys, tracestore; store = tracestore.open(sys.argv[1]); trace = store[0]; import numpy; numpy.keep = store"
     assert run_cli("-c", code, store_path, check=0).stderr == ""
