@@ -117,10 +117,6 @@ class StorageError(TracestoreError):
     """The file system failed, for example with EIO. Committed data stays readable."""
 
 
-class WorkerFailedError(StorageError):
-    """A worker of a cluster died or failed. The files before its own are complete."""
-
-
 class RemoteError(StorageError):
     """The server of a remote store failed for longer than the retry timeout. Committed data stays readable."""
 
@@ -142,7 +138,7 @@ class TrainingError(UsageError):
 
 
 class InsufficientMemoryError(TracestoreError):
-    """A single trace or the model does not fit into memory. `--resume` continues from the last checkpoint, if any."""
+    """A single trace does not fit into memory. A checkpoint was written."""
 
     exit_code = 75
 

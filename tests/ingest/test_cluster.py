@@ -12,19 +12,7 @@ import pytest
 import torch
 
 import tracestore
-from tests.helpers import (
-    ROOT,
-    command,
-    convert,
-    make_graphs,
-    make_optional,
-    make_trace,
-    make_traces,
-    tree_bytes,
-    write_pickle,
-)
-from tracestore.convert import runner
-from tracestore.errors import WorkerFailedError
+from tests.helpers import ROOT, convert, make_graphs, make_optional, make_trace, make_traces, tree_bytes, write_pickle
 from tracestore.store.format.labels import ScoreField
 from tracestore.store.write.pack import pack_record
 from tracestore.store.write.record import record_from_dict
@@ -52,8 +40,8 @@ def cluster(folder):
 
     def start(*args):
         log = (folder / f"{args[0]}{len(processes)}.log").open("wb")
-        words = [sys.executable, "-m", "dask", *args]
-        processes.append(subprocess.Popen(words, cwd=folder, env=env, stdout=log, stderr=log))
+        command = [sys.executable, "-m", "dask", *args]
+        processes.append(subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log))
 
     try:
         file = folder / "scheduler.json"
@@ -145,27 +133,3 @@ def test_graphs_and_sequences_pass_through_a_cluster(tmp_path):
     convert(data, tmp_path / "one.zarr", "--workers", 1)
     convert(data, tmp_path / "local.zarr", "--dask", "local", "--workers", 1)
     assert tree_bytes(tmp_path / "local.zarr") == tree_bytes(tmp_path / "one.zarr")
-
-
-def test_a_worker_that_dies_leaves_the_files_before_its_own(data, tmp_path, monkeypatch):
-    """The pending commit is made, although it is far from its size."""
-
-    class DeadStream:
-        def __init__(self, stream):
-            self.source = stream.source
-            self.identity, self.discard = stream.identity, getattr(stream, "discard", None)
-
-        def __iter__(self):
-            raise WorkerFailedError(f"{self.source.name}: a worker failed: KilledWorker")
-
-    original = runner.read_sources
-
-    def streams(*args, **options):
-        for k, stream in enumerate(original(*args, **options)):
-            yield stream if k < 2 else DeadStream(stream)
-
-    monkeypatch.setattr(runner, "read_sources", streams)
-    done = command("convert", data, tmp_path / "s.zarr")
-    assert done.returncode == 1 and "a worker failed" in done.stderr and done.stderr.count("\n") == 1
-    with tracestore.open(tmp_path / "s.zarr") as store:
-        assert store.info()["num_sources"] == 2

@@ -14,13 +14,7 @@ from tracestore import process
 from tracestore.console import Output, Progress, format_size
 from tracestore.convert.options import ON_CONFLICT, ConvertOptions
 from tracestore.convert.report import ConvertReport
-from tracestore.errors import (
-    InvalidInputError,
-    TruncatedFileError,
-    UsageError,
-    WorkerFailedError,
-    escape_unprintable,
-)
+from tracestore.errors import InvalidInputError, TruncatedFileError, UsageError, escape_unprintable
 from tracestore.ingest.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.cluster import ClusterStream, read_sources_on_cluster
 from tracestore.ingest.packing import PackOptions
@@ -215,7 +209,7 @@ class Conversion:
             if workers > 1 and stored["codec"] == "none":
                 ahead = AheadOptions(
                     writer.path / paths.SPOOL_FOLDER,
-                    writer.commit_bytes,
+                    writer.close_bytes,
                     writer.split_bytes,
                     lambda: writer.pending_bytes,
                 )
@@ -224,9 +218,6 @@ class Conversion:
             for stream in streams:
                 try:
                     self._convert_one(writer, stream, progress)
-                except WorkerFailedError:
-                    writer.commit()
-                    raise
                 except InvalidInputError as error:
                     error = error.with_location(source=stream.source.name)
                     if not self._options.skip_bad:

@@ -236,8 +236,6 @@ class ThreadPrefetcher(Prefetcher):
 
     def next_batch(self) -> Any:
         """Wait for the oldest submitted batch and return it."""
-        if os.getpid() != self._pid:
-            raise RuntimeError("the threads of this iterator belong to the parent process")
         future, release_hint = self._submitted.popleft()
         try:
             return future.result()

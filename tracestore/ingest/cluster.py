@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tracestore.errors import StorageError, TracestoreError, UsageError, WorkerFailedError
+from tracestore.errors import StorageError, TracestoreError, UsageError
 from tracestore.extras import needs
 from tracestore.ingest.packing import PackOptions, identify, packed_traces
 from tracestore.ingest.reading import ordered_prefetch
@@ -74,10 +74,10 @@ class ClusterStream:
         except TracestoreError:
             raise
         except CancelledError as error:
-            raise WorkerFailedError(f"{self.source.name}: the cluster cancelled the work: {error}") from None
+            raise StorageError(f"{self.source.name}: the cluster cancelled the work: {error}") from None
         except Exception as error:
             # A worker died, or it lacks this package.
-            raise WorkerFailedError(f"{self.source.name}: a worker failed: {type(error).__name__}: {error}") from None
+            raise StorageError(f"{self.source.name}: a worker failed: {type(error).__name__}: {error}") from None
         yield from read_spool(self.target)
 
     def cancel(self) -> None:

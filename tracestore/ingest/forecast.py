@@ -20,13 +20,13 @@ class SourceSize:
 class SegmentPredictor:
     """Follows the sources of a conversion in their order.
 
-    The writer commits after a source that fills the pending segments to `commit_bytes` or more
+    The writer closes a segment after a source that fills it to `close_bytes` or more
     (StoreWriter.end_source). `pending_bytes()` returns the size of the current segment
     between two sources. Callers in several threads must hold a lock.
     """
 
-    def __init__(self, commit_bytes: int, pending_bytes: Callable[[], int]) -> None:
-        self._commit_bytes, self._pending_bytes = commit_bytes, pending_bytes
+    def __init__(self, close_bytes: int, pending_bytes: Callable[[], int]) -> None:
+        self._close_bytes, self._pending_bytes = close_bytes, pending_bytes
         self._segment_bytes = 0  # in the current segment, before the sources in _sizes
         self._sizes: deque[SourceSize] = deque()
         self._min_ratio: float | None = None  # smallest ratio of packed size to file size so far
@@ -57,7 +57,7 @@ class SegmentPredictor:
         for other in self._sizes:
             if other is size:
                 return segment_bytes == 0
-            if (segment_bytes or 0) + self._expected(other) >= self._commit_bytes:
+            if (segment_bytes or 0) + self._expected(other) >= self._close_bytes:
                 segment_bytes = 0
             elif segment_bytes is not None and other.is_complete:
                 segment_bytes += other.packed_bytes

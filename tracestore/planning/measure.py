@@ -37,7 +37,6 @@ from tracestore.train.config import TrainConfig
 from tracestore.train.devices import torch_threads
 from tracestore.train.distributed import DistributedContext
 from tracestore.train.model_runner import ModelRunner
-from tracestore.train.trainer import WEIGHT_DECAY
 
 # Limits for the steps of one measurement.
 _MAX_SECONDS = 1.5
@@ -68,7 +67,7 @@ class TrialTrainer:
     ) -> None:
         model_config = ModelConfig.from_store(store, **model_options)
         self._runner = ModelRunner(make_model(name, model_config), model_config, config)
-        optimizer = Adam(self._runner.model.parameters(), lr=0.0, weight_decay=WEIGHT_DECAY, fused=True)
+        optimizer = Adam(self._runner.model.parameters(), lr=0.0, weight_decay=1e-5, fused=True)
         self._guard = OOMGuard(self._runner.model, optimizer)
         config = replace(config, batch_size=min(config.batch_size, len(indices)))
         alone = DistributedContext(alone=True)

@@ -116,18 +116,14 @@ class Page:
         self._search_panel = column(controls, self._message, self._problem, table)
 
     def _search(self) -> None:
-        self._problem.text = ""
-        found = self._attempt(
+        self._found = self._attempt(
             lambda: self._searcher.find(
                 self._words.value, self._label.value, self._order.value, descending=self._descending.active
             ),
-            None,
+            np.zeros(0, np.int64),
         )
-        self._found, self._begin = np.zeros(0, np.int64) if found is None else found, 0
-        if found is not None or not len(self._store):
-            self._list()
-        else:
-            self._rows.data, self._message.text = {}, ""  # the error stays on the page
+        self._begin = 0
+        self._list()
 
     def _turn(self, by: int) -> None:
         if 0 <= self._begin + by < len(self._found):

@@ -382,7 +382,7 @@ class Trainer:
             self.on_fatal_oom()
         if state is not None:
             self._save_last(state, did_not_fit=is_oom)
-        saved = f"{'saved' if state is not None else 'the checkpoint is'} {self.folder / LAST}"
+        saved = f"saved {self.folder / LAST}"
         if is_oom:
             error: TracestoreError = InsufficientMemoryError(
                 f"{self.name}: {text}; {saved}; free memory, then: {self.resume_command}"

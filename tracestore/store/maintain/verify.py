@@ -1,6 +1,5 @@
 """Checking every byte of a store against its manifest, and repairing the newest manifest."""
 
-import contextlib
 import os
 import threading
 import warnings
@@ -189,7 +188,7 @@ def verify_store(
                 # Correct checksums prove that nothing changed after writing, not that correct values were written.
                 report.damaged |= _inconsistencies(path, manifest, quick)
         _check_root(path, good, report)
-        report.leftovers = _leftovers(path, known, max((m.generation for m in good), default=0))
+        report.leftovers = _leftovers(path, known)
     return report
 
 
@@ -249,13 +248,9 @@ def _check_root(store: Path, good: list[mf.Manifest], report: VerifyReport) -> N
     report.damaged["zarr.json"] = "not what the manifest says"
 
 
-def _leftovers(store: Path, known: set[str], generation: int) -> list[str]:
-    """Return the files that no readable manifest names: leftovers of unfinished writes.
-
-    `known` are the files up to a generation. A writer may have committed others meanwhile.
-    """
+def _leftovers(store: Path, known: set[str]) -> list[str]:
+    """Return the files that no readable manifest names: leftovers of unfinished writes."""
     known |= {"zarr.json", "lock"}
-    new_segments: tuple[str, ...] = ()
     for number in LocalFiles(store).generations():
         known.add(paths.manifest(number))
         try:
@@ -263,15 +258,11 @@ def _leftovers(store: Path, known: set[str], generation: int) -> list[str]:
         except (CorruptStoreError, FileNotFoundError):
             continue
         known |= {paths.manifest_copy(number), *(f.path for f in manifest.small_files())}
-        if number > generation:
-            with contextlib.suppress(CorruptStoreError, OSError):
-                index = StoreIndex(LocalFiles(store), manifest)
-                new_segments += tuple(f"{index.segment(k).path}/" for k in range(manifest.num_segments))
     found = []
     for folder, _, files in os.walk(store):
         for file in files:
             name = Path(folder, file).relative_to(store).as_posix()
-            if name not in known and not name.startswith((f"manifest/{paths.DAMAGED_PREFIX}", *new_segments)):
+            if name not in known and not name.startswith(f"manifest/{paths.DAMAGED_PREFIX}"):
                 found.append(name)
     return sorted(found)
 

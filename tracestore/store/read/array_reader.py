@@ -1,4 +1,8 @@
-"""Reading of Zarr v3 arrays of one shard file each, which are mapped, or decoded chunk by chunk if compressed."""
+"""Zarr v3 arrays of one shard file each: streamed out, mapped in.
+
+The shard's bytes are streamed here, because through zarr-python a shard is held in
+memory twice.
+"""
 
 import json
 import math

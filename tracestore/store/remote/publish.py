@@ -1,8 +1,8 @@
 """Publishing to a remote store: commits are made in a local folder, then uploaded.
 
-A commit uploads its segments, index, columns and the copy of its manifest first, then the manifest, on the condition
-that no manifest has that number. A writer holds an object `lock` and renews it. A second writer takes over a lock
-without renewals, whose writer has ended.
+The segments of a commit are uploaded first, then its manifest, on the condition that no manifest has that number. A
+lock object that its writer keeps renewing excludes a second writer; a lock without renewals belonged to a writer that
+ended, and is taken over.
 """
 
 import contextlib

@@ -25,7 +25,7 @@ class KeyResolver:
     Attributes
     ----------
     undo : list
-        Functions that revert the changes of the open source, in the order of the changes.
+        Functions that revert the changes since the writer emptied the list; the last one comes first.
     num_conflicts : int
         Number of traces since then whose key existed with different content.
     """

@@ -52,7 +52,7 @@ class StoreWriter:
         Accept sources whose provenance conflicts.
     expected_bytes : int, optional
         Estimate of the data to be added, for the error message if the file system is full.
-    commit_bytes, split_bytes : int
+    close_bytes, split_bytes : int
         Pending data that triggers a commit, and maximum size of a segment with several traces.
 
     Raises
@@ -78,11 +78,11 @@ class StoreWriter:
         can_resume: Callable[[SourceEntry], bool] | None = None,
         allow_mixed_provenance: bool = False,
         expected_bytes: int | None = None,
-        commit_bytes: int = schema.SEGMENT_COMMIT_BYTES,
+        close_bytes: int = schema.SEGMENT_CLOSE_BYTES,
         split_bytes: int = schema.SEGMENT_SPLIT_BYTES,
     ) -> None:
         self._folder = OutputFolder(path, overwrite=overwrite, exist_ok=exist_ok, can_resume=can_resume)
-        self.commit_bytes, self.split_bytes = commit_bytes, split_bytes
+        self.close_bytes, self.split_bytes = close_bytes, split_bytes
         self._on_conflict: OnConflict = on_conflict
         self._allow_mixed_provenance = allow_mixed_provenance
         options = {"attention": attention, "dtype": dtype, "codec": codec}
@@ -197,7 +197,7 @@ class StoreWriter:
         assert self._undo is not None
         self.flush_source()
         self._undo = None
-        if self.pending_bytes >= self.commit_bytes:
+        if self.pending_bytes >= self.close_bytes:
             self.commit()
             return True
         return False
@@ -328,7 +328,7 @@ class StoreWriter:
         self.attributes = self.attributes.with_score(name, field, is_default=is_default)
 
     def update_values(self, updates: Mapping[int, TraceValues]) -> None:
-        """Replace values of committed traces with the next commit; missing ones (NaN, None) keep what is stored."""
+        """Replace the values in the columns of committed traces with the next commit."""
         self._pending.updates.update(updates)
 
     # Commit
