@@ -227,6 +227,7 @@ class ThreadPrefetcher(Prefetcher):
         return self._gatherer.batch_format.max_batch_bytes(self._gatherer.store, ahead[0])
 
     def _submit(self, ahead: _Hinted, buffer: BatchBuffer) -> tuple[Future[Any], Callable[[], None]]:
+        self._require_parent()
         indices, release_hint = ahead
         buffers = [buffer]  # popped, so that the thread keeps no reference to the buffer of a batch that is done
         return self._threads.submit(self._gatherer.gather, indices, lambda _: buffers.pop()), release_hint
@@ -236,11 +237,16 @@ class ThreadPrefetcher(Prefetcher):
 
     def next_batch(self) -> Any:
         """Wait for the oldest submitted batch and return it."""
+        self._require_parent()
         future, release_hint = self._submitted.popleft()
         try:
             return future.result()
         finally:
             release_hint()
+
+    def _require_parent(self) -> None:
+        if os.getpid() != self._pid:
+            raise RuntimeError("the threads belong to the parent process")
 
     def __exit__(self, *_: object) -> None:
         # A forked child does not have its parent's threads and must not wait for them.

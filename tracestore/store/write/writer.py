@@ -338,11 +338,11 @@ class StoreWriter:
             except BaseException:
                 self._after_failed_commit(pending)
                 raise
-            self._folder.is_published = False
             self._start_next_generation(pending)
             self._folder.publish(self.manifest)
 
     def _start_next_generation(self, committed: Pending) -> None:
+        self._folder.is_published = False
         self._sources |= {(s.path, s.size, s.fingerprint) for s in committed.sources}
         self._columns = None
         self.index = StoreIndex(LocalFiles(self.path), self.manifest)
