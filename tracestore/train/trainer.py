@@ -374,13 +374,13 @@ class Trainer:
         )
 
     def _abort_with_checkpoint(self, reason: StopReason, text: str, state: TrainState | None) -> NoReturn:
-        """End all ranks. Without a state, the last checkpoint stays unchanged."""
+        """End all ranks. Without a state, the checkpoint of the last epoch is kept."""
         is_oom = reason == StopReason.OUT_OF_MEMORY
         if is_oom:
             self.on_fatal_oom()
         if state is not None:
             self._save_last(state, did_not_fit=is_oom)
-        saved = f"saved {self.folder / LAST}"
+        saved = f"{'kept' if state is None else 'saved'} {self.folder / LAST}"
         if is_oom:
             error: TracestoreError = InsufficientMemoryError(
                 f"{self.name}: {text}; {saved}; free memory, then: {self.resume_command}"
