@@ -184,7 +184,7 @@ class Conversion:
             if workers > 1 and stored["codec"] == "none":
                 ahead = AheadOptions(
                     writer.path / paths.SPOOL_FOLDER,
-                    writer.close_bytes,
+                    writer.commit_bytes,
                     writer.split_bytes,
                     lambda: writer.pending_bytes,
                 )

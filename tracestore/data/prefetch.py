@@ -32,7 +32,7 @@ _HINTED_BATCHES = 32
 _Hinted = tuple[np.ndarray, Callable[[], None]]
 
 
-class Prefetcher(ABC):
+class BatchPrefetcher(ABC):
     """Gathers batches in order; a context that ends its threads.
 
     Parameters
@@ -162,7 +162,7 @@ class _ReadAhead:
         self._jobs.clear()
 
 
-class NativePrefetcher(Prefetcher):
+class NativePrefetcher(BatchPrefetcher):
     """Prefetcher for uncompressed stores.
 
     The consumer's thread looks traces up and makes the tensors. C threads, which never wait for the
@@ -208,7 +208,7 @@ class NativePrefetcher(Prefetcher):
         super().__exit__()
 
 
-class ThreadPrefetcher(Prefetcher):
+class ThreadPrefetcher(BatchPrefetcher):
     """Prefetcher for compressed stores, whose inner chunks are decoded through Python.
 
     Each Python thread looks up, decodes and copies one batch. The cache learns which chunks come

@@ -37,14 +37,13 @@ from tracestore.oom.snapshot import seed_step
 from tracestore.store.read.store import TraceStore
 from tracestore.train.batches import STEP, AccumulatedBatch, BatchFeed
 from tracestore.train.checkpoint import BEST, LAST, CheckpointedRun, load_checkpoint, save_checkpoint
-from tracestore.train.config import TrainConfig, TrainState
+from tracestore.train.config import WEIGHT_DECAY, TrainConfig, TrainState
 from tracestore.train.distributed import DistributedContext
 from tracestore.train.model_runner import ModelRunner, SplitScores, score_split
 from tracestore.train.monitor import Log, Monitor
 from tracestore.train.signals import StopReason, StopSignals
 from tracestore.train.standardize import fit_standardizer
 
-WEIGHT_DECAY = 1e-5
 # Attributes that hold memory; _setup() creates them.
 _LARGE_ATTRIBUTES = ("runner", "model", "feed", "guard", "checkpointed")
 

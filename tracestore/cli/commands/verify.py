@@ -14,7 +14,9 @@ def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("store", metavar="STORE")
     parser.add_argument("--quick", action="store_true", help="check the manifest and the sizes of files only")
-    parser.add_argument("--repair", action="store_true", help="restore a damaged newest manifest from its copy, or else set it aside")
+    parser.add_argument(
+        "--repair", action="store_true", help="restore a damaged newest manifest from its copy, or else set it aside"
+    )
 
 
 def run(args: argparse.Namespace, output: Output) -> int:

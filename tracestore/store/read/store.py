@@ -12,7 +12,7 @@ from tracestore.errors import CorruptStoreError, MissingFieldError, UsageError
 from tracestore.extras import needs
 from tracestore.store.format import schema
 from tracestore.store.format.labels import CORRECT, DEFAULT_THRESHOLD, derive, describe
-from tracestore.store.io.files import LocalFiles, Prefetch, ReadableFiles, RemoteURL, parse_location
+from tracestore.store.io.files import FilePrefetcher, LocalFiles, ReadableFiles, RemoteURL, parse_location
 from tracestore.store.read import table
 from tracestore.store.read.batch_sources import (
     GRAPH_ROW,
@@ -259,7 +259,7 @@ class TraceStore:
         self.internals.chunk_cache.hint_upcoming(keys)
         return partial(self.internals.chunk_cache.release, keys)
 
-    def prefetch(self, traces: Callable[[int], np.ndarray], start: int, total: int, view: str) -> Prefetch:
+    def prefetch(self, traces: Callable[[int], np.ndarray], start: int, total: int, view: str) -> FilePrefetcher:
         """Return a prefetcher for a pass over batches; it does nothing for a local store.
 
         Parameters
@@ -272,7 +272,7 @@ class TraceStore:
 
         Returns
         -------
-        Prefetch
+        FilePrefetcher
             A context manager; call its `advance(batch)` before each batch.
         """
         return self.internals.files.prefetch(

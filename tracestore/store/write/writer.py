@@ -18,12 +18,14 @@ from tracestore.store.read.columns import Columns, join_columns, read_columns
 from tracestore.store.read.index import SourceEntry, StoreIndex
 from tracestore.store.write.commit import commit, remove_unreferenced, write_root
 from tracestore.store.write.keys import KeyResolver, OnConflict
-from tracestore.store.write.output_folder import OutputFolder
 from tracestore.store.write.pack import PackedTrace, fit_attributes, pack_record
 from tracestore.store.write.pending import NAN, Pending, PendingSource
 from tracestore.store.write.record import TraceRecord
 from tracestore.store.write.segment_writer import SegmentWriter
+from tracestore.store.write.working_folder import WorkingFolder
 
+# Pending data that triggers a commit. No reader depends on it.
+COMMIT_BYTES = 128 << 20
 _DIRECTION_TEXTS = {labels.CORRECT: "correct answers", labels.HALLUCINATION: "hallucinated answers"}
 
 
@@ -52,8 +54,10 @@ class StoreWriter:
         returns True for each of its sources.
     expected_bytes : int, optional
         Estimate of the data to be added, for the error message if the file system is full.
-    close_bytes, split_bytes : int
-        Pending data that triggers a commit, and maximum size of a segment with several traces.
+    commit_bytes : int
+        Size of all pending segments that triggers a commit at the end of a source.
+    split_bytes : int
+        Maximum size of a segment with several traces.
 
     Raises
     ------
@@ -77,11 +81,11 @@ class StoreWriter:
         on_conflict: OnConflict = "error",
         can_resume: Callable[[SourceEntry], bool] | None = None,
         expected_bytes: int | None = None,
-        close_bytes: int = schema.SEGMENT_CLOSE_BYTES,
+        commit_bytes: int = COMMIT_BYTES,
         split_bytes: int = schema.SEGMENT_SPLIT_BYTES,
     ) -> None:
-        self._folder = OutputFolder(path, overwrite=overwrite, exist_ok=exist_ok, can_resume=can_resume)
-        self.close_bytes, self.split_bytes = close_bytes, split_bytes
+        self._folder = WorkingFolder(path, overwrite=overwrite, exist_ok=exist_ok, can_resume=can_resume)
+        self.commit_bytes, self.split_bytes = commit_bytes, split_bytes
         self._on_conflict: OnConflict = on_conflict
         options = {"attention": attention, "dtype": dtype, "codec": codec}
         with fsio.map_os_errors(self.path, None if expected_bytes is None else lambda: expected_bytes):
@@ -156,8 +160,8 @@ class StoreWriter:
         pending = self._pending
         attributes, count = self.attributes, len(pending.segments)
         savepoint = pending.segments[-1].savepoint() if count else None
-        self._keys.undo = self._undo = []
-        self._keys.num_conflicts = 0
+        self._undo = []
+        self._keys.begin_source(self._undo)
 
         def restore() -> None:
             self.attributes = attributes
@@ -194,7 +198,7 @@ class StoreWriter:
         assert self._undo is not None
         self.flush_source()
         self._undo = None
-        if self.pending_bytes >= self.close_bytes:
+        if self.pending_bytes >= self.commit_bytes:
             self.commit()
             return True
         return False
@@ -320,7 +324,7 @@ class StoreWriter:
         self.attributes = replace(self.attributes, score_direction=direction)
 
     def update_values(self, updates: Mapping[int, tuple[float, float, str | None]]) -> None:
-        """Replace the (score, label, group) of committed traces with the next commit."""
+        """Replace the (score, label, group) of committed traces with the next commit. NaN and None keep a value."""
         self._pending.updates.update(updates)
 
     # Commit
