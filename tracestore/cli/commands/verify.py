@@ -39,5 +39,5 @@ def run(args: argparse.Namespace, output: Output) -> int:
     size = format_size(report.num_bytes)
     output.info(f"intact: generation {report.generation}, {depth} {report.num_files:,} files, {size}")
     for name in report.leftovers:
-        output.info(f"uncommitted file, of a running writer or a leftover that the next writer removes: {name}")
+        output.info(f"uncommitted file (of a running writer, or left for the next writer to remove): {name}")
     return 0
