@@ -142,7 +142,7 @@ class Output:
 
 
 class Progress:
-    """A progress line: rewritten in place on a terminal, printed every 30 s in a log.
+    """A progress line: rewritten in place on a terminal, a note of the Output every 30 s in a log.
 
     Each command composes its own text (rates, sizes, losses), and a log needs complete lines. A library
     for progress bars would replace little of this, and would become a dependency of every command.

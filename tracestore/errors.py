@@ -121,6 +121,10 @@ class RemoteError(StorageError):
     """The server of a remote store failed for longer than the retry timeout. Committed data stays readable."""
 
 
+class ClusterError(StorageError):
+    """A worker of a Dask cluster failed. The sources before its source are committed."""
+
+
 class StoreLockedError(TracestoreError):
     """Another writer holds the lock of the store."""
 
@@ -138,7 +142,7 @@ class TrainingError(UsageError):
 
 
 class InsufficientMemoryError(TracestoreError):
-    """A single trace does not fit into memory. A checkpoint was written."""
+    """One trace, or the model, does not fit into memory. The message names the checkpoint, if there is one."""
 
     exit_code = 75
 

@@ -22,6 +22,7 @@ from tracestore.train.batches import BatchFeed
 from tracestore.train.config import TrainConfig
 from tracestore.train.model_runner import ModelRunner
 from tracestore.train.output_dir import lock_output_dir
+from tracestore.train.signals import StopReason
 
 CONFIG = TrainConfig(epochs=1, loader_threads=1)
 SMALL = {"lstm_hidden": 4, "gnn_hidden": 4, "latent_dim": 4}
@@ -128,6 +129,22 @@ def test_no_memory_to_load_a_checkpoint(labeled, tmp_path, monkeypatch):
     with pytest.raises(InsufficientMemoryError, match="--resume"):
         train(labeled, tmp_path, replace(CONFIG, resume=True, epochs=2))
     assert files(tmp_path)["lstm_solo/last.pt"] == before["lstm_solo/last.pt"]
+
+
+def test_no_memory_to_score_the_test_split(labeled, tmp_path, monkeypatch):
+    """The message names the checkpoint that the last epoch saved; the resumed run scores the test split only."""
+    expected = train(labeled, tmp_path / "whole")
+    original, splits = trainer.score_split, []
+
+    def score(*arguments):
+        splits.append(len(splits))
+        return StopReason.OUT_OF_MEMORY if len(splits) == 2 else original(*arguments)
+
+    monkeypatch.setattr(trainer, "score_split", score)
+    with pytest.raises(InsufficientMemoryError, match=r"test split; kept .*last\.pt; free memory, then: .*--resume"):
+        train(labeled, tmp_path / "stopped")
+    results = train(labeled, tmp_path / "stopped", replace(CONFIG, resume=True))
+    assert len(splits) == 3 and results["models"]["lstm_solo"]["test"] == expected["models"]["lstm_solo"]["test"]
 
 
 def test_no_memory_for_the_model(labeled, tmp_path, monkeypatch):

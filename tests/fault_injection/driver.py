@@ -34,9 +34,9 @@ ACTIONS = {"pass": 0, "kill": 1, "fail": 2, "short": 3, "full": 4}
 CODES = {errno.EIO: {1}, errno.ENOSPC: {4}, errno.EINTR: {0}}
 
 
-def small_commits(patch, close_bytes=1):
+def small_commits(patch, commit_bytes=1):
     """Make the writer commit after every source."""
-    patch.setitem(writer.StoreWriter.__init__.__kwdefaults__, "close_bytes", close_bytes)
+    patch.setitem(writer.StoreWriter.__init__.__kwdefaults__, "commit_bytes", commit_bytes)
 
 
 def run_convert(arguments):

@@ -100,7 +100,7 @@ def write_until_killed(path, seed):
 
 def write(path, kills, seconds, seed):
     """Kill writers at random times and check the store after each."""
-    small_commits(pytest.MonkeyPatch(), close_bytes=1 << 30)
+    small_commits(pytest.MonkeyPatch(), commit_bytes=1 << 30)
     with tracestore.create(path, append=True) as writer:
         writer.append(trace(0))
     rng, traces = random.Random(seed), 1

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -13,6 +14,10 @@ import torch
 
 import tracestore
 from tests.helpers import ROOT, convert, make_graphs, make_optional, make_trace, make_traces, tree_bytes, write_pickle
+from tracestore import cli
+from tracestore.convert import runner
+from tracestore.ingest import cluster as cluster_module
+from tracestore.ingest.packing import PackOptions
 from tracestore.store.format.labels import ScoreField
 from tracestore.store.write.pack import pack_record
 from tracestore.store.write.record import record_from_dict
@@ -90,6 +95,46 @@ def test_an_unreachable_scheduler_is_wrong_usage(data, tmp_path):
     done = convert(data, tmp_path / "s.zarr", "--dask", "tcp://127.0.0.1:9", check=2)
     assert done.stderr.count("\n") == 1 and "no Dask scheduler" in done.stderr
     assert not (tmp_path / "s.zarr").exists()
+
+
+def test_sources_before_a_failed_worker_are_committed(data, tmp_path, monkeypatch, capsys):
+    """The message names the source, and the same command continues."""
+
+    def in_this_process(sources, options, *, is_known, on_wait, **_):
+        spool = options.scratch / ".spool"
+        spool.mkdir(exist_ok=True)
+
+        def submit(path, name, target):
+            future = Future()
+            if "batch_2" in name:
+                future.set_exception(RuntimeError("worker died"))
+            else:
+                future.set_result(cluster_module._pack_source(options, path, name, target))
+            return future
+
+        for k, source in enumerate(sources):
+            yield cluster_module.ClusterStream(source, spool / f"{k}", submit, is_known, on_wait)
+
+    store = tmp_path / "s.zarr"
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "read_sources_on_cluster", in_this_process)
+        assert cli.main(["convert", str(data), str(store), "--dask", "local", "--skip-bad"]) == 1
+    errors = capsys.readouterr().err
+    assert "batch_2.pkl: a worker failed" in errors and errors.count("\n") == 1
+    with tracestore.open(store) as opened:
+        assert len(opened) == 8
+    convert(data, store)
+    with tracestore.open(store) as opened:
+        assert len(opened) == 20
+
+
+def test_a_source_can_be_packed_again(data, tmp_path):
+    """Dask repeats the work of a worker that died."""
+    options = PackOptions(attention="mean", keep_dtype=False, max_memory=1 << 28, scratch=tmp_path, max_waiting=1 << 28)
+    (tmp_path / "0").write_bytes(b"unfinished")
+    for _ in range(2):
+        assert cluster_module._pack_source(options, data / "batch_0.pkl", "batch_0.pkl", str(tmp_path / "0")) == 4
+        assert len(list(read_spool(tmp_path / "0"))) == 4 and len(list(tmp_path.iterdir())) == 1
 
 
 @pytest.mark.parametrize("attention,keep", [("mean", False), ("heads", True), ("none", False)])

@@ -54,7 +54,7 @@ def test_bytes_do_not_depend_on_predictions_or_failed_writes(tmp_path, monkeypat
     """Compare random predictions and random write errors with a single worker."""
     rng = random.Random(seed)
     data = write_sources(tmp_path / "data", rng, rng.randint(1, 9))
-    for name in ("close_bytes", "split_bytes"):
+    for name in ("commit_bytes", "split_bytes"):
         monkeypatch.setitem(StoreWriter.__init__.__kwdefaults__, name, rng.choice([1, 500, 2_000, 10_000]))
     options = ["--skip-bad", "--on-conflict", rng.choice(["keep-first", "keep-last"])]
     options += ["--attention", rng.choice(["mean", "heads"])]
@@ -85,7 +85,7 @@ def test_bytes_do_not_depend_on_predictions_or_failed_writes(tmp_path, monkeypat
 def test_the_rows_of_a_source_that_begins_a_segment_are_not_copied(tmp_path, data, monkeypatch):
     for k in range(6):
         write_pickle(data / f"{k}.pkl", [make_trace(10 * k + i, tokens=9) for i in range(4)])
-    monkeypatch.setitem(StoreWriter.__init__.__kwdefaults__, "close_bytes", 1)
+    monkeypatch.setitem(StoreWriter.__init__.__kwdefaults__, "commit_bytes", 1)
     copied, renamed = [], []
     chunks, move_to = SpooledRows.chunks, SpoolFile.move_to
     monkeypatch.setattr(SpooledRows, "chunks", lambda self: copied.append(self) or chunks(self))
@@ -109,7 +109,7 @@ def many_traces(folder, num_files=3, per_file=8):
 
 def streams_of(sources, folder, workers=3, max_waiting=100_000):
     options = PackOptions(attention="mean", keep_dtype=False, max_waiting=max_waiting)
-    ahead = AheadOptions(folder / "ahead", close_bytes=1, split_bytes=1 << 30, pending_bytes=lambda: 0)
+    ahead = AheadOptions(folder / "ahead", commit_bytes=1, split_bytes=1 << 30, pending_bytes=lambda: 0)
     return read_sources(sources, options, workers=workers, is_known=lambda *_: False, on_wait=lambda: None, ahead=ahead)
 
 
@@ -222,7 +222,7 @@ def test_a_blocked_reader_ends_without_being_cancelled(tmp_path, monkeypatch):
 def test_a_source_that_is_truncated_while_it_is_written_ahead_is_refused(tmp_path, data, monkeypatch, capfd, suffix):
     for k in range(3):
         write_pickle(data / f"{k}{suffix}", [make_trace(10 * k + i, tokens=40, dim=512) for i in range(8)])
-    monkeypatch.setitem(StoreWriter.__init__.__kwdefaults__, "close_bytes", 1)
+    monkeypatch.setitem(StoreWriter.__init__.__kwdefaults__, "commit_bytes", 1)
     write, cut = SpoolArrays.write, []
 
     def truncate_and_write(self, *args):
@@ -241,7 +241,7 @@ def test_a_source_that_is_truncated_while_it_is_written_ahead_is_refused(tmp_pat
 
 def test_rows_are_copied_if_the_spool_file_cannot_be_renamed(tmp_path, data, monkeypatch):
     many_traces(data)
-    monkeypatch.setitem(StoreWriter.__init__.__kwdefaults__, "close_bytes", 1)
+    monkeypatch.setitem(StoreWriter.__init__.__kwdefaults__, "commit_bytes", 1)
     monkeypatch.setattr(SegmentPredictor, "begins_segment", lambda *_: True)
     assert run_convert([data, tmp_path / "one.zarr", "--workers", 1]) == 0
 
@@ -257,7 +257,7 @@ def test_rows_are_copied_if_the_spool_file_cannot_be_renamed(tmp_path, data, mon
 def test_lost_writes_are_an_error_and_not_committed(tmp_path, data, monkeypatch, capfd):
     """close(2) may be the first to report the loss, and copied rows may differ from the written ones."""
     many_traces(data)
-    monkeypatch.setitem(StoreWriter.__init__.__kwdefaults__, "close_bytes", 1)
+    monkeypatch.setitem(StoreWriter.__init__.__kwdefaults__, "commit_bytes", 1)
     monkeypatch.setattr(SegmentPredictor, "begins_segment", lambda *_: True)
 
     def lost(*_):

@@ -1,18 +1,23 @@
-"""Test the page in Chromium."""
+"""Test the page, most of it in Chromium."""
 
 import re
 import shutil
 
 import pytest
 
+import tracestore
 from tests.serve.conftest import COUNT, DETECTOR, MALICIOUS, start, stop
+from tracestore.errors import CorruptStoreError
+from tracestore.serve.page import Page
+from tracestore.serve.search import TraceSearch
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
 
 
 @pytest.fixture(scope="module")
 def chromium():
+    if BROWSER is None:
+        pytest.skip("no Chromium on this machine")
     api = pytest.importorskip("playwright.sync_api")
     with api.sync_playwright() as playwright:
         # The sandbox of Chromium does not run as root.
@@ -78,16 +83,16 @@ def test_search_filters_and_pages(visit):
     assert page.locator(".later button").is_disabled()
     page.locator(".earlier button").click()
     visit.assert_shows("message", f"1 to 200 of {red} found")
-    page.locator(".label select").select_option("unlabeled")
+    page.locator(".filter select").select_option("unlabeled")
     visit.assert_shows("message", "1 to 25 of 25 found")
     page.locator(".words input").fill("")
     page.locator(".words input").press("Enter")
     visit.assert_shows("message", "1 to 50 of 50 found")
-    page.locator(".label select").select_option(f"missed by {DETECTOR}")
+    page.locator(".filter select").select_option(f"missed by {DETECTOR}")
     # The hallucinated traces with a score among 4 to 99. The detector predicts all of them correct.
     missed = len([k for k in range(4, 100) if k % 3 == 0 and k % 9 != 8])
     visit.assert_shows("message", f"1 to {missed} of {missed} found")
-    page.locator(".label select").select_option("any")
+    page.locator(".filter select").select_option("any")
     page.locator(".order select").select_option("tokens")
     page.locator(".descending button").click()
     page.locator(".table .slick-row .slick-cell.r4").filter(has_text="8").first.wait_for()
@@ -160,3 +165,19 @@ def test_without_results_the_page_names_the_option(chromium, served_store):
     visit.page.get_by_text("tracestore serve STORE --results DIR").first.wait_for()
     visit.close()
     assert stop(served) == (0, "stopped\n")
+
+
+def test_error_of_a_search_stays_on_the_page(served_store, monkeypatch):
+    """The list of the empty result does not clear it; the next action does."""
+    with tracestore.open(served_store) as store:
+        page = Page(TraceSearch(store))
+        with monkeypatch.context() as patch:
+            patch.setattr(TraceSearch, "_all_texts", _raise_damage)
+            page._words.value = "red"
+        assert len(page._found) == 0 and page._problem.text == "rows.zip: damaged"
+        page._words.value = ""
+        assert len(page._found) == COUNT and page._problem.text == ""
+
+
+def _raise_damage(_search):
+    raise CorruptStoreError("rows.zip: damaged")

@@ -35,15 +35,15 @@ def test_words_match_in_any_case_and_field(search, store):
 
 def test_filters_by_label_and_by_errors_of_detectors(search, store):
     targets = store.targets(0.5)
-    assert search.find(label="hallucinated").tolist() == np.flatnonzero(targets == 1).tolist()
-    assert search.find(label="correct").tolist() == np.flatnonzero(targets == 0).tolist()
-    assert search.find(label="unlabeled").tolist() == np.flatnonzero(np.isnan(targets)).tolist()
+    assert search.find(filter_name="hallucinated").tolist() == np.flatnonzero(targets == 1).tolist()
+    assert search.find(filter_name="correct").tolist() == np.flatnonzero(targets == 0).tolist()
+    assert search.find(filter_name="unlabeled").tolist() == np.flatnonzero(np.isnan(targets)).tolist()
     # lstm_solo makes no errors. The other detector stays below its threshold and predicts all correct.
-    assert search.find(label="missed by lstm_solo").tolist() == []
+    assert search.find(filter_name="missed by lstm_solo").tolist() == []
     hallucinated = [k for k in range(4, 100) if targets[k] == 1]
-    assert search.find(label=f"missed by {DETECTOR}").tolist() == hallucinated
+    assert search.find(filter_name=f"missed by {DETECTOR}").tolist() == hallucinated
     with pytest.raises(KeyError):
-        search.find(label="other")
+        search.find(filter_name="other")
 
 
 @pytest.mark.parametrize("descending", [False, True])

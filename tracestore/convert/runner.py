@@ -14,7 +14,7 @@ from tracestore import process
 from tracestore.console import Output, Progress, format_size
 from tracestore.convert.options import ON_CONFLICT, ConvertOptions
 from tracestore.convert.report import ConvertReport
-from tracestore.errors import InvalidInputError, TruncatedFileError, UsageError, escape_unprintable
+from tracestore.errors import ClusterError, InvalidInputError, TruncatedFileError, UsageError, escape_unprintable
 from tracestore.ingest.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.cluster import ClusterStream, read_sources_on_cluster
 from tracestore.ingest.packing import PackOptions
@@ -110,6 +110,8 @@ class Conversion:
         ------
         InvalidInputError
             If a source is refused and `skip_bad` is false. The sources before it are committed.
+        ClusterError
+            If the workers of a Dask cluster fail. The sources before the failed one are committed.
         KeyboardInterrupt
             After Ctrl-C, between two traces; the message gives the number of committed traces.
         """
@@ -209,7 +211,7 @@ class Conversion:
             if workers > 1 and stored["codec"] == "none":
                 ahead = AheadOptions(
                     writer.path / paths.SPOOL_FOLDER,
-                    writer.close_bytes,
+                    writer.commit_bytes,
                     writer.split_bytes,
                     lambda: writer.pending_bytes,
                 )
@@ -218,9 +220,10 @@ class Conversion:
             for stream in streams:
                 try:
                     self._convert_one(writer, stream, progress)
-                except InvalidInputError as error:
-                    error = error.with_location(source=stream.source.name)
-                    if not self._options.skip_bad:
+                except (InvalidInputError, ClusterError) as error:
+                    if isinstance(error, InvalidInputError):
+                        error = error.with_location(source=stream.source.name)
+                    if isinstance(error, ClusterError) or not self._options.skip_bad:
                         # The complete sources before it are valid: keep them.
                         writer.commit()
                         raise error from None

@@ -118,19 +118,19 @@ class GraphJob(BatchJob):
         self._dtype, self._weight_dtype = form.hidden_dtype(store), form.weight_dtype(store)
         self._hidden = gather.CopyJob(sources.hidden, dtype_code(store.hidden_dtype), dtype_code(self._dtype))
         self.native = gather.GraphBatchJob(
-            self._hidden,
-            sources.attention,
-            dtype_code(store.attention_dtype),
-            dtype_code(self._weight_dtype),
-            sources.num_tokens,
-            causal.view("u1"),
-            store.num_layers,
-            store.num_stored_heads,
-            form.attention_threshold,
-            form.top_k or 0.0,
-            self._packed,
-            sources.edges,
-            self._num_heads > 1,
+            hidden=self._hidden,
+            weights=sources.attention,
+            weight_dtype=dtype_code(store.attention_dtype),
+            weight_out=dtype_code(self._weight_dtype),
+            num_tokens=sources.num_tokens,
+            causal=causal.view("u1"),
+            num_layers=store.num_layers,
+            num_heads=store.num_stored_heads,
+            attention_threshold=form.attention_threshold,
+            top_k=form.top_k or 0.0,
+            packed=self._packed,
+            edges=sources.edges,
+            every_head=self._num_heads > 1,
         )
         self.sources = sources.hidden + sources.attention
         self._place_tensors()

@@ -90,7 +90,7 @@ class TraceDataset(Dataset[Any]):
         max_cache_batches: int | None = None,
         batch_size: int = 16,
     ) -> None:
-        self.format = BatchFormat(view, attention_threshold, top_k)
+        self.format = BatchFormat(view, attention_threshold=attention_threshold, top_k=top_k)
         self.store = open_for_batches(store, self.format)
         self.store.set_cache_limit(cache_limit(self.store, self.format, cache_bytes, max_cache_batches, batch_size))
         self.view = view

@@ -16,7 +16,7 @@ from tracestore.data.datasets import StoreLike, open_for_batches
 from tracestore.data.epoch import BatchBy, EpochPlan, EpochPlanner, rank_and_world_size
 from tracestore.data.memory_plan import cache_limit, plan_memory
 from tracestore.data.order import Shuffle
-from tracestore.data.prefetch import NativePrefetcher, Prefetcher, ThreadPrefetcher
+from tracestore.data.prefetch import BatchPrefetcher, NativePrefetcher, ThreadPrefetcher
 from tracestore.errors import MemoryBudgetError, UsageError
 
 STATE_VERSION = 2
@@ -165,7 +165,14 @@ class TraceLoader(Generic[BatchT]):
     ) -> None:
         if num_threads < 0:
             raise UsageError(f"found num_threads {num_threads}, expected at least 0")
-        self.format = BatchFormat(view, attention_threshold, top_k, edge_format, dtype, as_pyg)
+        self.format = BatchFormat(
+            view,
+            attention_threshold=attention_threshold,
+            top_k=top_k,
+            edge_format=edge_format,
+            dtype=dtype,
+            as_pyg=as_pyg,
+        )
         self.store = open_for_batches(store, self.format)
         self.targets = self.store.targets(score_threshold)
         self.planner = EpochPlanner(
@@ -336,7 +343,7 @@ class TraceLoader(Generic[BatchT]):
         self.epoch += 1
         self._position, self._epoch_done = 0, False
 
-    def _new_prefetcher(self, batches: Iterator[np.ndarray]) -> Prefetcher:
+    def _new_prefetcher(self, batches: Iterator[np.ndarray]) -> BatchPrefetcher:
         arguments = self._gatherer, batches, self._allocate, self.num_threads, self.max_in_flight
         if self.store.codec == "none":
             return NativePrefetcher(*arguments, drop_behind=self.memory.buffer_bytes > 0)

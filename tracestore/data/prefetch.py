@@ -32,7 +32,7 @@ _HINTED_BATCHES = 32
 _Hinted = tuple[np.ndarray, Callable[[], None]]
 
 
-class Prefetcher(ABC):
+class BatchPrefetcher(ABC):
     """Gathers batches in order; a context that ends its threads.
 
     Parameters
@@ -162,7 +162,7 @@ class _ReadAhead:
         self._jobs.clear()
 
 
-class NativePrefetcher(Prefetcher):
+class NativePrefetcher(BatchPrefetcher):
     """Prefetcher for uncompressed stores.
 
     The consumer's thread looks traces up and makes the tensors. C threads, which never wait for the
@@ -208,7 +208,7 @@ class NativePrefetcher(Prefetcher):
         super().__exit__()
 
 
-class ThreadPrefetcher(Prefetcher):
+class ThreadPrefetcher(BatchPrefetcher):
     """Prefetcher for compressed stores, whose inner chunks are decoded through Python.
 
     Each Python thread looks up, decodes and copies one batch. The cache learns which chunks come
@@ -227,6 +227,7 @@ class ThreadPrefetcher(Prefetcher):
         return self._gatherer.batch_format.max_batch_bytes(self._gatherer.store, ahead[0])
 
     def _submit(self, ahead: _Hinted, buffer: BatchBuffer) -> tuple[Future[Any], Callable[[], None]]:
+        self._require_parent()
         indices, release_hint = ahead
         buffers = [buffer]  # popped, so that the thread keeps no reference to the buffer of a batch that is done
         return self._threads.submit(self._gatherer.gather, indices, lambda _: buffers.pop()), release_hint
@@ -236,11 +237,16 @@ class ThreadPrefetcher(Prefetcher):
 
     def next_batch(self) -> Any:
         """Wait for the oldest submitted batch and return it."""
+        self._require_parent()
         future, release_hint = self._submitted.popleft()
         try:
             return future.result()
         finally:
             release_hint()
+
+    def _require_parent(self) -> None:
+        if os.getpid() != self._pid:
+            raise RuntimeError("the threads belong to the parent process")
 
     def __exit__(self, *_: object) -> None:
         # A forked child does not have its parent's threads and must not wait for them.

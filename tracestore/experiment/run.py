@@ -109,7 +109,10 @@ def _check_store(store: TraceStore, options: TrainOptions) -> ModelConfig:
     if options.has_graph_models:
         config = options.config
         edge_format = model_config.edge_format(store, torch.device(config.device).type)
-        BatchFormat("graph", config.attention_threshold, config.top_k, edge_format)
+        # The constructor checks the values.
+        BatchFormat(
+            "graph", attention_threshold=config.attention_threshold, top_k=config.top_k, edge_format=edge_format
+        )
     return model_config
 
 

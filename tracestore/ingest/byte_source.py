@@ -58,7 +58,7 @@ class GzipChunks:
         self.inflated_bytes += len(chunk)
         if self.inflated_bytes > self._limit:
             raise InvalidInputError(
-                f"inflates to more than {self._limit:,} bytes, over {MAX_INFLATE_RATIO} times its size: not a trace file"
+                f"inflates to more than {self._limit:,} bytes, the limit for its size: not a trace file"
             )
         return chunk
 

@@ -5,6 +5,7 @@ the spool files in order, so that the store has the same bytes as with one proce
 """
 
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
@@ -13,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tracestore.errors import StorageError, TracestoreError, UsageError
+from tracestore.errors import ClusterError, TracestoreError, UsageError
 from tracestore.extras import needs
 from tracestore.ingest.packing import PackOptions, identify, packed_traces
 from tracestore.ingest.reading import ordered_prefetch
@@ -29,11 +30,17 @@ _CONNECT_TIMEOUT_S = 10
 
 def _pack_source(options: PackOptions, path: str, name: str, target: str) -> int:
     """Pack a source into a spool file; runs in a worker. Return the number of traces."""
+    # If a worker dies, Dask gives its source to another one, which must not meet the unfinished file.
+    unfinished = Path(f"{target}.{secrets.token_hex(4)}")
     with closing(packed_traces(SourceFile(Path(path), name), options)) as traces:  # type: ignore[type-var]
         try:
-            return write_spool(Path(target), traces)
+            count = write_spool(unfinished, traces)
+            os.replace(unfinished, target)
         except OSError as error:
-            raise StorageError(f"{target}: {error.strerror or error}") from None
+            raise ClusterError(f"{target}: {error.strerror or error}") from None
+        finally:
+            unfinished.unlink(missing_ok=True)
+    return count
 
 
 class ClusterStream:
@@ -74,10 +81,10 @@ class ClusterStream:
         except TracestoreError:
             raise
         except CancelledError as error:
-            raise StorageError(f"{self.source.name}: the cluster cancelled the work: {error}") from None
+            raise ClusterError(f"{self.source.name}: the cluster cancelled the work: {error}") from None
         except Exception as error:
-            # A worker died, or it lacks this package.
-            raise StorageError(f"{self.source.name}: a worker failed: {type(error).__name__}: {error}") from None
+            # Several workers died with this source, or they lack this package.
+            raise ClusterError(f"{self.source.name}: a worker failed: {type(error).__name__}: {error}") from None
         yield from read_spool(self.target)
 
     def cancel(self) -> None:

@@ -20,14 +20,14 @@ class SourceSize:
 class SegmentPredictor:
     """Follows the sources of a conversion in their order.
 
-    The writer closes a segment after a source that fills it to `close_bytes` or more
-    (StoreWriter.end_source). `pending_bytes()` returns the size of the current segment
-    between two sources. Callers in several threads must hold a lock.
+    The writer commits after a source with which `commit_bytes` or more are pending
+    (StoreWriter.end_source); the next source begins a segment. `pending_bytes()` returns the size of the
+    pending segments between two sources. Callers in several threads must hold a lock.
     """
 
-    def __init__(self, close_bytes: int, pending_bytes: Callable[[], int]) -> None:
-        self._close_bytes, self._pending_bytes = close_bytes, pending_bytes
-        self._segment_bytes = 0  # in the current segment, before the sources in _sizes
+    def __init__(self, commit_bytes: int, pending_bytes: Callable[[], int]) -> None:
+        self._commit_bytes, self._pending_bytes = commit_bytes, pending_bytes
+        self._pending_before = 0  # pending bytes before the sources in _sizes
         self._sizes: deque[SourceSize] = deque()
         self._min_ratio: float | None = None  # smallest ratio of packed size to file size so far
 
@@ -49,20 +49,20 @@ class SegmentPredictor:
         """Record that the source is the next to be written: everything before it is."""
         while self._sizes[0] is not size:
             self._sizes.popleft()
-        self._segment_bytes = self._pending_bytes()
+        self._pending_before = self._pending_bytes()
 
     def begins_segment(self, size: SourceSize) -> bool:
-        """Return whether the segment will certainly be empty when this source is written."""
-        segment_bytes: int | None = self._segment_bytes  # None if unknown
+        """Return whether certainly nothing will be pending when this source is written."""
+        pending: int | None = self._pending_before  # None if unknown
         for other in self._sizes:
             if other is size:
-                return segment_bytes == 0
-            if (segment_bytes or 0) + self._expected(other) >= self._close_bytes:
-                segment_bytes = 0
-            elif segment_bytes is not None and other.is_complete:
-                segment_bytes += other.packed_bytes
+                return pending == 0
+            if (pending or 0) + self._expected(other) >= self._commit_bytes:
+                pending = 0
+            elif pending is not None and other.is_complete:
+                pending += other.packed_bytes
             else:
-                segment_bytes = None
+                pending = None
         return False
 
     def _expected(self, size: SourceSize) -> int:

@@ -23,8 +23,8 @@ from tracestore.store.write.values import field_error
 
 # Limits of the values that a file's traces hold, where a value counts each time it is named: a fixed
 # allowance and a multiple of the bytes read, for the number of values, the bytes of text and the bytes of
-# arrays. A value takes at least one byte. Text is encoded again each time it is named. Arrays are not: in
-# files made by hand one array may stand for all layers, so arrays may be repeated as often as gzip may inflate.
+# arrays. A value takes at least one byte. Text is encoded again each time it is named; an array is not. The
+# multiple of arrays is large because in files made by hand one array may stand for all layers.
 _ALLOWANCES = ((20_000, 4), (16 << 20, 4), (64 << 20, 200))
 _MAX_BYTES_VALUE = 4 << 20
 _GZIP_RESERVED = 0xE0

@@ -43,13 +43,13 @@ def packed_traces(
     source: SourceFile,
     options: PackOptions,
     is_ahead: Callable[[], bool] = lambda: True,
-    can_alias: Callable[[], bool] = lambda: False,
+    before_pack: Callable[[], bool] = lambda: False,
 ) -> Iterator[PackedTrace]:
     """Yield the traces of one source, packed.
 
-    A thread inflates ahead while `is_ahead()` is true. `can_alias()` is called before each
-    trace: whether the caller drops the trace before it requests the next one. An
-    InvalidInputError names file, position and field.
+    A thread inflates ahead while `is_ahead()` is true. `before_pack()` is called before each trace is packed.
+    It returns whether the caller drops the trace before it requests the next one; the trace may then alias
+    the memory of the reader. An InvalidInputError names file, position and field.
     """
     scratch = Scratch(options.scratch, max_memory=options.max_memory)
     need_attention = options.attention != "none"
@@ -63,7 +63,7 @@ def packed_traces(
                         attention=options.attention,
                         keep_dtype=options.keep_dtype,
                         scratch=scratch,
-                        can_alias=can_alias(),
+                        can_alias=before_pack(),
                     )
                 except TruncatedFileError:
                     raise InvalidInputError(TRUNCATED_WHILE_READING) from None

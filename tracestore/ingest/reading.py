@@ -35,11 +35,11 @@ AnyStream = TypeVar("AnyStream", bound="Stream")
 class AheadOptions:
     """Folder and limits for sources that are written to files before the writer reaches them.
 
-    `close_bytes`, `split_bytes` and `pending_bytes` are those of the StoreWriter.
+    `commit_bytes`, `split_bytes` and `pending_bytes` are those of the StoreWriter.
     """
 
     folder: Path
-    close_bytes: int
+    commit_bytes: int
     split_bytes: int
     pending_bytes: Callable[[], int]
 
@@ -347,7 +347,7 @@ def read_sources(
     pool = ThreadPoolExecutor(workers, thread_name_prefix="tracestore-read")
     gate = MemoryGate(options.max_waiting)
     forecast = (
-        SegmentPredictor(1, lambda: 0) if ahead is None else SegmentPredictor(ahead.close_bytes, ahead.pending_bytes)
+        SegmentPredictor(1, lambda: 0) if ahead is None else SegmentPredictor(ahead.commit_bytes, ahead.pending_bytes)
     )
 
     def started() -> Iterator[SourceStream]:

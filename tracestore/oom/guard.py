@@ -377,10 +377,11 @@ class OOMGuard:
         torch.cuda.empty_cache()
 
     def _next_attempt(self, phase: Phase, micro_batch: int, is_retried: bool) -> tuple[int, bool]:
-        """Return the size of the next attempt, and whether a failure of that size counts.
+        """Return the size of the next attempt, and the value of `is_retried` for it.
 
-        Freeing memory cures fragmentation and full caches; if that did not help, the size is too
-        large. A smaller size is tried once, but a single item twice.
+        `is_retried` is true if the next failure of that size makes the size smaller. The first size is tried
+        twice, because freeing memory cures fragmentation and full caches. A smaller size is tried once, and a
+        single item twice.
         """
         size = micro_batch
         if is_retried:

@@ -1,4 +1,4 @@
-"""torch's optimizers without the import of torch._dynamo."""
+"""Adam, the optimizer of every training, and SGD: subclasses of torch's that do not import torch._dynamo."""
 
 import inspect
 from typing import Any

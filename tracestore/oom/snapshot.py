@@ -164,7 +164,7 @@ class StepSnapshot:
             self._scaler.load_state_dict(self._scaler_state)
 
 
-# Optimizers of torch whose initial state is known.
+# Optimizers whose initial state is known. Adam and SGD are subclasses of torch's; the check compares exact types.
 _KNOWN_OPTIMIZERS = (
     Adam,
     SGD,

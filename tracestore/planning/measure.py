@@ -33,7 +33,7 @@ from tracestore.planning.plan import (
 )
 from tracestore.store.read.store import TraceStore
 from tracestore.train.batches import AccumulatedBatch, BatchFeed
-from tracestore.train.config import TrainConfig
+from tracestore.train.config import WEIGHT_DECAY, TrainConfig
 from tracestore.train.devices import torch_threads
 from tracestore.train.distributed import DistributedContext
 from tracestore.train.model_runner import ModelRunner
@@ -67,7 +67,7 @@ class TrialTrainer:
     ) -> None:
         model_config = ModelConfig.from_store(store, **model_options)
         self._runner = ModelRunner(make_model(name, model_config), model_config, config)
-        optimizer = Adam(self._runner.model.parameters(), lr=0.0, weight_decay=1e-5, fused=True)
+        optimizer = Adam(self._runner.model.parameters(), lr=0.0, weight_decay=WEIGHT_DECAY, fused=True)
         self._guard = OOMGuard(self._runner.model, optimizer)
         config = replace(config, batch_size=min(config.batch_size, len(indices)))
         alone = DistributedContext(alone=True)

@@ -14,13 +14,13 @@ from tracestore.data.batch_format import BatchFormat, EdgeFormat, View
 from tracestore.data.epoch import EpochPlanner
 from tracestore.detectors.registry import DETECTORS
 from tracestore.errors import MissingFieldError, UsageError
+from tracestore.evaluation.split import FRACTIONS
 from tracestore.store.read.store import TraceStore
 
 # Stacks and heaps of threads, workspaces of libraries, Python objects.
 SLACK_BYTES = 96 << 20
 # Growth after the first steps: fragmentation, and further batches in flight.
 LATER_BYTES, LATER_BATCHES = 20 << 20, 2
-_TRAIN_FRACTION = 0.7
 # Number of batches of an epoch that are searched for the largest.
 _MAX_BATCHES = 4096
 
@@ -146,7 +146,7 @@ def training_traces(store: TraceStore) -> tuple[np.ndarray, int]:
     indices = labeled if len(labeled) else np.arange(len(store))
     if not len(indices):
         raise UsageError(f"{store.path}: holds no trace")
-    return indices, max(1, round(_TRAIN_FRACTION * len(indices)))
+    return indices, max(1, round(FRACTIONS["train"] * len(indices)))
 
 
 def mapped_bytes(store: TraceStore, view: View, indices: np.ndarray) -> int:

@@ -84,15 +84,15 @@ class Page:
         filters: list[Any] = [*self._searcher.filters]
         orders: list[Any] = [*self._searcher.orders]
         self._words = TextInput(title="words in id, question or answer", css_classes=["words"], width=300)
-        self._label = Select(title="traces", options=filters, value=filters[0], css_classes=["label"])
+        self._filter = Select(title="traces", options=filters, value=filters[0], css_classes=["filter"])
         self._order = Select(title="order by", options=orders, value=orders[0], css_classes=["order"])
         self._descending = Toggle(label="largest first", css_classes=["descending"], margin=(24, 5, 5, 5))
-        self._earlier = _button("earlier", "earlier", lambda: self._turn(-_PAGE_ROWS))
-        self._later = _button("later", "later", lambda: self._turn(_PAGE_ROWS))
+        self._earlier = self._button("earlier", "earlier", lambda: self._turn(-_PAGE_ROWS))
+        self._later = self._button("later", "later", lambda: self._turn(_PAGE_ROWS))
         self._message, self._problem = _text("message", 500), _text("problem", 1060)
-        for control in (self._words, self._label, self._order):
-            _on(control, "value", self._search)
-        _on(self._descending, "active", self._search)
+        for control in (self._words, self._filter, self._order):
+            self._on(control, "value", self._search)
+        self._on(self._descending, "active", self._search)
         self._rows = ColumnDataSource({})
         self._rows.selected.on_change("indices", self._picked)
         text, number = StringFormatter(nan_format=""), NumberFormatter(format="0.000", nan_format="")
@@ -112,13 +112,13 @@ class Page:
         # The table does not sort: the search sorts all matches, not only the rows of one page.
         table = DataTable(source=self._rows, columns=columns, width=1060, height=260, index_position=None,
                           sortable=False, reorderable=False, css_classes=["table"])  # fmt: skip
-        controls = row(self._words, self._label, self._order, self._descending, self._earlier, self._later)
+        controls = row(self._words, self._filter, self._order, self._descending, self._earlier, self._later)
         self._search_panel = column(controls, self._message, self._problem, table)
 
     def _search(self) -> None:
         self._found = self._attempt(
             lambda: self._searcher.find(
-                self._words.value, self._label.value, self._order.value, descending=self._descending.active
+                self._words.value, self._filter.value, self._order.value, descending=self._descending.active
             ),
             np.zeros(0, np.int64),
         )
@@ -157,7 +157,7 @@ class Page:
     def _picked(self, _name: str, _old: list[int], new: list[int]) -> None:
         shown = self._found[self._begin : self._begin + _PAGE_ROWS]
         if new and new[0] < len(shown):
-            self._open(int(shown[new[0]]))
+            self._handle(lambda: self._open(int(shown[new[0]])))
 
     # One trace
 
@@ -174,9 +174,9 @@ class Page:
         self._heat = plots.HeatMap("attention, square root", "attended token", "attending token")
         self._norms = plots.HeatMap("norm of hidden states, logarithm", "token", "layer")
         self._graph = plots.AttentionGraph()
-        _on(self._layer, "value_throttled", self._draw)
-        _on(self._head, "value", self._draw)
-        _on(self._threshold, "value_throttled", self._draw_graph)
+        self._on(self._layer, "value_throttled", self._draw)
+        self._on(self._head, "value", self._draw)
+        self._on(self._threshold, "value_throttled", self._draw_graph)
         self._view: View | None = None
         self._trace_panel = column(
             self._about,
@@ -242,9 +242,9 @@ class Page:
         self._projection_note = _text("projection-note", 700)
         plot = plots.projection(self._points)
         # Bokeh selects the point before it reports the tap.
-        plot.on_event(Tap, lambda _: self._tapped())
-        _on(self._depth, "value_throttled", self._project)
-        draw = _button("draw", "project", self._project, button_type="primary")
+        plot.on_event(Tap, lambda _: self._handle(self._tapped))
+        self._on(self._depth, "value_throttled", self._project)
+        draw = self._button("draw", "project", self._project, button_type="primary")
         self._projection_panel = column(row(self._depth, draw), self._projection_note, plot)
 
     def _project(self) -> None:
@@ -296,24 +296,25 @@ class Page:
     def _attempt(self, work: Callable[[], Any], otherwise: Any) -> Any:
         """Return `work()`, or show an error of the store on the page and return `otherwise`."""
         try:
-            found = work()
+            return work()
         except TracestoreError as error:
             self._problem.text = escape_unprintable(str(error))
             return otherwise
+
+    def _handle(self, work: Callable[[], None]) -> None:
+        """Handle one action of the visitor: clear the error of the previous action, then call `work`."""
         self._problem.text = ""
-        return found
+        work()
 
+    def _on(self, model: Model, name: str, work: Callable[[], None]) -> None:
+        """Call `work` when a property of a control changes."""
+        model.on_change(name, lambda attr, old, new: self._handle(work))
 
-def _button(label: str, name: str, work: Callable[[], None], **options: Any) -> Button:
-    """Return a button that calls `work`, on the level of text inputs with a title."""
-    button = Button(label=label, css_classes=[name], margin=(24, 5, 5, 5), **options)
-    button.on_click(lambda _: work())
-    return button
-
-
-def _on(model: Model, name: str, work: Callable[[], None]) -> None:
-    """Call `work` when a property of a control changes."""
-    model.on_change(name, lambda attr, old, new: work())
+    def _button(self, label: str, name: str, work: Callable[[], None], **options: Any) -> Button:
+        """Return a button that calls `work`, on the level of text inputs with a title."""
+        button = Button(label=label, css_classes=[name], margin=(24, 5, 5, 5), **options)
+        button.on_click(lambda _: self._handle(work))
+        return button
 
 
 def _label(target: float) -> str:

@@ -9,7 +9,7 @@ from tracestore.serve.results import Results
 from tracestore.store.read.store import TraceStore
 
 ANY, HALLUCINATED, CORRECT, UNLABELED = "any", "hallucinated", "correct", "unlabeled"
-LABELS = (ANY, HALLUCINATED, CORRECT, UNLABELED)
+LABEL_FILTERS = (ANY, HALLUCINATED, CORRECT, UNLABELED)
 ORDERS = ("as stored", "score", "tokens")
 
 
@@ -40,7 +40,7 @@ class TraceSearch:
     @property
     def filters(self) -> tuple[str, ...]:
         """Names of the filters: by label, and by the errors of each detector."""
-        return (*LABELS, *(f"missed by {name}" for name in self.results.probabilities))
+        return (*LABEL_FILTERS, *(f"missed by {name}" for name in self.results.probabilities))
 
     @property
     def orders(self) -> tuple[str, ...]:
@@ -48,7 +48,7 @@ class TraceSearch:
         return (*ORDERS, *self.results.probabilities)
 
     def find(
-        self, words: str = "", label: str = ANY, order: str = ORDERS[0], *, descending: bool = False
+        self, words: str = "", filter_name: str = ANY, order: str = ORDERS[0], *, descending: bool = False
     ) -> np.ndarray:
         """Return the indices of the matching traces, int64 (n,).
 
@@ -56,7 +56,7 @@ class TraceSearch:
         ----------
         words : str
             Words that the question id, question or answer contain, in any case.
-        label : str
+        filter_name : str
             One of `filters`.
         order : str
             One of `orders`. Traces without a value come last.
@@ -66,9 +66,9 @@ class TraceSearch:
         Raises
         ------
         KeyError
-            `label` or `order` is unknown.
+            `filter_name` or `order` is unknown.
         """
-        indices = np.flatnonzero(self._has_label(label))
+        indices = np.flatnonzero(self._matches(filter_name))
         wanted = words.casefold().split()
         if wanted:
             texts = self._all_texts()
@@ -84,14 +84,14 @@ class TraceSearch:
                 self._thread.start()
             return self._thread
 
-    def _has_label(self, label: str) -> np.ndarray:
+    def _matches(self, filter_name: str) -> np.ndarray:
         correct, hallucinated = self.targets < 0.5, self.targets >= 0.5
-        kinds = {ANY: np.ones(len(self.store), bool), HALLUCINATED: hallucinated, CORRECT: correct}
-        kinds[UNLABELED] = np.isnan(self.targets)
+        masks = {ANY: np.ones(len(self.store), bool), HALLUCINATED: hallucinated, CORRECT: correct}
+        masks[UNLABELED] = np.isnan(self.targets)
         for name, values in self.results.probabilities.items():
             threshold = self.results.thresholds.get(name, 0.5)
-            kinds[f"missed by {name}"] = (correct & (values >= threshold)) | (hallucinated & (values < threshold))
-        return kinds[label]
+            masks[f"missed by {name}"] = (correct & (values >= threshold)) | (hallucinated & (values < threshold))
+        return masks[filter_name]
 
     def _ranks(self, order: str, indices: np.ndarray, descending: bool) -> np.ndarray:
         if order == ORDERS[0]:
@@ -115,6 +115,6 @@ class TraceSearch:
                 texts.append("\n".join((trace.question_id, trace.question or "", trace.answer or "")).casefold())
         except TracestoreError as error:
             self._error = error
-        except Exception as error:  # shown on the page instead of an empty result
+        except Exception as error:  # The page shows it.
             self._error = TracestoreError(f"{self.store.path}: texts cannot be read: {type(error).__name__}: {error}")
         self._texts = texts

@@ -179,6 +179,8 @@ class DeviceBatch:
         Traces of this rank's slice and of the global batch.
     offset : int
         Position of the slice's first trace in the global batch.
+    epoch : int
+        The epoch that the feed was moved to by seek(); 0 for validation and test, which never call it.
     y : torch.Tensor
         Labels ``(size,)``.
     """

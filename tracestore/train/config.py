@@ -8,6 +8,7 @@ from tracestore.data.order import Shuffle
 from tracestore.detectors.config import Precision
 
 T = TypeVar("T")
+WEIGHT_DECAY = 1e-5
 HISTORY = ("train_loss", "val_loss", "val_auroc", "traces_per_s", "data_wait_share")
 # Keys of last.pt that differ from the names of the fields.
 _CHECKPOINT_KEYS = {"grad_accum_steps": "accumulate"}

@@ -37,14 +37,13 @@ from tracestore.oom.snapshot import seed_step
 from tracestore.store.read.store import TraceStore
 from tracestore.train.batches import STEP, AccumulatedBatch, BatchFeed
 from tracestore.train.checkpoint import BEST, LAST, CheckpointedRun, load_checkpoint, save_checkpoint
-from tracestore.train.config import TrainConfig, TrainState
+from tracestore.train.config import WEIGHT_DECAY, TrainConfig, TrainState
 from tracestore.train.distributed import DistributedContext
 from tracestore.train.model_runner import ModelRunner, SplitScores, score_split
 from tracestore.train.monitor import Log, Monitor
 from tracestore.train.signals import StopReason, StopSignals
 from tracestore.train.standardize import fit_standardizer
 
-WEIGHT_DECAY = 1e-5
 # Attributes that hold memory; _setup() creates them.
 _LARGE_ATTRIBUTES = ("runner", "model", "feed", "guard", "checkpointed")
 
@@ -376,13 +375,13 @@ class Trainer:
         )
 
     def _abort_with_checkpoint(self, reason: StopReason, text: str, state: TrainState | None) -> NoReturn:
-        """End all ranks. Without a state, the last checkpoint stays unchanged."""
+        """End all ranks. Without a state, the checkpoint of the last epoch is kept."""
         is_oom = reason == StopReason.OUT_OF_MEMORY
         if is_oom:
             self.on_fatal_oom()
         if state is not None:
             self._save_last(state, did_not_fit=is_oom)
-        saved = f"saved {self.folder / LAST}"
+        saved = f"{'kept' if state is None else 'saved'} {self.folder / LAST}"
         if is_oom:
             error: TracestoreError = InsufficientMemoryError(
                 f"{self.name}: {text}; {saved}; free memory, then: {self.resume_command}"

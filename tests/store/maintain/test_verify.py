@@ -2,6 +2,8 @@
 
 import numpy as np
 
+import tracestore
+from tests.helpers import make_traces
 from tracestore.store.maintain.verify import verify_store
 
 
@@ -20,3 +22,20 @@ def test_a_flipped_bit_in_any_file_is_found(store_path):
         data[position] ^= bit
         path.write_bytes(data)
     assert verify_store(store_path).damaged == {}
+
+
+def test_files_of_a_commit_during_the_verification_are_no_leftovers(store_path):
+    done = []
+
+    def commit_once(num_bytes, total):
+        if not done:
+            done.append(num_bytes)
+            with tracestore.create(store_path, append=True) as writer:
+                for trace in make_traces(2, seed=9):
+                    writer.append(trace | {"question_id": f"new {trace['question_id']}"})
+                    writer.flush()
+            (store_path / "segments/.tmp-8").mkdir()
+            (store_path / "segments/.tmp-8/x").write_bytes(b"")
+
+    report = verify_store(store_path, num_threads=1, progress=commit_once)
+    assert done and not report.damaged and report.leftovers == ["segments/.tmp-8/x"]

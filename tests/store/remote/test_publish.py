@@ -1,6 +1,7 @@
 """Writing of remote stores: commits are complete or do not happen."""
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -15,9 +16,10 @@ import pytest
 import tracestore
 from tests.helpers import ROOT, command, convert, make_traces, tree_bytes, write_pickle, write_store
 from tests.store.remote.stores import committed_files
-from tracestore.errors import RemoteError, StoreLockedError, UsageError
+from tracestore.errors import RemoteError, StorageError, StoreLockedError, UsageError
 from tracestore.store.maintain.verify import verify_store
 from tracestore.store.remote.object_store import ObjectStore
+from tracestore.store.write import commit
 from tracestore.store.write.record import record_from_dict
 from tracestore.store.write.writer import StoreWriter
 
@@ -253,6 +255,26 @@ def test_a_trace_whose_commit_failed_can_be_appended_again(remote, proxy, monkey
     writer.close()
     with tracestore.open(remote) as store:
         assert len(store) == 1
+
+
+def test_a_commit_that_failed_after_its_rename_is_published_when_it_is_repeated(remote, monkeypatch):
+    def fail_after_the_rename(store, attributes):
+        if any((store / "manifest").iterdir()):
+            raise OSError(errno.EIO, "Input/output error")
+        write_root(store, attributes)
+
+    write_root = commit.write_root
+    with tracestore.create(remote) as writer:
+        writer.append(make_traces(1)[0])
+        with monkeypatch.context() as patch:
+            patch.setattr(commit, "write_root", fail_after_the_rename)
+            with pytest.raises(StorageError):
+                writer.flush()
+        with pytest.raises(UsageError, match="no such store"):
+            tracestore.open(remote)
+        writer.flush()
+        with tracestore.open(remote) as store:
+            assert len(store) == 1
 
 
 @pytest.mark.long

@@ -14,7 +14,9 @@ def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("store", metavar="STORE")
     parser.add_argument("--quick", action="store_true", help="check the manifest and the sizes of files only")
-    parser.add_argument("--repair", action="store_true", help="set a damaged newest manifest aside")
+    parser.add_argument(
+        "--repair", action="store_true", help="restore a damaged newest manifest from its copy, or else set it aside"
+    )
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
@@ -37,5 +39,5 @@ def run(args: argparse.Namespace, output: Output) -> int:
     size = format_size(report.num_bytes)
     output.info(f"intact: generation {report.generation}, {depth} {report.num_files:,} files, {size}")
     for name in report.leftovers:
-        output.info(f"leftover of an unfinished write, which the next writer removes: {name}")
+        output.info(f"uncommitted file (of a running writer, or left for the next writer to remove): {name}")
     return 0

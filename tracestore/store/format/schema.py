@@ -16,7 +16,6 @@ from tracestore.store.format.provenance import MAX_PROVENANCES, Provenance
 
 FORMAT_VERSION = 1
 
-SEGMENT_CLOSE_BYTES = 128 << 20
 SEGMENT_SPLIT_BYTES = 1024 << 20
 INNER_CHUNK_BYTES = 256 << 10
 MIN_CODED_CHUNK_BYTES = 64 << 10

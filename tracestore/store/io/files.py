@@ -53,8 +53,8 @@ def local_dir(store: str | os.PathLike[str]) -> Path:
     return location if isinstance(location, Path) else cache_dir()
 
 
-class Prefetch:
-    """Prefetching for one pass over a store. This one does nothing: the files are on this machine."""
+class FilePrefetcher:
+    """Prefetches files during one pass over a store. This base class does nothing: local files need no prefetching."""
 
     def __enter__(self) -> Self:
         return self
@@ -127,7 +127,7 @@ class ReadableFiles(StoreFiles, Protocol):
     def evicted(self) -> Sequence[str]:
         """Return the paths of files that were mapped and have left the cache since the last call."""
 
-    def prefetch(self, files_of: Callable[[int], Iterable[FileEntry]], start: int, total: int) -> Prefetch:
+    def prefetch(self, files_of: Callable[[int], Iterable[FileEntry]], start: int, total: int) -> FilePrefetcher:
         """Return a prefetcher for the batches start .. total - 1; `files_of(batch)` lists the files of a batch."""
 
     def reopen(self) -> Self:
@@ -205,9 +205,9 @@ class LocalFiles:
         """Return nothing: committed files stay as long as their generation is pinned."""
         return ()
 
-    def prefetch(self, files_of: Callable[[int], Iterable[FileEntry]], start: int, total: int) -> Prefetch:
+    def prefetch(self, files_of: Callable[[int], Iterable[FileEntry]], start: int, total: int) -> FilePrefetcher:
         """Return a prefetcher that does nothing."""
-        return Prefetch()
+        return FilePrefetcher()
 
     def reopen(self) -> "LocalFiles":
         """Return these files, which hold no state."""

@@ -18,8 +18,8 @@ def replacement_dir(store: Path) -> Path:
 class Replacement:
     """A folder next to a store in which a writer prepares the store that replaces it.
 
-    It holds the writer lock of the old store, which only readers can use until swap(). After an
-    interruption at any time the store's path holds either the old or the new store.
+    The object holds the writer lock of the old store until swap(), so that only readers use the old store. After
+    an interruption at any time the store's path holds either the old or the new store.
     """
 
     def __init__(self, target: Path) -> None:

@@ -3,6 +3,7 @@
 A source that is packed before its turn would otherwise wait in memory. If it is likely to start a
 segment, its rows are written to files at once, and the arrays of the segment adopt these files
 (ShardWriter.append_spooled). If the prediction was wrong, the rows are copied from the files.
+store.write.spool has the other kind of spool file, which carries whole traces from Dask workers.
 """
 
 import contextlib

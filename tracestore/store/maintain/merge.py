@@ -96,7 +96,7 @@ def merge_stores(
     """Add every trace of `sources`, in order, to the store `destination`.
 
     A new destination gets the options of the first source. A trace that the destination has with equal content is a
-    duplicate; it adds its score if none is stored. An interrupted merge continues when it is run again. `progress`
+    duplicate; it adds its score and group if no score is stored. An interrupted merge continues when it is run again. `progress`
     receives the number of traces done and the total.
 
     Raises

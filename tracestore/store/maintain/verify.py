@@ -18,6 +18,7 @@ from tracestore.store.io import fsio
 from tracestore.store.io.files import MAX_ROOT_BYTES, LocalFiles, parse_location
 from tracestore.store.io.ownership import has_manifest
 from tracestore.store.maintain.consistency import collect_damage, find_inconsistencies
+from tracestore.store.maintain.leftovers import find_leftovers
 from tracestore.store.maintain.verify_report import VerifyReport
 from tracestore.store.read.columns import read_columns
 from tracestore.store.read.generation import ATTEMPTS, backoff, open_generation
@@ -188,7 +189,7 @@ def verify_store(
                 # Correct checksums prove that nothing changed after writing, not that correct values were written.
                 report.damaged |= _inconsistencies(path, manifest, quick)
         _check_root(path, good, report)
-        report.leftovers = _leftovers(path, known)
+        report.leftovers = _leftovers(path, known, report.generation or 0)
     return report
 
 
@@ -248,23 +249,16 @@ def _check_root(store: Path, good: list[mf.Manifest], report: VerifyReport) -> N
     report.damaged["zarr.json"] = "not what the manifest says"
 
 
-def _leftovers(store: Path, known: set[str]) -> list[str]:
-    """Return the files that no readable manifest names: leftovers of unfinished writes."""
-    known |= {"zarr.json", "lock"}
-    for number in LocalFiles(store).generations():
-        known.add(paths.manifest(number))
-        try:
-            manifest = LocalFiles(store).load_manifest(number)
-        except (CorruptStoreError, FileNotFoundError):
-            continue
-        known |= {paths.manifest_copy(number), *(f.path for f in manifest.small_files())}
+def _leftovers(store: Path, known: set[str], verified: int) -> list[str]:
+    """Return the files of interrupted or running writers."""
     found = []
-    for folder, _, files in os.walk(store):
-        for file in files:
-            name = Path(folder, file).relative_to(store).as_posix()
-            if name not in known and not name.startswith(f"manifest/{paths.DAMAGED_PREFIX}"):
-                found.append(name)
-    return sorted(found)
+    for folder, _, names in os.walk(store):
+        found += [Path(folder, name).relative_to(store).as_posix() for name in names]
+    files = LocalFiles(store)
+    left = find_leftovers(found, known, verified, files.generations(), files.load_manifest, files)
+    # A running writer may have removed or renamed a file.
+    damaged = f"manifest/{paths.DAMAGED_PREFIX}"
+    return [path for path in left if not path.startswith(damaged) and os.path.lexists(store / path)]
 
 
 def _is_root(files: LocalFiles, expected: bytes) -> bool:

@@ -17,6 +17,7 @@ from tracestore.store.format.entries import FileEntry
 from tracestore.store.io import fsio
 from tracestore.store.io.files import RemoteURL
 from tracestore.store.maintain.consistency import ConsistencyChecker, collect_damage
+from tracestore.store.maintain.leftovers import find_leftovers
 from tracestore.store.maintain.verify_report import VerifyReport
 from tracestore.store.read.index import SegmentEntry, StoreIndex
 from tracestore.store.read.segment import SegmentReader
@@ -179,13 +180,16 @@ def _verify(
         *entries,
         *(s.rows.path for s in segments.values()),
         *(path for files_of_segment in listed.values() for path in files_of_segment),
-        "zarr.json",
-        "lock",
         "manifest/newest",
-        *(name(n) for n in list_generations(object_store) for name in (paths.manifest, paths.manifest_copy)),
     }
     if object_store.can_list:
-        report.leftovers = [p for p in object_store.list_recursive("") if p not in known]
+
+        def load(number: int) -> mf.Manifest:
+            return mf.parse_manifest(object_store.read(paths.manifest(number), mf.MAX_MANIFEST_BYTES), number)
+
+        found = object_store.list_recursive("")
+        generations = list_generations(object_store)
+        report.leftovers = find_leftovers(found, known, report.generation or 0, generations, load, files)
     return report
 
 

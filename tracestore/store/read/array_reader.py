@@ -1,8 +1,4 @@
-"""Zarr v3 arrays of one shard file each: streamed out, mapped in.
-
-The shard's bytes are streamed here, because through zarr-python a shard is held in
-memory twice.
-"""
+"""Reading of Zarr v3 arrays of one shard file each, which are mapped. store.write.shard_writer writes them."""
 
 import json
 import math

@@ -13,7 +13,7 @@ from tracestore.extras import needs
 from tracestore.store.format import schema
 from tracestore.store.format.labels import CORRECT, DEFAULT_THRESHOLD, ScoreField, derive, describe
 from tracestore.store.format.provenance import Provenance
-from tracestore.store.io.files import Prefetch, RemoteURL
+from tracestore.store.io.files import FilePrefetcher, RemoteURL
 from tracestore.store.read import table
 from tracestore.store.read.batch_sources import (
     GRAPH_ROW,
@@ -284,7 +284,7 @@ class TraceStore:
         self.internals.chunk_cache.hint_upcoming(keys)
         return partial(self.internals.chunk_cache.release, keys)
 
-    def prefetch(self, traces: Callable[[int], np.ndarray], start: int, total: int, view: str) -> Prefetch:
+    def prefetch(self, traces: Callable[[int], np.ndarray], start: int, total: int, view: str) -> FilePrefetcher:
         """Return a prefetcher for a pass over batches; it does nothing for a local store.
 
         Parameters
@@ -297,7 +297,7 @@ class TraceStore:
 
         Returns
         -------
-        Prefetch
+        FilePrefetcher
             A context manager; call its `advance(batch)` before each batch.
         """
         return self.internals.files.prefetch(

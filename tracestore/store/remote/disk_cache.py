@@ -3,7 +3,7 @@
 A file is fetched under a temporary name, checked against its size and crc32c, and renamed. Its name identifies
 store, path and content, so the files of a replaced store have other names. Files are not synced, which would slow
 the transfer down: a file that was last used before the machine was started is checked again on its next use.
-Eviction takes the least recently used files first. A process that maps an evicted file can still read it.
+Eviction takes the least recently opened files first. A process that maps an evicted file can still read it.
 """
 
 import contextlib
@@ -128,8 +128,8 @@ class DiskCache:
     ) -> Path:
         """Return the path of a file, and fetch it if the cache lacks it.
 
-        Another process may evict the file at once: then call again. `check` is called during the transfer and may
-        raise to cancel it.
+        Another process may evict the file before the caller opens it; the caller then repeats the call. `check` is
+        called during the transfer and may raise to cancel it.
 
         Raises
         ------

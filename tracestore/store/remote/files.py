@@ -14,11 +14,11 @@ from tracestore.errors import StorageError, UsageError
 from tracestore.store.format import paths
 from tracestore.store.format.entries import FileEntry, size_mismatch
 from tracestore.store.io import fsio
-from tracestore.store.io.files import Prefetch, RemoteURL
+from tracestore.store.io.files import FilePrefetcher, RemoteURL
 from tracestore.store.remote.disk_cache import DiskCache, NextUse
 from tracestore.store.remote.helper import Helper
 from tracestore.store.remote.object_store import ObjectStore
-from tracestore.store.remote.prefetch import FetchCancelledError, Prefetcher
+from tracestore.store.remote.prefetch import FetchCancelledError, RemoteFilePrefetcher
 
 _SMALL_AT_ONCE = 16  # requests for the small files that opening needs
 _TRIES = 20
@@ -83,9 +83,9 @@ class RemoteFiles:
     def require_root(self) -> None:
         """Accept any root: the manifest decides."""
 
-    def prefetch(self, files_of: Callable[[int], Iterable[FileEntry]], start: int, total: int) -> Prefetch:
+    def prefetch(self, files_of: Callable[[int], Iterable[FileEntry]], start: int, total: int) -> FilePrefetcher:
         """See ReadableFiles."""
-        return Prefetcher(self, files_of, start, total)
+        return RemoteFilePrefetcher(self, files_of, start, total)
 
     def _use(self, entry: FileEntry, use: Callable[[str | os.PathLike[str]], T]) -> T:
         for _ in range(_TRIES):

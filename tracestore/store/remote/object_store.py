@@ -66,7 +66,8 @@ def summarize_error(error: BaseException) -> str:
 class ObjectStore:
     """Objects by their path below `address`.
 
-    Safe to use from threads, not across a fork. Server errors (5xx), timeouts and cut connections are retried.
+    Safe to use from threads, not across a fork. Responses 408, 409, 425, 429 and 5xx, timeouts and
+    cut connections are retried.
 
     Parameters
     ----------

@@ -10,7 +10,7 @@ from typing import Protocol, Self
 
 from tracestore.errors import CorruptStoreError, TracestoreError
 from tracestore.store.format.entries import FileEntry
-from tracestore.store.io.files import Prefetch
+from tracestore.store.io.files import FilePrefetcher
 from tracestore.store.remote.disk_cache import DiskCache, NextUse
 from tracestore.store.remote.object_store import ObjectStore
 
@@ -32,7 +32,7 @@ class CachedFiles(Protocol):
     next_use: NextUse
 
 
-class Prefetcher(Prefetch):
+class RemoteFilePrefetcher(FilePrefetcher):
     """Fetches the files of upcoming batches in the order of their use, as many as the cache has room for.
 
     It also tells the cache which batch uses a file next, which decides what is evicted.
@@ -76,7 +76,7 @@ class Prefetcher(Prefetch):
         self._files.next_use = lambda name: None
 
     def advance(self, batch: int) -> None:
-        """See Prefetch."""
+        """See FilePrefetcher."""
         with self._lock:
             while self._position < batch and self._batches:
                 for name in self._batches.popleft():

@@ -1,8 +1,7 @@
 """Publishing to a remote store: commits are made in a local folder, then uploaded.
 
-The segments of a commit are uploaded first, then its manifest, on the condition that no manifest has that number. A
-lock object that its writer keeps renewing excludes a second writer; a lock without renewals belonged to a writer that
-ended, and is taken over.
+All files of a commit are uploaded first, then its manifest, on the condition that no manifest has that number. A lock
+object, which its writer renews, excludes a second writer. A writer takes over a lock that is not renewed.
 """
 
 import contextlib

@@ -24,10 +24,8 @@ class KeyResolver:
 
     Attributes
     ----------
-    undo : list
-        Functions that revert the changes since the writer emptied the list; the last one comes first.
     num_conflicts : int
-        Number of traces since then whose key existed with different content.
+        Number of traces of the open source whose key existed with different content.
     """
 
     def __init__(
@@ -41,8 +39,12 @@ class KeyResolver:
         self._files, self._index, self._pending = files, index, pending
         self._on_conflict, self._read_labels = on_conflict, read_labels
         self.num_conflicts = 0
-        self.undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], None]] = []
         self._segments: dict[int, SegmentReader] = {}  # committed segments that were compared with
+
+    def begin_source(self, undo: list[Callable[[], None]]) -> None:
+        """Begin a source. `undo` receives a function for each change; their reverse order reverts the source."""
+        self._undo, self.num_conflicts = undo, 0
 
     def resolve_new(self, trace: PackedTrace) -> set[int]:
         """Return the field groups of the trace that its key does not have yet.
@@ -141,7 +143,7 @@ class KeyResolver:
         if key in pending.keys:
             row = pending.rows[pending.keys[key]]
             before = (dict(row.values), row.given)
-            self.undo.append(lambda: row.__dict__.update(values=before[0], given=before[1]))
+            self._undo.append(lambda: row.__dict__.update(values=before[0], given=before[1]))
             for added in groups:
                 row.values |= {name: location[name] for name in _location_columns(added)}
             row.values["nonfinite"] |= location["nonfinite"]
@@ -156,7 +158,7 @@ class KeyResolver:
                 pending.rows.pop()
                 del pending.keys[key]
 
-            self.undo.append(forget)
+            self._undo.append(forget)
             return
         for added in sorted(groups):
             name = mf.GROUP_NAMES[added]
@@ -176,7 +178,7 @@ class KeyResolver:
                 pending.patches[key] = before
 
         pending.patches[key] = patch
-        self.undo.append(restore)
+        self._undo.append(restore)
 
     def add_label(self, record: TraceRecord) -> None:
         """Add the label of a second source to an existing key; refuse a label that differs from the stored one."""
@@ -187,7 +189,7 @@ class KeyResolver:
         if key in pending.keys:
             row = pending.rows[pending.keys[key]]
             before = row.given
-            self.undo.append(lambda: setattr(row, "given", before))
+            self._undo.append(lambda: setattr(row, "given", before))
             row.given = before._replace(label=self._resolve_label(before.label, label))
             return
         index = self._index.find(*key)
@@ -204,7 +206,7 @@ class KeyResolver:
                 pending.updates[index] = earlier
 
         pending.updates[index] = (earlier or TraceValues())._replace(label=label)
-        self.undo.append(restore)
+        self._undo.append(restore)
 
     def _resolve_label(self, stored: float, label: float) -> float:
         if not math.isnan(stored) and not math.isnan(label) and stored != label:

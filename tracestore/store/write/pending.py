@@ -35,7 +35,7 @@ class Pending:
 
     `keys` maps a key (question id, sample) to its position in `rows`. `patches` maps (trace, field group) to
     new locations of committed traces, by the names of manifest.PATCH_COLUMNS. `updates` maps committed
-    traces to new values of their columns.
+    traces to new values of their columns; missing ones (NaN, None) keep the old value.
     """
 
     rows: list[PendingRow] = field(default_factory=list)

@@ -106,9 +106,9 @@ class ShardWriter:
         """Append rows that are in a spool file.
 
         If the array is still empty and the rows are the first of the spool file, that file becomes the
-        shard file, and nothing is written as long as all its rows are appended in order. After a row was
-        left out, the following rows are copied towards the start of the file, which never overwrites
-        rows that are still to be read.
+        shard file, and nothing is written as long as all its rows are appended in order. If a row is left
+        out, each later row is copied to a lower position of the same file. Rows that are not copied yet
+        lie behind that position, so the copies never overwrite them.
         """
         assert self._coder is None
         if not rows.nbytes:

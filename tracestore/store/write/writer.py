@@ -19,18 +19,20 @@ from tracestore.store.read.columns import Columns, TraceValues, read_columns
 from tracestore.store.read.index import SourceEntry, StoreIndex
 from tracestore.store.write.commit import commit, remove_unreferenced, write_root
 from tracestore.store.write.keys import KeyResolver, OnConflict
-from tracestore.store.write.output_folder import OutputFolder
 from tracestore.store.write.pack import PackedTrace, fit_attributes, pack_record
 from tracestore.store.write.pending import Pending, PendingSource
 from tracestore.store.write.record import TraceRecord
 from tracestore.store.write.segment_writer import SegmentWriter
+from tracestore.store.write.working_folder import WorkingFolder
+
+COMMIT_BYTES = 128 << 20  # of pending data trigger a commit; no reader depends on it
 
 
 class StoreWriter:
     """Writer of a store, which holds the store's writer lock until close().
 
-    begin_source() begins a source, its traces are appended, and end_source() accepts it and commits when enough
-    data is pending. abort_source() reverts all of its changes. The order of calls determines every byte.
+    begin_source() begins a source, its traces are appended, and end_source() accepts it; abort_source() reverts all
+    of its changes. The order of calls determines every byte.
 
     Parameters
     ----------
@@ -52,8 +54,8 @@ class StoreWriter:
         Accept sources whose provenance conflicts.
     expected_bytes : int, optional
         Estimate of the data to be added, for the error message if the file system is full.
-    close_bytes, split_bytes : int
-        Pending data that triggers a commit, and maximum size of a segment with several traces.
+    commit_bytes, split_bytes : int
+        Size of all pending segments that triggers a commit at the end of a source; maximum size of a segment.
 
     Raises
     ------
@@ -78,11 +80,11 @@ class StoreWriter:
         can_resume: Callable[[SourceEntry], bool] | None = None,
         allow_mixed_provenance: bool = False,
         expected_bytes: int | None = None,
-        close_bytes: int = schema.SEGMENT_CLOSE_BYTES,
+        commit_bytes: int = COMMIT_BYTES,
         split_bytes: int = schema.SEGMENT_SPLIT_BYTES,
     ) -> None:
-        self._folder = OutputFolder(path, overwrite=overwrite, exist_ok=exist_ok, can_resume=can_resume)
-        self.close_bytes, self.split_bytes = close_bytes, split_bytes
+        self._folder = WorkingFolder(path, overwrite=overwrite, exist_ok=exist_ok, can_resume=can_resume)
+        self.commit_bytes, self.split_bytes = commit_bytes, split_bytes
         self._on_conflict: OnConflict = on_conflict
         self._allow_mixed_provenance = allow_mixed_provenance
         options = {"attention": attention, "dtype": dtype, "codec": codec}
@@ -142,8 +144,6 @@ class StoreWriter:
             self._folder.files, self.index, self._pending, self._on_conflict, lambda: self.read_columns().labels
         )
 
-    # Sources
-
     def has_source(self, path: str, size: int, fingerprint: str) -> bool:
         """Return whether exactly this file is committed already."""
         return (path, size, fingerprint) in self._sources
@@ -164,8 +164,8 @@ class StoreWriter:
         pending, attributes = self._pending, self.attributes
         roll_back = pending.savepoint()
         self.attributes, number = attributes.with_provenance(provenance)
-        self._keys.undo = self._undo = []
-        self._keys.num_conflicts = 0
+        self._undo = []
+        self._keys.begin_source(self._undo)
 
         def restore() -> None:
             self.attributes = attributes
@@ -197,10 +197,10 @@ class StoreWriter:
         assert self._undo is not None
         self.flush_source()
         self._undo = None
-        if self.pending_bytes >= self.close_bytes:
+        is_due = self.pending_bytes >= self.commit_bytes
+        if is_due:
             self.commit()
-            return True
-        return False
+        return is_due
 
     @property
     def num_pending(self) -> int:
@@ -221,8 +221,6 @@ class StoreWriter:
     def num_source_conflicts(self) -> int:
         """Number of traces of the open source whose key existed with different content."""
         return self._keys.num_conflicts
-
-    # Traces
 
     def pack(self, record: TraceRecord) -> PackedTrace:
         """Pack a record for append_packed(), and remove its arrays from it. Any thread may call this method."""
@@ -290,8 +288,6 @@ class StoreWriter:
         segments.append(SegmentWriter(self.path / path, number, self.attributes, self.attributes.options["codec"]))
         return segments[-1]
 
-    # Columns
-
     def read_columns(self) -> Columns:
         """Return the scores, labels and groups of the committed traces."""
         if self._columns is None:
@@ -328,10 +324,8 @@ class StoreWriter:
         self.attributes = self.attributes.with_score(name, field, is_default=is_default)
 
     def update_values(self, updates: Mapping[int, TraceValues]) -> None:
-        """Replace the values in the columns of committed traces with the next commit."""
+        """Replace values of committed traces with the next commit. Missing ones (NaN, None) keep what is stored."""
         self._pending.updates.update(updates)
-
-    # Commit
 
     def commit(self) -> None:
         """Make all pending changes durable; after an exception the last generation is unchanged."""
@@ -346,11 +340,11 @@ class StoreWriter:
             except BaseException:
                 self._after_failed_commit(pending)
                 raise
-            self._folder.is_published = False
             self._start_next_generation(pending)
             self._folder.publish(self.manifest)
 
     def _start_next_generation(self, committed: Pending) -> None:
+        self._folder.is_published = False
         self._sources |= {(s.path, s.size, s.fingerprint) for s in committed.sources}
         self._columns = None
         self.index = StoreIndex(LocalFiles(self.path), self.manifest)

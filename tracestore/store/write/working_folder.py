@@ -23,7 +23,7 @@ def _remote_publisher(url: RemoteURL, overwrite: bool, exist_ok: bool) -> Any:
     return RemotePublisher(url, overwrite=overwrite, exist_ok=exist_ok)
 
 
-class OutputFolder:
+class WorkingFolder:
     """The folder of a writer, its lock, and the way of a commit from there to the store's location.
 
     Parameters are those of StoreWriter. open() must be called before anything is written.
