@@ -30,7 +30,7 @@ def find_leftovers(
     generations : iterable of int
         The generations that have a manifest now.
     load : callable
-        Returns the manifest of a generation; may raise CorruptStoreError and FileNotFoundError.
+        Returns the manifest of a generation; may raise CorruptStoreError and OSError.
     files : StoreFiles
         The files of the store.
     """
@@ -42,6 +42,6 @@ def find_leftovers(
             named |= {file.path for file in manifest.small_files()}
             if number > verified:
                 segments |= {segment.path for segment in StoreIndex(files, manifest).segments()}
-        except (CorruptStoreError, FileNotFoundError):
+        except (CorruptStoreError, OSError):
             continue
     return sorted(p for p in found if p not in named and "/".join(p.split("/")[:2]) not in segments)
