@@ -30,7 +30,7 @@ def find_inconsistencies(files: StoreFiles, manifest: Manifest) -> dict[str, str
         Path in the store -> what is wrong there; empty if all files agree.
     """
     checker = ConsistencyChecker(files, manifest)
-    for number in range(manifest.num_segments):
+    for number in range(checker.num_segments):
         checker.check_segment(files, number)
     return checker.damaged
 
@@ -63,6 +63,11 @@ class ConsistencyChecker:
             _check_index(index, manifest)
             self._traces = {name: _TracesBySegment(index.read_column(name)) for name, _ in _LOCATIONS}
             self._index = index
+
+    @property
+    def num_segments(self) -> int:
+        """Number of segments of the index; 0 if it is damaged: the number in the manifest may be anything then."""
+        return 0 if self._index is None else self.manifest.num_segments
 
     def segment(self, number: int) -> SegmentEntry | None:
         """Return a segment; None if the generation has no such segment or its index is damaged."""

@@ -202,7 +202,7 @@ def _check_contents(
 ) -> None:
     """Download each segment once and check its files, then its contents against every generation that has it."""
     generations = [ConsistencyChecker(files, manifest) for manifest in manifests]
-    for number in range(max((m.num_segments for m in manifests), default=0)):
+    for number in range(max((g.num_segments for g in generations), default=0)):
         found = {s.path for g in generations if (s := g.segment(number)) is not None}
         downloaded = _DownloadedFiles(files, files.cache.folder)
         try:
