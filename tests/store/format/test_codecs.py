@@ -1,10 +1,14 @@
 """Decompression of damaged and malicious chunks."""
 
 import random
+import struct
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
+from tests.helpers import ROOT
 from tracestore.store.format.codecs import ChunkCodec
 
 
@@ -29,6 +33,38 @@ def test_changed_chunks_are_refused_or_have_the_expected_size():
             except ValueError:
                 continue
             assert found.nbytes == values.nbytes
+
+
+@pytest.mark.parametrize("name", ["blosc-zstd", "blosc-lz4"])
+def test_a_chunk_that_is_shorter_than_its_header_states_is_refused(name):
+    """The header states that the values follow unpacked. A decoder that trusts it returns memory behind the chunk."""
+    values = np.arange(4096, dtype="<u2")
+    codec = ChunkCodec(name, 2)
+    data = bytearray(codec.encode(values.tobytes()))
+    data[2] |= 2
+    struct.pack_into("<I", data, 12, values.nbytes + 16)
+    for size in (16, 64, len(data)):
+        with pytest.raises(ValueError):
+            codec.decode(bytes(data[:size]), values.nbytes)
+
+
+def test_a_zstd_bomb_takes_no_memory():
+    """The size of the content is compared before memory for it is allocated."""
+    code = (
+        "import resource, numpy as np; from numcodecs import Zstd; "
+        "from tracestore.store.format.codecs import ChunkCodec\n"
+        "bomb, codec = bytes.fromhex(input()), ChunkCodec('zstd', 2)\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "try:\n    codec.decode(bomb, 65536)\nexcept ValueError:\n"
+        "    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+    from numcodecs import Zstd
+
+    bomb = bytes(Zstd(level=3).encode(np.zeros(1 << 28, "u1")))
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=bomb.hex(), capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert int(done.stdout) < 16 << 10
 
 
 def test_a_zstd_bomb_is_refused():

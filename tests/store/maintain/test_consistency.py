@@ -3,6 +3,7 @@
 import json
 import struct
 
+import numpy as np
 import pytest
 
 import tracestore
@@ -28,6 +29,7 @@ def test_edges_that_leave_their_graph_are_refused(tmp_path):
             _ = opened[0].attention
     assert "edge_index: row 0: an edge leaves its graph" in command("verify", edges, check=3).stderr
     error_of("export", edges, tmp_path / "out", "--format", "pt-gnn", code=3)
+    error_of("merge", edges, tmp_path / "merged.zarr", code=3)
 
 
 def test_invalid_values_of_the_manifest_are_refused(single_generation):
@@ -46,6 +48,30 @@ def test_invalid_values_of_the_manifest_are_refused(single_generation):
                 raise CorruptStoreError("found by verify")
     store.manifest = original
     store.seal()
+    assert not verify_store(single_generation).damaged
+
+
+def test_invalid_values_of_the_index_are_refused(single_generation):
+    """Replace the first number of each array of the index by extreme values; no command has an unexpected error."""
+    original = Store(single_generation)
+    path = original.manifest["index"][0]["path"]
+    part = (single_generation / path).read_bytes()
+    arrays = original.part(0)
+    for name in (name for name, array in arrays.items() if array.size and array.dtype.kind in "iu"):
+        limits = np.iinfo(arrays[name].dtype)
+        for value in (limits.max, max(limits.min, -2)):
+            store = Store(single_generation)
+            changed = {key: array.copy() for key, array in arrays.items()}
+            changed[name].reshape(-1)[0] = value
+            store.set_part(0, changed)
+            store.seal()
+            for words in (["info"], ["verify"], ["lint"], ["view", "0"]):
+                done = command(words[0], single_generation, *words[1:])
+                expected = (0, 1, 3) if words == ["lint"] else (0, 3)
+                assert done.returncode in expected, (name, value, words, done.stderr)
+                assert "unexpected" not in done.stderr, (name, value, words, done.stderr)
+    original.write(path, part)
+    original.seal()
     assert not verify_store(single_generation).damaged
 
 

@@ -4,6 +4,7 @@ import os
 import resource
 import threading
 import time
+import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -13,6 +14,7 @@ import tracestore
 from tests.helpers import command, make_traces, write_pickle, write_store
 from tests.malicious_inputs.stores import Store
 from tests.store.remote.stores import upload
+from tracestore._core.kernels import crc32c
 from tracestore.store.format.ragged import encode_strings
 
 
@@ -156,6 +158,26 @@ def test_paths_in_a_manifest_cannot_leave_the_cache(local_store, remote, tmp_pat
         done = command(*words)
         assert done.returncode in (2, 3) and not target.exists(), words
     assert not list(tmp_path.rglob("evil*"))
+
+
+def test_an_absolute_path_is_neither_requested_nor_written(local_store, server, remote, proxy, tmp_path):
+    """The server has an object for the path in the manifest, with the size and the checksum that the manifest states."""
+    target, data = tmp_path / "evil.pth", b"import os"
+    store = Store(local_store)
+    store.manifest["columns"][0] |= {"path": str(target), "size": len(data), "crc32c": crc32c(data)}
+    store.seal()
+    upload(local_store, remote)
+    requested = []
+
+    def create_object(count, method, path):
+        if path.endswith(target.name):
+            requested.append(path)
+            headers = {"Content-Type": "application/octet-stream"}
+            urllib.request.urlopen(urllib.request.Request(server + path, data=data, method="PUT", headers=headers))
+
+    proxy.fault = create_object
+    command("convert", write_pickle(tmp_path / "a.pkl", make_traces(1)), remote, check=3)
+    assert not target.exists() and not requested
 
 
 def test_paths_in_the_index_cannot_leave_the_cache(local_store, remote, tmp_path):

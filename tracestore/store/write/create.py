@@ -22,8 +22,6 @@ class TraceWriter:
         self, writer: StoreWriter, score_direction: str = labels.CORRECT, provenance: Provenance | None = None
     ) -> None:
         self._writer, self._score, self._provenance = writer, labels.ScoreField(score_direction), provenance
-        self._open = False
-        self._count = 0
 
     def define_score(
         self,
