@@ -22,6 +22,8 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 from tests.malicious_inputs.runner import in_fork, peak_bytes
 from tests.malicious_inputs.stores import malicious_store, valid_stores
 
@@ -80,6 +82,11 @@ def _fields(store: Path) -> tuple[int, str]:
                         pass
                     except TracestoreError as error:
                         first = first or error
+            try:
+                if opened.lens is not None:
+                    assert opened.lens.logits(np.ones((2, opened.hidden_dim), "f4")).shape[0] == 2
+            except TracestoreError as error:
+                first = first or error
             for index in range(len(opened)):
                 with contextlib.suppress(KeyError):
                     opened.index_of(f"q{index}")

@@ -86,6 +86,12 @@ def valid_stores(folder: Path) -> list[Path]:
     known = {"model": "m", "layer_ids": [1, 2], "sampling": {"top_p": 0.5}, "final_norm": True}
     new("mean", provenance=known)
     new("heads", attention="heads")
+    for name, codec in (("lens", "none"), ("lens-zstd", "zstd")):
+        new(name, codec=codec, provenance=known)
+        with tracestore.create(made[-1], append=True, codec=codec, provenance=known) as writer:
+            rng = np.random.default_rng(0)
+            parts = {"norm_weight": rng.random(8), "norm_bias": rng.random(8), "bias": rng.random(40)}
+            writer.set_lens(rng.random((40, 8), "f4"), **parts, norm="layer", eps=1e-5)
     for codec in ("blosc-zstd", "blosc-lz4", "zstd"):
         new(codec, codec=codec, dtype="keep")
     new("none", attention="none")

@@ -14,7 +14,16 @@ from tests.helpers import ROOT
 PACKAGE, TESTS = ROOT / "tracestore", ROOT / "tests"
 # Every package may import these modules.
 BASE = {"errors", "extras", "console", "page", "process", "cgroup", "platform_support"}
-STORE = {"_core", "store.format", "store.io", "store.remote", "store.read", "store.write", "store.maintain"}
+STORE = {
+    "_core",
+    "store.format",
+    "store.lens",
+    "store.io",
+    "store.remote",
+    "store.read",
+    "store.write",
+    "store.maintain",
+}
 TRAIN = {"data", "oom", "detectors", "evaluation", "train"}
 # A package may import itself, BASE and the packages listed here.
 ALLOWED: dict[str, set[str]] = {
@@ -23,8 +32,9 @@ ALLOWED: dict[str, set[str]] = {
     "store": set(),
     "store.format": {"_core"},
     "store.io": {"_core", "store.format"},
+    "store.lens": {"store.format"},
     "store.remote": {"_core", "store.format", "store.io"},
-    "store.read": {"_core", "store.format", "store.io", "store.remote"},
+    "store.read": {"_core", "store.format", "store.lens", "store.io", "store.remote"},
     "store.write": STORE - {"store.maintain"},
     "store.maintain": STORE,
     "ingest": STORE,

@@ -264,3 +264,16 @@ def find(path, question_id, sample):
                     return part["first_trace"] + k
                 slot = (slot + 1) % len(table)
     return -1
+
+
+def read_lens(path):
+    """Return the arrays of the lens by name, or None for a store without one."""
+    path, facts = Path(path), manifest(path)
+    lens = facts["attributes"]["lens"]
+    if lens is None:
+        return None
+    folder = path / "segments" / read_index(path, facts)[1][lens["segment"]]
+    rows, wanted = read_zip(folder / "rows.zip"), ("final_norm_weight", "final_norm_bias", "unembedding_bias")
+    found = {name: rows[name] for name in wanted if name in rows}
+    unembedding = zarr.open_array(folder / "unembedding", mode="r")[:]
+    return found | {"unembedding": widen(unembedding) if lens["dtype"] == "bfloat16" else unembedding}

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,6 +155,7 @@ def extract_to_store(
     batch_size: int = 1,
     provenance: Provenance | None = None,
     allow_mixed_provenance: bool = False,
+    lens: Mapping[str, Any] | None = None,
 ) -> Iterator[bool | None]:
     """Append the missing traces of a store, with their scores.
 
@@ -175,6 +176,8 @@ def extract_to_store(
         Number of questions per call of `answer`.
     provenance, allow_mixed_provenance : Provenance, bool
         See `tracestore.create`.
+    lens : mapping, optional
+        Arguments of `TraceWriter.set_lens`.
 
     Yields
     ------
@@ -195,6 +198,8 @@ def extract_to_store(
         provenance=provenance,
         allow_mixed_provenance=allow_mixed_provenance,
     ) as writer:
+        if lens is not None:
+            writer.set_lens(**lens)
         missing = [(k, question) for k, question in enumerate(questions) if question.question_id not in existing]
         yield from [None] * (len(questions) - len(missing))
         for question, trace in _traces(missing, answer, 0, batch_size):

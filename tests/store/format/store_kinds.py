@@ -54,6 +54,7 @@ SIMILAR = (
     "integer_ids",
     "killed",
     "labels_of_later_sources",
+    "lens_zstd",
     "merged_provenances",
     "mixed_layouts_mean",
     "optional_fields_of_one_segment",
@@ -540,6 +541,49 @@ def subset_with_patches(path: Path) -> None:
 def overwritten(path: Path) -> None:
     write_store(path, make_traces(3))
     convert(write_pickle(inputs(path) / "a.pkl", make_traces(2, seed=5)), path, "--overwrite")
+
+
+def lens_values(norm: str, dtype: str) -> dict[str, Any]:
+    """Return the arguments of set_lens for the traces of make_trace and a vocabulary of 40 tokens."""
+    rng = np.random.default_rng(0)
+    dim = make_trace(0)["hidden_states"][0].shape[-1]
+    values = {"unembedding": rng.standard_normal((40, dim)).astype("f4"), "norm": norm, "eps": 1e-5}
+    if norm != "none":
+        values["norm_weight"] = rng.random(dim)
+    if norm == "layer":
+        values |= {"norm_bias": rng.random(dim), "bias": rng.random(40)}
+    if dtype == "bfloat16":
+        import torch
+
+        values["unembedding"] = torch.from_numpy(values["unembedding"]).bfloat16()
+    return values
+
+
+@variants(
+    {
+        "lens": {"norm": "rms", "dtype": "float32", "options": {}},
+        "lens_zstd": {"norm": "layer", "dtype": "float32", "options": {"codec": "zstd", "dtype": "keep"}},
+        "lens_bfloat16": {"norm": "none", "dtype": "bfloat16", "options": {"dtype": "keep"}},
+    }
+)
+def lens(path: Path, *, norm: str, dtype: str, options: dict[str, Any]) -> None:
+    """Store a final norm and an unembedding matrix between two commits of traces."""
+    traces = make_traces(5, tokens=3)
+    with tracestore.create(path, **options) as writer:
+        for trace in traces[:3]:
+            writer.append(trace)
+        writer.set_lens(**lens_values(norm, dtype))
+        writer.flush()
+        for trace in traces[3:]:
+            writer.append(trace)
+
+
+@kind
+def lens_merged(path: Path) -> None:
+    """Merge a store with a lens and one without."""
+    lens(path.parent / "one.zarr", norm="layer", dtype="float32", options={})
+    write_store(path.parent / "two.zarr", make_traces(8, tokens=3)[5:])
+    command("merge", path.parent / "two.zarr", path.parent / "one.zarr", path, check=0)
 
 
 @kind

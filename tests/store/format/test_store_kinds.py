@@ -81,6 +81,21 @@ def test_a_reader_written_from_the_docs_finds_traces(store):
         assert find(store.path, *key) == positions.get(key, -1), key
 
 
+def test_a_reader_written_from_the_docs_reads_the_lens(store):
+    found = second_reader.read_lens(store.path)
+    with tracestore.open(store.path) as opened:
+        assert (found is None) == (opened.lens is None)
+        if opened.lens is not None:
+            matrix = opened.lens.unembedding
+            small = {
+                "final_norm_weight": opened.lens.norm_weight,
+                "final_norm_bias": opened.lens.norm_bias,
+                "unembedding_bias": opened.lens.bias,
+                "unembedding": second_reader.widen(matrix) if matrix.dtype == np.uint16 else matrix,
+            }
+            assert_same(found, {name: value for name, value in small.items() if value is not None}, "lens")
+
+
 def test_the_store_is_intact(store):
     report = verify_store(store.path)
     assert report.damaged == {} and report.num_files > 3

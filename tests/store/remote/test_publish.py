@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 
 import tracestore
@@ -57,6 +58,24 @@ def test_convert_continues_a_remote_store(remote, folder, tmp_path):
     for destination in (remote, tmp_path / "local.zarr"):
         convert(folder, destination)
     assert_same_store(remote, tmp_path / "local.zarr")
+
+
+def test_lens_is_uploaded(remote, tmp_path):
+    unembedding = np.arange(240, dtype="f4").reshape(30, 8)
+    traces = make_traces(2, layers=2, dim=8)
+    for path in (remote, tmp_path / "local.zarr"):
+        with tracestore.create(path) as writer:
+            writer.append(traces[0])
+            writer.set_lens(unembedding, norm="none")
+        with tracestore.create(path, append=True) as writer:
+            writer.set_lens(unembedding, norm="none")
+            with pytest.raises(UsageError, match="another lens"):
+                writer.set_lens(unembedding + 1, norm="none")
+            writer.append(traces[1])
+    assert_same_store(remote, tmp_path / "local.zarr")
+    with tracestore.open(remote) as store:
+        assert np.array_equal(store.lens.logits(np.eye(8, dtype="f4")), unembedding.T)
+    assert verify_store(remote).damaged == {}
 
 
 def test_create_writes_and_appends(remote):

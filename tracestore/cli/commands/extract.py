@@ -33,6 +33,8 @@ def add_arguments(parser: Parser) -> None:
     add("--instruction", default=extraction.INSTRUCTION, help="system prompt")
     add("--attention", choices=ATTENTION_MODES, default="mean", help="attention to store (for a store)")
     add("--codec", choices=CODECS, default="none", help="compression (for a store; default: none)")
+    text = "store the final norm and the unembedding matrix of the model, for a logit lens (for a store)"
+    add("--lens", action="store_true", help=text)
     add(
         "--commit-interval",
         type=float_where(lambda s: 0 <= s < math.inf, "seconds, at least 0"),
@@ -55,8 +57,11 @@ def run(args: argparse.Namespace, output: Output) -> None:
         raise UsageError(f"--out {args.out}: .pkl files need a local folder; the name of a store ends with .zarr")
     if to_store and args.shard[1] > 1:
         raise UsageError("--shard writes files; merge them with tracestore convert, or give each machine its own store")
+    if args.lens and not to_store:
+        raise UsageError(f"--out {args.out}: --lens needs a store; the name of a store ends with .zarr")
     # Imported here, because loading the libraries takes seconds: wrong usage is reported at once.
     with needs("extract"):
+        from tracestore.extract.lens import lens_of
         from tracestore.extract.model import answer_questions, load_model, provenance_of
 
     lm = load_model(args.model, device=args.device, dtype=args.dtype)
@@ -78,6 +83,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
             batch_size=args.batch_size,
             provenance=provenance,
             allow_mixed_provenance=args.allow_mixed_provenance,
+            lens=lens_of(lm) if args.lens else None,
         )
     else:
         batches = extraction.plan_batches(questions, args.traces_per_file, args.shard)

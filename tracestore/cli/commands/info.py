@@ -25,6 +25,10 @@ def run(args: argparse.Namespace, output: Output) -> None:
             value = f"{value:,} ({format_size(value)})"
         elif isinstance(value, list):
             value = ", ".join(value)
+        elif name == "lens":
+            value = (
+                "none" if value is None else f"{value['num_tokens']:,} tokens, {value['dtype']}, norm {value['norm']}"
+            )
         elif isinstance(value, dict):
             value = ", ".join(f"{key} ({field['direction']})" for key, field in value.items()) or None
         elif isinstance(value, int) and not isinstance(value, bool):

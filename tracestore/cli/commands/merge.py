@@ -56,3 +56,5 @@ def print_copied(args: argparse.Namespace, output: Output, report: MergeReport) 
         output.info(f"{report.num_scores_filled:,} of those had no score and got one")
     if report.num_scores_differing:
         output.info(f"{report.num_scores_differing:,} of those have a different score, which was kept")
+    if report.lens == "different":
+        output.info("the lenses of the stores differ (final norm, unembedding matrix): none was copied")

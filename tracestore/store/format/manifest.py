@@ -190,6 +190,9 @@ class Manifest:
                 raise ValueError(f"{name}: found {found} traces, expected {self.num_traces}")
         if self.num_traces > _MAX_TRACES:
             raise ValueError(f"num_traces: found {self.num_traces}, expected at most {_MAX_TRACES}")
+        lens = self.attributes.lens
+        if lens is not None and lens.segment >= self.num_segments:
+            raise ValueError(f"attributes: lens: found segment {lens.segment} of {self.num_segments}")
         if max(self.num_scored, self.num_labeled) > self.num_traces:
             raise ValueError("found more scores or labels than traces")
 

@@ -12,6 +12,7 @@ from tracestore._core import kernels
 from tracestore.errors import UsageError
 from tracestore.store.format import labels
 from tracestore.store.format.labels import ScoreField
+from tracestore.store.format.lens import LensField
 from tracestore.store.format.provenance import MAX_PROVENANCES, Provenance
 
 FORMAT_VERSION = 1
@@ -45,6 +46,7 @@ LARGE_ARRAYS: dict[str, str | None] = {
     "attention": None,
     "edge_index": "<i4",
     "edge_weight": None,
+    "unembedding": None,
 }
 
 
@@ -129,6 +131,8 @@ OPTIONAL_FIELDS: dict[str, OptionalField] = {
     ),
 }
 OPTIONAL_ARRAYS = {name: field.arrays(name) for name, field in OPTIONAL_FIELDS.items()}
+# The small arrays of the segment that the attribute `lens` names.
+LENS_ARRAYS = dict.fromkeys(("final_norm_weight", "final_norm_bias", "unembedding_bias"), (VALUES, "<f4"))
 # The arrays in the file rows.zip of a segment by name: (length, dtype). The length is one per trace
 # (ROWS), one more than that (OFFSETS), or any (VALUES). They are written in the order of this table.
 ROW_ARRAYS: dict[str, tuple[str, str]] = {
@@ -152,8 +156,11 @@ ROW_ARRAYS: dict[str, tuple[str, str]] = {
     **dict.fromkeys(STRING_FIELDS, (VALUES, "|u1")),
     **{f"{name}_offsets": (OFFSETS, "<i8") for name in STRING_FIELDS},
     **{name: array for arrays in OPTIONAL_ARRAYS.values() for name, array in arrays.items()},
+    **LENS_ARRAYS,
 }
-OPTIONAL_ROW_ARRAYS = frozenset({"edge_ptr", *(name for arrays in OPTIONAL_ARRAYS.values() for name in arrays)})
+OPTIONAL_ROW_ARRAYS = frozenset(
+    {"edge_ptr", *LENS_ARRAYS, *(name for arrays in OPTIONAL_ARRAYS.values() for name in arrays)}
+)
 ROW_DTYPES = {name: dtype for name, (_, dtype) in ROW_ARRAYS.items()}
 COLUMN_DTYPES = {"labels": "<f8", "groups": "|u1", "groups_offsets": "<i8"}
 # A named score is the column with this prefix and its name.
@@ -241,7 +248,8 @@ class Attributes:
 
     None means "not known yet": no source with that field has been committed. A known value never
     changes, except that `attention_layout` may change from causal to square. `scores` describes the
-    named scores; `default_score` is the one that is used where none is chosen.
+    named scores; `default_score` is the one that is used where none is chosen. `lens` names the segment
+    that holds the final norm and the unembedding matrix of the language model.
     """
 
     num_layers: int | None = None
@@ -256,6 +264,7 @@ class Attributes:
     format_version: int = FORMAT_VERSION
     options: dict[str, Any] = field(default_factory=dict)
     provenance: tuple[Provenance, ...] = ()
+    lens: LensField | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the attributes as a JSON object."""
@@ -263,7 +272,8 @@ class Attributes:
         scores = {name: score.to_json() for name, score in sorted(self.scores.items())}
         provenance = [p.to_json() for p in self.provenance]
         options = dict(sorted(self.options.items()))
-        return values | {"options": options, "scores": scores, "provenance": provenance}
+        lens = None if self.lens is None else self.lens.to_json()
+        return values | {"options": options, "scores": scores, "provenance": provenance, "lens": lens}
 
     @classmethod
     def from_json(cls, data: object) -> "Attributes":
@@ -290,7 +300,10 @@ class Attributes:
         if data["default_score"] not in (scores or (None,)):
             raise ValueError(f"attributes: default_score: found {data['default_score']!r:.40}")
         provenance = _provenances(data["provenance"], data["num_layers"])
-        return cls(**data | {"scores": scores, "provenance": provenance})
+        lens = LensField.from_json(data["lens"], len(provenance))
+        if lens is not None and data["hidden_dim"] is None:
+            raise ValueError("attributes: lens: hidden_dim is null")
+        return cls(**data | {"scores": scores, "provenance": provenance, "lens": lens})
 
     def with_score(self, name: str, field: ScoreField, *, is_default: bool = False) -> "Attributes":
         """Return the attributes with a named score added; the first one is the default in any case."""

@@ -83,6 +83,7 @@ class ConsistencyChecker:
             with collect_damage(self.damaged, entry.path):
                 segment = SegmentReader(files, entry, self.manifest.attributes)
                 _check_segment(segment, self.manifest.attributes)
+                _check_lens(segment, self.manifest.attributes, number)
                 for segment_column, row_column in _LOCATIONS:
                     traces = self._traces[segment_column].of(number)
                     _check_locations(self._index, segment, traces, row_column)
@@ -164,6 +165,16 @@ def _check_segment(segment: SegmentReader, attributes: schema.Attributes) -> Non
     _check_optional(segment, rows)
     if "edge_ptr" in rows:
         _check_edges(segment, attributes, rows)
+
+
+def _check_lens(segment: SegmentReader, attributes: schema.Attributes, number: int) -> None:
+    if attributes.lens is not None and attributes.lens.segment == number:
+        segment.lens_arrays()
+        segment.array("unembedding")
+        return
+    where = segment.rows_path
+    _require(segment.small.names.isdisjoint(schema.LENS_ARRAYS), where, "lens", "the store names another segment")
+    _require(not segment.has("unembedding"), where, "unembedding", "the store names another segment")
 
 
 def _length(segment: SegmentReader, name: str) -> int:

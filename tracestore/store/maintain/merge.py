@@ -26,12 +26,18 @@ _PLACE_COLUMNS = ("graph_segment", "graph_row", "sequence_segment", "sequence_ro
 
 @dataclass
 class MergeReport:
-    """Counts of a merge. `num_scores_differing` counts duplicates whose different score was ignored."""
+    """Counts of a merge. `num_scores_differing` counts duplicates whose different score was ignored.
+
+    `lens` is "none" if no source has a lens, "copied" if the destination holds the lens of the sources, and
+    "different" if nothing was copied because the lenses of the sources differ from each other or from that of the
+    destination.
+    """
 
     num_traces_new: int = 0
     num_duplicates: int = 0
     num_scores_filled: int = 0
     num_scores_differing: int = 0
+    lens: str = "none"
 
 
 def stored_traces(store: TraceStore, index: int) -> Iterator[PackedTrace]:
@@ -202,6 +208,7 @@ def _copy(
             for provenance in () if allow_mixed_provenance else added:
                 require_compatible(known, [provenance], str(store.path))
             known += added
+        _copy_lens(writer, opened, report)
         for store, wanted in zip(opened, chosen, strict=True):
             try:
                 for number, indices, is_whole in by_source(store, wanted):
@@ -233,11 +240,32 @@ def _joined_score_fields(opened: Sequence[TraceStore]) -> dict[str, ScoreField]:
     return fields
 
 
+def _copy_lens(writer: StoreWriter, opened: Sequence[TraceStore], report: MergeReport) -> None:
+    """Give the destination the lens of the stores, unless their lenses differ."""
+    lenses = [(store, lens) for store in opened if (lens := store.lens) is not None]
+    if not lenses:
+        return
+    store, lens = lenses[0]
+    stored = writer.lens_digest()
+    digests = {lens.arrays().digest() for _, lens in lenses} | ({stored} if stored is not None else set())
+    if len(digests) > 1:
+        report.lens = "different"
+        return
+    report.lens = "copied"
+    if stored is None:
+        try:
+            writer.set_lens(lens.arrays(), lens.provenance)
+        except InvalidInputError as error:
+            raise error.with_location(source=str(store.path)) from None
+
+
 def _provenances(store: TraceStore, wanted: np.ndarray) -> list[Provenance]:
-    """Return the provenances of the sources of some traces."""
+    """Return the provenances of the lens and of the sources of some traces."""
     sources = list(store.internals.index.sources())
     numbers = np.unique(store.internals.index.read_column("source")[wanted])
     used = [sources[number].provenance for number in numbers]
+    if (lens := store.lens) is not None:
+        used.append(lens.provenance)
     return [provenance for provenance in store.provenance if provenance in used]
 
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from tracestore.errors import CorruptStoreError, UsageError
 from tracestore.store.io.files import LocalFiles, ReadableFiles, parse_location
+from tracestore.store.lens import Lens
 from tracestore.store.read.chunk_cache import ChunkCache
 from tracestore.store.read.columns import Columns
 from tracestore.store.read.generation import PinnedGeneration, open_latest
@@ -131,6 +132,16 @@ class StoreInternals:
                 self.files, self.index.segment(number), self.attributes, self.chunk_cache
             )
         return segment
+
+    @property
+    def lens(self) -> Lens | None:
+        """Final norm and unembedding matrix; None for a store without them."""
+        field = self.attributes.lens
+        if field is None:
+            return None
+        number = field.segment
+        # The segment is looked up again at each use, because its file may be evicted or the store closed.
+        return self.segment(number).lens(lambda: self.segment(number).array("unembedding"))
 
     def _close_evicted(self, path: str) -> None:
         """Unmap an evicted file, so that the disk gets its space back."""

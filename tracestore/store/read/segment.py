@@ -1,7 +1,7 @@
 """Reading one segment: an immutable Zarr group of arrays."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -14,9 +14,10 @@ from tracestore.store.format.entries import FileEntry
 from tracestore.store.format.extras import decode_extras, decode_list
 from tracestore.store.format.zip_group import ZipGroup
 from tracestore.store.io.files import StoreFiles
+from tracestore.store.lens import Lens
 from tracestore.store.read.array_reader import ArrayReader, ArraySpec
 from tracestore.store.read.chunk_cache import ChunkCache
-from tracestore.store.read.index import SegmentEntry
+from tracestore.store.read.index import SegmentEntry, StoreIndex
 
 
 def row_sizes(attributes: schema.Attributes, tokens: np.ndarray, layouts: np.ndarray) -> dict[str, np.ndarray]:
@@ -119,10 +120,16 @@ class SegmentReader:
         return reader
 
     def _spec(self, name: str) -> ArraySpec:
-        dtype, a = schema.LARGE_ARRAYS[name], self._attributes
+        fixed, a = schema.LARGE_ARRAYS[name], self._attributes
         codec = a.options["codec"]
-        if dtype is not None:
-            return ArraySpec(np.dtype(dtype), (2,), codec)
+        if fixed is not None:
+            return ArraySpec(np.dtype(fixed), (2,), codec)
+        if name == "unembedding":
+            if a.lens is None or a.hidden_dim is None:
+                raise CorruptStoreError(f"{self.name}/{name}: the attributes of the store define no such array")
+            dtype = schema.storage_dtype(a.lens.dtype)
+            is_bfloat16 = a.lens.dtype == "bfloat16"
+            return ArraySpec(dtype, (a.hidden_dim,), codec, a.lens.num_tokens, is_bfloat16)
         stored = a.hidden_dtype if name in ("hidden_states", "last_token") else a.attention_dtype
         columns: tuple[int | None, ...] = ()
         if name == "hidden_states":
@@ -133,6 +140,24 @@ class SegmentReader:
             raise CorruptStoreError(f"{self.name}/{name}: the attributes of the store define no such array")
         shape = tuple(n for n in columns if n is not None)
         return ArraySpec(schema.storage_dtype(stored), shape, codec, is_bfloat16=stored == "bfloat16")
+
+    def lens_arrays(self) -> dict[str, np.ndarray]:
+        """Return copies of those of schema.LENS_ARRAYS that the segment has.
+
+        CorruptStoreError unless it is a segment of a lens with arrays of the right length.
+        """
+        lens, hidden_dim = self._attributes.lens, self._attributes.hidden_dim
+        with self._checked("lens: "):
+            if lens is None or self.num_rows:
+                raise ValueError(f"a segment of {self.num_rows} traces")
+            found = {name: self.small.read(name) for name in schema.LENS_ARRAYS if name in self.small}
+            for name, values in found.items():
+                expected = lens.num_tokens if name == "unembedding_bias" else hidden_dim
+                if len(values) != expected:
+                    raise ValueError(f"{name}: found {len(values)} values, expected {expected}")
+            if lens.norm == "none" and found.keys() - {"unembedding_bias"}:
+                raise ValueError("found a norm, expected none")
+        return found
 
     def close_array(self, name: str) -> None:
         """Release the maps of an array. The next access opens it again."""
@@ -248,3 +273,20 @@ class SegmentReader:
         # The gather needs the edges of a trace in one piece.
         index, weight = (found if len(found) == 1 else [np.concatenate(found)] for found in (index, weight))
         return ptr - begin, index[0], weight[0]
+
+    def lens(self, matrix: Callable[[], ArrayReader] | None = None) -> Lens:
+        """Return the lens of the store, which this segment holds; `matrix` returns the array unembedding.
+
+        CorruptStoreError if the segment does not hold the lens.
+        """
+        small, a = self.lens_arrays(), self._attributes
+        assert a.lens is not None and a.hidden_dim is not None
+        provenance = None if a.lens.provenance is None else a.provenance[a.lens.provenance]
+        return Lens(a.lens, a.hidden_dim, small, provenance, matrix or (lambda: self.array("unembedding")))
+
+
+def read_lens(files: StoreFiles, index: StoreIndex, attributes: schema.Attributes) -> Lens | None:
+    """Return the lens of a store; None if it has none."""
+    if attributes.lens is None:
+        return None
+    return SegmentReader(files, index.segment(attributes.lens.segment), attributes).lens()

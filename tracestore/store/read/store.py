@@ -14,6 +14,7 @@ from tracestore.store.format import schema
 from tracestore.store.format.labels import CORRECT, DEFAULT_THRESHOLD, ScoreField, derive, describe
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.io.files import FilePrefetcher, RemoteURL
+from tracestore.store.lens import Lens
 from tracestore.store.read import table
 from tracestore.store.read.batch_sources import (
     GRAPH_ROW,
@@ -202,6 +203,11 @@ class TraceStore:
     def provenance(self) -> tuple[Provenance, ...]:
         """The distinct provenances of the sources, without unknown ones; see Trace.provenance."""
         return self.internals.attributes.provenance
+
+    @property
+    def lens(self) -> Lens | None:
+        """Final norm and unembedding matrix of the language model, for a logit lens; None: the store has none."""
+        return self.internals.lens
 
     def targets(self, score_threshold: float = DEFAULT_THRESHOLD) -> np.ndarray:
         """Return labels (N,) float64: the stored label, else one derived from the score (labels.derive), else NaN."""

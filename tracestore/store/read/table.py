@@ -47,7 +47,9 @@ def metadata(store: StoreInternals, *, texts: bool = False) -> dict[str, Any]:
 
 def facts(store: StoreInternals) -> dict[str, Any]:
     """Return what is known about the whole store, as ``tracestore info --json`` prints it."""
-    manifest, attributes = store.manifest, store.attributes
+    manifest, attributes, lens = store.manifest, store.attributes, None
+    if attributes.lens is not None:
+        lens = {name: getattr(attributes.lens, name) for name in ("num_tokens", "dtype", "norm", "eps", "provenance")}
     return {
         "path": str(store.files.location),
         "format_version": attributes.format_version,
@@ -70,6 +72,7 @@ def facts(store: StoreInternals) -> dict[str, Any]:
         "num_labeled": manifest.num_labeled,
         "score": store.score_name,
         "scores": {name: field.to_json() for name, field in sorted(attributes.scores.items())},
+        "lens": lens,
         "provenance": [p.to_json() for p in attributes.provenance],
     }
 

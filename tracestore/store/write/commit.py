@@ -56,6 +56,9 @@ def commit(store: Path, index: StoreIndex, attributes: schema.Attributes, pendin
         with contextlib.suppress(PermissionError):
             fsio.fsync_path(store.parent)
     pending.segments = [s for s in pending.segments if len(s)]
+    if pending.lens is not None:
+        attributes = replace(attributes, lens=pending.lens.place(old.num_segments + len(pending.segments)))
+        pending.segments.append(pending.lens.segment)
     rows, added = [], 0
     for segment in pending.segments:
         entry, num_bytes = segment.finish()

@@ -8,6 +8,7 @@ from tracestore.errors import UsageError
 from tracestore.store.format import labels, schema
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.write.record import record_from_dict
+from tracestore.store.write.values import lens_arrays
 from tracestore.store.write.writer import StoreWriter
 
 
@@ -54,6 +55,43 @@ class TraceWriter:
         if direction not in labels.DIRECTIONS:
             raise UsageError(f"found {direction!r}, expected one of {', '.join(labels.DIRECTIONS)}")
         self._writer.define_score(name, labels.ScoreField(direction, source, version), is_default=default)
+
+    def set_lens(
+        self,
+        unembedding: Any,
+        norm_weight: Any = None,
+        norm_bias: Any = None,
+        bias: Any = None,
+        *,
+        norm: str = "rms",
+        eps: float = 1e-6,
+    ) -> None:
+        """Store the final norm and the unembedding matrix of the language model, for `TraceStore.lens`.
+
+        They are stored once, with the provenance given to `create`. Setting equal ones again has no effect.
+
+        Parameters
+        ----------
+        unembedding : np.ndarray or torch.Tensor
+            Matrix W ``(V, D)``, for a vocabulary of V tokens. It is read and converted in blocks.
+        norm_weight, norm_bias : np.ndarray or torch.Tensor, optional
+            Weight and bias ``(D,)`` of the final norm, stored in float32.
+        bias : np.ndarray or torch.Tensor, optional
+            Bias ``(V,)`` of the logits, stored in float32.
+        norm : {"rms", "layer", "none"}
+            Kind of the final norm; `Lens` has the formulas.
+        eps : float
+            Constant of the norm, 0 to 1.
+
+        Raises
+        ------
+        UsageError
+            If the store has other ones, or `norm` or `eps` is not valid.
+        InvalidInputError
+            If an array has the wrong shape or dtype, or float16 cannot hold a value.
+        """
+        small = {"final_norm_weight": norm_weight, "final_norm_bias": norm_bias, "unembedding_bias": bias}
+        self._writer.set_lens(lens_arrays(unembedding, small, norm, eps), self._provenance)
 
     def append(
         self,

@@ -1,6 +1,6 @@
 """Packing of a validated trace: conversion to the arrays that a segment appends."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -9,8 +9,10 @@ import numpy as np
 
 from tracestore._core import kernels
 from tracestore.store.format import schema
+from tracestore.store.format.provenance import Provenance
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.io.spool_files import SpooledRows
+from tracestore.store.lens import LensArrays
 from tracestore.store.write.record import TraceRecord
 from tracestore.store.write.values import extras_json, field_error
 
@@ -124,6 +126,19 @@ def _stored(array: np.ndarray, keep: bool, name: str, scratch: Scratch) -> np.nd
             name, f"{float(value):g}, which float16 cannot hold", "at most 65504 in size, or the option --dtype keep"
         )
     return out
+
+
+def pack_lens(lens: LensArrays, *, keep_dtype: bool) -> LensArrays:
+    """Return a lens whose blocks have the form in which they are stored: float16 unless `keep_dtype`.
+
+    InvalidInputError, from the blocks, if float16 cannot hold a value.
+    """
+
+    def blocks() -> Iterator[np.ndarray]:
+        for block in lens.blocks():
+            yield _stored(block, keep_dtype, "unembedding", Scratch())
+
+    return replace(lens, dtype=lens.dtype if keep_dtype else "float16", blocks=blocks)
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:
@@ -350,3 +365,20 @@ def fit_attributes(attributes: schema.Attributes, trace: PackedTrace) -> schema.
         raise field_error("attention", f"{layout} attention", f"{stored} as in the rest of the store")
     values["attention_layout"] = stored if layout is None or stored == "square" else layout
     return replace(attributes, **values)
+
+
+def fit_lens(
+    attributes: schema.Attributes, lens: LensArrays, provenance: Provenance | None
+) -> tuple[schema.Attributes, int]:
+    """Return the attributes of a store that a lens is added to, and the position of its provenance, -1 for None.
+
+    InvalidInputError if the lens has another hidden size, or its provenance other layers.
+    """
+    stored, num_layers = attributes.hidden_dim, attributes.num_layers
+    if stored not in (None, lens.shape[1]):
+        raise field_error("unembedding", f"the shape {lens.shape}", f"(V, {stored}) as the hidden states of the store")
+    ids = None if provenance is None else provenance.layer_ids
+    if ids is not None and num_layers not in (None, len(ids)):
+        raise field_error("provenance", f"{len(ids)} layer_ids", f"{num_layers}, one per stored layer")
+    attributes, number = attributes.with_provenance(provenance)
+    return replace(attributes, hidden_dim=lens.shape[1]), number

@@ -1,10 +1,19 @@
 """The changes that a writer has collected for its next commit."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+import numpy as np
+
+from tracestore.store.format import manifest as mf
+from tracestore.store.format import paths, schema
+from tracestore.store.format.lens import LensField
 from tracestore.store.io import fsio
+from tracestore.store.io.ownership import require_removed
+from tracestore.store.lens import LensArrays
 from tracestore.store.read.columns import TraceValues
+from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.segment_writer import SegmentWriter
 
 
@@ -29,6 +38,52 @@ class PendingSource:
     num_skipped: int = 0
 
 
+class PendingLens:
+    """A final norm and an unembedding matrix, written into a segment in a temporary folder.
+
+    Parameters
+    ----------
+    store : Path
+    attributes : schema.Attributes
+        Those of the store.
+    arrays : LensArrays
+        In the form in which they are stored.
+    provenance : int
+        Position in the attribute of that name; -1: unknown.
+    """
+
+    def __init__(self, store: Path, attributes: schema.Attributes, arrays: LensArrays, provenance: int) -> None:
+        path = paths.temporary("segments/lens")
+        require_removed(store, path)
+        self.segment = SegmentWriter(store / path, -1, attributes, attributes.options["codec"])
+        self._field = LensField(
+            -1, arrays.shape[0], arrays.dtype, arrays.norm, arrays.eps, None if provenance < 0 else provenance
+        )
+        digest = arrays.new_digest()
+
+        def blocks() -> Iterator[np.ndarray]:
+            for block in arrays.blocks():
+                digest.update(block.reshape(-1).view("u1"))
+                yield block
+
+        try:
+            self.segment.write_lens(blocks(), arrays.dtype, arrays.small)
+        except BaseException:
+            self.remove()
+            raise
+        self.digest: bytes = digest.digest()
+
+    def place(self, number: int) -> LensField:
+        """Give the segment its number; return the attribute of the store."""
+        self.segment.number = number
+        return replace(self._field, segment=number)
+
+    def remove(self) -> None:
+        """Remove the files."""
+        self.segment.close_fd()
+        fsio.remove_tree(self.segment.folder)
+
+
 @dataclass
 class Pending:
     """All changes of the next commit.
@@ -44,6 +99,23 @@ class Pending:
     updates: dict[int, TraceValues] = field(default_factory=dict)
     sources: list[PendingSource] = field(default_factory=list)
     segments: list[SegmentWriter] = field(default_factory=list)
+    lens: PendingLens | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """True if there is nothing to commit."""
+        return not (self.rows or self.patches or self.updates or self.sources or self.lens)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the segments in bytes."""
+        return sum(s.num_bytes for s in self.segments) + (self.lens.segment.num_bytes if self.lens else 0)
+
+    def discard(self) -> None:
+        """Remove all files."""
+        if self.lens is not None:
+            self.lens.remove()
+        self.remove_segments()
 
     def savepoint(self) -> Callable[[], None]:
         """Return a function that reverts what was appended to the segments since this call."""
@@ -64,3 +136,19 @@ class Pending:
         for segment in self.segments[first:]:
             fsio.remove_tree(segment.folder)
         del self.segments[first:]
+
+
+def location_of(trace: PackedTrace, groups: Collection[int], segment: int, row: int, source: int) -> dict[str, int]:
+    """Return the values of manifest.TRACE_COLUMNS of a trace whose field groups `groups` are in a row of a segment."""
+    return {
+        "graph_segment": segment if mf.GROUP_GRAPH in groups else -1,
+        "graph_row": row,
+        "sequence_segment": segment if mf.GROUP_SEQUENCE in groups else -1,
+        "sequence_row": row,
+        "num_tokens": trace.num_tokens,
+        "layout": trace.layout,
+        "nonfinite": int(trace.num_nonfinite > 0),
+        "sample": trace.record.sample,
+        "source": source,
+        "source_position": trace.record.position,
+    }

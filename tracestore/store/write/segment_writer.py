@@ -1,6 +1,6 @@
 """Writing one segment: an immutable Zarr group of arrays."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ class SegmentWriter:
         self.num_bytes = 0
         self._traces: list[PackedTrace] = []
         self._streams: dict[str, ShardWriter] = {}
+        self._lens_dtype: str | None = None
+        self._lens_arrays: Mapping[str, np.ndarray] = {}
         makedirs(folder)
 
     def __len__(self) -> int:
@@ -66,10 +68,20 @@ class SegmentWriter:
         trace.arrays = {}
         self._traces.append(trace)
 
+    def write_lens(self, blocks: Iterable[np.ndarray], dtype: str, small: Mapping[str, np.ndarray]) -> None:
+        """Write the arrays of a lens: rows of the unembedding matrix, and those of schema.LENS_ARRAYS in `small`."""
+        self._lens_dtype, self._lens_arrays = dtype, small
+        for block in blocks:
+            stream = self._stream("unembedding", block.dtype, block.shape, dtype, block.nbytes)
+            stream.append([block])
+            stream.flush()
+            self.num_bytes += block.nbytes
+
     def _dtype_names(self) -> dict[str, str | None]:
         """Return the dtype names of the arrays whose dtype the attributes of the store give."""
         hidden, attention = self.attributes.hidden_dtype, self.attributes.attention_dtype
-        return {"hidden_states": hidden, "last_token": hidden, "attention": attention, "edge_weight": attention}
+        names = {"hidden_states": hidden, "last_token": hidden, "attention": attention, "edge_weight": attention}
+        return names | {"unembedding": self._lens_dtype}
 
     def flush(self) -> None:
         """Write the buffered arrays of appended traces, whose memory can be released then."""
@@ -129,7 +141,8 @@ class SegmentWriter:
             self._finish_array(name, stream, is_bfloat16=dtypes.get(name) == "bfloat16")
         self._write_file("zarr.json", group_metadata({}))
         attributes = {"tracestore": {"num_traces": len(self), "files": sorted(self._files)}}
-        data = pack_group(_row_arrays(self._traces), attributes)
+        lens = {name: self._lens_arrays[name] for name in schema.LENS_ARRAYS if name in self._lens_arrays}
+        data = pack_group(_row_arrays(self._traces) | lens, attributes)
         write_file(self.folder / "rows.zip", data)
         fsync_path(self.folder)
         rows = FileEntry(paths.segment_rows(paths.segment(self.number)), len(data), crc32c(data))
@@ -158,7 +171,7 @@ class SegmentWriter:
 def _row_arrays(traces: Sequence[PackedTrace]) -> dict[str, np.ndarray]:
     """Return the arrays of schema.ROW_ARRAYS for the traces of a segment."""
     records = [t.record for t in traces]
-    has_last = np.array([t.has_last_token for t in traces])
+    has_last = np.array([t.has_last_token for t in traces], bool)
     rows: dict[str, Any] = {
         "num_tokens": [t.num_tokens for t in traces],
         "sample": [r.sample for r in records],
@@ -173,7 +186,8 @@ def _row_arrays(traces: Sequence[PackedTrace]) -> dict[str, np.ndarray]:
         "sequence_crc32c": [t.sequence_crc for t in traces],
     }
     tokens = [r.tokens if r.tokens is not None else np.zeros(0, "<i4") for r in records]
-    rows["tokens"], rows["tokens_offsets"] = np.concatenate(tokens), np.cumsum([0, *map(len, tokens)])
+    rows["tokens"] = np.concatenate(tokens) if tokens else ()
+    rows["tokens_offsets"] = np.cumsum([0, *map(len, tokens)])
     decoded = [r.tokens_decoded or () for r in records]
     rows["tokens_decoded_ptr"] = np.cumsum([0, *map(len, decoded)])
     texts = {name: [r.strings.get(name, "") for r in records] for name in schema.TEXT_FIELDS}

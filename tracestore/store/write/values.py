@@ -4,13 +4,15 @@ import base64
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from tracestore.errors import InvalidInputError
+from tracestore.errors import InvalidInputError, UsageError
 from tracestore.store.format import schema
+from tracestore.store.format.lens import MAX_VOCABULARY, NORMS
+from tracestore.store.lens import LensArrays, block_rows
 
 # Limits on the JSON values of a trace's extra fields, which have no array of their own. A list that is
 # referenced several times counts each time.
@@ -40,6 +42,52 @@ def as_array(value: Any) -> np.ndarray | None:
         array: np.ndarray = value.numpy()
         return array
     return None
+
+
+def lens_arrays(unembedding: Any, small: Mapping[str, Any], norm: str, eps: float) -> LensArrays:
+    """Return a lens from NumPy arrays or torch tensors; `small` has those of schema.LENS_ARRAYS, or None.
+
+    UsageError if `norm` or `eps` is not valid, InvalidInputError if an array has the wrong shape or dtype.
+    """
+    if norm not in NORMS:
+        raise UsageError(f"norm: found {norm!r}, expected one of {', '.join(NORMS)}")
+    if not 0 <= eps <= 1:
+        raise UsageError(f"eps: found {eps!r}, expected 0 to 1")
+    shape, first = tuple(getattr(unembedding, "shape", ())), None
+    if len(shape) == 2 and 0 < shape[0] <= MAX_VOCABULARY and 0 < shape[1] <= schema.MAX_DIMENSION:
+        first = as_array(unembedding[:1])
+    dtype = _float_name(first)
+    if first is None or dtype is None:
+        raise field_error("unembedding", describe(unembedding), "floating-point numbers of shape (V, D)")
+    lengths = {name: shape[0] if name == "unembedding_bias" else shape[1] for name in schema.LENS_ARRAYS}
+    found = {}
+    for name, value in small.items():
+        if value is None:
+            continue
+        array = as_array(value)
+        kind = _float_name(array)
+        if array is None or kind is None or array.shape != (lengths[name],):
+            raise field_error(name, describe(value), f"floating-point numbers of shape ({lengths[name]},)")
+        bits = array.view("<u2") if kind == "bfloat16" else array
+        found[name] = np.ascontiguousarray(schema.as_float32(bits, kind))
+    if norm == "none" and found.keys() - {"unembedding_bias"}:
+        raise UsageError("found a weight or bias of the norm and the norm 'none'; pass 'rms' or 'layer'")
+
+    def blocks() -> Iterator[np.ndarray]:
+        step = block_rows(shape[1])
+        for begin in range(0, shape[0], step):
+            block = as_array(unembedding[begin : begin + step])
+            assert block is not None
+            yield block
+
+    return LensArrays((int(shape[0]), int(shape[1])), dtype, blocks, norm, float(eps), found)
+
+
+def _float_name(array: np.ndarray | None) -> str | None:
+    try:
+        return None if array is None else schema.dtype_name(array.dtype)
+    except ValueError:
+        return None
 
 
 def describe(value: Any) -> str:

@@ -2,18 +2,21 @@
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tracestore.errors import CorruptStoreError, UsageError
-from tracestore.store.format import paths
+from tracestore.store.format import paths, schema
 from tracestore.store.format.manifest import Manifest
 from tracestore.store.io import fsio
 from tracestore.store.io.files import LocalFiles, RemoteURL, StoreFiles, parse_location
 from tracestore.store.io.ownership import FolderKind, classify_folder, remove_contents, remove_own
 from tracestore.store.io.replacement import Replacement, open_replacement
 from tracestore.store.read.index import SourceEntry
+
+# Options of a new store.
+_DEFAULTS = {"attention": "mean", "dtype": "float16", "codec": "none"}
 
 
 def _remote_publisher(url: RemoteURL, overwrite: bool, exist_ok: bool) -> Any:
@@ -94,22 +97,33 @@ class WorkingFolder:
             raise UsageError(f"{self.path}: the store exists (overwrite=True replaces it)")
         return False
 
-    def load_latest_manifest(self) -> Manifest | None:
-        """Return the manifest that a writer continues from, or None in a store without commits.
+    def load_manifest(self, options: Mapping[str, str | None]) -> Manifest:
+        """Return the manifest that a writer continues from, that of generation 0 in a store without commits.
 
         Raises
         ------
+        UsageError
+            If an option differs from the store's.
         CorruptStoreError
             If the latest manifest is damaged.
         """
         files = LocalFiles(self.path)
         generations = files.generations()
         if not generations:
-            return None
+            chosen = {name: options[name] or default for name, default in _DEFAULTS.items()}
+            return Manifest(0, schema.Attributes(attention=chosen["attention"], options=chosen))
         try:
-            return files.load_manifest(generations[0])
+            manifest = files.load_manifest(generations[0])
         except CorruptStoreError as error:
             raise CorruptStoreError(f"{error}. Run: tracestore verify {self.path} --repair") from None
+        # The previous writer may have been killed between rename and fsync. Its last generation must survive
+        # a power failure before this writer refers to it.
+        fsio.fsync_path(self.path / "manifest")
+        for name, value in options.items():
+            stored = manifest.attributes.options[name]
+            if value is not None and value != stored:
+                raise UsageError(f"{self.location} was created with --{name} {stored}, not {value}")
+        return manifest
 
     def remove_contents(self) -> None:
         """Remove everything from the folder except the lock."""

@@ -10,17 +10,18 @@ import numpy as np
 
 from tracestore.errors import CorruptStoreError, InvalidInputError, UsageError
 from tracestore.store.format import labels, paths, schema
-from tracestore.store.format import manifest as mf
 from tracestore.store.format.provenance import Provenance, require_compatible
 from tracestore.store.io import fsio
 from tracestore.store.io.files import LocalFiles
 from tracestore.store.io.ownership import require_removed
+from tracestore.store.lens import LensArrays
 from tracestore.store.read.columns import Columns, TraceValues, read_columns
 from tracestore.store.read.index import SourceEntry, StoreIndex
+from tracestore.store.read.segment import read_lens
 from tracestore.store.write.commit import commit, remove_unreferenced, write_root
 from tracestore.store.write.keys import KeyResolver, OnConflict
-from tracestore.store.write.pack import PackedTrace, fit_attributes, pack_record
-from tracestore.store.write.pending import Pending, PendingSource
+from tracestore.store.write.pack import PackedTrace, fit_attributes, fit_lens, pack_lens, pack_record
+from tracestore.store.write.pending import Pending, PendingLens, PendingSource, location_of
 from tracestore.store.write.record import TraceRecord
 from tracestore.store.write.segment_writer import SegmentWriter
 from tracestore.store.write.working_folder import WorkingFolder
@@ -111,24 +112,11 @@ class StoreWriter:
         return False
 
     def _load(self, options: dict[str, str | None]) -> None:
-        manifest = self._folder.load_latest_manifest()
-        if manifest is None:
-            defaults = {"attention": "mean", "dtype": "float16", "codec": "none"}
-            chosen = {name: options[name] or default for name, default in defaults.items()}
-            manifest = mf.Manifest(0, schema.Attributes(attention=chosen["attention"], options=chosen))
-        else:
-            # The previous writer may have been killed between rename and fsync. Its last generation must survive
-            # a power failure before this writer refers to it.
-            fsio.fsync_path(self.path / "manifest")
-        for name, value in options.items():
-            stored = manifest.attributes.options[name]
-            if value is not None and value != stored:
-                raise UsageError(f"{self._folder.location} was created with --{name} {stored}, not {value}")
-        self.manifest = manifest
-        self.attributes = manifest.attributes
+        self.manifest = self._folder.load_manifest(options)
+        self.attributes = self.manifest.attributes
         self._columns: Columns | None = None
         try:
-            self.index = StoreIndex(LocalFiles(self.path), manifest)
+            self.index = StoreIndex(LocalFiles(self.path), self.manifest)
             self.read_columns()
         except FileNotFoundError as error:
             raise CorruptStoreError(f"{error.filename or error}: missing") from None
@@ -181,8 +169,7 @@ class StoreWriter:
         try:
             for step in reversed(undo or ()):
                 step()
-        except BaseException:
-            # The source is reverted only in part, so nothing pending may be committed.
+        except BaseException:  # The source is reverted only in part, so nothing pending may be committed.
             self.attributes = self.manifest.attributes
             self._drop_pending()
             raise
@@ -210,7 +197,7 @@ class StoreWriter:
     @property
     def pending_bytes(self) -> int:
         """Size of the segments that the next commit adds, in bytes."""
-        return sum(s.num_bytes for s in self._pending.segments)
+        return self._pending.num_bytes
 
     @property
     def source_has_changes(self) -> bool:
@@ -258,18 +245,8 @@ class StoreWriter:
             source.num_skipped += 1
             return False
         segment = self._segment_for(trace)
-        location = {
-            "graph_segment": segment.number if mf.GROUP_GRAPH in groups else -1,
-            "graph_row": len(segment),
-            "sequence_segment": segment.number if mf.GROUP_SEQUENCE in groups else -1,
-            "sequence_row": len(segment),
-            "num_tokens": trace.num_tokens,
-            "layout": trace.layout,
-            "nonfinite": int(trace.num_nonfinite > 0),
-            "sample": record.sample,
-            "source": self.manifest.num_sources + len(pending.sources) - 1,
-            "source_position": record.position,
-        }
+        source_number = self.manifest.num_sources + len(pending.sources) - 1
+        location = location_of(trace, groups, segment.number, len(segment), source_number)
         segment.append(trace, self.attributes)
         source.num_traces += 1
         given = TraceValues(scores, math.nan if record.label is None else record.label, group)
@@ -327,11 +304,36 @@ class StoreWriter:
         """Replace values of committed traces with the next commit. Missing ones (NaN, None) keep what is stored."""
         self._pending.updates.update(updates)
 
+    def lens_digest(self) -> bytes | None:
+        """Return the digest of the lens, committed or pending, that the store has; None if it has none."""
+        if self._pending.lens is not None:
+            return self._pending.lens.digest
+        lens = read_lens(self._folder.files, self.index, self.attributes)
+        return None if lens is None else lens.arrays().digest()
+
+    def set_lens(self, lens: LensArrays, provenance: Provenance | None = None) -> None:
+        """Store a final norm and an unembedding matrix with the next commit. No-op if the store has equal ones.
+
+        UsageError if it has others, or as check_provenance(); InvalidInputError if the matrix does not fit the store.
+        """
+        self.check_provenance([] if provenance is None else [provenance])
+        lens = pack_lens(lens, keep_dtype=self.attributes.options["dtype"] == "keep")
+        attributes, number = fit_lens(self.attributes, lens, provenance)
+        stored = self.lens_digest()
+        if stored is None:
+            with fsio.map_os_errors(self.path):
+                self._pending.lens = PendingLens(self.path, attributes, lens, number)
+            self.attributes = attributes
+        elif stored != lens.digest():
+            raise UsageError(f"{self._folder.location}: holds another lens; write this one to another store")
+
+    # Commit
+
     def commit(self) -> None:
         """Make all pending changes durable; after an exception the last generation is unchanged."""
         assert self._undo is None, "a source is open"
         pending = self._pending
-        if not (pending.rows or pending.patches or pending.updates or pending.sources):
+        if pending.is_empty:
             self._folder.publish(self.manifest)
             return
         with fsio.map_os_errors(self.path, lambda: self.pending_bytes):
@@ -346,7 +348,7 @@ class StoreWriter:
     def _start_next_generation(self, committed: Pending) -> None:
         self._folder.is_published = False
         self._sources |= {(s.path, s.size, s.fingerprint) for s in committed.sources}
-        self._columns = None
+        self._columns, self.attributes = None, self.manifest.attributes
         self.index = StoreIndex(LocalFiles(self.path), self.manifest)
         self._reset_pending()
         remove_unreferenced(self.path, self.index)
@@ -378,7 +380,7 @@ class StoreWriter:
         pending = self._pending
         self._reset_pending()
         with contextlib.suppress(OSError):  # The next writer removes what is left.
-            pending.remove_segments()
+            pending.discard()
 
     def close(self) -> None:
         """Drop uncommitted changes and release the lock; a store without any commit is removed."""
