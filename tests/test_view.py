@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import ROOT, as_torch, command, make_trace, make_traces, write_store
+from tests.helpers import ROOT, as_torch, command, make_optional, make_trace, make_traces, write_store
 from tracestore.view import View, render_lines
 
 
@@ -61,6 +61,26 @@ def test_json_holds_the_values(store):
     # JSON has no NaN.
     found = json.loads(view(store, "q11", "--json").stdout, parse_constant=lambda c: pytest.fail(c))
     assert found["hidden_norms"][0][1] is None and found["has_nonfinite"]
+
+
+def test_optional_fields_and_named_scores_are_shown(tmp_path):
+    trace = make_trace(0, tokens=4) | make_optional(4)
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        for name in ("bleurt", "judge"):
+            writer.define_score(name, direction="correct")
+        writer.append(trace, scores={"bleurt": 0.25, "judge": 1.0})
+        writer.append(make_trace(1))
+    out = view(tmp_path / "s.zarr", "0").stdout
+    assert "bleurt 0.25, judge 1, temperature 0.75, seed 1099511627776" in out
+    assert (
+        "answer: tokens [0, 4)" in out and "start 1, end 4, meta {'a': [None, 1.5, inf]}, type Evident Conflict" in out
+    )
+    values = trace["token_logprob"][1:]
+    assert f"token_logprob, tokens across: {values.min():.3g} to {values.max():.3g}" in out
+    assert "token_" not in view(tmp_path / "s.zarr", "1").stdout
+    found = json.loads(view(tmp_path / "s.zarr", "0", "--json").stdout)
+    assert found["top_ids"] == trace["top_ids"].tolist() and found["token_logprob"][0] is None
+    assert found["scores"] == {"bleurt": 0.25, "judge": 1.0} and found["answer_span"] == [0, 4]
 
 
 def test_every_kind_of_store_can_be_viewed(tmp_path):

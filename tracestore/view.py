@@ -24,8 +24,8 @@ _MAX_TEXT = 2_000
 _PICTURES = (".png", ".pdf", ".svg")
 # Attributes of a trace in the JSON document.
 _JSON_FIELDS = (
-    "index", "question_id", "sample", "source", "score", "label", "group", "has_nonfinite", "num_tokens",
-    "prompt_length", "question", "answer", "tokens", "tokens_decoded", "attention_layout",
+    "index", "question_id", "sample", "source", "score", "scores", "label", "group", "has_nonfinite", "num_tokens",
+    "prompt_length", "question", "answer", "tokens", "tokens_decoded", "attention_layout", *schema.OPTIONAL_FIELDS,
 )  # fmt: skip
 
 
@@ -157,14 +157,29 @@ def render_lines(view: View, *, width: int, colors: bool) -> list[str]:
     for name, text in (("question", trace.question), ("answer", trace.answer), ("group", trace.group)):
         if text:
             out += _wrapped(name, text, width)
-    known = [f"{name} {value:g}" for name, value in (("score", trace.score), ("label", trace.label)) if value == value]
+    numbers = {"score": trace.score, "label": trace.label}
+    # A single named score is the score.
+    numbers |= {name: v for name, v in trace.scores.items() if len(trace.scores) > 1}
+    known = [f"{name} {value:g}" for name, value in numbers.items() if value == value]
+    known += [f"{name} {v}" for name in ("temperature", "seed") if (v := getattr(trace, name)) is not None]
     out += _wrapped("values", ", ".join(known) or "no score, no label", width)
     prompt = "" if trace.prompt_length is None else f", {trace.prompt_length} of them in the prompt"
     out += _wrapped("tokens", f"{trace.num_tokens}{prompt}" if trace.num_tokens else "the last token only", width)
+    if trace.answer_span is not None:
+        out += _wrapped("", "answer: tokens [{}, {}); -1: unknown".format(*trace.answer_span), width)
+    for span in trace.spans or ():
+        out += _wrapped(
+            "span", ", ".join(f"{name} {value}" for name, value in ({"start": None, "end": None} | span).items()), width
+        )
     if trace.has_nonfinite:
         out += _wrapped("note", "its arrays hold NaN or infinite values", width)
     if trace.tokens_decoded:
         out += _wrapped("", "|".join(repr(t)[1:-1] if not t.isprintable() else t for t in trace.tokens_decoded), width)
+    for name, field in schema.TOKEN_FIELDS.items():
+        values = getattr(trace, name)
+        if field.shape == schema.PER_TOKEN and values is not None and np.isfinite(values).any():
+            out += ["", f"{name}, tokens across: {np.nanmin(values):.3g} to {np.nanmax(values):.3g}"]
+            out += _heat_map(values[None], width, colors)
     if view.attention is not None:
         maximum = np.nanmax(view.attention)
         out += ["", f"attention, {view.title}: rows attend to columns; square root, maximum {maximum:.3g}"]
