@@ -21,6 +21,7 @@ from tracestore.extras import needs
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.read.store import TraceStore
 from tracestore.store.read.store import open_store as open
+from tracestore.store.read.subset import TraceSubset
 from tracestore.store.read.trace import Trace
 from tracestore.store.write.create import TraceWriter, create
 
@@ -55,6 +56,7 @@ __all__ = [
     "TraceIterableDataset",
     "TraceLoader",
     "TraceStore",
+    "TraceSubset",
     "TraceWriter",
     "TracestoreError",
     "UsageError",
@@ -78,4 +80,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

@@ -16,7 +16,7 @@ from tracestore.ingest.formats import read_traces
 from tracestore.ingest.sources import SourceFile, find_sources
 from tracestore.store.io.files import LocalFiles, parse_location
 from tracestore.store.io.fsio import atomic_write, map_os_errors
-from tracestore.store.read.selection import by_source
+from tracestore.store.maintain.selection import by_source
 from tracestore.store.read.store import TraceStore, open_store
 from tracestore.store.read.trace import Trace
 

@@ -1,19 +1,17 @@
 """Opening a store for reading."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from tracestore.errors import CorruptStoreError, MissingFieldError, UsageError
-from tracestore.extras import needs
 from tracestore.store.format import schema
 from tracestore.store.format.labels import CORRECT, DEFAULT_THRESHOLD, ScoreField, derive, describe
 from tracestore.store.format.provenance import Provenance
-from tracestore.store.io.files import FilePrefetcher, RemoteURL
+from tracestore.store.io.files import FilePrefetcher
 from tracestore.store.lens import Lens
 from tracestore.store.read import table
 from tracestore.store.read.batch_sources import (
@@ -26,17 +24,19 @@ from tracestore.store.read.batch_sources import (
 )
 from tracestore.store.read.index import QuestionIds
 from tracestore.store.read.internals import StoreInternals, open_files
+from tracestore.store.read.subset import TraceCollection, TraceSubset
 from tracestore.store.read.trace import Trace
 
 DEFAULT_CACHE_BYTES = 256 << 20
 
 
-class TraceStore:
+class TraceStore(TraceCollection):
     """One generation of a store, opened for reading and pinned until close().
 
-    ``store[i]`` is a Trace and ``store.index_of(question_id)`` its index. Opening maps the index and reads no trace;
-    each process maps the other files when it first uses them. A store is safe to use from threads and across fork.
-    It can be pickled: the copy opens the same generation if that still exists.
+    ``store[i]`` and ``store[question_id]`` are a Trace. Slices, boolean masks, index arrays, lists of question ids,
+    `select`, `filter` and `split` give a lazy `TraceSubset`, which every loader takes like a store. Opening
+    maps the index and reads no trace; each process maps the other files when it first uses them. A store is safe to
+    use from threads and across fork. It can be pickled: the copy opens the same generation if that still exists.
 
     Use `tracestore.open` to open a store.
 
@@ -47,10 +47,6 @@ class TraceStore:
     internals : StoreInternals
         Files, index and segments, for the other modules of this package.
     """
-
-    def __init__(self, internals: StoreInternals) -> None:
-        self.path: Path | RemoteURL = internals.files.location
-        self.internals = internals
 
     def __reduce__(self) -> tuple[Any, ...]:
         internals = self.internals
@@ -83,14 +79,9 @@ class TraceStore:
         return self.internals.manifest.num_traces
 
     @property
-    def num_layers(self) -> int:
-        """L: number of stored layers."""
-        return self.internals.num_layers
-
-    @property
-    def hidden_dim(self) -> int:
-        """D: size of a hidden state."""
-        return self.internals.attributes.hidden_dim or 0
+    def indices(self) -> np.ndarray:
+        """Store indices (N,) int64 of the traces, 0 to N - 1."""
+        return np.arange(len(self))
 
     @property
     def num_heads(self) -> int | None:
@@ -217,39 +208,6 @@ class TraceStore:
         """Return one line that tells how many scores become which label."""
         return describe(self.scores, score_threshold, self.score_direction)
 
-    # Tables
-
-    def features(self, layer: int = -1) -> np.ndarray:
-        """Return the last token's hidden states in one layer, for scikit-learn and similar libraries.
-
-        Parameters
-        ----------
-        layer : int
-            Negative values count from the last layer.
-
-        Returns
-        -------
-        np.ndarray
-            (N, D) in the stored dtype, float32 for bfloat16. A read-only view of the file if one uncompressed
-            segment holds all traces in order, else a copy.
-
-        Raises
-        ------
-        UsageError
-            If the store has no such layer.
-        """
-        return table.features(self.internals, layer)
-
-    def to_pandas(self, *, texts: bool = False) -> Any:
-        """Return a pandas DataFrame with one row for each trace, in the order of the store.
-
-        The columns are question_id, sample, score, the other named scores as score_NAME, label, group, num_tokens,
-        has_nonfinite, source and source_position; `texts` adds question and answer. MissingExtraError if pandas is not installed.
-        """
-        with needs("bridges"):
-            import pandas
-        return pandas.DataFrame(table.metadata(self.internals, texts=texts))
-
     # Traces
 
     def index_of(self, question_id: str, sample: int = 0) -> int:
@@ -262,15 +220,8 @@ class TraceStore:
     def __contains__(self, question_id: object) -> bool:
         return isinstance(question_id, str) and self.internals.index.find(question_id, 0) >= 0
 
-    def __getitem__(self, index: int) -> Trace:
-        try:
-            k = range(len(self))[index]
-        except IndexError:
-            raise IndexError(f"trace {index} of {len(self)}") from None
-        return Trace(self.internals, k)
-
-    def __iter__(self) -> Iterator[Trace]:
-        return (Trace(self.internals, k) for k in range(len(self)))
+    def _subset(self, positions: np.ndarray) -> TraceSubset:
+        return TraceSubset(self, positions)
 
     def private_trace(self, index: int) -> Trace:
         """Return trace `index`, whose arrays are in memory of their own instead of views of the mapped files."""
