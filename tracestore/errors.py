@@ -61,14 +61,23 @@ class InvalidInputError(TracestoreError):
         Position of the trace in the source file, from 0.
     field : str, optional
         Name of the invalid field.
+    is_whole_source : bool
+        Whether the traces before the position cannot be trusted either.
     """
 
     exit_code = 3
 
     def __init__(
-        self, reason: str, *, source: str | None = None, position: int | None = None, field: str | None = None
+        self,
+        reason: str,
+        *,
+        source: str | None = None,
+        position: int | None = None,
+        field: str | None = None,
+        is_whole_source: bool = False,
     ) -> None:
         self.reason, self.source, self.position, self.field = reason, source, position, field
+        self.is_whole_source = is_whole_source
         super().__init__(reason)
 
     def with_location(self, source: str | None = None, position: int | None = None) -> "InvalidInputError":
@@ -78,6 +87,7 @@ class InvalidInputError(TracestoreError):
             source=self.source if self.source is not None else source,
             position=self.position if self.position is not None else position,
             field=self.field,
+            is_whole_source=self.is_whole_source,
         )
 
     def __str__(self) -> str:

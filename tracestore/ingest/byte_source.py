@@ -54,7 +54,8 @@ class GzipChunks:
         except EOFError:
             raise InvalidInputError("truncated: the gzip stream ends early") from None
         except (zlib.error, IsalError, OSError, ValueError) as error:  # type: ignore[misc]
-            raise InvalidInputError(f"damaged gzip: {error or type(error).__name__}") from None
+            reason = f"damaged gzip: {error or type(error).__name__}"
+            raise InvalidInputError(reason, is_whole_source=True) from None
         self.inflated_bytes += len(chunk)
         if self.inflated_bytes > self._limit:
             raise InvalidInputError(

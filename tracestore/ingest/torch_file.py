@@ -7,8 +7,8 @@ from typing import IO, Any, cast
 from tracestore._core.mapping import MappedFile
 from tracestore._core.pickle import BufferReader
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.pickle_reader import pickle_reader
-from tracestore.ingest.pickled_torch import PickledStorage, StorageType
+from tracestore.ingest.pickles.pickle_reader import pickle_reader
+from tracestore.ingest.pickles.pickled_torch import PickledStorage, StorageType
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 MAX_ENTRIES = 10_000_000

@@ -15,6 +15,10 @@ from tracestore.store.format.schema import CODECS
 from tracestore.store.io.fsio import map_os_errors
 
 _FLAGS: Flags = {
+    "map": {
+        "metavar": "FIELD=KEY,...",
+        "help": "names of fields in the files, e.g. hidden_states=hs,question_id=id, or a .toml file of such lines",
+    },
     "scores": {"metavar": "CSV", "help": "scores by question_id (default: the only *scores*.csv in a SRC folder)"},
     **SCORE_FLAGS,
     "provenance": {
@@ -36,7 +40,7 @@ _FLAGS: Flags = {
         "help": f"memory for waiting traces (default: {format_size(ConvertOptions.memory_budget)})",
     },
     "on_conflict": "a trace whose question id and sample exist with other content",
-    "skip_bad": "continue after a file that is refused",
+    "skip_bad": "continue after a trace that is refused, and list it in DST.refused.jsonl",
     "overwrite": "replace the store",
 }
 

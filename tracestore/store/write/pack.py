@@ -291,7 +291,11 @@ def pack_record(
         crcs["last_token"] = _crc(arrays["last_token"])
     if record.attention is not None:
         present |= bits["attentions"]
-        heads = int(record.attention[0].shape[0])
+        if record.is_head_mean and attention == "heads":
+            raise field_error(
+                "attentions", "attention averaged over heads", "(H, S, S) per layer; use --attention mean"
+            )
+        heads = None if record.is_head_mean else int(record.attention[0].shape[0])
         layout, arrays["attention"], attention_dtype, bad, crcs["attention"] = _pack_attention(
             record.attention, attention, keep_dtype, num_tokens, scratch
         )
@@ -320,7 +324,7 @@ def pack_record(
         present |= bits[name] if here else 0
     # A trace that waits for its turn must not keep the source's arrays alive.
     record.hidden = record.attention = record.edges = record.last_token = None
-    extras, record.extras = extras_json(record.extras), {}
+    extras, record.extras = extras_json(record.extras, record.dropped), {}
     return PackedTrace(
         record=record,
         num_layers=num_layers,
