@@ -25,8 +25,8 @@ from tracestore.ingest.sources import (
     find_provenance_files,
     find_scores,
     find_sources,
-    fingerprint,
     read_provenance,
+    source_fingerprint,
 )
 from tracestore.store.format import paths
 from tracestore.store.format.labels import DEFAULT_THRESHOLD, describe
@@ -74,7 +74,7 @@ class Conversion:
         self._score_name = ""  # the score of the store that they become
         self._provenances = self._read_provenances(sources)
         self.report = ConvertReport(str(self.store), scores_file=str(self.scores.path) if self.scores else None)
-        self.total_bytes = sum(s.path.stat().st_size for s in self.sources if s.path.is_file())
+        self.total_bytes = sum(source.file_bytes() for source in self.sources)
 
     def _read_scores(self, sources: list[Path]) -> Scores | None:
         options = {name: getattr(self._options, name) for name in ("score_column", "group_column", "score_direction")}
@@ -165,7 +165,7 @@ class Conversion:
         """Return whether a committed source is an unchanged file of this conversion."""
         for source in self.sources:
             if source.name == committed.path:
-                is_same = fingerprint(source.path) == (committed.size, committed.fingerprint)
+                is_same = source_fingerprint(source) == (committed.size, committed.fingerprint)
                 return is_same and committed.provenance == self._provenance(source)
         return False
 
@@ -269,7 +269,7 @@ class Conversion:
                         duplicates += 1
                     progress.update(lambda s: self._line(s, report.num_traces_read + added, report.bytes_in))
                 writer.flush_source()
-                if not identity.matches(stream.source.path):
+                if not identity.matches(stream.source):
                     raise InvalidInputError("another program modified the file while it was read", source=name)
             except BaseException as error:
                 writer.abort_source()

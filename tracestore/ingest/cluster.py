@@ -28,11 +28,11 @@ _POLL_INTERVAL_S = 0.02
 _CONNECT_TIMEOUT_S = 10
 
 
-def _pack_source(options: PackOptions, path: str, name: str, target: str) -> int:
+def _pack_source(options: PackOptions, source: SourceFile, target: str) -> int:
     """Pack a source into a spool file; runs in a worker. Return the number of traces."""
     # If a worker dies, Dask gives its source to another one, which must not meet the unfinished file.
     unfinished = Path(f"{target}.{secrets.token_hex(4)}")
-    with closing(packed_traces(SourceFile(Path(path), name), options)) as traces:  # type: ignore[type-var]
+    with closing(packed_traces(source, options)) as traces:  # type: ignore[type-var]
         try:
             count = write_spool(unfinished, traces)
             os.replace(unfinished, target)
@@ -62,7 +62,7 @@ class ClusterStream:
             self._identity = error
         else:
             if not is_known(source.name, self._identity.size, self._identity.fingerprint):
-                self._future = submit(os.path.abspath(source.path), source.name, str(target))
+                self._future = submit(source.absolute(), str(target))
 
     def identity(self) -> Identity:
         """Return the identity of the source."""

@@ -1,4 +1,4 @@
-"""Read the four formats of input files as records, one at a time."""
+"""Read pickles and files of torch.save as records, one at a time; other containers through `containers`."""
 
 import contextlib
 import struct
@@ -13,6 +13,8 @@ from tracestore._core.pickle import BufferReader, ByteReader, ChunkReader
 from tracestore.errors import InvalidInputError, TruncatedFileError, error_location
 from tracestore.ingest import torch_file
 from tracestore.ingest.byte_source import TRUNCATED_WHILE_READING, GzipChunks, check_regular, map_file
+from tracestore.ingest.containers.registry import folder_reader, read_container, reader_of
+from tracestore.ingest.containers.tables import TableReference
 from tracestore.ingest.pickle_reader import pickle_reader
 from tracestore.ingest.pickled_torch import PickledGraph, PickledTensor
 from tracestore.ingest.pickled_values import PickledArray, PickledValue, SafeGlobal
@@ -103,13 +105,15 @@ def read_traces(
     need_attention: bool | None = True,
     scratch: Scratch | None = None,
     is_ahead: Callable[[], bool] = lambda: True,
+    parts: tuple[Path, ...] = (),
+    table: TableReference | None = None,
 ) -> Iterator[TraceRecord]:
-    """Read the traces of one file in order.
+    """Read the traces of one source in order.
 
     Parameters
     ----------
     path : Path
-        A regular file in one of the formats of docs/ingest.md.
+        A regular file in one of the formats of docs/ingest.md and docs/containers.md, or the folder of `parts`.
     name : str
         Name of the file in error messages.
     need_attention : bool or None
@@ -119,6 +123,8 @@ def read_traces(
         in the system's temporary folder.
     is_ahead : callable, optional
         Return whether a thread inflates ahead; called before each chunk.
+    parts, table
+        As for `read_container`.
 
     Yields
     ------
@@ -130,9 +136,21 @@ def read_traces(
     InvalidInputError
         Names file, position and field. The caller must discard the traces it got before.
     """
-    position = 0
+    position, scratch = 0, scratch or Scratch()
     try:
-        for position, record in enumerate(_records(path, name, need_attention, scratch or Scratch(), is_ahead)):
+        if parts:
+            records = read_container(
+                folder_reader(parts),
+                path,
+                name,
+                parts=parts,
+                table=table,
+                scratch=scratch,
+                need_attention=need_attention,
+            )
+        else:
+            records = _records(path, name, need_attention, scratch, is_ahead, table)
+        for position, record in enumerate(records):
             yield record
             position += 1
         if position == 0:
@@ -150,7 +168,12 @@ def read_traces(
 
 
 def _records(
-    path: Path, name: str, need_attention: bool | None, scratch: Scratch, is_ahead: Callable[[], bool]
+    path: Path,
+    name: str,
+    need_attention: bool | None,
+    scratch: Scratch,
+    is_ahead: Callable[[], bool],
+    table: TableReference | None,
 ) -> Iterator[TraceRecord]:
     status = check_regular(path)
     if status.st_size == 0:
@@ -166,6 +189,8 @@ def _records(
         with contextlib.closing(GzipChunks(path, is_ahead)) as chunks:
             limits = _Limits(lambda: chunks.inflated_bytes)
             yield from _from_pickle(limits, chunks.reader(scratch), name, need_attention)
+    elif (reader := reader_of(mapped)) is not None:
+        yield from read_container(reader, path, name, table=table, scratch=scratch, need_attention=need_attention)
     elif head == b"PK\x03\x04":
         yield from _from_object(limits, torch_file.read_zip(mapped), name, need_attention)
     elif torch_file.is_legacy(view):

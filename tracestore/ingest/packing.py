@@ -9,7 +9,7 @@ from pathlib import Path
 from tracestore.errors import InvalidInputError, TruncatedFileError, error_location
 from tracestore.ingest.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.formats import read_traces
-from tracestore.ingest.sources import Identity, SourceFile, fingerprint
+from tracestore.ingest.sources import Identity, SourceFile, source_fingerprint
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.pack import PackedTrace, pack_record
 
@@ -53,7 +53,15 @@ def packed_traces(
     """
     scratch = Scratch(options.scratch, max_memory=options.max_memory)
     need_attention = options.attention != "none"
-    records = read_traces(source.path, source.name, need_attention=need_attention, scratch=scratch, is_ahead=is_ahead)
+    records = read_traces(
+        source.path,
+        source.name,
+        need_attention=need_attention,
+        scratch=scratch,
+        is_ahead=is_ahead,
+        parts=source.parts,
+        table=source.table,
+    )
     with closing(records):  # type: ignore[type-var]
         for record in records:
             with error_location(source.name, record.position):
@@ -72,10 +80,13 @@ def packed_traces(
 
 def identify(source: SourceFile) -> Identity:
     """Return the identity of a source; raise InvalidInputError if the file cannot be read."""
-    if not source.path.is_file():
-        next(iter(read_traces(source.path, source.name)))  # raises with the reason
+    for path in source.files:
+        if not path.is_file():
+            next(iter(read_traces(path, source.name)))  # raises with the reason
     try:
-        modified_ns = os.stat(source.path).st_mtime_ns
-        return Identity(*fingerprint(source.path), modified_ns)
+        modified_ns = max(os.stat(path).st_mtime_ns for path in source.files)
+        return Identity(*source_fingerprint(source), modified_ns)
+    except InvalidInputError as error:
+        raise error.with_location(source=source.name) from None
     except OSError as error:
         raise InvalidInputError(f"cannot be opened: {error.strerror}", source=source.name) from None
