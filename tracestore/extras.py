@@ -12,6 +12,7 @@ _TRAIN = ("torch", "torch_geometric", "matplotlib", "psutil")
 EXTRAS: dict[str, tuple[str, ...]] = {
     "train": _TRAIN,
     "extract": ("torch", "transformers", "gguf", "accelerate"),
+    "inputs": ("h5py", "pyarrow"),
     "remote": ("obstore",),
     "serve": ("bokeh", "sklearn"),
     "dask": ("distributed",),

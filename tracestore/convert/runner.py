@@ -25,8 +25,8 @@ from tracestore.ingest.sources import (
     SourceFile,
     find_provenance_files,
     find_sources,
-    fingerprint,
     read_provenance,
+    source_fingerprint,
 )
 from tracestore.store.format import paths
 from tracestore.store.format.labels import DEFAULT_THRESHOLD, describe
@@ -95,7 +95,7 @@ class Conversion:
         self._provenances = self._read_provenances(sources)
         scores = self.scoring.file
         self.report = ConvertReport(str(self.store), scores_file=None if scores is None else str(scores.path))
-        self.total_bytes = sum(s.path.stat().st_size for s in self.sources if s.path.is_file())
+        self.total_bytes = sum(source.file_bytes() for source in self.sources)
 
     def _read_provenances(self, sources: list[Path]) -> dict[Path, Provenance]:
         """Return the known provenances by source argument."""
@@ -174,7 +174,7 @@ class Conversion:
         """Return whether a committed source is an unchanged file of this conversion."""
         for source in self.sources:
             if source.name == committed.path:
-                size, digest = fingerprint(source.path)
+                size, digest = source_fingerprint(source)
                 is_same = committed.size == size and committed.fingerprint in (digest, partial_fingerprint(digest))
                 return is_same and is_provenance_of(committed.provenance, self._provenance(source))
         return False
@@ -276,7 +276,7 @@ class Conversion:
                     progress.update(lambda s: self._line(s, report.num_traces_read + added.num_new, report.bytes_in))
                     del packed
                 writer.flush_source()
-                if not identity.matches(stream.source.path):
+                if not identity.matches(stream.source):
                     raise InvalidInputError("another program modified the file while it was read", source=name)
                 added.refused += stream.refused
                 if added.refused and not added.num_new + added.num_duplicates:

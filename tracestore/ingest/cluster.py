@@ -28,12 +28,12 @@ _POLL_INTERVAL_S = 0.02
 _CONNECT_TIMEOUT_S = 10
 
 
-def _pack_source(options: PackOptions, path: str, name: str, target: str) -> list[InvalidInputError]:
+def _pack_source(options: PackOptions, source: SourceFile, target: str) -> list[InvalidInputError]:
     """Pack a source into a spool file; runs in a worker. Return the traces that were refused."""
     refused: list[InvalidInputError] = []
     # If a worker dies, Dask gives its source to another one, which must not meet the unfinished file.
     unfinished = Path(f"{target}.{secrets.token_hex(4)}")
-    packed = packed_traces(SourceFile(Path(path), name), options, refused=refused)
+    packed = packed_traces(source, options, refused=refused)
     with closing(packed) as traces:  # type: ignore[type-var]
         try:
             write_spool(unfinished, traces)
@@ -65,7 +65,7 @@ class ClusterStream:
             self._identity = error
         else:
             if not is_known(source.name, self._identity.size, self._identity.fingerprint):
-                self._future = submit(os.path.abspath(source.path), source.name, str(target))
+                self._future = submit(source.absolute(), str(target))
 
     def identity(self) -> Identity:
         """Return the identity of the source."""

@@ -1,4 +1,4 @@
-"""Read the four formats of input files as records, one at a time."""
+"""Read pickles and files of torch.save as records, one at a time; other containers through `containers`."""
 
 import contextlib
 import struct
@@ -11,6 +11,8 @@ from tracestore._core.pickle import BufferReader, ByteReader, ChunkReader
 from tracestore.errors import InvalidInputError, TruncatedFileError
 from tracestore.ingest import torch_file
 from tracestore.ingest.byte_source import TRUNCATED_WHILE_READING, GzipChunks, check_regular, map_file
+from tracestore.ingest.containers.registry import Reader, folder_reader, read_container, reader_of
+from tracestore.ingest.containers.tables import TableReference
 from tracestore.ingest.pickles.pickle_reader import pickle_reader
 from tracestore.ingest.pickles.pickled_objects import PickledObject
 from tracestore.ingest.pickles.pickled_values import PickledValue
@@ -56,13 +58,15 @@ def read_traces(
     scratch: Scratch | None = None,
     is_ahead: Callable[[], bool] = lambda: True,
     options: ReadOptions | None = None,
+    parts: tuple[Path, ...] = (),
+    table: TableReference | None = None,
 ) -> Iterator[TraceRecord]:
-    """Read the traces of one file in order.
+    """Read the traces of one source in order.
 
     Parameters
     ----------
     path : Path
-        A regular file in one of the formats of docs/ingest.md.
+        A regular file in one of the formats of docs/ingest.md and docs/containers.md, or the folder of `parts`.
     name : str
         Name of the file in error messages.
     need_attention : bool or None
@@ -74,6 +78,8 @@ def read_traces(
         Return whether a thread inflates ahead; called before each chunk.
     options : ReadOptions, optional
         All options.
+    parts, table
+        As for `read_container`.
 
     Yields
     ------
@@ -85,9 +91,12 @@ def read_traces(
     InvalidInputError
         Names file, position and field. Unless `on_refused` is given, the caller must discard the traces it got before.
     """
-    context = _Context(name, options or ReadOptions(need_attention))
+    context, scratch = _Context(name, options or ReadOptions(need_attention)), scratch or Scratch()
     try:
-        yield from _records(path, context, scratch or Scratch(), is_ahead)
+        if parts:
+            yield from context.container(folder_reader(parts), path, scratch, parts=parts, table=table)
+        else:
+            yield from _records(path, context, scratch, is_ahead, table)
         if context.position == 0:
             raise InvalidInputError(f"found no trace; see {INPUTS_PAGE}#files")
     except InvalidInputError as error:
@@ -155,6 +164,13 @@ class _Context:
             self.position += 1
             yield record
 
+    def container(self, reader: Reader, path: Path, scratch: Scratch, **source: Any) -> Iterator[TraceRecord]:
+        """Yield the records of a container."""
+        need_attention = self.options.need_attention
+        for record in read_container(reader, path, self.name, scratch=scratch, need_attention=need_attention, **source):
+            self.position += 1
+            yield record
+
     def refuse(self, error: InvalidInputError) -> None:
         """Report the trace at the position as refused, or raise the error."""
         error = error.with_location(source=self.name, position=self.position)
@@ -164,7 +180,13 @@ class _Context:
         self.position += 1
 
 
-def _records(path: Path, context: _Context, scratch: Scratch, is_ahead: Callable[[], bool]) -> Iterator[TraceRecord]:
+def _records(
+    path: Path,
+    context: _Context,
+    scratch: Scratch,
+    is_ahead: Callable[[], bool],
+    table: TableReference | None,
+) -> Iterator[TraceRecord]:
     status = check_regular(path)
     if status.st_size == 0:
         raise InvalidInputError("the file is empty")
@@ -179,6 +201,8 @@ def _records(path: Path, context: _Context, scratch: Scratch, is_ahead: Callable
         with contextlib.closing(GzipChunks(path, is_ahead)) as chunks:
             context.limits = Limits(lambda: chunks.inflated_bytes)
             yield from _from_pickle(context, chunks.reader(scratch))
+    elif (reader := reader_of(mapped)) is not None:
+        yield from context.container(reader, path, scratch, table=table)
     elif head == b"PK\x03\x04":
         yield from _from_object(context, torch_file.read_zip(mapped))
     elif torch_file.is_legacy(view):

@@ -10,7 +10,7 @@ from tracestore.errors import InvalidInputError, TruncatedFileError, error_locat
 from tracestore.ingest.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.formats import ReadOptions, read_traces
 from tracestore.ingest.roles.keys import DEFAULT_KEYS, KeyOptions
-from tracestore.ingest.sources import Identity, SourceFile, fingerprint
+from tracestore.ingest.sources import Identity, SourceFile, source_fingerprint
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.pack import PackedTrace, pack_record
 
@@ -63,7 +63,15 @@ def packed_traces(
     on_refused = refused.append if options.skip_bad and refused is not None else None
     scratch = Scratch(options.scratch, max_memory=options.max_memory)
     read_options = ReadOptions(options.attention != "none", options.keys, on_refused)
-    records = read_traces(source.path, source.name, scratch=scratch, is_ahead=is_ahead, options=read_options)
+    records = read_traces(
+        source.path,
+        source.name,
+        scratch=scratch,
+        is_ahead=is_ahead,
+        options=read_options,
+        parts=source.parts,
+        table=source.table,
+    )
     num_read = 0
     with closing(records):  # type: ignore[type-var]
         while True:
@@ -102,10 +110,13 @@ def packed_traces(
 
 def identify(source: SourceFile) -> Identity:
     """Return the identity of a source; raise InvalidInputError if the file cannot be read."""
-    if not source.path.is_file():
-        next(iter(read_traces(source.path, source.name)))  # raises with the reason
+    for path in source.files:
+        if not path.is_file():
+            next(iter(read_traces(path, source.name)))  # raises with the reason
     try:
-        modified_ns = os.stat(source.path).st_mtime_ns
-        return Identity(*fingerprint(source.path), modified_ns)
+        modified_ns = max(os.stat(path).st_mtime_ns for path in source.files)
+        return Identity(*source_fingerprint(source), modified_ns)
+    except InvalidInputError as error:
+        raise error.with_location(source=source.name) from None
     except OSError as error:
         raise InvalidInputError(f"cannot be opened: {error.strerror}", source=source.name) from None
