@@ -3,7 +3,6 @@
 import hashlib
 import importlib.util
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 import tracestore
 from tracestore.errors import UsageError
+from tracestore.extract.answer_end import AnswerEnd
 from tracestore.extract.hooks import capture
 from tracestore.extras import needs
 from tracestore.ingest.sources import fingerprint
@@ -138,50 +138,24 @@ def prompt_ids(lm: LanguageModel, question: str, instruction: str) -> torch.Tens
     return ids.to(lm.model.device)
 
 
-def _ends_sentence(text: str) -> bool:
-    """Return whether text ends a sentence, and not an initial, an abbreviation or a number."""
-    return re.search(r"[^\W\d_]{3,}[\"')\]]*[.!?]$|\d[.!?]$", text) is not None
-
-
-def _cut(lm: LanguageModel, ids: list[int]) -> tuple[list[int], str]:
-    """Return the tokens of an answer up to its end, and the kind of the end.
-
-    An answer ends at the end-of-sequence token, at the first new line or end of a sentence after some
-    text, or at the last generated token.
-    """
-    ends = lm.model.generation_config.eos_token_id
-    ends = {ends} if isinstance(ends, int) else set(ends or ())
-    ends.add(lm.tokenizer.eos_token_id)
-    for k, token in enumerate(ids):
-        if token in ends:
-            return ids[:k], "eos"
-        text = lm.tokenizer.decode(ids[: k + 1])
-        if k and "\n" in text.lstrip():
-            return ids[:k], "newline"
-        following = lm.tokenizer.decode(ids[k + 1 : k + 2])
-        if _ends_sentence(text) and following[:1] in ("", " ", "\n"):
-            return ids[: k + 1], "sentence"
-    return ids, "max_tokens"
-
-
-class _StopAtCut(StoppingCriteria):
+class _StopAtEnd(StoppingCriteria):
     """Stop a row one token after the end of its answer, which that token confirms."""
 
-    def __init__(self, lm: LanguageModel, prompt_length: int) -> None:
-        self._lm, self._prompt_length = lm, prompt_length
+    def __init__(self, ends: Sequence[AnswerEnd], prompt_length: int) -> None:
+        self._ends, self._num_seen = ends, prompt_length
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        answers = input_ids[:, self._prompt_length :].tolist()
-        return torch.tensor([_is_cut(self._lm, answer) for answer in answers], device=input_ids.device)
+        for end, tokens in zip(self._ends, input_ids[:, self._num_seen :].tolist(), strict=True):
+            for token in tokens:
+                end.add(token)
+        self._num_seen = input_ids.shape[1]
+        return torch.tensor([end.is_known for end in self._ends], device=input_ids.device)
 
 
-def _is_cut(lm: LanguageModel, answer: list[int]) -> bool:
-    return len(_cut(lm, answer)[0]) < len(answer)
-
-
-def _without_padding(lm: LanguageModel, answer: list[int]) -> list[int]:
-    """Return the tokens of a row without those generated while other rows continued."""
-    return next((answer[:k] for k in range(1, len(answer)) if _is_cut(lm, answer[:k])), answer)
+def _end_tokens(lm: LanguageModel) -> set[int]:
+    """Return the end-of-sequence tokens of model and tokenizer."""
+    ends = lm.model.generation_config.eos_token_id
+    return {lm.tokenizer.eos_token_id, *([ends] if isinstance(ends, int) else ends or ())}
 
 
 def _padded(rows: Sequence[torch.Tensor], pad: int, side: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -220,7 +194,8 @@ def answer_questions(
     pad = lm.tokenizer.pad_token_id or lm.tokenizer.eos_token_id or 0
     prompts = [prompt_ids(lm, question, instruction) for question in questions]
     padded, mask = _padded(prompts, pad, "left")
-    generated = lm.model.generate(
+    ends = [AnswerEnd(lm.tokenizer, _end_tokens(lm)) for _ in prompts]
+    lm.model.generate(
         padded,
         attention_mask=mask,
         max_new_tokens=max_new_tokens,
@@ -228,29 +203,27 @@ def answer_questions(
         temperature=None,
         top_p=None,
         top_k=None,
-        stopping_criteria=StoppingCriteriaList([_StopAtCut(lm, padded.shape[1])]),
+        stopping_criteria=StoppingCriteriaList([_StopAtEnd(ends, padded.shape[1])]),
         pad_token_id=pad,
     )
-    raw = [_without_padding(lm, row) for row in generated[:, padded.shape[1] :].tolist()]
-    cuts = [_cut(lm, row) for row in raw]
-    whole = [torch.cat([p, p.new_tensor(answer)]) for p, (answer, _) in zip(prompts, cuts, strict=True)]
+    whole = [torch.cat([p, p.new_tensor(end.answer)]) for p, end in zip(prompts, ends, strict=True)]
     # Padding on the right changes nothing: positions count from the first token, and attention is causal.
     ids, mask = _padded(whole, pad, "right")
     with capture(lm.model) as states:
         lm.model(ids, attention_mask=mask, use_cache=False)
     decode, traces = lm.tokenizer.decode, states.traces()
     for k, trace in enumerate(traces):
-        answer, method = cuts[k]
+        end = ends[k]
         trace |= {
             "num_layers": len(trace["attentions"]),
             "tokens_decoded": [decode([token]) for token in trace["tokens"].tolist()],
             "question": questions[k],
             "generated_text": decode(whole[k], skip_special_tokens=False),
-            "generated_answer": decode(raw[k], skip_special_tokens=True),
-            "generated_answer_clean": decode(answer, skip_special_tokens=True).strip(),
+            "generated_answer": decode(end.tokens, skip_special_tokens=True),
+            "generated_answer_clean": decode(end.answer, skip_special_tokens=True).strip(),
             "prompt_length": len(prompts[k]),
-            "cutoff_method": method,
-            "tokens_before_cutoff": len(prompts[k]) + len(raw[k]),
+            "cutoff_method": end.method,
+            "tokens_before_cutoff": len(prompts[k]) + len(end.tokens),
             "tokens_after_cutoff": len(whole[k]),
         }
     return traces
