@@ -15,7 +15,8 @@ from pathlib import Path
 from benchmarks.common import timed
 
 from tracestore.extract import run as extraction
-from tracestore.extract.model import answer_questions, load_model
+from tracestore.extract.answering import AnswerOptions, answer_questions
+from tracestore.extract.model import load_model
 from tracestore.extract.questions import FACTS, questions_file, read_questions
 
 
@@ -38,8 +39,7 @@ def main() -> None:
     every = read_questions(questions_file(FACTS))
 
     def answer(questions):
-        texts = [question.text for question in questions]
-        return answer_questions(lm, texts, instruction=extraction.INSTRUCTION, max_new_tokens=32)
+        return answer_questions(lm, questions, AnswerOptions(extraction.INSTRUCTION, 32))
 
     ratios, sizes = [], []
     for number in range(args.rounds):
