@@ -51,6 +51,7 @@ class RowJob(Job):
     def set_output(self, out: _Buffer, offset: int = 0) -> None: ...
 
 def find_runs(first: Any, numbers: Any, out: Any) -> None: ...
+
 @final
 class GraphBatchJob(Job):
     num_graphs: int
