@@ -10,13 +10,15 @@ from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 from tracestore._core.blocks import MemoryPool
 from tracestore.data.batch import BatchT, pyg_classes
-from tracestore.data.batch_format import BatchFormat, View
+from tracestore.data.batch_format import BatchFormat, Layers, Positions, View
 from tracestore.data.batch_jobs import BatchGatherer
 from tracestore.data.buffers import BatchBuffer, TorchBuffer, as_tensor
 from tracestore.data.collate import GraphItem, SequenceItem
 from tracestore.data.epoch import EpochPlanner, rank_and_world_size
 from tracestore.data.memory_plan import cache_limit
 from tracestore.data.order import EpochOrder, Shuffle
+from tracestore.data.tokens.job import TokenGatherer
+from tracestore.data.tokens.table import TokenTable
 from tracestore.errors import UsageError
 from tracestore.store.read.store import TraceStore, open_store
 
@@ -35,18 +37,21 @@ def open_for_batches(store: StoreLike, batch_format: BatchFormat) -> TraceStore:
 
 
 class TraceDataset(Dataset[Any]):
-    """Map-style dataset: item i is trace i of the store, read on access.
+    """Map-style dataset: item i is trace i of the store, or its i-th chosen token, read on access.
 
     View "sequence" gives the tuple ``(sequence (L, D), score, question_id)``. View "graph" gives a
     list of L PyG Data with x (S, D), edge_index (2, E) from source j to target i, and edge_attr
-    (E, 1). Tensors have the stored dtype. Traces without a score are included.
+    (E, 1). View "tokens" gives the tuple ``(hidden state (D,) or (K, D), trace index, position)``.
+    Tensors have the stored dtype. Traces without a score are included.
 
     Parameters
     ----------
     store : TraceStore, str or PathLike
         A store or its path.
-    view : {"sequence", "graph"}
+    view : {"sequence", "graph", "tokens"}
         The form of the items.
+    layers, positions
+        The layers, and tokens of each trace, see `TraceLoader`.
     score_threshold : float
         Score below which a trace counts as a hallucination, or above which in a store of
         hallucination scores. A stored label takes precedence.
@@ -83,6 +88,8 @@ class TraceDataset(Dataset[Any]):
         store: StoreLike,
         view: View = "sequence",
         *,
+        layers: Layers | None = None,
+        positions: Positions | None = None,
         score_threshold: float = 0.5,
         attention_threshold: float = 0.0,
         top_k: float | None = None,
@@ -90,22 +97,34 @@ class TraceDataset(Dataset[Any]):
         max_cache_batches: int | None = None,
         batch_size: int = 16,
     ) -> None:
-        self.format = BatchFormat(view, attention_threshold=attention_threshold, top_k=top_k)
+        self.format = BatchFormat(
+            view, attention_threshold=attention_threshold, top_k=top_k, layers=layers, positions=positions
+        )
         self.store = open_for_batches(store, self.format)
         self.store.set_cache_limit(cache_limit(self.store, self.format, cache_bytes, max_cache_batches, batch_size))
         self.view = view
         self.targets = self.store.targets(score_threshold)
         self.gatherer = BatchGatherer(self.store, self.targets, self.format)
         self._plain_gatherer = replace(self.gatherer, batch_format=replace(self.format, as_pyg=False))
+        self.tokens = TokenTable(self.store, self.format) if view == "tokens" else None
+        if self.tokens is not None:
+            self.gatherer = TokenGatherer.make(self.gatherer, self.tokens)
 
     def __len__(self) -> int:
-        return len(self.store)
+        return len(self.store) if self.tokens is None else len(self.tokens)
 
     def __getitem__(self, index: int) -> Any:
-        trace = self.store.private_trace(range(len(self.store))[index])
+        index = range(len(self))[index]
+        if self.tokens is not None:
+            batch = self.gatherer.gather([index], TorchBuffer)
+            return batch.hidden_states[0], int(batch.trace_index[0]), int(batch.position[0])
+        trace = self.store.private_trace(index)
         y, score = float(self.targets[trace.index]), trace.score
         if self.view == "sequence":
-            sequence = as_tensor(trace.last_token, self.store.hidden_dtype)
+            if self.format.layers is None and self.format.position == -1:
+                sequence = as_tensor(trace.last_token, self.store.hidden_dtype)
+            else:
+                sequence = self.gatherer.gather([index], TorchBuffer).sequences[0]
             return SequenceItem.make(sequence, score, trace.question_id, y, trace.index)
         batch = self._plain_gatherer.gather([trace.index], TorchBuffer)
         _, data_class = pyg_classes()
@@ -182,7 +201,7 @@ class ShuffleBufferSampler(Sampler[int]):
 
 
 class TraceIterableDataset(IterableDataset[BatchT]):
-    """Iterable dataset: an epoch has each trace exactly once over all ranks and workers.
+    """Iterable dataset: an epoch has each trace, or chosen token, exactly once over all ranks and workers.
 
     The order is a function of (seed, epoch) alone. Without `batch_size` it yields the items of
     `TraceDataset`: rank r of R takes the positions r, r + R, ... and worker w of W every W-th of
@@ -193,7 +212,7 @@ class TraceIterableDataset(IterableDataset[BatchT]):
     ----------
     store : TraceStore, str or PathLike
         A store or its path.
-    view : {"sequence", "graph"}
+    view : {"sequence", "graph", "tokens"}
         The form of the items or batches.
     shuffle : {"buffer", "global", "block", "none"}
         The order. "buffer": a shuffle buffer of `buffer_size` ids, not traces. "global": a keyed
@@ -206,13 +225,13 @@ class TraceIterableDataset(IterableDataset[BatchT]):
     seed : int
         Seed of the order.
     batch_size : int, optional
-        Traces of a batch over all ranks. None yields single items.
+        Traces, or tokens in view "tokens", of a batch over all ranks. None yields single items.
     drop_last : bool
         Leave out a last batch that is short.
     rank, world_size : int, optional
         This rank and the number of ranks. By default from torch.distributed if it is initialized,
         else from the environment variables RANK and WORLD_SIZE.
-    score_threshold, attention_threshold, top_k, cache_bytes
+    layers, positions, score_threshold, attention_threshold, top_k, cache_bytes
         See `TraceDataset`; `top_k` is a fraction in (0, 1].
 
     Raises
@@ -236,6 +255,8 @@ class TraceIterableDataset(IterableDataset[BatchT]):
         store: StoreLike,
         view: View = "sequence",
         *,
+        layers: Layers | None = None,
+        positions: Positions | None = None,
         shuffle: Shuffle = "buffer",
         buffer_size: int = 1000,
         block_bytes: int = 256 << 20,
@@ -252,6 +273,8 @@ class TraceIterableDataset(IterableDataset[BatchT]):
         self.items = TraceDataset(
             store,
             view,
+            layers=layers,
+            positions=positions,
             score_threshold=score_threshold,
             attention_threshold=attention_threshold,
             top_k=top_k,
@@ -268,6 +291,7 @@ class TraceIterableDataset(IterableDataset[BatchT]):
             buffer_size=buffer_size,
             block_bytes=block_bytes,
             drop_last=drop_last,
+            tokens=self.items.tokens,
         )
         self.rank, self.world_size = rank_and_world_size(rank, world_size)
 

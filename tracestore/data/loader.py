@@ -9,7 +9,7 @@ from torch.utils.data import get_worker_info
 
 from tracestore._core.blocks import MemoryPool
 from tracestore.data.batch import BatchT
-from tracestore.data.batch_format import BatchFormat, EdgeFormat, View
+from tracestore.data.batch_format import BatchFormat, EdgeFormat, Layers, Positions, View
 from tracestore.data.batch_jobs import BatchGatherer
 from tracestore.data.buffers import BatchBuffer, TorchBuffer
 from tracestore.data.datasets import StoreLike, open_for_batches
@@ -17,9 +17,13 @@ from tracestore.data.epoch import BatchBy, EpochPlan, EpochPlanner, rank_and_wor
 from tracestore.data.memory_plan import cache_limit, plan_memory
 from tracestore.data.order import Shuffle
 from tracestore.data.prefetch import BatchPrefetcher, NativePrefetcher, ThreadPrefetcher
+from tracestore.data.tokens.job import TokenGatherer
+from tracestore.data.tokens.table import TokenTable
 from tracestore.errors import MemoryBudgetError, UsageError
 
 STATE_VERSION = 2
+# Samples of a batch by default: traces, or tokens in view "tokens".
+DEFAULT_BATCH_SIZE, DEFAULT_TOKENS = 16, 4096
 
 
 class TraceLoader(Generic[BatchT]):
@@ -36,11 +40,20 @@ class TraceLoader(Generic[BatchT]):
     ----------
     store : TraceStore, str or PathLike
         A store or its path.
-    view : {"sequence", "graph"}
+    view : {"sequence", "graph", "tokens"}
         "sequence" yields `SequenceBatch`, "graph" a PyG Batch of B * L graphs with the fields of
-        `GraphBatch`.
-    batch_size : int
-        Traces of a batch over all ranks. Each rank gets a contiguous slice.
+        `GraphBatch`, "tokens" a `TokenBatch` of tokens from any traces.
+    layers : int or sequence of int, optional
+        Read and yield these stored layers only, in this order. Negative numbers count from the
+        last layer. None: all.
+    positions : {"all", "prompt", "answer", "last"}, int, slice or sequence of int, optional
+        View "tokens": the tokens of each trace, by default "all". "answer" takes the stored
+        answer_span, else the tokens that generated_mask marks, else those after the prompt.
+        "prompt" takes the first prompt_length tokens, else those that generated_mask does not mark.
+        View "sequence": the token, "last" or an int.
+    batch_size : int, optional
+        Traces, or tokens in view "tokens", of a batch over all ranks; 16 or 4,096 by default. Each
+        rank gets a contiguous slice.
     batch_by : {"tokens", "nodes", "edges", "bytes"}, optional
         Bound the cost of a batch in this unit instead of its number of traces.
     max_batch_cost : int, optional
@@ -127,6 +140,13 @@ class TraceLoader(Generic[BatchT]):
     >>> [b.question_id for b in other] == [b.question_id for b in batches]
     True
 
+    Tokens of all traces in one layer, for a sparse autoencoder or a probe:
+
+    >>> tokens = tracestore.TraceLoader("store.zarr", "tokens", layers=1, positions="all", batch_size=5)
+    >>> batch = next(iter(tokens))
+    >>> batch.hidden_states.shape, batch.trace_index.shape, batch.position.shape
+    (torch.Size([5, 8]), torch.Size([5]), torch.Size([5]))
+
     For type checkers, name the class of the batches:
 
     >>> from tracestore.data.batch import GraphBatch
@@ -139,7 +159,9 @@ class TraceLoader(Generic[BatchT]):
         store: StoreLike,
         view: View = "sequence",
         *,
-        batch_size: int = 16,
+        layers: Layers | None = None,
+        positions: Positions | None = None,
+        batch_size: int | None = None,
         batch_by: BatchBy | None = None,
         max_batch_cost: int | None = None,
         shuffle: Shuffle = "global",
@@ -172,9 +194,15 @@ class TraceLoader(Generic[BatchT]):
             edge_format=edge_format,
             dtype=dtype,
             as_pyg=as_pyg,
+            layers=layers,
+            positions=positions,
         )
         self.store = open_for_batches(store, self.format)
         self.targets = self.store.targets(score_threshold)
+        chosen = None if indices is None else np.asarray(indices, np.int64)
+        tokens = TokenTable(self.store, self.format, chosen) if view == "tokens" else None
+        if batch_size is None:
+            batch_size = DEFAULT_BATCH_SIZE if tokens is None else DEFAULT_TOKENS
         self.planner = EpochPlanner(
             self.store,
             self.format,
@@ -183,13 +211,16 @@ class TraceLoader(Generic[BatchT]):
             max_batch_cost=max_batch_cost,
             shuffle=shuffle,
             seed=seed,
-            indices=None if indices is None else np.asarray(indices, np.int64),
+            indices=chosen if tokens is None else None,
+            tokens=tokens,
             buffer_size=buffer_size,
             block_bytes=block_bytes,
             drop_last=drop_last,
             pad_last=pad_last,
         )
         self._gatherer = BatchGatherer(self.store, self.targets, self.format)
+        if tokens is not None:
+            self._gatherer = TokenGatherer.make(self._gatherer, tokens)
         self.rank, self.world_size = rank_and_world_size(rank, world_size)
         self.num_threads, self.pin_memory = num_threads, pin_memory
         limit = cache_limit(self.store, self.format, cache_bytes, max_cache_batches, batch_size)
@@ -204,7 +235,7 @@ class TraceLoader(Generic[BatchT]):
 
     @property
     def batch_size(self) -> int:
-        """Traces of a batch over all ranks."""
+        """Traces, or tokens in view "tokens", of a batch over all ranks."""
         return self.planner.batch_size
 
     def __len__(self) -> int:
@@ -250,7 +281,9 @@ class TraceLoader(Generic[BatchT]):
         self._position, self._epoch_done = self._resume_at, False
 
     def batch_indices(self, batch: int, epoch: int | None = None) -> np.ndarray:
-        """Return the store indices of this rank's slice of a batch.
+        """Return the store indices of this rank's slice of a batch; in view "tokens" numbers of tokens.
+
+        The chosen tokens of all traces are numbered from 0, in the order of the store.
 
         Parameters
         ----------
@@ -262,7 +295,7 @@ class TraceLoader(Generic[BatchT]):
         Returns
         -------
         ndarray of int64, shape (B,)
-            Store indices, possibly none.
+            Store indices or numbers, possibly none.
         """
         plan = self.planner.plan(self.epoch if epoch is None else epoch)
         return plan.traces(batch, self.rank, self.world_size)
@@ -283,11 +316,11 @@ class TraceLoader(Generic[BatchT]):
         Parameters
         ----------
         indices : sequence of int
-            Store indices of the B traces.
+            Store indices of the B traces, or numbers of the B tokens.
 
         Returns
         -------
-        SequenceBatch, torch_geometric.data.Batch or GraphBatch
+        SequenceBatch, torch_geometric.data.Batch, GraphBatch or TokenBatch
             The batch, as iterating yields it.
         """
         in_worker = get_worker_info() is not None
@@ -323,7 +356,7 @@ class TraceLoader(Generic[BatchT]):
 
         with ExitStack() as stack:
             if self.num_threads > 0:
-                remote = stack.enter_context(self.store.prefetch(traces, start, total, self.format.view))
+                remote = stack.enter_context(self._gatherer.prefetch(traces, start, total))
                 prefetcher = stack.enter_context(self._new_prefetcher(map(traces, range(start, total))))
             for batch in range(start, total):
                 if self.num_threads > 0:

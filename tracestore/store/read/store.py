@@ -1,7 +1,7 @@
 """Opening a store for reading."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -163,20 +163,23 @@ class TraceStore(TraceCollection):
         """Tokens (N,) of each trace; 0 if only its last tokens are stored."""
         return self.internals.index.read_column("num_tokens")
 
-    def token_and_pair_counts(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def token_and_pair_counts(
+        self, indices: np.ndarray, layers: Sequence[int] | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of some traces and their stored pairs of tokens.
 
-        The pairs (edges, in a store of edges) of all layers are added up, once for all heads; both are (n,) int64.
+        The pairs (edges, in a store of edges) of some or all layers are added up, once for all heads; both are (n,) int64.
         """
         locations = self.internals.index.locations(indices)
         tokens, layout = locations[:, NUM_TOKENS], locations[:, LAYOUT]
-        pairs = np.where(layout == schema.LAYOUT_SQUARE, tokens * tokens, tokens * (tokens + 1) // 2) * self.num_layers
+        pairs = np.where(layout == schema.LAYOUT_SQUARE, tokens * tokens, tokens * (tokens + 1) // 2)
+        pairs *= self.num_layers if layers is None else len(layers)
         pairs[layout == schema.LAYOUT_NONE] = 0
         for k in np.flatnonzero(layout == schema.LAYOUT_EDGES):
             segment = self.internals.segment(int(locations[k, GRAPH_SEGMENT]))
             begin = segment.begin("edges", int(locations[k, GRAPH_ROW]))
             ptr = segment.edge_offsets(begin, self.num_layers)
-            pairs[k] = int(ptr[-1]) - int(ptr[0])
+            pairs[k] = (ptr[1:] - ptr[:-1])[slice(None) if layers is None else list(layers)].sum()
         return tokens, pairs
 
     @property
@@ -229,7 +232,7 @@ class TraceStore(TraceCollection):
 
     # Hints to the caches
 
-    def hint_upcoming(self, indices: np.ndarray, view: str) -> Callable[[], None]:
+    def hint_upcoming(self, indices: np.ndarray, view: str, layers: Sequence[int] | None = None) -> Callable[[], None]:
         """Tell the chunk cache which traces are read after all that were hinted before.
 
         Returns
@@ -237,7 +240,7 @@ class TraceStore(TraceCollection):
         Callable
             Call it when the traces were read, or will not be read: it releases the hint.
         """
-        keys = chunk_keys(self.internals, indices, view)
+        keys = chunk_keys(self.internals, indices, view, layers)
         self.internals.chunk_cache.hint_upcoming(keys)
         return partial(self.internals.chunk_cache.release, keys)
 
@@ -250,7 +253,7 @@ class TraceStore(TraceCollection):
             Maps a batch number to the store indices of its traces.
         start, total : int
             The pass reads the batches start .. total - 1.
-        view : {"sequence", "graph"}
+        view : {"sequence", "graph", "tokens"}
 
         Returns
         -------
@@ -268,23 +271,23 @@ class TraceStore(TraceCollection):
     # Contents
 
     def require_view(self, view: str) -> None:
-        """Raise MissingFieldError unless every trace has the data of `view` ("sequence" or "graph").
+        """Raise MissingFieldError unless every trace has the data of `view` ("sequence", "graph" or "tokens").
 
         The message names what is missing and how to get it.
         """
-        if view not in ("sequence", "graph"):
-            raise UsageError(f"found view {view!r}, expected 'sequence' or 'graph'")
+        if view not in ("sequence", "graph", "tokens"):
+            raise UsageError(f"found view {view!r}, expected 'sequence', 'graph' or 'tokens'")
         if len(self) == 0 or view == "sequence":
             return
         missing = self.internals.index.read_column("graph_segment") < 0
         if missing.any():
             first = int(np.flatnonzero(missing)[0])
             raise MissingFieldError(
-                f"{self.path}: no graphs: {int(missing.sum())} of {len(self)} traces (first: trace {first}, "
+                f"{self.path}: no {'graphs' if view == 'graph' else 'hidden states of all tokens'}: {int(missing.sum())} of {len(self)} traces (first: trace {first}, "
                 f"{self.question_ids[first]}) hold last tokens only; convert the pickles or gnn/ files of the same questions"
             )
         bare = self.internals.index.read_column("layout") == schema.LAYOUT_NONE
-        if bare.any():
+        if view == "graph" and bare.any():
             raise MissingFieldError(
                 f"{self.path}: no graphs: {int(bare.sum())} of {len(self)} traces have no attention; convert without --attention none"
             )
