@@ -60,14 +60,19 @@ class BatchFormat:
         if self.edge_format == "heads" and self.top_k is not None:
             raise UsageError("attention of every head excludes top_k (--top-k), which ranks by head-averaged attention")
 
-    def check(self, store: TraceStore) -> None:
-        """Raise UsageError or MissingFieldError if the store cannot give such batches."""
-        store.require_view(self.view)
+    def check(self, store: TraceStore, indices: np.ndarray | None = None) -> None:
+        """Raise UsageError or MissingFieldError if the traces, by default all, cannot give such batches."""
+        store.require_view(self.view, indices)
         stored = {store.hidden_dtype} | ({self._gathered_dtype(store)} if self.view == "graph" else set())
         if self.dtype not in (None, "float32") and stored != {self.dtype}:
             raise UsageError(
                 f"found dtype {self.dtype!r}, expected 'float32' or as stored, {' and '.join(sorted(stored))}"
             )
+
+    def describe(self, store: TraceStore, num_traces: int) -> str:
+        """Return the view and the sizes in words, for the representation of a loader."""
+        sizes = f"{num_traces} traces, {store.num_layers} layers, hidden size {store.hidden_dim}"
+        return f"{str(store.path)!r}, {self.view!r}, {sizes}, {self.hidden_dtype(store)}"
 
     def num_heads(self, store: TraceStore) -> int:
         """Return the number of weights that a batch holds for each pair of tokens."""
