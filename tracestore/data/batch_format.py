@@ -132,15 +132,21 @@ class BatchFormat:
         """The view that reads the same arrays of a store."""
         return "tokens" if self.view == "sequence" and self.position != -1 else self.view
 
-    def check(self, store: TraceStore) -> None:
-        """Raise UsageError or MissingFieldError if the store cannot give such batches."""
-        store.require_view(self.source_view)
+    def check(self, store: TraceStore, indices: np.ndarray | None = None) -> None:
+        """Raise UsageError or MissingFieldError if the traces, by default all, cannot give such batches."""
+        store.require_view(self.source_view, indices)
         self.layer_numbers(store)
         stored = {store.hidden_dtype} | ({self._gathered_dtype(store)} if self.view == "graph" else set())
         if self.dtype not in (None, "float32") and stored != {self.dtype}:
             raise UsageError(
                 f"found dtype {self.dtype!r}, expected 'float32' or as stored, {' and '.join(sorted(stored))}"
             )
+
+    def describe(self, store: TraceStore, num_samples: int) -> str:
+        """Return the view and the sizes in words, for the representation of a loader."""
+        what = "tokens" if self.view == "tokens" else "traces"
+        sizes = f"{num_samples} {what}, {self.num_layers(store)} layers, hidden size {store.hidden_dim}"
+        return f"{str(store.path)!r}, {self.view!r}, {sizes}, {self.hidden_dtype(store)}"
 
     def num_heads(self, store: TraceStore) -> int:
         """Return the number of weights that a batch holds for each pair of tokens."""

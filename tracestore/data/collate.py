@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from tracestore.data.batch import SequenceBatch
 from tracestore.extras import needs
@@ -107,3 +108,16 @@ def collate_graphs(items: "Sequence[Sequence[Data]]") -> "Batch":
     batch.question_id = [getattr(item, "question_id", "") for item in items]
     batch.trace_index = torch.tensor([getattr(item, "trace_index", -1) for item in items])
     return batch
+
+
+def _collate_sequence_items(items: Sequence[SequenceItem], *, collate_fn_map: Any = None) -> SequenceBatch:
+    return collate_sequences(items)
+
+
+def _collate_graph_items(items: Sequence[GraphItem], *, collate_fn_map: Any = None) -> "Batch":
+    return collate_graphs(items)
+
+
+# torch's default_collate looks the type of an item up here, so that a DataLoader needs no collate_fn.
+default_collate_fn_map[SequenceItem] = _collate_sequence_items
+default_collate_fn_map[GraphItem] = _collate_graph_items

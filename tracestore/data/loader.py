@@ -15,7 +15,7 @@ from tracestore.data.buffers import BatchBuffer, TorchBuffer
 from tracestore.data.datasets import StoreLike, open_for_batches
 from tracestore.data.epoch import BatchBy, EpochPlan, EpochPlanner, rank_and_world_size
 from tracestore.data.memory_plan import cache_limit, plan_memory
-from tracestore.data.order import Shuffle
+from tracestore.data.order import Shuffle, shuffle_name
 from tracestore.data.prefetch import BatchPrefetcher, NativePrefetcher, ThreadPrefetcher
 from tracestore.data.tokens.job import TokenGatherer
 from tracestore.data.tokens.table import TokenTable
@@ -38,8 +38,9 @@ class TraceLoader(Generic[BatchT]):
 
     Parameters
     ----------
-    store : TraceStore, str or PathLike
-        A store or its path.
+    store : TraceStore, TraceSubset, str or PathLike
+        A store, a subset of one, or the path of a store. The `trace_index` of a batch holds store
+        indices, also for a subset.
     view : {"sequence", "graph", "tokens"}
         "sequence" yields `SequenceBatch`, "graph" a PyG Batch of B * L graphs with the fields of
         `GraphBatch`, "tokens" a `TokenBatch` of tokens from any traces.
@@ -58,16 +59,16 @@ class TraceLoader(Generic[BatchT]):
         Bound the cost of a batch in this unit instead of its number of traces.
     max_batch_cost : int, optional
         The bound. A trace above it is a batch by itself. Required by `batch_by`.
-    shuffle : {"global", "buffer", "block", "none"}
-        The order. "global": a keyed permutation of all traces. "buffer": a shuffle buffer of
-        `buffer_size` ids. "block": blocks of `block_bytes` of neighboring traces in random order,
-        each permuted. "none": store order.
+    shuffle : {"global", "buffer", "block", "none"} or bool
+        The order. "global" or True: a keyed permutation of all traces. "buffer": a shuffle buffer
+        of `buffer_size` ids. "block": blocks of `block_bytes` of neighboring traces in random
+        order, each permuted. "none" or False: the order of the store or subset.
     seed : int
         Seed of the order.
     num_threads : int
         Threads that gather. 0 gathers in the consumer's thread.
     indices : sequence of int, optional
-        Restrict the loader to these traces.
+        Restrict the loader to the traces with these store indices. Excludes a subset.
     buffer_size : int
         Ids of the window of shuffle "buffer".
     block_bytes : int
@@ -89,7 +90,8 @@ class TraceLoader(Generic[BatchT]):
         "coo": `edge_index` and `edge_attr`. "packed": the causal triangles of head-averaged
         `attention`. "heads": those of each stored head.
     dtype : str, optional
-        "float32" converts while gathering. None keeps the stored dtype.
+        "float32" converts while gathering: for models with float32 weights. None keeps the stored
+        dtype, usually float16.
     rank, world_size : int, optional
         This rank and the number of ranks. By default from torch.distributed if it is initialized,
         else from the environment variables RANK and WORLD_SIZE.
@@ -126,16 +128,26 @@ class TraceLoader(Generic[BatchT]):
     Examples
     --------
     >>> import tracestore
-    >>> loader = tracestore.TraceLoader("store.zarr", batch_size=4, seed=1)
+    >>> loader = tracestore.TraceLoader("store.zarr", batch_size=4, seed=1, dtype="float32")
+    >>> loader
+    TraceLoader('store.zarr', 'sequence', 12 traces, 3 layers, hidden size 8, float32, batch_size=4, shuffle='global')
     >>> len(loader), [batch.sequences.shape for batch in loader]
     (3, [torch.Size([4, 3, 8]), torch.Size([4, 3, 8]), torch.Size([4, 3, 8])])
+
+    Train on a part of a store:
+
+    >>> train, val, test = tracestore.open("store.zarr").split(seed=42)
+    >>> for batch in tracestore.TraceLoader(train, batch_size=4, shuffle=True, dtype="float32"):
+    ...     print(len(batch), batch.sequences.dtype)
+    4 torch.float32
+    4 torch.float32
 
     Save the position after a batch and continue with another number of threads:
 
     >>> batches = iter(loader)
     >>> _ = next(batches)
     >>> state = loader.state_dict()
-    >>> other = tracestore.TraceLoader("store.zarr", batch_size=4, seed=1, num_threads=0)
+    >>> other = tracestore.TraceLoader("store.zarr", batch_size=4, seed=1, num_threads=0, dtype="float32")
     >>> other.load_state_dict(state)
     >>> [b.question_id for b in other] == [b.question_id for b in batches]
     True
@@ -151,7 +163,7 @@ class TraceLoader(Generic[BatchT]):
 
     >>> from tracestore.data.batch import GraphBatch
     >>> graphs: tracestore.TraceLoader[GraphBatch]
-    >>> graphs = tracestore.TraceLoader("store.zarr", "graph", as_pyg=False)
+    >>> graphs = tracestore.TraceLoader("store.zarr", "graph", as_pyg=False, dtype="float32")
     """
 
     def __init__(
@@ -164,7 +176,7 @@ class TraceLoader(Generic[BatchT]):
         batch_size: int | None = None,
         batch_by: BatchBy | None = None,
         max_batch_cost: int | None = None,
-        shuffle: Shuffle = "global",
+        shuffle: Shuffle | bool = "global",
         seed: int = 0,
         num_threads: int = 2,
         indices: Sequence[int] | np.ndarray | None = None,
@@ -197,10 +209,12 @@ class TraceLoader(Generic[BatchT]):
             layers=layers,
             positions=positions,
         )
-        self.store = open_for_batches(store, self.format)
+        self.store, subset = open_for_batches(store, self.format)
+        if subset is not None and indices is not None:
+            raise UsageError("found a subset and indices, expected one of them: select from the subset, subset[...]")
+        indices = subset if indices is None else np.asarray(indices, np.int64)
         self.targets = self.store.targets(score_threshold)
-        chosen = None if indices is None else np.asarray(indices, np.int64)
-        tokens = TokenTable(self.store, self.format, chosen) if view == "tokens" else None
+        tokens = TokenTable(self.store, self.format, indices) if view == "tokens" else None
         if batch_size is None:
             batch_size = DEFAULT_BATCH_SIZE if tokens is None else DEFAULT_TOKENS
         self.planner = EpochPlanner(
@@ -209,9 +223,9 @@ class TraceLoader(Generic[BatchT]):
             batch_size=batch_size,
             batch_by=batch_by,
             max_batch_cost=max_batch_cost,
-            shuffle=shuffle,
+            shuffle=shuffle_name(shuffle),
             seed=seed,
-            indices=chosen if tokens is None else None,
+            indices=indices if tokens is None else None,
             tokens=tokens,
             buffer_size=buffer_size,
             block_bytes=block_bytes,
@@ -233,6 +247,14 @@ class TraceLoader(Generic[BatchT]):
         self._resume_at = 0
         self._epoch_done = False
 
+    def __repr__(self) -> str:
+        planner = self.planner
+        size = f"batch_size={planner.batch_size}"
+        if planner.batch_by is not None:
+            size = f"batch_by={planner.batch_by!r}, max_batch_cost={planner.max_batch_cost}"
+        sizes = self.format.describe(self.store, planner.num_samples)
+        return f"TraceLoader({sizes}, {size}, shuffle={planner.shuffle!r})"
+
     @property
     def batch_size(self) -> int:
         """Traces, or tokens in view "tokens", of a batch over all ranks."""
@@ -246,6 +268,10 @@ class TraceLoader(Generic[BatchT]):
         """Set the epoch of the next iteration.
 
         The epoch of a state that was loaded keeps its position.
+
+        Parameters
+        ----------
+        epoch : int
         """
         if epoch != self.epoch or self._epoch_done:
             self._resume_at = self._position = 0

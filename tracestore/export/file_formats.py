@@ -10,13 +10,14 @@ from typing import Any, BinaryIO, Literal, get_args
 import numpy as np
 
 from tracestore.errors import InvalidInputError, UsageError
+from tracestore.store.fields import PackedEdges
 from tracestore.store.format import schema
 from tracestore.store.format.extras import decode_list
 from tracestore.store.format.labels import DEFAULT_THRESHOLD
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.io.fsio import atomic_write
 from tracestore.store.read.store import TraceStore
-from tracestore.store.read.trace import PackedEdges, Trace
+from tracestore.store.read.trace import Trace
 from tracestore.store.write.record import TraceRecord
 
 ExportFormat = Literal["pkl", "pt-lstm", "pt-gnn"]

@@ -157,10 +157,10 @@ class TokenJob(BatchJob):
         self._place({"hidden_states": self.native.out_bytes})
 
     @property
-    def sources(self) -> list[Any]:
+    def sources(self) -> list[Any]:  # type: ignore[override]
         """The stored rows that the job reads."""
         places = zip(self._tokens.segment.tolist(), self._tokens.row.tolist(), strict=True)
-        return [self._views[segment].rows(row, row + 1) for segment, row in places]  # type: ignore[union-attr]
+        return [self._views[segment].rows(row, row + 1) for segment, row in places]
 
     def layout(self) -> Layout:
         """Return where the tensors lie in the buffer."""

@@ -46,6 +46,15 @@ class TraceStore(TraceCollection):
         The folder of the store, or its URL.
     internals : StoreInternals
         Files, index and segments, for the other modules of this package.
+
+    Examples
+    --------
+    >>> import tracestore
+    >>> store = tracestore.open("store.zarr")
+    >>> store
+    TraceStore('store.zarr', 12 traces)
+    >>> store["q3"].num_tokens, store[2:5], store[store.scores < 0.5].indices
+    (4, TraceSubset(3 of 12 traces of 'store.zarr'), array([ 0,  2,  4,  6,  8, 10]))
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -144,7 +153,13 @@ class TraceStore(TraceCollection):
         return dict(self.internals.attributes.scores)
 
     def named_scores(self, name: str) -> np.ndarray:
-        """Return a named score (N,) float64, NaN for a trace without it. KeyError if the store lacks it."""
+        """Return a named score (N,) float64, NaN for a trace without it.
+
+        Parameters
+        ----------
+        name : str
+            A key of `score_fields`. KeyError for another name.
+        """
         if name not in self.internals.attributes.scores:
             raise KeyError(name)
         return self.internals.columns.score(name)
@@ -204,7 +219,18 @@ class TraceStore(TraceCollection):
         return self.internals.lens
 
     def targets(self, score_threshold: float = DEFAULT_THRESHOLD) -> np.ndarray:
-        """Return labels (N,) float64: the stored label, else one derived from the score (labels.derive), else NaN."""
+        """Return the label of each trace: the stored one, else one derived from the score.
+
+        Parameters
+        ----------
+        score_threshold : float
+            Score below which a trace counts as a hallucination, or above which in a store of hallucination scores.
+
+        Returns
+        -------
+        np.ndarray
+            (N,) float64: 1 for a hallucination, 0 for a correct answer, NaN without a label or score.
+        """
         return derive(self.scores, self.labels, score_threshold, self.score_direction)
 
     def describe_scores(self, score_threshold: float = DEFAULT_THRESHOLD) -> str:
@@ -214,7 +240,19 @@ class TraceStore(TraceCollection):
     # Traces
 
     def index_of(self, question_id: str, sample: int = 0) -> int:
-        """Return the store index of a question's trace. KeyError with the id if it is absent."""
+        """Return the store index of a question's trace.
+
+        Parameters
+        ----------
+        question_id : str
+        sample : int
+            Number of the answer among those to the question.
+
+        Raises
+        ------
+        KeyError
+            With the id, if the trace is absent.
+        """
         index = self.internals.index.find(str(question_id), sample)
         if index < 0:
             raise KeyError(question_id)
@@ -270,26 +308,36 @@ class TraceStore(TraceCollection):
 
     # Contents
 
-    def require_view(self, view: str) -> None:
-        """Raise MissingFieldError unless every trace has the data of `view` ("sequence", "graph" or "tokens").
+    def require_view(self, view: str, indices: np.ndarray | None = None) -> None:
+        """Raise an error unless the traces have the data of a view of a loader.
 
-        The message names what is missing and how to get it.
+        Parameters
+        ----------
+        view : {"sequence", "graph", "tokens"}
+        indices : np.ndarray, optional
+            Store indices of the traces to check. Default: all.
+
+        Raises
+        ------
+        MissingFieldError
+            The message names what is missing and how to get it.
         """
         if view not in ("sequence", "graph", "tokens"):
             raise UsageError(f"found view {view!r}, expected 'sequence', 'graph' or 'tokens'")
         if len(self) == 0 or view == "sequence":
             return
-        missing = self.internals.index.read_column("graph_segment") < 0
+        indices = self.indices if indices is None else indices
+        missing = self.internals.index.read_column("graph_segment")[indices] < 0
         if missing.any():
-            first = int(np.flatnonzero(missing)[0])
+            first = int(indices[missing][0])
             raise MissingFieldError(
-                f"{self.path}: no {'graphs' if view == 'graph' else 'hidden states of all tokens'}: {int(missing.sum())} of {len(self)} traces (first: trace {first}, "
+                f"{self.path}: no {'graphs' if view == 'graph' else 'hidden states of all tokens'}: {int(missing.sum())} of {len(indices)} traces (first: trace {first}, "
                 f"{self.question_ids[first]}) hold last tokens only; convert the pickles or gnn/ files of the same questions"
             )
-        bare = self.internals.index.read_column("layout") == schema.LAYOUT_NONE
+        bare = self.internals.index.read_column("layout")[indices] == schema.LAYOUT_NONE
         if view == "graph" and bare.any():
             raise MissingFieldError(
-                f"{self.path}: no graphs: {int(bare.sum())} of {len(self)} traces have no attention; convert without --attention none"
+                f"{self.path}: no graphs: {int(bare.sum())} of {len(indices)} traces have no attention; convert without --attention none"
             )
 
     def info(self) -> dict[str, Any]:
@@ -340,7 +388,9 @@ def open_store(
 
     Examples
     --------
+    >>> import tracestore
     >>> with tracestore.open("store.zarr") as store:
     ...     print(len(store), store[0].hidden_states.shape)
+    12 (3, 1, 8)
     """
     return TraceStore(StoreInternals.open(open_files(path), cache_bytes, score=score))

@@ -354,12 +354,12 @@ class TraceSubset(TraceCollection):
         return table.column(self.internals, "has_nonfinite", self._indices)
 
     def targets(self, score_threshold: float = DEFAULT_THRESHOLD) -> np.ndarray:
-        """Return labels (n,) float64: the stored label, else one derived from the score, else NaN."""
+        """Return the label (n,) float64 of each trace; see `TraceStore.targets`."""
         targets: np.ndarray = self.store.targets(score_threshold)[self._indices]
         return targets
 
     def index_of(self, question_id: str, sample: int = 0) -> int:
-        """Return the first position of a question's trace in the subset. KeyError with the id if it is absent."""
+        """Return the first position of a question's trace in the subset; see `TraceStore.index_of`."""
         positions = np.flatnonzero(self._indices == self.store.index_of(question_id, sample))
         if len(positions) == 0:
             raise KeyError(question_id)
