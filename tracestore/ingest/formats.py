@@ -91,7 +91,7 @@ def read_traces(
         if context.position == 0:
             raise InvalidInputError(f"found no trace; see {INPUTS_PAGE}#files")
     except InvalidInputError as error:
-        raise error.with_location(source=name) from None
+        raise error.with_location(source=name, position=context.position or None) from None
     except TruncatedFileError:
         raise InvalidInputError(
             TRUNCATED_WHILE_READING, source=name, position=context.position, is_whole_source=True
@@ -124,7 +124,7 @@ class _Context:
         """Yield the traces of one dict."""
         values: Any = None
         try:
-            values = resolve(item.fields if type(item) is PickledObject else item, self.limits)
+            values = resolve(item.fields if isinstance(item, PickledObject) else item, self.limits)
             del item
             if self.options.on_trace is not None:
                 self.options.on_trace(self.position, values)
@@ -217,7 +217,7 @@ def _from_pickle(context: _Context, source: ByteReader) -> Iterator[TraceRecord]
 
 
 def _from_object(context: _Context, root: Any) -> Iterator[TraceRecord]:
-    if type(root) is PickledObject:
+    if isinstance(root, PickledObject):
         if not root.fields:
             raise InvalidInputError(f"found an object of {root.name}, expected traces; see {INPUTS_PAGE}#files")
         root = root.fields
@@ -240,7 +240,7 @@ def _from_object(context: _Context, root: Any) -> Iterator[TraceRecord]:
         yield from _from_object(context, root["traces"])
     elif root and all(_is_trace(value) for value in root.values()):
         for key, value in root.items():
-            fields = value.fields if type(value) is PickledObject else value
+            fields = value.fields if isinstance(value, PickledObject) else value
             yield from context.traces({"question_id": key} | fields)
     else:
         yield from context.traces(root)
@@ -248,5 +248,5 @@ def _from_object(context: _Context, root: Any) -> Iterator[TraceRecord]:
 
 def _is_trace(value: Any) -> bool:
     """Return whether a value of a dict is a trace."""
-    value = value.fields if type(value) is PickledObject else value
+    value = value.fields if isinstance(value, PickledObject) else value
     return isinstance(value, dict) and ("hidden_states" in value or "last_token" in value)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.pickles.pickled_objects import PickledObject
+from tracestore.ingest.pickles.pickled_objects import PickledDict, PickledObject, UnknownClass
 from tracestore.ingest.pickles.pickled_torch import PickledTensor, TorchDtype
 from tracestore.ingest.pickles.pickled_values import PickledArray, PickledValue, SafeGlobal
 
@@ -44,6 +44,11 @@ def resolve(value: Any, limits: "Limits") -> Any:
         text = value.plain()
         limits.has_objects |= text is value
         return text
+    if kind is PickledDict:
+        return {k: resolve(v, limits) for k, v in value.fields.items()}
+    if isinstance(value, UnknownClass):
+        limits.has_objects = True
+        return PickledObject(value.name)
     if kind is TorchDtype:
         return value.name
     if isinstance(value, PickledValue | SafeGlobal):
