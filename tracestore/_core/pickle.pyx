@@ -301,7 +301,7 @@ cdef class ChunkReader(ByteReader):
         if count < SMALL_BYTES:
             return PyBytes_FromStringAndSize(<const char *>self.next_bytes(count), count)
         if count > self.max_payload:
-            raise _invalid(f"found a value of {count:,} bytes inside gzip, expected at most {self.max_payload:,}")
+            raise _invalid(f"found a value of {count:,} bytes in a compressed file, expected at most {self.max_payload:,}")
         if count <= <uint64_t>(self.limit - self.cursor) and self.charge():
             return self.view_of_window(count)
         if self.in_memory + count > self.max_memory:

@@ -10,7 +10,8 @@ from typing import Any
 from tracestore._core.pickle import BufferReader, ByteReader, ChunkReader
 from tracestore.errors import InvalidInputError, TruncatedFileError
 from tracestore.ingest import torch_file
-from tracestore.ingest.byte_source import TRUNCATED_WHILE_READING, GzipChunks, check_regular, map_file
+from tracestore.ingest.byte_source import TRUNCATED_WHILE_READING, InflatedChunks, check_regular, map_file
+from tracestore.ingest.decompress import compression_of
 from tracestore.ingest.pickles.pickle_reader import pickle_reader
 from tracestore.ingest.pickles.pickled_objects import PickledObject
 from tracestore.ingest.pickles.pickled_values import PickledValue
@@ -170,16 +171,16 @@ def _records(path: Path, context: _Context, scratch: Scratch, is_ahead: Callable
         raise InvalidInputError("the file is empty")
     mapped = map_file(path)
     view = memoryview(mapped)
-    head = bytes(view[:4])
-    gzipped = head[:2] == b"\x1f\x8b"
+    head = bytes(view[:8])
+    compression = compression_of(head)
     context.limits = Limits(lambda: status.st_size)
-    if gzipped:
-        if view[3] & _GZIP_RESERVED:
+    if compression is not None:
+        if compression == "gzip" and len(view) > 3 and view[3] & _GZIP_RESERVED:
             raise InvalidInputError("damaged gzip: reserved flags are set")
-        with contextlib.closing(GzipChunks(path, is_ahead)) as chunks:
+        with contextlib.closing(InflatedChunks(path, is_ahead, compression)) as chunks:
             context.limits = Limits(lambda: chunks.inflated_bytes)
             yield from _from_pickle(context, chunks.reader(scratch))
-    elif head == b"PK\x03\x04":
+    elif head[:4] == b"PK\x03\x04":
         yield from _from_object(context, torch_file.read_zip(mapped))
     elif torch_file.is_legacy(view):
         yield from _from_object(context, torch_file.read_legacy(view))

@@ -12,7 +12,8 @@ from tracestore.errors import UsageError, escape_unprintable
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.io import fsio
 
-SUFFIXES = (".pkl", ".pickle", ".pkl.gz", ".pickle.gz", ".pt", ".pth")
+_PICKLES, _COMPRESSED = (".pkl", ".pickle", ".p", ".joblib"), (".gz", ".bz2", ".xz", ".zst")
+SUFFIXES = (*_PICKLES, *(f"{name}{packed}" for name in _PICKLES for packed in _COMPRESSED), ".pt", ".pth")
 PROVENANCE_FILE = "provenance.json"
 _MAX_PROVENANCE_BYTES = 1 << 20
 _SAMPLES = 16
@@ -58,7 +59,10 @@ def find_sources(arguments: list[Path], store: Path) -> list[SourceFile]:
         if argument.is_dir():
             names = [SourceFile(p, p.relative_to(argument).as_posix()) for p in _walk(argument, store)]
             if not names:
-                raise UsageError(f"{argument}: no trace file in this folder ({', '.join(SUFFIXES)})")
+                suffixes = ", ".join((*_PICKLES, *(f"...{packed}" for packed in _COMPRESSED), ".pt", ".pth"))
+                raise UsageError(
+                    f"{argument}: no trace file in this folder ({suffixes}); name a file of another suffix"
+                )
             found += sorted(names, key=lambda s: natural_key(s.name))
         elif os.path.lexists(argument):
             found.append(SourceFile(argument, argument.name))
