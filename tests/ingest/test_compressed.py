@@ -19,7 +19,8 @@ from tracestore.ingest.formats import read_traces
 def zstd(data):
     for name in ("compression.zstd", "backports.zstd"):
         try:
-            return importlib.import_module(name).compress(data)
+            library = importlib.import_module(name)
+            return library.compress(data, options={library.CompressionParameter.checksum_flag: 1})
         except ModuleNotFoundError:
             continue
     pytest.skip("no library for zstd")
