@@ -4,8 +4,7 @@
 It implements the pickle machine that the standard module pickletools documents, for the opcodes that
 files of traces contain. The caller decides the meaning of names: `find_class` maps a name to a
 `global_type`, whose call(args) and new(args) return inert values; build(state) and add_items(items) complete a
-`value_type`; `persistent_load` resolves a persistent id. Sets become lists. The attributes of a subclass of dict
-are dropped.
+`value_type`; `persistent_load` resolves a persistent id. Sets become lists.
 
 One module of over 400 lines, because stack, memo and opcodes share C-level state within a module.
 """
@@ -302,7 +301,7 @@ cdef class ChunkReader(ByteReader):
         if count < SMALL_BYTES:
             return PyBytes_FromStringAndSize(<const char *>self.next_bytes(count), count)
         if count > self.max_payload:
-            raise _invalid(f"found a value of {count:,} bytes inside gzip, expected at most {self.max_payload:,}")
+            raise _invalid(f"found a value of {count:,} bytes in a compressed file, expected at most {self.max_payload:,}")
         if count <= <uint64_t>(self.limit - self.cursor) and self.charge():
             return self.view_of_window(count)
         if self.in_memory + count > self.max_memory:
@@ -740,10 +739,9 @@ cdef class SafeUnpickler:
         elif code == BUILD:
             state = self.pop()
             target = self.top()
-            if isinstance(target, self.value_type):
-                target.build(state)
-            elif type(target) is not dict or type(state) is not dict:
+            if not isinstance(target, self.value_type):
                 raise _invalid(f"the pickle sets the state of a {type(target).__name__}")
+            target.build(state)
         elif code == EMPTY_LIST:
             self.push_list([])
         elif code == LIST:

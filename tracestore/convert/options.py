@@ -51,6 +51,8 @@ class ConvertOptions:
         Continue after a trace that is refused, and list it in STORE.refused.jsonl.
     overwrite : bool
         Replace the store.
+    dry_run : bool
+        Describe the first traces of each file, and write nothing.
     """
 
     map: str | None = None
@@ -70,6 +72,7 @@ class ConvertOptions:
     on_conflict: OnConflict = "error"
     skip_bad: bool = False
     overwrite: bool = False
+    dry_run: bool = False
 
     def __post_init__(self) -> None:
         if self.memory_budget < _MIN_MEMORY_BUDGET:

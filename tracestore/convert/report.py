@@ -27,6 +27,7 @@ class SourceCounts:
     num_without_last_state: int = 0
     num_made_up_ids: int = 0
     rounded_from: str | None = None
+    rounding_error: float | None = None
     dropped: Counter[str] = field(default_factory=Counter)
     refused: list[InvalidInputError] = field(default_factory=list)
 
@@ -39,6 +40,8 @@ class SourceCounts:
             return
         self.num_new += 1
         self.rounded_from = self.rounded_from or packed.rounded_from
+        if self.rounding_error is None:
+            self.rounding_error = packed.rounding_error
         self.num_without_embeddings += record.is_without_embeddings
         has_states = packed.num_tokens > 0
         self.num_without_tokens += has_states and record.tokens is None and packed.edge_counts is None
@@ -71,6 +74,7 @@ class ConvertReport:
     refused_file: str | None = None
     dropped: dict[str, int] = field(default_factory=dict)  # number of traces by key
     num_sources_rounded: dict[str, int] = field(default_factory=dict)  # by dtype, to float16
+    rounding_error: float | None = None  # the largest relative one, in the first trace of each source
     bytes_in: int = 0
     bytes_out: int = 0
     seconds: float = 0.0
@@ -100,6 +104,8 @@ class ConvertReport:
         if found.rounded_from is not None:
             rounded = self.num_sources_rounded
             rounded[found.rounded_from] = rounded.get(found.rounded_from, 0) + 1
+            if found.rounding_error is not None:
+                self.rounding_error = max(self.rounding_error or 0.0, found.rounding_error)
 
     def lines(self, on_conflict: OnConflict) -> Iterator[str]:
         """Yield the report as lines of text."""
@@ -148,5 +154,10 @@ class ConvertReport:
         for dtype, count in self.num_sources_rounded.items():
             advice = "" if dtype == "float64" else "; --dtype keep keeps them"  # no store holds float64
             yield f"{dtype} values of {count:,} files were rounded to float16{advice}"
+        if self.rounding_error is not None:
+            yield (
+                f"largest relative error of rounding: {100 * self.rounding_error:.2g} % "
+                "(first trace of each file, values of at least 6.1e-05)"
+            )
         if self.num_scores_without_trace:
             yield f"{self.num_scores_without_trace:,} scores belong to no trace"

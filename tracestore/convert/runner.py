@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import math
 import signal
 from collections.abc import Iterator
 from contextlib import closing
@@ -45,6 +46,10 @@ _SWITCH_INTERVAL_S = 0.0005
 def partial_fingerprint(fingerprint: str) -> str:
     """Return the fingerprint of a source of which some traces were refused, so that it is read again."""
     return hashlib.blake2b(f"partial {fingerprint}".encode(), digest_size=16).hexdigest()
+
+
+def _position(error: InvalidInputError) -> float:
+    return math.inf if error.position is None else error.position
 
 
 def provenance_of(known: Provenance | None, first: PackedTrace | None) -> Provenance | None:
@@ -278,7 +283,7 @@ class Conversion:
                 writer.flush_source()
                 if not identity.matches(stream.source):
                     raise InvalidInputError("another program modified the file while it was read", source=name)
-                added.refused += stream.refused
+                added.refused = sorted([*added.refused, *stream.refused], key=_position)
                 if added.refused and not added.num_new + added.num_duplicates:
                     raise added.refused[0].with_location(source=name)
             except BaseException as error:

@@ -10,9 +10,10 @@ from typing import Any
 from tracestore._core.pickle import BufferReader, ByteReader, ChunkReader
 from tracestore.errors import InvalidInputError, TruncatedFileError
 from tracestore.ingest import torch_file
-from tracestore.ingest.byte_source import TRUNCATED_WHILE_READING, GzipChunks, check_regular, map_file
+from tracestore.ingest.byte_source import TRUNCATED_WHILE_READING, InflatedChunks, check_regular, map_file
 from tracestore.ingest.containers.registry import Reader, folder_reader, read_container, reader_of
 from tracestore.ingest.containers.tables import TableReference
+from tracestore.ingest.decompress import compression_of
 from tracestore.ingest.pickles.pickle_reader import pickle_reader
 from tracestore.ingest.pickles.pickled_objects import PickledObject
 from tracestore.ingest.pickles.pickled_values import PickledValue
@@ -100,7 +101,7 @@ def read_traces(
         if context.position == 0:
             raise InvalidInputError(f"found no trace; see {INPUTS_PAGE}#files")
     except InvalidInputError as error:
-        raise error.with_location(source=name) from None
+        raise error.with_location(source=name, position=context.position or None) from None
     except TruncatedFileError:
         raise InvalidInputError(
             TRUNCATED_WHILE_READING, source=name, position=context.position, is_whole_source=True
@@ -133,7 +134,7 @@ class _Context:
         """Yield the traces of one dict."""
         values: Any = None
         try:
-            values = resolve(item.fields if type(item) is PickledObject else item, self.limits)
+            values = resolve(item.fields if isinstance(item, PickledObject) else item, self.limits)
             del item
             if self.options.on_trace is not None:
                 self.options.on_trace(self.position, values)
@@ -192,18 +193,18 @@ def _records(
         raise InvalidInputError("the file is empty")
     mapped = map_file(path)
     view = memoryview(mapped)
-    head = bytes(view[:4])
-    gzipped = head[:2] == b"\x1f\x8b"
+    head = bytes(view[:8])
+    compression = compression_of(head)
     context.limits = Limits(lambda: status.st_size)
-    if gzipped:
-        if view[3] & _GZIP_RESERVED:
+    if compression is not None:
+        if compression == "gzip" and len(view) > 3 and view[3] & _GZIP_RESERVED:
             raise InvalidInputError("damaged gzip: reserved flags are set")
-        with contextlib.closing(GzipChunks(path, is_ahead)) as chunks:
+        with contextlib.closing(InflatedChunks(path, is_ahead, compression)) as chunks:
             context.limits = Limits(lambda: chunks.inflated_bytes)
             yield from _from_pickle(context, chunks.reader(scratch))
     elif (reader := reader_of(mapped)) is not None:
         yield from context.container(reader, path, scratch, table=table)
-    elif head == b"PK\x03\x04":
+    elif head[:4] == b"PK\x03\x04":
         yield from _from_object(context, torch_file.read_zip(mapped))
     elif torch_file.is_legacy(view):
         yield from _from_object(context, torch_file.read_legacy(view))
@@ -241,7 +242,7 @@ def _from_pickle(context: _Context, source: ByteReader) -> Iterator[TraceRecord]
 
 
 def _from_object(context: _Context, root: Any) -> Iterator[TraceRecord]:
-    if type(root) is PickledObject:
+    if isinstance(root, PickledObject):
         if not root.fields:
             raise InvalidInputError(f"found an object of {root.name}, expected traces; see {INPUTS_PAGE}#files")
         root = root.fields
@@ -264,7 +265,7 @@ def _from_object(context: _Context, root: Any) -> Iterator[TraceRecord]:
         yield from _from_object(context, root["traces"])
     elif root and all(_is_trace(value) for value in root.values()):
         for key, value in root.items():
-            fields = value.fields if type(value) is PickledObject else value
+            fields = value.fields if isinstance(value, PickledObject) else value
             yield from context.traces({"question_id": key} | fields)
     else:
         yield from context.traces(root)
@@ -272,5 +273,5 @@ def _from_object(context: _Context, root: Any) -> Iterator[TraceRecord]:
 
 def _is_trace(value: Any) -> bool:
     """Return whether a value of a dict is a trace."""
-    value = value.fields if type(value) is PickledObject else value
+    value = value.fields if isinstance(value, PickledObject) else value
     return isinstance(value, dict) and ("hidden_states" in value or "last_token" in value)

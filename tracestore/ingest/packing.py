@@ -6,13 +6,21 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from tracestore.errors import InvalidInputError, TruncatedFileError, error_location
 from tracestore.ingest.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.formats import ReadOptions, read_traces
 from tracestore.ingest.roles.keys import DEFAULT_KEYS, KeyOptions
 from tracestore.ingest.sources import Identity, SourceFile, source_fingerprint
+from tracestore.store.format import schema
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.pack import PackedTrace, pack_record
+from tracestore.store.write.record import TraceRecord
+
+_ERROR_BLOCK = 1 << 16
+# float16 holds values from _MIN_NORMAL to _MAX_FLOAT16 with its full precision.
+_MIN_NORMAL, _MAX_FLOAT16 = 2.0**-14, 65504.0
 
 
 @dataclass(frozen=True)
@@ -85,8 +93,11 @@ def packed_traces(
             if record is None:
                 return
             num_read += 1
+            # Measured for one trace of a source, because it takes longer than the conversion.
+            is_measured = num_read == 1 and not options.keep_dtype
             try:
                 with error_location(source.name, record.position):
+                    rounded = _rounded_arrays(record, options.attention) if is_measured else []
                     packed = pack_record(
                         record,
                         attention=options.attention,
@@ -104,8 +115,40 @@ def packed_traces(
                 on_refused(error)
                 continue
             del record
+            # After packing, which reports pages of a mapped file that are gone.
+            packed.rounding_error = rounding_error(rounded)
+            del rounded
             yield packed
             del packed
+
+
+def _rounded_arrays(record: TraceRecord, attention: str) -> list[np.ndarray]:
+    """Return the arrays of a record that are stored as float16. A head mean is computed, not rounded."""
+    arrays = [*(record.hidden or ())] if record.last_token is None else [record.last_token]
+    arrays += [*(record.attention or ())] if attention == "heads" else []
+    return arrays + ([weight for _, weight in record.edges or ()] if attention != "none" else [])
+
+
+def rounding_error(arrays: list[np.ndarray]) -> float | None:
+    """Return the largest relative error of rounding arrays to float16, None if nothing is rounded.
+
+    Values below 2**-14, which float16 holds with fewer digits, do not count.
+    """
+    largest = None
+    for array in arrays:
+        if schema.dtype_name(array.dtype) not in ("float32", "float64"):
+            # float16 has more digits than bfloat16.
+            largest = largest if array.dtype != schema.BFLOAT16 else largest or 0.0
+            continue
+        values = array.reshape(-1)
+        for begin in range(0, len(values), _ERROR_BLOCK):
+            block = values[begin : begin + _ERROR_BLOCK]
+            size = np.abs(block)
+            is_counted = (size >= _MIN_NORMAL) & (size <= _MAX_FLOAT16)
+            size = size[is_counted]
+            errors = np.abs(size - size.astype("<f2").astype(size.dtype)) / size
+            largest = max(largest or 0.0, float(errors.max(initial=0.0)))
+    return largest
 
 
 def identify(source: SourceFile) -> Identity:

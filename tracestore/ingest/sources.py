@@ -15,7 +15,8 @@ from tracestore.ingest.containers.tables import TableReference
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.io import fsio
 
-PICKLE_SUFFIXES = (".pkl", ".pickle", ".pkl.gz", ".pickle.gz", ".pt", ".pth")
+_PICKLES, _COMPRESSED = (".pkl", ".pickle", ".p", ".joblib"), (".gz", ".bz2", ".xz", ".zst")
+PICKLE_SUFFIXES = (*_PICKLES, *(f"{name}{packed}" for name in _PICKLES for packed in _COMPRESSED), ".pt", ".pth")
 SUFFIXES = (*PICKLE_SUFFIXES, *registry.SUFFIXES)
 PROVENANCE_FILE = "provenance.json"
 _MAX_PROVENANCE_BYTES = 1 << 20
@@ -90,7 +91,10 @@ def find_sources(arguments: list[Path], store: Path) -> list[SourceFile]:
         if argument.is_dir():
             names = [_source(f, argument) for f in _walk(argument, store)]
             if not names:
-                raise UsageError(f"{argument}: no trace file in this folder ({', '.join(SUFFIXES)})")
+                suffixes = ", ".join((*_PICKLES, *(f"...{packed}" for packed in _COMPRESSED), ".pt", ".pth"))
+                raise UsageError(
+                    f"{argument}: no trace file in this folder ({suffixes}); name a file of another suffix"
+                )
             found += sorted(names, key=lambda s: natural_key(s.name))
         elif os.path.lexists(argument):
             found.append(_source(_found_file(argument), argument.parent))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tracestore.cli.flags import PROVENANCE_FLAGS, SCORE_FLAGS, Flags, add_flags, values
 from tracestore.console import Output, Parser, format_size, parse_size
+from tracestore.convert.dry_run import dry_run
 from tracestore.convert.options import ConvertOptions
 from tracestore.convert.runner import Conversion
 from tracestore.process import reuse_freed_memory
@@ -42,6 +43,7 @@ _FLAGS: Flags = {
     "on_conflict": "a trace whose question id and sample exist with other content",
     "skip_bad": "continue after a trace that is refused, and list it in DST.refused.jsonl",
     "overwrite": "replace the store",
+    "dry_run": "print what the first traces of each file hold and what would be stored; write nothing",
 }
 
 
@@ -57,6 +59,9 @@ def run(args: argparse.Namespace, output: Output) -> None:
     options = ConvertOptions(**values(args, _FLAGS))
     if args.is_program:
         reuse_freed_memory(options.memory_budget)
+    if options.dry_run:
+        output.print_json(dry_run(args.src, args.dst, options, output))
+        return
     conversion = Conversion(args.src, args.dst, options, output)
     with map_os_errors(conversion.folder):
         output.print_json(conversion.run())

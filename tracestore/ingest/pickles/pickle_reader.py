@@ -5,7 +5,7 @@ from typing import Any
 
 from tracestore._core.pickle import ByteReader, SafeUnpickler
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.pickles import pickled_objects, pickled_torch, pickled_values
+from tracestore.ingest.pickles import joblib_arrays, pickled_objects, pickled_torch, pickled_values
 from tracestore.ingest.pickles.pickled_torch import NestedTorchLoader
 from tracestore.ingest.pickles.pickled_values import PickledDtype, PickledValue, SafeGlobal
 
@@ -41,7 +41,10 @@ def pickle_reader(
         It raises InvalidInputError for whatever it refuses.
     """
     # One loader for the whole pickle, however often a file names it.
-    allowed = ALLOWED | {("torch.storage", "_load_from_bytes"): NestedTorchLoader(load_bytes)}
+    allowed = ALLOWED | {
+        ("torch.storage", "_load_from_bytes"): NestedTorchLoader(load_bytes),
+        joblib_arrays.WRAPPER: joblib_arrays.JoblibWrapper(source),
+    }
 
     def find_class(module: Any, name: Any) -> SafeGlobal:
         if not isinstance(module, str) or not isinstance(name, str):

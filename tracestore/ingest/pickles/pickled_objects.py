@@ -60,6 +60,17 @@ class PickledObject(PickledValue):
         return str(uuid.UUID(int=number)) if type(number) is int and 0 <= number < 1 << 128 else self
 
 
+class PickledDict(PickledObject):
+    """An output of transformers: a dict, whose attributes repeat its items."""
+
+    __slots__ = ()
+
+    def build(self, state: Any) -> None:
+        """Add the attributes if there are no items."""
+        if not self.fields:
+            super().build(state)
+
+
 class UnknownClass(SafeGlobal):
     """A name outside of the standard library and of the libraries whose data are read."""
 
@@ -76,13 +87,13 @@ class UnknownClass(SafeGlobal):
 
 
 class _ModelOutput(UnknownClass):
-    """A class of outputs of transformers: a dict, whose items follow the call."""
+    """A class of outputs of transformers, whose items follow the call."""
 
-    def call(self, args: tuple[Any, ...]) -> Any:
-        return {}
+    def call(self, args: tuple[Any, ...]) -> PickledObject:
+        return PickledDict(self.name)
 
-    def new(self, args: tuple[Any, ...]) -> Any:
-        return {}
+    def new(self, args: tuple[Any, ...]) -> PickledObject:
+        return PickledDict(self.name)
 
 
 def unknown_class(module: str, name: str) -> UnknownClass | None:
@@ -143,6 +154,12 @@ def _text(args: tuple[Any, ...]) -> str:
     return args[0]
 
 
+def _fraction(args: tuple[Any, ...]) -> str:
+    if len(args) == 2 and all(type(part) is int for part in args):
+        return f"{args[0]}/{args[1]}"
+    return _text(args)
+
+
 def _complex(args: tuple[Any, ...]) -> np.ndarray:
     if len(args) != 2 or not all(isinstance(part, float | int) for part in args):
         raise ValueError
@@ -197,7 +214,7 @@ GLOBALS: dict[tuple[str, str], SafeGlobal] = {
     ("datetime", "timedelta"): _checked("datetime.timedelta", _timedelta),
     ("datetime", "timezone"): _checked("datetime.timezone", _timezone),
     ("decimal", "Decimal"): _checked("decimal.Decimal", _text),
-    ("fractions", "Fraction"): _checked("fractions.Fraction", _text),
+    ("fractions", "Fraction"): _checked("fractions.Fraction", _fraction),
     ("collections", "deque"): _checked("collections.deque", _deque),
     ("collections", "Counter"): _checked("collections.Counter", _counter),
     ("collections", "defaultdict"): _checked("collections.defaultdict", _defaultdict),

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.pickles.pickled_objects import PickledObject
+from tracestore.ingest.pickles.joblib_arrays import JoblibArray
+from tracestore.ingest.pickles.pickled_objects import PickledDict, PickledObject, UnknownClass
 from tracestore.ingest.pickles.pickled_torch import PickledTensor, TorchDtype
 from tracestore.ingest.pickles.pickled_values import PickledArray, PickledValue, SafeGlobal
 
@@ -25,7 +26,7 @@ def resolve(value: Any, limits: "Limits") -> Any:
     if kind is str or kind is bytes:
         limits.charge(len(value))
         return value
-    if kind is PickledArray or kind is PickledTensor:
+    if kind is PickledArray or kind is PickledTensor or kind is JoblibArray:
         array = value.resolve()
         if isinstance(array, list):
             return [resolve(v, limits) for v in array]
@@ -44,6 +45,11 @@ def resolve(value: Any, limits: "Limits") -> Any:
         text = value.plain()
         limits.has_objects |= text is value
         return text
+    if kind is PickledDict:
+        return {k: resolve(v, limits) for k, v in value.fields.items()}
+    if isinstance(value, UnknownClass):
+        limits.has_objects = True
+        return PickledObject(value.name)
     if kind is TorchDtype:
         return value.name
     if isinstance(value, PickledValue | SafeGlobal):

@@ -84,16 +84,16 @@ def _of_answer(name: str, value: Any, k: int, count: int) -> Any:
     return value[k] if is_nested or name not in _NESTED else value
 
 
-def _of_layers(name: str, value: Any, k: int, count: int) -> Any:
+def _of_layers(name: str, value: Any, k: int, count: int, axis: int = 1) -> Any:
+    """Return the arrays of answer `k`; the batch dimension of one array of all layers is the second."""
     array = as_array(value)
     if array is not None:
-        axis = 1 if array.ndim > 3 else 0
         if array.ndim <= axis or array.shape[axis] != count:
             raise field_error(name, describe(value), f"a batch dimension of {count}")
         return array[:, k] if axis else array[k]
     if not isinstance(value, list | tuple):
         raise field_error(name, describe(value), f"arrays with a batch dimension of {count}")
-    return [_of_layers(name, item, k, count) for item in value]
+    return [_of_layers(name, item, k, count, axis=0) for item in value]
 
 
 def valid_span(mask: Any, length: Any, num_tokens: int) -> tuple[int, int]:

@@ -50,6 +50,8 @@ class PackedTrace:
         CRC-32C of the arrays of each field group, 0 without them.
     rounded_from : str or None
         Dtype of the source if arrays were rounded to float16 that --dtype keep would keep.
+    rounding_error : float or None
+        Largest relative error of the rounded values, if it was measured.
     has_last_token : bool
         Whether its segment has its last token.
     """
@@ -72,6 +74,7 @@ class PackedTrace:
     hidden_dtype: str
     attention_dtype: str | None
     rounded_from: str | None = None
+    rounding_error: float | None = None
     has_last_token: bool = False
 
     @property
