@@ -44,6 +44,11 @@ def folder_reader(parts: tuple[Path, ...]) -> Reader:
     return arrow_files.read_arrow if parts[0].suffix == ".arrow" else numpy_files.read_npy_folder
 
 
+def is_being_written(path: Path) -> bool:
+    """Return whether a file is shorter than it states, or a program that writes it holds its lock."""
+    return path.suffix == ".safetensors" and safetensors_file.is_unfinished(path)
+
+
 def read_container(
     reader: Reader,
     path: Path,
