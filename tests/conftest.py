@@ -27,6 +27,7 @@ OPTIONAL = {
     "pandas",
     "h5py",
     "pyarrow",
+    "datasets",
 }
 
 

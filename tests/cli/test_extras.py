@@ -50,6 +50,8 @@ def usages(tmp_path):
     (tmp_path / "best.pt").touch()
     write_pickle(tmp_path / "a.pkl", [make_trace(0)])
     (tmp_path / "a.h5").write_bytes(b"\x89HDF\r\n\x1a\n")
+    (tmp_path / "a.arrow").write_bytes(b"ARROW1\0\0")
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
     questions = ("--questions", "package:facts", "--limit", 1, "--out", tmp_path / "traces")
     return {
         "train": [
@@ -68,7 +70,7 @@ def usages(tmp_path):
             "from tracestore.extract import capture",
         ],
         "remote": [["info", "s3://bucket/store.zarr"], "import tracestore; tracestore.open('s3://bucket/store.zarr')"],
-        "inputs": [["convert", tmp_path / "a.h5", tmp_path / "new.zarr"]],
+        "inputs": [["convert", tmp_path / name, tmp_path / "new.zarr"] for name in ("a.h5", "a.arrow", "a.parquet")],
         "serve": [["serve", store], "import tracestore.serve as s; s.make_server(None)"],
         "dask": [["convert", tmp_path / "a.pkl", tmp_path / "new.zarr", "--dask", "local"]],
         "tensorboard": [[*run, "--tensorboard"]],

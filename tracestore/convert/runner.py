@@ -4,7 +4,7 @@ import errno
 import hashlib
 import math
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from itertools import chain
@@ -80,6 +80,8 @@ class Conversion:
         Options of the conversion.
     output : Output
         Receives notes and progress.
+    only : callable
+        Return whether a source is converted.
 
     Raises
     ------
@@ -89,12 +91,19 @@ class Conversion:
         If the content of the scores file is invalid.
     """
 
-    def __init__(self, sources: list[Path], store: str, options: ConvertOptions, output: Output) -> None:
+    def __init__(
+        self,
+        sources: list[Path],
+        store: str,
+        options: ConvertOptions,
+        output: Output,
+        only: Callable[[SourceFile], bool] = lambda _: True,
+    ) -> None:
         self._options, self._output = options, output
-        self._is_interrupted = False
+        self.is_interrupted = False
         self.store = parse_location(store)
         self.folder = local_dir(store)
-        self.sources = find_sources(sources, self.folder)
+        self.sources = [source for source in find_sources(sources, self.folder) if only(source)]
         self.scoring = Scoring(sources, options, output)
         self._refused: RefusedTraces | None = None
         self._provenances = self._read_provenances(sources)
@@ -185,12 +194,12 @@ class Conversion:
         return False
 
     def _interrupt(self, *_: object) -> None:
-        if self._is_interrupted:
+        if self.is_interrupted:
             raise KeyboardInterrupt  # the second Ctrl-C takes effect at once
-        self._is_interrupted = True
+        self.is_interrupted = True
 
     def _check_interrupt(self) -> None:
-        if self._is_interrupted:
+        if self.is_interrupted:
             raise KeyboardInterrupt
 
     def report_plan(self) -> None:

@@ -61,14 +61,18 @@ def records_of(
                     found = ", ".join(map(str, values))[:120]
                     raise InvalidInputError(f"missing key; found {found or 'nothing'}", field="hidden_states")
                 if kind in ("last_token", "sequences"):
-                    yield _last_token_record(values, name, position, has_label=kind == "sequences")
+                    record = _last_token_record(values, name, position, has_label=kind == "sequences")
                 else:
                     if kind == "layer":
                         values["hidden_states"] = [values["hidden_states"]]
                     _prepare(values, unit.is_token_major, scratch)
-                    yield record_from_dict(
+                    record = record_from_dict(
                         values, source_name=name, position=position, need_attention=need_attention, need_tokens=False
                     )
+                # Values of a row are views of a batch of rows.
+                record.is_borrowed = unit.is_trace
+                yield record
+                del record
             position += 1
 
 

@@ -11,9 +11,11 @@ from tracestore.ingest.containers.grouping import natural_key
 from tracestore.ingest.containers.keys import parse_key
 from tracestore.ingest.containers.registry import SUFFIXES
 from tracestore.ingest.containers.tables import TableReference, load_table
+from tracestore.store.io import fsio
 
 # JSON files of a folder that describe something else than its traces.
 _NO_TABLES = ("provenance.json", "data_config.json", "dataset_info.json", "state.json", "dataset_dict.json")
+_MAX_STATE_BYTES = 16 << 20
 _TABLE_STEMS = ("metadata", "meta", "traces", "samples", "questions", "index", "data", "manifest")
 
 
@@ -45,6 +47,11 @@ def sources_of_folder(folder: Path, names: list[str], is_other: Callable[[str], 
     names = sorted((n for n in names if not n.startswith(".")), key=natural_key)
     found = [FoundSource(folder / n) for n in names if is_other(n)]
     containers = [n for n in names if n.endswith(SUFFIXES)]
+    if {"state.json", "dataset_info.json"} <= set(names):
+        containers = [n for n in containers if not n.endswith(".arrow")]
+        # The data set from which speculators computed the hidden states has none.
+        if not any((folder / "hidden_states").glob("*.safetensors")):
+            found.append(FoundSource(folder, _data_files(folder)))
     groups: dict[str, list[str]] = defaultdict(list)
     for name in containers:
         key = parse_key(name.removesuffix(".npy")) if name.endswith(".npy") else None
@@ -57,6 +64,19 @@ def sources_of_folder(folder: Path, names: list[str], is_other: Callable[[str], 
             path = folder / prefix[1:] if prefix[1:] else folder
             sources[k] = FoundSource(path, tuple(folder / n for n in sorted({*group, *others}, key=natural_key)))
     return found + _with_tables(folder, names, sources)
+
+
+def _data_files(folder: Path) -> tuple[Path, ...]:
+    """Return the files of a data set that `datasets` saved, in the order of its state."""
+    path = folder / "state.json"
+    try:
+        state = fsio.read_json(path, _MAX_STATE_BYTES)
+        names = [entry["filename"] for entry in state["_data_files"]]
+        if not names or any(Path(name).name != name for name in names):
+            raise ValueError("expected the names of its files")
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UsageError(f"{path}: not the state of a data set: {' '.join(str(error).split())[:100]}") from None
+    return tuple(folder / name for name in names)
 
 
 def _with_tables(folder: Path, names: list[str], sources: list[FoundSource]) -> list[FoundSource]:

@@ -117,7 +117,7 @@ def stacked_count(unit: Unit, num_rows: int | None) -> tuple[int | None, str]:
     """
     fields = unit.fields
     if unit.is_trace:
-        return None, "trace"
+        return None, "trace" if "hidden_states" in fields else "last_token"
     counts = {fields[name].shape[0] for name in ID_COLUMNS if _ndim(fields.get(name)) == 1}
     counts |= {num_rows} if num_rows is not None and num_rows > 1 else set()
     hidden, tokens = fields.get("hidden_states"), fields.get("tokens")

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Container
+from functools import lru_cache
 from typing import NamedTuple
 
 # Names of the fields, besides those of docs/ingest.md.
@@ -37,6 +38,7 @@ class Key(NamedTuple):
     kind: str = ""
 
 
+@lru_cache(maxsize=1 << 16)
 def parse_key(name: str) -> Key | None:
     """Return what a name says about hidden states, attention or tokens; None for the name of another field.
 

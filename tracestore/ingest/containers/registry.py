@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.containers import hdf5_file, numpy_files, safetensors_file
+from tracestore.ingest.containers import arrow_files, hdf5_file, numpy_files, safetensors_file
 from tracestore.ingest.containers.assemble import records_of
 from tracestore.ingest.containers.columns import Input, Unit
 from tracestore.ingest.containers.tables import TableReference
@@ -17,7 +17,7 @@ from tracestore.store.write.record import TraceRecord
 
 Reader = Callable[[Input], Iterator[Unit]]
 
-SUFFIXES = (".safetensors", ".npz", ".npy", ".h5", ".hdf5")
+SUFFIXES = (".safetensors", ".npz", ".npy", ".h5", ".hdf5", ".arrow", ".feather", ".parquet")
 _ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError)
 
 
@@ -30,6 +30,10 @@ def reader_of(mapped: MappedFile) -> Reader | None:
         return numpy_files.read_npz
     if head.startswith(hdf5_file.HDF5_MAGIC):
         return hdf5_file.read_hdf5
+    if head.startswith(arrow_files.PARQUET_MAGIC):
+        return arrow_files.read_parquet
+    if head.startswith((arrow_files.FILE_MAGIC, arrow_files.STREAM_MAGIC)):
+        return arrow_files.read_arrow
     if safetensors_file.is_safetensors(head, len(mapped)):
         return safetensors_file.read_safetensors
     return None
@@ -37,7 +41,12 @@ def reader_of(mapped: MappedFile) -> Reader | None:
 
 def folder_reader(parts: tuple[Path, ...]) -> Reader:
     """Return the reader of a source that consists of several files."""
-    return numpy_files.read_npy_folder
+    return arrow_files.read_arrow if parts[0].suffix == ".arrow" else numpy_files.read_npy_folder
+
+
+def is_being_written(path: Path) -> bool:
+    """Return whether a file is shorter than it states, or a program that writes it holds its lock."""
+    return path.suffix == ".safetensors" and safetensors_file.is_unfinished(path)
 
 
 def read_container(

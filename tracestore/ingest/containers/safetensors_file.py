@@ -8,6 +8,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,15 @@ def _values(metadata: dict[str, str]) -> dict[str, Any]:
         if values.get(key, "").isdecimal() and len(values[key]) < 19:
             values[key] = int(values[key])
     return values
+
+
+def is_unfinished(path: Path) -> bool:
+    """Return whether a file is shorter than its header states, or the lock of its writer is held."""
+    try:
+        safetensors_columns(map_file(path))
+    except InvalidInputError as error:
+        return "truncated" in error.reason or is_locked(f"{path}.lock")
+    return is_locked(f"{path}.lock")
 
 
 def is_locked(path: str) -> bool:
