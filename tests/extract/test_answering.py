@@ -13,6 +13,7 @@ from tracestore.extract.generation import generate, seed_of_answer
 from tracestore.extract.model import load_model
 from tracestore.extract.prompts import PLAIN_PROMPT, PromptTemplate, read_template, template_of
 from tracestore.extract.questions import Question, with_samples
+from tracestore.extract.select import Select, parse_layers
 
 OPTIONS = AnswerOptions("Say it", 12)
 QUESTIONS = [Question(f"q{k}", f"What is {'very ' * k}{k}?", ("a",)) for k in range(3)]
@@ -97,7 +98,7 @@ def test_only_the_recording_pass_uses_eager_attention(lm):
         assert usual == "sdpa" and used[-1] == "eager" and set(used[:-1]) == {"sdpa"} and len(used) > 2
         assert lm.model.config._attn_implementation == usual
         used.clear()
-        assert "attentions" not in answers(lm, has_attention=False)[0]
+        assert "attentions" not in answers(lm, select=Select(heads="none"))[0]
         assert set(used) == {"sdpa"}
     finally:
         handle.remove()
@@ -113,7 +114,7 @@ def test_decoded_tokens_are_linear_in_the_length_of_answers(lm, monkeypatch):
         monkeypatch.setattr(
             lm.tokenizer, "decode", lambda ids, seen=decoded, **o: seen.append(len(ids)) or decode(ids, **o)
         )
-        traces = answers(lm, template=template, max_new_tokens=length, has_attention=False)
+        traces = answers(lm, template=template, max_new_tokens=length, select=Select(heads="none"))
         counts[length] = sum(decoded) / sum(len(t["tokens"]) for t in traces)
     assert max(counts.values()) < 20
 
@@ -174,3 +175,53 @@ def test_turns_form_one_trace(lm, temperature):
             assert longest[: len(trace["tokens"])] == trace["tokens"].tolist()
     [alone] = answers(lm, questions[2:], temperature=temperature, max_new_tokens=5)
     assert alone["tokens"].tolist() == longest
+
+
+@pytest.mark.parametrize("positions", ["answer", 3])
+@pytest.mark.parametrize("heads", ["all", "mean"])
+def test_selected_layers_and_positions_are_those_of_whole_traces(lm, positions, heads):
+    whole = answers(lm, top_logprobs=2)
+    select = Select([-1], positions, heads)
+    for full, trace in zip(whole, answers(lm, top_logprobs=2, select=select), strict=True):
+        begin, end = full["answer_span"]
+        first = begin if positions == "answer" else end - 3
+        assert trace["first_position"] == first and trace["num_layers"] == 1
+        np.testing.assert_array_equal(trace["hidden_states"][0], full["hidden_states"][1][first:])
+        expected = full["attentions"][1][:, first:, first:].astype("f4")
+        expected = expected.mean(0, keepdims=True) if heads == "mean" else expected
+        np.testing.assert_allclose(trace["attentions"][0].astype("f4"), expected, atol=1e-3)
+        for name in ("tokens", "token_logprob", "token_entropy", "top_ids", "top_logprobs", "generated_mask"):
+            np.testing.assert_array_equal(trace[name], full[name][first:])
+        assert trace["tokens_decoded"] == full["tokens_decoded"][first:]
+        assert trace["answer_span"] == (max(0, begin - first), end - first)
+        assert trace["prompt_length"] == max(0, begin - first) and trace["generated_text"] == full["generated_text"]
+
+
+def test_empty_answer_keeps_the_token_before_it(lm, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(lm.model.generation_config, "eos_token_id", list(range(lm.model.config.vocab_size)))
+        [trace] = answers(lm, QUESTIONS[:1], select=Select(positions="answer"))
+    assert len(trace["tokens"]) == 1 and trace["answer_span"] == (1, 1) and trace["generated_mask"].tolist() == [0]
+
+
+def test_provenance_names_the_selected_layers(lm):
+    first = provenance_of(lm, replace(OPTIONS, select=Select([1])))
+    assert first.layer_ids == (1,) and first.final_norm is False
+    last = provenance_of(lm, replace(OPTIONS, select=Select([-1])))
+    assert last.layer_ids == (2,) and last.final_norm is True
+    for layers in ([3], [0], [-3], [2, 1], [1, 1]):
+        with pytest.raises(UsageError, match="layers: found"):
+            provenance_of(lm, replace(OPTIONS, select=Select(layers)))
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"), [("3", (3,)), ("1,8-10", (1, 8, 9, 10)), ("-1", (-1,)), ("-4--2,-1", (-4, -3, -2, -1))]
+)
+def test_layers_are_read_from_a_text(text, layers):
+    assert parse_layers(text) == layers
+
+
+@pytest.mark.parametrize("text", ["", "0", "a", "1-", "3-1", "--1", "1,,2", "0-3"])
+def test_texts_that_are_no_layers_are_refused(text):
+    with pytest.raises(ValueError):
+        parse_layers(text)

@@ -195,6 +195,18 @@ def test_samples_are_traces_of_one_question(tiny_model, questions, tmp_path):
         assert one.score_fields["rouge_l"].source == "tracestore extract, judge rouge_l"
 
 
+def test_selected_layers_and_positions_are_stored(tiny_model, questions, tmp_path):
+    options = ("--layers=-1", "--positions", "answer", "--limit", 2)
+    extract(tiny_model, questions, tmp_path / "run.zarr", *options)
+    extract(tiny_model, questions, tmp_path / "out", *options)
+    convert(tmp_path / "out", tmp_path / "converted.zarr")
+    for path in ("run.zarr", "converted.zarr"):
+        with tracestore.open(tmp_path / path) as store:
+            assert store.num_layers == 1 and store.num_heads == 4 and store.provenance[0].layer_ids == (2,)
+            for trace in store:
+                assert trace.num_tokens == len(trace.tokens) <= 6 and trace.answer_span == (0, trace.num_tokens)
+
+
 def test_default_judges_are_named_scores(tiny_model, questions, tmp_path):
     extract(tiny_model, questions, tmp_path / "run.zarr", "--limit", 2)
     with tracestore.open(tmp_path / "run.zarr") as store:
@@ -270,6 +282,9 @@ def test_errors_are_one_line(tiny_model, questions, tmp_path):
         ((tiny_model, questions, tmp_path / "o", "--shard", "3/2"), 2, "I/N"),
         ((tiny_model, questions, tmp_path / "o", "--samples", 2), 2, "--temperature above 0"),
         ((tiny_model, questions, tmp_path / "o", "--temperature", -1), 2, "at least 0"),
+        ((tiny_model, questions, tmp_path / "o", "--layers", "0"), 2, "expected numbers"),
+        ((tiny_model, questions, tmp_path / "o", "--layers=1-3"), 2, "expected 1 to 2"),
+        ((tiny_model, questions, tmp_path / "o", "--positions", "0"), 2, "all, answer"),
         ((tiny_model, questions, tmp_path / "o", "--judge", "me"), 2, "rouge_l"),
         ((tiny_model, questions, tmp_path / "o", "--prompt-template", tmp_path / "no.txt"), 2, "no prompt template"),
     ):

@@ -4,7 +4,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,10 @@ from tracestore.extract.hooks import capture
 from tracestore.extract.model import LanguageModel, attention_weights
 from tracestore.extract.prompts import PromptTemplate, first_prompt, next_prompt, special_tokens, template_of
 from tracestore.extract.questions import Question
+from tracestore.extract.select import EVERYTHING, Select
 from tracestore.extract.token_values import token_values
 from tracestore.store.format.provenance import Provenance
+from tracestore.store.format.schema import TOKEN_FIELDS
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,8 @@ class AnswerOptions:
         Seed of the run, from which the seed of each answer is derived.
     top_logprobs : int
         Number of most likely tokens to record for each generated token.
-    has_attention : bool
-        Whether attention is recorded.
+    select : Select
+        Layers, positions and heads to record. With the positions "answer" an empty answer keeps the token before it.
     """
 
     instruction: str
@@ -49,7 +51,7 @@ class AnswerOptions:
     temperature: float = 0.0
     seed: int = 0
     top_logprobs: int = 0
-    has_attention: bool = True
+    select: Select = EVERYTHING
 
 
 @dataclass
@@ -78,6 +80,7 @@ def provenance_of(lm: LanguageModel, options: AnswerOptions) -> Provenance:
     """Return the provenance of the traces that answer_questions() makes."""
     template = (options.template or template_of(lm)).text
     num_layers = lm.model.config.get_text_config().num_hidden_layers
+    layer_ids = options.select.layer_ids(num_layers)
     sampling: dict[str, Any] = {"do_sample": options.temperature > 0, "max_new_tokens": options.max_new_tokens}
     if options.temperature:
         sampling["temperature"] = options.temperature
@@ -86,9 +89,9 @@ def provenance_of(lm: LanguageModel, options: AnswerOptions) -> Provenance:
         model_revision=lm.revision,
         tokenizer=lm.name,
         prompt_sha256=hashlib.sha256(json.dumps([template, options.instruction]).encode()).hexdigest(),
-        layer_ids=tuple(range(1, num_layers + 1)),
+        layer_ids=tuple(layer_ids),
         hidden_states_at="block output",
-        final_norm=True,
+        final_norm=layer_ids[-1] == num_layers,
         attention_kind="softmax",
         compute_dtype=str(lm.model.dtype).removeprefix("torch."),
         sampling=sampling,
@@ -135,20 +138,46 @@ def answer_questions(lm: LanguageModel, questions: Sequence[Question], options: 
     kept: dict[str, Any] = {}
     if "logits_to_keep" in inspect.signature(lm.model.forward).parameters:
         kept["logits_to_keep"] = torch.arange(first, max(first + 1, ids.shape[1] - 1), device=ids.device)
-    with (
-        attention_weights(lm.model, options.has_attention),
-        capture(lm.model, attention=options.has_attention) as states,
-    ):
+    begins = [_first_recorded(row, options.select.positions) for row in rows]
+    select = replace(options.select, positions="all")
+    with attention_weights(lm.model, select.heads != "none"), capture(lm.model, select=select) as states:
+        states.skip(min(begins))
         logits = lm.model(ids, attention_mask=mask, use_cache=False, **kept).logits
     if not kept:
         logits = logits[:, first:]
     traces, specials = states.traces(), special_tokens(lm)
     for k, (row, trace) in enumerate(zip(rows, traces, strict=True)):
-        trace |= _fields(lm, row, trace, specials)
+        trace |= _fields(lm, row, specials)
         trace |= token_values(logits[k], first, row.ids, row.runs, options.top_logprobs)
         if options.temperature:
             trace |= {"temperature": options.temperature, "seed": seeds[k]}
+        trace["num_layers"] = len(trace["hidden_states"])
+        if options.select.positions != "all":
+            _remove_first(trace, begins[k], min(begins))
     return traces
+
+
+def _first_recorded(row: _Conversation, positions: str | int) -> int:
+    """Return the position of the first recorded token of a conversation."""
+    if positions == "all":
+        return 0
+    begin = row.runs[-1][0] if positions == "answer" else len(row.ids) - int(positions)
+    return max(0, min(begin, len(row.ids) - 1))
+
+
+def _remove_first(trace: dict[str, Any], begin: int, num_removed: int) -> None:
+    """Remove the tokens before the position `begin` from a trace, whose arrays lack the first `num_removed`."""
+    cut = begin - num_removed
+    trace["hidden_states"] = [np.ascontiguousarray(h[cut:]) for h in trace["hidden_states"]]
+    if "attentions" in trace:
+        trace["attentions"] = [np.ascontiguousarray(a[:, cut:, cut:]) for a in trace["attentions"]]
+    trace["tokens"] = trace["tokens"][cut:]
+    for name in ("tokens_decoded", *TOKEN_FIELDS.keys() & trace.keys()):
+        trace[name] = trace[name][begin:]
+    answer_begin, answer_end = trace["answer_span"]
+    trace["answer_span"] = (max(0, answer_begin - begin), answer_end - begin)
+    trace["prompt_length"] = max(0, trace["prompt_length"] - begin)
+    trace["first_position"] = begin
 
 
 def _answer_turn(
@@ -180,7 +209,7 @@ def _answer_turn(
         row.end = end
 
 
-def _fields(lm: LanguageModel, row: _Conversation, trace: dict[str, Any], specials: set[int]) -> dict[str, Any]:
+def _fields(lm: LanguageModel, row: _Conversation, specials: set[int]) -> dict[str, Any]:
     """Return texts, masks and lengths of a conversation."""
     decode, end = lm.tokenizer.decode, row.end
     assert end is not None
@@ -189,7 +218,6 @@ def _fields(lm: LanguageModel, row: _Conversation, trace: dict[str, Any], specia
         generated[begin:stop] = 1
     begin, stop = row.runs[-1]
     return {
-        "num_layers": len(trace["hidden_states"]),
         "tokens_decoded": [decode([token]) for token in row.ids],
         "question": row.question.text,
         "generated_text": decode(row.ids, skip_special_tokens=False),

@@ -15,6 +15,7 @@ from tracestore.errors import UsageError
 from tracestore.extract import run as extraction
 from tracestore.extract.judges import DEFAULT_JUDGES, JUDGES
 from tracestore.extract.questions import FACTS, Question, questions_file, read_questions, with_samples
+from tracestore.extract.select import Select, parse_layers
 from tracestore.extras import needs
 from tracestore.store.format.schema import ATTENTION_MODES, CODECS
 from tracestore.store.io.files import parse_location
@@ -50,6 +51,10 @@ def add_arguments(parser: Parser) -> None:
         f"score of the answers, can be repeated; the first is the default score (default: {', '.join(DEFAULT_JUDGES)})"
     )
     add("--judge", action="append", choices=JUDGES, dest="judges", help=text)
+    text = "blocks to record, counted from 1 or from the end, such as 8,12-16 or --layers=-4--1 (default: all)"
+    add("--layers", type=_layers, metavar="LIST", help=text)
+    text = "tokens to record: all (default), answer, or the last K"
+    add("--positions", type=_positions, default="all", metavar="all|answer|K", help=text)
     add("--attention", choices=ATTENTION_MODES, default="mean", help="attention to store (for a store)")
     add("--codec", choices=CODECS, default="none", help="compression (for a store; default: none)")
     text = "store the final norm and the unembedding matrix of the model, for a logit lens (for a store)"
@@ -93,7 +98,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
         temperature=args.temperature,
         seed=args.seed,
         top_logprobs=args.top_logprobs,
-        has_attention=not to_store or args.attention != "none",
+        select=Select(args.layers, args.positions, "none" if to_store and args.attention == "none" else "all"),
     )
     lm = load_model(args.model, device=args.device, dtype=args.dtype)
 
@@ -161,3 +166,20 @@ def _shard(text: str) -> tuple[int, int]:
     if not 0 <= index < count:
         raise argparse.ArgumentTypeError(f"found {text!r}, expected I/N with 0 <= I < N")
     return index, count
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    """Return the numbers of layers in a text, for argparse."""
+    try:
+        return parse_layers(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected numbers as 1,8-12,-1") from None
+
+
+def _positions(text: str) -> str | int:
+    """Return "all", "answer" or a number of tokens, for argparse."""
+    if text in ("all", "answer"):
+        return text
+    if text.isdecimal() and len(text) < 10 and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"found {text!r}, expected all, answer or a number of tokens")
