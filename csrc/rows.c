@@ -1,5 +1,7 @@
 #include "rows.h"
 
+#include <stdlib.h>
+
 #include "copy.h"
 #include "guarded_for.h"
 #include "stream.h"
@@ -57,4 +59,23 @@ void ts_find_runs(const int64_t *first, size_t num_runs, const int64_t *numbers,
         for (size_t lane = 0; lane < lanes; lane++)
             run[k + lane] = (int64_t)found[lane];
     }
+}
+
+int ts_sort_roughly(const int64_t *numbers, size_t n, uint64_t total, int64_t *order)
+{
+    unsigned shift = 0;
+    while (total >> shift > n)
+        shift++;
+    size_t num_ranges = (size_t)(total >> shift) + 1;
+    size_t *next = calloc(num_ranges + 1, sizeof *next);
+    if (next == NULL)
+        return TS_ERR_NOMEM;
+    for (size_t k = 0; k < n; k++)
+        next[((uint64_t)numbers[k] >> shift) + 1]++;
+    for (size_t r = 1; r < num_ranges; r++)
+        next[r] += next[r - 1];
+    for (size_t k = 0; k < n; k++)
+        order[next[(uint64_t)numbers[k] >> shift]++] = (int64_t)k;
+    free(next);
+    return TS_OK;
 }

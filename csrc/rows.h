@@ -43,4 +43,14 @@ int ts_gather_rows(const struct ts_rows *rows, size_t n, int num_threads);
  */
 void ts_find_runs(const int64_t *first, size_t num_runs, const int64_t *numbers, size_t n, int64_t *run);
 
+/**
+ * Sort numbers roughly: by ranges of [0, total) that hold one number each on average.
+ *
+ * @param numbers  n numbers below total
+ * @param order    receives the index of each number, in ascending order of the ranges
+ * @return TS_ERR_NOMEM
+ */
+TS_WARN_UNUSED
+int ts_sort_roughly(const int64_t *numbers, size_t n, uint64_t total, int64_t *order);
+
 #endif

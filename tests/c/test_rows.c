@@ -79,8 +79,26 @@ static void test_runs(void)
     }
 }
 
+static void test_rough_orders(void)
+{
+    for (size_t n = 1; n < 200; n = n * 2 + 1)
+        for (int64_t total = 1; total < INT64_C(1) << 40; total = total * 5 + 3) {
+            int64_t *numbers = malloc(n * 8), *order = malloc(n * 8), *seen = calloc(n, 8), largest = 0;
+            for (size_t k = 0; k < n; k++)
+                numbers[k] = (int64_t)(k * 2654435761u) % total;
+            CHECK(ts_sort_roughly(numbers, n, (uint64_t)total, order) == TS_OK);
+            for (size_t k = 0; k < n; k++) {
+                CHECK(order[k] >= 0 && (size_t)order[k] < n && !seen[order[k]]++);
+                CHECK(numbers[order[k]] + 2 * total / (int64_t)n + 1 >= largest);
+                largest = numbers[order[k]] > largest ? numbers[order[k]] : largest;
+            }
+            free(numbers), free(order), free(seen);
+        }
+}
+
 void test_rows(void)
 {
+    test_rough_orders();
     at_every_simd_level(test_rows_of_every_size);
     test_truncated_arrays();
     test_runs();

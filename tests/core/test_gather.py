@@ -275,10 +275,22 @@ def test_runs_equal_the_oracle(lengths, seed):
     found = np.empty(100, np.int64)
     gather.find_runs(first, numbers, found)
     np.testing.assert_array_equal(found, np.searchsorted(first, numbers, side="right") - 1)
-    with pytest.raises(ValueError, match="negative"):
+    with pytest.raises(ValueError, match="outside 0"):
         gather.find_runs(first, np.array([-1]), np.empty(1, np.int64))
     with pytest.raises(ValueError, match="begin with 0"):
         gather.find_runs(first + 1, numbers, found)
+
+
+@given(st.integers(0, 300), st.integers(1, 2**50), st.integers(0, 2**32 - 1))
+@settings(max_examples=60, deadline=None)
+def test_a_rough_order_is_a_permutation_that_ascends_over_ranges(n, total, seed):
+    numbers = np.random.default_rng(seed).integers(0, total, n)
+    order = np.full(n, -1)
+    gather.sort_roughly(numbers, total, order)
+    assert sorted(order.tolist()) == list(range(n))
+    assert (np.diff(numbers[order]) > -4 * total / max(n, 1) - 2).all()
+    with pytest.raises(ValueError, match="outside 0"):
+        gather.sort_roughly(np.array([total]), total, np.empty(1, np.int64))
 
 
 def run_copies(sources, dtype, out, out_dtype, threads):

@@ -9,7 +9,7 @@ One module of over 400 lines, because its jobs share C-level classes that Cython
 """
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
-from libc.stdint cimport int32_t, int64_t, uint16_t
+from libc.stdint cimport int32_t, int64_t, uint16_t, uint64_t
 from libc.stdlib cimport free, malloc
 from posix.unistd cimport getpid
 
@@ -62,6 +62,7 @@ cdef extern from "rows.h" nogil:
         unsigned char *dst
     int ts_gather_rows(const ts_rows *rows, size_t n, int num_threads)
     void ts_find_runs(const int64_t *first, size_t num_runs, const int64_t *numbers, size_t n, int64_t *run)
+    int ts_sort_roughly(const int64_t *numbers, size_t n, uint64_t total, int64_t *order)
 
 cdef extern from "thread_pool.h" nogil:
     struct ts_thread_pool:
@@ -454,14 +455,32 @@ cdef class RowJob(Job):
         return ts_gather_rows(&self.rows, <size_t>self.array.shape[0], self.num_threads)
 
 
+cdef int _require_numbers(const int64_t[::1] numbers, uint64_t total) except -1:
+    cdef Py_ssize_t k
+    for k in range(numbers.shape[0]):
+        if numbers[k] < 0 or <uint64_t>numbers[k] >= total:
+            raise ValueError(f"number {numbers[k]} is outside 0 .. {total - 1}")
+    return 0
+
+
+def sort_roughly(const int64_t[::1] numbers, uint64_t total, int64_t[::1] out) -> None:
+    """Write an order of numbers below `total` in which numbers far apart ascend."""
+    cdef int ret
+    if out.shape[0] != numbers.shape[0]:
+        raise ValueError("out must be as long as numbers")
+    _require_numbers(numbers, total)
+    if numbers.shape[0]:
+        with nogil:
+            ret = ts_sort_roughly(&numbers[0], <size_t>numbers.shape[0], total, &out[0])
+        if ret != 0:
+            raise_error(ret)
+
+
 def find_runs(const int64_t[::1] first, const int64_t[::1] numbers, int64_t[::1] out) -> None:
     """Write the last run that begins at or before each number, where `first` ascends from 0."""
-    cdef Py_ssize_t k
     if out.shape[0] != numbers.shape[0] or first.shape[0] == 0 or first[0] != 0:
         raise ValueError("first must begin with 0, and out must be as long as numbers")
-    for k in range(numbers.shape[0]):
-        if numbers[k] < 0:
-            raise ValueError(f"number {numbers[k]} is negative")
+    _require_numbers(numbers, 1 << 63)
     if numbers.shape[0]:
         with nogil:
             ts_find_runs(&first[0], <size_t>first.shape[0], &numbers[0], <size_t>numbers.shape[0], &out[0])

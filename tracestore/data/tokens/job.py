@@ -145,12 +145,15 @@ class TokenJob(BatchJob):
     def _look_up(self) -> None:
         store = self._store
         self._dtype = self._format.hidden_dtype(store)
-        self._tokens = self._table.locate(self._indices)
+        numbers, self._tokens = self._indices, self._table.locate(self._indices)
         self._indices = self._tokens.trace
         dtypes = dtype_code(store.hidden_dtype), dtype_code(self._dtype)
         if store.codec == "none":
+            # Rows are copied in the order of the store: addresses of neighbors are translated faster.
+            order = self._table.store_order(numbers)
             self._views = self._arrays.views(self._tokens.segment)
-            self.native = gather.RowJob(self._views, self._tokens.segment, self._tokens.row, *dtypes)
+            segment, row = self._tokens.segment[order], self._tokens.row[order]
+            self.native = gather.RowJob(self._views, segment, row, *dtypes, order, len(order))
         else:
             row_bytes = store.hidden_dim * storage_dtype(self._dtype).itemsize
             self.native = _CodedRows(store, self._tokens, *dtypes, row_bytes)

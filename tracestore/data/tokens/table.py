@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tracestore._core.gather import find_runs
+from tracestore._core.gather import find_runs, sort_roughly
 from tracestore._core.kernels import crc32c
 from tracestore.data.batch_format import BatchFormat
 from tracestore.errors import MissingFieldError, UsageError
@@ -121,6 +121,16 @@ class TokenTable:
             row = (row[:, None] + self.layers * self._stride[run][:, None]).reshape(-1)
             segment = np.repeat(segment, len(self.layers))
         return Tokens(self._trace[run], position, segment, row)
+
+    def store_order(self, numbers: np.ndarray) -> np.ndarray:
+        """Return an order, int64 (B * K,), in which the rows of tokens lie in the store, except for near ones."""
+        order = np.empty(len(numbers), np.int64)
+        sort_roughly(numbers, len(self), order)
+        num_layers = len(self.layers)
+        if num_layers == 1:
+            return order
+        expanded: np.ndarray = (order[:, None] * num_layers + np.arange(num_layers)).reshape(-1)
+        return expanded
 
 
 def _by_segment(store: TraceStore, locations: np.ndarray) -> Iterator[tuple[SegmentReader, np.ndarray]]:
