@@ -84,6 +84,7 @@ def train(phases_path: Path, arguments: list[str]) -> None:
         return np.array([time.perf_counter(), time.process_time()])
 
     began = now()
+    importlib.import_module("tracestore.process").configure_program()  # before torch is imported
     spent: dict[str, np.ndarray] = {}
     running: list[np.ndarray] = []
 
