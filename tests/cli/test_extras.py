@@ -71,6 +71,12 @@ def usages(tmp_path):
         ],
         "remote": [["info", "s3://bucket/store.zarr"], "import tracestore; tracestore.open('s3://bucket/store.zarr')"],
         "inputs": [["convert", tmp_path / name, tmp_path / "new.zarr"] for name in ("a.h5", "a.arrow", "a.parquet")],
+        "hub": [
+            ["push", store, "user/name"],
+            ["pull", "user/name", tmp_path / "pulled.zarr"],
+            ["export", store, tmp_path / "out", "--format", "datasets"],
+            "import tracestore.hub.push",
+        ],
         "serve": [["serve", store], "import tracestore.serve as s; s.make_server(None)"],
         "dask": [["convert", tmp_path / "a.pkl", tmp_path / "new.zarr", "--dask", "local"]],
         "tensorboard": [[*run, "--tensorboard"]],
@@ -117,6 +123,7 @@ def test_commands_without_extras_run_without_their_libraries(usages, tmp_path):
         ["merge", store, tmp_path / "merged.zarr"],
         ["subset", store, tmp_path / "part.zarr", "--split", "train"],
         ["export", store, tmp_path / "out"],
+        ["export", store, tmp_path / "tensors", "--format", "safetensors"],
     ]
     assert run_without(all_modules, plain) == [[0, ""]] * len(plain)
 

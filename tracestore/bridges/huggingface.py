@@ -1,6 +1,7 @@
 """Stores from and to Hugging Face datasets."""
 
 import hashlib
+import json
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args
@@ -10,6 +11,7 @@ import numpy as np
 from tracestore.errors import MissingFieldError, UsageError
 from tracestore.extras import needs
 from tracestore.store.format import schema
+from tracestore.store.format.extras import decode_extras, decode_list
 from tracestore.store.format.labels import CORRECT, SCORE_COLUMNS
 from tracestore.store.read.store import TraceStore
 from tracestore.store.read.subset import TraceSubset
@@ -167,6 +169,11 @@ def from_datasets(
                 if name in trace:
                     trace[name] = [np.asarray(layer, "f4") for layer in trace[name]]
             trace["tokens"] = np.asarray(trace["tokens"])
+            # `tracestore export --format datasets` writes these as JSON.
+            if isinstance(trace.get("spans"), str):
+                trace["spans"] = decode_list(trace["spans"])
+            if isinstance(trace.get("extras"), str):
+                trace = decode_extras(json.loads(trace.pop("extras"))) | trace
             writer.append(
                 trace, score=row.get(SCORE_COLUMNS[direction]), label=row.get("label"), group=row.get("group") or ""
             )
