@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from tracestore.store.fields import PackedEdges
 from tracestore.store.format import schema
 from tracestore.store.format.labels import SCORE_COLUMNS
 from tracestore.store.read.store import TraceStore
-from tracestore.store.read.trace import PackedEdges, Trace
+from tracestore.store.read.trace import Trace
 from tracestore.store.write.values import extras_json
 
 # Fields of a row that hold JSON: values that a table of plain numbers and texts lacks.
