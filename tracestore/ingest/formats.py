@@ -130,11 +130,12 @@ class _Context:
         self.name, self.options, self.position = name, options, 0
         self.limits = Limits(lambda: 0)
 
-    def traces(self, item: Any) -> Iterator[TraceRecord]:
-        """Yield the traces of one dict."""
-        values: Any = None
+    def traces(self, item: Any, *, is_resolved: bool = False) -> Iterator[TraceRecord]:
+        """Yield the traces of one dict; `is_resolved`: it holds arrays and plain values only."""
+        values: Any = item if is_resolved else None
         try:
-            values = resolve(item.fields if isinstance(item, PickledObject) else item, self.limits)
+            if not is_resolved:
+                values = resolve(item.fields if isinstance(item, PickledObject) else item, self.limits)
             del item
             if self.options.on_trace is not None:
                 self.options.on_trace(self.position, values)
@@ -167,10 +168,17 @@ class _Context:
 
     def container(self, reader: Reader, path: Path, scratch: Scratch, **source: Any) -> Iterator[TraceRecord]:
         """Yield the records of a container."""
-        need_attention = self.options.need_attention
-        for record in read_container(reader, path, self.name, scratch=scratch, need_attention=need_attention, **source):
-            self.position += 1
-            yield record
+        renamed = self.options.keys.renamed
+        for item, is_borrowed in read_container(reader, path, self.name, scratch=scratch, renamed=renamed, **source):
+            if isinstance(item, InvalidInputError):
+                self.refuse(with_advice(item, None))
+                continue
+            records = self.traces(item, is_resolved=True)
+            item = {}
+            for record in records:
+                record.is_borrowed = is_borrowed
+                yield record
+                del record
 
     def refuse(self, error: InvalidInputError) -> None:
         """Report the trace at the position as refused, or raise the error."""

@@ -1,4 +1,4 @@
-"""Make records of the units that a container holds, and of the rows of a table next to them."""
+"""Make traces of the units that a container holds, and of the rows of a table next to them."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
@@ -14,8 +14,7 @@ from tracestore.ingest.containers.keys import ID_KEYS
 from tracestore.ingest.containers.tables import TableRows
 from tracestore.store.format import schema
 from tracestore.store.io.scratch import Scratch
-from tracestore.store.write.record import TraceRecord, question_id_text, record_from_dict
-from tracestore.store.write.values import field_error, integer
+from tracestore.store.write.values import field_error
 
 _BLOCK_BYTES = 4 << 20
 _SCALES = "hidden_states_scales"  # of FP8HiddenStatesConnector
@@ -25,10 +24,10 @@ _PER_TOKEN = (*schema.TOKEN_FIELDS, "loss_mask", "position_ids", "tokens_decoded
 _PLURALS = {"question_ids": "question_id", "ids": "id", "labels": "label", "questions": "question"}
 
 
-def records_of(
-    units: Iterator[Unit], name: str, rows: TableRows | None, need_attention: bool | None, scratch: Scratch
-) -> Iterator[TraceRecord]:
-    """Yield the record of each trace of some units.
+def traces_of(
+    units: Iterator[Unit], name: str, rows: TableRows | None, renamed: tuple[tuple[str, str], ...], scratch: Scratch
+) -> Iterator[tuple[dict[str, Any] | InvalidInputError, bool]]:
+    """Yield the values of each trace of some units, by the keys of the pickle schema.
 
     Parameters
     ----------
@@ -38,42 +37,56 @@ def records_of(
         Name of the source.
     rows : TableRows or None
         Values of the traces from a table next to the container.
-    need_attention : bool or None
-        As for `record_from_dict`.
+    renamed : tuple of (str, str)
+        Pairs of a field and its name in the container; see `KeyOptions`.
     scratch : Scratch
         Memory for large arrays.
+
+    Yields
+    ------
+    values : dict or InvalidInputError
+        The values, or why the trace is refused.
+    is_borrowed : bool
+        Whether the arrays may alias memory that the reader uses again.
     """
     position = 0
     for unit in units:
         own_rows = rows if unit.trace == "" and not unit.is_trace else None
+        _rename(unit.fields, renamed)
         with error_location(position=position):
             count, kind = stacked_count(unit, None if own_rows is None else len(own_rows))
             if own_rows is not None and len(own_rows) != (count or 1):
                 raise InvalidInputError(f"{own_rows.path.name} has {len(own_rows)} rows for {count or 1} traces")
         for k in range(count or 1):
-            with error_location(position=position):
+            try:
                 values = row_fields(unit.fields, count or -1, k) if count is not None else _whole(unit.fields)
                 values = {field: plain(value) for field, value in values.items()}
-                row = None if rows is None else rows.of(unit.trace, position)
-                values = (row or {}) | values
+                row = dict(rows.of(unit.trace, position) or {}) if rows is not None else {}
+                _rename(row, renamed)
+                values = row | values
                 _set_id(values, unit.trace, name, is_only=(count or 1) == 1 and unit.trace == "" and not unit.is_trace)
                 if "hidden_states" not in values and "last_token" not in values:
                     found = ", ".join(map(str, values))[:120]
                     raise InvalidInputError(f"missing key; found {found or 'nothing'}", field="hidden_states")
                 if kind in ("last_token", "sequences"):
-                    record = _last_token_record(values, name, position, has_label=kind == "sequences")
+                    _set_last_token(values)
                 else:
                     if kind == "layer":
                         values["hidden_states"] = [values["hidden_states"]]
                     _prepare(values, unit.is_token_major, scratch)
-                    record = record_from_dict(
-                        values, source_name=name, position=position, need_attention=need_attention, need_tokens=False
-                    )
+            except InvalidInputError as error:
+                yield error, False
+            else:
                 # Values of a row are views of a batch of rows.
-                record.is_borrowed = unit.is_trace
-                yield record
-                del record
+                yield values, unit.is_trace
+                del values
             position += 1
+
+
+def _rename(values: dict[str, Any], renamed: tuple[tuple[str, str], ...]) -> None:
+    for field, key in renamed:
+        if key in values:
+            values[field] = values.pop(key)
 
 
 def _whole(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,31 +223,10 @@ def _remove_padding(values: dict[str, Any]) -> None:
             values[name] = [value[i] for i in kept.tolist()]
 
 
-def _last_token_record(values: dict[str, Any], name: str, position: int, *, has_label: bool) -> TraceRecord:
-    """Return the record of a trace of which only the last token is known."""
-    last = values.pop("last_token", None)
-    last = values.pop("hidden_states") if last is None else last
-    try:
-        array = np.stack(list(last.values())) if isinstance(last, dict) else np.asarray(last)
-        array = array[None] if array.ndim == 1 else array
-        schema.dtype_name(array.dtype)
-    except (ValueError, TypeError):
-        raise field_error("last_token", "other values", "(L, D) float16, float32 or bfloat16") from None
-    if array.ndim != 2 or 0 in array.shape:
-        raise field_error("last_token", f"shape {array.shape}", "(L, D), the last token of each layer")
-    question_id = values.pop("question_id", None)
-    record = TraceRecord(f"{name}:{position}", position=position, last_token=array, has_own_id=question_id is not None)
-    if question_id is not None:
-        record.question_id = question_id_text(question_id)
-    if "sample" in values:
-        record.sample = integer(values.pop("sample"), "sample")
-    for key in schema.TEXT_FIELDS:
-        if isinstance(values.get(key), str):
-            record.strings[key] = values.pop(key)
-    if isinstance(values.get("prompt_length"), int):
-        record.prompt_length = values.pop("prompt_length")
-    label = values.get("label")
-    if has_label and isinstance(label, int | float) and not isinstance(label, bool):
-        record.label = None if np.isnan(label) else float(values.pop("label"))
-    record.extras = {key: value for key, value in values.items() if key not in ("tokens", "attentions")}
-    return record
+def _set_last_token(values: dict[str, Any]) -> None:
+    """Set last_token of a trace of which only the last token is known, and remove the fields of other tokens."""
+    last = values.pop("hidden_states", None)
+    last = values.get("last_token", last)
+    values["last_token"] = last[None] if isinstance(last, np.ndarray) and last.ndim == 1 else last
+    for name in ("tokens", "attentions"):
+        values.pop(name, None)

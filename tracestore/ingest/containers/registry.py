@@ -5,15 +5,15 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.containers import arrow_files, hdf5_file, numpy_files, safetensors_file
-from tracestore.ingest.containers.assemble import records_of
+from tracestore.ingest.containers.assemble import traces_of
 from tracestore.ingest.containers.columns import Input, Unit
 from tracestore.ingest.containers.tables import TableReference
 from tracestore.store.io.scratch import Scratch
-from tracestore.store.write.record import TraceRecord
 
 Reader = Callable[[Input], Iterator[Unit]]
 
@@ -55,11 +55,11 @@ def read_container(
     name: str,
     *,
     scratch: Scratch,
-    need_attention: bool | None,
+    renamed: tuple[tuple[str, str], ...] = (),
     parts: tuple[Path, ...] = (),
     table: TableReference | None = None,
-) -> Iterator[TraceRecord]:
-    """Yield the records of a source.
+) -> Iterator[tuple[dict[str, Any] | InvalidInputError, bool]]:
+    """Yield the traces of a source; see `traces_of`.
 
     Parameters
     ----------
@@ -71,8 +71,8 @@ def read_container(
         Name of the source.
     scratch : Scratch
         Memory for large arrays.
-    need_attention : bool or None
-        As for `read_traces`.
+    renamed : tuple of (str, str)
+        Pairs of a field and its name in the container; see `KeyOptions`.
     parts : tuple of Path
         Files of a source that consists of several.
     table : TableReference, optional
@@ -86,7 +86,7 @@ def read_container(
     rows = None if table is None else table.load()
     source = Input(path, name, parts, scratch)
     try:
-        yield from records_of(reader(source), name, rows, need_attention, scratch)
+        yield from traces_of(reader(source), name, rows, renamed, scratch)
     except _ERRORS as error:
         raise InvalidInputError(_reason(error)) from None
     except OSError as error:
