@@ -1,4 +1,4 @@
-"""--skip-bad: traces that are refused one by one, and the list of them beside the store."""
+"""--skip-bad: traces that are refused one by one, and the list of them next to the store."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""The list of refused traces beside a store: STORE.refused.jsonl."""
+"""The list of refused traces next to a store: STORE.refused.jsonl."""
 
 import json
 import os

@@ -17,7 +17,7 @@ _MAX_DROPPED = 1000
 
 @dataclass
 class SourceCounts:
-    """What a conversion found in one source."""
+    """Count what a conversion found in one source."""
 
     num_new: int = 0
     num_duplicates: int = 0

@@ -329,7 +329,7 @@ class Conversion:
             added.count(packed, is_new=is_new)
 
     def _report_refused(self, name: str, errors: list[InvalidInputError], progress: Progress) -> None:
-        """Print the first refused traces of a source and add all of them to the list beside the store."""
+        """Print the first refused traces of a source and add all of them to the list next to the store."""
         assert self._refused is not None
         self._refused.replace(name, errors)
         self._refused.write()

@@ -20,7 +20,7 @@ from tracestore.store.write.writer import StoreWriter
 
 
 class Scoring:
-    """Where the scores of a conversion come from.
+    """Choose the scores of a conversion.
 
     A scores file replaces scores and labels inside traces, which are then extras only.
 

@@ -91,7 +91,7 @@ def _record(
             if mask is not None and (begin, end) == (0, num_tokens):
                 record.extras["attention_mask"] = mask
     if given_ids is None and ids is None and _is_list_of_integers(record.extras.get("layers")):
-        # Only a list of as many layers as there are says which ones they are.
+        # A list of another length has another meaning.
         given_ids = record.extras["layers"] if len(record.extras["layers"]) == record.num_layers else None
     record.layer_ids = _layer_ids(ids if given_ids is None else given_ids, record)
     record.dropped, record.scores = found.dropped, found.scores

@@ -46,7 +46,7 @@ class KeyFound:
 
 @dataclass
 class Inspection:
-    """What the first traces of a source hold.
+    """Describe the first traces of a source.
 
     Attributes
     ----------

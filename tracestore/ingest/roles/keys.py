@@ -30,7 +30,7 @@ _MAX_MAP_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class KeyOptions:
-    """Where the fields of a trace are.
+    """Name the keys of the fields of a trace.
 
     Parameters
     ----------
