@@ -1,5 +1,6 @@
 """Push and pull, with the real library and a server like the Hugging Face Hub."""
 
+import errno
 import json
 import os
 import stat
@@ -186,6 +187,7 @@ def test_branches_and_commits(hub, store, tmp_path):
     assert "manifest/newest" not in hub.files(REPO) and "manifest/newest" in hub.files(REPO, "part")
     assert hub.branches[REPO]["part"] == report["commit"] and report["url"] == f"{hub.url}/datasets/{REPO}"
     assert "holds no store" in error_of("pull", REPO, tmp_path / "x.zarr", code=2)
+    assert not list(tmp_path.glob(".pull-*"))
     for revision in ("part", report["commit"]):
         found = json.loads(pull_it(tmp_path / f"{revision}.zarr", "--revision", revision, "--json").stdout)
         assert found["commit"] == report["commit"] and found["num_traces"] == 8
@@ -314,6 +316,17 @@ def test_too_little_space_is_reported_before_the_download(hub, store, tmp_path, 
     push_it(store)
     monkeypatch.setattr(pull.fsio, "free_bytes", lambda _: 1000)
     assert "bytes are needed, 1,000 are free" in error_of("pull", REPO, tmp_path / "new.zarr", code=4)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), RuntimeError("xet: No space left on device")])
+def test_a_full_disk_is_reported(hub, store, tmp_path, monkeypatch, error):
+    push_it(store)
+
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(client.HfApi, "hf_hub_download", fail)
+    assert "no space left on" in error_of("pull", REPO, tmp_path / "new.zarr", code=4)
 
 
 def test_the_commands_in_processes_of_their_own(hub, store, tmp_path):

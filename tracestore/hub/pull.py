@@ -98,7 +98,10 @@ def pull_store(
         _require_absent(path)
         commit = str(api.dataset_info(repo_id, revision=revision).sha)
         sizes, others = store_files(api, repo_id, commit)
-        report = PullReport(str(path), repo_id, commit, ignored=others)
+        numbers = [int(p[-10:]) for p in sizes if p.startswith("manifest/") and paths.is_generation(p[9:])]
+        if not numbers:
+            raise UsageError(f"{repo_id}: the data set holds no store")
+        report = PullReport(str(path), repo_id, commit, max(numbers), ignored=others)
         fsio.makedirs(folder)
         if unknown := sorted(set(os.listdir(folder)) - _EXPECTED):
             raise UsageError(f"{folder}: contains {unknown[0]!r}, which pull did not write. Move it elsewhere.")
@@ -151,7 +154,7 @@ class _Download:
     def run(self, report: PullReport) -> None:
         """Download, verify and complete the store."""
         try:
-            manifest = self._fetch_all()
+            manifest = self._fetch_all(report.generation)
             self._verify(manifest)
         except CorruptStoreError:
             # The files that name others may be damaged here only. The next attempt fetches them again.
@@ -160,21 +163,18 @@ class _Download:
             for rows in self._folder.glob("segments/*/rows.zip"):
                 rows.unlink()
             raise
-        report.generation, report.num_traces = manifest.generation, manifest.num_traces
-        report.num_files, report.num_bytes = len(self._wanted), sum(e.size for e in self._wanted.values())
+        report.num_traces, report.num_files = manifest.num_traces, len(self._wanted)
+        report.num_bytes = sum(entry.size for entry in self._wanted.values())
         self._complete(manifest)
 
-    def _fetch_all(self) -> Manifest:
-        numbers = [int(p[-10:]) for p in self._sizes if p.startswith("manifest/") and paths.is_generation(p[9:])]
-        if not numbers:
-            raise UsageError("the data set holds no store of tracestore")
-        newest, files = paths.manifest(max(numbers)), LocalFiles(self._folder)
+    def _fetch_all(self, generation: int) -> Manifest:
+        newest, files = paths.manifest(generation), LocalFiles(self._folder)
         if self._sizes[newest] > MAX_MANIFEST_BYTES:
             raise CorruptStoreError(
                 f"{newest}: found {self._sizes[newest]:,} bytes, expected at most {MAX_MANIFEST_BYTES:,}"
             )
         self._download(newest)
-        manifest = files.load_manifest(max(numbers))
+        manifest = files.load_manifest(generation)
         self._fetch(manifest.small_files())
         segments = list(StoreIndex(files, manifest).segments())
         self._fetch(segment.rows for segment in segments)
