@@ -26,10 +26,10 @@ def test_map_names_arrays_and_ids(tmp_path):
         np.testing.assert_array_equal(opened[0].hidden_states, values["hs"])
 
 
-def test_a_refusal_names_what_was_found(tmp_path):
+def test_a_refusal_proposes_a_map(tmp_path):
     write_renamed(tmp_path / "in")
     error = convert(tmp_path / "in", tmp_path / "s.zarr", check=3).stderr
-    assert "a.npz" in error and "hs" in error and error.count("\n") == 1
+    assert "a.npz, trace 0, hidden_states: missing key" in error and error.endswith("try --map hidden_states=hs\n")
 
 
 def test_skip_bad_skips_traces_of_a_table(tmp_path):

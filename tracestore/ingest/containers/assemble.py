@@ -66,9 +66,8 @@ def traces_of(
                 values = row | values
                 _set_id(values, unit.trace, name, is_only=(count or 1) == 1 and unit.trace == "" and not unit.is_trace)
                 if "hidden_states" not in values and "last_token" not in values:
-                    found = ", ".join(map(str, values))[:120]
-                    raise InvalidInputError(f"missing key; found {found or 'nothing'}", field="hidden_states")
-                if kind in ("last_token", "sequences"):
+                    pass  # refused with advice
+                elif kind in ("last_token", "sequences"):
                     _set_last_token(values)
                 else:
                     if kind == "layer":
