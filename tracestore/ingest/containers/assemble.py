@@ -44,7 +44,11 @@ def records_of(
         Memory for large arrays.
     """
     position = 0
-    for unit in units:
+    while True:
+        with error_location(position=position or None):
+            unit = next(units, None)
+        if unit is None:
+            return
         own_rows = rows if unit.trace == "" and not unit.is_trace else None
         with error_location(position=position):
             count, kind = stacked_count(unit, None if own_rows is None else len(own_rows))
