@@ -1,11 +1,19 @@
 """Files of HDF5: groups of traces, stacks, texts; links, plugins and other files are refused."""
 
+import contextlib
+import os
+import signal
+
 import numpy as np
 import pytest
 
 import tracestore
 from tests.helpers import convert, error_of, tree_bytes
 from tests.ingest.containers.layouts import LAYOUTS, base, check
+from tests.tiers import long
+from tracestore.errors import InvalidInputError
+from tracestore.ingest.containers import hdf5_process
+from tracestore.ingest.formats import read_traces
 
 h5py = pytest.importorskip("h5py")
 HEADS = ("--attention", "heads")
@@ -188,3 +196,66 @@ def test_truncated_files_are_refused(tmp_path, share):
     path = write(tmp_path / "a.h5", base(), compression="gzip")
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
     assert "a.h5" in error_of("convert", path, tmp_path / "s.zarr", code=3)
+
+
+@pytest.fixture
+def process(monkeypatch):
+    """Return a function that starts the process that reads files, and gives it to the next reader."""
+
+    def start():
+        process = hdf5_process.HDF5Process()
+        monkeypatch.setattr(hdf5_process._idle, "take", lambda: process)
+        return process
+
+    return start
+
+
+def three_traces(path):
+    with h5py.File(path, "w") as file:
+        for k in range(3):
+            for name, value in base(k).items():
+                file[f"q{k}/{name}"] = value
+    return path
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGSTOP])
+def test_a_library_that_crashes_or_hangs_refuses_the_file(tmp_path, process, monkeypatch, number):
+    reader = process()
+    records = read_traces(three_traces(tmp_path / "a.h5"), "a.h5")
+    assert next(records).question_id == "q0"
+    monkeypatch.setattr(hdf5_process, "TIMEOUT_S", 0.5)
+    os.kill(reader._process.pid, number)
+    with pytest.raises(InvalidInputError, match=r"a\.h5, trace 1.*HDF5 library") as error:
+        list(records)
+    assert "damaged" in str(error.value) and reader._process.poll() is not None
+
+
+def test_a_process_reads_one_file_after_the_other_and_ends_after_a_refusal(tmp_path, process):
+    reader = process()
+    for _ in range(2):
+        assert len(list(read_traces(three_traces(tmp_path / "a.h5"), "a.h5"))) == 3
+    assert reader._process.poll() is None
+    (tmp_path / "b.h5").write_bytes((tmp_path / "a.h5").read_bytes()[:2000])
+    with pytest.raises(InvalidInputError):
+        list(read_traces(tmp_path / "b.h5", "b.h5"))
+    assert reader._process.poll() is not None
+
+
+@pytest.mark.parametrize("count", [5, *long(200)])
+def test_damaged_texts_do_not_end_the_process(tmp_path, count):
+    """The library reads outside its memory for some damaged texts of variable length."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for name, value in base().items():
+            file[name] = value
+        file.attrs["question"] = "why"
+        file["generated_answer"] = "x" * 20
+    data = (tmp_path / "a.h5").read_bytes()
+    heap = data.index(b"GCOL")
+    rng = np.random.default_rng(0)
+    for _ in range(count):
+        changed = bytearray(data)
+        for _ in range(4):
+            changed[heap + rng.integers(4, 80)] = rng.integers(0, 256)
+        (tmp_path / "b.h5").write_bytes(changed)
+        with contextlib.suppress(InvalidInputError):
+            list(read_traces(tmp_path / "b.h5", "b.h5"))

@@ -50,7 +50,11 @@ def traces_of(
         Whether the arrays may alias memory that the reader uses again.
     """
     position = 0
-    for unit in units:
+    while True:
+        with error_location(position=position or None):
+            unit = next(units, None)
+        if unit is None:
+            return
         own_rows = rows if unit.trace == "" and not unit.is_trace else None
         _rename(unit.fields, renamed)
         with error_location(position=position):

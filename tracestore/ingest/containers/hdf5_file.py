@@ -1,26 +1,28 @@
-"""Read HDF5 files with h5py: arrays inside the file only, with the filters that every build of HDF5 has."""
+"""Read HDF5 files with h5py: arrays inside the file only, with the filters that every build of HDF5 has.
+
+It runs in the process of `hdf5_process`.
+"""
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.extras import needs
 from tracestore.ingest.byte_source import INFLATE_ALLOWANCE_BYTES, MAX_INFLATE_RATIO
-from tracestore.ingest.containers.columns import DTYPE_KINDS, Column, Input, Unit
+from tracestore.ingest.containers.columns import DTYPE_KINDS, Column, Unit
 from tracestore.ingest.containers.grouping import natural_key, units_of
 from tracestore.ingest.containers.keys import parse_key
-from tracestore.store.io.scratch import Scratch
 
-HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
 _MAX_DEPTH = 8
 _MAX_OBJECTS = 2_000_000
 _MAX_FIELDS = 100_000  # of one trace, or of a stack of traces
 # A chunk is inflated as a whole.
 _MAX_CHUNK_BYTES = 256 << 20
 _MAX_TEXT_BYTES = 16 << 20
+_PART_BYTES = 16 << 20  # of an array, which are read and sent together
 # deflate, shuffle, fletcher32, szip, nbit, scaleoffset; LZF, which h5py contains. Others are plugins: libraries that
 # HDF5 would load from a folder.
 _FILTERS = frozenset((1, 2, 3, 4, 5, 6, 32000))
@@ -28,46 +30,48 @@ _GROUPS_OF_TRACES = ("traces", "samples", "data", "examples", "questions", "acti
 
 
 class HDF5Column(Column):
-    """An array of a file, read row by row into scratch memory."""
+    """An array of a file, read in parts."""
 
-    def __init__(self, dataset: Any, name: str, scratch: Scratch) -> None:
-        self._dataset, self._name, self._scratch = dataset, name, scratch
+    def __init__(self, dataset: Any, name: str) -> None:
+        self._dataset, self._name = dataset, name
         self.shape, self.dtype = dataset.shape, dataset.dtype
 
-    def whole(self) -> np.ndarray:
-        """Read the array."""
-        return self._read(self.shape, ())
+    def objects(self, selection: tuple[int, ...]) -> np.ndarray:
+        """Return texts, or the values of variable length at one position; `selection` is () or a row."""
+        return _objects(self._dataset, selection, self._name)
 
-    def row(self, k: int) -> np.ndarray:
-        """Read row `k`."""
-        return self._read(self.shape[1:], (k,))
+    def parts(self, selection: tuple[int, ...]) -> Iterator[np.ndarray]:
+        """Yield the values of the array, or of a row, in parts along their first axis."""
+        axis, shape = len(selection), self.shape[len(selection) :]
+        if not math.prod(shape):
+            return
+        if not shape:
+            yield np.asarray(self._dataset[selection])
+            return
+        chunk = self._dataset.chunks[axis] if self._dataset.chunks is not None else 1
+        row_bytes = math.prod(shape[1:]) * self.dtype.itemsize
+        rows = max(1, _PART_BYTES // (row_bytes * chunk)) * chunk
+        for begin in range(0, shape[0], rows):
+            yield self._dataset[(*selection, slice(begin, begin + rows))]
 
-    def _read(self, shape: tuple[int, ...], selection: tuple[int, ...]) -> np.ndarray:
-        if self.dtype.kind == "O":
-            return _objects(self._dataset, selection, self._name)
-        out = self._scratch.empty(shape, self.dtype)
-        if math.prod(shape):
-            self._dataset.read_direct(out, source_sel=selection)
-        return out
 
-
-def read_hdf5(source: Input) -> Iterator[Unit]:
+def units_of_file(path: Path) -> Iterator[Unit]:
     """Yield the traces of a file: groups with the fields of one trace each, or arrays with stacked ones."""
-    with needs("inputs"):
-        import h5py
+    import h5py
+
     try:
-        file = h5py.File(source.path, "r", locking=False)
+        file = h5py.File(path, "r", locking=False)
     except OSError as error:
         raise InvalidInputError(f"truncated or damaged HDF5 file: {' '.join(str(error).split())[:200]}") from None
     with file:
-        yield from _Reader(h5py, source).units(file)
+        yield from _Reader(h5py, path).units(file)
 
 
 class _Reader:
     """The groups of one file."""
 
-    def __init__(self, h5py: Any, source: Input) -> None:
-        self._h5py, self._source = h5py, source
+    def __init__(self, h5py: Any, path: Path) -> None:
+        self._h5py, self._size = h5py, path.stat().st_size
         self._seen: set[Any] = set()
         self._texts = 0
 
@@ -143,7 +147,7 @@ class _Reader:
             if self._h5py.check_string_dtype(attribute.dtype) is None and attribute.dtype.kind not in DTYPE_KINDS:
                 continue  # references between objects, as netCDF and pandas write them
             self._texts += attribute.get_storage_size()
-            if self._texts > _MAX_TEXT_BYTES + self._source.path.stat().st_size:
+            if self._texts > _MAX_TEXT_BYTES + self._size:
                 raise InvalidInputError("attributes that exceed the file many times", field=name[:60])
             value = group.attrs[name]
             values[name] = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
@@ -180,7 +184,7 @@ class _Reader:
                 f"found chunks {dataset.chunks}, expected at most {_MAX_CHUNK_BYTES >> 20} MiB each; use h5repack",
                 field=name[:60],
             )
-        return HDF5Column(dataset, name, self._source.scratch)
+        return HDF5Column(dataset, name)
 
 
 def _objects(dataset: Any, selection: tuple[int, ...], name: str) -> np.ndarray:

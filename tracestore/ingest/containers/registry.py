@@ -9,7 +9,7 @@ from typing import Any
 
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.containers import arrow_files, hdf5_file, numpy_files, safetensors_file
+from tracestore.ingest.containers import arrow_files, hdf5_process, numpy_files, safetensors_file
 from tracestore.ingest.containers.assemble import traces_of
 from tracestore.ingest.containers.columns import Input, Unit
 from tracestore.ingest.containers.tables import TableReference
@@ -28,8 +28,8 @@ def reader_of(mapped: MappedFile) -> Reader | None:
         return numpy_files.read_npy
     if head.startswith(b"PK\x03\x04") and numpy_files.is_npz(mapped):
         return numpy_files.read_npz
-    if head.startswith(hdf5_file.HDF5_MAGIC):
-        return hdf5_file.read_hdf5
+    if head.startswith(hdf5_process.HDF5_MAGIC):
+        return hdf5_process.read_hdf5
     if head.startswith(arrow_files.PARQUET_MAGIC):
         return arrow_files.read_parquet
     if head.startswith((arrow_files.FILE_MAGIC, arrow_files.STREAM_MAGIC)):
