@@ -11,8 +11,9 @@ import argparse
 import statistics
 from pathlib import Path
 
-import tracestore
 from benchmarks.common import Memcpy, make_store, timed
+
+import tracestore
 
 
 def run_epoch(loader):

@@ -32,16 +32,14 @@ class BatchJob(ABC):
         The job of the C core.
     num_bytes : int
         Bytes that the buffer needs, an upper bound before `finalize_size`.
-    sources : list
-        The stored arrays that the job reads.
     read_ahead_bytes : int
         Bytes that are being read from the disk for the job.
     """
 
     native: Any
     num_bytes: int
-    sources: list[Any]
     read_ahead_bytes = 0
+    _sources: list[Any]
 
     def __init__(self, store: TraceStore, indices: np.ndarray, targets: np.ndarray, batch_format: BatchFormat) -> None:
         self._store, self._indices, self._targets, self._format = store, indices, targets, batch_format
@@ -51,6 +49,11 @@ class BatchJob(ABC):
 
     @abstractmethod
     def _look_up(self) -> None: ...
+
+    @property
+    def sources(self) -> list[Any]:
+        """The stored arrays that the job reads."""
+        return self._sources
 
     def _place(self, sizes: dict[str, int]) -> None:
         """Place tensors of these bytes one after the other."""
@@ -94,8 +97,8 @@ class SequenceJob(BatchJob):
     def _look_up(self) -> None:
         self._dtype = self._format.hidden_dtype(self._store)
         layers = self._format.layer_numbers(self._store)
-        self.sources = sequence_sources(self._store.internals, self._indices, layers, self._format.position)
-        self.native = gather.CopyJob(self.sources, dtype_code(self._store.hidden_dtype), dtype_code(self._dtype))
+        self._sources = sequence_sources(self._store.internals, self._indices, layers, self._format.position)
+        self.native = gather.CopyJob(self._sources, dtype_code(self._store.hidden_dtype), dtype_code(self._dtype))
         self._place({"sequences": self.native.out_bytes})
 
     def layout(self) -> Layout:
@@ -133,7 +136,7 @@ class GraphJob(BatchJob):
             edges=sources.edges,
             every_head=self._num_heads > 1,
         )
-        self.sources = sources.hidden + sources.attention
+        self._sources = sources.hidden + sources.attention
         self._place_tensors()
 
     def _place_tensors(self) -> None:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import tracestore
 from tests.helpers import convert, make_trace, make_traces, write_pickle, write_store
+from tracestore._core import gather
 from tracestore.errors import CorruptStoreError, MemoryBudgetError, MissingFieldError, UsageError
 from tracestore.store.format import schema
 
@@ -277,6 +278,14 @@ def test_a_compressed_epoch_keeps_its_memory_budget(tmp_path):
     assert len(rows_of(loader)) == 40 * 60
     with pytest.raises(MemoryBudgetError, match="lower batch_size"):
         tracestore.TraceLoader(tmp_path / "s.zarr", "tokens", layers=0, batch_size=1 << 20, memory_budget=32 << 20)
+
+
+def test_a_cold_store_is_read_ahead_row_by_row(store):
+    loader = tracestore.TraceLoader(store, "tokens", layers=[0, 2], batch_size=8)
+    job = loader._gatherer.job(loader.batch_indices(0))
+    pages = gather.PrefetchJob(job.sources)
+    pages.run()
+    assert pages.num_bytes == job.num_bytes == 8 * 2 * store.hidden_dim * 2
 
 
 def test_a_truncated_file_raises_instead_of_ending_the_process(tmp_path):

@@ -38,12 +38,12 @@ class OpenArrays:
 
     def _clear(self) -> None:
         num_segments = self._internals.manifest.num_segments
-        self._views: list[gather.ArrayView | None] = [None] * num_segments
+        self._views: list[Any] = [None] * num_segments
         self._is_open = np.zeros(num_segments, bool)
         self._num_evictions = self._internals.num_evictions
 
-    def views(self, segments: np.ndarray) -> list[gather.ArrayView | None]:
-        """Return the hidden states of each segment of the store, None for some that are not in `segments`."""
+    def views(self, segments: np.ndarray) -> list[Any]:
+        """Return an ArrayView for each segment of the store, or None for one that is not in `segments`."""
         self._internals.close_evicted()
         if self._internals.num_evictions != self._num_evictions:
             self._clear()
