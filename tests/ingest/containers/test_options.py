@@ -12,7 +12,11 @@ def write_renamed(folder, name="a.npz", **changes):
     """Write a file with one trace whose keys have other names."""
     folder.mkdir(exist_ok=True)
     rng = np.random.default_rng(0)
-    values = {"hs": rng.random((2, 3, 8), np.float32), "attn": np.full((2, 2, 3, 3), 1 / 3, "f4"), "who": np.array("q7")}
+    values = {
+        "hs": rng.random((2, 3, 8), np.float32),
+        "attn": np.full((2, 2, 3, 3), 1 / 3, "f4"),
+        "who": np.array("q7"),
+    }
     np.savez(folder / name, **{**values, **changes})
     return values
 
