@@ -160,7 +160,7 @@ class TokenJob(BatchJob):
         self._place({"hidden_states": self.native.out_bytes})
 
     @property
-    def sources(self) -> list[Any]:  # type: ignore[override]
+    def sources(self) -> list[Any]:
         """The stored rows that the job reads."""
         places = zip(self._tokens.segment.tolist(), self._tokens.row.tolist(), strict=True)
         return [self._views[segment].rows(row, row + 1) for segment, row in places]
