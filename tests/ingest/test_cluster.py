@@ -135,7 +135,7 @@ def test_a_source_can_be_packed_again(data, tmp_path):
     (tmp_path / "0").write_bytes(b"unfinished")
     source = SourceFile(data / "batch_0.pkl", "batch_0.pkl")
     for _ in range(2):
-        assert cluster_module._pack_source(options, source, str(tmp_path / "0")) == 4
+        assert cluster_module._pack_source(options, source, str(tmp_path / "0")) == []
         assert len(list(read_spool(tmp_path / "0"))) == 4 and len(list(tmp_path.iterdir())) == 1
 
 

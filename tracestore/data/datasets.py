@@ -1,13 +1,13 @@
 """Datasets and a sampler for torch.utils.data.DataLoader."""
 
 import os
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from tracestore._core.blocks import MemoryPool
 from tracestore.data.batch import BatchT, pyg_classes
@@ -17,10 +17,9 @@ from tracestore.data.buffers import BatchBuffer, TorchBuffer, as_tensor
 from tracestore.data.collate import GraphItem, SequenceItem
 from tracestore.data.epoch import EpochPlanner, rank_and_world_size
 from tracestore.data.memory_plan import cache_limit
-from tracestore.data.order import EpochOrder, Shuffle, shuffle_name
+from tracestore.data.order import Shuffle, shuffle_name
 from tracestore.data.tokens.job import TokenGatherer
 from tracestore.data.tokens.table import TokenTable
-from tracestore.errors import UsageError
 from tracestore.store.read.store import TraceStore, open_store
 from tracestore.store.read.subset import TraceSubset
 
@@ -179,74 +178,6 @@ class TraceDataset(Dataset[Any]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         return [self[k] for k in indices]
-
-
-class ShuffleBufferSampler(Sampler[int]):
-    """Sampler of indices in the order of a shuffle buffer.
-
-    Indices enter a window of `buffer_size` in store order, and a random one leaves it at each step.
-    An epoch has each index once, split exactly over the ranks. The memory is O(buffer_size)
-    indices; no trace is held.
-
-    Parameters
-    ----------
-    n : int or sized object
-        Number of indices, or the dataset, store or subset that has this length.
-    buffer_size : int
-        Indices of the window.
-    seed : int
-        Seed of the order.
-    rank, world_size : int, optional
-        This rank and the number of ranks. By default from torch.distributed if it is initialized,
-        else from the environment variables RANK and WORLD_SIZE.
-
-    Raises
-    ------
-    UsageError
-        For a number outside its range.
-
-    Examples
-    --------
-    >>> import tracestore
-    >>> sampler = tracestore.ShuffleBufferSampler(5, buffer_size=2, seed=1)
-    >>> sorted(sampler)
-    [0, 1, 2, 3, 4]
-    >>> sampler.set_epoch(1)  # another order
-    """
-
-    def __init__(
-        self,
-        n: int | Sized,
-        buffer_size: int = 1000,
-        seed: int = 0,
-        *,
-        rank: int | None = None,
-        world_size: int | None = None,
-    ) -> None:
-        n = len(n) if isinstance(n, Sized) else n
-        if n < 0 or buffer_size < 1:
-            raise UsageError(f"found n {n} and buffer_size {buffer_size}, expected at least 0 and 1")
-        self.n, self.buffer_size, self.seed, self.epoch = n, buffer_size, seed, 0
-        self.rank, self.world_size = rank_and_world_size(rank, world_size)
-
-    def __repr__(self) -> str:
-        return f"ShuffleBufferSampler({self.n} indices, buffer_size={self.buffer_size}, seed={self.seed})"
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, which selects the order.
-
-        Parameters
-        ----------
-        epoch : int
-        """
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return len(range(self.rank, self.n, self.world_size))
-
-    def __iter__(self) -> Iterator[int]:
-        epoch = EpochOrder(self.n, self.seed, self.epoch, "buffer", self.buffer_size)
-        return iter(epoch.ids_at(np.arange(self.rank, self.n, self.world_size)).tolist())
 
 
 class TraceIterableDataset(IterableDataset[BatchT]):

@@ -45,8 +45,7 @@ class TraceLoader(Generic[BatchT]):
         "sequence" yields `SequenceBatch`, "graph" a PyG Batch of B * L graphs with the fields of
         `GraphBatch`, "tokens" a `TokenBatch` of tokens from any traces.
     layers : int or sequence of int, optional
-        Read and yield these stored layers only, in this order. Negative numbers count from the
-        last layer. None: all.
+        Read and yield these stored layers only, in this order; negative ones count from the last. None: all.
     positions : {"all", "prompt", "answer", "last"}, int, slice or sequence of int, optional
         View "tokens": the tokens of each trace, by default "all". "answer" takes the stored
         answer_span, else the tokens that generated_mask marks, else those after the prompt.
@@ -76,8 +75,7 @@ class TraceLoader(Generic[BatchT]):
     drop_last : bool
         Leave out a last batch that is short.
     pad_last : bool
-        Fill a short last batch with the first traces of the epoch. Excludes `drop_last` and
-        `batch_by`.
+        Fill a short last batch with the first traces of the epoch; excludes `drop_last` and `batch_by`.
     score_threshold : float
         Score below which a trace counts as a hallucination, or above which in a store of
         hallucination scores. A stored label takes precedence.
@@ -133,14 +131,6 @@ class TraceLoader(Generic[BatchT]):
     TraceLoader('store.zarr', 'sequence', 12 traces, 3 layers, hidden size 8, float32, batch_size=4, shuffle='global')
     >>> len(loader), [batch.sequences.shape for batch in loader]
     (3, [torch.Size([4, 3, 8]), torch.Size([4, 3, 8]), torch.Size([4, 3, 8])])
-
-    Train on a part of a store:
-
-    >>> train, val, test = tracestore.open("store.zarr").split(seed=42)
-    >>> for batch in tracestore.TraceLoader(train, batch_size=4, shuffle=True, dtype="float32"):
-    ...     print(len(batch), batch.sequences.dtype)
-    4 torch.float32
-    4 torch.float32
 
     Save the position after a batch and continue with another number of threads:
 
