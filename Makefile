@@ -256,10 +256,11 @@ docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 # Run every benchmark once in this environment. With git, results are stored under the hash of HEAD in
-# build/asv. asv asks for a description of the machine once; --yes answers its questions.
+# build/asv. asv asks for a description of the machine once; --yes answers its questions. Without cached
+# bytecode, every process would compile the libraries that it imports, which takes longer than most benchmarks.
 asv: install
 	test -f ~/.asv-machine.json || $(BIN)/asv machine --config bench/asv.conf.json --yes >/dev/null
-	$(BIN)/asv run --config bench/asv.conf.json --quick --show-stderr --python=same --bench '^(?!training.AllShapes)' \
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/asv run --config bench/asv.conf.json --quick --show-stderr --python=same --bench '^(?!training.AllShapes)' \
 		$(if $(shell git rev-parse --verify --quiet HEAD),--set-commit-hash HEAD)
 
 bench: asv

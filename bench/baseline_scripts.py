@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch_geometric.data import Batch, Data
 from torch_geometric.nn import GINEConv, global_mean_pool
 
-from tracestore.evaluation.split import split_keys
+from tracestore.split import split_keys
 
 BATCH = 16
 MAX_CACHED_FILES = 2

@@ -5,7 +5,8 @@ python bench/startup.py --make STORE     # 100 traces of L=30, D=576, H=9, 30 to
 
 Prints wall time and processor time, each the median over separate processes. On a busy machine, read
 the processor time. Time outside of the epochs is the time of the whole process without the training
-epochs and their validation passes.
+epochs and their validation passes. A first training, which is not measured, lets Python cache
+the libraries' bytecode, even where PYTHONDONTWRITEBYTECODE is set.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+ENVIRONMENT.pop("PYTHONDONTWRITEBYTECODE", None)  # otherwise every process compiles the libraries
 IMPORTS = {"torch": "import torch", "TraceLoader": "import tracestore; tracestore.TraceLoader"}
 # (module, function, phase that its time counts towards)
 PHASES = (
@@ -82,6 +84,7 @@ def train(phases_path: Path, arguments: list[str]) -> None:
         return np.array([time.perf_counter(), time.process_time()])
 
     began = now()
+    importlib.import_module("tracestore.process").configure_program()  # before torch is imported
     spent: dict[str, np.ndarray] = {}
     running: list[np.ndarray] = []
 
@@ -145,6 +148,7 @@ def main() -> None:
     if args.make:
         make(args.store)
         return
+    training(args.store, 1)
     found = {name: [] for name in IMPORTS}
     for _ in range(args.repeats):
         for name, code in IMPORTS.items():

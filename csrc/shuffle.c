@@ -1,6 +1,7 @@
 #include "shuffle.h"
 
 #define ROUNDS 6
+#define BLOCK 256 /* positions permuted side by side */
 #define GOLDEN 0x9e3779b97f4a7c15ull
 
 uint64_t ts_splitmix64(uint64_t value)
@@ -10,31 +11,46 @@ uint64_t ts_splitmix64(uint64_t value)
     return value ^ (value >> 31);
 }
 
+/* Apply one Feistel network to values of twice `half` bits. */
+static inline uint64_t feistel(uint64_t value, unsigned half, const uint64_t *keys)
+{
+    uint64_t low = ((uint64_t)1 << half) - 1, left = value >> half, right = value & low;
+    for (int r = 0; r < ROUNDS; r++) {
+        uint64_t mixed = left ^ (ts_splitmix64(right ^ keys[r]) & low);
+        left = right;
+        right = mixed;
+    }
+    return left << half | right;
+}
+
 void ts_permute(const int64_t *positions, size_t count, uint64_t n, uint64_t key, int64_t *out)
 {
     uint64_t keys[ROUNDS];
     unsigned half = 1;
     while (half < 31 && (n - 1) >> (2 * half) != 0)
         half++;
-    uint64_t low = ((uint64_t)1 << half) - 1;
     for (uint64_t r = 0; r < ROUNDS; r++)
         keys[r] = ts_splitmix64(key ^ ((r + 1) << 56));
-    for (size_t k = 0; k < count; k++) {
-        uint64_t value = (uint64_t)positions[k];
-        if (n <= 1) {
-            out[k] = 0;
-            continue;
+    for (size_t begin = 0; begin < count; begin += BLOCK) {
+        size_t most = count - begin < BLOCK ? count - begin : BLOCK, pending = most;
+        unsigned char slots[BLOCK];
+        for (size_t k = 0; k < most; k++) {
+            out[begin + k] = positions[begin + k];
+            slots[k] = (unsigned char)k;
         }
-        do {
-            uint64_t left = value >> half, right = value & low;
-            for (int r = 0; r < ROUNDS; r++) {
-                uint64_t mixed = left ^ (ts_splitmix64(right ^ keys[r]) & low);
-                left = right;
-                right = mixed;
+        /* Walk the cycles of a block side by side: values of n or more are mapped again. Advancing past
+         * them without a branch keeps the multiplications of neighbors overlapped. */
+        while (pending > 0) {
+            size_t left = 0;
+            for (size_t k = 0; k < pending; k++) {
+                unsigned char slot = slots[k];
+                uint64_t value = n <= 1 ? 0 : feistel((uint64_t)out[begin + slot], half, keys);
+                out[begin + slot] = (int64_t)value;
+                slots[left] = slot;
+                left += value >= n && n > 0;
             }
-            value = left << half | right;
-        } while (value >= n);
-        out[k] = (int64_t)value;
+            pending = left;
+        }
     }
 }
 

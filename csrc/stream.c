@@ -5,6 +5,8 @@
 
 #include "simd.h"
 
+#define LINE 64
+
 static void add_offset_generic(const int32_t *index, size_t n, int64_t first, int64_t *out)
 {
     for (size_t k = 0; k < n; k++)
@@ -30,7 +32,6 @@ TS_TARGET_AVX512 static void add_offset_avx512(const int32_t *index, size_t n, i
     }
 }
 
-#define LINE 64
 /* Distance of the prefetch in bytes. The non-temporal hint keeps data that is read once out of the
  * caches that other threads use, among them the interpreter's. */
 #define PREFETCH_BYTES 1024
@@ -63,11 +64,41 @@ void ts_stream_copy(void *dst, const void *src, size_t n)
     memcpy(d, s, n);
 }
 
+void ts_stream_copy_ahead(void *dst, const void *src, size_t n, const void *later)
+{
+    unsigned char *d = dst;
+    const unsigned char *s = src, *ahead = later, *end = s + n;
+    size_t head = (size_t)(-(uintptr_t)d & (LINE - 1));
+    if (n >= head + LINE) {
+        memcpy(d, s, head);
+        d += head, s += head;
+        for (; end - s >= LINE; d += LINE, s += LINE, ahead += LINE) {
+            _mm_prefetch((const char *)ahead, _MM_HINT_T1);
+            copy_line(d, s);
+        }
+    }
+    ts_prefetch(ahead, (size_t)((const unsigned char *)later + n - ahead));
+    memcpy(d, s, (size_t)(end - s));
+}
+
 void ts_stream_fence(void) { _mm_sfence(); }
 #else
 void ts_stream_copy(void *dst, const void *src, size_t n) { memcpy(dst, src, n); }
+
+void ts_stream_copy_ahead(void *dst, const void *src, size_t n, const void *later)
+{
+    ts_prefetch(later, n);
+    memcpy(dst, src, n);
+}
+
 void ts_stream_fence(void) {}
 #endif
+
+void ts_prefetch(const void *src, size_t n)
+{
+    for (size_t k = 0; k < n; k += LINE)
+        __builtin_prefetch((const char *)src + k, 0, 2);
+}
 
 void ts_stream_add_offset(const int32_t *index, size_t n, int64_t first, int64_t *out)
 {

@@ -17,6 +17,20 @@
 void ts_stream_copy(void *dst, const void *src, size_t n);
 
 /**
+ * Copy as ts_stream_copy() does, and prefetch n bytes for a later copy into the second-level cache.
+ *
+ * The prefetches of ts_stream_copy() share the buffers of the first-level cache with its loads and
+ * stores. That suffices where the processor itself prefetches a long source, not where sources of a
+ * few KiB lie in random pages.
+ *
+ * @param later  source of a later copy; only a hint, it need not be mapped
+ */
+void ts_stream_copy_ahead(void *dst, const void *src, size_t n, const void *later);
+
+/** Prefetch n bytes into the second-level cache. Only a hint, src need not be mapped. */
+void ts_prefetch(const void *src, size_t n);
+
+/**
  * Write first + index[k] to out[k] with non-temporal stores where available, as ts_stream_copy() does.
  *
  * @param index  n values, where n is a multiple of 8

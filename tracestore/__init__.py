@@ -21,12 +21,13 @@ from tracestore.extras import needs
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.read.store import TraceStore
 from tracestore.store.read.store import open_store as open
+from tracestore.store.read.subset import TraceSubset
 from tracestore.store.read.trace import Trace
 from tracestore.store.write.create import TraceWriter, create
 
 if TYPE_CHECKING:
-    from tracestore.data.collate import collate_graphs, collate_sequences
-    from tracestore.data.datasets import ShuffleBufferSampler, TraceDataset, TraceIterableDataset
+    from tracestore.data.collate import ShuffleBufferSampler, collate_graphs, collate_sequences
+    from tracestore.data.datasets import TraceDataset, TraceIterableDataset
     from tracestore.data.loader import TraceLoader
     from tracestore.export.batch_loader import TraceBatchLoader, extract_batch_subset, merge_batches
 
@@ -35,9 +36,9 @@ __version__ = "0.1.0"
 # Names that are imported on first use, by module.
 _LAZY = {
     "export.batch_loader": ("TraceBatchLoader", "extract_batch_subset", "merge_batches"),
-    "data.datasets": ("ShuffleBufferSampler", "TraceDataset", "TraceIterableDataset"),
+    "data.datasets": ("TraceDataset", "TraceIterableDataset"),
     "data.loader": ("TraceLoader",),
-    "data.collate": ("collate_graphs", "collate_sequences"),
+    "data.collate": ("ShuffleBufferSampler", "collate_graphs", "collate_sequences"),
 }
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "TraceIterableDataset",
     "TraceLoader",
     "TraceStore",
+    "TraceSubset",
     "TraceWriter",
     "TracestoreError",
     "UsageError",
@@ -78,4 +80,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

@@ -4,8 +4,14 @@ Each message is one line that names what was found and what was expected. A comm
 standard error and exits with the exception's `exit_code`.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+# torch names the dtypes of operands that it cannot combine, each operation in its own words: "mat1 and mat2 must have
+# the same dtype, but got Half and Float", "input dtype (torch.float16) does not match weight dtype (torch.float32)".
+_REDUCED, _FULL = r"\b(?:half|bfloat16|float16)\b", r"\bfloat(?:32)?\b"
+_MIXED_DTYPES = re.compile(f"{_REDUCED}.*{_FULL}|{_FULL}.*{_REDUCED}", re.IGNORECASE | re.DOTALL)
 
 
 def escape_unprintable(text: str, max_length: int = 600) -> str:
@@ -61,14 +67,23 @@ class InvalidInputError(TracestoreError):
         Position of the trace in the source file, from 0.
     field : str, optional
         Name of the invalid field.
+    is_whole_source : bool
+        Whether the traces before the position cannot be trusted either.
     """
 
     exit_code = 3
 
     def __init__(
-        self, reason: str, *, source: str | None = None, position: int | None = None, field: str | None = None
+        self,
+        reason: str,
+        *,
+        source: str | None = None,
+        position: int | None = None,
+        field: str | None = None,
+        is_whole_source: bool = False,
     ) -> None:
         self.reason, self.source, self.position, self.field = reason, source, position, field
+        self.is_whole_source = is_whole_source
         super().__init__(reason)
 
     def with_location(self, source: str | None = None, position: int | None = None) -> "InvalidInputError":
@@ -78,6 +93,7 @@ class InvalidInputError(TracestoreError):
             source=self.source if self.source is not None else source,
             position=self.position if self.position is not None else position,
             field=self.field,
+            is_whole_source=self.is_whole_source,
         )
 
     def __str__(self) -> str:
@@ -169,3 +185,21 @@ class RunInterruptedError(TracestoreError):
 
 class TracestoreWarning(UserWarning):
     """A finding that costs no data but needs attention."""
+
+
+def explain_dtype(error: BaseException) -> BaseException:
+    """Return the error, or a UsageError that tells what to do if torch refused to combine float16 and float32.
+
+    Parameters
+    ----------
+    error : BaseException
+        An error of a model that read a batch. It becomes the cause of the UsageError.
+    """
+    if not isinstance(error, RuntimeError | ValueError) or not _MIXED_DTYPES.search(str(error)):
+        return error
+    explained = UsageError(
+        f"the model and the batch differ in dtype ({escape_unprintable(str(error), 200)}): batches have the stored "
+        'dtype, mostly float16; pass dtype="float32" to the loader, or convert the model with model.half()'
+    )
+    explained.__cause__ = error
+    return explained

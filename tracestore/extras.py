@@ -12,7 +12,9 @@ _TRAIN = ("torch", "torch_geometric", "matplotlib", "psutil")
 EXTRAS: dict[str, tuple[str, ...]] = {
     "train": _TRAIN,
     "extract": ("torch", "transformers", "gguf", "accelerate"),
+    "inputs": ("h5py", "pyarrow"),
     "remote": ("obstore",),
+    "hub": ("huggingface_hub", "pyarrow"),
     "serve": ("bokeh", "sklearn"),
     "dask": ("distributed",),
     "tensorboard": ("tensorboard",),
@@ -20,7 +22,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "bridges": (*_TRAIN, "pandas", "lightning", "datasets", "torchdata"),
 }
 # Modules whose package has another name.
-PACKAGES = {"sklearn": "scikit-learn", "torch_geometric": "torch-geometric"}
+PACKAGES = {"huggingface_hub": "huggingface-hub", "sklearn": "scikit-learn", "torch_geometric": "torch-geometric"}
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from tracestore.detectors.graph.inputs import GraphInputs
 from tracestore.detectors.models import detector_loss
 from tracestore.detectors.registry import make_model
 from tracestore.oom.guard import OOMGuard
+from tracestore.oom.optimizers import Adam
 from tracestore.oom.snapshot import seed_step
 
 from .common import GRAPH_MODELS, STEP_SHAPES, Fixtures, measure_steps, wait_for_start
@@ -68,7 +69,7 @@ class Step:
         inputs = make_inputs(shape) if model in GRAPH_MODELS else torch.randn(B, L, D).half()
         self.inputs = inputs.to(device)
         self.model = make_model(model, ModelConfig(L, D, message_passing=kind)).to(device)
-        self.optimizer = torch.optim.Adam(self.model.parameters(), fused=True)
+        self.optimizer = Adam(self.model.parameters(), fused=True)
         self.y = (torch.arange(B) % 2).float().to(device)
         if kind == "pyg":
             layers = [layer_inputs(inputs, k).to(device) for k in range(L)]
@@ -99,7 +100,7 @@ def guard_share(model: str, shape: str, steps: int, fused: bool = True) -> tuple
     """
     torch.set_num_threads(THREADS)
     step = Step(model, shape, "fused")
-    optimizer = torch.optim.Adam(step.model.parameters(), fused=fused)
+    optimizer = Adam(step.model.parameters(), fused=fused)
     guard, inside = OOMGuard(step.model, optimizer), 0.0
 
     def accumulate_time(call):
@@ -151,7 +152,7 @@ def lstm_data_share(store_path: Path, epochs: int = 3) -> float:
     with tracestore.open(store_path) as store:
         loader = tracestore.TraceLoader(store, "sequence", batch_size=16, num_threads=1)
         model = make_model("lstm_solo", ModelConfig(store.num_layers, store.hidden_dim))
-        optimizer = torch.optim.Adam(model.parameters(), fused=True)
+        optimizer = Adam(model.parameters(), fused=True)
         shares, step = [], 0
         for _ in range(epochs + 1):
             waited, began, batches = 0.0, time.perf_counter(), iter(loader)

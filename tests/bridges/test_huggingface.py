@@ -62,3 +62,13 @@ def test_missing_attention_is_an_error(tmp_path):
 
     with tracestore.open(make_store(tmp_path / "n.zarr", attention="none")) as store, pytest.raises(MissingFieldError):
         to_datasets(store, ("attention",))
+
+
+def test_rows_of_a_subset(path, tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    from tracestore.bridges.huggingface import to_datasets
+
+    with tracestore.open(path) as store:
+        for key in ([5, 1], [1, 5], slice(3)):
+            assert to_datasets(store[key])["question_id"] == store[key].question_ids

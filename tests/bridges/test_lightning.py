@@ -117,3 +117,36 @@ def test_each_epoch_has_its_own_order(path, tmp_path, options, validates):
     module = TraceDataModule(path, batch_size=4)
     trainer.fit(resumed, datamodule=module, ckpt_path=tmp_path / "epoch=0.ckpt", weights_only=False)
     assert [seen for seen in resumed.seen if seen] == orders[1:]
+
+
+def test_a_subset_is_split_by_question(path):
+    pytest.importorskip("lightning")
+    from tracestore.bridges.lightning import TraceDataModule
+
+    with tracestore.open(path) as store:
+        part = store.filter(group=["g0", "g1"])
+        module = TraceDataModule(part, batch_size=4, seed=1, dtype="float32")
+        module.setup()
+        expected = part.split(seed=1)
+        assert {name: indices.tolist() for name, indices in module.split.items()} == {
+            name: expected[name].indices.tolist() for name in ("train", "val", "test")
+        }
+        seen = [k for batch in module.train_dataloader() for k in batch.trace_index.tolist()]
+        assert sorted(seen) == sorted(expected.train.indices)
+
+
+def test_a_float32_model_that_gets_float16_batches_is_told_what_to_do(path, tmp_path):
+    lightning = pytest.importorskip("lightning")
+    from tracestore.bridges.lightning import TraceDataModule
+
+    class Model(observer(lightning)):
+        def training_step(self, batch, _):
+            return self.layer(batch.sequences[:, -1]).square().mean()
+
+    trainer = make_trainer(lightning, max_epochs=1, default_root_dir=tmp_path, enable_checkpointing=False)
+    with pytest.raises(RuntimeError) as raised:
+        trainer.fit(Model(), datamodule=TraceDataModule(path, batch_size=4))
+    (note,) = raised.value.__notes__
+    assert "float16" in note and 'pass dtype="float32" to the loader' in note
+    trainer = make_trainer(lightning, max_epochs=1, default_root_dir=tmp_path, enable_checkpointing=False)
+    trainer.fit(Model(), datamodule=TraceDataModule(path, batch_size=4, dtype="float32"))

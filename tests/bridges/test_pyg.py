@@ -27,3 +27,13 @@ def test_graphs_equal_those_of_the_loader(path):
         assert last[7].y.isnan() and last[7].layer == store.num_layers - 1
         with pytest.raises(UsageError, match="layer"):
             TraceGraphs(store, layer=3)
+
+
+def test_graphs_of_a_subset_in_float32(path):
+    from tracestore.bridges.pyg import TraceGraphs
+
+    with tracestore.open(path) as store:
+        graphs = TraceGraphs(store[[7, 2]], layer=0, dtype="float32")
+        assert repr(graphs) == "TraceGraphs(2)" and [graph.trace_index for graph in graphs] == [7, 2]
+        assert graphs[1].x.dtype == graphs[1].edge_attr.dtype == torch.float32
+        assert torch.equal(graphs[1].x, TraceGraphs(store, layer=0)[2].x.float())

@@ -17,6 +17,7 @@
 #include "gine.h"
 #include "index.h"
 #include "pack.h"
+#include "rows.h"
 #include "shuffle.h"
 #include "simd.h"
 #include "stream.h"
@@ -374,6 +375,37 @@ static uint64_t orders(void)
     return add(hash, out, sizeof out);
 }
 
+/* Rows of two arrays, in their order and in reverse, and the runs of numbers. */
+static uint64_t row_gathers(void)
+{
+    enum { N = 512, ITEMS = 77, RUNS = 45 };
+    uint64_t hash = START;
+    uint16_t *in = random_bits16(2 * N * ITEMS, 0xffff);
+    unsigned char *out = allocate(N * ITEMS * 4);
+    int32_t array[N];
+    int64_t row[N], target[N], first[RUNS] = {0};
+    for (int64_t k = 0; k < N; k++) {
+        array[k] = (int32_t)(draw() % 2);
+        row[k] = (int64_t)(draw() % N);
+        target[k] = N - 1 - k;
+    }
+    const unsigned char *arrays[2] = {(unsigned char *)in, (unsigned char *)(in + N * ITEMS)};
+    struct ts_rows rows = {.arrays = arrays, .array = array, .row = row, .row_items = ITEMS, .in = TS_F16, .dst = out};
+    const enum ts_dtype outputs[] = {TS_F16, TS_F32};
+    for (int threads = 1; threads < 4; threads += 2)
+        for (int k = 0; k < 2; k++) {
+            rows.out = outputs[k];
+            rows.target = k == 0 ? target : NULL;
+            hash = add_number(hash, ts_gather_rows(&rows, N, threads));
+            hash = add(hash, out, N * ITEMS * ts_dtype_bytes(rows.out));
+        }
+    for (int r = 1; r < RUNS; r++)
+        first[r] = first[r - 1] + 1 + (int64_t)(draw() % 20);
+    ts_find_runs(first, RUNS, row, N, target);
+    free(in), free(out);
+    return add(hash, target, sizeof target);
+}
+
 /* One batch of graphs, as triangles of C channels or as edge lists, forward and backward. */
 static uint64_t gine_of(size_t C, int is_list, enum ts_dtype weight_dtype, enum ts_dtype x_dtype, size_t real_bytes)
 {
@@ -471,6 +503,7 @@ static const struct kernel {
     KERNEL(gine_f64, 0x4c1e7bfbdd2bd305),
     KERNEL(gine_f64_list, 0x64ce531019c9fb19),
     KERNEL(gine_f64_heads, 0xf7d4021720b20769),
+    KERNEL(row_gathers, 0xd3fd51b42feea733),
 };
 enum { NUM_KERNELS = sizeof kernels / sizeof *kernels };
 

@@ -67,8 +67,8 @@ static inline unsigned char *map_truncated_file(struct ts_map *map, off_t length
 #define TEST_MODULES(TEST) \
     TEST(attention) TEST(copy) TEST(crc32c) TEST(edge_rule) TEST(error) TEST(float_convert) \
     TEST(gather) TEST(gine) TEST(guarded_for) TEST(huge_alloc) TEST(index) TEST(map) TEST(pack) \
-    TEST(parallel) TEST(platform) TEST(shared_memory) TEST(shuffle) TEST(sigbus_guard) TEST(simd) \
-    TEST(stream) TEST(thread_pool)
+    TEST(parallel) TEST(platform) TEST(rows) TEST(shared_memory) TEST(shuffle) TEST(sigbus_guard) \
+    TEST(simd) TEST(stream) TEST(thread_pool)
 
 #define DECLARE_TEST(name) void test_##name(void);
 TEST_MODULES(DECLARE_TEST)

@@ -12,6 +12,11 @@ static void test_copy_bytes(void)
         ts_stream_fence();
         CHECK(memcmp(copied + shift, bytes + 3, (size_t)(200 - shift)) == 0 && copied[200] == 0xee);
         CHECK(shift == 0 || copied[shift - 1] == 0xee);
+        memset(copied, 0xee, sizeof copied);
+        ts_stream_copy_ahead(copied + shift, bytes + 3, (size_t)(200 - shift), bytes);
+        ts_stream_fence();
+        CHECK(memcmp(copied + shift, bytes + 3, (size_t)(200 - shift)) == 0 && copied[200] == 0xee);
+        CHECK(shift == 0 || copied[shift - 1] == 0xee);
     }
 }
 

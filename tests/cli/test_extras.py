@@ -49,6 +49,9 @@ def usages(tmp_path):
     run = ["train", "--store", store, *FAST, "--output-dir", tmp_path / "run"]
     (tmp_path / "best.pt").touch()
     write_pickle(tmp_path / "a.pkl", [make_trace(0)])
+    (tmp_path / "a.h5").write_bytes(b"\x89HDF\r\n\x1a\n")
+    (tmp_path / "a.arrow").write_bytes(b"ARROW1\0\0")
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
     questions = ("--questions", "package:facts", "--limit", 1, "--out", tmp_path / "traces")
     return {
         "train": [
@@ -67,6 +70,13 @@ def usages(tmp_path):
             "from tracestore.extract import capture",
         ],
         "remote": [["info", "s3://bucket/store.zarr"], "import tracestore; tracestore.open('s3://bucket/store.zarr')"],
+        "inputs": [["convert", tmp_path / name, tmp_path / "new.zarr"] for name in ("a.h5", "a.arrow", "a.parquet")],
+        "hub": [
+            ["push", store, "user/name"],
+            ["pull", "user/name", tmp_path / "pulled.zarr"],
+            ["export", store, tmp_path / "out", "--format", "datasets"],
+            "import tracestore.hub.push",
+        ],
         "serve": [["serve", store], "import tracestore.serve as s; s.make_server(None)"],
         "dask": [["convert", tmp_path / "a.pkl", tmp_path / "new.zarr", "--dask", "local"]],
         "tensorboard": [[*run, "--tensorboard"]],
@@ -113,6 +123,7 @@ def test_commands_without_extras_run_without_their_libraries(usages, tmp_path):
         ["merge", store, tmp_path / "merged.zarr"],
         ["subset", store, tmp_path / "part.zarr", "--split", "train"],
         ["export", store, tmp_path / "out"],
+        ["export", store, tmp_path / "tensors", "--format", "safetensors"],
     ]
     assert run_without(all_modules, plain) == [[0, ""]] * len(plain)
 

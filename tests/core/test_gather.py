@@ -216,6 +216,83 @@ def test_copies_are_concatenated(sizes, dtype, wide, threads, shift):
         copies.set_output(np.zeros(out.size + 8, "u1"), 16)
 
 
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 60),
+    st.sampled_from([1, 3, 33, 4096]),
+    st.sampled_from(["f2", "f4"]),
+    st.booleans(),
+    st.booleans(),
+    st.integers(1, 3),
+)
+@settings(max_examples=60, deadline=None)
+def test_rows_equal_the_oracle(seed, n, items, dtype, wide, scattered, threads):
+    rng = np.random.default_rng(seed)
+    arrays = [rng.standard_normal((k, items)).astype(dtype) for k in (1, 40, 7)]
+    views = [gather.ArrayView(raw(a), len(a), items * a.itemsize) for a in arrays]
+    array = rng.integers(0, 3, n).astype("i4")
+    row = rng.integers(0, np.array([1, 40, 7])[array])
+    target = rng.permutation(n) if scattered else np.arange(n)
+    out = np.zeros((n, items), "f4" if wide else dtype)
+    job = gather.RowJob(
+        [*views, None], array, row, CODES[dtype], CODES[out.dtype.str[1:]], target if scattered else None, n
+    )
+    assert job.out_bytes == out.nbytes
+    if n:
+        job.set_output(out.reshape(-1).view("u1"))
+        job.run(threads)
+    expected = np.array([arrays[a][r] for a, r in zip(array, row, strict=True)]).reshape(n, items).astype(out.dtype)
+    np.testing.assert_array_equal(out[target], expected)
+
+
+def test_rows_outside_their_array_are_refused():
+    view = gather.ArrayView(np.zeros(64, "u1"), 4, 16)
+    other = gather.ArrayView(np.zeros(64, "u1"), 8, 8)
+    for arrays, array, row, target in (
+        ([view], [1], [0], None),
+        ([view], [-1], [0], None),
+        ([view], [0], [4], None),
+        ([view], [0], [-1], None),
+        ([view], [0], [0, 1], None),
+        ([view, other], [0, 1], [0, 0], None),
+        ([view], [0], [0], [1]),
+        ([view], [0], [0], [-1]),
+    ):
+        with pytest.raises(ValueError, match=r"array|row|target"):
+            gather.RowJob(
+                arrays, np.array(array, "i4"), np.array(row), kernels.F16, kernels.F16,
+                None if target is None else np.array(target), 1,
+            )  # fmt: skip
+    with pytest.raises(TypeError):
+        gather.RowJob([None], np.zeros(1, "i4"), np.zeros(1, "i8"), kernels.F16, kernels.F16)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=90), st.integers(0, 2**32 - 1))
+@settings(max_examples=60, deadline=None)
+def test_runs_equal_the_oracle(lengths, seed):
+    first = np.cumsum(lengths) - lengths
+    numbers = np.random.default_rng(seed).integers(0, sum(lengths), 100)
+    found = np.empty(100, np.int64)
+    gather.find_runs(first, numbers, found)
+    np.testing.assert_array_equal(found, np.searchsorted(first, numbers, side="right") - 1)
+    with pytest.raises(ValueError, match="outside 0"):
+        gather.find_runs(first, np.array([-1]), np.empty(1, np.int64))
+    with pytest.raises(ValueError, match="begin with 0"):
+        gather.find_runs(first + 1, numbers, found)
+
+
+@given(st.integers(0, 300), st.integers(1, 2**50), st.integers(0, 2**32 - 1))
+@settings(max_examples=60, deadline=None)
+def test_a_rough_order_is_a_permutation_that_ascends_over_ranges(n, total, seed):
+    numbers = np.random.default_rng(seed).integers(0, total, n)
+    order = np.full(n, -1)
+    gather.sort_roughly(numbers, total, order)
+    assert sorted(order.tolist()) == list(range(n))
+    assert (np.diff(numbers[order]) > -4 * total / max(n, 1) - 2).all()
+    with pytest.raises(ValueError, match="outside 0"):
+        gather.sort_roughly(np.array([total]), total, np.empty(1, np.int64))
+
+
 def run_copies(sources, dtype, out, out_dtype, threads):
     copies = gather.CopyJob(sources, dtype, out_dtype)
     copies.set_output(out)

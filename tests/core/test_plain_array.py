@@ -1,4 +1,4 @@
-"""The fast path of arrays compared with ingest.pickled_values, which handles every state."""
+"""The fast path of arrays compared with ingest.pickles.pickled_values, which handles every state."""
 
 import random
 
@@ -7,7 +7,7 @@ import pytest
 
 from tracestore._core.pickle import plain_array
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.pickled_values import PickledArray, PickledDtype, make_array
+from tracestore.ingest.pickles.pickled_values import PickledArray, PickledDtype, make_array
 
 TEXTS = ["f2", "f4", "f8", "f16", "i1", "i8", "u2", "c8", "c16", "b1", "U3", "S5", "O"]
 

@@ -7,14 +7,15 @@ import tracestore
 from tests.helpers import make_trace, make_traces, write_store
 from tracestore.errors import TrainingError
 from tracestore.evaluation import split as splits
+from tracestore.split import SPLITS, question_keys, split_keys
 
 
 def test_split_is_a_pure_function():
     keys, labels = [f"k{i}" for i in range(200)], [i % 3 == 0 for i in range(200)]
-    first = splits.split_keys(keys, labels, 1)
+    first = split_keys(keys, labels, 1)
     shuffled = np.random.default_rng(0).permutation(200)
-    assert splits.split_keys([keys[i] for i in shuffled], [labels[i] for i in shuffled], 1) == first
-    assert splits.split_keys(keys, labels, 2) != first
+    assert split_keys([keys[i] for i in shuffled], [labels[i] for i in shuffled], 1) == first
+    assert split_keys(keys, labels, 2) != first
     for positive in (True, False):
         names = [first[k] for k, y in zip(keys, labels, strict=True) if y == positive]
         assert abs(names.count("train") / len(names) - 0.7) < 0.02
@@ -62,8 +63,8 @@ def test_groups_of_any_size_are_assigned_evenly():
 def test_questions_that_share_groups_get_the_same_key():
     questions = ["q1", "q1", "q2", "q3", "q3", "q4", "q5"]
     groups = ["b", "", "a", "a", "b", "", "c"]
-    assert splits.question_keys(questions, groups) == ["a", "a", "a", "a", "a", "q4", "c"]
-    assert splits.question_keys(["q"] * 3, ["", "", ""]) == ["q"] * 3
+    assert question_keys(questions, groups) == ["a", "a", "a", "a", "a", "q4", "c"]
+    assert question_keys(["q"] * 3, ["", "", ""]) == ["q"] * 3
 
 
 def test_no_question_and_no_group_is_in_two_splits(sampled):
@@ -83,7 +84,7 @@ def test_no_question_and_no_group_is_in_two_splits(sampled):
                 names.pop("", None)
                 assert all(len(found) == 1 for found in names.values())
             again = splits.split_from_ids(store, targets, split.question_ids)
-            assert all(np.array_equal(again.indices[p], split.indices[p]) for p in splits.SPLITS)
+            assert all(np.array_equal(again.indices[p], split.indices[p]) for p in SPLITS)
 
 
 def test_too_few_questions_are_refused_by_fold(tmp_path):

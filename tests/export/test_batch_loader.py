@@ -124,3 +124,13 @@ def test_iterating_needs_no_torch(data):
     code = "import sys, tracestore; print(sum(1 for t in tracestore.TraceBatchLoader(sys.argv[1]).iter_traces()), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, data], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.split() == ["7", "False"]
+
+
+def test_a_subset_has_batches_of_its_sources(data, tmp_path):
+    convert(data, tmp_path / "s.zarr")
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        loader = tracestore.TraceBatchLoader(store[[6, 1, 0]])
+        found = [[trace["question_id"] for trace in batch] for batch in loader.iter_batches()]
+        assert found == [["q1", "q0"], ["q6"]]
+        assert repr(loader) == f"TraceBatchLoader({str(store.path)!r}, 2 batches)"
+        assert tracestore.TraceBatchLoader(store).get_total_traces() == len(store)

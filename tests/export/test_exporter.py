@@ -248,7 +248,7 @@ def test_scores_belong_to_their_sample_and_to_any_id(tmp_path):
 def test_labels_that_pickles_cannot_hold_are_reported(tmp_path):
     write_store(tmp_path / "s.zarr", make_traces(3), label=lambda k: 1.0 if k else None, group="g")
     done = export(tmp_path / "s.zarr", tmp_path / "out")
-    assert "2 traces have a stored label" in done.stdout
+    assert "left out: 2 stored labels" in done.stdout
     assert (tmp_path / "out" / "scores.csv").read_text().splitlines()[1] == "q0,,g"
 
 
@@ -264,7 +264,7 @@ def test_extras_that_look_like_encoded_values(tmp_path):
 
 def test_files_of_graphs_are_limited_in_bytes(tmp_path, monkeypatch):
     write_store(tmp_path / "s.zarr", make_traces(6, tokens=20))
-    monkeypatch.setattr(tracestore.export.exporter, "MAX_GRAPH_BYTES", 2 * (20 * 3 * 8 * 2 + 3 * 210 * 20))
+    monkeypatch.setattr(tracestore.export.exporter, "MAX_FILE_BYTES", 2 * (20 * 3 * 8 * 2 + 3 * 210 * 20))
     export_store(tracestore.open(tmp_path / "s.zarr"), tmp_path / "out", format="pt-gnn")
     assert len(list((tmp_path / "out").iterdir())) == 3
 

@@ -6,7 +6,7 @@ import torch
 
 import tracestore
 from tracestore.errors import UsageError
-from tracestore.extract import capture
+from tracestore.extract import Select, capture
 
 
 def make_model(kind, **options):
@@ -108,7 +108,7 @@ def test_lengths_cut_finished_rows(tmp_path):
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_new_text_starts_a_new_recording(use_cache):
     model, ids = make_model("llama"), torch.arange(1, 8)[None]
-    with torch.inference_mode(), capture(model, attention=False) as states:
+    with torch.inference_mode(), capture(model, select=Select(heads="none")) as states:
         answer = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False, use_cache=use_cache
         )
@@ -135,7 +135,7 @@ def test_caller_controls_the_output_of_the_model():
 
 def test_records_hidden_states_only():
     model, ids = make_model("llama", attn_implementation="sdpa"), torch.arange(1, 8)[None]
-    with torch.inference_mode(), capture(model, attention=False, dtype=torch.float32) as states:
+    with torch.inference_mode(), capture(model, select=Select(heads="none"), dtype=torch.float32) as states:
         answer = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)
         trace = states.trace()
     assert "attentions" not in trace and trace["tokens"].tolist() == answer[0, :-1].tolist()
@@ -166,3 +166,128 @@ def test_wrong_use_raises_usage_error():
     fast = make_model("llama", attn_implementation="sdpa")
     with capture(fast), pytest.raises((UsageError, ValueError), match="eager"):
         fast(ids)
+
+
+def generated(model, ids, **options):
+    return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, **options)[0]
+
+
+@pytest.mark.parametrize("positions", ["answer", 4, 100])
+@pytest.mark.parametrize("heads", ["all", "mean", "none"])
+def test_records_the_selection(positions, heads):
+    model, ids = make_model("llama"), torch.arange(1, 8)[None]
+    with torch.inference_mode(), capture(model, select=Select((1, -1), positions, heads)) as states:
+        answer = generated(model, ids)[:-1]
+        trace = states.trace()
+    first = {"answer": 7, 4: len(answer) - 4, 100: 0}[positions]
+    hidden, attention = forward(model, answer)
+    assert trace["tokens"].tolist() == answer[first:].tolist()
+    for found, layer in zip(trace["hidden_states"], (0, 2), strict=True):
+        np.testing.assert_allclose(found.astype("f4"), hidden[layer][first:].numpy(), atol=2e-3)
+    assert ("attentions" in trace) == (heads != "none")
+    for found, layer in zip(trace.get("attentions", ()), (0, 2), strict=heads != "none"):
+        expected = attention[layer][:, first:, first:].numpy()
+        expected = expected.mean(0, keepdims=True) if heads == "mean" else expected
+        np.testing.assert_allclose(found.astype("f4"), expected, atol=2e-3)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_last_positions_of_padded_rows(side):
+    model = make_model("llama")
+    rows = [torch.arange(1, 4), torch.arange(5, 12)]
+    ids, mask = torch.zeros(2, 7, dtype=torch.long), torch.zeros(2, 7, dtype=torch.long)
+    for k, row in enumerate(rows):
+        columns = slice(7 - len(row), 7) if side == "left" else slice(0, len(row))
+        ids[k, columns], mask[k, columns] = row, 1
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.inference_mode(), capture(model, select=Select(positions=2)) as states:
+        model(input_ids=ids, attention_mask=mask, position_ids=positions)
+        traces = states.traces()
+    for trace, row in zip(traces, rows, strict=True):
+        hidden, attention = forward(model, row)
+        assert trace["tokens"].tolist() == row[-2:].tolist()
+        np.testing.assert_allclose(trace["hidden_states"][1].astype("f4"), hidden[1][-2:].numpy(), atol=2e-3)
+        np.testing.assert_allclose(trace["attentions"][1].astype("f4"), attention[1][:, -2:, -2:].numpy(), atol=2e-3)
+
+
+def test_recording_of_the_last_positions_stays_small():
+    model, ids = make_model("llama"), torch.arange(1, 8)[None]
+    with torch.inference_mode(), capture(model, select=Select(positions=3)) as states:
+        for _ in range(2):
+            generated(model, ids, min_new_tokens=6)
+            assert states.num_tokens == 3
+            assert len(states.trace()["tokens"]) == 3
+
+
+class Recurrent(torch.nn.Module):
+    """A model of another library: no config, no attention; its second layer changes its input in place."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.rnn = torch.nn.Embedding(50, 8), torch.nn.GRU(8, 8, batch_first=True)
+        self.act = torch.nn.ReLU(inplace=True)
+
+    def forward(self, tokens, attention_mask=None):
+        return self.act(self.rnn(self.embedding(tokens))[0]).sum(-1)
+
+
+def test_records_modules_by_name(tmp_path):
+    model, ids = Recurrent(), torch.tensor([[3, 4, 5], [6, 7, 0]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    with torch.inference_mode():
+        embedded = model.embedding(ids)
+        states = model.rnn(embedded)[0]
+        with capture(model, select=Select(["embedding", "rnn"], heads="none"), dtype=torch.float32) as recorded:
+            model(ids, attention_mask=mask)
+            traces = recorded.traces()
+        with tracestore.create(tmp_path / "s.zarr", attention="none", dtype="keep") as writer:
+            for k, trace in enumerate(traces):
+                writer.append(trace | {"question_id": f"q{k}"})
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        for k, length in enumerate((3, 2)):
+            assert store[k].tokens.tolist() == ids[k, :length].tolist()
+            np.testing.assert_array_equal(store[k].hidden_states, torch.stack([embedded[k], states[k]])[:, :length])
+    model(ids)
+    assert recorded.num_tokens == 0, "the hooks are still there"
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_modules_of_a_hugging_face_model_by_name(use_cache):
+    model, ids = make_model("gpt2", attn_implementation="sdpa"), torch.arange(1, 8)[None]
+    select = Select(["transformer.h.0", "transformer.ln_f"], heads="none")
+    with torch.inference_mode(), capture(model, select=select) as states:
+        answer = generated(model, ids, use_cache=use_cache)[:-1]
+        trace = states.trace()
+    hidden, _ = forward(make_model("gpt2"), answer)
+    assert trace["tokens"].tolist() == answer.tolist()
+    for found, layer in zip(trace["hidden_states"], (0, 2), strict=True):
+        np.testing.assert_allclose(found.astype("f4"), hidden[layer].numpy(), atol=2e-3)
+
+
+def test_wrong_selections_are_usage_errors():
+    for options, words in (
+        ({"heads": "first"}, "heads: found"),
+        ({"positions": 0}, "positions: found"),
+        ({"positions": "prompt"}, "positions: found"),
+        ({"positions": True}, "positions: found"),
+        ({"layers": []}, "layers: found none"),
+        ({"layers": ["rnn"]}, "heads='none'"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            Select(**options)
+    with (
+        pytest.raises(UsageError, match="no module 'cell'"),
+        capture(Recurrent(), select=Select(["cell"], heads="none")),
+    ):
+        pass
+    model = Recurrent()
+    with capture(model, select=Select([""], heads="none")), pytest.raises(UsageError, match="no tensor"):
+        model(torch.ones(1, 2, dtype=torch.long))
+    model, ids = make_model("llama"), torch.arange(1, 8)[None]
+    with capture(model, select=Select([4])), pytest.raises(UsageError, match="expected 1 to 3"):
+        model(ids)
+    with capture(model, select=Select(positions="answer")) as states:
+        model(ids)
+        with pytest.raises(UsageError, match="no token at the selected positions"):
+            states.trace()

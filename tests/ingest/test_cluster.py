@@ -18,6 +18,7 @@ from tracestore import cli
 from tracestore.convert import runner
 from tracestore.ingest import cluster as cluster_module
 from tracestore.ingest.packing import PackOptions
+from tracestore.ingest.sources import SourceFile
 from tracestore.store.format.labels import ScoreField
 from tracestore.store.write.pack import pack_record
 from tracestore.store.write.record import record_from_dict
@@ -104,12 +105,12 @@ def test_sources_before_a_failed_worker_are_committed(data, tmp_path, monkeypatc
         spool = options.scratch / ".spool"
         spool.mkdir(exist_ok=True)
 
-        def submit(path, name, target):
+        def submit(source, target):
             future = Future()
-            if "batch_2" in name:
+            if "batch_2" in source.name:
                 future.set_exception(RuntimeError("worker died"))
             else:
-                future.set_result(cluster_module._pack_source(options, path, name, target))
+                future.set_result(cluster_module._pack_source(options, source, target))
             return future
 
         for k, source in enumerate(sources):
@@ -132,8 +133,9 @@ def test_a_source_can_be_packed_again(data, tmp_path):
     """Dask repeats the work of a worker that died."""
     options = PackOptions(attention="mean", keep_dtype=False, max_memory=1 << 28, scratch=tmp_path, max_waiting=1 << 28)
     (tmp_path / "0").write_bytes(b"unfinished")
+    source = SourceFile(data / "batch_0.pkl", "batch_0.pkl")
     for _ in range(2):
-        assert cluster_module._pack_source(options, data / "batch_0.pkl", "batch_0.pkl", str(tmp_path / "0")) == 4
+        assert cluster_module._pack_source(options, source, str(tmp_path / "0")) == []
         assert len(list(read_spool(tmp_path / "0"))) == 4 and len(list(tmp_path.iterdir())) == 1
 
 

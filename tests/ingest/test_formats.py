@@ -12,8 +12,8 @@ import torch
 import tracestore
 from tests.helpers import as_torch, convert, make_graphs, make_trace, make_traces, write_pickle, write_store
 from tests.store.second_reader import read_store
-from tracestore.ingest import pickle_reader
 from tracestore.ingest.formats import read_traces
+from tracestore.ingest.pickles import pickle_reader
 
 
 def assert_store_holds(store_path, traces, heads):

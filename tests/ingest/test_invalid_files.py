@@ -34,7 +34,6 @@ def bad_schema():
     good = make_trace(2, tokens=3)
     yield "missing hidden_states", {k: v for k, v in good.items() if k != "hidden_states"}, "hidden_states"
     yield "missing attentions", {k: v for k, v in good.items() if k != "attentions"}, "attentions"
-    yield "missing tokens", {k: v for k, v in good.items() if k != "tokens"}, "tokens"
     ragged = list(good["hidden_states"])
     ragged[1] = ragged[1][:2]
     yield "ragged layers", {**good, "hidden_states": ragged}, "hidden_states[1]"
@@ -137,7 +136,7 @@ def test_a_handmade_pickle_is_refused(tmp_path, data, word):
     if data:
         packed = tmp_path / "bad.pkl.gz"
         packed.write_bytes(gzip.compress(data))
-        assert_refused(packed, "inside gzip" if word == "truncated" and len(data) < 20 else word)
+        assert_refused(packed, "in a compressed file" if word == "truncated" and len(data) < 20 else word)
 
 
 def test_arrays_that_do_not_match_their_bytes_are_refused(tmp_path):
@@ -218,7 +217,7 @@ def test_valid_files_before_an_invalid_one_are_committed(tmp_path):
     del broken[2]["hidden_states"]
     write_pickle(data / "batch_1.pkl", broken)
     done = convert(data, tmp_path / "s.zarr", check=3)
-    assert done.stderr.strip() == "tracestore convert: batch_1.pkl, trace 2, hidden_states: missing key"
+    assert done.stderr.startswith("tracestore convert: batch_1.pkl, trace 2, hidden_states: missing key")
     command("verify", tmp_path / "s.zarr", check=0)
     assert tracestore.open(tmp_path / "s.zarr").question_ids == ["q0", "q1", "q2"]
     before = tree_bytes(tmp_path / "s.zarr")

@@ -59,7 +59,7 @@ def test_inflating_ahead_does_not_change_the_bytes(tmp_path, monkeypatch, ahead_
     def inflated(name, content):
         (tmp_path / name).write_bytes(content)
         chosen = random.Random(1)
-        chunks = byte_source.GzipChunks(tmp_path / name, lambda: chosen.random() < ahead_share)
+        chunks = byte_source.InflatedChunks(tmp_path / name, lambda: chosen.random() < ahead_share)
         try:
             return b"".join(iter(chunks, b""))
         finally:

@@ -5,8 +5,10 @@ import torch
 
 from tests.helpers import run_cli
 from tests.oom.failing import NO_KERNEL
+from tracestore.errors import UsageError, explain_dtype
 from tracestore.oom import errors
 from tracestore.oom.errors import StepOutcome, classify, is_out_of_memory
+from tracestore.oom.guard import OOMGuard
 
 _, DEVICE_OOM, HOST_OOM, OTHER_ERROR, AMBIGUOUS = StepOutcome
 
@@ -95,3 +97,34 @@ assert 50 << 20 < allocatable_bytes() <= 100 << 20
 print(memory_is_short(40 << 20), memory_is_short(120 << 20))
 """
     assert run_cli("-c", code, check=0).stdout == "False True\n"
+
+
+LAYERS = {
+    "linear": lambda: torch.nn.Linear(8, 4),
+    "lstm": lambda: torch.nn.LSTM(8, 4, batch_first=True),
+    "conv": lambda: torch.nn.Conv1d(3, 4, 1),
+    "attention": lambda: torch.nn.TransformerEncoderLayer(8, 2, batch_first=True),
+    "bilinear": lambda: torch.nn.Bilinear(8, 8, 2),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_float32_model_that_gets_float16_batches_is_told_what_to_do(name, dtype):
+    layer, x = LAYERS[name](), torch.zeros(2, 3, 8, dtype=dtype)
+    guard = OOMGuard(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+
+    def loss(begin, end):
+        out = layer(*[x[begin:end]] * (2 if name == "bilinear" else 1))
+        return (out[0] if isinstance(out, tuple) else out).float().sum()
+
+    for attempt in (lambda: guard.step(2, loss), lambda: guard.evaluate(2, loss)):
+        with pytest.raises(UsageError, match='pass dtype="float32" to the loader') as raised:
+            attempt()
+        assert "float16" in str(raised.value) and isinstance(raised.value.__cause__, RuntimeError | ValueError)
+        assert "\n" not in str(raised.value)
+
+
+def test_other_errors_are_not_explained():
+    for error in (RuntimeError("shape '[2]' is invalid for input of size 3"), KeyError("Half != float")):
+        assert explain_dtype(error) is error

@@ -2,12 +2,23 @@
 
 import doctest
 import importlib
+import inspect
+import re
 
 import pytest
 
-from tests.helpers import make_traces, write_store
+import tracestore
+from tests.helpers import ROOT, make_traces, write_store
 
+API = (ROOT / "docs/api.md").read_text(encoding="utf-8")
 MODULES = {
+    "tracestore.store.fields": None,
+    "tracestore.store.format.provenance": None,
+    "tracestore.store.read.store": None,
+    "tracestore.store.read.subset": "pandas",
+    "tracestore.store.read.trace": None,
+    "tracestore.store.write.create": None,
+    "tracestore.oom.guard": None,
     "tracestore.data.collate": None,
     "tracestore.data.datasets": None,
     "tracestore.data.loader": None,
@@ -34,3 +45,39 @@ def test_examples_run(name, store_in_current_folder, tmp_path, monkeypatch):
         monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     results = doctest.testmod(importlib.import_module(name))
     assert results.failed == 0 and results.attempted > 0
+
+
+def public_objects():
+    """Return the public functions and classes, without exceptions, by name."""
+    found = {name: getattr(tracestore, name) for name in tracestore.__all__}
+    return {name: o for name, o in found.items() if callable(o) and not issubclass_of(o, BaseException)}
+
+
+def issubclass_of(value, kind):
+    return inspect.isclass(value) and issubclass(value, kind)
+
+
+def documented_methods(name, kind):
+    """Return the methods that docs/api.md shows of a class: its members, or all that are public."""
+    methods = [f for n, f in inspect.getmembers(kind, inspect.isfunction) if not n.startswith("_")]
+    listed = re.search(
+        rf"^::: tracestore\.{name}\n    options:\n(?:      .*\n)*?      members: \[(.*)\]", API, re.MULTILINE
+    )
+    return methods if listed is None else [f for f in methods if f.__name__ in listed[1].split(", ")]
+
+
+def test_every_public_name_has_types_documented_parameters_and_an_example():
+    for name, value in public_objects().items():
+        assert f"::: tracestore.{name}\n" in API and "\n    Examples\n" in value.__doc__, name
+        for function in [value] if inspect.isfunction(value) else documented_methods(name, value):
+            where, text = f"{name}.{function.__name__}", function.__doc__
+            assert "return" in function.__annotations__, where
+            for parameter in list(inspect.signature(function).parameters.values())[inspect.isclass(value) :]:
+                assert parameter.annotation is not inspect.Parameter.empty, where
+                listed = rf"^ +(?:[\w*]+, )*\*{{0,2}}{parameter.name}(?:, \w+)*(?: :|$)"
+                assert "; see `" in text or re.search(listed, text, re.MULTILINE), f"{where}: {parameter.name}"
+
+
+def test_dir_shows_public_names_only():
+    assert dir(tracestore) == sorted(tracestore.__all__)
+    assert all(hasattr(tracestore, name) for name in dir(tracestore))

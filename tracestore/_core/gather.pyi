@@ -27,12 +27,31 @@ class ArrayView:
 @final
 class RowRange:
     num_bytes: int
+    def __getitem__(self, bytes_: slice) -> RowRange: ...
 
 @final
 class CopyJob(Job):
     out_bytes: int
     def __new__(cls, sources: list[Any], dtype: int, out_dtype: int) -> Self: ...
     def set_output(self, out: _Buffer, offset: int = 0) -> None: ...
+
+@final
+class RowJob(Job):
+    out_bytes: int
+    def __new__(
+        cls,
+        arrays: list[Any],
+        array: Any,
+        row: Any,
+        dtype: int,
+        out_dtype: int,
+        target: Any = None,
+        num_targets: int = 0,
+    ) -> Self: ...
+    def set_output(self, out: _Buffer, offset: int = 0) -> None: ...
+
+def find_runs(first: Any, numbers: Any, out: Any) -> None: ...
+def sort_roughly(numbers: Any, total: int, out: Any) -> None: ...
 
 @final
 class GraphBatchJob(Job):

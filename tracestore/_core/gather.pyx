@@ -9,7 +9,7 @@ One module of over 400 lines, because its jobs share C-level classes that Cython
 """
 cimport cython
 from cpython.exc cimport PyErr_CheckSignals
-from libc.stdint cimport int32_t, int64_t, uint16_t
+from libc.stdint cimport int32_t, int64_t, uint16_t, uint64_t
 from libc.stdlib cimport free, malloc
 from posix.unistd cimport getpid
 
@@ -49,6 +49,20 @@ cdef extern from "gather.h" nogil:
     int ts_fill_edges(const ts_graph *graphs, size_t n, const ts_edge_options *options, int num_threads,
                       int64_t *source, int64_t *target, unsigned char *weight)
     int ts_pack_graphs(const ts_graph *graphs, size_t n, const ts_edge_options *options, int num_threads, unsigned char *out)
+
+cdef extern from "rows.h" nogil:
+    struct ts_rows:
+        const unsigned char **arrays
+        const int32_t *array
+        const int64_t *row
+        const int64_t *target
+        size_t row_items
+        ts_dtype dtype "in"
+        ts_dtype out
+        unsigned char *dst
+    int ts_gather_rows(const ts_rows *rows, size_t n, int num_threads)
+    void ts_find_runs(const int64_t *first, size_t num_runs, const int64_t *numbers, size_t n, int64_t *run)
+    int ts_sort_roughly(const int64_t *numbers, size_t n, uint64_t total, int64_t *order)
 
 cdef extern from "thread_pool.h" nogil:
     struct ts_thread_pool:
@@ -132,13 +146,13 @@ cdef class Job:
         return 0
 
     cdef int track_maps(self, list owners) except -1:
-        """Record the mappings that the RowRanges among `owners` read from."""
+        """Record the mappings that the RowRanges and ArrayViews among `owners` read from."""
         cdef MappedFile mapped, last = None
         cdef size_t i
         self.sources = []
         for source in owners:
-            if type(source) is RowRange:
-                mapped = (<RowRange>source).array.mapped
+            if type(source) is RowRange or type(source) is ArrayView:
+                mapped = ((<RowRange>source).array if type(source) is RowRange else <ArrayView>source).mapped
                 # Neighbors in a batch are often in the same file.
                 if mapped is not None and mapped is not last and mapped not in self.sources:
                     self.sources.append(mapped)
@@ -262,6 +276,14 @@ cdef class RowRange:
     cdef const unsigned char *data
     cdef readonly size_t num_bytes
 
+    def __getitem__(self, bytes_) -> RowRange:
+        """Return a slice of the bytes."""
+        cdef RowRange part = RowRange.__new__(RowRange)
+        cdef size_t begin, end
+        begin, end, _ = bytes_.indices(self.num_bytes)
+        part.array, part.data, part.num_bytes = self.array, self.data + begin, max(begin, end) - begin
+        return part
+
 
 cdef struct _Bytes:
     const unsigned char *data
@@ -346,6 +368,122 @@ cdef class CopyJob(Job):
 
     cdef int work(self) noexcept nogil:
         return ts_copy_many(self.copies, self.n, self.dtype, self.out_dtype, self.num_threads)
+
+
+@cython.no_gc
+cdef class RowJob(Job):
+    """Gather rows of several arrays into a buffer.
+
+    Parameters
+    ----------
+    arrays : list of ArrayView or None
+        Arrays of rows of equal size. None: no row comes from this one.
+    array : int32 (n,)
+        The array of each row.
+    row : int64 (n,)
+        The number of each row in its array.
+    dtype, out_dtype : int
+        Stored type and output type.
+    target : int64 (n,), optional
+        The number of each row in the output. By default rows are written one after another.
+    num_targets : int
+        Rows of the output. Required by `target`.
+
+    Attributes
+    ----------
+    out_bytes : int
+        Size of the output.
+
+    Raises
+    ------
+    ValueError
+        If a row is outside its array or the output, or sizes disagree.
+    """
+    cdef list owners
+    cdef ts_rows rows
+    cdef const unsigned char **arrays
+    cdef const int32_t[::1] array
+    cdef const int64_t[::1] row
+    cdef const int64_t[::1] target
+    cdef _View out
+    cdef readonly size_t out_bytes
+
+    def __cinit__(self, list arrays, const int32_t[::1] array, const int64_t[::1] row, int dtype, int out_dtype,
+                  const int64_t[::1] target=None, size_t num_targets=0):
+        cdef size_t i, num_arrays = len(arrays), n = <size_t>array.shape[0], row_bytes = 0
+        cdef ArrayView view
+        _check_dtypes(dtype, out_dtype)
+        self.rows.dtype, self.rows.out = <ts_dtype>dtype, <ts_dtype>out_dtype
+        self.owners, self.array, self.row, self.target = [], array, row, target
+        self.arrays = <const unsigned char **>allocate(num_arrays, sizeof(unsigned char *))
+        for i in range(num_arrays):
+            self.arrays[i] = NULL
+        if <size_t>row.shape[0] != n or (target is not None and <size_t>target.shape[0] != n):
+            raise ValueError("array, row and target must have one entry per row")
+        for i in range(n):
+            if array[i] < 0 or <size_t>array[i] >= num_arrays:
+                raise ValueError(f"array {array[i]} of {num_arrays}")
+            view = <ArrayView?>arrays[array[i]]
+            if self.arrays[array[i]] == NULL:
+                self.arrays[array[i]] = <const unsigned char *>view.view.view.buf
+                self.owners.append(view)
+                row_bytes = row_bytes or view.row_bytes
+                if view.row_bytes != row_bytes or row_bytes % ts_dtype_bytes(self.rows.dtype):
+                    raise ValueError(f"rows of {view.row_bytes} bytes, expected {row_bytes}")
+            if row[i] < 0 or <size_t>row[i] >= view.num_rows:
+                raise ValueError(f"row {row[i]} of {view.num_rows}")
+            if target is not None and (target[i] < 0 or <size_t>target[i] >= num_targets):
+                raise ValueError(f"target {target[i]} of {num_targets}")
+        self.rows.arrays, self.rows.row_items = self.arrays, row_bytes // ts_dtype_bytes(self.rows.dtype)
+        if n > 0:
+            self.rows.array, self.rows.row = &array[0], &row[0]
+            self.rows.target = &target[0] if target is not None else NULL
+        self.out_bytes = (n if target is None else num_targets) * self.rows.row_items * ts_dtype_bytes(self.rows.out)
+        self.track_maps(self.owners)
+
+    def __dealloc__(self):
+        self.detach()
+        free(self.arrays)
+
+    def set_output(self, out, size_t offset=0) -> None:
+        """Write `out_bytes` at an offset of a buffer. Raises ValueError if they do not fit."""
+        cdef _View o = _View(out, True)
+        self.rows.dst = _output_at(o, offset, self.out_bytes)
+        self.out, self.has_output = o, True
+
+    cdef int work(self) noexcept nogil:
+        return ts_gather_rows(&self.rows, <size_t>self.array.shape[0], self.num_threads)
+
+
+cdef int _require_numbers(const int64_t[::1] numbers, uint64_t total) except -1:
+    cdef Py_ssize_t k
+    for k in range(numbers.shape[0]):
+        if numbers[k] < 0 or <uint64_t>numbers[k] >= total:
+            raise ValueError(f"number {numbers[k]} is outside 0 .. {total - 1}")
+    return 0
+
+
+def sort_roughly(const int64_t[::1] numbers, uint64_t total, int64_t[::1] out) -> None:
+    """Write an order of numbers below `total` in which numbers far apart ascend."""
+    cdef int ret
+    if out.shape[0] != numbers.shape[0]:
+        raise ValueError("out must be as long as numbers")
+    _require_numbers(numbers, total)
+    if numbers.shape[0]:
+        with nogil:
+            ret = ts_sort_roughly(&numbers[0], <size_t>numbers.shape[0], total, &out[0])
+        if ret != 0:
+            raise_error(ret)
+
+
+def find_runs(const int64_t[::1] first, const int64_t[::1] numbers, int64_t[::1] out) -> None:
+    """Write the last run that begins at or before each number, where `first` ascends from 0."""
+    if out.shape[0] != numbers.shape[0] or first.shape[0] == 0 or first[0] != 0:
+        raise ValueError("first must begin with 0, and out must be as long as numbers")
+    _require_numbers(numbers, 1 << 63)
+    if numbers.shape[0]:
+        with nogil:
+            ts_find_runs(&first[0], <size_t>first.shape[0], &numbers[0], <size_t>numbers.shape[0], &out[0])
 
 
 cdef int _require_size(_Bytes found, size_t num_bytes) except -1:

@@ -3,8 +3,8 @@
 
 It implements the pickle machine that the standard module pickletools documents, for the opcodes that
 files of traces contain. The caller decides the meaning of names: `find_class` maps a name to a
-`global_type`, whose call(args) and new(args) return inert values; build(state) completes a `value_type`;
-`persistent_load` resolves a persistent id.
+`global_type`, whose call(args) and new(args) return inert values; build(state) and add_items(items) complete a
+`value_type`; `persistent_load` resolves a persistent id. Sets become lists.
 
 One module of over 400 lines, because stack, memo and opcodes share C-level state within a module.
 """
@@ -33,7 +33,8 @@ cdef enum:
     PUT = 112, BINPUT = 113, LONG_BINPUT = 114, SETITEM = 115, TUPLE = 116, SETITEMS = 117
     EMPTY_DICT = 125, PROTO = 128, NEWOBJ = 129, TUPLE1 = 133, TUPLE2 = 134, TUPLE3 = 135
     NEWTRUE = 136, NEWFALSE = 137, LONG1 = 138, LONG4 = 139, SHORT_BINUNICODE = 140, BINUNICODE8 = 141
-    BINBYTES8 = 142, STACK_GLOBAL = 147, MEMOIZE = 148, FRAME = 149, BYTEARRAY8 = 150
+    BINBYTES8 = 142, EMPTY_SET = 143, ADDITEMS = 144, FROZENSET = 145, STACK_GLOBAL = 147, MEMOIZE = 148
+    FRAME = 149, BYTEARRAY8 = 150
 
 # The limits are C constants because every opcode checks them.
 cdef uint64_t MAX_OPCODES = 1 << 31
@@ -142,6 +143,12 @@ cdef class ByteReader:
     def is_eof(self):
         """Return whether the stream is exhausted."""
         raise NotImplementedError
+
+    def peek(self):
+        """Return the next byte without reading it. Raises InvalidInputError at the end of the stream."""
+        cdef int value = self.next_bytes(1)[0]
+        self.cursor -= 1
+        return value
 
 
 cdef struct _Copy:
@@ -294,7 +301,7 @@ cdef class ChunkReader(ByteReader):
         if count < SMALL_BYTES:
             return PyBytes_FromStringAndSize(<const char *>self.next_bytes(count), count)
         if count > self.max_payload:
-            raise _invalid(f"found a value of {count:,} bytes inside gzip, expected at most {self.max_payload:,}")
+            raise _invalid(f"found a value of {count:,} bytes in a compressed file, expected at most {self.max_payload:,}")
         if count <= <uint64_t>(self.limit - self.cursor) and self.charge():
             return self.view_of_window(count)
         if self.in_memory + count > self.max_memory:
@@ -368,7 +375,8 @@ cdef class SafeUnpickler:
     global_type : type
         Type of the results of `find_class`, with the methods call(args) and new(args).
     value_type : type
-        Type of the values that the BUILD opcode may complete, with the method build(state).
+        Type of the values that opcodes may complete: BUILD with the method build(state), SETITEMS with
+        add_items(items), a list of keys and values.
     persistent_load : callable or None
         Resolves a persistent id. None refuses them.
     retained_bytes : int
@@ -649,6 +657,10 @@ cdef class SafeUnpickler:
 
     cdef int set_items(self, target, list items) except -1:
         cdef Py_ssize_t k
+        if isinstance(target, self.value_type) and len(items) % 2 == 0:
+            target.add_items(items)
+            self.live += 50 * len(items)
+            return 0
         if type(target) is not dict:
             raise _invalid(f"not a well-formed pickle: items are added to a {type(target).__name__}")
         if len(items) % 2:
@@ -823,6 +835,15 @@ cdef class SafeUnpickler:
                 raise _invalid(f"found pickle protocol {at[0]}, expected 0 to 5")
         elif code == FRAME:
             self.source.next_bytes(8)
+        elif code == EMPTY_SET:
+            self.push([], 64)
+        elif code == ADDITEMS:
+            items = self.pop_mark()
+            self.top_list().extend(items)
+            self.live += 8 * len(items)
+        elif code == FROZENSET:
+            items = self.pop_mark()
+            self.push(items, 64 + 8 * len(items))
         elif code == STOP:
             return self.stop()
         else:
@@ -876,7 +897,7 @@ cdef Py_ssize_t MAX_ARRAY_BYTES = 1 << 62
 def plain_array(tuple state, object dtype, Py_ssize_t itemsize):
     """Return the array of an ndarray state if it is a plain one, else None.
 
-    This is the fast path of ingest.pickled_values, which reports errors for all other states.
+    This is the fast path of ingest.pickles.pickled_values, which reports errors for all other states.
 
     Parameters
     ----------

@@ -1,6 +1,7 @@
 """Stores from and to Hugging Face datasets."""
 
 import hashlib
+import json
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args
@@ -10,8 +11,10 @@ import numpy as np
 from tracestore.errors import MissingFieldError, UsageError
 from tracestore.extras import needs
 from tracestore.store.format import schema
+from tracestore.store.format.extras import decode_extras, decode_list
 from tracestore.store.format.labels import CORRECT, SCORE_COLUMNS
 from tracestore.store.read.store import TraceStore
+from tracestore.store.read.subset import TraceSubset
 from tracestore.store.write.create import create
 
 with needs("bridges"):
@@ -26,16 +29,16 @@ _TYPES |= {"has_nonfinite": "bool", "question": "string", "answer": "string"}
 _REQUIRED = ("question_id", "hidden_states", "tokens")
 
 
-def to_datasets(store: TraceStore, arrays: Sequence[Array] = ("last_token",)) -> "datasets.Dataset":
-    """Return the traces of a store as a Dataset with one row per trace.
+def to_datasets(store: TraceStore | TraceSubset, arrays: Sequence[Array] = ("last_token",)) -> "datasets.Dataset":
+    """Return the traces of a store or subset as a Dataset with one row per trace.
 
     All values are written into the cache directory of datasets, so this suits small stores and last
     tokens.
 
     Parameters
     ----------
-    store : TraceStore
-        The store.
+    store : TraceStore or TraceSubset
+        The store, or a subset of one.
     arrays : sequence of {"last_token", "hidden_states", "attention"}
         Arrays to include as float32: last_token (L, D), hidden_states (L, S, D), attention
         (L, S, S) or (L, H, S, S).
@@ -64,11 +67,12 @@ def to_datasets(store: TraceStore, arrays: Sequence[Array] = ("last_token",)) ->
     for name in arrays:
         if name not in ARRAYS:
             raise UsageError(f"found array {name!r}, expected one of {', '.join(ARRAYS)}")
-    if set(arrays) & {"hidden_states", "attention"} and len(store) and not store.num_tokens.all():
+    whole: TraceStore = store.store if isinstance(store, TraceSubset) else store
+    if set(arrays) & {"hidden_states", "attention"} and not store.num_tokens.all():
         raise MissingFieldError(f"{store.path}: some traces hold last tokens only: ask for last_token alone")
     if "attention" in arrays and len(store) and store[0].attention_layout is None:
         raise MissingFieldError(f"{store.path}: no attention is stored")
-    features, score = _features(store, arrays), SCORE_COLUMNS[store.score_direction]
+    features, score = _features(whole, arrays), SCORE_COLUMNS[whole.score_direction]
 
     def rows() -> Iterator[dict[str, Any]]:
         for trace in store:
@@ -78,15 +82,15 @@ def to_datasets(store: TraceStore, arrays: Sequence[Array] = ("last_token",)) ->
             row["tokens"] = [] if tokens is None else tokens.tolist()
             row["tokens_decoded"] = trace.tokens_decoded or []
             for name in arrays:
-                dtype = store.attention_dtype if name == "attention" else store.hidden_dtype
+                dtype = whole.attention_dtype if name == "attention" else whole.hidden_dtype
                 array = schema.as_float32(getattr(trace, name), dtype)
                 row[name] = array if name == "last_token" else array.tolist()
             yield row
 
     # datasets reuses cached rows of a generator with the same fingerprint. By default it hashes the
     # path, where another store may be by now.
-    identity = repr((store.internals.manifest, tuple(arrays), datasets.__version__))
-    fingerprint = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
+    identity = repr((whole.internals.manifest, tuple(arrays), datasets.__version__)).encode()
+    fingerprint = hashlib.blake2b(identity + store.indices.tobytes(), digest_size=16).hexdigest()
     return datasets.Dataset.from_generator(rows, features=features, fingerprint=fingerprint)
 
 
@@ -165,6 +169,11 @@ def from_datasets(
                 if name in trace:
                     trace[name] = [np.asarray(layer, "f4") for layer in trace[name]]
             trace["tokens"] = np.asarray(trace["tokens"])
+            # `tracestore export --format datasets` writes these as JSON.
+            if isinstance(trace.get("spans"), str):
+                trace["spans"] = decode_list(trace["spans"])
+            if isinstance(trace.get("extras"), str):
+                trace = decode_extras(json.loads(trace.pop("extras"))) | trace
             writer.append(
                 trace, score=row.get(SCORE_COLUMNS[direction]), label=row.get("label"), group=row.get("group") or ""
             )

@@ -1,6 +1,5 @@
 """A store as a Lightning DataModule."""
 
-import os
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -8,13 +7,16 @@ import numpy as np
 
 from tracestore.data.batch_format import View
 from tracestore.data.order import Shuffle
-from tracestore.evaluation.split import make_split
+from tracestore.errors import explain_dtype
 from tracestore.extras import needs
+from tracestore.split import SPLITS
 from tracestore.store.read.store import TraceStore, open_store
+from tracestore.store.read.subset import TraceSubset
 
 with needs("bridges"):
     from lightning import LightningDataModule
 
+    from tracestore.data.datasets import StoreLike
     from tracestore.data.loader import TraceLoader
 
 
@@ -38,7 +40,7 @@ class _TrainingLoader(TraceLoader):
 
 
 class TraceDataModule(LightningDataModule):
-    """Training, validation and test batches of a store, split by question as `tracestore train` does.
+    """Training, validation and test batches, split by question as `tracestore train` does.
 
     Traces with neither a score nor a label are in no split. Lightning's checkpoints hold the
     position in the epoch. With several ranks each gets its slice of a batch: set
@@ -46,8 +48,8 @@ class TraceDataModule(LightningDataModule):
 
     Parameters
     ----------
-    store : TraceStore, str or PathLike
-        A store or its path.
+    store : TraceStore, TraceSubset, str or PathLike
+        A store, a subset of one, or the path of a store.
     view : {"sequence", "graph"}
         The form of the batches, see `tracestore.TraceLoader`.
     batch_size : int
@@ -58,17 +60,20 @@ class TraceDataModule(LightningDataModule):
         Score below which a trace counts as a hallucination, or above which in a store of
         hallucination scores. A stored label takes precedence.
     **options
-        Further options of `tracestore.TraceLoader`, such as `num_threads` or `attention_threshold`.
+        Further options of `tracestore.TraceLoader`, such as `dtype`, `num_threads` or
+        `attention_threshold`.
 
     Attributes
     ----------
     split : dict of str to ndarray of int64
         Store indices of "train", "val" and "test". Empty before `setup`.
+    store : TraceStore
+        The whole store. None before `setup`.
 
     Examples
     --------
     >>> from tracestore.bridges.lightning import TraceDataModule
-    >>> module = TraceDataModule("store.zarr", view="sequence", batch_size=4)
+    >>> module = TraceDataModule("store.zarr", view="sequence", batch_size=4, dtype="float32")
     >>> module.setup()
     >>> sorted(module.split)
     ['test', 'train', 'val']
@@ -78,7 +83,7 @@ class TraceDataModule(LightningDataModule):
 
     def __init__(
         self,
-        store: str | os.PathLike[str] | TraceStore,
+        store: "StoreLike",
         view: View = "sequence",
         *,
         batch_size: int = 16,
@@ -96,9 +101,17 @@ class TraceDataModule(LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Open the store and split it. Lightning calls this."""
         if self.store is None:
-            store = self._path_or_store
-            self.store = store if isinstance(store, TraceStore) else open_store(store)
-            self.split = make_split(self.store, self.store.targets(self.score_threshold), self.seed).indices
+            given = self._path_or_store
+            traces = given if isinstance(given, TraceStore | TraceSubset) else open_store(given)
+            self.store = traces.store if isinstance(traces, TraceSubset) else traces
+            split = traces.split(self.seed, score_threshold=self.score_threshold)
+            self.split = {name: part.indices for name, part in zip(SPLITS, split, strict=True)}
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Add a note on how to get float32 batches to an error that a float16 batch caused."""
+        explained = explain_dtype(exception)
+        if explained is not exception:
+            exception.add_note(str(explained))
 
     def _loader(
         self,

@@ -1,18 +1,16 @@
 """A store as a PyTorch Geometric Dataset."""
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 from tracestore.errors import UsageError
 from tracestore.extras import needs
-from tracestore.store.read.store import TraceStore
 
 with needs("bridges"):
     import torch
     from torch_geometric.data import Data, Dataset
 
-    from tracestore.data.datasets import TraceDataset
+    from tracestore.data.datasets import StoreLike, TraceDataset
 
 
 class _Graph(Data):
@@ -25,15 +23,16 @@ class _Graph(Data):
 class TraceGraphs(Dataset):
     """Each layer of each trace as one graph, for code that needs PyG's own Dataset and DataLoader.
 
-    Graph k is layer k % L of trace k // L, or with `layer` that layer of trace k. It is a Data with
-    x (S, D), edge_index (2, E) from source j to target i, edge_attr (E, 1), y (1,), which is 1 for
-    a hallucination, score (1,), trace_index, layer and question_id. Graphs are read on access;
+    Graph k is layer k % L of trace k // L, or with `layer` that layer of trace k of the store or
+    subset. It is a Data with x (S, D), edge_index (2, E) from source j to target i, edge_attr
+    (E, 1), y (1,), which is 1 for a hallucination, score (1,), trace_index (a store index), layer
+    and question_id. Graphs are read on access;
     `tracestore.TraceLoader` makes the same batches several times as fast.
 
     Parameters
     ----------
-    store : TraceStore, str or PathLike
-        A store or its path.
+    store : TraceStore, TraceSubset, str or PathLike
+        A store, a subset of one, or the path of a store.
     layer : int, optional
         Only this layer. Negative numbers count from the last layer.
     score_threshold : float
@@ -41,6 +40,9 @@ class TraceGraphs(Dataset):
         hallucination scores. A stored label takes precedence.
     attention_threshold : float
         Keep the pairs of tokens whose head-averaged attention is above this value as edges.
+    dtype : str, optional
+        "float32" converts x and edge_attr: for models with float32 weights. None keeps the stored
+        dtype, usually float16.
     transform : callable, optional
         Applied to each Data on access.
 
@@ -55,7 +57,9 @@ class TraceGraphs(Dataset):
     --------
     >>> from torch_geometric.loader import DataLoader
     >>> from tracestore.bridges.pyg import TraceGraphs
-    >>> graphs = TraceGraphs("store.zarr", layer=-1)
+    >>> graphs = TraceGraphs("store.zarr", layer=-1, dtype="float32")
+    >>> graphs
+    TraceGraphs(12)
     >>> graphs[4].question_id
     'q4'
     >>> next(iter(DataLoader(graphs, batch_size=4))).num_graphs
@@ -64,16 +68,17 @@ class TraceGraphs(Dataset):
 
     def __init__(
         self,
-        store: str | os.PathLike[str] | TraceStore,
+        store: "StoreLike",
         *,
         layer: int | None = None,
         score_threshold: float = 0.5,
         attention_threshold: float = 0.0,
+        dtype: str | None = None,
         transform: Callable[[Data], Any] | None = None,
     ) -> None:
         super().__init__(transform=transform)
         self._traces = TraceDataset(
-            store, "graph", score_threshold=score_threshold, attention_threshold=attention_threshold
+            store, "graph", score_threshold=score_threshold, attention_threshold=attention_threshold, dtype=dtype
         )
         count = self._traces.store.num_layers
         if layer is not None and count and not -count <= layer < count:
@@ -92,5 +97,5 @@ class TraceGraphs(Dataset):
         graph = _Graph.from_dict(item[layer].to_dict())
         graph.y = torch.tensor([item.y], dtype=torch.float32)
         graph.score = torch.tensor([item.score], dtype=torch.float32)
-        graph.trace_index, graph.layer, graph.question_id = trace, layer, item.question_id
+        graph.trace_index, graph.layer, graph.question_id = item.trace_index, layer, item.question_id
         return graph

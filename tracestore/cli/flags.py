@@ -25,6 +25,7 @@ _BY_TYPE: dict[Any, dict[str, Any]] = {
 }
 # Fields of convert.options.ConvertOptions, and parameters of ingest.scores.read_scores.
 SCORE_FLAGS: Flags = {
+    "id_column": {"metavar": "NAME", "help": "column of the question ids (default: question_id)"},
     "score_column": {"metavar": "NAME", "help": "column of the scores"},
     "score_direction": {"choices": DIRECTIONS, "help": "meaning of a high score (default: by the column's name)"},
     "group_column": {"metavar": "NAME", "help": "column of groups, which splits keep together (default: group)"},

@@ -24,8 +24,10 @@ class ConvertOptions:
     ----------
     scores : str, optional
         Path of the scores file; by default the only *scores*.csv directly in a source folder.
-    score_column, score_direction, group_column : str, optional
-        See `ingest.scores.read_scores`.
+    map : str, optional
+        Names of fields in the files, see `ingest.roles.keys.parse_map`.
+    id_column, score_column, score_direction, group_column : str, optional
+        See `ingest.scores.read_scores`. Without a scores file, `id_column` and `score_column` are keys of the traces.
     provenance : str, optional
         Path of a file that gives the provenance of all sources; by default provenance.json directly in a source
         folder gives that of the files below it.
@@ -46,12 +48,16 @@ class ConvertOptions:
     on_conflict : {"error", "keep-first", "keep-last"}
         Handling of a trace whose key exists with different content.
     skip_bad : bool
-        Continue after a file that is refused.
+        Continue after a trace that is refused, and list it in STORE.refused.jsonl.
     overwrite : bool
         Replace the store.
+    dry_run : bool
+        Describe the first traces of each file, and write nothing.
     """
 
+    map: str | None = None
     scores: str | None = None
+    id_column: str | None = None
     score_column: str | None = None
     score_direction: str | None = None
     group_column: str | None = None
@@ -66,6 +72,7 @@ class ConvertOptions:
     on_conflict: OnConflict = "error"
     skip_bad: bool = False
     overwrite: bool = False
+    dry_run: bool = False
 
     def __post_init__(self) -> None:
         if self.memory_budget < _MIN_MEMORY_BUDGET:

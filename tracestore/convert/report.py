@@ -1,10 +1,55 @@
 """The result of a conversion."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tracestore.console import format_size
 from tracestore.convert.options import ON_CONFLICT, OnConflict
+from tracestore.errors import InvalidInputError, escape_unprintable
+from tracestore.store.write.pack import PackedTrace
+
+# Refused traces of one source that are printed; all of them are in STORE.refused.jsonl.
+MAX_REFUSED_LINES = 10
+_MAX_NAMES = 8
+_MAX_DROPPED = 1000
+
+
+@dataclass
+class SourceCounts:
+    """Count what a conversion found in one source."""
+
+    num_new: int = 0
+    num_duplicates: int = 0
+    num_nonfinite: int = 0
+    num_without_embeddings: int = 0
+    num_without_tokens: int = 0
+    num_without_last_state: int = 0
+    num_made_up_ids: int = 0
+    rounded_from: str | None = None
+    rounding_error: float | None = None
+    dropped: Counter[str] = field(default_factory=Counter)
+    refused: list[InvalidInputError] = field(default_factory=list)
+
+    def count(self, packed: PackedTrace, *, is_new: bool) -> None:
+        """Count a trace that is in the store now."""
+        record = packed.record
+        self.num_nonfinite += packed.num_nonfinite > 0
+        if not is_new:
+            self.num_duplicates += 1
+            return
+        self.num_new += 1
+        self.rounded_from = self.rounded_from or packed.rounded_from
+        if self.rounding_error is None:
+            self.rounding_error = packed.rounding_error
+        self.num_without_embeddings += record.is_without_embeddings
+        has_states = packed.num_tokens > 0
+        self.num_without_tokens += has_states and record.tokens is None and packed.edge_counts is None
+        self.num_without_last_state += (
+            has_states and record.tokens is not None and len(record.tokens) == packed.num_tokens + 1
+        )
+        self.num_made_up_ids += not record.has_own_id and record.question_id.endswith(f":{record.position}")
+        self.dropped.update(set(record.dropped or ()))
 
 
 @dataclass
@@ -22,7 +67,14 @@ class ConvertReport:
     num_conflicts: int = 0
     num_nonfinite: int = 0
     num_without_embeddings: int = 0
+    num_without_tokens: int = 0
+    num_without_last_state: int = 0
+    num_made_up_ids: int = 0
+    num_traces_refused: int = 0
+    refused_file: str | None = None
+    dropped: dict[str, int] = field(default_factory=dict)  # number of traces by key
     num_sources_rounded: dict[str, int] = field(default_factory=dict)  # by dtype, to float16
+    rounding_error: float | None = None  # the largest relative one, in the first trace of each source
     bytes_in: int = 0
     bytes_out: int = 0
     seconds: float = 0.0
@@ -34,6 +86,26 @@ class ConvertReport:
     num_segments: int = 0
     generation: int = 0
     skipped: list[dict[str, str]] = field(default_factory=list)
+
+    def add(self, name: str, size: int, found: SourceCounts) -> None:
+        """Add the counts of a source of that many bytes."""
+        self.num_sources += 1
+        self.bytes_in += size
+        self.num_traces_read += found.num_new
+        self.num_duplicates += found.num_duplicates
+        self.num_nonfinite += found.num_nonfinite
+        self.num_without_embeddings += found.num_without_embeddings
+        self.num_without_tokens += found.num_without_tokens
+        self.num_without_last_state += found.num_without_last_state
+        self.num_made_up_ids += found.num_made_up_ids
+        for key, count in found.dropped.items():
+            if key in self.dropped or len(self.dropped) < _MAX_DROPPED:
+                self.dropped[key] = self.dropped.get(key, 0) + count
+        if found.rounded_from is not None:
+            rounded = self.num_sources_rounded
+            rounded[found.rounded_from] = rounded.get(found.rounded_from, 0) + 1
+            if found.rounding_error is not None:
+                self.rounding_error = max(self.rounding_error or 0.0, found.rounding_error)
 
     def lines(self, on_conflict: OnConflict) -> Iterator[str]:
         """Yield the report as lines of text."""
@@ -61,8 +133,31 @@ class ConvertReport:
                 f"the embeddings of {self.num_without_embeddings:,} traces are not stored: "
                 "they had L + 1 hidden states and attention of L layers"
             )
+        if self.num_without_last_state:
+            yield (
+                f"{self.num_without_last_state:,} traces have one token more than hidden states: "
+                "a model computes no state for the last token that it generates"
+            )
+        if self.num_without_tokens:
+            yield f"{self.num_without_tokens:,} traces have no token ids; --map tokens=KEY names their key"
+        if self.num_made_up_ids:
+            yield (
+                f"{self.num_made_up_ids:,} traces have no question_id: file name and position were used; "
+                "--map question_id=KEY names their key"
+            )
+        if self.dropped:
+            counts = [f"{escape_unprintable(key, 60)} ({count:,})" for key, count in self.dropped.items()]
+            more = f" and {len(counts) - _MAX_NAMES:,} more" if len(counts) > _MAX_NAMES else ""
+            yield f"not stored, because no field holds such values: {', '.join(counts[:_MAX_NAMES])}{more}"
+        if self.num_traces_refused:
+            yield f"{self.num_traces_refused:,} traces refused; they are listed in {self.refused_file}"
         for dtype, count in self.num_sources_rounded.items():
             advice = "" if dtype == "float64" else "; --dtype keep keeps them"  # no store holds float64
             yield f"{dtype} values of {count:,} files were rounded to float16{advice}"
+        if self.rounding_error is not None:
+            yield (
+                f"largest relative error of rounding: {100 * self.rounding_error:.2g} % "
+                "(first trace of each file, values of at least 6.1e-05)"
+            )
         if self.num_scores_without_trace:
             yield f"{self.num_scores_without_trace:,} scores belong to no trace"

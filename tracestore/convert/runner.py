@@ -1,45 +1,70 @@
 """Convert trace files into a store."""
 
 import errno
+import hashlib
 import math
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from tracestore import process
 from tracestore.console import Output, Progress, format_size
 from tracestore.convert.options import ON_CONFLICT, ConvertOptions
-from tracestore.convert.report import ConvertReport
-from tracestore.errors import ClusterError, InvalidInputError, TruncatedFileError, UsageError, escape_unprintable
+from tracestore.convert.refused import RefusedTraces
+from tracestore.convert.report import MAX_REFUSED_LINES, ConvertReport, SourceCounts
+from tracestore.convert.scoring import Scoring
+from tracestore.errors import ClusterError, InvalidInputError, TruncatedFileError, escape_unprintable
 from tracestore.ingest.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.cluster import ClusterStream, read_sources_on_cluster
 from tracestore.ingest.packing import PackOptions
 from tracestore.ingest.reading import AheadOptions, SourceStream, read_sources
-from tracestore.ingest.scores import Scores, read_scores
 from tracestore.ingest.sources import (
     SourceFile,
     find_provenance_files,
-    find_scores,
     find_sources,
-    fingerprint,
     read_provenance,
+    source_fingerprint,
 )
 from tracestore.store.format import paths
 from tracestore.store.format.labels import DEFAULT_THRESHOLD, describe
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.io import fsio
 from tracestore.store.io.files import local_dir, parse_location
-from tracestore.store.read.columns import TraceValues
 from tracestore.store.read.index import SourceEntry
+from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.writer import StoreWriter
 
 # The interpreter switches threads after this time. The thread that inflates needs the interpreter
 # for an instant every 4 ms, and must not wait longer than that.
 _SWITCH_INTERVAL_S = 0.0005
+
+
+def partial_fingerprint(fingerprint: str) -> str:
+    """Return the fingerprint of a source of which some traces were refused, so that it is read again."""
+    return hashlib.blake2b(f"partial {fingerprint}".encode(), digest_size=16).hexdigest()
+
+
+def _position(error: InvalidInputError) -> float:
+    return math.inf if error.position is None else error.position
+
+
+def provenance_of(known: Provenance | None, first: PackedTrace | None) -> Provenance | None:
+    """Return the provenance of a source, with the layers that its first trace names."""
+    ids = None if first is None else first.record.layer_ids
+    if ids is None or (known is not None and known.layer_ids is not None):
+        return known
+    return replace(known or Provenance(), layer_ids=ids)
+
+
+def is_provenance_of(committed: Provenance | None, known: Provenance | None) -> bool:
+    """Return whether a committed provenance is the known one, perhaps with layers that traces named."""
+    if committed is not None and (known is None or known.layer_ids is None):
+        committed = replace(committed, layer_ids=None)
+    return (committed or Provenance()) == (known or Provenance())
 
 
 class Conversion:
@@ -55,6 +80,8 @@ class Conversion:
         Options of the conversion.
     output : Output
         Receives notes and progress.
+    only : callable
+        Return whether a source is converted.
 
     Raises
     ------
@@ -64,28 +91,25 @@ class Conversion:
         If the content of the scores file is invalid.
     """
 
-    def __init__(self, sources: list[Path], store: str, options: ConvertOptions, output: Output) -> None:
+    def __init__(
+        self,
+        sources: list[Path],
+        store: str,
+        options: ConvertOptions,
+        output: Output,
+        only: Callable[[SourceFile], bool] = lambda _: True,
+    ) -> None:
         self._options, self._output = options, output
-        self._is_interrupted = False
+        self.is_interrupted = False
         self.store = parse_location(store)
         self.folder = local_dir(store)
-        self.sources = find_sources(sources, self.folder)
-        self.scores = self._read_scores(sources)
-        self._score_name = ""  # the score of the store that they become
+        self.sources = [source for source in find_sources(sources, self.folder) if only(source)]
+        self.scoring = Scoring(sources, options, output)
+        self._refused: RefusedTraces | None = None
         self._provenances = self._read_provenances(sources)
-        self.report = ConvertReport(str(self.store), scores_file=str(self.scores.path) if self.scores else None)
-        self.total_bytes = sum(s.path.stat().st_size for s in self.sources if s.path.is_file())
-
-    def _read_scores(self, sources: list[Path]) -> Scores | None:
-        options = {name: getattr(self._options, name) for name in ("score_column", "group_column", "score_direction")}
-        path = self._options.scores or find_scores(sources)
-        if path is None:
-            for name in (name for name, value in options.items() if value is not None):
-                raise UsageError(f"--{name.replace('_', '-')} needs a scores file: give --scores")
-            return None
-        scores = read_scores(Path(path), **options)
-        self._output.info(f"scores: {path}, column {scores.column}, {len(scores.values):,} questions")
-        return scores
+        scores = self.scoring.file
+        self.report = ConvertReport(str(self.store), scores_file=None if scores is None else str(scores.path))
+        self.total_bytes = sum(source.file_bytes() for source in self.sources)
 
     def _read_provenances(self, sources: list[Path]) -> dict[Path, Provenance]:
         """Return the known provenances by source argument."""
@@ -142,13 +166,12 @@ class Conversion:
             ) as writer:
                 writer.check_provenance(self._provenances.values())
                 before = writer.manifest.num_traces
-                if self.scores is not None:
-                    self._score_name = writer.attributes.default_score or self.scores.name
-                    writer.define_score(self._score_name, self.scores.score_field)
+                self._refused = RefusedTraces(self.store, is_new=options.overwrite or before == 0)
+                self.scoring.begin(writer)
                 progress = Progress(self._output)
                 try:
                     self._convert_all(writer, progress)
-                    self._fill_scores(writer)
+                    self.scoring.fill(writer)
                 finally:
                     committed = writer.manifest.num_traces
                     progress.clear()
@@ -165,17 +188,18 @@ class Conversion:
         """Return whether a committed source is an unchanged file of this conversion."""
         for source in self.sources:
             if source.name == committed.path:
-                is_same = fingerprint(source.path) == (committed.size, committed.fingerprint)
-                return is_same and committed.provenance == self._provenance(source)
+                size, digest = source_fingerprint(source)
+                is_same = committed.size == size and committed.fingerprint in (digest, partial_fingerprint(digest))
+                return is_same and is_provenance_of(committed.provenance, self._provenance(source))
         return False
 
     def _interrupt(self, *_: object) -> None:
-        if self._is_interrupted:
+        if self.is_interrupted:
             raise KeyboardInterrupt  # the second Ctrl-C takes effect at once
-        self._is_interrupted = True
+        self.is_interrupted = True
 
     def _check_interrupt(self) -> None:
-        if self._is_interrupted:
+        if self.is_interrupted:
             raise KeyboardInterrupt
 
     def report_plan(self) -> None:
@@ -198,6 +222,8 @@ class Conversion:
             # A single worker needs a small queue only. With several, the queue decides how far the
             # others get while the first file is written.
             max_waiting=self._options.memory_budget // (8 if workers == 1 else 2),
+            keys=self.scoring.keys,
+            skip_bad=self._options.skip_bad,
         )
         callbacks: dict[str, Any] = {"is_known": writer.has_source, "on_wait": self._check_interrupt}
         streams: Iterator[SourceStream | ClusterStream]
@@ -228,9 +254,9 @@ class Conversion:
                         writer.commit()
                         raise error from None
                     progress.clear()
-                    self._output.info(f"skipped {error}")
                     report.num_sources_skipped += 1
                     report.skipped.append({"source": stream.source.name, "reason": str(error)})
+                    self._report_refused(stream.source.name, stream.refused or [error], progress)
         writer.commit()
 
     def _convert_one(self, writer: StoreWriter, stream: SourceStream | ClusterStream, progress: Progress) -> None:
@@ -244,33 +270,31 @@ class Conversion:
         if writer.has_source_named(name):
             progress.clear()
             report.num_sources_modified += 1
+            is_same = writer.has_source(name, size, partial_fingerprint(digest))
+            what = "some of its traces were refused" if is_same else "the file has changed since it was committed"
             self._output.info(
-                f"{name}: the file has changed since it was committed; new traces are added, "
+                f"{name}: {what}; new traces are added, "
                 f"a trace with different content is {ON_CONFLICT[self._options.on_conflict]}"
             )
-        writer.begin_source(name, size, digest, self._provenance(stream.source))
-        added = duplicates = nonfinite = 0
-        rounded_from: str | None = None
+        added = SourceCounts()
         with fsio.map_os_errors(writer.path, lambda: writer.pending_bytes + size):
+            traces = iter(stream)
+            first = next(traces, None)
+            provenance = provenance_of(self._provenance(stream.source), first)
+            writer.begin_source(name, size, digest, provenance)
             try:
-                for packed in stream:
-                    scores: dict[str, float] = {}
-                    group = ""
-                    if self.scores is not None:
-                        score, group = self.scores.lookup(packed.record.question_id, packed.record.sample)
-                        scores = {self._score_name: score}
-                    nonfinite += packed.num_nonfinite > 0
+                for packed in chain(() if first is None else (first,), traces):
+                    first = None
                     self._check_interrupt()
-                    if writer.append_packed(packed, scores=scores, group=group):
-                        added += 1
-                        rounded_from = rounded_from or packed.rounded_from
-                        report.num_without_embeddings += packed.record.is_without_embeddings
-                    else:
-                        duplicates += 1
-                    progress.update(lambda s: self._line(s, report.num_traces_read + added, report.bytes_in))
+                    self._append(writer, packed, provenance, added)
+                    progress.update(lambda s: self._line(s, report.num_traces_read + added.num_new, report.bytes_in))
+                    del packed
                 writer.flush_source()
-                if not identity.matches(stream.source.path):
+                if not identity.matches(stream.source):
                     raise InvalidInputError("another program modified the file while it was read", source=name)
+                added.refused = sorted([*added.refused, *stream.refused], key=_position)
+                if added.refused and not added.num_new + added.num_duplicates:
+                    raise added.refused[0].with_location(source=name)
             except BaseException as error:
                 writer.abort_source()
                 # write(2) fails with EFAULT if the mapped bytes of the source are gone.
@@ -280,15 +304,41 @@ class Conversion:
                     raise InvalidInputError(TRUNCATED_WHILE_READING, source=name) from None
                 raise
         report.num_conflicts += writer.num_source_conflicts
-        writer.end_source()
-        report.num_sources += 1
-        report.num_traces_read += added
-        report.num_duplicates += duplicates
-        report.num_nonfinite += nonfinite
-        if rounded_from is not None:
-            rounded = report.num_sources_rounded
-            rounded[rounded_from] = rounded.get(rounded_from, 0) + 1
-        report.bytes_in += size
+        # A source with refused traces is read again by the next conversion, which may have other options.
+        writer.end_source(partial_fingerprint(digest) if added.refused else None)
+        report.add(name, size, added)
+        self._report_refused(name, added.refused, progress)
+
+    def _append(
+        self, writer: StoreWriter, packed: PackedTrace, provenance: Provenance | None, added: SourceCounts
+    ) -> None:
+        """Add a trace to the open source, or to the refused ones."""
+        record = packed.record
+        scores, group = self.scoring.values(writer, record)
+        try:
+            ids = None if provenance is None else provenance.layer_ids
+            if record.layer_ids is not None and record.layer_ids != ids:
+                found = f"found {list(record.layer_ids)!s:.80}, expected {list(ids or ())!s:.80} as in the first trace"
+                raise InvalidInputError(found, position=record.position, field="layer_ids")
+            is_new = writer.append_packed(packed, scores=scores, group=group)
+        except InvalidInputError as error:
+            if not self._options.skip_bad:
+                raise
+            added.refused.append(error)
+        else:
+            added.count(packed, is_new=is_new)
+
+    def _report_refused(self, name: str, errors: list[InvalidInputError], progress: Progress) -> None:
+        """Print the first refused traces of a source and add all of them to the list next to the store."""
+        assert self._refused is not None
+        self._refused.replace(name, errors)
+        self._refused.write()
+        self.report.num_traces_refused += len(errors)
+        for error in errors[:MAX_REFUSED_LINES]:
+            progress.clear()
+            self._output.info(f"skipped {error.with_location(source=name)}")
+        if len(errors) > MAX_REFUSED_LINES:
+            self._output.info(f"skipped {len(errors) - MAX_REFUSED_LINES:,} more traces of {name}")
 
     def _line(self, elapsed_s: float, traces: int, done_bytes: int) -> str:
         share = done_bytes / max(1, self.total_bytes)
@@ -299,18 +349,6 @@ class Conversion:
             f"{100 * share:.0f} %, {left}"
         )
 
-    def _fill_scores(self, writer: StoreWriter) -> None:
-        """Set the scores of committed traces that have none."""
-        if self.scores is None:
-            return
-        updates = {}
-        for index in np.flatnonzero(np.isnan(writer.read_columns().score(self._score_name))).tolist():
-            score, group = self.scores.lookup(writer.index.question_id(index), writer.index.row(index).sample)
-            if not math.isnan(score):
-                updates[index] = TraceValues({self._score_name: score}, group=group or None)
-        writer.update_values(updates)
-        writer.commit()
-
     def _finish(self, writer: StoreWriter, elapsed_s: float) -> None:
         report, manifest = self.report, writer.manifest
         report.seconds = round(elapsed_s, 3)
@@ -318,14 +356,14 @@ class Conversion:
         report.num_traces, report.num_segments = manifest.num_traces, manifest.num_segments
         report.generation = manifest.generation
         report.num_unscored = manifest.num_traces - manifest.num_scored
-        if self.scores is not None:
-            missing = sum(writer.index.find(q, s) < 0 for q, s in self.scores.values)
-            report.num_scores_without_trace = missing
+        report.num_scores_without_trace = self.scoring.num_without_trace(writer)
         if manifest.num_scored:
             name = writer.attributes.default_score or ""
             direction = writer.attributes.scores[name].direction
             report.labels = f"{name}: {describe(writer.read_columns().score(name), DEFAULT_THRESHOLD, direction)}"
         if manifest.num_traces == 0:
             raise InvalidInputError(f"no file could be converted: {report.num_sources_skipped} refused")
-        for line in report.lines(self._options.on_conflict):
+        if self._refused is not None and len(self._refused):
+            report.refused_file = str(self._refused.path)
+        for line in (*report.lines(self._options.on_conflict), *self.scoring.lines()):
             self._output.info(line)

@@ -155,6 +155,35 @@ class GraphBatch(TensorBatch):
         return batch
 
 
+@dataclass
+class TokenBatch(TensorBatch):
+    """Hidden states of B tokens from any traces.
+
+    Attributes
+    ----------
+    hidden_states : Tensor, shape (B, D) or (B, K, D)
+        Hidden states in one layer, or in K > 1 layers, in the stored or the requested dtype.
+    y, score : Tensor of float32, shape (B,)
+        Label and score of each token's trace; NaN where missing.
+    trace_index : Tensor of int64, shape (B,)
+        Store index of each token's trace.
+    position : Tensor of int64, shape (B,)
+        Position of each token in its trace, from 0.
+    layers : list of int
+        The K layers, counted from the first stored one.
+    """
+
+    hidden_states: torch.Tensor
+    y: torch.Tensor
+    score: torch.Tensor
+    trace_index: torch.Tensor
+    position: torch.Tensor
+    layers: list[int]
+
+    def __len__(self) -> int:
+        return len(self.trace_index)
+
+
 @cache
 def pyg_classes() -> tuple[Any, Any]:
     """Return PyG's class of batches of Data, and Data.
@@ -179,7 +208,7 @@ class Layout:
     Parameters
     ----------
     batch_class : type
-        SequenceBatch or GraphBatch.
+        SequenceBatch, GraphBatch or TokenBatch.
     tensors : dict
         For each of its tensors the offset in bytes, the shape and the dtype.
     values : dict

@@ -1,5 +1,7 @@
 """The form of a batch, and the bytes that its traces take. Imports no torch."""
 
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -9,11 +11,28 @@ from tracestore.errors import UsageError
 from tracestore.store.format import schema
 from tracestore.store.read.store import TraceStore
 
-View = Literal["sequence", "graph"]
+View = Literal["sequence", "graph", "tokens"]
 EdgeFormat = Literal["coo", "packed", "heads"]
+Layers = int | Sequence[int]
+# "all", "prompt", "answer" or "last", a position, positions, or a slice of them. Negative ones count from the end.
+Positions = str | int | slice | Sequence[int]
+NAMED_POSITIONS = ("all", "prompt", "answer", "last")
 
 # Upper bound of the gaps that align the tensors of a batch.
 _ALIGNMENT_BYTES = 1024
+
+
+def _integers(values: int | Sequence[int], name: str) -> int | tuple[int, ...]:
+    """Return an integer or a tuple of different ones. UsageError for other values."""
+    try:
+        if not isinstance(values, Iterable):
+            return operator.index(values)
+        found = tuple(map(operator.index, values))
+    except TypeError:
+        raise UsageError(f"found {name} {values!r:.80}, expected an integer or a list of integers") from None
+    if not found or len(set(found)) < len(found):
+        raise UsageError(f"found {name} {list(found)!r:.80}, expected at least one, each once")
+    return found
 
 
 @dataclass(frozen=True)
@@ -22,8 +41,8 @@ class BatchFormat:
 
     Parameters
     ----------
-    view : {"sequence", "graph"}
-        The last token of each layer, or the graphs of all layers.
+    view : {"sequence", "graph", "tokens"}
+        One token of each layer, the graphs of the layers, or tokens of all traces.
     attention_threshold : float
         Keep the pairs whose head-averaged attention is above this value as edges. 0 keeps the
         positive ones.
@@ -38,6 +57,12 @@ class BatchFormat:
         gathering.
     as_pyg : bool
         For view "graph", yield PyG batches instead of `GraphBatch`.
+    layers : int or sequence of int, optional
+        Read these stored layers only, in this order; negative numbers count from the last layer.
+        The attribute is a tuple, or None for all layers.
+    positions : str, int, slice or sequence of int, optional
+        Tokens of a trace. View "sequence" takes "last" (the default) or one position, view "graph"
+        "all" only, view "tokens" any, by default "all".
 
     Raises
     ------
@@ -51,8 +76,11 @@ class BatchFormat:
     edge_format: EdgeFormat = "coo"
     dtype: str | None = None
     as_pyg: bool = True
+    layers: Layers | None = None
+    positions: Positions | None = None
 
     def __post_init__(self) -> None:
+        self._check_selection()
         if self.top_k is not None and not 0 < self.top_k <= 1:
             raise UsageError(f"found top_k {self.top_k}, expected a fraction above 0 and at most 1")
         if self.edge_format not in get_args(EdgeFormat):
@@ -60,14 +88,65 @@ class BatchFormat:
         if self.edge_format == "heads" and self.top_k is not None:
             raise UsageError("attention of every head excludes top_k (--top-k), which ranks by head-averaged attention")
 
-    def check(self, store: TraceStore) -> None:
-        """Raise UsageError or MissingFieldError if the store cannot give such batches."""
-        store.require_view(self.view)
+    def _check_selection(self) -> None:
+        """Check layers and positions, and make tuples of those that are lists."""
+        layers, positions = self.layers, self.positions
+        if layers is not None:
+            chosen = _integers(layers, "layers")
+            object.__setattr__(self, "layers", (chosen,) if isinstance(chosen, int) else chosen)
+        if isinstance(positions, str):
+            if positions not in NAMED_POSITIONS:
+                names = ", ".join(NAMED_POSITIONS)
+                raise UsageError(f"found positions {positions!r}, expected one of {names}, integers or a slice")
+        elif positions is not None and not isinstance(positions, slice):
+            positions = _integers(positions, "positions")
+            object.__setattr__(self, "positions", positions)
+        if self.view == "sequence" and not (positions in (None, "last") or isinstance(positions, int)):
+            raise UsageError(f"found positions {positions!r:.80}: view 'sequence' takes 'last' or one integer")
+        if self.view == "graph" and positions not in (None, "all"):
+            raise UsageError(f"found positions {positions!r:.80}: view 'graph' takes all tokens of a trace")
+
+    def layer_numbers(self, store: TraceStore) -> tuple[int, ...] | None:
+        """Return the chosen layers, counted from the first; None for all. UsageError if the store lacks one."""
+        if self.layers is None:
+            return None
+        assert isinstance(self.layers, tuple)
+        found = tuple(n + store.num_layers if n < 0 else n for n in self.layers)
+        if len(store) and (min(found) < 0 or max(found) >= store.num_layers or len(set(found)) < len(found)):
+            raise UsageError(
+                f"{store.path}: found layers {list(self.layers)}, expected different ones of {store.num_layers}"
+            )
+        return found
+
+    def num_layers(self, store: TraceStore) -> int:
+        """Return the number of layers that a batch holds of a trace."""
+        return store.num_layers if self.layers is None else len(self.layers)  # type: ignore[arg-type]
+
+    @property
+    def position(self) -> int:
+        """The position that view "sequence" takes; -1 for the last token."""
+        return self.positions if isinstance(self.positions, int) else -1
+
+    @property
+    def source_view(self) -> View:
+        """The view that reads the same arrays of a store."""
+        return "tokens" if self.view == "sequence" and self.position != -1 else self.view
+
+    def check(self, store: TraceStore, indices: np.ndarray | None = None) -> None:
+        """Raise UsageError or MissingFieldError if the traces, by default all, cannot give such batches."""
+        store.require_view(self.source_view, indices)
+        self.layer_numbers(store)
         stored = {store.hidden_dtype} | ({self._gathered_dtype(store)} if self.view == "graph" else set())
         if self.dtype not in (None, "float32") and stored != {self.dtype}:
             raise UsageError(
                 f"found dtype {self.dtype!r}, expected 'float32' or as stored, {' and '.join(sorted(stored))}"
             )
+
+    def describe(self, store: TraceStore, num_samples: int) -> str:
+        """Return the view and the sizes in words, for the representation of a loader."""
+        what = "tokens" if self.view == "tokens" else "traces"
+        sizes = f"{num_samples} {what}, {self.num_layers(store)} layers, hidden size {store.hidden_dim}"
+        return f"{str(store.path)!r}, {self.view!r}, {sizes}, {self.hidden_dtype(store)}"
 
     def num_heads(self, store: TraceStore) -> int:
         """Return the number of weights that a batch holds for each pair of tokens."""
@@ -87,14 +166,14 @@ class BatchFormat:
         return self.dtype or self._gathered_dtype(store)
 
     def bytes_per_trace(self, store: TraceStore, indices: np.ndarray) -> np.ndarray:
-        """Return the largest number of bytes that each trace can take in a batch.
+        """Return the largest number of bytes that each trace, or each token in view "tokens", can take in a batch.
 
         Parameters
         ----------
         store : TraceStore
             The store.
         indices : ndarray of int64, shape (n,)
-            Store indices.
+            Store indices, or numbers of tokens.
 
         Returns
         -------
@@ -102,15 +181,16 @@ class BatchFormat:
             Bytes. Edges are counted as if the threshold kept all stored pairs.
         """
         item = schema.storage_dtype(self.hidden_dtype(store)).itemsize
-        if self.view == "sequence":
-            return np.full(len(indices), store.num_layers * store.hidden_dim * item, np.int64)
-        tokens, pairs = store.token_and_pair_counts(indices)
+        num_layers = self.num_layers(store)
+        if self.view != "graph":
+            return np.full(len(indices), num_layers * store.hidden_dim * item, np.int64)
+        tokens, pairs = store.token_and_pair_counts(indices, self.layer_numbers(store))
         weight = schema.storage_dtype(self.weight_dtype(store)).itemsize * self.num_heads(store)
         per_edge = 16 + weight if self.edge_format == "coo" else weight
         # A node has its x and its graph's number, a graph the offsets of its first node and edge.
-        sizes: np.ndarray = store.num_layers * (tokens * (store.hidden_dim * item + 8) + 16) + pairs * per_edge
+        sizes: np.ndarray = num_layers * (tokens * (store.hidden_dim * item + 8) + 16) + pairs * per_edge
         return sizes
 
     def max_batch_bytes(self, store: TraceStore, indices: np.ndarray) -> int:
-        """Return the largest number of bytes that a batch of some traces can take, gaps included."""
+        """Return the largest number of bytes that a batch of some traces or tokens can take, gaps included."""
         return int(self.bytes_per_trace(store, indices).sum()) + _ALIGNMENT_BYTES

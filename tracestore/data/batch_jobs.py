@@ -1,7 +1,7 @@
 """Jobs that gather a batch from the store into one buffer."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from tracestore.data.batch_format import BatchFormat
 from tracestore.data.buffers import Allocate, BatchBuffer, TorchBuffer, align_up
 from tracestore.errors import CorruptStoreError, UsageError
 from tracestore.store.format.schema import LAYOUT_CAUSAL, dtype_code, storage_dtype
+from tracestore.store.io.files import FilePrefetcher
 from tracestore.store.read.batch_sources import graph_sources, sequence_sources
 from tracestore.store.read.store import TraceStore
 
@@ -27,20 +28,18 @@ class BatchJob(ABC):
 
     Attributes
     ----------
-    native : gather.CopyJob or gather.GraphBatchJob
+    native : gather.CopyJob, gather.GraphBatchJob or gather.RowJob
         The job of the C core.
     num_bytes : int
         Bytes that the buffer needs, an upper bound before `finalize_size`.
-    sources : list
-        The stored arrays that the job reads.
     read_ahead_bytes : int
         Bytes that are being read from the disk for the job.
     """
 
-    native: gather.CopyJob | gather.GraphBatchJob
+    native: Any
     num_bytes: int
-    sources: list[Any]
     read_ahead_bytes = 0
+    _sources: list[Any]
 
     def __init__(self, store: TraceStore, indices: np.ndarray, targets: np.ndarray, batch_format: BatchFormat) -> None:
         self._store, self._indices, self._targets, self._format = store, indices, targets, batch_format
@@ -50,6 +49,11 @@ class BatchJob(ABC):
 
     @abstractmethod
     def _look_up(self) -> None: ...
+
+    @property
+    def sources(self) -> list[Any]:
+        """The stored arrays that the job reads."""
+        return self._sources
 
     def _place(self, sizes: dict[str, int]) -> None:
         """Place tensors of these bytes one after the other."""
@@ -72,17 +76,16 @@ class BatchJob(ABC):
 
     def metadata(self) -> dict[str, Any]:
         """Return the fields of the batch that do not lie in its buffer. y and score are NaN where missing."""
+        question_ids = self._store.question_ids.take(self._indices)
+        return self._scores() | {"question_id": question_ids, "trace_index": self._indices.copy()}
+
+    def _scores(self) -> dict[str, Any]:
         with np.errstate(over="ignore"):  # A score beyond float32 becomes infinite.
             y, score = (values[self._indices].astype("f4") for values in (self._targets, self._store.scores))
-        return {
-            "y": y,
-            "score": score,
-            "question_id": self._store.question_ids.take(self._indices),
-            "trace_index": self._indices.copy(),
-        }
+        return {"y": y, "score": score}
 
     def batch(self) -> Any:
-        """Return a SequenceBatch, PyG Batch or GraphBatch. Valid after `native` has run."""
+        """Return a SequenceBatch, PyG Batch, GraphBatch or TokenBatch. Valid after `native` has run."""
         return self.layout().batch(self._buffer, self.metadata())
 
 
@@ -93,13 +96,14 @@ class SequenceJob(BatchJob):
 
     def _look_up(self) -> None:
         self._dtype = self._format.hidden_dtype(self._store)
-        self.sources = sequence_sources(self._store.internals, self._indices)
-        self.native = gather.CopyJob(self.sources, dtype_code(self._store.hidden_dtype), dtype_code(self._dtype))
+        layers = self._format.layer_numbers(self._store)
+        self._sources = sequence_sources(self._store.internals, self._indices, layers, self._format.position)
+        self.native = gather.CopyJob(self._sources, dtype_code(self._store.hidden_dtype), dtype_code(self._dtype))
         self._place({"sequences": self.native.out_bytes})
 
     def layout(self) -> Layout:
         """Return where the tensors lie in the buffer."""
-        shape = (len(self._indices), self._store.num_layers, self._store.hidden_dim)
+        shape = (len(self._indices), self._format.num_layers(self._store), self._store.hidden_dim)
         return Layout(SequenceBatch, {"sequences": (0, shape, self._dtype)}, {})
 
 
@@ -110,7 +114,7 @@ class GraphJob(BatchJob):
 
     def _look_up(self) -> None:
         store, form = self._store, self._format
-        sources = graph_sources(store.internals, self._indices)
+        sources = graph_sources(store.internals, self._indices, form.layer_numbers(store))
         causal = sources.layout == LAYOUT_CAUSAL
         self._packed, self._num_heads = form.edge_format != "coo", form.num_heads(store)
         if self._packed and not causal.all():
@@ -124,7 +128,7 @@ class GraphJob(BatchJob):
             weight_out=dtype_code(self._weight_dtype),
             num_tokens=sources.num_tokens,
             causal=causal.view("u1"),
-            num_layers=store.num_layers,
+            num_layers=sources.layers_per_part,
             num_heads=store.num_stored_heads,
             attention_threshold=form.attention_threshold,
             top_k=form.top_k or 0.0,
@@ -132,7 +136,7 @@ class GraphJob(BatchJob):
             edges=sources.edges,
             every_head=self._num_heads > 1,
         )
-        self.sources = sources.hidden + sources.attention
+        self._sources = sources.hidden + sources.attention
         self._place_tensors()
 
     def _place_tensors(self) -> None:
@@ -155,7 +159,7 @@ class GraphJob(BatchJob):
 
     def layout(self) -> Layout:
         """Return where the tensors lie in the buffer."""
-        native, at, values = self.native, self._offsets, {"num_layers": self._store.num_layers}
+        native, at, values = self.native, self._offsets, {"num_layers": self._format.num_layers(self._store)}
         tensors: dict[str, tuple[int, tuple[int, ...], str]] = {
             "x": (at["x"], (native.num_nodes, self._store.hidden_dim), self._dtype),
             "batch": (at["batch"], (native.num_nodes,), "int64"),
@@ -191,11 +195,23 @@ class BatchGatherer:
 
     def job(self, indices: Sequence[int] | np.ndarray) -> BatchJob:
         """Look up the traces of a batch and return its job. Nothing is read yet."""
-        job_class = SequenceJob if self.batch_format.view == "sequence" else GraphJob
         try:
-            return job_class(self.store, np.asarray(indices, np.int64), self.targets, self.batch_format)
+            return self._look_up(np.asarray(indices, np.int64))
         except ValueError as error:  # the core found arrays of the store that do not fit together
             raise CorruptStoreError(f"{self.store.path}: {error}") from None
+
+    def _look_up(self, indices: np.ndarray) -> BatchJob:
+        job_class = SequenceJob if self.batch_format.view == "sequence" else GraphJob
+        return job_class(self.store, indices, self.targets, self.batch_format)
+
+    def hint_upcoming(self, indices: np.ndarray) -> Callable[[], None]:
+        """Announce the chunks of a batch to the cache; see `TraceStore.hint_upcoming`."""
+        form = self.batch_format
+        return self.store.hint_upcoming(indices, view=form.source_view, layers=form.layer_numbers(self.store))
+
+    def prefetch(self, batches: Callable[[int], np.ndarray], start: int, total: int) -> FilePrefetcher:
+        """Return a prefetcher of the files of batches; see `TraceStore.prefetch`."""
+        return self.store.prefetch(batches, start, total, self.batch_format.source_view)
 
     def gather(self, indices: Sequence[int] | np.ndarray, allocate: Allocate | None = None) -> Any:
         """Gather a batch in this thread.
@@ -210,7 +226,7 @@ class BatchGatherer:
 
         Returns
         -------
-        SequenceBatch, torch_geometric.data.Batch or GraphBatch
+        SequenceBatch, torch_geometric.data.Batch, GraphBatch or TokenBatch
             The batch. A PyG Batch has the fields of `GraphBatch`, where ``attention_ptr`` stands for
             `edge_ptr` and exists only with edge formats "packed" and "heads".
         """

@@ -1,12 +1,18 @@
-"""Items of TraceDataset, and collate functions that make batches of them."""
+"""Items of TraceDataset, a sampler of their indices, and collate functions that make batches of them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from torch.utils.data import Sampler
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from tracestore.data.batch import SequenceBatch
+from tracestore.data.epoch import rank_and_world_size
+from tracestore.data.order import EpochOrder
+from tracestore.errors import UsageError
 from tracestore.extras import needs
 
 if TYPE_CHECKING:
@@ -107,3 +113,84 @@ def collate_graphs(items: "Sequence[Sequence[Data]]") -> "Batch":
     batch.question_id = [getattr(item, "question_id", "") for item in items]
     batch.trace_index = torch.tensor([getattr(item, "trace_index", -1) for item in items])
     return batch
+
+
+def _collate_sequence_items(items: Sequence[SequenceItem], *, collate_fn_map: Any = None) -> SequenceBatch:
+    return collate_sequences(items)
+
+
+def _collate_graph_items(items: Sequence[GraphItem], *, collate_fn_map: Any = None) -> "Batch":
+    return collate_graphs(items)
+
+
+# torch's default_collate looks the type of an item up here, so that a DataLoader needs no collate_fn.
+default_collate_fn_map[SequenceItem] = _collate_sequence_items
+default_collate_fn_map[GraphItem] = _collate_graph_items
+
+
+class ShuffleBufferSampler(Sampler[int]):
+    """Sampler of indices in the order of a shuffle buffer.
+
+    Indices enter a window of `buffer_size` in store order, and a random one leaves it at each step.
+    An epoch has each index once, split exactly over the ranks. The memory is O(buffer_size)
+    indices; no trace is held.
+
+    Parameters
+    ----------
+    n : int or sized object
+        Number of indices, or the dataset, store or subset that has this length.
+    buffer_size : int
+        Indices of the window.
+    seed : int
+        Seed of the order.
+    rank, world_size : int, optional
+        This rank and the number of ranks. By default from torch.distributed if it is initialized,
+        else from the environment variables RANK and WORLD_SIZE.
+
+    Raises
+    ------
+    UsageError
+        For a number outside its range.
+
+    Examples
+    --------
+    >>> import tracestore
+    >>> sampler = tracestore.ShuffleBufferSampler(5, buffer_size=2, seed=1)
+    >>> sorted(sampler)
+    [0, 1, 2, 3, 4]
+    >>> sampler.set_epoch(1)  # another order
+    """
+
+    def __init__(
+        self,
+        n: int | Sized,
+        buffer_size: int = 1000,
+        seed: int = 0,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        n = len(n) if isinstance(n, Sized) else n
+        if n < 0 or buffer_size < 1:
+            raise UsageError(f"found n {n} and buffer_size {buffer_size}, expected at least 0 and 1")
+        self.n, self.buffer_size, self.seed, self.epoch = n, buffer_size, seed, 0
+        self.rank, self.world_size = rank_and_world_size(rank, world_size)
+
+    def __repr__(self) -> str:
+        return f"ShuffleBufferSampler({self.n} indices, buffer_size={self.buffer_size}, seed={self.seed})"
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, which selects the order.
+
+        Parameters
+        ----------
+        epoch : int
+        """
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(range(self.rank, self.n, self.world_size))
+
+    def __iter__(self) -> Iterator[int]:
+        epoch = EpochOrder(self.n, self.seed, self.epoch, "buffer", self.buffer_size)
+        return iter(epoch.ids_at(np.arange(self.rank, self.n, self.world_size)).tolist())

@@ -6,47 +6,65 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
+import torch
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from tracestore._core.blocks import MemoryPool
 from tracestore.data.batch import BatchT, pyg_classes
-from tracestore.data.batch_format import BatchFormat, View
+from tracestore.data.batch_format import BatchFormat, Layers, Positions, View
 from tracestore.data.batch_jobs import BatchGatherer
 from tracestore.data.buffers import BatchBuffer, TorchBuffer, as_tensor
 from tracestore.data.collate import GraphItem, SequenceItem
 from tracestore.data.epoch import EpochPlanner, rank_and_world_size
 from tracestore.data.memory_plan import cache_limit
-from tracestore.data.order import EpochOrder, Shuffle
-from tracestore.errors import UsageError
+from tracestore.data.order import Shuffle, shuffle_name
+from tracestore.data.tokens.job import TokenGatherer
+from tracestore.data.tokens.table import TokenTable
 from tracestore.store.read.store import TraceStore, open_store
+from tracestore.store.read.subset import TraceSubset
 
-StoreLike = TraceStore | str | os.PathLike[str]
+StoreLike = TraceStore | TraceSubset | str | os.PathLike[str]
 # Items whose order is computed at once.
 _ORDER_CHUNK = 1024
 
 
-def open_for_batches(store: StoreLike, batch_format: BatchFormat) -> TraceStore:
-    """Open a store with a cache of its own and check that it can give such batches."""
-    opened = store.reopen() if isinstance(store, TraceStore) else open_store(store)
-    batch_format.check(opened)
+def open_for_batches(store: StoreLike, batch_format: BatchFormat) -> tuple[TraceStore, np.ndarray | None]:
+    """Open a store with a cache of its own and check that its traces can give such batches.
+
+    Returns
+    -------
+    TraceStore
+        The whole store.
+    ndarray of int64, shape (n,), or None
+        The store indices of a subset. None: all traces.
+    """
+    indices = store.indices if isinstance(store, TraceSubset) else None
+    whole = store.store if isinstance(store, TraceSubset) else store
+    opened = whole.reopen() if isinstance(whole, TraceStore) else open_store(whole)
+    batch_format.check(opened, indices)
     if batch_format.view == "graph" and batch_format.as_pyg:
         pyg_classes()  # imported now, so that workers forked from this process need not import PyG
-    return opened
+    return opened, indices
 
 
 class TraceDataset(Dataset[Any]):
-    """Map-style dataset: item i is trace i of the store, read on access.
+    """Map-style dataset: item i is trace i of the store or subset, or its i-th chosen token, read on access.
 
     View "sequence" gives the tuple ``(sequence (L, D), score, question_id)``. View "graph" gives a
     list of L PyG Data with x (S, D), edge_index (2, E) from source j to target i, and edge_attr
-    (E, 1). Tensors have the stored dtype. Traces without a score are included.
+    (E, 1). Items have the attributes `y`, `trace_index`, which is a store index, and, as graphs,
+    `score` and `question_id`. View "tokens" gives the tuple ``(hidden state (D,) or (K, D), trace
+    index, position)``. Traces without a score are included. A DataLoader collates the items of the
+    views "sequence" and "graph" into a `SequenceBatch` or a PyG Batch without a `collate_fn`.
 
     Parameters
     ----------
-    store : TraceStore, str or PathLike
-        A store or its path.
-    view : {"sequence", "graph"}
+    store : TraceStore, TraceSubset, str or PathLike
+        A store, a subset of one, or the path of a store.
+    view : {"sequence", "graph", "tokens"}
         The form of the items.
+    layers, positions
+        The layers, and tokens of each trace, see `TraceLoader`.
     score_threshold : float
         Score below which a trace counts as a hallucination, or above which in a store of
         hallucination scores. A stored label takes precedence.
@@ -55,6 +73,9 @@ class TraceDataset(Dataset[Any]):
     top_k : float, optional
         A fraction in (0, 1], not a number: keep this fraction of each layer's stored pairs, those
         with the largest attention. Replaces the threshold.
+    dtype : str, optional
+        "float32" converts while reading: for models with float32 weights. None keeps the stored
+        dtype, usually float16.
     cache_bytes : int, optional
         Limit for the decoded chunks of a compressed store, 256 MiB by default.
     max_cache_batches : int, optional
@@ -72,10 +93,15 @@ class TraceDataset(Dataset[Any]):
     Examples
     --------
     >>> import tracestore
-    >>> dataset = tracestore.TraceDataset("store.zarr")
+    >>> from torch.utils.data import DataLoader
+    >>> dataset = tracestore.TraceDataset("store.zarr", dtype="float32")
+    >>> dataset
+    TraceDataset('store.zarr', 'sequence', 12 traces, 3 layers, hidden size 8, float32)
     >>> sequence, score, question_id = dataset[4]
     >>> sequence.shape, question_id
     (torch.Size([3, 8]), 'q4')
+    >>> [batch.sequences.shape for batch in DataLoader(dataset, batch_size=8, shuffle=True)]
+    [torch.Size([8, 3, 8]), torch.Size([4, 3, 8])]
     """
 
     def __init__(
@@ -83,29 +109,61 @@ class TraceDataset(Dataset[Any]):
         store: StoreLike,
         view: View = "sequence",
         *,
+        layers: Layers | None = None,
+        positions: Positions | None = None,
         score_threshold: float = 0.5,
         attention_threshold: float = 0.0,
         top_k: float | None = None,
+        dtype: str | None = None,
         cache_bytes: int | None = None,
         max_cache_batches: int | None = None,
         batch_size: int = 16,
     ) -> None:
-        self.format = BatchFormat(view, attention_threshold=attention_threshold, top_k=top_k)
-        self.store = open_for_batches(store, self.format)
+        self.format = BatchFormat(
+            view, attention_threshold=attention_threshold, top_k=top_k, dtype=dtype, layers=layers, positions=positions
+        )
+        self.store, self.indices = open_for_batches(store, self.format)
         self.store.set_cache_limit(cache_limit(self.store, self.format, cache_bytes, max_cache_batches, batch_size))
         self.view = view
         self.targets = self.store.targets(score_threshold)
         self.gatherer = BatchGatherer(self.store, self.targets, self.format)
         self._plain_gatherer = replace(self.gatherer, batch_format=replace(self.format, as_pyg=False))
+        self.tokens = TokenTable(self.store, self.format, self.indices) if view == "tokens" else None
+        if self.tokens is not None:
+            self.gatherer = TokenGatherer.make(self.gatherer, self.tokens)
 
     def __len__(self) -> int:
-        return len(self.store)
+        if self.tokens is not None:
+            return len(self.tokens)
+        return len(self.store if self.indices is None else self.indices)
+
+    def __repr__(self) -> str:
+        return f"TraceDataset({self.format.describe(self.store, len(self))})"
 
     def __getitem__(self, index: int) -> Any:
-        trace = self.store.private_trace(range(len(self.store))[index])
+        position = range(len(self))[index]
+        is_whole = self.indices is None or self.tokens is not None
+        return self.item(position if is_whole else int(self.indices[position]))  # type: ignore[index]
+
+    def item(self, index: int) -> Any:
+        """Return the item of a trace or token.
+
+        Parameters
+        ----------
+        index : int
+            Store index, also in a subset; in view "tokens" the position among the chosen tokens.
+        """
+        if self.tokens is not None:
+            batch = self.gatherer.gather([index], TorchBuffer)
+            return batch.hidden_states[0], int(batch.trace_index[0]), int(batch.position[0])
+        trace = self.store.private_trace(index)
         y, score = float(self.targets[trace.index]), trace.score
         if self.view == "sequence":
-            sequence = as_tensor(trace.last_token, self.store.hidden_dtype)
+            if self.format.layers is None and self.format.position == -1:
+                sequence = as_tensor(trace.last_token, self.store.hidden_dtype)
+                sequence = sequence.to(getattr(torch, self.format.hidden_dtype(self.store)))
+            else:
+                sequence = self.gatherer.gather([index], TorchBuffer).sequences[0]
             return SequenceItem.make(sequence, score, trace.question_id, y, trace.index)
         batch = self._plain_gatherer.gather([trace.index], TorchBuffer)
         _, data_class = pyg_classes()
@@ -122,67 +180,8 @@ class TraceDataset(Dataset[Any]):
         return [self[k] for k in indices]
 
 
-class ShuffleBufferSampler(Sampler[int]):
-    """Sampler of indices in the order of a shuffle buffer.
-
-    Indices enter a window of `buffer_size` in store order, and a random one leaves it at each step.
-    An epoch has each index once, split exactly over the ranks. The memory is O(buffer_size)
-    indices; no trace is held.
-
-    Parameters
-    ----------
-    n : int
-        Number of indices.
-    buffer_size : int
-        Indices of the window.
-    seed : int
-        Seed of the order.
-    rank, world_size : int, optional
-        This rank and the number of ranks. By default from torch.distributed if it is initialized,
-        else from the environment variables RANK and WORLD_SIZE.
-
-    Raises
-    ------
-    UsageError
-        For a number outside its range.
-
-    Examples
-    --------
-    >>> import tracestore
-    >>> sampler = tracestore.ShuffleBufferSampler(5, buffer_size=2, seed=1)
-    >>> sorted(sampler)
-    [0, 1, 2, 3, 4]
-    >>> sampler.set_epoch(1)  # another order
-    """
-
-    def __init__(
-        self,
-        n: int,
-        buffer_size: int = 1000,
-        seed: int = 0,
-        *,
-        rank: int | None = None,
-        world_size: int | None = None,
-    ) -> None:
-        if n < 0 or buffer_size < 1:
-            raise UsageError(f"found n {n} and buffer_size {buffer_size}, expected at least 0 and 1")
-        self.n, self.buffer_size, self.seed, self.epoch = n, buffer_size, seed, 0
-        self.rank, self.world_size = rank_and_world_size(rank, world_size)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, which selects the order."""
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return len(range(self.rank, self.n, self.world_size))
-
-    def __iter__(self) -> Iterator[int]:
-        epoch = EpochOrder(self.n, self.seed, self.epoch, "buffer", self.buffer_size)
-        return iter(epoch.ids_at(np.arange(self.rank, self.n, self.world_size)).tolist())
-
-
 class TraceIterableDataset(IterableDataset[BatchT]):
-    """Iterable dataset: an epoch has each trace exactly once over all ranks and workers.
+    """Iterable dataset: an epoch has each trace, or chosen token, exactly once over all ranks and workers.
 
     The order is a function of (seed, epoch) alone. Without `batch_size` it yields the items of
     `TraceDataset`: rank r of R takes the positions r, r + R, ... and worker w of W every W-th of
@@ -191,14 +190,14 @@ class TraceIterableDataset(IterableDataset[BatchT]):
 
     Parameters
     ----------
-    store : TraceStore, str or PathLike
-        A store or its path.
-    view : {"sequence", "graph"}
+    store : TraceStore, TraceSubset, str or PathLike
+        A store, a subset of one, or the path of a store.
+    view : {"sequence", "graph", "tokens"}
         The form of the items or batches.
-    shuffle : {"buffer", "global", "block", "none"}
-        The order. "buffer": a shuffle buffer of `buffer_size` ids, not traces. "global": a keyed
-        permutation of all traces. "block": blocks of `block_bytes` of neighboring traces in random
-        order, each permuted. "none": store order.
+    shuffle : {"buffer", "global", "block", "none"} or bool
+        The order. "buffer": a shuffle buffer of `buffer_size` ids, not traces. "global" or True: a
+        keyed permutation of all traces. "block": blocks of `block_bytes` of neighboring traces in
+        random order, each permuted. "none" or False: the order of the store or subset.
     buffer_size : int
         Ids of the window of shuffle "buffer".
     block_bytes : int
@@ -206,13 +205,13 @@ class TraceIterableDataset(IterableDataset[BatchT]):
     seed : int
         Seed of the order.
     batch_size : int, optional
-        Traces of a batch over all ranks. None yields single items.
+        Traces, or tokens in view "tokens", of a batch over all ranks. None yields single items.
     drop_last : bool
         Leave out a last batch that is short.
     rank, world_size : int, optional
         This rank and the number of ranks. By default from torch.distributed if it is initialized,
         else from the environment variables RANK and WORLD_SIZE.
-    score_threshold, attention_threshold, top_k, cache_bytes
+    layers, positions, score_threshold, attention_threshold, top_k, dtype, cache_bytes
         See `TraceDataset`; `top_k` is a fraction in (0, 1].
 
     Raises
@@ -226,7 +225,7 @@ class TraceIterableDataset(IterableDataset[BatchT]):
     --------
     >>> import tracestore
     >>> from torch.utils.data import DataLoader
-    >>> dataset = tracestore.TraceIterableDataset("store.zarr", batch_size=4)
+    >>> dataset = tracestore.TraceIterableDataset("store.zarr", batch_size=4, dtype="float32")
     >>> [batch.sequences.shape for batch in DataLoader(dataset, batch_size=None)]
     [torch.Size([4, 3, 8]), torch.Size([4, 3, 8]), torch.Size([4, 3, 8])]
     """
@@ -236,7 +235,9 @@ class TraceIterableDataset(IterableDataset[BatchT]):
         store: StoreLike,
         view: View = "sequence",
         *,
-        shuffle: Shuffle = "buffer",
+        layers: Layers | None = None,
+        positions: Positions | None = None,
+        shuffle: Shuffle | bool = "buffer",
         buffer_size: int = 1000,
         block_bytes: int = 256 << 20,
         seed: int = 0,
@@ -247,14 +248,18 @@ class TraceIterableDataset(IterableDataset[BatchT]):
         score_threshold: float = 0.5,
         attention_threshold: float = 0.0,
         top_k: float | None = None,
+        dtype: str | None = None,
         cache_bytes: int | None = None,
     ) -> None:
         self.items = TraceDataset(
             store,
             view,
+            layers=layers,
+            positions=positions,
             score_threshold=score_threshold,
             attention_threshold=attention_threshold,
             top_k=top_k,
+            dtype=dtype,
             cache_bytes=cache_bytes,
         )
         self.epoch, self.batch_size = 0, batch_size
@@ -263,16 +268,28 @@ class TraceIterableDataset(IterableDataset[BatchT]):
             self.items.store,
             self.items.format,
             batch_size=1 if batch_size is None else batch_size,
-            shuffle=shuffle,
+            shuffle=shuffle_name(shuffle),
             seed=seed,
+            indices=self.items.indices,
             buffer_size=buffer_size,
             block_bytes=block_bytes,
             drop_last=drop_last,
+            tokens=self.items.tokens,
         )
         self.rank, self.world_size = rank_and_world_size(rank, world_size)
 
+    def __repr__(self) -> str:
+        batches = "" if self.batch_size is None else f", batch_size={self.batch_size}"
+        sizes = self.items.format.describe(self.items.store, len(self.items))
+        return f"TraceIterableDataset({sizes}, shuffle={self._planner.shuffle!r}{batches})"
+
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, which selects the order. Each iteration also advances it by one."""
+        """Set the epoch, which selects the order. Each iteration also advances it by one.
+
+        Parameters
+        ----------
+        epoch : int
+        """
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -294,7 +311,7 @@ class TraceIterableDataset(IterableDataset[BatchT]):
             positions = np.arange(self.rank, len(self.items), self.world_size)[chosen]
             for begin in range(0, len(positions), _ORDER_CHUNK):
                 for index in plan.indices_at(positions[begin : begin + _ORDER_CHUNK]).tolist():
-                    yield self.items[index]
+                    yield self.items.item(index)
             return
         for batch in self._batches(epoch)[chosen]:
             indices = plan.traces(batch, self.rank, self.world_size)

@@ -9,6 +9,7 @@ import numpy as np
 from tracestore._core.kernels import crc32c
 from tracestore.data import order
 from tracestore.data.batch_format import BatchFormat
+from tracestore.data.tokens.table import TokenTable
 from tracestore.errors import UsageError
 from tracestore.store.read.store import TraceStore
 
@@ -38,13 +39,13 @@ def rank_and_world_size(rank: int | None = None, world_size: int | None = None) 
 def trace_costs(store: TraceStore, batch_format: BatchFormat, by: BatchBy, indices: np.ndarray) -> np.ndarray:
     """Return the cost of each trace, int64 of shape (n,).
 
-    "tokens" is S, "nodes" L * S, "edges" the stored pairs of all layers before any threshold, and
-    "bytes" what the trace takes in a batch.
+    "tokens" is S, "nodes" S for each of the layers, "edges" the stored pairs of these before any
+    threshold, and "bytes" what the trace takes in a batch.
     """
     if by == "bytes":
         return batch_format.bytes_per_trace(store, indices)
-    tokens, pairs = store.token_and_pair_counts(indices)
-    return {"tokens": tokens, "nodes": tokens * store.num_layers, "edges": pairs}[by]
+    tokens, pairs = store.token_and_pair_counts(indices, batch_format.layer_numbers(store))
+    return {"tokens": tokens, "nodes": tokens * batch_format.num_layers(store), "edges": pairs}[by]
 
 
 def mean_trace_bytes(store: TraceStore, batch_format: BatchFormat, indices: np.ndarray | None = None) -> int:
@@ -101,7 +102,7 @@ class EpochPlanner:
     batch_format : BatchFormat
         The form of the batches.
     batch_size : int
-        Traces of a batch, over all ranks.
+        Traces or tokens of a batch, over all ranks.
     batch_by : {"tokens", "nodes", "edges", "bytes"}, optional
         Bound the cost of a batch in this unit instead of its number of traces.
     max_batch_cost : int, optional
@@ -112,6 +113,9 @@ class EpochPlanner:
         Seed of the order.
     indices : ndarray of int64, optional
         Restrict the epoch to these traces.
+    tokens : TokenTable, optional
+        The tokens of view "tokens", which the epoch is over instead of traces. Excludes `indices`
+        and `batch_by`.
     buffer_size : int
         Ids of the window of shuffle "buffer".
     block_bytes : int
@@ -137,6 +141,7 @@ class EpochPlanner:
     shuffle: order.Shuffle = "global"
     seed: int = 0
     indices: np.ndarray | None = None
+    tokens: TokenTable | None = None
     buffer_size: int = 1000
     block_bytes: int = 256 << 20
     drop_last: bool = False
@@ -158,6 +163,8 @@ class EpochPlanner:
             raise UsageError(f"max_batch_cost requires batch_by, one of {', '.join(units)}")
         if self.pad_last and (self.drop_last or self.batch_by is not None):
             raise UsageError("pad_last excludes drop_last and batch_by")
+        if self.tokens is not None and by is not None:
+            raise UsageError("batch_by composes batches of traces; view 'tokens' takes batch_size")
         if self.indices is not None and ((self.indices < 0) | (self.indices >= len(self.store))).any():
             raise UsageError(f"found indices outside 0 .. {len(self.store) - 1}")
         self.block_size = 1
@@ -167,7 +174,9 @@ class EpochPlanner:
 
     @property
     def num_samples(self) -> int:
-        """Traces of an epoch, over all ranks."""
+        """Traces, or tokens in view "tokens", of an epoch, over all ranks."""
+        if self.tokens is not None:
+            return len(self.tokens)
         return len(self.store) if self.indices is None else len(self.indices)
 
     def plan(self, epoch: int) -> EpochPlan:
@@ -203,5 +212,10 @@ class EpochPlanner:
             "num_samples": self.num_samples,
             "shuffle": self.shuffle,
             "window": {"buffer": self.buffer_size, "block": self.block_size}.get(self.shuffle, 0),
-            "indices_crc32c": 0 if self.indices is None else crc32c(self.indices),
+            "indices_crc32c": self._indices_crc32c(),
         }
+
+    def _indices_crc32c(self) -> int:
+        if self.tokens is not None:
+            return self.tokens.crc32c
+        return 0 if self.indices is None else crc32c(self.indices)

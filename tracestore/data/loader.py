@@ -9,17 +9,21 @@ from torch.utils.data import get_worker_info
 
 from tracestore._core.blocks import MemoryPool
 from tracestore.data.batch import BatchT
-from tracestore.data.batch_format import BatchFormat, EdgeFormat, View
+from tracestore.data.batch_format import BatchFormat, EdgeFormat, Layers, Positions, View
 from tracestore.data.batch_jobs import BatchGatherer
 from tracestore.data.buffers import BatchBuffer, TorchBuffer
 from tracestore.data.datasets import StoreLike, open_for_batches
 from tracestore.data.epoch import BatchBy, EpochPlan, EpochPlanner, rank_and_world_size
 from tracestore.data.memory_plan import cache_limit, plan_memory
-from tracestore.data.order import Shuffle
+from tracestore.data.order import Shuffle, shuffle_name
 from tracestore.data.prefetch import BatchPrefetcher, NativePrefetcher, ThreadPrefetcher
+from tracestore.data.tokens.job import TokenGatherer
+from tracestore.data.tokens.table import TokenTable
 from tracestore.errors import MemoryBudgetError, UsageError
 
 STATE_VERSION = 2
+# Samples of a batch by default: traces, or tokens in view "tokens".
+DEFAULT_BATCH_SIZE, DEFAULT_TOKENS = 16, 4096
 
 
 class TraceLoader(Generic[BatchT]):
@@ -34,27 +38,36 @@ class TraceLoader(Generic[BatchT]):
 
     Parameters
     ----------
-    store : TraceStore, str or PathLike
-        A store or its path.
-    view : {"sequence", "graph"}
+    store : TraceStore, TraceSubset, str or PathLike
+        A store, a subset of one, or the path of a store. The `trace_index` of a batch holds store
+        indices, also for a subset.
+    view : {"sequence", "graph", "tokens"}
         "sequence" yields `SequenceBatch`, "graph" a PyG Batch of B * L graphs with the fields of
-        `GraphBatch`.
-    batch_size : int
-        Traces of a batch over all ranks. Each rank gets a contiguous slice.
+        `GraphBatch`, "tokens" a `TokenBatch` of tokens from any traces.
+    layers : int or sequence of int, optional
+        Read and yield these stored layers only, in this order; negative ones count from the last. None: all.
+    positions : {"all", "prompt", "answer", "last"}, int, slice or sequence of int, optional
+        View "tokens": the tokens of each trace, by default "all". "answer" takes the stored
+        answer_span, else the tokens that generated_mask marks, else those after the prompt.
+        "prompt" takes the first prompt_length tokens, else those that generated_mask does not mark.
+        View "sequence": the token, "last" or an int.
+    batch_size : int, optional
+        Traces, or tokens in view "tokens", of a batch over all ranks; 16 or 4,096 by default. Each
+        rank gets a contiguous slice.
     batch_by : {"tokens", "nodes", "edges", "bytes"}, optional
         Bound the cost of a batch in this unit instead of its number of traces.
     max_batch_cost : int, optional
         The bound. A trace above it is a batch by itself. Required by `batch_by`.
-    shuffle : {"global", "buffer", "block", "none"}
-        The order. "global": a keyed permutation of all traces. "buffer": a shuffle buffer of
-        `buffer_size` ids. "block": blocks of `block_bytes` of neighboring traces in random order,
-        each permuted. "none": store order.
+    shuffle : {"global", "buffer", "block", "none"} or bool
+        The order. "global" or True: a keyed permutation of all traces. "buffer": a shuffle buffer
+        of `buffer_size` ids. "block": blocks of `block_bytes` of neighboring traces in random
+        order, each permuted. "none" or False: the order of the store or subset.
     seed : int
         Seed of the order.
     num_threads : int
         Threads that gather. 0 gathers in the consumer's thread.
     indices : sequence of int, optional
-        Restrict the loader to these traces.
+        Restrict the loader to the traces with these store indices. Excludes a subset.
     buffer_size : int
         Ids of the window of shuffle "buffer".
     block_bytes : int
@@ -62,8 +75,7 @@ class TraceLoader(Generic[BatchT]):
     drop_last : bool
         Leave out a last batch that is short.
     pad_last : bool
-        Fill a short last batch with the first traces of the epoch. Excludes `drop_last` and
-        `batch_by`.
+        Fill a short last batch with the first traces of the epoch; excludes `drop_last` and `batch_by`.
     score_threshold : float
         Score below which a trace counts as a hallucination, or above which in a store of
         hallucination scores. A stored label takes precedence.
@@ -76,7 +88,8 @@ class TraceLoader(Generic[BatchT]):
         "coo": `edge_index` and `edge_attr`. "packed": the causal triangles of head-averaged
         `attention`. "heads": those of each stored head.
     dtype : str, optional
-        "float32" converts while gathering. None keeps the stored dtype.
+        "float32" converts while gathering: for models with float32 weights. None keeps the stored
+        dtype, usually float16.
     rank, world_size : int, optional
         This rank and the number of ranks. By default from torch.distributed if it is initialized,
         else from the environment variables RANK and WORLD_SIZE.
@@ -113,7 +126,9 @@ class TraceLoader(Generic[BatchT]):
     Examples
     --------
     >>> import tracestore
-    >>> loader = tracestore.TraceLoader("store.zarr", batch_size=4, seed=1)
+    >>> loader = tracestore.TraceLoader("store.zarr", batch_size=4, seed=1, dtype="float32")
+    >>> loader
+    TraceLoader('store.zarr', 'sequence', 12 traces, 3 layers, hidden size 8, float32, batch_size=4, shuffle='global')
     >>> len(loader), [batch.sequences.shape for batch in loader]
     (3, [torch.Size([4, 3, 8]), torch.Size([4, 3, 8]), torch.Size([4, 3, 8])])
 
@@ -122,16 +137,23 @@ class TraceLoader(Generic[BatchT]):
     >>> batches = iter(loader)
     >>> _ = next(batches)
     >>> state = loader.state_dict()
-    >>> other = tracestore.TraceLoader("store.zarr", batch_size=4, seed=1, num_threads=0)
+    >>> other = tracestore.TraceLoader("store.zarr", batch_size=4, seed=1, num_threads=0, dtype="float32")
     >>> other.load_state_dict(state)
     >>> [b.question_id for b in other] == [b.question_id for b in batches]
     True
+
+    Tokens of all traces in one layer, for a sparse autoencoder or a probe:
+
+    >>> tokens = tracestore.TraceLoader("store.zarr", "tokens", layers=1, positions="all", batch_size=5)
+    >>> batch = next(iter(tokens))
+    >>> batch.hidden_states.shape, batch.trace_index.shape, batch.position.shape
+    (torch.Size([5, 8]), torch.Size([5]), torch.Size([5]))
 
     For type checkers, name the class of the batches:
 
     >>> from tracestore.data.batch import GraphBatch
     >>> graphs: tracestore.TraceLoader[GraphBatch]
-    >>> graphs = tracestore.TraceLoader("store.zarr", "graph", as_pyg=False)
+    >>> graphs = tracestore.TraceLoader("store.zarr", "graph", as_pyg=False, dtype="float32")
     """
 
     def __init__(
@@ -139,10 +161,12 @@ class TraceLoader(Generic[BatchT]):
         store: StoreLike,
         view: View = "sequence",
         *,
-        batch_size: int = 16,
+        layers: Layers | None = None,
+        positions: Positions | None = None,
+        batch_size: int | None = None,
         batch_by: BatchBy | None = None,
         max_batch_cost: int | None = None,
-        shuffle: Shuffle = "global",
+        shuffle: Shuffle | bool = "global",
         seed: int = 0,
         num_threads: int = 2,
         indices: Sequence[int] | np.ndarray | None = None,
@@ -172,24 +196,35 @@ class TraceLoader(Generic[BatchT]):
             edge_format=edge_format,
             dtype=dtype,
             as_pyg=as_pyg,
+            layers=layers,
+            positions=positions,
         )
-        self.store = open_for_batches(store, self.format)
+        self.store, subset = open_for_batches(store, self.format)
+        if subset is not None and indices is not None:
+            raise UsageError("found a subset and indices, expected one of them: select from the subset, subset[...]")
+        indices = subset if indices is None else np.asarray(indices, np.int64)
         self.targets = self.store.targets(score_threshold)
+        tokens = TokenTable(self.store, self.format, indices) if view == "tokens" else None
+        if batch_size is None:
+            batch_size = DEFAULT_BATCH_SIZE if tokens is None else DEFAULT_TOKENS
         self.planner = EpochPlanner(
             self.store,
             self.format,
             batch_size=batch_size,
             batch_by=batch_by,
             max_batch_cost=max_batch_cost,
-            shuffle=shuffle,
+            shuffle=shuffle_name(shuffle),
             seed=seed,
-            indices=None if indices is None else np.asarray(indices, np.int64),
+            indices=indices if tokens is None else None,
+            tokens=tokens,
             buffer_size=buffer_size,
             block_bytes=block_bytes,
             drop_last=drop_last,
             pad_last=pad_last,
         )
         self._gatherer = BatchGatherer(self.store, self.targets, self.format)
+        if tokens is not None:
+            self._gatherer = TokenGatherer.make(self._gatherer, tokens)
         self.rank, self.world_size = rank_and_world_size(rank, world_size)
         self.num_threads, self.pin_memory = num_threads, pin_memory
         limit = cache_limit(self.store, self.format, cache_bytes, max_cache_batches, batch_size)
@@ -202,9 +237,17 @@ class TraceLoader(Generic[BatchT]):
         self._resume_at = 0
         self._epoch_done = False
 
+    def __repr__(self) -> str:
+        planner = self.planner
+        size = f"batch_size={planner.batch_size}"
+        if planner.batch_by is not None:
+            size = f"batch_by={planner.batch_by!r}, max_batch_cost={planner.max_batch_cost}"
+        sizes = self.format.describe(self.store, planner.num_samples)
+        return f"TraceLoader({sizes}, {size}, shuffle={planner.shuffle!r})"
+
     @property
     def batch_size(self) -> int:
-        """Traces of a batch over all ranks."""
+        """Traces, or tokens in view "tokens", of a batch over all ranks."""
         return self.planner.batch_size
 
     def __len__(self) -> int:
@@ -215,6 +258,10 @@ class TraceLoader(Generic[BatchT]):
         """Set the epoch of the next iteration.
 
         The epoch of a state that was loaded keeps its position.
+
+        Parameters
+        ----------
+        epoch : int
         """
         if epoch != self.epoch or self._epoch_done:
             self._resume_at = self._position = 0
@@ -250,7 +297,9 @@ class TraceLoader(Generic[BatchT]):
         self._position, self._epoch_done = self._resume_at, False
 
     def batch_indices(self, batch: int, epoch: int | None = None) -> np.ndarray:
-        """Return the store indices of this rank's slice of a batch.
+        """Return the store indices of this rank's slice of a batch; in view "tokens" numbers of tokens.
+
+        The chosen tokens of all traces are numbered from 0, in the order of the store.
 
         Parameters
         ----------
@@ -262,7 +311,7 @@ class TraceLoader(Generic[BatchT]):
         Returns
         -------
         ndarray of int64, shape (B,)
-            Store indices, possibly none.
+            Store indices or numbers, possibly none.
         """
         plan = self.planner.plan(self.epoch if epoch is None else epoch)
         return plan.traces(batch, self.rank, self.world_size)
@@ -283,11 +332,11 @@ class TraceLoader(Generic[BatchT]):
         Parameters
         ----------
         indices : sequence of int
-            Store indices of the B traces.
+            Store indices of the B traces, or numbers of the B tokens.
 
         Returns
         -------
-        SequenceBatch, torch_geometric.data.Batch or GraphBatch
+        SequenceBatch, torch_geometric.data.Batch, GraphBatch or TokenBatch
             The batch, as iterating yields it.
         """
         in_worker = get_worker_info() is not None
@@ -323,7 +372,7 @@ class TraceLoader(Generic[BatchT]):
 
         with ExitStack() as stack:
             if self.num_threads > 0:
-                remote = stack.enter_context(self.store.prefetch(traces, start, total, self.format.view))
+                remote = stack.enter_context(self._gatherer.prefetch(traces, start, total))
                 prefetcher = stack.enter_context(self._new_prefetcher(map(traces, range(start, total))))
             for batch in range(start, total):
                 if self.num_threads > 0:

@@ -20,6 +20,13 @@ SHUFFLES: tuple[Shuffle, ...] = get_args(Shuffle)
 _COST_CHUNK = 1 << 16
 
 
+def shuffle_name(shuffle: Shuffle | bool) -> Shuffle:
+    """Return the name of an order: True stands for "global", False for "none"."""
+    if isinstance(shuffle, bool):
+        return "global" if shuffle else "none"
+    return shuffle
+
+
 def splitmix64(value: np.ndarray) -> np.ndarray:
     """Return the SplitMix64 finalizer of uint64 values, which is a bijection.
 

@@ -221,7 +221,7 @@ class ThreadPrefetcher(BatchPrefetcher):
         self._threads = ThreadPoolExecutor(self._num_parallel, thread_name_prefix="tracestore")
 
     def _look_up(self, indices: np.ndarray) -> _Hinted:
-        return indices, self._gatherer.store.hint_upcoming(indices, view=self._gatherer.batch_format.view)
+        return indices, self._gatherer.hint_upcoming(indices)
 
     def _num_bytes(self, ahead: _Hinted) -> int:
         return self._gatherer.batch_format.max_batch_bytes(self._gatherer.store, ahead[0])

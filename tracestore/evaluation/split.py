@@ -1,16 +1,14 @@
 """Train, validation and test splits: by question, stratified by class, a pure function of the data."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from tracestore.errors import TrainingError
+from tracestore.split import SPLITS, assign_splits, digest, labeled_positions, question_keys
 from tracestore.store.read.store import TraceStore
 
-FRACTIONS = {"train": 0.70, "val": 0.15, "test": 0.15}
-SPLITS = tuple(FRACTIONS)
 # Outside the test split of a fold, one in this many questions is used for validation.
 _VALIDATION_BINS = 6
 
@@ -29,49 +27,6 @@ class Split:
 
     indices: dict[str, np.ndarray]
     question_ids: dict[str, list[str]]
-
-
-def _digest(seed: object, key: str) -> bytes:
-    return hashlib.blake2b(f"{seed}\0{key}".encode("utf-8", "surrogatepass"), digest_size=16).digest()
-
-
-def split_keys(keys: Sequence[str], labels: Sequence[float], seed: int) -> dict[str, str]:
-    """Assign each distinct key to a split.
-
-    Keys are ranked within each class by a digest of (seed, key). The first 70 % train, the
-    next 15 % validate, the rest tests. The class of a key is that of the majority of its
-    traces. The order of the arguments does not matter.
-
-    Parameters
-    ----------
-    keys : sequence of str
-        For each trace its question, or its group of questions.
-    labels : sequence of float
-        For each trace.
-    seed : int
-
-    Returns
-    -------
-    dict
-        Name of the split for each key.
-    """
-    votes: dict[str, list[float]] = {}
-    for key, label in zip(keys, labels, strict=True):
-        votes.setdefault(key, []).append(label)
-    classes: dict[bool, list[str]] = {False: [], True: []}
-    for key, labels_of_key in votes.items():
-        classes[float(np.mean(labels_of_key)) >= 0.5].append(key)
-    split_of = {}
-    for members in classes.values():
-        members.sort(key=lambda key: _digest(seed, key))
-        n = len(members)
-        # A small class gives one key to each split before the fractions apply.
-        num_test = max(1, round(FRACTIONS["test"] * n)) if n >= 3 else 0
-        num_val = max(1, round(FRACTIONS["val"] * n)) if n >= 3 else 0
-        bounds = {"train": n - num_val - num_test, "val": n - num_test, "test": n}
-        for position, key in enumerate(members):
-            split_of[key] = next(name for name in SPLITS if position < bounds[name])
-    return split_of
 
 
 def assign_balanced(counts: dict[str, tuple[int, int]], num_bins: int, seed: object) -> dict[str, int]:
@@ -97,7 +52,7 @@ def assign_balanced(counts: dict[str, tuple[int, int]], num_bins: int, seed: obj
     totals = [max(1, sum(count[c] for count in counts.values())) for c in (0, 1)]
     bins = [[0, 0] for _ in range(num_bins)]
     assigned = {}
-    for key in sorted(counts, key=lambda key: (-sum(counts[key]), _digest(seed, key))):
+    for key in sorted(counts, key=lambda key: (-sum(counts[key]), digest(seed, key))):
         count = counts[key]
 
         def increase(b: int) -> float:
@@ -128,32 +83,6 @@ def fold_keys(keys: Sequence[str], labels: Sequence[float], num_folds: int, seed
     return folds
 
 
-def question_keys(questions: Sequence[str], groups: Sequence[str]) -> list[str]:
-    """Return the key of each trace: traces with the same key belong into the same split.
-
-    The key is the question, or its group where it has one. A question whose samples name
-    several groups joins these groups under the first name in sorted order.
-    """
-    leader: dict[str, str] = {}
-
-    def find(group: str) -> str:
-        root = group
-        while root in leader:
-            root = leader[root]
-        if root != group:
-            leader[group] = root
-        return root
-
-    group_of: dict[str, str] = {}
-    for question, group in zip(questions, groups, strict=True):
-        if not group:
-            continue
-        first, second = sorted((find(group_of.setdefault(question, group)), find(group)))
-        if first != second:
-            leader[second] = first
-    return [find(group_of[question]) if question in group_of else question for question in questions]
-
-
 def make_split(store: TraceStore, targets: np.ndarray, seed: int) -> Split:
     """Split the labeled traces of a store. Questions of a group stay together.
 
@@ -162,9 +91,9 @@ def make_split(store: TraceStore, targets: np.ndarray, seed: int) -> Split:
     TrainingError
         No trace is labeled, or a split lacks a class.
     """
-    labeled, questions, keys = _labeled(store, targets)
-    split_of = split_keys(keys, targets[labeled].tolist(), seed)
-    return _build_split(labeled, questions, [split_of[key] for key in keys], targets)
+    labeled, questions, groups = _labeled(store, targets)
+    names = assign_splits(questions, groups, targets[labeled].tolist(), seed)
+    return _build_split(labeled, questions, names, targets)
 
 
 def make_folds(store: TraceStore, targets: np.ndarray, num_folds: int, seed: int) -> list[Split]:
@@ -175,7 +104,8 @@ def make_folds(store: TraceStore, targets: np.ndarray, num_folds: int, seed: int
     TrainingError
         No trace is labeled, or a split of a fold lacks a class.
     """
-    labeled, questions, keys = _labeled(store, targets)
+    labeled, questions, groups = _labeled(store, targets)
+    keys = question_keys(questions, groups)
     folds = fold_keys(keys, targets[labeled].tolist(), num_folds, seed)
     return [
         _build_split(labeled, questions, [split_of[key] for key in keys], targets, f"fold {k}: ")
@@ -184,15 +114,10 @@ def make_folds(store: TraceStore, targets: np.ndarray, num_folds: int, seed: int
 
 
 def _labeled(store: TraceStore, targets: np.ndarray) -> tuple[np.ndarray, list[str], list[str]]:
-    """Return indices, question ids and keys of the labeled traces."""
-    labeled = np.flatnonzero(~np.isnan(targets))
-    if len(labeled) == 0:
-        raise TrainingError(
-            f"{store.path}: none of {len(store)} traces has a score or a label, and a missing score is never a label; "
-            f"add them: tracestore score {store.path} --scores scores.csv"
-        )
+    """Return indices, question ids and groups of the labeled traces."""
+    labeled = labeled_positions(targets, str(store.path))
     questions = store.question_ids.take(labeled)
-    return labeled, questions, question_keys(questions, [store.group(int(k)) for k in labeled])
+    return labeled, questions, [store.group(int(k)) for k in labeled]
 
 
 def split_from_ids(store: TraceStore, targets: np.ndarray, question_ids: dict[str, list[str]]) -> Split:
@@ -215,7 +140,7 @@ def split_from_ids(store: TraceStore, targets: np.ndarray, question_ids: dict[st
 
 
 def _build_split(
-    labeled: np.ndarray, questions: list[str], names: list[str], targets: np.ndarray, prefix: str = ""
+    labeled: np.ndarray, questions: list[str], names: Sequence[str] | np.ndarray, targets: np.ndarray, prefix: str = ""
 ) -> Split:
     """Return the split in which trace ``labeled[k]`` belongs to ``names[k]``.
 

@@ -11,8 +11,9 @@ from tracestore.detectors.registry import DETECTORS
 from tracestore.errors import UsageError
 from tracestore.evaluation.evaluate import RunScores, evaluate_runs
 from tracestore.evaluation.metrics import auroc
-from tracestore.evaluation.split import SPLITS, Split, split_from_ids
+from tracestore.evaluation.split import Split, split_from_ids
 from tracestore.experiment.options import TrainOptions
+from tracestore.split import SPLITS
 from tracestore.store.io.fsio import read_json
 from tracestore.store.read.store import TraceStore
 from tracestore.train.checkpoint import CHECKPOINTS

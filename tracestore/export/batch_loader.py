@@ -16,8 +16,9 @@ from tracestore.ingest.formats import read_traces
 from tracestore.ingest.sources import SourceFile, find_sources
 from tracestore.store.io.files import LocalFiles, parse_location
 from tracestore.store.io.fsio import atomic_write, map_os_errors
-from tracestore.store.read.selection import by_source
+from tracestore.store.maintain.selection import by_source
 from tracestore.store.read.store import TraceStore, open_store
+from tracestore.store.read.subset import TraceSubset
 from tracestore.store.read.trace import Trace
 
 _MIB = 1 << 20
@@ -34,8 +35,8 @@ class TraceBatchLoader:
 
     Parameters
     ----------
-    path : str or PathLike
-        A folder or file of pickles, or a store. Files of last tokens or graphs (.pt) hold no dicts:
+    path : str, PathLike, TraceStore or TraceSubset
+        A folder or file of pickles, a store, or a subset of a store. Files of last tokens or graphs (.pt) hold no dicts:
         convert them.
 
     Raises
@@ -58,12 +59,19 @@ class TraceBatchLoader:
     ('q0', 3, (1, 8))
     """
 
-    def __init__(self, path: str | os.PathLike[str] = "traces_data") -> None:
+    def __init__(self, path: str | os.PathLike[str] | TraceStore | TraceSubset = "traces_data") -> None:
+        if isinstance(path, TraceStore | TraceSubset):
+            self.path = path.path
+            self._batches = _store_batches(path)
+            return
         self.path = parse_location(path)
         if not isinstance(self.path, Path) or (self.path.is_dir() and LocalFiles(self.path).generations()):
             self._batches = _store_batches(open_store(self.path))
         else:
             self._batches = [_file_batch(source) for source in find_sources([self.path], self.path)]
+
+    def __repr__(self) -> str:
+        return f"TraceBatchLoader({str(self.path)!r}, {len(self)} batches)"
 
     def __len__(self) -> int:
         """Return the number of batches."""
@@ -76,6 +84,11 @@ class TraceBatchLoader:
 
     def get_batch(self, batch_idx: int) -> list[dict[str, Any]]:
         """Return all traces of a batch.
+
+        Parameters
+        ----------
+        batch_idx : int
+            Number of the batch, from 0.
 
         Raises
         ------
@@ -100,6 +113,10 @@ class TraceBatchLoader:
         """Return the first trace with this `global_example_id`, or None.
 
         The traces are searched in order. Of a store only the texts are read.
+
+        Parameters
+        ----------
+        global_id : int
         """
         found = (batch.find(global_id) for batch in self._batches)
         return next((trace for trace in found if trace is not None), None)
@@ -162,7 +179,9 @@ def _file_batch(source: SourceFile) -> _Batch:
     return _Batch(source.name, source.path.stat().st_size, read, record_dict)
 
 
-def _store_batches(store: TraceStore) -> list[_Batch]:
+def _store_batches(traces: TraceStore | TraceSubset) -> list[_Batch]:
+    store: TraceStore = traces.store if isinstance(traces, TraceSubset) else traces
+
     def batch(name: str, num_bytes: int, indices: np.ndarray) -> _Batch:
         def read() -> Iterator[Trace]:
             return map(store.__getitem__, indices.tolist())
@@ -170,15 +189,15 @@ def _store_batches(store: TraceStore) -> list[_Batch]:
         return _Batch(name, num_bytes, read, partial(trace_dict, store), len(indices))
 
     batches, appended = [], [np.zeros(0, np.int64)]
-    for number, indices, _ in by_source(store, np.arange(len(store))):
+    for number, indices, _ in by_source(store, traces.indices):
         source = store.internals.index.source(number)
         if source.size > 0:
             batches.append(batch(source.path, source.size, indices))
         else:  # each trace that a program appended is a source of its own
             appended.append(indices)
-    traces = np.concatenate(appended)
-    for number, begin in enumerate(range(0, len(traces), TRACES_PER_FILE)):
-        batches.append(batch(f"appended_{number:04d}", 0, traces[begin : begin + TRACES_PER_FILE]))
+    rest = np.concatenate(appended)
+    for number, begin in enumerate(range(0, len(rest), TRACES_PER_FILE)):
+        batches.append(batch(f"appended_{number:04d}", 0, rest[begin : begin + TRACES_PER_FILE]))
     return batches
 
 

@@ -1,9 +1,10 @@
-"""Export of a store to files of the input formats, for programs that read those."""
+"""Export of a store to files of other formats, for programs that read those."""
 
+import json
 import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from itertools import compress
 from pathlib import Path
@@ -12,6 +13,8 @@ import numpy as np
 
 from tracestore.errors import UsageError
 from tracestore.export.file_formats import FORMATS, WRITERS, ExportFormat, write_provenance
+from tracestore.export.trace_values import json_line, row_of
+from tracestore.extras import needs
 from tracestore.ingest.sources import PROVENANCE_FILE
 from tracestore.store.format import schema
 from tracestore.store.format.labels import SCORE_COLUMNS
@@ -22,8 +25,11 @@ from tracestore.store.read.trace import Trace
 
 TRACES_PER_FILE = 500
 SCORES_FILE = "scores.csv"
-# A file of graphs is made in memory. This bounds the bytes of its arrays.
-MAX_GRAPH_BYTES = 1 << 30
+TABLE_FILE, STORE_FILE = "traces.jsonl", "store.json"
+# Formats that hold every field and score of a trace.
+_COMPLETE = ("safetensors", "datasets")
+# Bound of the bytes of the arrays in a file of graphs, which is made in memory, or of a data set.
+MAX_FILE_BYTES = 1 << 30
 
 
 @dataclass
@@ -38,8 +44,8 @@ class ExportReport:
         Traces, and the number and total size of the files that hold them.
     scores_file : str, optional
         The file of scores, if the store has any.
-    num_labels_left_out : int
-        Stored labels that were lost because the pickle schema has no field for them.
+    left_out : list of str
+        What the store holds and the files do not, because the format has no place for it.
     """
 
     store: str
@@ -49,7 +55,7 @@ class ExportReport:
     num_files: int = 0
     bytes: int = 0
     scores_file: str | None = None
-    num_labels_left_out: int = 0
+    left_out: list[str] = field(default_factory=list)
 
 
 def export_store(
@@ -64,7 +70,7 @@ def export_store(
 
     Scores and groups are written to ``scores.csv``, and what is known of all traces' provenance and does not differ
     between them to ``provenance.json``. A file appears under its name only when it is
-    complete. Pickles are written trace by trace; a .pt file is made in memory.
+    complete. A .pt file is made in memory; the other formats need the memory of a trace, or of a row group.
 
     Parameters
     ----------
@@ -72,11 +78,13 @@ def export_store(
         The store.
     out_dir : str or PathLike
         A new or empty folder.
-    format : {"pkl", "pt-lstm", "pt-gnn"}
+    format : {"pkl", "pt-lstm", "pt-gnn", "safetensors", "datasets"}
         "pkl": pickled lists of dicts. "pt-lstm": the last token of each layer. "pt-gnn": one PyG
-        Data per layer, whose edges are the pairs with a head-averaged attention above 0.
+        Data per layer, whose edges are the pairs with a head-averaged attention above 0. "safetensors": one file of
+        arrays per trace, and the texts, numbers and scores in ``traces.jsonl``. "datasets": Parquet files, a row per
+        trace. The last two hold all fields and scores, and ``store.json`` the attributes of the store.
     traces_per_file : int
-        Largest number of traces in a file. A file of graphs also ends at `MAX_GRAPH_BYTES`.
+        Largest number of traces in a file. A file of graphs or of a data set also ends at `MAX_FILE_BYTES`.
     progress : callable, optional
         Called with the traces done and the total after each file.
 
@@ -89,6 +97,8 @@ def export_store(
     ------
     UsageError
         If a trace lacks what the format needs, or the folder is not empty.
+    MissingExtraError
+        If pyarrow is not installed, for "datasets".
     DiskFullError, StorageError
         If the file system refuses.
 
@@ -113,26 +123,57 @@ def export_store(
         if any(out.iterdir()):
             raise UsageError(f"{out}: not empty; use an empty or new folder")
         _check(store, format)
+        write, name = WRITERS[format]
+        (out / name).parent.mkdir(exist_ok=True)
         for number, (begin, end) in enumerate(_file_ranges(store, format, traces_per_file)):
             traces = (store[k] for k in range(begin, end))
-            name = f"traces_batch_{number:04d}.pkl" if format == "pkl" else f"preprocessed_batch_{number:04d}.pt"
-            with atomic_write(out / name) as file:
-                WRITERS[format](store, traces, file)
+            with atomic_write(out / name.format(number)) as file:
+                write(store, traces, file)
                 report.bytes += file.tell()
             report.num_files += 1
             report.num_traces += end - begin
             if progress is not None:
                 progress(report.num_traces, len(store))
-        if format == "pkl":
-            report.num_labels_left_out = int((~np.isnan(store.labels)).sum())
+        if format == "safetensors":
+            _write_table(store, out / TABLE_FILE, name)
+        if format in _COMPLETE:
+            with atomic_write(out / STORE_FILE) as file:
+                file.write(json.dumps(store.internals.attributes.to_json(), indent=1).encode())
+        report.left_out = _left_out(store, format)
         _write_common_provenance(store, out)
         scores = _write_scores(store, out)
         report.scores_file = None if scores is None else str(scores)
     return report
 
 
+def _write_table(store: TraceStore, path: Path, file_name: str) -> None:
+    with atomic_write(path) as file:
+        for trace in store:
+            row = {"file": file_name.format(trace.index)} | row_of(store, trace)
+            file.write(json_line(row).encode() + b"\n")
+
+
+def _left_out(store: TraceStore, format: ExportFormat) -> list[str]:
+    """Return what the files of a format lack, apart from the fields that a .pt file never has."""
+    found = []
+    labels = int((~np.isnan(store.labels)).sum())
+    if format == "pkl" and labels:
+        found.append(f"{labels:,} stored labels: pickles have no field for them")
+    if format not in _COMPLETE and len(store.score_fields) > 1:
+        names = ", ".join(sorted(store.score_fields.keys() - {store.score_name}))
+        found.append(f"the scores {names}: {SCORES_FILE} holds {store.score_name}")
+    if store.lens is not None:
+        found.append("the lens (final norm and unembedding matrix)")
+    return found
+
+
 def _check(store: TraceStore, format: ExportFormat) -> None:
-    """Raise UsageError if a trace lacks what the format needs, before anything is written."""
+    """Raise an error if a library is missing or a trace lacks what the format needs, before anything is written."""
+    if format == "datasets":
+        with needs("hub"):
+            import pyarrow  # noqa: F401
+    if format in _COMPLETE:
+        return
     for trace in store:
         problem = _problem(trace, format)
         if problem is not None:
@@ -158,14 +199,17 @@ def _file_ranges(store: TraceStore, format: ExportFormat, traces_per_file: int) 
     """Yield the first trace of each file and the trace after its last one."""
     total = len(store)
     sizes = np.zeros(total, np.int64)
-    if format == "pt-gnn":
+    if format == "safetensors":
+        traces_per_file = 1
+    if format in ("pt-gnn", "datasets"):
         tokens, pairs = store.token_and_pair_counts(np.arange(total))
         itemsize = schema.storage_dtype(store.hidden_dtype).itemsize
-        # An edge takes two int64 and a weight of at most 4 bytes.
-        sizes = tokens * (store.num_layers * store.hidden_dim * itemsize) + pairs * (16 + 4)
+        # An edge takes two int64 and a weight of at most 4 bytes, a value of dense attention as much in all heads.
+        sizes = tokens * (store.num_layers * store.hidden_dim * itemsize)
+        sizes += pairs * (16 + 4 if format == "pt-gnn" else 8 * store.num_stored_heads)
     begin, num_bytes = 0, 0
     for k, size in enumerate(sizes.tolist()):
-        if k > begin and (k - begin == traces_per_file or num_bytes + size > MAX_GRAPH_BYTES):
+        if k > begin and (k - begin == traces_per_file or num_bytes + size > MAX_FILE_BYTES):
             yield begin, k
             begin, num_bytes = k, 0
         num_bytes += size

@@ -10,16 +10,18 @@ from typing import Any, BinaryIO, Literal, get_args
 import numpy as np
 
 from tracestore.errors import InvalidInputError, UsageError
+from tracestore.export import safetensors_file
+from tracestore.store.fields import PackedEdges
 from tracestore.store.format import schema
 from tracestore.store.format.extras import decode_list
 from tracestore.store.format.labels import DEFAULT_THRESHOLD
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.io.fsio import atomic_write
 from tracestore.store.read.store import TraceStore
-from tracestore.store.read.trace import PackedEdges, Trace
+from tracestore.store.read.trace import Trace
 from tracestore.store.write.record import TraceRecord
 
-ExportFormat = Literal["pkl", "pt-lstm", "pt-gnn"]
+ExportFormat = Literal["pkl", "pt-lstm", "pt-gnn", "safetensors", "datasets"]
 FORMATS: tuple[ExportFormat, ...] = get_args(ExportFormat)
 # Fields of a PyG Data that are not extras.
 _GRAPH_ARRAYS = ("x", "edge_index", "edge_attr")
@@ -200,8 +202,18 @@ def _layer_extras(trace: Trace, num_layers: int) -> dict[str, list[Any]]:
     return {n: v for n, v in extras.items() if isinstance(v, list) and len(v) == num_layers and n not in _GRAPH_ARRAYS}
 
 
-WRITERS: dict[ExportFormat, Callable[[TraceStore, Iterator[Trace], BinaryIO], None]] = {
-    "pkl": _write_pickle,
-    "pt-lstm": _write_sequences,
-    "pt-gnn": _write_graphs,
+def _write_parquet(store: TraceStore, traces: Iterator[Trace], file: BinaryIO) -> None:
+    # Imported here, because pyarrow is an extra.
+    from tracestore.export import parquet_file
+
+    parquet_file.write_traces(store, traces, file)
+
+
+# The writer of each format, and the name of its files by number.
+WRITERS: dict[ExportFormat, tuple[Callable[[TraceStore, Iterator[Trace], BinaryIO], None], str]] = {
+    "pkl": (_write_pickle, "traces_batch_{:04d}.pkl"),
+    "pt-lstm": (_write_sequences, "preprocessed_batch_{:04d}.pt"),
+    "pt-gnn": (_write_graphs, "preprocessed_batch_{:04d}.pt"),
+    "safetensors": (safetensors_file.write_traces, "{:06d}.safetensors"),
+    "datasets": (_write_parquet, "data/train-{:05d}.parquet"),
 }

@@ -5,12 +5,13 @@
 
 from typing import TYPE_CHECKING, Any
 
+from tracestore.extract.select import Select
 from tracestore.extras import needs
 
 if TYPE_CHECKING:
     from tracestore.extract.hooks import Capture, capture
 
-__all__ = ["Capture", "capture"]
+__all__ = ["Capture", "Select", "capture"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,32 +1,25 @@
-"""Greedy answers of a causal language model, and their traces."""
+"""Loading of a causal language model."""
 
 import hashlib
 import importlib.util
 import json
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
-from transformers import StoppingCriteria, StoppingCriteriaList
 
-import tracestore
 from tracestore.errors import UsageError
-from tracestore.extract.hooks import capture
 from tracestore.extras import needs
 from tracestore.ingest.sources import fingerprint
-from tracestore.store.format.provenance import Provenance
-
-# Prompt for a model without a chat template.
-PLAIN_PROMPT = "{instruction}\nQ: {question}\nA:"
 
 
 @dataclass
 class LanguageModel:
-    """A Hugging Face model in evaluation mode with eager attention, its tokenizer, id and revision."""
+    """A Hugging Face model in evaluation mode, its tokenizer, id and revision."""
 
     model: Any
     tokenizer: Any
@@ -86,9 +79,11 @@ def load_model(model: str, *, device: str = "auto", dtype: str = "float32") -> L
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         tokenizer = AutoTokenizer.from_pretrained(location, **extra)
-        network = AutoModelForCausalLM.from_pretrained(
-            location, dtype=getattr(torch, dtype), attn_implementation="eager", **extra
-        )
+        load = partial(AutoModelForCausalLM.from_pretrained, location, dtype=getattr(torch, dtype), **extra)
+        network = load()
+        with attention_weights(network):
+            if network.config._attn_implementation != "eager":
+                network = load(attn_implementation="eager")
     except (OSError, ValueError, ImportError) as error:
         raise UsageError(f"--model {model}: cannot be loaded: {str(error).splitlines()[0]}") from None
     network.to(device)  # type: ignore[arg-type]
@@ -106,151 +101,15 @@ def _hash_of_files(folder: Path, gguf: str | None) -> str | None:
     return f"files:{digest.hexdigest()}" if files else None
 
 
-def provenance_of(lm: LanguageModel, *, instruction: str, max_new_tokens: int) -> Provenance:
-    """Return the provenance of the traces that answer_questions() makes."""
-    template = getattr(lm.tokenizer, "chat_template", None) or PLAIN_PROMPT
-    num_layers = lm.model.config.get_text_config().num_hidden_layers
-    return Provenance(
-        model=lm.name,
-        model_revision=lm.revision,
-        tokenizer=lm.name,
-        prompt_sha256=hashlib.sha256(json.dumps([template, instruction]).encode()).hexdigest(),
-        layer_ids=tuple(range(1, num_layers + 1)),
-        hidden_states_at="block output",
-        final_norm=True,
-        attention_kind="softmax",
-        compute_dtype=str(lm.model.dtype).removeprefix("torch."),
-        sampling={"do_sample": False, "max_new_tokens": max_new_tokens},
-        tool=f"tracestore {tracestore.__version__}",
-    )
-
-
-def prompt_ids(lm: LanguageModel, question: str, instruction: str) -> torch.Tensor:
-    """Return the token ids (S,) of the prompt, in the chat template of the model if it has one."""
-    if getattr(lm.tokenizer, "chat_template", None):
-        messages = [{"role": "system", "content": instruction}, {"role": "user", "content": question}]
-        encoded = lm.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    else:
-        encoded = lm.tokenizer(PLAIN_PROMPT.format(instruction=instruction, question=question), return_tensors="pt")
-    ids: torch.Tensor = encoded["input_ids"][0]
-    return ids.to(lm.model.device)
-
-
-def _ends_sentence(text: str) -> bool:
-    """Return whether text ends a sentence, and not an initial, an abbreviation or a number."""
-    return re.search(r"[^\W\d_]{3,}[\"')\]]*[.!?]$|\d[.!?]$", text) is not None
-
-
-def _cut(lm: LanguageModel, ids: list[int]) -> tuple[list[int], str]:
-    """Return the tokens of an answer up to its end, and the kind of the end.
-
-    An answer ends at the end-of-sequence token, at the first new line or end of a sentence after some
-    text, or at the last generated token.
-    """
-    ends = lm.model.generation_config.eos_token_id
-    ends = {ends} if isinstance(ends, int) else set(ends or ())
-    ends.add(lm.tokenizer.eos_token_id)
-    for k, token in enumerate(ids):
-        if token in ends:
-            return ids[:k], "eos"
-        text = lm.tokenizer.decode(ids[: k + 1])
-        if k and "\n" in text.lstrip():
-            return ids[:k], "newline"
-        following = lm.tokenizer.decode(ids[k + 1 : k + 2])
-        if _ends_sentence(text) and following[:1] in ("", " ", "\n"):
-            return ids[: k + 1], "sentence"
-    return ids, "max_tokens"
-
-
-class _StopAtCut(StoppingCriteria):
-    """Stop a row one token after the end of its answer, which that token confirms."""
-
-    def __init__(self, lm: LanguageModel, prompt_length: int) -> None:
-        self._lm, self._prompt_length = lm, prompt_length
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        answers = input_ids[:, self._prompt_length :].tolist()
-        return torch.tensor([_is_cut(self._lm, answer) for answer in answers], device=input_ids.device)
-
-
-def _is_cut(lm: LanguageModel, answer: list[int]) -> bool:
-    return len(_cut(lm, answer)[0]) < len(answer)
-
-
-def _without_padding(lm: LanguageModel, answer: list[int]) -> list[int]:
-    """Return the tokens of a row without those generated while other rows continued."""
-    return next((answer[:k] for k in range(1, len(answer)) if _is_cut(lm, answer[:k])), answer)
-
-
-def _padded(rows: Sequence[torch.Tensor], pad: int, side: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the token ids padded to (B, longest row), and the attention mask."""
-    ids = pad_sequence(list(rows), batch_first=True, padding_value=pad, padding_side=side)
-    return ids, pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side=side)
-
-
-@torch.inference_mode()
-def answer_questions(
-    lm: LanguageModel, questions: Sequence[str], *, instruction: str, max_new_tokens: int
-) -> list[dict[str, Any]]:
-    """Answer questions in one batch, and return their traces.
-
-    Answers are generated greedily. One more forward pass over prompts and answers then yields all states.
-    Rounding depends on the batch, so that values can differ in their last bits from those of a question
-    that is answered alone. If two tokens are equally likely, answers can differ as well.
-
-    Parameters
-    ----------
-    lm : LanguageModel
-        The model.
-    questions : sequence of str
-        The questions.
-    instruction : str
-        System prompt.
-    max_new_tokens : int
-        Maximum number of tokens of an answer.
-
-    Returns
-    -------
-    list of dict
-        Traces in the pickle schema, float16: hidden states of each layer (S, D) and attention of each
-        head (H, S, S) over the tokens of prompt and answer, without padding.
-    """
-    pad = lm.tokenizer.pad_token_id or lm.tokenizer.eos_token_id or 0
-    prompts = [prompt_ids(lm, question, instruction) for question in questions]
-    padded, mask = _padded(prompts, pad, "left")
-    generated = lm.model.generate(
-        padded,
-        attention_mask=mask,
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        temperature=None,
-        top_p=None,
-        top_k=None,
-        stopping_criteria=StoppingCriteriaList([_StopAtCut(lm, padded.shape[1])]),
-        pad_token_id=pad,
-    )
-    raw = [_without_padding(lm, row) for row in generated[:, padded.shape[1] :].tolist()]
-    cuts = [_cut(lm, row) for row in raw]
-    whole = [torch.cat([p, p.new_tensor(answer)]) for p, (answer, _) in zip(prompts, cuts, strict=True)]
-    # Padding on the right changes nothing: positions count from the first token, and attention is causal.
-    ids, mask = _padded(whole, pad, "right")
-    with capture(lm.model) as states:
-        lm.model(ids, attention_mask=mask, use_cache=False)
-    decode, traces = lm.tokenizer.decode, states.traces()
-    for k, trace in enumerate(traces):
-        answer, method = cuts[k]
-        trace |= {
-            "num_layers": len(trace["attentions"]),
-            "tokens_decoded": [decode([token]) for token in trace["tokens"].tolist()],
-            "question": questions[k],
-            "generated_text": decode(whole[k], skip_special_tokens=False),
-            "generated_answer": decode(raw[k], skip_special_tokens=True),
-            "generated_answer_clean": decode(answer, skip_special_tokens=True).strip(),
-            "prompt_length": len(prompts[k]),
-            "cutoff_method": method,
-            "tokens_before_cutoff": len(prompts[k]) + len(raw[k]),
-            "tokens_after_cutoff": len(whole[k]),
-        }
-    return traces
+@contextmanager
+def attention_weights(model: Any, is_wanted: bool = True) -> Iterator[None]:
+    """Let a model return attention weights within a `with` block: use its eager attention."""
+    usual = model.config._attn_implementation
+    if not is_wanted or usual == "eager":
+        yield
+        return
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(usual)

@@ -1,14 +1,11 @@
-"""Question files, and scores of answers."""
+"""Question files."""
 
 import csv
 import json
-import re
-import string
-import unicodedata
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tracestore.errors import InvalidInputError, UsageError
 
@@ -18,12 +15,33 @@ FACTS = "package:facts"
 
 @dataclass(frozen=True)
 class Question:
-    """A question with its accepted answers. `template` is the group of the question."""
+    """A question with its accepted answers.
+
+    Attributes
+    ----------
+    question_id, text : str
+        Id and text.
+    answers : tuple of str
+        Accepted answers.
+    template : str
+        Group of the question.
+    earlier : tuple of str
+        What the user writes in the turns before the question, each of which the model answers.
+    sample : int
+        Number of the answer, from 0, among several to the same question.
+    """
 
     question_id: str
     text: str
     answers: tuple[str, ...]
     template: str = ""
+    earlier: tuple[str, ...] = ()
+    sample: int = 0
+
+
+def with_samples(questions: Sequence[Question], count: int) -> list[Question]:
+    """Return each question `count` times, with the samples 0 to count - 1."""
+    return [replace(question, sample=k) for question in questions for k in range(count)]
 
 
 def questions_file(name: str) -> Path:
@@ -38,7 +56,8 @@ def read_questions(path: Path) -> list[Question]:
     ----------
     path : Path
         CSV file with the columns question_id, question, answers (separated by |) and optionally group,
-        or JSON lines (.jsonl) with the same names, where answers is a list.
+        or JSON lines (.jsonl) with the same names, where answers is a list, and question may be a list: what the
+        user writes in each turn of a conversation. The accepted answers are those to the last turn.
 
     Raises
     ------
@@ -49,7 +68,7 @@ def read_questions(path: Path) -> list[Question]:
     """
     if not path.is_file():
         raise UsageError(f"{path}: no such file of questions")
-    rows: list[dict[str, object]] = []
+    rows: list[Any] = []
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             if path.suffix == ".jsonl":
@@ -61,6 +80,9 @@ def read_questions(path: Path) -> list[Question]:
     questions = []
     seen: set[str] = set()
     for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            found = type(row).__name__
+            raise InvalidInputError(f"question {number}: found {found}, expected an object", source=path.name)
         missing = [k for k in ("question_id", "question", "answers") if not row.get(k)]
         if missing:
             raise InvalidInputError(f"question {number}: missing {', '.join(missing)}", source=path.name)
@@ -70,39 +92,10 @@ def read_questions(path: Path) -> list[Question]:
         if key in seen:
             raise InvalidInputError(f"question {number}: duplicate question_id {key!r}", source=path.name)
         seen.add(key)
-        questions.append(Question(key, str(row["question"]), tuple(map(str, accepted)), str(row.get("group") or "")))
+        turns = row["question"] if isinstance(row["question"], list) else [row["question"]]
+        *earlier, text = map(str, turns)
+        group = str(row.get("group") or "")
+        questions.append(Question(key, text, tuple(map(str, accepted)), group, tuple(earlier)))
     if not questions:
         raise InvalidInputError("the file holds no question", source=path.name)
     return questions
-
-
-def normalize(text: str) -> list[str]:
-    """Return the words in lower case without accents, punctuation and articles, as SQuAD's evaluation does."""
-    text = unicodedata.normalize("NFKD", text.lower())
-    text = "".join(c for c in text if not unicodedata.combining(c))
-    text = re.sub(f"[{re.escape(string.punctuation)}’‘“”–—]", " ", text)
-    return [word for word in text.split() if word not in ("a", "an", "the")]
-
-
-def contains(answer: str, accepted: Sequence[str]) -> bool:
-    """Return whether the answer contains the words of an accepted answer, in sequence."""
-    words = normalize(answer)
-    for candidate in accepted:
-        wanted = normalize(candidate)
-        if wanted and any(words[k : k + len(wanted)] == wanted for k in range(len(words) - len(wanted) + 1)):
-            return True
-    return False
-
-
-def token_f1(answer: str, accepted: Sequence[str]) -> float:
-    """Return the highest F1 score of shared words over the accepted answers."""
-    words = Counter(normalize(answer))
-    best = 0.0
-    for wanted in (Counter(normalize(candidate)) for candidate in accepted):
-        best = max(best, 2 * (words & wanted).total() / max(1, words.total() + wanted.total()))
-    return best
-
-
-def containment_score(answer: str, accepted: Sequence[str]) -> float:
-    """Return 1 if the answer contains an accepted answer, else the highest token F1."""
-    return 1.0 if contains(answer, accepted) else token_f1(answer, accepted)

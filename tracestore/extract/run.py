@@ -4,18 +4,19 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tracestore.errors import UsageError
 from tracestore.export.file_formats import PickleListWriter, write_provenance
-from tracestore.extract.questions import Question, containment_score, contains, token_f1
+from tracestore.extract.judges import DEFAULT_JUDGES, judge_answer, score_field
+from tracestore.extract.questions import Question
 from tracestore.ingest.sources import PROVENANCE_FILE, read_provenance
 from tracestore.store.format.provenance import Provenance, require_compatible
 from tracestore.store.io import fsio
 from tracestore.store.io.files import RemoteURL
-from tracestore.store.read.store import open_store
+from tracestore.store.read.store import TraceStore, open_store
 from tracestore.store.write.create import create
 
 INSTRUCTION = "Give the correct answer in a few words."
@@ -83,6 +84,7 @@ def extract_to_folder(
     answer: AnswerFn,
     *,
     batch_size: int = 1,
+    judges: Sequence[str] = DEFAULT_JUDGES,
     provenance: Provenance | None = None,
     allow_mixed_provenance: bool = False,
 ) -> Iterator[bool | None]:
@@ -98,6 +100,8 @@ def extract_to_folder(
         Answers up to `batch_size` questions at once.
     batch_size : int
         Number of questions per call of `answer`.
+    judges : sequence of str
+        Names in JUDGES. The first one gives the column "score", the others columns of their names.
     provenance : Provenance, optional
         That of the traces.
     allow_mixed_provenance : bool
@@ -124,7 +128,7 @@ def extract_to_folder(
             _write_provenance(folder / PROVENANCE_FILE, provenance, allow_mixed_provenance)
         for batch in batches:
             path, scores = folder / batch.name, _scores_path(folder, batch)
-            if path.exists() and scores.exists() and _ids(scores) == [q.question_id for q in batch.questions]:
+            if path.exists() and scores.exists() and _is_finished(scores, batch, judges):
                 yield from [None] * len(batch.questions)
                 continue
             rows = []
@@ -133,11 +137,10 @@ def extract_to_folder(
                 questions = list(enumerate(batch.questions))
                 for question, trace in _traces(questions, answer, batch.number, batch_size):
                     writer.append(trace)
-                    text, accepted = trace["generated_answer_clean"], question.answers
-                    score, f1 = round(containment_score(text, accepted), 6), round(token_f1(text, accepted), 6)
-                    contained = int(contains(text, accepted))
-                    rows.append([question.question_id, score, contained, f1, question.template, text])
-                    yield score >= _CORRECT_SCORE
+                    text = trace["generated_answer_clean"]
+                    values = judge_answer(judges, text, question.answers)
+                    rows.append([question.question_id, question.sample, values, question.template, text])
+                    yield values[judges[0]] >= _CORRECT_SCORE
                 writer.finish()
                 with fsio.atomic_write(scores) as scores_file:
                     scores_file.write(json.dumps(rows).encode())
@@ -153,6 +156,7 @@ def extract_to_store(
     codec: str = "none",
     commit_interval_s: float = COMMIT_INTERVAL_S,
     batch_size: int = 1,
+    judges: Sequence[str] = DEFAULT_JUDGES,
     provenance: Provenance | None = None,
     allow_mixed_provenance: bool = False,
     lens: Mapping[str, Any] | None = None,
@@ -174,6 +178,8 @@ def extract_to_store(
         makes few segments. A kill loses the traces since the last commit. 0: commit after each trace.
     batch_size : int
         Number of questions per call of `answer`.
+    judges : sequence of str
+        Names in JUDGES. Each gives a named score; the first one is the default if the store has none.
     provenance, allow_mixed_provenance : Provenance, bool
         See `tracestore.create`.
     lens : mapping, optional
@@ -184,11 +190,11 @@ def extract_to_store(
     bool or None
         For each question, whether the answer is correct; None if its trace existed before.
     """
-    existing: set[str] = set()
+    existing: set[tuple[str, int]] = set()
     # A missing store, or one without a commit, is a UsageError here. create() then makes the store, or
     # reports the problem.
     with suppress(UsageError), open_store(path) as store:
-        existing = {q.question_id for q in questions if q.question_id in store}
+        existing = {_key(q) for q in questions if _is_stored(store, q)}
     began = committed = time.monotonic()
     with create(
         path,
@@ -200,16 +206,18 @@ def extract_to_store(
     ) as writer:
         if lens is not None:
             writer.set_lens(**lens)
-        missing = [(k, question) for k, question in enumerate(questions) if question.question_id not in existing]
+        for name in judges:
+            writer.define_score(name, **asdict(score_field(name)))
+        missing = [(k, question) for k, question in enumerate(questions) if _key(question) not in existing]
         yield from [None] * (len(questions) - len(missing))
         for question, trace in _traces(missing, answer, 0, batch_size):
-            score = containment_score(trace["generated_answer_clean"], question.answers)
-            writer.append(trace, score=score)
+            values = judge_answer(judges, trace["generated_answer_clean"], question.answers)
+            writer.append(trace, scores=values)
             now = time.monotonic()
             if commit_interval_s == 0 or now - committed >= max(commit_interval_s, (now - began) / 20):
                 writer.flush()
                 committed = now
-            yield score >= _CORRECT_SCORE
+            yield values[judges[0]] >= _CORRECT_SCORE
 
 
 def _traces(
@@ -222,7 +230,8 @@ def _traces(
         traces.reverse()
         for position, question in chosen:
             trace = traces.pop()  # popped, so that the memory of a written trace is released
-            trace |= {"question_id": question.question_id, "example_id": position, "batch_number": batch_number}
+            trace |= {"question_id": question.question_id, "sample": question.sample}
+            trace |= {"example_id": position, "batch_number": batch_number}
             yield question, trace
 
 
@@ -240,9 +249,25 @@ def _scores_path(folder: Path, batch: QuestionBatch) -> Path:
     return folder / _SCORES_FOLDER / f"{batch.name}.json"
 
 
-def _ids(scores: Path) -> list[str]:
-    """Return the question ids of a finished file. With another --limit they differ, and the file is rewritten."""
-    return [row[0] for row in json.loads(scores.read_text(encoding="utf-8"))]
+def _key(question: Question) -> tuple[str, int]:
+    return question.question_id, question.sample
+
+
+def _is_stored(store: TraceStore, question: Question) -> bool:
+    try:
+        store.index_of(*_key(question))
+    except KeyError:
+        return False
+    return True
+
+
+def _is_finished(scores: Path, batch: QuestionBatch, judges: Sequence[str]) -> bool:
+    """Return whether a file has the traces of a batch, with these scores.
+
+    With another --limit, --samples or --judge it has not, and is rewritten.
+    """
+    rows = json.loads(scores.read_text(encoding="utf-8"))
+    return [(*row[:2], list(row[2])) for row in rows] == [(*_key(q), list(judges)) for q in batch.questions]
 
 
 def _require_own_files(folder: Path, batches: Sequence[QuestionBatch]) -> None:
@@ -258,6 +283,11 @@ def _require_own_files(folder: Path, batches: Sequence[QuestionBatch]) -> None:
 def _merge_scores(folder: Path) -> None:
     """Write scores.csv from the scores of all finished files, including those of other machines."""
     files = sorted((folder / _SCORES_FOLDER).glob("*.json"))
-    rows = (row for file in files for row in json.loads(file.read_text(encoding="utf-8")))
-    header = ("question_id", "score", "contained", "token_f1", "template", "answer")
-    fsio.write_rows(folder / "scores.csv", header, rows)
+    rows = [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))]
+    # Files of an earlier run may have other judges: their cells are empty.
+    names = list(dict.fromkeys(name for row in rows for name in list(row[2])[1:]))
+    table = []
+    for question_id, sample, values, template, answer in rows:
+        score, *_ = values.values()
+        table.append([question_id, sample, score, *(values.get(name, "") for name in names), template, answer])
+    fsio.write_rows(folder / "scores.csv", ("question_id", "sample", "score", *names, "template", "answer"), table)

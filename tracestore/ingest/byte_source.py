@@ -2,18 +2,15 @@
 
 import os
 import stat
-import zlib
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from isal import igzip
-from isal.igzip_lib import IsalError
-
 from tracestore._core.mapping import MappedFile
 from tracestore._core.pickle import ChunkReader
 from tracestore.errors import InvalidInputError
+from tracestore.ingest.decompress import DAMAGE, open_inflated
 from tracestore.store.io.scratch import Scratch
 
 TRUNCATED_WHILE_READING = "another program truncated the file while it was read"
@@ -28,18 +25,19 @@ _CHUNK_BYTES = 2 << 20
 _CHUNKS_AHEAD = 3
 
 
-class GzipChunks:
-    """Inflate a gzip file chunk by chunk, with a limit on ratio and size.
+class InflatedChunks:
+    """Inflate a compressed file chunk by chunk, with a limit on ratio and size.
 
     While `is_ahead()` is true, a thread inflates some chunks ahead. Otherwise each chunk is
     inflated on request, which costs less processor time when all processors are busy.
     """
 
-    def __init__(self, path: Path, is_ahead: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, path: Path, is_ahead: Callable[[], bool] = lambda: True, compression: str = "gzip") -> None:
         self.disk_bytes = os.stat(path).st_size
         self.inflated_bytes = 0
         self._limit = min(MAX_INFLATED_BYTES, self.disk_bytes * MAX_INFLATE_RATIO + INFLATE_ALLOWANCE_BYTES)
-        self._file = igzip.open(path, "rb")
+        self._compression = compression
+        self._file = open_inflated(path, compression)
         self._is_ahead = is_ahead
         # isal's own thread would copy each chunk once more.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="tracestore-inflate")
@@ -52,9 +50,10 @@ class GzipChunks:
         try:
             chunk = self._ahead.popleft().result() if self._ahead else self._file.read(_CHUNK_BYTES)
         except EOFError:
-            raise InvalidInputError("truncated: the gzip stream ends early") from None
-        except (zlib.error, IsalError, OSError, ValueError) as error:  # type: ignore[misc]
-            raise InvalidInputError(f"damaged gzip: {error or type(error).__name__}") from None
+            raise InvalidInputError(f"truncated: the {self._compression} stream ends early") from None
+        except DAMAGE as error:  # type: ignore[misc]
+            reason = f"damaged {self._compression}: {error or type(error).__name__}"
+            raise InvalidInputError(reason, is_whole_source=True) from None
         self.inflated_bytes += len(chunk)
         if self.inflated_bytes > self._limit:
             raise InvalidInputError(

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tracestore.errors import ClusterError, TracestoreError, UsageError
+from tracestore.errors import ClusterError, InvalidInputError, TracestoreError, UsageError
 from tracestore.extras import needs
 from tracestore.ingest.packing import PackOptions, identify, packed_traces
 from tracestore.ingest.reading import ordered_prefetch
@@ -28,19 +28,21 @@ _POLL_INTERVAL_S = 0.02
 _CONNECT_TIMEOUT_S = 10
 
 
-def _pack_source(options: PackOptions, path: str, name: str, target: str) -> int:
-    """Pack a source into a spool file; runs in a worker. Return the number of traces."""
+def _pack_source(options: PackOptions, source: SourceFile, target: str) -> list[InvalidInputError]:
+    """Pack a source into a spool file; runs in a worker. Return the traces that were refused."""
+    refused: list[InvalidInputError] = []
     # If a worker dies, Dask gives its source to another one, which must not meet the unfinished file.
     unfinished = Path(f"{target}.{secrets.token_hex(4)}")
-    with closing(packed_traces(SourceFile(Path(path), name), options)) as traces:  # type: ignore[type-var]
+    packed = packed_traces(source, options, refused=refused)
+    with closing(packed) as traces:  # type: ignore[type-var]
         try:
-            count = write_spool(unfinished, traces)
+            write_spool(unfinished, traces)
             os.replace(unfinished, target)
         except OSError as error:
             raise ClusterError(f"{target}: {error.strerror or error}") from None
         finally:
             unfinished.unlink(missing_ok=True)
-    return count
+    return refused
 
 
 class ClusterStream:
@@ -56,13 +58,14 @@ class ClusterStream:
     ) -> None:
         self.source, self.target, self._on_wait = source, target, on_wait
         self._future: Any = None
+        self.refused: list[InvalidInputError] = []
         try:
             self._identity: Identity | TracestoreError = identify(source)
         except TracestoreError as error:
             self._identity = error
         else:
             if not is_known(source.name, self._identity.size, self._identity.fingerprint):
-                self._future = submit(os.path.abspath(source.path), source.name, str(target))
+                self._future = submit(source.absolute(), str(target))
 
     def identity(self) -> Identity:
         """Return the identity of the source."""
@@ -77,7 +80,7 @@ class ClusterStream:
             self._on_wait()
             time.sleep(_POLL_INTERVAL_S)
         try:
-            self._future.result()
+            self.refused = self._future.result()
         except TracestoreError:
             raise
         except CancelledError as error:

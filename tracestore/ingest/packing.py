@@ -6,12 +6,21 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from tracestore.errors import InvalidInputError, TruncatedFileError, error_location
 from tracestore.ingest.byte_source import TRUNCATED_WHILE_READING
-from tracestore.ingest.formats import read_traces
-from tracestore.ingest.sources import Identity, SourceFile, fingerprint
+from tracestore.ingest.formats import ReadOptions, read_traces
+from tracestore.ingest.roles.keys import DEFAULT_KEYS, KeyOptions
+from tracestore.ingest.sources import Identity, SourceFile, source_fingerprint
+from tracestore.store.format import schema
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.pack import PackedTrace, pack_record
+from tracestore.store.write.record import TraceRecord
+
+_ERROR_BLOCK = 1 << 16
+# float16 holds values from _MIN_NORMAL to _MAX_FLOAT16 with its full precision.
+_MIN_NORMAL, _MAX_FLOAT16 = 2.0**-14, 65504.0
 
 
 @dataclass(frozen=True)
@@ -30,6 +39,10 @@ class PackOptions:
         Folder of these files.
     max_waiting : int
         Bytes of packed traces of all sources that may wait.
+    keys : KeyOptions
+        Names of the fields of a trace in the files.
+    skip_bad : bool
+        Continue after a trace that is refused.
     """
 
     attention: str
@@ -37,6 +50,8 @@ class PackOptions:
     max_memory: int = 32 << 20
     scratch: Path | None = None
     max_waiting: int = 64 << 20
+    keys: KeyOptions = DEFAULT_KEYS
+    skip_bad: bool = False
 
 
 def packed_traces(
@@ -44,38 +59,107 @@ def packed_traces(
     options: PackOptions,
     is_ahead: Callable[[], bool] = lambda: True,
     before_pack: Callable[[], bool] = lambda: False,
+    refused: list[InvalidInputError] | None = None,
 ) -> Iterator[PackedTrace]:
     """Yield the traces of one source, packed.
 
     A thread inflates ahead while `is_ahead()` is true. `before_pack()` is called before each trace is packed.
     It returns whether the caller drops the trace before it requests the next one; the trace may then alias
-    the memory of the reader. An InvalidInputError names file, position and field.
+    the memory of the reader. An InvalidInputError names file, position and field. With `skip_bad`, refused traces are
+    appended to `refused`, and so is an error that ends a source after its first trace.
     """
+    on_refused = refused.append if options.skip_bad and refused is not None else None
     scratch = Scratch(options.scratch, max_memory=options.max_memory)
-    need_attention = options.attention != "none"
-    records = read_traces(source.path, source.name, need_attention=need_attention, scratch=scratch, is_ahead=is_ahead)
+    read_options = ReadOptions(options.attention != "none", options.keys, on_refused)
+    records = read_traces(
+        source.path,
+        source.name,
+        scratch=scratch,
+        is_ahead=is_ahead,
+        options=read_options,
+        parts=source.parts,
+        table=source.table,
+    )
+    num_read = 0
     with closing(records):  # type: ignore[type-var]
-        for record in records:
-            with error_location(source.name, record.position):
-                try:
-                    yield pack_record(
+        while True:
+            try:
+                record = next(records, None)
+            except InvalidInputError as error:
+                if on_refused is None or error.is_whole_source or not (num_read or refused):
+                    raise
+                on_refused(error)
+                return
+            if record is None:
+                return
+            num_read += 1
+            # Measured for one trace of a source, because it takes longer than the conversion.
+            is_measured = num_read == 1 and not options.keep_dtype
+            try:
+                with error_location(source.name, record.position):
+                    rounded = _rounded_arrays(record, options.attention) if is_measured else []
+                    packed = pack_record(
                         record,
                         attention=options.attention,
                         keep_dtype=options.keep_dtype,
                         scratch=scratch,
                         can_alias=before_pack(),
                     )
-                except TruncatedFileError:
-                    raise InvalidInputError(TRUNCATED_WHILE_READING) from None
+            except TruncatedFileError:
+                raise InvalidInputError(
+                    TRUNCATED_WHILE_READING, source=source.name, position=record.position, is_whole_source=True
+                ) from None
+            except InvalidInputError as error:
+                if on_refused is None:
+                    raise
+                on_refused(error)
+                continue
             del record
+            # After packing, which reports pages of a mapped file that are gone.
+            packed.rounding_error = rounding_error(rounded)
+            del rounded
+            yield packed
+            del packed
+
+
+def _rounded_arrays(record: TraceRecord, attention: str) -> list[np.ndarray]:
+    """Return the arrays of a record that are stored as float16. A head mean is computed, not rounded."""
+    arrays = [*(record.hidden or ())] if record.last_token is None else [record.last_token]
+    arrays += [*(record.attention or ())] if attention == "heads" else []
+    return arrays + ([weight for _, weight in record.edges or ()] if attention != "none" else [])
+
+
+def rounding_error(arrays: list[np.ndarray]) -> float | None:
+    """Return the largest relative error of rounding arrays to float16, None if nothing is rounded.
+
+    Values below 2**-14, which float16 holds with fewer digits, do not count.
+    """
+    largest = None
+    for array in arrays:
+        if schema.dtype_name(array.dtype) not in ("float32", "float64"):
+            # float16 has more digits than bfloat16.
+            largest = largest if array.dtype != schema.BFLOAT16 else largest or 0.0
+            continue
+        values = array.reshape(-1)
+        for begin in range(0, len(values), _ERROR_BLOCK):
+            block = values[begin : begin + _ERROR_BLOCK]
+            size = np.abs(block)
+            is_counted = (size >= _MIN_NORMAL) & (size <= _MAX_FLOAT16)
+            size = size[is_counted]
+            errors = np.abs(size - size.astype("<f2").astype(size.dtype)) / size
+            largest = max(largest or 0.0, float(errors.max(initial=0.0)))
+    return largest
 
 
 def identify(source: SourceFile) -> Identity:
     """Return the identity of a source; raise InvalidInputError if the file cannot be read."""
-    if not source.path.is_file():
-        next(iter(read_traces(source.path, source.name)))  # raises with the reason
+    for path in source.files:
+        if not path.is_file():
+            next(iter(read_traces(path, source.name)))  # raises with the reason
     try:
-        modified_ns = os.stat(source.path).st_mtime_ns
-        return Identity(*fingerprint(source.path), modified_ns)
+        modified_ns = max(os.stat(path).st_mtime_ns for path in source.files)
+        return Identity(*source_fingerprint(source), modified_ns)
+    except InvalidInputError as error:
+        raise error.with_location(source=source.name) from None
     except OSError as error:
         raise InvalidInputError(f"cannot be opened: {error.strerror}", source=source.name) from None

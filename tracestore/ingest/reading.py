@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from tracestore.errors import InvalidInputError
 from tracestore.ingest.forecast import SegmentPredictor
 from tracestore.ingest.packing import PackOptions, identify, packed_traces
 from tracestore.ingest.sources import Identity, SourceFile
@@ -105,6 +106,7 @@ class SourceStream:
         self._identity: Identity | None = None
         self._waiting: deque[PackedTrace] = deque()
         self._error: BaseException | None = None
+        self.refused: list[InvalidInputError] = []  # traces, complete at the end of the iteration
         self._in_turn = self._is_begun = self._is_moving = False
         self._is_ended = self._cancel_requested = self._is_discarded = False
 
@@ -138,7 +140,7 @@ class SourceStream:
                 self._ahead.remove()
 
     def _read(self, options: PackOptions) -> None:
-        traces = packed_traces(self.source, options, self._gate.is_idle, self._begin_to_write)
+        traces = packed_traces(self.source, options, self._gate.is_idle, self._begin_to_write, self.refused)
         with closing(traces):  # type: ignore[type-var]
             for trace in traces:
                 if self._is_writing:

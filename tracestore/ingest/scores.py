@@ -30,7 +30,12 @@ SCORE_COLUMNS = {
     **dict.fromkeys(("bleurt_score", "score", "correctness", "is_correct", "correct"), CORRECT),
     **dict.fromkeys(("hallucination_score", "p_hallucination", "hallucination", "is_hallucination"), HALLUCINATION),
 }
-GROUP_COLUMN = "group"
+ID_COLUMN, GROUP_COLUMN = "question_id", "group"
+
+
+def score_name(column: str) -> str:
+    """Return the name under which a store holds the scores of a column."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "_", column).strip("_.-")[:64] or DEFAULT_SCORE_NAME
 
 
 @dataclass
@@ -50,7 +55,7 @@ class Scores:
     @property
     def name(self) -> str:
         """Name under which a store holds the scores, unless another is chosen: that of the column."""
-        return re.sub(r"[^A-Za-z0-9_.-]+", "_", self.column).strip("_.-")[:64] or DEFAULT_SCORE_NAME
+        return score_name(self.column)
 
     @property
     def score_field(self) -> ScoreField:
@@ -67,6 +72,7 @@ def read_scores(
     score_column: str | None = None,
     group_column: str | None = None,
     score_direction: str | None = None,
+    id_column: str | None = None,
 ) -> Scores:
     """Read a scores file.
 
@@ -81,6 +87,8 @@ def read_scores(
     score_direction : str, optional
         Meaning of a high score, CORRECT or HALLUCINATION; by default that of the column's
         name in SCORE_COLUMNS.
+    id_column : str, optional
+        Column of the question ids; by default ID_COLUMN.
 
     Returns
     -------
@@ -97,17 +105,18 @@ def read_scores(
         with io.TextIOWrapper(open_regular(path), "utf-8-sig", "surrogatepass", newline="") as file:
             rows = csv.reader(file, strict=True)
             header = [h.strip() for h in next(rows, [])]
-            for name in ("question_id", score_column, group_column):
+            for name in (id_column or ID_COLUMN, score_column, group_column):
                 if name is not None and name not in header:
                     found = ", ".join(header) or "an empty file"
-                    raise InvalidInputError(f"found columns {found}, expected {name} among them")
+                    advice = "; name the column of the ids with --id-column" if name == ID_COLUMN else ""
+                    raise InvalidInputError(f"found columns {found}, expected {name} among them{advice}")
             column = score_column or _score_column(path.name, header)
             direction = score_direction or _direction(path.name, header, column)
             scores = Scores(path, column, direction, "sample" in header)
             for cells in rows:
                 if any(cell.strip() for cell in cells):
                     try:
-                        _add_row(scores, header, cells, group_column or GROUP_COLUMN)
+                        _add_row(scores, header, cells, id_column or ID_COLUMN, group_column or GROUP_COLUMN)
                     except InvalidInputError as error:
                         raise InvalidInputError(f"line {rows.line_num}: {error.reason}") from None
             return scores
@@ -121,7 +130,7 @@ def read_scores(
         raise error.with_location(source=path.name) from None
 
 
-def _add_row(scores: Scores, header: list[str], cells: list[str], group_column: str) -> None:
+def _add_row(scores: Scores, header: list[str], cells: list[str], id_column: str, group_column: str) -> None:
     """Add the score and the group in a row of the file."""
     if len(cells) != len(header):
         raise InvalidInputError(f"found {len(cells)} cells, expected {len(header)}")
@@ -135,7 +144,7 @@ def _add_row(scores: Scores, header: list[str], cells: list[str], group_column: 
         raise InvalidInputError(f"found sample {sample}, expected 0 to 2^31 - 1")
     if math.isinf(score):
         raise InvalidInputError(f"found an infinite {scores.column}")
-    group, key = row.get(group_column, "").strip(), (row["question_id"], sample)
+    group, key = row.get(group_column, "").strip(), (row[id_column], sample)
     known_score, known_group = scores.values.setdefault(key, (score, group))
     if math.isnan(known_score) and math.isnan(score):
         scores.values[key] = (score, group)

@@ -3,16 +3,21 @@
 import hashlib
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import UsageError, escape_unprintable
+from tracestore.ingest.containers import registry
+from tracestore.ingest.containers.discovery import FoundSource, sources_of_folder
+from tracestore.ingest.containers.tables import TableReference
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.io import fsio
 
-SUFFIXES = (".pkl", ".pickle", ".pkl.gz", ".pickle.gz", ".pt", ".pth")
+_PICKLES, _COMPRESSED = (".pkl", ".pickle", ".p", ".joblib"), (".gz", ".bz2", ".xz", ".zst")
+PICKLE_SUFFIXES = (*_PICKLES, *(f"{name}{packed}" for name in _PICKLES for packed in _COMPRESSED), ".pt", ".pth")
+SUFFIXES = (*PICKLE_SUFFIXES, *registry.SUFFIXES)
 PROVENANCE_FILE = "provenance.json"
 _MAX_PROVENANCE_BYTES = 1 << 20
 _SAMPLES = 16
@@ -21,10 +26,38 @@ _SAMPLE_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file to read; `name` is its path below SRC, with forward slashes."""
+    """A file to read, or several files that are read together.
+
+    Parameters
+    ----------
+    path : Path
+        The file, or the folder of `parts`.
+    name : str
+        Its path below SRC, with forward slashes.
+    parts : tuple of Path
+        The files of a source that consists of several.
+    table : TableReference, optional
+        Rows of a table next to it, which are read with it.
+    """
 
     path: Path
     name: str
+    parts: tuple[Path, ...] = ()
+    table: TableReference | None = None
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files with its arrays."""
+        return self.parts or (self.path,)
+
+    def absolute(self) -> "SourceFile":
+        """Return the source with absolute paths, for a process with another working folder."""
+        table = None if self.table is None else replace(self.table, path=self.table.path.absolute())
+        return SourceFile(self.path.absolute(), self.name, tuple(p.absolute() for p in self.parts), table)
+
+    def file_bytes(self) -> int:
+        """Return the size of its files; 0 for one that is missing or not regular."""
+        return sum(path.stat().st_size for path in self.files if path.is_file())
 
 
 def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
@@ -56,12 +89,15 @@ def find_sources(arguments: list[Path], store: Path) -> list[SourceFile]:
     found: list[SourceFile] = []
     for argument in arguments:
         if argument.is_dir():
-            names = [SourceFile(p, p.relative_to(argument).as_posix()) for p in _walk(argument, store)]
+            names = [_source(f, argument) for f in _walk(argument, store)]
             if not names:
-                raise UsageError(f"{argument}: no trace file in this folder ({', '.join(SUFFIXES)})")
+                suffixes = ", ".join((*_PICKLES, *(f"...{packed}" for packed in _COMPRESSED), ".pt", ".pth"))
+                raise UsageError(
+                    f"{argument}: no trace file in this folder ({suffixes}); name a file of another suffix"
+                )
             found += sorted(names, key=lambda s: natural_key(s.name))
         elif os.path.lexists(argument):
-            found.append(SourceFile(argument, argument.name))
+            found.append(_source(_found_file(argument), argument.parent))
         else:
             raise UsageError(f"{argument}: no such file or folder")
     unique: dict[Path, SourceFile] = {}
@@ -70,8 +106,21 @@ def find_sources(arguments: list[Path], store: Path) -> list[SourceFile]:
     return list(unique.values())
 
 
-def _walk(top: Path, store: Path) -> list[Path]:
-    """Return the trace files below a folder, without stores and hidden names.
+def _source(found: FoundSource, top: Path) -> SourceFile:
+    name = found.path.relative_to(top).as_posix()
+    return SourceFile(found.path, top.absolute().name if name == "." else name, found.parts, found.table)
+
+
+def _found_file(path: Path) -> FoundSource:
+    """Return the source of a file that an argument names, with a table next to it."""
+    if not path.name.endswith(registry.SUFFIXES):
+        return FoundSource(path)
+    tables = [p.name for p in path.parent.iterdir() if p.is_file() and p.stem == path.stem and p != path]
+    return sources_of_folder(path.parent, [path.name, *tables], lambda _: False)[0]._replace(path=path, parts=())
+
+
+def _walk(top: Path, store: Path) -> list[FoundSource]:
+    """Return the sources below a folder, without stores and hidden names.
 
     Links to folders are followed; each folder is visited once.
     """
@@ -80,7 +129,7 @@ def _walk(top: Path, store: Path) -> list[Path]:
         raise UsageError(f"{error.filename}: cannot be read: {error.strerror}")
 
     seen = {top.resolve()}
-    found = []
+    found: list[FoundSource] = []
     for name, folders, files in os.walk(top, followlinks=True, onerror=refuse):
         here = Path(name)
         inside = []
@@ -91,7 +140,7 @@ def _walk(top: Path, store: Path) -> list[Path]:
                 seen.add(real)
                 inside.append(folder)
         folders[:] = inside
-        found += [here / f for f in files if f.endswith(SUFFIXES) and not f.startswith(".")]
+        found += sources_of_folder(here, files, lambda f: f.endswith(PICKLE_SUFFIXES))
     return found
 
 
@@ -129,13 +178,28 @@ class Identity(NamedTuple):
     fingerprint: str
     modified_ns: int
 
-    def matches(self, path: Path) -> bool:
-        """Return whether the file has not been written to since."""
+    def matches(self, source: SourceFile) -> bool:
+        """Return whether the files have not been written to since."""
         try:
-            status = os.stat(path)
+            found = [os.stat(path) for path in source.files]
         except OSError:
             return False
-        return (status.st_size, status.st_mtime_ns) == (self.size, self.modified_ns)
+        size, modified_ns = sum(s.st_size for s in found), max(s.st_mtime_ns for s in found)
+        return (size, modified_ns) == (self.size, self.modified_ns)
+
+
+def source_fingerprint(source: SourceFile) -> tuple[int, str]:
+    """Return size and fingerprint of the files of a source, and of its rows of a table."""
+    if not source.parts and source.table is None:
+        return fingerprint(source.path)
+    digest, size = hashlib.blake2b(digest_size=16), 0
+    for path in source.files:
+        num_bytes, text = fingerprint(path)
+        digest.update(f"{path.name}\0{text}\0".encode())
+        size += num_bytes
+    if source.table is not None:
+        source.table.load().update_digest(digest)
+    return size, digest.hexdigest()
 
 
 def fingerprint(path: Path) -> tuple[int, str]:

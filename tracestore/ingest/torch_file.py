@@ -7,8 +7,8 @@ from typing import IO, Any, cast
 from tracestore._core.mapping import MappedFile
 from tracestore._core.pickle import BufferReader
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.pickle_reader import pickle_reader
-from tracestore.ingest.pickled_torch import PickledStorage, StorageType
+from tracestore.ingest.pickles.pickle_reader import pickle_reader
+from tracestore.ingest.pickles.pickled_torch import PickledStorage, StorageType
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 MAX_ENTRIES = 10_000_000
@@ -23,21 +23,28 @@ _ZIP64_COUNT = 0xFFFF  # the real count is in the zip64 record
 _ZIP64_SIZE = 0xFFFFFFFF  # the real size is in an extra field
 
 
-class _Window:
+class MappedStream:
     """The part of a seekable file object that zipfile uses, over a mapped file."""
 
     def __init__(self, mapped: MappedFile) -> None:
         self._mapped, self._position = mapped, 0
 
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
     def seek(self, offset: int, whence: int = 0) -> int:
+        """Set the position."""
         base = (0, self._position, len(self._mapped))[whence]
         self._position = max(0, base + offset)
         return self._position
 
     def tell(self) -> int:
+        """Return the position."""
         return self._position
 
     def read(self, size: int = -1) -> bytes:
+        """Return a copy of the next bytes, at most `size`."""
         begin, end = min(self._position, len(self._mapped)), len(self._mapped)
         data = self._mapped.read(begin, end if size < 0 else min(begin + size, end))
         self._position += len(data)
@@ -48,7 +55,7 @@ def _entries(mapped: MappedFile) -> dict[str, memoryview]:
     """Return the bytes of every entry by name, after comparing local and central headers."""
     view = memoryview(mapped)
     try:
-        infos = zipfile.ZipFile(cast(IO[bytes], _Window(mapped))).infolist()
+        infos = zipfile.ZipFile(cast(IO[bytes], MappedStream(mapped))).infolist()
     except (zipfile.BadZipFile, ValueError, struct.error, OSError, NotImplementedError, UnicodeDecodeError) as error:
         raise InvalidInputError(f"truncated or damaged .pt archive: {error}") from None
     if len(infos) > MAX_ENTRIES:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from tracestore.errors import InsufficientMemoryError, TracestoreError
+from tracestore.errors import InsufficientMemoryError, TracestoreError, explain_dtype
 from tracestore.oom.cuda_cache import CudaCacheManager
 from tracestore.oom.errors import SHORT_BYTES, StepOutcome, classify, memory_is_short
 from tracestore.oom.micro_batch import MicroBatchPolicy
@@ -183,8 +183,9 @@ class OOMGuard:
         Raises
         ------
         InsufficientMemoryError
-            If one item does not fit. Model, optimizer, metrics and random states are those
-            before the step.
+            If one item does not fit. Model, optimizer, metrics and random states are those before the step.
+        UsageError
+            If the batch is float16 and the model float32.
         """
         if len(self.optimizer.param_groups) != self._num_groups:
             self._configure_snapshots()
@@ -292,7 +293,7 @@ class OOMGuard:
         if self.ranks.world_size > 1:
             outcome = StepOutcome(self._retry_on_oom(lambda: self.ranks.all_reduce_max(outcome)))
         if error is not None:
-            raise error
+            raise explain_dtype(error)
         if outcome == StepOutcome.OTHER_ERROR:
             raise TracestoreError("another rank failed; see its error message")
         return outcome
@@ -360,7 +361,7 @@ class OOMGuard:
             except Exception as error:
                 outcome = classify(error)
                 if outcome == StepOutcome.OTHER_ERROR:
-                    raise
+                    raise explain_dtype(error)  # noqa: B904 - the cause is set
             if outcome == StepOutcome.AMBIGUOUS:
                 outcome, error_of_one = self._resolve_ambiguous(lambda: run(0, 1))
                 if error_of_one is not None:

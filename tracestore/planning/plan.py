@@ -14,7 +14,7 @@ from tracestore.data.batch_format import BatchFormat, EdgeFormat, View
 from tracestore.data.epoch import EpochPlanner
 from tracestore.detectors.registry import DETECTORS
 from tracestore.errors import MissingFieldError, UsageError
-from tracestore.evaluation.split import FRACTIONS
+from tracestore.split import FRACTIONS
 from tracestore.store.read.store import TraceStore
 
 # Stacks and heaps of threads, workspaces of libraries, Python objects.

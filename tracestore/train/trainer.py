@@ -29,11 +29,12 @@ from tracestore.errors import (
 )
 from tracestore.evaluation.evaluate import evaluate_split
 from tracestore.evaluation.metrics import auroc, fit_temperature, youden_threshold
-from tracestore.evaluation.split import SPLITS, Split
+from tracestore.evaluation.split import Split
 from tracestore.oom.errors import is_out_of_memory
 from tracestore.oom.guard import OOMGuard
 from tracestore.oom.optimizers import Adam
 from tracestore.oom.snapshot import seed_step
+from tracestore.split import SPLITS
 from tracestore.store.read.store import TraceStore
 from tracestore.train.batches import STEP, AccumulatedBatch, BatchFeed
 from tracestore.train.checkpoint import BEST, LAST, CheckpointedRun, load_checkpoint, save_checkpoint

@@ -164,7 +164,7 @@ def chains(marker: str) -> Iterator[Case]:
         "resolve_name": (call(call(glob("pkgutil", "resolve_name"), uni("os:system")), touch), "pkgutil.resolve_name"),
         "map": (
             call(glob("builtins", "list"), call(glob("builtins", "map"), glob("os", "system"), lst(touch))),
-            "builtins.list",
+            "builtins.map",
         ),
         "compile": (
             call(

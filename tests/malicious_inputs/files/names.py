@@ -140,7 +140,7 @@ def dangerous_names() -> Iterator[Case]:
         "torch_geometric.typing.WITH_PT20",
         "tracestore.create",
         "tracestore.open",
-        "tracestore.ingest.pickle_reader.pickle_reader",
+        "tracestore.ingest.pickles.pickle_reader.pickle_reader",
         "tracestore.store.write.writer.StoreWriter",
         "pandas.read_pickle",
         "pandas.core.frame.DataFrame",

@@ -32,9 +32,6 @@ REFUSED = {
     "EXT4",
     "PERSID",
     "DUP",
-    "EMPTY_SET",
-    "FROZENSET",
-    "ADDITEMS",
     "NEXT_BUFFER",
     "READONLY_BUFFER",
 }
@@ -94,9 +91,6 @@ def inside_a_trace() -> Iterator[Case]:
         "EXT4": b"\x84\x01\0\0\0",
         "PERSID": b"Pkey\n",
         "DUP": b"K\x012\x86",
-        "EMPTY_SET": b"\x8f",
-        "FROZENSET": b"(K\x01\x91",
-        "ADDITEMS": b"\x8f(K\x01\x90",
         "NEXT_BUFFER": b"\x97",
         "READONLY_BUFFER": raw(b"a") + b"\x98",
     }

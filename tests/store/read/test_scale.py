@@ -36,6 +36,10 @@ def test_a_million_traces_open_quickly_in_little_memory(tmp_path):
     # Opening maps the index and reads no value per trace.
     python_loop = seconds(lambda: [int(v) for v in np.asarray(store.num_tokens)], 3)
     assert seconds(lambda: tracestore.open(tmp_path / "s.zarr")) < python_loop
+    # Conditions on columns and masks are computed without a Python object per trace.
+    assert seconds(lambda: store.filter(y=1, num_tokens=[30, 40]), 3) < python_loop
+    assert seconds(lambda: store[store.scores < 0.5], 3) < python_loop
+    assert store[store.scores < 0.5].indices[-1] == store.filter(y=1).indices[-1] == n // 2 - 1
     # Compare a lookup by id with a lookup in a dict, which takes 20 ns.
     table = {f"q{k}": k for k in range(0, n, 100)}
     keys = list(table)[:1000]

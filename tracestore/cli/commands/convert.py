@@ -7,14 +7,22 @@ import argparse
 from pathlib import Path
 
 from tracestore.cli.flags import PROVENANCE_FLAGS, SCORE_FLAGS, Flags, add_flags, values
-from tracestore.console import Output, Parser, format_size, parse_size
+from tracestore.console import Output, Parser, float_where, format_size, parse_size
+from tracestore.convert.dry_run import dry_run
 from tracestore.convert.options import ConvertOptions
 from tracestore.convert.runner import Conversion
+from tracestore.convert.watch import Watch
+from tracestore.errors import UsageError
 from tracestore.process import reuse_freed_memory
 from tracestore.store.format.schema import CODECS
+from tracestore.store.io.files import local_dir
 from tracestore.store.io.fsio import map_os_errors
 
 _FLAGS: Flags = {
+    "map": {
+        "metavar": "FIELD=KEY,...",
+        "help": "names of fields in the files, e.g. hidden_states=hs,question_id=id, or a .toml file of such lines",
+    },
     "scores": {"metavar": "CSV", "help": "scores by question_id (default: the only *scores*.csv in a SRC folder)"},
     **SCORE_FLAGS,
     "provenance": {
@@ -36,8 +44,9 @@ _FLAGS: Flags = {
         "help": f"memory for waiting traces (default: {format_size(ConvertOptions.memory_budget)})",
     },
     "on_conflict": "a trace whose question id and sample exist with other content",
-    "skip_bad": "continue after a file that is refused",
+    "skip_bad": "continue after a trace that is refused, and list it in DST.refused.jsonl",
     "overwrite": "replace the store",
+    "dry_run": "print what the first traces of each file hold and what would be stored; write nothing",
 }
 
 
@@ -46,6 +55,9 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("src", nargs="+", type=Path, metavar="SRC", help="trace files, or folders of them")
     parser.add_argument("dst", metavar="DST", help="the store to create or to extend: a folder, s3:// or gs://")
     add_flags(parser, ConvertOptions, _FLAGS)
+    parser.add_argument("--watch", action="store_true", help="keep converting files that are added to the folders")
+    text = "with --watch, end when no file has been added for this time (default: at Ctrl-C)"
+    parser.add_argument("--watch-timeout", type=float_where(lambda s: s >= 0, "seconds"), metavar="SECONDS", help=text)
 
 
 def run(args: argparse.Namespace, output: Output) -> None:
@@ -53,6 +65,15 @@ def run(args: argparse.Namespace, output: Output) -> None:
     options = ConvertOptions(**values(args, _FLAGS))
     if args.is_program:
         reuse_freed_memory(options.memory_budget)
-    conversion = Conversion(args.src, args.dst, options, output)
-    with map_os_errors(conversion.folder):
+    if options.dry_run:
+        output.print_json(dry_run(args.src, args.dst, options, output))
+        return
+    if args.watch_timeout is not None and not args.watch:
+        raise UsageError("--watch-timeout needs --watch")
+    conversion: Conversion | Watch
+    if args.watch:
+        conversion = Watch(args.src, args.dst, options, output, args.watch_timeout)
+    else:
+        conversion = Conversion(args.src, args.dst, options, output)
+    with map_os_errors(local_dir(args.dst)):
         output.print_json(conversion.run())

@@ -1,6 +1,6 @@
 """Write traces to files.
 
-Formats: pkl, lists of dicts; pt-lstm, last tokens; pt-gnn, PyG graphs. Scores are written to scores.csv.
+Formats: pkl, lists of dicts; pt-lstm, last tokens; pt-gnn, PyG graphs; safetensors, a file per trace and a table; datasets, Parquet files for Hugging Face datasets. Scores are written to scores.csv.
 
 Example: tracestore export store.zarr traces_data/ --format pkl
 """
@@ -23,7 +23,7 @@ def add_arguments(parser: Parser) -> None:
         type=positive_int,
         default=TRACES_PER_FILE,
         metavar="N",
-        help="maximum number of traces in a file (default: 500; files of graphs end at 1 GiB)",
+        help="maximum number of traces in a file (default: 500; files of graphs and data sets end at 1 GiB; safetensors: always 1)",
     )
 
 
@@ -37,8 +37,5 @@ def run(args: argparse.Namespace, output: Output) -> None:
         f"{report.out_dir}: {report.num_traces:,} traces in {report.num_files:,} files, "
         f"{format_size(report.bytes)}{f', scores in {SCORES_FILE}' if report.scores_file else ''}"
     )
-    if report.num_labels_left_out:
-        output.info(
-            f"{report.num_labels_left_out:,} traces have a stored label, which was left out: pickles have no "
-            "field for it"
-        )
+    for text in report.left_out:
+        output.info(f"left out: {text}")

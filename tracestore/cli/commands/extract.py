@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from tracestore.cli.flags import add_allow_mixed_provenance
-from tracestore.console import Output, Parser, Progress, float_where, positive_int
+from tracestore.console import Output, Parser, Progress, float_where, int_between, positive_int
 from tracestore.errors import UsageError
 from tracestore.extract import run as extraction
-from tracestore.extract.questions import FACTS, Question, questions_file, read_questions
+from tracestore.extract.judges import DEFAULT_JUDGES, JUDGES
+from tracestore.extract.questions import FACTS, Question, questions_file, read_questions, with_samples
+from tracestore.extract.select import Select, parse_layers
 from tracestore.extras import needs
 from tracestore.store.format.schema import ATTENTION_MODES, CODECS
 from tracestore.store.io.files import parse_location
@@ -23,14 +25,36 @@ def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
     add = parser.add_argument
     add("--model", required=True, help="Hugging Face id, folder, .gguf file, or package:NAME")
-    text = f"CSV: question_id, question, answers (a|b), group; {FACTS}: 1,653 facts of this package"
+    text = f"CSV: question_id, question, answers (a|b), group; or JSON lines; {FACTS}: 1,653 facts of this package"
     add("--questions", required=True, type=questions_file, metavar="FILE", help=text)
     add("--out", required=True, type=parse_location, help="folder for .pkl files, or a store (ends with .zarr)")
     add("--limit", type=positive_int, metavar="N", help="use only the first N questions")
     add("--traces-per-file", type=positive_int, default=500, metavar="N")
-    add("--shard", type=_shard, default=(0, 1), metavar="I/N", help="write only every Nth file, from file I on")
-    add("--max-new-tokens", type=positive_int, default=32, metavar="N")
-    add("--instruction", default=extraction.INSTRUCTION, help="system prompt")
+    add(
+        "--shard",
+        type=_shard,
+        default=(0, 1),
+        metavar="I/N",
+        help="only every Nth file from file I on, or question (store)",
+    )
+    add("--max-new-tokens", type=positive_int, default=32, metavar="N", help="tokens of an answer (default: 32)")
+    add("--instruction", default=extraction.INSTRUCTION, help="system prompt; '' for none")
+    text = "chat template in Jinja (NAME.jinja), or text with {instruction} and {question}; default: that of the model"
+    add("--prompt-template", type=Path, metavar="FILE", help=text)
+    add("--samples", type=positive_int, default=1, metavar="K", help="answers per question (default: 1)")
+    temperature = float_where(lambda t: 0 <= t < math.inf, "a number of at least 0")
+    add("--temperature", type=temperature, default=0.0, metavar="T", help="0 (default): the most likely tokens")
+    add("--seed", type=int_between(0, 2**63 - 1, "an integer from 0"), default=0, metavar="S", help="of --temperature")
+    text = "also record the K most likely tokens at each generated token"
+    add("--top-logprobs", type=positive_int, default=0, metavar="K", help=text)
+    text = (
+        f"score of the answers, can be repeated; the first is the default score (default: {', '.join(DEFAULT_JUDGES)})"
+    )
+    add("--judge", action="append", choices=JUDGES, dest="judges", help=text)
+    text = "blocks to record, counted from 1 or from the end, such as 8,12-16 or --layers=-4--1 (default: all)"
+    add("--layers", type=_layers, metavar="LIST", help=text)
+    text = "tokens to record: all (default), answer, or the last K"
+    add("--positions", type=_positions, default="all", metavar="all|answer|K", help=text)
     add("--attention", choices=ATTENTION_MODES, default="mean", help="attention to store (for a store)")
     add("--codec", choices=CODECS, default="none", help="compression (for a store; default: none)")
     text = "store the final norm and the unembedding matrix of the model, for a logit lens (for a store)"
@@ -55,24 +79,37 @@ def run(args: argparse.Namespace, output: Output) -> None:
     to_store = args.out.name.endswith(".zarr")
     if not to_store and not isinstance(args.out, Path):
         raise UsageError(f"--out {args.out}: .pkl files need a local folder; the name of a store ends with .zarr")
-    if to_store and args.shard[1] > 1:
-        raise UsageError("--shard writes files; merge them with tracestore convert, or give each machine its own store")
     if args.lens and not to_store:
         raise UsageError(f"--out {args.out}: --lens needs a store; the name of a store ends with .zarr")
+    if args.samples > 1 and not args.temperature:
+        raise UsageError("--samples needs a --temperature above 0, because the most likely tokens are always the same")
+    judges = tuple(dict.fromkeys(args.judges or DEFAULT_JUDGES))
     # Imported here, because loading the libraries takes seconds: wrong usage is reported at once.
     with needs("extract"):
+        from tracestore.extract.answering import AnswerOptions, answer_questions, provenance_of
         from tracestore.extract.lens import lens_of
-        from tracestore.extract.model import answer_questions, load_model, provenance_of
+        from tracestore.extract.model import load_model
+        from tracestore.extract.prompts import read_template
 
+    options = AnswerOptions(
+        instruction=args.instruction,
+        max_new_tokens=args.max_new_tokens,
+        template=read_template(args.prompt_template) if args.prompt_template else None,
+        temperature=args.temperature,
+        seed=args.seed,
+        top_logprobs=args.top_logprobs,
+        select=Select(args.layers, args.positions, "none" if to_store and args.attention == "none" else "all"),
+    )
     lm = load_model(args.model, device=args.device, dtype=args.dtype)
 
     def answer(batch: Sequence[Question]) -> list[dict[str, Any]]:
-        texts = [question.text for question in batch]
-        return answer_questions(lm, texts, instruction=args.instruction, max_new_tokens=args.max_new_tokens)
+        return answer_questions(lm, batch, options)
 
-    provenance = provenance_of(lm, instruction=args.instruction, max_new_tokens=args.max_new_tokens)
-    total = len(questions)
+    provenance = provenance_of(lm, options)
     if to_store:
+        shard, count = args.shard
+        questions = with_samples(questions[shard::count], args.samples)
+        total = len(questions)
         steps = extraction.extract_to_store(
             args.out,
             questions,
@@ -81,22 +118,24 @@ def run(args: argparse.Namespace, output: Output) -> None:
             codec=args.codec,
             commit_interval_s=args.commit_interval,
             batch_size=args.batch_size,
+            judges=judges,
             provenance=provenance,
             allow_mixed_provenance=args.allow_mixed_provenance,
             lens=lens_of(lm) if args.lens else None,
         )
     else:
-        batches = extraction.plan_batches(questions, args.traces_per_file, args.shard)
+        batches = extraction.plan_batches(with_samples(questions, args.samples), args.traces_per_file, args.shard)
         total = sum(len(b.questions) for b in batches)
         steps = extraction.extract_to_folder(
             args.out,
             batches,
             answer,
             batch_size=args.batch_size,
+            judges=judges,
             provenance=provenance,
             allow_mixed_provenance=args.allow_mixed_provenance,
         )
-    output.info(f"{total:,} questions to {args.model} -> {args.out}")
+    output.info(f"{total:,} answers of {args.model} -> {args.out}")
     report = extraction.ExtractReport(str(args.out))
     with Progress(output) as progress:
         for is_correct in steps:
@@ -127,3 +166,20 @@ def _shard(text: str) -> tuple[int, int]:
     if not 0 <= index < count:
         raise argparse.ArgumentTypeError(f"found {text!r}, expected I/N with 0 <= I < N")
     return index, count
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    """Return the numbers of layers in a text, for argparse."""
+    try:
+        return parse_layers(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected numbers as 1,8-12,-1") from None
+
+
+def _positions(text: str) -> str | int:
+    """Return "all", "answer" or a number of tokens, for argparse."""
+    if text in ("all", "answer"):
+        return text
+    if text.isdecimal() and len(text) < 10 and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"found {text!r}, expected all, answer or a number of tokens")

@@ -15,7 +15,7 @@ from tracestore.console import Output, Parser, Progress, int_ranges
 from tracestore.store.io.files import local_dir
 from tracestore.store.io.fsio import map_os_errors
 from tracestore.store.maintain.merge import subset_store
-from tracestore.store.read.selection import indices_of_ids, indices_of_segments, read_ids
+from tracestore.store.maintain.selection import indices_of_segments, read_ids
 
 
 def add_arguments(parser: Parser) -> None:
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
 
 def _chosen_indices(store: tracestore.TraceStore, args: argparse.Namespace) -> np.ndarray:
     if args.ids is not None:
-        return indices_of_ids(store, read_ids(args.ids))
+        return np.sort(store[read_ids(args.ids)].indices)
     if args.segments is not None:
         return indices_of_segments(store, args.segments)
     from tracestore.evaluation.split import make_split

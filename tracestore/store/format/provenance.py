@@ -51,6 +51,18 @@ class Provenance:
         Parameters of generation, such as do_sample, temperature and top_p: values of JSON, or lists of them.
     tool : str, optional
         Name and version of the program that recorded the traces. Programs of different versions do not conflict.
+
+    Raises
+    ------
+    ValueError
+        If a value is invalid.
+
+    Examples
+    --------
+    >>> import tracestore
+    >>> one = tracestore.Provenance(model="SmolLM2-135M-Instruct", layer_ids=(0, 15, 30))
+    >>> one.differences(tracestore.Provenance(model="Llama-3.2-1B"))
+    {'model': 'model: found SmolLM2-135M-Instruct, expected Llama-3.2-1B'}
     """
 
     model: str | None = None
@@ -95,7 +107,18 @@ class Provenance:
 
     @classmethod
     def from_json(cls, data: object) -> "Provenance":
-        """Return the provenance in a JSON object, in which keys may be missing; raise ValueError if it is invalid."""
+        """Return the provenance in a JSON object.
+
+        Parameters
+        ----------
+        data : mapping
+            Names of Provenance as keys, of which some may be missing.
+
+        Raises
+        ------
+        ValueError
+            If a key or value is invalid.
+        """
         if not isinstance(data, Mapping) or not data.keys() <= _TYPES.keys():
             raise ValueError(f"provenance: found {data!r:.80}, expected an object with keys of {', '.join(_TYPES)}")
         return cls(**data)
@@ -108,11 +131,26 @@ class Provenance:
         return ", ".join(f"{name} {_text(value)}" for name, value in self.to_json().items() if value is not None)
 
     def agreement(self, other: "Provenance") -> "Provenance":
-        """Return the values that are the same in both."""
+        """Return the values that are the same in both.
+
+        Parameters
+        ----------
+        other : Provenance
+        """
         return Provenance(**{name: value for name, value in vars(self).items() if value == getattr(other, name)})
 
     def differences(self, other: "Provenance") -> dict[str, str]:
-        """Return the keys that are known in both and differ, except `tool`, each with a text that names both values."""
+        """Return the keys that are known in both and differ, except `tool`.
+
+        Parameters
+        ----------
+        other : Provenance
+
+        Returns
+        -------
+        dict of str to str
+            For each key a text that names both values.
+        """
         pairs = {name: (getattr(self, name), getattr(other, name)) for name in _TYPES if name != "tool"}
         return {
             name: f"{name}: found {_text(one)}, expected {_text(two)}"

@@ -102,7 +102,7 @@ TOKEN_FIELDS: dict[str, OptionalField] = {
     "token_entropy": OptionalField(
         PER_TOKEN,
         "<f4",
-        "Entropy (T,) float32 in nats of the distribution that each token was drawn from; NaN: unknown.",
+        "Entropy (T,) float32 in nats of the distribution of each token given the tokens before it; NaN: unknown.",
     ),
     "top_ids": OptionalField(
         TOP_K, "<i4", "Ids (T, K) int32 of the most likely tokens at each position; -1: none.", -1, 2**31 - 1

@@ -12,9 +12,10 @@ import numpy as np
 
 from tracestore._core import kernels
 from tracestore.errors import CorruptStoreError
+from tracestore.store.fields import PackedEdges
 from tracestore.store.format import schema
 from tracestore.store.read.store import TraceStore, open_store
-from tracestore.store.read.trace import PackedEdges, Trace
+from tracestore.store.read.trace import Trace
 
 # Maximum number of issues of one kind that are listed. All issues are counted.
 MAX_EXAMPLES = 100

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 
 from tracestore.errors import InvalidInputError, UsageError
+from tracestore.store.fields import PackedEdges
 from tracestore.store.format import schema
 from tracestore.store.format.labels import ScoreField
 from tracestore.store.format.provenance import Provenance, require_compatible
 from tracestore.store.io.files import RemoteURL, parse_location
+from tracestore.store.maintain.selection import by_source
 from tracestore.store.read.columns import TraceValues
-from tracestore.store.read.selection import by_source
 from tracestore.store.read.store import TraceStore, open_store
-from tracestore.store.read.trace import PackedEdges
 from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.record import read_record
 from tracestore.store.write.writer import StoreWriter

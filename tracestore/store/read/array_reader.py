@@ -93,6 +93,11 @@ class ArrayReader:
         Path of the array in the store.
     cache : ChunkCache
     spec : ArraySpec
+
+    Attributes
+    ----------
+    view : ArrayView
+        The rows of an uncompressed array, for gathers.
     """
 
     def __init__(
@@ -112,7 +117,7 @@ class ArrayReader:
         self._offsets: np.ndarray | None = None
         self._mapped: MappedFile | None = None
         self._flat = np.zeros(0, self.dtype)
-        self._view = ArrayView(self._flat, 0, 1)
+        self.view = ArrayView(self._flat, 0, 1)
         if num_rows == 0:
             return
         file_name = f"{name}/c/" + "/".join("0" * len(self.shape))
@@ -128,7 +133,7 @@ class ArrayReader:
             if self._codec is None:
                 mapped.check_shard(num_chunks, chunk_bytes)
                 self._flat = np.frombuffer(memoryview(mapped), self.dtype, num_rows * self.row_items)
-                self._view = ArrayView(mapped, num_rows, self.row_items * self.dtype.itemsize)
+                self.view = ArrayView(mapped, num_rows, self.row_items * self.dtype.itemsize)
             else:
                 self._offsets = self._coded_index(mapped, num_chunks, chunk_bytes)
         except (OSError, ValueError) as error:
@@ -192,7 +197,7 @@ class ArrayReader:
         """Return rows begin .. end - 1 as sources of a gather: a RowRange, or flat uint8 arrays."""
         if self._offsets is not None or not 0 <= begin <= end <= self.shape[0]:
             return [piece.view("u1") for piece in self.slices(begin, end)]
-        return [self._view.rows(begin, end)]
+        return [self.view.rows(begin, end)]
 
     def flat(self, begin: int, end: int) -> np.ndarray:
         """Return rows begin .. end - 1 as one flat, read-only array."""

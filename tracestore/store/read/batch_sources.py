@@ -1,11 +1,11 @@
 """Looking up the stored bytes that a batch of traces is gathered from."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tracestore.errors import MissingFieldError
+from tracestore.errors import MissingFieldError, UsageError
 from tracestore.store.format import schema
 from tracestore.store.format.entries import FileEntry
 from tracestore.store.read.chunk_cache import ChunkKey
@@ -15,81 +15,108 @@ from tracestore.store.read.internals import StoreInternals
 
 
 class GraphBatchSources(NamedTuple):
-    """Sources of a gather for B graphs.
+    """Sources of a gather for the graphs of some traces, of P parts.
 
-    `hidden` concatenates to (L, S, D) of every trace. `attention` holds B sources of (L, H or 1, A) as stored. In a
-    store of edges `attention` holds the weights (E,), and `edges` the ptr and edge_index of PackedEdges.
+    A part is all layers of a trace, or one of its chosen layers. `hidden` concatenates to (L, S, D) or (1, S, D) of
+    every part. `attention` holds P sources of (L or 1, H or 1, A) as stored. In a store of edges `attention` holds the
+    weights (E,), and `edges` the ptr and edge_index of PackedEdges.
     """
 
-    num_tokens: np.ndarray  # (B,) int64
-    layout: np.ndarray  # (B,) int64, schema.LAYOUT_*
+    num_tokens: np.ndarray  # (P,) int64
+    layout: np.ndarray  # (P,) int64, schema.LAYOUT_*
     hidden: list[Any]
     attention: list[Any]
     edges: list[tuple[np.ndarray, Any]] | None
+    layers_per_part: int
+
+
+def _parts(num_layers: int, layers: Sequence[int] | None) -> list[tuple[int, int]]:
+    """Return the first layer and the number of layers of each part of a trace."""
+    return [(0, num_layers)] if layers is None else [(layer, 1) for layer in layers]
+
+
+_NO_HIDDEN_STATES = "hidden states of all tokens: its source holds last tokens only"
+
+
+def describe(store: StoreInternals, index: int) -> str:
+    """Return the number and the question id of a trace, for messages."""
+    return f"trace {index} ({store.index.question_id(index)})"
 
 
 def _refuse(store: StoreInternals, indices: np.ndarray, missing: np.ndarray, what: str) -> None:
     if missing.any():
         index = int(indices[int(np.flatnonzero(missing)[0])])
-        raise MissingFieldError(f"trace {index} ({store.index.question_id(index)}) has no {what}")
+        raise MissingFieldError(f"{describe(store, index)} has no {what}")
 
 
-def graph_sources(store: StoreInternals, indices: np.ndarray) -> GraphBatchSources:
-    """Return hidden states and attention of some traces: views of the maps if uncompressed.
+def graph_sources(store: StoreInternals, indices: np.ndarray, layers: Sequence[int] | None = None) -> GraphBatchSources:
+    """Return hidden states and attention of some traces, or of some of their layers: views of the maps if uncompressed.
 
     MissingFieldError names the first trace that lacks them.
     """
     locations = store.index.locations(indices)
-    _refuse(
-        store,
-        indices,
-        locations[:, GRAPH_SEGMENT] < 0,
-        "hidden states of all tokens: its source holds last tokens only",
-    )
+    _refuse(store, indices, locations[:, GRAPH_SEGMENT] < 0, _NO_HIDDEN_STATES)
     _refuse(store, indices, locations[:, LAYOUT] == schema.LAYOUT_NONE, "attention: it was not stored")
-    num_layers, heads = store.num_layers, store.num_stored_heads
+    parts, heads = _parts(store.num_layers, layers), store.num_stored_heads
     hidden: list[Any] = []
     attention: list[Any] = []
     edges: list[tuple[np.ndarray, Any]] = []
     for number, row, tokens, layout, _, _ in locations.tolist():
         segment = store.segment(number)
         begin = segment.begin("hidden_states", row)
-        hidden += segment.array("hidden_states").copy_sources(begin, begin + num_layers * tokens)
-        if layout == schema.LAYOUT_EDGES:
-            ptr, edge_index, weight = segment.edge_sources(segment.begin("edges", row), num_layers)
-            edges.append((ptr, edge_index))
-            attention.append(weight)
-            continue
-        size = num_layers * heads * schema.num_pairs(tokens, layout)
-        begin = segment.begin("attention", row)
-        found = segment.array("attention").copy_sources(begin, begin + size)
-        # The gather needs the weights of a graph in one piece.
-        attention.append(found[0] if len(found) == 1 else np.concatenate(found))
-    return GraphBatchSources(locations[:, NUM_TOKENS].copy(), locations[:, LAYOUT], hidden, attention, edges or None)
+        values = heads * schema.num_pairs(tokens, layout)
+        for first, count in parts:
+            at = begin + first * tokens
+            hidden += segment.array("hidden_states").copy_sources(at, at + count * tokens)
+            if layout == schema.LAYOUT_EDGES:
+                ptr, edge_index, weight = segment.edge_sources(segment.begin("edges", row) + first, count)
+                edges.append((ptr, edge_index))
+                attention.append(weight)
+                continue
+            at = segment.begin("attention", row) + first * values
+            found = segment.array("attention").copy_sources(at, at + count * values)
+            # The gather needs the weights of a graph in one piece.
+            attention.append(found[0] if len(found) == 1 else np.concatenate(found))
+    num_tokens, layout = (np.repeat(locations[:, column], len(parts)) for column in (NUM_TOKENS, LAYOUT))
+    return GraphBatchSources(num_tokens, layout, hidden, attention, edges or None, parts[0][1])
 
 
-def sequence_sources(store: StoreInternals, indices: np.ndarray) -> list[Any]:
-    """Return sources of a gather that concatenate to the last tokens (L, D) of every trace."""
+def sequence_sources(
+    store: StoreInternals, indices: np.ndarray, layers: Sequence[int] | None = None, position: int = -1
+) -> list[Any]:
+    """Return sources of a gather that concatenate to one token (L, D) of every trace, or to some of its layers.
+
+    A negative position counts from the end. UsageError names the first trace that does not reach to the position.
+    """
     pieces: list[Any] = []
     num_layers = store.num_layers
-    for graph, row, tokens, _, sequence, sequence_row in store.index.locations(indices).tolist():
-        if sequence >= 0:
+    locations = store.index.locations(indices)
+    if position != -1:
+        _refuse(store, indices, locations[:, GRAPH_SEGMENT] < 0, _NO_HIDDEN_STATES)
+    for k, (graph, row, tokens, _, sequence, sequence_row) in enumerate(locations.tolist()):
+        if sequence >= 0 and position == -1:
             segment = store.segment(sequence)
-            at = segment.begin("last_token", sequence_row)
-            pieces += segment.array("last_token").copy_sources(at, at + 1)
+            last, at = segment.array("last_token"), segment.begin("last_token", sequence_row)
+            found = last.copy_sources(at, at + 1)
+            size = last.row_items * last.dtype.itemsize // num_layers
+            pieces += found if layers is None else [found[0][n * size : (n + 1) * size] for n in layers]
             continue
         segment = store.segment(graph)
         hidden, begin = segment.array("hidden_states"), segment.begin("hidden_states", row)
-        for layer in range(num_layers):
-            at = begin + (layer + 1) * tokens - 1
-            pieces += hidden.copy_sources(at, at + 1)
+        at = position + tokens if position < 0 else position
+        if not 0 <= at < tokens:
+            raise UsageError(f"{describe(store, int(indices[k]))} has {tokens} tokens and none at position {position}")
+        for layer in range(num_layers) if layers is None else layers:
+            pieces += hidden.copy_sources(begin + layer * tokens + at, begin + layer * tokens + at + 1)
     return pieces
 
 
-def chunk_keys(store: StoreInternals, indices: np.ndarray, view: str) -> list[ChunkKey]:
+def chunk_keys(
+    store: StoreInternals, indices: np.ndarray, view: str, layers: Sequence[int] | None = None
+) -> list[ChunkKey]:
     """Return the inner chunks that a batch of some traces is decoded from, each once."""
     keys: list[ChunkKey] = []
-    num_layers, heads = store.num_layers, store.num_stored_heads
+    parts, heads = _parts(store.num_layers, layers), store.num_stored_heads
     for graph, row, tokens, layout, sequence, sequence_row in store.index.locations(indices).tolist():
         if view == "sequence" and sequence >= 0:
             segment = store.segment(sequence)
@@ -97,17 +124,21 @@ def chunk_keys(store: StoreInternals, indices: np.ndarray, view: str) -> list[Ch
             keys += segment.array("last_token").chunk_keys(at, at + 1)
             continue
         segment = store.segment(graph)
-        begin = segment.begin("hidden_states", row)
-        keys += segment.array("hidden_states").chunk_keys(begin, begin + num_layers * tokens)
+        sizes = {"hidden_states": tokens}
         if view == "graph" and layout != schema.LAYOUT_EDGES:
-            size = num_layers * heads * schema.num_pairs(tokens, layout)
-            begin = segment.begin("attention", row)
-            keys += segment.array("attention").chunk_keys(begin, begin + size)
+            sizes["attention"] = heads * schema.num_pairs(tokens, layout)
+        for name, size in sizes.items():
+            begin = segment.begin(name, row)
+            for first, count in parts:
+                keys += segment.array(name).chunk_keys(begin + first * size, begin + (first + count) * size)
     return list(dict.fromkeys(keys))
 
 
 def batch_files(store: StoreInternals, indices: np.ndarray, view: str) -> Iterator[FileEntry]:
-    """Yield the files that a batch of some traces is gathered from, some of them repeatedly."""
+    """Yield the files that a batch of some traces is gathered from, some of them repeatedly.
+
+    View "tokens" reads hidden states only.
+    """
     columns = (GRAPH_SEGMENT, SEQUENCE_SEGMENT, LAYOUT)
     for graph, sequence, layout in np.unique(store.index.locations(indices)[:, columns], axis=0).tolist():
         is_sequence = view == "sequence" and sequence >= 0

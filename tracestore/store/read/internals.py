@@ -44,6 +44,8 @@ class StoreInternals:
         Decoded chunks of compressed arrays.
     score_name : str or None
         The named score that is used; None for a store without scores.
+    num_evictions : int
+        Files that the cache of a remote store evicted since the store was opened.
 
     Raises
     ------
@@ -64,6 +66,7 @@ class StoreInternals:
             raise UsageError(f"{files.location}: found no score {score!r}; its scores are: {found}")
         self.chunk_cache = ChunkCache(cache_bytes)
         self._segments: dict[int, SegmentReader] = {}
+        self.num_evictions = 0
         self._is_closed = False
 
     @classmethod
@@ -120,8 +123,7 @@ class StoreInternals:
         """
         if self._is_closed:
             raise UsageError(f"{self.files.location}: the store is closed")
-        for path in self.files.evicted():
-            self._close_evicted(path)
+        self.close_evicted()
         segment = self._segments.get(number)
         if segment is None:
             if not 0 <= number < self.manifest.num_segments:
@@ -143,12 +145,14 @@ class StoreInternals:
         # The segment is looked up again at each use, because its file may be evicted or the store closed.
         return self.segment(number).lens(lambda: self.segment(number).array("unembedding"))
 
-    def _close_evicted(self, path: str) -> None:
-        """Unmap an evicted file, so that the disk gets its space back."""
-        segment_path, _, inner = path.removeprefix("segments/").partition("/")
-        for number, segment in list(self._segments.items()):
-            if segment.name == f"segments/{segment_path}":
-                if inner == "rows.zip":
-                    del self._segments[number]
-                else:
-                    segment.close_array(inner.partition("/")[0])
+    def close_evicted(self) -> None:
+        """Unmap the files that the cache of a remote store evicted, so that the disk gets their space back."""
+        for path in self.files.evicted():
+            self.num_evictions += 1
+            segment_path, _, inner = path.removeprefix("segments/").partition("/")
+            for number, segment in list(self._segments.items()):
+                if segment.name == f"segments/{segment_path}":
+                    if inner == "rows.zip":
+                        del self._segments[number]
+                    else:
+                        segment.close_array(inner.partition("/")[0])

@@ -101,6 +101,13 @@ class SegmentReader:
             raise CorruptStoreError(f"{self.rows_path}: row {row} of {self.num_rows}")
         return int(self._begins[name][row])
 
+    def begins(self, name: str, rows: np.ndarray) -> np.ndarray:
+        """Return where some rows begin, int64; see begin()."""
+        if len(rows) and rows.max() >= self.num_rows:
+            raise CorruptStoreError(f"{self.rows_path}: row {rows.max()} of {self.num_rows}")
+        found: np.ndarray = self._begins[name][rows]
+        return found
+
     def values(self, name: str) -> np.ndarray:
         """Return a copy of an array of schema.ROW_ARRAYS."""
         with self._checked():

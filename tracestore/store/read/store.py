@@ -1,19 +1,17 @@
 """Opening a store for reading."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from tracestore.errors import CorruptStoreError, MissingFieldError, UsageError
-from tracestore.extras import needs
 from tracestore.store.format import schema
 from tracestore.store.format.labels import CORRECT, DEFAULT_THRESHOLD, ScoreField, derive, describe
 from tracestore.store.format.provenance import Provenance
-from tracestore.store.io.files import FilePrefetcher, RemoteURL
+from tracestore.store.io.files import FilePrefetcher
 from tracestore.store.lens import Lens
 from tracestore.store.read import table
 from tracestore.store.read.batch_sources import (
@@ -26,17 +24,19 @@ from tracestore.store.read.batch_sources import (
 )
 from tracestore.store.read.index import QuestionIds
 from tracestore.store.read.internals import StoreInternals, open_files
+from tracestore.store.read.subset import TraceCollection, TraceSubset
 from tracestore.store.read.trace import Trace
 
 DEFAULT_CACHE_BYTES = 256 << 20
 
 
-class TraceStore:
+class TraceStore(TraceCollection):
     """One generation of a store, opened for reading and pinned until close().
 
-    ``store[i]`` is a Trace and ``store.index_of(question_id)`` its index. Opening maps the index and reads no trace;
-    each process maps the other files when it first uses them. A store is safe to use from threads and across fork.
-    It can be pickled: the copy opens the same generation if that still exists.
+    ``store[i]`` and ``store[question_id]`` are a Trace. Slices, boolean masks, index arrays, lists of question ids,
+    `select`, `filter` and `split` give a lazy `TraceSubset`, which every loader takes like a store. Opening
+    maps the index and reads no trace; each process maps the other files when it first uses them. A store is safe to
+    use from threads and across fork. It can be pickled: the copy opens the same generation if that still exists.
 
     Use `tracestore.open` to open a store.
 
@@ -46,11 +46,16 @@ class TraceStore:
         The folder of the store, or its URL.
     internals : StoreInternals
         Files, index and segments, for the other modules of this package.
-    """
 
-    def __init__(self, internals: StoreInternals) -> None:
-        self.path: Path | RemoteURL = internals.files.location
-        self.internals = internals
+    Examples
+    --------
+    >>> import tracestore
+    >>> store = tracestore.open("store.zarr")
+    >>> store
+    TraceStore('store.zarr', 12 traces)
+    >>> store["q3"].num_tokens, store[2:5], store[store.scores < 0.5].indices
+    (4, TraceSubset(3 of 12 traces of 'store.zarr'), array([ 0,  2,  4,  6,  8, 10]))
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
         internals = self.internals
@@ -83,14 +88,9 @@ class TraceStore:
         return self.internals.manifest.num_traces
 
     @property
-    def num_layers(self) -> int:
-        """L: number of stored layers."""
-        return self.internals.num_layers
-
-    @property
-    def hidden_dim(self) -> int:
-        """D: size of a hidden state."""
-        return self.internals.attributes.hidden_dim or 0
+    def indices(self) -> np.ndarray:
+        """Store indices (N,) int64 of the traces, 0 to N - 1."""
+        return np.arange(len(self))
 
     @property
     def num_heads(self) -> int | None:
@@ -153,7 +153,13 @@ class TraceStore:
         return dict(self.internals.attributes.scores)
 
     def named_scores(self, name: str) -> np.ndarray:
-        """Return a named score (N,) float64, NaN for a trace without it. KeyError if the store lacks it."""
+        """Return a named score (N,) float64, NaN for a trace without it.
+
+        Parameters
+        ----------
+        name : str
+            A key of `score_fields`. KeyError for another name.
+        """
         if name not in self.internals.attributes.scores:
             raise KeyError(name)
         return self.internals.columns.score(name)
@@ -172,20 +178,23 @@ class TraceStore:
         """Tokens (N,) of each trace; 0 if only its last tokens are stored."""
         return self.internals.index.read_column("num_tokens")
 
-    def token_and_pair_counts(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def token_and_pair_counts(
+        self, indices: np.ndarray, layers: Sequence[int] | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of some traces and their stored pairs of tokens.
 
-        The pairs (edges, in a store of edges) of all layers are added up, once for all heads; both are (n,) int64.
+        The pairs (edges, in a store of edges) of some or all layers are added up, once for all heads; both are (n,) int64.
         """
         locations = self.internals.index.locations(indices)
         tokens, layout = locations[:, NUM_TOKENS], locations[:, LAYOUT]
-        pairs = np.where(layout == schema.LAYOUT_SQUARE, tokens * tokens, tokens * (tokens + 1) // 2) * self.num_layers
+        pairs = np.where(layout == schema.LAYOUT_SQUARE, tokens * tokens, tokens * (tokens + 1) // 2)
+        pairs *= self.num_layers if layers is None else len(layers)
         pairs[layout == schema.LAYOUT_NONE] = 0
         for k in np.flatnonzero(layout == schema.LAYOUT_EDGES):
             segment = self.internals.segment(int(locations[k, GRAPH_SEGMENT]))
             begin = segment.begin("edges", int(locations[k, GRAPH_ROW]))
             ptr = segment.edge_offsets(begin, self.num_layers)
-            pairs[k] = int(ptr[-1]) - int(ptr[0])
+            pairs[k] = (ptr[1:] - ptr[:-1])[slice(None) if layers is None else list(layers)].sum()
         return tokens, pairs
 
     @property
@@ -210,50 +219,40 @@ class TraceStore:
         return self.internals.lens
 
     def targets(self, score_threshold: float = DEFAULT_THRESHOLD) -> np.ndarray:
-        """Return labels (N,) float64: the stored label, else one derived from the score (labels.derive), else NaN."""
+        """Return the label of each trace: the stored one, else one derived from the score.
+
+        Parameters
+        ----------
+        score_threshold : float
+            Score below which a trace counts as a hallucination, or above which in a store of hallucination scores.
+
+        Returns
+        -------
+        np.ndarray
+            (N,) float64: 1 for a hallucination, 0 for a correct answer, NaN without a label or score.
+        """
         return derive(self.scores, self.labels, score_threshold, self.score_direction)
 
     def describe_scores(self, score_threshold: float = DEFAULT_THRESHOLD) -> str:
         """Return one line that tells how many scores become which label."""
         return describe(self.scores, score_threshold, self.score_direction)
 
-    # Tables
-
-    def features(self, layer: int = -1) -> np.ndarray:
-        """Return the last token's hidden states in one layer, for scikit-learn and similar libraries.
-
-        Parameters
-        ----------
-        layer : int
-            Negative values count from the last layer.
-
-        Returns
-        -------
-        np.ndarray
-            (N, D) in the stored dtype, float32 for bfloat16. A read-only view of the file if one uncompressed
-            segment holds all traces in order, else a copy.
-
-        Raises
-        ------
-        UsageError
-            If the store has no such layer.
-        """
-        return table.features(self.internals, layer)
-
-    def to_pandas(self, *, texts: bool = False) -> Any:
-        """Return a pandas DataFrame with one row for each trace, in the order of the store.
-
-        The columns are question_id, sample, score, the other named scores as score_NAME, label, group, num_tokens,
-        has_nonfinite, source and source_position; `texts` adds question and answer. MissingExtraError if pandas is not installed.
-        """
-        with needs("bridges"):
-            import pandas
-        return pandas.DataFrame(table.metadata(self.internals, texts=texts))
-
     # Traces
 
     def index_of(self, question_id: str, sample: int = 0) -> int:
-        """Return the store index of a question's trace. KeyError with the id if it is absent."""
+        """Return the store index of a question's trace.
+
+        Parameters
+        ----------
+        question_id : str
+        sample : int
+            Number of the answer among those to the question.
+
+        Raises
+        ------
+        KeyError
+            With the id, if the trace is absent.
+        """
         index = self.internals.index.find(str(question_id), sample)
         if index < 0:
             raise KeyError(question_id)
@@ -262,15 +261,8 @@ class TraceStore:
     def __contains__(self, question_id: object) -> bool:
         return isinstance(question_id, str) and self.internals.index.find(question_id, 0) >= 0
 
-    def __getitem__(self, index: int) -> Trace:
-        try:
-            k = range(len(self))[index]
-        except IndexError:
-            raise IndexError(f"trace {index} of {len(self)}") from None
-        return Trace(self.internals, k)
-
-    def __iter__(self) -> Iterator[Trace]:
-        return (Trace(self.internals, k) for k in range(len(self)))
+    def _subset(self, positions: np.ndarray) -> TraceSubset:
+        return TraceSubset(self, positions)
 
     def private_trace(self, index: int) -> Trace:
         """Return trace `index`, whose arrays are in memory of their own instead of views of the mapped files."""
@@ -278,7 +270,7 @@ class TraceStore:
 
     # Hints to the caches
 
-    def hint_upcoming(self, indices: np.ndarray, view: str) -> Callable[[], None]:
+    def hint_upcoming(self, indices: np.ndarray, view: str, layers: Sequence[int] | None = None) -> Callable[[], None]:
         """Tell the chunk cache which traces are read after all that were hinted before.
 
         Returns
@@ -286,7 +278,7 @@ class TraceStore:
         Callable
             Call it when the traces were read, or will not be read: it releases the hint.
         """
-        keys = chunk_keys(self.internals, indices, view)
+        keys = chunk_keys(self.internals, indices, view, layers)
         self.internals.chunk_cache.hint_upcoming(keys)
         return partial(self.internals.chunk_cache.release, keys)
 
@@ -299,7 +291,7 @@ class TraceStore:
             Maps a batch number to the store indices of its traces.
         start, total : int
             The pass reads the batches start .. total - 1.
-        view : {"sequence", "graph"}
+        view : {"sequence", "graph", "tokens"}
 
         Returns
         -------
@@ -316,26 +308,36 @@ class TraceStore:
 
     # Contents
 
-    def require_view(self, view: str) -> None:
-        """Raise MissingFieldError unless every trace has the data of `view` ("sequence" or "graph").
+    def require_view(self, view: str, indices: np.ndarray | None = None) -> None:
+        """Raise an error unless the traces have the data of a view of a loader.
 
-        The message names what is missing and how to get it.
+        Parameters
+        ----------
+        view : {"sequence", "graph", "tokens"}
+        indices : np.ndarray, optional
+            Store indices of the traces to check. Default: all.
+
+        Raises
+        ------
+        MissingFieldError
+            The message names what is missing and how to get it.
         """
-        if view not in ("sequence", "graph"):
-            raise UsageError(f"found view {view!r}, expected 'sequence' or 'graph'")
+        if view not in ("sequence", "graph", "tokens"):
+            raise UsageError(f"found view {view!r}, expected 'sequence', 'graph' or 'tokens'")
         if len(self) == 0 or view == "sequence":
             return
-        missing = self.internals.index.read_column("graph_segment") < 0
+        indices = self.indices if indices is None else indices
+        missing = self.internals.index.read_column("graph_segment")[indices] < 0
         if missing.any():
-            first = int(np.flatnonzero(missing)[0])
+            first = int(indices[missing][0])
             raise MissingFieldError(
-                f"{self.path}: no graphs: {int(missing.sum())} of {len(self)} traces (first: trace {first}, "
+                f"{self.path}: no {'graphs' if view == 'graph' else 'hidden states of all tokens'}: {int(missing.sum())} of {len(indices)} traces (first: trace {first}, "
                 f"{self.question_ids[first]}) hold last tokens only; convert the pickles or gnn/ files of the same questions"
             )
-        bare = self.internals.index.read_column("layout") == schema.LAYOUT_NONE
-        if bare.any():
+        bare = self.internals.index.read_column("layout")[indices] == schema.LAYOUT_NONE
+        if view == "graph" and bare.any():
             raise MissingFieldError(
-                f"{self.path}: no graphs: {int(bare.sum())} of {len(self)} traces have no attention; convert without --attention none"
+                f"{self.path}: no graphs: {int(bare.sum())} of {len(indices)} traces have no attention; convert without --attention none"
             )
 
     def info(self) -> dict[str, Any]:
@@ -386,7 +388,9 @@ def open_store(
 
     Examples
     --------
+    >>> import tracestore
     >>> with tracestore.open("store.zarr") as store:
     ...     print(len(store), store[0].hidden_states.shape)
+    12 (3, 1, 8)
     """
     return TraceStore(StoreInternals.open(open_files(path), cache_bytes, score=score))

@@ -1,5 +1,6 @@
-"""The traces of a store as rows of a table and as rows of a feature matrix."""
+"""Traces as rows of a table and of a feature matrix, and keys that select rows."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,31 +16,105 @@ from tracestore.store.read.trace import Trace
 _BLOCK = 256
 
 
-def metadata(store: StoreInternals, *, texts: bool = False) -> dict[str, Any]:
-    """Return what the store holds of each trace besides its arrays, as named columns of N values.
+def column_names(store: StoreInternals) -> list[str]:
+    """Return the names of the columns of a store, in the order of `metadata`."""
+    named = [f"score_{name}" for name in sorted(store.attributes.scores) if name != store.score_name]
+    columns = ["label", "group", "num_tokens", "has_nonfinite", "source", "source_position"]
+    return ["question_id", "sample", "score", *named, *columns]
+
+
+def column(store: StoreInternals, name: str, indices: np.ndarray) -> np.ndarray:
+    """Return a column (n,) of some traces; strings have dtype object.
+
+    UsageError if the store has no such column.
+    """
+    index, columns = store.index, store.columns
+    if name == "question_id":
+        return np.array(index.question_ids(indices), object)
+    if name == "group":
+        return np.array([columns.group(k) for k in indices.tolist()], object)
+    values: np.ndarray
+    if name in ("sample", "num_tokens", "source_position"):
+        values = index.read_column(name)
+    elif name == "has_nonfinite":
+        values = index.read_column("nonfinite").astype(bool)
+    elif name == "source":
+        paths = np.array([entry.path for entry in index.sources()], object)
+        values = paths[index.read_column("source")]
+    elif name in ("score", "label"):
+        values = store.scores if name == "score" else columns.labels
+    elif name.removeprefix("score_") in store.attributes.scores:
+        values = columns.score(name.removeprefix("score_"))
+    else:
+        expected = ", ".join(column_names(store))
+        raise UsageError(f"{store.files.location}: found column {name!r}, expected one of {expected} or y")
+    chosen: np.ndarray = values[indices]
+    return chosen
+
+
+def matches(values: np.ndarray, wanted: Any, name: str) -> np.ndarray:
+    """Return which values of a column (n,) meet a condition of `TraceCollection.filter`, as a mask (n,).
+
+    UsageError if a callable returns something else than a mask.
+    """
+    if callable(wanted):
+        mask = np.asarray(wanted(values))
+        if mask.dtype != bool or mask.shape != values.shape:
+            raise UsageError(
+                f"the condition on {name} returned {mask.dtype} of shape {mask.shape}, expected a mask of shape "
+                f"{values.shape}: it gets the whole column as an array"
+            )
+        return mask
+    if wanted is None:
+        missing: np.ndarray = values == "" if values.dtype == object else values != values
+        return missing
+    if isinstance(wanted, str) or not hasattr(wanted, "__len__"):
+        wanted = [wanted]
+    if values.dtype == object:
+        members = set(wanted)
+        return np.array([value in members for value in values.tolist()], bool)
+    return np.isin(values, list(wanted))
+
+
+def positions(key: Any, count: int, question_ids: Callable[[], list[str]]) -> np.ndarray:
+    """Return the positions (n,) int64, none of them negative, that a key selects from `count` traces.
+
+    See `TraceCollection.select`; `question_ids` returns the ids of the traces.
+    """
+    if isinstance(key, slice):
+        return np.arange(*key.indices(count))
+    values = np.asarray(key)
+    if values.ndim != 1:
+        raise IndexError(f"found an index of {values.ndim} dimensions, expected 1")
+    if values.dtype == bool:
+        if len(values) != count:
+            raise IndexError(f"found a mask of {len(values)} values, expected one for each of {count} traces")
+        return np.flatnonzero(values)
+    if values.dtype.kind in "iu" or len(values) == 0:
+        outside = (values < -count) | (values >= count)
+        if outside.any():
+            raise IndexError(f"trace {values[outside][0]} of {count}")
+        return np.where(values < 0, values + count, values).astype(np.int64)
+    if not all(isinstance(value, str) for value in key):
+        raise TypeError(f"found an index of {values.dtype}, expected positions, booleans or question ids")
+    found: dict[str, list[int]] = {question_id: [] for question_id in key}
+    for position, question_id in enumerate(question_ids()):
+        if question_id in found:
+            found[question_id].append(position)
+    for question_id, samples in found.items():
+        if not samples:
+            raise KeyError(question_id)
+    return np.array([position for samples in found.values() for position in samples], np.int64)
+
+
+def metadata(store: StoreInternals, indices: np.ndarray, *, texts: bool = False) -> dict[str, Any]:
+    """Return what the store holds of some traces besides their arrays, as named columns of n values.
 
     `texts` adds question and answer, which are read trace by trace.
     """
-    sources = [entry.path for entry in store.index.sources()]
-    index, count = store.index, store.manifest.num_traces
-    columns: dict[str, Any] = {
-        "question_id": index.question_ids(np.arange(count)),
-        "sample": index.read_column("sample"),
-        "score": store.scores,
-        **{
-            f"score_{name}": store.columns.score(name)
-            for name in sorted(store.attributes.scores)
-            if name != store.score_name
-        },
-        "label": store.columns.labels,
-        "group": [store.columns.group(k) for k in range(count)],
-        "num_tokens": index.read_column("num_tokens"),
-        "has_nonfinite": index.read_column("nonfinite").astype(bool),
-        "source": [sources[k] for k in index.read_column("source")],
-        "source_position": index.read_column("source_position"),
-    }
+    columns: dict[str, Any] = {name: column(store, name, indices) for name in column_names(store)}
     if texts:
-        traces = [Trace(store, k) for k in range(count)]
+        traces = [Trace(store, k) for k in indices.tolist()]
         columns["question"] = [trace.question for trace in traces]
         columns["answer"] = [trace.answer for trace in traces]
     return columns
@@ -77,10 +152,10 @@ def facts(store: StoreInternals) -> dict[str, Any]:
     }
 
 
-def features(store: StoreInternals, layer: int) -> np.ndarray:
-    """Return the last token's hidden states (N, D) in one layer; see TraceStore.features."""
+def features(store: StoreInternals, layer: int, indices: np.ndarray) -> np.ndarray:
+    """Return the last token's hidden states (n, D) of some traces in one layer; see TraceCollection.features."""
     stored_dtype, hidden_dim = store.attributes.hidden_dtype or "float16", store.attributes.hidden_dim or 0
-    is_bits, num_traces = stored_dtype == "bfloat16", store.manifest.num_traces
+    is_bits, num_traces = stored_dtype == "bfloat16", len(indices)
     dtype = np.dtype("<f4") if is_bits else schema.DTYPE_NAMES[stored_dtype]
     out = np.empty((num_traces, hidden_dim), dtype)
     if num_traces == 0:
@@ -89,27 +164,28 @@ def features(store: StoreInternals, layer: int) -> np.ndarray:
     if not -count <= layer < count:
         raise UsageError(f"found layer {layer}, expected {-count} to {count - 1}")
     layer %= count
-    view = _one_view(store, layer)
+    view = _one_view(store, layer, indices)
     if view is not None:
         return view
     code = schema.dtype_code(stored_dtype)
     stored = np.empty((_BLOCK, count, hidden_dim), "<u2" if is_bits else dtype)
     for begin in range(0, num_traces, _BLOCK):
-        indices = np.arange(begin, min(num_traces, begin + _BLOCK))
+        block = indices[begin : begin + _BLOCK]
         # The core reports a file that is truncated meanwhile as an error; numpy would end in a signal.
-        job = CopyJob(sequence_sources(store, indices), code, code)
+        job = CopyJob(sequence_sources(store, block), code, code)
         job.set_output(stored)
         job.run()
-        rows = stored[: len(indices), layer]
-        out[indices] = schema.as_float32(rows, "bfloat16") if is_bits else rows
+        rows = stored[: len(block), layer]
+        out[begin : begin + len(block)] = schema.as_float32(rows, "bfloat16") if is_bits else rows
     return out
 
 
-def _one_view(store: StoreInternals, layer: int) -> np.ndarray | None:
-    """Return a view of the rows if one uncompressed array holds all of them in the order of the store."""
+def _one_view(store: StoreInternals, layer: int, indices: np.ndarray) -> np.ndarray | None:
+    """Return a view of the rows if they follow each other in one uncompressed array."""
     if store.attributes.options.get("codec", "none") != "none" or store.attributes.hidden_dtype == "bfloat16":
         return None
-    segments, rows = store.index.read_column("sequence_segment"), store.index.read_column("sequence_row")
+    segments = store.index.read_column("sequence_segment")[indices]
+    rows = store.index.read_column("sequence_row")[indices]
     if segments[0] < 0 or (segments != segments[0]).any():
         return None
     segment = store.segment(int(segments[0]))

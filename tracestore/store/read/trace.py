@@ -3,12 +3,13 @@
 import math
 from dataclasses import dataclass, fields
 from operator import methodcaller
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from tracestore._core import kernels
-from tracestore.errors import CorruptStoreError, MissingFieldError
+from tracestore.errors import MissingFieldError
+from tracestore.store.fields import PackedEdges, TraceFields, dense_attention
 from tracestore.store.format import schema
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.read.index import TraceRow
@@ -16,37 +17,7 @@ from tracestore.store.read.internals import StoreInternals
 from tracestore.store.read.segment import SegmentReader
 
 
-class PackedEdges(NamedTuple):
-    """A thresholded edge set as stored: layer l owns the edges ptr[l] .. ptr[l + 1] - 1."""
-
-    ptr: np.ndarray  # (L + 1,) int64
-    edge_index: np.ndarray  # (E, 2) int32: source j, target i
-    weight: np.ndarray  # (E,)
-
-
-def dense_attention(
-    packed: "np.ndarray | PackedEdges", layout: int, num_layers: int, num_tokens: int, where: str
-) -> np.ndarray:
-    """Return the stored attention of a trace as (L, S, S) or (L, H, S, S)."""
-    if isinstance(packed, PackedEdges):
-        out = np.zeros((num_layers, num_tokens, num_tokens), packed.weight.dtype)
-        layer = np.repeat(np.arange(num_layers), np.diff(packed.ptr))
-        if packed.edge_index.size and not 0 <= packed.edge_index.min() <= packed.edge_index.max() < num_tokens:
-            raise CorruptStoreError(f"{where}: an edge leaves the trace")
-        out[layer, packed.edge_index[:, 1], packed.edge_index[:, 0]] = packed.weight
-        return out
-    shape = (*packed.shape[:-1], num_tokens, num_tokens)
-    if layout == schema.LAYOUT_SQUARE:
-        return packed.reshape(shape).copy()
-    out = np.empty(shape, packed.dtype)
-    matrices = int(np.prod(packed.shape[:-1]))
-    kernels.unpack_triangle(
-        packed.reshape(-1).view("u1"), packed.itemsize, matrices, num_tokens, out.reshape(-1).view("u1")
-    )
-    return out
-
-
-class OptionalFields:
+class OptionalFields(TraceFields):
     """The fields of schema.OPTIONAL_FIELDS as attributes; each is None if the trace lacks it."""
 
     token_logprob: np.ndarray | None
@@ -129,6 +100,16 @@ class Trace(OptionalFields):
     """One answer of the model to one question. Fields are read when they are accessed.
 
     A field that the trace lacks raises MissingFieldError (arrays) or is None; a missing `score` or `label` is NaN.
+    Fields are also found by name: ``trace["hidden_states"]``, `keys`.
+
+    Examples
+    --------
+    >>> import tracestore
+    >>> trace = tracestore.open("store.zarr")[3]
+    >>> trace
+    Trace(3, question_id='q3', num_tokens=4)
+    >>> trace.hidden_states.shape, trace.attention.shape, trace["score"]
+    ((3, 4, 8), (3, 4, 4), 1.0)
 
     Notes
     -----
@@ -171,7 +152,10 @@ class Trace(OptionalFields):
 
         CorruptStoreError if a file was truncated meanwhile.
         """
-        return DetachedTrace.from_trace(Trace(self._store, self.index, private=True))
+        return DetachedTrace.from_trace(self._in_own_memory())
+
+    def _in_own_memory(self) -> "Trace":
+        return Trace(self._store, self.index, private=True)
 
     # Keys and values
 
@@ -295,7 +279,18 @@ class Trace(OptionalFields):
         return dense
 
     def attention_layer(self, layer: int) -> np.ndarray:
-        """Return the dense attention of one layer, (S, S) or (H, S, S), in memory of its own."""
+        """Return the dense attention of one layer, in memory of its own.
+
+        Parameters
+        ----------
+        layer : int
+            Position of the layer in the store, 0 to L - 1.
+
+        Returns
+        -------
+        np.ndarray
+            (S, S), or (H, S, S) if every head is stored.
+        """
         row, store, where = self._row, self._store, f"trace {self.index}"
         if row.layout in (schema.LAYOUT_EDGES, schema.LAYOUT_NONE):
             packed = Trace(store, self.index, private=True).attention_packed
@@ -349,7 +344,13 @@ class Trace(OptionalFields):
         return segment.tokens_decoded(row) if self._has("tokens_decoded") else None
 
     def text(self, name: str) -> str | None:
-        """Return a field of schema.STRING_FIELDS, or None."""
+        """Return a text, or None if the trace lacks it.
+
+        Parameters
+        ----------
+        name : str
+            A name of schema.TEXT_FIELDS: question, generated_answer_clean, generated_answer or generated_text.
+        """
         segment, row = self._primary_location
         return segment.string(name, row) if self._has(name) else None
 
@@ -377,7 +378,13 @@ class Trace(OptionalFields):
         return segment.extras(row)
 
     def optional(self, name: str) -> Any:
-        """Return a field of schema.OPTIONAL_FIELDS, or None."""
+        """Return an optional field, or None if the trace lacks it.
+
+        Parameters
+        ----------
+        name : str
+            A name of schema.OPTIONAL_FIELDS, such as token_logprob.
+        """
         segment, row = self._primary_location
         return segment.optional(name, row)
 

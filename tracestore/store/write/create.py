@@ -17,6 +17,17 @@ class TraceWriter:
 
     Use it as a context manager: leaving the block commits, also after an exception, because the traces
     appended before it are complete.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import tracestore
+    >>> trace = {"question_id": "q0", "hidden_states": [np.zeros((5, 8))] * 3, "tokens": np.arange(5)}
+    >>> with tracestore.create("written.zarr", attention="none") as writer:
+    ...     writer.define_score("judge", direction="hallucination")
+    ...     writer.append(trace, scores={"judge": 0.25}, label=0)
+    >>> tracestore.open("written.zarr")[0].scores
+    {'judge': 0.25}
     """
 
     def __init__(
@@ -223,8 +234,15 @@ def create(
 
     Examples
     --------
-    >>> with tracestore.create("new.zarr") as writer:
-    ...     writer.append(trace, score=0.8)
+    >>> import numpy as np
+    >>> import tracestore
+    >>> hidden = np.zeros((3, 5, 8), "float16")  # L, S, D
+    >>> attention = np.tril(np.full((3, 2, 5, 5), 0.2, "float16"))  # L, H, S, S
+    >>> with tracestore.create("created.zarr") as writer:
+    ...     trace = {"question_id": "q0", "hidden_states": list(hidden), "attentions": list(attention)}
+    ...     writer.append(trace | {"tokens": np.arange(5)}, score=0.8)
+    >>> tracestore.open("created.zarr")[0].attention.shape
+    (3, 5, 5)
     """
     for value, allowed in (
         (attention, schema.ATTENTION_MODES),

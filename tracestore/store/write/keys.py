@@ -180,6 +180,19 @@ class KeyResolver:
         pending.patches[key] = patch
         self._undo.append(restore)
 
+    def check_label(self, record: TraceRecord) -> None:
+        """Raise InvalidInputError if the label of a record conflicts with the stored one."""
+        if record.label is None:
+            return
+        row, index = self._pending.keys.get((record.question_id, record.sample)), -1
+        if row is None:
+            index = self._index.find(record.question_id, record.sample)
+        if row is not None:
+            self._resolve_label(self._pending.rows[row].given.label, record.label)
+        elif index >= 0:
+            earlier = self._pending.updates.get(index)
+            self._resolve_label(float(self._read_labels()[index]) if earlier is None else earlier.label, record.label)
+
     def add_label(self, record: TraceRecord) -> None:
         """Add the label of a second source to an existing key; refuse a label that differs from the stored one."""
         pending, label = self._pending, record.label

@@ -50,6 +50,8 @@ class PackedTrace:
         CRC-32C of the arrays of each field group, 0 without them.
     rounded_from : str or None
         Dtype of the source if arrays were rounded to float16 that --dtype keep would keep.
+    rounding_error : float or None
+        Largest relative error of the rounded values, if it was measured.
     has_last_token : bool
         Whether its segment has its last token.
     """
@@ -72,6 +74,7 @@ class PackedTrace:
     hidden_dtype: str
     attention_dtype: str | None
     rounded_from: str | None = None
+    rounding_error: float | None = None
     has_last_token: bool = False
 
     @property
@@ -291,7 +294,11 @@ def pack_record(
         crcs["last_token"] = _crc(arrays["last_token"])
     if record.attention is not None:
         present |= bits["attentions"]
-        heads = int(record.attention[0].shape[0])
+        if record.is_head_mean and attention == "heads":
+            raise field_error(
+                "attentions", "attention averaged over heads", "(H, S, S) per layer; use --attention mean"
+            )
+        heads = None if record.is_head_mean else int(record.attention[0].shape[0])
         layout, arrays["attention"], attention_dtype, bad, crcs["attention"] = _pack_attention(
             record.attention, attention, keep_dtype, num_tokens, scratch
         )
@@ -320,7 +327,7 @@ def pack_record(
         present |= bits[name] if here else 0
     # A trace that waits for its turn must not keep the source's arrays alive.
     record.hidden = record.attention = record.edges = record.last_token = None
-    extras, record.extras = extras_json(record.extras), {}
+    extras, record.extras = extras_json(record.extras, record.dropped), {}
     return PackedTrace(
         record=record,
         num_layers=num_layers,

@@ -51,6 +51,14 @@ class TraceRecord:
         Whether the source has a `question_id`; otherwise it is derived.
     is_without_embeddings : bool
         Whether the source had the embeddings in front of the hidden states of L layers.
+    is_head_mean : bool
+        Whether `attention` is the mean over heads, with one head.
+    layer_ids : tuple of int, optional
+        The layer of the model that each layer comes from.
+    scores : dict[str, float]
+        Named scores that the source has.
+    dropped : list of str, optional
+        Keys whose values cannot be stored. None: such a value is an error.
     is_borrowed : bool
         Whether arrays may be views of much larger buffers, which must not be kept alive for long.
     """
@@ -71,6 +79,10 @@ class TraceRecord:
     label: float | None = None
     has_own_id: bool = True
     is_without_embeddings: bool = False
+    is_head_mean: bool = False
+    layer_ids: tuple[int, ...] | None = None
+    scores: dict[str, float] = field(default_factory=dict)
+    dropped: list[str] | None = None
     is_borrowed: bool = False
 
     @property
@@ -209,7 +221,9 @@ def question_id_text(value: Any, name: str = "question_id") -> str:
     return str(integer(value, name))
 
 
-def record_from_dict(trace: Any, *, source_name: str, position: int, need_attention: bool | None = True) -> TraceRecord:
+def record_from_dict(
+    trace: Any, *, source_name: str, position: int, need_attention: bool | None = True, need_tokens: bool = True
+) -> TraceRecord:
     """Validate one dict of the pickle schema.
 
     Parameters
@@ -222,6 +236,8 @@ def record_from_dict(trace: Any, *, source_name: str, position: int, need_attent
         Position of the trace in its source.
     need_attention : bool or None
         Whether the trace must have attention. False ignores it; None uses it if it is present.
+    need_tokens : bool
+        Whether the trace must have token ids.
 
     Raises
     ------
@@ -236,7 +252,8 @@ def record_from_dict(trace: Any, *, source_name: str, position: int, need_attent
     if need_attention is None:
         need_attention = "attentions" in trace
     tokens_key = next((key for key in _TOKENS_KEYS if key in trace), "tokens")
-    for key in ("hidden_states", "attentions", tokens_key) if need_attention else ("hidden_states", tokens_key):
+    is_needed = {"hidden_states": True, "attentions": need_attention, tokens_key: need_tokens}
+    for key in (key for key, needed in is_needed.items() if needed):
         if key not in trace:
             advice = "; to convert traces without attention: --attention none" if key == "attentions" else ""
             raise InvalidInputError(f"missing key{advice}", field=key)
@@ -263,15 +280,17 @@ def record_from_dict(trace: Any, *, source_name: str, position: int, need_attent
                 raise field_error(f"attentions[{k}]", f"shape {layer.shape}", f"{expected}")
     record = TraceRecord(question_id="", position=position, hidden=hidden, attention=attention)
     record.is_without_embeddings = is_with_embeddings
-    record.tokens = _tokens(trace[tokens_key], num_tokens)
+    if need_tokens or trace.get(tokens_key) is not None:
+        record.tokens = _tokens(trace[tokens_key], num_tokens)
+    num_ids = num_tokens if record.tokens is None else len(record.tokens)
     decoded = trace.get("tokens_decoded")
-    if isinstance(decoded, np.ndarray) and len(decoded) == len(record.tokens):
+    if isinstance(decoded, np.ndarray) and len(decoded) == num_ids:
         decoded = decoded.tolist()
     if decoded is not None:
         if not isinstance(decoded, list | tuple) or not all(isinstance(s, str) for s in decoded):
             raise field_error("tokens_decoded", describe(decoded), "a list of T strings")
-        if len(decoded) != len(record.tokens):
-            raise field_error("tokens_decoded", f"{len(decoded)} strings", f"{len(record.tokens)} as in tokens")
+        if len(decoded) != num_ids:
+            raise field_error("tokens_decoded", f"{len(decoded)} strings", f"{num_ids} as in tokens")
         record.tokens_decoded = [str(s) for s in decoded]
     for key in schema.TEXT_FIELDS:
         value = trace.get(key)
@@ -285,7 +304,7 @@ def record_from_dict(trace: Any, *, source_name: str, position: int, need_attent
             raise field_error("prompt_length", str(record.prompt_length), "a number of tokens below 2^31")
     record.extras = {key: value for key, value in trace.items() if key not in _OWN_FIELDS and key != tokens_key}
     if not _OPTIONAL_KEYS.isdisjoint(record.extras):
-        _move_optional(record)
+        _move_optional(record, num_ids)
     if "sample" in trace:
         record.sample = integer(record.extras.pop("sample"), "sample")
         if not 0 <= record.sample < 2**31:
@@ -301,14 +320,13 @@ def record_from_dict(trace: Any, *, source_name: str, position: int, need_attent
     return record
 
 
-def _move_optional(record: TraceRecord) -> None:
+def _move_optional(record: TraceRecord, num_tokens: int) -> None:
     """Move the fields of schema.OPTIONAL_FIELDS from the extras of a record to their own place."""
-    assert record.tokens is not None
     values = {name: record.extras.pop(name) for name in schema.OPTIONAL_FIELDS if name in record.extras}
     if values.get("spans") is None and (spans := spans_of_labels(record.extras.get("labels"))) is not None:
         values["spans"] = spans
         del record.extras["labels"]
-    record.optional = optional_fields(values, len(record.tokens))
+    record.optional = optional_fields(values, num_tokens)
 
 
 def read_record(segment: SegmentReader, row: int) -> TraceRecord:

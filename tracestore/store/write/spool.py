@@ -31,6 +31,9 @@ _RECORD_VALUES = (
     "label",
     "has_own_id",
     "is_without_embeddings",
+    "layer_ids",
+    "scores",
+    "dropped",
 )
 _TRACE_VALUES = tuple(f.name for f in fields(PackedTrace) if f.name not in ("record", "arrays", "edge_counts"))
 
@@ -110,5 +113,7 @@ def _trace(header: dict[str, Any], data: memoryview) -> PackedTrace:
             others[name] = array
     tokens, edge_counts = others.pop("tokens", None), others.pop("edge_counts", None)
     optional = others | {n: tuple(v) if isinstance(v, list) else v for n, v in header["optional"].items()}
-    record = TraceRecord(**header["record"], tokens=tokens, optional=optional)
+    values = header["record"]
+    ids = values.pop("layer_ids")
+    record = TraceRecord(**values, layer_ids=None if ids is None else tuple(ids), tokens=tokens, optional=optional)
     return PackedTrace(record=record, arrays=arrays, edge_counts=edge_counts, **header["trace"])

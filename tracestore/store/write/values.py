@@ -161,10 +161,22 @@ def _to_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
-def extras_json(extras: Mapping[str, Any]) -> str:
-    """Return the fields without an array of their own as JSON, "" if there are none."""
-    budget = [MAX_EXTRA_NODES]
-    return _to_json({k: encode_value(v, k, budget) for k, v in extras.items()}) if extras else ""
+def extras_json(extras: Mapping[str, Any], dropped: list[str] | None = None) -> str:
+    """Return the fields without an array of their own as JSON, "" if there are none.
+
+    The names of fields that cannot be stored are added to `dropped`. Without that list they are an error.
+    """
+    budget, encoded = [MAX_EXTRA_NODES], {}
+    for name, value in extras.items():
+        before = budget[0]
+        try:
+            encoded[name] = encode_value(value, name, budget)
+        except InvalidInputError:
+            if dropped is None:
+                raise
+            budget[0] = before
+            dropped.append(name)
+    return _to_json(encoded) if encoded else ""
 
 
 def optional_fields(values: Mapping[str, Any], num_tokens: int) -> dict[str, Any]:

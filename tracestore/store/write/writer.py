@@ -179,9 +179,11 @@ class StoreWriter:
         for segment in self._pending.segments[-1:]:
             segment.flush()
 
-    def end_source(self) -> bool:
-        """Accept the open source; return whether that triggered a commit."""
+    def end_source(self, fingerprint: str | None = None) -> bool:
+        """Accept the open source, with another fingerprint if given; return whether that triggered a commit."""
         assert self._undo is not None
+        source = self._pending.sources[-1]
+        source.fingerprint = fingerprint or source.fingerprint
         self.flush_source()
         self._undo = None
         is_due = self.pending_bytes >= self.commit_bytes
@@ -235,10 +237,12 @@ class StoreWriter:
         assert self._undo is not None
         record, pending, source = trace.record, self._pending, self._pending.sources[-1]
         try:
-            self.attributes = fit_attributes(self.attributes, trace)
+            attributes = fit_attributes(self.attributes, trace)
             groups = self._keys.resolve_new(trace)
+            self._keys.check_label(record)
             if not groups:
                 self._keys.add_label(record)
+            self.attributes = attributes
         except InvalidInputError as error:
             raise error.with_location(position=record.position) from None
         if not groups:

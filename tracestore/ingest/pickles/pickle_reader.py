@@ -5,14 +5,14 @@ from typing import Any
 
 from tracestore._core.pickle import ByteReader, SafeUnpickler
 from tracestore.errors import InvalidInputError
-from tracestore.ingest import pickled_torch, pickled_values
-from tracestore.ingest.pickled_torch import NestedTorchLoader
-from tracestore.ingest.pickled_values import PickledDtype, PickledValue, SafeGlobal
+from tracestore.ingest.pickles import joblib_arrays, pickled_objects, pickled_torch, pickled_values
+from tracestore.ingest.pickles.pickled_torch import NestedTorchLoader
+from tracestore.ingest.pickles.pickled_values import PickledDtype, PickledValue, SafeGlobal
 
 # Memory for objects of finished traces that a later trace could refer to.
 RETAINED_BYTES = 32 << 20
-# (module, name) -> stand-in. Every other name is refused.
-ALLOWED: dict[tuple[str, str], SafeGlobal] = pickled_values.GLOBALS | pickled_torch.GLOBALS
+# (module, name) -> stand-in. Of the other names, those of the standard library and of numpy and torch are refused.
+ALLOWED: dict[tuple[str, str], SafeGlobal] = pickled_objects.GLOBALS | pickled_values.GLOBALS | pickled_torch.GLOBALS
 
 
 def pickle_reader(
@@ -41,16 +41,20 @@ def pickle_reader(
         It raises InvalidInputError for whatever it refuses.
     """
     # One loader for the whole pickle, however often a file names it.
-    allowed = ALLOWED | {("torch.storage", "_load_from_bytes"): NestedTorchLoader(load_bytes)}
+    allowed = ALLOWED | {
+        ("torch.storage", "_load_from_bytes"): NestedTorchLoader(load_bytes),
+        joblib_arrays.WRAPPER: joblib_arrays.JoblibWrapper(source),
+    }
 
     def find_class(module: Any, name: Any) -> SafeGlobal:
         if not isinstance(module, str) or not isinstance(name, str):
             raise InvalidInputError("a class is named by a value that is not a string")
-        if (module, name) not in allowed:
+        known = allowed.get((module, name)) or pickled_objects.unknown_class(module, name)
+        if known is None:
             raise InvalidInputError(
                 f"names {f'{module}.{name}'[:200]!r}, which is not among the classes that a trace file may have"
             )
-        return allowed[module, name]
+        return known
 
     return SafeUnpickler(
         source,

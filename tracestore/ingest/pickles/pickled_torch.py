@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.pickled_values import (
+from tracestore.ingest.pickles.pickled_objects import UnknownClass
+from tracestore.ingest.pickles.pickled_values import (
     MAX_EMPTY_AXIS,
     OBJECT,
     PickledValue,
@@ -126,7 +127,7 @@ class StorageType(SafeClass):
         self.dtype = dtype
 
 
-class _TorchDtype(SafeClass):
+class TorchDtype(SafeClass):
     """A dtype object such as torch.float16."""
 
     def __init__(self, name: str, dtype: np.dtype) -> None:
@@ -157,7 +158,7 @@ class _RebuildTensor(SafeGlobal):
             raise InvalidInputError("found a tensor with hooks")
         dtype = None
         if self._version == 3:
-            if len(args) < 7 or not isinstance(args[6], _TorchDtype):
+            if len(args) < 7 or not isinstance(args[6], TorchDtype):
                 raise InvalidInputError("found a tensor without a dtype")
             dtype = args[6].dtype
         # torch negates and conjugates lazily: the metadata names the operations still to be applied.
@@ -192,9 +193,10 @@ def _rebuild_parameter(args: tuple[Any, ...]) -> PickledTensor:
     return args[0]
 
 
-def _reconstructor(args: tuple[Any, ...]) -> PickledGraph:
-    """Make an object as protocols 0 and 1 do; only PyG classes are accepted."""
-    if len(args) != 3 or not isinstance(args[0], _GraphClass) or args[1] is not OBJECT or args[2] is not None:
+def _reconstructor(args: tuple[Any, ...]) -> Any:
+    """Make an object as protocols 0 and 1 do: of a PyG class, or of a class whose objects are only data."""
+    is_class = len(args) == 3 and isinstance(args[0], _GraphClass | UnknownClass)
+    if not is_class or args[1] is not OBJECT or args[2] is not None:
         raise InvalidInputError("found an object of a class that no trace file has")
     return args[0].new(())
 
@@ -219,5 +221,5 @@ GLOBALS: dict[tuple[str, str], SafeGlobal] = {
 for _module in ("copyreg", "copy_reg"):  # Python 3 and 2
     GLOBALS[_module, "_reconstructor"] = SafeFunction("copyreg._reconstructor", _reconstructor)
 for _name, _storage, _dtype in _DTYPES:
-    GLOBALS["torch", _name] = _TorchDtype(f"torch.{_name}", _dtype)
+    GLOBALS["torch", _name] = TorchDtype(f"torch.{_name}", _dtype)
     GLOBALS["torch", _storage] = StorageType(f"torch.{_storage}", _dtype)

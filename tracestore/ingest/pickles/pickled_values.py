@@ -59,9 +59,13 @@ class SafeFunction(SafeGlobal):
 
 
 class PickledValue:
-    """An object that the opcode BUILD may complete."""
+    """An object that the opcodes BUILD and SETITEMS may complete."""
 
     __slots__ = ()
+
+    def add_items(self, items: list[Any]) -> None:
+        """Add keys and values of a dict."""
+        raise InvalidInputError("not a well-formed pickle: items are added to an object that is not a dict")
 
     def build(self, state: Any) -> None:
         """Set the state of the object."""

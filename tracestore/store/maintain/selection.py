@@ -30,23 +30,6 @@ def read_ids(path: Path) -> list[str]:
     return ids
 
 
-def indices_of_ids(store: TraceStore, question_ids: Collection[str]) -> np.ndarray:
-    """Return the indices (n,) int64 of every sample of some questions, in the order of the store.
-
-    KeyError with the first id that the store lacks.
-    """
-    wanted = set(question_ids)
-    indices, found = [], set()
-    for index, question_id in enumerate(store.question_ids):
-        if question_id in wanted:
-            indices.append(index)
-            found.add(question_id)
-    for question_id in question_ids:
-        if question_id not in found:
-            raise KeyError(question_id)
-    return np.array(indices, np.int64)
-
-
 def indices_of_segments(store: TraceStore, segments: Collection[int]) -> np.ndarray:
     """Return the indices (n,) int64 of the traces that have arrays in some segments.
 

@@ -1,0 +1,160 @@
+"""--skip-bad: traces that are refused one by one, and the list of them next to the store."""
+
+import gzip
+import json
+import pickle
+
+import numpy as np
+import pytest
+
+import tracestore
+from tests.helpers import command, convert, error_of, make_trace, make_traces, tree_bytes, write_pickle
+
+
+def without(trace, key):
+    return {name: value for name, value in trace.items() if name != key}
+
+
+def read_list(store):
+    path = store.with_name(f"{store.name}.refused.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else None
+
+
+@pytest.fixture
+def traces():
+    """Five traces, of which the first, third and last are refused for different reasons."""
+    traces = make_traces(5)
+    traces[0] = without(traces[0], "hidden_states")
+    traces[2] = traces[2] | {"hidden_states": [h.astype("f4") * 1e6 for h in traces[2]["hidden_states"]]}
+    traces[4] = traces[4] | {"hidden_states": traces[4]["hidden_states"][:1], "attentions": traces[4]["attentions"][:1]}
+    return traces
+
+
+FIELDS = ["hidden_states", "hidden_states[0]", "num_layers"]
+
+
+@pytest.mark.parametrize("flags", [[], ["--workers", 1], ["--codec", "zstd"]], ids=["two", "one", "codec"])
+@pytest.mark.parametrize("suffix", [".pkl", ".pkl.gz"])
+def test_refused_traces_are_skipped_and_listed(tmp_path, traces, suffix, flags):
+    write_pickle(tmp_path / f"a{suffix}", traces)
+    store = tmp_path / "s.zarr"
+    done = convert(tmp_path / f"a{suffix}", store, "--skip-bad", *flags)
+    assert tracestore.open(store).question_ids == ["q1", "q3"]
+    assert [trace.source for trace in tracestore.open(store)] == [(f"a{suffix}", 1), (f"a{suffix}", 3)]
+    entries = read_list(store)
+    assert [(e["source"], e["position"], e["field"]) for e in entries] == [
+        (f"a{suffix}", position, field) for position, field in zip((0, 2, 4), FIELDS, strict=True)
+    ]
+    assert all(e["reason"] for e in entries)
+    assert f"skipped a{suffix}, trace 2, hidden_states[0]: found" in done.stdout
+    assert "3 traces refused; they are listed in" in done.stdout and str(store) + ".refused.jsonl" in done.stdout
+    command("verify", store, check=0)
+
+
+def test_the_first_refused_trace_ends_a_conversion_without_the_flag(tmp_path, traces):
+    path = write_pickle(tmp_path / "a.pkl", traces)
+    assert "a.pkl, trace 0, hidden_states: missing key" in error_of("convert", path, tmp_path / "s.zarr", code=3)
+    assert read_list(tmp_path / "s.zarr") is None and not (tmp_path / "s.zarr").exists()
+
+
+def test_the_next_conversion_reads_refused_traces_again(tmp_path, traces):
+    for trace in traces:
+        trace["hs"] = trace.pop("hidden_states", None)
+    traces[4] = make_trace(4)
+    path, store = write_pickle(tmp_path / "a.pkl", traces), tmp_path / "s.zarr"
+    convert(path, store, "--skip-bad")
+    assert tracestore.open(store).question_ids == ["q4"] and len(read_list(store)) == 4
+    again = convert(path, store, "--skip-bad")
+    assert "some of its traces were refused" in again.stdout and len(read_list(store)) == 4
+    convert(path, store, "--skip-bad", "--map", "hidden_states=hs")
+    assert sorted(tracestore.open(store).question_ids) == ["q1", "q3", "q4"] and len(read_list(store)) == 2
+    (tmp_path / "good").mkdir()
+    write_pickle(tmp_path / "a.pkl", make_traces(5))
+    convert(path, store)
+    assert sorted(tracestore.open(store).question_ids) == [f"q{k}" for k in range(5)]
+    assert read_list(store) is None
+    before = tree_bytes(store)
+    assert "1 files already in the store" in convert(path, store).stdout and tree_bytes(store) == before
+    command("verify", store, check=0)
+
+
+def test_a_file_without_a_valid_trace_is_skipped(tmp_path, traces):
+    write_pickle(tmp_path / "bad.pkl", [traces[0], traces[0]])
+    (tmp_path / "none.pkl").write_bytes(b"hello")
+    write_pickle(tmp_path / "good.pkl", make_traces(2))
+    store = tmp_path / "s.zarr"
+    done = convert(*[tmp_path / f"{name}.pkl" for name in ("bad", "none", "good")], store, "--skip-bad", "--json")
+    assert json.loads(done.stdout)["num_sources_skipped"] == 2 and len(tracestore.open(store)) == 2
+    entries = read_list(store)
+    assert [(e["source"], e["position"]) for e in entries] == [("bad.pkl", 0), ("bad.pkl", 1), ("none.pkl", None)]
+    only = convert(tmp_path / "bad.pkl", tmp_path / "t.zarr", "--skip-bad", check=3)
+    assert "no file could be converted" in only.stderr
+
+
+def test_traces_before_a_damage_are_stored(tmp_path):
+    data = pickle.dumps(make_traces(6, tokens=200, dim=512))  # several chunks of the gzip reader
+    (tmp_path / "cut.pkl").write_bytes(data[: len(data) * 2 // 3])
+    packed = gzip.compress(data, 1)
+    (tmp_path / "cut.pkl.gz").write_bytes(packed[: len(packed) * 4 // 5])
+    for name in ("cut.pkl", "cut.pkl.gz"):
+        store = tmp_path / f"{name}.zarr"
+        done = convert(tmp_path / name, store, "--skip-bad")
+        count = len(tracestore.open(store))
+        assert 0 < count < 6
+        (entry,) = read_list(store)
+        assert entry["position"] == count and "truncated" in entry["reason"] and "skipped cut" in done.stdout
+        command("verify", store, check=0)
+
+
+def test_nothing_of_a_file_with_a_wrong_checksum_is_stored(tmp_path):
+    data = bytearray(gzip.compress(pickle.dumps(make_traces(6))))
+    data[-8] ^= 1
+    (tmp_path / "bad.pkl.gz").write_bytes(data)
+    write_pickle(tmp_path / "good.pkl", [make_trace(9)])
+    store = tmp_path / "s.zarr"
+    convert(tmp_path / "bad.pkl.gz", tmp_path / "good.pkl", store, "--skip-bad")
+    assert tracestore.open(store).question_ids == ["q9"]
+
+
+def test_conflicts_are_refused_one_by_one(tmp_path):
+    traces = [*make_traces(2), make_trace(1) | {"generated_answer_clean": "other"}, make_trace(2)]
+    store = tmp_path / "s.zarr"
+    convert(write_pickle(tmp_path / "a.pkl", traces), store, "--skip-bad")
+    assert tracestore.open(store).question_ids == ["q0", "q1", "q2"] and read_list(store)[0]["position"] == 2
+
+
+def test_graphs_are_refused_one_by_one(tmp_path):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("torch_geometric")
+    from tests.helpers import make_graphs
+
+    graphs = [make_graphs(t) for t in make_traces(3, tokens=4)]
+    graphs[1][0].edge_attr = None
+    torch.save({"graphs": graphs, "question_ids": ["a", "b", "c"], "labels": torch.zeros(3)}, tmp_path / "g.pt")
+    store = tmp_path / "s.zarr"
+    convert(tmp_path / "g.pt", store, "--skip-bad")
+    assert tracestore.open(store).question_ids == ["a", "c"]
+    assert read_list(store)[0]["field"] == "graphs[0].edge_attr"
+
+
+def test_many_refused_traces_are_printed_in_part(tmp_path, traces):
+    many = [traces[0]] * 25 + [make_trace(1)]
+    done = convert(write_pickle(tmp_path / "a.pkl", many), tmp_path / "s.zarr", "--skip-bad")
+    assert done.stdout.count("skipped a.pkl") == 10 and "skipped 15 more traces of a.pkl" in done.stdout
+    assert len(read_list(tmp_path / "s.zarr")) == 25
+
+
+def test_a_file_of_that_name_with_other_content_is_not_touched(tmp_path):
+    other = tmp_path / "s.zarr.refused.jsonl"
+    other.write_text("mine\n")
+    path = write_pickle(tmp_path / "a.pkl", make_traces(1))
+    assert "s.zarr.refused.jsonl" in error_of("convert", path, tmp_path / "s.zarr", "--skip-bad", code=2)
+    assert other.read_text() == "mine\n"
+
+
+def test_overwrite_begins_a_new_list(tmp_path, traces):
+    store = tmp_path / "s.zarr"
+    convert(write_pickle(tmp_path / "a.pkl", traces), store, "--skip-bad")
+    convert(write_pickle(tmp_path / "b.pkl", make_traces(2)), store, "--overwrite")
+    assert read_list(store) is None
+    np.testing.assert_equal(len(tracestore.open(store)), 2)

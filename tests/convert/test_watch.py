@@ -1,0 +1,149 @@
+"""`tracestore convert --watch`: files that are added while it runs."""
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import tracestore
+from tests.helpers import ROOT, convert, error_of, make_traces, write_pickle
+from tracestore.convert import watch
+
+WATCH = ("--watch", "--watch-timeout", "1.5", "--attention", "none")
+
+
+@pytest.fixture(autouse=True)
+def fast_polls(monkeypatch):
+    monkeypatch.setattr(watch, "POLL_INTERVAL_S", 0.02)
+
+
+def connector_arrays(k):
+    """Return the tensors that vLLM's connector writes for a request."""
+    rng = np.random.default_rng(k)
+    return {"hidden_states": rng.standard_normal((5 + k, 3, 8)).astype("f2"), "token_ids": np.arange(5 + k)}
+
+
+def write_slowly(folder, count):
+    """Write files as vLLM does: a lock is held while the file grows."""
+    for k in range(count):
+        path = folder / f"cmpl-{k}.safetensors"
+        with open(f"{path}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            save_file(connector_arrays(k), folder.parent / "whole")
+            data = (folder.parent / "whole").read_bytes()
+            with open(path, "wb") as file:
+                for part in (data[:4], data[4:200], data[200:]):
+                    file.write(part)
+                    file.flush()
+                    time.sleep(0.05)
+
+
+def test_files_of_a_growing_folder_are_converted(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    writer = threading.Thread(target=write_slowly, args=(folder, 6))
+    writer.start()
+    done = convert(folder, tmp_path / "s.zarr", *WATCH, "--json")
+    writer.join()
+    store = tracestore.open(tmp_path / "s.zarr")
+    assert sorted(store.question_ids) == [f"cmpl-{k}" for k in range(6)]
+    for k in range(6):
+        trace, expected = store[store.index_of(f"cmpl-{k}")], connector_arrays(k)
+        np.testing.assert_array_equal(trace.hidden_states, expected["hidden_states"].transpose(1, 0, 2))
+    report = json.loads(done.stdout)
+    assert report["num_sources"] == report["num_traces_new"] == report["num_traces"] == 6
+    assert report["generation"] > 1 and report["skipped"] == []
+
+
+def test_a_file_without_a_lock_is_converted_when_it_is_whole(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    save_file(connector_arrays(0), tmp_path / "whole")
+    data = (tmp_path / "whole").read_bytes()
+    (folder / "a.safetensors").write_bytes(data[:-10])
+    timer = threading.Timer(0.5, lambda: (folder / "a.safetensors").write_bytes(data))
+    timer.start()
+    convert(folder, tmp_path / "s.zarr", *WATCH)
+    assert len(tracestore.open(tmp_path / "s.zarr")) == 1
+
+
+def test_other_files_are_converted_when_they_do_not_change_any_more(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    traces = make_traces(4)
+    write_pickle(folder / "0.pkl", traces[:2])
+    timer = threading.Timer(0.4, lambda: write_pickle(folder / "1.pkl", traces[2:]))
+    timer.start()
+    done = convert(folder, tmp_path / "s.zarr", *WATCH)
+    assert tracestore.open(tmp_path / "s.zarr").question_ids == ["q0", "q1", "q2", "q3"]
+    assert "already in the store" in done.stdout and "0 files already" in done.stdout.splitlines()[-2]
+
+
+def test_a_refused_file_ends_the_watch_or_is_skipped_once(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "bad.pkl").write_bytes(b"nonsense")
+    assert "bad.pkl" in error_of("convert", folder, tmp_path / "s.zarr", *WATCH, code=3)
+    timer = threading.Timer(0.4, lambda: save_file(connector_arrays(1), folder / "a.safetensors"))
+    timer.start()
+    done = convert(folder, tmp_path / "t.zarr", *WATCH, "--skip-bad")
+    assert done.stdout.count("skipped bad.pkl") == 1 and len(tracestore.open(tmp_path / "t.zarr")) == 1
+
+
+def test_overwrite_replaces_the_store_once(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    convert(write_pickle(tmp_path / "old.pkl", make_traces(2, dim=4)), tmp_path / "s.zarr", "--attention", "none")
+    write_pickle(folder / "0.pkl", make_traces(2))
+    timer = threading.Timer(0.4, lambda: write_pickle(folder / "1.pkl", make_traces(4)[2:]))
+    timer.start()
+    convert(folder, tmp_path / "s.zarr", *WATCH, "--overwrite")
+    assert len(tracestore.open(tmp_path / "s.zarr")) == 4
+
+
+def test_wrong_usage(tmp_path):
+    (tmp_path / "in").mkdir()
+    short = ("--watch", "--watch-timeout", "0.1")
+    assert "no trace file within 0.1 s" in error_of("convert", tmp_path / "in", tmp_path / "s.zarr", *short, code=2)
+    assert "no such file" in error_of("convert", tmp_path / "none", tmp_path / "s.zarr", *short, code=2)
+    message = error_of("convert", tmp_path / "in", tmp_path / "s.zarr", "--watch-timeout", "1", code=2)
+    assert "needs --watch" in message
+
+
+def test_ctrl_c_ends_the_watch_and_the_same_command_continues(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    save_file(connector_arrays(0), folder / "0.safetensors")
+    words = [
+        sys.executable,
+        "-m",
+        "tracestore",
+        "convert",
+        folder,
+        tmp_path / "s.zarr",
+        "--watch",
+        "--attention",
+        "none",
+    ]
+    process = subprocess.Popen(
+        list(map(str, words)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "without a score" in line:  # the last line of the first conversion
+            break
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and "1 traces are committed; run the same command to continue" in errors
+    shutil.copy(folder / "0.safetensors", folder / "1.safetensors")
+    convert(folder, tmp_path / "s.zarr", *WATCH)
+    assert len(tracestore.open(tmp_path / "s.zarr")) == 2

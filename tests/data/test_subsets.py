@@ -1,0 +1,172 @@
+"""Loaders and datasets of a subset of a store, with the default arguments of torch, and in float32."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Subset, random_split
+
+import tracestore
+from tests.helpers import convert, make_traces, write_pickle
+from tracestore.data.batch import SequenceBatch
+from tracestore.errors import MissingFieldError, UsageError
+
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+CHOSEN = [9, 2, 4, 7, 3]
+
+
+@pytest.fixture
+def subset(store_path):
+    with tracestore.open(store_path) as store:
+        yield store[CHOSEN]
+
+
+def tensor_of(batch):
+    return batch.sequences if isinstance(batch, SequenceBatch) else batch.x
+
+
+@pytest.mark.parametrize("view", ["sequence", "graph"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_data_loader_with_default_arguments(store_path, view, workers):
+    dataset = tracestore.TraceDataset(store_path, view)
+    batches = list(DataLoader(dataset, num_workers=workers))
+    expected = tracestore.TraceLoader(store_path, view, batch_size=1, shuffle=False)
+    assert len(batches) == 12
+    for batch, other in zip(batches, expected, strict=True):
+        assert type(batch) is type(other) and torch.equal(tensor_of(batch), tensor_of(other))
+        assert batch.trace_index.tolist() == other.trace_index.tolist() and batch.question_id == other.question_id
+        assert torch.equal(batch.y.nan_to_num(-1), other.y.nan_to_num(-1))
+
+
+@pytest.mark.parametrize("view", ["sequence", "graph"])
+def test_torch_selects_from_a_dataset(store_path, view):
+    dataset = tracestore.TraceDataset(store_path, view)
+    (batch,) = DataLoader(Subset(dataset, [5, 1]), batch_size=4)
+    assert batch.trace_index.tolist() == [5, 1]
+    first, second = random_split(dataset, [8, 4], torch.Generator().manual_seed(0))
+    seen = [k for part in (first, second) for b in DataLoader(part, batch_size=3) for k in b.trace_index.tolist()]
+    assert sorted(seen) == list(range(12))
+
+
+def test_a_batch_unpacks_as_a_tuple(store_path):
+    sequences, score, question_id = next(iter(DataLoader(tracestore.TraceDataset(store_path), batch_size=2)))
+    assert sequences.shape == (2, 3, 8) and score.tolist() == pytest.approx([0, 0.1]) and question_id == ["q0", "q1"]
+
+
+@pytest.mark.parametrize("view", ["sequence", "graph"])
+def test_every_loader_takes_a_subset(subset, view):
+    whole = tracestore.TraceDataset(subset.store, view)
+    dataset = tracestore.TraceDataset(subset, view)
+    assert len(dataset) == 5 and dataset[1].trace_index == dataset[-4].trace_index == 2
+    with pytest.raises(IndexError):
+        dataset[5]
+    loaders = [
+        DataLoader(dataset, batch_size=2),
+        tracestore.TraceLoader(subset, view, batch_size=2, shuffle=False),
+        tracestore.TraceLoader(subset, view, batch_size=2, shuffle=False, num_threads=0),
+        tracestore.TraceIterableDataset(subset, view, batch_size=2, shuffle=False),
+        DataLoader(tracestore.TraceIterableDataset(subset, view, shuffle=False), batch_size=2),
+    ]
+    for loader in loaders:
+        batches = list(loader)
+        assert [k for batch in batches for k in batch.trace_index.tolist()] == CHOSEN
+        assert [q for batch in batches for q in batch.question_id] == [f"q{k}" for k in CHOSEN]
+        item = whole[2] if view == "graph" else whole[2][0]
+        found = batches[0][3].x if view == "graph" else batches[0].sequences[1]
+        assert torch.equal(found, item[0].x if view == "graph" else item)
+    for shuffled in (
+        tracestore.TraceLoader(subset, view, batch_size=2, seed=1),
+        DataLoader(dataset, batch_size=2, shuffle=True),
+        DataLoader(dataset, batch_size=2, sampler=tracestore.ShuffleBufferSampler(dataset, buffer_size=3)),
+        tracestore.TraceIterableDataset(subset, view, batch_size=2),
+    ):
+        assert sorted(k for batch in shuffled for k in batch.trace_index.tolist()) == sorted(CHOSEN)
+
+
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
+def test_workers_read_a_subset(subset, context):
+    options = {"num_workers": 2, "multiprocessing_context": context}
+    dataset = tracestore.TraceDataset(subset, "graph")
+    assert [b.trace_index.item() for b in DataLoader(dataset, **options)] == CHOSEN
+    iterable = tracestore.TraceIterableDataset(subset, batch_size=2, shuffle=False)
+    batches = [b.trace_index.tolist() for b in DataLoader(iterable, batch_size=None, **options)]
+    assert batches == [[9, 2], [4, 7], [3]]
+    assert pickle.loads(pickle.dumps(dataset))[0].trace_index == 9
+
+
+def test_a_state_belongs_to_its_subset(subset):
+    loader = tracestore.TraceLoader(subset, batch_size=2)
+    state = loader.state_dict()
+    tracestore.TraceLoader(subset.store, batch_size=2, indices=CHOSEN).load_state_dict(state)
+    with pytest.raises(UsageError, match="indices_crc32c"):
+        tracestore.TraceLoader(subset[::-1], batch_size=2).load_state_dict(state)
+    with pytest.raises(UsageError, match="found a subset and indices"):
+        tracestore.TraceLoader(subset, indices=[0])
+
+
+def test_an_empty_subset_has_no_batch(subset):
+    assert list(tracestore.TraceLoader(subset[:0])) == list(DataLoader(tracestore.TraceDataset(subset[:0]))) == []
+
+
+def test_only_the_traces_of_a_subset_need_graphs(tmp_path):
+    traces = make_traces(6)
+    sequences = torch.stack([torch.from_numpy(np.stack(t["hidden_states"])[:, -1]) for t in traces])
+    (tmp_path / "data").mkdir()
+    named = {"sequences": sequences, "labels": [0.0, 1.0] * 3, "question_ids": [t["question_id"] for t in traces]}
+    torch.save(named, tmp_path / "data/preprocessed_0.pt")
+    write_pickle(tmp_path / "data/traces.pkl", traces[:4])
+    convert(tmp_path / "data", tmp_path / "s.zarr", "--allow-mixed-provenance")
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        with pytest.raises(MissingFieldError, match="2 of 6 traces"):
+            tracestore.TraceLoader(store, "graph")
+        with pytest.raises(MissingFieldError, match=r"1 of 2 traces \(first: trace 4"):
+            tracestore.TraceDataset(store[3:5], "graph")
+        complete = store.filter(num_tokens=lambda n: n > 0)
+        (batch,) = tracestore.TraceLoader(complete, "graph")
+        assert sorted(batch.question_id) == ["q0", "q1", "q2", "q3"]
+
+
+@pytest.mark.parametrize("shuffle,name", [(True, "global"), (False, "none")])
+def test_shuffle_may_be_a_bool(store_path, shuffle, name):
+    for make in (
+        lambda shuffle: tracestore.TraceLoader(store_path, batch_size=3, seed=5, shuffle=shuffle),
+        lambda shuffle: tracestore.TraceIterableDataset(store_path, batch_size=3, seed=5, shuffle=shuffle),
+    ):
+        assert [b.question_id for b in make(shuffle)] == [b.question_id for b in make(name)]
+    state = tracestore.TraceLoader(store_path, shuffle=shuffle).state_dict()
+    tracestore.TraceLoader(store_path, shuffle=name).load_state_dict(state)
+
+
+@pytest.mark.parametrize("view", ["sequence", "graph"])
+def test_float32_is_the_stored_value(variant, view):
+    store, _ = variant
+    converted = tracestore.TraceDataset(store, view, dtype="float32")
+    for k, item in enumerate(tracestore.TraceDataset(store, view)):
+        if view == "sequence":
+            assert converted[k][0].dtype == torch.float32 and torch.equal(converted[k][0], item[0].float())
+            continue
+        for ours, stored in zip(converted[k], item, strict=True):
+            assert ours.x.dtype == ours.edge_attr.dtype == torch.float32
+            assert torch.equal(ours.x, stored.x.float()) and torch.equal(ours.edge_attr, stored.edge_attr.float())
+    iterable = tracestore.TraceIterableDataset(store, view, dtype="float32", batch_size=4)
+    assert {tensor_of(batch).dtype for batch in iterable} == {torch.float32}
+
+
+def test_representations_tell_the_sizes(subset):
+    path = repr(str(subset.path))
+    of_sequences = f"{path}, 'sequence', 5 traces, 3 layers, hidden size 8, float16"
+    assert repr(tracestore.TraceDataset(subset)) == f"TraceDataset({of_sequences})"
+    assert repr(tracestore.TraceLoader(subset)) == f"TraceLoader({of_sequences}, batch_size=16, shuffle='global')"
+    loader = tracestore.TraceLoader(
+        subset, "graph", dtype="float32", batch_by="tokens", max_batch_cost=9, shuffle=False
+    )
+    assert repr(loader) == (
+        f"TraceLoader({path}, 'graph', 5 traces, 3 layers, hidden size 8, float32, "
+        "batch_by='tokens', max_batch_cost=9, shuffle='none')"
+    )
+    iterable = tracestore.TraceIterableDataset(subset, batch_size=2)
+    assert repr(iterable) == f"TraceIterableDataset({of_sequences}, shuffle='buffer', batch_size=2)"
+    assert repr(tracestore.ShuffleBufferSampler(subset, 3)) == "ShuffleBufferSampler(5 indices, buffer_size=3, seed=0)"
+    assert repr(tracestore.TraceBatchLoader(subset)) == f"TraceBatchLoader({path}, 1 batches)"

@@ -1,0 +1,92 @@
+"""Test the code of docs/extraction.md, where the libraries that it uses are installed."""
+
+import importlib.util
+import re
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import tracestore
+from tests.helpers import ROOT
+
+IDS = torch.arange(5, 12)[None]
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    """Return a function that imports the Python block of the page that contains some text, from a file."""
+
+    def load(text):
+        page = (ROOT / "docs/extraction.md").read_text(encoding="utf-8")
+        [code] = [
+            code for code in re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL) if text in code
+        ]
+        path = tmp_path / "recipe.py"
+        path.write_text(code)
+        spec = importlib.util.spec_from_file_location("recipe", path)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, "recipe", module)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+def assert_stores_the_states_of(model, trace, path):
+    """Store a trace, and compare it with a forward pass; the last layer is that before the final norm."""
+    last = []
+    handle = model.model.layers[-1].register_forward_hook(
+        lambda _module, _args, output: last.append(output[0] if isinstance(output, tuple) else output)
+    )
+    with torch.inference_mode():
+        out = model(IDS, output_hidden_states=True, output_attentions=True, use_cache=False)
+    handle.remove()
+    with tracestore.create(path, attention="heads", provenance={"final_norm": False}) as writer:
+        writer.append(trace | {"question_id": "q0"})
+    with tracestore.open(path) as store:
+        [stored] = store
+        assert stored.tokens.tolist() == IDS[0].tolist()
+        expected = torch.stack([*out.hidden_states[1:-1], last[0].reshape(out.hidden_states[1].shape)])[:, 0]
+        np.testing.assert_allclose(stored.hidden_states.astype("f4"), expected.numpy(), atol=2e-3)
+        np.testing.assert_allclose(stored.attention.astype("f4"), torch.cat(out.attentions).numpy(), atol=2e-3)
+
+
+@pytest.fixture
+def model(tiny_model):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation="eager").eval()
+
+
+def test_capture_records_answers(recipe, tiny_model, model, tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    module = recipe("def record(")
+    select = module.Select
+    module.Select = lambda layers, **options: select(layers=(1, -1), **options)
+    module.record(model, tokenizer, [("q0", "Who?"), ("q1", "Where?")], tmp_path / "s.zarr")
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        assert store.question_ids == ["q0", "q1"] and store.num_layers == 2
+
+
+def test_capture_records_modules_by_name(recipe, capsys):
+    recipe("torch.nn.Sequential(")
+    assert capsys.readouterr().out == "2 (6, 8) [0 1 2 3 4 5]\n"
+
+
+def test_recipe_for_transformer_lens(recipe, tiny_model, model, tmp_path):
+    # Version 4 has this module.
+    bridges = pytest.importorskip("transformer_lens.model_bridge")
+    bridge = bridges.TransformerBridge.boot_transformers(str(tiny_model), device="cpu")
+    with torch.inference_mode():
+        trace = recipe("transformer_lens").trace_of_transformer_lens(bridge, IDS)
+    assert_stores_the_states_of(model, trace, tmp_path / "s.zarr")
+
+
+def test_recipe_for_nnsight(recipe, model, tmp_path):
+    nnsight = pytest.importorskip("nnsight")
+    trace = recipe("nnsight").trace_of_nnsight(nnsight.NNsight(model), IDS)
+    assert_stores_the_states_of(model, trace, tmp_path / "s.zarr")

@@ -1,0 +1,57 @@
+"""Options of conversion that pickles and other containers share."""
+
+import json
+
+import numpy as np
+
+import tracestore
+from tests.helpers import command, convert
+
+
+def write_renamed(folder, name="a.npz", **changes):
+    """Write a file with one trace whose keys have other names."""
+    folder.mkdir(exist_ok=True)
+    rng = np.random.default_rng(0)
+    values = {
+        "hs": rng.random((2, 3, 8), np.float32),
+        "attn": np.full((2, 2, 3, 3), 1 / 3, "f4"),
+        "who": np.array("q7"),
+    }
+    np.savez(folder / name, **{**values, **changes})
+    return values
+
+
+def test_map_names_arrays_and_ids(tmp_path):
+    values = write_renamed(tmp_path / "in")
+    store = tmp_path / "s.zarr"
+    convert(tmp_path / "in", store, "--map", "hidden_states=hs,attentions=attn,question_id=who", "--dtype", "keep")
+    with tracestore.open(store) as opened:
+        assert opened.question_ids == ["q7"]
+        np.testing.assert_array_equal(opened[0].hidden_states, values["hs"])
+
+
+def test_a_refusal_proposes_a_map(tmp_path):
+    write_renamed(tmp_path / "in")
+    error = convert(tmp_path / "in", tmp_path / "s.zarr", check=3).stderr
+    assert "a.npz, trace 0, hidden_states: missing key" in error and error.endswith("try --map hidden_states=hs\n")
+
+
+def test_skip_bad_skips_traces_of_a_table(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for k in range(3):
+        hidden = rng.random((2, 3, 8), np.float32)
+        np.save(folder / f"q{k}.npy", hidden if k != 1 else hidden.astype("i4"))
+    store = tmp_path / "s.zarr"
+    convert(folder, store, "--attention", "none", "--skip-bad")
+    with tracestore.open(store) as opened:
+        assert opened.question_ids == ["q0", "q2"]
+    lines = [json.loads(line) for line in (tmp_path / "s.zarr.refused.jsonl").read_text().splitlines()]
+    assert [line["source"] for line in lines] == ["q1.npy"]
+
+
+def test_a_dry_run_lists_the_arrays_and_stores_nothing(tmp_path):
+    write_renamed(tmp_path / "in")
+    out = command("convert", tmp_path / "in", tmp_path / "s.zarr", "--dry-run").stdout
+    assert "hs" in out and "who" in out and not (tmp_path / "s.zarr").exists()

@@ -1,0 +1,215 @@
+"""Subsets of a store: selecting, filtering and splitting, as a user would write it."""
+
+import pickle
+
+import numpy as np
+import pytest
+
+import tracestore
+from tests.helpers import make_trace, make_traces, write_store
+from tracestore.errors import MissingFieldError, TrainingError, UsageError
+from tracestore.evaluation.split import make_split
+from tracestore.store.read.segment import SegmentReader
+
+
+@pytest.fixture
+def store(store_path):
+    """Twelve traces q0, q1, ... with 1 to 5 tokens; scores 0, 0.1, ..., 0.9 and two traces without a score."""
+    with tracestore.open(store_path) as store:
+        yield store
+
+
+@pytest.fixture
+def sampled(tmp_path):
+    """Two samples of each of 40 questions, with scores and with a group for each four questions."""
+    traces = [make_trace(k, tokens=2, seed=sample) | {"sample": sample} for k in range(40) for sample in range(2)]
+    path = write_store(tmp_path / "s.zarr", traces, score=lambda n: n // 8 % 2, group=lambda n: f"g{n // 8}")
+    with tracestore.open(path) as store:
+        yield store
+
+
+def ids(traces):
+    return [trace.question_id for trace in traces]
+
+
+@pytest.mark.parametrize(
+    "key,expected",
+    [
+        (slice(2, 5), [2, 3, 4]),
+        (slice(None, None, -4), [11, 7, 3]),
+        (slice(50, 60), []),
+        ([3, 0, 0, -1], [3, 0, 0, 11]),
+        (np.array([5, 4], np.uint8), [5, 4]),
+        (np.arange(12) % 5 == 1, [1, 6, 11]),
+        ([k == 7 for k in range(12)], [7]),
+        (["q9", "q2"], [9, 2]),
+        (np.array(["q1"]), [1]),
+        (range(10, 12), [10, 11]),
+        ([], []),
+        (np.zeros(12, bool), []),
+    ],
+)
+def test_a_key_selects_a_subset(store, key, expected):
+    subset = store[key]
+    assert isinstance(subset, tracestore.TraceSubset) and len(subset) == len(expected)
+    assert subset.indices.tolist() == expected and subset.indices.dtype == np.int64
+    assert ids(subset) == subset.question_ids == [f"q{k}" for k in expected]
+    assert store.select(key).indices.tolist() == expected
+
+
+def test_a_position_or_an_id_is_a_trace(store):
+    for key in (4, np.int64(4), -8, "q4"):
+        assert isinstance(store[key], tracestore.Trace) and store[key].index == 4
+    subset = store[[7, 4, 1]]
+    assert subset[1].index == subset[np.int32(-2)].index == subset["q4"].index == 4
+    torch = pytest.importorskip("torch")
+    assert store[torch.tensor(4)].index == 4
+    assert store[torch.tensor([4])].indices.tolist() == store[torch.arange(12) == 4].indices.tolist() == [4]
+
+
+@pytest.mark.parametrize(
+    "key,error,text",
+    [
+        (12, IndexError, "trace 12 of 12"),
+        ([0, -13], IndexError, "trace -13 of 12"),
+        ([True, False], IndexError, "mask of 2 values, expected one for each of 12 traces"),
+        (np.zeros((2, 2), int), IndexError, "2 dimensions"),
+        ("nowhere", KeyError, "nowhere"),
+        (["q1", "nowhere"], KeyError, "nowhere"),
+        ([0.5], TypeError, "float64"),
+        ([1, "q1"], TypeError, "question ids"),
+        (None, IndexError, "0 dimensions"),
+    ],
+)
+def test_a_key_that_selects_nothing_is_refused(store, key, error, text):
+    with pytest.raises(error, match=text):
+        store[key]
+
+
+def test_a_subset_is_selected_from_like_a_store(store):
+    subset = store[2:10][::2]
+    assert subset.indices.tolist() == [2, 4, 6, 8]
+    assert subset[subset.scores > 0.5].indices.tolist() == [6, 8]
+    assert subset[["q8", "q4"]].indices.tolist() == [8, 4]
+    assert subset.select(k for k in (3, 0)).indices.tolist() == [8, 2]
+    assert subset.store is store and subset[1:].store is store
+    assert subset.index_of("q6") == 2 and "q6" in subset and "q5" not in subset
+    for absent in ("q5", "nowhere"):
+        with pytest.raises(KeyError, match=absent):
+            subset.index_of(absent)
+
+
+def test_columns_are_those_of_the_selected_traces(store):
+    subset = store[[11, 3, 8]]
+    np.testing.assert_array_equal(subset.scores, [np.nan, 0.3, 0.8])
+    np.testing.assert_array_equal(subset.targets(), [np.nan, 1, 0])
+    np.testing.assert_array_equal(subset.labels, [np.nan] * 3)
+    assert subset.num_tokens.tolist() == [2, 4, 4] and subset.has_nonfinite.tolist() == [False] * 3
+    assert (subset.path, subset.num_layers, subset.hidden_dim) == (store.path, 3, 8)
+    np.testing.assert_array_equal(subset.features(0), store.features(0)[[11, 3, 8]])
+    np.testing.assert_array_equal(store[3:6].features(), store.features()[3:6])
+    with pytest.raises(ValueError, match="read-only"):
+        subset.indices[0] = 0
+
+
+def test_a_subset_becomes_a_table(store):
+    pytest.importorskip("pandas")
+    table = store[[11, 3]].to_pandas(texts=True)
+    assert table["question_id"].tolist() == ["q11", "q3"] and table["answer"].tolist() == ["answer 11 ✓", "answer 3 ✓"]
+    assert table.equals(store.to_pandas(texts=True).iloc[[11, 3]].reset_index(drop=True))
+
+
+def test_a_subset_outlives_a_pickle(store):
+    copy = pickle.loads(pickle.dumps(store[[5, 1]]))
+    assert copy.indices.tolist() == [5, 1] and ids(copy) == ["q5", "q1"]
+    np.testing.assert_array_equal(copy[0].hidden_states, store[5].hidden_states)
+
+
+def test_representations_tell_the_sizes(store, store_path):
+    assert repr(store[:3]) == f"TraceSubset(3 of 12 traces of {str(store_path)!r})"
+
+
+def test_every_sample_of_a_question_is_selected(sampled):
+    assert sampled[["q3", "q1"]].indices.tolist() == [6, 7, 2, 3]
+    assert sampled.select("q1").indices.tolist() == sampled.filter(question_id="q1").indices.tolist() == [2, 3]
+    assert sampled["q1"].sample == 0
+
+
+def test_filter_by_columns(store):
+    assert store.filter(score=0.3).indices.tolist() == [3]
+    assert store.filter(score=None).indices.tolist() == [10, 11]
+    assert store.filter(y=1).indices.tolist() == [0, 1, 2, 3, 4]
+    assert store.filter(question_id={"q3", "q5"}, num_tokens=[1, 4]).indices.tolist() == [3, 5]
+    assert store.filter(score=lambda s: s < 0.2, source_position=0, sample=range(2)).indices.tolist() == [0, 1]
+    assert store.filter(source=store[6].source[0]).indices.tolist() == [6]
+    assert len(store.filter(group="")) == len(store.filter(group=None)) == len(store.filter(has_nonfinite=False)) == 12
+    assert store[5:].filter(y=0).filter(num_tokens=4).indices.tolist() == [8]
+
+
+def test_filter_by_labels_and_named_scores(tmp_path):
+    path = write_store(tmp_path / "l.zarr", make_traces(4), label=lambda k: k % 2, score=lambda k: k / 4)
+    with tracestore.open(path) as store:
+        assert store.filter(label=1).indices.tolist() == [1, 3]
+        (name,) = store.score_fields
+        assert store.filter(**{f"score_{name}": 0.5}).indices.tolist() == [2]
+
+
+def test_filter_by_a_function_reads_what_the_function_reads(store, monkeypatch):
+    opened = []
+    array = SegmentReader.array
+    monkeypatch.setattr(SegmentReader, "array", lambda self, name: opened.append(name) or array(self, name))
+    assert store.filter(lambda trace: trace.num_tokens > 4).indices.tolist() == [4, 9]
+    assert store.filter(lambda trace: "3" in trace.answer, y=1).indices.tolist() == [3]
+    assert opened == []
+    assert store.filter(lambda trace: trace.hidden_states.shape[1] == 5).indices.tolist() == [4, 9]
+    assert set(opened) == {"hidden_states"}
+
+
+def test_filter_refuses_conditions_without_a_meaning(store):
+    with pytest.raises(UsageError, match=r"found column 'labels', expected one of question_id, .* or y"):
+        store.filter(labels=1)
+    with pytest.raises(MissingFieldError, match="no trace has a label; use y"):
+        store.filter(label=1)
+    with pytest.raises(UsageError, match="condition on score returned float64"):
+        store.filter(score=lambda s: s * 2)
+
+
+@pytest.mark.parametrize("by", [None, "question", "group"])
+def test_the_split_is_that_of_training(sampled, by):
+    for seed in (0, 42):
+        expected = make_split(sampled, sampled.targets(), seed).indices
+        split = sampled.split(seed=seed, by=by)
+        for name in ("train", "val", "test"):
+            assert split[name].indices.tolist() == expected[name].tolist()
+    train, val, test = sampled.split(by=by)
+    assert split.val is split["val"] is split[1] and len(train) + len(val) + len(test) == 80
+    assert list(dict(split)) == ["train", "val", "test"]
+
+
+def test_a_split_by_a_column_keeps_its_values_together(tmp_path):
+    traces = [make_trace(k, tokens=1) for k in range(60)]
+    path = write_store(tmp_path / "s.zarr", traces, score=lambda k: k % 2, group=lambda k: f"g{k // 30}")
+    with tracestore.open(path) as store:
+        by_group = [set(part.to_pandas()["group"]) for part in store.split()]
+        assert sum(map(len, by_group)) == 2, "two groups"
+        by_tokens = store.split(by="question_id", seed=1)
+        assert [len(part) for part in by_tokens] == [44, 8, 8]
+        with pytest.raises(UsageError, match="found column 'topic'"):
+            store.split(by="topic")
+
+
+def test_a_subset_is_split_by_its_own_traces(sampled):
+    part = sampled[10:70]
+    split = part.split(seed=3)
+    assert sorted(np.concatenate([p.indices for p in split])) == list(range(10, 70))
+    assert all(p.store is sampled for p in split)
+    again = part[np.random.default_rng(0).permutation(60)].split(seed=3)
+    assert [sorted(p.indices) for p in again] == [sorted(p.indices) for p in split], "the order does not matter"
+
+
+def test_a_store_without_labels_is_not_split(tmp_path):
+    with (
+        tracestore.open(write_store(tmp_path / "s.zarr", make_traces(3))) as store,
+        pytest.raises(TrainingError, match="none of 3 traces has a score or a label"),
+    ):
+        store.split()

@@ -1,0 +1,37 @@
+"""Download a store from the Hugging Face Hub and verify it. A second run continues an interrupted one.
+
+Example: tracestore pull USER/NAME store.zarr
+"""
+
+import argparse
+
+from tracestore.console import Output, Parser, Progress, format_size
+from tracestore.errors import escape_unprintable
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("repo_id", metavar="REPO_ID", help="the data set, USER/NAME")
+    parser.add_argument("dst", metavar="DST", help="the folder to create")
+    parser.add_argument("--revision", help="branch, tag or commit (default: main)")
+
+
+def run(args: argparse.Namespace, output: Output) -> None:
+    """Download the store and print a summary."""
+    # Imported here, because the library is an extra.
+    from tracestore.hub.pull import pull_store
+
+    with Progress(output) as progress:
+
+        def show(done: int, total: int) -> None:
+            progress.update(lambda _: f"{format_size(done)} of {format_size(total)}")
+
+        report = pull_store(args.repo_id, args.dst, revision=args.revision, progress=show)
+    output.print_json(report)
+    if report.ignored:
+        first = escape_unprintable(", ".join(report.ignored[:3]), 200)
+        output.info(f"{len(report.ignored):,} files of the data set are not the store's and were left out: {first}")
+    output.info(
+        f"{report.store}: generation {report.generation}, {report.num_traces:,} traces, {report.num_files:,} files, "
+        f"{format_size(report.num_bytes)}, verified, from commit {report.commit}"
+    )

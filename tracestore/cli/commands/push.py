@@ -1,0 +1,37 @@
+"""Upload a store to the Hugging Face Hub, with a data set card. A second run uploads what has changed.
+
+Example: tracestore push store.zarr USER/NAME --license cc-by-4.0
+"""
+
+import argparse
+
+from tracestore.console import Output, Parser, Progress, format_size
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("store", metavar="STORE", help="a folder")
+    parser.add_argument("repo_id", metavar="REPO_ID", help="the data set, USER/NAME; created if it does not exist")
+    parser.add_argument("--private", action="store_true", help="create a private data set")
+    parser.add_argument("--revision", metavar="BRANCH", help="branch, created if it does not exist (default: main)")
+    text = "identifier of the license on the Hub, such as mit or cc-by-4.0 (default: that of the data set)"
+    parser.add_argument("--license", metavar="LICENSE", help=text)
+
+
+def run(args: argparse.Namespace, output: Output) -> None:
+    """Upload the store and print a summary."""
+    # Imported here, because the library is an extra.
+    from tracestore.hub.push import push_store
+
+    options = {"private": args.private, "revision": args.revision, "license": args.license}
+    with Progress(output) as progress:
+
+        def show(done: int, total: int) -> None:
+            progress.update(lambda _: f"{done:,} of {total:,} files")
+
+        report = push_store(args.store, args.repo_id, **options, progress=show)
+    output.print_json(report)
+    output.info(
+        f"{report.url}: generation {report.generation}, {report.num_traces:,} traces, {report.num_files:,} files, "
+        f"{format_size(report.num_bytes)}, commit {report.commit}"
+    )

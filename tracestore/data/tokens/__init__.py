@@ -1,0 +1,1 @@
+"""View "tokens": batches of hidden states of tokens from all traces."""

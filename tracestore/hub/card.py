@@ -1,0 +1,122 @@
+"""The data set card of a store: README.md with metadata in YAML."""
+
+import html
+from collections.abc import Sequence
+from typing import Any
+
+from tracestore.console import format_size
+from tracestore.errors import escape_unprintable
+from tracestore.extras import needs
+from tracestore.store.read.store import TraceStore
+
+with needs("hub"):
+    from huggingface_hub import DatasetCard
+
+TAGS = ("tracestore", "hidden-states", "interpretability")
+# The part of the card that a push replaces.
+_BEGIN, _END = "<!-- tracestore: begin -->", "<!-- tracestore: end -->"
+_SIZES = (("n<1K", 10**3), ("1K<n<10K", 10**4), ("10K<n<100K", 10**5), ("100K<n<1M", 10**6), ("1M<n<10M", 10**7))
+_MEANINGS = {"correct": "correct answer", "hallucination": "hallucinated answer"}
+
+
+def make_card(store: TraceStore, repo_id: str, license: str | None, old: str = "") -> str:
+    """Return the card of a store.
+
+    Parameters
+    ----------
+    store : TraceStore
+        The store.
+    repo_id : str
+        The data set.
+    license : str or None
+        Identifier of the license; None keeps that of the old card.
+    old : str
+        The card to update: its text and metadata stay, except what tracestore writes.
+    """
+    card = DatasetCard(old or "---\n---\n", ignore_metadata_errors=True)
+    data = card.data
+    if license is not None:
+        data["license"] = license
+    tags = data.get("tags") or []
+    data["tags"] = [*tags, *(tag for tag in TAGS if tag not in tags)]
+    count = len(store)
+    data["size_categories"] = [next((name for name, limit in _SIZES if count < limit), "10M<n<100M")]
+    data["viewer"] = False  # which would take the metadata of arrays for a table
+    generated = "\n".join([_BEGIN, *_sections(store, repo_id), _END])
+    before, begin, rest = card.text.partition(_BEGIN)
+    after = rest.partition(_END)[2] if begin else ""
+    card.text = "\n".join(part for part in (before.strip(), generated, after.strip()) if part) + "\n"
+    return str(card)
+
+
+def _sections(store: TraceStore, repo_id: str) -> list[str]:
+    info, name = store.info(), repo_id.rpartition("/")[2]
+    heads = f"{store.attention_mode} ({store.num_heads} heads)" if store.num_heads else store.attention_mode
+    optional = {n for k in range(info["num_segments"]) for n in store.internals.segment(k).optional_names}
+    contents = {
+        "traces": f"{len(store):,}",
+        "tokens": f"{info['num_tokens']:,}",
+        "layers": info["num_layers"],
+        "hidden size": info["hidden_dim"],
+        "dtype of hidden states": info["hidden_dtype"],
+        "attention": heads if info["attention_layout"] else "none",
+        "fields": ", ".join([*info["fields"], *sorted(optional)]),
+        "scored, labeled": f"{info['num_scored']:,}, {info['num_labeled']:,}",
+        "lens": "final norm and unembedding matrix" if info["lens"] else None,
+        "size": f"{format_size(info['bytes'])} in {info['num_segments']:,} segments",
+        "generation": info["generation"],
+    }
+    scores = [
+        (score, _MEANINGS[field.direction], field.source, field.version, "yes" if score == info["score"] else "")
+        for score, field in sorted(store.score_fields.items())
+    ]
+    lines = [
+        f"# {_escape(name)}",
+        "",
+        "Traces of a language model that answers questions: the hidden states and the attention of its layers, in a "
+        "[tracestore](https://github.com/tracestore/tracestore) store (Zarr v3).",
+        "",
+        "## Contents",
+        "",
+        *_table(("", ""), [(key, value) for key, value in contents.items() if value not in (None, "")]),
+    ]
+    if scores:
+        lines += [
+            "",
+            "## Scores",
+            "",
+            *_table(("name", "a high value marks a", "source", "version", "default"), scores),
+        ]
+    lines += ["", "## Provenance", ""]
+    for number, provenance in enumerate(store.provenance):
+        known = [(key, value) for key, value in provenance.to_json().items() if value is not None]
+        lines += [*([""] if number else []), *_table(("", ""), known)]
+    lines += [] if store.provenance else ["Unknown."]
+    lines += [
+        "",
+        "## How to open",
+        "",
+        "```sh",
+        f"pip install 'tracestore[hub]' && tracestore pull {repo_id} {name}.zarr",
+        "```",
+        "",
+        "```python",
+        "import tracestore",
+        "",
+        f'store = tracestore.open("{name}.zarr")',
+        "print(len(store), store[0].hidden_states.shape)",
+        "```",
+    ]
+    return lines
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    """Return the lines of a Markdown table."""
+    cells = [header, ["---"] * len(header), *rows]
+    return [f"| {' | '.join(_escape(cell) for cell in row)} |" for row in cells]
+
+
+def _escape(value: Any) -> str:
+    """Return a value as text in which Markdown and HTML have no effect."""
+    text = html.escape(escape_unprintable("" if value is None else str(value), 300), quote=False)
+    return "".join(f"\\{c}" if c in "\\`*_[]|!" else c for c in text)

@@ -1,0 +1,187 @@
+"""Upload of a store to the Hugging Face Hub."""
+
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tracestore.errors import CorruptStoreError, UsageError
+from tracestore.extras import needs
+from tracestore.hub.card import make_card
+from tracestore.hub.client import README, REPO_TYPE, hub_calls, store_files
+from tracestore.store.format import paths
+from tracestore.store.io.files import RemoteURL, parse_location
+from tracestore.store.io.fsio import map_os_errors
+from tracestore.store.maintain.verify import verify_store
+from tracestore.store.read.store import TraceStore, open_store
+from tracestore.store.write.commit import root_metadata
+
+with needs("hub"):
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+_FILES_PER_UPLOAD, _FILES_PER_COMMIT = 16, 1000
+_MAX_README_BYTES = 1 << 20
+_LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")
+
+
+@dataclass
+class PushReport:
+    """The result of an upload.
+
+    Attributes
+    ----------
+    store, repo_id, url, commit : str
+        The store, the data set, its page, and the commit that holds the store.
+    generation, num_traces, num_files, num_bytes : int
+        Of the store; the files include those that the data set had already.
+    """
+
+    store: str
+    repo_id: str
+    url: str
+    commit: str
+    generation: int
+    num_traces: int
+    num_files: int
+    num_bytes: int
+
+
+def push_store(
+    store: str | os.PathLike[str],
+    repo_id: str,
+    *,
+    private: bool = False,
+    revision: str | None = None,
+    license: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> PushReport:
+    """Verify a store and upload its newest generation, with a data set card.
+
+    The manifest is in the last commit, so that readers see a complete store at any time. Files of a store that this
+    generation does not name are removed in that commit; other files of the data set stay. Of an existing README.md,
+    only the metadata and the part between the marks of tracestore change. After an interruption the same call
+    continues.
+
+    Parameters
+    ----------
+    store : str or PathLike
+        A folder.
+    repo_id : str
+        The data set, USER/NAME; it is created if it does not exist.
+    private : bool
+        Create a private data set. An existing one keeps its visibility.
+    revision : str, optional
+        The branch, which is created if it does not exist. Default: main.
+    license : str, optional
+        Identifier of the license on the Hub, such as "cc-by-4.0".
+    progress : callable, optional
+        Called with the files done and the total.
+
+    Returns
+    -------
+    PushReport
+
+    Raises
+    ------
+    UsageError
+        If there is no such store, the user may not write the data set, or it is public and `private` was asked for.
+    CorruptStoreError
+        If the store is damaged.
+    RemoteError
+        If the server fails or cannot be reached.
+    """
+    place = parse_location(store)
+    if isinstance(place, RemoteURL):
+        raise UsageError(f"{place}: push needs a folder; copy the store with tracestore merge first")
+    if license is not None and _LICENSE.fullmatch(license) is None:
+        raise UsageError(f"found license {license!r}, expected an identifier such as mit or cc-by-4.0")
+    with map_os_errors(place), open_store(place) as opened, hub_calls(repo_id) as api:
+        api.whoami()  # a wrong token is reported before the store is read
+        report = verify_store(place)
+        if report.damaged:
+            name, problem = min(report.damaged.items())
+            raise CorruptStoreError(f"{place}: {name}: {problem}; see tracestore verify {place}")
+        url = api.create_repo(repo_id, private=private, repo_type=REPO_TYPE, exist_ok=True)
+        if revision is not None and not revision.startswith("refs/"):
+            api.create_branch(url.repo_id, branch=revision, repo_type=REPO_TYPE, exist_ok=True)
+        upload = _Upload(api, opened, place, url.repo_id, revision, progress)
+        if private and not upload.is_private:
+            raise UsageError(f"{repo_id}: the data set exists and is public; make it private on its page")
+        return upload.run(str(url), license)
+
+
+class _Upload:
+    """The upload of one generation to a data set that exists."""
+
+    def __init__(
+        self,
+        api: HfApi,
+        store: TraceStore,
+        folder: Path,
+        repo_id: str,
+        revision: str | None,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self._api, self._store, self._folder = api, store, folder
+        self._target: dict[str, Any] = {"repo_id": repo_id, "repo_type": REPO_TYPE, "revision": revision}
+        info = api.dataset_info(repo_id, revision=revision)
+        self.is_private, self._commit = bool(info.private), str(info.sha)
+        self._progress, self._done, self._total = progress, 0, 0
+
+    def run(self, url: str, license: str | None) -> PushReport:
+        """Upload the files in several commits, the manifest in the last one."""
+        internals, manifest = self._store.internals, self._store.internals.manifest
+        segments = [internals.segment(k) for k in range(manifest.num_segments)]
+        data = [path for segment in segments for path in (*segment.entries, segment.rows_path)]
+        newest = f"{manifest.generation:010d}\n".encode()
+        last: dict[str, str | bytes] = {
+            "zarr.json": root_metadata(manifest.attributes),
+            paths.manifest(manifest.generation): manifest.to_bytes(),
+            paths.manifest_copy(manifest.generation): manifest.to_bytes(),
+            "manifest/newest": newest,  # for readers over HTTP, which cannot list a folder
+            **{file.path: str(self._folder / file.path) for file in manifest.small_files()},
+        }
+        self._total = len(data) + len(last)
+        old, _ = store_files(self._api, self._target["repo_id"], self._commit)
+        readme = make_card(self._store, self._target["repo_id"], license, self._old_readme())
+        stale = sorted(old.keys() - last.keys() - set(data))
+        while len(data) > _FILES_PER_COMMIT:
+            self._send({path: str(self._folder / path) for path in data[:_FILES_PER_COMMIT]}, "Upload segments")
+            del data[:_FILES_PER_COMMIT]
+        last |= {path: str(self._folder / path) for path in data}
+        message = f"Upload generation {manifest.generation}, {manifest.num_traces} traces"
+        last[README] = readme.encode()
+        self._send(last, message, stale)
+        repo_id, size = self._target["repo_id"], manifest.num_bytes
+        counts = (manifest.generation, manifest.num_traces, self._total, size)
+        return PushReport(str(self._folder), repo_id, url, self._commit, *counts)
+
+    def _send(self, files: dict[str, str | bytes], message: str, deleted: list[str] | None = None) -> None:
+        """Upload files and commit them, given by their path on this machine or their bytes."""
+        additions = [CommitOperationAdd(path, content) for path, content in files.items()]
+        for begin in range(0, len(additions), _FILES_PER_UPLOAD):
+            chosen = additions[begin : begin + _FILES_PER_UPLOAD]
+            self._api.preupload_lfs_files(**self._target, additions=chosen, free_memory=False)
+            self._done += len(chosen)
+            if self._progress is not None:
+                self._progress(min(self._done, self._total), self._total)
+        operations: list[Any] = [*additions, *(CommitOperationDelete(p, is_folder=False) for p in deleted or ())]
+        done = self._api.create_commit(
+            **self._target, operations=operations, commit_message=message, parent_commit=self._commit
+        )
+        self._commit = done.oid
+
+    def _old_readme(self) -> str:
+        """Return the README.md of the data set, "" if it has none."""
+        repo_id, commit = self._target["repo_id"], self._commit
+        found: list[Any] = self._api.get_paths_info(repo_id, [README], revision=commit, repo_type=REPO_TYPE)
+        if not found:
+            return ""
+        if found[0].size > _MAX_README_BYTES:
+            raise UsageError(f"{repo_id}: {README} has {found[0].size:,} bytes, expected at most {_MAX_README_BYTES:,}")
+        with tempfile.TemporaryDirectory() as folder:
+            path = self._api.hf_hub_download(repo_id, README, repo_type=REPO_TYPE, revision=commit, local_dir=folder)
+            return Path(path).read_text(encoding="utf-8", errors="replace")

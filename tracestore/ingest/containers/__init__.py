@@ -1,0 +1,1 @@
+"""Containers of arrays other than pickles: one module reads each, as data, one trace at a time."""

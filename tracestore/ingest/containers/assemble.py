@@ -1,0 +1,235 @@
+"""Make traces of the units that a container holds, and of the rows of a table next to them."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from tracestore._core import kernels
+from tracestore.errors import InvalidInputError, error_location
+from tracestore.ingest.containers.columns import Column, Unit, plain
+from tracestore.ingest.containers.grouping import row_fields, stacked_count
+from tracestore.ingest.containers.keys import ID_KEYS
+from tracestore.ingest.containers.tables import TableRows
+from tracestore.store.format import schema
+from tracestore.store.io.scratch import Scratch
+from tracestore.store.write.values import field_error
+
+_BLOCK_BYTES = 4 << 20
+_SCALES = "hidden_states_scales"  # of FP8HiddenStatesConnector
+_LENGTHS = ("num_tokens", "length", "lengths", "seq_len", "seq_lens", "seq_lengths", "sequence_length")
+_PER_TOKEN = (*schema.TOKEN_FIELDS, "loss_mask", "position_ids", "tokens_decoded")
+# Names of stacked values by the name of one of them.
+_PLURALS = {"question_ids": "question_id", "ids": "id", "labels": "label", "questions": "question"}
+
+
+def traces_of(
+    units: Iterator[Unit], name: str, rows: TableRows | None, renamed: tuple[tuple[str, str], ...], scratch: Scratch
+) -> Iterator[tuple[dict[str, Any] | InvalidInputError, bool]]:
+    """Yield the values of each trace of some units, by the keys of the pickle schema.
+
+    Parameters
+    ----------
+    units : iterator of Unit
+        What the container holds.
+    name : str
+        Name of the source.
+    rows : TableRows or None
+        Values of the traces from a table next to the container.
+    renamed : tuple of (str, str)
+        Pairs of a field and its name in the container; see `KeyOptions`.
+    scratch : Scratch
+        Memory for large arrays.
+
+    Yields
+    ------
+    values : dict or InvalidInputError
+        The values, or why the trace is refused.
+    is_borrowed : bool
+        Whether the arrays may alias memory that the reader uses again.
+    """
+    position = 0
+    while True:
+        with error_location(position=position or None):
+            unit = next(units, None)
+        if unit is None:
+            return
+        own_rows = rows if unit.trace == "" and not unit.is_trace else None
+        _rename(unit.fields, renamed)
+        with error_location(position=position):
+            count, kind = stacked_count(unit, None if own_rows is None else len(own_rows))
+            if own_rows is not None and len(own_rows) != (count or 1):
+                raise InvalidInputError(f"{own_rows.path.name} has {len(own_rows)} rows for {count or 1} traces")
+        for k in range(count or 1):
+            try:
+                values = row_fields(unit.fields, count or -1, k) if count is not None else _whole(unit.fields)
+                values = {field: plain(value) for field, value in values.items()}
+                row = dict(rows.of(unit.trace, position) or {}) if rows is not None else {}
+                _rename(row, renamed)
+                values = row | values
+                _set_id(values, unit.trace, name, is_only=(count or 1) == 1 and unit.trace == "" and not unit.is_trace)
+                if "hidden_states" not in values and "last_token" not in values:
+                    pass  # refused with advice
+                elif kind in ("last_token", "sequences"):
+                    _set_last_token(values)
+                else:
+                    if kind == "layer":
+                        values["hidden_states"] = [values["hidden_states"]]
+                    _prepare(values, unit.is_token_major, scratch)
+            except InvalidInputError as error:
+                yield error, False
+            else:
+                # Values of a row are views of a batch of rows.
+                yield values, unit.is_trace
+                del values
+            position += 1
+
+
+def _rename(values: dict[str, Any], renamed: tuple[tuple[str, str], ...]) -> None:
+    for field, key in renamed:
+        if key in values:
+            values[field] = values.pop(key)
+
+
+def _whole(fields: Mapping[str, Any]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, value in fields.items():
+        if isinstance(value, dict) and name in ("hidden_states", "attentions", "last_token"):
+            values[name] = {k: layer.whole() if isinstance(layer, Column) else layer for k, layer in value.items()}
+        else:
+            values[name] = value.whole() if isinstance(value, Column) else value
+    return values
+
+
+def _set_id(values: dict[str, Any], trace: str, name: str, *, is_only: bool) -> None:
+    """Set question_id: an id among the values, else the name of the trace in the container, else of its file."""
+    for plural, single in _PLURALS.items():
+        if plural in values and single not in values and not isinstance(values[plural], list | np.ndarray):
+            values[single] = values.pop(plural)
+    for key in ID_KEYS:
+        value = values.get(key)
+        if isinstance(value, str | int) and not isinstance(value, bool) and value != "":
+            if key != "question_id":
+                del values[key]
+                values["question_id"] = value
+            return
+    if trace:
+        values["question_id"] = trace
+    elif is_only:
+        values["question_id"] = str(PurePosixPath(name).with_suffix(""))
+
+
+def _prepare(values: dict[str, Any], is_token_major: bool, scratch: Scratch) -> None:
+    """Bring the arrays of a trace into the form of the pickle schema: lists of layers, without padding."""
+    for field in ("hidden_states", "attentions"):
+        if isinstance(values.get(field), dict):
+            values[field] = list(values[field].values())
+    tokens = values.get("tokens")
+    if isinstance(tokens, np.ndarray) and tokens.ndim == 2 and len(tokens) == 1:
+        tokens = values["tokens"] = tokens[0]
+    num_tokens = len(tokens) if isinstance(tokens, np.ndarray | list | tuple) else None
+    hidden = values["hidden_states"]
+    if isinstance(hidden, np.ndarray):
+        if hidden.ndim == 2:
+            if num_tokens is None or hidden.shape[0] not in (num_tokens, num_tokens - 1):
+                raise field_error(
+                    "hidden_states",
+                    f"shape {hidden.shape}{'' if num_tokens is None else f' and {num_tokens} tokens'}",
+                    "(L, S, D); name an array (L, D) of last tokens last_token, one layer (S, D) hidden_states.0",
+                )
+            values["hidden_states"] = [hidden]
+        elif hidden.ndim == 3:
+            mask = values.get("attention_mask")
+            if isinstance(mask, np.ndarray):
+                num_tokens = mask.size
+            elif any(name in values for name in _LENGTHS):
+                num_tokens = None  # the rows are padded, to a number that is not known
+            values["hidden_states"] = _layers(hidden, num_tokens, is_token_major, values.pop(_SCALES, None), scratch)
+    _remove_padding(values)
+
+
+def _layers(
+    hidden: np.ndarray, num_tokens: int | None, is_token_major: bool, scales: np.ndarray | None, scratch: Scratch
+) -> list[np.ndarray]:
+    """Return the layers of one array: (L, S, D), or (S, L, D) as vLLM writes it."""
+    if is_token_major and num_tokens is not None and len(hidden) != num_tokens:
+        raise field_error(
+            "hidden_states",
+            f"{len(hidden)} tokens",
+            f"{num_tokens} as in token_ids; vLLM leaves out tokens of a cached prefix: record again with "
+            "--no-enable-prefix-caching",
+        )
+    if not is_token_major and num_tokens is not None and len(hidden) != hidden.shape[1]:
+        is_token_major = len(hidden) in (num_tokens, num_tokens - 1) and hidden.shape[1] != num_tokens
+    if not is_token_major:
+        return list(hidden)
+    if scales is None:
+        return list(_transposed(hidden, scratch))
+    factors = np.asarray(scales, "<f4").reshape(-1, 1)
+    if len(factors) not in (1, len(hidden)):
+        raise field_error(_SCALES, f"{len(factors)} scales", f"1 or {len(hidden)}, one per token")
+    return [hidden[:, k].astype("<f4") * factors for k in range(hidden.shape[1])]
+
+
+def _transposed(hidden: np.ndarray, scratch: Scratch) -> np.ndarray:
+    """Return (S, L, D) as a copy (L, S, D)."""
+    try:
+        code = schema.dtype_code(schema.dtype_name(hidden.dtype))
+    except ValueError:
+        return hidden.transpose(1, 0, 2)  # refused later
+    out = scratch.empty((hidden.shape[1], len(hidden), hidden.shape[2]), hidden.dtype)
+    rows = max(1, _BLOCK_BYTES // max(1, hidden[:1].nbytes))
+    for begin in range(0, len(hidden), rows):
+        # The kernel reports a file that is truncated meanwhile; reading its map with NumPy would end the process.
+        block = np.ascontiguousarray(hidden[begin : begin + rows])
+        copy = np.empty_like(block)
+        kernels.checksum_scan([block], code, block.size, copy)
+        out[:, begin : begin + rows] = copy.transpose(1, 0, 2)
+    return out
+
+
+def _remove_padding(values: dict[str, Any]) -> None:
+    """Remove the tokens that attention_mask, or a number of tokens, excludes."""
+    hidden = values["hidden_states"]
+    layers = [h for h in hidden if isinstance(h, np.ndarray)] if isinstance(hidden, list) else []
+    if not layers or len(layers) != len(hidden):
+        return
+    size = layers[0].shape[-2] if layers[0].ndim >= 2 else -1
+    mask = values.get("attention_mask")
+    if isinstance(mask, np.ndarray) and mask.size == size:
+        kept = np.flatnonzero(values.pop("attention_mask").reshape(-1))
+    else:
+        name = next((n for n in _LENGTHS if isinstance(values.get(n), int)), None)
+        if name is None or not 0 < values[name] <= size:
+            return
+        kept = np.arange(values.pop(name))
+    if len(kept) == size:
+        return
+    if len(kept) == 0:
+        raise field_error("attention_mask", "zeros", "at least one token")
+    index: Any = kept
+    if kept[-1] - kept[0] + 1 == len(kept):
+        index = slice(int(kept[0]), int(kept[-1]) + 1)
+    values["hidden_states"] = [h[..., index, :] for h in layers]
+    attention = values.get("attentions")
+    if isinstance(attention, list | np.ndarray):
+        values["attentions"] = [
+            a[..., index, :][..., index] if isinstance(a, np.ndarray) and a.shape[-2:] == (size, size) else a
+            for a in attention
+        ]
+    for name in ("tokens", *_PER_TOKEN):
+        value = values.get(name)
+        if isinstance(value, np.ndarray) and len(value) == size:
+            values[name] = value[index]
+        elif isinstance(value, list) and len(value) == size:
+            values[name] = [value[i] for i in kept.tolist()]
+
+
+def _set_last_token(values: dict[str, Any]) -> None:
+    """Set last_token of a trace of which only the last token is known, and remove the fields of other tokens."""
+    last = values.pop("hidden_states", None)
+    last = values.get("last_token", last)
+    values["last_token"] = last[None] if isinstance(last, np.ndarray) and last.ndim == 1 else last
+    for name in ("tokens", "attentions"):
+        values.pop(name, None)

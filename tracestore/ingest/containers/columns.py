@@ -1,0 +1,186 @@
+"""Arrays of a container, which are read whole or trace by trace."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from tracestore.errors import InvalidInputError
+from tracestore.store.format import schema
+from tracestore.store.io.scratch import Scratch
+
+# Kinds of dtypes that an array may have: bool, integers, floats, complex numbers, texts.
+DTYPE_KINDS = "biufcSU"
+_CHUNK_BYTES = 4 << 20
+
+
+@dataclass
+class Input:
+    """The files of a source, and memory for its arrays.
+
+    Attributes
+    ----------
+    path : Path
+        The file, or the folder of `parts`.
+    name : str
+        Name of the source in messages.
+    parts : tuple of Path
+        Files of a source that consists of several.
+    scratch : Scratch
+        Memory for large arrays.
+    """
+
+    path: Path
+    name: str
+    parts: tuple[Path, ...]
+    scratch: Scratch
+
+
+@dataclass
+class Unit:
+    """Fields of one trace, or of several traces stacked along the first axis.
+
+    Attributes
+    ----------
+    fields : dict[str, Any]
+        Columns and plain values by their names in the container.
+    trace : str
+        Name of the trace in the container; "" if it has none.
+    is_trace : bool
+        Whether this is certainly one trace.
+    is_token_major : bool
+        Whether hidden states are (S, L, D), as vLLM writes them.
+    """
+
+    fields: dict[str, Any]
+    trace: str = ""
+    is_trace: bool = False
+    is_token_major: bool = False
+
+
+class Column:
+    """An array in memory or in a mapped file."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array
+        self.shape: tuple[int, ...] = array.shape
+        self.dtype = array.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    def whole(self) -> np.ndarray:
+        """Return the array."""
+        return self._array
+
+    def row(self, k: int) -> np.ndarray:
+        """Return row `k`. Rows are requested in ascending order."""
+        row: np.ndarray = self._array[k]
+        return row
+
+
+class TableColumn(Column):
+    """An array whose values are looked up in a table of 256, such as 8-bit floats."""
+
+    def __init__(self, codes: np.ndarray, table: np.ndarray) -> None:
+        super().__init__(codes)
+        self._table, self.dtype = table, table.dtype
+
+    def whole(self) -> np.ndarray:
+        """Return the array of values."""
+        values: np.ndarray = self._table[super().whole()]
+        return values
+
+    def row(self, k: int) -> np.ndarray:
+        """Return the values of row `k`."""
+        values: np.ndarray = self._table[super().row(k)]
+        return values
+
+
+class StreamColumn(Column):
+    """A C-contiguous array that is inflated from front to back.
+
+    Parameters
+    ----------
+    open_values : callable
+        Return a stream at the first value.
+    """
+
+    def __init__(
+        self, open_values: Callable[[], IO[bytes]], shape: tuple[int, ...], dtype: np.dtype, scratch: Scratch
+    ) -> None:
+        self._open, self._scratch = open_values, scratch
+        self.shape, self.dtype = shape, dtype
+        self._stream: IO[bytes] | None = None
+        self._next = 0
+
+    def _read(self, stream: IO[bytes], shape: tuple[int, ...]) -> np.ndarray:
+        out = self._scratch.empty(shape, self.dtype)
+        view, begin = memoryview(out.reshape(-1).view("u1").data), 0
+        while begin < len(view):
+            chunk = stream.read(min(_CHUNK_BYTES, len(view) - begin))
+            if not chunk:
+                raise InvalidInputError("truncated: an array ends early")
+            view[begin : begin + len(chunk)] = chunk
+            begin += len(chunk)
+        return out
+
+    def whole(self) -> np.ndarray:
+        """Inflate the array."""
+        with self._open() as stream:
+            array = self._read(stream, self.shape)
+            if stream.read(1):
+                raise InvalidInputError("trailing bytes after an array")
+        return array
+
+    def row(self, k: int) -> np.ndarray:
+        """Inflate row `k`; rows before it cannot be read any more."""
+        if self._stream is None:
+            self._stream = self._open()
+        while self._next < k:
+            self._read(self._stream, self.shape[1:])
+            self._next += 1
+        self._next += 1
+        return self._read(self._stream, self.shape[1:])
+
+
+def check_array(name: str, shape: tuple[int, ...], dtype: np.dtype, num_bytes: int) -> np.dtype:
+    """Return the dtype of an array with these bytes; raise InvalidInputError if they do not fit together.
+
+    Two bytes without a type (`V2`) are what NumPy writes for bfloat16.
+    """
+    if dtype.hasobject:
+        raise InvalidInputError("found Python objects, which only a pickle can hold; save numbers or texts", field=name)
+    if dtype.str.lstrip("<>|") == "V2" and dtype.fields is None:
+        dtype = schema.BFLOAT16
+    elif dtype.kind not in DTYPE_KINDS or dtype.subdtype is not None:
+        raise InvalidInputError(f"found dtype {str(dtype)[:60]}, expected numbers or texts", field=name)
+    if any(not 0 <= n < 1 << 48 for n in shape) or len(shape) > 8:
+        raise InvalidInputError(f"found shape {str(shape)[:60]}", field=name)
+    expected = math.prod(shape) * dtype.itemsize
+    if expected != num_bytes:
+        raise InvalidInputError(f"found {num_bytes:,} bytes, expected {expected:,} for shape {shape}", field=name)
+    return dtype
+
+
+def plain(value: Any) -> Any:
+    """Return a column or array without dimensions as a Python value, texts as str, and other values unchanged."""
+    if isinstance(value, Column):
+        if value.ndim and value.dtype.kind not in "SU":
+            return value
+        value = value.whole()
+    if isinstance(value, np.ndarray) and value.dtype.kind == "S":
+        try:
+            value = np.char.decode(value, "utf-8")
+        except UnicodeDecodeError:
+            raise InvalidInputError("found bytes that are not UTF-8 text") from None
+    if isinstance(value, np.ndarray) and value.ndim == 0 and value.dtype.kind in "biufSU":
+        return value.item()
+    if isinstance(value, np.generic):
+        return value.item()
+    return value

@@ -1,0 +1,164 @@
+"""Group the arrays of a container by trace, field and layer, and take stacked traces apart."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tracestore.errors import InvalidInputError
+from tracestore.ingest.containers.columns import Column, Unit
+from tracestore.ingest.containers.keys import Key, parse_key, split_key
+
+_NUMBERED_NAME = re.compile(r"(.+?)[._/\-]?(\d+)")
+# Outputs of a layer, the preferred one first; the name of a hook of TransformerLens may end with the second part.
+_KINDS = ("resid_post", "output", "out", "", "hidden_states", "resid_pre", "resid_mid", "mlp_out", "attn_out")
+_TOKEN_NAMES = ("tokens", "token_ids", "input_ids", "sequences")
+ARRAYS = ("hidden_states", "attentions", "last_token")
+# Names of arrays with one value per trace.
+ID_COLUMNS = ("question_ids", "question_id", "ids", "id", "labels", "label")
+
+
+def units_of(fields: Mapping[str, Any], **options: bool) -> Iterator[Unit]:
+    """Yield a unit for each trace name in the names of `fields`, in natural order; `options` are those of Unit."""
+    keys = {name: parse_key(name) for name in fields}
+    traces = {key.trace for key in keys.values() if key and key.field in ARRAYS and key.trace}
+    groups: dict[str, dict[str, tuple[Key | None, Any]]] = defaultdict(dict)
+    for name, value in fields.items():
+        key, trace, field = keys[name], "", name
+        if key is None or key.field == "tokens":
+            trace, field = split_key(name, traces)
+            key = parse_key(field) if trace else key
+        if key is not None and not trace:
+            trace = key.trace
+        groups[trace][field] = (key, value)
+    shared = groups.pop("", {}) if len(groups) > 1 else {}
+    if any(key and key.field in ARRAYS for key, _ in shared.values()):
+        raise InvalidInputError(f"found arrays of named traces and others ({', '.join(list(shared)[:3])[:80]})")
+    for trace in sorted(groups, key=natural_key):
+        for number, group in _by_number(groups[trace]):
+            name = trace if number is None else f"{trace}_{number}".strip("_")
+            values = {field: value for field, (_, value) in shared.items()} | _fields(group)
+            yield Unit(values, name, **options)
+
+
+def natural_key(name: str) -> list[tuple[int, int, str]]:
+    """Return a sort key that puts q2 before q10."""
+    return [(1, int(p), p) if p.isdecimal() else (0, 0, p) for p in re.split(r"(\d+)", name)]
+
+
+def _by_number(group: dict[str, tuple[Key | None, Any]]) -> list[tuple[int | None, dict[str, tuple[Key | None, Any]]]]:
+    """Return the groups of the traces that names like hidden_states_3 and tokens_3 number; else one group."""
+    numbered = [(key, value) for key, value in group.values() if key is not None and key.number is not None]
+    is_trace = any(key.field == "tokens" for key, _ in numbered) or any(
+        key.field == "hidden_states" and not key.kind and isinstance(value, Column) and _is_stack(value)
+        for key, value in numbered
+    )
+    if not is_trace:
+        return [(None, group)]
+    found: dict[int, dict[str, tuple[Key | None, Any]]] = defaultdict(dict)
+    shared = {}
+    for name, (key, value) in group.items():
+        match = _NUMBERED_NAME.fullmatch(name)
+        if match is None:
+            shared[name] = (key, value)
+        else:
+            found[int(match[2])][match[1]] = (key._replace(number=None) if key else None, value)
+    return [(number, shared | found[number]) for number in sorted(found)]
+
+
+def _is_stack(value: Column) -> bool:
+    return value.ndim == 3 and value.shape[0] > 1 and value.shape[1] > 1
+
+
+def _fields(group: dict[str, tuple[Key | None, Any]]) -> dict[str, Any]:
+    """Return fields by name: whole arrays, dicts of arrays by layer, and other values."""
+    fields: dict[str, Any] = {}
+    layers: dict[str, dict[str, dict[int, Any]]] = defaultdict(lambda: defaultdict(dict))
+    wholes: dict[str, list[str]] = defaultdict(list)
+    for name, (key, value) in group.items():
+        if key is None:
+            fields[name] = value
+        elif key.number is not None:
+            layers[key.field][key.kind.lower().removeprefix("hook_")][key.number] = value
+        else:
+            wholes[key.field].append(name)
+    for field, names in wholes.items():
+        if field in layers:
+            raise InvalidInputError(f"found whole ({names[0][:60]}) and by layer, expected one of them", field=field)
+        order = {name: k for k, name in enumerate(_TOKEN_NAMES)}
+        first, *others = sorted(names, key=lambda n: order.get(n, -1 if n == field else len(order)))
+        fields[field] = group[first][1]
+        fields |= {name: group[name][1] for name in others}
+    for field, kinds in layers.items():
+        kind = min(kinds, key=lambda k: _KINDS.index(k) if k in _KINDS else len(_KINDS))
+        fields[field] = {number: kinds[kind][number] for number in sorted(kinds[kind])}
+        if len(kinds) > 1:  # a cache of TransformerLens, whose other arrays are not states of a layer
+            fields = {name: value for name, value in fields.items() if "hook_" not in name}
+    return fields
+
+
+def stacked_count(unit: Unit, num_rows: int | None) -> tuple[int | None, str]:
+    """Return the number of stacked traces, None for one trace, and what a row of hidden_states is.
+
+    Parameters
+    ----------
+    unit : Unit
+        The fields.
+    num_rows : int or None
+        Number of rows of a table that belongs to the unit alone.
+
+    Returns
+    -------
+    count : int or None
+        Number of traces.
+    kind : str
+        "trace"; "layer" for one layer (S, D) of each trace; "last_token" for (L, D), the last token of each layer;
+        "sequences" for the same with labels, 1: hallucination.
+    """
+    fields = unit.fields
+    if unit.is_trace:
+        return None, "trace" if "hidden_states" in fields else "last_token"
+    counts = {fields[name].shape[0] for name in ID_COLUMNS if _ndim(fields.get(name)) == 1}
+    counts |= {num_rows} if num_rows is not None and num_rows > 1 else set()
+    hidden, tokens = fields.get("hidden_states"), fields.get("tokens")
+    if hidden is None:
+        last = fields.get("last_token")
+        if last is None and isinstance(tokens, Column) and tokens.ndim == 3 and tokens.dtype.kind == "f":
+            fields["last_token"] = fields.pop("tokens")
+            return tokens.shape[0], "sequences"  # as in preprocessed_*.pt
+        if isinstance(last, Column) and (last.ndim == 3 or last.shape[0] in counts):
+            return last.shape[0], "last_token"
+        return None, "last_token"
+    rank = 3 if isinstance(hidden, dict) else 4
+    first = next(iter(hidden.values())) if isinstance(hidden, dict) else hidden
+    if not isinstance(first, Column):
+        return None, "trace"
+    shape, ids = first.shape, tokens.shape if isinstance(tokens, Column) else ()
+    if first.ndim == rank:
+        is_batch_of_one = shape[0] != 1 and shape[1] == 1 and shape[0] not in counts and ids[:1] != shape[:1]
+        return (None if is_batch_of_one and rank == 4 else shape[0]), "trace"
+    if first.ndim == rank - 1 and shape[0] > 1:
+        if rank == 4 and len(ids) == 2 and ids == shape[:2]:
+            return shape[0], "layer"
+        if shape[0] in counts and len(ids) != 1:
+            return shape[0], "last_token"
+    if first.ndim == rank - 2 and shape[0] in counts and shape[0] > 1:
+        return shape[0], "last_token"
+    return None, "trace"
+
+
+def _ndim(value: Any) -> int:
+    return value.ndim if isinstance(value, Column) else -1
+
+
+def row_fields(fields: Mapping[str, Any], count: int, k: int) -> dict[str, Any]:
+    """Return the fields of trace `k` of `count` stacked ones. Values of another length belong to every trace."""
+    values: dict[str, Any] = {}
+    for name, value in fields.items():
+        if isinstance(value, dict) and name in ARRAYS:
+            values[name] = {number: layer.row(k) for number, layer in value.items()}
+        elif isinstance(value, Column):
+            values[name] = value.row(k) if value.ndim and value.shape[0] == count else value.whole()
+        else:
+            values[name] = value
+    return values

@@ -1,0 +1,209 @@
+"""Read HDF5 files with h5py: arrays inside the file only, with the filters that every build of HDF5 has.
+
+It runs in the process of `hdf5_process`.
+"""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tracestore.errors import InvalidInputError
+from tracestore.ingest.byte_source import INFLATE_ALLOWANCE_BYTES, MAX_INFLATE_RATIO
+from tracestore.ingest.containers.columns import DTYPE_KINDS, Column, Unit
+from tracestore.ingest.containers.grouping import natural_key, units_of
+from tracestore.ingest.containers.keys import parse_key
+
+_MAX_DEPTH = 8
+_MAX_OBJECTS = 2_000_000
+_MAX_FIELDS = 100_000  # of one trace, or of a stack of traces
+# A chunk is inflated as a whole.
+_MAX_CHUNK_BYTES = 256 << 20
+_MAX_TEXT_BYTES = 16 << 20
+_PART_BYTES = 16 << 20  # of an array, which are read and sent together
+# deflate, shuffle, fletcher32, szip, nbit, scaleoffset; LZF, which h5py contains. Others are plugins: libraries that
+# HDF5 would load from a folder.
+_FILTERS = frozenset((1, 2, 3, 4, 5, 6, 32000))
+_GROUPS_OF_TRACES = ("traces", "samples", "data", "examples", "questions", "activations")
+
+
+class HDF5Column(Column):
+    """An array of a file, read in parts."""
+
+    def __init__(self, dataset: Any, name: str) -> None:
+        self._dataset, self._name = dataset, name
+        self.shape, self.dtype = dataset.shape, dataset.dtype
+
+    def objects(self, selection: tuple[int, ...]) -> np.ndarray:
+        """Return texts, or the values of variable length at one position; `selection` is () or a row."""
+        return _objects(self._dataset, selection, self._name)
+
+    def parts(self, selection: tuple[int, ...]) -> Iterator[np.ndarray]:
+        """Yield the values of the array, or of a row, in parts along their first axis."""
+        axis, shape = len(selection), self.shape[len(selection) :]
+        if not math.prod(shape):
+            return
+        if not shape:
+            yield np.asarray(self._dataset[selection])
+            return
+        chunk = self._dataset.chunks[axis] if self._dataset.chunks is not None else 1
+        row_bytes = math.prod(shape[1:]) * self.dtype.itemsize
+        rows = max(1, _PART_BYTES // (row_bytes * chunk)) * chunk
+        for begin in range(0, shape[0], rows):
+            yield self._dataset[(*selection, slice(begin, begin + rows))]
+
+
+def units_of_file(path: Path) -> Iterator[Unit]:
+    """Yield the traces of a file: groups with the fields of one trace each, or arrays with stacked ones."""
+    import h5py
+
+    try:
+        file = h5py.File(path, "r", locking=False)
+    except OSError as error:
+        raise InvalidInputError(f"truncated or damaged HDF5 file: {' '.join(str(error).split())[:200]}") from None
+    with file:
+        yield from _Reader(h5py, path).units(file)
+
+
+class _Reader:
+    """The groups of one file."""
+
+    def __init__(self, h5py: Any, path: Path) -> None:
+        self._h5py, self._size = h5py, path.stat().st_size
+        self._seen: set[Any] = set()
+        self._texts = 0
+
+    def units(self, group: Any, trace: str = "", depth: int = 0) -> Iterator[Unit]:
+        """Yield the units of a group: its own fields, or those of the groups in it."""
+        children = self._children(group, depth)
+        is_unit = any(parse_key(name) is not None for name in children) or not any(
+            isinstance(child, self._h5py.Group) for child in children.values()
+        )
+        if is_unit:
+            fields = self._flatten(group, children, "", depth)
+            for unit in units_of(fields):
+                unit.trace = "/".join(filter(None, (trace, unit.trace)))
+                yield unit
+            return
+        shared = self._attributes(group) | {
+            name: self._column(child, name)
+            for name, child in children.items()
+            if not isinstance(child, self._h5py.Group)
+        }
+        for name in sorted(children, key=natural_key):
+            child = children.pop(name)
+            if isinstance(child, self._h5py.Group):
+                inner = trace if name.lower() in _GROUPS_OF_TRACES else "/".join(filter(None, (trace, name)))
+                for unit in self.units(child, inner, depth + 1):
+                    unit.fields = shared | unit.fields
+                    yield unit
+
+    def _children(self, group: Any, depth: int) -> dict[str, Any]:
+        """Return the objects of a group by name after checking that all of them are in this file."""
+        if depth > _MAX_DEPTH:
+            raise InvalidInputError("groups nested deeper than those of a trace file", field=group.name[:60])
+        children = {}
+        for name in group:
+            link = group.get(name, getlink=True)
+            if not isinstance(link, self._h5py.HardLink):
+                raise InvalidInputError(
+                    f"found {'an external' if isinstance(link, self._h5py.ExternalLink) else 'a soft'} link, "
+                    "expected data in this file; copy it with h5copy or h5repack",
+                    field=name[:60],
+                )
+            child = group[name]
+            if isinstance(child, self._h5py.Datatype):
+                continue
+            info = self._h5py.h5o.get_info(child.id)
+            if isinstance(child, self._h5py.Group):
+                if (info.fileno, info.addr) in self._seen:
+                    raise InvalidInputError("found a group twice", field=name[:60])
+                self._seen.add((info.fileno, info.addr))
+                if len(self._seen) > _MAX_OBJECTS:
+                    raise InvalidInputError(f"found more than {_MAX_OBJECTS:,} groups")
+            children[name] = child
+        return children
+
+    def _flatten(self, group: Any, children: dict[str, Any], prefix: str, depth: int) -> dict[str, Any]:
+        """Return the arrays and attributes of a group, and of the groups in it, by path."""
+        fields = {prefix + name: value for name, value in self._attributes(group).items()}
+        for name, child in children.items():
+            path = prefix + name
+            if isinstance(child, self._h5py.Group):
+                fields |= self._flatten(child, self._children(child, depth + 1), f"{path}/", depth + 1)
+            else:
+                fields[path] = self._column(child, path)
+            if len(fields) > _MAX_FIELDS:
+                raise InvalidInputError(f"found more than {_MAX_FIELDS:,} arrays in one group", field=group.name[:60])
+        return fields
+
+    def _attributes(self, group: Any) -> dict[str, Any]:
+        """Return the attributes that hold texts and numbers."""
+        values = {}
+        for name in group.attrs:
+            attribute = group.attrs.get_id(name)
+            if self._h5py.check_string_dtype(attribute.dtype) is None and attribute.dtype.kind not in DTYPE_KINDS:
+                continue  # references between objects, as netCDF and pandas write them
+            self._texts += attribute.get_storage_size()
+            if self._texts > _MAX_TEXT_BYTES + self._size:
+                raise InvalidInputError("attributes that exceed the file many times", field=name[:60])
+            value = group.attrs[name]
+            values[name] = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+        return values
+
+    def _column(self, dataset: Any, name: str) -> Column:
+        """Return an array after checking that reading it stays in this file and in memory."""
+        create = dataset.id.get_create_plist()
+        if dataset.is_virtual or dataset.external:
+            raise InvalidInputError(
+                "found an array whose values are in other files; copy it into this one with h5repack", field=name[:60]
+            )
+        filters = {create.get_filter(k)[0] for k in range(create.get_nfilters())}
+        if filters - _FILTERS:
+            raise InvalidInputError(
+                f"compressed by filter {min(filters - _FILTERS)}, a plugin that is not loaded; use h5repack -f GZIP=4",
+                field=name[:60],
+            )
+        if dataset.shape is None:
+            raise InvalidInputError("found an empty array without a shape", field=name[:60])
+        dtype = dataset.dtype
+        if dtype.kind == "O":
+            if self._h5py.check_string_dtype(dtype) is None and self._h5py.check_vlen_dtype(dtype) is None:
+                raise InvalidInputError("found references to objects, expected numbers or texts", field=name[:60])
+        elif dtype.kind not in DTYPE_KINDS or dtype.subdtype is not None:
+            raise InvalidInputError(f"found dtype {str(dtype)[:60]}, expected numbers or texts", field=name[:60])
+        stored = dataset.id.get_storage_size()
+        if math.prod(dataset.shape) * dtype.itemsize > stored * MAX_INFLATE_RATIO + INFLATE_ALLOWANCE_BYTES:
+            raise InvalidInputError(
+                f"found shape {dataset.shape} in {stored:,} bytes, too many values for them", field=name[:60]
+            )
+        if dataset.chunks is not None and math.prod(dataset.chunks) * dtype.itemsize > _MAX_CHUNK_BYTES:
+            raise InvalidInputError(
+                f"found chunks {dataset.chunks}, expected at most {_MAX_CHUNK_BYTES >> 20} MiB each; use h5repack",
+                field=name[:60],
+            )
+        return HDF5Column(dataset, name)
+
+
+def _objects(dataset: Any, selection: tuple[int, ...], name: str) -> np.ndarray:
+    """Return texts as an array of str, or the values of variable length at one position."""
+    value = dataset[selection]
+    if isinstance(value, bytes):
+        value = _text(value, name)
+    elif isinstance(value, np.ndarray) and value.dtype.kind == "O":
+        if not all(isinstance(item, bytes) for item in value.flat):
+            raise InvalidInputError("found a list of arrays for one trace, expected numbers or texts", field=name[:60])
+        texts = [_text(item, name) for item in value.flat]
+        if sum(map(len, texts)) > _MAX_TEXT_BYTES or max(map(len, texts), default=0) * len(texts) > _MAX_TEXT_BYTES:
+            raise InvalidInputError(f"found texts of more than {_MAX_TEXT_BYTES:,} characters", field=name[:60])
+        value = np.array(texts, dtype=str).reshape(value.shape)
+    return np.asarray(value)
+
+
+def _text(value: bytes, name: str) -> str:
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError:
+        raise InvalidInputError("found bytes that are not UTF-8 text", field=name[:60]) from None

@@ -1,0 +1,79 @@
+"""The names of arrays in a container: which field, layer and trace they belong to."""
+
+import re
+from collections.abc import Container
+from functools import lru_cache
+from typing import NamedTuple
+
+# Names of the fields, besides those of docs/ingest.md.
+_HIDDEN = r"(?:all_|last_)?hidden_?states?|hiddens?|activations?|acts|residual(?:s|_stream)?|resid"
+_ATTENTION = r"attentions?|attention_(?:weights|maps?|probs)|attn(?:_weights)?"
+_TOKENS = r"tokens|token_ids|input_ids|sequences"
+_LAST_TOKEN = r"last_tokens?(?:_hidden(?:_states?)?)?"
+_NAMES = f"(?P<hidden>{_HIDDEN})|(?P<attention>{_ATTENTION})|(?P<tokens>{_TOKENS})|(?P<last>{_LAST_TOKEN})"
+# The name of a trace before a field: anything before a dot or slash, or something with a digit before _ or -.
+_TRACE = r"(?:(?P<trace>.+?)[./]|(?P<trace_>.*?\d.*?)[_\-])??"
+# hidden_states, q1/hidden_states, tc_12_hidden_states
+_WHOLE = re.compile(f"{_TRACE}(?:{_NAMES})", re.IGNORECASE)
+# hidden_states.3, hidden_states_layer_3, q1/hidden_states/3
+_NUMBERED = re.compile(rf"{_TRACE}(?:{_NAMES})[._/\-]?(?:(?:layers?|blocks?)[._/\-]?)?(?P<number>\d+)", re.IGNORECASE)
+# layer_3, model.layers.3, blocks.3.hook_resid_post (TransformerLens), layer_3/hidden_states
+_BY_LAYER = re.compile(
+    rf"{_TRACE}(?:(?:model|transformer|gpt_neox|language_model|decoder)[./])*"
+    r"(?:(?:layers?|blocks?)[._/\-]?|h\.)(?P<number>\d+)(?:[._/\-](?P<kind>.+))?",
+    re.IGNORECASE,
+)
+_OUTPUT = re.compile(rf"(?:hook_)?(?:resid_(?:post|pre|mid)|mlp_out|attn_out|out(?:put)?|{_HIDDEN})(?:\.output)?")
+_PATTERN = re.compile(rf"(?:(?:self_)?attn[./])?(?:hook_pattern|pattern|{_ATTENTION})")
+_SPLIT = re.compile(r"[./_\-]")
+ID_KEYS = ("question_id", "qid", "id", "example_id", "sample_id", "uid", "idx", "index")
+
+
+class Key(NamedTuple):
+    """Parts of the name of an array: field, number of a layer or trace, name of the trace, kind of output."""
+
+    field: str
+    number: int | None = None
+    trace: str = ""
+    kind: str = ""
+
+
+@lru_cache(maxsize=1 << 16)
+def parse_key(name: str) -> Key | None:
+    """Return what a name says about hidden states, attention or tokens; None for the name of another field.
+
+    Examples
+    --------
+    >>> parse_key("q1/hidden_states.3")
+    Key(field='hidden_states', number=3, trace='q1', kind='')
+    >>> parse_key("blocks.3.hook_resid_post")
+    Key(field='hidden_states', number=3, trace='', kind='hook_resid_post')
+    """
+    if match := _NUMBERED.fullmatch(name) or _WHOLE.fullmatch(name):
+        number = match.groupdict().get("number")
+        if not (layer := _BY_LAYER.fullmatch(name)) or number is not None:
+            return Key(_field(match), None if number is None else int(number), _trace(match))
+        match = layer
+    elif not (match := _BY_LAYER.fullmatch(name)):
+        return None
+    kind = match["kind"] or ""
+    if not kind or _OUTPUT.fullmatch(kind):
+        return Key("hidden_states", int(match["number"]), _trace(match), kind)
+    return Key("attentions", int(match["number"]), _trace(match)) if _PATTERN.fullmatch(kind) else None
+
+
+def _trace(match: re.Match[str]) -> str:
+    return match["trace"] or match["trace_"] or ""
+
+
+def _field(match: re.Match[str]) -> str:
+    names = {"hidden": "hidden_states", "attention": "attentions", "tokens": "tokens", "last": "last_token"}
+    return next(field for group, field in names.items() if match[group])
+
+
+def split_key(name: str, traces: Container[str]) -> tuple[str, str]:
+    """Return (trace, field) of the name of another field, if it begins with one of `traces`; else ("", name)."""
+    for match in reversed(list(_SPLIT.finditer(name))):
+        if name[: match.start()] in traces:
+            return name[: match.start()], name[match.end() :]
+    return "", name

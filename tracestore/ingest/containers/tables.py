@@ -1,0 +1,208 @@
+"""Tables next to containers: JSON, JSON Lines or CSV files with the texts and numbers of traces."""
+
+import csv
+import hashlib
+import io
+import json
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from tracestore._core.mapping import MappedFile
+from tracestore.errors import InvalidInputError
+from tracestore.ingest.byte_source import check_regular, map_file
+from tracestore.ingest.containers.keys import ID_KEYS
+from tracestore.store.format import schema
+
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+# A table that is parsed as a whole; of JSON Lines, only one line at a time is.
+MAX_BYTES = 64 << 20
+MAX_LINE_BYTES = 16 << 20
+# Columns that name the file of a trace.
+_FILE_KEYS = ("file", "filename", "file_name", "path", "file_path", "filepath", "npz", "npy", "hidden_states_path")
+_TEXTS = frozenset((*schema.STRING_FIELDS, *ID_KEYS, *_FILE_KEYS, "answer", "prompt"))
+
+
+class Table:
+    """The rows of a table, parsed on request.
+
+    Parameters
+    ----------
+    path : Path
+        File with one of SUFFIXES.
+
+    Raises
+    ------
+    InvalidInputError
+        If the file is not a table. The message names it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._rows: list[dict[str, Any]] = []
+        self._begins = array("q")
+        check_regular(path)
+        self._mapped: MappedFile = map_file(path)
+        try:
+            if path.suffix in (".jsonl", ".ndjson"):
+                self._find_lines()
+            elif len(self._mapped) > MAX_BYTES:
+                raise InvalidInputError(f"found {len(self._mapped):,} bytes, expected at most {MAX_BYTES:,}")
+            else:
+                text = self._mapped.read(0, len(self._mapped)).decode("utf-8-sig")
+                self._rows = _from_json(text) if path.suffix == ".json" else _from_csv(text, path.suffix)
+        except InvalidInputError:
+            raise
+        except (UnicodeDecodeError, ValueError, RecursionError, csv.Error) as error:
+            raise InvalidInputError(f"{path.name} is not a table: {' '.join(str(error).split())[:200]}") from None
+
+    def _find_lines(self) -> None:
+        """Record where each line that is not blank begins and ends."""
+        size, begin = len(self._mapped), 0
+        rest = b""
+        for offset in range(0, size, 4 << 20):
+            rest += self._mapped.read(offset, min(size, offset + (4 << 20)))
+            lines = rest.split(b"\n")
+            rest = lines.pop()
+            for line in lines:
+                self._add_line(line, begin)
+                begin += len(line) + 1
+            if len(rest) > MAX_LINE_BYTES:
+                raise InvalidInputError(f"{self.path.name}: found a line of more than {MAX_LINE_BYTES:,} bytes")
+        self._add_line(rest, begin)
+
+    def _add_line(self, line: bytes, begin: int) -> None:
+        if line.strip():
+            self._begins.extend((begin, begin + len(line)))
+
+    def __len__(self) -> int:
+        return len(self._rows) or len(self._begins) // 2
+
+    def __getitem__(self, k: int) -> dict[str, Any]:
+        if self._rows:
+            return self._rows[k]
+        try:
+            row = json.loads(self._mapped.read(*self._begins[2 * k : 2 * k + 2]))
+        except (ValueError, RecursionError) as error:
+            raise InvalidInputError(f"{self.path.name}, row {k}: not JSON: {str(error)[:100]}") from None
+        if not isinstance(row, dict):
+            raise InvalidInputError(f"{self.path.name}, row {k}: found {type(row).__name__}, expected an object")
+        return row
+
+    @cached_property
+    def by_file(self) -> dict[str, int]:
+        """Row by the stem of the file that it names."""
+        return self._by(_FILE_KEYS, lambda value: PurePosixPath(value.replace("\\", "/")).name)
+
+    @cached_property
+    def by_id(self) -> dict[str, int]:
+        """Row by id; an id that several rows have is left out."""
+        return self._by(ID_KEYS, str)
+
+    def _by(self, keys: Sequence[str], text: Any) -> dict[str, int]:
+        found: dict[str, int] = {}
+        several = set()
+        for k in range(len(self)):
+            row = self[k]
+            for key in keys:
+                value = row.get(key)
+                if isinstance(value, str | int) and not isinstance(value, bool):
+                    name = text(str(value))
+                    several |= {name} if name in found else set()
+                    found.setdefault(name, k)
+                    break
+        return {name: k for name, k in found.items() if name not in several}
+
+
+def _from_json(text: str) -> list[dict[str, Any]]:
+    """Return the rows of a list of objects, of {"traces": [...]}, of a dict of objects by id, or one object."""
+    value = json.loads(text)
+    if isinstance(value, dict):
+        lists = [v for v in value.values() if isinstance(v, list) and v and all(isinstance(r, dict) for r in v)]
+        if value and all(isinstance(row, dict) for row in value.values()):
+            value = [{"question_id": key} | row for key, row in value.items()]
+        elif len(lists) == 1 and len(value) <= 3 and not {"question", "question_id", "id"} & value.keys():
+            value = lists[0]
+        else:
+            value = [value]
+    if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
+        raise ValueError("expected a list of objects")
+    return value
+
+
+def _from_csv(text: str, suffix: str) -> list[dict[str, Any]]:
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t" if suffix == ".tsv" else ",", strict=True)
+    header = next(reader, [])
+    if not header or len(set(header)) != len(header):
+        raise ValueError("expected a header with different names")
+    rows = []
+    for number, values in enumerate(reader):
+        if not values:
+            continue
+        if len(values) != len(header):
+            raise ValueError(f"row {number} has {len(values)} values, the header {len(header)}")
+        row = {name: _csv_value(name, value) for name, value in zip(header, values, strict=True)}
+        rows.append({name: value for name, value in row.items() if name and value is not None})
+    return rows
+
+
+def _csv_value(name: str, text: str) -> Any:
+    """Return a number or JSON list of a cell as such, other cells as text, and None for an empty one."""
+    if name in _TEXTS:
+        return text or None
+    if text[:1] in ("[", "{") or (text[:1] in "+-.0123456789" and len(text) < 40):
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            return text or None
+    return text or None
+
+
+@lru_cache(maxsize=4)
+def _load(path: Path, size: int, modified_ns: int) -> Table:
+    return Table(path)
+
+
+def load_table(path: Path) -> Table:
+    """Return a table; several sources share the one of a file."""
+    status = check_regular(path)
+    return _load(path, status.st_size, status.st_mtime_ns)
+
+
+@dataclass(frozen=True)
+class TableReference:
+    """A table next to a source, and the rows that belong to the source; None for all of them."""
+
+    path: Path
+    rows: tuple[int, ...] | None = None
+
+    def load(self) -> "TableRows":
+        """Return the rows."""
+        table = load_table(self.path)
+        return TableRows(table, range(len(table)) if self.rows is None else self.rows)
+
+
+class TableRows:
+    """The rows of a table that belong to one source."""
+
+    def __init__(self, table: Table, rows: Sequence[int]) -> None:
+        self._table, self._rows = table, rows
+        self.path = table.path
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def of(self, trace: str, position: int) -> dict[str, Any] | None:
+        """Return the row of a trace by its name in the container, if rows have ids, else by its position; None without one."""
+        if trace and self._table.by_id:
+            found = self._table.by_id.get(trace)
+            return None if found is None else dict(self._table[found])
+        return dict(self._table[self._rows[position]]) if position < len(self._rows) else None
+
+    def update_digest(self, digest: "hashlib.blake2b") -> None:
+        """Add the content of the rows to a digest."""
+        for k in self._rows:
+            digest.update(json.dumps(self._table[k], sort_keys=True, default=str).encode())

@@ -1,0 +1,120 @@
+"""Streams of the compressed files that may hold a pickle, each inflated in bounded steps."""
+
+import bz2
+import importlib
+import lzma
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, cast
+
+from isal import igzip, igzip_lib
+from isal.igzip_lib import IsalError
+
+from tracestore.errors import InvalidInputError
+
+_READ_BYTES = 256 << 10
+# Memory that a stream may request for its dictionary; `xz -9` needs 65 MiB, `zstd --ultra -22` 128 MiB.
+_MAX_WINDOW_LOG = 27
+_MAX_XZ_MEMORY = 256 << 20
+_MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+# First two bytes of a zlib stream, as `joblib.dump(compress=True)` writes it. No pickle begins with "x".
+_MAGIC |= {bytes((0x78, flags)): "zlib" for flags in (0x01, 0x5E, 0x9C, 0xDA)}
+# What the libraries raise for a damaged stream.
+DAMAGE = (zlib.error, IsalError, lzma.LZMAError, OSError, ValueError)
+
+
+class InflatedStream(Protocol):
+    """An open compressed file."""
+
+    def read(self, size: int, /) -> bytes:
+        """Return at most `size` inflated bytes, b"" at the end; EOFError if the file ends inside a stream."""
+
+    def close(self) -> None:
+        """Close the file."""
+
+
+def compression_of(head: bytes) -> str | None:
+    """Return the compression of a file from its first bytes; None if it is not compressed."""
+    return next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
+
+
+def open_inflated(path: Path, compression: str) -> InflatedStream:
+    """Open a compressed file.
+
+    Raises
+    ------
+    InvalidInputError
+        If the library for the compression is not installed.
+    """
+    if compression == "gzip":
+        return cast(InflatedStream, igzip.open(path, "rb"))
+    return _Streams(open(path, "rb"), _DECOMPRESSORS[compression])
+
+
+class _Streams:
+    """Streams behind each other in one file, inflated by decompressors of the interface of bz2."""
+
+    def __init__(self, file: BinaryIO, new: Callable[[], Any]) -> None:
+        self._file, self._new = file, new
+        self._inflate = new()
+        self._rest = b""
+
+    def read(self, size: int, /) -> bytes:
+        while True:
+            if self._inflate.eof:
+                self._rest = self._inflate.unused_data or self._file.read(_READ_BYTES)
+                if not self._rest:
+                    return b""
+                self._inflate = self._new()
+            if not self._rest and self._inflate.needs_input:
+                self._rest = self._file.read(_READ_BYTES)
+                if not self._rest:
+                    raise EOFError
+            data: bytes = self._inflate.decompress(self._rest, size)
+            self._rest = b""
+            if data:
+                return data
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _ZstdDecompressor:
+    """A frame of zstd; its errors are ValueErrors."""
+
+    def __init__(self, library: Any) -> None:
+        limit = {library.DecompressionParameter.window_log_max: _MAX_WINDOW_LOG}
+        self._frame, self._error = library.ZstdDecompressor(options=limit), library.ZstdError
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._frame, name)
+
+    def decompress(self, data: bytes, size: int) -> Any:
+        """Return at most `size` bytes."""
+        try:
+            return self._frame.decompress(data, size)
+        except self._error as error:
+            raise ValueError(str(error)) from None
+
+
+def _zstd() -> Any:
+    for name in ("compression.zstd", "backports.zstd"):
+        try:
+            library = importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+        return _ZstdDecompressor(library)
+    raise InvalidInputError(
+        "reading .zst needs Python 3.14 or the package backports.zstd; inflate the file, or run: "
+        "pip install backports.zstd",
+        is_whole_source=True,
+    )
+
+
+_DECOMPRESSORS: dict[str, Callable[[], Any]] = {
+    "bz2": bz2.BZ2Decompressor,
+    "xz": lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_MAX_XZ_MEMORY),
+    "zlib": lambda: igzip_lib.IgzipDecompressor(igzip_lib.DECOMP_ZLIB),
+    "zstd": _zstd,
+}

@@ -1,0 +1,1 @@
+"""Read pickles as data: the names that they may have, and what stands in for each."""

@@ -1,0 +1,235 @@
+"""Values of the standard library, objects of unknown classes, and the outputs of transformers, as plain data.
+
+A class of a file is never imported. What its pickle holds is read like a dict or list; an object that has no
+value as data (a cache, a configuration, an enumeration) is a PickledObject, which no field of a store accepts.
+"""
+
+import datetime
+import re
+import struct
+import sys
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tracestore.errors import InvalidInputError
+from tracestore.ingest.pickles.pickled_values import PickledValue, SafeClass, SafeFunction, SafeGlobal
+
+# Modules whose names are refused unless they are in a table: a file of data has no other use for them.
+_KNOWN_MODULES = frozenset(
+    (*sys.stdlib_module_names, "__builtin__", "commands", "copy_reg", "distutils", "imp", "lib2to3", "nt", "popen2")
+)
+_LIBRARIES = frozenset(("numpy", "torch", "torch_geometric", "tracestore"))
+_MODEL_OUTPUT = re.compile(r"[A-Za-z0-9_]*Output[A-Za-z0-9_]*")
+_MAX_NAME = 200
+
+
+class PickledObject(PickledValue):
+    """An object of a class that is not known, as data: its attributes and the items of a dict.
+
+    Attributes
+    ----------
+    name : str
+        Module and name of the class.
+    fields : dict[str, Any]
+        Attributes and items with a name.
+    """
+
+    __slots__ = ("fields", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.fields: dict[str, Any] = {}
+
+    def build(self, state: Any) -> None:
+        """Add the attributes in a state: a dict, or for a class with slots a pair of dicts."""
+        for part in state if isinstance(state, tuple) and len(state) == 2 else (state,):
+            if type(part) is dict:
+                self.fields |= {k: v for k, v in part.items() if isinstance(k, str)}
+
+    def add_items(self, items: list[Any]) -> None:
+        """Add keys and values of a subclass of dict: key, value, key, value."""
+        pairs = zip(items[::2], items[1::2], strict=True)
+        self.fields |= {k: v for k, v in pairs if isinstance(k, str)}
+
+    def plain(self) -> Any:
+        """Return the object as a text if it has one, else the object."""
+        number = self.fields.get("int") if self.name == "uuid.UUID" else None
+        return str(uuid.UUID(int=number)) if type(number) is int and 0 <= number < 1 << 128 else self
+
+
+class PickledDict(PickledObject):
+    """An output of transformers: a dict, whose attributes repeat its items."""
+
+    __slots__ = ()
+
+    def build(self, state: Any) -> None:
+        """Add the attributes if there are no items."""
+        if not self.fields:
+            super().build(state)
+
+
+class UnknownClass(SafeGlobal):
+    """A name outside of the standard library and of the libraries whose data are read."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name[:_MAX_NAME]
+
+    def call(self, args: tuple[Any, ...]) -> PickledObject:
+        """Return an object without fields: nothing is called."""
+        return PickledObject(self.name)
+
+    def new(self, args: tuple[Any, ...]) -> PickledObject:
+        """Return an object without fields, which the opcode BUILD fills."""
+        return PickledObject(self.name)
+
+
+class _ModelOutput(UnknownClass):
+    """A class of outputs of transformers, whose items follow the call."""
+
+    def call(self, args: tuple[Any, ...]) -> PickledObject:
+        return PickledDict(self.name)
+
+    def new(self, args: tuple[Any, ...]) -> PickledObject:
+        return PickledDict(self.name)
+
+
+def unknown_class(module: str, name: str) -> UnknownClass | None:
+    """Return the stand-in of a name that no table has; None if it is refused."""
+    package = module.partition(".")[0]
+    if not package.isidentifier() or not package.isascii() or not all(map(str.isidentifier, name.split("."))):
+        return None
+    if (package in _KNOWN_MODULES and package != "__main__") or package in _LIBRARIES:
+        return None
+    if package in ("transformers", "transformers_modules") and _MODEL_OUTPUT.fullmatch(name):
+        return _ModelOutput(f"{module}.{name}")
+    return UnknownClass(f"{module}.{name}")
+
+
+def _checked(name: str, read: Callable[[tuple[Any, ...]], Any]) -> SafeFunction:
+    """Return the stand-in of a callable; `read` returns its value as data or raises ValueError."""
+
+    def call(args: tuple[Any, ...]) -> Any:
+        try:
+            return read(args)
+        except (ValueError, TypeError, OverflowError, IndexError, struct.error):
+            raise InvalidInputError(f"found {name} with other arguments than its own") from None
+
+    return SafeFunction(name, call, is_class=True)
+
+
+def _listed(args: tuple[Any, ...]) -> list[Any]:
+    if len(args) > 1 or not all(isinstance(items, list | tuple) for items in args):
+        raise ValueError
+    return list(args[0]) if args else []
+
+
+def _deque(args: tuple[Any, ...]) -> list[Any]:
+    return _listed(args[:1])
+
+
+def _counter(args: tuple[Any, ...]) -> dict[Any, Any]:
+    if len(args) != 1 or type(args[0]) is not dict:
+        raise ValueError
+    return dict(args[0])
+
+
+def _defaultdict(args: tuple[Any, ...]) -> dict[Any, Any]:
+    if len(args) != 1 or not (args[0] is None or isinstance(args[0], SafeGlobal)):
+        raise ValueError
+    return {}
+
+
+def _path(args: tuple[Any, ...]) -> str:
+    if not all(isinstance(part, str) for part in args):
+        raise ValueError
+    return "/".join(part.rstrip("/") for part in args) or "."
+
+
+def _text(args: tuple[Any, ...]) -> str:
+    if len(args) != 1 or not isinstance(args[0], str):
+        raise ValueError
+    return args[0]
+
+
+def _fraction(args: tuple[Any, ...]) -> str:
+    if len(args) == 2 and all(type(part) is int for part in args):
+        return f"{args[0]}/{args[1]}"
+    return _text(args)
+
+
+def _complex(args: tuple[Any, ...]) -> np.ndarray:
+    if len(args) != 2 or not all(isinstance(part, float | int) for part in args):
+        raise ValueError
+    return np.array(complex(*args), "<c16")
+
+
+def _bytes_of(args: tuple[Any, ...], count: int) -> bytes:
+    data = args[0]
+    if not isinstance(data, bytes) or len(data) != count:
+        raise ValueError
+    return data
+
+
+def _datetime(args: tuple[Any, ...]) -> str:
+    year, month, day, hour, minute, second, high, low = struct.unpack(">H6BH", _bytes_of(args, 10))
+    zone = args[1] if len(args) > 1 else None
+    if zone is not None and not isinstance(zone, str | PickledObject):
+        raise ValueError
+    moment = datetime.datetime(year, month & 127, day, hour, minute, second, high << 16 | low)
+    return moment.isoformat() + (zone if isinstance(zone, str) else "")
+
+
+def _date(args: tuple[Any, ...]) -> str:
+    return datetime.date(*struct.unpack(">HBB", _bytes_of(args, 4))).isoformat()
+
+
+def _time(args: tuple[Any, ...]) -> str:
+    hour, minute, second, high, low = struct.unpack(">4BH", _bytes_of(args, 6))
+    return datetime.time(hour & 127, minute, second, high << 16 | low).isoformat()
+
+
+def _timedelta(args: tuple[Any, ...]) -> Any:
+    days, seconds, micros = args
+    if not all(type(part) is int for part in args):
+        raise ValueError
+    return datetime.timedelta(days, seconds, micros).total_seconds()
+
+
+def _timezone(args: tuple[Any, ...]) -> str:
+    """Return the offset as isoformat() writes it."""
+    if not isinstance(args[0], float) or not abs(args[0]) < 86400:
+        raise ValueError
+    minutes = round(args[0] / 60)
+    return f"{'-' if minutes < 0 else '+'}{abs(minutes) // 60:02}:{abs(minutes) % 60:02}"
+
+
+_PATHS = ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath")
+GLOBALS: dict[tuple[str, str], SafeGlobal] = {
+    ("datetime", "datetime"): _checked("datetime.datetime", _datetime),
+    ("datetime", "date"): _checked("datetime.date", _date),
+    ("datetime", "time"): _checked("datetime.time", _time),
+    ("datetime", "timedelta"): _checked("datetime.timedelta", _timedelta),
+    ("datetime", "timezone"): _checked("datetime.timezone", _timezone),
+    ("decimal", "Decimal"): _checked("decimal.Decimal", _text),
+    ("fractions", "Fraction"): _checked("fractions.Fraction", _fraction),
+    ("collections", "deque"): _checked("collections.deque", _deque),
+    ("collections", "Counter"): _checked("collections.Counter", _counter),
+    ("collections", "defaultdict"): _checked("collections.defaultdict", _defaultdict),
+    ("uuid", "UUID"): UnknownClass("uuid.UUID"),
+    ("types", "SimpleNamespace"): UnknownClass("types.SimpleNamespace"),
+    ("argparse", "Namespace"): UnknownClass("argparse.Namespace"),
+    **{
+        (module, name): _checked(f"{module}.{name}", _path)
+        for module in ("pathlib", "pathlib._local")
+        for name in _PATHS
+    },
+}
+for _module in ("builtins", "__builtin__"):  # Python 3 and 2
+    for _name in ("set", "frozenset"):
+        GLOBALS[_module, _name] = _checked(f"{_module}.{_name}", _listed)
+    GLOBALS[_module, "complex"] = _checked(f"{_module}.complex", _complex)
+    for _name in ("list", "dict", "int", "float", "str", "tuple", "bool"):  # factories of defaultdict
+        GLOBALS[_module, _name] = SafeClass(f"{_module}.{_name}")

@@ -1,0 +1,99 @@
+"""Replace the values of a pickle by arrays and plain values, within limits."""
+
+from collections.abc import Callable, Sequence
+from operator import gt
+from typing import Any
+
+import numpy as np
+
+from tracestore.errors import InvalidInputError
+from tracestore.ingest.pickles.joblib_arrays import JoblibArray
+from tracestore.ingest.pickles.pickled_objects import PickledDict, PickledObject, UnknownClass
+from tracestore.ingest.pickles.pickled_torch import PickledTensor, TorchDtype
+from tracestore.ingest.pickles.pickled_values import PickledArray, PickledValue, SafeGlobal
+
+# Limits of the values that a file's traces hold, where a value counts each time it is named: a fixed
+# allowance and a multiple of the bytes read, for the number of values, the bytes of text and the bytes of
+# arrays. A value takes at least one byte. Text is encoded again each time it is named; an array is not. The
+# multiple of arrays is large because in files made by hand one array may stand for all layers.
+_ALLOWANCES = ((20_000, 4), (16 << 20, 4), (64 << 20, 200))
+_MAX_BYTES_VALUE = 4 << 20
+
+
+def resolve(value: Any, limits: "Limits") -> Any:
+    """Replace pickled values inside a value by arrays, charge them to the limits and return the value."""
+    kind = type(value)
+    if kind is str or kind is bytes:
+        limits.charge(len(value))
+        return value
+    if kind is PickledArray or kind is PickledTensor or kind is JoblibArray:
+        array = value.resolve()
+        if isinstance(array, list):
+            return [resolve(v, limits) for v in array]
+        limits.charge(0, array.nbytes)
+        return array
+    limits.charge(len(value) if kind is memoryview else 0)
+    if kind is dict:
+        return {k: resolve(v, limits) for k, v in value.items()}
+    if kind is list or kind is tuple:
+        return _resolve_all(value, limits)
+    if kind is memoryview:
+        if len(value) > _MAX_BYTES_VALUE:
+            raise InvalidInputError(f"found {len(value):,} bytes that are not an array")
+        return bytes(value)
+    if kind is PickledObject:
+        text = value.plain()
+        limits.has_objects |= text is value
+        return text
+    if kind is PickledDict:
+        return {k: resolve(v, limits) for k, v in value.fields.items()}
+    if isinstance(value, UnknownClass):
+        limits.has_objects = True
+        return PickledObject(value.name)
+    if kind is TorchDtype:
+        return value.name
+    if isinstance(value, PickledValue | SafeGlobal):
+        kind_name = type(value).__name__.removeprefix("Pickled")
+        raise InvalidInputError(f"found a {kind_name} object, expected a value")
+    return value
+
+
+def _resolve_all(values: Sequence[Any], limits: "Limits") -> list[Any]:
+    """Resolve a sequence, with shortcuts for the common cases of only texts or only arrays."""
+    kinds = set(map(type, values))
+    if kinds == {str}:
+        limits.charge(sum(map(len, values)), count=len(values))
+        return list(values)
+    if kinds == {PickledArray}:
+        arrays = [v.array for v in values]
+        if set(map(type, arrays)) == {np.ndarray}:
+            limits.charge(0, sum(a.nbytes for a in arrays), count=len(arrays))
+            return arrays
+    return [resolve(v, limits) for v in values]
+
+
+class Limits:
+    """Limits on values and bytes of the traces of one file.
+
+    A file exceeds them only by naming the same values many times. `read_bytes` returns the
+    number of bytes of the file that have been read so far. `has_objects` is set when a value
+    holds an object that is not data.
+    """
+
+    def __init__(self, read_bytes: Callable[[], int]) -> None:
+        self._read_bytes = read_bytes
+        self._used: tuple[int, ...] = (0, 0, 0)
+        self._limits: tuple[int, ...] = (0, 0, 0)
+        self.has_objects = False
+
+    def charge(self, text_bytes: int = 0, array_bytes: int = 0, count: int = 1) -> None:
+        """Add values and their bytes; raise InvalidInputError beyond a limit."""
+        num_values, all_text, all_arrays = self._used
+        self._used = (num_values + count, all_text + text_bytes, all_arrays + array_bytes)
+        if any(map(gt, self._used, self._limits)):
+            read_bytes = self._read_bytes()
+            self._limits = tuple(allowance + ratio * read_bytes for allowance, ratio in _ALLOWANCES)
+            if any(map(gt, self._used, self._limits)):
+                raise InvalidInputError(
+                    "traces whose values, counted each time they are named, exceed the file many times"
+                )

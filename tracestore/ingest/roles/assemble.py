@@ -1,0 +1,200 @@
+"""Make records of a trace in any accepted layout."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tracestore.errors import InvalidInputError
+from tracestore.ingest.roles.assign import Assignment, assign
+from tracestore.ingest.roles.batches import batch_size, crop, split_batch, valid_span
+from tracestore.ingest.roles.keys import DEFAULT_KEYS, INPUTS_PAGE, KeyOptions
+from tracestore.store.format import schema
+from tracestore.store.write.record import TraceRecord, record_from_dict
+from tracestore.store.write.values import as_array, describe, field_error, integer
+
+_LAYER_KEY = re.compile(r"(?:layers?[._-]?)?(\d{1,6})", re.IGNORECASE)
+_PER_TOKEN = ("tokens", "input_ids", "sequences", "tokens_decoded", *schema.TOKEN_FIELDS, "answer_span")
+
+
+def records_of_trace(
+    trace: Any,
+    *,
+    source_name: str,
+    position: int,
+    need_attention: bool | None = True,
+    options: KeyOptions = DEFAULT_KEYS,
+    has_objects: bool = False,
+) -> list[TraceRecord]:
+    """Return the records of a dict: one, or one for each answer of a batch.
+
+    Parameters
+    ----------
+    trace : Any
+        The value found where a dict is expected.
+    source_name : str
+        Name of the source, for traces without an id.
+    position : int
+        Position of the first record in its source.
+    need_attention : bool or None
+        As for `record_from_dict`.
+    options : KeyOptions
+        Names of the fields in this file.
+    has_objects : bool
+        Whether the trace may contain objects that are not data.
+
+    Raises
+    ------
+    InvalidInputError
+        If a field is missing or invalid.
+    """
+    found = assign(trace, options, has_objects=has_objects)
+    count = batch_size(found.fields)
+    if count > 1:
+        answers = split_batch(found.fields, count)
+        given = [assign(answer, KeyOptions(score_key=options.score_key)) for answer in answers]
+        if options.has_scores_file:
+            given = [Assignment(answer) for answer in answers]
+        for each in given:
+            each.dropped = found.dropped
+    else:
+        given = [found]
+    is_batch = count > 1
+    return [_record(each, source_name, position + k, need_attention, is_batch) for k, each in enumerate(given)]
+
+
+def _record(
+    found: Assignment, source_name: str, position: int, need_attention: bool | None, is_batch: bool
+) -> TraceRecord:
+    fields = found.fields
+    mask = fields.pop("attention_mask", None) if is_batch or _is_mask(fields.get("attention_mask")) else None
+    length = fields.pop("lengths", None) if is_batch else None
+    given_ids = fields.pop("layer_ids", None)
+    if fields.get("hidden_states") is None and fields.get("last_token") is not None:
+        record, ids = _last_token_record(fields, source_name, position)
+    else:
+        ids = _layers_by_id(fields, "hidden_states")
+        if need_attention is not False and "attentions" in fields:
+            attention_ids = _layers_by_id(fields, "attentions")
+            if ids is not None and attention_ids is not None and attention_ids not in (ids, ids[1:]):
+                raise field_error("attentions", f"layers {attention_ids}", f"{ids} as in hidden_states")
+        is_head_mean = need_attention is not False and _add_head_axis(fields)
+        record = record_from_dict(
+            fields, source_name=source_name, position=position, need_attention=need_attention, need_tokens=False
+        )
+        record.is_head_mean = is_head_mean
+        if mask is not None or length is not None:
+            num_tokens = record.num_tokens if record.tokens is None else len(record.tokens)
+            begin, end = valid_span(mask, length, num_tokens)
+            crop(record, begin, end)
+            if mask is not None and (begin, end) == (0, num_tokens):
+                record.extras["attention_mask"] = mask
+    if given_ids is None and ids is None and _is_list_of_integers(record.extras.get("layers")):
+        # A list of another length has another meaning.
+        given_ids = record.extras["layers"] if len(record.extras["layers"]) == record.num_layers else None
+    record.layer_ids = _layer_ids(ids if given_ids is None else given_ids, record)
+    record.dropped, record.scores = found.dropped, found.scores
+    record.label = found.label
+    return record
+
+
+def _is_mask(value: Any) -> bool:
+    """Return whether a value is a mask of the tokens of one answer."""
+    array = as_array(value)
+    if array is None and isinstance(value, list) and value:
+        value = value[0] if len(value) == 1 and isinstance(value[0], list) else value
+        return all(isinstance(item, int) for item in value)
+    return (
+        array is not None and array.dtype.kind in "biuf" and (array.ndim == 1 or (array.ndim == 2 and len(array) == 1))
+    )
+
+
+def _is_list_of_integers(value: Any) -> bool:
+    array = as_array(value)
+    if array is not None:
+        return array.ndim == 1 and array.dtype.kind in "iu"
+    return isinstance(value, list | tuple) and bool(value) and all(type(k) is int for k in value)
+
+
+def _layers_by_id(fields: dict[str, Any], name: str) -> list[int] | None:
+    """Replace a dict of layers by their list in the order of the layers; return their numbers."""
+    value = fields.get(name)
+    if not isinstance(value, Mapping):
+        return None
+    layers: dict[int, Any] = {}
+    for key, layer in value.items():
+        match = _LAYER_KEY.fullmatch(str(key)) if isinstance(key, int | str) else None
+        if match is None or int(match[1]) in layers:
+            raise field_error(
+                name, f"a dict with the key {str(key)[:40]!r}", "a dict of arrays by the number of the layer"
+            )
+        layers[int(match[1])] = layer
+    ids = sorted(layers)
+    fields[name] = [layers[k] for k in ids]
+    return ids
+
+
+def _layer_ids(value: Any, record: TraceRecord) -> tuple[int, ...] | None:
+    """Return the layer of the model that each stored layer comes from."""
+    if value is None:
+        return None
+    if not _is_list_of_integers(value):
+        raise field_error("layer_ids", describe(value), "a list of L integers")
+    ids = [integer(k, "layer_ids") for k in value]
+    if record.is_without_embeddings and len(ids) == record.num_layers + 1:
+        ids = ids[1:]
+    if len(ids) != record.num_layers or min(ids) < 0 or len(set(ids)) < len(ids):
+        raise field_error("layer_ids", f"{str(ids)[:80]}", f"{record.num_layers} different numbers of layers from 0")
+    return tuple(ids)
+
+
+def _add_head_axis(fields: dict[str, Any]) -> bool:
+    """Give attention that is averaged over heads, (S, S) per layer, an axis of one head; return whether it was."""
+    value = fields.get("attentions")
+    array = as_array(value)
+    if array is not None:
+        if array.ndim != 3:
+            return False
+        value = list(array)
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    layers = [as_array(layer) for layer in value]
+    if not all(layer is not None and layer.ndim == 2 and layer.shape[0] == layer.shape[1] for layer in layers):
+        return False
+    fields["attentions"] = [layer[None] for layer in layers if layer is not None]
+    return True
+
+
+def _last_token_record(fields: dict[str, Any], source_name: str, position: int) -> tuple[TraceRecord, list[int] | None]:
+    """Return the record of a trace that has the hidden states of the last token alone, and the numbers of its layers."""
+    ids = _layers_by_id(fields, "last_token")
+    value = fields.pop("last_token")
+    array = as_array(value)
+    rows = list(array) if array is not None and array.ndim in (2, 3) else value
+    if not isinstance(rows, list | tuple) or not rows:
+        raise field_error("last_token", describe(value), "an array (L, D)")
+    layers = []
+    for k, row in enumerate(rows):
+        layer = as_array(row)
+        if layer is None or layer.ndim == 0 or layer.size != layer.shape[-1]:
+            raise field_error(f"last_token[{k}]", describe(row), f"an array (D,); see {INPUTS_PAGE}#keys")
+        layers.append(layer.reshape(1, -1))
+    # Values per token belong to tokens that have no hidden states here.
+    others = {name: fields.pop(name) for name in _PER_TOKEN if name in fields}
+    fields.pop("attentions", None)
+    try:
+        record = record_from_dict(
+            fields | {"hidden_states": layers},
+            source_name=source_name,
+            position=position,
+            need_attention=False,
+            need_tokens=False,
+        )
+    except InvalidInputError as error:
+        name = (error.field or "").replace("hidden_states", "last_token") or None
+        raise InvalidInputError(error.reason, source=error.source, position=error.position, field=name) from None
+    record.last_token = np.concatenate(record.hidden or [])
+    record.hidden = None
+    record.extras |= others
+    return record, ids

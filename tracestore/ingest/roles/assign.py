@@ -1,0 +1,214 @@
+"""Assign roles to the keys of a trace. The conversion and `convert --dry-run` both use this module."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tracestore.errors import InvalidInputError
+from tracestore.ingest.pickles.pickled_objects import PickledObject
+from tracestore.ingest.roles.keys import INPUTS_PAGE, MAPPABLE, KeyOptions
+from tracestore.ingest.scores import SCORE_COLUMNS
+from tracestore.store.write.values import as_array, describe
+
+TOKENS_KEYS = ("tokens", "input_ids", "sequences")
+OWN_KEYS = frozenset((*MAPPABLE, *TOKENS_KEYS, "global_example_id", "layers", "labels")) - {"label"}
+# Keys that other programs use, for suggestions of --map.
+_OTHER_NAMES = {
+    "hidden_states": ("hs", "hidden", "hiddens", "hidden_state", "activations", "all_hidden_states", "representations"),
+    "attentions": ("attention", "attn", "attns", "attention_weights", "attn_weights", "all_attentions"),
+    "tokens": ("token_ids", "ids", "tok", "generated_ids", "output_ids", "sequence", "all_tokens"),
+}
+# Nesting of values that are searched for what is not data.
+_MAX_DEPTH = 64
+
+
+@dataclass
+class Assignment:
+    """The values of a trace by role.
+
+    Attributes
+    ----------
+    fields : dict[str, Any]
+        Values by the names of the schema; every other key is an extra.
+    roles : dict[str, str]
+        The role of each key that is not an extra: the name of a field, "score", "label" or "dropped".
+    dropped : list[str]
+        Keys, or paths in nested values, that cannot be stored.
+    scores : dict[str, float]
+        Values of named scores.
+    label : float or None
+        1: hallucinated, 0: correct.
+    """
+
+    fields: dict[str, Any]
+    roles: dict[str, str] = field(default_factory=dict)
+    dropped: list[str] = field(default_factory=list)
+    scores: dict[str, float] = field(default_factory=dict)
+    label: float | None = None
+
+
+def assign(trace: Any, options: KeyOptions, *, has_objects: bool = False) -> Assignment:
+    """Assign a role to each key of a trace.
+
+    Parameters
+    ----------
+    trace : Any
+        The value found where a dict is expected.
+    options : KeyOptions
+        Names of the fields in this file.
+    has_objects : bool
+        Whether the trace may contain objects that are not data.
+
+    Raises
+    ------
+    InvalidInputError
+        If the value is not a dict, or a mapped key is missing.
+    """
+    if not isinstance(trace, Mapping):
+        raise InvalidInputError(
+            f"found {describe(trace)}, expected a dict; {INPUTS_PAGE}#files lists what a file may hold"
+        )
+    found = Assignment(dict(trace))
+    values = found.fields
+    for key in [key for key in values if not isinstance(key, str)]:
+        del values[key]
+        found.dropped.append(f"{key!r:.60}")
+    for name, key in options.renamed:
+        value = _take(values, key)
+        if value is _MISSING:
+            if name not in values:
+                raise InvalidInputError(f"missing key, named by --map; found {_keys_found(trace)}", field=key)
+            continue
+        values[name] = value
+        found.roles[key] = name
+    if has_objects:
+        _remove_objects(found)
+    if "sequences" in values and "input_ids" in values and "tokens" not in values:
+        # generate() returns the prompt and the answer in `sequences`; `input_ids` is the prompt.
+        values["tokens"] = values.pop("sequences")
+        found.roles["sequences"] = "tokens"
+    if not options.has_scores_file:
+        _find_scores(found, options)
+    return found
+
+
+def role_of(key: str, found: Assignment) -> str:
+    """Return the role of a key of the trace: a field, "score", "label", "extra" or "dropped"."""
+    if key in found.dropped:
+        return "dropped"
+    if key in found.roles:
+        return found.roles[key]
+    if key in TOKENS_KEYS:
+        used = next(name for name in TOKENS_KEYS if name in found.fields)
+        return "tokens" if key == used else "extra"
+    return ("layer_ids" if key == "layers" else key) if key in OWN_KEYS else "extra"
+
+
+_MISSING = object()
+
+
+def _take(values: dict[str, Any], path: str) -> Any:
+    """Remove and return the value of a key, or of a path through nested dicts."""
+    if path in values:
+        return values.pop(path)
+    head, dot, rest = path.partition(".")
+    inner = values.get(head)
+    if not dot or not isinstance(inner, Mapping):
+        return _MISSING
+    values[head] = copy = dict(inner)
+    value = _take(copy, rest)
+    if not copy:
+        del values[head]
+    return value
+
+
+def _keys_found(trace: Mapping[Any, Any]) -> str:
+    names = [str(key)[:40] for key in trace]
+    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "") or "no key"
+
+
+def _remove_objects(found: Assignment) -> None:
+    """Remove the objects that are not data from extras; a field of the schema keeps them and is refused."""
+    for key in list(found.fields):
+        if key in OWN_KEYS and isinstance(found.fields[key], PickledObject):
+            raise InvalidInputError(f"found an object of {found.fields[key].name}, which is not data", field=key)
+        if key in OWN_KEYS and not isinstance(found.fields[key], dict):
+            continue
+        value = _without_objects(found.fields[key], key, found.dropped)
+        if value is _MISSING:
+            del found.fields[key]
+        else:
+            found.fields[key] = value
+
+
+def _without_objects(value: Any, path: str, dropped: list[str], depth: int = 0) -> Any:
+    if isinstance(value, PickledObject):
+        dropped.append(path)
+        return _MISSING
+    if depth > _MAX_DEPTH or not isinstance(value, dict | list):
+        return value
+    if isinstance(value, dict):
+        pairs = [(k, _without_objects(v, f"{path}.{k}"[:200], dropped, depth + 1)) for k, v in value.items()]
+        return {k: v for k, v in pairs if v is not _MISSING}
+    items = [_without_objects(v, f"{path}[]"[:200], dropped, depth + 1) for v in value]
+    return [None if v is _MISSING else v for v in items]
+
+
+def _number(value: Any) -> float | None:
+    """Return a finite number of any library as a float; None for every other value."""
+    array = as_array(value)
+    if array is not None and array.size == 1 and array.dtype.kind in "biuf":
+        value = array.reshape(-1)[0].item()
+    if isinstance(value, int | float | np.number | np.bool_) and math.isfinite(value):
+        return float(value)
+    return None
+
+
+def _find_scores(found: Assignment, options: KeyOptions) -> None:
+    """Find scores and the label; their keys stay extras too, so that an export returns them."""
+    names = SCORE_COLUMNS if options.score_key is None else (options.score_key,)
+    for name in names:
+        if name in found.fields and (score := _number(found.fields[name])) is not None:
+            found.scores[name] = score
+            found.roles[name] = "score"
+    if options.score_key != "label" and (label := _number(found.fields.get("label"))) in (0.0, 1.0):
+        found.label = label
+        found.roles["label"] = "label"
+
+
+def with_advice(error: InvalidInputError, trace: Any) -> InvalidInputError:
+    """Return the error with the closest fix at the end of its message: a mapping, or a place in the documentation."""
+    name = (error.field or "").partition("[")[0].partition(".")[0]
+    if INPUTS_PAGE in error.reason or ("--" in error.reason and not error.reason.startswith("missing key")):
+        return error
+    advice = f"see {INPUTS_PAGE}#keys"
+    if error.reason.startswith("missing key") and isinstance(trace, Mapping):
+        wanted = ("hidden_states", "attentions") if name in ("hidden_states", "attentions") else (name,)
+        pairs = [f"{field}={key}" for field in (*wanted, "tokens") if (key := _similar_key(field, trace)) is not None]
+        if pairs:
+            advice = f"try --map {','.join(pairs)}"
+        elif name == "hidden_states":
+            advice = f"found {_keys_found(trace)}; name it with --map hidden_states=KEY"
+    return InvalidInputError(
+        f"{error.reason}; {advice}", source=error.source, position=error.position, field=error.field
+    )
+
+
+def _similar_key(field_name: str, trace: Mapping[Any, Any]) -> str | None:
+    """Return a key, or a path to a key, that may be a missing field; None if the field is not missing."""
+    if field_name in trace or (field_name == "tokens" and any(key in trace for key in TOKENS_KEYS)):
+        return None
+    others = _OTHER_NAMES.get(field_name, ())
+    for key in trace:
+        if isinstance(key, str) and key.lower() in others:
+            return key
+    names = (field_name, *(TOKENS_KEYS if field_name == "tokens" else ()))
+    for key, value in trace.items():
+        if isinstance(key, str) and isinstance(value, Mapping):
+            for name in names:
+                if name in value:
+                    return f"{key}.{name}"
+    return None

@@ -1,0 +1,159 @@
+"""Split a batch of answers into traces, and remove padding."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tracestore.errors import InvalidInputError
+from tracestore.ingest.roles.keys import INPUTS_PAGE
+from tracestore.store.format import schema
+from tracestore.store.write.record import TraceRecord
+from tracestore.store.write.values import as_array, describe, field_error
+
+# Fields with one row per answer of a batch, although a single answer has a list of them too.
+_NESTED = frozenset(("tokens", "input_ids", "sequences", "tokens_decoded", "spans", *schema.TOKEN_FIELDS))
+_MAX_BATCH = 1 << 16
+
+
+def batch_size(fields: Mapping[str, Any]) -> int:
+    """Return the number of answers in the arrays of a trace; 1 for a trace without a batch dimension."""
+    hidden = fields.get("hidden_states")
+    array = as_array(hidden)
+    if array is not None:
+        return array.shape[1] if array.ndim == 4 else 1
+    leaf = _first_leaf(hidden)
+    return 1 if leaf is None or leaf.ndim != 3 else len(leaf)
+
+
+def _first_leaf(value: Any) -> np.ndarray | None:
+    """Return the first array of a list of layers, or of a list of passes of layers."""
+    for _ in range(3):
+        array = as_array(value)
+        if array is not None:
+            return array
+        if not isinstance(value, list | tuple) or not value:
+            return None
+        value = value[0]
+    return None
+
+
+def split_batch(fields: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """Return the fields of each answer of a batch.
+
+    Parameters
+    ----------
+    fields : Mapping[str, Any]
+        Fields of a trace whose arrays have a batch dimension, and `attention_mask` or `lengths`.
+    count : int
+        Number of answers, B.
+
+    Raises
+    ------
+    InvalidInputError
+        If there is neither an attention mask nor lengths, or an array has another batch dimension.
+    """
+    if count > _MAX_BATCH:
+        raise field_error("hidden_states", f"a batch of {count:,}", f"at most {_MAX_BATCH:,} answers")
+    if fields.get("attention_mask") is None and fields.get("lengths") is None:
+        raise InvalidInputError(
+            f"found a batch of {count} answers, expected attention_mask or lengths (B,) with it; or save each answer of "
+            f"a batch as a trace; see {INPUTS_PAGE}#batches",
+            field="hidden_states",
+        )
+    answers: list[dict[str, Any]] = [{} for _ in range(count)]
+    for name, value in fields.items():
+        for k, answer in enumerate(answers):
+            answer[name] = _of_answer(name, value, k, count)
+    if not isinstance(fields.get("question_id"), list | tuple | np.ndarray) and "sample" not in fields:
+        for k, answer in enumerate(answers):
+            answer["sample"] = k  # several answers to one question
+    return answers
+
+
+def _of_answer(name: str, value: Any, k: int, count: int) -> Any:
+    """Return the part of a value that belongs to answer `k`."""
+    array = as_array(value)
+    if name in ("hidden_states", "attentions"):
+        return _of_layers(name, value, k, count)
+    if array is not None:
+        return array[k] if array.ndim and len(array) == count else value
+    if not isinstance(value, list | tuple) or len(value) != count:
+        return value
+    is_nested = isinstance(value[0], list | tuple) or as_array(value[0]) is not None
+    return value[k] if is_nested or name not in _NESTED else value
+
+
+def _of_layers(name: str, value: Any, k: int, count: int, axis: int = 1) -> Any:
+    """Return the arrays of answer `k`; the batch dimension of one array of all layers is the second."""
+    array = as_array(value)
+    if array is not None:
+        if array.ndim <= axis or array.shape[axis] != count:
+            raise field_error(name, describe(value), f"a batch dimension of {count}")
+        return array[:, k] if axis else array[k]
+    if not isinstance(value, list | tuple):
+        raise field_error(name, describe(value), f"arrays with a batch dimension of {count}")
+    return [_of_layers(name, item, k, count, axis=0) for item in value]
+
+
+def valid_span(mask: Any, length: Any, num_tokens: int) -> tuple[int, int]:
+    """Return the first token that is not padding, and the one after the last.
+
+    Parameters
+    ----------
+    mask : Any
+        Attention mask (T,) or, of the prompt alone, of fewer tokens: the generated ones are no padding.
+    length : Any
+        Number of tokens without padding.
+    num_tokens : int
+        Number of tokens, T.
+    """
+    begin, end = 0, num_tokens
+    if mask is not None:
+        array = as_array(mask)
+        array = np.asarray(mask) if array is None else array
+        if array.ndim == 2 and len(array) == 1:
+            array = array[0]
+        if array.ndim != 1 or array.dtype.kind not in "biuf" or not 0 < len(array) <= num_tokens:
+            raise field_error("attention_mask", describe(array), f"numbers of shape ({num_tokens},)")
+        kept = np.flatnonzero(array)
+        if len(kept) == 0:
+            raise field_error("attention_mask", "only padding", "at least one token")
+        begin, end = int(kept[0]), int(kept[-1]) + 1
+        if end - begin != len(kept):
+            raise field_error("attention_mask", "a gap between tokens", "padding at the ends")
+        if end == len(array):
+            end = num_tokens
+    if length is not None:
+        array = as_array(length)
+        count = array.reshape(-1)[0] if array is not None and array.size == 1 else length
+        if not isinstance(count, int | np.integer) or isinstance(count, bool) or not 0 < count <= num_tokens - begin:
+            raise field_error("lengths", describe(length), f"a number of tokens from 1 to {num_tokens - begin}")
+        end = begin + int(count)
+    return begin, end
+
+
+def crop(record: TraceRecord, begin: int, end: int) -> None:
+    """Keep the tokens from `begin` to `end` of a record; its states may have one token less."""
+    assert record.hidden is not None
+    num_tokens = record.num_tokens if record.tokens is None else len(record.tokens)
+    if (begin, end) == (0, num_tokens):
+        return
+    last = min(end, record.num_tokens)
+    if begin >= last:
+        raise field_error("attention_mask", "no token with hidden states", "at least one")
+    record.hidden = [layer[begin:last] for layer in record.hidden]
+    if record.attention is not None:
+        record.attention = [layer[:, begin:last, begin:last] for layer in record.attention]
+    if record.tokens is not None:
+        record.tokens = record.tokens[begin:end]
+    if record.tokens_decoded is not None:
+        record.tokens_decoded = list(record.tokens_decoded)[begin:end]
+    for name, field in schema.TOKEN_FIELDS.items():
+        if name in record.optional and field.shape in (schema.PER_TOKEN, schema.TOP_K):
+            record.optional[name] = np.ascontiguousarray(record.optional[name][begin:end])
+    if record.prompt_length is not None:
+        record.prompt_length = max(0, record.prompt_length - begin)
+    if "answer_span" in record.optional:
+        first, after = (at if at < 0 else min(max(at - begin, 0), end - begin) for at in record.optional["answer_span"])
+        record.optional["answer_span"] = (first, after)

@@ -1,0 +1,169 @@
+"""Describe the first traces of a file: what each key holds, which role it has, and what would be stored."""
+
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from tracestore.errors import InvalidInputError, error_location, escape_unprintable
+from tracestore.ingest.formats import ReadOptions, read_traces
+from tracestore.ingest.packing import PackOptions
+from tracestore.ingest.pickles.pickled_objects import PickledObject
+from tracestore.ingest.pickles.pickled_torch import PickledTensor
+from tracestore.ingest.pickles.pickled_values import PickledArray
+from tracestore.ingest.roles.assign import Assignment, assign, role_of
+from tracestore.ingest.roles.keys import KeyOptions
+from tracestore.ingest.sources import SourceFile
+from tracestore.store.format import schema
+from tracestore.store.io.scratch import Scratch
+from tracestore.store.write.pack import PackedTrace, pack_record
+from tracestore.store.write.values import describe
+
+# Roles of the keys of a preprocessed file, which holds all traces in one dict.
+_WHOLE_FILE_ROLES = {"sequences": "last_token", "graphs": "hidden_states, edges", "labels": "label"}
+_WHOLE_FILE_ROLES |= {"question_ids": "question_id"}
+_MAX_KEYS = 200
+# Keys without which a trace is stored, but less useful: what the store has instead.
+_USEFUL = {
+    "tokens": "the store has no token ids",
+    "tokens_decoded": "viewers show no texts of tokens",
+    "question_id": "file name and position become the id",
+    "answer": "generated_answer_clean, generated_answer or generated_text: the store has no answers",
+}
+
+
+@dataclass(frozen=True)
+class KeyFound:
+    """A key of a trace: what it holds, and its role."""
+
+    key: str
+    found: str
+    role: str
+
+
+@dataclass
+class Inspection:
+    """Describe the first traces of a source.
+
+    Attributes
+    ----------
+    keys : list of KeyFound
+        Keys of the first trace, and of later ones those that it does not have.
+    missing : dict[str, str]
+        Fields that the first trace lacks, and what follows from that.
+    stored : list of str
+        What would be stored of each trace that was read.
+    refused : InvalidInputError or None
+        Why reading ended.
+    """
+
+    keys: list[KeyFound] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+    stored: list[str] = field(default_factory=list)
+    refused: InvalidInputError | None = None
+
+
+def inspect_source(source: SourceFile, options: PackOptions, max_traces: int) -> Inspection:
+    """Read and pack the first traces of a source, and describe them."""
+    found = Inspection()
+    seen: set[str] = set()
+
+    def on_trace(position: int, values: Any) -> None:
+        for key in _keys(values, options.keys, is_first=position == 0, missing=found.missing):
+            if key.key not in seen and len(seen) < _MAX_KEYS:
+                seen.add(key.key)
+                found.keys.append(key)
+
+    read_options = ReadOptions(options.attention != "none", options.keys, on_trace=on_trace)
+    scratch = Scratch(options.scratch, max_memory=options.max_memory)
+    try:
+        records = read_traces(source.path, source.name, scratch=scratch, options=read_options)
+        with closing(records):  # type: ignore[type-var]
+            for record in islice(records, max_traces):
+                with error_location(source.name, record.position):
+                    packed = pack_record(
+                        record, attention=options.attention, keep_dtype=options.keep_dtype, scratch=scratch
+                    )
+                found.stored.append(_stored(packed))
+                dropped = set(map(_name, record.dropped or ()))
+                found.keys = [replace(key, role="dropped") if key.key in dropped else key for key in found.keys]
+    except InvalidInputError as error:
+        found.refused = error.with_location(source=source.name)
+    return found
+
+
+def _keys(values: Any, options: KeyOptions, *, is_first: bool, missing: dict[str, str]) -> list[KeyFound]:
+    """Return the keys of a trace, or of a file that holds all traces in one dict."""
+    if not isinstance(values, Mapping):
+        return []
+    if "graphs" in values or ("sequences" in values and "hidden_states" not in values):
+        return [KeyFound(_name(k), describe_value(v), _WHOLE_FILE_ROLES.get(k, "not read")) for k, v in values.items()]
+    try:
+        found = assign(values, options, has_objects=True)
+    except InvalidInputError:
+        found = Assignment({key: value for key, value in values.items() if isinstance(key, str)})
+    if is_first:
+        roles = {role_of(key, found) for key in found.fields}
+        answers = {"answer"} if roles & set(schema.ANSWER_FIELDS) else set()
+        missing |= {name: text for name, text in _USEFUL.items() if name not in roles | answers}
+    keys = [KeyFound(_name(key), describe_value(value), role_of(str(key), found)) for key, value in values.items()]
+    return keys + [KeyFound(_name(path), "not data", "dropped") for path in found.dropped if path not in values]
+
+
+def _name(key: Any) -> str:
+    return escape_unprintable(str(key), 60)
+
+
+def describe_value(value: Any, depth: int = 0) -> str:
+    """Return kind, dtype and shape of a value in a few words."""
+    if isinstance(value, PickledTensor):
+        return f"{'bfloat16' if value.dtype == schema.BFLOAT16 else value.dtype.name} {value.size}"
+    if isinstance(value, PickledArray):
+        value = value.array
+    if isinstance(value, PickledObject):
+        return f"object of {escape_unprintable(value.name, 100)}"
+    if isinstance(value, np.ndarray):
+        return describe(value).replace(" of shape", "")
+    if isinstance(value, list | tuple):
+        if not value or depth > 2:
+            return f"list of {len(value)}"
+        first = describe_value(value[0], depth + 1)
+        return f"list of {len(value):,}: {first}"
+    if isinstance(value, Mapping):
+        names = ", ".join(_name(key) for key in list(value)[:6])
+        return f"dict of {len(value):,}: {names}"
+    names_of_types = {str: "text", bool: "bool", type(None): "None"}
+    return names_of_types.get(type(value), type(value).__name__.removeprefix("Pickled"))
+
+
+def _stored(packed: PackedTrace) -> str:
+    """Return what a store gets of a trace."""
+    record = packed.record
+    parts = [f"question_id {escape_unprintable(record.question_id, 60)!r}"]
+    if not record.has_own_id and record.question_id.endswith(f":{record.position}"):
+        parts[0] += " (made up)"
+    if record.sample:
+        parts.append(f"sample {record.sample}")
+    parts.append(f"L {packed.num_layers}")
+    if packed.num_tokens:
+        parts.append(f"S {packed.num_tokens}")
+    parts.append(f"D {packed.hidden_dim} {packed.hidden_dtype}")
+    if record.tokens is not None:
+        parts.append(f"{len(record.tokens)} tokens")
+    layout = schema.LAYOUT_NAMES.get(packed.layout)
+    if layout is not None:
+        heads = "" if packed.num_heads is None else f" of {packed.num_heads} heads"
+        parts.append(f"{layout} attention{heads} {packed.attention_dtype}")
+    if record.layer_ids is not None:
+        parts.append(f"layers {', '.join(map(str, record.layer_ids))}"[:60])
+    parts += [f"score {escape_unprintable(name, 60)} {score:g}" for name, score in record.scores.items()]
+    if record.label is not None:
+        parts.append(f"label {record.label:g}")
+    if record.is_without_embeddings:
+        parts.append("without the embeddings")
+    if packed.rounded_from is not None:
+        parts.append(f"rounded from {packed.rounded_from}")
+    return ", ".join(parts)

@@ -1,0 +1,88 @@
+"""Names that the fields of a trace have in the files of a user: --map and the keys of scores."""
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+from tracestore.errors import UsageError, escape_unprintable
+from tracestore.store.format import schema
+
+INPUTS_PAGE = "docs/inputs.md"
+# Fields that may have another name in a file.
+MAPPABLE = (
+    "hidden_states",
+    "attentions",
+    "last_token",
+    "layer_ids",
+    "tokens",
+    "tokens_decoded",
+    "attention_mask",
+    "lengths",
+    "question_id",
+    "sample",
+    *schema.TEXT_FIELDS,
+    "prompt_length",
+    *schema.OPTIONAL_FIELDS,
+    "label",
+)
+_MAX_MAP_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class KeyOptions:
+    """Name the keys of the fields of a trace.
+
+    Parameters
+    ----------
+    renamed : tuple of (str, str)
+        Pairs of a field in MAPPABLE and its key in the files. A key may be a path through nested dicts, with dots.
+    score_key : str, optional
+        The only key with a score; by default all keys of `ingest.scores.SCORE_COLUMNS`.
+    has_scores_file : bool
+        Scores come from a scores file, so that scores and labels inside traces are not used.
+    """
+
+    renamed: tuple[tuple[str, str], ...] = ()
+    score_key: str | None = None
+    has_scores_file: bool = False
+
+
+DEFAULT_KEYS = KeyOptions()
+
+
+def parse_map(text: str) -> tuple[tuple[str, str], ...]:
+    """Return the pairs (field, key) of `--map`.
+
+    Parameters
+    ----------
+    text : str
+        ``field=key,field=key``, or the path of a TOML file with such lines (``field = "key"``).
+
+    Raises
+    ------
+    UsageError
+        If a field does not exist or appears twice, or the file cannot be read.
+    """
+    if text.endswith(".toml"):
+        try:
+            with open(text, "rb") as file:
+                content = tomllib.loads(file.read(_MAX_MAP_BYTES).decode())
+        except OSError as error:
+            raise UsageError(f"--map {text}: {error.strerror}") from None
+        except ValueError as error:
+            raise UsageError(f"--map {Path(text).name}: {escape_unprintable(str(error), 200)}") from None
+        pairs = list(content.items())
+    else:
+        items = [part.partition("=") for part in text.split(",") if part.strip()]
+        pairs = [(field.strip(), key.strip()) for field, _, key in items]
+    if not pairs:
+        raise UsageError("--map: found nothing, expected field=key")
+    for field, key in pairs:
+        if field not in MAPPABLE:
+            fields = ", ".join(MAPPABLE)
+            raise UsageError(f"--map: found field {escape_unprintable(field, 60)!r}, expected field=key with {fields}")
+        if not isinstance(key, str) or not key:
+            raise UsageError(f"--map: found no key for {field}, expected {field}=key")
+    if len({field for field, _ in pairs}) < len(pairs):
+        raise UsageError("--map: a field appears twice")
+    return tuple(pairs)
