@@ -25,7 +25,7 @@ class Kind:
     needs : tuple of str
         Optional libraries that `write` imports.
     refused : bool
-        True if the folder does not hold traces, or not enough of them: the command has to say so.
+        True if the folder does not hold traces, or not enough of them: the command has to refuse it.
     """
 
     name: str
@@ -41,13 +41,16 @@ class Kind:
 
 MAIN: dict[str, Kind] = {}
 UNSEEN: dict[str, Kind] = {}
+# Containers that no layout of the issue names: a refusal with a proposal is enough.
+OUTSIDE: dict[str, Kind] = {}
+PARTS = {"main": MAIN, "unseen": UNSEEN, "outside": OUTSIDE}
 
 
 def kind(*needs, flags=(), refused=False, register=MAIN):
     """Register a function as a kind. Its name is the name of the folder, its docstring describes the files."""
 
     def decorate(write):
-        assert write.__name__ not in MAIN | UNSEEN, write.__name__
+        assert not any(write.__name__ in part for part in PARTS.values()), write.__name__
         assert write.__doc__, write.__name__
         register[write.__name__] = Kind(write.__name__, write, tuple(flags), needs, refused)
         return write
@@ -56,8 +59,9 @@ def kind(*needs, flags=(), refused=False, register=MAIN):
 
 
 def load(part="all"):
-    """Return the kinds of a part of the corpus ("main", "unseen" or "all") by name."""
+    """Return the kinds of a part of the corpus ("main", "unseen", "outside" or "all") by name."""
     for name in MODULES:
         importlib.import_module(f"tests.ingest.corpus.kinds.{name}")
+    importlib.import_module("tests.ingest.corpus.outside")
     importlib.import_module("tests.ingest.corpus.unseen")
-    return {"main": MAIN, "unseen": UNSEEN, "all": MAIN | UNSEEN}[part]
+    return MAIN | UNSEEN | OUTSIDE if part == "all" else PARTS[part]

@@ -51,7 +51,7 @@ class Sample:
 
     def expect_last(self, fields="", **changes):
         """Return the expected trace if the input has the last token alone."""
-        return self.expect(fields, hidden_states=None, last_token=self.hidden[:, -1], **changes)
+        return self.expect(fields, **{"hidden_states": None, "last_token": self.hidden[:, -1]} | changes)
 
 
 def make_samples(count=3, *, layers=3, dim=12, heads=2, ids="q{}", lengths=(6, 9, 5, 7, 8), seed=0):
@@ -276,6 +276,7 @@ def expect_generated(output, row=0, skip=0, attention=True, **changes):
         "hidden_states": joined_states(output.hidden_states, row, skip),
         "has_embeddings": True,
         "tokens": output.sequences[row, skip:-1].tolist(),
+        "sequence": output.sequences[row, skip:].tolist(),
     }
     if attention:
         trace["attention"] = joined_attention(output.attentions, row, skip)

@@ -1,4 +1,4 @@
-"""numpy files: npz, and npy with a table or beside each other."""
+"""numpy files: npz, and npy with a table or next to each other."""
 
 import numpy as np
 
@@ -13,7 +13,7 @@ def names_of(samples):
 
 @kind()
 def npz_per_sample(folder):
-    """A file per sample: hidden_states, attentions, tokens, question_id as a 0-d string."""
+    """Write a file per sample: hidden_states, attentions, tokens, question_id as a 0-d string."""
     samples = make_samples(3)
     for s in samples:
         fields = {"hidden_states": s.hidden, "attentions": s.attention, "tokens": s.tokens}
@@ -23,7 +23,7 @@ def npz_per_sample(folder):
 
 @kind()
 def npz_layer_arrays(folder):
-    """A compressed file per sample: layer_0, layer_1, ... (S, D), input_ids."""
+    """Write a compressed file per sample: layer_0, layer_1, ... (S, D), input_ids."""
     samples = make_samples(3)
     for i, s in enumerate(samples):
         layers = {f"layer_{k}": h.astype("f2") for k, h in enumerate(s.hidden)}
@@ -33,7 +33,7 @@ def npz_layer_arrays(folder):
 
 @kind()
 def npz_padded_with_lengths(folder):
-    """One file: hidden_states (N, L, S, D), lengths, question_ids."""
+    """Write one file: hidden_states (N, L, S, D), lengths, question_ids."""
     samples = make_samples(3)
     hidden, mask = pad([s.hidden for s in samples], axis=1)
     np.savez(folder / "all.npz", hidden_states=hidden, lengths=mask.sum(1), question_ids=names_of(samples))
@@ -42,7 +42,7 @@ def npz_padded_with_lengths(folder):
 
 @kind()
 def npz_padded_with_mask_and_heads(folder):
-    """One file: hidden_states, attentions (N, L, H, S, S), attention_mask as bool, padded on the left."""
+    """Write one file: hidden_states, attentions (N, L, H, S, S), attention_mask as bool, padded on the left."""
     samples = make_samples(3)
     hidden, mask = pad([s.hidden for s in samples], axis=1, side="left")
     attention = pad_attention([s.attention for s in samples], side="left")
@@ -53,7 +53,7 @@ def npz_padded_with_mask_and_heads(folder):
 
 @kind()
 def npz_flat_with_offsets(folder):
-    """One file: values (sum of S, L, D), offsets (N + 1,), ids."""
+    """Write one file: values (sum of S, L, D), offsets (N + 1,), ids."""
     samples = make_samples(4)
     values = np.concatenate([s.hidden.transpose(1, 0, 2) for s in samples])
     offsets = np.cumsum([0, *[len(s.tokens) for s in samples]])
@@ -63,7 +63,7 @@ def npz_flat_with_offsets(folder):
 
 @kind()
 def npz_array_per_id(folder):
-    """One file with an array (L, S, D) per question id."""
+    """Write one file with an array (L, S, D) per question id."""
     samples = make_samples(3, ids="tqa_{}")
     np.savez(folder / "by_id.npz", **{s.question_id: s.hidden for s in samples})
     return [s.expect("id") for s in samples]
@@ -71,7 +71,7 @@ def npz_array_per_id(folder):
 
 @kind()
 def npz_object_array(folder):
-    """One file with an object array of dicts (allow_pickle=True)."""
+    """Write one file with an object array of dicts (allow_pickle=True)."""
     samples = make_samples(3)
     rows = [{"question_id": s.question_id, "hidden_states": s.hidden, "answer": s.answer} for s in samples]
     np.savez(folder / "traces.npz", data=np.array(rows, dtype=object))
@@ -80,7 +80,7 @@ def npz_object_array(folder):
 
 @kind()
 def npz_last_tokens_and_labels(folder):
-    """hidden_states (N, L, D) of the last token and labels (N,), as a file per data set."""
+    """Write hidden_states (N, L, D) of the last token and labels (N,), as a file per data set."""
     samples = make_samples(5)
     last = np.stack([s.hidden[:, -1] for s in samples])
     labels = np.array([int(s.score < 0.5) for s in samples])
@@ -90,7 +90,7 @@ def npz_last_tokens_and_labels(folder):
 
 @kind()
 def npz_one_layer_activations(folder):
-    """activations (N, D) of one layer's last token, labels (1 for truthful), q_indices."""
+    """Write activations (N, D) of one layer's last token, labels (1 for truthful), q_indices."""
     samples = make_samples(5, layers=1, ids="{}")
     truthful = np.array([int(s.score > 0.5) for s in samples])
     acts = np.stack([s.hidden[0, -1] for s in samples])
@@ -100,7 +100,7 @@ def npz_one_layer_activations(folder):
 
 @kind()
 def npz_float64_fortran(folder):
-    """float64 arrays in Fortran order, tokens as strings."""
+    """Write float64 arrays in Fortran order, tokens as strings."""
     samples = make_samples(2)
     for i, s in enumerate(samples):
         hidden = np.asfortranarray(s.hidden.astype("f8"))
@@ -110,7 +110,7 @@ def npz_float64_fortran(folder):
 
 @kind()
 def inference_time_intervention(folder):
-    """Features of ITI: layer-wise (N, L, D), head-wise (N, L, H d) and labels of the last tokens in npy files."""
+    """Write features of ITI: layer-wise (N, L, D), head-wise (N, L, H d) and labels of the last tokens in npy files."""
     samples = make_samples(6)
     last = np.stack([s.hidden[:, -1] for s in samples])
     name = "llama_7B_tqa_mc2"
@@ -122,7 +122,7 @@ def inference_time_intervention(folder):
 
 @kind()
 def haloscope(folder):
-    """save_for_eval/..._gene_embeddings_layer_wise.npy (N, L + 1, D) and ml_..._bleurt_score.npy (N,)."""
+    """Write save_for_eval/..._gene_embeddings_layer_wise.npy (N, L + 1, D) and ml_..._bleurt_score.npy (N,)."""
     samples = make_samples(5, layers=4)
     path = folder / "save_for_eval" / "tqa_hal_det" / "most_likely_llama2_chat_7B_gene_embeddings_layer_wise.npy"
     path.parent.mkdir(parents=True)
@@ -133,7 +133,7 @@ def haloscope(folder):
 
 @kind()
 def npy_with_jsonl_by_file_name(folder):
-    """hidden_0.npy, hidden_1.npy and metadata.jsonl that names them, with question, answer and score."""
+    """Write hidden_0.npy, hidden_1.npy and metadata.jsonl that names them, with question, answer and score."""
     samples = make_samples(3)
     rows = []
     for i, s in enumerate(samples):
@@ -147,7 +147,7 @@ def npy_with_jsonl_by_file_name(folder):
 
 @kind()
 def npy_with_csv_by_row(folder):
-    """hidden_states.npy (N, L, S, D) of equal lengths and metadata.csv with a row per sample in the same order."""
+    """Write hidden_states.npy (N, L, S, D) of equal lengths and metadata.csv with a row per sample in the same order."""
     samples = make_samples(4, lengths=(7,))
     np.save(folder / "hidden_states.npy", np.stack([s.hidden for s in samples]))
     rows = [
@@ -159,7 +159,7 @@ def npy_with_csv_by_row(folder):
 
 @kind()
 def npy_with_jsonl_by_row(folder):
-    """last_hidden.npy (N, L, D) and samples.jsonl with a line per row."""
+    """Write last_hidden.npy (N, L, D) and samples.jsonl with a line per row."""
     samples = make_samples(5)
     np.save(folder / "last_hidden.npy", np.stack([s.hidden[:, -1] for s in samples]).astype("f2"))
     write_lines(
@@ -170,7 +170,7 @@ def npy_with_jsonl_by_row(folder):
 
 @kind()
 def npy_per_sample_named_by_id(folder):
-    """q0.npy, q1.npy (L, S, D) and scores.csv by the same ids."""
+    """Write q0.npy, q1.npy (L, S, D) and scores.csv by the same ids."""
     samples = make_samples(3)
     for s in samples:
         np.save(folder / f"{s.question_id}.npy", s.hidden)
@@ -180,7 +180,7 @@ def npy_per_sample_named_by_id(folder):
 
 @kind()
 def npy_folder_per_sample(folder):
-    """A folder per question id with hidden_states.npy, attentions.npy, tokens.npy and meta.json."""
+    """Write a folder per question id with hidden_states.npy, attentions.npy, tokens.npy and meta.json."""
     samples = make_samples(3)
     for s in samples:
         base = folder / s.question_id
@@ -194,7 +194,7 @@ def npy_folder_per_sample(folder):
 
 @kind()
 def npy_per_layer(folder):
-    """layer_00.npy ... (N, S, D) padded on the right, lengths.npy, ids.json."""
+    """Write layer_00.npy ... (N, S, D) padded on the right, lengths.npy, ids.json."""
     samples = make_samples(3)
     hidden, mask = pad([s.hidden for s in samples], axis=1)
     for k in range(3):
@@ -206,7 +206,7 @@ def npy_per_layer(folder):
 
 @kind()
 def npy_object_array_of_dicts(folder):
-    """np.save of a list of dicts: a pickle inside an npy file."""
+    """Write np.save of a list of dicts: a pickle inside an npy file."""
     samples = make_samples(3)
     rows = [{"question_id": s.question_id, "hidden_states": s.hidden, "tokens": s.tokens} for s in samples]
     np.save(folder / "traces.npy", np.array(rows, dtype=object), allow_pickle=True)
@@ -215,7 +215,7 @@ def npy_object_array_of_dicts(folder):
 
 @kind()
 def npy_dict_in_zero_dimensions(folder):
-    """np.save of one dict by id (an object array without dimensions)."""
+    """Write np.save of one dict by id (an object array without dimensions)."""
     samples = make_samples(3)
     np.save(folder / "traces.npy", {s.question_id: {"hidden_states": s.hidden} for s in samples}, allow_pickle=True)
     return [s.expect("id") for s in samples]
@@ -223,7 +223,7 @@ def npy_dict_in_zero_dimensions(folder):
 
 @kind()
 def npy_padded_with_mask_files(folder):
-    """hidden_states.npy (N, L, S, D), attention_mask.npy, input_ids.npy, question_ids.txt."""
+    """Write hidden_states.npy (N, L, S, D), attention_mask.npy, input_ids.npy, question_ids.txt."""
     samples = make_samples(3)
     hidden, mask = pad([s.hidden for s in samples], axis=1)
     np.save(folder / "hidden_states.npy", hidden)
@@ -235,6 +235,6 @@ def npy_padded_with_mask_files(folder):
 
 @kind(refused=True)
 def npy_of_mean_pooled_text(folder):
-    """sentence_embeddings.npy (N, D), averaged over tokens, next to nothing: neither layers nor tokens are left."""
+    """Write sentence_embeddings.npy (N, D), averaged over tokens, next to nothing: neither layers nor tokens are left."""
     np.save(folder / "mean_pooled_scores_only.npy", np.array([0.1, 0.4, 0.3]))
     return []

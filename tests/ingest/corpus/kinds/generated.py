@@ -22,7 +22,7 @@ def runs(count=3, **options):
 
 @kind("transformers")
 def generate_output_objects(folder):
-    """A GenerateDecoderOnlyOutput per file."""
+    """Write a GenerateDecoderOnlyOutput per file."""
     traces = []
     for i, _, output in runs():
         save_pt(folder / f"gen_{i}.pt", output)
@@ -32,7 +32,7 @@ def generate_output_objects(folder):
 
 @kind("transformers")
 def generate_objects_in_pickle(folder):
-    """A list of dicts with the output object, question, answer and prompt length; cache left out."""
+    """Write a list of dicts with the output object, question, answer and prompt length; cache left out."""
     rows, traces = [], []
     for i, ids, output in runs():
         output.past_key_values = None
@@ -50,7 +50,7 @@ def generate_objects_in_pickle(folder):
 
 @kind("transformers")
 def generate_steps_of_layers(folder):
-    """hidden_states as a tuple over steps of tuples over layers, with the sequence; no attention."""
+    """Write hidden_states as a tuple over steps of tuples over layers, with the sequence; no attention."""
     rows, traces = [], []
     for i, _, output in runs(attentions=False):
         rows.append({"id": f"q{i}", "hidden_states": output.hidden_states, "sequences": output.sequences})
@@ -61,7 +61,7 @@ def generate_steps_of_layers(folder):
 
 @kind("transformers")
 def generate_steps_with_attentions(folder):
-    """Steps of hidden states and of attentions (1, H, 1, P + k), tensors moved to the CPU in lists."""
+    """Write steps of hidden states and of attentions (1, H, 1, P + k), tensors moved to the CPU in lists."""
     rows, traces = [], []
     for i, ids, output in runs():
         rows.append(
@@ -80,7 +80,7 @@ def generate_steps_with_attentions(folder):
 
 @kind("transformers")
 def generate_steps_as_numpy(folder):
-    """Steps as lists of numpy arrays without the batch dimension, (P, D) and (1, D); a file per question."""
+    """Write steps as lists of numpy arrays without the batch dimension, (P, D) and (1, D); a file per question."""
     traces = []
     for i, _, output in runs(attentions=False):
         steps = [[h[0].numpy() for h in step] for step in output.hidden_states]
@@ -91,7 +91,7 @@ def generate_steps_as_numpy(folder):
 
 @kind("transformers")
 def generate_left_padded_batch(folder):
-    """generate() of a left-padded batch, with the attention mask of the prompts and ids."""
+    """Write generate() of a left-padded batch, with the attention mask of the prompts and ids."""
     ids = prompts()
     input_ids, mask = left_padded(ids)
     output = generate(input_ids, new=4, attention_mask=mask)
@@ -109,7 +109,7 @@ def generate_left_padded_batch(folder):
 
 @kind("transformers")
 def generate_several_sequences(folder):
-    """num_return_sequences=2 for a question: the batch dimension counts the answers."""
+    """Write num_return_sequences=2 for a question: the batch dimension counts the answers."""
     rows, traces = [], []
     for i, ids in enumerate(prompts(2)):
         output = generate(ids, new=4, do_sample=True, num_return_sequences=2, attentions=False)
@@ -121,7 +121,7 @@ def generate_several_sequences(folder):
 
 @kind("transformers")
 def generate_new_tokens_only(folder):
-    """The states of the generated tokens alone: torch.stack of the last position of each step, (n, L + 1, D)."""
+    """Write the states of the generated tokens alone: torch.stack of the last position of each step, (n, L + 1, D)."""
     import torch
 
     rows, traces = [], []
@@ -138,7 +138,7 @@ def generate_new_tokens_only(folder):
 
 @kind("transformers")
 def generate_last_step(folder):
-    """hidden_states[-1] of generate: the layers of the last step, each (1, 1, D)."""
+    """Write hidden_states[-1] of generate: the layers of the last step, each (1, 1, D)."""
     rows, traces = [], []
     for i, _, output in runs(attentions=False):
         rows.append({"question_id": f"q{i}", "hidden_states": output.hidden_states[-1], "answer": f"A {i}"})
@@ -150,7 +150,7 @@ def generate_last_step(folder):
 
 @kind("transformers")
 def generate_prompt_pass(folder):
-    """hidden_states[0] of generate: the prompt pass alone, with its attentions."""
+    """Write hidden_states[0] of generate: the prompt pass alone, with its attentions."""
     rows, traces = [], []
     for i, ids, output in runs():
         states, maps = output.hidden_states[0], output.attentions[0]
@@ -170,7 +170,7 @@ def generate_prompt_pass(folder):
 
 @kind("transformers")
 def generate_as_dict_with_scores(folder):
-    """dict(output) with scores, logits and cache, by question id."""
+    """Write dict(output) with scores, logits and cache, by question id."""
     rows, traces = {}, []
     for i, _, output in runs(output_scores=True, output_logits=True):
         rows[f"q{i}"] = dict(output)
@@ -181,7 +181,7 @@ def generate_as_dict_with_scores(folder):
 
 @kind("transformers")
 def generate_joined_by_layer(folder):
-    """Layers joined over prompt pass and steps with torch.cat, as a list of (1, S, D); tokens one longer than S."""
+    """Write layers joined over prompt pass and steps with torch.cat, as a list of (1, S, D); tokens one longer than S."""
     import torch
 
     rows, traces = [], []
@@ -195,7 +195,7 @@ def generate_joined_by_layer(folder):
 
 @kind("transformers")
 def generate_gpt2_steps_by_name(folder):
-    """Steps as dicts {"step_0": {"layer_0": array}} of GPT-2, with the text of the answer."""
+    """Write steps as dicts {"step_0": {"layer_0": array}} of GPT-2, with the text of the answer."""
     rows, traces = [], []
     for i, _, output in runs(name="gpt2", attentions=False):
         steps = {

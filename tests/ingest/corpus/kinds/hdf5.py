@@ -21,7 +21,7 @@ def create(path):
 
 @kind("h5py")
 def h5_group_per_question(folder):
-    """A group per question id: hidden_states, attentions, tokens; question and answer as attributes."""
+    """Write a group per question id: hidden_states, attentions, tokens; question and answer as attributes."""
     samples = make_samples(3, ids="tqa_{}")
     with create(folder / "traces.h5") as file:
         for s in samples:
@@ -35,7 +35,7 @@ def h5_group_per_question(folder):
 
 @kind("h5py")
 def h5_samples_with_id_attribute(folder):
-    """sample_0, sample_1: hidden_states and token_ids, the id as an attribute."""
+    """Write sample_0, sample_1: hidden_states and token_ids, the id as an attribute."""
     samples = make_samples(3)
     with create(folder / "states.hdf5") as file:
         for i, s in enumerate(samples):
@@ -48,7 +48,7 @@ def h5_samples_with_id_attribute(folder):
 
 @kind("h5py")
 def h5_layers_below_question(folder):
-    """question/layer_0 ... (S, D)."""
+    """Write question/layer_0 ... (S, D)."""
     samples = make_samples(3)
     with create(folder / "acts.h5") as file:
         for s in samples:
@@ -59,7 +59,7 @@ def h5_layers_below_question(folder):
 
 @kind("h5py")
 def h5_questions_below_layer(folder):
-    """layer_0/q0 ... (S, D): the other way round."""
+    """Write layer_0/q0 ... (S, D): the other way round."""
     samples = make_samples(3)
     with create(folder / "acts.h5") as file:
         for k in range(3):
@@ -70,7 +70,7 @@ def h5_questions_below_layer(folder):
 
 @kind("h5py")
 def h5_dataset_per_question(folder):
-    """A dataset (L, S, D) per question id in the root."""
+    """Write a dataset (L, S, D) per question id in the root."""
     samples = make_samples(3)
     with create(folder / "hidden.h5") as file:
         for s in samples:
@@ -80,7 +80,7 @@ def h5_dataset_per_question(folder):
 
 @kind("h5py")
 def h5_stacked_with_lengths(folder):
-    """hidden_states (N, L, S, D) padded, lengths, question_ids as strings, labels."""
+    """Write hidden_states (N, L, S, D) padded, lengths, question_ids as strings, labels."""
     samples = make_samples(4)
     hidden, mask = pad([s.hidden for s in samples], axis=1)
     with create(folder / "all.h5") as file:
@@ -92,7 +92,7 @@ def h5_stacked_with_lengths(folder):
 
 @kind("h5py")
 def h5_stacked_with_mask_and_heads(folder):
-    """hidden_states, attentions (N, L, H, S, S), attention_mask, input_ids, all padded on the left."""
+    """Write hidden_states, attentions (N, L, H, S, S), attention_mask, input_ids, all padded on the left."""
     samples = make_samples(3)
     hidden, mask = pad([s.hidden for s in samples], axis=1, side="left")
     with create(folder / "batch.h5") as file:
@@ -104,7 +104,7 @@ def h5_stacked_with_mask_and_heads(folder):
 
 @kind("h5py")
 def h5_flat_with_offsets(folder):
-    """hidden_states (sum of S, L, D), tokens (sum of S,), offsets (N + 1,), ids; resizable datasets."""
+    """Write hidden_states (sum of S, L, D), tokens (sum of S,), offsets (N + 1,), ids; resizable datasets."""
     samples = make_samples(4)
     values = np.concatenate([s.hidden.transpose(1, 0, 2) for s in samples])
     with create(folder / "ragged.h5") as file:
@@ -117,7 +117,7 @@ def h5_flat_with_offsets(folder):
 
 @kind("h5py")
 def h5_flat_with_lengths(folder):
-    """hidden_states (L, sum of S, D) and seq_lens (N,), ids as fixed-length bytes."""
+    """Write hidden_states (L, sum of S, D) and seq_lens (N,), ids as fixed-length bytes."""
     samples = make_samples(4)
     with create(folder / "ragged.h5") as file:
         file["hidden_states"] = np.concatenate([s.hidden for s in samples], 1)
@@ -128,7 +128,7 @@ def h5_flat_with_lengths(folder):
 
 @kind("h5py")
 def h5_data_set_groups(folder):
-    """A group per data set with hidden_states (N, L, D) of last tokens and labels; sizes as attributes."""
+    """Write a group per data set with hidden_states (N, L, D) of last tokens and labels; sizes as attributes."""
     samples = make_samples(6)
     with create(folder / "states.h5") as file:
         for name, part in (("triviaqa", samples[:3]), ("nq_open", samples[3:])):
@@ -142,7 +142,7 @@ def h5_data_set_groups(folder):
 
 @kind("h5py")
 def h5_layer_groups_of_last_tokens(folder):
-    """layer_8/activations (N, D) with the layers as an attribute of the file."""
+    """Write layer_8/activations (N, D) with the layers as an attribute of the file."""
     samples = make_samples(5)
     with create(folder / "store.h5") as file:
         file.attrs["n_tokens"], file.attrs["layers"] = 5, [8, 16, 24]
@@ -154,7 +154,7 @@ def h5_layer_groups_of_last_tokens(folder):
 
 @kind("h5py")
 def h5_variable_length_rows(folder):
-    """Rows of variable length: each trace flattened, with its shape beside it."""
+    """Write rows of variable length: each trace flattened, with its shape next to it."""
     import h5py
 
     samples = make_samples(3)
@@ -169,7 +169,7 @@ def h5_variable_length_rows(folder):
 
 @kind("h5py")
 def h5_file_per_sample(folder):
-    """A file per sample in sub-folders, question_id as a scalar dataset, score as an attribute."""
+    """Write a file per sample in sub-folders, question_id as a scalar dataset, score as an attribute."""
     samples = make_samples(3)
     for i, s in enumerate(samples):
         with create(folder / f"part_{i % 2}" / f"{i}.h5") as file:
@@ -180,7 +180,7 @@ def h5_file_per_sample(folder):
 
 @kind("h5py")
 def h5_traces_group_with_batch_of_one(folder):
-    """traces/0 ... with hidden_states (L, 1, S, D) and attention (L, 1, H, S, S)."""
+    """Write traces/0 ... with hidden_states (L, 1, S, D) and attention (L, 1, H, S, S)."""
     samples = make_samples(3)
     with create(folder / "run.hdf5") as file:
         for i, s in enumerate(samples):

@@ -38,7 +38,7 @@ def expect_cache(cache, tokens=None, attention=True, **changes):
 
 @kind("transformer_lens")
 def transformerlens_cache(folder):
-    """dict(cache) of HookedTransformer.run_with_cache with every activation, a file per prompt."""
+    """Write dict(cache) of HookedTransformer.run_with_cache with every activation, a file per prompt."""
     traces = []
     for i, (_, cache) in enumerate(cached_runs()):
         save_pt(folder / f"prompt_{i}.pt", dict(cache.cache_dict))
@@ -48,7 +48,7 @@ def transformerlens_cache(folder):
 
 @kind("transformer_lens")
 def transformerlens_selected(folder):
-    """resid_post and pattern of run_with_cache with a names filter, with tokens and id, in one pickle."""
+    """Write resid_post and pattern of run_with_cache with a names filter, with tokens and id, in one pickle."""
     rows, traces = [], []
     selected = lambda name: name.endswith(("hook_resid_post", "hook_pattern"))  # noqa: E731
     for i, (tokens, cache) in enumerate(cached_runs(names=selected)):
@@ -61,7 +61,7 @@ def transformerlens_selected(folder):
 
 @kind("transformer_lens")
 def transformerlens_without_batch(folder):
-    """cache.remove_batch_dim(): (S, D) per block, resid_post only."""
+    """Write cache.remove_batch_dim(): (S, D) per block, resid_post only."""
     traces = []
     for i, (_, cache) in enumerate(cached_runs(names=lambda name: name.endswith("hook_resid_post"))):
         traces.append(expect_cache(cache, attention=False))
@@ -72,7 +72,7 @@ def transformerlens_without_batch(folder):
 
 @kind("transformer_lens")
 def transformerlens_accumulated(folder):
-    """cache.accumulated_resid(): a stack (L + 1, 1, S, D) with its labels."""
+    """Write cache.accumulated_resid(): a stack (L + 1, 1, S, D) with its labels."""
     rows, traces = [], []
     for i, (tokens, cache) in enumerate(cached_runs()):
         stack, labels = cache.accumulated_resid(layer=-1, incl_mid=False, return_labels=True)
@@ -87,7 +87,7 @@ def transformerlens_accumulated(folder):
 
 @kind()
 def hook_module_names(folder):
-    """Forward hooks by module name: "model.layers.0" to (1, S, D); a file per question id."""
+    """Write forward hooks by module name: "model.layers.0" to (1, S, D); a file per question id."""
     samples = make_samples(3)
     for s in samples:
         layers = {f"model.layers.{k}": tensor(h[None], "float16") for k, h in enumerate(s.hidden)}
@@ -97,7 +97,7 @@ def hook_module_names(folder):
 
 @kind()
 def hook_gpt2_blocks(folder):
-    """Module names of GPT-2, "transformer.h.0", in a dict by question id; pickle."""
+    """Write module names of GPT-2, "transformer.h.0", in a dict by question id; pickle."""
     samples = make_samples(3)
     rows = {s.question_id: {f"transformer.h.{k}": h for k, h in enumerate(s.hidden)} for s in samples}
     dump(folder / "acts.pkl", rows)
@@ -106,7 +106,7 @@ def hook_gpt2_blocks(folder):
 
 @kind()
 def hook_outputs_of_layers_and_mlp(folder):
-    """Residual stream, MLP and attention outputs of each layer: only the residual stream is the hidden state."""
+    """Write residual stream, MLP and attention outputs of each layer: only the residual stream is the hidden state."""
     samples = make_samples(3)
     rows = []
     for s in samples:
@@ -122,7 +122,7 @@ def hook_outputs_of_layers_and_mlp(folder):
 
 @kind()
 def hook_tuple_outputs(folder):
-    """Hooks that keep the layer's whole output: a tuple whose first element is the hidden state (1, S, D)."""
+    """Write hooks that keep the layer's whole output: a tuple whose first element is the hidden state (1, S, D)."""
     samples = make_samples(2)
     rows = [
         {"qid": s.question_id, "activations": {f"model.layers.{k}": (tensor(h[None]),) for k, h in enumerate(s.hidden)}}
@@ -134,7 +134,7 @@ def hook_tuple_outputs(folder):
 
 @kind()
 def hook_lists_per_module(folder):
-    """A list over prompts per module name, collected by hooks in a defaultdict."""
+    """Write a list over prompts per module name, collected by hooks in a defaultdict."""
     samples = make_samples(3)
     value = {f"layers.{k}": [tensor(s.hidden[k]) for s in samples] for k in range(3)}
     save_pt(folder / "collected.pt", value)
@@ -143,7 +143,7 @@ def hook_lists_per_module(folder):
 
 @kind()
 def hook_layer_and_position_keys(folder):
-    """A dict by (layer, "post") tuples of (S, D), a list over samples."""
+    """Write a dict by (layer, "post") tuples of (S, D), a list over samples."""
     samples = make_samples(2)
     rows = [{"id": s.question_id, "hidden": {(k, "post"): h for k, h in enumerate(s.hidden)}} for s in samples]
     dump(folder / "acts.pickle", rows)
@@ -152,7 +152,7 @@ def hook_layer_and_position_keys(folder):
 
 @kind()
 def states_of_hallucination_cache(folder):
-    """activation_cache/model/dataset/hidden/layer_L_activations.pt (N, D) with layer_L_instance_ids.json."""
+    """Write activation_cache/model/dataset/hidden/layer_L_activations.pt (N, D) with layer_L_instance_ids.json."""
     samples = make_samples(4)
     base = folder / "activation_cache" / "Meta-Llama-3-8B" / "simpleqa" / "activation_hidden"
     for k in range(3):
@@ -163,7 +163,7 @@ def states_of_hallucination_cache(folder):
 
 @kind()
 def nnsight_saved_proxies(folder):
-    """Lists over layers of saved values (1, S, D) as an nnsight loop collects them, with the prompt."""
+    """Write lists over layers of saved values (1, S, D) as an nnsight loop collects them, with the prompt."""
     samples = make_samples(3)
     rows = [{"prompt": s.question, "layer_outputs": [tensor(h[None]) for h in s.hidden]} for s in samples]
     save_pt(folder / "nnsight_saves.pt", rows)
@@ -172,7 +172,7 @@ def nnsight_saved_proxies(folder):
 
 @kind(refused=True)
 def attention_alone(folder):
-    """Look-back ratios and attention maps without hidden states: no detector can read them."""
+    """Write Look-back ratios and attention maps without hidden states: no detector can read them."""
     samples = make_samples(3)
     rows = [{"question_id": s.question_id, "lookback_ratio": s.attention[:, :, :, 0]} for s in samples]
     save_pt(folder / "lookback.pt", rows)

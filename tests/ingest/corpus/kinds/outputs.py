@@ -18,7 +18,7 @@ from tests.ingest.corpus.samples import (
 
 @kind("transformers")
 def llama_output_objects(folder):
-    """A CausalLMOutputWithPast per file: logits, hidden states with the embeddings, attentions."""
+    """Write a CausalLMOutputWithPast per file: logits, hidden states with the embeddings, attentions."""
     traces = []
     for i, ids in enumerate(prompts()):
         output = forward(ids)
@@ -29,7 +29,7 @@ def llama_output_objects(folder):
 
 @kind("transformers")
 def llama_outputs_in_pickle(folder):
-    """A list of dicts with the output object under "output", with id and question."""
+    """Write a list of dicts with the output object under "output", with id and question."""
     rows, traces = [], []
     for i, ids in enumerate(prompts()):
         output = forward(ids)
@@ -41,7 +41,7 @@ def llama_outputs_in_pickle(folder):
 
 @kind("transformers")
 def llama_output_with_cache(folder):
-    """Output objects that carry a DynamicCache of keys and values, with input_ids."""
+    """Write output objects that carry a DynamicCache of keys and values, with input_ids."""
     import torch
 
     rows, traces = [], []
@@ -56,7 +56,7 @@ def llama_output_with_cache(folder):
 
 @kind("transformers")
 def gpt2_outputs_by_id(folder):
-    """CausalLMOutputWithCrossAttentions of GPT-2 in a dict by question id."""
+    """Write CausalLMOutputWithCrossAttentions of GPT-2 in a dict by question id."""
     outputs = {f"tqa{i}": forward(ids, "gpt2") for i, ids in enumerate(prompts())}
     save_pt(folder / "gpt2.pt", outputs)
     return [expect_output(output, question_id=name) for name, output in outputs.items()]
@@ -64,7 +64,7 @@ def gpt2_outputs_by_id(folder):
 
 @kind("transformers")
 def gpt2_batch_with_tokenizer_output(folder):
-    """A right-padded batch: the tokenizer's BatchEncoding under "inputs", the output under "outputs"."""
+    """Write a right-padded batch: the tokenizer's BatchEncoding under "inputs", the output under "outputs"."""
     import torch
     from transformers import BatchEncoding
 
@@ -82,7 +82,7 @@ def gpt2_batch_with_tokenizer_output(folder):
 
 @kind("transformers")
 def llama_left_padded_output(folder):
-    """A left-padded batch as one output object, attention_mask and ids beside it; pickle."""
+    """Write a left-padded batch as one output object, attention_mask and ids next to it; pickle."""
     ids = prompts()
     input_ids, mask = left_padded(ids)
     output = forward(input_ids, attention_mask=mask)
@@ -96,7 +96,7 @@ def llama_left_padded_output(folder):
 
 @kind("transformers")
 def base_model_outputs(folder):
-    """BaseModelOutputWithPast of the model without its head, bfloat16, no attentions."""
+    """Write BaseModelOutputWithPast of the model without its head, bfloat16, no attentions."""
     import torch
 
     rows, traces = [], []
@@ -112,7 +112,7 @@ def base_model_outputs(folder):
 
 @kind("transformers")
 def bert_masked_lm_outputs(folder):
-    """MaskedLMOutput of BERT: attention in both directions."""
+    """Write MaskedLMOutput of BERT: attention in both directions."""
     rows, traces = [], []
     for i, ids in enumerate(prompts()):
         import torch
@@ -127,7 +127,7 @@ def bert_masked_lm_outputs(folder):
 
 @kind("transformers")
 def output_as_dict(folder):
-    """dict(output) in a list."""
+    """Write dict(output) in a list."""
     rows, traces = [], []
     for ids in prompts():
         output = forward(ids)
@@ -139,7 +139,7 @@ def output_as_dict(folder):
 
 @kind("transformers")
 def output_object_list(folder):
-    """A bare list of output objects in a legacy .pt file."""
+    """Write a bare list of output objects in a legacy .pt file."""
     outputs = [forward(ids, "gpt2") for ids in prompts(2)]
     save_pt(folder / "outputs.pt", outputs, _use_new_zipfile_serialization=False)
     return [expect_output(output) for output in outputs]
@@ -147,7 +147,7 @@ def output_object_list(folder):
 
 @kind("transformers")
 def stacked_without_embeddings(folder):
-    """torch.stack(output.hidden_states[1:]).squeeze(1): the embeddings are left out, attentions stacked as well."""
+    """Write torch.stack(output.hidden_states[1:]).squeeze(1): the embeddings are left out, attentions stacked as well."""
     import torch
 
     rows, traces = [], []
@@ -169,7 +169,7 @@ def stacked_without_embeddings(folder):
 
 @kind("transformers")
 def stacked_with_embeddings(folder):
-    """np.stack of all L + 1 states (L + 1, S, D) and of L attentions (L, H, S, S); pickle."""
+    """Write np.stack of all L + 1 states (L + 1, S, D) and of L attentions (L, H, S, S); pickle."""
     rows, traces = [], []
     for i, ids in enumerate(prompts()):
         output = forward(ids)
@@ -182,7 +182,7 @@ def stacked_with_embeddings(folder):
 
 @kind("transformers")
 def embeddings_and_head_mean(folder):
-    """All L + 1 states as float16 lists, attention averaged over heads as a list of L arrays (S, S)."""
+    """Write all L + 1 states as float16 lists, attention averaged over heads as a list of L arrays (S, S)."""
     rows, traces = [], []
     for i, ids in enumerate(prompts()):
         output = forward(ids)
@@ -196,7 +196,7 @@ def embeddings_and_head_mean(folder):
 
 @kind("transformers")
 def last_layer_of_output(folder):
-    """output.hidden_states[-1] alone, (1, S, D) bfloat16, with the logits of the last token."""
+    """Write output.hidden_states[-1] alone, (1, S, D) bfloat16, with the logits of the last token."""
     rows, traces = [], []
     for i, ids in enumerate(prompts()):
         output = forward(ids)
@@ -209,7 +209,7 @@ def last_layer_of_output(folder):
 
 @kind("transformers")
 def last_token_of_output(folder):
-    """[h[0, -1] for h in output.hidden_states]: the last token alone with the embeddings, by question."""
+    """Write [h[0, -1] for h in output.hidden_states]: the last token alone with the embeddings, by question."""
     rows, traces = {}, []
     for i, ids in enumerate(prompts()):
         output = forward(ids)

@@ -26,7 +26,7 @@ def record(sample, **more):
 
 @kind()
 def pkl_list_of_dicts(folder):
-    """A list of dicts: lists of layers as float16 arrays, attention of all heads, tokens."""
+    """Write a list of dicts: lists of layers as float16 arrays, attention of all heads, tokens."""
     samples = make_samples(4)
     rows = [
         record(
@@ -44,7 +44,7 @@ def pkl_list_of_dicts(folder):
 
 @kind()
 def pickle_of_half_tensors(folder):
-    """A list of dicts with torch float16 tensors, integer ids, protocol 2, suffix .pickle."""
+    """Write a list of dicts with torch float16 tensors, integer ids, protocol 2, suffix .pickle."""
     samples = make_samples(3, ids="{}")
     rows = [
         {"question_id": i, "hidden_states": [tensor(h, "float16") for h in s.hidden], "question": s.question}
@@ -56,7 +56,7 @@ def pickle_of_half_tensors(folder):
 
 @kind()
 def p_dict_by_id(folder):
-    """A dict by question id with stacked arrays (L, S, D), suffix .p."""
+    """Write a dict by question id with stacked arrays (L, S, D), suffix .p."""
     samples = make_samples(3, ids="tqa_{}")
     dump(folder / "traces.p", {s.question_id: {"hidden_states": s.hidden, "answer": s.answer} for s in samples})
     return [s.expect("id answer") for s in samples]
@@ -64,7 +64,7 @@ def p_dict_by_id(folder):
 
 @kind()
 def pkl_traces_key(folder):
-    """A dict with settings and the list under "traces"."""
+    """Write a dict with settings and the list under "traces"."""
     samples = make_samples(3, layers=4)
     value = {
         "model": "meta-llama/Llama-3.1-8B",
@@ -77,7 +77,7 @@ def pkl_traces_key(folder):
 
 @kind()
 def pkl_data_and_config(folder):
-    """A dict of "config" and "data", arguments of argparse among the settings."""
+    """Write a dict of "config" and "data", arguments of argparse among the settings."""
     samples = make_samples(2, dim=16)
     config = {"args": types.SimpleNamespace(temperature=0.7, layers=[1, 2, 3]), "seed": 42}
     dump(folder / "out.pkl", {"config": config, "data": [record(s, question=s.question) for s in samples]})
@@ -86,7 +86,7 @@ def pkl_data_and_config(folder):
 
 @kind()
 def pkl_results_by_id(folder):
-    """A dict by question id below "results"."""
+    """Write a dict by question id below "results"."""
     samples = make_samples(3, ids="nq-{}")
     results = {s.question_id: {"hidden_states": list(s.hidden), "attentions": s.attention.mean(1)} for s in samples}
     dump(folder / "results.pkl", {"dataset": "nq_open", "results": results})
@@ -95,7 +95,7 @@ def pkl_results_by_id(folder):
 
 @kind()
 def pkl_appended_dicts(folder):
-    """One pickle.dump call per trace into one file (opened with "ab" in a loop)."""
+    """Write one pickle.dump call per trace into one file (opened with "ab" in a loop)."""
     samples = make_samples(4)
     dump(folder / "hidden_states.pkl", *[record(s, tokens=s.tokens) for s in samples])
     return [s.expect("id tokens answer") for s in samples]
@@ -103,7 +103,7 @@ def pkl_appended_dicts(folder):
 
 @kind()
 def pkl_header_then_batches(folder):
-    """Several pickle.dump calls: a dict of settings first, then lists of traces."""
+    """Write several pickle.dump calls: a dict of settings first, then lists of traces."""
     samples = make_samples(5)
     header = {"model_name": "Qwen/Qwen2.5-7B", "num_layers": 3, "batch_size": 2}
     dump(folder / "dump.pkl", header, [record(s) for s in samples[:2]], [record(s) for s in samples[2:]])
@@ -112,7 +112,7 @@ def pkl_header_then_batches(folder):
 
 @kind()
 def gz_nested_lists(folder):
-    """Hidden states as nested lists of Python floats, .pkl.gz."""
+    """Write hidden states as nested lists of Python floats, .pkl.gz."""
     samples = make_samples(2)
     rows = [record(s, hidden_states=s.hidden.tolist(), tokens=s.tokens.tolist()) for s in samples]
     dump(folder / "triviaqa_batch_0000.pkl.gz", rows)
@@ -121,7 +121,7 @@ def gz_nested_lists(folder):
 
 @kind()
 def bz2_stacked(folder):
-    """Stacked arrays (L, S, D) and (L, H, S, S), .pkl.bz2."""
+    """Write stacked arrays (L, S, D) and (L, H, S, S), .pkl.bz2."""
     samples = make_samples(3)
     rows = [record(s, hidden_states=s.hidden, attentions=s.attention) for s in samples]
     dump(folder / "traces.pkl.bz2", rows)
@@ -130,7 +130,7 @@ def bz2_stacked(folder):
 
 @kind()
 def xz_head_mean(folder):
-    """Attention averaged over heads (L, S, S), .pkl.xz."""
+    """Write attention averaged over heads (L, S, S), .pkl.xz."""
     samples = make_samples(3, ids="{:05d}")
     rows = [record(s, hidden_states=s.hidden, attentions=s.attention.mean(1)) for s in samples]
     dump(folder / "traces.pkl.xz", rows)
@@ -139,7 +139,7 @@ def xz_head_mean(folder):
 
 @kind("zstandard")
 def zst_hidden_only(folder):
-    """Hidden states and ids alone, .pkl.zst."""
+    """Write hidden states and ids alone, .pkl.zst."""
     samples = make_samples(3)
     dump(
         folder / "traces.pkl.zst",
@@ -150,7 +150,7 @@ def zst_hidden_only(folder):
 
 @kind("joblib")
 def joblib_list(folder):
-    """A list of dicts written by joblib.dump."""
+    """Write a list of dicts written by joblib.dump."""
     import joblib
 
     samples = make_samples(3)
@@ -160,7 +160,7 @@ def joblib_list(folder):
 
 @kind("joblib")
 def joblib_compressed_columns(folder):
-    """A dict of columns written by joblib.dump with compress=3."""
+    """Write a dict of columns written by joblib.dump with compress=3."""
     import joblib
 
     samples = make_samples(3, ids="ex{}")
@@ -175,7 +175,7 @@ def joblib_compressed_columns(folder):
 
 @kind()
 def pkl_columns(folder):
-    """A dict of lists of equal length, one list per field."""
+    """Write a dict of lists of equal length, one list per field."""
     samples = make_samples(4)
     columns = {
         "question_ids": [s.question_id for s in samples],
@@ -190,7 +190,7 @@ def pkl_columns(folder):
 
 @kind()
 def pkl_tuples(folder):
-    """A list of tuples (question id, hidden states)."""
+    """Write a list of tuples (question id, hidden states)."""
     samples = make_samples(3, ids="sciq_{}")
     dump(folder / "pairs.pkl", [(s.question_id, s.hidden) for s in samples])
     return [s.expect("id") for s in samples]
@@ -198,7 +198,7 @@ def pkl_tuples(folder):
 
 @kind()
 def pkl_parallel_lists(folder):
-    """A tuple of two lists: arrays (L, S, D), and labels (0 or 1)."""
+    """Write a tuple of two lists: arrays (L, S, D), and labels (0 or 1)."""
     samples = make_samples(4)
     dump(folder / "activations_and_labels.pkl", ([s.hidden for s in samples], [int(s.score < 0.5) for s in samples]))
     return [s.expect("label") for s in samples]
@@ -206,7 +206,7 @@ def pkl_parallel_lists(folder):
 
 @kind()
 def pkl_bare_arrays(folder):
-    """A list of arrays (L, S, D) and nothing else."""
+    """Write a list of arrays (L, S, D) and nothing else."""
     samples = make_samples(3)
     dump(folder / "hs.pkl", [s.hidden for s in samples])
     return [s.expect() for s in samples]
@@ -214,7 +214,7 @@ def pkl_bare_arrays(folder):
 
 @kind()
 def pkl_array_by_id(folder):
-    """A dict from question id to an array (L, S, D)."""
+    """Write a dict from question id to an array (L, S, D)."""
     samples = make_samples(3, ids="bb_{}")
     dump(folder / "hidden_by_id.pkl", {s.question_id: s.hidden for s in samples})
     return [s.expect("id") for s in samples]
@@ -222,7 +222,7 @@ def pkl_array_by_id(folder):
 
 @kind()
 def pkl_file_per_sample(folder):
-    """A bare dict in a file per sample, in sub-folders per split."""
+    """Write a bare dict in a file per sample, in sub-folders per split."""
     samples = make_samples(4)
     for i, s in enumerate(samples):
         dump(folder / ("train" if i < 3 else "test") / f"{i:04d}.pkl", record(s, tokens=s.tokens))
@@ -231,7 +231,7 @@ def pkl_file_per_sample(folder):
 
 @kind()
 def pkl_object_array(folder):
-    """A numpy object array of dicts."""
+    """Write a numpy object array of dicts."""
     samples = make_samples(3)
     dump(folder / "traces.pkl", np.array([record(s) for s in samples], dtype=object))
     return [s.expect("id answer") for s in samples]
@@ -239,7 +239,7 @@ def pkl_object_array(folder):
 
 @kind("pandas")
 def pkl_dataframe(folder):
-    """A pandas DataFrame with an array per cell (df.to_pickle)."""
+    """Write a pandas DataFrame with an array per cell (df.to_pickle)."""
     import pandas as pd
 
     samples = make_samples(3)
@@ -250,7 +250,7 @@ def pkl_dataframe(folder):
 
 @kind()
 def pkl_ordered_and_default_dicts(folder):
-    """OrderedDict by id of defaultdicts."""
+    """Write OrderedDict by id of defaultdicts."""
     samples = make_samples(3)
     rows = collections.OrderedDict()
     for s in samples:
@@ -261,7 +261,7 @@ def pkl_ordered_and_default_dicts(folder):
 
 @kind()
 def pkl_harmless_values(folder):
-    """Values of the standard library beside the arrays: datetime, set, Path, complex, Decimal, UUID, range."""
+    """Write values of the standard library next to the arrays: datetime, set, Path, complex, Decimal, UUID, range."""
     samples = make_samples(2)
     extras = {
         "time": datetime.datetime(2025, 1, 2, tzinfo=datetime.UTC),
@@ -285,7 +285,7 @@ def pkl_harmless_values(folder):
 
 @kind()
 def pkl_traces_and_settings_files(folder):
-    """Files of traces beside files that hold none: a config pickle, a README, a log, a JSON of metrics."""
+    """Write files of traces next to files that hold none: a config pickle, a README, a log, a JSON of metrics."""
     samples = make_samples(4)
     dump(folder / "batch_0.pkl", [record(s) for s in samples[:2]])
     dump(folder / "batch_1.pkl", [record(s) for s in samples[2:]])
@@ -307,7 +307,7 @@ class Row:
 
 @kind()
 def pkl_own_dataclass(folder):
-    """Instances of a dataclass of the user's script, whose attributes are the fields."""
+    """Write instances of a dataclass of the user's script, whose attributes are the fields."""
     samples = make_samples(3)
     dump(folder / "rows.pkl", [Row(s.question_id, s.hidden, s.answer) for s in samples])
     return [s.expect("id answer") for s in samples]
@@ -315,7 +315,7 @@ def pkl_own_dataclass(folder):
 
 @kind(refused=True)
 def pkl_without_hidden_states(folder):
-    """Answers and scores alone: there is no trace in the file."""
+    """Write answers and scores alone: there is no trace in the file."""
     samples = make_samples(3)
     dump(folder / "answers.pkl", [{"question_id": s.question_id, "answer": s.answer} for s in samples])
     return []

@@ -9,7 +9,7 @@ from tests.ingest.corpus.samples import dump, make_samples, pad, pad_attention, 
 
 @kind()
 def layers_with_batch_of_one(folder):
-    """Layers (1, S, D) float64, as output.hidden_states of a single prompt has them."""
+    """Write layers (1, S, D) float64, as output.hidden_states of a single prompt has them."""
     samples = make_samples(3)
     dump(folder / "traces.pkl", [record(s, hidden_states=list(s.hidden[:, None].astype("f8"))) for s in samples])
     return [s.expect("id answer") for s in samples]
@@ -17,7 +17,7 @@ def layers_with_batch_of_one(folder):
 
 @kind()
 def heads_with_batch_of_one(folder):
-    """Tuples of layers (1, S, D) and (1, H, S, S), tokens (1, S)."""
+    """Write tuples of layers (1, S, D) and (1, H, S, S), tokens (1, S)."""
     samples = make_samples(3)
     rows = [
         {
@@ -34,7 +34,7 @@ def heads_with_batch_of_one(folder):
 
 @kind()
 def stacked_with_batch_of_one(folder):
-    """A stacked array (1, L, S, D)."""
+    """Write a stacked array (1, L, S, D)."""
     samples = make_samples(3, layers=4)
     dump(folder / "traces.pickle", {s.question_id: {"hidden_states": s.hidden[None]} for s in samples})
     return [s.expect("id") for s in samples]
@@ -42,7 +42,7 @@ def stacked_with_batch_of_one(folder):
 
 @kind()
 def layers_by_number(folder):
-    """hidden_states is a dict from layer number to an array (S, D)."""
+    """Write hidden_states as a dict from layer number to an array (S, D)."""
     samples = make_samples(3)
     rows = [record(s, hidden_states=dict(enumerate(s.hidden))) for s in samples]
     dump(folder / "traces.pkl", rows)
@@ -51,7 +51,7 @@ def layers_by_number(folder):
 
 @kind()
 def layers_by_chosen_number(folder):
-    """hidden_states is a dict from chosen layer numbers, not from 0, to tensors (1, S, D)."""
+    """Write hidden_states as a dict from chosen layer numbers, not from 0, to tensors (1, S, D)."""
     samples = make_samples(3)
     rows = [
         record(s, hidden_states={n: tensor(h)[None] for n, h in zip((8, 16, 24), s.hidden, strict=True)})
@@ -63,7 +63,7 @@ def layers_by_chosen_number(folder):
 
 @kind()
 def layers_as_fields(folder):
-    """Each layer is a field of its own: layer_0, layer_1, ..."""
+    """Write each layer as a field of its own: layer_0, layer_1, ..."""
     samples = make_samples(3)
     rows = [{"id": s.question_id, **{f"layer_{n}": h for n, h in enumerate(s.hidden)}} for s in samples]
     dump(folder / "traces.pkl", rows)
@@ -72,7 +72,7 @@ def layers_as_fields(folder):
 
 @kind()
 def layers_by_text(folder):
-    """hidden_states is a dict with the keys "layer_10", "layer_2": numeric order is not the order of the text."""
+    """Write hidden_states as a dict with the keys "layer_10", "layer_2": numeric order is not the order of the text."""
     samples = make_samples(2)
     rows = [
         record(s, hidden_states={"layer_10": s.hidden[1], "layer_2": s.hidden[0], "layer_30": s.hidden[2]})
@@ -84,7 +84,7 @@ def layers_by_text(folder):
 
 @kind()
 def chosen_layers_with_ids(folder):
-    """A stack of three chosen layers, their numbers under "layers"."""
+    """Write a stack of three chosen layers, their numbers under "layers"."""
     samples = make_samples(3)
     dump(folder / "traces.pkl", [record(s, hidden_states=s.hidden, layers=[12, 16, 20]) for s in samples])
     return [s.expect("id answer", layers=[12, 16, 20]) for s in samples]
@@ -92,7 +92,7 @@ def chosen_layers_with_ids(folder):
 
 @kind()
 def chosen_layers_of_file(folder):
-    """The numbers of the layers stand once, beside the list of traces."""
+    """Write the numbers of the layers once, next to the list of traces."""
     samples = make_samples(3)
     dump(folder / "t.pkl", {"layer_ids": [0, 15, 31], "traces": [record(s, hidden_states=s.hidden) for s in samples]})
     return [s.expect("id answer", layers=[0, 15, 31]) for s in samples]
@@ -100,7 +100,7 @@ def chosen_layers_of_file(folder):
 
 @kind()
 def one_layer(folder):
-    """One layer alone: hidden_states (S, D)."""
+    """Write one layer alone: hidden_states (S, D)."""
     samples = make_samples(3, layers=1)
     rows = [record(s, hidden_states=s.hidden[0], layer=14, tokens=s.tokens) for s in samples]
     dump(folder / "layer14.pkl", rows)
@@ -109,7 +109,7 @@ def one_layer(folder):
 
 @kind()
 def last_token_of_each_layer(folder):
-    """The last token alone: a list of L vectors (D,)."""
+    """Write the last token alone: a list of L vectors (D,)."""
     samples = make_samples(4)
     dump(folder / "last.pkl", [record(s, hidden_states=list(s.hidden[:, -1])) for s in samples])
     return [s.expect_last("id answer") for s in samples]
@@ -117,7 +117,7 @@ def last_token_of_each_layer(folder):
 
 @kind()
 def last_token_stacked(folder):
-    """The last token alone: (L, D) under "last_token"."""
+    """Write the last token alone: (L, D) under "last_token"."""
     samples = make_samples(4)
     dump(folder / "last.pkl", {s.question_id: {"last_token": s.hidden[:, -1], "answer": s.answer} for s in samples})
     return [s.expect_last("id answer") for s in samples]
@@ -125,7 +125,7 @@ def last_token_stacked(folder):
 
 @kind()
 def last_token_with_kept_axis(folder):
-    """The last token alone with its axis kept: layers (1, 1, D), tensors in bfloat16-safe float32."""
+    """Write the last token alone with its axis kept: layers (1, 1, D), tensors in bfloat16-safe float32."""
     samples = make_samples(3)
     rows = [record(s, hidden_states=[tensor(h[None, -1:]) for h in s.hidden]) for s in samples]
     dump(folder / "last.p", rows)
@@ -134,7 +134,7 @@ def last_token_with_kept_axis(folder):
 
 @kind(flags=("--map", "last_token=most_likely_answer.emb_last_tok_before_gen"))
 def semantic_entropy_probes(folder):
-    """validation_generations.pkl of semantic entropy probes: two chosen tokens as (L, 1, D) below the answer."""
+    """Write validation_generations.pkl of semantic entropy probes: two chosen tokens as (L, 1, D) below the answer."""
     samples = make_samples(4, ids="tc_{}")
     rows = {}
     for s in samples:
@@ -160,7 +160,7 @@ def semantic_entropy_probes(folder):
 
 @kind()
 def tokens_first(folder):
-    """A stack with the tokens as first axis (S, L, D); the number of tokens tells the axes apart."""
+    """Write a stack with the tokens as first axis (S, L, D); the number of tokens tells the axes apart."""
     samples = make_samples(3)
     rows = [record(s, hidden_states=s.hidden.transpose(1, 0, 2), tokens=s.tokens, num_layers=3) for s in samples]
     dump(folder / "traces.pkl", rows)
@@ -169,7 +169,7 @@ def tokens_first(folder):
 
 @kind()
 def list_per_token(folder):
-    """A list over tokens of lists over layers of vectors, as a generation loop appends them."""
+    """Write a list over tokens of lists over layers of vectors, as a generation loop appends them."""
     samples = make_samples(3)
     rows = [
         record(s, hidden_states=[list(s.hidden[:, k]) for k in range(len(s.tokens))], token_ids=s.tokens.tolist())
@@ -181,7 +181,7 @@ def list_per_token(folder):
 
 @kind()
 def fortran_and_strided_arrays(folder):
-    """Arrays in Fortran order and views with steps."""
+    """Write arrays in Fortran order and views with steps."""
     samples = make_samples(3)
     rows = []
     for s in samples:
@@ -193,7 +193,7 @@ def fortran_and_strided_arrays(folder):
 
 @kind()
 def big_endian_arrays(folder):
-    """Arrays in big-endian byte order."""
+    """Write arrays in big-endian byte order."""
     samples = make_samples(2)
     dump(folder / "traces.pkl", [record(s, hidden_states=list(s.hidden.astype(">f4"))) for s in samples])
     return [s.expect("id answer") for s in samples]
@@ -201,16 +201,16 @@ def big_endian_arrays(folder):
 
 @kind()
 def several_answers_per_question(folder):
-    """Three samples per question under one question id, numbered by "sample"."""
+    """Write three samples per question under one question id, numbered by "sample"."""
     samples = make_samples(6)
-    rows = [record(s, question_id=f"q{i // 3}", sample=i % 3) for i, s in enumerate(samples)]
+    rows = [record(s) | {"question_id": f"q{i // 3}", "sample": i % 3} for i, s in enumerate(samples)]
     dump(folder / "samples.pkl", rows)
     return [s.expect("answer", question_id=f"q{i // 3}", sample=i % 3) for i, s in enumerate(samples)]
 
 
 @kind()
 def answers_nested_per_question(folder):
-    """A dict per question with a list of generations, each with its own states."""
+    """Write a dict per question with a list of generations, each with its own states."""
     samples = make_samples(4)
     rows = [
         {
@@ -226,7 +226,7 @@ def answers_nested_per_question(folder):
 
 @kind()
 def batch_right_padded(folder):
-    """A dict per batch: layers (B, S, D) padded on the right, attention_mask, ids; numpy."""
+    """Write a dict per batch: layers (B, S, D) padded on the right, attention_mask, ids; numpy."""
     samples = make_samples(4)
     batches = []
     for part in (samples[:2], samples[2:]):
@@ -245,7 +245,7 @@ def batch_right_padded(folder):
 
 @kind()
 def batch_left_padded_heads(folder):
-    """Layers (B, S, D) and (B, H, S, S) padded on the left, attention_mask; one file."""
+    """Write layers (B, S, D) and (B, H, S, S) padded on the left, attention_mask; one file."""
     samples = make_samples(3)
     hidden, mask = pad([s.hidden for s in samples], axis=1, side="left")
     attention = pad_attention([s.attention for s in samples], side="left")
@@ -261,7 +261,7 @@ def batch_left_padded_heads(folder):
 
 @kind()
 def batch_with_lengths(folder):
-    """A stack (B, L, S, D) padded on the right with "lengths"."""
+    """Write a stack (B, L, S, D) padded on the right with "lengths"."""
     samples = make_samples(3)
     hidden, mask = pad([s.hidden for s in samples], axis=1)
     value = {"question_id": [s.question_id for s in samples], "hidden_states": hidden, "lengths": mask.sum(1)}
@@ -271,7 +271,7 @@ def batch_with_lengths(folder):
 
 @kind()
 def batch_of_equal_lengths(folder):
-    """A stack (B, L, S, D) without a mask: every row is whole. Labels and ids beside it."""
+    """Write a stack (B, L, S, D) without a mask: no row has padding. Labels and ids next to it."""
     samples = make_samples(3, lengths=(6,))
     value = {
         "question_ids": [s.question_id for s in samples],
@@ -284,7 +284,7 @@ def batch_of_equal_lengths(folder):
 
 @kind()
 def optional_fields_present(folder):
-    """Fields of the schema beside the arrays: prompt length, log-probabilities, entropies, temperature, seed."""
+    """Write fields of the schema next to the arrays: prompt length, log-probabilities, entropies, temperature, seed."""
     samples = make_samples(3)
     rows = [
         record(
@@ -303,7 +303,7 @@ def optional_fields_present(folder):
 
 @kind(refused=True)
 def hidden_sizes_differ(folder):
-    """The files come from two models of different width: they cannot share a store."""
+    """Write files of two models of different width, which cannot share a store."""
     dump(folder / "a.pkl", [record(s) for s in make_samples(2, dim=12)])
     dump(folder / "b.pkl", [record(s) for s in make_samples(2, dim=16, ids="r{}")])
     return []

@@ -13,7 +13,7 @@ def rows_of(samples, names, **more):
 
 @kind()
 def named_hs_qid(folder):
-    """hs, qid, attn; pickle."""
+    """Write hs, qid, attn; pickle."""
     samples = make_samples(3)
     dump(folder / "t.pkl", rows_of(samples, {"qid": "question_id", "hs": "hidden", "attn": "attention"}))
     return [s.expect("id attention") for s in samples]
@@ -21,7 +21,7 @@ def named_hs_qid(folder):
 
 @kind()
 def named_hidden_id(folder):
-    """hidden, id, prompt, response; pickle by columns."""
+    """Write hidden, id, prompt, response; pickle by columns."""
     samples = make_samples(3)
     names = {"id": "question_id", "hidden": "hidden", "prompt": "question", "response": "answer"}
     dump(folder / "t.pkl", {name: [getattr(s, a) for s in samples] for name, a in names.items()})
@@ -30,7 +30,7 @@ def named_hidden_id(folder):
 
 @kind()
 def named_activations_example_id(folder):
-    """activations, example_id, completion; .pt."""
+    """Write activations, example_id, completion; .pt."""
     samples = make_samples(3)
     rows = rows_of(samples, {"example_id": "question_id", "completion": "answer"})
     save_pt(folder / "t.pt", [r | {"activations": tensor(s.hidden)} for r, s in zip(rows, samples, strict=True)])
@@ -39,7 +39,7 @@ def named_activations_example_id(folder):
 
 @kind()
 def named_attention_weights_uid(folder):
-    """uid, hidden_state, attention_weights, text of the model under model_answer."""
+    """Write uid, hidden_state, attention_weights, text of the model under model_answer."""
     samples = make_samples(3)
     names = {"uid": "question_id", "hidden_state": "hidden", "attention_weights": "attention", "model_answer": "answer"}
     dump(folder / "t.pickle", rows_of(samples, names))
@@ -48,7 +48,7 @@ def named_attention_weights_uid(folder):
 
 @kind()
 def named_representations_sample_id(folder):
-    """representations, sample_id, query, prediction; JSON Lines."""
+    """Write representations, sample_id, query, prediction; JSON Lines."""
     samples = make_samples(2)
     names = {"sample_id": "question_id", "query": "question", "prediction": "answer"}
     rows = [r | {"representations": s.hidden.tolist()} for r, s in zip(rows_of(samples, names), samples, strict=True)]
@@ -58,7 +58,7 @@ def named_representations_sample_id(folder):
 
 @kind()
 def named_residual_stream(folder):
-    """residual_stream, idx, instruction, output (a string!), attention_maps; pickle by id."""
+    """Write residual_stream, idx, instruction, output (a string!), attention_maps; pickle by id."""
     samples = make_samples(3, ids="{}")
     names = {"instruction": "question", "output": "answer", "residual_stream": "hidden", "attention_maps": "attention"}
     rows = rows_of(samples, names)
@@ -68,7 +68,7 @@ def named_residual_stream(folder):
 
 @kind()
 def named_embeddings_input_ids(folder):
-    """embeddings (S, L, D by input_ids), input_ids, question_id, generation; .pth."""
+    """Write embeddings (lists of layers), input_ids (1, S), question_id; .pth."""
     samples = make_samples(3)
     rows = [
         {"question_id": s.question_id, "embeddings": list(tensor(s.hidden)), "input_ids": tensor(s.tokens[None])}
@@ -80,15 +80,15 @@ def named_embeddings_input_ids(folder):
 
 @kind(flags=("--map", "hidden_states=internal_repr,question_id=key"))
 def named_unusually(folder):
-    """Names that nothing suggests: internal_repr, key, said."""
+    """Write names that nothing suggests: internal_repr, key, reply."""
     samples = make_samples(3)
-    dump(folder / "t.pkl", rows_of(samples, {"key": "question_id", "internal_repr": "hidden", "said": "answer"}))
+    dump(folder / "t.pkl", rows_of(samples, {"key": "question_id", "internal_repr": "hidden", "reply": "answer"}))
     return [s.expect("id") for s in samples]
 
 
 @kind(flags=("--map", "hidden_states=X,question_id=n"))
 def named_by_letters(folder):
-    """X, n, y: letters of a notebook; y is a label."""
+    """Write X, n, y: letters of a notebook; y is a label."""
     samples = make_samples(4)
     dump(folder / "t.pkl", [{"X": s.hidden, "n": s.question_id, "y": int(s.score < 0.5)} for s in samples])
     return [s.expect("id") for s in samples]
@@ -96,7 +96,7 @@ def named_by_letters(folder):
 
 @kind(flags=("--map", "hidden_states=états,question_id=numéro"))
 def named_in_french(folder):
-    """Names outside ASCII."""
+    """Write names outside ASCII."""
     samples = make_samples(2)
     dump(folder / "t.pkl", rows_of(samples, {"numéro": "question_id", "états": "hidden", "réponse": "answer"}))
     return [s.expect("id") for s in samples]
@@ -104,7 +104,7 @@ def named_in_french(folder):
 
 @kind()
 def named_in_camel_case(folder):
-    """hiddenStates, questionId, attentionWeights; JSON."""
+    """Write hiddenStates, questionId, attentionWeights; JSON."""
     samples = make_samples(2)
     rows = [
         {"questionId": s.question_id, "hiddenStates": s.hidden.tolist(), "attentionWeights": s.attention.tolist()}
@@ -116,7 +116,7 @@ def named_in_camel_case(folder):
 
 @kind()
 def named_in_capitals(folder):
-    """HIDDEN_STATES, QUESTION_ID, Answer; pickle."""
+    """Write HIDDEN_STATES, QUESTION_ID, Answer; pickle."""
     samples = make_samples(3)
     dump(
         folder / "t.pkl",
@@ -127,7 +127,7 @@ def named_in_capitals(folder):
 
 @kind()
 def named_below_states(folder):
-    """Arrays one level down: {"meta": {...}, "states": {"hidden": ..., "attention": ...}}."""
+    """Write arrays one level down: {"meta": {...}, "states": {"hidden": ..., "attention": ...}}."""
     samples = make_samples(3)
     rows = [
         {
@@ -142,7 +142,7 @@ def named_below_states(folder):
 
 @kind()
 def named_layer_hidden_states(folder):
-    """layer_hidden_states, doc_id, generated_text, token_ids; .pkl.bz2 by columns."""
+    """Write layer_hidden_states, doc_id, generated_text, token_ids; .pkl.bz2 by columns."""
     samples = make_samples(3)
     names = {
         "doc_id": "question_id",
@@ -156,7 +156,7 @@ def named_layer_hidden_states(folder):
 
 @kind()
 def named_all_hidden_states(folder):
-    """all_hidden_states, all_attentions, prompt_id; .pt per sample."""
+    """Write all_hidden_states, all_attentions, prompt_id; .pt per sample."""
     samples = make_samples(3)
     for i, s in enumerate(samples):
         value = {
@@ -170,7 +170,7 @@ def named_all_hidden_states(folder):
 
 @kind()
 def named_acts_and_labels(folder):
-    """acts (N, L, D) last tokens with statement texts; .pkl."""
+    """Write acts (N, L, D) last tokens with statement texts; .pkl."""
     samples = make_samples(4)
     acts = np.stack([s.hidden[:, -1] for s in samples])
     dump(folder / "t.pkl", {"acts": acts, "statements": [s.question for s in samples]})
@@ -179,7 +179,7 @@ def named_acts_and_labels(folder):
 
 @kind(flags=("--map", "hidden_states=answer_states"))
 def two_candidates_for_hidden_states(folder):
-    """Two arrays could be the hidden states: of the question and of the answer."""
+    """Write two arrays that could be the hidden states: of the question and of the answer."""
     samples = make_samples(3)
     rows = [
         {
@@ -196,7 +196,7 @@ def two_candidates_for_hidden_states(folder):
 
 @kind(flags=("--map", "question_id=item"))
 def id_among_other_numbers(folder):
-    """Several integers per trace; "item" is the id."""
+    """Write several integers per trace; "item" is the id."""
     samples = make_samples(3, ids="10{}")
     rows = [
         {"item": int(s.question_id), "epoch": 0, "gpu": 1, "hidden_states": s.hidden, "n_tokens": len(s.tokens)}
@@ -208,7 +208,7 @@ def id_among_other_numbers(folder):
 
 @kind()
 def chat_messages(folder):
-    """The question as a list of chat messages, response as a string; .pt."""
+    """Write the question as a list of chat messages, response as a string; .pt."""
     samples = make_samples(3)
     rows = [
         {

@@ -1,4 +1,4 @@
-"""Scores and labels: tables beside the traces, and fields inside them."""
+"""Scores and labels: tables next to the traces, and fields inside them."""
 
 import json
 
@@ -19,14 +19,14 @@ def traces_and_table(folder, name, rows, *, samples=None, delimiter=",", encodin
 
 @kind()
 def csv_score(folder):
-    """scores.csv: question_id, score."""
+    """Write scores.csv: question_id, score."""
     rows = lambda samples: [{"question_id": s.question_id, "score": s.score} for s in samples]  # noqa: E731
     return [s.expect("id answer score") for s in traces_and_table(folder, "scores.csv", rows)]
 
 
 @kind()
 def csv_bleurt(folder):
-    """ground_truth_scores.csv: question_id, bleurt_score, other columns of text."""
+    """Write ground_truth_scores.csv: question_id, bleurt_score, other columns of text."""
     rows = lambda samples: [  # noqa: E731
         {"index": i, "question_id": s.question_id, "reference": "x, y", "bleurt_score": s.score}
         for i, s in enumerate(samples)
@@ -36,7 +36,7 @@ def csv_bleurt(folder):
 
 @kind()
 def csv_hallucination_score(folder):
-    """hallucination_scores.csv: a high score means a hallucination."""
+    """Write hallucination_scores.csv: a high score means a hallucination."""
     rows = lambda samples: [  # noqa: E731
         {"question_id": s.question_id, "hallucination_score": round(1 - s.score, 6)} for s in samples
     ]
@@ -46,7 +46,7 @@ def csv_hallucination_score(folder):
 
 @kind(flags=("--score-column", "bleurt"))
 def csv_several_metrics(folder):
-    """scores.csv with rougeL, bleurt and exact_match: the user has to choose one."""
+    """Write scores.csv with rougeL, bleurt and exact_match: the user has to choose one."""
     rows = lambda samples: [  # noqa: E731
         {"question_id": s.question_id, "rougeL": 0.3, "bleurt": s.score, "exact_match": int(s.score > 0.5)}
         for s in samples
@@ -56,7 +56,7 @@ def csv_several_metrics(folder):
 
 @kind(flags=("--score-column", "acc"))
 def csv_accuracy_among_others(folder):
-    """results_scores.csv: question_id, acc, seconds, tokens."""
+    """Write results_scores.csv: question_id, acc, seconds, tokens."""
     rows = lambda samples: [  # noqa: E731
         {"question_id": s.question_id, "seconds": 1.5, "acc": s.score, "tokens": 9} for s in samples
     ]
@@ -65,7 +65,7 @@ def csv_accuracy_among_others(folder):
 
 @kind()
 def csv_correct_labels(folder):
-    """labels.csv: qid, correct (0 or 1)."""
+    """Write labels.csv: qid, correct (0 or 1)."""
     rows = lambda samples: [{"qid": s.question_id, "correct": int(s.score > 0.5)} for s in samples]  # noqa: E731
     samples = traces_and_table(folder, "labels.csv", rows)
     return [s.expect("id", score=float(s.score > 0.5)) for s in samples]
@@ -73,7 +73,7 @@ def csv_correct_labels(folder):
 
 @kind()
 def csv_is_hallucination(folder):
-    """annotations.csv: id, is_hallucination as True or False."""
+    """Write annotations.csv: id, is_hallucination as True or False."""
     rows = lambda samples: [{"id": s.question_id, "is_hallucination": s.score < 0.5} for s in samples]  # noqa: E731
     samples = traces_and_table(folder, "annotations.csv", rows)
     return [s.expect("id", score=float(s.score < 0.5), direction="hallucination") for s in samples]
@@ -81,7 +81,7 @@ def csv_is_hallucination(folder):
 
 @kind()
 def csv_judge_words(folder):
-    """judge.csv: question_id, verdict as CORRECT or INCORRECT."""
+    """Write judge.csv: question_id, verdict as CORRECT or INCORRECT."""
     rows = lambda samples: [  # noqa: E731
         {"question_id": s.question_id, "verdict": "CORRECT" if s.score > 0.5 else "INCORRECT"} for s in samples
     ]
@@ -91,21 +91,21 @@ def csv_judge_words(folder):
 
 @kind()
 def tsv_scores(folder):
-    """scores.tsv with tabs."""
+    """Write scores.tsv with tabs."""
     rows = lambda samples: [{"question_id": s.question_id, "score": s.score} for s in samples]  # noqa: E731
     return [s.expect("id score") for s in traces_and_table(folder, "scores.tsv", rows, delimiter="\t")]
 
 
 @kind()
 def csv_semicolons(folder):
-    """scores.csv with semicolons, as a spreadsheet exports it."""
+    """Write scores.csv with semicolons, as a spreadsheet exports it."""
     rows = lambda samples: [{"question_id": s.question_id, "score": s.score} for s in samples]  # noqa: E731
     return [s.expect("id score") for s in traces_and_table(folder, "scores.csv", rows, delimiter=";")]
 
 
 @kind()
 def csv_with_byte_order_mark(folder):
-    """scores.csv in UTF-8 with a byte order mark; ids outside ASCII."""
+    """Write scores.csv in UTF-8 with a byte order mark; ids outside ASCII."""
     samples = make_samples(4, ids="frage_ä{}")
     rows = lambda samples: [{"question_id": s.question_id, "score": s.score} for s in samples]  # noqa: E731
     traces_and_table(folder, "scores.csv", rows, samples=samples, encoding="utf-8-sig")
@@ -114,7 +114,7 @@ def csv_with_byte_order_mark(folder):
 
 @kind()
 def csv_with_integer_ids(folder):
-    """Ids are integers in the pickle and 0003-like text nowhere: scores.csv has example_id and accuracy."""
+    """Write integer ids in the pickle, and scores.csv with example_id and accuracy."""
     samples = make_samples(4, ids="{}")
     dump(folder / "traces.pkl", [{"example_id": i, "hidden_states": s.hidden} for i, s in enumerate(samples)])
     write_table(folder / "scores.csv", [{"example_id": i, "accuracy": s.score} for i, s in enumerate(samples)])
@@ -123,7 +123,7 @@ def csv_with_integer_ids(folder):
 
 @kind()
 def csv_by_file_name(folder):
-    """A file per sample named by its id, which stands nowhere else; scores.csv uses it."""
+    """Write a file per sample named by its id, which stands nowhere else; scores.csv uses it."""
     samples = make_samples(4, ids="tc_{}")
     for s in samples:
         save_pt(folder / f"{s.question_id}.pt", {"hidden_states": tensor(s.hidden), "tokens": tensor(s.tokens)})
@@ -133,7 +133,7 @@ def csv_by_file_name(folder):
 
 @kind()
 def csv_with_missing_scores(folder):
-    """scores.csv without a row for one trace, with an empty cell, and with a row for a trace that is not there."""
+    """Write scores.csv without a row for one trace, with an empty cell, and with a row for a trace that is not there."""
     samples = make_samples(4)
     rows = [{"question_id": s.question_id, "score": s.score} for s in samples[:2]]
     rows += [{"question_id": "q2", "score": ""}, {"question_id": "q99", "score": 0.5}]
@@ -143,7 +143,7 @@ def csv_with_missing_scores(folder):
 
 @kind()
 def csv_of_two_splits(folder):
-    """train/ and test/ with a pickle and a scores.csv each."""
+    """Write train/ and test/ with a pickle and a scores.csv each."""
     samples = make_samples(4)
     for name, part in (("train", samples[:3]), ("test", samples[3:])):
         dump(folder / name / "traces.pkl", [record(s) for s in part])
@@ -153,7 +153,7 @@ def csv_of_two_splits(folder):
 
 @kind()
 def json_scores_by_id(folder):
-    """scores.json: {id: score}."""
+    """Write scores.json: {id: score}."""
     samples = make_samples(4)
     dump(folder / "traces.pkl", [record(s) for s in samples])
     write_json(folder / "scores.json", {s.question_id: s.score for s in samples})
@@ -162,7 +162,7 @@ def json_scores_by_id(folder):
 
 @kind()
 def jsonl_scores(folder):
-    """eval_scores.jsonl: one object per line with question_id and score."""
+    """Write eval_scores.jsonl: one object per line with question_id and score."""
     samples = make_samples(4)
     dump(folder / "traces.pkl", [record(s) for s in samples])
     write_lines(folder / "eval_scores.jsonl", [{"question_id": s.question_id, "score": s.score} for s in samples])
@@ -171,7 +171,7 @@ def jsonl_scores(folder):
 
 @kind()
 def json_labels_in_list(folder):
-    """labels.json: a list of {"id", "label"} with 1 for a hallucination."""
+    """Write labels.json: a list of {"id", "label"} with 1 for a hallucination."""
     samples = make_samples(4)
     dump(folder / "traces.p", [record(s) for s in samples])
     rows = [{"id": s.question_id, "hallucination": int(s.score < 0.5)} for s in samples]
@@ -181,7 +181,7 @@ def json_labels_in_list(folder):
 
 @kind()
 def npy_labels_in_order(folder):
-    """labels.npy in the order of the traces: no ids in it."""
+    """Write labels.npy in the order of the traces: no ids in it."""
     samples = make_samples(4)
     dump(folder / "traces.pkl", [record(s) for s in samples])
     np.save(folder / "labels.npy", np.array([int(s.score < 0.5) for s in samples]))
@@ -190,7 +190,7 @@ def npy_labels_in_order(folder):
 
 @kind()
 def field_score(folder):
-    """The score is a field of the trace."""
+    """Write the score as a field of the trace."""
     samples = make_samples(4)
     dump(folder / "traces.pkl", [record(s, score=s.score) for s in samples])
     return [s.expect("id answer score") for s in samples]
@@ -198,7 +198,7 @@ def field_score(folder):
 
 @kind()
 def field_label(folder):
-    """The label (1 for a hallucination) is a field of the trace."""
+    """Write the label (1 for a hallucination) as a field of the trace."""
     samples = make_samples(4)
     dump(
         folder / "traces.pkl",
@@ -209,7 +209,7 @@ def field_label(folder):
 
 @kind()
 def field_is_correct(folder):
-    """is_correct as a bool in the trace; .pt."""
+    """Write is_correct as a bool in the trace; .pt."""
     samples = make_samples(4)
     rows = [{"id": s.question_id, "hidden_states": tensor(s.hidden), "is_correct": s.score > 0.5} for s in samples]
     save_pt(folder / "traces.pt", rows)
@@ -218,7 +218,7 @@ def field_is_correct(folder):
 
 @kind()
 def field_hallucinated(folder):
-    """hallucinated as 0 or 1 in the trace; JSON Lines."""
+    """Write hallucinated as 0 or 1 in the trace; JSON Lines."""
     samples = make_samples(3)
     rows = [
         {"question_id": s.question_id, "hidden_states": s.hidden.tolist(), "hallucinated": int(s.score < 0.5)}
@@ -230,7 +230,7 @@ def field_hallucinated(folder):
 
 @kind()
 def field_bleurt_in_columns(folder):
-    """bleurt_score as a column of numbers in a dict of columns."""
+    """Write bleurt_score as a column of numbers in a dict of columns."""
     samples = make_samples(4)
     columns = {
         "id": [s.question_id for s in samples],
@@ -242,13 +242,13 @@ def field_bleurt_in_columns(folder):
 
 
 @kind()
-def tensor_of_rouge_scores(folder):
-    """rouge_l as a tensor beside a batch of equal lengths; .pt."""
+def tensor_of_rougeL_scores(folder):
+    """Write rougeL as a tensor next to a batch of equal lengths; .pt."""
     samples = make_samples(4, lengths=(6,))
     value = {
         "question_ids": [s.question_id for s in samples],
         "hidden_states": tensor(np.stack([s.hidden for s in samples])),
-        "rouge_l": tensor(np.array([s.score for s in samples], "f4")),
+        "rougeL": tensor(np.array([s.score for s in samples], "f4")),
     }
     save_pt(folder / "batch.pt", value)
     return [s.expect("id score") for s in samples]

@@ -25,7 +25,7 @@ def nested_rows(samples):
 
 @kind("pyarrow")
 def parquet_nested_lists(folder):
-    """hidden_states as a list column of lists of lists."""
+    """Write hidden_states as a list column of lists of lists."""
     samples = make_samples(3)
     write_parquet(folder / "traces.parquet", nested_rows(samples))
     return [s.expect("id question") for s in samples]
@@ -33,7 +33,7 @@ def parquet_nested_lists(folder):
 
 @kind("pyarrow")
 def parquet_flat_with_shape(folder):
-    """hidden_states flattened into a float32 list, its shape in a second column; scores too."""
+    """Write hidden_states flattened into a float32 list, its shape in a second column; scores too."""
     import pyarrow as pa
 
     samples = make_samples(3)
@@ -53,7 +53,7 @@ def parquet_flat_with_shape(folder):
 
 @kind("pyarrow")
 def parquet_last_layer_vectors(folder):
-    """labels and hidden_state: one vector per row (last layer, last token)."""
+    """Write labels and hidden_state: one vector per row (last layer, last token)."""
     import pyarrow as pa
 
     samples = make_samples(5, layers=1)
@@ -65,7 +65,7 @@ def parquet_last_layer_vectors(folder):
 
 @kind("pyarrow")
 def parquet_row_per_layer(folder):
-    """A row per question and layer: question_id, layer, hidden_state (S, D)."""
+    """Write a row per question and layer: question_id, layer, hidden_state (S, D)."""
     samples = make_samples(3)
     rows = [
         {"question_id": s.question_id, "layer": k, "hidden_state": s.hidden[k].tolist()}
@@ -78,7 +78,7 @@ def parquet_row_per_layer(folder):
 
 @kind("pyarrow")
 def parquet_row_per_token(folder):
-    """A row per token: question_id, position, token_id and a list column per layer."""
+    """Write a row per token: question_id, position, token_id and a list column per layer."""
     samples = make_samples(3)
     rows = [
         {
@@ -96,7 +96,7 @@ def parquet_row_per_token(folder):
 
 @kind("pyarrow")
 def parquet_column_per_layer(folder):
-    """Shards with a nested column per layer: hidden_state_0, hidden_state_1, ..."""
+    """Write shards with a nested column per layer: hidden_state_0, hidden_state_1, ..."""
     samples = make_samples(4)
     rows = [{"id": s.question_id, **{f"hidden_state_{k}": h.tolist() for k, h in enumerate(s.hidden)}} for s in samples]
     for i in range(2):
@@ -106,7 +106,7 @@ def parquet_column_per_layer(folder):
 
 @kind("pyarrow")
 def parquet_bytes_with_shape(folder):
-    """hidden_states as float16 bytes, with dtype and shape columns."""
+    """Write hidden_states as float16 bytes, with dtype and shape columns."""
     samples = make_samples(3)
     rows = [
         {
@@ -123,7 +123,7 @@ def parquet_bytes_with_shape(folder):
 
 @kind("pyarrow")
 def parquet_heads_and_partitions(folder):
-    """split=train/ and split=test/ with hidden_states, attentions and tokens."""
+    """Write split=train/ and split=test/ with hidden_states, attentions and tokens."""
     samples = make_samples(3)
     for i, s in enumerate(samples):
         row = nested_rows([s])[0] | {"attentions": s.attention.tolist(), "tokens": s.tokens.tolist()}
@@ -133,7 +133,7 @@ def parquet_heads_and_partitions(folder):
 
 @kind("pyarrow", "pandas")
 def parquet_pandas_vectors_per_layer(folder):
-    """df.to_parquet of last tokens: a column of vectors per layer and an index of ids."""
+    """Write df.to_parquet of last tokens: a column of vectors per layer and an index of ids."""
     import pandas as pd
 
     samples = make_samples(4)
@@ -145,7 +145,7 @@ def parquet_pandas_vectors_per_layer(folder):
 
 @kind("datasets")
 def datasets_nested_lists(folder):
-    """datasets.Dataset.save_to_disk with nested lists."""
+    """Write datasets.Dataset.save_to_disk with nested lists."""
     from datasets import Dataset
 
     samples = make_samples(3)
@@ -155,7 +155,7 @@ def datasets_nested_lists(folder):
 
 @kind("datasets")
 def datasets_array_features(folder):
-    """save_to_disk with Array3D features of equal lengths, several shards."""
+    """Write save_to_disk with Array3D features of equal lengths, several shards."""
     from datasets import Array3D, Dataset, Features, Value
 
     samples = make_samples(4, lengths=(6,))
@@ -167,7 +167,7 @@ def datasets_array_features(folder):
 
 @kind("datasets")
 def datasets_dict_of_splits(folder):
-    """DatasetDict of train and test with a column per layer (Array2D) and an integer label."""
+    """Write DatasetDict of train and test with a column per layer (Array2D) and an integer label."""
     from datasets import Array2D, Dataset, DatasetDict, Features, Value
 
     samples = make_samples(4, lengths=(7,))
@@ -185,7 +185,7 @@ def datasets_dict_of_splits(folder):
 
 @kind("datasets", "sae_lens", "transformer_lens", "tensordict")
 def saelens_cached_activations(folder):
-    """A data set of SAELens' CacheActivationsRunner: a hook's activations (context, D) and token_ids."""
+    """Write a data set of SAELens' CacheActivationsRunner: a hook's activations (context, D) and token_ids."""
     from types import SimpleNamespace
 
     import torch
@@ -206,7 +206,7 @@ def saelens_cached_activations(folder):
 
 @kind("pyarrow")
 def arrow_ipc_file(folder):
-    """An Arrow IPC file (Feather) with nested lists of half floats."""
+    """Write an Arrow IPC file (Feather) with nested lists of half floats."""
     import pyarrow as pa
     import pyarrow.feather as feather
 
@@ -217,7 +217,7 @@ def arrow_ipc_file(folder):
 
 @kind("pyarrow")
 def arrow_ipc_stream(folder):
-    """An Arrow IPC stream with flat lists, lengths and the number of layers in the schema's metadata."""
+    """Write an Arrow IPC stream with flat lists, lengths and the number of layers in the schema's metadata."""
     import pyarrow as pa
 
     samples = make_samples(3)
@@ -235,7 +235,7 @@ def arrow_ipc_stream(folder):
 
 @kind()
 def jsonl_arrays(folder):
-    """A JSON object per line with nested lists, tokens and text."""
+    """Write a JSON object per line with nested lists, tokens and text."""
     samples = make_samples(3)
     rows = [
         r | {"tokens": s.tokens.tolist(), "answer": s.answer}
@@ -247,7 +247,7 @@ def jsonl_arrays(folder):
 
 @kind()
 def jsonl_gz_layers_by_name(folder):
-    """.jsonl.gz with {"layers": {"0": [...], "1": [...]}} and attention averaged over heads."""
+    """Write .jsonl.gz with {"layers": {"0": [...], "1": [...]}} and attention averaged over heads."""
     samples = make_samples(2)
     rows = [
         {
@@ -263,7 +263,7 @@ def jsonl_gz_layers_by_name(folder):
 
 @kind()
 def jsonl_last_token_vectors(folder):
-    """ndjson with the last token of each layer."""
+    """Write ndjson with the last token of each layer."""
     samples = make_samples(4)
     rows = [{"uid": s.question_id, "last_token_hidden_states": s.hidden[:, -1].tolist()} for s in samples]
     write_lines(folder / "vectors.ndjson", rows)
@@ -272,7 +272,7 @@ def jsonl_last_token_vectors(folder):
 
 @kind()
 def jsonl_base64(folder):
-    """Arrays as base64 of float32 bytes with dtype and shape."""
+    """Write arrays as base64 of float32 bytes with dtype and shape."""
     samples = make_samples(2)
     rows = []
     for s in samples:
@@ -284,7 +284,7 @@ def jsonl_base64(folder):
 
 @kind()
 def json_list(folder):
-    """One JSON file with a list of objects."""
+    """Write one JSON file with a list of objects."""
     samples = make_samples(2)
     (folder / "traces.json").write_text(json.dumps(nested_rows(samples), indent=1))
     return [s.expect("id question") for s in samples]
@@ -292,7 +292,7 @@ def json_list(folder):
 
 @kind()
 def json_by_id(folder):
-    """One JSON object by question id below "results"."""
+    """Write one JSON object by question id below "results"."""
     samples = make_samples(2)
     rows = {s.question_id: {"hidden_states": s.hidden[:, None].tolist(), "answer": s.answer} for s in samples}
     write_json(folder / "results.json", {"model": "gpt2", "results": rows})
@@ -301,7 +301,7 @@ def json_by_id(folder):
 
 @kind()
 def json_file_per_sample(folder):
-    """A JSON file per sample in sub-folders."""
+    """Write a JSON file per sample in sub-folders."""
     samples = make_samples(3)
     for i, (row, s) in enumerate(zip(nested_rows(samples), samples, strict=True)):
         write_json(folder / f"batch{i // 2}" / f"{i}.json", row | {"response": s.answer})
@@ -310,7 +310,7 @@ def json_file_per_sample(folder):
 
 @kind()
 def saplma_csv(folder):
-    """Embeddings of SAPLMA: statement, label (1 for true) and the vector of one layer as text in a CSV cell."""
+    """Write embeddings of SAPLMA: statement, label (1 for true) and the vector of one layer as text in a CSV cell."""
     samples = make_samples(5, layers=1)
     rows = [
         {"statement": s.question, "correct": int(s.score > 0.5), "embeddings": str(s.hidden[0, -1].tolist())}
@@ -322,7 +322,7 @@ def saplma_csv(folder):
 
 @kind()
 def csv_dimension_columns(folder):
-    """A CSV per layer with dim_1 ... dim_N and an id: last tokens."""
+    """Write a CSV per layer with dim_1 ... dim_N and an id: last tokens."""
     samples = make_samples(4)
     for k in range(3):
         rows = [

@@ -25,7 +25,7 @@ def vllm_tensors(sample):
 
 @kind("safetensors")
 def vllm_connector(folder):
-    """A file per request of vLLM's ExampleHiddenStatesConnector, named by the request id."""
+    """Write a file per request of vLLM's ExampleHiddenStatesConnector, named by the request id."""
     samples = make_samples(3, layers=4, dim=16)
     for i, s in enumerate(samples):
         save(folder / f"{i}-8f3c{i}a.safetensors", vllm_tensors(s))
@@ -34,7 +34,7 @@ def vllm_connector(folder):
 
 @kind("safetensors")
 def vllm_connector_with_lines(folder):
-    """The connector's files and a JSON line per request: id, prompt, text, hidden_states_path."""
+    """Write the connector's files and a JSON line per request: id, prompt, text, hidden_states_path."""
     samples = make_samples(3, layers=4, dim=16)
     rows = []
     for i, s in enumerate(samples):
@@ -49,7 +49,7 @@ def vllm_connector_with_lines(folder):
 
 @kind("safetensors", "zstandard")
 def vllm_connector_zstd(folder):
-    """Files of vLLM's online connector, compressed with zstd: .safetensors.zst."""
+    """Write files of vLLM's online connector, compressed with zstd: .safetensors.zst."""
     import zstandard
     from safetensors.torch import save as to_bytes
 
@@ -62,7 +62,7 @@ def vllm_connector_zstd(folder):
 
 @kind("safetensors")
 def vllm_last_token_mode(folder):
-    """A changed connector that keeps the last token alone: (1, L, D), with all token ids."""
+    """Write a changed connector that keeps the last token alone: (1, L, D), with all token ids."""
     samples = make_samples(4, layers=4, dim=16)
     for i, s in enumerate(samples):
         fields = vllm_tensors(s)
@@ -72,7 +72,7 @@ def vllm_last_token_mode(folder):
 
 @kind("safetensors")
 def speculators_offline(folder):
-    """hs_0.safetensors of speculators' offline data generation, with the layer ids in a JSON file."""
+    """Write hs_0.safetensors of speculators' offline data generation, with the layer ids in a JSON file."""
     samples = make_samples(3, layers=4, dim=16)
     for i, s in enumerate(samples):
         save(folder / "hidden_states" / f"hs_{i}.safetensors", vllm_tensors(s))
@@ -82,7 +82,7 @@ def speculators_offline(folder):
 
 @kind("safetensors")
 def st_hidden_states(folder):
-    """hidden_states (L, S, D) and attentions in a file per sample, id and question in the header's metadata."""
+    """Write hidden_states (L, S, D) and attentions in a file per sample, id and question in the header's metadata."""
     samples = make_samples(3)
     for i, s in enumerate(samples):
         metadata = {"question_id": s.question_id, "question": s.question}
@@ -92,7 +92,7 @@ def st_hidden_states(folder):
 
 @kind("safetensors")
 def st_layer_keys(folder):
-    """layer_0, layer_1, ... (S, D) and input_ids in a file per sample."""
+    """Write layer_0, layer_1, ... (S, D) and input_ids in a file per sample."""
     samples = make_samples(3)
     for i, s in enumerate(samples):
         layers = {f"layer_{k}": h for k, h in enumerate(s.hidden)}
@@ -102,7 +102,7 @@ def st_layer_keys(folder):
 
 @kind("safetensors")
 def st_dotted_names(folder):
-    """One file for all: "q0.hidden_states", "q0.attentions"."""
+    """Write one file for all: "q0.hidden_states", "q0.attentions"."""
     samples = make_samples(3)
     fields = {}
     for s in samples:
@@ -113,7 +113,7 @@ def st_dotted_names(folder):
 
 @kind("safetensors")
 def st_slashes_and_layers(folder):
-    """One file for all: "tqa_0/layer_0", (1, S, D) float16."""
+    """Write one file for all: "tqa_0/layer_0", (1, S, D) float16."""
     samples = make_samples(3, ids="tqa_{}")
     fields = {f"{s.question_id}/layer_{k}": h[None].astype("f2") for s in samples for k, h in enumerate(s.hidden)}
     save(folder / "traces.safetensors", fields)
@@ -122,7 +122,7 @@ def st_slashes_and_layers(folder):
 
 @kind("safetensors")
 def st_batches_with_mask(folder):
-    """hidden_states (B, L, S, D) and attention_mask per batch, ids in ids.json by file."""
+    """Write hidden_states (B, L, S, D) and attention_mask per batch, ids in ids.json by file."""
     samples = make_samples(4)
     ids = {}
     for i in range(2):
@@ -136,7 +136,7 @@ def st_batches_with_mask(folder):
 
 @kind("safetensors")
 def st_flat_with_cumulative_lengths(folder):
-    """hidden_states (sum of S, L, D), input_ids and cu_seqlens (N + 1,), as variable-length attention packs them."""
+    """Write hidden_states (sum of S, L, D), input_ids and cu_seqlens (N + 1,), as variable-length attention packs them."""
     samples = make_samples(4)
     fields = {
         "hidden_states": np.concatenate([s.hidden.transpose(1, 0, 2) for s in samples]),
@@ -149,7 +149,7 @@ def st_flat_with_cumulative_lengths(folder):
 
 @kind("safetensors")
 def st_shards_with_row_ranges(folder):
-    """shard_0000.safetensors with activations (tokens, D) of one layer, and metadata.jsonl of row ranges."""
+    """Write shard_0000.safetensors with activations (tokens, D) of one layer, and metadata.jsonl of row ranges."""
     samples = make_samples(4, layers=1)
     rows = []
     for k in range(2):
@@ -167,7 +167,7 @@ def st_shards_with_row_ranges(folder):
 
 @kind("safetensors")
 def st_last_tokens_and_labels(folder):
-    """last_token (N, L, D) and labels (N,)."""
+    """Write last_token (N, L, D) and labels (N,)."""
     samples = make_samples(5)
     last, labels = np.stack([s.hidden[:, -1] for s in samples]), np.array([int(s.score < 0.5) for s in samples])
     save(folder / "train.safetensors", {"last_token": last, "labels": labels})
@@ -176,7 +176,7 @@ def st_last_tokens_and_labels(folder):
 
 @kind("safetensors")
 def st_hook_names(folder):
-    """ "blocks.0.hook_resid_post" (1, S, D) bfloat16 in a file per prompt, tokens beside it."""
+    """Write "blocks.0.hook_resid_post" (1, S, D) bfloat16 in a file per prompt, tokens next to it."""
     samples = make_samples(3)
     for i, s in enumerate(samples):
         states = {f"blocks.{k}.hook_resid_post": tensor(h[None], "bfloat16") for k, h in enumerate(s.hidden)}
@@ -186,7 +186,7 @@ def st_hook_names(folder):
 
 @kind("safetensors")
 def st_activations_with_example_ids(folder):
-    """activations (N, L, D) of last tokens, NAME.example_ids.jsonl and NAME.meta.json with the layers."""
+    """Write activations (N, L, D) of last tokens, NAME.example_ids.jsonl and NAME.meta.json with the layers."""
     samples = make_samples(4)
     save(folder / "run1_qa_resid.safetensors", {"activations": np.stack([s.hidden[:, -1] for s in samples])})
     write_lines(folder / "run1_qa_resid.example_ids.jsonl", [{"example_id": s.question_id} for s in samples])

@@ -25,7 +25,7 @@ def tensors_of(sample, dtype="float32"):
 
 @kind()
 def pt_list_of_dicts(folder):
-    """A list of dicts of float16 tensors in a zip file."""
+    """Write a list of dicts of float16 tensors in a zip file."""
     samples = make_samples(3)
     rows = [
         {
@@ -42,7 +42,7 @@ def pt_list_of_dicts(folder):
 
 @kind()
 def pt_legacy_by_id(folder):
-    """A dict by question id in the format before torch 1.6 (no zip file)."""
+    """Write a dict by question id in the format before torch 1.6 (no zip file)."""
     samples = make_samples(3)
     value = {s.question_id: {"hidden_states": tensor(s.hidden), "tokens": tensor(s.tokens)} for s in samples}
     save_pt(folder / "traces.pt", value, _use_new_zipfile_serialization=False)
@@ -51,7 +51,7 @@ def pt_legacy_by_id(folder):
 
 @kind()
 def pth_bfloat16(folder):
-    """Stacked bfloat16 tensors, suffix .pth."""
+    """Write stacked bfloat16 tensors, suffix .pth."""
     samples = make_samples(3, dim=16)
     rows = [{"id": s.question_id, "hidden_states": tensor(s.hidden, "bfloat16")} for s in samples]
     save_pt(folder / "states.pth", rows)
@@ -60,7 +60,7 @@ def pth_bfloat16(folder):
 
 @kind()
 def pt_float64_legacy(folder):
-    """float64 tensors with a batch dimension in the legacy format."""
+    """Write float64 tensors with a batch dimension in the legacy format."""
     samples = make_samples(2)
     rows = [
         {"question_id": s.question_id, "hidden_states": [h[None] for h in tensors_of(s, "float64")]} for s in samples
@@ -71,7 +71,7 @@ def pt_float64_legacy(folder):
 
 @kind()
 def pt_bare_tensor_per_sample(folder):
-    """A file per sample that is one tensor (L, S, D)."""
+    """Write a file per sample that is one tensor (L, S, D)."""
     samples = make_samples(4)
     for i, s in enumerate(samples):
         save_pt(folder / f"sample_{i}.pt", tensor(s.hidden))
@@ -80,7 +80,7 @@ def pt_bare_tensor_per_sample(folder):
 
 @kind()
 def pt_tuple_per_sample(folder):
-    """torch.save(outputs.hidden_states, path): a tuple of (1, S, D) in a file per question id."""
+    """Write torch.save(outputs.hidden_states, path): a tuple of (1, S, D) in a file per question id."""
     samples = make_samples(3, layers=4)
     for s in samples:
         save_pt(folder / f"{s.question_id}.pt", tuple(t[None] for t in tensors_of(s)))
@@ -89,7 +89,7 @@ def pt_tuple_per_sample(folder):
 
 @kind()
 def pt_batches_with_mask(folder):
-    """batch_0.pt, batch_1.pt: half-precision layers (B, S, D) padded on the right and attention_mask, no ids."""
+    """Write batch_0.pt, batch_1.pt: half-precision layers (B, S, D) padded on the right and attention_mask, no ids."""
     samples = make_samples(4)
     for i in range(2):
         hidden, mask = pad([s.hidden for s in samples[2 * i : 2 * i + 2]], axis=1)
@@ -100,7 +100,7 @@ def pt_batches_with_mask(folder):
 
 @kind()
 def pt_left_padded_batch(folder):
-    """One batch padded on the left with input_ids, attention_mask and attentions of all heads."""
+    """Write one batch padded on the left with input_ids, attention_mask and attentions of all heads."""
     samples = make_samples(3)
     hidden, mask = pad([s.hidden for s in samples], axis=1, side="left")
     attention = pad_attention([s.attention for s in samples], side="left")
@@ -116,7 +116,7 @@ def pt_left_padded_batch(folder):
 
 @kind()
 def pt_batch_with_seq_lens(folder):
-    """A tensor (B, L, S, D) with "seq_lens" and ids."""
+    """Write a tensor (B, L, S, D) with "seq_lens" and ids."""
     samples = make_samples(3)
     hidden, mask = pad([s.hidden for s in samples], axis=1)
     ids = [s.question_id for s in samples]
@@ -126,7 +126,7 @@ def pt_batch_with_seq_lens(folder):
 
 @kind()
 def pt_columns(folder):
-    """Lists of tensors of different lengths by field, labels as a tensor."""
+    """Write lists of tensors of different lengths by field, labels as a tensor."""
     samples = make_samples(4)
     value = {
         "question_ids": [s.question_id for s in samples],
@@ -139,7 +139,7 @@ def pt_columns(folder):
 
 @kind()
 def pt_parameters_and_views(folder):
-    """Parameters with gradients, slices that share one storage, and transposed views."""
+    """Write parameters with gradients, slices that share one storage, and transposed views."""
     import torch
 
     samples = make_samples(2)
@@ -154,7 +154,7 @@ def pt_parameters_and_views(folder):
 
 @kind()
 def pt_numpy_inside(folder):
-    """torch.save of dicts that hold numpy arrays, strings and numbers."""
+    """Write torch.save of dicts that hold numpy arrays, strings and numbers."""
     samples = make_samples(2)
     rows = [{"question_id": i, "hidden_states": s.hidden, "prompt_len": s.prompt_length} for i, s in enumerate(samples)]
     save_pt(folder / "traces.pt", rows)
@@ -163,7 +163,7 @@ def pt_numpy_inside(folder):
 
 @kind()
 def pt_shards_in_parts(folder):
-    """Numbered parts in a sub-folder, each a list of dicts, with an index in JSON beside them."""
+    """Write numbered parts in a sub-folder, each a list of dicts, with an index in JSON next to them."""
     samples = make_samples(5)
     for k in range(3):
         part = [{"question_id": s.question_id, "hidden_states": tensor(s.hidden)} for s in samples[2 * k : 2 * k + 2]]
@@ -174,7 +174,7 @@ def pt_shards_in_parts(folder):
 
 @kind()
 def pt_model_dataset_folders(folder):
-    """model/dataset/question_id.pt with a dict per file; the id stands in the file."""
+    """Write model/dataset/question_id.pt with a dict per file; the id stands in the file."""
     samples = make_samples(4)
     for i, s in enumerate(samples):
         path = folder / "llama-3-8b" / ("triviaqa" if i < 2 else "nq") / f"{s.question_id}.pt"
@@ -184,7 +184,7 @@ def pt_model_dataset_folders(folder):
 
 @kind()
 def pt_last_token_stack(folder):
-    """The last token alone: a tensor (N, L, D) with ids."""
+    """Write the last token alone: a tensor (N, L, D) with ids."""
     samples = make_samples(4)
     value = {
         "ids": [s.question_id for s in samples],
@@ -196,7 +196,7 @@ def pt_last_token_stack(folder):
 
 @kind()
 def pt_layer_to_matrix(folder):
-    """A dict from layer to the last tokens of all samples (N, D), as representation reading keeps them."""
+    """Write a dict from layer to the last tokens of all samples (N, D), as representation reading keeps them."""
     samples = make_samples(5)
     stacked = np.stack([s.hidden[:, -1] for s in samples], 1)
     save_pt(folder / "reps.pt", {layer: tensor(stacked[k]) for k, layer in enumerate((10, 20, 30))})
@@ -205,7 +205,7 @@ def pt_layer_to_matrix(folder):
 
 @kind()
 def geometry_of_truth(folder):
-    """acts/model/dataset/layer_L_START.pt: last tokens (25 or fewer, D) of statements; labels in dataset.csv."""
+    """Write acts/model/dataset/layer_L_START.pt: last tokens (25 or fewer, D) of statements; labels in dataset.csv."""
     samples = make_samples(5)
     for start in (0, 3):
         part = np.stack([s.hidden[:, -1] for s in samples[start : start + 3]], 1)
@@ -218,7 +218,7 @@ def geometry_of_truth(folder):
 
 @kind()
 def eagle_data(folder):
-    """data_0.ckpt of EAGLE's ge_data: last layer (S, D), input_ids, loss_mask."""
+    """Write data_0.ckpt of EAGLE's ge_data: last layer (S, D), input_ids, loss_mask."""
     samples = make_samples(3, layers=1)
     for i, s in enumerate(samples):
         mask = np.r_[np.zeros(s.prompt_length, "i8"), np.ones(2, "i8")]
@@ -233,7 +233,7 @@ def eagle_data(folder):
 
 @kind(flags=("--map", "hidden_states=hidden_state"))
 def specforge_eagle3(folder):
-    """SpecForge's offline data for EAGLE-3: last layer (1, S, D), three layers side by side (1, S, 3 D)."""
+    """Write SpecForge's offline data for EAGLE-3: last layer (1, S, D), three layers side by side (1, S, 3 D)."""
     samples = make_samples(3, layers=4)
     for i, s in enumerate(samples):
         value = {
@@ -248,7 +248,7 @@ def specforge_eagle3(folder):
 
 @kind()
 def speculators_data(folder):
-    """data_0.pt of speculators: list of bfloat16 layers (S, D), input_ids, loss_mask; lengths in JSON."""
+    """Write data_0.pt of speculators: list of bfloat16 layers (S, D), input_ids, loss_mask; lengths in JSON."""
     samples = make_samples(3, layers=4)
     for i, s in enumerate(samples):
         value = {
@@ -264,7 +264,7 @@ def speculators_data(folder):
 
 @kind()
 def sglang_request_dumps(folder):
-    """A file per request id with input_ids of prompt and answer, one layer (S, D), named by the request."""
+    """Write a file per request id with input_ids of prompt and answer, one layer (S, D), named by the request."""
     samples = make_samples(3, layers=1, ids="cmpl-{:08x}")
     for s in samples:
         value = OrderedDict(
@@ -276,7 +276,7 @@ def sglang_request_dumps(folder):
 
 @kind()
 def pt_states_and_lines(folder):
-    """A tensor per sample in states/, and one JSON line per sample with id, question, answer and file name."""
+    """Write a tensor per sample in states/, and one JSON line per sample with id, question, answer and file name."""
     samples = make_samples(4, ids="sq_{}")
     rows = []
     for i, s in enumerate(samples):
@@ -288,7 +288,7 @@ def pt_states_and_lines(folder):
 
 @kind()
 def pt_raw_tensors_of_a_run(folder):
-    """Layers and heads of one run with prompt_len and generated ids, a file per episode."""
+    """Write layers and heads of one run with prompt_len and generated ids, a file per episode."""
     samples = make_samples(2)
     for i, s in enumerate(samples):
         value = {
@@ -304,7 +304,7 @@ def pt_raw_tensors_of_a_run(folder):
 
 @kind("tensordict")
 def pt_tensordict(folder):
-    """A TensorDict per sample in a list."""
+    """Write a TensorDict per sample in a list."""
     from tensordict import TensorDict
 
     samples = make_samples(2)
