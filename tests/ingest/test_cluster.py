@@ -133,7 +133,7 @@ def test_a_source_can_be_packed_again(data, tmp_path):
     options = PackOptions(attention="mean", keep_dtype=False, max_memory=1 << 28, scratch=tmp_path, max_waiting=1 << 28)
     (tmp_path / "0").write_bytes(b"unfinished")
     for _ in range(2):
-        assert cluster_module._pack_source(options, data / "batch_0.pkl", "batch_0.pkl", str(tmp_path / "0")) == 4
+        assert cluster_module._pack_source(options, data / "batch_0.pkl", "batch_0.pkl", str(tmp_path / "0")) == []
         assert len(list(read_spool(tmp_path / "0"))) == 4 and len(list(tmp_path.iterdir())) == 1
 
 
