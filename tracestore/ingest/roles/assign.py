@@ -21,6 +21,7 @@ _OTHER_NAMES = {
     "attentions": ("attention", "attn", "attns", "attention_weights", "attn_weights", "all_attentions"),
     "tokens": ("token_ids", "ids", "tok", "generated_ids", "output_ids", "sequence", "all_tokens"),
 }
+_SCORE_KEYS = frozenset((*SCORE_COLUMNS, "label"))
 # Nesting of values that are searched for what is not data.
 _MAX_DEPTH = 64
 
@@ -169,6 +170,8 @@ def _number(value: Any) -> float | None:
 
 def _find_scores(found: Assignment, options: KeyOptions) -> None:
     """Find scores and the label; their keys stay extras too, so that an export returns them."""
+    if options.score_key is None and _SCORE_KEYS.isdisjoint(found.fields):
+        return
     names = SCORE_COLUMNS if options.score_key is None else (options.score_key,)
     for name in names:
         if name in found.fields and (score := _number(found.fields[name])) is not None:
