@@ -21,6 +21,7 @@ OWN_KEYS = frozenset((*MAPPABLE, *TOKENS_KEYS, "global_example_id", "layers", "l
 _TOKEN_NAMES = ("ids", "tok", "generated_ids", "output_ids", "sequence", "all_tokens")
 # Keys any of which gives a field a value.
 _SAME = {"question_id": ("question_id", "global_example_id"), "generated_answer": schema.ANSWER_FIELDS}
+_SCORE_KEYS = frozenset((*SCORE_COLUMNS, "label"))
 # Nesting of values that are searched for what is not data.
 _MAX_DEPTH = 64
 
@@ -234,6 +235,8 @@ def _number(value: Any) -> float | None:
 
 def _find_scores(found: Assignment, options: KeyOptions) -> None:
     """Find scores and the label; their keys stay extras too, so that an export returns them."""
+    if options.score_key is None and _SCORE_KEYS.isdisjoint(found.fields):
+        return
     names = SCORE_COLUMNS if options.score_key is None else (options.score_key,)
     for name in names:
         if name in found.fields and (score := _number(found.fields[name])) is not None:
