@@ -151,9 +151,9 @@ def _find_arrays(found: Assignment) -> None:
     """Find hidden states, attention and tokens by the names that containers know, such as layer_3."""
     layers: dict[str, dict[str, dict[int, str]]] = {}
     wholes: dict[str, str] = {}
-    for key in found.fields:
+    for key, value in found.fields.items():
         parsed = parse_key(key)
-        if parsed is None or parsed.trace:
+        if parsed is None or parsed.trace or isinstance(value, str | int | float | type(None)):
             continue
         if parsed.number is None:
             wholes.setdefault(parsed.field, key)
