@@ -41,7 +41,8 @@ def split_keys(keys: Sequence[str], labels: Sequence[float], seed: int) -> dict[
         votes.setdefault(key, []).append(label)
     classes: dict[bool, list[str]] = {False: [], True: []}
     for key, labels_of_key in votes.items():
-        classes[float(np.mean(labels_of_key)) >= 0.5].append(key)
+        mean = labels_of_key[0] if len(labels_of_key) == 1 else float(np.mean(labels_of_key))
+        classes[mean >= 0.5].append(key)
     split_of = {}
     for members in classes.values():
         members.sort(key=lambda key: digest(seed, key))

@@ -54,7 +54,7 @@ def test_a_refused_file_is_described_and_ends_with_its_error(tmp_path):
     (tmp_path / "c.pkl").write_bytes(b"x")
     done = convert(tmp_path, tmp_path / "s.zarr", "--dry-run", check=3)
     assert "hs int -> extra" in lines_of(done) and "trace 0 would be stored: question_id 'q0'" in done.stdout
-    assert done.stderr.count("\n") == 1 and "--map hidden_states=hs,attentions=attn" in done.stderr
+    assert done.stderr.count("\n") == 1 and "name it with --map hidden_states=KEY" in done.stderr
     assert "3 files, 2 refused" in done.stdout
     convert(tmp_path, tmp_path / "s.zarr", "--dry-run", "--skip-bad")
 

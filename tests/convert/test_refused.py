@@ -59,14 +59,14 @@ def test_the_first_refused_trace_ends_a_conversion_without_the_flag(tmp_path, tr
 
 def test_the_next_conversion_reads_refused_traces_again(tmp_path, traces):
     for trace in traces:
-        trace["hs"] = trace.pop("hidden_states", None)
+        trace["signal"] = trace.pop("hidden_states", None)
     traces[4] = make_trace(4)
     path, store = write_pickle(tmp_path / "a.pkl", traces), tmp_path / "s.zarr"
     convert(path, store, "--skip-bad")
     assert tracestore.open(store).question_ids == ["q4"] and len(read_list(store)) == 4
     again = convert(path, store, "--skip-bad")
     assert "some of its traces were refused" in again.stdout and len(read_list(store)) == 4
-    convert(path, store, "--skip-bad", "--map", "hidden_states=hs")
+    convert(path, store, "--skip-bad", "--map", "hidden_states=signal")
     assert sorted(tracestore.open(store).question_ids) == ["q1", "q3", "q4"] and len(read_list(store)) == 2
     (tmp_path / "good").mkdir()
     write_pickle(tmp_path / "a.pkl", make_traces(5))

@@ -119,6 +119,7 @@ def operations(more: Path) -> dict[str, Callable[[Path, Path], tuple[int, str]]]
         "sequences": lambda s, out: _batches(s, "sequence"),
         "graphs": lambda s, out: _batches(s, "graph"),
         "packed": lambda s, out: _batches(s, "graph", edge_format="packed"),
+        "tokens": lambda s, out: _batches(s, "tokens", layers=0),
         "export": lambda s, out: _cli("export", s, out / "pkl"),
         "export pt-gnn": lambda s, out: _cli("export", s, out / "gnn", "--format", "pt-gnn"),
         "merge": lambda s, out: _cli("merge", s, out / "merged.zarr"),

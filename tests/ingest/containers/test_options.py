@@ -13,7 +13,7 @@ def write_renamed(folder, name="a.npz", **changes):
     folder.mkdir(exist_ok=True)
     rng = np.random.default_rng(0)
     values = {
-        "hs": rng.random((2, 3, 8), np.float32),
+        "signal": rng.random((2, 3, 8), np.float32),
         "attn": np.full((2, 2, 3, 3), 1 / 3, "f4"),
         "who": np.array("q7"),
     }
@@ -24,16 +24,18 @@ def write_renamed(folder, name="a.npz", **changes):
 def test_map_names_arrays_and_ids(tmp_path):
     values = write_renamed(tmp_path / "in")
     store = tmp_path / "s.zarr"
-    convert(tmp_path / "in", store, "--map", "hidden_states=hs,attentions=attn,question_id=who", "--dtype", "keep")
+    convert(tmp_path / "in", store, "--map", "hidden_states=signal,question_id=who", "--dtype", "keep")
     with tracestore.open(store) as opened:
         assert opened.question_ids == ["q7"]
-        np.testing.assert_array_equal(opened[0].hidden_states, values["hs"])
+        np.testing.assert_array_equal(opened[0].hidden_states, values["signal"])
 
 
-def test_a_refusal_proposes_a_map(tmp_path):
+def test_a_refusal_tells_how_to_name_an_array(tmp_path):
     write_renamed(tmp_path / "in")
     error = convert(tmp_path / "in", tmp_path / "s.zarr", check=3).stderr
-    assert "a.npz, trace 0, hidden_states: missing key" in error and error.endswith("try --map hidden_states=hs\n")
+    assert "a.npz, trace 0, hidden_states: missing key" in error and error.endswith(
+        "name it with --map hidden_states=KEY\n"
+    )
 
 
 def test_skip_bad_skips_traces_of_a_table(tmp_path):
@@ -54,4 +56,4 @@ def test_skip_bad_skips_traces_of_a_table(tmp_path):
 def test_a_dry_run_lists_the_arrays_and_stores_nothing(tmp_path):
     write_renamed(tmp_path / "in")
     out = command("convert", tmp_path / "in", tmp_path / "s.zarr", "--dry-run").stdout
-    assert "hs" in out and "who" in out and not (tmp_path / "s.zarr").exists()
+    assert "signal" in out and "who" in out and not (tmp_path / "s.zarr").exists()

@@ -8,13 +8,15 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 
 import tracestore
 from tests.helpers import ROOT, command, make_traces, run_cli, write_store
 from tests.store.remote.server import free_port, wait_until_it_answers
-from tests.store.remote.stores import assert_same_epoch, epoch, make_store, upload
+from tests.store.remote.stores import assert_same_epoch, epoch, make_store, open_with_cache, upload
 from tests.tiers import long
 from tracestore.errors import TracestoreError, UsageError
+from tracestore.store.remote.disk_cache import DiskCache
 from tracestore.store.write.writer import StoreWriter
 
 
@@ -174,3 +176,15 @@ def test_a_store_opens_while_a_writer_removes_generations(remote_store):
     finally:
         stop.set()
         thread.join()
+
+
+@pytest.mark.parametrize("shuffle", ["global", "block"])
+def test_tokens_equal_those_of_the_local_store(remote_store, local_store, tmp_path, shuffle):
+    """Also where the disk cache holds a part of the files only."""
+    options = {"view": "tokens", "layers": [2, 0], "batch_size": 50, "shuffle": shuffle, "block_bytes": 20_000}
+    expected = list(tracestore.TraceLoader(local_store, **options))
+    store = open_with_cache(remote_store, DiskCache(tmp_path / "small", 60_000))
+    found = list(tracestore.TraceLoader(store, **options))
+    assert len(found) == len(expected) == 36 * 24 // 50 + 1
+    for batch, other in zip(found, expected, strict=True):
+        assert torch.equal(batch.hidden_states, other.hidden_states) and torch.equal(batch.position, other.position)

@@ -79,6 +79,7 @@ def _chunks(store: TraceStore, tokens: Tokens) -> Iterator[_Chunk]:
     segment, row = tokens.segment[order], tokens.row[order]
     for begin, end in _equal_ranges(segment):
         reader = store.internals.segment(int(segment[begin])).array("hidden_states")
+        reader.require_rows(0, int(row[end - 1]) + 1)
         chunk, inside = np.divmod(row[begin:end], reader.chunk_rows)
         for first, last in _equal_ranges(chunk):
             yield _Chunk(reader, int(chunk[first]), inside[first:last], order[begin + first : begin + last])

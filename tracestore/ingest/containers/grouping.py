@@ -7,11 +7,9 @@ from typing import Any
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.containers.columns import Column, Unit
-from tracestore.ingest.containers.keys import Key, parse_key, split_key
+from tracestore.ingest.containers.keys import Key, kind_rank, layer_kind, parse_key, split_key
 
 _NUMBERED_NAME = re.compile(r"(.+?)[._/\-]?(\d+)")
-# Outputs of a layer, the preferred one first; the name of a hook of TransformerLens may end with the second part.
-_KINDS = ("resid_post", "output", "out", "", "hidden_states", "resid_pre", "resid_mid", "mlp_out", "attn_out")
 _TOKEN_NAMES = ("tokens", "token_ids", "input_ids", "sequences")
 ARRAYS = ("hidden_states", "attentions", "last_token")
 # Names of arrays with one value per trace.
@@ -79,7 +77,7 @@ def _fields(group: dict[str, tuple[Key | None, Any]]) -> dict[str, Any]:
         if key is None:
             fields[name] = value
         elif key.number is not None:
-            layers[key.field][key.kind.lower().removeprefix("hook_")][key.number] = value
+            layers[key.field][layer_kind(key)][key.number] = value
         else:
             wholes[key.field].append(name)
     for field, names in wholes.items():
@@ -90,7 +88,7 @@ def _fields(group: dict[str, tuple[Key | None, Any]]) -> dict[str, Any]:
         fields[field] = group[first][1]
         fields |= {name: group[name][1] for name in others}
     for field, kinds in layers.items():
-        kind = min(kinds, key=lambda k: _KINDS.index(k) if k in _KINDS else len(_KINDS))
+        kind = min(kinds, key=kind_rank)
         fields[field] = {number: kinds[kind][number] for number in sorted(kinds[kind])}
         if len(kinds) > 1:  # a cache of TransformerLens, whose other arrays are not states of a layer
             fields = {name: value for name, value in fields.items() if "hook_" not in name}

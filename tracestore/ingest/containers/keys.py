@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 # Names of the fields, besides those of docs/ingest.md.
-_HIDDEN = r"(?:all_|last_)?hidden_?states?|hiddens?|activations?|acts|residual(?:s|_stream)?|resid"
+_HIDDEN = r"(?:all_|last_)?hidden_?states?|hiddens?|hs|representations?|activations?|acts|residual(?:s|_stream)?|resid"
 _ATTENTION = r"attentions?|attention_(?:weights|maps?|probs)|attn(?:_weights)?"
 _TOKENS = r"tokens|token_ids|input_ids|sequences"
 _LAST_TOKEN = r"last_tokens?(?:_hidden(?:_states?)?)?"
@@ -27,6 +27,10 @@ _OUTPUT = re.compile(rf"(?:hook_)?(?:resid_(?:post|pre|mid)|mlp_out|attn_out|out
 _PATTERN = re.compile(rf"(?:(?:self_)?attn[./])?(?:hook_pattern|pattern|{_ATTENTION})")
 _SPLIT = re.compile(r"[./_\-]")
 ID_KEYS = ("question_id", "qid", "id", "example_id", "sample_id", "uid", "idx", "index")
+
+
+# Outputs of a layer, the preferred one first; the name of a hook of TransformerLens may end with the second part.
+_KINDS = ("resid_post", "output", "out", "", "hidden_states", "resid_pre", "resid_mid", "mlp_out", "attn_out")
 
 
 class Key(NamedTuple):
@@ -60,6 +64,16 @@ def parse_key(name: str) -> Key | None:
     if not kind or _OUTPUT.fullmatch(kind):
         return Key("hidden_states", int(match["number"]), _trace(match), kind)
     return Key("attentions", int(match["number"]), _trace(match)) if _PATTERN.fullmatch(kind) else None
+
+
+def layer_kind(key: Key) -> str:
+    """Return the kind of output of a layer."""
+    return key.kind.lower().removeprefix("hook_")
+
+
+def kind_rank(kind: str) -> int:
+    """Return the rank of a kind of output among those of a layer; the lowest one is read."""
+    return _KINDS.index(kind) if kind in _KINDS else len(_KINDS)
 
 
 def _trace(match: re.Match[str]) -> str:

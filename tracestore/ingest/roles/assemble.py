@@ -159,6 +159,9 @@ def _add_head_axis(fields: dict[str, Any]) -> bool:
         value = list(array)
     if not isinstance(value, list | tuple) or not value:
         return False
+    first = as_array(value[0])
+    if first is None or first.ndim != 2:
+        return False
     layers = [as_array(layer) for layer in value]
     if not all(layer is not None and layer.ndim == 2 and layer.shape[0] == layer.shape[1] for layer in layers):
         return False

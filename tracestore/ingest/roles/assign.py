@@ -8,19 +8,20 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
+from tracestore.ingest.containers.keys import kind_rank, layer_kind, parse_key
 from tracestore.ingest.pickles.pickled_objects import PickledObject
-from tracestore.ingest.roles.keys import INPUTS_PAGE, MAPPABLE, KeyOptions
+from tracestore.ingest.roles.keys import COUNTERS, INPUTS_PAGE, MAPPABLE, OTHER_NAMES, KeyOptions
 from tracestore.ingest.scores import SCORE_COLUMNS
+from tracestore.store.format import schema
 from tracestore.store.write.values import as_array, describe
 
 TOKENS_KEYS = ("tokens", "input_ids", "sequences")
 OWN_KEYS = frozenset((*MAPPABLE, *TOKENS_KEYS, "global_example_id", "layers", "labels")) - {"label"}
-# Keys that other programs use, for suggestions of --map.
-_OTHER_NAMES = {
-    "hidden_states": ("hs", "hidden", "hiddens", "hidden_state", "activations", "all_hidden_states", "representations"),
-    "attentions": ("attention", "attn", "attns", "attention_weights", "attn_weights", "all_attentions"),
-    "tokens": ("token_ids", "ids", "tok", "generated_ids", "output_ids", "sequence", "all_tokens"),
-}
+# Keys of token ids that other programs use, for suggestions of --map.
+_TOKEN_NAMES = ("ids", "tok", "generated_ids", "output_ids", "sequence", "all_tokens")
+# Keys any of which gives a field a value.
+_SAME = {"question_id": ("question_id", "global_example_id"), "generated_answer": schema.ANSWER_FIELDS}
+_SCORE_KEYS = frozenset((*SCORE_COLUMNS, "label"))
 # Nesting of values that are searched for what is not data.
 _MAX_DEPTH = 64
 
@@ -90,6 +91,7 @@ def assign(trace: Any, options: KeyOptions, *, has_objects: bool = False) -> Ass
         # generate() returns the prompt and the answer in `sequences`; `input_ids` is the prompt.
         values["tokens"] = values.pop("sequences")
         found.roles["sequences"] = "tokens"
+    _find_other_names(found)
     if not options.has_scores_file:
         _find_scores(found, options)
     return found
@@ -105,6 +107,70 @@ def role_of(key: str, found: Assignment) -> str:
         used = next(name for name in TOKENS_KEYS if name in found.fields)
         return "tokens" if key == used else "extra"
     return ("layer_ids" if key == "layers" else key) if key in OWN_KEYS else "extra"
+
+
+def _find_other_names(found: Assignment) -> None:
+    """Give missing fields the values of keys that other programs use for them."""
+    values = found.fields
+    if not _has_states(values):
+        _merge_output(found)
+    if not _has_states(values):
+        _find_arrays(found)
+    for name, others in OTHER_NAMES.items():
+        if any(values.get(key) is not None for key in _SAME.get(name, (name,))):
+            continue
+        key = next((k for k in others if _is_name_or_text(name, k, values.get(k))), None)
+        if key is not None:
+            values[name] = values.pop(key)
+            found.roles[key] = name
+
+
+def _is_name_or_text(field_name: str, key: str, value: Any) -> bool:
+    if field_name == "question_id" and key not in COUNTERS and isinstance(value, int | np.integer):
+        return not isinstance(value, bool)
+    return isinstance(value, str) and value != ""
+
+
+def _has_states(values: Mapping[str, Any]) -> bool:
+    return values.get("hidden_states") is not None or values.get("last_token") is not None
+
+
+def _merge_output(found: Assignment) -> None:
+    """Merge the only nested dict with hidden states, such as the output of a model, into its trace."""
+    values = found.fields
+    inner = [key for key, value in values.items() if isinstance(value, Mapping) and _has_states(value)]
+    if len(inner) == 1:
+        key = inner[0]
+        for name, value in values.pop(key).items():
+            if isinstance(name, str) and value is not None:
+                values.setdefault(name, value)
+        found.roles[key] = "hidden_states"
+
+
+def _find_arrays(found: Assignment) -> None:
+    """Find hidden states, attention and tokens by the names that containers know, such as layer_3."""
+    layers: dict[str, dict[str, dict[int, str]]] = {}
+    wholes: dict[str, str] = {}
+    for key, value in found.fields.items():
+        parsed = parse_key(key)
+        if parsed is None or parsed.trace or isinstance(value, str | int | float | type(None)):
+            continue
+        if parsed.number is None:
+            wholes.setdefault(parsed.field, key)
+        else:
+            layers.setdefault(parsed.field, {}).setdefault(layer_kind(parsed), {})[parsed.number] = key
+    if not {"hidden_states", "last_token"} & {*layers, *wholes}:
+        return
+    values = found.fields
+    for name, key in wholes.items():
+        if name not in values and not (name == "tokens" and any(k in values for k in TOKENS_KEYS)):
+            values[name] = values.pop(key)
+            found.roles[key] = name
+    for name, kinds in layers.items():
+        if name not in values:
+            chosen = kinds[min(kinds, key=kind_rank)]
+            values[name] = {number: values.pop(key) for number, key in chosen.items()}
+            found.roles |= dict.fromkeys(chosen.values(), name)
 
 
 _MISSING = object()
@@ -169,6 +235,8 @@ def _number(value: Any) -> float | None:
 
 def _find_scores(found: Assignment, options: KeyOptions) -> None:
     """Find scores and the label; their keys stay extras too, so that an export returns them."""
+    if options.score_key is None and _SCORE_KEYS.isdisjoint(found.fields):
+        return
     names = SCORE_COLUMNS if options.score_key is None else (options.score_key,)
     for name in names:
         if name in found.fields and (score := _number(found.fields[name])) is not None:
@@ -201,10 +269,8 @@ def _similar_key(field_name: str, trace: Mapping[Any, Any]) -> str | None:
     """Return a key, or a path to a key, that may be a missing field; None if the field is not missing."""
     if field_name in trace or (field_name == "tokens" and any(key in trace for key in TOKENS_KEYS)):
         return None
-    others = _OTHER_NAMES.get(field_name, ())
-    for key in trace:
-        if isinstance(key, str) and key.lower() in others:
-            return key
+    if field_name == "tokens" and (key := next((key for key in _TOKEN_NAMES if key in trace), None)):
+        return key
     names = (field_name, *(TOKENS_KEYS if field_name == "tokens" else ()))
     for key, value in trace.items():
         if isinstance(key, str) and isinstance(value, Mapping):

@@ -25,6 +25,14 @@ MAPPABLE = (
     *schema.OPTIONAL_FIELDS,
     "label",
 )
+# Names that other programs give to ids and texts. Where a field is missing, the first one found is taken for it.
+# Integers under the names of COUNTERS are not ids, because they may count the traces of one file.
+OTHER_NAMES = {
+    "question_id": ("qid", "id", "example_id", "sample_id", "uid", "idx", "index"),
+    "question": ("prompt", "query", "instruction", "input"),
+    "generated_answer": ("response", "completion", "model_answer", "prediction", "generation", "output", "answer"),
+}
+COUNTERS = frozenset(("example_id", "sample_id", "idx", "index"))
 _MAX_MAP_BYTES = 1 << 20
 
 

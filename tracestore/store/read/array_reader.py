@@ -165,7 +165,8 @@ class ArrayReader:
         except ValueError as error:
             raise CorruptStoreError(f"{self.name}: inner chunk {chunk}: {error}") from None
 
-    def _require_rows(self, begin: int, end: int) -> None:
+    def require_rows(self, begin: int, end: int) -> None:
+        """Raise CorruptStoreError unless the array has the rows begin .. end - 1."""
         if not 0 <= begin <= end <= self.shape[0]:
             raise CorruptStoreError(f"{self.name}: rows {begin} to {end} of {self.shape[0]}")
 
@@ -174,7 +175,7 @@ class ArrayReader:
 
         These are one view of the map, or views of decoded inner chunks.
         """
-        self._require_rows(begin, end)
+        self.require_rows(begin, end)
         items = self.row_items
         if self._offsets is None:
             return [self._flat[begin * items : end * items]]
@@ -190,7 +191,7 @@ class ArrayReader:
         """Return the cache keys of the inner chunks of rows begin .. end - 1; none if uncompressed."""
         if self._offsets is None or end <= begin:
             return []
-        self._require_rows(begin, end)
+        self.require_rows(begin, end)
         return [(self.name, k) for k in range(begin // self.chunk_rows, -(-end // self.chunk_rows))]
 
     def copy_sources(self, begin: int, end: int) -> list[Any]:

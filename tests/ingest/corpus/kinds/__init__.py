@@ -1,0 +1,1 @@
+"""The kinds of the main corpus, a module per family of containers and structures."""

@@ -1,0 +1,67 @@
+"""The kinds of input folders: their names, functions and needs."""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+MODULES = ("pickles", "records", "torch_files", "hooks", "outputs", "generated", "renamed", "scores", "arrays")
+MODULES += ("tensors", "hdf5", "tables")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of input folder.
+
+    Attributes
+    ----------
+    name : str
+        Name of the folder.
+    write : callable
+        Function of the folder that writes the files and returns the expected traces.
+    flags : tuple of str
+        Flags of `tracestore convert` that a user needs if the defaults do not suffice.
+    needs : tuple of str
+        Optional libraries that `write` imports.
+    refused : bool
+        True if the folder does not hold traces, or not enough of them: the command has to refuse it.
+    """
+
+    name: str
+    write: Callable[[Path], list[dict]]
+    flags: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    refused: bool = False
+
+    def missing(self):
+        """Return the names of the libraries that are needed and not installed."""
+        return [name for name in self.needs if importlib.util.find_spec(name) is None]
+
+
+MAIN: dict[str, Kind] = {}
+UNSEEN: dict[str, Kind] = {}
+# Containers that no layout of the issue names: a refusal with a proposal is enough.
+OUTSIDE: dict[str, Kind] = {}
+PARTS = {"main": MAIN, "unseen": UNSEEN, "outside": OUTSIDE}
+
+
+def kind(*needs, flags=(), refused=False, register=MAIN):
+    """Register a function as a kind. Its name is the name of the folder, its docstring describes the files."""
+
+    def decorate(write):
+        assert not any(write.__name__ in part for part in PARTS.values()), write.__name__
+        assert write.__doc__, write.__name__
+        register[write.__name__] = Kind(write.__name__, write, tuple(flags), needs, refused)
+        return write
+
+    return decorate
+
+
+def load(part="all"):
+    """Return the kinds of a part of the corpus ("main", "unseen", "outside" or "all") by name."""
+    for name in MODULES:
+        importlib.import_module(f"tests.ingest.corpus.kinds.{name}")
+    importlib.import_module("tests.ingest.corpus.outside")
+    importlib.import_module("tests.ingest.corpus.unseen")
+    return MAIN | UNSEEN | OUTSIDE if part == "all" else PARTS[part]
