@@ -8,6 +8,7 @@ import tracestore
 from tests.bridges.stores import make_store
 from tests.helpers import make_traces, write_store
 from tracestore.errors import UsageError
+from tracestore.store.read.table import positions
 
 
 @pytest.fixture
@@ -78,3 +79,9 @@ def test_the_table_has_one_row_per_trace(path):
         assert "question" not in store.to_pandas().columns
         means = frame.groupby("group")["score"].mean()
         assert set(means.index) == {"g0", "g1", "g2"}
+
+
+def test_positions_of_a_narrow_type_select_from_a_large_store():
+    for dtype in ("u1", "i1", "u8"):
+        assert positions(np.array([5, 0], dtype), 100_000, list).tolist() == [5, 0]
+    assert positions(np.array([-1], "i1"), 100_000, list).tolist() == [99_999]

@@ -91,10 +91,11 @@ def positions(key: Any, count: int, question_ids: Callable[[], list[str]]) -> np
             raise IndexError(f"found a mask of {len(values)} values, expected one for each of {count} traces")
         return np.flatnonzero(values)
     if values.dtype.kind in "iu" or len(values) == 0:
-        outside = (values < -count) | (values >= count)
+        wanted = values.astype(np.int64)
+        outside = (wanted < -count) | (wanted >= count)
         if outside.any():
-            raise IndexError(f"trace {values[outside][0]} of {count}")
-        return np.where(values < 0, values + count, values).astype(np.int64)
+            raise IndexError(f"trace {wanted[outside][0]} of {count}")
+        return np.where(wanted < 0, wanted + count, wanted)
     if not all(isinstance(value, str) for value in key):
         raise TypeError(f"found an index of {values.dtype}, expected positions, booleans or question ids")
     found: dict[str, list[int]] = {question_id: [] for question_id in key}
