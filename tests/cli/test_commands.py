@@ -132,7 +132,8 @@ def test_every_command_prints_one_json_document(store_path, tiny_model, tmp_path
         "export": [store_path, tmp_path / "out"],
         "plan": [store_path, "--model", "lstm_solo"],
     }
-    assert sorted({*usages, "serve"}) == sorted(WITH_JSON)  # serve runs until interrupted: tests/serve
+    # serve runs until interrupted: tests/serve. push and pull need a server: tests/hub.
+    assert sorted({*usages, "serve", "push", "pull"}) == sorted(WITH_JSON)
     for name, words in usages.items():
         done = command(name, *words, "--json", check=1 if name == "lint" else 0)
         assert json.loads(done.stdout), name
