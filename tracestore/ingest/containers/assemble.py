@@ -19,7 +19,6 @@ from tracestore.store.write.values import field_error
 _BLOCK_BYTES = 4 << 20
 _SCALES = "hidden_states_scales"  # of FP8HiddenStatesConnector
 _LENGTHS = ("num_tokens", "length", "lengths", "seq_len", "seq_lens", "seq_lengths", "sequence_length")
-_PER_TOKEN = (*schema.TOKEN_FIELDS, "loss_mask", "position_ids", "tokens_decoded")
 # Names of stacked values by the name of one of them.
 _PLURALS = {"question_ids": "question_id", "ids": "id", "labels": "label", "questions": "question"}
 
@@ -121,10 +120,7 @@ def _set_id(values: dict[str, Any], trace: str, name: str, *, is_only: bool) -> 
 
 
 def _prepare(values: dict[str, Any], is_token_major: bool, scratch: Scratch) -> None:
-    """Bring the arrays of a trace into the form of the pickle schema: lists of layers, without padding."""
-    for field in ("hidden_states", "attentions"):
-        if isinstance(values.get(field), dict):
-            values[field] = list(values[field].values())
+    """Bring the arrays of a trace into the form of the pickle schema."""
     tokens = values.get("tokens")
     if isinstance(tokens, np.ndarray) and tokens.ndim == 2 and len(tokens) == 1:
         tokens = values["tokens"] = tokens[0]
@@ -146,7 +142,23 @@ def _prepare(values: dict[str, Any], is_token_major: bool, scratch: Scratch) -> 
             elif any(name in values for name in _LENGTHS):
                 num_tokens = None  # the rows are padded, to a number that is not known
             values["hidden_states"] = _layers(hidden, num_tokens, is_token_major, values.pop(_SCALES, None), scratch)
-    _remove_padding(values)
+    length = next((name for name in _LENGTHS if isinstance(values.get(name), int)), None)
+    if length is None:
+        return
+    if isinstance(tokens, np.ndarray | list | tuple) and len(tokens) == values[length]:  # the arrays alone are padded
+        end = slice(values.pop(length))
+        values["hidden_states"] = _of_layers(values["hidden_states"], (..., end, slice(None)))
+        if values.get("attentions") is not None:
+            values["attentions"] = _of_layers(values["attentions"], (..., end, end))
+    else:
+        values["lengths"] = values.pop(length)
+
+
+def _of_layers(layers: Any, index: tuple[Any, ...]) -> Any:
+    """Return a part of each layer of a list or dict of arrays; other values are refused later."""
+    if isinstance(layers, dict):
+        return {number: _of_layers([layer], index)[0] for number, layer in layers.items()}
+    return [layer[index] if isinstance(layer, np.ndarray) and layer.ndim >= 2 else layer for layer in layers]
 
 
 def _layers(
@@ -187,43 +199,6 @@ def _transposed(hidden: np.ndarray, scratch: Scratch) -> np.ndarray:
         kernels.checksum_scan([block], code, block.size, copy)
         out[:, begin : begin + rows] = copy.transpose(1, 0, 2)
     return out
-
-
-def _remove_padding(values: dict[str, Any]) -> None:
-    """Remove the tokens that attention_mask, or a number of tokens, excludes."""
-    hidden = values["hidden_states"]
-    layers = [h for h in hidden if isinstance(h, np.ndarray)] if isinstance(hidden, list) else []
-    if not layers or len(layers) != len(hidden):
-        return
-    size = layers[0].shape[-2] if layers[0].ndim >= 2 else -1
-    mask = values.get("attention_mask")
-    if isinstance(mask, np.ndarray) and mask.size == size:
-        kept = np.flatnonzero(values.pop("attention_mask").reshape(-1))
-    else:
-        name = next((n for n in _LENGTHS if isinstance(values.get(n), int)), None)
-        if name is None or not 0 < values[name] <= size:
-            return
-        kept = np.arange(values.pop(name))
-    if len(kept) == size:
-        return
-    if len(kept) == 0:
-        raise field_error("attention_mask", "zeros", "at least one token")
-    index: Any = kept
-    if kept[-1] - kept[0] + 1 == len(kept):
-        index = slice(int(kept[0]), int(kept[-1]) + 1)
-    values["hidden_states"] = [h[..., index, :] for h in layers]
-    attention = values.get("attentions")
-    if isinstance(attention, list | np.ndarray):
-        values["attentions"] = [
-            a[..., index, :][..., index] if isinstance(a, np.ndarray) and a.shape[-2:] == (size, size) else a
-            for a in attention
-        ]
-    for name in ("tokens", *_PER_TOKEN):
-        value = values.get(name)
-        if isinstance(value, np.ndarray) and len(value) == size:
-            values[name] = value[index]
-        elif isinstance(value, list) and len(value) == size:
-            values[name] = [value[i] for i in kept.tolist()]
 
 
 def _set_last_token(values: dict[str, Any]) -> None:

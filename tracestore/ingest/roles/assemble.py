@@ -69,7 +69,7 @@ def _record(
 ) -> TraceRecord:
     fields = found.fields
     mask = fields.pop("attention_mask", None) if is_batch or _is_mask(fields.get("attention_mask")) else None
-    length = fields.pop("lengths", None) if is_batch else None
+    length = fields.pop("lengths", None) if is_batch or isinstance(fields.get("lengths"), int) else None
     given_ids = fields.pop("layer_ids", None)
     if fields.get("hidden_states") is None and fields.get("last_token") is not None:
         record, ids = _last_token_record(fields, source_name, position)
