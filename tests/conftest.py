@@ -4,6 +4,7 @@ import importlib.util
 import signal
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.helpers import make_traces, write_pickle, write_scores, write_store
 
@@ -11,6 +12,10 @@ from tests.helpers import make_traces, write_pickle, write_scores, write_store
 # interrupt would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A busy machine is no fault of a test.
+settings.register_profile("any-speed", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any-speed")
 
 # Libraries that the tests of store, ingest and conversion run without, for example on a Python that has no
 # wheel of torch. If torch is installed, a missing library is a failure.

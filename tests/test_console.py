@@ -62,19 +62,27 @@ def clock(monkeypatch):
     return now
 
 
-def test_progress_in_a_log_prints_lines(clock, capsys):
+def test_progress_in_a_log_prints_lines_with_rate_and_time_left(clock, capsys):
     progress = Progress(Output(as_json=False))
     for clock[0] in (1.0, 31.0, 32.0):
-        progress.update_traces(5, 1000)
+        progress.update(310, 1000, lambda: "44 % correct")
     progress.clear()
-    assert capsys.readouterr() == ("5 of 1,000 traces\n", "")
+    assert capsys.readouterr() == ("31 %, 310 of 1000 traces, ? traces/s, ? left, 44 % correct\n", "")
 
 
-def test_progress_on_a_terminal_rewrites_and_clears_its_line(clock, capsys, monkeypatch):
+def test_rate_excludes_what_was_done_before(clock, capsys):
+    progress = Progress(Output(as_json=False), "B")
+    for clock[0], done in ((0.0, 1000), (32.0, 33_000)):
+        progress.update(done, 65_000)
+    assert capsys.readouterr().out == "51 %, 33.0k of 65.0kB, 1.00kB/s, 00:32 left\n"
+
+
+def test_progress_on_a_terminal_is_a_bar_that_clear_removes(clock, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr(sys.stderr, "fileno", lambda: 2)
-    monkeypatch.setattr(console.os, "get_terminal_size", lambda _: console.os.terminal_size((14, 40)))
+    monkeypatch.setenv("COLUMNS", "80")
     with Progress(Output(as_json=False)) as progress:
-        for clock[0], text in ((0.1, "too early"), (1.0, "a line that is cut"), (2.0, "short")):
-            progress.update(lambda _, text=text: text)
-    assert capsys.readouterr() == ("", "\ra line that i\rshort        \r     \r")
+        for clock[0], done in ((0.1, 0), (1.0, 250), (2.0, 500)):
+            progress.update(done, 1000)
+        shown = capsys.readouterr()
+    assert shown.out == "" and "| 500/1000 [" in shown.err
+    assert capsys.readouterr().err.strip() == ""

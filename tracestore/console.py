@@ -97,12 +97,29 @@ def nan_to_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+class _HelpFormatter(argparse.HelpFormatter):
+    """Add the default to the help of each option that has one and does not explain it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text, default = action.help, action.default
+        if text is None or default in (None, False, (), argparse.SUPPRESS) or "default" in text:
+            return text
+        shown = "yes" if default is True else "%(default)s"
+        return f"{text[:-1]}; default: {shown})" if text.endswith(")") else f"{text} (default: {shown})"
+
+
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, with a suggestion for a misspelled word."""
+    """An argument parser whose errors are one line, with a suggestion for a misspelled word.
+
+    Help texts show defaults.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"formatter_class": _HelpFormatter} | options)
 
     def error(self, message: str) -> NoReturn:
-        """Print the error on standard error, and exit with code 2."""
-        self.exit(2, f"{self.prog}: {escape_unprintable(message)}{self._hint(message)} (see {self.prog} --help)\n")
+        """Raise UsageError with the message."""
+        raise UsageError(f"{message}{self._hint(message)} (see {self.prog} --help)")
 
     def _hint(self, message: str) -> str:
         choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
@@ -142,17 +159,24 @@ class Output:
 
 
 class Progress:
-    """A progress line: rewritten in place on a terminal, a note of the Output every 30 s in a log.
+    """Progress with its rate and the time left: a bar on a terminal, a note of the Output every 30 s in a log.
 
-    Each command composes its own text (rates, sizes, losses), and a log needs complete lines. A library
-    for progress bars would replace little of this, and would become a dependency of every command.
+    Parameters
+    ----------
+    output : Output
+        Receives the notes.
+    unit : str
+        What is counted; "B" for bytes.
     """
 
-    def __init__(self, output: Output) -> None:
+    def __init__(self, output: Output, unit: str = "traces") -> None:
         self._output = output
         self._is_terminal = sys.stderr.isatty()
         self._start = self._last = time.monotonic()
-        self._width = 0
+        # tqdm puts the unit behind the rate without a space.
+        self._format = {"unit": unit if unit == "B" else f" {unit}", "unit_scale": unit == "B"}
+        self._first: int | None = None  # done before the first update, for example by an earlier run
+        self._bar: Any = None
 
     def __enter__(self) -> "Progress":
         return self
@@ -162,44 +186,60 @@ class Progress:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the progress line was made."""
+        """Seconds since the object was made."""
         return time.monotonic() - self._start
 
-    def update(self, text: Callable[[float], str]) -> None:
-        """Show `text(elapsed seconds)`. `text` is called only if an update is due."""
+    def update(self, done: int, total: int, note: Callable[[], str] = str) -> None:
+        """Show that `done` of `total` units are done.
+
+        Parameters
+        ----------
+        done, total : int
+        note : callable, optional
+            Return a text for the end of the line. It is called only if an update is due.
+        """
+        self._first = done if self._first is None else self._first
         now = time.monotonic()
         if now - self._last < (_TERMINAL_INTERVAL_S if self._is_terminal else _LOG_INTERVAL_S):
             return
         self._last = now
-        line = text(now - self._start)
-        if not self._is_terminal:
-            self._output.info(line)
-            return
-        columns = os.get_terminal_size(sys.stderr.fileno()).columns
-        line = line[: max(10, columns - 1)]
-        print("\r" + line.ljust(self._width), end="", file=sys.stderr, flush=True)
-        self._width = len(line)
+        # Imported here, because most commands end before the first update.
+        from tqdm import tqdm
 
-    def update_traces(self, done: int, total: int) -> None:
-        """Show how many traces are done."""
-        self.update(lambda _: f"{done:,} of {total:,} traces")
+        if self._is_terminal:
+            if self._bar is None:
+                tqdm.monitor_interval = 0  # no thread
+                options = {"initial": self._first, "leave": False, "dynamic_ncols": True, "file": sys.stderr}
+                self._bar = tqdm(total=total, **options, **self._format)
+                self._bar.start_t -= now - self._start
+            self._bar.n, self._bar.total = done, total
+            self._bar.set_postfix_str(note())
+            return
+        elapsed = now - self._start
+        text = "{percentage:.0f} %, {n_fmt} of {total_fmt}{unit}, {rate_fmt}, {remaining} left{postfix}"
+        line = tqdm.format_meter(
+            done, total, elapsed, initial=self._first, bar_format=text, postfix=note(), **self._format
+        )
+        self._output.info(line)
 
     def clear(self) -> None:
-        """Remove the line from the terminal."""
-        if self._is_terminal and self._width:
-            print("\r" + " " * self._width + "\r", end="", file=sys.stderr, flush=True)
-            self._width = 0
+        """Remove the bar from the terminal."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     print(f"warning: {escape_unprintable(str(message))}", file=sys.stderr)
 
 
-def run_command(prog: str, command: Callable[[], int]) -> int:
+def run_command(prog: str, command: Callable[[], int], *, as_json: bool = False) -> int:
     """Run a command and return its exit code. Print an error as one line on standard error.
 
-    Warnings of libraries are hidden. TRACESTORE_DEBUG=1 lets unexpected exceptions propagate.
+    With `as_json` an error is also printed as a JSON document on standard output. Warnings of libraries are
+    hidden. TRACESTORE_DEBUG=1 lets unexpected exceptions propagate.
     """
+    raised: BaseException
     with warnings.catch_warnings():
         warnings.resetwarnings()
         warnings.simplefilter("ignore")
@@ -213,16 +253,23 @@ def run_command(prog: str, command: Callable[[], int]) -> int:
                 raise
             return ended.code or 0
         except TracestoreError as error:
-            text, code = str(error), error.exit_code
+            raised, text, code = error, str(error), error.exit_code
         except KeyError as error:
-            text, code = f"no such id: {error.args[0] if error.args else error}", UsageError.exit_code
+            raised, text, code = error, f"no such id: {error.args[0] if error.args else error}", UsageError.exit_code
         except KeyboardInterrupt as error:
-            text, code = str(error) or "interrupted", 128 + signal.SIGINT
-        except MemoryError:
-            text, code = "out of memory", 1
+            raised, text, code = error, str(error) or "interrupted", 128 + signal.SIGINT
+        except MemoryError as error:
+            raised, text, code = error, "out of memory", 1
         except Exception as error:
             if os.environ.get("TRACESTORE_DEBUG"):
                 raise
-            text, code = f"unexpected {type(error).__name__}: {error} (TRACESTORE_DEBUG=1 shows where)", 1
+            raised, text, code = (
+                error,
+                f"unexpected {type(error).__name__}: {error} (TRACESTORE_DEBUG=1 shows where)",
+                1,
+            )
     print(f"{prog}: {escape_unprintable(text)}", file=sys.stderr, flush=True)
+    if as_json:
+        document = {"error": {"type": type(raised).__name__, "message": text, "exit_code": code}}
+        print(json.dumps(document, indent=1), flush=True)
     return code

@@ -1,5 +1,6 @@
 """Test what all commands share: usage errors in one line, help with an example, JSON output."""
 
+import argparse
 import json
 import re
 import subprocess
@@ -9,6 +10,7 @@ import pytest
 import tracestore
 from tests.helpers import ROOT, command, make_traces, run_cli, write_pickle, write_scores
 from tests.train.runs import FAST, ONLY, write_labeled
+from tracestore import cli
 from tracestore.cli import COMMANDS
 from tracestore.extract.questions import FACTS
 
@@ -143,3 +145,36 @@ def test_every_command_prints_one_json_document(store_path, tiny_model, tmp_path
 def test_readme_lists_every_command():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert all(f"`{name}`" in text or f"`tracestore {name}`" in text for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_argument_has_a_help_text_with_its_default(name):
+    parser = cli.command_parser(name)
+    shown = {
+        a: a.help and parser._get_formatter()._expand_help(a) for a in parser._actions if a.help != argparse.SUPPRESS
+    }
+    assert [a.dest for a, text in shown.items() if not text] == []
+    without = (None, False, argparse.SUPPRESS)
+    assert [a.dest for a, text in shown.items() if a.default not in without and "default" not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "code"),
+    [
+        (("info", "nowhere.zarr"), "UsageError", 2),
+        (("info", "nowhere.zarr", "--no-such-flag"), "UsageError", 2),
+        (("info", "{damaged}"), "CorruptStoreError", 3),
+        (("convert", "{folder}/bad.pkl", "{folder}/new.zarr"), "InvalidInputError", 3),
+    ],
+)
+def test_error_with_json_is_a_document(tmp_path, words, kind, code):
+    (tmp_path / "bad.pkl").write_bytes(b"no pickle")
+    damaged = tmp_path / "s.zarr"
+    write_pickle(tmp_path / "t.pkl", make_traces(1))
+    command("convert", tmp_path / "t.pkl", damaged, check=0)
+    for manifest in (damaged / "manifest").glob("*"):
+        manifest.write_bytes(b"{")
+    done = command(*(word.format(damaged=damaged, folder=tmp_path) for word in words), "--json", check=code)
+    error = json.loads(done.stdout)["error"]
+    assert (error["type"], error["exit_code"]) == (kind, code)
+    assert done.stderr.endswith(f": {error['message']}\n")

@@ -5,7 +5,6 @@ keeps the start-up of the other commands short.
 """
 
 import argparse
-import contextlib
 import importlib
 import os
 import sys
@@ -78,17 +77,16 @@ def _run(name: str, prog: str, words: list[str], *, is_program: bool) -> int:
 
     def command() -> int:
         module, parser = _command(name, Parser(prog=prog))
-        with contextlib.nullcontext() if prints_errors else contextlib.redirect_stderr(None):
-            args = parser.parse_args(words)
-        args.prog, args.words, args.is_program = prog, words, is_program
         try:
+            args = parser.parse_args(words)
+            args.prog, args.words, args.is_program = prog, words, is_program
             return module.run(args, Output(args.json)) or 0
         except UsageError as error:
             if prints_errors:
                 raise
             return error.exit_code
 
-    return console.run_command(prog, command)
+    return console.run_command(prog, command, as_json=prints_errors and "--json" in words)
 
 
 def _command(name: str, parser: Parser) -> tuple[ModuleType, Parser]:
@@ -99,7 +97,9 @@ def _command(name: str, parser: Parser) -> tuple[ModuleType, Parser]:
     if name == "completion":
         parser.set_defaults(json=False)
     else:
-        parser.add_argument("--json", action="store_true", help="print one JSON document on standard output")
+        parser.add_argument(
+            "--json", action="store_true", help="print one JSON document on standard output, also for an error"
+        )
     return module, parser
 
 

@@ -36,18 +36,21 @@ PROVENANCE_FLAGS = {"allow_mixed_provenance": "accept traces whose models, layer
 MODEL_FLAGS: Flags = {
     "edge_features": "weights of an edge: the mean over the heads, or one per head (needs --attention heads)",
     "layers": "layers of the language model to read, e.g. 0-9,20,29 (default: all)",
-    "gnn_hidden": "",
-    "latent_dim": "",
-    "lstm_hidden": "",
-    "num_lstm_layers": "",
-    "dropout": {"type": float_where(lambda p: 0 <= p < 1, "a number of at least 0 and below 1")},
-    "kl_weight": "",
+    "gnn_hidden": "width of the graph layers",
+    "latent_dim": "width of the latent vectors of gvae_lstm",
+    "lstm_hidden": "width of the LSTM",
+    "num_lstm_layers": "layers of the LSTM",
+    "dropout": {
+        "type": float_where(lambda p: 0 <= p < 1, "a number of at least 0 and below 1"),
+        "help": "probability of dropping a value in training",
+    },
+    "kl_weight": "weight of the Kullback-Leibler divergence in the loss of gvae_lstm",
     "standardize": "per layer and column, with statistics of the training split",
     "message_passing": "pyg is the slow reference",
 }
 # Fields of train.config.TrainConfig that change the cost of a step.
 STEP_FLAGS: Flags = {
-    "batch_size": "",
+    "batch_size": "traces in a step",
     "precision": "fp16 needs a GPU",
     "activation_checkpointing": "less memory: compute activations a second time in backward",
     "max_cache_batches": "decoded batches to keep of a compressed store",
@@ -67,8 +70,7 @@ def add_flags(parser: argparse._ActionsContainer, options: type, flags: Flags) -
     ----------
     parser : argparse.ArgumentParser or group
     options : type
-        The dataclass. A bool field becomes a switch, the values of a Literal become choices. Defaults are
-        added to the help texts.
+        The dataclass. A bool field becomes a switch, the values of a Literal become choices.
     flags : mapping
         Help texts, or arguments of ``add_argument``, by field name. A suffix ``_s`` (seconds) is left out
         of the flag.
@@ -82,15 +84,17 @@ def add_flags(parser: argparse._ActionsContainer, options: type, flags: Flags) -
         for kind in kinds:
             arguments |= {"choices": get_args(kind)} if get_origin(kind) is Literal else _BY_TYPE.get(kind, {})
         arguments |= {"help": given} if isinstance(given, str) else given
-        text, default = arguments.get("help", ""), defaults[name]
-        if default is not None and bool not in kinds and "default" not in text:
-            arguments["help"] = f"{text} (default: {default})".strip()
-        parser.add_argument(flag, dest=name, default=default, **arguments)
+        parser.add_argument(flag, dest=name, default=defaults[name], **arguments)
 
 
 def values(args: argparse.Namespace, *tables: Flags) -> dict[str, Any]:
     """Return the parsed values of the fields in some tables, by field name."""
     return {name: getattr(args, name) for flags in tables for name in flags}
+
+
+def add_store(parser: argparse.ArgumentParser) -> None:
+    """Add the argument STORE."""
+    parser.add_argument("store", metavar="STORE", help="folder or URL of a store")
 
 
 def add_num_threads(parser: argparse.ArgumentParser) -> None:
@@ -106,5 +110,5 @@ def add_allow_mixed_provenance(parser: argparse.ArgumentParser) -> None:
 def add_score(parser: argparse.ArgumentParser) -> None:
     """Add --score and --score-threshold."""
     parser.add_argument("--score", metavar="NAME", help="named score to use (default: the store's)")
-    text = f"label 1 (hallucination) where score < T (default: {DEFAULT_THRESHOLD})"
+    text = "label 1 (hallucination) where score < T"
     parser.add_argument("--score-threshold", type=float, default=DEFAULT_THRESHOLD, metavar="T", help=text)

@@ -19,6 +19,7 @@ _MAX_DROPPED = 1000
 class SourceCounts:
     """Count what a conversion found in one source."""
 
+    num_bytes: int = 0  # of arrays as in the source
     num_new: int = 0
     num_duplicates: int = 0
     num_nonfinite: int = 0
@@ -34,6 +35,7 @@ class SourceCounts:
     def count(self, packed: PackedTrace, *, is_new: bool) -> None:
         """Count a trace that is in the store now."""
         record = packed.record
+        self.num_bytes += packed.source_bytes
         self.num_nonfinite += packed.num_nonfinite > 0
         if not is_new:
             self.num_duplicates += 1

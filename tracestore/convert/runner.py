@@ -168,7 +168,7 @@ class Conversion:
                 before = writer.manifest.num_traces
                 self._refused = RefusedTraces(self.store, is_new=options.overwrite or before == 0)
                 self.scoring.begin(writer)
-                progress = Progress(self._output)
+                progress = Progress(self._output, "B")
                 try:
                     self._convert_all(writer, progress)
                     self.scoring.fill(writer)
@@ -287,7 +287,11 @@ class Conversion:
                     first = None
                     self._check_interrupt()
                     self._append(writer, packed, provenance, added)
-                    progress.update(lambda s: self._line(s, report.num_traces_read + added.num_new, report.bytes_in))
+                    # Within a source the arrays so far stand for its bytes. A compressed source has fewer.
+                    done = report.bytes_in + min(added.num_bytes, size)
+                    progress.update(
+                        done, self.total_bytes, lambda: f"{report.num_traces_read + added.num_new:,} traces"
+                    )
                     del packed
                 writer.flush_source()
                 if not identity.matches(stream.source):
@@ -339,15 +343,6 @@ class Conversion:
             self._output.info(f"skipped {error.with_location(source=name)}")
         if len(errors) > MAX_REFUSED_LINES:
             self._output.info(f"skipped {len(errors) - MAX_REFUSED_LINES:,} more traces of {name}")
-
-    def _line(self, elapsed_s: float, traces: int, done_bytes: int) -> str:
-        share = done_bytes / max(1, self.total_bytes)
-        left = f"{elapsed_s * (1 - share) / share:,.0f} s left" if share > 0.01 else "..."
-        rate = max(elapsed_s, 1e-9)
-        return (
-            f"{traces:,} traces, {traces / rate:,.0f} traces/s, {done_bytes / rate / 1e6:,.0f} MB/s, "
-            f"{100 * share:.0f} %, {left}"
-        )
 
     def _finish(self, writer: StoreWriter, elapsed_s: float) -> None:
         report, manifest = self.report, writer.manifest

@@ -95,6 +95,7 @@ def packed_traces(
             num_read += 1
             # Measured for one trace of a source, because it takes longer than the conversion.
             is_measured = num_read == 1 and not options.keep_dtype
+            source_bytes = sum(array.nbytes for array in (*(record.hidden or ()), *(record.attention or ())))
             try:
                 with error_location(source.name, record.position):
                     rounded = _rounded_arrays(record, options.attention) if is_measured else []
@@ -116,7 +117,7 @@ def packed_traces(
                 continue
             del record
             # After packing, which reports pages of a mapped file that are gone.
-            packed.rounding_error = rounding_error(rounded)
+            packed.rounding_error, packed.source_bytes = rounding_error(rounded), source_bytes
             del rounded
             yield packed
             del packed

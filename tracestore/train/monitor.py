@@ -54,10 +54,12 @@ class Monitor:
         """Report a step of the optimizer."""
         if self._line is not None:
             self._line.update(
-                lambda _: (
-                    f"{self.name} epoch {state.epoch + 1}/{self.epochs}, batch {state.batch}/{num_batches}: "
-                    f"loss {state.loss:.4f}, {_speed(state.traces_per_s, state.data_wait_share)}"
-                )
+                state.epoch * num_batches + state.batch,
+                self.epochs * num_batches,
+                lambda: (
+                    f"{self.name} epoch {state.epoch + 1}/{self.epochs}: loss {state.loss:.4f}, "
+                    f"{_speed(state.traces_per_s, state.data_wait_share)}"
+                ),
             )
         if self._events is not None:
             number = state.epoch * num_batches + state.batch - 1

@@ -10,7 +10,7 @@ from tracestore.console import Output, Parser
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("shell", choices=("bash", "zsh"))
+    parser.add_argument("shell", choices=("bash", "zsh"), help="the shell")
 
 
 def run(args: argparse.Namespace, output: Output) -> None:

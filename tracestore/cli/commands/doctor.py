@@ -13,7 +13,7 @@ from tracestore.doctor import run_checks
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("--folder", type=Path, default=".", metavar="DIR", help="folder for stores (default: .)")
+    parser.add_argument("--folder", type=Path, default=".", metavar="DIR", help="folder for stores")
 
 
 def run(args: argparse.Namespace, output: Output) -> None:

@@ -8,6 +8,7 @@ Example: tracestore export store.zarr traces_data/ --format pkl
 import argparse
 
 import tracestore
+from tracestore.cli.flags import add_store
 from tracestore.console import Output, Parser, Progress, format_size, positive_int
 from tracestore.export.exporter import SCORES_FILE, TRACES_PER_FILE, export_store
 from tracestore.export.file_formats import FORMATS
@@ -15,7 +16,7 @@ from tracestore.export.file_formats import FORMATS
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("store", metavar="STORE")
+    add_store(parser)
     parser.add_argument("out_dir", metavar="OUT_DIR", help="a new or empty folder")
     parser.add_argument("--format", choices=FORMATS, default="pkl", help="default: pkl")
     parser.add_argument(
@@ -31,7 +32,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
     """Export a store and print a summary."""
     with tracestore.open(args.store) as store, Progress(output) as progress:
         options = {"format": args.format, "traces_per_file": args.traces_per_file}
-        report = export_store(store, args.out_dir, **options, progress=progress.update_traces)
+        report = export_store(store, args.out_dir, **options, progress=progress.update)
     output.print_json(report)
     output.info(
         f"{report.out_dir}: {report.num_traces:,} traces in {report.num_files:,} files, "

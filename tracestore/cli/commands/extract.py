@@ -29,19 +29,19 @@ def add_arguments(parser: Parser) -> None:
     add("--questions", required=True, type=questions_file, metavar="FILE", help=text)
     add("--out", required=True, type=parse_location, help="folder for .pkl files, or a store (ends with .zarr)")
     add("--limit", type=positive_int, metavar="N", help="use only the first N questions")
-    add("--traces-per-file", type=positive_int, default=500, metavar="N")
+    add("--traces-per-file", type=positive_int, default=500, metavar="N", help="answers in a .pkl file")
     add(
         "--shard",
         type=_shard,
         default=(0, 1),
         metavar="I/N",
-        help="only every Nth file from file I on, or question (store)",
+        help="only every Nth file from file I on, or question (store); default: all",
     )
-    add("--max-new-tokens", type=positive_int, default=32, metavar="N", help="tokens of an answer (default: 32)")
+    add("--max-new-tokens", type=positive_int, default=32, metavar="N", help="tokens of an answer")
     add("--instruction", default=extraction.INSTRUCTION, help="system prompt; '' for none")
     text = "chat template in Jinja (NAME.jinja), or text with {instruction} and {question}; default: that of the model"
     add("--prompt-template", type=Path, metavar="FILE", help=text)
-    add("--samples", type=positive_int, default=1, metavar="K", help="answers per question (default: 1)")
+    add("--samples", type=positive_int, default=1, metavar="K", help="answers per question")
     temperature = float_where(lambda t: 0 <= t < math.inf, "a number of at least 0")
     add("--temperature", type=temperature, default=0.0, metavar="T", help="0 (default): the most likely tokens")
     add("--seed", type=int_between(0, 2**63 - 1, "an integer from 0"), default=0, metavar="S", help="of --temperature")
@@ -56,7 +56,7 @@ def add_arguments(parser: Parser) -> None:
     text = "tokens to record: all (default), answer, or the last K"
     add("--positions", type=_positions, default="all", metavar="all|answer|K", help=text)
     add("--attention", choices=ATTENTION_MODES, default="mean", help="attention to store (for a store)")
-    add("--codec", choices=CODECS, default="none", help="compression (for a store; default: none)")
+    add("--codec", choices=CODECS, default="none", help="compression (for a store)")
     text = "store the final norm and the unembedding matrix of the model, for a logit lens (for a store)"
     add("--lens", action="store_true", help=text)
     add(
@@ -67,8 +67,8 @@ def add_arguments(parser: Parser) -> None:
         help="time between commits, which a kill can lose (for a store; default: 60, or a twentieth of the time so "
         "far if that is more; 0: commit after each trace)",
     )
-    add("--batch-size", type=positive_int, default=1, metavar="N", help="questions per forward pass (default: 1)")
-    add("--device", default="auto", help="auto, cpu or cuda")
+    add("--batch-size", type=positive_int, default=1, metavar="N", help="questions per forward pass")
+    add("--device", default="auto", help="auto (a GPU if there is one), cpu or cuda")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="dtype of the model")
     add_allow_mixed_provenance(parser)
 
@@ -141,20 +141,13 @@ def run(args: argparse.Namespace, output: Output) -> None:
         for is_correct in steps:
             report.add(is_correct)
             if is_correct is not None:
-                progress.update(lambda s: _progress_line(report, total, s))
+                done = report.made + report.already_there
+                progress.update(done, total, lambda: f"{report.right / report.made:.0%} correct")
     output.info(
         f"{args.out}: {report.made:,} new traces, {report.already_there:,} existing traces, "
         f"{report.right / max(1, report.made):.0%} of the new answers correct"
     )
     output.print_json(report)
-
-
-def _progress_line(report: extraction.ExtractReport, total: int, seconds: float) -> str:
-    made, done = report.made, report.made + report.already_there
-    return (
-        f"{done:,} of {total:,} traces, {made / seconds:.2f} traces/s, {report.right / made:.0%} correct, "
-        f"{(total - done) * seconds / made:,.0f} s left"
-    )
 
 
 def _shard(text: str) -> tuple[int, int]:

@@ -6,12 +6,13 @@ Example: tracestore info store.zarr --json
 import argparse
 
 import tracestore
+from tracestore.cli.flags import add_store
 from tracestore.console import Output, Parser, format_size
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("store", metavar="STORE")
+    add_store(parser)
 
 
 def run(args: argparse.Namespace, output: Output) -> None:

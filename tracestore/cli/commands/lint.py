@@ -5,14 +5,14 @@ Example: tracestore lint store.zarr --json
 
 import argparse
 
-from tracestore.cli.flags import add_score
+from tracestore.cli.flags import add_score, add_store
 from tracestore.console import Output, Parser, Progress
 from tracestore.store.maintain.lint import lint_store
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("store", metavar="STORE")
+    add_store(parser)
     add_score(parser)
 
 
@@ -20,7 +20,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     """Check the values of a store, and print one line for each kind of issue."""
     with Progress(output) as progress:
         report = lint_store(
-            args.store, score=args.score, score_threshold=args.score_threshold, progress=progress.update_traces
+            args.store, score=args.score, score_threshold=args.score_threshold, progress=progress.update
         )
     output.print_json(report)
     for kind, count in report.counts.items():

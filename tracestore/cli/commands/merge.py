@@ -17,7 +17,7 @@ from tracestore.store.maintain.merge import MergeReport, merge_stores
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("stores", nargs="+", metavar="STORE")
+    parser.add_argument("stores", nargs="+", metavar="STORE", help="folders or URLs of stores")
     add_destination(parser)
 
 
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
             codec=args.codec,
             overwrite=args.overwrite,
             allow_mixed_provenance=args.allow_mixed_provenance,
-            progress=progress.update_traces,
+            progress=progress.update,
         )
     print_copied(args, output, report)
 

@@ -6,7 +6,7 @@ Example: tracestore plan store.zarr --model gnn_det_lstm --memory 8GiB
 import argparse
 from typing import Any
 
-from tracestore.cli.flags import MODEL_FLAGS, STEP_FLAGS, add_flags, add_num_threads, values
+from tracestore.cli.flags import MODEL_FLAGS, STEP_FLAGS, add_flags, add_num_threads, add_store, values
 from tracestore.console import Output, Parser, format_size, parse_size
 from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.registry import DETECTORS
@@ -22,7 +22,7 @@ def add_arguments(parser: Parser) -> None:
     add_flags(parser, ModelConfig, MODEL_FLAGS)
     add_flags(parser, TrainConfig, STEP_FLAGS)
     add_num_threads(parser)
-    parser.add_argument("store", metavar="STORE")
+    add_store(parser)
 
 
 def run(args: argparse.Namespace, output: Output) -> None:

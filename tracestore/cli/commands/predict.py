@@ -20,10 +20,16 @@ def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
     add = parser.add_argument
     add("--checkpoint", required=True, type=Path, metavar="BEST.PT", help="checkpoint of tracestore train")
-    add("--store", required=True, type=parse_location)
-    add("--output", type=Path, default=Path("scores.csv"), metavar="CSV", help="replaced when all traces are scored")
-    add("--batch-size", type=positive_int, default=16)
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--store", required=True, type=parse_location, help="folder or URL of a store")
+    add(
+        "--output",
+        type=Path,
+        default=Path("scores.csv"),
+        metavar="CSV",
+        help="file to write; replaced when all traces are scored",
+    )
+    add("--batch-size", type=positive_int, default=16, metavar="N", help="traces in a batch")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
     add_num_threads(parser)
     text = "memory for scoring in addition to the libraries, e.g. 8GiB"
     add("--memory-budget", type=parse_size, metavar="SIZE", help=text)
@@ -51,7 +57,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
             memory_budget=args.memory_budget,
             allow_mixed_provenance=args.allow_mixed_provenance,
             log=output.info,
-            progress=progress.update_traces,
+            progress=progress.update,
         )
     if report.num_without_score:
         output.info(

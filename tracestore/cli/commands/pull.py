@@ -21,12 +21,8 @@ def run(args: argparse.Namespace, output: Output) -> None:
     # Imported here, because the library is an extra.
     from tracestore.hub.pull import pull_store
 
-    with Progress(output) as progress:
-
-        def show(done: int, total: int) -> None:
-            progress.update(lambda _: f"{format_size(done)} of {format_size(total)}")
-
-        report = pull_store(args.repo_id, args.dst, revision=args.revision, progress=show)
+    with Progress(output, "B") as progress:
+        report = pull_store(args.repo_id, args.dst, revision=args.revision, progress=progress.update)
     output.print_json(report)
     if report.ignored:
         first = escape_unprintable(", ".join(report.ignored[:3]), 200)

@@ -24,12 +24,8 @@ def run(args: argparse.Namespace, output: Output) -> None:
     from tracestore.hub.push import push_store
 
     options = {"private": args.private, "revision": args.revision, "license": args.license}
-    with Progress(output) as progress:
-
-        def show(done: int, total: int) -> None:
-            progress.update(lambda _: f"{done:,} of {total:,} files")
-
-        report = push_store(args.store, args.repo_id, **options, progress=show)
+    with Progress(output, "files") as progress:
+        report = push_store(args.store, args.repo_id, **options, progress=progress.update)
     output.print_json(report)
     output.info(
         f"{report.url}: generation {report.generation}, {report.num_traces:,} traces, {report.num_files:,} files, "

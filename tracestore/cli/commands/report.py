@@ -10,14 +10,14 @@ import argparse
 from pathlib import Path
 
 import tracestore
-from tracestore.cli.flags import add_score
+from tracestore.cli.flags import add_score, add_store
 from tracestore.console import Output, Parser, Progress
 from tracestore.report import write_report
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("store", metavar="STORE")
+    add_store(parser)
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="the page, .html")
     add_score(parser)
     parser.add_argument("--no-lint", action="store_true", help="skip lint, which reads every value")
@@ -27,6 +27,6 @@ def run(args: argparse.Namespace, output: Output) -> None:
     """Write the page."""
     options = {"score_threshold": args.score_threshold, "lint": not args.no_lint}
     with tracestore.open(args.store, score=args.score) as store, Progress(output) as progress:
-        write_report(store, args.output, **options, progress=progress.update_traces)
+        write_report(store, args.output, **options, progress=progress.update)
     output.print_json({"store": str(args.store), "output": str(args.output)})
     output.info(f"{args.output}: open it in a browser")

@@ -6,7 +6,7 @@ Example: tracestore score store.zarr --scores judged.csv --name judge --version 
 import argparse
 from pathlib import Path
 
-from tracestore.cli.flags import SCORE_FLAGS, add_flags, values
+from tracestore.cli.flags import SCORE_FLAGS, add_flags, add_store, values
 from tracestore.console import Output, Parser
 from tracestore.convert.options import ConvertOptions
 from tracestore.ingest.scores import read_scores, update_scores
@@ -22,7 +22,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--version", metavar="TEXT", help="version of the source")
     text = "make it the score that training and other commands use; the first score of a store is in any case"
     parser.add_argument("--default", action="store_true", help=text)
-    parser.add_argument("store", metavar="STORE")
+    add_store(parser)
 
 
 def run(args: argparse.Namespace, output: Output) -> None:

@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 import tracestore
-from tracestore.cli.flags import add_score
+from tracestore.cli.flags import add_score, add_store
 from tracestore.console import Output, Parser, port
 from tracestore.serve import make_server
 
@@ -17,7 +17,7 @@ from tracestore.serve import make_server
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
     text = "output folder of tracestore train, for predictions and curves"
-    parser.add_argument("store", metavar="STORE")
+    add_store(parser)
     parser.add_argument("--results", type=Path, metavar="DIR", help=text)
     parser.add_argument("--port", type=port, default=0, metavar="N", help="default: any free port")
     add_score(parser)

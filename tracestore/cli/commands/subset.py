@@ -10,7 +10,7 @@ import numpy as np
 
 import tracestore
 from tracestore.cli.commands.merge import add_destination, print_copied
-from tracestore.cli.flags import add_score
+from tracestore.cli.flags import add_score, add_store
 from tracestore.console import Output, Parser, Progress, int_ranges
 from tracestore.store.io.files import local_dir
 from tracestore.store.io.fsio import map_os_errors
@@ -20,14 +20,14 @@ from tracestore.store.maintain.selection import indices_of_segments, read_ids
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("store", metavar="STORE")
+    add_store(parser)
     chosen = parser.add_mutually_exclusive_group(required=True)
     text = "file with one question id per line; copies all their samples"
     chosen.add_argument("--ids", type=Path, metavar="FILE", help=text)
     chosen.add_argument("--split", choices=("train", "val", "test"), help="a split of tracestore train")
     chosen.add_argument("--segments", type=int_ranges, metavar="RANGES", help="segments, such as 0-3,7")
     add_score(parser)
-    parser.add_argument("--seed", type=int, default=42, help="seed of --split (default: 42)")
+    parser.add_argument("--seed", type=int, default=42, help="seed of --split")
     add_destination(parser)
 
 
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
             codec=args.codec,
             overwrite=args.overwrite,
             allow_mixed_provenance=args.allow_mixed_provenance,
-            progress=progress.update_traces,
+            progress=progress.update,
         )
     print_copied(args, output, report)
 

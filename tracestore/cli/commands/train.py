@@ -24,14 +24,17 @@ from tracestore.train.config import TrainConfig
 
 # Further fields of TrainConfig.
 _TRAIN_FLAGS: Flags = {
-    "epochs": "",
+    "epochs": "passes over the training split",
     "grad_accum_steps": "batches per optimizer step; equals one batch of N times the size",
     "score": {"metavar": "NAME", "help": "named score that labels are derived from (default: the store's)"},
     "score_threshold": "label 1 (hallucination) where score < this",
-    "lr": {"type": float_where(lambda r: 0 < r < math.inf, "a number above 0")},
-    "seed": {"type": int_between(0, 2**32 - 1, "a whole number from 0 to 2^32 - 1")},
-    "shuffle": "",
-    "shuffle_buffer": {"metavar": "TRACES"},
+    "lr": {"type": float_where(lambda r: 0 < r < math.inf, "a number above 0"), "help": "learning rate of Adam"},
+    "seed": {
+        "type": int_between(0, 2**32 - 1, "a whole number from 0 to 2^32 - 1"),
+        "help": "seed of split and weights",
+    },
+    "shuffle": "order of the traces in an epoch",
+    "shuffle_buffer": {"metavar": "TRACES", "help": "traces that a block shuffle mixes"},
     "checkpoint_interval_s": {
         "type": float_where(lambda s: 0 <= s < math.inf, "seconds, at least 0"),
         "metavar": "SECONDS",
@@ -60,8 +63,8 @@ _RUN_FLAGS: Flags = {
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
     add = parser.add_argument
-    add("--store", required=True, type=parse_location)
-    add("--output-dir", type=Path, default=Path("results"))
+    add("--store", required=True, type=parse_location, help="folder or URL of a store")
+    add("--output-dir", type=Path, default=Path("results"), help="folder for checkpoints, results.json and report.html")
     for name, spec in DETECTORS.items():
         switch = argparse.BooleanOptionalAction
         add(f"--run-{spec.flag}", dest=name, action=switch, default=True, help=f"train {name}")
@@ -69,7 +72,7 @@ def add_arguments(parser: Parser) -> None:
     add_flags(parser, TrainConfig, {**STEP_FLAGS, **_TRAIN_FLAGS})
     add_flags(parser, TrainOptions, _RUN_FLAGS)
     add_num_threads(parser)
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
     add("--num-workers", type=_workers, default=0, metavar="auto|N", help="0: threads (default); N: DataLoader workers")
     earlier_run = parser.add_mutually_exclusive_group()
     add_flags(earlier_run, TrainConfig, {"resume": "continue the run in --output-dir"})
@@ -114,7 +117,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
             DistributedContext.connect(device) as ranks,
         ):
             results = run_experiment(
-                args.store, args.output_dir, options, log=output.info, line=Progress(output), ranks=ranks
+                args.store, args.output_dir, options, log=output.info, line=Progress(output, "batches"), ranks=ranks
             )
     except RankFailedError as error:
         raise RankFailedError(f"{error}; continue with: {resume_command}") from None

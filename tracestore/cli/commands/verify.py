@@ -6,13 +6,14 @@ Example: tracestore verify store.zarr --quick
 import argparse
 import sys
 
+from tracestore.cli.flags import add_store
 from tracestore.console import Output, Parser, Progress, format_size
 from tracestore.store.maintain.verify import repair_store, verify_store
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("store", metavar="STORE")
+    add_store(parser)
     parser.add_argument("--quick", action="store_true", help="check the manifest and the sizes of files only")
     parser.add_argument(
         "--repair", action="store_true", help="restore a damaged newest manifest from its copy, or else set it aside"
@@ -21,13 +22,11 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, output: Output) -> int:
     """Verify or repair a store, and print the damaged files."""
-    with Progress(output) as progress:
-
-        def show(done: int, total: int) -> None:
-            share, size = 100 * done / max(1, total), format_size(total)
-            progress.update(lambda s: f"{share:.0f} % of {size}, {done / s / 1e6:,.0f} MB/s")
-
-        report = repair_store(args.store) if args.repair else verify_store(args.store, quick=args.quick, progress=show)
+    with Progress(output, "B") as progress:
+        if args.repair:
+            report = repair_store(args.store)
+        else:
+            report = verify_store(args.store, quick=args.quick, progress=progress.update)
     output.print_json(report)
     for line in report.repaired:
         output.info(f"repaired: {line}")

@@ -14,9 +14,9 @@ from tracestore.view import View, as_json, find_trace, render_terminal, save_pic
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
     add = parser.add_argument
-    add("store", metavar="STORE")
+    add("store", metavar="STORE", help="folder or URL of a store")
     add("trace", metavar="INDEX_OR_ID", help="a question id, or an index if no trace has that id")
-    add("--sample", type=non_negative_int, default=0, metavar="N", help="which of several answers (default: 0)")
+    add("--sample", type=non_negative_int, default=0, metavar="N", help="which of several answers")
     add("--layer", type=int, metavar="N", help="layer of the attention (default: the middle layer)")
     add("--head", type=int, metavar="N", help="head of the attention (default: the mean of the heads)")
     add("--save", type=Path, metavar="FILE", help="save a picture: .png, .pdf or .svg")

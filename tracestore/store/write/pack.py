@@ -54,6 +54,8 @@ class PackedTrace:
         Largest relative error of the rounded values, if it was measured.
     has_last_token : bool
         Whether its segment has its last token.
+    source_bytes : int
+        Size of its arrays in the source in bytes, if they were read from one.
     """
 
     record: TraceRecord
@@ -76,6 +78,7 @@ class PackedTrace:
     rounded_from: str | None = None
     rounding_error: float | None = None
     has_last_token: bool = False
+    source_bytes: int = 0
 
     @property
     def num_bytes(self) -> int:
