@@ -85,6 +85,8 @@ def assign(trace: Any, options: KeyOptions, *, has_objects: bool = False) -> Ass
             continue
         values[name] = value
         found.roles[key] = name
+    if _is_nothing(values.get("attentions")):
+        values.pop("attentions", None)
     if has_objects:
         _remove_objects(found)
     if "sequences" in values and "input_ids" in values and "tokens" not in values:
@@ -95,6 +97,11 @@ def assign(trace: Any, options: KeyOptions, *, has_objects: bool = False) -> Ass
     if not options.has_scores_file:
         _find_scores(found, options)
     return found
+
+
+def _is_nothing(value: Any) -> bool:
+    """Return whether a value is None or a nested list of None, as models without eager attention return it."""
+    return value is None or (isinstance(value, list | tuple) and all(map(_is_nothing, value)))
 
 
 def role_of(key: str, found: Assignment) -> str:
