@@ -1,11 +1,11 @@
 """`tracestore convert --dry-run`: what the first traces of each file hold, and what would be stored."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tracestore.console import Output
-from tracestore.convert.attention import MAX_TRACES, DefaultAttention
+from tracestore.convert.defaults import MAX_TRACES, DefaultAttention, is_index_id
 from tracestore.convert.options import ConvertOptions
 from tracestore.convert.scoring import Scoring
 from tracestore.errors import InvalidInputError
@@ -80,12 +80,13 @@ def dry_run(sources: list[Path], store: str, options: ConvertOptions, output: Ou
         with open_store(store) as existing:
             stored = existing.internals.attributes.options
             attention, dtype = options.attention or stored["attention"], options.dtype or stored["dtype"]
-    default_attention = DefaultAttention(found, scoring.keys)
+    keys = replace(scoring.keys, is_index_id=is_index_id(found, scoring.keys))
+    default_attention = DefaultAttention(found, keys)
     attention = attention or default_attention.of_new_store()
     pack_options = PackOptions(
         attention=attention,
         keep_dtype=dtype == "keep",
-        keys=scoring.keys,
+        keys=keys,
         refuse_attention=options.attention is None and default_attention.is_refused(attention),
     )
     report = DryRunReport(store, attention=attention, num_sources=len(found))

@@ -13,7 +13,7 @@ from typing import Any
 
 from tracestore import process
 from tracestore.console import Output, Progress, format_size
-from tracestore.convert.attention import DefaultAttention
+from tracestore.convert.defaults import DefaultAttention, is_index_id
 from tracestore.convert.options import ON_CONFLICT, ConvertOptions
 from tracestore.convert.refused import RefusedTraces
 from tracestore.convert.report import MAX_REFUSED_LINES, ConvertReport, SourceCounts
@@ -106,6 +106,7 @@ class Conversion:
         self.folder = local_dir(store)
         self.sources = [source for source in find_sources(sources, self.folder) if only(source)]
         self.scoring = Scoring(sources, options, output)
+        self.scoring.keys = replace(self.scoring.keys, is_index_id=is_index_id(self.sources, self.scoring.keys))
         self._default_attention = DefaultAttention(self.sources, self.scoring.keys, self._check_interrupt)
         self._refused: RefusedTraces | None = None
         self._provenances = self._read_provenances(sources)
