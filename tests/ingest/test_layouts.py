@@ -90,8 +90,8 @@ def test_refusals_say_what_to_do(tmp_path):
     trace = make_traces(1, tokens=4)[0]
     batch = trace | {"hidden_states": [np.stack([h, h]) for h in trace["hidden_states"]]}
     bare = {key: value for key, value in trace.items() if key != "attentions"}
-    for value, advice in ((batch, "save each answer of a batch as a trace"), (bare, "--attention none")):
-        path = write_pickle(tmp_path / "a.pkl", [value])
+    for values, advice in (([batch], "save each answer of a batch as a trace"), ([bare, trace], "--attention none")):
+        path = write_pickle(tmp_path / "a.pkl", values)
         done = command("convert", path, tmp_path / "s.zarr")
         assert done.returncode == 3 and done.stderr.count("\n") == 1 and advice in done.stderr
 

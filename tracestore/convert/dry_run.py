@@ -1,10 +1,11 @@
 """`tracestore convert --dry-run`: what the first traces of each file hold, and what would be stored."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tracestore.console import Output
+from tracestore.convert.defaults import MAX_TRACES, DefaultAttention, is_index_id
 from tracestore.convert.options import ConvertOptions
 from tracestore.convert.scoring import Scoring
 from tracestore.errors import InvalidInputError
@@ -13,8 +14,6 @@ from tracestore.ingest.roles.inspection import Inspection, inspect_source
 from tracestore.ingest.sources import SourceFile, find_sources
 from tracestore.store.io.files import local_dir
 from tracestore.store.read.store import open_store
-
-MAX_TRACES = 3  # of each file
 
 
 @dataclass
@@ -47,6 +46,7 @@ class DryRunReport:
     """The JSON document of `tracestore convert --dry-run --json`."""
 
     store: str
+    attention: str  # mean, heads or none
     num_sources: int = 0
     num_sources_refused: int = 0
     files: list[AlikeFiles] = field(default_factory=list)
@@ -74,13 +74,22 @@ def dry_run(sources: list[Path], store: str, options: ConvertOptions, output: Ou
     folder = local_dir(store)
     found = find_sources(sources, folder)
     scoring = Scoring(sources, options, output)
-    attention, dtype = options.attention or "mean", options.dtype or "float16"
+    attention: str | None
+    attention, dtype = options.attention, options.dtype or "float16"
     if "://" not in store and (folder / "zarr.json").is_file():
         with open_store(store) as existing:
             stored = existing.internals.attributes.options
             attention, dtype = options.attention or stored["attention"], options.dtype or stored["dtype"]
-    pack_options = PackOptions(attention=attention, keep_dtype=dtype == "keep", keys=scoring.keys)
-    report = DryRunReport(store, num_sources=len(found))
+    keys = replace(scoring.keys, is_index_id=is_index_id(found, scoring.keys))
+    default_attention = DefaultAttention(found, keys)
+    attention = attention or default_attention.of_new_store()
+    pack_options = PackOptions(
+        attention=attention,
+        keep_dtype=dtype == "keep",
+        keys=keys,
+        refuse_attention=options.attention is None and default_attention.is_refused(attention),
+    )
+    report = DryRunReport(store, attention=attention, num_sources=len(found))
     groups: dict[object, AlikeFiles] = {}
     refused: list[InvalidInputError] = []
     for source in found:
@@ -91,6 +100,8 @@ def dry_run(sources: list[Path], store: str, options: ConvertOptions, output: Ou
     for files in report.files:
         for line in files.lines():
             output.info(line)
+    if options.attention is None and (note := default_attention.note(attention)):
+        output.info(note)
     output.info(f"{len(found):,} files, {len(refused):,} refused; nothing was written")
     if refused and not options.skip_bad:
         raise refused[0]

@@ -34,7 +34,7 @@ class ConvertOptions:
     allow_mixed_provenance : bool
         Accept sources whose provenance conflicts with each other or with the store.
     attention : {"mean", "heads", "none"}, optional
-        Attention to store. By default that of the store, "mean" for a new one.
+        Attention to store. By default that of the store; for a new one "none" if no trace has attention, else "mean".
     codec : str, optional
         Compression. By default that of the store, "none" for a new one.
     dtype : {"float16", "keep"}, optional

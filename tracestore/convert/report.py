@@ -81,6 +81,7 @@ class ConvertReport:
     bytes_out: int = 0
     seconds: float = 0.0
     scores_file: str | None = None
+    attention: str | None = None  # of the store: mean, heads or none
     num_unscored: int = 0
     labels: str | None = None
     num_scores_without_trace: int = 0

@@ -13,6 +13,7 @@ from typing import Any
 
 from tracestore import process
 from tracestore.console import Output, Progress, format_size
+from tracestore.convert.defaults import DefaultAttention, is_index_id
 from tracestore.convert.options import ON_CONFLICT, ConvertOptions
 from tracestore.convert.refused import RefusedTraces
 from tracestore.convert.report import MAX_REFUSED_LINES, ConvertReport, SourceCounts
@@ -105,6 +106,8 @@ class Conversion:
         self.folder = local_dir(store)
         self.sources = [source for source in find_sources(sources, self.folder) if only(source)]
         self.scoring = Scoring(sources, options, output)
+        self.scoring.keys = replace(self.scoring.keys, is_index_id=is_index_id(self.sources, self.scoring.keys))
+        self._default_attention = DefaultAttention(self.sources, self.scoring.keys, self._check_interrupt)
         self._refused: RefusedTraces | None = None
         self._provenances = self._read_provenances(sources)
         scores = self.scoring.file
@@ -155,7 +158,7 @@ class Conversion:
             self.report_plan()
             with StoreWriter(
                 self.store,
-                attention=options.attention,
+                attention=options.attention or self._default_attention.of_new_store,
                 dtype=options.dtype,
                 codec=options.codec,
                 overwrite=options.overwrite,
@@ -224,6 +227,8 @@ class Conversion:
             max_waiting=self._options.memory_budget // (8 if workers == 1 else 2),
             keys=self.scoring.keys,
             skip_bad=self._options.skip_bad,
+            refuse_attention=self._options.attention is None
+            and self._default_attention.is_refused(stored["attention"]),
         )
         callbacks: dict[str, Any] = {"is_known": writer.has_source, "on_wait": self._check_interrupt}
         streams: Iterator[SourceStream | ClusterStream]
@@ -360,5 +365,8 @@ class Conversion:
             raise InvalidInputError(f"no file could be converted: {report.num_sources_skipped} refused")
         if self._refused is not None and len(self._refused):
             report.refused_file = str(self._refused.path)
+        report.attention = writer.attributes.options["attention"]
+        if self._options.attention is None and (note := self._default_attention.note(report.attention)):
+            self._output.info(note)
         for line in (*report.lines(self._options.on_conflict), *self.scoring.lines()):
             self._output.info(line)

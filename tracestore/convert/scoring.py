@@ -11,9 +11,9 @@ from tracestore.console import Output
 from tracestore.convert.options import ConvertOptions
 from tracestore.errors import UsageError, escape_unprintable
 from tracestore.ingest.roles.keys import INPUTS_PAGE, KeyOptions, parse_map
-from tracestore.ingest.scores import SCORE_COLUMNS, Scores, read_scores, score_name
+from tracestore.ingest.scores import Scores, direction_of, read_scores, score_name
 from tracestore.ingest.sources import find_scores
-from tracestore.store.format.labels import HALLUCINATION, ScoreField
+from tracestore.store.format.labels import CORRECT, HALLUCINATION, ScoreField
 from tracestore.store.read.columns import TraceValues
 from tracestore.store.write.record import TraceRecord
 from tracestore.store.write.writer import StoreWriter
@@ -62,10 +62,10 @@ class Scoring:
         column = options.score_column
         if column is None and options.score_direction is not None:
             raise UsageError("--score-direction needs a scores file (--scores) or the key of a score (--score-column)")
-        if column is not None and options.score_direction is None and column not in SCORE_COLUMNS:
+        if column is not None and options.score_direction is None and direction_of(column) is None:
             raise UsageError(
                 f"a high {column} may mean a correct or a hallucinated answer; "
-                "choose with --score-direction correct or hallucination"
+                "choose --score-direction correct or --score-direction hallucination"
             )
         if options.id_column is not None:
             if any(field == "question_id" for field, _ in renamed):
@@ -87,7 +87,7 @@ class Scoring:
         found = {}
         for key, score in record.scores.items():
             name = score_name(key)
-            direction = self._direction or SCORE_COLUMNS[key]
+            direction = self._direction or direction_of(key) or CORRECT
             stored = writer.attributes.scores.get(name)
             if stored is None or stored.direction != direction:
                 writer.define_score(name, ScoreField(direction, f"key {key} of the traces"[:1024]))

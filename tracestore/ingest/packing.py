@@ -43,6 +43,8 @@ class PackOptions:
         Names of the fields of a trace in the files.
     skip_bad : bool
         Continue after a trace that is refused.
+    refuse_attention : bool
+        Refuse a trace with attention, because the user has not chosen a store without it.
     """
 
     attention: str
@@ -52,6 +54,12 @@ class PackOptions:
     max_waiting: int = 64 << 20
     keys: KeyOptions = DEFAULT_KEYS
     skip_bad: bool = False
+    refuse_attention: bool = False
+
+    @property
+    def need_attention(self) -> bool | None:
+        """Return whether a trace must have attention; None: it is read if it is there."""
+        return None if self.refuse_attention else self.attention != "none"
 
 
 def packed_traces(
@@ -70,7 +78,7 @@ def packed_traces(
     """
     on_refused = refused.append if options.skip_bad and refused is not None else None
     scratch = Scratch(options.scratch, max_memory=options.max_memory)
-    read_options = ReadOptions(options.attention != "none", options.keys, on_refused)
+    read_options = ReadOptions(options.need_attention, options.keys, on_refused)
     records = read_traces(
         source.path,
         source.name,
@@ -98,6 +106,7 @@ def packed_traces(
             source_bytes = sum(array.nbytes for array in (*(record.hidden or ()), *(record.attention or ())))
             try:
                 with error_location(source.name, record.position):
+                    check_attention(record, options)
                     rounded = _rounded_arrays(record, options.attention) if is_measured else []
                     packed = pack_record(
                         record,
@@ -121,6 +130,15 @@ def packed_traces(
             del rounded
             yield packed
             del packed
+
+
+def check_attention(record: TraceRecord, options: PackOptions) -> None:
+    """Raise InvalidInputError if the record has attention that the user has not chosen to leave out."""
+    if options.refuse_attention and (record.attention is not None or record.edges is not None):
+        raise InvalidInputError(
+            "found attention, expected none as in the rest of the store; --attention none leaves it out",
+            field="attentions",
+        )
 
 
 def _rounded_arrays(record: TraceRecord, attention: str) -> list[np.ndarray]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from tracestore.errors import InvalidInputError, UsageError
+from tracestore.ingest.roles.keys import normalized
 from tracestore.store.format.labels import (
     CORRECT,
     DEFAULT_SCORE_NAME,
@@ -29,8 +30,43 @@ from tracestore.store.write.writer import StoreWriter
 SCORE_COLUMNS = {
     **dict.fromkeys(("bleurt_score", "score", "correctness", "is_correct", "correct"), CORRECT),
     **dict.fromkeys(("hallucination_score", "p_hallucination", "hallucination", "is_hallucination"), HALLUCINATION),
+    **dict.fromkeys(("hallucinated", "is_hallucinated", "has_hallucination"), HALLUCINATION),
+    **dict.fromkeys(
+        ("accuracy", "acc", "exact_match", "em", "f1", "f1_score", "bleurt", "bleu", "bleu_score"), CORRECT
+    ),
+    **dict.fromkeys(("rouge", "rouge_1", "rouge1", "rouge_2", "rouge2", "rouge_l", "rougel", "rouge_lsum"), CORRECT),
+    **dict.fromkeys(("rouge_score", "rouge_l_score", "meteor", "bert_score", "bertscore"), CORRECT),
+    **dict.fromkeys(("truthful", "is_truthful", "truthfulness", "factual", "faithful", "faithfulness"), CORRECT),
 }
+# Columns with the words of a judge. "yes" may have either meaning in them.
+JUDGE_COLUMNS = ("verdict", "judgment", "judge", "judge_label")
 ID_COLUMN, GROUP_COLUMN = "question_id", "group"
+# Words of judges: whether the answer is correct; and those whose meaning is that of the column.
+_WORDS = {
+    **dict.fromkeys(("correct", "right", "accurate", "truthful", "factual", "faithful", "supported"), True),
+    **dict.fromkeys(("incorrect", "wrong", "inaccurate", "untruthful", "unfaithful", "unsupported"), False),
+    **dict.fromkeys(("hallucination", "hallucinated"), False),
+}
+_YES_OR_NO = {**dict.fromkeys(("yes", "true", "y", "t"), 1.0), **dict.fromkeys(("no", "false", "n", "f"), 0.0)}
+
+
+def direction_of(column: str) -> str | None:
+    """Return what a high value of a column or key of this name means; None if that is not known."""
+    return SCORE_COLUMNS.get(normalized(column))
+
+
+def score_of_word(text: str, direction: str | None) -> float | None:
+    """Return 1 or 0 for a word of a judge, in the direction of its column; None for other texts.
+
+    Examples
+    --------
+    >>> score_of_word("INCORRECT", "correct"), score_of_word("incorrect", "hallucination")
+    (0.0, 1.0)
+    """
+    word = text.strip().strip(".!").lower()
+    if word in _WORDS:
+        return float(_WORDS[word] == (direction != HALLUCINATION))
+    return None if direction is None else _YES_OR_NO.get(word)
 
 
 def score_name(column: str) -> str:

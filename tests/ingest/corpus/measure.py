@@ -20,7 +20,8 @@ from tests.ingest.corpus.registry import PARTS, load
 
 # Rounding to float16, and of a mean over heads in float16.
 CLOSE = {"rtol": 2e-3, "atol": 1e-3}
-PROPOSAL = re.compile(r"(--(?:map|score-column|score-direction|attention|layers|[a-z-]+)) ([^\s,;'\"`()]+)")
+# The value of --map may be a list: field=key,field=key.
+PROPOSAL = re.compile(r"(--[a-z-]+) ([^\s,;'\"`()]+(?:,\w+=[^\s,;'\"`()]+)*)")
 
 
 class Difference(Exception):

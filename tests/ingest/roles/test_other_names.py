@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import convert
+from tests.helpers import convert, error_of
 
 HIDDEN = np.random.default_rng(0).random((3, 4, 8), np.float32).astype("f2")
 
@@ -33,8 +33,66 @@ def test_a_key_for_each_layer(tmp_path, name):
     assert trace.question_id == "5"
 
 
-def test_a_number_that_may_count_the_traces_of_a_file_is_no_id(tmp_path):
-    assert convert_trace(tmp_path, {"idx": 3, "hidden_states": list(HIDDEN)}).question_id == "in.pkl:0"
+@pytest.mark.parametrize("name", ["example_id", "sample_id"])
+def test_a_number_that_may_count_the_traces_of_a_file_is_no_id(tmp_path, name):
+    assert convert_trace(tmp_path, {name: 3, "hidden_states": list(HIDDEN)}).question_id == "in.pkl:0"
+
+
+@pytest.mark.parametrize("first, ids", [(2, ["0", "1", "2", "3"]), (0, ["0.pkl:0", "0.pkl:1", "1.pkl:0", "1.pkl:1"])])
+def test_an_index_is_an_id_unless_it_begins_again_with_each_file(tmp_path, first, ids):
+    for k, begin in enumerate((0, first)):
+        traces = [{"idx": begin + i, "hidden_states": list(HIDDEN)} for i in range(2)]
+        (tmp_path / f"{k}.pkl").write_bytes(pickle.dumps(traces))
+    dry = convert(tmp_path, tmp_path / "s.zarr", "--dry-run").stdout
+    assert ("question_id '0'" in dry) == (first == 2)
+    convert(tmp_path, tmp_path / "s.zarr")
+    assert list(tracestore.open(tmp_path / "s.zarr").question_ids) == ids
+
+
+@pytest.mark.parametrize(
+    "names", ["hiddenStates questionId Answer", "HIDDEN_STATES QUESTION_ID ANSWER", "HiddenStates question-id RESPONSE"]
+)
+def test_names_in_other_spellings(tmp_path, names):
+    states, question_id, answer = names.split()
+    trace = convert_trace(tmp_path, {states: list(HIDDEN), question_id: "q7", answer: "Paris"})
+    np.testing.assert_array_equal(trace.hidden_states, HIDDEN)
+    assert (trace.question_id, trace.answer) == ("q7", "Paris")
+
+
+def test_nested_dicts_give_the_fields_that_they_name(tmp_path):
+    value = {"meta": {"question_id": "q7", "note": 1}, "states": {"hidden": HIDDEN}, "config": {"id": "run", "seed": 3}}
+    trace = convert_trace(tmp_path, value)
+    np.testing.assert_array_equal(trace.hidden_states, HIDDEN)
+    assert trace.question_id == "q7" and trace.extras["meta"]["note"] == 1
+
+
+@pytest.mark.parametrize("count, is_used", [(4, True), (5, True), (2, False)])
+def test_token_ids_are_the_tokens_if_they_fit(tmp_path, count, is_used):
+    trace = convert_trace(tmp_path, {"hidden_states": list(HIDDEN), "token_ids": np.arange(count)})
+    assert (None if trace.tokens is None else trace.tokens.tolist()) == (list(range(count)) if is_used else None)
+
+
+def test_a_batch_with_ids_under_a_plural_counts_the_answers_of_each_question(tmp_path):
+    ids = ["a", "a", "b"]
+    batch = {"question_ids": ids, "hidden_states": [np.stack([h] * 3) for h in HIDDEN], "lengths": [4, 3, 2]}
+    (tmp_path / "in.pkl").write_bytes(pickle.dumps(batch))
+    convert(tmp_path / "in.pkl", tmp_path / "s.zarr")
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        assert [(t.question_id, t.sample, t.num_tokens) for t in store] == [("a", 0, 4), ("a", 1, 3), ("b", 0, 2)]
+
+
+def test_the_error_proposes_values_with_the_shape_of_hidden_states(tmp_path):
+    traces = [{"key": "q7", "kept": HIDDEN, "other": HIDDEN[:, :2], "maps": np.ones((3, 2, 4, 4)), "text": "a b"}]
+    (tmp_path / "in.pkl").write_bytes(pickle.dumps(traces))
+    message = error_of("convert", tmp_path / "in.pkl", tmp_path / "s.zarr", code=3)
+    proposed = "--map hidden_states=kept,question_id=key or --map hidden_states=other,question_id=key"
+    assert proposed in message and "maps" not in message.partition("try")[2]
+
+
+def test_a_value_with_the_shape_of_attention_is_not_left_out_silently(tmp_path):
+    traces = [{"hidden_states": HIDDEN, "maps": np.ones((3, 2, 4, 4), "f4")}]
+    (tmp_path / "in.pkl").write_bytes(pickle.dumps(traces))
+    assert "try --map attentions=maps" in error_of("convert", tmp_path / "in.pkl", tmp_path / "s.zarr", code=3)
 
 
 def test_fields_of_the_schema_take_precedence(tmp_path):

@@ -189,12 +189,12 @@ def test_a_scores_file_replaces_scores_inside_traces(tmp_path):
 
 
 def test_columns_name_keys_of_traces_without_a_scores_file(tmp_path):
-    traces = [renamed(t, {"question_id": "qid"}) | {"bleu": 0.5, "score": 1.0} for t in make_traces(2)]
-    flags = ["--id-column", "qid", "--score-column", "bleu"]
+    traces = [renamed(t, {"question_id": "qid"}) | {"mine": 0.5, "score": 1.0} for t in make_traces(2)]
+    flags = ["--id-column", "qid", "--score-column", "mine"]
     path = write_pickle(tmp_path / "a.pkl", traces)
     assert "--score-direction" in error_of("convert", path, tmp_path / "s.zarr", *flags, code=2)
     store, _ = stored(tmp_path, traces, *flags, "--score-direction", "correct")
-    assert store.question_ids == ["q0", "q1"] and list(store.internals.attributes.scores) == ["bleu"]
+    assert store.question_ids == ["q0", "q1"] and list(store.internals.attributes.scores) == ["mine"]
     assert "needs a scores file" in error_of(
         "convert", path, tmp_path / "t.zarr", "--score-direction", "correct", code=2
     )

@@ -30,7 +30,7 @@ _FLAGS: Flags = {
         "help": "model, layers and prompt of the traces (default: provenance.json in a SRC folder)",
     },
     **PROVENANCE_FLAGS,
-    "attention": "attention to store (default: mean over heads)",
+    "attention": "attention to store (default: mean over heads; none if no trace has attention)",
     "codec": {"choices": CODECS, "help": "compression (default: none)"},
     "dtype": "dtype to store (default: float16)",
     "workers": "files read in parallel",

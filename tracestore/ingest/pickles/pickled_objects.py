@@ -22,7 +22,8 @@ _KNOWN_MODULES = frozenset(
     (*sys.stdlib_module_names, "__builtin__", "commands", "copy_reg", "distutils", "imp", "lib2to3", "nt", "popen2")
 )
 _LIBRARIES = frozenset(("numpy", "torch", "torch_geometric", "tracestore"))
-_MODEL_OUTPUT = re.compile(r"[A-Za-z0-9_]*Output[A-Za-z0-9_]*")
+# Also the outputs of tokenizers, which hold their dict as the attribute "data".
+_MODEL_OUTPUT = re.compile(r"[A-Za-z0-9_]*Output[A-Za-z0-9_]*|Batch(?:Encoding|Feature)")
 _MAX_NAME = 200
 
 
@@ -68,7 +69,8 @@ class PickledDict(PickledObject):
     def build(self, state: Any) -> None:
         """Add the attributes if there are no items."""
         if not self.fields:
-            super().build(state)
+            is_user_dict = type(state) is dict and type(state.get("data")) is dict
+            super().build(state["data"] if is_user_dict else state)
 
 
 class UnknownClass(SafeGlobal):

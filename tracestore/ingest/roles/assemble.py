@@ -1,7 +1,9 @@
 """Make records of a trace in any accepted layout."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -53,11 +55,14 @@ def records_of_trace(
     count = batch_size(found.fields)
     if count > 1:
         answers = split_batch(found.fields, count)
-        given = [assign(answer, KeyOptions(score_key=options.score_key)) for answer in answers]
-        if options.has_scores_file:
-            given = [Assignment(answer) for answer in answers]
+        given = [assign(answer, replace(options, renamed=())) for answer in answers]
+        counts: Counter[Any] = Counter()
         for each in given:
             each.dropped = found.dropped
+            # Several answers to one question.
+            question = str(each.fields.get("question_id", each.fields.get("global_example_id")))
+            each.fields.setdefault("sample", counts[question])
+            counts[question] += 1
     else:
         given = [found]
     is_batch = count > 1
@@ -80,9 +85,7 @@ def _record(
             if ids is not None and attention_ids is not None and attention_ids not in (ids, ids[1:]):
                 raise field_error("attentions", f"layers {attention_ids}", f"{ids} as in hidden_states")
         is_head_mean = need_attention is not False and _add_head_axis(fields)
-        record = record_from_dict(
-            fields, source_name=source_name, position=position, need_attention=need_attention, need_tokens=False
-        )
+        record = _validated(found, source_name, position, need_attention)
         record.is_head_mean = is_head_mean
         if mask is not None or length is not None:
             num_tokens = record.num_tokens if record.tokens is None else len(record.tokens)
@@ -97,6 +100,20 @@ def _record(
     record.dropped, record.scores = found.dropped, found.scores
     record.label = found.label
     return record
+
+
+def _validated(found: Assignment, source_name: str, position: int, need_attention: bool | None) -> TraceRecord:
+    """Return the record of the fields. Tokens of another name that do not fit to the hidden states are an extra."""
+    key = next((key for key, role in found.roles.items() if role == "tokens" and key not in _PER_TOKEN), None)
+    given: dict[str, Any] = {"source_name": source_name, "position": position, "need_attention": need_attention}
+    try:
+        return record_from_dict(found.fields, need_tokens=False, **given)
+    except InvalidInputError as error:
+        if key is None or error.field != "tokens":
+            raise
+    found.fields[key] = found.fields.pop("tokens")
+    del found.roles[key]
+    return record_from_dict(found.fields, need_tokens=False, **given)
 
 
 def _is_mask(value: Any) -> bool:

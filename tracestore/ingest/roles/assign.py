@@ -10,18 +10,28 @@ import numpy as np
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.containers.keys import kind_rank, layer_kind, parse_key
 from tracestore.ingest.pickles.pickled_objects import PickledObject
-from tracestore.ingest.roles.keys import COUNTERS, INPUTS_PAGE, MAPPABLE, OTHER_NAMES, KeyOptions
-from tracestore.ingest.scores import SCORE_COLUMNS
+from tracestore.ingest.roles.candidates import attention_in, ids_in, states_in
+from tracestore.ingest.roles.keys import (
+    COUNTERS,
+    INDEX_KEYS,
+    INPUTS_PAGE,
+    MAPPABLE,
+    OTHER_NAMES,
+    KeyOptions,
+    normalized,
+)
+from tracestore.ingest.scores import SCORE_COLUMNS, direction_of, score_of_word
 from tracestore.store.format import schema
 from tracestore.store.write.values import as_array, describe
 
 TOKENS_KEYS = ("tokens", "input_ids", "sequences")
 OWN_KEYS = frozenset((*MAPPABLE, *TOKENS_KEYS, "global_example_id", "layers", "labels")) - {"label"}
+# Fields that may have another spelling.
+_SPELLED = frozenset((*MAPPABLE, *TOKENS_KEYS, "global_example_id"))
 # Keys of token ids that other programs use, for suggestions of --map.
 _TOKEN_NAMES = ("ids", "tok", "generated_ids", "output_ids", "sequence", "all_tokens")
 # Keys any of which gives a field a value.
 _SAME = {"question_id": ("question_id", "global_example_id"), "generated_answer": schema.ANSWER_FIELDS}
-_SCORE_KEYS = frozenset((*SCORE_COLUMNS, "label"))
 # Nesting of values that are searched for what is not data.
 _MAX_DEPTH = 64
 
@@ -87,14 +97,22 @@ def assign(trace: Any, options: KeyOptions, *, has_objects: bool = False) -> Ass
         found.roles[key] = name
     if has_objects:
         _remove_objects(found)
+    _find_spellings(found)
+    if _is_nothing(values.get("attentions")):
+        values.pop("attentions", None)
     if "sequences" in values and "input_ids" in values and "tokens" not in values:
         # generate() returns the prompt and the answer in `sequences`; `input_ids` is the prompt.
         values["tokens"] = values.pop("sequences")
         found.roles["sequences"] = "tokens"
-    _find_other_names(found)
+    _find_other_names(found, options)
     if not options.has_scores_file:
         _find_scores(found, options)
     return found
+
+
+def _is_nothing(value: Any) -> bool:
+    """Return whether a value is None or a nested list of None, as models without eager attention return it."""
+    return value is None or (isinstance(value, list | tuple) and all(map(_is_nothing, value)))
 
 
 def role_of(key: str, found: Assignment) -> str:
@@ -109,25 +127,47 @@ def role_of(key: str, found: Assignment) -> str:
     return ("layer_ids" if key == "layers" else key) if key in OWN_KEYS else "extra"
 
 
-def _find_other_names(found: Assignment) -> None:
+def _find_spellings(found: Assignment) -> None:
+    """Rename the keys that are names of fields in another spelling, such as hiddenStates."""
+    values = found.fields
+    for key in [key for key in values if key not in OWN_KEYS]:
+        name = normalized(key)
+        if name in _SPELLED and values.get(name) is None:
+            values[name] = values.pop(key)
+            found.roles[key] = name
+
+
+def _find_other_names(found: Assignment, options: KeyOptions) -> None:
     """Give missing fields the values of keys that other programs use for them."""
     values = found.fields
     if not _has_states(values):
-        _merge_output(found)
+        _merge_nested(found)
     if not _has_states(values):
         _find_arrays(found)
+    if options.id_key in values and not any(values.get(key) is not None for key in _SAME["question_id"]):
+        assert options.id_key is not None
+        if isinstance(values[options.id_key], str | int | np.integer):
+            values["question_id"] = values.pop(options.id_key)
+            found.roles[options.id_key] = "question_id"
+    keys = {normalized(key): key for key in reversed(values)}
     for name, others in OTHER_NAMES.items():
         if any(values.get(key) is not None for key in _SAME.get(name, (name,))):
             continue
-        key = next((k for k in others if _is_name_or_text(name, k, values.get(k))), None)
+        # A batch has ids and texts under a plural, which each of its answers keeps.
+        known = [keys[k] for k in (*others, *(f"{n}s" for n in (name, *others))) if k in keys]
+        key = next((key for key in known if _is_value(name, key, values[key], options)), None)
         if key is not None:
             values[name] = values.pop(key)
             found.roles[key] = name
 
 
-def _is_name_or_text(field_name: str, key: str, value: Any) -> bool:
-    if field_name == "question_id" and key not in COUNTERS and isinstance(value, int | np.integer):
-        return not isinstance(value, bool)
+def _is_value(field_name: str, key: str, value: Any, options: KeyOptions) -> bool:
+    """Return whether a key of another name holds a value of a field."""
+    if field_name == "tokens":
+        return as_array(value) is not None or isinstance(value, list)
+    if field_name == "question_id" and isinstance(value, int | np.integer):
+        is_id = normalized(key) not in COUNTERS or (normalized(key) in INDEX_KEYS and options.is_index_id)
+        return is_id and not isinstance(value, bool)
     return isinstance(value, str) and value != ""
 
 
@@ -135,16 +175,31 @@ def _has_states(values: Mapping[str, Any]) -> bool:
     return values.get("hidden_states") is not None or values.get("last_token") is not None
 
 
-def _merge_output(found: Assignment) -> None:
-    """Merge the only nested dict with hidden states, such as the output of a model, into its trace."""
+def _merge_nested(found: Assignment) -> None:
+    """Merge the only nested dict with hidden states, such as the output of a model, into its trace.
+
+    The other nested dicts, such as the output of a tokenizer, give the fields that are named as in a trace.
+    """
     values = found.fields
-    inner = [key for key, value in values.items() if isinstance(value, Mapping) and _has_states(value)]
-    if len(inner) == 1:
-        key = inner[0]
-        for name, value in values.pop(key).items():
-            if isinstance(name, str) and value is not None:
+    nested = {key: value for key, value in values.items() if isinstance(value, Mapping)}
+    inner = [key for key, value in nested.items() if _has_states(value)]
+    inner = inner or [key for key, value in nested.items() if any(map(_is_array_of_states, value.items()))]
+    if len(inner) != 1:
+        return
+    del values[inner[0]]
+    for key in (inner[0], *nested):
+        for name, value in nested[key].items():
+            if isinstance(name, str) and value is not None and (key == inner[0] or name in _SPELLED):
                 values.setdefault(name, value)
-        found.roles[key] = "hidden_states"
+    found.roles[inner[0]] = "hidden_states"
+
+
+def _is_array_of_states(item: tuple[Any, Any]) -> bool:
+    """Return whether an item of a dict has a name and a value of hidden states."""
+    key, value = item
+    parsed = parse_key(normalized(key)) if isinstance(key, str) else None
+    is_states = parsed is not None and parsed.field in ("hidden_states", "last_token") and not parsed.trace
+    return is_states and not isinstance(value, str | int | float | type(None))
 
 
 def _find_arrays(found: Assignment) -> None:
@@ -152,7 +207,7 @@ def _find_arrays(found: Assignment) -> None:
     layers: dict[str, dict[str, dict[int, str]]] = {}
     wholes: dict[str, str] = {}
     for key, value in found.fields.items():
-        parsed = parse_key(key)
+        parsed = parse_key(normalized(key))
         if parsed is None or parsed.trace or isinstance(value, str | int | float | type(None)):
             continue
         if parsed.number is None:
@@ -233,13 +288,19 @@ def _number(value: Any) -> float | None:
     return None
 
 
+def _score(key: str, value: Any) -> float | None:
+    """Return a number or the word of a judge as a score; None for every other value."""
+    return score_of_word(value, direction_of(key)) if isinstance(value, str) else _number(value)
+
+
 def _find_scores(found: Assignment, options: KeyOptions) -> None:
     """Find scores and the label; their keys stay extras too, so that an export returns them."""
-    if options.score_key is None and _SCORE_KEYS.isdisjoint(found.fields):
-        return
-    names = SCORE_COLUMNS if options.score_key is None else (options.score_key,)
+    given = {normalized(key): key for key in reversed(found.fields)}
+    names = (
+        [given[name] for name in SCORE_COLUMNS if name in given] if options.score_key is None else [options.score_key]
+    )
     for name in names:
-        if name in found.fields and (score := _number(found.fields[name])) is not None:
+        if name in found.fields and (score := _score(name, found.fields[name])) is not None:
             found.scores[name] = score
             found.roles[name] = "score"
     if options.score_key != "label" and (label := _number(found.fields.get("label"))) in (0.0, 1.0):
@@ -256,13 +317,24 @@ def with_advice(error: InvalidInputError, trace: Any) -> InvalidInputError:
     if error.reason.startswith("missing key") and isinstance(trace, Mapping):
         wanted = ("hidden_states", "attentions") if name in ("hidden_states", "attentions") else (name,)
         pairs = [f"{field}={key}" for field in (*wanted, "tokens") if (key := _similar_key(field, trace)) is not None]
+        if name == "attentions":
+            pairs += [f"attentions={key}" for key in attention_in(trace)[:1] if not pairs]
         if pairs:
             advice = f"try --map {','.join(pairs)}"
         elif name == "hidden_states":
-            advice = f"found {_keys_found(trace)}; name it with --map hidden_states=KEY"
+            advice = _advice_for_states(trace)
     return InvalidInputError(
         f"{error.reason}; {advice}", source=error.source, position=error.position, field=error.field
     )
+
+
+def _advice_for_states(trace: Mapping[Any, Any]) -> str:
+    """Return the options that name hidden states, and the id if one value alone may be it."""
+    ids = [] if any(key in trace for key in _SAME["question_id"]) else ids_in(trace)
+    more = f",question_id={ids[0]}" if len(ids) == 1 and normalized(ids[0]) not in OTHER_NAMES["question_id"] else ""
+    maps = [f"--map hidden_states={key}{more}" for key in states_in(trace)[:4]]
+    found = f"found {_keys_found(trace)}"
+    return f"{found}; try {' or '.join(maps)}" if maps else f"{found}; name it with --map hidden_states=KEY"
 
 
 def _similar_key(field_name: str, trace: Mapping[Any, Any]) -> str | None:

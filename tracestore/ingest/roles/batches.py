@@ -65,9 +65,6 @@ def split_batch(fields: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     for name, value in fields.items():
         for k, answer in enumerate(answers):
             answer[name] = _of_answer(name, value, k, count)
-    if not isinstance(fields.get("question_id"), list | tuple | np.ndarray) and "sample" not in fields:
-        for k, answer in enumerate(answers):
-            answer["sample"] = k  # several answers to one question
     return answers
 
 

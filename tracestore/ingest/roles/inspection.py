@@ -10,7 +10,7 @@ import numpy as np
 
 from tracestore.errors import InvalidInputError, error_location, escape_unprintable
 from tracestore.ingest.formats import ReadOptions, read_traces
-from tracestore.ingest.packing import PackOptions
+from tracestore.ingest.packing import PackOptions, check_attention
 from tracestore.ingest.pickles.pickled_objects import PickledObject
 from tracestore.ingest.pickles.pickled_torch import PickledTensor
 from tracestore.ingest.pickles.pickled_values import PickledArray
@@ -77,13 +77,14 @@ def inspect_source(source: SourceFile, options: PackOptions, max_traces: int) ->
                 seen.add(key.key)
                 found.keys.append(key)
 
-    read_options = ReadOptions(options.attention != "none", options.keys, on_trace=on_trace)
+    read_options = ReadOptions(options.need_attention, options.keys, on_trace=on_trace)
     scratch = Scratch(options.scratch, max_memory=options.max_memory)
     try:
         records = read_traces(source.path, source.name, scratch=scratch, options=read_options)
         with closing(records):  # type: ignore[type-var]
             for record in islice(records, max_traces):
                 with error_location(source.name, record.position):
+                    check_attention(record, options)
                     packed = pack_record(
                         record, attention=options.attention, keep_dtype=options.keep_dtype, scratch=scratch
                     )

@@ -1,7 +1,9 @@
 """Names that the fields of a trace have in the files of a user: --map and the keys of scores."""
 
+import re
 import tomllib
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from tracestore.errors import UsageError, escape_unprintable
@@ -25,14 +27,26 @@ MAPPABLE = (
     *schema.OPTIONAL_FIELDS,
     "label",
 )
-# Names that other programs give to ids and texts. Where a field is missing, the first one found is taken for it.
-# Integers under the names of COUNTERS are not ids, because they may count the traces of one file.
+# Names, as `normalized` returns them, that other programs give to fields. Where a field is missing, the first one found
+# is taken for it. Integers under the names of COUNTERS may count the traces of one file; those of INDEX_KEYS are ids if they do not.
 OTHER_NAMES = {
-    "question_id": ("qid", "id", "example_id", "sample_id", "uid", "idx", "index"),
+    "question_id": ("qid", "id", "uid", "prompt_id", "doc_id", "example_id", "sample_id", "idx", "index"),
     "question": ("prompt", "query", "instruction", "input"),
-    "generated_answer": ("response", "completion", "model_answer", "prediction", "generation", "output", "answer"),
+    "generated_answer": (
+        "response",
+        "completion",
+        "model_answer",
+        "prediction",
+        "generation",
+        "output",
+        "output_text",
+        "answer",
+    ),
+    "tokens": ("token_ids", "all_tokens"),
 }
 COUNTERS = frozenset(("example_id", "sample_id", "idx", "index"))
+INDEX_KEYS = ("idx", "index")
+_WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[\s\-]+")
 _MAX_MAP_BYTES = 1 << 20
 
 
@@ -48,14 +62,32 @@ class KeyOptions:
         The only key with a score; by default all keys of `ingest.scores.SCORE_COLUMNS`.
     has_scores_file : bool
         Scores come from a scores file, so that scores and labels inside traces are not used.
+    id_key : str, optional
+        The column of the ids in the scores file: a key of this name is the id of a trace without question_id.
+    is_index_id : bool
+        Integers under the names of INDEX_KEYS are ids, because they do not begin again with each file.
     """
 
     renamed: tuple[tuple[str, str], ...] = ()
     score_key: str | None = None
     has_scores_file: bool = False
+    id_key: str | None = None
+    is_index_id: bool = False
 
 
 DEFAULT_KEYS = KeyOptions()
+
+
+@lru_cache(maxsize=1 << 14)
+def normalized(name: str) -> str:
+    """Return a name in lower case, with underscores between its words.
+
+    Examples
+    --------
+    >>> normalized("hiddenStates"), normalized("QUESTION_ID"), normalized("Exact Match")
+    ('hidden_states', 'question_id', 'exact_match')
+    """
+    return _WORD.sub("_", name.strip()).lower()
 
 
 def parse_map(text: str) -> tuple[tuple[str, str], ...]:

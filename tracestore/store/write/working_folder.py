@@ -15,6 +15,8 @@ from tracestore.store.io.ownership import FolderKind, classify_folder, remove_co
 from tracestore.store.io.replacement import Replacement, open_replacement
 from tracestore.store.read.index import SourceEntry
 
+# Options by name. None: the default; a function returns the option of a new store.
+Options = Mapping[str, str | Callable[[], str] | None]
 # Options of a new store.
 _DEFAULTS = {"attention": "mean", "dtype": "float16", "codec": "none"}
 
@@ -97,8 +99,10 @@ class WorkingFolder:
             raise UsageError(f"{self.path}: the store exists (overwrite=True replaces it)")
         return False
 
-    def load_manifest(self, options: Mapping[str, str | None]) -> Manifest:
+    def load_manifest(self, options: Options) -> Manifest:
         """Return the manifest that a writer continues from, that of generation 0 in a store without commits.
+
+        A function in `options` returns the option of a new store.
 
         Raises
         ------
@@ -110,7 +114,8 @@ class WorkingFolder:
         files = LocalFiles(self.path)
         generations = files.generations()
         if not generations:
-            chosen = {name: options[name] or default for name, default in _DEFAULTS.items()}
+            given = {name: value() if callable(value) else value for name, value in options.items()}
+            chosen = {name: given[name] or default for name, default in _DEFAULTS.items()}
             return Manifest(0, schema.Attributes(attention=chosen["attention"], options=chosen))
         try:
             manifest = files.load_manifest(generations[0])
@@ -121,7 +126,7 @@ class WorkingFolder:
         fsio.fsync_path(self.path / "manifest")
         for name, value in options.items():
             stored = manifest.attributes.options[name]
-            if value is not None and value != stored:
+            if isinstance(value, str) and value != stored:
                 raise UsageError(f"{self.location} was created with --{name} {stored}, not {value}")
         return manifest
 

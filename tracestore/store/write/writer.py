@@ -24,7 +24,7 @@ from tracestore.store.write.pack import PackedTrace, fit_attributes, fit_lens, p
 from tracestore.store.write.pending import Pending, PendingLens, PendingSource, location_of
 from tracestore.store.write.record import TraceRecord
 from tracestore.store.write.segment_writer import SegmentWriter
-from tracestore.store.write.working_folder import WorkingFolder
+from tracestore.store.write.working_folder import Options, WorkingFolder
 
 COMMIT_BYTES = 128 << 20  # of pending data trigger a commit; no reader depends on it
 
@@ -40,7 +40,7 @@ class StoreWriter:
     path : str or os.PathLike
         Path or URL of the store. A remote store is written in a local working folder.
     attention, dtype, codec : str, optional
-        Options of a new store; an existing store must have been created with the same ones.
+        Options of a new store, or functions that return them; an existing store must have been created with the same.
     overwrite : bool
         Write a new store next to the existing one; replace_existing() replaces the existing one.
     exist_ok : bool
@@ -72,7 +72,7 @@ class StoreWriter:
         self,
         path: str | os.PathLike[str],
         *,
-        attention: str | None = None,
+        attention: str | Callable[[], str] | None = None,
         dtype: str | None = None,
         codec: str | None = None,
         overwrite: bool = False,
@@ -88,7 +88,7 @@ class StoreWriter:
         self.commit_bytes, self.split_bytes = commit_bytes, split_bytes
         self._on_conflict: OnConflict = on_conflict
         self._allow_mixed_provenance = allow_mixed_provenance
-        options = {"attention": attention, "dtype": dtype, "codec": codec}
+        options: Options = {"attention": attention, "dtype": dtype, "codec": codec}
         with fsio.map_os_errors(self.path, None if expected_bytes is None else lambda: expected_bytes):
             try:
                 if not (self._folder.open() and self._resume(options, can_resume)):
@@ -102,7 +102,7 @@ class StoreWriter:
         """The local folder in which the writer works."""
         return self._folder.path
 
-    def _resume(self, options: dict[str, str | None], can_resume: Callable[[SourceEntry], bool] | None) -> bool:
+    def _resume(self, options: Options, can_resume: Callable[[SourceEntry], bool] | None) -> bool:
         """Load a replacement that was begun; remove it if its sources or options differ from the caller's."""
         with contextlib.suppress(UsageError, CorruptStoreError):
             self._load(options)
@@ -111,7 +111,7 @@ class StoreWriter:
         self._folder.remove_contents()
         return False
 
-    def _load(self, options: dict[str, str | None]) -> None:
+    def _load(self, options: Options) -> None:
         self.manifest = self._folder.load_manifest(options)
         self.attributes = self.manifest.attributes
         self._columns: Columns | None = None
