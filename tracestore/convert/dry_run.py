@@ -1,13 +1,13 @@
 """`tracestore convert --dry-run`: what the first traces of each file hold, and what would be stored."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tracestore.console import Output
 from tracestore.convert.options import ConvertOptions
 from tracestore.convert.scoring import Scoring
-from tracestore.errors import InvalidInputError
+from tracestore.errors import InvalidInputError, NoTracesError
 from tracestore.ingest.packing import PackOptions
 from tracestore.ingest.roles.inspection import Inspection, inspect_source
 from tracestore.ingest.sources import SourceFile, find_sources
@@ -79,7 +79,7 @@ def dry_run(sources: list[Path], store: str, options: ConvertOptions, output: Ou
         with open_store(store) as existing:
             stored = existing.internals.attributes.options
             attention, dtype = options.attention or stored["attention"], options.dtype or stored["dtype"]
-    pack_options = PackOptions(attention=attention, keep_dtype=dtype == "keep", keys=scoring.keys)
+    pack_options = PackOptions(attention=attention, keep_dtype=dtype == "keep", keys=replace(scoring.keys, axes=options.axes))
     report = DryRunReport(store, num_sources=len(found))
     groups: dict[object, AlikeFiles] = {}
     refused: list[InvalidInputError] = []
@@ -92,8 +92,9 @@ def dry_run(sources: list[Path], store: str, options: ConvertOptions, output: Ou
         for line in files.lines():
             output.info(line)
     output.info(f"{len(found):,} files, {len(refused):,} refused; nothing was written")
-    if refused and not options.skip_bad:
-        raise refused[0]
+    errors = [error for error in refused if not isinstance(error, NoTracesError)]
+    if refused and not options.skip_bad and (errors or len(refused) == len(found)):
+        raise (errors or refused)[0]
     return report
 
 

@@ -3,6 +3,7 @@
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from tracestore.errors import UsageError, escape_unprintable
 from tracestore.store.format import schema
@@ -33,6 +34,8 @@ OTHER_NAMES = {
     "generated_answer": ("response", "completion", "model_answer", "prediction", "generation", "output", "answer"),
 }
 COUNTERS = frozenset(("example_id", "sample_id", "idx", "index"))
+# Axes of hidden states, from the outside: N traces, L layers, S tokens, D hidden size.
+Axes = Literal["LSD", "SLD", "SD", "LD", "D", "NLSD", "LNSD", "NSLD", "NSD", "NLD", "LND", "ND"]
 _MAX_MAP_BYTES = 1 << 20
 
 
@@ -48,11 +51,14 @@ class KeyOptions:
         The only key with a score; by default all keys of `ingest.scores.SCORE_COLUMNS`.
     has_scores_file : bool
         Scores come from a scores file, so that scores and labels inside traces are not used.
+    axes : str, optional
+        Axes of the hidden states in the files, one of AXES.
     """
 
     renamed: tuple[tuple[str, str], ...] = ()
     score_key: str | None = None
     has_scores_file: bool = False
+    axes: str | None = None
 
 
 DEFAULT_KEYS = KeyOptions()
