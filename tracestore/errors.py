@@ -88,7 +88,7 @@ class InvalidInputError(TracestoreError):
 
     def with_location(self, source: str | None = None, position: int | None = None) -> "InvalidInputError":
         """Return a copy of the error in which a missing source and position are filled in."""
-        return InvalidInputError(
+        return type(self)(
             self.reason,
             source=self.source if self.source is not None else source,
             position=self.position if self.position is not None else position,
@@ -102,6 +102,10 @@ class InvalidInputError(TracestoreError):
         where += [] if self.field is None else [self.field]
         text = ": ".join([", ".join(where), self.reason] if where else [self.reason])
         return escape_unprintable(text)
+
+
+class NoTracesError(InvalidInputError):
+    """A source file holds settings or texts, and no arrays. Other files of a conversion may hold traces."""
 
 
 @contextmanager

@@ -44,6 +44,7 @@ cdef enum:
     MAX_LONG_BYTES = 64
     MAX_DIGITS = 160
     MAX_FLOAT_DIGITS = 64
+    MAX_KEY_PARTS = 8
     MAX_NAME_BYTES = 1_000
     # Limit of memo entries, plus one per MEMO_PER_BYTES bytes of the file. Real files have one entry per
     # some thousand bytes.
@@ -881,6 +882,14 @@ cdef double unpack_double(const uint8_t *at) noexcept:
 
 cdef int check_key(key) except -1:
     # Hashing a tuple nested a million deep crashes the interpreter.
+    cdef object part
+    if type(key) is tuple and len(key) <= MAX_KEY_PARTS:
+        for part in key:
+            if type(part) is not str and type(part) is not int:
+                raise _invalid(f"found a dict key with a part of type {type(part).__name__}, expected a string or integer")
+        return 0
+    if isinstance(key, _integer):
+        return 0
     if key is not None and type(key) not in (str, int, float, bool, bytes):
         raise _invalid(f"found a dict key of type {type(key).__name__}, expected a string or number")
     return 0
@@ -889,6 +898,7 @@ cdef int check_key(key) except -1:
 # Arrays
 
 cdef object _ndarray = np.ndarray
+cdef object _integer = np.integer
 cdef enum:
     MAX_NDIM = 16
 cdef Py_ssize_t MAX_ARRAY_BYTES = 1 << 62

@@ -8,7 +8,7 @@ from tracestore.console import Output
 from tracestore.convert.defaults import MAX_TRACES, DefaultAttention, is_index_id
 from tracestore.convert.options import ConvertOptions
 from tracestore.convert.scoring import Scoring
-from tracestore.errors import InvalidInputError
+from tracestore.errors import InvalidInputError, NoTracesError
 from tracestore.ingest.packing import PackOptions
 from tracestore.ingest.roles.inspection import Inspection, inspect_source
 from tracestore.ingest.sources import SourceFile, find_sources
@@ -80,7 +80,7 @@ def dry_run(sources: list[Path], store: str, options: ConvertOptions, output: Ou
         with open_store(store) as existing:
             stored = existing.internals.attributes.options
             attention, dtype = options.attention or stored["attention"], options.dtype or stored["dtype"]
-    keys = replace(scoring.keys, is_index_id=is_index_id(found, scoring.keys))
+    keys = replace(scoring.keys, is_index_id=is_index_id(found, scoring.keys), axes=options.axes)
     default_attention = DefaultAttention(found, keys)
     attention = attention or default_attention.of_new_store()
     pack_options = PackOptions(
@@ -103,8 +103,9 @@ def dry_run(sources: list[Path], store: str, options: ConvertOptions, output: Ou
     if options.attention is None and (note := default_attention.note(attention)):
         output.info(note)
     output.info(f"{len(found):,} files, {len(refused):,} refused; nothing was written")
-    if refused and not options.skip_bad:
-        raise refused[0]
+    errors = [error for error in refused if not isinstance(error, NoTracesError)]
+    if refused and not options.skip_bad and (errors or len(refused) == len(found)):
+        raise (errors or refused)[0]
     return report
 
 

@@ -5,6 +5,7 @@ from typing import Literal
 
 from tracestore.console import format_size
 from tracestore.errors import UsageError
+from tracestore.ingest.roles.keys import Axes
 
 OnConflict = Literal["error", "keep-first", "keep-last"]
 # What happens to a trace whose key exists with different content.
@@ -26,6 +27,9 @@ class ConvertOptions:
         Path of the scores file; by default the only *scores*.csv directly in a source folder.
     map : str, optional
         Names of fields in the files, see `ingest.roles.keys.parse_map`.
+    axes : str, optional
+        Axes of the hidden states in pickles and files of torch, where their shapes do not show them: N traces,
+        L layers, S tokens, D hidden size.
     id_column, score_column, score_direction, group_column : str, optional
         See `ingest.scores.read_scores`. Without a scores file, `id_column` and `score_column` are keys of the traces.
     provenance : str, optional
@@ -56,6 +60,7 @@ class ConvertOptions:
     """
 
     map: str | None = None
+    axes: Axes | None = None
     scores: str | None = None
     id_column: str | None = None
     score_column: str | None = None

@@ -18,7 +18,7 @@ from tracestore.convert.options import ON_CONFLICT, ConvertOptions
 from tracestore.convert.refused import RefusedTraces
 from tracestore.convert.report import MAX_REFUSED_LINES, ConvertReport, SourceCounts
 from tracestore.convert.scoring import Scoring
-from tracestore.errors import ClusterError, InvalidInputError, TruncatedFileError, escape_unprintable
+from tracestore.errors import ClusterError, InvalidInputError, NoTracesError, TruncatedFileError, escape_unprintable
 from tracestore.ingest.byte_source import TRUNCATED_WHILE_READING
 from tracestore.ingest.cluster import ClusterStream, read_sources_on_cluster
 from tracestore.ingest.packing import PackOptions
@@ -109,6 +109,7 @@ class Conversion:
         self.scoring.keys = replace(self.scoring.keys, is_index_id=is_index_id(self.sources, self.scoring.keys))
         self._default_attention = DefaultAttention(self.sources, self.scoring.keys, self._check_interrupt)
         self._refused: RefusedTraces | None = None
+        self._without_traces: list[NoTracesError] = []
         self._provenances = self._read_provenances(sources)
         scores = self.scoring.file
         self.report = ConvertReport(str(self.store), scores_file=None if scores is None else str(scores.path))
@@ -225,7 +226,7 @@ class Conversion:
             # A single worker needs a small queue only. With several, the queue decides how far the
             # others get while the first file is written.
             max_waiting=self._options.memory_budget // (8 if workers == 1 else 2),
-            keys=self.scoring.keys,
+            keys=replace(self.scoring.keys, axes=self._options.axes),
             skip_bad=self._options.skip_bad,
             refuse_attention=self._options.attention is None
             and self._default_attention.is_refused(stored["attention"]),
@@ -254,6 +255,11 @@ class Conversion:
                 except (InvalidInputError, ClusterError) as error:
                     if isinstance(error, InvalidInputError):
                         error = error.with_location(source=stream.source.name)
+                    if isinstance(error, NoTracesError):
+                        self._without_traces.append(error)
+                        progress.clear()
+                        self._output.info(f"skipped {error}")
+                        continue
                     if isinstance(error, ClusterError) or not self._options.skip_bad:
                         # The complete sources before it are valid: keep them.
                         writer.commit()
@@ -362,6 +368,8 @@ class Conversion:
             direction = writer.attributes.scores[name].direction
             report.labels = f"{name}: {describe(writer.read_columns().score(name), DEFAULT_THRESHOLD, direction)}"
         if manifest.num_traces == 0:
+            if self._without_traces:
+                raise self._without_traces[0]
             raise InvalidInputError(f"no file could be converted: {report.num_sources_skipped} refused")
         if self._refused is not None and len(self._refused):
             report.refused_file = str(self._refused.path)

@@ -4,11 +4,11 @@ import contextlib
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tracestore._core.pickle import BufferReader, ByteReader, ChunkReader
-from tracestore.errors import InvalidInputError, TruncatedFileError
+from tracestore.errors import InvalidInputError, NoTracesError, TruncatedFileError
 from tracestore.ingest import torch_file
 from tracestore.ingest.byte_source import TRUNCATED_WHILE_READING, InflatedChunks, check_regular, map_file
 from tracestore.ingest.containers.registry import Reader, folder_reader, read_container, reader_of
@@ -16,17 +16,20 @@ from tracestore.ingest.containers.tables import TableReference
 from tracestore.ingest.decompress import compression_of
 from tracestore.ingest.pickles.pickle_reader import pickle_reader
 from tracestore.ingest.pickles.pickled_objects import PickledObject
-from tracestore.ingest.pickles.pickled_values import PickledValue
 from tracestore.ingest.pickles.resolve import Limits, resolve
 from tracestore.ingest.preprocessed import read_graphs, read_sequences
 from tracestore.ingest.roles.assemble import records_of_trace
 from tracestore.ingest.roles.assign import with_advice
 from tracestore.ingest.roles.keys import DEFAULT_KEYS, INPUTS_PAGE, KeyOptions
+from tracestore.ingest.roles.layout import layout, opened
+from tracestore.ingest.roles.structures import Structures, is_header, is_settings
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord
 
 _PROTO = 0x80
 _GZIP_RESERVED = 0xE0
+_MAX_HEADERS = 16
+_NO_TRACES = f"found no arrays, expected traces; see {INPUTS_PAGE}#files"
 
 
 @dataclass
@@ -129,6 +132,45 @@ class _Context:
     def __init__(self, name: str, options: ReadOptions) -> None:
         self.name, self.options, self.position = name, options, 0
         self.limits = Limits(lambda: 0)
+        self.structures = Structures(options.keys, str(_without_suffixes(PurePosixPath(name))))
+        self._headers: list[Any] = []  # dicts before the first trace
+        self._unnamed: list[Any] = []  # items of the top-level list that are no dicts
+
+    def items(self, item: Any) -> Iterator[TraceRecord]:
+        """Yield the traces of an item of a top-level list, or of an object among several behind each other."""
+        if not isinstance(opened(item), dict):
+            self._unnamed.append(item)
+            return
+        try:
+            found = self.structures.find(item)
+        except (InvalidInputError, *_FAULTS) as error:
+            self.refuse(error if isinstance(error, InvalidInputError) else _fault(error))
+            return
+        if found is None and self.position == 0 and is_settings(item):
+            self._headers.append(item)
+            if len(self._headers) > _MAX_HEADERS:
+                raise NoTracesError(_NO_TRACES)
+            return
+        traces = [item] if found is None else found.traces
+        traces = [*(header for header in self._headers if not is_header(header, traces[0])), *traces]
+        self._headers = []
+        del item, found
+        while traces:
+            yield from self.traces(traces.pop(0))
+
+    def rest(self) -> Iterator[TraceRecord]:
+        """Yield the traces of the items without names, which are understood together."""
+        if not self._unnamed:
+            return
+        found = None if self.position else self.structures.find(self._unnamed)
+        for trace in self._unnamed[:1] if found is None else found.traces:
+            yield from self.traces(trace)
+        self._unnamed = []
+
+    def end(self) -> None:
+        """Raise NoTracesError if the file held settings only."""
+        if self._headers and self.position == 0:
+            raise NoTracesError(_NO_TRACES)
 
     def traces(self, item: Any, *, is_resolved: bool = False) -> Iterator[TraceRecord]:
         """Yield the traces of one dict; `is_resolved`: it holds arrays and plain values only."""
@@ -226,7 +268,7 @@ def _from_pickle(context: _Context, source: ByteReader) -> Iterator[TraceRecord]
     while True:
         reader = pickle_reader(source, load_bytes=torch_file.load_bytes)
         for item in reader:
-            records = context.traces(item)
+            records = context.items(item)
             item = None
             for record in records:
                 record.is_borrowed = is_borrowed
@@ -235,51 +277,47 @@ def _from_pickle(context: _Context, source: ByteReader) -> Iterator[TraceRecord]
         is_whole = source.is_eof()
         if not is_whole and source.peek() != _PROTO:
             raise InvalidInputError("trailing bytes after the pickle")
-        if reader.num_yielded == 0:
-            for record in _from_object(context, reader.result):
-                record.is_borrowed = is_borrowed
-                yield record
-                del record
-        if context.position == begin and (begin or not is_whole):
+        is_list = reader.num_yielded > 0
+        for record in (
+            context.rest() if is_list else _from_object(context, reader.result, is_only=is_whole and not begin)
+        ):
+            record.is_borrowed = is_borrowed
+            yield record
+            del record
+        if context.position == begin and begin:
             # Several pickles may be behind each other, if each of them holds a trace.
             raise InvalidInputError("trailing bytes after the pickle")
         if is_whole:
+            context.end()
             return
         begin = context.position
         del reader
 
 
-def _from_object(context: _Context, root: Any) -> Iterator[TraceRecord]:
-    if isinstance(root, PickledObject):
-        if not root.fields:
-            raise InvalidInputError(f"found an object of {root.name}, expected traces; see {INPUTS_PAGE}#files")
-        root = root.fields
-    if isinstance(root, list):
-        for item in root:
-            yield from context.traces(item)
+def _from_object(context: _Context, root: Any, *, is_only: bool = True) -> Iterator[TraceRecord]:
+    """Yield the traces of an object; `is_only`: there is no other in the file."""
+    fields = opened(root)
+    if isinstance(root, PickledObject) and not fields:
+        raise InvalidInputError(f"found an object of {root.name}, expected traces; see {INPUTS_PAGE}#files")
+    if isinstance(fields, dict) and fields.get("hidden_states") is None:
+        if "graphs" in fields:
+            yield from context.counted(fields, read_graphs(context.limits, fields, context.refuse))
+            return
+        shape = layout(fields.get("sequences"))
+        if "sequences" in fields and (shape is None or shape.kind == "f"):
+            yield from context.counted(fields, read_sequences(context.limits, fields))
+            return
+    if isinstance(fields, dict) and not is_only:
+        yield from context.items(fields)
         return
-    if not isinstance(root, dict):
-        found = "a tensor or array" if isinstance(root, PickledValue) else type(root).__name__
-        raise InvalidInputError(
-            f"found {found}, expected a list of traces or a dict of sequences or graphs; see {INPUTS_PAGE}#files"
-        )
-    if "hidden_states" in root:
-        yield from context.traces(root)
-    elif "graphs" in root:
-        yield from context.counted(root, read_graphs(context.limits, root, context.refuse))
-    elif "sequences" in root:
-        yield from context.counted(root, read_sequences(context.limits, root))
-    elif isinstance(root.get("traces"), list):
-        yield from _from_object(context, root["traces"])
-    elif root and all(_is_trace(value) for value in root.values()):
-        for key, value in root.items():
-            fields = value.fields if isinstance(value, PickledObject) else value
-            yield from context.traces({"question_id": key} | fields)
-    else:
-        yield from context.traces(root)
+    found = context.structures.find(fields)
+    if found is None and is_settings(fields):
+        raise NoTracesError(_NO_TRACES)
+    for trace in [fields] if found is None else found.traces:
+        yield from context.traces(trace)
 
 
-def _is_trace(value: Any) -> bool:
-    """Return whether a value of a dict is a trace."""
-    value = value.fields if isinstance(value, PickledObject) else value
-    return isinstance(value, dict) and ("hidden_states" in value or "last_token" in value)
+def _without_suffixes(path: PurePosixPath) -> PurePosixPath:
+    """Return the path without the suffixes of its format and compression."""
+    path = path.with_suffix("")
+    return path.with_suffix("") if path.suffix in (".pkl", ".pickle", ".p", ".joblib") else path

@@ -23,6 +23,7 @@ _FLAGS: Flags = {
         "metavar": "FIELD=KEY,...",
         "help": "names of fields in the files, e.g. hidden_states=hs,question_id=id, or a .toml file of such lines",
     },
+    "axes": "axes of hidden states whose shape does not show them: N traces, L layers, S tokens, D hidden size",
     "scores": {"metavar": "CSV", "help": "scores by question_id (default: the only *scores*.csv in a SRC folder)"},
     **SCORE_FLAGS,
     "provenance": {

@@ -25,6 +25,7 @@ _LIBRARIES = frozenset(("numpy", "torch", "torch_geometric", "tracestore"))
 # Also the outputs of tokenizers, which hold their dict as the attribute "data".
 _MODEL_OUTPUT = re.compile(r"[A-Za-z0-9_]*Output[A-Za-z0-9_]*|Batch(?:Encoding|Feature)")
 _MAX_NAME = 200
+_MAX_RANGE = 4096  # a longer range is kept as text
 
 
 class PickledObject(PickledValue):
@@ -80,8 +81,12 @@ class UnknownClass(SafeGlobal):
         self.name = name[:_MAX_NAME]
 
     def call(self, args: tuple[Any, ...]) -> PickledObject:
-        """Return an object without fields: nothing is called."""
-        return PickledObject(self.name)
+        """Return an object with the items of dicts among the arguments: nothing is called."""
+        made = PickledObject(self.name)
+        for part in args:
+            if type(part) is dict:
+                made.build(part)
+        return made
 
     def new(self, args: tuple[Any, ...]) -> PickledObject:
         """Return an object without fields, which the opcode BUILD fills."""
@@ -162,6 +167,19 @@ def _fraction(args: tuple[Any, ...]) -> str:
     return _text(args)
 
 
+def _range(args: tuple[Any, ...]) -> Any:
+    if not all(type(part) is int for part in args):
+        raise ValueError
+    numbers = range(*args)
+    return list(numbers) if len(numbers) <= _MAX_RANGE else str(numbers)
+
+
+def _slice(args: tuple[Any, ...]) -> str:
+    if len(args) != 3 or not all(part is None or type(part) is int for part in args):
+        raise ValueError
+    return str(slice(*args))
+
+
 def _complex(args: tuple[Any, ...]) -> np.ndarray:
     if len(args) != 2 or not all(isinstance(part, float | int) for part in args):
         raise ValueError
@@ -221,6 +239,7 @@ GLOBALS: dict[tuple[str, str], SafeGlobal] = {
     ("collections", "Counter"): _checked("collections.Counter", _counter),
     ("collections", "defaultdict"): _checked("collections.defaultdict", _defaultdict),
     ("uuid", "UUID"): UnknownClass("uuid.UUID"),
+    ("torch.utils.data.dataset", "TensorDataset"): UnknownClass("torch.utils.data.TensorDataset"),
     ("types", "SimpleNamespace"): UnknownClass("types.SimpleNamespace"),
     ("argparse", "Namespace"): UnknownClass("argparse.Namespace"),
     **{
@@ -232,6 +251,8 @@ GLOBALS: dict[tuple[str, str], SafeGlobal] = {
 for _module in ("builtins", "__builtin__"):  # Python 3 and 2
     for _name in ("set", "frozenset"):
         GLOBALS[_module, _name] = _checked(f"{_module}.{_name}", _listed)
+    GLOBALS[_module, "range"] = _checked(f"{_module}.range", _range)
+    GLOBALS[_module, "slice"] = _checked(f"{_module}.slice", _slice)
     GLOBALS[_module, "complex"] = _checked(f"{_module}.complex", _complex)
     for _name in ("list", "dict", "int", "float", "str", "tuple", "bool"):  # factories of defaultdict
         GLOBALS[_module, _name] = SafeClass(f"{_module}.{_name}")

@@ -110,7 +110,7 @@ class PickledArray(PickledValue):
         self.array: np.ndarray | list[Any] | None = None
 
     def build(self, state: Any) -> None:
-        """Make the array, or for dtype object a flat list."""
+        """Make the array, or for dtype object a list."""
         if not isinstance(state, tuple) or len(state) not in (4, 5):
             raise InvalidInputError("found an ndarray whose state is not (version, shape, dtype, order, data)")
         if type(state) is tuple and type(state[-3]) is PickledDtype:
@@ -172,10 +172,12 @@ def make_array(data: Any, dtype: np.dtype, shape: tuple[int, ...], order: str) -
 
 
 def _object_list(shape: tuple[int, ...], data: Any) -> list[Any]:
-    flat = isinstance(data, list) and len(shape) == 1 and len(data) == shape[0]
-    if not flat or not all(isinstance(v, str | int | float | PickledValue | np.generic) for v in data):
-        raise InvalidInputError("found an object array, expected at most a flat list of strings, numbers or arrays")
-    return list(data)
+    """Return the items of an object array as a list; rows of several axes as nested lists."""
+    if not isinstance(data, list) or len(data) != math.prod(shape) or not 0 < len(shape) <= 2:
+        raise InvalidInputError("found an object array, expected one or two axes and as many items")
+    if len(shape) == 1:
+        return list(data)
+    return [data[begin : begin + shape[1]] for begin in range(0, len(data), shape[1])] if shape[1] else []
 
 
 def _encode_latin1(text: str) -> bytes:

@@ -32,7 +32,7 @@ def resolve(value: Any, limits: "Limits") -> Any:
             return [resolve(v, limits) for v in array]
         limits.charge(0, array.nbytes)
         return array
-    limits.charge(len(value) if kind is memoryview else 0)
+    limits.charge(len(value) if kind is memoryview else 0, value.nbytes if kind is np.ndarray else 0)
     if kind is dict:
         return {k: resolve(v, limits) for k, v in value.items()}
     if kind is list or kind is tuple:

@@ -5,6 +5,7 @@ import tomllib
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
 from tracestore.errors import UsageError, escape_unprintable
 from tracestore.store.format import schema
@@ -47,6 +48,8 @@ OTHER_NAMES = {
 COUNTERS = frozenset(("example_id", "sample_id", "idx", "index"))
 INDEX_KEYS = ("idx", "index")
 _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[\s\-]+")
+# Axes of hidden states, from the outside: N traces, L layers, S tokens, D hidden size.
+Axes = Literal["LSD", "SLD", "SD", "LD", "D", "NLSD", "LNSD", "NSLD", "NSD", "NLD", "LND", "ND"]
 _MAX_MAP_BYTES = 1 << 20
 
 
@@ -66,6 +69,8 @@ class KeyOptions:
         The column of the ids in the scores file: a key of this name is the id of a trace without question_id.
     is_index_id : bool
         Integers under the names of INDEX_KEYS are ids, because they do not begin again with each file.
+    axes : str, optional
+        Axes of the hidden states in the files, one of AXES.
     """
 
     renamed: tuple[tuple[str, str], ...] = ()
@@ -73,6 +78,7 @@ class KeyOptions:
     has_scores_file: bool = False
     id_key: str | None = None
     is_index_id: bool = False
+    axes: str | None = None
 
 
 DEFAULT_KEYS = KeyOptions()

@@ -1,0 +1,137 @@
+"""Columns of a decoded object: values with one item for each trace, and names for columns without one."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tracestore.ingest.containers.keys import ID_KEYS, parse_key
+from tracestore.ingest.roles.keys import COUNTERS, MAPPABLE, OTHER_NAMES
+from tracestore.ingest.roles.layout import layout, opened, row
+from tracestore.ingest.scores import SCORE_COLUMNS
+
+# Names of values of one trace; a column may have an "s" at the end.
+_SINGULAR = frozenset((*MAPPABLE, *itertools.chain(*OTHER_NAMES.values()), *ID_KEYS, *SCORE_COLUMNS))
+_LENGTHS = frozenset(("num_tokens", "length", "seq_len", "seq_lens", "seq_lengths", "sequence_lengths"))
+# Lists under these names have one item for each layer.
+_PER_LAYER = frozenset(("layers", "layer_ids"))
+
+
+def is_id(value: Any) -> bool:
+    """Return whether a value may be the id of one trace: text or an integer."""
+    return (isinstance(value, str) and value != "") or (
+        isinstance(value, int | np.integer) and not isinstance(value, bool)
+    )
+
+
+def has_id(fields: Mapping[Any, Any]) -> bool:
+    """Return whether a trace has an id that `assign` takes."""
+    return any(
+        is_id(fields.get(name)) and (name not in COUNTERS or isinstance(fields[name], str))
+        for name in ("global_example_id", *ID_KEYS)
+    )
+
+
+def counts_of(fields: Mapping[Any, Any], key: Any) -> set[int]:
+    """Return how many traces the ids, texts, labels, lengths and tokens next to hidden states have.
+
+    A dict with one id has one trace, or one question with several answers.
+    """
+    if any(is_id(fields.get(name)) for name in ID_KEYS):
+        return set()
+    counts = set()
+    for name, value in fields.items():
+        value = opened(value)
+        count = _length(value)
+        if name == key or not isinstance(name, str) or name in _PER_LAYER or not count:
+            continue
+        is_nested = _length(opened(value[0])) is not None
+        if _is_per_token(name):
+            counts |= {count} if is_nested else set()
+        elif (_single(name) in _SINGULAR or _are_texts(value)) and not is_nested:
+            counts.add(count)
+    return counts
+
+
+def _length(value: Any) -> int | None:
+    """Return the number of items of a list or array; None for other values."""
+    if isinstance(value, np.ndarray):
+        return len(value) if value.ndim else None
+    return len(value) if isinstance(value, list | tuple) else None
+
+
+def _is_per_token(name: str) -> bool:
+    parsed = parse_key(name)
+    return name in ("attention_mask", "tokens_decoded") or (parsed is not None and parsed.field == "tokens")
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) > 0 and all(isinstance(item, str) for item in value)
+
+
+def _single(name: str) -> str:
+    """Return the name of one value of a column: "question_id" for "question_ids"."""
+    if name in _LENGTHS:
+        return "lengths"
+    return name[:-1] if name not in _SINGULAR and name.endswith("s") and name[:-1] in _SINGULAR else name
+
+
+def row_of(fields: Mapping[Any, Any], k: int, count: int, axis: int = 0) -> dict[Any, Any]:
+    """Return the values of trace `k` of `count`; those of another length belong to every trace.
+
+    `axis` is that of the traces in hidden states; attention by layer has the same.
+    """
+    values: dict[Any, Any] = {}
+    for name, value in fields.items():
+        value = opened(value)
+        parsed = parse_key(name) if isinstance(name, str) else None
+        if parsed is not None and parsed.field == "attentions":
+            shape = layout(value)
+            at = axis if shape is not None and len(shape.shape) > 3 and shape.shape[axis] == count else -1
+            values[name] = value if at < 0 else row(value, k, at)
+        elif _length(value) != count or name in _PER_LAYER or (name == "tokens_decoded" and _are_texts(value)):
+            values[name] = value
+        else:
+            item = value[k]
+            values[_single(name)] = item.item() if isinstance(item, np.generic) else item
+    return values
+
+
+def num_tokens(trace: Mapping[Any, Any]) -> set[int]:
+    """Return how many tokens hidden states may have: as many as there are ids or texts of tokens, or one less."""
+    sizes: set[int] = set()
+    for name, value in trace.items():
+        if isinstance(name, str) and _is_per_token(name) and (shape := _token_shape(value)) is not None:
+            sizes |= {shape, shape - 1}
+    return sizes
+
+
+def _token_shape(value: Any) -> int | None:
+    value = opened(value)
+    if _are_texts(value):
+        return len(value)
+    shape = layout(value)
+    if shape is None or len(shape.shape) > 2 or (len(shape.shape) == 2 and shape.shape[0] != 1) or not shape.shape:
+        return None
+    return shape.shape[-1]
+
+
+def named_columns(columns: Sequence[Any]) -> dict[str, Any]:
+    """Return columns without names by the fields that they may be; "" is a column of dicts, others are item_K."""
+    named: dict[str, Any] = {}
+    for k, column in enumerate(columns):
+        column = opened(column)
+        name, shape = f"item_{k}", layout(column)
+        rank = 0 if shape is None else len(shape.shape)
+        if shape is not None and shape.kind == "f" and rank >= 3:
+            is_square = rank >= 4 and shape.shape[-1] == shape.shape[-2]
+            name = "attentions" if "hidden_states" in named and is_square else "hidden_states"
+        elif shape is not None and rank == 2 and shape.kind == "i":
+            name = "tokens"
+        elif _are_texts(column) and len(set(column)) == len(column) and all(len(text.split()) == 1 for text in column):
+            name = "question_id"
+        elif isinstance(column, list | tuple) and all(isinstance(opened(item), dict) for item in column):
+            name = ""
+        named[name if name not in named else f"item_{k}"] = column
+    return named

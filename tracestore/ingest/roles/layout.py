@@ -1,0 +1,132 @@
+"""Shapes of values of a pickle before they are resolved: arrays, nested lists, and dicts by layer are alike."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tracestore.ingest.containers.keys import kind_rank, layer_kind, parse_key
+from tracestore.ingest.pickles.joblib_arrays import JoblibArray
+from tracestore.ingest.pickles.pickled_objects import PickledObject
+from tracestore.ingest.pickles.pickled_torch import PickledTensor
+from tracestore.ingest.pickles.pickled_values import PickledArray
+
+_MAX_RANK = 7
+
+
+class Layout(NamedTuple):
+    """Shape and kind of the numbers in a value.
+
+    Attributes
+    ----------
+    shape : tuple of int or None
+        Sizes of nested lists and arrays, from the outside; None where they differ, or the shapes of parts do.
+    kind : str
+        "f" for floating-point numbers, "i" for others.
+    """
+
+    shape: tuple[int | None, ...]
+    kind: str
+
+
+def opened(value: Any) -> Any:
+    """Return the fields of an object as a dict, an array of a pickle as ndarray or list, other values unchanged."""
+    if isinstance(value, PickledObject):
+        return value.fields
+    if isinstance(value, PickledArray | JoblibArray | PickledTensor):
+        return value.resolve()
+    return value
+
+
+def layout(value: Any) -> Layout | None:
+    """Return the layout of numbers; None for every other value."""
+    return _layout(value, 0)
+
+
+def _layout(value: Any, depth: int) -> Layout | None:
+    value = opened(value)
+    if isinstance(value, np.ndarray):
+        kind = value.dtype.kind
+        return Layout(value.shape, "f" if kind in "fV" else "i") if kind in "fViub" else None
+    if isinstance(value, bool | int | np.integer | np.bool_):
+        return Layout((), "i")
+    if isinstance(value, float | np.floating):
+        return Layout((), "f")
+    if depth == _MAX_RANK or not isinstance(value, list | tuple | dict) or not value:
+        return None
+    if isinstance(value, dict):
+        layers = layers_of(value)
+        if len(layers) < len(value):
+            return None
+        value = list(layers.values())
+    first = _layout(value[0], depth + 1)
+    if first is None or first.shape == ():
+        # A list of numbers is not searched.
+        return None if first is None else Layout((len(value),), first.kind)
+    shape: list[int | None] = list(first.shape)
+    kinds = {first.kind}
+    for item in value[1:]:
+        other = _layout(item, depth + 1)
+        if other is None or len(other.shape) != len(shape):
+            return None
+        kinds.add(other.kind)
+        shape = [n if n == m else None for n, m in zip(shape, other.shape, strict=True)]
+    return Layout((len(value), *shape), "f" if "f" in kinds else "i")
+
+
+def layer_number(key: Any) -> int | None:
+    """Return the layer that a key of a dict means: 3, "3", "layer_3", "model.layers.3", (3, "post"); else None."""
+    if isinstance(key, tuple):
+        numbers = [part for part in key if isinstance(part, int | np.integer)]
+        return int(numbers[0]) if len(numbers) == 1 else None
+    if isinstance(key, int | np.integer) and not isinstance(key, bool):
+        return int(key)
+    if isinstance(key, str):
+        if key.isdecimal() and key.isascii() and len(key) < 7:
+            return int(key)
+        parsed = parse_key(key)
+        if parsed is not None and parsed.field == "hidden_states" and not parsed.trace:
+            return parsed.number
+    return None
+
+
+def layers_of(values: Mapping[Any, Any]) -> dict[int, Any]:
+    """Return the values of a dict whose keys mean layers, by their numbers, in order.
+
+    Of several outputs of a layer the one is chosen that `kind_rank` prefers. A tuple, which a hook of PyTorch gets
+    from a layer with several outputs, stands for its first array.
+    """
+    kinds: dict[str, dict[int, Any]] = {}
+    for key, value in values.items():
+        if (number := layer_number(key)) is not None:
+            parsed = parse_key(key) if isinstance(key, str) else None
+            kinds.setdefault("" if parsed is None else layer_kind(parsed), {}).setdefault(number, value)
+    if not kinds:
+        return {}
+    chosen = kinds[min(kinds, key=kind_rank)]
+    return {number: _output(chosen[number]) for number in sorted(chosen)}
+
+
+def _output(value: Any) -> Any:
+    if not isinstance(value, tuple) or not value:
+        return value
+    first, *others = map(opened, value)
+    if not isinstance(first, np.ndarray) or first.ndim < 2:
+        return value
+    is_list = any(isinstance(other, np.ndarray) and other.ndim == first.ndim for other in others)
+    return value if is_list else first
+
+
+def row(value: Any, k: int, axis: int = 0) -> Any:
+    """Return item `k` along the first or second axis of a value that has a layout."""
+    value = opened(value)
+    if isinstance(value, dict):
+        return {number: row(layer, k) for number, layer in layers_of(value).items()}
+    if axis == 0:
+        return value[k]
+    return value[:, k] if isinstance(value, np.ndarray) else [row(item, k) for item in value]
+
+
+def is_ragged(shape: Iterable[int | None]) -> bool:
+    """Return whether sizes differ along an axis."""
+    return any(n is None for n in shape)
