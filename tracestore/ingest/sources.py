@@ -10,7 +10,7 @@ from typing import NamedTuple
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import UsageError, escape_unprintable
 from tracestore.ingest.containers import registry
-from tracestore.ingest.containers.discovery import FoundSource, sources_of_folder
+from tracestore.ingest.containers.discovery import FoundSource, join_folders, sources_of_folder
 from tracestore.ingest.containers.tables import TableReference
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.io import fsio
@@ -89,7 +89,7 @@ def find_sources(arguments: list[Path], store: Path) -> list[SourceFile]:
     found: list[SourceFile] = []
     for argument in arguments:
         if argument.is_dir():
-            names = [_source(f, argument) for f in _walk(argument, store)]
+            names = [_source(f, argument) for f in _walk(argument, store) or _walk(argument, store, is_text=True)]
             if not names:
                 suffixes = ", ".join((*_PICKLES, *(f"...{packed}" for packed in _COMPRESSED), ".pt", ".pth"))
                 raise UsageError(
@@ -119,8 +119,8 @@ def _found_file(path: Path) -> FoundSource:
     return sources_of_folder(path.parent, [path.name, *tables], lambda _: False)[0]._replace(path=path, parts=())
 
 
-def _walk(top: Path, store: Path) -> list[FoundSource]:
-    """Return the sources below a folder, without stores and hidden names.
+def _walk(top: Path, store: Path, *, is_text: bool = False) -> list[FoundSource]:
+    """Return the sources below a folder, without stores and hidden names; with `is_text`, also files of text.
 
     Links to folders are followed; each folder is visited once.
     """
@@ -140,8 +140,8 @@ def _walk(top: Path, store: Path) -> list[FoundSource]:
                 seen.add(real)
                 inside.append(folder)
         folders[:] = inside
-        found += sources_of_folder(here, files, lambda f: f.endswith(PICKLE_SUFFIXES))
-    return found
+        found += sources_of_folder(here, files, lambda f: f.endswith(PICKLE_SUFFIXES), is_text=is_text)
+    return join_folders(top, found)
 
 
 def find_scores(arguments: list[Path]) -> Path | None:

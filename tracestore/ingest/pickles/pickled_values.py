@@ -19,6 +19,7 @@ MAX_NDIM = 16
 MAX_EMPTY_AXIS = 1 << 20
 # Tuples, because isinstance would build a new union for every array.
 _BUFFERS, _SEQUENCES = (bytes, bytearray, memoryview), (tuple, list)
+_ITEMS = (str, int, float, dict, list, tuple, np.generic)
 _DTYPE = re.compile(r"([<>|=]?)(?:([biufc])(1|2|4|8|16)|([SU])(\d{1,6}))")
 _SIZES = {("b", 1)} | {(k, s) for k in "iu" for s in (1, 2, 4, 8)} | {("f", s) for s in (2, 4, 8, 16)}
 _SIZES |= {("c", 8), ("c", 16)}
@@ -172,9 +173,9 @@ def make_array(data: Any, dtype: np.dtype, shape: tuple[int, ...], order: str) -
 
 
 def _object_list(shape: tuple[int, ...], data: Any) -> list[Any]:
-    flat = isinstance(data, list) and len(shape) == 1 and len(data) == shape[0]
-    if not flat or not all(isinstance(v, str | int | float | PickledValue | np.generic) for v in data):
-        raise InvalidInputError("found an object array, expected at most a flat list of strings, numbers or arrays")
+    flat = isinstance(data, list) and len(shape) <= 1 and len(data) == math.prod(shape)
+    if not flat or not all(v is None or isinstance(v, (*_ITEMS, PickledValue)) for v in data):
+        raise InvalidInputError("found an object array, expected at most a flat list of values or arrays")
     return list(data)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.containers.keys import kind_rank, layer_kind, parse_key
+from tracestore.ingest.layouts.values import array_of
 from tracestore.ingest.pickles.pickled_objects import PickledObject
 from tracestore.ingest.roles.keys import COUNTERS, INPUTS_PAGE, MAPPABLE, OTHER_NAMES, KeyOptions
 from tracestore.ingest.scores import SCORE_COLUMNS
@@ -259,10 +260,22 @@ def with_advice(error: InvalidInputError, trace: Any) -> InvalidInputError:
         if pairs:
             advice = f"try --map {','.join(pairs)}"
         elif name == "hidden_states":
-            advice = f"found {_keys_found(trace)}; name it with --map hidden_states=KEY"
+            maps = " or ".join(f"--map {pair}" for pair in _possible_states(trace)) or "--map hidden_states=KEY"
+            advice = f"found {_keys_found(trace)}; name it with {maps}"
     return InvalidInputError(
         f"{error.reason}; {advice}", source=error.source, position=error.position, field=error.field
     )
+
+
+def _possible_states(trace: Mapping[Any, Any]) -> list[str]:
+    """Return the pairs of --map for up to three arrays of numbers with a fraction that may be hidden states."""
+    pairs = []
+    for key, value in trace.items():
+        array = array_of(value) if isinstance(value, list) else as_array(value)
+        is_array = isinstance(array, np.ndarray) and array.dtype.kind in "fV" and array.size > 2
+        if isinstance(key, str) and key not in OWN_KEYS and is_array:
+            pairs.append(f"{'last_token' if getattr(array, 'ndim', 0) == 1 else 'hidden_states'}={key}")
+    return pairs[:3]
 
 
 def _similar_key(field_name: str, trace: Mapping[Any, Any]) -> str | None:
