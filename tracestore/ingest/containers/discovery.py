@@ -1,5 +1,6 @@
 """Find the sources of a folder that consist of several files, and the tables next to containers."""
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Callable
@@ -18,6 +19,18 @@ from tracestore.store.io import fsio
 
 # JSON files of a folder that describe something else than its traces.
 _NO_TABLES = ("provenance.json", "data_config.json", "dataset_info.json", "state.json", "dataset_dict.json")
+# What to do with containers that are not read, by suffix or name.
+_SAVE = "as .npz or .safetensors, one file per trace"
+_OTHERS = {
+    **dict.fromkeys((".tar", ".tar.gz", ".tgz", ".zip", ".7z"), "extract the archive and convert the folder"),
+    **dict.fromkeys((".zarr", ".zgroup", ".zarray", "zarr.json"), f"open it with zarr and save its arrays {_SAVE}"),
+    ".mat": f"load it with scipy.io.loadmat and save its arrays {_SAVE}",
+    **dict.fromkeys((".db", ".sqlite", ".sqlite3"), f"read it with sqlite3 and save its arrays {_SAVE}"),
+    **dict.fromkeys(
+        (".lmdb", ".mdb", ".tfrecord", ".msgpack", ".pb"), f"read it with its library and save the arrays {_SAVE}"
+    ),
+    **dict.fromkeys((".nc", ".bp", ".beton"), f"read it with its library and save the arrays {_SAVE}"),
+}
 _MAX_STATE_BYTES = 16 << 20
 _TABLE_STEMS = ("metadata", "meta", "traces", "samples", "questions", "index", "data", "manifest")
 
@@ -156,6 +169,17 @@ def join_folders(top: Path, found: list[FoundSource]) -> list[FoundSource]:
     return [source if source.table else source._replace(table=_table_above(top, source, listings)) for source in found]
 
 
+def advice_of(folder: Path) -> str | None:
+    """Return what to do with the first file or folder of another container that a folder holds; None without one."""
+    for path, folders, names in os.walk(folder):
+        for name in sorted((*folders, *names), key=natural_key):
+            suffix = next((s for s in _OTHERS if name.endswith(s)), None)
+            if suffix is not None:
+                inside = (Path(path) / name).relative_to(folder).as_posix()
+                return f"{inside}: {_OTHERS[suffix]}"
+    return None
+
+
 def _table_above(top: Path, source: FoundSource, listings: dict[Path, list[str]]) -> TableReference | None:
     """Return the rows that name a source by its path or id, of the only table in a folder above that of the source."""
     folder = source.path.parent
@@ -194,13 +218,17 @@ def _data_files(folder: Path) -> tuple[Path, ...]:
 
 def _with_tables(folder: Path, candidates: list[str], sources: list[FoundSource]) -> list[FoundSource]:
     """Add to each source the table of its name, or its row of the only table of the folder."""
-    own: dict[int, str] = {}
-    stems = [source.path.name if source.parts else source.path.stem for source in sources]
-    rest = list(candidates)
-    for k in sorted(range(len(stems)), key=lambda k: -len(stems[k])):  # a_b.jsonl belongs to a_b rather than to a
-        if named := [n for n in rest if Path(n).stem == stems[k] or n.startswith((f"{stems[k]}.", f"{stems[k]}_"))]:
-            own[k] = _largest(folder, named)
-            rest = [n for n in rest if n not in named]
+    stems = {source.path.name if source.parts else source.path.stem: k for k, source in enumerate(sources)}
+    named: dict[int, list[str]] = defaultdict(list)
+    for name in candidates:
+        stem, rest_of_name = Path(name).stem, ""
+        while stem not in stems and (mark := max(stem.rfind("."), stem.rfind("_"))) > 0:
+            stem, rest_of_name = stem[:mark], stem[mark + 1 :] + rest_of_name
+        if stem in stems and (rest_of_name in ("", "meta", "metadata") or _has_ids(folder / name)):
+            named[stems[stem]].append(name)
+    own = {k: _largest(folder, group) for k, group in named.items()}
+    known = {name for group in named.values() for name in group}
+    rest = [name for name in candidates if name not in known]
     if len(rest) > 1:
         rest = [n for n in rest if Path(n).stem.lower() in _TABLE_STEMS]
         rest = [_largest(folder, rest)] if rest else []
@@ -214,6 +242,13 @@ def _with_tables(folder: Path, candidates: list[str], sources: list[FoundSource]
         ]
     except InvalidInputError as error:
         raise UsageError(f"{shared}: {error}") from None
+
+
+def _has_ids(path: Path) -> bool:
+    try:
+        return bool(load_table(path).by_id)
+    except InvalidInputError:
+        return False
 
 
 def _largest(folder: Path, names: list[str]) -> str:

@@ -31,7 +31,10 @@ def read_objects(source: ByteReader, read_bytes: Callable[[], int], name: str) -
     InvalidInputError
         If the pickle is refused, or holds objects that are not data.
     """
-    root = pickle_reader(source).load()
+    try:
+        root = pickle_reader(source).load()
+    except InvalidInputError as error:
+        raise InvalidInputError(f"Python objects: {error.reason}", field=name[:60]) from None
     if not source.is_eof():
         raise InvalidInputError("trailing bytes after the pickle of an array", field=name)
     if not isinstance(root, PickledArray) or not isinstance(root.array, list):

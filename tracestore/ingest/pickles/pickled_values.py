@@ -19,7 +19,6 @@ MAX_NDIM = 16
 MAX_EMPTY_AXIS = 1 << 20
 # Tuples, because isinstance would build a new union for every array.
 _BUFFERS, _SEQUENCES = (bytes, bytearray, memoryview), (tuple, list)
-_ITEMS = (str, int, float, dict, list, tuple, np.generic)
 _DTYPE = re.compile(r"([<>|=]?)(?:([biufc])(1|2|4|8|16)|([SU])(\d{1,6}))")
 _SIZES = {("b", 1)} | {(k, s) for k in "iu" for s in (1, 2, 4, 8)} | {("f", s) for s in (2, 4, 8, 16)}
 _SIZES |= {("c", 8), ("c", 16)}
@@ -173,10 +172,12 @@ def make_array(data: Any, dtype: np.dtype, shape: tuple[int, ...], order: str) -
 
 
 def _object_list(shape: tuple[int, ...], data: Any) -> list[Any]:
-    flat = isinstance(data, list) and len(shape) <= 1 and len(data) == math.prod(shape)
-    if not flat or not all(v is None or isinstance(v, (*_ITEMS, PickledValue)) for v in data):
-        raise InvalidInputError("found an object array, expected at most a flat list of values or arrays")
-    return list(data)
+    """Return the items of an object array as a list; rows of several axes as nested lists."""
+    if not isinstance(data, list) or len(data) != math.prod(shape) or len(shape) > 2:
+        raise InvalidInputError("found an object array, expected at most two axes and as many items")
+    if len(shape) < 2:
+        return list(data)
+    return [data[begin : begin + shape[1]] for begin in range(0, len(data), shape[1])] if shape[1] else []
 
 
 def _encode_latin1(text: str) -> bytes:
