@@ -246,14 +246,14 @@ def _records(
     head = bytes(view[:8])
     compression = compression_of(head)
     context.limits = Limits(lambda: status.st_size)
-    if compression is not None:
+    if (reader := reader_of(mapped, path)) is not None:
+        yield from context.container(reader, path, scratch, table=table)
+    elif compression is not None:
         if compression == "gzip" and len(view) > 3 and view[3] & _GZIP_RESERVED:
             raise InvalidInputError("damaged gzip: reserved flags are set")
         with contextlib.closing(InflatedChunks(path, is_ahead, compression)) as chunks:
             context.limits = Limits(lambda: chunks.inflated_bytes)
             yield from _from_pickle(context, chunks.reader(scratch))
-    elif (reader := reader_of(mapped)) is not None:
-        yield from context.container(reader, path, scratch, table=table)
     elif head[:4] == b"PK\x03\x04":
         yield from _from_object(context, torch_file.read_zip(mapped))
     elif torch_file.is_legacy(view):

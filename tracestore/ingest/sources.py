@@ -10,7 +10,7 @@ from typing import NamedTuple
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import UsageError, escape_unprintable
 from tracestore.ingest.containers import registry
-from tracestore.ingest.containers.discovery import FoundSource, sources_of_folder
+from tracestore.ingest.containers.discovery import FoundSource, advice_of, join_folders, sources_of_folder
 from tracestore.ingest.containers.tables import TableReference
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.io import fsio
@@ -89,12 +89,11 @@ def find_sources(arguments: list[Path], store: Path) -> list[SourceFile]:
     found: list[SourceFile] = []
     for argument in arguments:
         if argument.is_dir():
-            names = [_source(f, argument) for f in _walk(argument, store)]
+            names = [_source(f, argument) for f in _walk(argument, store) or _walk(argument, store, is_text=True)]
             if not names:
                 suffixes = ", ".join((*_PICKLES, *(f"...{packed}" for packed in _COMPRESSED), ".pt", ".pth"))
-                raise UsageError(
-                    f"{argument}: no trace file in this folder ({suffixes}); name a file of another suffix"
-                )
+                advice = advice_of(argument) or "name a file of another suffix"
+                raise UsageError(f"{argument}: no trace file in this folder ({suffixes}); {advice}")
             found += sorted(names, key=lambda s: natural_key(s.name))
         elif os.path.lexists(argument):
             found.append(_source(_found_file(argument), argument.parent))
@@ -119,8 +118,8 @@ def _found_file(path: Path) -> FoundSource:
     return sources_of_folder(path.parent, [path.name, *tables], lambda _: False)[0]._replace(path=path, parts=())
 
 
-def _walk(top: Path, store: Path) -> list[FoundSource]:
-    """Return the sources below a folder, without stores and hidden names.
+def _walk(top: Path, store: Path, *, is_text: bool = False) -> list[FoundSource]:
+    """Return the sources below a folder, without stores and hidden names; with `is_text`, also .bin and files of text.
 
     Links to folders are followed; each folder is visited once.
     """
@@ -128,6 +127,8 @@ def _walk(top: Path, store: Path) -> list[FoundSource]:
     def refuse(error: OSError) -> None:
         raise UsageError(f"{error.filename}: cannot be read: {error.strerror}")
 
+    # A model's weights are .bin files, too, so that these are read where nothing else is.
+    suffixes = (*PICKLE_SUFFIXES, ".bin") if is_text else PICKLE_SUFFIXES
     seen = {top.resolve()}
     found: list[FoundSource] = []
     for name, folders, files in os.walk(top, followlinks=True, onerror=refuse):
@@ -140,8 +141,8 @@ def _walk(top: Path, store: Path) -> list[FoundSource]:
                 seen.add(real)
                 inside.append(folder)
         folders[:] = inside
-        found += sources_of_folder(here, files, lambda f: f.endswith(PICKLE_SUFFIXES))
-    return found
+        found += sources_of_folder(here, files, lambda f: f.endswith(suffixes), is_text=is_text)
+    return join_folders(top, found)
 
 
 def find_scores(arguments: list[Path]) -> Path | None:

@@ -11,7 +11,7 @@ from tracestore.errors import InvalidInputError
 from tracestore.extras import needs
 from tracestore.ingest.byte_source import INFLATE_ALLOWANCE_BYTES, MAX_INFLATE_RATIO, check_regular, map_file
 from tracestore.ingest.containers.columns import Input, Unit
-from tracestore.ingest.containers.grouping import units_of
+from tracestore.ingest.layouts.rows import units_of_rows
 
 FILE_MAGIC, STREAM_MAGIC, PARQUET_MAGIC = b"ARROW1\0\0", b"\xff\xff\xff\xff", b"PAR1"
 # Rows of Parquet that are decoded together.
@@ -23,7 +23,16 @@ _RECORD_BATCH, _DICTIONARY_BATCH = 3, 2
 
 
 def read_arrow(source: Input) -> Iterator[Unit]:
-    """Yield the rows of an Arrow file or stream, or of the files of a saved data set."""
+    """Yield the traces of an Arrow file or stream, or of the files of a saved data set."""
+    yield from units_of_rows(_arrow_rows(source))
+
+
+def read_parquet(source: Input) -> Iterator[Unit]:
+    """Yield the traces of a Parquet file."""
+    yield from units_of_rows(_parquet_rows(source))
+
+
+def _arrow_rows(source: Input) -> Iterator[dict[str, Any]]:
     for path in source.parts or (source.path,):
         check_regular(path)
         mapped = map_file(path)
@@ -34,7 +43,7 @@ def read_arrow(source: Input) -> Iterator[Unit]:
             raise error if path is source.path else InvalidInputError(f"{path.name}: {error}") from None
 
 
-def _stream(mapped: MappedFile, begin: int) -> Iterator[Unit]:
+def _stream(mapped: MappedFile, begin: int) -> Iterator[dict[str, Any]]:
     """Yield the rows of a stream. A file is a stream between two marks."""
     with needs("inputs"):
         import pyarrow as pa
@@ -51,8 +60,7 @@ def _stream(mapped: MappedFile, begin: int) -> Iterator[Unit]:
         raise InvalidInputError(f"truncated or damaged Arrow file: {_line(error)}") from None
 
 
-def read_parquet(source: Input) -> Iterator[Unit]:
-    """Yield the rows of a Parquet file."""
+def _parquet_rows(source: Input) -> Iterator[dict[str, Any]]:
     with needs("inputs"):
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -129,7 +137,7 @@ class _Table:
                 yield struct.unpack_from("<qq", self._data, position + 4 + 16 * k)
 
 
-def _rows(pa: Any, batch: Any) -> Iterator[Unit]:
+def _rows(pa: Any, batch: Any) -> Iterator[dict[str, Any]]:
     names = batch.schema.names
     if len(set(names)) != len(names):
         raise InvalidInputError("found two columns of one name")
@@ -140,7 +148,7 @@ def _rows(pa: Any, batch: Any) -> Iterator[Unit]:
             value = _value(pa, column, row, shape, name)
             if value is not None:
                 fields[name] = value
-        yield from units_of(fields, is_trace=True)
+        yield fields
 
 
 def _storage(pa: Any, column: Any) -> tuple[Any, tuple[int, ...] | None]:
@@ -159,6 +167,10 @@ def _value(pa: Any, column: Any, row: int, shape: tuple[int, ...] | None, name: 
     """Return one value: an array for nested lists of numbers, else a Python value."""
     if column.is_null()[row].as_py():
         return None
+    if pa.types.is_struct(column.type):
+        names = [column.type.field(k).name for k in range(column.type.num_fields)]
+        parts = {n: _storage(pa, part) for n, part in zip(names, column.flatten(), strict=True)}
+        return {n: _value(pa, part, row, inner, name) for n, (part, inner) in parts.items()}
     if not _is_list(pa, column.type):
         value = column[row].as_py()
         return value if not hasattr(value, "isoformat") else value.isoformat()

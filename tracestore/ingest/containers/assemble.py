@@ -1,5 +1,6 @@
 """Make traces of the units that a container holds, and of the rows of a table next to them."""
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import Any
@@ -9,22 +10,30 @@ import numpy as np
 from tracestore._core import kernels
 from tracestore.errors import InvalidInputError, error_location
 from tracestore.ingest.containers.columns import Column, Unit, plain
-from tracestore.ingest.containers.grouping import row_fields, stacked_count
-from tracestore.ingest.containers.keys import ID_KEYS
+from tracestore.ingest.containers.grouping import check_one_trace, row_fields, stacked_count
+from tracestore.ingest.containers.keys import ID_KEYS, LENGTHS
 from tracestore.ingest.containers.tables import TableRows
+from tracestore.ingest.layouts.ragged import ragged
+from tracestore.ingest.layouts.values import has_vectors, set_arrays
 from tracestore.store.format import schema
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.values import field_error
 
 _BLOCK_BYTES = 4 << 20
 _SCALES = "hidden_states_scales"  # of FP8HiddenStatesConnector
-_LENGTHS = ("num_tokens", "length", "lengths", "seq_len", "seq_lens", "seq_lengths", "sequence_length")
+_ID_NAME = re.compile(r"(?:q|question|example|sample|prompt)_?(?:ids|idxs?|ind(?:ex|ices))")
 # Names of stacked values by the name of one of them.
-_PLURALS = {"question_ids": "question_id", "ids": "id", "labels": "label", "questions": "question"}
+_PLURALS = {"question_ids": "question_id", "ids": "id", "labels": "label", "questions": "question", "answers": "answer"}
 
 
 def traces_of(
-    units: Iterator[Unit], name: str, rows: TableRows | None, renamed: tuple[tuple[str, str], ...], scratch: Scratch
+    units: Iterator[Unit],
+    name: str,
+    rows: TableRows | None,
+    renamed: tuple[tuple[str, str], ...],
+    scratch: Scratch,
+    *,
+    is_alone: bool = False,
 ) -> Iterator[tuple[dict[str, Any] | InvalidInputError, bool]]:
     """Yield the values of each trace of some units, by the keys of the pickle schema.
 
@@ -40,6 +49,8 @@ def traces_of(
         Pairs of a field and its name in the container; see `KeyOptions`.
     scratch : Scratch
         Memory for large arrays.
+    is_alone : bool
+        Whether the folder of the source has no other file of this kind, so that it hardly holds one trace alone.
 
     Yields
     ------
@@ -57,25 +68,37 @@ def traces_of(
         own_rows = rows if unit.trace == "" and not unit.is_trace else None
         _rename(unit.fields, renamed)
         with error_location(position=position):
+            parts = None if unit.is_trace else ragged(unit.fields, own_rows)
             count, kind = stacked_count(unit, None if own_rows is None else len(own_rows))
+            if parts is not None:
+                count, kind = len(parts.bounds), "trace"
+            is_mapped = any(field in ("hidden_states", "last_token") for field, _ in renamed)
+            if is_alone and count is None and not is_mapped and own_rows is None:
+                check_one_trace(unit)
             if own_rows is not None and len(own_rows) != (count or 1):
                 raise InvalidInputError(f"{own_rows.path.name} has {len(own_rows)} rows for {count or 1} traces")
         for k in range(count or 1):
             try:
-                values = row_fields(unit.fields, count or -1, k) if count is not None else _whole(unit.fields)
+                if parts is not None:
+                    values = parts.fields(unit.fields, k)
+                else:
+                    values = row_fields(unit.fields, count or -1, k) if count is not None else _whole(unit.fields)
                 values = {field: plain(value) for field, value in values.items()}
                 row = dict(rows.of(unit.trace, position) or {}) if rows is not None else {}
                 _rename(row, renamed)
                 values = row | values
-                _set_id(values, unit.trace, name, is_only=(count or 1) == 1 and unit.trace == "" and not unit.is_trace)
+                trace = f"{unit.trace}/{k}" if unit.trace and (count or 1) > 1 else unit.trace
+                _set_id(values, trace, name, is_only=(count or 1) == 1 and trace == "" and not unit.is_trace)
+                set_arrays(values)
                 if "hidden_states" not in values and "last_token" not in values:
                     pass  # refused with advice
-                elif kind in ("last_token", "sequences"):
+                elif kind in ("last_token", "sequences") or _is_last_token(values, unit):
                     _set_last_token(values)
                 else:
-                    if kind == "layer":
-                        values["hidden_states"] = [values["hidden_states"]]
-                    _prepare(values, unit.is_token_major, scratch)
+                    hidden = values["hidden_states"]
+                    if kind == "layer" or (parts is not None and isinstance(hidden, np.ndarray) and hidden.ndim == 2):
+                        values["hidden_states"] = [hidden]
+                    _prepare(values, unit.is_token_major or (parts is not None and parts.is_token_major), scratch)
             except InvalidInputError as error:
                 yield error, False
             else:
@@ -83,6 +106,17 @@ def traces_of(
                 yield values, unit.is_trace
                 del values
             position += 1
+
+
+def _is_last_token(values: Mapping[str, Any], unit: Unit) -> bool:
+    """Return whether the states of a trace are those of one token: a vector in a row of a table, or one per layer.
+
+    vLLM leaves out the tokens of a cached prefix, so that one token of several is the last one.
+    """
+    hidden, tokens = values.get("hidden_states"), values.get("tokens")
+    if unit.is_token_major and isinstance(hidden, np.ndarray) and len(hidden) == 1 and tokens is not None:
+        return np.size(tokens) > 1
+    return has_vectors(values) and (unit.is_trace or isinstance(hidden, dict))
 
 
 def _rename(values: dict[str, Any], renamed: tuple[tuple[str, str], ...]) -> None:
@@ -103,8 +137,9 @@ def _whole(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _set_id(values: dict[str, Any], trace: str, name: str, *, is_only: bool) -> None:
     """Set question_id: an id among the values, else the name of the trace in the container, else of its file."""
-    for plural, single in _PLURALS.items():
-        if plural in values and single not in values and not isinstance(values[plural], list | np.ndarray):
+    for plural in list(values):
+        single = _PLURALS.get(plural) or ("id" if _ID_NAME.fullmatch(plural) else plural)
+        if single not in values and not isinstance(values[plural], list | np.ndarray):
             values[single] = values.pop(plural)
     for key in ID_KEYS:
         value = values.get(key)
@@ -139,10 +174,10 @@ def _prepare(values: dict[str, Any], is_token_major: bool, scratch: Scratch) -> 
             mask = values.get("attention_mask")
             if isinstance(mask, np.ndarray):
                 num_tokens = mask.size
-            elif any(name in values for name in _LENGTHS):
+            elif any(name in values for name in LENGTHS):
                 num_tokens = None  # the rows are padded, to a number that is not known
             values["hidden_states"] = _layers(hidden, num_tokens, is_token_major, values.pop(_SCALES, None), scratch)
-    length = next((name for name in _LENGTHS if isinstance(values.get(name), int)), None)
+    length = next((name for name in LENGTHS if isinstance(values.get(name), int)), None)
     if length is None:
         return
     if isinstance(tokens, np.ndarray | list | tuple) and len(tokens) == values[length]:  # the arrays alone are padded
@@ -205,6 +240,7 @@ def _set_last_token(values: dict[str, Any]) -> None:
     """Set last_token of a trace of which only the last token is known, and remove the fields of other tokens."""
     last = values.pop("hidden_states", None)
     last = values.get("last_token", last)
+    last = last[0] if isinstance(last, np.ndarray) and last.ndim == 3 and len(last) == 1 else last
     values["last_token"] = last[None] if isinstance(last, np.ndarray) and last.ndim == 1 else last
     for name in ("tokens", "attentions"):
         values.pop(name, None)

@@ -83,6 +83,11 @@ class Column:
         row: np.ndarray = self._array[k]
         return row
 
+    def part(self, axis: int, begin: int, end: int) -> np.ndarray:
+        """Return the values from `begin` to `end` of an axis, the first or the second."""
+        part: np.ndarray = self._array[_index(axis, begin, end)]
+        return part
+
 
 class TableColumn(Column):
     """An array whose values are looked up in a table of 256, such as 8-bit floats."""
@@ -99,6 +104,11 @@ class TableColumn(Column):
     def row(self, k: int) -> np.ndarray:
         """Return the values of row `k`."""
         values: np.ndarray = self._table[super().row(k)]
+        return values
+
+    def part(self, axis: int, begin: int, end: int) -> np.ndarray:
+        """Return the values from `begin` to `end` of an axis."""
+        values: np.ndarray = self._table[super().part(axis, begin, end)]
         return values
 
 
@@ -118,6 +128,7 @@ class StreamColumn(Column):
         self.shape, self.dtype = shape, dtype
         self._stream: IO[bytes] | None = None
         self._next = 0
+        self._whole: np.ndarray | None = None
 
     def _read(self, stream: IO[bytes], shape: tuple[int, ...]) -> np.ndarray:
         out = self._scratch.empty(shape, self.dtype)
@@ -139,14 +150,42 @@ class StreamColumn(Column):
         return array
 
     def row(self, k: int) -> np.ndarray:
-        """Inflate row `k`; rows before it cannot be read any more."""
-        if self._stream is None:
-            self._stream = self._open()
-        while self._next < k:
+        """Inflate row `k`, from the beginning if a later one was read before."""
+        row: np.ndarray = self.part(0, k, k + 1)[0]
+        return row
+
+    def part(self, axis: int, begin: int, end: int) -> np.ndarray:
+        """Inflate rows; of the second axis, the whole array once."""
+        if axis:
+            self._whole = self.whole() if self._whole is None else self._whole
+            part: np.ndarray = self._whole[_index(axis, begin, end)]
+            return part
+        if self._stream is None or self._next > begin:
+            self._stream, self._next = self._open(), 0
+        while self._next < begin:
             self._read(self._stream, self.shape[1:])
             self._next += 1
-        self._next += 1
-        return self._read(self._stream, self.shape[1:])
+        self._next = end
+        return self._read(self._stream, (end - begin, *self.shape[1:]))
+
+
+class ObjectColumn(Column):
+    """Arrays or texts, one per trace, of an array of Python objects."""
+
+    def __init__(self, values: list[Any], shape: tuple[int, ...]) -> None:
+        self.values, self.shape, self.dtype = values, shape, np.dtype(object)
+
+    def whole(self) -> Any:
+        """Return the values as a list, or the only one of an array without dimensions."""
+        return self.values if self.shape else self.values[0]
+
+    def row(self, k: int) -> Any:
+        """Return value `k`."""
+        return self.values[k]
+
+
+def _index(axis: int, begin: int, end: int) -> tuple[slice, ...]:
+    return (*(slice(None),) * axis, slice(begin, end))
 
 
 def check_array(name: str, shape: tuple[int, ...], dtype: np.dtype, num_bytes: int) -> np.dtype:
@@ -155,9 +194,11 @@ def check_array(name: str, shape: tuple[int, ...], dtype: np.dtype, num_bytes: i
     Two bytes without a type (`V2`) are what NumPy writes for bfloat16.
     """
     if dtype.hasobject:
-        raise InvalidInputError("found Python objects, which only a pickle can hold; save numbers or texts", field=name)
+        raise InvalidInputError("found Python objects in records; save numbers or texts", field=name)
     if dtype.str.lstrip("<>|") == "V2" and dtype.fields is None:
         dtype = schema.BFLOAT16
+    elif dtype.names and all(dtype[n].base.kind in DTYPE_KINDS for n in dtype.names):
+        pass  # records of numbers and texts
     elif dtype.kind not in DTYPE_KINDS or dtype.subdtype is not None:
         raise InvalidInputError(f"found dtype {str(dtype)[:60]}, expected numbers or texts", field=name)
     if any(not 0 <= n < 1 << 48 for n in shape) or len(shape) > 8:

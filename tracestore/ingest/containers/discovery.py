@@ -1,5 +1,7 @@
 """Find the sources of a folder that consist of several files, and the tables next to containers."""
 
+import os
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -8,13 +10,27 @@ from typing import NamedTuple
 from tracestore.errors import InvalidInputError, UsageError
 from tracestore.ingest.containers import tables
 from tracestore.ingest.containers.grouping import natural_key
-from tracestore.ingest.containers.keys import parse_key
+from tracestore.ingest.containers.keys import column_name, parse_key, split_key
 from tracestore.ingest.containers.registry import SUFFIXES
 from tracestore.ingest.containers.tables import TableReference, load_table
+from tracestore.ingest.layouts import text_rows
+from tracestore.ingest.layouts.layer_files import layer_group, layer_of
 from tracestore.store.io import fsio
 
 # JSON files of a folder that describe something else than its traces.
 _NO_TABLES = ("provenance.json", "data_config.json", "dataset_info.json", "state.json", "dataset_dict.json")
+# What to do with containers that are not read, by suffix or name.
+_SAVE = "as .npz or .safetensors, one file per trace"
+_OTHERS = {
+    **dict.fromkeys((".tar", ".tar.gz", ".tgz", ".zip", ".7z"), "extract the archive and convert the folder"),
+    **dict.fromkeys((".zarr", ".zgroup", ".zarray", "zarr.json"), f"open it with zarr and save its arrays {_SAVE}"),
+    ".mat": f"load it with scipy.io.loadmat and save its arrays {_SAVE}",
+    **dict.fromkeys((".db", ".sqlite", ".sqlite3"), f"read it with sqlite3 and save its arrays {_SAVE}"),
+    **dict.fromkeys(
+        (".lmdb", ".mdb", ".tfrecord", ".msgpack", ".pb"), f"read it with its library and save the arrays {_SAVE}"
+    ),
+    **dict.fromkeys((".nc", ".bp", ".beton"), f"read it with its library and save the arrays {_SAVE}"),
+}
 _MAX_STATE_BYTES = 16 << 20
 _TABLE_STEMS = ("metadata", "meta", "traces", "samples", "questions", "index", "data", "manifest")
 
@@ -27,7 +43,9 @@ class FoundSource(NamedTuple):
     table: TableReference | None = None
 
 
-def sources_of_folder(folder: Path, names: list[str], is_other: Callable[[str], bool]) -> list[FoundSource]:
+def sources_of_folder(
+    folder: Path, names: list[str], is_other: Callable[[str], bool], *, is_text: bool = False
+) -> list[FoundSource]:
     """Return the sources among the files of a folder.
 
     Parameters
@@ -38,6 +56,8 @@ def sources_of_folder(folder: Path, names: list[str], is_other: Callable[[str], 
         Names of the files directly in it.
     is_other : callable
         Return whether a file of this name is a source that is no container.
+    is_text : bool
+        Whether files of text that hold arrays are sources, too.
 
     Raises
     ------
@@ -47,23 +67,140 @@ def sources_of_folder(folder: Path, names: list[str], is_other: Callable[[str], 
     names = sorted((n for n in names if not n.startswith(".")), key=natural_key)
     found = [FoundSource(folder / n) for n in names if is_other(n)]
     containers = [n for n in names if n.endswith(SUFFIXES)]
+    if is_text:
+        texts = [n for n in names if n.endswith(text_rows.SUFFIXES) and n not in _NO_TABLES]
+        containers += [n for n in texts if text_rows.holds_arrays(folder / n)]
     if {"state.json", "dataset_info.json"} <= set(names):
         containers = [n for n in containers if not n.endswith(".arrow")]
         # The data set from which speculators computed the hidden states has none.
         if not any((folder / "hidden_states").glob("*.safetensors")):
             found.append(FoundSource(folder, _data_files(folder)))
+    candidates = [n for n in names if _is_table(n) and n not in containers]
+    named = _named_files(folder, candidates)
+    arrays = [n for n in containers if n.endswith(".npy") and n not in named]
+    groups: dict[str, list[str]] = _groups_of_layers([n for n in containers if n not in arrays])
+    groups |= _groups_of_fields(arrays)
+    sources = [_grouped(folder, prefix, group) for prefix, group in groups.items()]
+    if not any(source.parts for source in sources):
+        sources.sort(key=lambda source: natural_key(source.path.name))
+    return found + _with_tables(folder, candidates, sources)
+
+
+def _grouped(folder: Path, name: str, group: list[str]) -> FoundSource:
+    """Return the source of a group of files; `name` is "" for the fields of a trace without a name."""
+    if name in group:
+        return FoundSource(folder / name)
+    return FoundSource(folder / name if name else folder, tuple(folder / n for n in group))
+
+
+def _groups_of_layers(names: list[str]) -> dict[str, list[str]]:
+    """Return the files of one layer each by the name that they share, and all other files alone."""
     groups: dict[str, list[str]] = defaultdict(list)
-    for name in containers:
-        key = parse_key(name.removesuffix(".npy")) if name.endswith(".npy") else None
-        groups[name if key is None else f"\0{key.trace}"].append(name)
-    members = list(groups.values())
-    sources = [FoundSource(folder / group[0]) for group in members]
-    for k, (prefix, group) in enumerate(groups.items()):
-        if prefix.startswith("\0") and (len(group) > 1 or len(members) == 1):
-            others = [n for n in names if n.endswith(".npy") and n not in containers]
-            path = folder / prefix[1:] if prefix[1:] else folder
-            sources[k] = FoundSource(path, tuple(folder / n for n in sorted({*group, *others}, key=natural_key)))
-    return found + _with_tables(folder, names, sources)
+    for name in names:
+        # A file of HDF5 is read by a process of its own, which would be one per layer.
+        groups[name if name.endswith((".h5", ".hdf5")) else layer_group(name) or name].append(name)
+    single = {n: [n] for group in groups.values() if len(group) == 1 for n in group}
+    return single | {f"{key.lstrip('.')}": group for key, group in groups.items() if len(group) > 1}
+
+
+def _groups_of_fields(names: list[str]) -> dict[str, list[str]]:
+    """Return the arrays of NumPy that are fields of the same traces by the name before the fields, others alone.
+
+    A file without the name of a field belongs to the fields that its name begins like, or, if it has no number, to
+    those without a name.
+    """
+    keys = {n: parse_key(n.removesuffix(".npy")) for n in names}
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name, key in keys.items():
+        if key is not None:
+            groups[key.trace].append(name)
+    for name in (n for n, key in keys.items() if key is None):
+        stem = name.removesuffix(".npy")
+        trace, _ = split_key(stem, groups)
+        if not trace and ("" not in groups or (column_name(stem) is None and re.search(r"\d", stem))):
+            trace = name
+        groups[trace].append(name)
+    for trace, group in list(groups.items()):
+        if trace != group[0] and len(group) == 1 and len(groups) > 1:
+            groups[group[0]] = groups.pop(trace)
+    return {trace: sorted(group, key=natural_key) for trace, group in groups.items()}
+
+
+def _is_table(name: str) -> bool:
+    is_text = name.endswith(".txt") and column_name(name.removesuffix(".txt")) is None
+    return name.endswith(tables.SUFFIXES) and not is_text and name not in _NO_TABLES and "scores" not in name
+
+
+def _named_files(folder: Path, candidates: list[str]) -> set[str]:
+    """Return the names of files that the only table of a folder names."""
+    if len(candidates) != 1:
+        return set()
+    try:
+        return set(load_table(folder / candidates[0]).by_file)
+    except InvalidInputError:
+        return set()
+
+
+def join_folders(top: Path, found: list[FoundSource]) -> list[FoundSource]:
+    """Join what belongs together in different folders: a folder per layer, columns of ids or scores, and tables above.
+
+    Parameters
+    ----------
+    top : Path
+        The folder that was searched.
+    found : list of FoundSource
+        Its sources.
+    """
+    layers: dict[Path, list[FoundSource]] = defaultdict(list)
+    for source in found:
+        is_array = not source.parts and source.path.name.endswith((*SUFFIXES, *text_rows.SUFFIXES))
+        if is_array and layer_of(source.path.parent) is not None:
+            layers[source.path.parent.parent / source.path.name].append(source)
+    joined = {id(s): path for path, group in layers.items() if len(group) > 1 for s in group}
+    found = [s for s in found if id(s) not in joined] + [
+        FoundSource(path, tuple(s.path for s in group)) for path, group in layers.items() if len(group) > 1
+    ]
+    columns = [s for s in found if not s.parts and s.path.suffix == ".npy" and column_name(s.path.stem)]
+    others = [s for s in found if s not in columns]
+    if columns and len(others) == 1 and all(p.suffix == ".npy" for p in others[0].parts or (others[0].path,)):
+        parts = others[0].parts or (others[0].path,)
+        found = [others[0]._replace(parts=(*parts, *(s.path for s in columns)))]
+    listings: dict[Path, list[str]] = {}
+    return [source if source.table else source._replace(table=_table_above(top, source, listings)) for source in found]
+
+
+def advice_of(folder: Path) -> str | None:
+    """Return what to do with the first file or folder of another container that a folder holds; None without one."""
+    for path, folders, names in os.walk(folder):
+        for name in sorted((*folders, *names), key=natural_key):
+            suffix = next((s for s in _OTHERS if name.endswith(s)), None)
+            if suffix is not None:
+                inside = (Path(path) / name).relative_to(folder).as_posix()
+                return f"{inside}: {_OTHERS[suffix]}"
+    return None
+
+
+def _table_above(top: Path, source: FoundSource, listings: dict[Path, list[str]]) -> TableReference | None:
+    """Return the rows that name a source by its path or id, of the only table in a folder above that of the source."""
+    folder = source.path.parent
+    while folder != top and top in folder.parents:
+        folder = folder.parent
+        if folder not in listings:
+            listings[folder] = [p.name for p in folder.iterdir() if _is_table(p.name) and p.is_file()]
+        names = listings[folder]
+        if len(names) != 1:
+            continue
+        try:
+            table = load_table(folder / names[0])
+        except InvalidInputError:
+            continue  # a file of JSON that describes something else
+        path = source.path.relative_to(folder).as_posix()
+        if rows := table.by_file.get(path) or table.by_file.get(source.path.name):
+            return TableReference(table.path, tuple(rows))
+        row = table.by_id.get(source.path.name if source.parts else source.path.stem)
+        if row is not None:
+            return TableReference(table.path, (row,))
+    return None
 
 
 def _data_files(folder: Path) -> tuple[Path, ...]:
@@ -79,18 +216,22 @@ def _data_files(folder: Path) -> tuple[Path, ...]:
     return tuple(folder / name for name in names)
 
 
-def _with_tables(folder: Path, names: list[str], sources: list[FoundSource]) -> list[FoundSource]:
+def _with_tables(folder: Path, candidates: list[str], sources: list[FoundSource]) -> list[FoundSource]:
     """Add to each source the table of its name, or its row of the only table of the folder."""
-    candidates = [n for n in names if n.endswith(tables.SUFFIXES) and n not in _NO_TABLES and "scores" not in n]
-    own: dict[int, str] = {}
-    for k, source in enumerate(sources):
-        stem = source.path.name if source.parts else source.path.stem
-        stems = {stem, f"{stem}_meta", f"{stem}_metadata", f"{stem}.meta", f"{stem}.metadata"}
-        if named := [n for n in candidates if Path(n).stem in stems]:
-            own[k] = named[0]
-    rest = [n for n in candidates if n not in own.values()]
+    stems = {source.path.name if source.parts else source.path.stem: k for k, source in enumerate(sources)}
+    named: dict[int, list[str]] = defaultdict(list)
+    for name in candidates:
+        stem, rest_of_name = Path(name).stem, ""
+        while stem not in stems and (mark := max(stem.rfind("."), stem.rfind("_"))) > 0:
+            stem, rest_of_name = stem[:mark], stem[mark + 1 :] + rest_of_name
+        if stem in stems and (rest_of_name in ("", "meta", "metadata") or _has_ids(folder / name)):
+            named[stems[stem]].append(name)
+    own = {k: _largest(folder, group) for k, group in named.items()}
+    known = {name for group in named.values() for name in group}
+    rest = [name for name in candidates if name not in known]
     if len(rest) > 1:
         rest = [n for n in rest if Path(n).stem.lower() in _TABLE_STEMS]
+        rest = [_largest(folder, rest)] if rest else []
     shared = folder / rest[0] if len(rest) == 1 and len(own) < len(sources) else None
     try:
         return [
@@ -103,15 +244,40 @@ def _with_tables(folder: Path, names: list[str], sources: list[FoundSource]) -> 
         raise UsageError(f"{shared}: {error}") from None
 
 
+def _has_ids(path: Path) -> bool:
+    try:
+        return bool(load_table(path).by_id)
+    except InvalidInputError:
+        return False
+
+
+def _largest(folder: Path, names: list[str]) -> str:
+    """Return the table with the most rows: others describe the whole file, as an object of JSON does."""
+    if len(names) == 1:
+        return names[0]
+    sizes = {}
+    for name in names:
+        try:
+            sizes[name] = len(load_table(folder / name))
+        except InvalidInputError:
+            sizes[name] = 0
+    return max(names, key=lambda name: sizes[name])
+
+
 def _shared_rows(path: Path | None, source: FoundSource, k: int, count: int) -> TableReference | None:
     """Return the rows of a table for the k-th of `count` sources: the row with its name, else all, or the k-th."""
     if path is None:
         return None
     table = load_table(path)
     name, stem = source.path.name, source.path.stem
-    for rows, key in ((table.by_file, name), (table.by_file, stem), (table.by_id, stem), (table.by_id, name)):
-        if key in rows:
-            return TableReference(path, (rows[key],))
+    for key in (name, stem):
+        if key in table.by_file:
+            return TableReference(path, tuple(table.by_file[key]))
+    for key in (stem, name):
+        if key in table.by_id:
+            return TableReference(path, (table.by_id[key],))
     if count == 1:
         return TableReference(path)
+    if table.by_file:
+        return None
     return TableReference(path, (k,)) if len(table) == count else None

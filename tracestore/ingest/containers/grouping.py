@@ -6,18 +6,18 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.containers.columns import Column, Unit
-from tracestore.ingest.containers.keys import Key, kind_rank, layer_kind, parse_key, split_key
+from tracestore.ingest.containers.columns import Column, Unit, plain
+from tracestore.ingest.containers.keys import LENGTHS, Key, column_name, kind_rank, layer_kind, parse_key, split_key
 
 _NUMBERED_NAME = re.compile(r"(.+?)[._/\-]?(\d+)")
 _TOKEN_NAMES = ("tokens", "token_ids", "input_ids", "sequences")
 ARRAYS = ("hidden_states", "attentions", "last_token")
-# Names of arrays with one value per trace.
-ID_COLUMNS = ("question_ids", "question_id", "ids", "id", "labels", "label")
+_LAYER_FIRST = re.compile(r"((?:layers?|blocks?)[._\-]?\d+)[/.](.+)", re.IGNORECASE)
 
 
 def units_of(fields: Mapping[str, Any], **options: bool) -> Iterator[Unit]:
     """Yield a unit for each trace name in the names of `fields`, in natural order; `options` are those of Unit."""
+    fields = _by_trace(fields)
     keys = {name: parse_key(name) for name in fields}
     traces = {key.trace for key in keys.values() if key and key.field in ARRAYS and key.trace}
     groups: dict[str, dict[str, tuple[Key | None, Any]]] = defaultdict(dict)
@@ -39,6 +39,39 @@ def units_of(fields: Mapping[str, Any], **options: bool) -> Iterator[Unit]:
             yield Unit(values, name, **options)
 
 
+def _by_trace(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Give arrays of hidden states that have no such name one: layer_0/q1 and q1 become q1/layer_0 and q1/hidden_states.
+
+    Arrays named by traces have one number of layers and one hidden size, and either different numbers of tokens or
+    names that differ in a number alone. A single array has to be called arr_0, as `numpy.savez` calls it.
+    """
+    if any(key.field in ARRAYS for key in map(parse_key, fields) if key):
+        return fields
+    moved = {name: match for name in fields if (match := _LAYER_FIRST.fullmatch(name))}
+    if moved:
+        return {f"{moved[n][2]}/{moved[n][1]}" if n in moved else n: value for n, value in fields.items()}
+    columns = {name: value for name, value in fields.items() if isinstance(value, Column) and _is_states(value)}
+    shapes = {(c.ndim, c.shape[-1], c.shape[0] if c.ndim == 3 else 0) for c in columns.values()}
+    if (
+        not columns
+        or len(shapes) > 1
+        or any(isinstance(v, Column) and v.ndim > 1 for n, v in fields.items() if n not in columns)
+    ):
+        return fields
+    if len(columns) == 1 and "arr_0" in columns:
+        return {"hidden_states" if name == "arr_0" else name: value for name, value in fields.items()}
+    tokens = {column.shape[-2] for column in columns.values()}
+    forms = {re.sub(r"\d+", "0", name) for name in columns}
+    is_numbered = len(forms) == 1 and all(re.search(r"\d", name) and not name.startswith("arr_") for name in columns)
+    if not is_numbered and (len(tokens) < len(columns) or len(columns) == 1):
+        return fields
+    return {f"{name}/hidden_states" if name in columns else name: value for name, value in fields.items()}
+
+
+def _is_states(value: Column) -> bool:
+    return value.ndim in (2, 3) and value.dtype.kind in "fV" and 0 not in value.shape
+
+
 def natural_key(name: str) -> list[tuple[int, int, str]]:
     """Return a sort key that puts q2 before q10."""
     return [(1, int(p), p) if p.isdecimal() else (0, 0, p) for p in re.split(r"(\d+)", name)]
@@ -48,7 +81,7 @@ def _by_number(group: dict[str, tuple[Key | None, Any]]) -> list[tuple[int | Non
     """Return the groups of the traces that names like hidden_states_3 and tokens_3 number; else one group."""
     numbered = [(key, value) for key, value in group.values() if key is not None and key.number is not None]
     is_trace = any(key.field == "tokens" for key, _ in numbered) or any(
-        key.field == "hidden_states" and not key.kind and isinstance(value, Column) and _is_stack(value)
+        key.field == "hidden_states" and not key.is_layer and isinstance(value, Column) and _is_stack(value)
         for key, value in numbered
     )
     if not is_trace:
@@ -116,7 +149,7 @@ def stacked_count(unit: Unit, num_rows: int | None) -> tuple[int | None, str]:
     fields = unit.fields
     if unit.is_trace:
         return None, "trace" if "hidden_states" in fields else "last_token"
-    counts = {fields[name].shape[0] for name in ID_COLUMNS if _ndim(fields.get(name)) == 1}
+    counts = {value.shape[0] for name, value in fields.items() if column_name(name) and _ndim(value) == 1}
     counts |= {num_rows} if num_rows is not None and num_rows > 1 else set()
     hidden, tokens = fields.get("hidden_states"), fields.get("tokens")
     if hidden is None:
@@ -124,6 +157,9 @@ def stacked_count(unit: Unit, num_rows: int | None) -> tuple[int | None, str]:
         if last is None and isinstance(tokens, Column) and tokens.ndim == 3 and tokens.dtype.kind == "f":
             fields["last_token"] = fields.pop("tokens")
             return tokens.shape[0], "sequences"  # as in preprocessed_*.pt
+        if isinstance(last, dict):
+            layer = next(iter(last.values()))
+            return (layer.shape[0] if isinstance(layer, Column) and layer.ndim == 2 else None), "last_token"
         if isinstance(last, Column) and (last.ndim == 3 or last.shape[0] in counts):
             return last.shape[0], "last_token"
         return None, "last_token"
@@ -131,6 +167,8 @@ def stacked_count(unit: Unit, num_rows: int | None) -> tuple[int | None, str]:
     first = next(iter(hidden.values())) if isinstance(hidden, dict) else hidden
     if not isinstance(first, Column):
         return None, "trace"
+    if first.dtype.kind == "O" and first.ndim == 1:
+        return first.shape[0], "trace"
     shape, ids = first.shape, tokens.shape if isinstance(tokens, Column) else ()
     if first.ndim == rank:
         is_batch_of_one = shape[0] != 1 and shape[1] == 1 and shape[0] not in counts and ids[:1] != shape[:1]
@@ -143,6 +181,31 @@ def stacked_count(unit: Unit, num_rows: int | None) -> tuple[int | None, str]:
     if first.ndim == rank - 2 and shape[0] in counts and shape[0] > 1:
         return shape[0], "last_token"
     return None, "trace"
+
+
+def check_one_trace(unit: Unit) -> None:
+    """Raise InvalidInputError if states may be those of one trace or the last tokens of several, and nothing tells which.
+
+    Tokens, attention, texts and ids of one trace tell it.
+    """
+    hidden = unit.fields.get("hidden_states")
+    first = next(iter(hidden.values())) if isinstance(hidden, dict) else hidden
+    if unit.is_trace or unit.trace or not isinstance(first, Column):
+        return
+    if first.ndim != (2 if isinstance(hidden, dict) else 3) or 1 in first.shape[:-1]:
+        return
+    known = set(unit.fields) - {"hidden_states"}
+    if known & {"tokens", "attentions", "attention_mask", "tokens_decoded", "prompt_length", *LENGTHS}:
+        return
+    if any(column_name(n) and isinstance(plain(unit.fields[n]), str | int) for n in known):
+        return
+    one, several = ("tokens", "") if isinstance(hidden, dict) else ("layers", "L, ")
+    raise InvalidInputError(
+        f"found shape {first.shape}, the {first.shape[0]} {one} of one trace, or the last tokens ({several}D) of "
+        f"{first.shape[0]} traces; for one trace --map hidden_states=hidden_states, for several "
+        "--map last_token=hidden_states",
+        field="hidden_states",
+    )
 
 
 def _ndim(value: Any) -> int:

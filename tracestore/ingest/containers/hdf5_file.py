@@ -14,7 +14,7 @@ from tracestore.errors import InvalidInputError
 from tracestore.ingest.byte_source import INFLATE_ALLOWANCE_BYTES, MAX_INFLATE_RATIO
 from tracestore.ingest.containers.columns import DTYPE_KINDS, Column, Unit
 from tracestore.ingest.containers.grouping import natural_key, units_of
-from tracestore.ingest.containers.keys import parse_key
+from tracestore.ingest.containers.keys import GROUPS_OF_TRACES, parse_key
 
 _MAX_DEPTH = 8
 _MAX_OBJECTS = 2_000_000
@@ -26,7 +26,6 @@ _PART_BYTES = 16 << 20  # of an array, which are read and sent together
 # deflate, shuffle, fletcher32, szip, nbit, scaleoffset; LZF, which h5py contains. Others are plugins: libraries that
 # HDF5 would load from a folder.
 _FILTERS = frozenset((1, 2, 3, 4, 5, 6, 32000))
-_GROUPS_OF_TRACES = ("traces", "samples", "data", "examples", "questions", "activations")
 
 
 class HDF5Column(Column):
@@ -36,23 +35,31 @@ class HDF5Column(Column):
         self._dataset, self._name = dataset, name
         self.shape, self.dtype = dataset.shape, dataset.dtype
 
-    def objects(self, selection: tuple[int, ...]) -> np.ndarray:
+    def objects(self, selection: tuple[Any, ...]) -> np.ndarray:
         """Return texts, or the values of variable length at one position; `selection` is () or a row."""
         return _objects(self._dataset, selection, self._name)
 
-    def parts(self, selection: tuple[int, ...]) -> Iterator[np.ndarray]:
-        """Yield the values of the array, or of a row, in parts along their first axis."""
-        axis, shape = len(selection), self.shape[len(selection) :]
+    def shape_of(self, selection: tuple[Any, ...]) -> tuple[int, ...]:
+        """Return the shape of the values at a row, or in slices of the first axes."""
+        extents = [k.stop - k.start for k in selection if isinstance(k, slice)]
+        return (*extents, *self.shape[len(selection) :])
+
+    def parts(self, selection: tuple[Any, ...]) -> Iterator[np.ndarray]:
+        """Yield the values at a row, or in slices of the first axes, in parts along their first axis."""
+        shape = self.shape_of(selection)
         if not math.prod(shape):
             return
         if not shape:
             yield np.asarray(self._dataset[selection])
             return
+        axis = 0 if selection and isinstance(selection[0], slice) else len(selection)
+        first = selection[0].start if axis == 0 and selection else 0
         chunk = self._dataset.chunks[axis] if self._dataset.chunks is not None else 1
         row_bytes = math.prod(shape[1:]) * self.dtype.itemsize
         rows = max(1, _PART_BYTES // (row_bytes * chunk)) * chunk
-        for begin in range(0, shape[0], rows):
-            yield self._dataset[(*selection, slice(begin, begin + rows))]
+        for begin in range(first, first + shape[0], rows):
+            end = min(begin + rows, first + shape[0])
+            yield self._dataset[(*selection[:axis], slice(begin, end), *selection[axis + 1 :])]
 
 
 def units_of_file(path: Path) -> Iterator[Unit]:
@@ -95,7 +102,7 @@ class _Reader:
         for name in sorted(children, key=natural_key):
             child = children.pop(name)
             if isinstance(child, self._h5py.Group):
-                inner = trace if name.lower() in _GROUPS_OF_TRACES else "/".join(filter(None, (trace, name)))
+                inner = trace if name.lower() in GROUPS_OF_TRACES else "/".join(filter(None, (trace, name)))
                 for unit in self.units(child, inner, depth + 1):
                     unit.fields = shared | unit.fields
                     yield unit

@@ -138,14 +138,19 @@ class _RemoteColumn(Column):
 
     def whole(self) -> np.ndarray:
         """Read the array."""
-        return self._read(None, self.shape)
+        return self._read([], self.shape)
 
     def row(self, k: int) -> np.ndarray:
         """Read row `k`."""
-        return self._read(k, self.shape[1:])
+        return self._read([k], self.shape[1:])
 
-    def _read(self, row: int | None, shape: tuple[int, ...]) -> np.ndarray:
-        answer = self._process.request(read=self._name, row=row)
+    def part(self, axis: int, begin: int, end: int) -> np.ndarray:
+        """Read the values from `begin` to `end` of an axis."""
+        shape = (*self.shape[:axis], end - begin, *self.shape[axis + 1 :])
+        return self._read([*[[0, n] for n in self.shape[:axis]], [begin, end]], shape)
+
+    def _read(self, selection: list[Any], shape: tuple[int, ...]) -> np.ndarray:
+        answer = self._process.request(read=self._name, selection=selection)
         if "texts" in answer:
             return np.array(answer["texts"], dtype=str)
         found, dtype = tuple(map(int, answer["shape"])), _dtype(answer["dtype"])
@@ -211,9 +216,9 @@ class _Server:
             unit = next(self._units, None)
             return ({"end": True} if unit is None else self._describe(unit)), iter(())
         column = self._columns[request["read"]]
-        selection = () if request["row"] is None else (request["row"],)
+        selection = tuple(slice(*k) if isinstance(k, list) else k for k in request["selection"])
         if column.dtype.kind != "O":
-            return {"shape": column.shape[len(selection) :], "dtype": column.dtype.str}, column.parts(selection)
+            return {"shape": column.shape_of(selection), "dtype": column.dtype.str}, column.parts(selection)
         array = column.objects(selection)
         if array.dtype.kind == "U":
             return {"texts": array.tolist()}, iter(())

@@ -11,14 +11,16 @@ _HIDDEN = (
 )
 _ATTENTION = r"(?:all_)?attentions?|attention_(?:weights|maps?|probs)|attn(?:_weights)?"
 _TOKENS = r"tokens|token_ids|input_ids|sequences"
-_LAST_TOKEN = r"last_tokens?(?:_hidden(?:_states?)?)?"
+_LAST_TOKEN = r"last_tokens?(?:_hidden(?:_states?)?)?|layer_wise"
 _NAMES = f"(?P<hidden>{_HIDDEN})|(?P<attention>{_ATTENTION})|(?P<tokens>{_TOKENS})|(?P<last>{_LAST_TOKEN})"
 # The name of a trace before a field: anything before a dot or slash, or something with a digit before _ or -.
 _TRACE = r"(?:(?P<trace>.+?)[./]|(?P<trace_>.*?\d.*?)[_\-])??"
 # hidden_states, q1/hidden_states, tc_12_hidden_states
 _WHOLE = re.compile(f"{_TRACE}(?:{_NAMES})", re.IGNORECASE)
 # hidden_states.3, hidden_states_layer_3, q1/hidden_states/3
-_NUMBERED = re.compile(rf"{_TRACE}(?:{_NAMES})[._/\-]?(?:(?:layers?|blocks?)[._/\-]?)?(?P<number>\d+)", re.IGNORECASE)
+_NUMBERED = re.compile(
+    rf"{_TRACE}(?:{_NAMES})[._/\-]?(?P<word>(?:layers?|blocks?)[._/\-]?)?(?P<number>\d+)", re.IGNORECASE
+)
 # layer_3, model.layers.3, blocks.3.hook_resid_post (TransformerLens), layer_3/hidden_states
 _BY_LAYER = re.compile(
     rf"{_TRACE}(?:(?:model|transformer|gpt_neox|language_model|decoder)[./])*"
@@ -28,6 +30,17 @@ _BY_LAYER = re.compile(
 _OUTPUT = re.compile(rf"(?:hook_)?(?:resid_(?:post|pre|mid)|mlp_out|attn_out|out(?:put)?|{_HIDDEN})(?:\.output)?")
 _PATTERN = re.compile(rf"(?:(?:self_)?attn[./])?(?:hook_pattern|pattern|{_ATTENTION})")
 _SPLIT = re.compile(r"[./_\-]")
+# Names with one value per trace: ids and labels, with a prefix such as that of the file.
+_COLUMN = re.compile(
+    r"(?:.*?[_.\-])??(?P<name>(?:(?:question|example|sample|prompt)_?)?(?:ids?|idxs?|ind(?:ex|ices))|[qu]_?ids?"
+    r"|q_ind(?:ex|ices)|labels?|truthful|(?:[a-z]+_)?scores?|correct(?:ness)?|is_correct|hallucinat(?:ion|ed)"
+    r"|lengths?|seq_?lens?|(?:attention_)?mask|questions?|answers?|prompts?|responses?)",
+    re.IGNORECASE,
+)
+# Names of numbers of tokens.
+LENGTHS = ("num_tokens", "length", "lengths", "seq_len", "seq_lens", "seq_lengths", "sequence_length", "token_counts")
+# Names of groups and nested dicts whose members are traces.
+GROUPS_OF_TRACES = frozenset(("traces", "samples", "data", "examples", "questions", "activations", "results"))
 ID_KEYS = ("question_id", "qid", "id", "example_id", "sample_id", "uid", "idx", "index")
 
 
@@ -36,12 +49,13 @@ _KINDS = ("resid_post", "output", "out", "", "hidden_states", "resid_pre", "resi
 
 
 class Key(NamedTuple):
-    """Parts of the name of an array: field, number of a layer or trace, name of the trace, kind of output."""
+    """Parts of the name of an array: field, number, name of the trace, kind of output, and whether the number is a layer."""
 
     field: str
     number: int | None = None
     trace: str = ""
     kind: str = ""
+    is_layer: bool = False
 
 
 @lru_cache(maxsize=1 << 16)
@@ -51,21 +65,28 @@ def parse_key(name: str) -> Key | None:
     Examples
     --------
     >>> parse_key("q1/hidden_states.3")
-    Key(field='hidden_states', number=3, trace='q1', kind='')
+    Key(field='hidden_states', number=3, trace='q1', kind='', is_layer=False)
     >>> parse_key("blocks.3.hook_resid_post")
-    Key(field='hidden_states', number=3, trace='', kind='hook_resid_post')
+    Key(field='hidden_states', number=3, trace='', kind='hook_resid_post', is_layer=True)
     """
     if match := _NUMBERED.fullmatch(name) or _WHOLE.fullmatch(name):
         number = match.groupdict().get("number")
         if not (layer := _BY_LAYER.fullmatch(name)) or number is not None:
-            return Key(_field(match), None if number is None else int(number), _trace(match))
+            is_layer = match.groupdict().get("word") is not None
+            return Key(_field(match), None if number is None else int(number), _trace(match), is_layer=is_layer)
         match = layer
     elif not (match := _BY_LAYER.fullmatch(name)):
         return None
     kind = match["kind"] or ""
     if not kind or _OUTPUT.fullmatch(kind):
-        return Key("hidden_states", int(match["number"]), _trace(match), kind)
-    return Key("attentions", int(match["number"]), _trace(match)) if _PATTERN.fullmatch(kind) else None
+        return Key("hidden_states", int(match["number"]), _trace(match), kind, is_layer=True)
+    return Key("attentions", int(match["number"]), _trace(match), is_layer=True) if _PATTERN.fullmatch(kind) else None
+
+
+def column_name(name: str) -> str | None:
+    """Return the name of a column with one value per trace, without what precedes it; None for another name."""
+    match = _COLUMN.fullmatch(name)
+    return None if match is None else match["name"].lower()
 
 
 def layer_kind(key: Key) -> str:

@@ -1,11 +1,12 @@
-"""Read .npy and .npz files: arrays without Python objects, mapped or inflated piece by piece."""
+"""Read .npy and .npz files: arrays that are mapped or inflated piece by piece, and pickled ones."""
 
 import ast
 import io
+import math
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
@@ -13,16 +14,27 @@ from typing import IO, Any, cast
 import numpy as np
 
 from tracestore._core.mapping import MappedFile
+from tracestore._core.pickle import BufferReader, ByteReader, ChunkReader
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.byte_source import INFLATE_ALLOWANCE_BYTES, MAX_INFLATE_RATIO, check_regular, map_file
-from tracestore.ingest.containers.columns import Column, Input, StreamColumn, Unit, check_array
+from tracestore.ingest.byte_source import (
+    INFLATE_ALLOWANCE_BYTES,
+    MAX_INFLATE_RATIO,
+    MAX_INFLATED_MEMORY_BYTES,
+    MAX_INFLATED_PAYLOAD_BYTES,
+    check_regular,
+    map_file,
+)
+from tracestore.ingest.containers.columns import Column, Input, ObjectColumn, StreamColumn, Unit, check_array
 from tracestore.ingest.containers.grouping import units_of
-from tracestore.ingest.containers.keys import parse_key
+from tracestore.ingest.containers.keys import column_name, parse_key
+from tracestore.ingest.layouts.object_arrays import read_objects, units_of_objects
 from tracestore.ingest.torch_file import MappedStream
+from tracestore.store.format import schema
 from tracestore.store.io.scratch import Scratch
 
 NPY_MAGIC = b"\x93NUMPY"
 _MAX_HEADER_BYTES = 10_000
+_CHUNK_BYTES = 2 << 20
 _MAX_MEMBERS = 1_000_000
 _LOCAL = struct.Struct("<4s5H3I2H")
 _ERRORS = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, NotImplementedError, RuntimeError)
@@ -30,34 +42,50 @@ _ERRORS = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, NotImplemente
 
 def read_npy(source: Input) -> Iterator[Unit]:
     """Yield the only array of a file as hidden states."""
-    yield from units_of({_field_of(source.path): npy_column(source.path)})
+    column = npy_column(source.path)
+    if (units := units_of_objects({"": column})) is not None:
+        yield from units
+        return
+    key = parse_key(source.path.stem)
+    is_layer = key is not None and (key.number is None or column.ndim < 3)
+    is_named = key is not None and key.field != "tokens" and not key.trace and is_layer
+    yield from units_of(_by_name({source.path.stem if is_named else "hidden_states": column}))
 
 
 def read_npy_folder(source: Input) -> Iterator[Unit]:
-    """Yield the arrays of several files, each named like its field."""
-    yield from units_of({part.stem: npy_column(part) for part in source.parts})
-
-
-def _field_of(path: Path) -> str:
-    """Return the name of the field in a file: that of the file if it says one, else hidden_states."""
-    key = parse_key(path.stem)
-    return path.stem if key is not None and key.field != "tokens" and not key.trace else "hidden_states"
+    """Yield the arrays of several files, each named like its field; those of other folders are values per trace."""
+    names = [part.stem if part.parent == source.parts[0].parent else column_name(part.stem) for part in source.parts]
+    keys = [parse_key(str(name)) for name in names]
+    if not any(key and key.field != "tokens" for key in keys):
+        others = [k for k, name in enumerate(names) if keys[k] is None and column_name(str(name)) is None]
+        names = ["hidden_states" if others == [k] else name for k, name in enumerate(names)]
+    yield from units_of(_by_name({str(n): npy_column(part) for n, part in zip(names, source.parts, strict=True)}))
 
 
 def npy_column(path: Path) -> Column:
     """Return the array of a .npy file as a view of the mapped file."""
     check_regular(path)
     mapped = map_file(path)
-    return Column(_mapped_array(mapped, 0, len(mapped), path.name))
+    return _mapped_column(mapped, 0, len(mapped), path.name)
 
 
-def _mapped_array(mapped: MappedFile, begin: int, end: int, name: str) -> np.ndarray:
+def _mapped_column(mapped: MappedFile, begin: int, end: int, name: str) -> Column:
     head = io.BytesIO(mapped.read(begin, min(end, begin + _MAX_HEADER_BYTES + 16)))
     shape, is_fortran, dtype = _read_header(head, name)
     begin += head.tell()
+    if dtype.kind == "O":
+        return _object_column(BufferReader(mapped, begin, end), lambda: end - begin, shape, name)
     dtype = check_array(name, shape, dtype, end - begin)
     array = np.frombuffer(memoryview(mapped)[begin:end], "u1").view(dtype) if end > begin else np.empty(0, dtype)
-    return array.reshape(shape[::-1]).T if is_fortran else array.reshape(shape)
+    return Column(array.reshape(shape[::-1]).T if is_fortran else array.reshape(shape))
+
+
+def _object_column(source: ByteReader, read_bytes: Callable[[], int], shape: tuple[int, ...], name: str) -> Column:
+    """Return an array of Python objects, which a pickle holds."""
+    values = read_objects(source, read_bytes, name)
+    if len(values) != math.prod(shape):
+        raise InvalidInputError(f"found {len(values)} objects, expected those of shape {shape}", field=name)
+    return ObjectColumn(values, shape)
 
 
 def _read_header(head: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.dtype]:
@@ -69,13 +97,40 @@ def _read_header(head: IO[bytes], name: str) -> tuple[tuple[int, ...], bool, np.
             raise ValueError(f"version {version}, header of {length:,} bytes")
         header = ast.literal_eval(head.read(length).decode("latin1").strip())
         shape, order, description = header["shape"], header["fortran_order"], header["descr"]
-        if not isinstance(description, str) or type(order) is not bool or not isinstance(shape, tuple):
-            raise ValueError("a dtype with fields" if not isinstance(description, str) else "a wrong header")
+        if type(order) is not bool or not isinstance(shape, tuple):
+            raise ValueError("a wrong header")
+        if not isinstance(description, str) and not _is_record(description):
+            raise ValueError("a dtype with nested fields")
         if not all(type(n) is int for n in shape):
             raise ValueError("a wrong shape")
         return shape, order, np.dtype(description)
     except (ValueError, TypeError, KeyError, SyntaxError, struct.error, MemoryError, RecursionError) as error:
         raise InvalidInputError(f"not an array of NumPy: {' '.join(str(error).split())[:120]}", field=name) from None
+
+
+def _is_record(description: Any) -> bool:
+    """Return whether the dtype of a header is a list of named dtypes, each with an optional shape."""
+    if not isinstance(description, list) or not description:
+        return False
+    return all(
+        isinstance(field, tuple)
+        and len(field) in (2, 3)
+        and all(isinstance(part, str) for part in field[:2])
+        and all(isinstance(part, tuple) and all(type(n) is int and n > 0 for n in part) for part in field[2:])
+        for field in description
+    )
+
+
+def _by_name(columns: dict[str, Column]) -> dict[str, Column]:
+    """Return columns in which the fields of records are columns of their own."""
+    fields: dict[str, Column] = {}
+    for name, column in columns.items():
+        if column.dtype.names and column.dtype != schema.BFLOAT16:
+            records = column.whole()
+            fields |= {key: Column(records[key]) for key in column.dtype.names}
+        else:
+            fields[name] = column
+    return fields
 
 
 def is_npz(mapped: MappedFile) -> bool:
@@ -90,7 +145,9 @@ def is_npz(mapped: MappedFile) -> bool:
 def read_npz(source: Input) -> Iterator[Unit]:
     """Yield the traces of an archive of arrays."""
     mapped = map_file(source.path)
-    yield from units_of(npz_columns(mapped, source.scratch))
+    columns = _by_name(npz_columns(mapped, source.scratch))
+    units = units_of_objects(columns)
+    yield from units_of(columns) if units is None else units
 
 
 def npz_columns(mapped: MappedFile, scratch: Scratch) -> dict[str, Any]:
@@ -113,6 +170,8 @@ def npz_columns(mapped: MappedFile, scratch: Scratch) -> dict[str, Any]:
         if inflated > len(mapped) * MAX_INFLATE_RATIO + INFLATE_ALLOWANCE_BYTES:
             raise InvalidInputError(f"inflates to {inflated:,} bytes, too many for a file of {len(mapped):,}")
         return {name: _member(mapped, archive, info, name, scratch) for name, info in zip(names, infos, strict=True)}
+    except InvalidInputError:
+        raise
     except _ERRORS as error:
         raise InvalidInputError(f"truncated or damaged .npz archive: {str(error)[:120]}") from None
 
@@ -129,9 +188,19 @@ def _member(mapped: MappedFile, archive: zipfile.ZipFile, info: zipfile.ZipInfo,
         begin += sum(_LOCAL.unpack(mapped.read(info.header_offset, begin))[-2:])
         if begin + info.file_size > len(mapped) or info.compress_size != info.file_size:
             raise InvalidInputError("truncated or damaged .npz archive: an entry ends beyond the file")
-        return Column(_mapped_array(mapped, begin, begin + info.file_size, name))
+        return _mapped_column(mapped, begin, begin + info.file_size, name)
     if info.compress_type != zipfile.ZIP_DEFLATED:
         raise InvalidInputError("compressed by another method than NumPy's", field=name)
+    if dtype.kind == "O":
+        with _open_values(archive, info, header_bytes) as stream:
+            chunks = ChunkReader(
+                lambda: stream.read(_CHUNK_BYTES),
+                scratch.new_file,
+                disk_bytes=info.compress_size,
+                max_memory=min(scratch.max_memory, MAX_INFLATED_MEMORY_BYTES),
+                max_payload=MAX_INFLATED_PAYLOAD_BYTES,
+            )
+            return _object_column(chunks, lambda: info.file_size, shape, name)
     dtype = check_array(name, shape, dtype, info.file_size - header_bytes)
     column = StreamColumn(
         partial(_open_values, archive, info, header_bytes), shape[::-1] if is_fortran else shape, dtype, scratch

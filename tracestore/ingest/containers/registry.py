@@ -4,25 +4,43 @@ import errno
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import InvalidInputError
+from tracestore.ingest.byte_source import map_file
 from tracestore.ingest.containers import arrow_files, hdf5_process, numpy_files, safetensors_file
 from tracestore.ingest.containers.assemble import traces_of
 from tracestore.ingest.containers.columns import Input, Unit
 from tracestore.ingest.containers.tables import TableReference
+from tracestore.ingest.layouts import text_rows
+from tracestore.ingest.layouts.layer_files import joined_layers, layer_of
 from tracestore.store.io.scratch import Scratch
 
 Reader = Callable[[Input], Iterator[Unit]]
 
-SUFFIXES = (".safetensors", ".npz", ".npy", ".h5", ".hdf5", ".arrow", ".feather", ".parquet")
+SUFFIXES = (
+    ".safetensors",
+    *safetensors_file.COMPRESSED_SUFFIXES,
+    ".npz",
+    ".npy",
+    ".h5",
+    ".hdf5",
+    ".arrow",
+    ".feather",
+    ".parquet",
+)
 _ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError)
 
 
-def reader_of(mapped: MappedFile) -> Reader | None:
-    """Return the reader of a file by its first bytes; None if it is not a container."""
+def reader_of(mapped: MappedFile, path: Path) -> Reader | None:
+    """Return the reader of a file by its first bytes, and of text and compressed files by its name; None for others."""
+    if path.name.endswith(text_rows.SUFFIXES):
+        return text_rows.read_text_rows
+    if path.name.endswith(safetensors_file.COMPRESSED_SUFFIXES):
+        return safetensors_file.read_safetensors
     head = mapped.read(0, min(len(mapped), 16))
     if head.startswith(numpy_files.NPY_MAGIC):
         return numpy_files.read_npy
@@ -41,7 +59,23 @@ def reader_of(mapped: MappedFile) -> Reader | None:
 
 def folder_reader(parts: tuple[Path, ...]) -> Reader:
     """Return the reader of a source that consists of several files."""
+    by_folder = len({part.parent for part in parts}) > 1 and layer_of(parts[0].parent) is not None
+    if by_folder or (layer_of(parts[0]) is not None and parts[0].suffix != ".npy"):
+        return _read_layers
     return arrow_files.read_arrow if parts[0].suffix == ".arrow" else numpy_files.read_npy_folder
+
+
+def _read_layers(source: Input) -> Iterator[Unit]:
+    """Yield the traces of files of one layer each."""
+    units: dict[int, Iterator[Unit]] = {}
+    for part in source.parts:
+        layer = layer_of(part)
+        layer = layer_of(part.parent) if layer is None else layer
+        reader = reader_of(map_file(part), part)
+        if layer is None or reader is None or layer in units:
+            raise InvalidInputError(f"{part.name} is no array of one layer")
+        units[layer] = reader(replace(source, path=part, parts=()))
+    yield from joined_layers(units)
 
 
 def is_being_written(path: Path) -> bool:
@@ -86,7 +120,8 @@ def read_container(
     rows = None if table is None else table.load()
     source = Input(path, name, parts, scratch)
     try:
-        yield from traces_of(reader(source), name, rows, renamed, scratch)
+        is_alone = not parts and not any(p.suffix == path.suffix and p != path for p in path.parent.iterdir())
+        yield from traces_of(reader(source), name, rows, renamed, scratch, is_alone=is_alone)
     except _ERRORS as error:
         raise InvalidInputError(_reason(error)) from None
     except OSError as error:

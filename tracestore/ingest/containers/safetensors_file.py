@@ -8,6 +8,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ import numpy as np
 
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.byte_source import map_file
+from tracestore.ingest.byte_source import INFLATE_ALLOWANCE_BYTES, MAX_INFLATE_RATIO, InflatedChunks, map_file
 from tracestore.ingest.containers.columns import Column, Input, TableColumn, Unit
 from tracestore.ingest.containers.grouping import units_of
+from tracestore.ingest.decompress import compression_of
 from tracestore.store.format import schema
+from tracestore.store.io.scratch import Scratch
 
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the library
 _MAX_TENSORS = 1_000_000
@@ -28,6 +31,7 @@ _DTYPES = {
 }  # fmt: skip
 # Tensors of ExampleHiddenStatesConnector of vLLM, and of FP8HiddenStatesConnector of speculators.
 _CONNECTOR_TENSORS = {"hidden_states", "token_ids"}
+COMPRESSED_SUFFIXES = (".safetensors.zst", ".safetensors.gz", ".safetensors.xz", ".safetensors.bz2")
 _SCALES = "hidden_states_scales"
 _INTEGERS = ("sample", "prompt_length", "seed")
 
@@ -41,11 +45,42 @@ def read_safetensors(source: Input) -> Iterator[Unit]:
     """Yield the traces of a file; those of vLLM and speculators have hidden states (S, L, D)."""
     if is_locked(f"{source.path}.lock"):
         raise InvalidInputError("another program is still writing this file and holds its lock; convert it later")
-    tensors, metadata = safetensors_columns(map_file(source.path))
+    is_compressed = source.path.name.endswith(COMPRESSED_SUFFIXES)
+    data = _inflated(source.path, source.scratch) if is_compressed else map_file(source.path)
+    tensors, metadata = safetensors_columns(data)
     is_connector = tensors.keys() - {_SCALES} == _CONNECTOR_TENSORS
     for unit in units_of(tensors, is_token_major=is_connector):
         unit.fields = _values(metadata) | unit.fields
         yield unit
+
+
+def _inflated(path: Path, scratch: Scratch) -> memoryview:
+    """Return the bytes of a compressed file, in scratch memory of the size that its header states."""
+    compression = compression_of(map_file(path).read(0, min(8, os.stat(path).st_size)))
+    if compression is None:
+        raise InvalidInputError("not compressed, as its name says")
+    with closing(InflatedChunks(path, lambda: False, compression)) as chunks:
+        head = b""
+        while len(head) < 8 or len(head) < 8 + int.from_bytes(head[:8], "little"):
+            chunk = chunks()
+            if not chunk or (len(head) >= 8 and int.from_bytes(head[:8], "little") > _MAX_HEADER_BYTES):
+                raise InvalidInputError("truncated or damaged .safetensors file: its header ends beyond the file")
+            head += chunk
+        header, begin = _header(memoryview(head))
+        size = begin + max(
+            (_span(name, entry)[1] for name, entry in header.items() if name != "__metadata__"), default=0
+        )
+        if size > os.stat(path).st_size * MAX_INFLATE_RATIO + INFLATE_ALLOWANCE_BYTES:
+            raise InvalidInputError(f"inflates to {size:,} bytes, too many for the file")
+        out = memoryview(scratch.empty(size, "u1").data).cast("B")
+        position = 0
+        while head:
+            if position + len(head) > size:
+                raise InvalidInputError(f"trailing bytes: expected {size:,}")
+            out[position : position + len(head)] = head
+            position += len(head)
+            head = chunks()
+    return out[:position].toreadonly()
 
 
 def _values(metadata: dict[str, str]) -> dict[str, Any]:
@@ -83,7 +118,7 @@ def is_locked(path: str) -> bool:
     return False
 
 
-def safetensors_columns(mapped: MappedFile) -> tuple[dict[str, Column], dict[str, str]]:
+def safetensors_columns(data: MappedFile | memoryview) -> tuple[dict[str, Column], dict[str, str]]:
     """Return the tensors and the metadata of a file.
 
     Raises
@@ -91,17 +126,8 @@ def safetensors_columns(mapped: MappedFile) -> tuple[dict[str, Column], dict[str
     InvalidInputError
         Unless the header describes consecutive tensors that fill the file.
     """
-    size = len(mapped)
-    header_bytes = int.from_bytes(mapped.read(0, 8), "little") if size >= 8 else 0
-    begin = 8 + header_bytes
-    if not 2 <= header_bytes <= _MAX_HEADER_BYTES or begin > size:
-        raise InvalidInputError("truncated or damaged .safetensors file: its header ends beyond the file")
-    try:
-        header = json.loads(mapped.read(8, begin).decode("utf-8"), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise InvalidInputError(f"damaged .safetensors header: {str(error)[:120]}") from None
-    if not isinstance(header, dict) or len(header) > _MAX_TENSORS:
-        raise InvalidInputError("damaged .safetensors header: expected a dict of tensors")
+    size = len(data)
+    header, begin = _header(data)
     metadata = header.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise InvalidInputError("damaged .safetensors header: metadata that are not texts")
@@ -114,9 +140,28 @@ def safetensors_columns(mapped: MappedFile) -> tuple[dict[str, Column], dict[str
     if begin + position != size:
         kind = "truncated" if begin + position > size else "trailing bytes"
         raise InvalidInputError(f"{kind}: found {size:,} bytes, expected {begin + position:,}")
-    view = memoryview(mapped)
+    view = memoryview(data)
     tensors = {name: _column(view[begin + first : begin + last], header[name]) for name, (first, last) in spans.items()}
     return tensors, metadata
+
+
+def _header(data: MappedFile | memoryview) -> tuple[dict[str, Any], int]:
+    """Return the header of a file, and where its tensors begin."""
+    header_bytes = int.from_bytes(_bytes(data, 0, 8), "little") if len(data) >= 8 else 0
+    begin = 8 + header_bytes
+    if not 2 <= header_bytes <= _MAX_HEADER_BYTES or begin > len(data):
+        raise InvalidInputError("truncated or damaged .safetensors file: its header ends beyond the file")
+    try:
+        header = json.loads(_bytes(data, 8, begin).decode("utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInputError(f"damaged .safetensors header: {str(error)[:120]}") from None
+    if not isinstance(header, dict) or len(header) > _MAX_TENSORS:
+        raise InvalidInputError("damaged .safetensors header: expected a dict of tensors")
+    return header, begin
+
+
+def _bytes(data: MappedFile | memoryview, begin: int, end: int) -> bytes:
+    return data.read(begin, end) if isinstance(data, MappedFile) else bytes(data[begin:end])
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import hashlib
 import io
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
@@ -14,15 +14,26 @@ from typing import Any
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.byte_source import check_regular, map_file
-from tracestore.ingest.containers.keys import ID_KEYS
+from tracestore.ingest.containers.keys import GROUPS_OF_TRACES, ID_KEYS
 from tracestore.store.format import schema
 
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 # A table that is parsed as a whole; of JSON Lines, only one line at a time is.
 MAX_BYTES = 64 << 20
-MAX_LINE_BYTES = 16 << 20
+MAX_LINE_BYTES = 64 << 20
 # Columns that name the file of a trace.
-_FILE_KEYS = ("file", "filename", "file_name", "path", "file_path", "filepath", "npz", "npy", "hidden_states_path")
+_FILE_KEYS = (
+    "file",
+    "filename",
+    "file_name",
+    "path",
+    "file_path",
+    "filepath",
+    "npz",
+    "npy",
+    "hidden_states_path",
+    "shard",
+)
 _TEXTS = frozenset((*schema.STRING_FIELDS, *ID_KEYS, *_FILE_KEYS, "answer", "prompt"))
 
 
@@ -46,18 +57,12 @@ class Table:
         self._begins = array("q")
         check_regular(path)
         self._mapped: MappedFile = map_file(path)
-        try:
-            if path.suffix in (".jsonl", ".ndjson"):
-                self._find_lines()
-            elif len(self._mapped) > MAX_BYTES:
-                raise InvalidInputError(f"found {len(self._mapped):,} bytes, expected at most {MAX_BYTES:,}")
-            else:
-                text = self._mapped.read(0, len(self._mapped)).decode("utf-8-sig")
-                self._rows = _from_json(text) if path.suffix == ".json" else _from_csv(text, path.suffix)
-        except InvalidInputError:
-            raise
-        except (UnicodeDecodeError, ValueError, RecursionError, csv.Error) as error:
-            raise InvalidInputError(f"{path.name} is not a table: {' '.join(str(error).split())[:200]}") from None
+        if path.suffix in (".jsonl", ".ndjson"):
+            self._find_lines()
+        elif len(self._mapped) > MAX_BYTES:
+            raise InvalidInputError(f"found {len(self._mapped):,} bytes, expected at most {MAX_BYTES:,}")
+        else:
+            self._rows = parse(self._mapped.read(0, len(self._mapped)), path.name)
 
     def _find_lines(self) -> None:
         """Record where each line that is not blank begins and ends."""
@@ -93,36 +98,70 @@ class Table:
         return row
 
     @cached_property
-    def by_file(self) -> dict[str, int]:
-        """Row by the stem of the file that it names."""
-        return self._by(_FILE_KEYS, lambda value: PurePosixPath(value.replace("\\", "/")).name)
+    def by_file(self) -> dict[str, list[int]]:
+        """Rows by the file that they name: its path, and its name alone."""
+        found: dict[str, list[int]] = {}
+        for k, value in self._values(_FILE_KEYS):
+            path = PurePosixPath(value.replace("\\", "/"))
+            for name in {path.as_posix(), path.name}:
+                found.setdefault(name, []).append(k)
+        return found
 
     @cached_property
     def by_id(self) -> dict[str, int]:
         """Row by id; an id that several rows have is left out."""
-        return self._by(ID_KEYS, str)
-
-    def _by(self, keys: Sequence[str], text: Any) -> dict[str, int]:
         found: dict[str, int] = {}
         several = set()
-        for k in range(len(self)):
-            row = self[k]
-            for key in keys:
-                value = row.get(key)
-                if isinstance(value, str | int) and not isinstance(value, bool):
-                    name = text(str(value))
-                    several |= {name} if name in found else set()
-                    found.setdefault(name, k)
-                    break
+        for k, name in self._values(ID_KEYS):
+            several |= {name} if name in found else set()
+            found.setdefault(name, k)
         return {name: k for name, k in found.items() if name not in several}
 
+    def _values(self, keys: Sequence[str]) -> Iterator[tuple[int, str]]:
+        """Yield the number of each row that has one of some keys, and the value of the first of them."""
+        for k in range(len(self)):
+            row = self[k]
+            value = next((row[key] for key in keys if isinstance(row.get(key), str | int)), None)
+            if value is not None and not isinstance(value, bool):
+                yield k, str(value)
 
-def _from_json(text: str) -> list[dict[str, Any]]:
-    """Return the rows of a list of objects, of {"traces": [...]}, of a dict of objects by id, or one object."""
+
+def parse(data: bytes, name: str) -> list[dict[str, Any]]:
+    """Return the rows of a JSON, CSV, TSV or text file.
+
+    Parameters
+    ----------
+    data : bytes
+        Content of the file.
+    name : str
+        Its name. A list of plain values, or a text with one per line, is a column of this name.
+
+    Raises
+    ------
+    InvalidInputError
+        If the file is not a table. The message names it.
+    """
+    path = PurePosixPath(name)
+    try:
+        text = data.decode("utf-8-sig")
+        if path.suffix == ".txt":
+            return [{path.stem: line} for line in text.splitlines() if line]
+        return _from_json(text, path.stem) if path.suffix == ".json" else _from_csv(text, path.suffix)
+    except (UnicodeDecodeError, ValueError, RecursionError, csv.Error) as error:
+        raise InvalidInputError(f"{name} is not a table: {' '.join(str(error).split())[:200]}") from None
+
+
+def _from_json(text: str, column: str) -> list[dict[str, Any]]:
+    """Return the rows of a list of objects or values, of {"traces": [...]}, of a dict of objects by id, or one object."""
     value = json.loads(text)
+    if isinstance(value, list) and value and not any(isinstance(row, dict | list) for row in value):
+        return [{column: row} for row in value]
     if isinstance(value, dict):
+        inner = [v for k, v in value.items() if isinstance(v, dict) and k in GROUPS_OF_TRACES]
+        if len(inner) == 1 and _is_by_id(inner[0]):
+            value = inner[0]
         lists = [v for v in value.values() if isinstance(v, list) and v and all(isinstance(r, dict) for r in v)]
-        if value and all(isinstance(row, dict) for row in value.values()):
+        if _is_by_id(value):
             value = [{"question_id": key} | row for key, row in value.items()]
         elif len(lists) == 1 and len(value) <= 3 and not {"question", "question_id", "id"} & value.keys():
             value = lists[0]
@@ -133,7 +172,12 @@ def _from_json(text: str) -> list[dict[str, Any]]:
     return value
 
 
+def _is_by_id(value: dict[str, Any]) -> bool:
+    return bool(value) and all(isinstance(row, dict) for row in value.values())
+
+
 def _from_csv(text: str, suffix: str) -> list[dict[str, Any]]:
+    csv.field_size_limit(MAX_LINE_BYTES)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t" if suffix == ".tsv" else ",", strict=True)
     header = next(reader, [])
     if not header or len(set(header)) != len(header):
@@ -194,6 +238,12 @@ class TableRows:
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def __getitem__(self, k: int) -> dict[str, Any]:
+        return self._table[self._rows[k]]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self[k] for k in range(len(self)))
 
     def of(self, trace: str, position: int) -> dict[str, Any] | None:
         """Return the row of a trace by its name in the container, if rows have ids, else by its position; None without one."""

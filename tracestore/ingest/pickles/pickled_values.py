@@ -173,9 +173,9 @@ def make_array(data: Any, dtype: np.dtype, shape: tuple[int, ...], order: str) -
 
 def _object_list(shape: tuple[int, ...], data: Any) -> list[Any]:
     """Return the items of an object array as a list; rows of several axes as nested lists."""
-    if not isinstance(data, list) or len(data) != math.prod(shape) or not 0 < len(shape) <= 2:
-        raise InvalidInputError("found an object array, expected one or two axes and as many items")
-    if len(shape) == 1:
+    if not isinstance(data, list) or len(data) != math.prod(shape) or len(shape) > 2:
+        raise InvalidInputError("found an object array, expected at most two axes and as many items")
+    if len(shape) < 2:
         return list(data)
     return [data[begin : begin + shape[1]] for begin in range(0, len(data), shape[1])] if shape[1] else []
 

@@ -1,0 +1,196 @@
+"""Traces in several rows of a table, and in several files or folders."""
+
+import json
+
+import numpy as np
+import pytest
+
+import tracestore
+from tests.helpers import convert, error_of
+from tests.ingest.containers.layouts import base, check
+
+NONE = ("--attention", "none")
+TRACES = [base(k, tokens=2 + k, attention=False) for k in range(3)]
+LAST = np.stack([t["hidden_states"][:, -1] for t in TRACES])
+
+
+def stored(tmp_path, source):
+    convert(source, tmp_path / "s.zarr", *NONE)
+    return tracestore.open(tmp_path / "s.zarr")
+
+
+def write_lines(path, rows):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_row_per_layer(tmp_path):
+    rows = [
+        {"id": f"q{k}", "layer": 8 * n, "acts": layer.tolist(), "tokens": t["tokens"].tolist()}
+        for k, t in enumerate(TRACES)
+        for n, layer in enumerate(t["hidden_states"])
+    ]
+    write_lines(tmp_path / "a.jsonl", rows)
+
+    check(stored(tmp_path, tmp_path / "a.jsonl"), TRACES)
+
+
+@pytest.mark.parametrize("layers", ["columns", "rows"])
+def test_a_row_per_token(tmp_path, layers):
+    rows = []
+    for k, trace in enumerate(TRACES):
+        for s, token in enumerate(trace["tokens"].tolist()):
+            states = trace["hidden_states"][:, s].tolist()
+            row = {"question_id": f"q{k}", "position": s, "token_id": token, "token": f"t{s}"}
+            if layers == "columns":
+                rows.append(row | {f"layer_{n}": state for n, state in enumerate(states)})
+            else:
+                rows += [row | {"layer": n, "hidden_state": state} for n, state in enumerate(states)]
+    write_lines(tmp_path / "a.jsonl", rows)
+
+    store = stored(tmp_path, tmp_path / "a.jsonl")
+
+    check(store, TRACES)
+    assert store[0].tokens_decoded == ["t0", "t1"]
+
+
+@pytest.mark.parametrize(("positions", "reason"), [([0, 0], "the same position"), ([0, 2], "expected each token")])
+def test_rows_with_missing_or_repeated_tokens_are_refused(tmp_path, positions, reason):
+    write_lines(
+        tmp_path / "a.jsonl", [{"id": "q", "position": p, "hidden_state": [0.5, 0.25, 0.125]} for p in positions]
+    )
+
+    message = error_of("convert", tmp_path / "a.jsonl", tmp_path / "s.zarr", *NONE, code=3)
+
+    assert reason in message
+
+
+@pytest.mark.parametrize("form", ["npz", "csv", "npy", "folders"])
+def test_a_file_or_folder_per_layer(tmp_path, form):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    ids = ["a", "b", "c"]
+    for n, last in enumerate(LAST.transpose(1, 0, 2)):
+        if form == "npz":
+            np.savez(folder / f"layer_{n}.npz", hidden_states=last, question_ids=ids)
+        elif form == "npy":
+            np.save(folder / f"layer_{n}.npy", last)
+        elif form == "csv":
+            lines = [f"{i},{','.join(map(str, row))}" for i, row in zip(ids, last.tolist(), strict=True)]
+            header = ",".join(["id", *(f"v{d}" for d in range(last.shape[1]))])
+            (folder / f"layer_{n}.csv").write_text("\n".join([header, *lines]) + "\n")
+        else:
+            (folder / f"layer_{n}").mkdir()
+            np.savez(folder / f"layer_{n}" / "x.npz", hidden_states=last, question_ids=ids)
+    if form == "npy":
+        (folder / "ids.json").write_text(json.dumps(ids))
+
+    store = stored(tmp_path, folder)
+
+    assert store.question_ids == ids
+    np.testing.assert_array_equal([t.last_token for t in store], LAST)
+
+
+def test_layers_of_different_traces_are_refused(tmp_path):
+    for n, ids in enumerate((["a", "b", "c"], ["a", "c", "b"])):
+        np.savez(tmp_path / f"layer_{n}.npz", hidden_states=LAST[:, n], question_ids=ids)
+
+    message = error_of("convert", tmp_path, tmp_path / "s.zarr", *NONE, code=3)
+
+    assert "layer 1 holds other traces than layer 0" in message
+
+
+@pytest.mark.parametrize("form", ["{id}", "{layer}/{id}", "set/{id}"])
+def test_arrays_that_are_named_by_ids(tmp_path, form):
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for k, trace in enumerate(TRACES):
+            if "{layer}" in form:
+                for n, layer in enumerate(trace["hidden_states"]):
+                    file[form.format(layer=f"layer_{n}", id=f"q{k}")] = layer
+            else:
+                file[form.format(id=f"q{k}")] = trace["hidden_states"]
+
+    store = stored(tmp_path, tmp_path / "a.h5")
+
+    assert store.question_ids == [f"{'set/' if 'set' in form else ''}q{k}" for k in range(3)]
+    for trace, expected in zip(store, TRACES, strict=True):
+        np.testing.assert_array_equal(trace.hidden_states, expected["hidden_states"])
+
+
+def test_stacks_in_groups_of_data_sets_have_different_ids(tmp_path):
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for name in ("one", "two"):
+            file[f"{name}/hidden_states"], file[f"{name}/labels"] = LAST, [0, 1, 1]
+
+    store = stored(tmp_path, tmp_path / "a.h5")
+
+    assert store.question_ids == ["one/0", "one/1", "one/2", "two/0", "two/1", "two/2"]
+    assert [t.label for t in store] == [0, 1, 1] * 2
+
+
+def test_arrays_with_other_names_are_proposed_and_not_guessed(tmp_path):
+    np.savez(tmp_path / "a.npz", mlp=np.ones((2, 3, 8), "f4"), mixed=np.zeros((2, 3, 8), "f4"))
+
+    message = error_of("convert", tmp_path / "a.npz", tmp_path / "s.zarr", *NONE, code=3)
+
+    assert "--map hidden_states=mlp or --map hidden_states=mixed" in message
+
+
+def test_a_lone_array_of_layers_or_traces_needs_a_flag(tmp_path):
+    np.savez(tmp_path / "a.npz", hidden_states=LAST)
+
+    message = error_of("convert", tmp_path / "a.npz", tmp_path / "s.zarr", *NONE, code=3)
+    convert(tmp_path / "a.npz", tmp_path / "n.zarr", "--map", "last_token=hidden_states")
+    convert(tmp_path / "a.npz", tmp_path / "1.zarr", *NONE, "--map", "hidden_states=hidden_states")
+
+    assert "--map last_token=hidden_states" in message
+    np.testing.assert_array_equal([t.last_token for t in tracestore.open(tmp_path / "n.zarr")], LAST)
+    np.testing.assert_array_equal(tracestore.open(tmp_path / "1.zarr")[0].hidden_states, LAST)
+
+
+def test_a_table_above_names_the_files_of_a_folder(tmp_path):
+    folder = tmp_path / "in"
+    (folder / "states").mkdir(parents=True)
+    for k, trace in enumerate(TRACES):
+        np.save(folder / "states" / f"x{k}.npy", trace["hidden_states"])
+    rows = [{"question_id": f"q{k}", "path": f"states/x{k}.npy", "answer": f"{k}!"} for k in (2, 0, 1)]
+    write_lines(folder / "requests.jsonl", rows)
+
+    store = stored(tmp_path, folder)
+
+    assert store.question_ids == ["q0", "q1", "q2"] and [t.answer for t in store] == ["0!", "1!", "2!"]
+
+
+def test_files_of_masks_ids_and_scores_belong_to_the_stack_next_to_them(tmp_path):
+    folder = tmp_path / "in"
+    (folder / "deep").mkdir(parents=True)
+    np.save(folder / "deep" / "tqa_2_layer_wise.npy", LAST)
+    np.save(folder / "ml_tqa_bleurt_score.npy", np.array([0.25, 0.5, 1], "f4"))
+    padded = tmp_path / "padded"
+    padded.mkdir()
+    widths = [4 - len(t["tokens"]) for t in TRACES]
+    stack = [np.pad(t["hidden_states"], [(0, 0), (0, w), (0, 0)]) for t, w in zip(TRACES, widths, strict=True)]
+    np.save(padded / "hidden_states.npy", np.stack(stack))
+    np.save(padded / "attention_mask.npy", np.stack([np.arange(4) < 4 - w for w in widths]))
+    (padded / "question_ids.txt").write_text("a\nb\nc\n")
+
+    convert(folder, tmp_path / "scores.zarr")
+    convert(padded, tmp_path / "padded.zarr", *NONE)
+
+    scored, masked = tracestore.open(tmp_path / "scores.zarr"), tracestore.open(tmp_path / "padded.zarr")
+    assert scored.scores.tolist() == [0.25, 0.5, 1] and masked.question_ids == ["a", "b", "c"]
+    assert [t.num_tokens for t in masked] == [2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"), [("a.tar.gz", "extract"), ("a.mat", "scipy.io.loadmat"), ("x.db", "sqlite3")]
+)
+def test_other_containers_end_with_advice(tmp_path, name, advice):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / name).write_bytes(b"data")
+
+    message = error_of("convert", tmp_path / "in", tmp_path / "s.zarr", code=2)
+
+    assert name in message and advice in message

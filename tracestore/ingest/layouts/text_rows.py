@@ -1,0 +1,119 @@
+"""Read traces of JSON, JSON Lines and CSV files, one line at a time or, with a limit, a whole file."""
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from tracestore.errors import InvalidInputError
+from tracestore.ingest.byte_source import InflatedChunks, check_regular
+from tracestore.ingest.containers import tables
+from tracestore.ingest.containers.columns import Input, Unit
+from tracestore.ingest.decompress import compression_of
+from tracestore.ingest.layouts.rows import units_of_rows
+
+SUFFIXES = tuple(
+    f"{name}{packed}"
+    for name in (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+    for packed in ("", ".gz", ".bz2", ".xz", ".zst")
+)
+_COMPRESSED = re.compile(r"\.(?:gz|bz2|xz|zst)$")
+_HEAD_BYTES = 1 << 20
+_BLOCK_BYTES = 4 << 20
+# Numbers with a fraction behind each other, or the base64 text of some of them.
+_ARRAY = re.compile(rb"\[\s*(?:-?\d+\.\d+(?:[eE][-+]?\d+)?\s*,\s*){3}|\"[A-Za-z0-9+/]{256}")
+_DIMENSIONS = re.compile(rb"(?:[^,\t\n]*?0?1[\"]?[,\t])[^,\t\n]*?2[\"]?[,\t][^,\t\n]*?3[\"]?[,\t][^,\t\n]*?4")
+
+
+def holds_arrays(path: Path) -> bool:
+    """Return whether the beginning of a file of text holds arrays of numbers."""
+    try:
+        with closing(_Text(path)) as text:
+            head = text.read(_HEAD_BYTES)
+    except (OSError, InvalidInputError):
+        return False
+    is_csv = _COMPRESSED.sub("", path.name).endswith((".csv", ".tsv"))
+    return bool(_ARRAY.search(head) or (is_csv and _DIMENSIONS.search(head.partition(b"\n")[0])))
+
+
+def read_text_rows(source: Input) -> Iterator[Unit]:
+    """Yield the traces of a file: a row is a trace, or a layer or token of one."""
+    yield from units_of_rows(_rows(source.path))
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    name = _COMPRESSED.sub("", path.name)
+    with closing(_Text(path)) as text:
+        if name.endswith((".jsonl", ".ndjson")):
+            for number, line in enumerate(text.lines()):
+                yield _object(line, number)
+            return
+        data = text.read(tables.MAX_BYTES + 1)
+    if len(data) > tables.MAX_BYTES:
+        raise InvalidInputError(
+            f"found more than {tables.MAX_BYTES:,} bytes, which are parsed together; write JSON Lines, one trace per line"
+        )
+    yield from tables.parse(data, name)
+
+
+def _object(line: bytes, number: int) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInputError(f"row {number}: not JSON: {str(error)[:100]}") from None
+    if not isinstance(row, dict):
+        raise InvalidInputError(f"row {number}: found {type(row).__name__}, expected an object")
+    return row
+
+
+class _Text:
+    """The bytes of a file, which may be compressed."""
+
+    def __init__(self, path: Path) -> None:
+        check_regular(path)
+        self._file = open(path, "rb")  # noqa: SIM115 - close() closes it
+        compression = compression_of(self._file.read(8))
+        self._file.seek(0)
+        self._chunks = None if compression is None else InflatedChunks(path, lambda: False, compression)
+        self._rest = b""
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+        if self._chunks is not None:
+            self._chunks.close()
+
+    def _block(self) -> bytes:
+        return self._file.read(_BLOCK_BYTES) if self._chunks is None else self._chunks()
+
+    def read(self, count: int) -> bytes:
+        """Return up to `count` bytes."""
+        blocks, size = [], 0
+        while size < count and (block := self._block()):
+            blocks.append(block)
+            size += len(block)
+        return b"".join(blocks)[:count]
+
+    def lines(self) -> Iterator[bytes]:
+        """Yield the lines that are not blank."""
+        pieces: list[bytes] = []
+        size = 0
+        while block := self._block():
+            first, *others = block.split(b"\n")
+            pieces.append(first)
+            size += len(first)
+            for other in others:
+                yield from self._line(pieces)
+                pieces, size = [other], len(other)
+            if size > tables.MAX_LINE_BYTES:
+                raise InvalidInputError(
+                    f"found a line of more than {tables.MAX_LINE_BYTES:,} bytes; save such traces as .npz or .safetensors"
+                )
+        yield from self._line(pieces)
+
+    def _line(self, pieces: list[bytes]) -> Iterator[bytes]:
+        line = b"".join(pieces)
+        if line.strip():
+            yield line

@@ -1,0 +1,132 @@
+"""Arrays in values that are not arrays: nested lists, flat lists with a shape, bytes with dtype and shape."""
+
+import base64
+import binascii
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tracestore.errors import InvalidInputError
+from tracestore.ingest.containers.keys import parse_key
+from tracestore.store.format import schema
+
+STATES = ("hidden_states", "attentions", "last_token")
+_SHAPE = re.compile(r"(?:(?P<name>.+)[_.])?shapes?|shapes?[_.](?P<name_>.+)")
+_DTYPE = re.compile(r"(?:(?P<name>.+)[_.])?dtype|dtype[_.](?P<name_>.+)")
+# Names of dtypes, also as "torch.float16" and "<f2".
+_DTYPES = {"float16": "<f2", "float32": "<f4", "float64": "<f8", "half": "<f2", "float": "<f4", "double": "<f8"}
+_MAX_DEPTH = 6
+
+
+def set_arrays(values: dict[str, Any]) -> None:
+    """Replace the hidden states, attention and last tokens of a trace by arrays where they are something else.
+
+    A list becomes an array if it is regular. A flat array gets the shape of a key such as `shape` or
+    `hidden_states_shape`; bytes and base64 text in addition the dtype of a key such as `dtype`.
+
+    Raises
+    ------
+    InvalidInputError
+        If a shape or dtype does not fit the values.
+    """
+    for name in STATES:
+        value = values.get(name)
+        if isinstance(value, Mapping) and (inner := _described(value)) is not None:
+            values[name] = _array(name, *inner)
+        elif isinstance(value, Mapping):
+            values[name] = {key: array_of(layer) for key, layer in value.items()}
+        elif isinstance(value, bytes | bytearray | memoryview):
+            dtype = _of(values, _DTYPE, name, lambda _: True)
+            shape = _of(values, _SHAPE, name, lambda _: True)
+            values[name] = _array(name, value, dtype, shape)
+        else:
+            array = values[name] = array_of(value) if value is not None else None
+            if isinstance(array, np.ndarray) and array.ndim == 1 and any(map(_SHAPE.fullmatch, values)):
+                shape = _of(values, _SHAPE, name, lambda s, n=array.size: math.prod(s) == n)
+                if shape is None:
+                    raise InvalidInputError(f"found {array.size:,} values, which fit no shape of the trace", field=name)
+                values[name] = array.reshape(shape)
+        if values[name] is None:
+            del values[name]
+
+
+def array_of(value: Any) -> Any:
+    """Return nested lists of numbers of one length per level as a float32 array, and any other value unchanged."""
+    leaf, depth = value, 0
+    while isinstance(leaf, list | tuple) and leaf and depth < _MAX_DEPTH:
+        leaf, depth = leaf[0], depth + 1
+    if not depth or isinstance(leaf, bool) or not isinstance(leaf, int | float):
+        return value
+    try:
+        array = np.asarray(value, "<f4")
+    except (ValueError, TypeError, OverflowError):
+        return value
+    return array if array.ndim == depth else value
+
+
+def has_vectors(values: Mapping[str, Any]) -> bool:
+    """Return whether each layer is one vector, the state of one token."""
+    hidden = values.get("hidden_states")
+    layers = list(hidden.values()) if isinstance(hidden, Mapping) else [hidden]
+    return bool(layers) and all(isinstance(layer, np.ndarray) and layer.ndim == 1 for layer in layers)
+
+
+def _of(values: dict[str, Any], pattern: re.Pattern[str], name: str, is_fitting: Any) -> Any:
+    """Remove and return the value of the key that describes an array, such as shape or hidden_states_shape."""
+    found: dict[bool, list[str]] = {True: [], False: []}
+    for key in values:
+        if match := pattern.fullmatch(key):
+            owner = match["name"] or match["name_"]
+            parsed = parse_key(owner) if owner else None
+            if owner is None or (parsed is not None and parsed.field == name):
+                found[owner is not None].append(key)
+    for key in found[True] + found[False]:
+        value = _shape(values[key]) if pattern is _SHAPE else values[key]
+        if value is not None and is_fitting(value):
+            del values[key]
+            return value
+    return None
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    value = value.tolist() if isinstance(value, np.ndarray) else value
+    if not isinstance(value, list | tuple) or not 0 < len(value) <= 8:
+        return None
+    return tuple(map(int, value)) if all(isinstance(n, int | float) and n >= 0 for n in value) else None
+
+
+def _described(value: Mapping[Any, Any]) -> tuple[Any, Any, Any] | None:
+    """Return (data, dtype, shape) of a dict that describes an array; None for another dict."""
+    if not {"dtype", "shape"} <= value.keys() or len(value) != 3:
+        return None
+    data = next(v for k, v in value.items() if k not in ("dtype", "shape"))
+    return data, value["dtype"], _shape(value["shape"])
+
+
+def _array(name: str, data: Any, dtype: Any, shape: tuple[int, ...] | None) -> np.ndarray:
+    """Return an array of bytes, base64 text or a flat list."""
+    text = str(dtype).removeprefix("torch.").removeprefix("numpy.")
+    text = _DTYPES.get(text, text.replace("|", "<"))
+    if dtype is None or shape is None:
+        raise InvalidInputError(
+            "found bytes without dtype and shape; add columns dtype, such as float16, and shape, such as [L, S, D]",
+            field=name,
+        )
+    kind = schema.BFLOAT16 if text in ("bfloat16", "bf16") else np.dtype(text) if text in _DTYPES.values() else None
+    if kind is None:
+        raise InvalidInputError(f"found dtype {str(dtype)[:40]!r}, expected {', '.join(list(_DTYPES)[:3])}", field=name)
+    if isinstance(data, list):
+        data = np.asarray(array_of(data), kind).tobytes()
+    if isinstance(data, str):
+        try:
+            data = base64.b64decode(data, validate=True)
+        except (binascii.Error, ValueError):
+            raise InvalidInputError("found text that is not base64", field=name) from None
+    expected = math.prod(shape) * kind.itemsize
+    if not isinstance(data, bytes | bytearray | memoryview) or len(data) != expected:
+        found = f"{len(data):,} bytes" if isinstance(data, bytes | bytearray | memoryview) else type(data).__name__
+        raise InvalidInputError(f"found {found}, expected {expected:,} bytes for shape {shape} of {text}", field=name)
+    return np.frombuffer(data, "u1").view(kind).reshape(shape)
