@@ -34,7 +34,7 @@ def test_a_refusal_tells_how_to_name_an_array(tmp_path):
     write_renamed(tmp_path / "in")
     error = convert(tmp_path / "in", tmp_path / "s.zarr", check=3).stderr
     assert "a.npz, trace 0, hidden_states: missing key" in error and error.endswith(
-        "name it with --map hidden_states=signal\n"
+        "try --map hidden_states=signal\n"
     )
 
 

@@ -9,7 +9,6 @@ import numpy as np
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.containers.keys import kind_rank, layer_kind, parse_key
-from tracestore.ingest.layouts.values import array_of
 from tracestore.ingest.pickles.pickled_objects import PickledObject
 from tracestore.ingest.roles.candidates import attention_in, ids_in, states_in
 from tracestore.ingest.roles.keys import (
