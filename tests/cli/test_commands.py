@@ -39,6 +39,7 @@ USAGE_ERRORS = {
     "train --store nowhere.zarr": "nowhere.zarr: no such store",
     "train --store tests --no-run-lstm --no-run-gnn-det --no-run-gvae": "every model is switched off",
     "train --preprocessed-dir old": "python -m tracestore.convert old store.zarr; then: tracestore train --store store.zarr",
+    "detectors nowhere.zarr": "nowhere.zarr: no such store",
     "predict --store s.zarr": "the following arguments are required: --checkpoint",
     "predict --store s.zarr --checkpoint nowhere.pt": "nowhere.pt: no such checkpoint",
     "compare results": "at least two runs",
@@ -131,6 +132,7 @@ def test_every_command_prints_one_json_document(store_path, tiny_model, tmp_path
         "subset": [store_path, tmp_path / "part.zarr", "--segments", "0"],
         "export": [store_path, tmp_path / "out"],
         "plan": [store_path, "--model", "lstm_solo"],
+        "detectors": [store_path],
     }
     # serve runs until interrupted: tests/serve; push and pull need a server: tests/hub.
     assert sorted({*usages, "serve", "push", "pull"}) == sorted(WITH_JSON)
