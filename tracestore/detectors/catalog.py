@@ -20,7 +20,29 @@ GROUP = "tracestore.detectors"
 SETS = ("all", "features")
 _TORCH_MODEL = "tracestore.benchmark.torch_models:TorchModel"
 # The import path and the options of each built-in detector that is not in the registry of torch models.
-_BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {}
+_PROBES, _UNTRAINED = "tracestore.published.probes", "tracestore.published.untrained"
+_ATTENTION = "tracestore.published.attention"
+_BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
+    "length": (f"{_UNTRAINED}:TokenStatistic", {"statistic": "length"}),
+    "group_rate": (f"{_UNTRAINED}:GroupRate", {}),
+    "probe_prompt": (f"{_PROBES}:LayerProbe", {"pooling": "prompt_last"}),
+    "mean_logprob": (f"{_UNTRAINED}:TokenStatistic", {"statistic": "mean_logprob"}),
+    "min_logprob": (f"{_UNTRAINED}:TokenStatistic", {"statistic": "min_logprob"}),
+    "perplexity": (f"{_UNTRAINED}:TokenStatistic", {"statistic": "perplexity"}),
+    "mean_entropy": (f"{_UNTRAINED}:TokenStatistic", {"statistic": "mean_entropy"}),
+    "llm_check_hidden": (f"{_UNTRAINED}:LLMCheck", {"score_of": "hidden"}),
+    "llm_check_attention": (f"{_UNTRAINED}:LLMCheck", {"score_of": "attention"}),
+    "llm_check_regression": (f"{_ATTENTION}:LogdetRegression", {}),
+    "lookback_lens": (f"{_ATTENTION}:LookbackLens", {}),
+    "lap_eigvals": (f"{_ATTENTION}:LapEigvals", {}),
+    "probe_last": (f"{_PROBES}:LayerProbe", {"pooling": "last"}),
+    "probe_mean": (f"{_PROBES}:LayerProbe", {"pooling": "answer_mean"}),
+    "probe_max": (f"{_PROBES}:LayerProbe", {"pooling": "answer_max"}),
+    "probe_ensemble": (f"{_PROBES}:ProbeEnsemble", {}),
+    "probe_logprob": (f"{_PROBES}:ProbeAndLogprob", {}),
+    "saplma": ("tracestore.published.saplma:Saplma", {}),
+    "pooled_mlp": ("tracestore.published.pooled_mlp:PooledMLP", {}),
+}
 
 
 @dataclass(frozen=True)
