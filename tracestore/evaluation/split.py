@@ -70,7 +70,7 @@ def fold_keys(keys: Sequence[str], labels: Sequence[float], num_folds: int, seed
     Every key is tested in exactly one fold; one in six of the others validates. Both are
     stratified by class. A pure function of keys, labels and seed; see `split_keys`.
     """
-    counts = _class_counts(keys, labels)
+    counts = class_counts_of(keys, labels)
     fold_of = assign_balanced(counts, num_folds, seed)
     folds = []
     for fold in range(num_folds):
@@ -105,7 +105,7 @@ def inner_bins(
         ``(n,)`` int64, from 0.
     """
     keys = trace_keys(store, indices, keep_together)
-    bin_of = assign_balanced(_class_counts(keys, labels), num_bins, f"{seed}/inner")
+    bin_of = assign_balanced(class_counts_of(keys, labels), num_bins, f"{seed}/inner")
     return np.array([bin_of[key] for key in keys], np.int64)
 
 
@@ -117,7 +117,7 @@ def trace_keys(store: TraceStore, indices: np.ndarray, keep_together: str) -> li
     return question_keys(questions, [store.group(int(k)) for k in indices])
 
 
-def _class_counts(keys: Sequence[str], labels: Sequence[float] | np.ndarray) -> dict[str, tuple[int, int]]:
+def class_counts_of(keys: Sequence[str], labels: Sequence[float] | np.ndarray) -> dict[str, tuple[int, int]]:
     """Return the numbers of correct and hallucinated traces of each key."""
     classes: dict[str, list[int]] = {}
     for key, label in zip(keys, labels, strict=True):

@@ -106,7 +106,8 @@ class LLMCheck(Detector):
             if is_hidden
             else features(store, "attention")["attention_logdet"].sum(2)
         )
-        return values[indices].astype(np.float64)
+        chosen: np.ndarray = values[indices].astype(np.float64)
+        return chosen
 
     def fit(self, store: TraceStore, indices: np.ndarray, labels: np.ndarray) -> Self:
         """Choose the layer and the sign."""
