@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from tracestore.detectors.catalog import make_detector
+from tracestore.detectors.catalog import catalog, make_detector
 from tracestore.detectors.interface import Detector
 from tracestore.errors import RunInterruptedError, TracestoreError
 from tracestore.evaluation.metrics import probability
@@ -88,7 +88,9 @@ def measure_detector(name: str, data: LabeledStore, others: Sequence[LabeledStor
     """
     result = Measured(name)
     start = _memory_at_start()
-    with threadpool_limits(1), PeakMemoryMonitor() as monitor:
+    # One thread, so that results do not depend on the processors; the models of `train` keep all threads.
+    threads = None if catalog()[name].is_torch_model else 1
+    with threadpool_limits(threads), PeakMemoryMonitor() as monitor:
         try:
             for scheme, folds in data.folds.items():
                 _cross_validate(result, data, scheme, folds, seed)

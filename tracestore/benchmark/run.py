@@ -169,7 +169,7 @@ def _labeled(name: str, store: TraceStore, targets: np.ndarray, folds: FrozenFol
     return LabeledStore(name, store, indices, (targets[indices] >= 0.5).astype(np.int64), by_scheme)
 
 
-def _with_controls(names: Sequence[str], log: Log) -> list[str]:
+def _with_controls(names: Sequence[str]) -> list[str]:
     """Return the names of the detectors that are wanted or controls, in the order of the catalog."""
     found = []
     for name, entry in catalog().items():
@@ -185,7 +185,7 @@ def _run_store(
 ) -> tuple[dict[str, Any], list[Measured]]:
     """Return the entry of a store in the results, and the scores of the detectors that could run."""
     skipped, runnable, info = {}, [], {}
-    for name in _with_controls(options.detectors, log):
+    for name in _with_controls(options.detectors):
         try:
             detector = make_detector(name)
             reason = next((m for s in (data, *others) for m in missing_fields(s.store, detector.fields)), None)

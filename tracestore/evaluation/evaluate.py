@@ -86,7 +86,8 @@ class BootstrapResampler:
         self.y = y = np.concatenate([r.y for r in runs])[first]
         question = np.concatenate([r.question for r in runs])[first]
         if by == "group":
-            question = np.array(question_keys(question, np.concatenate([r.group for r in runs])[first]), dtype=object)
+            groups = np.concatenate([r.group for r in runs])[first]
+            question = np.array(question_keys(question.tolist(), groups.tolist()), dtype=object)
         numbers: dict[str, int] = {}
         self.clusters = np.array([numbers.setdefault(q, len(numbers)) for q in question])
         self.strata = 4 * fold + metrics.class_strata(y, self.clusters)

@@ -20,7 +20,7 @@ def risk_coverage_area(y: np.ndarray, score: np.ndarray) -> float:
 
     References
     ----------
-    Geifman and El-Yaniv 2017, "Selective Classification for Deep Neural Networks", section 2.
+    Geifman and El-Yaniv 2017, "Selective Classification for Deep Neural Networks".
     """
     _, inverse, counts = np.unique(score, return_inverse=True, return_counts=True)
     # A trace counts with the share of hallucinations among all traces of its score.
@@ -42,7 +42,7 @@ def prediction_rejection_ratio(y: np.ndarray, score: np.ndarray) -> float:
 
     References
     ----------
-    Malinin et al. 2020, "Uncertainty Estimation in Autoregressive Structured Prediction", appendix B.
+    Malinin and Gales 2021, "Uncertainty Estimation in Autoregressive Structured Prediction".
     """
     if not 0 < y.sum() < len(y):
         return float("nan")

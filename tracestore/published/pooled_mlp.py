@@ -26,7 +26,7 @@ _DEPTHS = (0.4, 0.6, 0.8)
 
 
 class PooledNetwork(nn.Module):
-    """h_t = relu(U x_t + b), p = sum_t softmax_t(v h_t) h_t, logit = w p + c, with standardized inputs x_t."""
+    """h_t = relu(U x_t + b), p = sum_t softmax_t(v h_t) h_t, logit = w p + c, for standardized x_t."""
 
     mean: torch.Tensor
     std: torch.Tensor
@@ -37,15 +37,19 @@ class PooledNetwork(nn.Module):
         self.register_buffer("std", std)
         self.encode = nn.Linear(len(mean), hidden)
         self.attend = nn.Linear(hidden, 1)
-        self.drop_inputs, self.drop_pooled = nn.Dropout(_DROPOUT), nn.Dropout(_DROPOUT)
+        self.drop = nn.Dropout(_DROPOUT)
         self.head = nn.Linear(hidden, 1)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return logits (B,) of padded tokens x (B, T, columns), where mask (B, T) is True for tokens."""
-        h = F.relu(self.encode(self.drop_inputs((x - self.mean) / self.std)))
+        return self.pool((x - self.mean) / self.std, mask)
+
+    def pool(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return the logits of tokens that are standardized already."""
+        h = self.drop(F.relu(self.encode(x)))
         weights = self.attend(h).squeeze(2).masked_fill(~mask, -torch.inf).softmax(1)
         pooled = (weights.unsqueeze(2) * h).sum(1)
-        logits: torch.Tensor = self.head(self.drop_pooled(pooled)).squeeze(1)
+        logits: torch.Tensor = self.head(self.drop(pooled)).squeeze(1)
         return logits
 
 
@@ -132,6 +136,8 @@ def _train(
     optimizer = Adam(network.parameters(), lr=_LEARNING_RATE, weight_decay=_WEIGHT_DECAY)
     guard = OOMGuard(network, optimizer)
     train, held_out = is_train.nonzero().squeeze(1), (~is_train).nonzero().squeeze(1)
+    x = (x - network.mean) / network.std
+    lengths = mask.sum(1)
     best, best_loss = copy.deepcopy(network.state_dict()), float("inf")
     for _ in range(epochs):
         network.train()
@@ -139,12 +145,14 @@ def _train(
 
             def loss(begin: int, end: int, batch: torch.Tensor = batch) -> torch.Tensor:
                 part = batch[begin:end]
-                return F.binary_cross_entropy_with_logits(network(x[part], mask[part]), y[part])
+                longest = int(lengths[part].max())
+                logits = network.pool(x[part, :longest], mask[part, :longest])
+                return F.binary_cross_entropy_with_logits(logits, y[part])
 
             guard.step(len(batch), loss)
         network.eval()
         with torch.no_grad():
-            logits = network(x[held_out], mask[held_out])
+            logits = network.pool(x[held_out], mask[held_out])
             value = float(F.binary_cross_entropy_with_logits(logits, y[held_out]))
         if value < best_loss:
             best, best_loss = copy.deepcopy(network.state_dict()), value
