@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tracestore.evaluation.clusters import Resampling, compare_pairs, jackknife_error, jackknife_interval, jackknife_p
+from tracestore.evaluation.clusters import (
+    Resampling,
+    bootstrap_wald_p,
+    compare_pairs,
+    jackknife_error,
+    jackknife_interval,
+    jackknife_p,
+)
 from tracestore.evaluation.evaluate import RunScores
 from tracestore.evaluation.metrics import auroc
 from tracestore.evaluation.significance import holm
@@ -91,6 +98,13 @@ def test_pairs_are_adjusted_by_holm(unit):
         assert pair["interval"][0] < pair["difference"] < pair["interval"][1]
     same = compare_pairs({"a": Resampling(models["a"], unit, 0), "b": Resampling(models["a"], unit, 0)})
     assert same[0]["difference"] == 0 and same[0]["p"] == 1
+
+
+def test_p_value_of_the_bootstrap_is_finer_than_its_resamples():
+    values = np.random.default_rng(0).normal(0.3, 0.05, 2000)
+    assert bootstrap_wald_p(0.3, values) == pytest.approx(2 * stats.norm.sf(0.3 / values.std(ddof=1)))
+    assert bootstrap_wald_p(0.3, values) < 1e-6
+    assert bootstrap_wald_p(0.0, np.zeros(9)) == 1 and bootstrap_wald_p(0.1, np.full(9, 0.1)) == 0
 
 
 def test_p_values_by_group_are_uniform_without_a_difference():

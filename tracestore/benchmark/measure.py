@@ -62,7 +62,9 @@ class Measured:
     provenance : dict
         What the detector reads.
     fit_s, score_s : float
-        Seconds of all fits and scorings.
+        Wall seconds of all fits and scorings.
+    cpu_s : float
+        Processor seconds of the same.
     peak_bytes : int
         Peak of the memory of the process above that before its first detector, without mapped files.
     error : str or None
@@ -77,6 +79,7 @@ class Measured:
     provenance: dict[str, Any] = field(default_factory=dict)
     fit_s: float = 0.0
     score_s: float = 0.0
+    cpu_s: float = 0.0
     peak_bytes: int = 0
     error: str | None = None
 
@@ -87,7 +90,7 @@ def measure_detector(name: str, data: LabeledStore, others: Sequence[LabeledStor
     An error of the detector is returned, not raised, so that it hinders no other detector.
     """
     result = Measured(name)
-    start = _memory_at_start()
+    start, cpu = _memory_at_start(), time.process_time()
     # One thread, so that results do not depend on the processors; the models of `train` keep all threads.
     threads = None if catalog()[name].is_torch_model else 1
     with threadpool_limits(threads), PeakMemoryMonitor() as monitor:
@@ -101,6 +104,7 @@ def measure_detector(name: str, data: LabeledStore, others: Sequence[LabeledStor
         except Exception as error:
             text = str(error) if isinstance(error, TracestoreError) else f"{type(error).__name__}: {error}"
             result.error = " ".join(text.split())
+    result.cpu_s = time.process_time() - cpu
     result.peak_bytes = max(0, monitor.peak.anonymous - start.anonymous)
     return result
 

@@ -60,6 +60,7 @@ def evaluate(measured: Measured, data: LabeledStore, seed: int) -> dict[str, Any
         "provenance": measured.provenance,
         "fit_s": measured.fit_s,
         "score_s": measured.score_s,
+        "cpu_s": measured.cpu_s,
         "peak_bytes": measured.peak_bytes,
     }
 

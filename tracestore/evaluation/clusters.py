@@ -4,6 +4,7 @@ By question, and with at least 100 groups: the bootstrap. With fewer groups, who
 a delete-one-group jackknife with Student's t.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 
 from tracestore.evaluation.evaluate import BootstrapResampler, RunScores
 from tracestore.evaluation.metrics import LEVEL, percentile_interval
-from tracestore.evaluation.significance import bootstrap_p, holm
+from tracestore.evaluation.significance import holm
 
 # With fewer groups there is a jackknife instead of a bootstrap, and below the second number neither.
 BOOTSTRAP_GROUPS, MIN_GROUPS = 100, 5
@@ -62,7 +63,7 @@ def jackknife_error(values: np.ndarray) -> float:
 
     References
     ----------
-    Efron and Tibshirani 1993, "An Introduction to the Bootstrap", equation 11.5.
+    Efron and Tibshirani 1993, "An Introduction to the Bootstrap", chapter 11.
     """
     count = len(values)
     return float(np.sqrt((count - 1) / count * np.square(values - values.mean()).sum()))
@@ -87,6 +88,22 @@ def jackknife_p(difference: float, values: np.ndarray) -> float:
     return float(2 * t.sf(abs(difference) / error, len(values) - 1))
 
 
+def bootstrap_wald_p(difference: float, values: np.ndarray) -> float:
+    """Return the two-sided p value of a zero difference, from a normal distribution with the bootstrap's standard error.
+
+    The share of resamples on one side of 0 has a resolution of 0.001, too coarse for Holm's correction over the pairs
+    of 20 detectors.
+
+    References
+    ----------
+    Efron and Tibshirani 1993, "An Introduction to the Bootstrap".
+    """
+    error = float(values.std(ddof=1))
+    if error < 1e-12:
+        return 1.0 if abs(difference) < 1e-12 else 0.0
+    return math.erfc(abs(difference) / (error * math.sqrt(2)))
+
+
 def compare_pairs(found: Mapping[str, Resampling]) -> list[dict[str, Any]]:
     """Compare every pair of detectors that were tested on the same traces.
 
@@ -108,7 +125,7 @@ def compare_pairs(found: Mapping[str, Resampling]) -> list[dict[str, Any]]:
         if found[a].method is None:
             pair |= dict.fromkeys(("interval", "p", "p_holm"))
         elif found[a].method == "bootstrap":
-            pair |= {"interval": list(percentile_interval(values)), "p": bootstrap_p(values)}
+            pair |= {"interval": list(percentile_interval(values)), "p": bootstrap_wald_p(difference, values)}
         else:
             pair |= {"interval": list(jackknife_interval(difference, values)), "p": jackknife_p(difference, values)}
         pairs.append(pair)
