@@ -174,11 +174,11 @@ def test_combination_is_a_regression_on_cross_fitted_logits(store):
 
 def test_saplma_is_the_network_of_its_weights(store):
     detector = make("saplma").fit(store, TRAIN, LABELS[TRAIN])
-    (layer,), network = detector.chosen["layers"], detector._network
-    assert [w.shape for w in network.coefs_] == [(8, 256), (256, 128), (128, 64), (64, 1)]
+    (layer,), network = detector.chosen["layers"], detector._network[2:]
+    assert [w.shape for w in network[::2]] == [(8, 256), (256, 128), (128, 64), (64, 1)]
     last = np.stack([t.last_token[layer].astype("f8") for t in store])
     h = (last - last[TRAIN].mean(0)) / last[TRAIN].std(0)
-    for k, (weight, bias) in enumerate(zip(network.coefs_, network.intercepts_, strict=True)):
+    for k, (weight, bias) in enumerate(zip(network[::2], network[1::2], strict=True)):
         h = h @ weight + bias
         h = np.maximum(h, 0) if k < 3 else h
     np.testing.assert_allclose(detector.score(store, TEST), h[TEST, 0], rtol=1e-4, atol=1e-4)

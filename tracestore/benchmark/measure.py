@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,13 @@ from threadpoolctl import threadpool_limits
 
 from tracestore.detectors.catalog import catalog, make_detector
 from tracestore.detectors.interface import Detector
-from tracestore.errors import RunInterruptedError, TracestoreError
-from tracestore.evaluation.metrics import probability
+from tracestore.detectors.saved import content
+from tracestore.errors import RunInterruptedError, TracestoreError, UsageError
+from tracestore.evaluation.metrics import probability, youden_threshold
 from tracestore.oom.limits import MemoryUse, PeakMemoryMonitor, memory_use
 from tracestore.published.linear import fit_linear
 from tracestore.store.read.store import TraceStore
+from tracestore.train.checkpoint import save_checkpoint
 
 # Platt scaling is nearly unregularized.
 _PLATT_C = 1000.0
@@ -67,6 +70,8 @@ class Measured:
         Processor seconds of the same.
     peak_bytes : int
         Peak of the memory of the process above that before its first detector, without mapped files.
+    unsaved : str or None
+        Why there is no checkpoint.
     error : str or None
         Why there are no scores.
     """
@@ -81,11 +86,14 @@ class Measured:
     score_s: float = 0.0
     cpu_s: float = 0.0
     peak_bytes: int = 0
+    unsaved: str | None = None
     error: str | None = None
 
 
-def measure_detector(name: str, data: LabeledStore, others: Sequence[LabeledStore], seed: int) -> Measured:
-    """Fit and score a detector on every fold, and on all traces for the other stores.
+def measure_detector(
+    name: str, data: LabeledStore, others: Sequence[LabeledStore], seed: int, checkpoint: Path | None = None
+) -> Measured:
+    """Fit and score a detector on every fold, and on all traces for the other stores and for a checkpoint.
 
     An error of the detector is returned, not raised, so that it hinders no other detector.
     """
@@ -97,8 +105,8 @@ def measure_detector(name: str, data: LabeledStore, others: Sequence[LabeledStor
         try:
             for scheme, folds in data.folds.items():
                 _cross_validate(result, data, scheme, folds, seed)
-            for other in others:
-                _transfer(result, data, other, seed)
+            if others or checkpoint is not None:
+                _use_all(result, data, others, seed, checkpoint)
         except (RunInterruptedError, KeyboardInterrupt):
             raise
         except Exception as error:
@@ -151,11 +159,33 @@ def _cross_validate(result: Measured, data: LabeledStore, scheme: str, folds: np
     result.scores[scheme], result.probabilities[scheme], result.chosen[scheme] = scores, p, chosen
 
 
-def _transfer(result: Measured, data: LabeledStore, other: LabeledStore, seed: int) -> None:
-    scheme = "group" if "group" in data.folds else "question"
-    detector = _fitted(result, data, np.arange(len(data.y)), scheme, seed)
-    detector.check(other.store)
-    result.transfer[other.name] = _scored(result, detector, other, np.arange(len(other.y)))
+def _use_all(
+    result: Measured, data: LabeledStore, others: Sequence[LabeledStore], seed: int, checkpoint: Path | None
+) -> None:
+    """Fit the detector to all labeled traces, score the other stores, and save it."""
+    scheme, rows = ("group" if "group" in data.folds else "question"), np.arange(len(data.y))
+    detector = _fitted(result, data, rows, scheme, seed)
+    for other in others:
+        detector.check(other.store)
+        result.transfer[other.name] = _scored(result, detector, other, np.arange(len(other.y)))
+    if checkpoint is None:
+        return
+    slope, intercept = 1.0, 0.0
+    if not detector.gives_logits:
+        scores = _scored(result, detector, data, rows)
+        known = ~np.isnan(scores)
+        platt = fit_linear(scores[known, None], data.y[known], _PLATT_C)
+        slope = float(platt.weight[0] / platt.scale[0])
+        intercept = platt.intercept - slope * float(platt.mean[0])
+    # The threshold comes from the out-of-fold probabilities.
+    p = result.probabilities["question"]
+    known = ~np.isnan(p)
+    threshold = np.clip(youden_threshold(data.y[known], p[known]), 1e-12, 1 - 1e-12)
+    logit = float(np.log(threshold) - np.log1p(-threshold))
+    try:
+        save_checkpoint(checkpoint, content(result.name, detector, data.store, slope, intercept, logit))
+    except UsageError as error:
+        result.unsaved = str(error)
 
 
 def _probability(logits: np.ndarray) -> np.ndarray:
@@ -195,14 +225,20 @@ def external_scores(name: str, data: LabeledStore, scores: np.ndarray) -> Measur
 
 
 def measure_all(
-    names: Sequence[str], data: LabeledStore, others: Sequence[LabeledStore], seed: int, workers: int
+    names: Sequence[str],
+    data: LabeledStore,
+    others: Sequence[LabeledStore],
+    seed: int,
+    workers: int,
+    checkpoints: Path | None = None,
 ) -> Iterator[Measured]:
     """Yield the result of every detector in the order of their names, computed by so many processes side by side."""
+    jobs = [(n, data, others, seed, None if checkpoints is None else checkpoints / f"{n}.pt") for n in names]
     if workers == 1 or len(names) == 1:
-        yield from (measure_detector(name, data, others, seed) for name in names)
+        yield from (measure_detector(*job) for job in jobs)
         return
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        futures = [pool.submit(measure_detector, name, data, others, seed) for name in names]
+        futures = [pool.submit(measure_detector, *job) for job in jobs]
         try:
             for future in futures:
                 yield future.result()

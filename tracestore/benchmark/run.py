@@ -51,6 +51,8 @@ class BenchmarkOptions:
         Processes that run detectors side by side.
     folds_dir : Path, optional
         Folder of the files of folds. Default: the output folder.
+    save_detectors : bool
+        Fit each detector to all labeled traces too, and write it to checkpoints/NAME.pt for ``tracestore predict``.
     overwrite : bool
         Replace earlier results. Folds are never replaced.
     allow_mixed_provenance : bool
@@ -64,6 +66,7 @@ class BenchmarkOptions:
     scores: Mapping[str, Path] = field(default_factory=dict)
     workers: int = 1
     folds_dir: Path | None = None
+    save_detectors: bool = False
     overwrite: bool = False
     allow_mixed_provenance: bool = False
 
@@ -138,7 +141,9 @@ def _run(opened: dict[str, TraceStore], output_dir: Path, options: BenchmarkOpti
     results: dict[str, Any] = {"config": _config(options), "stores": {}, "transfer": []}
     for name, of_store in data.items():
         others = [other for other in data.values() if other.name != name]
-        entry, measured = _run_store(of_store, others, folds[name], options, log)
+        folder = output_dir / ("checkpoints" if len(data) == 1 else f"checkpoints-{name}")
+        checkpoints = folder if options.save_detectors else None
+        entry, measured = _run_store(of_store, others, folds[name], options, checkpoints, log)
         results["stores"][name] = entry
         write_scores(output_dir / (SCORES if len(data) == 1 else f"scores-{name}.csv"), of_store, measured)
         for other in others:
@@ -181,7 +186,12 @@ def _with_controls(names: Sequence[str]) -> list[str]:
 
 
 def _run_store(
-    data: LabeledStore, others: Sequence[LabeledStore], folds: FrozenFolds, options: BenchmarkOptions, log: Log
+    data: LabeledStore,
+    others: Sequence[LabeledStore],
+    folds: FrozenFolds,
+    options: BenchmarkOptions,
+    checkpoints: Path | None,
+    log: Log,
 ) -> tuple[dict[str, Any], list[Measured]]:
     """Return the entry of a store in the results, and the scores of the detectors that could run."""
     skipped, runnable, info = {}, [], {}
@@ -204,13 +214,13 @@ def _run_store(
     features_s = time.perf_counter() - start
     log(f"features of all layers: {features_s:.1f} s")
     measured = []
-    for result in measure_all(runnable, data, others, options.seed, options.workers):
+    for result in measure_all(runnable, data, others, options.seed, options.workers, checkpoints):
         if result.error is not None:
             skipped[result.name] = result.error
             log(f"{result.name}: {result.error}")
             continue
         measured.append(result)
-        log(f"{result.name}: {result.fit_s + result.score_s:.1f} s")
+        log(f"{result.name}: {result.fit_s + result.score_s:.1f} s{f'; {result.unsaved}' if result.unsaved else ''}")
     for name, path in options.scores.items():
         measured.append(external_scores(name, data, _read_external(path, data)))
         info[name] = {"kind": "external", "summary": path.name, "package": ""}

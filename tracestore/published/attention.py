@@ -5,10 +5,9 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from tracestore.detectors.interface import Detector
 from tracestore.evaluation.split import inner_bins
 from tracestore.features.table import DEFAULT_TOP_K, features
-from tracestore.published.linear import INNER_BINS, Linear, choose, fit_linear
+from tracestore.published.linear import INNER_BINS, Fitted, Linear, choose, fit_linear
 from tracestore.published.probes import usable
 from tracestore.store.read.store import TraceStore
 
@@ -18,7 +17,7 @@ _GRID = (0.001, 0.01, 0.1, 1.0, 10.0)
 
 
 @dataclass
-class MapRegression(Detector):
+class MapRegression(Fitted):
     """Base of logistic regressions on features of all attention maps."""
 
     _model: Linear | None = field(default=None, init=False, repr=False)

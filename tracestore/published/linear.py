@@ -1,10 +1,12 @@
 """Standardization and logistic regression, with layer and regularization chosen inside of the training split."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
+from tracestore.detectors.interface import Detector
 from tracestore.errors import TrainingError
 from tracestore.evaluation.metrics import auroc
 
@@ -37,6 +39,37 @@ class Linear:
         out = np.full(len(x), np.nan)
         out[finite] = (x[finite] - self.mean) / self.scale @ self.weight + self.intercept
         return out
+
+
+class Fitted(Detector):
+    """Base of detectors whose fitted values are the private fields of a dataclass: plain values, arrays and `Linear`."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the fitted values by name."""
+        return {f.name: _encode(getattr(self, f.name)) for f in fields(self) if not f.init}  # type: ignore[arg-type]
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restore the fitted values."""
+        names = [f.name for f in fields(self) if not f.init]  # type: ignore[arg-type]
+        if sorted(names) != sorted(state):
+            raise ValueError("other names")
+        for name in names:
+            setattr(self, name, _decode(state[name]))
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, Linear):
+        return {"linear": [value.mean, value.scale, value.weight, value.intercept]}
+    return [_encode(item) for item in value] if isinstance(value, list) else value
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, dict) and set(value) == {"linear"}:
+        mean, scale, weight, intercept = value["linear"]
+        if not mean.shape == scale.shape == weight.shape == (len(weight),):
+            raise ValueError("other shapes")
+        return Linear(mean, scale, weight, float(intercept))
+    return [_decode(item) for item in value] if isinstance(value, list) else value
 
 
 def fit_linear(x: np.ndarray, y: np.ndarray, c: float, *, is_exact: bool = True) -> Linear:

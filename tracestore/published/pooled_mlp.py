@@ -113,6 +113,21 @@ class PooledMLP(Detector):
             out[part] = np.where(np.isfinite(logits), logits, np.nan)
         return out
 
+    def state(self) -> dict[str, Any]:
+        """Return the weights of the networks."""
+        return {"models": [{k: v.numpy() for k, v in m.state_dict().items()} for m in self._models]}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restore the weights of the networks."""
+        self._models = []
+        for arrays in state["models"]:
+            weights = {name: torch.from_numpy(array) for name, array in arrays.items()}
+            hidden, columns = weights["encode.weight"].shape
+            with torch.device("meta"):
+                network = PooledNetwork(torch.empty(columns), torch.empty(columns), hidden)
+            network.load_state_dict(weights, assign=True)
+            self._models.append(network.eval())
+
     @property
     def chosen(self) -> dict[str, Any]:
         """Nothing is chosen besides the epoch."""

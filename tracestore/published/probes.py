@@ -5,12 +5,11 @@ from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 
-from tracestore.detectors.interface import Detector
 from tracestore.errors import TrainingError
 from tracestore.evaluation.split import inner_bins
 from tracestore.features.table import features
 from tracestore.features.tokens import STATISTICS
-from tracestore.published.linear import INNER_BINS, Linear, choose, cross_fitted_logits, fit_linear
+from tracestore.published.linear import INNER_BINS, Fitted, Linear, choose, cross_fitted_logits, fit_linear
 from tracestore.store.read.store import TraceStore
 
 Pooling = Literal["last", "prompt_last", "answer_mean", "answer_max"]
@@ -30,7 +29,7 @@ def usable(y: np.ndarray, is_present: np.ndarray, what: str) -> np.ndarray:
 
 
 @dataclass
-class LayerProbe(Detector):
+class LayerProbe(Fitted):
     """Logistic regression on the hidden states of one layer.
 
     Parameters
@@ -132,7 +131,7 @@ def _mean_logprob(store: TraceStore) -> np.ndarray:
 
 
 @dataclass
-class ProbeEnsemble(Detector):
+class ProbeEnsemble(Fitted):
     """Mean logit of the logistic regressions of all layers.
 
     Parameters

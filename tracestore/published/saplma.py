@@ -6,11 +6,10 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from tracestore.detectors.interface import Detector
 from tracestore.evaluation.metrics import auroc
 from tracestore.evaluation.split import inner_bins
 from tracestore.features.table import features
-from tracestore.published.linear import INNER_BINS
+from tracestore.published.linear import INNER_BINS, Fitted
 from tracestore.published.probes import usable
 from tracestore.store.read.store import TraceStore
 
@@ -19,7 +18,7 @@ _BATCH_SIZE, _LEARNING_RATE = 32, 0.001
 
 
 @dataclass
-class Saplma(Detector):
+class Saplma(Fitted):
     """SAPLMA: a feed-forward network (256, 128, 64) on the last token of one layer, trained for five epochs with Adam.
 
     The layer is one of five: the last one, and those at 1/2, 5/8, 3/4 and 7/8 of the depth. Inputs are standardized,
@@ -31,8 +30,7 @@ class Saplma(Detector):
     """
 
     epochs: int = 5
-    _scaler: Any = field(default=None, init=False, repr=False)
-    _network: Any = field(default=None, init=False, repr=False)
+    _network: "list[np.ndarray]" = field(default_factory=list, init=False, repr=False)
     _layer: int = field(default=0, init=False, repr=False)
 
     fields: ClassVar[tuple[str, ...]] = ("last_token",)
@@ -41,7 +39,8 @@ class Saplma(Detector):
     reference: ClassVar[str] = "Azaria and Mitchell 2023, arXiv:2304.13734"
     source: ClassVar[str] = "by formula"
 
-    def _train(self, x: np.ndarray, y: np.ndarray) -> tuple[Any, Any]:
+    def _train(self, x: np.ndarray, y: np.ndarray) -> list[np.ndarray]:
+        """Return mean and scale of the inputs, then weights and biases of each layer."""
         from sklearn.exceptions import ConvergenceWarning
         from sklearn.neural_network import MLPClassifier
         from sklearn.preprocessing import StandardScaler
@@ -58,7 +57,9 @@ class Saplma(Detector):
         with warnings.catch_warnings():
             # Five epochs are meant.
             warnings.simplefilter("ignore", ConvergenceWarning)
-            return scaler, network.fit(scaler.transform(x), y)
+            network.fit(scaler.transform(x), y)
+        pairs = zip(network.coefs_, network.intercepts_, strict=True)
+        return [scaler.mean_, scaler.scale_, *(array for pair in pairs for array in pair)]
 
     def fit(self, store: TraceStore, indices: np.ndarray, labels: np.ndarray) -> Self:
         """Choose the layer by cross-validation on the traces, then train on all of them."""
@@ -76,28 +77,29 @@ class Saplma(Detector):
                 inside = bins == b
                 if 0 < y[~inside].sum() < (~inside).sum():
                     model = self._train(states[layer, rows[~inside]], y[~inside])
-                    values.append(auroc(y[inside], _logits(*model, states[layer, rows[inside]])))
+                    values.append(auroc(y[inside], _logits(model, states[layer, rows[inside]])))
             return float(np.nanmean(values))
 
         self._layer = max(candidates, key=validated) if len(candidates) > 1 else candidates[0]
-        self._scaler, self._network = self._train(states[self._layer, rows], y)
+        self._network = self._train(states[self._layer, rows], y)
         return self
 
     def score(self, store: TraceStore, indices: np.ndarray) -> np.ndarray:
         """Return logits."""
-        return _logits(self._scaler, self._network, features(store, "last")["last"][self._layer, indices])
+        return _logits(self._network, features(store, "last")["last"][self._layer, indices])
 
     @property
     def chosen(self) -> dict[str, Any]:
         """The layer."""
-        return {} if self._network is None else {"layers": [self._layer]}
+        return {"layers": [self._layer]} if self._network else {}
 
 
-def _logits(scaler: Any, network: Any, x: np.ndarray) -> np.ndarray:
+def _logits(network: list[np.ndarray], x: np.ndarray) -> np.ndarray:
     """Return the logits of the network; NaN for rows with NaN or infinite values."""
     finite = np.isfinite(x).all(1)
+    h = (x[finite] - network[0]) / network[1]
+    for k in range(2, len(network), 2):
+        h = (np.maximum(h, 0) if k > 2 else h) @ network[k] + network[k + 1]
     out = np.full(len(x), np.nan)
-    if finite.any():
-        p = np.clip(network.predict_proba(scaler.transform(x[finite]))[:, 1].astype(np.float64), 1e-7, 1 - 1e-7)
-        out[finite] = np.log(p) - np.log1p(-p)
+    out[finite] = h[:, 0]
     return out

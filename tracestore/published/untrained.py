@@ -5,10 +5,10 @@ from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 
-from tracestore.detectors.interface import Detector
 from tracestore.evaluation.metrics import auroc
 from tracestore.features.table import features
 from tracestore.features.tokens import STATISTICS
+from tracestore.published.linear import Fitted
 from tracestore.published.probes import usable
 from tracestore.store.read.store import TraceStore
 
@@ -24,7 +24,7 @@ _REFERENCES = {
 
 
 @dataclass
-class TokenStatistic(Detector):
+class TokenStatistic(Fitted):
     """A statistic of the answer's tokens.
 
     Parameters
@@ -66,7 +66,7 @@ class TokenStatistic(Detector):
 
 
 @dataclass
-class LLMCheck(Detector):
+class LLMCheck(Fitted):
     """LLM-Check: a log-determinant of the hidden states or the attention of one layer.
 
     The layer and the sign are those with the largest |AUROC - 0.5| on the training traces.
@@ -130,7 +130,7 @@ class LLMCheck(Detector):
 
 
 @dataclass
-class GroupRate(Detector):
+class GroupRate(Fitted):
     """Share of hallucinations among the training traces of the same group.
 
     A group that training has not seen gets the share of all training traces.

@@ -48,6 +48,9 @@ def add_arguments(parser: Parser) -> None:
     add("--score", metavar="NAME", help="named score that labels are derived from (default: the store's)")
     add("--score-threshold", type=float, default=DEFAULT_THRESHOLD, help="label 1 (hallucination) where score < this")
     add("--workers", type=positive_int, metavar="N", help="processes side by side (default: processors, at most 4)")
+    add(
+        "--save-detectors", action="store_true", help="write detectors for tracestore predict to OUTPUT_DIR/checkpoints"
+    )
     add("--overwrite", action="store_true", help="replace earlier results; folds are never replaced")
     add_allow_mixed_provenance(parser)
 
@@ -76,6 +79,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
         scores=scores,
         workers=args.workers or min(4, num_processors()),
         folds_dir=args.folds_dir,
+        save_detectors=args.save_detectors,
         overwrite=args.overwrite,
         allow_mixed_provenance=args.allow_mixed_provenance,
     )
