@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from tracestore.errors import MissingExtraError
 
-_TRAIN = ("torch", "torch_geometric", "matplotlib", "psutil")
+_TRAIN = ("torch", "torch_geometric", "matplotlib", "psutil", "sklearn")
 # Modules of each extra. If several extras contain a module, errors name the first one unless the
 # caller names another.
 EXTRAS: dict[str, tuple[str, ...]] = {

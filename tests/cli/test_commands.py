@@ -41,6 +41,10 @@ USAGE_ERRORS = {
     "train --store nowhere.zarr": "nowhere.zarr: no such store",
     "train --store tests --no-run-lstm --no-run-gnn-det --no-run-gvae": "every model is switched off",
     "train --preprocessed-dir old": "python -m tracestore.convert old store.zarr; then: tracestore train --store store.zarr",
+    "detectors nowhere.zarr": "nowhere.zarr: no such store",
+    "benchmark nowhere.zarr": "nowhere.zarr: no such store",
+    "benchmark tests --scores judge": "--scores judge: expected NAME=FILE.csv",
+    "benchmark tests --detectors nowhere": "no detector nowhere, expected all, features",
     "predict --store s.zarr": "the following arguments are required: --checkpoint",
     "predict --store s.zarr --checkpoint nowhere.pt": "nowhere.pt: no such checkpoint",
     "compare results": "at least two runs",
@@ -104,7 +108,8 @@ def test_completion_script_completes_commands(shell, tmp_path):
         assert done.stdout == "verify\n"
 
 
-def test_every_command_prints_one_json_document(store_path, tiny_model, tmp_path):
+def test_every_command_prints_one_json_document(store_path, tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACESTORE_CACHE_DIR", str(tmp_path / "cache"))
     scores = write_scores(tmp_path / "scores.csv", {"q0": 0.5})
     write_pickle(tmp_path / "a.pkl", make_traces(3))
     labeled = write_labeled(tmp_path / "labeled.zarr")
@@ -133,6 +138,8 @@ def test_every_command_prints_one_json_document(store_path, tiny_model, tmp_path
         "subset": [store_path, tmp_path / "part.zarr", "--segments", "0"],
         "export": [store_path, tmp_path / "out"],
         "plan": [store_path, "--model", "lstm_solo"],
+        "detectors": [store_path],
+        "benchmark": [labeled, "--detectors", "probe_last", "--workers", 1, "--output-dir", tmp_path / "benchmark"],
     }
     # serve runs until interrupted: tests/serve; push and pull need a server: tests/hub.
     assert sorted({*usages, "serve", "push", "pull"}) == sorted(WITH_JSON)

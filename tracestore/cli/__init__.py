@@ -35,6 +35,8 @@ COMMANDS = {
     "plan": "measure training: memory, time per epoch, the largest batch that fits",
     "train": "train hallucination detectors on a store",
     "predict": "score every trace with a trained detector",
+    "detectors": "list the detectors that benchmark compares",
+    "benchmark": "compare detectors on frozen folds, with controls and tests",
     "compare": "test the differences between training runs",
     "extract": "record traces of a language model that answers questions",
     "doctor": "check versions, processor, memory, limits and disk, with advice",

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.evaluation import metrics
+from tracestore.split import question_keys
 from tracestore.store.read.store import TraceStore
 
 
@@ -69,19 +70,24 @@ class BootstrapResampler:
     ----------
     runs : sequence of RunScores
     seed : int
+    by : {"question", "group"}
+        The traces that are drawn together. With "group" a trace without a group stands for its question.
 
     References
     ----------
     Forman and Scholz 2010, "Apples-to-Apples in Cross-Validation Studies".
     """
 
-    def __init__(self, runs: Sequence[RunScores], seed: int) -> None:
+    def __init__(self, runs: Sequence[RunScores], seed: int, by: str = "question") -> None:
         self.runs, self.seed = runs, seed
         # Each trace once, even where several runs score it.
         self.trace, first = np.unique(np.concatenate([r.trace for r in runs]), return_index=True)
         fold = np.concatenate([np.full(len(r.trace), r.fold) for r in runs])[first]
         self.y = y = np.concatenate([r.y for r in runs])[first]
         question = np.concatenate([r.question for r in runs])[first]
+        if by == "group":
+            groups = np.concatenate([r.group for r in runs])[first]
+            question = np.array(question_keys(question.tolist(), groups.tolist()), dtype=object)
         numbers: dict[str, int] = {}
         self.clusters = np.array([numbers.setdefault(q, len(numbers)) for q in question])
         self.strata = 4 * fold + metrics.class_strata(y, self.clusters)
@@ -89,13 +95,28 @@ class BootstrapResampler:
 
     @property
     def num_questions(self) -> int:
-        """Number of tested questions."""
+        """Number of tested questions, or groups."""
         return int(self.clusters.max()) + 1
 
     def _mean_over_runs(self, weights: np.ndarray) -> np.ndarray:
         """Return AUROC and average precision: (R, n) -> (R, 2)."""
-        values = [run_metrics.weighted(weights[:, columns]) for run_metrics, columns in self._run_metrics]
-        mean: np.ndarray = np.mean(values, axis=0)
+        mean: np.ndarray = np.mean(self._by_run(weights), axis=0)
+        return mean
+
+    def _by_run(self, weights: np.ndarray) -> list[np.ndarray]:
+        """Return AUROC and average precision (R, 2) of each run."""
+        return [run_metrics.weighted(weights[:, columns]) for run_metrics, columns in self._run_metrics]
+
+    def leave_one_out(self) -> np.ndarray:
+        """Return AUROC and average precision ``(G, 2)`` without each of the G questions or groups.
+
+        A run that has one class then is left out of the mean.
+        """
+        weights = (self.clusters != np.arange(self.num_questions)[:, None]).astype(np.float64)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            values = np.array(self._by_run(weights))
+        kept = ~np.isnan(values)
+        mean: np.ndarray = np.where(kept, values, 0).sum(0) / np.maximum(kept.sum(0), 1)
         return mean
 
     def estimate(self) -> np.ndarray:

@@ -70,10 +70,7 @@ def fold_keys(keys: Sequence[str], labels: Sequence[float], num_folds: int, seed
     Every key is tested in exactly one fold; one in six of the others validates. Both are
     stratified by class. A pure function of keys, labels and seed; see `split_keys`.
     """
-    classes: dict[str, list[int]] = {}
-    for key, label in zip(keys, labels, strict=True):
-        classes.setdefault(key, [0, 0])[int(label >= 0.5)] += 1
-    counts = {key: (n[0], n[1]) for key, n in classes.items()}
+    counts = class_counts_of(keys, labels)
     fold_of = assign_balanced(counts, num_folds, seed)
     folds = []
     for fold in range(num_folds):
@@ -81,6 +78,51 @@ def fold_keys(keys: Sequence[str], labels: Sequence[float], num_folds: int, seed
         bins = assign_balanced(rest, _VALIDATION_BINS, f"{seed}/{fold}")
         folds.append({key: "test" if key not in rest else "train" if bins[key] else "val" for key in counts})
     return folds
+
+
+def inner_bins(
+    store: TraceStore, indices: np.ndarray, labels: np.ndarray, num_bins: int, seed: int, keep_together: str
+) -> np.ndarray:
+    """Return a bin for each of some traces, for a choice inside of the training split.
+
+    The bins have similar class counts, and a question is in one bin.
+
+    Parameters
+    ----------
+    store : TraceStore
+    indices : np.ndarray
+        ``(n,)`` int64, store indices.
+    labels : np.ndarray
+        ``(n,)``, 0 or 1.
+    num_bins : int
+    seed : int
+    keep_together : {"question", "group"}
+        "group": the questions of a group are in one bin too.
+
+    Returns
+    -------
+    np.ndarray
+        ``(n,)`` int64, from 0.
+    """
+    keys = trace_keys(store, indices, keep_together)
+    bin_of = assign_balanced(class_counts_of(keys, labels), num_bins, f"{seed}/inner")
+    return np.array([bin_of[key] for key in keys], np.int64)
+
+
+def trace_keys(store: TraceStore, indices: np.ndarray, keep_together: str) -> list[str]:
+    """Return the question of each trace, or with "group" the key that `question_keys` gives it."""
+    questions = store.question_ids.take(indices)
+    if keep_together == "question":
+        return questions
+    return question_keys(questions, [store.group(int(k)) for k in indices])
+
+
+def class_counts_of(keys: Sequence[str], labels: Sequence[float] | np.ndarray) -> dict[str, tuple[int, int]]:
+    """Return the numbers of correct and hallucinated traces of each key."""
+    classes: dict[str, list[int]] = {}
+    for key, label in zip(keys, labels, strict=True):
+        classes.setdefault(key, [0, 0])[int(label >= 0.5)] += 1
+    return {key: (n[0], n[1]) for key, n in classes.items()}
 
 
 def make_split(store: TraceStore, targets: np.ndarray, seed: int) -> Split:

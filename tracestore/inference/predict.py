@@ -16,6 +16,7 @@ from tracestore.detectors.checkpoint import DETECTOR_VERSION
 from tracestore.detectors.config import ModelConfig, Precision
 from tracestore.detectors.models import Detector
 from tracestore.detectors.registry import DETECTORS, make_model
+from tracestore.detectors.saved import FittedDetector, from_content, is_fitted_detector
 from tracestore.errors import InsufficientMemoryError, UsageError
 from tracestore.evaluation.metrics import probability
 from tracestore.oom.errors import is_out_of_memory
@@ -239,7 +240,7 @@ def predict_store(
     Parameters
     ----------
     checkpoint : Path
-        best.pt of a training.
+        best.pt of a training, or a checkpoint of ``tracestore benchmark --save-detectors``.
     store_path : str or Path
     output : Path
         Replaced when all traces are scored.
@@ -261,6 +262,18 @@ def predict_store(
     UsageError
         The detector cannot read the store, the provenance conflicts, or the budget is too small.
     """
+    fitted = load_fitted_detector(checkpoint)
+    if fitted is not None:
+        store = open_store(store_path)
+        fitted.check(store)
+        if not allow_mixed_provenance:
+            require_compatible(fitted.provenance, store.provenance, str(store.path))
+        report = PredictReport(str(output), str(checkpoint), str(store_path), fitted.name, fitted.threshold, len(store))
+        logits = fitted.logits(store, np.arange(len(store)))
+        with map_os_errors(output):
+            write_rows(output, HEADER, _rows(store, store.indices, logits, fitted.threshold, report))
+        progress(len(store), len(store))
+        return report
     with torch_threads(num_threads):
         device = pick_device(device)
         detector = load_detector(checkpoint)
@@ -290,20 +303,38 @@ def predict_store(
                     f"out of memory: {event['size_before']} traces at once -> {event['size_after']}"
                 ),
             ):
-                scores, predicted = probability(logits), logits >= detector.threshold
-                questions, is_scored = store.question_ids.take(indices), ~np.isnan(logits)
-                for k, question, score, hit, has_score in zip(
-                    indices, questions, scores, predicted, is_scored, strict=True
-                ):
-                    yield question, store[int(k)].sample, *((float(score), int(hit)) if has_score else ("", ""))
-                    report.num_without_score += not has_score
-                    report.num_predicted += bool(hit)
+                yield from _rows(store, indices, logits, detector.threshold, report)
                 done += len(indices)
                 progress(done, report.num_traces)
 
         with limited_memory(memory_budget, start), map_os_errors(output):
             write_rows(output, HEADER, rows())
     return report
+
+
+def _rows(
+    store: TraceStore, indices: np.ndarray, logits: np.ndarray, threshold: float, report: PredictReport
+) -> Iterator[tuple[Any, ...]]:
+    """Yield the row of each trace, and count them in the report. NaN logits give empty fields."""
+    is_scored = ~np.isnan(logits)
+    scores, predicted = probability(np.where(is_scored, logits, 0)), logits >= threshold
+    questions = store.question_ids.take(indices)
+    for k, question, score, hit, has_score in zip(indices, questions, scores, predicted, is_scored, strict=True):
+        yield question, store[int(k)].sample, *((float(score), int(hit)) if has_score else ("", ""))
+        report.num_without_score += not has_score
+        report.num_predicted += bool(hit)
+
+
+def load_fitted_detector(path: Path) -> FittedDetector | None:
+    """Load a checkpoint of ``tracestore benchmark --save-detectors``; None for one of ``tracestore train``.
+
+    Raises
+    ------
+    UsageError
+        The file is damaged, no checkpoint, or of another version.
+    """
+    saved = load_checkpoint(path)
+    return from_content(saved, path) if is_fitted_detector(saved) else None
 
 
 def _check_budget(detector: TrainedDetector, store: TraceStore, memory_budget: int) -> None:

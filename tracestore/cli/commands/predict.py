@@ -19,7 +19,7 @@ from tracestore.store.io.files import parse_location
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
     add = parser.add_argument
-    add("--checkpoint", required=True, type=Path, metavar="BEST.PT", help="checkpoint of tracestore train")
+    add("--checkpoint", required=True, type=Path, metavar="BEST.PT", help="checkpoint of tracestore train or benchmark")
     add("--store", required=True, type=parse_location, help="folder or URL of a store")
     add(
         "--output",

@@ -1,0 +1,189 @@
+"""The command `tracestore benchmark`: what it compares, and the files that it writes."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+
+import tracestore
+from tests.detectors.plugins import install
+from tests.helpers import command, error_of, make_traces, write_scores, write_store
+from tests.published.conftest import COUNT, make_labeled, write_published
+from tracestore.benchmark.measure import platt
+from tracestore.benchmark.run import BenchmarkOptions, run_benchmark
+from tracestore.detectors import catalog
+from tracestore.evaluation.metrics import auroc
+from tracestore.evaluation.significance import holm
+
+METRICS = ("auroc", "auprc", "prr", "risk_coverage_area", "brier", "ece", "within_group_auroc")
+CONTROLS = {"length", "group_rate", "probe_prompt", "mean_logprob"}
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Write a store of 60 questions in 12 groups."""
+    return write_published(tmp_path / "s.zarr")
+
+
+@pytest.fixture
+def with_plugin(tmp_path, monkeypatch):
+    """Install the package of a detector."""
+    monkeypatch.syspath_prepend(str(install(tmp_path / "site")))
+    catalog.catalog.cache_clear()
+    yield
+    catalog.catalog.cache_clear()
+
+
+def run(path, out, *names, **options):
+    return run_benchmark([path], out, BenchmarkOptions(names, **options), lambda _: None)
+
+
+def test_detector_of_another_package_is_in_the_table_with_all_metrics(path, tmp_path, with_plugin):
+    out = tmp_path / "out"
+    done = command("benchmark", path, "--detectors", "norm,probe_mean", "--workers", 2, "--output-dir", out, check=0)
+    results = json.loads((out / "benchmark.json").read_text())
+    (entry,) = results["stores"].values()
+    assert set(entry["detectors"]) == {"norm", "probe_mean", *CONTROLS}
+    norm = entry["detectors"]["norm"]
+    assert norm["package"] == "norm-detector" and norm["provenance"]["fields"] == ["last_token"]
+    for test in norm["schemes"].values():
+        assert all(isinstance(test[name], float) for name in METRICS)
+        assert all(len(test[f"interval_by_{unit}"]) == 2 for unit in ("question", "group"))
+        assert test["interval_methods"] == {"question": "bootstrap", "group": "jackknife"}
+    assert norm["fit_s"] > 0 and norm["peak_bytes"] >= 0
+    lines = [line for line in done.stdout.splitlines() if "norm" in line and " to " in line]
+    assert len(lines) == 2
+    assert (out / "table.txt").read_text().strip() in done.stdout
+
+
+def test_comparisons_are_adjusted_over_all_pairs(path, tmp_path):
+    (entry,) = run(path, tmp_path / "out", "probe_mean")["stores"].values()
+    assert {(c["scheme"], c["unit"]) for c in entry["comparisons"]} == {
+        (scheme, unit) for scheme in ("question", "group") for unit in ("question", "group")
+    }
+    for scheme in ("question", "group"):
+        pairs = [c for c in entry["comparisons"] if (c["scheme"], c["unit"]) == (scheme, "group")]
+        assert len(pairs) == 10 and [c["p_holm"] for c in pairs] == holm([c["p"] for c in pairs])
+        found = {name: d["schemes"][scheme]["auroc"] for name, d in entry["detectors"].items()}
+        assert all(c["difference"] == pytest.approx(found[c["first"]] - found[c["second"]]) for c in pairs)
+
+
+def test_scores_are_out_of_fold_and_reproduce_the_metrics(path, tmp_path):
+    out = tmp_path / "out"
+    (entry,) = run(path, out, "probe_mean")["stores"].values()
+    with open(out / "scores.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == COUNT and [r["question_id"] for r in rows] == [f"q{k}" for k in range(COUNT)]
+    folds = json.loads((out / "folds-s.json").read_text())
+    assert entry["folds"]["sha256"] == folds["sha256"]
+    store = tracestore.open(path)
+    for scheme in ("question", "group"):
+        fold = np.array([int(r[f"fold:{scheme}"]) for r in rows])
+        assert fold.tolist() == [folds["fold_of"][scheme][r["question_id"]] for r in rows]
+        score, y = np.array([float(r[f"probe_mean:{scheme}"]) for r in rows]), np.array([int(r["label"]) for r in rows])
+        by_fold = [auroc(y[fold == k], score[fold == k]) for k in range(5)]
+        test = entry["detectors"]["probe_mean"]["schemes"][scheme]
+        assert test["auroc_by_fold"] == pytest.approx(by_fold) and test["auroc"] == pytest.approx(np.mean(by_fold))
+        detector = catalog.make_detector("probe_mean")
+        detector.seed, detector.keep_together = 42, scheme
+        detector.fit(store, np.flatnonzero(fold != 0), y[fold != 0])
+        np.testing.assert_allclose(detector.score(store, np.flatnonzero(fold == 0)), score[fold == 0], rtol=1e-6)
+        assert test["chosen"][0] == detector.chosen
+
+
+def test_processes_side_by_side_give_the_same_scores(path, tmp_path):
+    for workers in (1, 2):
+        run(path, tmp_path / f"out{workers}", "probe_mean", "saplma", workers=workers)
+    assert (tmp_path / "out1/scores.csv").read_bytes() == (tmp_path / "out2/scores.csv").read_bytes()
+
+
+def test_external_scores_join_the_table(path, tmp_path):
+    scores = {f"q{k}": 0.9 - 0.7 * (k % 2) + 0.01 * (k % 7) for k in range(COUNT)}
+    judge = write_scores(tmp_path / "judge.csv", scores)
+    words = ("benchmark", path, "--detectors", "length", "--output-dir", tmp_path / "out")
+    done = command(*words, "--scores", f"judge={judge}", "--json", check=0)
+    (entry,) = json.loads(done.stdout)["stores"].values()
+    test = entry["detectors"]["judge"]["schemes"]["question"]
+    # A high score marks a correct answer; calibration learns the rest from the training labels.
+    assert test["auroc"] == 1 and test["brier"] < 0.05 and entry["detectors"]["judge"]["kind"] == "external"
+    del scores["q7"]
+    write_scores(judge, scores)
+    message = error_of(*words, "--overwrite", "--scores", f"judge={judge}", code=2)
+    assert "no score for 1 of 60 labeled traces, first 'q7'" in message
+    assert "the name of a detector" in error_of(*words, "--overwrite", "--scores", f"length={judge}", code=2)
+    assert "a name is given twice" in error_of(*words, "--scores", f"a={judge}", "--scores", f"a={judge}", code=2)
+
+
+def test_several_stores_give_a_transfer_matrix(path, tmp_path):
+    traces = [make_labeled(k, shift=4.0) for k in range(COUNT, 2 * COUNT)]
+    other = write_published(tmp_path / "other.zarr", traces)
+    out = tmp_path / "out"
+    done = command("benchmark", path, other, "--detectors", "probe_mean", "--output-dir", out, "--workers", 1, check=0)
+    results = json.loads((out / "benchmark.json").read_text())
+    cells = {(c["detector"], c["trained_on"], c["tested_on"]): c for c in results["transfer"]}
+    assert {key[1:] for key in cells} == {("s", "other"), ("other", "s")} and len(cells) == 10
+    trained, tested = tracestore.open(path), tracestore.open(other)
+    y = np.arange(COUNT) % 2
+    detector = catalog.make_detector("probe_mean")
+    detector.seed, detector.keep_together = 42, "group"
+    expected = auroc(y, detector.fit(trained, np.arange(COUNT), y).score(tested, np.arange(COUNT)))
+    cell = cells["probe_mean", "s", "other"]
+    assert cell["auroc"] == pytest.approx(expected)
+    assert cell["interval_by_question"][0] <= expected <= cell["interval_by_question"][1]
+    assert "s -> other" in done.stdout and (out / "scores-other.csv").exists() and (out / "folds-other.json").exists()
+    small = write_store(tmp_path / "small.zarr", make_traces(60, tokens=6, dim=4), label=lambda k: k % 2)
+    assert "layers or hidden size differ" in error_of("benchmark", path, small, "--output-dir", tmp_path / "b", code=2)
+
+
+def test_detector_that_fails_hinders_no_other(path, tmp_path, with_plugin, monkeypatch):
+    import norm_detector
+
+    def fail(*_):
+        raise ZeroDivisionError("by a detector")
+
+    monkeypatch.setattr(norm_detector.NormDetector, "fit", fail)
+    (entry,) = run(path, tmp_path / "out", "norm", "probe_mean")["stores"].values()
+    assert entry["skipped"] == {"norm": "ZeroDivisionError: by a detector"} and "probe_mean" in entry["detectors"]
+    assert "not run: norm: ZeroDivisionError" in (tmp_path / "out/table.txt").read_text()
+
+
+def test_detectors_without_their_fields_are_skipped_with_the_reason(tmp_path):
+    traces = make_traces(40, tokens=5)
+    bare = write_store(tmp_path / "bare.zarr", traces, label=lambda k: k % 2, attention="none")
+    (entry,) = run(bare, tmp_path / "out", "probe_last", "lookback_lens")["stores"].values()
+    assert list(entry["detectors"]) == ["probe_last"] and "no graphs" in entry["skipped"]["lookback_lens"]
+    assert entry["folds"]["schemes"] == ["question"]
+    message = error_of("benchmark", bare, "--detectors", "lookback_lens", "--output-dir", tmp_path / "b", code=2)
+    assert "no detector can run" in message
+
+
+def test_traces_without_a_score_are_counted(tmp_path):
+    traces = [make_labeled(k) for k in range(COUNT)]
+    del traces[7]["prompt_length"]
+    (entry,) = run(write_published(tmp_path / "s.zarr", traces), tmp_path / "out", "probe_mean")["stores"].values()
+    test = entry["detectors"]["probe_mean"]["schemes"]["question"]
+    assert test["num_without_score"] == 1 and test["auroc"] > 0.5
+    assert "probe_mean: 1 traces without a score" in (tmp_path / "out/table.txt").read_text()
+
+
+def test_earlier_results_are_kept_unless_overwritten(path, tmp_path):
+    words = ("benchmark", path, "--detectors", "length", "--workers", 1, "--output-dir", tmp_path / "out")
+    command(*words, check=0)
+    folds = (tmp_path / "out/folds-s.json").read_bytes()
+    assert "holds earlier results" in error_of(*words, code=2)
+    command(*words, "--overwrite", check=0)
+    assert (tmp_path / "out/folds-s.json").read_bytes() == folds
+    shared = ("--folds-dir", tmp_path / "out", "--output-dir", tmp_path / "other")
+    command("benchmark", path, "--detectors", "length", "--workers", 1, *shared, check=0)
+    assert not (tmp_path / "other/folds-s.json").exists()
+
+
+def test_calibration_is_fitted_to_the_training_scores():
+    rng = np.random.default_rng(0)
+    score = rng.standard_normal(4000)
+    y = (rng.random(4000) < 1 / (1 + np.exp(-(2 * score + 1)))).astype(int)
+    p = platt(score[:3000], y[:3000], np.array([0.0, 1.0, np.nan]))
+    np.testing.assert_allclose(p[:2], [1 / (1 + np.exp(-1)), 1 / (1 + np.exp(-3))], atol=0.03)
+    assert np.isnan(p[2])
+    np.testing.assert_allclose(platt(np.zeros(4), np.array([0, 1, 1, 1]), np.zeros(2)), 0.75)

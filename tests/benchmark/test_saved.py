@@ -1,0 +1,92 @@
+"""Checkpoints of fitted detectors, and `tracestore predict` with them."""
+
+import csv
+
+import numpy as np
+import pytest
+import torch
+
+import tracestore
+from tests.helpers import command, error_of, make_traces, write_store
+from tests.published.conftest import COUNT, make_labeled, write_published
+from tests.published.test_published import FAST
+from tracestore.detectors.catalog import make_detector, select
+from tracestore.detectors.saved import content, from_content
+from tracestore.errors import UsageError
+from tracestore.evaluation.metrics import auroc
+from tracestore.train.checkpoint import load_checkpoint, save_checkpoint
+
+LABELS = np.arange(COUNT) % 2
+
+
+@pytest.fixture
+def store(tmp_path):
+    """Open a store of 60 questions in 12 groups."""
+    return tracestore.open(write_published(tmp_path / "s.zarr"))
+
+
+@pytest.mark.parametrize("name", select("features"))
+def test_saved_detector_gives_the_same_scores(name, store, tmp_path):
+    detector = make_detector(name, **FAST.get(name, {})).fit(store, np.arange(40), LABELS[:40])
+    save_checkpoint(tmp_path / "d.pt", content(name, detector, store, 2.0, 1.0, 0.5))
+    loaded = from_content(load_checkpoint(tmp_path / "d.pt"), "d.pt")
+    indices = np.arange(COUNT)
+    np.testing.assert_array_equal(loaded.logits(store, indices), 2 * detector.score(store, indices) + 1)
+    assert loaded.detector.parameters == detector.parameters and loaded.threshold == 0.5
+    assert loaded.detector.chosen == detector.chosen
+
+
+def test_predict_scores_another_store(store, tmp_path):
+    out = tmp_path / "out"
+    words = ("--detectors", "probe_mean,mean_logprob", "--output-dir", out, "--workers", 1, "--save-detectors")
+    command("benchmark", store.path, *words, check=0)
+    other = write_published(tmp_path / "other.zarr", [make_labeled(k) for k in range(COUNT, 2 * COUNT)])
+    for name in ("probe_mean", "mean_logprob"):
+        csv_path = tmp_path / f"{name}.csv"
+        checkpoint = ("--checkpoint", out / "checkpoints" / f"{name}.pt")
+        done = command("predict", *checkpoint, "--store", other, "--output", csv_path, check=0)
+        assert f"predicted hallucinations by {name}" in done.stdout
+        with open(csv_path, newline="") as file:
+            rows = list(csv.DictReader(file))
+        p, predicted = (np.array([float(r[c]) for r in rows]) for c in ("hallucination_score", "predicted"))
+        assert [r["question_id"] for r in rows] == [f"q{k}" for k in range(COUNT, 2 * COUNT)]
+        assert auroc(LABELS, p) > 0.6 and 0.1 < p.mean() < 0.9 and 0 < predicted.sum() < COUNT
+        detector = make_detector(name)
+        detector.seed, detector.keep_together = 42, "group"
+        expected = detector.fit(store, np.arange(COUNT), LABELS).score(tracestore.open(other), np.arange(COUNT))
+        assert (np.argsort(p) == np.argsort(expected)).all()
+
+
+def test_store_of_another_shape_is_refused(store, tmp_path):
+    detector = make_detector("probe_last").fit(store, np.arange(40), LABELS[:40])
+    save_checkpoint(tmp_path / "d.pt", content("probe_last", detector, store, 1.0, 0.0, 0.0))
+    small = write_store(tmp_path / "small.zarr", make_traces(4, dim=4))
+    message = error_of("predict", "--checkpoint", tmp_path / "d.pt", "--store", small, code=2)
+    assert "fitted to 3 layers of 8 columns, this store has 3 of 4" in message
+
+
+def damaged(saved):
+    """Yield changes of a checkpoint, and a part of the message of its refusal."""
+    yield {"detector_version": 99}, "another version"
+    yield {"name": "nowhere"}, "no detector nowhere"
+    yield {"parameters": '{"depth": 3}'}, "unexpected keyword argument"
+    yield {"parameters": "{"}, "not a complete detector"
+    yield {"store": {}}, "not a complete detector"
+    yield {"threshold": "x"}, "not a complete detector"
+    yield {"model": {}}, "not a complete detector"
+    linear = saved["model"]["_model"]["linear"]
+    yield {"model": saved["model"] | {"_model": {"linear": [linear[0][:3], *linear[1:]]}}}, "not a complete detector"
+
+
+def test_damaged_checkpoints_are_refused_in_one_line(store, tmp_path):
+    detector = make_detector("probe_last").fit(store, np.arange(40), LABELS[:40])
+    saved = content("probe_last", detector, store, 1.0, 0.0, 0.0)
+    for change, message in damaged(saved):
+        torch.save(saved | change, tmp_path / "d.pt")
+        found = error_of("predict", "--checkpoint", tmp_path / "d.pt", "--store", store.path, code=2)
+        assert message in found, change
+
+
+def test_detector_without_a_state_cannot_be_saved(store):
+    with pytest.raises(UsageError, match="TorchModel cannot be saved"):
+        content("lstm_solo", make_detector("lstm_solo"), store, 1.0, 0.0, 0.0)

@@ -1,0 +1,36 @@
+"""The models of `tracestore train` through the interface of detectors."""
+
+import numpy as np
+import pytest
+
+import tracestore
+from tests.train.runs import write_labeled
+from tracestore.detectors.catalog import make_detector
+from tracestore.evaluation.metrics import auroc
+from tracestore.evaluation.split import inner_bins, trace_keys
+
+
+@pytest.mark.parametrize("name", ["lstm_solo", "gnn_det_lstm"])
+def test_model_is_trained_on_the_given_traces_and_scores_others(name, tmp_path):
+    store = tracestore.open(write_labeled(tmp_path / "s.zarr"))
+    labels = np.arange(60) % 2
+    detector = make_detector(name, epochs=3).fit(store, np.arange(48), labels[:48])
+    order = np.arange(48, 60)[::-1]
+    scores = detector.score(store, order)
+    np.testing.assert_allclose(scores[::-1], detector.score(store, order[::-1]), atol=1e-6)
+    assert auroc(labels[order], scores) > 0.8
+    assert set(detector.chosen) == {"threshold", "temperature"} and detector.parameters["epochs"] == 3
+    again = make_detector(name, epochs=3).fit(store, np.arange(48), labels[:48])
+    np.testing.assert_array_equal(again.score(store, order), scores)
+
+
+def test_inner_bins_keep_questions_and_groups_together(sampled):
+    store = tracestore.open(sampled)
+    indices, labels = np.arange(80), np.arange(80) // 7 % 2
+    for keep in ("question", "group"):
+        bins = inner_bins(store, indices, labels, 3, 0, keep)
+        keys = trace_keys(store, indices, keep)
+        assert set(bins) == {0, 1, 2}
+        assert len(set(zip(keys, bins.tolist(), strict=True))) == len(set(keys))
+    other = inner_bins(store, indices, labels, 3, 1, "question")
+    assert (other != inner_bins(store, indices, labels, 3, 0, "question")).any()

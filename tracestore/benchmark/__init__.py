@@ -1,0 +1,1 @@
+"""Comparison of detectors on frozen folds, with controls, intervals and tests."""

@@ -1,0 +1,246 @@
+"""Run one detector on the folds of a store, and on other stores, and measure time and memory."""
+
+import functools
+import multiprocessing
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from tracestore.detectors.catalog import catalog, make_detector
+from tracestore.detectors.interface import Detector
+from tracestore.detectors.saved import content
+from tracestore.errors import RunInterruptedError, TracestoreError, UsageError
+from tracestore.evaluation.metrics import probability, youden_threshold
+from tracestore.oom.limits import MemoryUse, PeakMemoryMonitor, memory_use
+from tracestore.published.linear import fit_linear
+from tracestore.store.read.store import TraceStore
+from tracestore.train.checkpoint import save_checkpoint
+
+# Platt scaling is nearly unregularized.
+_PLATT_C = 1000.0
+
+
+@dataclass(frozen=True)
+class LabeledStore:
+    """The labeled traces of a store, and their folds.
+
+    Attributes
+    ----------
+    name : str
+        Name in the results.
+    store : TraceStore
+    indices, y : np.ndarray
+        ``(n,)`` int64, store indices and labels.
+    folds : mapping
+        The fold ``(n,)`` of each trace, for "question" and perhaps "group".
+    """
+
+    name: str
+    store: TraceStore
+    indices: np.ndarray
+    y: np.ndarray
+    folds: Mapping[str, np.ndarray]
+
+
+@dataclass
+class Measured:
+    """The scores of a detector on the traces of a store, and what they cost.
+
+    Attributes
+    ----------
+    name : str
+    scores, probabilities : dict of np.ndarray
+        ``(n,)`` float64 for each scheme of folds: each trace is scored by the detector that was fitted to the other
+        folds. NaN in `scores` where the detector has none.
+    transfer : dict of np.ndarray
+        Scores on other stores, fitted to all labeled traces of this one.
+    chosen : dict of list
+        What `fit` chose in each fold, for each scheme.
+    provenance : dict
+        What the detector reads.
+    fit_s, score_s : float
+        Wall seconds of all fits and scorings.
+    cpu_s : float
+        Processor seconds of the same.
+    peak_bytes : int
+        Peak of the memory of the process above that before its first detector, without mapped files.
+    unsaved : str or None
+        Why there is no checkpoint.
+    error : str or None
+        Why there are no scores.
+    """
+
+    name: str
+    scores: dict[str, np.ndarray] = field(default_factory=dict)
+    probabilities: dict[str, np.ndarray] = field(default_factory=dict)
+    transfer: dict[str, np.ndarray] = field(default_factory=dict)
+    chosen: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
+    fit_s: float = 0.0
+    score_s: float = 0.0
+    cpu_s: float = 0.0
+    peak_bytes: int = 0
+    unsaved: str | None = None
+    error: str | None = None
+
+
+def measure_detector(
+    name: str, data: LabeledStore, others: Sequence[LabeledStore], seed: int, checkpoint: Path | None = None
+) -> Measured:
+    """Fit and score a detector on every fold, and on all traces for the other stores and for a checkpoint.
+
+    An error of the detector is returned, not raised, so that it hinders no other detector.
+    """
+    result = Measured(name)
+    start, cpu = _memory_at_start(), time.process_time()
+    # One thread, so that results do not depend on the processors; the models of `train` keep all threads.
+    threads = None if catalog()[name].is_torch_model else 1
+    with threadpool_limits(threads), PeakMemoryMonitor() as monitor:
+        try:
+            for scheme, folds in data.folds.items():
+                _cross_validate(result, data, scheme, folds, seed)
+            if others or checkpoint is not None:
+                _use_all(result, data, others, seed, checkpoint)
+        except (RunInterruptedError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            text = str(error) if isinstance(error, TracestoreError) else f"{type(error).__name__}: {error}"
+            result.error = " ".join(text.split())
+    result.cpu_s = time.process_time() - cpu
+    result.peak_bytes = max(0, monitor.peak.anonymous - start.anonymous)
+    return result
+
+
+@functools.cache
+def _memory_at_start() -> MemoryUse:
+    """Return the memory of this process with its libraries, before its first detector."""
+    import sklearn.linear_model  # noqa: F401
+
+    return memory_use()
+
+
+def _fitted(result: Measured, data: LabeledStore, rows: np.ndarray, keep_together: Any, seed: int) -> Detector:
+    detector = make_detector(result.name)
+    detector.seed, detector.keep_together = seed, keep_together
+    start = time.perf_counter()
+    detector.fit(data.store, data.indices[rows], data.y[rows])
+    result.fit_s += time.perf_counter() - start
+    result.provenance = detector.provenance(data.store)
+    return detector
+
+
+def _scored(result: Measured, detector: Detector, data: LabeledStore, rows: np.ndarray) -> np.ndarray:
+    start = time.perf_counter()
+    scores = np.asarray(detector.score(data.store, data.indices[rows]), np.float64)
+    result.score_s += time.perf_counter() - start
+    if scores.shape != rows.shape:
+        raise ValueError(f"score() returned the shape {scores.shape}, expected {rows.shape}")
+    return np.where(np.isfinite(scores), scores, np.nan)
+
+
+def _cross_validate(result: Measured, data: LabeledStore, scheme: str, folds: np.ndarray, seed: int) -> None:
+    scores, p = np.full(len(folds), np.nan), np.full(len(folds), np.nan)
+    chosen = []
+    for fold in np.unique(folds):
+        train, test = np.flatnonzero(folds != fold), np.flatnonzero(folds == fold)
+        detector = _fitted(result, data, train, scheme, seed)
+        scores[test] = _scored(result, detector, data, test)
+        if detector.gives_logits:
+            p[test] = _probability(scores[test])
+        else:
+            p[test] = platt(_scored(result, detector, data, train), data.y[train], scores[test])
+        chosen.append(detector.chosen)
+    result.scores[scheme], result.probabilities[scheme], result.chosen[scheme] = scores, p, chosen
+
+
+def _use_all(
+    result: Measured, data: LabeledStore, others: Sequence[LabeledStore], seed: int, checkpoint: Path | None
+) -> None:
+    """Fit the detector to all labeled traces, score the other stores, and save it."""
+    scheme, rows = ("group" if "group" in data.folds else "question"), np.arange(len(data.y))
+    detector = _fitted(result, data, rows, scheme, seed)
+    for other in others:
+        detector.check(other.store)
+        result.transfer[other.name] = _scored(result, detector, other, np.arange(len(other.y)))
+    if checkpoint is None:
+        return
+    slope, intercept = 1.0, 0.0
+    if not detector.gives_logits:
+        scores = _scored(result, detector, data, rows)
+        known = ~np.isnan(scores)
+        platt = fit_linear(scores[known, None], data.y[known], _PLATT_C)
+        slope = float(platt.weight[0] / platt.scale[0])
+        intercept = platt.intercept - slope * float(platt.mean[0])
+    # The threshold comes from the out-of-fold probabilities.
+    p = result.probabilities["question"]
+    known = ~np.isnan(p)
+    threshold = np.clip(youden_threshold(data.y[known], p[known]), 1e-12, 1 - 1e-12)
+    logit = float(np.log(threshold) - np.log1p(-threshold))
+    try:
+        save_checkpoint(checkpoint, content(result.name, detector, data.store, slope, intercept, logit))
+    except UsageError as error:
+        result.unsaved = str(error)
+
+
+def _probability(logits: np.ndarray) -> np.ndarray:
+    """Return sigmoid(logits), NaN where they are NaN."""
+    known = ~np.isnan(logits)
+    out = np.full(len(logits), np.nan)
+    out[known] = probability(logits[known])
+    return out
+
+
+def platt(train: np.ndarray, y: np.ndarray, test: np.ndarray) -> np.ndarray:
+    """Return probabilities of test scores, from a logistic regression of the training labels on the training scores.
+
+    NaN where a test score is NaN; the share of hallucinations if the training scores have one class or one value.
+
+    References
+    ----------
+    Platt 1999, "Probabilistic Outputs for Support Vector Machines".
+    """
+    known = ~np.isnan(train)
+    train, labels = train[known], y[known]
+    if not 0 < labels.sum() < len(labels) or np.ptp(train) == 0:
+        return np.where(np.isnan(test), np.nan, y.mean())
+    return _probability(fit_linear(train[:, None], labels, _PLATT_C).logits(test[:, None]))
+
+
+def external_scores(name: str, data: LabeledStore, scores: np.ndarray) -> Measured:
+    """Return the result of scores ``(n,)`` that were computed elsewhere, calibrated on the training split of each fold."""
+    result = Measured(name, provenance={"fields": [], "layers": "unknown"})
+    for scheme, folds in data.folds.items():
+        p = np.full(len(folds), np.nan)
+        for fold in np.unique(folds):
+            train, test = folds != fold, folds == fold
+            p[test] = platt(scores[train], data.y[train], scores[test])
+        result.scores[scheme], result.probabilities[scheme], result.chosen[scheme] = scores, p, []
+    return result
+
+
+def measure_all(
+    names: Sequence[str],
+    data: LabeledStore,
+    others: Sequence[LabeledStore],
+    seed: int,
+    workers: int,
+    checkpoints: Path | None = None,
+) -> Iterator[Measured]:
+    """Yield the result of every detector in the order of their names, computed by so many processes side by side."""
+    jobs = [(n, data, others, seed, None if checkpoints is None else checkpoints / f"{n}.pt") for n in names]
+    if workers == 1 or len(names) == 1:
+        yield from (measure_detector(*job) for job in jobs)
+        return
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        futures = [pool.submit(measure_detector, *job) for job in jobs]
+        try:
+            for future in futures:
+                yield future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)

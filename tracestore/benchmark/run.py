@@ -1,0 +1,273 @@
+"""A comparison of detectors: frozen folds, results, and their files."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tracestore.benchmark.frozen_folds import FrozenFolds, frozen_folds
+from tracestore.benchmark.measure import LabeledStore, Measured, external_scores, measure_all
+from tracestore.benchmark.results import compare_schemes, evaluate, transfer_entry
+from tracestore.benchmark.table import format_results
+from tracestore.console import nan_to_none
+from tracestore.detectors.catalog import catalog, make_detector
+from tracestore.detectors.interface import describe, missing_fields
+from tracestore.errors import TrainingError, UsageError
+from tracestore.features.table import features
+from tracestore.ingest.scores import read_scores
+from tracestore.split import labeled_positions
+from tracestore.store.format.labels import CORRECT, DEFAULT_THRESHOLD
+from tracestore.store.format.provenance import require_compatible
+from tracestore.store.io.fsio import atomic_write, write_rows
+from tracestore.store.read.store import TraceStore, open_store
+from tracestore.train.monitor import Log
+from tracestore.train.output_dir import lock_output_dir, write_json
+
+RESULTS, SCORES, TABLE = "benchmark.json", "scores.csv", "table.txt"
+# The features of the fields that the detectors of this package read.
+_FEATURES = {"last_token": "last", "hidden_states": "hidden", "attention": "attention", "answer": "tokens"}
+
+
+@dataclass(frozen=True)
+class BenchmarkOptions:
+    """Options of a comparison; the defaults are those of ``tracestore benchmark``.
+
+    Parameters
+    ----------
+    detectors : tuple of str
+        Names in the catalog. Controls are added.
+    folds : int
+    seed : int
+        Seed of the folds, of the detectors and of the bootstrap.
+    score : str, optional
+        Named score that labels are derived from. Default: the default score of the store.
+    score_threshold : float
+    scores : mapping
+        Files of scores that were computed elsewhere, by name.
+    workers : int
+        Processes that run detectors side by side.
+    folds_dir : Path, optional
+        Folder of the files of folds. Default: the output folder.
+    save_detectors : bool
+        Fit each detector to all labeled traces too, and write it to checkpoints/NAME.pt for ``tracestore predict``.
+    overwrite : bool
+        Replace earlier results. Folds are never replaced.
+    allow_mixed_provenance : bool
+    """
+
+    detectors: tuple[str, ...]
+    folds: int = 5
+    seed: int = 42
+    score: str | None = None
+    score_threshold: float = DEFAULT_THRESHOLD
+    scores: Mapping[str, Path] = field(default_factory=dict)
+    workers: int = 1
+    folds_dir: Path | None = None
+    save_detectors: bool = False
+    overwrite: bool = False
+    allow_mixed_provenance: bool = False
+
+
+def run_benchmark(
+    stores: Sequence[Any], output_dir: Path, options: BenchmarkOptions, log: Log = print
+) -> dict[str, Any]:
+    """Compare detectors on stores, and write benchmark.json, scores.csv, table.txt and the folds.
+
+    Parameters
+    ----------
+    stores : sequence of str or Path
+        With several stores, each detector is also fitted to each store and tested on each other one.
+    output_dir : Path
+        Created if it does not exist.
+    options : BenchmarkOptions
+    log : callable
+        Called with each line of the log.
+
+    Returns
+    -------
+    dict
+        The content of benchmark.json.
+
+    Raises
+    ------
+    UsageError
+        The output folder holds results, the stores do not fit each other, or no detector can run.
+    InvalidInputError
+        A file of folds was changed.
+    """
+    opened = {_name(path): open_store(path, score=options.score) for path in stores}
+    if len(opened) != len(stores):
+        raise UsageError("two stores have the same name; rename one of them")
+    _check_stores(list(opened.values()), options)
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        raise UsageError(f"--output-dir {output_dir}: {error.strerror}") from None
+    with lock_output_dir(output_dir):
+        if (output_dir / RESULTS).exists() and not options.overwrite:
+            raise UsageError(f"{output_dir} holds earlier results; pass --overwrite or another --output-dir")
+        return _run(opened, output_dir, options, log)
+
+
+def _name(path: Any) -> str:
+    return str(path).rstrip("/").rpartition("/")[2].removesuffix(".zarr")
+
+
+def _check_stores(stores: list[TraceStore], options: BenchmarkOptions) -> None:
+    first = stores[0]
+    for store in stores:
+        if not options.allow_mixed_provenance:
+            require_compatible(() if store is first else first.provenance, store.provenance, str(store.path))
+        if (store.num_layers, store.hidden_dim) != (first.num_layers, first.hidden_dim):
+            raise UsageError(f"{store.path}: its layers or hidden size differ from those of {first.path}")
+    if options.scores and len(stores) > 1:
+        raise UsageError("--scores needs one store, because a file has the scores of one")
+    known = set(options.scores) & set(catalog())
+    if known:
+        raise UsageError(f"--scores {min(known)}=...: the name of a detector; choose another name")
+
+
+def _run(opened: dict[str, TraceStore], output_dir: Path, options: BenchmarkOptions, log: Log) -> dict[str, Any]:
+    data, folds = {}, {}
+    for name, store in opened.items():
+        targets = store.targets(options.score_threshold)
+        path = (options.folds_dir or output_dir) / f"folds-{name}.json"
+        folds[name] = frozen_folds(path, store, targets, options.folds, options.seed)
+        data[name] = _labeled(name, store, targets, folds[name])
+        log(f"{store.path}: {len(data[name].y):,} labeled traces, {int(data[name].y.sum()):,} hallucinated; {path}")
+    results: dict[str, Any] = {"config": _config(options), "stores": {}, "transfer": []}
+    for name, of_store in data.items():
+        others = [other for other in data.values() if other.name != name]
+        folder = output_dir / ("checkpoints" if len(data) == 1 else f"checkpoints-{name}")
+        checkpoints = folder if options.save_detectors else None
+        entry, measured = _run_store(of_store, others, folds[name], options, checkpoints, log)
+        results["stores"][name] = entry
+        write_scores(output_dir / (SCORES if len(data) == 1 else f"scores-{name}.csv"), of_store, measured)
+        for other in others:
+            results["transfer"] += [
+                transfer_entry(m, name, other, options.seed) for m in measured if other.name in m.transfer
+            ]
+    write_json(output_dir / RESULTS, nan_to_none(results))
+    with atomic_write(output_dir / TABLE) as file:
+        file.write((format_results(results) + "\n").encode())
+    return results
+
+
+def _config(options: BenchmarkOptions) -> dict[str, Any]:
+    return {
+        "detectors": list(options.detectors),
+        "folds": options.folds,
+        "seed": options.seed,
+        "score": options.score,
+        "score_threshold": options.score_threshold,
+        "scores": {name: str(path) for name, path in options.scores.items()},
+        "workers": options.workers,
+    }
+
+
+def _labeled(name: str, store: TraceStore, targets: np.ndarray, folds: FrozenFolds) -> LabeledStore:
+    indices = labeled_positions(targets, str(store.path))
+    by_scheme = {scheme: folds.folds(store, indices, scheme) for scheme in folds.fold_of}
+    return LabeledStore(name, store, indices, (targets[indices] >= 0.5).astype(np.int64), by_scheme)
+
+
+def _with_controls(names: Sequence[str]) -> list[str]:
+    """Return the names of the detectors that are wanted or controls, in the order of the catalog."""
+    found = []
+    for name, entry in catalog().items():
+        # A detector of another package is imported only if it is wanted.
+        is_control = entry.package == "tracestore" and make_detector(name).kind == "control"
+        if name in names or is_control:
+            found.append(name)
+    return found
+
+
+def _run_store(
+    data: LabeledStore,
+    others: Sequence[LabeledStore],
+    folds: FrozenFolds,
+    options: BenchmarkOptions,
+    checkpoints: Path | None,
+    log: Log,
+) -> tuple[dict[str, Any], list[Measured]]:
+    """Return the entry of a store in the results, and the scores of the detectors that could run."""
+    skipped, runnable, info = {}, [], {}
+    for name in _with_controls(options.detectors):
+        try:
+            detector = make_detector(name)
+            reason = next((m for s in (data, *others) for m in missing_fields(s.store, detector.fields)), None)
+            info[name] = {**describe(detector), "package": catalog()[name].package}
+        except UsageError as error:
+            reason = str(error)
+        if reason is None:
+            runnable.append(name)
+        else:
+            skipped[name] = reason
+    start = time.perf_counter()
+    wanted = {f for name in runnable if info[name]["package"] == "tracestore" for f in info[name]["fields"]}
+    for group in dict.fromkeys(_FEATURES[f] for f in _FEATURES if f in wanted):
+        for of_store in (data, *others):
+            features(of_store.store, group)
+    features_s = time.perf_counter() - start
+    log(f"features of all layers: {features_s:.1f} s")
+    measured = []
+    for result in measure_all(runnable, data, others, options.seed, options.workers, checkpoints):
+        if result.error is not None:
+            skipped[result.name] = result.error
+            log(f"{result.name}: {result.error}")
+            continue
+        measured.append(result)
+        log(f"{result.name}: {result.fit_s + result.score_s:.1f} s{f'; {result.unsaved}' if result.unsaved else ''}")
+    for name, path in options.scores.items():
+        measured.append(external_scores(name, data, _read_external(path, data)))
+        info[name] = {"kind": "external", "summary": path.name, "package": ""}
+    if not measured:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
+        raise TrainingError(f"{data.store.path}: no detector can run: {reasons}")
+    detectors = {m.name: info[m.name] | evaluate(m, data, options.seed) for m in measured}
+    return {
+        "store": data.store.info(),
+        "folds": {"sha256": folds.digest, "num_folds": folds.num_folds, "seed": folds.seed, "schemes": [*data.folds]},
+        "num_traces": len(data.y),
+        "num_hallucinated": int(data.y.sum()),
+        "num_groups": len({data.store.group(int(k)) for k in data.indices} - {""}),
+        "features_s": features_s,
+        "detectors": detectors,
+        "comparisons": compare_schemes(measured, data, options.seed),
+        "skipped": skipped,
+    }, measured
+
+
+def _read_external(path: Path, data: LabeledStore) -> np.ndarray:
+    """Return the scores ``(n,)`` of a file, high for hallucinations. UsageError if a labeled trace has none."""
+    scores = read_scores(path)
+    sign = -1.0 if scores.direction == CORRECT else 1.0
+    questions = data.store.question_ids.take(data.indices)
+    samples = [data.store[int(k)].sample for k in data.indices]
+    values = sign * np.array([scores.lookup(q, s)[0] for q, s in zip(questions, samples, strict=True)])
+    missing = np.flatnonzero(np.isnan(values))
+    if len(missing):
+        first = questions[int(missing[0])]
+        raise UsageError(f"{path}: no score for {len(missing)} of {len(values)} labeled traces, first {first!r}")
+    return values
+
+
+def write_scores(path: Path, data: LabeledStore, measured: Sequence[Measured]) -> None:
+    """Write a row for each labeled trace: its key, label and folds, and the out-of-fold scores of each detector.
+
+    The columns of a detector are its name and the scheme of the folds, separated by a colon.
+    """
+    columns = [(f"{m.name}:{scheme}", scores) for m in measured for scheme, scores in m.scores.items()]
+    header = ("question_id", "sample", "label", "group", *(f"fold:{s}" for s in data.folds), *(c for c, _ in columns))
+    rows = []
+    for k, (index, question) in enumerate(
+        zip(data.indices.tolist(), data.store.question_ids.take(data.indices), strict=True)
+    ):
+        trace = data.store[index]
+        values = ["" if np.isnan(scores[k]) else float(scores[k]) for _, scores in columns]
+        folds = [int(folds[k]) for folds in data.folds.values()]
+        rows.append((question, trace.sample, int(data.y[k]), trace.group, *folds, *values))
+    write_rows(path, header, rows)

@@ -1,0 +1,96 @@
+"""Compare detectors on frozen folds, by question and by group.
+
+Every detector is fitted and scored on the same folds, with its choices nested inside of the training part, and
+compared with controls: answer length, group rate, a probe on the prompt only, mean log-probability. The folds are
+written once, with a hash. Of several stores, each is also tested with the detectors of each other one.
+
+Example: tracestore benchmark store.zarr --detectors features --scores judge=judge.csv
+"""
+
+import argparse
+from pathlib import Path
+
+from tracestore.cli.flags import add_allow_mixed_provenance
+from tracestore.console import Output, Parser, int_between, positive_int
+from tracestore.errors import UsageError
+from tracestore.platform_support import num_processors
+from tracestore.store.format.labels import DEFAULT_THRESHOLD
+from tracestore.store.io.files import parse_location
+from tracestore.store.io.fsio import map_os_errors
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the arguments of the command."""
+    add = parser.add_argument
+    add("stores", metavar="STORE", nargs="+", type=parse_location, help="one store, or several for a transfer matrix")
+    add(
+        "--detectors",
+        default="features",
+        metavar="NAMES",
+        help="all, features (default: all but the models of train), or names; tracestore detectors lists them",
+    )
+    add(
+        "--scores",
+        action="append",
+        default=[],
+        metavar="NAME=CSV",
+        help="scores that were computed elsewhere; repeatable",
+    )
+    add("--output-dir", type=Path, default=Path("benchmark"))
+    add(
+        "--folds-dir",
+        type=Path,
+        metavar="DIR",
+        help="folder of the files of folds, to share them (default: --output-dir)",
+    )
+    add("--folds", type=int_between(2, 1000, "a whole number from 2 to 1000"), default=5, metavar="K")
+    add("--seed", type=int_between(0, 2**32 - 1, "a whole number from 0 to 2^32 - 1"), default=42)
+    add("--score", metavar="NAME", help="named score that labels are derived from (default: the store's)")
+    add("--score-threshold", type=float, default=DEFAULT_THRESHOLD, help="label 1 (hallucination) where score < this")
+    add("--workers", type=positive_int, metavar="N", help="processes side by side (default: processors, at most 4)")
+    add(
+        "--save-detectors", action="store_true", help="write detectors for tracestore predict to OUTPUT_DIR/checkpoints"
+    )
+    add("--overwrite", action="store_true", help="replace earlier results; folds are never replaced")
+    add_allow_mixed_provenance(parser)
+
+
+def run(args: argparse.Namespace, output: Output) -> None:
+    """Run the detectors, and print the tables."""
+    for store in args.stores:
+        if isinstance(store, Path) and not store.exists():
+            raise UsageError(f"{store}: no such store")
+    scores = dict(map(_named_file, args.scores))
+    if len(scores) != len(args.scores):
+        raise UsageError("--scores: a name is given twice")
+    if args.folds_dir is not None and not args.folds_dir.is_dir():
+        raise UsageError(f"--folds-dir {args.folds_dir}: no such folder")
+    # Imported here, so that wrong usage is reported at once.
+    from tracestore.benchmark.run import RESULTS, BenchmarkOptions, run_benchmark
+    from tracestore.benchmark.table import format_results
+    from tracestore.detectors.catalog import select
+
+    options = BenchmarkOptions(
+        tuple(select(args.detectors)),
+        folds=args.folds,
+        seed=args.seed,
+        score=args.score,
+        score_threshold=args.score_threshold,
+        scores=scores,
+        workers=args.workers or min(4, num_processors()),
+        folds_dir=args.folds_dir,
+        save_detectors=args.save_detectors,
+        overwrite=args.overwrite,
+        allow_mixed_provenance=args.allow_mixed_provenance,
+    )
+    with map_os_errors(args.output_dir):
+        results = run_benchmark(args.stores, args.output_dir, options, log=output.info)
+    output.info(f"\n{format_results(results)}\n\n{args.output_dir / RESULTS}")
+    output.print_json(results)
+
+
+def _named_file(text: str) -> tuple[str, Path]:
+    name, _, path = text.partition("=")
+    if not name or not path:
+        raise UsageError(f"--scores {text}: expected NAME=FILE.csv")
+    return name, Path(path)

@@ -1,0 +1,134 @@
+"""Fitted detectors of the catalog as plain values and tensors, for checkpoints that `tracestore predict` reads."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+import tracestore
+from tracestore.detectors.catalog import make_detector
+from tracestore.detectors.interface import Detector
+from tracestore.errors import UsageError
+from tracestore.store.format.provenance import Provenance
+from tracestore.store.read.store import TraceStore
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class FittedDetector:
+    """A detector of a checkpoint.
+
+    Attributes
+    ----------
+    name : str
+    detector : Detector
+    slope, intercept : float
+        The logit of a hallucination is slope * score + intercept.
+    threshold : float
+        Decision threshold of the logit.
+    shape : (int, int)
+        Layers and hidden size of the store that the detector was fitted to.
+    provenance : tuple of Provenance
+        That of the same store.
+    """
+
+    name: str
+    detector: Detector
+    slope: float
+    intercept: float
+    threshold: float
+    shape: tuple[int, int]
+    provenance: tuple[Provenance, ...]
+
+    def check(self, store: TraceStore) -> None:
+        """Raise UsageError or MissingFieldError unless the detector can read the store."""
+        found = (store.num_layers, store.hidden_dim)
+        if found != self.shape:
+            raise UsageError(
+                f"{store.path}: {self.name} was fitted to {self.shape[0]} layers of {self.shape[1]} columns, this store "
+                f"has {found[0]} of {found[1]}"
+            )
+        self.detector.check(store)
+
+    def logits(self, store: TraceStore, indices: np.ndarray) -> np.ndarray:
+        """Return calibrated logits ``(n,)`` float64 of traces, NaN where there is none."""
+        scores = self.slope * self.detector.score(store, indices) + self.intercept
+        return np.where(np.isfinite(scores), scores, np.nan)
+
+
+def content(
+    name: str, detector: Detector, store: TraceStore, slope: float, intercept: float, threshold: float
+) -> dict[str, Any]:
+    """Return the content of the checkpoint of a fitted detector; see `FittedDetector`.
+
+    Raises
+    ------
+    UsageError
+        The detector cannot be saved.
+    """
+    return {
+        "detector_version": VERSION,
+        "tracestore": tracestore.__version__,
+        "name": name,
+        "parameters": json.dumps(detector.parameters),
+        "model": _to_tensors(detector.state()),
+        "slope": slope,
+        "intercept": intercept,
+        "threshold": threshold,
+        "store": {
+            "shape": [store.num_layers, store.hidden_dim],
+            "provenance": [p.to_json() for p in store.provenance],
+        },
+    }
+
+
+def is_fitted_detector(saved: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint has the content of `content`."""
+    return "detector_version" in saved
+
+
+def from_content(saved: Mapping[str, Any], path: object) -> FittedDetector:
+    """Return the detector of a checkpoint, which is untrusted data.
+
+    Raises
+    ------
+    UsageError
+        The checkpoint is of another version or damaged, or the detector is not installed.
+    """
+    if saved["detector_version"] != VERSION:
+        raise UsageError(f"{path}: of another version of tracestore; fit the detector again")
+    try:
+        name, options = str(saved["name"]), json.loads(saved["parameters"])
+        shape, provenance = saved["store"]["shape"], saved["store"]["provenance"]
+        numbers = [float(saved[key]) for key in ("slope", "intercept", "threshold")]
+        layers, columns = int(shape[0]), int(shape[1])
+        origin = tuple(map(Provenance.from_json, provenance))
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise UsageError(f"{path}: not a complete detector: {type(error).__name__}") from None
+    detector = make_detector(name, **options)
+    try:
+        detector.load_state(_to_arrays(saved["model"]))
+    except Exception as error:
+        raise UsageError(f"{path}: not a complete detector: {type(error).__name__}") from None
+    slope, intercept, threshold = numbers
+    return FittedDetector(name, detector, slope, intercept, threshold, (layers, columns), origin)
+
+
+def _to_tensors(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(np.require(value, requirements=["C", "W"]))
+    if isinstance(value, dict):
+        return {key: _to_tensors(item) for key, item in value.items()}
+    return [_to_tensors(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _to_arrays(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.numpy()
+    if isinstance(value, dict):
+        return {key: _to_arrays(item) for key, item in value.items()}
+    return [_to_arrays(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,39 @@
+"""The positions of a trace that belong to its answer."""
+
+import numpy as np
+
+from tracestore.store.read.trace import Trace
+
+
+def answer_span(trace: Trace, num_positions: int) -> tuple[int, int] | None:
+    """Return the first position of the answer and the position after its last one.
+
+    The positions come from ``answer_span``, else from the last run of ``generated_mask``, else from
+    ``prompt_length``. They are clipped to the positions that have hidden states, of which there may be one fewer than
+    tokens, and hold at least one.
+
+    Parameters
+    ----------
+    trace : Trace
+    num_positions : int
+        Positions of the trace with hidden states, S, or its tokens T.
+
+    Returns
+    -------
+    (int, int) or None
+        None if the trace does not tell where its answer is, or has no positions.
+    """
+    begin, end = trace.answer_span or (-1, -1)
+    mask = trace.generated_mask
+    if (begin < 0 or end < 0) and mask is not None and mask.any():
+        last = int(np.flatnonzero(mask)[-1])
+        before = np.flatnonzero(mask[:last] == 0)
+        begin, end = (int(before[-1]) + 1 if len(before) else 0), last + 1
+    if begin < 0 or end < 0:
+        if trace.prompt_length is None:
+            return None
+        begin, end = trace.prompt_length, max(num_positions, trace.prompt_length)
+    if num_positions == 0 or begin >= end:
+        return None
+    begin = min(begin, num_positions - 1)
+    return begin, max(begin + 1, min(end, num_positions))

@@ -1,0 +1,161 @@
+"""Standardization and logistic regression, with layer and regularization chosen inside of the training split."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from tracestore.detectors.interface import Detector
+from tracestore.errors import TrainingError
+from tracestore.evaluation.metrics import auroc
+
+# Candidates of the inverse regularization C, and the one with which layers are compared.
+GRID = (0.0003, 0.001, 0.003, 0.01, 0.1)
+FIRST_C = 0.003
+# Bins of the cross-validation inside of the training split.
+INNER_BINS = 3
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A logistic regression on standardized columns: logit = ((x - mean) / scale) @ weight + intercept.
+
+    Attributes
+    ----------
+    mean, scale, weight : np.ndarray
+        ``(D,)``.
+    intercept : float
+    """
+
+    mean: np.ndarray
+    scale: np.ndarray
+    weight: np.ndarray
+    intercept: float
+
+    def logits(self, x: np.ndarray) -> np.ndarray:
+        """Return the logits ``(n,)`` float64 of rows ``(n, D)``; NaN for rows with NaN or infinite values."""
+        finite = np.isfinite(x).all(1)
+        out = np.full(len(x), np.nan)
+        out[finite] = (x[finite] - self.mean) / self.scale @ self.weight + self.intercept
+        return out
+
+
+class Fitted(Detector):
+    """Base of detectors whose fitted values are the private fields of a dataclass: plain values, arrays and `Linear`."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the fitted values by name."""
+        return {f.name: _encode(getattr(self, f.name)) for f in fields(self) if not f.init}  # type: ignore[arg-type]
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restore the fitted values."""
+        names = [f.name for f in fields(self) if not f.init]  # type: ignore[arg-type]
+        if sorted(names) != sorted(state):
+            raise ValueError("other names")
+        for name in names:
+            setattr(self, name, _decode(state[name]))
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, Linear):
+        return {"linear": [value.mean, value.scale, value.weight, value.intercept]}
+    return [_encode(item) for item in value] if isinstance(value, list) else value
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, dict) and set(value) == {"linear"}:
+        mean, scale, weight, intercept = value["linear"]
+        if not mean.shape == scale.shape == weight.shape == (len(weight),):
+            raise ValueError("other shapes")
+        return Linear(mean, scale, weight, float(intercept))
+    return [_decode(item) for item in value] if isinstance(value, list) else value
+
+
+def fit_linear(x: np.ndarray, y: np.ndarray, c: float, *, is_exact: bool = True) -> Linear:
+    """Fit scikit-learn's logistic regression with an L2 penalty to standardized columns.
+
+    Parameters
+    ----------
+    x : np.ndarray
+        ``(n, D)``, finite.
+    y : np.ndarray
+        ``(n,)``, 0 or 1.
+    c : float
+        Inverse of the regularization strength.
+    is_exact : bool
+        Compute in float64, to a gradient below 1e-7. False: in the dtype of x, to 0.01, which orders candidates.
+    """
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.preprocessing import StandardScaler
+
+    x = x.astype(np.float64) if is_exact else x
+    scaler = StandardScaler().fit(x)
+    model = LogisticRegression(C=c, max_iter=2000, tol=1e-7 if is_exact else 1e-2).fit(scaler.transform(x), y)
+    return Linear(scaler.mean_, scaler.scale_, model.coef_[0].astype(np.float64), float(model.intercept_[0]))
+
+
+def choose(
+    inputs: Callable[[int], np.ndarray],
+    layers: Sequence[int],
+    y: np.ndarray,
+    bins: np.ndarray,
+    grid: Sequence[float] = GRID,
+) -> tuple[int, float]:
+    """Return the layer and the C with the best mean AUROC of a cross-validation: first the layer, then C for it.
+
+    Layers with NaN or infinite values are left out. Of equal values the first one counts.
+
+    Parameters
+    ----------
+    inputs : callable
+        Returns the rows ``(n, D)`` of a layer.
+    layers : sequence of int
+    y : np.ndarray
+        ``(n,)``, 0 or 1.
+    bins : np.ndarray
+        ``(n,)``, the bin of each row; see `inner_bins`.
+    grid : sequence of float
+        Candidates of C.
+
+    Raises
+    ------
+    TrainingError
+        If every layer has NaN or infinite values, or no bin can be tested.
+    """
+    first = FIRST_C if FIRST_C in grid else grid[len(grid) // 2]
+    by_layer = {}
+    for layer in layers:
+        x = inputs(layer)
+        if np.isfinite(x).all():
+            by_layer[layer] = _validated(x, y, bins, first) if len(layers) > 1 else 0.0
+    if not by_layer:
+        raise TrainingError("no layer without NaN or infinite values; tracestore lint names the traces")
+    layer = max(by_layer, key=lambda k: (by_layer[k], -k))
+    x = inputs(layer)
+    by_c = {c: _validated(x, y, bins, c) for c in grid}
+    return layer, max(grid, key=lambda c: by_c[c])
+
+
+def _validated(x: np.ndarray, y: np.ndarray, bins: np.ndarray, c: float) -> float:
+    """Return the mean AUROC over the bins, each scored by the model of the others."""
+    return float(np.nanmean([auroc(y[bins == b], logits) for b, logits in _cross_fitted(x, y, bins, c)]))
+
+
+def _cross_fitted(x: np.ndarray, y: np.ndarray, bins: np.ndarray, c: float) -> list[tuple[int, np.ndarray]]:
+    scores = []
+    for b in np.unique(bins).tolist():
+        inside = bins == b
+        if 0 < y[~inside].sum() < (~inside).sum():
+            scores.append((b, fit_linear(x[~inside], y[~inside], c, is_exact=False).logits(x[inside])))
+    if not scores:
+        raise TrainingError("too few traces of a class for a choice inside of the training split")
+    return scores
+
+
+def cross_fitted_logits(x: np.ndarray, y: np.ndarray, bins: np.ndarray, c: float) -> np.ndarray:
+    """Return the logit ``(n,)`` of each row from the model of the other bins, NaN where there is none."""
+    out = np.full(len(x), np.nan)
+    for b, logits in _cross_fitted(x, y, bins, c):
+        out[bins == b] = logits
+    return out
