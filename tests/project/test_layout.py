@@ -51,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     "detectors": {*STORE, "data", "detectors.graph", "__init__"},
     "detectors.graph": {*STORE, "data", "detectors"},
     "evaluation": {*STORE, "data", "detectors"},
-    "train": {*STORE, *TRAIN, "detectors.graph"},
+    "train": {*STORE, *TRAIN, "data.tokens", "detectors.graph"},
     "inference": {*STORE, *TRAIN, "detectors.graph"},
     "planning": {*STORE, *TRAIN},
     "experiment": {*STORE, *TRAIN, "planning"},
