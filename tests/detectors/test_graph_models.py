@@ -215,7 +215,12 @@ def test_masks_and_neighbors_remove_edges(inputs_of, form):
     assert remaining(inputs, diagonal=True, sinks=1) == both
     (source, target), weight = inputs.coo()
     graph = inputs.graph_of_rows()[source]
-    keys = zip(graph.tolist(), (source - inputs.node_ptr[graph]).tolist(), (target - inputs.node_ptr[graph]).tolist(), strict=True)
+    keys = zip(
+        graph.tolist(),
+        (source - inputs.node_ptr[graph]).tolist(),
+        (target - inputs.node_ptr[graph]).tolist(),
+        strict=True,
+    )
     value = dict(zip(keys, weight.double().mean(1).tolist(), strict=True))
     rows = {}
     for edge in sorted(both, key=lambda e: (-value[e], e[1])):

@@ -46,7 +46,17 @@ def config(**changes):
     return ModelConfig(
         LAYERS,
         DIM,
-        **({"dropout": 0.0, "gnn_hidden": 16, "latent_dim": 12, "lstm_hidden": 10, "standardize": False} | changes),
+        **(
+            {
+                "dropout": 0.0,
+                "gnn_hidden": 16,
+                "latent_dim": 12,
+                "lstm_hidden": 10,
+                "num_lstm_layers": 2,
+                "standardize": False,
+            }
+            | changes
+        ),
     )
 
 
@@ -344,7 +354,7 @@ def test_options_that_a_store_does_not_support_are_refused(tmp_path):
 
 
 def test_the_lstm_reads_the_layers_in_order():
-    model = make_model("lstm_solo", config()).eval()
+    model = make_model("lstm_solo_v0", config()).eval()
     sequences = torch.randn(5, LAYERS, DIM).half()
     out = model(sequences).logits
     assert out.shape == (5,)

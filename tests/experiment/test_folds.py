@@ -112,7 +112,9 @@ def interval_999(results, name):
 @pytest.mark.parametrize("num_folds", [None, 3])
 def test_random_labels_give_an_auroc_of_one_half(meaningless, tmp_path, num_folds):
     config = replace(CONFIG, epochs=4)
-    results = train_quietly(meaningless, tmp_path / "r", list(DEFAULT_DETECTORS), config, SMALL, folds=num_folds, probe=True)
+    results = train_quietly(
+        meaningless, tmp_path / "r", list(DEFAULT_DETECTORS), config, SMALL, folds=num_folds, probe=True
+    )
     entries = {**results["models"], "probe": results["probe"]}
     assert set(entries) == {*DEFAULT_DETECTORS, "probe"}
     for name, entry in entries.items():

@@ -50,6 +50,7 @@ MODEL_FLAGS: Flags = {
     "aggregation": "of the messages into a token",
     "residual": {"action": _SWITCH, "help": "add the input of the second convolution to its output"},
     "pooling": "tokens that the readout of a graph averages",
+    "layer_pooling": "what the head reads: the mean of the LSTM's outputs over the layers, or its final states",
     "last_token": {"action": _SWITCH, "help": "graph models also read the last token of each layer"},
     "mask_diagonal": {"action": _SWITCH, "help": "leave out the edges of tokens to themselves"},
     "mask_sinks": {"type": _at_least_0, "metavar": "N", "help": "leave out the edges from the first N tokens"},

@@ -14,8 +14,16 @@ MessagePassing = Literal["fused", "pyg"]
 Normalization = Literal["layer", "graph", "batch", "none"]
 Aggregation = Literal["mean", "sum"]
 Pooling = Literal["answer", "all", "last"]
+LayerPooling = Literal["mean", "final"]
 # Device types that have the fused operators: GPUs need Triton.
 FUSED_DEVICES = ("cpu", "cuda") if importlib.util.find_spec("triton") else ("cpu",)
+
+_CHOICES = {
+    "normalization": Normalization,
+    "aggregation": Aggregation,
+    "pooling": Pooling,
+    "layer_pooling": LayerPooling,
+}
 
 # Upper limits, because an untrusted checkpoint may claim any size.
 _MAX_SIZES = {
@@ -63,6 +71,9 @@ class ModelConfig:
         Add the input of the second convolution to its output.
     pooling : {"answer", "all", "last"}
         Tokens that the readout of a graph averages: those of the answer, all, or the last one.
+    layer_pooling : {"mean", "final"}
+        What the head reads: the outputs of the LSTM, averaged over the layers of the language model, or
+        its final states.
     last_token : bool
         The LSTM of graph models also reads the hidden state of the last token in each layer.
     mask_diagonal : bool
@@ -86,10 +97,10 @@ class ModelConfig:
     hidden_dim: int
     gnn_hidden: int = 128
     latent_dim: int = 128
-    lstm_hidden: int = 128
-    num_lstm_layers: int = 2
+    lstm_hidden: int = 64
+    num_lstm_layers: int = 1
     dropout: float = 0.3
-    kl_weight: float = 0.01
+    kl_weight: float = 0.001
     message_passing: MessagePassing = "fused"
     standardize: bool = True
     edge_features: Literal["mean", "heads"] = "mean"
@@ -99,6 +110,7 @@ class ModelConfig:
     aggregation: Aggregation = "mean"
     residual: bool = True
     pooling: Pooling = "answer"
+    layer_pooling: LayerPooling = "mean"
     last_token: bool = True
     mask_diagonal: bool = True
     mask_sinks: int = 1
@@ -115,7 +127,7 @@ class ModelConfig:
             value = getattr(self, name)
             if not (name == "neighbors" and value is None) and (type(value) is not int or value < least):
                 raise UsageError(f"found {name} {value!r:.40}, expected a whole number of at least {least}")
-        for name, kind in (("normalization", Normalization), ("aggregation", Aggregation), ("pooling", Pooling)):
+        for name, kind in _CHOICES.items():
             if (value := getattr(self, name)) not in get_args(kind):
                 raise UsageError(f"found {name} {value!r:.40}, expected one of {', '.join(get_args(kind))}")
         layers = self.layers

@@ -43,18 +43,19 @@ class Output:
 class StackedLSTM(nn.Module):
     """nn.LSTM with several bidirectional layers, whose dropout uses masks of `TraceMasks`."""
 
-    def __init__(self, in_channels: int, hidden: int, num_layers: int, dropout: float) -> None:
+    def __init__(self, in_channels: int, hidden: int, num_layers: int, dropout: float, is_mean: bool) -> None:
         super().__init__()
+        self.is_mean = is_mean
         widths = [in_channels] + [2 * hidden] * (num_layers - 1)
         self.layers = nn.ModuleList(nn.LSTM(n, hidden, batch_first=True, bidirectional=True) for n in widths)
         self.dropouts = nn.ModuleList(TraceDropout(dropout, _LSTM + k) for k in range(num_layers - 1))
 
     def forward(self, x: torch.Tensor, masks: TraceMasks | None = None) -> torch.Tensor:
-        """Return the final states of both directions of the last layer: (B, L, in) -> (B, 2 * hidden)."""
+        """Return the outputs of the last layer, averaged, or its final states: (B, L, in) -> (B, 2 * hidden)."""
         x, (final, _) = self.layers[0](x)
         for dropout, layer in zip(self.dropouts, self.layers[1:], strict=True):
             x, (final, _) = layer(dropout(x, masks))
-        return torch.cat([final[0], final[1]], dim=1)
+        return x.mean(1) if self.is_mean else torch.cat([final[0], final[1]], dim=1)
 
 
 class LayerLSTM(nn.Module):
@@ -63,7 +64,7 @@ class LayerLSTM(nn.Module):
     def __init__(self, in_channels: int, config: ModelConfig) -> None:
         super().__init__()
         hidden, dropout = config.lstm_hidden, config.dropout
-        self.lstm = StackedLSTM(in_channels, hidden, config.num_lstm_layers, dropout)
+        self.lstm = StackedLSTM(in_channels, hidden, config.num_lstm_layers, dropout, config.layer_pooling == "mean")
         self.head = nn.Sequential(
             nn.Linear(2 * hidden, 128),
             nn.ReLU(),

@@ -62,6 +62,7 @@ _V0 = {
     "aggregation": "sum",
     "residual": False,
     "pooling": "all",
+    "layer_pooling": "final",
     "last_token": False,
     "mask_diagonal": False,
     "mask_sinks": 0,
