@@ -44,7 +44,19 @@ def loader_of(request, tmp_path):
 
 def config(**changes):
     return ModelConfig(
-        LAYERS, DIM, **({"dropout": 0.0, "gnn_hidden": 16, "latent_dim": 12, "lstm_hidden": 10} | changes)
+        LAYERS,
+        DIM,
+        **(
+            {
+                "dropout": 0.0,
+                "gnn_hidden": 16,
+                "latent_dim": 12,
+                "lstm_hidden": 10,
+                "num_lstm_layers": 2,
+                "standardize": False,
+            }
+            | changes
+        ),
     )
 
 
@@ -59,7 +71,7 @@ def plain_lstm(model):
 
 
 class Reference(nn.Module):
-    """A graph detector in plain PyG, one Batch per layer, with the weights of a detector."""
+    """A graph detector of version 0 in plain PyG, one Batch per layer, with the weights of a detector."""
 
     def __init__(self, name, model, dtype):
         super().__init__()
@@ -83,7 +95,7 @@ class Reference(nn.Module):
             pooled.append(global_mean_pool(x, batch.batch))
         pooled = torch.stack(pooled, dim=1)
         extra = 0.0
-        if self.name == "gvae_lstm":
+        if self.name == "gvae_lstm_v0":
             m = self.model
             mu, logvar = m.mu(pooled), m.logvar(pooled).clamp(-10, 10)
             z = mu + torch.exp(logvar / 2) * eps
@@ -112,7 +124,7 @@ def layer_batches(batch, inputs, dtype):
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.45, 5.0])
-@pytest.mark.parametrize("name", ["gnn_det_lstm", "gvae_lstm"])
+@pytest.mark.parametrize("name", ["gnn_det_lstm_v0", "gvae_lstm_v0"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equal_to_pyg(loader_of, name, dtype, threshold):
     batch = loader_of(threshold)
@@ -123,7 +135,7 @@ def test_equal_to_pyg(loader_of, name, dtype, threshold):
     model.encoder.dropout.p = 0.0
     reference = Reference(name, model, dtype)
     eps = torch.randn(7, LAYERS, 12, dtype=dtype)
-    arguments = (eps,) if name == "gvae_lstm" else ()
+    arguments = (eps,) if name == "gvae_lstm_v0" else ()
     output = model(inputs, None, *arguments)
     loss = detector_loss(output, batch.y, 0.01)
     loss.backward()
@@ -158,7 +170,7 @@ def _errors(found, exact):
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("name", ["gnn_det_lstm", "gvae_lstm"])
+@pytest.mark.parametrize("name", ["gnn_det_lstm_v0", "gvae_lstm_v0"])
 def test_the_float32_error_is_at_most_twice_that_of_pyg(tmp_path, name, seed):
     """Compare with float64 on activations like those of language models.
 
@@ -183,7 +195,7 @@ def test_the_float32_error_is_at_most_twice_that_of_pyg(tmp_path, name, seed):
         model = make_model(name, config()).to(dtype)
         model.encoder.dropout.p = 0.0
         eps = torch.randn(6, LAYERS, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(9)).to(dtype)
-        arguments = (eps,) if name == "gvae_lstm" else ()
+        arguments = (eps,) if name == "gvae_lstm_v0" else ()
         inputs = GraphInputs.from_batch(batch)
         if kind == "fused":
             output = model(inputs, None, *arguments)
@@ -342,7 +354,7 @@ def test_options_that_a_store_does_not_support_are_refused(tmp_path):
 
 
 def test_the_lstm_reads_the_layers_in_order():
-    model = make_model("lstm_solo", config()).eval()
+    model = make_model("lstm_solo_v0", config()).eval()
     sequences = torch.randn(5, LAYERS, DIM).half()
     out = model(sequences).logits
     assert out.shape == (5,)

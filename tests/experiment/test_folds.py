@@ -11,7 +11,7 @@ import tracestore
 from tests.experiment.quiet import SMALL, train_quietly
 from tests.helpers import make_traces, run_cli, write_store
 from tracestore.detectors.config import ModelConfig
-from tracestore.detectors.registry import DETECTORS
+from tracestore.detectors.registry import DEFAULT_DETECTORS
 from tracestore.errors import UsageError
 from tracestore.evaluation import split as splits
 from tracestore.evaluation.evaluate import BootstrapResampler, RunScores
@@ -112,9 +112,11 @@ def interval_999(results, name):
 @pytest.mark.parametrize("num_folds", [None, 3])
 def test_random_labels_give_an_auroc_of_one_half(meaningless, tmp_path, num_folds):
     config = replace(CONFIG, epochs=4)
-    results = train_quietly(meaningless, tmp_path / "r", list(DETECTORS), config, SMALL, folds=num_folds, probe=True)
+    results = train_quietly(
+        meaningless, tmp_path / "r", list(DEFAULT_DETECTORS), config, SMALL, folds=num_folds, probe=True
+    )
     entries = {**results["models"], "probe": results["probe"]}
-    assert set(entries) == {*DETECTORS, "probe"}
+    assert set(entries) == {*DEFAULT_DETECTORS, "probe"}
     for name, entry in entries.items():
         low, high = interval_999(results, name)
         assert low <= 0.5 <= high, f"{name}: {entry['test']['auroc']:.3f}, {low:.3f} to {high:.3f}"

@@ -27,7 +27,8 @@ def test_results_follow_the_public_contract(labeled, tmp_path):
     done = train(labeled, tmp_path / "r", "--epochs", 6, "--lr", 0.01)
     results = json.loads((tmp_path / "r/results.json").read_text())
     assert set(results) >= {"models", "config", "split", "store"}
-    assert set(results["models"]) == {"lstm_solo", "gnn_det_lstm", "gvae_lstm"}
+    twins = {"gnn_det_lstm_no_edges", "gvae_lstm_no_edges"}
+    assert set(results["models"]) == {"lstm_solo", "gnn_det_lstm", "gvae_lstm"} | twins
     for name, entry in results["models"].items():
         assert set(entry["test"]) >= {"auroc", "accuracy", "precision", "recall", "f1"}
         assert {"best_val_auroc", "threshold", "history", "oom_events", "seconds_per_epoch"} <= set(entry)

@@ -89,7 +89,9 @@ def graphs(dtype, seed=0):
 
     x = torch.randn(int(tokens.sum()), DIM, dtype=dtype, generator=generator)
     weight = torch.rand(int(pairs.sum()), dtype=dtype, generator=generator)
-    return GraphInputs(x, pointers(tokens), weight, pointers(pairs), LAYERS)
+    size = tokens[::LAYERS]
+    answer = torch.stack([size // 2, size], dim=1)
+    return GraphInputs(x, pointers(tokens), weight, pointers(pairs), LAYERS, answer=answer)
 
 
 def make_optimizer(name, parameters):
@@ -114,12 +116,12 @@ def make(name, optimizer="adam", drawn="by trace", dtype=torch.float64, **option
     noise = torch.randn(SIZE, LAYERS, 4, dtype=dtype)
 
     def loss_of(begin, end):
-        inputs = sequences[begin:end] if name == "lstm_solo" else batch.traces(begin, end)
+        inputs = sequences[begin:end] if name.startswith("lstm_solo") else batch.traces(begin, end)
         if drawn == "by torch":
             output = model(inputs)
         else:
             masks = TraceMasks(7, begin, end - begin)
-            output = model(inputs, masks, noise[begin:end]) if name == "gvae_lstm" else model(inputs, masks)
+            output = model(inputs, masks, noise[begin:end]) if name.startswith("gvae") else model(inputs, masks)
         return detector_loss(output, y[begin:end], 0.01)
 
     return model, guard, loss_of

@@ -10,6 +10,7 @@ import tracestore
 from tests.helpers import command, make_traces, run_cli, write_store
 from tracestore.data.batch_format import BatchFormat
 from tracestore.data.epoch import EpochPlanner
+from tracestore.detectors.registry import DEFAULT_DETECTORS
 from tracestore.errors import UsageError
 from tracestore.oom.limits import memory_use
 from tracestore.planning.measure import plan_micro_batches, plan_training
@@ -40,7 +41,7 @@ def plans_of(path, *flags):
 
 
 def test_all_detectors_are_planned(path):
-    assert list(plans_of(path)) == ["lstm_solo", "gnn_det_lstm", "gvae_lstm"]
+    assert tuple(plans_of(path)) == DEFAULT_DETECTORS
     done = command("plan", path, "--model", "nothing", check=2)
     assert "lstm_solo" in done.stderr and done.stderr.count("\n") == 1
 

@@ -52,7 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     "detectors": {*STORE, "data", "detectors.graph", "__init__"},
     "detectors.graph": {*STORE, "data", "detectors"},
     "evaluation": {*STORE, "data", "detectors"},
-    "train": {*STORE, *TRAIN, "detectors.graph"},
+    "train": {*STORE, *TRAIN, "data.tokens", "detectors.graph"},
     "inference": {*STORE, *TRAIN, "detectors.graph"},
     "planning": {*STORE, *TRAIN},
     "features": STORE,

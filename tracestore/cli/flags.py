@@ -9,12 +9,15 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from tracestore.console import float_where, int_ranges, positive_int
+from tracestore.console import float_where, int_between, int_ranges, positive_int
 from tracestore.store.format.labels import DEFAULT_THRESHOLD, DIRECTIONS
 from tracestore.store.format.provenance import ALLOW_FLAG
 
 # The help text of an option by the name of its field, or arguments of ``add_argument``.
 Flags = Mapping[str, str | dict[str, Any]]
+
+_SWITCH = argparse.BooleanOptionalAction
+_at_least_0 = int_between(0, 2**31 - 1, "a whole number of at least 0")
 
 # Arguments by the type of the field.
 _BY_TYPE: dict[Any, dict[str, Any]] = {
@@ -45,7 +48,16 @@ MODEL_FLAGS: Flags = {
         "help": "probability of dropping a value in training",
     },
     "kl_weight": "weight of the Kullback-Leibler divergence in the loss of gvae_lstm",
-    "standardize": "per layer and column, with statistics of the training split",
+    "standardize": {"action": _SWITCH, "help": "inputs per layer and column, with statistics of the training split"},
+    "normalization": "of graph models, after each convolution; batch: statistics depend on how a batch is split",
+    "aggregation": "of the messages into a token",
+    "residual": {"action": _SWITCH, "help": "add the input of the second convolution to its output"},
+    "pooling": "tokens that the readout of a graph averages",
+    "layer_pooling": "what the head reads: the mean of the LSTM's outputs over the layers, or its final states",
+    "last_token": {"action": _SWITCH, "help": "graph models also read the last token of each layer"},
+    "mask_diagonal": {"action": _SWITCH, "help": "leave out the edges of tokens to themselves"},
+    "mask_sinks": {"type": _at_least_0, "metavar": "N", "help": "leave out the edges from the first N tokens"},
+    "neighbors": "keep the N edges into each token that have the largest weights (default: all)",
     "message_passing": "pyg is the slow reference",
 }
 # Fields of train.config.TrainConfig that change the cost of a step.

@@ -3,7 +3,7 @@
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from tracestore.data.batch_format import EdgeFormat
 from tracestore.errors import MissingFieldError, UsageError
@@ -11,8 +11,19 @@ from tracestore.store.read.store import TraceStore
 
 Precision = Literal["float32", "bf16", "fp16"]
 MessagePassing = Literal["fused", "pyg"]
+Normalization = Literal["layer", "graph", "batch", "none"]
+Aggregation = Literal["mean", "sum"]
+Pooling = Literal["answer", "all", "last"]
+LayerPooling = Literal["mean", "final"]
 # Device types that have the fused operators: GPUs need Triton.
 FUSED_DEVICES = ("cpu", "cuda") if importlib.util.find_spec("triton") else ("cpu",)
+
+_CHOICES = {
+    "normalization": Normalization,
+    "aggregation": Aggregation,
+    "pooling": Pooling,
+    "layer_pooling": LayerPooling,
+}
 
 # Upper limits, because an untrusted checkpoint may claim any size.
 _MAX_SIZES = {
@@ -51,6 +62,30 @@ class ModelConfig:
         Weights per edge with ``edge_features="heads"``.
     layers : tuple of int, optional
         Layers of the language model that the detector reads, ascending. Default: all.
+    normalization : {"layer", "graph", "batch", "none"}
+        Of graph models, after each convolution: LayerNorm of each node, GraphNorm of each graph, BatchNorm
+        with statistics of each layer of the language model.
+    aggregation : {"mean", "sum"}
+        The messages of the edges into a node are averaged or summed.
+    residual : bool
+        Add the input of the second convolution to its output.
+    pooling : {"answer", "all", "last"}
+        Tokens that the readout of a graph averages: those of the answer, all, or the last one.
+    layer_pooling : {"mean", "final"}
+        What the head reads: the outputs of the LSTM, averaged over the layers of the language model, or
+        its final states.
+    last_token : bool
+        The LSTM of graph models also reads the hidden state of the last token in each layer.
+    mask_diagonal : bool
+        Remove the edges of a token to itself.
+    mask_sinks : int
+        Remove the edges from so many first tokens, the attention sinks.
+    neighbors : int, optional
+        Keep so many edges into each token, those with the largest weights. Default: all.
+    detach_target : bool
+        The gradient of the reconstruction error of gvae_lstm stops at the vector that is reconstructed.
+    edges : bool
+        False: the graph encoder has no edges.
 
     Raises
     ------
@@ -62,21 +97,39 @@ class ModelConfig:
     hidden_dim: int
     gnn_hidden: int = 128
     latent_dim: int = 128
-    lstm_hidden: int = 128
-    num_lstm_layers: int = 2
+    lstm_hidden: int = 64
+    num_lstm_layers: int = 1
     dropout: float = 0.3
-    kl_weight: float = 0.01
+    kl_weight: float = 0.001
     message_passing: MessagePassing = "fused"
-    standardize: bool = False
+    standardize: bool = True
     edge_features: Literal["mean", "heads"] = "mean"
     num_heads: int = 1
     layers: tuple[int, ...] | None = None
+    normalization: Normalization = "layer"
+    aggregation: Aggregation = "mean"
+    residual: bool = True
+    pooling: Pooling = "answer"
+    layer_pooling: LayerPooling = "mean"
+    last_token: bool = True
+    mask_diagonal: bool = True
+    mask_sinks: int = 1
+    neighbors: int | None = None
+    detach_target: bool = True
+    edges: bool = True
 
     def __post_init__(self) -> None:
         for name, limit in _MAX_SIZES.items():
             value = getattr(self, name)
             if type(value) is not int or not 0 < value <= limit:
                 raise UsageError(f"found {name} {value!r:.40}, expected 1 to {limit:,}")
+        for name, least in (("mask_sinks", 0), ("neighbors", 1)):
+            value = getattr(self, name)
+            if not (name == "neighbors" and value is None) and (type(value) is not int or value < least):
+                raise UsageError(f"found {name} {value!r:.40}, expected a whole number of at least {least}")
+        for name, kind in _CHOICES.items():
+            if (value := getattr(self, name)) not in get_args(kind):
+                raise UsageError(f"found {name} {value!r:.40}, expected one of {', '.join(get_args(kind))}")
         layers = self.layers
         if layers is not None and (not layers or list(layers) != [k for k in range(self.num_layers) if k in layers]):
             raise UsageError(

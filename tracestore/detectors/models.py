@@ -1,6 +1,7 @@
 """The three detectors. Each maps a batch of traces to logits of "the answer is a hallucination".
 
-Sizes: B traces, L layers, D hidden size of the language model, N nodes of all graphs.
+`ModelConfig` has the options of the architecture; the registry sets those of the edge-free twins and of
+version 0. Sizes: B traces, L layers, D hidden size of the language model, N nodes of all graphs.
 """
 
 from collections.abc import Sequence
@@ -13,8 +14,9 @@ from torch.nn import functional as F
 
 from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.dropout import TraceDropout, TraceMasks
-from tracestore.detectors.graph.gine import GINE
+from tracestore.detectors.graph.gine import GINE, mean_pool
 from tracestore.detectors.graph.inputs import GraphInputs
+from tracestore.detectors.graph.normalization import NORMALIZATIONS
 
 AUXILIARY_WEIGHT = 0.1
 GNN_DROPOUT = 0.2
@@ -41,18 +43,19 @@ class Output:
 class StackedLSTM(nn.Module):
     """nn.LSTM with several bidirectional layers, whose dropout uses masks of `TraceMasks`."""
 
-    def __init__(self, in_channels: int, hidden: int, num_layers: int, dropout: float) -> None:
+    def __init__(self, in_channels: int, hidden: int, num_layers: int, dropout: float, is_mean: bool) -> None:
         super().__init__()
+        self.is_mean = is_mean
         widths = [in_channels] + [2 * hidden] * (num_layers - 1)
         self.layers = nn.ModuleList(nn.LSTM(n, hidden, batch_first=True, bidirectional=True) for n in widths)
         self.dropouts = nn.ModuleList(TraceDropout(dropout, _LSTM + k) for k in range(num_layers - 1))
 
     def forward(self, x: torch.Tensor, masks: TraceMasks | None = None) -> torch.Tensor:
-        """Return the final states of both directions of the last layer: (B, L, in) -> (B, 2 * hidden)."""
+        """Return the outputs of the last layer, averaged, or its final states: (B, L, in) -> (B, 2 * hidden)."""
         x, (final, _) = self.layers[0](x)
         for dropout, layer in zip(self.dropouts, self.layers[1:], strict=True):
             x, (final, _) = layer(dropout(x, masks))
-        return torch.cat([final[0], final[1]], dim=1)
+        return x.mean(1) if self.is_mean else torch.cat([final[0], final[1]], dim=1)
 
 
 class LayerLSTM(nn.Module):
@@ -61,7 +64,7 @@ class LayerLSTM(nn.Module):
     def __init__(self, in_channels: int, config: ModelConfig) -> None:
         super().__init__()
         hidden, dropout = config.lstm_hidden, config.dropout
-        self.lstm = StackedLSTM(in_channels, hidden, config.num_lstm_layers, dropout)
+        self.lstm = StackedLSTM(in_channels, hidden, config.num_lstm_layers, dropout, config.layer_pooling == "mean")
         self.head = nn.Sequential(
             nn.Linear(2 * hidden, 128),
             nn.ReLU(),
@@ -131,26 +134,71 @@ class LstmSolo(nn.Module):
 
 
 class GraphEncoder(nn.Module):
-    """Two GINE convolutions, shared by all layers, and the mean over the nodes of each graph."""
+    """Two GINE convolutions, shared by all layers, each followed by a normalization, and a readout.
+
+    h = dropout(relu(norm(GINE(x)))), h' = h + relu(norm(GINE(h))); the readout is the mean of h' over
+    the tokens of the answer. With ``config.last_token`` the standardized hidden state of the last
+    token is appended. Without edges, GINE is an MLP of each node, and only the tokens of the
+    readout are computed.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         hidden, passing = config.gnn_hidden, config.message_passing
-        self.layers = config.layers_read
+        self.layers, self.config = config.layers_read, config
         # The name is a part of the keys of checkpoints.
         self.standardiser = Standardizer(config)
-        self.conv1 = GINE(config.hidden_dim, hidden, passing, config.edge_dim)
-        self.conv2 = GINE(hidden, hidden, passing, config.edge_dim)
+        edge_dim = config.edge_dim if config.edges else 0
+        self.conv1 = GINE(config.hidden_dim, hidden, passing, edge_dim, config.aggregation)
+        self.conv2 = GINE(hidden, hidden, passing, edge_dim, config.aggregation)
+        norm = NORMALIZATIONS[config.normalization]
+        self.norm1, self.norm2 = norm(hidden, len(self.layers)), norm(hidden, len(self.layers))
         self.dropout = TraceDropout(GNN_DROPOUT, _ENCODER)
 
+    @property
+    def width(self) -> int:
+        """Columns of the encoded graphs."""
+        return self.config.gnn_hidden + (self.config.hidden_dim if self.config.last_token else 0)
+
     def forward(self, inputs: GraphInputs, masks: TraceMasks | None = None) -> torch.Tensor:
-        """Return the encoded graphs (B, layers read, gnn_hidden)."""
+        """Return the encoded graphs (B, layers read, width)."""
+        c = self.config
         if len(self.layers) < inputs.num_layers:
             inputs = inputs.select_layers(self.layers)
+        last = self._last_tokens(inputs) if c.last_token else None
+        if c.edges:
+            inputs = inputs.mask_edges(diagonal=c.mask_diagonal, sinks=c.mask_sinks, neighbors=c.neighbors)
+        elif c.pooling != "all" and c.normalization in ("layer", "none"):
+            # Each token is computed by itself: the others have no effect on the readout.
+            inputs = inputs.readout_nodes(c.pooling)
         x = self.standardiser.standardize_nodes(inputs.x, inputs.node_ptr, self.layers)
-        x = self.dropout(F.relu_(self.conv1(x, inputs)), masks, inputs.nodes_per_trace())
-        pooled: torch.Tensor = self.conv2(x, inputs, pooled=True)
-        return pooled.reshape(inputs.num_traces, inputs.num_layers, -1)
+        scale = self.conv1.message_scale(inputs)
+        x = F.relu(self.norm1(self.conv1(x, inputs, scale), inputs))
+        x = self.dropout(x, masks, inputs.nodes_per_trace())
+        pooled = self._read_out(x, inputs, scale)
+        parts = [pooled] if last is None else [pooled, last.to(pooled.dtype)]
+        return torch.cat(parts, dim=1).reshape(inputs.num_traces, inputs.num_layers, -1)
+
+    def _last_tokens(self, inputs: GraphInputs) -> torch.Tensor:
+        """Return the standardized hidden state of the last token of each graph, (G, D)."""
+        x = inputs.x[inputs.last_rows()]
+        return self.standardiser.standardize_nodes(x, torch.arange(len(x) + 1, device=x.device), self.layers)
+
+    def _read_out(self, x: torch.Tensor, inputs: GraphInputs, scale: torch.Tensor | None) -> torch.Tensor:
+        """Return the second convolution, pooled: (N, hidden) -> (G, hidden)."""
+        c = self.config
+        if c.normalization == "none" and not c.residual and c.pooling == "all":
+            pooled: torch.Tensor = self.conv2(x, inputs, scale, pooled=True)
+            return pooled
+        out = self.norm2(self.conv2(x, inputs, scale), inputs)
+        if c.normalization != "none":
+            out = F.relu(out)
+        if c.residual:
+            out = x + out
+        if c.pooling == "last":
+            return out[inputs.last_rows()]
+        rows, counts = inputs.readout_rows(c.pooling)
+        return mean_pool(out if c.pooling == "all" else out[rows], counts)
 
 
 class GnnDetLstm(nn.Module):
@@ -160,7 +208,7 @@ class GnnDetLstm(nn.Module):
         super().__init__()
         self.layers_read = config.layers_read
         self.encoder = GraphEncoder(config)
-        self.reader = LayerLSTM(config.gnn_hidden, config)
+        self.reader = LayerLSTM(self.encoder.width, config)
 
     def forward(self, inputs: GraphInputs, masks: TraceMasks | None = None) -> Output:
         """Return logits (B,). Default masks: drawn by torch."""
@@ -169,6 +217,10 @@ class GnnDetLstm(nn.Module):
 
 class GvaeLstm(nn.Module):
     """A variational autoencoder between the graph encoder and the LSTM.
+
+    The LSTM reads mu, log(variance) and the last token. The decoder reconstructs the pooled vector, which
+    is a constant for this term: otherwise the encoder could reduce it by shrinking its output. In
+    version 0 (``last_token=False, detach_target=False``) the LSTM reads z.
 
     References
     ----------
@@ -179,12 +231,12 @@ class GvaeLstm(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         hidden, latent = config.gnn_hidden, config.latent_dim
-        self.layers_read = config.layers_read
+        self.layers_read, self.config = config.layers_read, config
         self.encoder = GraphEncoder(config)
         self.mu = nn.Linear(hidden, latent)
         self.logvar = nn.Linear(hidden, latent)
         self.decoder = nn.Sequential(nn.Linear(latent, hidden), nn.ReLU(), nn.Linear(hidden, hidden))
-        self.reader = LayerLSTM(latent, config)
+        self.reader = LayerLSTM(2 * latent + config.hidden_dim if config.last_token else latent, config)
 
     def forward(self, inputs: GraphInputs, masks: TraceMasks | None = None, eps: torch.Tensor | None = None) -> Output:
         """Return logits (B,), the reconstruction error and the KL divergence.
@@ -198,15 +250,18 @@ class GvaeLstm(nn.Module):
             ``(B, layers read, latent)``, standard normal noise. Default: drawn by torch in
             training, zero in evaluation.
         """
-        pooled = self.encoder(inputs, masks)
+        encoded = self.encoder(inputs, masks)
+        pooled, last = encoded.split([self.config.gnn_hidden, encoded.shape[2] - self.config.gnn_hidden], dim=2)
         mu, logvar = self.mu(pooled), self.logvar(pooled).clamp(-10, 10)
         z = mu
         if self.training or eps is not None:
             z = mu + torch.exp(logvar / 2) * (torch.randn_like(mu) if eps is None else eps)
         # The mean over traces, not the sum: the micro-batches of a split batch add up to the whole one.
-        reconstruction = (self.decoder(z) - pooled).square().sum(-1).mean()
+        target = pooled.detach() if self.config.detach_target else pooled
+        reconstruction = (self.decoder(z) - target).square().sum(-1).mean()
         kl = -0.5 * (1 + logvar - mu.square() - logvar.exp()).sum(-1).mean()
-        return Output(self.reader(z, masks), {"reconstruction": reconstruction, "kl": kl})
+        read = torch.cat([mu, logvar, last], dim=2) if self.config.last_token else z
+        return Output(self.reader(read, masks), {"reconstruction": reconstruction, "kl": kl})
 
 
 Detector = LstmSolo | GnnDetLstm | GvaeLstm

@@ -1,9 +1,9 @@
 """The detectors: one entry each. Imports no torch, so that commands can check names at once."""
 
 import pkgutil
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
 
 from tracestore.data.batch_format import EdgeFormat, View
 from tracestore.detectors.config import ModelConfig
@@ -27,12 +27,21 @@ class DetectorSpec:
         Suffix of the options ``--run-FLAG`` and ``--no-run-FLAG`` of ``tracestore train``.
     constructor : str
         Import path of the model class, ``module:name``.
+    options : mapping
+        Fields of `ModelConfig` that this detector sets, whatever the options of the run.
+    twin_of : str, optional
+        The graph detector of which this one is the edge-free twin, trained and reported beside it.
+    is_default : bool
+        Trained by default.
     """
 
     name: str
     view: View
     flag: str
     constructor: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    twin_of: str | None = None
+    is_default: bool = True
 
     def edge_format(self, config: ModelConfig, store: TraceStore, device_type: str) -> EdgeFormat:
         """Return the ``edge_format`` argument of TraceLoader for this detector.
@@ -45,17 +54,39 @@ class DetectorSpec:
         return config.edge_format(store, device_type) if self.view == "graph" else "coo"
 
 
+_LSTM, _GNN, _GVAE = (f"tracestore.detectors.models:{name}" for name in ("LstmSolo", "GnnDetLstm", "GvaeLstm"))
+_NO_EDGES = {"edges": False}
+# The architectures of the first version: sums without normalization, and the mean over all tokens.
+_V0 = {
+    "normalization": "none",
+    "aggregation": "sum",
+    "residual": False,
+    "pooling": "all",
+    "layer_pooling": "final",
+    "last_token": False,
+    "mask_diagonal": False,
+    "mask_sinks": 0,
+    "neighbors": None,
+    "detach_target": False,
+}
 DETECTORS = {
     spec.name: spec
     for spec in (
-        DetectorSpec("lstm_solo", "sequence", "lstm", "tracestore.detectors.models:LstmSolo"),
-        DetectorSpec("gnn_det_lstm", "graph", "gnn-det", "tracestore.detectors.models:GnnDetLstm"),
-        DetectorSpec("gvae_lstm", "graph", "gvae", "tracestore.detectors.models:GvaeLstm"),
+        DetectorSpec("lstm_solo", "sequence", "lstm", _LSTM),
+        DetectorSpec("gnn_det_lstm", "graph", "gnn-det", _GNN),
+        DetectorSpec("gnn_det_lstm_no_edges", "graph", "gnn-det-no-edges", _GNN, _NO_EDGES, "gnn_det_lstm"),
+        DetectorSpec("gvae_lstm", "graph", "gvae", _GVAE),
+        DetectorSpec("gvae_lstm_no_edges", "graph", "gvae-no-edges", _GVAE, _NO_EDGES, "gvae_lstm"),
+        DetectorSpec("lstm_solo_v0", "sequence", "lstm-v0", _LSTM, _V0, is_default=False),
+        DetectorSpec("gnn_det_lstm_v0", "graph", "gnn-det-v0", _GNN, _V0, is_default=False),
+        DetectorSpec("gvae_lstm_v0", "graph", "gvae-v0", _GVAE, _V0, is_default=False),
     )
 }
+DEFAULT_DETECTORS = tuple(name for name, spec in DETECTORS.items() if spec.is_default)
 
 
 def make_model(name: str, config: ModelConfig) -> "Detector":
     """Return an untrained detector; `name` is a key of `DETECTORS`."""
-    constructor = cast("Callable[[ModelConfig], Detector]", pkgutil.resolve_name(DETECTORS[name].constructor))
-    return constructor(config)
+    spec = DETECTORS[name]
+    constructor = cast("Callable[[ModelConfig], Detector]", pkgutil.resolve_name(spec.constructor))
+    return constructor(replace(config, **spec.options))

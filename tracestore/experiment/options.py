@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tracestore.detectors.registry import DETECTORS
+from tracestore.detectors.registry import DEFAULT_DETECTORS, DETECTORS
 from tracestore.train.config import TrainConfig
 
 
@@ -36,7 +36,7 @@ class TrainOptions:
         output directory.
     """
 
-    models: tuple[str, ...] = tuple(DETECTORS)
+    models: tuple[str, ...] = DEFAULT_DETECTORS
     config: TrainConfig = field(default_factory=TrainConfig)
     model_options: Mapping[str, Any] = field(default_factory=dict)
     probe: bool = True

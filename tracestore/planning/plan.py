@@ -12,7 +12,7 @@ import numpy as np
 
 from tracestore.data.batch_format import BatchFormat, EdgeFormat, View
 from tracestore.data.epoch import EpochPlanner
-from tracestore.detectors.registry import DETECTORS
+from tracestore.detectors.registry import DEFAULT_DETECTORS, DETECTORS
 from tracestore.errors import MissingFieldError, UsageError
 from tracestore.split import FRACTIONS
 from tracestore.store.read.store import TraceStore
@@ -107,7 +107,7 @@ class TrainingPlan:
 
 
 def detectors_for(store: TraceStore) -> list[str]:
-    """Return the names of the detectors whose view the store has.
+    """Return the names of the detectors that are trained by default and whose view the store has.
 
     Raises
     ------
@@ -116,9 +116,9 @@ def detectors_for(store: TraceStore) -> list[str]:
     """
     names: list[str] = []
     missing: MissingFieldError | None = None
-    for name, spec in DETECTORS.items():
+    for name in DEFAULT_DETECTORS:
         try:
-            store.require_view(spec.view)
+            store.require_view(DETECTORS[name].view)
             names.append(name)
         except MissingFieldError as error:
             missing = error

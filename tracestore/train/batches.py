@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from tracestore.data.batch import GraphBatch, SequenceBatch
 from tracestore.data.loader import TraceLoader
 from tracestore.data.order import Shuffle, epoch_key
+from tracestore.data.tokens.answers import answer_bounds
 from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.dropout import TraceMasks
 from tracestore.detectors.graph.inputs import GraphInputs, edge_threshold
@@ -199,7 +200,8 @@ class DeviceBatch:
             self.inputs: Any = batch.sequences
         elif self.size:
             threshold = edge_threshold(feed.config.attention_threshold, feed.config.top_k)
-            self.inputs = GraphInputs.from_batch(batch, threshold)
+            answer = torch.from_numpy(answer_bounds(feed.loader.store, batch.trace_index.tolist()))
+            self.inputs = GraphInputs.from_batch(batch, threshold, answer)
 
     def key(self, stream: int, rank: int = 0) -> int:
         """Return a seed that is a pure function of the position of the batch."""

@@ -66,8 +66,10 @@ def add_arguments(parser: Parser) -> None:
     add("--store", required=True, type=parse_location, help="folder or URL of a store")
     add("--output-dir", type=Path, default=Path("results"), help="folder for checkpoints, results.json and report.html")
     for name, spec in DETECTORS.items():
-        switch = argparse.BooleanOptionalAction
-        add(f"--run-{spec.flag}", dest=name, action=switch, default=True, help=f"train {name}")
+        default: bool | None = None if spec.twin_of else spec.is_default
+        followed = f"; default: as {spec.twin_of}" if spec.twin_of else "" if default else "; default: no"
+        switch, text = argparse.BooleanOptionalAction, f"train {name}{followed}"
+        add(f"--run-{spec.flag}", dest=name, action=switch, default=default, help=text)
     add_flags(parser, ModelConfig, MODEL_FLAGS)
     add_flags(parser, TrainConfig, {**STEP_FLAGS, **_TRAIN_FLAGS})
     add_flags(parser, TrainOptions, _RUN_FLAGS)
@@ -140,7 +142,9 @@ def _workers(text: str) -> int:
 
 def _selected_models(args: argparse.Namespace) -> tuple[str, ...]:
     """Return the models to train. Raise UsageError where the options contradict each other."""
-    models = tuple(name for name in DETECTORS if getattr(args, name))
+    chosen = {name: getattr(args, name) for name in DETECTORS}
+    # A twin without a flag of its own is trained with its graph detector.
+    models = tuple(n for n, s in DETECTORS.items() if (chosen[s.twin_of or n] if chosen[n] is None else chosen[n]))
     if not models:
         raise UsageError("every model is switched off")
     if args.seed + (args.seeds or 1) > 2**32:

@@ -1,6 +1,6 @@
 """GINE's message passing with the linear layer after it, as a PyTorch operator.
 
-    tracestore::gine_linear   out = s W^T + bias, s_i = x_i + sum over edges j -> i of relu(x_j + w a_ij + b)
+    tracestore::gine_linear   out = s W^T + bias, s_i = x_i + scale_i sum over edges j -> i of relu(x_j + w a_ij + b)
 
 Arguments:
 
@@ -13,10 +13,11 @@ Arguments:
                         mean over its channels is above `threshold`; NaN never is.
                         With source and target (int64, numbered like node_ptr; C = 1): graph g has
                         the edges weight_ptr[g] .. weight_ptr[g + 1], in any order.
+    scale (N,)          factor of the messages of each node, by default 1: 1 / degree gives their mean
 
 No tensor of E x D values is created. The sums are held for a few graphs at a time, and backward
 computes them again. Gradients are computed for x, w, b and the linear layer, not for the attention
-weights. On a CPU each sum has a fixed order for any number of threads. The operator raises
+weights and the scale. On a CPU each sum has a fixed order for any number of threads. The operator raises
 ValueError where pointers or edges are out of bounds.
 
 References
@@ -89,11 +90,13 @@ def _chunks(node_ptr: Tensor, bytes_per_row: int) -> Iterator[tuple[slice, slice
             begin = end
 
 
-def _sums(x: Tensor, w: Tensor, b: Tensor, edges: Edges) -> Iterator[tuple[slice, Edges, Tensor]]:
+def _sums(x: Tensor, w: Tensor, b: Tensor, edges: Edges, scale: Tensor | None) -> Iterator[tuple[slice, Edges, Tensor]]:
     """Yield the sums of a few graphs at a time: their rows of x, their edges, and a buffer that is reused."""
     node_ptr, weight, weight_ptr, *rest = edges
     if len(node_ptr) == 0 or int(node_ptr[-1] - node_ptr[0]) != len(x):
         raise ValueError("node_ptr does not fit x")
+    if scale is not None and scale.shape != x.shape[:1]:
+        raise ValueError(f"scale {tuple(scale.shape)} does not fit x {tuple(x.shape)}")
     chunks = list(_chunks(node_ptr, x.shape[1] * w.itemsize))
     most_rows = max((rows.stop - rows.start for rows, _ in chunks), default=0)
     buffer = w.new_empty((min(most_rows, len(x)), x.shape[1]))
@@ -101,37 +104,51 @@ def _sums(x: Tensor, w: Tensor, b: Tensor, edges: Edges) -> Iterator[tuple[slice
         chunk_edges: Any = node_ptr[pointers], weight, weight_ptr[pointers], *rest
         summed = buffer[: rows.stop - rows.start]
         _kernels(x.device).aggregate(summed, x[rows], w, b, chunk_edges)
+        if scale is not None:
+            torch.lerp(x[rows].to(w.dtype), summed, scale[rows, None].to(w.dtype), out=summed)
         yield rows, chunk_edges, summed
+
+
+def _split(arguments: tuple[Any, ...]) -> tuple[Edges, Tensor | None]:
+    """Return the edges and the scale."""
+    return arguments[:6], arguments[6] if len(arguments) > 6 else None  # type: ignore[return-value]
 
 
 def _fake_linear(x: Tensor, w: Tensor, b: Tensor, matrix: Tensor, *_: Any) -> Tensor:
     return matrix.new_empty((x.shape[0], matrix.shape[0]))
 
 
-@_operator(f"({_INPUTS}) -> Tensor", _fake_linear)
-def gine_linear(x: Tensor, w: Tensor, b: Tensor, matrix: Tensor, bias: Tensor, *edges: Any) -> Tensor:
+@_operator(f"({_INPUTS}, Tensor? scale=None) -> Tensor", _fake_linear)
+def gine_linear(x: Tensor, w: Tensor, b: Tensor, matrix: Tensor, bias: Tensor, *edges_and_scale: Any) -> Tensor:
     """Return the product (N, H) in the dtype of matrix."""
+    edges, scale = _split(edges_and_scale)
     x, w, b = _check(x, w, b)
     out = matrix.new_empty((len(x), len(matrix)))
     with torch.autocast(x.device.type, enabled=False):
-        for rows, _, summed in _sums(x, w, b, edges):
+        for rows, _, summed in _sums(x, w, b, edges, scale):
             torch.addmm(bias, summed.to(matrix.dtype), matrix.t(), out=out[rows])
     return out
 
 
+# The place of need_grad_x after x: w, b, matrix, bias and six arguments of the edges come before it.
+_NEED = 10
+
+
 def _fake_gradients(grad_out: Tensor, x: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    grad_x = x.new_empty((x.shape[0] if inputs[-1] else 0, x.shape[1]))
+    grad_x = x.new_empty((x.shape[0] if inputs[_NEED] else 0, x.shape[1]))
     return grad_x, *(parameter.new_empty(parameter.shape) for parameter in inputs[:4])
 
 
 @_operator(
-    f"(Tensor grad_out, {_INPUTS}, bool need_grad_x) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", _fake_gradients
+    f"(Tensor grad_out, {_INPUTS}, bool need_grad_x, Tensor? scale=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fake_gradients,
 )
 def gine_linear_backward(
-    grad_out: Tensor, x: Tensor, w: Tensor, b: Tensor, matrix: Tensor, bias: Tensor, *edges_and_need: Any
+    grad_out: Tensor, x: Tensor, w: Tensor, b: Tensor, matrix: Tensor, bias: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
     """Return the gradients of x (empty where it is not needed), w, b, matrix and bias in their dtypes."""
-    *edges, need_grad_x = edges_and_need
+    need_grad_x = rest[6]
+    edges, scale = _split((*rest[:6], *rest[7:]))
     dtypes = x.dtype, w.dtype, b.dtype, matrix.dtype
     x, w, b = _check(x, w, b)
     grad_out = grad_out.contiguous()
@@ -139,7 +156,7 @@ def gine_linear_backward(
     grad_w, grad_b, grad_matrix = (t.new_zeros(t.shape, dtype=w.dtype) for t in (w, b, matrix))
     chunk_w, chunk_b = torch.empty_like(w), torch.empty_like(b)
     with torch.autocast(x.device.type, enabled=False):
-        for rows, chunk_edges, summed in _sums(x, w, b, tuple(edges)):
+        for rows, chunk_edges, summed in _sums(x, w, b, edges, scale):
             grad = grad_out[rows]
             if matrix.dtype == w.dtype:
                 grad_matrix.addmm_(grad.t(), summed)
@@ -149,7 +166,15 @@ def gine_linear_backward(
                 grad_matrix += torch.mm(grad.t(), summed.to(matrix.dtype))
                 summed.copy_(torch.mm(grad, matrix))
             grad_rows = grad_x[rows] if need_grad_x else None
+            # The kernels know no scale: they get the gradient of the messages, and x_i needs that of the sums.
+            kept = None
+            if scale is not None:
+                factor = scale[rows, None].to(w.dtype)
+                kept = summed * (1 - factor) if need_grad_x else None
+                summed.mul_(factor)
             _kernels(x.device).aggregate_backward(summed, x[rows], w, b, chunk_edges, grad_rows, chunk_w, chunk_b)
+            if grad_rows is not None and kept is not None:
+                grad_rows += kept
             grad_w += chunk_w
             grad_b += chunk_b
     gradients = zip((grad_x, grad_w, grad_b, grad_matrix), dtypes, strict=True)
@@ -157,14 +182,15 @@ def gine_linear_backward(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.threshold = inputs
-    ctx.save_for_backward(*tensors)
+    *tensors, ctx.threshold, scale = inputs
+    ctx.save_for_backward(*tensors, scale)
 
 
 def _gradients(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     need = ctx.needs_input_grad[0]
-    grad_x, *rest = gine_linear_backward(grad_out, *ctx.saved_tensors, ctx.threshold, need)
-    return grad_x if need else None, *rest, None, None, None, None, None, None
+    *tensors, scale = ctx.saved_tensors
+    grad_x, *rest = gine_linear_backward(grad_out, *tensors, ctx.threshold, need, scale)
+    return grad_x if need else None, *rest, None, None, None, None, None, None, None
 
 
 torch.library.register_autograd("tracestore::gine_linear", _gradients, setup_context=_save)

@@ -4,13 +4,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
 from tracestore.data.batch import GraphBatch, TensorBatch
+from tracestore.detectors.config import Pooling
 
 # node_ptr, weight, weight_ptr, source, target, threshold: the edge arguments of the operators in gine_op.
 Edges = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, float]
+
+
+def expand_ranges(begin: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """Return the integers of the ranges begin[k] .. begin[k] + count[k], one range after the other."""
+    ends = count.cumsum(0)
+    total = int(ends[-1]) if len(ends) else 0
+    shift = torch.repeat_interleave(begin - (ends - count), count, output_size=total)
+    return torch.arange(total, device=begin.device) + shift
 
 
 def edge_threshold(attention_threshold: float, top_k: float | None) -> float:
@@ -47,6 +57,9 @@ class GraphInputs(TensorBatch):
         For packed edges.
     edge_dim : int
         Weights per edge: 1, or the number of heads.
+    answer : torch.Tensor, optional
+        ``(B, 2)`` int64, first token of the answer of each trace and the one after its last. None:
+        every token counts.
     """
 
     x: torch.Tensor
@@ -57,16 +70,15 @@ class GraphInputs(TensorBatch):
     edge_index: torch.Tensor | None = None
     threshold: float = 0.0
     edge_dim: int = 1
+    answer: torch.Tensor | None = None
 
     @classmethod
-    def from_batch(cls, batch: GraphBatch, threshold: float = 0.0) -> "GraphInputs":
+    def from_batch(cls, batch: GraphBatch, threshold: float = 0.0, answer: torch.Tensor | None = None) -> "GraphInputs":
         """Return the inputs for a batch."""
         weight = batch.edge_attr if batch.attention is None else batch.attention
         assert weight is not None
-        heads = batch.num_heads or 1
-        return cls(
-            batch.x, batch.ptr, weight.view(-1), batch.edge_ptr, batch.num_layers, batch.edge_index, threshold, heads
-        )
+        edges = weight.view(-1), batch.edge_ptr, batch.num_layers, batch.edge_index, threshold, batch.num_heads or 1
+        return cls(batch.x, batch.ptr, *edges, answer)
 
     @property
     def num_traces(self) -> int:
@@ -91,6 +103,7 @@ class GraphInputs(TensorBatch):
             weight=self.weight[int(weights[0]) : int(weights[-1])],
             weight_ptr=weights - weights[0],
             edge_index=edge_index,
+            answer=None if self.answer is None else self.answer[begin:end],
         )
 
     def select_layers(self, layers: Sequence[int]) -> "GraphInputs":
@@ -127,13 +140,155 @@ class GraphInputs(TensorBatch):
         """Return edge_index (2, E) and weight (E, edge_dim) of all graphs, for PyG."""
         if self.edge_index is not None:
             return self.edge_index, self.weight[:, None]
-        sources, targets, weights = [], [], []
-        for g in range(len(self.node_ptr) - 1):
-            begin, size = int(self.node_ptr[g]), int(self.node_ptr[g + 1] - self.node_ptr[g])
-            i, j = torch.tril_indices(size, size, device=self.x.device)
-            a = self.weight[int(self.weight_ptr[g]) : int(self.weight_ptr[g + 1])].reshape(self.edge_dim, -1).t()
-            keep = a.double().mean(1) > self.threshold
-            sources.append(j[keep] + begin)
-            targets.append(i[keep] + begin)
-            weights.append(a[keep])
-        return torch.stack([torch.cat(sources), torch.cat(targets)]), torch.cat(weights)
+        pairs = self._pairs()
+        keep = pairs.mean > self.threshold
+        position, target, spacing = pairs.position[keep], pairs.target[keep], pairs.spacing[keep]
+        channels = torch.arange(self.edge_dim, device=self.x.device)
+        weight = self.weight[position[:, None] + channels * spacing[:, None]]
+        return torch.stack([pairs.source[keep], target]) + self.node_ptr[0], weight
+
+    def last_rows(self) -> torch.Tensor:
+        """Return the row of x of the last token of each graph, (G,)."""
+        return self.node_ptr[1:] - 1 - self.node_ptr[0]
+
+    def readout_rows(self, pooling: Pooling) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows of x that a readout reads, graph after graph, and their number in each graph (G,).
+
+        Parameters
+        ----------
+        pooling : {"answer", "all", "last"}
+            "answer" is "all" for inputs without `answer`.
+        """
+        first, sizes = self.node_ptr[:-1] - self.node_ptr[0], self.node_ptr.diff()
+        if pooling == "last":
+            return self.last_rows(), torch.ones_like(sizes)
+        if pooling == "all" or self.answer is None:
+            return torch.arange(len(self.x), device=self.x.device), sizes
+        begin, end = self.answer.repeat_interleave(self.num_layers, dim=0).unbind(1)
+        return expand_ranges(first + begin, end - begin), end - begin
+
+    def readout_nodes(self, pooling: Pooling) -> "GraphInputs":
+        """Return graphs of the nodes of `readout_rows`, without edges."""
+        rows, counts = self.readout_rows(pooling)
+        node_ptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        none = self.weight[:0]
+        return replace(
+            self,
+            x=self.x[rows],
+            node_ptr=node_ptr,
+            weight=none,
+            weight_ptr=torch.zeros_like(node_ptr),
+            edge_index=none.new_zeros((2, 0), dtype=torch.int64),
+            answer=None,
+        )
+
+    def graph_of_rows(self) -> torch.Tensor:
+        """Return the graph of each row of x, (N,)."""
+        graphs = torch.arange(len(self.node_ptr) - 1, device=self.x.device)
+        return torch.repeat_interleave(graphs, self.node_ptr.diff(), output_size=len(self.x))
+
+    def message_scale(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return 1 / the number of edges into each node, (N,); 1 for a node without edges."""
+        if self.edge_index is not None:
+            degree = torch.bincount(self.edge_index[1] - self.node_ptr[0], minlength=len(self.x))
+        elif self.edge_dim == 1:
+            # The pairs of a node are consecutive, so that their edges are the difference of two running counts.
+            begin, count = self._pair_ranges()
+            edges = torch.cat([begin.new_zeros(1), (self.weight.double() > self.threshold).cumsum(0)])
+            degree = edges[begin + count] - edges[begin]
+        else:
+            pairs = self._pairs()
+            degree = torch.bincount(pairs.target[pairs.mean > self.threshold], minlength=len(self.x))
+        return degree.clamp_min(1).to(dtype).reciprocal_()
+
+    def mask_edges(self, *, diagonal: bool = False, sinks: int = 0, neighbors: int | None = None) -> "GraphInputs":
+        """Return the same graphs without some edges. The weights are copied if any are masked.
+
+        Parameters
+        ----------
+        diagonal : bool
+            Remove the edges of a token to itself.
+        sinks : int
+            Remove the edges from the first tokens of each graph, which are attention sinks (Xiao et
+            al. 2024, "Efficient Streaming Language Models with Attention Sinks").
+        neighbors : int, optional
+            Keep so many of the other edges into each token, those with the largest weights. Ties keep
+            the earlier edge.
+        """
+        if not diagonal and sinks == 0 and neighbors is None:
+            return self
+        if self.edge_index is None and neighbors is None:
+            # The first channel suffices: the mean over channels is NaN then, which is never an edge.
+            weight = self.weight.clone()
+            begin, count = self._pair_ranges()
+            if diagonal:
+                weight[begin + count - 1] = torch.nan
+            for k in range(sinks):
+                weight[begin[count > k] + k] = torch.nan
+            return replace(self, weight=weight)
+        if self.edge_index is None:
+            pairs = self._pairs()
+            source, target, value = pairs.source, pairs.target, pairs.mean
+            kept = value > self.threshold
+        else:
+            source, target = self.edge_index - self.node_ptr[0]
+            value, kept = self.weight, torch.ones_like(self.weight, dtype=torch.bool)
+        first = (self.node_ptr[:-1] - self.node_ptr[0])[self.graph_of_rows()]
+        if diagonal:
+            kept &= source != target
+        kept &= source - first[source] >= sinks
+        if neighbors is not None:
+            kept &= _rank_in_row(target, value.masked_fill(~kept, -torch.inf), len(self.x)) < neighbors
+        if self.edge_index is None:
+            return replace(self, weight=self.weight.index_fill(0, pairs.position[~kept], torch.nan))
+        counts = torch.cat([kept.new_zeros(1, dtype=torch.int64), kept.cumsum(0)])
+        weight_ptr = counts[self.weight_ptr - self.weight_ptr[0]]
+        return replace(
+            self, weight=self.weight[kept], weight_ptr=weight_ptr, edge_index=self.edge_index[:, kept].contiguous()
+        )
+
+    def _pair_ranges(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the position in `weight` of the first pair of each node, and the number of its pairs."""
+        graph = self.graph_of_rows()
+        local = torch.arange(len(self.x), device=self.x.device) - (self.node_ptr[:-1] - self.node_ptr[0])[graph]
+        return self.weight_ptr[:-1][graph] + local * (local + 1) // 2, local + 1
+
+    def _pairs(self) -> "_Pairs":
+        """Return all stored pairs of packed graphs."""
+        begin, count = self._pair_ranges()
+        position = expand_ranges(begin, count)
+        rows = torch.arange(len(self.x), device=self.x.device)
+        target = torch.repeat_interleave(rows, count, output_size=len(position))
+        source = target - (count + begin - 1)[target] + position
+        sizes = self.node_ptr.diff()
+        spacing = (sizes * (sizes + 1) // 2)[self.graph_of_rows()[target]]
+        mean = self.weight[position].double()
+        if self.edge_dim > 1:
+            channels = torch.arange(self.edge_dim, device=self.x.device)
+            mean = self.weight[position[:, None] + channels * spacing[:, None]].double().mean(1)
+        return _Pairs(position, source, target, spacing, mean)
+
+
+class _Pairs(NamedTuple):
+    """The pairs of packed graphs, row after row.
+
+    `position` is the place of the first channel in `weight`, `source` and `target` are rows of x,
+    `spacing` is the distance between channels, and `mean` their mean.
+    """
+
+    position: torch.Tensor
+    source: torch.Tensor
+    target: torch.Tensor
+    spacing: torch.Tensor
+    mean: torch.Tensor
+
+
+def _rank_in_row(row: torch.Tensor, value: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return the rank of each value among those of the same row, from 0 for the largest."""
+    order = torch.argsort(value, descending=True, stable=True)
+    order = order[torch.argsort(row[order], stable=True)]
+    count = torch.bincount(row, minlength=num_rows)
+    first = count.cumsum(0) - count
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(len(order), device=row.device) - first[row[order]]
+    return rank
