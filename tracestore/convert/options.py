@@ -23,7 +23,7 @@ class ConvertOptions:
     Parameters
     ----------
     scores : str, optional
-        Path of the scores file; by default the only *scores*.csv directly in a source folder.
+        Path of the scores file; by default those that `ingest.score_files.find_score_files` finds.
     map : str, optional
         Names of fields in the files, see `ingest.roles.keys.parse_map`.
     id_column, score_column, score_direction, group_column : str, optional

@@ -10,7 +10,7 @@ import pytest
 import tracestore
 from tests.helpers import ROOT, command, convert, error_of, make_trace, make_traces, write_pickle, write_scores
 from tracestore.ingest.roles.keys import MAPPABLE, parse_map
-from tracestore.ingest.scores import SCORE_COLUMNS
+from tracestore.ingest.score_files import SCORE_COLUMNS
 
 
 def stored(tmp_path, traces, *flags):

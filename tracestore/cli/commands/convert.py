@@ -23,7 +23,10 @@ _FLAGS: Flags = {
         "metavar": "FIELD=KEY,...",
         "help": "names of fields in the files, e.g. hidden_states=hs,question_id=id, or a .toml file of such lines",
     },
-    "scores": {"metavar": "CSV", "help": "scores by question_id (default: the only *scores*.csv in a SRC folder)"},
+    "scores": {
+        "metavar": "FILE",
+        "help": "scores by question_id (default: the only *scores*.csv, or another table of scores, in a SRC folder)",
+    },
     **SCORE_FLAGS,
     "provenance": {
         "metavar": "JSON",

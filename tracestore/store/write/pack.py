@@ -77,6 +77,11 @@ class PackedTrace:
     rounding_error: float | None = None
     has_last_token: bool = False
 
+    def set_question_id(self, question_id: str) -> None:
+        """Set the id of a trace whose source has none in it."""
+        self.record.question_id, self.record.has_own_id = question_id, True
+        self.field_bits |= schema.FIELD_BITS["question_id"]
+
     @property
     def num_bytes(self) -> int:
         """Size of its arrays in bytes, in memory or in files."""
