@@ -71,10 +71,11 @@ class Scoring:
         self._direction = options.score_direction
         self._name = ""  # of the file's scores in the store
         self._used: Counter[str] = Counter()
+        has_no_padding = options.padding == "none"
         renamed = () if options.map is None else parse_map(options.map)
         if self.file is not None:
             id_key = None if self.file.id_column == ID_COLUMN else self.file.id_column
-            self.keys = KeyOptions(renamed, has_scores_file=True, id_key=id_key)
+            self.keys = KeyOptions(renamed, has_scores_file=True, id_key=id_key, has_no_padding=has_no_padding)
             return
         if options.group_column is not None:
             raise UsageError("--group-column needs a scores file: give --scores")
@@ -90,7 +91,7 @@ class Scoring:
             if any(field == "question_id" for field, _ in renamed):
                 raise UsageError("--id-column and --map question_id=KEY name the same field")
             renamed = (*renamed, ("question_id", options.id_column))
-        self.keys = KeyOptions(renamed, score_key=column)
+        self.keys = KeyOptions(renamed, score_key=column, has_no_padding=has_no_padding)
 
     def begin(self, writer: StoreWriter) -> None:
         """Define the score of the file in the store."""

@@ -34,6 +34,7 @@ _FLAGS: Flags = {
     },
     **PROVENANCE_FLAGS,
     "attention": "attention to store (default: mean over heads; none if no trace has attention)",
+    "padding": "padding of batches: given by attention_mask or lengths, or none if batches without them have none",
     "codec": {"choices": CODECS, "help": "compression (default: none)"},
     "dtype": "dtype to store (default: float16)",
     "workers": "files read in parallel",

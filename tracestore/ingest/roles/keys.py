@@ -66,6 +66,8 @@ class KeyOptions:
         The column of the ids in the scores file: a key of this name is the id of a trace without question_id.
     is_index_id : bool
         Integers under the names of INDEX_KEYS are ids, because they do not begin again with each file.
+    has_no_padding : bool
+        The answers of a batch without attention_mask and lengths have no padding.
     """
 
     renamed: tuple[tuple[str, str], ...] = ()
@@ -73,6 +75,7 @@ class KeyOptions:
     has_scores_file: bool = False
     id_key: str | None = None
     is_index_id: bool = False
+    has_no_padding: bool = False
 
 
 DEFAULT_KEYS = KeyOptions()
