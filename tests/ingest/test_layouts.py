@@ -139,3 +139,14 @@ def test_the_output_of_a_model_is_converted(tmp_path):
     expected = torch.cat(whole.hidden_states[1:]).numpy()
     np.testing.assert_allclose(trace.hidden_states, expected, atol=1e-5)
     np.testing.assert_allclose(trace.attention, torch.cat(whole.attentions).numpy(), atol=1e-6)
+
+
+def test_passes_may_be_dicts_by_the_number_of_the_step(tmp_path):
+    trace = make_traces(1, tokens=12)[0]
+    del trace["attentions"]
+    hidden = np.stack(trace["hidden_states"])
+    parts = [hidden[:, :2], *(hidden[:, k : k + 1] for k in range(2, 12))]
+    steps = {f"step_{n}": {f"layer_{k}": layer for k, layer in enumerate(part)} for n, part in enumerate(parts)}
+    path = write_pickle(tmp_path / "a.pkl", [trace | {"hidden_states": dict(sorted(steps.items()))}])
+    convert(path, tmp_path / "s.zarr")
+    np.testing.assert_array_equal(tracestore.open(tmp_path / "s.zarr")[0].hidden_states, hidden)

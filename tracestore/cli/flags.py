@@ -28,9 +28,9 @@ _BY_TYPE: dict[Any, dict[str, Any]] = {
 }
 # Fields of convert.options.ConvertOptions, and parameters of ingest.scores.read_scores.
 SCORE_FLAGS: Flags = {
-    "id_column": {"metavar": "NAME", "help": "column of the question ids (default: question_id)"},
+    "id_column": {"metavar": "NAME", "help": "column of the question ids (default: question_id or a usual other name)"},
     "score_column": {"metavar": "NAME", "help": "column of the scores"},
-    "score_direction": {"choices": DIRECTIONS, "help": "meaning of a high score (default: by the column's name)"},
+    "score_direction": {"choices": DIRECTIONS, "help": "meaning of a high score (default: by the name of the column)"},
     "group_column": {"metavar": "NAME", "help": "column of groups, which splits keep together (default: group)"},
 }
 # A field of several dataclasses; see add_allow_mixed_provenance() for commands without one.

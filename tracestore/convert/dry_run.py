@@ -72,8 +72,8 @@ def dry_run(sources: list[Path], store: str, options: ConvertOptions, output: Ou
         After all descriptions, if a source is refused and `skip_bad` is false.
     """
     folder = local_dir(store)
-    found = find_sources(sources, folder)
-    scoring = Scoring(sources, options, output)
+    scoring = Scoring(sources, find_sources(sources, folder), options, output)
+    found = scoring.sources
     attention: str | None
     attention, dtype = options.attention, options.dtype or "float16"
     if "://" not in store and (folder / "zarr.json").is_file():

@@ -24,7 +24,7 @@ class ConvertOptions:
     Parameters
     ----------
     scores : str, optional
-        Path of the scores file; by default the only *scores*.csv directly in a source folder.
+        Path of the scores file; by default those that `ingest.score_files.find_score_files` finds.
     map : str, optional
         Names of fields in the files, see `ingest.roles.keys.parse_map`.
     axes : str, optional
@@ -39,6 +39,8 @@ class ConvertOptions:
         Accept sources whose provenance conflicts with each other or with the store.
     attention : {"mean", "heads", "none"}, optional
         Attention to store. By default that of the store; for a new one "none" if no trace has attention, else "mean".
+    padding : {"mask", "none"}
+        Padding of batches: given by attention_mask or lengths, or "none" if batches without them have none.
     codec : str, optional
         Compression. By default that of the store, "none" for a new one.
     dtype : {"float16", "keep"}, optional
@@ -69,6 +71,7 @@ class ConvertOptions:
     provenance: str | None = None
     allow_mixed_provenance: bool = False
     attention: Literal["mean", "heads", "none"] | None = None
+    padding: Literal["mask", "none"] = "mask"
     codec: str | None = None
     dtype: Literal["float16", "keep"] | None = None
     workers: int = 2

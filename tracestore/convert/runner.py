@@ -104,15 +104,14 @@ class Conversion:
         self.is_interrupted = False
         self.store = parse_location(store)
         self.folder = local_dir(store)
-        self.sources = [source for source in find_sources(sources, self.folder) if only(source)]
-        self.scoring = Scoring(sources, options, output)
+        self.scoring = Scoring(sources, find_sources(sources, self.folder), options, output)
+        self.sources = [source for source in self.scoring.sources if only(source)]
         self.scoring.keys = replace(self.scoring.keys, is_index_id=is_index_id(self.sources, self.scoring.keys))
         self._default_attention = DefaultAttention(self.sources, self.scoring.keys, self._check_interrupt)
         self._refused: RefusedTraces | None = None
         self._without_traces: list[NoTracesError] = []
         self._provenances = self._read_provenances(sources)
-        scores = self.scoring.file
-        self.report = ConvertReport(str(self.store), scores_file=None if scores is None else str(scores.path))
+        self.report = ConvertReport(str(self.store), scores_file=self.scoring.scores_file)
         self.total_bytes = sum(source.file_bytes() for source in self.sources)
 
     def _read_provenances(self, sources: list[Path]) -> dict[Path, Provenance]:
@@ -290,12 +289,16 @@ class Conversion:
         added = SourceCounts()
         with fsio.map_os_errors(writer.path, lambda: writer.pending_bytes + size):
             traces = iter(stream)
-            first = next(traces, None)
+            first, second = next(traces, None), None
+            if first is not None and (file_id := self.scoring.id_of_file(first, name)) is not None:
+                second = next(traces, None)
+                if second is None:
+                    first.set_question_id(file_id)
             provenance = provenance_of(self._provenance(stream.source), first)
             writer.begin_source(name, size, digest, provenance)
             try:
-                for packed in chain(() if first is None else (first,), traces):
-                    first = None
+                for packed in chain(filter(None, (first, second)), traces):
+                    first = second = None
                     self._check_interrupt()
                     self._append(writer, packed, provenance, added)
                     # Within a source the arrays so far stand for its bytes. A compressed source has fewer.
@@ -307,6 +310,8 @@ class Conversion:
                 writer.flush_source()
                 if not identity.matches(stream.source):
                     raise InvalidInputError("another program modified the file while it was read", source=name)
+                if not added.refused and not stream.refused:
+                    self.scoring.check_count()
                 added.refused = sorted([*added.refused, *stream.refused], key=_position)
                 if added.refused and not added.num_new + added.num_duplicates:
                     raise added.refused[0].with_location(source=name)

@@ -3,18 +3,20 @@
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 
 from tracestore.console import Output
 from tracestore.convert.options import ConvertOptions
-from tracestore.errors import UsageError, escape_unprintable
+from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
 from tracestore.ingest.roles.keys import INPUTS_PAGE, KeyOptions, parse_map
-from tracestore.ingest.scores import Scores, direction_of, read_scores, score_name
-from tracestore.ingest.sources import find_scores
+from tracestore.ingest.score_files import ID_COLUMN, direction_of, find_score_files
+from tracestore.ingest.scores import Scores, read_scores, score_name
+from tracestore.ingest.sources import SourceFile
 from tracestore.store.format.labels import CORRECT, HALLUCINATION, ScoreField
 from tracestore.store.read.columns import TraceValues
+from tracestore.store.write.pack import PackedTrace
 from tracestore.store.write.record import TraceRecord
 from tracestore.store.write.writer import StoreWriter
 
@@ -26,8 +28,10 @@ class Scoring:
 
     Parameters
     ----------
-    sources : list of Path
+    arguments : list of Path
         Folders that may hold the scores file.
+    sources : list of SourceFile
+        The trace files found in them.
     options : ConvertOptions
         Options of the conversion.
     output : Output
@@ -37,6 +41,10 @@ class Scoring:
     ----------
     file : Scores or None
         The scores file.
+    sources : list of SourceFile
+        The trace files without the scores file.
+    scores_file : str or None
+        Path of the scores file, or paths.
     keys : KeyOptions
         Names of the fields of a trace, with the key of its score.
 
@@ -48,14 +56,26 @@ class Scoring:
         If the content of the scores file is invalid.
     """
 
-    def __init__(self, sources: list[Path], options: ConvertOptions, output: Output) -> None:
-        self.file = _read_file(sources, options, output)
+    def __init__(
+        self, arguments: list[Path], sources: list[SourceFile], options: ConvertOptions, output: Output
+    ) -> None:
+        self.file, paths = _read_files(arguments, sources, options, output)
+        self.scores_file = ", ".join(map(str, paths)) or None
+        self.sources = [source for source in sources if source.path not in paths]
+        if self.file is not None and self.file.in_order and len(self.sources) != 1:
+            raise UsageError(
+                f"{self.file.path} has no ids and fits one trace file, found {len(self.sources):,}; "
+                f"write a table with {ID_COLUMN}"
+            )
+        self._num_positions = 0
         self._direction = options.score_direction
         self._name = ""  # of the file's scores in the store
         self._used: Counter[str] = Counter()
+        has_no_padding = options.padding == "none"
         renamed = () if options.map is None else parse_map(options.map)
         if self.file is not None:
-            self.keys = KeyOptions(renamed, has_scores_file=True)
+            id_key = None if self.file.id_column == ID_COLUMN else self.file.id_column
+            self.keys = KeyOptions(renamed, has_scores_file=True, id_key=id_key, has_no_padding=has_no_padding)
             return
         if options.group_column is not None:
             raise UsageError("--group-column needs a scores file: give --scores")
@@ -71,7 +91,7 @@ class Scoring:
             if any(field == "question_id" for field, _ in renamed):
                 raise UsageError("--id-column and --map question_id=KEY name the same field")
             renamed = (*renamed, ("question_id", options.id_column))
-        self.keys = KeyOptions(renamed, score_key=column)
+        self.keys = KeyOptions(renamed, score_key=column, has_no_padding=has_no_padding)
 
     def begin(self, writer: StoreWriter) -> None:
         """Define the score of the file in the store."""
@@ -81,6 +101,9 @@ class Scoring:
 
     def values(self, writer: StoreWriter, record: TraceRecord) -> tuple[Mapping[str, float], str]:
         """Return the named scores and the group of a trace; its scores are defined in the store."""
+        if self.file is not None and self.file.in_order:
+            self._num_positions = max(self._num_positions, record.position + 1)
+            return {self._name: self.file.score_at(record.position)}, ""
         if self.file is not None:
             score, group = self.file.lookup(record.question_id, record.sample)
             return {self._name: score}, group
@@ -97,9 +120,20 @@ class Scoring:
             self._used[f"label (1: {HALLUCINATION})"] += 1
         return found, ""
 
+    def id_of_file(self, packed: PackedTrace, source: str) -> str | None:
+        """Return the name of a file if it is an id of the scores file, and the first trace of the file has no id."""
+        stem = PurePosixPath(source).name.partition(".")[0]
+        is_named = self.file is not None and not packed.record.has_own_id and (stem, 0) in self.file.values
+        return stem if is_named else None
+
+    def check_count(self) -> None:
+        """Raise InvalidInputError if a scores file without ids has more or fewer scores than the source traces."""
+        if self.file is not None and self.file.in_order and len(self.file.in_order) != self._num_positions:
+            raise InvalidInputError(self.file.count_text(self._num_positions), source=self.file.path.name)
+
     def fill(self, writer: StoreWriter) -> None:
         """Set the scores of committed traces that have none, from the file."""
-        if self.file is None:
+        if self.file is None or self.file.in_order:
             return
         updates = {}
         for index in np.flatnonzero(np.isnan(writer.read_columns().score(self._name))).tolist():
@@ -119,12 +153,20 @@ class Scoring:
             yield f"{name}: found inside {count:,} traces and used; see {INPUTS_PAGE}#scores"
 
 
-def _read_file(sources: list[Path], options: ConvertOptions, output: Output) -> Scores | None:
-    path = options.scores or find_scores(sources)
-    if path is None:
-        return None
-    scores = read_scores(
-        Path(path), options.score_column, options.group_column, options.score_direction, options.id_column
-    )
-    output.info(f"scores: {path}, column {scores.column}, {len(scores.values):,} questions")
-    return scores
+def _read_files(
+    arguments: list[Path], sources: list[SourceFile], options: ConvertOptions, output: Output
+) -> tuple[Scores | None, list[Path]]:
+    """Return the scores, and the paths of their files."""
+    paths = [Path(options.scores)] if options.scores else find_score_files(arguments, sources)
+    scores: Scores | None = None
+    for path in paths:
+        found = read_scores(
+            path, options.score_column, options.group_column, options.score_direction, options.id_column
+        )
+        count = len(found.values) or len(found.in_order)
+        output.info(f"scores: {path}, column {found.column}, {count:,} questions")
+        if scores is None:
+            scores = found
+        else:
+            scores.join(found)
+    return scores, paths

@@ -2,7 +2,6 @@
 
 import csv
 import dataclasses
-import io
 import math
 import re
 from dataclasses import dataclass
@@ -12,6 +11,17 @@ import numpy as np
 
 from tracestore.errors import InvalidInputError, UsageError
 from tracestore.ingest.roles.keys import normalized
+from tracestore.ingest.score_files import (
+    GROUP_COLUMN,
+    ID_COLUMN,
+    WORD_COLUMNS,
+    ScoreTable,
+    direction_of,
+    id_column_of,
+    read_table,
+    score_columns_of,
+    score_of_word,
+)
 from tracestore.store.format.labels import (
     CORRECT,
     DEFAULT_SCORE_NAME,
@@ -21,52 +31,9 @@ from tracestore.store.format.labels import (
     ScoreField,
     describe,
 )
-from tracestore.store.io.fsio import open_regular
 from tracestore.store.read.columns import TraceValues
 from tracestore.store.read.store import open_store
 from tracestore.store.write.writer import StoreWriter
-
-# The meaning of a high value, by column name. A column named "label" may mean either.
-SCORE_COLUMNS = {
-    **dict.fromkeys(("bleurt_score", "score", "correctness", "is_correct", "correct"), CORRECT),
-    **dict.fromkeys(("hallucination_score", "p_hallucination", "hallucination", "is_hallucination"), HALLUCINATION),
-    **dict.fromkeys(("hallucinated", "is_hallucinated", "has_hallucination"), HALLUCINATION),
-    **dict.fromkeys(
-        ("accuracy", "acc", "exact_match", "em", "f1", "f1_score", "bleurt", "bleu", "bleu_score"), CORRECT
-    ),
-    **dict.fromkeys(("rouge", "rouge_1", "rouge1", "rouge_2", "rouge2", "rouge_l", "rougel", "rouge_lsum"), CORRECT),
-    **dict.fromkeys(("rouge_score", "rouge_l_score", "meteor", "bert_score", "bertscore"), CORRECT),
-    **dict.fromkeys(("truthful", "is_truthful", "truthfulness", "factual", "faithful", "faithfulness"), CORRECT),
-}
-# Columns with the words of a judge. "yes" may have either meaning in them.
-JUDGE_COLUMNS = ("verdict", "judgment", "judge", "judge_label")
-ID_COLUMN, GROUP_COLUMN = "question_id", "group"
-# Words of judges: whether the answer is correct; and those whose meaning is that of the column.
-_WORDS = {
-    **dict.fromkeys(("correct", "right", "accurate", "truthful", "factual", "faithful", "supported"), True),
-    **dict.fromkeys(("incorrect", "wrong", "inaccurate", "untruthful", "unfaithful", "unsupported"), False),
-    **dict.fromkeys(("hallucination", "hallucinated"), False),
-}
-_YES_OR_NO = {**dict.fromkeys(("yes", "true", "y", "t"), 1.0), **dict.fromkeys(("no", "false", "n", "f"), 0.0)}
-
-
-def direction_of(column: str) -> str | None:
-    """Return what a high value of a column or key of this name means; None if that is not known."""
-    return SCORE_COLUMNS.get(normalized(column))
-
-
-def score_of_word(text: str, direction: str | None) -> float | None:
-    """Return 1 or 0 for a word of a judge, in the direction of its column; None for other texts.
-
-    Examples
-    --------
-    >>> score_of_word("INCORRECT", "correct"), score_of_word("incorrect", "hallucination")
-    (0.0, 1.0)
-    """
-    word = text.strip().strip(".!").lower()
-    if word in _WORDS:
-        return float(_WORDS[word] == (direction != HALLUCINATION))
-    return None if direction is None else _YES_OR_NO.get(word)
 
 
 def score_name(column: str) -> str:
@@ -79,7 +46,7 @@ class Scores:
     """Scores and groups of a file by (question id, sample).
 
     The sample is 0 if the file has no `sample` column. A missing score is NaN, a missing
-    group "".
+    group "". `in_order` holds the scores of a file without ids, in the order of the traces.
     """
 
     path: Path
@@ -87,6 +54,10 @@ class Scores:
     direction: str
     has_samples: bool
     values: dict[tuple[str, int], tuple[float, str]] = dataclasses.field(default_factory=dict)
+    in_order: list[float] = dataclasses.field(default_factory=list)
+    id_column: str | None = ID_COLUMN
+    group_column: str = GROUP_COLUMN
+    is_direction_known: bool = True
 
     @property
     def name(self) -> str:
@@ -97,6 +68,43 @@ class Scores:
     def score_field(self) -> ScoreField:
         """Meaning and source of the scores."""
         return ScoreField(self.direction, f"{self.path.name}, column {self.column}"[:1024])
+
+    def add(self, question_id: str, sample: int, score: float, group: str) -> None:
+        """Add a score and a group; raise InvalidInputError if the question has others."""
+        key = (question_id, sample)
+        known_score, known_group = self.values.setdefault(key, (score, group))
+        if math.isnan(known_score) and math.isnan(score):
+            self.values[key] = (score, group)
+        elif known_score != score or known_group != group:
+            found, expected = f"{self.column} {score:g}", f"{known_score:g}"
+            if known_score == score:
+                found, expected = f"{self.group_column} {group!r}", repr(known_group)
+            raise InvalidInputError(
+                f"found a second {found} for question {question_id!r}, expected {expected} as before"
+            )
+
+    def score_at(self, position: int) -> float:
+        """Return the score at a position in the order of the traces; NaN beyond the last one."""
+        return self.in_order[position] if position < len(self.in_order) else math.nan
+
+    def count_text(self, count: int) -> str:
+        """Return why scores in the order of the traces do not fit to that many."""
+        return f"found {len(self.in_order):,} scores without ids, expected {count:,}, one per trace"
+
+    def join(self, other: "Scores") -> None:
+        """Add the scores of another file."""
+        if (other.name, other.direction, other.has_samples) != (self.name, self.direction, self.has_samples):
+            raise UsageError(
+                f"{self.path} has {self.column} ({self.direction}), {other.path} {other.column} ({other.direction}); "
+                "convert their folders one after the other with --scores"
+            )
+        if self.in_order or other.in_order:
+            raise UsageError(f"{other.path} has no ids, expected {ID_COLUMN} in each of several scores files")
+        for (question_id, sample), (score, group) in other.values.items():
+            try:
+                self.add(question_id, sample, score, group)
+            except InvalidInputError as error:
+                raise error.with_location(source=str(other.path)) from None
 
     def lookup(self, question_id: str, sample: int = 0) -> tuple[float, str]:
         """Return the score (NaN if missing) and group of a trace."""
@@ -115,16 +123,16 @@ def read_scores(
     Parameters
     ----------
     path : Path
-        A CSV file with a header.
+        A table in a format of `score_files.SUFFIXES`.
     score_column : str, optional
-        Column of the scores; by default the only one of SCORE_COLUMNS in the file.
+        Column of the scores; by default the only one of `score_files.SCORE_COLUMNS` in the file.
     group_column : str, optional
         Column of the groups; by default GROUP_COLUMN, if the file has it.
     score_direction : str, optional
         Meaning of a high score, CORRECT or HALLUCINATION; by default that of the column's
-        name in SCORE_COLUMNS.
+        name, or of its words.
     id_column : str, optional
-        Column of the question ids; by default ID_COLUMN.
+        Column of the question ids; by default ID_COLUMN, or a usual other name.
 
     Returns
     -------
@@ -138,24 +146,14 @@ def read_scores(
         If the content is invalid; names file, line and column.
     """
     try:
-        with io.TextIOWrapper(open_regular(path), "utf-8-sig", "surrogatepass", newline="") as file:
-            rows = csv.reader(file, strict=True)
-            header = [h.strip() for h in next(rows, [])]
-            for name in (id_column or ID_COLUMN, score_column, group_column):
-                if name is not None and name not in header:
-                    found = ", ".join(header) or "an empty file"
-                    advice = "; name the column of the ids with --id-column" if name == ID_COLUMN else ""
-                    raise InvalidInputError(f"found columns {found}, expected {name} among them{advice}")
-            column = score_column or _score_column(path.name, header)
-            direction = score_direction or _direction(path.name, header, column)
-            scores = Scores(path, column, direction, "sample" in header)
-            for cells in rows:
-                if any(cell.strip() for cell in cells):
-                    try:
-                        _add_row(scores, header, cells, id_column or ID_COLUMN, group_column or GROUP_COLUMN)
-                    except InvalidInputError as error:
-                        raise InvalidInputError(f"line {rows.line_num}: {error.reason}") from None
-            return scores
+        with read_table(path) as table:
+            scores = _columns(path, table, score_column, group_column, score_direction, id_column)
+            for number, (place, row) in enumerate(table.rows):
+                try:
+                    _add_row(scores, row, number)
+                except InvalidInputError as error:
+                    raise InvalidInputError(f"{place}: {error.reason}") from None
+        return scores
     except FileNotFoundError:
         raise UsageError(f"{path}: no such scores file") from None
     except OSError as error:
@@ -166,52 +164,97 @@ def read_scores(
         raise error.with_location(source=path.name) from None
 
 
-def _add_row(scores: Scores, header: list[str], cells: list[str], id_column: str, group_column: str) -> None:
-    """Add the score and the group in a row of the file."""
-    if len(cells) != len(header):
-        raise InvalidInputError(f"found {len(cells)} cells, expected {len(header)}")
-    row = dict(zip(header, cells, strict=True))
-    text = row[scores.column].strip()
+def _columns(
+    path: Path,
+    table: ScoreTable,
+    score_column: str | None,
+    group_column: str | None,
+    score_direction: str | None,
+    id_column: str | None,
+) -> Scores:
+    """Return the scores of a table that has these columns, without its rows."""
+    header = table.header
+    ids = id_column or (id_column_of(header) if table.has_ids else None)
+    for name in (id_column, score_column, group_column):
+        if name is not None and name not in header:
+            raise InvalidInputError(f"found columns {_listed(header)}, expected {name} among them")
+    if ids is None and table.has_ids:
+        raise InvalidInputError(
+            f"found columns {_listed(header)}, expected {ID_COLUMN} among them; "
+            "name the column of the ids with --id-column"
+        )
+    column = score_column or _score_column(path.name, header)
+    direction = score_direction or direction_of(column)
+    if column == "label" and tuple(header[: len(PREDICTION_COLUMNS)]) == PREDICTION_COLUMNS:
+        direction = HALLUCINATION
+    scores = Scores(path, column, direction or CORRECT, "sample" in header, id_column=ids)
+    scores.group_column, scores.is_direction_known = group_column or GROUP_COLUMN, direction is not None
+    if direction is None and normalized(column) not in WORD_COLUMNS:
+        raise _ambiguous_direction(path, column)
+    return scores
+
+
+def _listed(header: list[str]) -> str:
+    return ", ".join(header) or "an empty file"
+
+
+def _ambiguous_direction(path: Path, column: str) -> UsageError:
+    return UsageError(
+        f"{path.name}: a high {column} may mean a correct or a hallucinated answer; "
+        "choose --score-direction correct or --score-direction hallucination"
+    )
+
+
+def _number(scores: Scores, value: object) -> float:
+    """Return the score in a cell: a number, or the word of a judge."""
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return math.nan
+    if isinstance(value, str):
+        word = score_of_word(value, scores.direction if scores.is_direction_known else None)
+        if word is not None:
+            return word
     try:
-        score, sample = float(text or "nan"), int(row.get("sample", 0))
-    except ValueError:
-        raise InvalidInputError(f"found {text[:40]!r} in {scores.column}, expected a number") from None
+        number = float(value)  # type: ignore[arg-type]
+    except (ValueError, TypeError):
+        if isinstance(value, str) and score_of_word(value, CORRECT) is not None:
+            raise _ambiguous_direction(scores.path, scores.column) from None
+        raise InvalidInputError(f"found {value!r:.42} in {scores.column}, expected a number") from None
+    if not scores.is_direction_known and not math.isnan(number):
+        raise _ambiguous_direction(scores.path, scores.column)
+    return number
+
+
+def _add_row(scores: Scores, row: dict[str, object], number: int) -> None:
+    """Add the score and the group in a row of the file."""
+    score, text = _number(scores, row.get(scores.column)), row.get("sample", 0)
+    try:
+        sample = int(text)  # type: ignore[call-overload]
+    except (ValueError, TypeError):
+        raise InvalidInputError(f"found sample {text!r:.42}, expected a number") from None
     if not 0 <= sample < 2**31:
         raise InvalidInputError(f"found sample {sample}, expected 0 to 2^31 - 1")
     if math.isinf(score):
         raise InvalidInputError(f"found an infinite {scores.column}")
-    group, key = row.get(group_column, "").strip(), (row[id_column], sample)
-    known_score, known_group = scores.values.setdefault(key, (score, group))
-    if math.isnan(known_score) and math.isnan(score):
-        scores.values[key] = (score, group)
-    elif known_score != score or known_group != group:
-        found, expected = f"{scores.column} {score:g}", f"{known_score:g}"
-        if known_score == score:
-            found, expected = f"{group_column} {group!r}", repr(known_group)
-        raise InvalidInputError(f"found a second {found} for question {key[0]!r}, expected {expected} as before")
+    if scores.id_column is None:
+        scores.in_order.append(score)
+        return
+    question = row.get(scores.id_column)
+    if not isinstance(question, str | int) or isinstance(question, bool):
+        raise InvalidInputError(f"found {question!r:.42} in {scores.id_column}, expected an id")
+    group = row.get(scores.group_column)
+    scores.add(str(question), sample, score, "" if group is None else str(group).strip())
 
 
 def _score_column(name: str, header: list[str]) -> str:
     """Return the name of the only column of scores."""
-    candidates = [c for c in SCORE_COLUMNS if c in header] or [c for c in ("label",) if c in header]
+    candidates = score_columns_of(header)
     if not candidates:
-        found, expected = ", ".join(header), " or ".join(SCORE_COLUMNS)
-        raise InvalidInputError(f"found columns {found}, expected {expected} among them")
+        expected = "a known name of scores, such as score, correct, accuracy, bleurt or hallucination, among them"
+        raise InvalidInputError(f"found columns {_listed(header)}, expected {expected}; name it with --score-column")
     if len(candidates) > 1:
-        raise UsageError(f"{name}: found columns {' and '.join(candidates)}; choose one with --score-column")
+        choices = " or ".join(f"--score-column {column}" for column in candidates)
+        raise UsageError(f"{name}: found columns {' and '.join(candidates)}; choose {choices}")
     return candidates[0]
-
-
-def _direction(name: str, header: list[str], column: str) -> str:
-    """Return the meaning of a high value of the column."""
-    if column in SCORE_COLUMNS:
-        return SCORE_COLUMNS[column]
-    if column == "label" and tuple(header[: len(PREDICTION_COLUMNS)]) == PREDICTION_COLUMNS:
-        return HALLUCINATION
-    raise UsageError(
-        f"{name}: a high {column} may mean a correct or a hallucinated answer; "
-        "choose with --score-direction correct or hallucination"
-    )
 
 
 @dataclass(frozen=True)
@@ -270,7 +313,10 @@ def update_scores(
     with StoreWriter(path) as writer:
         columns = writer.read_columns()
         name = name or writer.attributes.default_score or scores.name
-        updates: dict[int, TraceValues] = {}
+        count = writer.manifest.num_traces
+        if scores.in_order and len(scores.in_order) != count:
+            raise InvalidInputError(scores.count_text(count), source=scores.path.name)
+        updates = {k: TraceValues({name: v}) for k, v in enumerate(scores.in_order) if not math.isnan(v)}
         unknown = 0
         by_id: dict[str, list[int]] = {}
         if not scores.has_samples:

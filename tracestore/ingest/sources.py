@@ -145,17 +145,6 @@ def _walk(top: Path, store: Path, *, is_text: bool = False) -> list[FoundSource]
     return join_folders(top, found)
 
 
-def find_scores(arguments: list[Path]) -> Path | None:
-    """Return the only *scores*.csv that lies directly in a folder; raise UsageError if there are several."""
-    candidates = sorted(
-        p for argument in arguments if argument.is_dir() for p in argument.glob("*scores*.csv") if p.is_file()
-    )
-    if len(candidates) > 1:
-        listing = ", ".join(map(str, candidates))
-        raise UsageError(f"several scores files: {listing}; choose one with --scores")
-    return candidates[0] if candidates else None
-
-
 def find_provenance_files(arguments: list[Path]) -> dict[Path, Path]:
     """Return provenance.json of each folder among the arguments that has such a file directly in it."""
     files = {argument: argument / PROVENANCE_FILE for argument in arguments}

@@ -139,3 +139,20 @@ def test_passes_of_a_batch_with_the_mask_of_the_prompt(tmp_path):
 def test_a_batch_that_does_not_fit_together_is_refused(tmp_path, change, word):
     path = write_pickle(tmp_path / "a.pkl", [make_batch(answers(), left=True) | change])
     assert word in error_of("convert", path, tmp_path / "s.zarr", code=3)
+
+
+def test_a_batch_without_padding_needs_an_option(tmp_path):
+    traces = make_traces(3, tokens=4)
+    batch = {
+        "question_id": "q0",
+        "hidden_states": [np.stack([t["hidden_states"][k] for t in traces]) for k in range(3)],
+        "sequences": np.stack([t["tokens"] for t in traces]),
+    }
+    path = write_pickle(tmp_path / "a.pkl", batch)
+    assert "choose --padding none" in error_of("convert", path, tmp_path / "s.zarr", code=3)
+    convert(path, tmp_path / "s.zarr", "--padding", "none")
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        assert [(t.question_id, t.sample) for t in store] == [("q0", 0), ("q0", 1), ("q0", 2)]
+        for trace, expected in zip(store, traces, strict=True):
+            np.testing.assert_array_equal(trace.hidden_states, np.stack(expected["hidden_states"]))
+            np.testing.assert_array_equal(trace.tokens, expected["tokens"])

@@ -10,7 +10,7 @@ import pytest
 import tracestore
 from tests.helpers import ROOT, command, convert, error_of, make_trace, make_traces, write_pickle, write_scores
 from tracestore.ingest.roles.keys import MAPPABLE, parse_map
-from tracestore.ingest.scores import SCORE_COLUMNS
+from tracestore.ingest.score_files import SCORE_COLUMNS
 
 
 def stored(tmp_path, traces, *flags):
@@ -180,8 +180,8 @@ def test_scores_and_labels_inside_traces_are_used_and_reported(tmp_path):
 def test_a_scores_file_replaces_scores_inside_traces(tmp_path):
     traces = [t | {"score": 0.25, "label": 1} for t in make_traces(2)]
     scores = tmp_path / "scores.csv"
-    scores.write_text("id,score\nq0,0.75\nq1,0.5\n")
-    store, done = stored(tmp_path, traces, "--scores", scores, "--id-column", "id")
+    scores.write_text("key,score\nq0,0.75\nq1,0.5\n")
+    store, done = stored(tmp_path, traces, "--scores", scores, "--id-column", "key")
     np.testing.assert_array_equal(store.scores, [0.75, 0.5])
     assert np.isnan(store[0].label) and "found inside" not in done.stdout and store[0].extras["label"] == 1
     error = error_of("convert", tmp_path / "a.pkl", tmp_path / "t.zarr", "--scores", scores, code=3)

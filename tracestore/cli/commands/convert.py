@@ -24,7 +24,10 @@ _FLAGS: Flags = {
         "help": "names of fields in the files, e.g. hidden_states=hs,question_id=id, or a .toml file of such lines",
     },
     "axes": "axes of hidden states whose shape does not show them: N traces, L layers, S tokens, D hidden size",
-    "scores": {"metavar": "CSV", "help": "scores by question_id (default: the only *scores*.csv in a SRC folder)"},
+    "scores": {
+        "metavar": "FILE",
+        "help": "scores by question_id (default: the only *scores*.csv, or another table of scores, in a SRC folder)",
+    },
     **SCORE_FLAGS,
     "provenance": {
         "metavar": "JSON",
@@ -32,6 +35,7 @@ _FLAGS: Flags = {
     },
     **PROVENANCE_FLAGS,
     "attention": "attention to store (default: mean over heads; none if no trace has attention)",
+    "padding": "padding of batches: given by attention_mask or lengths, or none if batches without them have none",
     "codec": {"choices": CODECS, "help": "compression (default: none)"},
     "dtype": "dtype to store (default: float16)",
     "workers": "files read in parallel",

@@ -14,8 +14,8 @@ from tracestore.ingest.scores import read_scores, update_scores
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
-    text = "file with the columns question_id and a score"
-    parser.add_argument("--scores", type=Path, required=True, metavar="CSV", help=text)
+    text = "CSV, TSV, JSON, JSON Lines, .npy or .npz file with the columns question_id and a score"
+    parser.add_argument("--scores", type=Path, required=True, metavar="FILE", help=text)
     add_flags(parser, ConvertOptions, SCORE_FLAGS)
     parser.add_argument("--name", help="name of the score (default: the store's default score)")
     parser.add_argument("--source", metavar="TEXT", help="where the values come from (default: file and column)")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tracestore.errors import InvalidInputError
+from tracestore.ingest.containers.grouping import natural_key
 from tracestore.ingest.roles.assign import Assignment, assign
 from tracestore.ingest.roles.batches import batch_size, crop, split_batch, valid_span
 from tracestore.ingest.roles.keys import DEFAULT_KEYS, INPUTS_PAGE, KeyOptions
@@ -17,6 +18,7 @@ from tracestore.store.write.record import TraceRecord, record_from_dict
 from tracestore.store.write.values import as_array, describe, field_error, integer
 
 _LAYER_KEY = re.compile(r"(?:layers?[._-]?)?(\d{1,6})", re.IGNORECASE)
+_STEP_KEY = re.compile(r"steps?[._-]?\d{1,6}", re.IGNORECASE)
 _PER_TOKEN = ("tokens", "input_ids", "sequences", "tokens_decoded", *schema.TOKEN_FIELDS, "answer_span")
 
 
@@ -54,7 +56,7 @@ def records_of_trace(
     found = assign(trace, options, has_objects=has_objects)
     count = batch_size(found.fields)
     if count > 1:
-        answers = split_batch(found.fields, count)
+        answers = split_batch(found.fields, count, has_padding=not options.has_no_padding)
         given = [assign(answer, replace(options, renamed=())) for answer in answers]
         counts: Counter[Any] = Counter()
         for each in given:
@@ -139,6 +141,12 @@ def _layers_by_id(fields: dict[str, Any], name: str) -> list[int] | None:
     value = fields.get(name)
     if not isinstance(value, Mapping):
         return None
+    if value and all(isinstance(key, str) and _STEP_KEY.fullmatch(key) for key in value):
+        # The passes of generate(), each with its layers.
+        steps = {f"{name}[{n}]": value[key] for n, key in enumerate(sorted(value, key=natural_key))}
+        found = [_layers_by_id(steps, step) for step in list(steps)]
+        fields[name] = list(steps.values())
+        return found[0] if found.count(found[0]) == len(found) else None
     layers: dict[int, Any] = {}
     for key, layer in value.items():
         match = _LAYER_KEY.fullmatch(str(key)) if isinstance(key, int | str) else None

@@ -20,7 +20,7 @@ from tracestore.ingest.roles.keys import (
     KeyOptions,
     normalized,
 )
-from tracestore.ingest.scores import SCORE_COLUMNS, direction_of, score_of_word
+from tracestore.ingest.score_files import SCORE_COLUMNS, direction_of, score_of_word
 from tracestore.store.format import schema
 from tracestore.store.write.values import as_array, describe
 

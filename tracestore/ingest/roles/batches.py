@@ -38,7 +38,7 @@ def _first_leaf(value: Any) -> np.ndarray | None:
     return None
 
 
-def split_batch(fields: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+def split_batch(fields: Mapping[str, Any], count: int, *, has_padding: bool = True) -> list[dict[str, Any]]:
     """Return the fields of each answer of a batch.
 
     Parameters
@@ -47,6 +47,8 @@ def split_batch(fields: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
         Fields of a trace whose arrays have a batch dimension, and `attention_mask` or `lengths`.
     count : int
         Number of answers, B.
+    has_padding : bool
+        Whether answers may be padded, so that a mask or lengths are needed.
 
     Raises
     ------
@@ -55,10 +57,10 @@ def split_batch(fields: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     """
     if count > _MAX_BATCH:
         raise field_error("hidden_states", f"a batch of {count:,}", f"at most {_MAX_BATCH:,} answers")
-    if fields.get("attention_mask") is None and fields.get("lengths") is None:
+    if has_padding and fields.get("attention_mask") is None and fields.get("lengths") is None:
         raise InvalidInputError(
             f"found a batch of {count} answers, expected attention_mask or lengths (B,) with it; or save each answer of "
-            f"a batch as a trace; see {INPUTS_PAGE}#batches",
+            f"a batch as a trace; if no answer is padded, choose --padding none; see {INPUTS_PAGE}#batches",
             field="hidden_states",
         )
     answers: list[dict[str, Any]] = [{} for _ in range(count)]

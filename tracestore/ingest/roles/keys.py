@@ -71,6 +71,8 @@ class KeyOptions:
         Integers under the names of INDEX_KEYS are ids, because they do not begin again with each file.
     axes : str, optional
         Axes of the hidden states in the files, one of AXES.
+    has_no_padding : bool
+        The answers of a batch without attention_mask and lengths have no padding.
     """
 
     renamed: tuple[tuple[str, str], ...] = ()
@@ -79,6 +81,7 @@ class KeyOptions:
     id_key: str | None = None
     is_index_id: bool = False
     axes: str | None = None
+    has_no_padding: bool = False
 
 
 DEFAULT_KEYS = KeyOptions()

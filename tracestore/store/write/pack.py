@@ -80,6 +80,11 @@ class PackedTrace:
     has_last_token: bool = False
     source_bytes: int = 0
 
+    def set_question_id(self, question_id: str) -> None:
+        """Set the id of a trace whose source has none in it."""
+        self.record.question_id, self.record.has_own_id = question_id, True
+        self.field_bits |= schema.FIELD_BITS["question_id"]
+
     @property
     def num_bytes(self) -> int:
         """Size of its arrays in bytes, in memory or in files."""

@@ -1,0 +1,173 @@
+"""Scores files: formats, names of columns and ids, words of judges, and which files are taken."""
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+
+import tracestore
+from tests.helpers import command, convert, error_of, make_traces, write_pickle
+
+SCORES = [0.25, 0.75, 0.5]
+IDS = ["q0", "q1", "q2"]
+
+
+def scores_of(folder, *flags):
+    """Convert a folder; return the scores, the direction and the output."""
+    done = convert(folder, folder / "s.zarr", *flags)
+    with tracestore.open(folder / "s.zarr") as store:
+        return store.scores.tolist(), store.score_direction, done.stdout
+
+
+def rows(**names):
+    return [{"question_id": q, **{name: value[k] for name, value in names.items()}} for k, q in enumerate(IDS)]
+
+
+FORMATS = {
+    "my_scores.csv": "question_id,score\nq0,0.25\nq1,0.75\n\nq2,0.5\n",
+    "semicolons.csv": "id;score\nq0;0.25\nq1;0.75\nq2;0.5\n",
+    "a.tsv": "Question ID\tSCORE\nq0\t0.25\nq1\t0.75\nq2\t0.5\n",
+    "a.jsonl": "\n".join(json.dumps(row) for row in rows(score=SCORES)),
+    "list.json": json.dumps(rows(score=SCORES)),
+    "by_id.json": json.dumps({q: {"score": s} for q, s in zip(IDS, SCORES, strict=True)}),
+    "eval_scores.json": json.dumps(dict(zip(IDS, SCORES, strict=True))),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_file_of_scores_is_found_in_every_format(tmp_path, name):
+    write_pickle(tmp_path / "t.pkl", make_traces(3))
+    (tmp_path / name).write_text(FORMATS[name])
+    values, direction, out = scores_of(tmp_path)
+    assert (values, direction) == (SCORES, "correct") and f"{name}, column" in out
+
+
+@pytest.mark.parametrize("name", ["score.npy", "scores.npz", "ids.npz"])
+def test_arrays_of_scores(tmp_path, name):
+    write_pickle(tmp_path / "t.pkl", make_traces(3))
+    if name.endswith(".npy"):
+        np.save(tmp_path / name, np.array(SCORES))
+        flags = []
+    else:
+        named = {"question_ids": np.array([0, 1, 2])} if name == "ids.npz" else {}
+        np.savez(tmp_path / name, score=np.array(SCORES), **named)
+        flags = ["--scores", tmp_path / name]
+    if name == "ids.npz":
+        write_pickle(tmp_path / "t.pkl", [t | {"question_id": k} for k, t in enumerate(make_traces(3))])
+    assert scores_of(tmp_path, *flags)[0] == SCORES
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_scores_in_order_have_to_be_as_many_as_traces(tmp_path, count):
+    write_pickle(tmp_path / "t.pkl", make_traces(3))
+    np.save(tmp_path / "score.npy", np.zeros(count))
+    message = error_of("convert", tmp_path, tmp_path / "s.zarr", code=3)
+    assert f"score.npy: found {count} scores without ids, expected 3" in message
+    convert(tmp_path / "t.pkl", tmp_path / "t.zarr")
+    message = error_of("score", tmp_path / "t.zarr", "--scores", tmp_path / "score.npy", code=3)
+    assert "expected 3, one per trace" in message
+
+
+def test_scores_in_order_need_one_trace_file(tmp_path):
+    np.save(tmp_path / "score.npy", np.zeros(3))
+    for k in range(2):
+        write_pickle(tmp_path / f"{k}.pkl", make_traces(3))
+    assert "fits one trace file, found 2" in error_of("convert", tmp_path, tmp_path / "s.zarr", code=2)
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "stored", "direction"),
+    [
+        ("rougeL", SCORES, SCORES, "correct"),
+        ("Exact Match", [1, 0, 1], [1, 0, 1], "correct"),
+        ("hallucinated", ["True", "False", "yes"], [1, 0, 1], "hallucination"),
+        ("is_correct", ["no", "YES", "true"], [0, 1, 1], "correct"),
+        ("verdict", ["CORRECT", "incorrect", "Wrong."], [1, 0, 0], "correct"),
+        ("is_hallucination", ["hallucinated", "faithful", "1"], [1, 0, 1], "hallucination"),
+    ],
+)
+def test_names_of_columns_and_words_of_judges(tmp_path, column, values, stored, direction):
+    write_pickle(tmp_path / "t.pkl", make_traces(3))
+    (tmp_path / "judged.csv").write_text("\n".join([f"qid,{column}", *(f"q{k},{v}" for k, v in enumerate(values))]))
+    assert scores_of(tmp_path)[:2] == (stored, direction)
+    traces = [t | {column: v} for t, v in zip(make_traces(3), values, strict=True)]
+    folder = tmp_path / "inside"
+    folder.mkdir()
+    write_pickle(folder / "t.pkl", traces)
+    if column != "verdict":  # a key of a trace is a score only if its name states its meaning
+        found, found_direction, _ = scores_of(folder)
+        known = [np.isnan(f) or f == s for f, s in zip(found, stored, strict=True)]
+        assert all(known) and found_direction == direction
+
+
+@pytest.mark.parametrize("content", ["question_id,label\nq0,1\n", "question_id,verdict\nq0,yes\n"])
+def test_a_column_that_may_mean_either_proposes_two_flags(tmp_path, content):
+    write_pickle(tmp_path / "t.pkl", make_traces(3))
+    (tmp_path / "judge.csv").write_text(content)
+    message = error_of("convert", tmp_path, tmp_path / "s.zarr", code=2)
+    assert "--score-direction correct or --score-direction hallucination" in message
+    assert scores_of(tmp_path, "--score-direction", "hallucination")[0][0] == 1
+
+
+def test_several_columns_propose_a_flag_for_each(tmp_path):
+    write_pickle(tmp_path / "t.pkl", make_traces(3))
+    (tmp_path / "scores.csv").write_text("question_id,f1,em\nq0,0.5,1\n")
+    message = error_of("convert", tmp_path, tmp_path / "s.zarr", code=2)
+    assert "--score-column em or --score-column f1" in message
+
+
+def test_each_folder_may_have_a_file(tmp_path):
+    for k, name in enumerate(("train", "test")):
+        (tmp_path / name).mkdir()
+        write_pickle(tmp_path / name / "t.pkl", make_traces(2 * k + 2)[2 * k :])
+        (tmp_path / name / "scores.csv").write_text(f"question_id,score\nq{2 * k},0.5\nq{2 * k + 1},1\n")
+    done = convert(tmp_path, tmp_path / "s.zarr", "--json")
+    assert {0.5, 1.0} == set(tracestore.open(tmp_path / "s.zarr").scores.tolist())
+    assert json.loads(done.stdout)["scores_file"].count("scores.csv") == 2
+    (tmp_path / "test" / "scores.csv").write_text("question_id,hallucination_score\nq2,0.5\n")
+    assert "hallucination" in error_of("convert", tmp_path, tmp_path / "t.zarr", code=2)
+
+
+def test_several_files_of_a_folder_are_listed(tmp_path):
+    write_pickle(tmp_path / "t.pkl", make_traces(3))
+    for name in ("a.csv", "b.csv"):
+        (tmp_path / name).write_text("question_id,correct\nq0,1\n")
+    message = error_of("convert", tmp_path, tmp_path / "s.zarr", code=2)
+    assert f"--scores {tmp_path / 'a.csv'} or --scores {tmp_path / 'b.csv'}" in message
+
+
+def test_other_tables_and_predictions_are_no_scores(tmp_path):
+    write_pickle(tmp_path / "t.pkl", make_traces(3))
+    (tmp_path / "questions.csv").write_text("question_id,question\nq0,why\n")
+    (tmp_path / "log.json").write_text(json.dumps({"accuracy": 0.5, "epoch": 3}))
+    header = "question_id,sample,trace_index,split,fold,seed,label,hallucination_score"
+    (tmp_path / "predictions.csv").write_text(f"{header}\nq0,0,0,test,0,42,1,0.5\n")
+    values, _, out = scores_of(tmp_path)
+    assert np.isnan(values).all() and "scores:" not in out
+
+
+def test_the_id_column_names_the_key_of_the_ids(tmp_path):
+    traces = [{"example_id": k, "hidden_states": t["hidden_states"]} for k, t in enumerate(make_traces(3))]
+    (tmp_path / "t.pkl").write_bytes(pickle.dumps(traces))
+    (tmp_path / "scores.csv").write_text("example_id,accuracy\n0,0.25\n1,0.75\n2,0.5\n")
+    assert scores_of(tmp_path)[0] == SCORES
+    assert tracestore.open(tmp_path / "s.zarr").question_ids == ["0", "1", "2"]
+
+
+def test_the_name_of_a_file_is_the_id_of_its_only_trace_if_the_scores_use_it(tmp_path):
+    for name, count in (("q0", 1), ("q1", 2), ("x", 1)):
+        traces = [{k: v for k, v in t.items() if k != "question_id"} for t in make_traces(count)]
+        write_pickle(tmp_path / f"{name}.pkl", traces)
+    (tmp_path / "scores.csv").write_text("question_id,score\nq0,0.25\nq1,0.75\n")
+    scores_of(tmp_path)
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        assert store.question_ids == ["q0", "q1.pkl:0", "q1.pkl:1", "x.pkl:0"]
+        assert store[0].score == 0.25 and np.isnan(store[1].score)
+
+
+def test_the_score_command_reads_the_same_formats(tmp_path):
+    convert(write_pickle(tmp_path / "t.pkl", make_traces(3)), tmp_path / "s.zarr")
+    (tmp_path / "x.jsonl").write_text(FORMATS["a.jsonl"])
+    done = command("score", tmp_path / "s.zarr", "--scores", tmp_path / "x.jsonl", "--json", check=0)
+    assert json.loads(done.stdout)["num_scored"] == 3
