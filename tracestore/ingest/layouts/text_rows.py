@@ -12,7 +12,7 @@ from tracestore.ingest.byte_source import InflatedChunks, check_regular
 from tracestore.ingest.containers import tables
 from tracestore.ingest.containers.columns import Input, Unit
 from tracestore.ingest.decompress import compression_of
-from tracestore.ingest.layouts.rows import units_of_rows
+from tracestore.ingest.layouts.rows import MIN_DIMENSIONS, units_of_rows
 
 SUFFIXES = tuple(
     f"{name}{packed}"
@@ -24,7 +24,6 @@ _HEAD_BYTES = 1 << 20
 _BLOCK_BYTES = 4 << 20
 # Numbers with a fraction behind each other, or the base64 text of some of them.
 _ARRAY = re.compile(rb"\[\s*(?:-?\d+\.\d+(?:[eE][-+]?\d+)?\s*,\s*){3}|\"[A-Za-z0-9+/]{256}")
-_DIMENSIONS = re.compile(rb"(?:[^,\t\n]*?0?1[\"]?[,\t])[^,\t\n]*?2[\"]?[,\t][^,\t\n]*?3[\"]?[,\t][^,\t\n]*?4")
 
 
 def holds_arrays(path: Path) -> bool:
@@ -34,8 +33,10 @@ def holds_arrays(path: Path) -> bool:
             head = text.read(_HEAD_BYTES)
     except (OSError, InvalidInputError):
         return False
+    header = re.split(rb"[,\t]", head.partition(b"\n")[0])
     is_csv = _COMPRESSED.sub("", path.name).endswith((".csv", ".tsv"))
-    return bool(_ARRAY.search(head) or (is_csv and _DIMENSIONS.search(head.partition(b"\n")[0])))
+    is_numbered = is_csv and sum(name.rstrip(b'\r"')[-1:].isdigit() for name in header) >= MIN_DIMENSIONS
+    return is_numbered or _ARRAY.search(head) is not None
 
 
 def read_text_rows(source: Input) -> Iterator[Unit]:
