@@ -194,3 +194,30 @@ def test_other_containers_end_with_advice(tmp_path, name, advice):
     message = error_of("convert", tmp_path / "in", tmp_path / "s.zarr", code=2)
 
     assert name in message and advice in message
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {"prompt": np.ones((2, 3, 8), "f4"), "answer": np.ones((2, 4, 8), "f4")},
+        {"mlp_0": np.ones((2, 3, 8), "f4"), "mlp_1": np.ones((2, 3, 8), "f4")},
+    ],
+)
+def test_arrays_that_may_be_parts_of_one_trace_are_not_traces(tmp_path, arrays):
+    np.savez(tmp_path / "a.npz", **arrays)
+
+    message = error_of("convert", tmp_path / "a.npz", tmp_path / "s.zarr", *NONE, code=3)
+
+    assert "hidden_states: missing key" in message
+
+
+@pytest.mark.parametrize("name", ["layer_ids", "layer_idx"])
+def test_values_per_layer_do_not_count_traces(tmp_path, name):
+    hidden = TRACES[1]["hidden_states"]
+    for k in range(2):
+        np.savez(tmp_path / f"q{k}.npz", hidden_states=hidden, **{name: np.arange(len(hidden))})
+
+    store = stored(tmp_path, tmp_path)
+
+    assert store.question_ids == ["q0", "q1"]
+    np.testing.assert_array_equal(store[0].hidden_states, hidden)

@@ -17,7 +17,7 @@ _TOKEN_COLUMNS = ("position", "pos", "token_position", "token_pos", "token_index
 _TOKEN_IDS = ("token_id", "input_id")
 _DIMENSION = re.compile(r"(?:.*[^\d])?(\d+)")
 # Columns with numbers that begin alike make a vector from this number on.
-MIN_DIMENSIONS = 4
+MIN_DIMENSIONS = 8
 
 
 def units_of_rows(rows: Iterator[dict[str, Any]]) -> Iterator[Unit]:
