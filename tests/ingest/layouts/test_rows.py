@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import convert, error_of
+from tests.helpers import convert, error_of, make_trace, write_pickle
 from tests.ingest.containers.layouts import base, check
 
 NONE = ("--attention", "none")
@@ -221,3 +221,16 @@ def test_values_per_layer_do_not_count_traces(tmp_path, name):
 
     assert store.question_ids == ["q0", "q1"]
     np.testing.assert_array_equal(store[0].hidden_states, hidden)
+
+
+def test_bin_files_are_read_where_nothing_else_is(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    write_pickle(folder / "traces.bin", [make_trace(0), make_trace(1)])
+
+    convert(folder, tmp_path / "s.zarr")
+    write_pickle(folder / "b.pkl", [make_trace(2)])
+    (folder / "traces.bin").write_bytes(b"weights of a model")
+    convert(folder, tmp_path / "t.zarr")
+
+    assert len(tracestore.open(tmp_path / "s.zarr")) == 2 and len(tracestore.open(tmp_path / "t.zarr")) == 1
