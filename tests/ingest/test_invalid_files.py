@@ -147,7 +147,7 @@ def test_arrays_that_do_not_match_their_bytes_are_refused(tmp_path):
     for wrong_shape in (b"K\x03K\x05\x86", b"K\xffK\xff\x86"):
         path.write_bytes(data.replace(b"K\x03K\x04\x86", wrong_shape))
         assert_refused(path, "bytes")
-    objects = np.array([{"a": 1}], dtype=object)
+    objects = np.array([[[{"a": 1}]]], dtype=object)
     assert_refused(write_pickle(tmp_path / "objects.pkl", [{"x": objects}]), "object array")
 
 

@@ -250,3 +250,24 @@ def test_a_missing_file_of_a_data_set_is_refused(tmp_path):
     assert "found nothing" in error_of("convert", tmp_path / "d", tmp_path / "s.zarr", code=3)
     (tmp_path / "d/state.json").write_text('{"_data_files": [{"filename": "../x.arrow"}]}')
     assert "state.json" in error_of("convert", tmp_path / "d", tmp_path / "s.zarr", code=2)
+
+
+@pytest.mark.parametrize("form", ["output", "layers", "bytes"])
+def test_structs_and_bytes_hold_arrays(tmp_path, form):
+    traces = [base(k, tokens=3, attention=False) for k in range(3)]
+    rows = []
+    for k, trace in enumerate(traces):
+        hidden = trace["hidden_states"]
+        states = {
+            "output": {"output": {"hidden_states": hidden.tolist(), "model": "m"}},
+            "layers": {"layers": {str(n): layer.tolist() for n, layer in enumerate(hidden)}},
+            "bytes": {"hidden_states": hidden.astype("f2").tobytes(), "dtype": "float16", "shape": list(hidden.shape)},
+        }[form]
+        rows.append({"id": f"q{k}", "tokens": trace["tokens"].tolist()} | states)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+
+    convert(tmp_path / "a.parquet", tmp_path / "s.zarr", *NONE)
+
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        check(store, traces)
+        assert store.question_ids == ["q0", "q1", "q2"]

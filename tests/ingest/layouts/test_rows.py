@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tracestore
-from tests.helpers import convert, error_of
+from tests.helpers import convert, error_of, make_trace, write_pickle
 from tests.ingest.containers.layouts import base, check
 
 NONE = ("--attention", "none")
@@ -194,3 +194,43 @@ def test_other_containers_end_with_advice(tmp_path, name, advice):
     message = error_of("convert", tmp_path / "in", tmp_path / "s.zarr", code=2)
 
     assert name in message and advice in message
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {"prompt": np.ones((2, 3, 8), "f4"), "answer": np.ones((2, 4, 8), "f4")},
+        {"mlp_0": np.ones((2, 3, 8), "f4"), "mlp_1": np.ones((2, 3, 8), "f4")},
+    ],
+)
+def test_arrays_that_may_be_parts_of_one_trace_are_not_traces(tmp_path, arrays):
+    np.savez(tmp_path / "a.npz", **arrays)
+
+    message = error_of("convert", tmp_path / "a.npz", tmp_path / "s.zarr", *NONE, code=3)
+
+    assert "hidden_states: missing key" in message
+
+
+@pytest.mark.parametrize("name", ["layer_ids", "layer_idx"])
+def test_values_per_layer_do_not_count_traces(tmp_path, name):
+    hidden = TRACES[1]["hidden_states"]
+    for k in range(2):
+        np.savez(tmp_path / f"q{k}.npz", hidden_states=hidden, **{name: np.arange(len(hidden))})
+
+    store = stored(tmp_path, tmp_path)
+
+    assert store.question_ids == ["q0", "q1"]
+    np.testing.assert_array_equal(store[0].hidden_states, hidden)
+
+
+def test_bin_files_are_read_where_nothing_else_is(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    write_pickle(folder / "traces.bin", [make_trace(0), make_trace(1)])
+
+    convert(folder, tmp_path / "s.zarr")
+    write_pickle(folder / "b.pkl", [make_trace(2)])
+    (folder / "traces.bin").write_bytes(b"weights of a model")
+    convert(folder, tmp_path / "t.zarr")
+
+    assert len(tracestore.open(tmp_path / "s.zarr")) == 2 and len(tracestore.open(tmp_path / "t.zarr")) == 1

@@ -87,6 +87,21 @@ def test_csv_holds_the_last_token_as_a_list_or_a_column_per_dimension(tmp_path, 
     assert store.question_ids == ["q0", "q1", "q2"]
 
 
+@pytest.mark.parametrize("is_regular", [True, False])
+def test_one_object_holds_lists_of_all_traces(tmp_path, is_regular):
+    hidden = [t["hidden_states"][:, : 2 if is_regular else None] for t in TRACES]
+    value = {"ids": [7, 8, 9], "hidden_states": [h.tolist() for h in hidden], "labels": [0, 1, 1], "model": "m"}
+    value["tokens"] = [t["tokens"].tolist()[: h.shape[1]] for t, h in zip(TRACES, hidden, strict=True)]
+    (tmp_path / "a.json").write_text(json.dumps(value))
+
+    store = stored(tmp_path, tmp_path / "a.json")
+
+    assert store.question_ids == ["7", "8", "9"] and [t.label for t in store] == [0, 1, 1]
+    for trace, expected in zip(store, hidden, strict=True):
+        np.testing.assert_array_equal(trace.hidden_states, expected)
+    assert store[0].extras == {"model": "m", "label": 0}
+
+
 def test_text_next_to_other_sources_is_a_table(tmp_path):
     np.savez(tmp_path / "a.npz", **TRACES[0])
     (tmp_path / "a.json").write_text(json.dumps({"question": "Who?", "weights": [0.5] * 9}))

@@ -100,7 +100,7 @@ def _groups_of_layers(names: list[str]) -> dict[str, list[str]]:
         # A file of HDF5 is read by a process of its own, which would be one per layer.
         groups[name if name.endswith((".h5", ".hdf5")) else layer_group(name) or name].append(name)
     single = {n: [n] for group in groups.values() if len(group) == 1 for n in group}
-    return single | {f"{key.lstrip('.')}": group for key, group in groups.items() if len(group) > 1}
+    return single | {key: group for key, group in groups.items() if len(group) > 1}
 
 
 def _groups_of_fields(names: list[str]) -> dict[str, list[str]]:

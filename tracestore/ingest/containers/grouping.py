@@ -42,8 +42,9 @@ def units_of(fields: Mapping[str, Any], **options: bool) -> Iterator[Unit]:
 def _by_trace(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """Give arrays of hidden states that have no such name one: layer_0/q1 and q1 become q1/layer_0 and q1/hidden_states.
 
-    Arrays named by traces have one number of layers and one hidden size, and either different numbers of tokens or
-    names that differ in a number alone. A single array has to be called arr_0, as `numpy.savez` calls it.
+    Arrays named by traces have one number of layers and one hidden size, different numbers of tokens, and a digit in
+    each name; other arrays may be anything, such as prompt and answer. A single array has to be called arr_0, as
+    `numpy.savez` calls it.
     """
     if any(key.field in ARRAYS for key in map(parse_key, fields) if key):
         return fields
@@ -61,9 +62,7 @@ def _by_trace(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     if len(columns) == 1 and "arr_0" in columns:
         return {"hidden_states" if name == "arr_0" else name: value for name, value in fields.items()}
     tokens = {column.shape[-2] for column in columns.values()}
-    forms = {re.sub(r"\d+", "0", name) for name in columns}
-    is_numbered = len(forms) == 1 and all(re.search(r"\d", name) and not name.startswith("arr_") for name in columns)
-    if not is_numbered and (len(tokens) < len(columns) or len(columns) == 1):
+    if len(tokens) < 2 or not all(re.search(r"\d", name) for name in columns):
         return fields
     return {f"{name}/hidden_states" if name in columns else name: value for name, value in fields.items()}
 
@@ -149,7 +148,9 @@ def stacked_count(unit: Unit, num_rows: int | None) -> tuple[int | None, str]:
     fields = unit.fields
     if unit.is_trace:
         return None, "trace" if "hidden_states" in fields else "last_token"
-    counts = {value.shape[0] for name, value in fields.items() if column_name(name) and _ndim(value) == 1}
+    # A name with a prefix may be that of layers, and a mask that of tokens.
+    names = [name for name in fields if column_name(name) == name.lower() and not name.endswith("mask")]
+    counts = {fields[name].shape[0] for name in names if _ndim(fields[name]) == 1}
     counts |= {num_rows} if num_rows is not None and num_rows > 1 else set()
     hidden, tokens = fields.get("hidden_states"), fields.get("tokens")
     if hidden is None:

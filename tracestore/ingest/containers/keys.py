@@ -32,7 +32,7 @@ _PATTERN = re.compile(rf"(?:(?:self_)?attn[./])?(?:hook_pattern|pattern|{_ATTENT
 _SPLIT = re.compile(r"[./_\-]")
 # Names with one value per trace: ids and labels, with a prefix such as that of the file.
 _COLUMN = re.compile(
-    r"(?:.*?[_.\-])??(?P<name>(?:(?:question|example|sample|prompt)_?)?(?:ids?|idxs?|ind(?:ex|ices))|[qu]_?ids?"
+    r"(?:.*?[_.\-])??(?<!layer_)(?<!token_)(?<!input_)(?<!head_)(?P<name>(?:(?:question|example|sample|prompt)_?)?(?:ids?|idxs?|ind(?:ex|ices))|[qu]_?ids?"
     r"|q_ind(?:ex|ices)|labels?|truthful|(?:[a-z]+_)?scores?|correct(?:ness)?|is_correct|hallucinat(?:ion|ed)"
     r"|lengths?|seq_?lens?|(?:attention_)?mask|questions?|answers?|prompts?|responses?)",
     re.IGNORECASE,

@@ -26,7 +26,7 @@ def layer_group(name: str) -> str | None:
     """Return the name of a file without its layer, the same for all layers; None without a layer."""
     stem, dot, suffix = name.partition(".")
     match = _LAYER.fullmatch(stem)
-    return None if match is None else f"{match['rest'] or ''}{dot}{suffix}"
+    return None if match is None else f"{match['rest'] or 'layers'}{dot}{suffix}"
 
 
 def joined_layers(layers: Mapping[int, Iterator[Unit]]) -> Iterator[Unit]:

@@ -17,7 +17,7 @@ _TOKEN_COLUMNS = ("position", "pos", "token_position", "token_pos", "token_index
 _TOKEN_IDS = ("token_id", "input_id")
 _DIMENSION = re.compile(r"(?:.*[^\d])?(\d+)")
 # Columns with numbers that begin alike make a vector from this number on.
-_MIN_DIMENSIONS = 4
+MIN_DIMENSIONS = 8
 
 
 def units_of_rows(rows: Iterator[dict[str, Any]]) -> Iterator[Unit]:
@@ -82,7 +82,7 @@ def _with_vector(row: dict[str, Any]) -> dict[str, Any]:
         match = _DIMENSION.fullmatch(key)
         if match and isinstance(value, int | float) and not isinstance(value, bool):
             groups.setdefault(key[: match.start(1)], {})[int(match[1])] = key
-    groups = {prefix: names for prefix, names in groups.items() if len(names) >= _MIN_DIMENSIONS}
+    groups = {prefix: names for prefix, names in groups.items() if len(names) >= MIN_DIMENSIONS}
     if len(groups) != 1:
         return row
     names = next(iter(groups.values()))

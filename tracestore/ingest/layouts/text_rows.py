@@ -4,15 +4,21 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.byte_source import InflatedChunks, check_regular
 from tracestore.ingest.containers import tables
-from tracestore.ingest.containers.columns import Input, Unit
+from tracestore.ingest.containers.columns import Column, Input, ObjectColumn, Unit
+from tracestore.ingest.containers.grouping import units_of
+from tracestore.ingest.containers.keys import column_name, parse_key
 from tracestore.ingest.decompress import compression_of
-from tracestore.ingest.layouts.rows import units_of_rows
+from tracestore.ingest.layouts.rows import MIN_DIMENSIONS, units_of_rows
+from tracestore.ingest.layouts.values import STATES, array_of
 
 SUFFIXES = tuple(
     f"{name}{packed}"
@@ -24,7 +30,6 @@ _HEAD_BYTES = 1 << 20
 _BLOCK_BYTES = 4 << 20
 # Numbers with a fraction behind each other, or the base64 text of some of them.
 _ARRAY = re.compile(rb"\[\s*(?:-?\d+\.\d+(?:[eE][-+]?\d+)?\s*,\s*){3}|\"[A-Za-z0-9+/]{256}")
-_DIMENSIONS = re.compile(rb"(?:[^,\t\n]*?0?1[\"]?[,\t])[^,\t\n]*?2[\"]?[,\t][^,\t\n]*?3[\"]?[,\t][^,\t\n]*?4")
 
 
 def holds_arrays(path: Path) -> bool:
@@ -34,13 +39,38 @@ def holds_arrays(path: Path) -> bool:
             head = text.read(_HEAD_BYTES)
     except (OSError, InvalidInputError):
         return False
+    header = re.split(rb"[,\t]", head.partition(b"\n")[0])
     is_csv = _COMPRESSED.sub("", path.name).endswith((".csv", ".tsv"))
-    return bool(_ARRAY.search(head) or (is_csv and _DIMENSIONS.search(head.partition(b"\n")[0])))
+    is_numbered = is_csv and sum(name.rstrip(b'\r"')[-1:].isdigit() for name in header) >= MIN_DIMENSIONS
+    return is_numbered or _ARRAY.search(head) is not None
 
 
 def read_text_rows(source: Input) -> Iterator[Unit]:
-    """Yield the traces of a file: a row is a trace, or a layer or token of one."""
-    yield from units_of_rows(_rows(source.path))
+    """Yield the traces of a file: a row is a trace, a layer or token of one, or the only row holds lists of all traces."""
+    rows = _rows(source.path)
+    first = list(islice(rows, 2))
+    count = _count(first[0]) if len(first) == 1 else None
+    if count is None:
+        yield from units_of_rows(chain(first, rows))
+    else:
+        yield from units_of({name: _column(name, value, count) for name, value in first[0].items()})
+
+
+def _count(row: dict[str, Any]) -> int | None:
+    """Return the number of ids, labels or other values per trace of a row that holds lists; None for one trace."""
+    counts = {len(v) for k, v in row.items() if column_name(k) == k.lower() and isinstance(v, list)}
+    return counts.pop() if len(counts) == 1 else None
+
+
+def _column(name: str, value: Any, count: int) -> Any:
+    """Return a list of one value per trace as a column, and other values unchanged."""
+    if not isinstance(value, list) or len(value) != count:
+        return value
+    key = parse_key(name)
+    if key is None or key.field not in STATES:
+        return ObjectColumn(value, (count,))
+    array = array_of(value)
+    return Column(array) if isinstance(array, np.ndarray) else ObjectColumn([array_of(v) for v in value], (count,))
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
