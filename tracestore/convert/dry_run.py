@@ -79,7 +79,9 @@ def dry_run(sources: list[Path], store: str, options: ConvertOptions, output: Ou
         with open_store(store) as existing:
             stored = existing.internals.attributes.options
             attention, dtype = options.attention or stored["attention"], options.dtype or stored["dtype"]
-    pack_options = PackOptions(attention=attention, keep_dtype=dtype == "keep", keys=replace(scoring.keys, axes=options.axes))
+    pack_options = PackOptions(
+        attention=attention, keep_dtype=dtype == "keep", keys=replace(scoring.keys, axes=options.axes)
+    )
     report = DryRunReport(store, num_sources=len(found))
     groups: dict[object, AlikeFiles] = {}
     refused: list[InvalidInputError] = []

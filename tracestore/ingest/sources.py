@@ -16,7 +16,8 @@ from tracestore.store.format.provenance import Provenance
 from tracestore.store.io import fsio
 
 _PICKLES, _COMPRESSED = (".pkl", ".pickle", ".p", ".joblib"), (".gz", ".bz2", ".xz", ".zst")
-PICKLE_SUFFIXES = (*_PICKLES, *(f"{name}{packed}" for name in _PICKLES for packed in _COMPRESSED), ".pt", ".pth")
+_TORCH = (".pt", ".pth", ".ckpt")
+PICKLE_SUFFIXES = (*_PICKLES, *(f"{name}{packed}" for name in _PICKLES for packed in _COMPRESSED), *_TORCH)
 SUFFIXES = (*PICKLE_SUFFIXES, *registry.SUFFIXES)
 PROVENANCE_FILE = "provenance.json"
 _MAX_PROVENANCE_BYTES = 1 << 20
@@ -91,7 +92,7 @@ def find_sources(arguments: list[Path], store: Path) -> list[SourceFile]:
         if argument.is_dir():
             names = [_source(f, argument) for f in _walk(argument, store)]
             if not names:
-                suffixes = ", ".join((*_PICKLES, *(f"...{packed}" for packed in _COMPRESSED), ".pt", ".pth"))
+                suffixes = ", ".join((*_PICKLES, *(f"...{packed}" for packed in _COMPRESSED), *_TORCH))
                 raise UsageError(
                     f"{argument}: no trace file in this folder ({suffixes}); name a file of another suffix"
                 )

@@ -58,7 +58,7 @@ def split_batch(fields: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     if fields.get("attention_mask") is None and fields.get("lengths") is None:
         raise InvalidInputError(
             f"found a batch of {count} answers, expected attention_mask or lengths (B,) with it; or save each answer of "
-            f"a batch as a trace; see {INPUTS_PAGE}#batches",
+            f"a batch as a trace; without padding, --axes NLSD or --axes LNSD tells which axis counts traces; see {INPUTS_PAGE}#batches",
             field="hidden_states",
         )
     answers: list[dict[str, Any]] = [{} for _ in range(count)]

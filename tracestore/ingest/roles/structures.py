@@ -5,14 +5,14 @@ of the hidden states counts traces, layers or tokens, the object is refused with
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.containers.keys import ID_KEYS, parse_key
-from tracestore.ingest.roles.columns import counts_of, has_id, is_id, named_columns, num_tokens, row_of
+from tracestore.ingest.containers.keys import parse_key
+from tracestore.ingest.roles.columns import counts_of, has_id, has_one_id, lengths_of, named_columns, num_tokens, row_of
 from tracestore.ingest.roles.keys import OTHER_NAMES, KeyOptions
 from tracestore.ingest.roles.layout import Layout, is_ragged, layers_of, layout, opened, row
 
@@ -57,8 +57,8 @@ class Structures:
         self._options, self._name = options, name
         self._num_questions = 0
 
-    def find(self, value: Any) -> Found | None:
-        """Return the traces of a whole file or of an item of its list; None if there are none.
+    def find(self, value: Any, *, is_item: bool = False) -> Found | None:
+        """Return the traces of a whole file, or of an item of its list; None if there are none.
 
         A single trace without names gets the name of the file as its id.
 
@@ -67,17 +67,17 @@ class Structures:
         InvalidInputError
             If the axes of hidden states can be understood in several ways.
         """
-        found = self._find(value, 0)
+        found = self._find(value, 0, is_item)
         if found is None or isinstance(opened(value), dict) or not found.is_one or has_id(found.traces[0]):
             return found
         return found._replace(traces=[{"question_id": self._name} | found.traces[0]])
 
-    def _find(self, value: Any, depth: int) -> Found | None:
+    def _find(self, value: Any, depth: int, is_item: bool = False) -> Found | None:
         value = opened(value)
         if depth > _MAX_DEPTH:
             return None
         if isinstance(value, dict):
-            return self._of_dict(value, depth)
+            return self._of_dict(value, depth, is_item)
         if isinstance(value, list | tuple) and value and any(isinstance(opened(item), dict) for item in value):
             return self._of_records(value, depth)
         shape = layout(value)
@@ -87,14 +87,16 @@ class Structures:
 
     # Dicts
 
-    def _of_dict(self, fields: dict[Any, Any], depth: int) -> Found | None:
+    def _of_dict(self, fields: dict[Any, Any], depth: int, is_item: bool) -> Found | None:
         key, value = self._states(fields)
         if key is not None:
             shape = layout(value)
-            return Found([fields], is_one=True) if shape is None else self._of_states(fields, key, value, shape)
+            found = None if shape is None else self._of_states(fields, key, value, shape)
+            # `assign` finds layers by their names.
+            return Found([fields], is_one=True) if found is None or (key == "" and found.is_one) else found
         if fields and (shape := layout(fields)) is not None and shape.kind == "f" and len(shape.shape) > 1:
             return self._of_states({"hidden_states": fields}, "hidden_states", fields, shape)
-        return self._of_children(fields, depth) or self._of_arrays_by_id(fields)
+        return self._of_children(fields, depth, is_item) or self._of_arrays_by_id(fields)
 
     def _states(self, fields: Mapping[Any, Any]) -> tuple[Any, Any]:
         """Return key and value of the hidden states of a dict, "" as the key of layers; (None, None) without."""
@@ -120,7 +122,7 @@ class Structures:
                 return key, opened(value)
         return ("", layers_of(layers)) if layers else (None, None)
 
-    def _of_children(self, fields: dict[Any, Any], depth: int) -> Found | None:
+    def _of_children(self, fields: dict[Any, Any], depth: int, is_item: bool) -> Found | None:
         """Return the traces below a dict without hidden states of its own."""
         found: dict[Any, Found] = {}
         for key, value in fields.items():
@@ -137,6 +139,8 @@ class Structures:
             # The output of a model, and values next to it.
             is_path = any("." in path for _, path in self._options.renamed)
             return Found([fields if is_path else ones[0].traces[0] | others], is_one=True)
+        if is_item and len(found) == len(ones) > 1 and not _are_ids(found):
+            return None  # may be several outputs for one trace
         if len(ones) == len(found):
             names = {name for child in ones for trace in child.traces for name in trace}
             for key, value in others.items():
@@ -144,7 +148,7 @@ class Structures:
                     # A record without hidden states is refused, not left out.
                     found[key] = Found([opened(value)], is_one=True)
         answers = [trace for child in found.values() for trace in child.traces]
-        is_question = any(is_id(others.get(name)) for name in ID_KEYS)
+        is_question = has_one_id(others)
         is_question |= any(isinstance(others.get(name), str) for name in _QUESTIONS)
         if is_question and not any(child.has_keys for child in found.values()) and not any(map(has_id, answers)):
             return Found(self._samples(others, answers))
@@ -163,8 +167,7 @@ class Structures:
         shape = layout(values)
         if len(values) < 2 or shape is None or shape.kind != "f" or len(shape.shape) < 3 or shape.shape[-1] is None:
             return None
-        has_numbers = all(isinstance(key, int) or re.search(r"\d", str(key)) for key in fields)
-        if not has_numbers and shape.shape[-2] is not None:
+        if not _are_ids(fields) and shape.shape[-2] is not None:
             return None  # may be several outputs for one trace
         found = self._of_states({"hidden_states": values}, "hidden_states", values, shape, axis=0)
         return Found([{"question_id": str(k)} | t for k, t in zip(fields, found.traces, strict=True)], has_keys=True)
@@ -173,7 +176,7 @@ class Structures:
 
     def _of_records(self, items: Sequence[Any], depth: int) -> Found | None:
         """Return the traces of a list of dicts. Dicts before them that share no key with them are a header."""
-        found = [self._find(item, depth + 1) for item in items]
+        found = [self._find(item, depth + 1, is_item=True) for item in items]
         first = next((k for k, child in enumerate(found) if child is not None), None)
         if first is None:
             return None
@@ -206,9 +209,7 @@ class Structures:
 
     # Shapes
 
-    def _of_states(
-        self, fields: dict[Any, Any], key: Any, value: Any, found: Layout, axis: int | None = None
-    ) -> Found:
+    def _of_states(self, fields: dict[Any, Any], key: Any, value: Any, found: Layout, axis: int | None = None) -> Found:
         """Return the traces of a dict with hidden states: one, or one for each row of `axis`."""
         shape, letters = found.shape, self._letters(found.shape)
         if key == "":
@@ -236,7 +237,7 @@ class Structures:
             else:
                 rest = letters.replace("N", "")
             traces.append(_with_states(trace, key, part, rest))
-        if count > 1 and any(is_id(fields.get(name)) for name in ID_KEYS):
+        if count > 1 and has_one_id(fields):
             traces = [{"sample": k} | trace for k, trace in enumerate(traces)]
         return Found(traces, is_one=count == 1)
 
@@ -247,7 +248,9 @@ class Structures:
             return axes
         if "N" in axes and len(axes) == len(shape) + 1:
             return axes.replace("N", "")
-        raise InvalidInputError(f"found shape {_text(shape)}, expected the axes {axes} of --axes", field="hidden_states")
+        raise InvalidInputError(
+            f"found shape {_text(shape)}, expected the axes {axes} of --axes", field="hidden_states"
+        )
 
 
 def is_header(item: Any, trace: Any) -> bool:
@@ -261,9 +264,7 @@ def is_settings(value: Any, depth: int = 0) -> bool:
     """Return whether a dict holds no arrays, and no records of traces."""
     value = opened(value)
     if isinstance(value, dict):
-        return depth < 4 and not any(is_id(value.get(name)) for name in ID_KEYS) and all(
-            is_settings(item, depth + 1) for item in value.values()
-        )
+        return depth < 4 and not has_one_id(value) and all(is_settings(v, depth + 1) for v in value.values())
     if depth == 0 or isinstance(value, np.ndarray):
         return depth > 0 and value.ndim < 2
     return not isinstance(value, list | tuple) or all(is_settings(item, depth + 1) for item in value)
@@ -271,6 +272,11 @@ def is_settings(value: Any, depth: int = 0) -> bool:
 
 def _parsed(key: Any) -> Any:
     return parse_key(key) if isinstance(key, str) else None
+
+
+def _are_ids(keys: Iterable[Any]) -> bool:
+    """Return whether the keys of a dict look like ids: each is a number, or has a digit."""
+    return all(not isinstance(key, str) or re.search(r"\d", key) for key in keys)
 
 
 def _joined(found: Mapping[Any, Found]) -> Found:
@@ -297,14 +303,14 @@ def _trace_axis(
             return 1  # a list over traces for each layer
         if rank == 3 and shape[1] in counts and shape[1] != 1:
             return 1
-        if rank == 3 and fields.keys() <= _BARE and not any(re.search("[._]", str(k)) for k in value):
+        if rank == 3 and key and fields.keys() <= _BARE:
             raise _ambiguous(shape, "LND", "LSD")
         return None
     has_rows = shape[0] in counts
     if is_last:
         return 0 if (rank == 3 and (shape[1] != 1 or has_rows)) or (rank == 2 and has_rows and shape[0] != 1) else None
     if rank <= 3:
-        is_stack = rank == 3 and shape[1] is None
+        is_stack = rank == 3 and shape[1] is None and not has_one_id(fields)
         return 0 if is_stack or (rank > 1 and has_rows and shape[0] != 1) else None
     if _are_passes(value):
         return None
@@ -314,11 +320,27 @@ def _trace_axis(
         return 0
     if rank > 4 or shape[1] == 1:
         return 0 if has_rows else None
-    if shape[1] in counts and isinstance(value, list | tuple) and "attention_mask" in fields:
-        return None
-    if (has_rows and shape[1] in counts) or fields.keys() == _BARE:
-        raise _ambiguous(shape, "NLSD", "LNSD")
+    if has_rows and shape[1] in counts:
+        return _axis_of_padding(fields, value, shape)
     return 0 if has_rows else None
+
+
+def _axis_of_padding(fields: Mapping[Any, Any], value: Any, shape: tuple[int | None, ...]) -> int | None:
+    """Return which of two axes of one size counts traces: padding with zeros belongs to one of them."""
+    mask, lengths = opened(fields.get("attention_mask")), lengths_of(fields)
+    is_batch = mask is not None or "lengths" in fields  # a batch as models return it has layers first
+    if isinstance(value, np.ndarray) and (mask is not None or lengths is not None):
+        tokens = np.arange(value.shape[2])
+        kept = np.asarray(mask) != 0 if mask is not None else tokens < np.reshape(np.asarray(lengths), (-1, 1))
+        if kept.shape == (value.shape[0], value.shape[2]) and not kept.all():
+            k = int(np.flatnonzero(~kept.all(axis=1))[0])
+            parts = value[k, :, ~kept[k]], value[:, k, ~kept[k]]
+            rows, layers = (not part.astype("<f4").any() if part.dtype.kind == "f" else False for part in parts)
+            if rows != layers:
+                return 0 if rows else None
+    if is_batch or not isinstance(value, np.ndarray):
+        return None
+    raise _ambiguous(shape, "NLSD", "LNSD")
 
 
 def _are_passes(value: Any) -> bool:
@@ -344,7 +366,7 @@ def _letters_of_trace(
         if shape[0] in sizes:
             return "SD"
         raise _ambiguous(shape, "SD", "LD", "ND") if is_bare else _ambiguous(shape, "SD", "LD")
-    if rank == 3 and shape[0] in sizes and shape[1] not in sizes:
+    if rank == 3 and shape[0] in sizes and shape[1] not in sizes and not is_ragged(shape):
         return "SLD"
     if rank == 3 and (shape[0] or 0) > _MAX_LAYERS:
         raise _ambiguous(shape, "NLD", "SLD", "NSD")
