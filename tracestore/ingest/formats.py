@@ -11,18 +11,21 @@ from tracestore._core.pickle import BufferReader, ByteReader, ChunkReader
 from tracestore.errors import InvalidInputError, NoTracesError, TruncatedFileError
 from tracestore.ingest import torch_file
 from tracestore.ingest.byte_source import TRUNCATED_WHILE_READING, InflatedChunks, check_regular, map_file
+from tracestore.ingest.containers.registry import SUFFIXES as CONTAINER_SUFFIXES
 from tracestore.ingest.containers.registry import Reader, folder_reader, read_container, reader_of
 from tracestore.ingest.containers.tables import TableReference
 from tracestore.ingest.decompress import compression_of
+from tracestore.ingest.pickles.layer_files import layer_of, read_layer_files
 from tracestore.ingest.pickles.pickle_reader import pickle_reader
 from tracestore.ingest.pickles.pickled_objects import PickledObject
 from tracestore.ingest.pickles.resolve import Limits, resolve
 from tracestore.ingest.preprocessed import read_graphs, read_sequences
 from tracestore.ingest.roles.assemble import records_of_trace
 from tracestore.ingest.roles.assign import with_advice
+from tracestore.ingest.roles.columns import is_header, is_settings
 from tracestore.ingest.roles.keys import DEFAULT_KEYS, INPUTS_PAGE, KeyOptions
 from tracestore.ingest.roles.layout import layout, opened
-from tracestore.ingest.roles.structures import Structures, is_header, is_settings
+from tracestore.ingest.roles.structures import Structures
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord
 
@@ -96,9 +99,15 @@ def read_traces(
     """
     context, scratch = _Context(name, options or ReadOptions(need_attention)), scratch or Scratch()
     try:
-        if parts:
+        if parts and layer_of(parts[0].stem) is not None and not parts[0].name.endswith(CONTAINER_SUFFIXES):
+            context.limits = Limits(lambda: sum(part.stat().st_size for part in parts))
+            for values in read_layer_files(parts):
+                yield from _from_object(context, values)
+        elif parts:
             yield from context.container(folder_reader(parts), path, scratch, parts=parts, table=table)
         else:
+            if table is not None:
+                context.structures.set_row(table.load().of("", 0))
             yield from _records(path, context, scratch, is_ahead, table)
         if context.position == 0:
             raise InvalidInputError(f"found no trace; see {INPUTS_PAGE}#files")
@@ -293,7 +302,7 @@ def _from_pickle(context: _Context, source: ByteReader) -> Iterator[TraceRecord]
         if not is_whole and source.peek() != _PROTO:
             raise InvalidInputError("trailing bytes after the pickle")
         is_list = reader.num_yielded > 0
-        if is_list and reader.result is not reader.root:
+        if is_list and reader.root is not None and reader.result is not reader.root:
             # The first of parallel lists.
             reader.root.extend(context.unnamed_alone())
             is_list = False

@@ -4,13 +4,14 @@ import hashlib
 import os
 import re
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import UsageError, escape_unprintable
 from tracestore.ingest.containers import registry
-from tracestore.ingest.containers.discovery import FoundSource, sources_of_folder
+from tracestore.ingest.containers.discovery import FoundSource, rows_by_file, sources_of_folder
 from tracestore.ingest.containers.tables import TableReference
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.io import fsio
@@ -142,6 +143,12 @@ def _walk(top: Path, store: Path) -> list[FoundSource]:
                 inside.append(folder)
         folders[:] = inside
         found += sources_of_folder(here, files, lambda f: f.endswith(PICKLE_SUFFIXES))
+    rows = cache(rows_by_file)
+    for k, source in enumerate(found):
+        if source.path.name.endswith(PICKLE_SUFFIXES):
+            above = [parent for parent in source.path.parents if parent.is_relative_to(top)]
+            named = (rows(parent).get(source.path.name) for parent in above)
+            found[k] = source._replace(table=next((row for row in named if row is not None), None))
     return found
 
 

@@ -11,6 +11,7 @@ from tracestore.ingest.containers.grouping import natural_key
 from tracestore.ingest.containers.keys import parse_key
 from tracestore.ingest.containers.registry import SUFFIXES
 from tracestore.ingest.containers.tables import TableReference, load_table
+from tracestore.ingest.pickles.layer_files import layer_of
 from tracestore.store.io import fsio
 
 # JSON files of a folder that describe something else than its traces.
@@ -45,7 +46,11 @@ def sources_of_folder(folder: Path, names: list[str], is_other: Callable[[str], 
         If a table next to the containers cannot be read.
     """
     names = sorted((n for n in names if not n.startswith(".")), key=natural_key)
-    found = [FoundSource(folder / n) for n in names if is_other(n)]
+    others = [n for n in names if is_other(n)]
+    layers = [n for n in others if layer_of(Path(n).stem) is not None]
+    found = [FoundSource(folder / n) for n in others if n not in layers or len(layers) == 1]
+    if len(layers) > 1:
+        found.append(FoundSource(folder, tuple(folder / n for n in layers)))
     containers = [n for n in names if n.endswith(SUFFIXES)]
     if {"state.json", "dataset_info.json"} <= set(names):
         containers = [n for n in containers if not n.endswith(".arrow")]
@@ -64,6 +69,19 @@ def sources_of_folder(folder: Path, names: list[str], is_other: Callable[[str], 
             path = folder / prefix[1:] if prefix[1:] else folder
             sources[k] = FoundSource(path, tuple(folder / n for n in sorted({*group, *others}, key=natural_key)))
     return found + _with_tables(folder, names, sources)
+
+
+def rows_by_file(folder: Path) -> dict[str, TableReference]:
+    """Return the rows of the tables of a folder that name a file, by the name of the file."""
+    found: dict[str, TableReference] = {}
+    for path in sorted(p for p in folder.iterdir() if p.name.endswith(tables.SUFFIXES) and p.is_file()):
+        if path.name not in _NO_TABLES and "scores" not in path.name:
+            try:
+                rows = load_table(path).by_file
+            except InvalidInputError:
+                continue  # describes something else
+            found = {name: TableReference(path, (row,)) for name, row in rows.items()} | found
+    return found
 
 
 def _data_files(folder: Path) -> tuple[Path, ...]:

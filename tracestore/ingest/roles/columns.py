@@ -39,6 +39,23 @@ def has_one_id(fields: Mapping[Any, Any]) -> bool:
     return any(is_id(fields.get(name)) for name in ID_KEYS)
 
 
+def is_header(item: Any, trace: Any) -> bool:
+    """Return whether a dict before a trace holds settings: no arrays, and no key of the trace."""
+    item, trace = opened(item), opened(trace)
+    keys = trace.keys() if isinstance(trace, dict) else set()
+    return is_settings(item) and item.keys().isdisjoint(keys)
+
+
+def is_settings(value: Any, depth: int = 0) -> bool:
+    """Return whether a dict holds no arrays, and no records of traces."""
+    value = opened(value)
+    if isinstance(value, dict):
+        return depth < 4 and not has_one_id(value) and all(is_settings(v, depth + 1) for v in value.values())
+    if depth == 0 or isinstance(value, np.ndarray):
+        return depth > 0 and value.ndim < 2
+    return not isinstance(value, list | tuple) or all(is_settings(item, depth + 1) for item in value)
+
+
 def counts_of(fields: Mapping[Any, Any], key: Any) -> set[int]:
     """Return how many traces the ids, texts, labels, lengths and tokens next to hidden states have.
 

@@ -81,7 +81,14 @@ def inspect_source(source: SourceFile, options: PackOptions, max_traces: int) ->
     read_options = ReadOptions(options.attention != "none", options.keys, on_trace=on_trace)
     scratch = Scratch(options.scratch, max_memory=options.max_memory)
     try:
-        records = read_traces(source.path, source.name, scratch=scratch, options=read_options)
+        records = read_traces(
+            source.path,
+            source.name,
+            scratch=scratch,
+            options=read_options,
+            parts=source.parts,
+            table=source.table,
+        )
         with closing(records):  # type: ignore[type-var]
             for record in islice(records, max_traces):
                 with error_location(source.name, record.position):
