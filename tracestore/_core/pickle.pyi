@@ -32,6 +32,7 @@ class ChunkReader(ByteReader):
 class SafeUnpickler:
     result: Any
     num_yielded: int
+    root: list[Any] | None
     def __init__(
         self,
         source: ByteReader,

@@ -391,6 +391,8 @@ cdef class SafeUnpickler:
         The unpickled object, once it is complete.
     num_yielded : int
         Number of items yielded so far.
+    root : list or None
+        The first list of the pickle, without the yielded items.
     """
     cdef ByteReader source
     cdef object find_class, global_type, value_type, persistent_load
@@ -405,7 +407,7 @@ cdef class SafeUnpickler:
     cdef uint64_t retained, retained_limit, live, live_limit
     cdef uint64_t num_opcodes
     cdef tuple retained_types
-    cdef list root
+    cdef readonly list root
     cdef list completed  # items to yield, last one first
     cdef bint streaming, finished
     cdef readonly object result
@@ -861,8 +863,6 @@ cdef class SafeUnpickler:
             raise _invalid("not a well-formed pickle: it does not end with exactly one object")
         self.result = self.stack[0]
         self.finished = True
-        if self.num_yielded and self.result is not self.root:
-            raise _invalid("the list of traces is inside another object")
         if self.streaming and self.root is not None and self.result is self.root:
             # Items that other opcodes have added to the list.
             self.completed = self.root[::-1]

@@ -11,25 +11,27 @@ from tracestore._core.pickle import BufferReader, ByteReader, ChunkReader
 from tracestore.errors import InvalidInputError, NoTracesError, TruncatedFileError
 from tracestore.ingest import torch_file
 from tracestore.ingest.byte_source import TRUNCATED_WHILE_READING, InflatedChunks, check_regular, map_file
+from tracestore.ingest.containers.registry import SUFFIXES as CONTAINER_SUFFIXES
 from tracestore.ingest.containers.registry import Reader, folder_reader, read_container, reader_of
 from tracestore.ingest.containers.tables import TableReference
 from tracestore.ingest.decompress import compression_of
+from tracestore.ingest.pickles.layer_files import layer_of, read_layer_files
 from tracestore.ingest.pickles.pickle_reader import pickle_reader
 from tracestore.ingest.pickles.pickled_objects import PickledObject
 from tracestore.ingest.pickles.resolve import Limits, resolve
 from tracestore.ingest.preprocessed import read_graphs, read_sequences
 from tracestore.ingest.roles.assemble import records_of_trace
 from tracestore.ingest.roles.assign import with_advice
+from tracestore.ingest.roles.columns import is_header, is_settings
 from tracestore.ingest.roles.keys import DEFAULT_KEYS, INPUTS_PAGE, KeyOptions
 from tracestore.ingest.roles.layout import layout, opened
-from tracestore.ingest.roles.structures import Structures, is_header, is_settings
+from tracestore.ingest.roles.structures import Structures
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.record import TraceRecord
 
 _PROTO = 0x80
 _GZIP_RESERVED = 0xE0
 _MAX_HEADERS = 16
-_NO_TRACES = f"found no arrays, expected traces; see {INPUTS_PAGE}#files"
 
 
 @dataclass
@@ -97,9 +99,15 @@ def read_traces(
     """
     context, scratch = _Context(name, options or ReadOptions(need_attention)), scratch or Scratch()
     try:
-        if parts:
+        if parts and layer_of(parts[0].stem) is not None and not parts[0].name.endswith(CONTAINER_SUFFIXES):
+            context.limits = Limits(lambda: sum(part.stat().st_size for part in parts))
+            for values in read_layer_files(parts):
+                yield from _from_object(context, values)
+        elif parts:
             yield from context.container(folder_reader(parts), path, scratch, parts=parts, table=table)
         else:
+            if table is not None:
+                context.structures.set_row(table.load().of("", 0))
             yield from _records(path, context, scratch, is_ahead, table)
         if context.position == 0:
             raise InvalidInputError(f"found no trace; see {INPUTS_PAGE}#files")
@@ -142,14 +150,14 @@ class _Context:
             self._unnamed.append(item)
             return
         try:
-            found = self.structures.find(item)
+            found = self.structures.find(item, is_item=True)
         except (InvalidInputError, *_FAULTS) as error:
             self.refuse(error if isinstance(error, InvalidInputError) else _fault(error))
             return
         if found is None and self.position == 0 and is_settings(item):
             self._headers.append(item)
             if len(self._headers) > _MAX_HEADERS:
-                raise NoTracesError(_NO_TRACES)
+                raise InvalidInputError("found many dicts without arrays, expected traces")
             return
         traces = [item] if found is None else found.traces
         traces = [*(header for header in self._headers if not is_header(header, traces[0])), *traces]
@@ -167,13 +175,28 @@ class _Context:
             yield from self.traces(trace)
         self._unnamed = []
 
-    def end(self) -> None:
-        """Raise NoTracesError if the file held settings only."""
-        if self._headers and self.position == 0:
-            raise NoTracesError(_NO_TRACES)
+    @property
+    def has_header(self) -> bool:
+        """Whether settings were read, and no trace after them."""
+        return bool(self._headers)
 
-    def traces(self, item: Any, *, is_resolved: bool = False) -> Iterator[TraceRecord]:
-        """Yield the traces of one dict; `is_resolved`: it holds arrays and plain values only."""
+    def unnamed_alone(self) -> list[Any]:
+        """Return the items without names, if there are no others."""
+        if self.position or self._headers or not self._unnamed:
+            raise InvalidInputError("the list of traces is inside another object; save the list alone")
+        items, self._unnamed = self._unnamed, []
+        return items
+
+    def end(self) -> Iterator[TraceRecord]:
+        """Refuse a file that held settings only."""
+        if self._headers and self.position == 0:
+            yield from self.traces(self._headers[0], is_settings=True)
+
+    def traces(self, item: Any, *, is_resolved: bool = False, is_settings: bool = False) -> Iterator[TraceRecord]:
+        """Yield the traces of one dict.
+
+        `is_resolved`: it holds arrays and plain values only. `is_settings`: it is no trace, which is another error.
+        """
         values: Any = item if is_resolved else None
         try:
             if not is_resolved:
@@ -190,7 +213,8 @@ class _Context:
                 has_objects=self.limits.has_objects,
             )
         except InvalidInputError as error:
-            self.refuse(with_advice(error, values))
+            error = with_advice(error, values)
+            self.refuse(NoTracesError(error.reason, field=error.field) if is_settings else error)
             return
         except _FAULTS as error:
             self.refuse(_fault(error))
@@ -278,17 +302,21 @@ def _from_pickle(context: _Context, source: ByteReader) -> Iterator[TraceRecord]
         if not is_whole and source.peek() != _PROTO:
             raise InvalidInputError("trailing bytes after the pickle")
         is_list = reader.num_yielded > 0
+        if is_list and reader.root is not None and reader.result is not reader.root:
+            # The first of parallel lists.
+            reader.root.extend(context.unnamed_alone())
+            is_list = False
         for record in (
             context.rest() if is_list else _from_object(context, reader.result, is_only=is_whole and not begin)
         ):
             record.is_borrowed = is_borrowed
             yield record
             del record
-        if context.position == begin and begin:
-            # Several pickles may be behind each other, if each of them holds a trace.
+        if context.position == begin and not context.has_header and (begin or not is_whole):
+            # Several pickles may be behind each other, if each of them holds a trace; the first may be a header.
             raise InvalidInputError("trailing bytes after the pickle")
         if is_whole:
-            context.end()
+            yield from context.end()
             return
         begin = context.position
         del reader
@@ -297,6 +325,8 @@ def _from_pickle(context: _Context, source: ByteReader) -> Iterator[TraceRecord]
 def _from_object(context: _Context, root: Any, *, is_only: bool = True) -> Iterator[TraceRecord]:
     """Yield the traces of an object; `is_only`: there is no other in the file."""
     fields = opened(root)
+    if isinstance(root, PickledObject) and root.name.startswith("pandas."):
+        raise InvalidInputError(f"found an object of {root.name}; write it with to_parquet() and convert that file")
     if isinstance(root, PickledObject) and not fields:
         raise InvalidInputError(f"found an object of {root.name}, expected traces; see {INPUTS_PAGE}#files")
     if isinstance(fields, dict) and fields.get("hidden_states") is None:
@@ -311,9 +341,12 @@ def _from_object(context: _Context, root: Any, *, is_only: bool = True) -> Itera
         yield from context.items(fields)
         return
     found = context.structures.find(fields)
-    if found is None and is_settings(fields):
-        raise NoTracesError(_NO_TRACES)
-    for trace in [fields] if found is None else found.traces:
+    if found is None and fields != []:
+        item = fields[0] if isinstance(fields, list) else fields
+        yield from context.traces(item, is_settings=is_settings(fields))
+    if found is None:
+        return
+    for trace in found.traces:
         yield from context.traces(trace)
 
 

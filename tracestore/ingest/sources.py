@@ -4,19 +4,21 @@ import hashlib
 import os
 import re
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import UsageError, escape_unprintable
 from tracestore.ingest.containers import registry
-from tracestore.ingest.containers.discovery import FoundSource, advice_of, join_folders, sources_of_folder
+from tracestore.ingest.containers.discovery import FoundSource, advice_of, join_folders, rows_by_file, sources_of_folder
 from tracestore.ingest.containers.tables import TableReference
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.io import fsio
 
 _PICKLES, _COMPRESSED = (".pkl", ".pickle", ".p", ".joblib"), (".gz", ".bz2", ".xz", ".zst")
-PICKLE_SUFFIXES = (*_PICKLES, *(f"{name}{packed}" for name in _PICKLES for packed in _COMPRESSED), ".pt", ".pth")
+_TORCH = (".pt", ".pth", ".ckpt")
+PICKLE_SUFFIXES = (*_PICKLES, *(f"{name}{packed}" for name in _PICKLES for packed in _COMPRESSED), *_TORCH)
 SUFFIXES = (*PICKLE_SUFFIXES, *registry.SUFFIXES)
 PROVENANCE_FILE = "provenance.json"
 _MAX_PROVENANCE_BYTES = 1 << 20
@@ -91,7 +93,7 @@ def find_sources(arguments: list[Path], store: Path) -> list[SourceFile]:
         if argument.is_dir():
             names = [_source(f, argument) for f in _walk(argument, store) or _walk(argument, store, is_text=True)]
             if not names:
-                suffixes = ", ".join((*_PICKLES, *(f"...{packed}" for packed in _COMPRESSED), ".pt", ".pth"))
+                suffixes = ", ".join((*_PICKLES, *(f"...{packed}" for packed in _COMPRESSED), *_TORCH))
                 advice = advice_of(argument) or "name a file of another suffix"
                 raise UsageError(f"{argument}: no trace file in this folder ({suffixes}); {advice}")
             found += sorted(names, key=lambda s: natural_key(s.name))
@@ -142,7 +144,14 @@ def _walk(top: Path, store: Path, *, is_text: bool = False) -> list[FoundSource]
                 inside.append(folder)
         folders[:] = inside
         found += sources_of_folder(here, files, lambda f: f.endswith(suffixes), is_text=is_text)
-    return join_folders(top, found)
+    found = join_folders(top, found)
+    rows = cache(rows_by_file)
+    for k, source in enumerate(found):
+        if source.table is None and source.path.name.endswith(PICKLE_SUFFIXES):
+            above = [parent for parent in source.path.parents if parent.is_relative_to(top)]
+            named = (rows(parent).get(source.path.name) for parent in above)
+            found[k] = source._replace(table=next((row for row in named if row is not None), None))
+    return found
 
 
 def find_provenance_files(arguments: list[Path]) -> dict[Path, Path]:

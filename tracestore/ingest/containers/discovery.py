@@ -15,6 +15,7 @@ from tracestore.ingest.containers.registry import SUFFIXES
 from tracestore.ingest.containers.tables import TableReference, load_table
 from tracestore.ingest.layouts import text_rows
 from tracestore.ingest.layouts.layer_files import layer_group, layer_of
+from tracestore.ingest.pickles.layer_files import layer_of as torch_layer_of
 from tracestore.store.io import fsio
 
 # JSON files of a folder that describe something else than its traces.
@@ -65,7 +66,11 @@ def sources_of_folder(
         If a table next to the containers cannot be read.
     """
     names = sorted((n for n in names if not n.startswith(".")), key=natural_key)
-    found = [FoundSource(folder / n) for n in names if is_other(n)]
+    others = [n for n in names if is_other(n)]
+    layers = [n for n in others if torch_layer_of(Path(n).stem) is not None]
+    found = [FoundSource(folder / n) for n in others if n not in layers or len(layers) == 1]
+    if len(layers) > 1:
+        found.append(FoundSource(folder, tuple(folder / n for n in layers)))
     containers = [n for n in names if n.endswith(SUFFIXES)]
     if is_text:
         texts = [n for n in names if n.endswith(text_rows.SUFFIXES) and n not in _NO_TABLES]
@@ -201,6 +206,19 @@ def _table_above(top: Path, source: FoundSource, listings: dict[Path, list[str]]
         if row is not None:
             return TableReference(table.path, (row,))
     return None
+
+
+def rows_by_file(folder: Path) -> dict[str, TableReference]:
+    """Return the rows of the tables of a folder that name a file, by the name of the file."""
+    found: dict[str, TableReference] = {}
+    for path in sorted(p for p in folder.iterdir() if p.name.endswith(tables.SUFFIXES) and p.is_file()):
+        if path.name not in _NO_TABLES and "scores" not in path.name:
+            try:
+                rows = load_table(path).by_file
+            except InvalidInputError:
+                continue  # describes something else
+            found = {name: TableReference(path, (row,)) for name, row in rows.items()} | found
+    return found
 
 
 def _data_files(folder: Path) -> tuple[Path, ...]:

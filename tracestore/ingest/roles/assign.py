@@ -20,6 +20,7 @@ from tracestore.ingest.roles.keys import (
     KeyOptions,
     normalized,
 )
+from tracestore.ingest.roles.layout import layout
 from tracestore.ingest.score_files import SCORE_COLUMNS, direction_of, score_of_word
 from tracestore.store.format import schema
 from tracestore.store.write.values import as_array, describe
@@ -349,4 +350,14 @@ def _similar_key(field_name: str, trace: Mapping[Any, Any]) -> str | None:
             for name in names:
                 if name in value:
                     return f"{key}.{name}"
-    return None
+    return _largest_states(trace) if field_name == "hidden_states" else None
+
+
+def _largest_states(trace: Mapping[Any, Any]) -> str | None:
+    """Return the key of the largest value with the shape of hidden states; None without one."""
+    sizes = {}
+    for key, value in trace.items():
+        shape = layout(value)
+        if isinstance(key, str) and shape is not None and shape.kind == "f" and len(shape.shape) in (3, 4):
+            sizes[key] = math.prod(n or 1 for n in shape.shape)
+    return max(sizes, key=lambda key: sizes[key]) if sizes else None

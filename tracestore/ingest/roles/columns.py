@@ -9,10 +9,11 @@ import numpy as np
 from tracestore.ingest.containers.keys import ID_KEYS, parse_key
 from tracestore.ingest.roles.keys import COUNTERS, MAPPABLE, OTHER_NAMES
 from tracestore.ingest.roles.layout import layout, opened, row
-from tracestore.ingest.scores import SCORE_COLUMNS
+from tracestore.ingest.score_files import SCORE_COLUMNS
 
 # Names of values of one trace; a column may have an "s" at the end.
 _SINGULAR = frozenset((*MAPPABLE, *itertools.chain(*OTHER_NAMES.values()), *ID_KEYS, *SCORE_COLUMNS))
+UNNAMED = "item_"  # begin of the names of columns without a name
 _LENGTHS = frozenset(("num_tokens", "length", "seq_len", "seq_lens", "seq_lengths", "sequence_lengths"))
 # Lists under these names have one item for each layer.
 _PER_LAYER = frozenset(("layers", "layer_ids"))
@@ -33,12 +34,34 @@ def has_id(fields: Mapping[Any, Any]) -> bool:
     )
 
 
+def has_one_id(fields: Mapping[Any, Any]) -> bool:
+    """Return whether a dict has one id or number, also one that `assign` does not take."""
+    return any(is_id(fields.get(name)) for name in ID_KEYS)
+
+
+def is_header(item: Any, trace: Any) -> bool:
+    """Return whether a dict before a trace holds settings: no arrays, and no key of the trace."""
+    item, trace = opened(item), opened(trace)
+    keys = trace.keys() if isinstance(trace, dict) else set()
+    return is_settings(item) and item.keys().isdisjoint(keys)
+
+
+def is_settings(value: Any, depth: int = 0) -> bool:
+    """Return whether a dict holds no arrays, and no records of traces."""
+    value = opened(value)
+    if isinstance(value, dict):
+        return depth < 4 and not has_one_id(value) and all(is_settings(v, depth + 1) for v in value.values())
+    if depth == 0 or isinstance(value, np.ndarray):
+        return depth > 0 and value.ndim < 2
+    return not isinstance(value, list | tuple) or all(is_settings(item, depth + 1) for item in value)
+
+
 def counts_of(fields: Mapping[Any, Any], key: Any) -> set[int]:
     """Return how many traces the ids, texts, labels, lengths and tokens next to hidden states have.
 
     A dict with one id has one trace, or one question with several answers.
     """
-    if any(is_id(fields.get(name)) for name in ID_KEYS):
+    if has_one_id(fields):
         return set()
     counts = set()
     for name, value in fields.items():
@@ -98,6 +121,12 @@ def row_of(fields: Mapping[Any, Any], k: int, count: int, axis: int = 0) -> dict
     return values
 
 
+def lengths_of(fields: Mapping[Any, Any]) -> Any:
+    """Return the numbers of tokens of padded traces; None without them."""
+    names = [name for name in fields if isinstance(name, str) and _single(name) == "lengths"]
+    return opened(fields[names[0]]) if names else None
+
+
 def num_tokens(trace: Mapping[Any, Any]) -> set[int]:
     """Return how many tokens hidden states may have: as many as there are ids or texts of tokens, or one less."""
     sizes: set[int] = set()
@@ -122,7 +151,7 @@ def named_columns(columns: Sequence[Any]) -> dict[str, Any]:
     named: dict[str, Any] = {}
     for k, column in enumerate(columns):
         column = opened(column)
-        name, shape = f"item_{k}", layout(column)
+        name, shape = f"{UNNAMED}{k}", layout(column)
         rank = 0 if shape is None else len(shape.shape)
         if shape is not None and shape.kind == "f" and rank >= 3:
             is_square = rank >= 4 and shape.shape[-1] == shape.shape[-2]
@@ -133,5 +162,5 @@ def named_columns(columns: Sequence[Any]) -> dict[str, Any]:
             name = "question_id"
         elif isinstance(column, list | tuple) and all(isinstance(opened(item), dict) for item in column):
             name = ""
-        named[name if name not in named else f"item_{k}"] = column
+        named[name if name not in named else f"{UNNAMED}{k}"] = column
     return named

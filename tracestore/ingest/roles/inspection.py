@@ -15,6 +15,7 @@ from tracestore.ingest.pickles.pickled_objects import PickledObject
 from tracestore.ingest.pickles.pickled_torch import PickledTensor
 from tracestore.ingest.pickles.pickled_values import PickledArray
 from tracestore.ingest.roles.assign import Assignment, assign, role_of
+from tracestore.ingest.roles.columns import UNNAMED
 from tracestore.ingest.roles.keys import KeyOptions
 from tracestore.ingest.sources import SourceFile
 from tracestore.store.format import schema
@@ -112,6 +113,11 @@ def _keys(values: Any, options: KeyOptions, *, is_first: bool, missing: dict[str
         roles = {role_of(key, found) for key in found.fields}
         answers = {"answer"} if roles & set(schema.ANSWER_FIELDS) else set()
         missing |= {name: text for name, text in _USEFUL.items() if name not in roles | answers}
+        labels = [
+            key for key, value in values.items() if str(key).startswith(UNNAMED) and isinstance(value, int | float)
+        ]
+        if labels and "label" not in roles:
+            missing["label"] = f"if 1 in {labels[0]} means a hallucinated answer: --map label={labels[0]}"
     keys = [KeyFound(_name(key), describe_value(value), role_of(str(key), found)) for key, value in values.items()]
     return keys + [KeyFound(_name(path), "not data", "dropped") for path in found.dropped if path not in values]
 

@@ -5,23 +5,21 @@ of the hidden states counts traces, layers or tokens, the object is refused with
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.containers.keys import ID_KEYS, parse_key
-from tracestore.ingest.roles.columns import counts_of, has_id, is_id, named_columns, num_tokens, row_of
+from tracestore.ingest.containers.keys import parse_key
+from tracestore.ingest.roles.axes import letters_of_trace, shape_text, trace_axis, with_states
+from tracestore.ingest.roles.columns import has_id, has_one_id, is_header, named_columns, row_of
 from tracestore.ingest.roles.keys import OTHER_NAMES, KeyOptions
 from tracestore.ingest.roles.layout import Layout, is_ragged, layers_of, layout, opened, row
 
-# More layers than any model has: an axis of this size counts something else.
-_MAX_LAYERS = 256
 _MAX_DEPTH = 8
 _STATES = ("hidden_states", "last_token")
 _QUESTIONS = ("question", *OTHER_NAMES["question"])
-_BARE = {"hidden_states"}
 
 
 class Found(NamedTuple):
@@ -56,9 +54,14 @@ class Structures:
     def __init__(self, options: KeyOptions, name: str) -> None:
         self._options, self._name = options, name
         self._num_questions = 0
+        self._row: dict[str, Any] = {}
 
-    def find(self, value: Any) -> Found | None:
-        """Return the traces of a whole file or of an item of its list; None if there are none.
+    def set_row(self, row: Mapping[str, Any] | None) -> None:
+        """Set the values from a table for the only trace of the file."""
+        self._row = dict(row or {})
+
+    def find(self, value: Any, *, is_item: bool = False) -> Found | None:
+        """Return the traces of a whole file, or of an item of its list; None if there are none.
 
         A single trace without names gets the name of the file as its id.
 
@@ -67,17 +70,20 @@ class Structures:
         InvalidInputError
             If the axes of hidden states can be understood in several ways.
         """
-        found = self._find(value, 0)
-        if found is None or isinstance(opened(value), dict) or not found.is_one or has_id(found.traces[0]):
+        found = self._find(value, 0, is_item)
+        if found is None or not found.is_one or is_item:
             return found
-        return found._replace(traces=[{"question_id": self._name} | found.traces[0]])
+        trace = self._row | found.traces[0]
+        if not isinstance(opened(value), dict) and not has_id(trace):
+            trace = {"question_id": self._name} | trace
+        return found._replace(traces=[trace])
 
-    def _find(self, value: Any, depth: int) -> Found | None:
+    def _find(self, value: Any, depth: int, is_item: bool = False) -> Found | None:
         value = opened(value)
         if depth > _MAX_DEPTH:
             return None
         if isinstance(value, dict):
-            return self._of_dict(value, depth)
+            return self._of_dict(value, depth, is_item)
         if isinstance(value, list | tuple) and value and any(isinstance(opened(item), dict) for item in value):
             return self._of_records(value, depth)
         shape = layout(value)
@@ -87,14 +93,16 @@ class Structures:
 
     # Dicts
 
-    def _of_dict(self, fields: dict[Any, Any], depth: int) -> Found | None:
+    def _of_dict(self, fields: dict[Any, Any], depth: int, is_item: bool) -> Found | None:
         key, value = self._states(fields)
         if key is not None:
             shape = layout(value)
-            return Found([fields], is_one=True) if shape is None else self._of_states(fields, key, value, shape)
+            found = None if shape is None else self._of_states(fields, key, value, shape)
+            # `assign` finds layers by their names.
+            return Found([fields], is_one=True) if found is None or (key == "" and found.is_one) else found
         if fields and (shape := layout(fields)) is not None and shape.kind == "f" and len(shape.shape) > 1:
             return self._of_states({"hidden_states": fields}, "hidden_states", fields, shape)
-        return self._of_children(fields, depth) or self._of_arrays_by_id(fields)
+        return self._of_children(fields, depth, is_item) or self._of_arrays_by_id(fields)
 
     def _states(self, fields: Mapping[Any, Any]) -> tuple[Any, Any]:
         """Return key and value of the hidden states of a dict, "" as the key of layers; (None, None) without."""
@@ -120,7 +128,7 @@ class Structures:
                 return key, opened(value)
         return ("", layers_of(layers)) if layers else (None, None)
 
-    def _of_children(self, fields: dict[Any, Any], depth: int) -> Found | None:
+    def _of_children(self, fields: dict[Any, Any], depth: int, is_item: bool) -> Found | None:
         """Return the traces below a dict without hidden states of its own."""
         found: dict[Any, Found] = {}
         for key, value in fields.items():
@@ -133,18 +141,20 @@ class Structures:
             return None
         others = {key: value for key, value in fields.items() if key not in found}
         ones = [child for child in found.values() if child.is_one]
-        if len(found) == len(ones) == 1 and others:
+        names = {name for child in ones for trace in child.traces for name in trace}
+        dicts = {key: value for key, v in others.items() if isinstance(value := opened(v), dict)}
+        similar = [key for key, value in dicts.items() if not names.isdisjoint(value)]
+        if len(found) == len(ones) == 1 and others and not similar:
             # The output of a model, and values next to it.
             is_path = any("." in path for _, path in self._options.renamed)
             return Found([fields if is_path else ones[0].traces[0] | others], is_one=True)
+        if is_item and len(found) == len(ones) > 1 and not _are_ids(found):
+            return None  # may be several outputs for one trace
         if len(ones) == len(found):
-            names = {name for child in ones for trace in child.traces for name in trace}
-            for key, value in others.items():
-                if isinstance(opened(value), dict) and names & opened(value).keys():
-                    # A record without hidden states is refused, not left out.
-                    found[key] = Found([opened(value)], is_one=True)
+            # A record without hidden states is refused, not left out.
+            found |= {key: Found([opened(others[key])], is_one=True) for key in similar}
         answers = [trace for child in found.values() for trace in child.traces]
-        is_question = any(is_id(others.get(name)) for name in ID_KEYS)
+        is_question = has_one_id(others)
         is_question |= any(isinstance(others.get(name), str) for name in _QUESTIONS)
         if is_question and not any(child.has_keys for child in found.values()) and not any(map(has_id, answers)):
             return Found(self._samples(others, answers))
@@ -163,8 +173,7 @@ class Structures:
         shape = layout(values)
         if len(values) < 2 or shape is None or shape.kind != "f" or len(shape.shape) < 3 or shape.shape[-1] is None:
             return None
-        has_numbers = all(isinstance(key, int) or re.search(r"\d", str(key)) for key in fields)
-        if not has_numbers and shape.shape[-2] is not None:
+        if not _are_ids(fields) and shape.shape[-2] is not None:
             return None  # may be several outputs for one trace
         found = self._of_states({"hidden_states": values}, "hidden_states", values, shape, axis=0)
         return Found([{"question_id": str(k)} | t for k, t in zip(fields, found.traces, strict=True)], has_keys=True)
@@ -173,7 +182,7 @@ class Structures:
 
     def _of_records(self, items: Sequence[Any], depth: int) -> Found | None:
         """Return the traces of a list of dicts. Dicts before them that share no key with them are a header."""
-        found = [self._find(item, depth + 1) for item in items]
+        found = [self._find(item, depth + 1, is_item=True) for item in items]
         first = next((k for k, child in enumerate(found) if child is not None), None)
         if first is None:
             return None
@@ -215,10 +224,10 @@ class Structures:
         if letters is not None:
             axis = letters.find("N") if "N" in letters else None
         elif axis is None:
-            axis = _trace_axis(fields, key, value, shape, is_last)
+            axis = trace_axis(fields, key, value, shape, is_last)
         if axis is None:
-            rest = letters or _letters_of_trace(fields, value, shape, is_last, fields.keys() == _BARE)
-            return Found([_with_states(fields, key, value, rest)], is_one=True)
+            rest = letters or letters_of_trace(fields, value, shape, is_last)
+            return Found([with_states(fields, key, value, rest)], is_one=True)
         count = shape[axis]
         if count is None:
             raise InvalidInputError(f"found layers with different numbers of rows, {shape}", field="hidden_states")
@@ -230,11 +239,11 @@ class Structures:
                 of_row = layout(part)
                 size = () if of_row is None else of_row.shape
                 is_one_layer = len(size) == 2 and is_ragged(shape[axis + 1 : -1])
-                rest = "SD" if is_one_layer else _letters_of_trace(trace, part, size, is_last, False)
+                rest = "SD" if is_one_layer else letters_of_trace(trace, part, size, is_last, shape)
             else:
                 rest = letters.replace("N", "")
-            traces.append(_with_states(trace, key, part, rest))
-        if count > 1 and any(is_id(fields.get(name)) for name in ID_KEYS):
+            traces.append(with_states(trace, key, part, rest))
+        if count > 1 and has_one_id(fields):
             traces = [{"sample": k} | trace for k, trace in enumerate(traces)]
         return Found(traces, is_one=count == 1)
 
@@ -243,36 +252,22 @@ class Structures:
         axes = self._options.axes
         if axes is None or len(axes) == len(shape):
             return axes
+        if "N" not in axes and len(axes) + 1 == len(shape):
+            return None if axes == "LSD" else f"N{axes}"
         if "N" in axes and len(axes) == len(shape) + 1:
             return axes.replace("N", "")
         raise InvalidInputError(
-            f"found shape {_text(shape)}, expected the axes {axes} of --axes", field="hidden_states"
+            f"found shape {shape_text(shape)}, expected the axes {axes} of --axes", field="hidden_states"
         )
-
-
-def is_header(item: Any, trace: Any) -> bool:
-    """Return whether a dict before a trace holds settings: no arrays, and no key of the trace."""
-    item, trace = opened(item), opened(trace)
-    keys = trace.keys() if isinstance(trace, dict) else set()
-    return is_settings(item) and item.keys().isdisjoint(keys)
-
-
-def is_settings(value: Any, depth: int = 0) -> bool:
-    """Return whether a dict holds no arrays, and no records of traces."""
-    value = opened(value)
-    if isinstance(value, dict):
-        return (
-            depth < 4
-            and not any(is_id(value.get(name)) for name in ID_KEYS)
-            and all(is_settings(item, depth + 1) for item in value.values())
-        )
-    if depth == 0 or isinstance(value, np.ndarray):
-        return depth > 0 and value.ndim < 2
-    return not isinstance(value, list | tuple) or all(is_settings(item, depth + 1) for item in value)
 
 
 def _parsed(key: Any) -> Any:
     return parse_key(key) if isinstance(key, str) else None
+
+
+def _are_ids(keys: Iterable[Any]) -> bool:
+    """Return whether the keys of a dict look like ids: each is a number, or has a digit."""
+    return all(not isinstance(key, str) or re.search(r"\d", key) for key in keys)
 
 
 def _joined(found: Mapping[Any, Found]) -> Found:
@@ -287,94 +282,3 @@ def _joined(found: Mapping[Any, Found]) -> Found:
     if has_keys and len(set(ids)) < len(ids):
         return Found([t | {"question_id": f"{key}/{t.get('question_id')}"} for key, t in traces], has_keys=True)
     return Found([trace for _, trace in traces], has_keys=has_keys)
-
-
-def _trace_axis(
-    fields: Mapping[Any, Any], key: Any, value: Any, shape: tuple[int | None, ...], is_last: bool
-) -> int | None:
-    """Return the axis of hidden states that counts traces; None for one trace, or a batch that `batches` splits."""
-    rank, counts = len(shape), counts_of(fields, key)
-    if isinstance(value, dict):
-        if rank == 4 and shape[1] != 1 and shape[2] is None:
-            return 1  # a list over traces for each layer
-        if rank == 3 and shape[1] in counts and shape[1] != 1:
-            return 1
-        if rank == 3 and fields.keys() <= _BARE and not any(re.search("[._]", str(k)) for k in value):
-            raise _ambiguous(shape, "LND", "LSD")
-        return None
-    has_rows = shape[0] in counts
-    if is_last:
-        return 0 if (rank == 3 and (shape[1] != 1 or has_rows)) or (rank == 2 and has_rows and shape[0] != 1) else None
-    if rank <= 3:
-        is_stack = rank == 3 and shape[1] is None
-        return 0 if is_stack or (rank > 1 and has_rows and shape[0] != 1) else None
-    if _are_passes(value):
-        return None
-    if shape[0] == 1:
-        return None if shape[1] in counts and shape[1] != 1 else 0
-    if is_ragged(shape[1:-1]):
-        return 0
-    if rank > 4 or shape[1] == 1:
-        return 0 if has_rows else None
-    if shape[1] in counts and isinstance(value, list | tuple) and "attention_mask" in fields:
-        return None
-    if (has_rows and shape[1] in counts) or fields.keys() == _BARE:
-        raise _ambiguous(shape, "NLSD", "LNSD")
-    return 0 if has_rows else None
-
-
-def _are_passes(value: Any) -> bool:
-    """Return whether a list holds the passes of generate(): after the first, one token each."""
-    if not isinstance(value, list | tuple) or len(value) < 2 or not isinstance(value[0], list | tuple):
-        return False
-    shapes = [layout(item) for item in value]
-    return all(shape is not None and shape.shape[-2:-1] == (1,) for shape in shapes[1:])
-
-
-def _letters_of_trace(
-    trace: Mapping[Any, Any], value: Any, shape: tuple[int | None, ...], is_last: bool, is_bare: bool
-) -> str | None:
-    """Return the axes of the hidden states of one trace; None for those that the schema has."""
-    rank, sizes = len(shape), num_tokens(trace)
-    if is_last:
-        return "D" if rank == 1 else None
-    if isinstance(value, dict):
-        return "LD" if rank == 2 else None
-    if rank == 1:
-        return "D"
-    if rank == 2:
-        if shape[0] in sizes:
-            return "SD"
-        raise _ambiguous(shape, "SD", "LD", "ND") if is_bare else _ambiguous(shape, "SD", "LD")
-    if rank == 3 and shape[0] in sizes and shape[1] not in sizes:
-        return "SLD"
-    if rank == 3 and (shape[0] or 0) > _MAX_LAYERS:
-        raise _ambiguous(shape, "NLD", "SLD", "NSD")
-    return None
-
-
-def _with_states(fields: dict[Any, Any], key: Any, value: Any, letters: str | None) -> dict[Any, Any]:
-    """Return a trace with these hidden states, whose axes are `letters`; None for those that the schema has."""
-    if isinstance(value, dict):
-        value = layers_of(value)
-    if letters is None or letters == "LSD":
-        return fields | {key or "hidden_states": value}
-    rest = {name: v for name, v in fields.items() if name != key}
-    if letters == "SLD":
-        array = value if isinstance(value, np.ndarray) else np.stack([opened(item) for item in value])
-        return rest | {"hidden_states": array.transpose(1, 0, 2)}
-    if letters in ("SD", "D"):
-        value = [value]
-    return rest | {"hidden_states" if "S" in letters else "last_token": value}
-
-
-def _text(shape: tuple[int | None, ...]) -> str:
-    return str(tuple("?" if n is None else n for n in shape)).replace("'", "")
-
-
-def _ambiguous(shape: tuple[int | None, ...], *fits: str) -> InvalidInputError:
-    choices = " or ".join(f"--axes {letters}" for letters in fits)
-    return InvalidInputError(
-        f"found shape {_text(shape)}, whose axes may count traces N, layers L or tokens S; choose {choices}",
-        field="hidden_states",
-    )

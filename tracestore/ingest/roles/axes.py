@@ -1,0 +1,132 @@
+"""Which axis of hidden states counts traces, layers and tokens, as far as shapes and the values next to them show it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tracestore.errors import InvalidInputError
+from tracestore.ingest.roles.columns import counts_of, has_one_id, lengths_of, num_tokens
+from tracestore.ingest.roles.layout import is_ragged, layers_of, layout, opened
+
+# More layers than any model has: an axis of this size counts something else.
+_MAX_LAYERS = 256
+_BARE = {"hidden_states"}
+
+
+def trace_axis(
+    fields: Mapping[Any, Any], key: Any, value: Any, shape: tuple[int | None, ...], is_last: bool
+) -> int | None:
+    """Return the axis of hidden states that counts traces; None for one trace, or a batch that `batches` splits."""
+    rank, counts = len(shape), counts_of(fields, key)
+    if isinstance(value, dict):
+        if rank == 4 and shape[1] != 1 and shape[2] is None:
+            return 1  # a list over traces for each layer
+        if rank == 3 and shape[1] in counts and shape[1] != 1:
+            return 1
+        if rank == 3 and key and fields.keys() <= _BARE:
+            raise _ambiguous(shape, "LND", "LSD")
+        return None
+    has_rows = shape[0] in counts
+    if is_last:
+        return 0 if (rank == 3 and (shape[1] != 1 or has_rows)) or (rank == 2 and has_rows and shape[0] != 1) else None
+    if rank <= 3:
+        is_stack = rank == 3 and shape[1] is None and not has_one_id(fields)
+        return 0 if is_stack or (rank > 1 and has_rows and shape[0] != 1) else None
+    if _are_passes(value):
+        return None
+    if shape[0] == 1:
+        return None if shape[1] in counts and shape[1] != 1 else 0
+    if is_ragged(shape[1:-1]):
+        return 0
+    if rank > 4 or shape[1] == 1:
+        return 0 if has_rows else None
+    if has_rows and shape[1] in counts:
+        return _axis_of_padding(fields, value, shape)
+    return 0 if has_rows else None
+
+
+def _axis_of_padding(fields: Mapping[Any, Any], value: Any, shape: tuple[int | None, ...]) -> int | None:
+    """Return which of two axes of one size counts traces: padding with zeros belongs to one of them."""
+    mask, lengths = opened(fields.get("attention_mask")), lengths_of(fields)
+    is_batch = mask is not None or "lengths" in fields  # a batch as models return it has layers first
+    if isinstance(value, np.ndarray) and (mask is not None or lengths is not None):
+        tokens = np.arange(value.shape[2])
+        kept = np.asarray(mask) != 0 if mask is not None else tokens < np.reshape(np.asarray(lengths), (-1, 1))
+        if kept.shape == (value.shape[0], value.shape[2]) and not kept.all():
+            k = int(np.flatnonzero(~kept.all(axis=1))[0])
+            parts = value[k, :, ~kept[k]], value[:, k, ~kept[k]]
+            rows, layers = (not part.astype("<f4").any() if part.dtype.kind == "f" else False for part in parts)
+            if rows != layers:
+                return 0 if rows else None
+    if is_batch or not isinstance(value, np.ndarray):
+        return None
+    raise _ambiguous(shape, "NLSD", "LNSD")
+
+
+def _are_passes(value: Any) -> bool:
+    """Return whether a list holds the passes of generate(): after the first, one token each."""
+    if not isinstance(value, list | tuple) or len(value) < 2 or not isinstance(value[0], list | tuple):
+        return False
+    shapes = [layout(item) for item in value]
+    return all(shape is not None and shape.shape[-2:-1] == (1,) for shape in shapes[1:])
+
+
+def letters_of_trace(
+    trace: Mapping[Any, Any],
+    value: Any,
+    shape: tuple[int | None, ...],
+    is_last: bool,
+    stack: tuple[int | None, ...] | None = None,
+) -> str | None:
+    """Return the axes of the hidden states of one trace; None for those that the schema has.
+
+    `stack` is the shape of the traces of which this is one.
+    """
+    rank, sizes = len(shape), num_tokens(trace)
+    if is_last:
+        return "D" if rank == 1 else None
+    if isinstance(value, dict):
+        return "LD" if rank == 2 else None
+    if rank == 1:
+        return "D"
+    if rank == 2:
+        if shape[0] in sizes:
+            return "SD"
+        if stack is not None:
+            raise _ambiguous(stack, "NLD", "NSD")
+        raise _ambiguous(shape, "SD", "LD", *(["ND"] if trace.keys() == _BARE else []))
+    if rank == 3 and shape[0] in sizes and shape[1] not in sizes and not is_ragged(shape):
+        return "SLD"
+    if rank == 3 and (shape[0] or 0) > _MAX_LAYERS:
+        raise _ambiguous(shape, "NLD", "SLD", "NSD")
+    return None
+
+
+def with_states(fields: dict[Any, Any], key: Any, value: Any, letters: str | None) -> dict[Any, Any]:
+    """Return a trace with these hidden states, whose axes are `letters`; None for those that the schema has."""
+    value = opened(value)
+    if isinstance(value, dict):
+        value = layers_of(value)
+    if letters is None or letters == "LSD":
+        return fields | {key or "hidden_states": value}
+    rest = {name: v for name, v in fields.items() if name != key}
+    if letters == "SLD":
+        array = value if isinstance(value, np.ndarray) else np.stack([opened(item) for item in value])
+        return rest | {"hidden_states": array.transpose(1, 0, 2)}
+    if letters in ("SD", "D"):
+        value = [value]
+    return rest | {"hidden_states" if "S" in letters else "last_token": value}
+
+
+def shape_text(shape: tuple[int | None, ...]) -> str:
+    """Return a shape for a message, with "?" for sizes that differ."""
+    return str(tuple("?" if n is None else n for n in shape)).replace("'", "")
+
+
+def _ambiguous(shape: tuple[int | None, ...], *fits: str) -> InvalidInputError:
+    choices = " or ".join(f"--axes {letters}" for letters in fits)
+    return InvalidInputError(
+        f"found shape {shape_text(shape)}, whose axes may count traces N, layers L or tokens S; choose {choices}",
+        field="hidden_states",
+    )
