@@ -33,9 +33,7 @@ def test_map_names_arrays_and_ids(tmp_path):
 def test_a_refusal_tells_how_to_name_an_array(tmp_path):
     write_renamed(tmp_path / "in")
     error = convert(tmp_path / "in", tmp_path / "s.zarr", check=3).stderr
-    assert "a.npz, trace 0, hidden_states: missing key" in error and error.endswith(
-        "name it with --map hidden_states=KEY\n"
-    )
+    assert "a.npz, trace 0, hidden_states: missing key" in error and error.endswith("try --map hidden_states=signal\n")
 
 
 def test_skip_bad_skips_traces_of_a_table(tmp_path):
