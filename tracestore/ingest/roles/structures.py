@@ -97,7 +97,7 @@ class Structures:
         key, value = self._states(fields)
         if key is not None:
             shape = layout(value)
-            found = None if shape is None else self._of_states(fields, key, value, shape)
+            found = None if shape is None or shape.kind != "f" else self._of_states(fields, key, value, shape)
             # `assign` finds layers by their names.
             return Found([fields], is_one=True) if found is None or (key == "" and found.is_one) else found
         if fields and (shape := layout(fields)) is not None and shape.kind == "f" and len(shape.shape) > 1:
