@@ -187,7 +187,7 @@ class _Context:
 
     @property
     def has_header(self) -> bool:
-        """Whether settings were read, and no trace after them."""
+        """Return whether settings were read, and no trace after them."""
         return bool(self._headers)
 
     def unnamed_alone(self) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Which axis of hidden states counts traces, layers and tokens, as far as shapes and the values next to them show it."""
+"""Find the axes of hidden states that count traces, layers and tokens, by shapes and by the values next to them."""
 
 from collections.abc import Mapping
 from typing import Any
