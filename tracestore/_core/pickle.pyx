@@ -883,7 +883,7 @@ cdef double unpack_double(const uint8_t *at) noexcept:
 cdef int check_key(key) except -1:
     # Hashing a tuple nested a million deep crashes the interpreter.
     cdef object part
-    if type(key) is tuple and len(key) <= MAX_KEY_PARTS:
+    if type(key) is tuple and 2 <= len(key) <= MAX_KEY_PARTS:
         for part in key:
             if type(part) is not str and type(part) is not int:
                 raise _invalid(f"found a dict key with a part of type {type(part).__name__}, expected a string or integer")

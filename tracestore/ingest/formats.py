@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import numpy as np
+
 from tracestore._core.pickle import BufferReader, ByteReader, ChunkReader
 from tracestore.errors import InvalidInputError, NoTracesError, TruncatedFileError
 from tracestore.ingest import torch_file
@@ -32,6 +34,7 @@ from tracestore.store.write.record import TraceRecord
 _PROTO = 0x80
 _GZIP_RESERVED = 0xE0
 _MAX_HEADERS = 16
+_MAX_UNNAMED = 1 << 17
 
 
 @dataclass
@@ -146,9 +149,16 @@ class _Context:
 
     def items(self, item: Any) -> Iterator[TraceRecord]:
         """Yield the traces of an item of a top-level list, or of an object among several behind each other."""
-        if not isinstance(opened(item), dict):
+        value = opened(item)
+        if isinstance(value, list | tuple | np.ndarray):
             self._unnamed.append(item)
+            if len(self._unnamed) > _MAX_UNNAMED:
+                raise InvalidInputError(f"found more than {_MAX_UNNAMED:,} items without names; save dicts")
             return
+        if not isinstance(value, dict):
+            yield from self.traces(item)
+            return
+        del value
         try:
             found = self.structures.find(item, is_item=True)
         except (InvalidInputError, *_FAULTS) as error:
@@ -177,7 +187,7 @@ class _Context:
 
     @property
     def has_header(self) -> bool:
-        """Whether settings were read, and no trace after them."""
+        """Return whether settings were read, and no trace after them."""
         return bool(self._headers)
 
     def unnamed_alone(self) -> list[Any]:

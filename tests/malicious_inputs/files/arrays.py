@@ -217,7 +217,7 @@ def schema() -> Iterator[Case]:
         "attention_flat": ({"attentions": lst(halves(2, 2))}, "attentions"),
         "attention_fewer_layers": ({"hidden_states": three}, "attentions"),
         "hidden_one_axis": ({"hidden_states": lst(halves(4))}, "hidden_states[0]"),
-        "hidden_four_axes": ({"hidden_states": halves(1, 2, 2, 2)}, "hidden_states"),
+        "hidden_four_axes": ({"hidden_states": halves(1, 2, 2, 2)}, "attention"),
         "hidden_numbers": ({"hidden_states": lst(num(1), num(2))}, "hidden_states[0]"),
         "hidden_nested_lists": ({"hidden_states": lst(lst(num(1)))}, "hidden_states[0]"),
         "hidden_none": ({"hidden_states": b"N"}, "hidden_states"),

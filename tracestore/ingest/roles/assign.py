@@ -350,14 +350,4 @@ def _similar_key(field_name: str, trace: Mapping[Any, Any]) -> str | None:
             for name in names:
                 if name in value:
                     return f"{key}.{name}"
-    return _largest_states(trace) if field_name == "hidden_states" else None
-
-
-def _largest_states(trace: Mapping[Any, Any]) -> str | None:
-    """Return the key of the largest value with the shape of hidden states; None without one."""
-    sizes = {}
-    for key, value in trace.items():
-        shape = layout(value)
-        if isinstance(key, str) and shape is not None and shape.kind == "f" and len(shape.shape) in (3, 4):
-            sizes[key] = math.prod(n or 1 for n in shape.shape)
-    return max(sizes, key=lambda key: sizes[key]) if sizes else None
+    return None

@@ -1,4 +1,4 @@
-"""Which axis of hidden states counts traces, layers and tokens, as far as shapes and the values next to them show it."""
+"""Find the axes of hidden states that count traces, layers and tokens, by shapes and by the values next to them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -96,7 +96,7 @@ def letters_of_trace(
         if stack is not None:
             raise _ambiguous(stack, "NLD", "NSD")
         raise _ambiguous(shape, "SD", "LD", *(["ND"] if trace.keys() == _BARE else []))
-    if rank == 3 and shape[0] in sizes and shape[1] not in sizes and not is_ragged(shape):
+    if rank == 3 and shape[0] != 1 and shape[0] in sizes and shape[1] not in sizes and not is_ragged(shape):
         return "SLD"
     if rank == 3 and (shape[0] or 0) > _MAX_LAYERS:
         raise _ambiguous(shape, "NLD", "SLD", "NSD")

@@ -97,7 +97,7 @@ class Structures:
         key, value = self._states(fields)
         if key is not None:
             shape = layout(value)
-            found = None if shape is None else self._of_states(fields, key, value, shape)
+            found = None if shape is None or shape.kind != "f" else self._of_states(fields, key, value, shape)
             # `assign` finds layers by their names.
             return Found([fields], is_one=True) if found is None or (key == "" and found.is_one) else found
         if fields and (shape := layout(fields)) is not None and shape.kind == "f" and len(shape.shape) > 1:
@@ -147,7 +147,8 @@ class Structures:
         if len(found) == len(ones) == 1 and others and not similar:
             # The output of a model, and values next to it.
             is_path = any("." in path for _, path in self._options.renamed)
-            return Found([fields if is_path else ones[0].traces[0] | others], is_one=True)
+            is_unchanged = ones[0].traces[0] is opened(fields[next(iter(found))])  # `assign` merges it
+            return Found([fields if is_path or is_unchanged else ones[0].traces[0] | others], is_one=True)
         if is_item and len(found) == len(ones) > 1 and not _are_ids(found):
             return None  # may be several outputs for one trace
         if len(ones) == len(found):
