@@ -13,6 +13,7 @@ from tracestore.evaluation.metrics import auroc
 from tracestore.evaluation.split import inner_bins
 from tracestore.published.linear import choose, cross_fitted_logits
 from tracestore.published.pooled_mlp import PooledNetwork
+from tracestore.published.pooled_mlp import _components as components_of
 
 TRAIN, TEST = np.arange(40), np.arange(40, COUNT)
 LABELS = np.arange(COUNT) % 2
@@ -186,15 +187,28 @@ def test_saplma_is_the_network_of_its_weights(store):
 
 def test_pooled_network_by_formula():
     torch.manual_seed(0)
-    network = PooledNetwork(torch.ones(6), 2 * torch.ones(6), 4).eval().double()
+    network = PooledNetwork(torch.ones(6), 2 * torch.ones(6), torch.randn(6, 5), 4).eval().double()
     x = torch.randn(3, 5, 6).double()
     mask = torch.arange(5) < torch.tensor([5, 2, 1])[:, None]
     w = {name: value.numpy() for name, value in network.state_dict().items()}
     for k, count in enumerate((5, 2, 1)):
-        h = np.maximum((x[k, :count].numpy() - 1) / 2 @ w["encode.weight"].T + w["encode.bias"], 0)
+        z = (x[k, :count].numpy() - 1) / 2 @ w["projection"]
+        h = np.maximum(z @ w["encode.weight"].T + w["encode.bias"], 0)
         e = np.exp(h @ w["attend.weight"][0] + w["attend.bias"])
         expected = (e / e.sum()) @ h @ w["head.weight"][0] + w["head.bias"][0]
         assert network(x, mask)[k].item() == pytest.approx(expected, rel=1e-9)
+
+
+def test_principal_components_of_the_tokens():
+    tokens = torch.randn(50, 6, generator=torch.Generator().manual_seed(0)) * torch.arange(1.0, 7)
+    tokens[:, 1] = tokens[:, 0] + 0.1 * tokens[:, 1]
+    mean, std, projection = components_of(tokens, 6)
+    standardized = ((tokens - mean) / std).numpy().astype("f8")
+    _, singular, right = np.linalg.svd(standardized, full_matrices=False)
+    expected = np.abs(standardized @ right.T) * 50**0.5 / singular[0]
+    np.testing.assert_allclose(
+        np.abs((torch.from_numpy(standardized).float() @ projection).numpy()), expected, atol=1e-4
+    )
 
 
 def test_pooled_network_learns(tmp_path):

@@ -238,9 +238,10 @@ def measure_all(
         yield from (measure_detector(*job) for job in jobs)
         return
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        futures = [pool.submit(measure_detector, *job) for job in jobs]
+        # The last ones of the catalog take the longest, and begin first.
+        futures = [pool.submit(measure_detector, *job) for job in reversed(jobs)]
         try:
-            for future in futures:
+            for future in reversed(futures):
                 yield future.result()
         finally:
             pool.shutdown(cancel_futures=True)

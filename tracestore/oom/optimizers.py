@@ -1,4 +1,4 @@
-"""Adam, the optimizer of every training, and SGD: subclasses of torch's that do not import torch._dynamo."""
+"""Adam, the optimizer of every training, AdamW and SGD: subclasses of torch's that do not import torch._dynamo."""
 
 import inspect
 from typing import Any
@@ -18,4 +18,5 @@ def _without_dynamo(kind: type[torch.optim.Optimizer]) -> Any:
 
 
 Adam = _without_dynamo(torch.optim.Adam)
+AdamW = _without_dynamo(torch.optim.AdamW)
 SGD = _without_dynamo(torch.optim.SGD)
