@@ -17,8 +17,6 @@ import torch
 from benchmarks.common import GRAPH_MODELS, ROOT, STEP_SHAPES
 from benchmarks.training import Step
 
-from tracestore.detectors.registry import DETECTORS
-
 
 def time_steps(step: Step, count: int, device: torch.device) -> tuple[float, int]:
     """Return the median seconds of a step and, on a GPU, its peak of allocated bytes above the start."""
@@ -61,7 +59,7 @@ def data_waits(store: str, folder: Path, device: str) -> list[str]:
     return [
         f"{name}: data wait {statistics.median(models[name]['history']['data_wait_share'][1:]):.1%} of an epoch, "
         f"{statistics.median(models[name]['history']['traces_per_s'][1:]):,.0f} traces/s"
-        for name in DETECTORS
+        for name in models
     ]
 
 
@@ -78,7 +76,7 @@ def main() -> None:
         sys.exit("no CUDA device; --device cpu checks that the script runs")
     print(torch.cuda.get_device_name() if args.device == "cuda" else "the CPU")
     for shape in list(STEP_SHAPES)[: args.shapes]:
-        for model in DETECTORS:
+        for model in ("lstm_solo", *GRAPH_MODELS):
             print(compare(model, shape, args.steps, torch.device(args.device)), flush=True)
     for line in data_waits(args.store, args.work, args.device):
         print(line)

@@ -14,11 +14,16 @@ from tests.experiment.quiet import SMALL, train_quietly
 from tests.helpers import command
 from tests.tiers import long
 from tests.train.runs import FAST, ONLY, outcome, write_labeled
+from tracestore.cli.commands.train import _selected_models, add_arguments
+from tracestore.console import Parser
 from tracestore.detectors import models
+from tracestore.detectors.registry import DEFAULT_DETECTORS
 from tracestore.errors import UsageError
 from tracestore.evaluation import metrics
 from tracestore.experiment import run
+from tracestore.experiment.options import TrainOptions
 from tracestore.train.config import TrainConfig
+from tracestore.train.distributed import DistributedContext
 
 
 @pytest.fixture
@@ -183,3 +188,24 @@ def test_malicious_checkpoints_are_refused(labeled, tmp_path):
     command("compare", tmp_path / "r", tmp_path, check=2)
     again = ["--store", labeled, "--output-dir", tmp_path / "r", *FAST, *ONLY["lstm_solo"], "--epochs", 2, "--resume"]
     assert "not a regular file" in command("train", *again, check=2).stderr
+
+
+def test_batch_normalization_with_several_ranks_is_refused(labeled, tmp_path):
+    ranks = DistributedContext(alone=True)
+    ranks.world_size = 2
+    options = TrainOptions(("gnn_det_lstm",), TrainConfig(epochs=1), SMALL | {"normalization": "batch"})
+    with pytest.raises(UsageError, match="one process"):
+        run.run_experiment(labeled, tmp_path / "r", options, ranks=ranks)
+
+
+def test_a_twin_is_trained_with_its_graph_detector_unless_it_has_a_flag_of_its_own():
+    parser = Parser()
+    add_arguments(parser)
+
+    def selected(*flags):
+        return _selected_models(parser.parse_args(["--store", "https://example.org/s.zarr", *flags]))
+
+    assert selected() == DEFAULT_DETECTORS
+    assert selected("--no-run-gnn-det") == ("lstm_solo", "gvae_lstm", "gvae_lstm_no_edges")
+    assert selected("--no-run-lstm", "--no-run-gvae", "--no-run-gnn-det-no-edges") == ("gnn_det_lstm",)
+    assert "gvae_lstm_v0" in selected("--run-gvae-v0")

@@ -196,7 +196,8 @@ class GraphEncoder(nn.Module):
         if c.residual:
             out = x + out
         if c.pooling == "last":
-            return out[inputs.last_rows()]
+            last: torch.Tensor = out[inputs.last_rows()]
+            return last
         rows, counts = inputs.readout_rows(c.pooling)
         return mean_pool(out if c.pooling == "all" else out[rows], counts)
 

@@ -30,7 +30,7 @@ class DetectorSpec:
     options : mapping
         Fields of `ModelConfig` that this detector sets, whatever the options of the run.
     twin_of : str, optional
-        The graph detector of which this one is the edge-free twin, trained and reported beside it.
+        The graph detector of which this one is the edge-free twin, trained and reported together with it.
     is_default : bool
         Trained by default.
     """

@@ -85,6 +85,8 @@ def run_experiment(
     store = open_store(store_path, score=options.config.score)
     options = replace(options, config=replace(options.config, score=store.score_name))
     model_config = _check_store(store, options)
+    if ranks.world_size > 1 and model_config.normalization == "batch":
+        raise UsageError("--normalization batch: its statistics are those of one process; found several ranks")
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError, PermissionError) as error:

@@ -1,4 +1,4 @@
-"""Mean and standard deviation of the training split, for --standardize."""
+"""Mean and standard deviation of the training split, for the standardization of the inputs."""
 
 import numpy as np
 import torch
@@ -52,7 +52,7 @@ def fit_standardizer(
         ranks.abort_all(
             TrainingError(
                 f"the trace of question {wrong[0]!r} holds NaN or infinite values ({len(wrong)} such training traces): "
-                "convert again without its file, or train without --standardize"
+                "convert again without its file, or train with --no-standardize"
             )
         )
     total, squares, count = ranks.all_reduce_sum(sums)

@@ -281,7 +281,7 @@ class Trainer:
         else:
             reason = f"questions of the step: {', '.join(q for _, q in own[:4])}, ...; lower --lr"
             if self.guard.scaler is not None:
-                reason += ", or, as float16 ends at 65,504, use --standardize or --precision bf16"
+                reason += ", or, as float16 ends at 65,504, use --precision bf16"
         self.ranks.abort_all(TrainingError(f"the loss is {loss}: {reason}"))
 
     # Validation and test

@@ -1,4 +1,4 @@
-"""Which tokens of a trace are its answer."""
+"""Find the tokens of a trace that are its answer."""
 
 from collections.abc import Iterable
 

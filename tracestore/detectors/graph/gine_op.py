@@ -111,7 +111,7 @@ def _sums(x: Tensor, w: Tensor, b: Tensor, edges: Edges, scale: Tensor | None) -
 
 def _split(arguments: tuple[Any, ...]) -> tuple[Edges, Tensor | None]:
     """Return the edges and the scale."""
-    return arguments[:6], arguments[6] if len(arguments) > 6 else None  # type: ignore[return-value]
+    return arguments[:6], arguments[6] if len(arguments) > 6 else None
 
 
 def _fake_linear(x: Tensor, w: Tensor, b: Tensor, matrix: Tensor, *_: Any) -> Tensor:

@@ -20,7 +20,6 @@ from tracestore.ingest.roles.keys import (
     KeyOptions,
     normalized,
 )
-from tracestore.ingest.roles.layout import layout
 from tracestore.ingest.score_files import SCORE_COLUMNS, direction_of, score_of_word
 from tracestore.store.format import schema
 from tracestore.store.write.values import as_array, describe
