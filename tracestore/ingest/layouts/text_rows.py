@@ -33,11 +33,13 @@ _ARRAY = re.compile(rb"\[\s*(?:-?\d+\.\d+(?:[eE][-+]?\d+)?\s*,\s*){3}|\"[A-Za-z0
 
 
 def holds_arrays(path: Path) -> bool:
-    """Return whether the beginning of a file of text holds arrays of numbers."""
+    """Return whether the beginning of a file of text holds arrays of numbers, or cannot be inflated."""
     try:
         with closing(_Text(path)) as text:
             head = text.read(_HEAD_BYTES)
-    except (OSError, InvalidInputError):
+    except InvalidInputError:
+        return True  # refused by name
+    except OSError:
         return False
     header = re.split(rb"[,\t]", head.partition(b"\n")[0])
     is_csv = _COMPRESSED.sub("", path.name).endswith((".csv", ".tsv"))
