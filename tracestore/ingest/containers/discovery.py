@@ -217,7 +217,7 @@ def rows_by_file(folder: Path) -> dict[str, TableReference]:
                 rows = load_table(path).by_file
             except InvalidInputError:
                 continue  # describes something else
-            found = {name: TableReference(path, (row,)) for name, row in rows.items()} | found
+            found = {name: TableReference(path, tuple(chosen)) for name, chosen in rows.items()} | found
     return found
 
 
