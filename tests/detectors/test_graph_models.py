@@ -138,7 +138,8 @@ def test_the_graph_vae_reads_mu_logvar_and_last_token_and_detaches_its_target(in
     pooled, last = encoded[..., :HIDDEN], encoded[..., HIDDEN:]
     assert torch.equal(last[:, 0], inputs.x[inputs.last_rows()[::LAYERS]].double())
     mu, logvar = model.mu(pooled), model.logvar(pooled).clamp(-10, 10)
-    assert torch.allclose(output.logits, model.reader(torch.cat([mu, logvar, last], -1)))
+    read = torch.cat([model.norm_mu(mu), model.norm_logvar(logvar), last], -1)
+    assert torch.allclose(output.logits, model.reader(read))
     z = mu + (logvar / 2).exp() * eps
     reconstruction = (model.decoder(z) - pooled.detach()).square().sum(-1).mean()
     assert torch.allclose(output.auxiliary["reconstruction"], reconstruction)

@@ -219,7 +219,7 @@ class GnnDetLstm(nn.Module):
 class GvaeLstm(nn.Module):
     """A variational autoencoder between the graph encoder and the LSTM.
 
-    The LSTM reads mu, log(variance) and the last token. The decoder reconstructs the pooled vector, which
+    The LSTM reads mu and log(variance), each after a LayerNorm, and the last token. The decoder reconstructs the pooled vector, which
     is a constant for this term: otherwise the encoder could reduce it by shrinking its output. In
     version 0 (``last_token=False, detach_target=False``) the LSTM reads z.
 
@@ -237,6 +237,9 @@ class GvaeLstm(nn.Module):
         self.mu = nn.Linear(hidden, latent)
         self.logvar = nn.Linear(hidden, latent)
         self.decoder = nn.Sequential(nn.Linear(latent, hidden), nn.ReLU(), nn.Linear(hidden, hidden))
+        if config.last_token:
+            # The reconstruction drives log(variance) far below 0, where it would saturate the LSTM.
+            self.norm_mu, self.norm_logvar = nn.LayerNorm(latent), nn.LayerNorm(latent)
         self.reader = LayerLSTM(2 * latent + config.hidden_dim if config.last_token else latent, config)
 
     def forward(self, inputs: GraphInputs, masks: TraceMasks | None = None, eps: torch.Tensor | None = None) -> Output:
@@ -261,7 +264,9 @@ class GvaeLstm(nn.Module):
         target = pooled.detach() if self.config.detach_target else pooled
         reconstruction = (self.decoder(z) - target).square().sum(-1).mean()
         kl = -0.5 * (1 + logvar - mu.square() - logvar.exp()).sum(-1).mean()
-        read = torch.cat([mu, logvar, last], dim=2) if self.config.last_token else z
+        read = z
+        if self.config.last_token:
+            read = torch.cat([self.norm_mu(mu), self.norm_logvar(logvar), last], dim=2)
         return Output(self.reader(read, masks), {"reconstruction": reconstruction, "kl": kl})
 
 
