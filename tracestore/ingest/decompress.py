@@ -107,7 +107,7 @@ def _zstd() -> Any:
         return _ZstdDecompressor(library)
     raise InvalidInputError(
         "reading .zst needs Python 3.14 or the package backports.zstd; inflate the file, or run: "
-        "pip install backports.zstd",
+        "pip install tracestore[inputs]",
         is_whole_source=True,
     )
 

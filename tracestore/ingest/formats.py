@@ -17,6 +17,7 @@ from tracestore.ingest.containers.registry import SUFFIXES as CONTAINER_SUFFIXES
 from tracestore.ingest.containers.registry import Reader, folder_reader, read_container, reader_of
 from tracestore.ingest.containers.tables import TableReference
 from tracestore.ingest.decompress import compression_of
+from tracestore.ingest.layouts import text_rows
 from tracestore.ingest.pickles.layer_files import layer_of, read_layer_files
 from tracestore.ingest.pickles.pickle_reader import pickle_reader
 from tracestore.ingest.pickles.pickled_objects import PickledObject
@@ -102,7 +103,11 @@ def read_traces(
     """
     context, scratch = _Context(name, options or ReadOptions(need_attention)), scratch or Scratch()
     try:
-        if parts and layer_of(parts[0].stem) is not None and not parts[0].name.endswith(CONTAINER_SUFFIXES):
+        if (
+            parts
+            and layer_of(parts[0].stem) is not None
+            and not parts[0].name.endswith((*CONTAINER_SUFFIXES, *text_rows.SUFFIXES))
+        ):
             context.limits = Limits(lambda: sum(part.stat().st_size for part in parts))
             for values in read_layer_files(parts):
                 yield from _from_object(context, values)

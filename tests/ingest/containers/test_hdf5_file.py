@@ -267,3 +267,10 @@ def test_damaged_texts_do_not_end_the_process(tmp_path, monkeypatch, count):
     # The next file is read as if nothing had happened.
     (record,) = read_traces(tmp_path / "a.h5", "a.h5")
     assert record.strings["question"] == "why" and record.strings["generated_answer"] == "x" * 20
+
+
+def test_groups_of_single_steps_are_refused(tmp_path):
+    arrays = {f"q0/step_{n}/layer_{k}": np.ones((1, 8), "f4") for n in range(3) for k in range(2)}
+    write(tmp_path / "a.h5", arrays)
+    message = error_of("convert", tmp_path / "a.h5", tmp_path / "s.zarr", "--attention", "none", code=3)
+    assert "single steps or tokens (q0/step_0, q0/step_1)" in message and message.endswith("join them\n")

@@ -66,6 +66,15 @@ def test_nested_dicts_give_the_fields_that_they_name(tmp_path):
     assert trace.question_id == "q7" and trace.extras["meta"]["note"] == 1
 
 
+def test_attention_of_another_name_next_to_hidden_states_is_stored(tmp_path):
+    weights = np.tril(np.ones((len(HIDDEN), 2, 4, 4), "f4")) / 4
+    trace = {"hiddenStates": HIDDEN, "attentionWeights": weights}
+    (tmp_path / "in.pkl").write_bytes(pickle.dumps([trace]))
+    convert(tmp_path / "in.pkl", tmp_path / "s.zarr")
+    trace = tracestore.open(tmp_path / "s.zarr")[0]
+    np.testing.assert_allclose(trace.attention, weights.mean(1), atol=1e-3)
+
+
 @pytest.mark.parametrize("count, is_used", [(4, True), (5, True), (2, False)])
 def test_token_ids_are_the_tokens_if_they_fit(tmp_path, count, is_used):
     trace = convert_trace(tmp_path, {"hidden_states": list(HIDDEN), "token_ids": np.arange(count)})

@@ -62,6 +62,11 @@ WITH_IDS = {
     "a header in the list": [{"model": "m", "date": "today"}, *TRACES],
     "settings with a range and a slice": {"span": range(3), "part": slice(1, None), "runs": TRACES},
     "activations by tuple keys": [{"id": q, "hidden": {(k, "post"): x for k, x in enumerate(h)}} for q, h in zip(IDS, HIDDEN, strict=True)],
+    "arrays by id and layer": {(q, k): x for q, h in zip(IDS, HIDDEN, strict=True) for k, x in enumerate(h)},
+    "arrays by layer and id": {(k, q): x for k in range(2) for q, x in zip(IDS, [h[k] for h in HIDDEN], strict=True)},
+    "tokens first as nested lists": [
+        {"id": q, "hidden_states": [list(h[:, k]) for k in range(h.shape[1])], "token_ids": list(range(h.shape[1]))} for q, h in zip(IDS, HIDDEN, strict=True)
+    ],
     "outputs of hooks in tuples": [{"id": q, "activations": {f"layers.{k}": (x[None],) for k, x in enumerate(h)}} for q, h in zip(IDS, HIDDEN, strict=True)],
     "a cache next to the id": [{"id": q, "cache": {f"blocks.{k}.hook_resid_post": x for k, x in enumerate(h)}} for q, h in zip(IDS, HIDDEN, strict=True)],
     "tokens first": [
@@ -98,7 +103,7 @@ def test_lists_over_traces_for_each_module_are_columns(tmp_path):
 def test_the_answers_below_a_question_are_its_samples(tmp_path):
     answers = [{"text": f"a{k}", "hidden_states": h} for k, h in enumerate(HIDDEN)]
     traces = stored(tmp_path, [{"id": "q", "question": "Why?", "generations": answers}])
-    assert [(t.question_id, t.sample, t.question, t.extras["text"]) for t in traces] == [
+    assert [(t.question_id, t.sample, t.question, t.answer) for t in traces] == [
         ("q", k, "Why?", f"a{k}") for k in range(3)
     ]
 

@@ -19,6 +19,8 @@ from tracestore.store.format import schema
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.values import field_error
 
+# Names of the parts of one trace that are no traces.
+_STEP = re.compile(r"(?:^|[/._-])(?:step|token|position|pos)[_-]?\d+$", re.IGNORECASE)
 _BLOCK_BYTES = 4 << 20
 _SCALES = "hidden_states_scales"  # of FP8HiddenStatesConnector
 _ID_NAME = re.compile(r"(?:q|question|example|sample|prompt)_?(?:ids|idxs?|ind(?:ex|ices))")
@@ -59,12 +61,19 @@ def traces_of(
     is_borrowed : bool
         Whether the arrays may alias memory that the reader uses again.
     """
-    position = 0
+    position, last = 0, ""
     while True:
         with error_location(position=position or None):
             unit = next(units, None)
         if unit is None:
             return
+        if _STEP.sub("", unit.trace) == _STEP.sub("", last) and unit.trace != last:
+            raise InvalidInputError(
+                f"found arrays of single steps or tokens ({last[:40]}, {unit.trace[:40]}), expected all tokens of a layer "
+                "in one array; join them",
+                field="hidden_states",
+            )
+        last = unit.trace
         own_rows = rows if unit.trace == "" and not unit.is_trace else None
         _rename(unit.fields, renamed)
         with error_location(position=position):

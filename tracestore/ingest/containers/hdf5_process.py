@@ -57,6 +57,11 @@ class HDF5Process:
         self._input, self._output = self._process.stdin, self._process.stdout
         self._buffer = bytearray()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process can answer."""
+        return self._process.poll() is None
+
     def request(self, **message: Any) -> dict[str, Any]:
         """Send a request and return the answer; raise InvalidInputError for an error or if the process has ended."""
         try:
@@ -110,8 +115,11 @@ class _Idle:
     def take(self) -> HDF5Process:
         """Return a process that no other thread uses."""
         with self._lock:
-            if self._pid == os.getpid() and self._processes:
-                return self._processes.pop()
+            while self._pid == os.getpid() and self._processes:
+                process = self._processes.pop()
+                if process.is_alive:
+                    return process
+                process.end()
         return HDF5Process()
 
     def put(self, process: HDF5Process) -> None:
@@ -252,6 +260,8 @@ def serve() -> None:
             resource.setrlimit(limit, (value, value))
     output, server = sys.stdout.buffer, _Server()
     for line in sys.stdin:
+        # SIGPROF ends the process after this processor time, also if the one that asked was killed meanwhile.
+        signal.setitimer(signal.ITIMER_PROF, 2 * TIMEOUT_S)
         arrays: Iterator[np.ndarray] = iter(())
         try:
             answer, arrays = server.answer(json.loads(line))

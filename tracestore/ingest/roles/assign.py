@@ -10,7 +10,7 @@ import numpy as np
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.containers.keys import kind_rank, layer_kind, parse_key
 from tracestore.ingest.pickles.pickled_objects import PickledObject
-from tracestore.ingest.roles.candidates import attention_in, ids_in, states_in
+from tracestore.ingest.roles.candidates import attention_in, ids_in, states_in, vectors_in
 from tracestore.ingest.roles.keys import (
     COUNTERS,
     INDEX_KEYS,
@@ -142,7 +142,7 @@ def _find_other_names(found: Assignment, options: KeyOptions) -> None:
     values = found.fields
     if not _has_states(values):
         _merge_nested(found)
-    if not _has_states(values):
+    if not _has_states(values) or "attentions" not in values:
         _find_arrays(found)
     if options.id_key in values and not any(values.get(key) is not None for key in _SAME["question_id"]):
         assert options.id_key is not None
@@ -187,11 +187,17 @@ def _merge_nested(found: Assignment) -> None:
     if len(inner) != 1:
         return
     del values[inner[0]]
-    for key in (inner[0], *nested):
-        for name, value in nested[key].items():
-            if isinstance(name, str) and value is not None and (key == inner[0] or name in _SPELLED):
-                values.setdefault(name, value)
+    for name, value in nested[inner[0]].items():
+        if isinstance(name, str) and value is not None:
+            values.setdefault(name, value)
+    found.fields |= fields_of_nested(values) | values
     found.roles[inner[0]] = "hidden_states"
+
+
+def fields_of_nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that the nested dicts of a trace, such as the output of a tokenizer, have for its fields."""
+    nested = [value for value in values.values() if isinstance(value, Mapping)]
+    return {k: v for value in reversed(nested) for k, v in value.items() if k in _SPELLED and v is not None}
 
 
 def _is_array_of_states(item: tuple[Any, Any]) -> bool:
@@ -214,9 +220,11 @@ def _find_arrays(found: Assignment) -> None:
             wholes.setdefault(parsed.field, key)
         else:
             layers.setdefault(parsed.field, {}).setdefault(layer_kind(parsed), {})[parsed.number] = key
-    if not {"hidden_states", "last_token"} & {*layers, *wholes}:
-        return
     values = found.fields
+    if _has_states(values):
+        wholes, layers = ({k: v for k, v in names.items() if k == "attentions"} for names in (wholes, layers))  # type: ignore[assignment]
+    elif not {"hidden_states", "last_token"} & {*layers, *wholes}:
+        return
     for name, key in wholes.items():
         if name not in values and not (name == "tokens" and any(k in values for k in TOKENS_KEYS)):
             values[name] = values.pop(key)
@@ -333,6 +341,7 @@ def _advice_for_states(trace: Mapping[Any, Any]) -> str:
     ids = [] if any(key in trace for key in _SAME["question_id"]) else ids_in(trace)
     more = f",question_id={ids[0]}" if len(ids) == 1 and normalized(ids[0]) not in OTHER_NAMES["question_id"] else ""
     maps = [f"--map hidden_states={key}{more}" for key in states_in(trace)[:4]]
+    maps = maps or [f"--map last_token={key}{more}" for key in vectors_in(trace)[:2]]
     found = f"found {_keys_found(trace)}"
     return f"{found}; try {' or '.join(maps)}" if maps else f"{found}; name it with --map hidden_states=KEY"
 

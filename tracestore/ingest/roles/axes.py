@@ -112,11 +112,16 @@ def with_states(fields: dict[Any, Any], key: Any, value: Any, letters: str | Non
         return fields | {key or "hidden_states": value}
     rest = {name: v for name, v in fields.items() if name != key}
     if letters == "SLD":
-        array = value if isinstance(value, np.ndarray) else np.stack([opened(item) for item in value])
-        return rest | {"hidden_states": array.transpose(1, 0, 2)}
+        return rest | {"hidden_states": _stacked(value).transpose(1, 0, 2)}
     if letters in ("SD", "D"):
         value = [value]
     return rest | {"hidden_states" if "S" in letters else "last_token": value}
+
+
+def _stacked(value: Any) -> np.ndarray:
+    """Return nested lists of arrays as one array."""
+    value = opened(value)
+    return value if isinstance(value, np.ndarray) else np.stack([_stacked(item) for item in value])
 
 
 def shape_text(shape: tuple[int | None, ...]) -> str:

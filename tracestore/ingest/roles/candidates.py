@@ -34,6 +34,11 @@ def states_in(trace: Mapping[Any, Any]) -> list[str]:
     return [name for name, shape in found if shape[-1] != shape[-2]] or [name for name, _ in found]
 
 
+def vectors_in(trace: Mapping[Any, Any]) -> list[str]:
+    """Return the keys, or paths to keys, whose values are vectors of floats."""
+    return [name for name, shape in _shapes(trace) if len(shape) == 1 and shape[0] > 2]
+
+
 def attention_in(trace: Any) -> list[str]:
     """Return the keys whose values have a shape of attention, (L, H, S, S) or (L, S, S), and no name of another field."""
     shapes = _shapes(trace) if isinstance(trace, Mapping) else ()

@@ -12,6 +12,7 @@ import numpy as np
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.containers.keys import parse_key
+from tracestore.ingest.roles.assign import fields_of_nested
 from tracestore.ingest.roles.axes import letters_of_trace, shape_text, trace_axis, with_states
 from tracestore.ingest.roles.columns import has_id, has_one_id, is_header, named_columns, row_of
 from tracestore.ingest.roles.keys import OTHER_NAMES, KeyOptions
@@ -100,6 +101,8 @@ class Structures:
             found = None if shape is None or shape.kind != "f" else self._of_states(fields, key, value, shape)
             # `assign` finds layers by their names.
             return Found([fields], is_one=True) if found is None or (key == "" and found.is_one) else found
+        if (pairs := _by_first(fields)) is not None:
+            return _joined({key: Found([{"hidden_states": v}], is_one=True) for key, v in pairs.items()})
         if fields and (shape := layout(fields)) is not None and shape.kind == "f" and len(shape.shape) > 1:
             return self._of_states({"hidden_states": fields}, "hidden_states", fields, shape)
         return self._of_children(fields, depth, is_item) or self._of_arrays_by_id(fields)
@@ -148,7 +151,9 @@ class Structures:
             # The output of a model, and values next to it.
             is_path = any("." in path for _, path in self._options.renamed)
             is_unchanged = ones[0].traces[0] is opened(fields[next(iter(found))])  # `assign` merges it
-            return Found([fields if is_path or is_unchanged else ones[0].traces[0] | others], is_one=True)
+            if is_path or is_unchanged:
+                return Found([fields], is_one=True)
+            return Found([fields_of_nested(others) | ones[0].traces[0] | others], is_one=True)
         if is_item and len(found) == len(ones) > 1 and not _are_ids(found):
             return None  # may be several outputs for one trace
         if len(ones) == len(found):
@@ -166,7 +171,9 @@ class Structures:
         if not has_id(question):
             question = {"question_id": f"{self._name}:{self._num_questions}"} | question
             self._num_questions += 1
-        return [question | {"sample": k} | answer for k, answer in enumerate(answers)]
+        # The text of an answer has no other name next to those of the question.
+        named = ({"generated_answer" if key == "text" else key: v for key, v in answer.items()} for answer in answers)
+        return [question | {"sample": k} | answer for k, answer in enumerate(named)]
 
     def _of_arrays_by_id(self, fields: dict[Any, Any]) -> Found | None:
         """Return the traces of a dict of hidden states by id, whose keys or shapes show that they are no fields."""
@@ -269,6 +276,22 @@ def _parsed(key: Any) -> Any:
 def _are_ids(keys: Iterable[Any]) -> bool:
     """Return whether the keys of a dict look like ids: each is a number, or has a digit."""
     return all(not isinstance(key, str) or re.search(r"\d", key) for key in keys)
+
+
+def _by_first(fields: Mapping[Any, Any]) -> dict[Any, dict[Any, Any]] | None:
+    """Return arrays by id and layer, in one of both orders, as dicts by layer for each id; None for other dicts."""
+    if not all(isinstance(key, tuple) and len(key) == 2 for key in fields):
+        return None
+    for k in (0, 1):
+        ids, layers = {key[k] for key in fields}, {key[1 - k] for key in fields}
+        is_layer = all(isinstance(layer, int | np.integer) for layer in layers)
+        are_ids = len(ids) > 1 and all(isinstance(key, str) for key in ids) and _are_ids(ids)
+        if is_layer and are_ids and len(ids) * len(layers) == len(fields):
+            by_id: dict[Any, dict[Any, Any]] = {}
+            for key, value in fields.items():
+                by_id.setdefault(key[k], {})[key[1 - k]] = value
+            return by_id
+    return None
 
 
 def _joined(found: Mapping[Any, Found]) -> Found:
