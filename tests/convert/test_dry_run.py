@@ -49,7 +49,7 @@ def test_files_with_the_same_keys_are_described_once(tmp_path):
 
 
 def test_a_refused_file_is_described_and_ends_with_its_error(tmp_path):
-    write_pickle(tmp_path / "a.pkl", [{"hs": 1, "attn": 2}])
+    write_pickle(tmp_path / "a.pkl", [{"question_id": "a", "hs": 1}])
     write_pickle(tmp_path / "b.pkl", make_traces(1))
     (tmp_path / "c.pkl").write_bytes(b"x")
     done = convert(tmp_path, tmp_path / "s.zarr", "--dry-run", check=3)

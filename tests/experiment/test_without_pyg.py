@@ -61,7 +61,7 @@ def test_the_plain_layer_equals_that_of_pyg(edge_dim):
     for kind in (GINEConv, PlainGINEConv):
         torch.manual_seed(5)
         mlp = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 4))
-        layers.append(kind(mlp, edge_dim=edge_dim) if kind is GINEConv else kind(mlp, 6, edge_dim))
+        layers.append(kind(mlp, edge_dim=edge_dim) if kind is GINEConv else kind(mlp, 6, edge_dim, "sum"))
         layers.append(torch.rand(1))
     pyg, next_drawn, plain, next_drawn_plain = layers
     assert torch.equal(next_drawn, next_drawn_plain)

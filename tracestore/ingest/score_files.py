@@ -31,6 +31,7 @@ SCORE_COLUMNS = {
     **dict.fromkeys(("rouge_score", "rouge_l_score", "meteor", "bert_score", "bertscore"), CORRECT),
     **dict.fromkeys(("truthful", "is_truthful", "truthfulness", "factual", "faithful", "faithfulness"), CORRECT),
 }
+_PRIMARY = tuple(SCORE_COLUMNS)[:9]
 # Columns whose words have a meaning, and whose numbers do not. They count if there is none of SCORE_COLUMNS.
 WORD_COLUMNS = ("verdict", "judgment", "judge", "judge_label", "label", "labels")
 ID_COLUMN, GROUP_COLUMN = "question_id", "group"
@@ -74,6 +75,8 @@ def score_columns_of(header: Sequence[str]) -> list[str]:
     """Return the columns that may hold the scores; several are ambiguous."""
     found = {normalized(name): name for name in reversed(header)}
     known = [found[name] for name in SCORE_COLUMNS if name in found]
+    # Next to a column called score those of metrics are further scores, as in the files that extract writes.
+    known = [name for name in known if normalized(name) in _PRIMARY] or known
     return known or [found[name] for name in WORD_COLUMNS if name in found][:1]
 
 

@@ -36,15 +36,26 @@ def add_arguments(parser: Parser) -> None:
         metavar="NAME=CSV",
         help="scores that were computed elsewhere; repeatable",
     )
-    add("--output-dir", type=Path, default=Path("benchmark"))
+    add("--output-dir", type=Path, default=Path("benchmark"), metavar="DIR", help="folder for results")
     add(
         "--folds-dir",
         type=Path,
         metavar="DIR",
         help="folder of the files of folds, to share them (default: --output-dir)",
     )
-    add("--folds", type=int_between(2, 1000, "a whole number from 2 to 1000"), default=5, metavar="K")
-    add("--seed", type=int_between(0, 2**32 - 1, "a whole number from 0 to 2^32 - 1"), default=42)
+    add(
+        "--folds",
+        type=int_between(2, 1000, "a whole number from 2 to 1000"),
+        default=5,
+        metavar="K",
+        help="each trace is tested in one of K folds",
+    )
+    add(
+        "--seed",
+        type=int_between(0, 2**32 - 1, "a whole number from 0 to 2^32 - 1"),
+        default=42,
+        help="seed of folds and weights",
+    )
     add("--score", metavar="NAME", help="named score that labels are derived from (default: the store's)")
     add("--score-threshold", type=float, default=DEFAULT_THRESHOLD, help="label 1 (hallucination) where score < this")
     add("--workers", type=positive_int, metavar="N", help="processes side by side (default: processors, at most 4)")
