@@ -59,7 +59,7 @@ class HDF5Process:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process can answer."""
+        """True while the process can answer."""
         return self._process.poll() is None
 
     def request(self, **message: Any) -> dict[str, Any]:
