@@ -122,3 +122,9 @@ def test_two_nested_dicts_with_hidden_states_are_refused(tmp_path):
     (tmp_path / "in.pkl").write_bytes(pickle.dumps([{k: {"hidden_states": list(HIDDEN)} for k in ("a", "b")}]))
     error = convert(tmp_path / "in.pkl", tmp_path / "s.zarr", check=3).stderr
     assert "missing key" in error and "--map hidden_states=a.hidden_states" in error
+
+
+def test_the_error_does_not_propose_attention_as_hidden_states(tmp_path):
+    (tmp_path / "in.pkl").write_bytes(pickle.dumps([{"question_id": "q7", "attentions": np.ones((3, 2, 4, 4))}]))
+    message = error_of("convert", tmp_path / "in.pkl", tmp_path / "s.zarr", code=3)
+    assert "hidden_states=attentions" not in message and message.endswith("name it with --map hidden_states=KEY\n")

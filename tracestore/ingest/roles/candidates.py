@@ -30,7 +30,11 @@ def shape_of(value: Any, depth: int = 0) -> tuple[int, ...] | None:
 
 def states_in(trace: Mapping[Any, Any]) -> list[str]:
     """Return the keys, or paths to keys, whose values have a shape of hidden states: (L, S, D) or more axes first."""
-    found = [(name, shape) for name, shape in _shapes(trace) if len(shape) in (3, 4) and shape[-1] > 1]
+    found = [
+        (name, shape)
+        for name, shape in _shapes(trace)
+        if len(shape) in (3, 4) and shape[-1] > 1 and _field_of(name) in (None, "hidden_states")
+    ]
     return [name for name, shape in found if shape[-1] != shape[-2]] or [name for name, _ in found]
 
 
@@ -43,13 +47,19 @@ def attention_in(trace: Any) -> list[str]:
     """Return the keys whose values have a shape of attention, (L, H, S, S) or (L, S, S), and no name of another field."""
     shapes = _shapes(trace) if isinstance(trace, Mapping) else ()
     squares = [name for name, shape in shapes if len(shape) in (3, 4, 5) and shape[-1] == shape[-2] > 1]
-    return [name for name in squares if parse_key(normalized(name.rpartition(".")[2])) is None]
+    return [name for name in squares if _field_of(name) is None]
 
 
 def ids_in(trace: Mapping[Any, Any]) -> list[str]:
     """Return the keys whose values are texts of one word."""
     texts = ((key, value) for key, value in trace.items() if isinstance(key, str) and isinstance(value, str))
     return [key for key, value in texts if 0 < len(value) <= _MAX_ID and len(value.split()) == 1]
+
+
+def _field_of(name: str) -> str | None:
+    """Return the field that the last part of a path names; None without one."""
+    key = parse_key(normalized(name.rpartition(".")[2]))
+    return None if key is None else key.field
 
 
 def _shapes(trace: Mapping[Any, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
