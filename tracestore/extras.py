@@ -12,7 +12,7 @@ _TRAIN = ("torch", "torch_geometric", "matplotlib", "psutil", "sklearn")
 EXTRAS: dict[str, tuple[str, ...]] = {
     "train": _TRAIN,
     "extract": ("torch", "transformers", "gguf", "accelerate"),
-    "inputs": ("h5py", "pyarrow"),
+    "inputs": ("h5py", "pyarrow", "backports.zstd"),
     "remote": ("obstore",),
     "hub": ("huggingface_hub", "pyarrow"),
     "serve": ("bokeh", "sklearn"),
