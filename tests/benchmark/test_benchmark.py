@@ -39,6 +39,7 @@ def run(path, out, *names, **options):
     return run_benchmark([path], out, BenchmarkOptions(names, **options), lambda _: None)
 
 
+@pytest.mark.long
 def test_detector_of_another_package_is_in_the_table_with_all_metrics(path, tmp_path, with_plugin):
     out = tmp_path / "out"
     done = command("benchmark", path, "--detectors", "norm,probe_mean", "--workers", 2, "--output-dir", out, check=0)
@@ -92,12 +93,14 @@ def test_scores_are_out_of_fold_and_reproduce_the_metrics(path, tmp_path):
         assert test["chosen"][0] == detector.chosen
 
 
+@pytest.mark.long
 def test_processes_side_by_side_give_the_same_scores(path, tmp_path):
     for workers in (1, 2):
         run(path, tmp_path / f"out{workers}", "probe_mean", "saplma", workers=workers)
     assert (tmp_path / "out1/scores.csv").read_bytes() == (tmp_path / "out2/scores.csv").read_bytes()
 
 
+@pytest.mark.long
 def test_external_scores_join_the_table(path, tmp_path):
     scores = {f"q{k}": 0.9 - 0.7 * (k % 2) + 0.01 * (k % 7) for k in range(COUNT)}
     judge = write_scores(tmp_path / "judge.csv", scores)
