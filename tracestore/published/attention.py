@@ -1,5 +1,6 @@
 """Logistic regressions on features of the attention maps of all layers and heads."""
 
+from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -27,9 +28,9 @@ class MapRegression(Fitted):
     fields: ClassVar[tuple[str, ...]] = ("attention", "answer")
     source: ClassVar[str] = "by formula"
 
+    @abstractmethod
     def _columns(self, store: TraceStore, indices: np.ndarray) -> np.ndarray:
         """Return the features ``(n, columns)`` float64."""
-        raise NotImplementedError
 
     def fit(self, store: TraceStore, indices: np.ndarray, labels: np.ndarray) -> Self:
         """Fit principal components, if there are many columns, and the regression, whose C cross-validation chooses."""

@@ -98,7 +98,7 @@ class ProbeAndLogprob(LayerProbe):
 
     @property
     def fields(self) -> tuple[str, ...]:  # type: ignore[override]
-        """Those of the probe, and log-probabilities."""
+        """Fields of the probe, and log-probabilities."""
         return (*super().fields, "token_logprob")
 
     def fit(self, store: TraceStore, indices: np.ndarray, labels: np.ndarray) -> Self:
