@@ -1,6 +1,7 @@
 """The benchmarks are found by asv, have units, and measure anonymous memory. They run in `make asv`."""
 
 import ast
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -11,6 +12,7 @@ import sys
 import pytest
 
 from tests.helpers import ROOT
+from tracestore.extract.questions import FACTS, questions_file, read_questions
 
 BENCH = ROOT / "bench"
 MODULES = ("conversion", "loading", "memory", "scale", "training")
@@ -72,3 +74,12 @@ def test_the_readme_lists_every_script_and_benchmark(benchmarks):
         for cls_name, cls in inspect.getmembers(module, inspect.isclass):
             if cls.__module__ == module.__name__ and any(n.startswith(("track_", "time_")) for n in dir(cls)):
                 assert cls_name in text
+
+
+def test_questions_of_the_confirmation_are_those_drawn():
+    """No detector may be chosen on them: the list stays as it was before the detectors were trained."""
+    content = (BENCH / "confirmation_questions.txt").read_bytes()
+    assert hashlib.sha256(content).hexdigest() == "8195a94a7bc8ede082a373571e8a01b21a57862cfaf1a253e724f653b557dbe8"
+    others = [question.question_id for question in read_questions(questions_file(FACTS))[600:]]
+    others.sort(key=lambda question: hashlib.sha256(f"confirmation {question}".encode()).digest())
+    assert content.decode().splitlines() == sorted(others[:500])
