@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from tests.helpers import run_cli
-from tests.tiers import long
 from tests.train.runs import FAST, ONLY
 from tracestore.detectors import precision
 from tracestore.detectors.config import ModelConfig
@@ -89,7 +88,8 @@ def test_tiny_cases_draw_no_random_numbers():
     assert torch.equal(before, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("isa", [{"ONEDNN_MAX_CPU_ISA": "SSE41", "ATEN_CPU_CAPABILITY": "default"}, *long({})])
+@pytest.mark.long
+@pytest.mark.parametrize("isa", [{"ONEDNN_MAX_CPU_ISA": "SSE41", "ATEN_CPU_CAPABILITY": "default"}, {}])
 def test_bfloat16_trains_and_scores_on_every_processor(labeled, tmp_path, monkeypatch, isa):
     for name, value in isa.items():
         monkeypatch.setenv(name, value)

@@ -12,7 +12,6 @@ import torch
 
 from tests.experiment.quiet import SMALL, train_quietly
 from tests.helpers import command
-from tests.tiers import long
 from tests.train.runs import FAST, ONLY, outcome, write_labeled
 from tracestore.cli.commands.train import _selected_models, add_arguments
 from tracestore.console import Parser
@@ -82,7 +81,8 @@ def test_half_precision_on_the_cpu_is_refused(labeled, tmp_path):
     assert "bf16" in done.stderr and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("options", [["--edge-features", "heads", "--standardize"], *long(["--layers", "0,2"])])
+@pytest.mark.long
+@pytest.mark.parametrize("options", [["--edge-features", "heads", "--standardize"], ["--layers", "0,2"]])
 def test_heads_and_layers_in_training_planning_and_prediction(labeled, tmp_path, options):
     """All three commands accept the options, and refuse a store that lacks the weights or layers."""
     heads = write_labeled(tmp_path / "heads.zarr", "heads")

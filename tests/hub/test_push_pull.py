@@ -11,6 +11,7 @@ import pytest
 import tracestore
 from tests.helpers import command, error_of, make_optional, make_traces, read_all, run_cli, tree_bytes, write_store
 from tests.hub.server import TOKEN
+from tests.tiers import long
 from tracestore.hub import client, pull, push
 from tracestore.store.format import paths
 
@@ -255,7 +256,7 @@ def test_a_damaged_file_is_refused_and_fetched_again(hub, store, tmp_path):
     assert len(tracestore.open(tmp_path / "new.zarr")) == 8
 
 
-@pytest.mark.parametrize("kind", ["longer", "missing", "manifest", "large manifest", "index"])
+@pytest.mark.parametrize("kind", ["manifest", *long("longer", "missing", "large manifest", "index")])
 def test_a_data_set_that_contradicts_its_manifest_is_refused(hub, store, tmp_path, kind):
     push_it(store)
     files = hub.files(REPO)
@@ -329,6 +330,7 @@ def test_a_full_disk_is_reported(hub, store, tmp_path, monkeypatch, error):
     assert "no space left on" in error_of("pull", REPO, tmp_path / "new.zarr", code=4)
 
 
+@pytest.mark.long
 def test_the_commands_in_processes_of_their_own(hub, store, tmp_path):
     run_cli("-m", "tracestore", "push", store, REPO, check=0)
     done = run_cli("-m", "tracestore", "pull", REPO, tmp_path / "new.zarr", check=0)

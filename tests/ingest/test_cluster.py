@@ -66,6 +66,7 @@ def cluster(folder):
             process.wait()
 
 
+@pytest.mark.long
 def test_a_cluster_gives_the_same_bytes_and_errors_as_one_process(data, tmp_path):
     convert(data, tmp_path / "one.zarr", "--workers", 1)
     with cluster(tmp_path) as address:

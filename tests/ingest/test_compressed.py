@@ -12,6 +12,7 @@ import pytest
 
 import tracestore
 from tests.helpers import convert, error_of, make_trace, make_traces
+from tests.tiers import long
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.formats import read_traces
 
@@ -72,7 +73,7 @@ def test_damaged_streams_are_refused(tmp_path, suffix):
         assert name == "garbage" or "truncated" in text or "damaged" in text or "pickle" in text, text
 
 
-@pytest.mark.parametrize("suffix", PACK)
+@pytest.mark.parametrize("suffix", [".gz", ".zst", *long(*(s for s in PACK if s not in (".gz", ".zst")))])
 def test_bombs_are_refused(tmp_path, suffix):
     """A stream that inflates to far more than its size is refused before it is inflated."""
     bomb = b"\x80\x04\x8e" + (900 << 20).to_bytes(8, "little") + bytes(400 << 20)

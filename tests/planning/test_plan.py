@@ -60,6 +60,7 @@ def test_options_of_training_are_measured(path, model, flags):
     assert plans_of(path, "--model", model, *flags)[model]["seconds_per_epoch"] > 0
 
 
+@pytest.mark.long
 def test_unusual_stores(tmp_path):
     """A single trace, a long trace, no labels, and a store without graphs."""
     for name, tokens, dim in (("one", 3, 8), ("long", 1500, 64)):

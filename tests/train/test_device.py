@@ -30,6 +30,7 @@ def train(labeled, tmp_path, monkeypatch):
     return go
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
 def test_training_and_resuming_equal_the_cpu(train, device):
     """Dropout is off: its masks differ between kinds of device."""

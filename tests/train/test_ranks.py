@@ -15,6 +15,7 @@ from tracestore.train.distributed import DistributedContext
 SMALL = ["--no-probe", "--batch-size", 3, *FAST]
 
 
+@pytest.mark.long
 def test_the_same_losses_for_1_2_and_4_ranks(driver, labeled, tmp_path):
     """Four ranks train one epoch and two the next; dropout and the noise of the VAE are included."""
     flags = ["--store", labeled, *SMALL]

@@ -5,7 +5,6 @@ import signal
 
 import pytest
 
-from tests.tiers import long
 from tests.train.runs import FAST, ONLY
 
 # `make torture` kills each model's run 30 times.
@@ -34,7 +33,8 @@ def test_a_full_disk_keeps_the_previous_checkpoint(driver, labeled, tmp_path):
     assert "no space left" in found["stderr"] and found["stderr"].count("\n") == 1
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, *long(signal.SIGTERM)])
+@pytest.mark.long
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_after_the_step_and_it_resumes(driver, labeled, tmp_path, signum):
     """The results are exact with bf16 and activation checkpointing too."""
     flags = ["--store", labeled, *SMALL, *ONLY["lstm_solo"], "--precision", "bf16", "--activation-checkpointing"]

@@ -30,7 +30,7 @@ def write(path, arrays, **options):
     return path
 
 
-@pytest.mark.parametrize("compression", [None, "gzip", "lzf"])
+@pytest.mark.parametrize("compression", ["gzip", *long(None, "lzf")])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_of_a_trace(tmp_path, layout, compression):
     arrays = base(tokens=5)
@@ -240,7 +240,8 @@ def test_a_process_reads_one_file_after_the_other_and_ends_after_a_refusal(tmp_p
     assert reader._process.poll() is not None
 
 
-@pytest.mark.parametrize("count", [5, *long(200)])
+@pytest.mark.long
+@pytest.mark.parametrize("count", [5, 200])
 def test_damaged_texts_do_not_end_the_process(tmp_path, monkeypatch, count):
     """The library reads outside its memory, or never ends, for some damaged texts of variable length."""
     monkeypatch.setattr(hdf5_process, "TIMEOUT_S", 4.0)
