@@ -32,7 +32,7 @@ def make_store(path, attention="heads"):
             if k < len(MALICIOUS):
                 trace |= {"question": MALICIOUS[k], "generated_answer_clean": MALICIOUS[k], "question_id": MALICIOUS[k]}
                 trace["tokens_decoded"] = [MALICIOUS[k]] * (2 + k % 7)
-            writer.append(trace, score=None if k % 9 == 8 else 0.1 if k % 3 == 0 else 0.9)
+            writer.append(trace, score=None if k % 9 == 8 else 0.1 if k % 3 == 0 else 0.9, group=("even", "odd")[k % 2])
     return path
 
 

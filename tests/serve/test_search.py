@@ -1,15 +1,17 @@
 """Test the search against plain loops over all traces, and the reading of results."""
 
 import shutil
+from urllib.parse import parse_qsl
 
 import numpy as np
 import pytest
 
 import tracestore
+from tests.helpers import make_trace
 from tests.serve.conftest import COUNT, DETECTOR
 from tracestore.errors import CorruptStoreError, UsageError
 from tracestore.serve.results import Results
-from tracestore.serve.search import TraceSearch
+from tracestore.serve.search import Query, TraceSearch
 
 
 @pytest.fixture(scope="module")
@@ -25,25 +27,86 @@ def search(store, results_folder):
 
 def test_words_match_in_any_case_and_field(search, store):
     def expected(*words):
-        texts = [f"{t.question_id}\n{t.question}\n{t.answer}".lower() for t in store]
+        texts = [f"{t.question_id}\n{t.question}\n{t.answer}".casefold() for t in store]
         return [k for k, text in enumerate(texts) if all(w in text for w in words)]
 
-    for words in (("blue",), ("red", "12"), ("<script>",), ("nowhere",), ("✓", "q7")):
-        assert search.find(" ".join(words).upper()).tolist() == expected(*words)
-    assert search.find("  ").tolist() == list(range(COUNT))
+    for words in (("blue",), ("red", "12"), ("<script>",), ("nowhere",), ("✓", "q7"), ("q44",), ("?",), ("a",), ("q",)):
+        assert search.find(Query(" ".join(words).upper())).tolist() == expected(*words)
+    assert search.find(Query("  ")).tolist() == list(range(COUNT))
 
 
-def test_filters_by_label_and_by_errors_of_detectors(search, store):
-    targets = store.targets(0.5)
-    assert search.find(filter_name="hallucinated").tolist() == np.flatnonzero(targets == 1).tolist()
-    assert search.find(filter_name="correct").tolist() == np.flatnonzero(targets == 0).tolist()
-    assert search.find(filter_name="unlabeled").tolist() == np.flatnonzero(np.isnan(targets)).tolist()
+def test_texts_of_every_form_are_found(tmp_path):
+    """Empty and missing texts, NUL, lone surrogates, answers of two kinds, and traces with later graphs."""
+    texts = ["", "NUL\0inside", "lone \ud800 surrogate", "Straße Ⅷ", "plain", "ends in z"]
+    with tracestore.create(tmp_path / "s.zarr") as writer:
+        for k, text in enumerate(texts):
+            trace = make_trace(k, tokens=3)
+            trace |= {"question": text, "generated_answer": f"raw{k}", "generated_answer_clean": f"clean{k}"}
+            for name in ("question", "generated_answer_clean")[: k % 3]:
+                del trace[name]
+            writer.append(trace)
+    with tracestore.open(tmp_path / "s.zarr") as store:
+        search = TraceSearch(store)
+        for words in (
+            "",
+            "nul",
+            "inside",
+            "nul\0inside",
+            "\ud800",
+            "STRASSE",
+            "Ⅷ",
+            "raw",
+            "clean",
+            "raw2",
+            "q5",
+            "z",
+            "sq",
+            "q",
+        ):
+            wanted = words.replace("\0", " ").casefold().split()
+            found = [[t.question_id, t.question or "", t.answer or ""] for t in store]
+            folded = ["\n".join(f).replace("\0", " ").casefold() for f in found]
+            assert search.find(Query(words)).tolist() == [
+                k for k, f in enumerate(folded) if all(w in f for w in wanted)
+            ]
+
+
+def test_filters(search, store):
+    targets, scores, tokens = store.targets(0.5), store.scores, store.num_tokens
     # lstm_solo makes no errors. The other detector stays below its threshold and predicts all correct.
-    assert search.find(filter_name="missed by lstm_solo").tolist() == []
-    hallucinated = [k for k in range(4, 100) if targets[k] == 1]
-    assert search.find(filter_name=f"missed by {DETECTOR}").tolist() == hallucinated
-    with pytest.raises(KeyError):
-        search.find(filter_name="other")
+    tested = (store.indices >= 4) & (store.indices < 100)
+    for query, expected in (
+        (Query(label="hallucinated"), targets == 1),
+        (Query(label="correct"), targets == 0),
+        (Query(label="unlabeled"), np.isnan(targets)),
+        (Query(missed="lstm_solo"), np.zeros(COUNT, bool)),
+        (Query(missed=DETECTOR), tested & (targets == 1)),
+        (Query(min_score=0.2), scores >= 0.2),
+        (Query(max_score=0.2, min_tokens=3, max_tokens=5), (scores <= 0.2) & (tokens >= 3) & (tokens <= 5)),
+        (Query(group="even"), store.indices % 2 == 0),
+        (Query("red", label="correct", group="odd"), (store.indices % 2 == 1) & (targets == 0) & (store.indices >= 4)),
+    ):
+        assert search.find(query).tolist() == np.flatnonzero(expected).tolist()
+    for unknown in (Query(label="x"), Query(missed="x"), Query(group="x"), Query(order="x")):
+        with pytest.raises(UsageError, match="there is no x"):
+            search.find(unknown)
+
+
+def test_a_query_is_an_address():
+    query = Query("a&b é", "correct", DETECTOR, "g/1", 0.25, None, 3, None, "tokens", True, 4)
+    arguments = dict(parse_qsl(query.arguments()))
+    assert Query.from_arguments(arguments) == query and "max_score" not in arguments
+    assert Query().arguments() == "" and Query.from_arguments({"layer": "3", "words": " "}) == Query()
+    assert query.arguments(page=1) == Query.from_arguments(arguments | {"page": "1"}).arguments()
+    for name, text in (
+        ("page", "0"),
+        ("page", "x"),
+        ("min_score", "nan"),
+        ("max_tokens", "2.5"),
+        ("descending", "yes"),
+    ):
+        with pytest.raises(UsageError, match=f"{name}: found {text}, expected"):
+            Query.from_arguments({name: text})
 
 
 @pytest.mark.parametrize("descending", [False, True])
@@ -53,13 +116,13 @@ def test_missing_values_come_last_in_every_order(search, store, descending):
         ("tokens", store.num_tokens.astype(float)),
         (DETECTOR, search.results.probabilities[DETECTOR]),
     ):
-        found = search.find(order=order, descending=descending)
+        found = search.find(Query(order=order, descending=descending))
         assert sorted(found.tolist()) == list(range(COUNT))
         shown = values[found]
         known = shown[~np.isnan(shown)]
         assert np.isnan(shown[len(known) :]).all()
         assert (np.diff(known) * (-1 if descending else 1) >= 0).all()
-    assert search.find(descending=True).tolist() == list(range(COUNT))[::-1]
+    assert search.find(Query(descending=True)).tolist() == list(range(COUNT))[::-1]
 
 
 def test_probability_of_a_trace_is_the_mean_of_its_tests(store, results_folder):
@@ -105,5 +168,5 @@ def test_unreadable_texts_raise_instead_of_an_empty_result(served_store, tmp_pat
         search = TraceSearch(store)
         for _ in range(2):
             with pytest.raises(CorruptStoreError, match=r"rows\.zip: .*decode"):
-                search.find("red")
-        assert len(search.find()) == COUNT
+                search.find(Query("red"))
+        assert len(search.find(Query())) == COUNT

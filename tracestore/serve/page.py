@@ -24,7 +24,7 @@ from bokeh.models.widgets.tables import DataTable, NumberFormatter, StringFormat
 from tracestore.errors import TracestoreError, escape_unprintable
 from tracestore.extras import needs
 from tracestore.serve import plots
-from tracestore.serve.search import TraceSearch
+from tracestore.serve.search import ANY, LABELS, Query, TraceSearch
 from tracestore.store.format import schema
 from tracestore.store.read.trace import Trace
 from tracestore.view import View
@@ -81,7 +81,7 @@ class Page:
     # Search
 
     def _make_search(self) -> None:
-        filters: list[Any] = [*self._searcher.filters]
+        filters: list[Any] = [*LABELS, *(f"missed by {name}" for name in self._searcher.results.probabilities)]
         orders: list[Any] = [*self._searcher.orders]
         self._words = TextInput(title="words in id, question or answer", css_classes=["words"], width=300)
         self._filter = Select(title="traces", options=filters, value=filters[0], css_classes=["filter"])
@@ -116,12 +116,10 @@ class Page:
         self._search_panel = column(controls, self._message, self._problem, table)
 
     def _search(self) -> None:
-        self._found = self._attempt(
-            lambda: self._searcher.find(
-                self._words.value, self._filter.value, self._order.value, descending=self._descending.active
-            ),
-            np.zeros(0, np.int64),
-        )
+        chosen = self._filter.value
+        label, missed = (chosen, "") if chosen in LABELS else (ANY, chosen.removeprefix("missed by "))
+        query = Query(self._words.value, label, missed, order=self._order.value, descending=self._descending.active)
+        self._found = self._attempt(lambda: self._searcher.find(query), np.zeros(0, np.int64))
         self._begin = 0
         self._list()
 

@@ -1,23 +1,104 @@
-"""Search for traces by text, label, score and predictions of detectors."""
+"""Search for traces by text, label, score, group, length and errors of detectors."""
 
+import math
 import threading
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+from urllib.parse import urlencode
 
 import numpy as np
 
-from tracestore.errors import TracestoreError
+from tracestore.errors import TracestoreError, UsageError, escape_unprintable
 from tracestore.serve.results import Results
+from tracestore.serve.texts import FoldedTexts
 from tracestore.store.read.store import TraceStore
 
 ANY, HALLUCINATED, CORRECT, UNLABELED = "any", "hallucinated", "correct", "unlabeled"
-LABEL_FILTERS = (ANY, HALLUCINATED, CORRECT, UNLABELED)
-ORDERS = ("as stored", "score", "tokens")
+LABELS = (ANY, HALLUCINATED, CORRECT, UNLABELED)
+STORED, SCORE, TOKENS = "as stored", "score", "tokens"
+_MAX_WORDS = 1_000
+
+
+@dataclass(frozen=True)
+class Query:
+    """The traces that a visitor wants to see, as the address of the page contains it.
+
+    Parameters
+    ----------
+    words : str
+        Words that the question id, question or answer contain, in any case.
+    label : str
+        One of LABELS.
+    missed : str
+        Name of a detector that misclassifies the traces; "": any trace.
+    group : str
+        Group of the traces; "": any group.
+    min_score, max_score : float or None
+        Bounds of the score. A trace without a score meets no bound.
+    min_tokens, max_tokens : int or None
+        Bounds of the number of tokens.
+    order : str
+        One of `TraceSearch.orders`. Traces without a value come last.
+    descending : bool
+        Reverse the order.
+    page : int
+        Page of the list, from 1.
+    """
+
+    words: str = ""
+    label: str = ANY
+    missed: str = ""
+    group: str = ""
+    min_score: float | None = None
+    max_score: float | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    order: str = STORED
+    descending: bool = False
+    page: int = 1
+
+    @classmethod
+    def from_arguments(cls, arguments: Mapping[str, str]) -> "Query":
+        """Return the query of the arguments of an address; others than those of a query are ignored.
+
+        UsageError names an argument that is not valid.
+        """
+        values: dict[str, Any] = {}
+        for field in fields(cls):
+            text = arguments.get(field.name, "").strip()
+            if text:
+                values[field.name] = _parse(field.name, text)
+        return cls(**values)
+
+    def arguments(self, **changes: Any) -> str:
+        """Return the arguments of the address, without those that have their default; `changes` replaces some."""
+        values, default = asdict(self) | changes, Query()
+        chosen = {k: v for k, v in values.items() if v != getattr(default, k, None)}
+        return urlencode({k: int(v) if isinstance(v, bool) else v for k, v in chosen.items()}, errors="surrogatepass")
+
+
+def _parse(name: str, text: str) -> Any:
+    """Return the value of an argument of an address."""
+    kind = Query.__dataclass_fields__[name].type
+    try:
+        if kind == "str" or kind is str:
+            return text[:_MAX_WORDS]
+        if kind is bool:
+            return {"0": False, "1": True}[text]
+        value = float(text) if kind == float | None else int(text[:18])
+        if not math.isfinite(value) or (kind is int and value < 1):
+            raise ValueError
+        return value
+    except (ValueError, KeyError):
+        expected = "0 or 1" if kind is bool else "a number of at least 1" if kind is int else "a number"
+        raise UsageError(f"{name}: found {escape_unprintable(text, 40)}, expected {expected}") from None
 
 
 class TraceSearch:
     """A search over the traces of a store.
 
-    A thread reads the texts of all traces once, which takes some seconds and 30 MB for 100,000 traces.
-    `start_reading` starts it. The first search for words waits for it.
+    A thread reads the texts of all traces once. `start_reading` starts it. The first search for words waits for it.
 
     Parameters
     ----------
@@ -32,49 +113,43 @@ class TraceSearch:
     def __init__(self, store: TraceStore, results: Results | None = None, score_threshold: float = 0.5) -> None:
         self.store, self.results = store, results or Results()
         self.targets = store.targets(score_threshold)
-        self._texts: list[str] = []
+        self._texts: FoldedTexts | None = None
+        self._groups: tuple[list[str], np.ndarray] | None = None
         self._thread: threading.Thread | None = None
         self._error: TracestoreError | None = None
         self._lock = threading.Lock()
-
-    @property
-    def filters(self) -> tuple[str, ...]:
-        """Names of the filters: by label, and by the errors of each detector."""
-        return (*LABEL_FILTERS, *(f"missed by {name}" for name in self.results.probabilities))
+        self._last: tuple[Query, np.ndarray] | None = None
 
     @property
     def orders(self) -> tuple[str, ...]:
         """Names of the orders."""
-        return (*ORDERS, *self.results.probabilities)
+        return (STORED, SCORE, TOKENS, *self.results.probabilities)
 
-    def find(
-        self, words: str = "", filter_name: str = ANY, order: str = ORDERS[0], *, descending: bool = False
-    ) -> np.ndarray:
-        """Return the indices of the matching traces, int64 (n,).
+    @property
+    def groups(self) -> list[str]:
+        """Names of the groups of the store, sorted."""
+        return self._group_numbers()[0]
 
-        Parameters
-        ----------
-        words : str
-            Words that the question id, question or answer contain, in any case.
-        filter_name : str
-            One of `filters`.
-        order : str
-            One of `orders`. Traces without a value come last.
-        descending : bool
-            Reverse the order.
+    def find(self, query: Query) -> np.ndarray:
+        """Return the indices of the matching traces in their order, int64 (n,). The page of the query is ignored.
 
-        Raises
-        ------
-        KeyError
-            `filter_name` or `order` is unknown.
+        UsageError if the query names a label, detector, group or order that there is not. CorruptStoreError if the
+        texts cannot be read.
         """
-        indices = np.flatnonzero(self._matches(filter_name))
-        wanted = words.casefold().split()
-        if wanted:
-            texts = self._all_texts()
-            indices = np.array([k for k in indices if all(w in texts[k] for w in wanted)], np.int64)
-        ranked: np.ndarray = indices[self._ranks(order, indices, descending)]
-        return ranked
+        last = self._last
+        key = Query(**(asdict(query) | {"page": 1}))
+        if last is None or last[0] != key:
+            indices = np.flatnonzero(self._matches(key))
+            last = self._last = (key, indices[self._ranks(key.order, indices, key.descending)])
+        return last[1]
+
+    def is_missed(self, name: str) -> np.ndarray:
+        """Return which traces a detector misclassifies at its threshold, bool (N,)."""
+        values, threshold = self.results.probabilities[name], self.results.thresholds.get(name, 0.5)
+        missed: np.ndarray = ((self.targets < 0.5) & (values >= threshold)) | (
+            (self.targets >= 0.5) & (values < threshold)
+        )
+        return missed
 
     def start_reading(self) -> threading.Thread:
         """Start the thread that reads the texts unless it was started, and return it."""
@@ -84,37 +159,62 @@ class TraceSearch:
                 self._thread.start()
             return self._thread
 
-    def _matches(self, filter_name: str) -> np.ndarray:
-        correct, hallucinated = self.targets < 0.5, self.targets >= 0.5
-        masks = {ANY: np.ones(len(self.store), bool), HALLUCINATED: hallucinated, CORRECT: correct}
-        masks[UNLABELED] = np.isnan(self.targets)
-        for name, values in self.results.probabilities.items():
-            threshold = self.results.thresholds.get(name, 0.5)
-            masks[f"missed by {name}"] = (correct & (values >= threshold)) | (hallucinated & (values < threshold))
-        return masks[filter_name]
+    def _matches(self, query: Query) -> np.ndarray:
+        names = {"label": LABELS, "missed": ("", *self.results.probabilities), "order": self.orders}
+        names |= {"group": ("", *self.groups)} if query.group else {}
+        for name, known in names.items():
+            if getattr(query, name) not in known:
+                raise UsageError(f"{name}: there is no {escape_unprintable(getattr(query, name), 80)}")
+        mask = np.ones(len(self.store), bool)
+        if query.label != ANY:
+            targets = self.targets
+            mask &= {HALLUCINATED: targets >= 0.5, CORRECT: targets < 0.5, UNLABELED: np.isnan(targets)}[query.label]
+        if query.missed:
+            mask &= self.is_missed(query.missed)
+        if query.group:
+            names_of_groups, numbers = self._group_numbers()
+            mask &= numbers == names_of_groups.index(query.group)
+        for values, low, high in (
+            (self.store.scores, query.min_score, query.max_score),
+            (self.store.num_tokens, query.min_tokens, query.max_tokens),
+        ):
+            if low is not None:
+                mask &= values >= low
+            if high is not None:
+                mask &= values <= high
+        if query.words:
+            mask &= self._all_texts().containing(query.words)
+        return mask
 
     def _ranks(self, order: str, indices: np.ndarray, descending: bool) -> np.ndarray:
-        if order == ORDERS[0]:
+        if order == STORED:
             ranks = np.arange(len(indices))
             return ranks[::-1] if descending else ranks
-        columns = {"score": self.store.scores, "tokens": self.store.num_tokens, **self.results.probabilities}
+        columns = {SCORE: self.store.scores, TOKENS: self.store.num_tokens, **self.results.probabilities}
         values = np.asarray(columns[order], "f8")[indices]
         # Negated rather than reversed: NaN then sorts last in both directions.
         return np.argsort(-values if descending else values, kind="stable")
 
-    def _all_texts(self) -> list[str]:
+    def _group_numbers(self) -> tuple[list[str], np.ndarray]:
+        """Return the sorted names of the groups, and the number of the group of each trace (N,), -1 for none."""
+        if self._groups is None:
+            of_traces = [self.store.group(k) for k in range(len(self.store))]
+            names = sorted(set(of_traces) - {""})
+            numbers = {name: k for k, name in enumerate(names)} | {"": -1}
+            self._groups = names, np.array([numbers[name] for name in of_traces], np.int64)
+        return self._groups
+
+    def _all_texts(self) -> FoldedTexts:
         self.start_reading().join()
-        if self._error is not None:
-            raise self._error
+        if self._texts is None:
+            raise self._error or TracestoreError(f"{self.store.path}: texts cannot be read")
         return self._texts
 
     def _read(self) -> None:
-        texts = []
         try:
-            for trace in self.store:
-                texts.append("\n".join((trace.question_id, trace.question or "", trace.answer or "")).casefold())
+            self._texts = FoldedTexts(self.store)
+            self._group_numbers()
         except TracestoreError as error:
             self._error = error
         except Exception as error:  # The page shows it.
             self._error = TracestoreError(f"{self.store.path}: texts cannot be read: {type(error).__name__}: {error}")
-        self._texts = texts
