@@ -1,0 +1,92 @@
+"""Pages in Chromium: a fixture for the browser, and a page that records what it must not do.
+
+A conftest.py imports the fixture `chromium`. Tests are skipped where the machine has no Chromium.
+"""
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    if BROWSER is None:
+        pytest.skip("no Chromium on this machine")
+    api = pytest.importorskip("playwright.sync_api")
+    with api.sync_playwright() as playwright:
+        # The sandbox of Chromium does not run as root.
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+class OpenPage:
+    """An open page, with its requests and errors. As a context it asserts that there was no foreign request or error.
+
+    Parameters
+    ----------
+    browser : Browser
+        The fixture `chromium`.
+    url : str or Path
+        Address or file.
+    width : int
+        Width of the window in pixels; its height is 900.
+    scheme : str
+        "light" or "dark".
+    """
+
+    def __init__(self, browser, url, width=1440, scheme="light"):
+        url = url.as_uri() if isinstance(url, Path) else url
+        self.context = browser.new_context(
+            viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion="reduce"
+        )
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(30_000)
+        self.requests, self.errors = [], []
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.on("websocket", lambda socket: self.requests.append(socket.url))
+        self.page.on("console", lambda m: self.errors.append(m.text) if m.type == "error" else None)
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        begin = time.perf_counter()
+        self.page.goto(url)
+        self.wait_for_plots(all_of_them=False)
+        self.ready_after_s = time.perf_counter() - begin
+        self._origin = url if url.startswith("file:") else "/".join(url.split("/")[:3])
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        hacked = self.page.evaluate("window.hacked")
+        self.context.close()
+        if kind is None:
+            foreign = [u for u in self.requests if not u.startswith((self._origin, "data:", "blob:"))]
+            assert (foreign, self.errors, hacked) == ([], [], None)
+
+    def wait_for_plots(self, *, all_of_them=True):
+        """Wait until all plots are drawn, or those that the window shows."""
+        script = """(everything) => [...document.querySelectorAll("[data-plot]")]
+            .filter((p) => everything || p.getBoundingClientRect().top < innerHeight)
+            .every((p) => p.dataset.state === "drawn" || !p.getClientRects().length)"""
+        end = time.monotonic() + 30
+        # Not wait_for_function, which evaluates strings: the policy of the pages forbids that.
+        while not self.page.evaluate(script, all_of_them):
+            assert time.monotonic() < end, "plots are not drawn"
+            self.page.wait_for_timeout(20)
+
+    def assert_fits(self):
+        """Assert that the page is not wider than its window."""
+        assert self.page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+
+    def assert_accessible(self):
+        """Assert that axe-core finds no violation."""
+        axe = pytest.importorskip("axe_playwright_python")
+        script = (Path(axe.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
+        # Defined through the debugger, because the policy forbids other scripts.
+        self.page.evaluate(f"() => {{ {script} }}")
+        found = self.page.evaluate("() => axe.run()")["violations"]
+        assert not found, [(v["id"], v["help"], [n["html"][:200] for n in v["nodes"][:3]]) for v in found]
