@@ -41,6 +41,11 @@ def format_size(count: float) -> str:
     return f"{count:,.1f} GiB"
 
 
+def plural(count: int, noun: str) -> str:
+    """Return a count with its noun, such as "1 trace" or "2,000 traces"."""
+    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"
+
+
 def int_between(low: int, high: int, expected: str) -> Callable[[str], int]:
     """Return an argparse type for the integers from `low` to `high`. `expected` completes the error message."""
 

@@ -167,7 +167,7 @@ def test_traces_without_a_score_are_counted(tmp_path):
     (entry,) = run(write_published(tmp_path / "s.zarr", traces), tmp_path / "out", "probe_mean")["stores"].values()
     test = entry["detectors"]["probe_mean"]["schemes"]["question"]
     assert test["num_without_score"] == 1 and test["auroc"] > 0.5
-    assert "probe_mean: 1 traces without a score" in (tmp_path / "out/table.txt").read_text()
+    assert "probe_mean: 1 trace without a score" in (tmp_path / "out/table.txt").read_text()
 
 
 def test_earlier_results_are_kept_unless_overwritten(path, tmp_path):

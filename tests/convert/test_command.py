@@ -110,7 +110,7 @@ def test_nonfinite_values_are_kept_counted_and_reported(folder, tmp_path):
     trace["hidden_states"][1][0, 0] = np.nan
     write_pickle(folder / "nan.pkl", [trace])
     done = convert(folder, tmp_path / "s.zarr")
-    assert "1 traces hold NaN" in done.stdout
+    assert "NaN or infinite values in 1 trace;" in done.stdout
     store = tracestore.open(tmp_path / "s.zarr")
     found = store[store.index_of("q70")]
     assert found.has_nonfinite and np.isnan(found.hidden_states[1, 0, 0]) and not store[1].has_nonfinite

@@ -35,7 +35,7 @@ def test_keys_shapes_and_roles_are_printed(tmp_path):
         for line in lines
     )
     assert not any("trace 3" in line for line in lines)
-    assert not (tmp_path / "s.zarr").exists() and lines[-1] == "1 files, 0 refused; nothing was written"
+    assert not (tmp_path / "s.zarr").exists() and lines[-1] == "1 file, 0 refused; nothing was written"
 
 
 def test_files_with_the_same_keys_are_described_once(tmp_path):

@@ -47,7 +47,7 @@ def test_refused_traces_are_skipped_and_listed(tmp_path, traces, suffix, flags):
     ]
     assert all(e["reason"] for e in entries)
     assert f"skipped a{suffix}, trace 2, hidden_states[0]: found" in done.stdout
-    assert "3 traces refused; they are listed in" in done.stdout and str(store) + ".refused.jsonl" in done.stdout
+    assert "3 traces refused, listed in" in done.stdout and str(store) + ".refused.jsonl" in done.stdout
     command("verify", store, check=0)
 
 
@@ -74,7 +74,7 @@ def test_the_next_conversion_reads_refused_traces_again(tmp_path, traces):
     assert sorted(tracestore.open(store).question_ids) == [f"q{k}" for k in range(5)]
     assert read_list(store) is None
     before = tree_bytes(store)
-    assert "1 files already in the store" in convert(path, store).stdout and tree_bytes(store) == before
+    assert "1 file already in the store" in convert(path, store).stdout and tree_bytes(store) == before
     command("verify", store, check=0)
 
 

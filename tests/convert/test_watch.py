@@ -143,7 +143,7 @@ def test_ctrl_c_ends_the_watch_and_the_same_command_continues(tmp_path):
             break
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130 and "1 traces are committed; run the same command to continue" in errors
+    assert process.returncode == 130 and "1 trace committed; run the same command to continue" in errors
     shutil.copy(folder / "0.safetensors", folder / "1.safetensors")
     convert(folder, tmp_path / "s.zarr", *WATCH)
     assert len(tracestore.open(tmp_path / "s.zarr")) == 2

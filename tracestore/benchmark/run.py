@@ -12,7 +12,7 @@ from tracestore.benchmark.frozen_folds import FrozenFolds, frozen_folds
 from tracestore.benchmark.measure import LabeledStore, Measured, external_scores, measure_all
 from tracestore.benchmark.results import compare_schemes, evaluate, transfer_entry
 from tracestore.benchmark.table import format_results
-from tracestore.console import nan_to_none
+from tracestore.console import nan_to_none, plural
 from tracestore.detectors.catalog import catalog, make_detector
 from tracestore.detectors.interface import describe, missing_fields
 from tracestore.errors import TrainingError, UsageError
@@ -21,7 +21,7 @@ from tracestore.ingest.scores import read_scores
 from tracestore.split import labeled_positions
 from tracestore.store.format.labels import CORRECT, DEFAULT_THRESHOLD
 from tracestore.store.format.provenance import require_compatible
-from tracestore.store.io.fsio import atomic_write, write_rows
+from tracestore.store.io.fsio import atomic_write, check_output_dir, write_rows
 from tracestore.store.read.store import TraceStore, open_store
 from tracestore.train.monitor import Log
 from tracestore.train.output_dir import lock_output_dir, write_json
@@ -98,14 +98,12 @@ def run_benchmark(
     InvalidInputError
         A file of folds was changed.
     """
+    check_output_dir(output_dir)
     opened = {_name(path): open_store(path, score=options.score) for path in stores}
     if len(opened) != len(stores):
         raise UsageError("two stores have the same name; rename one of them")
     _check_stores(list(opened.values()), options)
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError, PermissionError) as error:
-        raise UsageError(f"--output-dir {output_dir}: {error.strerror}") from None
+    output_dir.mkdir(parents=True, exist_ok=True)
     with lock_output_dir(output_dir):
         if (output_dir / RESULTS).exists() and not options.overwrite:
             raise UsageError(f"{output_dir} holds earlier results; pass --overwrite or another --output-dir")
@@ -137,7 +135,9 @@ def _run(opened: dict[str, TraceStore], output_dir: Path, options: BenchmarkOpti
         path = (options.folds_dir or output_dir) / f"folds-{name}.json"
         folds[name] = frozen_folds(path, store, targets, options.folds, options.seed)
         data[name] = _labeled(name, store, targets, folds[name])
-        log(f"{store.path}: {len(data[name].y):,} labeled traces, {int(data[name].y.sum()):,} hallucinated; {path}")
+        log(
+            f"{store.path}: {plural(len(data[name].y), 'labeled trace')}, {int(data[name].y.sum()):,} hallucinated; {path}"
+        )
     results: dict[str, Any] = {"config": _config(options), "stores": {}, "transfer": []}
     for name, of_store in data.items():
         others = [other for other in data.values() if other.name != name]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from tracestore.console import format_size
+from tracestore.console import format_size, plural
 
 _KINDS = {"control": "*", "untrained": "-", "external": "+"}
 LEGEND = (
@@ -48,8 +48,8 @@ def _scheme_table(name: str, entry: dict[str, Any], scheme: str) -> str:
     }
     width = 2 + max(map(len, ranked))
     lines = [
-        f"{name}, folds by {scheme}: {entry['num_traces']:,} traces, {entry['num_hallucinated']:,} hallucinated, "
-        f"{entry['num_groups']} groups, {entry['folds']['num_folds']} folds",
+        f"{name}, folds by {scheme}: {plural(entry['num_traces'], 'trace')}, {entry['num_hallucinated']:,} hallucinated, "
+        f"{plural(entry['num_groups'], 'group')}, {plural(entry['folds']['num_folds'], 'fold')}",
         f"{'':{width}} {'AUROC':>6} {'95 % by question':>16} {'95 % by group':>16} {'in groups':>9} {'AUPRC':>6} "
         f"{'PRR':>6} {'RC':>6} {'ECE':>6} {'Brier':>6} {'vs best: question':>17} {'group':>7} {'seconds':>8} {'memory':>8}",
     ]
@@ -67,7 +67,7 @@ def _scheme_table(name: str, entry: dict[str, Any], scheme: str) -> str:
         )
     reasons = {r for d in ranked for r in detectors[d]["schemes"][scheme]["too_few"].values()}
     missing = [
-        f"{d}: {n} traces without a score"
+        f"{d}: {plural(n, 'trace')} without a score"
         for d in ranked
         if (n := detectors[d]["schemes"][scheme]["num_without_score"])
     ]

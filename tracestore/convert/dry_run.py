@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tracestore.console import Output
+from tracestore.console import Output, plural
 from tracestore.convert.defaults import MAX_TRACES, DefaultAttention, is_index_id
 from tracestore.convert.options import ConvertOptions
 from tracestore.convert.scoring import Scoring
@@ -102,7 +102,7 @@ def dry_run(sources: list[Path], store: str, options: ConvertOptions, output: Ou
             output.info(line)
     if options.attention is None and (note := default_attention.note(attention)):
         output.info(note)
-    output.info(f"{len(found):,} files, {len(refused):,} refused; nothing was written")
+    output.info(f"{plural(len(found), 'file')}, {len(refused):,} refused; nothing was written")
     errors = [error for error in refused if not isinstance(error, NoTracesError)]
     if refused and not options.skip_bad and (errors or len(refused) == len(found)):
         raise (errors or refused)[0]

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tracestore.console import format_size
+from tracestore.console import format_size, plural
 from tracestore.convert.options import ON_CONFLICT, OnConflict
 from tracestore.errors import InvalidInputError, escape_unprintable
 from tracestore.store.write.pack import PackedTrace
@@ -113,12 +113,12 @@ class ConvertReport:
     def lines(self, on_conflict: OnConflict) -> Iterator[str]:
         """Yield the report as lines of text."""
         yield (
-            f"{self.num_traces_new:,} traces added from {self.num_sources:,} files in {self.seconds:.1f} s "
-            f"({self.num_sources_skipped_existing:,} files already in the store, {self.num_duplicates:,} duplicates and "
-            f"{self.num_sources_skipped:,} files skipped)"
+            f"{plural(self.num_traces_new, 'trace')} added from {plural(self.num_sources, 'file')} in {self.seconds:.1f} s "
+            f"({plural(self.num_sources_skipped_existing, 'file')} already in the store, "
+            f"{plural(self.num_duplicates, 'duplicate')} and {plural(self.num_sources_skipped, 'file')} skipped)"
         )
         yield (
-            f"{self.store}: {self.num_traces:,} traces in {self.num_segments:,} segments, "
+            f"{self.store}: {plural(self.num_traces, 'trace')} in {plural(self.num_segments, 'segment')}, "
             f"{format_size(self.bytes_in)} in, {format_size(self.bytes_out)} out, "
             f"{self.num_unscored:,} without a score"
         )
@@ -126,26 +126,26 @@ class ConvertReport:
             yield self.labels
         if self.num_conflicts:
             yield (
-                f"{self.num_conflicts:,} traces differ from a trace with the same question id and sample: "
+                f"different content under a question id and sample of the store: {plural(self.num_conflicts, 'trace')}, "
                 f"{ON_CONFLICT[on_conflict]}"
             )
         if self.num_nonfinite:
-            yield f"{self.num_nonfinite:,} traces hold NaN or infinite values; training reports an error for them"
+            yield f"NaN or infinite values in {plural(self.num_nonfinite, 'trace')}; training reports an error"
         if self.num_without_embeddings:
             yield (
-                f"the embeddings of {self.num_without_embeddings:,} traces are not stored: "
+                f"the embeddings of {plural(self.num_without_embeddings, 'trace')} are not stored: "
                 "they had L + 1 hidden states and attention of L layers"
             )
         if self.num_without_last_state:
             yield (
-                f"{self.num_without_last_state:,} traces have one token more than hidden states: "
+                f"one token more than hidden states in {plural(self.num_without_last_state, 'trace')}: "
                 "a model computes no state for the last token that it generates"
             )
         if self.num_without_tokens:
-            yield f"{self.num_without_tokens:,} traces have no token ids; --map tokens=KEY names their key"
+            yield f"no token ids in {plural(self.num_without_tokens, 'trace')}; --map tokens=KEY names their key"
         if self.num_made_up_ids:
             yield (
-                f"{self.num_made_up_ids:,} traces have no question_id: file name and position were used; "
+                f"no question_id in {plural(self.num_made_up_ids, 'trace')}: file name and position were used; "
                 "--map question_id=KEY names their key"
             )
         if self.dropped:
@@ -153,14 +153,14 @@ class ConvertReport:
             more = f" and {len(counts) - _MAX_NAMES:,} more" if len(counts) > _MAX_NAMES else ""
             yield f"not stored, because no field holds such values: {', '.join(counts[:_MAX_NAMES])}{more}"
         if self.num_traces_refused:
-            yield f"{self.num_traces_refused:,} traces refused; they are listed in {self.refused_file}"
+            yield f"{plural(self.num_traces_refused, 'trace')} refused, listed in {self.refused_file}"
         for dtype, count in self.num_sources_rounded.items():
             advice = "" if dtype == "float64" else "; --dtype keep keeps them"  # no store holds float64
-            yield f"{dtype} values of {count:,} files were rounded to float16{advice}"
+            yield f"{dtype} values of {plural(count, 'file')} were rounded to float16{advice}"
         if self.rounding_error is not None:
             yield (
                 f"largest relative error of rounding: {100 * self.rounding_error:.2g} % "
                 "(first trace of each file, values of at least 6.1e-05)"
             )
         if self.num_scores_without_trace:
-            yield f"{self.num_scores_without_trace:,} scores belong to no trace"
+            yield f"{plural(self.num_scores_without_trace, 'score')} without a trace"

@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from tracestore.console import Output
+from tracestore.console import Output, plural
 from tracestore.convert.options import ConvertOptions
 from tracestore.errors import InvalidInputError, UsageError, escape_unprintable
 from tracestore.ingest.roles.keys import INPUTS_PAGE, KeyOptions, parse_map
@@ -150,7 +150,7 @@ class Scoring:
     def lines(self) -> Iterator[str]:
         """Yield what was found inside the traces."""
         for name, count in self._used.items():
-            yield f"{name}: found inside {count:,} traces and used; see {INPUTS_PAGE}#scores"
+            yield f"{name}: found inside {plural(count, 'trace')} and used; see {INPUTS_PAGE}#scores"
 
 
 def _read_files(
@@ -164,7 +164,7 @@ def _read_files(
             path, options.score_column, options.group_column, options.score_direction, options.id_column
         )
         count = len(found.values) or len(found.in_order)
-        output.info(f"scores: {path}, column {found.column}, {count:,} questions")
+        output.info(f"scores: {path}, column {found.column}, {plural(count, 'question')}")
         if scores is None:
             scores = found
         else:

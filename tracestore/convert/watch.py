@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 
-from tracestore.console import Output
+from tracestore.console import Output, plural
 from tracestore.convert.options import ConvertOptions
 from tracestore.convert.report import ConvertReport
 from tracestore.convert.runner import Conversion
@@ -64,7 +64,7 @@ class Watch:
         try:
             self._watch(self._convert)
         except KeyboardInterrupt as error:
-            text = f"interrupted: {self._num_traces:,} traces are committed; run the same command to continue"
+            text = f"interrupted: {plural(self._num_traces, 'trace')} committed; run the same command to continue"
             raise KeyboardInterrupt(str(error) or text) from None
         if self._report is None:
             raise UsageError(f"{', '.join(map(str, self._arguments))}: no trace file within {self._timeout_s:g} s")

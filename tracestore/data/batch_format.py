@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from tracestore.console import plural
 from tracestore.errors import UsageError
 from tracestore.store.format import schema
 from tracestore.store.read.store import TraceStore
@@ -144,8 +145,10 @@ class BatchFormat:
 
     def describe(self, store: TraceStore, num_samples: int) -> str:
         """Return the view and the sizes in words, for the representation of a loader."""
-        what = "tokens" if self.view == "tokens" else "traces"
-        sizes = f"{num_samples} {what}, {self.num_layers(store)} layers, hidden size {store.hidden_dim}"
+        what = "token" if self.view == "tokens" else "trace"
+        sizes = (
+            f"{plural(num_samples, what)}, {plural(self.num_layers(store), 'layer')}, hidden size {store.hidden_dim}"
+        )
         return f"{str(store.path)!r}, {self.view!r}, {sizes}, {self.hidden_dtype(store)}"
 
     def num_heads(self, store: TraceStore) -> int:

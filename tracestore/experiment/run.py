@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from tracestore import console
+from tracestore.console import plural
 from tracestore.data.batch_format import BatchFormat
 from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.registry import DETECTORS
@@ -29,6 +30,7 @@ from tracestore.extras import require
 from tracestore.oom.limits import MemoryUse, limited_memory, memory_limit, memory_use
 from tracestore.planning.measure import plan_micro_batches
 from tracestore.store.format.provenance import require_compatible
+from tracestore.store.io.fsio import check_output_dir
 from tracestore.store.read.store import TraceStore, open_store
 from tracestore.train.distributed import DistributedContext
 from tracestore.train.monitor import Log
@@ -81,16 +83,14 @@ def run_experiment(
         log, line = (lambda _: None), None
     if options.config.tensorboard:
         require("tensorboard")
+    check_output_dir(output_dir)
     start = memory_use()
     store = open_store(store_path, score=options.config.score)
     options = replace(options, config=replace(options.config, score=store.score_name))
     model_config = _check_store(store, options)
     if ranks.world_size > 1 and model_config.normalization == "batch":
         raise UsageError("--normalization batch: its statistics are those of one process; found several ranks")
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError, PermissionError) as error:
-        raise UsageError(f"--output-dir {output_dir}: {error.strerror}") from None
+    output_dir.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         ranks.on_rank_zero(lambda: stack.enter_context(lock_output_dir(output_dir)))
         ranks.on_rank_zero(lambda: _check_output_dir(output_dir, options))
@@ -182,12 +182,14 @@ class _Experiment:
         store, options, split = self.store, self.options, self.splits[0]
         counts = ", ".join(f"{name} {len(indices)}" for name, indices in split.indices.items())
         num_unlabeled = len(store) - sum(map(len, split.indices.values()))
-        self.log(f"{store.path}: {len(store):,} traces, {num_unlabeled:,} without a label; {counts}")
+        self.log(f"{store.path}: {plural(len(store), 'trace')}, {num_unlabeled:,} without a label; {counts}")
         if not np.isnan(store.scores).all():
             self.log(store.describe_scores(options.config.score_threshold))
         if options.is_repeated:
             num_trainings = len(self.runs) * len(options.models)
-            self.log(f"{options.folds or 1} folds x {options.seeds or 1} seeds, {num_trainings} trainings")
+            self.log(
+                f"{plural(options.folds or 1, 'fold')} x {plural(options.seeds or 1, 'seed')}, {plural(num_trainings, 'training')}"
+            )
 
     def _empty_results(self) -> dict[str, Any]:
         """Return the results without metrics. They refer to the entries, which training fills."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tracestore.console import plural
 from tracestore.export.exporter import TRACES_PER_FILE
 from tracestore.export.file_formats import PickleListWriter, record_dict, trace_dict
 from tracestore.ingest.formats import read_traces
@@ -71,7 +72,7 @@ class TraceBatchLoader:
             self._batches = [_file_batch(source) for source in find_sources([self.path], self.path)]
 
     def __repr__(self) -> str:
-        return f"TraceBatchLoader({str(self.path)!r}, {len(self)} batches)"
+        return f"TraceBatchLoader({str(self.path)!r}, {plural(len(self), 'batch')})"
 
     def __len__(self) -> int:
         """Return the number of batches."""

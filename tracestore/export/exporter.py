@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tracestore.console import plural
 from tracestore.errors import UsageError
 from tracestore.export.file_formats import FORMATS, WRITERS, ExportFormat, write_provenance
 from tracestore.export.trace_values import json_line, row_of
@@ -19,7 +20,8 @@ from tracestore.ingest.sources import PROVENANCE_FILE
 from tracestore.store.format import schema
 from tracestore.store.format.labels import SCORE_COLUMNS
 from tracestore.store.format.provenance import Provenance
-from tracestore.store.io.fsio import atomic_write, map_os_errors, write_rows
+from tracestore.store.io.fsio import atomic_write, check_output_dir, map_os_errors, require_free_bytes, write_rows
+from tracestore.store.maintain.selection import large_array_bytes
 from tracestore.store.read.store import TraceStore
 from tracestore.store.read.trace import Trace
 
@@ -116,12 +118,11 @@ def export_store(
     out = Path(out_dir)
     report = ExportReport(str(store.path), str(out), format)
     with map_os_errors(out):
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError):
-            raise UsageError(f"{out}: not a folder") from None
+        check_output_dir(out)
+        out.mkdir(parents=True, exist_ok=True)
         if any(out.iterdir()):
             raise UsageError(f"{out}: not empty; use an empty or new folder")
+        _require_space(store, out, format)
         _check(store, format)
         write, name = WRITERS[format]
         (out / name).parent.mkdir(exist_ok=True)
@@ -144,6 +145,20 @@ def export_store(
         scores = _write_scores(store, out)
         report.scores_file = None if scores is None else str(scores)
     return report
+
+
+def _require_space(store: TraceStore, out: Path, format: ExportFormat) -> None:
+    """Raise DiskFullError if the arrays that the files hold at least do not fit on the disk."""
+    if format == "datasets":  # Parquet files are compressed.
+        return
+    num_traces, itemsize = len(store), schema.storage_dtype(store.hidden_dtype).itemsize
+    if format == "pt-lstm":
+        needed = num_traces * store.num_layers * store.hidden_dim * itemsize
+    elif format == "pt-gnn":
+        needed = int(store.num_tokens.sum()) * store.num_layers * store.hidden_dim * itemsize
+    else:
+        needed = int(large_array_bytes(store, np.arange(num_traces)).sum())
+    require_free_bytes(out, needed, f"the export of {plural(num_traces, 'trace')}")
 
 
 def _write_table(store: TraceStore, path: Path, file_name: str) -> None:

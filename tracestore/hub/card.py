@@ -4,7 +4,7 @@ import html
 from collections.abc import Sequence
 from typing import Any
 
-from tracestore.console import format_size
+from tracestore.console import format_size, plural
 from tracestore.errors import escape_unprintable
 from tracestore.extras import needs
 from tracestore.store.read.store import TraceStore
@@ -51,7 +51,7 @@ def make_card(store: TraceStore, repo_id: str, license: str | None, old: str = "
 
 def _sections(store: TraceStore, repo_id: str) -> list[str]:
     info, name = store.info(), repo_id.rpartition("/")[2]
-    heads = f"{store.attention_mode} ({store.num_heads} heads)" if store.num_heads else store.attention_mode
+    heads = f"{store.attention_mode} ({plural(store.num_heads, 'head')})" if store.num_heads else store.attention_mode
     optional = {n for k in range(info["num_segments"]) for n in store.internals.segment(k).optional_names}
     contents = {
         "traces": f"{len(store):,}",
@@ -63,7 +63,7 @@ def _sections(store: TraceStore, repo_id: str) -> list[str]:
         "fields": ", ".join([*info["fields"], *sorted(optional)]),
         "scored, labeled": f"{info['num_scored']:,}, {info['num_labeled']:,}",
         "lens": "final norm and unembedding matrix" if info["lens"] else None,
-        "size": f"{format_size(info['bytes'])} in {info['num_segments']:,} segments",
+        "size": f"{format_size(info['bytes'])} in {plural(info['num_segments'], 'segment')}",
         "generation": info["generation"],
     }
     scores = [

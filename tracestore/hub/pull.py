@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tracestore.errors import CorruptStoreError, DiskFullError, UsageError
+from tracestore.errors import CorruptStoreError, UsageError
 from tracestore.hub.client import REPO_TYPE, hub_calls, store_files
 from tracestore.store.format import paths
 from tracestore.store.format.entries import FileEntry, size_mismatch
@@ -193,9 +193,7 @@ class _Download:
                 raise size_mismatch(entry, size)
         self._wanted |= chosen
         needed = sum(entry.size for entry in chosen.values() if not (self._folder / entry.path).exists())
-        free = fsio.free_bytes(self._folder)
-        if needed > free:
-            raise DiskFullError(f"{self._folder}: {needed:,} bytes are needed, {free:,} are free")
+        fsio.require_free_bytes(self._folder, needed, "the store")
         total = sum(entry.size for entry in self._wanted.values())
         pool = ThreadPoolExecutor(_REQUESTS)
         try:

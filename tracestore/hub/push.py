@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tracestore.console import plural
 from tracestore.errors import CorruptStoreError, UsageError
 from tracestore.extras import needs
 from tracestore.hub.card import make_card
@@ -152,7 +153,7 @@ class _Upload:
             self._send({path: str(self._folder / path) for path in data[:_FILES_PER_COMMIT]}, "Upload segments")
             del data[:_FILES_PER_COMMIT]
         last |= {path: str(self._folder / path) for path in data}
-        message = f"Upload generation {manifest.generation}, {manifest.num_traces} traces"
+        message = f"Upload generation {manifest.generation}, {plural(manifest.num_traces, 'trace')}"
         last[README] = readme.encode()
         self._send(last, message, stale)
         repo_id, size = self._target["repo_id"], manifest.num_bytes

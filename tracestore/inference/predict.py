@@ -9,7 +9,7 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-from tracestore.console import format_size
+from tracestore.console import format_size, plural
 from tracestore.data.batch_format import BatchFormat
 from tracestore.data.epoch import mean_trace_bytes
 from tracestore.detectors.checkpoint import DETECTOR_VERSION
@@ -300,7 +300,7 @@ def predict_store(
                 num_threads=num_threads or 2,
                 memory_budget=None if memory_budget is None else memory_budget // 2,
                 on_event=lambda event: log(
-                    f"out of memory: {event['size_before']} traces at once -> {event['size_after']}"
+                    f"out of memory: {plural(event['size_before'], 'trace')} at once -> {event['size_after']}"
                 ),
             ):
                 yield from _rows(store, indices, logits, detector.threshold, report)

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from tracestore.console import plural
 from tracestore.errors import UsageError
 from tracestore.store.format import schema
 from tracestore.store.format.lens import LensField
@@ -121,7 +122,7 @@ class Lens:
         self._small, self._matrix = small, matrix
 
     def __repr__(self) -> str:
-        return f"Lens({self.num_tokens} tokens, {self.hidden_dim} values, {self.dtype}, norm {self.norm})"
+        return f"Lens({plural(self.num_tokens, 'token')}, {plural(self.hidden_dim, 'value')}, {self.dtype}, norm {self.norm})"
 
     @property
     def unembedding(self) -> np.ndarray:

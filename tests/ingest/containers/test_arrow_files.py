@@ -98,7 +98,7 @@ def test_activations_of_saelens(tmp_path, dtype, num_shards):
     for k, trace in enumerate(store):
         np.testing.assert_array_equal(trace.hidden_states, hidden[k][None])
         np.testing.assert_array_equal(trace.tokens, tokens[k])
-    assert "(1 files already in the store" in convert(tmp_path / "acts", tmp_path / "s.zarr", *NONE).stdout
+    assert "(1 file already in the store" in convert(tmp_path / "acts", tmp_path / "s.zarr", *NONE).stdout
 
 
 def make_dataset(traces):

@@ -200,4 +200,4 @@ def test_the_output_object_of_generate_is_a_trace(tmp_path):
     store = tracestore.open(tmp_path / "s.zarr")
     assert store.question_ids == ["a.pkl:0", "own"] and store[0].num_tokens == 8 and store.num_layers == 3
     np.testing.assert_array_equal(store[0].tokens, out.sequences[0].numpy())
-    assert "past_key_values (2)" in done.stdout and "2 traces have one token more" in done.stdout
+    assert "past_key_values (2)" in done.stdout and "one token more than hidden states in 2 traces" in done.stdout

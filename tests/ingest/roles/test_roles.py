@@ -111,7 +111,7 @@ def test_attention_averaged_over_heads(tmp_path, form):
 def test_hidden_states_alone(tmp_path):
     traces = make_traces(3)
     store, done = stored(tmp_path, [{"hidden_states": t["hidden_states"]} for t in traces], "--attention", "none")
-    assert "3 traces have no token ids" in done.stdout and "3 traces have no question_id" in done.stdout
+    assert "no token ids in 3 traces" in done.stdout and "no question_id in 3 traces" in done.stdout
     np.testing.assert_array_equal(store[2].hidden_states, np.stack(traces[2]["hidden_states"]))
     assert store.question_ids == ["a.pkl:0", "a.pkl:1", "a.pkl:2"]
     command("verify", tmp_path / "s.zarr", check=0)
@@ -151,7 +151,7 @@ def test_chosen_layers_with_their_numbers(tmp_path, form):
     (provenance,) = store.internals.attributes.provenance
     assert provenance.layer_ids == tuple(ids)
     again = convert(tmp_path / "a.pkl", tmp_path / "s.zarr")
-    assert "1 files already in the store" in again.stdout
+    assert "1 file already in the store" in again.stdout
 
 
 def test_traces_of_other_layers_are_refused(tmp_path):
@@ -227,7 +227,7 @@ def test_the_token_without_a_state_is_reported(tmp_path):
         t | {"tokens": np.append(t["tokens"], 5), "tokens_decoded": [*t["tokens_decoded"], "x"]} for t in make_traces(2)
     ]
     _, done = stored(tmp_path, traces)
-    assert "2 traces have one token more than hidden states" in done.stdout
+    assert "one token more than hidden states in 2 traces" in done.stdout
 
 
 def test_the_prompt_beside_the_sequence_gives_its_length(tmp_path):

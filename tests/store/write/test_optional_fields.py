@@ -263,7 +263,7 @@ def test_rounding_to_float16_is_reported(tmp_path, dtype, options, expected):
     assert json.loads(done.stdout)["num_sources_rounded"] == expected
     lines = [line for line in done.stderr.splitlines() if " rounded" in line]
     advice = {"f4": "; --dtype keep keeps them"}.get(dtype, "")
-    assert lines == [f"{name} values of 1 files were rounded to float16{advice}" for name in expected]
+    assert lines == [f"{name} values of 1 file were rounded to float16{advice}" for name in expected]
     assert ("largest relative error of rounding: 0.0" in done.stderr) == bool(expected)
     error = json.loads(done.stdout)["rounding_error"]
     assert error is None if not expected else 2**-14 < error <= 2**-11 * 1.001

@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 from tracestore.cli.flags import add_allow_mixed_provenance
-from tracestore.console import Output, Parser
+from tracestore.console import Output, Parser, plural
 from tracestore.errors import UsageError
 
 
@@ -33,6 +33,6 @@ def run(args: argparse.Namespace, output: Output) -> None:
     document = compare_runs(folders, allow_mixed_provenance=args.allow_mixed_provenance)
     for name, found in document.items():
         count = found.pop("num_runs")
-        output.info(f"{name}, {count} {'run' if count == 1 else 'runs'} each")
+        output.info(f"{name}, {plural(count, 'run')} each")
         output.info(format_table(found) + "\n")
     output.print_json(document)

@@ -17,6 +17,7 @@ from tracestore.process import reuse_freed_memory
 from tracestore.store.format.schema import CODECS
 from tracestore.store.io.files import local_dir
 from tracestore.store.io.fsio import map_os_errors
+from tracestore.store.io.ownership import check_store_destination
 
 _FLAGS: Flags = {
     "map": {
@@ -75,6 +76,8 @@ def run(args: argparse.Namespace, output: Output) -> None:
         return
     if args.watch_timeout is not None and not args.watch:
         raise UsageError("--watch-timeout needs --watch")
+    with map_os_errors(local_dir(args.dst)):
+        check_store_destination(args.dst, overwrite=options.overwrite)
     conversion: Conversion | Watch
     if args.watch:
         conversion = Watch(args.src, args.dst, options, output, args.watch_timeout)

@@ -9,7 +9,7 @@ import argparse
 
 import tracestore
 from tracestore.cli.flags import add_store
-from tracestore.console import Output, Parser, Progress, format_size, positive_int
+from tracestore.console import Output, Parser, Progress, format_size, plural, positive_int
 from tracestore.export.exporter import SCORES_FILE, TRACES_PER_FILE, export_store
 from tracestore.export.file_formats import FORMATS
 
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
         report = export_store(store, args.out_dir, **options, progress=progress.update)
     output.print_json(report)
     output.info(
-        f"{report.out_dir}: {report.num_traces:,} traces in {report.num_files:,} files, "
+        f"{report.out_dir}: {plural(report.num_traces, 'trace')} in {plural(report.num_files, 'file')}, "
         f"{format_size(report.bytes)}{f', scores in {SCORES_FILE}' if report.scores_file else ''}"
     )
     for text in report.left_out:

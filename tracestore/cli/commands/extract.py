@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tracestore.cli.flags import add_allow_mixed_provenance
-from tracestore.console import Output, Parser, Progress, float_where, int_between, positive_int
+from tracestore.console import Output, Parser, Progress, float_where, int_between, plural, positive_int
 from tracestore.errors import UsageError
 from tracestore.extract import run as extraction
 from tracestore.extract.judges import DEFAULT_JUDGES, JUDGES
@@ -18,7 +18,9 @@ from tracestore.extract.questions import FACTS, Question, questions_file, read_q
 from tracestore.extract.select import Select, parse_layers
 from tracestore.extras import needs
 from tracestore.store.format.schema import ATTENTION_MODES, CODECS
-from tracestore.store.io.files import parse_location
+from tracestore.store.io.files import local_dir, parse_location
+from tracestore.store.io.fsio import check_output_dir, map_os_errors
+from tracestore.store.io.ownership import check_store_destination
 
 
 def add_arguments(parser: Parser) -> None:
@@ -84,6 +86,11 @@ def run(args: argparse.Namespace, output: Output) -> None:
     if args.samples > 1 and not args.temperature:
         raise UsageError("--samples needs a --temperature above 0, because the most likely tokens are always the same")
     judges = tuple(dict.fromkeys(args.judges or DEFAULT_JUDGES))
+    with map_os_errors(local_dir(args.out)):
+        if to_store:
+            check_store_destination(args.out)
+        else:
+            check_output_dir(args.out)
     # Imported here, because loading the libraries takes seconds: wrong usage is reported at once.
     with needs("extract"):
         from tracestore.extract.answering import AnswerOptions, answer_questions, provenance_of
@@ -135,7 +142,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
             provenance=provenance,
             allow_mixed_provenance=args.allow_mixed_provenance,
         )
-    output.info(f"{total:,} answers of {args.model} -> {args.out}")
+    output.info(f"{plural(total, 'answer')} of {args.model} -> {args.out}")
     report = extraction.ExtractReport(str(args.out))
     with Progress(output) as progress:
         for is_correct in steps:
@@ -144,7 +151,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
                 done = report.made + report.already_there
                 progress.update(done, total, lambda: f"{report.right / report.made:.0%} correct")
     output.info(
-        f"{args.out}: {report.made:,} new traces, {report.already_there:,} existing traces, "
+        f"{args.out}: {plural(report.made, 'new trace')}, {plural(report.already_there, 'existing trace')}, "
         f"{report.right / max(1, report.made):.0%} of the new answers correct"
     )
     output.print_json(report)

@@ -7,7 +7,7 @@ import argparse
 
 import tracestore
 from tracestore.cli.flags import add_store
-from tracestore.console import Output, Parser, format_size
+from tracestore.console import Output, Parser, format_size, plural
 
 
 def add_arguments(parser: Parser) -> None:
@@ -28,7 +28,9 @@ def run(args: argparse.Namespace, output: Output) -> None:
             value = ", ".join(value)
         elif name == "lens":
             value = (
-                "none" if value is None else f"{value['num_tokens']:,} tokens, {value['dtype']}, norm {value['norm']}"
+                "none"
+                if value is None
+                else f"{plural(value['num_tokens'], 'token')}, {value['dtype']}, norm {value['norm']}"
             )
         elif isinstance(value, dict):
             value = ", ".join(f"{key} ({field['direction']})" for key, field in value.items()) or None

@@ -6,7 +6,7 @@ Example: tracestore lint store.zarr --json
 import argparse
 
 from tracestore.cli.flags import add_score, add_store
-from tracestore.console import Output, Parser, Progress
+from tracestore.console import Output, Parser, Progress, plural
 from tracestore.store.maintain.lint import lint_store
 
 
@@ -26,9 +26,9 @@ def run(args: argparse.Namespace, output: Output) -> int:
     for kind, count in report.counts.items():
         listed = [f for f in report.findings if f.kind == kind]
         first, names = listed[0], [f"{f.index} ({f.question_id})" for f in listed[:3] if f.index is not None]
-        where = f"trace {names[0]}" if count == 1 else f"{count:,} traces, the first {', '.join(names)}"
+        where = f"trace {names[0]}" if count == 1 else f"{plural(count, 'trace')}, the first {', '.join(names)}"
         where = f" {where}:" if names else ""
         output.info(f"{first.severity}: {kind}:{where} {first.found}. {first.advice[:1].upper()}{first.advice[1:]}.")
     if not report.counts:
-        output.info(f"clean: {report.num_traces:,} traces")
+        output.info(f"clean: {plural(report.num_traces, 'trace')}")
     return 1 if report.counts else 0

@@ -8,10 +8,11 @@ from dataclasses import asdict
 
 import tracestore
 from tracestore.cli.flags import add_allow_mixed_provenance
-from tracestore.console import Output, Parser, Progress
+from tracestore.console import Output, Parser, Progress, plural
 from tracestore.store.format.schema import CODECS
 from tracestore.store.io.files import local_dir
 from tracestore.store.io.fsio import map_os_errors
+from tracestore.store.io.ownership import check_store_destination
 from tracestore.store.maintain.merge import MergeReport, merge_stores
 
 
@@ -32,6 +33,7 @@ def add_destination(parser: Parser) -> None:
 def run(args: argparse.Namespace, output: Output) -> None:
     """Merge stores and print a summary."""
     with map_os_errors(local_dir(args.dst)), Progress(output) as progress:
+        check_store_destination(args.dst, overwrite=args.overwrite)
         report = merge_stores(
             args.stores,
             args.dst,
@@ -49,12 +51,14 @@ def print_copied(args: argparse.Namespace, output: Output, report: MergeReport) 
         num_traces = len(store)
     output.print_json({"store": str(args.dst), "num_traces": num_traces, **asdict(report)})
     output.info(
-        f"{args.dst}: {report.num_traces_new:,} traces added, {num_traces:,} in all; "
-        f"{report.num_duplicates:,} were there already"
+        f"{args.dst}: {plural(report.num_traces_new, 'trace')} added, {num_traces:,} in all; "
+        f"{plural(report.num_duplicates, 'duplicate')}"
     )
     if report.num_scores_filled:
-        output.info(f"{report.num_scores_filled:,} of those had no score and got one")
+        output.info(f"{plural(report.num_scores_filled, 'duplicate')} without a score got one")
     if report.num_scores_differing:
-        output.info(f"{report.num_scores_differing:,} of those have a different score, which was kept")
+        output.info(
+            f"{plural(report.num_scores_differing, 'duplicate')} with a different score: the score of {args.dst} was kept"
+        )
     if report.lens == "different":
         output.info("the lenses of the stores differ (final norm, unembedding matrix): none was copied")

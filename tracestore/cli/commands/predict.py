@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 from tracestore.cli.flags import add_allow_mixed_provenance, add_num_threads
-from tracestore.console import Output, Parser, Progress, parse_size, positive_int
+from tracestore.console import Output, Parser, Progress, parse_size, plural, positive_int
 from tracestore.errors import UsageError
 from tracestore.store.io.files import parse_location
 
@@ -61,11 +61,10 @@ def run(args: argparse.Namespace, output: Output) -> None:
         )
     if report.num_without_score:
         output.info(
-            f"{report.num_without_score:,} traces hold NaN or infinite values and have no score; "
-            "tracestore lint names them"
+            f"NaN or infinite values, and no score, in {plural(report.num_without_score, 'trace')}; see tracestore lint"
         )
     output.info(
-        f"{args.output}: {report.num_traces:,} traces, {report.num_predicted:,} predicted hallucinations "
+        f"{args.output}: {plural(report.num_traces, 'trace')}, {plural(report.num_predicted, 'predicted hallucination')} "
         f"by {report.model}"
     )
     output.print_json(report)

@@ -5,7 +5,7 @@ Example: tracestore pull USER/NAME store.zarr
 
 import argparse
 
-from tracestore.console import Output, Parser, Progress, format_size
+from tracestore.console import Output, Parser, Progress, format_size, plural
 from tracestore.errors import escape_unprintable
 
 
@@ -26,8 +26,10 @@ def run(args: argparse.Namespace, output: Output) -> None:
     output.print_json(report)
     if report.ignored:
         first = escape_unprintable(", ".join(report.ignored[:3]), 200)
-        output.info(f"{len(report.ignored):,} files of the data set are not the store's and were left out: {first}")
+        output.info(
+            f"left out {plural(len(report.ignored), 'file')} of the data set that the store does not name: {first}"
+        )
     output.info(
-        f"{report.store}: generation {report.generation}, {report.num_traces:,} traces, {report.num_files:,} files, "
+        f"{report.store}: generation {report.generation}, {plural(report.num_traces, 'trace')}, {plural(report.num_files, 'file')}, "
         f"{format_size(report.num_bytes)}, verified, from commit {report.commit}"
     )

@@ -5,7 +5,7 @@ Example: tracestore push store.zarr USER/NAME --license cc-by-4.0
 
 import argparse
 
-from tracestore.console import Output, Parser, Progress, format_size
+from tracestore.console import Output, Parser, Progress, format_size, plural
 
 
 def add_arguments(parser: Parser) -> None:
@@ -28,6 +28,6 @@ def run(args: argparse.Namespace, output: Output) -> None:
         report = push_store(args.store, args.repo_id, **options, progress=progress.update)
     output.print_json(report)
     output.info(
-        f"{report.url}: generation {report.generation}, {report.num_traces:,} traces, {report.num_files:,} files, "
+        f"{report.url}: generation {report.generation}, {plural(report.num_traces, 'trace')}, {plural(report.num_files, 'file')}, "
         f"{format_size(report.num_bytes)}, commit {report.commit}"
     )

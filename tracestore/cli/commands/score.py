@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 
 from tracestore.cli.flags import SCORE_FLAGS, add_flags, add_store, values
-from tracestore.console import Output, Parser
+from tracestore.console import Output, Parser, plural
 from tracestore.convert.options import ConvertOptions
 from tracestore.ingest.scores import read_scores, update_scores
 
@@ -37,8 +37,8 @@ def run(args: argparse.Namespace, output: Output) -> None:
     )
     output.print_json(report)
     output.info(
-        f"{report.num_updated:,} traces updated, {report.num_scored:,} of {report.num_traces:,} "
-        f"have the score {report.score}; {report.num_scores_without_trace:,} scores belong to no trace"
+        f"{plural(report.num_updated, 'trace')} updated, {report.num_scored:,} of {report.num_traces:,} "
+        f"with the score {report.score}; {plural(report.num_scores_without_trace, 'score')} without a trace"
     )
     output.info(report.labels)
     if report.default_score != report.score:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import tracestore
 from tracestore.cli.flags import add_score, add_store
-from tracestore.console import Output, Parser, port
+from tracestore.console import Output, Parser, plural, port
 from tracestore.serve import make_server
 
 
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
         server = make_server(store, args.results, port=args.port, score_threshold=args.score_threshold)
         output.print_json({"store": str(args.store), "url": server.url, "port": server.port})
         if not args.json:
-            output.info(f"{args.store}: {len(store):,} traces at {server.url}")
+            output.info(f"{args.store}: {plural(len(store), 'trace')} at {server.url}")
             output.info("The address contains a secret and works on this machine only. Press Ctrl-C to stop.")
         try:
             server.run()

@@ -14,6 +14,7 @@ from tracestore.cli.flags import add_score, add_store
 from tracestore.console import Output, Parser, Progress, int_ranges
 from tracestore.store.io.files import local_dir
 from tracestore.store.io.fsio import map_os_errors
+from tracestore.store.io.ownership import check_store_destination
 from tracestore.store.maintain.merge import subset_store
 from tracestore.store.maintain.selection import indices_of_segments, read_ids
 
@@ -33,9 +34,10 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace, output: Output) -> None:
     """Copy the chosen traces and print a summary."""
-    with tracestore.open(args.store, score=args.score) as store:
-        indices = _chosen_indices(store, args)
     with map_os_errors(local_dir(args.dst)), Progress(output) as progress:
+        check_store_destination(args.dst, overwrite=args.overwrite)
+        with tracestore.open(args.store, score=args.score) as store:
+            indices = _chosen_indices(store, args)
         report = subset_store(
             args.store,
             args.dst,

@@ -7,7 +7,7 @@ import argparse
 import sys
 
 from tracestore.cli.flags import add_store
-from tracestore.console import Output, Parser, Progress, format_size
+from tracestore.console import Output, Parser, Progress, format_size, plural
 from tracestore.store.maintain.verify import repair_store, verify_store
 
 
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
         return 3
     depth = "sizes of" if args.quick else "every byte of"
     size = format_size(report.num_bytes)
-    output.info(f"intact: generation {report.generation}, {depth} {report.num_files:,} files, {size}")
+    output.info(f"intact: generation {report.generation}, {depth} {plural(report.num_files, 'file')}, {size}")
     for name in report.leftovers:
         output.info(f"uncommitted file (of a running writer, or left for the next writer to remove): {name}")
     return 0

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tracestore.console import plural
 from tracestore.errors import InvalidInputError, error_location, escape_unprintable
 from tracestore.ingest.formats import ReadOptions, read_traces
 from tracestore.ingest.packing import PackOptions, check_attention
@@ -161,10 +162,10 @@ def _stored(packed: PackedTrace) -> str:
         parts.append(f"S {packed.num_tokens}")
     parts.append(f"D {packed.hidden_dim} {packed.hidden_dtype}")
     if record.tokens is not None:
-        parts.append(f"{len(record.tokens)} tokens")
+        parts.append(plural(len(record.tokens), "token"))
     layout = schema.LAYOUT_NAMES.get(packed.layout)
     if layout is not None:
-        heads = "" if packed.num_heads is None else f" of {packed.num_heads} heads"
+        heads = "" if packed.num_heads is None else f" of {plural(packed.num_heads, 'head')}"
         parts.append(f"{layout} attention{heads} {packed.attention_dtype}")
     if record.layer_ids is not None:
         parts.append(f"layers {', '.join(map(str, record.layer_ids))}"[:60])

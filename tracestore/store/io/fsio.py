@@ -255,6 +255,27 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
+def require_free_bytes(path: Path, needed_bytes: int, what: str) -> None:
+    """Raise DiskFullError if the file system of `path` has fewer free bytes than `what` is known to need."""
+    free = free_bytes(path)
+    if needed_bytes > free:
+        raise DiskFullError(
+            f"{path}: {what} needs at least {needed_bytes:,} bytes, {free:,} are free on the file system; "
+            "free some space or choose another destination"
+        )
+
+
+def check_output_dir(path: Path) -> None:
+    """Raise UsageError if `path` is not a folder and cannot be made one, or if it is not writable."""
+    parent = path.absolute()
+    while not os.path.lexists(parent):
+        parent = parent.parent
+    if not parent.is_dir():
+        raise UsageError(f"cannot write {path}: {parent} is not a folder")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UsageError(f"cannot write {path}: the folder {parent} is not writable")
+
+
 class WriterLock:
     """An exclusive flock on STORE/lock, which the kernel releases when the process ends."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from tracestore.errors import CorruptStoreError, UsageError, escape_unprintable
 from tracestore.store.format import paths
 from tracestore.store.format.paths import TEMPORARY_PREFIX
-from tracestore.store.io.files import MAX_ROOT_BYTES, LocalFiles, not_regular_error
+from tracestore.store.io.files import MAX_ROOT_BYTES, LocalFiles, not_regular_error, parse_location
 from tracestore.store.io.fsio import retry_eintr
 
 # Files of a store whose creation did not finish.
@@ -49,6 +49,36 @@ def classify_folder(store: Path) -> FolderKind:
         time.sleep(0.001 * attempt)
     names = _entries(store)
     return _classify(store, None if names is None else sorted(names))
+
+
+def check_store_destination(location: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    """Check that a writer can create or extend the store at a location, so that commands fail before their work.
+
+    The writer checks again, and checks URLs.
+
+    Parameters
+    ----------
+    location : str or os.PathLike
+        Path or URL of the store.
+    overwrite : bool
+        Whether the writer replaces the store, which needs a writable parent folder.
+
+    Raises
+    ------
+    UsageError
+        The parent folder does not exist, a folder is not writable, or the location holds something else than a store.
+    CorruptStoreError
+        The store contains a symbolic link or lacks its zarr.json.
+    """
+    store = parse_location(location)
+    if not isinstance(store, Path):
+        return
+    kind, parent = classify_folder(store), store.absolute().parent
+    if not parent.is_dir():
+        raise UsageError(f"{store}: the parent folder does not exist")
+    for folder in {parent} if overwrite or kind is FolderKind.ABSENT else {store}:
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise UsageError(f"cannot write {store}: the folder {folder} is not writable")
 
 
 def _entries(store: Path) -> dict[str, tuple[int, int]] | None:

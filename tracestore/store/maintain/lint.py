@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tracestore._core import kernels
+from tracestore.console import plural
 from tracestore.errors import CorruptStoreError
 from tracestore.store.fields import PackedEdges
 from tracestore.store.format import schema
@@ -147,7 +148,7 @@ class _Linter:
         source, target = packed.edge_index[:, 0], packed.edge_index[:, 1]
         later = int((source > target).sum())
         if later:
-            self.report.add("not_causal", trace, f"{later:,} edges from tokens that come later")
+            self.report.add("not_causal", trace, f"{plural(later, 'edge')} from tokens that come later")
 
     def trace(self, trace: Trace) -> None:
         # A last token is one of the hidden states where there are any.
@@ -209,7 +210,9 @@ class _Linter:
         limit = max(middle + OUTLIER_SPREADS * spread, OUTLIER_TIMES * middle)
         for index in np.flatnonzero(lengths > limit):
             self.report.add(
-                "outlier_length", self.store[int(index)], f"{lengths[index]:,} tokens, the median is {middle:,.0f}"
+                "outlier_length",
+                self.store[int(index)],
+                f"{plural(lengths[index], 'token')}, the median is {middle:,.0f}",
             )
         for index in np.flatnonzero(lengths == 1):
             self.report.add("one_token", self.store[int(index)], "a trace of one token")

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import numpy as np
 
+from tracestore.console import plural
 from tracestore.errors import InvalidInputError, UsageError
 from tracestore.store.fields import PackedEdges
 from tracestore.store.format import schema
 from tracestore.store.format.labels import ScoreField
 from tracestore.store.format.provenance import Provenance, require_compatible
 from tracestore.store.io.files import RemoteURL, parse_location
-from tracestore.store.maintain.selection import by_source
+from tracestore.store.io.fsio import require_free_bytes
+from tracestore.store.maintain.selection import by_source, large_array_bytes
 from tracestore.store.read.columns import TraceValues
 from tracestore.store.read.store import TraceStore, open_store
 from tracestore.store.write.pack import PackedTrace
@@ -199,6 +201,7 @@ def _copy(
         overwrite=overwrite,
         allow_mixed_provenance=True,  # checked here store by store
     ) as writer:
+        _require_space(writer, opened, chosen)
         for name, field in score_fields.items():
             if name not in writer.attributes.scores or writer.attributes.scores[name].direction != field.direction:
                 writer.define_score(name, field)
@@ -224,6 +227,21 @@ def _copy(
             _fill_scores(writer, store, wanted, report)
         writer.replace_existing()
     return report
+
+
+def _require_space(writer: StoreWriter, opened: Sequence[TraceStore], chosen: Sequence[np.ndarray]) -> None:
+    """Raise DiskFullError if the traces that the destination lacks do not fit on its disk without compression."""
+    if writer.attributes.options["codec"] != "none":
+        return
+    seen: set[tuple[str, int]] = set()
+    needed = 0
+    for store, wanted in zip(opened, chosen, strict=True):
+        samples = store.internals.index.read_column("sample")[wanted].tolist()
+        keys = list(zip(store.question_ids.take(wanted), samples, strict=True))
+        is_new = np.array([key not in seen and writer.index.find(*key) < 0 for key in keys], bool)
+        needed += int(large_array_bytes(store, wanted[is_new]).sum())
+        seen.update(keys)
+    require_free_bytes(writer.path, needed, f"a copy of {plural(sum(map(len, chosen)), 'trace')}")
 
 
 def _joined_score_fields(opened: Sequence[TraceStore]) -> dict[str, ScoreField]:

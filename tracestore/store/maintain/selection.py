@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from tracestore.errors import UsageError
+from tracestore.store.format import schema
 from tracestore.store.read.batch_sources import GRAPH_SEGMENT, SEQUENCE_SEGMENT
 from tracestore.store.read.store import TraceStore
 
@@ -42,6 +43,19 @@ def indices_of_segments(store: TraceStore, segments: Collection[int]) -> np.ndar
     locations = store.internals.index.locations(np.arange(len(store)))
     lies = np.isin(locations[:, (GRAPH_SEGMENT, SEQUENCE_SEGMENT)], np.array(sorted(segments), np.int64))
     return np.flatnonzero(lies.any(axis=1)).astype(np.int64)
+
+
+def large_array_bytes(store: TraceStore, indices: np.ndarray) -> np.ndarray:
+    """Return the bytes (n,) int64 of hidden states, or last tokens, and attention of some traces, without compression.
+
+    Edges are not counted. A store that holds copies of the traces is at least as large as the sum.
+    """
+    tokens, pairs = store.token_and_pair_counts(indices)
+    itemsize = schema.storage_dtype(store.hidden_dtype).itemsize
+    found = np.maximum(tokens, 1) * (store.num_layers * store.hidden_dim * itemsize)
+    if store.attention_layout != "edges":
+        found += pairs * (store.num_stored_heads * schema.storage_dtype(store.attention_dtype).itemsize)
+    return found
 
 
 def by_source(store: TraceStore, wanted: np.ndarray) -> Iterator[tuple[int, np.ndarray, bool]]:

@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from tracestore._core.kernels import crc32c, crc32c_combine
+from tracestore.console import plural
 from tracestore.errors import CorruptStoreError, StoreLockedError, UsageError
 from tracestore.store.format import manifest as mf
 from tracestore.store.format import paths
@@ -320,7 +321,7 @@ def repair_store(store: str | os.PathLike[str]) -> VerifyReport:
             fsio.replace_file(path / "zarr.json", expected)
             repaired.append("zarr.json restored from the manifest")
         if repaired:
-            repaired.append(f"generation {whole.generation} with {whole.num_traces} traces is kept")
+            repaired.append(f"generation {whole.generation} with {plural(whole.num_traces, 'trace')} is kept")
     finally:
         lock.release()
     with warnings.catch_warnings():

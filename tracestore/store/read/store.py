@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tracestore.console import plural
 from tracestore.errors import CorruptStoreError, MissingFieldError, UsageError
 from tracestore.store.format import schema
 from tracestore.store.format.labels import CORRECT, DEFAULT_THRESHOLD, ScoreField, derive, describe
@@ -80,7 +81,7 @@ class TraceStore(TraceCollection):
         self.internals.close()
 
     def __repr__(self) -> str:
-        return f"TraceStore({str(self.path)!r}, {len(self)} traces)"
+        return f"TraceStore({str(self.path)!r}, {plural(len(self), 'trace')})"
 
     # Attributes
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, overload
 
 import numpy as np
 
+from tracestore.console import plural
 from tracestore.errors import MissingFieldError
 from tracestore.extras import needs
 from tracestore.split import SPLITS, assign_splits, labeled_positions
@@ -318,7 +319,7 @@ class TraceSubset(TraceCollection):
         return TraceSubset, (self.store, self._indices)
 
     def __repr__(self) -> str:
-        return f"TraceSubset({len(self)} of {len(self.store)} traces of {str(self.path)!r})"
+        return f"TraceSubset({len(self)} of {plural(len(self.store), 'trace')} of {str(self.path)!r})"
 
     def __len__(self) -> int:
         return len(self._indices)
