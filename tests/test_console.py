@@ -77,6 +77,13 @@ def test_rate_excludes_what_was_done_before(clock, capsys):
     assert capsys.readouterr().out == "51 %, 33.0k of 65.0kB, 1.00kB/s, 00:32 left\n"
 
 
+def test_a_rate_below_one_is_per_second_too(clock, capsys):
+    progress = Progress(Output(as_json=False), "batches")
+    for clock[0], done in ((0.0, 0), (40.0, 10)):
+        progress.update(done, 100)
+    assert "0.25 batches/s, 06:00 left" in capsys.readouterr().out
+
+
 def test_progress_on_a_terminal_is_a_bar_that_clear_removes(clock, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")

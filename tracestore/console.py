@@ -214,14 +214,15 @@ class Progress:
         if self._is_terminal:
             if self._bar is None:
                 tqdm.monitor_interval = 0  # no thread
+                bar = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
                 options = {"initial": self._first, "leave": False, "dynamic_ncols": True, "file": sys.stderr}
-                self._bar = tqdm(total=total, **options, **self._format)
+                self._bar = tqdm(total=total, bar_format=bar, **options, **self._format)
                 self._bar.start_t -= now - self._start
             self._bar.n, self._bar.total = done, total
             self._bar.set_postfix_str(note())
             return
         elapsed = now - self._start
-        text = "{percentage:.0f} %, {n_fmt} of {total_fmt}{unit}, {rate_fmt}, {remaining} left{postfix}"
+        text = "{percentage:.0f} %, {n_fmt} of {total_fmt}{unit}, {rate_noinv_fmt}, {remaining} left{postfix}"
         line = tqdm.format_meter(
             done, total, elapsed, initial=self._first, bar_format=text, postfix=note(), **self._format
         )
