@@ -13,19 +13,19 @@ from tracestore._core.pickle import BufferReader, ByteReader, ChunkReader
 from tracestore.errors import InvalidInputError, NoTracesError, TruncatedFileError
 from tracestore.ingest import torch_file
 from tracestore.ingest.byte_source import TRUNCATED_WHILE_READING, InflatedChunks, check_regular, map_file
-from tracestore.ingest.containers.registry import SUFFIXES as CONTAINER_SUFFIXES
+from tracestore.ingest.containers.columns import Input
 from tracestore.ingest.containers.registry import Reader, folder_reader, read_container, reader_of
 from tracestore.ingest.containers.tables import TableReference
 from tracestore.ingest.decompress import compression_of
-from tracestore.ingest.layouts import text_rows
-from tracestore.ingest.pickles.layer_files import layer_of, read_layer_files
+from tracestore.ingest.layouts.joined_files import is_joined, read_joined
+from tracestore.ingest.layouts.partial import is_part, join_records
 from tracestore.ingest.pickles.pickle_reader import pickle_reader
 from tracestore.ingest.pickles.pickled_objects import PickledObject
 from tracestore.ingest.pickles.resolve import Limits, resolve
 from tracestore.ingest.preprocessed import read_graphs, read_sequences
 from tracestore.ingest.roles.assemble import records_of_trace
 from tracestore.ingest.roles.assign import with_advice
-from tracestore.ingest.roles.columns import is_header, is_settings
+from tracestore.ingest.roles.columns import has_id, is_header, is_settings
 from tracestore.ingest.roles.keys import DEFAULT_KEYS, INPUTS_PAGE, KeyOptions
 from tracestore.ingest.roles.layout import layout, opened
 from tracestore.ingest.roles.structures import Structures
@@ -70,6 +70,7 @@ def read_traces(
     options: ReadOptions | None = None,
     parts: tuple[Path, ...] = (),
     table: TableReference | None = None,
+    is_trace: bool = False,
 ) -> Iterator[TraceRecord]:
     """Read the traces of one source in order.
 
@@ -90,6 +91,8 @@ def read_traces(
         All options.
     parts, table
         As for `read_container`.
+    is_trace : bool
+        Whether the parts are those of one trace, whose id is the name.
 
     Yields
     ------
@@ -103,19 +106,11 @@ def read_traces(
     """
     context, scratch = _Context(name, options or ReadOptions(need_attention)), scratch or Scratch()
     try:
-        if (
-            parts
-            and layer_of(parts[0].stem) is not None
-            and not parts[0].name.endswith((*CONTAINER_SUFFIXES, *text_rows.SUFFIXES))
-        ):
-            context.limits = Limits(lambda: sum(part.stat().st_size for part in parts))
-            for values in read_layer_files(parts):
-                yield from _from_object(context, values)
-        elif parts:
+        if parts and not is_joined(parts):
             yield from context.container(folder_reader(parts), path, scratch, parts=parts, table=table)
+        elif parts:
+            yield from _joined(path, context, scratch, parts, table, is_trace)
         else:
-            if table is not None:
-                context.structures.set_row(table.load().of("", 0))
             yield from _records(path, context, scratch, is_ahead, table)
         if context.position == 0:
             raise InvalidInputError(f"found no trace; see {INPUTS_PAGE}#files")
@@ -151,14 +146,17 @@ class _Context:
         self.structures = Structures(options.keys, str(_without_suffixes(PurePosixPath(name))))
         self._headers: list[Any] = []  # dicts before the first trace
         self._unnamed: list[Any] = []  # items of the top-level list that are no dicts
+        self._parts: list[Any] = []  # records that may be a part of a trace each
 
-    def items(self, item: Any) -> Iterator[TraceRecord]:
+    def items(self, item: Any, *, is_whole: bool = False) -> Iterator[TraceRecord]:
         """Yield the traces of an item of a top-level list, or of an object among several behind each other."""
         value = opened(item)
-        if isinstance(value, list | tuple | np.ndarray):
-            self._unnamed.append(item)
-            if len(self._unnamed) > _MAX_UNNAMED:
-                raise InvalidInputError(f"found more than {_MAX_UNNAMED:,} items without names; save dicts")
+        is_record = isinstance(value, dict) and not is_whole and is_part(value)
+        if is_record or isinstance(value, list | tuple | np.ndarray | np.generic | str | int | float):
+            pending = self._parts if is_record else self._unnamed
+            pending.append(value if is_record else item)
+            if len(pending) > _MAX_UNNAMED:
+                raise InvalidInputError(f"found more than {_MAX_UNNAMED:,} parts of traces; save a dict for each trace")
             return
         if not isinstance(value, dict):
             yield from self.traces(item)
@@ -191,19 +189,22 @@ class _Context:
         self._unnamed = []
 
     @property
-    def has_header(self) -> bool:
-        """Return whether settings were read, and no trace after them."""
-        return bool(self._headers)
+    def is_pending(self) -> bool:
+        """Return whether settings were read and no trace after them, or parts of traces."""
+        return bool(self._headers or self._parts)
 
     def unnamed_alone(self) -> list[Any]:
         """Return the items without names, if there are no others."""
-        if self.position or self._headers or not self._unnamed:
+        if self.position or self._headers or self._parts or not self._unnamed:
             raise InvalidInputError("the list of traces is inside another object; save the list alone")
         items, self._unnamed = self._unnamed, []
         return items
 
     def end(self) -> Iterator[TraceRecord]:
-        """Refuse a file that held settings only."""
+        """Yield the traces of their parts, and refuse a file that held settings only."""
+        parts, self._parts = self._parts, []
+        for item in join_records(parts) or parts:
+            yield from self.items(item, is_whole=True)
         if self._headers and self.position == 0:
             yield from self.traces(self._headers[0], is_settings=True)
 
@@ -270,6 +271,28 @@ class _Context:
         self.position += 1
 
 
+def _joined(
+    path: Path,
+    context: _Context,
+    scratch: Scratch,
+    parts: tuple[Path, ...],
+    table: TableReference | None,
+    is_trace: bool,
+) -> Iterator[TraceRecord]:
+    """Yield the records of files that hold parts of the same traces."""
+    context.limits = Limits(lambda: sum(part.stat().st_size for part in parts))
+    rows = None if table is None else table.load()
+    if rows is not None and not (is_trace and len(rows) == 1):
+        context.structures.set_rows(rows)
+    with contextlib.ExitStack() as resources:
+        for values in read_joined(Input(path, context.name, parts, scratch), resources):
+            if is_trace:
+                values = values if rows is None or len(rows) > 1 else rows[0] | values
+                name = str(_without_suffixes(PurePosixPath(context.name)))
+                values = values if has_id(values) else {"question_id": name} | values
+            yield from _from_object(context, values)
+
+
 def _records(
     path: Path,
     context: _Context,
@@ -287,7 +310,10 @@ def _records(
     context.limits = Limits(lambda: status.st_size)
     if (reader := reader_of(mapped, path)) is not None:
         yield from context.container(reader, path, scratch, table=table)
-    elif compression is not None:
+        return
+    if table is not None:
+        context.structures.set_rows(table.load())
+    if compression is not None:
         if compression == "gzip" and len(view) > 3 and view[3] & _GZIP_RESERVED:
             raise InvalidInputError("damaged gzip: reserved flags are set")
         with contextlib.closing(InflatedChunks(path, is_ahead, compression)) as chunks:
@@ -322,12 +348,14 @@ def _from_pickle(context: _Context, source: ByteReader) -> Iterator[TraceRecord]
             reader.root.extend(context.unnamed_alone())
             is_list = False
         for record in (
-            context.rest() if is_list else _from_object(context, reader.result, is_only=is_whole and not begin)
+            context.rest()
+            if is_list
+            else _from_object(context, reader.result, is_only=is_whole and not begin and not context.is_pending)
         ):
             record.is_borrowed = is_borrowed
             yield record
             del record
-        if context.position == begin and not context.has_header and (begin or not is_whole):
+        if context.position == begin and not context.is_pending and (begin or not is_whole):
             # Several pickles may be behind each other, if each of them holds a trace; the first may be a header.
             raise InvalidInputError("trailing bytes after the pickle")
         if is_whole:

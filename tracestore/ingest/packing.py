@@ -87,6 +87,7 @@ def packed_traces(
         options=read_options,
         parts=source.parts,
         table=source.table,
+        is_trace=source.is_trace,
     )
     num_read = 0
     with closing(records):  # type: ignore[type-var]

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -11,7 +12,14 @@ from typing import NamedTuple
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import UsageError, escape_unprintable
 from tracestore.ingest.containers import registry
-from tracestore.ingest.containers.discovery import FoundSource, advice_of, join_folders, rows_by_file, sources_of_folder
+from tracestore.ingest.containers.discovery import (
+    FoundSource,
+    advice_of,
+    join_folders,
+    rows_by_file,
+    sources_of_folder,
+    tables_of_pickles,
+)
 from tracestore.ingest.containers.tables import TableReference
 from tracestore.store.format.provenance import Provenance
 from tracestore.store.io import fsio
@@ -40,12 +48,15 @@ class SourceFile:
         The files of a source that consists of several.
     table : TableReference, optional
         Rows of a table next to it, which are read with it.
+    is_trace : bool
+        Whether the parts are those of one trace, whose id they have in their names.
     """
 
     path: Path
     name: str
     parts: tuple[Path, ...] = ()
     table: TableReference | None = None
+    is_trace: bool = False
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -55,7 +66,8 @@ class SourceFile:
     def absolute(self) -> "SourceFile":
         """Return the source with absolute paths, for a process with another working folder."""
         table = None if self.table is None else replace(self.table, path=self.table.path.absolute())
-        return SourceFile(self.path.absolute(), self.name, tuple(p.absolute() for p in self.parts), table)
+        parts = tuple(part.absolute() for part in self.parts)
+        return replace(self, path=self.path.absolute(), parts=parts, table=table)
 
     def file_bytes(self) -> int:
         """Return the size of its files; 0 for one that is missing or not regular."""
@@ -109,7 +121,9 @@ def find_sources(arguments: list[Path], store: Path) -> list[SourceFile]:
 
 def _source(found: FoundSource, top: Path) -> SourceFile:
     name = found.path.relative_to(top).as_posix()
-    return SourceFile(found.path, top.absolute().name if name == "." else name, found.parts, found.table)
+    return SourceFile(
+        found.path, top.absolute().name if name == "." else name, found.parts, found.table, found.is_trace
+    )
 
 
 def _found_file(path: Path) -> FoundSource:
@@ -145,12 +159,18 @@ def _walk(top: Path, store: Path, *, is_text: bool = False) -> list[FoundSource]
         folders[:] = inside
         found += sources_of_folder(here, files, lambda f: f.endswith(suffixes), is_text=is_text)
     found = join_folders(top, found)
+    pickles: dict[Path, list[FoundSource]] = defaultdict(list)
+    for source in found:
+        if source.table is None and not source.parts and source.path.name.endswith(PICKLE_SUFFIXES):
+            pickles[source.path.parent].append(source)
+    tables = {s.path: s.table for here, group in pickles.items() for s in tables_of_pickles(here, group)}
     rows = cache(rows_by_file)
     for k, source in enumerate(found):
-        if source.table is None and source.path.name.endswith(PICKLE_SUFFIXES):
-            above = [parent for parent in source.path.parents if parent.is_relative_to(top)]
+        if source.path in tables:
+            above = [parent for parent in source.path.parents[1:] if parent.is_relative_to(top)]
             named = (rows(parent).get(source.path.name) for parent in above)
-            found[k] = source._replace(table=next((row for row in named if row is not None), None))
+            table = tables[source.path] or next((row for row in named if row is not None), None)
+            found[k] = source._replace(table=table)
     return found
 
 

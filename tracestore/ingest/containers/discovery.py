@@ -14,8 +14,7 @@ from tracestore.ingest.containers.keys import column_name, parse_key, split_key
 from tracestore.ingest.containers.registry import SUFFIXES
 from tracestore.ingest.containers.tables import TableReference, load_table
 from tracestore.ingest.layouts import text_rows
-from tracestore.ingest.layouts.layer_files import layer_group, layer_of
-from tracestore.ingest.pickles.layer_files import layer_of as torch_layer_of
+from tracestore.ingest.layouts.joined_files import are_rows, file_groups, names_one, place_of
 from tracestore.store.io import fsio
 
 # JSON files of a folder that describe something else than its traces.
@@ -42,6 +41,7 @@ class FoundSource(NamedTuple):
     path: Path
     parts: tuple[Path, ...] = ()
     table: TableReference | None = None
+    is_trace: bool = False  # the name that the parts share is that of one trace
 
 
 def sources_of_folder(
@@ -66,11 +66,7 @@ def sources_of_folder(
         If a table next to the containers cannot be read.
     """
     names = sorted((n for n in names if not n.startswith(".")), key=natural_key)
-    others = [n for n in names if is_other(n)]
-    layers = [n for n in others if torch_layer_of(Path(n).stem) is not None]
-    found = [FoundSource(folder / n) for n in others if n not in layers or len(layers) == 1]
-    if len(layers) > 1:
-        found.append(FoundSource(folder, tuple(folder / n for n in layers)))
+    found = [FoundSource(folder / n) for n in names if is_other(n)]
     containers = [n for n in names if n.endswith(SUFFIXES)]
     if is_text:
         texts = [n for n in names if n.endswith(text_rows.SUFFIXES) and n not in _NO_TABLES]
@@ -83,8 +79,7 @@ def sources_of_folder(
     candidates = [n for n in names if _is_table(n) and n not in containers]
     named = _named_files(folder, candidates)
     arrays = [n for n in containers if n.endswith(".npy") and n not in named]
-    groups: dict[str, list[str]] = _groups_of_layers([n for n in containers if n not in arrays])
-    groups |= _groups_of_fields(arrays)
+    groups = {n: [n] for n in containers if n not in arrays} | _groups_of_fields(arrays)
     sources = [_grouped(folder, prefix, group) for prefix, group in groups.items()]
     if not any(source.parts for source in sources):
         sources.sort(key=lambda source: natural_key(source.path.name))
@@ -96,16 +91,6 @@ def _grouped(folder: Path, name: str, group: list[str]) -> FoundSource:
     if name in group:
         return FoundSource(folder / name)
     return FoundSource(folder / name if name else folder, tuple(folder / n for n in group))
-
-
-def _groups_of_layers(names: list[str]) -> dict[str, list[str]]:
-    """Return the files of one layer each by the name that they share, and all other files alone."""
-    groups: dict[str, list[str]] = defaultdict(list)
-    for name in names:
-        # A file of HDF5 is read by a process of its own, which would be one per layer.
-        groups[name if name.endswith((".h5", ".hdf5")) else layer_group(name) or name].append(name)
-    single = {n: [n] for group in groups.values() if len(group) == 1 for n in group}
-    return single | {key: group for key, group in groups.items() if len(group) > 1}
 
 
 def _groups_of_fields(names: list[str]) -> dict[str, list[str]]:
@@ -156,22 +141,105 @@ def join_folders(top: Path, found: list[FoundSource]) -> list[FoundSource]:
     found : list of FoundSource
         Its sources.
     """
-    layers: dict[Path, list[FoundSource]] = defaultdict(list)
-    for source in found:
-        is_array = not source.parts and source.path.name.endswith((*SUFFIXES, *text_rows.SUFFIXES))
-        if is_array and layer_of(source.path.parent) is not None:
-            layers[source.path.parent.parent / source.path.name].append(source)
-    joined = {id(s): path for path, group in layers.items() if len(group) > 1 for s in group}
-    found = [s for s in found if id(s) not in joined] + [
-        FoundSource(path, tuple(s.path for s in group)) for path, group in layers.items() if len(group) > 1
-    ]
+    found = _joined(top, found)
     columns = [s for s in found if not s.parts and s.path.suffix == ".npy" and column_name(s.path.stem)]
     others = [s for s in found if s not in columns]
     if columns and len(others) == 1 and all(p.suffix == ".npy" for p in others[0].parts or (others[0].path,)):
         parts = others[0].parts or (others[0].path,)
         found = [others[0]._replace(parts=(*parts, *(s.path for s in columns)))]
     listings: dict[Path, list[str]] = {}
-    return [source if source.table else source._replace(table=_table_above(top, source, listings)) for source in found]
+    orders = _orders(found)
+    return [
+        source if source.table else source._replace(table=_table_above(top, source, listings, orders.get(source.path)))
+        for source in found
+    ]
+
+
+def _orders(found: list[FoundSource]) -> dict[Path, tuple[int, int]]:
+    """Return (number, count) of the sources that count from 0 or 1 in their folder: hidden_0.pt, hidden_1.pt."""
+    numbers: dict[Path, dict[int, Path]] = defaultdict(dict)
+    counts: dict[Path, int] = defaultdict(int)
+    for source in found:
+        name = source.path.name if source.parts else source.path.stem
+        counts[source.path.parent] += 1
+        if match := re.fullmatch(r"(?:.*\D)?(\d{1,9})", name):
+            numbers[source.path.parent][int(match[1])] = source.path
+    orders = {}
+    for folder, paths in numbers.items():
+        first = min(paths)
+        if len(paths) == counts[folder] and first in (0, 1) and max(paths) - first + 1 == len(paths):
+            orders |= {path: (number - first, len(paths)) for number, path in paths.items()}
+    return orders
+
+
+def _joined(top: Path, found: list[FoundSource]) -> list[FoundSource]:
+    """Join the files whose names state the same trace and another field, layer or token, and add the tables next to them."""
+    single = {source.path.relative_to(top): source for source in found if not source.parts}
+    groups: dict[Path, list[Path]] = {}
+    names: dict[Path, str] = {}
+    for name, paths in file_groups(list(single)).items():
+        folder = Path(os.path.commonpath([top / path.parent for path in paths]))
+        own = name.rpartition("/")[2]
+        is_folder = not own or (
+            folder.name == own and all(place_of(p.relative_to(folder.relative_to(top))).trace == "" for p in paths)
+        )
+        path = folder if is_folder else folder / own
+        groups.setdefault(path, []).extend(top / p for p in paths)
+        names[path] = name
+    by_folder: dict[Path, list[Path]] = defaultdict(list)
+    for path, parts in groups.items():
+        if all(part.parent == path.parent for part in parts):
+            by_folder[path.parent].append(path)
+    for folder, paths in by_folder.items():
+        if are_rows([path.name for path in paths]):
+            groups[folder] = [part for path in paths for part in groups.pop(path)]
+    taken = {part for parts in groups.values() for part in parts}
+    sources: dict[Path, list[FoundSource]] = defaultdict(list)
+    for path, parts in groups.items():
+        folder = Path(os.path.commonpath([part.parent for part in parts]))
+        lists = _lists_of(top, {part.parent for part in parts}, names.get(path))
+        own = names.get(path, "").rpartition("/")[2]
+        sources[folder].append(FoundSource(path, (*parts, *lists), is_trace=names_one(own)))
+    joined = [
+        source
+        for folder, group in sources.items()
+        for source in _with_tables(
+            folder, [p.name for p in folder.iterdir() if _is_table(p.name) and p.is_file()], group
+        )
+    ]
+    return [source for source in found if source.path not in taken] + joined
+
+
+def _lists_of(top: Path, folders: set[Path], group: str | None) -> list[Path]:
+    """Return the files with a list of ids, labels or texts whose names state the same traces as a group of files."""
+    found = []
+    for path in sorted(p for folder in folders for p in folder.iterdir() if _is_table(p.name) and p.is_file()):
+        place = place_of(path.relative_to(top))
+        if place.trace == group and place.field and path.suffix in (".json", ".txt"):
+            try:
+                table = load_table(path)
+            except InvalidInputError:
+                continue  # describes something else
+            if len(table) > 1 and list(table[0]) == [path.stem]:
+                found.append(path)
+    return found
+
+
+def tables_of_pickles(folder: Path, sources: list[FoundSource]) -> list[FoundSource]:
+    """Return the pickles of a folder with the tables that their names, or the usual names of tables, state."""
+    names = [p.name for p in folder.iterdir() if _is_table(p.name) and p.is_file()]
+    stems = {source.path.stem for source in sources}
+    chosen = [n for n in names if Path(n).stem in _TABLE_STEMS or _owner(Path(n).stem) in stems]
+    rows = rows_by_file(folder) if names else {}
+    found = [source._replace(table=rows.get(source.path.name)) for source in sources]
+    rest = [source for source in found if source.table is None]
+    added = {source.path: source for source in _with_tables(folder, chosen, rest)} if chosen else {}
+    return [added.get(source.path, source) for source in found]
+
+
+def _owner(stem: str) -> str:
+    """Return the name of a table without what such names end with: q1_meta, traces.info."""
+    return re.sub(r"[._-](?:meta|metadata|info|ids|labels|annotations)$", "", stem)
 
 
 def advice_of(folder: Path) -> str | None:
@@ -185,9 +253,14 @@ def advice_of(folder: Path) -> str | None:
     return None
 
 
-def _table_above(top: Path, source: FoundSource, listings: dict[Path, list[str]]) -> TableReference | None:
-    """Return the rows that name a source by its path or id, of the only table in a folder above that of the source."""
-    folder = source.path.parent
+def _table_above(
+    top: Path, source: FoundSource, listings: dict[Path, list[str]], order: tuple[int, int] | None
+) -> TableReference | None:
+    """Return the rows that name a source by its path or id, of the only table in a folder above that of the source.
+
+    Of a table without such names, the source that is one of `order` = (number, count) has the row of its number.
+    """
+    folder = source.parts[0].parent if source.parts else source.path.parent
     while folder != top and top in folder.parents:
         folder = folder.parent
         if folder not in listings:
@@ -205,6 +278,8 @@ def _table_above(top: Path, source: FoundSource, listings: dict[Path, list[str]]
         row = table.by_id.get(source.path.name if source.parts else source.path.stem)
         if row is not None:
             return TableReference(table.path, (row,))
+        if order is not None and len(table) == order[1] > 1 and not table.by_file:
+            return TableReference(table.path, (order[0],))
     return None
 
 

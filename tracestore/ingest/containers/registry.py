@@ -4,19 +4,16 @@ import errno
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import InvalidInputError
-from tracestore.ingest.byte_source import map_file
 from tracestore.ingest.containers import arrow_files, hdf5_process, numpy_files, safetensors_file
 from tracestore.ingest.containers.assemble import traces_of
 from tracestore.ingest.containers.columns import Input, Unit
 from tracestore.ingest.containers.tables import TableReference
 from tracestore.ingest.layouts import text_rows
-from tracestore.ingest.layouts.layer_files import joined_layers, layer_of
 from tracestore.store.io.scratch import Scratch
 
 Reader = Callable[[Input], Iterator[Unit]]
@@ -58,24 +55,8 @@ def reader_of(mapped: MappedFile, path: Path) -> Reader | None:
 
 
 def folder_reader(parts: tuple[Path, ...]) -> Reader:
-    """Return the reader of a source that consists of several files."""
-    by_folder = len({part.parent for part in parts}) > 1 and layer_of(parts[0].parent) is not None
-    if by_folder or (layer_of(parts[0]) is not None and parts[0].suffix != ".npy"):
-        return _read_layers
+    """Return the reader of the files of a data set of Arrow, or of arrays of NumPy in one folder."""
     return arrow_files.read_arrow if parts[0].suffix == ".arrow" else numpy_files.read_npy_folder
-
-
-def _read_layers(source: Input) -> Iterator[Unit]:
-    """Yield the traces of files of one layer each."""
-    units: dict[int, Iterator[Unit]] = {}
-    for part in source.parts:
-        layer = layer_of(part)
-        layer = layer_of(part.parent) if layer is None else layer
-        reader = reader_of(map_file(part), part)
-        if layer is None or reader is None or layer in units:
-            raise InvalidInputError(f"{part.name} is no array of one layer")
-        units[layer] = reader(replace(source, path=part, parts=()))
-    yield from joined_layers(units)
 
 
 def is_being_written(path: Path) -> bool:

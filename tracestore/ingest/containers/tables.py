@@ -245,6 +245,12 @@ class TableRows:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self[k] for k in range(len(self)))
 
+    @cached_property
+    def by_id(self) -> dict[str, dict[str, Any]]:
+        """The rows by their ids."""
+        own = set(self._rows)
+        return {name: self._table[k] for name, k in self._table.by_id.items() if k in own}
+
     def of(self, trace: str, position: int) -> dict[str, Any] | None:
         """Return the row of a trace by its name in the container, if rows have ids, else by its position; None without one."""
         if trace and self._table.by_id:

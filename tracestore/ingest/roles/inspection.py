@@ -83,7 +83,13 @@ def inspect_source(source: SourceFile, options: PackOptions, max_traces: int) ->
     scratch = Scratch(options.scratch, max_memory=options.max_memory)
     try:
         records = read_traces(
-            source.path, source.name, scratch=scratch, options=read_options, parts=source.parts, table=source.table
+            source.path,
+            source.name,
+            scratch=scratch,
+            options=read_options,
+            parts=source.parts,
+            table=source.table,
+            is_trace=source.is_trace,
         )
         with closing(records):  # type: ignore[type-var]
             for record in islice(records, max_traces):

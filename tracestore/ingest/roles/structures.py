@@ -12,11 +12,14 @@ import numpy as np
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.containers.keys import parse_key
+from tracestore.ingest.containers.tables import TableRows
+from tracestore.ingest.layouts.partial import by_names, is_part, join_records, join_segments, join_steps, joined_columns
 from tracestore.ingest.roles.assign import fields_of_nested
 from tracestore.ingest.roles.axes import letters_of_trace, shape_text, trace_axis, with_states
 from tracestore.ingest.roles.columns import has_id, has_one_id, is_header, named_columns, row_of
 from tracestore.ingest.roles.keys import OTHER_NAMES, KeyOptions
 from tracestore.ingest.roles.layout import Layout, is_ragged, layers_of, layout, opened, row
+from tracestore.ingest.roles.table_rows import with_columns, with_rows
 
 _MAX_DEPTH = 8
 _STATES = ("hidden_states", "last_token")
@@ -55,11 +58,11 @@ class Structures:
     def __init__(self, options: KeyOptions, name: str) -> None:
         self._options, self._name = options, name
         self._num_questions = 0
-        self._row: dict[str, Any] = {}
+        self._rows: TableRows | None = None
 
-    def set_row(self, row: Mapping[str, Any] | None) -> None:
-        """Set the values from a table for the only trace of the file."""
-        self._row = dict(row or {})
+    def set_rows(self, rows: TableRows) -> None:
+        """Set the rows of a table whose values belong to the traces of the file: by id, else in their order."""
+        self._rows = rows
 
     def find(self, value: Any, *, is_item: bool = False) -> Found | None:
         """Return the traces of a whole file, or of an item of its list; None if there are none.
@@ -71,10 +74,17 @@ class Structures:
         InvalidInputError
             If the axes of hidden states can be understood in several ways.
         """
+        rows = self._rows
+        if rows is not None and not is_item:
+            value = with_columns(value, rows)
         found = self._find(value, 0, is_item)
-        if found is None or not found.is_one or is_item:
+        if found is None:
+            return None
+        if rows is not None:
+            found = found._replace(traces=with_rows(found.traces, rows, is_whole=not is_item))
+        if not found.is_one or is_item:
             return found
-        trace = self._row | found.traces[0]
+        trace = found.traces[0]
         if not isinstance(opened(value), dict) and not has_id(trace):
             trace = {"question_id": self._name} | trace
         return found._replace(traces=[trace])
@@ -95,14 +105,17 @@ class Structures:
     # Dicts
 
     def _of_dict(self, fields: dict[Any, Any], depth: int, is_item: bool) -> Found | None:
+        if not self._options.renamed:
+            if (traces := by_names(fields)) is not None:
+                return self._of_records(traces, depth)
+            fields = dict(join_segments(fields))
+            fields = join_steps(fields) or fields
         key, value = self._states(fields)
         if key is not None:
             shape = layout(value)
             found = None if shape is None or shape.kind != "f" else self._of_states(fields, key, value, shape)
             # `assign` finds layers by their names.
             return Found([fields], is_one=True) if found is None or (key == "" and found.is_one) else found
-        if (pairs := _by_first(fields)) is not None:
-            return _joined({key: Found([{"hidden_states": v}], is_one=True) for key, v in pairs.items()})
         if fields and (shape := layout(fields)) is not None and shape.kind == "f" and len(shape.shape) > 1:
             return self._of_states({"hidden_states": fields}, "hidden_states", fields, shape)
         return self._of_children(fields, depth, is_item) or self._of_arrays_by_id(fields)
@@ -190,6 +203,9 @@ class Structures:
 
     def _of_records(self, items: Sequence[Any], depth: int) -> Found | None:
         """Return the traces of a list of dicts. Dicts before them that share no key with them are a header."""
+        records = [opened(item) for item in items]
+        if all(isinstance(r, dict) and is_part(r) for r in records) and (joined := join_records(records)) is not None:
+            items = joined
         found = [self._find(item, depth + 1, is_item=True) for item in items]
         first = next((k for k, child in enumerate(found) if child is not None), None)
         if first is None:
@@ -210,6 +226,8 @@ class Structures:
         if len({len(item) for item in items}) > 1 or not len(items[0]):
             return None
         for columns in (items, list(zip(*items, strict=True)) if len(items[0]) < 64 else []):
+            if (by_id := self._of_numbered(columns)) is not None:
+                return by_id
             named = named_columns(columns)
             if (records := named.pop("", None)) is not None:
                 rows = [row_of(named, k, len(records)) | opened(record) for k, record in enumerate(records)]
@@ -220,6 +238,17 @@ class Structures:
                 assert shape is not None
                 return self._of_states(named, "hidden_states", value, shape, axis=0)
         return None
+
+    def _of_numbered(self, columns: Sequence[Any]) -> Found | None:
+        """Return the traces of columns of ids, numbers of layers or tokens, and arrays."""
+        if len(columns) not in (3, 4):
+            return None
+        arrays = [k for k, column in enumerate(columns) if (s := layout(column)) is not None and s.kind == "f"]
+        if len(arrays) != 1:
+            return None
+        others = [list(opened(column)) for k, column in enumerate(columns) if k not in arrays]
+        traces = joined_columns(others, columns[arrays[0]])
+        return None if traces is None else self._of_records(traces, 1)
 
     # Shapes
 
@@ -276,22 +305,6 @@ def _parsed(key: Any) -> Any:
 def _are_ids(keys: Iterable[Any]) -> bool:
     """Return whether the keys of a dict look like ids: each is a number, or has a digit."""
     return all(not isinstance(key, str) or re.search(r"\d", key) for key in keys)
-
-
-def _by_first(fields: Mapping[Any, Any]) -> dict[Any, dict[Any, Any]] | None:
-    """Return arrays by id and layer, in one of both orders, as dicts by layer for each id; None for other dicts."""
-    if not all(isinstance(key, tuple) and len(key) == 2 for key in fields):
-        return None
-    for k in (0, 1):
-        ids, layers = {key[k] for key in fields}, {key[1 - k] for key in fields}
-        is_layer = all(isinstance(layer, int | np.integer) for layer in layers)
-        are_ids = len(ids) > 1 and all(isinstance(key, str) for key in ids) and _are_ids(ids)
-        if is_layer and are_ids and len(ids) * len(layers) == len(fields):
-            by_id: dict[Any, dict[Any, Any]] = {}
-            for key, value in fields.items():
-                by_id.setdefault(key[k], {})[key[1 - k]] = value
-            return by_id
-    return None
 
 
 def _joined(found: Mapping[Any, Found]) -> Found:

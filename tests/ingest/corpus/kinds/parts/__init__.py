@@ -1,0 +1,1 @@
+"""Traces in several files, records, keys or objects."""

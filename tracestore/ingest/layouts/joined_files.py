@@ -1,0 +1,257 @@
+"""Files that belong together: they hold fields, layers or tokens of the same traces, as their names and folders state."""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+
+from tracestore._core.pickle import BufferReader
+from tracestore.errors import InvalidInputError
+from tracestore.ingest import torch_file
+from tracestore.ingest.byte_source import InflatedChunks, check_regular, map_file
+from tracestore.ingest.containers.columns import Column, Input, Unit, plain
+from tracestore.ingest.containers.grouping import natural_key
+from tracestore.ingest.containers.keys import column_name
+from tracestore.ingest.containers.registry import reader_of
+from tracestore.ingest.decompress import compression_of
+from tracestore.ingest.layouts.names import Place, parse_path
+from tracestore.ingest.layouts.parts import Part, join_parts
+from tracestore.ingest.layouts.values import array_of
+from tracestore.ingest.pickles.pickle_reader import pickle_reader
+from tracestore.ingest.roles.keys import normalized
+from tracestore.ingest.roles.layout import layout, opened
+
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+_TEXT = (".json", ".txt")
+_SHARD = re.compile(r"(?:shard|batch|part|chunk|fold|split|file|rank|worker|data)s?[_\-.]?\d", re.IGNORECASE)
+_MAX_TEXT_BYTES = 64 << 20
+_MAX_DEPTH = 4
+
+
+def place_of(path: PurePath) -> Place:
+    """Return the place that the names of a relative path state."""
+    name = path.name.removesuffix(path.suffix) if path.suffix in _COMPRESSED else path.name
+    return parse_path(*path.parts[:-1], name.rpartition(".")[0] or name)
+
+
+def file_groups(paths: Sequence[PurePath]) -> dict[str, list[PurePath]]:
+    """Return the files that hold parts of the same traces, by what is left of their names.
+
+    Parameters
+    ----------
+    paths : sequence of PurePath
+        Paths relative to the folder that was searched.
+
+    Returns
+    -------
+    dict of str to list of PurePath
+        Groups of at least two files in different places, one of which holds hidden states.
+    """
+    groups: dict[str, dict[Place, PurePath]] = defaultdict(dict)
+    several: set[str] = set()
+    for path in paths:
+        place = place_of(path)
+        if place.has_role:
+            several |= {place.trace} if place in groups[place.trace] else set()
+            groups[place.trace][place] = path
+    found = {}
+    for trace, places in groups.items():
+        fields = {place.field for place in places}
+        is_whole = any(p.is_states or (p.segment and p.field == "") for p in places) and not fields & {
+            "meta",
+            "metadata",
+        }
+        if len(places) > 1 and is_whole and trace not in several:
+            found[trace] = sorted(places.values(), key=lambda path: natural_key(path.as_posix()))
+    return found
+
+
+def are_rows(groups: Sequence[str]) -> bool:
+    """Return whether names are those of ranges of rows of one array: layer_8_0.pt and layer_8_25.pt, not _0 and _1."""
+    numbers = sorted(int(name) for name in groups if name.isdecimal())
+    return len(numbers) == len(groups) > 1 and numbers[0] == 0 and numbers != list(range(len(numbers)))
+
+
+def is_joined(parts: Sequence[Path]) -> bool:
+    """Return whether the files of a source are joined by their names; Arrow data sets and arrays of NumPy are not."""
+    if all(part.suffix == ".arrow" for part in parts):
+        return False
+    if any(part.suffix != ".npy" for part in parts):
+        return True
+    folder = parts[0].parent
+    if any(part.parent != folder and not column_name(part.stem) for part in parts):
+        return True
+    places = [parse_path(part.stem) for part in parts]
+    return any(place.token is not None or place.segment for place in places)
+
+
+def names_one(name: str) -> bool:
+    """Return whether the name that files share is that of one trace: it has a digit, and is none of a shard or batch."""
+    return re.search(r"\d", name) is not None and _SHARD.match(name) is None
+
+
+def read_joined(source: Input, resources: ExitStack) -> Iterator[dict[str, Any]]:
+    """Yield the values of the files of a source by field, one dict for each range of rows.
+
+    Parameters
+    ----------
+    source : Input
+        The files; `resources` holds what keeps their arrays readable.
+
+    Raises
+    ------
+    InvalidInputError
+        If a file is refused, or a layer or token is missing.
+    """
+    base = _common_folder(source.parts)
+    places = {path: place_of(path.relative_to(base)) for path in source.parts}
+    chunks: dict[str, list[Path]] = defaultdict(list)
+    for path, place in places.items():
+        chunks[place.trace].append(path)
+    if len(chunks) > 1 and not are_rows(list(chunks)):
+        chunks = {"": list(places)}
+    ids = _shared_ids(source.parts[0].parent)
+    offset = 0
+    for name in sorted(chunks, key=natural_key):
+        parts: list[Part] = []
+        for path in chunks[name]:
+            parts += _parts_of(path, places[path], source, resources)
+        values = join_parts(parts)[""]
+        if ids is not None:
+            count = _num_rows(values)
+            if len(ids) < offset + count:
+                raise InvalidInputError(f"found {len(ids)} ids for at least {offset + count} rows")
+            values.setdefault("question_ids", ids[offset : offset + count])
+            offset += count
+        yield values
+
+
+def _common_folder(parts: Sequence[Path]) -> Path:
+    folder = parts[0].parent
+    while not all(part.is_relative_to(folder) for part in parts):
+        folder = folder.parent
+    return folder
+
+
+def _num_rows(values: dict[str, Any]) -> int:
+    """Return the number of rows of the first layer."""
+    hidden = values.get("hidden_states", values.get("last_token"))
+    first = opened(next(iter(hidden.values())) if isinstance(hidden, dict) and hidden else hidden)
+    return len(first) if isinstance(first, np.ndarray | list | tuple) else 0
+
+
+def _parts_of(path: Path, place: Place, source: Input, resources: ExitStack) -> Iterator[Part]:
+    """Yield the value of a file at its place; of a dict of fields, the value of its field and all others."""
+    value = opened(_value(path, source, resources))
+    place, field = place._replace(trace=""), place.field or "hidden_states"
+    fields = _columns(value)
+    names = [k for k in fields if isinstance(k, str)] if isinstance(fields, dict) else []
+    inside = {name: parse_path(normalized(name)) for name in names}
+    own = [n for n in names if not inside[n].trace and (inside[n].field or "hidden_states") == field]
+    own = [n for n in own if inside[n].has_role]
+    if not own:
+        if place.is_states and not _has_array(value):
+            raise InvalidInputError(f"{path.name}: found no array, expected one in each file that is named by a layer")
+        yield Part("", place, value)
+        return
+    whole = [n for n in own if inside[n].layer is None and inside[n].token is None]
+    yield Part("", place, fields[whole[0]] if whole else {n: fields[n] for n in own})
+    yield from (Part("", Place(field=n), v) for n, v in fields.items() if n not in own)
+
+
+def _columns(value: Any) -> Any:
+    """Return a list of records with the same keys as columns, and other values unchanged."""
+    records = [opened(item) for item in value] if isinstance(value, list) else []
+    if not records or not all(isinstance(r, dict) and r.keys() == records[0].keys() for r in records):
+        return value
+    return {key: _stacked([record[key] for record in records]) for key in records[0]}
+
+
+def _stacked(values: list[Any]) -> Any:
+    """Return vectors of one length as one array, and other values unchanged."""
+    values = [array_of(value) for value in values]
+    is_regular = all(isinstance(v, np.ndarray) and v.ndim == 1 for v in values) and len({v.shape for v in values}) == 1
+    return np.stack(values) if is_regular else values
+
+
+def _has_array(value: Any, depth: int = 0) -> bool:
+    value = opened(value)
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple) and depth < _MAX_DEPTH:
+        shape = layout(value)
+        return (shape is not None and shape.kind == "f") or any(_has_array(item, depth + 1) for item in value[:64])
+    return False
+
+
+def _value(path: Path, source: Input, resources: ExitStack) -> Any:
+    """Return what a file holds: an array, or lists and dicts of arrays and plain values."""
+    check_regular(path)
+    if path.suffix in _TEXT:
+        return _text_value(path)
+    mapped = map_file(path)
+    if (reader := reader_of(mapped, path)) is not None:
+        return _of_units(list(reader(replace(source, path=path, parts=()))), path)
+    view = memoryview(mapped)
+    compression = compression_of(bytes(view[:8]))
+    if compression is not None:
+        chunks = resources.enter_context(closing(InflatedChunks(path, lambda: False, compression)))
+        return pickle_reader(chunks.reader(source.scratch), load_bytes=torch_file.load_bytes).load()
+    if bytes(view[:4]) == b"PK\x03\x04":
+        return torch_file.read_zip(mapped)
+    if torch_file.is_legacy(view):
+        return torch_file.read_legacy(view)
+    return pickle_reader(BufferReader(mapped), load_bytes=torch_file.load_bytes).load()
+
+
+def _of_units(units: list[Unit], path: Path) -> Any:
+    """Return the arrays of a container: by field for one trace, by trace and field for several."""
+    named = {unit.trace: {k: _plain(v) for k, v in unit.fields.items()} for unit in units}
+    if len(named) < len(units):
+        return [{k: _plain(v) for k, v in unit.fields.items()} for unit in units]  # rows of a table
+    values: Any = named[""] if list(named) == [""] else named
+    if path.suffix == ".npy" and isinstance(values, dict) and len(values) == 1:
+        return next(iter(values.values()))
+    return values
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    value = plain(value)
+    value = value.whole() if isinstance(value, Column) else value
+    return value.tolist() if isinstance(value, np.ndarray) and value.dtype.kind in "SU" else value
+
+
+def _text_value(path: Path) -> Any:
+    if path.stat().st_size > _MAX_TEXT_BYTES:
+        raise InvalidInputError(f"{path.name}: found more than {_MAX_TEXT_BYTES:,} bytes of text")
+    try:
+        text = path.read_text("utf-8-sig")
+        return text.splitlines() if path.suffix == ".txt" else json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInputError(f"{path.name}: not JSON: {str(error)[:100]}") from None
+
+
+def _shared_ids(folder: Path) -> list[Any] | None:
+    """Return the only list of ids in the JSON files of a folder that name the ids of a layer."""
+    found: list[list[Any]] = []
+    for path in sorted(folder.glob("*ids.json")):
+        check_regular(path)
+        ids = _text_value(path)
+        if not isinstance(ids, list) or not all(isinstance(k, str | int) for k in ids):
+            continue
+        if found and ids != found[0]:
+            if re.search(r"layer|block", path.stem, re.IGNORECASE):
+                raise InvalidInputError(f"{path.name}: found other ids than for the first layer")
+            return None
+        found.append(ids)
+    return found[0] if found else None

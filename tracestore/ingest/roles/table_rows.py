@@ -1,0 +1,58 @@
+"""Give the traces of a file the values of the rows of a table next to it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tracestore.errors import InvalidInputError
+from tracestore.ingest.containers.keys import ID_KEYS
+from tracestore.ingest.containers.tables import TableRows
+from tracestore.ingest.roles.columns import counts_of, has_one_id
+from tracestore.ingest.roles.layout import layout, opened
+
+
+def with_columns(value: Any, rows: TableRows) -> Any:
+    """Return arrays without ids together with the columns of a table that has a row for each of their traces."""
+    fields = opened(value)
+    if len(rows) < 2:
+        return value
+    fields = fields if isinstance(fields, dict) else {"hidden_states": value}
+    hidden = next((fields[key] for key in ("hidden_states", "last_token") if fields.get(key) is not None), None)
+    shape = layout(hidden)
+    is_list = isinstance(opened(hidden), list) and len(opened(hidden)) == len(rows)
+    if hidden is None or has_one_id(fields) or (counts_of(fields, "hidden_states") and _has_ids(fields)):
+        return value
+    if not is_list and (shape is None or len(rows) not in shape.shape[:2]):
+        return value
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: [row.get(name) for row in rows] for name in names if name not in fields}
+    return dict(fields) | columns
+
+
+def _has_ids(fields: Mapping[Any, Any]) -> bool:
+    return any(f"{name}s" in fields or name in fields for name in ID_KEYS)
+
+
+def with_rows(traces: Sequence[dict[Any, Any]], rows: TableRows, *, is_whole: bool) -> list[dict[Any, Any]]:
+    """Return traces with the values of their rows: by id, else by position if there are as many rows as traces.
+
+    Values of a trace take precedence over those of its row. `is_whole`: these are all traces of the file.
+    """
+    by_id = rows.by_id
+    ids = [_id_of(trace) for trace in traces]
+    if by_id and any(key in by_id for key in ids):
+        found = [by_id.get(key) for key in ids]
+        return [t if row is None else row | t for t, row in zip(traces, found, strict=True)]
+    if len(rows) == len(traces) and is_whole and (len(traces) == 1 or not any(ids)):
+        return [row | trace for row, trace in zip(rows, traces, strict=True)]
+    return list(traces)
+
+
+def _id_of(trace: Mapping[Any, Any]) -> str | None:
+    value = next((trace[name] for name in ("global_example_id", *ID_KEYS) if trace.get(name) is not None), None)
+    return str(value) if isinstance(value, str | int) else None
+
+
+def check_rows(count: int, rows: TableRows) -> None:
+    """Raise InvalidInputError if a table has more rows than one, and another number of them than there are traces."""
+    if len(rows) not in (1, count):
+        raise InvalidInputError(f"{rows.path.name} has {len(rows)} rows for {count} traces")
