@@ -37,13 +37,16 @@ class OpenPage:
         Width of the window in pixels; its height is 900.
     scheme : str
         "light" or "dark".
+    cookies : sequence of dict
+        Cookies that the browser has: name, value, url.
     """
 
-    def __init__(self, browser, url, width=1440, scheme="light"):
+    def __init__(self, browser, url, width=1440, scheme="light", cookies=()):
         url = url.as_uri() if isinstance(url, Path) else url
         self.context = browser.new_context(
             viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion="reduce"
         )
+        self.context.add_cookies(list(cookies))
         self.page = self.context.new_page()
         self.page.set_default_timeout(30_000)
         self.requests, self.errors = [], []

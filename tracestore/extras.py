@@ -15,7 +15,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "inputs": ("h5py", "pyarrow", "backports.zstd"),
     "remote": ("obstore",),
     "hub": ("huggingface_hub", "pyarrow"),
-    "serve": ("bokeh", "sklearn"),
+    "serve": ("bokeh", "tornado"),
     "dask": ("distributed",),
     "tensorboard": ("tensorboard",),
     "completion": ("shtab",),

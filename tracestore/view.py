@@ -102,7 +102,7 @@ class View:
             layer = store.num_layers // 2
         if not 0 <= layer < store.num_layers:
             raise UsageError(f"found --layer {layer}, expected 0 to {store.num_layers - 1}")
-        return cls(trace, layer, head, _read_attention(store, trace, layer, head), _read_norms(store, trace))
+        return cls(trace, layer, head, read_attention(store, trace, layer, head), _read_norms(store, trace))
 
     @property
     def title(self) -> str:
@@ -110,7 +110,11 @@ class View:
         return f"layer {self.layer}, {'mean over the heads' if self.head is None else f'head {self.head}'}"
 
 
-def _read_attention(store: TraceStore, trace: Trace, layer: int, head: int | None) -> np.ndarray | None:
+def read_attention(store: TraceStore, trace: Trace, layer: int, head: int | None) -> np.ndarray | None:
+    """Return the attention (S, S) float32 of a layer and a head, or None for a trace without attention.
+
+    `head` None stands for the mean of the heads. UsageError if the store lacks the head.
+    """
     if trace.attention_layout is None:
         if head is not None:
             raise UsageError("found --head, but the trace has no attention")

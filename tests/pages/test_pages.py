@@ -13,7 +13,7 @@ import pytest
 from tests.pages.example import MALICIOUS, example_page
 from tracestore.errors import MissingExtraError
 from tracestore.pages.document import SERVER_POLICY, Section, assets, document
-from tracestore.pages.elements import Cell, Html, element, escape, facts, number, table, tokens
+from tracestore.pages.elements import Cell, Html, element, escape, facts, number, preformatted, table, tokens
 from tracestore.pages.plots import MAX_SIDE, Series, heat_map, plot
 
 
@@ -94,6 +94,8 @@ def test_elements():
         '<p class="x" for="y" hidden>&lt;a&gt;<b></p>'
     )
     assert escape(None) == "" and escape(3) == "3" and escape("\u202e") == "\\u202e"
+    assert [escape(text) for text in (" ", " a ", "a \n b", "a ")] == [" ", " a ", "a b", "a "]
+    assert preformatted(" <\t\n  \u202e\ud800") == " &lt; \n  \\u202e\\ud800" and preformatted("abc", 2) == "ab"
     assert facts({"a": 1_000, "b": None, "c": "<"}).count("<dt>") == 2
     assert number(1234.5678, 2) == Cell("1,234.57", 1234.5678) and number(0.1, sign=True).text == "+0.100"
     assert number(None) == number(math.nan) == Cell("–")
@@ -112,6 +114,8 @@ def test_tokens_are_colored_by_value():
     assert spans == [("v0", "a"), ("v5", "b"), ("v9", "c"), ("", "d")]
     assert 'title="log-probability -3"' in text and tokens(["<"]).count("&lt;") == 1
     assert 'class="v0"' in tokens(["a"], [1.0])
+    for values in (None, [1.0, math.nan]):
+        assert re.findall(r"<span([^>]*)>([^<]+)<", tokens([" a", "\n"], values, chosen=1))[1] == (" data-chosen", "\n")
 
 
 def test_plots_hold_their_numbers():

@@ -7,6 +7,7 @@ import pytest
 
 from tests.helpers import command
 from tests.serve.conftest import start, stop
+from tracestore.pages.document import SERVER_POLICY
 
 
 def request(served, path, *, method="GET", host=None, cookie=None, headers=()):
@@ -30,12 +31,12 @@ def test_token_sets_a_cookie_that_opens_the_page(served):
     assert cookie.startswith(f"tracestore-{served.port}={served.token};")
     assert "HttpOnly" in cookie and "SameSite=Strict" in cookie
     status, headers, body = request(served, "/store", cookie=served.token)
-    assert status == 200 and b"bokeh" in body
-    assert "default-src 'self'" in headers["Content-Security-Policy"] and headers["Server"] == "tracestore"
+    assert status == 200 and b"viewer.js" in body
+    assert headers["Content-Security-Policy"] == SERVER_POLICY and headers["Server"] == "tracestore"
     assert request(served, "/", cookie=served.token)[0] == 200
 
 
-@pytest.mark.parametrize("path", ["/", "/store", "/store/ws", "/static/js/bokeh.min.js", "/?token=", "/store/metadata"])
+@pytest.mark.parametrize("path", ["/", "/store", "/trace/3", "/assets/bokeh.min.js", "/?token=", "/picture/3"])
 @pytest.mark.parametrize("cookie", [None, "x", "é" * 8])
 def test_requests_without_the_token_are_rejected(served, path, cookie):
     cookie = cookie and cookie.encode().decode("latin-1")
@@ -49,7 +50,7 @@ def test_requests_without_the_token_are_rejected(served, path, cookie):
 def test_foreign_host_names_are_rejected(served, host):
     """DNS rebinding: a page of another site points its host name to 127.0.0.1."""
     host = host.format(port=served.port)
-    for path in (f"/?token={served.token}", "/store", "/store/ws"):
+    for path in (f"/?token={served.token}", "/store", "/trace/3"):
         assert request(served, path, host=host, cookie=served.token)[0] == 421
 
 
@@ -58,27 +59,27 @@ def test_foreign_origins_are_rejected(served, origin):
     headers = [("Upgrade", "websocket"), ("Connection", "Upgrade"), ("Sec-WebSocket-Version", "13")]
     headers += [("Sec-WebSocket-Key", "AAAAAAAAAAAAAAAAAAAAAA=="), ("Sec-WebSocket-Protocol", "bokeh, ")]
     headers += [("Origin", origin.format(port=served.port))]
-    for path in ("/store", "/store/ws", "/static/js/bokeh.min.js"):
+    for path in ("/store", "/trace/3", "/assets/bokeh.min.js"):
         assert request(served, path, cookie=served.token, headers=headers)[0] == 403
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
 def test_only_get_and_head_are_allowed(served, method):
-    for path in ("/store", "/", "/static/js/bokeh.min.js"):
+    for path in ("/store", "/", "/assets/bokeh.min.js"):
         assert request(served, path, method=method, cookie=served.token)[0] == 405
 
 
 @pytest.mark.parametrize(
     "path",
     [
-        "/static/../../../../../../etc/passwd",
-        "/static/%2e%2e/%2e%2e/%2e%2e/%2e%2e/%2e%2e/etc/passwd",
-        "/static/..%2f..%2f..%2f..%2f..%2fetc/passwd",
-        "/static//etc/passwd",
-        "/static/js/../../../../../../../etc/passwd",
+        "/assets/../../../../../../etc/passwd",
+        "/assets/%2e%2e/%2e%2e/%2e%2e/%2e%2e/%2e%2e/etc/passwd",
+        "/assets/..%2f..%2f..%2f..%2f..%2fetc/passwd",
+        "/assets//etc/passwd",
+        "/assets/js/../../../../../../../etc/passwd",
         "/etc/passwd",
         "/store/../manifest",
-        "/static/extensions/../../../etc/passwd",
+        "/assets/extensions/../../../etc/passwd",
     ],
 )
 def test_no_other_files_are_served(served, path):
@@ -87,7 +88,7 @@ def test_no_other_files_are_served(served, path):
 
 
 def test_closed_connections_do_not_stop_the_server(served):
-    message = f"GET /static/js/bokeh.min.js HTTP/1.1\r\nHost: 127.0.0.1:{served.port}\r\n"
+    message = f"GET /assets/bokeh.min.js HTTP/1.1\r\nHost: 127.0.0.1:{served.port}\r\n"
     message += f"Cookie: tracestore-{served.port}={served.token}\r\n\r\n"
     for _ in range(20):
         # Several responses: the first write to a closed connection is an error, the next one a SIGPIPE.

@@ -22,7 +22,7 @@ def store(served_store):
 
 @pytest.fixture(scope="module")
 def search(store, results_folder):
-    return TraceSearch(store, Results.read(results_folder, store))
+    return TraceSearch(store, Results.read([results_folder], store))
 
 
 def test_words_match_in_any_case_and_field(search, store):
@@ -126,7 +126,7 @@ def test_missing_values_come_last_in_every_order(search, store, descending):
 
 
 def test_probability_of_a_trace_is_the_mean_of_its_tests(store, results_folder):
-    results = Results.read(results_folder, store)
+    results = Results.read([results_folder], store)
     assert results.probabilities["lstm_solo"][4] == pytest.approx(0.3)
     assert results.probabilities[DETECTOR][5] == pytest.approx(0.9)
     assert np.isnan(results.probabilities["lstm_solo"][[0, 100]]).all() and results.num_unknown == 1
@@ -152,10 +152,10 @@ def test_invalid_results_are_one_line(store, results_folder, tmp_path, name, tex
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / name).write_text(text)
     with pytest.raises(UsageError, match=f"{name}: not what tracestore train writes") as raised:
-        Results.read(tmp_path, store)
+        Results.read([tmp_path], store)
     assert "\n" not in str(raised.value)
     with pytest.raises(UsageError, match=r"results\.json"):
-        Results.read(tmp_path / "nowhere", store)
+        Results.read([tmp_path / "nowhere"], store)
 
 
 def test_unreadable_texts_raise_instead_of_an_empty_result(served_store, tmp_path):

@@ -96,7 +96,11 @@ def document(
         foot = join(element("script", Html(script)) for script in scripts)
     else:
         names = ["page.js", *([*_BOKEH, "plots.js"] if has_plots else ())]
-        head = element("link", rel="stylesheet", href=f"{assets_at}/style.css")
+        # Without an icon browsers request /favicon.ico.
+        head = join([
+            element("link", rel="icon", href="data:,"),
+            element("link", rel="stylesheet", href=f"{assets_at}/style.css"),
+        ])  # fmt: skip
         foot = join(element("script", src=f"{assets_at}/{name}", defer=True) for name in names)
     links = [element("a", n, href=a) if a else element("a", n, href="", aria_current="page") for n, a in navigation]
     contents = [element("li", element("a", s.title, href=f"#{s.anchor}")) for s in sections]

@@ -48,7 +48,16 @@ def escape(value: object) -> Html:
     render = getattr(value, "__html__", None)
     if render is not None:
         return Html(render())
-    return Html("" if value is None else html.escape(escape_unprintable(str(value))))
+    text = "" if value is None else str(value)
+    # Spaces at the ends separate the text from its neighbors.
+    begin, end = " " * text.startswith(" "), " " * (text.endswith(" ") and not text.isspace())
+    return Html(begin + html.escape(escape_unprintable(text)) + end)
+
+
+def preformatted(text: str, max_length: int = 100_000) -> Html:
+    """Return the beginning of a text with its spaces and line breaks; `escape` would make one line of it."""
+    characters = (" " if c.isspace() and c != "\n" else c for c in text[:max_length])
+    return Html(html.escape("".join(c if c == "\n" or c.isprintable() else escape_unprintable(c) for c in characters)))
 
 
 def element(tag: str, *content: object, **attributes: object) -> Html:
@@ -176,6 +185,7 @@ def tokens(
     label: str = "value",
     low: float | None = None,
     high: float | None = None,
+    chosen: int | None = None,
 ) -> Html:
     """Return tokens as text, colored by a value.
 
@@ -190,19 +200,29 @@ def tokens(
     low, high : float, optional
         Ends of the color scale: `low` has no color, `high` the strongest. low may be larger than high, which
         colors small values (log-probabilities). Default: the smallest and largest finite value.
+    chosen : int, optional
+        Position of a token with a frame.
     """
     if values is None:
-        return element("p", *(element("span", t) for t in texts), class_="tokens")
+        return element(
+            "p",
+            *(element("span", preformatted(t), data_chosen=k == chosen) for k, t in enumerate(texts)),
+            class_="tokens",
+        )
     finite = [v for v in values if math.isfinite(v)] or [0.0]
     low, high = min(finite) if low is None else low, max(finite) if high is None else high
     spans = []
-    for text, value in zip(texts, values, strict=True):
+    for k, (text, value) in enumerate(zip(texts, values, strict=True)):
         if not math.isfinite(value):
-            spans.append(element("span", text))
+            spans.append(element("span", preformatted(text), data_chosen=k == chosen))
             continue
         share = (value - low) / (high - low) if high != low else 0.0
         level = min(_LEVELS - 1, max(0, int(share * _LEVELS)))
-        spans.append(element("span", text, class_=f"v{level}", title=f"{label} {value:.4g}"))
+        spans.append(
+            element(
+                "span", preformatted(text), class_=f"v{level}", title=f"{label} {value:.4g}", data_chosen=k == chosen
+            )
+        )
     scale = [element("span", Html("&nbsp;"), class_=f"v{k}") for k in range(_LEVELS)]
     legend = element("span", *scale, class_="scale", aria_hidden="true")
     return join([

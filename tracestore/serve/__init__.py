@@ -1,9 +1,11 @@
 """The server of `tracestore serve`, which shows a store in a browser on this machine.
 
-`search` finds traces, `results` reads what training wrote, `plots` draws with Bokeh, `page` lays out
-the controls and answers them, `auth` authenticates browsers.
+`search` finds traces with the `texts` in memory, `results` reads what training wrote, `list_page`,
+`trace_page`, `projection` and `results_page` make the pages with `forms`, `app` chooses the page of an
+address, `auth` authenticates browsers.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def make_server(
-    store: TraceStore, results: Path | None = None, *, port: int = 0, score_threshold: float = 0.5
+    store: TraceStore, results: Sequence[Path] = (), *, port: int = 0, score_threshold: float = 0.5
 ) -> "ServeServer":
     """Return a server of a store.
 
@@ -23,8 +25,8 @@ def make_server(
     ----------
     store : TraceStore
         The store.
-    results : Path, optional
-        Output folder of `tracestore train`.
+    results : sequence of Path
+        Output folders of `tracestore train`, and files of scores.
     port : int
         Port on 127.0.0.1. 0: any free port.
     score_threshold : float
@@ -43,10 +45,12 @@ def make_server(
         The port is in use, or the results cannot be read.
     """
     with needs("serve"):
+        from tracestore.serve.app import Viewer
         from tracestore.serve.auth import ServeServer
-        from tracestore.serve.page import Page
     from tracestore.serve.results import Results
     from tracestore.serve.search import TraceSearch
 
-    search = TraceSearch(store, None if results is None else Results.read(results, store), score_threshold)
-    return ServeServer(lambda document: Page(search).fill(document), port)
+    search = TraceSearch(store, Results.read(results, store), score_threshold)
+    server = ServeServer(Viewer(search), port)
+    search.start_reading()
+    return server

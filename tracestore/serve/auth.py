@@ -13,29 +13,25 @@ import secrets
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from bokeh.application import Application
-from bokeh.application.handlers.function import FunctionHandler
-from bokeh.document import Document
-from bokeh.server.server import BaseServer
-from bokeh.server.tornado import BokehTornado
-from bokeh.server.util import bind_sockets
 from tornado.httpserver import HTTPServer
 from tornado.httputil import HTTPHeaders, HTTPServerRequest
 from tornado.ioloop import IOLoop
-from tornado.web import OutputTransform, RequestHandler
+from tornado.netutil import bind_sockets
+from tornado.web import Application, OutputTransform, RequestHandler
 
 from tracestore.errors import UsageError, escape_unprintable
+from tracestore.pages.document import SERVER_POLICY
 from tracestore.process import signal_handler
+from tracestore.serve.app import Viewer
 
 ADDRESS = "127.0.0.1"
 PAGE = "/store"
+_NUM_THREADS = 4
 _HEADERS = {
-    # Pages of Bokeh contain inline scripts and compile templates.
-    "Content-Security-Policy": "default-src 'self' 'unsafe-inline' 'unsafe-eval'; connect-src 'self'; img-src 'self' "
-    "data: blob:; font-src 'self' data:; form-action 'none'; frame-ancestors 'none'; base-uri 'none'; object-src 'none'",
+    "Content-Security-Policy": SERVER_POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -71,16 +67,42 @@ class _Reply(RequestHandler):
         self.finish(self._text + "\n")
 
 
-class AuthenticatedApp(BokehTornado):
-    """A Bokeh application that rejects unauthenticated requests."""
+class _Pages(RequestHandler):
+    """Answer a request with a page of the viewer, computed in a thread."""
 
-    def __init__(self, applications: dict[str, Application], port: int, token: str) -> None:
+    def initialize(self, viewer: Viewer, threads: ThreadPoolExecutor) -> None:
+        """Set the viewer, and the threads that compute its pages."""
+        self._viewer, self._threads = viewer, threads
+
+    async def get(self) -> None:
+        """Send the response."""
+        arguments = {name: self.get_query_argument(name) for name in self.request.query_arguments}
+        respond = self._viewer.respond
+        status, kind, body = await IOLoop.current().run_in_executor(
+            self._threads, respond, self.request.path, arguments
+        )
+        self.set_status(status)
+        self.set_header("Content-Type", kind)
+        # A page shows the results that the server was started with. Its scripts and styles do not change.
+        self.set_header(
+            "Cache-Control", "private, max-age=86400" if status == 200 and "html" not in kind else "no-store"
+        )
+        self.finish(body)
+
+    head = get
+
+
+class AuthenticatedApp(Application):
+    """The pages of a viewer, for authenticated requests only."""
+
+    def __init__(self, viewer: Viewer, port: int, token: str) -> None:
         names = (ADDRESS, "localhost")
         # Browsers omit the default port of HTTP.
         self._hosts = {f"{name}:{port}" for name in names} | (set(names) if port == 80 else set())
         # Named after the port, because browsers send the cookies of a host to all of its ports.
         self._cookie, self._token = f"tracestore-{port}", token
-        super().__init__(applications, extra_websocket_origins=sorted(self._hosts), use_index=False)
+        threads = ThreadPoolExecutor(_NUM_THREADS, "page")
+        super().__init__([(".*", _Pages, {"viewer": viewer, "threads": threads})], compress_response=True)
         self.transforms.append(_Headers)
 
     def find_handler(self, request: HTTPServerRequest, **options: Any) -> Any:
@@ -129,12 +151,12 @@ class _OneLineHandler(logging.Handler):
 
 
 class ServeServer:
-    """A server of Bokeh documents on 127.0.0.1.
+    """A server of a viewer on 127.0.0.1.
 
     Parameters
     ----------
-    fill : callable
-        Fills the document of each visitor.
+    viewer : Viewer
+        Makes the pages.
     port : int
         Port. 0: any free port.
 
@@ -144,17 +166,17 @@ class ServeServer:
         The port is in use.
     """
 
-    def __init__(self, fill: Callable[[Document], None], port: int = 0) -> None:
+    def __init__(self, viewer: Viewer, port: int = 0) -> None:
         try:
-            sockets, self.port = bind_sockets(ADDRESS, port)
+            sockets = bind_sockets(port, ADDRESS)
         except OSError as error:
             raise UsageError(f"port {port}: {error.strerror}; choose another with --port") from None
+        self.port = sockets[0].getsockname()[1]
         self.token = secrets.token_urlsafe(24)
-        application = AuthenticatedApp({PAGE: Application(FunctionHandler(fill))}, self.port, self.token)
-        http = HTTPServer(application, max_header_size=1 << 14, max_body_size=1 << 16)
-        http.add_sockets(sockets)
+        application = AuthenticatedApp(viewer, self.port, self.token)
         self._loop = IOLoop.current()
-        self._server = BaseServer(self._loop, application, http)
+        self._server = HTTPServer(application, max_header_size=1 << 14, max_body_size=1 << 16)
+        self._server.add_sockets(sockets)
 
     @property
     def url(self) -> str:
@@ -163,12 +185,10 @@ class ServeServer:
 
     def run(self) -> None:
         """Serve until interrupted."""
-        for name in ("bokeh", "tornado"):
-            logger = logging.getLogger(name)
-            logger.handlers, logger.propagate = [_OneLineHandler(logging.ERROR)], False
+        logger = logging.getLogger("tornado")
+        logger.handlers, logger.propagate = [_OneLineHandler(logging.ERROR)], False
         # A browser that closes its connection during a response must not end the server.
         with signal_handler(signal.SIGPIPE, signal.SIG_IGN):
-            self._server.start()
             try:
                 self._loop.start()
             finally:

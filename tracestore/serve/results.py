@@ -3,7 +3,7 @@
 import csv
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,8 @@ from tracestore.store.read.store import TraceStore
 
 # Column of the logistic probe in predictions.csv. In results.json the probe is not among the models.
 PROBE = "logistic_probe"
+# Column of the decisions in a file of `tracestore predict`. Its threshold is the lowest score with a 1.
+_PREDICTED = "predicted"
 
 
 @dataclass
@@ -46,24 +48,38 @@ class Results:
     num_unknown: int = 0
 
     @classmethod
-    def read(cls, folder: Path, store: TraceStore) -> "Results":
-        """Read an output folder of `tracestore train`.
+    def read(cls, paths: Sequence[Path], store: TraceStore) -> "Results":
+        """Read output folders of `tracestore train` and files of scores.
+
+        Scores are those of `tracestore predict` or the columns of a file like predictions.csv. With several paths, the
+        name of a detector begins with that of its path.
 
         Raises
         ------
         UsageError
-            The folder has no results.json, or a file is not what training writes.
+            A folder has no results.json, or a file is not what training or prediction writes.
         """
-        results = cls()
-        with _readable(folder / "results.json") as path:
-            results._read_models(read_json(path))
-        if (folder / "predictions.csv").exists():
-            with (
-                _readable(folder / "predictions.csv") as path,
-                io.TextIOWrapper(open_regular(path), encoding="utf-8", newline="") as file,
-            ):
-                results._read_predictions(csv.DictReader(file, strict=True), store)
-        return results
+        found = cls()
+        for path in paths:
+            results = cls()
+            if path.is_dir() or not path.suffix:
+                with _readable(path / "results.json") as file:
+                    results._read_models(read_json(file))
+            scores = path if path.suffix == ".csv" and not path.is_dir() else path / "predictions.csv"
+            if scores == path or scores.exists():
+                with (
+                    _readable(scores) as file,
+                    io.TextIOWrapper(open_regular(file), encoding="utf-8", newline="") as rows,
+                ):
+                    results._read_predictions(csv.DictReader(rows, strict=True), store)
+            is_unique = len({other.name for other in paths}) == len(paths)
+            found._add(results, "" if len(paths) == 1 else f"{path.name if is_unique else path}: ")
+        return found
+
+    def _add(self, other: "Results", prefix: str) -> None:
+        for name in ("probabilities", "history", "test", "thresholds"):
+            getattr(self, name).update({prefix + key: value for key, value in getattr(other, name).items()})
+        self.num_unknown += other.num_unknown
 
     def _read_models(self, document: Any) -> None:
         models = dict(document["models"])
@@ -81,7 +97,9 @@ class Results:
         columns = rows.fieldnames or ()
         if not {"question_id", "sample"} <= set(columns):
             raise ValueError("no columns question_id and sample")
-        names = [name for name in columns if name not in PREDICTION_COLUMNS]
+        others = (*PREDICTION_COLUMNS, "group", _PREDICTED)
+        names = [name for name in columns if name not in others and not name.startswith("fold:")]
+        lowest = math.inf
         sums = {name: np.zeros(len(store)) for name in names}
         counts = {name: np.zeros(len(store), int) for name in names}
         for row in rows:
@@ -93,10 +111,16 @@ class Results:
             for name in names:
                 value = float(row[name]) if row[name] else math.nan
                 if not math.isnan(value):
+                    if not 0 <= value <= 1:
+                        raise ValueError(f"{name}: found {value:g}, expected a probability")
+                    if row.get(_PREDICTED) == "1":
+                        lowest = min(lowest, value)
                     sums[name][index] += value
                     counts[name][index] += 1
         for name in names:
             self.probabilities[name] = np.where(counts[name] > 0, sums[name] / np.maximum(counts[name], 1), np.nan)
+            if lowest < math.inf:
+                self.thresholds[name] = lowest
 
 
 @contextmanager

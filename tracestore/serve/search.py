@@ -3,7 +3,7 @@
 import math
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 from urllib.parse import urlencode
 
@@ -22,7 +22,7 @@ _MAX_WORDS = 1_000
 
 @dataclass(frozen=True)
 class Query:
-    """The traces that a visitor wants to see, as the address of the page contains it.
+    """Describe the traces that a visitor wants to see, as the address of the page contains it.
 
     Parameters
     ----------
@@ -71,11 +71,20 @@ class Query:
                 values[field.name] = _parse(field.name, text)
         return cls(**values)
 
-    def arguments(self, **changes: Any) -> str:
-        """Return the arguments of the address, without those that have their default; `changes` replaces some."""
+    def pairs(self, **changes: Any) -> list[tuple[str, str]]:
+        """Return names and values of the arguments that do not have their default; `changes` replaces some."""
         values, default = asdict(self) | changes, Query()
         chosen = {k: v for k, v in values.items() if v != getattr(default, k, None)}
-        return urlencode({k: int(v) if isinstance(v, bool) else v for k, v in chosen.items()}, errors="surrogatepass")
+        return [(k, str(int(v) if isinstance(v, bool) else v)) for k, v in chosen.items()]
+
+    def arguments(self, **changes: Any) -> str:
+        """Return `pairs` as the arguments of an address."""
+        return urlencode(self.pairs(**changes), errors="surrogatepass")
+
+
+def label_name(target: float) -> str:
+    """Return the name of a label: 1, 0 or NaN."""
+    return HALLUCINATED if target >= 0.5 else CORRECT if target < 0.5 else ""
 
 
 def _parse(name: str, text: str) -> Any:
@@ -137,7 +146,7 @@ class TraceSearch:
         texts cannot be read.
         """
         last = self._last
-        key = Query(**(asdict(query) | {"page": 1}))
+        key = replace(query, page=1)
         if last is None or last[0] != key:
             indices = np.flatnonzero(self._matches(key))
             last = self._last = (key, indices[self._ranks(key.order, indices, key.descending)])

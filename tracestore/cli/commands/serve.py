@@ -16,9 +16,9 @@ from tracestore.serve import make_server
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
-    text = "output folder of tracestore train, for predictions and curves"
+    text = "output folder of tracestore train, or a .csv file of scores; may be given several times"
     add_store(parser)
-    parser.add_argument("--results", type=Path, metavar="DIR", help=text)
+    parser.add_argument("--results", type=Path, metavar="PATH", action="append", default=[], help=text)
     parser.add_argument("--port", type=port, default=0, metavar="N", help="default: any free port")
     add_score(parser)
 

@@ -1,0 +1,83 @@
+"""The page of results: metrics side by side, predictions and training curves."""
+
+import numpy as np
+
+from tracestore.pages.document import Section
+from tracestore.pages.elements import Html, element, join, number, paragraph, table
+from tracestore.pages.plots import Series, histogram, plot
+from tracestore.serve.forms import address
+from tracestore.serve.results import Results
+from tracestore.serve.search import Query, TraceSearch
+
+_BINS = np.linspace(0, 1, 41)
+
+
+def results_sections(search: TraceSearch) -> list[Section]:
+    """Return the sections of the page."""
+    results = search.results
+    if not results.probabilities and not results.test:
+        text = "Give the folder that tracestore train wrote, or a file of scores, as often as there are results to compare:"
+        option = element("code", "tracestore serve STORE --results DIR --results SCORES.csv")
+        return [Section("No results", paragraph(text, " ", option))]
+    sections = []
+    if results.test:
+        names = list(results.test)
+        metrics = dict.fromkeys(key for test in results.test.values() for key in test)
+        rows = [[key, *(number(results.test[name].get(key)) for name in names)] for key in metrics]
+        sections.append(Section("Test split", table(["metric", *names], rows, caption="Metrics of the test split")))
+    if results.probabilities:
+        note = (
+            f"{results.num_unknown:,} predictions are for traces that this store lacks." if results.num_unknown else ""
+        )
+        sections.append(Section("Predictions", _predictions(search), note))
+    curves = _curves(results)
+    if curves:
+        sections.append(Section("Training", element("div", *curves, class_="plots")))
+    return sections
+
+
+def _predictions(search: TraceSearch) -> Html:
+    rows, plots = [], []
+    for name, values in search.results.probabilities.items():
+        threshold = search.results.thresholds.get(name, 0.5)
+        missed = search.is_missed(name)
+        false_alarms = int((missed & (search.targets < 0.5)).sum())
+        link = element("a", "list the traces", href=address("/store", Query(missed=name).arguments()))
+        known = int((~np.isnan(values)).sum())
+        rows.append(
+            [name, known, number(threshold), int(missed.sum()), false_alarms, int(missed.sum()) - false_alarms, link]
+        )
+        counts = {
+            label: np.histogram(values[chosen & ~np.isnan(values)], _BINS)[0]
+            for label, chosen in (("correct", search.targets < 0.5), ("hallucinated", search.targets >= 0.5))
+        }
+        plots.append(
+            histogram(name, _BINS, counts, x_label="probability of a hallucination",
+                      colors={label: label for label in counts}, references=[("threshold", "x", threshold)])
+        )  # fmt: skip
+    header = [
+        "detector",
+        "traces",
+        "threshold",
+        "misclassified",
+        "false alarms",
+        "missed hallucinations",
+        "traces misclassified",
+    ]
+    found = table(header, rows, caption="Predictions at the threshold of each detector")
+    return join([found, element("div", *plots, class_="plots")])
+
+
+def _curves(results: Results) -> list[Html]:
+    plots = []
+    for name, history in results.history.items():
+        for kind in ("loss", "auroc"):
+            series = [
+                Series(curve.replace("_", " "), range(1, len(values) + 1), values, has_marks=True)
+                for curve, values in history.items()
+                if curve.endswith(kind) and values
+            ]
+            if series:
+                title = f"{name}: {kind}"
+                plots.append(plot(title, series, x_label="epoch", y_label=kind, is_integer_x=True))
+    return plots
