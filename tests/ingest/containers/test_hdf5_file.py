@@ -128,7 +128,7 @@ def references(file, folder):
 
 
 def compound(file, folder):
-    file["hidden_states"] = np.zeros((3, 4), [("a", "f2"), ("b", "f2")])
+    file["hidden_states"] = np.zeros((3, 4), [("a", [("b", "f2"), ("c", "f2")])])
 
 
 def loop(file, folder):
@@ -270,8 +270,16 @@ def test_damaged_texts_do_not_end_the_process(tmp_path, monkeypatch, count):
     assert record.strings["question"] == "why" and record.strings["generated_answer"] == "x" * 20
 
 
-def test_groups_of_single_steps_are_refused(tmp_path):
-    arrays = {f"q0/step_{n}/layer_{k}": np.ones((1, 8), "f4") for n in range(3) for k in range(2)}
+def test_groups_of_single_steps_are_joined(tmp_path):
+    arrays = {f"q0/step_{n}/layer_{k}": np.full((1, 8), 10 * n + k, "f4") for n in range(11) for k in range(2)}
     write(tmp_path / "a.h5", arrays)
-    message = error_of("convert", tmp_path / "a.h5", tmp_path / "s.zarr", "--attention", "none", code=3)
-    assert "single steps or tokens (q0/step_0, q0/step_1)" in message and message.endswith("join them\n")
+    (record,) = read_traces(tmp_path / "a.h5", "a.h5", need_attention=None)
+    assert record.question_id == "q0" and np.shape(record.hidden) == (2, 11, 8)
+    assert record.hidden[1][:, 0].tolist() == [10 * n + 1 for n in range(11)]
+
+
+def test_steps_without_an_array_of_the_others_are_refused(tmp_path):
+    arrays = {"q0/step_0/hidden_states": np.ones((2, 1, 8), "f4"), "q0/step_0/attention": np.ones((2, 3, 1, 1), "f4")}
+    write(tmp_path / "a.h5", arrays | {"q0/step_1/hidden_states": np.ones((2, 1, 8), "f4")})
+    message = error_of("convert", tmp_path / "a.h5", tmp_path / "s.zarr", code=3)
+    assert "attentions: found no array in step 1, expected one in each step" in message

@@ -9,18 +9,16 @@ import numpy as np
 
 from tracestore._core import kernels
 from tracestore.errors import InvalidInputError, error_location
-from tracestore.ingest.containers.columns import Column, Unit, plain
+from tracestore.ingest.containers.columns import Unit, plain, whole
 from tracestore.ingest.containers.grouping import check_one_trace, row_fields, stacked_count
 from tracestore.ingest.containers.keys import ID_KEYS, LENGTHS
 from tracestore.ingest.containers.tables import TableRows
 from tracestore.ingest.layouts.ragged import ragged
-from tracestore.ingest.layouts.values import has_vectors, set_arrays
+from tracestore.ingest.layouts.values import has_vectors, open_texts, set_arrays
 from tracestore.store.format import schema
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.values import field_error
 
-# Names of the parts of one trace that are no traces.
-_STEP = re.compile(r"(?:^|[/._-])(?:step|token|position|pos)[_-]?\d+$", re.IGNORECASE)
 _BLOCK_BYTES = 4 << 20
 _SCALES = "hidden_states_scales"  # of FP8HiddenStatesConnector
 _ID_NAME = re.compile(r"(?:q|question|example|sample|prompt)_?(?:ids|idxs?|ind(?:ex|ices))")
@@ -61,19 +59,12 @@ def traces_of(
     is_borrowed : bool
         Whether the arrays may alias memory that the reader uses again.
     """
-    position, last = 0, ""
+    position = 0
     while True:
         with error_location(position=position or None):
             unit = next(units, None)
         if unit is None:
             return
-        if _STEP.sub("", unit.trace) == _STEP.sub("", last) and unit.trace != last:
-            raise InvalidInputError(
-                f"found arrays of single steps or tokens ({last[:40]}, {unit.trace[:40]}), expected all tokens of a layer "
-                "in one array; join them",
-                field="hidden_states",
-            )
-        last = unit.trace
         own_rows = rows if unit.trace == "" and not unit.is_trace else None
         _rename(unit.fields, renamed)
         with error_location(position=position):
@@ -93,6 +84,7 @@ def traces_of(
                 else:
                     values = row_fields(unit.fields, count or -1, k) if count is not None else _whole(unit.fields)
                 values = {field: plain(value) for field, value in values.items()}
+                open_texts(values, unit.trace, k, count or 1)
                 row = dict(rows.of(unit.trace, position) or {}) if rows is not None else {}
                 _rename(row, renamed)
                 values = row | values
@@ -138,9 +130,9 @@ def _whole(fields: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, value in fields.items():
         if isinstance(value, dict) and name in ("hidden_states", "attentions", "last_token"):
-            values[name] = {k: layer.whole() if isinstance(layer, Column) else layer for k, layer in value.items()}
+            values[name] = {k: whole(layer) for k, layer in value.items()}
         else:
-            values[name] = value.whole() if isinstance(value, Column) else value
+            values[name] = whole(value)
     return values
 
 

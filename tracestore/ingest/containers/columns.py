@@ -53,12 +53,15 @@ class Unit:
         Whether this is certainly one trace.
     is_token_major : bool
         Whether hidden states are (S, L, D), as vLLM writes them.
+    is_stack : bool
+        Whether the first axis of each array certainly counts traces.
     """
 
     fields: dict[str, Any]
     trace: str = ""
     is_trace: bool = False
     is_token_major: bool = False
+    is_stack: bool = False
 
 
 class Column:
@@ -207,6 +210,19 @@ def check_array(name: str, shape: tuple[int, ...], dtype: np.dtype, num_bytes: i
     if expected != num_bytes:
         raise InvalidInputError(f"found {num_bytes:,} bytes, expected {expected:,} for shape {shape}", field=name)
     return dtype
+
+
+def whole(value: Any) -> Any:
+    """Return the array of a column, also in lists and dicts, and any other value unchanged."""
+    if isinstance(value, Column):
+        return value.whole()
+    if isinstance(value, dict):
+        return {key: whole(item) for key, item in value.items()}
+    return [whole(item) for item in value] if isinstance(value, list) and _has_columns(value) else value
+
+
+def _has_columns(value: list[Any]) -> bool:
+    return bool(value) and (isinstance(value[0], Column) or (isinstance(value[0], list) and _has_columns(value[0])))
 
 
 def plain(value: Any) -> Any:

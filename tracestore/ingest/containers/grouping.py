@@ -7,25 +7,34 @@ from typing import Any
 
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.containers.columns import Column, Unit, plain
-from tracestore.ingest.containers.keys import LENGTHS, Key, column_name, kind_rank, layer_kind, parse_key, split_key
+from tracestore.ingest.containers.keys import (
+    LENGTHS,
+    Key,
+    column_name,
+    kind_rank,
+    layer_kind,
+    locate,
+    split_key,
+    without_step,
+)
+from tracestore.ingest.layouts.array_names import ARRAYS, with_field_names
+from tracestore.ingest.layouts.steps import joined_heads, joined_steps
 
 _NUMBERED_NAME = re.compile(r"(.+?)[._/\-]?(\d+)")
 _TOKEN_NAMES = ("tokens", "token_ids", "input_ids", "sequences")
-ARRAYS = ("hidden_states", "attentions", "last_token")
-_LAYER_FIRST = re.compile(r"((?:layers?|blocks?)[._\-]?\d+)[/.](.+)", re.IGNORECASE)
 
 
 def units_of(fields: Mapping[str, Any], **options: bool) -> Iterator[Unit]:
     """Yield a unit for each trace name in the names of `fields`, in natural order; `options` are those of Unit."""
-    fields = _by_trace(fields)
-    keys = {name: parse_key(name) for name in fields}
+    fields = with_field_names(fields)
+    keys = {name: locate(name) for name in fields}
     traces = {key.trace for key in keys.values() if key and key.field in ARRAYS and key.trace}
     groups: dict[str, dict[str, tuple[Key | None, Any]]] = defaultdict(dict)
     for name, value in fields.items():
         key, trace, field = keys[name], "", name
         if key is None or key.field == "tokens":
             trace, field = split_key(name, traces)
-            key = parse_key(field) if trace else key
+            key = locate(field) if trace else key
         if key is not None and not trace:
             trace = key.trace
         groups[trace][field] = (key, value)
@@ -37,38 +46,6 @@ def units_of(fields: Mapping[str, Any], **options: bool) -> Iterator[Unit]:
             name = trace if number is None else f"{trace}_{number}".strip("_")
             values = {field: value for field, (_, value) in shared.items()} | _fields(group)
             yield Unit(values, name, **options)
-
-
-def _by_trace(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Give arrays of hidden states that have no such name one: layer_0/q1 and q1 become q1/layer_0 and q1/hidden_states.
-
-    Arrays named by traces have one number of layers and one hidden size, different numbers of tokens, and a digit in
-    each name; other arrays may be anything, such as prompt and answer. A single array has to be called arr_0, as
-    `numpy.savez` calls it.
-    """
-    if any(key.field in ARRAYS for key in map(parse_key, fields) if key):
-        return fields
-    moved = {name: match for name in fields if (match := _LAYER_FIRST.fullmatch(name))}
-    if moved:
-        return {f"{moved[n][2]}/{moved[n][1]}" if n in moved else n: value for n, value in fields.items()}
-    columns = {name: value for name, value in fields.items() if isinstance(value, Column) and _is_states(value)}
-    shapes = {(c.ndim, c.shape[-1], c.shape[0] if c.ndim == 3 else 0) for c in columns.values()}
-    if (
-        not columns
-        or len(shapes) > 1
-        or any(isinstance(v, Column) and v.ndim > 1 for n, v in fields.items() if n not in columns)
-    ):
-        return fields
-    if len(columns) == 1 and "arr_0" in columns:
-        return {"hidden_states" if name == "arr_0" else name: value for name, value in fields.items()}
-    tokens = {column.shape[-2] for column in columns.values()}
-    if len(tokens) < 2 or not all(re.search(r"\d", name) for name in columns):
-        return fields
-    return {f"{name}/hidden_states" if name in columns else name: value for name, value in fields.items()}
-
-
-def _is_states(value: Column) -> bool:
-    return value.ndim in (2, 3) and value.dtype.kind in "fV" and 0 not in value.shape
 
 
 def natural_key(name: str) -> list[tuple[int, int, str]]:
@@ -101,8 +78,18 @@ def _is_stack(value: Column) -> bool:
 
 
 def _fields(group: dict[str, tuple[Key | None, Any]]) -> dict[str, Any]:
-    """Return fields by name: whole arrays, dicts of arrays by layer, and other values."""
+    """Return fields by name: whole arrays, dicts of arrays by layer, passes of generation, and other values."""
+    if any(key is not None and key.step is not None for key, _ in group.values()):
+        return _fields_of_steps(group)
     fields: dict[str, Any] = {}
+    heads: dict[tuple[str, int | None, str], dict[int, Any]] = defaultdict(dict)
+    for key, value in group.values():
+        if key is not None and key.head is not None:
+            heads[key.field, key.number, key.kind][key.head] = value
+    if heads:
+        group = {name: item for name, item in group.items() if item[0] is None or item[0].head is None}
+        for (field, number, kind), arrays in heads.items():
+            group[f"{field}.{number}.heads"] = (Key(field, number, kind=kind), joined_heads(arrays))
     layers: dict[str, dict[str, dict[int, Any]]] = defaultdict(lambda: defaultdict(dict))
     wholes: dict[str, list[str]] = defaultdict(list)
     for name, (key, value) in group.items():
@@ -125,6 +112,19 @@ def _fields(group: dict[str, tuple[Key | None, Any]]) -> dict[str, Any]:
         if len(kinds) > 1:  # a cache of TransformerLens, whose other arrays are not states of a layer
             fields = {name: value for name, value in fields.items() if "hook_" not in name}
     return fields
+
+
+def _fields_of_steps(group: dict[str, tuple[Key | None, Any]]) -> dict[str, Any]:
+    """Return the fields of a trace whose arrays belong to steps of generation, joined; values of no step are kept."""
+    steps: dict[int, dict[str, tuple[Key | None, Any]]] = defaultdict(dict)
+    others: dict[str, tuple[Key | None, Any]] = {}
+    for name, (key, value) in group.items():
+        rest, step = without_step(name)
+        if step is None:
+            others[name] = (key, value)
+        else:
+            steps[step][rest or name] = (None if key is None else key._replace(step=None), value)
+    return _fields(others) | joined_steps({step: _fields(steps[step]) for step in sorted(steps)})
 
 
 def stacked_count(unit: Unit, num_rows: int | None) -> tuple[int | None, str]:
@@ -171,6 +171,8 @@ def stacked_count(unit: Unit, num_rows: int | None) -> tuple[int | None, str]:
     if first.dtype.kind == "O" and first.ndim == 1:
         return first.shape[0], "trace"
     shape, ids = first.shape, tokens.shape if isinstance(tokens, Column) else ()
+    if unit.is_stack and not isinstance(hidden, dict) and first.ndim in (2, 3):
+        return shape[0], "layer" if len(ids) == 2 and ids == shape[:2] else "last_token"
     if first.ndim == rank:
         is_batch_of_one = shape[0] != 1 and shape[1] == 1 and shape[0] not in counts and ids[:1] != shape[:1]
         return (None if is_batch_of_one and rank == 4 else shape[0]), "trace"

@@ -13,12 +13,13 @@ import numpy as np
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.byte_source import INFLATE_ALLOWANCE_BYTES, MAX_INFLATE_RATIO
 from tracestore.ingest.containers.columns import DTYPE_KINDS, Column, Unit
-from tracestore.ingest.containers.grouping import natural_key, units_of
-from tracestore.ingest.containers.keys import GROUPS_OF_TRACES, parse_key
+from tracestore.ingest.containers.grouping import natural_key
+from tracestore.ingest.containers.keys import GROUPS_OF_TRACES, is_step, locate
 
 _MAX_DEPTH = 8
 _MAX_OBJECTS = 2_000_000
 _MAX_FIELDS = 100_000  # of one trace, or of a stack of traces
+_MAX_SPLITS = 16
 # A chunk is inflated as a whole.
 _MAX_CHUNK_BYTES = 256 << 20
 _MAX_TEXT_BYTES = 16 << 20
@@ -31,9 +32,11 @@ _FILTERS = frozenset((1, 2, 3, 4, 5, 6, 32000))
 class HDF5Column(Column):
     """An array of a file, read in parts."""
 
-    def __init__(self, dataset: Any, name: str) -> None:
-        self._dataset, self._name = dataset, name
-        self.shape, self.dtype = dataset.shape, dataset.dtype
+    def __init__(self, dataset: Any, name: str, field: str | None = None) -> None:
+        self._name, self._chunks = name, dataset.chunks
+        self._dataset = dataset if field is None else dataset.fields(field)  # of a compound type
+        dtype = dataset.dtype if field is None else dataset.dtype[field]
+        self.shape, self.dtype = (*dataset.shape, *dtype.shape), dtype.base
 
     def objects(self, selection: tuple[Any, ...]) -> np.ndarray:
         """Return texts, or the values of variable length at one position; `selection` is () or a row."""
@@ -50,11 +53,11 @@ class HDF5Column(Column):
         if not math.prod(shape):
             return
         if not shape:
-            yield np.asarray(self._dataset[selection])
+            yield np.asarray(self._dataset[selection], self.dtype)
             return
         axis = 0 if selection and isinstance(selection[0], slice) else len(selection)
         first = selection[0].start if axis == 0 and selection else 0
-        chunk = self._dataset.chunks[axis] if self._dataset.chunks is not None else 1
+        chunk = self._chunks[axis] if self._chunks is not None and axis < len(self._chunks) else 1
         row_bytes = math.prod(shape[1:]) * self.dtype.itemsize
         rows = max(1, _PART_BYTES // (row_bytes * chunk)) * chunk
         for begin in range(first, first + shape[0], rows):
@@ -62,8 +65,8 @@ class HDF5Column(Column):
             yield self._dataset[(*selection[:axis], slice(begin, end), *selection[axis + 1 :])]
 
 
-def units_of_file(path: Path) -> Iterator[Unit]:
-    """Yield the traces of a file: groups with the fields of one trace each, or arrays with stacked ones."""
+def groups_of_file(path: Path) -> Iterator[Unit]:
+    """Yield the arrays and values of each group that holds a trace or several, by their names below the group."""
     import h5py
 
     try:
@@ -71,7 +74,7 @@ def units_of_file(path: Path) -> Iterator[Unit]:
     except OSError as error:
         raise InvalidInputError(f"truncated or damaged HDF5 file: {' '.join(str(error).split())[:200]}") from None
     with file:
-        yield from _Reader(h5py, path).units(file)
+        yield from _Reader(h5py, path).groups(file)
 
 
 class _Reader:
@@ -82,30 +85,46 @@ class _Reader:
         self._seen: set[Any] = set()
         self._texts = 0
 
-    def units(self, group: Any, trace: str = "", depth: int = 0) -> Iterator[Unit]:
-        """Yield the units of a group: its own fields, or those of the groups in it."""
+    def groups(self, group: Any, trace: str = "", depth: int = 0) -> Iterator[Unit]:
+        """Yield a group with arrays of a trace or of a stack of traces, or the groups in it that have them."""
         children = self._children(group, depth)
-        is_unit = any(parse_key(name) is not None for name in children) or not any(
+        is_unit = any(locate(name) is not None or is_step(name) for name in children) or not any(
             isinstance(child, self._h5py.Group) for child in children.values()
         )
         if is_unit:
-            fields = self._flatten(group, children, "", depth)
-            for unit in units_of(fields):
-                unit.trace = "/".join(filter(None, (trace, unit.trace)))
-                yield unit
+            yield Unit(self._flatten(group, children, "", depth), trace)
             return
-        shared = self._attributes(group) | {
-            name: self._column(child, name)
-            for name, child in children.items()
-            if not isinstance(child, self._h5py.Group)
-        }
+        shared = self._attributes(group)
+        for name, child in children.items():
+            if not isinstance(child, self._h5py.Group):
+                shared |= self._columns(child, name)
+        is_first, is_stack = True, self._are_stacks(children)
         for name in sorted(children, key=natural_key):
             child = children.pop(name)
             if isinstance(child, self._h5py.Group):
                 inner = trace if name.lower() in GROUPS_OF_TRACES else "/".join(filter(None, (trace, name)))
-                for unit in self.units(child, inner, depth + 1):
-                    unit.fields = shared | unit.fields
-                    yield unit
+                for unit in self.groups(child, inner, depth + 1):
+                    if is_first or any(isinstance(v, Column) and v.dtype.kind == "f" for v in unit.fields.values()):
+                        unit.fields, unit.is_stack = shared | unit.fields, unit.is_stack or is_stack
+                        yield unit
+                        is_first = False
+
+    def _are_stacks(self, children: dict[str, Any]) -> bool:
+        """Return whether groups, such as splits, hold stacks of traces: columns as long as the states next to them.
+
+        A stack of one trace is recognized by the others.
+        """
+        groups = [child for child in children.values() if isinstance(child, self._h5py.Group)]
+        if not 1 < len(groups) <= _MAX_SPLITS:
+            return False
+        lengths: list[int] = []
+        for group in groups:
+            shapes = [child.shape for child in group.values() if isinstance(child, self._h5py.Dataset) and child.shape]
+            sizes, ranks = {shape[0] for shape in shapes}, {len(shape) > 1 for shape in shapes}
+            if len(sizes) != 1 or ranks != {False, True}:
+                return False
+            lengths += sizes
+        return max(lengths) > 1
 
     def _children(self, group: Any, depth: int) -> dict[str, Any]:
         """Return the objects of a group by name after checking that all of them are in this file."""
@@ -141,7 +160,7 @@ class _Reader:
             if isinstance(child, self._h5py.Group):
                 fields |= self._flatten(child, self._children(child, depth + 1), f"{path}/", depth + 1)
             else:
-                fields[path] = self._column(child, path)
+                fields |= self._columns(child, path)
             if len(fields) > _MAX_FIELDS:
                 raise InvalidInputError(f"found more than {_MAX_FIELDS:,} arrays in one group", field=group.name[:60])
         return fields
@@ -160,8 +179,14 @@ class _Reader:
             values[name] = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
         return values
 
-    def _column(self, dataset: Any, name: str) -> Column:
-        """Return an array after checking that reading it stays in this file and in memory."""
+    def _columns(self, dataset: Any, name: str) -> dict[str, Column]:
+        """Return an array, or the fields of one of a compound type, by name.
+
+        Raises
+        ------
+        InvalidInputError
+            If reading it would leave this file or exceed memory.
+        """
         create = dataset.id.get_create_plist()
         if dataset.is_virtual or dataset.external:
             raise InvalidInputError(
@@ -179,6 +204,8 @@ class _Reader:
         if dtype.kind == "O":
             if self._h5py.check_string_dtype(dtype) is None and self._h5py.check_vlen_dtype(dtype) is None:
                 raise InvalidInputError("found references to objects, expected numbers or texts", field=name[:60])
+        elif dtype.names and all(dtype[n].base.kind in DTYPE_KINDS for n in dtype.names):
+            pass  # records of numbers and texts
         elif dtype.kind not in DTYPE_KINDS or dtype.subdtype is not None:
             raise InvalidInputError(f"found dtype {str(dtype)[:60]}, expected numbers or texts", field=name[:60])
         stored = dataset.id.get_storage_size()
@@ -191,7 +218,10 @@ class _Reader:
                 f"found chunks {dataset.chunks}, expected at most {_MAX_CHUNK_BYTES >> 20} MiB each; use h5repack",
                 field=name[:60],
             )
-        return HDF5Column(dataset, name)
+        if not dtype.names:
+            return {name: HDF5Column(dataset, name)}
+        prefix = name.rpartition("/")[0]
+        return {f"{prefix}/{field}".lstrip("/"): HDF5Column(dataset, name, field) for field in dtype.names}
 
 
 def _objects(dataset: Any, selection: tuple[int, ...], name: str) -> np.ndarray:

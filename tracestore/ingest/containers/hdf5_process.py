@@ -26,6 +26,7 @@ import numpy as np
 from tracestore.errors import InvalidInputError
 from tracestore.extras import needs
 from tracestore.ingest.containers.columns import Column, Input, Unit
+from tracestore.ingest.containers.grouping import units_of
 from tracestore.store.io.scratch import Scratch
 
 HDF5_MAGIC = b"\x89HDF\r\n\x1a\n"
@@ -190,20 +191,15 @@ def read_hdf5(source: Input) -> Iterator[Unit]:
             fields = {
                 name: _RemoteColumn(process, name, entry, source.scratch) for name, entry in answer["columns"].items()
             }
-            yield Unit(_nested(fields, answer["layers"]) | answer["values"], str(answer["trace"]))
+            for unit in units_of(fields | answer["values"], is_stack=bool(answer["is_stack"])):
+                unit.trace = "/".join(filter(None, (str(answer["trace"]), unit.trace)))
+                yield unit
         is_whole = True
     finally:
         if is_whole:
             _idle.put(process)
         else:
             process.end()
-
-
-def _nested(columns: dict[str, Any], layers: dict[str, dict[str, str]]) -> dict[str, Any]:
-    """Return fields: columns, and dicts of columns by layer."""
-    inner = {name for numbers in layers.values() for name in numbers.values()}
-    fields = {name: column for name, column in columns.items() if name not in inner}
-    return fields | {f: {int(k): columns[name] for k, name in numbers.items()} for f, numbers in layers.items()}
 
 
 class _Server:
@@ -216,9 +212,9 @@ class _Server:
     def answer(self, request: dict[str, Any]) -> tuple[dict[str, Any], Iterator[np.ndarray]]:
         """Return the answer to a request, and the arrays whose bytes follow it."""
         if "open" in request:
-            from tracestore.ingest.containers.hdf5_file import units_of_file
+            from tracestore.ingest.containers.hdf5_file import groups_of_file
 
-            self._units = units_of_file(Path(request["open"]))
+            self._units = groups_of_file(Path(request["open"]))
             return {}, iter(())
         if "next" in request:
             unit = next(self._units, None)
@@ -233,12 +229,9 @@ class _Server:
         return {"shape": array.shape, "dtype": array.dtype.str}, iter((array,))
 
     def _describe(self, unit: Unit) -> dict[str, Any]:
-        self._columns, values, layers = {}, {}, {}
+        self._columns, values = {}, {}
         for name, value in unit.fields.items():
-            if isinstance(value, dict):
-                layers[name] = {str(k): f"{name}.{k}" for k in value}
-                self._columns |= {f"{name}.{k}": layer for k, layer in value.items()}
-            elif hasattr(value, "parts"):
+            if isinstance(value, Column):
                 self._columns[name] = value
             else:
                 values[name] = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
@@ -246,7 +239,7 @@ class _Server:
             name: {"shape": c.shape, "dtype": None if c.dtype.kind == "O" else c.dtype.str}
             for name, c in self._columns.items()
         }
-        return {"trace": unit.trace, "columns": columns, "layers": layers, "values": values}
+        return {"trace": unit.trace, "columns": columns, "values": values, "is_stack": unit.is_stack}
 
 
 def serve() -> None:

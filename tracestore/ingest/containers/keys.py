@@ -29,6 +29,14 @@ _BY_LAYER = re.compile(
 )
 _OUTPUT = re.compile(rf"(?:hook_)?(?:resid_(?:post|pre|mid)|mlp_out|attn_out|out(?:put)?|{_HIDDEN})(?:\.output)?")
 _PATTERN = re.compile(rf"(?:(?:self_)?attn[./])?(?:hook_pattern|pattern|{_ATTENTION})")
+# A step of generation, and a head: step_3, steps/3, q1_token_3, head.0. `tokens_3` are the tokens of a trace.
+_STEP = re.compile(
+    r"(?:^|(?<=[./_\-]))(?:gen(?:erat(?:ion|ed))?_|decod(?:e|ing)_)?"
+    r"(?:(?:step|pass|token|tok|pos|position|timestep)[./_\-]?|(?:steps|passes|timesteps|tokens|positions)[./])(\d+)"
+    r"(?=$|[./_\-])",
+    re.IGNORECASE,
+)
+_HEAD = re.compile(r"(?:^|(?<=[./_\-]))heads?[./_\-]?(\d+)(?=$|[./_\-])", re.IGNORECASE)
 _SPLIT = re.compile(r"[./_\-]")
 # Names with one value per trace: ids and labels, with a prefix such as that of the file.
 _COLUMN = re.compile(
@@ -49,13 +57,18 @@ _KINDS = ("resid_post", "output", "out", "", "hidden_states", "resid_pre", "resi
 
 
 class Key(NamedTuple):
-    """Parts of the name of an array: field, number, name of the trace, kind of output, and whether the number is a layer."""
+    """Parts of the name of an array: field, number, name of the trace, kind of output, and whether the number is a layer.
+
+    `locate` adds the step of generation, and the head.
+    """
 
     field: str
     number: int | None = None
     trace: str = ""
     kind: str = ""
     is_layer: bool = False
+    step: int | None = None
+    head: int | None = None
 
 
 @lru_cache(maxsize=1 << 16)
@@ -81,6 +94,39 @@ def parse_key(name: str) -> Key | None:
     if not kind or _OUTPUT.fullmatch(kind):
         return Key("hidden_states", int(match["number"]), _trace(match), kind, is_layer=True)
     return Key("attentions", int(match["number"]), _trace(match), is_layer=True) if _PATTERN.fullmatch(kind) else None
+
+
+@lru_cache(maxsize=1 << 16)
+def locate(name: str) -> Key | None:
+    """Return what a name says about an array: field, layer and trace as in `parse_key`, and the step and head in it.
+
+    Examples
+    --------
+    >>> locate("q1/step_2/layer_3")
+    Key(field='hidden_states', number=3, trace='q1', kind='', is_layer=True, step=2, head=None)
+    """
+    rest, step = without_step(name)
+    match = _HEAD.search(rest)
+    key = parse_key(rest if match is None else _without(rest, match))
+    if key is None or (match is not None and key.field != "attentions"):
+        return None
+    return key._replace(step=step, head=None if match is None else int(match[1]))
+
+
+def without_step(name: str) -> tuple[str, int | None]:
+    """Return a name without its step of generation, such as step_3 or token_3, and the step; None without one."""
+    match = _STEP.search(name)
+    return (name, None) if match is None else (_without(name, match), int(match[1]))
+
+
+def is_step(name: str) -> bool:
+    """Return whether a name is that of a step, or of the group of all steps."""
+    return _STEP.fullmatch(name) is not None or name.lower() in ("steps", "passes", "timesteps")
+
+
+def _without(name: str, match: re.Match[str]) -> str:
+    before, after = name[: match.start()], name[match.end() :]
+    return before.rstrip("./_-") if not after else before + after.lstrip("./_-")
 
 
 def column_name(name: str) -> str | None:
@@ -109,8 +155,12 @@ def _field(match: re.Match[str]) -> str:
 
 
 def split_key(name: str, traces: Container[str]) -> tuple[str, str]:
-    """Return (trace, field) of the name of another field, if it begins with one of `traces`; else ("", name)."""
-    for match in reversed(list(_SPLIT.finditer(name))):
+    """Return (trace, field) of the name of another field, if it begins or ends with one of `traces`; else ("", name)."""
+    marks = list(_SPLIT.finditer(name))
+    for match in reversed(marks):
         if name[: match.start()] in traces:
             return name[: match.start()], name[match.end() :]
+    for match in marks:
+        if match[0] in "./" and name[match.end() :] in traces:
+            return name[match.end() :], name[: match.start()]
     return "", name

@@ -2,9 +2,11 @@
 
 import base64
 import binascii
+import json
 import math
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,8 @@ _DTYPE = re.compile(r"(?:(?P<name>.+)[_.])?dtype|dtype[_.](?P<name_>.+)")
 # Names of dtypes, also as "torch.float16" and "<f2".
 _DTYPES = {"float16": "<f2", "float32": "<f4", "float64": "<f8", "half": "<f2", "float": "<f4", "double": "<f8"}
 _MAX_DEPTH = 6
+_TEXTS = frozenset((*schema.STRING_FIELDS, "answer", "prompt", "response", "completion"))
+_MAX_JSON_CHARACTERS = 16 << 20
 
 
 def set_arrays(values: dict[str, Any]) -> None:
@@ -51,6 +55,47 @@ def set_arrays(values: dict[str, Any]) -> None:
                 values[name] = array.reshape(shape)
         if values[name] is None:
             del values[name]
+
+
+def open_texts(values: dict[str, Any], trace: str, k: int, count: int) -> None:
+    """Replace texts of JSON, such as metadata of all traces, by the values that belong to one trace.
+
+    Parameters
+    ----------
+    values : dict[str, Any]
+        Values of the trace, which are changed. Those that are there already take precedence.
+    trace : str
+        Name of the trace in its container, or "".
+    k, count : int
+        Position of the trace, and number of the traces that are stacked with it.
+    """
+    for name, text in list(values.items()):
+        if (
+            not isinstance(text, str)
+            or text[:1] not in ("{", "[")
+            or name in _TEXTS
+            or len(text) > _MAX_JSON_CHARACTERS
+        ):
+            continue
+        found = _parsed(text)
+        if isinstance(found, list) and len(found) == count and (count > 1 or isinstance(found[0], dict)):
+            found = found[k]
+        elif isinstance(found, dict) and trace:
+            found = next((found[key] for key in (trace, re.split(r"[./]", trace)[-1]) if key in found), found)
+        if isinstance(found, dict):
+            del values[name]
+            values |= {key: value for key, value in found.items() if key not in values}
+        elif found is not None and not isinstance(found, list):
+            values[name] = found
+
+
+@lru_cache(maxsize=4)
+def _parsed(text: str) -> Any:
+    """Return the value of a JSON text, which the traces of a file share; None for another text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def array_of(value: Any) -> Any:
