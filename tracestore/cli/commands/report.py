@@ -1,7 +1,7 @@
 """Write an HTML page about a store.
 
-The page shows lengths, scores, classes, sizes, sources, samples and the findings of lint. It needs no
-network and runs no scripts.
+The page shows classes, scores, fields, distributions, example traces with attention and tokens, the findings of
+lint, provenance and sizes. It is one file that needs no network.
 
 Example: tracestore report store.zarr --output store.html
 """
