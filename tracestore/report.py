@@ -17,9 +17,9 @@ from tracestore.pages.elements import Cell, Html, card, cards, command, details,
 from tracestore.pages.plots import Series, heat_map, histogram, plot
 from tracestore.store.format import schema
 from tracestore.store.format.labels import CORRECT
+from tracestore.store.html import trace_facts, trace_texts
 from tracestore.store.io.fsio import atomic_write, check_destination, map_os_errors
 from tracestore.store.maintain.lint import KINDS, LintReport, lint_store
-from tracestore.store.read.html import trace_facts, trace_texts
 from tracestore.store.read.store import TraceStore
 from tracestore.view import View, downsample
 

@@ -169,4 +169,4 @@ def test_representations_tell_the_sizes(subset):
     iterable = tracestore.TraceIterableDataset(subset, batch_size=2)
     assert repr(iterable) == f"TraceIterableDataset({of_sequences}, shuffle='buffer', batch_size=2)"
     assert repr(tracestore.ShuffleBufferSampler(subset, 3)) == "ShuffleBufferSampler(5 indices, buffer_size=3, seed=0)"
-    assert repr(tracestore.TraceBatchLoader(subset)) == f"TraceBatchLoader({path}, 1 batches)"
+    assert repr(tracestore.TraceBatchLoader(subset)) == f"TraceBatchLoader({path}, 1 batch)"

@@ -18,6 +18,7 @@ from tracestore.detectors.interface import describe, missing_fields
 from tracestore.errors import TrainingError, UsageError
 from tracestore.features.table import features
 from tracestore.ingest.scores import read_scores
+from tracestore.pages.notebook import BenchmarkResults
 from tracestore.split import labeled_positions
 from tracestore.store.format.labels import CORRECT, DEFAULT_THRESHOLD
 from tracestore.store.format.provenance import require_compatible
@@ -153,7 +154,7 @@ def _run(opened: dict[str, TraceStore], output_dir: Path, options: BenchmarkOpti
     write_json(output_dir / RESULTS, nan_to_none(results))
     with atomic_write(output_dir / TABLE) as file:
         file.write((format_results(results) + "\n").encode())
-    return results
+    return BenchmarkResults(results)
 
 
 def _config(options: BenchmarkOptions) -> dict[str, Any]:

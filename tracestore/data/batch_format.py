@@ -3,12 +3,13 @@
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
-from tracestore.console import plural
+from tracestore.console import format_size, plural
 from tracestore.errors import UsageError
+from tracestore.pages.notebook import fragment
 from tracestore.store.format import schema
 from tracestore.store.read.store import TraceStore
 
@@ -197,3 +198,28 @@ class BatchFormat:
     def max_batch_bytes(self, store: TraceStore, indices: np.ndarray) -> int:
         """Return the largest number of bytes that a batch of some traces or tokens can take, gaps included."""
         return int(self.bytes_per_trace(store, indices).sum()) + _ALIGNMENT_BYTES
+
+
+class LoaderHtml:
+    """Base of loaders: shows the sizes and options of a loader in a notebook."""
+
+    def _repr_html_(self: Any) -> str:
+        planner, memory = self.planner, self.memory
+        return fragment(
+            type(self).__name__,
+            values={
+                "store": self.store.path,
+                "contents": self.format.describe(self.store, planner.num_samples).partition(", ")[2],
+                "batches of an epoch": len(self),
+                "batch size": planner.batch_size if planner.batch_by is None else None,
+                "largest cost of a batch": None
+                if planner.batch_by is None
+                else f"{planner.max_batch_cost:,} {planner.batch_by}",
+                "shuffle": planner.shuffle,
+                "epoch": self.epoch,
+                "threads": self.num_threads,
+                "rank": f"{self.rank} of {self.world_size}" if self.world_size > 1 else None,
+                "memory of a batch": format_size(memory.buffer_bytes),
+                "batches in memory": self.max_in_flight + 1,
+            },
+        )

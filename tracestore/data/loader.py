@@ -9,7 +9,7 @@ from torch.utils.data import get_worker_info
 
 from tracestore._core.blocks import MemoryPool
 from tracestore.data.batch import BatchT
-from tracestore.data.batch_format import BatchFormat, EdgeFormat, Layers, Positions, View
+from tracestore.data.batch_format import BatchFormat, EdgeFormat, Layers, LoaderHtml, Positions, View
 from tracestore.data.batch_jobs import BatchGatherer
 from tracestore.data.buffers import BatchBuffer, TorchBuffer
 from tracestore.data.datasets import StoreLike, open_for_batches
@@ -26,7 +26,7 @@ STATE_VERSION = 2
 DEFAULT_BATCH_SIZE, DEFAULT_TOKENS = 16, 4096
 
 
-class TraceLoader(Generic[BatchT]):
+class TraceLoader(LoaderHtml, Generic[BatchT]):
     """Loader of collated batches, which threads of this process gather ahead.
 
     An iteration is one epoch, and the next one has another order. Batch k is a pure function of the

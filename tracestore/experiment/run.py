@@ -28,6 +28,7 @@ from tracestore.experiment import folds
 from tracestore.experiment.options import TrainOptions
 from tracestore.extras import require
 from tracestore.oom.limits import MemoryUse, limited_memory, memory_limit, memory_use
+from tracestore.pages.notebook import TrainingResults
 from tracestore.planning.measure import plan_micro_batches
 from tracestore.store.format.provenance import require_compatible
 from tracestore.store.io.fsio import check_output_dir
@@ -167,7 +168,7 @@ class _Experiment:
         write_predictions(self.output_dir / "predictions.csv", tested)
         plots = write_plots(self.results, self.output_dir)
         write_page(self.results, plots, self.output_dir / "report.html")
-        return self.results
+        return TrainingResults(self.results)
 
     def _load_or_make_splits(self) -> list[Split]:
         """Return the split, or the folds; with --resume those of the earlier run."""

@@ -13,13 +13,14 @@ from tracestore.errors import MissingFieldError
 from tracestore.extras import needs
 from tracestore.split import SPLITS, assign_splits, labeled_positions
 from tracestore.store.format.labels import DEFAULT_THRESHOLD
+from tracestore.store.html import CollectionHtml
 from tracestore.store.io.files import RemoteURL
 from tracestore.store.read import table
 from tracestore.store.read.internals import StoreInternals
 from tracestore.store.read.trace import Trace
 
 
-class TraceCollection(ABC):
+class TraceCollection(CollectionHtml, ABC):
     """Traces in an order: a store, or a subset of a store.
 
     ``collection[key]`` is a Trace if the key is a position or a question id; it is a TraceSubset if the key is a

@@ -12,6 +12,7 @@ from tracestore.errors import MissingFieldError
 from tracestore.store.fields import PackedEdges, TraceFields, dense_attention
 from tracestore.store.format import schema
 from tracestore.store.format.provenance import Provenance
+from tracestore.store.html import TraceHtml
 from tracestore.store.read.index import TraceRow
 from tracestore.store.read.internals import StoreInternals
 from tracestore.store.read.segment import SegmentReader
@@ -96,7 +97,7 @@ class DetachedTrace(OptionalFields):
 _MAY_BE_MISSING = {"hidden_states", "attention_packed"}
 
 
-class Trace(OptionalFields):
+class Trace(OptionalFields, TraceHtml):
     """One answer of the model to one question. Fields are read when they are accessed.
 
     A field that the trace lacks raises MissingFieldError (arrays) or is None; a missing `score` or `label` is NaN.

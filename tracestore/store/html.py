@@ -1,22 +1,20 @@
-"""Traces as HTML, for reports and notebooks."""
+"""Stores and traces as HTML, for reports and notebooks."""
 
 import math
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from tracestore.console import plural
 from tracestore.errors import escape_unprintable
-from tracestore.pages.elements import Html, element, join, paragraph, tokens
+from tracestore.pages.elements import Html, element, join, number, paragraph, table, tokens
+from tracestore.pages.notebook import fragment
 from tracestore.store.format import schema
 
-if TYPE_CHECKING:
-    from tracestore.store.read.trace import Trace
-
-_MAX_TEXT, _MAX_TOKENS = 1_000, 400
+_MAX_TEXT, _MAX_CELL, _MAX_TOKENS, _MAX_ROWS = 1_000, 120, 400, 5
 
 
-def trace_facts(trace: "Trace") -> Html:
+def trace_facts(trace: Any) -> Html:
     """Return the numbers and names of a trace in one line."""
     source, position = trace.source
     parts = [escape_unprintable(trace.question_id, 100)]
@@ -30,7 +28,7 @@ def trace_facts(trace: "Trace") -> Html:
     return paragraph(", ".join(parts), kind="note")
 
 
-def trace_texts(trace: "Trace") -> Html:
+def trace_texts(trace: Any) -> Html:
     """Return question, answer, and the tokens colored by their log-probability or the attention they get."""
     texts = [
         element("p", element("strong", name, ":"), Html(" "), escape_unprintable(text, _MAX_TEXT))
@@ -40,7 +38,7 @@ def trace_texts(trace: "Trace") -> Html:
     return join([*texts, _tokens(trace)])
 
 
-def _tokens(trace: "Trace") -> Html:
+def _tokens(trace: Any) -> Html:
     words = trace.tokens_decoded
     if words is None:
         return Html("")
@@ -54,7 +52,7 @@ def _tokens(trace: "Trace") -> Html:
     return tokens(shown, known.tolist(), label=label, low=0.0, high=high)
 
 
-def _token_values(trace: "Trace") -> tuple[str, np.ndarray | None, float]:
+def _token_values(trace: Any) -> tuple[str, np.ndarray | None, float]:
     """Return the name of a value per token, the values (n,) float32, and the end of their color scale."""
     values = trace.optional("token_logprob")
     if values is not None and np.isfinite(values).any():
@@ -68,3 +66,46 @@ def _token_values(trace: "Trace") -> tuple[str, np.ndarray | None, float]:
     # The first token often gets nearly all attention.
     others = weights[1:][np.isfinite(weights[1:])]
     return f"attention of the last token, layer {layer}", weights, float(others.max(initial=0)) or 1.0
+
+
+class TraceHtml:
+    """Base of traces: shows a trace in a notebook."""
+
+    def _repr_html_(self: Any) -> str:
+        shapes = {"hidden states": None, "attention": self.attention_layout}
+        if self.num_tokens:
+            shapes["hidden states"] = " x ".join(map(str, self.hidden_states.shape))
+        return fragment(f"Trace {self.index}", trace_facts(self), trace_texts(self), values=shapes)
+
+
+class CollectionHtml:
+    """Base of stores and subsets: shows the values of a collection and its first traces in a notebook."""
+
+    def _repr_html_(self: Any) -> str:
+        targets = self.targets()
+        rows = [
+            [
+                trace.index,
+                trace.question_id[:_MAX_CELL],
+                escape_unprintable(trace.question or "", _MAX_CELL),
+                escape_unprintable(trace.answer or "", _MAX_CELL),
+                trace.num_tokens,
+                number(trace.score),
+                {1.0: "hallucinated", 0.0: "correct"}.get(targets[k], ""),
+            ]
+            for k, trace in enumerate(self[k] for k in range(min(_MAX_ROWS, len(self))))
+        ]
+        header = ["trace", "question id", "question", "answer", "tokens", "score", "class"]
+        attributes = self.internals.attributes
+        values = {
+            "traces": len(self),
+            "hallucinated": int((targets == 1).sum()),
+            "correct": int((targets == 0).sum()),
+            "layers": self.num_layers,
+            "hidden size": self.hidden_dim,
+            "attention": attributes.attention,
+            "dtype": attributes.hidden_dtype,
+            "models": ", ".join(sorted({p.model for p in attributes.provenance if p.model})) or None,
+        }
+        first = table(header, rows, caption=f"First {plural(len(rows), 'trace')}", is_sortable=False) if rows else ""
+        return fragment(f"{type(self).__name__} {self.path}", first, values=values)
