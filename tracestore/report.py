@@ -214,21 +214,20 @@ def _norms(store: TraceStore) -> list[Html]:
     """Return the plot of the norms of hidden states by layer, from a random sample of traces."""
     if not len(store):
         return []
-    chosen, num_bytes, norms, last = [], 0, [], []
+    norms: list[np.ndarray] = []
+    num_bytes = 0
     for k in random.Random(SEED).sample(range(len(store)), min(_NORM_TRACES, len(store))):
         trace = store.private_trace(k)
         states = trace.hidden_states if trace.num_tokens else trace.last_token[:, None]
         num_bytes += states.nbytes
-        if chosen and num_bytes > _NORM_BYTES:
+        if norms and num_bytes > _NORM_BYTES:
             break
         wide = schema.as_float32(states, store.hidden_dtype)
         found = np.sqrt(np.einsum("lsd,lsd->ls", wide, wide))
-        chosen.append(k)
         norms.append(found)
-        last.append(found[:, -1])
     values = np.concatenate(norms, axis=1)
     values[~np.isfinite(values)] = np.nan
-    at_end = np.stack(last, axis=1)
+    at_end = np.stack([found[:, -1] for found in norms], axis=1)
     at_end[~np.isfinite(at_end)] = np.nan
     low, middle, high = np.nanpercentile(values, (5, 50, 95), axis=1)
     layers = np.arange(store.num_layers)
@@ -236,7 +235,7 @@ def _norms(store: TraceStore) -> list[Html]:
         Series("all tokens: median, 5 to 95 %", layers, middle, low=low, high=high, has_marks=True),
         Series("last token: median", layers, np.nanmedian(at_end, axis=1), is_dashed=True, has_marks=True),
     ]
-    note = f"{plural(values.shape[1], 'token')} of {plural(len(chosen), 'trace')}, drawn at random with seed {SEED}."
+    note = f"{plural(values.shape[1], 'token')} of {plural(len(norms), 'trace')}, drawn at random with seed {SEED}."
     return [
         plot("Norm of hidden states by layer", series, x_label="layer", y_label="norm", is_integer_x=True, note=note)
     ]
@@ -244,7 +243,8 @@ def _norms(store: TraceStore) -> list[Html]:
 
 def _examples(classes: np.ndarray) -> list[int]:
     """Return some traces, from each class in turn, the same ones each time."""
-    draw, chosen = random.Random(SEED), []
+    draw = random.Random(SEED)
+    chosen: list[int] = []
     drawn = [np.flatnonzero(classes == k).tolist() for k in range(len(_CLASSES))]
     drawn = [draw.sample(indices, min(_EXAMPLES, len(indices))) for indices in drawn]
     while any(drawn) and len(chosen) < _EXAMPLES:
@@ -278,10 +278,10 @@ def _trace_card(store: TraceStore, index: int, label: str, *, has_plot: bool = T
     return element("div", card(f"Trace {index}", *content, badge=label, kind=kind), id=f"trace-{index}")
 
 
-def _linked(issues: LintReport | None) -> dict[int, None]:
+def _linked(issues: LintReport) -> dict[int, None]:
     """Return the first traces of each kind of issue."""
     found: dict[int, None] = {}
-    for kind in issues.counts if issues else ():
+    for kind in issues.counts:
         indices = [f.index for f in issues.findings if f.kind == kind and f.index is not None]
         found |= dict.fromkeys(indices[:_LINKED])
     return found
