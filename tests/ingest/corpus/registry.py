@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MODULES = ("pickles", "records", "torch_files", "hooks", "outputs", "generated", "renamed", "scores", "arrays")
-MODULES += ("tensors", "hdf5", "tables", "parts.joined", "parts.objects", "containers.hierarchies")
+MODULES += (
+    "tensors",
+    "hdf5",
+    "tables",
+    "parts.joined",
+    "parts.objects",
+    "containers.hierarchies",
+    "containers.long_tables",
+)
+MODULES += ("containers.services",)
 
 
 @dataclass(frozen=True)

@@ -79,3 +79,11 @@ def test_expected_traces_fit_into_a_store(name, tmp_path):
         command("convert", write_pickle(tmp_path / "t.pkl", rows), tmp_path / "s.zarr", *flags, check=0)
         wanted = [{n: v for n, v in t.items() if n not in ("score", "label", "prompt_length")} for t in states]
         measure.check_store(tmp_path / "s.zarr", wanted)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [n for n, k in KINDS.items() if ".containers." in k.write.__module__])
+def test_kinds_in_parts_are_converted_without_flags(name, tmp_path):
+    result, detail = measure.measure_kind(KINDS[name], tmp_path)
+
+    assert result in ("equal", "skipped", "refused as it should"), detail

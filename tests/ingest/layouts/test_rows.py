@@ -234,3 +234,94 @@ def test_bin_files_are_read_where_nothing_else_is(tmp_path):
     convert(folder, tmp_path / "t.zarr")
 
     assert len(tracestore.open(tmp_path / "s.zarr")) == 2 and len(tracestore.open(tmp_path / "t.zarr")) == 1
+
+
+def rows_of_cells(traces):
+    """Return a row per layer and token, the layers outside."""
+    return [
+        {"sample_idx": k, "layer": n, "token_idx": s, "vec": t["hidden_states"][n, s].tolist()}
+        for n in range(len(traces[0]["hidden_states"]))
+        for k, t in enumerate(traces)
+        for s in range(t["hidden_states"].shape[1])
+    ]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_rows_of_a_trace_that_do_not_follow_each_other(tmp_path, form):
+    rows = rows_of_cells(TRACES)
+    if form == "jsonl":
+        write_lines(tmp_path / "a.jsonl", rows)
+    else:
+        pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=5)
+
+    store = stored(tmp_path, tmp_path / f"a.{form}")
+
+    assert store.question_ids == ["0", "1", "2"]
+    for trace, expected in zip(store, TRACES, strict=True):
+        np.testing.assert_array_equal(trace.hidden_states, expected["hidden_states"])
+
+
+def test_a_table_with_a_missing_cell_is_refused(tmp_path):
+    write_lines(tmp_path / "a.jsonl", rows_of_cells(TRACES)[:-1])
+
+    message = error_of("convert", tmp_path / "a.jsonl", tmp_path / "s.zarr", *NONE, code=3)
+
+    assert "expected each token of each layer" in message
+
+
+def test_flat_states_whose_sizes_leave_the_axes_open_are_refused(tmp_path):
+    hidden = TRACES[1]["hidden_states"]
+    sizes = {"num_tokens": hidden.shape[1], "num_layers": hidden.shape[0], "hidden_size": hidden.shape[2]}
+    write_lines(tmp_path / "a.jsonl", [{"id": "q", **sizes, "hidden_states": hidden.ravel().tolist()}])
+
+    message = error_of("convert", tmp_path / "a.jsonl", tmp_path / "s.zarr", *NONE, code=3)
+
+    assert "add a key hidden_states_shape, such as [L, S, D]" in message
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_answers_of_two_files_are_found_by_id(tmp_path, form):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for k, t in enumerate(TRACES):
+        row = {"uid": f"q{k}", "hidden_states": t["hidden_states"].tolist()}
+        pq.write_table(pa.Table.from_pylist([row]), folder / f"part-{k}.parquet")
+    answers = [{"uid": f"q{k}", "answer": f"a{k}"} for k in (3, 2, 0, 4)]
+    if form == "jsonl":
+        write_lines(folder / "answers.jsonl", answers)
+    else:
+        pq.write_table(pa.Table.from_pylist(answers), folder / "answers.parquet")
+
+    store = stored(tmp_path, folder)
+
+    assert [t.answer for t in store] == ["a0", None, "a2"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"id": "q0", "steps": [{"token_id": 5 + s, "hidden_states": [[s + 0.5] * 8, [s + 1.5] * 8]} for s in range(3)]},
+        {
+            "outer": 1,
+            "samples": [
+                {
+                    "id": "q0",
+                    "tokens": [
+                        {"id": 5 + s, "layers": [{"index": n, "values": [s + n + 0.5] * 8} for n in range(2)]}
+                        for s in range(3)
+                    ],
+                }
+            ],
+        },
+    ],
+    ids=["steps", "tokens of layers"],
+)
+def test_nested_objects_of_tokens_and_layers(tmp_path, row):
+    (tmp_path / "a.json").write_text(json.dumps(row))
+
+    store = stored(tmp_path, tmp_path / "a.json")
+
+    assert store.question_ids == ["q0"] and store[0].tokens.tolist() == [5, 6, 7]
+    assert np.asarray(store[0].hidden_states)[:, :, 0].tolist() == [[0.5, 1.5, 2.5], [1.5, 2.5, 3.5]]

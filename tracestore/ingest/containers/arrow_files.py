@@ -1,7 +1,10 @@
 """Read Arrow and Parquet files with pyarrow, one row per trace: data sets of Hugging Face, activations of SAELens."""
 
+import importlib.util
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,9 +13,12 @@ from tracestore._core.mapping import MappedFile
 from tracestore.errors import InvalidInputError
 from tracestore.extras import needs
 from tracestore.ingest.byte_source import INFLATE_ALLOWANCE_BYTES, MAX_INFLATE_RATIO, check_regular, map_file
-from tracestore.ingest.containers.columns import Input, Unit
-from tracestore.ingest.layouts.rows import units_of_rows
+from tracestore.ingest.containers.columns import Arena, Input, Unit
+from tracestore.ingest.layouts.records import traces_of_record
+from tracestore.ingest.layouts.rows import MIN_DIMENSIONS, has_dimension, units_of_rows
+from tracestore.store.io.scratch import Scratch
 
+SUFFIXES = (".parquet", ".arrow", ".feather")
 FILE_MAGIC, STREAM_MAGIC, PARQUET_MAGIC = b"ARROW1\0\0", b"\xff\xff\xff\xff", b"PAR1"
 # Rows of Parquet that are decoded together.
 _BATCH_BYTES = 16 << 20
@@ -24,26 +30,85 @@ _RECORD_BATCH, _DICTIONARY_BATCH = 3, 2
 
 def read_arrow(source: Input) -> Iterator[Unit]:
     """Yield the traces of an Arrow file or stream, or of the files of a saved data set."""
-    yield from units_of_rows(_arrow_rows(source))
+    yield from _units(source, partial(_arrow_rows, source))
 
 
 def read_parquet(source: Input) -> Iterator[Unit]:
     """Yield the traces of a Parquet file."""
-    yield from units_of_rows(_parquet_rows(source))
+    yield from _units(source, partial(_parquet_rows, source))
 
 
-def _arrow_rows(source: Input) -> Iterator[dict[str, Any]]:
+def is_table(path: Path) -> bool:
+    """Return whether a file of Arrow or Parquet has columns of numbers and texts alone; False for a damaged one."""
+    if not path.name.endswith(SUFFIXES) or importlib.util.find_spec("pyarrow") is None:
+        return False
+    status = path.stat()
+    return _is_table(path, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=1 << 12)
+def _is_table(path: Path, size: int, modified_ns: int) -> bool:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        mapped = map_file(path)
+        if path.name.endswith(".parquet"):
+            schema = pq.read_schema(pa.BufferReader(pa.py_buffer(mapped)))
+        else:
+            begin = len(FILE_MAGIC) if mapped.read(0, min(8, len(mapped))) == FILE_MAGIC else 0
+            schema = pa.ipc.open_stream(pa.py_buffer(memoryview(mapped)[begin:])).schema
+        kinds = [field.type for field in schema]
+    except (InvalidInputError, OSError, ValueError, TypeError, pa.ArrowException):
+        return False
+    types = pa.types
+    is_plain = all(not types.is_nested(k) and not types.is_binary(k) and not types.is_large_binary(k) for k in kinds)
+    has_extension = any(isinstance(kind, pa.BaseExtensionType) for kind in kinds)
+    return (
+        is_plain
+        and not has_extension
+        and sum(map(types.is_floating, kinds)) < MIN_DIMENSIONS
+        and not has_dimension(schema.names)
+    )
+
+
+def rows_of_table(path: Path, max_bytes: int) -> list[dict[str, Any]]:
+    """Return the rows of a table that belongs to other files.
+
+    Raises
+    ------
+    InvalidInputError
+        If the file is damaged, or its values may exceed `max_bytes`.
+    """
+    source = Input(path, path.name, (), Scratch())
+    rows, size = [], 0
+    for row in _parquet_rows(source) if path.name.endswith(".parquet") else _arrow_rows(source):
+        size += sum(len(value) if isinstance(value, str) else 8 for value in row.values())
+        if size > max_bytes:
+            raise InvalidInputError(f"found more than {max_bytes:,} bytes, expected a smaller table")
+        rows.append(row)
+    return rows
+
+
+def _units(source: Input, read: Callable[..., Iterator[dict[str, Any]]]) -> Iterator[Unit]:
+    def records(names: list[str] | None = None) -> Iterator[dict[str, Any]]:
+        return (trace for row in read(names and [*names, "sample"]) for trace in traces_of_record(row))
+
+    yield from units_of_rows(records(), records, Arena(source.scratch))
+
+
+def _arrow_rows(source: Input, names: list[str] | None = None) -> Iterator[dict[str, Any]]:
     for path in source.parts or (source.path,):
         check_regular(path)
         mapped = map_file(path)
         begin = len(FILE_MAGIC) if mapped.read(0, min(8, len(mapped))) == FILE_MAGIC else 0
         try:
-            yield from _stream(mapped, begin)
+            yield from _stream(mapped, begin, names)
         except InvalidInputError as error:
             raise error if path is source.path else InvalidInputError(f"{path.name}: {error}") from None
 
 
-def _stream(mapped: MappedFile, begin: int) -> Iterator[dict[str, Any]]:
+def _stream(mapped: MappedFile, begin: int, names: list[str] | None) -> Iterator[dict[str, Any]]:
     """Yield the rows of a stream. A file is a stream between two marks."""
     with needs("inputs"):
         import pyarrow as pa
@@ -55,12 +120,12 @@ def _stream(mapped: MappedFile, begin: int) -> Iterator[dict[str, Any]]:
             _check_message(message)
         for batch in pa.ipc.open_stream(pa.py_buffer(view)):
             batch.validate(full=True)  # otherwise offsets could point outside the file
-            yield from _rows(pa, batch)
+            yield from _rows(pa, batch, names)
     except (pa.ArrowException, struct.error) as error:
         raise InvalidInputError(f"truncated or damaged Arrow file: {_line(error)}") from None
 
 
-def _parquet_rows(source: Input) -> Iterator[dict[str, Any]]:
+def _parquet_rows(source: Input, names: list[str] | None = None) -> Iterator[dict[str, Any]]:
     with needs("inputs"):
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -73,9 +138,9 @@ def _parquet_rows(source: Input) -> Iterator[dict[str, Any]]:
             if size > len(mapped) * MAX_INFLATE_RATIO + INFLATE_ALLOWANCE_BYTES:
                 raise InvalidInputError(f"row group {k} inflates to {size:,} bytes, too many for the file")
             rows = max(1, _BATCH_BYTES // max(1, size // max(1, group.num_rows)))
-            for batch in file.iter_batches(rows, row_groups=[k], use_threads=False):
+            for batch in file.iter_batches(rows, row_groups=[k], columns=names, use_threads=False):
                 batch.validate(full=True)
-                yield from _rows(pa, batch)
+                yield from _rows(pa, batch, names)
     except pa.ArrowException as error:
         raise InvalidInputError(f"truncated or damaged Parquet file: {_line(error)}") from None
 
@@ -137,11 +202,12 @@ class _Table:
                 yield struct.unpack_from("<qq", self._data, position + 4 + 16 * k)
 
 
-def _rows(pa: Any, batch: Any) -> Iterator[dict[str, Any]]:
+def _rows(pa: Any, batch: Any, chosen: list[str] | None) -> Iterator[dict[str, Any]]:
     names = batch.schema.names
     if len(set(names)) != len(names):
         raise InvalidInputError("found two columns of one name")
-    columns = [_storage(pa, batch.column(k)) for k in range(len(names))]
+    names = [name for name in names if chosen is None or name in chosen]
+    columns = [_storage(pa, batch.column(name)) for name in names]
     for row in range(batch.num_rows):
         fields = {}
         for name, (column, shape) in zip(names, columns, strict=True):
@@ -171,6 +237,13 @@ def _value(pa: Any, column: Any, row: int, shape: tuple[int, ...] | None, name: 
         names = [column.type.field(k).name for k in range(column.type.num_fields)]
         parts = {n: _storage(pa, part) for n, part in zip(names, column.flatten(), strict=True)}
         return {n: _value(pa, part, row, inner, name) for n, (part, inner) in parts.items()}
+    if pa.types.is_map(column.type):
+        places = range(column.offsets[row].as_py(), column.offsets[row + 1].as_py())
+        items = _storage(pa, column.items)
+        return {column.keys[k].as_py(): _value(pa, items[0], k, items[1], name) for k in places}
+    if _is_list(pa, column.type) and pa.types.is_nested(column.type.value_type) and _has_objects(pa, column.type):
+        items = _storage(pa, column[row].values)
+        return [_value(pa, items[0], k, items[1], name) for k in range(_checked_count(len(items[0]), name))]
     if not _is_list(pa, column.type):
         value = column[row].as_py()
         return value if not hasattr(value, "isoformat") else value.isoformat()
@@ -198,6 +271,19 @@ def _value(pa: Any, column: Any, row: int, shape: tuple[int, ...] | None, name: 
         return _ragged(column, row, name)
     values = leaf.to_numpy(zero_copy_only=False)
     return values.reshape(shape or tuple(sizes))
+
+
+def _has_objects(pa: Any, kind: Any) -> bool:
+    """Return whether the items of a list are structs or maps."""
+    return bool(pa.types.is_struct(kind.value_type) or pa.types.is_map(kind.value_type))
+
+
+def _checked_count(count: int, name: str) -> int:
+    if count > _MAX_RAGGED_VALUES:
+        raise InvalidInputError(
+            f"found a list of {count:,} objects, expected at most {_MAX_RAGGED_VALUES:,}", field=name
+        )
+    return count
 
 
 def _is_list(pa: Any, kind: Any) -> bool:

@@ -14,12 +14,14 @@ from tracestore.ingest.containers.grouping import check_one_trace, row_fields, s
 from tracestore.ingest.containers.keys import ID_KEYS, LENGTHS
 from tracestore.ingest.containers.tables import TableRows
 from tracestore.ingest.layouts.ragged import ragged
+from tracestore.ingest.layouts.rows import id_column
 from tracestore.ingest.layouts.values import has_vectors, open_texts, set_arrays
 from tracestore.store.format import schema
 from tracestore.store.io.scratch import Scratch
 from tracestore.store.write.values import field_error
 
 _BLOCK_BYTES = 4 << 20
+_MAX_ID = 200
 _SCALES = "hidden_states_scales"  # of FP8HiddenStatesConnector
 _ID_NAME = re.compile(r"(?:q|question|example|sample|prompt)_?(?:ids|idxs?|ind(?:ex|ices))")
 # Names of stacked values by the name of one of them.
@@ -75,7 +77,7 @@ def traces_of(
             is_mapped = any(field in ("hidden_states", "last_token") for field, _ in renamed)
             if is_alone and count is None and not is_mapped and own_rows is None:
                 check_one_trace(unit)
-            if own_rows is not None and len(own_rows) != (count or 1):
+            if own_rows is not None and len(own_rows) != (count or 1) and not _are_joined(unit, own_rows):
                 raise InvalidInputError(f"{own_rows.path.name} has {len(own_rows)} rows for {count or 1} traces")
         for k in range(count or 1):
             try:
@@ -85,7 +87,7 @@ def traces_of(
                     values = row_fields(unit.fields, count or -1, k) if count is not None else _whole(unit.fields)
                 values = {field: plain(value) for field, value in values.items()}
                 open_texts(values, unit.trace, k, count or 1)
-                row = dict(rows.of(unit.trace, position) or {}) if rows is not None else {}
+                row = dict(rows.of(unit.trace, position, _own_id(values)) or {}) if rows is not None else {}
                 _rename(row, renamed)
                 values = row | values
                 trace = f"{unit.trace}/{k}" if unit.trace and (count or 1) > 1 else unit.trace
@@ -107,6 +109,21 @@ def traces_of(
                 yield values, unit.is_trace
                 del values
             position += 1
+
+
+def _are_joined(unit: Unit, rows: TableRows) -> bool:
+    """Return whether the rows of a table belong to stacked traces by their ids."""
+    ids = next((v for k, v in unit.fields.items() if k in (*ID_KEYS, *_PLURALS) or _ID_NAME.fullmatch(k)), None)
+    ids = plain(whole(ids)) if ids is not None else None
+    ids = ids.tolist() if isinstance(ids, np.ndarray) else ids if isinstance(ids, list) else [ids]
+    known = rows.by_id
+    return rows.is_by_id or (bool(known) and all(str(key) in known for key in ids))
+
+
+def _own_id(values: Mapping[str, Any]) -> Any:
+    """Return the id among the values of a trace; None without one."""
+    names = [name for name in values if name in ID_KEYS or _PLURALS.get(name) in ID_KEYS or _ID_NAME.fullmatch(name)]
+    return next((values[name] for name in names if isinstance(values[name], str | int)), None)
 
 
 def _is_last_token(values: Mapping[str, Any], unit: Unit) -> bool:
@@ -150,7 +167,10 @@ def _set_id(values: dict[str, Any], trace: str, name: str, *, is_only: bool) -> 
                 del values[key]
                 values["question_id"] = value
             return
-    if trace:
+    name_of_id = id_column(values)
+    if name_of_id is not None and isinstance(values[name_of_id], str) and len(values[name_of_id]) <= _MAX_ID:
+        values["question_id"] = values.pop(name_of_id)
+    elif trace:
         values["question_id"] = trace
     elif is_only:
         values["question_id"] = str(PurePosixPath(name).with_suffix(""))

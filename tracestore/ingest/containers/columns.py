@@ -15,6 +15,8 @@ from tracestore.store.io.scratch import Scratch
 # Kinds of dtypes that an array may have: bool, integers, floats, complex numbers, texts.
 DTYPE_KINDS = "biufcSU"
 _CHUNK_BYTES = 4 << 20
+_BLOCK_BYTES = 16 << 20
+_MAX_VALUES = 5_000_000
 
 
 @dataclass
@@ -241,3 +243,43 @@ def plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     return value
+
+
+class Arena:
+    """Copies of arrays behind each other in blocks of scratch memory.
+
+    Parameters
+    ----------
+    scratch : Scratch
+        Memory for the blocks.
+    """
+
+    def __init__(self, scratch: Scratch) -> None:
+        self._scratch, self._block, self._end, self._num_values = scratch, np.empty(0, "u1"), 0, 0
+
+    def kept(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Return a row with copies of its arrays.
+
+        Raises
+        ------
+        InvalidInputError
+            If the other values of all rows are too many for memory.
+        """
+        self._num_values += len(row)
+        if self._num_values > _MAX_VALUES:
+            raise InvalidInputError(
+                f"found more than {_MAX_VALUES:,} values in rows of traces that do not follow each other; sort the table by id"
+            )
+        return {key: self._copied(value) for key, value in row.items()}
+
+    def _copied(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: self._copied(item) for key, item in value.items()}
+        if not isinstance(value, np.ndarray) or value.dtype.hasobject:
+            return value
+        if self._end + value.nbytes > len(self._block):
+            self._block, self._end = self._scratch.empty(max(_BLOCK_BYTES, value.nbytes), "u1"), 0
+        begin, self._end = self._end, self._end + -(-value.nbytes // 16) * 16
+        copy = self._block[begin : begin + value.nbytes].view(value.dtype).reshape(value.shape)
+        copy[...] = value
+        return copy

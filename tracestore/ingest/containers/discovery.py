@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from tracestore.errors import InvalidInputError, UsageError
 from tracestore.ingest.containers import tables
+from tracestore.ingest.containers.arrow_files import is_table as is_arrow_table
 from tracestore.ingest.containers.grouping import natural_key
 from tracestore.ingest.containers.keys import column_name, parse_key, split_key
 from tracestore.ingest.containers.registry import SUFFIXES
@@ -71,19 +72,22 @@ def sources_of_folder(
     if is_text:
         texts = [n for n in names if n.endswith(text_rows.SUFFIXES) and n not in _NO_TABLES]
         containers += [n for n in texts if text_rows.holds_arrays(folder / n)]
+    tables_alone = [n for n in containers if is_arrow_table(folder / n)]
+    containers = [n for n in containers if n not in tables_alone]
     if {"state.json", "dataset_info.json"} <= set(names):
         containers = [n for n in containers if not n.endswith(".arrow")]
         # The data set from which speculators computed the hidden states has none.
         if not any((folder / "hidden_states").glob("*.safetensors")):
             found.append(FoundSource(folder, _data_files(folder)))
-    candidates = [n for n in names if _is_table(n) and n not in containers]
+    candidates = [n for n in names if _is_table(folder / n) and n not in containers]
     named = _named_files(folder, candidates)
     arrays = [n for n in containers if n.endswith(".npy") and n not in named]
     groups = {n: [n] for n in containers if n not in arrays} | _groups_of_fields(arrays)
     sources = [_grouped(folder, prefix, group) for prefix, group in groups.items()]
     if not any(source.parts for source in sources):
         sources.sort(key=lambda source: natural_key(source.path.name))
-    return found + _with_tables(folder, candidates, sources)
+    found += _with_tables(folder, candidates, sources)
+    return found + [FoundSource(folder / n) for n in tables_alone]
 
 
 def _grouped(folder: Path, name: str, group: list[str]) -> FoundSource:
@@ -116,9 +120,14 @@ def _groups_of_fields(names: list[str]) -> dict[str, list[str]]:
     return {trace: sorted(group, key=natural_key) for trace, group in groups.items()}
 
 
-def _is_table(name: str) -> bool:
+def _is_table(path: Path) -> bool:
+    name = path.name
+    if not path.is_file() or name in _NO_TABLES:
+        return False
+    if is_arrow_table(path):
+        return True
     is_text = name.endswith(".txt") and column_name(name.removesuffix(".txt")) is None
-    return name.endswith(tables.SUFFIXES) and not is_text and name not in _NO_TABLES and "scores" not in name
+    return name.endswith(tables.SUFFIXES) and not is_text and "scores" not in name
 
 
 def _named_files(folder: Path, candidates: list[str]) -> set[str]:
@@ -141,6 +150,8 @@ def join_folders(top: Path, found: list[FoundSource]) -> list[FoundSource]:
     found : list of FoundSource
         Its sources.
     """
+    # A table of Arrow or Parquet without arrays is a source where nothing else is.
+    found = [s for s in found if s.parts or not is_arrow_table(s.path)] or found
     found = _joined(top, found)
     columns = [s for s in found if not s.parts and s.path.suffix == ".npy" and column_name(s.path.stem)]
     others = [s for s in found if s not in columns]
@@ -203,9 +214,7 @@ def _joined(top: Path, found: list[FoundSource]) -> list[FoundSource]:
     joined = [
         source
         for folder, group in sources.items()
-        for source in _with_tables(
-            folder, [p.name for p in folder.iterdir() if _is_table(p.name) and p.is_file()], group
-        )
+        for source in _with_tables(folder, [p.name for p in folder.iterdir() if _is_table(p)], group)
     ]
     return [source for source in found if source.path not in taken] + joined
 
@@ -213,7 +222,7 @@ def _joined(top: Path, found: list[FoundSource]) -> list[FoundSource]:
 def _lists_of(top: Path, folders: set[Path], group: str | None) -> list[Path]:
     """Return the files with a list of ids, labels or texts whose names state the same traces as a group of files."""
     found = []
-    for path in sorted(p for folder in folders for p in folder.iterdir() if _is_table(p.name) and p.is_file()):
+    for path in sorted(p for folder in folders for p in folder.iterdir() if _is_table(p)):
         place = place_of(path.relative_to(top))
         if place.trace == group and place.field and path.suffix in (".json", ".txt"):
             try:
@@ -227,7 +236,7 @@ def _lists_of(top: Path, folders: set[Path], group: str | None) -> list[Path]:
 
 def tables_of_pickles(folder: Path, sources: list[FoundSource]) -> list[FoundSource]:
     """Return the pickles of a folder with the tables that their names, or the usual names of tables, state."""
-    names = [p.name for p in folder.iterdir() if _is_table(p.name) and p.is_file()]
+    names = [p.name for p in folder.iterdir() if _is_table(p)]
     stems = {source.path.stem for source in sources}
     chosen = [n for n in names if Path(n).stem in _TABLE_STEMS or _owner(Path(n).stem) in stems]
     rows = rows_by_file(folder) if names else {}
@@ -264,7 +273,7 @@ def _table_above(
     while folder != top and top in folder.parents:
         folder = folder.parent
         if folder not in listings:
-            listings[folder] = [p.name for p in folder.iterdir() if _is_table(p.name) and p.is_file()]
+            listings[folder] = [p.name for p in folder.iterdir() if _is_table(p)]
         names = listings[folder]
         if len(names) != 1:
             continue
@@ -373,4 +382,6 @@ def _shared_rows(path: Path | None, source: FoundSource, k: int, count: int) -> 
         return TableReference(path)
     if table.by_file:
         return None
-    return TableReference(path, (k,)) if len(table) == count else None
+    if len(table) == count:
+        return TableReference(path, (k,))
+    return TableReference(path, is_by_id=True) if table.by_id else None

@@ -49,6 +49,13 @@ _COLUMN = re.compile(
 LENGTHS = ("num_tokens", "length", "lengths", "seq_len", "seq_lens", "seq_lengths", "sequence_length", "token_counts")
 # Names of groups and nested dicts whose members are traces.
 GROUPS_OF_TRACES = frozenset(("traces", "samples", "data", "examples", "questions", "activations", "results"))
+# Names of lists whose items are layers or tokens of one trace.
+LISTS_OF_LAYERS = re.compile(r"(?:all_|hidden_)?(?:layers|blocks|layer_(?:outputs|states))", re.IGNORECASE)
+LISTS_OF_TOKENS = re.compile(
+    r"(?:all_|generated_|output_|per_)?(?:tokens?|features|steps|words|positions|timesteps|pieces|token_(?:states|data)"
+    r"|trajectory|generation_steps)",
+    re.IGNORECASE,
+)
 ID_KEYS = ("question_id", "qid", "id", "example_id", "sample_id", "uid", "idx", "index")
 
 
@@ -111,6 +118,12 @@ def locate(name: str) -> Key | None:
     if key is None or (match is not None and key.field != "attentions"):
         return None
     return key._replace(step=step, head=None if match is None else int(match[1]))
+
+
+def is_state_name(name: str) -> bool:
+    """Return whether a name is that of hidden states or last tokens, or of a layer of them, of the only trace."""
+    key = locate(name)
+    return key is not None and key.field in ("hidden_states", "last_token") and not key.trace
 
 
 def without_step(name: str) -> tuple[str, int | None]:

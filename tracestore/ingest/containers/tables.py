@@ -14,7 +14,15 @@ from typing import Any
 from tracestore._core.mapping import MappedFile
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.byte_source import check_regular, map_file
-from tracestore.ingest.containers.keys import GROUPS_OF_TRACES, ID_KEYS
+from tracestore.ingest.containers import arrow_files
+from tracestore.ingest.containers.keys import (
+    GROUPS_OF_TRACES,
+    ID_KEYS,
+    LISTS_OF_LAYERS,
+    LISTS_OF_TOKENS,
+    locate,
+)
+from tracestore.ingest.layouts.rows import id_column
 from tracestore.store.format import schema
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
@@ -59,6 +67,8 @@ class Table:
         self._mapped: MappedFile = map_file(path)
         if path.suffix in (".jsonl", ".ndjson"):
             self._find_lines()
+        elif path.name.endswith(arrow_files.SUFFIXES):
+            self._rows = arrow_files.rows_of_table(path, MAX_BYTES)
         elif len(self._mapped) > MAX_BYTES:
             raise InvalidInputError(f"found {len(self._mapped):,} bytes, expected at most {MAX_BYTES:,}")
         else:
@@ -122,6 +132,8 @@ class Table:
         for k in range(len(self)):
             row = self[k]
             value = next((row[key] for key in keys if isinstance(row.get(key), str | int)), None)
+            if value is None and keys is ID_KEYS:
+                value = row.get(id_column(row) or "")
             if value is not None and not isinstance(value, bool):
                 yield k, str(value)
 
@@ -156,20 +168,42 @@ def _from_json(text: str, column: str) -> list[dict[str, Any]]:
     value = json.loads(text)
     if isinstance(value, list) and value and not any(isinstance(row, dict | list) for row in value):
         return [{column: row} for row in value]
+    value = _frame(value)
     if isinstance(value, dict):
         inner = [v for k, v in value.items() if isinstance(v, dict) and k in GROUPS_OF_TRACES]
         if len(inner) == 1 and _is_by_id(inner[0]):
             value = inner[0]
-        lists = [v for v in value.values() if isinstance(v, list) and v and all(isinstance(r, dict) for r in v)]
+        lists = [v for k, v in value.items() if isinstance(v, list) and v and all(isinstance(r, dict) for r in v)]
+        is_trace = any(LISTS_OF_LAYERS.fullmatch(key) or LISTS_OF_TOKENS.fullmatch(key) for key in value)
         if _is_by_id(value):
             value = [{"question_id": key} | row for key, row in value.items()]
-        elif len(lists) == 1 and len(value) <= 3 and not {"question", "question_id", "id"} & value.keys():
+        elif len(lists) == 1 and not is_trace and not {"question", "question_id", "id", "choices"} & value.keys():
             value = lists[0]
         else:
             value = [value]
     if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
         raise ValueError("expected a list of objects")
     return value
+
+
+def _frame(value: Any) -> Any:
+    """Return the rows of a data frame that pandas wrote: as lists of columns and rows, or as columns by number of the row."""
+    if not isinstance(value, dict):
+        return value
+    names, rows = value.get("columns"), value.get("data")
+    if (
+        isinstance(names, list)
+        and isinstance(rows, list)
+        and all(isinstance(r, list) and len(r) == len(names) for r in rows)
+    ):
+        return [dict(zip(map(str, names), row, strict=True)) for row in rows]
+    first = next(iter(value.values()), None)
+    if not isinstance(first, dict) or list(first) != [str(k) for k in range(len(first))] or not first:
+        return value
+    if any(not isinstance(column, dict) or column.keys() != first.keys() for column in value.values()):
+        return value
+    is_column = any(locate(name) is not None or name in ID_KEYS for name in value)
+    return [{name: column[k] for name, column in value.items()} for k in first] if is_column else value
 
 
 def _is_by_id(value: dict[str, Any]) -> bool:
@@ -222,18 +256,19 @@ class TableReference:
 
     path: Path
     rows: tuple[int, ...] | None = None
+    is_by_id: bool = False  # traces of several sources are in it, by their ids alone
 
     def load(self) -> "TableRows":
         """Return the rows."""
         table = load_table(self.path)
-        return TableRows(table, range(len(table)) if self.rows is None else self.rows)
+        return TableRows(table, range(len(table)) if self.rows is None else self.rows, is_by_id=self.is_by_id)
 
 
 class TableRows:
     """The rows of a table that belong to one source."""
 
-    def __init__(self, table: Table, rows: Sequence[int]) -> None:
-        self._table, self._rows = table, rows
+    def __init__(self, table: Table, rows: Sequence[int], *, is_by_id: bool = False) -> None:
+        self._table, self._rows, self.is_by_id = table, rows, is_by_id
         self.path = table.path
 
     def __len__(self) -> int:
@@ -251,8 +286,12 @@ class TableRows:
         own = set(self._rows)
         return {name: self._table[k] for name, k in self._table.by_id.items() if k in own}
 
-    def of(self, trace: str, position: int) -> dict[str, Any] | None:
-        """Return the row of a trace by its name in the container, if rows have ids, else by its position; None without one."""
+    def of(self, trace: str, position: int, key: Any = None) -> dict[str, Any] | None:
+        """Return the row of a trace by its id `key`, by its name in the container, or by its position; None without one."""
+        if key is not None and (row := self._table.by_id.get(str(key))) is not None:
+            return dict(self._table[row])
+        if self.is_by_id:
+            return None
         if trace and self._table.by_id:
             found = self._table.by_id.get(trace)
             return None if found is None else dict(self._table[found])

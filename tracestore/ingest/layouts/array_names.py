@@ -12,7 +12,7 @@ _LAYER_FIRST = re.compile(r"((?:layers?|blocks?)[._/\-]?\d+)[/.](.+)", re.IGNORE
 # Short names of layers with a number: h0, L12.
 _SHORT = re.compile(r"(?:(?P<trace>.*?)[./_\-])?(?:h|hs|hid|l|lyr|state|out)_?(?P<number>\d+)", re.IGNORECASE)
 # Names that mean hidden states where an array is the only one of its trace.
-_WEAK = re.compile(
+WEAK = re.compile(
     r"(?:(?P<trace>.+)[./])?(?:arr_0|x|h|hid|states?|embeds?|embeddings?|vectors?|features?|feats?|latents?|values?|data|array|tensor)",
     re.IGNORECASE,
 )
@@ -44,7 +44,7 @@ def with_field_names(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     others = [v for n, v in fields.items() if isinstance(v, Column) and v.ndim > 1 and n not in columns]
     if not columns:
         return fields
-    weak = {name: match["trace"] or "" for name in columns if (match := _WEAK.fullmatch(name))}
+    weak = {name: match["trace"] or "" for name in columns if (match := WEAK.fullmatch(name))}
     if len(weak) == len(columns) == len(set(weak.values())) and not others:
         names = {name: f"{trace}/hidden_states".lstrip("/") for name, trace in weak.items()}
     elif len(shapes) > 1 or others:
@@ -108,7 +108,7 @@ def _by_short_name(fields: Mapping[str, Any]) -> dict[str, str]:
     for name, value in fields.items():
         match = _SHORT.fullmatch(name)
         is_array = isinstance(value, Column) and value.dtype.kind in "fV" and value.ndim in (2, 3)
-        if match and (is_array or _is_list_of_floats(value)):
+        if match and (is_array or is_list_of_floats(value)):
             trace = match["trace"] or ""
             shape = value.shape if isinstance(value, Column) else (len(value),)
             shapes.setdefault(trace, set()).add(shape)
@@ -117,7 +117,8 @@ def _by_short_name(fields: Mapping[str, Any]) -> dict[str, str]:
     return found if found and all(len(s) == 1 for s in shapes.values()) and min(counts.values()) > 1 else {}
 
 
-def _is_list_of_floats(value: Any) -> bool:
+def is_list_of_floats(value: Any) -> bool:
+    """Return whether a value is an array or nested list of floats in memory."""
     if hasattr(value, "dtype") and not isinstance(value, Column):
         return value.dtype.kind in "fV" and value.ndim > 0
     while isinstance(value, list) and value:

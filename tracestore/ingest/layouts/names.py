@@ -21,6 +21,8 @@ _FIELDS = frozenset((*_OTHERS, *(f"{name}s" for name in _OTHERS)))
 _STATES = frozenset(("states", "layers", "vectors", "embeddings", "reps"))
 # Fields whose names may begin the name of a file: hidden_3, but question_3 is an id.
 _ARRAYS = frozenset(("", "hidden_states", "attentions", "tokens", "last_token"))
+# A folder of a partition, such as layer=3.
+_PARTITION = re.compile(r"^(layers?|blocks?|steps?|tokens?|positions?)=", re.IGNORECASE)
 _MARK = re.compile(r"[._\- ]")
 
 
@@ -70,7 +72,7 @@ def parse_path(*names: str) -> Place:
     """
     place = Place()
     for name in names:
-        inner = _parse(name)
+        inner = _parse(_PARTITION.sub(r"\1_", name))
         # A folder may be called states although it holds attention, too: the inner name counts.
         place = _joined(place, inner) or _joined(Place(place.trace), inner) or inner
     return place

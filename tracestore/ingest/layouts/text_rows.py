@@ -13,11 +13,12 @@ import numpy as np
 from tracestore.errors import InvalidInputError
 from tracestore.ingest.byte_source import InflatedChunks, check_regular
 from tracestore.ingest.containers import tables
-from tracestore.ingest.containers.columns import Column, Input, ObjectColumn, Unit
+from tracestore.ingest.containers.columns import Arena, Column, Input, ObjectColumn, Unit
 from tracestore.ingest.containers.grouping import units_of
 from tracestore.ingest.containers.keys import column_name, parse_key
 from tracestore.ingest.decompress import compression_of
-from tracestore.ingest.layouts.rows import MIN_DIMENSIONS, units_of_rows
+from tracestore.ingest.layouts.records import traces_of_record
+from tracestore.ingest.layouts.rows import MIN_DIMENSIONS, has_dimension, units_of_rows
 from tracestore.ingest.layouts.values import STATES, array_of
 
 SUFFIXES = tuple(
@@ -44,16 +45,17 @@ def holds_arrays(path: Path) -> bool:
     header = re.split(rb"[,\t]", head.partition(b"\n")[0])
     is_csv = _COMPRESSED.sub("", path.name).endswith((".csv", ".tsv"))
     is_numbered = is_csv and sum(name.rstrip(b'\r"')[-1:].isdigit() for name in header) >= MIN_DIMENSIONS
-    return is_numbered or _ARRAY.search(head) is not None
+    names = [name.strip(b'\r"').decode("latin1") for name in header]
+    return is_numbered or (is_csv and has_dimension(names)) or _ARRAY.search(head) is not None
 
 
 def read_text_rows(source: Input) -> Iterator[Unit]:
     """Yield the traces of a file: a row is a trace, a layer or token of one, or the only row holds lists of all traces."""
-    rows = _rows(source.path)
+    rows = _records(source.path)
     first = list(islice(rows, 2))
     count = _count(first[0]) if len(first) == 1 else None
     if count is None:
-        yield from units_of_rows(chain(first, rows))
+        yield from units_of_rows(chain(first, rows), lambda _: _records(source.path), Arena(source.scratch))
     else:
         yield from units_of({name: _column(name, value, count) for name, value in first[0].items()})
 
@@ -73,6 +75,11 @@ def _column(name: str, value: Any, count: int) -> Any:
         return ObjectColumn(value, (count,))
     array = array_of(value)
     return Column(array) if isinstance(array, np.ndarray) else ObjectColumn([array_of(v) for v in value], (count,))
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    for row in _rows(path):
+        yield from traces_of_record(row)
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:

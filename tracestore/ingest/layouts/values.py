@@ -20,6 +20,12 @@ _SHAPE = re.compile(r"(?:(?P<name>.+)[_.])?shapes?|shapes?[_.](?P<name_>.+)")
 _DTYPE = re.compile(r"(?:(?P<name>.+)[_.])?dtype|dtype[_.](?P<name_>.+)")
 # Names of dtypes, also as "torch.float16" and "<f2".
 _DTYPES = {"float16": "<f2", "float32": "<f4", "float64": "<f8", "half": "<f2", "float": "<f4", "double": "<f8"}
+# Keys with the sizes of the axes of flat states: layers, tokens, hidden size.
+_SIZES = (
+    re.compile(r"(?:num_|n_)layers?|layers?_count"),
+    re.compile(r"(?:num_|n_)tok(?:en)?s?|seq_?len(?:gth)?|length|sequence_length|token_count"),
+    re.compile(r"(?:hidden_|embed(?:ding)?_|model_)?(?:dim|size)|d_model|d_hidden|n_dims?|hidden_dimension"),
+)
 _MAX_DEPTH = 6
 _TEXTS = frozenset((*schema.STRING_FIELDS, "answer", "prompt", "response", "completion"))
 _MAX_JSON_CHARACTERS = 16 << 20
@@ -45,11 +51,18 @@ def set_arrays(values: dict[str, Any]) -> None:
         elif isinstance(value, bytes | bytearray | memoryview):
             dtype = _of(values, _DTYPE, name, lambda _: True)
             shape = _of(values, _SHAPE, name, lambda _: True)
+            kind = _kind(dtype)
+            if shape is None and kind is not None:
+                shape = _sizes(values, len(value) // kind.itemsize)
             values[name] = _array(name, value, dtype, shape)
         else:
             array = values[name] = array_of(value) if value is not None else None
-            if isinstance(array, np.ndarray) and array.ndim == 1 and any(map(_SHAPE.fullmatch, values)):
+            if isinstance(array, np.ndarray) and array.ndim == 1:
+                has_shape = any(map(_SHAPE.fullmatch, values))
                 shape = _of(values, _SHAPE, name, lambda s, n=array.size: math.prod(s) == n)
+                shape = shape if has_shape else _sizes(values, array.size)
+                if shape is None and not has_shape:
+                    continue
                 if shape is None:
                     raise InvalidInputError(f"found {array.size:,} values, which fit no shape of the trace", field=name)
                 values[name] = array.reshape(shape)
@@ -87,6 +100,39 @@ def open_texts(values: dict[str, Any], trace: str, k: int, count: int) -> None:
             values |= {key: value for key, value in found.items() if key not in values}
         elif found is not None and not isinstance(found, list):
             values[name] = found
+
+
+def _sizes(values: Mapping[str, Any], count: int) -> tuple[int, ...] | None:
+    """Return the shape of flat states by numbers of layers and tokens and the hidden size; None unless they fit.
+
+    Raises
+    ------
+    InvalidInputError
+        If the keys of the numbers are not in the order of the axes of hidden states.
+    """
+    numbers: dict[str, int] = {k: v for k, v in values.items() if isinstance(v, int) and v > 0}
+    found = [next((key for key in numbers if pattern.fullmatch(key)), None) for pattern in _SIZES]
+    layers, tokens, dim = found
+    for names in ((layers, tokens, dim), (tokens, dim), (layers, dim)):
+        if None not in names and math.prod(numbers[name] for name in names) == count:  # type: ignore[index]
+            order = sorted((n for n in names if n is not None), key=list(numbers).index)
+            if order != list(names):
+                raise InvalidInputError(
+                    f"found flat values and the sizes {', '.join(order)}, whose order leaves the axes open; add a key "
+                    "hidden_states_shape, such as [L, S, D]",
+                    field="hidden_states",
+                )
+            return tuple(numbers[name] for name in names if name is not None)
+    return None
+
+
+def _kind(dtype: Any) -> np.dtype | None:
+    """Return the dtype of a name such as torch.float16; None for another value."""
+    text = str(dtype).removeprefix("torch.").removeprefix("numpy.")
+    text = _DTYPES.get(text, text.replace("|", "<"))
+    if text in ("bfloat16", "bf16"):
+        return schema.BFLOAT16
+    return np.dtype(text) if text in _DTYPES.values() else None
 
 
 @lru_cache(maxsize=4)
@@ -153,14 +199,12 @@ def _described(value: Mapping[Any, Any]) -> tuple[Any, Any, Any] | None:
 
 def _array(name: str, data: Any, dtype: Any, shape: tuple[int, ...] | None) -> np.ndarray:
     """Return an array of bytes, base64 text or a flat list."""
-    text = str(dtype).removeprefix("torch.").removeprefix("numpy.")
-    text = _DTYPES.get(text, text.replace("|", "<"))
     if dtype is None or shape is None:
         raise InvalidInputError(
             "found bytes without dtype and shape; add columns dtype, such as float16, and shape, such as [L, S, D]",
             field=name,
         )
-    kind = schema.BFLOAT16 if text in ("bfloat16", "bf16") else np.dtype(text) if text in _DTYPES.values() else None
+    kind = _kind(dtype)
     if kind is None:
         raise InvalidInputError(f"found dtype {str(dtype)[:40]!r}, expected {', '.join(list(_DTYPES)[:3])}", field=name)
     if isinstance(data, list):
@@ -173,5 +217,7 @@ def _array(name: str, data: Any, dtype: Any, shape: tuple[int, ...] | None) -> n
     expected = math.prod(shape) * kind.itemsize
     if not isinstance(data, bytes | bytearray | memoryview) or len(data) != expected:
         found = f"{len(data):,} bytes" if isinstance(data, bytes | bytearray | memoryview) else type(data).__name__
-        raise InvalidInputError(f"found {found}, expected {expected:,} bytes for shape {shape} of {text}", field=name)
+        raise InvalidInputError(
+            f"found {found}, expected {expected:,} bytes for shape {shape} of {kind.name}", field=name
+        )
     return np.frombuffer(data, "u1").view(kind).reshape(shape)

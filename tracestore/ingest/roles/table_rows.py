@@ -42,7 +42,7 @@ def with_rows(traces: Sequence[dict[Any, Any]], rows: TableRows, *, is_whole: bo
     if by_id and any(key in by_id for key in ids):
         found = [by_id.get(key) for key in ids]
         return [t if row is None else row | t for t, row in zip(traces, found, strict=True)]
-    if len(rows) == len(traces) and is_whole and (len(traces) == 1 or not any(ids)):
+    if len(rows) == len(traces) and is_whole and not rows.is_by_id and (len(traces) == 1 or not any(ids)):
         return [row | trace for row, trace in zip(rows, traces, strict=True)]
     return list(traces)
 
@@ -54,5 +54,5 @@ def _id_of(trace: Mapping[Any, Any]) -> str | None:
 
 def check_rows(count: int, rows: TableRows) -> None:
     """Raise InvalidInputError if a table has more rows than one, and another number of them than there are traces."""
-    if len(rows) not in (1, count):
+    if len(rows) not in (1, count) and not rows.is_by_id:
         raise InvalidInputError(f"{rows.path.name} has {len(rows)} rows for {count} traces")

@@ -1,0 +1,167 @@
+"""JSON of tools and services: extracted features, responses, outputs of inference engines, tables of pandas."""
+
+import json
+
+from tests.ingest.corpus.registry import kind
+from tests.ingest.corpus.samples import make_samples, open_binary, write_json, write_lines
+
+
+@kind()
+def json_of_extract_features(folder):
+    """Write a line per text of BERT's extract_features: features with a token and layers with an index and values."""
+    samples = make_samples(3)
+    rows = [
+        {
+            "linex_index": i,
+            "features": [
+                {
+                    "token": word,
+                    "layers": [{"index": k - 3, "values": s.hidden[k, j].tolist()} for k in (2, 1, 0)],
+                }
+                for j, word in enumerate(s.words)
+            ],
+        }
+        for i, s in enumerate(samples)
+    ]
+    write_lines(folder / "features.jsonl", rows)
+    return [s.expect("words") for s in samples]
+
+
+@kind()
+def embeddings_response(folder):
+    """Write the response of an embeddings service: data with index and embedding, and the usage."""
+    samples = make_samples(4, layers=1)
+    data = [{"object": "embedding", "index": i, "embedding": s.hidden[0, -1].tolist()} for i, s in enumerate(samples)]
+    value = {"object": "list", "data": data, "model": "e5", "usage": {"prompt_tokens": 9, "total_tokens": 9}}
+    write_json(folder / "embeddings.json", value)
+    return [s.expect_last("") for s in samples]
+
+
+@kind()
+def chat_responses_with_states(folder):
+    """Write a line per chat completion with choices, their log-probabilities, and hidden_states of the answer."""
+    samples = make_samples(3)
+    rows = [
+        {
+            "id": s.question_id,
+            "object": "chat.completion",
+            "choices": [
+                {
+                    "index": 0,
+                    "message": {"role": "assistant", "content": s.answer},
+                    "logprobs": {
+                        "content": [
+                            {"token": w, "logprob": -0.5, "top_logprobs": [{"token": w, "logprob": -0.5}]}
+                            for w in s.words
+                        ]
+                    },
+                    "hidden_states": s.hidden.tolist(),
+                }
+            ],
+        }
+        for s in samples
+    ]
+    write_lines(folder / "responses.jsonl", rows)
+    return [s.expect("id answer words") for s in samples]
+
+
+@kind(refused=True)
+def chat_responses_without_states(folder):
+    """Write a line per chat completion with log-probabilities: there are no states."""
+    rows = [
+        {
+            "id": s.question_id,
+            "choices": [{"text": s.answer, "logprobs": {"tokens": s.words, "token_logprobs": [-0.25] * len(s.words)}}],
+        }
+        for s in make_samples(2)
+    ]
+    write_lines(folder / "responses.jsonl", rows)
+    return []
+
+
+@kind()
+def vllm_outputs(folder):
+    """Write request outputs of vLLM with prompt_token_ids, outputs (text, token_ids) and hidden_states by layer."""
+    samples = make_samples(3)
+    rows = []
+    for s in samples:
+        p = s.prompt_length
+        rows.append(
+            {
+                "request_id": s.question_id,
+                "prompt": s.question,
+                "prompt_token_ids": s.tokens[:p].tolist(),
+                "outputs": [
+                    {"index": 0, "text": s.answer, "token_ids": s.tokens[p:].tolist(), "finish_reason": "stop"}
+                ],
+                "hidden_states": {str(k): h.tolist() for k, h in enumerate(s.hidden)},
+            }
+        )
+    write_lines(folder / "outputs.jsonl", rows)
+    return [s.expect("id question answer tokens") for s in samples]
+
+
+@kind()
+def json_gz_samples_below_run(folder):
+    """Write .json.gz: settings and samples, whose steps hold a token and the states of all layers."""
+    samples = make_samples(2)
+    value = {
+        "config": {"model": "gpt2", "layers": 3},
+        "version": 2,
+        "date": "2026-01-01",
+        "samples": [
+            {
+                "id": s.question_id,
+                "question": s.question,
+                "steps": [
+                    {"token_id": int(t), "hidden_states": s.hidden[:, j].tolist()} for j, t in enumerate(s.tokens)
+                ],
+            }
+            for s in samples
+        ],
+    }
+    with open_binary(folder / "run.json.gz") as file:
+        file.write(json.dumps(value).encode())
+    return [s.expect("id question tokens") for s in samples]
+
+
+@kind()
+def json_split_of_pandas(folder):
+    """Write DataFrame.to_json(orient="split"): columns, index and data."""
+    samples = make_samples(3)
+    data = [[s.question_id, s.hidden.tolist(), s.answer] for s in samples]
+    value = {"columns": ["id", "hidden_states", "answer"], "index": [0, 1, 2], "data": data}
+    write_json(folder / "frame.json", value)
+    return [s.expect("id answer") for s in samples]
+
+
+@kind()
+def json_columns_of_pandas(folder):
+    """Write DataFrame.to_json(): a dict by column of dicts by row number."""
+    samples = make_samples(3)
+    columns = {
+        "id": [s.question_id for s in samples],
+        "hidden_states": [s.hidden.tolist() for s in samples],
+        "answer": [s.answer for s in samples],
+    }
+    value = {name: {str(i): v for i, v in enumerate(values)} for name, values in columns.items()}
+    write_json(folder / "frame.json", value)
+    return [s.expect("id answer") for s in samples]
+
+
+@kind()
+def jsonl_tokens_with_layers(folder):
+    """Write a line per text: tokens as objects with text, id and a list of vectors by layer."""
+    samples = make_samples(3)
+    rows = [
+        {
+            "doc_id": s.question_id,
+            "tokens": [
+                {"text": w, "id": int(t), "layers": {str(k): s.hidden[k, j].tolist() for k in range(3)}}
+                for j, (w, t) in enumerate(zip(s.words, s.tokens, strict=True))
+            ],
+        }
+        for s in samples
+    ]
+    write_lines(folder / "tokens.jsonl", rows)
+    return [s.expect("id words tokens") for s in samples]

@@ -1,0 +1,181 @@
+"""Records of JSON whose states are in nested lists of objects: answers, tokens, layers, responses of services."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from tracestore.ingest.containers.keys import (
+    ID_KEYS,
+    LISTS_OF_LAYERS,
+    LISTS_OF_TOKENS,
+    is_state_name,
+    locate,
+)
+from tracestore.ingest.layouts.array_names import is_list_of_floats
+from tracestore.ingest.layouts.rows import Coordinates, coordinates_of, joined, with_states
+
+_TOKEN_KEYS = ("token", "token_id", "token_text", "token_str", "position", "pos", "step", "tok", "word", "token_idx")
+_LAYER_KEYS = ("layer", "layer_idx", "layer_id", "layer_index", "block")
+_INDEX = ("index", "idx", "id", "number", "i")
+_ANSWERS = ("choices", "outputs", "answers", "generations", "responses", "completions", "candidates", "samples")
+_MAX_DEPTH = 5
+Row = dict[str, Any]
+
+
+def traces_of_record(row: Row, depth: int = 0) -> Iterator[Row]:
+    """Yield the traces that an object of JSON holds: itself, or those of nested lists and dicts of objects.
+
+    Parameters
+    ----------
+    row : dict
+        The object, or a row of a table with structs.
+    depth : int
+        Number of lists around it.
+
+    Yields
+    ------
+    dict
+        Fields of a trace, or a row of one. The values around a nested object belong to it, too.
+    """
+    row = _with_response(row)
+    if (name := next((key for key in row if is_state_name(key)), None)) is not None:
+        states = row[name]
+        by_id = _by_id(states) if len([key for key in row if is_state_name(key)]) == 1 else None
+        if by_id is None:
+            yield _with_layers(row, name)
+            return
+        rest = {key: value for key, value in row.items() if key != name}
+        for key, value in by_id.items():
+            own = {k: v[key] for k, v in rest.items() if isinstance(v, Mapping) and key in v}
+            yield rest | own | {"question_id": key, name: value}
+        return
+    lists = [key for key, value in row.items() if _is_list_of_objects(value) and _has_states(value[0])]
+    if len(lists) != 1 or depth > _MAX_DEPTH:
+        yield row
+        return
+    name, rest = lists[0], {key: value for key, value in row.items() if key != lists[0]}
+    items: list[Row] = row[name]
+    if _axis(name, items) is not None:
+        cells = [with_states(cell) for cell in _cells(items, name)]
+        columns = coordinates_of(cells[0])._replace(id=None) if all(map(_has_state, cells)) else Coordinates()
+        yield rest | joined(cells, columns) if columns.names else row
+        return
+    has_id = any(key in rest for key in ID_KEYS)
+    is_numbered = len(items) > 1 and (has_id or "request_id" in rest) and name.lower() in _ANSWERS
+    for k, item in enumerate(items):
+        own = {key: value for key, value in item.items() if not (key in ("index", "idx") and value == k)}
+        sample = {"sample": k} if is_numbered and not any(key in own for key in ID_KEYS) else {}
+        yield from traces_of_record(sample | rest | own, depth + 1)
+
+
+def _has_state(row: Row) -> bool:
+    return "hidden_states" in row
+
+
+def _is_list_of_objects(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, dict) for item in value)
+
+
+def _has_states(value: Any, depth: int = 0) -> bool:
+    """Return whether an object holds a list of numbers with a fraction that is not about single tokens, at any depth."""
+    if isinstance(value, dict):
+        return depth < _MAX_DEPTH and any(
+            _has_states(v, depth + 1) for k, v in value.items() if "prob" not in k and "score" not in k
+        )
+    if _is_list_of_objects(value):
+        return depth < _MAX_DEPTH and _has_states(value[0], depth + 1)
+    return is_list_of_floats(value) and np.size(value[0] if isinstance(value, list) else value) >= 1
+
+
+def _axis(name: str, items: list[Row]) -> str | None:
+    """Return what the items of a list count, "layer" or "token"; None for traces."""
+    if LISTS_OF_LAYERS.fullmatch(name) or any(key in items[0] for key in _LAYER_KEYS):
+        return "layer"
+    is_token = LISTS_OF_TOKENS.fullmatch(name) or any(key in items[0] for key in _TOKEN_KEYS)
+    return "token" if is_token and not any(key in items[0] for key in ("question_id", "question", "prompt")) else None
+
+
+def _cells(items: list[Row], name: str) -> Iterator[Row]:
+    """Yield a row for each layer and token of nested lists of objects, with `layer` and `position`."""
+    axis = _axis(name, items)
+    column = "layer" if axis == "layer" else "position"
+    known = _LAYER_KEYS if axis == "layer" else ("position", "pos", "step", "token_idx")
+    numbers = [_number(item, known if axis == "token" else (*known, *_INDEX)) for item in items]
+    numbers = numbers if None not in numbers and len(set(numbers)) == len(items) else list(range(len(items)))
+    for number, item in zip(numbers, items, strict=True):
+        nested = [k for k, v in item.items() if _is_list_of_objects(v) and _has_states(v[0])]
+        skipped = {*known, *nested, *(_INDEX if axis == "layer" else ())}
+        rest = {key: value for key, value in item.items() if key not in skipped}
+        if axis == "token" and isinstance(item.get("id"), int):
+            rest["token_id"] = rest.pop("id")
+        rest = {column: number} | rest
+        if len(nested) == 1 and _axis(nested[0], item[nested[0]]) is not None:
+            for cell in _cells(item[nested[0]], nested[0]):
+                yield rest | cell
+        else:
+            yield _with_layers(rest, next((key for key in rest if is_state_name(key)), None))
+
+
+def _number(item: Row, names: tuple[str, ...]) -> int | None:
+    return next((item[name] for name in names if type(item.get(name)) is int), None)
+
+
+def _with_layers(row: Row, name: str | None) -> Row:
+    """Return a row whose layers, a dict by number or name, are states by layer."""
+    if name is None:
+        name = next((k for k, v in row.items() if LISTS_OF_LAYERS.fullmatch(k) and isinstance(v, Mapping)), None)
+    states = None if name is None else row[name]
+    if not isinstance(states, Mapping) or not states or not all(isinstance(key, str) for key in states):
+        return row
+    keys = {key: locate(key if not key.isdecimal() else f"layer_{key}") for key in states}
+    if not all(key is not None and key.number is not None and not key.trace for key in keys.values()):
+        return row
+    layers = {keys[key].number: value for key, value in states.items()}  # type: ignore[union-attr]
+    return {key: value for key, value in row.items() if key != name} | {"hidden_states": layers}
+
+
+def _by_id(states: Any) -> Mapping[str, Any] | None:
+    """Return a dict of states by id; None for another value, such as a dict of layers."""
+    if not isinstance(states, Mapping) or not states or not all(map(is_list_of_floats, states.values())):
+        return None
+    is_layer = [key.isdecimal() or locate(key) is not None for key in map(str, states)]
+    return None if any(is_layer) or {"dtype", "shape", "data"} & states.keys() else states
+
+
+def _with_response(row: Row) -> Row:
+    """Return a response of a service, or output of an engine, with the text and the tokens of the answer as fields."""
+    found = dict(row)
+    answers = next((k for k in ("choices", "outputs") if _is_list_of_objects(row.get(k)) and len(row[k]) == 1), None)
+    if answers is not None and not _has_states(row[answers][0]):
+        del found[answers]
+        inner = {key: value for key, value in row[answers][0].items() if key != "index"}
+        prompt, generated = row.get("prompt_token_ids"), inner.get("token_ids")
+        if isinstance(prompt, list) and isinstance(generated, list):
+            del inner["token_ids"], found["prompt_token_ids"]
+            inner |= {"tokens": prompt + generated, "prompt_length": len(prompt)}
+        found = inner | found
+    message = found.get("message")
+    if isinstance(message, Mapping) and isinstance(message.get("content"), str):
+        del found["message"]
+        found.setdefault("answer", message["content"])
+    if "choices" in row or "outputs" in row or "logprobs" in row:
+        if isinstance(found.get("text"), str) and not any(key in found for key in ("answer", "response", "completion")):
+            found["answer"] = found.pop("text")
+        return _with_logprobs(found)
+    return found
+
+
+def _with_logprobs(row: Row) -> Row:
+    """Return a response whose log-probabilities are values per token, if they are as many as the states."""
+    logprobs = row.get("logprobs")
+    content = logprobs.get("content") if isinstance(logprobs, Mapping) else None
+    states = row.get("hidden_states")
+    sizes = np.shape(states[0])[:1] if isinstance(states, list) and states else ()
+    if content is None or not _is_list_of_objects(content) or sizes != (len(content),):
+        return row
+    rest = {key: value for key, value in row.items() if key != "logprobs"}
+    return rest | {
+        "tokens_decoded": [str(item.get("token", "")) for item in content],
+        "token_logprob": [item.get("logprob") for item in content],
+    }
