@@ -35,8 +35,8 @@ PHASES = (
     ("tracestore.train.trainer", "Trainer._save_last", "checkpoints"),
     ("tracestore.experiment.run", "run_probe", "probe"),
     ("tracestore.experiment.run", "_Experiment._add_comparisons", "comparisons"),
-    ("tracestore.experiment.run", "write_plots", "plots"),
-    ("tracestore.experiment.run", "write_page", "page"),
+    ("tracestore.experiment.run", "control_entries", "controls"),
+    ("tracestore.experiment.run", "write_report", "report"),
 )
 
 

@@ -2,7 +2,7 @@
 
     python docs/make_pictures.py STORE RESULTS_DIR
 
-Needs Chromium. `tracestore train` itself makes curves.png and roc.png.
+Needs Chromium.
 """
 
 import argparse

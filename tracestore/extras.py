@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from tracestore.errors import MissingExtraError
 
-_TRAIN = ("torch", "torch_geometric", "matplotlib", "psutil", "sklearn")
+_TRAIN = ("torch", "torch_geometric", "bokeh", "psutil", "sklearn")
 # Modules of each extra. If several extras contain a module, errors name the first one unless the
 # caller names another.
 EXTRAS: dict[str, tuple[str, ...]] = {
@@ -16,6 +16,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "remote": ("obstore",),
     "hub": ("huggingface_hub", "pyarrow"),
     "serve": ("bokeh", "tornado"),
+    "pictures": ("matplotlib",),
     "dask": ("distributed",),
     "tensorboard": ("tensorboard",),
     "completion": ("shtab",),

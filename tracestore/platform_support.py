@@ -93,10 +93,15 @@ def process_memory() -> ProcessMemory:
     try:
         _, resident, shared, _, _, data, _ = map(int, (_PROC / "self/statm").read_text().split())
     except OSError:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        peak = peak_memory()
         return ProcessMemory(peak, 0, peak)
     page = resource.getpagesize()
     return ProcessMemory(resident * page, shared * page, data * page)
+
+
+def peak_memory() -> int:
+    """Return the largest resident memory of this process so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def preallocate(fd: int, num_bytes: int) -> None:

@@ -245,7 +245,7 @@ def save_picture(view: View, path: Path) -> None:
     """
     if path.suffix.lower() not in _PICTURES:
         raise UsageError(f"{path}: found {path.suffix or 'no suffix'}, expected one of {', '.join(_PICTURES)}")
-    with needs("train"):
+    with needs("pictures"):
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     panels: list[tuple[np.ndarray, str, str, str, str]] = []

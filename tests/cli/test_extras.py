@@ -59,11 +59,12 @@ def usages(tmp_path):
             ["predict", "--checkpoint", tmp_path / "best.pt", "--store", store],
             ["plan", store],
             ["export", store, tmp_path / "out", "--format", "pt-gnn"],
-            ["view", store, "q0", "--save", tmp_path / "q0.png"],
-            ["report", store, "--output", tmp_path / "report.html"],
             "import tracestore; tracestore.TraceLoader",
             "from tracestore import TraceDataset",
             "from tracestore.train import OOMGuard",
+        ],
+        "pictures": [
+            ["view", store, "q0", "--save", tmp_path / "q0.png"],
         ],
         "extract": [
             ["extract", "--model", "package:json", *questions],
@@ -77,7 +78,11 @@ def usages(tmp_path):
             ["export", store, tmp_path / "out", "--format", "datasets"],
             "import tracestore.hub.push",
         ],
-        "serve": [["serve", store], "import tracestore.serve as s; s.make_server(None)"],
+        "serve": [
+            ["serve", store],
+            ["report", store, "--output", tmp_path / "report.html"],
+            "import tracestore.serve as s; s.make_server(None)",
+        ],
         "dask": [["convert", tmp_path / "a.pkl", tmp_path / "new.zarr", "--dask", "local"]],
         "tensorboard": [[*run, "--tensorboard"]],
         "completion": [["completion", "bash"]],

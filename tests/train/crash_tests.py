@@ -26,8 +26,7 @@ from tracestore.store.io import fsio
 from tracestore.train.model_runner import ModelRunner
 
 # These take most of the time of a short run.
-run.write_plots = lambda *_: []
-run.write_page = lambda *_: None
+run.write_report = lambda *_: None
 metrics.BOOTSTRAP_SAMPLES = 20
 
 

@@ -20,7 +20,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
 
 @pytest.fixture
 def train(labeled, tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "write_plots", lambda *_: [])
+    monkeypatch.setattr(run, "write_report", lambda *_: None)
     monkeypatch.setattr(metrics, "BOOTSTRAP_SAMPLES", 20)
 
     def go(out, device, names=DETECTORS, sizes=SMALL, **options):

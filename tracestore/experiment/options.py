@@ -31,6 +31,8 @@ class TrainOptions:
         Bytes that training may use in addition to the imported libraries.
     overwrite : bool
         Replace an earlier run in the output directory.
+    command : str, optional
+        The command of the run, for the report.
     resume_command : str, optional
         The command that error messages tell the user to run. Default: built from store and
         output directory.
@@ -44,6 +46,7 @@ class TrainOptions:
     seeds: int | None = None
     memory_budget: int | None = None
     overwrite: bool = False
+    command: str | None = None
     resume_command: str | None = None
 
     @property

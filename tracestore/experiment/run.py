@@ -18,10 +18,8 @@ from tracestore.detectors.config import ModelConfig
 from tracestore.detectors.registry import DETECTORS
 from tracestore.errors import MissingFieldError, TrainingError, UsageError
 from tracestore.evaluation.evaluate import RunScores
-from tracestore.evaluation.plots import write_plots
 from tracestore.evaluation.predictions import write_predictions
 from tracestore.evaluation.probe import run_probe
-from tracestore.evaluation.report import write_page
 from tracestore.evaluation.significance import compare
 from tracestore.evaluation.split import Split, class_counts, make_folds, make_split
 from tracestore.experiment import folds
@@ -30,6 +28,9 @@ from tracestore.extras import require
 from tracestore.oom.limits import MemoryUse, limited_memory, memory_limit, memory_use
 from tracestore.pages.notebook import TrainingResults
 from tracestore.planning.measure import plan_micro_batches
+from tracestore.platform_support import peak_memory
+from tracestore.reports.controls import control_entries
+from tracestore.reports.run import RunFacts, write_report
 from tracestore.store.format.provenance import require_compatible
 from tracestore.store.io.fsio import check_output_dir
 from tracestore.store.read.store import TraceStore, open_store
@@ -39,7 +40,7 @@ from tracestore.train.output_dir import lock_output_dir, write_json
 from tracestore.train.signals import StopSignals
 from tracestore.train.trainer import Trainer
 
-PROBE = "logistic_probe"
+PROBE, REPORT = "logistic_probe", "report.html"
 
 
 def run_experiment(
@@ -51,7 +52,7 @@ def run_experiment(
     line: console.Progress | None = None,
     ranks: DistributedContext | None = None,
 ) -> dict[str, Any]:
-    """Train detectors and write results.json, predictions.csv, plots and report.html.
+    """Train detectors and write results.json, predictions.csv and report.html.
 
     With several ranks all of them call this function; rank 0 writes and logs.
 
@@ -163,11 +164,12 @@ class _Experiment:
             probed = [run for run in self.runs if run.seed == seed]
             probes = {run.fold: run_probe(self.store, run.split, self.targets, seed) for run in probed}
         self._add_comparisons(probes)
+        self.results["controls"] = control_entries(self.store, self.splits, self.targets, seed)
         self._write_results()
         tested = [{**e, "models": e["models"] | ({PROBE: probes[e["fold"]]} if probes else {})} for e in self.entries]
         write_predictions(self.output_dir / "predictions.csv", tested)
-        plots = write_plots(self.results, self.output_dir)
-        write_page(self.results, plots, self.output_dir / "report.html")
+        run_facts = RunFacts(options.command, peak_bytes=peak_memory())
+        write_report(self.results, self.output_dir / REPORT, self.store, run_facts)
         return TrainingResults(self.results)
 
     def _load_or_make_splits(self) -> list[Split]:

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tracestore.errors import escape_unprintable
-
 # Number of classes of the color scale of tokens, v0 to v9 in style.css.
 _LEVELS = 10
 
@@ -121,14 +119,14 @@ def table(
     is_sortable : bool
         False for tables whose order has a meaning.
     """
-    cells: list[str] = []
-    numeric = [False] * len(header)
-    for row in rows:
+    body = [[c if isinstance(c, Cell) else Cell(c, _sort_value(c)) for c in row] for row in rows]
+    numeric = [any(row[k].value is not None for row in body) for k in range(len(header))]
+    cells = []
+    for row in body:
         line = []
-        for k, content in enumerate(row):
-            cell = content if isinstance(content, Cell) else Cell(content, _sort_value(content))
-            numeric[k] = numeric[k] or cell.value is not None
-            options: dict[str, Any] = {"data-v": f"{cell.value:.9g}", "class": "n"} if cell.value is not None else {}
+        for k, cell in enumerate(row):
+            options: dict[str, Any] = {"data-v": None if cell.value is None else f"{cell.value:.9g}"}
+            options["class"] = "n" if numeric[k] else None
             text = f"{cell.text:,}" if isinstance(cell.text, int) and not isinstance(cell.text, bool) else cell.text
             line.append(element("th", text, scope="row", **options) if k == 0 else element("td", text, **options))
         cells.append(element("tr", *line))

@@ -27,7 +27,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
     if len(folders) < 2:
         raise UsageError("give the folders of at least two runs")
     # Imported here, so that wrong usage is reported at once.
-    from tracestore.evaluation.report import format_table
+    from tracestore.evaluation.table import format_table
     from tracestore.experiment.compare_runs import compare_runs
 
     document = compare_runs(folders, allow_mixed_provenance=args.allow_mixed_provenance)

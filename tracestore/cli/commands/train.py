@@ -88,8 +88,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
     models, resume_command = _selected_models(args), _resume_command(args.prog, args.words)
     require("train")  # Plots are drawn at the end; a missing library is reported at the start.
     # Imported here, because torch takes seconds to import and wrong usage is reported before.
-    from tracestore.evaluation.plots import PLOTS
-    from tracestore.evaluation.report import format_table
+    from tracestore.evaluation.table import format_table
     from tracestore.experiment.run import run_experiment
     from tracestore.train.devices import pick_device, torch_threads
     from tracestore.train.distributed import DistributedContext
@@ -110,6 +109,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
         values(args, MODEL_FLAGS),
         **values(args, _RUN_FLAGS),
         overwrite=args.overwrite,
+        command=_command(args.prog, [*args.words]),
         resume_command=resume_command,
     )
     try:
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace, output: Output) -> None:
     if not ranks.is_rank_zero:
         return
     output.info("\n" + format_table(results) + "\n")
-    for name in ("results.json", "predictions.csv", *PLOTS, "report.html"):
+    for name in ("results.json", "predictions.csv", "report.html"):
         output.info(str(args.output_dir / name))
     output.print_json(results)
 
@@ -156,13 +156,17 @@ def _selected_models(args: argparse.Namespace) -> tuple[str, ...]:
 
 def _resume_command(prog: str, words: Sequence[str]) -> str:
     """Return the command that continues the run, under torchrun if it was started so."""
+    return _command(prog, [*(word for word in words if word not in ("--resume", "--overwrite")), "--resume"])
+
+
+def _command(prog: str, words: Sequence[str]) -> str:
+    """Return the command of a run, under torchrun if it was started so."""
     launcher, world_size = [], int(os.environ.get("WORLD_SIZE", "1"))
     command = prog.split()
     if world_size > 1:
         launcher = ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", "1")]
         command = command[1:] if command[0] == "python" else ["-m", *command]
-    repeated = [word for word in words if word not in ("--resume", "--overwrite")]
-    return shlex.join([*launcher, *command, *repeated, "--resume"])
+    return shlex.join([*launcher, *command, *words])
 
 
 def _removed(prog: str, source: str) -> Callable[[str], NoReturn]:

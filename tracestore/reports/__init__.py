@@ -1,0 +1,1 @@
+"""The HTML pages of training runs, of comparisons of runs and of benchmarks."""
