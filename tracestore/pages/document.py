@@ -156,7 +156,7 @@ def _bokeh() -> tuple[str, ...]:
     """Return the scripts of BokehJS. Its Python modules, which take a second to import, are not needed."""
     try:
         spec = importlib.util.find_spec("bokeh")
-    except ValueError:  # sys.modules holds None for it
+    except (ModuleNotFoundError, ValueError):  # ValueError: sys.modules holds None for it
         spec = None
     if spec is None or not spec.submodule_search_locations:
         raise MissingExtraError("bokeh is not installed; run: pip install 'tracestore[serve]'", name="bokeh")

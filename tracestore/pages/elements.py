@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tracestore.errors import escape_unprintable
+
 # Number of classes of the color scale of tokens, v0 to v9 in style.css.
 _LEVELS = 10
 
