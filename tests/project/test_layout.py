@@ -62,7 +62,7 @@ ALLOWED: dict[str, set[str]] = {
     "benchmark": {*STORE, *TRAIN, "features", "published", "inference", "ingest"},
     "experiment": {*STORE, *TRAIN, "planning", "reports"},
     "bridges": {*STORE, "data"},
-    "reports": {*STORE, *TRAIN},
+    "reports": {*STORE, *TRAIN, "__init__"},
     "view": STORE,
     "doctor": STORE,
     "report": {*STORE, "view", "__init__"},
