@@ -3,10 +3,14 @@
 A conftest.py imports the fixture `chromium`. Tests are skipped where the machine has no Chromium.
 """
 
+import io
+import os
 import shutil
+import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -84,6 +88,26 @@ class OpenPage:
     def assert_fits(self):
         """Assert that the page is not wider than its window."""
         assert self.page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+
+    def assert_looks_like(self, kept):
+        """Assert that the window looks like a kept picture of a quarter of its width and height.
+
+        Fonts differ between machines, layout and colors do not: at most 2 % of the cells of 8 x 8 pixels may differ by
+        more than 32 of 255 in the mean of a color. TRACESTORE_KEEP_SCREENSHOTS=1 replaces the picture.
+        """
+        Image = pytest.importorskip("PIL.Image")
+        seen = Image.open(io.BytesIO(self.page.screenshot())).convert("RGB").reduce(4)
+        if os.environ.get("TRACESTORE_KEEP_SCREENSHOTS"):
+            kept.parent.mkdir(exist_ok=True)
+            seen.quantize(128).save(kept, optimize=True)
+        expected = Image.open(kept).convert("RGB")
+        assert seen.size == expected.size
+        cells = [np.asarray(picture.reduce(2), int) for picture in (seen, expected)]
+        share = float((np.abs(cells[0] - cells[1]).max(-1) > 32).mean())
+        if share > 0.02:
+            path = Path(tempfile.gettempdir()) / kept.name
+            seen.save(path)
+            raise AssertionError(f"{share:.1%} of {kept} differ, see {path}")
 
     def assert_accessible(self):
         """Assert that axe-core finds no violation."""

@@ -13,6 +13,8 @@ from tracestore.serve.search import CORRECT, HALLUCINATED, UNLABELED, Query, Tra
 
 # Maximum number of traces in the projection.
 MAX_POINTS = 1_000
+# Dimensions of the subspace that the components are searched in, and iterations.
+_SUBSPACE, _ITERATIONS = 12, 8
 _COLORS = ((HALLUCINATED, "hallucinated"), (CORRECT, "correct"), (UNLABELED, "muted"))
 
 
@@ -94,9 +96,13 @@ def principal_components(states: np.ndarray) -> tuple[np.ndarray, float]:
     x -= x.mean(0)
     deviations = x.std(0)
     x /= np.where(deviations > 0, deviations, 1)
-    # At most 1,000 traces: the matrix of their products is smaller than that of the columns of a large model.
-    variances, vectors = np.linalg.eigh(x @ x.T)
-    points: np.ndarray = vectors[:, :-3:-1] * np.sqrt(np.maximum(variances[:-3:-1], 0))
+    # Subspace iteration [Halko et al. 2011, algorithm 4.4], of a subspace that holds everything for small matrices.
+    basis = np.random.default_rng(0).standard_normal((x.shape[1], min(*x.shape, _SUBSPACE)))
+    for _ in range(_ITERATIONS):
+        basis = np.linalg.qr(x.T @ np.linalg.qr(x @ basis)[0])[0]
+    left, sizes, _ = np.linalg.svd(x @ basis, full_matrices=False)
+    points = np.zeros((len(x), 2))
+    points[:, : min(2, len(sizes))] = left[:, :2] * sizes[:2]
     points *= np.where(points[np.abs(points).argmax(0), [0, 1]] < 0, -1, 1)
-    total = float(variances.sum())
-    return points, float(variances[-2:].sum()) / total if total > 0 else 0.0
+    total = float(np.square(x).sum())
+    return points, float(np.square(sizes[:2]).sum()) / total if total > 0 else 0.0

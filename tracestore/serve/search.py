@@ -1,5 +1,6 @@
 """Search for traces by text, label, score, group, length and errors of detectors."""
 
+import itertools
 import math
 import threading
 from collections.abc import Mapping
@@ -128,6 +129,7 @@ class TraceSearch:
         self._error: TracestoreError | None = None
         self._lock = threading.Lock()
         self._last: tuple[Query, np.ndarray] | None = None
+        self._last_matches: tuple[Query, np.ndarray] | None = None
 
     @property
     def orders(self) -> tuple[str, ...]:
@@ -147,8 +149,15 @@ class TraceSearch:
         """
         last = self._last
         key = replace(query, page=1)
+        if key.order not in self.orders:
+            raise UsageError(f"order: there is no {escape_unprintable(key.order, 80)}")
         if last is None or last[0] != key:
-            indices = np.flatnonzero(self._matches(key))
+            # A new order of the same traces does not search again.
+            filters = replace(key, order=STORED, descending=False)
+            kept = self._last_matches
+            if kept is None or kept[0] != filters:
+                kept = self._last_matches = (filters, np.flatnonzero(self._matches(filters)))
+            indices = kept[1]
             last = self._last = (key, indices[self._ranks(key.order, indices, key.descending)])
         return last[1]
 
@@ -169,7 +178,7 @@ class TraceSearch:
             return self._thread
 
     def _matches(self, query: Query) -> np.ndarray:
-        names = {"label": LABELS, "missed": ("", *self.results.probabilities), "order": self.orders}
+        names = {"label": LABELS, "missed": ("", *self.results.probabilities)}
         names |= {"group": ("", *self.groups)} if query.group else {}
         for name, known in names.items():
             if getattr(query, name) not in known:
@@ -207,9 +216,12 @@ class TraceSearch:
     def _group_numbers(self) -> tuple[list[str], np.ndarray]:
         """Return the sorted names of the groups, and the number of the group of each trace (N,), -1 for none."""
         if self._groups is None:
-            of_traces = [self.store.group(k) for k in range(len(self.store))]
-            names = sorted(set(of_traces) - {""})
-            numbers = {name: k for k, name in enumerate(names)} | {"": -1}
+            columns = self.store.internals.columns
+            data, offsets = columns.groups.tobytes(), columns.groups_offsets.tolist()
+            of_traces = [data[a:b] for a, b in itertools.pairwise(offsets)]
+            known = sorted(set(of_traces) - {b""})
+            numbers = {name: k for k, name in enumerate(known)} | {b"": -1}
+            names = [name.decode("utf-8", "surrogatepass") for name in known]
             self._groups = names, np.array([numbers[name] for name in of_traces], np.int64)
         return self._groups
 

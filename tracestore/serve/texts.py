@@ -64,10 +64,13 @@ class FoldedTexts:
         """
         mask = np.ones(self._num_traces, bool)
         for word in words.replace("\0", " ").casefold().split():
+            positions = self._positions(word.encode("utf-8", "surrogatepass"))
+            if len(positions) < len(self._ends):
+                texts = np.searchsorted(self._ends, positions)
+            else:
+                texts = np.flatnonzero(np.diff(np.searchsorted(positions, self._ends), prepend=0))
             found = np.zeros(self._num_traces, bool)
-            found[self._owners[np.searchsorted(self._ends, self._positions(word.encode("utf-8", "surrogatepass")))]] = (
-                True
-            )
+            found[self._owners[texts]] = True
             mask &= found
         return mask
 
@@ -102,10 +105,16 @@ def _segment_texts(segment: SegmentReader, rows: np.ndarray) -> tuple[bytes, int
         is_open &= ~is_there
     blobs = [_joined(segment, name, rows, chosen) for name, chosen in fields if name == "question_id" or chosen.any()]
     try:
-        folded = b"".join(blobs).decode("utf-8", "surrogatepass").casefold()
+        return b"".join(map(_folded, blobs)), len(blobs)
     except UnicodeDecodeError as error:
         raise CorruptStoreError(f"{segment.rows_path}: {error}") from None
-    return folded.encode("utf-8", "surrogatepass"), len(blobs)
+
+
+def _folded(texts: bytes) -> bytes:
+    # The casefolded form of ASCII is its lower case, which is ten times as fast.
+    if texts.isascii():
+        return texts.lower()
+    return texts.decode("utf-8", "surrogatepass").casefold().encode("utf-8", "surrogatepass")
 
 
 def _joined(segment: SegmentReader, name: str, rows: np.ndarray, chosen: np.ndarray) -> bytes:

@@ -45,7 +45,7 @@
   }
 
   for (const form of document.querySelectorAll("form.controls")) {
-    form.addEventListener("input", () => update(form, 120));
+    form.addEventListener("input", (event) => update(form, event.target.matches("select, [type=checkbox]") ? 0 : 80));
     form.addEventListener("submit", (event) => {
       event.preventDefault();
       update(form, 0);
