@@ -70,6 +70,16 @@ def test_comparisons_are_adjusted_over_all_pairs(path, tmp_path):
         assert all(c["difference"] == pytest.approx(found[c["first"]] - found[c["second"]]) for c in pairs)
 
 
+def test_report_ranks_the_detectors_of_each_scheme(path, tmp_path):
+    (entry,) = run(path, tmp_path / "out", "probe_mean", command="tracestore benchmark <x>")["stores"].values()
+    text = (tmp_path / "out/report.html").read_text(encoding="utf-8")
+    for scheme in ("question", "group"):
+        best = max(entry["detectors"], key=lambda d: entry["detectors"][d]["schemes"][scheme]["auroc"])
+        assert f"{best} has the highest AUROC of {len(entry['detectors'])} detectors" in text
+        assert f">s, folds by {scheme}</h2>" in text
+    assert text.count('scope="row">probe_mean<') == 2 and "tracestore benchmark &lt;x&gt;" in text
+
+
 def test_scores_are_out_of_fold_and_reproduce_the_metrics(path, tmp_path):
     out = tmp_path / "out"
     (entry,) = run(path, out, "probe_mean")["stores"].values()

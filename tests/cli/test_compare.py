@@ -27,7 +27,7 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("first", "second", "count"), [("plain", "layers", 1), ("folds", "folds2", 2)])
-def test_compares_runs_with_a_paired_test(runs, first, second, count):
+def test_compares_runs_with_a_paired_test(runs, tmp_path, first, second, count):
     done = command("compare", runs / first, runs / second, "--json", check=0)
     found = json.loads(done.stdout)["lstm_solo"]
     (pair,) = found["comparisons"]
@@ -37,7 +37,12 @@ def test_compares_runs_with_a_paired_test(runs, first, second, count):
     assert (pair["p"] is None and pair["interval"] is None) if count == 1 else 0 < pair["p"] <= 1
     saved = json.loads((runs / second / "results.json").read_text())
     assert b == pytest.approx(saved["models"]["lstm_solo"]["test"]["auroc"])
-    done = command("compare", runs / first, runs / second, check=0)
+    page = tmp_path / "comparison.html"
+    done = command("compare", runs / first, runs / second, "--output", page, check=0)
+    text = page.read_text(encoding="utf-8")
+    assert "has the highest AUROC" in text and f"{runs / first} - {runs / second}" in text and str(page) in done.stdout
+    option = "layers" if count == 1 else "lr"
+    assert f'<th scope="row">{option}</th>' in text and '<th scope="row">epochs</th>' not in text
     assert ("fewer than 5 of a class" in done.stdout) == (count == 1)
     assert f"lstm_solo, {count} run" in done.stdout and f"{runs / first} - {runs / second}" in done.stdout
 

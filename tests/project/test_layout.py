@@ -59,7 +59,7 @@ ALLOWED: dict[str, set[str]] = {
     "planning": {*STORE, *TRAIN},
     "features": STORE,
     "published": {*STORE, "features", "detectors", "evaluation", "oom"},
-    "benchmark": {*STORE, *TRAIN, "features", "published", "inference", "ingest"},
+    "benchmark": {*STORE, *TRAIN, "features", "published", "inference", "ingest", "reports"},
     "experiment": {*STORE, *TRAIN, "planning", "reports"},
     "bridges": {*STORE, "data"},
     "reports": {*STORE, *TRAIN, "__init__"},

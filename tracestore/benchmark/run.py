@@ -19,6 +19,7 @@ from tracestore.errors import TrainingError, UsageError
 from tracestore.features.table import features
 from tracestore.ingest.scores import read_scores
 from tracestore.pages.notebook import BenchmarkResults
+from tracestore.reports.benchmark import write_benchmark
 from tracestore.split import labeled_positions
 from tracestore.store.format.labels import CORRECT, DEFAULT_THRESHOLD
 from tracestore.store.format.provenance import require_compatible
@@ -27,7 +28,7 @@ from tracestore.store.read.store import TraceStore, open_store
 from tracestore.train.monitor import Log
 from tracestore.train.output_dir import lock_output_dir, write_json
 
-RESULTS, SCORES, TABLE = "benchmark.json", "scores.csv", "table.txt"
+RESULTS, SCORES, TABLE, REPORT = "benchmark.json", "scores.csv", "table.txt", "report.html"
 # The features of the fields that the detectors of this package read.
 _FEATURES = {"last_token": "last", "hidden_states": "hidden", "attention": "attention", "answer": "tokens"}
 
@@ -54,6 +55,8 @@ class BenchmarkOptions:
         Folder of the files of folds. Default: the output folder.
     save_detectors : bool
         Fit each detector to all labeled traces too, and write it to checkpoints/NAME.pt for ``tracestore predict``.
+    command : str, optional
+        The command, for the report.
     overwrite : bool
         Replace earlier results. Folds are never replaced.
     allow_mixed_provenance : bool
@@ -68,6 +71,7 @@ class BenchmarkOptions:
     workers: int = 1
     folds_dir: Path | None = None
     save_detectors: bool = False
+    command: str | None = None
     overwrite: bool = False
     allow_mixed_provenance: bool = False
 
@@ -75,7 +79,7 @@ class BenchmarkOptions:
 def run_benchmark(
     stores: Sequence[Any], output_dir: Path, options: BenchmarkOptions, log: Log = print
 ) -> dict[str, Any]:
-    """Compare detectors on stores, and write benchmark.json, scores.csv, table.txt and the folds.
+    """Compare detectors on stores, and write benchmark.json, scores.csv, table.txt, report.html and the folds.
 
     Parameters
     ----------
@@ -154,6 +158,7 @@ def _run(opened: dict[str, TraceStore], output_dir: Path, options: BenchmarkOpti
     write_json(output_dir / RESULTS, nan_to_none(results))
     with atomic_write(output_dir / TABLE) as file:
         file.write((format_results(results) + "\n").encode())
+    write_benchmark(nan_to_none(results), output_dir / REPORT, options.command)
     return BenchmarkResults(results)
 
 

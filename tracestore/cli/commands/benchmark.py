@@ -8,11 +8,13 @@ Example: tracestore benchmark store.zarr --detectors features --scores judge=jud
 """
 
 import argparse
+import shlex
 from pathlib import Path
 
 from tracestore.cli.flags import add_allow_mixed_provenance
 from tracestore.console import Output, Parser, int_between, positive_int
 from tracestore.errors import UsageError
+from tracestore.extras import require
 from tracestore.platform_support import num_processors
 from tracestore.store.format.labels import DEFAULT_THRESHOLD
 from tracestore.store.io.files import parse_location
@@ -76,8 +78,9 @@ def run(args: argparse.Namespace, output: Output) -> None:
         raise UsageError("--scores: a name is given twice")
     if args.folds_dir is not None and not args.folds_dir.is_dir():
         raise UsageError(f"--folds-dir {args.folds_dir}: no such folder")
+    require("train")  # The report is written at the end; a missing library is reported at the start.
     # Imported here, so that wrong usage is reported at once.
-    from tracestore.benchmark.run import RESULTS, BenchmarkOptions, run_benchmark
+    from tracestore.benchmark.run import REPORT, RESULTS, BenchmarkOptions, run_benchmark
     from tracestore.benchmark.table import format_results
     from tracestore.detectors.catalog import select
 
@@ -91,12 +94,13 @@ def run(args: argparse.Namespace, output: Output) -> None:
         workers=args.workers or min(4, num_processors()),
         folds_dir=args.folds_dir,
         save_detectors=args.save_detectors,
+        command=shlex.join([*args.prog.split(), *args.words]),
         overwrite=args.overwrite,
         allow_mixed_provenance=args.allow_mixed_provenance,
     )
     with map_os_errors(args.output_dir):
         results = run_benchmark(args.stores, args.output_dir, options, log=output.info)
-    output.info(f"\n{format_results(results)}\n\n{args.output_dir / RESULTS}")
+    output.info(f"\n{format_results(results)}\n\n{args.output_dir / RESULTS}\n{args.output_dir / REPORT}")
     output.print_json(results)
 
 

@@ -4,20 +4,25 @@ The runs must share store, --seed and --folds; only the seeds that all runs have
 detector that all runs have, the table shows AUROC with its 95 % interval, and the pairwise differences with
 a paired test.
 
-Example: tracestore compare results results_heads results_top_k
+Example: tracestore compare results results_heads results_top_k --output comparison.html
 """
 
 import argparse
+import shlex
 from pathlib import Path
 
 from tracestore.cli.flags import add_allow_mixed_provenance
 from tracestore.console import Output, Parser, plural
 from tracestore.errors import UsageError
+from tracestore.store.io.fsio import check_destination
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("folders", metavar="DIR", nargs="+", type=Path, help="output folders of tracestore train")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write a page (.html) about all runs (default: none)"
+    )
     add_allow_mixed_provenance(parser)
 
 
@@ -26,13 +31,21 @@ def run(args: argparse.Namespace, output: Output) -> None:
     folders = list(dict.fromkeys(args.folders))
     if len(folders) < 2:
         raise UsageError("give the folders of at least two runs")
+    if args.output is not None:
+        check_destination(args.output)
     # Imported here, so that wrong usage is reported at once.
     from tracestore.evaluation.table import format_table
     from tracestore.experiment.compare_runs import compare_runs
 
     document = compare_runs(folders, allow_mixed_provenance=args.allow_mixed_provenance)
+    if args.output is not None:
+        from tracestore.reports.comparison import write_comparison
+
+        write_comparison(document, folders, args.output, shlex.join([*args.prog.split(), *args.words]))
     for name, found in document.items():
         count = found.pop("num_runs")
         output.info(f"{name}, {plural(count, 'run')} each")
         output.info(format_table(found) + "\n")
+    if args.output is not None:
+        output.info(str(args.output))
     output.print_json(document)

@@ -1,0 +1,149 @@
+"""report.html of a benchmark."""
+
+import datetime
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import tracestore
+from tracestore.console import format_size
+from tracestore.evaluation.table import format_interval, format_p
+from tracestore.pages.document import Section, document
+from tracestore.pages.elements import Cell, Html, element, join, number, paragraph, table
+from tracestore.pages.plots import Series, heat_map, plot
+from tracestore.store.io.fsio import atomic_write
+
+_MAX_TRANSFER = 6
+
+
+def write_benchmark(results: Mapping[str, Any], path: Path, command: str | None = None) -> None:
+    """Write the page of a benchmark: one file that needs no network.
+
+    Parameters
+    ----------
+    results : mapping
+        The content of benchmark.json.
+    path : Path
+    command : str, optional
+        The command of the benchmark.
+    """
+    stores = results["stores"]
+    verdicts, sections = [], []
+    for name, entry in stores.items():
+        for scheme in entry["folds"]["schemes"]:
+            title = f"{name}, folds by {scheme}"
+            verdicts += [element("h3", title), _verdict(entry, scheme)]
+            sections.append(Section(title, _scheme(entry, scheme)))
+        if entry["skipped"]:
+            rows = list(entry["skipped"].items())
+            sections.append(Section(f"{name}, not run", table(["detector", "reason"], rows, caption="Not run")))
+    if results["transfer"]:
+        sections.append(Section("Transfer", _transfer(results), "Trained on one store, tested on another."))
+    facts = {
+        "stores": ", ".join(stores),
+        "traces": ", ".join(f"{e['num_traces']:,} ({e['num_hallucinated']:,} hallucinated)" for e in stores.values()),
+        "folds": next(iter(stores.values()))["folds"]["num_folds"],
+        "written": datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+        "tracestore": tracestore.__version__,
+        "command": command,
+    }
+    page = document("Benchmark of detectors", facts=facts, sections=[Section("Verdict", join(verdicts)), *sections])
+    with atomic_write(path) as file:
+        file.write(page.encode("utf-8", "backslashreplace"))
+
+
+def _ranked(entry: Mapping[str, Any], scheme: str) -> list[str]:
+    return sorted(entry["detectors"], key=lambda d: -entry["detectors"][d]["schemes"][scheme]["auroc"])
+
+
+def _p_to_best(entry: Mapping[str, Any], scheme: str, best: str) -> dict[str, float | None]:
+    """Return the adjusted p, by group of questions, of the difference between each detector and the best one."""
+    return {
+        other: pair["p_holm"]
+        for pair in entry["comparisons"]
+        if pair["scheme"] == scheme and pair["unit"] == "question" and best in (pair["first"], pair["second"])
+        for other in {pair["first"], pair["second"]} - {best}
+    }
+
+
+def _verdict(entry: Mapping[str, Any], scheme: str) -> Html:
+    ranked = _ranked(entry, scheme)
+    best = ranked[0]
+    detectors = entry["detectors"]
+    test = detectors[best]["schemes"][scheme]
+    value = format_interval(test["auroc"], test["interval_by_question"])
+    said = [paragraph(f"{best} has the highest AUROC of {len(ranked)} detectors: {value}.", kind="verdict")]
+    p = _p_to_best(entry, scheme, best)
+    equal = [d for d in ranked[1:] if p.get(d) is not None and p[d] >= 0.05]  # type: ignore[operator]
+    if equal:
+        shown = ", ".join(equal[:5]) + (f" and {len(equal) - 5} more" if len(equal) > 5 else "")
+        said.append(paragraph(f"The test shows no difference to {shown} (p ≥ 0.05, adjusted by Holm)."))
+    controls = [d for d in ranked if detectors[d]["kind"] == "control"]
+    low = test["interval_by_question"][0] if test["interval_by_question"] else test["auroc"]
+    for control in controls:
+        reached = detectors[control]["schemes"][scheme]["auroc"]
+        if control != best and reached >= low:
+            said.append(paragraph(f"The control {control} reaches {reached:.3f}.", kind="warning"))
+    return join(said)
+
+
+def _scheme(entry: Mapping[str, Any], scheme: str) -> Html:
+    detectors, ranked = entry["detectors"], _ranked(entry, scheme)
+    p, rows = _p_to_best(entry, scheme, ranked[0]), []
+    for name in ranked:
+        found = detectors[name]
+        test = found["schemes"][scheme]
+        interval, by_group = test["interval_by_question"], test["interval_by_group"]
+        external = found["kind"] == "external"
+        rows.append([
+            name, found["kind"], Cell(format_interval(test["auroc"], interval), test["auroc"]),
+            "–" if by_group is None else f"{by_group[0]:.3f} to {by_group[1]:.3f}",
+            *(number(test[c]) for c in ("within_group_auroc", "auprc", "prr", "risk_coverage_area", "ece", "brier")),
+            Cell(format_p(p.get(name)), p.get(name)), test["num_without_score"],
+            number(None if external else found["fit_s"] + found["score_s"], 1),
+            Cell(format_size(found["peak_bytes"]), float(found["peak_bytes"])),
+        ])  # fmt: skip
+    header = ["detector", "kind", "AUROC (95 % by question)", "95 % by group", "in groups", "AUPRC", "PRR", "RC", "ECE",
+              "Brier", "p to best, Holm", "without score", "seconds", "memory"]  # fmt: skip
+    tests = [detectors[d]["schemes"][scheme] for d in ranked]
+    intervals = [t["interval_by_question"] or (np.nan, np.nan) for t in tests]
+    kinds: dict[str, list[int]] = {}
+    for k, name in enumerate(ranked):
+        kinds.setdefault(detectors[name]["kind"], []).append(k)
+    series = [
+        Series(kind, of, [tests[k]["auroc"] for k in of], "points", [intervals[k][0] for k in of],
+               [intervals[k][1] for k in of])
+        for kind, of in kinds.items()
+    ]  # fmt: skip
+    figure = plot(
+        "AUROC with 95 % intervals", series, x_label="", y_label="AUROC", x_names=ranked, is_horizontal=True,
+        references=[("chance", "y", 0.5)], height=100 + 20 * len(ranked),
+    )  # fmt: skip
+    legend = "PRR: prediction rejection ratio. RC: area under the risk-coverage curve, lower is better. "
+    legend += "In groups: AUROC over pairs of the same group."
+    reasons = sorted({r for t in tests for r in t["too_few"].values()})
+    notes = [paragraph(text, kind="note") for text in (legend, *reasons)]
+    return join([table(header, rows, caption="Detectors"), *notes, figure])
+
+
+def _transfer(results: Mapping[str, Any]) -> Html:
+    """Return a table of all pairs of stores, and heat maps of the best detectors."""
+    stores = list(results["stores"])
+    cells = {(c["detector"], c["trained_on"], c["tested_on"]): c["auroc"] for c in results["transfer"]}
+    for store, entry in results["stores"].items():
+        for detector, found in entry["detectors"].items():
+            cells[detector, store, store] = found["schemes"]["question"]["auroc"]
+    names = list(dict.fromkeys(detector for detector, _, _ in cells))
+    pairs = [(a, b) for a in stores for b in stores]
+    rows = [[name, *(number(cells.get((name, a, b))) for a, b in pairs)] for name in names]
+    matrices = {n: np.array([[cells.get((n, a, b), np.nan) for b in stores] for a in stores], float) for n in names}
+    best = sorted(names, key=lambda n: -np.nan_to_num(np.nanmean(matrices[n])))[:_MAX_TRANSFER]
+    maps = [
+        heat_map(n, matrices[n], x_label="tested on", y_label="trained on", value_label="AUROC", x_names=stores,
+                 y_names=stores, height=260)
+        for n in best
+    ]  # fmt: skip
+    header = ["detector", *(f"{a} → {b}" for a, b in pairs)]
+    return join([table(header, rows, caption="AUROC, trained on → tested on"), element("div", *maps, class_="plots")])
