@@ -23,9 +23,17 @@ def chromium():
     api = pytest.importorskip("playwright.sync_api")
     with api.sync_playwright() as playwright:
         # The sandbox of Chromium does not run as root.
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        fonts = os.environ | {"FONTCONFIG_FILE": str(Path(__file__).parent / "fonts.conf")}
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"], env=fonts)
         yield browser
         browser.close()
+
+
+def share_of_different_cells(first, second):
+    """Return the share of cells of 2 x 2 pixels that differ by more than 32 of 255, up to the lower edge of both."""
+    box = (0, 0, first.width, min(first.height, second.height))
+    cells = [np.asarray(picture.crop(box).reduce(2), int) for picture in (first, second)]
+    return float((np.abs(cells[0] - cells[1]).max(-1) > 32).mean())
 
 
 class OpenPage:
@@ -89,21 +97,24 @@ class OpenPage:
         """Assert that the page is not wider than its window."""
         assert self.page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
 
-    def assert_looks_like(self, kept):
-        """Assert that the window looks like a kept picture of a quarter of its width and height.
+    def assert_looks_like(self, kept, *, is_whole_page=False):
+        """Assert that the window, or the whole page, looks like a kept picture of a quarter of its width and height.
 
-        Fonts differ between machines, layout and colors do not: at most 2 % of the cells of 8 x 8 pixels may differ by
-        more than 32 of 255 in the mean of a color. TRACESTORE_KEEP_SCREENSHOTS=1 replaces the picture.
+        The font is the same everywhere (tests/fonts.conf), its drawing differs between machines: at most 2 % of the
+        cells of 8 x 8 pixels may differ by more than 32 of 255 in the mean of a color, and the height of a whole page
+        by 1 %. TRACESTORE_KEEP_SCREENSHOTS=1 replaces the picture.
         """
+        if not any(Path("/usr/share/fonts").rglob("DejaVuSans.ttf")):
+            pytest.skip("the font DejaVu Sans is not installed")
         Image = pytest.importorskip("PIL.Image")
-        seen = Image.open(io.BytesIO(self.page.screenshot())).convert("RGB").reduce(4)
+        seen = Image.open(io.BytesIO(self.page.screenshot(full_page=is_whole_page))).convert("RGB").reduce(4)
         if os.environ.get("TRACESTORE_KEEP_SCREENSHOTS"):
             kept.parent.mkdir(exist_ok=True)
             seen.quantize(128).save(kept, optimize=True)
         expected = Image.open(kept).convert("RGB")
-        assert seen.size == expected.size
-        cells = [np.asarray(picture.reduce(2), int) for picture in (seen, expected)]
-        share = float((np.abs(cells[0] - cells[1]).max(-1) > 32).mean())
+        assert seen.width == expected.width
+        assert abs(seen.height - expected.height) <= 0.01 * expected.height * is_whole_page
+        share = share_of_different_cells(seen, expected)
         if share > 0.02:
             path = Path(tempfile.gettempdir()) / kept.name
             seen.save(path)

@@ -1,9 +1,23 @@
 """Test the design in Chromium: colors, widths, tables, plots, accessibility, policy."""
 
+from pathlib import Path
+
 import pytest
 
-from tests.browser import OpenPage
+from tests.browser import OpenPage, share_of_different_cells
 from tests.pages.example import MALICIOUS
+
+SCREENSHOTS = Path(__file__).parent / "screenshots"
+
+
+def test_another_picture_is_different():
+    image = pytest.importorskip("PIL.Image")
+    light, dark = (image.open(SCREENSHOTS / f"example-768-{scheme}.png").convert("RGB") for scheme in ("light", "dark"))
+    assert share_of_different_cells(light, light) == 0 and share_of_different_cells(light, dark) > 0.9
+    # All but the header is shifted by 40 pixels of the page.
+    shifted = light.copy()
+    shifted.paste(light.crop((0, 100, light.width, light.height - 10)), (0, 110))
+    assert share_of_different_cells(light, shifted) > 0.05
 
 
 @pytest.mark.long
@@ -13,6 +27,8 @@ def test_page_fits_and_is_accessible(chromium, example, width, scheme):
     with OpenPage(chromium, example, width, scheme) as visit:
         visit.wait_for_plots()
         visit.assert_fits()
+        if width in (360, 768, 1440):
+            visit.assert_looks_like(SCREENSHOTS / f"example-{width}-{scheme}.png", is_whole_page=True)
         visit.page.locator("summary", has_text="data").first.click()
         visit.assert_accessible()
 
